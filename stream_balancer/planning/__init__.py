@@ -1,0 +1,17 @@
+"""Planning: who goes now, on which rank, in which micro-batch. Pure numpy, indices in and out."""
+
+from .micro_batches import OversizeError, form_micro_batches
+from .partition import lower_bound, partition
+from .selection import Plan, PlanKnobs, Waiting, plan_batch, smallest_max_skips
+
+__all__ = [
+    "OversizeError",
+    "Plan",
+    "PlanKnobs",
+    "Waiting",
+    "form_micro_batches",
+    "lower_bound",
+    "partition",
+    "plan_batch",
+    "smallest_max_skips",
+]

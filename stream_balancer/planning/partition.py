@@ -1,0 +1,442 @@
+"""Who goes where: costs onto ranks, so that the last rank finishes as early as possible.
+
+Pure: numpy in, index arrays out; a work budget instead of a clock, so the same input always gives the same answer.
+
+    costs --> lower_bound          no partition can finish before this
+          --> greedy start         largest first onto the rank that would finish first (LPT, Graham 1969)
+          --> exchange rounds      hottest rank with coldest, next with next: for all pairs at once the exchange of one
+                                   (later: two) rollouts that comes closest to making both finish together
+          --> stop                 at the bound, or when the work budget is spent
+
+"Free" counts are made the same problem as "equal" counts by dummies of zero cost: a move is an exchange with a dummy.
+"""
+
+from __future__ import annotations
+
+import heapq
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from numpy.typing import ArrayLike, NDArray
+
+    Floats = NDArray[np.float64]
+    Ints = NDArray[np.int64]
+
+Counts = Literal["free", "equal"]
+
+_CLOSE_ENOUGH = 2e-6
+"""Stop this far (relatively) above the lower bound: a microsecond in a step of half a second."""
+
+_MAX_COLUMNS = 48
+"""Rollouts of one rank that take part in one exchange round; more would not make a better exchange, only a slower one."""
+
+
+def partition(
+    costs: ArrayLike,
+    num_ranks: int,
+    counts: Counts = "free",
+    speeds: ArrayLike | None = None,
+    *,
+    rotation: int = 0,
+) -> list[Ints]:
+    """Split `costs` over `num_ranks` ranks, minimising the latest finish.
+
+    Args:
+        costs: [n] work of each rollout, finite and >= 0, in any unit.
+        num_ranks: number of ranks, >= 1.
+        counts: "free", or "equal": the number of rollouts per rank differs by at most one.
+        speeds: [num_ranks] relative speeds > 0 (work per unit of time); None means all alike.
+        rotation: rotates the rank labels (pass the step), so that no rank is always the one with the heaviest rollout.
+
+    Returns:
+        One int64 array of ascending positions into `costs` per rank; every position is in exactly one of them.
+        No rank is empty if n >= num_ranks; with fewer rollouts than ranks, n ranks get one each.
+
+    Raises:
+        ValueError: a cost is negative or not finite, a speed is not positive, or num_ranks < 1.
+
+    Complexity: O(n log n) plus a refinement bounded by a fixed budget of elementary operations.
+    """
+    work = _checked_costs(costs)
+    _check_ranks(num_ranks, counts)
+    rate = _checked_speeds(speeds, num_ranks)
+    label_of = (np.arange(num_ranks) + rotation) % num_ranks  # working rank -> rank of the answer
+    labels = assign(work, num_ranks, counts, None if rate is None else rate[label_of])
+    return split_by_label(label_of[labels], num_ranks)
+
+
+def assign(work: Floats, num_ranks: int, counts: Counts, rate: Floats | None) -> Ints:
+    """The partition as [n] working-rank labels; the arguments are taken as checked."""
+    if num_ranks == 1 or work.size == 0:
+        return np.zeros(work.size, dtype=np.int64)
+    if work.size <= num_ranks:
+        return _one_each(work, rate)
+    if rate is None:
+        labels = _largest_first(work, num_ranks, counts)
+    else:
+        labels = _largest_first_with_speeds(work, num_ranks, counts, rate)
+    bound = lower_bound_of(work, num_ranks, counts, rate)
+    if bound > 0.0:
+        _refine(labels, work, num_ranks, counts, rate, bound)
+    return labels
+
+
+def split_by_label(labels: Ints, num_ranks: int) -> list[Ints]:
+    """[n] labels -> one ascending index array per label. O(n log n)."""
+    order = np.argsort(labels, kind="stable").astype(np.int64, copy=False)
+    ends = np.cumsum(np.bincount(labels, minlength=num_ranks)).tolist()
+    starts = [0, *ends[:-1]]
+    return [order[start:end] for start, end in zip(starts, ends, strict=True)]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The lower bound
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def lower_bound(
+    costs: ArrayLike, num_ranks: int, counts: Counts = "free", speeds: ArrayLike | None = None
+) -> float:
+    """A finish time that no partition of `costs` can beat; proofs in docs/planning.md. O(n log n).
+
+    The largest of: the mean load; for every i the i+1 smallest of the i*num_ranks+1 largest rollouts (two pigeons in one
+    hole); with speeds, the j largest rollouts over the j fastest ranks; with equal counts, the j largest rollouts
+    together with the smallest ones that must keep them company. Integral costs make it integral.
+
+    Raises:
+        ValueError: as for `partition`.
+    """
+    work = _checked_costs(costs)
+    _check_ranks(num_ranks, counts)
+    return lower_bound_of(work, num_ranks, counts, _checked_speeds(speeds, num_ranks))
+
+
+def lower_bound_of(work: Floats, num_ranks: int, counts: Counts, rate: Floats | None) -> float:
+    """`lower_bound` for arguments taken as checked."""
+    n = work.size
+    if n == 0:
+        return 0.0
+    descending = np.sort(work)[::-1]
+    total = float(descending.sum())
+    prefix = np.concatenate(([0.0], np.cumsum(descending)))  # prefix[j]: the j largest together
+    if rate is None:
+        bound = max(total / num_ranks, float(descending[0]))
+        i = np.arange(1, (n - 1) // num_ranks + 1)
+        if i.size:
+            bound = max(bound, float((prefix[i * num_ranks + 1] - prefix[i * num_ranks - i]).max()))
+        if counts == "equal" and n >= num_ranks:
+            bound = max(bound, _company_bound(prefix, num_ranks))
+        if total < 2.0**52 and bool((work == np.floor(work)).all()):
+            return float(np.ceil(bound * (1.0 - 1e-14)))
+    else:
+        fastest = np.cumsum(np.sort(rate)[::-1])
+        j = np.arange(1, min(n, num_ranks) + 1)
+        bound = max(total / float(fastest[-1]), float((prefix[j] / fastest[j - 1]).max()))
+    return bound * (1.0 - 4e-16 * n)  # sums of n floats are off by at most n units in the last place
+
+
+def _company_bound(prefix: Floats, num_ranks: int) -> float:
+    """Equal counts: the j largest sit on m <= j ranks, with m*q - j others at least, which weigh no less than the smallest.
+
+    Those m ranks together carry `top(j) + smallest(m*q - j)`, so one of them carries an m-th of it; which m is unknown, so
+    the least over m counts. Any j gives a valid bound; all up to 32 and then a geometric sample are tried. O(num_ranks).
+    """
+    n = prefix.size - 1
+    q = n // num_ranks
+    smallest = prefix[-1] - prefix[::-1]  # smallest[s]: the s smallest together
+    best = 0.0
+    tries = sorted({*range(1, min(num_ranks, 32) + 1), *(min(num_ranks, int(1.3**e)) for e in range(13, 30))})
+    ranks = np.arange(1, num_ranks + 1)
+    for j in tries:
+        m = ranks[-(-j // (q + 1)) - 1 : j]  # fewer ranks than this cannot hold j rollouts
+        carried = (prefix[j] + smallest[np.maximum(m * q - j, 0)]) / m
+        best = max(best, float(carried.min()))
+    return best
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The greedy start
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def _one_each(work: Floats, rate: Floats | None) -> Ints:
+    """No more rollouts than ranks: the heaviest to the fastest."""
+    labels = np.empty(work.size, dtype=np.int64)
+    by_cost = np.argsort(-work, kind="stable")
+    labels[by_cost] = np.arange(work.size) if rate is None else np.argsort(-rate, kind="stable")[: work.size]
+    return labels
+
+
+def _largest_first(work: Floats, num_ranks: int, counts: Counts) -> Ints:
+    """LPT with a heap; under equal counts a full rank leaves the heap. O(n log num_ranks).
+
+    Every rollout counts a little more than its cost, so that ties (zero costs above all) go to the rank with fewer.
+    """
+    n = work.size
+    order = np.argsort(-work, kind="stable")
+    tie_breaker = (float(work.sum()) or 1.0) * 1e-9 / n
+    sorted_work = (work[order] + tie_breaker).tolist()
+    heap = [(load, rank) for rank, load in enumerate(sorted_work[:num_ranks])]
+    heap.reverse()  # ascending, so it is a heap
+    chosen = list(range(num_ranks))
+    if counts == "free":
+        for cost in sorted_work[num_ranks:]:
+            load, rank = heap[0]
+            chosen.append(rank)
+            heapq.heapreplace(heap, (load + cost, rank))
+    else:
+        quota, extra = divmod(n, num_ranks)
+        held = [1] * num_ranks
+        for cost in sorted_work[num_ranks:]:
+            load, rank = heap[0]
+            while held[rank] >= quota + (extra > 0):  # a rank at the quota waits for the spare places to run out
+                heapq.heappop(heap)
+                load, rank = heap[0]
+            held[rank] += 1
+            if held[rank] > quota:
+                extra -= 1
+                heapq.heappop(heap)
+            else:
+                heapq.heapreplace(heap, (load + cost, rank))
+            chosen.append(rank)
+    labels = np.empty(n, dtype=np.int64)
+    labels[order] = chosen
+    return labels
+
+
+def _largest_first_with_speeds(work: Floats, num_ranks: int, counts: Counts, rate: Floats) -> Ints:
+    """LPT for uniform machines: each rollout to the rank that would finish it first. O(n * num_ranks), vectorised."""
+    n = work.size
+    order = np.argsort(-work, kind="stable")
+    tie_breaker = (float(work.sum()) or 1.0) * 1e-9 / n
+    quota, extra = divmod(n, num_ranks) if counts == "equal" else (n, 0)
+    busy = np.zeros(num_ranks)
+    held = np.zeros(num_ranks, dtype=np.int64)
+    labels = np.empty(n, dtype=np.int64)
+    for position in order.tolist():
+        finish = (busy + (work[position] + tie_breaker)) / rate
+        rank = int(finish.argmin())
+        if counts == "equal":
+            rank = int(np.where(held < quota + (extra > 0), finish, np.inf).argmin())
+            extra -= int(held[rank] == quota)
+        busy[rank] += work[position] + tie_breaker
+        held[rank] += 1
+        labels[position] = rank
+    for rank in np.flatnonzero(held == 0).tolist():  # a very slow rank still gets the lightest rollout of the fullest one
+        donor = int(held.argmax())
+        mine = np.flatnonzero(labels == donor)
+        labels[mine[work[mine].argmin()]] = rank
+        held[donor] -= 1
+        held[rank] += 1
+    return labels
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The refinement
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def _refine(
+    labels: Ints, work: Floats, num_ranks: int, counts: Counts, rate: Floats | None, bound: float
+) -> None:
+    """Exchange rollouts between ranks until the latest finish is at the bound or the work budget is spent; in place."""
+    n = work.size
+    values = np.concatenate((work, [0.0]))  # the dummy has position n
+    slots = _slots(labels, num_ranks, counts, n)
+    width = slots.shape[1]
+    speed = np.ones(num_ranks) if rate is None else rate
+    loads = values[slots].sum(axis=1)
+    target = bound * (1.0 + _CLOSE_ENOUGH)
+    budget = 200_000 + 60 * n
+    quiet = 0
+    shift = 0
+    size = 1
+    rounds = 0
+    half = num_ranks // 2
+    while budget > 0:
+        finish = loads / speed
+        order = np.argsort(finish, kind="stable")
+        if finish[order[-1]] <= target:
+            break
+        if quiet < 3:
+            hot = order[::-1][:half]
+            cold = np.roll(order[: num_ranks - half], -shift)[:half]
+        else:  # nothing moved for a while: the hottest against everybody
+            hot = np.full(num_ranks - 1, order[-1])
+            cold = order[:-1]
+        late = finish[hot] > target
+        hot, cold = hot[late], cold[late]
+        columns = _columns(width, rounds, _MAX_COLUMNS if size == 1 else _MAX_COLUMNS // 2)
+        moved, spent = _exchange(slots, loads, values, speed, hot, cold, columns, size, counts, single=quiet >= 3)
+        budget -= spent + 2000
+        rounds += 1
+        if moved:
+            quiet = 0
+        else:
+            quiet += 1
+            shift += 1
+            size = 2
+            if quiet > 5:
+                break
+    real = slots < n
+    owner = np.broadcast_to(np.arange(num_ranks)[:, None], slots.shape)
+    labels[slots[real]] = owner[real]
+
+
+def _slots(labels: Ints, num_ranks: int, counts: Counts, n: int) -> Ints:
+    """[num_ranks, width] positions, each rank's rollouts side by side, filled up with the dummy n."""
+    held = np.bincount(labels, minlength=num_ranks)
+    width = int(held.max()) + (2 if counts == "free" else 0)
+    slots = np.full((num_ranks, width), n, dtype=np.int64)
+    order = np.argsort(labels, kind="stable")
+    starts = np.cumsum(held) - held
+    slots[labels[order], np.arange(n) - starts[labels[order]]] = order
+    return slots
+
+
+def _columns(width: int, rounds: int, limit: int) -> Ints:
+    """The slots that take part in this round; another stretch of them every round."""
+    if width <= limit:
+        return np.arange(width)
+    return (np.arange(limit) * (width // limit) + rounds * 7) % width
+
+
+def _exchange(
+    slots: Ints,
+    loads: Floats,
+    values: Floats,
+    speed: Floats,
+    hot: Ints,
+    cold: Ints,
+    columns: Ints,
+    size: int,
+    counts: Counts,
+    *,
+    single: bool,
+) -> tuple[bool, int]:
+    """For each pair (hot[p], cold[p]) the best exchange of `size` slots; done where it helps. -> (any done, work spent).
+
+    An exchange shifts d = (what hot gives) - (what cold gives); d = ideal lets both finish together.
+    """
+    width = columns.size
+    if size == 1:
+        first = columns
+        second = None
+    else:
+        left, right = np.triu_indices(width, 1)
+        first, second = columns[left], columns[right]
+    hot_items = slots[hot[:, None], first[None, :]]
+    cold_items = slots[cold[:, None], first[None, :]]
+    gives = values[hot_items]
+    takes = values[cold_items]
+    if second is not None:
+        gives = gives + values[slots[hot[:, None], second[None, :]]]
+        takes = takes + values[slots[cold[:, None], second[None, :]]]
+    if counts == "equal":
+        gives, takes = _without_second_dummies(slots, values, hot, cold, first, second, gives, takes)
+    ideal = (loads[hot] * speed[cold] - loads[cold] * speed[hot]) / (speed[hot] + speed[cold])
+    i, j, shifted = _closest(gives, takes, ideal)
+    before = loads[hot] / speed[hot]
+    after = np.maximum((loads[hot] - shifted) / speed[hot], (loads[cold] + shifted) / speed[cold])
+    helps = (after < before * (1.0 - 1e-12)) & np.isfinite(shifted)
+    if single and helps.any():
+        best = int(np.where(helps, after, np.inf).argmin())
+        helps = np.zeros_like(helps)
+        helps[best] = True
+    pairs = np.flatnonzero(helps)
+    for which in (first,) if second is None else (first, second):
+        a, b = slots[hot[pairs], which[i[pairs]]], slots[cold[pairs], which[j[pairs]]]
+        slots[hot[pairs], which[i[pairs]]], slots[cold[pairs], which[j[pairs]]] = b, a
+    loads[hot[pairs]] -= shifted[pairs]
+    loads[cold[pairs]] += shifted[pairs]
+    return bool(pairs.size), gives.size
+
+
+def _closest(gives: Floats, takes: Floats, ideal: Floats) -> tuple[Ints, Ints, Floats]:
+    """Per row p the (i, j) whose gives[p, i] - takes[p, j] is closest to ideal[p]. O(size log size).
+
+    All rows are searched by one searchsorted: each row is lifted above the one before it.
+    """
+    num_pairs, width = gives.shape
+    rank = np.argsort(takes, axis=1, kind="stable")
+    ladder = np.take_along_axis(takes, rank, axis=1)
+    wanted = gives - ideal[:, None]
+    finite = ladder[np.isfinite(ladder)]
+    reach = 1.0 + 2.0 * max(float(finite.max(initial=0.0)), float(np.abs(np.where(np.isfinite(wanted), wanted, 0.0)).max()))
+    lift = (np.arange(num_pairs) * (3.0 * reach))[:, None]
+    flat = (np.minimum(ladder, reach) + lift).ravel()
+    place = np.searchsorted(flat, (np.minimum(wanted, reach) + lift).ravel()).reshape(num_pairs, width)
+    start = (np.arange(num_pairs) * width)[:, None]
+    above = np.clip(place - start, 0, width - 1)
+    below = np.clip(place - start - 1, 0, width - 1)
+    with np.errstate(invalid="ignore"):
+        miss_above = np.abs(np.take_along_axis(ladder, above, axis=1) - wanted)
+        miss_below = np.abs(np.take_along_axis(ladder, below, axis=1) - wanted)
+    miss = np.minimum(np.where(np.isnan(miss_above), np.inf, miss_above), np.where(np.isnan(miss_below), np.inf, miss_below))
+    i = miss.argmin(axis=1)
+    row = np.arange(num_pairs)
+    use_above = miss_above[row, i] <= miss_below[row, i]
+    step = np.where(use_above, above[row, i], below[row, i])
+    j = rank[row, step]
+    with np.errstate(invalid="ignore"):
+        shifted = gives[row, i] - takes[row, j]
+    return i, j, shifted
+
+
+def _without_second_dummies(
+    slots: Ints,
+    values: Floats,
+    hot: Ints,
+    cold: Ints,
+    first: Ints,
+    second: Ints | None,
+    gives: Floats,
+    takes: Floats,
+) -> tuple[Floats, Floats]:
+    """Equal counts: a rank has at most one dummy, so where both of a pair have one, neither may give it away."""
+    dummy = values.size - 1
+    has = (slots == dummy).any(axis=1)
+    both = has[hot] & has[cold]
+    if not both.any():
+        return gives, takes
+    gives, takes = gives.copy(), takes.copy()
+    for rows, sums in ((hot, gives), (cold, takes)):
+        for which in (first,) if second is None else (first, second):
+            sums[(slots[rows[:, None], which[None, :]] == dummy) & both[:, None]] = np.inf
+    return gives, takes
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Checks
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def _checked_costs(costs: ArrayLike) -> Floats:
+    work = np.asarray(costs, dtype=np.float64)
+    if work.ndim != 1:
+        raise ValueError(f"costs must be one-dimensional, not of shape {work.shape}: one number per rollout.")
+    if not (np.isfinite(work).all() and (work >= 0.0).all()):
+        raise ValueError("costs must be finite and >= 0: a cost is an amount of work. Look at the cost model.")
+    return work
+
+
+def _check_ranks(num_ranks: int, counts: str) -> None:
+    if num_ranks < 1:
+        raise ValueError(f"num_ranks ({num_ranks}) must be >= 1: there is nowhere to put a rollout.")
+    if counts not in ("free", "equal"):
+        raise ValueError(f"counts must be 'free' or 'equal', not {counts!r}.")
+
+
+def _checked_speeds(speeds: ArrayLike | Sequence[float] | None, num_ranks: int) -> Floats | None:
+    if speeds is None:
+        return None
+    rate = np.asarray(speeds, dtype=np.float64)
+    if rate.shape != (num_ranks,):
+        raise ValueError(f"speeds must hold one number per rank ({num_ranks}), not shape {rate.shape}.")
+    if not (np.isfinite(rate).all() and (rate > 0.0).all()):
+        raise ValueError("speeds must be finite and > 0: a rank of speed 0 never finishes. Leave it out of num_ranks.")
+    return None if bool((rate == rate[0]).all()) and rate[0] == 1.0 else rate
