@@ -81,7 +81,9 @@ class DemoOptions:
         if self.window is not None and self.window < self.batch_size:
             raise ValueError(f"demo: window ({self.window}) must be >= batch_size ({self.batch_size})")
         if self.hidden_size % (2 * self.num_heads):
-            raise ValueError(f"demo: hidden_size ({self.hidden_size}) must be a multiple of 2 * num_heads ({self.num_heads})")
+            raise ValueError(
+                f"demo: hidden_size ({self.hidden_size}) must be a multiple of 2 * num_heads ({self.num_heads})"
+            )
         if self.backend not in ("asyncio", "trio"):
             raise ValueError(f"demo: backend must be 'asyncio' or 'trio', not {self.backend!r}")
 

@@ -1,0 +1,156 @@
+"""A small decoder transformer that trains on packed rollouts.
+
+Rollouts lie end to end in one ``[T]`` row; everything but attention works on tokens, and attention runs on one rollout at a
+time, so no token ever sees another rollout. That is what variable-length kernels do on a GPU; on a CPU a loop over slices is
+the fastest form, because nothing is computed for pairs of tokens of different rollouts.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from stream_balancer.cost import QuadraticCost
+from stream_balancer.demo.options import DemoOptions
+from stream_balancer.types import MicroBatch, Rollout
+
+__all__ = ["Decoder", "build_model", "fit_cost", "loss_sum"]
+
+
+class Attention(nn.Module):
+    """Causal self-attention within each rollout, with rotary positions."""
+
+    def __init__(self, hidden_size: int, num_heads: int) -> None:
+        super().__init__()
+        self.num_heads = num_heads
+        self.qkv = nn.Linear(hidden_size, 3 * hidden_size, bias=False)
+        self.out = nn.Linear(hidden_size, hidden_size, bias=False)
+
+    def forward(self, x: Tensor, rotation: tuple[Tensor, Tensor], lengths: Sequence[int]) -> Tensor:
+        """``x`` [T, hidden], ``rotation`` cos and sin [T, 1, head_dim / 2], ``lengths`` per rollout -> [T, hidden]."""
+        q, k, v = self.qkv(x).view(x.shape[0], 3, self.num_heads, -1).unbind(1)
+        q, k = _rotate(q, rotation), _rotate(k, rotation)
+        heads = [  # one rollout at a time: [heads, L, head_dim]
+            functional.scaled_dot_product_attention(
+                *(part.transpose(0, 1).unsqueeze(0) for part in parts), is_causal=True
+            )
+            .squeeze(0)
+            .transpose(0, 1)
+            for parts in zip(q.split(lengths), k.split(lengths), v.split(lengths), strict=True)
+        ]
+        out: Tensor = self.out(torch.cat(heads).reshape(x.shape))
+        return out
+
+
+class Block(nn.Module):
+    """Attention and an MLP, each behind a layer norm and a residual."""
+
+    def __init__(self, hidden_size: int, num_heads: int) -> None:
+        super().__init__()
+        self.norm1 = nn.LayerNorm(hidden_size)
+        self.attention = Attention(hidden_size, num_heads)
+        self.norm2 = nn.LayerNorm(hidden_size)
+        self.up = nn.Linear(hidden_size, 4 * hidden_size)
+        self.down = nn.Linear(4 * hidden_size, hidden_size)
+
+    def forward(self, x: Tensor, rotation: tuple[Tensor, Tensor], lengths: Sequence[int]) -> Tensor:
+        """[T, hidden] -> [T, hidden]."""
+        x = x + self.attention(self.norm1(x), rotation, lengths)
+        out: Tensor = x + self.down(functional.relu(self.up(self.norm2(x))))
+        return out
+
+
+class Decoder(nn.Module):
+    """Embedding, blocks, and a projection back to the vocabulary."""
+
+    def __init__(self, *, hidden_size: int, num_layers: int, num_heads: int, vocab_size: int) -> None:
+        super().__init__()
+        self.head_dim = hidden_size // num_heads
+        self.embedding = nn.Embedding(vocab_size, hidden_size)
+        self.blocks = nn.ModuleList(Block(hidden_size, num_heads) for _ in range(num_layers))
+        self.norm = nn.LayerNorm(hidden_size)
+        self.head = nn.Linear(hidden_size, vocab_size, bias=False)
+
+    def forward(self, input_ids: Tensor, position_ids: Tensor, lengths: Sequence[int]) -> Tensor:
+        """Packed ``input_ids`` and ``position_ids`` [T] of rollouts of ``lengths`` tokens -> logits [T, vocabulary]."""
+        x = self.embedding(input_ids)
+        rotation = _rotation(position_ids, self.head_dim, x.dtype)
+        for block in self.blocks:
+            x = block(x, rotation, lengths)
+        logits: Tensor = self.head(self.norm(x))
+        return logits
+
+
+def build_model(options: DemoOptions, dtype: torch.dtype = torch.float32) -> Decoder:
+    """The demo's model, with the same weights in every process that asks with the same options."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(options.seed)
+        model = Decoder(
+            hidden_size=options.hidden_size,
+            num_layers=options.num_layers,
+            num_heads=options.num_heads,
+            vocab_size=options.vocab_size,
+        )
+    return model.to(dtype)
+
+
+def loss_sum(model: Decoder, micro_batch: MicroBatch) -> Tensor:
+    """Sum over trained tokens of their negative log-likelihood: to be divided by the *step's* ``global_num_loss_tokens``.
+
+    Token ``t`` is predicted from the tokens before it in its own rollout, so a rollout's first token is never predicted; the
+    demo's rollouts begin with a prompt, which is not trained on anyway.
+    """
+    packed = micro_batch.packed()
+    ids = packed["input_ids"]
+    logits = model(ids, packed.position_ids, micro_batch.lengths)
+    trained = (packed["loss_mask"] != 0) & (packed.position_ids > 0)
+    targets = torch.where(trained, ids, -100)[1:]
+    return functional.cross_entropy(logits[:-1], targets.long(), reduction="sum", ignore_index=-100)
+
+
+def fit_cost(options: DemoOptions, longest: int, repeats: int = 3) -> QuadraticCost:
+    """Seconds of this machine for forward and backward over one rollout of L tokens, as ``linear * L + quadratic * L^2``.
+
+    Measured at a few lengths up to ``longest`` (best of ``repeats``, on one thread), because on a CPU the kernels' real speed,
+    not FLOPs, decides. Takes about a second at the demo's sizes.
+    """
+    model = build_model(options)
+    lengths = sorted({max(longest // part, 2) for part in (1, 2, 4, 8, 16)})
+    seconds = [min(_seconds(model, _plain_rollout(n)) for _ in range(repeats)) for n in lengths]
+    x = np.array(lengths, dtype=np.float64)
+    rows = np.stack([x, x * x], axis=1)
+    scale = np.array(seconds)[:, None]  # relative errors: a short rollout is as important as a long one
+    (linear, quadratic), *_ = np.linalg.lstsq(rows / scale, np.ones(len(x)), rcond=None)
+    if linear <= 0 or quadratic < 0:  # too small to measure: fall back to what dominates
+        return QuadraticCost(linear=float(np.mean(np.array(seconds) / x)), quadratic=0.0)
+    return QuadraticCost(linear=float(linear), quadratic=float(quadratic))
+
+
+def _plain_rollout(length: int) -> MicroBatch:
+    return MicroBatch.of([Rollout(tokens={"input_ids": torch.zeros(length, dtype=torch.int64)})])
+
+
+def _seconds(model: Decoder, micro_batch: MicroBatch) -> float:
+    start = time.thread_time()
+    loss_sum(model, micro_batch).backward()  # type: ignore[no-untyped-call]
+    return time.thread_time() - start
+
+
+def _rotation(position_ids: Tensor, head_dim: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Cosine and sine [T, 1, head_dim / 2] of the rotary angles."""
+    half = head_dim // 2
+    frequency = 10_000.0 ** (-torch.arange(half, dtype=torch.float64) / half)
+    angle = (position_ids.to(torch.float64)[:, None] * frequency)[:, None, :]
+    return angle.cos().to(dtype), angle.sin().to(dtype)
+
+
+def _rotate(x: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
+    """[T, heads, head_dim], each pair of halves turned by the token's angle."""
+    cos, sin = rotation
+    a, b = x.chunk(2, dim=-1)
+    return torch.cat((a * cos - b * sin, a * sin + b * cos), dim=-1)
