@@ -1,0 +1,39 @@
+"""Public test tools: virtual-time event loops, the transport contract, rollouts, length traces.
+
+``check_transport`` (in ``stream_balancer.testing.transports``) is loaded when it is asked for.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from stream_balancer.trace import PRESETS, Trace, generate_trace
+
+from .clocks import BACKENDS, AutojumpEventLoop, Wakeups, count_wakeups, virtual_time_backend
+from .rollouts import make_rollout, make_rollouts, token_checksum
+
+if TYPE_CHECKING:
+    from .transports import check_transport
+
+__all__ = [
+    "BACKENDS",
+    "PRESETS",
+    "AutojumpEventLoop",
+    "Trace",
+    "Wakeups",
+    "check_transport",
+    "count_wakeups",
+    "generate_trace",
+    "make_rollout",
+    "make_rollouts",
+    "token_checksum",
+    "virtual_time_backend",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "check_transport":
+        from .transports import check_transport
+
+        return check_transport
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

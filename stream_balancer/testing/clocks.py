@@ -1,0 +1,166 @@
+"""Virtual time for tests: event loops whose clock jumps to the next timer instead of waiting for it.
+
+A test may sleep for hours and still end in milliseconds, on asyncio and on trio alike, and it sees *exact* times: a
+deadline of 30 s fires at 30.0. In a ``conftest.py``::
+
+    from stream_balancer.testing import BACKENDS, virtual_time_backend
+
+    @pytest.fixture(params=BACKENDS)
+    def anyio_backend(request):
+        return virtual_time_backend(request.param)
+
+Cautions. Compare deadlines with ``>=``: the clock lands exactly on them, and a ``>`` would wait for ever. The clock
+does not know what threads and sockets are busy with: while the loop has timers and nothing ready, it jumps; so keep
+threads and sockets out of such tests, or pass a ``grace_s``. Both clocks start at 0.0. Nothing here waits for real
+time: a test that hangs, hangs, so keep pytest-timeout as a guard.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import selectors
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, Literal, TypeAlias
+
+import sniffio
+import trio
+import trio.testing
+
+__all__ = ["BACKENDS", "AutojumpEventLoop", "Wakeups", "count_wakeups", "virtual_time_backend"]
+
+Backend: TypeAlias = Literal["asyncio", "trio"]
+
+BACKENDS: tuple[Backend, ...] = ("asyncio", "trio")
+"""Names of the event loops the library supports equally: parameters for an ``anyio_backend`` fixture."""
+
+
+class AutojumpEventLoop(asyncio.SelectorEventLoop):
+    """An asyncio event loop whose ``time()`` starts at 0.0 and jumps to the next timer whenever the loop would wait for
+    it.
+
+    File descriptors that are ready, and ``call_soon_threadsafe``, still wake it. With no timer at all it waits in real
+    time, as any loop does, for one of those. The counterpart of :class:`trio.testing.MockClock` with
+    ``autojump_threshold``.
+    """
+
+    def __init__(self, grace_s: float = 0.0) -> None:
+        """:param grace_s: real seconds to wait for a file descriptor or another thread before each jump."""
+        self._now = 0.0
+        self._grace_s = grace_s
+        self.num_passes = 0
+        """Times the loop asked for events: once per pass over its ready callbacks. See :func:`count_wakeups`."""
+        super().__init__(_JumpingSelector(self))
+        if not (math.isfinite(grace_s) and grace_s >= 0):
+            self.close()  # a loop that was made must be closed
+            raise ValueError(f"grace_s must be a finite number >= 0, not {grace_s!r}")
+
+    def time(self) -> float:
+        """Virtual seconds since the loop was made."""
+        return self._now
+
+    def _jump(self, timeout: float) -> None:
+        """Move to the next timer, exactly; asyncio never asks for more than a day, so a far one takes several jumps."""
+        target = self._now + timeout
+        timers: list[asyncio.TimerHandle] = getattr(self, "_scheduled", [])
+        if timers and math.isclose(timers[0].when(), target, rel_tol=1e-12, abs_tol=1e-9):
+            target = timers[0].when()  # not one rounding error to its side
+        self._now = max(self._now, target)
+        # A timer is ready when `when < time() + resolution`; after some months of virtual time a nanosecond would be
+        # rounded away and a timer that is due now would never be.
+        self._clock_resolution = max(1e-9, 2 * math.ulp(self._now))
+
+
+class _JumpingSelector(selectors.DefaultSelector):
+    """A selector that lets virtual time pass where an ordinary one lets real time pass."""
+
+    def __init__(self, loop: AutojumpEventLoop) -> None:
+        super().__init__()
+        self._loop = loop
+
+    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+        loop = self._loop
+        loop.num_passes += 1
+        if timeout is None or timeout <= 0:
+            return super().select(timeout)
+        ready = super().select(loop._grace_s)
+        if not ready:
+            loop._jump(timeout)
+        return ready
+
+
+def virtual_time_backend(name: str, *, grace_s: float = 0.0) -> tuple[str, dict[str, Any]]:
+    """What an ``anyio_backend`` fixture returns, or ``anyio.run(..., backend=..., backend_options=...)`` takes, for
+    virtual time.
+
+    :param name: ``"asyncio"`` or ``"trio"``.
+    :param grace_s: real seconds a loop waits for other threads or file descriptors before each jump.
+    """
+    if name == "asyncio":
+        return name, {"loop_factory": partial(AutojumpEventLoop, grace_s)}
+    if name == "trio":
+        return name, {"clock": trio.testing.MockClock(autojump_threshold=grace_s)}
+    raise ValueError(f"no event loop is called {name!r}; use one of {', '.join(BACKENDS)}")
+
+
+class Wakeups:
+    """What :func:`count_wakeups` counted; read it during or after the block."""
+
+    def __init__(self) -> None:
+        self._passes = 0
+        self._loop: AutojumpEventLoop | None = None
+        self._base = 0
+
+    @property
+    def count(self) -> int:
+        """Passes of the event loop since the block began (up to its end). A test's own sleep costs one or two."""
+        return self._passes if self._loop is None else self._loop.num_passes - self._base
+
+    def _follow(self, loop: AutojumpEventLoop) -> None:
+        self._loop, self._base = loop, loop.num_passes
+
+    def _stop(self) -> None:
+        self._passes, self._loop = self.count, None
+
+
+class _PassCounter(trio.abc.Instrument):
+    def __init__(self, wakeups: Wakeups) -> None:
+        self._wakeups = wakeups
+
+    def after_io_wait(self, timeout: float) -> None:
+        self._wakeups._passes += 1
+
+
+@contextmanager
+def count_wakeups() -> Iterator[Wakeups]:
+    """Count the passes of the running event loop, to assert that nothing polls::
+
+        with count_wakeups() as wakeups:
+            await anyio.sleep(10_000)
+        assert wakeups.count <= 4
+
+    A loop that polls every 10 ms would have made a million. Works on trio, and on an :class:`AutojumpEventLoop`; raises
+    RuntimeError on any other asyncio loop.
+    """
+    wakeups = Wakeups()
+    if sniffio.current_async_library() == "trio":
+        counter = _PassCounter(wakeups)
+        trio.lowlevel.add_instrument(counter)
+        try:
+            yield wakeups
+        finally:
+            trio.lowlevel.remove_instrument(counter)
+        return
+    loop = asyncio.get_running_loop()
+    if not isinstance(loop, AutojumpEventLoop):
+        raise RuntimeError(
+            f"count_wakeups() cannot look into a {type(loop).__name__}. Run the test on an AutojumpEventLoop: "
+            "see virtual_time_backend()"
+        )
+    wakeups._follow(loop)
+    try:
+        yield wakeups
+    finally:
+        wakeups._stop()

@@ -1,0 +1,83 @@
+"""Rollouts for tests: small, valid, and recognisable wherever they turn up."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import torch
+
+from stream_balancer.types import Rollout, Version
+
+__all__ = ["make_rollout", "make_rollouts", "token_checksum"]
+
+
+def make_rollout(
+    num_tokens: int,
+    rollout_id: str | None = None,
+    *,
+    group_id: str | None = None,
+    version: Version | None = None,
+    advantage: float = 1.0,
+    prompt_tokens: int = 0,
+    cost: float | None = None,
+    seed: int | None = None,
+    minimal: bool = False,
+) -> Rollout:
+    """A valid rollout with the columns GRPO uses: ``input_ids`` int64, ``logprobs`` float32, ``loss_mask`` bool, all
+    ``[L]``.
+
+    :param num_tokens: L, prompt included.
+    :param rollout_id: its name; a fresh random one if None.
+    :param advantage: its one scalar.
+    :param prompt_tokens: the first so many tokens get ``loss_mask`` False and ``logprobs`` 0.0.
+    :param seed: seeds token ids (below 1000) and log-probabilities; None = token ids 0..L-1, cheap and readable.
+    :param minimal: only the required column, no scalar: the cheapest valid rollout.
+    """
+    if minimal:
+        tokens = {"input_ids": torch.arange(num_tokens)}
+        return _named(tokens, {}, rollout_id, group_id, version, cost)
+    if seed is None:
+        ids = torch.arange(num_tokens)
+        logprobs = torch.full((num_tokens,), -0.5)
+    else:
+        rng = np.random.default_rng(seed)
+        ids = torch.from_numpy(rng.integers(0, 1000, num_tokens))
+        logprobs = torch.from_numpy(-rng.exponential(1.0, num_tokens).astype(np.float32))
+    mask = torch.ones(num_tokens, dtype=torch.bool)
+    mask[:prompt_tokens] = False
+    logprobs[:prompt_tokens] = 0.0
+    tokens = {"input_ids": ids, "logprobs": logprobs, "loss_mask": mask}
+    return _named(tokens, {"advantage": advantage}, rollout_id, group_id, version, cost)
+
+
+def make_rollouts(
+    lengths: Sequence[int], *, prefix: str = "r", siblings: int | None = None, minimal: bool = False
+) -> Iterator[Rollout]:
+    """Rollouts of the given lengths (tokens), named ``r0, r1, ...`` in order.
+
+    :param siblings: if given, every so many neighbours share a ``group_id`` (``g0, g1, ...``).
+    """
+    for index, length in enumerate(lengths):
+        group_id = None if siblings is None else f"g{index // siblings}"
+        yield make_rollout(int(length), f"{prefix}{index}", group_id=group_id, minimal=minimal)
+
+
+def token_checksum(rollout: Rollout) -> int:
+    """A number that changes if a token id, or its place, changes: to compare what went in with what came out."""
+    ids = rollout.tokens["input_ids"].to(torch.int64)
+    weights = torch.arange(1, ids.numel() + 1, dtype=torch.int64)
+    return int(((ids + 1) * weights * 2654435761 % (2**61 - 1)).sum()) % (2**61 - 1)
+
+
+def _named(
+    tokens: dict[str, torch.Tensor],
+    scalars: dict[str, float],
+    rollout_id: str | None,
+    group_id: str | None,
+    version: Version | None,
+    cost: float | None,
+) -> Rollout:
+    if rollout_id is None:
+        return Rollout(tokens=tokens, scalars=scalars, group_id=group_id, version=version, cost=cost)
+    return Rollout(tokens=tokens, scalars=scalars, rollout_id=rollout_id, group_id=group_id, version=version, cost=cost)

@@ -1,0 +1,469 @@
+"""What lengths arrive, and when: length traces read from files, or generated.
+
+A trace is a table with one row per rollout. Files are CSV, plain or gzipped, with the columns
+
+    group_id        any text; rows with the same one are siblings (sampled from one prompt)
+    prompt_tokens   tokens, >= 0
+    output_tokens   tokens, >= 0; everything after the prompt, tool output included
+    arrival_seconds optional: when the rollout arrived, seconds, never decreasing
+
+in any order; other columns are ignored. A rollout's length is prompt_tokens + output_tokens, at least 1. Pure numpy.
+"""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import heapq
+import io
+import math
+import os
+import zlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from stream_balancer.errors import TraceError
+
+__all__ = ["PRESETS", "LengthModel", "Trace", "finish_times", "generate_trace", "load_trace"]
+
+Ints: TypeAlias = NDArray[np.int64]
+Floats: TypeAlias = NDArray[np.float64]
+
+REQUIRED_COLUMNS = ("group_id", "prompt_tokens", "output_tokens")
+ARRIVAL_COLUMN = "arrival_seconds"
+MAX_TOKENS = 2**31 - 1  # cu_seqlens is int32; a larger number in a file is a mistake, not a rollout
+
+
+@dataclass(frozen=True, eq=False, slots=True, kw_only=True)
+class Trace:
+    """Lengths of ``n`` rollouts, in the order of the file. Raises :class:`TraceError` where columns do not fit
+    together."""
+
+    prompt_tokens: Ints
+    """[n] tokens, >= 0."""
+    output_tokens: Ints
+    """[n] tokens, >= 0; prompt + output >= 1."""
+    group_ids: Ints
+    """[n] label of the sibling group, numbered by first appearance."""
+    arrival_s: Floats | None = None
+    """[n] recorded arrival, seconds, never decreasing; None where none was recorded."""
+    name: str = "trace"
+    """Where it came from, for people."""
+
+    def __post_init__(self) -> None:
+        for column in ("prompt_tokens", "output_tokens", "group_ids"):
+            object.__setattr__(self, column, np.asarray(getattr(self, column), dtype=np.int64))
+        if self.arrival_s is not None:
+            object.__setattr__(self, "arrival_s", np.asarray(self.arrival_s, dtype=np.float64))
+        shapes = {
+            a.shape for a in (self.prompt_tokens, self.output_tokens, self.group_ids, self.arrival_s) if a is not None
+        }
+        if len(shapes) != 1 or self.prompt_tokens.ndim != 1:
+            raise TraceError(f"{self.name}: columns must all be [n], not {sorted(shapes)}")
+        if len(self) == 0:
+            raise TraceError(f"{self.name}: no rollouts")
+        if (self.prompt_tokens < 0).any() or (self.output_tokens < 0).any():
+            raise TraceError(f"{self.name}: negative lengths")
+        if (self.lengths < 1).any():
+            raise TraceError(f"{self.name}: a rollout without tokens (prompt_tokens + output_tokens is 0). Drop it")
+        if self.arrival_s is not None and not (
+            np.isfinite(self.arrival_s).all() and (np.diff(self.arrival_s) >= 0).all()
+        ):
+            raise TraceError(f"{self.name}: arrival_s must be finite and never decrease. Sort the rollouts by arrival")
+
+    def __len__(self) -> int:
+        return int(self.prompt_tokens.size)
+
+    @property
+    def lengths(self) -> Ints:
+        """[n] tokens of each rollout, prompt included, >= 1."""
+        return self.prompt_tokens + self.output_tokens
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens over all rollouts."""
+        return int(self.lengths.sum())
+
+    @property
+    def num_groups(self) -> int:
+        """Sibling groups."""
+        return int(np.unique(self.group_ids).size)
+
+    def scaled(self, factor: float) -> Trace:
+        """The same trace with lengths times ``factor``, rounded, at least 1 token each; arrivals are kept.
+
+        For running a trace of long rollouts on a small machine. Say by how much wherever the result is shown: quadratic
+        costs weigh less in a trace that was scaled down.
+        """
+        if not (math.isfinite(factor) and factor > 0):
+            raise TraceError(f"{self.name}: the scale must be a finite number > 0, not {factor!r}")
+        if factor == 1.0:
+            return self
+        prompt = np.rint(self.prompt_tokens * factor).astype(np.int64)
+        lengths = np.maximum(np.rint(self.lengths * factor).astype(np.int64), 1)
+        prompt = np.minimum(prompt, lengths)
+        return replace(self, prompt_tokens=prompt, output_tokens=lengths - prompt, name=f"{self.name} x{factor:g}")
+
+    def head(self, num_rollouts: int) -> Trace:
+        """The first ``num_rollouts`` rows, or all if there are fewer."""
+        if num_rollouts < 1:
+            raise TraceError(f"{self.name}: at least 1 rollout must remain, not {num_rollouts}")
+        return self if num_rollouts >= len(self) else self._take(np.arange(num_rollouts), self.group_ids)
+
+    def resampled(self, num_rollouts: int, seed: int, *, by_group: bool = True) -> Trace:
+        """A trace of ``num_rollouts`` drawn with replacement, without recorded arrivals; for runs longer than the file.
+
+        :param by_group: draw whole groups, siblings together and each time under a new label (the last may be cut
+        short);
+            False draws single rollouts, each its own group.
+        :param seed: for the draw.
+        """
+        if num_rollouts < 1:
+            raise TraceError(f"{self.name}: at least 1 rollout must be drawn, not {num_rollouts}")
+        rng = np.random.default_rng(seed)
+        if not by_group:
+            rows = rng.integers(0, len(self), num_rollouts)
+            return self._take(rows, np.arange(num_rollouts), renumbered=True)
+        order, starts, sizes = _by_group(self.group_ids)
+        mean_size = len(self) / sizes.size
+        drawn = rng.integers(0, sizes.size, math.ceil(num_rollouts / mean_size))
+        while int(sizes[drawn].sum()) < num_rollouts:
+            drawn = np.concatenate((drawn, rng.integers(0, sizes.size, max(drawn.size // 4, 1))))
+        rows = np.concatenate([order[starts[g] : starts[g] + sizes[g]] for g in drawn.tolist()])[:num_rollouts]
+        labels = np.repeat(np.arange(drawn.size), sizes[drawn])[:num_rollouts]
+        return self._take(rows, labels, renumbered=True)
+
+    def _take(self, rows: Ints, labels: Ints, *, renumbered: bool = False) -> Trace:
+        return Trace(
+            prompt_tokens=self.prompt_tokens[rows],
+            output_tokens=self.output_tokens[rows],
+            group_ids=labels if renumbered else labels[rows],
+            arrival_s=None if renumbered or self.arrival_s is None else self.arrival_s[rows],
+            name=self.name,
+        )
+
+    def __repr__(self) -> str:
+        return (
+            f"Trace({self.name!r}, rollouts={len(self)}, groups={self.num_groups}, tokens={self.num_tokens}, "
+            f"arrivals={'recorded' if self.arrival_s is not None else 'none'})"
+        )
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Files
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def load_trace(path: str | os.PathLike[str]) -> Trace:
+    """Read a trace from a ``.csv`` or ``.csv.gz`` file (see the module docstring for its columns).
+
+    Raises :class:`TraceError` naming file, line and what to do, for anything that is not such a file.
+    """
+    name = os.fspath(path)
+    return _parse(name, _read_text(name))
+
+
+def _read_text(name: str) -> str:
+    try:
+        with open(name, "rb") as file:
+            raw = file.read()
+    except OSError as error:
+        raise TraceError(f"{name}: cannot be read ({error.strerror or error}). Check the path") from None
+    packed = raw[:2] == b"\x1f\x8b"
+    if name.endswith(".gz") and not packed:
+        raise TraceError(f"{name}: is called .gz but is not a gzip file. Rename it to .csv, or compress it with gzip")
+    if packed:
+        try:
+            raw = gzip.decompress(raw)
+        except (OSError, EOFError, zlib.error) as error:
+            raise TraceError(f"{name}: the gzip file is damaged or cut short ({error}). Fetch it again") from None
+    try:
+        return raw.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = raw[: error.start].count(b"\n") + 1
+        raise TraceError(
+            f"{name}, line {line}: is not UTF-8 text. A trace is a CSV file, or one compressed with gzip"
+        ) from None
+
+
+def _parse(name: str, text: str) -> Trace:
+    reader = csv.reader(io.StringIO(text, newline=""))
+    rows = _rows(name, reader)
+    header_line, header = next(rows, (1, []))
+    if not header:
+        raise TraceError(f"{name}: the file is empty. Its first line names the columns: {','.join(REQUIRED_COLUMNS)}")
+    where = _columns(name, header_line, header)
+    group_at, prompt_at, output_at = (where[column] for column in REQUIRED_COLUMNS)
+    arrival_at = where.get(ARRIVAL_COLUMN)
+    labels: dict[str, int] = {}
+    groups: list[int] = []
+    prompts: list[int] = []
+    outputs: list[int] = []
+    arrivals: list[float] = []
+    for line, row in rows:
+        if len(row) != len(header):
+            raise TraceError(f"{name}, line {line}: {len(row)} fields, but the first line names {len(header)} columns")
+        prompt = _tokens(name, line, "prompt_tokens", row[prompt_at])
+        output = _tokens(name, line, "output_tokens", row[output_at])
+        if prompt + output == 0:
+            raise TraceError(
+                f"{name}, line {line}: a rollout without tokens (prompt_tokens + output_tokens is 0). Drop the row"
+            )
+        if arrival_at is not None:
+            arrivals.append(_arrival(name, line, row[arrival_at], arrivals[-1] if arrivals else -math.inf))
+        prompts.append(prompt)
+        outputs.append(output)
+        groups.append(labels.setdefault(row[group_at], len(labels)))
+    if not prompts:
+        raise TraceError(f"{name}: has column names but no rows. A trace needs one row per rollout")
+    return Trace(
+        prompt_tokens=np.array(prompts, dtype=np.int64),
+        output_tokens=np.array(outputs, dtype=np.int64),
+        group_ids=np.array(groups, dtype=np.int64),
+        arrival_s=None if arrival_at is None else np.array(arrivals, dtype=np.float64),
+        name=os.path.basename(name).removesuffix(".gz").removesuffix(".csv"),
+    )
+
+
+def _rows(name: str, reader: Any) -> Iterator[tuple[int, list[str]]]:
+    """Non-blank rows with their line numbers."""
+    try:
+        for row in reader:
+            if row:
+                yield reader.line_num, row
+    except csv.Error as error:
+        raise TraceError(f"{name}, line {reader.line_num}: is not CSV ({error})") from None
+
+
+def _columns(name: str, line: int, header: list[str]) -> dict[str, int]:
+    names = [column.strip() for column in header]
+    missing = [column for column in REQUIRED_COLUMNS if column not in names]
+    if missing:
+        hint = " (the row's number will do where rollouts have no siblings)" if missing == ["group_id"] else ""
+        raise TraceError(
+            f"{name}, line {line}: no column {', '.join(missing)}; the file has {', '.join(names)}. "
+            f"The first line must name {', '.join(REQUIRED_COLUMNS)}, in any order; add what is missing{hint}"
+        )
+    wanted = (*REQUIRED_COLUMNS, ARRIVAL_COLUMN)
+    doubled = [column for column in wanted if names.count(column) > 1]
+    if doubled:
+        raise TraceError(f"{name}, line {line}: two columns are called {doubled[0]}. Rename one")
+    return {column: names.index(column) for column in wanted if column in names}
+
+
+def _tokens(name: str, line: int, column: str, text: str) -> int:
+    try:
+        value = int(text)
+    except ValueError:
+        number = _number(
+            name, line, column, text
+        )  # "12.0" is how tables write integers that once shared a column with NaN
+        if not number.is_integer():
+            raise TraceError(f"{name}, line {line}: {column} is {text!r}; tokens are whole numbers") from None
+        value = int(number)
+    if value < 0:
+        raise TraceError(f"{name}, line {line}: {column} is negative ({text}). Drop the row or repair it")
+    if value > MAX_TOKENS:
+        raise TraceError(f"{name}, line {line}: {column} is {text}, more than {MAX_TOKENS}. Drop the row or repair it")
+    return value
+
+
+def _arrival(name: str, line: int, text: str, previous: float) -> float:
+    value = _number(name, line, ARRIVAL_COLUMN, text)
+    if value < previous:
+        raise TraceError(
+            f"{name}, line {line}: {ARRIVAL_COLUMN} goes back from {previous:g} to {value:g}. "
+            f"Sort the rows by {ARRIVAL_COLUMN}, or drop that column to simulate the arrivals"
+        )
+    return value
+
+
+def _number(name: str, line: int, column: str, text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        raise TraceError(
+            f"{name}, line {line}: {column} is {text!r}, not a number. Drop the row or repair it"
+        ) from None
+    if not math.isfinite(value):
+        raise TraceError(f"{name}, line {line}: {column} is {text}, not a finite number. Drop the row or repair it")
+    return value
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Generators
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LengthModel:
+    """ln(output tokens) = mu + N(0, sigma_between) per group + N(0, sigma_within) per rollout, cut at a cap where a
+    spike stands.
+
+    Siblings are alike: sigma_between^2 / (sigma_between^2 + sigma_within^2) of the variance is between groups
+    (0.55-0.96 in the traces these were fitted to). Raises ValueError for numbers that describe no lengths.
+    """
+
+    mu: float
+    """Mean of ln(output tokens): the median is exp(mu)."""
+    sigma_between: float
+    """Spread of ln(output tokens) between groups."""
+    sigma_within: float
+    """Spread of ln(output tokens) among siblings."""
+    cap: int | None = None
+    """Longest output, tokens; None = no cap."""
+    cap_share: float = 0.0
+    """Share of rollouts that end at the cap: the longest draws are raised to it until there are so many. Runaway
+    generations."""
+    floor: int = 1
+    """Shortest output, tokens."""
+    prompt_mu: float | None = None
+    """Mean of ln(prompt tokens); None = no prompt: the length is the output."""
+    prompt_sigma: float = 0.5
+    """Spread of ln(prompt tokens) between groups; siblings share the prompt."""
+    siblings: int = 1
+    """Rollouts per group."""
+    drift: float = 1.0
+    """Median of the last group over that of the first; 0.67 = lengths fall by a third during the run, evenly in the
+    logarithm."""
+
+    def __post_init__(self) -> None:
+        for name in ("mu", "sigma_between", "sigma_within", "prompt_sigma", "drift", "cap_share"):
+            if not math.isfinite(getattr(self, name)):
+                raise ValueError(f"LengthModel.{name} must be finite, not {getattr(self, name)!r}")
+        for name in ("sigma_between", "sigma_within", "prompt_sigma"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"LengthModel.{name} must be >= 0, not {getattr(self, name)!r}")
+        if self.floor < 1 or (self.cap is not None and self.cap < self.floor):
+            raise ValueError(f"LengthModel: 1 <= floor <= cap must hold, not floor={self.floor}, cap={self.cap}")
+        if not 0.0 <= self.cap_share <= 1.0 or (self.cap_share > 0 and self.cap is None):
+            raise ValueError(f"LengthModel.cap_share must be in 0..1, and needs a cap, not {self.cap_share!r}")
+        if self.siblings < 1 or self.drift <= 0:
+            raise ValueError(f"LengthModel: siblings ({self.siblings}) must be >= 1 and drift ({self.drift}) > 0")
+
+
+PRESETS: Mapping[str, LengthModel] = {
+    # Fits to the traces described in docs/simulation.md: mu, between-group and within-group sigma of ln(output), share
+    # at cap.
+    "rg": LengthModel(
+        mu=4.98,
+        sigma_between=1.12,
+        sigma_within=0.52,
+        cap=2048,
+        cap_share=0.032,
+        siblings=3,
+        prompt_mu=5.2,
+        prompt_sigma=0.7,
+    ),
+    "lrm": LengthModel(mu=7.44, sigma_between=1.51, sigma_within=0.36, cap=30_000, siblings=5, prompt_mu=4.5),
+    "lrm-strong": LengthModel(mu=7.87, sigma_between=1.38, sigma_within=0.28, cap=30_000, siblings=5, prompt_mu=4.5),
+    "misguided": LengthModel(mu=7.64, sigma_between=0.94, sigma_within=0.43, cap=40_000, siblings=3, prompt_mu=4.5),
+    "tau": LengthModel(
+        mu=7.59, sigma_between=0.66, sigma_within=0.60, cap=32_768, siblings=4, prompt_mu=7.15, prompt_sigma=0.05
+    ),
+    # A strong model whose answers get shorter by a third while it is trained.
+    "drifting": LengthModel(
+        mu=7.87, sigma_between=1.38, sigma_within=0.28, cap=30_000, siblings=5, prompt_mu=4.5, drift=2 / 3
+    ),
+    # Lognormal with mean 4096 before it is cut to 64..32768, every rollout on its own: the literature's textbook tail.
+    "lognormal": LengthModel(mu=math.log(4096) - 0.5, sigma_between=0.0, sigma_within=1.0, cap=32_768, floor=64),
+}
+"""Length models by name, for :func:`generate_trace` and ``stream-balancer replay generate:NAME``."""
+
+
+def generate_trace(num_rollouts: int, model: LengthModel | str = "lognormal", *, seed: int = 0) -> Trace:
+    """A trace of ``num_rollouts`` drawn from a length model, groups one after another, no recorded arrivals.
+
+    :param model: a :class:`LengthModel`, or the name of one of the :data:`PRESETS`.
+    :param seed: the same seed gives the same trace.
+
+    Raises :class:`TraceError` for an unknown name or fewer than 1 rollout.
+    """
+    if num_rollouts < 1:
+        raise TraceError(f"a generated trace needs at least 1 rollout, not {num_rollouts}")
+    if isinstance(model, str):
+        if model not in PRESETS:
+            raise TraceError(f"no length model is called {model!r}; use one of {', '.join(PRESETS)}")
+        name, model = model, PRESETS[model]
+    else:
+        name = "generated"
+    rng = np.random.default_rng(seed)
+    groups = np.arange(num_rollouts) // model.siblings
+    num_groups = int(groups[-1]) + 1
+    level = model.mu + rng.normal(0.0, model.sigma_between, num_groups)[groups]
+    draw = level + rng.normal(0.0, model.sigma_within, num_rollouts)
+    progress = groups / max(num_groups - 1, 1)
+    output = np.maximum(np.rint(np.exp(np.minimum(draw + math.log(model.drift) * progress, 40.0))), model.floor)
+    if model.cap is not None:
+        output = np.minimum(output, model.cap)
+        at_cap = round(model.cap_share * num_rollouts)
+        if at_cap:
+            output[np.argsort(draw, kind="stable")[-at_cap:]] = model.cap
+    prompt = np.zeros(num_groups)
+    if model.prompt_mu is not None:
+        prompt = np.maximum(np.rint(np.exp(rng.normal(model.prompt_mu, model.prompt_sigma, num_groups))), 1)
+    return Trace(
+        prompt_tokens=prompt[groups].astype(np.int64),
+        output_tokens=np.minimum(output, MAX_TOKENS).astype(np.int64),
+        group_ids=groups.astype(np.int64),
+        name=name,
+    )
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# When
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def issue_order(trace: Trace, seed: int) -> Ints:
+    """[n] rows in the order generation gets them: groups shuffled, siblings together; as recorded where arrivals are
+    known."""
+    if trace.arrival_s is not None:
+        return np.arange(len(trace))
+    order, starts, sizes = _by_group(trace.group_ids)
+    shuffled = np.random.default_rng(seed).permutation(sizes.size)
+    return np.concatenate([order[starts[g] : starts[g] + sizes[g]] for g in shuffled.tolist()])
+
+
+def finish_times(trace: Trace, slots: int = 128, tokens_per_second: float = 30.0, seed: int = 0) -> Floats:
+    """[n] seconds at which each row's rollout is finished, from 0; the recorded arrivals where there are any.
+
+    Otherwise ``slots`` rollouts are generated at a time, groups in shuffled order with siblings together, each taking
+    output_tokens / tokens_per_second once it got a slot. The finish order is then length-biased, as it is in life:
+    short rollouts come first, and the last tenth to come may be three times as long as the mean.
+    """
+    check_generation(slots, tokens_per_second)
+    if trace.arrival_s is not None:
+        since_first: Floats = trace.arrival_s - trace.arrival_s[0]
+        return since_first
+    duration = (trace.output_tokens / tokens_per_second).tolist()
+    free_at = [0.0] * min(slots, len(trace))
+    finish = np.empty(len(trace))
+    for row in issue_order(trace, seed).tolist():
+        done = free_at[0] + duration[row]
+        heapq.heapreplace(free_at, done)
+        finish[row] = done
+    return finish
+
+
+def check_generation(slots: int, tokens_per_second: float) -> None:
+    """Raise ValueError where no rollout would ever finish."""
+    if slots < 1:
+        raise ValueError(
+            f"slots must be an int >= 1, not {slots!r}: without a generation slot no rollout would ever finish"
+        )
+    if not (math.isfinite(tokens_per_second) and tokens_per_second > 0):
+        raise ValueError(
+            f"tokens_per_second must be a finite number > 0, not {tokens_per_second!r}: no rollout would ever finish"
+        )
+
+
+def _by_group(group_ids: Ints) -> tuple[Ints, Ints, Ints]:
+    """Rows sorted by group (stable), and where each group starts and how many rows it has."""
+    order = np.argsort(group_ids, kind="stable")
+    _, starts, sizes = np.unique(group_ids[order], return_index=True, return_counts=True)
+    return order, starts, sizes
