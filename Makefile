@@ -1,0 +1,47 @@
+# Everything a newcomer needs is `make demo` and `make test`; each sets up .venv by itself and may be repeated at will.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+export OMP_NUM_THREADS ?= 1
+
+.DEFAULT_GOAL := help
+.PHONY: help install demo test lint types unit soak bench clean
+
+help:  ## list the targets
+	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+install: $(STAMP)  ## create .venv and install the project with its development tools (idempotent)
+
+$(STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "stream_balancer needs Python 3.11 or newer; try make PYTHON=python3.11")'
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check torch==2.13.0
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	touch $(STAMP)
+
+demo: install  ## watch real processes train the same rollouts, first round-robin, then balanced
+	$(BIN)/stream-balancer demo $(ARGS)
+
+test: lint types unit  ## ruff, the strict type checker, all tests
+
+lint: install
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: install
+	$(BIN)/mypy
+
+unit: install
+	$(BIN)/python -m pytest $(ARGS)
+
+soak: install  ## the long drills: kill tests, fuzzing
+	$(BIN)/python -m pytest -m soak --timeout 3000 $(ARGS)
+
+bench: install  ## every benchmark that needs nothing but the project
+	for file in engine partition window micro_batches transport; do \
+		test ! -e bench/$$file.py || { echo "== bench/$$file.py"; $(BIN)/python bench/$$file.py $(ARGS) || exit 1; }; \
+	done
+
+clean:  ## remove .venv and caches
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -1,0 +1,290 @@
+"""The waiting rollouts, in two orders: by age, and by (length, age).
+
+By age they are rows of numpy columns, which the planner reads as they are; by length they are a sorted index
+(``sortedcontainers``), which answers "the longest", "the median" without a scan. Storage only: what may enter and
+what leaves is ``_core``'s question. Pure: no clock, no torch, no waiting. :meth:`Buffer.check` verifies every
+invariant, for tests.
+
+The sorted index holds one int per rollout, ``length << 40 | seq``. Ints compare several times faster than a key
+function builds tuples, and a rebuild after a large removal is one C sort of an almost sorted list.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+from sortedcontainers import SortedList
+
+from stream_balancer.planning import Waiting
+from stream_balancer.types import Rollout
+
+__all__ = ["Buffer"]
+
+NO_VERSION = np.iinfo(np.int64).max  # a rollout of unknown version is never stale
+_SEQ_BITS = 40
+_SEQ_MASK = (1 << _SEQ_BITS) - 1
+_FIRST_ROWS = 64
+
+
+@dataclass(slots=True)
+class _Group:
+    """A group some of whose siblings have come."""
+
+    label: int
+    arrived: int = 0
+    waiting: int = 0
+
+
+class Buffer:
+    """Waiting rollouts. ``len()`` of them; row 0 is the oldest."""
+
+    def __init__(self, group_size: int | None) -> None:
+        self._group_size = group_size
+        self._rows = 0
+        self._next_seq = 0
+        self._rollouts: NDArray[np.object_] = np.empty(_FIRST_ROWS, dtype=object)
+        self._costs = np.empty(_FIRST_ROWS, dtype=np.float64)
+        self._lengths = np.empty(_FIRST_ROWS, dtype=np.int64)
+        self._skips = np.empty(_FIRST_ROWS, dtype=np.int64)
+        self._arrived_at = np.empty(_FIRST_ROWS, dtype=np.float64)
+        self._versions = np.empty(_FIRST_ROWS, dtype=np.int64)
+        self._labels = np.empty(_FIRST_ROWS, dtype=np.int64)
+        self._seqs = np.empty(_FIRST_ROWS, dtype=np.int64)
+        self._by_length: SortedList = SortedList()
+        self._groups: dict[str, _Group] = {}
+        self._free_labels: list[int] = []
+        self._arrived_by_label = np.zeros(_FIRST_ROWS, dtype=np.int64)
+        self.num_tokens = 0
+        """Tokens of the waiting rollouts."""
+        self.num_bytes = 0
+        """Bytes of their tensors."""
+        self.num_ready = 0
+        """Waiting rollouts that are not held back by an incomplete group."""
+        self.num_awaited = 0
+        """Siblings that waiting groups still lack."""
+
+    def __len__(self) -> int:
+        return self._rows
+
+    # -- in and out ----------------------------------------------------------------------------------------------------
+
+    def add(self, rollout: Rollout, cost: float, now: float) -> None:
+        """Take a rollout in as the youngest. O(log n)."""
+        row = self._rows
+        if row == len(self._costs):
+            self._grow()
+        self._rollouts[row] = rollout
+        self._costs[row] = cost
+        self._lengths[row] = rollout.num_tokens
+        self._skips[row] = 0
+        self._arrived_at[row] = now
+        version = rollout.min_version
+        self._versions[row] = NO_VERSION if version is None else version
+        self._labels[row] = self._join_group(rollout.group_id)
+        self._seqs[row] = self._next_seq
+        self._by_length.add(rollout.num_tokens << _SEQ_BITS | self._next_seq)
+        self._next_seq += 1
+        self._rows += 1
+        self.num_tokens += rollout.num_tokens
+        self.num_bytes += rollout.nbytes
+
+    def remove(self, rows: NDArray[np.int64]) -> list[Rollout]:
+        """Take rows out; the others keep their order. O(n), a few vector operations."""
+        removed: list[Rollout] = self._rollouts[rows].tolist()
+        keys = (self._lengths[rows] << _SEQ_BITS | self._seqs[rows]).tolist()
+        self._unindex(keys)
+        for rollout in removed:
+            self._leave_group(rollout.group_id)
+            self.num_bytes -= rollout.nbytes
+        self.num_tokens -= int(self._lengths[rows].sum())
+        keep = np.ones(self._rows, dtype=bool)
+        keep[rows] = False
+        left = self._rows - len(removed)
+        for column in self._columns():
+            column[:left] = column[: self._rows][keep]
+        self._rollouts[left : self._rows] = None  # do not keep payloads alive
+        self._rows = left
+        self.num_ready = int(np.count_nonzero(self._complete()))
+        return removed
+
+    def pass_over(self) -> None:
+        """A dispatch left all that is here behind: count it, but not for incomplete groups, which could not go.
+        O(n)."""
+        self._skips[: self._rows] += self._complete()
+
+    def reprice(self, costs: NDArray[np.float64]) -> None:
+        """Replace the costs of all rows (a new cost model). O(n)."""
+        self._costs[: self._rows] = costs
+
+    # -- looking -------------------------------------------------------------------------------------------------------
+
+    def waiting(self, due: NDArray[np.bool_]) -> Waiting:
+        """The planner's view: columns by age, valid until the next change. O(n)."""
+        n = self._rows
+        return Waiting(
+            costs=self._costs[:n],
+            lengths=self._lengths[:n],
+            skips=self._skips[:n],
+            due=due,
+            groups=self._labels[:n],
+            group_complete=self._complete(),
+        )
+
+    def rollouts(self, rows: NDArray[np.int64] | None = None) -> list[Rollout]:
+        """The rollouts of some rows, or of all, oldest first."""
+        found: list[Rollout] = (self._rollouts[: self._rows] if rows is None else self._rollouts[rows]).tolist()
+        return found
+
+    @property
+    def skips(self) -> NDArray[np.int64]:
+        """[n] dispatches that passed each rollout over (a view)."""
+        return self._skips[: self._rows]
+
+    @property
+    def complete(self) -> NDArray[np.bool_]:
+        """[n] False for rollouts that wait for siblings. O(n)."""
+        return self._complete()
+
+    @property
+    def arrived_at(self) -> NDArray[np.float64]:
+        """[n] arrival times in seconds, oldest first (a view)."""
+        return self._arrived_at[: self._rows]
+
+    @property
+    def versions(self) -> NDArray[np.int64]:
+        """[n] oldest policy version of each rollout; ``NO_VERSION`` where unknown (a view)."""
+        return self._versions[: self._rows]
+
+    @property
+    def lengths(self) -> NDArray[np.int64]:
+        """[n] tokens of each rollout (a view)."""
+        return self._lengths[: self._rows]
+
+    @property
+    def labels(self) -> NDArray[np.int64]:
+        """[n] group label of each rollout, -1 = none (a view)."""
+        return self._labels[: self._rows]
+
+    @property
+    def oldest_arrival(self) -> float:
+        """Arrival time of the oldest waiting rollout, in seconds; inf if none waits. O(1)."""
+        return float(self._arrived_at[0]) if self._rows else float("inf")
+
+    def has_group(self, group_id: str | None) -> bool:
+        """Whether a sibling of this group waits here. O(1)."""
+        group = self._groups.get(group_id) if group_id is not None else None
+        return group is not None and group.waiting > 0
+
+    def length_quantiles(self, fractions: Sequence[float]) -> tuple[int, ...]:
+        """Lengths at the given fractions of the sorted order, in tokens; empty if none waits. O(log n) each."""
+        if not self._rows:
+            return ()
+        last = self._rows - 1
+        return tuple(self._by_length[round(f * last)] >> _SEQ_BITS for f in fractions)
+
+    # -- groups --------------------------------------------------------------------------------------------------------
+
+    def _join_group(self, group_id: str | None) -> int:
+        if group_id is None or self._group_size is None:
+            self.num_ready += 1
+            return -1
+        group = self._groups.get(group_id)
+        if group is None:
+            label = self._free_labels.pop() if self._free_labels else len(self._groups)
+            if label >= len(self._arrived_by_label):
+                self._arrived_by_label = np.resize(self._arrived_by_label, 2 * label)
+            group = self._groups[group_id] = _Group(label)
+        self.num_awaited -= self._lacks(group)
+        group.arrived += 1
+        group.waiting += 1
+        self.num_awaited += self._lacks(group)
+        self._arrived_by_label[group.label] = group.arrived
+        if group.arrived == self._group_size:
+            self.num_ready += group.waiting
+        elif group.arrived > self._group_size:
+            self.num_ready += 1
+        return group.label
+
+    def _leave_group(self, group_id: str | None) -> None:
+        group = self._groups.get(group_id) if group_id is not None else None
+        if group is None or group_id is None or self._group_size is None:
+            return
+        self.num_awaited -= self._lacks(group)
+        group.waiting -= 1
+        self.num_awaited += self._lacks(group)
+        if group.waiting == 0 and group.arrived >= self._group_size:
+            del self._groups[group_id]
+            self._free_labels.append(group.label)
+
+    def _lacks(self, group: _Group) -> int:
+        """Siblings a waiting group still lacks; 0 once none of it waits."""
+        return max((self._group_size or 0) - group.arrived, 0) if group.waiting else 0
+
+    def _complete(self) -> NDArray[np.bool_]:
+        labels = self._labels[: self._rows]
+        if self._group_size is None:
+            return np.ones(self._rows, dtype=bool)
+        complete: NDArray[np.bool_] = (labels < 0) | (self._arrived_by_label[labels] >= self._group_size)
+        return complete
+
+    # -- storage -------------------------------------------------------------------------------------------------------
+
+    def _columns(self) -> tuple[NDArray[np.generic], ...]:
+        return (
+            self._rollouts,
+            self._costs,
+            self._lengths,
+            self._skips,
+            self._arrived_at,
+            self._versions,
+            self._labels,
+            self._seqs,
+        )
+
+    def _grow(self) -> None:
+        """Double every column: amortised O(1) per row."""
+        (
+            self._rollouts,
+            self._costs,
+            self._lengths,
+            self._skips,
+            self._arrived_at,
+            self._versions,
+            self._labels,
+            self._seqs,
+        ) = (np.concatenate([column, np.empty_like(column)]) for column in self._columns())
+
+    def _unindex(self, keys: list[int]) -> None:
+        # Removing one by one costs a bisection and a shift each; beyond an eighth of the list one filter and rebuild
+        # is less.
+        if 8 * len(keys) < len(self._by_length):
+            for key in keys:
+                self._by_length.remove(key)
+        else:
+            gone = set(keys)
+            self._by_length = SortedList([key for key in self._by_length if key not in gone])
+
+    def check(self) -> None:
+        """Verify every invariant; for tests. O(n log n)."""
+        n = self._rows
+        rollouts = self.rollouts()
+        assert all(isinstance(r, Rollout) for r in rollouts)
+        assert self._lengths[:n].tolist() == [r.num_tokens for r in rollouts]
+        assert self.num_tokens == sum(r.num_tokens for r in rollouts)
+        assert self.num_bytes == sum(r.nbytes for r in rollouts)
+        assert list(self._by_length) == sorted((self._lengths[:n] << _SEQ_BITS | self._seqs[:n]).tolist())
+        assert np.all(np.diff(self._seqs[:n]) > 0)
+        assert np.all(np.diff(self._arrived_at[:n]) >= 0)
+        assert all(r is None for r in self._rollouts[n:])
+        assert self.num_ready == int(np.count_nonzero(self._complete()))
+        assert self.num_awaited == sum(self._lacks(g) for g in self._groups.values())
+        if self._group_size is not None:
+            for group_id, group in self._groups.items():
+                assert group.waiting == sum(r.group_id == group_id for r in rollouts)
+                assert int(np.count_nonzero(self._labels[:n] == group.label)) == group.waiting
+            labels = [g.label for g in self._groups.values()]
+            assert len(set(labels)) == len(labels)
+            assert not set(labels) & set(self._free_labels)

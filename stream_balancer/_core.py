@@ -1,0 +1,564 @@
+"""When a batch leaves, and what is in it. Everything that changes a balancer's state is in this file.
+
+Pure: time is an argument, nothing waits, nothing is sent. The shell (``balancer``) and the simulator drive the same
+object::
+
+    add(rollout, now) --> waiting --poll(now)--> in flight --acknowledge(step)--> done
+                             `--set_version(v)--> evicted (stale), told by take_evicted()
+
+A batch leaves when someone asks (``poll``) and one of these holds, in this order:
+
+    drain     end() was called: whatever is left
+    window    ``window`` rollouts wait, or a put found no room: it cannot get better by waiting
+    deadline  the oldest rollout has waited ``deadline_s``, and ``min_batch_size`` wait
+    age       rollouts would go stale at the next policy version, and a full batch waits
+
+``next_wakeup()`` says when ``poll`` will succeed if nothing else happens, so that nobody has to ask twice. A poll
+that fails leaves everything as it was: the plan is made first, and taken apart from nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from typing import Protocol, get_args
+
+import numpy as np
+from numpy.typing import NDArray
+
+from stream_balancer._buffer import Buffer
+from stream_balancer.config import BalancerConfig
+from stream_balancer.errors import ClosedResourceError, ConfigError, DuplicateRolloutError, RolloutError, WouldBlock
+from stream_balancer.planning import Plan, PlanKnobs, Waiting, plan_batch
+from stream_balancer.planning.baselines import plan_fifo, plan_round_robin
+from stream_balancer.types import Batch, EvictReason, MicroBatch, RankBatch, Reason, Rollout, Statistics
+
+__all__ = ["BalancerCore"]
+
+Schema = tuple[dict[str, tuple[object, tuple[int, ...]]], frozenset[str]]
+
+
+class Planner(Protocol):
+    """Chooses ``num_rollouts`` of the waiting ones and lays them out on ranks and micro-batches."""
+
+    def __call__(self, waiting: Waiting, knobs: PlanKnobs, *, num_rollouts: int, step: int) -> Plan: ...
+
+
+_PLANNERS: dict[str, Planner] = {"window": plan_batch, "fifo": plan_fifo, "round_robin": plan_round_robin}
+
+
+class BalancerCore:
+    """The state of a balancer. Not thread-safe; times are seconds on any monotonic clock."""
+
+    def __init__(self, config: BalancerConfig) -> None:
+        self.config = config
+        self._knobs = _plan_knobs(config)
+        self._buffer = Buffer(_tracked_group_size(config))
+        self._held_ids: set[str] = set()
+        self._schema: Schema | None = None
+        self._in_flight: dict[int, Batch] = {}
+        self._evicted: list[tuple[Rollout, EvictReason]] = []
+        self._step_seconds: dict[int, dict[int, float]] = {}
+        self._version: int | None = None
+        self._ended = False
+        self._squeezed = False  # a put found no room since the last dispatch
+        self._num_aging = 0  # waiting rollouts that would be stale at the next version
+        self._not_before = -math.inf  # no deadline batch before then: too few are ready
+        self._next_step = 0
+        self._counts = _Counts()
+
+    # -- in ------------------------------------------------------------------------------------------------------------
+
+    def check(self, rollout: Rollout) -> float:
+        """Raise what ``add`` would raise for this rollout, except WouldBlock; else its cost. Changes nothing.
+        O(columns)."""
+        if self._ended:
+            raise ClosedResourceError(
+                "put() after end(): the balancer takes no more rollouts. Put before calling end()"
+            )
+        if not isinstance(rollout, Rollout):
+            raise TypeError(f"put() takes a Rollout, not {type(rollout).__name__}")
+        if rollout.is_padding:
+            raise RolloutError(f"rollout {rollout.rollout_id!r} is a padding copy; only the balancer makes those")
+        if rollout.rollout_id in self._held_ids:
+            raise DuplicateRolloutError(
+                f"a rollout with rollout_id {rollout.rollout_id!r} is already held: it waits or is in flight. If "
+                "this is a "
+                "retry, the first put was accepted; else give every rollout an id of its own"
+            )
+        self._check_fits(rollout)
+        if self._schema is not None:
+            _check_schema(rollout, self._schema)
+        return self._cost_of(rollout)
+
+    def has_room(self, rollout: Rollout) -> bool:
+        """Whether there is room for it now. O(1)."""
+        return self._has_room([rollout])
+
+    def is_sibling(self, rollout: Rollout) -> bool:
+        """Whether it belongs to a group that waits for it here; such a rollout always has room. O(1)."""
+        return isinstance(rollout, Rollout) and self._buffer.has_group(rollout.group_id)
+
+    def add(self, rollout: Rollout, now: float) -> None:
+        """Take a finished rollout. O(log n).
+
+        Raises WouldBlock when full, ClosedResourceError after ``end()``, RolloutError (DuplicateRolloutError) for one
+        that cannot be dispatched. Whatever is raised, the buffer is as it was.
+        """
+        cost = self.check(rollout)
+        self._check_room([rollout])
+        self._take(rollout, cost, now)
+
+    def add_all(self, rollouts: Sequence[Rollout], now: float) -> None:
+        """Take all of several rollouts, or none. Raises like ``add``; RolloutError if they could never fit. O(k log
+        n)."""
+        if len(rollouts) == 1:
+            return self.add(rollouts[0], now)
+        costs = [self.check(rollout) for rollout in rollouts]
+        if len({r.rollout_id for r in rollouts}) < len(rollouts):
+            raise DuplicateRolloutError(
+                "two rollouts of one put_group() have the same rollout_id; give each an id of its own"
+            )
+        if len(rollouts) > self.config.capacity:
+            raise RolloutError(
+                f"put_group() got {len(rollouts)} rollouts, above capacity ({self.config.capacity}): they could "
+                "never be let in "
+                "together. Raise capacity"
+            )
+        schema = self._schema or _schema_of(rollouts[0])
+        for rollout in rollouts:
+            _check_schema(rollout, schema)
+        self._check_room(rollouts)
+        for rollout, cost in zip(rollouts, costs, strict=True):
+            self._take(rollout, cost, now)
+        return None
+
+    def _check_room(self, rollouts: Sequence[Rollout]) -> None:
+        if not self._has_room(rollouts):
+            self._squeezed = True  # the window cannot fill any further: let a batch go
+            raise WouldBlock
+
+    def _has_room(self, rollouts: Sequence[Rollout]) -> bool:
+        """Room for all, counting the places kept for siblings of waiting groups. O(len(rollouts)).
+
+        A put is held back only while a batch could leave and make room: with fewer than ``min_batch_size`` ready (the
+        rest wait for siblings) even a full buffer lets it in, since waiting might be for ever.
+        """
+        buffer, config = self._buffer, self.config
+        if buffer.num_ready < config.min_batch_size or self.is_sibling(rollouts[0]):
+            return True
+        places = max(len(rollouts), _tracked_group_size(config) or 1 if rollouts[0].group_id is not None else 1)
+        if len(buffer) + buffer.num_awaited + places > config.capacity:
+            return False
+        limit = config.capacity_bytes
+        return limit is None or buffer.num_bytes + sum(r.nbytes for r in rollouts) <= limit
+
+    def _take(self, rollout: Rollout, cost: float, now: float) -> None:
+        if self._schema is None:
+            self._schema = _schema_of(rollout)
+        self._counts.accepted += 1
+        if self._is_stale(rollout):
+            self._evict(rollout)
+            return
+        self._held_ids.add(rollout.rollout_id)
+        self._buffer.add(rollout, cost, now)
+        self._num_aging += self._is_aging(rollout)
+        self._not_before = -math.inf
+        self._counts.peak_waiting = max(self._counts.peak_waiting, len(self._buffer))
+
+    def end(self) -> None:
+        """No more rollouts will come: drain what is left, also if it is fewer than the ranks. May be called twice."""
+        self._ended = True
+
+    # -- when ----------------------------------------------------------------------------------------------------------
+
+    @property
+    def finished(self) -> bool:
+        """Ended, and nothing waits any more. Batches may still be in flight."""
+        return self._ended and not len(self._buffer)
+
+    def next_wakeup(self) -> float:
+        """When ``poll`` will give a batch if nothing else happens: ``-inf`` = now, ``inf`` = never. O(1).
+
+        Never a time at which ``poll`` has just failed, so waiting until then does not spin.
+        """
+        waiting = len(self._buffer)
+        if not waiting:
+            return math.inf
+        if self._ended or self._window_full() or self._full_batch_is_aging():
+            return -math.inf
+        if self.config.deadline_s is None or waiting < self.config.min_batch_size:
+            return math.inf
+        return max(self._buffer.oldest_arrival + self.config.deadline_s, self._not_before)
+
+    def poll(self, now: float) -> Batch | None:
+        """A batch, if one leaves now; then it is in flight until ``acknowledge(batch.step)``.
+
+        O(n) in waiting rollouts for the columns, plus the plan. If the planner raises, nothing has changed.
+        """
+        if now < self.next_wakeup() or not len(self._buffer):
+            return None
+        due = self._due(now)
+        reason, num_rollouts = self._reason(now, due)
+        if reason is None:
+            return None
+        planner = _PLANNERS[self.config.policy]
+        plan = planner(self._buffer.waiting(due), self._knobs, num_rollouts=num_rollouts, step=self._next_step)
+        batch = self._make_batch(plan, reason)
+        self._commit(batch, plan)
+        return batch
+
+    def _reason(self, now: float, due: NDArray[np.bool_]) -> tuple[Reason | None, int]:
+        size, ready = self.config.batch_size, self._buffer.num_ready
+        if self._ended:
+            return "drain", min(size, len(self._buffer))
+        available = self._num_available(due)
+        if self._window_full() and available:
+            return "window", min(size, available)
+        deadline = self.config.deadline_s
+        if deadline is not None and now >= self._buffer.oldest_arrival + deadline:
+            if available >= self.config.min_batch_size:
+                return "deadline", min(size, available)
+            self._not_before = self._next_group_deadline(due, deadline)
+        if self._full_batch_is_aging():
+            return "age", min(size, ready)
+        return None, 0
+
+    def _window_full(self) -> bool:
+        return self._buffer.num_ready >= self.config.window or (self._squeezed and self._buffer.num_ready > 0)
+
+    def _full_batch_is_aging(self) -> bool:
+        return self._num_aging > 0 and self._buffer.num_ready >= self.config.batch_size
+
+    def _due(self, now: float) -> NDArray[np.bool_]:
+        """[n] rollouts that must go with the next batch: past the deadline, stale at the next version, or waiting for
+        siblings that will not come any more. The rest of a drain may still be chosen for balance: all of it leaves in
+        the end."""
+        if self._ended:
+            return ~self._buffer.complete
+        due = np.zeros(len(self._buffer), dtype=bool)
+        if self.config.deadline_s is not None:
+            due |= self._buffer.arrived_at + self.config.deadline_s <= now
+        if self._num_aging:
+            due |= self._buffer.versions <= self._oldest_fresh()
+        return due
+
+    def _num_available(self, due: NDArray[np.bool_]) -> int:
+        """Rollouts that may go: complete groups, and incomplete ones that have a due sibling."""
+        complete = self._buffer.complete
+        if complete.all():
+            return len(self._buffer)
+        labels = self._buffer.labels
+        late_groups = np.unique(labels[due & ~complete])
+        return int(np.count_nonzero(complete | np.isin(labels, late_groups)))
+
+    def _next_group_deadline(self, due: NDArray[np.bool_], deadline_s: float) -> float:
+        """When the next incomplete group will have waited long enough; inf if only a put can help."""
+        arrivals = self._buffer.arrived_at[~self._buffer.complete & ~due]
+        return float(arrivals.min()) + deadline_s if arrivals.size else math.inf
+
+    # -- out -----------------------------------------------------------------------------------------------------------
+
+    def _make_batch(self, plan: Plan, reason: Reason) -> Batch:
+        shares = [[self._buffer.rollouts(rows) for rows in micro_batches] for micro_batches in plan.ranks]
+        real = [rollout for share in shares for micro_batch in share for rollout in micro_batch]
+        num_padding = _fill_up(shares, real, self._next_step)
+        tokens = sum(r.num_tokens for r in real)
+        loss_tokens = sum(r.num_loss_tokens for r in real)
+        return Batch(
+            step=self._next_step,
+            reason=reason,
+            ranks=tuple(
+                RankBatch(
+                    step=self._next_step,
+                    rank=rank,
+                    dp_size=self.config.dp_size,
+                    micro_batches=tuple(MicroBatch.of(micro_batch) for micro_batch in share),
+                    load=float(plan.loads[rank]),
+                    global_num_rollouts=len(real),
+                    global_num_tokens=tokens,
+                    global_num_loss_tokens=loss_tokens,
+                )
+                for rank, share in enumerate(shares)
+            ),
+            num_rollouts=len(real),
+            num_tokens=tokens,
+            loads=tuple(plan.loads.tolist()),
+            lower_bound=plan.lower_bound,
+            num_padding=num_padding,
+            incomplete_groups=self._group_ids(plan.incomplete_groups),
+        )
+
+    def _group_ids(self, labels: Sequence[int]) -> tuple[str, ...]:
+        if not labels:
+            return ()
+        rows = np.flatnonzero(np.isin(self._buffer.labels, labels))
+        return tuple(sorted({r.group_id for r in self._buffer.rollouts(rows) if r.group_id is not None}))
+
+    def _commit(self, batch: Batch, plan: Plan) -> None:
+        rows = np.concatenate([rows for micro_batches in plan.ranks for rows in micro_batches])
+        self._buffer.remove(rows)
+        self._buffer.pass_over()
+        self._in_flight[batch.step] = batch
+        self._next_step += 1
+        self._squeezed = False
+        self._not_before = -math.inf
+        self._num_aging = self._count_aging()
+        self._counts.record(batch)
+
+    def acknowledge(self, step: int) -> None:
+        """A batch has been trained on: its rollouts need not be kept. Raises ValueError for a step that is not in
+        flight."""
+        batch = self._in_flight.pop(step, None)
+        if batch is None:
+            raise ValueError(
+                f"step {step} is not in flight: it was never dispatched, or is already acknowledged. "
+                f"In flight: {sorted(self._in_flight) or 'nothing'}"
+            )
+        self._held_ids.difference_update(r.rollout_id for r in batch.rollouts)
+        self._counts.acknowledged += batch.num_rollouts
+
+    def in_flight(self) -> tuple[Batch, ...]:
+        """Batches dispatched and not yet acknowledged, oldest first."""
+        return tuple(self._in_flight.values())
+
+    def record_step_seconds(self, step: int, rank: int, seconds: float) -> None:
+        """How long a rank took over a step. When all ranks of a step are in, the measured idle fraction moves."""
+        of_step = self._step_seconds.setdefault(step, {})
+        of_step[rank] = seconds
+        if len(of_step) == self.config.dp_size:
+            del self._step_seconds[step]
+            self._counts.record_seconds(list(of_step.values()))
+
+    # -- versions ------------------------------------------------------------------------------------------------------
+
+    def set_version(self, version: int) -> None:
+        """The policy moved on. Evicts what is now too stale (``on_stale="evict"``). Raises ValueError if it goes
+        backwards. O(n)."""
+        if isinstance(version, bool) or not isinstance(version, int):
+            raise ValueError(f"version must be an int, not {version!r}")
+        if self._version is not None and version < self._version:
+            raise ValueError(
+                f"version must not go backwards: it is {self._version}, and set_version({version}) was called"
+            )
+        self._version = version
+        if self.config.max_staleness is not None and self.config.on_stale == "evict":
+            rows = np.flatnonzero(self._buffer.versions < version - self.config.max_staleness)
+            for rollout in self._buffer.remove(rows) if rows.size else ():
+                self._held_ids.discard(rollout.rollout_id)
+                self._evict(rollout)
+        self._num_aging = self._count_aging()
+
+    def take_evicted(self) -> list[tuple[Rollout, EvictReason]]:
+        """Rollouts evicted since the last call, with the reason, for the ``on_evict`` callback."""
+        evicted, self._evicted = self._evicted, []
+        return evicted
+
+    def _evict(self, rollout: Rollout) -> None:
+        self._counts.evicted["stale"] += 1
+        self._evicted.append((rollout, "stale"))
+
+    def _oldest_fresh(self) -> int:
+        """The oldest version that is still fresh now; one that has it would be stale at the next version."""
+        assert self._version is not None
+        assert self.config.max_staleness is not None
+        return self._version - self.config.max_staleness
+
+    def _is_stale(self, rollout: Rollout) -> bool:
+        if self._version is None or self.config.max_staleness is None or self.config.on_stale == "send":
+            return False
+        return rollout.min_version is not None and rollout.min_version < self._oldest_fresh()
+
+    def _is_aging(self, rollout: Rollout) -> bool:
+        if self._version is None or self.config.max_staleness is None:
+            return False
+        return rollout.min_version is not None and rollout.min_version <= self._oldest_fresh()
+
+    def _count_aging(self) -> int:
+        if self._version is None or self.config.max_staleness is None:
+            return 0
+        return int(np.count_nonzero(self._buffer.versions <= self._oldest_fresh()))
+
+    # -- knobs ---------------------------------------------------------------------------------------------------------
+
+    def reconfigure(self, config: BalancerConfig) -> None:
+        """Take new knobs. Raises ConfigError, changing nothing, for one that cannot change while rollouts are held."""
+        if config.dp_size != self.config.dp_size:
+            raise ConfigError(
+                f"dp_size cannot change live (it is {self.config.dp_size}): ranks are connected. Start a new balancer"
+            )
+        if _tracked_group_size(config) != _tracked_group_size(self.config) and len(self._buffer):
+            raise ConfigError(
+                f"group_size cannot change while {len(self._buffer)} rollouts wait: their groups are being counted. "
+                "Change it before the first put"
+            )
+        rollouts = self._buffer.rollouts()
+        costs = np.array([self._cost_of(r, config) for r in rollouts], dtype=np.float64)
+        if not rollouts:
+            self._buffer = Buffer(_tracked_group_size(config))
+        self._buffer.reprice(costs)
+        self.config = config
+        self._knobs = _plan_knobs(config)
+        self._not_before = -math.inf
+        self._num_aging = self._count_aging()
+
+    # -- record --------------------------------------------------------------------------------------------------------
+
+    def statistics(self, now: float, *, blocked_puts: int = 0) -> Statistics:
+        """A snapshot. O(batches in flight)."""
+        counts, buffer = self._counts, self._buffer
+        return Statistics(
+            waiting=len(buffer),
+            waiting_tokens=buffer.num_tokens,
+            waiting_bytes=buffer.num_bytes,
+            waiting_lengths=buffer.length_quantiles((0.0, 0.5, 0.9, 1.0)),
+            in_flight=sum(b.num_rollouts for b in self._in_flight.values()),
+            accepted=counts.accepted,
+            acknowledged=counts.acknowledged,
+            evicted=dict(counts.evicted),
+            batches=dict(counts.batches),
+            dispatched_tokens=counts.dispatched_tokens,
+            padding_copies=counts.padding_copies,
+            blocked_puts=blocked_puts,
+            peak_waiting=counts.peak_waiting,
+            oldest_wait_s=max(now - buffer.oldest_arrival, 0.0) if len(buffer) else 0.0,
+            idle_fraction=_idle(counts.mean_loads, counts.max_loads),
+            measured_idle_fraction=_idle(counts.mean_seconds, counts.max_seconds),
+            version=self._version,
+        )
+
+    def verify(self) -> None:
+        """Check every invariant; for tests. O(n log n)."""
+        self._buffer.check()
+        stats = self.statistics(math.inf)
+        assert stats.accepted == stats.waiting + stats.in_flight + stats.acknowledged + sum(stats.evicted.values())
+        waiting = {r.rollout_id for r in self._buffer.rollouts()}
+        flying = {r.rollout_id for b in self._in_flight.values() for r in b.rollouts if not r.is_padding}
+        assert not waiting & flying
+        assert self._held_ids == waiting | flying
+        assert self._num_aging == self._count_aging()
+
+    # -- checks --------------------------------------------------------------------------------------------------------
+
+    def _check_fits(self, rollout: Rollout) -> None:
+        cap = self.config.max_tokens_per_micro_batch
+        if cap is not None and rollout.num_tokens > cap and self.config.oversize == "refuse":
+            raise RolloutError(
+                f"rollout {rollout.rollout_id!r} has {rollout.num_tokens} tokens, above "
+                f"max_tokens_per_micro_batch ({cap}). "
+                "Raise the cap, truncate the rollout, or set oversize='alone' to run it in a micro-batch of its own"
+            )
+        limit = self.config.capacity_bytes
+        if limit is not None and rollout.nbytes > limit:
+            raise RolloutError(
+                f"rollout {rollout.rollout_id!r} has {rollout.nbytes} bytes of tensors, above capacity_bytes "
+                f"({limit}): it could "
+                "never be let in. Raise capacity_bytes"
+            )
+
+    def _cost_of(self, rollout: Rollout, config: BalancerConfig | None = None) -> float:
+        if rollout.cost is not None:
+            return rollout.cost
+        model = (config or self.config).cost
+        cost = float(model(np.array([rollout.num_tokens], dtype=np.int64))[0])
+        if not (math.isfinite(cost) and cost >= 0):
+            raise RolloutError(
+                f"the cost model gave {cost} for rollout {rollout.rollout_id!r} ({rollout.num_tokens} tokens); a "
+                "cost must be a "
+                f"finite number >= 0. Mend {model!r}, or give the rollout a cost of its own"
+            )
+        return cost
+
+
+class _Counts:
+    """Running totals behind ``Statistics``."""
+
+    def __init__(self) -> None:
+        self.accepted = self.acknowledged = self.peak_waiting = self.dispatched_tokens = self.padding_copies = 0
+        self.evicted: Counter[EvictReason] = Counter(dict.fromkeys(get_args(EvictReason), 0))
+        self.batches: Counter[Reason] = Counter(dict.fromkeys(get_args(Reason), 0))
+        self.mean_loads = self.max_loads = self.mean_seconds = self.max_seconds = 0.0
+
+    def record(self, batch: Batch) -> None:
+        self.batches[batch.reason] += 1
+        self.dispatched_tokens += batch.num_tokens
+        self.padding_copies += batch.num_padding
+        self.mean_loads += sum(batch.loads) / len(batch.loads)
+        self.max_loads += max(batch.loads)
+
+    def record_seconds(self, seconds: Sequence[float]) -> None:
+        self.mean_seconds += sum(seconds) / len(seconds)
+        self.max_seconds += max(seconds)
+
+
+def _idle(mean: float, highest: float) -> float:
+    return 1.0 - mean / highest if highest > 0 else 0.0
+
+
+def _tracked_group_size(config: BalancerConfig) -> int | None:
+    """Siblings that a group must have before it may leave; None where groups play no part."""
+    return None if config.groups == "free" else config.group_size
+
+
+def _plan_knobs(config: BalancerConfig) -> PlanKnobs:
+    return PlanKnobs(
+        num_ranks=config.dp_size,
+        batch_size=config.batch_size,
+        max_skips=config.max_skips,
+        counts=config.counts,
+        sync=config.sync,
+        groups="free" if config.group_size is None else config.groups,
+        max_tokens_per_micro_batch=config.max_tokens_per_micro_batch,
+        padded=config.cost.padded,
+        speeds=None if config.speeds is None else np.array(config.speeds, dtype=np.float64),
+        micro_batch_multiple=config.micro_batch_multiple,
+        pipeline_order=config.micro_batch_order == "pipeline",
+        oversize=config.oversize,
+    )
+
+
+def _fill_up(shares: list[list[list[Rollout]]], real: Sequence[Rollout], step: int) -> int:
+    """Give every rank the same number of micro-batches, with zero-weight copies of the shortest rollout; how many. In
+    place.
+
+    Only the drain, a deadline or a large ``micro_batch_multiple`` can leave a rank short: planning never makes an empty
+    micro-batch while there are rollouts to split.
+    """
+    most = max(len(share) for share in shares)
+    missing = [(rank, index) for rank, share in enumerate(shares) for index in range(len(share), most)]
+    if missing:
+        shortest = min(real, key=lambda r: r.num_tokens)
+        for rank, index in missing:
+            shares[rank].append([shortest.padding_copy(f"padding-{step}-{rank}-{index}")])
+    return len(missing)
+
+
+def _schema_of(rollout: Rollout) -> Schema:
+    columns: dict[str, tuple[object, tuple[int, ...]]] = {
+        name: (column.dtype, tuple(column.shape[1:])) for name, column in rollout.tokens.items()
+    }
+    return columns, frozenset(rollout.scalars)
+
+
+def _check_schema(rollout: Rollout, schema: Schema) -> None:
+    columns, scalars = _schema_of(rollout)
+    if columns != schema[0]:
+        raise RolloutError(
+            f"rollout {rollout.rollout_id!r} has token columns {_describe(columns)}, but the first rollout had "
+            f"{_describe(schema[0])}: they could not share a batch. Give every rollout the same columns, dtypes "
+            "and trailing shapes"
+        )
+    if scalars != schema[1]:
+        raise RolloutError(
+            f"rollout {rollout.rollout_id!r} has scalars {sorted(scalars)}, but the first rollout had "
+            f"{sorted(schema[1])}: they "
+            "could not share a batch. Give every rollout the same scalars, or use metadata for what only some have"
+        )
+
+
+def _describe(columns: dict[str, tuple[object, tuple[int, ...]]]) -> str:
+    def one(dtype: object, shape: tuple[int, ...]) -> str:
+        return f"{str(dtype).removeprefix('torch.')}[{', '.join(['L', *map(str, shape)])}]"
+
+    return "{" + ", ".join(f"{name}: {one(*column)}" for name, column in sorted(columns.items())) + "}"

@@ -1,0 +1,330 @@
+"""The balancer: the only room that waits, and the only reader of the clock.
+
+::
+
+    put(rollout) ---> _core.add ---> window ---> _core.poll ---> batches()
+       |  waits while the buffer is full;           |  waits until the core's next_wakeup(), or until a put, end(),
+       |  a batch that leaves wakes the oldest       |  reconfigure() or set_version() makes that earlier
+       |  waiting put, which wakes the next           `--> the trainer, or dispatch.serve() to the ranks
+
+Decisions are ``_core``'s; here every method is "decide, or park and be woken". Two rules keep rollouts safe on
+asyncio and trio alike, under native ``task.cancel()`` and ``asyncio.timeout`` too: nothing is ever handed to a parked
+task (it is woken, and takes for itself), and nothing is awaited after the taking. Batches are made when they are
+asked for, not before: until the trainer is ready, rollouts stay in the window, where there is most to choose from.
+
+All methods belong to the event loop's thread; for threads and plain loops there is ``stream_balancer.blocking``.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import Any, Self
+
+import anyio
+import anyio.lowlevel
+
+from stream_balancer._core import BalancerCore
+from stream_balancer.config import BalancerConfig
+from stream_balancer.errors import AlreadyInUseError, ClosedResourceError, RolloutError, WouldBlock
+from stream_balancer.types import Batch, EvictReason, Rollout, Statistics
+
+__all__ = ["Batches", "StreamBalancer"]
+
+_log = logging.getLogger(__name__)
+
+
+class _ParkedPut:
+    """A put that waits for room."""
+
+    __slots__ = ("group_id", "wake")
+
+    def __init__(self, group_id: str | None) -> None:
+        self.group_id = group_id
+        self.wake = anyio.Event()
+
+
+class StreamBalancer:
+    """Takes rollouts as they finish and gives batches in which all ranks finish together.
+
+    ``async with StreamBalancer(config) as balancer`` closes it at the end; it needs no task of its own.
+
+    ``on_evict(rollout, reason)`` is called, in the loop's thread, for every rollout that is given up. What it raises
+    is logged and goes no further: the put or set_version() that evicted has happened.
+    """
+
+    def __init__(
+        self, config: BalancerConfig, *, on_evict: Callable[[Rollout, EvictReason], object] | None = None
+    ) -> None:
+        self._core = BalancerCore(config)
+        self._on_evict = on_evict
+        self._parked: OrderedDict[int, _ParkedPut] = OrderedDict()
+        self._parked_siblings: dict[str, dict[int, _ParkedPut]] = {}
+        self._next_ticket = 0
+        self._consumer: Batches | None = None
+        self._alarm: anyio.Event | None = None  # set while the consumer is parked
+        self._alarm_time = math.inf  # when it will wake by itself
+        self._closed = False
+
+    @property
+    def config(self) -> BalancerConfig:
+        """The knobs in force."""
+        return self._core.config
+
+    # -- rollouts in ---------------------------------------------------------------------------------------------------
+
+    async def put(self, rollout: Rollout) -> None:
+        """Hand over a finished rollout; returns once it is accepted. Waits while the buffer is full, first come first
+        served.
+
+        If ``put`` is cancelled, or raises, the rollout was not accepted, and the buffer is as it was.
+
+        Raises :class:`RolloutError` for a rollout that cannot be dispatched (:class:`DuplicateRolloutError` if its id
+        is already held), ClosedResourceError after ``end()`` or ``aclose()``, also while waiting.
+        """
+        await self._put([rollout])
+
+    async def put_group(self, rollouts: Sequence[Rollout]) -> None:
+        """Hand over all siblings of a group at once: all are accepted, or none. Otherwise like :meth:`put`.
+
+        Raises :class:`RolloutError` if the rollouts do not share one ``group_id``.
+        """
+        _check_group(rollouts)
+        await self._put(rollouts)
+
+    def put_nowait(self, rollout: Rollout) -> None:
+        """:meth:`put`, or WouldBlock if the buffer is full or others are waiting to put. O(log n)."""
+        self._check_open()
+        if self._parked and not self._core.is_sibling(rollout):
+            self._core.check(rollout)
+            raise WouldBlock
+        if not self._try_add([rollout]):
+            raise WouldBlock
+
+    async def _put(self, rollouts: Sequence[Rollout]) -> None:
+        await anyio.lowlevel.checkpoint()  # before the taking: nothing may be awaited after it
+        self._check_open()
+        if (not self._parked or self._core.is_sibling(rollouts[0])) and self._try_add(rollouts):
+            return
+        self._core.check(rollouts[0])  # a bad rollout fails now, not after a long wait
+        ticket, parked = self._next_ticket, _ParkedPut(rollouts[0].group_id)
+        self._next_ticket += 1
+        self._parked[ticket] = parked
+        if parked.group_id is not None:
+            self._parked_siblings.setdefault(parked.group_id, {})[ticket] = parked
+        try:
+            while True:
+                await parked.wake.wait()
+                self._check_open()
+                if self._try_add(rollouts):
+                    return
+                parked.wake = anyio.Event()
+        finally:
+            self._unpark(ticket, parked)
+            self._wake_next_put()  # pass the baton on: also if this one was cancelled after it was woken
+
+    def _try_add(self, rollouts: Sequence[Rollout]) -> bool:
+        try:
+            self._core.add_all(rollouts, anyio.current_time())
+        except WouldBlock:
+            self._ring()  # no room means that the window counts as full
+            return False
+        self._ring()
+        for sibling in self._parked_siblings.get(rollouts[0].group_id or "", {}).values():
+            sibling.wake.set()  # siblings of a waiting group need no room
+        self._tell_evicted()
+        return True
+
+    def _unpark(self, ticket: int, parked: _ParkedPut) -> None:
+        del self._parked[ticket]
+        if parked.group_id is not None:
+            siblings = self._parked_siblings[parked.group_id]
+            del siblings[ticket]
+            if not siblings:
+                del self._parked_siblings[parked.group_id]
+
+    def _wake_next_put(self) -> None:
+        """Wake the longest-waiting put, which wakes the next once it is in: O(1) here, however many wait."""
+        if self._parked:
+            next(iter(self._parked.values())).wake.set()
+
+    # -- batches out ---------------------------------------------------------------------------------------------------
+
+    def batches(self, *, auto_ack: bool = True) -> Batches:
+        """Iterate over batches: ``async for batch in balancer.batches()``. Ends once ``end()`` was called and all is
+        drained.
+
+        With ``auto_ack`` asking for the next batch acknowledges the last one; otherwise call :meth:`acknowledge`.
+
+        One trainer iterates at a time. A new iterator takes over from an old one, whose next use raises
+        :class:`AlreadyInUseError`; while a task is waiting in the old one, this call raises it instead.
+        """
+        if self._alarm is not None:
+            raise AlreadyInUseError(
+                "batches() was called while another task is waiting for this balancer's next batch. One trainer "
+                "iterates a "
+                "balancer; to feed several ranks use serve() and RankFeed, or take batch.ranks[k]"
+            )
+        self._consumer = Batches(self, auto_ack=auto_ack)
+        return self._consumer
+
+    async def _next_batch(self, consumer: Batches) -> Batch | None:
+        """The next batch, or None at the end. If cancelled, no batch was taken."""
+        self._check_consumer(consumer)
+        await anyio.lowlevel.checkpoint()
+        while True:
+            self._check_consumer(consumer)
+            batch = self._core.poll(anyio.current_time())
+            if batch is not None:
+                self._wake_next_put()
+                return batch
+            if self._core.finished:
+                return None
+            await self._park_consumer()
+
+    async def _park_consumer(self) -> None:
+        self._alarm, self._alarm_time = anyio.Event(), self._core.next_wakeup()
+        try:
+            with anyio.CancelScope(deadline=self._alarm_time):
+                await self._alarm.wait()
+        finally:
+            self._alarm = None
+
+    def _ring(self) -> None:
+        """Wake the parked consumer if a batch can leave earlier than it knows. O(1)."""
+        if self._alarm is not None and (self._core.next_wakeup() < self._alarm_time or self._core.finished):
+            self._alarm.set()
+
+    def _check_consumer(self, consumer: Batches) -> None:
+        if self._closed:
+            raise ClosedResourceError(
+                "this balancer is closed: aclose() was called, or its 'async with' block was left"
+            )
+        if consumer is not self._consumer:
+            raise AlreadyInUseError(
+                "another iterator over this balancer was made after this one and took over. One trainer iterates "
+                "a balancer; "
+                "to feed several ranks use serve() and RankFeed, or take batch.ranks[k]"
+            )
+        if self._alarm is not None:
+            raise AlreadyInUseError(
+                "another task is already waiting for this balancer's next batch; one trainer iterates it"
+            )
+
+    def acknowledge(self, step: int) -> None:
+        """A batch has been trained on; its rollouts need not be kept. Raises ValueError for a step that is not in
+        flight."""
+        self._core.acknowledge(step)
+
+    def in_flight(self) -> tuple[Batch, ...]:
+        """Batches dispatched and not yet acknowledged, oldest first."""
+        return self._core.in_flight()
+
+    def record_step_seconds(self, step: int, rank: int, seconds: float) -> None:
+        """Tell how long a rank took over a step, in seconds; ``serve()`` does it for ranks that iterate a
+        ``RankFeed``."""
+        self._core.record_step_seconds(step, rank, seconds)
+
+    # -- control -------------------------------------------------------------------------------------------------------
+
+    def set_version(self, version: int) -> None:
+        """The policy moved on. Rollouts more than ``max_staleness`` versions behind are evicted, or sent on, as
+        configured.
+
+        Raises ValueError if it goes backwards.
+        """
+        self._core.set_version(version)
+        self._ring()
+        self._wake_next_put()
+        self._tell_evicted()
+
+    def reconfigure(self, **changes: Any) -> None:
+        """Change knobs live: ``reconfigure(window=768, deadline_s=10.0)``. Knobs never given are derived anew.
+
+        Raises :class:`ConfigError`, changing nothing, for a value or combination that cannot work, and for ``dp_size``.
+        """
+        self._core.reconfigure(self._core.config.replace(**changes))
+        self._ring()
+        self._wake_next_put()
+
+    def end(self) -> None:
+        """No more rollouts will come: drain what waits, also if it is fewer than the ranks; then ``batches()`` ends.
+
+        Puts that are waiting for room raise ClosedResourceError: they were not accepted. May be called twice.
+        """
+        self._core.end()
+        self._ring()
+        for parked in self._parked.values():
+            parked.wake.set()
+
+    async def aclose(self) -> None:
+        """Stop at once: whoever waits in ``put`` or ``batches()`` gets ClosedResourceError. May be called twice."""
+        self._closed = True
+        if self._alarm is not None:
+            self._alarm.set()
+        for parked in self._parked.values():
+            parked.wake.set()
+        await anyio.lowlevel.checkpoint()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None
+    ) -> None:
+        await self.aclose()
+
+    # -- record --------------------------------------------------------------------------------------------------------
+
+    def statistics(self) -> Statistics:
+        """A snapshot that adds up: accepted == waiting + in_flight + acknowledged + evicted."""
+        return self._core.statistics(anyio.current_time(), blocked_puts=len(self._parked))
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ClosedResourceError(
+                "put() on a closed balancer: aclose() was called, or its 'async with' block was left"
+            )
+
+    def _tell_evicted(self) -> None:
+        for rollout, reason in self._core.take_evicted():
+            if self._on_evict is not None:
+                try:
+                    self._on_evict(rollout, reason)
+                except Exception:  # noqa: BLE001  # a caller's callback; see the class docstring
+                    _log.exception("on_evict failed for rollout %r (%s)", rollout.rollout_id, reason)
+
+
+class Batches:
+    """The iterator :meth:`StreamBalancer.batches` returns. A class, not a generator: cancelling it loses nothing."""
+
+    def __init__(self, balancer: StreamBalancer, *, auto_ack: bool) -> None:
+        self._balancer = balancer
+        self._auto_ack = auto_ack
+        self._last_step: int | None = None
+
+    def __aiter__(self) -> Batches:
+        return self
+
+    async def __anext__(self) -> Batch:
+        """The next batch. If cancelled, none was taken."""
+        step, self._last_step = self._last_step, None
+        if step is not None:
+            self._balancer.acknowledge(step)
+        batch = await self._balancer._next_batch(self)
+        if batch is None:
+            raise StopAsyncIteration
+        if self._auto_ack:
+            self._last_step = batch.step
+        return batch
+
+
+def _check_group(rollouts: Sequence[Rollout]) -> None:
+    if not rollouts:
+        raise RolloutError("put_group() takes at least one rollout")
+    ids = {r.group_id for r in rollouts}
+    if len(ids) != 1 or None in ids:
+        raise RolloutError(f"put_group() takes siblings that share one group_id, not {sorted(map(str, ids))}")

@@ -1,0 +1,273 @@
+"""Which knobs exist, and which combinations are refused.
+
+A knob that could deadlock, or never fire, is refused here with what, why, and what to do, so that a run fails in its
+first second and not in its tenth hour. Nothing that decides at run time may enter; this room only says what was asked
+for.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal, TypeAlias, get_args
+
+import numpy as np
+
+from stream_balancer.cost import CostModel, TokenCost
+from stream_balancer.errors import ConfigError
+
+__all__ = ["BalancerConfig"]
+
+Counts: TypeAlias = Literal["free", "equal"]
+Sync: TypeAlias = Literal["step", "micro_batch"]
+Groups: TypeAlias = Literal["free", "same_batch", "same_rank"]
+OnStale: TypeAlias = Literal["evict", "send"]
+Oversize: TypeAlias = Literal["refuse", "alone"]
+Policy: TypeAlias = Literal["window", "fifo", "round_robin"]
+MicroBatchOrder: TypeAlias = Literal["heavy_first", "pipeline"]
+
+_DERIVED: Any = None  # a default that __post_init__ computes from the other knobs
+
+
+@dataclass(frozen=True, kw_only=True)
+class BalancerConfig:
+    """The knobs of a balancer. Raises :class:`ConfigError` (a ValueError) for a value or a combination that cannot
+    work.
+
+    Knobs left out are derived from the others; :meth:`replace` derives them anew.
+    """
+
+    dp_size: int
+    """DP ranks that take part in every step."""
+    batch_size: int
+    """Rollouts per dispatch, over all ranks."""
+    window: int = _DERIVED
+    """Dispatch once this many rollouts wait. Default ``2 * batch_size``: most of the balance a window can buy, for
+    one dispatch of mean age; every further ``batch_size`` adds another (Little's law)."""
+    deadline_s: float | None = None
+    """... or once the oldest has waited this long, in seconds. Then a batch may be smaller than ``batch_size``, which
+    is why the default is None: wait for the window."""
+    max_skips: int = _DERIVED
+    """No rollout is passed over by more dispatches than this. Default: 8, or what the window and the capacity need."""
+    capacity: int = _DERIVED
+    """``put()`` waits once this many rollouts wait, places kept for siblings of waiting groups counted in. Default
+    ``2 * window``."""
+    capacity_bytes: int | None = None
+    """... or once the waiting rollouts' tensors are this many bytes. None = no such limit. While a put is held back
+    by either limit, the window counts as full; while fewer than ``min_batch_size`` could leave, neither limit holds a
+    put back."""
+    min_batch_size: int = _DERIVED
+    """Smallest batch a deadline may send. Default ``dp_size``, so that every rank has something to run."""
+    counts: Counts = "free"
+    """"equal": the same number of rollouts on every rank (to within one). "free" balances better."""
+    sync: Sync = "step"
+    """Where ranks meet: once per step, or at every "micro_batch" (FSDP, ZeRO-3)."""
+    max_tokens_per_micro_batch: int | None = None
+    """Hard cap on the tokens of a micro-batch, never exceeded (padding counts under a padded cost). None = one
+    micro-batch."""
+    oversize: Oversize = "refuse"
+    """A rollout above the cap is refused at put, or goes in a micro-batch "alone"."""
+    micro_batch_multiple: int = 1
+    """The number of micro-batches is a multiple of this (virtual pipeline stages)."""
+    micro_batch_order: MicroBatchOrder = "heavy_first"
+    """"heavy_first" shows an out-of-memory at once; "pipeline" puts smaller micro-batches at both ends."""
+    cost: CostModel = field(default_factory=TokenCost)
+    """How much work is a length."""
+    speeds: tuple[float, ...] | None = None
+    """Relative speed of each rank: a rank of speed 0.5 gets half the work. None = all alike."""
+    group_size: int | None = None
+    """Siblings per group (GRPO), which a ``group_id`` names. None = groups play no part."""
+    groups: Groups = "same_batch"
+    """Siblings leave in the "same_batch", on the "same_rank" (costs balance), or "free". Only with ``group_size``."""
+    max_staleness: int | None = None
+    """Most policy versions a rollout may lie behind. One that cannot wait for another version is due. None = no
+    bound."""
+    on_stale: OnStale = "evict"
+    """A rollout beyond ``max_staleness`` is evicted (counted, and given to ``on_evict``), or sent all the same."""
+    policy: Policy = "window"
+    """"window" is what this library is for. "fifo" (arrival order, best partition) and "round_robin" (arrival order,
+    dealt in turn) are what is usual elsewhere: run them to measure, in your own training, what the window buys."""
+
+    _given: Mapping[str, Any] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        given = {f.name: getattr(self, f.name) for f in fields(self) if f.init}
+        object.__setattr__(self, "_given", {k: v for k, v in given.items() if v is not None})
+        _check_values(self)
+        self._derive()
+        _check_combinations(self)
+
+    def replace(self, **changes: Any) -> BalancerConfig:
+        """A config with some knobs changed; knobs that were never given are derived anew. Raises
+        :class:`ConfigError`."""
+        known = {f.name for f in fields(self) if f.init}
+        if unknown := changes.keys() - known:
+            raise ConfigError(f"no such knob: {', '.join(sorted(unknown))}. The knobs are: {', '.join(sorted(known))}")
+        return BalancerConfig(**{**self._given, **changes})
+
+    def _derive(self) -> None:
+        def default(name: str, value: int) -> None:
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, value)
+
+        default("window", 2 * self.batch_size if self.policy == "window" else self.batch_size)
+        default("capacity", 2 * self.window)
+        default("min_batch_size", self.dp_size)
+        default("max_skips", max(8, self.least_max_skips))
+
+    @property
+    def least_max_skips(self) -> int:
+        """Smallest ``max_skips`` that works with this window and capacity.
+
+        Below ``3 * (window / batch_size - 1)`` every rollout would always be due and the window could choose nothing;
+        below ``ceil(held / batch_size) - 1`` a full buffer could not leave in time, whatever the order.
+        """
+        useful = 3 * (self.window / self.batch_size - 1)
+        return max(math.ceil(useful), math.ceil(self.capacity / self.batch_size) - 1, 1)
+
+
+_POSITIVE_INTS = ("dp_size", "batch_size", "micro_batch_multiple")
+_OPTIONAL_INTS = (
+    "window",
+    "max_skips",
+    "capacity",
+    "capacity_bytes",
+    "min_batch_size",
+    "max_tokens_per_micro_batch",
+    "group_size",
+)
+_CHOICES = {
+    "counts": get_args(Counts),
+    "sync": get_args(Sync),
+    "oversize": get_args(Oversize),
+    "micro_batch_order": get_args(MicroBatchOrder),
+    "groups": get_args(Groups),
+    "on_stale": get_args(OnStale),
+    "policy": get_args(Policy),
+}
+
+
+def _check_int(name: str, value: object, *, least: int = 1) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ConfigError(f"{name} must be an int >= {least}, not {value!r}")
+
+
+def _check_values(config: BalancerConfig) -> None:
+    """Each knob by itself."""
+    for name in _POSITIVE_INTS:
+        _check_int(name, getattr(config, name))
+    for name in _OPTIONAL_INTS:
+        if getattr(config, name) is not None:
+            _check_int(name, getattr(config, name))
+    if config.max_staleness is not None:
+        _check_int("max_staleness", config.max_staleness, least=0)
+    for name, choices in _CHOICES.items():
+        if getattr(config, name) not in choices:
+            raise ConfigError(f"{name} must be one of {', '.join(map(repr, choices))}, not {getattr(config, name)!r}")
+    deadline = config.deadline_s
+    if deadline is not None and (
+        isinstance(deadline, bool) or not isinstance(deadline, (int, float)) or not 0 < deadline < math.inf
+    ):
+        raise ConfigError(
+            f"deadline_s must be a finite number of seconds > 0, or None to wait for the window, not {deadline!r}"
+        )
+    _check_cost(config.cost)
+    _check_speeds(config)
+
+
+def _check_cost(cost: object) -> None:
+    if not isinstance(cost, CostModel):
+        raise ConfigError(
+            "cost must be a cost model (TokenCost(), QuadraticCost(), ... or a callable with a 'padded' "
+            f"attribute), not {cost!r}"
+        )
+    probe = np.asarray(cost(np.array([1, 1000], dtype=np.int64)), dtype=np.float64)
+    if probe.shape != (2,) or not np.all(np.isfinite(probe)) or np.any(probe < 0):
+        raise ConfigError(f"cost({[1, 1000]}) must give two finite numbers >= 0, not {probe.tolist()!r}")
+
+
+def _check_speeds(config: BalancerConfig) -> None:
+    speeds = config.speeds
+    if speeds is None:
+        return
+    if len(speeds) != config.dp_size or not all(math.isfinite(s) and s > 0 for s in speeds):
+        raise ConfigError(f"speeds must be {config.dp_size} finite numbers > 0 (one per rank), not {speeds!r}")
+
+
+def _check_combinations(c: BalancerConfig) -> None:
+    """Knobs together: what could deadlock, or never fire."""
+    if c.batch_size < c.dp_size:
+        raise ConfigError(
+            f"batch_size ({c.batch_size}) must be >= dp_size ({c.dp_size}): some ranks would get nothing in every "
+            "step. "
+            "Raise batch_size"
+        )
+    if c.window < c.batch_size:
+        raise ConfigError(
+            f"window ({c.window}) must be >= batch_size ({c.batch_size}): it would fill before a batch is there. "
+            "Raise window, or lower batch_size"
+        )
+    if c.window > c.capacity:
+        then = "every batch would wait for deadline_s" if c.deadline_s is not None else "no batch would ever leave"
+        raise ConfigError(
+            f"window ({c.window}) must be <= capacity ({c.capacity}): it could never fill, and {then}. "
+            "Raise capacity or lower window"
+        )
+    if not c.dp_size <= c.min_batch_size <= c.batch_size:
+        raise ConfigError(
+            f"min_batch_size ({c.min_batch_size}) must be between dp_size ({c.dp_size}) and batch_size "
+            f"({c.batch_size}): "
+            "below, ranks would run padding only; above, a deadline could not be kept"
+        )
+    if c.policy != "window" and c.window != c.batch_size:
+        raise ConfigError(
+            f"policy {c.policy!r} sends the oldest batch_size rollouts, so window ({c.window}) must equal batch_size "
+            f"({c.batch_size}). Leave window out"
+        )
+    if c.max_skips < c.least_max_skips:
+        raise ConfigError(
+            f"max_skips ({c.max_skips}) is too small for window ({c.window}) and capacity ({c.capacity}) at batch_size "
+            f"({c.batch_size}): every rollout would always be due, or a full buffer could not leave in time. "
+            f"Use max_skips >= {c.least_max_skips}, or a smaller window or capacity"
+        )
+    _check_groups(c)
+    if c.micro_batch_multiple > 1 and c.batch_size < c.dp_size * c.micro_batch_multiple:
+        raise ConfigError(
+            f"micro_batch_multiple ({c.micro_batch_multiple}) x dp_size ({c.dp_size}) is more than batch_size "
+            f"({c.batch_size}): some micro-batches would be empty. Lower micro_batch_multiple or raise batch_size"
+        )
+
+
+def _check_groups(c: BalancerConfig) -> None:
+    if c.group_size is None:
+        return
+    if c.group_size > c.batch_size:
+        raise ConfigError(
+            f"group_size ({c.group_size}) must be <= batch_size ({c.batch_size}): a group could not leave in one "
+            "batch. "
+            "Raise batch_size, or leave group_size out"
+        )
+    if c.groups != "free" and c.batch_size % c.group_size:
+        raise ConfigError(
+            f"batch_size ({c.batch_size}) must be a multiple of group_size ({c.group_size}) while "
+            f"groups={c.groups!r}: whole groups "
+            "could not make a full batch. Change batch_size, or use groups='free'"
+        )
+    if c.groups != "free" and c.window > c.capacity // c.group_size * c.group_size:
+        raise ConfigError(
+            f"window ({c.window}) is more than the {c.capacity // c.group_size} whole groups of {c.group_size} "
+            "that fit into "
+            f"capacity ({c.capacity}): it could never fill. Raise capacity or lower window"
+        )
+    if c.groups == "same_rank" and c.batch_size // c.group_size < c.dp_size:
+        raise ConfigError(
+            f"groups='same_rank' needs a group for every rank: batch_size ({c.batch_size}) holds "
+            f"{c.batch_size // c.group_size} groups of {c.group_size}, and dp_size is {c.dp_size}. Raise batch_size"
+        )
+    if c.groups == "same_rank" and c.counts == "equal" and (c.batch_size // c.group_size) % c.dp_size:
+        raise ConfigError(
+            "groups='same_rank' with counts='equal' needs batch_size / group_size "
+            f"({c.batch_size // c.group_size}) to be a "
+            f"multiple of dp_size ({c.dp_size})"
+        )

@@ -1,0 +1,212 @@
+"""How much work is a length.
+
+A cost model turns lengths (tokens) into predicted work, one float per rollout; ranks are balanced by the sum. Pure
+numpy: no torch, no clock, no waiting. Write your own by giving a callable with the two members of :class:`CostModel`.
+
+FLOP counts follow the usual accounting (2 FLOPs per multiply-add, backward = 2x forward), as in Narayanan et al.
+2021, "Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM", appendix, generalised to
+grouped-query attention, gated MLPs and mixture-of-experts layers.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+__all__ = ["CostModel", "PaddedCost", "QuadraticCost", "TokenCost", "TransformerCost"]
+
+
+@runtime_checkable
+class CostModel(Protocol):
+    """What the balancer asks of a cost model."""
+
+    @property
+    def padded(self) -> bool:
+        """True if micro-batches are padded: a micro-batch then costs rows x (cost of its longest), not a sum."""
+        ...
+
+    def __call__(self, lengths: ArrayLike) -> NDArray[np.float64]:
+        """Work per rollout, ``[n]`` float64, finite and >= 0, for ``[n]`` lengths in tokens. Must grow with length."""
+        ...
+
+
+def _float_lengths(lengths: ArrayLike) -> NDArray[np.float64]:
+    return np.asarray(lengths, dtype=np.float64)
+
+
+@dataclass(frozen=True, slots=True)
+class TokenCost:
+    """Work = tokens. Right while attention is a small part: short rollouts, or wide models."""
+
+    @property
+    def padded(self) -> bool:
+        """False: rollouts are packed."""
+        return False
+
+    def __call__(self, lengths: ArrayLike) -> NDArray[np.float64]:
+        """``[n]`` lengths -> ``[n]`` float64 tokens."""
+        return _float_lengths(lengths)
+
+
+@dataclass(frozen=True, slots=True)
+class QuadraticCost:
+    """Work = linear * L + quadratic * L^2, in any unit: only the ratio of the two matters for balance."""
+
+    linear: float = 24576.0
+    """Weight of a token. 24576 with quadratic=1 is a decoder layer of hidden size 4096 (6 * hidden), a 7B model."""
+    quadratic: float = 1.0
+    """Weight of a token pair."""
+
+    def __post_init__(self) -> None:
+        for name in ("linear", "quadratic"):
+            value = getattr(self, name)
+            if not (math.isfinite(value) and value >= 0):
+                raise ValueError(f"QuadraticCost.{name} must be a finite number >= 0, not {value!r}")
+        if self.linear == 0 and self.quadratic == 0:
+            raise ValueError("QuadraticCost: linear and quadratic are both 0, so every rollout would cost nothing")
+
+    @property
+    def padded(self) -> bool:
+        """False: rollouts are packed."""
+        return False
+
+    def __call__(self, lengths: ArrayLike) -> NDArray[np.float64]:
+        """``[n]`` lengths -> ``[n]`` float64 work."""
+        x = _float_lengths(lengths)
+        return x * (self.linear + self.quadratic * x)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TransformerCost:
+    """FLOPs of one training step (forward and backward) of a decoder over a rollout of L tokens, attention within the
+    rollout.
+
+    Per layer and token, forward: 2 FLOPs per weight of the projections and the (active) MLP, and ``4 * heads *
+    head_dim`` per attended token pair; L^2/2 pairs under a causal mask. The vocabulary projection counts once per
+    token.
+    """
+
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int | None = None
+    """Key/value heads (grouped-query attention); None = ``num_heads``."""
+    intermediate_size: int
+    """Width of one MLP, or of one expert."""
+    vocab_size: int
+    head_dim: int | None = None
+    """Size of a head; None = ``hidden_size / num_heads``."""
+    active_experts: int = 1
+    """Experts each token passes through (top-k plus shared ones); 1 for a dense model."""
+    gated_mlp: bool = True
+    """Three MLP matrices (SwiGLU) instead of two."""
+    causal: bool = True
+    """Count half of the token pairs, as kernels that skip masked blocks do; False for kernels that do not."""
+
+    def __post_init__(self) -> None:
+        for name in ("hidden_size", "num_layers", "num_heads", "intermediate_size", "vocab_size", "active_experts"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < 1:
+                raise ValueError(f"TransformerCost.{name} must be an int >= 1, not {value!r}")
+        for name in ("num_kv_heads", "head_dim"):
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, int) or value < 1):
+                raise ValueError(f"TransformerCost.{name} must be an int >= 1 or None, not {value!r}")
+        if self.num_heads % self._kv_heads:
+            raise ValueError(f"num_heads ({self.num_heads}) must be a multiple of num_kv_heads ({self._kv_heads})")
+
+    @classmethod
+    def from_hf_config(cls, config: Any) -> TransformerCost:
+        """Read a Hugging Face ``PretrainedConfig`` (or a dict of one). Raises ValueError naming what it lacks.
+
+        Knows the names of Llama, Qwen, Mistral, Mixtral, DeepSeek and alike; takes ``text_config`` of multimodal
+        models.
+        """
+        if not isinstance(config, dict):
+            config = {k: getattr(config, k) for k in dir(config) if k in _HF_NAMES}
+        if config.get("text_config") is not None:
+            return cls.from_hf_config(config["text_config"])
+        try:
+            hidden, heads = int(config["hidden_size"]), int(config["num_attention_heads"])
+            routed = config.get("num_experts_per_tok") or config.get("moe_topk")
+            width = config.get("moe_intermediate_size") if routed else None
+            return cls(
+                hidden_size=hidden,
+                num_layers=int(config["num_hidden_layers"]),
+                num_heads=heads,
+                num_kv_heads=config.get("num_key_value_heads"),
+                intermediate_size=int(width or config["intermediate_size"]),
+                vocab_size=int(config["vocab_size"]),
+                head_dim=config.get("head_dim"),
+                active_experts=int(routed or 1) + int((config.get("n_shared_experts") if routed else 0) or 0),
+            )
+        except KeyError as error:
+            raise ValueError(
+                f"from_hf_config: the configuration has no {error.args[0]!r}; give TransformerCost its sizes by hand"
+            ) from None
+
+    @property
+    def padded(self) -> bool:
+        """False: rollouts are packed."""
+        return False
+
+    @property
+    def _kv_heads(self) -> int:
+        return self.num_kv_heads or self.num_heads
+
+    @property
+    def flops_per_token(self) -> float:
+        """FLOPs per token, forward and backward, attention pairs not counted."""
+        head_dim = self.head_dim or self.hidden_size // self.num_heads
+        attention = 2 * self.hidden_size * head_dim * (self.num_heads + self._kv_heads)
+        mlp = (3 if self.gated_mlp else 2) * self.hidden_size * self.intermediate_size * self.active_experts
+        weights = self.num_layers * (attention + mlp) + self.hidden_size * self.vocab_size
+        return 3.0 * 2.0 * weights
+
+    @property
+    def flops_per_token_pair(self) -> float:
+        """FLOPs per attended pair of tokens, forward and backward."""
+        head_dim = self.head_dim or self.hidden_size // self.num_heads
+        return 3.0 * 4.0 * self.num_layers * self.num_heads * head_dim
+
+    def __call__(self, lengths: ArrayLike) -> NDArray[np.float64]:
+        """``[n]`` lengths -> ``[n]`` float64 FLOPs."""
+        x = _float_lengths(lengths)
+        pairs = x * (x + 1) / 2 if self.causal else x * x
+        return self.flops_per_token * x + self.flops_per_token_pair * pairs
+
+
+_HF_NAMES = frozenset(
+    {
+        "hidden_size",
+        "num_attention_heads",
+        "num_hidden_layers",
+        "num_key_value_heads",
+        "intermediate_size",
+        "vocab_size",
+        "head_dim",
+        "num_experts_per_tok",
+        "moe_topk",
+        "moe_intermediate_size",
+        "n_shared_experts",
+        "text_config",
+    }
+)
+
+
+@dataclass(frozen=True, slots=True)
+class PaddedCost:
+    """For trainers that pad: a micro-batch costs rows x its longest rollout, so alike lengths belong together."""
+
+    @property
+    def padded(self) -> bool:
+        """True: micro-batches are padded to their longest rollout."""
+        return True
+
+    def __call__(self, lengths: ArrayLike) -> NDArray[np.float64]:
+        """``[n]`` lengths -> ``[n]`` float64 tokens of a row that holds only itself."""
+        return _float_lengths(lengths)

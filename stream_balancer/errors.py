@@ -1,0 +1,86 @@
+"""What can go wrong, and whose fault it is.
+
+Most errors are the ones anyio and Python users already know; this room only adds what those cannot say::
+
+    ValueError                    a bad value: a knob, a rollout, a trace
+    |-- ConfigError               a knob, or a combination of knobs, that could deadlock or never fire
+    |-- RolloutError              a rollout that cannot be accepted; the buffer is as it was
+    |   `-- DuplicateRolloutError a rollout with this rollout_id is already held
+    |-- TraceError                a length trace that cannot be read; names file and line
+    anyio.WouldBlock              put_nowait() found the buffer full
+    anyio.BusyResourceError
+    `-- AlreadyInUseError         two trainers iterate one balancer, a rank connected twice
+    anyio.ClosedResourceError     you closed it: put() after end(), anything after aclose()
+    anyio.BrokenResourceError     a peer went away
+    |-- RankLostError             a rank (or, seen from a rank, the controller) is gone; .rank .step .cause
+    `-- WireError                 a peer sent bytes that are not a valid message: refused before use
+    anyio.EndOfStream             the normal end of a link
+
+Every message says what happened, why, and what to do. Nothing is lost when one is raised: a rollout whose put failed
+was not accepted, a batch whose delivery failed is still unacknowledged.
+"""
+
+from __future__ import annotations
+
+from anyio import BrokenResourceError, BusyResourceError, ClosedResourceError, EndOfStream, WouldBlock
+
+__all__ = [
+    "AlreadyInUseError",
+    "BrokenResourceError",
+    "BusyResourceError",
+    "ClosedResourceError",
+    "ConfigError",
+    "DuplicateRolloutError",
+    "EndOfStream",
+    "RankLostError",
+    "RolloutError",
+    "TraceError",
+    "WireError",
+    "WouldBlock",
+]
+
+
+class ConfigError(ValueError):
+    """A knob, or a combination of knobs, was refused because it could deadlock, never fire, or make no sense."""
+
+
+class RolloutError(ValueError):
+    """A rollout was refused. It was not accepted and the buffer is as it was."""
+
+
+class DuplicateRolloutError(RolloutError):
+    """A rollout with the same ``rollout_id`` is already held; this one was not accepted.
+
+    A producer that retries a put after an error may treat this as success: the first put was accepted.
+    """
+
+
+class TraceError(ValueError):
+    """A length trace could not be read. The message names the file and, where there is one, the line."""
+
+
+class AlreadyInUseError(BusyResourceError):
+    """Something that one task, trainer or rank may use at a time is used by two."""
+
+    def __init__(self, message: str) -> None:
+        Exception.__init__(self, message)  # BusyResourceError would build a sentence of its own around an action
+
+
+class RankLostError(BrokenResourceError):
+    """A peer of the feed went away: died, was cut off, or broke the protocol.
+
+    What had been sent to it and was not acknowledged is still held by the balancer.
+    """
+
+    def __init__(self, message: str, *, rank: int, step: int | None = None, cause: str = "") -> None:
+        super().__init__(message)
+        self.rank = rank
+        """DP rank whose link broke."""
+        self.step = step
+        """Step that was in flight on that link, or None if the link was idle."""
+        self.cause = cause
+        """Short reason, as reported by the transport."""
+
+
+class WireError(BrokenResourceError):
+    """A peer sent bytes that are not a valid message. They were refused before anything was allocated or run."""

@@ -1,0 +1,205 @@
+"""How a micro-batch becomes tensors: packed, padded, nested, TensorDict.
+
+Torch functions on plain tensors; this room imports nothing of the project, and nothing that waits, sends or decides
+may enter. Everything starts from *flat columns*: for each per-token column one tensor ``[T, ...]`` in which the ``n``
+rollouts of a micro-batch lie one after the other (``T`` = sum of their lengths), together with the lengths
+themselves. On a rank those flat columns are views of the received slab, so :func:`packed` copies no token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from tensordict import TensorDict
+
+__all__ = ["FlatColumns", "Nested", "Packed", "Padded", "nested", "packed", "padded", "tensordict"]
+
+PaddingSide = Literal["left", "right"]
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class FlatColumns:
+    """What every layout starts from: ``n`` rollouts end to end."""
+
+    tokens: Mapping[str, Tensor]
+    """Per-token columns ``[T, ...]``; ``input_ids`` is always there."""
+    lengths: tuple[int, ...]
+    """Tokens per rollout, ``n`` of them, each >= 1."""
+    scalars: Mapping[str, Tensor]
+    """``[n]`` float64 per-rollout numbers."""
+    weights: Tensor
+    """``[n]`` float32: 1.0, or 0.0 for a padding copy."""
+
+
+@dataclass(frozen=True, eq=False)
+class _Columns(Mapping[str, Any]):
+    """A mapping of per-token columns, then per-rollout scalars, by name."""
+
+    columns: dict[str, Tensor]
+    """Per-token columns by name; see the subclass for their shape."""
+    scalars: dict[str, Tensor]
+    """[n] float64 per-rollout scalars by name."""
+    rollout_weights: Tensor
+    """[n] float32: 1.0, or 0.0 for a padding copy that must not count in any loss."""
+
+    def __getitem__(self, name: str) -> Tensor:
+        if name in self.columns:
+            return self.columns[name]
+        if name in self.scalars:
+            return self.scalars[name]
+        raise KeyError(
+            f"no column or scalar {name!r}; columns: {sorted(self.columns)}, scalars: {sorted(self.scalars)}"
+        )
+
+    def __iter__(self) -> Iterator[str]:
+        yield from self.columns
+        yield from self.scalars
+
+    def __len__(self) -> int:
+        return len(self.columns) + len(self.scalars)
+
+
+@dataclass(frozen=True, eq=False)
+class Packed(_Columns):
+    """Rollouts laid end to end, as variable-length attention kernels take them. Columns are ``[T, ...]``."""
+
+    position_ids: Tensor
+    """[T] int64: 0, 1, 2, ... restarting at every rollout (or the caller's own ``position_ids`` column)."""
+    cu_seqlens: Tensor
+    """[n+1] int32: rollout ``i`` is tokens ``cu_seqlens[i]:cu_seqlens[i+1]``."""
+    max_seqlen: int
+    """Length of the longest rollout, in tokens."""
+
+
+@dataclass(frozen=True, eq=False)
+class Padded(_Columns):
+    """One row per rollout. Columns are ``[n, L_max, ...]``, filled with ``pad_value`` beyond each rollout's length."""
+
+    attention_mask: Tensor
+    """[n, L_max] bool: True where there is a token."""
+    position_ids: Tensor
+    """[n, L_max] int64: position within the rollout; 0 on padding."""
+    lengths: Tensor
+    """[n] int64 tokens per rollout."""
+
+
+@dataclass(frozen=True, eq=False)
+class Nested(_Columns):
+    """Torch jagged nested tensors, one ragged row per rollout. Columns are ``[n, j, ...]`` with ragged ``j``."""
+
+    offsets: Tensor
+    """[n+1] int64 offsets shared by every column."""
+
+
+def _lengths(flat: FlatColumns) -> Tensor:
+    return torch.tensor(flat.lengths, dtype=torch.int64, device=flat.tokens["input_ids"].device)
+
+
+def _columns_with_loss_mask(flat: FlatColumns, lengths: Tensor) -> dict[str, Tensor]:
+    """The columns, with a ``loss_mask`` in any case: a trainer that reads it never trains on a padding copy."""
+    columns = dict(flat.tokens)
+    if "loss_mask" not in columns:
+        columns["loss_mask"] = torch.repeat_interleave(flat.weights != 0, lengths, output_size=sum(flat.lengths))
+    return columns
+
+
+def _positions(lengths: Tensor, starts: Tensor, total: int) -> Tensor:
+    positions = torch.arange(total, dtype=torch.int64, device=lengths.device)
+    return positions - torch.repeat_interleave(starts, lengths, output_size=total)
+
+
+def packed(flat: FlatColumns) -> Packed:
+    """The flat columns as they are, with the indices a variable-length kernel needs. No token is copied. O(T)."""
+    n_tokens = _lengths(flat)
+    ends = torch.cumsum(n_tokens, 0)
+    cu_seqlens = torch.zeros(len(flat.lengths) + 1, dtype=torch.int32, device=n_tokens.device)
+    cu_seqlens[1:] = ends
+    columns = _columns_with_loss_mask(flat, n_tokens)
+    positions = columns.get("position_ids")
+    if positions is None:
+        positions = _positions(n_tokens, ends - n_tokens, sum(flat.lengths))
+    return Packed(
+        columns=columns,
+        scalars=dict(flat.scalars),
+        rollout_weights=flat.weights,
+        position_ids=positions,
+        cu_seqlens=cu_seqlens,
+        max_seqlen=max(flat.lengths),
+    )
+
+
+def padded(
+    flat: FlatColumns,
+    *,
+    padding_side: PaddingSide = "right",
+    pad_values: Mapping[str, float | int | bool] | None = None,
+    multiple_of: int = 1,
+) -> Padded:
+    """One row per rollout, ``[n, L_max, ...]``; ``L_max`` is rounded up to ``multiple_of``. Copies every token once.
+
+    ``pad_values`` maps a column to what stands beyond a rollout's end; 0 (False) where it says nothing.
+    Raises ValueError for an unknown ``padding_side``, an unknown column in ``pad_values``, or ``multiple_of < 1``.
+    """
+    if padding_side not in ("left", "right"):
+        raise ValueError(f"padding_side must be 'left' or 'right', not {padding_side!r}")
+    if multiple_of < 1:
+        raise ValueError(f"multiple_of must be >= 1, not {multiple_of}")
+    n_tokens = _lengths(flat)
+    columns = _columns_with_loss_mask(flat, n_tokens)
+    if unknown := (pad_values or {}).keys() - columns.keys():
+        raise ValueError(f"pad_values names {sorted(unknown)}, but the columns are {sorted(columns)}")
+    width = -(-max(flat.lengths) // multiple_of) * multiple_of
+    place = torch.arange(width, device=n_tokens.device)
+    mask = place < n_tokens[:, None] if padding_side == "right" else place >= width - n_tokens[:, None]
+    rows: dict[str, Tensor] = {}
+    for name, column in columns.items():
+        rows[name] = column.new_full((len(flat.lengths), width, *column.shape[1:]), (pad_values or {}).get(name, 0))
+        rows[name][mask] = column
+    positions = rows.get("position_ids")
+    if positions is None:
+        positions = (mask.to(torch.int64).cumsum(1) - 1).clamp_(min=0) * mask
+    return Padded(
+        columns=rows,
+        scalars=dict(flat.scalars),
+        rollout_weights=flat.weights,
+        attention_mask=mask,
+        position_ids=positions,
+        lengths=n_tokens,
+    )
+
+
+def nested(flat: FlatColumns) -> Nested:
+    """Jagged nested tensors over the flat columns; no token is copied. O(n)."""
+    n_tokens = _lengths(flat)
+    offsets = torch.zeros(len(flat.lengths) + 1, dtype=torch.int64, device=n_tokens.device)
+    offsets[1:] = torch.cumsum(n_tokens, 0)
+    columns = {
+        name: torch.nested.nested_tensor_from_jagged(
+            column, offsets, min_seqlen=min(flat.lengths), max_seqlen=max(flat.lengths)
+        )
+        for name, column in _columns_with_loss_mask(flat, n_tokens).items()
+    }
+    return Nested(columns=columns, scalars=dict(flat.scalars), rollout_weights=flat.weights, offsets=offsets)
+
+
+def tensordict(flat: FlatColumns) -> TensorDict:
+    """A ``TensorDict`` with batch size ``[n]``: jagged columns, scalars, and ``rollout_weights``.
+
+    Raises ImportError, saying which extra to install, where tensordict is missing.
+    """
+    try:
+        from tensordict import TensorDict
+    except ImportError as error:
+        raise ImportError(
+            "tensordict() needs the tensordict package: pip install 'stream-balancer[tensordict]'"
+        ) from error
+    rows = nested(flat)
+    return TensorDict(
+        {**rows.columns, **rows.scalars, "rollout_weights": rows.rollout_weights}, batch_size=[len(flat.lengths)]
+    )

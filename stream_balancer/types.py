@@ -1,0 +1,454 @@
+"""What travels: rollouts in, batches out, and the record of how it went.
+
+Frozen values, checked where they are made, so that a worker that builds a bad rollout is told so at its own line and
+nothing unsendable ever reaches a batch. Nothing here waits, decides or sends; how columns become tensors is
+``layout``'s question.
+"""
+
+from __future__ import annotations
+
+import math
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import chain
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from stream_balancer import layout
+from stream_balancer.errors import RolloutError
+
+if TYPE_CHECKING:
+    from tensordict import TensorDict
+
+__all__ = ["Batch", "EvictReason", "MicroBatch", "RankBatch", "Reason", "Rollout", "Statistics", "Version"]
+
+Reason: TypeAlias = Literal["window", "deadline", "age", "drain"]
+"""Why a batch left: the window filled, the oldest rollout had waited ``deadline_s``, rollouts were about to go stale,
+or ``end()`` drained what was left."""
+
+EvictReason: TypeAlias = Literal["stale"]
+"""Why a rollout was given up instead of dispatched."""
+
+Version: TypeAlias = int | tuple[int, int]
+"""Policy version a rollout was sampled with; ``(oldest, newest)`` if the weights changed while it was generated."""
+
+SUPPORTED_DTYPES = (
+    torch.bool,
+    torch.uint8,
+    torch.int8,
+    torch.int16,
+    torch.int32,
+    torch.int64,
+    torch.float16,
+    torch.bfloat16,
+    torch.float32,
+    torch.float64,
+)
+"""What may travel. Order is part of the wire format: append only."""
+
+_MAX_ID_BYTES = 512  # an id is a name, not a payload; it also bounds what a header can announce
+
+
+def _new_id() -> str:
+    return uuid.uuid4().hex
+
+
+@dataclass(frozen=True, eq=False, slots=True, kw_only=True)
+class Rollout:
+    """One finished rollout (trajectory, sample): its per-token columns and what belongs to it.
+
+    Columns may be given as torch tensors, numpy arrays or sequences of numbers; they are kept as torch tensors
+    **without a copy** where possible, so do not write to them afterwards. Raises :class:`RolloutError` (a ValueError)
+    for anything that could not be dispatched later: no tokens, columns of different lengths, an unsupported dtype, a
+    non-finite cost.
+    """
+
+    tokens: Mapping[str, Tensor]
+    """Per-token columns ``[L, ...]``. ``input_ids`` ``[L]`` (any integer dtype) is required; ``loss_mask`` ``[L]``, if
+    present, says which tokens are trained on (non-zero = trained)."""
+    scalars: Mapping[str, float | int] = field(default_factory=dict)
+    """One number each: advantage, reward."""
+    tensors: Mapping[str, Tensor] = field(default_factory=dict)
+    """Tensors of any shape that are not per-token: pixel values, image grids."""
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+    """JSON-like: str, int (64 bit), float, bool, None, bytes, and lists and str-keyed dicts of these."""
+    rollout_id: str = field(default_factory=_new_id)
+    """Unique name; a fresh random one by default. At most 512 bytes of UTF-8."""
+    group_id: str | None = None
+    """Siblings sampled from one prompt (a GRPO group) share it."""
+    version: Version | None = None
+    """Policy version the rollout was sampled with, or ``(oldest, newest)``; None = unknown, never stale."""
+    cost: float | None = None
+    """Work to train on it, in the cost model's unit, where its length does not tell (images); None = ask the cost
+    model."""
+    is_padding: bool = False
+    """True for a zero-weight copy the balancer made because a step had fewer rollouts than ranks. Its ``loss_mask`` and
+    ``rollout_weights`` are zero in every layout. Never set it yourself."""
+    num_tokens: int = field(init=False)
+    """L, in tokens."""
+    num_loss_tokens: int = field(init=False)
+    """Tokens with a non-zero ``loss_mask``; L if there is no such column; 0 for a padding copy."""
+
+    def __post_init__(self) -> None:
+        put = partial(object.__setattr__, self)
+        name = _check_id(self.rollout_id)
+        if not isinstance(self.tokens, Mapping) or "input_ids" not in self.tokens:
+            raise RolloutError(
+                f"rollout {name}: tokens must be a mapping with a column 'input_ids' (per-token ids, [L])"
+            )
+        tokens = {key: _as_tensor(value, f"rollout {name}: tokens[{key!r}]") for key, value in self.tokens.items()}
+        put("tokens", tokens)
+        put("num_tokens", _check_tokens(name, tokens))
+        if self.tensors:
+            put("tensors", {k: _as_tensor(v, f"rollout {name}: tensors[{k!r}]") for k, v in self.tensors.items()})
+        if self.scalars:
+            put("scalars", {k: _as_number(v, f"rollout {name}: scalars[{k!r}]") for k, v in self.scalars.items()})
+            if not tokens.keys().isdisjoint(self.scalars):
+                both = sorted(tokens.keys() & self.scalars.keys())
+                raise RolloutError(f"rollout {name}: {both} are both token columns and scalars; rename one")
+        if self.metadata:
+            _check_json_like(self.metadata, f"rollout {name}: metadata")
+        if self.group_id is not None:
+            _check_id(self.group_id, "group_id")
+        if self.version is not None:
+            put("version", _check_version(name, self.version))
+        if self.cost is not None and not (math.isfinite(self.cost) and self.cost >= 0):
+            raise RolloutError(f"rollout {name}: cost must be a finite number >= 0, not {self.cost!r}")
+        put("num_loss_tokens", self._count_loss_tokens())
+
+    def _count_loss_tokens(self) -> int:
+        if self.is_padding:
+            return 0
+        mask = self.tokens.get("loss_mask")
+        return self.num_tokens if mask is None else int(torch.count_nonzero(mask))
+
+    @property
+    def min_version(self) -> int | None:
+        """Oldest policy version any of its tokens was sampled with; None if unknown."""
+        return self.version[0] if isinstance(self.version, tuple) else self.version
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its tensors (columns and ``tensors``), metadata not counted. O(number of columns)."""
+        return sum(t.nbytes for t in chain(self.tokens.values(), self.tensors.values()))
+
+    def padding_copy(self, rollout_id: str) -> Rollout:
+        """A zero-weight stand-in with the same tokens, for a rank that would otherwise have nothing to run."""
+        tokens = dict(self.tokens)
+        if "loss_mask" in tokens:
+            tokens["loss_mask"] = torch.zeros_like(tokens["loss_mask"])
+        return replace(self, tokens=tokens, rollout_id=rollout_id, is_padding=True)
+
+    def __repr__(self) -> str:
+        return (
+            f"Rollout({self.rollout_id!r}, num_tokens={self.num_tokens}, columns={sorted(self.tokens)}"
+            + (f", group_id={self.group_id!r}" if self.group_id is not None else "")
+            + (f", version={self.version}" if self.version is not None else "")
+            + (", is_padding=True" if self.is_padding else "")
+            + ")"
+        )
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class MicroBatch:
+    """Rollouts that go through the model together, on one rank. Lay them out with one of the four methods."""
+
+    rollouts: Sequence[Rollout]
+    """The rollouts, in the order of every layout. On a rank these are views of the received slab, made when asked
+    for."""
+    lengths: tuple[int, ...]
+    """Tokens per rollout, ``n`` of them."""
+    flat: Callable[[], layout.FlatColumns]
+    """What the layouts start from. On a rank: views of the received slab, nothing copied. On the controller:
+    concatenated on use."""
+
+    @classmethod
+    def of(cls, rollouts: Sequence[Rollout]) -> MicroBatch:
+        """A micro-batch over rollouts at hand; their columns are concatenated when a layout is asked for."""
+        return cls(rollouts, tuple(r.num_tokens for r in rollouts), partial(_concatenate, rollouts))
+
+    @property
+    def num_tokens(self) -> int:
+        """T: tokens without padding."""
+        return sum(self.lengths)
+
+    def packed(self) -> layout.Packed:
+        """Flat ``[T, ...]`` columns, ``position_ids [T]``, ``cu_seqlens`` int32 ``[n+1]``, ``max_seqlen``.
+
+        Always has a ``loss_mask`` (ones where the rollouts brought none; zeros for padding copies). On a rank no
+        token is copied.
+        """
+        return layout.packed(self.flat())
+
+    def padded(
+        self,
+        *,
+        padding_side: Literal["left", "right"] = "right",
+        pad_values: Mapping[str, float | int | bool] | None = None,
+        multiple_of: int = 1,
+    ) -> layout.Padded:
+        """``[n, L_max, ...]`` columns and ``attention_mask``, padded on the chosen side. Copies every token once."""
+        return layout.padded(self.flat(), padding_side=padding_side, pad_values=pad_values, multiple_of=multiple_of)
+
+    def nested(self) -> layout.Nested:
+        """Torch jagged nested tensors ``[n, j, ...]`` over the flat columns; no token is copied on a rank."""
+        return layout.nested(self.flat())
+
+    def tensordict(self) -> TensorDict:
+        """A ``TensorDict`` of jagged columns and scalars, batch size ``[n]``. Needs the ``tensordict`` extra."""
+        return layout.tensordict(self.flat())
+
+    def __repr__(self) -> str:
+        return f"MicroBatch(num_rollouts={len(self.lengths)}, num_tokens={self.num_tokens})"
+
+
+@dataclass(frozen=True, eq=False, slots=True, kw_only=True)
+class RankBatch:
+    """One rank's share of a step.
+
+    Every rank of a step has the same number of micro-batches, none of them empty. Numbers of rollouts and tokens
+    differ from rank to rank, so a mean of the ranks' means is wrong: divide the *sum* of the loss by one of the
+    ``global_`` denominators.
+    """
+
+    step: int
+    """Step number, from 0, the same on every rank."""
+    rank: int
+    """DP rank this share is for."""
+    dp_size: int
+    """DP ranks in the step."""
+    micro_batches: tuple[MicroBatch, ...]
+    """In the order they should run."""
+    load: float
+    """Predicted work of this share, in the cost model's unit."""
+    global_num_rollouts: int
+    """Rollouts in the step over all ranks, padding copies not counted."""
+    global_num_tokens: int
+    """Tokens in the step over all ranks, padding copies not counted."""
+    global_num_loss_tokens: int
+    """Tokens with a non-zero ``loss_mask`` in the step over all ranks."""
+
+    @property
+    def rollouts(self) -> tuple[Rollout, ...]:
+        """This rank's rollouts, micro-batch by micro-batch; padding copies (``is_padding``) included."""
+        return tuple(chain.from_iterable(mb.rollouts for mb in self.micro_batches))
+
+    @property
+    def num_rollouts(self) -> int:
+        """Rollouts on this rank, padding copies included. O(micro-batches)."""
+        return sum(len(mb.lengths) for mb in self.micro_batches)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens on this rank, padding copies included. O(micro-batches)."""
+        return sum(mb.num_tokens for mb in self.micro_batches)
+
+    def __repr__(self) -> str:
+        return (
+            f"RankBatch(step={self.step}, rank={self.rank}/{self.dp_size}, num_rollouts={self.num_rollouts}, "
+            f"num_tokens={self.num_tokens}, micro_batches={len(self.micro_batches)})"
+        )
+
+
+@dataclass(frozen=True, eq=False, slots=True, kw_only=True)
+class Batch:
+    """One dispatch: what every rank trains on in one step, planned once."""
+
+    step: int
+    """Step number, from 0."""
+    reason: Reason
+    """Why it left now."""
+    ranks: tuple[RankBatch, ...]
+    """``ranks[k]`` is DP rank ``k``'s share."""
+    num_rollouts: int
+    """Rollouts over all ranks, padding copies not counted."""
+    num_tokens: int
+    """Tokens over all ranks, padding copies not counted."""
+    loads: tuple[float, ...]
+    """Predicted work per rank, in the cost model's unit."""
+    lower_bound: float
+    """No assignment of these rollouts to the ranks can have a smaller heaviest load (cost model's unit)."""
+    num_padding: int = 0
+    """Zero-weight padding copies made because the step had fewer rollouts than ranks (or micro-batches to fill)."""
+    incomplete_groups: tuple[str, ...] = ()
+    """``group_id`` of groups sent before all their siblings had come."""
+
+    @property
+    def imbalance(self) -> float:
+        """Heaviest load over the mean load, minus one: 0.0 is perfect. Ranks idle ``imbalance / (1 + imbalance)`` of
+        the step."""
+        return _excess(max(self.loads), sum(self.loads) / len(self.loads))
+
+    @property
+    def avoidable_imbalance(self) -> float:
+        """The part of ``imbalance`` a better assignment might remove: heaviest load over ``lower_bound``, minus one."""
+        return _excess(max(self.loads), self.lower_bound)
+
+    @property
+    def unavoidable_imbalance(self) -> float:
+        """The part no assignment of these rollouts can remove: ``lower_bound`` over the mean load, minus one."""
+        return _excess(self.lower_bound, sum(self.loads) / len(self.loads))
+
+    @property
+    def rollouts(self) -> tuple[Rollout, ...]:
+        """All rollouts, rank by rank, padding copies included."""
+        return tuple(chain.from_iterable(share.rollouts for share in self.ranks))
+
+    def __repr__(self) -> str:
+        return (
+            f"Batch(step={self.step}, reason={self.reason!r}, num_rollouts={self.num_rollouts}, "
+            f"num_tokens={self.num_tokens}, imbalance={self.imbalance:.4f})"
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Statistics:
+    """A snapshot of a balancer. At all times ``accepted == waiting + in_flight + acknowledged +
+    sum(evicted.values())``."""
+
+    waiting: int
+    """Rollouts in the window now."""
+    waiting_tokens: int
+    """Their tokens."""
+    waiting_bytes: int
+    """Bytes of their tensors."""
+    waiting_lengths: tuple[int, ...]
+    """Shortest, median, 90th percentile and longest waiting rollout, in tokens; empty if none waits."""
+    in_flight: int
+    """Rollouts dispatched and not yet acknowledged."""
+    accepted: int
+    """Rollouts whose put returned, ever."""
+    acknowledged: int
+    """Rollouts whose batch was acknowledged, ever."""
+    evicted: Mapping[EvictReason, int]
+    """Rollouts given up, by reason, ever."""
+    batches: Mapping[Reason, int]
+    """Dispatches by reason, ever."""
+    dispatched_tokens: int
+    """Tokens dispatched, ever, padding copies not counted."""
+    padding_copies: int
+    """Zero-weight copies made, ever."""
+    blocked_puts: int
+    """Puts that are waiting for room now."""
+    peak_waiting: int
+    """Most rollouts that ever waited at once."""
+    oldest_wait_s: float
+    """Seconds the oldest waiting rollout has waited; 0.0 if none waits."""
+    idle_fraction: float
+    """Predicted share of rank time spent waiting for the slowest rank, over all steps: 1 - sum(mean load) / sum(max
+    load)."""
+    measured_idle_fraction: float
+    """The same, from the seconds that ranks reported for their steps; 0.0 before any did."""
+    version: int | None
+    """Policy version last set, or None."""
+
+
+def _excess(value: float, base: float) -> float:
+    return max(value / base - 1.0, 0.0) if base > 0 else 0.0
+
+
+def _concatenate(rollouts: Sequence[Rollout]) -> layout.FlatColumns:
+    """Flat columns of rollouts at hand. Copies every token once. O(T)."""
+    first = rollouts[0]
+    return layout.FlatColumns(
+        tokens={name: torch.cat([r.tokens[name] for r in rollouts]) for name in first.tokens},
+        lengths=tuple(r.num_tokens for r in rollouts),
+        scalars={
+            name: torch.tensor([float(r.scalars[name]) for r in rollouts], dtype=torch.float64)
+            for name in first.scalars
+        },
+        weights=torch.tensor([0.0 if r.is_padding else 1.0 for r in rollouts], dtype=torch.float32),
+    )
+
+
+def _check_id(value: object, what: str = "rollout_id") -> str:
+    if not isinstance(value, str) or not value:
+        raise RolloutError(f"{what} must be a non-empty str, not {value!r}")
+    try:
+        size = len(value) if value.isascii() else len(value.encode())
+    except UnicodeEncodeError:
+        raise RolloutError(f"{what} {value!r} cannot be written as UTF-8") from None
+    if size > _MAX_ID_BYTES:
+        raise RolloutError(f"{what} is {size} bytes long; at most {_MAX_ID_BYTES}. Put long descriptions into metadata")
+    return repr(value)
+
+
+def _as_tensor(value: object, what: str) -> Tensor:
+    if not isinstance(value, Tensor):
+        try:
+            value = torch.as_tensor(value)
+        except (TypeError, ValueError, RuntimeError, OverflowError) as error:
+            raise RolloutError(f"{what} cannot become a tensor: {error}") from None
+    if value.dtype not in SUPPORTED_DTYPES:
+        names = ", ".join(str(d).removeprefix("torch.") for d in SUPPORTED_DTYPES)
+        raise RolloutError(f"{what} has dtype {value.dtype}, which cannot travel. Use one of {names}")
+    if value.layout is not torch.strided:
+        raise RolloutError(
+            f"{what} is a {value.layout} tensor; only dense (strided) tensors can travel. Call .to_dense()"
+        )
+    return value.detach() if value.requires_grad else value
+
+
+def _check_tokens(name: str, tokens: Mapping[str, Tensor]) -> int:
+    ids = tokens["input_ids"]
+    if ids.ndim != 1 or ids.is_floating_point() or ids.dtype is torch.bool:
+        raise RolloutError(f"rollout {name}: input_ids must be integers [L], not {ids.dtype} {list(ids.shape)}")
+    length = ids.shape[0]
+    if length == 0:
+        raise RolloutError(f"rollout {name}: no tokens. Drop empty rollouts before put")
+    for key, column in tokens.items():
+        if column.ndim == 0 or column.shape[0] != length:
+            raise RolloutError(
+                f"rollout {name}: column {key!r} has shape {list(column.shape)}, but input_ids has {length} tokens. "
+                f"Per-token columns are [L, ...]; put anything else into tensors= or scalars="
+            )
+    mask = tokens.get("loss_mask")
+    if mask is not None and mask.ndim != 1:
+        raise RolloutError(f"rollout {name}: loss_mask must be [L], not {list(mask.shape)}")
+    return length
+
+
+def _as_number(value: object, what: str) -> float | int:
+    if isinstance(value, (Tensor, np.generic, np.ndarray)):
+        if value.size != 1 if not isinstance(value, Tensor) else value.numel() != 1:
+            raise RolloutError(f"{what} must be one number, not shape {list(value.shape)}; use tensors= for arrays")
+        value = value.item()
+    if not isinstance(value, (int, float)):
+        raise RolloutError(f"{what} must be a number, not {type(value).__name__}")
+    return value
+
+
+def _check_version(name: str, version: object) -> Version:
+    pair = version if isinstance(version, tuple) else (version, version)
+    if len(pair) != 2 or not all(isinstance(v, int) for v in pair) or pair[0] > pair[1]:
+        raise RolloutError(f"rollout {name}: version must be an int or (oldest, newest), not {version!r}")
+    return cast("Version", version)
+
+
+def _check_json_like(value: object, what: str) -> None:
+    """Refuse what would not come back the same from msgpack. O(size)."""
+    if value is None or isinstance(value, (str, float, bool, bytes)):
+        return
+    if isinstance(value, int):
+        if -(2**63) <= value < 2**63:
+            return
+        raise RolloutError(f"{what}: {value} does not fit into 64 bits")
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            if not isinstance(key, str):
+                raise RolloutError(f"{what}: key {key!r} is a {type(key).__name__}; keys must be str")
+            _check_json_like(item, f"{what}[{key!r}]")
+        return
+    if isinstance(value, (list, tuple)):
+        for index, item in enumerate(value):
+            _check_json_like(item, f"{what}[{index}]")
+        return
+    raise RolloutError(
+        f"{what} is a {type(value).__name__}; metadata is JSON-like (str, int, float, bool, None, bytes, list, dict). "
+        "Tensors belong into tensors="
+    )
