@@ -1,6 +1,6 @@
 """``stream-balancer demo``: the whole route with real processes, first in today's usual way, then balanced.
 
-One file per question: ``options`` (which knobs), ``lengths`` (which rollouts), ``model`` (what is trained), ``worker`` (the
-controller process: rollout workers and the balancer), ``rank`` (one trainer rank), ``processes`` (children that never outlive
-their parent), ``report`` (what was measured), ``main`` (the two runs, one after the other).
+One file per question: ``options`` (which knobs), ``lengths`` (which rollouts), ``model`` (what is trained), ``worker``
+(the controller process: rollout workers and the balancer), ``rank`` (one trainer rank), ``processes`` (children that
+never outlive their parent), ``report`` (what was measured), ``main`` (the two runs, one after the other).
 """

@@ -2,11 +2,197 @@
 
 from __future__ import annotations
 
+import signal
+import sys
+import threading
+import time
+from dataclasses import asdict, dataclass, replace
+
+import anyio
+import msgspec
+import torch
+import torch.distributed as dist
+from rich.console import Console
+
+from stream_balancer.cost import QuadraticCost
+from stream_balancer.demo.lengths import Workload, load_workload
+from stream_balancer.demo.messages import Message, Put, StepDone, Task
+from stream_balancer.demo.model import fit_cost
 from stream_balancer.demo.options import DemoOptions
+from stream_balancer.demo.processes import ChildError, run_children
+from stream_balancer.demo.report import RunRecord, RunReport, summarize
+from stream_balancer.demo.view import RunProgress, comparison
 
 __all__ = ["run_demo"]
 
+_POLICIES = ("round_robin", "window")
+_INTERRUPTED = 130  # what a shell expects after Ctrl-C
+
+
+@dataclass(frozen=True, slots=True)
+class _Setting:
+    """What the two runs share."""
+
+    options: DemoOptions
+    workload: Workload
+    cost: QuadraticCost
+    """CPU seconds per rollout, as measured before the runs."""
+
 
 def run_demo(options: DemoOptions) -> int:
-    """Run the demo; the process's exit code. Blocking."""
-    raise NotImplementedError
+    """Run the demo; returns the exit code of the process. Blocks until done; leaves no process behind.
+
+    0: every rollout was trained on exactly once, in both runs. 1: it was not, or a process died. 2: the lengths could
+    not be read. 130: interrupted. Tables go to stdout, or one JSON object if ``options.json``; progress and errors to
+    stderr.
+    """
+    console = Console(stderr=True)
+    try:
+        workload = load_workload(options)
+        _introduce(console, options, workload)
+        setting = _Setting(options, workload, _measure_cost(options, workload))
+        usual, balanced = anyio.run(_run_both, setting, console, backend=options.backend)
+    except ValueError as error:
+        console.print(f"demo: {error}", style="red", markup=False, highlight=False)
+        return 2
+    except ChildError as error:
+        console.print(f"demo: {error}", style="red", markup=False, highlight=False)
+        return 1
+    except KeyboardInterrupt:
+        console.print("demo: interrupted; all its processes have been ended", style="red")
+        return _INTERRUPTED
+    _print_report(setting, usual, balanced)
+    return 0 if usual.exactly_once and balanced.exactly_once else 1
+
+
+def _introduce(console: Console, options: DemoOptions, workload: Workload) -> None:
+    console.print(
+        f"{len(workload.specs)} rollouts, {workload.num_tokens:,} tokens, longest {workload.longest}: lengths of "
+        f"{workload.source} × {workload.scale:.4g}\n"
+        f"{options.workers} workers → controller → {options.ranks} ranks over gloo, {options.batch_size} a step",
+        highlight=False,
+    )
+
+
+def _measure_cost(options: DemoOptions, workload: Workload) -> QuadraticCost:
+    """The cost model of the balanced run: this machine's own seconds, on one thread as in the ranks."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        return fit_cost(options, workload.longest)
+    finally:
+        torch.set_num_threads(threads)
+
+
+async def _run_both(setting: _Setting, console: Console) -> tuple[RunReport, RunReport]:
+    async with anyio.create_task_group() as group:
+        interrupted = False
+
+        async def watch() -> None:
+            nonlocal interrupted
+            with anyio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
+                async for _ in signals:
+                    interrupted = True
+                    group.cancel_scope.cancel()
+                    return
+
+        if threading.current_thread() is threading.main_thread():
+            group.start_soon(watch)
+        with RunProgress(console) as progress:
+            reports = [await _run(setting, policy, progress) for policy in _POLICIES]
+        group.cancel_scope.cancel()
+    if interrupted:
+        raise KeyboardInterrupt
+    return reports[0], reports[1]
+
+
+async def _run(setting: _Setting, policy: str, progress: RunProgress) -> RunReport:
+    """One run, in processes of its own."""
+    options, workload = setting.options, setting.workload
+    record, clock = RunRecord(), _Wall()
+    progress.begin(policy, len(workload.specs))
+
+    def on_message(message: Message) -> None:
+        record.add(message)
+        clock.note(message)
+        progress.show(message)
+
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
+    await run_children(_tasks(setting, policy, store.port), on_message)
+    ids = [spec.rollout_id for spec in workload.specs]
+    return summarize(record, policy=policy, ranks=options.ranks, expected=ids, wall_s=clock.seconds)
+
+
+def _tasks(setting: _Setting, policy: str, port: int) -> list[Task]:
+    """The controller's task, then each rank's."""
+    cap = setting.options.max_tokens_per_micro_batch or 2 * setting.workload.longest
+    rank_task = Task(
+        rank=0,
+        policy=policy,
+        options=replace(setting.options, trace=None),
+        store_host="127.0.0.1",
+        store_port=port,
+        run=policy,
+        cost=(setting.cost.linear, setting.cost.quadratic),
+        max_tokens_per_micro_batch=cap,
+        longest=setting.workload.longest,
+    )
+    ranks = [msgspec.structs.replace(rank_task, rank=rank) for rank in range(setting.options.ranks)]
+    return [msgspec.structs.replace(rank_task, rank=None, specs=setting.workload.specs), *ranks]
+
+
+class _Wall:
+    """Seconds from the first put to the last step, as seen from here."""
+
+    def __init__(self) -> None:
+        self._first = self._last = 0.0
+
+    @property
+    def seconds(self) -> float:
+        return self._last - self._first
+
+    def note(self, message: Message) -> None:
+        if isinstance(message, Put) and not self._first:
+            self._first = time.monotonic()
+        elif isinstance(message, StepDone):
+            self._last = time.monotonic()
+
+
+def _print_report(setting: _Setting, usual: RunReport, balanced: RunReport) -> None:
+    if setting.options.json:
+        sys.stdout.write(msgspec.json.encode(_as_json(setting, usual, balanced)).decode() + "\n")
+        return
+    console = Console()
+    console.print(comparison(usual, balanced))
+    console.print(_notes(setting), highlight=False)
+
+
+def _as_json(setting: _Setting, usual: RunReport, balanced: RunReport) -> dict[str, object]:
+    options = {k: str(v) if k == "trace" and v else v for k, v in asdict(setting.options).items()}
+    return {
+        "lengths": {
+            "source": setting.workload.source,
+            "scale": setting.workload.scale,
+            "rollouts": len(setting.workload.specs),
+            "tokens": setting.workload.num_tokens,
+            "longest": setting.workload.longest,
+        },
+        "cost": {"linear_s": setting.cost.linear, "quadratic_s": setting.cost.quadratic},
+        "options": options,
+        "round_robin": usual.to_json(),
+        "balanced": balanced.to_json(),
+        "idle_ratio": balanced.idle_fraction / usual.idle_fraction if usual.idle_fraction else None,
+        "exactly_once": usual.exactly_once and balanced.exactly_once,
+    }
+
+
+def _notes(setting: _Setting) -> str:
+    options, workload = setting.options, setting.workload
+    return (
+        f"Lengths: {workload.source}, multiplied by {workload.scale:.4g}; longest rollout {workload.longest} tokens, "
+        f"{workload.num_tokens / len(workload.specs):.0f} on average. Generation is pretended, at "
+        f"{options.tokens_per_second:g} tokens/s per worker.\n"
+        "Compute is CPU time of forward and backward on the training thread of each rank, in every step (after "
+        "a warm-up).\nIdle = 1 - sum over steps of the ranks' mean / sum over steps of the slowest rank.\n"
+        f"Wall times say little: {options.ranks} ranks share this machine's cores, so where one waits another computes."
+    )

@@ -1,14 +1,15 @@
 """A small decoder transformer that trains on packed rollouts.
 
-Rollouts lie end to end in one ``[T]`` row; everything but attention works on tokens, and attention runs on one rollout at a
-time, so no token ever sees another rollout. That is what variable-length kernels do on a GPU; on a CPU a loop over slices is
-the fastest form, because nothing is computed for pairs of tokens of different rollouts.
+Rollouts lie end to end in one ``[T]`` row; everything but attention works on tokens, and attention runs on one rollout
+at a time, so no token ever sees another rollout. That is what variable-length kernels do on a GPU; on a CPU a loop over
+slices is the fastest form, because nothing is computed for pairs of tokens of different rollouts.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from itertools import accumulate, pairwise
 
 import numpy as np
 import torch
@@ -35,14 +36,8 @@ class Attention(nn.Module):
         """``x`` [T, hidden], ``rotation`` cos and sin [T, 1, head_dim / 2], ``lengths`` per rollout -> [T, hidden]."""
         q, k, v = self.qkv(x).view(x.shape[0], 3, self.num_heads, -1).unbind(1)
         q, k = _rotate(q, rotation), _rotate(k, rotation)
-        heads = [  # one rollout at a time: [heads, L, head_dim]
-            functional.scaled_dot_product_attention(
-                *(part.transpose(0, 1).unsqueeze(0) for part in parts), is_causal=True
-            )
-            .squeeze(0)
-            .transpose(0, 1)
-            for parts in zip(q.split(lengths), k.split(lengths), v.split(lengths), strict=True)
-        ]
+        bounds = list(accumulate(lengths, initial=0))
+        heads = [_attend(q[a:b], k[a:b], v[a:b]) for a, b in pairwise(bounds)]
         out: Tensor = self.out(torch.cat(heads).reshape(x.shape))
         return out
 
@@ -100,10 +95,11 @@ def build_model(options: DemoOptions, dtype: torch.dtype = torch.float32) -> Dec
 
 
 def loss_sum(model: Decoder, micro_batch: MicroBatch) -> Tensor:
-    """Sum over trained tokens of their negative log-likelihood: to be divided by the *step's* ``global_num_loss_tokens``.
+    """Sum over trained tokens of their negative log-likelihood: to be divided by the *step's*
+    ``global_num_loss_tokens``.
 
-    Token ``t`` is predicted from the tokens before it in its own rollout, so a rollout's first token is never predicted; the
-    demo's rollouts begin with a prompt, which is not trained on anyway.
+    Token ``t`` is predicted from the tokens before it in its own rollout, so a rollout's first token is never
+    predicted; the demo's rollouts begin with a prompt, which is not trained on anyway.
     """
     packed = micro_batch.packed()
     ids = packed["input_ids"]
@@ -114,10 +110,10 @@ def loss_sum(model: Decoder, micro_batch: MicroBatch) -> Tensor:
 
 
 def fit_cost(options: DemoOptions, longest: int, repeats: int = 3) -> QuadraticCost:
-    """Seconds of this machine for forward and backward over one rollout of L tokens, as ``linear * L + quadratic * L^2``.
+    """Seconds of forward and backward on this machine over a rollout of L tokens: ``linear * L + quadratic * L^2``.
 
-    Measured at a few lengths up to ``longest`` (best of ``repeats``, on one thread), because on a CPU the kernels' real speed,
-    not FLOPs, decides. Takes about a second at the demo's sizes.
+    Measured at a few lengths up to ``longest`` (best of ``repeats``, on one thread), because on a CPU the kernels' real
+    speed, not FLOPs, decides. Takes about a second at the demo's sizes.
     """
     model = build_model(options)
     lengths = sorted({max(longest // part, 2) for part in (1, 2, 4, 8, 16)})
@@ -129,6 +125,12 @@ def fit_cost(options: DemoOptions, longest: int, repeats: int = 3) -> QuadraticC
     if linear <= 0 or quadratic < 0:  # too small to measure: fall back to what dominates
         return QuadraticCost(linear=float(np.mean(np.array(seconds) / x)), quadratic=0.0)
     return QuadraticCost(linear=float(linear), quadratic=float(quadratic))
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Causal attention of one rollout: [L, heads, head_dim] each -> [L, heads, head_dim]."""
+    q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))  # the kernel wants a batch, then heads
+    return functional.scaled_dot_product_attention(q, k, v, is_causal=True).squeeze(0).transpose(0, 1)
 
 
 def _plain_rollout(length: int) -> MicroBatch:

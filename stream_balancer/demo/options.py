@@ -42,6 +42,8 @@ class DemoOptions:
     """Longest wait of the oldest rollout before a batch leaves anyway, in seconds; None = wait for the window."""
     trace: Path | None = None
     """Length trace (csv or csv.gz); None = the built-in generator."""
+    generator: str = "lrm"
+    """Which built-in generator: a name of ``trace.PRESETS``. The default is fitted to reasoning models' answers."""
     scale: float | None = None
     """Multiply every length by this; None = chosen so that the longest rollout has ``max_length`` tokens."""
     max_length: int = 1536
@@ -76,7 +78,7 @@ class DemoOptions:
                 raise ValueError(f"demo: {name} must be a finite number > 0, not {value!r}")
         if self.batch_size < self.ranks:
             raise ValueError(
-                f"demo: batch_size ({self.batch_size}) must be >= ranks ({self.ranks}): a rank would have nothing to train on"
+                f"demo: batch_size ({self.batch_size}) must be >= ranks ({self.ranks}): some would get nothing"
             )
         if self.window is not None and self.window < self.batch_size:
             raise ValueError(f"demo: window ({self.window}) must be >= batch_size ({self.batch_size})")
