@@ -8,10 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import settings
 
 from stream_balancer.testing.clocks import BACKENDS, virtual_time_backend
 
 DEFAULT_TIMEOUT_S = 60  # real seconds: a hang under virtual time is a bug, and must not hang the run
+
+settings.register_profile("project", deadline=None)  # no test here is timed
+settings.load_profile("project")
 
 _TRACES = Path(__file__).resolve().parents[2] / "shared" / "traces"
 

@@ -1,0 +1,132 @@
+"""The engine by itself: rollouts through ``await put`` to dispatch, and what a put costs as the window grows.
+
+No transport, no training, real time. Rollouts are small, since the engine never looks at tokens; lengths are lognormal.
+Run: ``python bench/engine.py [--json]``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Iterator
+
+import anyio
+import numpy as np
+import torch
+
+import stream_balancer as sb
+
+NUM_PRODUCERS = 64
+BATCH_SIZE, DP_SIZE = 4096, 64
+
+
+def make_rollouts(count: int, seed: int) -> list[sb.Rollout]:
+    """Rollouts with lognormal lengths (mean about 500 tokens), one column each, a shared payload."""
+    lengths = np.random.default_rng(seed).lognormal(5.5, 1.0, count).clip(1, 8192).astype(int)
+    ids = torch.zeros(8192, dtype=torch.int64)
+    return [sb.Rollout(tokens={"input_ids": ids[:n]}, rollout_id=f"{seed}-{i}") for i, n in enumerate(lengths.tolist())]
+
+
+async def throughput(rollouts: list[sb.Rollout], waiting: int) -> float:
+    """Rollouts per second from put to dispatch, with about ``waiting`` of them in the window all the time."""
+    config = sb.BalancerConfig(dp_size=DP_SIZE, batch_size=BATCH_SIZE, window=waiting, cost=sb.QuadraticCost())
+    async with sb.StreamBalancer(config) as balancer:
+        fill, rest = rollouts[: waiting - 1], rollouts[waiting - 1 :]
+        for rollout in fill:
+            balancer.put_nowait(rollout)
+        todo = iter(rest)
+        start = time.perf_counter()
+
+        async def produce() -> None:
+            for rollout in todo:
+                await balancer.put(rollout)
+
+        async def produce_all() -> None:
+            async with anyio.create_task_group() as producers:
+                for _ in range(NUM_PRODUCERS):
+                    producers.start_soon(produce)
+
+        dispatched = 0
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(produce_all)
+            async for batch in balancer.batches():
+                dispatched += batch.num_rollouts
+                if dispatched >= len(rest) - BATCH_SIZE:
+                    break
+            seconds = time.perf_counter() - start
+            tasks.cancel_scope.cancel()
+    return dispatched / seconds
+
+
+def put_seconds(waiting: int, probes: int = 2000) -> tuple[float, float]:
+    """Median and largest seconds of one ``put_nowait`` with ``waiting`` rollouts in the window.
+
+    All three sizes are powers of two, where the columns double: the largest holds that (amortised) copy.
+    """
+
+    async def run() -> tuple[float, float]:
+        config = sb.BalancerConfig(
+            dp_size=DP_SIZE, batch_size=BATCH_SIZE, window=max(4 * waiting, 2 * BATCH_SIZE), max_skips=10**6
+        )
+        async with sb.StreamBalancer(config) as balancer:
+            rollouts = make_rollouts(waiting + probes, 1)
+            for rollout in rollouts[:waiting]:
+                balancer.put_nowait(rollout)
+            times = []
+            for rollout in rollouts[waiting:]:
+                start = time.perf_counter()
+                balancer.put_nowait(rollout)
+                times.append(time.perf_counter() - start)
+            return statistics.median(times), max(times)
+
+    return anyio.run(run)
+
+
+def rows(repeats: int) -> Iterator[dict[str, object]]:
+    """One row per figure; medians of ``repeats``, sides interleaved."""
+    waiting = 16384
+    rollouts = make_rollouts(waiting + 12 * BATCH_SIZE, 0)
+    for backend in ("asyncio", "trio"):
+        rates = [anyio.run(throughput, rollouts, waiting, backend=backend) for _ in range(repeats)]
+        rate = statistics.median(rates)
+        yield {
+            "name": f"await put to dispatch, {waiting} waiting, {NUM_PRODUCERS} producers, {backend}",
+            "value": round(rate),
+            "unit": "rollouts/s",
+            "bar": ">= 20000",
+            "holds": rate >= 20_000,
+        }
+    sizes = (1024, 16384, 131072)
+    runs = [[put_seconds(size) for size in sizes] for _ in range(repeats)]
+    for k, size in enumerate(sizes):
+        for name, of in (("put", 0), ("slowest put", 1)):
+            value = statistics.median(run[k][of] for run in runs)
+            yield {"name": f"{name} with {size} waiting", "value": round(value * 1e6, 2), "unit": "us"}
+    ratio = statistics.median(run[-1][0] / run[0][0] for run in runs)
+    yield {
+        "name": "put with 131072 waiting / put with 1024 waiting",
+        "value": round(ratio, 2),
+        "unit": "ratio",
+        "bar": "<= 2",
+        "holds": ratio <= 2,
+    }
+
+
+def main() -> None:
+    """Print the rows, as a table or one JSON object a line."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json", action="store_true", help="one JSON object a row")
+    parser.add_argument("--repeats", type=int, default=5)
+    args = parser.parse_args()
+    for row in rows(args.repeats):
+        if args.json:
+            print(json.dumps(row), flush=True)
+        else:
+            bar = f"   bar {row['bar']}: {'holds' if row['holds'] else 'MISSED'}" if "bar" in row else ""
+            print(f"{row['name']:<70} {row['value']:>10} {row['unit']}{bar}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

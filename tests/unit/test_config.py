@@ -1,0 +1,106 @@
+"""Knobs: what is derived, and what is refused with what, why and what to do."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+
+import stream_balancer as sb
+
+
+def config(**knobs: Any) -> sb.BalancerConfig:
+    return sb.BalancerConfig(**{"dp_size": 4, "batch_size": 16, **knobs})
+
+
+def test_knobs_left_out_are_derived() -> None:
+    c = config()
+    assert (c.window, c.capacity, c.min_batch_size, c.max_skips) == (32, 64, 4, 8)
+    assert config(window=64).capacity == 128
+    assert config(window=64).max_skips == 9  # 3 * (64 / 16 - 1)
+    assert config(capacity=1600).max_skips == 99  # 1600 / 16 - 1: a full buffer must be able to leave in time
+    assert config(policy="fifo").window == 16
+
+
+def test_replace_derives_anew_what_was_not_given() -> None:
+    c = config(capacity=64).replace(batch_size=8)
+    assert (c.batch_size, c.window, c.capacity) == (8, 16, 64)
+    assert config().replace(window=48).capacity == 96
+
+
+NUMBERS = [
+    *[(name, 0) for name in ("dp_size", "batch_size", "window", "capacity", "min_batch_size", "max_skips")],
+    *[(name, -3) for name in ("capacity_bytes", "max_tokens_per_micro_batch", "group_size", "micro_batch_multiple")],
+    *[(name, math.nan) for name in ("batch_size", "window", "capacity", "max_skips", "max_staleness")],
+    *[(name, 2.0) for name in ("dp_size", "window")],
+    ("window", True),
+    ("max_staleness", -1),
+]
+
+
+@pytest.mark.parametrize(("name", "value"), NUMBERS)
+def test_a_bad_number_names_the_knob(name: str, value: object) -> None:
+    with pytest.raises(sb.ConfigError, match=f"{name} must be an int >= "):
+        config(**{name: value})
+
+
+@pytest.mark.parametrize("value", [0, -1.0, math.nan, math.inf, "30"])
+def test_bad_deadlines(value: object) -> None:
+    with pytest.raises(sb.ConfigError, match="deadline_s must be a finite number of seconds > 0, or None"):
+        config(deadline_s=value)
+
+
+@pytest.mark.parametrize("name", ["counts", "sync", "groups", "on_stale", "policy", "oversize", "micro_batch_order"])
+def test_bad_choices_list_the_good_ones(name: str) -> None:
+    with pytest.raises(sb.ConfigError, match=f"{name} must be one of '.*, not 'nope'"):
+        config(**{name: "nope"})
+
+
+class NanCost:
+    padded = False
+
+    def __call__(self, lengths: Any) -> Any:
+        return np.full(len(lengths), np.nan)
+
+
+@pytest.mark.parametrize(
+    ("knobs", "says"),
+    [
+        ({"batch_size": 3}, r"batch_size \(3\) must be >= dp_size \(4\)"),
+        ({"window": 8}, r"window \(8\) must be >= batch_size \(16\)"),
+        ({"window": 64, "capacity": 32}, r"could never fill, and no batch would ever leave\. Raise capacity"),
+        ({"window": 64, "capacity": 32, "deadline_s": 1.0}, "every batch would wait for deadline_s"),
+        ({"min_batch_size": 17}, "min_batch_size"),
+        ({"min_batch_size": 3}, "ranks would run padding only"),
+        ({"window": 64, "max_skips": 8}, "Use max_skips >= 9"),
+        ({"capacity": 1600, "max_skips": 8}, "Use max_skips >= 99"),
+        ({"policy": "fifo", "window": 32}, "Leave window out"),
+        ({"group_size": 17}, "group_size"),
+        ({"group_size": 3}, "must be a multiple of group_size"),
+        ({"group_size": 8, "groups": "same_rank"}, "needs a group for every rank"),
+        ({"group_size": 8, "window": 60, "capacity": 63}, "whole groups of 8 that fit"),
+        (
+            {"batch_size": 24, "group_size": 4, "groups": "same_rank", "counts": "equal"},
+            "multiple of dp_size",
+        ),
+        ({"micro_batch_multiple": 5}, "some micro-batches would be empty"),
+        ({"speeds": (1.0, 1.0)}, "speeds must be 4 finite numbers"),
+        ({"speeds": (1.0, 1.0, 1.0, 0.0)}, "speeds must be 4 finite numbers"),
+        ({"cost": "tokens"}, "cost must be a cost model"),
+        ({"cost": NanCost()}, "two finite numbers"),
+    ],
+)
+def test_combinations_that_cannot_work(knobs: dict[str, Any], says: str) -> None:
+    with pytest.raises(sb.ConfigError, match=says):
+        config(**knobs)
+
+
+def test_groups_may_be_any_size_when_free() -> None:
+    assert config(group_size=3, groups="free").group_size == 3
+
+
+def test_an_unknown_knob_lists_the_known_ones() -> None:
+    with pytest.raises(sb.ConfigError, match=r"no such knob: windw\. The knobs are: .*window"):
+        config().replace(windw=3)

@@ -1,0 +1,104 @@
+"""Rollouts are checked where they are made; batches say what they hold."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+import stream_balancer as sb
+from stream_balancer.types import SUPPORTED_DTYPES
+
+IDS = torch.arange(5)
+
+
+def test_columns_may_be_tensors_arrays_or_lists() -> None:
+    rollout = sb.Rollout(
+        tokens={"input_ids": [1, 2, 3], "logprobs": np.zeros(3, dtype=np.float32), "loss_mask": torch.tensor([0, 1, 1])},
+        scalars={"advantage": np.float64(0.5), "reward": torch.tensor(2)},
+    )
+    assert rollout.num_tokens == 3
+    assert rollout.num_loss_tokens == 2
+    assert rollout.tokens["input_ids"].dtype == torch.int64
+    assert rollout.tokens["logprobs"].dtype == torch.float32
+    assert dict(rollout.scalars) == {"advantage": 0.5, "reward": 2}
+    assert rollout.nbytes == 3 * 8 + 3 * 4 + 3 * 8
+
+
+def test_tensors_are_not_copied() -> None:
+    ids = torch.arange(7)
+    assert sb.Rollout(tokens={"input_ids": ids}).tokens["input_ids"].data_ptr() == ids.data_ptr()
+
+
+def test_ids_are_made_up_when_missing() -> None:
+    assert sb.Rollout(tokens={"input_ids": IDS}).rollout_id != sb.Rollout(tokens={"input_ids": IDS}).rollout_id
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"tokens": {}}, "column 'input_ids'"),
+        ({"tokens": {"input_ids": torch.empty(0, dtype=torch.int64)}}, "no tokens"),
+        ({"tokens": {"input_ids": []}}, "must be integers"),  # an empty list is a float tensor to torch
+        ({"tokens": {"input_ids": torch.zeros(3)}}, "must be integers"),
+        ({"tokens": {"input_ids": torch.zeros(3, 1, dtype=torch.int64)}}, "must be integers"),
+        ({"tokens": {"input_ids": IDS, "logprobs": torch.zeros(4)}}, "input_ids has 5 tokens"),
+        ({"tokens": {"input_ids": IDS, "x": torch.tensor(1)}}, "Per-token columns"),
+        ({"tokens": {"input_ids": IDS, "x": torch.zeros(5, dtype=torch.complex64)}}, "cannot travel"),
+        ({"tokens": {"input_ids": IDS, "x": ["a"] * 5}}, "cannot become a tensor"),
+        ({"tokens": {"input_ids": IDS, "x": torch.zeros(5, 5).to_sparse()}}, "to_dense"),
+        ({"tokens": {"input_ids": IDS, "loss_mask": torch.ones(5, 2)}}, "loss_mask must be"),
+        ({"scalars": {"advantage": "high"}}, "must be a number"),
+        ({"scalars": {"advantage": np.zeros(3)}}, "must be one number"),
+        ({"scalars": {"input_ids": 1}}, "both token columns and scalars"),
+        ({"tensors": {"pixels": object()}}, "cannot become a tensor"),
+        ({"metadata": {"a": {1: 2}}}, "keys must be str"),
+        ({"metadata": {"a": [1, {"b": object()}]}}, r"metadata\['a'\]\[1\]\['b'\] is a object"),
+        ({"metadata": {"a": 2**63}}, "64 bits"),
+        ({"rollout_id": ""}, "non-empty str"),
+        ({"rollout_id": 7}, "non-empty str"),
+        ({"rollout_id": "x" * 513}, "at most 512"),
+        ({"rollout_id": "\ud800"}, "UTF-8"),
+        ({"group_id": ""}, "group_id must be"),
+        ({"version": "new"}, "version must be"),
+        ({"version": (3, 2)}, "version must be"),
+        ({"cost": math.nan}, "cost must be"),
+        ({"cost": -1.0}, "cost must be"),
+    ],
+)
+def test_a_bad_rollout_says_what_and_why(fields: dict[str, object], says: str) -> None:
+    with pytest.raises(sb.RolloutError, match=says):
+        sb.Rollout(**{"tokens": {"input_ids": IDS}, **fields})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("dtype", SUPPORTED_DTYPES)
+def test_every_supported_dtype_is_taken(dtype: torch.dtype) -> None:
+    rollout = sb.Rollout(tokens={"input_ids": IDS, "x": torch.ones(5, 2).to(dtype)})
+    assert rollout.tokens["x"].dtype == dtype
+
+
+def test_a_version_range_counts_from_its_oldest() -> None:
+    assert sb.Rollout(tokens={"input_ids": IDS}, version=(3, 5)).min_version == 3
+    assert sb.Rollout(tokens={"input_ids": IDS}, version=4).min_version == 4
+    assert sb.Rollout(tokens={"input_ids": IDS}).min_version is None
+
+
+def test_a_padding_copy_has_no_weight_anywhere() -> None:
+    real = sb.Rollout(tokens={"input_ids": IDS, "loss_mask": torch.ones(5)}, rollout_id="r")
+    copy = real.padding_copy("p")
+    assert copy.is_padding
+    assert copy.num_loss_tokens == 0
+    assert real.tokens["loss_mask"].sum() == 5
+    bare = sb.Rollout(tokens={"input_ids": IDS}).padding_copy("q")
+    for rollout in (copy, bare):
+        packed = sb.MicroBatch.of([rollout]).packed()
+        assert packed["loss_mask"].sum() == 0
+        assert packed.rollout_weights.tolist() == [0.0]
+
+
+def test_reprs_are_short_and_telling() -> None:
+    rollout = sb.Rollout(tokens={"input_ids": IDS}, rollout_id="r1", group_id="g", version=3)
+    assert repr(rollout) == "Rollout('r1', num_tokens=5, columns=['input_ids'], group_id='g', version=3)"
+    assert repr(sb.MicroBatch.of([rollout])) == "MicroBatch(num_rollouts=1, num_tokens=5)"
