@@ -26,7 +26,7 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from stream_balancer.errors import TraceError
+from stream_balancer.errors import ConfigError, TraceError
 
 __all__ = ["PRESETS", "LengthModel", "Trace", "finish_times", "generate_trace", "load_trace"]
 
@@ -451,13 +451,11 @@ def finish_times(trace: Trace, slots: int = 128, tokens_per_second: float = 30.0
 
 
 def check_generation(slots: int, tokens_per_second: float) -> None:
-    """Raise ValueError where no rollout would ever finish."""
+    """Raise ConfigError where no rollout would ever finish."""
     if slots < 1:
-        raise ValueError(
-            f"slots must be an int >= 1, not {slots!r}: without a generation slot no rollout would ever finish"
-        )
+        raise ConfigError(f"slots must be >= 1, not {slots!r}: without a generation slot no rollout would ever finish")
     if not (math.isfinite(tokens_per_second) and tokens_per_second > 0):
-        raise ValueError(
+        raise ConfigError(
             f"tokens_per_second must be a finite number > 0, not {tokens_per_second!r}: no rollout would ever finish"
         )
 

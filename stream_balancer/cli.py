@@ -1,0 +1,443 @@
+"""The command line: ``stream-balancer demo | replay``.
+
+Commands only read options, call the library and print. A mistake of the user's ends in one line and exit code 2.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
+
+import typer
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from stream_balancer.config import BalancerConfig, Policy
+    from stream_balancer.cost import CostModel
+    from stream_balancer.simulate import SimulationReport
+    from stream_balancer.trace import Trace
+
+__all__ = ["app", "main"]
+
+DEFAULT_GENERATED = 20_000  # rollouts of generate:NAME without a number: hundreds of dispatches, a second or two
+GENERATE = "generate:"
+USER_ERROR = 2  # typer's own code for bad usage
+
+app = typer.Typer(
+    help="Balance finished RL rollouts over data-parallel ranks. See it work, and what it would do for your lengths.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def main() -> None:
+    """Entry point of ``stream-balancer``."""
+    app()
+
+
+class Counts(StrEnum):
+    free = "free"
+    equal = "equal"
+
+
+class Sync(StrEnum):
+    step = "step"
+    micro_batch = "micro_batch"
+
+
+class Groups(StrEnum):
+    free = "free"
+    same_batch = "same_batch"
+    same_rank = "same_rank"
+
+
+@contextmanager
+def _one_line_errors() -> Iterator[None]:
+    """A value the user gave and the library refused (its errors are ValueErrors): one line, exit code 2."""
+    from stream_balancer.errors import ConfigError, RolloutError, TraceError
+
+    try:
+        yield
+    except (ConfigError, RolloutError, TraceError) as error:
+        _fail(str(error))
+
+
+def _fail(message: str) -> None:
+    typer.echo(f"stream-balancer: error: {message}", err=True)
+    raise typer.Exit(USER_ERROR)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        from stream_balancer import __version__
+
+        typer.echo(f"stream-balancer {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    pass
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# demo
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@app.command()
+def demo(
+    ranks: Annotated[int | None, typer.Option(help="Trainer ranks, each a process.  [default: 4]")] = None,
+    workers: Annotated[int | None, typer.Option(help="Concurrent rollout workers.  [default: 64]")] = None,
+    rollouts: Annotated[int | None, typer.Option(help="Rollouts in each of the two runs.")] = None,
+    batch_size: Annotated[int | None, typer.Option(help="Rollouts per step, over all ranks.")] = None,
+    window: Annotated[int | None, typer.Option(help="Rollouts to wait for.  [default: 2 x batch size]")] = None,
+    deadline_s: Annotated[float | None, typer.Option(help="Longest wait of a rollout before a batch leaves.")] = None,
+    trace: Annotated[Path | None, typer.Option(help="Length trace, csv or csv.gz.  [default: generated]")] = None,
+    scale: Annotated[
+        float | None, typer.Option(help="Multiply lengths by this.  [default: so that a CPU can train on them]")
+    ] = None,
+    seed: Annotated[int | None, typer.Option(help="Seed of lengths, order and model.  [default: 0]")] = None,
+    json_: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")] = False,
+) -> None:
+    """Watch real processes train the same rollouts twice: in the usual way (arrival order, round-robin), then balanced.
+
+    Starts a controller with rollout workers and one trainer process per rank, connected by torch.distributed over gloo.
+    """
+    from stream_balancer.demo.options import DemoOptions
+
+    given: dict[str, Any] = {
+        "ranks": ranks,
+        "workers": workers,
+        "rollouts": rollouts,
+        "batch_size": batch_size,
+        "window": window,
+        "deadline_s": deadline_s,
+        "trace": trace,
+        "scale": scale,
+        "seed": seed,
+    }
+    try:
+        options = DemoOptions(json=json_, **{name: value for name, value in given.items() if value is not None})
+    except ValueError as error:
+        _fail(str(error))
+    from stream_balancer.demo.main import run_demo
+
+    with _one_line_errors():
+        code = run_demo(options)
+    raise typer.Exit(code)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# replay
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@app.command()
+def replay(
+    trace: Annotated[
+        str,
+        typer.Argument(
+            metavar="TRACE",
+            help="A length trace (csv, csv.gz), or generate:NAME[:ROLLOUTS] for one made up; generate:help lists names.",
+        ),
+    ],
+    dp_size: Annotated[int, typer.Option(help="Data-parallel ranks.")] = 8,
+    batch_size: Annotated[int, typer.Option(help="Rollouts per dispatch, over all ranks.")] = 32,
+    window: Annotated[int | None, typer.Option(help="Dispatch once so many wait.  [default: 2 x batch size]")] = None,
+    deadline_s: Annotated[
+        float | None, typer.Option(help="... or once the oldest has waited so long.  [default: wait for the window]")
+    ] = None,
+    max_skips: Annotated[int | None, typer.Option(help="No rollout is passed over more often.  [default: 8]")] = None,
+    capacity: Annotated[int | None, typer.Option(help="Puts wait at so many.  [default: 2 x window]")] = None,
+    cost: Annotated[
+        str,
+        typer.Option(
+            metavar="MODEL",
+            help="tokens, quadratic, quadratic:LINEAR:QUADRATIC, padded, or a Hugging Face config.json (its FLOPs).",
+        ),
+    ] = "tokens",
+    counts: Annotated[Counts, typer.Option(help="Rollouts per rank.")] = Counts.free,
+    sync: Annotated[Sync, typer.Option(help="Where ranks meet: micro_batch under FSDP / ZeRO-3.")] = Sync.step,
+    max_tokens_per_micro_batch: Annotated[int | None, typer.Option(help="Hard token cap of a micro-batch.")] = None,
+    group_size: Annotated[int | None, typer.Option(help="Siblings per group.  [default: groups play no part]")] = None,
+    groups: Annotated[Groups, typer.Option(help="Where siblings go; with --group-size.")] = Groups.same_batch,
+    slots: Annotated[int, typer.Option(help="Rollouts generated at a time (where no arrivals were recorded).")] = 128,
+    tokens_per_second: Annotated[float, typer.Option(help="Generation speed of one slot.")] = 30.0,
+    trainer: Annotated[
+        str,
+        typer.Option(
+            metavar="SPEED",
+            help="instant: always free, so the window decides. matched: as fast as generation, if perfectly balanced. "
+            "Or work per second and rank, in the cost model's unit.",
+        ),
+    ] = "instant",
+    rollouts: Annotated[int | None, typer.Option(help="Draw so many rollouts with replacement, whole groups.")] = None,
+    scale: Annotated[float, typer.Option(help="Multiply lengths by this.")] = 1.0,
+    warm_up: Annotated[
+        int | None, typer.Option(help="Dispatches to leave out of the figures.  [default: 50, at most a quarter]")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Seed of the generator, of the draw and of the order of generation.")] = 0,
+    json_: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of the table.")] = False,
+) -> None:
+    """What the window would do for your lengths: three policies side by side, under a simulated clock.
+
+    round-robin: arrival order, dealt to the ranks in turn. arrival order: the same rollouts, partitioned as well as
+    they can be. window: the balanced choice from the waiting rollouts.
+    """
+    with _one_line_errors():
+        from stream_balancer.simulate import as_policy
+
+        lengths = _trace_of(trace, seed)
+        if rollouts is not None:
+            lengths = lengths.resampled(rollouts, seed)
+        lengths = lengths.scaled(scale)
+        config = _config_of(
+            dp_size=dp_size,
+            batch_size=batch_size,
+            window=window,
+            deadline_s=deadline_s,
+            max_skips=max_skips,
+            capacity=capacity,
+            cost=_cost_of(cost),
+            counts=counts.value,
+            sync=sync.value,
+            max_tokens_per_micro_batch=max_tokens_per_micro_batch,
+            group_size=group_size,
+            groups=groups.value,
+        )
+        policies: tuple[Policy, ...] = ("round_robin", "fifo", "window")
+        runs = {policy: as_policy(config, policy) for policy in policies}
+        how = {
+            "slots": slots,
+            "tokens_per_second": tokens_per_second,
+            "trainer": _trainer_of(trainer),
+            "warm_up": warm_up,
+            "seed": seed,
+        }
+        reports = _simulate_all(lengths, runs, how)
+    if json_:
+        typer.echo(json.dumps(_as_json(lengths, config, cost, how, reports)))
+    else:
+        _print_replay(lengths, config, cost, how, reports)
+
+
+Reports: TypeAlias = dict["Policy", "SimulationReport"]
+
+
+def _trace_of(text: str, seed: int) -> Trace:
+    from stream_balancer.errors import TraceError
+    from stream_balancer.trace import PRESETS, generate_trace, load_trace
+
+    if not text.startswith(GENERATE):
+        return load_trace(text)
+    name, _, number = text.removeprefix(GENERATE).partition(":")
+    if name not in PRESETS:
+        raise TraceError(f"{text}: no length model is called {name!r}; use one of {', '.join(PRESETS)}")
+    try:
+        num_rollouts = int(number) if number else DEFAULT_GENERATED
+    except ValueError:
+        raise TraceError(f"{text}: {number!r} is not a number of rollouts. Write {GENERATE}{name}:20000") from None
+    return generate_trace(num_rollouts, name, seed=seed)
+
+
+def _cost_of(text: str) -> CostModel:
+    from stream_balancer.cost import PaddedCost, QuadraticCost, TokenCost, TransformerCost
+    from stream_balancer.errors import ConfigError
+
+    name, _, rest = text.partition(":")
+    simple: dict[str, Callable[[], CostModel]] = {"tokens": TokenCost, "quadratic": QuadraticCost, "padded": PaddedCost}
+    if text in simple:
+        return simple[text]()
+    try:
+        if name == "quadratic":
+            linear, quadratic = (float(part) for part in rest.split(":"))
+            return QuadraticCost(linear=linear, quadratic=quadratic)
+        if text.endswith(".json"):
+            return TransformerCost.from_hf_config(json.loads(Path(text).read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError) as error:
+        raise ConfigError(f"--cost {text}: {error}") from None
+    raise ConfigError(
+        f"--cost {text}: no such cost model. Use tokens, quadratic, quadratic:LINEAR:QUADRATIC, padded, or the path of "
+        "a Hugging Face config.json"
+    )
+
+
+def _trainer_of(text: str) -> float | Literal["instant", "matched"]:
+    from stream_balancer.errors import ConfigError
+
+    if text == "instant":
+        return "instant"
+    if text == "matched":
+        return "matched"
+    try:
+        return float(text)
+    except ValueError:
+        raise ConfigError(f"--trainer {text}: use instant, matched, or a number of work units per second") from None
+
+
+def _config_of(**knobs: Any) -> BalancerConfig:
+    from stream_balancer.config import BalancerConfig
+
+    return BalancerConfig(**{name: value for name, value in knobs.items() if value is not None})
+
+
+def _simulate_all(trace: Trace, runs: dict[Policy, BalancerConfig], how: dict[str, Any]) -> Reports:
+    """Each policy in turn, with a progress display on a terminal."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    from stream_balancer.simulate import simulate
+
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description:<14}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    reports: Reports = {}
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        bars = {policy: progress.add_task(_NAMES[policy], total=len(trace), start=False) for policy in runs}
+        for policy, config in runs.items():
+            bar = bars[policy]
+            progress.start_task(bar)
+
+            def show(done: int, bar: Any = bar) -> None:
+                progress.update(bar, completed=done)
+
+            reports[policy] = simulate(trace, config, progress=show, **how)
+    return reports
+
+
+_NAMES: dict[Policy, str] = {"round_robin": "round-robin", "fifo": "arrival order", "window": "window"}
+
+
+def _as_json(trace: Trace, config: BalancerConfig, cost: str, how: dict[str, Any], reports: Reports) -> dict[str, Any]:
+    knobs = {
+        name: getattr(config, name)
+        for name in (
+            "dp_size",
+            "batch_size",
+            "window",
+            "deadline_s",
+            "max_skips",
+            "capacity",
+            "counts",
+            "sync",
+            "max_tokens_per_micro_batch",
+            "group_size",
+            "groups",
+        )
+    }
+    return {
+        "trace": {
+            "name": trace.name,
+            "rollouts": len(trace),
+            "groups": trace.num_groups,
+            "tokens": trace.num_tokens,
+            "longest": int(trace.lengths.max()),
+            "arrivals_recorded": trace.arrival_s is not None,
+        },
+        "knobs": {**knobs, "cost": cost},
+        "simulation": how,
+        "policies": {policy: report.to_dict() for policy, report in reports.items()},
+    }
+
+
+def _print_replay(trace: Trace, config: BalancerConfig, cost: str, how: dict[str, Any], reports: Reports) -> None:
+    from rich.console import Console
+
+    console = Console(width=None if sys.stdout.isatty() else 120)
+    lengths = sorted(trace.lengths.tolist())
+    deadline = "none" if config.deadline_s is None else f"{config.deadline_s:g} s"
+    arrivals = (
+        "recorded arrivals"
+        if trace.arrival_s is not None
+        else f"{how['slots']} slots at {how['tokens_per_second']:g} tokens/s"
+    )
+    console.print(
+        f"[bold]{trace.name}[/bold]: {len(trace):,} rollouts, {trace.num_tokens:,} tokens; length p50 "
+        f"{lengths[len(lengths) // 2]:,}, longest {lengths[-1]:,}; {arrivals}; trainer {how['trainer']}",
+        highlight=False,
+    )
+    console.print(
+        f"{config.dp_size} ranks, {config.batch_size} rollouts a dispatch, window {config.window}, max_skips "
+        f"{config.max_skips}, deadline {deadline}, cost {cost}",
+        highlight=False,
+    )
+    console.print(_table(reports, instant=how["trainer"] == "instant"))
+    for line in _verdict(reports):
+        console.print(line, highlight=False)
+
+
+def _table(reports: Reports, *, instant: bool) -> Table:
+    from rich.table import Table
+
+    table = Table()
+    table.add_column("")
+    for policy in reports:
+        table.add_column(_NAMES[policy], justify="right")
+
+    def row(name: str, show: Callable[[SimulationReport], str], *, bold: bool = False) -> None:
+        table.add_row(name, *(show(report) for report in reports.values()), style="bold" if bold else None)
+
+    usual = reports["round_robin"].overall.work_s
+    row("idle fraction", lambda r: f"{r.idle_fraction:.2%}", bold=True)
+    row("  a better assignment might save", lambda r: f"{r.avoidable_idle:.2%}")
+    row("  no assignment can save", lambda r: f"{r.unavoidable_idle:.2%}")
+    row("  with warm-up and drain", lambda r: f"{r.overall.idle_fraction:.2%}")
+    row("trainer time, round-robin = 1", lambda r: f"{r.overall.work_s / usual if usual else 1.0:.3f}")
+    if not instant:
+        row("end to end, s", lambda r: f"{r.elapsed_s:,.0f}")
+        row("trainer busy", lambda r: f"{r.trainer_busy:.1%}")
+        row("put waited, mean s", lambda r: f"{r.blocked_s:,.1f}")
+    row("wait p50 / p99 / max, s", lambda r: f"{r.delay_s.p50:,.0f} / {r.delay_s.p99:,.0f} / {r.delay_s.max:,.0f}")
+    row(
+        "passed over, mean / p99 / max",
+        lambda r: f"{r.delay_dispatches.mean:.2f} / {r.delay_dispatches.p99:.0f} / {r.max_skips_seen}",
+    )
+    row("staleness mean / max, steps", lambda r: f"{r.staleness.mean:.2f} / {r.staleness.max:.0f}")
+    row("length-wait correlation", lambda r: f"{r.length_bias['correlation']:.2f}")
+    row("mean length, came / went", lambda r: f"{r.arrived_lengths.mean:,.0f} / {r.dispatched_lengths.mean:,.0f}")
+    row("dispatches", lambda r: ", ".join(f"{n} {why}" for why, n in r.reasons.items()))
+    row("  left out: warm-up, drain", lambda r: f"{r.warm_up.batches}, {r.drain.batches}" if r.is_steady else "none")
+    if any(r.padding_copies for r in reports.values()):
+        row("padding copies", lambda r: f"{r.padding_copies}")
+    if any(r.evicted for r in reports.values()):
+        row("evicted", lambda r: f"{r.evicted}")
+    return table
+
+
+GOOD_ENOUGH = 0.02  # idle share of arrival order with a good partition below which a window has little left to win
+WORTH = 0.02  # idle share a window must save to be worth its wait
+
+
+def _verdict(reports: Reports) -> Iterator[str]:
+    """What it means, in a sentence or two."""
+    window, fifo, usual = reports["window"], reports["fifo"], reports["round_robin"]
+    if not window.is_steady:
+        yield (
+            "Too short a run for a steady state: the figures are of all dispatches, drain included. "
+            "Try --rollouts 10000, or a smaller batch."
+        )
+    saved = fifo.idle_fraction - window.idle_fraction
+    arrival = (
+        f"Arrival order with a good partition idles {fifo.idle_fraction:.1%}, the window {window.idle_fraction:.1%}"
+    )
+    if fifo.idle_fraction <= GOOD_ENOUGH or saved < WORTH:
+        yield f"{arrival}: a window buys little here. Use policy='fifo', or other knobs."
+        return
+    waits = window.staleness.mean - fifo.staleness.mean
+    yield f"{arrival} (round-robin {usual.idle_fraction:.1%}), for {waits:.2f} more steps of mean staleness."
+
+
+if __name__ == "__main__":
+    main()
