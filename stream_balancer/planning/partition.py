@@ -31,6 +31,9 @@ Counts = Literal["free", "equal"]
 _CLOSE_ENOUGH = 2e-6
 """Stop this far (relatively) above the lower bound: a microsecond in a step of half a second."""
 
+_QUICK = 1e-4
+"""Stop this far above it in one dispatch: 0.1 ms in a step of a second."""
+
 _MAX_COLUMNS = 48
 """Rollouts of one rank that take part in one exchange round; more would not make a better exchange, only a slower one."""
 
@@ -61,15 +64,46 @@ def partition(
 
     Complexity: O(n log n) plus a refinement bounded by a fixed budget of elementary operations.
     """
+    return _partition(costs, num_ranks, counts, speeds, rotation, _CLOSE_ENOUGH)
+
+
+def quick_partition(
+    costs: ArrayLike, num_ranks: int, counts: Counts = "free", speeds: ArrayLike | None = None, *, rotation: int = 0
+) -> list[Ints]:
+    """`partition` that stops 0.01 % above the bound: what one dispatch uses, where the last 0.01 % costs more than it saves."""
+    return _partition(costs, num_ranks, counts, speeds, rotation, _QUICK)
+
+
+def partition_together(
+    costs: ArrayLike,
+    labels: ArrayLike,
+    num_ranks: int,
+    counts: Counts = "free",
+    speeds: ArrayLike | None = None,
+    *,
+    rotation: int = 0,
+) -> list[Ints]:
+    """`quick_partition` that keeps rollouts of one label on one rank; "equal" then counts labels, not rollouts."""
+    _, inverse = np.unique(np.asarray(labels), return_inverse=True)
+    sums = np.bincount(inverse, weights=np.asarray(costs, dtype=np.float64))
+    rank_of = np.empty(sums.size, dtype=np.int64)
+    for rank, share in enumerate(quick_partition(sums, num_ranks, counts, speeds, rotation=rotation)):
+        rank_of[share] = rank
+    return split_by_label(rank_of[inverse], num_ranks)
+
+
+def _partition(
+    costs: ArrayLike, num_ranks: int, counts: Counts, speeds: ArrayLike | None, rotation: int, tolerance: float
+) -> list[Ints]:
     work = _checked_costs(costs)
     _check_ranks(num_ranks, counts)
     rate = _checked_speeds(speeds, num_ranks)
     label_of = (np.arange(num_ranks) + rotation) % num_ranks  # working rank -> rank of the answer
-    labels = assign(work, num_ranks, counts, None if rate is None else rate[label_of])
+    labels = _assign(work, num_ranks, counts, None if rate is None else rate[label_of], tolerance)
     return split_by_label(label_of[labels], num_ranks)
 
 
-def assign(work: Floats, num_ranks: int, counts: Counts, rate: Floats | None) -> Ints:
+def _assign(work: Floats, num_ranks: int, counts: Counts, rate: Floats | None, tolerance: float) -> Ints:
     """The partition as [n] working-rank labels; the arguments are taken as checked."""
     if num_ranks == 1 or work.size == 0:
         return np.zeros(work.size, dtype=np.int64)
@@ -81,7 +115,7 @@ def assign(work: Floats, num_ranks: int, counts: Counts, rate: Floats | None) ->
         labels = _largest_first_with_speeds(work, num_ranks, counts, rate)
     bound = lower_bound_of(work, num_ranks, counts, rate)
     if bound > 0.0:
-        _refine(labels, work, num_ranks, counts, rate, bound)
+        _refine(labels, work, num_ranks, counts, rate, bound * (1.0 + tolerance))
     return labels
 
 
@@ -241,7 +275,7 @@ def _largest_first_with_speeds(work: Floats, num_ranks: int, counts: Counts, rat
 
 
 def _refine(
-    labels: Ints, work: Floats, num_ranks: int, counts: Counts, rate: Floats | None, bound: float
+    labels: Ints, work: Floats, num_ranks: int, counts: Counts, rate: Floats | None, target: float
 ) -> None:
     """Exchange rollouts between ranks until the latest finish is at the bound or the work budget is spent; in place."""
     n = work.size
@@ -250,7 +284,6 @@ def _refine(
     width = slots.shape[1]
     speed = np.ones(num_ranks) if rate is None else rate
     loads = values[slots].sum(axis=1)
-    target = bound * (1.0 + _CLOSE_ENOUGH)
     budget = 200_000 + 60 * n
     quiet = 0
     shift = 0

@@ -15,8 +15,10 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
+from .deferral import choose
+from .exchange import exchange_with_waiting
 from .micro_batches import form_micro_batches
-from .partition import lower_bound_of, partition
+from .partition import lower_bound, partition_together, quick_partition
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -93,55 +95,80 @@ class Plan:
 def plan_batch(waiting: Waiting, knobs: PlanKnobs, *, num_rollouts: int, step: int) -> Plan:
     """Choose `num_rollouts` of the waiting rollouts and lay them out on ranks and micro-batches.
 
-    Fewer are chosen only if the groups do not allow that number. Deterministic.
+    Fewer are chosen only if whole groups do not add up to that number, or if the rest waits for siblings.
+    With fewer chosen than ranks, the last ranks stay empty: the caller adds zero-weight padding copies.
+
+    Args:
+        waiting: the columns; nothing is changed in them.
+        knobs: taken as checked.
+        num_rollouts: how many to send: `batch_size`, or fewer for a deadline or the drain.
+        step: counts the batches; rotates which rank gets the heaviest share.
+
+    Raises:
+        OversizeError: a rollout is above the token cap and oversize="refuse".
+
+    Complexity: O(W log W + n log n), refinement within a fixed work budget. Deterministic.
     """
     units = _Units.of(waiting, knobs)
-    chosen = _select(units, knobs, num_rollouts)
-    return _lay_out(waiting, knobs, units, chosen, step)
+    fixed, go = _select(units, knobs, min(num_rollouts, knobs.batch_size))
+    chosen = go[units.unit_of]
+    fixed_rollouts = fixed[units.unit_of]
+    shares = _shares(waiting, knobs, units, chosen, fixed_rollouts, step)
+    return _finish(waiting, knobs, shares)
 
 
-def _lay_out(waiting: Waiting, knobs: PlanKnobs, units: _Units, chosen: Ints, step: int) -> Plan:
-    picked = np.flatnonzero(np.isin(units.unit_of, chosen))
+def _shares(
+    waiting: Waiting, knobs: PlanKnobs, units: _Units, chosen: Bools, fixed: Bools, step: int
+) -> list[list[Ints]]:
+    """[rank][micro_batch] -> positions."""
+    picked = np.flatnonzero(chosen)
     costs = waiting.costs[picked]
-    speeds = knobs.speeds
-    rank_lists: list[list[Ints]]
+    together = units.unit_of[picked] if knobs.groups == "same_rank" else None
     if knobs.max_tokens_per_micro_batch is None and knobs.sync == "step" and knobs.micro_batch_multiple == 1:
-        if knobs.groups == "same_rank":
-            shares = partition(units.costs[chosen], knobs.num_ranks, knobs.counts, speeds, rotation=step)
-            members = [np.flatnonzero(np.isin(units.unit_of, chosen[share])) for share in shares]
-        else:
-            shares = partition(costs, knobs.num_ranks, knobs.counts, speeds, rotation=step)
-            members = [picked[share] for share in shares]
-        rank_lists = [[one] if one.size else [] for one in members]
-    else:
-        labels = units.unit_of[picked] if knobs.groups == "same_rank" else None
-        formed = form_micro_batches(
-            waiting.lengths[picked],
-            costs,
-            knobs.num_ranks,
-            max_tokens=knobs.max_tokens_per_micro_batch,
-            sync=knobs.sync,
-            counts=knobs.counts,
-            padded=knobs.padded,
-            multiple_of=knobs.micro_batch_multiple,
-            order="pipeline" if knobs.pipeline_order else "heaviest_first",
-            speeds=speeds,
-            keep_together=labels,
-            oversize=knobs.oversize,
-            rotation=step,
-        )
-        rank_lists = [[picked[one] for one in share] for share in formed]
-    loads = np.array([float(sum(waiting.costs[one].sum() for one in share)) for share in rank_lists])
-    rate = np.ones(knobs.num_ranks) if speeds is None else np.asarray(speeds, dtype=np.float64)
-    bound = lower_bound_of(costs, knobs.num_ranks, knobs.counts, None if speeds is None else rate)
+        if together is not None:
+            whole = partition_together(costs, together, knobs.num_ranks, knobs.counts, knobs.speeds, rotation=step)
+            return [[picked[share]] if share.size else [] for share in whole]
+        parts = quick_partition(costs, knobs.num_ranks, knobs.counts, knobs.speeds, rotation=step)
+        shares = [picked[part] for part in parts]
+        if knobs.groups == "free" and knobs.speeds is None and picked.size >= knobs.num_ranks:
+            shares = exchange_with_waiting(waiting.costs, shares, fixed, np.flatnonzero(~chosen))
+        return [[share] if share.size else [] for share in shares]
+    formed = form_micro_batches(
+        waiting.lengths[picked],
+        costs,
+        knobs.num_ranks,
+        max_tokens=knobs.max_tokens_per_micro_batch,
+        sync=knobs.sync,
+        counts=knobs.counts,
+        padded=knobs.padded,
+        multiple_of=knobs.micro_batch_multiple,
+        order="pipeline" if knobs.pipeline_order else "heaviest_first",
+        speeds=knobs.speeds,
+        keep_together=together,
+        oversize=knobs.oversize,
+        rotation=step,
+    )
+    return [[picked[one] for one in share] for share in formed]
+
+
+def _finish(waiting: Waiting, knobs: PlanKnobs, shares: list[list[Ints]]) -> Plan:
+    """The plan with its figures."""
+    everything = [one for share in shares for one in share]
+    picked = np.concatenate(everything) if everything else np.empty(0, dtype=np.int64)
+    loads = np.array([float(sum(waiting.costs[one].sum() for one in share)) for share in shares])
+    rate = np.ones(knobs.num_ranks) if knobs.speeds is None else np.asarray(knobs.speeds, dtype=np.float64)
+    bound = lower_bound(waiting.costs[picked], knobs.num_ranks, knobs.counts, knobs.speeds)
     mean = float(loads.sum() / rate.sum())
-    finish = float((loads / rate).max()) if picked.size else 0.0
-    flagged = np.unique(waiting.groups[picked][~waiting.group_complete[picked]])
+    finish = float((loads / rate).max())
+    flagged = waiting.groups[picked][~waiting.group_complete[picked]]
+    if knobs.groups != "free":  # so are the pieces of a group that no batch can hold
+        left = np.delete(waiting.groups, picked)
+        flagged = np.concatenate((flagged, np.intersect1d(waiting.groups[picked], left)))
     return Plan(
-        ranks=rank_lists,
+        ranks=shares,
         loads=loads,
         lower_bound=bound,
-        incomplete_groups=tuple(int(label) for label in flagged if label >= 0),
+        incomplete_groups=tuple(int(label) for label in np.unique(flagged) if label >= 0),
         avoidable_imbalance=max(finish - bound, 0.0) / mean if mean else 0.0,
         unavoidable_imbalance=max(bound - mean, 0.0) / mean if mean else 0.0,
     )
@@ -168,6 +195,10 @@ class _Units:
     """[U] a member is due."""
     ready: Bools
     """[U] complete, or going anyway."""
+    peaks: Floats
+    """[U] the heaviest rollout of each."""
+    slack: int
+    """Rollouts by which a full batch may fall short of batch_size because units are chosen whole."""
 
     @staticmethod
     def of(waiting: Waiting, knobs: PlanKnobs) -> _Units:
@@ -175,10 +206,11 @@ class _Units:
         unit_of = np.arange(num_waiting)
         if knobs.groups != "free" and bool((waiting.groups >= 0).any()):
             labels = np.where(waiting.groups >= 0, waiting.groups, waiting.groups.max() + 1 + unit_of)
-            _, first, inverse = np.unique(labels, return_index=True, return_inverse=True)
-            by_age = np.argsort(np.argsort(first, kind="stable"), kind="stable")
-            unit_of = by_age[inverse]
+            unit_of = _by_first_member(_in_pieces(labels, knobs.batch_size))
         num_units = int(unit_of.max(initial=-1)) + 1
+        sizes = np.bincount(unit_of, minlength=num_units)
+        peaks = np.zeros(num_units)
+        np.maximum.at(peaks, unit_of, waiting.costs)
         remaining = np.full(num_units, knobs.max_skips, dtype=np.int64)
         np.minimum.at(remaining, unit_of, np.maximum(knobs.max_skips - waiting.skips, 0))
         due = np.zeros(num_units, dtype=np.bool_)
@@ -189,48 +221,108 @@ class _Units:
         due |= remaining == 0
         return _Units(
             unit_of=unit_of,
-            sizes=np.bincount(unit_of, minlength=num_units),
+            sizes=sizes,
             costs=np.bincount(unit_of, weights=waiting.costs, minlength=num_units),
             remaining=remaining,
             due=due,
             ready=ready | due,
+            peaks=peaks,
+            slack=_slack(sizes[ready | due], knobs.batch_size),
         )
 
 
-def _select(units: _Units, knobs: PlanKnobs, num_rollouts: int) -> Ints:
-    """-> ascending units that go now."""
-    remaining, due, ready = units.remaining, units.due, units.ready
-    age = np.arange(units.sizes.size)
-    first = np.lexsort((age, ~ready, np.where(due, 0, 1), remaining))  # v1: earliest deadline first, then the oldest
-    urgent = _forced(units, knobs, num_rollouts)
-    order = np.concatenate((first[urgent[first]], age[ready & ~urgent & due], age[ready & ~urgent & ~due]))
+def _by_first_member(labels: Ints) -> Ints:
+    """Labels renumbered 0, 1, ... in the order of their first appearance. O(W log W)."""
+    _, first, inverse = np.unique(labels, return_index=True, return_inverse=True)
+    by_age = np.empty(first.size, dtype=np.int64)
+    by_age[np.argsort(first, kind="stable")] = np.arange(first.size)
+    return by_age[inverse]
+
+
+def _in_pieces(labels: Ints, limit: int) -> Ints:
+    """A group larger than a batch cannot go in one batch: it is cut, oldest first, into pieces that can. O(W log W)."""
+    order = np.argsort(labels, kind="stable")
+    _, sizes = np.unique(labels, return_counts=True)
+    if int(sizes.max(initial=0)) <= limit:
+        return labels
+    place = np.empty(labels.size, dtype=np.int64)
+    place[order] = np.arange(labels.size) - np.repeat(np.cumsum(sizes) - sizes, sizes)
+    return labels * (labels.size // limit + 1) + place // limit
+
+
+def _slack(sizes: Ints, batch_size: int) -> int:
+    """0 if units are all of one size that divides batch_size, else the largest size less one."""
+    largest = int(sizes.max(initial=1))
+    return 0 if int(sizes.min(initial=largest)) == largest and batch_size % largest == 0 else largest - 1
+
+
+def _select(units: _Units, knobs: PlanKnobs, num_rollouts: int) -> tuple[Bools, Bools]:
+    """-> ([U] goes in any case, [U] goes)."""
+    num_units = units.sizes.size
+    must = np.zeros(num_units, dtype=np.bool_)
     room = num_rollouts
-    chosen = []
-    for unit in order.tolist():
-        size = int(units.sizes[unit])
-        if size <= room:
-            chosen.append(unit)
-            room -= size
-            if room == 0:
-                break
-    return np.sort(np.array(chosen, dtype=np.int64))
+    forced = _forced(units, knobs)
+    for wanted in (forced, units.due & ~forced):  # the guarantee first, then what is due; each earliest deadline first
+        candidates = np.flatnonzero(wanted)
+        candidates = candidates[np.lexsort((candidates, units.remaining[candidates]))]
+        room -= _take(must, candidates, units.sizes, room)
+    others = np.flatnonzero(units.ready & ~must)
+    if room == 0 or others.size == 0:
+        return must, must
+    size = int(np.bincount(units.sizes[others]).argmax())  # nearly always there is one size only
+    alike = others[units.sizes[others] == size]
+    field = np.sort(np.concatenate((np.flatnonzero(must), alike)))
+    ranks = knobs.num_ranks
+    rate = np.ones(ranks) if knobs.speeds is None else np.asarray(knobs.speeds, dtype=np.float64)
+    go = np.zeros(num_units, dtype=np.bool_)
+    go[field] = choose(
+        units.costs[field],
+        (units.costs if knobs.groups == "same_rank" else units.peaks)[field],
+        must[field],
+        units.remaining[field],
+        min(room // size, alike.size),
+        float(rate.sum() / rate.max()),
+    )
+    room = num_rollouts - int(units.sizes[go].sum())
+    if room:
+        _take(go, others[~go[others]], units.sizes, room)
+    return must, go
 
 
-def _forced(units: _Units, knobs: PlanKnobs, num_rollouts: int) -> Bools:
+def _take(go: Bools, candidates: Ints, sizes: Ints, room: int) -> int:
+    """Mark candidates, in this order, while they fit. -> rollouts marked."""
+    fitting = np.cumsum(sizes[candidates])
+    enough = int(np.searchsorted(fitting, room, side="right"))
+    go[candidates[:enough]] = True
+    taken = int(fitting[enough - 1]) if enough else 0
+    for unit in candidates[enough:].tolist():  # only where sizes differ: a smaller one may still fit
+        if taken == room:
+            break
+        if sizes[unit] <= room - taken:
+            go[unit] = True
+            taken += int(sizes[unit])
+    return taken
+
+
+def _forced(units: _Units, knobs: PlanKnobs) -> Bools:
     """Units that must go so that nobody is ever passed over by more than max_skips dispatches.
 
-    Of the units with at most j skips left, at most j * batch_size rollouts may stay behind: the next j dispatches take them.
+    Of the units with at most j skips left, at most j * batch_size rollouts may stay behind: the next j dispatches take them
+    (earliest deadline first: Liu and Layland 1973; proof in docs/planning.md). O(W + max_skips).
     """
     forced = np.zeros(units.sizes.size, dtype=np.bool_)
-    for j in range(knobs.max_skips + 1):
-        pressed = units.remaining <= j
-        need = int(units.sizes[pressed].sum()) - j * knobs.batch_size - int(units.sizes[forced & pressed].sum())
+    sent = knobs.batch_size - units.slack
+    waiting_by_deadline = np.cumsum(np.bincount(units.remaining, weights=units.sizes, minlength=1)).astype(np.int64)
+    taken = 0  # rollouts forced so far; all of them have at most j skips left
+    for j in range(waiting_by_deadline.size):
+        need = int(waiting_by_deadline[j]) - j * sent - taken
         if need <= 0:
             continue
-        candidates = np.flatnonzero(pressed & ~forced)
+        candidates = np.flatnonzero((units.remaining <= j) & ~forced)
         candidates = candidates[np.argsort(~units.ready[candidates], kind="stable")]
         enough = int(np.searchsorted(np.cumsum(units.sizes[candidates]), need)) + 1
         forced[candidates[:enough]] = True
+        taken += int(units.sizes[candidates[:enough]].sum())
     return forced
 
 
