@@ -1,0 +1,247 @@
+"""Batches to links. On the controller::
+
+    import stream_balancer as sb
+    from stream_balancer.dispatch import serve
+    from stream_balancer.transport.torch_dist import TorchTransport
+
+    async with sb.StreamBalancer(config) as balancer, TorchTransport.listen(dp_size=config.dp_size) as transport:
+        print(transport.address)                       # "tcp://127.0.0.1:PORT": give it to the ranks
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(serve, balancer, transport)
+            ... await balancer.put(rollout) ...
+            balancer.end()                             # serve returns once every rank has acknowledged everything
+
+and on every rank, a process of its own::
+
+    for batch in sb.RankFeed("tcp://127.0.0.1:PORT", rank=rank, dp_size=dp_size):
+        for mb in batch.micro_batches:
+            train(mb.packed())
+
+Inside an initialised torch.distributed world (torchrun) ``RankFeed()`` and ``TorchTransport(store, dp_size=...)``
+meet in that world's store instead; the controller may be a thread of rank 0 that runs ``anyio.run(...)``.
+
+What waits for what: ``serve`` takes a batch only when every rank has a credit (so the window stays full and the
+choice late), each link sends as soon as it has both a share and a credit, and a step is acknowledged to the balancer
+when its last rank is done.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import AsyncIterator, Callable
+from typing import Protocol, runtime_checkable
+
+import anyio
+
+from stream_balancer.errors import EndOfStream, RankLostError
+from stream_balancer.transport import Link, StepDone, Transport
+from stream_balancer.types import Batch, RankBatch
+
+__all__ = ["serve"]
+
+
+class Source(Protocol):
+    """What ``serve`` asks of a balancer."""
+
+    def batches(self, *, auto_ack: bool = True) -> AsyncIterator[Batch]:
+        """See :meth:`StreamBalancer.batches`."""
+        ...
+
+    def acknowledge(self, step: int) -> None:
+        """See :meth:`StreamBalancer.acknowledge`."""
+        ...
+
+
+@runtime_checkable
+class _Timed(Protocol):
+    def record_step_seconds(self, step: int, rank: int, seconds: float) -> None: ...
+
+
+@runtime_checkable
+class _Resumable(Protocol):
+    def in_flight(self) -> tuple[Batch, ...]: ...
+
+
+class _Rank:
+    """What the controller knows about one rank."""
+
+    def __init__(self) -> None:
+        self.link: Link | None = None
+        self.unacknowledged: deque[RankBatch] = deque()
+        self.sent = 0
+        """How many of ``unacknowledged``, from the front, the present link has been given."""
+        self.left = False
+        """It said good-bye after the end."""
+        self.error: RankLostError | None = None
+        """Why it is missing, if it was there before."""
+        self.deadline = math.inf
+        """When to give up on it, on the event loop's clock."""
+
+    @property
+    def ready(self) -> bool:
+        """It has a link, everything was sent, and there is room for one more."""
+        return self.link is not None and self.sent == len(self.unacknowledged) and self.link.credits > 0
+
+    @property
+    def finished(self) -> bool:
+        """Nothing is left to deliver and it need not be told the end any more."""
+        return not self.unacknowledged and (self.left or self.error is not None)
+
+
+async def serve(balancer: Source, transport: Transport, *, rejoin_timeout_s: float = 0.0) -> None:
+    """Deliver every batch of ``balancer`` to the ranks that connect to ``transport``, until ``batches()`` ends.
+
+    Returns when every rank has acknowledged everything and has been told the end. A rank that is lost may come back
+    within ``rejoin_timeout_s`` (``math.inf`` = for ever) under a new incarnation and gets again what it had not
+    acknowledged, same plan, same order; the others notice nothing. The default 0 tells at once: without an elastic
+    launcher nobody would come back.
+
+    If ``serve`` is cancelled or raises, nothing is lost: what was not acknowledged stays in flight in the balancer,
+    and the next ``serve`` delivers it again. Raises RankLostError, naming rank, step and cause.
+    """
+    if not rejoin_timeout_s >= 0:
+        raise ValueError(f"rejoin_timeout_s must be >= 0 (math.inf = wait for ever), not {rejoin_timeout_s}")
+    await _Server(balancer, transport, rejoin_timeout_s).run()
+
+
+class _Server:
+    """One run of ``serve``. Links report through callbacks in the event loop; only :meth:`run` and its two tasks
+    wait."""
+
+    def __init__(self, balancer: Source, transport: Transport, rejoin_timeout_s: float) -> None:
+        self._balancer = balancer
+        self._transport = transport
+        self._rejoin_timeout_s = rejoin_timeout_s
+        self._ranks = [_Rank() for _ in range(transport.dp_size)]
+        self._links: list[Link] = []
+        self._open_steps: dict[int, set[int]] = {}  # step -> ranks that have not acknowledged it
+        self._waiters: list[anyio.Event] = []
+        self._ending = False
+        self._failure: Exception | None = None
+
+    async def run(self) -> None:
+        try:
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(self._accept_all)
+                tasks.start_soon(self._watch, tasks.cancel_scope)
+                if isinstance(self._balancer, _Resumable):
+                    for batch in self._balancer.in_flight():
+                        self._add(batch)
+                await self._deliver_all()
+                tasks.cancel_scope.cancel()
+        finally:
+            with anyio.CancelScope(shield=True):
+                async with anyio.create_task_group() as closing:
+                    for link in self._links:
+                        closing.start_soon(link.aclose)
+        if self._failure is not None:
+            raise self._failure
+
+    async def _deliver_all(self) -> None:
+        batches = aiter(self._balancer.batches(auto_ack=False))
+        while True:
+            await self._until(lambda: all(rank.ready for rank in self._ranks))
+            try:
+                batch = await anext(batches)
+            except StopAsyncIteration:
+                break
+            self._add(batch)
+        self._ending = True
+        self._pump_all()
+        await self._until(lambda: all(rank.finished for rank in self._ranks))
+
+    async def _accept_all(self) -> None:
+        while True:
+            link = await self._transport.accept()
+            self._links = [old for old in self._links if old in [rank.link for rank in self._ranks]]
+            self._links.append(link)
+            self._attach(link)
+
+    async def _watch(self, scope: anyio.CancelScope) -> None:
+        """End everything on a failure, or when a lost rank has not come back in time."""
+        while self._failure is None:
+            missing = min(self._ranks, key=lambda rank: rank.deadline)
+            if missing.deadline <= anyio.current_time():
+                self._failure = missing.error
+                break
+            with anyio.CancelScope(deadline=missing.deadline):
+                await self._change()
+        scope.cancel()
+
+    # waiting
+
+    async def _until(self, condition: Callable[[], bool]) -> None:
+        while not condition():
+            await self._change()
+
+    async def _change(self) -> None:
+        event = anyio.Event()
+        self._waiters.append(event)
+        await event.wait()
+
+    def _ring(self) -> None:
+        waiters, self._waiters = self._waiters, []
+        for event in waiters:
+            event.set()
+
+    # deciding; no awaits below this line
+
+    def _attach(self, link: Link) -> None:
+        rank = self._ranks[link.rank]
+        rank.link, rank.sent, rank.left = link, 0, False
+        rank.error, rank.deadline = None, math.inf
+        link.subscribe(lambda: self._pump(link))
+        self._pump(link)
+
+    def _add(self, batch: Batch) -> None:
+        self._open_steps[batch.step] = set(range(len(self._ranks)))
+        for rank, share in zip(self._ranks, batch.ranks, strict=True):
+            rank.unacknowledged.append(share)
+        self._pump_all()
+
+    def _pump_all(self) -> None:
+        for rank in self._ranks:
+            if rank.link is not None:
+                self._pump(rank.link)
+
+    def _pump(self, link: Link) -> None:
+        """Take in what the link has to say, and give it what it can take."""
+        rank = self._ranks[link.rank]
+        if rank.link is not link:
+            return
+        try:
+            while (done := link.report()) is not None:
+                self._acknowledge(rank, link.rank, done)
+            while link.credits > 0 and rank.sent < len(rank.unacknowledged):
+                link.send(rank.unacknowledged[rank.sent])
+                rank.sent += 1
+            if self._ending and rank.sent == len(rank.unacknowledged):
+                link.end()
+        except EndOfStream:
+            rank.left = True
+        except RankLostError as error:
+            rank.link, rank.error = None, error
+            if not (self._ending and rank.finished):
+                rank.deadline = anyio.current_time() + self._rejoin_timeout_s
+        except Exception as error:  # noqa: BLE001 - a share that cannot be sent; told by serve()
+            self._failure = error
+        self._ring()
+
+    def _acknowledge(self, rank: _Rank, number: int, done: StepDone) -> None:
+        if rank.sent == 0 or rank.unacknowledged[0].step != done.step:
+            raise RankLostError(
+                f"rank {number} acknowledged step {done.step}, which it was not working on. Restart it",
+                rank=number,
+                step=done.step,
+                cause="broke the protocol",
+            )
+        rank.unacknowledged.popleft()
+        rank.sent -= 1
+        if isinstance(self._balancer, _Timed):
+            self._balancer.record_step_seconds(done.step, number, done.seconds)
+        missing = self._open_steps[done.step]
+        missing.discard(number)
+        if not missing:
+            del self._open_steps[done.step]
+            self._balancer.acknowledge(done.step)

@@ -1,0 +1,120 @@
+"""How a share gets from the controller to its rank: what every transport offers.
+
+::
+
+    serve() --Link.send--> | transport | --RankPort.take--> RankFeed
+    serve() <-Link.report- |           | <-RankPort.report- RankFeed
+
+A transport delivers each rank's shares in order and exactly once per link, never more than the rank has given credit
+for, and tells a lost peer from a patient one. ``memory`` lives in one event loop; ``torch_dist`` joins processes.
+What all of them must do is written as a test: :func:`stream_balancer.testing.check_transport`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple, Protocol
+
+from stream_balancer.types import RankBatch
+
+__all__ = ["Link", "RankPort", "StepDone", "Transport"]
+
+
+class StepDone(NamedTuple):
+    """A rank finished a step: the acknowledgement of its share."""
+
+    step: int
+    seconds: float
+    """From the trainer taking the batch to its asking for the next one."""
+
+
+class Link(Protocol):
+    """The controller's end of the way to one rank, for one incarnation of it. Used from one event loop."""
+
+    @property
+    def rank(self) -> int:
+        """DP rank at the other end."""
+        ...
+
+    @property
+    def incarnation(self) -> int:
+        """How often that rank was started before."""
+        ...
+
+    @property
+    def credits(self) -> int:
+        """Shares the rank has room for now."""
+        ...
+
+    def subscribe(self, callback: Callable[[], None]) -> None:
+        """Call ``callback()`` in the event loop whenever credits, reports or the link's health have changed."""
+        ...
+
+    def send(self, share: RankBatch) -> None:
+        """Start sending ``share``; never blocks. Raises WouldBlock without a credit, RankLostError on a lost link."""
+        ...
+
+    def report(self) -> StepDone | None:
+        """The next acknowledgement, or None if there is none yet. Raises RankLostError once the link is lost and
+        drained, EndOfStream once the rank has said good-bye after :meth:`end`."""
+        ...
+
+    def end(self) -> None:
+        """Tell the rank that no more shares come; its iterator ends after the ones on their way. Never blocks."""
+        ...
+
+    async def aclose(self) -> None:
+        """Release everything; threads have ended when this returns, even if it is cancelled. Idempotent."""
+        ...
+
+
+class Transport(Protocol):
+    """The controller's side: where ranks connect."""
+
+    @property
+    def dp_size(self) -> int:
+        """DP ranks that take part."""
+        ...
+
+    async def accept(self) -> Link:
+        """The next rank that connects. If cancelled, no link is lost. Raises ClosedResourceError once closed."""
+        ...
+
+    async def aclose(self) -> None:
+        """Refuse further ranks and close every link. Idempotent."""
+        ...
+
+
+class RankPort(Protocol):
+    """The rank's end. Safe to use from any thread unless the transport says otherwise."""
+
+    @property
+    def rank(self) -> int:
+        """This DP rank."""
+        ...
+
+    @property
+    def dp_size(self) -> int:
+        """DP ranks that take part."""
+        ...
+
+    def subscribe(self, callback: Callable[[], None]) -> None:
+        """Call ``callback()``, in whichever thread notices, whenever :meth:`take` may have something new to say."""
+        ...
+
+    def take(self) -> RankBatch | None:
+        """The next share, or None if none has come yet; taking it gives the controller a credit. Never blocks.
+
+        Raises EndOfStream at the end, RankLostError if the controller went away (after what had come was taken),
+        BusyResourceError or ValueError if the controller refused this rank.
+        """
+        ...
+
+    def report(self, step: int, seconds: float) -> None:
+        """Acknowledge ``step``. Never blocks; a lost controller is told by :meth:`take`."""
+        ...
+
+    def close(self) -> None:
+        """Say good-bye and release everything; threads have ended when this returns. Blocks for a moment.
+        Idempotent."""
+        ...

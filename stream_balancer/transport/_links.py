@@ -1,0 +1,398 @@
+"""The two ends over any :class:`~._endpoint.Pair`: the controller's link and the rank's port."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable
+
+import anyio
+import torch
+from torch import Tensor
+
+from stream_balancer.errors import (
+    AlreadyInUseError,
+    ClosedResourceError,
+    EndOfStream,
+    RankLostError,
+    WireError,
+    WouldBlock,
+)
+from stream_balancer.transport import StepDone
+from stream_balancer.transport._endpoint import Endpoint, Pair, Pending
+from stream_balancer.transport._slabs import SlabPool
+from stream_balancer.types import RankBatch
+from stream_balancer.wire import FRAME_WORDS, Frame, Kind, check_batch_frame, decode, encode
+
+__all__ = ["CHUNK_BYTES", "ControllerLink", "PortBase", "chunks"]
+
+CHUNK_BYTES = 16 * 2**20
+"""A slab travels in messages of this size: packing one overlaps with sending the one before."""
+
+logger = logging.getLogger("stream_balancer.transport")
+
+
+def chunks(slab: Tensor, size: int, wire_bytes: int) -> list[Tensor]:
+    """Cut the first ``wire_bytes`` of a slab into messages of ``size`` bytes, the last one shorter. Views."""
+    return [slab[at : min(at + size, wire_bytes)] for at in range(0, wire_bytes, size)]
+
+
+class ControllerLink(Endpoint):
+    """The controller's end. Methods without an underscore belong to the event loop it was made in."""
+
+    def __init__(
+        self,
+        *,
+        rank: int,
+        incarnation: int,
+        depth: int,
+        max_bytes: int,
+        connect: Callable[[], Pair],
+        in_loop: Callable[[Callable[[], object]], None],
+        pool: SlabPool,
+        keepalive_s: float,
+        linger_s: float,
+    ) -> None:
+        super().__init__(f"sb-rank{rank}.{incarnation}", keepalive_s, linger_s)
+        self.rank = rank
+        self.incarnation = incarnation
+        self.stalled_s = 0.0
+        """Seconds without a sign of life, once that is more than three keep-alives; 0.0 while all is well."""
+        self._make_pair = connect
+        self._max_bytes = max_bytes
+        self._in_loop = in_loop
+        self._pool = pool
+        self._credits = depth
+        self._taken = 0
+        self._reports: deque[StepDone] = deque()
+        self._error: Exception | None = None
+        self._ended = False
+        self._last_step: int | None = None
+        self._callbacks: list[Callable[[], None]] = []
+        self._ready = False
+
+    # Link
+
+    @property
+    def credits(self) -> int:
+        """Shares the rank has room for now; 0 on a lost link and until the pair is connected."""
+        return 0 if self._error is not None or self._ended or not self._ready else self._credits
+
+    @property
+    def live(self) -> bool:
+        """False once lost or closed."""
+        return self._error is None
+
+    def subscribe(self, callback: Callable[[], None]) -> None:
+        """See :class:`Link`."""
+        self._callbacks.append(callback)
+
+    def send(self, share: RankBatch) -> None:
+        """See :class:`Link`."""
+        if self._error is not None:
+            raise self._error
+        if self._ended:
+            raise ClosedResourceError
+        if self.credits == 0:
+            raise WouldBlock
+        self._credits -= 1
+        self._last_step = share.step
+        self._put(share)
+
+    def report(self) -> StepDone | None:
+        """See :class:`Link`."""
+        if self._reports:
+            return self._reports.popleft()
+        if self._error is not None:
+            raise self._error
+        return None
+
+    def end(self) -> None:
+        """See :class:`Link`."""
+        if not self._ended:
+            self._ended = True
+            self._put(Frame(Kind.END))
+
+    def supersede(self, incarnation: int) -> None:
+        """A newer incarnation of the rank has come: this link is over."""
+        self._fail(self._rank_lost(f"superseded by incarnation {incarnation}"))
+
+    async def aclose(self) -> None:
+        """See :class:`Link`."""
+        if self._error is None:
+            self._error = ClosedResourceError()
+        with anyio.CancelScope(shield=True):
+            await anyio.to_thread.run_sync(self._shut, limiter=anyio.CapacityLimiter(1))
+
+    # in the loop
+
+    def _fail(self, error: Exception) -> None:
+        if self._error is None:
+            self._error = error
+            self._changed_in_loop()
+
+    def _changed_in_loop(self) -> None:
+        for callback in self._callbacks:
+            callback()
+
+    def _on_report(self, frame: Frame) -> None:
+        self._credits += frame.taken - self._taken
+        self._taken = frame.taken
+        if frame.step >= 0:
+            self._reports.append(StepDone(frame.step, frame.nanoseconds / 1e9))
+        self._changed_in_loop()
+
+    def _on_bye(self) -> None:
+        if self._ended:
+            self._fail(EndOfStream())
+        else:
+            self._fail(self._rank_lost("the rank closed its feed"))
+
+    def _on_ready(self) -> None:
+        self._ready = True
+        self._changed_in_loop()
+
+    def _rank_lost(self, cause: str) -> RankLostError:
+        step = self._last_step
+        doing = "nothing had been sent to it" if step is None else f"the last step sent to it was {step}"
+        return RankLostError(
+            f"rank {self.rank} (incarnation {self.incarnation}) was lost: {cause}; {doing}. What it has not acknowledged is "
+            "still held. Restart the rank under a new incarnation, or give serve() a rejoin_timeout_s to wait for it",
+            rank=self.rank,
+            step=step,
+            cause=cause,
+        )
+
+    # in the threads
+
+    def _connect(self) -> Pair:
+        pair = self._make_pair()
+        self._in_loop(self._on_ready)
+        return pair
+
+    def _cancel_connect(self) -> None:
+        pass  # bounded by the pair's own connect timeout
+
+    def _handle(self, frame: Frame) -> bool:
+        if frame.kind is Kind.REPORT:
+            self._in_loop(lambda: self._on_report(frame))
+        elif frame.kind is Kind.BYE:
+            self._in_loop(self._on_bye)
+            self._put(Frame(Kind.FIN))
+            self._await_hangup()
+            return False
+        elif frame.kind is not Kind.ALIVE:
+            raise WireError(f"rank {self.rank} sent a {frame.kind.name} frame, which only a controller may send")
+        if self.stalled_s:
+            logger.warning("rank %d answers again after %.1f s", self.rank, self.stalled_s)
+            self.stalled_s = 0.0
+        return True
+
+    def _await_hangup(self) -> None:
+        """Keep the pair until the rank, having read FIN, hangs up; or until ``linger_s``."""
+        pair = self._pair
+        if pair is None:
+            return
+        timer = threading.Timer(self._linger_s, self._break)
+        timer.daemon = True
+        timer.start()
+        try:
+            pair.receive(torch.zeros(FRAME_WORDS, dtype=torch.int64)).wait()
+        except RuntimeError:
+            pass
+        finally:
+            timer.cancel()
+
+    def _write(self, item: object) -> None:
+        if isinstance(item, Frame):
+            self._send_frame(item)
+        elif isinstance(item, RankBatch):
+            self._send_share(item)
+
+    def _send_share(self, share: RankBatch) -> None:
+        encoded = encode(share, max_bytes=self._max_bytes)
+        pair = self._pair
+        if pair is None:
+            return
+        frame = encoded.frame._replace(chunk_bytes=CHUNK_BYTES)
+        slab = self._pool.lend(frame.wire_bytes)
+        pieces = chunks(slab, CHUNK_BYTES, frame.wire_bytes)
+        self._send_frame(frame)
+        works: list[object] = []
+        for final in encoded.fill(slab):
+            while len(works) < len(pieces) and (final == frame.wire_bytes or (len(works) + 1) * CHUNK_BYTES <= final):
+                works.append(pair.send(pieces[len(works)]))
+        self._send_frame(Frame(Kind.TRAILER, step=frame.step), works, slab)
+
+    def _lost(self, error: Exception) -> None:
+        self._in_loop(lambda: self._fail(self._explain(error)))
+
+    def _explain(self, error: Exception) -> Exception:
+        if isinstance(error, WireError):
+            lost = self._rank_lost(f"it broke the protocol: {error}")
+        elif isinstance(error, RuntimeError):
+            lost = self._rank_lost(short(error))
+        else:
+            return error  # a bad share: its own error says which rollout
+        lost.__cause__ = error
+        return lost
+
+    def _check_silence(self, seconds: float) -> None:
+        if seconds > 3 * self._keepalive_s:
+            if not self.stalled_s:
+                logger.warning(
+                    "rank %d has given no sign of life for %.1f s: it is stopped, or the network stalls. Waiting for it",
+                    self.rank,
+                    seconds,
+                )
+            self.stalled_s = seconds
+            self._in_loop(self._changed_in_loop)
+
+
+def short(error: BaseException) -> str:
+    """A transport's error in a few words."""
+    text = str(error)
+    for known in ("Connection closed by peer", "Connection reset by peer", "Application timeout caused pair closure"):
+        if known in text:
+            return known.lower()
+    return text.split("\n", 1)[0][:200] or type(error).__name__
+
+
+class PortBase(Endpoint):
+    """The rank's end. Methods without an underscore may be called from any thread."""
+
+    def __init__(
+        self,
+        *,
+        rank: int,
+        dp_size: int,
+        incarnation: int,
+        depth: int,
+        max_batch_bytes: int,
+        on_device: Callable[[Tensor], Tensor] | None,
+        keepalive_s: float,
+        linger_s: float,
+    ) -> None:
+        super().__init__(f"sb-feed{rank}.{incarnation}", keepalive_s, linger_s)
+        self.rank = rank
+        self.dp_size = dp_size
+        self._depth = depth
+        self._max_bytes = max_batch_bytes
+        self._on_device = on_device
+        self._pool = SlabPool(keep=depth + 1)
+        self._queue: deque[RankBatch] = deque()
+        self._end: Exception | None = None
+        self._ended_by_peer = False
+        self._next_step: int | None = None
+        self._taken = 0
+        self._arrived = 0
+        self._working_on: int | None = None
+        self._callbacks: list[Callable[[], None]] = []
+        self._mutex = threading.Lock()
+
+    # RankPort
+
+    def subscribe(self, callback: Callable[[], None]) -> None:
+        """See :class:`RankPort`."""
+        self._callbacks.append(callback)
+
+    def take(self) -> RankBatch | None:
+        """See :class:`RankPort`."""
+        with self._mutex:
+            if self._queue:
+                batch = self._queue.popleft()
+                self._taken += 1
+                taken = self._taken
+            elif self._end is not None:
+                raise self._end
+            else:
+                return None
+        self._working_on = batch.step
+        self._put(Frame(Kind.REPORT, taken=taken))
+        return batch
+
+    def report(self, step: int, seconds: float) -> None:
+        """See :class:`RankPort`."""
+        self._working_on = None
+        self._put(Frame(Kind.REPORT, step=step, taken=self._taken, nanoseconds=max(int(seconds * 1e9), 0)))
+
+    def close(self) -> None:
+        """See :class:`RankPort`."""
+        if self._pair is not None and not self._over and not self._closing:
+            self._put(Frame(Kind.BYE))
+            with self._changed:
+                self._changed.wait_for(lambda: self._over, self._linger_s)
+        self._finish(ClosedResourceError())
+        self._shut()
+        with self._mutex:
+            self._queue.clear()
+
+    # in the threads
+
+    def _finish(self, error: Exception) -> None:
+        with self._mutex:
+            if self._end is None:
+                self._end = error
+        self._tell()
+
+    def _tell(self) -> None:
+        for callback in self._callbacks:
+            callback()
+
+    def _write(self, item: object) -> None:
+        if isinstance(item, Frame):
+            self._send_frame(item)
+
+    def _handle(self, frame: Frame) -> bool:
+        if frame.kind is Kind.BATCH:
+            batch = self._receive(frame)
+            with self._mutex:
+                self._queue.append(batch)
+            self._put(Frame(Kind.ALIVE))  # tells the controller that the slab has arrived
+            self._tell()
+        elif frame.kind is Kind.END:
+            self._finish(EndOfStream())
+        elif frame.kind is Kind.FIN:
+            return False
+        elif frame.kind is not Kind.ALIVE:
+            raise WireError(f"the controller sent a {frame.kind.name} frame, which only a rank may send")
+        return True
+
+    def _receive(self, frame: Frame) -> RankBatch:
+        check_batch_frame(frame, step=self._next_step, rank=self.rank, dp_size=self.dp_size, max_bytes=self._max_bytes)
+        if self._arrived - self._taken >= self._depth:
+            raise WireError(f"rank {self.rank}: the controller sent step {frame.step} without a credit")
+        pair = self._pair
+        if pair is None:
+            raise ClosedResourceError
+        slab = self._pool.lend(frame.total_bytes)
+        posted: list[Pending] = [pair.receive(piece) for piece in chunks(slab, frame.chunk_bytes, frame.wire_bytes)]
+        words = torch.zeros(FRAME_WORDS, dtype=torch.int64)
+        pair.receive(words).wait()  # behind the slab on the same tag: once it is here, so is the slab
+        for piece in posted:
+            piece.wait()
+        trailer = self._note(words)
+        if trailer.kind is not Kind.TRAILER or trailer.step != frame.step:
+            raise WireError(
+                f"rank {self.rank}: step {frame.step} was followed by {trailer.kind.name}, not by its trailer"
+            )
+        self._next_step = frame.step + 1
+        self._arrived += 1
+        return decode(frame, slab, on_device=self._on_device)
+
+    def _lost(self, error: Exception) -> None:
+        if isinstance(error, (AlreadyInUseError, ValueError, WireError, RankLostError)):
+            self._finish(error)
+            return
+        step = self._working_on
+        cause = short(error)
+        lost = RankLostError(
+            f"rank {self.rank} lost its controller: {cause}. Batches that were not acknowledged are held by the balancer, if it "
+            "lives. Start the controller again and open a new RankFeed",
+            rank=self.rank,
+            step=step,
+            cause=cause,
+        )
+        lost.__cause__ = error
+        self._finish(lost)

@@ -1,0 +1,427 @@
+"""Shares over torch.distributed: one two-member gloo group per (controller, rank, incarnation), over any c10d store.
+
+The only file that names torch.distributed. How a rank finds its controller, all through the store::
+
+    rank         claims the first free key ``join/<n>`` and writes there who it is; waits for ``reply/<token>``
+    controller   waits for ``join/<n>``, n = 0, 1, 2, ...; answers; then both build ``pair/<token>``
+
+A group of its own for every pair: the controller need not belong to the trainer's world, a restarted rank joins under
+the next incarnation, and one death cannot break another rank's link.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import socket
+import threading
+import uuid
+from collections.abc import Callable
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any, Literal, Self, cast
+
+import anyio
+import msgspec
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore, Work
+
+from stream_balancer.errors import AlreadyInUseError, ClosedResourceError, RankLostError
+from stream_balancer.transport._endpoint import Pair, Pending
+from stream_balancer.transport._links import ControllerLink, PortBase
+from stream_balancer.transport._loop import loop_caller
+from stream_balancer.transport._slabs import SlabPool
+from stream_balancer.wire import PROTOCOL
+
+__all__ = ["GlooPort", "TorchTransport", "current_world"]
+
+_FOR_EVER = timedelta(days=3650)  # timedelta.max overflows in gloo
+_SPARE_TAG, _TAG = 7, 1
+
+
+class _Work:
+    """A posted gloo operation."""
+
+    def __init__(self, work: Work) -> None:
+        self._work = work
+
+    def wait(self) -> None:
+        """Block for ever if need be; RuntimeError if the pair broke."""
+        self._work.wait(_FOR_EVER)
+
+
+class _GlooPair:
+    """Two processes in a gloo group of their own. Member 0 is the controller."""
+
+    def __init__(self, store: Store, me: Literal[0, 1], host: str, connect_timeout_s: float) -> None:
+        gloo = cast("Any", dist).ProcessGroupGloo  # its options are missing from torch's type stubs
+        options = gloo._Options()
+        options._timeout = timedelta(seconds=connect_timeout_s)
+        options._devices = [gloo.create_device(hostname=host)]
+        options._threads = 1
+        self._group = gloo(store, me, 2, options)
+        self._peer = 1 - me
+        self._poisoned = False
+
+    def send(self, tensor: Tensor) -> object:
+        return self._group.send([tensor], self._peer, _TAG)
+
+    def receive(self, tensor: Tensor) -> Pending:
+        return _Work(self._group.recv([tensor], self._peer, _TAG))
+
+    def poison(self) -> None:
+        """An expired wait closes the pair; nothing else wakes a thread that waits in gloo."""
+        if not self._poisoned:
+            self._poisoned = True
+            with suppress(RuntimeError):
+                self._group.recv([torch.zeros(1)], self._peer, _SPARE_TAG).wait(timedelta(milliseconds=1))
+
+
+class _Announcement(msgspec.Struct):
+    """What a rank writes under ``join/<n>``."""
+
+    token: str
+    protocol: int
+    rank: int
+    dp_size: int
+    incarnation: int
+    depth: int
+    max_batch_bytes: int
+
+
+class _Reply(msgspec.Struct):
+    """What the controller writes under ``reply/<token>``."""
+
+    verdict: Literal["ok", "busy", "value", "closed"]
+    message: str = ""
+
+
+def _write_reply(store: Store, guest: _Announcement, reply: _Reply) -> None:
+    store.set(f"reply/{guest.token}", msgspec.json.encode(reply).decode())
+
+
+def _private(store: Store, name: str) -> Store:
+    """A connection of its own for one thread (a waiting thread locks its client), in the balancer's name space."""
+    own = PrefixStore(name, cast("Any", store).clone())
+    own.set_timeout(_FOR_EVER)
+    return own
+
+
+def current_world() -> tuple[Store, int, int]:
+    """Store, rank and world size of the initialised default group. Raises ValueError if there is none."""
+    if not dist.is_initialized():
+        raise ValueError(
+            "RankFeed(None) takes store, rank and world size from torch.distributed, which is not initialised. "
+            "Call init_process_group first, or give RankFeed a store or 'tcp://host:port'"
+        )
+    store = cast("Store", cast("Any", dist.distributed_c10d)._get_default_store())
+    return store, dist.get_rank(), dist.get_world_size()
+
+
+# --- the controller --------------------------------------------------------------------------------------------------
+
+
+class TorchTransport:
+    """Where ranks connect: ``async with TorchTransport.listen(dp_size=8) as transport: await serve(balancer,
+    transport)``."""
+
+    def __init__(
+        self,
+        store: Store,
+        *,
+        dp_size: int,
+        host: str = "127.0.0.1",
+        name: str = "stream_balancer",
+        connect_timeout_s: float = 30.0,
+        keepalive_s: float = 10.0,
+        linger_s: float = 5.0,
+    ) -> None:
+        """Serve ranks that use ``store`` (any c10d store; in a trainer's world, that world's).
+
+        ``host``: the address ranks reach this process under; loopback unless you say otherwise, because links are
+        neither authenticated nor encrypted. ``name``: two balancers may share a store under different names.
+        """
+        self._store = _private(store, name)
+        self._raw_store = store
+        self._name = name
+        self.dp_size = dp_size
+        self._host = host
+        self._connect_timeout_s = connect_timeout_s
+        self._keepalive_s = keepalive_s
+        self._linger_s = linger_s
+        self._pool = SlabPool(keep=dp_size)
+        self._token = uuid.uuid4().hex
+        self._waiting: list[ControllerLink] = []
+        self._links: dict[int, ControllerLink] = {}
+        self._arrival = anyio.Event()
+        self._error: Exception | None = None
+        self._in_loop: Callable[[Callable[[], object]], None] | None = None
+        self._doorman = threading.Thread(target=self._admit_all, name="sb-doorman", daemon=True)
+        self.address: str | None = None
+        """``tcp://host:port`` for ranks, if this transport owns its store."""
+
+    @classmethod
+    def listen(cls, *, dp_size: int, host: str = "127.0.0.1", port: int = 0, **options: Any) -> TorchTransport:
+        """A transport with a store of its own, listening on ``host:port`` (0 = any free one). See :attr:`address`."""
+        listener = socket.create_server((host, port), backlog=1024)
+        bound = listener.getsockname()[1]
+        store = TCPStore(
+            host,
+            bound,
+            is_master=True,
+            wait_for_workers=False,
+            master_listen_fd=listener.detach(),
+            timeout=timedelta(days=1),
+        )
+        transport = cls(store, dp_size=dp_size, host=host, **options)
+        transport.address = f"tcp://{host}:{bound}"
+        return transport
+
+    async def accept(self) -> ControllerLink:
+        """See :class:`~stream_balancer.transport.Transport`."""
+        self._open()
+        while not self._waiting:
+            if self._error is not None:
+                raise self._error
+            self._arrival = anyio.Event()
+            await self._arrival.wait()
+        return self._waiting.pop(0)
+
+    async def aclose(self) -> None:
+        """See :class:`~stream_balancer.transport.Transport`."""
+        if self._error is None:
+            self._error = ClosedResourceError()
+        self._arrival.set()
+        with anyio.CancelScope(shield=True):
+            async with anyio.create_task_group() as group:
+                for link in self._links.values():
+                    group.start_soon(link.aclose)
+                group.start_soon(
+                    functools.partial(anyio.to_thread.run_sync, self._dismiss, limiter=anyio.CapacityLimiter(1))
+                )
+
+    async def __aenter__(self) -> Self:
+        self._open()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.aclose()
+
+    def _open(self) -> None:
+        if self._in_loop is None:
+            self._in_loop = loop_caller()
+            self._doorman.start()
+            _DOORS.add(self)
+
+    # the doorman's thread: one blocking wait in the store per arrival
+
+    def _admit_all(self) -> None:
+        number = self._store.add("joined", 0)
+        try:
+            while True:
+                raw = self._store.get(f"join/{number}")
+                if raw == self._token.encode():
+                    return
+                number = self._store.add("joined", 1)
+                with suppress(msgspec.MsgspecError):  # not an announcement of ours: nobody to answer
+                    self._admit(msgspec.json.decode(raw, type=_Announcement))
+        except RuntimeError as error:  # the store is gone
+            self._to_loop(functools.partial(self._fail, error))
+
+    def _admit(self, guest: _Announcement) -> None:
+        reply = self._judge(guest)
+        if reply is None:
+            self._to_loop(functools.partial(self._welcome, guest))
+        else:
+            self._answer(guest, reply)
+
+    def _answer(self, guest: _Announcement, reply: _Reply) -> None:
+        _write_reply(self._store, guest, reply)
+
+    def _judge(self, guest: _Announcement) -> _Reply | None:
+        if guest.protocol != PROTOCOL:
+            return _Reply("value", f"rank {guest.rank} speaks protocol {guest.protocol}, the controller {PROTOCOL}. "
+                          "Install one version of stream_balancer everywhere")  # fmt: skip
+        if guest.dp_size != self.dp_size:
+            return _Reply("value", f"rank {guest.rank} announces dp_size={guest.dp_size}, but the controller balances for "
+                          f"dp_size={self.dp_size}. Give both the same number of data-parallel ranks")  # fmt: skip
+        if not 0 <= guest.rank < self.dp_size or guest.depth < 1 or guest.incarnation < 0:
+            return _Reply("value", f"rank {guest.rank} (incarnation {guest.incarnation}, depth {guest.depth}) is not one of "
+                          f"{self.dp_size} ranks: ranks go from 0 to {self.dp_size - 1}, depth is at least 1")  # fmt: skip
+        return None
+
+    def _to_loop(self, function: Callable[[], object]) -> None:
+        if self._in_loop is not None:
+            self._in_loop(function)
+
+    def _dismiss(self) -> None:
+        """Make the doorman's wait end, and join him."""
+        if self._doorman.ident is not None:
+            with suppress(RuntimeError):
+                _claim(_private(self._raw_store, self._name), self._token)
+            self._doorman.join()
+        _DOORS.discard(self)
+
+    # in the loop
+
+    def _fail(self, error: Exception) -> None:
+        if self._error is None:
+            self._error = RankLostError(
+                f"the store ranks meet in went away: {error}. Restart the process that hosts it",
+                rank=-1,
+                cause=str(error),
+            )
+        self._arrival.set()
+
+    def _welcome(self, guest: _Announcement) -> None:
+        if self._error is not None or self._in_loop is None:
+            return
+        before = self._links.get(guest.rank)
+        if before is not None and before.live and before.incarnation >= guest.incarnation:
+            refusal = f"rank {guest.rank} is already connected (incarnation {before.incarnation}). One RankFeed per rank: close " \
+                      "the other one first, or start the rank again under a higher incarnation"  # fmt: skip
+            self._in_background(functools.partial(self._answer, guest, _Reply("busy", refusal)))
+            return
+        link = ControllerLink(
+            rank=guest.rank,
+            incarnation=guest.incarnation,
+            depth=guest.depth,
+            max_bytes=guest.max_batch_bytes,
+            connect=functools.partial(self._join, guest),
+            in_loop=self._in_loop,
+            pool=self._pool,
+            keepalive_s=self._keepalive_s,
+            linger_s=self._linger_s,
+        )
+        if before is not None:
+            before.supersede(guest.incarnation)
+            self._in_background(before._shut)
+        self._links[guest.rank] = link
+        self._waiting.append(link)
+        link._start()
+        self._arrival.set()
+
+    @staticmethod
+    def _in_background(function: Callable[[], object]) -> None:
+        threading.Thread(target=function, name="sb-errand", daemon=True).start()
+
+    # in a link's thread
+
+    def _join(self, guest: _Announcement) -> Pair:
+        store = _private(self._raw_store, self._name)
+        _write_reply(store, guest, _Reply("ok"))
+        return _GlooPair(PrefixStore(f"pair/{guest.token}", store), 0, self._host, self._connect_timeout_s)
+
+
+_DOORS: set[TorchTransport] = set()
+
+
+def _claim(store: Store, value: str) -> None:
+    """Write ``value`` under the first free ``join/<n>``. Claiming and writing is one step, so nobody can leave a hole
+    behind."""
+    number = store.add("joined", 0)
+    while bytes(store.compare_set(f"join/{number}", "", value)).decode() != value:
+        number += 1
+
+
+# --- the rank --------------------------------------------------------------------------------------------------------
+
+
+class GlooPort(PortBase):
+    """The rank's end, over a store or the address of one."""
+
+    def __init__(
+        self,
+        source: Store | str,
+        *,
+        rank: int,
+        dp_size: int,
+        incarnation: int,
+        depth: int,
+        max_batch_bytes: int,
+        host: str | None = None,
+        name: str = "stream_balancer",
+        connect_timeout_s: float = 30.0,
+        keepalive_s: float = 10.0,
+        linger_s: float = 5.0,
+        on_device: Callable[[Tensor], Tensor] | None = None,
+    ) -> None:
+        super().__init__(
+            rank=rank,
+            dp_size=dp_size,
+            incarnation=incarnation,
+            depth=depth,
+            max_batch_bytes=max_batch_bytes,
+            on_device=on_device,
+            keepalive_s=keepalive_s,
+            linger_s=linger_s,
+        )
+        self._source = source
+        self._host = host
+        self._name_space = name
+        self._connect_timeout_s = connect_timeout_s
+        self._announcement = _Announcement(
+            uuid.uuid4().hex, PROTOCOL, rank, dp_size, incarnation, depth, max_batch_bytes
+        )  # fmt: skip
+        self._raw_store: Store | None = None
+        self._cancelled = threading.Event()
+        self._start()
+
+    def _connect(self) -> Pair:
+        raw, host = self._reach_store()
+        self._raw_store = raw
+        store = _private(raw, self._name_space)
+        _claim(store, msgspec.json.encode(self._announcement).decode())
+        if self._cancelled.is_set():
+            raise ClosedResourceError
+        reply = msgspec.json.decode(store.get(f"reply/{self._announcement.token}"), type=_Reply)
+        if reply.verdict == "busy":
+            raise AlreadyInUseError(reply.message)
+        if reply.verdict == "value":
+            raise ValueError(reply.message)
+        if reply.verdict == "closed":
+            raise ClosedResourceError
+        pair = PrefixStore(f"pair/{self._announcement.token}", store)
+        return _GlooPair(pair, 1, self._host or host, self._connect_timeout_s)
+
+    def _cancel_connect(self) -> None:
+        self._cancelled.set()
+        if self._raw_store is not None:
+            with suppress(RuntimeError):
+                store = _private(self._raw_store, self._name_space)
+                _write_reply(store, self._announcement, _Reply("closed"))
+
+    def _reach_store(self) -> tuple[Store, str]:
+        if not isinstance(self._source, str):
+            return self._source, _own_address(os.environ.get("MASTER_ADDR", "127.0.0.1"))
+        host, port = _parse(self._source)
+        delay_s = 0.05
+        while True:  # the controller may start later than its ranks
+            try:
+                with socket.create_connection((host, port), timeout=5.0) as probe:
+                    own = probe.getsockname()[0]
+                break
+            except OSError:
+                if self._cancelled.wait(delay_s):
+                    raise ClosedResourceError from None
+                delay_s = min(2 * delay_s, 1.0)
+        return TCPStore(host, port, is_master=False, timeout=timedelta(days=1)), own
+
+
+def _parse(address: str) -> tuple[str, int]:
+    host, colon, port = address.removeprefix("tcp://").rpartition(":")
+    if not (address.startswith("tcp://") and colon and port.isdecimal()):
+        raise ValueError(
+            f"{address!r} is not an address of a controller: expected 'tcp://host:port', as TorchTransport.address"
+        )
+    return host.strip("[]"), int(port)
+
+
+def _own_address(peer: str) -> str:
+    """The address of this machine that ``peer`` would see. No packet is sent."""
+    with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((peer, 9))
+        return cast("str", probe.getsockname()[0])
+    return "127.0.0.1"
