@@ -10,14 +10,11 @@ from dataclasses import asdict, dataclass, replace
 
 import anyio
 import msgspec
-import torch
-import torch.distributed as dist
 from rich.console import Console
 
-from stream_balancer.cost import QuadraticCost
 from stream_balancer.demo.lengths import Workload, load_workload
+from stream_balancer.demo.meeting import host_store
 from stream_balancer.demo.messages import Message, Put, StepDone, Task
-from stream_balancer.demo.model import fit_cost
 from stream_balancer.demo.options import DemoOptions
 from stream_balancer.demo.processes import ChildError, run_children
 from stream_balancer.demo.report import RunRecord, RunReport, summarize
@@ -35,8 +32,6 @@ class _Setting:
 
     options: DemoOptions
     workload: Workload
-    cost: QuadraticCost
-    """CPU seconds per rollout, as measured before the runs."""
 
 
 def run_demo(options: DemoOptions) -> int:
@@ -50,7 +45,7 @@ def run_demo(options: DemoOptions) -> int:
     try:
         workload = load_workload(options)
         _introduce(console, options, workload)
-        setting = _Setting(options, workload, _measure_cost(options, workload))
+        setting = _Setting(options, workload)
         usual, balanced = anyio.run(_run_both, setting, console, backend=options.backend)
     except ValueError as error:
         console.print(f"demo: {error}", style="red", markup=False, highlight=False)
@@ -72,16 +67,6 @@ def _introduce(console: Console, options: DemoOptions, workload: Workload) -> No
         f"{options.workers} workers → controller → {options.ranks} ranks over gloo, {options.batch_size} a step",
         highlight=False,
     )
-
-
-def _measure_cost(options: DemoOptions, workload: Workload) -> QuadraticCost:
-    """The cost model of the balanced run: this machine's own seconds, on one thread as in the ranks."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        return fit_cost(options, workload.longest)
-    finally:
-        torch.set_num_threads(threads)
 
 
 async def _run_both(setting: _Setting, console: Console) -> tuple[RunReport, RunReport]:
@@ -117,8 +102,9 @@ async def _run(setting: _Setting, policy: str, progress: RunProgress) -> RunRepo
         clock.note(message)
         progress.show(message)
 
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
-    await run_children(_tasks(setting, policy, store.port), on_message)
+    store, port = host_store()
+    await run_children(_tasks(setting, policy, port), on_message)
+    del store  # not before the last child is done with it
     ids = [spec.rollout_id for spec in workload.specs]
     return summarize(record, policy=policy, ranks=options.ranks, expected=ids, wall_s=clock.seconds)
 
@@ -130,10 +116,7 @@ def _tasks(setting: _Setting, policy: str, port: int) -> list[Task]:
         rank=0,
         policy=policy,
         options=replace(setting.options, trace=None),
-        store_host="127.0.0.1",
         store_port=port,
-        run=policy,
-        cost=(setting.cost.linear, setting.cost.quadratic),
         max_tokens_per_micro_batch=cap,
         longest=setting.workload.longest,
     )
@@ -177,7 +160,6 @@ def _as_json(setting: _Setting, usual: RunReport, balanced: RunReport) -> dict[s
             "tokens": setting.workload.num_tokens,
             "longest": setting.workload.longest,
         },
-        "cost": {"linear_s": setting.cost.linear, "quadratic_s": setting.cost.quadratic},
         "options": options,
         "round_robin": usual.to_json(),
         "balanced": balanced.to_json(),

@@ -38,14 +38,8 @@ class Task(msgspec.Struct, frozen=True, kw_only=True):
     """``BalancerConfig.policy`` of this run."""
     options: DemoOptions
     """The demo's knobs (``trace`` left out: only the parent reads it)."""
-    store_host: str
-    """Where the parent's TCPStore, the meeting point, listens."""
     store_port: int
-    """Its port."""
-    run: str
-    """Name of the run: a prefix of all its keys in the store."""
-    cost: tuple[float, float] = (1.0, 0.0)
-    """CPU seconds per token and per token squared, measured beforehand."""
+    """Where the parent's store, the meeting point, listens."""
     max_tokens_per_micro_batch: int = 1
     """Token cap of a micro-batch."""
     longest: int = 1
@@ -71,7 +65,7 @@ class Dispatched(msgspec.Struct, frozen=True, tag=True):
     delays_s: tuple[float, ...]
     """Seconds from acceptance to dispatch, of each of its rollouts."""
     loads: tuple[float, ...]
-    """Predicted CPU seconds per rank."""
+    """Predicted work per rank, in the cost model's unit."""
 
 
 class StepDone(msgspec.Struct, frozen=True, tag=True):

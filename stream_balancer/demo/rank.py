@@ -5,20 +5,35 @@ from __future__ import annotations
 import time
 import zlib
 from collections.abc import Callable, Iterable
-from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from stream_balancer.demo.meeting import FEED_NAME, connect_store, join_trainers
 from stream_balancer.demo.messages import Message, StepDone, Task, Trained
 from stream_balancer.demo.model import Decoder, build_model, loss_sum
 from stream_balancer.demo.rollouts import checksum
+from stream_balancer.feed import RankFeed
 from stream_balancer.types import MicroBatch, RankBatch, Rollout
 
 __all__ = ["run_rank", "train"]
 
 _LEARNING_RATE = 1e-3
+
+
+def run_rank(task: Task, say: Callable[[Message], None]) -> None:
+    """Train on whatever the feed brings, until it ends."""
+    assert task.rank is not None
+    store = connect_store(task)
+    join_trainers(task, store)
+    model = build_model(task.options)
+    _warm_up(model, task.longest)
+    with RankFeed(store, rank=task.rank, dp_size=task.options.ranks, name=FEED_NAME) as feed:
+        train(feed, model, dist.all_reduce, say)
+    flat = torch.cat([p.detach().flatten() for p in model.parameters()])
+    say(Trained(task.rank, zlib.crc32(flat.numpy().tobytes())))
+    dist.destroy_process_group()
 
 
 def train(
@@ -74,8 +89,8 @@ def _step_done(batch: RankBatch, compute_s: float, loss: float) -> StepDone:
     )
 
 
-def _warm_up(model: Decoder, num_tokens: int) -> None:
-    """One pass on made-up tokens, not measured: the first one pays for allocations and kernel choices."""
-    loss_sum(
-        model, MicroBatch.of([Rollout(tokens={"input_ids": torch.zeros(num_tokens, dtype=torch.int64)})])
-    ).backward()  # type: ignore[no-untyped-call]
+def _warm_up(model: Decoder, longest: int) -> None:
+    """Two passes on made-up tokens, not measured: the first pays for allocations and kernel choices."""
+    rollouts = [Rollout(tokens={"input_ids": torch.zeros(n, dtype=torch.int64)}) for n in (longest, longest)]
+    for _ in range(2):
+        loss_sum(model, MicroBatch.of(rollouts)).backward()  # type: ignore[no-untyped-call]

@@ -23,7 +23,7 @@ def anyio_backend(request):
 
 
 def task(rank):
-    return Task(rank=rank, policy="window", options=DemoOptions(), store_host="", store_port=1, run="r")
+    return Task(rank=rank, policy="window", options=DemoOptions(), store_port=1)
 
 
 def python(script):

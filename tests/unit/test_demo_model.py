@@ -1,9 +1,8 @@
 """The demo's model: packed evaluation is one-by-one evaluation."""
 
-import pytest
 import torch
 
-from stream_balancer.demo.model import build_model, fit_cost, loss_sum
+from stream_balancer.demo.model import build_model, loss_sum, training_cost
 from stream_balancer.demo.options import DemoOptions
 from stream_balancer.types import MicroBatch, Rollout
 
@@ -84,11 +83,10 @@ def test_every_process_builds_the_same_model_and_leaves_the_global_seed_alone():
     assert not torch.equal(a.head.weight, build_model(DemoOptions(**{**_sizes(), "seed": 1})).head.weight)
 
 
-@pytest.mark.parametrize("longest", [2, 64])
-def test_fit_cost_grows_with_length(longest):
-    cost = fit_cost(OPTIONS, longest, repeats=1)
-    short, long = cost([1, 100])
-    assert 0 < short < long
+def test_the_cost_model_counts_every_weight_of_the_model():
+    model = build_model(OPTIONS)
+    matrices = sum(p.numel() for name, p in model.named_parameters() if p.ndim == 2 and "embedding" not in name)
+    assert training_cost(OPTIONS).flops_per_token == 6 * matrices
 
 
 def _sizes() -> dict[str, int]:

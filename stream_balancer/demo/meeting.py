@@ -1,0 +1,35 @@
+"""Where the demo's processes find one another: a key-value store that the parent hosts."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from stream_balancer.demo.messages import Task
+
+__all__ = ["FEED_NAME", "connect_store", "host_store", "join_trainers"]
+
+FEED_NAME = "feed"
+"""Prefix of the feed's keys."""
+
+_HOST = "127.0.0.1"
+
+
+def host_store() -> tuple[dist.Store, int]:
+    """A store on any free port, and the port. It lives as long as the returned object."""
+    store = dist.TCPStore(_HOST, 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
+    return store, store.port
+
+
+def connect_store(task: Task) -> dist.Store:
+    """The parent's store, from a child."""
+    store: dist.Store = dist.TCPStore(_HOST, task.store_port, is_master=False, timeout=timedelta(minutes=2))  # type: ignore[attr-defined]
+    return store
+
+
+def join_trainers(task: Task, store: dist.Store) -> None:
+    """The ranks' own process group, for their gradients. The controller has no part in it."""
+    assert task.rank is not None
+    trainers = dist.PrefixStore("trainers", store)
+    dist.init_process_group("gloo", store=trainers, rank=task.rank, world_size=task.options.ranks)

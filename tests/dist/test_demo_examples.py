@@ -1,0 +1,39 @@
+"""Every example runs as its first line says."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+def run(*command):
+    done = subprocess.run([*map(str, command)], capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_every_example_is_tested_and_short():
+    files = {path.name: path.read_text() for path in EXAMPLES.glob("*.py")}
+    assert files.keys() == {"single_process.py", "blocking_loop.py", "torchrun_single_controller.py"}
+    assert all(text.count("\n") < 60 for text in files.values())
+
+
+def test_single_process():
+    out = run(sys.executable, EXAMPLES / "single_process.py")
+    assert out.count("step ") == 8
+    assert "(drain)" in out
+
+
+def test_blocking_loop():
+    out = run(sys.executable, EXAMPLES / "blocking_loop.py")
+    assert out.endswith("200 rollouts accepted\n")
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_torchrun_single_controller(ranks):
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks]
+    out = run(*torchrun, EXAMPLES / "torchrun_single_controller.py")
+    assert f"{96} rollouts trained on {ranks} ranks" in out
