@@ -151,7 +151,7 @@ def replay(
         str,
         typer.Argument(
             metavar="TRACE",
-            help="A length trace (csv, csv.gz), or generate:NAME[:ROLLOUTS] for one made up; generate:help lists names.",
+            help="A length trace (csv, csv.gz), or generate:NAME[:ROLLOUTS] for one made up (generate:help).",
         ),
     ],
     dp_size: Annotated[int, typer.Option(help="Data-parallel ranks.")] = 8,
@@ -393,7 +393,7 @@ def _table(reports: Reports, *, instant: bool) -> Table:
     row("idle fraction", lambda r: f"{r.idle_fraction:.2%}", bold=True)
     row("  a better assignment might save", lambda r: f"{r.avoidable_idle:.2%}")
     row("  no assignment can save", lambda r: f"{r.unavoidable_idle:.2%}")
-    row("  with warm-up and drain", lambda r: f"{r.overall.idle_fraction:.2%}")
+    row("  with warm-up and tail", lambda r: f"{r.overall.idle_fraction:.2%}")
     row("trainer time, round-robin = 1", lambda r: f"{r.overall.work_s / usual if usual else 1.0:.3f}")
     if not instant:
         row("end to end, s", lambda r: f"{r.elapsed_s:,.0f}")
@@ -408,7 +408,7 @@ def _table(reports: Reports, *, instant: bool) -> Table:
     row("length-wait correlation", lambda r: f"{r.length_bias['correlation']:.2f}")
     row("mean length, came / went", lambda r: f"{r.arrived_lengths.mean:,.0f} / {r.dispatched_lengths.mean:,.0f}")
     row("dispatches", lambda r: ", ".join(f"{n} {why}" for why, n in r.reasons.items()))
-    row("  left out: warm-up, drain", lambda r: f"{r.warm_up.batches}, {r.drain.batches}" if r.is_steady else "none")
+    row("  left out: warm-up, tail", lambda r: f"{r.warm_up.batches}, {r.tail.batches}" if r.is_steady else "none")
     if any(r.padding_copies for r in reports.values()):
         row("padding copies", lambda r: f"{r.padding_copies}")
     if any(r.evicted for r in reports.values()):
@@ -425,7 +425,7 @@ def _verdict(reports: Reports) -> Iterator[str]:
     window, fifo, usual = reports["window"], reports["fifo"], reports["round_robin"]
     if not window.is_steady:
         yield (
-            "Too short a run for a steady state: the figures are of all dispatches, drain included. "
+            "Too short a run for a steady state: the figures are of all dispatches, tail included. "
             "Try --rollouts 10000, or a smaller batch."
         )
     saved = fifo.idle_fraction - window.idle_fraction

@@ -137,8 +137,9 @@ class SimulationReport:
     """What a balancer did with a trace.
 
     Figures at the top level are of the steady state: without the warm-up (its batches are short, because short rollouts
-    finish first) and without the drain (its batches hold what the window had put off). Both are shown beside it, and
-    ``overall`` is everything. If the run is too short for a steady state, ``overall`` stands in: see ``is_steady``.
+    finish first) and without the tail (its batches are long, because the last to finish are the longest, and hold what
+    the window had put off). Both are shown beside it, and ``overall`` is everything. If the run is too short for a
+    steady state, ``overall`` stands in: see ``is_steady``.
     """
 
     trace_name: str
@@ -159,9 +160,9 @@ class SimulationReport:
     warm_up: Segment
     """The first dispatches, left out of the figures above."""
     steady: Segment
-    """Between warm-up and drain."""
-    drain: Segment
-    """After the last rollout had come."""
+    """Between warm-up and tail."""
+    tail: Segment
+    """From the moment generation had no prompt left for a free slot (where arrivals are recorded: from ``end()``)."""
     overall: Segment
     """Every dispatch."""
     delay_s: Quantiles
@@ -269,7 +270,7 @@ _PLAIN = (
 _RECORDS = (
     "warm_up",
     "steady",
-    "drain",
+    "tail",
     "overall",
     "delay_s",
     "delay_dispatches",
@@ -309,7 +310,7 @@ def simulate(
     :param slots: rollouts generated at a time. Ignored where arrivals are recorded.
     :param tokens_per_second: of one slot. Ignored where arrivals are recorded.
     :param trainer: ``"instant"``, ``"matched"``, or work per second and rank: see :data:`TrainerSpeed`.
-    :param warm_up: dispatches left out of the figures; None = 50, but at most a quarter of those before the drain.
+    :param warm_up: dispatches left out of the figures; None = 50, but at most a quarter of those before the tail.
     :param seed: for the order in which groups are generated.
     :param progress: called with the number of rollouts dispatched or evicted so far, after every dispatch.
 
@@ -351,6 +352,8 @@ class _Generation:
         self._todo: deque[int] = deque(issue_order(trace, seed).tolist())
         self._running: list[tuple[float, int, int]] = []  # (finish, issued as the n-th, row), a heap
         self._issued = 0
+        self.dry_step: int | None = None
+        """Dispatches made when a slot first found no prompt; None before, and with recorded arrivals."""
         self.started_step = np.zeros(len(trace), dtype=np.int64)
         self._recorded = trace.arrival_s is not None
         if self._recorded:
@@ -381,6 +384,8 @@ class _Generation:
             self.started_step[row] = step
             heapq.heappush(self._running, (now + self._duration[row], self._issued, row))
             self._issued += 1
+        elif self.dry_step is None and not self._recorded:
+            self.dry_step = step
 
 
 class _Blocked:
@@ -590,15 +595,15 @@ class _Run:
             step_work=np.array(slowest, dtype=np.float64),
         )
         number = np.arange(self.step)
-        draining = np.array([r == "drain" for r in reason], dtype=bool)
-        before_drain = int(np.count_nonzero(~draining))
-        first = min(MAX_WARM_UP, before_drain // WARM_UP_SHARE) if warm_up is None else warm_up
-        warming = (number < first) & ~draining
-        steady = ~warming & ~draining
+        last = sum(r != "drain" for r in reason)
+        if self.generation.dry_step is not None:
+            last = min(last, self.generation.dry_step)
+        first = min(MAX_WARM_UP, last // WARM_UP_SHARE) if warm_up is None else min(warm_up, last)
+        warming, steady, tail = number < first, (number >= first) & (number < last), number >= last
         shown = steady if steady.any() else np.ones(self.step, dtype=bool)
         went = self.step_of >= 0
         chosen = went & shown[np.maximum(self.step_of, 0)] if self.step else went
-        came = (self.accepted_step >= first) & (self.accepted_step < before_drain) if steady.any() else went
+        came = (self.accepted_step >= first) & (self.accepted_step < last) if steady.any() else went
         skips = self.step_of - self.accepted_step
         delay_s = self.dispatched_s - self.accepted_s
         lengths = self.trace.lengths
@@ -613,7 +618,7 @@ class _Run:
             reasons=dict(Counter(reason)),
             warm_up=steps.segment(warming),
             steady=steps.segment(steady),
-            drain=steps.segment(draining),
+            tail=steps.segment(tail),
             overall=steps.segment(np.ones(self.step, dtype=bool)),
             delay_s=Quantiles.of(delay_s[chosen]),
             delay_dispatches=Quantiles.of(skips[chosen]),

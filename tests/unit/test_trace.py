@@ -1,0 +1,389 @@
+"""Reading and making length traces: what is accepted, how each mistake is named, what generators promise."""
+
+from __future__ import annotations
+
+import gzip
+import math
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from stream_balancer.errors import ConfigError, TraceError
+from stream_balancer.trace import PRESETS, LengthModel, Trace, finish_times, generate_trace, issue_order, load_trace
+
+HEADER = "group_id,prompt_tokens,output_tokens"
+
+Write = Callable[..., Path]
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Write:
+    def write_file(text: str | bytes, name: str = "lengths.csv") -> Path:
+        path = tmp_path / name
+        raw = text if isinstance(text, bytes) else text.encode()
+        path.write_bytes(gzip.compress(raw) if name.endswith(".gz") else raw)
+        return path
+
+    return write_file
+
+
+def trace_of(
+    output: list[int], groups: list[int] | None = None, arrival: list[float] | None = None, prompt: int = 0
+) -> Trace:
+    return Trace(
+        prompt_tokens=np.full(len(output), prompt),
+        output_tokens=np.array(output),
+        group_ids=np.arange(len(output)) if groups is None else np.array(groups),
+        arrival_s=None if arrival is None else np.array(arrival),
+    )
+
+
+class TestLoad:
+    @pytest.mark.parametrize("name", ["a.csv", "a.csv.gz"])
+    def test_plain_and_gzipped(self, write: Write, name: str) -> None:
+        trace = load_trace(write(f"{HEADER}\np1,10,20\np1,10,0\np2,0,5\n", name))
+        assert trace.prompt_tokens.tolist() == [10, 10, 0]
+        assert trace.output_tokens.tolist() == [20, 0, 5]
+        assert trace.lengths.tolist() == [30, 10, 5]
+        assert trace.group_ids.tolist() == [0, 0, 1]
+        assert trace.arrival_s is None
+        assert (trace.name, len(trace), trace.num_groups, trace.num_tokens) == ("a", 3, 2, 45)
+
+    def test_columns_by_name_in_any_order_and_extra_ones_ignored(self, write: Write) -> None:
+        text = 'note,output_tokens,arrival_seconds,group_id,prompt_tokens\n"a, ""b""",7,1.5,x,3\n,8,1.5,y,4\n'
+        trace = load_trace(write(text))
+        assert trace.lengths.tolist() == [10, 12]
+        assert trace.arrival_s is not None
+        assert trace.arrival_s.tolist() == [1.5, 1.5]
+
+    def test_what_other_tools_write(self, write: Write) -> None:
+        """A byte-order mark, Windows line ends, blank lines, integers written as floats, no last line end."""
+        trace = load_trace(write("\ufeffgroup_id, prompt_tokens ,output_tokens\r\n\r\n1,2.0,3e1\r\n\r\n2,4,5"))
+        assert trace.lengths.tolist() == [32, 9]
+
+    def test_gzip_without_the_suffix(self, write: Write) -> None:
+        assert len(load_trace(write(gzip.compress(f"{HEADER}\n1,2,3".encode())))) == 1
+
+    @pytest.mark.parametrize(
+        ("text", "message"),
+        [
+            ("", "the file is empty. Its first line names the columns: group_id,prompt_tokens,output_tokens"),
+            ("\n\n", "the file is empty"),
+            (HEADER, "has column names but no rows"),
+            ("group_id,prompt_tokens\n1,2", "line 1: no column output_tokens; the file has group_id, prompt_tokens."),
+            ("prompt_tokens,output_tokens\n1,2", "no column group_id.*the row's number will do"),
+            ("1,2,3\n4,5,6", "line 1: no column group_id, prompt_tokens, output_tokens; the file has 1, 2, 3."),
+            (HEADER + ",output_tokens\n1,2,3,4", "line 1: two columns are called output_tokens. Rename one"),
+            (HEADER + "\n1,2,3\n1,-2,3", r"line 3: prompt_tokens is negative \(-2\)"),
+            (HEADER + "\n1,2,3\n1,2,-3.0", r"line 3: output_tokens is negative \(-3.0\)"),
+            (HEADER + "\n1,2,many", "line 2: output_tokens is 'many', not a number. Drop the row or repair it"),
+            (HEADER + "\n1,2,", "line 2: output_tokens is '', not a number"),
+            (HEADER + "\n1,nan,3", "line 2: prompt_tokens is nan, not a finite number"),
+            (HEADER + "\n1,inf,3", "line 2: prompt_tokens is inf, not a finite number"),
+            (HEADER + "\n1,2.5,3", "line 2: prompt_tokens is '2.5'; tokens are whole numbers"),
+            (HEADER + "\n1,2,4000000000", "line 2: output_tokens is 4000000000, more than 2147483647"),
+            (HEADER + "\n1,1e300,4", "line 2: prompt_tokens is 1e300, more than 2147483647"),
+            (HEADER + "\n1,0,0", r"line 2: a rollout without tokens \(prompt_tokens \+ output_tokens is 0\)"),
+            (HEADER + "\n1,2", "line 2: 2 fields, but the first line names 3 columns"),
+            (HEADER + "\n1,2,3,4", "line 2: 4 fields, but the first line names 3 columns"),
+            (HEADER + ',note\n1,2,3,"a\nb"\n1,2,x,c', "line 4: output_tokens is 'x'"),
+            (HEADER + ",arrival_seconds\n1,2,3,5\n1,2,3,4.5", "line 3: arrival_seconds goes back from 5 to 4.5. Sort"),
+            (HEADER + ",arrival_seconds\n1,2,3,", "line 2: arrival_seconds is '', not a number"),
+            (HEADER + ",arrival_seconds\n1,2,3,nan", "line 2: arrival_seconds is nan, not a finite number"),
+            (HEADER.encode() + b"\n\xff\xfe,1,2", "line 2: is not UTF-8 text"),
+            (HEADER + '\n"' + "x" * 200_000 + '",1,2', "is not CSV"),
+        ],
+    )
+    def test_every_mistake_is_named_with_file_and_line(self, write: Write, text: str | bytes, message: str) -> None:
+        path = write(text)
+        with pytest.raises(TraceError, match=message) as caught:
+            load_trace(path)
+        assert str(caught.value).startswith(str(path))
+
+    def test_not_a_gzip(self, tmp_path: Path) -> None:
+        path = tmp_path / "a.csv.gz"
+        path.write_text(f"{HEADER}\n1,2,3")
+        with pytest.raises(TraceError, match=r"is called \.gz but is not a gzip file. Rename it"):
+            load_trace(path)
+
+    def test_a_gzip_cut_short_or_damaged(self, tmp_path: Path) -> None:
+        path = tmp_path / "a.csv.gz"
+        whole = gzip.compress((HEADER + "\n1,2,3" * 1000).encode())
+        path.write_bytes(whole[:-20])
+        with pytest.raises(TraceError, match=r"damaged or cut short.*Fetch it again"):
+            load_trace(path)
+        path.write_bytes(whole[:12] + b"\xff" * 20 + whole[32:])
+        with pytest.raises(TraceError, match="damaged or cut short"):
+            load_trace(path)
+
+    def test_no_such_file_and_a_folder(self, tmp_path: Path) -> None:
+        with pytest.raises(TraceError, match=r"absent\.csv: cannot be read .*Check the path"):
+            load_trace(tmp_path / "absent.csv")
+        with pytest.raises(TraceError, match="cannot be read"):
+            load_trace(tmp_path)
+
+    @given(st.text(max_size=200))
+    def test_any_text_loads_or_is_refused_by_name(self, text: str) -> None:
+        from stream_balancer.trace import _parse
+
+        for body in (text, f"{HEADER}\n{text}"):
+            found: Trace | TraceError
+            try:
+                found = _parse("f.csv", body)
+            except TraceError as error:
+                found = error
+            assert (found.lengths >= 1).all() if isinstance(found, Trace) else str(found).startswith("f.csv")
+
+    @given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 2**31 - 1), st.integers(1, 2**31 - 1)), min_size=1))
+    def test_round_trip(self, rows: list[tuple[int, int, int]]) -> None:
+        from stream_balancer.trace import _parse
+
+        trace = _parse("f.csv", "\n".join([HEADER, *(",".join(map(str, row)) for row in rows)]))
+        assert list(zip(trace.prompt_tokens.tolist(), trace.output_tokens.tolist(), strict=True)) == [
+            (prompt, output) for _, prompt, output in rows
+        ]
+        names = [row[0] for row in rows]
+        for a, label_a in zip(names, trace.group_ids, strict=True):
+            for b, label_b in zip(names, trace.group_ids, strict=True):
+                assert (a == b) == (label_a == label_b)
+
+
+class TestTrace:
+    @pytest.mark.parametrize(
+        ("kwargs", "message"),
+        [
+            ({"output_tokens": [1, 2]}, r"columns must all be \[n\]"),
+            ({"prompt_tokens": [], "output_tokens": [], "group_ids": []}, "no rollouts"),
+            ({"output_tokens": [-1]}, "negative lengths"),
+            ({"prompt_tokens": [0], "output_tokens": [0]}, "a rollout without tokens"),
+            ({"arrival_s": [math.nan]}, "arrival_s must be finite and never decrease"),
+        ],
+    )
+    def test_columns_that_do_not_fit(self, kwargs: dict[str, list[float]], message: str) -> None:
+        good = {"prompt_tokens": [1], "output_tokens": [1], "group_ids": [0]}
+        columns = {name: np.array(value) for name, value in (good | kwargs).items()}
+        with pytest.raises(TraceError, match=message):
+            Trace(**columns)  # type: ignore[arg-type]
+
+    def test_decreasing_arrivals(self) -> None:
+        with pytest.raises(TraceError, match="never decrease"):
+            trace_of([1, 1], arrival=[1.0, 0.5])
+
+    def test_scaled(self) -> None:
+        trace = trace_of([1000, 10, 1], prompt=100, arrival=[0.0, 1.0, 2.0]).scaled(0.01)
+        assert trace.lengths.tolist() == [11, 1, 1]
+        assert trace.prompt_tokens.tolist() == [1, 1, 1]
+        assert trace.output_tokens.tolist() == [10, 0, 0]
+        assert trace.arrival_s is not None
+        assert trace.name == "trace x0.01"
+
+    @given(st.floats(1e-6, 100), st.lists(st.integers(1, 10**5), min_size=1, max_size=20), st.integers(0, 1000))
+    def test_scaling_keeps_a_token_and_the_order(self, factor: float, output: list[int], prompt: int) -> None:
+        trace = trace_of(output, prompt=prompt)
+        scaled = trace.scaled(factor)
+        assert (scaled.lengths >= 1).all()
+        assert (scaled.prompt_tokens >= 0).all()
+        assert (scaled.output_tokens >= 0).all()
+        assert np.abs(scaled.lengths - np.maximum(trace.lengths * factor, 1)).max() <= 0.5
+        order = np.argsort(trace.lengths, kind="stable")
+        assert (np.diff(scaled.lengths[order]) >= 0).all()
+
+    @pytest.mark.parametrize("factor", [0.0, -1.0, math.nan, math.inf])
+    def test_bad_scale(self, factor: float) -> None:
+        with pytest.raises(TraceError, match="the scale must be a finite number > 0"):
+            trace_of([1]).scaled(factor)
+
+    def test_head(self) -> None:
+        trace = trace_of([5, 6, 7], arrival=[0.0, 1.0, 2.0])
+        assert trace.head(2).lengths.tolist() == [5, 6]
+        assert trace.head(9) is trace
+        with pytest.raises(TraceError, match="at least 1 rollout must remain, not 0"):
+            trace.head(0)
+
+    def test_resampled_by_group_keeps_siblings_together_under_new_labels(self) -> None:
+        trace = trace_of([1, 2, 3, 4, 5, 6], groups=[0, 1, 0, 1, 2, 2], arrival=[0.0] * 6)
+        drawn = trace.resampled(1000, seed=3)
+        assert len(drawn) == 1000
+        assert drawn.arrival_s is None
+        lengths = drawn.lengths.tolist()
+        allowed = [[1, 3], [2, 4], [5, 6]]
+        for label in range(drawn.num_groups - 1):
+            assert [lengths[i] for i in np.flatnonzero(drawn.group_ids == label)] in allowed
+        assert drawn.resampled(10, seed=1).num_groups == 5
+
+    def test_resampled_one_by_one(self) -> None:
+        drawn = trace_of([1, 2, 3], groups=[0, 0, 0]).resampled(500, seed=1, by_group=False)
+        assert drawn.num_groups == 500
+        assert set(drawn.lengths.tolist()) == {1, 2, 3}
+        with pytest.raises(TraceError, match="at least 1 rollout must be drawn"):
+            drawn.resampled(0, seed=1)
+
+    def test_same_seed_same_draw(self) -> None:
+        trace = generate_trace(100, "lrm")
+        assert trace.resampled(50, seed=5).lengths.tolist() == trace.resampled(50, seed=5).lengths.tolist()
+        assert trace.resampled(50, seed=5).lengths.tolist() != trace.resampled(50, seed=6).lengths.tolist()
+
+    def test_repr(self) -> None:
+        assert repr(trace_of([1, 2])) == "Trace('trace', rollouts=2, groups=2, tokens=3, arrivals=none)"
+
+
+class TestGenerate:
+    def test_same_seed_same_trace(self) -> None:
+        assert generate_trace(100, "rg", seed=1).lengths.tolist() == generate_trace(100, "rg", seed=1).lengths.tolist()
+        assert generate_trace(100, "rg", seed=1).lengths.tolist() != generate_trace(100, "rg", seed=2).lengths.tolist()
+
+    def test_lognormal_is_the_textbook_one(self) -> None:
+        trace = generate_trace(200_000, "lognormal", seed=0)
+        assert trace.lengths.min() == 64
+        assert trace.lengths.max() == 32_768
+        logs = np.log(trace.lengths)
+        assert np.median(logs) == pytest.approx(math.log(4096) - 0.5, abs=0.02)
+        assert logs.std() == pytest.approx(1.0, abs=0.03)
+        assert trace.num_groups == len(trace)
+        assert trace.prompt_tokens.max() == 0
+
+    @pytest.mark.parametrize("name", [name for name in PRESETS if name not in ("drifting", "lognormal")])
+    def test_presets_have_the_moments_they_were_fitted_to(self, name: str) -> None:
+        model = PRESETS[name]
+        trace = generate_trace(60_000, name, seed=4)
+        free = LengthModel(
+            mu=model.mu, sigma_between=model.sigma_between, sigma_within=model.sigma_within, siblings=model.siblings
+        )
+        logs = np.log(generate_trace(60_000, free, seed=4).output_tokens).reshape(-1, model.siblings)
+        assert logs.mean() == pytest.approx(model.mu, abs=0.05)
+        within = logs.std(axis=1, ddof=1)
+        assert math.sqrt((within**2).mean()) == pytest.approx(model.sigma_within, abs=0.03)
+        between = logs.mean(axis=1).var() - model.sigma_within**2 / model.siblings
+        assert math.sqrt(between) == pytest.approx(model.sigma_between, abs=0.04)
+        assert trace.lengths.min() >= 1
+        assert trace.output_tokens.max() == model.cap
+
+    def test_the_spike_at_the_cap(self) -> None:
+        trace = generate_trace(10_000, "rg", seed=0)
+        assert np.count_nonzero(trace.output_tokens == 2048) == pytest.approx(320, abs=1)
+
+    def test_siblings_share_the_prompt_and_are_alike(self) -> None:
+        trace = generate_trace(30_000, "lrm", seed=0)
+        prompts = trace.prompt_tokens.reshape(-1, 5)
+        assert (prompts == prompts[:, :1]).all()
+        assert np.bincount(trace.group_ids).tolist() == [5] * 6000
+
+    def test_drift_lets_the_median_fall_by_a_third(self) -> None:
+        output = generate_trace(100_000, "drifting", seed=0).output_tokens
+        assert np.median(output[-10_000:]) / np.median(output[:10_000]) == pytest.approx(2 / 3, abs=0.06)
+
+    def test_one_rollout(self) -> None:
+        assert len(generate_trace(1, "drifting")) == 1
+
+    def test_bad_requests(self) -> None:
+        with pytest.raises(TraceError, match="no length model is called 'gpt'; use one of rg, lrm"):
+            generate_trace(5, "gpt")
+        with pytest.raises(TraceError, match="at least 1 rollout, not 0"):
+            generate_trace(0)
+
+    @pytest.mark.parametrize(
+        ("changes", "message"),
+        [
+            ({"mu": math.nan}, "LengthModel.mu must be finite"),
+            ({"sigma_within": -1.0}, "LengthModel.sigma_within must be >= 0"),
+            ({"cap": 3, "floor": 4}, "1 <= floor <= cap must hold, not floor=4, cap=3"),
+            ({"floor": 0}, "1 <= floor <= cap"),
+            ({"cap_share": 0.1}, "cap_share must be in 0..1, and needs a cap"),
+            ({"cap": 9, "cap_share": 1.5}, "cap_share must be in 0..1"),
+            ({"siblings": 0}, r"siblings \(0\) must be >= 1"),
+            ({"drift": 0.0}, r"drift \(0.0\) > 0"),
+        ],
+    )
+    def test_a_model_that_describes_no_lengths(self, changes: dict[str, float], message: str) -> None:
+        with pytest.raises(ValueError, match=message):
+            LengthModel(**({"mu": 5.0, "sigma_between": 1.0, "sigma_within": 1.0} | changes))  # type: ignore[arg-type]
+
+
+class TestFinishTimes:
+    def test_by_hand(self) -> None:
+        """Two slots at 1 token/s, groups in a known order."""
+        trace = trace_of([4, 1, 2, 5], groups=[0, 0, 0, 0])
+        assert finish_times(trace, slots=2, tokens_per_second=1.0).tolist() == [4.0, 1.0, 3.0, 8.0]
+        assert finish_times(trace, slots=1, tokens_per_second=2.0).tolist() == [2.0, 2.5, 3.5, 6.0]
+        assert finish_times(trace, slots=9, tokens_per_second=1.0).tolist() == [4.0, 1.0, 2.0, 5.0]
+
+    def test_prompts_cost_no_time(self) -> None:
+        assert finish_times(trace_of([3], prompt=1000), 1, 1.0).tolist() == [3.0]
+
+    def test_recorded_arrivals_are_used_from_the_first(self) -> None:
+        assert finish_times(trace_of([9, 1], arrival=[100.0, 101.5]), slots=1).tolist() == [0.0, 1.5]
+
+    def test_finish_order_is_length_biased(self) -> None:
+        trace = generate_trace(2_000, "lrm", seed=1)
+        order = np.argsort(finish_times(trace, slots=256), kind="stable")
+        tenth = len(trace) // 10
+        mean = trace.lengths.mean()
+        assert trace.lengths[order[:tenth]].mean() < 0.6 * mean
+        assert trace.lengths[order[-tenth:]].mean() > 1.5 * mean
+
+    @given(st.lists(st.integers(0, 5), min_size=1, max_size=30), st.integers(0, 99))
+    def test_groups_are_issued_whole_in_some_order(self, groups: list[int], seed: int) -> None:
+        trace = trace_of([1] * len(groups), groups=groups)
+        order = issue_order(trace, seed)
+        assert sorted(order.tolist()) == list(range(len(groups)))
+        issued = [groups[row] for row in order.tolist()]
+        assert sum(a != b for a, b in pairwise(issued)) == len(set(groups)) - 1
+        rows = {g: [r for r in order.tolist() if groups[r] == g] for g in groups}
+        assert all(found == sorted(found) for found in rows.values())
+
+    @given(st.lists(st.integers(0, 50), min_size=1, max_size=40), st.integers(1, 8))
+    def test_slots_are_never_overbooked_and_never_idle(self, output: list[int], slots: int) -> None:
+        trace = trace_of(output, prompt=1)
+        finish = finish_times(trace, slots, tokens_per_second=1.0)
+        begin = finish - trace.output_tokens
+        assert (begin >= 0).all()
+        for moment in np.unique(begin):
+            assert np.count_nonzero((begin <= moment) & (finish > moment)) <= slots
+        assert finish.max() <= sum(output) / min(slots, len(output)) + max(output)
+
+    @pytest.mark.parametrize(
+        ("slots", "speed", "knob"), [(0, 1.0, "slots"), (1, 0.0, "tokens"), (1, math.nan, "tokens")]
+    )
+    def test_generation_that_never_ends_is_refused(self, slots: int, speed: float, knob: str) -> None:
+        with pytest.raises(ConfigError, match=rf"{knob}.*no rollout would ever finish"):
+            finish_times(trace_of([1]), slots, speed)
+
+
+class TestRealTraces:
+    FILES = (
+        ("rg_qwen3b_rl_g3", 30_300, 10_100),
+        ("lrm_token_economy_g5", 2_178, 437),
+        ("misguided_thinking_g3", 2_666, 889),
+        ("tau_airline_gpt4o_g4", 200, 50),
+        ("azure_2023_conv", 19_366, None),
+        ("mooncake_conversation", 12_031, None),
+        ("nemo_gym_mixed_envs", 499, 101),
+    )
+
+    @pytest.mark.parametrize(("name", "rows", "groups"), FILES)
+    def test_each_loads(self, traces_dir: Path, name: str, rows: int, groups: int | None) -> None:
+        trace = load_trace(traces_dir / f"{name}.csv.gz")
+        assert (trace.name, len(trace)) == (name, rows)
+        assert groups is None or trace.num_groups == groups
+        assert (trace.arrival_s is None) == (name not in ("azure_2023_conv", "mooncake_conversation"))
+
+    @pytest.mark.parametrize(
+        ("name", "preset"),
+        [
+            ("rg_qwen3b_rl_g3", "rg"),
+            ("lrm_token_economy_g5", "lrm"),
+            ("misguided_thinking_g3", "misguided"),
+            ("tau_airline_gpt4o_g4", "tau"),
+        ],
+    )
+    def test_presets_resemble_their_traces(self, traces_dir: Path, name: str, preset: str) -> None:
+        real = load_trace(traces_dir / f"{name}.csv.gz").output_tokens
+        made = generate_trace(20_000, preset, seed=0).output_tokens
+        for quantile in (0.25, 0.5, 0.75, 0.9):
+            ratio = np.quantile(made, quantile) / np.quantile(real, quantile)
+            assert 0.7 < ratio < 1.45, f"quantile {quantile}: {ratio:.2f}"
