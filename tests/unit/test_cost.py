@@ -85,9 +85,7 @@ def test_hf_config_knows_grouped_queries_experts_and_multimodal() -> None:
         (lambda: sb.QuadraticCost(linear=0, quadratic=0), "would cost nothing"),
         (lambda: sb.TransformerCost.from_hf_config({"hidden_size": 8}), "has no 'num_attention_heads'"),
         (
-            lambda: sb.TransformerCost(
-                hidden_size=8, num_layers=0, num_heads=1, intermediate_size=1, vocab_size=1
-            ),
+            lambda: sb.TransformerCost(hidden_size=8, num_layers=0, num_heads=1, intermediate_size=1, vocab_size=1),
             "num_layers must be",
         ),
         (

@@ -16,7 +16,11 @@ IDS = torch.arange(5)
 
 def test_columns_may_be_tensors_arrays_or_lists() -> None:
     rollout = sb.Rollout(
-        tokens={"input_ids": [1, 2, 3], "logprobs": np.zeros(3, dtype=np.float32), "loss_mask": torch.tensor([0, 1, 1])},
+        tokens={
+            "input_ids": [1, 2, 3],
+            "logprobs": np.zeros(3, dtype=np.float32),
+            "loss_mask": torch.tensor([0, 1, 1]),
+        },
         scalars={"advantage": np.float64(0.5), "reward": torch.tensor(2)},
     )
     assert rollout.num_tokens == 3

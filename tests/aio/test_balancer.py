@@ -1,0 +1,638 @@
+"""The balancer on both loops, in virtual time: when batches leave, who waits, who is woken."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import math
+from typing import Any
+
+import anyio
+import pytest
+from anyio.lowlevel import checkpoint
+
+import stream_balancer as sb
+from stream_balancer.testing import count_wakeups, make_rollout, make_rollouts
+
+
+def config(**knobs: Any) -> sb.BalancerConfig:
+    return sb.BalancerConfig(**{"dp_size": 2, "batch_size": 4, **knobs})
+
+
+async def settle() -> None:
+    """Let every task run until it waits, without moving the clock."""
+    for _ in range(20):
+        await checkpoint()
+
+
+async def fill(balancer: sb.StreamBalancer, count: int, start: int = 0) -> None:
+    for rollout in make_rollouts(range(1, count + 1), prefix=f"f{start}-"):
+        await balancer.put(rollout)
+
+
+def ids(batch: sb.Batch) -> set[str]:
+    return {r.rollout_id for r in batch.rollouts if not r.is_padding}
+
+
+# -- when a batch leaves -----------------------------------------------------------------------------------------------
+
+
+async def test_a_full_window_leaves_at_once() -> None:
+    async with sb.StreamBalancer(config(deadline_s=1000.0)) as balancer:
+        got: list[tuple[float, sb.Batch]] = []
+
+        async def trainer() -> None:
+            async for batch in balancer.batches():
+                got.append((anyio.current_time(), batch))
+                break
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(trainer)
+            for rollout in make_rollouts([5] * 8):
+                await anyio.sleep(1.0)
+                assert not got
+                await balancer.put(rollout)
+                filled = anyio.current_time()
+        assert [(t, b.reason, b.num_rollouts) for t, b in got] == [(filled, "window", 4)]
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations(["trainer", "w1", "w2", "clock"])))
+async def test_a_full_window_has_no_latency_whatever_the_order_of_starting(order: tuple[str, ...]) -> None:
+    async with sb.StreamBalancer(config(deadline_s=50.0)) as balancer:
+        left: list[float] = []
+
+        async def trainer() -> None:
+            async for _ in balancer.batches():
+                left.append(anyio.current_time())
+                if len(left) == 2:
+                    break
+
+        async def worker(name: str) -> None:
+            for rollout in make_rollouts([3] * 6, prefix=name):
+                await anyio.sleep(1.0)
+                await balancer.put(rollout)
+
+        async def clock() -> None:
+            await anyio.sleep(2.5)
+
+        async with anyio.create_task_group() as tasks:
+            for name in order:
+                if name in ("w1", "w2"):
+                    tasks.start_soon(worker, name)
+                else:
+                    tasks.start_soon({"trainer": trainer, "clock": clock}[name])
+        # 2 rollouts a second fill the window of 8 at 4 s; the 4 left behind and 4 more fill it again at 6 s
+        assert left == [4.0, 6.0]
+
+
+async def test_a_deadline_fires_exactly_at_its_time() -> None:
+    async with sb.StreamBalancer(config(deadline_s=30.0)) as balancer:
+        await anyio.sleep(5.0)
+        await fill(balancer, 2)
+        await anyio.sleep(10.0)
+        await balancer.put(make_rollout(9, "late"))
+        batch = await anext(balancer.batches())
+        assert anyio.current_time() == 35.0
+        assert (batch.reason, batch.num_rollouts) == ("deadline", 3)
+
+
+async def test_a_deadline_waits_for_min_batch_size() -> None:
+    async with sb.StreamBalancer(config(deadline_s=30.0, min_batch_size=3)) as balancer:
+        await fill(balancer, 2)
+
+        async def late() -> None:
+            await anyio.sleep(100.0)
+            await balancer.put(make_rollout(9))
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(late)
+            batch = await anext(balancer.batches())
+        assert (anyio.current_time(), batch.reason, batch.num_rollouts) == (100.0, "deadline", 3)
+
+
+async def test_the_deadline_of_who_is_left_behind_still_counts_from_its_arrival() -> None:
+    async with sb.StreamBalancer(config(deadline_s=30.0)) as balancer:
+        batches = balancer.batches()
+        await fill(balancer, 8)
+        assert (await anext(batches)).reason == "window"
+        await anyio.sleep(10.0)
+        second = await anext(batches)
+        assert (anyio.current_time(), second.reason, second.num_rollouts) == (30.0, "deadline", 4)
+
+
+async def test_rollouts_about_to_go_stale_leave_without_a_full_window() -> None:
+    async with sb.StreamBalancer(config(window=12, max_staleness=1)) as balancer:
+        balancer.set_version(5)
+        for rollout in make_rollouts([4] * 6):
+            await balancer.put(make_rollout(rollout.num_tokens, rollout.rollout_id, version=5))
+        async with anyio.create_task_group() as tasks:
+
+            async def policy_moves_on() -> None:
+                await anyio.sleep(7.0)
+                balancer.set_version(6)
+
+            tasks.start_soon(policy_moves_on)
+            batch = await anext(balancer.batches())
+        assert (anyio.current_time(), batch.reason, batch.num_rollouts) == (7.0, "age", 4)
+
+
+async def test_stale_rollouts_are_evicted_and_told() -> None:
+    told: list[tuple[str, str]] = []
+    async with sb.StreamBalancer(
+        config(max_staleness=1), on_evict=lambda r, why: told.append((r.rollout_id, why))
+    ) as balancer:
+        balancer.set_version(3)
+        await balancer.put(make_rollout(3, "old", version=2))
+        await balancer.put(make_rollout(3, "range", version=(2, 3)))
+        await balancer.put(make_rollout(3, "new", version=3))
+        await balancer.put(make_rollout(3, "unknown"))
+        balancer.set_version(4)
+        assert told == [("old", "stale"), ("range", "stale")]
+        await balancer.put(make_rollout(3, "too late", version=2))
+        assert told[-1] == ("too late", "stale")
+        stats = balancer.statistics()
+        assert (stats.waiting, stats.accepted, stats.evicted["stale"], stats.version) == (2, 5, 3, 4)
+        with pytest.raises(ValueError, match="must not go backwards"):
+            balancer.set_version(3)
+
+
+async def test_on_stale_send_keeps_them() -> None:
+    async with sb.StreamBalancer(config(max_staleness=0, on_stale="send")) as balancer:
+        balancer.set_version(1)
+        for rollout in make_rollouts([2] * 4):
+            await balancer.put(make_rollout(2, rollout.rollout_id, version=0))
+        batch = await anext(balancer.batches())
+        assert (batch.reason, batch.num_rollouts) == ("age", 4)
+        assert not balancer.statistics().evicted["stale"]
+
+
+async def test_a_callback_that_raises_is_logged_and_changes_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    def angry(rollout: sb.Rollout, reason: str) -> None:
+        raise RuntimeError("no")
+
+    async with sb.StreamBalancer(config(max_staleness=0), on_evict=angry) as balancer:
+        balancer.set_version(1)
+        with caplog.at_level(logging.ERROR):
+            await balancer.put(make_rollout(2, "r", version=0))
+        assert "on_evict failed for rollout 'r' (stale)" in caplog.text
+        assert balancer.statistics().evicted["stale"] == 1
+
+
+# -- nothing polls -----------------------------------------------------------------------------------------------------
+
+
+async def test_nothing_wakes_while_idle() -> None:
+    async with sb.StreamBalancer(config(deadline_s=None, window=64, capacity=64)) as balancer:
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(anext, balancer.batches())
+            for _ in range(3):
+                tasks.start_soon(fill, balancer, 3, _)
+            await settle()
+            with count_wakeups() as wakeups:
+                await anyio.sleep(100_000.0)
+            assert wakeups.count <= 4
+            tasks.cancel_scope.cancel()
+
+
+async def test_blocked_puts_do_not_poll() -> None:
+    async with sb.StreamBalancer(config(window=4, capacity=4)) as balancer:
+        await fill(balancer, 4)
+        async with anyio.create_task_group() as tasks:
+            for n in range(50):
+                tasks.start_soon(balancer.put, make_rollout(2, f"blocked{n}"))
+            await settle()
+            with count_wakeups() as wakeups:
+                await anyio.sleep(100_000.0)
+            assert wakeups.count <= 4
+            tasks.cancel_scope.cancel()
+
+
+async def test_puts_below_the_window_do_not_wake_the_trainer() -> None:
+    async with sb.StreamBalancer(config(window=64, capacity=64, deadline_s=1e6)) as balancer:
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(anext, balancer.batches())
+            await settle()
+            polls = 0
+            poll = balancer._core.poll
+
+            def counted(now: float) -> sb.Batch | None:
+                nonlocal polls
+                polls += 1
+                return poll(now)
+
+            balancer._core.poll = counted  # type: ignore[method-assign]
+            await fill(balancer, 63)
+            await settle()
+            assert polls <= 1  # once, to arm the deadline
+            tasks.cancel_scope.cancel()
+
+
+# -- backpressure ------------------------------------------------------------------------------------------------------
+
+
+async def test_a_put_waits_while_the_buffer_is_full_and_resumes_after_a_dispatch() -> None:
+    async with sb.StreamBalancer(config(window=4, capacity=4)) as balancer:
+        await fill(balancer, 4)
+        with pytest.raises(sb.WouldBlock):
+            balancer.put_nowait(make_rollout(2))
+        done: list[float] = []
+
+        async def blocked() -> None:
+            await balancer.put(make_rollout(2, "blocked"))
+            done.append(anyio.current_time())
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(blocked)
+            await anyio.sleep(10.0)
+            assert not done
+            assert balancer.statistics().blocked_puts == 1
+            await anext(balancer.batches())
+            await settle()
+            assert done == [10.0]
+
+
+async def test_blocked_puts_are_let_in_in_order_each_once() -> None:
+    count = 200
+    async with sb.StreamBalancer(config(window=4, capacity=4)) as balancer:
+        await fill(balancer, 4)
+        order: list[int] = []
+
+        async def blocked(n: int) -> None:
+            await balancer.put(make_rollout(2, f"b{n}"))
+            order.append(n)
+
+        async with anyio.create_task_group() as tasks:
+            for n in range(count):
+                tasks.start_soon(blocked, n)
+                await settle()  # trio starts tasks in any order; park them one by one
+            batches = balancer.batches()
+            while balancer.statistics().blocked_puts:
+                await anext(batches)
+                await settle()
+        assert order == list(range(count))
+
+
+async def test_a_newcomer_does_not_overtake_blocked_puts() -> None:
+    async with sb.StreamBalancer(config(window=4, capacity=4)) as balancer:
+        await fill(balancer, 4)
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(balancer.put, make_rollout(2, "first"))
+            await settle()
+            batch = balancer._core.poll(anyio.current_time())  # room, but the blocked put has not run yet
+            assert batch is not None
+            with pytest.raises(sb.WouldBlock):
+                balancer.put_nowait(make_rollout(2, "newcomer"))
+            balancer._wake_next_put()
+            await settle()
+            balancer.put_nowait(make_rollout(2, "newcomer"))
+
+
+async def test_capacity_bytes_holds_puts_back_and_lets_the_window_go() -> None:
+    async with sb.StreamBalancer(config(window=8, capacity=64, capacity_bytes=400)) as balancer:
+        for n in range(5):
+            await balancer.put(make_rollout(10, f"r{n}", minimal=True))  # 80 bytes each
+        with anyio.move_on_after(5.0):
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(balancer.put, make_rollout(10, "r5", minimal=True))
+                await settle()
+                assert balancer.statistics().blocked_puts == 1
+                batch = await anext(balancer.batches())
+                assert (batch.reason, batch.num_rollouts) == ("window", 4)
+        assert balancer.statistics().waiting == 2
+        with pytest.raises(sb.RolloutError, match=r"808 bytes of tensors, above capacity_bytes \(400\)"):
+            await balancer.put(make_rollout(101, minimal=True))
+
+
+async def test_siblings_of_a_waiting_group_are_let_into_a_full_buffer() -> None:
+    knobs = config(batch_size=4, window=4, capacity=8, group_size=4, max_skips=8)
+    async with sb.StreamBalancer(knobs) as balancer:
+        for g in range(2):
+            await balancer.put(make_rollout(3, f"g{g}-0", group_id=f"g{g}"))
+        async with anyio.create_task_group() as tasks:
+            for g in (0, 1):  # the places of all siblings are kept: nobody is held back
+                for n in range(1, 4):
+                    await balancer.put(make_rollout(3, f"g{g}-{n}", group_id=f"g{g}"))
+            tasks.start_soon(balancer.put, make_rollout(3, "g2-0", group_id="g2"))
+            await settle()
+            assert balancer.statistics().blocked_puts == 1
+            first = await anext(balancer.batches())
+            assert {r.group_id for r in first.rollouts} in ({"g0"}, {"g1"})
+
+
+async def test_an_incomplete_group_goes_at_its_deadline_flagged() -> None:
+    async with sb.StreamBalancer(config(batch_size=4, group_size=2, deadline_s=10.0)) as balancer:
+        await balancer.put_group(list(make_rollouts([3, 4], prefix="whole", siblings=2)))
+        await balancer.put(make_rollout(3, "half", group_id="half"))
+        batch = await anext(balancer.batches())
+        assert (anyio.current_time(), batch.reason) == (10.0, "deadline")
+        assert ids(batch) == {"whole0", "whole1", "half"}
+        assert batch.incomplete_groups == ("half",)
+
+
+async def test_put_group_is_all_or_nothing() -> None:
+    async with sb.StreamBalancer(config(batch_size=4, group_size=2)) as balancer:
+        await balancer.put_group([make_rollout(3, "a", group_id="g"), make_rollout(3, "b", group_id="g")])
+        for bad, says in [
+            ([make_rollout(3, "c", group_id="h"), make_rollout(3, "a", group_id="h")], "already held"),
+            ([make_rollout(3, "c", group_id="h"), make_rollout(3, "c", group_id="h")], "same rollout_id"),
+            ([make_rollout(3, "c", group_id="h"), make_rollout(3, "d", group_id="h", minimal=True)], "token columns"),
+            ([make_rollout(3, "c", group_id="h"), make_rollout(3, "d")], "share one group_id"),
+            ([], "at least one"),
+            ([make_rollout(3, f"x{n}", group_id="h") for n in range(17)], "above capacity"),
+        ]:
+            with pytest.raises(sb.RolloutError, match=says):
+                await balancer.put_group(bad)
+            assert balancer.statistics().waiting == 2
+
+
+# -- the end -----------------------------------------------------------------------------------------------------------
+
+
+async def test_end_drains_everything_also_fewer_than_the_ranks() -> None:
+    async with sb.StreamBalancer(config(dp_size=4, batch_size=8)) as balancer:
+        await fill(balancer, 9)
+        balancer.end()
+        batches = [batch async for batch in balancer.batches()]
+        assert [(b.reason, b.num_rollouts, b.num_padding) for b in batches] == [("drain", 8, 0), ("drain", 1, 3)]
+        tail = batches[1]
+        assert sorted(r.is_padding for r in tail.rollouts) == [False, True, True, True]
+        assert all(share.global_num_rollouts == 1 for share in tail.ranks)
+        assert all(len(share.micro_batches) == 1 for share in tail.ranks)
+        stats = balancer.statistics()
+        assert (stats.acknowledged, stats.padding_copies) == (9, 3)
+
+
+async def test_end_wakes_a_waiting_trainer() -> None:
+    async with sb.StreamBalancer(config()) as balancer:
+        got: list[sb.Batch] = []
+
+        async def trainer() -> None:
+            got.extend([batch async for batch in balancer.batches()])
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(trainer)
+            await settle()
+            balancer.end()
+        assert got == []
+
+
+async def test_put_after_end_and_after_close() -> None:
+    async with sb.StreamBalancer(config()) as balancer:
+        balancer.end()
+        balancer.end()
+        with pytest.raises(sb.ClosedResourceError, match=r"put\(\) after end\(\)"):
+            await balancer.put(make_rollout(3))
+        with pytest.raises(sb.ClosedResourceError, match=r"put\(\) after end\(\)"):
+            balancer.put_nowait(make_rollout(3))
+    with pytest.raises(sb.ClosedResourceError, match="closed balancer"):
+        await balancer.put(make_rollout(3))
+    with pytest.raises(sb.ClosedResourceError, match="closed"):
+        await anext(balancer.batches())
+
+
+@pytest.mark.parametrize("how", ["end", "aclose"])
+async def test_ending_tells_those_who_wait(how: str) -> None:
+    async with sb.StreamBalancer(config(window=4, capacity=4)) as balancer:
+        await fill(balancer, 4)
+        told: list[str] = []
+
+        async def blocked() -> None:
+            with pytest.raises(sb.ClosedResourceError):
+                await balancer.put(make_rollout(2, "blocked"))
+            told.append("put")
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(blocked)
+            await settle()
+            if how == "end":
+                balancer.end()
+            else:
+                await balancer.aclose()
+        assert told == ["put"]
+        assert balancer.statistics().accepted == 4
+
+
+# -- one trainer -------------------------------------------------------------------------------------------------------
+
+
+async def test_two_trainers_are_told() -> None:
+    async with sb.StreamBalancer(config()) as balancer:
+        first = balancer.batches()
+        second = balancer.batches()
+        await fill(balancer, 8)
+        assert (await anext(second)).num_rollouts == 4
+        with pytest.raises(sb.AlreadyInUseError, match="took over"):
+            await anext(first)
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(anext, second)
+            await settle()
+            with pytest.raises(sb.AlreadyInUseError, match="another task is waiting"):
+                balancer.batches()
+            with pytest.raises(sb.AlreadyInUseError, match="already waiting"):
+                await anext(second)
+            tasks.cancel_scope.cancel()
+
+
+async def test_asking_for_the_next_batch_acknowledges_the_last() -> None:
+    async with sb.StreamBalancer(config()) as balancer:
+        await fill(balancer, 12)
+        batches = balancer.batches()
+        await anext(batches)
+        assert (balancer.statistics().in_flight, balancer.statistics().acknowledged) == (4, 0)
+        await anext(batches)
+        assert (balancer.statistics().in_flight, balancer.statistics().acknowledged) == (4, 4)
+
+
+async def test_without_auto_ack_batches_stay_in_flight() -> None:
+    async with sb.StreamBalancer(config()) as balancer:
+        await fill(balancer, 12)
+        batches = balancer.batches(auto_ack=False)
+        one, two = await anext(batches), await anext(batches)
+        assert [b.step for b in balancer.in_flight()] == [0, 1]
+        with pytest.raises(sb.DuplicateRolloutError):
+            await balancer.put(make_rollout(2, next(iter(ids(one)))))
+        balancer.acknowledge(one.step)
+        balancer.acknowledge(two.step)
+        with pytest.raises(ValueError, match=r"step 1 is not in flight.*In flight: nothing"):
+            balancer.acknowledge(two.step)
+        await balancer.put(make_rollout(2, next(iter(ids(one)))))
+
+
+# -- bad rollouts ------------------------------------------------------------------------------------------------------
+
+
+class BrokenCost:
+    padded = False
+
+    def __call__(self, lengths: Any) -> Any:
+        import numpy as np
+
+        lengths = np.asarray(lengths, dtype=float)
+        return np.where(lengths == 13, math.nan, lengths)
+
+
+@pytest.mark.parametrize(
+    ("knobs", "rollout", "error", "says"),
+    [
+        ({}, make_rollout(3, "f0-0"), sb.DuplicateRolloutError, "already held"),
+        (
+            {},
+            make_rollout(3, minimal=True),
+            sb.RolloutError,
+            r"has token columns \{input_ids: int64\[L\]\}, but the first",
+        ),
+        ({"max_tokens_per_micro_batch": 10}, make_rollout(11), sb.RolloutError, "above max_tokens_per_micro_batch"),
+        ({"cost": BrokenCost()}, make_rollout(13), sb.RolloutError, "the cost model gave nan"),
+        ({}, make_rollout(3).padding_copy("p"), sb.RolloutError, "padding copy"),
+        ({}, {"input_ids": [1, 2]}, TypeError, r"takes a Rollout, not dict"),
+    ],
+)
+async def test_a_refused_put_leaves_the_buffer_as_it_was(
+    knobs: dict[str, Any], rollout: Any, error: type[Exception], says: str
+) -> None:
+    async with sb.StreamBalancer(config(**knobs)) as balancer:
+        await fill(balancer, 3)
+        before = balancer.statistics()
+        for _ in range(2):
+            with pytest.raises(error, match=says):
+                await balancer.put(rollout)
+            with pytest.raises(error, match=says):
+                balancer.put_nowait(rollout)
+        assert balancer.statistics() == before
+        balancer._core.verify()
+
+
+async def test_a_bad_rollout_is_refused_at_once_even_when_full() -> None:
+    async with sb.StreamBalancer(config(window=4, capacity=4)) as balancer:
+        await fill(balancer, 4)
+        with pytest.raises(sb.DuplicateRolloutError):
+            await balancer.put(make_rollout(3, "f0-0"))
+
+
+async def test_scalars_must_agree() -> None:
+    async with sb.StreamBalancer(config()) as balancer:
+        await balancer.put(sb.Rollout(tokens={"input_ids": [1]}, scalars={"reward": 1.0}))
+        with pytest.raises(
+            sb.RolloutError, match=r"has scalars \['advantage'\], but the first rollout had \['reward'\]"
+        ):
+            await balancer.put(sb.Rollout(tokens={"input_ids": [1]}, scalars={"advantage": 1.0}))
+
+
+# -- knobs are live ----------------------------------------------------------------------------------------------------
+
+
+async def test_a_smaller_window_takes_effect_at_once() -> None:
+    async with sb.StreamBalancer(config(window=16, capacity=32)) as balancer:
+        await fill(balancer, 6)
+        got: list[float] = []
+
+        async def trainer() -> None:
+            await anext(balancer.batches())
+            got.append(anyio.current_time())
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(trainer)
+            await anyio.sleep(3.0)
+            balancer.reconfigure(window=6)
+        assert got == [3.0]
+
+
+async def test_a_nearer_deadline_takes_effect_at_once() -> None:
+    async with sb.StreamBalancer(config(deadline_s=1000.0)) as balancer:
+        await fill(balancer, 3)
+        async with anyio.create_task_group() as tasks:
+
+            async def later() -> None:
+                await anyio.sleep(5.0)
+                balancer.reconfigure(deadline_s=20.0)
+
+            tasks.start_soon(later)
+            batch = await anext(balancer.batches())
+        assert (anyio.current_time(), batch.reason) == (20.0, "deadline")
+
+
+async def test_more_capacity_lets_blocked_puts_in() -> None:
+    async with sb.StreamBalancer(config(window=4, capacity=4)) as balancer:
+        await fill(balancer, 4)
+        async with anyio.create_task_group() as tasks:
+            for n in range(3):
+                tasks.start_soon(balancer.put, make_rollout(2, f"b{n}"))
+            await settle()
+            balancer.reconfigure(capacity=8)
+            await settle()
+            assert balancer.statistics().blocked_puts == 0
+
+
+async def test_a_new_cost_model_reprices_what_waits() -> None:
+    async with sb.StreamBalancer(config()) as balancer:
+        await fill(balancer, 8)
+        balancer.reconfigure(cost=sb.QuadraticCost(linear=0.0, quadratic=1.0))
+        batch = await anext(balancer.batches())
+        assert sum(batch.loads) == pytest.approx(sum(r.num_tokens**2 for r in batch.rollouts))
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"window": 0}, "window must be"),
+        ({"windw": 8}, "no such knob"),
+        ({"dp_size": 1}, "dp_size cannot change live"),
+        ({"group_size": 2}, "group_size cannot change while 3 rollouts wait"),
+    ],
+)
+async def test_bad_knobs_change_nothing(changes: dict[str, Any], says: str) -> None:
+    async with sb.StreamBalancer(config()) as balancer:
+        await fill(balancer, 3)
+        before = balancer.config, balancer.statistics()
+        with pytest.raises(sb.ConfigError, match=says):
+            balancer.reconfigure(**changes)
+        assert (balancer.config, balancer.statistics()) == before
+
+
+async def test_reconfigured_costs_must_be_finite_too() -> None:
+    async with sb.StreamBalancer(config()) as balancer:
+        await balancer.put(make_rollout(13, "r"))
+        with pytest.raises(sb.RolloutError, match="the cost model gave nan"):
+            balancer.reconfigure(cost=BrokenCost())
+        assert balancer.config.cost == sb.TokenCost()
+
+
+# -- figures -----------------------------------------------------------------------------------------------------------
+
+
+async def test_statistics_add_up_and_idle_is_measured() -> None:
+    async with sb.StreamBalancer(config()) as balancer:
+        await fill(balancer, 9)
+        stats = balancer.statistics()
+        assert (stats.waiting, stats.waiting_tokens, stats.peak_waiting) == (9, 45, 9)
+        assert stats.waiting_lengths == (1, 5, 8, 9)
+        assert stats.waiting_bytes == 45 * (8 + 4 + 1)
+        await anyio.sleep(4.0)
+        assert balancer.statistics().oldest_wait_s == 4.0
+        await anext(balancer.batches())
+        balancer.record_step_seconds(0, 0, 3.0)
+        assert balancer.statistics().measured_idle_fraction == 0.0
+        balancer.record_step_seconds(0, 1, 1.0)
+        assert balancer.statistics().measured_idle_fraction == pytest.approx(1 - 2.0 / 3.0)
+
+
+async def test_denominators_are_the_steps_not_the_ranks() -> None:
+    async with sb.StreamBalancer(config(window=4)) as balancer:
+        for n in range(1, 5):
+            await balancer.put(make_rollout(10 * n, f"r{n}", prompt_tokens=n))
+        batch = await anext(balancer.batches())
+        for share in batch.ranks:
+            assert (share.global_num_rollouts, share.global_num_tokens, share.global_num_loss_tokens) == (4, 100, 90)
+        assert sum(share.num_tokens for share in batch.ranks) == 100
+
+
+@pytest.mark.parametrize("policy", ["fifo", "round_robin"])
+async def test_the_usual_policies_send_the_oldest(policy: Any) -> None:
+    async with sb.StreamBalancer(config(policy=policy)) as balancer:
+        rollouts = list(make_rollouts([50, 1, 1, 1, 9, 9, 9, 9]))
+        for rollout in rollouts:
+            await balancer.put(rollout)
+        batch = await anext(balancer.batches())
+        assert ids(batch) == {"r0", "r1", "r2", "r3"}
+        if policy == "round_robin":
+            assert [[r.rollout_id for r in share.rollouts] for share in batch.ranks] == [["r0", "r2"], ["r1", "r3"]]

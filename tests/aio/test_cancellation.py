@@ -1,0 +1,208 @@
+"""Cancel anything, anywhere, in any of the ways there are: nothing is lost, nothing is doubled, nobody is left waiting."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any, Literal
+
+import anyio
+import pytest
+from anyio.lowlevel import checkpoint
+
+import stream_balancer as sb
+from stream_balancer.testing import make_rollout, make_rollouts
+
+How = Literal["scope", "native", "timeout"]
+# native task.cancel() and asyncio.timeout are asyncio's own
+CASES = [("asyncio", "scope"), ("asyncio", "native"), ("asyncio", "timeout"), ("trio", "scope")]
+ways = pytest.mark.parametrize(("anyio_backend", "how"), CASES, indirect=["anyio_backend"])
+MAX_PASSES = 12
+
+
+def config(**knobs: Any) -> sb.BalancerConfig:
+    return sb.BalancerConfig(**{"dp_size": 2, "batch_size": 4, "window": 4, "capacity": 4, **knobs})
+
+
+async def settle() -> None:
+    for _ in range(20):
+        await checkpoint()
+
+
+class Outcome:
+    """What became of a call: its result, or cancelled."""
+
+    def __init__(self) -> None:
+        self.finished = False
+        self.result: Any = None
+
+
+async def cancelled_after(
+    passes: int, how: How, call: Callable[[], Awaitable[Any]], meanwhile: Callable[[], Awaitable[Any]]
+) -> Outcome:
+    """Start ``call`` and ``meanwhile``, cancel ``call`` after so many passes of the loop, wait for both."""
+    outcome = Outcome()
+
+    async def run() -> None:
+        outcome.result = await call()
+        outcome.finished = True
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(meanwhile)
+        if how == "scope":
+            async with anyio.create_task_group() as victim:
+                victim.start_soon(run)
+                for _ in range(passes):
+                    await checkpoint()
+                victim.cancel_scope.cancel()
+        elif how == "native":
+            task = asyncio.ensure_future(run())
+            for _ in range(passes):
+                await asyncio.sleep(0)
+            task.cancel()
+            await asyncio.wait([task])
+        else:
+            # a timeout that expires while other things happen at the same instant
+            async def timed() -> None:
+                try:
+                    async with asyncio.timeout(0):
+                        await run()
+                except TimeoutError:
+                    pass
+
+            task = asyncio.ensure_future(timed())
+            await asyncio.wait([task])
+    return outcome
+
+
+@ways
+@pytest.mark.parametrize("passes", range(MAX_PASSES))
+async def test_a_cancelled_put_was_not_accepted(how: How, passes: int) -> None:
+    """A put that waits for room is cancelled at every pass around the moment when room appears."""
+    async with sb.StreamBalancer(config()) as balancer:
+        for rollout in make_rollouts([3] * 4):
+            await balancer.put(rollout)
+        batches = balancer.batches()
+
+        async def make_room() -> None:
+            for _ in range(4):
+                await checkpoint()
+            await anext(batches)
+
+        outcome = await cancelled_after(passes, how, lambda: balancer.put(make_rollout(2, "victim")), make_room)
+        await settle()
+        balancer._core.verify()
+        waiting = {r.rollout_id for r in balancer._core._buffer.rollouts()}
+        assert ("victim" in waiting) == outcome.finished
+        assert balancer.statistics().blocked_puts == 0
+        # the place is not lost: four more fit
+        for n in range(4 - len(waiting)):
+            balancer.put_nowait(make_rollout(2, f"more{n}"))
+        with pytest.raises(sb.WouldBlock):
+            balancer.put_nowait(make_rollout(2, "too many"))
+
+
+@ways
+@pytest.mark.parametrize("passes", range(MAX_PASSES))
+async def test_a_cancelled_put_passes_its_turn_on(how: How, passes: int) -> None:
+    """The first of many blocked puts is cancelled after it was woken: the next must be woken in its place."""
+    async with sb.StreamBalancer(config()) as balancer:
+        for rollout in make_rollouts([3] * 4):
+            await balancer.put(rollout)
+        batches = balancer.batches()
+        let_in: list[int] = []
+
+        async def others() -> None:
+            async with anyio.create_task_group() as tasks:
+                for n in range(4):
+
+                    async def put(n: int = n) -> None:
+                        await balancer.put(make_rollout(2, f"other{n}"))
+                        let_in.append(n)
+
+                    tasks.start_soon(put)
+                await settle()
+                await anext(batches)
+                await settle()
+                if len(let_in) < 4:  # the victim took one place: make room for the last
+                    balancer.end()
+                    await anext(batches)
+
+        async def victim() -> None:
+            await balancer.put(make_rollout(2, "victim"))
+
+        try:
+            with anyio.fail_after(1000):
+                outcome = await cancelled_after(passes, how, victim, others)
+        except BaseExceptionGroup as group:  # end() told the last of them
+            _, rest = group.split(sb.ClosedResourceError)
+            assert rest is None
+            assert len(let_in) == 3
+        else:
+            assert len(let_in) == 4 or outcome.finished
+        balancer._core.verify()
+
+
+@ways
+@pytest.mark.parametrize("passes", range(MAX_PASSES))
+async def test_a_cancelled_trainer_took_nothing(how: How, passes: int) -> None:
+    async with sb.StreamBalancer(config(window=8, capacity=8)) as balancer:
+
+        async def fill() -> None:
+            for rollout in make_rollouts([3] * 8):
+                await balancer.put(rollout)
+
+        batches = balancer.batches()
+        outcome = await cancelled_after(passes, how, lambda: anext(batches), fill)
+        stats = balancer.statistics()
+        assert stats.waiting + stats.in_flight == 8
+        assert stats.in_flight == (4 if outcome.finished else 0)
+        balancer.end()
+        rest = [batch async for batch in batches]
+        got = ([outcome.result] if outcome.finished else []) + rest
+        assert sorted(r.rollout_id for b in got for r in b.rollouts) == [f"r{n}" for n in range(8)]
+
+
+@pytest.mark.parametrize("at_s", [0.0, 2.5, 4.0, 9.0, 10.0, 10.5])
+async def test_a_trainer_with_a_timeout_goes_on_later(at_s: float) -> None:
+    async with sb.StreamBalancer(config(deadline_s=10.0)) as balancer:
+        for rollout in make_rollouts([3] * 2):
+            await balancer.put(rollout)
+        batches = balancer.batches()
+        batch = None
+        with anyio.move_on_after(at_s):
+            batch = await anext(batches)
+        if batch is None:
+            batch = await anext(batches)
+        assert batch.num_rollouts == 2
+        assert anyio.current_time() == 10.0
+
+
+async def test_puts_cancelled_at_random_lose_nothing() -> None:
+    """200 workers with timeouts all over the place, one trainer: what was accepted is what comes out."""
+    async with sb.StreamBalancer(config(window=6, capacity=8, deadline_s=3.0)) as balancer:
+        accepted: set[str] = set()
+        seen: list[str] = []
+
+        async def worker(n: int) -> None:
+            for k in range(5):
+                name = f"{n}-{k}"
+                with anyio.move_on_after((n * 7 + k * 3) % 11 / 4):
+                    await balancer.put(make_rollout(1 + (n + k) % 9, name))
+                    accepted.add(name)
+                await anyio.sleep((n * 5 + k) % 7 / 3)
+
+        async def trainer() -> None:
+            async for batch in balancer.batches():
+                seen.extend(r.rollout_id for r in batch.rollouts if not r.is_padding)
+                await anyio.sleep(0.1)
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(trainer)
+            async with anyio.create_task_group() as workers:
+                for n in range(200):
+                    workers.start_soon(worker, n)
+            balancer.end()
+        assert len(seen) == len(set(seen))
+        assert set(seen) == accepted
+        assert 100 < len(accepted) < 1000

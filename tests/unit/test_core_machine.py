@@ -1,0 +1,248 @@
+"""A state machine over ``_core``: whatever the order of calls, nothing is lost, doubled or starved, and every promise holds.
+
+Tiny sizes, so that rare paths run: buffers that fill, groups that never complete, deadlines that meet windows.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+import torch
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+import stream_balancer as sb
+from stream_balancer._core import BalancerCore
+
+IDS = torch.zeros(64, dtype=torch.int64)
+
+
+@st.composite
+def configs(draw: st.DrawFn) -> sb.BalancerConfig:
+    dp_size = draw(st.integers(1, 3))
+    group_size = draw(st.sampled_from([None, None, 2, 3]))
+    groups = draw(st.sampled_from(["free", "same_batch", "same_batch", "same_rank"]))
+    unit = (group_size or 1) * dp_size
+    batch_size = unit * draw(st.integers(1, 3))
+    window = batch_size + draw(st.integers(0, 2)) * unit
+    cap = draw(st.sampled_from([None, None, 40]))
+    counts = "free" if group_size and groups == "same_rank" else draw(st.sampled_from(["free", "equal"]))
+    return sb.BalancerConfig(
+        dp_size=dp_size,
+        batch_size=batch_size,
+        window=window,
+        capacity=window + draw(st.integers(0, 2)) * unit,
+        capacity_bytes=draw(st.sampled_from([None, None, 8 * 100])),
+        deadline_s=draw(st.sampled_from([None, 1.0, 5.0])),
+        group_size=group_size,
+        groups=groups,
+        counts=counts,
+        max_tokens_per_micro_batch=cap,
+        oversize="alone",
+        sync=draw(st.sampled_from(["step", "step", "micro_batch"])),
+        max_staleness=draw(st.sampled_from([None, 0, 1])),
+        on_stale=draw(st.sampled_from(["evict", "send"])),
+        cost=draw(st.sampled_from([sb.TokenCost(), sb.QuadraticCost(), sb.PaddedCost()])),
+        policy="window",
+    )
+
+
+class CoreMachine(RuleBasedStateMachine):
+    @initialize(config=configs())
+    def start(self, config: sb.BalancerConfig) -> None:
+        self.core = BalancerCore(config)
+        self.now = 0.0
+        self.names = itertools.count()
+        self.accepted: dict[str, sb.Rollout] = {}
+        self.dispatched: set[str] = set()
+        self.evicted: set[str] = set()
+        self.acknowledged: set[int] = set()
+        self.passed_over: dict[str, int] = {}
+        self.ended = False
+        self.version: int | None = None
+        self.last_add_full = False
+
+    # -- what a caller may do ------------------------------------------------------------------------------------------
+
+    @precondition(lambda self: not self.ended)
+    @rule(length=st.integers(1, 64), group=st.integers(0, 3), lag=st.integers(0, 2))
+    def add(self, length: int, group: int, lag: int) -> None:
+        grouped = self.core.config.group_size is not None and group > 0
+        version = None if self.version is None else max(self.version - lag, 0)
+        rollout = sb.Rollout(
+            tokens={"input_ids": IDS[:length]},
+            rollout_id=str(next(self.names)),
+            group_id=f"g{group}" if grouped else None,
+            version=version,
+        )
+        before = self.core.statistics(self.now)
+        try:
+            self.core.add(rollout, self.now)
+        except sb.WouldBlock:
+            assert self.core.statistics(self.now) == before
+            # A put is held back only while a batch can leave to make room for it.
+            assert self.core.next_wakeup() == -math.inf
+        except sb.RolloutError:
+            assert rollout.nbytes > (self.core.config.capacity_bytes or math.inf)
+            assert self.core.statistics(self.now) == before
+        else:
+            self.accepted[rollout.rollout_id] = rollout
+            self.take_evicted()
+
+    @precondition(lambda self: bool(self.accepted))
+    @rule(data=st.data())
+    def add_again(self, data: st.DataObject) -> None:
+        held = sorted(r.rollout_id for b in self.core.in_flight() for r in b.rollouts if not r.is_padding)
+        if not held or self.ended:
+            return
+        again = sb.Rollout(tokens={"input_ids": IDS[:3]}, rollout_id=data.draw(st.sampled_from(held)))
+        with pytest.raises(sb.DuplicateRolloutError):
+            self.core.add(again, self.now)
+
+    @rule(seconds=st.sampled_from([0.0, 0.4, 1.0, 5.0]))
+    def wait(self, seconds: float) -> None:
+        self.now += seconds
+
+    @rule()
+    def wait_until_wakeup(self) -> None:
+        when = self.core.next_wakeup()
+        if math.isfinite(when):
+            self.now = max(self.now, when)
+            self.poll()
+
+    @rule()
+    def poll(self) -> None:
+        config, before = self.core.config, self.core.statistics(self.now)
+        ready = self.core.next_wakeup()
+        batch = self.core.poll(self.now)
+        if batch is None:
+            assert self.core.next_wakeup() > self.now, "a failed poll must not ask to be repeated at once"
+            assert self.core.statistics(self.now) == before
+            assert not (self.ended and before.waiting)
+            return
+        assert ready <= self.now
+        self.check_batch(batch, before)
+        real = {r.rollout_id for r in batch.rollouts if not r.is_padding}
+        assert len(real) == batch.num_rollouts
+        assert not real & self.dispatched
+        assert real <= self.accepted.keys()
+        self.dispatched |= real
+        free = config.group_size is None or config.groups == "free"
+        for name in self.accepted.keys() - self.dispatched - self.evicted if free else ():
+            self.passed_over[name] = self.passed_over.get(name, 0) + 1
+            assert self.passed_over[name] <= config.max_skips
+
+    @rule(data=st.data())
+    def acknowledge(self, data: st.DataObject) -> None:
+        steps = [b.step for b in self.core.in_flight()]
+        if steps:
+            step = data.draw(st.sampled_from(steps))
+            self.core.acknowledge(step)
+            with pytest.raises(ValueError, match=f"step {step} is not in flight"):
+                self.core.acknowledge(step)
+
+    @rule(by=st.integers(0, 2))
+    def set_version(self, by: int) -> None:
+        self.version = (self.version or 0) + by
+        self.core.set_version(self.version)
+        self.take_evicted()
+        c = self.core.config
+        if c.max_staleness is not None and c.on_stale == "evict":
+            for name in self.accepted.keys() - self.dispatched - self.evicted:
+                oldest = self.accepted[name].min_version
+                assert oldest is None or oldest >= self.version - c.max_staleness
+
+    @rule(extra=st.integers(0, 2), deadline=st.sampled_from([None, 2.0]))
+    def reconfigure(self, extra: int, deadline: float | None) -> None:
+        c = self.core.config
+        window = c.batch_size + extra * c.dp_size * (c.group_size or 1)
+        held = max(self.core.statistics(self.now).waiting, window)
+        # max_skips is a promise to those who already wait: it may grow here, not shrink
+        skips = max(c.max_skips, 3 * held, 12)
+        self.core.reconfigure(
+            c.replace(window=window, capacity=held, deadline_s=deadline, max_skips=skips),
+        )
+
+    @precondition(lambda self: len(self.accepted) > 12)
+    @rule()
+    def end(self) -> None:
+        self.core.end()
+        self.ended = True
+        with pytest.raises(sb.ClosedResourceError, match="after end"):
+            self.core.add(sb.Rollout(tokens={"input_ids": IDS[:3]}), self.now)
+
+    def teardown(self) -> None:
+        if not hasattr(self, "core"):
+            return
+        self.end()
+        while not self.core.finished:
+            self.poll()
+        assert self.accepted.keys() == self.dispatched | self.evicted
+        assert not self.dispatched & self.evicted
+
+    # -- what must hold ------------------------------------------------------------------------------------------------
+
+    @invariant()
+    def adds_up(self) -> None:
+        if hasattr(self, "core"):
+            self.core.verify()
+
+    def take_evicted(self) -> None:
+        for rollout, reason in self.core.take_evicted():
+            assert reason == "stale"
+            assert rollout.rollout_id not in self.evicted | self.dispatched
+            self.evicted.add(rollout.rollout_id)
+
+    def check_batch(self, batch: sb.Batch, before: sb.Statistics) -> None:
+        c = self.core.config
+        assert len(batch.ranks) == c.dp_size
+        assert batch.num_rollouts <= c.batch_size
+        free = c.group_size is None or c.groups == "free"
+        if free and batch.reason in ("window", "age") and before.waiting >= c.batch_size:
+            assert batch.num_rollouts == c.batch_size
+        if free and batch.reason in ("drain", "deadline"):
+            assert batch.num_rollouts == min(c.batch_size, before.waiting)
+        if batch.reason == "deadline":
+            assert before.oldest_wait_s >= (c.deadline_s or math.inf) - 1e-9
+        self.check_shares(batch)
+        if batch.num_padding:
+            assert batch.num_rollouts < c.dp_size * len(batch.ranks[0].micro_batches)
+        if not free:
+            self.check_groups(batch)
+
+    def check_shares(self, batch: sb.Batch) -> None:
+        c = self.core.config
+        assert len({len(share.micro_batches) for share in batch.ranks}) == 1
+        real = [r for r in batch.rollouts if not r.is_padding]
+        assert batch.num_tokens == sum(r.num_tokens for r in real)
+        for rank, share in enumerate(batch.ranks):
+            assert (share.rank, share.step, share.dp_size) == (rank, batch.step, c.dp_size)
+            assert share.global_num_rollouts == len(real)
+            assert share.global_num_tokens == batch.num_tokens
+            for mb in share.micro_batches:
+                assert mb.rollouts
+                cap = c.max_tokens_per_micro_batch
+                size = max(mb.lengths) * len(mb.lengths) if c.cost.padded else mb.num_tokens
+                assert cap is None or size <= cap or len(mb.rollouts) == 1
+        if c.counts == "equal" and not batch.num_padding and len(real) == c.batch_size:
+            counts = {share.num_rollouts for share in batch.ranks}
+            assert max(counts) - min(counts) <= 1
+        assert batch.lower_bound <= max(batch.loads) * (1 + 1e-9)
+
+    def check_groups(self, batch: sb.Batch) -> None:
+        """Siblings that waited together leave together, unless the group is flagged as incomplete."""
+        waiting = {self.accepted[n].group_id for n in self.accepted.keys() - self.dispatched - self.evicted} - {None}
+        left = {r.group_id for r in self.core._buffer.rollouts()} - {None}
+        for share in batch.ranks:
+            for r in share.rollouts:
+                if r.group_id is not None and r.group_id in left & waiting:
+                    assert r.group_id in batch.incomplete_groups
+
+
+CoreMachine.TestCase.settings = settings(
+    max_examples=60, stateful_step_count=40, suppress_health_check=list(HealthCheck)
+)
+TestCoreMachine = CoreMachine.TestCase
