@@ -19,6 +19,7 @@ from .deferral import choose
 from .exchange import exchange_with_waiting
 from .micro_batches import form_micro_batches
 from .partition import lower_bound, partition_together, quick_partition
+from .rows import choose_rows
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -30,6 +31,10 @@ if TYPE_CHECKING:
 Groups = Literal["free", "same_batch", "same_rank"]
 Sync = Literal["step", "micro_batch"]
 Oversize = Literal["refuse", "alone"]
+
+
+_LIGHT_SHARE = 2
+"""Under equal counts an outlier's rank is filled up from the lighter half of the window (1/4 and 1/8 leave 1-4 points more idle)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +115,7 @@ def plan_batch(waiting: Waiting, knobs: PlanKnobs, *, num_rollouts: int, step: i
     Complexity: O(W log W + n log n), refinement within a fixed work budget. Deterministic.
     """
     units = _Units.of(waiting, knobs)
-    fixed, go = _select(units, knobs, min(num_rollouts, knobs.batch_size))
+    fixed, go = _select(waiting, units, knobs, min(num_rollouts, knobs.batch_size))
     chosen = go[units.unit_of]
     fixed_rollouts = fixed[units.unit_of]
     shares = _shares(waiting, knobs, units, chosen, fixed_rollouts, step)
@@ -124,7 +129,7 @@ def _shares(
     picked = np.flatnonzero(chosen)
     costs = waiting.costs[picked]
     together = units.unit_of[picked] if knobs.groups == "same_rank" else None
-    if knobs.max_tokens_per_micro_batch is None and knobs.sync == "step" and knobs.micro_batch_multiple == 1:
+    if _one_each(knobs):
         if together is not None:
             whole = partition_together(costs, together, knobs.num_ranks, knobs.counts, knobs.speeds, rotation=step)
             return [[picked[share]] if share.size else [] for share in whole]
@@ -149,6 +154,11 @@ def _shares(
         rotation=step,
     )
     return [[picked[one] for one in share] for share in formed]
+
+
+def _one_each(knobs: PlanKnobs) -> bool:
+    """Every rank's share is one micro-batch."""
+    return knobs.max_tokens_per_micro_batch is None and knobs.micro_batch_multiple == 1 and not knobs.padded
 
 
 def _finish(waiting: Waiting, knobs: PlanKnobs, shares: list[list[Ints]]) -> Plan:
@@ -222,7 +232,7 @@ class _Units:
         return _Units(
             unit_of=unit_of,
             sizes=sizes,
-            costs=np.bincount(unit_of, weights=waiting.costs, minlength=num_units),
+            costs=np.bincount(unit_of, weights=waiting.costs, minlength=num_units).astype(np.float64),
             remaining=remaining,
             due=due,
             ready=ready | due,
@@ -256,7 +266,7 @@ def _slack(sizes: Ints, batch_size: int) -> int:
     return 0 if int(sizes.min(initial=largest)) == largest and batch_size % largest == 0 else largest - 1
 
 
-def _select(units: _Units, knobs: PlanKnobs, num_rollouts: int) -> tuple[Bools, Bools]:
+def _select(waiting: Waiting, units: _Units, knobs: PlanKnobs, num_rollouts: int) -> tuple[Bools, Bools]:
     """-> ([U] goes in any case, [U] goes)."""
     num_units = units.sizes.size
     must = np.zeros(num_units, dtype=np.bool_)
@@ -275,18 +285,46 @@ def _select(units: _Units, knobs: PlanKnobs, num_rollouts: int) -> tuple[Bools, 
     ranks = knobs.num_ranks
     rate = np.ones(ranks) if knobs.speeds is None else np.asarray(knobs.speeds, dtype=np.float64)
     go = np.zeros(num_units, dtype=np.bool_)
+    num_more = min(room // size, alike.size)
+    num_rows = _num_rows(waiting, knobs, num_rollouts)
+    if num_rows > 1 and size == 1 and field.size == int(units.sizes[field].sum()) > num_rollouts > num_rows:
+        go[field] = choose_rows(
+            units.costs[field], must[field], units.remaining[field], num_rollouts, knobs.num_ranks, num_rows
+        )
+        return must, go
+    peaks = (units.costs if knobs.groups == "same_rank" else units.peaks)[field]
     go[field] = choose(
         units.costs[field],
-        (units.costs if knobs.groups == "same_rank" else units.peaks)[field],
+        peaks + _company(units, field, knobs, num_rollouts),
         must[field],
         units.remaining[field],
-        min(room // size, alike.size),
+        num_more,
         float(rate.sum() / rate.max()),
     )
     room = num_rollouts - int(units.sizes[go].sum())
     if room:
         _take(go, others[~go[others]], units.sizes, room)
     return must, go
+
+
+def _num_rows(waiting: Waiting, knobs: PlanKnobs, num_rollouts: int) -> int:
+    """Micro-batches per rank to expect; 1 where rows do not matter."""
+    if not (knobs.padded or knobs.sync == "micro_batch"):
+        return 1
+    number = 1
+    if knobs.max_tokens_per_micro_batch is not None:
+        expected = float(waiting.lengths.mean()) * num_rollouts
+        number = int(np.ceil(expected / (knobs.num_ranks * knobs.max_tokens_per_micro_batch)))
+    return -(-number // knobs.micro_batch_multiple) * knobs.micro_batch_multiple
+
+
+def _company(units: _Units, field: Ints, knobs: PlanKnobs, num_rollouts: int) -> float:
+    """Equal counts: the least work that the rollouts beside an outlier bring along; they are taken to be light ones."""
+    if knobs.counts == "free":
+        return 0.0
+    each = np.sort(units.costs[field] / units.sizes[field])
+    beside = num_rollouts // knobs.num_ranks - 1
+    return max(beside, 0) * float(each[: max(1, each.size // _LIGHT_SHARE)].mean())
 
 
 def _take(go: Bools, candidates: Ints, sizes: Ints, room: int) -> int:
