@@ -18,7 +18,7 @@ import math
 from collections import Counter, deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, NoReturn, TypeAlias
 
 import numpy as np
 import torch
@@ -168,9 +168,10 @@ class SimulationReport:
     delay_s: Quantiles
     """Seconds a rollout waited in the window, from its accepted put to its dispatch."""
     delay_dispatches: Quantiles
-    """Dispatches that left it behind; at most ``max_skips``."""
+    """Dispatches between its accepted put and its own: 0 = the next one took it."""
     max_skips_seen: int
-    """The most dispatches that ever left one rollout behind, in the whole run."""
+    """The most dispatches that ever left behind a rollout that could have gone (whose siblings were all there), in the
+    whole run: at most ``max_skips``."""
     staleness: Quantiles
     """Trainer steps begun between a rollout's first token and its dispatch (from its arrival, where arrivals are
     recorded)."""
@@ -314,9 +315,8 @@ def simulate(
     :param seed: for the order in which groups are generated.
     :param progress: called with the number of rollouts dispatched or evicted so far, after every dispatch.
 
-    Raises ConfigError for slots, speeds or a warm-up that make no sense, RolloutError for a rollout the config refuses
-    (above the token cap), and ConfigError, too, if the knobs let the run come to a standstill, as they would a real
-    one.
+    Raises ConfigError for slots, speeds or a warm-up that make no sense, and RolloutError for a rollout the config
+    refuses (above the token cap).
     """
     check_generation(slots, tokens_per_second)
     if warm_up is not None and warm_up < 0:
@@ -571,13 +571,13 @@ class _Run:
             self.num_evicted += gone
             self.num_gone += gone
 
-    def _stand_still(self) -> None:
+    def _stand_still(self) -> NoReturn:
+        """Nothing can ever happen again, and rollouts are left: the core promises that this cannot be."""
         stats = self.core.statistics(self.now)
-        raise ConfigError(
+        raise RuntimeError(
             f"the run came to a standstill after {self.step} dispatches: {stats.waiting} rollouts wait, "
-            f"{len(self.blocked)} more wait for room, and nothing can leave (window {self.config.window}, capacity "
-            f"{self.config.capacity}, group_size {self.config.group_size}). Groups wait for siblings that cannot come "
-            "in: raise capacity, set deadline_s, or use groups='free'"
+            f"{len(self.blocked)} more wait for room, and nothing can leave. This is a bug of stream_balancer: please "
+            f"report it with {self.config!r}"
         )
 
     # -- telling -----------------------------------------------------------------------------------------------------
@@ -622,7 +622,7 @@ class _Run:
             overall=steps.segment(np.ones(self.step, dtype=bool)),
             delay_s=Quantiles.of(delay_s[chosen]),
             delay_dispatches=Quantiles.of(skips[chosen]),
-            max_skips_seen=int(skips[went].max(initial=0)),
+            max_skips_seen=int((self.step_of - self._ready_step())[went].max(initial=0)),
             staleness=Quantiles.of((self.step_of - self.generation.started_step)[chosen]),
             length_bias=_length_bias(lengths[chosen], skips[chosen]),
             arrived_lengths=Quantiles.of(lengths[came]),
@@ -633,6 +633,14 @@ class _Run:
             steps=steps,
             step_of=self.step_of,
         )
+
+    def _ready_step(self) -> Ints:
+        """[n] dispatches made when a rollout could go: when it was accepted, or the last of its siblings was."""
+        if not self.groups_count:
+            return self.accepted_step
+        last = np.zeros(int(self.trace.group_ids.max()) + 1, dtype=np.int64)
+        np.maximum.at(last, self.trace.group_ids, self.accepted_step)
+        return last[self.trace.group_ids]
 
 
 def _padded_work(costs: list[float]) -> float:

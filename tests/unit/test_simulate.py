@@ -1,0 +1,349 @@
+"""The simulator: the real core under a virtual clock; nothing lost, times exact, figures that add up."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from stream_balancer.config import BalancerConfig
+from stream_balancer.cost import PaddedCost, QuadraticCost
+from stream_balancer.errors import ConfigError, RolloutError
+from stream_balancer.simulate import Quantiles, SimulationReport, as_policy, simulate
+from stream_balancer.trace import Trace, finish_times, generate_trace, load_trace
+
+
+def trace_of(output: list[int], arrival: list[float] | None = None, groups: list[int] | None = None) -> Trace:
+    return Trace(
+        prompt_tokens=np.zeros(len(output)),  # type: ignore[arg-type]
+        output_tokens=np.array(output),
+        group_ids=np.arange(len(output)) if groups is None else np.array(groups),
+        arrival_s=None if arrival is None else np.array(arrival),
+    )
+
+
+def knobs(**changes: Any) -> BalancerConfig:
+    return BalancerConfig(**({"dp_size": 2, "batch_size": 4} | changes))
+
+
+def check_report(report: SimulationReport, trace: Trace) -> None:
+    """What holds for every run."""
+    config, steps = report.config, report.steps
+    went = report.step_of >= 0
+    assert int(np.count_nonzero(went)) + report.evicted == len(trace) == report.num_rollouts
+    assert report.num_tokens == trace.num_tokens
+    assert np.bincount(report.step_of[went], minlength=report.num_batches).tolist() == steps.rollouts.tolist()
+    tokens = np.bincount(report.step_of[went], weights=trace.lengths[went], minlength=report.num_batches)
+    assert tokens.tolist() == steps.tokens.tolist()
+    assert (steps.rollouts >= 1).all()
+    assert (steps.rollouts <= config.batch_size).all()
+    assert (np.diff(steps.at_s) >= 0).all()
+    assert sum(report.reasons.values()) == report.num_batches
+    tolerance = 1e-9 * (1 + steps.step_work)
+    assert (steps.mean_load <= steps.lower_bound + tolerance).all()
+    assert (steps.lower_bound <= steps.step_work + tolerance).all()
+    work = np.asarray(config.cost(trace.lengths))[went].sum()
+    if config.speeds is None:
+        assert steps.mean_load.sum() * config.dp_size == pytest.approx(work)
+    parts = (report.warm_up, report.steady, report.tail)
+    for name in ("batches", "rollouts", "tokens", "work_s"):
+        assert sum(getattr(p, name) for p in parts) == pytest.approx(getattr(report.overall, name))
+    for part in (*parts, report.overall):
+        assert 0 <= part.avoidable_idle <= part.idle_fraction <= 1
+        assert part.avoidable_idle + part.unavoidable_idle == pytest.approx(part.idle_fraction)
+        assert part.idle_fraction < 1 - 1 / config.dp_size + 1e-9 or config.speeds or config.cost.padded
+    assert 0 <= report.max_skips_seen <= config.max_skips
+    assert 0 <= report.delay_p50 <= report.delay_p99 <= report.delay_max
+    if config.group_size is None:
+        assert report.delay_dispatches.max <= report.max_skips_seen
+    assert 0 <= report.trainer_busy <= 1 + 1e-9
+    assert report.blocked_s >= 0
+    assert json.loads(json.dumps(report.to_dict(), allow_nan=False)) == report.to_dict()
+
+
+@st.composite
+def runs(draw: st.DrawFn) -> tuple[Trace, BalancerConfig, dict[str, Any]]:
+    size = draw(st.integers(1, 40))
+    output = draw(st.lists(st.integers(1, 60), min_size=size, max_size=size))
+    siblings = draw(st.sampled_from([1, 2, 4]))
+    arrival = None
+    if draw(st.booleans()):
+        arrival = np.cumsum(draw(st.lists(st.sampled_from([0.0, 0.5, 3.0]), min_size=size, max_size=size))).tolist()
+    trace = trace_of(output, arrival, [i // siblings for i in range(size)])
+    dp_size = draw(st.integers(1, 3))
+    batch_size = 4 * draw(st.integers(1, 2))
+    policy = draw(st.sampled_from(["window", "fifo", "round_robin"]))
+    changes: dict[str, Any] = {
+        "dp_size": dp_size,
+        "batch_size": batch_size,
+        "policy": policy,
+        "deadline_s": draw(st.sampled_from([None, 0.25, 5.0])),
+        "cost": draw(st.sampled_from([QuadraticCost(linear=10.0), QuadraticCost(linear=1.0, quadratic=0.0)])),
+        "counts": draw(st.sampled_from(["free", "equal"])),
+    }
+    if policy == "window":
+        changes["window"] = batch_size * draw(st.integers(1, 2))
+        changes["capacity"] = changes["window"] * draw(st.integers(1, 2))
+    if draw(st.booleans()):
+        changes["max_staleness"] = draw(st.integers(0, 3))
+        changes["on_stale"] = draw(st.sampled_from(["evict", "send"]))
+    if draw(st.booleans()):
+        changes["max_tokens_per_micro_batch"] = draw(st.integers(60, 130))
+        changes["sync"] = draw(st.sampled_from(["step", "micro_batch"]))
+    if siblings > 1 and changes["deadline_s"] is not None and draw(st.booleans()):
+        changes["group_size"] = siblings
+        changes["groups"] = draw(st.sampled_from(["free", "same_batch"]))
+    how = {
+        "slots": draw(st.integers(1, 12)),
+        "tokens_per_second": draw(st.sampled_from([1.0, 20.0])),
+        "trainer": draw(st.sampled_from(["instant", "matched", 3.0, 1000.0])),
+        "seed": draw(st.integers(0, 3)),
+    }
+    return trace, BalancerConfig(**changes), how
+
+
+@given(runs())
+@settings(deadline=None)
+def test_nothing_is_lost_and_figures_add_up(run: tuple[Trace, BalancerConfig, dict[str, Any]]) -> None:
+    trace, config, how = run
+    seen: list[int] = []
+    report = simulate(trace, config, progress=seen.append, **how)
+    check_report(report, trace)
+    assert seen == sorted(seen)
+    assert not seen or seen[-1] <= len(trace)
+    again = simulate(trace, config, **how)
+    assert again.to_dict() == report.to_dict()
+    assert again.step_of.tolist() == report.step_of.tolist()
+
+
+class TestTimes:
+    def test_a_full_window_leaves_the_moment_it_fills(self) -> None:
+        trace = trace_of([1] * 8, arrival=[0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0])
+        report = simulate(trace, knobs(window=4, capacity=8), warm_up=0)
+        assert report.steps.at_s.tolist() == [3.0, 7.0]
+        assert report.reasons == {"window": 2}
+        assert (report.delay_p50, report.delay_max) == (1.5, 3.0)
+        assert report.elapsed_s == 7.0
+
+    def test_a_deadline_leaves_exactly_when_it_is_due(self) -> None:
+        trace = trace_of([1] * 4, arrival=[0.0, 0.25, 40.0, 40.1])
+        report = simulate(trace, knobs(deadline_s=30.0), warm_up=0)
+        assert report.steps.at_s.tolist() == [30.0, 40.1]
+        assert report.reasons == {"deadline": 1, "drain": 1}
+        assert report.steps.rollouts.tolist() == [2, 2]
+        assert report.delay_max == 30.0
+
+    def test_a_deadline_waits_for_the_smallest_batch(self) -> None:
+        trace = trace_of([1] * 3, arrival=[0.0, 50.0, 90.0])
+        report = simulate(trace, knobs(deadline_s=30.0))
+        assert report.steps.at_s.tolist() == [50.0, 90.0]
+
+    def test_the_trainer_holds_the_next_batch_back(self) -> None:
+        """Eight at once; a step of 2 tokens a rank takes 4 s at half a token per second."""
+        trace = trace_of([1] * 8, arrival=[0.0] * 8)
+        report = simulate(trace, knobs(window=4), trainer=0.5, warm_up=0)
+        assert report.steps.at_s.tolist() == [0.0, 4.0]
+        assert report.elapsed_s == 8.0
+        assert report.trainer_busy == 1.0
+
+    def test_a_full_buffer_blocks_puts_and_slots(self) -> None:
+        """One slot, a token each at 1 token/s, room for four: the slot starts anew only when its put returned."""
+        trace = trace_of([1] * 12)
+        report = simulate(trace, knobs(window=4, capacity=4), slots=1, tokens_per_second=1.0, trainer=0.1, warm_up=0)
+        assert report.steps.at_s.tolist() == [4.0, 24.0, 44.0]
+        assert report.blocked_s == pytest.approx((24 - 9) / 12)
+        assert report.elapsed_s == 64.0
+
+    def test_matched_keeps_up_exactly_where_nothing_idles(self) -> None:
+        trace = trace_of([10] * 400)
+        report = simulate(trace, knobs(window=4), slots=4, trainer="matched")
+        assert report.idle_fraction == pytest.approx(0.0)
+        assert report.blocked_s == pytest.approx(0.0)
+        step_s = (
+            report.overall.work_s / report.num_batches * report.trainer_busy * report.elapsed_s / report.overall.work_s
+        )
+        assert report.elapsed_s - report.steps.at_s[-1] == pytest.approx(step_s)
+
+    def test_without_backpressure_arrivals_are_finish_times(self) -> None:
+        trace = generate_trace(300, "lrm", seed=2)
+        config = knobs(window=4, policy="fifo")
+        report = simulate(trace, config, slots=16, seed=5)
+        order = np.argsort(finish_times(trace, 16, 30.0, seed=5), kind="stable")
+        assert report.step_of[order].tolist() == [i // 4 for i in range(300)]
+        assert report.elapsed_s == finish_times(trace, 16, 30.0, seed=5).max()
+
+    def test_delay_in_dispatches_is_what_the_window_costs(self) -> None:
+        """Little's law: with W = 2 B waiting at each dispatch, a rollout is passed over once on average."""
+        report = simulate(generate_trace(4_000), knobs(batch_size=16, window=32), slots=32)
+        assert report.delay_dispatches.mean == pytest.approx(1.0, abs=0.05)
+        assert simulate(generate_trace(4_000), knobs(batch_size=16, policy="fifo")).delay_dispatches.max == 0
+
+
+class TestSegments:
+    def test_warm_up_and_tail_are_shown_and_left_out(self) -> None:
+        trace = generate_trace(3_000, "lrm", seed=0)
+        report = simulate(trace, knobs(batch_size=16, cost=QuadraticCost()), slots=64)
+        check_report(report, trace)
+        assert report.is_steady
+        assert report.idle_fraction == report.steady.idle_fraction
+        assert report.warm_up.batches == (report.warm_up.batches + report.steady.batches) // 4
+        assert report.warm_up.mean_length < report.overall.mean_length < report.tail.mean_length
+        assert 3 <= report.tail.batches <= 8
+
+    def test_recorded_arrivals_have_no_tail_but_the_drain(self) -> None:
+        report = simulate(trace_of([5] * 42, arrival=[float(i) for i in range(42)]), knobs(window=8))
+        assert report.tail.batches == report.reasons["drain"] == 2
+
+    def test_a_run_too_short_for_a_steady_state_says_so(self) -> None:
+        trace = trace_of([5, 6, 7])
+        report = simulate(trace, knobs())
+        assert not report.is_steady
+        assert report.idle_fraction == report.overall.idle_fraction == pytest.approx(1 - 9 / 11)
+        assert report.delay_dispatches.mean == 0.0
+        assert report.arrived_lengths.mean == 6.0
+
+    def test_warm_up_by_hand(self) -> None:
+        trace = trace_of([5] * 40, arrival=[0.0] * 40)
+        assert simulate(trace, knobs(window=4), warm_up=3).warm_up.batches == 3
+        assert simulate(trace, knobs(window=4), warm_up=99).steady.batches == 0
+        with pytest.raises(ConfigError, match="warm_up must be >= 0 dispatches, not -1"):
+            simulate(trace, knobs(), warm_up=-1)
+
+    def test_idle_by_hand(self) -> None:
+        """Two batches of 8+1+1+1 and 2+2+2+2 on two ranks: the slowest have 8 and 4, the means are 5.5 and 4."""
+        trace = trace_of([8, 1, 1, 1, 2, 2, 2, 2], arrival=[0.0] * 8)
+        report = simulate(trace, knobs(policy="fifo"), warm_up=0)
+        assert report.idle_fraction == pytest.approx(1 - 9.5 / 12)
+        assert report.avoidable_idle == 0.0
+        assert report.steps.idle_fraction.tolist() == pytest.approx([1 - 5.5 / 8, 0.0])
+        dealt = simulate(trace_of([4, 1, 4, 1], arrival=[0.0] * 4), knobs(policy="round_robin"), warm_up=0)
+        assert dealt.idle_fraction == pytest.approx(1 - 5 / 8)
+        assert dealt.avoidable_idle == pytest.approx(1 - 5 / 8)
+
+    def test_ranks_of_different_speed(self) -> None:
+        trace = trace_of([3, 3, 3, 3] * 20)
+        report = simulate(trace, knobs(speeds=(1.0, 0.5), counts="free"), slots=4)
+        check_report(report, trace)
+        assert report.steps.step_work.min() >= 12 / 1.5 - 1e-9
+        assert report.steps.step_work[:-1].tolist() == pytest.approx([9.0] * (report.num_batches - 1))
+
+    def test_padded_micro_batches_pay_for_the_longest(self) -> None:
+        trace = trace_of([4, 1, 1, 1], arrival=[0.0] * 4)
+        config = BalancerConfig(dp_size=1, batch_size=4, window=4, cost=PaddedCost(), max_tokens_per_micro_batch=16)
+        report = simulate(trace, config, warm_up=0)
+        assert report.steps.mean_load.tolist() == [7.0]
+        assert 7.0 <= report.steps.step_work[0] <= 16.0
+
+    def test_meeting_at_every_micro_batch_costs_the_sum_of_the_slowest(self) -> None:
+        trace = generate_trace(2_000, "lognormal", seed=1)
+        cap = {"max_tokens_per_micro_batch": 40_000, "batch_size": 32}
+        step = simulate(trace, knobs(sync="step", **cap))
+        micro = simulate(trace, knobs(sync="micro_batch", policy="round_robin", **cap))
+        check_report(micro, trace)
+        assert micro.idle_fraction > step.idle_fraction
+
+
+class TestKnobs:
+    def test_staleness_evicts_and_still_counts_everything(self) -> None:
+        trace = trace_of([1] * 60 + [500] * 4)
+        report = simulate(
+            trace, knobs(window=4, max_staleness=3), slots=64, tokens_per_second=1.0, trainer=1.0, warm_up=0
+        )
+        check_report(report, trace)
+        assert report.evicted > 0
+        assert report.staleness.max <= 3
+
+    def test_groups_leave_together(self) -> None:
+        trace = generate_trace(600, "rg", seed=1)
+        config = knobs(batch_size=12, window=24, group_size=3, capacity=64)
+        report = simulate(trace, config, slots=16)
+        check_report(report, trace)
+        steps = report.step_of.reshape(-1, 3)
+        assert (steps == steps[:, :1]).all()
+
+    def test_groups_that_fill_the_buffer_do_not_stop_it(self) -> None:
+        """Capacity 4 is full of four groups that wait for siblings; two more rollouts wait for room."""
+        groups = [0, 1, 2, 3, 4, 5, 0, 1, 2, 3, 4, 5]
+        trace = trace_of([1] * 12, arrival=[0.0] * 6 + [1.0] * 6, groups=groups)
+        config = knobs(window=4, capacity=4, group_size=2)
+        check_report(simulate(trace, config), trace)
+        lonely = trace_of([1] * 6, arrival=[0.0] * 6, groups=[0, 1, 2, 3, 4, 5])
+        check_report(simulate(lonely, config), lonely)
+        check_report(simulate(lonely, config.replace(deadline_s=5.0)), lonely)
+
+    def test_a_rollout_above_the_cap_is_refused_by_name(self) -> None:
+        with pytest.raises(RolloutError, match="rollout '1' has 9 tokens, above max_tokens_per_micro_batch"):
+            simulate(trace_of([5, 9], arrival=[0.0, 1.0]), knobs(max_tokens_per_micro_batch=8))
+
+    @pytest.mark.parametrize("trainer", [0.0, -1.0, math.nan, "fast"])
+    def test_bad_trainers(self, trainer: Any) -> None:
+        with pytest.raises(ConfigError, match="trainer must be 'instant', 'matched' or work units per second"):
+            simulate(trace_of([1]), knobs(), trainer=trainer)
+
+    def test_bad_slots(self) -> None:
+        with pytest.raises(ConfigError, match="slots must be >= 1, not 0"):
+            simulate(trace_of([1]), knobs(), slots=0)
+
+    def test_as_policy_derives_the_window_anew(self) -> None:
+        config = knobs(window=12, max_skips=20, capacity=24, counts="equal")
+        fifo = as_policy(config, "fifo")
+        assert (fifo.policy, fifo.window, fifo.counts) == ("fifo", 4, "equal")
+        assert as_policy(config, "window") is config
+
+    def test_report_says_what_ran(self) -> None:
+        report = simulate(generate_trace(50, "tau"), knobs(policy="round_robin"))
+        assert (report.trace_name, report.policy, report.num_rollouts) == ("tau", "round_robin", 50)
+        plain = report.to_dict()
+        assert plain["steady"].keys() == plain["overall"].keys()
+        assert "steps" not in plain
+
+
+def test_quantiles_of_nothing() -> None:
+    assert Quantiles.of(np.zeros(0)).max == 0.0
+    assert Quantiles.of(np.arange(101)).p90 == 90.0
+
+
+def test_fifo_beats_round_robin_and_the_window_beats_fifo() -> None:
+    trace = generate_trace(6_000, "lognormal", seed=3)
+    config = BalancerConfig(dp_size=8, batch_size=64, cost=QuadraticCost())
+    idle = {p: simulate(trace, as_policy(config, p)).idle_fraction for p in ("round_robin", "fifo", "window")}
+    assert idle["round_robin"] == pytest.approx(0.51, abs=0.05)
+    assert idle["fifo"] == pytest.approx(0.198, abs=0.04)
+    assert idle["window"] < 0.03
+
+
+# Idle % of arrival order with the best partition, from the measurements the library is designed against
+# (flops, B=32, K=8, lengths drawn with replacement, 128 slots, dispatches 50..200).
+MEASURED = {
+    "rg_qwen3b_rl_g3": 44.4,
+    "lrm_token_economy_g5": 31.5,
+    "misguided_thinking_g3": 37.7,
+    "tau_airline_gpt4o_g4": 0.5,
+    "azure_2023_conv": 2.7,
+    "mooncake_conversation": 60.3,
+    "nemo_gym_mixed_envs": 70.4,
+}
+
+
+@pytest.mark.parametrize("name", MEASURED)
+def test_real_traces_reproduce_what_was_measured(traces_dir: Path, name: str) -> None:
+    trace = load_trace(traces_dir / f"{name}.csv.gz").resampled(32 * 220, seed=1, by_group=False)
+    config = BalancerConfig(dp_size=8, batch_size=32, cost=QuadraticCost(), policy="fifo")
+    number = np.arange(220)
+    idle = simulate(trace, config).steps.segment((number >= 50) & (number < 200)).idle_fraction
+    assert 100 * idle == pytest.approx(MEASURED[name], abs=4.0, rel=0.05)
+
+
+@pytest.mark.parametrize("policy", ["round_robin", "fifo", "window"])
+def test_the_last_few_are_fewer_than_the_ranks(policy: Any) -> None:
+    trace = trace_of([3] * 9)
+    report = simulate(trace, as_policy(BalancerConfig(dp_size=4, batch_size=8, window=8), policy), slots=2)
+    check_report(report, trace)
+    assert report.steps.rollouts.tolist() == [8, 1]
+    assert report.padding_copies == 3
