@@ -117,6 +117,7 @@ class _Server:
         self._links: list[Link] = []
         self._open_steps: dict[int, set[int]] = {}  # step -> ranks that have not acknowledged it
         self._waiters: list[anyio.Event] = []
+        self._talking: set[Link] = set()
         self._ending = False
         self._failure: Exception | None = None
 
@@ -159,14 +160,16 @@ class _Server:
             self._attach(link)
 
     async def _watch(self, scope: anyio.CancelScope) -> None:
-        """End everything on a failure, or when a lost rank has not come back in time."""
+        """Act on what links say. End everything on a failure, or when a lost rank has not come back in time."""
         while self._failure is None:
+            while self._talking:
+                self._pump(self._talking.pop())
             missing = min(self._ranks, key=lambda rank: rank.deadline)
-            if missing.deadline <= anyio.current_time():
+            if self._failure is None and missing.deadline <= anyio.current_time():
                 self._failure = missing.error
-                break
-            with anyio.CancelScope(deadline=missing.deadline):
-                await self._change()
+            if self._failure is None:
+                with anyio.CancelScope(deadline=missing.deadline):
+                    await self._change()
         scope.cancel()
 
     # waiting
@@ -191,8 +194,14 @@ class _Server:
         rank = self._ranks[link.rank]
         rank.link, rank.sent, rank.left = link, 0, False
         rank.error, rank.deadline = None, math.inf
-        link.subscribe(lambda: self._pump(link))
+        link.subscribe(lambda: self._on_talk(link))
         self._pump(link)
+
+    def _on_talk(self, link: Link) -> None:
+        """In the event loop but in no task, where few things may be done: note it, and wake the task that acts on
+        it."""
+        self._talking.add(link)
+        self._ring()
 
     def _add(self, batch: Batch) -> None:
         self._open_steps[batch.step] = set(range(len(self._ranks)))

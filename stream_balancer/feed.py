@@ -96,6 +96,12 @@ class RankFeed:
         self._port.close()
         self._on_news()
 
+    async def aclose(self) -> None:
+        """:meth:`close`, without blocking the event loop."""
+        self._closed = True
+        await self._port.aclose()
+        self._on_news()
+
     def __iter__(self) -> Iterator[RankBatch]:
         return self
 
@@ -133,8 +139,7 @@ class RankFeed:
                         return batch
                     await arrival.wait()
                 except EndOfStream:
-                    with anyio.CancelScope(shield=True):
-                        await anyio.to_thread.run_sync(self.close)
+                    await self.aclose()
                     raise StopAsyncIteration from None
                 finally:
                     self._wake = None
@@ -170,8 +175,7 @@ class RankFeed:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        with anyio.CancelScope(shield=True):
-            await anyio.to_thread.run_sync(self.close)
+        await self.aclose()
 
 
 class _Busy:

@@ -137,8 +137,8 @@ def check_batch_frame(frame: Frame, *, step: int | None, rank: int, dp_size: int
         raise WireError(f"rank {rank}: got step {frame.step}, expected {'a step >= 0' if step is None else step}")
     if frame.total_bytes > max_bytes:
         raise WireError(
-            f"rank {rank}: step {frame.step} announces {frame.total_bytes} bytes, more than max_batch_bytes ({max_bytes}). "
-            "Raise max_batch_bytes of RankFeed, or lower batch_size"
+            f"rank {rank}: step {frame.step} announces {frame.total_bytes} bytes, more than max_batch_bytes "
+            f"({max_bytes}). Raise max_batch_bytes of RankFeed, or lower batch_size"
         )
     if not (0 < frame.meta_bytes <= frame.wire_bytes <= frame.total_bytes) or frame.chunk_bytes < min(
         2**16, frame.wire_bytes

@@ -47,7 +47,7 @@ class Link(Protocol):
         ...
 
     def subscribe(self, callback: Callable[[], None]) -> None:
-        """Call ``callback()`` in the event loop whenever credits, reports or the link's health have changed."""
+        """Call ``callback()`` in the event loop, but in no task, whenever credits, reports or health have changed."""
         ...
 
     def send(self, share: RankBatch) -> None:
@@ -117,4 +117,8 @@ class RankPort(Protocol):
     def close(self) -> None:
         """Say good-bye and release everything; threads have ended when this returns. Blocks for a moment.
         Idempotent."""
+        ...
+
+    async def aclose(self) -> None:
+        """:meth:`close`, without blocking the event loop."""
         ...

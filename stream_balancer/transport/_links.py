@@ -157,8 +157,8 @@ class ControllerLink(Endpoint):
         step = self._last_step
         doing = "nothing had been sent to it" if step is None else f"the last step sent to it was {step}"
         return RankLostError(
-            f"rank {self.rank} (incarnation {self.incarnation}) was lost: {cause}; {doing}. What it has not acknowledged is "
-            "still held. Restart the rank under a new incarnation, or give serve() a rejoin_timeout_s to wait for it",
+            f"rank {self.rank} (incarnation {self.incarnation}) was lost: {cause}; {doing}. What it has not "
+            "acknowledged is still held. Restart the rank under a new incarnation, or give serve() a rejoin_timeout_s",
             rank=self.rank,
             step=step,
             cause=cause,
@@ -242,7 +242,7 @@ class ControllerLink(Endpoint):
         if seconds > 3 * self._keepalive_s:
             if not self.stalled_s:
                 logger.warning(
-                    "rank %d has given no sign of life for %.1f s: it is stopped, or the network stalls. Waiting for it",
+                    "rank %d has given no sign of life for %.1f s: it is stopped, or the network stalls. Waiting",
                     self.rank,
                     seconds,
                 )
@@ -328,6 +328,11 @@ class PortBase(Endpoint):
         with self._mutex:
             self._queue.clear()
 
+    async def aclose(self) -> None:
+        """See :class:`RankPort`."""
+        with anyio.CancelScope(shield=True):
+            await anyio.to_thread.run_sync(self.close, limiter=anyio.CapacityLimiter(1))
+
     # in the threads
 
     def _finish(self, error: Exception) -> None:
@@ -388,7 +393,7 @@ class PortBase(Endpoint):
         step = self._working_on
         cause = short(error)
         lost = RankLostError(
-            f"rank {self.rank} lost its controller: {cause}. Batches that were not acknowledged are held by the balancer, if it "
+            f"rank {self.rank} lost its controller: {cause}. What was not acknowledged is held by the balancer, if it "
             "lives. Start the controller again and open a new RankFeed",
             rank=self.rank,
             step=step,

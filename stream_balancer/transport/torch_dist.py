@@ -241,16 +241,22 @@ class TorchTransport:
         _write_reply(self._store, guest, reply)
 
     def _judge(self, guest: _Announcement) -> _Reply | None:
+        who = f"rank {guest.rank} announces"
         if guest.protocol != PROTOCOL:
-            return _Reply("value", f"rank {guest.rank} speaks protocol {guest.protocol}, the controller {PROTOCOL}. "
-                          "Install one version of stream_balancer everywhere")  # fmt: skip
-        if guest.dp_size != self.dp_size:
-            return _Reply("value", f"rank {guest.rank} announces dp_size={guest.dp_size}, but the controller balances for "
-                          f"dp_size={self.dp_size}. Give both the same number of data-parallel ranks")  # fmt: skip
-        if not 0 <= guest.rank < self.dp_size or guest.depth < 1 or guest.incarnation < 0:
-            return _Reply("value", f"rank {guest.rank} (incarnation {guest.incarnation}, depth {guest.depth}) is not one of "
-                          f"{self.dp_size} ranks: ranks go from 0 to {self.dp_size - 1}, depth is at least 1")  # fmt: skip
-        return None
+            problem = f"protocol {guest.protocol}, but the controller speaks {PROTOCOL}. Install one version everywhere"
+        elif guest.dp_size != self.dp_size:
+            problem = (
+                f"dp_size={guest.dp_size}, but the controller balances for dp_size={self.dp_size}. "
+                "Give both the same number of data-parallel ranks"
+            )
+        elif not 0 <= guest.rank < self.dp_size or guest.depth < 1 or guest.incarnation < 0:
+            problem = (
+                f"depth={guest.depth}, incarnation={guest.incarnation}, but ranks go from 0 to {self.dp_size - 1}, "
+                "depth is at least 1 and incarnation at least 0"
+            )
+        else:
+            return None
+        return _Reply("value", f"{who} {problem}")
 
     def _to_loop(self, function: Callable[[], object]) -> None:
         if self._in_loop is not None:
@@ -280,8 +286,10 @@ class TorchTransport:
             return
         before = self._links.get(guest.rank)
         if before is not None and before.live and before.incarnation >= guest.incarnation:
-            refusal = f"rank {guest.rank} is already connected (incarnation {before.incarnation}). One RankFeed per rank: close " \
-                      "the other one first, or start the rank again under a higher incarnation"  # fmt: skip
+            refusal = (
+                f"rank {guest.rank} is already connected (incarnation {before.incarnation}). One RankFeed per rank: "
+                "close the other one first, or start the rank again under a higher incarnation"
+            )
             self._in_background(functools.partial(self._answer, guest, _Reply("busy", refusal)))
             return
         link = ControllerLink(
