@@ -97,8 +97,8 @@ def _cut(
     O(n)."""
     bins = _next_fit(lengths, knobs)
     while len(bins) < num_micro_batches:
-        widest = max(range(len(bins)), key=lambda b: len(bins[b]))
-        if len(bins[widest]) < 2:
+        widest = max(range(len(bins)), key=lambda b: len(bins[b]), default=None)
+        if widest is None or len(bins[widest]) < 2:
             break  # fewer rollouts than micro-batches: the caller fills up with zero-weight copies
         half = len(bins[widest]) // 2
         bins[widest : widest + 1] = [bins[widest][:half], bins[widest][half:]]

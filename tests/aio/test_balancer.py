@@ -182,16 +182,16 @@ async def test_a_callback_that_raises_is_logged_and_changes_nothing(caplog: pyte
 
 
 async def test_nothing_wakes_while_idle() -> None:
-    async with sb.StreamBalancer(config(deadline_s=None, window=64, capacity=64)) as balancer:
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(anext, balancer.batches())
-            for _ in range(3):
-                tasks.start_soon(fill, balancer, 3, _)
-            await settle()
-            with count_wakeups() as wakeups:
-                await anyio.sleep(100_000.0)
-            assert wakeups.count <= 4
-            tasks.cancel_scope.cancel()
+    knobs = config(deadline_s=None, window=64, capacity=64)
+    async with sb.StreamBalancer(knobs) as balancer, anyio.create_task_group() as tasks:
+        tasks.start_soon(anext, balancer.batches())
+        for start in range(3):
+            tasks.start_soon(fill, balancer, 3, start)
+        await settle()
+        with count_wakeups() as wakeups:
+            await anyio.sleep(80_000.0)
+        assert wakeups.count <= 4
+        tasks.cancel_scope.cancel()
 
 
 async def test_blocked_puts_do_not_poll() -> None:
@@ -202,29 +202,29 @@ async def test_blocked_puts_do_not_poll() -> None:
                 tasks.start_soon(balancer.put, make_rollout(2, f"blocked{n}"))
             await settle()
             with count_wakeups() as wakeups:
-                await anyio.sleep(100_000.0)
+                await anyio.sleep(80_000.0)
             assert wakeups.count <= 4
             tasks.cancel_scope.cancel()
 
 
 async def test_puts_below_the_window_do_not_wake_the_trainer() -> None:
-    async with sb.StreamBalancer(config(window=64, capacity=64, deadline_s=1e6)) as balancer:
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(anext, balancer.batches())
-            await settle()
-            polls = 0
-            poll = balancer._core.poll
+    knobs = config(window=64, capacity=64, deadline_s=1e6)
+    async with sb.StreamBalancer(knobs) as balancer, anyio.create_task_group() as tasks:
+        tasks.start_soon(anext, balancer.batches())
+        await settle()
+        polls = 0
+        poll = balancer._core.poll
 
-            def counted(now: float) -> sb.Batch | None:
-                nonlocal polls
-                polls += 1
-                return poll(now)
+        def counted(now: float) -> sb.Batch | None:
+            nonlocal polls
+            polls += 1
+            return poll(now)
 
-            balancer._core.poll = counted  # type: ignore[method-assign]
-            await fill(balancer, 63)
-            await settle()
-            assert polls <= 1  # once, to arm the deadline
-            tasks.cancel_scope.cancel()
+        balancer._core.poll = counted  # type: ignore[method-assign]
+        await fill(balancer, 63)
+        await settle()
+        assert polls <= 1  # once, to arm the deadline
+        tasks.cancel_scope.cancel()
 
 
 # -- backpressure ------------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Cancel anything, anywhere, in any of the ways there are: nothing is lost, nothing is doubled, nobody is left waiting."""
+"""Cancel anything, anywhere, in any way there is: nothing is lost, nothing is doubled, nobody is left waiting."""
 
 from __future__ import annotations
 

@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import anyio
+import anyio.lowlevel
 import pytest
 
 import stream_balancer as sb
@@ -66,7 +67,7 @@ def test_closing_frees_a_thread_that_waits() -> None:
         def blocked() -> None:
             try:
                 balancer.put(make_rollout(2, "blocked"))
-            except BaseException as error:
+            except sb.ClosedResourceError as error:
                 told.append(type(error))
 
         thread = threading.Thread(target=blocked)
@@ -80,14 +81,17 @@ def test_closing_frees_a_thread_that_waits() -> None:
 
 def test_background_errors_come_out_at_the_end() -> None:
     async def fail() -> None:
-        await anyio.sleep(0)
+        await anyio.lowlevel.checkpoint()
         raise RuntimeError("from the background")
 
-    balancer = sb.blocking(config())
-    with pytest.raises(RuntimeError, match="from the background"), balancer:
-        future = balancer.start(fail)
-        while not future.done():
-            pass
+    def run() -> None:
+        with sb.blocking(config()) as balancer:
+            future = balancer.start(fail)
+            while not future.done():
+                pass
+
+    with pytest.raises(RuntimeError, match="from the background"):
+        run()
 
 
 def test_use_outside_the_block_says_how() -> None:

@@ -1,4 +1,4 @@
-"""A state machine over ``_core``: whatever the order of calls, nothing is lost, doubled or starved, and every promise holds.
+"""A state machine over ``_core``: whatever the order of calls, nothing is lost, doubled or starved.
 
 Tiny sizes, so that rare paths run: buffers that fill, groups that never complete, deadlines that meet windows.
 """
@@ -208,7 +208,7 @@ class CoreMachine(RuleBasedStateMachine):
         if batch.reason == "deadline":
             assert before.oldest_wait_s >= (c.deadline_s or math.inf) - 1e-9
         self.check_shares(batch)
-        if batch.num_padding:
+        if batch.num_padding and (free or c.groups != "same_rank"):
             assert batch.num_rollouts < c.dp_size * len(batch.ranks[0].micro_batches)
         if not free:
             self.check_groups(batch)
@@ -243,6 +243,6 @@ class CoreMachine(RuleBasedStateMachine):
 
 
 CoreMachine.TestCase.settings = settings(
-    max_examples=60, stateful_step_count=40, suppress_health_check=list(HealthCheck)
+    max_examples=100, stateful_step_count=40, suppress_health_check=list(HealthCheck)
 )
 TestCoreMachine = CoreMachine.TestCase
