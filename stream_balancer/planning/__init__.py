@@ -1,10 +1,13 @@
 """Planning: who goes now, on which rank, in which micro-batch. Pure numpy, indices in and out."""
 
+from .length_bias import LengthBias, LengthBiasSummary
 from .micro_batches import OversizeError, form_micro_batches
 from .partition import lower_bound, partition
 from .selection import Plan, PlanKnobs, Waiting, plan_batch, smallest_max_skips
 
 __all__ = [
+    "LengthBias",
+    "LengthBiasSummary",
     "OversizeError",
     "Plan",
     "PlanKnobs",

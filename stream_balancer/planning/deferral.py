@@ -1,13 +1,13 @@
 """Which of the waiting units make a step without waste: defer the outliers, keep them company, then gather.
 
-In the long run everything is dispatched, so the work is fixed and the trainer's time is the sum over steps of the slowest
-rank. A step wastes time only if one rollout is heavier than a rank's fair share of the step: `ranks * heaviest > work`.
-The window is there to prevent that, in three ways, tried in this order:
+In the long run everything is dispatched, so the work is fixed and the trainer's time is the sum over steps of the
+slowest rank. A step wastes time only if one rollout is heavier than a rank's fair share of the step, that is if
+`ranks * heaviest > work`. The window is there to prevent that, in three ways, tried in this order:
 
     fifo      the oldest balance, and no outlier waits behind them: nothing to do
-    light     outliers stay behind, and so do the heaviest others, as many as the outliers will need for company on the day
-              they go (a forecast tells); the oldest of the rest go
-    gather    an outlier must go: its step is long in any case, so the step is filled up with the heaviest that wait
+    light     outliers stay behind, and with them as many of the heaviest others as the outliers will need for company
+              on the day they go (a forecast tells); the oldest of the rest go
+    gather    an outlier must go: its step is long in any case, so it is filled up with the heaviest that wait
 
 Plain arrays in age order, nothing of rollouts or groups here. Pure and deterministic.
 """
@@ -26,15 +26,16 @@ if TYPE_CHECKING:
     Bools = NDArray[np.bool_]
 
 _BALANCED = 1.02
-"""A step whose heaviest rollout is within 2 % of the fair share counts as balanced: chasing less costs more delay than it
-saves idle time (measured: 1.05 costs 0.2-1 points of idle time and saves no delay)."""
+"""A step whose heaviest rollout is within 2 % of the fair share counts as balanced: chasing less costs more delay than
+it saves idle time (measured: 1.05 costs 0.2-1 points of idle time and saves no delay)."""
 
 _SUPPLY = 0.7
-"""How much of the arrivals still to come is trusted to keep an outlier company. 0.25-1 all work; less means more is held back,
-hence more delay for heavy rollouts and 1-3 points less idle time on the heaviest tails."""
+"""How much of the arrivals still to come is trusted to keep an outlier company. 0.25-1 all work; less means more is
+held back, hence more delay for heavy rollouts and 1-3 points less idle time on the heaviest tails."""
 
 _GATHER_SLACK = 0.2
-"""Gather at the highest level that wastes at most this share more than the best one: a level left unused now returns later."""
+"""Gather at the highest level that wastes at most this share more than the best one: a level left unused now returns
+later."""
 
 _RESERVE_STEPS = 6
 """Sizes of the reserve that are tried, from none to the whole window."""
@@ -42,9 +43,7 @@ _RESERVE_STEPS = 6
 _FIXPOINT_ROUNDS = 24
 
 
-def choose(
-    costs: Floats, peaks: Floats, must: Bools, remaining: Ints, num_more: int, ranks: float
-) -> Bools:
+def choose(costs: Floats, peaks: Floats, must: Bools, remaining: Ints, num_more: int, ranks: float) -> Bools:
     """-> [U] mask of the units that go: all of `must` and `num_more` others.
 
     Args:
@@ -88,7 +87,8 @@ def _light(
     fair: float,
     lightest: Bools,
 ) -> Bools:
-    """A step without the outliers: the oldest that balance, and enough heavy ones left behind for the gathering to come."""
+    """A step without the outliers: the oldest that balance, and enough heavy ones left behind for the gathering to
+    come."""
     outliers = peaks > fair
     patience = max(1, int(remaining[outliers].min())) if outliers.any() else 1
     needed = ranks * float(peaks.max())
@@ -141,8 +141,9 @@ def _oldest_balanced(
 class _Forecast:
     """How much work the heaviest `size` units of a later step will hold: of what stays, and of what is still to arrive.
 
-    Arrivals are foreseen to be like the newest units (those never passed over), `patience` dispatches of them, discounted.
-    What stays without being reserved is counted less the longer the wait, for first in, first out takes it before.
+    Arrivals are foreseen to be like the newest units (those never passed over), `patience` dispatches of them,
+    discounted. What stays without being reserved is counted less the longer the wait, for first in, first out takes it
+    before.
     """
 
     def __init__(self, costs: Floats, must: Bools, remaining: Ints, size: int, patience: int) -> None:

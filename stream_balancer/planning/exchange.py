@@ -1,7 +1,7 @@
 """The last few percent: exchange chosen rollouts with waiting ones until every rank carries the same.
 
-With few rollouts per rank no partition of a given batch is even, yet the window holds many a rollout that would fit better.
-Pure and deterministic.
+With few rollouts per rank no partition of a given batch is even, yet the window holds many a rollout that would fit
+better. Pure and deterministic.
 """
 
 from __future__ import annotations

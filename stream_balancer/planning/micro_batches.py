@@ -1,9 +1,10 @@
 """In which micro-batch: rollouts into bins under a hard token cap, the same number of bins on every rank.
 
-    sync="step"         ranks meet once per step: rank totals first (partition.py), then each rank packs its own share
-    sync="micro_batch"  ranks meet at every micro-batch: all ranks x number bins are packed at once, sorted by cost, and
-                        `num_ranks` neighbours make one row, i.e. the micro-batches of one index; then a row search
-    padded              a bin costs rows x longest: neighbours in length share a bin, cut so that the costliest is cheapest
+    sync="step"         ranks meet once per step: rank totals first (partition.py), then each rank packs its share
+    sync="micro_batch"  ranks meet at every micro-batch: all ranks x number bins are packed at once, sorted by cost;
+                        `num_ranks` neighbours make one row, the micro-batches of one index; then a row search
+    padded              a bin costs rows x longest: neighbours in length share a bin, and the cuts are such that the
+                        costliest bin is as cheap as can be
 
 Everything fails towards one more micro-batch, never over the cap. Pure and deterministic.
 """
@@ -62,7 +63,8 @@ def form_micro_batches(
         counts: "equal": rollouts per rank differ by at most one.
         padded: a micro-batch costs rows x its costliest rollout, and the cap counts the padding.
         multiple_of: the number of micro-batches is a multiple of this (virtual pipelines).
-        order: "heaviest_first", or "pipeline": the smaller ones at both ends, where the pipeline is filling or draining.
+        order: "heaviest_first", or "pipeline": the smaller ones at both ends, where the pipeline is filling or
+        draining.
         speeds: [num_ranks] relative speeds.
         keep_together: [n] labels; rollouts of one label go to one rank.
         oversize: a rollout longer than max_tokens is refused, or sits alone in its micro-batch.
@@ -70,8 +72,8 @@ def form_micro_batches(
 
     Returns:
         Every rank has the same number of micro-batches, none is empty, and the number is the least that was found, if
-        there are rollouts enough for it. With fewer rollouts than ranks x micro-batches (or, with keep_together or equal
-        counts, on one rank), some lists are shorter: the caller completes them with zero-weight padding copies.
+        there are rollouts enough for it. With fewer rollouts than ranks x micro-batches (or, with keep_together or
+        equal counts, on one rank), some lists are shorter: the caller completes them with zero-weight padding copies.
 
     Raises:
         OversizeError: a rollout is longer than max_tokens and oversize="refuse".
@@ -149,9 +151,7 @@ def _packed_shares(packer: _Packer, shares: list[Ints], multiple_of: int, limit:
     return None
 
 
-def _bins_to_ranks(
-    packer: _Packer, bins: Bins, num_ranks: int, speeds: ArrayLike | None, rotation: int
-) -> list[Bins]:
+def _bins_to_ranks(packer: _Packer, bins: Bins, num_ranks: int, speeds: ArrayLike | None, rotation: int) -> list[Bins]:
     """The same number of bins to every rank, rank totals balanced."""
     costs = np.array([packer.cost(one) for one in bins])
     shares = quick_partition(costs, num_ranks, "equal", speeds, rotation=rotation)
@@ -177,7 +177,7 @@ class _Packer:
         self.tokens = tokens
         self.work = work
         self.padded = padded
-        self.cap = max_tokens if max_tokens is not None else int(tokens.sum()) * max(tokens.size, 1) + 1
+        self.cap: int = max_tokens if max_tokens is not None else int(tokens.sum()) * max(tokens.size, 1) + 1
         self._token_list: list[int] = np.minimum(tokens, self.cap).tolist()  # alone over the cap = exactly full
         self._work_list: list[float] = work.tolist()
 
@@ -189,7 +189,8 @@ class _Packer:
 
     def least_bins(self, share: Ints) -> int:
         """No packing of this share needs fewer bins than this."""
-        return max(1, -(-sum(self._token_list[i] for i in share.tolist()) // self.cap))
+        held: int = sum(self._token_list[i] for i in share.tolist())
+        return max(1, -(-held // self.cap))
 
     def pack(self, share: Ints, number: int) -> Bins | None:
         """`number` bins, all of them used if there are rollouts enough; None if no way was found."""
@@ -285,7 +286,7 @@ class _Packer:
             if self.padded:
                 target[:], bins[heaviest][:] = source[:half], source[half:]
             else:
-                target[:], bins[heaviest][:] = source[::2][-half:] , source[1::2] + source[::2][:-half]
+                target[:], bins[heaviest][:] = source[::2][-half:], source[1::2] + source[::2][:-half]
             for one in (heaviest, number):
                 if len(bins[one]) > 1:
                     heapq.heappush(heap, (-self.cost(bins[one]), one))
@@ -366,7 +367,8 @@ def _level_rows(packer: _Packer, num_ranks: int, number: int) -> Bins | None:
 def _search_rows(packer: _Packer, bins: Bins, num_ranks: int) -> Bins:
     """Lower the costliest bin of one row after the other by the move or exchange that saves most over all rows.
 
-    Rows stay what they are during the search. Each try compares all rollouts of that bin with all others. O(work budget).
+    Rows stay what they are during the search. Each try compares all rollouts of that bin with all others. O(work
+    budget).
     """
     n = packer.tokens.size
     where = np.zeros(n + len(bins), dtype=np.int64)  # the last len(bins) are dummies: a move is an exchange with one
@@ -425,7 +427,8 @@ def _best_exchange(
     num_ranks: int,
     n: int,
 ) -> tuple[int, int] | None:
-    """The pair (i in the hot bin, j anywhere else) whose exchange lowers the sum of row peaks most; None if none does."""
+    """The pair (i in the hot bin, j anywhere else) whose exchange lowers the sum of row peaks most; None if none
+    does."""
     other = where[None, :]
     shift = work[mine][:, None] - work[None, :]
     grow = tokens[mine][:, None] - tokens[None, :]

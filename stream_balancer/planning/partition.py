@@ -35,7 +35,8 @@ _QUICK = 1e-4
 """Stop this far above it in one dispatch: 0.1 ms in a step of a second."""
 
 _MAX_COLUMNS = 48
-"""Rollouts of one rank that take part in one exchange round; more would not make a better exchange, only a slower one."""
+"""Rollouts of one rank that take part in one exchange round; more would not make a better exchange, only a slower
+one."""
 
 
 def partition(
@@ -70,7 +71,8 @@ def partition(
 def quick_partition(
     costs: ArrayLike, num_ranks: int, counts: Counts = "free", speeds: ArrayLike | None = None, *, rotation: int = 0
 ) -> list[Ints]:
-    """`partition` that stops 0.01 % above the bound: what one dispatch uses, where the last 0.01 % costs more than it saves."""
+    """`partition` that stops 0.01 % above the bound: what one dispatch uses, where the last 0.01 % costs more than it
+    saves."""
     return _partition(costs, num_ranks, counts, speeds, rotation, _QUICK)
 
 
@@ -132,13 +134,11 @@ def split_by_label(labels: Ints, num_ranks: int) -> list[Ints]:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def lower_bound(
-    costs: ArrayLike, num_ranks: int, counts: Counts = "free", speeds: ArrayLike | None = None
-) -> float:
+def lower_bound(costs: ArrayLike, num_ranks: int, counts: Counts = "free", speeds: ArrayLike | None = None) -> float:
     """A finish time that no partition of `costs` can beat; proofs in docs/planning.md. O(n log n).
 
-    The largest of: the mean load; for every i the i+1 smallest of the i*num_ranks+1 largest rollouts (two pigeons in one
-    hole); with speeds, the j largest rollouts over the j fastest ranks; with equal counts, the j largest rollouts
+    The largest of: the mean load; for every i the i+1 smallest of the i*num_ranks+1 largest rollouts (two pigeons in
+    one hole); with speeds, the j largest rollouts over the j fastest ranks; with equal counts, the j largest rollouts
     together with the smallest ones that must keep them company. Integral costs make it integral.
 
     Raises:
@@ -174,10 +174,12 @@ def lower_bound_of(work: Floats, num_ranks: int, counts: Counts, rate: Floats | 
 
 
 def _company_bound(prefix: Floats, num_ranks: int) -> float:
-    """Equal counts: the j largest sit on m <= j ranks, with m*q - j others at least, which weigh no less than the smallest.
+    """Equal counts: the j largest sit on m <= j ranks, with m*q - j others at least, which weigh no less than the
+    smallest.
 
-    Those m ranks together carry `top(j) + smallest(m*q - j)`, so one of them carries an m-th of it; which m is unknown, so
-    the least over m counts. Any j gives a valid bound; all up to 32 and then a geometric sample are tried. O(num_ranks).
+    Those m ranks together carry `top(j) + smallest(m*q - j)`, so one of them carries an m-th of it; which m is unknown,
+    so the least over m counts. Any j gives a valid bound; all up to 32 and then a geometric sample are tried.
+    O(num_ranks).
     """
     n = prefix.size - 1
     q = n // num_ranks
@@ -260,7 +262,8 @@ def _largest_first_with_speeds(work: Floats, num_ranks: int, counts: Counts, rat
         busy[rank] += work[position] + tie_breaker
         held[rank] += 1
         labels[position] = rank
-    for rank in np.flatnonzero(held == 0).tolist():  # a very slow rank still gets the lightest rollout of the fullest one
+    # a very slow rank still gets the lightest rollout of the fullest one
+    for rank in np.flatnonzero(held == 0).tolist():
         donor = int(held.argmax())
         mine = np.flatnonzero(labels == donor)
         labels[mine[work[mine].argmin()]] = rank
@@ -274,9 +277,7 @@ def _largest_first_with_speeds(work: Floats, num_ranks: int, counts: Counts, rat
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def _refine(
-    labels: Ints, work: Floats, num_ranks: int, counts: Counts, rate: Floats | None, target: float
-) -> None:
+def _refine(labels: Ints, work: Floats, num_ranks: int, counts: Counts, rate: Floats | None, target: float) -> None:
     """Exchange rollouts between ranks until the latest finish is at the bound or the work budget is spent; in place."""
     n = work.size
     values = np.concatenate((work, [0.0]))  # the dummy has position n
@@ -351,7 +352,8 @@ def _exchange(
     *,
     single: bool,
 ) -> tuple[bool, int]:
-    """For each pair (hot[p], cold[p]) the best exchange of `size` slots; done where it helps. -> (any done, work spent).
+    """For each pair (hot[p], cold[p]) the best exchange of `size` slots; done where it helps. -> (any done, work
+    spent).
 
     An exchange shifts d = (what hot gives) - (what cold gives); d = ideal lets both finish together.
     """
@@ -398,8 +400,8 @@ def _closest(gives: Floats, takes: Floats, ideal: Floats) -> tuple[Ints, Ints, F
     rank = np.argsort(takes, axis=1, kind="stable")
     ladder = np.take_along_axis(takes, rank, axis=1)
     wanted = gives - ideal[:, None]
-    finite = ladder[np.isfinite(ladder)]
-    reach = 1.0 + 2.0 * max(float(finite.max(initial=0.0)), float(np.abs(np.where(np.isfinite(wanted), wanted, 0.0)).max()))
+    highest = float(ladder[np.isfinite(ladder)].max(initial=0.0))
+    reach = 1.0 + 2.0 * max(highest, float(np.abs(np.where(np.isfinite(wanted), wanted, 0.0)).max()))
     lift = (np.arange(num_pairs) * (3.0 * reach))[:, None]
     flat = (np.minimum(ladder, reach) + lift).ravel()
     place = np.searchsorted(flat, (np.minimum(wanted, reach) + lift).ravel()).reshape(num_pairs, width)
@@ -409,7 +411,9 @@ def _closest(gives: Floats, takes: Floats, ideal: Floats) -> tuple[Ints, Ints, F
     with np.errstate(invalid="ignore"):
         miss_above = np.abs(np.take_along_axis(ladder, above, axis=1) - wanted)
         miss_below = np.abs(np.take_along_axis(ladder, below, axis=1) - wanted)
-    miss = np.minimum(np.where(np.isnan(miss_above), np.inf, miss_above), np.where(np.isnan(miss_below), np.inf, miss_below))
+    miss_above[np.isnan(miss_above)] = np.inf
+    miss_below[np.isnan(miss_below)] = np.inf
+    miss = np.minimum(miss_above, miss_below)
     i = miss.argmin(axis=1)
     row = np.arange(num_pairs)
     use_above = miss_above[row, i] <= miss_below[row, i]

@@ -1,8 +1,8 @@
 """Which of the waiting rollouts make rows without waste, for ranks that meet at every micro-batch (FSDP, ZeRO-3).
 
 There the step takes the sum over rows of the costliest micro-batch, so what counts is that the rollouts of one row are
-alike: a row is a run of neighbours in the sorted window. Which runs go now is chosen by dynamic programming over the sorted
-window: least waste, less a reward for age. Pure and deterministic.
+alike: a row is a run of neighbours in the sorted window. Which runs go now is chosen by dynamic programming over the
+sorted window: least waste, less a reward for age. Pure and deterministic.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ if TYPE_CHECKING:
     Bools = NDArray[np.bool_]
 
 _AGE_REWARD = 1.0
-"""A rollout at the end of its patience is worth this many rollouts of its row's level: dispatched a little early, at some
-waste, rather than late as a must. It grows with the fourth power of the wait (1, 2, 3: worse at one of the ends)."""
+"""A rollout at the end of its patience is worth this many rollouts of its row's level: dispatched a little early, at
+some waste, rather than late as a must. It grows with the fourth power of the wait (1, 2, 3: worse at one of the
+ends)."""
 
 _MUST_REWARD = 2.0
 """A rollout that must go pulls its neighbours along rather than going alone."""
 
 
-def choose_rows(
-    costs: Floats, must: Bools, remaining: Ints, num_rollouts: int, num_ranks: int, num_rows: int
-) -> Bools:
-    """-> [W] mask of `num_rollouts` rollouts that go: all of `must`, in `num_rows` runs of neighbours as far as possible.
+def choose_rows(costs: Floats, must: Bools, remaining: Ints, num_rollouts: int, num_ranks: int, num_rows: int) -> Bools:
+    """-> [W] mask of `num_rollouts` rollouts that go: all of `must`, in `num_rows` runs of neighbours as far as
+    possible.
 
     Args:
         costs: [W] work of each, oldest first.

@@ -2,7 +2,8 @@
 
 Pure: numpy in, positions out. See docs/planning.md for the proofs.
 
-    Waiting, PlanKnobs --> must go     due rollouts, and as many more as the skip guarantee needs (earliest deadline first)
+    Waiting, PlanKnobs --> must go     due rollouts, and as many more as the skip guarantee needs (earliest deadline
+    first)
                        --> may go      first in, first out, while that balances; outliers are deferred, then gathered
                        --> ranks       partition.py, or micro_batches.py under a token cap
                        --> Plan
@@ -34,7 +35,8 @@ Oversize = Literal["refuse", "alone"]
 
 
 _LIGHT_SHARE = 2
-"""Under equal counts an outlier's rank is filled up from the lighter half of the window (1/4 and 1/8 leave 1-4 points more idle)."""
+"""Under equal counts an outlier's rank is filled up from the lighter half of the window (1/4 and 1/8 leave 1-4 points
+more idle)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +73,8 @@ class PlanKnobs:
     micro_batch_multiple: int = 1
     pipeline_order: bool = False
     oversize: Oversize = "refuse"
+    group_size: int | None = None
+    """Most rollouts in a group, where known: the skip guarantee keeps room for a whole one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,8 +82,9 @@ class Plan:
     """Who goes, and where."""
 
     ranks: list[list[Ints]]
-    """[rank][micro_batch] -> positions into the `Waiting` columns. With fewer rollouts than ranks (or than micro-batches) the
-    last ranks' lists are shorter than the longest: the caller completes them with zero-weight padding copies."""
+    """[rank][micro_batch] -> positions into the `Waiting` columns. With fewer rollouts than ranks (or than
+    micro-batches) the last ranks' lists are shorter than the longest: the caller completes them with zero-weight
+    padding copies."""
     loads: Floats
     """[num_ranks] work per rank."""
     lower_bound: float
@@ -89,7 +94,8 @@ class Plan:
     avoidable_imbalance: float
     """(latest finish - lower bound) / mean finish: what a better partition could still save."""
     unavoidable_imbalance: float
-    """(lower bound - mean finish) / mean finish: the price of the heaviest rollout; only another choice from the window helps."""
+    """(lower bound - mean finish) / mean finish: the price of the heaviest rollout; only another choice from the window
+    helps."""
 
     @property
     def imbalance(self) -> float:
@@ -229,6 +235,7 @@ class _Units:
         if knobs.groups != "free":
             ready[unit_of[~waiting.group_complete]] = False
         due |= remaining == 0
+        largest_group = 1 if knobs.groups == "free" or knobs.group_size is None else knobs.group_size
         return _Units(
             unit_of=unit_of,
             sizes=sizes,
@@ -237,7 +244,7 @@ class _Units:
             due=due,
             ready=ready | due,
             peaks=peaks,
-            slack=_slack(sizes[ready | due], knobs.batch_size),
+            slack=min(max(int(sizes.max(initial=1)), largest_group), knobs.batch_size) - 1,
         )
 
 
@@ -258,12 +265,6 @@ def _in_pieces(labels: Ints, limit: int) -> Ints:
     place = np.empty(labels.size, dtype=np.int64)
     place[order] = np.arange(labels.size) - np.repeat(np.cumsum(sizes) - sizes, sizes)
     return labels * (labels.size // limit + 1) + place // limit
-
-
-def _slack(sizes: Ints, batch_size: int) -> int:
-    """0 if units are all of one size that divides batch_size, else the largest size less one."""
-    largest = int(sizes.max(initial=1))
-    return 0 if int(sizes.min(initial=largest)) == largest and batch_size % largest == 0 else largest - 1
 
 
 def _select(waiting: Waiting, units: _Units, knobs: PlanKnobs, num_rollouts: int) -> tuple[Bools, Bools]:
@@ -345,33 +346,33 @@ def _take(go: Bools, candidates: Ints, sizes: Ints, room: int) -> int:
 def _forced(units: _Units, knobs: PlanKnobs) -> Bools:
     """Units that must go so that nobody is ever passed over by more than max_skips dispatches.
 
-    Of the units with at most j skips left, at most j * batch_size rollouts may stay behind: the next j dispatches take them
-    (earliest deadline first: Liu and Layland 1973; proof in docs/planning.md). O(W + max_skips).
+    Of the units with at most j skips left, at most j * batch_size rollouts may stay behind: the next j dispatches take
+    them (earliest deadline first: Liu and Layland 1973; proof in docs/planning.md). O(W + max_skips).
     """
     forced = np.zeros(units.sizes.size, dtype=np.bool_)
     sent = knobs.batch_size - units.slack
-    waiting_by_deadline = np.cumsum(np.bincount(units.remaining, weights=units.sizes, minlength=1)).astype(np.int64)
+    ready = np.flatnonzero(units.ready)  # an incomplete group's patience starts when it is complete
+    waiting_by_deadline = np.cumsum(np.bincount(units.remaining[ready], weights=units.sizes[ready], minlength=1))
     taken = 0  # rollouts forced so far; all of them have at most j skips left
     for j in range(waiting_by_deadline.size):
         need = int(waiting_by_deadline[j]) - j * sent - taken
         if need <= 0:
             continue
-        candidates = np.flatnonzero((units.remaining <= j) & ~forced)
-        candidates = candidates[np.argsort(~units.ready[candidates], kind="stable")]
+        candidates = np.flatnonzero(units.ready & (units.remaining <= j) & ~forced)
         enough = int(np.searchsorted(np.cumsum(units.sizes[candidates]), need)) + 1
         forced[candidates[:enough]] = True
         taken += int(units.sizes[candidates[:enough]].sum())
     return forced
 
 
-def smallest_max_skips(window: int, batch_size: int, capacity: int, max_group: int = 1) -> int:
+def smallest_max_skips(window: int, batch_size: int, capacity: int, group_size: int = 1) -> int:
     """The least `max_skips` for which the skip guarantee is a theorem and the window is of use.
 
-    The guarantee needs capacity <= (max_skips + 1) * (batch_size - max_group + 1); usefulness needs
-    max_skips >= 3 * (window / batch_size - 1), else everything is always due and nothing is left to choose.
-    With groups that all have the same size and divide batch_size, pass max_group=1.
+    The guarantee needs capacity <= (max_skips + 1) * (batch_size - group_size + 1), where group_size is 1 unless groups
+    stay together; usefulness needs max_skips >= 3 * (window / batch_size - 1), else everything is always due and
+    nothing is left to choose.
     """
-    sent = max(batch_size - max_group + 1, 1)
+    sent = max(batch_size - group_size + 1, 1)
     guarantee = -(-capacity // sent) - 1
     useful = -(-3 * (window - batch_size) // batch_size)
     return max(guarantee, useful, 0)

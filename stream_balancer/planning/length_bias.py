@@ -1,0 +1,171 @@
+"""Does the balancer treat lengths alike? Running figures on length against delay, in constant memory.
+
+Short rollouts finish first, and a window that defers outliers delays long ones: both are biases a trainer should see.
+Pure: the caller says what arrived and what was dispatched.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from numpy.typing import ArrayLike, NDArray
+
+    Floats = NDArray[np.float64]
+
+_PER_OCTAVE = 16
+"""Histogram buckets per doubling of the length: quantiles are exact to 4.4 %."""
+
+_NUM_BUCKETS = 32 * _PER_OCTAVE + 1
+"""Lengths 1 .. 2**32."""
+
+QUANTILES = (0.1, 0.5, 0.9, 0.99)
+"""Which length quantiles a summary gives."""
+
+
+@dataclass(frozen=True, slots=True)
+class LengthBiasSummary:
+    """How length and delay hang together so far. NaN where nothing was seen yet."""
+
+    num_dispatched: int
+    """Rollouts."""
+    num_batches: int
+    mean_delay: float
+    """Dispatches a rollout was passed over, on average."""
+    delay_per_decile: tuple[float, ...]
+    """[10] mean delay of the shortest tenth of the rollouts, the next tenth, ... (up to the histogram's 4.4 %)."""
+    length_delay_correlation: float
+    """Pearson's r of length and delay; 0 = blind to length."""
+    arrived_quantiles: tuple[float, ...]
+    """[len(QUANTILES)] lengths of what arrived."""
+    dispatched_quantiles: tuple[float, ...]
+    """[len(QUANTILES)] lengths of what was dispatched; below `arrived_quantiles` while long ones are held back."""
+    batch_mean_spread: float
+    """Standard deviation of the batches' mean lengths over what independent draws would give; 1 = like independent
+    draws."""
+
+
+class LengthBias:
+    """Collects `arrived` and `record`, answers `summary`. O(n) per call, constant memory."""
+
+    def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget everything, e.g. after the warm-up, in which short rollouts come first."""
+        self._arrived = np.zeros(_NUM_BUCKETS)
+        self._dispatched = np.zeros(_NUM_BUCKETS)
+        self._delays = np.zeros(_NUM_BUCKETS)
+        self._moments = _Moments()
+        self._num_batches = 0
+        self._batch_sum = 0.0
+        self._batch_squares = 0.0
+        self._batch_sizes = 0.0
+
+    def arrived(self, lengths: ArrayLike) -> None:
+        """Rollouts came in, of these lengths (tokens, >= 1)."""
+        self._arrived += np.bincount(_bucket(np.asarray(lengths, dtype=np.float64)), minlength=_NUM_BUCKETS)
+
+    def record(self, lengths: ArrayLike, delays_dispatches: ArrayLike) -> None:
+        """One batch left.
+
+        Args:
+            lengths: [n] tokens of its rollouts.
+            delays_dispatches: [n] dispatches that passed each over.
+        """
+        length = np.asarray(lengths, dtype=np.float64)
+        delay = np.asarray(delays_dispatches, dtype=np.float64)
+        if length.shape != delay.shape:
+            raise ValueError(f"lengths {length.shape} and delays {delay.shape} must be alike: one of each per rollout.")
+        if not length.size:
+            return
+        bucket = _bucket(length)
+        self._dispatched += np.bincount(bucket, minlength=_NUM_BUCKETS)
+        self._delays += np.bincount(bucket, weights=delay, minlength=_NUM_BUCKETS)
+        self._moments.add(length, delay)
+        mean = float(length.mean())
+        self._num_batches += 1
+        self._batch_sum += mean
+        self._batch_squares += mean * mean
+        self._batch_sizes += 1.0 / length.size
+
+    def summary(self) -> LengthBiasSummary:
+        """The figures so far."""
+        moments = self._moments
+        return LengthBiasSummary(
+            num_dispatched=moments.count,
+            num_batches=self._num_batches,
+            mean_delay=moments.mean_y if moments.count else math.nan,
+            delay_per_decile=_delay_per_decile(self._dispatched, self._delays),
+            length_delay_correlation=moments.correlation(),
+            arrived_quantiles=_quantiles(self._arrived),
+            dispatched_quantiles=_quantiles(self._dispatched),
+            batch_mean_spread=self._batch_mean_spread(),
+        )
+
+    def _batch_mean_spread(self) -> float:
+        variance_of_one = self._moments.variance_x()
+        if self._num_batches < 2 or not variance_of_one > 0.0:
+            return math.nan
+        mean = self._batch_sum / self._num_batches
+        variance = max(self._batch_squares / self._num_batches - mean * mean, 0.0)
+        variance *= self._num_batches / (self._num_batches - 1)
+        independent = variance_of_one * self._batch_sizes / self._num_batches
+        return math.sqrt(variance / independent)
+
+
+class _Moments:
+    """Running means, variances and covariance of pairs, merged batch by batch (Chan, Golub and LeVeque 1983)."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.mean_x = self.mean_y = 0.0
+        self._xx = self._yy = self._xy = 0.0
+
+    def add(self, x: Floats, y: Floats) -> None:
+        n, mean_x, mean_y = x.size, float(x.mean()), float(y.mean())
+        total = self.count + n
+        dx, dy = mean_x - self.mean_x, mean_y - self.mean_y
+        weight = self.count * n / total
+        self._xx += float(((x - mean_x) ** 2).sum()) + dx * dx * weight
+        self._yy += float(((y - mean_y) ** 2).sum()) + dy * dy * weight
+        self._xy += float(((x - mean_x) * (y - mean_y)).sum()) + dx * dy * weight
+        self.mean_x += dx * n / total
+        self.mean_y += dy * n / total
+        self.count = total
+
+    def variance_x(self) -> float:
+        return self._xx / self.count if self.count else math.nan
+
+    def correlation(self) -> float:
+        scale = math.sqrt(self._xx * self._yy)
+        return self._xy / scale if scale > 0.0 else math.nan
+
+
+def _bucket(lengths: Floats) -> NDArray[np.int64]:
+    place = np.floor(np.log2(np.maximum(lengths, 1.0)) * _PER_OCTAVE).astype(np.int64)
+    return np.minimum(place, np.int64(_NUM_BUCKETS - 1))
+
+
+def _quantiles(histogram: Floats) -> tuple[float, ...]:
+    """Lengths at QUANTILES; each bucket stands for its geometric middle."""
+    total = float(histogram.sum())
+    if not total:
+        return (math.nan,) * len(QUANTILES)
+    places = np.searchsorted(np.cumsum(histogram), np.array(QUANTILES) * total - 1e-9)
+    return tuple(float(2.0 ** ((place + 0.5) / _PER_OCTAVE)) for place in places)
+
+
+def _delay_per_decile(counts: Floats, delays: Floats) -> tuple[float, ...]:
+    """A bucket that lies in two deciles is shared out between them."""
+    total = float(counts.sum())
+    if not total:
+        return (math.nan,) * 10
+    counts_so_far = np.concatenate(([0.0], np.cumsum(counts)))
+    delays_so_far = np.concatenate(([0.0], np.cumsum(delays)))
+    delay_so_far = np.interp(np.linspace(0.0, total, 11), counts_so_far, delays_so_far)
+    return tuple((np.diff(delay_so_far) / (total / 10)).tolist())
