@@ -1,4 +1,4 @@
-"""The same balancer without an event loop, workers in threads and a plain for loop: `python examples/blocking_loop.py`."""
+"""The same balancer without an event loop, threads and a plain loop: `python examples/blocking_loop.py`."""
 
 import random
 import time

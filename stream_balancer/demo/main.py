@@ -70,25 +70,28 @@ def _introduce(console: Console, options: DemoOptions, workload: Workload) -> No
 
 
 async def _run_both(setting: _Setting, console: Console) -> tuple[RunReport, RunReport]:
+    """Both runs, unless SIGINT or SIGTERM ends them: then KeyboardInterrupt, once every child has been ended."""
+    outcome: list[RunReport] | ChildError | None = None
     async with anyio.create_task_group() as group:
-        interrupted = False
-
-        async def watch() -> None:
-            nonlocal interrupted
-            with anyio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
-                async for _ in signals:
-                    interrupted = True
-                    group.cancel_scope.cancel()
-                    return
-
         if threading.current_thread() is threading.main_thread():
-            group.start_soon(watch)
-        with RunProgress(console) as progress:
-            reports = [await _run(setting, policy, progress) for policy in _POLICIES]
+            group.start_soon(_cancel_on_signal, group.cancel_scope)
+        try:
+            with RunProgress(console) as progress:
+                outcome = [await _run(setting, policy, progress) for policy in _POLICIES]
+        except ChildError as error:
+            outcome = error
         group.cancel_scope.cancel()
-    if interrupted:
+    if outcome is None:
         raise KeyboardInterrupt
-    return reports[0], reports[1]
+    if isinstance(outcome, ChildError):
+        raise outcome
+    return outcome[0], outcome[1]
+
+
+async def _cancel_on_signal(scope: anyio.CancelScope) -> None:
+    with anyio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
+        async for _ in signals:
+            scope.cancel()
 
 
 async def _run(setting: _Setting, policy: str, progress: RunProgress) -> RunReport:

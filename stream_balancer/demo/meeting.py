@@ -5,6 +5,7 @@ from __future__ import annotations
 from datetime import timedelta
 
 import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from stream_balancer.demo.messages import Task
 
@@ -16,20 +17,20 @@ FEED_NAME = "feed"
 _HOST = "127.0.0.1"
 
 
-def host_store() -> tuple[dist.Store, int]:
+def host_store() -> tuple[Store, int]:
     """A store on any free port, and the port. It lives as long as the returned object."""
-    store = dist.TCPStore(_HOST, 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
+    store = TCPStore(_HOST, 0, is_master=True, wait_for_workers=False)
     return store, store.port
 
 
-def connect_store(task: Task) -> dist.Store:
+def connect_store(task: Task) -> Store:
     """The parent's store, from a child."""
-    store: dist.Store = dist.TCPStore(_HOST, task.store_port, is_master=False, timeout=timedelta(minutes=2))  # type: ignore[attr-defined]
+    store: Store = TCPStore(_HOST, task.store_port, is_master=False, timeout=timedelta(minutes=2))
     return store
 
 
-def join_trainers(task: Task, store: dist.Store) -> None:
+def join_trainers(task: Task, store: Store) -> None:
     """The ranks' own process group, for their gradients. The controller has no part in it."""
     assert task.rank is not None
-    trainers = dist.PrefixStore("trainers", store)
+    trainers = PrefixStore("trainers", store)
     dist.init_process_group("gloo", store=trainers, rank=task.rank, world_size=task.options.ranks)

@@ -112,8 +112,8 @@ def loss_sum(model: Decoder, micro_batch: MicroBatch) -> Tensor:
 def training_cost(options: DemoOptions) -> TransformerCost:
     """Work of a rollout for this model, in FLOPs.
 
-    On a CPU it predicts the seconds of forward and backward as well as a curve fitted to measured ones does: over packs of
-    1 to 11 rollouts both were off by 3 % on average (weighted by seconds), and ``TokenCost`` by 14 %.
+    It predicts a CPU's seconds as well as a curve fitted to measured ones: over packs of 1 to 11 rollouts both were off
+    by 3 % (mean, weighted by seconds), ``TokenCost`` by 14 %.
     """
     return TransformerCost(
         hidden_size=options.hidden_size,

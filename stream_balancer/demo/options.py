@@ -32,9 +32,9 @@ class DemoOptions:
     """Trainer ranks, each a process of its own."""
     workers: int = 64
     """Concurrent rollout workers: at most so many rollouts are being generated at any moment."""
-    rollouts: int = 768
+    rollouts: int = 960
     """Rollouts in each of the two runs (the same ones)."""
-    batch_size: int = 32
+    batch_size: int = 24
     """Rollouts per optimizer step, over all ranks."""
     window: int | None = None
     """Rollouts to wait for in the balanced run; None = 2 * batch_size. The usual way always has window = batch_size."""
@@ -60,7 +60,7 @@ class DemoOptions:
     """Event loop of the controller: both are equal citizens."""
     hidden_size: int = 128
     """Width of the demo model."""
-    num_layers: int = 3
+    num_layers: int = 6
     """Decoder layers of the demo model."""
     num_heads: int = 4
     """Attention heads of the demo model."""

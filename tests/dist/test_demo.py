@@ -1,0 +1,143 @@
+"""The demo itself, tiny, with its real processes: what it promises, and how it ends when something goes wrong."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from stream_balancer.demo.main import run_demo
+from stream_balancer.demo.options import DemoOptions
+
+TINY = {
+    "ranks": 2,
+    "workers": 8,
+    "rollouts": 40,
+    "batch_size": 8,
+    "max_length": 64,
+    "hidden_size": 16,
+    "num_layers": 1,
+    "num_heads": 2,
+    "vocab_size": 32,
+    "tokens_per_second": 1e4,
+}
+
+
+@pytest.fixture(scope="module", params=["asyncio", "trio"])
+def result(request, tmp_path_factory):
+    """Exit code, JSON, and what went to stderr, of one tiny demo on a trace of 30 rollouts."""
+    trace = tmp_path_factory.mktemp("demo") / "lengths.csv"
+    rows = [f"g{i // 3},{5 + i},{(i * i) % 97 + 1}" for i in range(30)]
+    trace.write_text("\n".join(["group_id,prompt_tokens,output_tokens", *rows]))
+    script = f"import sys, pathlib; {_import()} sys.exit(run_demo(DemoOptions(backend={request.param!r}, json=True, "
+    script += f"trace=pathlib.Path({str(trace)!r}), **{TINY!r})))"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout), done.stderr
+
+
+def test_every_rollout_is_trained_on_exactly_once_in_both_runs(result):
+    report, _ = result
+    assert report["exactly_once"] is True
+    for run in (report["round_robin"], report["balanced"]):
+        assert run["problems"] == []
+        assert run["num_rollouts"] == 40
+        assert run["num_tokens"] == report["lengths"]["tokens"]
+        assert sum(run["reasons"].values()) == run["num_steps"]
+        assert len(run["compute_s"]) == 2
+        assert all(seconds > 0 for seconds in run["compute_s"])
+        assert 0 <= run["idle_fraction"] < 1
+        assert run["delay_p50_s"] <= run["delay_p99_s"]
+
+
+def test_balancing_shows_in_the_predicted_loads(result):
+    """The measured seconds of so small a model are noise; what was planned is not."""
+    report, _ = result
+    usual, balanced = (report[name]["predicted_idle_fraction"] for name in ("round_robin", "balanced"))
+    assert balanced < usual
+
+
+def test_the_report_says_what_it_ran(result):
+    report, stderr = result
+    assert report["lengths"]["source"] == "lengths"
+    assert report["lengths"]["longest"] == 64
+    assert 0 < report["lengths"]["scale"] < 1
+    assert report["options"]["ranks"] == 2
+    assert report["balanced"]["policy"] == "window"
+    assert "8 workers → controller → 2 ranks" in stderr
+    assert "balanced  generated" in stderr
+
+
+def test_tables_go_to_stdout(capsys):
+    assert run_demo(DemoOptions(**TINY, deadline_s=None)) == 0
+    out = capsys.readouterr().out
+    for part in ("round-robin", "balanced", "idle fraction", "Exactly once: in both runs all 40", "multiplied by"):
+        assert part in out
+
+
+def test_a_bad_trace_is_told_without_starting_anything(tmp_path, capsys):
+    path = tmp_path / "bad.csv"
+    path.write_text("group_id,prompt_tokens,output_tokens\na,1,-5\n")
+    assert run_demo(DemoOptions(trace=path)) == 2
+    assert "bad.csv, line 2: output_tokens is negative" in capsys.readouterr().err.replace("\n", " ")
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc"), reason="looks into /proc")
+class TestAccidents:
+    """A demo that would run for minutes, interrupted in its first run."""
+
+    @pytest.fixture(params=["asyncio", "trio"])
+    def demo(self, request):
+        """A running demo that has begun to train, and its children's pids by role."""
+        slow = {**TINY, "tokens_per_second": 20.0, "backend": request.param}
+        script = f"import sys; {_import()} sys.exit(run_demo(DemoOptions(**{slow!r})))"
+        process = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        try:
+            yield process, _children_of(process.pid, 3)
+        finally:
+            process.kill()
+            process.communicate()
+
+    def test_a_killed_rank_ends_the_demo_with_an_error_that_names_it(self, demo):
+        process, children = demo
+        os.kill(children[1], signal.SIGKILL)
+        _, stderr = process.communicate(timeout=60)
+        assert process.returncode == 1
+        assert f"process {children[1]}" in stderr.decode()
+        assert "SIGKILL" in stderr.decode()
+        assert not any(map(_is_running, children))
+
+    @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+    def test_ctrl_c_ends_every_process(self, demo, number):
+        process, children = demo
+        process.send_signal(number)
+        _, stderr = process.communicate(timeout=60)
+        assert process.returncode == 130
+        assert "interrupted; all its processes have been ended" in stderr.decode()
+        assert "Traceback" not in stderr.decode()
+        assert not any(map(_is_running, children))
+
+
+def _import():
+    return "from stream_balancer.demo.main import run_demo; from stream_balancer.demo.options import DemoOptions;"
+
+
+def _children_of(pid, number):
+    """Pids of the children, once there are so many, in the order they were started: controller, then ranks."""
+    tasks = Path(f"/proc/{pid}/task")
+    for _ in range(600):
+        found = sorted({int(p) for t in tasks.iterdir() for p in (t / "children").read_text().split()})
+        if len(found) >= number:
+            return found
+        signal.sigtimedwait([], 0.05)
+    raise AssertionError(f"only {found} after 30 s")
+
+
+def _is_running(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
