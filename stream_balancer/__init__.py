@@ -15,6 +15,7 @@ from stream_balancer.balancer import Batches, StreamBalancer
 from stream_balancer.blocking import BlockingBalancer, blocking
 from stream_balancer.config import BalancerConfig
 from stream_balancer.cost import CostModel, PaddedCost, QuadraticCost, TokenCost, TransformerCost
+from stream_balancer.dispatch import serve
 from stream_balancer.errors import (
     AlreadyInUseError,
     BrokenResourceError,
@@ -29,6 +30,10 @@ from stream_balancer.errors import (
     WireError,
     WouldBlock,
 )
+from stream_balancer.feed import RankFeed
+from stream_balancer.simulate import SimulationReport, simulate
+from stream_balancer.trace import Trace, generate_trace, load_trace
+from stream_balancer.transport.torch_dist import TorchTransport
 from stream_balancer.types import Batch, MicroBatch, RankBatch, Rollout, Statistics
 
 __version__ = "0.1.0"
@@ -50,16 +55,24 @@ __all__ = [
     "PaddedCost",
     "QuadraticCost",
     "RankBatch",
+    "RankFeed",
     "RankLostError",
     "Rollout",
     "RolloutError",
+    "SimulationReport",
     "Statistics",
     "StreamBalancer",
     "TokenCost",
+    "TorchTransport",
+    "Trace",
     "TraceError",
     "TransformerCost",
     "WireError",
     "WouldBlock",
     "blocking",
+    "generate_trace",
+    "load_trace",
     "planning",
+    "serve",
+    "simulate",
 ]

@@ -17,6 +17,8 @@ import anyio.from_thread
 
 from stream_balancer.balancer import Batches, StreamBalancer
 from stream_balancer.config import BalancerConfig
+from stream_balancer.dispatch import serve
+from stream_balancer.transport.torch_dist import TorchTransport
 from stream_balancer.types import Batch, EvictReason, Rollout, Statistics
 
 __all__ = ["BlockingBalancer", "blocking"]
@@ -99,6 +101,14 @@ class BlockingBalancer:
         self._background.append(future)
         return future
 
+    def serve(self, transport: TorchTransport) -> Future[None]:
+        """Feed every rank's :class:`RankFeed` beside, until all is drained and acknowledged: :func:`serve` in the
+        event loop.
+
+        Wait for the returned future after :meth:`end` to know that the ranks have everything.
+        """
+        return self.start(_serve, self._balancer, transport)
+
     def put(self, rollout: Rollout) -> None:
         """Hand over a finished rollout; waits while the buffer is full. Raises like :meth:`StreamBalancer.put`.
 
@@ -179,6 +189,11 @@ class _BlockingBatches:
         if batch is None:
             raise StopIteration
         return batch
+
+
+async def _serve(balancer: StreamBalancer, transport: TorchTransport) -> None:
+    async with transport:
+        await serve(balancer, transport)
 
 
 async def _next_or_none(batches: Batches) -> Batch | None:
