@@ -282,8 +282,12 @@ async def test_a_newcomer_does_not_overtake_blocked_puts() -> None:
             assert batch is not None
             with pytest.raises(sb.WouldBlock):
                 balancer.put_nowait(make_rollout(2, "newcomer"))
+            tasks.start_soon(balancer.put, make_rollout(2, "second"))
+            await settle()
+            assert balancer.statistics().blocked_puts == 2
             balancer._wake_next_put()
             await settle()
+            assert balancer.statistics().blocked_puts == 0
             balancer.put_nowait(make_rollout(2, "newcomer"))
 
 

@@ -1,0 +1,14 @@
+"""No test in this folder may block its event loop: blockbuster turns a blocking call in asyncio's thread into an error."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from blockbuster import blockbuster_ctx
+
+
+@pytest.fixture(autouse=True)
+def _no_blocking_calls() -> Iterator[None]:
+    with blockbuster_ctx("stream_balancer"):
+        yield
