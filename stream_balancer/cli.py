@@ -6,6 +6,7 @@ Commands only read options, call the library and print. A mistake of the user's 
 from __future__ import annotations
 
 import json
+import math
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 
     from stream_balancer.config import BalancerConfig, Policy
     from stream_balancer.cost import CostModel
-    from stream_balancer.simulate import SimulationReport
+    from stream_balancer.simulate import Segment, SimulationReport
     from stream_balancer.trace import Trace
 
 __all__ = ["app", "main"]
@@ -41,6 +42,11 @@ app = typer.Typer(
 def main() -> None:
     """Entry point of ``stream-balancer``."""
     app()
+
+
+class Backend(StrEnum):
+    asyncio = "asyncio"
+    trio = "trio"
 
 
 class Counts(StrEnum):
@@ -99,17 +105,21 @@ def _root(
 
 @app.command()
 def demo(
-    ranks: Annotated[int | None, typer.Option(help="Trainer ranks, each a process.  [default: 4]")] = None,
-    workers: Annotated[int | None, typer.Option(help="Concurrent rollout workers.  [default: 64]")] = None,
+    ranks: Annotated[int | None, typer.Option(help="Trainer ranks, each a process. (default: 4)")] = None,
+    workers: Annotated[int | None, typer.Option(help="Concurrent rollout workers. (default: 64)")] = None,
     rollouts: Annotated[int | None, typer.Option(help="Rollouts in each of the two runs.")] = None,
     batch_size: Annotated[int | None, typer.Option(help="Rollouts per step, over all ranks.")] = None,
-    window: Annotated[int | None, typer.Option(help="Rollouts to wait for.  [default: 2 x batch size]")] = None,
+    window: Annotated[int | None, typer.Option(help="Rollouts to wait for. (default: 2 x batch size)")] = None,
     deadline_s: Annotated[float | None, typer.Option(help="Longest wait of a rollout before a batch leaves.")] = None,
-    trace: Annotated[Path | None, typer.Option(help="Length trace, csv or csv.gz.  [default: generated]")] = None,
+    trace: Annotated[Path | None, typer.Option(help="Length trace, csv or csv.gz. (default: generated)")] = None,
     scale: Annotated[
-        float | None, typer.Option(help="Multiply lengths by this.  [default: so that a CPU can train on them]")
+        float | None, typer.Option(help="Multiply lengths by this. (default: so that a CPU can train on them)")
     ] = None,
-    seed: Annotated[int | None, typer.Option(help="Seed of lengths, order and model.  [default: 0]")] = None,
+    generator: Annotated[
+        str | None, typer.Option(help="Length model, where there is no --trace. (default: lrm)")
+    ] = None,
+    backend: Annotated[Backend | None, typer.Option(help="Event loop of the controller. (default: asyncio)")] = None,
+    seed: Annotated[int | None, typer.Option(help="Seed of lengths, order and model. (default: 0)")] = None,
     json_: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")] = False,
 ) -> None:
     """Watch real processes train the same rollouts twice: in the usual way (arrival order, round-robin), then balanced.
@@ -127,6 +137,8 @@ def demo(
         "deadline_s": deadline_s,
         "trace": trace,
         "scale": scale,
+        "generator": generator,
+        "backend": None if backend is None else backend.value,
         "seed": seed,
     }
     try:
@@ -156,12 +168,12 @@ def replay(
     ],
     dp_size: Annotated[int, typer.Option(help="Data-parallel ranks.")] = 8,
     batch_size: Annotated[int, typer.Option(help="Rollouts per dispatch, over all ranks.")] = 32,
-    window: Annotated[int | None, typer.Option(help="Dispatch once so many wait.  [default: 2 x batch size]")] = None,
+    window: Annotated[int | None, typer.Option(help="Dispatch once so many wait. (default: 2 x batch size)")] = None,
     deadline_s: Annotated[
-        float | None, typer.Option(help="... or once the oldest has waited so long.  [default: wait for the window]")
+        float | None, typer.Option(help="... or once the oldest has waited so long. (default: wait for the window)")
     ] = None,
-    max_skips: Annotated[int | None, typer.Option(help="No rollout is passed over more often.  [default: 8]")] = None,
-    capacity: Annotated[int | None, typer.Option(help="Puts wait at so many.  [default: 2 x window]")] = None,
+    max_skips: Annotated[int | None, typer.Option(help="No rollout is passed over more often. (default: 8)")] = None,
+    capacity: Annotated[int | None, typer.Option(help="Puts wait at so many. (default: 2 x window)")] = None,
     cost: Annotated[
         str,
         typer.Option(
@@ -172,7 +184,7 @@ def replay(
     counts: Annotated[Counts, typer.Option(help="Rollouts per rank.")] = Counts.free,
     sync: Annotated[Sync, typer.Option(help="Where ranks meet: micro_batch under FSDP / ZeRO-3.")] = Sync.step,
     max_tokens_per_micro_batch: Annotated[int | None, typer.Option(help="Hard token cap of a micro-batch.")] = None,
-    group_size: Annotated[int | None, typer.Option(help="Siblings per group.  [default: groups play no part]")] = None,
+    group_size: Annotated[int | None, typer.Option(help="Siblings per group. (default: groups play no part)")] = None,
     groups: Annotated[Groups, typer.Option(help="Where siblings go; with --group-size.")] = Groups.same_batch,
     slots: Annotated[int, typer.Option(help="Rollouts generated at a time (where no arrivals were recorded).")] = 128,
     tokens_per_second: Annotated[float, typer.Option(help="Generation speed of one slot.")] = 30.0,
@@ -187,7 +199,7 @@ def replay(
     rollouts: Annotated[int | None, typer.Option(help="Draw so many rollouts with replacement, whole groups.")] = None,
     scale: Annotated[float, typer.Option(help="Multiply lengths by this.")] = 1.0,
     warm_up: Annotated[
-        int | None, typer.Option(help="Dispatches to leave out of the figures.  [default: 50, at most a quarter]")
+        int | None, typer.Option(help="Dispatches to leave out of the figures. (default: 50, at most a quarter)")
     ] = None,
     seed: Annotated[int, typer.Option(help="Seed of the generator, of the draw and of the order of generation.")] = 0,
     json_: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of the table.")] = False,
@@ -390,10 +402,12 @@ def _table(reports: Reports, *, instant: bool) -> Table:
         table.add_row(name, *(show(report) for report in reports.values()), style="bold" if bold else None)
 
     usual = reports["round_robin"].overall.work_s
-    row("idle fraction", lambda r: f"{r.idle_fraction:.2%}", bold=True)
-    row("  a better assignment might save", lambda r: f"{r.avoidable_idle:.2%}")
-    row("  no assignment can save", lambda r: f"{r.unavoidable_idle:.2%}")
-    row("  with warm-up and tail", lambda r: f"{r.overall.idle_fraction:.2%}")
+    steady = _all_steady(reports)
+    row("idle fraction", lambda r: f"{_segment(r, steady).idle_fraction:.2%}", bold=True)
+    row("  a better assignment might save", lambda r: f"{_segment(r, steady).avoidable_idle:.2%}")
+    row("  no assignment can save", lambda r: f"{_segment(r, steady).unavoidable_idle:.2%}")
+    if steady:
+        row("  with warm-up and tail", lambda r: f"{r.overall.idle_fraction:.2%}")
     row("trainer time, round-robin = 1", lambda r: f"{r.overall.work_s / usual if usual else 1.0:.3f}")
     if not instant:
         row("end to end, s", lambda r: f"{r.elapsed_s:,.0f}")
@@ -405,15 +419,21 @@ def _table(reports: Reports, *, instant: bool) -> Table:
         lambda r: f"{r.delay_dispatches.mean:.2f} / {r.delay_dispatches.p99:.0f} / {r.max_skips_seen}",
     )
     row("staleness mean / max, steps", lambda r: f"{r.staleness.mean:.2f} / {r.staleness.max:.0f}")
-    row("length-wait correlation", lambda r: f"{r.length_bias['correlation']:.2f}")
+    row("length-wait correlation", lambda r: _or_dash(r.length_bias.length_delay_correlation))
+    row("spread of batch means, i.i.d. = 1", lambda r: _or_dash(r.length_bias.batch_mean_spread))
     row("mean length, came / went", lambda r: f"{r.arrived_lengths.mean:,.0f} / {r.dispatched_lengths.mean:,.0f}")
     row("dispatches", lambda r: ", ".join(f"{n} {why}" for why, n in r.reasons.items()))
-    row("  left out: warm-up, tail", lambda r: f"{r.warm_up.batches}, {r.tail.batches}" if r.is_steady else "none")
+    if steady:
+        row("  left out: warm-up, tail", lambda r: f"{r.warm_up.batches}, {r.tail.batches}")
     if any(r.padding_copies for r in reports.values()):
         row("padding copies", lambda r: f"{r.padding_copies}")
     if any(r.evicted for r in reports.values()):
         row("evicted", lambda r: f"{r.evicted}")
     return table
+
+
+def _or_dash(value: float) -> str:
+    return "-" if math.isnan(value) else f"{value:.2f}"
 
 
 GOOD_ENOUGH = 0.02  # idle share of arrival order with a good partition below which a window has little left to win
@@ -422,21 +442,29 @@ WORTH = 0.02  # idle share a window must save to be worth its wait
 
 def _verdict(reports: Reports) -> Iterator[str]:
     """What it means, in a sentence or two."""
-    window, fifo, usual = reports["window"], reports["fifo"], reports["round_robin"]
-    if not window.is_steady:
+    window, fifo = reports["window"], reports["fifo"]
+    steady = _all_steady(reports)
+    if not steady:
         yield (
             "Too short a run for a steady state: the figures are of all dispatches, tail included. "
             "Try --rollouts 10000, or a smaller batch."
         )
-    saved = fifo.idle_fraction - window.idle_fraction
-    arrival = (
-        f"Arrival order with a good partition idles {fifo.idle_fraction:.1%}, the window {window.idle_fraction:.1%}"
-    )
-    if fifo.idle_fraction <= GOOD_ENOUGH or saved < WORTH:
+    idle = {policy: _segment(report, steady).idle_fraction for policy, report in reports.items()}
+    arrival = f"Arrival order with a good partition idles {idle['fifo']:.1%}, the window {idle['window']:.1%}"
+    if idle["fifo"] <= GOOD_ENOUGH or idle["fifo"] - idle["window"] < WORTH:
         yield f"{arrival}: a window buys little here. Use policy='fifo', or other knobs."
         return
     waits = window.staleness.mean - fifo.staleness.mean
-    yield f"{arrival} (round-robin {usual.idle_fraction:.1%}), for {waits:.2f} more steps of mean staleness."
+    yield f"{arrival} (round-robin {idle['round_robin']:.1%}), for {waits:.2f} more steps of mean staleness."
+
+
+def _all_steady(reports: Reports) -> bool:
+    return all(report.is_steady for report in reports.values())
+
+
+def _segment(report: SimulationReport, steady: bool) -> Segment:
+    """The same kind of segment for every policy, or they could not be compared."""
+    return report.steady if steady else report.overall
 
 
 if __name__ == "__main__":

@@ -27,6 +27,7 @@ from numpy.typing import NDArray
 from stream_balancer._core import BalancerCore
 from stream_balancer.config import BalancerConfig, Policy
 from stream_balancer.errors import ConfigError, WouldBlock
+from stream_balancer.planning import LengthBias, LengthBiasSummary
 from stream_balancer.trace import Trace, check_generation, finish_times, issue_order
 from stream_balancer.types import Batch, Rollout
 
@@ -41,6 +42,7 @@ is ready, so that exactly the window waits at each dispatch; ``"matched"``: perf
 with generation, so that all imbalance shows as time."""
 
 MAX_WARM_UP = 50  # dispatches: several windows' worth of length-biased first arrivals
+LEAST_STEADY = 8  # dispatches below which "the steady state" would be an anecdote
 WARM_UP_SHARE = 4  # ... but never more than a quarter of a short run
 
 
@@ -175,8 +177,9 @@ class SimulationReport:
     staleness: Quantiles
     """Trainer steps begun between a rollout's first token and its dispatch (from its arrival, where arrivals are
     recorded)."""
-    length_bias: Mapping[str, Any]
-    """How far delay depends on length, and how far batches differ from what arrived; see docs/simulation.md."""
+    length_bias: LengthBiasSummary
+    """How far delay depends on length, and how far batches differ from what arrived; NaN where delay or length is
+    constant. See docs/simulation.md."""
     arrived_lengths: Quantiles
     """Tokens of the rollouts that came while the steady dispatches were made."""
     dispatched_lengths: Quantiles
@@ -196,7 +199,7 @@ class SimulationReport:
     @property
     def is_steady(self) -> bool:
         """False if the run was too short to have a steady state, and the figures are of the whole run."""
-        return self.steady.batches > 0
+        return self.steady.batches >= LEAST_STEADY
 
     @property
     def figures(self) -> Segment:
@@ -243,7 +246,6 @@ class SimulationReport:
         parts."""
         plain: dict[str, Any] = {name: getattr(self, name) for name in _PLAIN}
         plain["reasons"] = dict(self.reasons)
-        plain["length_bias"] = dict(self.length_bias)
         plain |= {name: _fields(getattr(self, name)) for name in _RECORDS}
         return plain
 
@@ -278,11 +280,19 @@ _RECORDS = (
     "staleness",
     "arrived_lengths",
     "dispatched_lengths",
+    "length_bias",
 )
 
 
 def _fields(record: Any) -> dict[str, Any]:
-    return {name: getattr(record, name) for name in record.__slots__}
+    return {name: _or_none(getattr(record, name)) for name in record.__slots__}
+
+
+def _or_none(value: Any) -> Any:
+    """JSON has no NaN, and lists where Python has tuples."""
+    if isinstance(value, tuple):
+        return [_or_none(item) for item in value]
+    return None if isinstance(value, float) and math.isnan(value) else value
 
 
 def as_policy(config: BalancerConfig, policy: Policy) -> BalancerConfig:
@@ -400,11 +410,18 @@ class _Blocked:
     def __len__(self) -> int:
         return len(self._rows)
 
+    def __contains__(self, row: int) -> bool:
+        return row in self._rows
+
     def push(self, row: int) -> None:
+        """As the last, unless it is here."""
         self._rows[row] = None
         self._by_group.setdefault(self._group_ids[row], {})[row] = None
 
-    def remove(self, row: int) -> None:
+    def discard(self, row: int) -> None:
+        """Forget it, if it is here."""
+        if row not in self._rows:
+            return
         del self._rows[row]
         siblings = self._by_group[self._group_ids[row]]
         del siblings[row]
@@ -469,8 +486,7 @@ class _Run:
             if self.generation.next_finish <= self.now:
                 row = self.generation.pop(self.step)
                 self.finished_s[row] = self.now
-                if not self._offer(row):
-                    self.blocked.push(row)
+                self._offer(row)
 
     def _train(self, progress: Callable[[int], None] | None) -> None:
         """Finish the step that is over, and begin the next if the core gives one; as often as possible now."""
@@ -536,24 +552,24 @@ class _Run:
         try:
             self.core.add(self._rollout(row), self.now)
         except WouldBlock:
+            self.blocked.push(row)
             return False
+        self.blocked.discard(row)
         self.accepted_s[row] = self.now
         self.accepted_step[row] = self.step
         self.generation.release(self.now, self.step)
         self._drop_evicted()
         if self.groups_count and self.blocked:  # siblings of a waiting group are let in beyond the capacity
             for sibling in self.blocked.siblings(row):
-                if self._offer(sibling):
-                    self.blocked.remove(sibling)
+                if sibling in self.blocked:  # not let in by one before it
+                    self._offer(sibling)
         return True
 
     def _let_in(self) -> None:
         """There may be room again."""
         while self.blocked:
-            row = self.blocked.first()
-            if not self._offer(row):
+            if not self._offer(self.blocked.first()):
                 return
-            self.blocked.remove(row)
 
     def _rollout(self, row: int) -> Rollout:
         """As light as a valid rollout can be: its ids are a view of one slab. Its ``nbytes`` are 8 a token."""
@@ -600,10 +616,11 @@ class _Run:
             last = min(last, self.generation.dry_step)
         first = min(MAX_WARM_UP, last // WARM_UP_SHARE) if warm_up is None else min(warm_up, last)
         warming, steady, tail = number < first, (number >= first) & (number < last), number >= last
-        shown = steady if steady.any() else np.ones(self.step, dtype=bool)
+        enough = np.count_nonzero(steady) >= LEAST_STEADY
+        shown = steady if enough else np.ones(self.step, dtype=bool)
         went = self.step_of >= 0
         chosen = went & shown[np.maximum(self.step_of, 0)] if self.step else went
-        came = (self.accepted_step >= first) & (self.accepted_step < last) if steady.any() else went
+        came = (self.accepted_step >= first) & (self.accepted_step < last) if enough else went
         skips = self.step_of - self.accepted_step
         delay_s = self.dispatched_s - self.accepted_s
         lengths = self.trace.lengths
@@ -624,7 +641,7 @@ class _Run:
             delay_dispatches=Quantiles.of(skips[chosen]),
             max_skips_seen=int((self.step_of - self._ready_step())[went].max(initial=0)),
             staleness=Quantiles.of((self.step_of - self.generation.started_step)[chosen]),
-            length_bias=_length_bias(lengths[chosen], skips[chosen]),
+            length_bias=_length_bias(lengths[came], lengths[chosen], skips[chosen], self.step_of[chosen]),
             arrived_lengths=Quantiles.of(lengths[came]),
             dispatched_lengths=Quantiles.of(lengths[chosen]),
             elapsed_s=self.now,
@@ -648,12 +665,11 @@ def _padded_work(costs: list[float]) -> float:
     return len(costs) * max(costs)
 
 
-def _length_bias(lengths: Ints, skips: Ints) -> dict[str, Any]:
-    """Correlation of length and delay, and mean delay per length decile (shortest first), in dispatches."""
-    if lengths.size == 0:
-        return {"correlation": 0.0, "delay_per_decile": []}
-    spread = float(lengths.std() * skips.std())
-    correlation = float(((lengths - lengths.mean()) * (skips - skips.mean())).mean() / spread) if spread > 0 else 0.0
-    tenths = np.array_split(skips[np.argsort(lengths, kind="stable")], 10)
-    deciles = [float(part.mean()) for part in tenths if part.size]
-    return {"correlation": correlation, "delay_per_decile": deciles}
+def _length_bias(came: Ints, went: Ints, skips: Ints, step_of: Ints) -> LengthBiasSummary:
+    """The running figures of ``planning``, over the lengths that came, and those that went ([m] each) step by step."""
+    bias = LengthBias()
+    bias.arrived(came)
+    order = np.argsort(step_of, kind="stable")
+    for rows in np.split(order, np.flatnonzero(np.diff(step_of[order])) + 1):
+        bias.record(went[rows], skips[rows])
+    return bias.summary()

@@ -109,7 +109,7 @@ def runs(draw: st.DrawFn) -> tuple[Trace, BalancerConfig, dict[str, Any]]:
 
 
 @given(runs())
-@settings(deadline=None)
+@settings(deadline=None, max_examples=60)
 def test_nothing_is_lost_and_figures_add_up(run: tuple[Trace, BalancerConfig, dict[str, Any]]) -> None:
     trace, config, how = run
     seen: list[int] = []
@@ -204,6 +204,8 @@ class TestSegments:
         trace = trace_of([5, 6, 7])
         report = simulate(trace, knobs())
         assert not report.is_steady
+        assert not simulate(generate_trace(40), knobs(policy="fifo"), slots=1, warm_up=3).is_steady
+        assert simulate(generate_trace(52), knobs(policy="fifo"), slots=1, warm_up=3).is_steady
         assert report.idle_fraction == report.overall.idle_fraction == pytest.approx(1 - 9 / 11)
         assert report.delay_dispatches.mean == 0.0
         assert report.arrived_lengths.mean == 6.0
@@ -295,6 +297,20 @@ class TestKnobs:
         fifo = as_policy(config, "fifo")
         assert (fifo.policy, fifo.window, fifo.counts) == ("fifo", 4, "equal")
         assert as_policy(config, "window") is config
+
+    def test_length_bias(self) -> None:
+        trace = generate_trace(4_000, "lognormal", seed=0)
+        config = BalancerConfig(dp_size=8, batch_size=32, cost=QuadraticCost())
+        bias = simulate(trace, config, slots=32).length_bias
+        assert bias.num_batches == simulate(trace, config, slots=32).steady.batches
+        assert bias.mean_delay == pytest.approx(1.0, abs=0.05)
+        assert 0.0 < bias.length_delay_correlation < 0.6
+        assert bias.delay_per_decile[0] < bias.delay_per_decile[-1]
+        usual = simulate(trace, as_policy(config, "fifo"), slots=32)
+        assert usual.to_dict()["length_bias"]["length_delay_correlation"] is None
+        assert usual.length_bias.delay_per_decile == (0.0,) * 10
+        assert usual.length_bias.batch_mean_spread == pytest.approx(1.0, abs=0.2)
+        assert usual.length_bias.arrived_quantiles == usual.length_bias.dispatched_quantiles
 
     def test_report_says_what_ran(self) -> None:
         report = simulate(generate_trace(50, "tau"), knobs(policy="round_robin"))

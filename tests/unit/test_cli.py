@@ -1,0 +1,245 @@
+"""The command line: what it prints, and that a mistake is one line and exit code 2, never a traceback."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner, Result
+
+import stream_balancer
+from stream_balancer.cli import app
+
+HEADER = "group_id,prompt_tokens,output_tokens\n"
+
+
+def run(*arguments: object) -> Result:
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+def refused(*arguments: object) -> str:
+    """The one line of an error."""
+    result = run(*arguments)
+    assert result.exit_code == 2, result.output
+    assert result.stdout == ""
+    assert result.stderr.startswith("stream-balancer: error: ")
+    assert result.stderr.count("\n") == 1
+    assert "Traceback" not in result.stderr
+    return result.stderr.removeprefix("stream-balancer: error: ").strip()
+
+
+@pytest.fixture
+def trace(tmp_path: Path) -> Path:
+    path = tmp_path / "lengths.csv"
+    rows = [f"p{i // 4},{i % 7},{1 + i * i % 500}" for i in range(400)]
+    path.write_text(HEADER + "\n".join(rows))
+    return path
+
+
+class TestHelp:
+    def test_version(self) -> None:
+        result = run("--version")
+        assert (result.exit_code, result.stdout) == (0, f"stream-balancer {stream_balancer.__version__}\n")
+
+    @pytest.mark.parametrize("arguments", [("--help",), ("-h",), ()])
+    def test_help_names_the_commands(self, arguments: tuple[str, ...]) -> None:
+        text = run(*arguments).output
+        assert "demo" in text
+        assert "replay" in text
+
+    def test_replay_help_names_its_options(self) -> None:
+        text = run("replay", "--help").stdout
+        for option in ("--dp-size", "--batch-size", "--window", "--deadline-s", "--max-skips", "--json", "--cost"):
+            assert option in text
+
+    def test_unknown_option(self) -> None:
+        result = run("replay", "generate:rg:50", "--windows", 9)
+        assert result.exit_code == 2
+        assert "No such option" in result.stderr
+
+    def test_module_runs(self) -> None:
+        done = subprocess.run(
+            [sys.executable, "-m", "stream_balancer.cli", "--version"], capture_output=True, text=True, check=False
+        )
+        assert (done.returncode, done.stdout) == (0, f"stream-balancer {stream_balancer.__version__}\n")
+
+
+class TestReplay:
+    def test_table_of_three_policies(self, trace: Path) -> None:
+        result = run("replay", trace, "--dp-size", 4, "--batch-size", 16, "--slots", 8)
+        assert result.exit_code == 0, result.output
+        assert "lengths: 400 rollouts" in result.stdout
+        assert "4 ranks, 16 rollouts a dispatch, window 32, max_skips 8, deadline none, cost tokens" in result.stdout
+        for word in ("round-robin", "arrival order", "window", "idle fraction", "wait p50 / p99 / max"):
+            assert word in result.stdout
+        assert result.stderr == "", "no progress display where there is no terminal"
+
+    def test_json(self, trace: Path) -> None:
+        options = ("--dp-size", 4, "--batch-size", 16, "--window", 48, "--max-skips", 12, "--capacity", 96)
+        more = (
+            "--deadline-s",
+            500,
+            "--cost",
+            "quadratic",
+            "--slots",
+            8,
+            "--counts",
+            "equal",
+            "--seed",
+            3,
+            "--warm-up",
+            2,
+        )
+        result = run("replay", trace, *options, *more, "--json")
+        assert result.exit_code == 0, result.output
+        assert result.stdout.count("\n") == 1
+        found: dict[str, Any] = json.loads(result.stdout)
+        assert found["trace"]["rollouts"] == 400
+        assert found["trace"]["groups"] == 100
+        assert found["knobs"]["window"] == 48
+        assert found["knobs"]["deadline_s"] == 500.0
+        assert found["knobs"]["counts"] == "equal"
+        assert list(found["policies"]) == ["round_robin", "fifo", "window"]
+        for policy, report in found["policies"].items():
+            assert report["policy"] == policy
+            assert report["overall"]["rollouts"] == 400
+            assert 0 <= report["idle_fraction"] < 1
+        assert found["policies"]["window"]["max_skips_seen"] <= 12
+        assert run("replay", trace, *options, *more, "--json").stdout == result.stdout, (
+            "the same seed, the same figures"
+        )
+
+    def test_generated_traces(self) -> None:
+        found = json.loads(run("replay", "generate:tau:500", "--json").stdout)
+        assert (found["trace"]["name"], found["trace"]["rollouts"]) == ("tau", 500)
+
+    def test_rollouts_and_scale(self, trace: Path) -> None:
+        found = json.loads(run("replay", trace, "--rollouts", 700, "--scale", 2, "--json").stdout)
+        assert found["trace"]["rollouts"] == 700
+        assert found["trace"]["longest"] > 600
+
+    def test_trainer_that_takes_time(self, trace: Path) -> None:
+        result = run("replay", trace, "--trainer", "matched")
+        assert "end to end, s" in result.stdout
+        assert "trainer busy" in result.stdout
+        assert run("replay", trace, "--trainer", "10.5").exit_code == 0
+
+    def test_every_knob_is_passed_on(self, trace: Path) -> None:
+        result = run(
+            "replay", trace, "--sync", "micro_batch", "--max-tokens-per-micro-batch", 4000, "--group-size", 4,
+            "--groups", "same_batch", "--batch-size", 32, "--tokens-per-second", 7, "--json",
+        )  # fmt: skip
+        assert result.exit_code == 0, result.output
+        knobs = json.loads(result.stdout)["knobs"]
+        assert (knobs["sync"], knobs["max_tokens_per_micro_batch"]) == ("micro_batch", 4000)
+        assert (knobs["group_size"], knobs["groups"]) == (4, "same_batch")
+
+    def test_costs(self, tmp_path: Path) -> None:
+        model = tmp_path / "config.json"
+        sizes = {"hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 2, "intermediate_size": 128}
+        model.write_text(json.dumps(sizes | {"vocab_size": 1000}))
+        idle = set()
+        for cost in ("tokens", "quadratic", "quadratic:0:1", "padded", str(model)):
+            result = run("replay", "generate:rg:400", "--cost", cost, "--json")
+            assert result.exit_code == 0, result.output
+            idle.add(json.loads(result.stdout)["policies"]["round_robin"]["idle_fraction"])
+        assert len(idle) >= 4
+
+    def test_it_says_when_a_window_does_not_pay(self) -> None:
+        assert "a window buys little here" in run("replay", "generate:tau:2000", "--batch-size", 128).stdout
+        worth = run("replay", "generate:lrm:4000", "--cost", "quadratic").stdout
+        assert "more steps of mean" in worth
+
+    def test_it_says_when_a_run_is_too_short(self) -> None:
+        assert "Too short a run for a steady state" in run("replay", "generate:rg:40").stdout
+
+
+class TestMistakes:
+    def test_a_trace_that_is_not_there(self, tmp_path: Path) -> None:
+        assert "absent.csv: cannot be read" in refused("replay", tmp_path / "absent.csv")
+
+    def test_a_bad_line(self, tmp_path: Path) -> None:
+        path = tmp_path / "bad.csv"
+        path.write_text(HEADER + "1,2,3\n1,2,x\n")
+        assert "bad.csv, line 3: output_tokens is 'x'" in refused("replay", path)
+
+    def test_names_of_length_models(self) -> None:
+        assert "no length model is called 'help'; use one of rg, lrm" in refused("replay", "generate:help")
+        assert "'many' is not a number of rollouts. Write generate:rg:20000" in refused("replay", "generate:rg:many")
+        assert "at least 1 rollout, not 0" in refused("replay", "generate:rg:0")
+
+    @pytest.mark.parametrize(
+        ("options", "message"),
+        [
+            (("--window", 8), "window (8) must be >= batch_size (32)"),
+            (("--dp-size", 0), "dp_size must be an int >= 1, not 0"),
+            (("--batch-size", 4), "batch_size (4) must be >= dp_size (8)"),
+            (("--window", 99, "--capacity", 64), "window (99) must be <= capacity (64)"),
+            (("--deadline-s", "nan"), "deadline_s must be a finite number"),
+            (("--max-skips", 1), "max_skips (1) is too small"),
+            (("--slots", 0), "slots must be >= 1, not 0"),
+            (("--tokens-per-second", 0), "tokens_per_second must be a finite number > 0"),
+            (("--warm-up", -1), "warm_up must be >= 0"),
+            (("--rollouts", 0), "at least 1 rollout must be drawn"),
+            (("--scale", 0), "the scale must be a finite number > 0"),
+            (("--trainer", "fast"), "--trainer fast: use instant, matched, or a number"),
+            (("--trainer", "-3"), "trainer must be 'instant', 'matched' or work units per second"),
+            (("--cost", "flops"), "--cost flops: no such cost model. Use tokens"),
+            (("--cost", "quadratic:1"), "--cost quadratic:1: "),
+            (("--cost", "quadratic:-1:1"), "must be a finite number >= 0"),
+            (("--cost", "absent.json"), "--cost absent.json: "),
+            (("--max-tokens-per-micro-batch", 50), "above max_tokens_per_micro_batch (50)"),
+            (("--group-size", 5), "must be a multiple of group_size (5)"),
+        ],
+    )
+    def test_every_refused_knob_is_one_line(self, trace: Path, options: tuple[object, ...], message: str) -> None:
+        assert message in refused("replay", trace, *options)
+
+    def test_a_config_json_that_lacks_a_size(self, tmp_path: Path) -> None:
+        model = tmp_path / "config.json"
+        model.write_text('{"hidden_size": 64}')
+        assert "the configuration has no 'num_attention_heads'" in refused("replay", "generate:rg:50", "--cost", model)
+        model.write_text("{")
+        assert f"--cost {model}: " in refused("replay", "generate:rg:50", "--cost", model)
+
+
+class TestDemo:
+    def test_options_reach_the_demo(self, trace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        main = pytest.importorskip("stream_balancer.demo.main")
+        seen: list[Any] = []
+
+        def run_demo(options: Any) -> int:
+            seen.append(options)
+            return 0
+
+        monkeypatch.setattr(main, "run_demo", run_demo)
+        result = run(
+            "demo", "--ranks", 2, "--workers", 8, "--rollouts", 64, "--batch-size", 16, "--window", 48,
+            "--deadline-s", 2.5, "--trace", trace, "--scale", 0.5, "--seed", 7, "--backend", "trio", "--json",
+        )  # fmt: skip
+        assert result.exit_code == 0, result.output
+        (options,) = seen
+        assert (options.ranks, options.workers, options.rollouts, options.batch_size) == (2, 8, 64, 16)
+        assert (options.window, options.deadline_s, options.trace, options.scale) == (48, 2.5, trace, 0.5)
+        assert (options.seed, options.backend, options.json) == (7, "trio", True)
+        assert run("demo").exit_code == 0
+        assert seen[1] == type(options)()
+
+    def test_exit_code_is_the_demo_s(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        main = pytest.importorskip("stream_balancer.demo.main")
+        monkeypatch.setattr(main, "run_demo", lambda options: 1)
+        assert run("demo").exit_code == 1
+
+    def test_bad_options(self) -> None:
+        assert "ranks must be an int >= 1, not 0" in refused("demo", "--ranks", 0)
+        assert "batch_size (2) must be >= ranks (4)" in refused("demo", "--batch-size", 2)
+
+    def test_a_bad_trace(self, tmp_path: Path) -> None:
+        pytest.importorskip("stream_balancer.demo.main")
+        result = run("demo", "--trace", tmp_path / "absent.csv")
+        assert result.exit_code == 2
+        assert "Traceback" not in result.output
