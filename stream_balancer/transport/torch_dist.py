@@ -16,8 +16,8 @@ import os
 import socket
 import threading
 import uuid
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any, Literal, Self, cast
 
@@ -102,11 +102,34 @@ def _write_reply(store: Store, guest: _Announcement, reply: _Reply) -> None:
     store.set(f"reply/{guest.token}", msgspec.json.encode(reply).decode())
 
 
-def _private(store: Store, name: str) -> Store:
-    """A connection of its own for one thread (a waiting thread locks its client), in the balancer's name space."""
-    own = PrefixStore(name, cast("Any", store).clone())
+def _in_name_space(store: Store, name: str) -> Store:
+    """The balancer's own corner of a store whose waits do not expire. The connection must be nobody else's."""
+    own = PrefixStore(name, store)
     own.set_timeout(_FOR_EVER)
     return own
+
+
+class _Stores:
+    """Connections to one store, lent to one thread each: a thread that waits in a store locks its connection.
+
+    Connections are kept for reuse, because each costs c10d a reverse name lookup, and a slow name server takes seconds.
+    """
+
+    def __init__(self, store: Store, name: str) -> None:
+        self._store, self._name = store, name
+        self._idle: list[Store] = []
+        self._lock = threading.Lock()
+
+    @contextmanager
+    def borrow(self) -> Iterator[Store]:
+        """A connection for this thread."""
+        with self._lock:
+            own = self._idle.pop() if self._idle else None
+        if own is None:
+            own = _in_name_space(cast("Any", self._store).clone(), self._name)
+        yield own
+        with self._lock:
+            self._idle.append(own)  # not after an error: it may hold half an answer
 
 
 def current_world() -> tuple[Store, int, int]:
@@ -143,9 +166,7 @@ class TorchTransport:
         ``host``: the address ranks reach this process under; loopback unless you say otherwise, because links are
         neither authenticated nor encrypted. ``name``: two balancers may share a store under different names.
         """
-        self._store = _private(store, name)
-        self._raw_store = store
-        self._name = name
+        self._stores = _Stores(store, name)
         self.dp_size = dp_size
         self._host = host
         self._connect_timeout_s = connect_timeout_s
@@ -218,15 +239,14 @@ class TorchTransport:
     # the doorman's thread: one blocking wait in the store per arrival
 
     def _admit_all(self) -> None:
-        number = self._store.add("joined", 0)
         try:
-            while True:
-                raw = self._store.get(f"join/{number}")
-                if raw == self._token.encode():
-                    return
-                number = self._store.add("joined", 1)
-                with suppress(msgspec.MsgspecError):  # not an announcement of ours: nobody to answer
-                    self._admit(msgspec.json.decode(raw, type=_Announcement))
+            with self._stores.borrow() as store:
+                number = store.add("joined", 0)
+                while (raw := store.get(f"join/{number}")) != self._token.encode():
+                    number = store.add("joined", 1)
+                    with suppress(msgspec.MsgspecError):  # not an announcement of ours: nobody to answer
+                        self._admit(msgspec.json.decode(raw, type=_Announcement))
+                store.add("joined", 1)  # past our own good-bye, for a controller that comes after us
         except RuntimeError as error:  # the store is gone
             self._to_loop(functools.partial(self._fail, error))
 
@@ -238,7 +258,8 @@ class TorchTransport:
             self._answer(guest, reply)
 
     def _answer(self, guest: _Announcement, reply: _Reply) -> None:
-        _write_reply(self._store, guest, reply)
+        with suppress(RuntimeError), self._stores.borrow() as store:
+            _write_reply(store, guest, reply)
 
     def _judge(self, guest: _Announcement) -> _Reply | None:
         who = f"rank {guest.rank} announces"
@@ -265,8 +286,8 @@ class TorchTransport:
     def _dismiss(self) -> None:
         """Make the doorman's wait end, and join him."""
         if self._doorman.ident is not None:
-            with suppress(RuntimeError):
-                _claim(_private(self._raw_store, self._name), self._token)
+            with suppress(RuntimeError), self._stores.borrow() as store:
+                _claim(store, self._token)
             self._doorman.join()
         _DOORS.discard(self)
 
@@ -318,9 +339,9 @@ class TorchTransport:
     # in a link's thread
 
     def _join(self, guest: _Announcement) -> Pair:
-        store = _private(self._raw_store, self._name)
-        _write_reply(store, guest, _Reply("ok"))
-        return _GlooPair(PrefixStore(f"pair/{guest.token}", store), 0, self._host, self._connect_timeout_s)
+        with self._stores.borrow() as store:
+            _write_reply(store, guest, _Reply("ok"))
+            return _GlooPair(PrefixStore(f"pair/{guest.token}", store), 0, self._host, self._connect_timeout_s)
 
 
 _DOORS: set[TorchTransport] = set()
@@ -373,15 +394,14 @@ class GlooPort(PortBase):
         self._announcement = _Announcement(
             uuid.uuid4().hex, PROTOCOL, rank, dp_size, incarnation, depth, max_batch_bytes
         )  # fmt: skip
-        self._raw_store: Store | None = None
+        self._asked = False
         self._cancelled = threading.Event()
         self._start()
 
     def _connect(self) -> Pair:
-        raw, host = self._reach_store()
-        self._raw_store = raw
-        store = _private(raw, self._name_space)
+        store, host = self._reach_store()
         _claim(store, msgspec.json.encode(self._announcement).decode())
+        self._asked = True
         if self._cancelled.is_set():
             raise ClosedResourceError
         reply = msgspec.json.decode(store.get(f"reply/{self._announcement.token}"), type=_Reply)
@@ -396,14 +416,21 @@ class GlooPort(PortBase):
 
     def _cancel_connect(self) -> None:
         self._cancelled.set()
-        if self._raw_store is not None:
-            with suppress(RuntimeError):
-                store = _private(self._raw_store, self._name_space)
+        if self._asked and not self._over:  # it waits for the answer: give it one
+            with suppress(RuntimeError), self._stores().borrow() as store:
                 _write_reply(store, self._announcement, _Reply("closed"))
+
+    def _stores(self) -> _Stores:
+        source = self._source
+        if isinstance(source, str):
+            host, port = _parse(source)
+            source = TCPStore(host, port, is_master=False, timeout=timedelta(seconds=5))
+        return _Stores(source, self._name_space)
 
     def _reach_store(self) -> tuple[Store, str]:
         if not isinstance(self._source, str):
-            return self._source, _own_address(os.environ.get("MASTER_ADDR", "127.0.0.1"))
+            own_connection = _in_name_space(cast("Any", self._source).clone(), self._name_space)
+            return own_connection, _own_address(os.environ.get("MASTER_ADDR", "127.0.0.1"))
         host, port = _parse(self._source)
         delay_s = 0.05
         while True:  # the controller may start later than its ranks
@@ -415,7 +442,7 @@ class GlooPort(PortBase):
                 if self._cancelled.wait(delay_s):
                     raise ClosedResourceError from None
                 delay_s = min(2 * delay_s, 1.0)
-        return TCPStore(host, port, is_master=False, timeout=timedelta(days=1)), own
+        return _in_name_space(TCPStore(host, port, is_master=False, timeout=timedelta(days=1)), self._name_space), own
 
 
 def _parse(address: str) -> tuple[str, int]:
