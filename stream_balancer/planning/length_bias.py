@@ -147,8 +147,8 @@ class _Moments:
 
 
 def _bucket(lengths: Floats) -> NDArray[np.int64]:
-    place = np.floor(np.log2(np.maximum(lengths, 1.0)) * _PER_OCTAVE).astype(np.int64)
-    return np.minimum(place, np.int64(_NUM_BUCKETS - 1))
+    octaves: Floats = np.log2(np.maximum(lengths, 1.0))
+    return np.clip(octaves * _PER_OCTAVE, 0, _NUM_BUCKETS - 1).astype(np.int64)
 
 
 def _quantiles(histogram: Floats) -> tuple[float, ...]:

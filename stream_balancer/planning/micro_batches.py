@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
-from .partition import partition_together, quick_partition
+from .partition import partition, partition_together
 
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike
@@ -29,6 +29,10 @@ Order = Literal["heaviest_first", "pipeline"]
 
 _ROW_SEARCH_WORK = 400_000
 """Elementary operations the row search may spend: about 5 ms."""
+
+
+_TRY_WORK = 4_000
+"""What one try costs beside that: its fixed part, in the same unit."""
 
 
 class OversizeError(ValueError):
@@ -99,7 +103,7 @@ def form_micro_batches(
         shares = partition_together(work, keep_together, num_ranks, counts, speeds, rotation=rotation)
         ranks = _packed_shares(packer, shares, multiple_of, limit=None)
     elif counts == "equal":
-        shares = quick_partition(work, num_ranks, counts, speeds, rotation=rotation)
+        shares = partition(work, num_ranks, counts, speeds, rotation=rotation)
         ranks = _packed_shares(packer, shares, multiple_of, limit=None)
     else:
         ranks = _least_number(packer, num_ranks, sync, multiple_of, speeds, rotation)
@@ -120,7 +124,7 @@ def _least_number(
     number = _round_up(-(-packer.least_bins(everything) // num_ranks), multiple_of)
     shares = None
     if sync == "step" and not packer.padded:
-        shares = quick_partition(packer.work, num_ranks, "free", speeds, rotation=rotation)
+        shares = partition(packer.work, num_ranks, "free", speeds, rotation=rotation)
     while True:
         if shares is not None:
             ranks = _packed_shares(packer, shares, multiple_of, limit=number)
@@ -154,7 +158,7 @@ def _packed_shares(packer: _Packer, shares: list[Ints], multiple_of: int, limit:
 def _bins_to_ranks(packer: _Packer, bins: Bins, num_ranks: int, speeds: ArrayLike | None, rotation: int) -> list[Bins]:
     """The same number of bins to every rank, rank totals balanced."""
     costs = np.array([packer.cost(one) for one in bins])
-    shares = quick_partition(costs, num_ranks, "equal", speeds, rotation=rotation)
+    shares = partition(costs, num_ranks, "equal", speeds, rotation=rotation)
     return [[bins[one] for one in share] for share in shares]
 
 
@@ -302,7 +306,7 @@ def _rows(
     packer: _Packer, bins: Bins, num_ranks: int, number: int, speeds: ArrayLike | None, rotation: int
 ) -> list[Bins]:
     """[num_ranks * number] bins -> [rank][row]; bins of one row are alike."""
-    if not packer.padded and len(bins) == num_ranks * number and number > 1:
+    if not packer.padded and len(bins) == num_ranks * number and number > 1 and num_ranks > 1:
         best = _by_cost(packer, bins)
         levelled = _level_rows(packer, num_ranks, number)
         candidates = [best] if levelled is None else [best, levelled]
@@ -388,9 +392,9 @@ def _search_rows(packer: _Packer, bins: Bins, num_ranks: int) -> Bins:
         rows = load.reshape(num_rows, num_ranks)
         peaks = rows.max(axis=1)
         hot = row * num_ranks + int(rows[row].argmax())
-        runner_up = float(np.partition(rows[row], -2)[-2]) if num_ranks > 1 else 0.0
+        runner_up = float(np.partition(rows[row], -2)[-2])
         mine = np.flatnonzero(where == hot)
-        budget -= mine.size * where.size
+        budget -= mine.size * where.size + _TRY_WORK
         gained = _best_exchange(work, tokens, where, load, room, held, peaks, mine, hot, runner_up, num_ranks, n)
         if gained is None:
             idle_rows += 1

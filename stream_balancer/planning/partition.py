@@ -23,16 +23,30 @@ if TYPE_CHECKING:
 
     from numpy.typing import ArrayLike, NDArray
 
+    Bools = NDArray[np.bool_]
     Floats = NDArray[np.float64]
     Ints = NDArray[np.int64]
 
 Counts = Literal["free", "equal"]
 
-_CLOSE_ENOUGH = 2e-6
-"""Stop this far (relatively) above the lower bound: a microsecond in a step of half a second."""
+_BUDGET = 20_000
+_BUDGET_EACH = 250
+"""Elementary operations that a refinement may spend: so many, and so many more per rollout."""
 
-_QUICK = 1e-4
-"""Stop this far above it in one dispatch: 0.1 ms in a step of a second."""
+_ROUND_WORK = 2_000
+"""What a round costs beside the exchanges it compares, in the same unit."""
+
+_SINGLE_ROUNDS = 8
+"""Rounds of one-for-one exchanges; two for two cost more and help when the loads are nearly alike."""
+
+_QUIET_ROUNDS = 2
+"""Rounds without a move after which the hottest rank is tried with everybody."""
+
+_SMALL = 160
+"""Up to so many slots (32 rollouts on 8 ranks, say) one descent often ends in a poor place, and many are affordable."""
+
+_SMALL_COPIES = 900
+_SMALL_ROUNDS = 16
 
 _MAX_COLUMNS = 48
 """Rollouts of one rank that take part in one exchange round; more would not make a better exchange, only a slower
@@ -46,6 +60,7 @@ def partition(
     speeds: ArrayLike | None = None,
     *,
     rotation: int = 0,
+    tolerance: float = 1e-4,
 ) -> list[Ints]:
     """Split `costs` over `num_ranks` ranks, minimising the latest finish.
 
@@ -56,6 +71,9 @@ def partition(
         speeds: [num_ranks] relative speeds > 0 (work per unit of time); None means all alike.
         rotation: rotates the rank labels (pass the step), so that no rank is always the one with the heaviest rollout.
 
+        tolerance: stop this far (relatively) above the lower bound. 0.01 % is 0.1 ms in a step of a second; 1e-6 takes
+            up to five times as long.
+
     Returns:
         One int64 array of ascending positions into `costs` per rank; every position is in exactly one of them.
         No rank is empty if n >= num_ranks; with fewer rollouts than ranks, n ranks get one each.
@@ -65,15 +83,12 @@ def partition(
 
     Complexity: O(n log n) plus a refinement bounded by a fixed budget of elementary operations.
     """
-    return _partition(costs, num_ranks, counts, speeds, rotation, _CLOSE_ENOUGH)
-
-
-def quick_partition(
-    costs: ArrayLike, num_ranks: int, counts: Counts = "free", speeds: ArrayLike | None = None, *, rotation: int = 0
-) -> list[Ints]:
-    """`partition` that stops 0.01 % above the bound: what one dispatch uses, where the last 0.01 % costs more than it
-    saves."""
-    return _partition(costs, num_ranks, counts, speeds, rotation, _QUICK)
+    work = _checked_costs(costs)
+    _check_ranks(num_ranks, counts)
+    rate = _checked_speeds(speeds, num_ranks)
+    label_of = (np.arange(num_ranks) + rotation) % num_ranks  # working rank -> rank of the answer
+    labels = _assign(work, num_ranks, counts, None if rate is None else rate[label_of], tolerance)
+    return split_by_label(label_of[labels], num_ranks)
 
 
 def partition_together(
@@ -85,24 +100,13 @@ def partition_together(
     *,
     rotation: int = 0,
 ) -> list[Ints]:
-    """`quick_partition` that keeps rollouts of one label on one rank; "equal" then counts labels, not rollouts."""
+    """`partition` that keeps rollouts of one label on one rank; "equal" then counts labels, not rollouts."""
     _, inverse = np.unique(np.asarray(labels), return_inverse=True)
     sums = np.bincount(inverse, weights=np.asarray(costs, dtype=np.float64))
     rank_of = np.empty(sums.size, dtype=np.int64)
-    for rank, share in enumerate(quick_partition(sums, num_ranks, counts, speeds, rotation=rotation)):
+    for rank, share in enumerate(partition(sums, num_ranks, counts, speeds, rotation=rotation)):
         rank_of[share] = rank
     return split_by_label(rank_of[inverse], num_ranks)
-
-
-def _partition(
-    costs: ArrayLike, num_ranks: int, counts: Counts, speeds: ArrayLike | None, rotation: int, tolerance: float
-) -> list[Ints]:
-    work = _checked_costs(costs)
-    _check_ranks(num_ranks, counts)
-    rate = _checked_speeds(speeds, num_ranks)
-    label_of = (np.arange(num_ranks) + rotation) % num_ranks  # working rank -> rank of the answer
-    labels = _assign(work, num_ranks, counts, None if rate is None else rate[label_of], tolerance)
-    return split_by_label(label_of[labels], num_ranks)
 
 
 def _assign(work: Floats, num_ranks: int, counts: Counts, rate: Floats | None, tolerance: float) -> Ints:
@@ -111,6 +115,9 @@ def _assign(work: Floats, num_ranks: int, counts: Counts, rate: Floats | None, t
         return np.zeros(work.size, dtype=np.int64)
     if work.size <= num_ranks:
         return _one_each(work, rate)
+    work = work * 2.0 ** -np.ceil(
+        np.log2(max(float(work.max()), 1e-300))
+    )  # about 1, so that nothing over- or underflows
     if rate is None:
         labels = _largest_first(work, num_ranks, counts)
     else:
@@ -278,47 +285,74 @@ def _largest_first_with_speeds(work: Floats, num_ranks: int, counts: Counts, rat
 
 
 def _refine(labels: Ints, work: Floats, num_ranks: int, counts: Counts, rate: Floats | None, target: float) -> None:
-    """Exchange rollouts between ranks until the latest finish is at the bound or the work budget is spent; in place."""
-    n = work.size
-    values = np.concatenate((work, [0.0]))  # the dummy has position n
-    slots = _slots(labels, num_ranks, counts, n)
-    width = slots.shape[1]
-    speed = np.ones(num_ranks) if rate is None else rate
-    loads = values[slots].sum(axis=1)
-    budget = 200_000 + 60 * n
-    quiet = 0
-    shift = 0
-    size = 1
-    rounds = 0
+    """Exchange rollouts between ranks until the latest finish is at the target or the work budget is spent."""
+    slots = _slots(labels, num_ranks, counts, work.size)
+    table = _Table(slots, work, np.ones(num_ranks) if rate is None else rate, counts)
+    if not _descend(table, target, _BUDGET + _BUDGET_EACH * work.size) and slots.size <= _SMALL:
+        table = _best_of_many(table, num_ranks, target)
+    real = table.slots < work.size
+    owner = np.broadcast_to(np.arange(num_ranks)[:, None], table.slots.shape)
+    labels[table.slots[real]] = owner[real]
+
+
+def _descend(table: _Table, target: float, budget: int) -> bool:
+    """Rounds of exchanges, hottest rank with coldest, next with next; if nothing moves, other pairs, then two for two,
+    at last the hottest with everybody. -> at the target."""
+    num_ranks = table.loads.size
     half = num_ranks // 2
+    quiet = rounds = 0
     while budget > 0:
-        finish = loads / speed
+        finish = table.loads / table.speed
         order = np.argsort(finish, kind="stable")
         if finish[order[-1]] <= target:
-            break
-        if quiet < 3:
-            hot = order[::-1][:half]
-            cold = np.roll(order[: num_ranks - half], -shift)[:half]
-        else:  # nothing moved for a while: the hottest against everybody
-            hot = np.full(num_ranks - 1, order[-1])
-            cold = order[:-1]
-        late = finish[hot] > target
-        hot, cold = hot[late], cold[late]
-        columns = _columns(width, rounds, _MAX_COLUMNS if size == 1 else _MAX_COLUMNS // 2)
-        moved, spent = _exchange(slots, loads, values, speed, hot, cold, columns, size, counts, single=quiet >= 3)
-        budget -= spent + 2000
-        rounds += 1
-        if moved:
-            quiet = 0
+            return True
+        everybody = quiet > _QUIET_ROUNDS
+        if everybody:
+            hot, cold = np.full(num_ranks - 1, order[-1]), order[:-1]
         else:
-            quiet += 1
-            shift += 1
-            size = 2
-            if quiet > 5:
-                break
-    real = slots < n
-    owner = np.broadcast_to(np.arange(num_ranks)[:, None], slots.shape)
-    labels[slots[real]] = owner[real]
+            hot = order[::-1][:half]
+            cold = np.roll(order[: num_ranks - half], -quiet)[:half]
+        late = finish[hot] > target
+        size = 2 if rounds > _SINGLE_ROUNDS or quiet else 1
+        moved, spent = table.exchange(hot[late], cold[late], size, rounds, only_best=everybody)
+        budget -= spent
+        rounds += 1
+        quiet = 0 if moved else quiet + 1
+        if quiet > _QUIET_ROUNDS + 2:
+            break
+    return False
+
+
+def _best_of_many(table: _Table, num_ranks: int, target: float) -> _Table:
+    """Many shuffled copies descend side by side in the same few array operations; the best one wins.
+
+    A shuffle permutes each column of slots over the ranks, so counts stay as they are. The generator is seeded: the
+    same input gives the same answer.
+    """
+    copies = max(2, _SMALL_COPIES // table.slots.size)
+    shuffle = np.random.default_rng(0).random((copies, *table.slots.shape)).argsort(axis=1)
+    shuffle[0] = np.arange(num_ranks)[:, None]
+    slots = np.take_along_axis(np.broadcast_to(table.slots, shuffle.shape), shuffle, axis=1)
+    slots = slots.reshape(copies * num_ranks, -1)
+    many = _Table(slots, table.values[:-1], np.tile(table.speed, copies), table.counts)
+    base = (np.arange(copies) * num_ranks)[:, None]
+    half = num_ranks // 2
+    for rounds in range(_SMALL_ROUNDS):
+        order = (many.loads / many.speed).reshape(copies, num_ranks).argsort(axis=1)
+        if rounds % 3 == 2:  # the hottest with another one in turn
+            hot = (base[:, 0] + order[:, -1])[:, None]
+            cold = base + order[:, rounds // 3 % (num_ranks - 1)][:, None]
+        else:
+            hot = base + order[:, ::-1][:, :half]
+            cold = base + np.roll(order[:, : num_ranks - half], -(rounds % 3 + rounds // 6), axis=1)[:, :half]
+        many.exchange(hot.ravel(), cold.ravel(), 1 if rounds < 2 else 2, rounds, only_best=False)
+        if rounds % 4 == 3 and float((many.loads / many.speed).reshape(copies, -1).max(axis=1).min()) <= target:
+            break
+    finish = (many.loads / many.speed).reshape(copies, num_ranks).max(axis=1)
+    best = int(finish.argmin())
+    if finish[best] >= (table.loads / table.speed).max():
+        return table
+    return _Table(slots.reshape(copies, num_ranks, -1)[best], table.values[:-1], table.speed, table.counts)
 
 
 def _slots(labels: Ints, num_ranks: int, counts: Counts, n: int) -> Ints:
@@ -332,63 +366,79 @@ def _slots(labels: Ints, num_ranks: int, counts: Counts, n: int) -> Ints:
     return slots
 
 
-def _columns(width: int, rounds: int, limit: int) -> Ints:
-    """The slots that take part in this round; another stretch of them every round."""
-    if width <= limit:
-        return np.arange(width)
-    return (np.arange(limit) * (width // limit) + rounds * 7) % width
+class _Table:
+    """Rollouts in slots, one row per rank, and what they weigh."""
 
+    def __init__(self, slots: Ints, work: Floats, speed: Floats, counts: Counts) -> None:
+        self.slots = slots
+        """[rows, width] position of a rollout, or of the dummy (the last)."""
+        self.values = np.concatenate((work, [0.0]))
+        self.speed = speed
+        self.counts: Counts = counts
+        self.loads = self.values[slots].sum(axis=1)
+        self._dummy = work.size
+        self._all_alike = bool((speed == speed[0]).all())
+        self._has_dummies = bool((slots == self._dummy).any())
 
-def _exchange(
-    slots: Ints,
-    loads: Floats,
-    values: Floats,
-    speed: Floats,
-    hot: Ints,
-    cold: Ints,
-    columns: Ints,
-    size: int,
-    counts: Counts,
-    *,
-    single: bool,
-) -> tuple[bool, int]:
-    """For each pair (hot[p], cold[p]) the best exchange of `size` slots; done where it helps. -> (any done, work
-    spent).
+    def exchange(self, hot: Ints, cold: Ints, size: int, rounds: int, *, only_best: bool) -> tuple[bool, int]:
+        """For each pair (hot[p], cold[p]) the best exchange of `size` slots; done where it helps.
 
-    An exchange shifts d = (what hot gives) - (what cold gives); d = ideal lets both finish together.
-    """
-    width = columns.size
-    if size == 1:
-        first = columns
-        second = None
-    else:
-        left, right = np.triu_indices(width, 1)
-        first, second = columns[left], columns[right]
-    hot_items = slots[hot[:, None], first[None, :]]
-    cold_items = slots[cold[:, None], first[None, :]]
-    gives = values[hot_items]
-    takes = values[cold_items]
-    if second is not None:
-        gives = gives + values[slots[hot[:, None], second[None, :]]]
-        takes = takes + values[slots[cold[:, None], second[None, :]]]
-    if counts == "equal":
-        gives, takes = _without_second_dummies(slots, values, hot, cold, first, second, gives, takes)
-    ideal = (loads[hot] * speed[cold] - loads[cold] * speed[hot]) / (speed[hot] + speed[cold])
-    i, j, shifted = _closest(gives, takes, ideal)
-    before = loads[hot] / speed[hot]
-    after = np.maximum((loads[hot] - shifted) / speed[hot], (loads[cold] + shifted) / speed[cold])
-    helps = (after < before * (1.0 - 1e-12)) & np.isfinite(shifted)
-    if single and helps.any():
-        best = int(np.where(helps, after, np.inf).argmin())
-        helps = np.zeros_like(helps)
-        helps[best] = True
-    pairs = np.flatnonzero(helps)
-    for which in (first,) if second is None else (first, second):
-        a, b = slots[hot[pairs], which[i[pairs]]], slots[cold[pairs], which[j[pairs]]]
-        slots[hot[pairs], which[i[pairs]]], slots[cold[pairs], which[j[pairs]]] = b, a
-    loads[hot[pairs]] -= shifted[pairs]
-    loads[cold[pairs]] += shifted[pairs]
-    return bool(pairs.size), gives.size
+        An exchange shifts d = (what hot gives) - (what cold gives); d = ideal lets both finish together.
+        No row may be in two pairs, unless `only_best`. -> (any done, work spent).
+        """
+        if not hot.size:
+            return False, _ROUND_WORK
+        columns = self._columns(rounds, _MAX_COLUMNS if size == 1 else _MAX_COLUMNS // 2)
+        sides = (columns,) if size == 1 else tuple(columns[side] for side in np.triu_indices(columns.size, 1))
+        gives, takes = self._sums(hot, sides), self._sums(cold, sides)
+        if self.counts == "equal" and self._has_dummies:
+            self._keep_one_dummy(hot, cold, sides, gives, takes)
+        loads, speed = self.loads, self.speed
+        ideal = (loads[hot] * speed[cold] - loads[cold] * speed[hot]) / (speed[hot] + speed[cold])
+        i, j, shifted = _closest(gives, takes, ideal)
+        after = np.maximum((loads[hot] - shifted) / speed[hot], (loads[cold] + shifted) / speed[cold])
+        helps = (after < loads[hot] / speed[hot] * (1.0 - 1e-12)) & np.isfinite(shifted)
+        if not self._all_alike:  # only then can it pay to leave a rank without any rollout, which is not allowed
+            helps &= self._leaves_no_rank_empty(hot, cold, sides, i, j)
+        if only_best and helps.any():
+            best = int(np.where(helps, after, np.inf).argmin())
+            helps = np.arange(helps.size) == best
+        pairs = np.flatnonzero(helps)
+        for side in sides:
+            here, there = (hot[pairs], side[i[pairs]]), (cold[pairs], side[j[pairs]])
+            self.slots[here], self.slots[there] = self.slots[there], self.slots[here]
+        loads[hot[pairs]] -= shifted[pairs]
+        loads[cold[pairs]] += shifted[pairs]
+        return bool(pairs.size), gives.size + _ROUND_WORK
+
+    def _columns(self, rounds: int, limit: int) -> Ints:
+        """The slots that take part in this round; another stretch of them every round."""
+        width = self.slots.shape[1]
+        columns: Ints = np.arange(min(width, limit), dtype=np.int64)
+        return columns if width <= limit else (columns * (width // limit) + rounds * 7) % width
+
+    def _sums(self, rows: Ints, sides: tuple[Ints, ...]) -> Floats:
+        sums: Floats = self.values[self.slots[rows[:, None], sides[0]]]
+        for side in sides[1:]:
+            sums = sums + self.values[self.slots[rows[:, None], side]]
+        return sums
+
+    def _keep_one_dummy(self, hot: Ints, cold: Ints, sides: tuple[Ints, ...], gives: Floats, takes: Floats) -> None:
+        """Equal counts: a rank has at most one dummy, so where both of a pair have one, neither may give it away."""
+        has = (self.slots == self._dummy).any(axis=1)
+        both = (has[hot] & has[cold])[:, None]
+        for rows, sums in ((hot, gives), (cold, takes)):
+            for side in sides:
+                sums[(self.slots[rows[:, None], side] == self._dummy) & both] = np.inf
+
+    def _leaves_no_rank_empty(self, hot: Ints, cold: Ints, sides: tuple[Ints, ...], i: Ints, j: Ints) -> Bools:
+        held = (self.slots != self._dummy).sum(axis=1)
+        moved = np.zeros(hot.size, dtype=np.int64)
+        for side in sides:
+            moved += self.slots[hot, side[i]] != self._dummy
+            moved -= self.slots[cold, side[j]] != self._dummy
+        keeps: Bools = (held[hot] - moved > 0) & (held[cold] + moved > 0)
+        return keeps
 
 
 def _closest(gives: Floats, takes: Floats, ideal: Floats) -> tuple[Ints, Ints, Floats]:
@@ -422,29 +472,6 @@ def _closest(gives: Floats, takes: Floats, ideal: Floats) -> tuple[Ints, Ints, F
     with np.errstate(invalid="ignore"):
         shifted = gives[row, i] - takes[row, j]
     return i, j, shifted
-
-
-def _without_second_dummies(
-    slots: Ints,
-    values: Floats,
-    hot: Ints,
-    cold: Ints,
-    first: Ints,
-    second: Ints | None,
-    gives: Floats,
-    takes: Floats,
-) -> tuple[Floats, Floats]:
-    """Equal counts: a rank has at most one dummy, so where both of a pair have one, neither may give it away."""
-    dummy = values.size - 1
-    has = (slots == dummy).any(axis=1)
-    both = has[hot] & has[cold]
-    if not both.any():
-        return gives, takes
-    gives, takes = gives.copy(), takes.copy()
-    for rows, sums in ((hot, gives), (cold, takes)):
-        for which in (first,) if second is None else (first, second):
-            sums[(slots[rows[:, None], which[None, :]] == dummy) & both[:, None]] = np.inf
-    return gives, takes
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -2,8 +2,7 @@
 
 Pure: numpy in, positions out. See docs/planning.md for the proofs.
 
-    Waiting, PlanKnobs --> must go     due rollouts, and as many more as the skip guarantee needs (earliest deadline
-    first)
+    Waiting, PlanKnobs --> must go     due rollouts, and as many more as the skip guarantee needs
                        --> may go      first in, first out, while that balances; outliers are deferred, then gathered
                        --> ranks       partition.py, or micro_batches.py under a token cap
                        --> Plan
@@ -19,7 +18,7 @@ import numpy as np
 from .deferral import choose
 from .exchange import exchange_with_waiting
 from .micro_batches import form_micro_batches
-from .partition import lower_bound, partition_together, quick_partition
+from .partition import lower_bound, partition, partition_together
 from .rows import choose_rows
 
 if TYPE_CHECKING:
@@ -139,7 +138,7 @@ def _shares(
         if together is not None:
             whole = partition_together(costs, together, knobs.num_ranks, knobs.counts, knobs.speeds, rotation=step)
             return [[picked[share]] if share.size else [] for share in whole]
-        parts = quick_partition(costs, knobs.num_ranks, knobs.counts, knobs.speeds, rotation=step)
+        parts = partition(costs, knobs.num_ranks, knobs.counts, knobs.speeds, rotation=step)
         shares = [picked[part] for part in parts]
         if knobs.groups == "free" and knobs.speeds is None and picked.size >= knobs.num_ranks:
             shares = exchange_with_waiting(waiting.costs, shares, fixed, np.flatnonzero(~chosen))
@@ -280,7 +279,8 @@ def _select(waiting: Waiting, units: _Units, knobs: PlanKnobs, num_rollouts: int
     others = np.flatnonzero(units.ready & ~must)
     if room == 0 or others.size == 0:
         return must, must
-    size = int(np.bincount(units.sizes[others]).argmax())  # nearly always there is one size only
+    # nearly always there is one size only; else the one that most rollouts belong to, and the others fill up
+    size = int(np.bincount(units.sizes[others], weights=units.sizes[others]).argmax())
     alike = others[units.sizes[others] == size]
     field = np.sort(np.concatenate((np.flatnonzero(must), alike)))
     ranks = knobs.num_ranks

@@ -1,0 +1,182 @@
+"""partition and lower_bound: every guarantee, on tiny inputs where rare paths are common."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from stream_balancer.planning import lower_bound, partition
+from stream_balancer.planning import partition as partition_function
+from stream_balancer.planning.partition import partition_together
+
+integral = st.integers(0, 60).map(float)
+spread = st.floats(0.0, 1e6, allow_nan=False).map(lambda x: 0.0 if x < 1e-3 else x)
+few_costs = st.lists(st.one_of(integral, spread), max_size=7)
+many_costs = st.lists(st.one_of(integral, spread), max_size=60)
+kinds = st.sampled_from(["free", "equal"])
+
+
+def finish(costs, shares, speeds=None):
+    speeds = np.ones(len(shares)) if speeds is None else np.asarray(speeds)
+    return max(float(np.asarray(costs)[share].sum()) / speed for share, speed in zip(shares, speeds, strict=True))
+
+
+def check(costs, shares, num_ranks, counts):
+    assert len(shares) == num_ranks
+    assert all(share.dtype == np.int64 for share in shares)
+    assert all((np.diff(share) > 0).all() for share in shares)
+    assert sorted(np.concatenate(shares).tolist()) == list(range(len(costs)))
+    sizes = [share.size for share in shares]
+    assert sum(size > 0 for size in sizes) == min(len(costs), num_ranks)
+    if counts == "equal":
+        assert max(sizes) - min(sizes) <= 1
+
+
+def exact(costs, num_ranks, counts, speeds=None):
+    """The least latest finish, by trying everything."""
+    best = np.inf
+    for labels in itertools.product(range(num_ranks), repeat=len(costs)):
+        sizes = np.bincount(labels, minlength=num_ranks)
+        if counts == "equal" and sizes.max() - sizes.min() > 1:
+            continue
+        loads = np.bincount(labels, weights=costs, minlength=num_ranks)
+        best = min(best, float((loads / (1.0 if speeds is None else np.asarray(speeds))).max()))
+    return best
+
+
+@given(many_costs, st.integers(1, 9), kinds, st.integers(0, 20))
+def test_every_rollout_is_on_one_rank_and_no_rank_is_idle(costs, num_ranks, counts, rotation):
+    shares = partition(costs, num_ranks, counts, rotation=rotation)
+    check(costs, shares, num_ranks, counts)
+    bound = lower_bound(costs, num_ranks, counts)
+    assert finish(costs, shares) >= bound * (1 - 1e-9)
+    if counts == "free" and costs:  # what largest-first alone guarantees (Graham 1969), kept by every exchange
+        assert finish(costs, shares) <= (4 / 3) * max(bound, 1e-300) * 1.5
+    check(costs, partition(costs, num_ranks, counts, tolerance=1e-7), num_ranks, counts)
+
+
+@given(many_costs, st.lists(st.floats(0.1, 10), min_size=1, max_size=6), kinds)
+def test_with_speeds_too(costs, speeds, counts):
+    shares = partition(costs, len(speeds), counts, speeds)
+    check(costs, shares, len(speeds), counts)
+    assert finish(costs, shares, speeds) >= lower_bound(costs, len(speeds), counts, speeds) * (1 - 1e-9)
+
+
+@settings(max_examples=60)
+@given(few_costs, st.integers(1, 3), kinds)
+def test_the_bound_is_below_the_optimum_and_the_partition_near_it(costs, num_ranks, counts):
+    optimum = exact(costs, num_ranks, counts)
+    assert lower_bound(costs, num_ranks, counts) <= optimum * (1 + 1e-12)
+    assert finish(costs, partition(costs, num_ranks, counts)) <= optimum * (7 / 6) + 1e-9
+
+
+@settings(max_examples=40)
+@given(few_costs, st.lists(st.sampled_from([0.5, 1.0, 2.0, 3.0]), min_size=2, max_size=3))
+def test_the_bound_with_speeds_is_below_the_optimum(costs, speeds):
+    optimum = exact(costs, len(speeds), "free", speeds)
+    assert lower_bound(costs, len(speeds), "free", speeds) <= optimum * (1 + 1e-12)
+
+
+@given(st.lists(st.integers(1, 60).map(float), min_size=12, max_size=30), st.integers(2, 5))
+def test_equal_counts_bound_sees_the_company_of_the_heaviest(costs, num_ranks):
+    costs = [*costs, 1000.0]
+    least = len(costs) // num_ranks
+    company = sum(sorted(costs)[: least - 1])
+    assert lower_bound(costs, num_ranks, "equal") >= 1000.0 + company - 1e-6
+
+
+@given(many_costs, st.integers(1, 6), kinds)
+def test_the_same_input_gives_the_same_answer(costs, num_ranks, counts):
+    first, second = (partition(costs, num_ranks, counts, rotation=3) for _ in range(2))
+    assert all((a == b).all() for a, b in zip(first, second, strict=True))
+
+
+def test_the_input_is_not_changed():
+    costs = np.random.default_rng(0).lognormal(8, 1, 64)
+    before = costs.copy()
+    partition(costs, 8)
+    assert (costs == before).all()
+
+
+def test_rotation_moves_the_heaviest_from_rank_to_rank():
+    costs = [100.0, 1, 1, 1, 1, 1]
+    holders = [
+        next(rank for rank, share in enumerate(partition(costs, 4, rotation=step)) if 0 in share) for step in range(4)
+    ]
+    assert sorted(holders) == [0, 1, 2, 3]
+
+
+def test_a_slow_rank_gets_less():
+    shares = partition(np.ones(70), 3, speeds=[4.0, 2.0, 1.0])
+    assert [share.size for share in shares] == [40, 20, 10]
+
+
+def test_labels_stay_together():
+    labels = np.repeat(np.arange(8), 4)
+    for share in partition_together(np.random.default_rng(0).lognormal(8, 1, 32), labels, 4, "equal"):
+        assert share.size == 8
+        assert np.unique(labels[share]).size == 2
+
+
+ADVERSARIES = {
+    "all equal": np.full(500, 7.0),
+    "all zero": np.zeros(500),
+    "one giant": np.array([1e9] + [1.0] * 499),
+    "fibonacci": np.array([1.618**i for i in range(60)]),
+    "quarter at the cap": np.array([32768.0] * 125 + [100.0 + i for i in range(375)]),
+    "ratio of a million": np.array([1e6 if i % 7 == 0 else 1.0 for i in range(500)]),
+    "half zero": np.array([0.0] * 250 + [3.0 + i for i in range(250)]),
+    "fewer than ranks": np.array([5.0, 1.0]),
+    "none": np.empty(0),
+    "one": np.array([3.0]),
+    "tiny": np.full(100, 1e-300),
+    "huge": np.full(100, 1e300),
+}
+
+
+@pytest.mark.parametrize("name", ADVERSARIES)
+@pytest.mark.parametrize("counts", ["free", "equal"])
+@pytest.mark.parametrize("num_ranks", [1, 3, 8, 64])
+def test_adversaries(name, counts, num_ranks):
+    costs = ADVERSARIES[name]
+    check(costs, partition(costs, num_ranks, counts), num_ranks, counts)
+    speeds = np.linspace(1.0, 100.0, num_ranks)
+    check(costs, partition(costs, num_ranks, counts, speeds), num_ranks, counts)
+
+
+def test_all_zero_is_spread_by_count():
+    assert [share.size for share in partition(np.zeros(64), 8)] == [8] * 8
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize(
+    ("n", "num_ranks", "counts", "within"),
+    [(256, 8, "free", 1e-4), (256, 8, "equal", 1e-4), (512, 32, "free", 1e-4), (64, 8, "free", 1e-3)],
+)
+def test_heavy_tails_reach_the_bound(seed, n, num_ranks, counts, within):
+    lengths = np.clip(np.random.default_rng(seed).lognormal(np.log(4096) - 0.5, 1, n), 64, 32768).round()
+    shares = partition(lengths, num_ranks, counts)
+    assert finish(lengths, shares) <= lower_bound(lengths, num_ranks, counts) * (1 + within)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"costs": [1.0, -1.0], "num_ranks": 2}, "finite and >= 0"),
+        ({"costs": [1.0, np.nan], "num_ranks": 2}, "finite and >= 0"),
+        ({"costs": [[1.0]], "num_ranks": 2}, "one-dimensional"),
+        ({"costs": [1.0], "num_ranks": 0}, "num_ranks"),
+        ({"costs": [1.0], "num_ranks": 2, "counts": "same"}, "counts"),
+        ({"costs": [1.0], "num_ranks": 2, "speeds": [1.0]}, "one number per rank"),
+        ({"costs": [1.0], "num_ranks": 2, "speeds": [1.0, 0.0]}, "finite and > 0"),
+    ],
+)
+def test_bad_arguments_are_refused(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        partition_function(**arguments)
+    with pytest.raises(ValueError, match=message):
+        lower_bound(**arguments)

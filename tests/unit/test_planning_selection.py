@@ -1,0 +1,245 @@
+"""plan_batch: who goes now. The guarantees are driven over many dispatches, at tiny sizes."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from stream_balancer.planning import PlanKnobs, Waiting, plan_batch, smallest_max_skips
+
+
+def waiting(costs, *, lengths=None, skips=None, due=None, groups=None, complete=None):
+    costs = np.asarray(costs, dtype=np.float64)
+    n = costs.size
+    return Waiting(
+        costs=costs,
+        lengths=np.maximum(costs, 1).astype(np.int64) if lengths is None else np.asarray(lengths, dtype=np.int64),
+        skips=np.zeros(n, dtype=np.int64) if skips is None else np.asarray(skips, dtype=np.int64),
+        due=np.zeros(n, dtype=np.bool_) if due is None else np.asarray(due, dtype=np.bool_),
+        groups=np.full(n, -1, dtype=np.int64) if groups is None else np.asarray(groups, dtype=np.int64),
+        group_complete=np.ones(n, dtype=np.bool_) if complete is None else np.asarray(complete, dtype=np.bool_),
+    )
+
+
+def picked(plan):
+    return np.sort(np.concatenate([np.empty(0, dtype=np.int64), *(one for share in plan.ranks for one in share)]))
+
+
+def check(plan, columns, knobs):
+    chosen = picked(plan)
+    assert np.unique(chosen).size == chosen.size
+    assert len(plan.ranks) == knobs.num_ranks
+    assert all(one.size for share in plan.ranks for one in share)
+    loads = [sum(columns.costs[one].sum() for one in share) for share in plan.ranks]
+    np.testing.assert_allclose(plan.loads, loads)
+    assert plan.avoidable_imbalance >= 0
+    assert plan.unavoidable_imbalance >= 0
+    if chosen.size and plan.loads.sum() > 0 and knobs.speeds is None:
+        assert plan.imbalance == pytest.approx(plan.loads.max() / plan.loads.mean() - 1, abs=1e-9)
+    if chosen.size >= knobs.num_ranks and knobs.max_tokens_per_micro_batch is None and knobs.groups != "same_rank":
+        assert all(share for share in plan.ranks)
+    return chosen
+
+
+heavy_tails = st.sampled_from([0.0, 1.0, 1.0, 2.0, 3.0, 5.0, 8.0, 40.0, 200.0, 1000.0])
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.data())
+def test_nobody_is_passed_over_more_than_max_skips_times(data):
+    """The guarantee, with arrivals in bursts up to the capacity that the theorem allows."""
+    batch = data.draw(st.integers(1, 5), "batch")
+    max_skips = data.draw(st.integers(0, 4), "max_skips")
+    capacity = (max_skips + 1) * batch
+    knobs = PlanKnobs(
+        num_ranks=data.draw(st.integers(1, 3)),
+        batch_size=batch,
+        max_skips=max_skips,
+        counts=data.draw(st.sampled_from(["free", "equal"])),
+        sync=data.draw(st.sampled_from(["step", "micro_batch"])),
+        micro_batch_multiple=data.draw(st.integers(1, 2)),
+    )
+    costs, skips = np.empty(0), np.empty(0, dtype=np.int64)
+    for step in range(data.draw(st.integers(1, 12), "steps")):
+        arrivals = data.draw(st.lists(heavy_tails, max_size=capacity - costs.size), "arrivals")
+        costs = np.concatenate((costs, arrivals))
+        skips = np.concatenate((skips, np.zeros(len(arrivals), dtype=np.int64)))
+        if costs.size < batch:
+            continue
+        columns = waiting(costs, skips=skips)
+        chosen = check(plan := plan_batch(columns, knobs, num_rollouts=batch, step=step), columns, knobs)
+        assert chosen.size == batch, plan
+        left = np.ones(costs.size, dtype=np.bool_)
+        left[chosen] = False
+        skips = skips[left] + 1
+        costs = costs[left]
+        assert (skips <= max_skips).all()
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.data())
+def test_the_guarantee_with_groups_kept_whole(data):
+    """capacity <= (max_skips + 1) * (batch_size - group_size + 1), groups of any sizes up to group_size."""
+    group_size = data.draw(st.integers(1, 3), "group_size")
+    batch = data.draw(st.integers(group_size, 6), "batch")
+    max_skips = data.draw(st.integers(0, 4), "max_skips")
+    capacity = (max_skips + 1) * (batch - group_size + 1)
+    knobs = PlanKnobs(
+        num_ranks=data.draw(st.integers(1, 3)),
+        batch_size=batch,
+        max_skips=max_skips,
+        groups=data.draw(st.sampled_from(["same_batch", "same_rank"])),
+        group_size=group_size,
+    )
+    costs, skips, groups = np.empty(0), np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64)
+    label = 0
+    for step in range(data.draw(st.integers(1, 12), "steps")):
+        for size in data.draw(st.lists(st.integers(1, group_size), max_size=6), "sizes"):
+            if costs.size + size > capacity:
+                break
+            costs = np.concatenate((costs, data.draw(st.lists(heavy_tails, min_size=size, max_size=size))))
+            skips = np.concatenate((skips, np.zeros(size, dtype=np.int64)))
+            groups = np.concatenate((groups, np.full(size, label)))
+            label += 1
+        if costs.size < batch:
+            continue
+        columns = waiting(costs, skips=skips, groups=groups)
+        plan = plan_batch(columns, knobs, num_rollouts=batch, step=step)
+        chosen = check(plan, columns, knobs)
+        assert batch - group_size < chosen.size <= batch
+        left = np.ones(costs.size, dtype=np.bool_)
+        left[chosen] = False
+        assert not set(groups[chosen]) & set(groups[left])
+        assert plan.incomplete_groups == ()
+        if knobs.groups == "same_rank":
+            homes = [{groups[i] for one in share for i in one} for share in plan.ranks]
+            assert sum(map(len, homes)) == len(set().union(*homes))
+        skips, costs, groups = skips[left] + 1, costs[left], groups[left]
+        assert (skips <= max_skips).all()
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.data())
+def test_exactly_batch_size_and_the_due_go_now(data):
+    costs = data.draw(st.lists(heavy_tails, min_size=1, max_size=24))
+    n = len(costs)
+    knobs = PlanKnobs(
+        num_ranks=data.draw(st.integers(1, 4)),
+        batch_size=data.draw(st.integers(1, n)),
+        max_skips=6,
+        counts=data.draw(st.sampled_from(["free", "equal"])),
+        sync=data.draw(st.sampled_from(["step", "micro_batch"])),
+        padded=data.draw(st.booleans()),
+        speeds=data.draw(st.sampled_from([None, "uneven"])),
+        max_tokens_per_micro_batch=data.draw(st.sampled_from([None, 1000, 1500])),
+        pipeline_order=data.draw(st.booleans()),
+    )
+    if knobs.speeds is not None:
+        object.__setattr__(knobs, "speeds", np.arange(1.0, knobs.num_ranks + 1))
+    due = np.array(data.draw(st.lists(st.booleans(), min_size=n, max_size=n)))
+    skips = np.sort(data.draw(st.lists(st.integers(0, 6), min_size=n, max_size=n)))[::-1]
+    number = data.draw(st.integers(1, knobs.batch_size))
+    columns = waiting(costs, due=due, skips=skips)
+    before = [column.copy() for column in (columns.costs, columns.lengths, columns.skips, columns.due)]
+    chosen = check(plan_batch(columns, knobs, num_rollouts=number, step=3), columns, knobs)
+    assert chosen.size == number
+    after = (columns.costs, columns.lengths, columns.skips, columns.due)
+    assert all((a == b).all() for a, b in zip(before, after, strict=True))
+    urgent = np.flatnonzero(due | (skips >= 6))
+    if urgent.size <= number and number == knobs.batch_size and n <= 2 * number:
+        assert set(urgent) <= set(chosen)
+    again = picked(plan_batch(columns, knobs, num_rollouts=number, step=3))
+    assert (again == chosen).all()
+
+
+def test_more_due_than_fit_the_oldest_go():
+    columns = waiting(np.arange(1.0, 11.0), due=[True] * 10)
+    plan = plan_batch(columns, PlanKnobs(num_ranks=2, batch_size=4, max_skips=5), num_rollouts=4, step=0)
+    assert picked(plan).tolist() == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_first_in_first_out_where_it_balances(seed):
+    costs = np.random.default_rng(seed).uniform(900, 1100, 256)
+    plan = plan_batch(waiting(costs), PlanKnobs(num_ranks=8, batch_size=128, max_skips=4), num_rollouts=128, step=0)
+    assert picked(plan).tolist() == list(range(128))
+
+
+def test_outliers_wait_and_then_go_together():
+    rng = np.random.default_rng(0)
+    knobs = PlanKnobs(num_ranks=4, batch_size=16, max_skips=6)
+    ids, costs, skips = np.empty(0, dtype=np.int64), np.empty(0), np.empty(0, dtype=np.int64)
+    heavies_together = []
+    next_id = 0
+    for step in range(60):
+        need = 32 - ids.size
+        costs = np.concatenate(
+            (costs, np.where((np.arange(next_id, next_id + need) % 16) == 0, 4000.0, rng.uniform(90, 110, need)))
+        )
+        ids = np.concatenate((ids, np.arange(next_id, next_id + need)))
+        skips = np.concatenate((skips, np.zeros(need, dtype=np.int64)))
+        next_id += need
+        chosen = picked(plan_batch(waiting(costs, skips=skips), knobs, num_rollouts=16, step=step))
+        heavies_together.append(int((costs[chosen] == 4000.0).sum()))
+        left = np.ones(ids.size, dtype=np.bool_)
+        left[chosen] = False
+        ids, costs, skips = ids[left], costs[left], skips[left] + 1
+    alone = [number for number in heavies_together[10:] if number]
+    assert min(alone) >= 4  # one for every rank, never one for a step
+
+
+def test_an_incomplete_group_waits_unless_due():
+    groups = [0, 0, 1, 1, 1, 2, 2, 2]
+    complete = [False, False, True, True, True, True, True, True]
+    knobs = PlanKnobs(num_ranks=2, batch_size=6, max_skips=5, groups="same_batch", group_size=3)
+    plan = plan_batch(waiting(np.ones(8), groups=groups, complete=complete), knobs, num_rollouts=6, step=0)
+    assert picked(plan).tolist() == [2, 3, 4, 5, 6, 7]
+    assert plan.incomplete_groups == ()
+    due = [True] + [False] * 7
+    plan = plan_batch(waiting(np.ones(8), groups=groups, complete=complete, due=due), knobs, num_rollouts=6, step=0)
+    assert picked(plan).tolist() == [0, 1, 2, 3, 4]
+    assert plan.incomplete_groups == (0,)
+
+
+def test_single_rollouts_fill_up_beside_groups():
+    groups = [-1, 5, 5, 5, -1, 6, 6, 6, -1]
+    knobs = PlanKnobs(num_ranks=2, batch_size=8, max_skips=5, groups="same_batch", group_size=3)
+    plan = plan_batch(waiting(np.ones(9), groups=groups), knobs, num_rollouts=8, step=0)
+    assert picked(plan).size == 8
+
+
+def test_a_group_larger_than_a_batch_goes_in_pieces_and_is_flagged():
+    knobs = PlanKnobs(num_ranks=2, batch_size=4, max_skips=5, groups="same_batch")
+    plan = plan_batch(waiting(np.ones(10), groups=[7] * 10), knobs, num_rollouts=4, step=0)
+    assert picked(plan).tolist() == [0, 1, 2, 3]
+    assert plan.incomplete_groups == (7,)
+
+
+def test_fewer_rollouts_than_ranks_leave_the_last_ranks_empty():
+    plan = plan_batch(waiting([3.0, 2.0]), PlanKnobs(num_ranks=4, batch_size=8, max_skips=5), num_rollouts=2, step=0)
+    assert sorted(len(share) for share in plan.ranks) == [0, 0, 1, 1]
+    nothing = plan_batch(waiting([]), PlanKnobs(num_ranks=4, batch_size=8, max_skips=5), num_rollouts=0, step=0)
+    assert [share for share in nothing.ranks if share] == []
+
+
+def test_imbalance_is_split():
+    columns = waiting([1000.0, 1.0, 1.0, 1.0])
+    plan = plan_batch(columns, PlanKnobs(num_ranks=2, batch_size=4, max_skips=0), num_rollouts=4, step=0)
+    assert plan.unavoidable_imbalance == pytest.approx(1000 / 501.5 - 1)
+    assert plan.avoidable_imbalance == 0.0
+
+
+@pytest.mark.parametrize(
+    ("window", "batch", "capacity", "group", "least"),
+    [
+        (512, 256, 1024, 1, 3),
+        (768, 256, 1024, 1, 6),
+        (256, 256, 256, 1, 0),
+        (512, 256, 4096, 1, 15),
+        (64, 32, 128, 8, 5),
+    ],
+)
+def test_smallest_max_skips(window, batch, capacity, group, least):
+    assert smallest_max_skips(window, batch, capacity, group) == least
