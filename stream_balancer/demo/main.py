@@ -32,6 +32,8 @@ class _Setting:
 
     options: DemoOptions
     workload: Workload
+    token_cap: int
+    """Most tokens in a micro-batch."""
 
 
 def run_demo(options: DemoOptions) -> int:
@@ -44,20 +46,37 @@ def run_demo(options: DemoOptions) -> int:
     console = Console(stderr=True)
     try:
         workload = load_workload(options)
+        cap = _token_cap(options, workload)
         _introduce(console, options, workload)
-        setting = _Setting(options, workload)
+        setting = _Setting(options, workload, cap)
         usual, balanced = anyio.run(_run_both, setting, console, backend=options.backend)
     except ValueError as error:
-        console.print(f"demo: {error}", style="red", markup=False, highlight=False)
+        _complain(console, f"demo: {error}")
         return 2
     except ChildError as error:
-        console.print(f"demo: {error}", style="red", markup=False, highlight=False)
+        _complain(console, f"demo: {error}")
         return 1
     except KeyboardInterrupt:
-        console.print("demo: interrupted; all its processes have been ended", style="red")
+        _complain(console, "demo: interrupted; all its processes have been ended")
         return _INTERRUPTED
     _print_report(setting, usual, balanced)
     return 0 if usual.exactly_once and balanced.exactly_once else 1
+
+
+def _complain(console: Console, text: str) -> None:
+    console.print(text, style="red", markup=False, highlight=False, soft_wrap=True)
+
+
+def _token_cap(options: DemoOptions, workload: Workload) -> int:
+    cap = options.max_tokens_per_micro_batch
+    if cap is None:
+        return 2 * workload.longest
+    if cap < workload.longest:
+        raise ValueError(
+            f"max_tokens_per_micro_batch ({cap}) must be >= the longest rollout ({workload.longest} tokens). Raise it, "
+            "or shorten rollouts with scale"
+        )
+    return cap
 
 
 def _introduce(console: Console, options: DemoOptions, workload: Workload) -> None:
@@ -114,13 +133,12 @@ async def _run(setting: _Setting, policy: str, progress: RunProgress) -> RunRepo
 
 def _tasks(setting: _Setting, policy: str, port: int) -> list[Task]:
     """The controller's task, then each rank's."""
-    cap = setting.options.max_tokens_per_micro_batch or 2 * setting.workload.longest
     rank_task = Task(
         rank=0,
         policy=policy,
         options=replace(setting.options, trace=None),
         store_port=port,
-        max_tokens_per_micro_batch=cap,
+        max_tokens_per_micro_batch=setting.token_cap,
         longest=setting.workload.longest,
     )
     ranks = [msgspec.structs.replace(rank_task, rank=rank) for rank in range(setting.options.ranks)]

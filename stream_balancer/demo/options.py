@@ -34,11 +34,11 @@ class DemoOptions:
     """Concurrent rollout workers: at most so many rollouts are being generated at any moment."""
     rollouts: int = 960
     """Rollouts in each of the two runs (the same ones)."""
-    batch_size: int = 24
+    batch_size: int = 20
     """Rollouts per optimizer step, over all ranks."""
     window: int | None = None
     """Rollouts to wait for in the balanced run; None = 2 * batch_size. The usual way always has window = batch_size."""
-    deadline_s: float | None = 30.0
+    deadline_s: float | None = 60.0
     """Longest wait of the oldest rollout before a batch leaves anyway, in seconds; None = wait for the window."""
     trace: Path | None = None
     """Length trace (csv or csv.gz); None = the built-in generator."""
@@ -60,7 +60,7 @@ class DemoOptions:
     """Event loop of the controller: both are equal citizens."""
     hidden_size: int = 128
     """Width of the demo model."""
-    num_layers: int = 6
+    num_layers: int = 5
     """Decoder layers of the demo model."""
     num_heads: int = 4
     """Attention heads of the demo model."""

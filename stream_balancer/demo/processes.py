@@ -117,6 +117,8 @@ def _environment() -> dict[str, str]:
     return {
         # They share a machine.
         "GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo",
+        # c10d warns where a loopback address has no host name; errors are enough.
+        "TORCH_CPP_LOG_LEVEL": "ERROR",
         # glibc: keep freed memory, so that CPU seconds measure the model and not page faults.
         "MALLOC_MMAP_THRESHOLD_": str(2**30),
         "MALLOC_TRIM_THRESHOLD_": str(2**32),

@@ -82,7 +82,19 @@ def test_a_bad_trace_is_told_without_starting_anything(tmp_path, capsys):
     path = tmp_path / "bad.csv"
     path.write_text("group_id,prompt_tokens,output_tokens\na,1,-5\n")
     assert run_demo(DemoOptions(trace=path)) == 2
-    assert "bad.csv, line 2: output_tokens is negative" in capsys.readouterr().err.replace("\n", " ")
+    assert "bad.csv, line 2: output_tokens is negative" in capsys.readouterr().err
+
+
+def test_a_rollout_above_the_token_cap_is_told_without_starting_anything(capsys):
+    assert run_demo(DemoOptions(**TINY, max_tokens_per_micro_batch=63)) == 2
+    assert "(63) must be >= the longest rollout (64 tokens)" in capsys.readouterr().err
+
+
+def test_fewer_rollouts_than_ranks_are_trained_on_once_too(capsys):
+    assert run_demo(DemoOptions(**{**TINY, "ranks": 3, "rollouts": 2}, json=True)) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["exactly_once"] is True
+    assert report["balanced"]["num_steps"] == 1
 
 
 @pytest.mark.skipif(not os.path.isdir("/proc"), reason="looks into /proc")

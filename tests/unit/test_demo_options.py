@@ -21,7 +21,7 @@ def test_defaults_are_accepted_and_the_balanced_window_is_twice_the_batch():
         ({"scale": float("nan")}, "scale must be a finite number > 0"),
         ({"tokens_per_second": -1.0}, "tokens_per_second must be a finite number > 0"),
         ({"batch_size": 2}, r"batch_size \(2\) must be >= ranks \(4\)"),
-        ({"window": 23}, r"window \(23\) must be >= batch_size \(24\)"),
+        ({"window": 19}, r"window \(19\) must be >= batch_size \(20\)"),
         ({"hidden_size": 60}, r"hidden_size \(60\) must be a multiple of"),
         ({"backend": "curio"}, "backend must be 'asyncio' or 'trio'"),
     ],
