@@ -11,6 +11,7 @@ import json
 import statistics
 import time
 from collections.abc import Iterator
+from itertools import chain
 
 import anyio
 import numpy as np
@@ -84,6 +85,63 @@ def put_seconds(waiting: int, probes: int = 2000) -> tuple[float, float]:
     return anyio.run(run)
 
 
+async def deadline_lateness_s(deadline_s: float = 0.05) -> float:
+    """Real seconds from the moment a deadline is due to the moment the trainer holds the batch."""
+    config = sb.BalancerConfig(dp_size=4, batch_size=64, deadline_s=deadline_s)
+    async with sb.StreamBalancer(config) as balancer:
+        due = anyio.current_time() + deadline_s
+        for rollout in make_rollouts(10, 2):
+            balancer.put_nowait(rollout)
+        await anext(balancer.batches())
+        return anyio.current_time() - due
+
+
+async def window_latency_s() -> float:
+    """Real seconds from the put that fills the window (256 of 512 go to 8 ranks) to the trainer holding the batch."""
+    config = sb.BalancerConfig(dp_size=8, batch_size=256, cost=sb.QuadraticCost())
+    rollouts = make_rollouts(config.window, 3)
+    taken: list[float] = []
+    async with sb.StreamBalancer(config) as balancer:
+
+        async def trainer() -> None:
+            await anext(balancer.batches())
+            taken.append(time.perf_counter())
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(trainer)
+            await anyio.sleep(0.01)
+            for rollout in rollouts[:-1]:
+                await balancer.put(rollout)
+            await anyio.sleep(0.01)
+            start = time.perf_counter()
+            await balancer.put(rollouts[-1])
+    return taken[0] - start
+
+
+def latency_rows(repeats: int) -> Iterator[dict[str, object]]:
+    """Deadline lateness and window latency on both loops; medians and worst of ten times ``repeats``."""
+    for backend in ("asyncio", "trio"):
+        late = sorted(anyio.run(deadline_lateness_s, backend=backend) for _ in range(10 * repeats))
+        yield {
+            "name": f"deadline lateness, worst of {len(late)}, {backend}",
+            "value": round(late[-1] * 1e3, 2),
+            "unit": "ms",
+            "bar": "<= 5",
+            "holds": late[-1] <= 0.005,
+        }
+        yield {
+            "name": f"deadline lateness, median, {backend}",
+            "value": round(late[len(late) // 2] * 1e3, 2),
+            "unit": "ms",
+        }
+        full = statistics.median(anyio.run(window_latency_s, backend=backend) for _ in range(10 * repeats))
+        yield {
+            "name": f"full window to batch in hand (plan of 256 of 512 on 8 ranks included), {backend}",
+            "value": round(full * 1e3, 2),
+            "unit": "ms",
+        }
+
+
 def rows(repeats: int) -> Iterator[dict[str, object]]:
     """One row per figure; medians of ``repeats``, sides interleaved."""
     waiting = 16384
@@ -120,7 +178,7 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="one JSON object a row")
     parser.add_argument("--repeats", type=int, default=5)
     args = parser.parse_args()
-    for row in rows(args.repeats):
+    for row in chain(rows(args.repeats), latency_rows(args.repeats)):
         if args.json:
             print(json.dumps(row), flush=True)
         else:

@@ -11,7 +11,7 @@ function builds tuples, and a rebuild after a large removal is one C sort of an 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -71,7 +71,7 @@ class Buffer:
 
     # -- in and out ----------------------------------------------------------------------------------------------------
 
-    def add(self, rollout: Rollout, cost: float, now: float) -> None:
+    def add(self, rollout: Rollout, cost: float, now: float, skips: int = 0) -> None:
         """Take a rollout in as the youngest. O(log n)."""
         row = self._rows
         if row == len(self._costs):
@@ -79,7 +79,7 @@ class Buffer:
         self._rollouts[row] = rollout
         self._costs[row] = cost
         self._lengths[row] = rollout.num_tokens
-        self._skips[row] = 0
+        self._skips[row] = skips
         self._arrived_at[row] = now
         version = rollout.min_version
         self._versions[row] = NO_VERSION if version is None else version
@@ -169,6 +169,30 @@ class Buffer:
         return self._labels[: self._rows]
 
     @property
+    def next_seq(self) -> int:
+        """Number of rollouts ever added."""
+        return self._next_seq
+
+    def lengths_since(self, seq: int) -> NDArray[np.int64]:
+        """Lengths of the waiting rollouts that were added from number ``seq`` on (a view). O(log n)."""
+        return self.lengths[int(np.searchsorted(self._seqs[: self._rows], seq)) :]
+
+    def group_arrivals(self) -> dict[str, int]:
+        """Siblings that have come, by group, of groups that are incomplete or still wait. O(groups)."""
+        return {group_id: group.arrived for group_id, group in self._groups.items()}
+
+    def restore_groups(self, group_arrivals: Mapping[str, int]) -> None:
+        """After adding a snapshot's rollouts: siblings that had come before, and are not here any more. O(n)."""
+        if self._group_size is None:
+            return
+        for group_id, arrived in group_arrivals.items():
+            group = self._groups.setdefault(group_id, _Group(self._new_label()))
+            group.arrived = arrived
+            self._arrived_by_label[group.label] = arrived
+        self.num_awaited = sum(self._lacks(group) for group in self._groups.values())
+        self.num_ready = int(np.count_nonzero(self._complete()))
+
+    @property
     def oldest_arrival(self) -> float:
         """Arrival time of the oldest waiting rollout, in seconds; inf if none waits. O(1)."""
         return float(self._arrived_at[0]) if self._rows else float("inf")
@@ -193,10 +217,7 @@ class Buffer:
             return -1
         group = self._groups.get(group_id)
         if group is None:
-            label = self._free_labels.pop() if self._free_labels else len(self._groups)
-            if label >= len(self._arrived_by_label):
-                self._arrived_by_label = np.resize(self._arrived_by_label, 2 * label)
-            group = self._groups[group_id] = _Group(label)
+            group = self._groups[group_id] = _Group(self._new_label())
         self.num_awaited -= self._lacks(group)
         group.arrived += 1
         group.waiting += 1
@@ -207,6 +228,12 @@ class Buffer:
         elif group.arrived > self._group_size:
             self.num_ready += 1
         return group.label
+
+    def _new_label(self) -> int:
+        label = self._free_labels.pop() if self._free_labels else len(self._groups)
+        if label >= len(self._arrived_by_label):
+            self._arrived_by_label = np.resize(self._arrived_by_label, 2 * label)
+        return label
 
     def _leave_group(self, group_id: str | None) -> None:
         group = self._groups.get(group_id) if group_id is not None else None

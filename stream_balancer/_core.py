@@ -20,9 +20,10 @@ that fails leaves everything as it was: the plan is made first, and taken apart 
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Sequence
-from typing import Protocol, get_args
+from collections import Counter, OrderedDict, deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import fields
+from typing import Any, Protocol, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,7 +33,8 @@ from stream_balancer.config import BalancerConfig
 from stream_balancer.errors import ClosedResourceError, ConfigError, DuplicateRolloutError, RolloutError, WouldBlock
 from stream_balancer.planning import Plan, PlanKnobs, Waiting, plan_batch
 from stream_balancer.planning.baselines import plan_fifo, plan_round_robin
-from stream_balancer.types import Batch, EvictReason, MicroBatch, RankBatch, Reason, Rollout, Statistics
+from stream_balancer.planning.length_bias import LengthBias
+from stream_balancer.types import Batch, EvictReason, MicroBatch, RankBatch, Reason, Rollout, Snapshot, Statistics
 
 __all__ = ["BalancerCore"]
 
@@ -56,8 +58,10 @@ class BalancerCore:
         self._knobs = _plan_knobs(config)
         self._buffer = Buffer(_tracked_group_size(config))
         self._held_ids: set[str] = set()
+        self._past_ids: OrderedDict[str, None] = OrderedDict()
         self._schema: Schema | None = None
         self._in_flight: dict[int, Batch] = {}
+        self._to_redeliver: deque[Batch] = deque()  # a restored balancer's batches in flight, before anything new
         self._evicted: list[tuple[Rollout, EvictReason]] = []
         self._step_seconds: dict[int, dict[int, float]] = {}
         self._version: int | None = None
@@ -67,6 +71,8 @@ class BalancerCore:
         self._not_before = -math.inf  # no deadline batch before then: too few are ready
         self._next_step = 0
         self._counts = _Counts()
+        self._length_bias = LengthBias()
+        self._arrivals_seen = 0  # of the buffer's sequence numbers, how many the length figures have
 
     # -- in ------------------------------------------------------------------------------------------------------------
 
@@ -86,6 +92,11 @@ class BalancerCore:
                 f"a rollout with rollout_id {rollout.rollout_id!r} is already held: it waits or is in flight. If "
                 "this is a "
                 "retry, the first put was accepted; else give every rollout an id of its own"
+            )
+        if rollout.rollout_id in self._past_ids:
+            raise DuplicateRolloutError(
+                f"a rollout with rollout_id {rollout.rollout_id!r} was accepted before and is done (trained on or "
+                "evicted). If this is a retry, all is well; else give every rollout an id of its own"
             )
         self._check_fits(rollout)
         if self._schema is not None:
@@ -155,14 +166,17 @@ class BalancerCore:
         return limit is None or buffer.num_bytes + sum(r.nbytes for r in rollouts) <= limit
 
     def _take(self, rollout: Rollout, cost: float, now: float) -> None:
+        self._counts.accepted += 1
+        self._hold(rollout, cost, now)
+
+    def _hold(self, rollout: Rollout, cost: float, now: float, skips: int = 0) -> None:
         if self._schema is None:
             self._schema = _schema_of(rollout)
-        self._counts.accepted += 1
         if self._is_stale(rollout):
             self._evict(rollout)
             return
         self._held_ids.add(rollout.rollout_id)
-        self._buffer.add(rollout, cost, now)
+        self._buffer.add(rollout, cost, now, skips)
         self._num_aging += self._is_aging(rollout)
         self._not_before = -math.inf
         self._counts.peak_waiting = max(self._counts.peak_waiting, len(self._buffer))
@@ -176,13 +190,15 @@ class BalancerCore:
     @property
     def finished(self) -> bool:
         """Ended, and nothing waits any more. Batches may still be in flight."""
-        return self._ended and not len(self._buffer)
+        return self._ended and not len(self._buffer) and not self._to_redeliver
 
     def next_wakeup(self) -> float:
         """When ``poll`` will give a batch if nothing else happens: ``-inf`` = now, ``inf`` = never. O(1).
 
         Never a time at which ``poll`` has just failed, so waiting until then does not spin.
         """
+        if self._to_redeliver:
+            return -math.inf
         waiting = len(self._buffer)
         if not waiting:
             return math.inf
@@ -197,6 +213,8 @@ class BalancerCore:
 
         O(n) in waiting rollouts for the columns, plus the plan. If the planner raises, nothing has changed.
         """
+        if self._to_redeliver:
+            return self._to_redeliver.popleft()
         if now < self.next_wakeup() or not len(self._buffer):
             return None
         due = self._due(now)
@@ -298,6 +316,8 @@ class BalancerCore:
 
     def _commit(self, batch: Batch, plan: Plan) -> None:
         rows = np.concatenate([rows for micro_batches in plan.ranks for rows in micro_batches])
+        self._note_arrivals()
+        self._length_bias.record(self._buffer.lengths[rows], self._buffer.skips[rows])
         self._buffer.remove(rows)
         self._buffer.pass_over()
         self._in_flight[batch.step] = batch
@@ -306,6 +326,10 @@ class BalancerCore:
         self._not_before = -math.inf
         self._num_aging = self._count_aging()
         self._counts.record(batch)
+
+    def _note_arrivals(self) -> None:
+        self._length_bias.arrived(self._buffer.lengths_since(self._arrivals_seen))
+        self._arrivals_seen = self._buffer.next_seq
 
     def acknowledge(self, step: int) -> None:
         """A batch has been trained on: its rollouts need not be kept. Raises ValueError for a step that is not in
@@ -316,12 +340,21 @@ class BalancerCore:
                 f"step {step} is not in flight: it was never dispatched, or is already acknowledged. "
                 f"In flight: {sorted(self._in_flight) or 'nothing'}"
             )
-        self._held_ids.difference_update(r.rollout_id for r in batch.rollouts)
+        self._forget(r.rollout_id for r in batch.rollouts if not r.is_padding)
         self._counts.acknowledged += batch.num_rollouts
 
+    def _forget(self, rollout_ids: Iterable[str]) -> None:
+        """These are done: no longer held, remembered for a while. O(1) each."""
+        for rollout_id in rollout_ids:
+            self._held_ids.discard(rollout_id)
+            self._past_ids[rollout_id] = None
+        while len(self._past_ids) > self.config.remember_ids:
+            self._past_ids.popitem(last=False)
+
     def in_flight(self) -> tuple[Batch, ...]:
-        """Batches dispatched and not yet acknowledged, oldest first."""
-        return tuple(self._in_flight.values())
+        """Batches given out and not yet acknowledged, oldest first; not those that ``poll`` will give again."""
+        again = {batch.step for batch in self._to_redeliver}
+        return tuple(batch for batch in self._in_flight.values() if batch.step not in again)
 
     def record_step_seconds(self, step: int, rank: int, seconds: float) -> None:
         """How long a rank took over a step. When all ranks of a step are in, the measured idle fraction moves."""
@@ -345,8 +378,8 @@ class BalancerCore:
         self._version = version
         if self.config.max_staleness is not None and self.config.on_stale == "evict":
             rows = np.flatnonzero(self._buffer.versions < version - self.config.max_staleness)
+            self._note_arrivals()
             for rollout in self._buffer.remove(rows) if rows.size else ():
-                self._held_ids.discard(rollout.rollout_id)
                 self._evict(rollout)
         self._num_aging = self._count_aging()
 
@@ -357,6 +390,7 @@ class BalancerCore:
 
     def _evict(self, rollout: Rollout) -> None:
         self._counts.evicted["stale"] += 1
+        self._forget([rollout.rollout_id])
         self._evicted.append((rollout, "stale"))
 
     def _oldest_fresh(self) -> int:
@@ -403,6 +437,58 @@ class BalancerCore:
         self._not_before = -math.inf
         self._num_aging = self._count_aging()
 
+    # -- checkpoints ---------------------------------------------------------------------------------------------------
+
+    def snapshot(self, now: float) -> Snapshot:
+        """All that is held now. Rollouts are shared, not copied. O(n) pointers."""
+        buffer = self._buffer
+        return Snapshot(
+            waiting=tuple(buffer.rollouts()),
+            waited_s=now - buffer.arrived_at,
+            skips=buffer.skips.copy(),
+            in_flight=tuple(self._in_flight.values()),
+            group_arrivals=buffer.group_arrivals(),
+            past_ids=tuple(self._past_ids),
+            version=self._version,
+            next_step=self._next_step,
+            counts=self._counts.totals(),
+            knobs=_describe_knobs(self.config),
+        )
+
+    def restore(self, snapshot: Snapshot, now: float) -> None:
+        """Take over a snapshot's state, under this balancer's own knobs. Batches in flight will be given again, same
+        plan.
+
+        If their plan is for another ``dp_size``, their rollouts wait again instead, as the oldest. Raises ValueError if
+        this balancer already took rollouts, RolloutError if a rollout does not fit the knobs; then nothing has changed.
+        """
+        if self._counts.accepted or self._next_step:
+            raise ValueError(
+                "load_state_dict() needs a fresh balancer: this one has taken rollouts. Load before the first put"
+            )
+        fresh = BalancerCore(self.config)
+        fresh._restore(snapshot, now)
+        self.__dict__.update(fresh.__dict__)
+
+    def _restore(self, snapshot: Snapshot, now: float) -> None:
+        again = [b for b in snapshot.in_flight if len(b.ranks) == self.config.dp_size]
+        replan = [r for b in snapshot.in_flight if b not in again for r in b.rollouts if not r.is_padding]
+        oldest = now - (float(snapshot.waited_s.max()) if len(snapshot.waited_s) else 0.0)
+        self._version = snapshot.version
+        self._counts.take_over(snapshot.counts)
+        for rollout in replan:
+            self._hold(rollout, self.check(rollout), oldest)
+        for rollout, waited_s, skips in zip(snapshot.waiting, snapshot.waited_s, snapshot.skips, strict=True):
+            self._hold(rollout, self.check(rollout), now - float(waited_s), min(int(skips), self.config.max_skips))
+        self._buffer.restore_groups(snapshot.group_arrivals)
+        for batch in again:
+            self._in_flight[batch.step] = batch
+            self._held_ids.update(r.rollout_id for r in batch.rollouts if not r.is_padding)
+        self._to_redeliver = deque(again)
+        self._past_ids = OrderedDict.fromkeys(snapshot.past_ids)
+        self._next_step = snapshot.next_step
+        self._arrivals_seen = self._buffer.next_seq
+
     # -- record --------------------------------------------------------------------------------------------------------
 
     def statistics(self, now: float, *, blocked_puts: int = 0) -> Statistics:
@@ -414,6 +500,7 @@ class BalancerCore:
             waiting_bytes=buffer.num_bytes,
             waiting_lengths=buffer.length_quantiles((0.0, 0.5, 0.9, 1.0)),
             in_flight=sum(b.num_rollouts for b in self._in_flight.values()),
+            redelivering=sum(b.num_rollouts for b in self._to_redeliver),
             accepted=counts.accepted,
             acknowledged=counts.acknowledged,
             evicted=dict(counts.evicted),
@@ -423,7 +510,9 @@ class BalancerCore:
             blocked_puts=blocked_puts,
             peak_waiting=counts.peak_waiting,
             oldest_wait_s=max(now - buffer.oldest_arrival, 0.0) if len(buffer) else 0.0,
+            length_bias=self._length_bias.summary(),
             idle_fraction=_idle(counts.mean_loads, counts.max_loads),
+            unavoidable_idle_fraction=_unavoidable(counts.mean_loads, counts.lower_bounds, counts.max_loads),
             measured_idle_fraction=_idle(counts.mean_seconds, counts.max_seconds),
             version=self._version,
         )
@@ -478,7 +567,7 @@ class _Counts:
         self.accepted = self.acknowledged = self.peak_waiting = self.dispatched_tokens = self.padding_copies = 0
         self.evicted: Counter[EvictReason] = Counter(dict.fromkeys(get_args(EvictReason), 0))
         self.batches: Counter[Reason] = Counter(dict.fromkeys(get_args(Reason), 0))
-        self.mean_loads = self.max_loads = self.mean_seconds = self.max_seconds = 0.0
+        self.mean_loads = self.max_loads = self.lower_bounds = self.mean_seconds = self.max_seconds = 0.0
 
     def record(self, batch: Batch) -> None:
         self.batches[batch.reason] += 1
@@ -486,10 +575,32 @@ class _Counts:
         self.padding_copies += batch.num_padding
         self.mean_loads += sum(batch.loads) / len(batch.loads)
         self.max_loads += max(batch.loads)
+        self.lower_bounds += batch.lower_bound
 
     def record_seconds(self, seconds: Sequence[float]) -> None:
         self.mean_seconds += sum(seconds) / len(seconds)
         self.max_seconds += max(seconds)
+
+    def totals(self) -> dict[str, Any]:
+        """Everything, as numbers and dicts of numbers."""
+        return {name: dict(value) if isinstance(value, Counter) else value for name, value in vars(self).items()}
+
+    def take_over(self, totals: Mapping[str, Any]) -> None:
+        """Continue from the totals of another."""
+        for name, value in totals.items():
+            if name in vars(self):
+                setattr(self, name, Counter(value) if isinstance(value, Mapping) else value)
+
+
+def _unavoidable(mean: float, bound: float, highest: float) -> float:
+    return max(bound - mean, 0.0) / highest if highest > 0 else 0.0
+
+
+def _describe_knobs(config: BalancerConfig) -> dict[str, Any]:
+    """The knobs as numbers and strings, for the record."""
+    plain = (int, float, str, type(None))
+    values = {f.name: getattr(config, f.name) for f in fields(config) if f.init}
+    return {name: value if isinstance(value, plain) else repr(value) for name, value in values.items()}
 
 
 def _idle(mean: float, highest: float) -> float:

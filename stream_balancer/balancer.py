@@ -20,7 +20,7 @@ from __future__ import annotations
 import logging
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self
 
@@ -30,7 +30,8 @@ import anyio.lowlevel
 from stream_balancer._core import BalancerCore
 from stream_balancer.config import BalancerConfig
 from stream_balancer.errors import AlreadyInUseError, ClosedResourceError, RolloutError, WouldBlock
-from stream_balancer.types import Batch, EvictReason, Rollout, Statistics
+from stream_balancer.snapshot import read_state_dict, state_dict
+from stream_balancer.types import Batch, EvictReason, Rollout, Snapshot, Statistics
 
 __all__ = ["Batches", "StreamBalancer"]
 
@@ -276,6 +277,35 @@ class StreamBalancer:
         self, exc_type: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None
     ) -> None:
         await self.aclose()
+
+    # -- checkpoints ---------------------------------------------------------------------------------------------------
+
+    def snapshot(self) -> Snapshot:
+        """All that is held at this instant, sharing the rollouts: O(n) pointers, so puts and dispatches go on at once.
+
+        ``await anyio.to_thread.run_sync(stream_balancer.snapshot.state_dict, snapshot)`` flattens it beside the event
+        loop.
+        """
+        return self._core.snapshot(anyio.current_time())
+
+    def state_dict(self) -> dict[str, Any]:
+        """What waits and what is in flight, counters, versions, known ids: tensors, numbers and strings, for
+        ``torch.save`` and torch.distributed.checkpoint. Copies every byte held, in this thread: for large buffers see
+        :meth:`snapshot`.
+        """
+        return state_dict(self.snapshot())
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from a :meth:`state_dict`, under this balancer's own knobs; load before the first put.
+
+        Batches that were in flight come out of ``batches()`` again, first, with the same step and the same plan; if
+        they were planned for another ``dp_size``, their rollouts wait again as the oldest. Raises ValueError
+        (RolloutError for a rollout that these knobs refuse, saying which and why), WireError for damaged bytes;
+        nothing has changed then.
+        """
+        self._core.restore(read_state_dict(state), anyio.current_time())
+        self._ring()
+        self._tell_evicted()
 
     # -- record --------------------------------------------------------------------------------------------------------
 

@@ -7,7 +7,7 @@ seconds to generate.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
 from types import TracebackType
@@ -18,6 +18,7 @@ import anyio.from_thread
 from stream_balancer.balancer import Batches, StreamBalancer
 from stream_balancer.config import BalancerConfig
 from stream_balancer.dispatch import serve
+from stream_balancer.snapshot import state_dict
 from stream_balancer.transport.torch_dist import TorchTransport
 from stream_balancer.types import Batch, EvictReason, Rollout, Statistics
 
@@ -149,6 +150,14 @@ class BlockingBalancer:
         """Stop at once: whoever waits in ``put`` or ``batches()`` gets ClosedResourceError. May be called twice."""
         if self._portal is not None:
             self._portal.call(self._balancer.aclose)
+
+    def state_dict(self) -> dict[str, Any]:
+        """See :meth:`StreamBalancer.state_dict`. Flattened in the calling thread: the event loop goes on."""
+        return state_dict(self._loop().call(self._balancer.snapshot))
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from a :meth:`state_dict`; load before the first put. See :meth:`StreamBalancer.load_state_dict`."""
+        self._loop().call(self._balancer.load_state_dict, state)
 
     def statistics(self) -> Statistics:
         """A snapshot. See :meth:`StreamBalancer.statistics`."""

@@ -85,6 +85,9 @@ class BalancerConfig:
     bound."""
     on_stale: OnStale = "evict"
     """A rollout beyond ``max_staleness`` is evicted (counted, and given to ``on_evict``), or sent all the same."""
+    remember_ids: int = 100_000
+    """Ids of this many past rollouts (acknowledged or evicted) are kept, so that a producer that retries a put after a
+    crash is told that the first one was accepted. About 100 bytes each."""
     policy: Policy = "window"
     """"window" is what this library is for. "fifo" (arrival order, best partition) and "round_robin" (arrival order,
     dealt in turn) are what is usual elsewhere: run them to measure, in your own training, what the window buys."""
@@ -160,8 +163,9 @@ def _check_values(config: BalancerConfig) -> None:
     for name in _OPTIONAL_INTS:
         if getattr(config, name) is not None:
             _check_int(name, getattr(config, name))
-    if config.max_staleness is not None:
-        _check_int("max_staleness", config.max_staleness, least=0)
+    for name in ("max_staleness", "remember_ids"):
+        if getattr(config, name) is not None:
+            _check_int(name, getattr(config, name), least=0)
     for name, choices in _CHOICES.items():
         if getattr(config, name) not in choices:
             raise ConfigError(f"{name} must be one of {', '.join(map(repr, choices))}, not {getattr(config, name)!r}")

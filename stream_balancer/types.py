@@ -17,15 +17,17 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from stream_balancer import layout
 from stream_balancer.errors import RolloutError
+from stream_balancer.planning.length_bias import LengthBiasSummary
 
 if TYPE_CHECKING:
     from tensordict import TensorDict
 
-__all__ = ["Batch", "EvictReason", "MicroBatch", "RankBatch", "Reason", "Rollout", "Statistics", "Version"]
+__all__ = ["Batch", "EvictReason", "MicroBatch", "RankBatch", "Reason", "Rollout", "Snapshot", "Statistics", "Version"]
 
 Reason: TypeAlias = Literal["window", "deadline", "age", "drain"]
 """Why a batch left: the window filled, the oldest rollout had waited ``deadline_s``, rollouts were about to go stale,
@@ -339,6 +341,12 @@ class Statistics:
     """Most rollouts that ever waited at once."""
     oldest_wait_s: float
     """Seconds the oldest waiting rollout has waited; 0.0 if none waits."""
+    redelivering: int
+    """Rollouts in flight that ``batches()`` will give again: their batches were restored from a checkpoint."""
+    unavoidable_idle_fraction: float
+    """The part of ``idle_fraction`` that no assignment of the same rollouts could have avoided: outliers."""
+    length_bias: LengthBiasSummary
+    """Whether long rollouts waited longer than short ones; see :class:`LengthBiasSummary`."""
     idle_fraction: float
     """Predicted share of rank time spent waiting for the slowest rank, over all steps: 1 - sum(mean load) / sum(max
     load)."""
@@ -346,6 +354,35 @@ class Statistics:
     """The same, from the seconds that ranks reported for their steps; 0.0 before any did."""
     version: int | None
     """Policy version last set, or None."""
+
+
+@dataclass(frozen=True, eq=False, slots=True, kw_only=True)
+class Snapshot:
+    """All that a balancer holds, at one instant: cheap to take, since rollouts are shared and not copied.
+
+    ``snapshot.state_dict`` turns it into plain tensors and numbers, in any thread.
+    """
+
+    waiting: tuple[Rollout, ...]
+    """Oldest first."""
+    waited_s: NDArray[np.float64]
+    """[n] seconds each has waited."""
+    skips: NDArray[np.int64]
+    """[n] dispatches that passed each over."""
+    in_flight: tuple[Batch, ...]
+    """Dispatched and not acknowledged, oldest first."""
+    group_arrivals: Mapping[str, int]
+    """Siblings that have come, of groups that are not done."""
+    past_ids: tuple[str, ...]
+    """Ids of rollouts that are done, oldest first."""
+    version: int | None
+    """Policy version last set."""
+    next_step: int
+    """Step number of the next new batch."""
+    counts: Mapping[str, Any]
+    """Running totals behind ``Statistics``: numbers, and dicts of numbers."""
+    knobs: Mapping[str, Any]
+    """The knobs in force, for the record: numbers and strings."""
 
 
 def _excess(value: float, base: float) -> float:

@@ -333,6 +333,18 @@ async def test_an_incomplete_group_goes_at_its_deadline_flagged() -> None:
         assert batch.incomplete_groups == ("half",)
 
 
+async def test_a_late_sibling_waits_for_nobody() -> None:
+    async with sb.StreamBalancer(config(window=4, capacity=8, group_size=2, deadline_s=10.0)) as balancer:
+        batches = balancer.batches()
+        await balancer.put(make_rollout(3, "early", group_id="half"))
+        await balancer.put(make_rollout(3, "other"))
+        assert (await anext(batches)).incomplete_groups == ("half",)
+        await balancer.put(make_rollout(3, "late", group_id="half"))
+        await fill(balancer, 3)
+        batch = await anext(batches)
+        assert (anyio.current_time(), batch.reason, batch.incomplete_groups) == (10.0, "window", ())
+
+
 async def test_put_group_is_all_or_nothing() -> None:
     async with sb.StreamBalancer(config(batch_size=4, group_size=2)) as balancer:
         await balancer.put_group([make_rollout(3, "a", group_id="g"), make_rollout(3, "b", group_id="g")])
@@ -449,7 +461,7 @@ async def test_asking_for_the_next_batch_acknowledges_the_last() -> None:
 
 async def test_without_auto_ack_batches_stay_in_flight() -> None:
     async with sb.StreamBalancer(config()) as balancer:
-        await fill(balancer, 12)
+        await fill(balancer, 16)
         batches = balancer.batches(auto_ack=False)
         one, two = await anext(batches), await anext(batches)
         assert [b.step for b in balancer.in_flight()] == [0, 1]
@@ -459,6 +471,11 @@ async def test_without_auto_ack_batches_stay_in_flight() -> None:
         balancer.acknowledge(two.step)
         with pytest.raises(ValueError, match=r"step 1 is not in flight.*In flight: nothing"):
             balancer.acknowledge(two.step)
+        with pytest.raises(sb.DuplicateRolloutError, match="accepted before and is done"):
+            await balancer.put(make_rollout(2, next(iter(ids(one)))))
+        balancer.reconfigure(remember_ids=0)
+        await anext(batches)
+        balancer.acknowledge(2)
         await balancer.put(make_rollout(2, next(iter(ids(one)))))
 
 

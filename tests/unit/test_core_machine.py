@@ -5,6 +5,7 @@ Tiny sizes, so that rare paths run: buffers that fill, groups that never complet
 
 from __future__ import annotations
 
+import io
 import itertools
 import math
 
@@ -16,6 +17,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 import stream_balancer as sb
 from stream_balancer._core import BalancerCore
+from stream_balancer.snapshot import read_state_dict, state_dict
 
 IDS = torch.zeros(64, dtype=torch.int64)
 
@@ -165,6 +167,42 @@ class CoreMachine(RuleBasedStateMachine):
         self.core.reconfigure(
             c.replace(window=window, capacity=held, deadline_s=deadline, max_skips=skips),
         )
+
+    @rule(dp_size_changes=st.booleans())
+    def crash_and_restore(self, dp_size_changes: bool) -> None:
+        """A new balancer continues from a checkpoint written and read with torch, perhaps on other ranks."""
+        file = io.BytesIO()
+        torch.save(state_dict(self.core.snapshot(self.now)), file)
+        file.seek(0)
+        snapshot = read_state_dict(torch.load(file, weights_only=True))
+        config = self.core.config
+        if dp_size_changes and config.dp_size > 1 and config.groups != "same_rank":
+            config = config.replace(dp_size=1, min_batch_size=1)
+        before = self.core.statistics(self.now)
+        self.core = BalancerCore(config)
+        self.now += 3.0  # the clock of the new process is another one
+        self.core.restore(snapshot, self.now)
+        self.ended = False
+        flying = {r.rollout_id for b in snapshot.in_flight for r in b.rollouts if not r.is_padding}
+        self.dispatched -= flying
+        self.passed_over = {}
+        after = self.core.statistics(self.now)
+        assert after.accepted == before.accepted
+        assert after.waiting + after.redelivering == before.waiting + before.in_flight
+        if after.accepted:
+            with pytest.raises(ValueError, match="needs a fresh balancer"):
+                self.core.restore(snapshot, self.now)
+        if snapshot.in_flight and config.dp_size == len(snapshot.in_flight[0].ranks):
+            for batch in snapshot.in_flight:
+                again = self.core.poll(self.now)
+                assert again is not None
+                assert again.step == batch.step
+                assert again.reason == batch.reason
+                assert [
+                    [[r.rollout_id for r in mb.rollouts] for mb in share.micro_batches] for share in again.ranks
+                ] == [[[r.rollout_id for r in mb.rollouts] for mb in share.micro_batches] for share in batch.ranks]
+            self.dispatched |= flying
+        assert not self.core.statistics(self.now).redelivering
 
     @precondition(lambda self: len(self.accepted) > 12)
     @rule()

@@ -1,0 +1,216 @@
+"""Checkpoints: everything comes back, through torch.save and DCP, on other ranks, and damage is refused."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+import stream_balancer as sb
+from stream_balancer._core import BalancerCore
+from stream_balancer.snapshot import read_state_dict, state_dict
+from stream_balancer.testing import make_rollouts
+
+
+def config(**knobs: Any) -> sb.BalancerConfig:
+    return sb.BalancerConfig(**{"dp_size": 2, "batch_size": 4, **knobs})
+
+
+def rich_rollout(n: int) -> sb.Rollout:
+    return sb.Rollout(
+        tokens={
+            "input_ids": torch.arange(n + 1) * 2**33,
+            "logprobs": torch.linspace(-1, 0, n + 1, dtype=torch.bfloat16),
+            "loss_mask": torch.arange(n + 1) % 2 == 0,
+            "topk": torch.arange(3 * (n + 1), dtype=torch.int32).view(n + 1, 3),
+        },
+        scalars={"advantage": n / 7, "reward": n},
+        tensors={"pixels": torch.full((2, n), n, dtype=torch.uint8)} if n % 2 else {},
+        metadata={"prompt": f"p{n}", "nested": {"a": [1, 2.5, None, True, b"x"]}},
+        rollout_id=f"r{n}",
+        version=(n, n + 1),
+        cost=None if n % 3 else float(n),
+    )
+
+
+def same(a: sb.Rollout, b: sb.Rollout) -> bool:
+    return (
+        a.tokens.keys() == b.tokens.keys()
+        and all(torch.equal(a.tokens[k], b.tokens[k]) and a.tokens[k].dtype == b.tokens[k].dtype for k in a.tokens)
+        and a.tensors.keys() == b.tensors.keys()
+        and all(torch.equal(a.tensors[k], b.tensors[k]) for k in a.tensors)
+        and (a.rollout_id, dict(a.scalars), dict(a.metadata), a.version, a.cost, a.is_padding, a.num_loss_tokens)
+        == (b.rollout_id, dict(b.scalars), dict(b.metadata), b.version, b.cost, b.is_padding, b.num_loss_tokens)
+    )
+
+
+def busy_core() -> BalancerCore:
+    """Five rollouts wait, four are in flight, four are done."""
+    core = BalancerCore(config(deadline_s=100.0))
+    for n in range(13):
+        core.add(rich_rollout(n), float(n))
+        batch = core.poll(float(n))
+        if batch is not None and batch.step == 0:
+            core.acknowledge(0)
+    assert (core.statistics(20.0).waiting, core.statistics(20.0).in_flight) == (5, 4)
+    return core
+
+
+def through_torch_save(state: dict[str, Any]) -> dict[str, Any]:
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    loaded: dict[str, Any] = torch.load(file, weights_only=True)
+    return loaded
+
+
+def test_everything_comes_back_through_torch_save() -> None:
+    core = busy_core()
+    before = core.snapshot(20.0)
+    after = read_state_dict(through_torch_save(state_dict(before)))
+    assert all(same(a, b) for a, b in zip(before.waiting, after.waiting, strict=True))
+    assert after.waited_s.tolist() == before.waited_s.tolist()
+    assert after.skips.tolist() == before.skips.tolist()
+    assert after.past_ids == before.past_ids
+    assert (after.version, after.next_step) == (before.version, before.next_step)
+    for a, b in zip(before.in_flight, after.in_flight, strict=True):
+        assert (a.step, a.reason, a.loads, a.lower_bound, a.num_rollouts, a.num_tokens) == (
+            b.step,
+            b.reason,
+            b.loads,
+            b.lower_bound,
+            b.num_rollouts,
+            b.num_tokens,
+        )
+        for x, y in zip(a.ranks, b.ranks, strict=True):
+            assert [mb.lengths for mb in x.micro_batches] == [mb.lengths for mb in y.micro_batches]
+            assert all(same(r, s) for r, s in zip(x.rollouts, y.rollouts, strict=True))
+            assert (x.step, x.rank, x.load, x.global_num_loss_tokens) == (
+                y.step,
+                y.rank,
+                y.load,
+                y.global_num_loss_tokens,
+            )
+
+
+def test_a_restored_balancer_goes_on_where_the_other_stopped() -> None:
+    core = busy_core()
+    fresh = BalancerCore(config(deadline_s=100.0))
+    fresh.restore(read_state_dict(state_dict(core.snapshot(20.0))), 1000.0)
+    fresh.verify()
+    again = fresh.poll(1000.0)
+    (flying,) = core.in_flight()
+    assert again is not None
+    assert again.step == flying.step
+    assert fresh.next_wakeup() == core.next_wakeup() + 980.0  # the oldest has waited as long as before
+    with pytest.raises(sb.DuplicateRolloutError, match="is done"):
+        fresh.add(rich_rollout(0), 1000.0)
+    fresh.acknowledge(again.step)
+    fresh.end()
+    rest = fresh.poll(1000.0)
+    assert rest is not None
+    assert rest.step == flying.step + 1
+
+
+def test_other_ranks_plan_anew() -> None:
+    core = busy_core()
+    fresh = BalancerCore(config(dp_size=3, batch_size=6))
+    fresh.restore(core.snapshot(20.0), 0.0)
+    fresh.verify()
+    stats = fresh.statistics(0.0)
+    assert (stats.waiting, stats.in_flight, stats.accepted, stats.acknowledged) == (9, 0, 13, 4)
+
+
+def test_stale_rollouts_of_a_checkpoint_are_evicted_and_counted() -> None:
+    core = BalancerCore(config())
+    core.set_version(9)
+    for n in range(6):
+        core.add(rich_rollout(n), 0.0)
+    fresh = BalancerCore(config(max_staleness=5))
+    fresh.restore(core.snapshot(1.0), 0.0)
+    fresh.verify()
+    assert fresh.statistics(0.0).evicted["stale"] == 4
+    assert [r.rollout_id for r, _ in fresh.take_evicted()] == ["r0", "r1", "r2", "r3"]
+
+
+def test_knobs_that_refuse_a_rollout_say_which_and_change_nothing() -> None:
+    fresh = BalancerCore(config(max_tokens_per_micro_batch=8))
+    with pytest.raises(sb.RolloutError, match=r"has \d+ tokens, above max_tokens_per_micro_batch \(8\)"):
+        fresh.restore(busy_core().snapshot(20.0), 0.0)
+    assert fresh.statistics(0.0).accepted == 0
+    fresh.verify()
+
+
+def test_only_a_fresh_balancer_loads() -> None:
+    core = busy_core()
+    with pytest.raises(ValueError, match="needs a fresh balancer"):
+        core.restore(core.snapshot(20.0), 20.0)
+
+
+def test_siblings_that_left_before_the_checkpoint_are_remembered() -> None:
+    knobs = config(group_size=2, deadline_s=5.0)
+    core = BalancerCore(knobs)
+    first, second = make_rollouts([3, 4], prefix="a", siblings=2)
+    whole = make_rollouts([3, 4], prefix="b", siblings=2)
+    core.add(first, 0.0)
+    for rollout in whole:
+        core.add(sb.Rollout(**{**_fields(rollout), "group_id": "whole"}), 0.0)
+    batch = core.poll(5.0)
+    assert batch is not None
+    assert batch.incomplete_groups == ("g0",)
+    fresh = BalancerCore(knobs)
+    fresh.restore(read_state_dict(state_dict(core.snapshot(6.0))), 0.0)
+    fresh.poll(0.0)
+    fresh.add(second, 0.0)
+    fresh.verify()
+    assert fresh._buffer.num_ready == 1, "its sibling has come and gone: it waits for nobody"
+
+
+def _fields(rollout: sb.Rollout) -> dict[str, Any]:
+    names = ("tokens", "scalars", "tensors", "metadata", "rollout_id", "group_id", "version", "cost")
+    return {name: getattr(rollout, name) for name in names}
+
+
+class Stateful:
+    """What a trainer hands to DCP."""
+
+    def __init__(self, balancer: sb.BlockingBalancer) -> None:
+        self.state_dict = balancer.state_dict
+        self.load_state_dict = balancer.load_state_dict
+
+
+@pytest.mark.filterwarnings("ignore")  # DCP's own, without a process group
+def test_dcp_saves_and_loads_it(tmp_path: Path) -> None:
+    with sb.blocking(config()) as balancer:
+        for n in range(5):
+            balancer.put(rich_rollout(n))
+        dcp.save({"balancer": balancer.state_dict()}, checkpoint_id=tmp_path)
+        like = balancer.state_dict()
+    dcp.load({"balancer": like}, checkpoint_id=tmp_path)
+    with sb.blocking(config()) as balancer:
+        balancer.load_state_dict(like)
+        assert balancer.statistics().waiting == 5
+        balancer.end()
+        (first, *_) = balancer.batches()
+        assert first.num_rollouts == 4
+
+
+@pytest.mark.parametrize("at", [0, 8, 40, 120])
+def test_a_damaged_frame_is_refused(at: int) -> None:
+    state = through_torch_save(state_dict(busy_core().snapshot(20.0)))
+    state["waiting"][0].view(torch.uint8)[at] ^= 255
+    with pytest.raises(sb.WireError):
+        read_state_dict(state)
+
+
+def test_other_dicts_are_refused() -> None:
+    with pytest.raises(ValueError, match="format is None, expected 1"):
+        read_state_dict({})
+    state = state_dict(busy_core().snapshot(20.0))
+    del state["skips"]
+    with pytest.raises(ValueError, match="has no 'skips'"):
+        read_state_dict(state)
