@@ -31,6 +31,21 @@ async def test_clock_lands_exactly_on_absolute_times(offset: float) -> None:
     assert anyio.current_time() == target
 
 
+def test_a_timer_is_exact_where_now_plus_the_time_to_it_is_not() -> None:
+    start, deadline = 2.0**-20 + 2.0**-37, 2.0**16 + 1 + 2.0**-36
+    assert start + (deadline - start) != deadline, "a tie, rounded twice to even"
+
+    async def main() -> float:
+        loop = asyncio.get_running_loop()
+        await asyncio.sleep(start)
+        fired = loop.create_future()
+        loop.call_at(deadline, lambda: fired.set_result(loop.time()))
+        return float(await fired)
+
+    with asyncio.Runner(loop_factory=AutojumpEventLoop) as runner:
+        assert runner.run(main()) == deadline
+
+
 async def test_31_000_virtual_seconds_in_as_many_sleeps() -> None:
     for _ in range(31_000):
         await anyio.sleep(1.0)
