@@ -49,6 +49,8 @@ class ControllerLink(Endpoint):
         depth: int,
         max_bytes: int,
         connect: Callable[[], Pair],
+        cancel_connect: Callable[[], None],
+        settled: Callable[[ControllerLink], None],
         in_loop: Callable[[Callable[[], object]], None],
         pool: SlabPool,
         keepalive_s: float,
@@ -60,6 +62,8 @@ class ControllerLink(Endpoint):
         self.stalled_s = 0.0
         """Seconds without a sign of life, once that is more than three keep-alives; 0.0 while all is well."""
         self._make_pair = connect
+        self._unmake_pair = cancel_connect
+        self._settled = settled  # called once in the loop: the pair is up (ready), or could not be made
         self._max_bytes = max_bytes
         self._in_loop = in_loop
         self._pool = pool
@@ -70,14 +74,15 @@ class ControllerLink(Endpoint):
         self._ended = False
         self._last_step: int | None = None
         self._callbacks: list[Callable[[], None]] = []
-        self._ready = False
+        self.ready = False
+        """True once the pair is up."""
 
     # Link
 
     @property
     def credits(self) -> int:
         """Shares the rank has room for now; 0 on a lost link and until the pair is connected."""
-        return 0 if self._error is not None or self._ended or not self._ready else self._credits
+        return 0 if self._error is not None or self._ended or not self.ready else self._credits
 
     @property
     def live(self) -> bool:
@@ -130,6 +135,8 @@ class ControllerLink(Endpoint):
     def _fail(self, error: Exception) -> None:
         if self._error is None:
             self._error = error
+            if not self.ready:
+                self._settled(self)
             self._changed_in_loop()
 
     def _changed_in_loop(self) -> None:
@@ -150,8 +157,10 @@ class ControllerLink(Endpoint):
             self._fail(self._rank_lost("the rank closed its feed"))
 
     def _on_ready(self) -> None:
-        self._ready = True
-        self._changed_in_loop()
+        if self._error is None:
+            self.ready = True
+            self._settled(self)
+            self._changed_in_loop()
 
     def _rank_lost(self, cause: str) -> RankLostError:
         step = self._last_step
@@ -172,7 +181,7 @@ class ControllerLink(Endpoint):
         return pair
 
     def _cancel_connect(self) -> None:
-        pass  # bounded by the pair's own connect timeout
+        self._unmake_pair()
 
     def _handle(self, frame: Frame) -> bool:
         if frame.kind is Kind.REPORT:

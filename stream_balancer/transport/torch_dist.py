@@ -3,7 +3,8 @@
 The only file that names torch.distributed. How a rank finds its controller, all through the store::
 
     rank         claims the first free key ``join/<n>`` and writes there who it is; waits for ``reply/<token>``
-    controller   waits for ``join/<n>``, n = 0, 1, 2, ...; answers; then both build ``pair/<token>``
+    controller   waits for ``join/<n>``, n = 0, 1, 2, ...; answers; waits for ``here/<token>``
+    rank         writes ``here/<token>``; then both build ``pair/<token>``
 
 A group of its own for every pair: the controller need not belong to the trainer's world, a restarted rank joins under
 the next incarnation, and one death cannot break another rank's link.
@@ -39,6 +40,9 @@ __all__ = ["GlooPort", "TorchTransport", "current_world"]
 
 _FOR_EVER = timedelta(days=3650)  # timedelta.max overflows in gloo
 _SPARE_TAG, _TAG = 7, 1
+_HERE = "here"
+_PAIR_TIMEOUT_S = 5.0  # both are known to be there and take milliseconds; later waits have their own limit: none
+_gloo = cast("Any", dist).ProcessGroupGloo  # its options are missing from torch's type stubs
 
 
 class _Work:
@@ -55,13 +59,12 @@ class _Work:
 class _GlooPair:
     """Two processes in a gloo group of their own. Member 0 is the controller."""
 
-    def __init__(self, store: Store, me: Literal[0, 1], host: str, connect_timeout_s: float) -> None:
-        gloo = cast("Any", dist).ProcessGroupGloo  # its options are missing from torch's type stubs
-        options = gloo._Options()
-        options._timeout = timedelta(seconds=connect_timeout_s)
-        options._devices = [gloo.create_device(hostname=host)]
+    def __init__(self, store: Store, me: Literal[0, 1], device: Any) -> None:
+        options = _gloo._Options()
+        options._timeout = timedelta(seconds=_PAIR_TIMEOUT_S)
+        options._devices = [device]
         options._threads = 1
-        self._group = gloo(store, me, 2, options)
+        self._group = _gloo(store, me, 2, options)
         self._peer = 1 - me
         self._poisoned = False
 
@@ -163,8 +166,9 @@ class TorchTransport:
     ) -> None:
         """Serve ranks that use ``store`` (any c10d store; in a trainer's world, that world's).
 
-        ``host``: the address ranks reach this process under; loopback unless you say otherwise, because links are
-        neither authenticated nor encrypted. ``name``: two balancers may share a store under different names.
+        ``connect_timeout_s``: how long a rank that has announced itself may take to connect. ``host``: the address
+        ranks reach this process under; loopback unless you say otherwise, because links are neither authenticated nor
+        encrypted. ``name``: two balancers may share a store under different names.
         """
         self._stores = _Stores(store, name)
         self.dp_size = dp_size
@@ -176,6 +180,8 @@ class TorchTransport:
         self._token = uuid.uuid4().hex
         self._waiting: list[ControllerLink] = []
         self._links: dict[int, ControllerLink] = {}
+        self._joining: set[ControllerLink] = set()
+        self._on_hold: list[_Announcement] = []
         self._arrival = anyio.Event()
         self._error: Exception | None = None
         self._in_loop: Callable[[Callable[[], object]], None] | None = None
@@ -184,7 +190,7 @@ class TorchTransport:
         """``tcp://host:port`` for ranks, if this transport owns its store."""
 
     @classmethod
-    def listen(cls, *, dp_size: int, host: str = "127.0.0.1", port: int = 0, **options: Any) -> TorchTransport:
+    def listen(cls, *, dp_size: int, host: str = "127.0.0.1", port: int = 0, **options: Any) -> Self:
         """A transport with a store of its own, listening on ``host:port`` (0 = any free one). See :attr:`address`."""
         listener = socket.create_server((host, port), backlog=1024)
         bound = listener.getsockname()[1]
@@ -199,6 +205,16 @@ class TorchTransport:
         transport = cls(store, dp_size=dp_size, host=host, **options)
         transport.address = f"tcp://{host}:{bound}"
         return transport
+
+    @classmethod
+    def in_world(cls, **options: Any) -> Self:
+        """A transport in the store of the initialised torch.distributed world, for as many ranks as that has.
+
+        For single-controller mode: run it in a thread of one of the ranks (``anyio.run`` there), and let every rank,
+        that one included, iterate ``RankFeed()``.
+        """
+        store, _, world_size = current_world()
+        return cls(store, **{"dp_size": world_size, "host": _own_address(_master()), **options})
 
     async def accept(self) -> ControllerLink:
         """See :class:`~stream_balancer.transport.Transport`."""
@@ -217,7 +233,7 @@ class TorchTransport:
         self._arrival.set()
         with anyio.CancelScope(shield=True):
             async with anyio.create_task_group() as group:
-                for link in self._links.values():
+                for link in [*self._links.values(), *self._joining]:
                     group.start_soon(link.aclose)
                 group.start_soon(
                     functools.partial(anyio.to_thread.run_sync, self._dismiss, limiter=anyio.CapacityLimiter(1))
@@ -312,24 +328,49 @@ class TorchTransport:
                 "close the other one first, or start the rank again under a higher incarnation"
             )
             self._in_background(functools.partial(self._answer, guest, _Reply("busy", refusal)))
-            return
+        elif any(link.rank == guest.rank and link.incarnation >= guest.incarnation for link in self._joining):
+            self._on_hold.append(guest)  # until that one is connected, or has failed
+        else:
+            self._begin(guest, self._in_loop)
+
+    def _begin(self, guest: _Announcement, in_loop: Callable[[Callable[[], object]], None]) -> None:
         link = ControllerLink(
             rank=guest.rank,
             incarnation=guest.incarnation,
             depth=guest.depth,
             max_bytes=guest.max_batch_bytes,
             connect=functools.partial(self._join, guest),
-            in_loop=self._in_loop,
+            cancel_connect=functools.partial(self._uninvite, guest),
+            settled=self._on_settled,
+            in_loop=in_loop,
             pool=self._pool,
             keepalive_s=self._keepalive_s,
             linger_s=self._linger_s,
         )
-        if before is not None:
-            before.supersede(guest.incarnation)
-            self._in_background(before._shut)
-        self._links[guest.rank] = link
-        self._waiting.append(link)
+        self._joining.add(link)
         link._start()
+
+    def _on_settled(self, link: ControllerLink) -> None:
+        self._joining.discard(link)
+        if link.ready and self._error is None:
+            self._install(link)
+        else:
+            self._in_background(link._shut)
+        held = [guest for guest in self._on_hold if guest.rank == link.rank]
+        self._on_hold = [guest for guest in self._on_hold if guest.rank != link.rank]
+        for guest in held:
+            self._welcome(guest)
+
+    def _install(self, link: ControllerLink) -> None:
+        before = self._links.get(link.rank)
+        if before is not None and before.live and before.incarnation > link.incarnation:
+            self._in_background(link._shut)  # a newer one was faster
+            return
+        if before is not None:
+            before.supersede(link.incarnation)
+            self._in_background(before._shut)
+        self._links[link.rank] = link
+        self._waiting.append(link)
         self._arrival.set()
 
     @staticmethod
@@ -341,7 +382,17 @@ class TorchTransport:
     def _join(self, guest: _Announcement) -> Pair:
         with self._stores.borrow() as store:
             _write_reply(store, guest, _Reply("ok"))
-            return _GlooPair(PrefixStore(f"pair/{guest.token}", store), 0, self._host, self._connect_timeout_s)
+            here = f"here/{guest.token}"
+            store.wait([here], timedelta(seconds=self._connect_timeout_s))
+            if store.get(here) != _HERE.encode():
+                raise ClosedResourceError
+            device = _gloo.create_device(hostname=self._host)
+            return _GlooPair(PrefixStore(f"pair/{guest.token}", store), 0, device)
+
+    def _uninvite(self, guest: _Announcement) -> None:
+        """Wake a thread that waits for a rank which announced itself and may never come."""
+        with suppress(RuntimeError), self._stores.borrow() as store:
+            store.set(f"here/{guest.token}", "closed")
 
 
 _DOORS: set[TorchTransport] = set()
@@ -411,8 +462,9 @@ class GlooPort(PortBase):
             raise ValueError(reply.message)
         if reply.verdict == "closed":
             raise ClosedResourceError
-        pair = PrefixStore(f"pair/{self._announcement.token}", store)
-        return _GlooPair(pair, 1, self._host or host, self._connect_timeout_s)
+        device = _gloo.create_device(hostname=self._host or host)
+        store.set(f"here/{self._announcement.token}", _HERE)
+        return _GlooPair(PrefixStore(f"pair/{self._announcement.token}", store), 1, device)
 
     def _cancel_connect(self) -> None:
         self._cancelled.set()
@@ -430,7 +482,7 @@ class GlooPort(PortBase):
     def _reach_store(self) -> tuple[Store, str]:
         if not isinstance(self._source, str):
             own_connection = _in_name_space(cast("Any", self._source).clone(), self._name_space)
-            return own_connection, _own_address(os.environ.get("MASTER_ADDR", "127.0.0.1"))
+            return own_connection, _own_address(_master())
         host, port = _parse(self._source)
         delay_s = 0.05
         while True:  # the controller may start later than its ranks
@@ -443,6 +495,10 @@ class GlooPort(PortBase):
                     raise ClosedResourceError from None
                 delay_s = min(2 * delay_s, 1.0)
         return _in_name_space(TCPStore(host, port, is_master=False, timeout=timedelta(days=1)), self._name_space), own
+
+
+def _master() -> str:
+    return os.environ.get("MASTER_ADDR", "127.0.0.1")
 
 
 def _parse(address: str) -> tuple[str, int]:

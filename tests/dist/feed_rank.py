@@ -1,0 +1,113 @@
+"""A trainer rank as a process of its own, for the drills: ``python feed_rank.py MODE ADDRESS RANK DP_SIZE``.
+
+Prints ``ready`` once it has its first batch, and the steps it trained as its last line where it gets that far.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+
+import anyio
+import torch
+import torch.distributed as dist
+
+from stream_balancer.dispatch import serve
+from stream_balancer.errors import RankLostError
+from stream_balancer.feed import RankFeed
+from stream_balancer.testing.transports import ScriptedBalancer, make_batch
+from stream_balancer.transport.torch_dist import TorchTransport
+
+
+def say(*words: object) -> None:
+    print(*words, flush=True)  # noqa: T201 - read by the test
+
+
+def run(mode: str, address: str, rank: int, dp_size: int) -> None:
+    feed = RankFeed(address, rank=rank, dp_size=dp_size)
+    if mode == "unconnected":
+        return
+    steps = [next(feed).step]
+    say("ready")
+    if mode == "unclosed":
+        return
+    if mode == "ctrl-c":
+        try:
+            steps.extend(batch.step for batch in feed)
+        except KeyboardInterrupt:
+            say("interrupted")
+        return
+    try:
+        for batch in feed:
+            steps.append(batch.step)
+            if mode == "break":
+                break
+            if mode == "exit":
+                sys.exit(3)
+            if mode == "raise":
+                raise LookupError("a bug in the trainer")
+    except RankLostError as error:
+        say("lost", error.rank, error.cause)
+        return
+    say(*steps)
+
+
+def run_in_world() -> None:
+    """Single-controller mode: rank 0 serves from a thread, and is fed like the others."""
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    steps = 12
+    acknowledged: list[int] = []
+
+    async def control() -> None:
+        balancer = ScriptedBalancer([make_batch(step, dist.get_world_size()) for step in range(steps)])
+        async with TorchTransport.in_world() as transport:
+            await serve(balancer, transport)
+        acknowledged.extend(balancer.acknowledged)
+
+    controller = threading.Thread(target=anyio.run, args=(control,), kwargs={"backend": os.environ["BACKEND"]})
+    if rank == 0:
+        controller.start()
+    seen = []
+    for batch in RankFeed():
+        total = torch.tensor([batch.step])
+        dist.all_reduce(total)
+        assert int(total) == batch.step * dist.get_world_size(), "ranks are in different steps"
+        seen.append(batch.step)
+    if rank == 0:
+        controller.join()
+        assert acknowledged == list(range(steps))
+    dist.destroy_process_group()
+    say(*seen)
+
+
+def control(mode: str) -> None:
+    """A controller that ends in the middle."""
+
+    async def main() -> None:
+        balancer = ScriptedBalancer([make_batch(step, 1) for step in range(2)], hold=True)
+        transport = TorchTransport.listen(dp_size=1)
+        say(transport.address)
+        if mode == "serve":
+            async with transport:
+                await serve(balancer, transport)
+        link = await transport.accept()
+        while not link.credits:  # noqa: ASYNC110 - a test
+            await anyio.sleep(0.01)
+        link.send(make_batch(0, 1).ranks[0])
+        await anyio.sleep(0.2)  # falls off the end without closing anything
+
+    try:
+        anyio.run(main, backend=os.environ.get("BACKEND", "asyncio"))
+    except KeyboardInterrupt:
+        say("interrupted")
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "world":
+        run_in_world()
+    elif sys.argv[1] == "control":
+        control(sys.argv[2])
+    else:
+        run(sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4]))

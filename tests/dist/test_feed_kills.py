@@ -1,0 +1,139 @@
+"""Ranks are killed, stopped and started again; nothing is lost, nothing comes twice, the healthy rank notices
+nothing."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import random
+import signal
+import time
+from itertools import pairwise
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+
+import anyio
+import pytest
+import torch
+
+from stream_balancer.dispatch import serve
+from stream_balancer.feed import RankFeed
+from stream_balancer.testing.transports import ScriptedBalancer, make_batch
+from stream_balancer.transport.torch_dist import TorchTransport
+
+GUARD_S = 50
+_PROCESSES = multiprocessing.get_context(
+    "forkserver"
+)  # forked from a process that has loaded torch and started no thread
+_PROCESSES.set_forkserver_preload(["stream_balancer.feed", "stream_balancer.transport.torch_dist"])
+
+
+def _train(address: str, rank: int, incarnation: int, step_s: float, told: Connection) -> None:
+    torch.set_num_threads(1)
+    for batch in RankFeed(address, rank=rank, dp_size=2, incarnation=incarnation):
+        ids = [r.rollout_id for r in batch.rollouts]
+        checksum = sum(int(mb.packed()["input_ids"].sum()) for mb in batch.micro_batches)
+        time.sleep(step_s)
+        told.send((batch.step, ids, checksum))
+    told.send(None)
+
+
+class Rank:
+    """A rank's process and what it has told."""
+
+    def __init__(self, address: str, rank: int, incarnation: int = 0, step_s: float = 0.0) -> None:
+        self.told, theirs = _PROCESSES.Pipe(duplex=False)
+        self.process: BaseProcess = _PROCESSES.Process(
+            target=_train, args=(address, rank, incarnation, step_s, theirs), daemon=True
+        )
+        self.process.start()
+        theirs.close()
+
+    def signal(self, number: signal.Signals) -> None:
+        os.kill(self.process.pid or 0, number)
+
+    def trained(self) -> list[tuple[int, list[str], int]]:
+        """What it has said so far; waits until it has ended."""
+        got = []
+        try:
+            while (said := self.told.recv()) is not None:
+                got.append(said)
+        except EOFError:
+            pass
+        self.process.join(GUARD_S)
+        return got
+
+
+def _expected(step: int, rank: int, num_tokens: int) -> tuple[int, list[str], int]:
+    share = make_batch(step, 2, num_tokens=num_tokens).ranks[rank]
+    checksum = sum(int(r.tokens["input_ids"].sum()) for r in share.rollouts)
+    return step, [r.rollout_id for r in share.rollouts], checksum
+
+
+async def _drill(backend_seed: int, kills: int, steps: int, num_tokens: int, step_s: float) -> None:
+    """Kill rank 1 at random moments, and start it again, until all is delivered."""
+    chance = random.Random(backend_seed)
+    balancer = ScriptedBalancer([make_batch(step, 2, num_tokens=num_tokens) for step in range(steps)])
+    async with TorchTransport.listen(dp_size=2) as transport:
+        address = transport.address or ""
+        healthy = Rank(address, 0, step_s=step_s)
+        lives: list[Rank] = []
+
+        async def reaper() -> None:
+            for incarnation in range(kills):
+                lives.append(Rank(address, 1, incarnation, step_s))
+                await anyio.sleep(chance.uniform(0.0, 0.3))
+                lives[-1].signal(signal.SIGKILL)
+            lives.append(Rank(address, 1, kills, step_s))
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(reaper)
+            await serve(balancer, transport, rejoin_timeout_s=30)
+        told_healthy = await anyio.to_thread.run_sync(healthy.trained)
+        told = [await anyio.to_thread.run_sync(rank.trained) for rank in lives]
+    assert told_healthy == [_expected(step, 0, num_tokens) for step in range(steps)]
+    assert balancer.acknowledged == list(range(steps))
+    flat = [said for life in told for said in life]
+    by_step = {said[0]: said for said in flat}
+    assert by_step == {step: _expected(step, 1, num_tokens) for step in range(steps)}
+    for life in told:  # in order, and without a gap
+        assert [said[0] for said in life] == list(range(life[0][0], life[0][0] + len(life))) if life else True
+    for before, after in pairwise(told):
+        if before and after:  # at most the one step whose acknowledgement the kill may have cut off comes again
+            assert after[0][0] >= before[-1][0]
+
+
+@pytest.mark.timeout(90)
+async def test_kills_at_random_moments() -> None:
+    with anyio.fail_after(GUARD_S):
+        await _drill(1, kills=4, steps=30, num_tokens=100_000, step_s=0.01)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(600)
+async def test_fifty_kills_in_a_row() -> None:
+    with anyio.fail_after(500):
+        await _drill(2, kills=50, steps=400, num_tokens=500_000, step_s=0.02)
+
+
+@pytest.mark.timeout(90)
+async def test_a_stopped_rank_is_reported_and_goes_on() -> None:
+    steps = 6
+    balancer = ScriptedBalancer([make_batch(step, 2, num_tokens=400_000) for step in range(steps)])
+    with anyio.fail_after(GUARD_S):
+        async with TorchTransport.listen(dp_size=2, keepalive_s=0.4) as transport:
+            address = transport.address or ""
+            ranks = [Rank(address, rank, step_s=0.05) for rank in range(2)]
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(serve, balancer, transport)
+                while not balancer.step_seconds:  # noqa: ASYNC110 - a test
+                    await anyio.sleep(0.005)
+                ranks[1].signal(signal.SIGSTOP)
+                while not transport._links[1].stalled_s > 1.5:  # noqa: ASYNC110 - a test
+                    await anyio.sleep(0.02)
+                assert transport._links[0].live
+                ranks[1].signal(signal.SIGCONT)
+            told = [await anyio.to_thread.run_sync(rank.trained) for rank in ranks]
+    for rank in range(2):
+        assert [said[0] for said in told[rank]] == list(range(steps))
+    assert balancer.acknowledged == list(range(steps))

@@ -1,0 +1,145 @@
+"""The feed between real processes: every way out ends with the right exit code, and every loss is told."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import anyio
+import pytest
+
+from stream_balancer.dispatch import serve
+from stream_balancer.errors import RankLostError
+from stream_balancer.feed import RankFeed
+from stream_balancer.testing.transports import ScriptedBalancer, make_batch
+from stream_balancer.transport import torch_dist
+from stream_balancer.transport.torch_dist import TorchTransport
+
+SCRIPT = str(Path(__file__).with_name("feed_rank.py"))
+GUARD_S = 40
+
+
+@contextmanager
+def started(*args: str, **environment: str) -> Iterator[subprocess.Popen[str]]:
+    """A process of ours, ended in any case."""
+    process = subprocess.Popen(
+        [sys.executable, SCRIPT, *args],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, **environment},
+    )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def ended(process: subprocess.Popen[str]) -> tuple[int, list[str], str]:
+    """Exit code, lines of output, errors."""
+    out, errors = process.communicate(timeout=GUARD_S)
+    return process.returncode, out.splitlines(), errors
+
+
+async def test_every_way_out_of_the_loop_ends_the_process_cleanly() -> None:
+    modes = {"break": 0, "exit": 3, "raise": 1, "unclosed": 0, "unconnected": 0, "ctrl-c": 0}
+    dp_size = len(modes)
+    with anyio.fail_after(GUARD_S):
+        async with TorchTransport.listen(dp_size=dp_size) as transport:
+            address = transport.address or ""
+            ranks = {}
+            for rank, mode in enumerate(modes):
+                context = started(mode, address, str(rank), str(dp_size))
+                ranks[mode] = (context, context.__enter__())
+            try:
+                for _ in range(dp_size - 1):  # "unconnected" is gone before it is connected
+                    link = await transport.accept()
+                    while link.credits < 2:  # noqa: ASYNC110 - a test
+                        await anyio.sleep(0.01)
+                    for step in range(2):
+                        link.send(make_batch(step, dp_size).ranks[link.rank])
+                process = ranks["ctrl-c"][1]
+                assert process.stdout is not None
+                await anyio.to_thread.run_sync(process.stdout.readline)
+                await anyio.sleep(0.2)  # it is now blocked in next()
+                process.send_signal(signal.SIGINT)
+                for mode, code in modes.items():
+                    result = await anyio.to_thread.run_sync(ended, ranks[mode][1])
+                    assert result[0] == code, (mode, result)
+                    assert "terminate called" not in result[2], mode
+                    if mode == "ctrl-c":
+                        assert result[1][-1] == "interrupted"
+            finally:
+                for context, _ in ranks.values():
+                    context.__exit__(None, None, None)
+
+
+@pytest.mark.parametrize("backend", ["asyncio", "trio"])
+def test_the_controller_may_live_in_rank_0(backend: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = str(free.getsockname()[1])
+    world = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2", "BACKEND": backend}
+    with started("world", RANK="0", **world) as first, started("world", RANK="1", **world) as second:
+        for process in (first, second):
+            code, out, errors = ended(process)
+            assert code == 0, errors
+            assert out[-1].split() == [str(step) for step in range(12)]
+
+
+@pytest.mark.parametrize(
+    ("mode", "how"), [("serve", signal.SIGKILL), ("serve", signal.SIGINT), ("unclosed", None)], ids=str
+)
+def test_the_end_of_the_controller_is_told(mode: str, how: signal.Signals | None) -> None:
+    with started("control", mode) as controller:
+        assert controller.stdout is not None
+        address = controller.stdout.readline().strip()
+        with RankFeed(address, rank=0, dp_size=1) as feed:
+            assert next(feed).step == 0
+            if how is not None:
+                assert next(feed).step == 1
+                threading.Timer(0.2, controller.send_signal, [how]).start()
+            with pytest.raises(RankLostError, match="rank 0 lost its controller") as caught:
+                next(feed)
+            assert caught.value.rank == 0
+        code, out, errors = ended(controller)
+        assert code == (-signal.SIGKILL if how is signal.SIGKILL else 0), errors
+        assert out == (["interrupted"] if how is signal.SIGINT else [])
+
+
+def test_ranks_and_controller_may_start_in_any_order() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    feed = RankFeed(f"tcp://127.0.0.1:{port}", rank=0, dp_size=1)
+    time.sleep(0.1)
+
+    async def control() -> None:
+        async with TorchTransport.listen(dp_size=1, port=port) as transport:
+            await serve(ScriptedBalancer([make_batch(step, 1) for step in range(3)]), transport)
+
+    controller = threading.Thread(target=anyio.run, args=(control,))
+    controller.start()
+    assert [batch.step for batch in feed] == [0, 1, 2]
+    controller.join()
+
+
+async def test_idling_longer_than_the_group_timeout_is_fine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch_dist, "_PAIR_TIMEOUT_S", 0.5)
+    with anyio.fail_after(GUARD_S):
+        async with TorchTransport.listen(dp_size=1, connect_timeout_s=5, keepalive_s=0.3) as transport:
+            feed = RankFeed(transport.address, rank=0, dp_size=1, keepalive_s=0.3)
+            link = await transport.accept()
+            for step in range(3):
+                await anyio.sleep(1.6)  # more than three times the timeout of the gloo group
+                link.send(make_batch(step, 1).ranks[0])
+                assert (await anext(feed)).step == step
+            assert link.live
+            await feed.aclose()
