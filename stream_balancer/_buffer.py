@@ -53,6 +53,7 @@ class Buffer:
         self._versions = np.empty(_FIRST_ROWS, dtype=np.int64)
         self._labels = np.empty(_FIRST_ROWS, dtype=np.int64)
         self._seqs = np.empty(_FIRST_ROWS, dtype=np.int64)
+        self._bytes = np.empty(_FIRST_ROWS, dtype=np.int64)
         self._by_length: SortedList = SortedList()
         self._groups: dict[str, _Group] = {}
         self._free_labels: list[int] = []
@@ -85,21 +86,22 @@ class Buffer:
         self._versions[row] = NO_VERSION if version is None else version
         self._labels[row] = self._join_group(rollout.group_id)
         self._seqs[row] = self._next_seq
+        self._bytes[row] = num_bytes = rollout.nbytes
         self._by_length.add(rollout.num_tokens << _SEQ_BITS | self._next_seq)
         self._next_seq += 1
         self._rows += 1
         self.num_tokens += rollout.num_tokens
-        self.num_bytes += rollout.nbytes
+        self.num_bytes += num_bytes
 
     def remove(self, rows: NDArray[np.int64]) -> list[Rollout]:
         """Take rows out; the others keep their order. O(n), a few vector operations."""
         removed: list[Rollout] = self._rollouts[rows].tolist()
-        keys = (self._lengths[rows] << _SEQ_BITS | self._seqs[rows]).tolist()
-        self._unindex(keys)
-        for rollout in removed:
-            self._leave_group(rollout.group_id)
-            self.num_bytes -= rollout.nbytes
+        removed_keys = self._keys()[rows]
         self.num_tokens -= int(self._lengths[rows].sum())
+        self.num_bytes -= int(self._bytes[rows].sum())
+        if self._group_size is not None:
+            for rollout in removed:
+                self._leave_group(rollout.group_id)
         keep = np.ones(self._rows, dtype=bool)
         keep[rows] = False
         left = self._rows - len(removed)
@@ -107,6 +109,7 @@ class Buffer:
             column[:left] = column[: self._rows][keep]
         self._rollouts[left : self._rows] = None  # do not keep payloads alive
         self._rows = left
+        self._unindex(removed_keys)
         self.num_ready = int(np.count_nonzero(self._complete()))
         return removed
 
@@ -269,6 +272,7 @@ class Buffer:
             self._versions,
             self._labels,
             self._seqs,
+            self._bytes,
         )
 
     def _grow(self) -> None:
@@ -282,17 +286,20 @@ class Buffer:
             self._versions,
             self._labels,
             self._seqs,
+            self._bytes,
         ) = (np.concatenate([column, np.empty_like(column)]) for column in self._columns())
 
-    def _unindex(self, keys: list[int]) -> None:
-        # Removing one by one costs a bisection and a shift each; beyond an eighth of the list one filter and rebuild
-        # is less.
-        if 8 * len(keys) < len(self._by_length):
-            for key in keys:
+    def _keys(self) -> NDArray[np.int64]:
+        """[n] what the sorted index holds: length first, then age."""
+        return self._lengths[: self._rows] << _SEQ_BITS | self._seqs[: self._rows]
+
+    def _unindex(self, removed_keys: NDArray[np.int64]) -> None:
+        # One by one costs a bisection and a shift each; beyond a sixteenth, sorting the columns that are left is less.
+        if 16 * len(removed_keys) < len(self._by_length):
+            for key in removed_keys.tolist():
                 self._by_length.remove(key)
         else:
-            gone = set(keys)
-            self._by_length = SortedList([key for key in self._by_length if key not in gone])
+            self._by_length = SortedList(np.sort(self._keys()).tolist())
 
     def check(self) -> None:
         """Verify every invariant; for tests. O(n log n)."""
@@ -302,7 +309,7 @@ class Buffer:
         assert self._lengths[:n].tolist() == [r.num_tokens for r in rollouts]
         assert self.num_tokens == sum(r.num_tokens for r in rollouts)
         assert self.num_bytes == sum(r.nbytes for r in rollouts)
-        assert list(self._by_length) == sorted((self._lengths[:n] << _SEQ_BITS | self._seqs[:n]).tolist())
+        assert list(self._by_length) == sorted(self._keys().tolist())
         assert np.all(np.diff(self._seqs[:n]) > 0)
         assert np.all(np.diff(self._arrived_at[:n]) >= 0)
         assert all(r is None for r in self._rollouts[n:])
