@@ -29,7 +29,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Protocol, runtime_checkable
 
 import anyio
@@ -124,12 +124,9 @@ class _Server:
     async def run(self) -> None:
         try:
             async with anyio.create_task_group() as tasks:
-                tasks.start_soon(self._accept_all)
                 tasks.start_soon(self._watch, tasks.cancel_scope)
-                if isinstance(self._balancer, _Resumable):
-                    for batch in self._balancer.in_flight():
-                        self._add(batch)
-                await self._deliver_all()
+                tasks.start_soon(self._or_fail, self._accept_all, tasks.cancel_scope)
+                await self._or_fail(self._deliver_all, tasks.cancel_scope)
                 tasks.cancel_scope.cancel()
         finally:
             with anyio.CancelScope(shield=True):
@@ -139,7 +136,18 @@ class _Server:
         if self._failure is not None:
             raise self._failure
 
+    async def _or_fail(self, job: Callable[[], Awaitable[None]], scope: anyio.CancelScope) -> None:
+        """An error of one task ends all, and is raised by ``serve`` as it is, not in a group."""
+        try:
+            await job()
+        except Exception as error:  # noqa: BLE001 - raised by run()
+            self._failure = self._failure or error
+            scope.cancel()
+
     async def _deliver_all(self) -> None:
+        if isinstance(self._balancer, _Resumable):
+            for batch in self._balancer.in_flight():
+                self._add(batch)
         batches = aiter(self._balancer.batches(auto_ack=False))
         while True:
             await self._until(lambda: all(rank.ready for rank in self._ranks))

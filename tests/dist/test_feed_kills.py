@@ -117,7 +117,11 @@ async def test_fifty_kills_in_a_row() -> None:
 
 
 @pytest.mark.timeout(90)
-async def test_a_stopped_rank_is_reported_and_goes_on() -> None:
+def test_a_stopped_rank_is_reported_and_goes_on() -> None:
+    anyio.run(_stop)
+
+
+async def _stop() -> None:
     steps = 6
     balancer = ScriptedBalancer([make_batch(step, 2, num_tokens=400_000) for step in range(steps)])
     with anyio.fail_after(GUARD_S):

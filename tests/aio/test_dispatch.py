@@ -1,0 +1,263 @@
+"""``serve``: late binding, credits, acknowledgements, ranks that go and come, and what cancellation leaves behind."""
+
+from __future__ import annotations
+
+import math
+
+import anyio
+import pytest
+
+import stream_balancer as sb
+from stream_balancer.dispatch import serve
+from stream_balancer.errors import RankLostError
+from stream_balancer.feed import RankFeed
+from stream_balancer.testing import make_rollout
+from stream_balancer.testing.transports import ScriptedBalancer, make_batch
+from stream_balancer.transport.memory import MemoryPort, MemoryTransport
+from stream_balancer.types import Batch
+
+
+class CountingBalancer(ScriptedBalancer):
+    """Also counts how many batches were taken."""
+
+    taken = 0
+
+    async def __anext__(self) -> Batch:
+        batch = await super().__anext__()
+        self.taken += 1
+        return batch
+
+
+def feeds_of(transport: MemoryTransport, *, depth: int = 2) -> list[RankFeed]:
+    return [RankFeed(transport.connect(rank, depth=depth)) for rank in range(transport.dp_size)]
+
+
+def kill(feed: RankFeed) -> None:
+    port = feed._port
+    assert isinstance(port, MemoryPort)
+    port.kill()
+
+
+async def settle() -> None:
+    await anyio.sleep(0.001)
+
+
+async def test_a_batch_is_taken_only_when_every_rank_has_room() -> None:
+    balancer = CountingBalancer([make_batch(step, 2) for step in range(10)])
+    transport = MemoryTransport(dp_size=2)
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(serve, balancer, transport)
+        await settle()
+        assert balancer.taken == 0, "no rank is there yet"
+        first = RankFeed(transport.connect(0, depth=2))
+        await settle()
+        assert balancer.taken == 0, "only one of two ranks is there"
+        second = RankFeed(transport.connect(1, depth=5))
+        await settle()
+        assert balancer.taken == 2, "rank 0 has room for two"
+        for _ in range(2):
+            await anext(second)
+        await settle()
+        assert balancer.taken == 2, "rank 0 still has no room"
+        await anext(first)
+        await settle()
+        assert balancer.taken == 3
+        assert balancer.acknowledged == []
+        await anext(first)
+        await settle()
+        assert balancer.acknowledged == [0], "both ranks are past step 0"
+        tasks.cancel_scope.cancel()
+
+
+async def test_seconds_per_step_are_handed_on_for_each_rank() -> None:
+    balancer = ScriptedBalancer([make_batch(step, 2) for step in range(3)])
+    transport = MemoryTransport(dp_size=2)
+
+    async def train(feed: RankFeed) -> None:
+        async for _ in feed:
+            await settle()
+
+    async with anyio.create_task_group() as tasks:
+        for feed in feeds_of(transport):
+            tasks.start_soon(train, feed)
+        await serve(balancer, transport)
+    assert sorted(s[:2] for s in balancer.step_seconds) == [(s, r) for s in range(3) for r in range(2)]
+
+
+async def test_a_real_balancer_loses_nothing_end_to_end() -> None:
+    config = sb.BalancerConfig(dp_size=3, batch_size=12, window=24, deadline_s=5.0)
+    got: list[str] = []
+
+    async def train(feed: RankFeed) -> None:
+        async for share in feed:
+            got.extend(r.rollout_id for r in share.rollouts if not r.is_padding)
+
+    async with sb.StreamBalancer(config) as balancer, MemoryTransport(dp_size=3, through_wire=True) as transport:
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(serve, balancer, transport)
+            for feed in feeds_of(transport):
+                tasks.start_soon(train, feed)
+            for number in range(100):
+                await balancer.put(make_rollout(1 + number * 7 % 50, f"r{number}"))
+            balancer.end()
+        statistics = balancer.statistics()
+    assert sorted(got) == sorted(f"r{number}" for number in range(100))
+    assert statistics.acknowledged == 100
+    assert statistics.in_flight == statistics.waiting == 0
+
+
+async def test_cancelled_serve_leaves_everything_in_flight_and_the_next_one_delivers_it() -> None:
+    config = sb.BalancerConfig(dp_size=2, batch_size=4, window=8, deadline_s=None)
+    async with sb.StreamBalancer(config) as balancer, MemoryTransport(dp_size=2) as transport:
+        for number in range(16):
+            balancer.put_nowait(make_rollout(3, f"r{number}"))
+        feeds = feeds_of(transport)
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(serve, balancer, transport)
+            lost = [await anext(feed) for feed in feeds]
+            tasks.cancel_scope.cancel()
+        statistics = balancer.statistics()
+        assert statistics.acknowledged == 0
+        assert statistics.in_flight + statistics.waiting == 16
+        for feed in feeds:
+            assert (await anext(feed)).step == 1, "what had arrived is still handed out"
+            with pytest.raises(RankLostError):
+                await anext(feed)
+            await feed.aclose()
+        balancer.end()
+        got: list[list[tuple[int, str]]] = [[], []]
+
+        async def train(rank: int, feed: RankFeed) -> None:
+            async for share in feed:
+                got[rank] += [(share.step, r.rollout_id) for r in share.rollouts]
+
+        async with anyio.create_task_group() as tasks:
+            for rank in range(2):
+                tasks.start_soon(train, rank, RankFeed(transport.connect(rank, incarnation=1)))
+            await serve(balancer, transport)
+        assert sorted(name for rank in got for _, name in rank) == sorted(f"r{number}" for number in range(16))
+        for rank in range(2):
+            assert [name for step, name in got[rank] if step == 0] == [r.rollout_id for r in lost[rank].rollouts]
+        assert balancer.statistics().acknowledged == 16
+
+
+async def test_a_lost_rank_is_waited_for_exactly_so_long() -> None:
+    balancer = ScriptedBalancer([make_batch(step, 1) for step in range(4)], hold=True)
+    transport = MemoryTransport(dp_size=1)
+    async with anyio.create_task_group() as tasks:
+
+        async def rank() -> None:
+            feed = RankFeed(transport.connect(0))
+            await anext(feed)
+            await anyio.sleep(10)
+            kill(feed)
+
+        tasks.start_soon(rank)
+        began = anyio.current_time()
+        with pytest.raises(RankLostError, match="rank 0") as caught:
+            await serve(balancer, transport, rejoin_timeout_s=60)
+        assert anyio.current_time() - began == pytest.approx(70.0)
+        assert caught.value.rank == 0
+
+
+async def test_a_rank_that_comes_back_in_time_resumes_where_it_was() -> None:
+    balancer = ScriptedBalancer([make_batch(step, 2) for step in range(5)])
+    transport = MemoryTransport(dp_size=2)
+    steps: list[int] = []
+
+    async def healthy() -> None:
+        async for _ in RankFeed(transport.connect(0)):
+            pass
+
+    async def comes_back() -> None:
+        feed = RankFeed(transport.connect(1))
+        await anext(feed)
+        await anext(feed)  # 0 is acknowledged, 1 is not
+        kill(feed)
+        await anyio.sleep(3600)
+        steps.extend([share.step async for share in RankFeed(transport.connect(1, incarnation=1))])
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(healthy)
+        tasks.start_soon(comes_back)
+        await serve(balancer, transport, rejoin_timeout_s=math.inf)
+    assert steps == [1, 2, 3, 4]
+    assert balancer.acknowledged == list(range(5))
+
+
+async def test_a_rank_lost_after_its_last_acknowledgement_is_no_loss() -> None:
+    balancer = ScriptedBalancer([make_batch(0, 2)])
+    transport = MemoryTransport(dp_size=2)
+
+    async def dies_at_the_end() -> None:
+        feed = RankFeed(transport.connect(1))
+        await anext(feed)
+        feed.acknowledge()
+        await settle()
+        kill(feed)
+
+    async def stays() -> None:
+        async for _ in RankFeed(transport.connect(0)):
+            await anyio.sleep(1)
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(stays)
+        tasks.start_soon(dies_at_the_end)
+        await serve(balancer, transport)
+    assert balancer.acknowledged == [0]
+
+
+async def test_a_share_that_cannot_be_sent_is_told_by_serve() -> None:
+    batch = make_batch(0, 1)
+    odd = make_rollout(3, "odd")
+    first = batch.ranks[0].micro_batches[0]
+    mixed = sb.RankBatch(
+        step=0,
+        rank=0,
+        dp_size=1,
+        micro_batches=(sb.MicroBatch.of([first.rollouts[0], odd]),),
+        load=1.0,
+        global_num_rollouts=2,
+        global_num_tokens=8,
+        global_num_loss_tokens=8,
+    )
+    bad = Batch(step=0, reason="window", ranks=(mixed,), num_rollouts=2, num_tokens=8, loads=(1.0,), lower_bound=1.0)
+    balancer = ScriptedBalancer([bad])
+    transport = MemoryTransport(dp_size=1, through_wire=True)
+    RankFeed(transport.connect(0))
+    with pytest.raises(sb.RolloutError, match="'odd' has columns"):
+        await serve(balancer, transport)
+    assert balancer.acknowledged == []
+
+
+@pytest.mark.parametrize("value", [-1, math.nan])
+async def test_a_bad_timeout_is_refused(value: float) -> None:
+    with pytest.raises(ValueError, match="rejoin_timeout_s must be >= 0"):
+        await serve(ScriptedBalancer([]), MemoryTransport(dp_size=1), rejoin_timeout_s=value)
+
+
+async def test_the_balancer_failing_ends_serve_with_its_error() -> None:
+    class Failing(ScriptedBalancer):
+        async def __anext__(self) -> Batch:
+            raise LookupError("boom")
+
+    transport = MemoryTransport(dp_size=1)
+    feed = RankFeed(transport.connect(0))
+    with pytest.raises(LookupError, match="boom"):
+        await serve(Failing([]), transport)
+    with pytest.raises(RankLostError):
+        await anext(feed)
+
+
+async def test_nothing_wakes_up_while_idle() -> None:
+    balancer = ScriptedBalancer([make_batch(0, 2)], hold=True)
+    transport = MemoryTransport(dp_size=2)
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(serve, balancer, transport)
+        feeds = feeds_of(transport)
+        for feed in feeds:
+            await anext(feed)
+        before = anyio.current_time()
+        await anyio.sleep(10_000_000)  # noqa: ASYNC116 - with a periodic wake-up of any kind this would take for ever
+        assert anyio.current_time() - before >= 10_000_000
+        tasks.cancel_scope.cancel()

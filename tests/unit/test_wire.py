@@ -1,0 +1,190 @@
+"""Shares to bytes and back; what the rank makes of them; what it copies."""
+
+from __future__ import annotations
+
+import dataclasses
+import zlib
+from typing import Any
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import given, settings
+
+from stream_balancer import wire
+from stream_balancer.errors import RolloutError, WireError
+from stream_balancer.testing import make_rollout
+from stream_balancer.testing.transports import same_rollout
+from stream_balancer.types import MicroBatch, RankBatch, Rollout
+
+
+def share_of(*micro_batches: list[Rollout], step: int = 0) -> RankBatch:
+    return RankBatch(
+        step=step,
+        rank=1,
+        dp_size=2,
+        micro_batches=tuple(MicroBatch.of(rollouts) for rollouts in micro_batches),
+        load=1.5,
+        global_num_rollouts=7,
+        global_num_tokens=70,
+        global_num_loss_tokens=35,
+    )
+
+
+def carry(share: RankBatch, *, narrow: bool = True) -> tuple[RankBatch, torch.Tensor]:
+    encoded = wire.encode(share, narrow=narrow)
+    frame = encoded.frame._replace(chunk_bytes=2**20)
+    frame = wire.read_frame(frame.pack())
+    wire.check_batch_frame(frame, step=share.step, rank=1, dp_size=2, max_bytes=2**30)
+    slab = torch.empty(frame.total_bytes, dtype=torch.uint8)
+    marks = list(encoded.fill(slab))
+    assert marks == sorted(marks)
+    assert marks[-1] == frame.wire_bytes
+    return wire.decode(frame, slab), slab
+
+
+def a_share() -> RankBatch:
+    return share_of(
+        [make_rollout(5, "a", seed=1, group_id="g", version=(3, 4)), make_rollout(1, "b", seed=2)],
+        [make_rollout(130, "c", seed=3, prompt_tokens=7, cost=2.5)],
+    )
+
+
+@pytest.mark.parametrize("narrow", [True, False])
+def test_everything_comes_back(narrow: bool) -> None:
+    sent = a_share()
+    got, _ = carry(sent, narrow=narrow)
+    scalar_fields = {f.name for f in dataclasses.fields(RankBatch)} - {"micro_batches"}
+    assert all(getattr(got, name) == getattr(sent, name) for name in scalar_fields)
+    assert [mb.lengths for mb in got.micro_batches] == [mb.lengths for mb in sent.micro_batches]
+    assert all(same_rollout(a, b) for a, b in zip(sent.rollouts, got.rollouts, strict=True))
+    for ours, theirs in zip(sent.micro_batches, got.micro_batches, strict=True):
+        assert torch.equal(ours.packed()["advantage"], theirs.packed()["advantage"])
+        assert torch.equal(ours.padded()["input_ids"], theirs.padded()["input_ids"])
+
+
+def test_every_field_of_a_rollout_is_filled() -> None:
+    got, _ = carry(a_share())
+    for field in dataclasses.fields(Rollout):  # a new field in types.py needs a place in wire.py
+        getattr(got.rollouts[0], field.name)
+
+
+def test_packed_copies_no_token_and_is_aligned() -> None:
+    got, slab = carry(a_share())
+    for mb in got.micro_batches:
+        for name, column in mb.packed().columns.items():
+            assert column.untyped_storage().data_ptr() == slab.untyped_storage().data_ptr(), name
+            assert (column.data_ptr() - slab.data_ptr()) % 64 == 0, name
+    first = got.micro_batches[0].rollouts[1]
+    assert first.tokens["input_ids"].untyped_storage().data_ptr() == slab.untyped_storage().data_ptr()
+
+
+def test_int64_ids_travel_narrowed_where_they_fit() -> None:
+    small = share_of([Rollout(tokens={"input_ids": torch.arange(1000)}, rollout_id="a")])
+    large = share_of([Rollout(tokens={"input_ids": torch.arange(1000) + 2**31 - 500}, rollout_id="a")])
+    lowest = share_of([Rollout(tokens={"input_ids": torch.tensor([-(2**31), 2**31 - 1])}, rollout_id="a")])
+    assert wire.encode(small).frame.wire_bytes < 4000 + 400 < 8000 < wire.encode(large).frame.wire_bytes
+    for share in (small, large, lowest):
+        got, _ = carry(share)
+        assert got.rollouts[0].tokens["input_ids"].dtype is torch.int64
+        assert same_rollout(share.rollouts[0], got.rollouts[0])
+
+
+def test_rollouts_are_made_once_and_lazily() -> None:
+    got, _ = carry(a_share())
+    rollouts = got.micro_batches[0].rollouts
+    assert rollouts[0] is rollouts[-2]
+    assert rollouts[0:2] == list(rollouts)
+    with pytest.raises(IndexError):
+        rollouts[2]
+
+
+def test_padding_copies_keep_their_zero_weight() -> None:
+    original = make_rollout(4, "a")
+    got, _ = carry(share_of([original, original.padding_copy("p")]))
+    packed = got.micro_batches[0].packed()
+    assert packed.rollout_weights.tolist() == [1.0, 0.0]
+    assert packed["loss_mask"].tolist() == [True] * 4 + [False] * 4
+    assert got.rollouts[1].is_padding
+
+
+def test_rollouts_with_different_columns_are_named() -> None:
+    plain, other = make_rollout(3, "plain"), Rollout(tokens={"input_ids": torch.arange(2)}, rollout_id="other")
+    with pytest.raises(RolloutError, match="'other' has no column 'logprobs'"):
+        wire.encode(share_of([plain, other]))
+    with pytest.raises(RolloutError, match="'plain' has columns"):
+        wire.encode(share_of([other, plain]))
+    wide = Rollout(tokens={"input_ids": torch.arange(2, dtype=torch.int32)}, rollout_id="wide")
+    with pytest.raises(RolloutError, match=r"'wide' has column 'input_ids' as torch\.int32"):
+        wire.encode(share_of([other, wide]))
+
+
+def test_a_share_that_is_too_large_says_what_to_do() -> None:
+    with pytest.raises(ValueError, match=r"rank 1, step 0: .*Raise max_batch_bytes"):
+        wire.encode(a_share(), max_bytes=1000)
+    frame = wire.encode(a_share()).frame._replace(chunk_bytes=2**20)
+    with pytest.raises(WireError, match="more than max_batch_bytes"):
+        wire.check_batch_frame(frame, step=0, rank=1, dp_size=2, max_bytes=1000)
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ({"step": 4}, "got step 4, expected 0"),
+        ({"rank": 0}, "this is rank 1 of 2"),
+        ({"dp_size": 3}, "this is rank 1 of 2"),
+        ({"meta_bytes": 0}, "impossible sizes"),
+        ({"meta_bytes": 2**40}, "impossible sizes"),
+        ({"wire_bytes": 2**29}, "impossible sizes"),
+        ({"chunk_bytes": 1}, "impossible sizes"),
+        ({"total_bytes": 2**40}, "more than max_batch_bytes"),
+    ],
+)
+def test_a_batch_frame_is_checked_before_anything_is_allocated(change: dict[str, Any], problem: str) -> None:
+    frame = wire.encode(a_share()).frame._replace(chunk_bytes=2**20)
+    with pytest.raises(WireError, match=problem):
+        wire.check_batch_frame(frame._replace(**change), step=0, rank=1, dp_size=2, max_bytes=2**30)
+
+
+@pytest.mark.parametrize(("word", "problem"), [(0, "wrong magic"), (1, "protocol"), (5, "checksum")])
+def test_a_damaged_frame_is_refused(word: int, problem: str) -> None:
+    words = wire.Frame(wire.Kind.ALIVE, seen=3).pack()
+    words[word] += 1
+    with pytest.raises(WireError, match=problem):
+        wire.read_frame(words)
+
+
+def test_an_unknown_kind_and_negative_counters_are_refused() -> None:
+    for position, value, problem in ((2, 99, "unknown kind"), (3, -1, "negative"), (13, -5, "negative")):
+        words = wire.Frame(wire.Kind.REPORT).pack()
+        words[position] = value
+        words[-1] = zlib.crc32(words[:-1].numpy().tobytes())
+        with pytest.raises(WireError, match=problem):
+            wire.read_frame(words)
+
+
+@settings(max_examples=60)
+@given(
+    cut=st.lists(st.lists(st.integers(1, 40), min_size=1, max_size=4), min_size=1, max_size=4),
+    dtype=st.sampled_from([torch.int64, torch.int32, torch.int16, torch.uint8]),
+    tail=st.lists(st.integers(0, 3), max_size=2),
+    seed=st.integers(0, 2**32 - 1),
+)
+def test_any_shape_comes_back(cut: list[list[int]], dtype: torch.dtype, tail: list[int], seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    micro_batches = [
+        [
+            Rollout(
+                tokens={
+                    "input_ids": torch.randint(0, 100, (length,), generator=generator).to(dtype),
+                    "extra": torch.randn(length, *tail, generator=generator).to(torch.bfloat16),
+                },
+                rollout_id=f"{m}.{i}",
+            )
+            for i, length in enumerate(lengths)
+        ]
+        for m, lengths in enumerate(cut)
+    ]
+    sent = share_of(*micro_batches)
+    got, _ = carry(sent)
+    assert all(same_rollout(a, b) for a, b in zip(sent.rollouts, got.rollouts, strict=True))
