@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 Order = Literal["heaviest_first", "pipeline"]
 
-_ROW_SEARCH_WORK = 400_000
+_ROW_SEARCH_WORK = 3_200_000
 """Elementary operations the row search may spend: about 5 ms."""
 
 

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 Counts = Literal["free", "equal"]
 
-_BUDGET = 20_000
+_BUDGET = 6_000
 _BUDGET_EACH = 250
 """Elementary operations that a refinement may spend: so many, and so many more per rollout."""
 
@@ -42,11 +42,13 @@ _SINGLE_ROUNDS = 8
 _QUIET_ROUNDS = 2
 """Rounds without a move after which the hottest rank is tried with everybody."""
 
-_SMALL = 160
-"""Up to so many slots (32 rollouts on 8 ranks, say) one descent often ends in a poor place, and many are affordable."""
+_SMALL = 48
+"""Up to so many rollouts one descent often ends in a poor place, and many are affordable side by side."""
 
-_SMALL_COPIES = 900
-_SMALL_ROUNDS = 16
+_SMALL_COPIES = 1600
+"""Slots in all the copies that descend side by side."""
+
+_SMALL_ROUNDS = 18
 
 _MAX_COLUMNS = 48
 """Rollouts of one rank that take part in one exchange round; more would not make a better exchange, only a slower
@@ -288,7 +290,7 @@ def _refine(labels: Ints, work: Floats, num_ranks: int, counts: Counts, rate: Fl
     """Exchange rollouts between ranks until the latest finish is at the target or the work budget is spent."""
     slots = _slots(labels, num_ranks, counts, work.size)
     table = _Table(slots, work, np.ones(num_ranks) if rate is None else rate, counts)
-    if not _descend(table, target, _BUDGET + _BUDGET_EACH * work.size) and slots.size <= _SMALL:
+    if not _descend(table, target, _BUDGET + _BUDGET_EACH * work.size) and work.size <= _SMALL:
         table = _best_of_many(table, num_ranks, target)
     real = table.slots < work.size
     owner = np.broadcast_to(np.arange(num_ranks)[:, None], table.slots.shape)
@@ -296,29 +298,45 @@ def _refine(labels: Ints, work: Floats, num_ranks: int, counts: Counts, rate: Fl
 
 
 def _descend(table: _Table, target: float, budget: int) -> bool:
-    """Rounds of exchanges, hottest rank with coldest, next with next; if nothing moves, other pairs, then two for two,
-    at last the hottest with everybody. -> at the target."""
+    """Exchange until the target, the end of the budget, or a place that no exchange of one or two leaves.
+    -> at the target.
+
+    In turn: rounds of exchanges, hottest rank with coldest, next with next, other pairs while nothing moves; then the
+    hottest with everybody, one for one and at last two for two.
+    """
     num_ranks = table.loads.size
     half = num_ranks // 2
     quiet = rounds = 0
+    moved_since = False  # since the last fold round
     while budget > 0:
         finish = table.loads / table.speed
         order = np.argsort(finish, kind="stable")
         if finish[order[-1]] <= target:
             return True
-        everybody = quiet > _QUIET_ROUNDS
-        if everybody:
-            hot, cold = np.full(num_ranks - 1, order[-1]), order[:-1]
-        else:
+        folding = quiet <= _QUIET_ROUNDS
+        if folding:
             hot = order[::-1][:half]
             cold = np.roll(order[: num_ranks - half], -quiet)[:half]
-        late = finish[hot] > target
-        size = 2 if rounds > _SINGLE_ROUNDS or quiet else 1
-        moved, spent = table.exchange(hot[late], cold[late], size, rounds, only_best=everybody)
+            late = finish[hot] > target
+            hot, cold = hot[late], cold[late]
+            size = 2 if rounds > _SINGLE_ROUNDS or quiet else 1
+        else:
+            hot, cold = np.full(num_ranks - 1, order[-1]), order[:-1]
+            size = 1 if quiet == _QUIET_ROUNDS + 1 else 2
+        moved, spent = table.exchange(hot, cold, size, rounds, only_best=not folding)
         budget -= spent
         rounds += 1
-        quiet = 0 if moved else quiet + 1
-        if quiet > _QUIET_ROUNDS + 2:
+        if folding:
+            moved_since = False
+            quiet = 0 if moved else quiet + 1
+        elif moved:
+            moved_since = True
+            quiet = _QUIET_ROUNDS + 1
+        elif size == 1:
+            quiet += 1
+        elif moved_since:
+            quiet = 0
+        else:
             break
     return False
 

@@ -1,0 +1,221 @@
+"""What the three planning benchmarks share: length streams, other projects' partitioners, and rows of results.
+
+Peers are optional: those that do not import are left out, and the benchmark says so. Environment: bench/peers.txt.
+"""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import heapq
+import importlib
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+Partitioner = Callable[[Floats, int, bool], list[list[int]]]
+"""(costs, ranks, equal counts) -> positions per rank."""
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+
+
+# --- streams ---------------------------------------------------------------------------------------------------------
+
+
+def lognormal(n: int, seed: int) -> Floats:
+    """Lengths of mean 4096, sigma 1, clipped to 64 .. 32768."""
+    rng = np.random.default_rng(seed)
+    return np.clip(rng.lognormal(np.log(4096) - 0.5, 1.0, n), 64, 32768).round()
+
+
+def flops(lengths: Floats) -> Floats:
+    """The cost of a 7B model's layer in token units: quadratic attention and the linear rest."""
+    return lengths * lengths + 24576.0 * lengths
+
+
+COSTS: dict[str, Callable[[Floats], Floats]] = {"tok": lambda lengths: lengths, "flops": flops}
+
+
+@dataclass(frozen=True)
+class Trace:
+    """A recorded set of rollouts."""
+
+    name: str
+    prompt: Floats
+    output: Floats
+    group: Ints
+
+
+def trace_folder(given: str | None) -> Path | None:
+    """Where the traces are: --traces, STREAM_BALANCER_TRACES, or ../shared/traces if present."""
+    for folder in (given, os.environ.get("STREAM_BALANCER_TRACES"), REPOSITORY.parent / "shared" / "traces"):
+        if folder and Path(folder).is_dir():
+            return Path(folder)
+    return None
+
+
+def traces(folder: Path | None) -> Iterator[Trace]:
+    for path in sorted(folder.glob("*.csv.gz")) if folder else []:
+        with gzip.open(path, "rt") as lines:
+            rows = list(csv.DictReader(lines))
+        names: dict[str, int] = {}
+        yield Trace(
+            name=path.name.removesuffix(".csv.gz"),
+            prompt=np.array([float(row["prompt_tokens"]) for row in rows]),
+            output=np.array([float(row["output_tokens"]) for row in rows]),
+            group=np.array([names.setdefault(row["group_id"], len(names)) for row in rows], dtype=np.int64),
+        )
+
+
+def finish_order(output: Floats, slots: int = 128) -> Ints:
+    """Rollouts start in the order given in `slots` generation slots and finish after as long as their output is."""
+    running: list[tuple[float, int]] = []
+    done: list[int] = []
+    now = 0.0
+    for index, duration in enumerate(output.tolist()):
+        if len(running) == slots:
+            now, finished = heapq.heappop(running)
+            done.append(finished)
+        heapq.heappush(running, (now + duration, index))
+    done += [index for _, index in sorted(running)]
+    return np.array(done, dtype=np.int64)
+
+
+# --- peers -----------------------------------------------------------------------------------------------------------
+
+
+def peers() -> dict[str, Partitioner]:
+    """Every peer that imports here."""
+    found: dict[str, Partitioner] = {}
+    for name, load in _LOADERS.items():
+        try:
+            found[name] = load()
+        except Exception as reason:  # noqa: BLE001 - a peer may fail to import in any way; it is only left out
+            print(f"left out: {name}: {type(reason).__name__}: {str(reason)[:120]}", file=sys.stderr)
+    return found
+
+
+def _module(name: str) -> Any:
+    return importlib.import_module(name)
+
+
+def _verl_list() -> Partitioner:
+    kk = _module("verl.utils.seqlen_balancing").get_seqlen_balanced_partitions
+    return lambda costs, ranks, equal: kk([int(c) for c in costs.tolist()], ranks, equal_size=equal)
+
+
+def _verl_tensor() -> Partitioner:
+    """As verl's trainer calls it: with the tensor that calculate_workload returns."""
+    kk, torch = _module("verl.utils.seqlen_balancing").get_seqlen_balanced_partitions, _module("torch")
+    return lambda costs, ranks, equal: kk(torch.tensor(costs.astype(np.int64)), ranks, equal_size=equal)
+
+
+def _openrlhf() -> Partitioner:
+    kk = _module("openrlhf.utils.seqlen_balancing").get_seqlen_balanced_partitions
+    return lambda costs, ranks, equal: kk([int(c) for c in costs.tolist()], ranks, equal_size=equal)
+
+
+def _transferqueue() -> Partitioner:
+    kk = _module("transfer_queue.sampler.seqlen_balanced_sampler").get_seqlen_balanced_partitions
+    return lambda costs, ranks, equal: kk([int(c) for c in costs.tolist()], ranks, equal_size=equal)
+
+
+def _areal_greedy() -> Partitioner:
+    greedy = _module("areal.utils.seqpack").balanced_greedy_partition
+    return lambda costs, ranks, equal: greedy([int(c) for c in costs.tolist()], ranks)
+
+
+def _areal_ffd() -> Partitioner:
+    ffd = _module("areal.utils.seqpack").ffd_allocate
+
+    def allocate(costs: Floats, ranks: int, equal: bool) -> list[list[int]]:
+        """First-fit decreasing at the tightest capacity that still gives `ranks` groups, in steps of 2 %."""
+        capacity = max(costs.sum() / ranks, costs.max())
+        while True:
+            groups: list[list[int]] = ffd([int(c) for c in costs.tolist()], int(capacity), ranks)
+            if len(groups) <= ranks:
+                return groups
+            capacity *= 1.02
+
+    return allocate
+
+
+def _prtpy(algorithm: str) -> Callable[[], Partitioner]:
+    def load() -> Partitioner:
+        prtpy = _module("prtpy")
+        method = getattr(_module(f"prtpy.partitioning.{algorithm}"), "optimal", None) or getattr(
+            prtpy.partitioning, algorithm
+        )
+
+        def allocate(costs: Floats, ranks: int, equal: bool) -> list[list[int]]:
+            items = {index: int(cost) for index, cost in enumerate(costs.tolist())}
+            parts: list[list[int]] = prtpy.partition(algorithm=method, numbins=ranks, items=items)
+            return parts
+
+        allocate(np.array([3.0, 2.0, 2.0, 1.0]), 2, False)
+        return allocate
+
+    return load
+
+
+def _numberpartitioning() -> Partitioner:
+    kk = _module("numberpartitioning").karmarkar_karp
+
+    def allocate(costs: Floats, ranks: int, equal: bool) -> list[list[int]]:
+        parts: list[list[int]] = kk([int(c) for c in costs.tolist()], num_parts=ranks, return_indices=True).partition
+        return parts
+
+    allocate(np.array([3.0, 2.0, 2.0, 1.0]), 2, False)
+    return allocate
+
+
+_LOADERS: dict[str, Callable[[], Partitioner]] = {
+    "verl (list)": _verl_list,
+    "verl (as called)": _verl_tensor,
+    "openrlhf": _openrlhf,
+    "transferqueue": _transferqueue,
+    "areal greedy": _areal_greedy,
+    "areal ffd": _areal_ffd,
+    "prtpy kk": _prtpy("karmarkar_karp"),
+    "numberpartitioning kk": _numberpartitioning,
+}
+SUPPORT_EQUAL = {"verl (list)", "verl (as called)", "openrlhf", "transferqueue", "areal greedy"}
+
+
+# --- results ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Rows:
+    """Prints one row after the other: a table line, or a JSON object."""
+
+    as_json: bool
+    failed: list[str] = field(default_factory=list)
+
+    def add(self, name: str, value: float, unit: str, bar: float | None = None, *, at_least: bool = False) -> None:
+        """One figure; with `bar`, whether it is at most (or at least) that."""
+        row: dict[str, Any] = {"name": name, "value": float(f"{value:.5g}"), "unit": unit}
+        if bar is not None:
+            row["bar"] = bar
+            row["holds"] = bool(value >= bar if at_least else value <= bar)
+            if not row["holds"]:
+                self.failed.append(name)
+        if self.as_json:
+            print(json.dumps(row), flush=True)
+        else:
+            sign = ">=" if at_least else "<="
+            verdict = "" if bar is None else f"  {sign} {bar:g}: {'yes' if row['holds'] else 'NO'}"
+            print(f"{name:<64} {value:>12.4f} {unit:<6}{verdict}", flush=True)
+
+    def text(self, line: str) -> None:
+        if not self.as_json:
+            print(f"\n{line}", flush=True)
