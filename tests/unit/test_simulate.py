@@ -234,6 +234,12 @@ class TestSegments:
         check_report(report, trace)
         assert report.steps.step_work.min() >= 12 / 1.5 - 1e-9
         assert report.steps.step_work[:-1].tolist() == pytest.approx([9.0] * (report.num_batches - 1))
+        assert report.steps.mean_load[:-1].tolist() == pytest.approx([7.5] * (report.num_batches - 1)), (
+            "9 and 3 at half"
+        )
+        matched = simulate(trace, report.config, slots=4, trainer="matched")
+        generation_s = finish_times(trace, slots=4).max()
+        assert matched.trainer_busy * matched.elapsed_s == pytest.approx(9 / 8 * generation_s)
 
     def test_padded_micro_batches_pay_for_the_longest(self) -> None:
         trace = trace_of([4, 1, 1, 1], arrival=[0.0] * 4)
@@ -241,6 +247,17 @@ class TestSegments:
         report = simulate(trace, config, warm_up=0)
         assert report.steps.mean_load.tolist() == [7.0]
         assert 7.0 <= report.steps.step_work[0] <= 16.0
+        usual = simulate(trace, as_policy(config.replace(max_tokens_per_micro_batch=None), "round_robin"), warm_up=0)
+        assert usual.steps.step_work.tolist() == [16.0]
+
+    @pytest.mark.parametrize(("sync", "work"), [("step", 7.0), ("micro_batch", 12.0)])
+    def test_where_ranks_meet(self, sync: str, work: float) -> None:
+        """Rank 0 runs 6 then 1, rank 1 runs 1 then 6."""
+        trace = trace_of([6, 1, 1, 6], arrival=[0.0] * 4)
+        config = knobs(policy="round_robin", sync=sync, max_tokens_per_micro_batch=6)
+        report = simulate(trace, config, warm_up=0)
+        assert report.steps.step_work.tolist() == [work]
+        assert report.steps.mean_load.tolist() == [7.0]
 
     def test_meeting_at_every_micro_batch_costs_the_sum_of_the_slowest(self) -> None:
         trace = generate_trace(2_000, "lognormal", seed=1)
@@ -268,6 +285,14 @@ class TestKnobs:
         check_report(report, trace)
         steps = report.step_of.reshape(-1, 3)
         assert (steps == steps[:, :1]).all()
+
+    def test_siblings_pass_those_who_wait_for_room(self) -> None:
+        trace = trace_of([1] * 32, arrival=[0.0] * 32, groups=[i % 8 for i in range(32)])
+        config = knobs(window=4, capacity=4, group_size=4)
+        report = simulate(trace, config, trainer=1.0)
+        check_report(report, trace)
+        assert (report.step_of.reshape(4, 8) == report.step_of[:8]).all()
+        assert report.blocked_s > 0
 
     def test_groups_that_fill_the_buffer_do_not_stop_it(self) -> None:
         """Capacity 4 is full of four groups that wait for siblings; two more rollouts wait for room."""
@@ -357,9 +382,10 @@ def test_real_traces_reproduce_what_was_measured(traces_dir: Path, name: str) ->
 
 
 @pytest.mark.parametrize("policy", ["round_robin", "fifo", "window"])
-def test_the_last_few_are_fewer_than_the_ranks(policy: Any) -> None:
+@pytest.mark.parametrize("sync", ["step", "micro_batch"])
+def test_the_last_few_are_fewer_than_the_ranks(policy: Any, sync: Any) -> None:
     trace = trace_of([3] * 9)
-    report = simulate(trace, as_policy(BalancerConfig(dp_size=4, batch_size=8, window=8), policy), slots=2)
+    report = simulate(trace, as_policy(BalancerConfig(dp_size=4, batch_size=8, window=8, sync=sync), policy), slots=2)
     check_report(report, trace)
     assert report.steps.rollouts.tolist() == [8, 1]
     assert report.padding_copies == 3
