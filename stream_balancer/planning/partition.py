@@ -42,11 +42,11 @@ _SINGLE_ROUNDS = 8
 _QUIET_ROUNDS = 2
 """Rounds without a move after which the hottest rank is tried with everybody."""
 
-_SMALL = 48
+_SMALL = 64
 """Up to so many rollouts one descent often ends in a poor place, and many are affordable side by side."""
 
-_SMALL_COPIES = 1600
-"""Slots in all the copies that descend side by side."""
+_SMALL_COPIES = 50_000
+"""Slots in all the copies, times rollouts, that descend side by side."""
 
 _SMALL_ROUNDS = 18
 
@@ -347,7 +347,7 @@ def _best_of_many(table: _Table, num_ranks: int, target: float) -> _Table:
     A shuffle permutes each column of slots over the ranks, so counts stay as they are. The generator is seeded: the
     same input gives the same answer.
     """
-    copies = max(2, _SMALL_COPIES // table.slots.size)
+    copies = max(2, _SMALL_COPIES // (table.slots.size * (table.values.size - 1)))
     shuffle = np.random.default_rng(0).random((copies, *table.slots.shape)).argsort(axis=1)
     shuffle[0] = np.arange(num_ranks)[:, None]
     slots = np.take_along_axis(np.broadcast_to(table.slots, shuffle.shape), shuffle, axis=1)
@@ -355,7 +355,7 @@ def _best_of_many(table: _Table, num_ranks: int, target: float) -> _Table:
     many = _Table(slots, table.values[:-1], np.tile(table.speed, copies), table.counts)
     base = (np.arange(copies) * num_ranks)[:, None]
     half = num_ranks // 2
-    for rounds in range(_SMALL_ROUNDS):
+    for rounds in range(min(_SMALL_ROUNDS, 512 // max(table.values.size - 1, 1))):
         order = (many.loads / many.speed).reshape(copies, num_ranks).argsort(axis=1)
         if rounds % 3 == 2:  # the hottest with another one in turn
             hot = (base[:, 0] + order[:, -1])[:, None]
