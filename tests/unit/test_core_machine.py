@@ -13,7 +13,14 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 
 import stream_balancer as sb
 from stream_balancer._core import BalancerCore
@@ -93,6 +100,12 @@ class CoreMachine(RuleBasedStateMachine):
         else:
             self.accepted[rollout.rollout_id] = rollout
             self.take_evicted()
+
+    @precondition(lambda self: not self.ended)
+    @rule(lengths=st.lists(st.integers(1, 64), min_size=2, max_size=12), group=st.integers(0, 3))
+    def add_some(self, lengths: list[int], group: int) -> None:
+        for length in lengths:
+            self.add(length, group, 0)
 
     @precondition(lambda self: bool(self.accepted))
     @rule(data=st.data())
@@ -280,7 +293,19 @@ class CoreMachine(RuleBasedStateMachine):
                     assert r.group_id in batch.incomplete_groups
 
 
-CoreMachine.TestCase.settings = settings(
-    max_examples=100, stateful_step_count=40, suppress_health_check=list(HealthCheck)
-)
-TestCoreMachine = CoreMachine.TestCase
+def run(examples: int, steps: int) -> None:
+    run_state_machine_as_test(
+        CoreMachine,
+        settings=settings(
+            max_examples=examples, stateful_step_count=steps, suppress_health_check=list(HealthCheck), deadline=None
+        ),
+    )
+
+
+def test_core_machine() -> None:
+    run(150, 40)
+
+
+@pytest.mark.soak
+def test_core_machine_for_long() -> None:
+    run(10_000, 80)
