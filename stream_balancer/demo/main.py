@@ -32,8 +32,6 @@ class _Setting:
 
     options: DemoOptions
     workload: Workload
-    token_cap: int
-    """Most tokens in a micro-batch."""
 
 
 def run_demo(options: DemoOptions) -> int:
@@ -46,9 +44,9 @@ def run_demo(options: DemoOptions) -> int:
     console = Console(stderr=True)
     try:
         workload = load_workload(options)
-        cap = _token_cap(options, workload)
+        _check_cap(options, workload)
         _introduce(console, options, workload)
-        setting = _Setting(options, workload, cap)
+        setting = _Setting(options, workload)
         usual, balanced = anyio.run(_run_both, setting, console, backend=options.backend)
     except ValueError as error:
         _complain(console, f"demo: {error}")
@@ -67,16 +65,13 @@ def _complain(console: Console, text: str) -> None:
     console.print(text, style="red", markup=False, highlight=False, soft_wrap=True)
 
 
-def _token_cap(options: DemoOptions, workload: Workload) -> int:
+def _check_cap(options: DemoOptions, workload: Workload) -> None:
     cap = options.max_tokens_per_micro_batch
-    if cap is None:
-        return 2 * workload.longest
-    if cap < workload.longest:
+    if cap is not None and cap < workload.longest:
         raise ValueError(
             f"max_tokens_per_micro_batch ({cap}) must be >= the longest rollout ({workload.longest} tokens). Raise it, "
             "or shorten rollouts with scale"
         )
-    return cap
 
 
 def _introduce(console: Console, options: DemoOptions, workload: Workload) -> None:
@@ -138,7 +133,6 @@ def _tasks(setting: _Setting, policy: str, port: int) -> list[Task]:
         policy=policy,
         options=replace(setting.options, trace=None),
         store_port=port,
-        max_tokens_per_micro_batch=setting.token_cap,
         longest=setting.workload.longest,
     )
     ranks = [msgspec.structs.replace(rank_task, rank=rank) for rank in range(setting.options.ranks)]

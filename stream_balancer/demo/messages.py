@@ -40,8 +40,6 @@ class Task(msgspec.Struct, frozen=True, kw_only=True):
     """The demo's knobs (``trace`` left out: only the parent reads it)."""
     store_port: int
     """Where the parent's store, the meeting point, listens."""
-    max_tokens_per_micro_batch: int = 1
-    """Token cap of a micro-batch."""
     longest: int = 1
     """Tokens of the longest rollout: what a rank warms up with."""
     specs: tuple[RolloutSpec, ...] = ()

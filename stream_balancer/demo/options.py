@@ -53,7 +53,7 @@ class DemoOptions:
     tokens_per_second: float = 400.0
     """Speed at which one worker pretends to generate, in (scaled) output tokens per second."""
     max_tokens_per_micro_batch: int | None = None
-    """Token cap of a micro-batch; None = twice the longest rollout."""
+    """Token cap of a micro-batch; None = one micro-batch per rank and step."""
     json: bool = False
     """Print one JSON object to stdout instead of tables."""
     backend: Backend = "asyncio"

@@ -151,6 +151,9 @@ def _problems(record: RunRecord, ranks: int, expected: Sequence[str]) -> list[st
     problems = [f"{len(ids)} rollouts {what}: {_some(ids)}" for what, ids in checks.items() if ids]
     if uneven := [step for step, n in Counter(d.step for d in record.steps).items() if n != ranks]:
         problems.append(f"{len(uneven)} steps were not trained by all {ranks} ranks: {_some(list(map(str, uneven)))}")
+    numbers = {(done.step, done.micro_batches) for done in record.steps}
+    if len(numbers) != len({step for step, _ in numbers}):
+        problems.append("ranks ran different numbers of micro-batches in one step")
     if len({t.parameters_checksum for t in record.finished}) > 1:
         problems.append("the ranks ended with different parameters")
     return problems

@@ -37,7 +37,7 @@ def balancer_config(task: Task) -> BalancerConfig:
         batch_size=options.batch_size,
         window=options.balanced_window if task.policy == "window" else options.batch_size,
         deadline_s=options.deadline_s,
-        max_tokens_per_micro_batch=task.max_tokens_per_micro_batch,
+        max_tokens_per_micro_batch=options.max_tokens_per_micro_batch,
         cost=training_cost(options),
         policy=cast("Policy", task.policy),
     )

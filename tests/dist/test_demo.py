@@ -33,7 +33,7 @@ def result(request, tmp_path_factory):
     rows = [f"g{i // 3},{5 + i},{(i * i) % 97 + 1}" for i in range(30)]
     trace.write_text("\n".join(["group_id,prompt_tokens,output_tokens", *rows]))
     script = f"import sys, pathlib; {_import()} sys.exit(run_demo(DemoOptions(backend={request.param!r}, json=True, "
-    script += f"trace=pathlib.Path({str(trace)!r}), **{TINY!r})))"
+    script += f"max_tokens_per_micro_batch=64, trace=pathlib.Path({str(trace)!r}), **{TINY!r})))"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=100, check=False)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout), done.stderr

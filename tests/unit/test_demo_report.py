@@ -70,6 +70,7 @@ def test_figures():
         (GOOD[9], (StepDone(0, 1, 2.0, 10, 1, 0.5, (("d", 1),)),), "other tokens"),
         (GOOD[9], (), "1 steps were not trained by all 2 ranks: 1"),
         (GOOD[10], (Trained(0, 8),), "different parameters"),
+        (GOOD[9], (StepDone(0, 1, 2.0, 10, 2, 0.5, (("d", hash_of("d")),)),), "different numbers of micro-batches"),
     ],
 )
 def test_everything_that_is_not_exactly_once_is_named(without, extra, problem):
