@@ -12,6 +12,7 @@ from hypothesis import settings
 
 from stream_balancer.testing.clocks import BACKENDS, virtual_time_backend
 
+SOAK_TIMEOUT_S = 3000  # real seconds, for the long drills
 DEFAULT_TIMEOUT_S = 60  # real seconds: a hang under virtual time is a bug, and must not hang the run
 
 settings.register_profile("project", deadline=None)  # no test here is timed
@@ -27,7 +28,8 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("timeout") is None:
-            item.add_marker(pytest.mark.timeout(DEFAULT_TIMEOUT_S))
+            soak = item.get_closest_marker("soak") is not None
+            item.add_marker(pytest.mark.timeout(SOAK_TIMEOUT_S if soak else DEFAULT_TIMEOUT_S))
 
 
 @pytest.fixture(params=BACKENDS)

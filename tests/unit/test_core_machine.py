@@ -201,7 +201,9 @@ class CoreMachine(RuleBasedStateMachine):
         self.passed_over = {}
         after = self.core.statistics(self.now)
         assert after.accepted == before.accepted
-        assert after.waiting + after.redelivering == before.waiting + before.in_flight
+        self.take_evicted()  # what was in flight for other ranks waits again, and may be too stale for that by now
+        gone = after.evicted["stale"] - before.evicted["stale"]
+        assert after.waiting + after.redelivering + gone == before.waiting + before.in_flight
         if after.accepted:
             with pytest.raises(ValueError, match="needs a fresh balancer"):
                 self.core.restore(snapshot, self.now)
@@ -308,4 +310,4 @@ def test_core_machine() -> None:
 
 @pytest.mark.soak
 def test_core_machine_for_long() -> None:
-    run(10_000, 80)
+    run(5_000, 80)
