@@ -282,6 +282,8 @@ class BalancerCore:
         shares = [[self._buffer.rollouts(rows) for rows in micro_batches] for micro_batches in plan.ranks]
         real = [rollout for share in shares for micro_batch in share for rollout in micro_batch]
         num_padding = _fill_up(shares, real, self._next_step)
+        speeds = self._knobs.speeds
+        loads: list[float] = (plan.loads if speeds is None else plan.loads / speeds).tolist()
         tokens = sum(r.num_tokens for r in real)
         loss_tokens = sum(r.num_loss_tokens for r in real)
         return Batch(
@@ -293,7 +295,7 @@ class BalancerCore:
                     rank=rank,
                     dp_size=self.config.dp_size,
                     micro_batches=tuple(MicroBatch.of(micro_batch) for micro_batch in share),
-                    load=float(plan.loads[rank]),
+                    load=loads[rank],
                     global_num_rollouts=len(real),
                     global_num_tokens=tokens,
                     global_num_loss_tokens=loss_tokens,
@@ -302,7 +304,7 @@ class BalancerCore:
             ),
             num_rollouts=len(real),
             num_tokens=tokens,
-            loads=tuple(plan.loads.tolist()),
+            loads=tuple(loads),
             lower_bound=plan.lower_bound,
             num_padding=num_padding,
             incomplete_groups=self._group_ids(plan.incomplete_groups),

@@ -227,7 +227,7 @@ class RankBatch:
     micro_batches: tuple[MicroBatch, ...]
     """In the order they should run."""
     load: float
-    """Predicted work of this share, in the cost model's unit."""
+    """Predicted work of this share, in the cost model's unit; divided by the rank's speed where ``speeds`` are given."""
     global_num_rollouts: int
     """Rollouts in the step over all ranks, padding copies not counted."""
     global_num_tokens: int
@@ -272,7 +272,7 @@ class Batch:
     num_tokens: int
     """Tokens over all ranks, padding copies not counted."""
     loads: tuple[float, ...]
-    """Predicted work per rank, in the cost model's unit."""
+    """Predicted work per rank, in the cost model's unit; divided by the rank's speed where ``speeds`` are given."""
     lower_bound: float
     """No assignment of these rollouts to the ranks can have a smaller heaviest load (cost model's unit)."""
     num_padding: int = 0

@@ -647,6 +647,16 @@ async def test_denominators_are_the_steps_not_the_ranks() -> None:
         assert sum(share.num_tokens for share in batch.ranks) == 100
 
 
+async def test_a_slow_rank_gets_less_work() -> None:
+    async with sb.StreamBalancer(config(batch_size=60, speeds=(1.0, 0.5))) as balancer:
+        await fill(balancer, 120)
+        batch = await anext(balancer.batches())
+        fast, slow = (share.num_tokens for share in batch.ranks)
+        assert fast == pytest.approx(2 * slow, rel=0.02)
+        assert batch.loads == pytest.approx((fast, 2 * slow))
+        assert batch.imbalance < 0.02
+
+
 @pytest.mark.parametrize("policy", ["fifo", "round_robin"])
 async def test_the_usual_policies_send_the_oldest(policy: Any) -> None:
     async with sb.StreamBalancer(config(policy=policy)) as balancer:
