@@ -532,11 +532,10 @@ class _Run:
         self.step += 1
 
     def _loads(self, batch: Batch) -> tuple[float, float, float]:
-        """Mean load, lower bound and step time of a batch, in work."""
-        speeds = np.ones(self.config.dp_size) if self.config.speeds is None else np.array(self.config.speeds)
+        """Mean load, lower bound and step time of a batch, in work of a rank of speed 1."""
         if self.config.sync == "step" and not self.config.cost.padded:
-            finish = np.array(batch.loads) / speeds
-            return float(finish.mean()), batch.lower_bound, float(finish.max())
+            return sum(batch.loads) / len(batch.loads), batch.lower_bound, max(batch.loads)
+        speeds = np.ones(self.config.dp_size) if self.config.speeds is None else np.array(self.config.speeds)
         costs = [[[self._cost(r) for r in mb.rollouts] for mb in share.micro_batches] for share in batch.ranks]
         useful = np.array([sum(sum(mb) for mb in share) for share in costs]) / speeds
         pay = _padded_work if self.config.cost.padded else sum

@@ -237,6 +237,8 @@ class TestSegments:
         assert report.steps.mean_load[:-1].tolist() == pytest.approx([7.5] * (report.num_batches - 1)), (
             "9 and 3 at half"
         )
+        micro = simulate(trace, report.config.replace(sync="micro_batch", max_tokens_per_micro_batch=99), slots=4)
+        assert micro.steps.step_work[:-1].min() >= 9.0 - 1e-9, "the other way to the same figures"
         matched = simulate(trace, report.config, slots=4, trainer="matched")
         generation_s = finish_times(trace, slots=4).max()
         assert matched.trainer_busy * matched.elapsed_s == pytest.approx(9 / 8 * generation_s)
