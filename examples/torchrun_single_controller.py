@@ -8,9 +8,7 @@ import torch
 import torch.distributed as dist
 
 import stream_balancer as sb
-from stream_balancer.dispatch import serve
-from stream_balancer.feed import RankFeed
-from stream_balancer.transport.torch_dist import TorchTransport, current_world
+from stream_balancer.transport.torch_dist import current_world
 
 NUM_ROLLOUTS = 96
 
@@ -27,9 +25,9 @@ async def control() -> None:
     """The controller: an event loop in a thread of rank 0, meeting the ranks in torchrun's own store."""
     store, _, dp_size = current_world()
     config = sb.BalancerConfig(dp_size=dp_size, batch_size=16)
-    transport = TorchTransport(store, dp_size=dp_size)
+    transport = sb.TorchTransport(store, dp_size=dp_size)
     async with sb.StreamBalancer(config) as balancer, transport, anyio.create_task_group() as group:
-        group.start_soon(serve, balancer, transport)
+        group.start_soon(sb.serve, balancer, transport)
         await generate(balancer)
 
 
@@ -40,7 +38,7 @@ def main() -> None:
     if dist.get_rank() == 0:
         controller.start()
     trained = torch.zeros(1)
-    for batch in RankFeed():
+    for batch in sb.RankFeed():
         for micro_batch in batch.micro_batches:
             packed = micro_batch.packed()  # your model's forward and backward, on packed.cu_seqlens
             trained += len(packed.cu_seqlens) - 1
