@@ -359,6 +359,7 @@ def _forced(units: _Units, knobs: PlanKnobs) -> Bools:
         if need <= 0:
             continue
         candidates = np.flatnonzero(units.ready & (units.remaining <= j) & ~forced)
+        candidates = candidates[np.argsort(~units.due[candidates], kind="stable")]  # if one must, then one that is due
         enough = int(np.searchsorted(np.cumsum(units.sizes[candidates]), need)) + 1
         forced[candidates[:enough]] = True
         taken += int(units.sizes[candidates[:enough]].sum())
