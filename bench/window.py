@@ -68,8 +68,10 @@ def drive(stream: Stream, knobs: PlanKnobs, window: int, steps: int, sync_rows: 
     broken = 0
     missing = _missing_siblings(stream.groups)
     for step in range(steps):
-        new = np.arange(taken, taken + max(0, window - held.size))
-        taken += new.size
+        start_of_new = taken
+        while _num_ready(held, start_of_new, taken, missing) < window and taken < stream.costs.size:
+            taken += 1
+        new = np.arange(start_of_new, taken)
         held, skips = np.concatenate((held, new)), np.concatenate((skips, np.zeros(new.size, dtype=np.int64)))
         groups = np.full(held.size, -1) if stream.groups is None else stream.groups[held]
         complete = np.ones(held.size, dtype=np.bool_) if missing is None else missing[held] < taken
@@ -115,6 +117,13 @@ def drive(stream: Stream, knobs: PlanKnobs, window: int, steps: int, sync_rows: 
         milliseconds=1e3 * spent / (steps - WARM_UP),
         broken=broken,
     )
+
+
+def _num_ready(held: Ints, start: int, taken: int, missing: Ints | None) -> int:
+    """Waiting rollouts whose group is complete: incomplete ones wait beside the window, or might fill it alone."""
+    if missing is None:
+        return held.size + taken - start
+    return int((missing[held] < taken).sum() + (missing[start:taken] < taken).sum())
 
 
 def _missing_siblings(groups: Ints | None) -> Ints | None:
@@ -256,7 +265,7 @@ def real(rows: Rows, folder: str | None, seeds: int, steps: int, only: str) -> N
             for width, max_skips in ((2, 8), (3, 16)):
                 knobs = PlanKnobs(8, batch, max_skips, groups="same_batch", group_size=int(sizes.max()))
                 outcomes = [
-                    drive(in_groups(trace, batch * (steps + 20), seed), knobs, width * batch + 2 * group_size, steps)
+                    drive(in_groups(trace, batch * (steps + 30), seed), knobs, width * batch, steps)
                     for seed in range(max(2, seeds // 2))
                 ]
                 label = f"{trace.name} W{width} D{max_skips} groups of {group_size} in one batch of {batch}"
