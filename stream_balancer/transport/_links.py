@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import anyio
 import torch
@@ -53,6 +53,7 @@ class ControllerLink(Endpoint):
         settled: Callable[[ControllerLink], None],
         in_loop: Callable[[Callable[[], object]], None],
         pool: SlabPool,
+        narrow: bool,
         keepalive_s: float,
         linger_s: float,
     ) -> None:
@@ -67,6 +68,7 @@ class ControllerLink(Endpoint):
         self._max_bytes = max_bytes
         self._in_loop = in_loop
         self._pool = pool
+        self._narrow = narrow
         self._credits = depth
         self._taken = 0
         self._reports: deque[StepDone] = deque()
@@ -218,18 +220,23 @@ class ControllerLink(Endpoint):
             self._send_frame(item)
         elif isinstance(item, RankBatch):
             self._send_share(item)
+        elif callable(item):
+            item()
 
     def _send_share(self, share: RankBatch) -> None:
-        encoded = encode(share, max_bytes=self._max_bytes)
+        encoded = encode(share, max_bytes=self._max_bytes, narrow=self._narrow)
+        slab = self._pool.lend(encoded.frame.wire_bytes)
+        self._send_slab(encoded.frame, slab, encoded.fill(slab))
+
+    def _send_slab(self, frame: Frame, slab: Tensor, fill: Iterable[int]) -> None:
+        """Send each chunk as soon as ``fill``, which writes the slab, says that its bytes are final."""
         pair = self._pair
         if pair is None:
             return
-        frame = encoded.frame._replace(chunk_bytes=CHUNK_BYTES)
-        slab = self._pool.lend(frame.wire_bytes)
         pieces = chunks(slab, CHUNK_BYTES, frame.wire_bytes)
-        self._send_frame(frame)
+        self._send_frame(frame._replace(chunk_bytes=CHUNK_BYTES))
         works: list[object] = []
-        for final in encoded.fill(slab):
+        for final in fill:
             while len(works) < len(pieces) and (final == frame.wire_bytes or (len(works) + 1) * CHUNK_BYTES <= final):
                 works.append(pair.send(pieces[len(works)]))
         self._send_frame(Frame(Kind.TRAILER, step=frame.step), works, slab)

@@ -163,12 +163,16 @@ class TorchTransport:
         connect_timeout_s: float = 30.0,
         keepalive_s: float = 10.0,
         linger_s: float = 5.0,
+        narrow: bool = True,
     ) -> None:
         """Serve ranks that use ``store`` (any c10d store; in a trainer's world, that world's).
 
-        ``connect_timeout_s``: how long a rank that has announced itself may take to connect. ``host``: the address
-        ranks reach this process under; loopback unless you say otherwise, because links are neither authenticated nor
-        encrypted. ``name``: two balancers may share a store under different names.
+        ``host``: the address ranks reach this process under; loopback unless you say otherwise, because links are
+        neither authenticated nor encrypted. ``name``: two balancers may share a store under different names.
+        ``connect_timeout_s``: how long a rank that has announced itself may take to connect. ``keepalive_s``: how often
+        an idle link says so; after three times that without a word a peer is reported as stalled, and waited for.
+        ``linger_s``: how long a closing end waits for the other's good-bye. ``narrow``: int64 columns travel as int32
+        where the values fit.
         """
         self._stores = _Stores(store, name)
         self.dp_size = dp_size
@@ -176,6 +180,7 @@ class TorchTransport:
         self._connect_timeout_s = connect_timeout_s
         self._keepalive_s = keepalive_s
         self._linger_s = linger_s
+        self._narrow = narrow
         self._pool = SlabPool(keep=dp_size)
         self._token = uuid.uuid4().hex
         self._waiting: list[ControllerLink] = []
@@ -344,6 +349,7 @@ class TorchTransport:
             settled=self._on_settled,
             in_loop=in_loop,
             pool=self._pool,
+            narrow=self._narrow,
             keepalive_s=self._keepalive_s,
             linger_s=self._linger_s,
         )

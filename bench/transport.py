@@ -1,0 +1,432 @@
+"""The feed against raw gloo and against what others do, in one run on one machine.
+
+``python bench/transport.py [--json] [--sizes 1,10,40] [--ranks 1,2] [--full]``. Read the ratios, not the rates: raw
+and ours run in the same processes, one after the other, alternating. One payload per rank: 64 rollouts, 21 bytes a
+token.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import resource
+import socket
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any, cast
+
+import anyio
+import torch
+import torch.distributed as dist
+
+from stream_balancer import wire
+from stream_balancer.feed import RankFeed
+from stream_balancer.transport.torch_dist import TorchTransport
+from stream_balancer.types import MicroBatch, RankBatch, Rollout
+
+ROLLOUTS = 64
+BYTES_PER_TOKEN = 21
+BARS = {  # from the issue: (name, megabytes) -> at least (or at most, for latencies)
+    ("prepacked_over_raw", 10): 0.75,
+    ("prepacked_over_raw", 40): 0.9,
+    ("full_over_raw", 10): 0.55,
+    ("full_over_raw", 40): 0.7,
+}
+
+
+def rollout(tokens: int, name: str) -> Rollout:
+    return Rollout(
+        tokens={
+            "input_ids": torch.randint(0, 150_000, (tokens,)),
+            "logprobs": torch.rand(tokens),
+            "advantages": torch.rand(tokens),
+            "versions": torch.ones(tokens, dtype=torch.int32),
+            "loss_mask": torch.ones(tokens, dtype=torch.bool),
+        },
+        rollout_id=name,
+    )
+
+
+def share(rank: int, dp_size: int, megabytes: float, step: int = 0) -> RankBatch:
+    tokens = max(int(megabytes * 1e6 / BYTES_PER_TOKEN / ROLLOUTS), 1)
+    rollouts = [rollout(tokens, f"{rank}.{i}") for i in range(ROLLOUTS)]
+    total = tokens * ROLLOUTS
+    return RankBatch(
+        step=step,
+        rank=rank,
+        dp_size=dp_size,
+        micro_batches=tuple(MicroBatch.of(rollouts[i : i + 16]) for i in range(0, ROLLOUTS, 16)),
+        load=float(total),
+        global_num_rollouts=ROLLOUTS * dp_size,
+        global_num_tokens=total * dp_size,
+        global_num_loss_tokens=total * dp_size,
+    )
+
+
+def at_step(batch: RankBatch, step: int) -> RankBatch:
+    return RankBatch(
+        step=step,
+        rank=batch.rank,
+        dp_size=batch.dp_size,
+        micro_batches=batch.micro_batches,
+        load=batch.load,
+        global_num_rollouts=batch.global_num_rollouts,
+        global_num_tokens=batch.global_num_tokens,
+        global_num_loss_tokens=batch.global_num_loss_tokens,
+    )
+
+
+class Plan:
+    """What controller and ranks do, in the same order: both walk it."""
+
+    def __init__(self, sizes: list[float], rounds: int, latency_rounds: int) -> None:
+        self.sizes, self.rounds, self.latency_rounds = sizes, rounds, latency_rounds
+
+    def repeats(self, megabytes: float) -> int:
+        return max(2, min(24, int(160 / megabytes)))
+
+
+# --- raw gloo, and what others do ------------------------------------------------------------------------------------
+
+
+def raw_send(slabs: list[torch.Tensor], repeats: int) -> None:
+    for _ in range(repeats):
+        works = [dist.isend(slab, rank + 1, tag=1) for rank, slab in enumerate(slabs)]
+        for work in works:
+            cast("Any", work).wait()
+
+
+def raw_receive(slab: torch.Tensor, repeats: int) -> None:
+    for _ in range(repeats):
+        dist.recv(slab, 0, tag=1)
+
+
+def plain(batch: RankBatch) -> list[dict[str, torch.Tensor]]:
+    return [dict(r.tokens) for r in batch.rollouts]
+
+
+def list_of_dicts(rows: list[dict[str, torch.Tensor]] | None) -> None:
+    """AReaL's shape: every rank receives everything, tensor by tensor, each after its description."""
+    count = [0 if rows is None else len(rows)]
+    dist.broadcast_object_list(count, 0)
+    for index in range(count[0]):
+        described = [None if rows is None else {k: (v.shape, v.dtype) for k, v in rows[index].items()}]
+        dist.broadcast_object_list(described, 0)
+        for name, (shape, dtype) in (described[0] or {}).items():
+            tensor = torch.empty(shape, dtype=dtype) if rows is None else rows[index][name]
+            dist.broadcast(tensor.view(torch.uint8), 0)
+
+
+# --- the rank --------------------------------------------------------------------------------------------------------
+
+
+def rank_main(rank: int, dp_size: int, address: str, plan: Plan) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", rank=rank + 1, world_size=dp_size + 1)
+    with RankFeed(address, rank=rank, dp_size=dp_size) as feed:
+        for megabytes in plan.sizes:
+            repeats = plan.repeats(megabytes)
+            size = torch.zeros(1, dtype=torch.int64)
+            dist.recv(size, 0)
+            slab = torch.zeros(int(size), dtype=torch.uint8)
+            for _ in range(plan.rounds):
+                dist.barrier()
+                raw_receive(slab, repeats)
+                for _ in range(2):  # pre-packed, then with packing and unpacking
+                    dist.barrier()
+                    for _ in range(repeats):
+                        batch = next(feed)
+                        for mb in batch.micro_batches:
+                            mb.packed()
+                        feed.acknowledge()
+            others = [lambda: dist.broadcast_object_list([None], 0), lambda: dist.scatter_object_list([None], None, 0)]
+            for job in [*others, lambda: list_of_dicts(None)][: 3 if megabytes <= 10 else 2]:
+                dist.barrier()
+                job()
+                dist.barrier()
+        latencies(feed, plan.latency_rounds)
+        memory(feed)
+    dist.destroy_process_group()
+
+
+def latencies(feed: RankFeed, rounds: int) -> None:
+    tiny = torch.zeros(64, dtype=torch.int64)
+    arrivals: dict[str, list[float]] = {"raw": [], "feed": []}
+    dist.barrier()
+    for _ in range(rounds):
+        dist.recv(tiny, 0)
+        arrivals["raw"].append(time.monotonic())
+        dist.send(tiny, 0)
+    dist.barrier()
+    for _ in range(rounds):
+        next(feed)
+        arrivals["feed"].append(time.monotonic())
+        feed.acknowledge()
+    dist.gather_object(arrivals, None, 0)
+
+
+def memory(feed: RankFeed) -> None:
+    """A thousand batches: how much does the process grow after the first hundred?"""
+    dist.barrier()
+    before = 0
+    for number in range(1000):
+        next(feed)
+        feed.acknowledge()
+        if number == 99:
+            before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+    pool = getattr(feed._port, "_pool", None)
+    dist.gather_object((grown * 1024, getattr(pool, "allocated_bytes", 0)), None, 0)
+
+
+# --- the controller --------------------------------------------------------------------------------------------------
+
+
+class Bench:
+    """Walks the plan on the controller's side; torch.distributed calls of the bench itself run in a thread."""
+
+    def __init__(self, links: list[Any], plan: Plan) -> None:
+        self.links, self.plan, self.step = links, plan, 0
+        self.rows: list[dict[str, Any]] = []
+
+    def row(self, name: str, value: float, unit: str, bar: float | None = None, *, at_most: bool = False) -> None:
+        row: dict[str, Any] = {"name": name, "value": round(value, 4), "unit": unit}
+        if bar is not None:
+            row |= {"bar": bar, "holds": value <= bar if at_most else value >= bar}
+        self.rows.append(row)
+
+    async def drive(self, repeats: int, send: Callable[[Any, int], None]) -> float:
+        """Send ``repeats`` steps against credits, wait for every acknowledgement; seconds."""
+        changed = anyio.Event()
+
+        def wake() -> None:
+            changed.set()
+
+        for link in self.links:
+            link._callbacks[:] = [wake]
+        left = [repeats] * len(self.links)
+        sent = [0] * len(self.links)
+        began = time.perf_counter()
+        while any(left):
+            changed = anyio.Event()
+            for index, link in enumerate(self.links):
+                while link.report() is not None:
+                    left[index] -= 1
+                while sent[index] < repeats and link.credits:
+                    send(link, self.step + sent[index])
+                    sent[index] += 1
+            if any(left):
+                await changed.wait()
+        self.step += repeats
+        return time.perf_counter() - began
+
+    async def size(self, megabytes: float) -> None:
+        dp_size = len(self.links)
+        shares = [share(rank, dp_size, megabytes) for rank in range(dp_size)]
+        slabs, frames = [], []
+        for one in shares:
+            encoded = wire.encode(one, narrow=False)
+            slab = torch.zeros(encoded.frame.wire_bytes, dtype=torch.uint8)
+            list(encoded.fill(slab))
+            slabs.append(slab)
+            frames.append(encoded.frame)
+        for rank, slab in enumerate(slabs):
+            await in_thread(dist.send, torch.tensor([slab.numel()]), rank + 1)
+        repeats = self.plan.repeats(megabytes)
+        times: dict[str, list[float]] = {"raw": [], "prepacked": [], "full": []}
+
+        def prepacked(link: Any, step: int) -> None:
+            link._credits -= 1
+            frame = frames[link.rank]._replace(step=step)
+            link._put(
+                lambda: link._send_slab(frame, slabs[link.rank], [frame.wire_bytes])
+            )  # as send(), but packed before
+
+        for _ in range(self.plan.rounds):
+            await in_thread(dist.barrier)
+            began = time.perf_counter()
+            await in_thread(raw_send, slabs, repeats)
+            times["raw"].append(time.perf_counter() - began)
+            await in_thread(dist.barrier)
+            times["prepacked"].append(await self.drive(repeats, prepacked))
+            await in_thread(dist.barrier)
+            times["full"].append(await self.drive(repeats, lambda link, n: link.send(at_step(shares[link.rank], n))))
+        self.report(megabytes, times, repeats)
+        await self.others(megabytes, shares, statistics.median(times["full"]) / repeats)
+
+    def report(self, megabytes: float, times: dict[str, list[float]], repeats: int) -> None:
+        where = f"{megabytes:g}MB_x{len(self.links)}"
+        total = megabytes * len(self.links) * repeats
+        self.row(f"raw_{where}", total / 1e3 / statistics.median(times["raw"]), "GB/s")
+        for kind in ("prepacked", "full"):
+            ratio = statistics.median(r / o for r, o in zip(times["raw"], times[kind], strict=True))
+            name = f"{kind}_over_raw"
+            self.row(f"{name}_{where}", ratio, "ratio", BARS.get((name, int(megabytes))))
+
+    async def others(self, megabytes: float, shares: list[RankBatch], ours: float) -> None:
+        where = f"{megabytes:g}MB_x{len(self.links)}"
+        everything = [plain(one) for one in shares]
+        rows = [row for rank in everything for row in rank]
+        jobs: dict[str, tuple[Callable[[], object], float]] = {
+            "broadcast_object_list": (lambda: dist.broadcast_object_list([everything], 0), 5),
+            "scatter_object_list": (lambda: cast("Any", dist).scatter_object_list([None], [None, *everything], 0), 5),
+        }
+        if megabytes <= 10:
+            jobs["list_of_dicts"] = (lambda: list_of_dicts(rows), 50)
+        for name, (job, bar) in jobs.items():
+            await in_thread(dist.barrier)
+            began = time.perf_counter()
+            await in_thread(job)
+            await in_thread(dist.barrier)
+            self.row(f"{name}_over_feed_{where}", (time.perf_counter() - began) / ours, "ratio", bar)
+
+    async def latency(self) -> None:
+        rounds = self.plan.latency_rounds
+        sent: dict[str, list[float]] = {"raw": [], "feed": []}
+        tiny = torch.zeros(64, dtype=torch.int64)
+
+        def raw() -> None:
+            for _ in range(rounds):
+                time.sleep(0.002)
+                sent["raw"].append(time.monotonic())
+                for rank in range(len(self.links)):
+                    dist.send(tiny, rank + 1)
+                for rank in range(len(self.links)):
+                    dist.recv(tiny, rank + 1)
+
+        await in_thread(dist.barrier)
+        await in_thread(raw)
+        await in_thread(dist.barrier)
+        small = [share(rank, len(self.links), 0.02) for rank in range(len(self.links))]
+        for _ in range(rounds):
+            await anyio.sleep(0.002)
+            sent["feed"].append(time.monotonic())
+            await self.drive(1, lambda link, n: link.send(at_step(small[link.rank], n)))
+        got: list[Any] = [None] * (len(self.links) + 1)
+        await in_thread(dist.gather_object, None, got, 0)
+        median = {
+            kind: statistics.median(a - s for one in got[1:] for a, s in zip(one[kind], sent[kind], strict=True))
+            for kind in sent
+        }
+        self.row("arrival_raw", 1e3 * median["raw"], "ms")
+        self.row("arrival_feed_20kB", 1e3 * median["feed"], "ms")
+        self.row("arrival_over_raw", median["feed"] / median["raw"], "ratio", 2.0, at_most=True)
+
+    async def memory(self) -> None:
+        await in_thread(dist.barrier)
+        shares = [share(rank, len(self.links), 4) for rank in range(len(self.links))]
+        slab = wire.encode(shares[0]).frame.total_bytes
+        await self.drive(1000, lambda link, n: link.send(at_step(shares[link.rank], n)))
+        got: list[Any] = [None] * (len(self.links) + 1)
+        await in_thread(dist.gather_object, None, got, 0)
+        self.row("receiver_growth_over_900_batches", max(g for g, _ in got[1:]) / slab, "slabs", 1.0, at_most=True)
+        self.row("receiver_resident_by_pool", max(a for _, a in got[1:]) / 1e6, "MB")
+
+
+async def in_thread(function: Callable[..., object], *args: object) -> None:
+    await anyio.to_thread.run_sync(lambda: function(*args))
+
+
+async def stall(links: list[Any], bench: Bench) -> None:
+    """The longest the event loop was late while 256 MB left, over the same without."""
+    gaps: list[float] = []
+
+    async def tick() -> None:
+        last = time.perf_counter()
+        while True:
+            await anyio.sleep(0.001)
+            now = time.perf_counter()
+            gaps.append(now - last - 0.001)
+            last = now
+
+    big = share(0, 1, 256)
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(tick)
+        await anyio.sleep(1.0)
+        quiet = max(gaps)
+        gaps.clear()
+        await bench.drive(2, lambda link, n: link.send(at_step(big, n)))
+        bench.row("loop_stall_quiet", 1e3 * quiet, "ms")
+        bench.row("loop_stall_256MB", 1e3 * max(gaps), "ms", 20.0, at_most=True)
+        tasks.cancel_scope.cancel()
+
+
+def stall_rank(address: str) -> None:
+    for _ in RankFeed(address, rank=0, dp_size=1):
+        pass
+
+
+async def run(dp_size: int, plan: Plan) -> list[dict[str, Any]]:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    async with TorchTransport.listen(dp_size=dp_size, narrow=False) as transport:
+        command = [sys.executable, __file__, "--as-rank", json.dumps([dp_size, transport.address, vars(plan)])]
+        ranks = [subprocess.Popen([*command, str(rank)]) for rank in range(dp_size)]  # noqa: ASYNC220 - before anything runs
+        try:
+            await anyio.to_thread.run_sync(
+                lambda: dist.init_process_group("gloo", rank=0, world_size=dp_size + 1), abandon_on_cancel=True
+            )
+            links = sorted([await transport.accept() for _ in ranks], key=lambda link: link.rank)
+            bench = Bench(links, plan)
+            for megabytes in plan.sizes:
+                await bench.size(megabytes)
+            await bench.latency()
+            await bench.memory()
+            for process in ranks:
+                await anyio.to_thread.run_sync(process.wait)
+            dist.destroy_process_group()
+        finally:
+            for process in ranks:
+                process.kill()
+    return bench.rows
+
+
+async def run_stall() -> list[dict[str, Any]]:
+    async with TorchTransport.listen(dp_size=1) as transport:
+        command = [sys.executable, __file__, "--as-rank", json.dumps(["stall", transport.address])]
+        process = subprocess.Popen(command)  # noqa: ASYNC220 - before anything runs
+        link = await transport.accept()
+        bench = Bench([link], Plan([], 0, 0))
+        await stall([link], bench)
+        link.end()
+        await anyio.to_thread.run_sync(process.wait)
+    return bench.rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json", action="store_true", help="one JSON object a row")
+    parser.add_argument("--sizes", default="1,10,40", help="megabytes per rank")
+    parser.add_argument("--ranks", default="1,2")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--full", action="store_true", help="1 to 256 MB, 1 to 4 ranks")
+    parser.add_argument("--as-rank", nargs="+", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.as_rank:
+        what = json.loads(options.as_rank[0])
+        if what[0] == "stall":
+            stall_rank(what[1])
+        else:
+            rank_main(int(options.as_rank[1]), what[0], what[1], Plan(**what[2]))
+        return
+    sizes = "1,10,40,64,128,256" if options.full else options.sizes
+    worlds = "1,2,4" if options.full else options.ranks
+    plan = Plan([float(size) for size in sizes.split(",")], options.rounds, 200)
+    torch.set_num_threads(1)
+    rows = anyio.run(run_stall)
+    for dp_size in worlds.split(","):
+        with suppress(KeyboardInterrupt):
+            rows += [{**row, "ranks": int(dp_size)} for row in anyio.run(run, int(dp_size), plan)]
+    for row in rows:
+        print(json.dumps(row) if options.json else f"{row['name']:44} {row['value']:10} {row['unit']:6}"
+              + (f" bar {row['bar']}: {'holds' if row['holds'] else 'MISSED'}" if "bar" in row else ""))  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()
