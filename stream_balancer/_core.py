@@ -188,6 +188,11 @@ class BalancerCore:
     # -- when ----------------------------------------------------------------------------------------------------------
 
     @property
+    def ended(self) -> bool:
+        """No more rollouts will come."""
+        return self._ended
+
+    @property
     def finished(self) -> bool:
         """Ended, and nothing waits any more. Batches may still be in flight."""
         return self._ended and not len(self._buffer) and not self._to_redeliver

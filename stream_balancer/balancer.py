@@ -75,6 +75,11 @@ class StreamBalancer:
         """The knobs in force."""
         return self._core.config
 
+    @property
+    def ended(self) -> bool:
+        """True once ``end()`` or ``aclose()`` was called: puts raise ClosedResourceError."""
+        return self._closed or self._core.ended
+
     # -- rollouts in ---------------------------------------------------------------------------------------------------
 
     async def put(self, rollout: Rollout) -> None:

@@ -67,6 +67,17 @@ class Kind(IntEnum):
     acknowledgement)."""
     BYE = 7
     """Rank: I am leaving on purpose."""
+    PUTS = 32
+    """Producer: ``wire_bytes`` of puts follow, each rollout behind a PUT frame of its own; then a trailer."""
+    PUT = 33
+    """Inside PUTS: rollout ``rank`` of the ``dp_size`` of put number ``step``; ``taken`` is how it was put."""
+    CANCEL = 34
+    """Producer: put number ``step`` is not wanted any more."""
+    ACCEPTED = 35
+    """Controller: the balancer holds put number ``step + i`` for every bit ``i`` of ``nanoseconds``."""
+    REFUSED = 36
+    """Controller: put number ``step`` was not accepted, for reason ``rank``; ``wire_bytes`` of text, a trailer
+    follow."""
 
 
 class Frame(NamedTuple):

@@ -10,13 +10,35 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from typing import Self
+from functools import partial
+from typing import Any, Self
 
 import anyio
 import torch
 
-from stream_balancer.errors import AlreadyInUseError, ClosedResourceError, EndOfStream, RankLostError, WouldBlock
+from stream_balancer.errors import (
+    AlreadyInUseError,
+    BrokenResourceError,
+    ClosedResourceError,
+    EndOfStream,
+    RankLostError,
+    WouldBlock,
+)
 from stream_balancer.transport import StepDone
+from stream_balancer.transport._producers import (
+    DEFAULT_MAX_PUT_BYTES,
+    DEFAULT_STAGED_BYTES,
+    ENDED,
+    Mode,
+    Offer,
+    PutLedger,
+    Ticket,
+    Withdrawal,
+    error_of,
+    read_puts,
+    reason_of,
+    write_puts,
+)
 from stream_balancer.types import RankBatch
 from stream_balancer.wire import decode, encode
 
@@ -181,6 +203,136 @@ def _carry(share: RankBatch) -> RankBatch:
     return decode(encoded.frame, slab)
 
 
+class MemoryOutlet:
+    """A producer's end. Belongs to the event loop of its transport. ``hold()`` lets messages hang in the wire."""
+
+    threads = False
+    linger_s = 5.0
+
+    def __init__(self, staged_bytes: int, max_put_bytes: int) -> None:
+        self._book = PutLedger()
+        self._book.open(staged_bytes, max_put_bytes)
+        self.intake = MemoryIntake(self)
+        self._held: deque[Callable[[], None]] | None = None
+        self._next = 0
+
+    def hold(self) -> None:
+        """From now on messages wait in the wire, both ways."""
+        self._held = deque()
+
+    def release(self) -> None:
+        """They arrive, in order."""
+        held, self._held = self._held or deque(), None
+        for deliver in held:
+            deliver()
+
+    def carry(self, deliver: Callable[[], None]) -> None:
+        """A message, one way or the other."""
+        if self._held is None:
+            deliver()
+        else:
+            self._held.append(deliver)
+
+    def offer(self, ticket: Ticket) -> None:
+        """See :class:`~stream_balancer.connect.Outlet`."""
+        self._book.offer(ticket)
+        self._flush()
+
+    def _flush(self) -> None:
+        while tickets := self._book.take():
+            offers = [offer for offer, _ in read_puts(write_puts(tickets), self._next)]
+            self._next += len(offers)
+            self.carry(partial(self.intake._arrive, offers))
+
+    def withdraw(self, ticket: Ticket) -> None:
+        """See :class:`~stream_balancer.connect.Outlet`."""
+        number = self._book.withdraw(ticket)
+        if number is not None:
+            self.carry(partial(self.intake._arrive, [Withdrawal(number)]))
+
+    def close(self) -> None:
+        """See :class:`~stream_balancer.connect.Outlet`."""
+        for number in self._book.close():
+            self.carry(partial(self.intake._arrive, [Withdrawal(number)]))
+        if self._book.num_on_way == 0:
+            self.carry(partial(self.intake._fail, EndOfStream()))
+
+    async def aclose(self) -> None:
+        """See :class:`~stream_balancer.connect.Outlet`."""
+        self.close()
+
+    def kill(self) -> None:
+        """Be gone without a word, as a killed process."""
+        self.intake._fail(BrokenResourceError("connection closed by peer"))
+
+    def _verdict(self, number: int, error: Exception | None) -> None:
+        self._book.settle(number, error if error is None else error_of(*reason_of(error)))
+        self._flush()
+        if self._book.closed and self._book.num_on_way == 0:
+            self.carry(partial(self.intake._fail, EndOfStream()))
+
+
+class MemoryIntake:
+    """The controller's end of a producer's link."""
+
+    def __init__(self, outlet: MemoryOutlet) -> None:
+        self._outlet = outlet
+        self._inbox: deque[Offer | Withdrawal] = deque()
+        self._given: dict[int, Offer] = {}
+        self._error: Exception | None = None
+        self._ended = False
+        self._callback: Callable[[], object] = lambda: None
+        self._at_once: Callable[[Offer], object] = lambda offer: None
+
+    def subscribe(self, callback: Callable[[], object], at_once: Callable[[Offer], object]) -> None:
+        """See :class:`~stream_balancer.transport._producers.GlooIntake`; ``at_once`` answers a put_nowait."""
+        self._callback, self._at_once = callback, at_once
+        self._inbox.extendleft(reversed(self._given.values()))
+        self._given.clear()
+
+    def take(self) -> Offer | Withdrawal | None:
+        """The next event; None if there is none."""
+        if self._inbox:
+            item = self._inbox.popleft()
+            if isinstance(item, Offer):
+                self._given[item.number] = item
+            return item
+        if self._error is not None:
+            raise self._error
+        return None
+
+    def answer(self, number: int, error: Exception | None) -> None:
+        """The verdict on a put."""
+        self._given.pop(number, None)
+        if self._error is None:
+            self._outlet.carry(partial(self._outlet._verdict, number, error))
+
+    def end(self) -> None:
+        """Nothing is taken any more."""
+        self._ended = True
+        self._outlet._book.end(lambda _: ClosedResourceError(ENDED))
+
+    async def aclose(self) -> None:
+        """Release it."""
+        self._fail(BrokenResourceError("closed"))
+        self._outlet._book.end(lambda ticket: ticket.lost("its link was closed"))
+
+    def _arrive(self, items: list[Offer | Withdrawal]) -> None:
+        if self._error is not None:
+            return
+        for item in items:
+            if isinstance(item, Offer) and item.mode is Mode.NOWAIT:
+                self._at_once(item)
+            else:
+                self._inbox.append(item)
+        self._callback()
+
+    def _fail(self, error: Exception) -> None:
+        if self._error is None:
+            self._error = error
+            self._callback()
+
+
 class MemoryTransport:
     """The controller's side, and where ranks of the same event loop connect."""
 
@@ -193,6 +345,33 @@ class MemoryTransport:
         self._links: dict[int, MemoryLink] = {}
         self._arrival: anyio.Event | None = None
         self._closed = False
+        self._producers: deque[MemoryIntake] = deque()
+        self._intakes: list[MemoryIntake] = []
+        self._producer_arrival = anyio.Event()
+
+    def connect_producer(
+        self, *, staged_bytes: int = DEFAULT_STAGED_BYTES, max_put_bytes: int = DEFAULT_MAX_PUT_BYTES
+    ) -> MemoryOutlet:
+        """A producer's port; give it to ``sb.connect``."""
+        outlet = MemoryOutlet(staged_bytes, max_put_bytes)
+        self._intakes.append(outlet.intake)
+        self.readmit(outlet.intake)
+        return outlet
+
+    def readmit(self, link: Any) -> None:
+        """Give a producer back, for the next ``attend``."""
+        self._producers.append(link)
+        self._producer_arrival.set()
+
+    async def accept_producer(self) -> MemoryIntake:
+        """The next producer. If cancelled, none is lost."""
+        await anyio.lowlevel.checkpoint()
+        while not self._producers:
+            if self._closed:
+                raise ClosedResourceError
+            self._producer_arrival = anyio.Event()
+            await self._producer_arrival.wait()
+        return self._producers.popleft()
 
     def connect(self, rank: int, *, dp_size: int | None = None, incarnation: int = 0, depth: int = 2) -> MemoryPort:
         """A rank's port; give it to RankFeed. A refused one raises in the feed's iteration, as between processes."""
@@ -242,6 +421,9 @@ class MemoryTransport:
         self._closed = True
         for link in self._links.values():
             await link.aclose()
+        for intake in self._intakes:
+            await intake.aclose()
+        self._producer_arrival.set()
         if self._arrival is not None:
             self._arrival.set()
 

@@ -1,0 +1,252 @@
+"""Rollouts from any process: ``sb.connect`` gives an object to put into, wherever the balancer lives.
+
+::
+
+    async with sb.connect("tcp://host:port") as producer:      # or a c10d store, or None inside torchrun
+        await producer.put(rollout)
+    with sb.connect("tcp://host:port") as producer:            # plain threads: the same words, blocking
+        producer.put(rollout)
+
+``with`` gives :class:`BlockingProducer`, whose methods block, so that nobody can make a coroutine by mistake and
+forget it. The contract is :class:`~stream_balancer.balancer.StreamBalancer`'s: returning means *held by the balancer*.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Sequence
+from typing import Any, Protocol, Self, cast
+
+import anyio
+import anyio.lowlevel
+import sniffio
+
+from stream_balancer.balancer import _check_group
+from stream_balancer.errors import BrokenResourceError, WouldBlock
+from stream_balancer.transport._loop import loop_caller
+from stream_balancer.transport._producers import Mode, Ticket, Withdrawn
+from stream_balancer.types import Rollout
+
+__all__ = ["BlockingProducer", "Producer", "connect"]
+
+
+class Outlet(Protocol):
+    """The producer's end of a link."""
+
+    threads: bool
+    """Whether threads may use it."""
+
+    @property
+    def linger_s(self) -> float:
+        """Seconds the verdict on a cancelled put is waited for."""
+        ...
+
+    def offer(self, ticket: Ticket) -> None:
+        """Have it sent when there is room. Never blocks."""
+        ...
+
+    def withdraw(self, ticket: Ticket) -> None:
+        """Ask for it back; its verdict says whether that was in time. Never blocks."""
+        ...
+
+    def close(self) -> None:
+        """Withdraw what has no verdict and leave. Idempotent."""
+        ...
+
+    async def aclose(self) -> None:
+        """:meth:`close`, without blocking the event loop."""
+        ...
+
+
+def connect(source: Any = None, **options: Any) -> Producer:
+    """Connect to a served balancer in the background; returns at once, and puts wait for the connection.
+
+    ``source``: ``"tcp://host:port"`` (``TorchTransport.address``), a c10d Store, None for the initialised world's
+    store, or a port of another transport. ``options``: ``label`` (for logs), ``host``, ``name``, ``keepalive_s``,
+    ``linger_s`` (seconds a farewell, or the verdict on a cancelled put, is waited for).
+    """
+    if hasattr(source, "offer"):
+        return Producer(cast("Outlet", source))
+    from stream_balancer.transport import torch_dist
+
+    if source is None:
+        source, _, _ = torch_dist.current_world()
+    return Producer(torch_dist.GlooOutlet(source, **options))
+
+
+class Producer:
+    """Puts into a balancer elsewhere; any number of tasks and threads may share one.
+
+    Raises what the balancer raises, with the same text, and BrokenResourceError if the controller is lost: put again
+    on a new connection; DuplicateRolloutError then means that the first put was accepted.
+    """
+
+    def __init__(self, port: Outlet) -> None:
+        self._port = port
+
+    async def put(self, rollout: Rollout) -> None:
+        """Hand over a finished rollout; returns once the balancer holds it, waits while it is full.
+
+        If ``put`` is cancelled, the rollout was not accepted. Cancelling takes a round trip: if the balancer turns out
+        to have accepted it already, ``put`` returns normally and the cancellation comes at your next await. If no
+        answer comes within ``linger_s``, BrokenResourceError says that the outcome is not known.
+        """
+        await self._put([_checked(rollout)], Mode.PUT)
+
+    async def put_group(self, rollouts: Sequence[Rollout]) -> None:
+        """Hand over all siblings of a group: all are accepted, or none. Otherwise like :meth:`put`."""
+        for rollout in rollouts:
+            _checked(rollout)
+        _check_group(rollouts)
+        await self._put(rollouts, Mode.GROUP)
+
+    def put_nowait(self, rollout: Rollout, *, timeout_s: float = 5.0) -> None:
+        """One round trip, blocking this thread for at most ``timeout_s``: WouldBlock if the balancer is full.
+
+        TimeoutError: no answer came; put it again, DuplicateRolloutError then means that it was accepted.
+        """
+        verdict = threading.Event()
+        ticket = Ticket([_checked(rollout)], Mode.NOWAIT, verdict.set)
+        self._port.offer(ticket)
+        if not verdict.wait(timeout_s if self._port.threads else 0):
+            self._port.withdraw(ticket)
+            if not ticket.done:
+                raise TimeoutError(
+                    f"put_nowait() of rollout {rollout.rollout_id!r} had no answer in {timeout_s} s. Put it again: a "
+                    "DuplicateRolloutError then means that it was accepted"
+                )
+        if isinstance(ticket.error, Withdrawn):
+            raise WouldBlock from None
+        _raise(ticket)
+
+    async def _put(self, rollouts: Sequence[Rollout], mode: Mode) -> None:
+        await anyio.lowlevel.checkpoint()
+        verdict = anyio.Event()
+        in_loop = loop_caller()
+        ticket = Ticket(rollouts, mode, lambda: in_loop(verdict.set))
+        self._port.offer(ticket)
+        try:
+            await verdict.wait()
+        except anyio.get_cancelled_exc_class():
+            self._port.withdraw(ticket)
+            await self._verdict_on_withdrawn(ticket, verdict)
+            if isinstance(ticket.error, Withdrawn):
+                raise
+            _cancel_at_next_await()
+        _raise(ticket)
+
+    async def _verdict_on_withdrawn(self, ticket: Ticket, verdict: anyio.Event) -> None:
+        with anyio.CancelScope(shield=True, deadline=anyio.current_time() + self._port.linger_s) as scope:
+            while not ticket.done and not scope.cancel_called:
+                try:
+                    await verdict.wait()
+                except anyio.get_cancelled_exc_class():  # asyncio's task.cancel() goes through shields
+                    continue
+        if not ticket.done:
+            raise BrokenResourceError(
+                f"put() of rollout {ticket.rollouts[0].rollout_id!r} was cancelled, but the controller has not "
+                f"answered for {self._port.linger_s} s: whether it was accepted is not known. Put it again: a "
+                "DuplicateRolloutError then means that it was"
+            )
+
+    @property
+    def blocking(self) -> BlockingProducer:
+        """The same with plain methods, for threads. Raises RuntimeError if the transport lives in one event loop."""
+        if not self._port.threads:
+            raise RuntimeError("this producer lives in one event loop; blocking methods would stop it. Await put()")
+        return BlockingProducer(self)
+
+    def close(self) -> None:
+        """Leave: puts without a verdict are withdrawn and raise ClosedResourceError. Idempotent."""
+        self._port.close()
+
+    async def aclose(self) -> None:
+        """:meth:`close`, without blocking the event loop."""
+        await self._port.aclose()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.aclose()
+
+    def __enter__(self) -> BlockingProducer:
+        return self.blocking
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class BlockingProducer:
+    """:class:`Producer` with blocking methods, callable from any thread."""
+
+    def __init__(self, producer: Producer) -> None:
+        self._producer = producer
+        self._port = producer._port
+
+    def put(self, rollout: Rollout, *, timeout_s: float | None = None) -> None:
+        """As :meth:`Producer.put`. TimeoutError after ``timeout_s``: it was not accepted.
+
+        If it is interrupted (KeyboardInterrupt) the rollout is withdrawn, but may have been accepted all the same:
+        putting it again raises DuplicateRolloutError then.
+        """
+        self._put([_checked(rollout)], Mode.PUT, timeout_s)
+
+    def put_group(self, rollouts: Sequence[Rollout], *, timeout_s: float | None = None) -> None:
+        """As :meth:`Producer.put_group`."""
+        for rollout in rollouts:
+            _checked(rollout)
+        _check_group(rollouts)
+        self._put(rollouts, Mode.GROUP, timeout_s)
+
+    def put_nowait(self, rollout: Rollout, *, timeout_s: float = 5.0) -> None:
+        """As :meth:`Producer.put_nowait`."""
+        self._producer.put_nowait(rollout, timeout_s=timeout_s)
+
+    def close(self) -> None:
+        """As :meth:`Producer.close`."""
+        self._producer.close()
+
+    def _put(self, rollouts: Sequence[Rollout], mode: Mode, timeout_s: float | None) -> None:
+        verdict = threading.Event()
+        ticket = Ticket(rollouts, mode, verdict.set)
+        self._port.offer(ticket)
+        try:
+            verdict.wait(timeout_s)
+        finally:
+            if not ticket.done:
+                self._port.withdraw(ticket)
+        if not verdict.wait(self._port.linger_s):
+            raise BrokenResourceError("the controller does not answer: whether the rollout was accepted is not known")
+        if isinstance(ticket.error, Withdrawn):
+            raise TimeoutError(f"put() was not accepted within {timeout_s} s: the balancer is full")
+        _raise(ticket)
+
+
+def _checked(rollout: Rollout) -> Rollout:
+    if not isinstance(rollout, Rollout):
+        raise TypeError(f"put() takes a Rollout, not {type(rollout).__name__}")
+    return rollout
+
+
+def _raise(ticket: Ticket) -> None:
+    if ticket.error is not None:
+        raise ticket.error
+
+
+def _cancel_at_next_await() -> None:
+    """A cancellation that came too late to stop the put must not be swallowed. Scopes cancel again by themselves, but
+    asyncio's ``task.cancel()`` and ``asyncio.timeout`` do not."""
+    if sniffio.current_async_library() != "asyncio" or anyio.current_effective_deadline() == float("-inf"):
+        return
+    task = asyncio.current_task()
+    if task is None or not (requests := task.cancelling()):
+        return
+
+    def again() -> None:
+        if task.cancelling() >= requests and not task.done():  # else a timeout block was left in time
+            task.uncancel()
+            task.cancel()
+
+    asyncio.get_running_loop().call_soon(again)
