@@ -14,6 +14,7 @@ from stream_balancer import planning
 from stream_balancer.balancer import Batches, StreamBalancer
 from stream_balancer.blocking import BlockingBalancer, blocking
 from stream_balancer.config import BalancerConfig
+from stream_balancer.connect import BlockingProducer, Producer, connect
 from stream_balancer.cost import CostModel, PaddedCost, QuadraticCost, TokenCost, TransformerCost
 from stream_balancer.dispatch import serve
 from stream_balancer.errors import (
@@ -44,6 +45,7 @@ __all__ = [
     "Batch",
     "Batches",
     "BlockingBalancer",
+    "BlockingProducer",
     "BrokenResourceError",
     "BusyResourceError",
     "ClosedResourceError",
@@ -53,6 +55,7 @@ __all__ = [
     "EndOfStream",
     "MicroBatch",
     "PaddedCost",
+    "Producer",
     "QuadraticCost",
     "RankBatch",
     "RankFeed",
@@ -70,6 +73,7 @@ __all__ = [
     "WireError",
     "WouldBlock",
     "blocking",
+    "connect",
     "generate_trace",
     "load_trace",
     "planning",

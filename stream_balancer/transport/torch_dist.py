@@ -33,6 +33,12 @@ from stream_balancer.errors import AlreadyInUseError, ClosedResourceError, RankL
 from stream_balancer.transport._endpoint import Pair, Pending
 from stream_balancer.transport._links import ControllerLink, PortBase
 from stream_balancer.transport._loop import loop_caller
+from stream_balancer.transport._producers import (
+    DEFAULT_MAX_PUT_BYTES,
+    DEFAULT_STAGED_BYTES,
+    GlooIntake,
+    OutletBase,
+)
 from stream_balancer.transport._slabs import SlabPool
 from stream_balancer.wire import PROTOCOL
 
@@ -92,6 +98,8 @@ class _Announcement(msgspec.Struct):
     incarnation: int
     depth: int
     max_batch_bytes: int
+    producer: str | None = None
+    """The label of a producer; the numbers above mean nothing then."""
 
 
 class _Reply(msgspec.Struct):
@@ -187,6 +195,9 @@ class TorchTransport:
         self._links: dict[int, ControllerLink] = {}
         self._joining: set[ControllerLink] = set()
         self._on_hold: list[_Announcement] = []
+        self._producers: list[GlooIntake] = []
+        self._intakes: set[GlooIntake] = set()
+        self._producer_arrival = anyio.Event()
         self._arrival = anyio.Event()
         self._error: Exception | None = None
         self._in_loop: Callable[[Callable[[], object]], None] | None = None
@@ -221,6 +232,37 @@ class TorchTransport:
         store, _, world_size = current_world()
         return cls(store, **{"dp_size": world_size, "host": _own_address(_master()), **options})
 
+    async def accept_producer(self) -> GlooIntake:
+        """The next producer. If cancelled, none is lost. Raises ClosedResourceError once closed."""
+        self._open()
+        while not self._producers:
+            if self._error is not None:
+                raise self._error
+            self._producer_arrival = anyio.Event()
+            await self._producer_arrival.wait()
+        return self._producers.pop(0)
+
+    def readmit(self, link: Any) -> None:
+        """Give a producer back, for the next ``attend``."""
+        self._producers.append(link)
+        self._producer_arrival.set()
+
+    def _begin_intake(self, guest: _Announcement, in_loop: Callable[[Callable[[], object]], None]) -> None:
+        intake = GlooIntake(
+            name=guest.producer or "",
+            staged_bytes=DEFAULT_STAGED_BYTES,
+            max_put_bytes=DEFAULT_MAX_PUT_BYTES,
+            connect=functools.partial(self._join, guest),
+            cancel_connect=functools.partial(self._uninvite, guest),
+            settled=self.readmit,
+            in_loop=in_loop,
+            keepalive_s=self._keepalive_s,
+            linger_s=self._linger_s,
+        )
+        self._intakes = {old for old in self._intakes if not old._over}
+        self._intakes.add(intake)
+        intake._start()
+
     async def accept(self) -> ControllerLink:
         """See :class:`~stream_balancer.transport.Transport`."""
         self._open()
@@ -236,9 +278,10 @@ class TorchTransport:
         if self._error is None:
             self._error = ClosedResourceError()
         self._arrival.set()
+        self._producer_arrival.set()
         with anyio.CancelScope(shield=True):
             async with anyio.create_task_group() as group:
-                for link in [*self._links.values(), *self._joining]:
+                for link in [*self._links.values(), *self._joining, *self._intakes]:
                     group.start_soon(link.aclose)
                 group.start_soon(
                     functools.partial(anyio.to_thread.run_sync, self._dismiss, limiter=anyio.CapacityLimiter(1))
@@ -284,6 +327,8 @@ class TorchTransport:
 
     def _judge(self, guest: _Announcement) -> _Reply | None:
         who = f"rank {guest.rank} announces"
+        if guest.producer is not None and guest.protocol == PROTOCOL:
+            return None
         if guest.protocol != PROTOCOL:
             problem = f"protocol {guest.protocol}, but the controller speaks {PROTOCOL}. Install one version everywhere"
         elif guest.dp_size != self.dp_size:
@@ -325,6 +370,9 @@ class TorchTransport:
 
     def _welcome(self, guest: _Announcement) -> None:
         if self._error is not None or self._in_loop is None:
+            return
+        if guest.producer is not None:
+            self._begin_intake(guest, self._in_loop)
             return
         before = self._links.get(guest.rank)
         if before is not None and before.live and before.incarnation >= guest.incarnation:
@@ -501,6 +549,36 @@ class GlooPort(PortBase):
                     raise ClosedResourceError from None
                 delay_s = min(2 * delay_s, 1.0)
         return _in_name_space(TCPStore(host, port, is_master=False, timeout=timedelta(days=1)), self._name_space), own
+
+
+class GlooOutlet(OutletBase):
+    """A producer's end, over a store or the address of one."""
+
+    def __init__(
+        self,
+        source: Store | str,
+        *,
+        label: str | None = None,
+        host: str | None = None,
+        name: str = "stream_balancer",
+        keepalive_s: float = 10.0,
+        linger_s: float = 5.0,
+    ) -> None:
+        label = label or f"{socket.gethostname()}:{os.getpid()}"
+        super().__init__(label, keepalive_s, linger_s)
+        self._source: Store | str = source
+        self._host = host
+        self._name_space = name
+        self._announcement = _Announcement(uuid.uuid4().hex, PROTOCOL, 0, 0, 0, 1, 0, producer=label)
+        self._asked = False
+        self._cancelled = threading.Event()
+        self._book.open(DEFAULT_STAGED_BYTES, DEFAULT_MAX_PUT_BYTES)
+        self._start()
+
+    _connect = GlooPort._connect  # type: ignore[assignment]
+    _cancel_connect = GlooPort._cancel_connect  # type: ignore[assignment]
+    _stores = GlooPort._stores
+    _reach_store = GlooPort._reach_store
 
 
 def _master() -> str:
