@@ -18,6 +18,7 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from typing import Any, cast
 
 import anyio
@@ -144,8 +145,12 @@ def rank_main(rank: int, dp_size: int, address: str, plan: Plan) -> None:
                         for mb in batch.micro_batches:
                             mb.packed()
                         feed.acknowledge()
-            others = [lambda: dist.broadcast_object_list([None], 0), lambda: dist.scatter_object_list([None], None, 0)]
-            for job in [*others, lambda: list_of_dicts(None)][: 3 if megabytes <= 10 else 2]:
+            others: list[Callable[[], object]] = [
+                lambda: dist.broadcast_object_list([None], 0),
+                lambda: cast("Any", dist).scatter_object_list([None], None, 0),
+                lambda: list_of_dicts(None),
+            ]
+            for job in others[: 3 if megabytes <= 10 else 2]:
                 dist.barrier()
                 job()
                 dist.barrier()
@@ -277,7 +282,7 @@ class Bench:
             "scatter_object_list": (lambda: cast("Any", dist).scatter_object_list([None], [None, *everything], 0), 5),
         }
         if megabytes <= 10:
-            jobs["list_of_dicts"] = (lambda: list_of_dicts(rows), 50)
+            jobs["list_of_dicts"] = (partial(list_of_dicts, rows), 50)
         for name, (job, bar) in jobs.items():
             await in_thread(dist.barrier)
             began = time.perf_counter()

@@ -361,6 +361,21 @@ class PortBase(Endpoint):
         for callback in self._callbacks:
             callback()
 
+    def _put(self, item: object) -> None:
+        """Have a frame sent, in one with what still waits where the two say no more than one can: every frame wakes the
+        controller."""
+        with self._changed:
+            last = self._outbox[-1] if self._outbox else None
+            if isinstance(item, Frame) and isinstance(last, Frame) and last.kind in (Kind.REPORT, Kind.ALIVE):
+                if item.kind is Kind.ALIVE:
+                    return
+                if item.kind is Kind.REPORT and (last.kind is Kind.ALIVE or item.step < 0):
+                    item = item._replace(
+                        step=max(item.step, last.step), nanoseconds=item.nanoseconds or last.nanoseconds
+                    )
+                    self._outbox.pop()
+            super()._put(item)
+
     def _write(self, item: object) -> None:
         if isinstance(item, Frame):
             self._send_frame(item)

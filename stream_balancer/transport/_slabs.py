@@ -43,7 +43,7 @@ class SlabPool:
             self._trim()
             fitting = [slab for slab in self._idle if slab.numel() >= size]
             if fitting:
-                best = min(fitting, key=lambda slab: slab.numel())
+                best = min(reversed(fitting), key=lambda slab: slab.numel())  # of equals the last one used: it is warm
                 self._idle = deque(slab for slab in self._idle if slab is not best)
                 return best
             if self._idle:  # all too small: the batches grew, so let one go for the larger one
