@@ -275,7 +275,9 @@ def write_puts(tickets: Sequence[Ticket]) -> Tensor:
     at = 0
     for ticket in tickets:
         for part in ticket.parts:
-            frame = part.frame._replace(kind=Kind.PUT, step=ticket.number, taken=int(ticket.mode))
+            frame = part.frame._replace(
+                kind=Kind.PUT, step=-1 if ticket.number is None else ticket.number, taken=int(ticket.mode)
+            )
             slab[at : at + FRAME_BYTES] = frame.pack().view(torch.uint8)
             at += FRAME_BYTES
             for _ in part.fill(slab[at : at + frame.wire_bytes]):

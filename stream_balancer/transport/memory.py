@@ -9,7 +9,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Self
 
@@ -317,7 +317,7 @@ class MemoryIntake:
         self._fail(BrokenResourceError("closed"))
         self._outlet._book.end(lambda ticket: ticket.lost("its link was closed"))
 
-    def _arrive(self, items: list[Offer | Withdrawal]) -> None:
+    def _arrive(self, items: Sequence[Offer | Withdrawal]) -> None:
         if self._error is not None:
             return
         for item in items:

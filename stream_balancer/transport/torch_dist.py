@@ -281,7 +281,8 @@ class TorchTransport:
         self._producer_arrival.set()
         with anyio.CancelScope(shield=True):
             async with anyio.create_task_group() as group:
-                for link in [*self._links.values(), *self._joining, *self._intakes]:
+                ends: list[ControllerLink | GlooIntake] = [*self._links.values(), *self._joining, *self._intakes]
+                for link in ends:
                     group.start_soon(link.aclose)
                 group.start_soon(
                     functools.partial(anyio.to_thread.run_sync, self._dismiss, limiter=anyio.CapacityLimiter(1))
@@ -575,8 +576,8 @@ class GlooOutlet(OutletBase):
         self._book.open(DEFAULT_STAGED_BYTES, DEFAULT_MAX_PUT_BYTES)
         self._start()
 
-    _connect = GlooPort._connect  # type: ignore[assignment]
-    _cancel_connect = GlooPort._cancel_connect  # type: ignore[assignment]
+    _connect = GlooPort._connect
+    _cancel_connect = GlooPort._cancel_connect
     _stores = GlooPort._stores
     _reach_store = GlooPort._reach_store
 

@@ -1,3 +1,4 @@
+# ruff: noqa: SIM117 - the scopes end at different places
 """Puts from elsewhere, over the memory twin: the same contract, under virtual time, cancelled at every pass."""
 
 from __future__ import annotations
