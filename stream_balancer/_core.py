@@ -633,6 +633,7 @@ def _plan_knobs(config: BalancerConfig) -> PlanKnobs:
         micro_batch_multiple=config.micro_batch_multiple,
         pipeline_order=config.micro_batch_order == "pipeline",
         oversize=config.oversize,
+        group_size=config.group_size,
     )
 
 

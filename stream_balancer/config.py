@@ -16,6 +16,7 @@ import numpy as np
 
 from stream_balancer.cost import CostModel, TokenCost
 from stream_balancer.errors import ConfigError
+from stream_balancer.planning import smallest_max_skips
 
 __all__ = ["BalancerConfig"]
 
@@ -124,10 +125,11 @@ class BalancerConfig:
         """Smallest ``max_skips`` that works with this window and capacity.
 
         Below ``3 * (window / batch_size - 1)`` every rollout would always be due and the window could choose nothing;
-        below ``ceil(held / batch_size) - 1`` a full buffer could not leave in time, whatever the order.
+        below ``ceil(capacity / batch_size) - 1`` a full buffer could not leave in time, whatever the order (with groups
+        kept whole a batch may be up to ``group_size - 1`` short, so a little more is needed).
         """
-        useful = 3 * (self.window / self.batch_size - 1)
-        return max(math.ceil(useful), math.ceil(self.capacity / self.batch_size) - 1, 1)
+        whole = self.group_size if self.group_size is not None and self.groups != "free" else 1
+        return max(smallest_max_skips(self.window, self.batch_size, self.capacity, whole), 1)
 
 
 _POSITIVE_INTS = ("dp_size", "batch_size", "micro_batch_multiple")

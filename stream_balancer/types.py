@@ -227,7 +227,8 @@ class RankBatch:
     micro_batches: tuple[MicroBatch, ...]
     """In the order they should run."""
     load: float
-    """Predicted work of this share, in the cost model's unit; divided by the rank's speed where ``speeds`` are given."""
+    """Predicted work of this share, in the cost model's unit; divided by the rank's speed where ``speeds`` are
+    given."""
     global_num_rollouts: int
     """Rollouts in the step over all ranks, padding copies not counted."""
     global_num_tokens: int
