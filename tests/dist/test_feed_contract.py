@@ -13,10 +13,12 @@ from stream_balancer.testing import check_transport
 from stream_balancer.testing.transports import CLAUSES, Opener
 from stream_balancer.transport.torch_dist import GlooPort, TorchTransport
 
+LINGER_S = 35.0  # more than the guards: a good-bye that is not answered shows as a hang
+
 
 class _Harness:
     def __init__(self, dp_size: int) -> None:
-        self.transport = TorchTransport.listen(dp_size=dp_size)
+        self.transport = TorchTransport.listen(dp_size=dp_size, linger_s=LINGER_S)
         self.feeds: list[RankFeed] = []
 
     def connect(self, rank: int, *, dp_size: int | None = None, incarnation: int = 0, depth: int = 2) -> RankFeed:
@@ -26,6 +28,7 @@ class _Harness:
             dp_size=dp_size or self.transport.dp_size,
             incarnation=incarnation,
             depth=depth,
+            linger_s=LINGER_S,
         )
         self.feeds.append(feed)
         return feed

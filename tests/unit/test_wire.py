@@ -146,6 +146,17 @@ def test_a_batch_frame_is_checked_before_anything_is_allocated(change: dict[str,
         wire.check_batch_frame(frame._replace(**change), step=0, rank=1, dp_size=2, max_bytes=2**30)
 
 
+@pytest.mark.parametrize("field", ["wire_bytes", "total_bytes"])
+@pytest.mark.parametrize("change", [-64, 64])
+def test_the_size_that_came_must_be_the_size_described(field: str, change: int) -> None:
+    encoded = wire.encode(a_share())
+    slab = torch.zeros(encoded.frame.total_bytes + 64, dtype=torch.uint8)
+    assert list(encoded.fill(slab))
+    odd: dict[str, Any] = {field: getattr(encoded.frame, field) + change}
+    with pytest.raises(WireError, match="bytes"):
+        wire.decode(encoded.frame._replace(**odd), slab)
+
+
 @pytest.mark.parametrize(("word", "problem"), [(0, "wrong magic"), (1, "protocol"), (5, "checksum")])
 def test_a_damaged_frame_is_refused(word: int, problem: str) -> None:
     words = wire.Frame(wire.Kind.ALIVE, seen=3).pack()
