@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test lint types unit soak bench clean
+.PHONY: help install demo test lint types unit soak bench bench-peers clean
 
 help:  ## list the targets
 	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -43,5 +43,19 @@ bench: install  ## every benchmark that needs nothing but the project
 		test ! -e bench/$$file.py || { echo "== bench/$$file.py"; $(BIN)/python bench/$$file.py $(ARGS) || exit 1; }; \
 	done
 
+PEERS := .venv-peers/bin/python
+
+.venv-peers/.installed: bench/peers-deps.txt bench/peers.txt
+	test -x $(PEERS) || $(PYTHON) -m venv .venv-peers
+	$(PEERS) -m pip install --quiet --disable-pip-version-check torch==2.13.0
+	$(PEERS) -m pip install --quiet --disable-pip-version-check -c constraints.txt -r bench/peers-deps.txt
+	$(PEERS) -m pip install --quiet --disable-pip-version-check --no-deps -r bench/peers.txt
+	touch $@
+
+bench-peers: .venv-peers/.installed  ## the planning benchmarks beside verl, AReaL and others, in an environment of their own
+	for file in partition window micro_batches; do \
+		echo "== bench/$$file.py"; PYTHONPATH=. $(PEERS) bench/$$file.py $(ARGS) || exit 1; \
+	done
+
 clean:  ## remove .venv and caches
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) .venv-peers .mypy_cache .ruff_cache .pytest_cache .hypothesis
