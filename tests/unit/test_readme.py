@@ -1,0 +1,49 @@
+"""Every Python snippet of the README runs, or is a piece of an example that a test runs; every link leads somewhere."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+README = (ROOT / "README.md").read_text()
+SNIPPETS = re.findall(r"(<!-- from (\S+) -->\n)?```python\n(.*?)```", README, re.S)
+
+
+@pytest.mark.parametrize("code", [code for _, of, code in SNIPPETS if not of])
+def test_snippets_run(code: str) -> None:
+    done = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(("of", "code"), [(of, code) for _, of, code in SNIPPETS if of])
+def test_excerpts_are_what_the_example_says(of: str, code: str) -> None:
+    example = [line.strip() for line in (ROOT / of).read_text().splitlines()]
+    for line in code.splitlines():
+        assert not line.strip() or line.strip() == "..." or line.strip() in example, f"{of} has no line {line!r}"
+
+
+def test_there_are_snippets() -> None:
+    assert len(SNIPPETS) >= 3
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+def test_links_lead_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)#]+)[^)]*\)", page.read_text()):
+        if not target.startswith("http"):
+            assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+def test_commands_name_targets_and_files_that_exist(page: Path) -> None:
+    text = page.read_text()
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M))
+    for target in re.findall(r"^(?:\$ )?make ([a-z-]+)", text, re.M):
+        assert target in targets, target
+    for script in re.findall(r"(?:bench|examples)/\w+\.py", text):
+        assert (ROOT / script).exists(), script
