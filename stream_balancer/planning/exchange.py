@@ -32,7 +32,7 @@ def exchange_with_waiting(costs: Floats, shares: list[Ints], fixed: Bools, pool:
         pool: positions not chosen that may be.
 
     Returns:
-        The shares, ascending; the same objects if they were even already.
+        The shares, ascending; the same objects if they were even already, or if no exchange made the ranks idle less.
 
     Complexity: O(n log W) for n chosen rollouts, in at most two passes over the ranks.
     """
@@ -43,6 +43,7 @@ def exchange_with_waiting(costs: Floats, shares: list[Ints], fixed: Bools, pool:
     level = max(sum(loads) / len(loads), float(costs[chosen].max()))
     if max(loads) <= level * _EVEN:
         return shares
+    idle_before = 1.0 - sum(loads) / len(loads) / max(loads)
     usable = pool[costs[pool] <= level]
     usable = usable[np.argsort(costs[usable], kind="stable")]
     shelf = list(zip(costs[usable].tolist(), usable.tolist(), strict=True))
@@ -54,6 +55,8 @@ def exchange_with_waiting(costs: Floats, shares: list[Ints], fixed: Bools, pool:
     for rank in np.argsort(loads).tolist():
         if loads[rank] * _EVEN < highest:
             loads[rank] = _fit(costs, new[rank], fixed, shelf, loads[rank], highest)
+    if 1.0 - sum(loads) / len(loads) / max(loads) >= idle_before:
+        return shares  # bringing several hot ranks down can starve the others: then the batch was better as it was
     return [np.array(sorted(one), dtype=np.int64) for one in new]
 
 
