@@ -8,34 +8,42 @@
             share = batch.ranks[0]
 
 README.md shows the rest; ``help(sb.BalancerConfig)`` explains every knob.
+
+A name's module is imported when the name is first used, so that ``stream-balancer --help`` does not wait for torch.
 """
 
-from stream_balancer import planning
-from stream_balancer.balancer import Batches, StreamBalancer
-from stream_balancer.blocking import BlockingBalancer, blocking
-from stream_balancer.config import BalancerConfig
-from stream_balancer.connect import BlockingProducer, Producer, connect
-from stream_balancer.cost import CostModel, PaddedCost, QuadraticCost, TokenCost, TransformerCost
-from stream_balancer.dispatch import serve
-from stream_balancer.errors import (
-    AlreadyInUseError,
-    BrokenResourceError,
-    BusyResourceError,
-    ClosedResourceError,
-    ConfigError,
-    DuplicateRolloutError,
-    EndOfStream,
-    RankLostError,
-    RolloutError,
-    TraceError,
-    WireError,
-    WouldBlock,
-)
-from stream_balancer.feed import RankFeed
-from stream_balancer.simulate import SimulationReport, simulate
-from stream_balancer.trace import Trace, generate_trace, load_trace
-from stream_balancer.transport.torch_dist import TorchTransport
-from stream_balancer.types import Batch, MicroBatch, RankBatch, Rollout, Statistics
+import sys
+from importlib import import_module
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from stream_balancer import planning
+    from stream_balancer.balancer import Batches, StreamBalancer
+    from stream_balancer.blocking import BlockingBalancer, blocking
+    from stream_balancer.config import BalancerConfig
+    from stream_balancer.connect import BlockingProducer, Producer, connect
+    from stream_balancer.cost import CostModel, PaddedCost, QuadraticCost, TokenCost, TransformerCost
+    from stream_balancer.dispatch import serve
+    from stream_balancer.errors import (
+        AlreadyInUseError,
+        BrokenResourceError,
+        BusyResourceError,
+        ClosedResourceError,
+        ConfigError,
+        DuplicateRolloutError,
+        EndOfStream,
+        RankLostError,
+        RolloutError,
+        TraceError,
+        WireError,
+        WouldBlock,
+    )
+    from stream_balancer.feed import RankFeed
+    from stream_balancer.simulate import SimulationReport, simulate
+    from stream_balancer.trace import Trace, generate_trace, load_trace
+    from stream_balancer.transport.torch_dist import TorchTransport
+    from stream_balancer.types import Batch, MicroBatch, RankBatch, Rollout, Statistics
 
 __version__ = "0.1.0"
 
@@ -80,3 +88,47 @@ __all__ = [
     "serve",
     "simulate",
 ]
+
+_NAMES_OF = {
+    "balancer": "Batches StreamBalancer",
+    "blocking": "BlockingBalancer blocking",
+    "config": "BalancerConfig",
+    "connect": "BlockingProducer Producer connect",
+    "cost": "CostModel PaddedCost QuadraticCost TokenCost TransformerCost",
+    "dispatch": "serve",
+    "errors": "AlreadyInUseError BrokenResourceError BusyResourceError ClosedResourceError ConfigError "
+    "DuplicateRolloutError EndOfStream RankLostError RolloutError TraceError WireError WouldBlock",
+    "feed": "RankFeed",
+    "simulate": "SimulationReport simulate",
+    "trace": "Trace generate_trace load_trace",
+    "transport.torch_dist": "TorchTransport",
+    "types": "Batch MicroBatch RankBatch Rollout Statistics",
+}
+_MODULE_OF = {name: module for module, names in _NAMES_OF.items() for name in names.split()}
+_MODULES = {"planning", *(module.partition(".")[0] for module in _NAMES_OF)} - _MODULE_OF.keys()
+
+
+def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        return import_module(f"{__name__}.{name}")
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = globals()[name] = getattr(import_module(f"{__name__}.{_MODULE_OF[name]}"), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
+class _Package(ModuleType):
+    """``blocking``, ``connect`` and ``simulate`` are functions that live in modules of the same name. Importing such a
+    module would put it in the function's place."""
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if isinstance(value, ModuleType) and name in _MODULE_OF:
+            value = getattr(value, name)
+        super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Package

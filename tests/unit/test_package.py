@@ -1,0 +1,64 @@
+"""The package itself: every public name is there, and nothing is imported before it is used."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+import stream_balancer as sb
+
+
+def in_a_new_process(code: str) -> str:
+    return subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, timeout=60).stdout
+
+
+def seen_by_type_checkers() -> dict[str, str]:
+    """Name -> module, from the imports under TYPE_CHECKING."""
+    tree = ast.parse(Path(sb.__file__).read_text())
+    (guarded,) = (n for n in tree.body if isinstance(n, ast.If))
+    imports = [n for n in guarded.body if isinstance(n, ast.ImportFrom)]
+    return {alias.name: str(node.module) for node in imports for alias in node.names}
+
+
+def test_every_public_name_is_what_type_checkers_see() -> None:
+    seen = seen_by_type_checkers()
+    assert sorted(seen) == sb.__all__ == sorted(set(sb.__all__))
+    for name, module in seen.items():
+        if name != "planning":
+            assert getattr(sb, name) is vars(importlib.import_module(module))[name], name
+    assert isinstance(sb.planning, ModuleType)
+    assert set(sb.__all__) <= set(dir(sb))
+
+
+def test_the_command_line_answers_without_torch() -> None:
+    said = in_a_new_process(
+        "import sys; from typer.testing import CliRunner; from stream_balancer.cli import app\n"
+        "for args in (['--help'], ['replay', '--help'], ['demo', '--help'], ['--version']):\n"
+        "    assert CliRunner().invoke(app, args).exit_code == 0, args\n"
+        "print('torch' in sys.modules, 'numpy' in sys.modules)"
+    )
+    assert said.split() == ["False", "False"]
+
+
+@pytest.mark.parametrize("name", ["blocking", "connect", "simulate"])
+def test_a_function_is_not_replaced_by_the_module_it_lives_in(name: str) -> None:
+    said = in_a_new_process(
+        f"import stream_balancer as sb; import stream_balancer.{name}; from stream_balancer.{name} import __all__\n"
+        f"print(type(sb.{name}).__name__, sb.{name}.__module__)"
+    )
+    assert said.split() == ["function", f"stream_balancer.{name}"]
+
+
+def test_modules_are_there_without_importing_them() -> None:
+    assert in_a_new_process("import stream_balancer as sb; print(sb.cost.TokenCost is sb.TokenCost)").strip() == "True"
+
+
+def test_an_unknown_name_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="module 'stream_balancer' has no attribute 'Balancer'"):
+        _ = sb.Balancer  # type: ignore[attr-defined]
