@@ -31,12 +31,16 @@ from stream_balancer.transport.torch_dist import TorchTransport
 from stream_balancer.types import MicroBatch, RankBatch, Rollout
 
 ROLLOUTS = 64
+LATENCY_MEGABYTES = (0.02, 1.0, 10.0)
 BYTES_PER_TOKEN = 21
 BARS = {  # from the issue: (name, megabytes) -> at least (or at most, for latencies)
     ("prepacked_over_raw", 10): 0.75,
     ("prepacked_over_raw", 40): 0.9,
     ("full_over_raw", 10): 0.55,
     ("full_over_raw", 40): 0.7,
+    ("shared_over_raw", 64): 2.0,
+    ("shared_over_raw", 128): 2.0,
+    ("shared_over_raw", 256): 2.0,
 }
 
 
@@ -126,10 +130,21 @@ def list_of_dicts(rows: list[dict[str, torch.Tensor]] | None) -> None:
 # --- the rank --------------------------------------------------------------------------------------------------------
 
 
-def rank_main(rank: int, dp_size: int, address: str, plan: Plan) -> None:
+def take(feed: RankFeed, count: int) -> None:
+    for _ in range(count):
+        batch = next(feed)
+        for mb in batch.micro_batches:
+            mb.packed()
+        feed.acknowledge()
+
+
+def rank_main(rank: int, dp_size: int, addresses: list[str], plan: Plan) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", rank=rank + 1, world_size=dp_size + 1)
-    with RankFeed(address, rank=rank, dp_size=dp_size) as feed:
+    with (
+        RankFeed(addresses[0], rank=rank, dp_size=dp_size) as feed,
+        RankFeed(addresses[1], rank=rank, dp_size=dp_size) as shared_feed,
+    ):
         for megabytes in plan.sizes:
             repeats = plan.repeats(megabytes)
             size = torch.zeros(1, dtype=torch.int64)
@@ -138,13 +153,9 @@ def rank_main(rank: int, dp_size: int, address: str, plan: Plan) -> None:
             for _ in range(plan.rounds):
                 dist.barrier()
                 raw_receive(slab, repeats)
-                for _ in range(2):  # pre-packed, then with packing and unpacking
+                for source in (feed, feed, shared_feed):  # pre-packed; with packing and unpacking; shared memory
                     dist.barrier()
-                    for _ in range(repeats):
-                        batch = next(feed)
-                        for mb in batch.micro_batches:
-                            mb.packed()
-                        feed.acknowledge()
+                    take(source, repeats)
             others: list[Callable[[], object]] = [
                 lambda: dist.broadcast_object_list([None], 0),
                 lambda: cast("Any", dist).scatter_object_list([None], None, 0),
@@ -154,25 +165,30 @@ def rank_main(rank: int, dp_size: int, address: str, plan: Plan) -> None:
                 dist.barrier()
                 job()
                 dist.barrier()
-        latencies(feed, plan.latency_rounds)
+        latencies(feed, shared_feed, plan.latency_rounds)
         memory(feed)
+        memory(shared_feed)
     dist.destroy_process_group()
 
 
-def latencies(feed: RankFeed, rounds: int) -> None:
-    tiny = torch.zeros(64, dtype=torch.int64)
-    arrivals: dict[str, list[float]] = {"raw": [], "feed": []}
-    dist.barrier()
-    for _ in range(rounds):
-        dist.recv(tiny, 0)
-        arrivals["raw"].append(time.monotonic())
-        dist.send(tiny, 0)
-    dist.barrier()
-    for _ in range(rounds):
-        next(feed)
-        arrivals["feed"].append(time.monotonic())
-        feed.acknowledge()
-    dist.gather_object(arrivals, None, 0)
+def latencies(feed: RankFeed, shared_feed: RankFeed, rounds: int) -> None:
+    for _ in LATENCY_MEGABYTES:
+        size = torch.zeros(1, dtype=torch.int64)
+        dist.recv(size, 0)
+        slab = torch.zeros(int(size), dtype=torch.uint8)
+        arrivals: dict[str, list[float]] = {"raw": [], "feed": [], "shared": []}
+        dist.barrier()
+        for _ in range(rounds):
+            dist.recv(slab, 0, tag=1)
+            arrivals["raw"].append(time.monotonic())
+            dist.send(size, 0)
+        for name, source in (("feed", feed), ("shared", shared_feed)):
+            dist.barrier()
+            for _ in range(rounds):
+                next(source)
+                arrivals[name].append(time.monotonic())
+                source.acknowledge()
+        dist.gather_object(arrivals, None, 0)
 
 
 def memory(feed: RankFeed) -> None:
@@ -195,8 +211,9 @@ def memory(feed: RankFeed) -> None:
 class Bench:
     """Walks the plan on the controller's side; torch.distributed calls of the bench itself run in a thread."""
 
-    def __init__(self, links: list[Any], plan: Plan) -> None:
-        self.links, self.plan, self.step = links, plan, 0
+    def __init__(self, links: list[Any], plan: Plan, shared_links: list[Any] | None = None) -> None:
+        self.links, self.plan, self.steps = links, plan, {False: 0, True: 0}
+        self.shared_links = shared_links or []
         self.rows: list[dict[str, Any]] = []
 
     def row(self, name: str, value: float, unit: str, bar: float | None = None, *, at_most: bool = False) -> None:
@@ -205,29 +222,30 @@ class Bench:
             row |= {"bar": bar, "holds": value <= bar if at_most else value >= bar}
         self.rows.append(row)
 
-    async def drive(self, repeats: int, send: Callable[[Any, int], None]) -> float:
+    async def drive(self, repeats: int, send: Callable[[Any, int], None], *, shared: bool = False) -> float:
         """Send ``repeats`` steps against credits, wait for every acknowledgement; seconds."""
         changed = anyio.Event()
+        links = self.shared_links if shared else self.links
 
         def wake() -> None:
             changed.set()
 
-        for link in self.links:
+        for link in links:
             link._callbacks[:] = [wake]
-        left = [repeats] * len(self.links)
-        sent = [0] * len(self.links)
+        left = [repeats] * len(links)
+        sent = [0] * len(links)
         began = time.perf_counter()
         while any(left):
             changed = anyio.Event()
-            for index, link in enumerate(self.links):
+            for index, link in enumerate(links):
                 while link.report() is not None:
                     left[index] -= 1
                 while sent[index] < repeats and link.credits:
-                    send(link, self.step + sent[index])
+                    send(link, self.steps[shared] + sent[index])
                     sent[index] += 1
             if any(left):
                 await changed.wait()
-        self.step += repeats
+        self.steps[shared] += repeats
         return time.perf_counter() - began
 
     async def size(self, megabytes: float) -> None:
@@ -243,7 +261,10 @@ class Bench:
         for rank, slab in enumerate(slabs):
             await in_thread(dist.send, torch.tensor([slab.numel()]), rank + 1)
         repeats = self.plan.repeats(megabytes)
-        times: dict[str, list[float]] = {"raw": [], "prepacked": [], "full": []}
+        times: dict[str, list[float]] = {"raw": [], "prepacked": [], "full": [], "shared": []}
+
+        def send(link: Any, step: int) -> None:
+            link.send(at_step(shares[link.rank], step))
 
         def prepacked(link: Any, step: int) -> None:
             link._credits -= 1
@@ -260,15 +281,17 @@ class Bench:
             await in_thread(dist.barrier)
             times["prepacked"].append(await self.drive(repeats, prepacked))
             await in_thread(dist.barrier)
-            times["full"].append(await self.drive(repeats, lambda link, n: link.send(at_step(shares[link.rank], n))))
+            times["full"].append(await self.drive(repeats, send))
+            await in_thread(dist.barrier)
+            times["shared"].append(await self.drive(repeats, send, shared=True))
         self.report(megabytes, times, repeats)
-        await self.others(megabytes, shares, statistics.median(times["full"]) / repeats)
+        await self.others(megabytes, shares, statistics.median(times["shared"]) / repeats)
 
     def report(self, megabytes: float, times: dict[str, list[float]], repeats: int) -> None:
         where = f"{megabytes:g}MB_x{len(self.links)}"
         total = megabytes * len(self.links) * repeats
         self.row(f"raw_{where}", total / 1e3 / statistics.median(times["raw"]), "GB/s")
-        for kind in ("prepacked", "full"):
+        for kind in ("prepacked", "full", "shared"):
             ratio = statistics.median(r / o for r, o in zip(times["raw"], times[kind], strict=True))
             name = f"{kind}_over_raw"
             self.row(f"{name}_{where}", ratio, "ratio", BARS.get((name, int(megabytes))))
@@ -290,47 +313,74 @@ class Bench:
             await in_thread(dist.barrier)
             self.row(f"{name}_over_feed_{where}", (time.perf_counter() - began) / ours, "ratio", bar)
 
-    async def latency(self) -> None:
+    async def latency(self, megabytes: float) -> None:
+        """From the moment a packed batch is handed to the wire until the trainer has it, over a blocking recv of as
+        many bytes."""
         rounds = self.plan.latency_rounds
-        sent: dict[str, list[float]] = {"raw": [], "feed": []}
-        tiny = torch.zeros(64, dtype=torch.int64)
+        sent: dict[str, list[float]] = {"raw": [], "feed": [], "shared": []}
+        shares = [share(rank, len(self.links), megabytes) for rank in range(len(self.links))]
+        encoded = [wire.encode(one, narrow=False) for one in shares]
+        slabs = [torch.zeros(one.frame.wire_bytes, dtype=torch.uint8) for one in encoded]
+        for one, slab in zip(encoded, slabs, strict=True):
+            list(one.fill(slab))
+        for rank, slab in enumerate(slabs):
+            await in_thread(dist.send, torch.tensor([slab.numel()]), rank + 1)
 
         def raw() -> None:
+            answer = torch.zeros(1, dtype=torch.int64)
             for _ in range(rounds):
                 time.sleep(0.002)
                 sent["raw"].append(time.monotonic())
+                raw_send(slabs, 1)
                 for rank in range(len(self.links)):
-                    dist.send(tiny, rank + 1)
-                for rank in range(len(self.links)):
-                    dist.recv(tiny, rank + 1)
+                    dist.recv(answer, rank + 1)
+
+        def prepacked(link: Any, step: int) -> None:
+            link._credits -= 1
+            frame = encoded[link.rank].frame._replace(step=step)
+            link._put(lambda: link._send_slab(frame, slabs[link.rank], [frame.wire_bytes]))
+
+        def in_shared_memory(link: Any, step: int) -> None:
+            link._credits -= 1
+            frame = encoded[link.rank].frame._replace(step=step)
+
+            def send() -> None:
+                number, memory, news = link._shared.lend(frame.wire_bytes)
+                memory.copy_(slabs[link.rank])  # counts: this copy is all the transport there is
+                for new in news:
+                    link._send_frame(new)
+                link._send_frame(frame._replace(slab=number))
+
+            link._put(send)
 
         await in_thread(dist.barrier)
         await in_thread(raw)
-        await in_thread(dist.barrier)
-        small = [share(rank, len(self.links), 0.02) for rank in range(len(self.links))]
-        for _ in range(rounds):
-            await anyio.sleep(0.002)
-            sent["feed"].append(time.monotonic())
-            await self.drive(1, lambda link, n: link.send(at_step(small[link.rank], n)))
+        for kind, send in (("feed", prepacked), ("shared", in_shared_memory)):
+            await in_thread(dist.barrier)
+            for _ in range(rounds):
+                await anyio.sleep(0.002)
+                sent[kind].append(time.monotonic())
+                await self.drive(1, send, shared=kind == "shared")
         got: list[Any] = [None] * (len(self.links) + 1)
         await in_thread(dist.gather_object, None, got, 0)
         median = {
             kind: statistics.median(a - s for one in got[1:] for a, s in zip(one[kind], sent[kind], strict=True))
             for kind in sent
         }
-        self.row("arrival_raw", 1e3 * median["raw"], "ms")
-        self.row("arrival_feed_20kB", 1e3 * median["feed"], "ms")
-        self.row("arrival_over_raw", median["feed"] / median["raw"], "ratio", 2.0, at_most=True)
+        where = f"{megabytes:g}MB"
+        self.row(f"arrival_raw_{where}", 1e3 * median["raw"], "ms")
+        for kind in ("feed", "shared"):
+            self.row(f"arrival_{kind}_over_raw_{where}", median[kind] / median["raw"], "ratio", 2.0, at_most=True)
 
-    async def memory(self) -> None:
+    async def memory(self, *, shared: bool) -> None:
         await in_thread(dist.barrier)
         shares = [share(rank, len(self.links), 4) for rank in range(len(self.links))]
         slab = wire.encode(shares[0]).frame.total_bytes
-        await self.drive(1000, lambda link, n: link.send(at_step(shares[link.rank], n)))
+        await self.drive(1000, lambda link, n: link.send(at_step(shares[link.rank], n)), shared=shared)
         got: list[Any] = [None] * (len(self.links) + 1)
         await in_thread(dist.gather_object, None, got, 0)
-        self.row("receiver_growth_over_900_batches", max(g for g, _ in got[1:]) / slab, "slabs", 1.0, at_most=True)
-        self.row("receiver_resident_by_pool", max(a for _, a in got[1:]) / 1e6, "MB")
+        kind = "shared" if shared else "feed"
+        self.row(f"receiver_growth_{kind}", max(g for g, _ in got[1:]) / slab, "slabs", 1.0, at_most=True)
 
 
 async def in_thread(function: Callable[..., object], *args: object) -> None:
@@ -357,7 +407,9 @@ async def stall(links: list[Any], bench: Bench) -> None:
         gaps.clear()
         await bench.drive(2, lambda link, n: link.send(at_step(big, n)))
         bench.row("loop_stall_quiet", 1e3 * quiet, "ms")
-        bench.row("loop_stall_256MB", 1e3 * max(gaps), "ms", 20.0, at_most=True)
+        bench.row(
+            f"loop_stall_256MB{'_shared' if links[0].shares_memory else ''}", 1e3 * max(gaps), "ms", 20.0, at_most=True
+        )
         tasks.cancel_scope.cancel()
 
 
@@ -370,19 +422,26 @@ async def run(dp_size: int, plan: Plan) -> list[dict[str, Any]]:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    async with TorchTransport.listen(dp_size=dp_size, narrow=False) as transport:
-        command = [sys.executable, __file__, "--as-rank", json.dumps([dp_size, transport.address, vars(plan)])]
+    async with (
+        TorchTransport.listen(dp_size=dp_size, narrow=False, shared_memory=False) as transport,
+        TorchTransport.listen(dp_size=dp_size) as shared,
+    ):
+        addresses = [transport.address, shared.address]
+        command = [sys.executable, __file__, "--as-rank", json.dumps([dp_size, addresses, vars(plan)])]
         ranks = [subprocess.Popen([*command, str(rank)]) for rank in range(dp_size)]  # noqa: ASYNC220 - before anything runs
         try:
             await anyio.to_thread.run_sync(
                 lambda: dist.init_process_group("gloo", rank=0, world_size=dp_size + 1), abandon_on_cancel=True
             )
             links = sorted([await transport.accept() for _ in ranks], key=lambda link: link.rank)
-            bench = Bench(links, plan)
+            shared_links = sorted([await shared.accept() for _ in ranks], key=lambda link: link.rank)
+            bench = Bench(links, plan, shared_links)
             for megabytes in plan.sizes:
                 await bench.size(megabytes)
-            await bench.latency()
-            await bench.memory()
+            for megabytes in LATENCY_MEGABYTES:
+                await bench.latency(megabytes)
+            await bench.memory(shared=False)
+            await bench.memory(shared=True)
             for process in ranks:
                 await anyio.to_thread.run_sync(process.wait)
             dist.destroy_process_group()
@@ -392,8 +451,8 @@ async def run(dp_size: int, plan: Plan) -> list[dict[str, Any]]:
     return bench.rows
 
 
-async def run_stall() -> list[dict[str, Any]]:
-    async with TorchTransport.listen(dp_size=1) as transport:
+async def run_stall(shared: bool) -> list[dict[str, Any]]:
+    async with TorchTransport.listen(dp_size=1, shared_memory=shared) as transport:
         command = [sys.executable, __file__, "--as-rank", json.dumps(["stall", transport.address])]
         process = subprocess.Popen(command)  # noqa: ASYNC220 - before anything runs
         link = await transport.accept()
@@ -424,7 +483,7 @@ def main() -> None:
     worlds = "1,2,4" if options.full else options.ranks
     plan = Plan([float(size) for size in sizes.split(",")], options.rounds, 200)
     torch.set_num_threads(1)
-    rows = anyio.run(run_stall)
+    rows = anyio.run(run_stall, False) + anyio.run(run_stall, True)
     for dp_size in worlds.split(","):
         with suppress(KeyboardInterrupt):
             rows += [{**row, "ranks": int(dp_size)} for row in anyio.run(run, int(dp_size), plan)]

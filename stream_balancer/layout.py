@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -69,12 +71,24 @@ class _Columns(Mapping[str, Any]):
 class Packed(_Columns):
     """Rollouts laid end to end, as variable-length attention kernels take them. Columns are ``[T, ...]``."""
 
-    position_ids: Tensor
-    """[T] int64: 0, 1, 2, ... restarting at every rollout (or the caller's own ``position_ids`` column)."""
+    lengths: tuple[int, ...]
+    """Tokens per rollout, ``n`` of them."""
     cu_seqlens: Tensor
     """[n+1] int32: rollout ``i`` is tokens ``cu_seqlens[i]:cu_seqlens[i+1]``."""
     max_seqlen: int
     """Length of the longest rollout, in tokens."""
+
+    @cached_property
+    def position_ids(self) -> Tensor:
+        """[T] int64: 0, 1, 2, ... restarting at every rollout (or the caller's own ``position_ids`` column).
+
+        Made when first asked for: as many bytes as the tokens themselves, which not every trainer needs. O(T).
+        """
+        own = self.columns.get("position_ids")
+        if own is not None:
+            return own
+        count = torch.arange(self.max_seqlen, dtype=torch.int64, device=self.cu_seqlens.device)
+        return torch.cat([count[:length] for length in self.lengths])
 
 
 @dataclass(frozen=True, eq=False)
@@ -101,35 +115,23 @@ def _lengths(flat: FlatColumns) -> Tensor:
     return torch.tensor(flat.lengths, dtype=torch.int64, device=flat.tokens["input_ids"].device)
 
 
-def _columns_with_loss_mask(flat: FlatColumns, lengths: Tensor) -> dict[str, Tensor]:
+def _columns_with_loss_mask(flat: FlatColumns) -> dict[str, Tensor]:
     """The columns, with a ``loss_mask`` in any case: a trainer that reads it never trains on a padding copy."""
     columns = dict(flat.tokens)
     if "loss_mask" not in columns:
-        columns["loss_mask"] = torch.repeat_interleave(flat.weights != 0, lengths, output_size=sum(flat.lengths))
+        columns["loss_mask"] = torch.repeat_interleave(flat.weights != 0, _lengths(flat), output_size=sum(flat.lengths))
     return columns
 
 
-def _positions(lengths: Tensor, starts: Tensor, total: int) -> Tensor:
-    positions = torch.arange(total, dtype=torch.int64, device=lengths.device)
-    return positions - torch.repeat_interleave(starts, lengths, output_size=total)
-
-
 def packed(flat: FlatColumns) -> Packed:
-    """The flat columns as they are, with the indices a variable-length kernel needs. No token is copied. O(T)."""
-    n_tokens = _lengths(flat)
-    ends = torch.cumsum(n_tokens, 0)
-    cu_seqlens = torch.zeros(len(flat.lengths) + 1, dtype=torch.int32, device=n_tokens.device)
-    cu_seqlens[1:] = ends
-    columns = _columns_with_loss_mask(flat, n_tokens)
-    positions = columns.get("position_ids")
-    if positions is None:
-        positions = _positions(n_tokens, ends - n_tokens, sum(flat.lengths))
+    """The flat columns as they are, with the indices a variable-length kernel needs. No token is copied. O(n)."""
+    ends = list(accumulate(flat.lengths, initial=0))
     return Packed(
-        columns=columns,
+        columns=_columns_with_loss_mask(flat),
         scalars=dict(flat.scalars),
         rollout_weights=flat.weights,
-        position_ids=positions,
-        cu_seqlens=cu_seqlens,
+        lengths=flat.lengths,
+        cu_seqlens=torch.tensor(ends, dtype=torch.int32, device=flat.tokens["input_ids"].device),
         max_seqlen=max(flat.lengths),
     )
 
@@ -151,7 +153,7 @@ def padded(
     if multiple_of < 1:
         raise ValueError(f"multiple_of must be >= 1, not {multiple_of}")
     n_tokens = _lengths(flat)
-    columns = _columns_with_loss_mask(flat, n_tokens)
+    columns = _columns_with_loss_mask(flat)
     if unknown := (pad_values or {}).keys() - columns.keys():
         raise ValueError(f"pad_values names {sorted(unknown)}, but the columns are {sorted(columns)}")
     width = -(-max(flat.lengths) // multiple_of) * multiple_of
@@ -183,7 +185,7 @@ def nested(flat: FlatColumns) -> Nested:
         name: torch.nested.nested_tensor_from_jagged(
             column, offsets, min_seqlen=min(flat.lengths), max_seqlen=max(flat.lengths)
         )
-        for name, column in _columns_with_loss_mask(flat, n_tokens).items()
+        for name, column in _columns_with_loss_mask(flat).items()
     }
     return Nested(columns=columns, scalars=dict(flat.scalars), rollout_weights=flat.weights, offsets=offsets)
 

@@ -37,7 +37,7 @@ from stream_balancer.types import SUPPORTED_DTYPES, MicroBatch, RankBatch, Rollo
 
 __all__ = ["FRAME_BYTES", "FRAME_WORDS", "PROTOCOL", "Encoded", "Frame", "Kind", "decode", "encode", "read_frame"]
 
-PROTOCOL = 1
+PROTOCOL = 2
 """Version of everything in this file; peers that differ refuse each other before the first frame."""
 FRAME_WORDS = 16
 """int64 words in a frame. Fixed for ever: a longer message into a shorter receive buffer aborts the process in gloo."""
@@ -67,6 +67,11 @@ class Kind(IntEnum):
     acknowledgement)."""
     BYE = 7
     """Rank: I am leaving on purpose."""
+    SHARE = 8
+    """Controller: can you open file ``taken`` of process ``step`` and read ``total_bytes`` there? Rank: yes if
+    ``taken`` is 1, else no."""
+    SLAB = 9
+    """Controller: slab ``slab`` is file ``taken`` of mine, ``total_bytes`` long; forget it if that is 0."""
     PUTS = 32
     """Producer: ``wire_bytes`` of puts follow, each rollout behind a PUT frame of its own; then a trailer."""
     PUT = 33
@@ -102,6 +107,8 @@ class Frame(NamedTuple):
     """Batches the rank's trainer has taken from its queue, ever, on this link."""
     nanoseconds: int = 0
     """What the step took on the rank."""
+    slab: int = 0
+    """Controller: the batch lies in this slab of shared memory, no chunks follow. Rank: it has let go of this slab."""
 
     def pack(self) -> Tensor:
         """``[16]`` int64, ready to send."""
@@ -151,8 +158,9 @@ def check_batch_frame(frame: Frame, *, step: int | None, rank: int, dp_size: int
             f"rank {rank}: step {frame.step} announces {frame.total_bytes} bytes, more than max_batch_bytes "
             f"({max_bytes}). Raise max_batch_bytes of RankFeed, or lower batch_size"
         )
-    if not (0 < frame.meta_bytes <= frame.wire_bytes <= frame.total_bytes) or frame.chunk_bytes < min(
-        2**16, frame.wire_bytes
+    in_chunks = frame.slab == 0
+    if not (0 < frame.meta_bytes <= frame.wire_bytes <= frame.total_bytes) or (
+        in_chunks and frame.chunk_bytes < min(2**16, frame.wire_bytes)
     ):
         raise WireError(f"rank {rank}: step {frame.step} announces impossible sizes: {frame}")
 
@@ -444,11 +452,11 @@ def decode(frame: Frame, slab: Tensor, *, on_device: Callable[[Tensor], Tensor] 
     Nothing is copied but columns that travelled narrowed. ``on_device`` moves the whole slab once, for accelerators.
     Raises WireError for anything :func:`encode` would not have made. O(rollouts + pieces).
     """
-    packed = slab[: frame.meta_bytes].numpy()
-    if zlib.crc32(packed.data) != frame.meta_crc:
+    packed = slab[: frame.meta_bytes].numpy().tobytes()  # a copy: in shared memory the original could change
+    if zlib.crc32(packed) != frame.meta_crc:
         raise WireError(f"step {frame.step}: the checksum of the batch's description is wrong: damaged on its way")
     try:
-        meta = _DECODER.decode(packed.data)
+        meta = _DECODER.decode(packed)
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError, ValueError) as error:
         raise WireError(f"step {frame.step}: the batch's description cannot be read: {error}") from None
     _check_meta(meta)

@@ -68,7 +68,7 @@ class Endpoint:
         self._name = name
         self._keepalive_s = keepalive_s
         self._linger_s = linger_s
-        self._changed = threading.Condition()
+        self._changed = threading.Condition(threading.Lock())
         self._outbox: deque[object] = deque()
         self._pair: Pair | None = None
         self._closing = False
@@ -113,8 +113,21 @@ class Endpoint:
     def _put(self, item: object) -> None:
         """Have ``item`` sent. Never blocks."""
         with self._changed:
-            self._outbox.append(item)
+            self._queue_up(item)
             self._changed.notify_all()
+
+    def _queue_up(self, item: object) -> None:
+        """Add ``item`` to the outbox; the lock is held."""
+        self._outbox.append(item)
+
+    def _pop_item(self) -> object:
+        """What to send now, or None; the lock is held."""
+        return self._outbox.popleft() if self._outbox else None
+
+    @property
+    def _has_news(self) -> bool:
+        """Whether :meth:`_pop_item` has something; the lock is held."""
+        return bool(self._outbox)
 
     def _shut(self) -> None:
         """Wake both threads and wait until they have ended: milliseconds. From any thread, idempotent."""
@@ -185,11 +198,11 @@ class Endpoint:
         try:
             while True:
                 with self._changed:
-                    if not (self._outbox or self._closing or self._over):
+                    if not (self._has_news or self._closing or self._over):
                         self._changed.wait(self._keepalive_s)
                     if self._over or (self._closing and not self._outbox):
                         return
-                    item = self._outbox.popleft() if self._outbox else None
+                    item = self._pop_item()
                 if item is None:
                     self._send_frame(Frame(Kind.ALIVE))
                     self._check_silence(time.monotonic() - self._last_heard)

@@ -6,6 +6,7 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 
 import anyio
 import torch
@@ -21,6 +22,7 @@ from stream_balancer.errors import (
 )
 from stream_balancer.transport import StepDone
 from stream_balancer.transport._endpoint import Endpoint, Pair, Pending
+from stream_balancer.transport._shared import SharedSlabs, SharedViews, available
 from stream_balancer.transport._slabs import SlabPool
 from stream_balancer.types import RankBatch
 from stream_balancer.wire import FRAME_WORDS, Frame, Kind, check_batch_frame, decode, encode
@@ -54,6 +56,7 @@ class ControllerLink(Endpoint):
         in_loop: Callable[[Callable[[], object]], None],
         pool: SlabPool,
         narrow: bool,
+        shared_memory: bool,
         keepalive_s: float,
         linger_s: float,
     ) -> None:
@@ -69,6 +72,8 @@ class ControllerLink(Endpoint):
         self._in_loop = in_loop
         self._pool = pool
         self._narrow = narrow
+        self._shared = _shared_slabs(depth + 1) if shared_memory else None
+        self._sharing = None if self._shared else False  # None: the rank has not answered yet
         self._credits = depth
         self._taken = 0
         self._reports: deque[StepDone] = deque()
@@ -132,6 +137,11 @@ class ControllerLink(Endpoint):
         with anyio.CancelScope(shield=True):
             await anyio.to_thread.run_sync(self._shut, limiter=anyio.CapacityLimiter(1))
 
+    @property
+    def shares_memory(self) -> bool:
+        """True if batches go through shared memory: the rank runs on this machine and may map it."""
+        return bool(self._sharing)
+
     # in the loop
 
     def _fail(self, error: Exception) -> None:
@@ -179,15 +189,28 @@ class ControllerLink(Endpoint):
 
     def _connect(self) -> Pair:
         pair = self._make_pair()
+        if self._shared is not None:
+            self._put(self._shared.probe())
         self._in_loop(self._on_ready)
         return pair
 
     def _cancel_connect(self) -> None:
         self._unmake_pair()
 
+    def _shut(self) -> None:
+        super()._shut()
+        if self._shared is not None:
+            self._shared.close()
+
     def _handle(self, frame: Frame) -> bool:
+        if frame.slab and self._shared is not None:
+            self._shared.give_back(frame.slab)
         if frame.kind is Kind.REPORT:
             self._in_loop(lambda: self._on_report(frame))
+        elif frame.kind is Kind.SHARE:
+            with self._changed:
+                self._sharing = frame.taken == 1
+                self._changed.notify_all()
         elif frame.kind is Kind.BYE:
             self._in_loop(self._on_bye)
             self._put(Frame(Kind.FIN))
@@ -224,6 +247,16 @@ class ControllerLink(Endpoint):
             item()
 
     def _send_share(self, share: RankBatch) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._sharing is not None or self._over or self._closing)
+        if self._sharing and self._shared is not None:
+            encoded = encode(share, max_bytes=self._max_bytes, narrow=False)  # fewer bytes would save nothing here
+            number, slab, news = self._shared.lend(encoded.frame.total_bytes)
+            for frame in news:
+                self._send_frame(frame)
+            deque(encoded.fill(slab), maxlen=0)
+            self._send_frame(encoded.frame._replace(slab=number))
+            return
         encoded = encode(share, max_bytes=self._max_bytes, narrow=self._narrow)
         slab = self._pool.lend(encoded.frame.wire_bytes)
         self._send_slab(encoded.frame, slab, encoded.fill(slab))
@@ -266,6 +299,13 @@ class ControllerLink(Endpoint):
             self._in_loop(self._changed_in_loop)
 
 
+def _shared_slabs(keep: int) -> SharedSlabs | None:
+    if available():
+        with suppress(OSError):
+            return SharedSlabs(keep)
+    return None
+
+
 def short(error: BaseException) -> str:
     """A transport's error in a few words."""
     text = str(error)
@@ -287,6 +327,7 @@ class PortBase(Endpoint):
         depth: int,
         max_batch_bytes: int,
         on_device: Callable[[Tensor], Tensor] | None,
+        shared_memory: bool,
         keepalive_s: float,
         linger_s: float,
     ) -> None:
@@ -297,6 +338,9 @@ class PortBase(Endpoint):
         self._max_bytes = max_batch_bytes
         self._on_device = on_device
         self._pool = SlabPool(keep=depth + 1)
+        self._may_share = shared_memory and on_device is None  # what goes to a device comes through pinned slabs
+        self._views = SharedViews(self._on_freed)
+        self._freed: deque[int] = deque()
         self._queue: deque[RankBatch] = deque()
         self._end: Exception | None = None
         self._ended_by_peer = False
@@ -361,20 +405,35 @@ class PortBase(Endpoint):
         for callback in self._callbacks:
             callback()
 
-    def _put(self, item: object) -> None:
+    def _queue_up(self, item: object) -> None:
         """Have a frame sent, in one with what still waits where the two say no more than one can: every frame wakes the
         controller."""
-        with self._changed:
-            last = self._outbox[-1] if self._outbox else None
-            if isinstance(item, Frame) and isinstance(last, Frame) and last.kind in (Kind.REPORT, Kind.ALIVE):
-                if item.kind is Kind.ALIVE:
-                    return
-                if item.kind is Kind.REPORT and (last.kind is Kind.ALIVE or item.step < 0):
-                    item = item._replace(
-                        step=max(item.step, last.step), nanoseconds=item.nanoseconds or last.nanoseconds
-                    )
-                    self._outbox.pop()
-            super()._put(item)
+        last = self._outbox[-1] if self._outbox else None
+        if isinstance(item, Frame) and isinstance(last, Frame) and last.kind in (Kind.REPORT, Kind.ALIVE):
+            if item.kind is Kind.ALIVE:
+                return
+            if item.kind is Kind.REPORT and (last.kind is Kind.ALIVE or item.step < 0):
+                item = item._replace(step=max(item.step, last.step), nanoseconds=item.nanoseconds or last.nanoseconds)
+                self._outbox.pop()
+        super()._queue_up(item)
+
+    def _pop_item(self) -> object:
+        item = super()._pop_item()
+        if self._freed and (item is None or (isinstance(item, Frame) and item.kind in (Kind.REPORT, Kind.ALIVE))):
+            item = (item if isinstance(item, Frame) else Frame(Kind.ALIVE))._replace(slab=self._freed.popleft())
+        return item
+
+    @property
+    def _has_news(self) -> bool:
+        return bool(self._outbox or self._freed)
+
+    def _on_freed(self, number: int) -> None:
+        """Runs wherever the last view of a slab dies, perhaps inside a garbage collection in the middle of _put(): so
+        it does not wait for the lock. If somebody has it, the number goes with the next frame."""
+        self._freed.append(number)
+        if self._changed.acquire(blocking=False):
+            self._changed.notify_all()
+            self._changed.release()
 
     def _write(self, item: object) -> None:
         if isinstance(item, Frame):
@@ -382,11 +441,20 @@ class PortBase(Endpoint):
 
     def _handle(self, frame: Frame) -> bool:
         if frame.kind is Kind.BATCH:
-            batch = self._receive(frame)
+            self._check(frame)
+            slab = self._views.lend(frame.slab, frame.total_bytes) if frame.slab else self._receive(frame)
+            self._next_step = frame.step + 1
+            self._arrived += 1
+            batch = decode(frame, slab, on_device=self._on_device)
             with self._mutex:
                 self._queue.append(batch)
-            self._put(Frame(Kind.ALIVE))  # tells the controller that the slab has arrived
+            if not frame.slab:
+                self._put(Frame(Kind.ALIVE))  # tells the controller that the slab has arrived
             self._tell()
+        elif frame.kind is Kind.SHARE:
+            self._put(Frame(Kind.SHARE, taken=int(self._may_share and self._views.probe(frame))))
+        elif frame.kind is Kind.SLAB:
+            self._views.announce(frame)
         elif frame.kind is Kind.END:
             self._finish(EndOfStream())
         elif frame.kind is Kind.FIN:
@@ -395,10 +463,13 @@ class PortBase(Endpoint):
             raise WireError(f"the controller sent a {frame.kind.name} frame, which only a rank may send")
         return True
 
-    def _receive(self, frame: Frame) -> RankBatch:
+    def _check(self, frame: Frame) -> None:
         check_batch_frame(frame, step=self._next_step, rank=self.rank, dp_size=self.dp_size, max_bytes=self._max_bytes)
         if self._arrived - self._taken >= self._depth:
             raise WireError(f"rank {self.rank}: the controller sent step {frame.step} without a credit")
+
+    def _receive(self, frame: Frame) -> Tensor:
+        """The slab behind a BATCH frame."""
         pair = self._pair
         if pair is None:
             raise ClosedResourceError
@@ -413,9 +484,7 @@ class PortBase(Endpoint):
             raise WireError(
                 f"rank {self.rank}: step {frame.step} was followed by {trailer.kind.name}, not by its trailer"
             )
-        self._next_step = frame.step + 1
-        self._arrived += 1
-        return decode(frame, slab, on_device=self._on_device)
+        return slab
 
     def _lost(self, error: Exception) -> None:
         if isinstance(error, (AlreadyInUseError, ValueError, WireError, RankLostError)):

@@ -172,6 +172,7 @@ class TorchTransport:
         keepalive_s: float = 10.0,
         linger_s: float = 5.0,
         narrow: bool = True,
+        shared_memory: bool = True,
     ) -> None:
         """Serve ranks that use ``store`` (any c10d store; in a trainer's world, that world's).
 
@@ -180,7 +181,8 @@ class TorchTransport:
         ``connect_timeout_s``: how long a rank that has announced itself may take to connect. ``keepalive_s``: how often
         an idle link says so; after three times that without a word a peer is reported as stalled, and waited for.
         ``linger_s``: how long a closing end waits for the other's good-bye. ``narrow``: int64 columns travel as int32
-        where the values fit.
+        where the values fit. ``shared_memory``: ranks on this machine read batches where they were packed, instead of
+        through a socket.
         """
         self._stores = _Stores(store, name)
         self.dp_size = dp_size
@@ -189,6 +191,7 @@ class TorchTransport:
         self._keepalive_s = keepalive_s
         self._linger_s = linger_s
         self._narrow = narrow
+        self._shared_memory = shared_memory
         self._pool = SlabPool(keep=dp_size)
         self._token = uuid.uuid4().hex
         self._waiting: list[ControllerLink] = []
@@ -399,6 +402,7 @@ class TorchTransport:
             in_loop=in_loop,
             pool=self._pool,
             narrow=self._narrow,
+            shared_memory=self._shared_memory,
             keepalive_s=self._keepalive_s,
             linger_s=self._linger_s,
         )
@@ -482,6 +486,7 @@ class GlooPort(PortBase):
         keepalive_s: float = 10.0,
         linger_s: float = 5.0,
         on_device: Callable[[Tensor], Tensor] | None = None,
+        shared_memory: bool = True,
     ) -> None:
         super().__init__(
             rank=rank,
@@ -490,6 +495,7 @@ class GlooPort(PortBase):
             depth=depth,
             max_batch_bytes=max_batch_bytes,
             on_device=on_device,
+            shared_memory=shared_memory,
             keepalive_s=keepalive_s,
             linger_s=linger_s,
         )

@@ -2,26 +2,38 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
 import anyio
 import pytest
+import torch
 
 from stream_balancer.feed import RankFeed
 from stream_balancer.testing import check_transport
-from stream_balancer.testing.transports import CLAUSES, Opener
+from stream_balancer.testing.transports import CLAUSES, Opener, make_batch
+from stream_balancer.transport._shared import available
 from stream_balancer.transport.torch_dist import GlooPort, TorchTransport
+from stream_balancer.types import RankBatch
 
 LINGER_S = 35.0  # more than the guards: a good-bye that is not answered shows as a hang
 
 
 class _Harness:
-    def __init__(self, dp_size: int) -> None:
-        self.transport = TorchTransport.listen(dp_size=dp_size, linger_s=LINGER_S)
+    def __init__(self, dp_size: int, *, shared_memory: bool) -> None:
+        self.transport = TorchTransport.listen(dp_size=dp_size, linger_s=LINGER_S, shared_memory=shared_memory)
         self.feeds: list[RankFeed] = []
 
-    def connect(self, rank: int, *, dp_size: int | None = None, incarnation: int = 0, depth: int = 2) -> RankFeed:
+    def connect(
+        self,
+        rank: int,
+        *,
+        dp_size: int | None = None,
+        incarnation: int = 0,
+        depth: int = 2,
+        shared_memory: bool = True,
+    ) -> RankFeed:
         feed = RankFeed(
             self.transport.address,
             rank=rank,
@@ -29,6 +41,7 @@ class _Harness:
             incarnation=incarnation,
             depth=depth,
             linger_s=LINGER_S,
+            shared_memory=shared_memory,
         )
         self.feeds.append(feed)
         return feed
@@ -40,8 +53,8 @@ class _Harness:
 
 
 @asynccontextmanager
-async def open_gloo(dp_size: int) -> AsyncIterator[_Harness]:
-    harness = _Harness(dp_size)
+async def _open(dp_size: int, *, shared_memory: bool) -> AsyncIterator[_Harness]:
+    harness = _Harness(dp_size, shared_memory=shared_memory)
     async with harness.transport:
         try:
             yield harness
@@ -49,13 +62,73 @@ async def open_gloo(dp_size: int) -> AsyncIterator[_Harness]:
             with anyio.CancelScope(shield=True):
                 for feed in harness.feeds:
                     await feed.aclose()
+            if not shared_memory:
+                assert not any(link.shares_memory for link in harness.transport._links.values())
 
 
+OPENERS = {
+    "sockets": functools.partial(_open, shared_memory=False),
+    "shared_memory": functools.partial(_open, shared_memory=True),
+}
+
+
+@pytest.mark.parametrize("opener", OPENERS.values(), ids=OPENERS)
 @pytest.mark.parametrize("clause", CLAUSES, ids=lambda clause: clause.__name__)
-async def test_clause(clause: Callable[[Opener], Awaitable[None]]) -> None:
+async def test_clause(clause: Callable[[Opener], Awaitable[None]], opener: Opener) -> None:
     with anyio.fail_after(30):
-        await clause(open_gloo)
+        await clause(opener)
 
 
-async def test_contract() -> None:
-    await check_transport(open_gloo)
+@pytest.mark.parametrize("opener", OPENERS.values(), ids=OPENERS)
+async def test_contract(opener: Opener) -> None:
+    await check_transport(opener)
+
+
+async def _first_batch(harness: _Harness, feed: RankFeed, **batch: int) -> RankBatch:
+    share = make_batch(0, 1, **batch).ranks[0]
+    link = await harness.transport.accept()
+    link.send(share)
+    received = await anext(feed)
+    assert [r.rollout_id for r in received.rollouts] == [r.rollout_id for r in share.rollouts]
+    return received
+
+
+@pytest.mark.skipif(not available(), reason="needs memfd")
+@pytest.mark.parametrize("refused_by", ["nobody", "controller", "rank"])
+async def test_shared_memory_is_chosen_by_itself_and_may_be_refused(refused_by: str) -> None:
+    with anyio.fail_after(30):
+        async with _open(1, shared_memory=refused_by != "controller") as harness:
+            feed = harness.connect(0, shared_memory=refused_by != "rank")
+            await _first_batch(harness, feed)
+            assert harness.transport._links[0].shares_memory == (refused_by == "nobody")
+
+
+@pytest.mark.skipif(not available(), reason="needs memfd")
+async def test_a_slab_is_used_again_only_when_its_last_tensor_is_gone() -> None:
+    with anyio.fail_after(30):
+        async with _open(1, shared_memory=True) as harness:
+            feed = harness.connect(0)
+            first = await _first_batch(harness, feed, num_tokens=1000)
+            kept = [mb.packed()["input_ids"][3:9] for mb in first.micro_batches]
+            before = [tensor.clone() for tensor in kept]
+            del first
+            link = harness.transport._links[0]
+            for step in range(1, 12):
+                while not link.credits:  # noqa: ASYNC110 - a test
+                    await anyio.sleep(0.001)
+                link.send(make_batch(step, 1, num_tokens=1000).ranks[0])
+                assert (await anext(feed)).step == step
+            assert all(torch.equal(a, b) for a, b in zip(kept, before, strict=True))
+            shared = link._shared
+            assert shared
+            assert shared.allocated <= 5  # the kept one, depth + 1, and one on its way back
+
+
+@pytest.mark.skipif(not available(), reason="needs memfd")
+async def test_tensors_outlive_the_feed_and_the_controller() -> None:
+    with anyio.fail_after(30):
+        async with _open(1, shared_memory=True) as harness:
+            batch = await _first_batch(harness, harness.connect(0), num_tokens=1000)
+        expected = make_batch(0, 1, num_tokens=1000).ranks[0]
+        for mine, theirs in zip(batch.rollouts, expected.rollouts, strict=True):
+            assert torch.equal(mine.tokens["input_ids"], theirs.tokens["input_ids"])

@@ -71,11 +71,13 @@ def _expected(step: int, rank: int, num_tokens: int) -> tuple[int, list[str], in
     return step, [r.rollout_id for r in share.rollouts], checksum
 
 
-async def _drill(backend_seed: int, kills: int, steps: int, num_tokens: int, step_s: float) -> None:
+async def _drill(
+    seed: int, kills: int, steps: int, num_tokens: int, step_s: float, *, shared_memory: bool = True
+) -> None:
     """Kill rank 1 at random moments, and start it again, until all is delivered."""
-    chance = random.Random(backend_seed)
+    chance = random.Random(seed)
     balancer = ScriptedBalancer([make_batch(step, 2, num_tokens=num_tokens) for step in range(steps)])
-    async with TorchTransport.listen(dp_size=2) as transport:
+    async with TorchTransport.listen(dp_size=2, shared_memory=shared_memory) as transport:
         address = transport.address or ""
         healthy = Rank(address, 0, step_s=step_s)
         lives: list[Rank] = []
@@ -105,16 +107,18 @@ async def _drill(backend_seed: int, kills: int, steps: int, num_tokens: int, ste
 
 
 @pytest.mark.timeout(90)
-async def test_kills_at_random_moments() -> None:
+@pytest.mark.parametrize("shared_memory", [False, True])
+async def test_kills_at_random_moments(shared_memory: bool) -> None:
     with anyio.fail_after(GUARD_S):
-        await _drill(1, kills=4, steps=30, num_tokens=100_000, step_s=0.01)
+        await _drill(1, kills=4, steps=30, num_tokens=100_000, step_s=0.01, shared_memory=shared_memory)
 
 
 @pytest.mark.soak
 @pytest.mark.timeout(600)
-async def test_fifty_kills_in_a_row() -> None:
+@pytest.mark.parametrize("shared_memory", [False, True])
+async def test_fifty_kills_in_a_row(shared_memory: bool) -> None:
     with anyio.fail_after(500):
-        await _drill(2, kills=50, steps=150, num_tokens=100_000, step_s=0.1)
+        await _drill(2, kills=50, steps=150, num_tokens=100_000, step_s=0.1, shared_memory=shared_memory)
 
 
 @pytest.mark.timeout(90)

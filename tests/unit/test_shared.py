@@ -1,0 +1,163 @@
+"""Slabs in shared memory: who may map what, and when a slab may be written again. Both sides in one process."""
+
+from __future__ import annotations
+
+import mmap
+import os
+
+import pytest
+import torch
+
+from stream_balancer.errors import WireError
+from stream_balancer.transport import _shared
+from stream_balancer.transport._shared import SharedSlabs, SharedViews
+from stream_balancer.wire import Frame, Kind
+
+pytestmark = pytest.mark.skipif(not _shared.available(), reason="needs memfd")
+MIB = 2**20
+
+
+@pytest.fixture
+def slabs() -> SharedSlabs:
+    return SharedSlabs(keep=2)
+
+
+@pytest.fixture
+def freed() -> list[int]:
+    return []
+
+
+@pytest.fixture
+def views(slabs: SharedSlabs, freed: list[int]) -> SharedViews:
+    views = SharedViews(freed.append)
+    assert views.probe(slabs.probe())
+    return views
+
+
+def test_what_one_writes_the_other_reads(slabs: SharedSlabs, views: SharedViews, freed: list[int]) -> None:
+    number, memory, news = slabs.lend(1000)
+    assert [frame.kind for frame in news] == [Kind.SLAB]
+    assert memory.shape == (1000,)
+    views.announce(news[0])
+    memory.copy_(torch.arange(1000) % 251)
+    seen = views.lend(number, 1000)
+    assert torch.equal(seen, memory)
+    memory[7] = 99
+    assert seen[7] == 99  # no copy
+    part = seen[5:10].view(5)
+    del seen
+    assert freed == []  # a view is left
+    del part
+    assert freed == [number]
+
+
+def test_a_slab_given_back_is_used_again(slabs: SharedSlabs) -> None:
+    number, _, _ = slabs.lend(1000)
+    other, _, _ = slabs.lend(1000)
+    assert other != number
+    slabs.give_back(number)
+    again, _, news = slabs.lend(MIB)  # fits into the whole MiB that was made
+    assert (again, news) == (number, [])
+    assert slabs.allocated == 2
+
+
+def test_a_larger_batch_lets_a_small_slab_go(slabs: SharedSlabs, views: SharedViews) -> None:
+    number, _, news = slabs.lend(1000)
+    views.announce(news[0])
+    slabs.give_back(number)
+    larger, memory, news = slabs.lend(3 * MIB)
+    assert [(frame.slab, frame.total_bytes > 0) for frame in news] == [(number, False), (larger, True)]
+    for frame in news:
+        views.announce(frame)
+    assert views.lend(larger, 3 * MIB).numel() == memory.numel()
+    with pytest.raises(WireError, match=f"no slab {number}"):
+        views.lend(number, 10)
+
+
+def test_idle_slabs_are_bounded(slabs: SharedSlabs) -> None:
+    numbers = [slabs.lend(1000)[0] for _ in range(6)]
+    for number in numbers:
+        slabs.give_back(number)
+    _, _, news = slabs.lend(1000)
+    assert len(news) == 4
+    assert slabs.allocated == 2
+
+
+def test_what_was_not_lent_cannot_be_given_back(slabs: SharedSlabs) -> None:
+    number, _, _ = slabs.lend(10)
+    slabs.give_back(number)
+    for wrong in (number, 77):
+        with pytest.raises(WireError, match=f"gave back slab {wrong}"):
+            slabs.give_back(wrong)
+
+
+def test_memory_lives_as_long_as_somebody_looks(slabs: SharedSlabs, views: SharedViews, freed: list[int]) -> None:
+    number, memory, news = slabs.lend(1000)
+    views.announce(news[0])
+    memory.fill_(5)
+    seen = views.lend(number, 1000)
+    slabs.close()
+    slabs.close()
+    del memory, views
+    assert int(seen.sum()) == 5000
+    del seen
+    assert freed == [number]
+
+
+def test_no_file_stays_open(slabs: SharedSlabs) -> None:
+    def count() -> int:
+        return len(os.listdir("/proc/self/fd"))
+
+    before = count()
+    for size in (10, 2 * MIB, 4 * MIB):
+        number, _, _ = slabs.lend(size)
+        slabs.give_back(number)
+    assert slabs.allocated == 1
+    slabs.close()
+    assert count() < before
+
+
+def test_another_machine_says_no(slabs: SharedSlabs) -> None:
+    probe = slabs.probe()
+    for wrong in (
+        probe._replace(total_bytes=probe.total_bytes ^ 1),  # a process of that number, but not that one
+        probe._replace(step=2**22 + 1),  # no such process
+        probe._replace(taken=2**20),  # no such file
+    ):
+        views = SharedViews(lambda number: None)
+        assert not views.probe(wrong)
+        with pytest.raises(WireError, match="out of turn"):
+            views.announce(Frame(Kind.SLAB, slab=1, taken=probe.taken, total_bytes=8))
+
+
+def _file(size: int) -> int:
+    fd = os.memfd_create("unsealed", os.MFD_ALLOW_SEALING)
+    os.ftruncate(fd, size)
+    return fd
+
+
+def test_a_file_that_could_shrink_is_refused(views: SharedViews) -> None:
+    fd = _file(MIB)
+    try:
+        with pytest.raises(WireError, match="not a sealed file"):
+            views.announce(Frame(Kind.SLAB, slab=9, taken=fd, total_bytes=MIB))
+    finally:
+        os.close(fd)
+
+
+def test_a_slab_that_is_not_what_it_says_is_refused(slabs: SharedSlabs, views: SharedViews) -> None:
+    _, _, news = slabs.lend(1000)
+    good = news[0]
+    for wrong, text in (
+        (good._replace(total_bytes=good.total_bytes + mmap.PAGESIZE), "not a sealed file"),
+        (good._replace(total_bytes=2**62), "not a sealed file"),
+        (good._replace(taken=2**20), "cannot be opened"),
+        (good._replace(taken=0), "slab"),
+    ):
+        with pytest.raises(WireError, match=text):
+            views.announce(wrong)
+    views.announce(good)
+    with pytest.raises(WireError, match="out of turn"):
+        views.announce(good)
+    with pytest.raises(WireError, match="no slab"):
+        views.lend(good.slab, good.total_bytes + 1)
