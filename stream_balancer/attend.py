@@ -6,55 +6,34 @@ balancer's own first-come-first-served queue, one task each, so backpressure is 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, Protocol, runtime_checkable
 
 import anyio
 
-from stream_balancer.errors import BrokenResourceError, ClosedResourceError, EndOfStream, WouldBlock
-from stream_balancer.transport._producers import GlooIntake, Mode, Offer, Withdrawal, Withdrawn
+from stream_balancer.balancer import StreamBalancer, _ParkedPut
+from stream_balancer.errors import BrokenResourceError, ClosedResourceError, EndOfStream
+from stream_balancer.transport._producers import Intake
+from stream_balancer.transport._puts import Mode, Offer, Withdrawal, Withdrawn
 from stream_balancer.transport.memory import MemoryIntake
-from stream_balancer.types import Rollout
 
-__all__ = ["ProducerTransport", "Sink", "attend"]
-
-
-@runtime_checkable
-class Sink(Protocol):
-    """What ``attend`` asks of a balancer."""
-
-    @property
-    def ended(self) -> bool:
-        """No more rollouts are taken."""
-        ...
-
-    async def put(self, rollout: Rollout) -> None:
-        """See :meth:`StreamBalancer.put`."""
-        ...
-
-    async def put_group(self, rollouts: Sequence[Rollout]) -> None:
-        """See :meth:`StreamBalancer.put_group`."""
-        ...
-
-    def put_nowait(self, rollout: Rollout) -> None:
-        """See :meth:`StreamBalancer.put_nowait`."""
-        ...
+__all__ = ["ProducerTransport", "attend"]
 
 
 @runtime_checkable
 class ProducerTransport(Protocol):
     """Where producers connect."""
 
-    async def accept_producer(self) -> MemoryIntake | GlooIntake:
+    async def accept_producer(self) -> MemoryIntake | Intake:
         """The next producer. Raises ClosedResourceError once closed."""
         ...
 
-    def readmit(self, link: MemoryIntake | GlooIntake) -> None:
+    def readmit(self, link: MemoryIntake | Intake) -> None:
         """Give a producer back, for the next ``attend``."""
         ...
 
 
-async def attend(balancer: Sink, transport: ProducerTransport) -> None:
+async def attend(balancer: StreamBalancer, transport: ProducerTransport) -> None:
     """Put what producers offer, until cancelled or the transport is closed.
 
     If the balancer has ended by then, producers are told so; else their puts stay where they are, and the next
@@ -71,7 +50,7 @@ async def attend(balancer: Sink, transport: ProducerTransport) -> None:
 class _Attendant:
     """One producer's puts."""
 
-    def __init__(self, balancer: Sink, transport: ProducerTransport, link: MemoryIntake | GlooIntake) -> None:
+    def __init__(self, balancer: StreamBalancer, transport: ProducerTransport, link: MemoryIntake | Intake) -> None:
         self._balancer, self._transport, self._link = balancer, transport, link
         self._parked: dict[int, anyio.CancelScope] = {}
         self._news = anyio.Event()
@@ -79,7 +58,7 @@ class _Attendant:
     async def run(self) -> None:
         left = False
         try:
-            self._link.subscribe(lambda: self._news.set(), self._try)
+            self._link.subscribe(lambda: self._news.set(), self._put_now)
             async with anyio.create_task_group() as tasks:
                 try:
                     while True:
@@ -104,40 +83,43 @@ class _Attendant:
             scope = self._parked.get(item.number)
             if scope is not None:
                 scope.cancel()
-        elif not self._try(item):
-            scope = self._parked[item.number] = anyio.CancelScope()
-            start_soon(self._park, item, scope)
+        elif item.mode is Mode.NOWAIT:
+            self._put_now(item)
+        else:
+            self._put(item, start_soon)
 
-    def _try(self, offer: Offer) -> bool:
-        """Put at once; False if it has to wait."""
-        if offer.mode is Mode.GROUP:
-            return False
+    def _put_now(self, offer: Offer) -> None:
         error: Exception | None = None
         try:
             self._balancer.put_nowait(offer.rollouts[0])
-        except WouldBlock as full:
-            if offer.mode is Mode.PUT:
-                return False
-            error = full
         except Exception as refusal:  # noqa: BLE001 - told to the producer
             error = refusal
         self._link.answer(offer.number, error)
-        return True
 
-    async def _park(self, offer: Offer, scope: anyio.CancelScope) -> None:
+    def _put(self, offer: Offer, start_soon: Callable[..., Any]) -> None:
+        """What finds no room takes its place in the balancer's queue now, and waits there in a task of its own."""
+        error: Exception | None = None
+        try:
+            parked = self._balancer._enter(offer.rollouts)
+            if parked is not None:
+                scope = self._parked[offer.number] = anyio.CancelScope()
+                start_soon(self._wait, offer.number, parked, scope)
+                return
+        except Exception as refusal:  # noqa: BLE001 - told to the producer
+            error = refusal
+        self._link.answer(offer.number, error)
+
+    async def _wait(self, number: int, parked: _ParkedPut, scope: anyio.CancelScope) -> None:
         accepted, error = False, None
         try:
             with scope:
-                if offer.mode is Mode.GROUP:
-                    await self._balancer.put_group(offer.rollouts)
-                else:
-                    await self._balancer.put(offer.rollouts[0])
+                await self._balancer._wait_for_room(parked)
                 accepted = True
         except Exception as refusal:  # noqa: BLE001 - told to the producer
             error = refusal
         finally:
-            del self._parked[offer.number]
+            del self._parked[number]
             if accepted or error is not None:
-                self._link.answer(offer.number, error)
+                self._link.answer(number, error)
             elif scope.cancel_called:
-                self._link.answer(offer.number, Withdrawn())
+                self._link.answer(number, Withdrawn())

@@ -41,10 +41,12 @@ _log = logging.getLogger(__name__)
 class _ParkedPut:
     """A put that waits for room."""
 
-    __slots__ = ("group_id", "wake")
+    __slots__ = ("group_id", "rollouts", "ticket", "wake")
 
-    def __init__(self, group_id: str | None) -> None:
-        self.group_id = group_id
+    def __init__(self, ticket: int, rollouts: Sequence[Rollout]) -> None:
+        self.ticket = ticket
+        self.rollouts = rollouts
+        self.group_id = rollouts[0].group_id
         self.wake = anyio.Event()
 
 
@@ -112,24 +114,34 @@ class StreamBalancer:
 
     async def _put(self, rollouts: Sequence[Rollout]) -> None:
         await anyio.lowlevel.checkpoint()  # before the taking: nothing may be awaited after it
+        parked = self._enter(rollouts)
+        if parked is not None:
+            await self._wait_for_room(parked)
+
+    def _enter(self, rollouts: Sequence[Rollout]) -> _ParkedPut | None:
+        """Take them, or give them the last place among the parked: :meth:`_wait_for_room` must follow. Raises like
+        ``put``."""
         self._check_open()
         if (not self._parked or self._core.is_sibling(rollouts[0])) and self._try_add(rollouts):
-            return
+            return None
         self._core.check(rollouts[0])  # a bad rollout fails now, not after a long wait
-        ticket, parked = self._next_ticket, _ParkedPut(rollouts[0].group_id)
+        parked = _ParkedPut(self._next_ticket, rollouts)
         self._next_ticket += 1
-        self._parked[ticket] = parked
+        self._parked[parked.ticket] = parked
         if parked.group_id is not None:
-            self._parked_siblings.setdefault(parked.group_id, {})[ticket] = parked
+            self._parked_siblings.setdefault(parked.group_id, {})[parked.ticket] = parked
+        return parked
+
+    async def _wait_for_room(self, parked: _ParkedPut) -> None:
         try:
             while True:
                 await parked.wake.wait()
                 self._check_open()
-                if self._try_add(rollouts):
+                if self._try_add(parked.rollouts):
                     return
                 parked.wake = anyio.Event()
         finally:
-            self._unpark(ticket, parked)
+            self._unpark(parked)
             self._wake_next_put()  # pass the baton on: also if this one was cancelled after it was woken
 
     def _try_add(self, rollouts: Sequence[Rollout]) -> bool:
@@ -144,11 +156,11 @@ class StreamBalancer:
         self._tell_evicted()
         return True
 
-    def _unpark(self, ticket: int, parked: _ParkedPut) -> None:
-        del self._parked[ticket]
+    def _unpark(self, parked: _ParkedPut) -> None:
+        del self._parked[parked.ticket]
         if parked.group_id is not None:
             siblings = self._parked_siblings[parked.group_id]
-            del siblings[ticket]
+            del siblings[parked.ticket]
             if not siblings:
                 del self._parked_siblings[parked.group_id]
 

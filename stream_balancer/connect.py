@@ -25,7 +25,7 @@ import sniffio
 from stream_balancer.balancer import _check_group
 from stream_balancer.errors import BrokenResourceError, WouldBlock
 from stream_balancer.transport._loop import loop_caller
-from stream_balancer.transport._producers import Mode, Ticket, Withdrawn
+from stream_balancer.transport._puts import Mode, Ticket, Withdrawn
 from stream_balancer.types import Rollout
 
 __all__ = ["BlockingProducer", "Producer", "connect"]
@@ -63,8 +63,8 @@ def connect(source: Any = None, **options: Any) -> Producer:
     """Connect to a served balancer in the background; returns at once, and puts wait for the connection.
 
     ``source``: ``"tcp://host:port"`` (``TorchTransport.address``), a c10d Store, None for the initialised world's
-    store, or a port of another transport. ``options``: ``label`` (for logs), ``host``, ``name``, ``keepalive_s``,
-    ``linger_s`` (seconds a farewell, or the verdict on a cancelled put, is waited for).
+    store, or a port of another transport. ``options``: ``label`` (for logs and errors; default host and process id),
+    ``name`` (as the transport's), ``linger_s`` (seconds a farewell, or the verdict on a cancelled put, is waited for).
     """
     if hasattr(source, "offer"):
         return Producer(cast("Outlet", source))
@@ -72,7 +72,7 @@ def connect(source: Any = None, **options: Any) -> Producer:
 
     if source is None:
         source, _, _ = torch_dist.current_world()
-    return Producer(torch_dist.GlooOutlet(source, **options))
+    return Producer(torch_dist.open_outlet(source, **options))
 
 
 class Producer:

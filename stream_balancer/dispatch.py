@@ -34,7 +34,8 @@ from typing import Protocol, runtime_checkable
 
 import anyio
 
-from stream_balancer.attend import ProducerTransport, Sink, attend
+from stream_balancer.attend import ProducerTransport, attend
+from stream_balancer.balancer import StreamBalancer
 from stream_balancer.errors import EndOfStream, RankLostError
 from stream_balancer.transport import Link, StepDone, Transport
 from stream_balancer.types import Batch, RankBatch
@@ -126,7 +127,7 @@ class _Server:
         try:
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(self._watch, tasks.cancel_scope)
-                if isinstance(self._balancer, Sink) and isinstance(self._transport, ProducerTransport):
+                if isinstance(self._balancer, StreamBalancer) and isinstance(self._transport, ProducerTransport):
                     tasks.start_soon(attend, self._balancer, self._transport)
                 tasks.start_soon(self._or_fail, self._accept_all, tasks.cancel_scope)
                 await self._or_fail(self._deliver_all, tasks.cancel_scope)

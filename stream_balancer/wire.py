@@ -73,7 +73,7 @@ class Kind(IntEnum):
     SLAB = 9
     """Controller: slab ``slab`` is file ``taken`` of mine, ``total_bytes`` long; forget it if that is 0."""
     PUTS = 32
-    """Producer: ``wire_bytes`` of puts follow, each rollout behind a PUT frame of its own; then a trailer."""
+    """Producer: ``wire_bytes`` of puts follow, each rollout behind a PUT frame of its own."""
     PUT = 33
     """Inside PUTS: rollout ``rank`` of the ``dp_size`` of put number ``step``; ``taken`` is how it was put."""
     CANCEL = 34
@@ -81,8 +81,9 @@ class Kind(IntEnum):
     ACCEPTED = 35
     """Controller: the balancer holds put number ``step + i`` for every bit ``i`` of ``nanoseconds``."""
     REFUSED = 36
-    """Controller: put number ``step`` was not accepted, for reason ``rank``; ``wire_bytes`` of text, a trailer
-    follow."""
+    """Controller: put number ``step`` was not accepted, for reason ``rank``; ``wire_bytes`` of text follow."""
+    HELLO = 37
+    """Producer: I come from our store, ``wire_bytes`` of msgpack prove it."""
 
 
 class Frame(NamedTuple):

@@ -25,10 +25,10 @@ from stream_balancer.errors import (
     WouldBlock,
 )
 from stream_balancer.transport import StepDone
-from stream_balancer.transport._producers import (
-    DEFAULT_MAX_PUT_BYTES,
-    DEFAULT_STAGED_BYTES,
+from stream_balancer.transport._loop import Arrivals
+from stream_balancer.transport._puts import (
     ENDED,
+    Limits,
     Mode,
     Offer,
     PutLedger,
@@ -209,9 +209,9 @@ class MemoryOutlet:
     threads = False
     linger_s = 5.0
 
-    def __init__(self, staged_bytes: int, max_put_bytes: int) -> None:
+    def __init__(self, limits: Limits) -> None:
         self._book = PutLedger()
-        self._book.open(staged_bytes, max_put_bytes)
+        self._book.open(limits)
         self.intake = MemoryIntake(self)
         self._held: deque[Callable[[], None]] | None = None
         self._next = 0
@@ -285,7 +285,7 @@ class MemoryIntake:
         self._at_once: Callable[[Offer], object] = lambda offer: None
 
     def subscribe(self, callback: Callable[[], object], at_once: Callable[[Offer], object]) -> None:
-        """See :class:`~stream_balancer.transport._producers.GlooIntake`; ``at_once`` answers a put_nowait."""
+        """See :class:`~stream_balancer.transport._producers.Intake`; ``at_once`` answers a put_nowait."""
         self._callback, self._at_once = callback, at_once
         self._inbox.extendleft(reversed(self._given.values()))
         self._given.clear()
@@ -345,33 +345,23 @@ class MemoryTransport:
         self._links: dict[int, MemoryLink] = {}
         self._arrival: anyio.Event | None = None
         self._closed = False
-        self._producers: deque[MemoryIntake] = deque()
+        self._producers: Arrivals[MemoryIntake] = Arrivals()
         self._intakes: list[MemoryIntake] = []
-        self._producer_arrival = anyio.Event()
 
-    def connect_producer(
-        self, *, staged_bytes: int = DEFAULT_STAGED_BYTES, max_put_bytes: int = DEFAULT_MAX_PUT_BYTES
-    ) -> MemoryOutlet:
-        """A producer's port; give it to ``sb.connect``."""
-        outlet = MemoryOutlet(staged_bytes, max_put_bytes)
+    def connect_producer(self, **limits: int) -> MemoryOutlet:
+        """A producer's port; give it to ``sb.connect``. ``limits``: ``staged_bytes``, ``max_put_bytes``."""
+        outlet = MemoryOutlet(Limits(**limits).check())
         self._intakes.append(outlet.intake)
         self.readmit(outlet.intake)
         return outlet
 
     def readmit(self, link: Any) -> None:
         """Give a producer back, for the next ``attend``."""
-        self._producers.append(link)
-        self._producer_arrival.set()
+        self._producers.add(link)
 
     async def accept_producer(self) -> MemoryIntake:
         """The next producer. If cancelled, none is lost."""
-        await anyio.lowlevel.checkpoint()
-        while not self._producers:
-            if self._closed:
-                raise ClosedResourceError
-            self._producer_arrival = anyio.Event()
-            await self._producer_arrival.wait()
-        return self._producers.popleft()
+        return await self._producers.next()
 
     def connect(self, rank: int, *, dp_size: int | None = None, incarnation: int = 0, depth: int = 2) -> MemoryPort:
         """A rank's port; give it to RankFeed. A refused one raises in the feed's iteration, as between processes."""
@@ -423,7 +413,7 @@ class MemoryTransport:
             await link.aclose()
         for intake in self._intakes:
             await intake.aclose()
-        self._producer_arrival.set()
+        self._producers.fail(ClosedResourceError())
         if self._arrival is not None:
             self._arrival.set()
 

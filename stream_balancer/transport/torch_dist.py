@@ -32,17 +32,13 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore, Work
 from stream_balancer.errors import AlreadyInUseError, ClosedResourceError, RankLostError
 from stream_balancer.transport._endpoint import Pair, Pending
 from stream_balancer.transport._links import ControllerLink, PortBase
-from stream_balancer.transport._loop import loop_caller
-from stream_balancer.transport._producers import (
-    DEFAULT_MAX_PUT_BYTES,
-    DEFAULT_STAGED_BYTES,
-    GlooIntake,
-    OutletBase,
-)
+from stream_balancer.transport._loop import Arrivals, loop_caller
+from stream_balancer.transport._producers import Door, Intake, Outlet, WayIn
+from stream_balancer.transport._puts import Limits
 from stream_balancer.transport._slabs import SlabPool
 from stream_balancer.wire import PROTOCOL
 
-__all__ = ["GlooPort", "TorchTransport", "current_world"]
+__all__ = ["GlooPort", "TorchTransport", "current_world", "open_outlet"]
 
 _FOR_EVER = timedelta(days=3650)  # timedelta.max overflows in gloo
 _SPARE_TAG, _TAG = 7, 1
@@ -98,8 +94,8 @@ class _Announcement(msgspec.Struct):
     incarnation: int
     depth: int
     max_batch_bytes: int
-    producer: str | None = None
-    """The label of a producer; the numbers above mean nothing then."""
+    producer: bool = False
+    """Not a rank: the numbers above mean nothing then."""
 
 
 class _Reply(msgspec.Struct):
@@ -107,6 +103,8 @@ class _Reply(msgspec.Struct):
 
     verdict: Literal["ok", "busy", "value", "closed"]
     message: str = ""
+    way_in: WayIn | None = None
+    """For a producer."""
 
 
 def _write_reply(store: Store, guest: _Announcement, reply: _Reply) -> None:
@@ -147,8 +145,8 @@ def current_world() -> tuple[Store, int, int]:
     """Store, rank and world size of the initialised default group. Raises ValueError if there is none."""
     if not dist.is_initialized():
         raise ValueError(
-            "RankFeed(None) takes store, rank and world size from torch.distributed, which is not initialised. "
-            "Call init_process_group first, or give RankFeed a store or 'tcp://host:port'"
+            "RankFeed() and connect() without a source take the store from torch.distributed, which is not "
+            "initialised. Call init_process_group first, or give a store or 'tcp://host:port'"
         )
     store = cast("Store", cast("Any", dist.distributed_c10d)._get_default_store())
     return store, dist.get_rank(), dist.get_world_size()
@@ -173,6 +171,8 @@ class TorchTransport:
         linger_s: float = 5.0,
         narrow: bool = True,
         shared_memory: bool = True,
+        staged_bytes: int = Limits().staged_bytes,
+        max_put_bytes: int = Limits().max_put_bytes,
     ) -> None:
         """Serve ranks that use ``store`` (any c10d store; in a trainer's world, that world's).
 
@@ -182,8 +182,10 @@ class TorchTransport:
         an idle link says so; after three times that without a word a peer is reported as stalled, and waited for.
         ``linger_s``: how long a closing end waits for the other's good-bye. ``narrow``: int64 columns travel as int32
         where the values fit. ``shared_memory``: ranks on this machine read batches where they were packed, instead of
-        through a socket.
+        through a socket. ``staged_bytes``: puts of one producer that have arrived and are not accepted yet;
+        ``max_put_bytes``: the largest single put, which may exceed that if it travels alone.
         """
+        self._limits = Limits(staged_bytes, max_put_bytes).check()
         self._stores = _Stores(store, name)
         self.dp_size = dp_size
         self._host = host
@@ -198,9 +200,8 @@ class TorchTransport:
         self._links: dict[int, ControllerLink] = {}
         self._joining: set[ControllerLink] = set()
         self._on_hold: list[_Announcement] = []
-        self._producers: list[GlooIntake] = []
-        self._intakes: set[GlooIntake] = set()
-        self._producer_arrival = anyio.Event()
+        self._producers: Arrivals[Intake] = Arrivals()
+        self._door: Door | None = None  # made for the first producer
         self._arrival = anyio.Event()
         self._error: Exception | None = None
         self._in_loop: Callable[[Callable[[], object]], None] | None = None
@@ -235,36 +236,14 @@ class TorchTransport:
         store, _, world_size = current_world()
         return cls(store, **{"dp_size": world_size, "host": _own_address(_master()), **options})
 
-    async def accept_producer(self) -> GlooIntake:
+    async def accept_producer(self) -> Intake:
         """The next producer. If cancelled, none is lost. Raises ClosedResourceError once closed."""
         self._open()
-        while not self._producers:
-            if self._error is not None:
-                raise self._error
-            self._producer_arrival = anyio.Event()
-            await self._producer_arrival.wait()
-        return self._producers.pop(0)
+        return await self._producers.next()
 
     def readmit(self, link: Any) -> None:
         """Give a producer back, for the next ``attend``."""
-        self._producers.append(link)
-        self._producer_arrival.set()
-
-    def _begin_intake(self, guest: _Announcement, in_loop: Callable[[Callable[[], object]], None]) -> None:
-        intake = GlooIntake(
-            name=guest.producer or "",
-            staged_bytes=DEFAULT_STAGED_BYTES,
-            max_put_bytes=DEFAULT_MAX_PUT_BYTES,
-            connect=functools.partial(self._join, guest),
-            cancel_connect=functools.partial(self._uninvite, guest),
-            settled=self.readmit,
-            in_loop=in_loop,
-            keepalive_s=self._keepalive_s,
-            linger_s=self._linger_s,
-        )
-        self._intakes = {old for old in self._intakes if not old._over}
-        self._intakes.add(intake)
-        intake._start()
+        self._producers.add(link)
 
     async def accept(self) -> ControllerLink:
         """See :class:`~stream_balancer.transport.Transport`."""
@@ -281,15 +260,13 @@ class TorchTransport:
         if self._error is None:
             self._error = ClosedResourceError()
         self._arrival.set()
-        self._producer_arrival.set()
+        self._producers.fail(self._error)
         with anyio.CancelScope(shield=True):
             async with anyio.create_task_group() as group:
-                ends: list[ControllerLink | GlooIntake] = [*self._links.values(), *self._joining, *self._intakes]
-                for link in ends:
+                for link in [*self._links.values(), *self._joining]:
                     group.start_soon(link.aclose)
-                group.start_soon(
-                    functools.partial(anyio.to_thread.run_sync, self._dismiss, limiter=anyio.CapacityLimiter(1))
-                )
+                for job in [self._dismiss] if self._door is None else [self._dismiss, self._door.close]:
+                    group.start_soon(functools.partial(anyio.to_thread.run_sync, job, limiter=anyio.CapacityLimiter(1)))
 
     async def __aenter__(self) -> Self:
         self._open()
@@ -331,10 +308,12 @@ class TorchTransport:
 
     def _judge(self, guest: _Announcement) -> _Reply | None:
         who = f"rank {guest.rank} announces"
-        if guest.producer is not None and guest.protocol == PROTOCOL:
-            return None
+        if guest.producer:
+            who = "a producer announces"
         if guest.protocol != PROTOCOL:
             problem = f"protocol {guest.protocol}, but the controller speaks {PROTOCOL}. Install one version everywhere"
+        elif guest.producer:
+            return None
         elif guest.dp_size != self.dp_size:
             problem = (
                 f"dp_size={guest.dp_size}, but the controller balances for dp_size={self.dp_size}. "
@@ -370,13 +349,14 @@ class TorchTransport:
                 rank=-1,
                 cause=str(error),
             )
+        self._producers.fail(self._error)
         self._arrival.set()
 
     def _welcome(self, guest: _Announcement) -> None:
         if self._error is not None or self._in_loop is None:
             return
-        if guest.producer is not None:
-            self._begin_intake(guest, self._in_loop)
+        if guest.producer:
+            self._show_in(guest, self._in_loop)
             return
         before = self._links.get(guest.rank)
         if before is not None and before.live and before.incarnation >= guest.incarnation:
@@ -389,6 +369,13 @@ class TorchTransport:
             self._on_hold.append(guest)  # until that one is connected, or has failed
         else:
             self._begin(guest, self._in_loop)
+
+    def _show_in(self, guest: _Announcement, in_loop: Callable[[Callable[[], object]], None]) -> None:
+        if self._door is None:
+            self._door = Door(
+                self._host, self._limits, in_loop=in_loop, arrived=self.readmit, linger_s=self._linger_s
+            )  # fmt: skip
+        self._in_background(functools.partial(self._answer, guest, _Reply("ok", way_in=self._door.way_in)))
 
     def _begin(self, guest: _Announcement, in_loop: Callable[[Callable[[], object]], None]) -> None:
         link = ControllerLink(
@@ -465,7 +452,65 @@ def _claim(store: Store, value: str) -> None:
         number += 1
 
 
-# --- the rank --------------------------------------------------------------------------------------------------------
+# --- ranks and producers ---------------------------------------------------------------------------------------------
+
+
+class _Visit:
+    """One announcement to a controller, and its answer."""
+
+    def __init__(self, source: Store | str, name: str, announcement: _Announcement) -> None:
+        self._source, self._name, self._announcement = source, name, announcement
+        self._asked = self._answered = False
+        self._cancelled = threading.Event()
+
+    def ask(self) -> tuple[_Reply, Store, str]:
+        """Announce and wait: the answer, a connection to the store, and the address of this machine that the
+        controller sees. Raises what a refusal says, ClosedResourceError once cancelled."""
+        store, host = self._reach_store()
+        _claim(store, msgspec.json.encode(self._announcement).decode())
+        self._asked = True
+        if self._cancelled.is_set():
+            raise ClosedResourceError
+        reply = msgspec.json.decode(store.get(f"reply/{self._announcement.token}"), type=_Reply)
+        self._answered = True
+        if reply.verdict == "busy":
+            raise AlreadyInUseError(reply.message)
+        if reply.verdict == "value":
+            raise ValueError(reply.message)
+        if reply.verdict == "closed":
+            raise ClosedResourceError
+        return reply, store, host
+
+    def cancel(self) -> None:
+        """Make :meth:`ask` raise, wherever it waits. From any thread."""
+        self._cancelled.set()
+        if self._asked and not self._answered:  # it waits for the answer: give it one
+            with suppress(RuntimeError), self._stores().borrow() as store:
+                _write_reply(store, self._announcement, _Reply("closed"))
+
+    def _stores(self) -> _Stores:
+        source = self._source
+        if isinstance(source, str):
+            host, port = _parse(source)
+            source = TCPStore(host, port, is_master=False, timeout=timedelta(seconds=5))
+        return _Stores(source, self._name)
+
+    def _reach_store(self) -> tuple[Store, str]:
+        if not isinstance(self._source, str):
+            own_connection = _in_name_space(cast("Any", self._source).clone(), self._name)
+            return own_connection, _own_address(_master())
+        host, port = _parse(self._source)
+        delay_s = 0.05
+        while True:  # the controller may start later than its ranks
+            try:
+                with socket.create_connection((host, port), timeout=5.0) as probe:
+                    own = probe.getsockname()[0]
+                break
+            except OSError:
+                if self._cancelled.wait(delay_s):
+                    raise ClosedResourceError from None
+                delay_s = min(2 * delay_s, 1.0)
+        return _in_name_space(TCPStore(host, port, is_master=False, timeout=timedelta(days=1)), self._name), own
 
 
 class GlooPort(PortBase):
@@ -499,93 +544,37 @@ class GlooPort(PortBase):
             keepalive_s=keepalive_s,
             linger_s=linger_s,
         )
-        self._source = source
         self._host = host
-        self._name_space = name
         self._connect_timeout_s = connect_timeout_s
-        self._announcement = _Announcement(
-            uuid.uuid4().hex, PROTOCOL, rank, dp_size, incarnation, depth, max_batch_bytes
-        )  # fmt: skip
-        self._asked = False
-        self._cancelled = threading.Event()
+        self._token = uuid.uuid4().hex
+        announcement = _Announcement(self._token, PROTOCOL, rank, dp_size, incarnation, depth, max_batch_bytes)
+        self._visit = _Visit(source, name, announcement)
         self._start()
 
     def _connect(self) -> Pair:
-        store, host = self._reach_store()
-        _claim(store, msgspec.json.encode(self._announcement).decode())
-        self._asked = True
-        if self._cancelled.is_set():
-            raise ClosedResourceError
-        reply = msgspec.json.decode(store.get(f"reply/{self._announcement.token}"), type=_Reply)
-        if reply.verdict == "busy":
-            raise AlreadyInUseError(reply.message)
-        if reply.verdict == "value":
-            raise ValueError(reply.message)
-        if reply.verdict == "closed":
-            raise ClosedResourceError
+        _, store, host = self._visit.ask()
         device = _gloo.create_device(hostname=self._host or host)
-        store.set(f"here/{self._announcement.token}", _HERE)
-        return _GlooPair(PrefixStore(f"pair/{self._announcement.token}", store), 1, device)
+        store.set(f"here/{self._token}", _HERE)
+        return _GlooPair(PrefixStore(f"pair/{self._token}", store), 1, device)
 
     def _cancel_connect(self) -> None:
-        self._cancelled.set()
-        if self._asked and not self._over:  # it waits for the answer: give it one
-            with suppress(RuntimeError), self._stores().borrow() as store:
-                _write_reply(store, self._announcement, _Reply("closed"))
-
-    def _stores(self) -> _Stores:
-        source = self._source
-        if isinstance(source, str):
-            host, port = _parse(source)
-            source = TCPStore(host, port, is_master=False, timeout=timedelta(seconds=5))
-        return _Stores(source, self._name_space)
-
-    def _reach_store(self) -> tuple[Store, str]:
-        if not isinstance(self._source, str):
-            own_connection = _in_name_space(cast("Any", self._source).clone(), self._name_space)
-            return own_connection, _own_address(_master())
-        host, port = _parse(self._source)
-        delay_s = 0.05
-        while True:  # the controller may start later than its ranks
-            try:
-                with socket.create_connection((host, port), timeout=5.0) as probe:
-                    own = probe.getsockname()[0]
-                break
-            except OSError:
-                if self._cancelled.wait(delay_s):
-                    raise ClosedResourceError from None
-                delay_s = min(2 * delay_s, 1.0)
-        return _in_name_space(TCPStore(host, port, is_master=False, timeout=timedelta(days=1)), self._name_space), own
+        self._visit.cancel()
 
 
-class GlooOutlet(OutletBase):
+def open_outlet(
+    source: Store | str, *, label: str | None = None, name: str = "stream_balancer", linger_s: float = 5.0
+) -> Outlet:
     """A producer's end, over a store or the address of one."""
+    visit = _Visit(source, name, _Announcement(uuid.uuid4().hex, PROTOCOL, 0, 0, 0, 1, 0, producer=True))
 
-    def __init__(
-        self,
-        source: Store | str,
-        *,
-        label: str | None = None,
-        host: str | None = None,
-        name: str = "stream_balancer",
-        keepalive_s: float = 10.0,
-        linger_s: float = 5.0,
-    ) -> None:
-        label = label or f"{socket.gethostname()}:{os.getpid()}"
-        super().__init__(label, keepalive_s, linger_s)
-        self._source: Store | str = source
-        self._host = host
-        self._name_space = name
-        self._announcement = _Announcement(uuid.uuid4().hex, PROTOCOL, 0, 0, 0, 1, 0, producer=label)
-        self._asked = False
-        self._cancelled = threading.Event()
-        self._book.open(DEFAULT_STAGED_BYTES, DEFAULT_MAX_PUT_BYTES)
-        self._start()
+    def ask() -> WayIn:
+        reply, _, _ = visit.ask()
+        if reply.way_in is None:
+            raise ValueError("the controller did not say where producers come in. Install one version everywhere")
+        return reply.way_in
 
-    _connect = GlooPort._connect
-    _cancel_connect = GlooPort._cancel_connect
-    _stores = GlooPort._stores
-    _reach_store = GlooPort._reach_store
+    label = label or f"{socket.gethostname()}:{os.getpid()}"
+    return Outlet(label, ask=ask, cancel_ask=visit.cancel, linger_s=linger_s)
 
 
 def _master() -> str:
