@@ -1,0 +1,186 @@
+"""A producer in a process of its own that does what a test tells it, one order at a time."""
+
+from __future__ import annotations
+
+import asyncio
+import multiprocessing
+import os
+import signal
+from collections.abc import Sequence
+from typing import Any
+
+import anyio
+import torch
+
+import stream_balancer as sb
+
+GUARD_S = 50
+_PROCESSES = multiprocessing.get_context("forkserver")  # forked from a process that has torch and no threads
+_PROCESSES.set_forkserver_preload(["stream_balancer", "stream_balancer.transport.torch_dist"])
+
+Spec = tuple[Any, ...]
+
+
+def make(length: int, name: str, group: str | None = None, extra: str = "") -> sb.Rollout:
+    """The rollout an order names; both sides make it alike."""
+    tokens = {"input_ids": torch.arange(length) * 3 + len(name)}
+    if extra == "column":
+        tokens["advantages"] = torch.ones(length)
+    return sb.Rollout(tokens=tokens, rollout_id=name, group_id=group, is_padding=extra == "padding")
+
+
+def verdict_of(error: BaseException | None) -> tuple[str, str]:
+    """(type, text) of an error, to compare across processes."""
+    return ("accepted", "") if error is None else (type(error).__name__, str(error))
+
+
+async def _put(producer: sb.Producer, spec: Spec) -> tuple[str, str]:
+    try:
+        await producer.put(make(*spec))
+    except Exception as error:
+        return verdict_of(error)
+    return "accepted", ""
+
+
+async def _obey(producer: sb.Producer, order: str, args: tuple[Any, ...], tasks: Any, ended: list[Any]) -> object:
+    if order == "put":
+        return await _put(producer, *args)
+    if order == "start":  # a put in the background
+
+        async def background() -> None:
+            ended.append((args[0][1], *await _put(producer, args[0])))
+
+        tasks.start_soon(background)
+        return None
+    if order == "ended":
+        while len(ended) < args[0]:
+            await anyio.sleep(0.002)
+        return list(ended)
+    if order == "cancel":
+        return await _cancelled(producer, *args)
+    calls = {
+        "group": lambda: producer.put_group([make(*spec) for spec in args[0]]),
+        "nowait": lambda: producer.put_nowait(make(*args[0])),
+        "blocking": lambda: anyio.to_thread.run_sync(lambda: producer.blocking.put(make(*args[0]), timeout_s=args[1])),
+        "close": producer.aclose,
+    }
+    try:
+        awaitable = calls[order]()
+        if awaitable is not None:
+            await awaitable
+    except Exception as error:
+        return verdict_of(error)
+    return "accepted", ""
+
+
+async def _cancelled(producer: sb.Producer, how: str, spec: Spec, after_s: float) -> str:
+    """A put that is cancelled after a while: what became of it, as its caller sees it."""
+    state = "cancelled"
+
+    async def victim() -> None:
+        nonlocal state
+        await producer.put(make(*spec))
+        state = "accepted"
+
+    if how == "scope":
+        with anyio.move_on_after(after_s):
+            await victim()
+        return state
+    try:
+        if how == "timeout":
+            async with asyncio.timeout(after_s):
+                await victim()
+        else:
+            task = asyncio.ensure_future(victim())
+            await asyncio.sleep(after_s)
+            task.cancel()
+            await asyncio.wait([task])
+    except TimeoutError:
+        pass
+    return state
+
+
+def _main(address: str, pipe: Any, backend: str, options: dict[str, Any]) -> None:
+    torch.set_num_threads(1)
+
+    async def main() -> None:
+        ended: list[Any] = []
+        async with sb.connect(address, **options) as producer, anyio.create_task_group() as tasks:
+            while True:
+                order, *args = await anyio.to_thread.run_sync(pipe.recv)
+                if order == "leave":
+                    tasks.cancel_scope.cancel()
+                    break
+                if order == "flood":  # until killed
+                    for n in range(10**6):
+                        names = [f"{args[0]}.{n}.{i}" for i in range(2)]
+                        await producer.put_group([make(args[1], name, f"{args[0]}.{n}") for name in names])
+                pipe.send(await _obey(producer, order, tuple(args), tasks, ended))
+
+    anyio.run(main, backend=backend)
+
+
+class RemoteProducer:
+    """The test's end. ``with RemoteProducer(address) as remote: remote.do("put", (5, "a"))``."""
+
+    def __init__(self, address: str | None, *, backend: str = "asyncio", **options: Any) -> None:
+        self.pipe, theirs = _PROCESSES.Pipe()
+        self.process = _PROCESSES.Process(target=_main, args=(address, theirs, backend, options), daemon=True)
+        self.process.start()
+        theirs.close()
+
+    async def do(self, *order: Any) -> Any:
+        """Give an order and wait for what comes of it."""
+        self.tell(*order)
+        return await anyio.to_thread.run_sync(self.answer)
+
+    def tell(self, *order: Any) -> None:
+        self.pipe.send(order)
+
+    def answer(self) -> Any:
+        if not self.pipe.poll(GUARD_S):
+            raise TimeoutError("the remote producer does not answer")
+        return self.pipe.recv()
+
+    def kill(self) -> None:
+        assert self.process.pid
+        os.kill(self.process.pid, signal.SIGKILL)
+
+    def leave(self) -> None:
+        """Let it go, and see that it went well."""
+        self.tell("leave")
+        self.process.join(GUARD_S)
+        assert self.process.exitcode == 0
+
+    def __enter__(self) -> RemoteProducer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.process.is_alive():
+            self.process.kill()
+        self.process.join(GUARD_S)
+        self.pipe.close()
+
+
+def run_controller(pipe: Any, capacity: int) -> None:
+    """A controller in a process of its own, to be killed."""
+
+    async def main() -> None:
+        config = sb.BalancerConfig(dp_size=1, batch_size=4, window=4, capacity=capacity)
+        async with sb.TorchTransport.listen(dp_size=1) as transport, sb.StreamBalancer(config) as balancer:
+            pipe.send(transport.address)
+            await sb.serve(balancer, transport)
+
+    anyio.run(main)
+
+
+def start_controller(capacity: int) -> tuple[Any, str]:
+    """The process and its address."""
+    ours, theirs = _PROCESSES.Pipe()
+    process = _PROCESSES.Process(target=run_controller, args=(theirs, capacity), daemon=True)
+    process.start()
+    return process, ours.recv()
+
+
+def names(rollouts: Sequence[sb.Rollout]) -> list[str]:
+    return [r.rollout_id for r in rollouts]

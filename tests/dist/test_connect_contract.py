@@ -1,0 +1,327 @@
+"""A producer in another process keeps the balancer's own contract: every refusal, cancellation, backpressure, deaths."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import anyio
+import pytest
+from remote_producer import GUARD_S, RemoteProducer, make, names, start_controller, verdict_of
+
+import stream_balancer as sb
+from stream_balancer.attend import attend
+from stream_balancer.transport._puts import Mode, Ticket
+
+Served = tuple[sb.StreamBalancer, sb.TorchTransport]
+
+
+@asynccontextmanager
+async def served(*, attended: bool = True, limits: dict[str, int] | None = None, **knobs: Any) -> AsyncIterator[Served]:
+    """A balancer, and where it is served. Full at four."""
+    config = sb.BalancerConfig(**{"dp_size": 1, "batch_size": 4, "window": 4, "capacity": 4, **knobs})
+    with anyio.fail_after(GUARD_S):
+        async with (
+            sb.TorchTransport.listen(dp_size=1, **(limits or {})) as transport,
+            sb.StreamBalancer(config) as balancer,
+            anyio.create_task_group() as tasks,
+        ):
+            if attended:
+                tasks.start_soon(attend, balancer, transport)
+            yield balancer, transport
+            tasks.cancel_scope.cancel()
+
+
+def waiting(balancer: sb.StreamBalancer) -> list[str]:
+    return names(balancer._core._buffer.rollouts())
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    while not condition():
+        await anyio.sleep(0.002)
+
+
+def refusal(put: Callable[[], object]) -> tuple[str, str]:
+    try:
+        put()
+    except Exception as error:
+        return verdict_of(error)
+    return "accepted", ""
+
+
+async def test_every_refusal_is_the_balancer_s_own() -> None:
+    knobs: dict[str, Any] = {"max_tokens_per_micro_batch": 50, "capacity_bytes": 10_000}
+    async with served(**knobs) as (balancer, transport):
+        with RemoteProducer(transport.address) as remote:
+            assert await remote.do("put", (5, "a")) == ("accepted", "")
+            bad: list[tuple[Any, ...]] = [(5, "a"), (51, "long"), (5, "other", None, "column"), (5, "p", None, "padding")]
+            for spec in bad:
+                here = refusal(lambda spec=spec: balancer.put_nowait(make(*spec)))
+                assert here[0] in ("RolloutError", "DuplicateRolloutError")
+                for order in ("put", "nowait"):
+                    assert await remote.do(order, spec) == here
+                assert await remote.do("blocking", spec, None) == here
+                if len(spec) == 2:
+                    assert await remote.do("group", [(*spec, "g")]) == here
+            for group in ([], [(5, "x")], [(5, "x", "g"), (5, "y", "h")]):
+                kind, text = await remote.do("group", group)
+                assert kind == "RolloutError"
+                with pytest.raises(sb.RolloutError) as there:
+                    await balancer.put_group([make(*spec) for spec in group])
+                assert text == str(there.value)
+            twins = await remote.do("group", [(5, "t", "g"), (5, "t", "g")])
+            assert twins[0] == "DuplicateRolloutError"
+            assert waiting(balancer) == ["a"]
+            balancer.end()
+            closed = refusal(lambda: balancer.put_nowait(make(5, "z")))
+            assert closed[0] == "ClosedResourceError"
+            for order in ("put", "nowait"):
+                assert await remote.do(order, (5, "z")) == closed
+            remote.leave()
+
+
+async def test_groups_nowait_and_room() -> None:
+    async with served() as (balancer, transport):
+        with RemoteProducer(transport.address) as remote:
+            assert await remote.do("group", [(5, f"g{i}", "g") for i in range(3)]) == ("accepted", "")
+            assert await remote.do("nowait", (5, "n")) == ("accepted", "")
+            assert await remote.do("nowait", (5, "late")) == ("WouldBlock", "")
+            remote.tell("group", [(5, f"h{i}", "h") for i in range(2)])
+            await until(lambda: balancer.statistics().blocked_puts == 1)
+            batch = await anext(balancer.batches())
+            assert sorted(names(batch.rollouts)) == ["g0", "g1", "g2", "n"]
+            assert [r.tokens["input_ids"].tolist() for r in batch.rollouts if r.rollout_id == "n"] == [
+                make(5, "n").tokens["input_ids"].tolist()
+            ]
+            assert await anyio.to_thread.run_sync(remote.answer) == ("accepted", "")
+            assert waiting(balancer) == ["h0", "h1"]
+
+
+async def test_a_full_balancer_holds_back_and_lets_in_first_come_first_served() -> None:
+    async with served() as (balancer, transport):
+        with RemoteProducer(transport.address) as remote, RemoteProducer(transport.address, backend="trio") as other:
+            for n in range(4):
+                await balancer.put(make(3, f"here{n}"))
+            for n in range(9):  # one after the other: each is parked before the next comes
+                await (remote, other)[n % 2].do("start", (3, f"r{n}"))
+                await until(lambda n=n: balancer.statistics().blocked_puts == n + 1)  # type: ignore[misc]
+            batches = balancer.batches()
+            await anext(batches)
+            await until(lambda: balancer.statistics().blocked_puts == 5)
+            assert waiting(balancer) == ["r0", "r1", "r2", "r3"]
+            await anext(batches)
+            await until(lambda: balancer.statistics().blocked_puts == 1)
+            assert waiting(balancer) == ["r4", "r5", "r6", "r7"]
+            assert sorted(await remote.do("ended", 4)) == [(f"r{n}", "accepted", "") for n in (0, 2, 4, 6)]
+            await anext(batches)
+            assert sorted(await other.do("ended", 4)) == [(f"r{n}", "accepted", "") for n in (1, 3, 5, 7)]
+            assert await remote.do("ended", 5)
+
+
+async def test_a_blocking_put_gives_up_in_time_and_was_not_accepted() -> None:
+    async with served() as (balancer, transport):
+        with RemoteProducer(transport.address) as remote:
+            for n in range(4):
+                await balancer.put(make(3, f"here{n}"))
+            kind, text = await remote.do("blocking", (3, "late"), 0.05)
+            assert kind == "TimeoutError"
+            assert "full" in text
+            await anext(balancer.batches())
+            assert waiting(balancer) == []
+            assert await remote.do("blocking", (3, "late"), None) == ("accepted", "")
+
+
+@pytest.mark.parametrize("how", ["scope", "native", "timeout"])
+async def test_a_cancelled_put_was_not_accepted_or_has_returned(how: str) -> None:
+    chance = random.Random(how)
+    async with served(capacity=6) as (balancer, transport):
+        with RemoteProducer(transport.address) as remote:
+            seen: list[str] = []
+            returned = []
+
+            async def train() -> None:
+                async for batch in balancer.batches():
+                    seen.extend(names(batch.rollouts))
+                    await anyio.sleep(chance.uniform(0, 0.004))
+
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(train)
+                for n in range(60):
+                    if await remote.do("cancel", how, (3, f"v{n}"), chance.uniform(0, 0.003)) == "accepted":
+                        returned.append(f"v{n}")
+                for n in range(8):
+                    await balancer.put(make(3, f"fill{n}"))
+                balancer.end()
+            assert [name for name in seen if name.startswith("v")] == returned
+            assert balancer.statistics().blocked_puts == 0
+
+
+async def test_a_put_cancelled_while_it_waits_for_room_leaves_no_trace() -> None:
+    async with served() as (balancer, transport):
+        with RemoteProducer(transport.address, backend="trio") as remote:
+            for n in range(4):
+                await balancer.put(make(3, f"here{n}"))
+            assert await remote.do("cancel", "scope", (3, "v"), 0.05) == "cancelled"
+            assert balancer.statistics().blocked_puts == 0
+            await anext(balancer.batches())
+            assert waiting(balancer) == []
+            assert await remote.do("put", (3, "v")) == ("accepted", "")  # it was never taken, so it is no duplicate
+
+
+async def test_end_while_puts_pend() -> None:
+    async with served() as (balancer, transport):
+        with RemoteProducer(transport.address) as remote:
+            for n in range(4):
+                await balancer.put(make(3, f"here{n}"))
+            for n in range(3):
+                await remote.do("start", (3, f"r{n}"))
+            await until(lambda: balancer.statistics().blocked_puts == 3)
+            balancer.end()
+            closed = refusal(lambda: balancer.put_nowait(make(5, "z")))
+            assert sorted(await remote.do("ended", 3)) == [(f"r{n}", *closed) for n in range(3)]
+
+
+async def test_serve_s_return_tells_producers_that_it_is_over() -> None:
+    config = sb.BalancerConfig(dp_size=1, batch_size=4)
+    with anyio.fail_after(GUARD_S):
+        async with sb.TorchTransport.listen(dp_size=1) as transport, sb.StreamBalancer(config) as balancer:
+            with RemoteProducer(transport.address) as remote:
+
+                async def train() -> None:
+                    async for _ in sb.RankFeed(transport.address, rank=0, dp_size=1):
+                        pass
+
+                async with anyio.create_task_group() as tasks:
+                    tasks.start_soon(train)
+                    tasks.start_soon(sb.serve, balancer, transport)
+                    await remote.do("put", (3, "a"))
+                    balancer.end()
+                assert (await remote.do("put", (3, "b")))[0] == "ClosedResourceError"
+                remote.leave()
+
+
+async def test_puts_wait_for_the_next_attend() -> None:
+    async with served(attended=False) as (balancer, transport):
+        with RemoteProducer(transport.address) as remote:
+            for n in range(6):
+                await remote.do("start", (3, f"r{n}"))
+            for blocked in (2, 2):  # attended, and attended again
+                async with anyio.create_task_group() as tasks:
+                    tasks.start_soon(attend, balancer, transport)
+                    await until(lambda: len(waiting(balancer)) == 4)
+                    await until(lambda blocked=blocked: balancer.statistics().blocked_puts == blocked)  # type: ignore[misc]
+                    tasks.cancel_scope.cancel()
+                assert balancer.statistics().blocked_puts == 0
+            await anext(balancer.batches())
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(attend, balancer, transport)
+                results = await remote.do("ended", 6)
+                tasks.cancel_scope.cancel()
+            assert results == [(f"r{n}", "accepted", "") for n in range(6)]
+            assert waiting(balancer) == ["r4", "r5"]
+
+
+async def test_a_killed_controller_is_told_to_every_pending_put() -> None:
+    controller, address = await anyio.to_thread.run_sync(start_controller, 4)
+    with anyio.fail_after(GUARD_S), RemoteProducer(address) as remote:
+        for n in range(4):
+            assert await remote.do("put", (3, f"in{n}")) == ("accepted", "")
+        for n in range(2):
+            await remote.do("start", (3, f"p{n}"))
+        remote_blocking = RemoteProducer(address)
+        with remote_blocking:
+            assert await remote_blocking.do("nowait", (3, "full")) == ("WouldBlock", "")
+            remote_blocking.tell("blocking", (3, "b"), None)
+            await anyio.sleep(0.1)  # in transit or parked: either way the kill must reach it
+            controller.kill()
+            for _, kind, text in await remote.do("ended", 2):
+                assert kind == "BrokenResourceError"
+                assert "controller was lost" in text
+                assert "connection" in text
+                assert "DuplicateRolloutError" in text
+            assert (await anyio.to_thread.run_sync(remote_blocking.answer))[0] == "BrokenResourceError"
+            for order in ("put", "nowait"):
+                kind, text = await remote.do(order, (3, "later"))
+                assert kind == "BrokenResourceError"
+                assert "not been sent, so it was not accepted" in text
+            remote.leave()
+    await anyio.to_thread.run_sync(controller.join)
+
+
+@pytest.mark.parametrize("tokens", [10, 500_000])
+async def test_producers_killed_in_the_middle_leave_nothing_half_done(tokens: int) -> None:
+    chance = random.Random(tokens)
+    async with served(batch_size=8, window=8, capacity=16) as (balancer, transport):
+        seen: list[str] = []
+
+        async def train() -> None:
+            async for batch in balancer.batches():
+                for r in batch.rollouts:
+                    assert r.tokens["input_ids"].equal(make(tokens, r.rollout_id).tokens["input_ids"])
+                    seen.append(r.rollout_id)
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(train)
+            with RemoteProducer(transport.address) as healthy:
+                for life in range(3):
+                    with RemoteProducer(transport.address) as victim:
+                        victim.tell("flood", f"life{life}", tokens)
+                        await until(lambda life=life: any(f"life{life}." in name for name in seen))  # type: ignore[misc]
+                        await anyio.sleep(chance.uniform(0, 0.05))
+                        victim.kill()
+                    assert await healthy.do("put", (tokens, f"healthy{life}")) == ("accepted", "")
+                await until(lambda: balancer.statistics().blocked_puts == 0)
+                balancer.end()
+        assert len(seen) == len(set(seen))
+        assert {f"healthy{life}" for life in range(3)} < set(seen)
+        groups = [name.rpartition(".")[0] for name in seen if "." in name]
+        assert all(groups.count(group) == 2 for group in groups)
+
+
+async def test_a_retry_after_reconnecting_is_accepted_once_and_says_so() -> None:
+    async with served() as (balancer, transport):
+        with RemoteProducer(transport.address) as first:
+            assert await first.do("put", (3, "a")) == ("accepted", "")
+            first.kill()
+        with RemoteProducer(transport.address) as second:
+            kind, text = await second.do("put", (3, "a"))
+            assert kind == "DuplicateRolloutError"
+            assert "first put was accepted" in text
+            assert waiting(balancer) == ["a"]
+            second.leave()
+
+
+def size_of(rollout: sb.Rollout) -> int:
+    return Ticket([rollout], Mode.PUT, lambda: None).size
+
+
+async def test_limits_are_told_and_kept() -> None:
+    staged_bytes = 3 * size_of(make(1000, "r0"))
+    limits = {"staged_bytes": staged_bytes, "max_put_bytes": 4 * staged_bytes}
+    async with served(attended=False, limits=limits, capacity=64) as (balancer, transport):
+        with RemoteProducer(transport.address) as remote:
+            kind, text = await remote.do("put", (10**6, "giant"))
+            assert kind == "RolloutError"
+            assert "max_put_bytes" in text
+            for n in range(12):
+                await remote.do("start", (1000, f"r{n}"))
+            await remote.do("start", (6000, "large"))  # above staged_bytes: travels alone
+            intake = await transport.accept_producer()
+            await until(lambda: len(intake._inbox) == 3)
+            await remote.do("ended", 0)
+            assert (len(intake._inbox), intake._handler._staged) == (3, staged_bytes)
+            transport.readmit(intake)
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(attend, balancer, transport)
+                assert len(await remote.do("ended", 13)) == 13
+                tasks.cancel_scope.cancel()
+            assert waiting(balancer) == [*(f"r{n}" for n in range(12)), "large"]
+            assert intake._handler._staged == 0
+
+
+@pytest.mark.parametrize("knob", ["staged_bytes", "max_put_bytes"])
+def test_limits_that_let_nothing_through_are_refused(knob: str) -> None:
+    with pytest.raises(ValueError, match=knob):
+        sb.TorchTransport.listen(dp_size=1, **{knob: 0})
