@@ -17,7 +17,8 @@ def run(*command):
 
 def test_every_example_is_tested_and_short():
     files = {path.name: path.read_text() for path in EXAMPLES.glob("*.py")}
-    assert files.keys() == {"single_process.py", "blocking_loop.py", "torchrun_single_controller.py"}
+    torchrun = {"torchrun_single_controller.py", "torchrun_every_rank_generates.py"}
+    assert files.keys() == {"single_process.py", "blocking_loop.py", *torchrun}
     assert all(text.count("\n") < 60 for text in files.values())
 
 
@@ -37,3 +38,10 @@ def test_torchrun_single_controller(ranks):
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks]
     out = run(*torchrun, EXAMPLES / "torchrun_single_controller.py")
     assert f"{96} rollouts trained on {ranks} ranks" in out
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_torchrun_every_rank_generates(ranks):
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks]
+    out = run(*torchrun, EXAMPLES / "torchrun_every_rank_generates.py")
+    assert f"{48 * ranks} rollouts trained on {ranks} ranks" in out
