@@ -194,7 +194,7 @@ class TorchTransport:
         self._linger_s = linger_s
         self._narrow = narrow
         self._shared_memory = shared_memory
-        self._pool = SlabPool(keep=dp_size)
+        self._pool = SlabPool(keep=2 * dp_size)  # per rank one on its way and one being packed
         self._token = uuid.uuid4().hex
         self._waiting: list[ControllerLink] = []
         self._links: dict[int, ControllerLink] = {}
