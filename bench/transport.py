@@ -135,7 +135,7 @@ def take(feed: RankFeed, count: int) -> None:
         batch = next(feed)
         for mb in batch.micro_batches:
             mb.packed()
-        feed.acknowledge()
+        batch.ack()
 
 
 def rank_main(rank: int, dp_size: int, addresses: list[str], plan: Plan) -> None:
@@ -185,9 +185,9 @@ def latencies(feed: RankFeed, shared_feed: RankFeed, rounds: int) -> None:
         for name, source in (("feed", feed), ("shared", shared_feed)):
             dist.barrier()
             for _ in range(rounds):
-                next(source)
+                batch = next(source)
                 arrivals[name].append(time.monotonic())
-                source.acknowledge()
+                batch.ack()
         dist.gather_object(arrivals, None, 0)
 
 
@@ -196,8 +196,7 @@ def memory(feed: RankFeed) -> None:
     dist.barrier()
     before = 0
     for number in range(1000):
-        next(feed)
-        feed.acknowledge()
+        next(feed).ack()
         if number == 99:
             before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before

@@ -241,13 +241,18 @@ class _Server:
                 link.end()
         except EndOfStream:
             rank.left = True
+            if rank.unacknowledged:
+                self._lose(rank, _left_owing(link.rank, rank.unacknowledged[0].step))
         except RankLostError as error:
-            rank.link, rank.error = None, error
-            if not (self._ending and rank.finished):
-                rank.deadline = anyio.current_time() + self._rejoin_timeout_s
+            self._lose(rank, error)
         except Exception as error:  # noqa: BLE001 - a share that cannot be sent; told by serve()
             self._failure = error
         self._ring()
+
+    def _lose(self, rank: _Rank, error: RankLostError) -> None:
+        rank.link, rank.error = None, error
+        if not (self._ending and rank.finished):
+            rank.deadline = anyio.current_time() + self._rejoin_timeout_s
 
     def _acknowledge(self, rank: _Rank, number: int, done: StepDone) -> None:
         if rank.sent == 0 or rank.unacknowledged[0].step != done.step:
@@ -266,3 +271,13 @@ class _Server:
         if not missing:
             del self._open_steps[done.step]
             self._balancer.acknowledge(done.step)
+
+
+def _left_owing(rank: int, step: int) -> RankLostError:
+    return RankLostError(
+        f"rank {rank} closed its feed after the end without acknowledging step {step}, which is still held. Ask for "
+        "the next batch until there is none, or call batch.ack(), before closing; or restart the rank",
+        rank=rank,
+        step=step,
+        cause="the rank closed its feed",
+    )

@@ -5,7 +5,16 @@
     for batch in sb.RankFeed("tcp://127.0.0.1:29400", rank=3, dp_size=8):
         for mb in batch.micro_batches: ...
 
-Asking for the next batch acknowledges the one before; leaving the loop early does not.
+Asking for the next batch acknowledges the one before; leaving the loop early does not. A trainer that commits less
+often says so itself::
+
+    for batch in sb.RankFeed(..., auto_ack=False):
+        accumulate(batch)
+        if time_to_step(batch):
+            optimizer.step()
+            batch.ack()             # this one and every one before it
+
+What is not acknowledged is delivered again, in the same plan, after a reconnect or a restart.
 """
 
 from __future__ import annotations
@@ -13,7 +22,10 @@ from __future__ import annotations
 import os
 import threading
 import time
+from collections import deque
 from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Self, cast
 
 import anyio
@@ -36,6 +48,9 @@ class RankFeed:
     Tensors of a batch stay valid for as long as you hold them: their memory is reused only when the last of them is
     gone. Keep none beyond the step if you want the feed to stay within ``depth + 1`` batches of memory.
 
+    When the last batch is acknowledged the iteration ends; with ``auto_ack=False`` it ends when the last batch was
+    given, and the feed takes its leave with the last ``batch.ack()``.
+
     Raises, from the iteration: RankLostError if the controller went away, AlreadyInUseError if this rank is already
     connected or two threads iterate one feed, ValueError if the controller balances for another number of ranks,
     WireError if it does not speak this protocol, ClosedResourceError after :meth:`close`.
@@ -48,6 +63,7 @@ class RankFeed:
         rank: int | None = None,
         dp_size: int | None = None,
         depth: int = 2,
+        auto_ack: bool = True,
         device: str | torch.device = "cpu",
         max_batch_bytes: int = DEFAULT_MAX_BATCH_BYTES,
         incarnation: int | None = None,
@@ -57,7 +73,9 @@ class RankFeed:
 
         ``source``: ``"tcp://host:port"`` of a controller, a c10d Store, None for the store, rank and world size of the
         initialised torch.distributed world, or a :class:`~stream_balancer.transport.RankPort`. ``depth``: batches
-        that may lie ready besides the one in use. ``incarnation``: how often this rank was started before (default:
+        that may lie ready besides the one in use. ``auto_ack``: asking for the next batch acknowledges the last one;
+        otherwise :meth:`RankBatch.ack` does, and what is not acknowledged does not hold up the next batches.
+        ``incarnation``: how often this rank was started before (default:
         TORCHELASTIC_RESTART_COUNT, else 0). ``options``: ``host``, ``name``, ``connect_timeout_s``, ``keepalive_s``,
         ``linger_s`` of the transport.
         """
@@ -67,7 +85,8 @@ class RankFeed:
         self._news = threading.Condition()
         self._version = 0
         self._busy = threading.Lock()
-        self._current: tuple[int, float] | None = None  # step and when it was taken
+        self._auto_ack = auto_ack
+        self._taken = _Taken(self._port)
         self._closed = False
         self._port.subscribe(self._on_news)
 
@@ -81,24 +100,18 @@ class RankFeed:
         """DP ranks that take part."""
         return self._port.dp_size
 
-    def acknowledge(self) -> None:
-        """Say that the current batch is done, without asking for the next: before a checkpoint, or a ``break``.
-        Idempotent."""
-        if self._current is not None:
-            step, taken_at = self._current
-            self._current = None
-            self._port.report(step, time.monotonic() - taken_at)
-
     def close(self) -> None:
         """Leave: the controller is told, threads end. A batch that was not acknowledged will be delivered again.
         Idempotent."""
         self._closed = True
+        self._taken.close()
         self._port.close()
         self._on_news()
 
     async def aclose(self) -> None:
         """:meth:`close`, without blocking the event loop."""
         self._closed = True
+        self._taken.close()
         await self._port.aclose()
         self._on_news()
 
@@ -106,15 +119,16 @@ class RankFeed:
         return self
 
     def __next__(self) -> RankBatch:
-        """The next share. Blocks until there is one; Ctrl-C ends the wait. Acknowledges the share before."""
+        """The next share. Blocks until there is one; Ctrl-C ends the wait."""
         with self._one_at_a_time():
-            self.acknowledge()
+            self._ask()
             while True:
                 version = self._version
                 try:
                     batch = self._take()
                 except EndOfStream:
-                    self.close()
+                    if self._taken.end():
+                        self.close()
                     raise StopIteration from None
                 if batch is not None:
                     return batch
@@ -128,7 +142,7 @@ class RankFeed:
         """As ``next()``, without blocking the event loop. If cancelled, no share was taken."""
         await anyio.lowlevel.checkpoint()
         with self._one_at_a_time():
-            self.acknowledge()
+            self._ask()
             in_loop = loop_caller()
             while True:
                 arrival = anyio.Event()
@@ -139,20 +153,23 @@ class RankFeed:
                         return batch
                     await arrival.wait()
                 except EndOfStream:
-                    await self.aclose()
+                    if self._taken.end():
+                        await self.aclose()
                     raise StopAsyncIteration from None
                 finally:
                     self._wake = None
 
     _wake: Any = None
 
+    def _ask(self) -> None:
+        """The trainer wants the next batch: it is done with the one it has."""
+        self._taken.done(time.monotonic(), acknowledge=self._auto_ack)
+
     def _take(self) -> RankBatch | None:
         if self._closed:
             raise ClosedResourceError
         batch = self._port.take()
-        if batch is not None:
-            self._current = (batch.step, time.monotonic())
-        return batch
+        return None if batch is None else self._taken.add(batch, time.monotonic())
 
     def _on_news(self) -> None:
         with self._news:
@@ -176,6 +193,69 @@ class RankFeed:
 
     async def __aexit__(self, *_: object) -> None:
         await self.aclose()
+
+
+@dataclass
+class _Step:
+    """A share the trainer has and did not acknowledge."""
+
+    number: int
+    taken_at: float
+    seconds: float | None = None
+    """From taking it to asking for the next."""
+
+
+class _Taken:
+    """The shares that are with the trainer, oldest first. From any thread: a checkpoint may be committed in one of its
+    own."""
+
+    def __init__(self, port: RankPort) -> None:
+        self._port = port
+        self._steps: deque[_Step] = deque()
+        self._lock = threading.Lock()
+        self._ended = self._closed = False
+
+    def add(self, batch: RankBatch, now: float) -> RankBatch:
+        """``batch``, with its ``ack()`` wired to here."""
+        with self._lock:
+            self._steps.append(_Step(batch.step, now))
+        return replace(batch, on_ack=partial(self.acknowledge, batch.step))
+
+    def done(self, now: float, *, acknowledge: bool) -> None:
+        """The last one taken is worked through."""
+        with self._lock:
+            last = self._steps[-1] if self._steps else None
+            if last is not None and last.seconds is None:
+                last.seconds = now - last.taken_at
+        if last is not None and acknowledge:
+            self.acknowledge(last.number)
+
+    def acknowledge(self, step: int) -> None:
+        """Report ``step`` and all before it, in order."""
+        with self._lock:
+            if not self._steps or self._steps[0].number > step:
+                return  # it was acknowledged before
+            if self._closed:
+                raise ClosedResourceError(
+                    f"batch.ack(): the feed is closed, so step {step} will be delivered again. Call ack() first"
+                )
+            while self._steps and self._steps[0].number <= step:
+                front = self._steps.popleft()
+                seconds = time.monotonic() - front.taken_at if front.seconds is None else front.seconds
+                self._port.report(front.number, seconds)
+            if self._ended and not self._steps:
+                self._port.leave()
+
+    def end(self) -> bool:
+        """No more will come. True if nothing is left to acknowledge."""
+        with self._lock:
+            self._ended = True
+            return not self._steps
+
+    def close(self) -> None:
+        """From now on nothing can be acknowledged."""
+        with self._lock:
+            self._closed = True
 
 
 class _Busy:

@@ -235,6 +235,22 @@ class RankBatch:
     """Tokens in the step over all ranks, padding copies not counted."""
     global_num_loss_tokens: int
     """Tokens with a non-zero ``loss_mask`` in the step over all ranks."""
+    on_ack: Callable[[], None] | None = field(default=None, repr=False)
+    """Set by the :class:`RankFeed` it came from."""
+
+    def ack(self) -> None:
+        """Say that this batch, and every earlier one of its feed, is committed and need not be delivered again.
+
+        For ``RankFeed(auto_ack=False)``, at an optimizer step or a checkpoint; otherwise before leaving a loop early.
+        From any thread, never blocks, idempotent. Raises ClosedResourceError if the feed was closed before, ValueError
+        for a batch that did not come from a feed.
+        """
+        if self.on_ack is None:
+            raise ValueError(
+                f"batch.ack(): this share of step {self.step} did not come from a RankFeed. Where you iterate the "
+                "balancer itself, call balancer.acknowledge(step)"
+            )
+        self.on_ack()
 
     @property
     def rollouts(self) -> tuple[Rollout, ...]:

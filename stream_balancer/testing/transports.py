@@ -44,7 +44,15 @@ class Harness(Protocol):
         """The controller's side."""
         ...
 
-    def connect(self, rank: int, *, dp_size: int | None = None, incarnation: int = 0, depth: int = 2) -> RankFeed:
+    def connect(
+        self,
+        rank: int,
+        *,
+        dp_size: int | None = None,
+        incarnation: int = 0,
+        depth: int = 2,
+        auto_ack: bool = True,
+    ) -> RankFeed:
         """A rank's feed, as a trainer would open it."""
         ...
 
@@ -232,22 +240,70 @@ async def credits_bound_the_queue(open_harness: Opener) -> None:
 
 
 async def asking_for_the_next_acknowledges(open_harness: Opener) -> None:
-    """Not the taking, not the leaving; or :meth:`RankFeed.acknowledge`, once."""
+    """Not the taking, not the leaving; or ``batch.ack()``, once."""
     async with open_harness(1) as harness:
         feed = harness.connect(0)
         link = await _link(harness.transport)
         link.send(make_batch(0, 1).ranks[0])
         link.send(make_batch(1, 1).ranks[0])
         await anext(feed)
-        await anext(feed)
+        batch = await anext(feed)
         reports: list[StepDone] = []
         await _until(lambda: _collect(link, reports))
         assert [done.step for done in reports] == [0]
-        feed.acknowledge()
-        feed.acknowledge()
+        batch.ack()
+        batch.ack()
         await _until(lambda: _collect(link, reports) and len(reports) == 2)
         assert [done.step for done in reports] == [0, 1]
         await feed.aclose()
+
+
+async def a_commit_acknowledges_all_before_it(open_harness: Opener) -> None:
+    """``auto_ack=False``: nothing is acknowledged by asking for more, and what was not is delivered again."""
+    async with open_harness(1) as harness:
+        balancer = ScriptedBalancer([make_batch(step, 1) for step in range(8)])
+        async with anyio.create_task_group() as tasks:
+
+            async def control() -> None:
+                await serve(balancer, harness.transport, rejoin_timeout_s=CLAUSE_TIMEOUT_S)
+
+            tasks.start_soon(control)
+            feed = harness.connect(0, auto_ack=False)
+            taken = [await anext(feed) for _ in range(6)]
+            assert balancer.acknowledged == [], "asking for the next batch acknowledged one"
+            taken[3].ack()
+            taken[1].ack()
+            await _until(lambda: balancer.acknowledged == [0, 1, 2, 3])
+            harness.kill(feed)
+            again = harness.connect(0, incarnation=1, auto_ack=False)
+            taken = [batch async for batch in again]
+            assert [batch.step for batch in taken] == [4, 5, 6, 7]
+            assert balancer.acknowledged == [0, 1, 2, 3]
+            taken[-1].ack()  # serve returns: the feed has taken its leave
+        assert balancer.acknowledged == list(range(8))
+        assert sorted(step for step, _, _ in balancer.step_seconds) == list(range(8))
+
+
+async def leaving_with_something_unacknowledged_is_a_loss(open_harness: Opener) -> None:
+    """Also after the end was told."""
+    async with open_harness(1) as harness:
+        balancer = ScriptedBalancer([make_batch(step, 1) for step in range(3)])
+
+        async def train() -> None:
+            feed = harness.connect(0, auto_ack=False)
+            batches = [batch async for batch in feed]
+            batches[1].ack()
+            await feed.aclose()
+            batches[0].ack()
+            with _raises(ClosedResourceError):
+                batches[2].ack()
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(train)
+            with _raises(RankLostError) as caught:
+                await serve(balancer, harness.transport)
+        assert "step 2" in str(caught.error), caught.error
+        assert balancer.acknowledged == [0, 1]
 
 
 def _collect(link: Link, into: list[StepDone]) -> bool:
@@ -483,8 +539,9 @@ async def cancelling_loses_nothing(open_harness: Opener) -> None:
         again = harness.connect(0, incarnation=1)
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(serve, balancer, harness.transport)
-            assert [(await anext(again)).step for _ in range(5)] == [1, 2, 3, 4, 5]
-            again.acknowledge()
+            batches = [await anext(again) for _ in range(5)]
+            assert [batch.step for batch in batches] == [1, 2, 3, 4, 5]
+            batches[-1].ack()
             await _until(lambda: balancer.acknowledged == list(range(6)))
             tasks.cancel_scope.cancel()
         await again.aclose()
@@ -519,6 +576,8 @@ CLAUSES: tuple[Callable[[Opener], Awaitable[None]], ...] = (
     every_share_arrives_once_and_in_order,
     credits_bound_the_queue,
     asking_for_the_next_acknowledges,
+    a_commit_acknowledges_all_before_it,
+    leaving_with_something_unacknowledged_is_a_loss,
     bytes_are_identical,
     held_batches_are_never_overwritten,
     the_end_is_told_after_what_was_sent,

@@ -114,6 +114,10 @@ class RankPort(Protocol):
         """Acknowledge ``step``. Never blocks; a lost controller is told by :meth:`take`."""
         ...
 
+    def leave(self) -> None:
+        """Say good-bye without waiting for the answer, for a rank that has all it wanted. Never blocks. Idempotent."""
+        ...
+
     def close(self) -> None:
         """Say good-bye and release everything; threads have ended when this returns. Blocks for a moment.
         Idempotent."""

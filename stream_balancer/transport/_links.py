@@ -343,7 +343,7 @@ class PortBase(Endpoint):
         self._freed: deque[int] = deque()
         self._queue: deque[RankBatch] = deque()
         self._end: Exception | None = None
-        self._ended_by_peer = False
+        self._left = False
         self._next_step: int | None = None
         self._taken = 0
         self._arrived = 0
@@ -377,10 +377,16 @@ class PortBase(Endpoint):
         self._working_on = None
         self._put(Frame(Kind.REPORT, step=step, taken=self._taken, nanoseconds=max(int(seconds * 1e9), 0)))
 
+    def leave(self) -> None:
+        """See :class:`RankPort`."""
+        if self._pair is not None and not self._over and not self._left:
+            self._left = True
+            self._put(Frame(Kind.BYE))
+
     def close(self) -> None:
         """See :class:`RankPort`."""
         if self._pair is not None and not self._over and not self._closing:
-            self._put(Frame(Kind.BYE))
+            self.leave()
             with self._changed:
                 self._changed.wait_for(lambda: self._over, self._linger_s)
         self._finish(ClosedResourceError())

@@ -159,9 +159,13 @@ class MemoryPort:
         if self._link is not None:
             self._link._on_report(StepDone(step, seconds))
 
-    def close(self) -> None:
+    def leave(self) -> None:
         """See :class:`~stream_balancer.transport.RankPort`."""
         self._leave(MemoryLink._on_bye)
+
+    def close(self) -> None:
+        """See :class:`~stream_balancer.transport.RankPort`."""
+        self.leave()
 
     async def aclose(self) -> None:
         """See :class:`~stream_balancer.transport.RankPort`."""

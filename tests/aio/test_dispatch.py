@@ -191,8 +191,7 @@ async def test_a_rank_lost_after_its_last_acknowledgement_is_no_loss() -> None:
 
     async def dies_at_the_end() -> None:
         feed = RankFeed(transport.connect(1))
-        await anext(feed)
-        feed.acknowledge()
+        (await anext(feed)).ack()
         await settle()
         kill(feed)
 

@@ -19,8 +19,17 @@ class _Harness:
     def __init__(self, dp_size: int, through_wire: bool) -> None:
         self.transport = MemoryTransport(dp_size=dp_size, through_wire=through_wire)
 
-    def connect(self, rank: int, *, dp_size: int | None = None, incarnation: int = 0, depth: int = 2) -> RankFeed:
-        return RankFeed(self.transport.connect(rank, dp_size=dp_size, incarnation=incarnation, depth=depth))
+    def connect(
+        self,
+        rank: int,
+        *,
+        dp_size: int | None = None,
+        incarnation: int = 0,
+        depth: int = 2,
+        auto_ack: bool = True,
+    ) -> RankFeed:
+        port = self.transport.connect(rank, dp_size=dp_size, incarnation=incarnation, depth=depth)
+        return RankFeed(port, auto_ack=auto_ack)
 
     def kill(self, feed: RankFeed) -> None:
         port = feed._port

@@ -32,6 +32,7 @@ class _Harness:
         dp_size: int | None = None,
         incarnation: int = 0,
         depth: int = 2,
+        auto_ack: bool = True,
         shared_memory: bool = True,
     ) -> RankFeed:
         feed = RankFeed(
@@ -40,6 +41,7 @@ class _Harness:
             dp_size=dp_size or self.transport.dp_size,
             incarnation=incarnation,
             depth=depth,
+            auto_ack=auto_ack,
             linger_s=LINGER_S,
             shared_memory=shared_memory,
         )
