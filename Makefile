@@ -39,7 +39,7 @@ soak: install  ## the long drills: kill tests, fuzzing
 	$(BIN)/python -m pytest -m soak --timeout 3000 $(ARGS)
 
 bench: install  ## every benchmark that needs nothing but the project
-	for file in engine partition window micro_batches transport; do \
+	for file in engine partition window micro_batches training transport; do \
 		test ! -e bench/$$file.py || { echo "== bench/$$file.py"; $(BIN)/python bench/$$file.py $(ARGS) || exit 1; }; \
 	done
 
@@ -53,7 +53,7 @@ PEERS := .venv-peers/bin/python
 	touch $@
 
 bench-peers: .venv-peers/.installed  ## the planning benchmarks beside verl, AReaL and others, in an environment of their own
-	for file in partition window micro_batches; do \
+	for file in partition window micro_batches training; do \
 		echo "== bench/$$file.py"; PYTHONPATH=. $(PEERS) bench/$$file.py $(ARGS) || exit 1; \
 	done
 

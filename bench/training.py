@@ -1,0 +1,228 @@
+"""DP-rank training time before and after: real forward and backward passes of every rank's share, timed one by one.
+
+``python bench/training.py [--json] [--steps 40] [--device cuda] [--model 0.5b]``. Every policy trains the same
+rollouts, in the same order of arrival. The ranks' shares run one after another in this process, so they do not
+disturb each other; a step takes as long as its slowest rank, or, where ranks meet at every micro-batch, as the sum of
+the slowest micro-batches. On a CPU seconds are CPU seconds. Rows of verl need the peers' environment
+(``make bench-peers``).
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from micro_batches import verl_layout
+from numpy.typing import NDArray
+from peers import Floats, Rows, finish_order, peers
+
+from stream_balancer import BalancerConfig, Rollout, StreamBalancer
+from stream_balancer.cost import CostModel
+from stream_balancer.demo.model import build_model, loss_sum, training_cost
+from stream_balancer.demo.options import DemoOptions
+from stream_balancer.trace import generate_trace, load_trace
+from stream_balancer.types import MicroBatch
+
+Layout = list[list[list[Rollout]]]
+"""``[rank][micro_batch]`` -> rollouts."""
+MODELS = {
+    "small": DemoOptions(),
+    "0.5b": DemoOptions(hidden_size=1280, num_layers=24, num_heads=20, vocab_size=32000),
+}
+SLOTS = 64  # rollouts that are generated at the same time; the shortest finish first
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What all policies share."""
+
+    ranks: int
+    batch: int
+    cap: int
+    cost: CostModel
+
+
+def stream(options: argparse.Namespace) -> list[Rollout]:
+    """Rollouts in the order in which they finish."""
+    count = (options.steps + 5) * options.batch
+    trace = load_trace(options.trace) if options.trace else generate_trace(count, "lrm", seed=options.seed)
+    trace = trace.resampled(count, options.seed) if len(trace) < count else trace
+    trace = trace.scaled(options.max_length / int(trace.lengths.max()))
+    lengths = trace.lengths[:count]
+    order = finish_order(trace.output_tokens[:count].astype(np.float64), SLOTS)
+    random = torch.Generator().manual_seed(options.seed)
+    vocab = MODELS[options.model].vocab_size
+    return [
+        Rollout(
+            tokens={"input_ids": torch.randint(0, vocab, (int(lengths[row]),), generator=random)},
+            rollout_id=f"r{row}",
+        )
+        for row in order
+    ]
+
+
+# --- policies: rollouts in order of arrival -> layouts ---------------------------------------------------------------
+
+
+def ours(rollouts: Sequence[Rollout], setting: Setting, **knobs: object) -> Iterator[Layout]:
+    """Through the balancer itself."""
+    config = BalancerConfig(
+        dp_size=setting.ranks,
+        batch_size=setting.batch,
+        max_tokens_per_micro_batch=setting.cap,
+        cost=setting.cost,
+        **knobs,  # type: ignore[arg-type]
+    )
+    balancer = StreamBalancer(config)
+    arriving = iter(rollouts)
+    core = balancer._core
+    while True:
+        batch = core.poll(0.0)
+        if batch is None:
+            rollout = next(arriving, None)
+            if rollout is None:
+                return
+            core.add(rollout, 0.0)
+            continue
+        core.acknowledge(batch.step)
+        yield [[list(mb.rollouts) for mb in share.micro_batches] for share in batch.ranks]
+
+
+def verl(rollouts: Sequence[Rollout], setting: Setting) -> Iterator[Layout] | None:
+    """verl's chunks of each batch as it arrives, and its micro-batches, on its own workload model."""
+    kk = peers().get("verl (list)")
+    if kk is None:
+        return None
+
+    def layouts() -> Iterator[Layout]:
+        for first in range(0, len(rollouts) - setting.batch + 1, setting.batch):
+            batch = rollouts[first : first + setting.batch]
+            lengths = np.array([r.num_tokens for r in batch], dtype=np.int64)
+            costs: Floats = np.asarray(setting.cost(lengths), dtype=np.float64)
+            layout, _ = verl_layout(kk, lengths, costs, setting.ranks, setting.cap)
+            yield [[[batch[i] for i in one] for one in share] for share in layout]
+
+    return layouts()
+
+
+# --- timing ----------------------------------------------------------------------------------------------------------
+
+
+class Trainer:
+    """Runs micro-batches and says how long they took."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.device = torch.device(options.device)
+        dtype = torch.float32 if self.device.type == "cpu" else torch.bfloat16
+        self.model = build_model(MODELS[options.model], dtype).to(self.device)
+        self.on_cpu = self.device.type == "cpu"
+
+    def seconds(self, rollouts: Sequence[Rollout]) -> float:
+        """Forward and backward of one micro-batch."""
+        if not self.on_cpu:
+            rollouts = [Rollout(tokens={k: v.to(self.device) for k, v in r.tokens.items()}) for r in rollouts]
+            torch.accelerator.synchronize()
+        clock: Callable[[], float] = time.thread_time if self.on_cpu else time.perf_counter
+        began = clock()
+        (loss_sum(self.model, MicroBatch.of(rollouts)) / 1e4).backward()  # type: ignore[no-untyped-call]
+        if not self.on_cpu:
+            torch.accelerator.synchronize()
+        took = clock() - began
+        self.model.zero_grad(set_to_none=False)
+        return took
+
+
+@dataclass
+class Measured:
+    """One policy: ``seconds[step][rank][micro_batch]``, and what was in them."""
+
+    seconds: list[NDArray[np.float64]]
+    tokens: int
+    costs: list[NDArray[np.float64]]
+
+    def idle(self, *, micro: bool = False) -> float:
+        """Percent of the ranks' time spent waiting for the slowest."""
+        busy = sum(float(step.sum()) / len(step) for step in self.seconds)
+        return 100.0 * (1.0 - busy / self.step_s(micro=micro))
+
+    def step_s(self, *, micro: bool = False) -> float:
+        """All steps together."""
+        if micro:
+            return sum(float(step.max(axis=0).sum()) for step in self.seconds)
+        return sum(float(step.sum(axis=1).max()) for step in self.seconds)
+
+    def variance(self) -> float:
+        """Of a rank's seconds over the ranks of its step, mean over steps."""
+        return float(np.mean([step.sum(axis=1).var() for step in self.seconds]))
+
+    def prediction_error(self) -> float:
+        """Mean absolute relative error of the cost model's prediction of a rank's seconds, best scale."""
+        seconds = np.concatenate([step.sum(axis=1) for step in self.seconds])
+        costs = np.concatenate(self.costs)
+        scale = float(np.median(seconds / costs))
+        return 100.0 * float(np.mean(np.abs(scale * costs - seconds) / seconds))
+
+
+def measure(trainer: Trainer, layouts: Iterator[Layout], setting: Setting, steps: int) -> Measured:
+    measured = Measured([], 0, [])
+    for layout, _ in zip(layouts, range(steps), strict=False):
+        times = np.array([[trainer.seconds(one) for one in share] for share in layout])
+        measured.seconds.append(times)
+        measured.tokens += sum(r.num_tokens for share in layout for one in share for r in one)
+        lengths = [np.array([r.num_tokens for one in share for r in one], dtype=np.int64) for share in layout]
+        measured.costs.append(np.array([float(np.sum(setting.cost(one))) for one in lengths]))
+    return measured
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", action="store_true", help="one JSON object a row")
+    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--ranks", type=int, default=8)
+    parser.add_argument("--batch", type=int, default=32, help="rollouts per step")
+    parser.add_argument("--max-length", type=int, default=1536, help="tokens of the longest rollout")
+    parser.add_argument("--cap", type=int, default=1536, help="tokens per micro-batch")
+    parser.add_argument("--trace", help="length trace (csv or csv.gz); default: the built-in 'lrm' generator")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--model", choices=sorted(MODELS), default="small")
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    rows = Rows(options.json)
+    setting = Setting(options.ranks, options.batch, options.cap, training_cost(MODELS[options.model]))
+    rollouts = stream(options)
+    trainer = Trainer(options)
+    for _ in range(3):
+        trainer.seconds(rollouts[:8])
+    policies: dict[str, Iterator[Layout] | None] = {
+        "round-robin": ours(rollouts, setting, policy="round_robin"),
+        "verl KK": verl(rollouts, setting),
+        "arrival order, best partition": ours(rollouts, setting, policy="fifo"),
+        "window 2x": ours(rollouts, setting, window=2 * options.batch),
+        "window 4x": ours(rollouts, setting, window=4 * options.batch),
+        "window 2x, sync=micro_batch": ours(rollouts, setting, window=2 * options.batch, sync="micro_batch"),
+    }
+    done: dict[str, Measured] = {}
+    for name, layouts in policies.items():
+        if layouts is None:
+            continue
+        one = done[name] = measure(trainer, layouts, setting, options.steps)
+        step_s = one.step_s() / len(one.seconds)
+        rows.add(f"{name}: step", 1e3 * step_s, "ms")
+        rows.add(f"{name}: idle, meeting once per step", one.idle(), "%")
+        rows.add(f"{name}: variance over ranks of a rank's time", 1e6 * one.variance(), "ms2")
+        rows.add(f"{name}: throughput", one.tokens / one.step_s() / 1e3, "ktok/s")
+        rows.add(f"{name}: micro-batches a rank", float(np.mean([s.shape[1] for s in one.seconds])), "")
+        rows.add(f"{name}: idle, meeting at every micro-batch", one.idle(micro=True), "%")
+        rows.add(f"{name}: prediction error of the FLOPs model", one.prediction_error(), "%")
+    rows.add("idle, window 2x over round-robin", done["window 2x"].idle() / done["round-robin"].idle(), "ratio", 1 / 3)
+    if "verl KK" in done:
+        rows.add("idle, window 2x over verl KK", done["window 2x"].idle() / done["verl KK"].idle(), "ratio", 1.0)
+
+
+if __name__ == "__main__":
+    main()
