@@ -31,6 +31,7 @@ from stream_balancer._core import BalancerCore
 from stream_balancer.config import BalancerConfig
 from stream_balancer.errors import AlreadyInUseError, ClosedResourceError, RolloutError, WouldBlock
 from stream_balancer.snapshot import read_state_dict, state_dict
+from stream_balancer.stall import why_no_batch
 from stream_balancer.types import Batch, EvictReason, Rollout, Snapshot, Statistics
 
 __all__ = ["Batches", "StreamBalancer"]
@@ -329,6 +330,11 @@ class StreamBalancer:
     def statistics(self) -> Statistics:
         """A snapshot that adds up: accepted == waiting + in_flight + acknowledged + evicted."""
         return self._core.statistics(anyio.current_time(), blocked_puts=len(self._parked))
+
+    def why_no_batch(self) -> str:
+        """What dispatching waits for now, in a sentence: ``"37 of 64 rollouts wait, the oldest for 812 s; no deadline_s
+        is set"``. ``serve()`` logs it, with the ranks' part, when nothing moves for long."""
+        return why_no_batch(self.config, self.statistics())
 
     def _check_open(self) -> None:
         if self._closed:

@@ -27,6 +27,7 @@ when its last rank is done.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -36,11 +37,15 @@ import anyio
 
 from stream_balancer.attend import ProducerTransport, attend
 from stream_balancer.balancer import StreamBalancer
+from stream_balancer.config import BalancerConfig
 from stream_balancer.errors import EndOfStream, RankLostError
+from stream_balancer.stall import RankState, why_no_batch, why_ranks_wait
 from stream_balancer.transport import Link, StepDone, Transport
-from stream_balancer.types import Batch, RankBatch
+from stream_balancer.types import Batch, RankBatch, Statistics
 
 __all__ = ["serve"]
+
+logger = logging.getLogger(__name__)
 
 
 class Source(Protocol):
@@ -65,6 +70,13 @@ class _Resumable(Protocol):
     def in_flight(self) -> tuple[Batch, ...]: ...
 
 
+@runtime_checkable
+class _Explaining(Protocol):
+    @property
+    def config(self) -> BalancerConfig: ...
+    def statistics(self) -> Statistics: ...
+
+
 class _Rank:
     """What the controller knows about one rank."""
 
@@ -79,6 +91,9 @@ class _Rank:
         """Why it is missing, if it was there before."""
         self.deadline = math.inf
         """When to give up on it, on the event loop's clock."""
+        self.since = anyio.current_time()
+        """When it last became ready, or ceased to be."""
+        self._was_ready = False
 
     @property
     def ready(self) -> bool:
@@ -90,8 +105,26 @@ class _Rank:
         """Nothing is left to deliver and it need not be told the end any more."""
         return not self.unacknowledged and (self.left or self.error is not None)
 
+    def note_readiness(self) -> None:
+        """Remember since when it is ready, or is not."""
+        if self.ready != self._was_ready:
+            self._was_ready, self.since = self.ready, anyio.current_time()
 
-async def serve(balancer: Source, transport: Transport, *, rejoin_timeout_s: float = 0.0) -> None:
+    def state(self, number: int, now: float) -> RankState:
+        """For the report of a stall."""
+        return RankState(
+            rank=number,
+            ready=self.ready,
+            since_s=now - self.since,
+            connected=self.link is not None,
+            lost=None if self.error is None else self.error.cause,
+            step=self.unacknowledged[0].step if self.unacknowledged else None,
+        )
+
+
+async def serve(
+    balancer: Source, transport: Transport, *, rejoin_timeout_s: float = 0.0, report_after_s: float = 60.0
+) -> None:
     """Deliver every batch of ``balancer`` to the ranks that connect to ``transport``, until ``batches()`` ends.
 
     Returns when every rank has acknowledged everything and has been told the end. A rank that is lost may come back
@@ -99,22 +132,30 @@ async def serve(balancer: Source, transport: Transport, *, rejoin_timeout_s: flo
     acknowledged, same plan, same order; the others notice nothing. The default 0 tells at once: without an elastic
     launcher nobody would come back.
 
+    When nothing was dispatched for ``report_after_s``, a warning in the log says why: which rank gives no credit, or
+    how many rollouts wait for what; again after twice that time, and so on (``math.inf`` = never).
+
     If ``serve`` is cancelled or raises, nothing is lost: what was not acknowledged stays in flight in the balancer,
     and the next ``serve`` delivers it again. Raises RankLostError, naming rank, step and cause.
     """
     if not rejoin_timeout_s >= 0:
         raise ValueError(f"rejoin_timeout_s must be >= 0 (math.inf = wait for ever), not {rejoin_timeout_s}")
-    await _Server(balancer, transport, rejoin_timeout_s).run()
+    if not report_after_s > 0:
+        raise ValueError(f"report_after_s must be > 0 (math.inf = never), not {report_after_s}")
+    await _Server(balancer, transport, rejoin_timeout_s, report_after_s).run()
 
 
 class _Server:
     """One run of ``serve``. Links report through callbacks in the event loop; only :meth:`run` and its two tasks
     wait."""
 
-    def __init__(self, balancer: Source, transport: Transport, rejoin_timeout_s: float) -> None:
+    def __init__(self, balancer: Source, transport: Transport, rejoin_timeout_s: float, report_after_s: float) -> None:
         self._balancer = balancer
         self._transport = transport
         self._rejoin_timeout_s = rejoin_timeout_s
+        self._report_after_s = report_after_s
+        self._dispatched_at = anyio.current_time()
+        self._moved = anyio.Event()
         self._ranks = [_Rank() for _ in range(transport.dp_size)]
         self._links: list[Link] = []
         self._open_steps: dict[int, set[int]] = {}  # step -> ranks that have not acknowledged it
@@ -127,6 +168,8 @@ class _Server:
         try:
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(self._watch, tasks.cancel_scope)
+                if self._report_after_s < math.inf:
+                    tasks.start_soon(self._tell_stalls)
                 if isinstance(self._balancer, StreamBalancer) and isinstance(self._transport, ProducerTransport):
                     tasks.start_soon(attend, self._balancer, self._transport)
                 tasks.start_soon(self._or_fail, self._accept_all, tasks.cancel_scope)
@@ -161,6 +204,7 @@ class _Server:
                 break
             self._add(batch)
         self._ending = True
+        self._note_move()
         self._pump_all()
         await self._until(lambda: all(rank.finished for rank in self._ranks))
 
@@ -184,6 +228,23 @@ class _Server:
                     await self._change()
         scope.cancel()
 
+    async def _tell_stalls(self) -> None:
+        """Wakes up once in ``report_after_s`` at most, and in a stall each time it has doubled: waiting for days costs
+        and says little."""
+        while True:
+            began = self._dispatched_at
+            await anyio.sleep_until(began + self._report_after_s)
+            if self._dispatched_at == began:
+                await self._tell_stall(began)
+
+    async def _tell_stall(self, began: float) -> None:
+        self._moved, after_s = anyio.Event(), self._report_after_s
+        while not self._moved.is_set():
+            logger.warning("%s", self._why_stalled(anyio.current_time()))
+            after_s *= 2
+            with anyio.CancelScope(deadline=began + after_s):
+                await self._moved.wait()
+
     # waiting
 
     async def _until(self, condition: Callable[[], bool]) -> None:
@@ -202,10 +263,23 @@ class _Server:
 
     # deciding; no awaits below this line
 
+    def _note_move(self) -> None:
+        self._dispatched_at = anyio.current_time()
+        self._moved.set()
+
+    def _why_stalled(self, now: float) -> str:
+        if self._ending:
+            owing = [number for number, rank in enumerate(self._ranks) if not rank.finished]
+            return f"all batches were sent {now - self._dispatched_at:.0f} s ago; not yet done with them: ranks {owing}"
+        reasons = [why_ranks_wait([rank.state(number, now) for number, rank in enumerate(self._ranks)])]
+        if isinstance(self._balancer, _Explaining):
+            reasons.append(why_no_batch(self._balancer.config, self._balancer.statistics()))
+        return f"no batch for {now - self._dispatched_at:.0f} s: " + "; ".join(filter(None, reasons))
+
     def _attach(self, link: Link) -> None:
         rank = self._ranks[link.rank]
         rank.link, rank.sent, rank.left = link, 0, False
-        rank.error, rank.deadline = None, math.inf
+        rank.error, rank.deadline, rank.since = None, math.inf, anyio.current_time()
         link.subscribe(lambda: self._on_talk(link))
         self._pump(link)
 
@@ -216,6 +290,7 @@ class _Server:
         self._ring()
 
     def _add(self, batch: Batch) -> None:
+        self._note_move()
         self._open_steps[batch.step] = set(range(len(self._ranks)))
         for rank, share in zip(self._ranks, batch.ranks, strict=True):
             rank.unacknowledged.append(share)
@@ -247,10 +322,11 @@ class _Server:
             self._lose(rank, error)
         except Exception as error:  # noqa: BLE001 - a share that cannot be sent; told by serve()
             self._failure = error
+        rank.note_readiness()
         self._ring()
 
     def _lose(self, rank: _Rank, error: RankLostError) -> None:
-        rank.link, rank.error = None, error
+        rank.link, rank.error, rank.since = None, error, anyio.current_time()
         if not (self._ending and rank.finished):
             rank.deadline = anyio.current_time() + self._rejoin_timeout_s
 

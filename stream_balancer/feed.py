@@ -24,6 +24,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Self, cast
@@ -88,6 +89,7 @@ class RankFeed:
         self._auto_ack = auto_ack
         self._taken = _Taken(self._port)
         self._closed = False
+        self._asked_at: float | None = None
         self._port.subscribe(self._on_news)
 
     @property
@@ -99,6 +101,12 @@ class RankFeed:
     def dp_size(self) -> int:
         """DP ranks that take part."""
         return self._port.dp_size
+
+    @property
+    def waiting_s(self) -> float:
+        """Seconds the trainer has now waited for the next batch; 0.0 while it has one in hand."""
+        asked_at = self._asked_at
+        return 0.0 if asked_at is None else time.monotonic() - asked_at
 
     def close(self) -> None:
         """Leave: the controller is told, threads end. A batch that was not acknowledged will be delivered again.
@@ -120,8 +128,7 @@ class RankFeed:
 
     def __next__(self) -> RankBatch:
         """The next share. Blocks until there is one; Ctrl-C ends the wait."""
-        with self._one_at_a_time():
-            self._ask()
+        with self._asking():
             while True:
                 version = self._version
                 try:
@@ -141,8 +148,7 @@ class RankFeed:
     async def __anext__(self) -> RankBatch:
         """As ``next()``, without blocking the event loop. If cancelled, no share was taken."""
         await anyio.lowlevel.checkpoint()
-        with self._one_at_a_time():
-            self._ask()
+        with self._asking():
             in_loop = loop_caller()
             while True:
                 arrival = anyio.Event()
@@ -161,9 +167,16 @@ class RankFeed:
 
     _wake: Any = None
 
-    def _ask(self) -> None:
-        """The trainer wants the next batch: it is done with the one it has."""
-        self._taken.done(time.monotonic(), acknowledge=self._auto_ack)
+    @contextmanager
+    def _asking(self) -> Iterator[None]:
+        """The trainer waits for the next batch: it is done with the one it has."""
+        with _Busy(self._busy):
+            self._asked_at = time.monotonic()
+            self._taken.done(self._asked_at, acknowledge=self._auto_ack)
+            try:
+                yield
+            finally:
+                self._asked_at = None
 
     def _take(self) -> RankBatch | None:
         if self._closed:
@@ -178,9 +191,6 @@ class RankFeed:
         wake = self._wake
         if wake is not None:
             wake()
-
-    def _one_at_a_time(self) -> _Busy:
-        return _Busy(self._busy)
 
     def __enter__(self) -> Self:
         return self

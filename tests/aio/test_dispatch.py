@@ -260,3 +260,70 @@ async def test_nothing_wakes_up_while_idle() -> None:
         await anyio.sleep(10_000_000)  # noqa: ASYNC116 - with a periodic wake-up of any kind this would take for ever
         assert anyio.current_time() - before >= 10_000_000
         tasks.cancel_scope.cancel()
+
+
+def reports(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.name == "stream_balancer.dispatch"]
+
+
+async def test_a_stall_is_explained_and_again_when_it_has_doubled(caplog: pytest.LogCaptureFixture) -> None:
+    config = sb.BalancerConfig(dp_size=2, batch_size=4, window=8)
+    transport = MemoryTransport(dp_size=2)
+    async with sb.StreamBalancer(config) as balancer, transport, anyio.create_task_group() as tasks:
+        tasks.start_soon(serve, balancer, transport)
+        first = RankFeed(transport.connect(0, depth=1))
+        for number in range(3):
+            balancer.put_nowait(make_rollout(3, f"r{number}"))
+        await anyio.sleep(61)
+        why = "3 of 8 rollouts wait, the oldest for 60 s; no deadline_s is set"
+        assert reports(caplog) == [f"no batch for 60 s: rank 1 has not connected in 60 s; {why}"]
+        second = RankFeed(transport.connect(1, depth=1))
+        await anyio.sleep(178)
+        why = why.replace("60 s", "120 s")
+        assert reports(caplog)[1:] == [f"no batch for 120 s: {why}"]
+        await anyio.sleep(2)
+        assert len(reports(caplog)) == 3, "after 60, 120 and 240 s"
+        for number in range(3, 12):
+            balancer.put_nowait(make_rollout(3, f"r{number}"))
+        await anyio.sleep(600)
+        held = "has given no credit for 480 s; the oldest step it has not acknowledged is 0"
+        assert reports(caplog)[-1].startswith(f"no batch for 480 s: rank 0 {held}; rank 1 {held}; 8 of 8 ")
+        assert len(reports(caplog)) == 7, "and after 60, 120, 240 and 480 s of the second stall"
+        assert first.waiting_s == 0.0
+        balancer.end()
+        for feed in (first, second):
+            tasks.start_soon(drain, feed)
+
+
+async def drain(feed: RankFeed) -> None:
+    async for _ in feed:
+        pass
+
+
+async def test_ranks_that_do_not_finish_are_named(caplog: pytest.LogCaptureFixture) -> None:
+    balancer = ScriptedBalancer([make_batch(0, 2)])
+    transport = MemoryTransport(dp_size=2)
+
+    async def slow() -> None:
+        async for _ in RankFeed(transport.connect(1)):
+            await anyio.sleep(100)
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(slow)
+        tasks.start_soon(drain, RankFeed(transport.connect(0)))
+        await serve(balancer, transport, report_after_s=30)
+    assert reports(caplog) == [
+        f"all batches were sent {seconds} s ago; not yet done with them: ranks [1]" for seconds in (30, 60)
+    ]
+
+
+async def test_no_report_where_none_is_wanted(caplog: pytest.LogCaptureFixture) -> None:
+    with anyio.move_on_after(100_000):
+        await serve(ScriptedBalancer([], hold=True), MemoryTransport(dp_size=1), report_after_s=math.inf)
+    assert reports(caplog) == []
+
+
+@pytest.mark.parametrize("value", [0, -1, math.nan])
+async def test_a_bad_report_time_is_refused(value: float) -> None:
+    with pytest.raises(ValueError, match="report_after_s must be > 0"):
+        await serve(ScriptedBalancer([]), MemoryTransport(dp_size=1), report_after_s=value)

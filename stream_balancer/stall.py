@@ -1,0 +1,70 @@
+"""Why nothing is dispatched, in a sentence an operator can act on. Pure: time and state are arguments.
+
+Not here: noticing that it is time to say so (``dispatch``), and telling a stopped peer from a slow one (``transport``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from stream_balancer.config import BalancerConfig
+from stream_balancer.types import Statistics
+
+__all__ = ["RankState", "why_no_batch", "why_ranks_wait"]
+
+_MOST_NAMED = 3  # ranks; of a thousand that wait for one store, a line names a few
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankState:
+    """What the controller knows about one rank."""
+
+    rank: int
+    ready: bool
+    """It is connected and has room for a batch."""
+    since_s: float
+    """Seconds since that was last otherwise, or since ``serve`` began."""
+    connected: bool
+    lost: str | None = None
+    """Why its link broke, if it was there before."""
+    step: int | None = None
+    """The oldest step it has been sent and has not acknowledged."""
+
+
+def why_no_batch(config: BalancerConfig, statistics: Statistics) -> str:
+    """What the balancer waits for: ``"37 of 64 rollouts wait, the oldest for 812 s; no deadline_s is set"``."""
+    if statistics.waiting == 0:
+        return f"no rollout waits; {config.window} make a window"
+    said = [f"{statistics.waiting} of {config.window} rollouts wait, the oldest for {statistics.oldest_wait_s:.0f} s"]
+    if config.deadline_s is None:
+        said.append("no deadline_s is set")
+    elif statistics.oldest_wait_s < config.deadline_s:
+        said.append(f"deadline_s is {config.deadline_s:g}")
+    elif statistics.waiting < config.min_batch_size:
+        said.append(f"deadline_s ({config.deadline_s:g}) sends no fewer than min_batch_size ({config.min_batch_size})")
+    if config.group_size is not None and config.groups != "free":
+        said.append(f"groups of {config.group_size} leave once their last sibling has come")
+    if statistics.blocked_puts:
+        said.append(f"{statistics.blocked_puts} puts wait for room")
+    return "; ".join(said)
+
+
+def why_ranks_wait(ranks: Sequence[RankState]) -> str:
+    """Which ranks hold everybody up, longest first; ``""`` if every rank has room for a batch."""
+    holding = sorted((rank for rank in ranks if not rank.ready), key=lambda rank: -rank.since_s)
+    said = [_why_rank_waits(rank) for rank in holding[:_MOST_NAMED]]
+    if len(holding) > _MOST_NAMED:
+        said.append(f"so do {len(holding) - _MOST_NAMED} more ranks")
+    return "; ".join(said)
+
+
+def _why_rank_waits(rank: RankState) -> str:
+    who, ago = f"rank {rank.rank}", f"{rank.since_s:.0f} s"
+    if rank.lost is not None:
+        return f"{who} was lost {ago} ago ({rank.lost}) and has not come back"
+    if not rank.connected:
+        return f"{who} has not connected in {ago}"
+    if rank.step is None:
+        return f"{who} has given no credit for {ago}"
+    return f"{who} has given no credit for {ago}; the oldest step it has not acknowledged is {rank.step}"

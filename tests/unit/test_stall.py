@@ -1,0 +1,83 @@
+"""The sentence that says why nothing is dispatched."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+import stream_balancer as sb
+from stream_balancer.stall import RankState, why_no_batch, why_ranks_wait
+from stream_balancer.testing import make_rollout
+from stream_balancer.types import Statistics
+
+READY = RankState(rank=0, ready=True, since_s=5.0, connected=True)
+
+
+def statistics_of(waiting: int, oldest_wait_s: float, **more: int) -> Statistics:
+    core = sb.StreamBalancer(sb.BalancerConfig(dp_size=2, batch_size=32))._core
+    return replace(core.statistics(0.0), waiting=waiting, oldest_wait_s=oldest_wait_s, **more)
+
+
+def config_of(**knobs: object) -> sb.BalancerConfig:
+    return sb.BalancerConfig(**{"dp_size": 2, "batch_size": 32, "window": 64, **knobs})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("config", "statistics", "expected"),
+    [
+        (config_of(), statistics_of(0, 0.0), "no rollout waits; 64 make a window"),
+        (config_of(), statistics_of(37, 812.4), "37 of 64 rollouts wait, the oldest for 812 s; no deadline_s is set"),
+        (
+            config_of(deadline_s=30.0),
+            statistics_of(37, 12.0),
+            "37 of 64 rollouts wait, the oldest for 12 s; deadline_s is 30",
+        ),
+        (
+            config_of(deadline_s=30.0, min_batch_size=8),
+            statistics_of(7, 31.0),
+            "7 of 64 rollouts wait, the oldest for 31 s; deadline_s (30) sends no fewer than min_batch_size (8)",
+        ),
+        (
+            config_of(deadline_s=30.0),
+            statistics_of(64, 31.0, blocked_puts=3),
+            "64 of 64 rollouts wait, the oldest for 31 s; 3 puts wait for room",
+        ),
+        (
+            config_of(group_size=8),
+            statistics_of(64, 31.0),
+            "64 of 64 rollouts wait, the oldest for 31 s; no deadline_s is set; "
+            "groups of 8 leave once their last sibling has come",
+        ),
+    ],
+)
+def test_the_balancers_part(config: sb.BalancerConfig, statistics: Statistics, expected: str) -> None:
+    assert why_no_batch(config, statistics) == expected
+
+
+def test_the_ranks_part() -> None:
+    absent = RankState(rank=3, ready=False, since_s=95.0, connected=False)
+    assert why_ranks_wait([READY]) == ""
+    assert why_ranks_wait([READY, absent]) == "rank 3 has not connected in 95 s"
+    lost = replace(absent, rank=1, since_s=12.0, lost="connection closed by peer")
+    assert why_ranks_wait([lost, READY]) == "rank 1 was lost 12 s ago (connection closed by peer) and has not come back"
+    busy = replace(READY, rank=2, ready=False, since_s=40.0, step=7)
+    assert why_ranks_wait([lost, busy, absent]).split("; ")[:2] == [
+        "rank 3 has not connected in 95 s",
+        "rank 2 has given no credit for 40 s",
+    ]
+    assert why_ranks_wait([replace(busy, step=None)]) == "rank 2 has given no credit for 40 s"
+
+
+def test_of_many_ranks_a_few_are_named() -> None:
+    ranks = [RankState(rank=r, ready=False, since_s=r, connected=False) for r in range(100)]
+    assert why_ranks_wait(ranks) == (
+        "rank 99 has not connected in 99 s; rank 98 has not connected in 98 s; rank 97 has not connected in 97 s; "
+        "so do 97 more ranks"
+    )
+
+
+async def test_a_balancer_says_it_of_itself() -> None:
+    async with sb.StreamBalancer(config_of()) as balancer:
+        await balancer.put(make_rollout(3, "one"))
+        assert balancer.why_no_batch() == "1 of 64 rollouts wait, the oldest for 0 s; no deadline_s is set"
