@@ -23,7 +23,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -31,8 +31,8 @@ from typing import Any, Self, cast
 
 import anyio
 import torch
-from torch import Tensor
 
+from stream_balancer.device import Uploader
 from stream_balancer.errors import AlreadyInUseError, ClosedResourceError, EndOfStream
 from stream_balancer.transport import RankPort
 from stream_balancer.transport._loop import loop_caller
@@ -65,6 +65,8 @@ class RankFeed:
         dp_size: int | None = None,
         depth: int = 2,
         auto_ack: bool = True,
+        mesh: Any = None,
+        dp_dim: str | Sequence[str] = "dp",
         device: str | torch.device = "cpu",
         max_batch_bytes: int = DEFAULT_MAX_BATCH_BYTES,
         incarnation: int | None = None,
@@ -76,13 +78,28 @@ class RankFeed:
         initialised torch.distributed world, or a :class:`~stream_balancer.transport.RankPort`. ``depth``: batches
         that may lie ready besides the one in use. ``auto_ack``: asking for the next batch acknowledges the last one;
         otherwise :meth:`RankBatch.ack` does, and what is not acknowledged does not hold up the next batches.
-        ``incarnation``: how often this rank was started before (default:
+        ``mesh``: a DeviceMesh in place of ``rank`` and ``dp_size``; processes that differ only along dimensions other
+        than ``dp_dim`` (tensor, context, pipeline parallel) get the same batches, and all of them iterate.
+        ``dp_dim`` may name several dimensions (HSDP). ``device``: where batches are wanted; copies run beside the
+        step before. ``incarnation``: how often this rank was started before (default:
         TORCHELASTIC_RESTART_COUNT, else 0). ``options``: ``host``, ``name``, ``connect_timeout_s``, ``keepalive_s``,
         ``linger_s`` of the transport.
         """
         if depth < 1:
             raise ValueError(f"depth must be >= 1, not {depth}: with no room for a batch none could ever be sent")
-        self._port = _open_port(source, rank, dp_size, depth, device, max_batch_bytes, incarnation, options)
+        device = torch.device(device)
+        self._uploader = None if device.type == "cpu" else Uploader(device)
+        if incarnation is None:
+            incarnation = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+        options |= {"incarnation": incarnation, "max_batch_bytes": max_batch_bytes}
+        if hasattr(source, "take"):
+            self._port = _given_port(source, mesh, self._uploader)
+        elif mesh is None:
+            self._port = _open_port(source, rank, dp_size, depth, self._uploader, options)
+        elif rank is not None or dp_size is not None:
+            raise ValueError("give RankFeed either mesh= or rank= and dp_size=: the mesh says both")
+        else:
+            self._port = _open_in_mesh(source, mesh, dp_dim, depth, self._uploader, options)
         self._news = threading.Condition()
         self._version = 0
         self._busy = threading.Lock()
@@ -182,7 +199,11 @@ class RankFeed:
         if self._closed:
             raise ClosedResourceError
         batch = self._port.take()
-        return None if batch is None else self._taken.add(batch, time.monotonic())
+        if batch is None:
+            return None
+        if self._uploader is not None:
+            self._uploader.hand_over(batch)
+        return self._taken.add(batch, time.monotonic())
 
     def _on_news(self) -> None:
         with self._news:
@@ -284,18 +305,17 @@ class _Busy:
         self._lock.release()
 
 
+def _given_port(port: Any, mesh: Any, uploader: Uploader | None) -> RankPort:
+    if mesh is not None or uploader is not None:
+        raise ValueError(
+            "mesh= and device= need the address of a controller or a store, not a port that is open already"
+        )
+    return cast("RankPort", port)
+
+
 def _open_port(
-    source: Any,
-    rank: int | None,
-    dp_size: int | None,
-    depth: int,
-    device: str | torch.device,
-    max_batch_bytes: int,
-    incarnation: int | None,
-    options: dict[str, Any],
+    source: Any, rank: int | None, dp_size: int | None, depth: int, uploader: Uploader | None, options: dict[str, Any]
 ) -> RankPort:
-    if hasattr(source, "take"):
-        return cast("RankPort", source)
     from stream_balancer.transport import torch_dist
 
     if source is None:
@@ -304,29 +324,35 @@ def _open_port(
         dp_size = world_size if dp_size is None else dp_size
     if rank is None or dp_size is None:
         raise ValueError(
-            "RankFeed needs rank= and dp_size= unless it runs inside an initialised torch.distributed world"
+            "RankFeed needs rank= and dp_size=, or mesh=, unless it runs inside an initialised torch.distributed world"
         )
     if not 0 <= rank < dp_size:
         raise ValueError(f"rank must be in [0, dp_size): rank={rank}, dp_size={dp_size}")
-    if incarnation is None:
-        incarnation = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
-    return torch_dist.GlooPort(
-        source,
-        rank=rank,
-        dp_size=dp_size,
-        incarnation=incarnation,
-        depth=depth,
-        max_batch_bytes=max_batch_bytes,
-        on_device=_mover(torch.device(device)),
-        **options,
-    )
+    return torch_dist.GlooPort(source, rank=rank, dp_size=dp_size, depth=depth, **{**options, **_receiving(uploader)})
 
 
-def _mover(device: torch.device) -> Any:
-    if device.type == "cpu":
-        return None
+def _open_in_mesh(
+    source: Any, mesh: Any, dp_dim: str | Sequence[str], depth: int, uploader: Uploader | None, options: dict[str, Any]
+) -> RankPort:
+    from stream_balancer.transport import _mesh, torch_dist
 
-    def move(slab: Tensor) -> Tensor:
-        return slab.to(device)
+    place = _mesh.place_in(mesh, dp_dim)
+    if source is None:
+        source = torch_dist.current_world()[0]
+    if place.num_peers == 1:
+        return _open_port(source, place.rank, place.dp_size, depth, uploader, options)
+    among = {key: value for key, value in options.items() if key not in ("shared_memory", "connect_timeout_s")}
+    if place.peer > 0:
+        return _mesh.PeerPort(source, place, **_decoding(uploader), **among)
+    inner = _open_port(source, place.rank, place.dp_size, max(depth - 1, 1), None, options)
+    return _mesh.LeaderPort(inner, source, place, decode=None if uploader is None else uploader.decode, **among)
 
-    return move
+
+def _receiving(uploader: Uploader | None) -> dict[str, Any]:
+    """Options of a port that brings batches to where they are wanted."""
+    return {} if uploader is None else {**_decoding(uploader), "shared_memory": False}
+
+
+def _decoding(uploader: Uploader | None) -> dict[str, Any]:
+    """An accelerator reads pinned memory by itself."""
+    return {} if uploader is None else {"decode": uploader.decode, "pinned": True}

@@ -35,7 +35,18 @@ from stream_balancer import layout
 from stream_balancer.errors import RolloutError, WireError
 from stream_balancer.types import SUPPORTED_DTYPES, MicroBatch, RankBatch, Rollout, Version, _check_id
 
-__all__ = ["FRAME_BYTES", "FRAME_WORDS", "PROTOCOL", "Encoded", "Frame", "Kind", "decode", "encode", "read_frame"]
+__all__ = [
+    "FRAME_BYTES",
+    "FRAME_WORDS",
+    "PROTOCOL",
+    "Encoded",
+    "Frame",
+    "Kind",
+    "decode",
+    "encode",
+    "read_frame",
+    "slab_of",
+]
 
 PROTOCOL = 2
 """Version of everything in this file; peers that differ refuse each other before the first frame."""
@@ -543,6 +554,7 @@ _INTEGERS = frozenset({torch.uint8, torch.int8, torch.int16, torch.int32, torch.
 class _Received:
     """A checked slab and its description; makes views when asked."""
 
+    frame: Frame
     meta: _Meta
     plan: _Plan
     slab: Tensor
@@ -618,8 +630,26 @@ class _Rollouts(Sequence[Rollout]):
         return f"<{len(self)} rollouts>"
 
 
+def checksum(frame: Frame, slab: Tensor) -> int:
+    """Of all that travels of a slab; never 0. O(bytes)."""
+    return zlib.crc32(slab[: frame.wire_bytes].numpy().data) or 1
+
+
+def slab_of(share: RankBatch) -> tuple[Frame, Tensor]:
+    """The BATCH frame and the slab that ``share`` was decoded from: :func:`decode` makes an equal share of them. O(1);
+    O(bytes) for a share that did not come over a wire."""
+    rollouts = share.micro_batches[0].rollouts
+    if isinstance(rollouts, _Rollouts):
+        return rollouts._received.frame, rollouts._received.slab
+    encoded = encode(share)
+    slab = torch.empty(encoded.frame.total_bytes, dtype=torch.uint8)
+    for _ in encoded.fill(slab):
+        pass
+    return encoded.frame, slab
+
+
 def _share(frame: Frame, meta: _Meta, plan: _Plan, slab: Tensor) -> RankBatch:
-    received = _Received(meta, plan, slab, frozenset(meta.padding))
+    received = _Received(frame, meta, plan, slab, frozenset(meta.padding))
     micro_batches = []
     for number, (first, stop) in enumerate(pairwise(accumulate(meta.micro_batches, initial=0))):
         lengths = tuple(meta.lengths[first:stop])

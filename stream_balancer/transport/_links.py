@@ -25,9 +25,12 @@ from stream_balancer.transport._endpoint import Endpoint, Pair, Pending
 from stream_balancer.transport._shared import SharedSlabs, SharedViews, available
 from stream_balancer.transport._slabs import SlabPool
 from stream_balancer.types import RankBatch
-from stream_balancer.wire import FRAME_WORDS, Frame, Kind, check_batch_frame, decode, encode
+from stream_balancer.wire import FRAME_WORDS, Frame, Kind, check_batch_frame, checksum, encode, read_frame
 
-__all__ = ["CHUNK_BYTES", "ControllerLink", "PortBase", "chunks"]
+__all__ = ["CHUNK_BYTES", "ControllerLink", "Decode", "PortBase", "chunks"]
+
+Decode = Callable[[Frame, Tensor], RankBatch]
+"""A BATCH frame and the slab behind it -> the batch."""
 
 CHUNK_BYTES = 16 * 2**20
 """A slab travels in messages of this size: packing one overlaps with sending the one before."""
@@ -63,6 +66,7 @@ class ControllerLink(Endpoint):
         super().__init__(f"sb-rank{rank}.{incarnation}", keepalive_s, linger_s)
         self.rank = rank
         self.incarnation = incarnation
+        self._who = f"rank {rank}"
         self.stalled_s = 0.0
         """Seconds without a sign of life, once that is more than three keep-alives; 0.0 while all is well."""
         self._make_pair = connect
@@ -217,9 +221,9 @@ class ControllerLink(Endpoint):
             self._await_hangup()
             return False
         elif frame.kind is not Kind.ALIVE:
-            raise WireError(f"rank {self.rank} sent a {frame.kind.name} frame, which only a controller may send")
+            raise WireError(f"{self._who} sent a {frame.kind.name} frame, which only a controller may send")
         if self.stalled_s:
-            logger.warning("rank %d answers again after %.1f s", self.rank, self.stalled_s)
+            logger.warning("%s answers again after %.1f s", self._who, self.stalled_s)
             self.stalled_s = 0.0
         return True
 
@@ -291,8 +295,8 @@ class ControllerLink(Endpoint):
         if seconds > 3 * self._keepalive_s:
             if not self.stalled_s:
                 logger.warning(
-                    "rank %d has given no sign of life for %.1f s: it is stopped, or the network stalls. Waiting",
-                    self.rank,
+                    "%s has given no sign of life for %.1f s: it is stopped, or the network stalls. Waiting",
+                    self._who,
                     seconds,
                 )
             self.stalled_s = seconds
@@ -326,7 +330,8 @@ class PortBase(Endpoint):
         incarnation: int,
         depth: int,
         max_batch_bytes: int,
-        on_device: Callable[[Tensor], Tensor] | None,
+        decode: Decode,
+        pinned: bool,
         shared_memory: bool,
         keepalive_s: float,
         linger_s: float,
@@ -336,9 +341,9 @@ class PortBase(Endpoint):
         self.dp_size = dp_size
         self._depth = depth
         self._max_bytes = max_batch_bytes
-        self._on_device = on_device
-        self._pool = SlabPool(keep=depth + 1)
-        self._may_share = shared_memory and on_device is None  # what goes to a device comes through pinned slabs
+        self._decode = decode
+        self._pool = SlabPool(keep=depth + 1, pinned=pinned)
+        self._may_share = shared_memory
         self._views = SharedViews(self._on_freed)
         self._freed: deque[int] = deque()
         self._queue: deque[RankBatch] = deque()
@@ -451,7 +456,7 @@ class PortBase(Endpoint):
             slab = self._views.lend(frame.slab, frame.total_bytes) if frame.slab else self._receive(frame)
             self._next_step = frame.step + 1
             self._arrived += 1
-            batch = decode(frame, slab, on_device=self._on_device)
+            batch = self._decode(frame, slab)
             with self._mutex:
                 self._queue.append(batch)
             if not frame.slab:
@@ -485,11 +490,14 @@ class PortBase(Endpoint):
         pair.receive(words).wait()  # behind the slab on the same tag: once it is here, so is the slab
         for piece in posted:
             piece.wait()
-        trailer = self._note(words)
+        trailer = read_frame(words)
         if trailer.kind is not Kind.TRAILER or trailer.step != frame.step:
             raise WireError(
                 f"rank {self.rank}: step {frame.step} was followed by {trailer.kind.name}, not by its trailer"
             )
+        if trailer.meta_crc and trailer.meta_crc != checksum(frame, slab):
+            raise WireError(f"rank {self.rank}: the checksum of step {frame.step} is wrong: damaged on its way")
+        self._note(words)  # only now: it tells the sender that all is well
         return slab
 
     def _lost(self, error: Exception) -> None:
@@ -498,12 +506,12 @@ class PortBase(Endpoint):
             return
         step = self._working_on
         cause = short(error)
-        lost = RankLostError(
-            f"rank {self.rank} lost its controller: {cause}. What was not acknowledged is held by the balancer, if it "
-            "lives. Start the controller again and open a new RankFeed",
-            rank=self.rank,
-            step=step,
-            cause=cause,
-        )
+        lost = RankLostError(self._explain_loss(cause), rank=self.rank, step=step, cause=cause)
         lost.__cause__ = error
         self._finish(lost)
+
+    def _explain_loss(self, cause: str) -> str:
+        return (
+            f"rank {self.rank} lost its controller: {cause}. What was not acknowledged is held by the balancer, if it "
+            "lives. Start the controller again and open a new RankFeed"
+        )

@@ -23,9 +23,10 @@ class SlabPool:
     64 MiB or more costs about as much in page faults as receiving into it, hence the pool.
     """
 
-    def __init__(self, keep: int) -> None:
-        """``keep``: how many idle slabs are kept."""
+    def __init__(self, keep: int, *, pinned: bool = False) -> None:
+        """``keep``: how many idle slabs are kept. ``pinned``: in memory that an accelerator can read by itself."""
         self._keep = keep
+        self._pinned = pinned
         self._idle: deque[Tensor] = deque()
         self._lock = threading.Lock()
         self.allocated_bytes = 0
@@ -50,7 +51,7 @@ class SlabPool:
                 self._idle.popleft()
         room = -(-(size + size // 8) // _GRAIN) * _GRAIN
         self.allocated_bytes += room
-        return torch.empty(room, dtype=torch.uint8)
+        return torch.empty(room, dtype=torch.uint8, pin_memory=self._pinned)
 
     def _give_back(self, slab: Tensor) -> None:
         # Runs wherever the last view dies, perhaps inside a garbage collection in the middle of lend(): no lock here.

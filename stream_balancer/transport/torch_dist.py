@@ -1,6 +1,6 @@
 """Shares over torch.distributed: one two-member gloo group per (controller, rank, incarnation), over any c10d store.
 
-The only file that names torch.distributed. How a rank finds its controller, all through the store::
+How a rank finds its controller, all through the store::
 
     rank         claims the first free key ``join/<n>`` and writes there who it is; waits for ``reply/<token>``
     controller   waits for ``join/<n>``, n = 0, 1, 2, ...; answers; waits for ``here/<token>``
@@ -31,12 +31,12 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore, Work
 
 from stream_balancer.errors import AlreadyInUseError, ClosedResourceError, RankLostError
 from stream_balancer.transport._endpoint import Pair, Pending
-from stream_balancer.transport._links import ControllerLink, PortBase
+from stream_balancer.transport._links import ControllerLink, Decode, PortBase
 from stream_balancer.transport._loop import Arrivals, loop_caller
 from stream_balancer.transport._producers import Door, Intake, Outlet, WayIn
 from stream_balancer.transport._puts import Limits
 from stream_balancer.transport._slabs import SlabPool
-from stream_balancer.wire import PROTOCOL
+from stream_balancer.wire import PROTOCOL, decode
 
 __all__ = ["GlooPort", "TorchTransport", "current_world", "open_outlet"]
 
@@ -466,7 +466,7 @@ class _Visit:
     def ask(self) -> tuple[_Reply, Store, str]:
         """Announce and wait: the answer, a connection to the store, and the address of this machine that the
         controller sees. Raises what a refusal says, ClosedResourceError once cancelled."""
-        store, host = self._reach_store()
+        store, host = _reach_store(self._source, self._name, self._cancelled)
         _claim(store, msgspec.json.encode(self._announcement).decode())
         self._asked = True
         if self._cancelled.is_set():
@@ -485,32 +485,35 @@ class _Visit:
         """Make :meth:`ask` raise, wherever it waits. From any thread."""
         self._cancelled.set()
         if self._asked and not self._answered:  # it waits for the answer: give it one
-            with suppress(RuntimeError), self._stores().borrow() as store:
+            with suppress(RuntimeError), _stores_of(self._source, self._name).borrow() as store:
                 _write_reply(store, self._announcement, _Reply("closed"))
 
-    def _stores(self) -> _Stores:
-        source = self._source
-        if isinstance(source, str):
-            host, port = _parse(source)
-            source = TCPStore(host, port, is_master=False, timeout=timedelta(seconds=5))
-        return _Stores(source, self._name)
 
-    def _reach_store(self) -> tuple[Store, str]:
-        if not isinstance(self._source, str):
-            own_connection = _in_name_space(cast("Any", self._source).clone(), self._name)
-            return own_connection, _own_address(_master())
-        host, port = _parse(self._source)
-        delay_s = 0.05
-        while True:  # the controller may start later than its ranks
-            try:
-                with socket.create_connection((host, port), timeout=5.0) as probe:
-                    own = probe.getsockname()[0]
-                break
-            except OSError:
-                if self._cancelled.wait(delay_s):
-                    raise ClosedResourceError from None
-                delay_s = min(2 * delay_s, 1.0)
-        return _in_name_space(TCPStore(host, port, is_master=False, timeout=timedelta(days=1)), self._name), own
+def _stores_of(source: Store | str, name: str) -> _Stores:
+    """Connections to the store at ``source``."""
+    if isinstance(source, str):
+        host, port = _parse(source)
+        source = TCPStore(host, port, is_master=False, timeout=timedelta(seconds=5))
+    return _Stores(source, name)
+
+
+def _reach_store(source: Store | str, name: str, cancelled: threading.Event) -> tuple[Store, str]:
+    """A connection of one's own to the store, and the address of this machine that its host sees. Waits for a
+    controller that starts later; raises ClosedResourceError once ``cancelled``."""
+    if not isinstance(source, str):
+        return _in_name_space(cast("Any", source).clone(), name), _own_address(_master())
+    host, port = _parse(source)
+    delay_s = 0.05
+    while True:
+        try:
+            with socket.create_connection((host, port), timeout=5.0) as probe:
+                own = probe.getsockname()[0]
+            break
+        except OSError:
+            if cancelled.wait(delay_s):
+                raise ClosedResourceError from None
+            delay_s = min(2 * delay_s, 1.0)
+    return _in_name_space(TCPStore(host, port, is_master=False, timeout=timedelta(days=1)), name), own
 
 
 class GlooPort(PortBase):
@@ -530,7 +533,8 @@ class GlooPort(PortBase):
         connect_timeout_s: float = 30.0,
         keepalive_s: float = 10.0,
         linger_s: float = 5.0,
-        on_device: Callable[[Tensor], Tensor] | None = None,
+        decode: Decode = decode,
+        pinned: bool = False,
         shared_memory: bool = True,
     ) -> None:
         super().__init__(
@@ -539,7 +543,8 @@ class GlooPort(PortBase):
             incarnation=incarnation,
             depth=depth,
             max_batch_bytes=max_batch_bytes,
-            on_device=on_device,
+            decode=decode,
+            pinned=pinned,
             shared_memory=shared_memory,
             keepalive_s=keepalive_s,
             linger_s=linger_s,

@@ -1,0 +1,235 @@
+"""Model-parallel ranks: every peer of a DP rank gets what its leader gets, and learns of every end."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import socket
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from multiprocessing.connection import Connection
+from typing import Any
+
+import anyio
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from stream_balancer.dispatch import serve
+from stream_balancer.errors import RankLostError
+from stream_balancer.feed import RankFeed
+from stream_balancer.testing.transports import ScriptedBalancer, make_batch
+from stream_balancer.transport import _mesh
+from stream_balancer.transport._mesh import Place, place_in
+from stream_balancer.transport.torch_dist import TorchTransport
+
+GUARD_S = 50
+_PROCESSES = multiprocessing.get_context("forkserver")
+_PROCESSES.set_forkserver_preload(["stream_balancer.feed", "stream_balancer.transport._mesh"])
+Shape = tuple[tuple[int, ...], tuple[str, ...], Any]  # sizes, names, dp_dim
+DP_TP: Shape = ((2, 2), ("dp", "tp"), "dp")
+
+
+def mesh_without_world(shape: Shape, world_rank: int) -> DeviceMesh:
+    """A place in a mesh is all the feed asks for: no process group is needed."""
+    sizes, names, _ = shape
+    ranks = torch.arange(int(torch.tensor(sizes).prod())).view(sizes)
+    return DeviceMesh("cpu", ranks, mesh_dim_names=names, _init_backend=False, _rank=world_rank)
+
+
+def damage(step: int) -> None:
+    """From now on a leader's bytes of one step change after they were summed up."""
+    cut = _mesh.chunks
+    seen = iter(range(10**6))
+
+    def damaged(*args: Any) -> list[torch.Tensor]:
+        pieces = [piece.clone() for piece in cut(*args)]
+        if next(seen) == step:
+            pieces[-1][-1] ^= 1
+        return pieces
+
+    _mesh.chunks = damaged
+
+
+def _train(address: str, port: int, shape: Shape, world_rank: int, incarnation: int, mode: str, told: Connection) -> None:
+    torch.set_num_threads(1)
+    if mode == "world":
+        dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=world_rank, world_size=4)
+        mesh = init_device_mesh("cpu", shape[0], mesh_dim_names=shape[1])
+    else:
+        mesh = mesh_without_world(shape, world_rank)
+    if mode == "damage":
+        damage(step=3)
+    try:
+        for batch in RankFeed(address, mesh=mesh, dp_dim=shape[2], incarnation=incarnation):
+            ids = [r.rollout_id for r in batch.rollouts]
+            checksum = sum(int(mb.packed()["input_ids"].sum()) for mb in batch.micro_batches)
+            told.send((batch.step, ids, checksum, batch.rank))
+            if mode == "slow":
+                time.sleep(0.05)
+            for mb in batch.micro_batches:
+                mb.packed()["input_ids"].zero_()  # what a trainer does to its batch is its own business
+    except Exception as error:  # noqa: BLE001 - told to the test
+        told.send((type(error).__name__, str(error)))
+    told.send(None)
+    if mode == "stays":
+        time.sleep(2 * GUARD_S)  # the peers are told, they do not merely see this process end
+    if mode == "world":
+        dist.destroy_process_group()
+
+
+class Process:
+    """One process of the mesh, and what it has told."""
+
+    def __init__(self, address: str, world_rank: int, mode: str = "", *, port: int = 0, shape: Shape = DP_TP,
+                 incarnation: int = 0) -> None:  # fmt: skip
+        self.told, theirs = _PROCESSES.Pipe(duplex=False)
+        args = (address, port, shape, world_rank, incarnation, mode, theirs)
+        self.process = _PROCESSES.Process(target=_train, args=args, daemon=True)
+        self.process.start()
+        theirs.close()
+
+    def kill(self) -> None:
+        assert self.process.pid
+        os.kill(self.process.pid, signal.SIGKILL)
+
+    def said(self) -> list[Any]:
+        """What it has said by the time it has said all."""
+        got = []
+        with suppress(EOFError):
+            while (said := self.told.recv()) is not None:
+                got.append(said)
+        return got
+
+    def all(self) -> list[Any]:
+        """What it has said; waits until it has ended, which it does by itself."""
+        got = self.said()
+        self.process.join(GUARD_S)
+        assert not self.process.is_alive()
+        return got
+
+
+def expected(steps: range, rank: int, num_tokens: int) -> list[Any]:
+    told = []
+    for step in steps:
+        share = make_batch(step, 2, num_tokens=num_tokens).ranks[rank]
+        checksum = sum(int(r.tokens["input_ids"].sum()) for r in share.rollouts)
+        told.append((step, [r.rollout_id for r in share.rollouts], checksum, rank))
+    return told
+
+
+async def in_thread(function: Callable[[], Any]) -> Any:
+    return await anyio.to_thread.run_sync(function)
+
+
+@pytest.mark.parametrize(
+    "shape", [DP_TP, ((1, 2, 2), ("replicate", "shard", "tp"), ("replicate", "shard"))], ids=["dp_tp", "hsdp"]
+)
+async def test_all_peers_get_the_same_and_hear_the_end(shape: Shape) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    steps = range(20)
+    balancer = ScriptedBalancer([make_batch(step, 2, num_tokens=5000) for step in steps])
+    with anyio.fail_after(GUARD_S):
+        async with TorchTransport.listen(dp_size=2) as transport:
+            address = transport.address or ""
+            processes = [Process(address, rank, "world", port=port, shape=shape) for rank in range(4)]
+            await serve(balancer, transport)
+            told = [await in_thread(process.all) for process in processes]
+    for world_rank in range(4):
+        assert told[world_rank] == expected(steps, world_rank // 2, 5000), world_rank
+    assert balancer.acknowledged == list(steps)
+
+
+async def test_damaged_bytes_are_noticed_by_the_peer_and_end_both() -> None:
+    balancer = ScriptedBalancer([make_batch(step, 2) for step in range(10)])
+    with anyio.fail_after(GUARD_S):
+        async with TorchTransport.listen(dp_size=2) as transport:
+            address = transport.address or ""
+            processes = [Process(address, rank, "damage" if rank == 2 else "") for rank in range(4)]
+            with pytest.raises(RankLostError) as caught:
+                await serve(balancer, transport)
+            told = [await in_thread(process.all) for process in processes]
+    assert caught.value.rank == 1
+    assert told[3][:-1] == expected(range(3), 1, 5)
+    assert told[3][-1][0] == "WireError"
+    assert "checksum of step 3 is wrong" in told[3][-1][1]
+    assert told[2][:-1] == expected(range(3), 1, 5), "the leader trained on a batch its peer does not have"
+    assert told[2][-1][0] == "RankLostError"
+    assert "model-parallel peer 1 of rank 1" in told[2][-1][1]
+    assert {told[0][-1][0], told[1][-1][0]} == {"RankLostError"}
+
+
+@pytest.mark.parametrize("victim", [2, 3], ids=["leader", "peer"])
+async def test_a_killed_process_ends_its_group_which_comes_back(victim: int) -> None:
+    steps = range(40)
+    balancer = ScriptedBalancer([make_batch(step, 2, num_tokens=100_000) for step in steps])
+    told: dict[str, list[Any]] = {}
+    with anyio.fail_after(GUARD_S):
+        async with TorchTransport.listen(dp_size=2) as transport, anyio.create_task_group() as tasks:
+            address = transport.address or ""
+            tasks.start_soon(partial(serve, balancer, transport, rejoin_timeout_s=GUARD_S))
+            healthy = [Process(address, rank) for rank in range(2)]
+            first = {rank: Process(address, rank, "slow") for rank in (2, 3)}
+            while len(balancer.acknowledged) < 3:  # noqa: ASYNC110 - a test
+                await anyio.sleep(0.005)
+            first[victim].kill()
+            other = 5 - victim
+            told["other"] = await in_thread(first[other].all)
+            told["victim"] = await in_thread(first[victim].all)
+            again = [Process(address, rank, incarnation=1) for rank in (2, 3)]
+            told["healthy"], told["healthy peer"] = [await in_thread(process.all) for process in healthy]
+            told["again"], told["again peer"] = [await in_thread(process.all) for process in again]
+    assert told["healthy"] == told["healthy peer"] == expected(steps, 0, 100_000)
+    assert told["other"][-1][0] == "RankLostError"
+    assert ("lost its leader" if victim == 2 else "model-parallel peer 1 of rank 1") in told["other"][-1][1]
+    resumed = told["again"][0][0]
+    assert told["again"] == told["again peer"] == expected(range(resumed, 40), 1, 100_000)
+    assert 3 <= resumed <= told["victim"][-1][0] + 1
+    assert balancer.acknowledged == list(steps)
+
+
+async def test_the_loss_of_the_controller_reaches_the_peers() -> None:
+    balancer = ScriptedBalancer([make_batch(step, 2) for step in range(3)], hold=True)
+    with anyio.fail_after(GUARD_S):
+        async with TorchTransport.listen(dp_size=2) as transport, anyio.create_task_group() as tasks:
+            modes = ["stays", "", "stays", ""]
+            processes = [Process(transport.address or "", rank, mode) for rank, mode in enumerate(modes)]
+            tasks.start_soon(serve, balancer, transport)
+            for process in processes:
+                for _ in range(3):
+                    await in_thread(process.told.recv)
+            tasks.cancel_scope.cancel()
+        told = [await in_thread(process.said) for process in processes]
+        for leader in (0, 2):
+            processes[leader].kill()
+    assert [said[-1][0] for said in told] == ["RankLostError"] * 4
+    assert all("lost its controller" in told[leader][-1][1] for leader in (0, 2))
+    assert all("lost its leader" in told[peer][-1][1] for peer in (1, 3))
+
+
+@pytest.mark.parametrize(
+    ("names", "dp_dim", "places"),
+    [
+        (("pp", "dp", "tp"), "dp", [Place(r // 2 % 2, 2, r // 4 * 2 + r % 2, 4) for r in range(8)]),
+        (("rep", "shard", "tp"), ("rep", "shard"), [Place(r // 2, 4, r % 2, 2) for r in range(8)]),
+        (("rep", "cp", "shard"), ["rep", "shard"], [Place(r // 4 * 2 + r % 2, 4, r // 2 % 2, 2) for r in range(8)]),
+        (("a", "b", "c"), ("a", "b", "c"), [Place(r, 8, 0, 1) for r in range(8)]),
+    ],
+)
+def test_places_in_a_mesh(names: tuple[str, ...], dp_dim: Any, places: list[Place]) -> None:
+    assert [place_in(mesh_without_world(((2, 2, 2), names, dp_dim), rank), dp_dim) for rank in range(8)] == places
+
+
+def test_what_cannot_be_a_place_is_refused() -> None:
+    mesh = mesh_without_world(DP_TP, 0)
+    with pytest.raises(ValueError, match=r"dp_dim='data' names dimensions of the mesh, which are \('dp', 'tp'\)"):
+        RankFeed("tcp://127.0.0.1:1", mesh=mesh, dp_dim="data")
+    with pytest.raises(ValueError, match="either mesh= or rank= and dp_size="):
+        RankFeed("tcp://127.0.0.1:1", mesh=mesh, rank=0)
+    with pytest.raises(ValueError, match="not part of the mesh"):
+        place_in(mesh_without_world(DP_TP, 7), "dp")

@@ -1,0 +1,158 @@
+"""Copies to an accelerator: in which order, and how long the host's memory is kept. The accelerator is a fake, except
+where there is a real one."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import anyio
+import pytest
+import torch
+from torch import Tensor
+
+from stream_balancer import wire
+from stream_balancer.device import Uploader
+from stream_balancer.dispatch import serve
+from stream_balancer.feed import RankFeed
+from stream_balancer.testing.transports import ScriptedBalancer, make_batch, same_rollout
+from stream_balancer.transport._slabs import SlabPool
+from stream_balancer.transport.torch_dist import TorchTransport
+from stream_balancer.types import RankBatch
+
+
+class FakeEvent:
+    done = False
+
+    def query(self) -> bool:
+        return self.done
+
+
+class FakeStreams:
+    """Remembers what it was asked; nothing is ever done before the test says so."""
+
+    def __init__(self) -> None:
+        self.log: list[str] = []
+        self.events: list[FakeEvent] = []
+        self.kept: list[Tensor] = []
+        self.inside = False
+
+    @contextmanager
+    def side(self) -> Iterator[None]:
+        self.inside = True
+        yield
+        self.inside = False
+
+    def record(self) -> FakeEvent:
+        assert self.inside, "the event must come behind the copy, on the same stream"
+        self.events.append(FakeEvent())
+        self.log.append("record")
+        return self.events[-1]
+
+    def wait(self, event: FakeEvent) -> None:
+        self.log.append(f"wait {self.events.index(event)}")
+
+    def keep(self, tensor: Tensor) -> None:
+        self.kept.append(tensor)
+
+
+@pytest.fixture
+def streams() -> FakeStreams:
+    return FakeStreams()
+
+
+@pytest.fixture
+def uploader(streams: FakeStreams) -> Uploader:
+    return Uploader(torch.device("cpu"), streams)
+
+
+def arrive(step: int, pool: SlabPool) -> tuple[wire.Frame, Tensor]:
+    encoded = wire.encode(make_batch(step, 1, num_tokens=1000).ranks[0])
+    slab = pool.lend(encoded.frame.total_bytes)
+    for _ in encoded.fill(slab):
+        pass
+    return encoded.frame, slab
+
+
+def assert_is_step(batch: RankBatch, step: int) -> None:
+    sent = make_batch(step, 1, num_tokens=1000).ranks[0]
+    assert all(same_rollout(a, b) for a, b in zip(sent.rollouts, batch.rollouts, strict=True))
+
+
+def test_a_batch_is_copied_when_it_arrives_and_waited_for_when_it_is_taken(
+    streams: FakeStreams, uploader: Uploader
+) -> None:
+    pool = SlabPool(keep=4)
+    batches = [uploader.decode(*arrive(step, pool)) for step in range(2)]
+    assert streams.log == ["record", "record"], "the next batch does not wait for the one before to be taken"
+    for step, batch in enumerate(batches):
+        uploader.hand_over(batch)
+        assert_is_step(batch, step)
+    assert streams.log[2:] == ["wait 0", "wait 1"]
+    for batch, kept in zip(batches, streams.kept, strict=True):
+        ids = batch.micro_batches[0].packed()["input_ids"]
+        assert kept.untyped_storage().data_ptr() == ids.untyped_storage().data_ptr(), "kept is what the batch lies in"
+
+
+def test_a_slab_returns_to_the_pool_only_when_its_copy_is_done(streams: FakeStreams, uploader: Uploader) -> None:
+    pool = SlabPool(keep=4)
+    batch = uploader.decode(*arrive(0, pool))
+    uploader.hand_over(batch)
+    del batch
+    gc.collect()
+    assert not pool._idle, "the copy may still be reading it"
+    later = uploader.decode(*arrive(1, pool))
+    assert not pool._idle
+    streams.events[0].done = True
+    uploader.hand_over(later)
+    assert len(pool._idle) == 1
+    streams.events[1].done = True
+    uploader.decode(*arrive(2, pool))
+    assert pool.allocated_bytes == 2 * 2**20, "two slabs for three batches"
+
+
+def test_only_what_travelled_is_copied(streams: FakeStreams, uploader: Uploader) -> None:
+    frame, slab = arrive(0, SlabPool(keep=1))
+    assert frame.total_bytes > frame.wire_bytes, "columns that travel narrowed are widened on the device"
+    slab[frame.wire_bytes :] = 255
+    assert_is_step(uploader.decode(frame, slab), 0)
+
+
+def test_a_damaged_slab_leaves_nothing_behind(streams: FakeStreams, uploader: Uploader) -> None:
+    frame, slab = arrive(0, SlabPool(keep=1))
+    slab[3] ^= 1
+    with pytest.raises(wire.WireError):
+        uploader.decode(frame, slab)
+    assert not streams.log
+    assert not uploader._arrived
+    assert not uploader._reading
+
+
+def test_a_port_that_is_open_already_brings_its_own_device() -> None:
+    class Port:
+        take = None
+
+    with pytest.raises(ValueError, match="need the address of a controller"):
+        RankFeed(Port(), mesh=object())
+
+
+@pytest.mark.skipif(not torch.accelerator.is_available(), reason="needs an accelerator")
+def test_a_feed_to_a_real_accelerator() -> None:
+    accelerator = torch.accelerator.current_accelerator()
+    assert accelerator is not None
+    got: list[RankBatch] = []
+
+    async def main() -> None:
+        balancer = ScriptedBalancer([make_batch(step, 1, num_tokens=1000) for step in range(20)])
+        async with TorchTransport.listen(dp_size=1) as transport, anyio.create_task_group() as tasks:
+            tasks.start_soon(serve, balancer, transport)
+            feed = RankFeed(transport.address, rank=0, dp_size=1, device=accelerator)
+            got.extend([batch async for batch in feed])
+
+    anyio.run(main)
+    for step, batch in enumerate(got):
+        expected = make_batch(step, 1, num_tokens=1000).ranks[0]
+        for mine, theirs in zip(batch.rollouts, expected.rollouts, strict=True):
+            assert mine.tokens["input_ids"].device.type == accelerator.type
+            assert torch.equal(mine.tokens["input_ids"].cpu(), theirs.tokens["input_ids"])
