@@ -33,6 +33,7 @@ if TYPE_CHECKING:
         ConfigError,
         DuplicateRolloutError,
         EndOfStream,
+        JournalError,
         RankLostError,
         RolloutError,
         TraceError,
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
         WouldBlock,
     )
     from stream_balancer.feed import RankFeed
+    from stream_balancer.journal import Journal, Recovered
     from stream_balancer.simulate import SimulationReport, simulate
     from stream_balancer.trace import Trace, generate_trace, load_trace
     from stream_balancer.transport.torch_dist import TorchTransport
@@ -61,6 +63,8 @@ __all__ = [
     "CostModel",
     "DuplicateRolloutError",
     "EndOfStream",
+    "Journal",
+    "JournalError",
     "MicroBatch",
     "PaddedCost",
     "Producer",
@@ -68,6 +72,7 @@ __all__ = [
     "RankBatch",
     "RankFeed",
     "RankLostError",
+    "Recovered",
     "Rollout",
     "RolloutError",
     "SimulationReport",
@@ -97,8 +102,9 @@ _NAMES_OF = {
     "cost": "CostModel PaddedCost QuadraticCost TokenCost TransformerCost",
     "dispatch": "serve",
     "errors": "AlreadyInUseError BrokenResourceError BusyResourceError ClosedResourceError ConfigError "
-    "DuplicateRolloutError EndOfStream RankLostError RolloutError TraceError WireError WouldBlock",
+    "DuplicateRolloutError EndOfStream JournalError RankLostError RolloutError TraceError WireError WouldBlock",
     "feed": "RankFeed",
+    "journal": "Journal Recovered",
     "simulate": "SimulationReport simulate",
     "trace": "Trace generate_trace load_trace",
     "transport.torch_dist": "TorchTransport",

@@ -184,6 +184,11 @@ class Buffer:
         """Siblings that have come, by group, of groups that are incomplete or still wait. O(groups)."""
         return {group_id: group.arrived for group_id, group in self._groups.items()}
 
+    def departed(self) -> dict[str, int]:
+        """Siblings that came and do not wait any more, of groups that are not done. O(groups)."""
+        gone = ((name, group.arrived - group.waiting) for name, group in self._groups.items())
+        return {name: number for name, number in gone if number}
+
     def restore_groups(self, group_arrivals: Mapping[str, int]) -> None:
         """After adding a snapshot's rollouts: siblings that had come before, and are not here any more. O(n)."""
         if self._group_size is None:

@@ -147,7 +147,7 @@ class BalancerCore:
 
     def _check_room(self, rollouts: Sequence[Rollout]) -> None:
         if not self._has_room(rollouts):
-            self._squeezed = True  # the window cannot fill any further: let a batch go
+            self.squeeze()  # the window cannot fill any further
             raise WouldBlock
 
     def _has_room(self, rollouts: Sequence[Rollout]) -> bool:
@@ -164,6 +164,10 @@ class BalancerCore:
             return False
         limit = config.capacity_bytes
         return limit is None or buffer.num_bytes + sum(r.nbytes for r in rollouts) <= limit
+
+    def squeeze(self) -> None:
+        """A put is held back for want of room: let a batch go."""
+        self._squeezed = True
 
     def _take(self, rollout: Rollout, cost: float, now: float) -> None:
         self._counts.accepted += 1
@@ -281,6 +285,11 @@ class BalancerCore:
         arrivals = self._buffer.arrived_at[~self._buffer.complete & ~due]
         return float(arrivals.min()) + deadline_s if arrivals.size else math.inf
 
+    @property
+    def next_step(self) -> int:
+        """Number of the next new batch."""
+        return self._next_step
+
     # -- out -----------------------------------------------------------------------------------------------------------
 
     def _make_batch(self, plan: Plan, reason: Reason) -> Batch:
@@ -338,7 +347,7 @@ class BalancerCore:
         self._length_bias.arrived(self._buffer.lengths_since(self._arrivals_seen))
         self._arrivals_seen = self._buffer.next_seq
 
-    def acknowledge(self, step: int) -> None:
+    def acknowledge(self, step: int) -> Batch:
         """A batch has been trained on: its rollouts need not be kept. Raises ValueError for a step that is not in
         flight."""
         batch = self._in_flight.pop(step, None)
@@ -349,6 +358,17 @@ class BalancerCore:
             )
         self._forget(r.rollout_id for r in batch.rollouts if not r.is_padding)
         self._counts.acknowledged += batch.num_rollouts
+        if batch in self._to_redeliver:
+            self._to_redeliver.remove(batch)
+        return batch
+
+    def acknowledge_through(self, step: int) -> list[Batch]:
+        """All steps up to and including this one. May be repeated."""
+        return [self.acknowledge(number) for number in sorted(self._in_flight) if number <= step]
+
+    def give_again(self, batch: Batch) -> None:
+        """A batch in flight that nobody got after all: the next ``poll`` gives it."""
+        self._to_redeliver.appendleft(batch)
 
     def _forget(self, rollout_ids: Iterable[str]) -> None:
         """These are done: no longer held, remembered for a while. O(1) each."""
@@ -495,6 +515,10 @@ class BalancerCore:
         self._past_ids = OrderedDict.fromkeys(snapshot.past_ids)
         self._next_step = snapshot.next_step
         self._arrivals_seen = self._buffer.next_seq
+
+    def standing(self) -> tuple[dict[str, Any], dict[str, int]]:
+        """For the journal: running totals, and siblings that have left, of groups that are not done. O(groups)."""
+        return self._counts.totals(), self._buffer.departed()
 
     # -- record --------------------------------------------------------------------------------------------------------
 

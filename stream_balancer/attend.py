@@ -13,6 +13,7 @@ import anyio
 
 from stream_balancer.balancer import StreamBalancer, _ParkedPut
 from stream_balancer.errors import BrokenResourceError, ClosedResourceError, EndOfStream
+from stream_balancer.journal import Writing
 from stream_balancer.transport._producers import Intake
 from stream_balancer.transport._puts import Mode, Offer, Withdrawal, Withdrawn
 from stream_balancer.transport.memory import MemoryIntake
@@ -97,23 +98,24 @@ class _Attendant:
         self._link.answer(offer.number, error)
 
     def _put(self, offer: Offer, start_soon: Callable[..., Any]) -> None:
-        """What finds no room takes its place in the balancer's queue now, and waits there in a task of its own."""
+        """What finds no room, or goes to a journal, takes its place in the balancer's queue now, and waits there in a
+        task of its own."""
         error: Exception | None = None
         try:
-            parked = self._balancer._enter(offer.rollouts)
-            if parked is not None:
+            pending = self._balancer._enter(offer.rollouts)
+            if pending is not None:
                 scope = self._parked[offer.number] = anyio.CancelScope()
-                start_soon(self._wait, offer.number, parked, scope)
+                start_soon(self._wait, offer.number, pending, scope)
                 return
         except Exception as refusal:  # noqa: BLE001 - told to the producer
             error = refusal
         self._link.answer(offer.number, error)
 
-    async def _wait(self, number: int, parked: _ParkedPut, scope: anyio.CancelScope) -> None:
+    async def _wait(self, number: int, pending: _ParkedPut | Writing, scope: anyio.CancelScope) -> None:
         accepted, error = False, None
         try:
             with scope:
-                await self._balancer._wait_for_room(parked)
+                await self._balancer._finish(pending)
                 accepted = True
         except Exception as refusal:  # noqa: BLE001 - told to the producer
             error = refusal

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
@@ -30,6 +31,7 @@ import anyio.lowlevel
 from stream_balancer._core import BalancerCore
 from stream_balancer.config import BalancerConfig
 from stream_balancer.errors import AlreadyInUseError, ClosedResourceError, RolloutError, WouldBlock
+from stream_balancer.journal import Journal, Recovered, Writing
 from stream_balancer.snapshot import read_state_dict, state_dict
 from stream_balancer.stall import why_no_batch
 from stream_balancer.types import Batch, EvictReason, Rollout, Snapshot, Statistics
@@ -58,12 +60,23 @@ class StreamBalancer:
 
     ``on_evict(rollout, reason)`` is called, in the loop's thread, for every rollout that is given up. What it raises
     is logged and goes no further: the put or set_version() that evicted has happened.
+
+    ``journal``: a folder. A put then returns once the rollout is on the disk, and the balancer goes on after a crash
+    with all that was accepted and not acknowledged; see docs/journal.md. It is read on entering ``async with``, which
+    raises AlreadyInUseError if another process has it.
     """
 
     def __init__(
-        self, config: BalancerConfig, *, on_evict: Callable[[Rollout, EvictReason], object] | None = None
+        self,
+        config: BalancerConfig,
+        *,
+        on_evict: Callable[[Rollout, EvictReason], object] | None = None,
+        journal: str | os.PathLike[str] | Journal | None = None,
     ) -> None:
         self._core = BalancerCore(config)
+        self._journal = journal if journal is None or isinstance(journal, Journal) else Journal(journal)
+        self.recovered: Recovered | None = None
+        """What the journal held when this balancer was entered; None without a journal."""
         self._on_evict = on_evict
         self._parked: OrderedDict[int, _ParkedPut] = OrderedDict()
         self._parked_siblings: dict[str, dict[int, _ParkedPut]] = {}
@@ -107,6 +120,8 @@ class StreamBalancer:
     def put_nowait(self, rollout: Rollout) -> None:
         """:meth:`put`, or WouldBlock if the buffer is full or others are waiting to put. O(log n)."""
         self._check_open()
+        if self._journal is not None:
+            raise WouldBlock("put_nowait() cannot wait for the journal's disk, where accepted rollouts are: use put()")
         if self._parked and not self._core.is_sibling(rollout):
             self._core.check(rollout)
             raise WouldBlock
@@ -115,13 +130,35 @@ class StreamBalancer:
 
     async def _put(self, rollouts: Sequence[Rollout]) -> None:
         await anyio.lowlevel.checkpoint()  # before the taking: nothing may be awaited after it
-        parked = self._enter(rollouts)
-        if parked is not None:
-            await self._wait_for_room(parked)
+        pending = self._enter(rollouts)
+        if pending is not None:
+            await self._finish(pending)
 
-    def _enter(self, rollouts: Sequence[Rollout]) -> _ParkedPut | None:
-        """Take them, or give them the last place among the parked: :meth:`_wait_for_room` must follow. Raises like
-        ``put``."""
+    def _enter(self, rollouts: Sequence[Rollout]) -> _ParkedPut | Writing | None:
+        """Take them, or give them the last place in the journal's queue or among the parked: :meth:`_finish` must
+        follow. Raises like ``put``."""
+        self._check_open()
+        if self._journal is None:
+            return self._let_in(rollouts)
+        for rollout in rollouts:
+            self._core.check(rollout)  # a bad rollout fails now, and is not written
+        return self._journal.write(rollouts, self._core.next_step)
+
+    async def _finish(self, pending: _ParkedPut | Writing) -> None:
+        if isinstance(pending, _ParkedPut):
+            return await self._wait_for_room(pending)
+        assert self._journal is not None
+        await self._journal.written(pending)
+        try:
+            parked = self._let_in(pending.rollouts)
+            if parked is not None:
+                await self._wait_for_room(parked)
+        except BaseException:
+            self._journal.retract(pending)
+            raise
+
+    def _let_in(self, rollouts: Sequence[Rollout]) -> _ParkedPut | None:
+        """Take them, or give them the last place among the parked: :meth:`_wait_for_room` must follow."""
         self._check_open()
         if (not self._parked or self._core.is_sibling(rollouts[0])) and self._try_add(rollouts):
             return None
@@ -199,10 +236,21 @@ class StreamBalancer:
             batch = self._core.poll(anyio.current_time())
             if batch is not None:
                 self._wake_next_put()
+                if self._journal is not None:
+                    await self._write_plan(self._journal, batch)
                 return batch
             if self._core.finished:
                 return None
             await self._park_consumer()
+
+    async def _write_plan(self, journal: Journal, batch: Batch) -> None:
+        """A plan is on the disk before anybody trains on it, so that it is the same after a crash."""
+        try:
+            journal.dispatched(batch, *self._core.standing())
+            await journal.flush()
+        except BaseException:
+            self._core.give_again(batch)
+            raise
 
     async def _park_consumer(self) -> None:
         self._alarm, self._alarm_time = anyio.Event(), self._core.next_wakeup()
@@ -236,7 +284,19 @@ class StreamBalancer:
     def acknowledge(self, step: int) -> None:
         """A batch has been trained on; its rollouts need not be kept. Raises ValueError for a step that is not in
         flight."""
-        self._core.acknowledge(step)
+        batch = self._core.acknowledge(step)
+        if self._journal is not None:
+            self._journal.acknowledged(batch)
+
+    def acknowledge_through(self, step: int) -> None:
+        """Your checkpoint contains all steps up to and including this one: none of them is delivered again.
+
+        For exactly-once training call it when a checkpoint is saved, and after a restart, before the first batch, with
+        the step of the checkpoint that was loaded. May be repeated; steps that are not in flight are passed over.
+        """
+        for batch in self._core.acknowledge_through(step):
+            if self._journal is not None:
+                self._journal.acknowledged(batch)
 
     def in_flight(self) -> tuple[Batch, ...]:
         """Batches dispatched and not yet acknowledged, oldest first."""
@@ -256,6 +316,8 @@ class StreamBalancer:
         Raises ValueError if it goes backwards.
         """
         self._core.set_version(version)
+        if self._journal is not None:
+            self._journal.versioned(version)
         self._ring()
         self._wake_next_put()
         self._tell_evicted()
@@ -286,10 +348,34 @@ class StreamBalancer:
             self._alarm.set()
         for parked in self._parked.values():
             parked.wake.set()
+        if self._journal is not None:
+            with anyio.CancelScope(shield=True):
+                await self._journal.aclose()
         await anyio.lowlevel.checkpoint()
 
     async def __aenter__(self) -> Self:
+        if self._journal is not None and self.recovered is None:
+            await self._recover(self._journal)
         return self
+
+    async def _recover(self, journal: Journal) -> None:
+        with anyio.CancelScope(shield=True):
+            snapshot, recovered = await anyio.to_thread.run_sync(journal.open, self.config.remember_ids)
+            try:
+                self._core.restore(snapshot, anyio.current_time())
+            except BaseException:
+                await journal.aclose()
+                raise
+        journal.start(self._make_room)
+        self.recovered = recovered
+        for batch in snapshot.in_flight:
+            if len(batch.ranks) != self.config.dp_size:
+                journal.returned(batch.step)  # planned for other ranks: its rollouts wait again
+        self._tell_evicted()
+
+    def _make_room(self) -> None:
+        self._core.squeeze()
+        self._ring()
 
     async def __aexit__(
         self, exc_type: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None
@@ -320,8 +406,19 @@ class StreamBalancer:
         they were planned for another ``dp_size``, their rollouts wait again as the oldest. Raises ValueError
         (RolloutError for a rollout that these knobs refuse, saying which and why), WireError for damaged bytes;
         nothing has changed then.
+
+        A journal is newer than any checkpoint: with one that held something this raises ValueError too.
         """
-        self._core.restore(read_state_dict(state), anyio.current_time())
+        snapshot = read_state_dict(state)
+        if self._journal is not None and (self.recovered is None or self.recovered.found):
+            raise ValueError(
+                f"load_state_dict() with the journal {self._journal.path}: what that holds is newer than a "
+                "checkpoint, and is restored on entering `async with`. Call acknowledge_through(step) instead; or, to "
+                "go back to the checkpoint, enter a balancer with an empty journal, then load"
+            )
+        self._core.restore(snapshot, anyio.current_time())
+        if self._journal is not None:
+            self._journal.adopt(snapshot)
         self._ring()
         self._tell_evicted()
 
@@ -344,6 +441,8 @@ class StreamBalancer:
 
     def _tell_evicted(self) -> None:
         for rollout, reason in self._core.take_evicted():
+            if self._journal is not None:
+                self._journal.evicted([rollout.rollout_id], reason, self._core.standing()[1])
             if self._on_evict is not None:
                 try:
                     self._on_evict(rollout, reason)

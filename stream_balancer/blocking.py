@@ -7,6 +7,7 @@ seconds to generate.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
@@ -18,6 +19,7 @@ import anyio.from_thread
 from stream_balancer.balancer import Batches, StreamBalancer
 from stream_balancer.config import BalancerConfig
 from stream_balancer.dispatch import serve
+from stream_balancer.journal import Journal, Recovered
 from stream_balancer.snapshot import state_dict
 from stream_balancer.transport.torch_dist import TorchTransport
 from stream_balancer.types import Batch, EvictReason, Rollout, Statistics
@@ -32,12 +34,13 @@ def blocking(
     *,
     on_evict: Callable[[Rollout, EvictReason], object] | None = None,
     backend: Literal["asyncio", "trio"] = "asyncio",
+    journal: str | os.PathLike[str] | Journal | None = None,
 ) -> BlockingBalancer:
     """A balancer for threads and plain loops: ``with sb.blocking(config) as balancer``. Leaving the block closes it.
 
     ``on_evict`` runs in the event loop's thread; keep it short.
     """
-    return BlockingBalancer(config, on_evict=on_evict, backend=backend)
+    return BlockingBalancer(config, on_evict=on_evict, backend=backend, journal=journal)
 
 
 class BlockingBalancer:
@@ -49,8 +52,9 @@ class BlockingBalancer:
         *,
         on_evict: Callable[[Rollout, EvictReason], object] | None = None,
         backend: Literal["asyncio", "trio"] = "asyncio",
+        journal: str | os.PathLike[str] | Journal | None = None,
     ) -> None:
-        self._balancer = StreamBalancer(config, on_evict=on_evict)
+        self._balancer = StreamBalancer(config, on_evict=on_evict, journal=journal)
         self._backend: Literal["asyncio", "trio"] = backend
         self._portal: anyio.from_thread.BlockingPortal | None = None
         self._stack = ExitStack()
@@ -58,6 +62,11 @@ class BlockingBalancer:
 
     def __enter__(self) -> Self:
         self._portal = self._stack.enter_context(anyio.from_thread.start_blocking_portal(self._backend))
+        try:
+            self._portal.call(self._balancer.__aenter__)
+        except BaseException:
+            self._stack.close()
+            raise
         return self
 
     def __exit__(
@@ -133,6 +142,15 @@ class BlockingBalancer:
     def acknowledge(self, step: int) -> None:
         """A batch has been trained on; needed only without ``auto_ack``."""
         self._loop().call(self._balancer.acknowledge, step)
+
+    def acknowledge_through(self, step: int) -> None:
+        """Your checkpoint contains all steps up to this one. See :meth:`StreamBalancer.acknowledge_through`."""
+        self._loop().call(self._balancer.acknowledge_through, step)
+
+    @property
+    def recovered(self) -> Recovered | None:
+        """What the journal held; None without one."""
+        return self._balancer.recovered
 
     def set_version(self, version: int) -> None:
         """The policy moved on. See :meth:`StreamBalancer.set_version`."""

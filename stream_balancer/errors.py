@@ -15,6 +15,8 @@ Most errors are the ones anyio and Python users already know; this room only add
     |-- RankLostError             a rank (or, seen from a rank, the controller) is gone; .rank .step .cause
     `-- WireError                 a peer sent bytes that are not a valid message: refused before use
     anyio.EndOfStream             the normal end of a link
+    OSError
+    `-- JournalError              the journal's disk is full (.errno ENOSPC: make room, put again) or failing
 
 Every message says what happened, why, and what to do. Nothing is lost when one is raised: a rollout whose put failed
 was not accepted, a batch whose delivery failed is still unacknowledged.
@@ -32,6 +34,7 @@ __all__ = [
     "ConfigError",
     "DuplicateRolloutError",
     "EndOfStream",
+    "JournalError",
     "RankLostError",
     "RolloutError",
     "TraceError",
@@ -84,3 +87,11 @@ class RankLostError(BrokenResourceError):
 
 class WireError(BrokenResourceError):
     """A peer sent bytes that are not a valid message. They were refused before anything was allocated or run."""
+
+
+class JournalError(OSError):
+    """The journal could not be written: nothing that was asked for was accepted. ``errno`` says why.
+
+    ENOSPC, EDQUOT, EFBIG: the disk is full; make room, and put again. Anything else: the disk is failing, and this
+    balancer takes no more.
+    """

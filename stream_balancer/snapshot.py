@@ -18,7 +18,7 @@ from torch import Tensor
 from stream_balancer import wire
 from stream_balancer.types import Batch, MicroBatch, RankBatch, Reason, Rollout, Snapshot
 
-__all__ = ["read_state_dict", "state_dict"]
+__all__ = ["read_rollouts", "read_state_dict", "state_dict", "write_rollouts"]
 
 FORMAT = 1
 """Version of the dict below; a later library reads all earlier ones."""
@@ -28,7 +28,7 @@ def state_dict(snapshot: Snapshot) -> dict[str, Any]:
     """A dict of tensors, numbers, strings, and lists and dicts of these. O(bytes held)."""
     return {
         "format": FORMAT,
-        "waiting": _write_rollouts(snapshot.waiting),
+        "waiting": write_rollouts(snapshot.waiting),
         "waited_s": torch.from_numpy(np.ascontiguousarray(snapshot.waited_s)),
         "skips": torch.from_numpy(np.ascontiguousarray(snapshot.skips)),
         "in_flight": [_write_batch(batch) for batch in snapshot.in_flight],
@@ -53,7 +53,7 @@ def read_state_dict(state: Mapping[str, Any]) -> Snapshot:
         )
     try:
         return Snapshot(
-            waiting=_read_rollouts(state["waiting"]),
+            waiting=read_rollouts(state["waiting"]),
             waited_s=state["waited_s"].numpy(),
             skips=state["skips"].numpy(),
             in_flight=tuple(_read_batch(batch) for batch in state["in_flight"]),
@@ -68,7 +68,7 @@ def read_state_dict(state: Mapping[str, Any]) -> Snapshot:
         raise ValueError(f"the state_dict has no {error.args[0]!r}: it was cut, or is not a balancer's") from None
 
 
-def _write_rollouts(rollouts: Sequence[Rollout]) -> list[Tensor]:
+def write_rollouts(rollouts: Sequence[Rollout]) -> list[Tensor]:
     """No tensors for no rollouts, else those of a share that holds them all."""
     if not rollouts:
         return []
@@ -85,7 +85,8 @@ def _write_rollouts(rollouts: Sequence[Rollout]) -> list[Tensor]:
     return _write_share(share)
 
 
-def _read_rollouts(tensors: Sequence[Tensor]) -> tuple[Rollout, ...]:
+def read_rollouts(tensors: Sequence[Tensor]) -> tuple[Rollout, ...]:
+    """What :func:`write_rollouts` wrote, as views of it. Raises WireError where bytes are damaged."""
     return _read_share(tensors).rollouts if tensors else ()
 
 

@@ -326,7 +326,9 @@ class Encoded:
 def _concatenate(parts: list[Tensor], out: Tensor) -> None:
     if any(part.device != out.device for part in parts):
         parts = [part.to(out.device) for part in parts]
-    if out.numel():
+    if len(parts) == 1:
+        out.copy_(parts[0])  # half the time of cat
+    elif out.numel():
         torch.cat(parts, out=out)
 
 
