@@ -418,9 +418,9 @@ class Journal:
         items = self._admit(items)
         try:
             self._append(items)
-            self._note_full(None)
+            self._note_full(False)
         except DiskFullError as error:
-            self._note_full(error)
+            self._note_full(True)
             rest = []
             for item in items:
                 if isinstance(item, Writing) and item.settled is not None:
@@ -533,10 +533,14 @@ class Journal:
             return False
         return True
 
-    def _note_full(self, error: DiskFullError | None) -> None:
-        if (error is not None) != self._full:
-            self._full = error is not None
-            _log.warning("journal %s: %s", self.path, error or "there is room on the disk again")
+    def _note_full(self, full: bool) -> None:
+        if full and not self._full:
+            _log.warning(
+                "journal %s: the disk is full; puts are refused and batches wait until there is room", self.path
+            )
+        if self._full and not full:
+            _log.warning("journal %s: there is room on the disk again", self.path)
+        self._full = full
 
     def _break(self, error: Exception, items: Sequence[_Item]) -> None:
         if self._broken is None:

@@ -1,0 +1,667 @@
+"""A balancer with a journal: durable before a put returns, exact after a crash, honest about a full or failing disk.
+
+Real time, since the disk has a thread of its own. A crash is a copy of the folder as it is at that moment.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import resource
+import shutil
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import anyio
+import pytest
+from anyio.lowlevel import checkpoint
+from test_cancellation import How, cancelled_after, ways
+
+import stream_balancer as sb
+from stream_balancer import journal as journal_module
+from stream_balancer.journal import segments
+from stream_balancer.testing import make_rollout, make_rollouts
+from stream_balancer.types import Batch
+
+MAX_PASSES = 12
+
+
+@pytest.fixture(params=["asyncio", "trio"])
+def anyio_backend(request: pytest.FixtureRequest) -> str:
+    """Virtual time does not know what the journal's thread is busy with. In ``ways`` the parameter is given."""
+    return str(request.param)
+
+
+def config(**knobs: Any) -> sb.BalancerConfig:
+    return sb.BalancerConfig(**{"dp_size": 2, "batch_size": 4, "window": 4, "capacity": 100, **knobs})
+
+
+def ids_of(batch: Batch) -> list[list[list[str]]]:
+    return [[[r.rollout_id for r in mb.rollouts] for mb in share.micro_batches] for share in batch.ranks]
+
+
+def waiting(balancer: sb.StreamBalancer) -> list[str]:
+    return [r.rollout_id for r in balancer._core._buffer.rollouts()]
+
+
+crashes = iter(range(10**9))
+
+
+async def crash(balancer: sb.StreamBalancer) -> Path:
+    """What a kill would leave, once all that was said so far is written."""
+    assert balancer._journal is not None
+    await balancer._journal.flush()
+    return await kill(balancer)
+
+
+async def kill(balancer: sb.StreamBalancer) -> Path:
+    """What a kill would leave."""
+    assert balancer._journal is not None
+    folder = balancer._journal.path
+    to = folder.parent / f"crash{next(crashes)}"
+    await anyio.to_thread.run_sync(lambda: shutil.copytree(folder, to))
+    return to
+
+
+class Disk:
+    """Stands between the journal and the disk."""
+
+    def __init__(self) -> None:
+        self.open = threading.Event()
+        self.open.set()
+        self.waiting = threading.Event()
+        self.syncs = 0
+        self.error: int | None = None
+        self.sync_error: int | None = None
+        self.writable = 10**18
+
+    def write(self, fd: int, data: memoryview) -> int:
+        if self.error is not None:
+            raise OSError(self.error, os.strerror(self.error))
+        if self.writable < len(data):  # a part of it still fits
+            part, self.writable = self.writable, 0
+            self.error = errno.ENOSPC
+            return os.write(fd, data[:part]) if part else self.write(fd, data)
+        self.writable -= len(data)
+        return os.write(fd, data)
+
+    def sync(self, fd: int) -> None:
+        self.syncs += 1
+        self.waiting.set()
+        self.open.wait(30)
+        if self.sync_error is not None:
+            raise OSError(self.sync_error, os.strerror(self.sync_error))
+        os.fsync(fd)
+
+    async def reached(self) -> None:
+        """Until a commit waits for the disk."""
+        await anyio.to_thread.run_sync(self.waiting.wait, 30)
+
+    @contextmanager
+    def stopped(self) -> Iterator[None]:
+        self.waiting.clear()
+        self.open.clear()
+        try:
+            yield
+        finally:
+            self.open.set()
+
+
+@pytest.fixture
+def disk(monkeypatch: pytest.MonkeyPatch) -> Disk:
+    disk = Disk()
+    monkeypatch.setattr(segments, "_write", disk.write)
+    monkeypatch.setattr(segments, "_sync", disk.sync)
+    monkeypatch.setattr(journal_module, "RETRY_S", 0.01)
+    return disk
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    with anyio.fail_after(20):
+        while not condition():  # noqa: ASYNC110 - a test
+            await anyio.sleep(0.002)
+
+
+# -- durable -----------------------------------------------------------------------------------------------------------
+
+
+async def test_a_put_returns_once_it_is_on_the_disk(tmp_path: Path, disk: Disk) -> None:
+    async with sb.StreamBalancer(config(), journal=tmp_path / "j") as balancer:
+        returned = anyio.Event()
+
+        async def put() -> None:
+            await balancer.put(make_rollout(3, "a"))
+            returned.set()
+
+        async with anyio.create_task_group() as tasks:
+            with disk.stopped():
+                tasks.start_soon(put)
+                await disk.reached()
+                await anyio.sleep(0.02)
+                assert not returned.is_set()
+                assert not waiting(balancer)
+            await returned.wait()
+        assert waiting(balancer) == ["a"]
+        after = await kill(balancer)  # at once: nothing more is needed
+    async with sb.StreamBalancer(config(), journal=after) as balancer:
+        assert waiting(balancer) == ["a"]
+        assert balancer.recovered
+        assert (balancer.recovered.waiting, balancer.recovered.in_flight) == (1, 0)
+
+
+async def test_puts_that_wait_share_a_sync(tmp_path: Path, disk: Disk) -> None:
+    async with sb.StreamBalancer(config(), journal=tmp_path) as balancer, anyio.create_task_group() as tasks:
+        with disk.stopped():
+            for rollout in make_rollouts([3] * 64):
+                tasks.start_soon(balancer.put, rollout)
+            await disk.reached()
+            before = disk.syncs
+            for _ in range(5):
+                await checkpoint()
+        await until(lambda: len(waiting(balancer)) == 64)
+        assert disk.syncs <= before + 1
+
+
+async def test_a_plan_is_on_the_disk_before_the_batch_is_given(tmp_path: Path, disk: Disk) -> None:
+    async with sb.StreamBalancer(config(), journal=tmp_path) as balancer, anyio.create_task_group() as tasks:
+        for rollout in make_rollouts([3] * 4):
+            await balancer.put(rollout)
+        given: list[Batch] = []
+
+        async def train() -> None:
+            given.append(await anext(balancer.batches()))
+
+        with disk.stopped():
+            tasks.start_soon(train)
+            await disk.reached()
+            await anyio.sleep(0.02)
+            assert not given
+        await until(lambda: bool(given))
+
+
+async def test_put_nowait_is_refused(tmp_path: Path) -> None:
+    async with sb.StreamBalancer(config(), journal=tmp_path) as balancer:
+        with pytest.raises(sb.WouldBlock, match="cannot wait for the journal's disk"):
+            balancer.put_nowait(make_rollout(3))
+
+
+async def test_a_balancer_that_was_not_entered_says_so(tmp_path: Path) -> None:
+    balancer = sb.StreamBalancer(config(), journal=tmp_path)
+    with pytest.raises(sb.ClosedResourceError, match="use `async with`"):
+        await balancer.put(make_rollout(3))
+
+
+# -- after a crash -----------------------------------------------------------------------------------------------------
+
+
+async def test_the_same_steps_come_again(tmp_path: Path) -> None:
+    """In flight: same step, same plan, padding copies too; waiting: still waits; done: refused as done."""
+    async with sb.StreamBalancer(config(deadline_s=0.001, min_batch_size=2), journal=tmp_path / "j") as balancer:
+        batches = balancer.batches(auto_ack=False)
+        given = []
+        for number in range(3):
+            for rollout in make_rollouts([5, 9, 3, 7][: 4 - number], prefix=f"{number}-"):
+                await balancer.put(rollout)
+            given.append(await anext(batches))
+        balancer.set_version(7)
+        balancer.acknowledge(0)
+        await balancer.put(make_rollout(4, "last"))
+        before = balancer.statistics()
+        after = await crash(balancer)
+    async with sb.StreamBalancer(config(), journal=after) as balancer:
+        balancer._core.verify()
+        stats = balancer.statistics()
+        assert (stats.waiting, stats.in_flight, stats.acknowledged, stats.accepted) == (1, 5, 4, 10)
+        assert (stats.version, stats.evicted, stats.batches) == (7, before.evicted, before.batches)
+        assert stats.oldest_wait_s >= 0
+        again = balancer.batches(auto_ack=False)
+        for batch in given[1:]:
+            assert ids_of(await anext(again)) == ids_of(batch)
+        for done in ("0-0", "0-3"):
+            with pytest.raises(sb.DuplicateRolloutError, match="accepted before and is done"):
+                await balancer.put(make_rollout(3, done))
+        with pytest.raises(sb.DuplicateRolloutError, match="already held"):
+            await balancer.put(make_rollout(3, "1-0"))
+        balancer.end()
+        drained = await anext(again)
+        assert drained.step == 3
+        assert drained.num_padding == 1
+        twice = await crash(balancer)
+    async with sb.StreamBalancer(config(), journal=twice) as balancer:  # and after the next crash
+        rest = [batch async for batch in _ended(balancer)]
+        assert [ids_of(b) for b in rest] == [ids_of(b) for b in (*given[1:], drained)]
+
+
+async def _ended(balancer: sb.StreamBalancer) -> Any:
+    balancer.end()
+    async for batch in balancer.batches():
+        yield batch
+
+
+async def test_what_a_checkpoint_contains_does_not_come_again(tmp_path: Path) -> None:
+    """The exactly-once protocol: acknowledge what the trainer's checkpoint has, before the first batch too."""
+    async with sb.StreamBalancer(config(), journal=tmp_path / "j") as balancer:
+        batches = balancer.batches(auto_ack=False)
+        for rollout in make_rollouts([3] * 16):
+            await balancer.put(rollout)
+        given = [await anext(batches) for _ in range(4)]
+        balancer.acknowledge_through(0)  # a checkpoint with step 0 is saved
+        after = await crash(balancer)  # ... and one with step 2, but the balancer was not told any more
+    async with sb.StreamBalancer(config(), journal=after) as balancer:
+        assert balancer.recovered
+        assert balancer.recovered.steps == (1, 2, 3)
+        balancer.acknowledge_through(2)
+        balancer.acknowledge_through(2)
+        balancer.end()
+        rest = [batch async for batch in balancer.batches()]
+        assert [ids_of(b) for b in rest] == [ids_of(given[3])]
+        balancer._core.verify()
+    async with sb.StreamBalancer(config(), journal=after) as balancer:
+        assert balancer.recovered
+        assert balancer.recovered.in_flight == 0
+
+
+async def test_a_retried_put_is_accepted_once(tmp_path: Path) -> None:
+    """Two tasks put one id at once, then a producer that saw the crash puts it again."""
+    async with sb.StreamBalancer(config(), journal=tmp_path / "j") as balancer:
+        verdicts: Counter[str] = Counter()
+
+        async def put() -> None:
+            try:
+                await balancer.put(make_rollout(3, "a"))
+                verdicts["accepted"] += 1
+            except sb.DuplicateRolloutError:
+                verdicts["refused"] += 1
+
+        async with anyio.create_task_group() as tasks:
+            for _ in range(3):
+                tasks.start_soon(put)
+        assert verdicts == {"accepted": 1, "refused": 2}
+        after = await crash(balancer)
+    async with sb.StreamBalancer(config(), journal=after) as balancer:
+        assert waiting(balancer) == ["a"]
+        with pytest.raises(sb.DuplicateRolloutError):
+            await balancer.put(make_rollout(3, "a"))
+
+
+async def test_groups_are_counted_on(tmp_path: Path) -> None:
+    """A group some of whose siblings have left before the crash needs only the others."""
+    knobs = config(group_size=4, deadline_s=0.001, min_batch_size=2)
+    async with sb.StreamBalancer(knobs, journal=tmp_path / "j") as balancer:
+        for name in ("a", "b"):
+            await balancer.put(make_rollout(3, name, group_id="g"))
+        first = await anext(balancer.batches())
+        assert first.incomplete_groups == ("g",)
+        await balancer.put(make_rollout(3, "c", group_id="g"))
+        after = await crash(balancer)
+    async with sb.StreamBalancer(config(group_size=4), journal=after) as balancer:
+        balancer._core.verify()
+        assert balancer._core._buffer.group_arrivals() == {"g": 3}
+        await balancer.put(make_rollout(3, "d", group_id="g"))
+        assert balancer._core._buffer.num_ready == 2
+
+
+async def test_put_group_is_there_whole_or_not_at_all(tmp_path: Path) -> None:
+    async with sb.StreamBalancer(config(group_size=2), journal=tmp_path / "j") as balancer:
+        await balancer.put_group([make_rollout(3, name, group_id="g") for name in ("a", "b")])
+        with pytest.raises(sb.DuplicateRolloutError):
+            await balancer.put_group([make_rollout(3, name, group_id="h") for name in ("c", "c")])
+        after = await crash(balancer)
+    async with sb.StreamBalancer(config(group_size=2), journal=after) as balancer:
+        assert waiting(balancer) == ["a", "b"]
+
+
+async def test_evicted_rollouts_stay_evicted(tmp_path: Path) -> None:
+    evicted: list[str] = []
+    knobs = config(max_staleness=1)
+    async with sb.StreamBalancer(
+        knobs, journal=tmp_path / "j", on_evict=lambda r, _: evicted.append(r.rollout_id)
+    ) as balancer:
+        for version in (1, 2, 3):
+            await balancer.put(make_rollout(3, f"v{version}", version=version))
+        balancer.set_version(3)
+        await balancer.put(make_rollout(3, "late", version=0))
+        after = await crash(balancer)
+    assert evicted == ["v1", "late"]
+    async with sb.StreamBalancer(knobs, journal=after) as balancer:
+        assert waiting(balancer) == ["v2", "v3"]
+        assert balancer.statistics().evicted == {"stale": 2}
+        with pytest.raises(sb.DuplicateRolloutError):
+            await balancer.put(make_rollout(3, "late", version=3))
+
+
+async def test_for_other_ranks_the_plan_is_made_anew(tmp_path: Path) -> None:
+    async with sb.StreamBalancer(config(), journal=tmp_path / "j") as balancer:
+        for rollout in make_rollouts([3] * 4):
+            await balancer.put(rollout)
+        await anext(balancer.batches())
+        after = await crash(balancer)
+    for dp_size in (4, 2):
+        async with sb.StreamBalancer(config(dp_size=dp_size), journal=after) as balancer:
+            assert sorted(waiting(balancer)) == ["r0", "r1", "r2", "r3"]
+            assert balancer.statistics().in_flight == 0
+            after = await crash(balancer)
+
+
+async def test_a_rollout_that_new_knobs_refuse_is_named_and_nothing_is_lost(tmp_path: Path) -> None:
+    async with sb.StreamBalancer(config(), journal=tmp_path) as balancer:
+        await balancer.put(make_rollout(30, "long"))
+    with pytest.raises(sb.RolloutError, match="'long' has 30 tokens"):
+        async with sb.StreamBalancer(config(max_tokens_per_micro_batch=20), journal=tmp_path):
+            pass
+    async with sb.StreamBalancer(config(), journal=tmp_path) as balancer:
+        assert waiting(balancer) == ["long"]
+
+
+async def test_the_end_is_not_remembered(tmp_path: Path) -> None:
+    """A restarted program goes on putting, and says itself when it has ended."""
+    async with sb.StreamBalancer(config(), journal=tmp_path) as balancer:
+        balancer.end()
+    async with sb.StreamBalancer(config(), journal=tmp_path) as balancer:
+        await balancer.put(make_rollout(3))
+
+
+async def test_a_checkpoint_is_taken_over(tmp_path: Path) -> None:
+    async with sb.StreamBalancer(config()) as balancer:
+        batches = balancer.batches(auto_ack=False)
+        for rollout in make_rollouts([3] * 9):
+            balancer.put_nowait(rollout)
+        given = [await anext(batches) for _ in range(2)]
+        balancer.acknowledge(0)
+        state = balancer.state_dict()
+        stats = balancer.statistics()
+    async with sb.StreamBalancer(config(), journal=tmp_path / "j") as balancer:
+        balancer.load_state_dict(state)
+        balancer.acknowledge_through(-1)
+        after = await crash(balancer)
+    async with sb.StreamBalancer(config(), journal=after) as balancer:
+        with pytest.raises(ValueError, match="newer than a checkpoint"):
+            balancer.load_state_dict(state)
+        now = balancer.statistics()
+        assert (now.waiting, now.in_flight, now.accepted) == (stats.waiting, stats.in_flight, stats.accepted)
+        assert ids_of(await anext(balancer.batches())) == ids_of(given[1])
+        with pytest.raises(sb.DuplicateRolloutError):
+            await balancer.put(make_rollout(3, given[0].rollouts[0].rollout_id))
+
+
+def test_threads_and_plain_loops(tmp_path: Path) -> None:
+    with sb.blocking(config(), journal=tmp_path) as balancer:
+        for rollout in make_rollouts([3] * 6):
+            balancer.put(rollout)
+        first = next(balancer.batches(auto_ack=False))
+        with pytest.raises(sb.AlreadyInUseError), sb.blocking(config(), journal=tmp_path):
+            pass
+    with sb.blocking(config(), journal=tmp_path) as balancer:
+        assert balancer.recovered
+        assert balancer.recovered.steps == (0,)
+        assert ids_of(next(balancer.batches())) == ids_of(first)
+        balancer.acknowledge_through(0)
+
+
+# -- cancelled ---------------------------------------------------------------------------------------------------------
+
+
+@ways
+@pytest.mark.parametrize("passes", range(MAX_PASSES))
+async def test_a_cancelled_put_is_not_in_the_journal(tmp_path: Path, how: How, passes: int) -> None:
+    """Cancelled at every pass: before it is written, while it is, and once it is but before the task runs again."""
+    async with sb.StreamBalancer(config(), journal=tmp_path / "j") as balancer:
+        outcome = await cancelled_after(passes, how, lambda: balancer.put(make_rollout(3, "victim")), checkpoint)
+        assert waiting(balancer) == ["victim"] * outcome.finished
+        after = await crash(balancer)
+        await balancer.put(make_rollout(3, "next"))
+    async with sb.StreamBalancer(config(), journal=after) as balancer:
+        assert waiting(balancer) == ["victim"] * outcome.finished
+        assert balancer._journal
+        assert len(balancer._journal._contents.puts) == outcome.finished
+
+
+async def test_a_put_cancelled_while_it_is_being_written(tmp_path: Path, disk: Disk) -> None:
+    """Once in the queue, once between the write and the sync."""
+    async with sb.StreamBalancer(config(), journal=tmp_path / "j") as balancer:
+        with disk.stopped():
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(balancer.put, make_rollout(3, "written"))
+                await disk.reached()
+                tasks.start_soon(balancer.put, make_rollout(3, "queued"))
+                for _ in range(3):
+                    await checkpoint()
+                tasks.cancel_scope.cancel()
+        after = await crash(balancer)
+        assert not waiting(balancer)
+    async with sb.StreamBalancer(config(), journal=after) as balancer:
+        assert not waiting(balancer)
+        await balancer.put(make_rollout(3, "written"))
+
+
+@ways
+@pytest.mark.parametrize("passes", range(MAX_PASSES))
+async def test_a_put_cancelled_while_it_waits_for_room_is_not_in_the_journal(
+    tmp_path: Path, how: How, passes: int
+) -> None:
+    async with sb.StreamBalancer(config(capacity=4), journal=tmp_path / "j") as balancer:
+        for rollout in make_rollouts([3] * 4):
+            await balancer.put(rollout)
+        batches = balancer.batches(auto_ack=False)
+
+        async def make_room() -> None:
+            await anyio.sleep(0.001 * (passes % 4))
+            await anext(batches)
+
+        outcome = await cancelled_after(3 * passes, how, lambda: balancer.put(make_rollout(2, "victim")), make_room)
+        assert ("victim" in waiting(balancer)) == outcome.finished
+        after = await crash(balancer)
+    async with sb.StreamBalancer(config(), journal=after) as balancer:
+        assert ("victim" in waiting(balancer)) == outcome.finished
+        assert balancer.statistics().in_flight == 4
+
+
+@ways
+@pytest.mark.parametrize("passes", range(MAX_PASSES))
+async def test_a_cancelled_trainer_gets_the_same_batch_later(tmp_path: Path, how: How, passes: int) -> None:
+    async with sb.StreamBalancer(config(), journal=tmp_path / "j") as balancer:
+        for rollout in make_rollouts([3, 9, 5, 7, 2, 8, 4, 6]):
+            await balancer.put(rollout)
+        batches = balancer.batches(auto_ack=False)
+        outcome = await cancelled_after(passes, how, lambda: anext(batches), checkpoint)
+        first = outcome.result if outcome.finished else await anext(batches)
+        second = await anext(batches)
+        assert (first.step, second.step) == (0, 1)
+        assert len({r.rollout_id for b in (first, second) for r in b.rollouts}) == 8
+        after = await crash(balancer)
+        balancer._core.verify()
+    async with sb.StreamBalancer(config(), journal=after) as balancer:
+        again = balancer.batches()
+        assert [ids_of(await anext(again)) for _ in range(2)] == [ids_of(first), ids_of(second)]
+
+
+async def test_a_put_that_end_or_aclose_overtakes_was_not_accepted(tmp_path: Path, disk: Disk) -> None:
+    for stop in ("end", "aclose"):
+        folder = tmp_path / stop
+        refused = 0
+        async with sb.StreamBalancer(config(), journal=folder) as balancer:
+
+            async def put(name: str, balancer: sb.StreamBalancer = balancer) -> None:
+                nonlocal refused
+                with pytest.raises(sb.ClosedResourceError):
+                    await balancer.put(make_rollout(3, name))
+                refused += 1
+
+            async with anyio.create_task_group() as tasks:
+                with disk.stopped():
+                    tasks.start_soon(put, "being written")
+                    await disk.reached()
+                    tasks.start_soon(put, "queued")
+                    await checkpoint()
+                    await checkpoint()
+                    if stop == "end":
+                        balancer.end()
+                    else:
+                        tasks.start_soon(balancer.aclose)
+                        await anyio.sleep(0.01)
+        assert refused == 2
+        async with sb.StreamBalancer(config(), journal=folder) as balancer:
+            assert not waiting(balancer)
+
+
+# -- the disk ----------------------------------------------------------------------------------------------------------
+
+
+async def test_a_full_disk_refuses_puts_and_recovers(
+    tmp_path: Path, disk: Disk, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Puts are told; batches, which need a few bytes for their plan, wait; nothing is lost."""
+    caplog.set_level(logging.WARNING)
+    async with sb.StreamBalancer(config(), journal=tmp_path / "j") as balancer, anyio.create_task_group() as tasks:
+        for rollout in make_rollouts([3] * 5):
+            await balancer.put(rollout)
+        disk.writable = 100
+        for attempt in range(3):
+            with pytest.raises(
+                sb.JournalError, match=r"is full .* was not accepted. Make room and put it again"
+            ) as told:
+                await balancer.put(make_rollout(3, f"refused{attempt}"))
+            assert told.value.errno == errno.ENOSPC
+        given: list[Batch] = []
+
+        async def train() -> None:
+            given.append(await anext(balancer.batches(auto_ack=False)))
+
+        tasks.start_soon(train)
+        await anyio.sleep(0.05)
+        assert not given
+        during = await kill(balancer)
+        disk.error, disk.writable = None, 10**9
+        await until(lambda: bool(given))
+        await balancer.put(make_rollout(3, "refused0"))
+        after = await crash(balancer)
+    assert [r.getMessage().split(": ")[1] for r in caplog.records if "room" in r.getMessage()] == [
+        "the disk is full; puts are refused, batches wait until there is room",
+        "there is room on the disk again",
+    ]
+    async with sb.StreamBalancer(config(), journal=during) as balancer:
+        assert balancer.recovered
+        assert balancer.recovered.torn_bytes == 0
+        assert len(waiting(balancer)) == 5
+    async with sb.StreamBalancer(config(), journal=after) as balancer:
+        assert sorted(waiting(balancer))[1:] == ["refused0"]
+        assert ids_of(await anext(balancer.batches())) == ids_of(given[0])
+
+
+async def test_a_real_limit_of_the_operating_system(tmp_path: Path) -> None:
+    """The kernel refuses to let the file grow, as it does on a full disk or quota."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    async with sb.StreamBalancer(config(), journal=tmp_path / "j") as balancer:
+        await balancer.put(make_rollout(3, "before"))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, hard))
+        try:
+            with pytest.raises(sb.JournalError, match="is full") as told:
+                await balancer.put(make_rollout(5000, "large"))
+            await balancer.put(make_rollout(3, "small"))
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        assert told.value.errno == errno.EFBIG
+        await balancer.put(make_rollout(5000, "large"))
+        after = await crash(balancer)
+    async with sb.StreamBalancer(config(), journal=after) as balancer:
+        assert waiting(balancer) == ["before", "small", "large"]
+
+
+async def test_a_failed_sync_ends_all_promises(tmp_path: Path, disk: Disk, caplog: pytest.LogCaptureFixture) -> None:
+    """After a failed fsync the page cache may be clean and the disk not: trying again would prove nothing."""
+    async with sb.StreamBalancer(config(), journal=tmp_path / "j") as balancer:
+        for rollout in make_rollouts([3] * 4):
+            await balancer.put(rollout)
+        disk.sync_error = errno.EIO
+        with pytest.raises(sb.JournalError, match=r"cannot be written any more .* Start the balancer again") as told:
+            await balancer.put(make_rollout(3, "x"))
+        assert told.value.errno == errno.EIO
+        disk.sync_error = None
+        with pytest.raises(sb.JournalError):
+            await balancer.put(make_rollout(3, "y"))
+        with pytest.raises(sb.JournalError):
+            await anext(balancer.batches())
+        assert sorted(waiting(balancer)) == []
+        assert balancer.statistics().in_flight == 4  # kept, for whoever can write again
+    assert [r.levelno for r in caplog.records] == [logging.ERROR]
+    async with sb.StreamBalancer(config(), journal=tmp_path / "j") as balancer:
+        assert set(waiting(balancer)) >= {"r0", "r1", "r2", "r3"}  # x may or may not be there
+
+
+async def test_no_room_to_start(tmp_path: Path, disk: Disk) -> None:
+    disk.error = errno.ENOSPC
+    with pytest.raises(sb.JournalError, match="no room to start"):
+        async with sb.StreamBalancer(config(), journal=tmp_path):
+            pass
+    disk.error = None
+    async with sb.StreamBalancer(config(), journal=tmp_path) as balancer:
+        await balancer.put(make_rollout(3))
+
+
+# -- its size ----------------------------------------------------------------------------------------------------------
+
+
+def size_of(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.glob("*.journal"))
+
+
+async def test_the_folder_stays_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Much goes through, one rollout stays: segments before it go all the same, and it is still there."""
+    monkeypatch.setattr(journal_module, "SEGMENT_BYTES", 20_000)
+    largest = 0
+    knobs = config(group_size=2, groups="same_batch", remember_ids=10)
+    async with sb.StreamBalancer(knobs, journal=tmp_path / "j") as balancer:
+        batches = balancer.batches()
+        await balancer.put_group([make_rollout(50, f"kept{n}", group_id="kept") for n in range(1)])
+        for number in range(300):
+            await balancer.put_group([make_rollout(50, f"{number}-{n}", group_id=f"g{number}") for n in range(2)])
+            if number % 2:
+                await anext(batches)
+            largest = max(largest, size_of(tmp_path / "j"))
+        assert balancer._journal
+        assert balancer._journal._segments.last > 10
+        after = await crash(balancer)
+    assert largest < 140_000
+    async with sb.StreamBalancer(knobs, journal=after) as balancer:
+        assert waiting(balancer) == ["kept0"]
+        assert balancer.statistics().in_flight == 4
+
+
+async def test_max_bytes_holds_puts_back_until_acknowledgements_come(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(journal_module, "LEAST_MAX_BYTES", 1)
+    monkeypatch.setattr(journal_module, "RETRY_S", 0.01)
+    limit = 160_000
+    journal = sb.Journal(tmp_path / "j", max_bytes=limit)
+    knobs = config(remember_ids=0, window=50, capacity=1000)
+    largest = 0
+    accepted = 0
+    trained: list[str] = []
+    async with sb.StreamBalancer(knobs, journal=journal) as balancer, anyio.create_task_group() as tasks:
+
+        async def produce() -> None:
+            nonlocal accepted
+            for rollout in make_rollouts([100] * 300):
+                await balancer.put(rollout)
+                accepted += 1
+            balancer.end()
+
+        tasks.start_soon(produce)
+        await until(lambda: any("puts wait" in r.getMessage() for r in caplog.records))
+        stuck = accepted
+        await anyio.sleep(0.05)
+        assert accepted == stuck < 300
+        with pytest.raises(sb.RolloutError, match="too large for a journal of max_bytes"):
+            await balancer.put(make_rollout(10_000))
+        with anyio.fail_after(30):
+            async for batch in balancer.batches():
+                largest = max(largest, size_of(tmp_path / "j"))
+                trained += [r.rollout_id for r in batch.rollouts if not r.is_padding]
+    assert sorted(trained) == sorted(f"r{n}" for n in range(300))
+    assert largest <= limit
