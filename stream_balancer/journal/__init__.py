@@ -535,9 +535,7 @@ class Journal:
 
     def _note_full(self, full: bool) -> None:
         if full and not self._full:
-            _log.warning(
-                "journal %s: the disk is full; puts are refused and batches wait until there is room", self.path
-            )
+            _log.warning("journal %s: the disk is full; puts are refused, batches wait until there is room", self.path)
         if self._full and not full:
             _log.warning("journal %s: there is room on the disk again", self.path)
         self._full = full
@@ -570,7 +568,8 @@ class Journal:
 
 def _fresh(error: Exception) -> Exception:
     """The same error for one of those who get it."""
-    return type(error)(*error.args)
+    kind = JournalError if isinstance(error, JournalError) else type(error)
+    return kind(*error.args)
 
 
 def _describe(damage: Damage) -> str:

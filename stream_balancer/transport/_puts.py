@@ -24,6 +24,7 @@ from stream_balancer.errors import (
     BrokenResourceError,
     ClosedResourceError,
     DuplicateRolloutError,
+    JournalError,
     RolloutError,
     WireError,
     WouldBlock,
@@ -83,7 +84,7 @@ class Withdrawn(Exception):  # noqa: N818 - a verdict, not a fault
 
 
 _REASONS: tuple[type[Exception], ...] = (
-    Withdrawn, RolloutError, DuplicateRolloutError, ClosedResourceError, WouldBlock, TypeError, ValueError
+    Withdrawn, RolloutError, DuplicateRolloutError, ClosedResourceError, WouldBlock, TypeError, ValueError, JournalError
 )  # fmt: skip
 """What a refusal may be; the index travels. Anything else arrives as BrokenResourceError."""
 

@@ -24,8 +24,11 @@ from test_cancellation import How, cancelled_after, ways
 
 import stream_balancer as sb
 from stream_balancer import journal as journal_module
+from stream_balancer.attend import attend
+from stream_balancer.connect import connect
 from stream_balancer.journal import segments
 from stream_balancer.testing import make_rollout, make_rollouts
+from stream_balancer.transport.memory import MemoryTransport
 from stream_balancer.types import Batch
 
 MAX_PASSES = 12
@@ -194,6 +197,31 @@ async def test_a_balancer_that_was_not_entered_says_so(tmp_path: Path) -> None:
     balancer = sb.StreamBalancer(config(), journal=tmp_path)
     with pytest.raises(sb.ClosedResourceError, match="use `async with`"):
         await balancer.put(make_rollout(3))
+
+
+async def test_producers_elsewhere(tmp_path: Path, disk: Disk) -> None:
+    """Returning means on the disk for them too, and a refusal keeps its words."""
+    async with (
+        sb.StreamBalancer(config(), journal=tmp_path / "j") as balancer,
+        MemoryTransport(dp_size=2) as transport,
+        anyio.create_task_group() as tasks,
+    ):
+        tasks.start_soon(attend, balancer, transport)
+        producer = connect(transport.connect_producer())
+        with disk.stopped():
+            for rollout in make_rollouts([3] * 20):
+                tasks.start_soon(producer.put, rollout)
+                await checkpoint()
+            await disk.reached()
+            assert not waiting(balancer)
+        await until(lambda: len(waiting(balancer)) == 20)
+        with pytest.raises(sb.DuplicateRolloutError):
+            await producer.put(make_rollout(3, "r0"))
+        disk.error = errno.ENOSPC
+        with pytest.raises(sb.JournalError, match="is full"):
+            await producer.put(make_rollout(3, "x"))
+        disk.error = None
+        tasks.cancel_scope.cancel()
 
 
 # -- after a crash -----------------------------------------------------------------------------------------------------
