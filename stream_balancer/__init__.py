@@ -34,6 +34,7 @@ if TYPE_CHECKING:
         DuplicateRolloutError,
         EndOfStream,
         JournalError,
+        ProducerLostError,
         RankLostError,
         RolloutError,
         TraceError,
@@ -68,6 +69,7 @@ __all__ = [
     "MicroBatch",
     "PaddedCost",
     "Producer",
+    "ProducerLostError",
     "QuadraticCost",
     "RankBatch",
     "RankFeed",
@@ -102,7 +104,8 @@ _NAMES_OF = {
     "cost": "CostModel PaddedCost QuadraticCost TokenCost TransformerCost",
     "dispatch": "serve",
     "errors": "AlreadyInUseError BrokenResourceError BusyResourceError ClosedResourceError ConfigError "
-    "DuplicateRolloutError EndOfStream JournalError RankLostError RolloutError TraceError WireError WouldBlock",
+    "DuplicateRolloutError EndOfStream JournalError ProducerLostError RankLostError RolloutError TraceError WireError "
+    "WouldBlock",
     "feed": "RankFeed",
     "journal": "Journal Recovered",
     "simulate": "SimulationReport simulate",

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, OrderedDict, deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields
 from typing import Any, Protocol, get_args
 
@@ -414,6 +414,20 @@ class BalancerCore:
         """Rollouts evicted since the last call, with the reason, for the ``on_evict`` callback."""
         evicted, self._evicted = self._evicted, []
         return evicted
+
+    def give_up(self, lost: Callable[[Rollout], bool]) -> list[str]:
+        """Evict the waiting rollouts that are lost; their ids, which may be put again. Those in flight stay. O(n)."""
+        rows = np.flatnonzero([lost(rollout) for rollout in self._buffer.rollouts()])
+        if not rows.size:
+            return []
+        self._note_arrivals()
+        rollouts = self._buffer.remove(rows)
+        for rollout in rollouts:
+            self._counts.evicted["lost"] += 1
+            self._held_ids.discard(rollout.rollout_id)
+            self._evicted.append((rollout, "lost"))
+        self._num_aging = self._count_aging()
+        return [rollout.rollout_id for rollout in rollouts]
 
     def _evict(self, rollout: Rollout) -> None:
         self._counts.evicted["stale"] += 1

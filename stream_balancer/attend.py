@@ -6,19 +6,23 @@ balancer's own first-come-first-served queue, one task each, so backpressure is 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import Any, Protocol, runtime_checkable
 
 import anyio
 
 from stream_balancer.balancer import StreamBalancer, _ParkedPut
-from stream_balancer.errors import BrokenResourceError, ClosedResourceError, EndOfStream
+from stream_balancer.errors import BrokenResourceError, ClosedResourceError, EndOfStream, RolloutError
+from stream_balancer.handover import RemoteRollout
 from stream_balancer.journal import Writing
 from stream_balancer.transport._producers import Intake
 from stream_balancer.transport._puts import Mode, Offer, Withdrawal, Withdrawn
 from stream_balancer.transport.memory import MemoryIntake
 
 __all__ = ["ProducerTransport", "attend"]
+
+logger = logging.getLogger("stream_balancer.transport")
 
 
 @runtime_checkable
@@ -34,8 +38,10 @@ class ProducerTransport(Protocol):
         ...
 
 
-async def attend(balancer: StreamBalancer, transport: ProducerTransport) -> None:
+async def attend(balancer: StreamBalancer, transport: ProducerTransport, *, direct: bool = False) -> None:
     """Put what producers offer, until cancelled or the transport is closed.
+
+    ``direct``: producers may keep the tokens; ``serve`` says so, whose ranks fetch them.
 
     If the balancer has ended by then, producers are told so; else their puts stay where they are, and the next
     ``attend`` takes them up.
@@ -43,7 +49,7 @@ async def attend(balancer: StreamBalancer, transport: ProducerTransport) -> None
     async with anyio.create_task_group() as tasks:
         try:
             while True:
-                tasks.start_soon(_Attendant(balancer, transport, await transport.accept_producer()).run)
+                tasks.start_soon(_Attendant(balancer, transport, await transport.accept_producer(), direct).run)
         except (ClosedResourceError, BrokenResourceError):
             tasks.cancel_scope.cancel()
 
@@ -51,8 +57,10 @@ async def attend(balancer: StreamBalancer, transport: ProducerTransport) -> None
 class _Attendant:
     """One producer's puts."""
 
-    def __init__(self, balancer: StreamBalancer, transport: ProducerTransport, link: MemoryIntake | Intake) -> None:
-        self._balancer, self._transport, self._link = balancer, transport, link
+    def __init__(
+        self, balancer: StreamBalancer, transport: ProducerTransport, link: MemoryIntake | Intake, direct: bool
+    ) -> None:
+        self._balancer, self._transport, self._link, self._direct = balancer, transport, link, direct
         self._parked: dict[int, anyio.CancelScope] = {}
         self._news = anyio.Event()
 
@@ -72,9 +80,11 @@ class _Attendant:
                     tasks.cancel_scope.cancel()  # a dead producer's parked puts are withdrawn
         finally:
             with anyio.CancelScope(shield=True):
-                if left or self._balancer.ended:
-                    if not left:
-                        self._link.end()
+                if left:
+                    self._give_up_what_it_held()
+                    await self._link.aclose()
+                elif self._balancer.ended and not self._link.holding:
+                    self._link.end()
                     await self._link.aclose()
                 else:
                     self._transport.readmit(self._link)
@@ -89,9 +99,26 @@ class _Attendant:
         else:
             self._put(item, start_soon)
 
+    def _give_up_what_it_held(self) -> None:
+        holder = self._link.holder
+        if holder is None:
+            return
+        gone = self._balancer._give_up(lambda r: isinstance(r, RemoteRollout) and r.holder == holder)
+        if gone:
+            names = ", ".join(gone[:5]) + (", ..." if len(gone) > 5 else "")
+            logger.warning("producer %s took %d waiting rollouts with it: %s", holder.label, len(gone), names)
+
+    def _check(self, offer: Offer) -> None:
+        if not self._direct and isinstance(offer.rollouts[0], RemoteRollout):
+            raise RolloutError(
+                f"rollout {offer.rollouts[0].rollout_id!r} stays with its producer (hand_over='direct'), but nobody "
+                "here could fetch it: only serve() delivers such rollouts. Connect without hand_over='direct'"
+            )
+
     def _put_now(self, offer: Offer) -> None:
         error: Exception | None = None
         try:
+            self._check(offer)
             self._balancer.put_nowait(offer.rollouts[0])
         except Exception as refusal:  # noqa: BLE001 - told to the producer
             error = refusal
@@ -102,6 +129,7 @@ class _Attendant:
         task of its own."""
         error: Exception | None = None
         try:
+            self._check(offer)
             pending = self._balancer._enter(offer.rollouts)
             if pending is not None:
                 scope = self._parked[offer.number] = anyio.CancelScope()

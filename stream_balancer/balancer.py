@@ -322,6 +322,14 @@ class StreamBalancer:
         self._wake_next_put()
         self._tell_evicted()
 
+    def _give_up(self, lost: Callable[[Rollout], bool]) -> list[str]:
+        """Evict waiting rollouts whose tokens are gone with their producer; their ids."""
+        names = self._core.give_up(lost)
+        self._ring()
+        self._wake_next_put()
+        self._tell_evicted()
+        return names
+
     def reconfigure(self, **changes: Any) -> None:
         """Change knobs live: ``reconfigure(window=768, deadline_s=10.0)``. Knobs never given are derived anew.
 

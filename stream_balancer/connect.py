@@ -15,8 +15,8 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Sequence
-from typing import Any, Protocol, Self, cast
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, Protocol, Self, cast
 
 import anyio
 import anyio.lowlevel
@@ -38,6 +38,11 @@ class Outlet(Protocol):
     """Whether threads may use it."""
 
     @property
+    def direct(self) -> bool:
+        """Whether tokens stay with the producer until a rank fetches them."""
+        ...
+
+    @property
     def linger_s(self) -> float:
         """Seconds the verdict on a cancelled put is waited for."""
         ...
@@ -50,6 +55,10 @@ class Outlet(Protocol):
         """Ask for it back; its verdict says whether that was in time. Never blocks."""
         ...
 
+    def when_released(self, callback: Callable[[], object]) -> None:
+        """Call ``callback()``, in any thread, once nothing is held here any more that somebody needs."""
+        ...
+
     def close(self) -> None:
         """Withdraw what has no verdict and leave. Idempotent."""
         ...
@@ -59,20 +68,28 @@ class Outlet(Protocol):
         ...
 
 
-def connect(source: Any = None, **options: Any) -> Producer:
+def connect(source: Any = None, *, hand_over: Literal["balancer", "direct"] = "balancer", **options: Any) -> Producer:
     """Connect to a served balancer in the background; returns at once, and puts wait for the connection.
+
+    ``hand_over="direct"``: the balancer gets ids, lengths and all that it plans on; tokens stay in this process until
+    the rank that trains on them fetches them, and for as long as its step may have to be repeated. Leaving the
+    ``with`` block then waits until all have been trained on. See docs/producers.md for what a dead producer means.
 
     ``source``: ``"tcp://host:port"`` (``TorchTransport.address``), a c10d Store, None for the initialised world's
     store, or a port of another transport. ``options``: ``label`` (for logs and errors; default host and process id),
-    ``name`` (as the transport's), ``linger_s`` (seconds a farewell, or the verdict on a cancelled put, is waited for).
+    ``name`` (as the transport's), ``linger_s`` (seconds a farewell, or the verdict on a cancelled put, is waited for),
+    ``host`` (for direct hand-over: the address ranks reach this process under; default: the one it has on the way to
+    the controller).
     """
+    if hand_over not in ("balancer", "direct"):
+        raise ValueError(f"hand_over must be 'balancer' or 'direct', not {hand_over!r}")
     if hasattr(source, "offer"):
         return Producer(cast("Outlet", source))
     from stream_balancer.transport import torch_dist
 
     if source is None:
         source, _, _ = torch_dist.current_world()
-    return Producer(torch_dist.open_outlet(source, **options))
+    return Producer(torch_dist.open_outlet(source, direct=hand_over == "direct", **options))
 
 
 class Producer:
@@ -107,7 +124,7 @@ class Producer:
         TimeoutError: no answer came; put it again, DuplicateRolloutError then means that it was accepted.
         """
         verdict = threading.Event()
-        ticket = Ticket([_checked(rollout)], Mode.NOWAIT, verdict.set)
+        ticket = Ticket([_checked(rollout)], Mode.NOWAIT, verdict.set, held=self._port.direct)
         self._port.offer(ticket)
         if not verdict.wait(timeout_s if self._port.threads else 0):
             self._port.withdraw(ticket)
@@ -124,7 +141,7 @@ class Producer:
         await anyio.lowlevel.checkpoint()
         verdict = anyio.Event()
         in_loop = loop_caller()
-        ticket = Ticket(rollouts, mode, lambda: in_loop(verdict.set))
+        ticket = Ticket(rollouts, mode, lambda: in_loop(verdict.set), held=self._port.direct)
         self._port.offer(ticket)
         try:
             await verdict.wait()
@@ -168,14 +185,29 @@ class Producer:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(self, *_: object) -> None:
-        await self.aclose()
+    async def released(self) -> None:
+        """Wait until nothing of what was put is needed here any more: at once, unless ``hand_over="direct"``."""
+        if self._port.direct:
+            event, in_loop = anyio.Event(), loop_caller()
+            self._port.when_released(lambda: in_loop(event.set))
+            await event.wait()
+
+    async def __aexit__(self, exc_type: type[BaseException] | None, *_: object) -> None:
+        try:
+            if exc_type is None:
+                await self.released()
+        finally:
+            await self.aclose()
 
     def __enter__(self) -> BlockingProducer:
         return self.blocking
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(self, exc_type: type[BaseException] | None, *_: object) -> None:
+        try:
+            if exc_type is None:
+                self.blocking.released()
+        finally:
+            self.close()
 
 
 class BlockingProducer:
@@ -204,13 +236,21 @@ class BlockingProducer:
         """As :meth:`Producer.put_nowait`."""
         self._producer.put_nowait(rollout, timeout_s=timeout_s)
 
+    def released(self, *, timeout_s: float | None = None) -> bool:
+        """As :meth:`Producer.released`; False if ``timeout_s`` was too short."""
+        if not self._port.direct:
+            return True
+        event = threading.Event()
+        self._port.when_released(event.set)
+        return event.wait(timeout_s)
+
     def close(self) -> None:
         """As :meth:`Producer.close`."""
         self._producer.close()
 
     def _put(self, rollouts: Sequence[Rollout], mode: Mode, timeout_s: float | None) -> None:
         verdict = threading.Event()
-        ticket = Ticket(rollouts, mode, verdict.set)
+        ticket = Ticket(rollouts, mode, verdict.set, held=self._port.direct)
         self._port.offer(ticket)
         try:
             verdict.wait(timeout_s)

@@ -31,6 +31,7 @@ import logging
 import math
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable
+from functools import partial
 from typing import Protocol, runtime_checkable
 
 import anyio
@@ -38,7 +39,8 @@ import anyio
 from stream_balancer.attend import ProducerTransport, attend
 from stream_balancer.balancer import StreamBalancer
 from stream_balancer.config import BalancerConfig
-from stream_balancer.errors import EndOfStream, RankLostError
+from stream_balancer.errors import EndOfStream, ProducerLostError, RankLostError
+from stream_balancer.handover import RemoteRollout
 from stream_balancer.stall import RankState, why_no_batch, why_ranks_wait
 from stream_balancer.transport import Link, StepDone, Transport
 from stream_balancer.types import Batch, RankBatch, Statistics
@@ -85,6 +87,8 @@ class _Rank:
         self.unacknowledged: deque[RankBatch] = deque()
         self.sent = 0
         """How many of ``unacknowledged``, from the front, the present link has been given."""
+        self.lacking: StepDone | None = None
+        """The step it cannot complete."""
         self.left = False
         """It said good-bye after the end."""
         self.error: RankLostError | None = None
@@ -136,7 +140,8 @@ async def serve(
     how many rollouts wait for what; again after twice that time, and so on (``math.inf`` = never).
 
     If ``serve`` is cancelled or raises, nothing is lost: what was not acknowledged stays in flight in the balancer,
-    and the next ``serve`` delivers it again. Raises RankLostError, naming rank, step and cause.
+    and the next ``serve`` delivers it again. Raises RankLostError, naming rank, step and cause; ProducerLostError if a
+    step needs tokens that a producer took with it.
     """
     if not rejoin_timeout_s >= 0:
         raise ValueError(f"rejoin_timeout_s must be >= 0 (math.inf = wait for ever), not {rejoin_timeout_s}")
@@ -171,7 +176,7 @@ class _Server:
                 if self._report_after_s < math.inf:
                     tasks.start_soon(self._tell_stalls)
                 if isinstance(self._balancer, StreamBalancer) and isinstance(self._transport, ProducerTransport):
-                    tasks.start_soon(attend, self._balancer, self._transport)
+                    tasks.start_soon(partial(attend, direct=True), self._balancer, self._transport)
                 tasks.start_soon(self._or_fail, self._accept_all, tasks.cancel_scope)
                 await self._or_fail(self._deliver_all, tasks.cancel_scope)
                 tasks.cancel_scope.cancel()
@@ -192,17 +197,14 @@ class _Server:
             scope.cancel()
 
     async def _deliver_all(self) -> None:
-        if isinstance(self._balancer, _Resumable):
-            for batch in self._balancer.in_flight():
-                self._add(batch)
+        self._redeliver()
         batches = aiter(self._balancer.batches(auto_ack=False))
         while True:
             await self._until(lambda: all(rank.ready for rank in self._ranks))
             try:
-                batch = await anext(batches)
+                self._add(await anext(batches))  # no name for it: it must not outlive its acknowledgement here
             except StopAsyncIteration:
                 break
-            self._add(batch)
         self._ending = True
         self._note_move()
         self._pump_all()
@@ -279,7 +281,7 @@ class _Server:
     def _attach(self, link: Link) -> None:
         rank = self._ranks[link.rank]
         rank.link, rank.sent, rank.left = link, 0, False
-        rank.error, rank.deadline, rank.since = None, math.inf, anyio.current_time()
+        rank.error, rank.lacking, rank.deadline, rank.since = None, None, math.inf, anyio.current_time()
         link.subscribe(lambda: self._on_talk(link))
         self._pump(link)
 
@@ -288,6 +290,11 @@ class _Server:
         it."""
         self._talking.add(link)
         self._ring()
+
+    def _redeliver(self) -> None:
+        if isinstance(self._balancer, _Resumable):
+            for batch in self._balancer.in_flight():
+                self._add(batch)
 
     def _add(self, batch: Batch) -> None:
         self._note_move()
@@ -308,7 +315,11 @@ class _Server:
             return
         try:
             while (done := link.report()) is not None:
-                self._acknowledge(rank, link.rank, done)
+                if done.lacks is None:
+                    self._acknowledge(rank, link.rank, done)
+                else:
+                    rank.lacking = done
+                _check_complete(rank, link.rank)
             while link.credits > 0 and rank.sent < len(rank.unacknowledged):
                 link.send(rank.unacknowledged[rank.sent])
                 rank.sent += 1
@@ -356,4 +367,21 @@ def _left_owing(rank: int, step: int) -> RankLostError:
         rank=rank,
         step=step,
         cause="the rank closed its feed",
+    )
+
+
+def _check_complete(rank: _Rank, number: int) -> None:
+    """Raise once the step that a rank works on, all before it being done, is one that it cannot complete."""
+    share, lacking = rank.unacknowledged[0] if rank.unacknowledged else None, rank.lacking
+    if share is None or lacking is None or lacking.lacks is None or share.step != lacking.step:
+        return
+    rollout = share.rollouts[min(lacking.lacks, share.num_rollouts - 1)]
+    holder = rollout.holder.label if isinstance(rollout, RemoteRollout) else "somebody"
+    raise ProducerLostError(
+        f"step {share.step} cannot be completed: rank {number} could not fetch rollout {rollout.rollout_id!r}, which "
+        f"producer {holder} held and which is gone with it. Restart the ranks, give the step up with "
+        f"balancer.acknowledge({share.step}), and serve again",
+        step=share.step,
+        rollout_id=rollout.rollout_id,
+        place=lacking.lacks,
     )

@@ -70,6 +70,7 @@ def read_state_dict(state: Mapping[str, Any]) -> Snapshot:
 
 def write_rollouts(rollouts: Sequence[Rollout]) -> list[Tensor]:
     """No tensors for no rollouts, else those of a share that holds them all."""
+    _check_here(rollouts)
     if not rollouts:
         return []
     share = RankBatch(
@@ -92,11 +93,22 @@ def read_rollouts(tensors: Sequence[Tensor]) -> tuple[Rollout, ...]:
 
 def _write_share(share: RankBatch) -> list[Tensor]:
     """[frame [16] int64, slab [bytes] uint8]. Not narrowed: what is read back is a view of it."""
+    _check_here(share.rollouts)
     encoded = wire.encode(share, narrow=False)
     slab = torch.empty(encoded.frame.wire_bytes, dtype=torch.uint8)
     for _ in encoded.fill(slab):
         pass
     return [encoded.frame.pack(), slab]
+
+
+def _check_here(rollouts: Sequence[Rollout]) -> None:
+    away = [r.rollout_id for r in rollouts if r.tokens["input_ids"].is_meta]
+    if away:
+        raise ValueError(
+            f"{len(away)} rollouts (the first: {away[0]!r}) lie with their producers (hand_over='direct'), so a "
+            "checkpoint of the controller cannot hold them. Take it when none waits or is in flight, or put through "
+            "the balancer"
+        )
 
 
 def _read_share(tensors: Sequence[Tensor]) -> RankBatch:

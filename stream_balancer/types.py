@@ -33,8 +33,8 @@ Reason: TypeAlias = Literal["window", "deadline", "age", "drain"]
 """Why a batch left: the window filled, the oldest rollout had waited ``deadline_s``, rollouts were about to go stale,
 or ``end()`` drained what was left."""
 
-EvictReason: TypeAlias = Literal["stale"]
-"""Why a rollout was given up instead of dispatched."""
+EvictReason: TypeAlias = Literal["stale", "lost"]
+"""Why a rollout was given up instead of dispatched: it was too old, or the producer that held its tokens is gone."""
 
 Version: TypeAlias = int | tuple[int, int]
 """Policy version a rollout was sampled with; ``(oldest, newest)`` if the weights changed while it was generated."""

@@ -83,6 +83,10 @@ class Kind(IntEnum):
     ``taken`` is 1, else no."""
     SLAB = 9
     """Controller: slab ``slab`` is file ``taken`` of mine, ``total_bytes`` long; forget it if that is 0."""
+    SKELETON = 10
+    """Controller: as BATCH, but producers hold (some of) the payload, and the slab says which."""
+    LACKS = 11
+    """Rank: step ``step`` cannot be trained on, because the producer of its rollout number ``taken`` is gone."""
     PUTS = 32
     """Producer: ``wire_bytes`` of puts follow, each rollout behind a PUT frame of its own."""
     PUT = 33
@@ -94,7 +98,15 @@ class Kind(IntEnum):
     REFUSED = 36
     """Controller: put number ``step`` was not accepted, for reason ``rank``; ``wire_bytes`` of text follow."""
     HELLO = 37
-    """Producer: I come from our store, ``wire_bytes`` of msgpack prove it."""
+    """Producer: I come from our store, ``wire_bytes`` of msgpack prove it. Rank to producer: the same."""
+    HELD = 38
+    """Inside PUTS, instead of PUT: all but the tokens; I keep those as payload ``slab``."""
+    DROP = 39
+    """Controller: payload ``step + i`` is not needed any more, for every bit ``i`` of ``nanoseconds``."""
+    WANT = 40
+    """Rank to producer: send me the payloads whose numbers follow, ``wire_bytes`` of int64."""
+    PAYLOAD = 41
+    """Producer to rank: here they are, ``wire_bytes`` in all; or ``taken`` is 1: number ``step`` is not here."""
 
 
 class Frame(NamedTuple):
@@ -120,7 +132,8 @@ class Frame(NamedTuple):
     nanoseconds: int = 0
     """What the step took on the rank."""
     slab: int = 0
-    """Controller: the batch lies in this slab of shared memory, no chunks follow. Rank: it has let go of this slab."""
+    """Controller: the batch lies in this slab of shared memory, no chunks follow. Rank: it has let go of this slab.
+    Producer: the number of a payload."""
 
     def pack(self) -> Tensor:
         """``[16]`` int64, ready to send."""
@@ -466,14 +479,7 @@ def decode(frame: Frame, slab: Tensor, *, on_device: Callable[[Tensor], Tensor] 
     Nothing is copied but columns that travelled narrowed. ``on_device`` moves the whole slab once, for accelerators.
     Raises WireError for anything :func:`encode` would not have made. O(rollouts + pieces).
     """
-    packed = slab[: frame.meta_bytes].numpy().tobytes()  # a copy: in shared memory the original could change
-    if zlib.crc32(packed) != frame.meta_crc:
-        raise WireError(f"step {frame.step}: the checksum of the batch's description is wrong: damaged on its way")
-    try:
-        meta = _DECODER.decode(packed)
-    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError, ValueError) as error:
-        raise WireError(f"step {frame.step}: the batch's description cannot be read: {error}") from None
-    _check_meta(meta)
+    meta = _read_meta(frame, slab[: frame.meta_bytes].numpy().tobytes())  # a copy: in shared memory it could change
     plan = _plan(meta, frame.meta_bytes, frame.total_bytes)
     if (plan.wire_bytes, plan.total_bytes) != (frame.wire_bytes, frame.total_bytes) or slab.numel() < plan.total_bytes:
         raise WireError(
@@ -487,6 +493,17 @@ def decode(frame: Frame, slab: Tensor, *, on_device: Callable[[Tensor], Tensor] 
             if piece.restored != piece.start:
                 _user_view(slab, piece).copy_(_wire_view(slab, piece))
     return _share(frame, meta, plan, slab)
+
+
+def _read_meta(frame: Frame, packed: bytes) -> _Meta:
+    if zlib.crc32(packed) != frame.meta_crc:
+        raise WireError(f"step {frame.step}: the checksum of the batch's description is wrong: damaged on its way")
+    try:
+        meta = _DECODER.decode(packed)
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError, ValueError) as error:
+        raise WireError(f"step {frame.step}: the batch's description cannot be read: {error}") from None
+    _check_meta(meta)
+    return meta
 
 
 def _check_meta(meta: _Meta) -> None:

@@ -21,11 +21,13 @@ __all__ = ["Link", "RankPort", "StepDone", "Transport"]
 
 
 class StepDone(NamedTuple):
-    """A rank finished a step: the acknowledgement of its share."""
+    """A rank finished a step: the acknowledgement of its share. Or it cannot."""
 
     step: int
     seconds: float
     """From the trainer taking the batch to its asking for the next one."""
+    lacks: int | None = None
+    """Not done, and it cannot be: the producer of the share's rollout of this number is gone."""
 
 
 class Link(Protocol):

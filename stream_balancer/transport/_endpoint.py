@@ -208,6 +208,7 @@ class Endpoint:
                     self._check_silence(time.monotonic() - self._last_heard)
                 else:
                     self._write(item)
+                    item = None  # waiting for the next one must not keep this one alive
         except Exception as error:  # noqa: BLE001 - as in _read_all; also what a bad share raises while it is packed
             self._lost(error)
             self._break()

@@ -16,12 +16,15 @@ from stream_balancer.errors import (
     AlreadyInUseError,
     ClosedResourceError,
     EndOfStream,
+    ProducerLostError,
     RankLostError,
     WireError,
     WouldBlock,
 )
+from stream_balancer.handover import encode_skeleton, is_remote
 from stream_balancer.transport import StepDone
 from stream_balancer.transport._endpoint import Endpoint, Pair, Pending
+from stream_balancer.transport._payloads import Fetcher
 from stream_balancer.transport._shared import SharedSlabs, SharedViews, available
 from stream_balancer.transport._slabs import SlabPool
 from stream_balancer.types import RankBatch
@@ -166,6 +169,10 @@ class ControllerLink(Endpoint):
             self._reports.append(StepDone(frame.step, frame.nanoseconds / 1e9))
         self._changed_in_loop()
 
+    def _on_lacks(self, frame: Frame) -> None:
+        self._reports.append(StepDone(frame.step, 0.0, lacks=frame.taken))
+        self._changed_in_loop()
+
     def _on_bye(self) -> None:
         if self._ended:
             self._fail(EndOfStream())
@@ -211,6 +218,9 @@ class ControllerLink(Endpoint):
             self._shared.give_back(frame.slab)
         if frame.kind is Kind.REPORT:
             self._in_loop(lambda: self._on_report(frame))
+        elif frame.kind is Kind.LACKS:
+            self._in_loop(lambda: self._on_lacks(frame))
+            self._put(Frame(Kind.ALIVE))  # the rank may raise now: we know why
         elif frame.kind is Kind.SHARE:
             with self._changed:
                 self._sharing = frame.taken == 1
@@ -251,6 +261,11 @@ class ControllerLink(Endpoint):
             item()
 
     def _send_share(self, share: RankBatch) -> None:
+        if is_remote(share):
+            skeleton = encode_skeleton(share, max_bytes=self._max_bytes)
+            slab = self._pool.lend(skeleton.frame.wire_bytes)
+            self._send_slab(skeleton.frame, slab, skeleton.fill(slab))
+            return
         with self._changed:
             self._changed.wait_for(lambda: self._sharing is not None or self._over or self._closing)
         if self._sharing and self._shared is not None:
@@ -345,6 +360,8 @@ class PortBase(Endpoint):
         self._pool = SlabPool(keep=depth + 1, pinned=pinned)
         self._may_share = shared_memory
         self._views = SharedViews(self._on_freed)
+        self._fetcher = Fetcher()
+        self._doom: ProducerLostError | None = None  # raised once the controller has answered, so that it knows too
         self._freed: deque[int] = deque()
         self._queue: deque[RankBatch] = deque()
         self._end: Exception | None = None
@@ -390,6 +407,7 @@ class PortBase(Endpoint):
 
     def close(self) -> None:
         """See :class:`RankPort`."""
+        self._fetcher.close()  # what it fetches would be thrown away
         if self._pair is not None and not self._over and not self._closing:
             self.leave()
             with self._changed:
@@ -451,11 +469,22 @@ class PortBase(Endpoint):
             self._send_frame(item)
 
     def _handle(self, frame: Frame) -> bool:
-        if frame.kind is Kind.BATCH:
+        if self._doom is not None:
+            self._finish(self._doom)
+        if frame.kind in (Kind.BATCH, Kind.SKELETON):
             self._check(frame)
             slab = self._views.lend(frame.slab, frame.total_bytes) if frame.slab else self._receive(frame)
             self._next_step = frame.step + 1
             self._arrived += 1
+            if self._doom is not None:  # what comes after a step that cannot be completed is not for the trainer
+                return True
+            if frame.kind is Kind.SKELETON:
+                try:
+                    frame, slab = self._fetcher.complete(frame, slab, max_bytes=self._max_bytes, lend=self._pool.lend)
+                except ProducerLostError as error:
+                    self._doom = error
+                    self._put(Frame(Kind.LACKS, step=error.step, taken=error.place))
+                    return True
             batch = self._decode(frame, slab)
             with self._mutex:
                 self._queue.append(batch)
@@ -473,6 +502,14 @@ class PortBase(Endpoint):
         elif frame.kind is not Kind.ALIVE:
             raise WireError(f"the controller sent a {frame.kind.name} frame, which only a rank may send")
         return True
+
+    def _break(self) -> None:
+        self._fetcher.close()
+        super()._break()
+
+    def _shut(self) -> None:
+        super()._shut()
+        self._fetcher.hang_up()
 
     def _check(self, frame: Frame) -> None:
         check_batch_frame(frame, step=self._next_step, rank=self.rank, dp_size=self.dp_size, max_bytes=self._max_bytes)
@@ -501,8 +538,8 @@ class PortBase(Endpoint):
         return slab
 
     def _lost(self, error: Exception) -> None:
-        if isinstance(error, (AlreadyInUseError, ValueError, WireError, RankLostError)):
-            self._finish(error)
+        if self._doom is not None or isinstance(error, (AlreadyInUseError, ValueError, WireError, RankLostError)):
+            self._finish(self._doom or error)
             return
         step = self._working_on
         cause = short(error)

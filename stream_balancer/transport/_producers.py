@@ -16,8 +16,9 @@ import logging
 import secrets
 import socket
 import threading
+import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import anyio
 import msgspec
@@ -25,6 +26,8 @@ import torch
 from torch import Tensor
 
 from stream_balancer.errors import BrokenResourceError, ClosedResourceError, EndOfStream, WireError
+from stream_balancer.handover import Lease, RemoteRollout, read_described
+from stream_balancer.transport._payloads import HELLO_S, MAX_HELLO_BYTES, Greeting, Payloads, check_greeting
 from stream_balancer.transport._puts import (
     ENDED,
     Limits,
@@ -45,8 +48,6 @@ from stream_balancer.wire import Frame, Kind
 __all__ = ["Door", "Intake", "Outlet", "WayIn"]
 
 _MAX_TEXT_BYTES = 2**16
-_MAX_HELLO_BYTES = 4096
-_HELLO_S = 10.0  # a stranger who has not said HELLO by then is sent away
 _CONNECT_S = 10.0
 
 logger = logging.getLogger("stream_balancer.transport")
@@ -59,11 +60,6 @@ class WayIn(msgspec.Struct):
     port: int
     secret: str
     limits: Limits
-
-
-class _Hello(msgspec.Struct):
-    secret: str
-    label: str
 
 
 # --- the controller --------------------------------------------------------------------------------------------------
@@ -99,8 +95,13 @@ class Door:
         Listener(self._hub, self._socket, lambda peer: _Stranger(self, Connection(self._hub, peer)))
         return True
 
-    def _admit(self, connection: Connection, label: str) -> None:
-        intake = Intake(self._hub, connection, label, self._limits, self._in_loop, self._linger_s)
+    @property
+    def received_bytes(self) -> int:
+        """Bytes that came from producers, ever."""
+        return self._hub.received_bytes
+
+    def _admit(self, connection: Connection, greeting: Greeting) -> None:
+        intake = Intake(self._hub, connection, greeting, self._limits, self._in_loop, self._linger_s)
         self._in_loop(lambda: self._arrived(intake))
 
 
@@ -110,23 +111,18 @@ class _Stranger:
     def __init__(self, door: Door, connection: Connection) -> None:
         self._door, self._connection = door, connection
         connection.handler = self
-        connection.expect(_HELLO_S)
+        connection.expect(HELLO_S)
 
     def admit(self, frame: Frame) -> None:
         """See :class:`Handler`."""
-        if frame.kind is not Kind.HELLO or not 0 < frame.wire_bytes <= _MAX_HELLO_BYTES:
+        if frame.kind is not Kind.HELLO or not 0 < frame.wire_bytes <= MAX_HELLO_BYTES:
             raise unexpected(frame)
 
     def handle(self, frame: Frame, body: Tensor) -> None:
         """See :class:`Handler`."""
-        try:
-            hello = msgspec.msgpack.decode(body.numpy().data, type=_Hello)
-        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-            raise WireError(f"a greeting that cannot be read: {error}") from None
-        if not secrets.compare_digest(hello.secret.encode(errors="replace"), self._door.way_in.secret.encode()):
-            raise WireError("a greeting with another secret: it did not come through our store")
+        greeting = check_greeting(body, self._door.way_in.secret)
         self._connection.expect(None)
-        self._door._admit(self._connection, hello.label)
+        self._door._admit(self._connection, greeting)
 
     def lost(self, error: Exception) -> None:
         """See :class:`Handler`."""
@@ -141,13 +137,15 @@ class Intake:
         self,
         hub: Hub,
         connection: Connection,
-        name: str,
+        greeting: Greeting,
         limits: Limits,
         in_loop: Callable[[Callable[[], object]], None],
         linger_s: float,
     ) -> None:
-        self.name = name
-        self._handler = connection.handler = _IntakeHandler(self, connection, limits)
+        self.name = greeting.label
+        self.holder = greeting.serves
+        """Where ranks fetch what this producer holds, if it hands over directly."""
+        self._handler = connection.handler = _IntakeHandler(self, hub, connection, limits)
         self._hub = hub
         self._in_loop = in_loop
         self._linger_s = linger_s
@@ -191,6 +189,11 @@ class Intake:
             self._ended = True
             self._hub.do(self._handler.send_end)
 
+    @property
+    def holding(self) -> bool:
+        """Whether this producer still holds tokens that are needed."""
+        return bool(self._handler.leased)
+
     async def aclose(self) -> None:
         """Hang up; after :meth:`end`, wait a moment for the producer to do so."""
         with anyio.CancelScope(shield=True):
@@ -215,8 +218,10 @@ class Intake:
 class _IntakeHandler:
     """The part of an :class:`Intake` that lives in the thread."""
 
-    def __init__(self, intake: Intake, connection: Connection, limits: Limits) -> None:
-        self._intake, self._connection, self._limits = intake, connection, limits
+    def __init__(self, intake: Intake, hub: Hub, connection: Connection, limits: Limits) -> None:
+        self._intake, self._hub, self._connection, self._limits = intake, hub, connection, limits
+        self.leased: set[int] = set()  # payloads the producer must keep
+        self._dropped: deque[int] = deque()
         self._sizes: dict[int, int] = {}  # bytes of puts without a verdict
         self._staged = 0
         self._next = 0
@@ -239,7 +244,7 @@ class _IntakeHandler:
         """See :class:`Handler`."""
         intake = self._intake
         if frame.kind is Kind.PUTS:
-            offers = read_puts(body, self._next)
+            offers = read_puts(body, self._next, None if intake.holder is None else self._remote)
             self._next += len(offers)
             self._sizes.update({offer.number: size for offer, size in offers})
             self._staged += frame.wire_bytes
@@ -281,6 +286,27 @@ class _IntakeHandler:
         raw = torch.frombuffer(bytearray(text.encode(errors="replace")[:_MAX_TEXT_BYTES] + b"\n"), dtype=torch.uint8)
         self._connection.send(Frame(Kind.REFUSED, step=number, rank=reason, wire_bytes=raw.numel()), [raw])
 
+    def _remote(self, frame: Frame, body: Tensor) -> RemoteRollout:
+        holder, key = self._intake.holder, frame.slab
+        if holder is None or key in self.leased or frame.total_bytes > self._limits.max_put_bytes:
+            raise WireError(f"it offers to hold payload {key} of {frame.total_bytes} bytes, which it may not")
+        lease = Lease()
+        self.leased.add(key)
+        weakref.finalize(lease, self._on_released, key).atexit = False
+        return read_described(frame, body, holder, lease)
+
+    def _on_released(self, key: int) -> None:
+        """Runs wherever the last reference to a rollout dies, perhaps inside a garbage collection: takes no lock."""
+        self.leased.discard(key)
+        self._dropped.append(key)
+        if len(self._dropped) == 1:
+            self._hub.do(self._send_drops)
+
+    def _send_drops(self) -> None:
+        keys = [self._dropped.popleft() for _ in range(len(self._dropped))]
+        for mask, first in masks_of(keys):
+            self._connection.send(Frame(Kind.DROP, step=first, nanoseconds=mask))
+
     def send_end(self) -> None:
         """Tell the producer that nothing is taken any more."""
         self._connection.send(Frame(Kind.END))
@@ -299,10 +325,21 @@ class Outlet:
     threads = True
 
     def __init__(
-        self, label: str, *, ask: Callable[[], WayIn], cancel_ask: Callable[[], object], linger_s: float
+        self,
+        label: str,
+        *,
+        ask: Callable[[], WayIn],
+        cancel_ask: Callable[[], object],
+        linger_s: float,
+        direct: bool = False,
+        host: str | None = None,
     ) -> None:
-        """``ask`` waits, in the outlet's thread, for a controller; ``cancel_ask`` makes it raise."""
-        self._label, self._ask = label, ask
+        """``ask`` waits, in the outlet's thread, for a controller; ``cancel_ask`` makes it raise. ``direct``: tokens
+        stay here until a rank fetches them, from ``host`` (default: this machine's address on the way to the
+        controller)."""
+        self._label, self._ask, self._host = label, ask, host
+        self._payloads = Payloads() if direct else None
+        self._when_released: list[Callable[[], object]] = []
         self.linger_s = linger_s
         self._book = PutLedger()
         self._changed = threading.Condition()
@@ -310,6 +347,20 @@ class Outlet:
         self._flushes: deque[None] = deque()
         self._hub = Hub(f"sb-producer-{label}", self._enter, cancel_ask)
         self._hub.start()
+
+    @property
+    def direct(self) -> bool:
+        """Whether tokens stay here until a rank fetches them."""
+        return self._payloads is not None
+
+    def when_released(self, callback: Callable[[], object]) -> None:
+        """Call ``callback()``, in the outlet's thread, once nothing is held here any more that somebody needs."""
+
+        def later() -> None:
+            self._when_released.append(callback)
+            self._tell_released()
+
+        self._hub.do(later)
 
     def offer(self, ticket: Ticket) -> None:
         """Have it sent when there is room. Never blocks."""
@@ -352,8 +403,10 @@ class Outlet:
         self._connection = Connection(self._hub, peer)
         self._connection.handler = self
         self._book.open(way_in.limits)
-        hello = msgspec.msgpack.encode(_Hello(way_in.secret, self._label))
-        self._send(Frame(Kind.HELLO, wire_bytes=len(hello)), torch.frombuffer(bytearray(hello), dtype=torch.uint8))
+        serves = None
+        if self._payloads is not None:
+            serves = self._payloads.serve(self._hub, self._host or peer.getsockname()[0], self._label)
+        self._send(*Greeting(way_in.secret, self._label, serves).message())
         self._flush()
         return True
 
@@ -365,7 +418,31 @@ class Outlet:
         self._flushes.clear()
         while tickets := self._book.take():
             slab = write_puts(tickets)
+            if self._payloads is not None:
+                for ticket in tickets:
+                    for key, rollout in zip(ticket.payloads, ticket.rollouts, strict=True):
+                        self._payloads.keep(key, rollout)
             self._send(Frame(Kind.PUTS, wire_bytes=slab.numel()), slab)
+
+    def _settle(self, number: int, error: Exception | None) -> None:
+        ticket = self._book.settle(number, error)
+        if error is not None:
+            self._drop(ticket.payloads)
+
+    def _drop(self, keys: Iterable[int] | None) -> None:
+        """These payloads are not needed any more; None = none is."""
+        if self._payloads is not None:
+            if keys is None:
+                self._payloads.clear()
+            else:
+                self._payloads.drop(keys)
+        self._tell_released()
+
+    def _tell_released(self) -> None:
+        if not self._payloads:  # none, or empty
+            callbacks, self._when_released = self._when_released, []
+            for callback in callbacks:
+                callback()
 
     def _leave(self) -> None:
         self._send(Frame(Kind.BYE))
@@ -375,17 +452,19 @@ class Outlet:
     def admit(self, frame: Frame) -> None:
         """See :class:`Handler`."""
         limit = _MAX_TEXT_BYTES + 1 if frame.kind is Kind.REFUSED else 0
-        if frame.kind not in (Kind.ACCEPTED, Kind.REFUSED, Kind.END) or frame.wire_bytes > limit:
+        if frame.kind not in (Kind.ACCEPTED, Kind.REFUSED, Kind.DROP, Kind.END) or frame.wire_bytes > limit:
             raise unexpected(frame)
 
     def handle(self, frame: Frame, body: Tensor) -> None:
         """See :class:`Handler`."""
         if frame.kind is Kind.ACCEPTED:
             for number in numbers_in(frame.nanoseconds, frame.step):
-                self._book.settle(number, None)
+                self._settle(number, None)
         elif frame.kind is Kind.REFUSED:
             text = body.numpy().tobytes().decode(errors="replace").removesuffix("\n")
-            self._book.settle(frame.step, error_of(frame.rank, text))
+            self._settle(frame.step, error_of(frame.rank, text))
+        elif frame.kind is Kind.DROP:
+            self._drop(numbers_in(frame.nanoseconds, frame.step))
         else:
             self._book.end(lambda _: ClosedResourceError(ENDED))
             self._leave()
@@ -400,6 +479,7 @@ class Outlet:
         else:
             cause = (str(error) or type(error).__name__).split("\n", 1)[0][:200]
             self._book.end(lambda ticket: ticket.lost(cause))
+        self._drop(None)  # who needed them is gone
         with self._changed:
             self._connection = None
             self._changed.notify_all()

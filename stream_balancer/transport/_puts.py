@@ -29,8 +29,9 @@ from stream_balancer.errors import (
     WireError,
     WouldBlock,
 )
+from stream_balancer.handover import describe
 from stream_balancer.types import MicroBatch, RankBatch, Rollout
-from stream_balancer.wire import FRAME_BYTES, Encoded, Kind, decode, encode, read_frame
+from stream_balancer.wire import FRAME_BYTES, Encoded, Frame, Kind, decode, encode, read_frame
 
 __all__ = ["Limits", "Mode", "Offer", "PutLedger", "Ticket", "Withdrawal", "Withdrawn"]
 
@@ -108,13 +109,24 @@ def error_of(reason: int, text: str) -> Exception:
 class Ticket:
     """A put on its way."""
 
-    def __init__(self, rollouts: Sequence[Rollout], mode: Mode, callback: Callable[[], object]) -> None:
+    def __init__(
+        self, rollouts: Sequence[Rollout], mode: Mode, callback: Callable[[], object], *, held: bool = False
+    ) -> None:
+        """``held``: only a description is sent; the producer keeps the tokens."""
         self.rollouts = tuple(rollouts)
         self.mode = mode
         self.parts: list[Encoded] = [
             encode(_lone(rollout, index, len(rollouts)), narrow=False) for index, rollout in enumerate(rollouts)
         ]
-        self.size = sum(FRAME_BYTES + part.frame.wire_bytes for part in self.parts)
+        self.put_bytes = sum(FRAME_BYTES + part.frame.wire_bytes for part in self.parts)
+        """Bytes of the whole put, wherever its tokens are."""
+        self.descriptions = [describe(part) for part in self.parts] if held else None
+        self.size = self.put_bytes
+        """Bytes that travel to the controller."""
+        if self.descriptions is not None:
+            self.size = sum(FRAME_BYTES + len(body) for _, body in self.descriptions)
+        self.first_payload = 0
+        """Number of its first rollout among all this producer sent; the others follow. Set once sent."""
         self.number: int | None = None
         """Set once sent."""
         self.withdrawn = False
@@ -122,6 +134,11 @@ class Ticket:
         self.error: Exception | None = None
         """None = accepted, once ``done``."""
         self._callback = callback
+
+    @property
+    def payloads(self) -> range:
+        """Numbers of its rollouts among all this producer sent."""
+        return range(self.first_payload, self.first_payload + len(self.rollouts))
 
     def settle(self, error: Exception | None) -> None:
         """The verdict; the first one counts. From any thread."""
@@ -166,7 +183,7 @@ class PutLedger:
         self._on_way: dict[int, Ticket] = {}
         self._staged = 0
         self._limits: Limits | None = None
-        self._next = 0
+        self._next = self._next_payload = 0
         self._end: Callable[[Ticket], Exception] | None = None
 
     @property
@@ -203,7 +220,7 @@ class PutLedger:
         with self._lock:
             while self._waiting:
                 ticket = next(iter(self._waiting))
-                if ticket.size > limits.max_put_bytes:
+                if ticket.put_bytes > limits.max_put_bytes:
                     refused.append(ticket)
                     del self._waiting[ticket]
                     continue
@@ -213,6 +230,8 @@ class PutLedger:
                     break
                 del self._waiting[ticket]
                 ticket.number, self._next = self._next, self._next + 1
+                ticket.first_payload = self._next_payload
+                self._next_payload += len(ticket.rollouts)
                 self._on_way[ticket.number] = ticket
                 self._staged += ticket.size
                 size += ticket.size
@@ -220,7 +239,7 @@ class PutLedger:
         for ticket in refused:
             ticket.settle(
                 RolloutError(
-                    f"put of rollout {ticket.rollouts[0].rollout_id!r} takes {ticket.size} bytes, more than the "
+                    f"put of rollout {ticket.rollouts[0].rollout_id!r} takes {ticket.put_bytes} bytes, more than the "
                     f"controller's max_put_bytes ({limits.max_put_bytes}). Raise max_put_bytes of the transport, or "
                     "put less at once"
                 )
@@ -237,8 +256,8 @@ class PutLedger:
             ticket.settle(Withdrawn())
         return None if ticket.done else number
 
-    def settle(self, number: int, error: Exception | None) -> None:
-        """A verdict came. Raises WireError if there is no such put."""
+    def settle(self, number: int, error: Exception | None) -> Ticket:
+        """A verdict came: on which put. Raises WireError if there is no such put."""
         with self._lock:
             ticket = self._on_way.pop(number, None)
             if ticket is None:
@@ -247,6 +266,7 @@ class PutLedger:
         if isinstance(error, Withdrawn) and not ticket.withdrawn:
             error = ClosedResourceError("the producer was closed while put() waited; the rollout was not accepted")
         ticket.settle(error)
+        return ticket
 
     def close(self) -> list[int]:
         """No more puts. Those that wait here end; the numbers of those to be cancelled."""
@@ -294,24 +314,36 @@ def masks_of(numbers: Iterable[int]) -> list[tuple[int, int]]:
 
 
 def write_puts(tickets: Sequence[Ticket]) -> Tensor:
-    """``[bytes]`` uint8: for each rollout a PUT frame and its slab. Copies every token once."""
+    """``[bytes]`` uint8: for each rollout a PUT frame and its slab, or a HELD frame and its description. Copies every
+    token once."""
     slab = torch.empty(sum(ticket.size for ticket in tickets), dtype=torch.uint8)
     at = 0
     for ticket in tickets:
-        for part in ticket.parts:
-            frame = part.frame._replace(
-                kind=Kind.PUT, step=-1 if ticket.number is None else ticket.number, taken=int(ticket.mode)
+        for index, part in enumerate(ticket.parts):
+            frame, body = (part.frame, b"") if ticket.descriptions is None else ticket.descriptions[index]
+            frame = frame._replace(
+                kind=Kind.HELD if body else Kind.PUT,
+                step=-1 if ticket.number is None else ticket.number,
+                taken=int(ticket.mode),
+                slab=ticket.first_payload + index,
             )
             slab[at : at + FRAME_BYTES] = frame.pack().view(torch.uint8)
             at += FRAME_BYTES
-            for _ in part.fill(slab[at : at + frame.wire_bytes]):
-                pass
+            if body:
+                slab[at : at + len(body)] = torch.frombuffer(bytearray(body), dtype=torch.uint8)
+            else:
+                for _ in part.fill(slab[at : at + frame.wire_bytes]):
+                    pass
             at += frame.wire_bytes
     return slab
 
 
-def read_puts(slab: Tensor, next_number: int) -> list[tuple[Offer, int]]:
-    """Offers and their sizes in bytes. Raises WireError for anything :func:`write_puts` would not have made."""
+def read_puts(
+    slab: Tensor, next_number: int, remote: Callable[[Frame, Tensor], Rollout] | None = None
+) -> list[tuple[Offer, int]]:
+    """Offers and their sizes in bytes. Raises WireError for anything :func:`write_puts` would not have made.
+
+    ``remote`` makes a rollout of a HELD frame and its description; None: there may be no such frames."""
     offers: list[tuple[Offer, int]] = []
     at, total = 0, slab.numel()
     group: list[Rollout] = []
@@ -321,15 +353,15 @@ def read_puts(slab: Tensor, next_number: int) -> list[tuple[Offer, int]]:
             raise WireError("puts end in the middle of a frame")
         frame = read_frame(slab[at : at + FRAME_BYTES].view(torch.int64))
         at += FRAME_BYTES
-        if frame.kind is not Kind.PUT or frame.step != next_number or frame.rank != len(group):
-            raise WireError(f"expected rollout {len(group)} of put number {next_number}, got {frame}")
-        if not 0 < frame.meta_bytes <= frame.wire_bytes == frame.total_bytes <= total - at or frame.wire_bytes % 64:
-            raise WireError(f"a put announces impossible sizes: {frame}")
-        if frame.taken > Mode.NOWAIT or frame.dp_size < 1 or (frame.dp_size > 1 and frame.taken != Mode.GROUP):
-            raise WireError(f"a put of an unknown sort: {frame}")
+        _check_put(frame, next_number, len(group), total - at, remote is not None)
         body = slab[at : at + frame.wire_bytes]
         alone = FRAME_BYTES + frame.wire_bytes == total
-        group.append(_checked(decode(frame, body if alone else body.clone())))  # so that each can be freed by itself
+        if frame.kind is Kind.HELD and remote is not None:
+            group.append(remote(frame, body))
+        else:
+            group.append(
+                _checked(decode(frame, body if alone else body.clone()))
+            )  # so that each can be freed by itself
         at += frame.wire_bytes
         size += FRAME_BYTES + frame.wire_bytes
         if len(group) == frame.dp_size:
@@ -338,6 +370,20 @@ def read_puts(slab: Tensor, next_number: int) -> list[tuple[Offer, int]]:
     if group or not offers:
         raise WireError("puts end in the middle of a group")
     return offers
+
+
+def _check_put(frame: Frame, number: int, index: int, room: int, held_allowed: bool) -> None:
+    """Refuse a frame inside PUTS that is not the next, or whose body does not fit. Before it is read."""
+    held = frame.kind is Kind.HELD
+    if frame.kind not in (Kind.PUT, Kind.HELD) or frame.step != number or frame.rank != index:
+        raise WireError(f"expected rollout {index} of put number {number}, got {frame}")
+    if held and not held_allowed:
+        raise WireError("a producer that did not say where it serves cannot hold what it puts")
+    whole = frame.wire_bytes == frame.total_bytes or held
+    if not (0 < frame.meta_bytes <= frame.wire_bytes <= room and whole) or frame.wire_bytes % 64:
+        raise WireError(f"a put announces impossible sizes: {frame}")
+    if frame.taken > Mode.NOWAIT or frame.dp_size < 1 or (frame.dp_size > 1 and frame.taken != Mode.GROUP):
+        raise WireError(f"a put of an unknown sort: {frame}")
 
 
 def _checked(share: RankBatch) -> Rollout:

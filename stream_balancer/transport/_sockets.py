@@ -26,7 +26,7 @@ from torch import Tensor
 from stream_balancer.errors import WireError
 from stream_balancer.wire import FRAME_BYTES, Frame, read_frame
 
-__all__ = ["Connection", "Handler", "Hub", "Listener", "listen", "unexpected"]
+__all__ = ["Connection", "Handler", "Hub", "Listener", "keep_alive", "listen", "unexpected"]
 
 _TURN_BYTES = 4 * 2**20  # read from one socket before the others get their turn
 _GATHER = 64  # buffers per sendmsg; the system's limit is 1024
@@ -66,6 +66,8 @@ class Hub:
         self._jobs: deque[Callable[[], object]] = deque()
         self._begun = self._closing = False
         self._sockets: set[_Served] = set()
+        self.received_bytes = 0
+        """Bytes read from all its sockets, ever."""
         self._deadlines: dict[_Served, float] = {}
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
@@ -173,11 +175,7 @@ class Connection(_Served):
         self._space = self._header.numpy().data  # what is still to be read into
         self._outgoing: deque[tuple[memoryview, object]] = deque()  # (what is still to be sent, what keeps it alive)
         self._farewell = False
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        for name, value in _KEEPALIVE.items():
-            if hasattr(socket, name):
-                sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+        keep_alive(sock)
 
     def send(self, frame: Frame, bodies: Iterable[Tensor] = ()) -> None:
         """Send a frame and its body, ``[n]`` uint8 each, which must stay as they are. Never blocks, copies nothing."""
@@ -231,6 +229,7 @@ class Connection(_Served):
             if not count:
                 raise ConnectionResetError("connection closed by peer")
             budget -= count
+            self.hub.received_bytes += count
             self._space = self._space[count:]
             if not len(self._space):
                 self._complete()
@@ -269,6 +268,15 @@ class Listener(_Served):
             time.sleep(0.01)
             return
         self._arrived(peer)
+
+
+def keep_alive(sock: socket.socket) -> None:
+    """Small messages go at once, and a peer whose machine died is noticed."""
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in _KEEPALIVE.items():
+        if hasattr(socket, name):
+            sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
 def listen(host: str) -> socket.socket:

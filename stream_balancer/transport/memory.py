@@ -211,6 +211,7 @@ class MemoryOutlet:
     """A producer's end. Belongs to the event loop of its transport. ``hold()`` lets messages hang in the wire."""
 
     threads = False
+    direct = False
     linger_s = 5.0
 
     def __init__(self, limits: Limits) -> None:
@@ -254,6 +255,10 @@ class MemoryOutlet:
         if number is not None:
             self.carry(partial(self.intake._arrive, [Withdrawal(number)]))
 
+    def when_released(self, callback: Callable[[], object]) -> None:
+        """See :class:`~stream_balancer.connect.Outlet`."""
+        callback()
+
     def close(self) -> None:
         """See :class:`~stream_balancer.connect.Outlet`."""
         for number in self._book.close():
@@ -278,6 +283,9 @@ class MemoryOutlet:
 
 class MemoryIntake:
     """The controller's end of a producer's link."""
+
+    holder = None  # nothing is held elsewhere in one process
+    holding = False
 
     def __init__(self, outlet: MemoryOutlet) -> None:
         self._outlet = outlet

@@ -567,7 +567,13 @@ class GlooPort(PortBase):
 
 
 def open_outlet(
-    source: Store | str, *, label: str | None = None, name: str = "stream_balancer", linger_s: float = 5.0
+    source: Store | str,
+    *,
+    direct: bool = False,
+    label: str | None = None,
+    host: str | None = None,
+    name: str = "stream_balancer",
+    linger_s: float = 5.0,
 ) -> Outlet:
     """A producer's end, over a store or the address of one."""
     visit = _Visit(source, name, _Announcement(uuid.uuid4().hex, PROTOCOL, 0, 0, 0, 1, 0, producer=True))
@@ -579,7 +585,7 @@ def open_outlet(
         return reply.way_in
 
     label = label or f"{socket.gethostname()}:{os.getpid()}"
-    return Outlet(label, ask=ask, cancel_ask=visit.cancel, linger_s=linger_s)
+    return Outlet(label, ask=ask, cancel_ask=visit.cancel, linger_s=linger_s, direct=direct, host=host)
 
 
 def _master() -> str:

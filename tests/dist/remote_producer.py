@@ -6,6 +6,8 @@ import asyncio
 import multiprocessing
 import os
 import signal
+import time
+import zlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -24,9 +26,26 @@ Spec = tuple[Any, ...]
 def make(length: int, name: str, group: str | None = None, extra: str = "") -> sb.Rollout:
     """The rollout an order names; both sides make it alike."""
     tokens = {"input_ids": torch.arange(length) * 3 + len(name)}
+    if extra == "rich":  # all that a rollout can have; columns in an order of each producer's own
+        tokens = {"loss_mask": torch.arange(length) % 3 > 0, "logprobs": torch.arange(length) / len(name), **tokens}
+        if hash_of(name) % 2:
+            tokens = dict(reversed(tokens.items()))
+        return sb.Rollout(
+            tokens=tokens,
+            scalars={"reward": float(length)},
+            tensors={"pixels": torch.full((length % 3, 2), float(length)), "grid": torch.tensor(length)},
+            metadata={"name": name},
+            rollout_id=name,
+            group_id=group,
+        )
     if extra == "column":
         tokens["advantages"] = torch.ones(length)
     return sb.Rollout(tokens=tokens, rollout_id=name, group_id=group, is_padding=extra == "padding")
+
+
+def hash_of(name: str) -> int:
+    """The same in every process."""
+    return zlib.crc32(name.encode())
 
 
 def verdict_of(error: BaseException | None) -> tuple[str, str]:
@@ -160,6 +179,60 @@ class RemoteProducer:
             self.process.kill()
         self.process.join(GUARD_S)
         self.pipe.close()
+
+
+def fingerprint(rollout: sb.Rollout) -> tuple[Any, ...]:
+    """All that must have arrived, in a few numbers."""
+    columns = sorted((name, str(c.dtype), list(c.shape), _hash(c)) for name, c in rollout.tokens.items())
+    tensors = sorted((name, str(t.dtype), list(t.shape), _hash(t)) for name, t in rollout.tensors.items())
+    return columns, tensors, dict(rollout.scalars), rollout.metadata, rollout.num_loss_tokens, rollout.group_id
+
+
+def _hash(tensor: torch.Tensor) -> int:
+    return zlib.crc32(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+
+
+def run_rank(pipe: Any, address: str, rank: int, dp_size: int, incarnation: int, step_s: float) -> None:
+    """A trainer: tells every step it has done, and how it ended."""
+    torch.set_num_threads(1)
+    try:
+        for batch in sb.RankFeed(address, rank=rank, dp_size=dp_size, incarnation=incarnation):
+            for mb in batch.micro_batches:
+                packed = mb.packed()
+                assert packed["input_ids"].tolist() == [i for r in mb.rollouts for i in r.tokens["input_ids"].tolist()]
+            padding = [r for r in batch.rollouts if r.is_padding]
+            assert all(not r.tokens["loss_mask"].any() for r in padding if "loss_mask" in r.tokens)
+            real = {r.rollout_id: fingerprint(r) for r in batch.rollouts if not r.is_padding}
+            time.sleep(step_s)
+            pipe.send((batch.step, real))
+        pipe.send(("end", ""))
+    except Exception as error:
+        pipe.send(verdict_of(error))
+
+
+class Rank:
+    """A rank's process, and what it has told."""
+
+    def __init__(self, address: str | None, rank: int, dp_size: int, incarnation: int = 0, step_s: float = 0.0) -> None:
+        self.pipe, theirs = _PROCESSES.Pipe(duplex=False)
+        args = (theirs, address, rank, dp_size, incarnation, step_s)
+        self.process = _PROCESSES.Process(target=run_rank, args=args, daemon=True)
+        self.process.start()
+        theirs.close()
+
+    def kill(self) -> None:
+        assert self.process.pid
+        os.kill(self.process.pid, signal.SIGKILL)
+
+    def told(self) -> list[Any]:
+        """All it has said, once it has ended: steps, then ("end", "") or an error's (type, text); neither if killed."""
+        said = []
+        try:
+            while True:
+                said.append(self.pipe.recv())
+        except EOFError:
+            self.process.join(GUARD_S)
+        return said
 
 
 def run_controller(pipe: Any, capacity: int) -> None:

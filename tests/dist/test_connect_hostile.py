@@ -130,7 +130,7 @@ def attack(address: tuple[str, int], message: bytes, wait: bool) -> None:
 
 
 async def test_a_stranger_who_says_nothing_is_sent_away(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("stream_balancer.transport._producers._HELLO_S", 0.05)
+    monkeypatch.setattr("stream_balancer.transport._producers.HELLO_S", 0.05)
     config = sb.BalancerConfig(dp_size=1, batch_size=4)
     with anyio.fail_after(50):
         async with sb.TorchTransport.listen(dp_size=1) as transport, sb.StreamBalancer(config) as balancer:

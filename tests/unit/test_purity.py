@@ -10,7 +10,7 @@ import pytest
 PACKAGE = Path(__file__).parents[2] / "stream_balancer"
 WAITING = {"anyio", "asyncio", "trio", "time", "threading", "random", "datetime", "concurrent"}
 PURE = ["cost.py", "config.py", "_buffer.py", "_core.py", "trace.py", "wire.py", "layout.py", "snapshot.py", "stall.py"]
-PURE += ["journal/records.py", "journal/contents.py"]
+PURE += ["handover.py", "journal/records.py", "journal/contents.py"]
 TORCHLESS = ["cost.py", "config.py", "_buffer.py", "_core.py", "trace.py"]
 PLANNING = sorted(f"planning/{p.name}" for p in (PACKAGE / "planning").glob("*.py"))
 

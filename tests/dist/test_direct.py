@@ -1,0 +1,255 @@
+"""Direct hand-over between real processes: tokens go from the producer to the rank that trains on them, exactly once,
+whoever dies."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+from collections.abc import AsyncIterator, Callable
+from contextlib import ExitStack, asynccontextmanager
+from typing import Any
+
+import anyio
+import pytest
+from remote_producer import GUARD_S, Rank, RemoteProducer, fingerprint, make, names
+
+import stream_balancer as sb
+from stream_balancer.attend import attend
+from stream_balancer.handover import RemoteRollout
+
+Served = tuple[sb.StreamBalancer, sb.TorchTransport]
+
+
+@asynccontextmanager
+async def served(dp_size: int, *, rejoin_timeout_s: float = 0.0, **knobs: Any) -> AsyncIterator[Served]:
+    """A balancer that is served; ends when all is acknowledged."""
+    config = sb.BalancerConfig(**{"dp_size": dp_size, "batch_size": 8, "window": 12, "capacity": 24, **knobs})
+    with anyio.fail_after(GUARD_S):
+        async with (
+            sb.TorchTransport.listen(dp_size=dp_size) as transport,
+            sb.StreamBalancer(config) as balancer,
+            anyio.create_task_group() as tasks,
+        ):
+            tasks.start_soon(lambda: sb.serve(balancer, transport, rejoin_timeout_s=rejoin_timeout_s))
+            yield balancer, transport
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    while not condition():
+        await anyio.sleep(0.002)
+
+
+def specs(producer: str, count: int, seed: int) -> list[tuple[Any, ...]]:
+    chance = random.Random(seed)
+    return [(1 + int(chance.lognormvariate(5, 1)), f"{producer}.{n}", None, "rich") for n in range(count)]
+
+
+def expected(*puts: list[tuple[Any, ...]]) -> dict[str, Any]:
+    return {spec[1]: fingerprint(make(*spec)) for put in puts for spec in put}
+
+
+def trained(told: list[list[Any]]) -> dict[str, Any]:
+    """All that ranks trained on; each rollout once."""
+    seen: dict[str, Any] = {}
+    for said in told:
+        for _, real in said[:-1]:
+            assert not seen.keys() & real.keys()
+            seen |= real
+    return seen
+
+
+async def puts_all(remote: RemoteProducer, orders: list[tuple[Any, ...]]) -> None:
+    for spec in orders:
+        assert await remote.do("put", spec) == ("accepted", "")
+
+
+async def test_tokens_bypass_the_controller_and_arrive_exactly_once() -> None:
+    orders = [specs(name, 45, seed) for seed, name in enumerate("ab")]
+    local = [(20 + n, f"local.{n}", None, "rich") for n in range(10)]  # mixed with puts through the controller
+    with ExitStack() as stack:
+        async with served(2) as (balancer, transport):
+            ranks = [Rank(transport.address, rank, 2) for rank in range(2)]
+            remotes = [stack.enter_context(RemoteProducer(transport.address, hand_over="direct")) for _ in orders]
+            async with anyio.create_task_group() as producers:
+                for remote, order in zip(remotes, orders, strict=True):
+                    producers.start_soon(puts_all, remote, order)
+                for spec in local:
+                    await balancer.put(make(*spec))
+                await until(lambda: balancer.statistics().accepted > 40)
+                for rollout in balancer._core._buffer.rollouts():
+                    tensors = (*rollout.tokens.values(), *rollout.tensors.values())
+                    away = all(tensor.is_meta for tensor in tensors)
+                    assert away == isinstance(rollout, RemoteRollout) == (not rollout.rollout_id.startswith("local"))
+            balancer.end()
+        told = [await anyio.to_thread.run_sync(rank.told) for rank in ranks]
+        for remote in remotes:
+            await anyio.to_thread.run_sync(remote.leave)  # at once: nothing is held any more
+        assert [said[-1] for said in told] == [("end", ""), ("end", "")]
+        assert trained(told) == expected(*orders, local)
+        stats = balancer.statistics()
+        assert (stats.acknowledged, sum(stats.evicted.values())) == (100, 0)
+
+
+async def test_the_controller_receives_descriptions_only() -> None:
+    order = [(50_000, f"big.{n}") for n in range(16)]
+    async with served(1) as (balancer, transport):
+        rank = Rank(transport.address, 0, 1)
+        with RemoteProducer(transport.address, hand_over="direct") as remote:
+            await puts_all(remote, order)
+            balancer.end()
+            await anyio.to_thread.run_sync(remote.leave)
+            assert transport._door is not None
+            assert transport._door.received_bytes < 16 * 1000  # of 6.4 MB
+        told = await anyio.to_thread.run_sync(rank.told)
+    assert trained([told]) == expected(order)
+
+
+async def test_groups_refusals_and_padding_are_as_ever() -> None:
+    async with served(4, batch_size=4, window=4, deadline_s=None) as (balancer, transport):
+        with RemoteProducer(transport.address, hand_over="direct") as remote:
+            group = [(30 + n, f"g{n}", "g", "rich") for n in range(3)]
+            assert await remote.do("group", group) == ("accepted", "")
+            kind, _ = await remote.do("put", group[0])
+            assert kind == "DuplicateRolloutError"
+            kind, _ = await remote.do("nowait", (30, "other"))
+            assert kind == "RolloutError"  # other columns
+            ranks = [Rank(transport.address, rank, 4) for rank in range(4)]
+            balancer.end()  # three rollouts on four ranks: one trains on a padding copy
+            told = [await anyio.to_thread.run_sync(rank.told) for rank in ranks]
+            await anyio.to_thread.run_sync(remote.leave)
+        assert trained(told) == expected(group)
+        assert balancer.statistics().padding_copies == 1
+
+
+async def test_a_rank_that_is_killed_and_rejoins_gets_the_same_tokens_again() -> None:
+    orders = [specs(name, 60, seed) for seed, name in enumerate("ab")]
+    with ExitStack() as stack:
+        async with served(2, rejoin_timeout_s=30) as (balancer, transport):
+            healthy = Rank(transport.address, 0, 2, step_s=0.005)
+            lives = [Rank(transport.address, 1, 2, 0, 0.005)]
+            remotes = [stack.enter_context(RemoteProducer(transport.address, hand_over="direct")) for _ in orders]
+            async with anyio.create_task_group() as tasks:
+                for remote, order in zip(remotes, orders, strict=True):
+                    tasks.start_soon(puts_all, remote, order)
+                for incarnation in range(1, 4):
+                    done = balancer.statistics().acknowledged
+                    await until(lambda done=done: balancer.statistics().acknowledged > done + 8)  # type: ignore[misc]
+                    lives[-1].kill()
+                    lives.append(Rank(transport.address, 1, 2, incarnation, 0.005))
+            balancer.end()
+        told = await anyio.to_thread.run_sync(healthy.told)
+        told_lives = [await anyio.to_thread.run_sync(life.told) for life in lives]
+        for remote in remotes:
+            await anyio.to_thread.run_sync(remote.leave)
+    by_step: dict[int, Any] = {}
+    for said in told_lives:
+        for step, real in (what for what in said if what[0] != "end"):
+            assert by_step.setdefault(step, real) == real  # what comes again is the same
+    seen = trained([told]) | {name: real for step in by_step.values() for name, real in step.items()}
+    assert seen == expected(*orders)
+    assert balancer.statistics().acknowledged == 120
+
+
+async def test_a_killed_producer_takes_its_waiting_rollouts_with_it_and_they_are_named() -> None:
+    config = sb.BalancerConfig(dp_size=1, batch_size=8, window=8, capacity=24)
+    gone: list[tuple[str, str]] = []
+    with anyio.fail_after(GUARD_S):
+        async with (
+            sb.TorchTransport.listen(dp_size=1) as transport,
+            sb.StreamBalancer(config, on_evict=lambda r, why: gone.append((r.rollout_id, why))) as balancer,
+            anyio.create_task_group() as tasks,
+        ):
+            tasks.start_soon(sb.serve, balancer, transport)
+            with RemoteProducer(transport.address, hand_over="direct") as victim:
+                await puts_all(victim, [(9, f"v{n}") for n in range(5)])
+                await balancer.put(make(9, "healthy"))
+                victim.kill()
+                await until(lambda: balancer.statistics().evicted["lost"] == 5)
+            assert sorted(gone) == [(f"v{n}", "lost") for n in range(5)]
+            assert names(balancer._core._buffer.rollouts()) == ["healthy"]
+            with RemoteProducer(transport.address, hand_over="direct") as again:
+                await puts_all(again, [(9, f"v{n}") for n in range(5)])  # lost, so not a duplicate
+                rank = Rank(transport.address, 0, 1)
+                balancer.end()
+                told = await anyio.to_thread.run_sync(rank.told)
+                assert trained([told]).keys() == {"healthy", *(f"v{n}" for n in range(5))}
+                await anyio.to_thread.run_sync(again.leave)
+
+
+async def test_tokens_in_flight_that_died_with_their_producer_are_a_clear_error() -> None:
+    config = sb.BalancerConfig(dp_size=1, batch_size=4, window=4)
+    failure: list[Exception] = []
+    with anyio.fail_after(GUARD_S):
+        async with sb.TorchTransport.listen(dp_size=1) as transport, sb.StreamBalancer(config) as balancer:
+
+            async def serve() -> None:
+                try:
+                    await sb.serve(balancer, transport)
+                except sb.ProducerLostError as error:
+                    failure.append(error)
+
+            with RemoteProducer(transport.address, hand_over="direct", label="the victim") as victim:
+                async with anyio.create_task_group() as tasks:
+                    tasks.start_soon(serve)
+                    await puts_all(victim, [(9, f"v{n}") for n in range(4)])
+                    assert victim.process.pid
+                    os.kill(victim.process.pid, signal.SIGSTOP)  # it answers nobody any more
+                    rank = Rank(transport.address, 0, 1)
+                    await until(lambda: balancer.statistics().in_flight == 4)
+                    victim.kill()
+                kind, text = (await anyio.to_thread.run_sync(rank.told))[-1]
+            assert kind == "ProducerLostError"
+            assert "step 0" in text
+            assert "the victim" in text
+            error = failure[0]
+            assert isinstance(error, sb.ProducerLostError)
+            assert (error.step, error.rollout_id[0]) == (0, "v")
+            assert "rank 0" in str(error)
+            assert "the victim" in str(error)
+            assert balancer.statistics().in_flight == 4  # nothing was dropped behind anybody's back
+            balancer.acknowledge(0)
+            balancer.end()
+            assert [batch async for batch in balancer.batches()] == []
+
+
+async def test_payloads_are_held_until_acknowledged_and_then_dropped() -> None:
+    async with served(1, batch_size=4, window=4, capacity=16) as (balancer, transport):
+        async with sb.connect(transport.address, hand_over="direct") as producer:  # the rank is in the same process
+            held = producer._port._payloads  # type: ignore[attr-defined]
+            for n in range(4):
+                await producer.put(make(30, f"r{n}"))
+            with pytest.raises(ValueError, match="lie with their producers"):
+                balancer.state_dict()
+            feed = sb.RankFeed(transport.address, rank=0, dp_size=1)
+            batch = await anext(feed)
+            assert {r.rollout_id: fingerprint(r) for r in batch.rollouts} == expected([(30, f"r{n}") for n in range(4)])
+            assert len(held) == 4
+            assert feed._port._fetcher._open == {}  # type: ignore[attr-defined]  # no socket: a copy
+            batch.ack()
+            await producer.released()
+            assert len(held) == 0
+            await producer.put(make(30, "last"))
+            assert len(held) == 1
+            balancer.end()
+            async for batch in feed:
+                assert names(batch.rollouts) == ["last"]
+        with pytest.raises(sb.ClosedResourceError):
+            await producer.put(make(3, "late"))
+
+
+async def test_without_serve_nobody_could_fetch_so_it_is_refused() -> None:
+    config = sb.BalancerConfig(dp_size=1, batch_size=4)
+    with anyio.fail_after(GUARD_S):
+        async with sb.TorchTransport.listen(dp_size=1) as transport, sb.StreamBalancer(config) as balancer:
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(attend, balancer, transport)
+                async with sb.connect(transport.address, hand_over="direct") as producer:
+                    with pytest.raises(sb.RolloutError, match="serve"):
+                        await producer.put(make(3, "a"))
+                tasks.cancel_scope.cancel()
+
+
+def test_hand_over_has_two_values() -> None:
+    with pytest.raises(ValueError, match="hand_over"):
+        sb.connect("tcp://127.0.0.1:1", hand_over="fast")  # type: ignore[arg-type]

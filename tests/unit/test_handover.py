@@ -1,0 +1,232 @@
+"""Rollouts that stay with their producer: descriptions and skeletons there and back, and hostile ones."""
+
+from __future__ import annotations
+
+import gc
+import random
+import weakref
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from test_wire_hostile import _KINDS, _use
+
+from stream_balancer import wire
+from stream_balancer._core import BalancerCore
+from stream_balancer.config import BalancerConfig
+from stream_balancer.errors import RolloutError, WireError
+from stream_balancer.handover import (
+    Holder,
+    Lease,
+    RemoteRollout,
+    describe,
+    encode_skeleton,
+    is_remote,
+    payload,
+    read_described,
+    read_skeleton,
+)
+from stream_balancer.types import MicroBatch, RankBatch, Rollout
+from stream_balancer.wire import Frame, encode
+
+A, B = Holder("127.0.0.1", 1, "secret", "a"), Holder("127.0.0.1", 2, "secret", "b")
+MAX_BYTES = 2**20
+
+
+def rollout(n: int, **fields: Any) -> Rollout:
+    length = 3 + 2 * n
+    tokens = {
+        "input_ids": torch.arange(length) + 10 * n,
+        "loss_mask": torch.arange(length) % 2 == 0,
+        "hidden": torch.full((length, 3), float(n), dtype=torch.bfloat16),
+    }
+    return Rollout(
+        tokens=dict(reversed(tokens.items())) if n % 2 else tokens,  # producers need not agree on an order
+        scalars={"reward": 0.5 * n},
+        tensors={"pixels": torch.full((n, 2), n), "grid": torch.tensor(n)},
+        metadata={"n": n},
+        rollout_id=f"r{n}",
+        version=n,
+        **fields,
+    )
+
+
+def described(local: Rollout, holder: Holder, key: int, lease: Lease | None = None) -> RemoteRollout:
+    frame, body = describe(encode(share([[local]]), narrow=False))
+    raw = torch.frombuffer(bytearray(body), dtype=torch.uint8)
+    return read_described(frame._replace(slab=key), raw, holder, lease or Lease())
+
+
+def share(micro_batches: list[list[Rollout]]) -> RankBatch:
+    return RankBatch(
+        step=3,
+        rank=0,
+        dp_size=1,
+        micro_batches=tuple(MicroBatch.of(rollouts) for rollouts in micro_batches),
+        load=1.0,
+        global_num_rollouts=1,
+        global_num_tokens=1,
+        global_num_loss_tokens=1,
+    )
+
+
+def sent(one: RankBatch) -> tuple[Frame, torch.Tensor]:
+    encoded = encode_skeleton(one, max_bytes=MAX_BYTES)
+    slab = torch.zeros(encoded.frame.wire_bytes, dtype=torch.uint8)
+    assert list(encoded.fill(slab))[-1] == encoded.frame.wire_bytes
+    return encoded.frame, slab
+
+
+def completed(frame: Frame, body: torch.Tensor, held: dict[tuple[str, int], Rollout]) -> RankBatch:
+    """What a rank does, with producers at hand."""
+    skeleton = read_skeleton(frame, body, max_bytes=MAX_BYTES)
+    slab = torch.full((skeleton.batch.total_bytes,), 255, dtype=torch.uint8)
+    for holder, places in skeleton.missing():
+        parts = [part for place in places for part in payload(held[holder.label, skeleton.key(place)])]
+        for part, target in zip(parts, skeleton.targets(slab, places), strict=True):
+            target.copy_(part)
+    skeleton.finish(slab)
+    return wire.decode(skeleton.batch, slab)
+
+
+def test_a_description_is_the_rollout_without_a_byte_of_its_tokens() -> None:
+    local = rollout(2, group_id="g", cost=7.5)
+    remote = described(local, A, 5)
+    assert all(tensor.is_meta for tensor in (*remote.tokens.values(), *remote.tensors.values()))
+    for name in ("num_tokens", "num_loss_tokens", "nbytes", "rollout_id", "group_id", "version", "cost", "scalars"):
+        assert getattr(remote, name) == getattr(local, name)
+    assert (remote.holder, remote.key, remote.metadata) == (A, 5, {"n": 2})
+    padding = remote.padding_copy("padding")
+    assert isinstance(padding, RemoteRollout)
+    assert (padding.num_loss_tokens, padding.key, padding.lease) == (0, 5, remote.lease)
+
+
+def test_a_share_of_many_holders_is_completed_as_if_it_had_been_sent() -> None:
+    r = [rollout(n) for n in range(6)]
+    held = {("a", 0): r[0], ("b", 0): r[1], ("a", 7): r[3], ("b", 9): r[4]}
+    remote = {n: described(held[label, key], holder, key) for n, label, key, holder in
+              ((0, "a", 0, A), (1, "b", 0, B), (3, "a", 7, A), (4, "b", 9, B))}  # fmt: skip
+    plain = [[r[0], r[1], r[2]], [r[3], r[4].padding_copy("copy")], [r[5]]]
+    mixed = [[remote[0], remote[1], r[2]], [remote[3], remote[4].padding_copy("copy")], [r[5]]]
+    assert is_remote(share(mixed))
+    assert not is_remote(share(plain))
+    got = completed(*sent(share(mixed)), held)
+    for mine, theirs in zip(got.micro_batches, plain, strict=True):
+        there = MicroBatch.of(theirs).packed()
+        here = mine.packed()
+        assert here.columns.keys() == there.columns.keys()
+        for name, column in there.columns.items():
+            assert here.columns[name].equal(column), name
+        for a, b in zip(mine.rollouts, theirs, strict=True):
+            assert {k: v.tolist() for k, v in a.tensors.items()} == {k: v.tolist() for k, v in b.tensors.items()}
+            assert (a.num_loss_tokens, a.is_padding, a.metadata) == (b.num_loss_tokens, b.is_padding, b.metadata)
+
+
+def test_a_lease_lives_exactly_as_long_as_the_balancer_needs_the_rollout() -> None:
+    core = BalancerCore(BalancerConfig(dp_size=1, batch_size=2, window=2, max_staleness=0))
+    gone: list[int] = []
+
+    def put(n: int) -> None:
+        lease = Lease()
+        weakref.finalize(lease, gone.append, n)
+        core.add(described(rollout(n), A, n, lease), 0.0)
+
+    gc.disable()  # by counting alone, not whenever a collection comes
+    try:
+        put(1)
+        put(2)
+        assert core.poll(0.0) is not None
+        assert gone == []
+        core.acknowledge(0)
+        assert sorted(gone) == [1, 2]
+        put(3)
+        core.set_version(4)  # stale
+        core.take_evicted()
+        assert gone[2:] == [3]
+        put(5)
+        assert core.give_up(lambda r: isinstance(r, RemoteRollout) and r.holder == B) == []
+        assert core.give_up(lambda r: isinstance(r, RemoteRollout) and r.holder == A) == ["r5"]
+        core.take_evicted()
+        assert gone[3:] == [5]
+    finally:
+        gc.enable()
+    core.verify()
+    assert core.statistics(0.0).evicted == {"stale": 1, "lost": 1}
+    put(5)  # lost, so it may come again
+    with pytest.raises(RolloutError, match="accepted before"):
+        put(3)
+
+
+def hostile_skeletons(cases: int, seed: int) -> tuple[int, int]:
+    chance = random.Random(seed)
+    r = [rollout(n) for n in range(4)]
+    held = {("a", 0): r[0], ("b", 1): r[1], ("a", 2): r[2]}
+    frame, whole = sent(share([[described(r[0], A, 0), described(r[1], B, 1)], [described(r[2], A, 2), r[3]]]))
+    body = whole.numpy().tobytes()
+    refused = 0
+    for _ in range(cases):
+        mutated, raw = chance.choice(_KINDS)(frame, body, chance)
+        if chance.random() < 0.7 and mutated.meta_bytes <= len(raw):  # what does not fit is refused too soon to matter
+            raw = raw[: mutated.meta_bytes] + body[frame.meta_bytes :]
+            mutated = mutated._replace(wire_bytes=len(raw), total_bytes=len(raw))
+        try:
+            if not 0 < mutated.meta_bytes <= mutated.wire_bytes == len(raw):
+                raise WireError("check_batch_frame refuses it")
+            received = torch.frombuffer(bytearray(raw), dtype=torch.uint8)
+            skeleton = read_skeleton(mutated, received, max_bytes=MAX_BYTES)
+            slab = torch.zeros(skeleton.batch.total_bytes, dtype=torch.uint8)
+            for _, places in skeleton.missing():
+                assert sum(target.numel() for target in skeleton.targets(slab, places)) <= slab.numel() * len(places)
+            skeleton.finish(slab)
+            _use(wire.decode(skeleton.batch, slab))
+        except WireError:
+            refused += 1
+    assert completed(frame, whole, held).num_rollouts == 4
+    return refused, cases
+
+
+def test_hostile_skeletons_are_refused_or_harmless() -> None:
+    refused, cases = hostile_skeletons(3000, seed=0)
+    assert 0.3 * cases < refused < cases
+
+
+@pytest.mark.soak
+def test_fifty_thousand_hostile_skeletons() -> None:
+    for seed in range(5):
+        hostile_skeletons(10_000, seed + 1)
+
+
+def test_hostile_descriptions_are_refused_or_harmless() -> None:
+    chance = random.Random(0)
+    frame, body = describe(encode(share([[rollout(2)]]), narrow=False))
+    refused = 0
+    for _ in range(2000):
+        mutated, raw = chance.choice(_KINDS)(frame, body, chance)
+        try:
+            if not 0 < mutated.meta_bytes <= len(raw):
+                raise WireError("read_puts refuses it")
+            remote = read_described(mutated, torch.frombuffer(bytearray(raw), dtype=torch.uint8), A, Lease())
+            assert 0 <= remote.num_loss_tokens <= remote.num_tokens
+        except WireError:
+            refused += 1
+    assert 1000 < refused < 2000
+
+
+@pytest.mark.parametrize("sources", [[], [[0, 0]], [[2, 0], [0, 0]], [[-2, 0], [0, 0]], [[0, -1], [0, 0]]])
+def test_a_wrong_list_of_sources_is_refused(sources: list[list[int]]) -> None:
+    frame, slab = sent(share([[described(rollout(0), A, 0), described(rollout(1), B, 1)]]))
+    tree = msgspec.msgpack.decode(slab[: frame.meta_bytes].numpy().tobytes())
+    tree[2] = sources
+    packed = msgspec.msgpack.encode(tree)
+    frame = frame._replace(meta_bytes=len(packed), wire_bytes=len(packed), meta_crc=wire.zlib.crc32(packed))
+    with pytest.raises(WireError, match="who holds what"):
+        read_skeleton(frame, torch.frombuffer(bytearray(packed), dtype=torch.uint8), max_bytes=MAX_BYTES)
+
+
+def test_a_share_above_max_batch_bytes_is_refused_before_anything_is_allocated() -> None:
+    frame, slab = sent(share([[described(rollout(3), A, 0)]]))
+    with pytest.raises(WireError, match="need more than"):
+        read_skeleton(frame, slab, max_bytes=64)
+    with pytest.raises(ValueError, match="max_batch_bytes"):
+        encode_skeleton(share([[described(rollout(3), A, 0)]]), max_bytes=64)
