@@ -109,11 +109,18 @@ class _Attendant:
             logger.warning("producer %s took %d waiting rollouts with it: %s", holder.label, len(gone), names)
 
     def _check(self, offer: Offer) -> None:
-        if not self._direct and isinstance(offer.rollouts[0], RemoteRollout):
-            raise RolloutError(
-                f"rollout {offer.rollouts[0].rollout_id!r} stays with its producer (hand_over='direct'), but nobody "
-                "here could fetch it: only serve() delivers such rollouts. Connect without hand_over='direct'"
-            )
+        if not isinstance(offer.rollouts[0], RemoteRollout):
+            return
+        if not self._direct:
+            problem = "nobody here could fetch it: only serve() delivers such rollouts"
+        elif self._balancer._journal is not None:
+            problem = "this balancer writes what it accepts to a journal, and has not got the tokens"
+        else:
+            return
+        raise RolloutError(
+            f"rollout {offer.rollouts[0].rollout_id!r} stays with its producer (hand_over='direct'), but {problem}. "
+            "Connect without hand_over='direct'"
+        )
 
     def _put_now(self, offer: Offer) -> None:
         error: Exception | None = None
