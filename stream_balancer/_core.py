@@ -20,15 +20,17 @@ that fails leaves everything as it was: the plan is made first, and taken apart 
 from __future__ import annotations
 
 import math
-from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import fields
-from typing import Any, Protocol, get_args
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from stream_balancer._admission import Schema, check_fits, check_schema, cost_of, schema_of
 from stream_balancer._buffer import Buffer
+from stream_balancer._counts import Counts, idle, unavoidable
 from stream_balancer.config import BalancerConfig
 from stream_balancer.errors import ClosedResourceError, ConfigError, DuplicateRolloutError, RolloutError, WouldBlock
 from stream_balancer.planning import Plan, PlanKnobs, Waiting, plan_batch
@@ -37,8 +39,6 @@ from stream_balancer.planning.length_bias import LengthBias
 from stream_balancer.types import Batch, EvictReason, MicroBatch, RankBatch, Reason, Rollout, Snapshot, Statistics
 
 __all__ = ["BalancerCore"]
-
-Schema = tuple[dict[str, tuple[object, tuple[int, ...]]], frozenset[str]]
 
 
 class Planner(Protocol):
@@ -70,7 +70,7 @@ class BalancerCore:
         self._num_aging = 0  # waiting rollouts that would be stale at the next version
         self._not_before = -math.inf  # no deadline batch before then: too few are ready
         self._next_step = 0
-        self._counts = _Counts()
+        self._counts = Counts()
         self._length_bias = LengthBias()
         self._arrivals_seen = 0  # of the buffer's sequence numbers, how many the length figures have
 
@@ -98,10 +98,10 @@ class BalancerCore:
                 f"a rollout with rollout_id {rollout.rollout_id!r} was accepted before and is done (trained on or "
                 "evicted). If this is a retry, all is well; else give every rollout an id of its own"
             )
-        self._check_fits(rollout)
+        check_fits(rollout, self.config)
         if self._schema is not None:
-            _check_schema(rollout, self._schema)
-        return self._cost_of(rollout)
+            check_schema(rollout, self._schema)
+        return cost_of(rollout, self.config)
 
     def has_room(self, rollout: Rollout) -> bool:
         """Whether there is room for it now. O(1)."""
@@ -137,9 +137,9 @@ class BalancerCore:
                 "never be let in "
                 "together. Raise capacity"
             )
-        schema = self._schema or _schema_of(rollouts[0])
+        schema = self._schema or schema_of(rollouts[0])
         for rollout in rollouts:
-            _check_schema(rollout, schema)
+            check_schema(rollout, schema)
         self._check_room(rollouts)
         for rollout, cost in zip(rollouts, costs, strict=True):
             self._take(rollout, cost, now)
@@ -175,7 +175,7 @@ class BalancerCore:
 
     def _hold(self, rollout: Rollout, cost: float, now: float, skips: int = 0) -> None:
         if self._schema is None:
-            self._schema = _schema_of(rollout)
+            self._schema = schema_of(rollout)
         if self._is_stale(rollout):
             self._evict(rollout)
             return
@@ -469,7 +469,7 @@ class BalancerCore:
                 "Change it before the first put"
             )
         rollouts = self._buffer.rollouts()
-        costs = np.array([self._cost_of(r, config) for r in rollouts], dtype=np.float64)
+        costs = np.array([cost_of(r, config) for r in rollouts], dtype=np.float64)
         if not rollouts:
             self._buffer = Buffer(_tracked_group_size(config))
         self._buffer.reprice(costs)
@@ -556,9 +556,9 @@ class BalancerCore:
             peak_waiting=counts.peak_waiting,
             oldest_wait_s=max(now - buffer.oldest_arrival, 0.0) if len(buffer) else 0.0,
             length_bias=self._length_bias.summary(),
-            idle_fraction=_idle(counts.mean_loads, counts.max_loads),
-            unavoidable_idle_fraction=_unavoidable(counts.mean_loads, counts.lower_bounds, counts.max_loads),
-            measured_idle_fraction=_idle(counts.mean_seconds, counts.max_seconds),
+            idle_fraction=idle(counts.mean_loads, counts.max_loads),
+            unavoidable_idle_fraction=unavoidable(counts.mean_loads, counts.lower_bounds, counts.max_loads),
+            measured_idle_fraction=idle(counts.mean_seconds, counts.max_seconds),
             version=self._version,
         )
 
@@ -573,83 +573,12 @@ class BalancerCore:
         assert self._held_ids == waiting | flying
         assert self._num_aging == self._count_aging()
 
-    # -- checks --------------------------------------------------------------------------------------------------------
-
-    def _check_fits(self, rollout: Rollout) -> None:
-        cap = self.config.max_tokens_per_micro_batch
-        if cap is not None and rollout.num_tokens > cap and self.config.oversize == "refuse":
-            raise RolloutError(
-                f"rollout {rollout.rollout_id!r} has {rollout.num_tokens} tokens, above "
-                f"max_tokens_per_micro_batch ({cap}). "
-                "Raise the cap, truncate the rollout, or set oversize='alone' to run it in a micro-batch of its own"
-            )
-        limit = self.config.capacity_bytes
-        if limit is not None and rollout.nbytes > limit:
-            raise RolloutError(
-                f"rollout {rollout.rollout_id!r} has {rollout.nbytes} bytes of tensors, above capacity_bytes "
-                f"({limit}): it could "
-                "never be let in. Raise capacity_bytes"
-            )
-
-    def _cost_of(self, rollout: Rollout, config: BalancerConfig | None = None) -> float:
-        if rollout.cost is not None:
-            return rollout.cost
-        model = (config or self.config).cost
-        cost = float(model(np.array([rollout.num_tokens], dtype=np.int64))[0])
-        if not (math.isfinite(cost) and cost >= 0):
-            raise RolloutError(
-                f"the cost model gave {cost} for rollout {rollout.rollout_id!r} ({rollout.num_tokens} tokens); a "
-                "cost must be a "
-                f"finite number >= 0. Mend {model!r}, or give the rollout a cost of its own"
-            )
-        return cost
-
-
-class _Counts:
-    """Running totals behind ``Statistics``."""
-
-    def __init__(self) -> None:
-        self.accepted = self.acknowledged = self.peak_waiting = self.dispatched_tokens = self.padding_copies = 0
-        self.evicted: Counter[EvictReason] = Counter(dict.fromkeys(get_args(EvictReason), 0))
-        self.batches: Counter[Reason] = Counter(dict.fromkeys(get_args(Reason), 0))
-        self.mean_loads = self.max_loads = self.lower_bounds = self.mean_seconds = self.max_seconds = 0.0
-
-    def record(self, batch: Batch) -> None:
-        self.batches[batch.reason] += 1
-        self.dispatched_tokens += batch.num_tokens
-        self.padding_copies += batch.num_padding
-        self.mean_loads += sum(batch.loads) / len(batch.loads)
-        self.max_loads += max(batch.loads)
-        self.lower_bounds += batch.lower_bound
-
-    def record_seconds(self, seconds: Sequence[float]) -> None:
-        self.mean_seconds += sum(seconds) / len(seconds)
-        self.max_seconds += max(seconds)
-
-    def totals(self) -> dict[str, Any]:
-        """Everything, as numbers and dicts of numbers."""
-        return {name: dict(value) if isinstance(value, Counter) else value for name, value in vars(self).items()}
-
-    def take_over(self, totals: Mapping[str, Any]) -> None:
-        """Continue from the totals of another."""
-        for name, value in totals.items():
-            if name in vars(self):
-                setattr(self, name, Counter(value) if isinstance(value, Mapping) else value)
-
-
-def _unavoidable(mean: float, bound: float, highest: float) -> float:
-    return max(bound - mean, 0.0) / highest if highest > 0 else 0.0
-
 
 def _describe_knobs(config: BalancerConfig) -> dict[str, Any]:
     """The knobs as numbers and strings, for the record."""
     plain = (int, float, str, type(None))
     values = {f.name: getattr(config, f.name) for f in fields(config) if f.init}
     return {name: value if isinstance(value, plain) else repr(value) for name, value in values.items()}
-
-
-def _idle(mean: float, highest: float) -> float:
-    return 1.0 - mean / highest if highest > 0 else 0.0
 
 
 def _tracked_group_size(config: BalancerConfig) -> int | None:
@@ -689,33 +618,3 @@ def _fill_up(shares: list[list[list[Rollout]]], real: Sequence[Rollout], step: i
         for rank, index in missing:
             shares[rank].append([shortest.padding_copy(f"padding-{step}-{rank}-{index}")])
     return len(missing)
-
-
-def _schema_of(rollout: Rollout) -> Schema:
-    columns: dict[str, tuple[object, tuple[int, ...]]] = {
-        name: (column.dtype, tuple(column.shape[1:])) for name, column in rollout.tokens.items()
-    }
-    return columns, frozenset(rollout.scalars)
-
-
-def _check_schema(rollout: Rollout, schema: Schema) -> None:
-    columns, scalars = _schema_of(rollout)
-    if columns != schema[0]:
-        raise RolloutError(
-            f"rollout {rollout.rollout_id!r} has token columns {_describe(columns)}, but the first rollout had "
-            f"{_describe(schema[0])}: they could not share a batch. Give every rollout the same columns, dtypes "
-            "and trailing shapes"
-        )
-    if scalars != schema[1]:
-        raise RolloutError(
-            f"rollout {rollout.rollout_id!r} has scalars {sorted(scalars)}, but the first rollout had "
-            f"{sorted(schema[1])}: they "
-            "could not share a batch. Give every rollout the same scalars, or use metadata for what only some have"
-        )
-
-
-def _describe(columns: dict[str, tuple[object, tuple[int, ...]]]) -> str:
-    def one(dtype: object, shape: tuple[int, ...]) -> str:
-        return f"{str(dtype).removeprefix('torch.')}[{', '.join(['L', *map(str, shape)])}]"
-
-    return "{" + ", ".join(f"{name}: {one(*column)}" for name, column in sorted(columns.items())) + "}"

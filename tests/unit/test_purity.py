@@ -9,9 +9,21 @@ import pytest
 
 PACKAGE = Path(__file__).parents[2] / "stream_balancer"
 WAITING = {"anyio", "asyncio", "trio", "time", "threading", "random", "datetime", "concurrent"}
-PURE = ["cost.py", "config.py", "_buffer.py", "_core.py", "trace.py", "wire.py", "layout.py", "snapshot.py", "stall.py"]
+PURE = [
+    "cost.py",
+    "config.py",
+    "_admission.py",
+    "_buffer.py",
+    "_core.py",
+    "_counts.py",
+    "trace.py",
+    "wire.py",
+    "layout.py",
+    "snapshot.py",
+    "stall.py",
+]
 PURE += ["handover.py", "journal/records.py", "journal/contents.py"]
-TORCHLESS = ["cost.py", "config.py", "_buffer.py", "_core.py", "trace.py"]
+TORCHLESS = ["cost.py", "config.py", "_admission.py", "_buffer.py", "_core.py", "_counts.py", "trace.py"]
 PLANNING = sorted(f"planning/{p.name}" for p in (PACKAGE / "planning").glob("*.py"))
 
 

@@ -1,0 +1,79 @@
+"""What a rollout must be to be let in, whatever else is held. Pure; every refusal says what, why and what to do."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from stream_balancer.config import BalancerConfig
+from stream_balancer.errors import RolloutError
+from stream_balancer.types import Rollout
+
+__all__ = ["Schema", "check_fits", "check_schema", "cost_of", "schema_of"]
+
+Schema = tuple[dict[str, tuple[object, tuple[int, ...]]], frozenset[str]]
+"""Token columns with dtype and trailing shape, and names of scalars: alike for all rollouts of a balancer."""
+
+
+def check_fits(rollout: Rollout, config: BalancerConfig) -> None:
+    """Raise RolloutError for one that could never be dispatched, or never be let in."""
+    cap = config.max_tokens_per_micro_batch
+    if cap is not None and rollout.num_tokens > cap and config.oversize == "refuse":
+        raise RolloutError(
+            f"rollout {rollout.rollout_id!r} has {rollout.num_tokens} tokens, above "
+            f"max_tokens_per_micro_batch ({cap}). "
+            "Raise the cap, truncate the rollout, or set oversize='alone' to run it in a micro-batch of its own"
+        )
+    limit = config.capacity_bytes
+    if limit is not None and rollout.nbytes > limit:
+        raise RolloutError(
+            f"rollout {rollout.rollout_id!r} has {rollout.nbytes} bytes of tensors, above capacity_bytes "
+            f"({limit}): it could "
+            "never be let in. Raise capacity_bytes"
+        )
+
+
+def cost_of(rollout: Rollout, config: BalancerConfig) -> float:
+    """Its own cost, else the model's. Raises RolloutError if that is no finite number >= 0."""
+    if rollout.cost is not None:
+        return rollout.cost
+    model = config.cost
+    cost = float(model(np.array([rollout.num_tokens], dtype=np.int64))[0])
+    if not (math.isfinite(cost) and cost >= 0):
+        raise RolloutError(
+            f"the cost model gave {cost} for rollout {rollout.rollout_id!r} ({rollout.num_tokens} tokens); a "
+            "cost must be a "
+            f"finite number >= 0. Mend {model!r}, or give the rollout a cost of its own"
+        )
+    return cost
+
+
+def schema_of(rollout: Rollout) -> Schema:
+    columns: dict[str, tuple[object, tuple[int, ...]]] = {
+        name: (column.dtype, tuple(column.shape[1:])) for name, column in rollout.tokens.items()
+    }
+    return columns, frozenset(rollout.scalars)
+
+
+def check_schema(rollout: Rollout, schema: Schema) -> None:
+    columns, scalars = schema_of(rollout)
+    if columns != schema[0]:
+        raise RolloutError(
+            f"rollout {rollout.rollout_id!r} has token columns {_describe(columns)}, but the first rollout had "
+            f"{_describe(schema[0])}: they could not share a batch. Give every rollout the same columns, dtypes "
+            "and trailing shapes"
+        )
+    if scalars != schema[1]:
+        raise RolloutError(
+            f"rollout {rollout.rollout_id!r} has scalars {sorted(scalars)}, but the first rollout had "
+            f"{sorted(schema[1])}: they "
+            "could not share a batch. Give every rollout the same scalars, or use metadata for what only some have"
+        )
+
+
+def _describe(columns: dict[str, tuple[object, tuple[int, ...]]]) -> str:
+    def one(dtype: object, shape: tuple[int, ...]) -> str:
+        return f"{str(dtype).removeprefix('torch.')}[{', '.join(['L', *map(str, shape)])}]"
+
+    return "{" + ", ".join(f"{name}: {one(*column)}" for name, column in sorted(columns.items())) + "}"

@@ -1,0 +1,51 @@
+"""Running totals of a balancer, and what follows from them. Pure; nothing decides here."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any, get_args
+
+from stream_balancer.types import Batch, EvictReason, Reason
+
+__all__ = ["Counts", "idle", "unavoidable"]
+
+
+class Counts:
+    """Running totals behind ``Statistics``."""
+
+    def __init__(self) -> None:
+        self.accepted = self.acknowledged = self.peak_waiting = self.dispatched_tokens = self.padding_copies = 0
+        self.evicted: Counter[EvictReason] = Counter(dict.fromkeys(get_args(EvictReason), 0))
+        self.batches: Counter[Reason] = Counter(dict.fromkeys(get_args(Reason), 0))
+        self.mean_loads = self.max_loads = self.lower_bounds = self.mean_seconds = self.max_seconds = 0.0
+
+    def record(self, batch: Batch) -> None:
+        self.batches[batch.reason] += 1
+        self.dispatched_tokens += batch.num_tokens
+        self.padding_copies += batch.num_padding
+        self.mean_loads += sum(batch.loads) / len(batch.loads)
+        self.max_loads += max(batch.loads)
+        self.lower_bounds += batch.lower_bound
+
+    def record_seconds(self, seconds: Sequence[float]) -> None:
+        self.mean_seconds += sum(seconds) / len(seconds)
+        self.max_seconds += max(seconds)
+
+    def totals(self) -> dict[str, Any]:
+        """Everything, as numbers and dicts of numbers."""
+        return {name: dict(value) if isinstance(value, Counter) else value for name, value in vars(self).items()}
+
+    def take_over(self, totals: Mapping[str, Any]) -> None:
+        """Continue from the totals of another."""
+        for name, value in totals.items():
+            if name in vars(self):
+                setattr(self, name, Counter(value) if isinstance(value, Mapping) else value)
+
+
+def unavoidable(mean: float, bound: float, highest: float) -> float:
+    return max(bound - mean, 0.0) / highest if highest > 0 else 0.0
+
+
+def idle(mean: float, highest: float) -> float:
+    return 1.0 - mean / highest if highest > 0 else 0.0
