@@ -34,6 +34,7 @@ from stream_balancer.wire import (
     _plan,
     _read_meta,
     _Tensor,
+    bytes_of,
     encode,
 )
 
@@ -87,7 +88,7 @@ def payload(rollout: Rollout) -> list[Tensor]:
     """``[n]`` uint8 each: every column's bytes, then every tensor's, by name. Not copied where they lie contiguous
     on the CPU."""
     parts = [columns[name] for columns in (rollout.tokens, rollout.tensors) for name in sorted(columns)]
-    return [part.cpu().contiguous().reshape(-1).view(torch.uint8) for part in parts if part.numel()]
+    return [bytes_of(part) for part in parts if part.numel()]
 
 
 # --- producer to controller ------------------------------------------------------------------------------------------

@@ -335,6 +335,29 @@ class Encoded:
                 _wire_view(slab, piece).copy_(rollout.tensors[name])
         yield self._layout.wire_bytes
 
+    def pieces(self) -> list[Tensor]:
+        """``[n]`` uint8 each: the slab of a share of *one rollout*, without copying a token that lies contiguous on the
+        CPU. O(columns)."""
+        rollout = self._share.micro_batches[0].rollouts[0]
+        found = [torch.frombuffer(bytearray(self._meta), dtype=torch.uint8), _padding(len(self._meta))]
+        for tensors, pieces in ((rollout.tokens, self._layout.columns[0]), (rollout.tensors, self._layout.tensors[0])):
+            for name in pieces:
+                raw = bytes_of(tensors[name])
+                found += [raw, _padding(raw.numel()) if raw.numel() else _ZEROS]
+        return found
+
+
+_ZEROS = torch.zeros(ALIGNMENT, dtype=torch.uint8)
+
+
+def _padding(size: int) -> Tensor:
+    return _ZEROS[: -size % ALIGNMENT]
+
+
+def bytes_of(tensor: Tensor) -> Tensor:
+    """``[nbytes]`` uint8. Not copied if it lies contiguous on the CPU."""
+    return tensor.cpu().contiguous().reshape(-1).view(torch.uint8)
+
 
 def _concatenate(parts: list[Tensor], out: Tensor) -> None:
     if any(part.device != out.device for part in parts):

@@ -417,12 +417,11 @@ class Outlet:
     def _flush(self) -> None:
         self._flushes.clear()
         while tickets := self._book.take():
-            slab = write_puts(tickets)
             if self._payloads is not None:
                 for ticket in tickets:
                     for key, rollout in zip(ticket.payloads, ticket.rollouts, strict=True):
                         self._payloads.keep(key, rollout)
-            self._send(Frame(Kind.PUTS, wire_bytes=slab.numel()), slab)
+            self._send(Frame(Kind.PUTS, wire_bytes=sum(ticket.size for ticket in tickets)), *write_puts(tickets))
 
     def _settle(self, number: int, error: Exception | None) -> None:
         ticket = self._book.settle(number, error)

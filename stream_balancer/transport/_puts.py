@@ -313,11 +313,10 @@ def masks_of(numbers: Iterable[int]) -> list[tuple[int, int]]:
 # --- the format ------------------------------------------------------------------------------------------------------
 
 
-def write_puts(tickets: Sequence[Ticket]) -> Tensor:
-    """``[bytes]`` uint8: for each rollout a PUT frame and its slab, or a HELD frame and its description. Copies every
-    token once."""
-    slab = torch.empty(sum(ticket.size for ticket in tickets), dtype=torch.uint8)
-    at = 0
+def write_puts(tickets: Sequence[Ticket]) -> list[Tensor]:
+    """``[n]`` uint8 each: for each rollout a PUT frame and its slab, or a HELD frame and its description. Copies no
+    token."""
+    found: list[Tensor] = []
     for ticket in tickets:
         for index, part in enumerate(ticket.parts):
             frame, body = (part.frame, b"") if ticket.descriptions is None else ticket.descriptions[index]
@@ -327,15 +326,9 @@ def write_puts(tickets: Sequence[Ticket]) -> Tensor:
                 taken=int(ticket.mode),
                 slab=ticket.first_payload + index,
             )
-            slab[at : at + FRAME_BYTES] = frame.pack().view(torch.uint8)
-            at += FRAME_BYTES
-            if body:
-                slab[at : at + len(body)] = torch.frombuffer(bytearray(body), dtype=torch.uint8)
-            else:
-                for _ in part.fill(slab[at : at + frame.wire_bytes]):
-                    pass
-            at += frame.wire_bytes
-    return slab
+            found.append(frame.pack().view(torch.uint8))
+            found += [torch.frombuffer(bytearray(body), dtype=torch.uint8)] if body else part.pieces()
+    return found
 
 
 def read_puts(

@@ -29,7 +29,7 @@ from stream_balancer.wire import FRAME_BYTES, Frame, read_frame
 __all__ = ["Connection", "Handler", "Hub", "Listener", "keep_alive", "listen", "unexpected"]
 
 _TURN_BYTES = 4 * 2**20  # read from one socket before the others get their turn
-_GATHER = 64  # buffers per sendmsg; the system's limit is 1024
+_GATHER = 256  # buffers per sendmsg; the system's limit is 1024
 _KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3}  # seconds, seconds, tries: a dead host is told
 _NOTHING = torch.empty(0, dtype=torch.uint8)
 

@@ -245,7 +245,7 @@ class MemoryOutlet:
 
     def _flush(self) -> None:
         while tickets := self._book.take():
-            offers = [offer for offer, _ in read_puts(write_puts(tickets), self._next)]
+            offers = [offer for offer, _ in read_puts(torch.cat(write_puts(tickets)), self._next)]
             self._next += len(offers)
             self.carry(partial(self.intake._arrive, offers))
 

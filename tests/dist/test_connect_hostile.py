@@ -36,7 +36,7 @@ def puts(name: str = "half") -> bytes:
     book = PutLedger()
     book.open(Limits())
     book.offer(Ticket([make_rollout(9, name)], Mode.PUT, lambda: None))
-    slab = write_puts(book.take())
+    slab = torch.cat(write_puts(book.take()))
     return raw(Frame(Kind.PUTS, wire_bytes=slab.numel()), slab.numpy().tobytes())
 
 

@@ -45,7 +45,7 @@ def _bundle() -> list[tuple[Frame, bytes]]:
     for rollouts, mode in (([_rollout(0)], Mode.PUT), ([_rollout(n, "g") for n in (1, 2, 3)], Mode.GROUP)):
         book.offer(Ticket(rollouts, mode, lambda: None))
     book.offer(Ticket([_rollout(4)], Mode.NOWAIT, lambda: None))
-    slab = write_puts(book.take())
+    slab = torch.cat(write_puts(book.take()))
     parts, at = [], 0
     while at < slab.numel():
         frame = read_frame(slab[at : at + FRAME_BYTES].view(torch.int64))

@@ -199,3 +199,17 @@ def test_any_shape_comes_back(cut: list[list[int]], dtype: torch.dtype, tail: li
     sent = share_of(*micro_batches)
     got, _ = carry(sent)
     assert all(same_rollout(a, b) for a, b in zip(sent.rollouts, got.rollouts, strict=True))
+
+
+def test_pieces_of_one_rollout_are_its_slab_uncopied() -> None:
+    rollout = Rollout(
+        tokens={"input_ids": torch.arange(7), "hidden": torch.rand(3, 7).T, "none": torch.zeros(7, 0)},
+        tensors={"scalar": torch.tensor(2.0), "empty": torch.zeros(0, 3)},
+        metadata={"a": "b" * 77},
+    )
+    encoded = wire.encode(share_of([rollout]), narrow=False)
+    slab = torch.zeros(encoded.frame.wire_bytes, dtype=torch.uint8)
+    assert list(encoded.fill(slab))
+    pieces = encoded.pieces()
+    assert torch.cat(pieces).equal(slab)
+    assert rollout.tokens["input_ids"].data_ptr() in [piece.data_ptr() for piece in pieces]
