@@ -183,11 +183,12 @@ async def test_end_while_puts_pend() -> None:
             assert sorted(await remote.do("ended", 3)) == [(f"r{n}", *closed) for n in range(3)]
 
 
-async def test_serve_s_return_tells_producers_that_it_is_over() -> None:
+@pytest.mark.parametrize("hand_over", ["balancer", "direct"])
+async def test_serve_s_return_tells_producers_that_it_is_over(hand_over: str) -> None:
     config = sb.BalancerConfig(dp_size=1, batch_size=4)
     with anyio.fail_after(GUARD_S):
         async with sb.TorchTransport.listen(dp_size=1) as transport, sb.StreamBalancer(config) as balancer:
-            with RemoteProducer(transport.address) as remote:
+            with RemoteProducer(transport.address, hand_over=hand_over) as remote:
 
                 async def train() -> None:
                     async for _ in sb.RankFeed(transport.address, rank=0, dp_size=1):

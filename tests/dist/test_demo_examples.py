@@ -40,8 +40,8 @@ def test_torchrun_single_controller(ranks):
     assert f"{96} rollouts trained on {ranks} ranks" in out
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_torchrun_every_rank_generates(ranks):
+@pytest.mark.parametrize(("ranks", "hand_over"), [(1, "direct"), (2, "direct"), (2, "balancer")])
+def test_torchrun_every_rank_generates(ranks, hand_over):
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks]
-    out = run(*torchrun, EXAMPLES / "torchrun_every_rank_generates.py")
+    out = run(*torchrun, EXAMPLES / "torchrun_every_rank_generates.py", hand_over)
     assert f"{48 * ranks} rollouts trained on {ranks} ranks" in out

@@ -13,11 +13,15 @@ from typing import Any
 
 import anyio
 import pytest
+import torch
 from remote_producer import GUARD_S, Rank, RemoteProducer, fingerprint, make, names
+from test_connect_hostile import attack as assault
+from test_connect_hostile import hello, raw
 
 import stream_balancer as sb
 from stream_balancer.attend import attend
 from stream_balancer.handover import RemoteRollout
+from stream_balancer.wire import Frame, Kind
 
 Served = tuple[sb.StreamBalancer, sb.TorchTransport]
 
@@ -212,6 +216,48 @@ async def test_tokens_in_flight_that_died_with_their_producer_are_a_clear_error(
             balancer.acknowledge(0)
             balancer.end()
             assert [batch async for batch in balancer.batches()] == []
+
+
+async def test_a_feed_can_be_closed_while_it_waits_for_a_producer_that_does_not_answer() -> None:
+    async with served(1, batch_size=4, window=4, rejoin_timeout_s=30) as (balancer, transport):
+        with RemoteProducer(transport.address, hand_over="direct") as stopped:
+            await puts_all(stopped, [(9, f"v{n}") for n in range(4)])
+            assert stopped.process.pid
+            os.kill(stopped.process.pid, signal.SIGSTOP)
+            feed = sb.RankFeed(transport.address, rank=0, dp_size=1, linger_s=0.1)
+            fetcher = feed._port._fetcher  # type: ignore[attr-defined]
+            await until(lambda: fetcher._open)
+            await feed.aclose()
+            assert fetcher._open == {}
+            os.kill(stopped.process.pid, signal.SIGCONT)
+            rank = Rank(transport.address, 0, 1, incarnation=1)
+            balancer.end()
+            told = await anyio.to_thread.run_sync(rank.told)
+            assert trained([told]).keys() == {f"v{n}" for n in range(4)}
+
+
+async def test_hostile_bytes_at_a_producer_s_port_disturb_nobody() -> None:
+    async with served(1, batch_size=4, window=4) as (balancer, transport):
+        async with sb.connect(transport.address, hand_over="direct") as producer:
+            for n in range(4):
+                await producer.put(make(30, f"r{n}"))
+            holder = balancer._core._buffer.rollouts()[0].holder  # type: ignore[attr-defined]
+            want = torch.tensor([0, 99]).numpy().tobytes()
+            attacks = [
+                random.Random(0).randbytes(500),
+                hello("guess"),
+                raw(Frame(Kind.WANT, wire_bytes=16), want),
+                hello(holder.secret) + raw(Frame(Kind.WANT, wire_bytes=2**40)),
+                hello(holder.secret) + raw(Frame(Kind.WANT, wire_bytes=7), b"1234567"),
+                hello(holder.secret) + raw(Frame(Kind.DROP, step=0, nanoseconds=15)),
+                hello(holder.secret) + hello(holder.secret),
+            ]
+            for attack in attacks:
+                await anyio.to_thread.run_sync(assault, (holder.host, holder.port), attack, True)
+            rank = Rank(transport.address, 0, 1)
+            balancer.end()
+            told = await anyio.to_thread.run_sync(rank.told)
+            assert trained([told]).keys() == {f"r{n}" for n in range(4)}
 
 
 async def test_payloads_are_held_until_acknowledged_and_then_dropped() -> None:
