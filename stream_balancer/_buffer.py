@@ -217,6 +217,16 @@ class Buffer:
         last = self._rows - 1
         return tuple(self._by_length[round(f * last)] >> _SEQ_BITS for f in fractions)
 
+    def siblings(self, group_id: str) -> NDArray[np.int64]:
+        """Rows of the rollouts of a group that wait here. O(n)."""
+        group = self._groups.get(group_id)
+        return np.flatnonzero(self.labels == group.label) if group is not None else np.empty(0, dtype=np.int64)
+
+    def num_arrived(self, group_id: str) -> int:
+        """Siblings of a group that have come. O(1)."""
+        group = self._groups.get(group_id)
+        return group.arrived if group is not None else 0
+
     # -- groups --------------------------------------------------------------------------------------------------------
 
     def _join_group(self, group_id: str | None) -> int:

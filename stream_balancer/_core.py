@@ -124,9 +124,16 @@ class BalancerCore:
     def add_all(self, rollouts: Sequence[Rollout], now: float) -> None:
         """Take all of several rollouts, or none. Raises like ``add``; RolloutError if they could never fit. O(k log
         n)."""
-        if len(rollouts) == 1:
-            return self.add(rollouts[0], now)
+        costs = self.check_all(rollouts)
+        self._check_room(rollouts)
+        for rollout, cost in zip(rollouts, costs, strict=True):
+            self._take(rollout, cost, now)
+
+    def check_all(self, rollouts: Sequence[Rollout]) -> list[float]:
+        """Raise what ``add_all`` would raise, except WouldBlock; else the costs. Changes nothing. O(k columns)."""
         costs = [self.check(rollout) for rollout in rollouts]
+        if len(rollouts) == 1:
+            return costs
         if len({r.rollout_id for r in rollouts}) < len(rollouts):
             raise DuplicateRolloutError(
                 "two rollouts of one put_group() have the same rollout_id; give each an id of its own"
@@ -140,10 +147,7 @@ class BalancerCore:
         schema = self._schema or schema_of(rollouts[0])
         for rollout in rollouts:
             check_schema(rollout, schema)
-        self._check_room(rollouts)
-        for rollout, cost in zip(rollouts, costs, strict=True):
-            self._take(rollout, cost, now)
-        return None
+        return costs
 
     def _check_room(self, rollouts: Sequence[Rollout]) -> None:
         if not self._has_room(rollouts):
@@ -184,6 +188,33 @@ class BalancerCore:
         self._num_aging += self._is_aging(rollout)
         self._not_before = -math.inf
         self._counts.peak_waiting = max(self._counts.peak_waiting, len(self._buffer))
+
+    def completed_by(self, rollouts: Sequence[Rollout]) -> list[Rollout] | None:
+        """What ``accept`` is asked about: these rollouts and the waiting siblings whose group they complete; None
+        while others of the group must still come. O(n) for the last of a group, else O(1)."""
+        group_id, size = rollouts[0].group_id, _tracked_group_size(self.config)
+        if group_id is None or size is None:
+            return list(rollouts)
+        if self._buffer.num_arrived(group_id) + len(rollouts) < size:
+            return None
+        return [*self._buffer.rollouts(self._buffer.siblings(group_id)), *rollouts]
+
+    def filter_out(self, rollouts: Sequence[Rollout], now: float) -> None:
+        """Accepted and evicted at once, with the waiting siblings of their group. Raises like ``add_all``, but never
+        for want of room. O(n)."""
+        costs = self.check_all(rollouts)
+        self._counts.accepted += len(rollouts)
+        group_id = rollouts[0].group_id
+        if group_id is None or _tracked_group_size(self.config) is None:
+            gone = list(rollouts)
+        else:  # through the buffer, which knows then that nobody else will come
+            for rollout, cost in zip(rollouts, costs, strict=True):
+                self._hold(rollout, cost, now)
+            self._note_arrivals()
+            gone = self._buffer.remove(self._buffer.siblings(group_id))
+            self._num_aging = self._count_aging()
+        for rollout in gone:
+            self._evict(rollout, "filtered")
 
     def end(self) -> None:
         """No more rollouts will come: drain what is left, also if it is fewer than the ranks. May be called twice."""
@@ -370,6 +401,19 @@ class BalancerCore:
         """A batch in flight that nobody got after all: the next ``poll`` gives it."""
         self._to_redeliver.appendleft(batch)
 
+    def nack(self, step: int) -> None:
+        """A batch in flight was not trained on after all: ``poll`` gives it again, same plan, older steps first. Raises
+        ValueError for a step that is not in flight. O(batches in flight)."""
+        batch = self._in_flight.get(step)
+        if batch is None:
+            raise ValueError(
+                f"step {step} cannot be given again: it was never dispatched, or is already acknowledged. "
+                f"In flight: {sorted(self._in_flight) or 'nothing'}"
+            )
+        if batch not in self._to_redeliver:
+            self._counts.nacked += batch.num_rollouts
+            self._to_redeliver = deque(sorted([*self._to_redeliver, batch], key=lambda one: one.step))
+
     def _forget(self, rollout_ids: Iterable[str]) -> None:
         """These are done: no longer held, remembered for a while. O(1) each."""
         for rollout_id in rollout_ids:
@@ -429,10 +473,10 @@ class BalancerCore:
         self._num_aging = self._count_aging()
         return [rollout.rollout_id for rollout in rollouts]
 
-    def _evict(self, rollout: Rollout) -> None:
-        self._counts.evicted["stale"] += 1
+    def _evict(self, rollout: Rollout, reason: EvictReason = "stale") -> None:
+        self._counts.evicted[reason] += 1
         self._forget([rollout.rollout_id])
-        self._evicted.append((rollout, "stale"))
+        self._evicted.append((rollout, reason))
 
     def _oldest_fresh(self) -> int:
         """The oldest version that is still fresh now; one that has it would be stale at the next version."""
@@ -552,6 +596,7 @@ class BalancerCore:
             batches=dict(counts.batches),
             dispatched_tokens=counts.dispatched_tokens,
             padding_copies=counts.padding_copies,
+            nacked=counts.nacked,
             blocked_puts=blocked_puts,
             peak_waiting=counts.peak_waiting,
             oldest_wait_s=max(now - buffer.oldest_arrival, 0.0) if len(buffer) else 0.0,

@@ -15,7 +15,9 @@ class Counts:
     """Running totals behind ``Statistics``."""
 
     def __init__(self) -> None:
-        self.accepted = self.acknowledged = self.peak_waiting = self.dispatched_tokens = self.padding_copies = 0
+        self.accepted = self.acknowledged = self.nacked = self.peak_waiting = self.dispatched_tokens = (
+            self.padding_copies
+        ) = 0
         self.evicted: Counter[EvictReason] = Counter(dict.fromkeys(get_args(EvictReason), 0))
         self.batches: Counter[Reason] = Counter(dict.fromkeys(get_args(Reason), 0))
         self.mean_loads = self.max_loads = self.lower_bounds = self.mean_seconds = self.max_seconds = 0.0

@@ -12,10 +12,9 @@ from typing import Any, Protocol, runtime_checkable
 
 import anyio
 
-from stream_balancer.balancer import StreamBalancer, _ParkedPut
+from stream_balancer.balancer import StreamBalancer, _Pending
 from stream_balancer.errors import BrokenResourceError, ClosedResourceError, EndOfStream, RolloutError
 from stream_balancer.handover import RemoteRollout
-from stream_balancer.journal import Writing
 from stream_balancer.transport._producers import Intake
 from stream_balancer.transport._puts import Mode, Offer, Withdrawal, Withdrawn
 from stream_balancer.transport.memory import MemoryIntake
@@ -146,7 +145,7 @@ class _Attendant:
             error = refusal
         self._link.answer(offer.number, error)
 
-    async def _wait(self, number: int, pending: _ParkedPut | Writing, scope: anyio.CancelScope) -> None:
+    async def _wait(self, number: int, pending: _Pending, scope: anyio.CancelScope) -> None:
         accepted, error = False, None
         try:
             with scope:

@@ -17,17 +17,19 @@ All methods belong to the event loop's thread; for threads and plain loops there
 
 from __future__ import annotations
 
+import inspect
 import logging
 import math
 import os
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypeAlias
 
 import anyio
 import anyio.lowlevel
 
+from stream_balancer._accept import Accept, Judging, ask, verdict_of
 from stream_balancer._core import BalancerCore
 from stream_balancer.config import BalancerConfig
 from stream_balancer.errors import AlreadyInUseError, ClosedResourceError, RolloutError, WouldBlock
@@ -61,6 +63,11 @@ class StreamBalancer:
     ``on_evict(rollout, reason)`` is called, in the loop's thread, for every rollout that is given up. What it raises
     is logged and goes no further: the put or set_version() that evicted has happened.
 
+    ``accept(rollouts)`` decides what is worth training on, before it takes a place: called with a rollout by itself, or
+    with all siblings of a group (of ``put_group``, or once the last of ``group_size`` comes). What it turns down is
+    counted and evicted as "filtered", and its put returns as usual; what it raises comes out of that put, and nothing
+    was accepted. It may be async: a slow verdict delays its own put and no other. See docs/staleness.md.
+
     ``journal``: a folder. A put then returns once the rollout is on the disk, and the balancer goes on after a crash
     with all that was accepted and not acknowledged; see docs/journal.md. It is read on entering ``async with``, which
     raises AlreadyInUseError if another process has it.
@@ -71,6 +78,7 @@ class StreamBalancer:
         config: BalancerConfig,
         *,
         on_evict: Callable[[Rollout, EvictReason], object] | None = None,
+        accept: Accept | None = None,
         journal: str | os.PathLike[str] | Journal | None = None,
     ) -> None:
         self._core = BalancerCore(config)
@@ -78,6 +86,7 @@ class StreamBalancer:
         self.recovered: Recovered | None = None
         """What the journal held when this balancer was entered; None without a journal."""
         self._on_evict = on_evict
+        self._accept = accept
         self._parked: OrderedDict[int, _ParkedPut] = OrderedDict()
         self._parked_siblings: dict[str, dict[int, _ParkedPut]] = {}
         self._next_ticket = 0
@@ -122,6 +131,15 @@ class StreamBalancer:
         self._check_open()
         if self._journal is not None:
             raise WouldBlock("put_nowait() cannot wait for the journal's disk, where accepted rollouts are: use put()")
+        if self._accept is not None:
+            verdict = self._verdict([rollout])
+            if isinstance(verdict, Judging):
+                if inspect.iscoroutine(verdict.answer):
+                    verdict.answer.close()
+                raise WouldBlock("put_nowait() cannot wait for an accept= that is async: use put()")
+            if not verdict:
+                self._filter_out([rollout])
+                return
         if self._parked and not self._core.is_sibling(rollout):
             self._core.check(rollout)
             raise WouldBlock
@@ -134,17 +152,56 @@ class StreamBalancer:
         if pending is not None:
             await self._finish(pending)
 
-    def _enter(self, rollouts: Sequence[Rollout]) -> _ParkedPut | Writing | None:
-        """Take them, or give them the last place in the journal's queue or among the parked: :meth:`_finish` must
-        follow. Raises like ``put``."""
+    def _enter(self, rollouts: Sequence[Rollout]) -> _Pending | None:
+        """Take them, or begin what must be waited for, with a place in its queue: :meth:`_finish` must follow. Raises
+        like ``put``."""
         self._check_open()
+        if self._accept is None:
+            return self._write_or_let_in(rollouts)
+        verdict = self._verdict(rollouts)
+        return verdict if isinstance(verdict, Judging) else self._act_on(verdict, rollouts)
+
+    def _verdict(self, rollouts: Sequence[Rollout]) -> bool | Judging:
+        """What ``accept`` says about them; True while others of their group must still come."""
+        self._core.check_all(rollouts)  # a bad rollout is refused, not judged
+        question = self._core.completed_by(rollouts)
+        if question is None or self._accept is None:
+            return True
+        answer = ask(self._accept, question)
+        return answer if isinstance(answer, bool) else Judging(rollouts, _ids(question), answer)
+
+    async def _judged(self, judging: Judging) -> _Pending | None:
+        verdict = verdict_of(await judging.answer)
+        question = self._core.completed_by(judging.rollouts)
+        if question is None or _ids(question) != judging.asked:
+            return self._enter(judging.rollouts)  # siblings came or left meanwhile: ask again
+        self._check_open()
+        return self._act_on(verdict, judging.rollouts)
+
+    def _act_on(self, verdict: bool, rollouts: Sequence[Rollout]) -> _Pending | None:
+        if verdict:
+            return self._write_or_let_in(rollouts)
+        self._filter_out(rollouts)
+        return None
+
+    def _filter_out(self, rollouts: Sequence[Rollout]) -> None:
+        self._core.filter_out(rollouts, anyio.current_time())
+        self._ring()
+        self._wake_next_put()  # siblings that waited have made room
+        self._tell_evicted()
+
+    def _write_or_let_in(self, rollouts: Sequence[Rollout]) -> _Pending | None:
         if self._journal is None:
             return self._let_in(rollouts)
         for rollout in rollouts:
             self._core.check(rollout)  # a bad rollout fails now, and is not written
         return self._journal.write(rollouts, self._core.next_step)
 
-    async def _finish(self, pending: _ParkedPut | Writing) -> None:
+    async def _finish(self, pending: _Pending | None) -> None:
+        while isinstance(pending, Judging):
+            pending = await self._judged(pending)
+        if pending is None:
+            return None
         if isinstance(pending, _ParkedPut):
             return await self._wait_for_room(pending)
         assert self._journal is not None
@@ -297,6 +354,18 @@ class StreamBalancer:
         for batch in self._core.acknowledge_through(step):
             if self._journal is not None:
                 self._journal.acknowledged(batch)
+
+    def nack(self, step: int) -> None:
+        """A batch was not trained on after all (the step failed): ``batches()`` gives it again, next, with the same
+        plan.
+
+        For loops over :meth:`batches`. A rank that iterates a ``RankFeed`` gets its share again by connecting under its
+        next incarnation. Raises ValueError for a step that is not in flight.
+        """
+        self._core.nack(step)
+        if self._consumer is not None:
+            self._consumer._forget(step)
+        self._ring()
 
     def in_flight(self) -> tuple[Batch, ...]:
         """Batches dispatched and not yet acknowledged, oldest first."""
@@ -480,6 +549,19 @@ class Batches:
         if self._auto_ack:
             self._last_step = batch.step
         return batch
+
+    def _forget(self, step: int) -> None:
+        """Asking for the next batch does not acknowledge this one."""
+        if self._last_step == step:
+            self._last_step = None
+
+
+_Pending: TypeAlias = _ParkedPut | Writing | Judging
+"""What a put may have to wait for: room, the journal's disk, a verdict."""
+
+
+def _ids(rollouts: Sequence[Rollout]) -> tuple[str, ...]:
+    return tuple(r.rollout_id for r in rollouts)
 
 
 def _check_group(rollouts: Sequence[Rollout]) -> None:

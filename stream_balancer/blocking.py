@@ -16,6 +16,7 @@ from typing import Any, Literal, Self, TypeVar
 
 import anyio.from_thread
 
+from stream_balancer._accept import Accept
 from stream_balancer.balancer import Batches, StreamBalancer
 from stream_balancer.config import BalancerConfig
 from stream_balancer.dispatch import serve
@@ -33,14 +34,15 @@ def blocking(
     config: BalancerConfig,
     *,
     on_evict: Callable[[Rollout, EvictReason], object] | None = None,
+    accept: Accept | None = None,
     backend: Literal["asyncio", "trio"] = "asyncio",
     journal: str | os.PathLike[str] | Journal | None = None,
 ) -> BlockingBalancer:
     """A balancer for threads and plain loops: ``with sb.blocking(config) as balancer``. Leaving the block closes it.
 
-    ``on_evict`` runs in the event loop's thread; keep it short.
+    ``on_evict`` and ``accept`` run in the event loop's thread; keep them short.
     """
-    return BlockingBalancer(config, on_evict=on_evict, backend=backend, journal=journal)
+    return BlockingBalancer(config, on_evict=on_evict, accept=accept, backend=backend, journal=journal)
 
 
 class BlockingBalancer:
@@ -51,10 +53,11 @@ class BlockingBalancer:
         config: BalancerConfig,
         *,
         on_evict: Callable[[Rollout, EvictReason], object] | None = None,
+        accept: Accept | None = None,
         backend: Literal["asyncio", "trio"] = "asyncio",
         journal: str | os.PathLike[str] | Journal | None = None,
     ) -> None:
-        self._balancer = StreamBalancer(config, on_evict=on_evict, journal=journal)
+        self._balancer = StreamBalancer(config, on_evict=on_evict, accept=accept, journal=journal)
         self._backend: Literal["asyncio", "trio"] = backend
         self._portal: anyio.from_thread.BlockingPortal | None = None
         self._stack = ExitStack()
@@ -146,6 +149,10 @@ class BlockingBalancer:
     def acknowledge_through(self, step: int) -> None:
         """Your checkpoint contains all steps up to this one. See :meth:`StreamBalancer.acknowledge_through`."""
         self._loop().call(self._balancer.acknowledge_through, step)
+
+    def nack(self, step: int) -> None:
+        """A batch was not trained on after all. See :meth:`StreamBalancer.nack`."""
+        self._loop().call(self._balancer.nack, step)
 
     @property
     def recovered(self) -> Recovered | None:

@@ -297,6 +297,11 @@ class _Server:
                 self._add(batch)
 
     def _add(self, batch: Batch) -> None:
+        if batch.step in self._open_steps:
+            raise ValueError(
+                f"step {batch.step} was given back with nack() while serve() delivers it. Ranks get a share again by "
+                "connecting under their next incarnation; nack() is for loops over batches()"
+            )
         self._note_move()
         self._open_steps[batch.step] = set(range(len(self._ranks)))
         for rank, share in zip(self._ranks, batch.ranks, strict=True):

@@ -33,8 +33,9 @@ Reason: TypeAlias = Literal["window", "deadline", "age", "drain"]
 """Why a batch left: the window filled, the oldest rollout had waited ``deadline_s``, rollouts were about to go stale,
 or ``end()`` drained what was left."""
 
-EvictReason: TypeAlias = Literal["stale", "lost"]
-"""Why a rollout was given up instead of dispatched: it was too old, or the producer that held its tokens is gone."""
+EvictReason: TypeAlias = Literal["stale", "lost", "filtered"]
+"""Why a rollout was given up instead of dispatched: it was too old, the producer that held its tokens is gone, or
+``accept=`` turned it down."""
 
 Version: TypeAlias = int | tuple[int, int]
 """Policy version a rollout was sampled with; ``(oldest, newest)`` if the weights changed while it was generated."""
@@ -352,6 +353,8 @@ class Statistics:
     """Tokens dispatched, ever, padding copies not counted."""
     padding_copies: int
     """Zero-weight copies made, ever."""
+    nacked: int
+    """Rollouts of batches that :meth:`StreamBalancer.nack` gave back, ever."""
     blocked_puts: int
     """Puts that are waiting for room now."""
     peak_waiting: int

@@ -159,6 +159,51 @@ class CoreMachine(RuleBasedStateMachine):
             with pytest.raises(ValueError, match=f"step {step} is not in flight"):
                 self.core.acknowledge(step)
 
+    @rule(data=st.data())
+    def nack(self, data: st.DataObject) -> None:
+        flying = list(self.core.in_flight())
+        if not flying:
+            return
+        chosen = data.draw(st.lists(st.sampled_from(flying), min_size=1, max_size=3, unique_by=id))
+        before = self.core.statistics(self.now)
+        for batch in (*chosen, chosen[0]):
+            self.core.nack(batch.step)
+        after = self.core.statistics(self.now)
+        assert after.redelivering == sum(b.num_rollouts for b in chosen) == after.nacked - before.nacked
+        assert {b.step for b in self.core.in_flight()} == {b.step for b in flying} - {b.step for b in chosen}
+        if data.draw(st.booleans()):
+            self.core.acknowledge(chosen.pop().step)  # it was trained on after all
+        for batch in sorted(chosen, key=lambda b: b.step):
+            assert self.core.next_wakeup() == -math.inf
+            assert self.core.poll(self.now) is batch
+        assert not self.core.statistics(self.now).redelivering
+
+    @precondition(lambda self: not self.ended)
+    @rule(length=st.integers(1, 64), group=st.integers(0, 3), lag=st.integers(0, 2))
+    def filter_out(self, length: int, group: int, lag: int) -> None:
+        grouped = self.core.config.group_size is not None and group > 0
+        version = None if self.version is None else max(self.version - lag, 0)
+        name = str(next(self.names))
+        rollout = sb.Rollout(
+            tokens={"input_ids": IDS[:length]},
+            rollout_id=name,
+            group_id=f"g{group}" if grouped else None,
+            version=version,
+        )
+        asked = self.core.completed_by([rollout])
+        if asked is None or rollout.nbytes > (self.core.config.capacity_bytes or math.inf):
+            return
+        before = self.core.statistics(self.now)
+        self.core.filter_out([rollout], self.now)
+        after = self.core.statistics(self.now)
+        self.accepted[name] = rollout
+        self.take_evicted()
+        assert {r.rollout_id for r in asked} <= self.evicted
+        assert after.accepted == before.accepted + 1
+        assert after.waiting == before.waiting - (len(asked) - 1)
+        with pytest.raises(sb.DuplicateRolloutError, match="is done"):
+            self.core.add(rollout, self.now)
+
     @rule(by=st.integers(0, 2))
     def set_version(self, by: int) -> None:
         self.version = (self.version or 0) + by
@@ -245,7 +290,7 @@ class CoreMachine(RuleBasedStateMachine):
 
     def take_evicted(self) -> None:
         for rollout, reason in self.core.take_evicted():
-            assert reason == "stale"
+            assert reason in ("stale", "filtered")
             assert rollout.rollout_id not in self.evicted | self.dispatched
             self.evicted.add(rollout.rollout_id)
 

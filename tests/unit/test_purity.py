@@ -23,7 +23,7 @@ PURE = [
     "stall.py",
 ]
 PURE += ["handover.py", "journal/records.py", "journal/contents.py"]
-TORCHLESS = ["cost.py", "config.py", "_admission.py", "_buffer.py", "_core.py", "_counts.py", "trace.py"]
+TORCHLESS = ["cost.py", "config.py", "_accept.py", "_admission.py", "_buffer.py", "_core.py", "_counts.py", "trace.py"]
 PLANNING = sorted(f"planning/{p.name}" for p in (PACKAGE / "planning").glob("*.py"))
 
 

@@ -1,0 +1,276 @@
+"""accept=: what is not worth training on is turned down at the door, and disturbs nobody."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from typing import Any
+
+import anyio
+import pytest
+import torch
+from anyio.lowlevel import checkpoint
+
+import stream_balancer as sb
+from stream_balancer.testing import make_rollout, make_rollouts
+
+
+def config(**knobs: Any) -> sb.BalancerConfig:
+    return sb.BalancerConfig(**{"dp_size": 2, "batch_size": 4, "window": 4, "capacity": 4, **knobs})
+
+
+async def settle() -> None:
+    for _ in range(20):
+        await checkpoint()
+
+
+def rewarded(rollout_id: str, reward: float, group: str | None = None) -> sb.Rollout:
+    return sb.Rollout(
+        tokens={"input_ids": [1, 2, 3]}, scalars={"reward": reward}, rollout_id=rollout_id, group_id=group
+    )
+
+
+def has_signal(rollouts: Sequence[sb.Rollout]) -> bool:
+    """As users write it: a tensor of one bool."""
+    return torch.tensor([r.scalars["reward"] for r in rollouts]).std() > 0  # type: ignore[return-value]
+
+
+def waiting(balancer: sb.StreamBalancer) -> list[str]:
+    return [r.rollout_id for r in balancer._core._buffer.rollouts()]
+
+
+async def test_what_is_turned_down_is_counted_and_told() -> None:
+    gone: list[tuple[str, str]] = []
+    async with sb.StreamBalancer(
+        config(),
+        accept=lambda rollouts: rollouts[0].num_tokens > 2,
+        on_evict=lambda r, why: gone.append((r.rollout_id, why)),
+    ) as balancer:
+        await balancer.put(make_rollout(3, "long"))
+        await balancer.put(make_rollout(2, "short"))  # returns as usual
+        balancer.put_nowait(make_rollout(1, "shorter"))
+        stats = balancer.statistics()
+        assert waiting(balancer) == ["long"]
+        assert gone == [("short", "filtered"), ("shorter", "filtered")]
+        assert (stats.accepted, stats.evicted["filtered"]) == (3, 2)
+        with pytest.raises(sb.DuplicateRolloutError, match="is done"):
+            await balancer.put(make_rollout(2, "short"))
+
+
+async def test_a_group_without_signal_goes_as_a_whole() -> None:
+    async with sb.StreamBalancer(config(), accept=has_signal) as balancer:
+        await balancer.put_group([rewarded("a0", 0.0, "a"), rewarded("a1", 1.0, "a")])
+        await balancer.put_group([rewarded("b0", 1.0, "b"), rewarded("b1", 1.0, "b")])
+        assert waiting(balancer) == ["a0", "a1"]
+        assert balancer.statistics().evicted["filtered"] == 2
+
+
+@pytest.mark.parametrize("groups", ["same_batch", "same_rank"])
+async def test_siblings_that_come_one_by_one_are_judged_when_the_last_is_there(groups: str) -> None:
+    asked: list[int] = []
+
+    async def accept(rollouts: Sequence[sb.Rollout]) -> bool:
+        asked.append(len(rollouts))
+        await anyio.sleep(1.0)
+        return has_signal(rollouts)
+
+    knobs = config(group_size=3, groups=groups, batch_size=6, window=12, capacity=24)
+    async with sb.StreamBalancer(knobs, accept=accept) as balancer, anyio.create_task_group() as tasks:
+        for name, rewards in (("a", (0.0, 0.0, 0.0)), ("b", (0.0, 1.0, 0.0))):
+            for n, reward in enumerate(rewards):
+                tasks.start_soon(balancer.put, rewarded(f"{name}{n}", reward, name))
+        await anyio.sleep(0.5)
+        assert len(waiting(balancer)) == 4  # two of each; the verdict on the third is out
+        await anyio.sleep(1.0)
+        assert sorted(waiting(balancer)) == ["b0", "b1", "b2"]
+        assert asked == [3, 3]
+        stats = balancer.statistics()
+        assert (stats.accepted, stats.evicted["filtered"], stats.waiting) == (6, 3, 3)
+        balancer._core.verify()
+        assert balancer._core._buffer.num_awaited == 0  # the group that was turned down keeps no place
+
+
+async def test_a_group_that_changed_meanwhile_is_asked_about_again() -> None:
+    """Two of four siblings leave by their deadline while the verdict on all four is out."""
+    asked: list[int] = []
+
+    async def accept(rollouts: Sequence[sb.Rollout]) -> bool:
+        asked.append(len(rollouts))
+        await anyio.sleep(10.0)
+        return False
+
+    knobs = config(
+        group_size=4, groups="same_batch", deadline_s=5.0, min_batch_size=2, batch_size=8, window=16, capacity=32
+    )
+    async with sb.StreamBalancer(knobs, accept=accept) as balancer, anyio.create_task_group() as tasks:
+        for n in range(3):
+            await balancer.put(rewarded(f"a{n}", 0.0, "a"))
+        tasks.start_soon(balancer.put, rewarded("a3", 0.0, "a"))
+        batch = await anext(balancer.batches())
+        assert sorted(r.rollout_id for r in batch.rollouts if not r.is_padding) == ["a0", "a1", "a2"]
+        await anyio.sleep(100.0)
+        assert asked == [4, 1]
+        assert waiting(balancer) == []
+        assert balancer.statistics().evicted["filtered"] == 1
+
+
+async def test_a_slow_verdict_delays_its_own_put_and_no_other() -> None:
+    async def accept(rollouts: Sequence[sb.Rollout]) -> bool:
+        await anyio.sleep(10.0 if rollouts[0].rollout_id == "slow" else 0.0)
+        return True
+
+    async with sb.StreamBalancer(config(), accept=accept) as balancer, anyio.create_task_group() as tasks:
+        tasks.start_soon(balancer.put, make_rollout(3, "slow"))
+        await settle()
+        for rollout in make_rollouts([3] * 3):
+            await balancer.put(rollout)
+        assert anyio.current_time() == 0.0
+        assert waiting(balancer) == ["r0", "r1", "r2"]
+        await anyio.sleep(10.5)
+        assert waiting(balancer) == ["r0", "r1", "r2", "slow"]
+
+
+async def test_verdicts_do_not_change_the_order_of_those_that_wait_for_room() -> None:
+    async def accept(rollouts: Sequence[sb.Rollout]) -> bool:
+        return rollouts[0].rollout_id != "r3"
+
+    async with sb.StreamBalancer(config(), accept=accept) as balancer, anyio.create_task_group() as tasks:
+        for rollout in make_rollouts([3] * 4, prefix="full"):
+            await balancer.put(rollout)
+        for rollout in make_rollouts([3] * 6):
+            tasks.start_soon(balancer.put, rollout)
+            await settle()
+        assert balancer.statistics().blocked_puts == 5
+        await anext(balancer.batches())
+        await settle()
+        assert waiting(balancer) == ["r0", "r1", "r2", "r4"]
+        tasks.cancel_scope.cancel()
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+async def test_what_it_raises_comes_out_of_the_put(is_async: bool) -> None:
+    def fail(rollouts: Sequence[sb.Rollout]) -> bool:
+        raise LookupError("no reward model")
+
+    async def fail_later(rollouts: Sequence[sb.Rollout]) -> bool:
+        await checkpoint()
+        raise LookupError("no reward model")
+
+    async with sb.StreamBalancer(config(), accept=fail_later if is_async else fail) as balancer:
+        with pytest.raises(LookupError):
+            await balancer.put(make_rollout(3))
+        assert balancer.statistics().accepted == 0
+
+
+async def test_a_forgotten_return_is_told() -> None:
+    async with sb.StreamBalancer(config(), accept=lambda rollouts: None) as balancer:  # type: ignore[arg-type, return-value]
+        with pytest.raises(TypeError, match="accept= returned None: return True"):
+            await balancer.put(make_rollout(3))
+
+
+async def test_put_nowait_cannot_wait_for_a_verdict() -> None:
+    answers: list[Any] = []
+
+    async def later() -> bool:
+        return True
+
+    def accept(rollouts: Sequence[sb.Rollout]) -> Any:
+        answers.append(later())
+        return answers[-1]
+
+    async with sb.StreamBalancer(config(), accept=accept) as balancer:
+        with pytest.raises(sb.WouldBlock, match="use put"):
+            balancer.put_nowait(make_rollout(3))
+    assert inspect.getcoroutinestate(answers[0]) == inspect.CORO_CLOSED
+
+
+async def test_a_bad_rollout_is_refused_not_judged() -> None:
+    asked: list[Any] = []
+    async with sb.StreamBalancer(
+        config(max_tokens_per_micro_batch=10), accept=lambda rollouts: not asked.append(rollouts)
+    ) as balancer:
+        with pytest.raises(sb.RolloutError, match="11 tokens"):
+            await balancer.put(make_rollout(11))
+        assert asked == []
+
+
+@pytest.mark.parametrize("how", ["cancel", "end", "aclose"])
+async def test_nothing_was_accepted_if_it_stops_during_the_verdict(how: str) -> None:
+    async def accept(rollouts: Sequence[sb.Rollout]) -> bool:
+        await anyio.sleep(10.0)
+        return True
+
+    outcome: list[str] = []
+
+    async def put() -> None:
+        try:
+            await balancer.put(make_rollout(3))
+            outcome.append("accepted")
+        except sb.ClosedResourceError:
+            outcome.append("closed")
+
+    async with sb.StreamBalancer(config(), accept=accept) as balancer:
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(put)
+            await anyio.sleep(1.0)
+            if how == "cancel":
+                tasks.cancel_scope.cancel()
+            elif how == "end":
+                balancer.end()
+            else:
+                await balancer.aclose()
+        assert outcome == ([] if how == "cancel" else ["closed"])
+        assert balancer.statistics().accepted == 0
+
+
+# -- nack --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("auto_ack", [False, True])
+async def test_a_batch_given_back_comes_again(auto_ack: bool) -> None:
+    async with sb.StreamBalancer(config()) as balancer:
+        for rollout in make_rollouts([3] * 4):
+            await balancer.put(rollout)
+        batches = balancer.batches(auto_ack=auto_ack)
+        first = await anext(batches)
+        balancer.nack(first.step)
+        assert balancer.statistics().redelivering == 4
+        assert await anext(batches) is first
+        stats = balancer.statistics()
+        assert (stats.in_flight, stats.acknowledged, stats.nacked, stats.redelivering) == (4, 0, 4, 0)
+        balancer.acknowledge(first.step)
+        with pytest.raises(ValueError, match="cannot be given again"):
+            balancer.nack(first.step)
+
+
+async def test_a_trainer_that_waits_is_woken_by_a_nack() -> None:
+    async with sb.StreamBalancer(config()) as balancer:
+        for rollout in make_rollouts([3] * 4):
+            await balancer.put(rollout)
+        batches = balancer.batches(auto_ack=False)
+        first = await anext(batches)
+        got: list[sb.Batch] = []
+
+        async def trainer() -> None:
+            got.append(await anext(batches))
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(trainer)
+            await settle()
+            assert not got
+            balancer.nack(first.step)
+        assert got == [first]
+
+
+async def test_a_batch_given_back_is_in_the_checkpoint() -> None:
+    async with sb.StreamBalancer(config()) as balancer:
+        for rollout in make_rollouts([3] * 4):
+            await balancer.put(rollout)
+        first = await anext(balancer.batches(auto_ack=False))
+        balancer.nack(first.step)
+        state = balancer.state_dict()
+    async with sb.StreamBalancer(config()) as balancer:
+        balancer.load_state_dict(state)
+        again = await anext(balancer.batches())
+        assert again.step == first.step
+        assert balancer.statistics().nacked == 4
