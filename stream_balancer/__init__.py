@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from stream_balancer.journal import Journal, Recovered
     from stream_balancer.simulate import SimulationReport, simulate
     from stream_balancer.trace import Trace, generate_trace, load_trace
+    from stream_balancer.transport._barrier import barrier
     from stream_balancer.transport.torch_dist import TorchTransport
     from stream_balancer.types import Batch, MicroBatch, RankBatch, Rollout, Statistics
 
@@ -87,6 +88,7 @@ __all__ = [
     "TransformerCost",
     "WireError",
     "WouldBlock",
+    "barrier",
     "blocking",
     "connect",
     "generate_trace",
@@ -110,6 +112,7 @@ _NAMES_OF = {
     "journal": "Journal Recovered",
     "simulate": "SimulationReport simulate",
     "trace": "Trace generate_trace load_trace",
+    "transport._barrier": "barrier",
     "transport.torch_dist": "TorchTransport",
     "types": "Batch MicroBatch RankBatch Rollout Statistics",
 }
