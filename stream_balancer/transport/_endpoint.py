@@ -145,6 +145,10 @@ class Endpoint:
         self._outbox.clear()
         _OPEN.discard(self)
 
+    def _shut_at_exit(self) -> None:
+        """What the interpreter's end does to a link that nobody closed."""
+        self._shut()
+
     def _break(self) -> None:
         pair = self._pair
         if pair is not None:
@@ -236,7 +240,7 @@ def _shut_all() -> None:
     """A thread inside gloo while the interpreter goes away would end the process with SIGABRT, so wake and join them
     all."""
     for endpoint in list(_OPEN):
-        endpoint._shut()
+        endpoint._shut_at_exit()
 
 
 atexit.register(_shut_all)

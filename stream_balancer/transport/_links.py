@@ -511,6 +511,12 @@ class PortBase(Endpoint):
         super()._shut()
         self._fetcher.hang_up()
 
+    def _shut_at_exit(self) -> None:
+        if self._left:  # its last acknowledgements may not have gone out
+            self.close()
+        else:
+            self._shut()
+
     def _check(self, frame: Frame) -> None:
         check_batch_frame(frame, step=self._next_step, rank=self.rank, dp_size=self.dp_size, max_bytes=self._max_bytes)
         if self._arrived - self._taken >= self._depth:

@@ -6,8 +6,9 @@
                ==> leader of DP rank 1 --> peer 1, peer 2, ...
 
 The leader hands a batch to its own trainer once every peer has it, so that nobody can change bytes that are still on
-their way. Peers check step, sizes, description and a checksum over all bytes. A process of the group that goes away
-is noticed by the leader, and through it by the others, as on every other link: no wait expires, none hangs.
+their way; a batch is acknowledged to the controller once every process has acknowledged it. Peers check step, sizes,
+description and a checksum over all bytes. A process of the group that goes away is noticed by the leader, and through
+it by the others, as on every other link: no wait expires, none hangs.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
@@ -196,6 +198,15 @@ class _PeerLink(ControllerLink):
         )
 
 
+@dataclass
+class _Open:
+    """A batch that some process of this rank has not acknowledged."""
+
+    step: int
+    missing: set[int]
+    seconds: float = 0.0
+
+
 class LeaderPort:
     """The leader's end: what the controller sends, after it has been passed on."""
 
@@ -217,7 +228,8 @@ class LeaderPort:
         self.rank, self.dp_size = inner.rank, inner.dp_size
         self._inner = inner
         self._decode = decode
-        self._linger_s = linger_s
+        self._open: deque[_Open] = deque()
+        self._leaving = False
         self._lock = threading.RLock()
         self._quiet = threading.Condition(self._lock)
         self._forwarded = 0
@@ -264,19 +276,22 @@ class LeaderPort:
 
     def report(self, step: int, seconds: float) -> None:
         """See :class:`RankPort`."""
-        self._inner.report(step, seconds)
+        with self._lock:
+            self._note_done(0, step, seconds)
 
     def leave(self) -> None:
         """See :class:`RankPort`."""
-        self._inner.leave()
+        with self._lock:
+            self._leaving = True
+            self._pump()
 
     def close(self) -> None:
-        """See :class:`RankPort`."""
+        """See :class:`RankPort`. After the end it waits for the peers, who may still be busy with the last batch."""
         with self._lock:
             ended = isinstance(self._end, EndOfStream)
             self._finish(ClosedResourceError())
-            if ended:  # the peers must hear the end, too
-                self._quiet.wait_for(lambda: not any(link.live for link in self._links), self._linger_s)
+            if ended:
+                self._quiet.wait_for(lambda: not any(link.live for link in self._links))
         for link in self._links:
             link._shut()
         self._inner.close()
@@ -294,14 +309,16 @@ class LeaderPort:
 
     def _pump(self) -> None:
         """Pass on what has come, hand out what has arrived everywhere. The lock is held."""
-        for link in self._links:
+        for number, link in enumerate(self._links, start=1):
             try:
-                while link.report() is not None:
-                    pass  # what peers acknowledge is nobody's business: the leader acknowledges for all
+                while (done := link.report()) is not None:
+                    self._note_done(number, done.step, done.seconds)
             except EndOfStream:
                 pass
             except Exception as error:  # noqa: BLE001 - ends this feed, whatever it was
                 self._fail(error)
+        if self._leaving and not self._open:
+            self._inner.leave()
         self._quiet.notify_all()
         if self._on_way is not None and all(link.delivered == self._forwarded for link in self._links):
             self._ready.append(self._on_way)
@@ -326,8 +343,18 @@ class LeaderPort:
         if batch is not None:
             for link in self._links:
                 link.send(batch)
+            self._open.append(_Open(batch.step, set(range(len(self._links) + 1))))
             self._forwarded += 1
             self._on_way = batch if self._decode is None else self._decode(*slab_of(batch))
+
+    def _note_done(self, process: int, step: int, seconds: float) -> None:
+        for entry in self._open:
+            if entry.step == step:
+                entry.missing.discard(process)
+                entry.seconds = max(entry.seconds, seconds)
+        while self._open and not self._open[0].missing:
+            done = self._open.popleft()
+            self._inner.report(done.step, done.seconds)
 
     def _fail(self, error: Exception) -> None:
         """End here, and let the peers know at once."""

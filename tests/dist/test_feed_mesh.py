@@ -64,8 +64,12 @@ def _train(address: str, port: int, shape: Shape, world_rank: int, incarnation: 
         mesh = mesh_without_world(shape, world_rank)
     if mode == "damage":
         damage(step=3)
+    auto_ack = mode != "late"
+    last = None
+    feed = RankFeed(address, mesh=mesh, dp_dim=shape[2], incarnation=incarnation, auto_ack=auto_ack)
     try:
-        for batch in RankFeed(address, mesh=mesh, dp_dim=shape[2], incarnation=incarnation):
+        for batch in feed:
+            last = batch
             ids = [r.rollout_id for r in batch.rollouts]
             checksum = sum(int(mb.packed()["input_ids"].sum()) for mb in batch.micro_batches)
             told.send((batch.step, ids, checksum, batch.rank))
@@ -75,6 +79,10 @@ def _train(address: str, port: int, shape: Shape, world_rank: int, incarnation: 
                 mb.packed()["input_ids"].zero_()  # what a trainer does to its batch is its own business
     except Exception as error:  # noqa: BLE001 - told to the test
         told.send((type(error).__name__, str(error)))
+    if mode == "late" and last is not None:
+        told.recv()
+        last.ack()
+        feed.close()
     told.send(None)
     if mode == "stays":
         time.sleep(2 * GUARD_S)  # the peers are told, they do not merely see this process end
@@ -87,7 +95,7 @@ class Process:
 
     def __init__(self, address: str, world_rank: int, mode: str = "", *, port: int = 0, shape: Shape = DP_TP,
                  incarnation: int = 0) -> None:  # fmt: skip
-        self.told, theirs = _PROCESSES.Pipe(duplex=False)
+        self.told, theirs = _PROCESSES.Pipe()
         args = (address, port, shape, world_rank, incarnation, mode, theirs)
         self.process = _PROCESSES.Process(target=_train, args=args, daemon=True)
         self.process.start()
@@ -191,6 +199,24 @@ async def test_a_killed_process_ends_its_group_which_comes_back(victim: int) -> 
     assert told["again"] == told["again peer"] == expected(range(resumed, 40), 1, 100_000)
     assert 3 <= resumed <= told["victim"][-1][0] + 1
     assert balancer.acknowledged == list(steps)
+
+
+@pytest.mark.parametrize("last_one", [2, 3], ids=["leader", "peer"])
+async def test_a_step_is_acknowledged_when_the_last_process_has(last_one: int) -> None:
+    steps = range(6)
+    balancer = ScriptedBalancer([make_batch(step, 2) for step in steps])
+    with anyio.fail_after(GUARD_S):
+        async with TorchTransport.listen(dp_size=2) as transport, anyio.create_task_group() as tasks:
+            processes = [Process(transport.address or "", rank, "late" if rank > 1 else "") for rank in range(4)]
+            tasks.start_soon(serve, balancer, transport)
+            for process in processes[2:]:
+                for _ in steps:
+                    await in_thread(process.told.recv)
+            processes[5 - last_one].told.send("acknowledge")
+            await anyio.sleep(0.2)
+            assert balancer.acknowledged == []
+            processes[last_one].told.send("acknowledge")
+        assert balancer.acknowledged == list(steps)
 
 
 async def test_the_loss_of_the_controller_reaches_the_peers() -> None:

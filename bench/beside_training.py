@@ -1,0 +1,127 @@
+"""A training all_reduce beside the feed: how much slower it gets while batches arrive, and whether its result changes.
+
+``python bench/beside_training.py [--json] [--megabytes 10] [--rounds 6]``. Two rank processes in a gloo world of their
+own sum 4 MB again and again; in every second round they also take batches. A step is eight sums and one batch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import socket
+import statistics
+import subprocess
+import sys
+import time
+
+import anyio
+import torch
+import torch.distributed as dist
+
+from stream_balancer.dispatch import serve
+from stream_balancer.feed import RankFeed
+from stream_balancer.testing.transports import ScriptedBalancer, make_batch
+from stream_balancer.transport.torch_dist import TorchTransport
+from stream_balancer.types import Batch
+
+ELEMENTS = 2**20  # float32: 4 MB
+SUMS_PER_STEP = 8
+STEPS_PER_ROUND = 12
+BAR = 1.5
+
+
+class Repeating(ScriptedBalancer):
+    """The same batch under ever new step numbers: the controller's packing is measured, not the making."""
+
+    def __init__(self, num_tokens: int, steps: int) -> None:
+        super().__init__([])
+        self._tokens, self._steps, self._step = num_tokens, steps, 0
+
+    async def __anext__(self) -> Batch:
+        await anyio.lowlevel.checkpoint()
+        if self._step == self._steps:
+            raise StopAsyncIteration
+        batch = make_batch(self._step, 2, num_tokens=self._tokens)
+        self._in_flight[batch.step] = batch
+        self._step += 1
+        return batch
+
+
+def rank_main(rank: int, address: str, port: int, rounds: int, shared_memory: bool) -> None:
+    """Prints its times and a checksum of its sums."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+    feed = RankFeed(address, rank=rank, dp_size=2, shared_memory=shared_memory)
+    times: dict[str, list[float]] = {"quiet": [], "beside": []}
+    sums: dict[str, list[float]] = {"quiet": [], "beside": []}
+    gradient = torch.empty(ELEMENTS)
+    for lap in range(2 * rounds):
+        kind = "beside" if lap % 2 else "quiet"
+        generator = torch.Generator().manual_seed(1000 * (lap // 2) + rank)
+        for _ in range(STEPS_PER_ROUND):
+            if kind == "beside":
+                next(feed)
+            else:
+                time.sleep(0.02)  # what was on its way has arrived
+            for _ in range(SUMS_PER_STEP):
+                gradient.normal_(generator=generator)
+                dist.barrier()
+                began = time.perf_counter()
+                dist.all_reduce(gradient)
+                times[kind].append(time.perf_counter() - began)
+            sums[kind].append(float(gradient.view(torch.int32).sum(dtype=torch.int64)))
+    for _ in feed:
+        pass
+    dist.destroy_process_group()
+    print(json.dumps({"times": times, "equal": sums["quiet"] == sums["beside"]}))
+
+
+async def measure(num_tokens: int, rounds: int, shared_memory: bool) -> dict[str, object]:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    balancer = Repeating(num_tokens, rounds * STEPS_PER_ROUND)
+    async with TorchTransport.listen(dp_size=2, shared_memory=shared_memory) as transport:
+        plan = json.dumps([transport.address, port, rounds, shared_memory])
+        command = [sys.executable, __file__, "--as-rank", plan]
+        ranks = [subprocess.Popen([*command, str(rank)], stdout=subprocess.PIPE, text=True) for rank in range(2)]  # noqa: ASYNC220
+        await serve(balancer, transport)
+        told = [json.loads((await anyio.to_thread.run_sync(rank.communicate))[0]) for rank in ranks]
+    median = {kind: statistics.median(told[0]["times"][kind]) for kind in ("quiet", "beside")}
+    if not all(one["equal"] for one in told):
+        raise SystemExit("FAILED: sums beside the feed differ from sums without it")
+    return {
+        "name": f"all_reduce_4MB_beside_{'shared' if shared_memory else 'sockets'}",
+        "quiet_ms": round(1e3 * median["quiet"], 2),
+        "beside_ms": round(1e3 * median["beside"], 2),
+        "value": round(median["beside"] / median["quiet"], 3),
+        "unit": "ratio",
+        "results": "bit-equal",
+        "bar": BAR,
+        "holds": median["beside"] <= BAR * median["quiet"],
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json", action="store_true", help="one JSON object a row")
+    parser.add_argument("--megabytes", type=float, default=10, help="of a batch, per rank")
+    parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument("--as-rank", nargs=2, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.as_rank:
+        address, port, rounds, shared_memory = json.loads(options.as_rank[0])
+        rank_main(int(options.as_rank[1]), address, port, rounds, shared_memory)
+        return
+    torch.set_num_threads(1)
+    num_tokens = int(options.megabytes * 1e6 / 4 / 8)  # four rollouts a rank, 8 bytes a token on the wire
+    for shared_memory in (False, True):
+        row = anyio.run(measure, num_tokens, options.rounds, shared_memory)
+        verdict = "holds" if row["holds"] else "MISSED"
+        text = "{name:30} {quiet_ms} ms alone, {beside_ms} ms beside, ratio {value}, {results}, bar {bar}: ".format(
+            **row
+        )
+        print(json.dumps(row) if options.json else text + verdict)
+
+
+if __name__ == "__main__":
+    main()

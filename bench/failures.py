@@ -1,0 +1,170 @@
+"""A rank is killed again and again: how soon it is noticed, how soon its next life has its batch, and what the healthy
+rank notices.
+
+``python bench/failures.py [--json] [--kills 50]``. Two rank processes; rank 1 gets SIGKILL at a random moment of a
+running stream and is followed by a process that was forked before, so that no interpreter start is measured. Through
+sockets and through shared memory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import random
+import signal
+import statistics
+import time
+from functools import partial
+from itertools import pairwise
+from multiprocessing.connection import Connection
+from typing import Any
+
+import anyio
+import torch
+
+from stream_balancer.dispatch import serve
+from stream_balancer.feed import RankFeed
+from stream_balancer.testing.transports import ScriptedBalancer, make_batch
+from stream_balancer.transport.torch_dist import TorchTransport
+from stream_balancer.types import Batch
+
+TOKENS = 20_000  # per rollout; four of them make 1 MB a rank
+STEP_S = 0.01
+DEPTH = 32  # batches: what a rank has in stock while another one is replaced
+BARS_MS = {"noticed": 100.0, "rejoined": 100.0, "healthy_gap": 100.0}
+
+_PROCESSES = multiprocessing.get_context("forkserver")
+_PROCESSES.set_forkserver_preload(["stream_balancer.feed", "stream_balancer.transport.torch_dist"])
+
+
+class Endless(ScriptedBalancer):
+    """One batch after the other, until told to stop."""
+
+    def __init__(self) -> None:
+        super().__init__([])
+        self.step = 0
+        self.stopped = False
+
+    async def __anext__(self) -> Batch:
+        await anyio.lowlevel.checkpoint()
+        if self.stopped:
+            raise StopAsyncIteration
+        batch = make_batch(self.step, 2, num_tokens=TOKENS)
+        self._in_flight[batch.step] = batch
+        self.step += 1
+        return batch
+
+
+def live(address: str, rank: int, incarnation: int, shared_memory: bool, wire: Connection) -> None:
+    """A rank's life: wait for the word, train, tell when which step was there."""
+    torch.set_num_threads(1)
+    wire.recv()
+    feed = RankFeed(address, rank=rank, dp_size=2, incarnation=incarnation, depth=DEPTH, shared_memory=shared_memory)
+    for batch in feed:
+        wire.send((time.monotonic(), batch.step))
+        time.sleep(STEP_S)
+    wire.send(None)
+
+
+class Life:
+    """The process, forked and waiting for the word."""
+
+    def __init__(self, address: str, rank: int, incarnation: int, shared_memory: bool) -> None:
+        self.wire, theirs = _PROCESSES.Pipe()
+        args = (address, rank, incarnation, shared_memory, theirs)
+        self.process = _PROCESSES.Process(target=live, args=args, daemon=True)
+        self.process.start()
+        theirs.close()
+
+    def told(self) -> list[tuple[float, int]]:
+        """All it has said; waits until it has ended."""
+        said = []
+        try:
+            while (one := self.wire.recv()) is not None:
+                said.append(one)
+        except EOFError:
+            pass
+        return said
+
+
+async def drill(kills: int, shared_memory: bool) -> dict[str, list[float]]:
+    """Times in ms, one per kill; the healthy rank's gaps for all of them."""
+    chance = random.Random(0)
+    times: dict[str, list[float]] = {"noticed": [], "rejoined": []}
+    balancer = Endless()
+    lives: list[list[tuple[float, int]]] = []
+    async with TorchTransport.listen(dp_size=2, shared_memory=shared_memory) as transport:
+        address = transport.address or ""
+        healthy = Life(address, 0, 0, shared_memory)
+        victim = Life(address, 1, 0, shared_memory)
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(partial(serve, balancer, transport, rejoin_timeout_s=60.0))
+            healthy.wire.send("go")
+            victim.wire.send("go")
+            for incarnation in range(1, kills + 1):
+                spare = Life(address, 1, incarnation, shared_memory)
+                await in_thread(victim.wire.poll, 30.0)  # it has its first batch
+                await anyio.sleep(0.3 + chance.uniform(0.0, 0.3))
+                link = transport._links[1]
+                killed_at = time.monotonic()
+                os.kill(victim.process.pid or 0, signal.SIGKILL)
+                while link.live:  # noqa: ASYNC110 - a link has no event for it
+                    await anyio.sleep(0.0005)
+                times["noticed"].append(1e3 * (time.monotonic() - killed_at))
+                began = time.monotonic()
+                spare.wire.send("go")
+                lives.append(await in_thread(victim.told))
+                await in_thread(spare.wire.poll, 30.0)
+                first = spare.wire.recv()
+                times["rejoined"].append(1e3 * (first[0] - began))
+                spare.first = first  # type: ignore[attr-defined]
+                lives.append([first])
+                victim = spare
+            await anyio.sleep(0.3)
+            balancer.stopped = True
+            told = await in_thread(healthy.told)
+            lives.append(await in_thread(victim.told))
+    check([step for _, step in told], balancer.step)
+    seen = sorted({step for life in lives for _, step in life})
+    check(seen, balancer.step)
+    times["healthy_gap"] = [1e3 * (b[0] - a[0]) for a, b in pairwise(told)]
+    return times
+
+
+async def in_thread(function: Any, *args: object) -> Any:
+    return await anyio.to_thread.run_sync(lambda: function(*args))
+
+
+def check(steps: list[int], total: int) -> None:
+    if steps != list(range(total)):
+        raise SystemExit(f"FAILED: {total} steps were dispatched, and these came: {steps}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json", action="store_true", help="one JSON object a row")
+    parser.add_argument("--kills", type=int, default=50)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    for shared_memory in (False, True):
+        times = anyio.run(drill, options.kills, shared_memory)
+        for name, values in times.items():
+            worst = max(values)
+            row = {
+                "name": f"{name}_{'shared' if shared_memory else 'sockets'}",
+                "median": round(statistics.median(values), 2),
+                "worst": round(worst, 2),
+                "unit": "ms",
+                "kills": options.kills,
+                "bar": BARS_MS[name],
+                "holds": worst <= BARS_MS[name],
+            }
+            print(json.dumps(row) if options.json else
+                  f"{row['name']:24} median {row['median']:8} worst {row['worst']:8} ms, bar {row['bar']}: "
+                  + ("holds" if row["holds"] else "MISSED"))  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,49 @@
+"""A trainer that torchrun restarts, beside a controller that lives on: every rollout ends up in the weights once."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import anyio
+import pytest
+
+from stream_balancer.dispatch import serve
+from stream_balancer.testing.transports import ScriptedBalancer, make_batch
+from stream_balancer.transport.torch_dist import TorchTransport
+
+SCRIPT = str(Path(__file__).with_name("torchrun_rank.py"))
+GUARD_S = 100
+STEPS = 10
+
+
+@pytest.mark.timeout(120)
+def test_restarts_under_torchrun_train_on_everything_once(tmp_path: Path) -> None:
+    anyio.run(_drill, tmp_path)  # it is about the trainer's processes: one loop will do
+
+
+async def _drill(folder: Path) -> None:
+    balancer = ScriptedBalancer([make_batch(step, 2) for step in range(STEPS)])
+    with anyio.fail_after(GUARD_S):
+        async with TorchTransport.listen(dp_size=2) as transport:
+            launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "2"]
+            command = [sys.executable, *launch, SCRIPT, transport.address or "", str(folder)]
+            trainer = subprocess.Popen(  # noqa: ASYNC220 - before anything runs
+                command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env={**os.environ}
+            )
+            try:
+                await serve(balancer, transport, rejoin_timeout_s=GUARD_S)
+                output, _ = await anyio.to_thread.run_sync(trainer.communicate)
+            finally:
+                trainer.kill()
+    assert trainer.returncode == 0, output
+    assert balancer.acknowledged == list(range(STEPS))
+    for rank in range(2):
+        weights = json.loads((folder / f"rank{rank}-{STEPS - 1}.json").read_text())
+        rollouts = [r.rollout_id for step in range(STEPS) for r in make_batch(step, 2).ranks[rank].rollouts]
+        assert weights["trained"] == rollouts
+    saved_not_acknowledged = json.loads((folder / f"rank0-{STEPS - 1}.json").read_text())["skipped"]
+    assert saved_not_acknowledged[-1] == 5, "the step that was saved and not acknowledged came again"
