@@ -423,11 +423,6 @@ class Outlet:
                         self._payloads.keep(key, rollout)
             self._send(Frame(Kind.PUTS, wire_bytes=sum(ticket.size for ticket in tickets)), *write_puts(tickets))
 
-    def _settle(self, number: int, error: Exception | None) -> None:
-        ticket = self._book.settle(number, error)
-        if error is not None:
-            self._drop(ticket.payloads)
-
     def _drop(self, keys: Iterable[int] | None) -> None:
         """These payloads are not needed any more; None = none is."""
         if self._payloads is not None:
@@ -458,10 +453,10 @@ class Outlet:
         """See :class:`Handler`."""
         if frame.kind is Kind.ACCEPTED:
             for number in numbers_in(frame.nanoseconds, frame.step):
-                self._settle(number, None)
+                self._book.settle(number, None)
         elif frame.kind is Kind.REFUSED:
             text = body.numpy().tobytes().decode(errors="replace").removesuffix("\n")
-            self._settle(frame.step, error_of(frame.rank, text))
+            self._book.settle(frame.step, error_of(frame.rank, text))
         elif frame.kind is Kind.DROP:
             self._drop(numbers_in(frame.nanoseconds, frame.step))
         else:

@@ -256,8 +256,8 @@ class PutLedger:
             ticket.settle(Withdrawn())
         return None if ticket.done else number
 
-    def settle(self, number: int, error: Exception | None) -> Ticket:
-        """A verdict came: on which put. Raises WireError if there is no such put."""
+    def settle(self, number: int, error: Exception | None) -> None:
+        """A verdict came. Raises WireError if there is no such put."""
         with self._lock:
             ticket = self._on_way.pop(number, None)
             if ticket is None:
@@ -266,7 +266,6 @@ class PutLedger:
         if isinstance(error, Withdrawn) and not ticket.withdrawn:
             error = ClosedResourceError("the producer was closed while put() waited; the rollout was not accepted")
         ticket.settle(error)
-        return ticket
 
     def close(self) -> list[int]:
         """No more puts. Those that wait here end; the numbers of those to be cancelled."""

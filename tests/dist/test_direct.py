@@ -218,6 +218,31 @@ async def test_tokens_in_flight_that_died_with_their_producer_are_a_clear_error(
             assert [batch async for batch in balancer.batches()] == []
 
 
+async def test_the_steps_before_the_one_that_died_are_completed_first() -> None:
+    config = sb.BalancerConfig(dp_size=1, batch_size=4, window=4, policy="fifo")
+    with anyio.fail_after(GUARD_S):
+        async with sb.TorchTransport.listen(dp_size=1) as transport, sb.StreamBalancer(config) as balancer:
+
+            async def serve() -> None:
+                with pytest.raises(sb.ProducerLostError, match="step 1"):
+                    await sb.serve(balancer, transport)
+                assert balancer.statistics().acknowledged == 4
+
+            with RemoteProducer(transport.address, hand_over="direct") as victim:
+                async with anyio.create_task_group() as tasks:
+                    tasks.start_soon(serve)
+                    for n in range(4):
+                        await balancer.put(make(9, f"safe{n}"))
+                    await puts_all(victim, [(9, f"v{n}") for n in range(4)])
+                    assert victim.process.pid
+                    os.kill(victim.process.pid, signal.SIGSTOP)
+                    rank = Rank(transport.address, 0, 1, step_s=0.3)
+                    await until(lambda: balancer.statistics().in_flight == 8)  # the rank trains on 0 and fetches 1
+                    victim.kill()
+                told = await anyio.to_thread.run_sync(rank.told)
+    assert [said[0] for said in told] == [0, "ProducerLostError"]
+
+
 async def test_a_feed_can_be_closed_while_it_waits_for_a_producer_that_does_not_answer() -> None:
     async with served(1, batch_size=4, window=4, rejoin_timeout_s=30) as (balancer, transport):
         with RemoteProducer(transport.address, hand_over="direct") as stopped:
