@@ -121,41 +121,45 @@ class _Attendant:
             "Connect without hand_over='direct'"
         )
 
+    # A refusal is answered where it is caught: a name that outlived the block would tie it and its frame, and with
+    # them the rollout, into a circle that only the garbage collector undoes.
+
     def _put_now(self, offer: Offer) -> None:
-        error: Exception | None = None
         try:
             self._check(offer)
             self._balancer.put_nowait(offer.rollouts[0])
         except Exception as refusal:  # noqa: BLE001 - told to the producer
-            error = refusal
-        self._link.answer(offer.number, error)
+            self._link.answer(offer.number, refusal)
+        else:
+            self._link.answer(offer.number, None)
 
     def _put(self, offer: Offer, start_soon: Callable[..., Any]) -> None:
         """What finds no room, or goes to a journal, takes its place in the balancer's queue now, and waits there in a
         task of its own."""
-        error: Exception | None = None
         try:
             self._check(offer)
             pending = self._balancer._enter(offer.rollouts)
-            if pending is not None:
-                scope = self._parked[offer.number] = anyio.CancelScope()
-                start_soon(self._wait, offer.number, pending, scope)
-                return
         except Exception as refusal:  # noqa: BLE001 - told to the producer
-            error = refusal
-        self._link.answer(offer.number, error)
+            self._link.answer(offer.number, refusal)
+            return
+        if pending is None:
+            self._link.answer(offer.number, None)
+        else:
+            scope = self._parked[offer.number] = anyio.CancelScope()
+            start_soon(self._wait, offer.number, pending, scope)
 
     async def _wait(self, number: int, pending: _Pending, scope: anyio.CancelScope) -> None:
-        accepted, error = False, None
+        accepted = refused = False
         try:
             with scope:
                 await self._balancer._finish(pending)
                 accepted = True
         except Exception as refusal:  # noqa: BLE001 - told to the producer
-            error = refusal
+            refused = True
+            self._link.answer(number, refusal)
         finally:
             del self._parked[number]
-            if accepted or error is not None:
-                self._link.answer(number, error)
-            elif scope.cancel_called:
+            if accepted:
+                self._link.answer(number, None)
+            elif scope.cancel_called and not refused:
                 self._link.answer(number, Withdrawn())
