@@ -33,7 +33,7 @@ class Options:
 def parse(arguments: list[str]) -> Options:
     """The command line."""
     parser = argparse.ArgumentParser(description="Asynchronous GRPO through stream_balancer, on two CPU cores.")
-    parser.add_argument("--steps", type=int, default=1400, help="optimizer steps")
+    parser.add_argument("--steps", type=int, default=1200, help="optimizer steps")
     parser.add_argument("--ranks", type=int, default=2, help="data-parallel ranks (torchrun's own number wins)")
     parser.add_argument("--policy", choices=get_args(Policy), default="window", help="round_robin = balancer off")
     parser.add_argument("--batch-size", type=int, default=32, help="rollouts per step, over all ranks")
@@ -68,7 +68,6 @@ class Report:
 
     def finish(self, trained_ids: list[str]) -> None:
         """Print what was measured. Raises RuntimeError unless every rollout was trained on exactly once, or evicted."""
-        few = min(10, len(self.steps))
         total = self.options.steps * self.options.batch_size
         summary = {
             "policy": self.options.policy,
@@ -77,8 +76,8 @@ class Report:
             "num_trained": len(trained_ids),
             "num_evicted": len(self.evicted),
             "exactly_once": sorted(map(int, trained_ids + self.evicted)) == list(range(total)),
-            "reward_start": fmean(s.reward for s in self.steps[:few]),
-            "reward_end": fmean(s.reward for s in self.steps[-few:]),
+            "reward_start": fmean(s.reward for s in self.steps[:10]),
+            "reward_end": fmean(s.reward for s in self.steps[-50:]),
             **self._summary(self.steps),
             "minutes": (time.monotonic() - self.start_s) / 60,
         }

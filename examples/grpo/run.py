@@ -73,7 +73,9 @@ def new_engine(options: Options) -> Engine:
 
 def new_trainer(options: Options) -> Trainer:
     """A trainer with the engine's first weights."""
-    return Trainer(new_model(options.seed), learning_rate=LEARNING_RATE, temperature=TEMPERATURE)
+    return Trainer(
+        new_model(options.seed), learning_rate=LEARNING_RATE, num_steps=options.steps, temperature=TEMPERATURE
+    )
 
 
 async def generate(options: Options, engine: Engine, balancer: sb.StreamBalancer) -> None:

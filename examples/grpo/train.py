@@ -17,6 +17,7 @@ from model import Decoder
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_, parameters_to_vector
+from torch.optim.lr_scheduler import LinearLR
 
 import stream_balancer as sb
 
@@ -73,7 +74,7 @@ class StepFigures:
 class Trainer:
     """A policy and its optimizer: on one of several ranks, or alone with every rank's share."""
 
-    def __init__(self, model: Decoder, *, learning_rate: float, temperature: float) -> None:
+    def __init__(self, model: Decoder, *, learning_rate: float, num_steps: int, temperature: float) -> None:
         self.version = 0
         """Optimizer steps taken; names the weights."""
         self.trained_ids: list[str] = []
@@ -82,6 +83,7 @@ class Trainer:
         self._distributed = dist.is_initialized()
         self._model = DistributedDataParallel(model) if self._distributed else model
         self._optimizer = torch.optim.Adam(model.parameters(), lr=learning_rate, betas=(0.9, 0.95))
+        self._schedule = LinearLR(self._optimizer, 1.0, 0.05, total_iters=num_steps)
 
     def step(self, shares: Sequence[sb.RankBatch]) -> StepFigures:
         """One optimizer step on this rank's share, or, alone, on all shares one after another."""
@@ -93,6 +95,7 @@ class Trainer:
             compute_s[share.rank] = time.thread_time() - start
         clip_grad_norm_(self._model.parameters(), MAX_GRADIENT_NORM)
         self._optimizer.step()
+        self._schedule.step()
         figures = self._figures([r for share in shares for r in share.rollouts if not r.is_padding], compute_s)
         self.version += 1
         return figures
