@@ -463,16 +463,18 @@ class StreamBalancer:
 
     def snapshot(self) -> Snapshot:
         """All that is held at this instant, sharing the rollouts: O(n) pointers, so puts and dispatches go on at once.
-
-        ``await anyio.to_thread.run_sync(stream_balancer.snapshot.state_dict, snapshot)`` flattens it beside the event
-        loop.
-        """
+        ``stream_balancer.snapshot.state_dict`` flattens it, in any thread."""
         return self._core.snapshot(anyio.current_time())
+
+    async def async_state_dict(self) -> dict[str, Any]:
+        """:meth:`state_dict` of this instant, written in a worker thread while puts and dispatches go on."""
+        snapshot = self.snapshot()
+        return await anyio.to_thread.run_sync(state_dict, snapshot, limiter=anyio.CapacityLimiter(1))
 
     def state_dict(self) -> dict[str, Any]:
         """What waits and what is in flight, counters, versions, known ids: tensors, numbers and strings, for
-        ``torch.save`` and torch.distributed.checkpoint. Copies every byte held, in this thread: for large buffers see
-        :meth:`snapshot`.
+        ``torch.save`` and torch.distributed.checkpoint. Copies every byte held, in this thread; in an event loop use
+        :meth:`async_state_dict`.
         """
         return state_dict(self.snapshot())
 

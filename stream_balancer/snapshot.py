@@ -9,6 +9,7 @@ gigabyte takes a few hundred milliseconds to flatten, which no event loop should
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from typing import Any, cast
 
 import numpy as np
@@ -22,13 +23,14 @@ __all__ = ["read_rollouts", "read_state_dict", "state_dict", "write_rollouts"]
 
 FORMAT = 1
 """Version of the dict below; a later library reads all earlier ones."""
+_ROLLOUTS_PER_SHARE = 64
 
 
 def state_dict(snapshot: Snapshot) -> dict[str, Any]:
     """A dict of tensors, numbers, strings, and lists and dicts of these. O(bytes held)."""
     return {
         "format": FORMAT,
-        "waiting": write_rollouts(snapshot.waiting),
+        "waiting": _write_many(snapshot.waiting),
         "waited_s": torch.from_numpy(np.ascontiguousarray(snapshot.waited_s)),
         "skips": torch.from_numpy(np.ascontiguousarray(snapshot.skips)),
         "in_flight": [_write_batch(batch) for batch in snapshot.in_flight],
@@ -69,7 +71,7 @@ def read_state_dict(state: Mapping[str, Any]) -> Snapshot:
 
 
 def write_rollouts(rollouts: Sequence[Rollout]) -> list[Tensor]:
-    """No tensors for no rollouts, else those of a share that holds them all."""
+    """No tensors for no rollouts, else frame and slab of a share that holds them all."""
     _check_here(rollouts)
     if not rollouts:
         return []
@@ -86,9 +88,17 @@ def write_rollouts(rollouts: Sequence[Rollout]) -> list[Tensor]:
     return _write_share(share)
 
 
+def _write_many(rollouts: Sequence[Rollout]) -> list[Tensor]:
+    """Share after share, each of a few rollouts: an event loop beside the thread that writes gets its turn between."""
+    some = (rollouts[first : first + _ROLLOUTS_PER_SHARE] for first in range(0, len(rollouts), _ROLLOUTS_PER_SHARE))
+    return [tensor for few in some for tensor in write_rollouts(few)]
+
+
 def read_rollouts(tensors: Sequence[Tensor]) -> tuple[Rollout, ...]:
-    """What :func:`write_rollouts` wrote, as views of it. Raises WireError where bytes are damaged."""
-    return _read_share(tensors).rollouts if tensors else ()
+    """What :func:`write_rollouts` wrote, once or several times, as views of it. Raises WireError where bytes are
+    damaged."""
+    shares = zip(tensors[::2], tensors[1::2], strict=True)
+    return tuple(chain.from_iterable(_read_share(share).rollouts for share in shares))
 
 
 def _write_share(share: RankBatch) -> list[Tensor]:

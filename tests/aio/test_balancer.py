@@ -272,6 +272,49 @@ async def test_blocked_puts_are_let_in_in_order_each_once() -> None:
         assert order == list(range(count))
 
 
+async def test_a_thousand_blocked_puts_are_no_herd() -> None:
+    """A dispatch makes four places: five puts look (the last finds no room), however many wait."""
+    looks: dict[int, list[int]] = {}
+    for count in (100, 1000):
+        async with sb.StreamBalancer(config(window=4, capacity=4)) as balancer, anyio.create_task_group() as tasks:
+            await fill(balancer, 4)
+            order: list[int] = []
+
+            async def blocked(n: int, balancer: sb.StreamBalancer = balancer, order: list[int] = order) -> None:
+                await balancer.put(make_rollout(2, f"b{n}"))
+                order.append(n)
+
+            for n in range(count):
+                tasks.start_soon(blocked, n)
+                await checkpoint()
+                while balancer.statistics().blocked_puts <= n:
+                    await checkpoint()
+            attempts, wakes = 0, []
+            let_in = balancer._core.add_all
+
+            def counted(
+                rollouts: Any, now: float, let_in: Any = let_in, balancer: sb.StreamBalancer = balancer
+            ) -> None:
+                nonlocal attempts
+                attempts += 1
+                let_in(rollouts, now)
+
+            balancer._core.add_all = counted  # type: ignore[method-assign]
+            batches = balancer.batches()
+            looks[count] = []
+            for _ in range(20):
+                attempts = 0
+                with count_wakeups() as wakeups:
+                    await anext(batches)
+                    await settle()
+                wakes.append(wakeups.count)
+                looks[count].append(attempts)
+            assert order == list(range(80))
+            assert max(wakes) < 60
+            tasks.cancel_scope.cancel()
+    assert looks[1000] == looks[100] == [5] * 20
+
+
 async def test_a_newcomer_does_not_overtake_blocked_puts() -> None:
     async with sb.StreamBalancer(config(window=4, capacity=4)) as balancer:
         await fill(balancer, 4)

@@ -1,0 +1,153 @@
+"""A checkpoint of a gigabyte held, while puts go on: how late the event loop gets, and how long saving takes.
+
+``python bench/checkpoint.py [--json] [--gigabytes 1]``. The stall is the longest a 1 ms ticker was late.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+import statistics
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from typing import Any
+
+import anyio
+import torch
+
+import stream_balancer as sb
+from stream_balancer.snapshot import state_dict
+
+TOKENS = 4096
+BYTES_PER_TOKEN = 21
+
+
+def rollout(number: int) -> sb.Rollout:
+    return sb.Rollout(
+        tokens={
+            "input_ids": torch.randint(0, 150_000, (TOKENS,)),
+            "logprobs": torch.rand(TOKENS),
+            "advantages": torch.rand(TOKENS),
+            "versions": torch.ones(TOKENS, dtype=torch.int32),
+            "loss_mask": torch.ones(TOKENS, dtype=torch.bool),
+        },
+        rollout_id=f"r{number}",
+        metadata={"prompt": "p" * 40},
+    )
+
+
+async def longest_stall_ms(
+    balancer: sb.StreamBalancer, spare: Iterator[int], job: Callable[[], Awaitable[Any]]
+) -> float:
+    """While ``job`` runs and rollouts are put; in milliseconds."""
+    late: list[float] = []
+    done = anyio.Event()
+
+    async def tick() -> None:
+        last = time.perf_counter()
+        while not done.is_set():
+            await anyio.sleep(0.001)
+            now = time.perf_counter()
+            late.append(now - last - 0.001)
+            last = now
+
+    async def put() -> None:
+        while not done.is_set():
+            await balancer.put(small(next(spare)))
+            await anyio.sleep(0.002)
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(tick)
+        tasks.start_soon(put)
+        await anyio.sleep(0.2)
+        late.clear()
+        await job()
+        await anyio.sleep(0.01)
+        done.set()
+    return 1e3 * max(late)
+
+
+def small(number: int) -> sb.Rollout:
+    one = torch.ones(8)
+    return sb.Rollout(
+        tokens={
+            "input_ids": torch.ones(8, dtype=torch.int64),
+            "logprobs": one,
+            "advantages": one,
+            "versions": torch.ones(8, dtype=torch.int32),
+            "loss_mask": torch.ones(8, dtype=torch.bool),
+        },
+        rollout_id=f"s{number}",
+    )
+
+
+async def measure(gigabytes: float, repeats: int) -> list[dict[str, Any]]:
+    count = int(gigabytes * 1e9 / TOKENS / BYTES_PER_TOKEN)
+    config = sb.BalancerConfig(dp_size=8, batch_size=256, window=4 * count, capacity=8 * count)
+    rows: list[dict[str, Any]] = []
+
+    def row(name: str, value: float, unit: str, bar: float | None = None) -> None:
+        rows.append({"name": name, "value": round(value, 2), "unit": unit})
+        if bar is not None:
+            rows[-1] |= {"bar": f"<= {bar:g}", "holds": value <= bar}
+
+    async with sb.StreamBalancer(config) as balancer:
+        for number in range(count):
+            balancer.put_nowait(rollout(number))
+        held = balancer.statistics().waiting_bytes / 1e9
+        spare = iter(range(10**9))
+        quiet, beside, took = [], [], []
+        state: dict[str, Any] = {}
+
+        async def nothing() -> None:
+            await anyio.sleep(0.5)
+
+        async def in_a_thread() -> None:
+            nonlocal state
+            began = time.perf_counter()
+            state = await balancer.async_state_dict()
+            took.append(time.perf_counter() - began)
+
+        for _ in range(repeats):
+            quiet.append(await longest_stall_ms(balancer, spare, nothing))
+            beside.append(await longest_stall_ms(balancer, spare, in_a_thread))
+        began = time.perf_counter()
+        balancer.snapshot()
+        row(f"snapshot() of {held:.2f} GB in {count} rollouts", 1e3 * (time.perf_counter() - began), "ms")
+        row("loop stall without a checkpoint, median", statistics.median(quiet), "ms")
+        row("loop stall during a checkpoint in a thread, median", statistics.median(beside), "ms", 20.0)
+        row("loop stall during a checkpoint in a thread, worst", max(beside), "ms")
+        row("checkpoint in a thread", statistics.median(took), "s")
+        began = time.perf_counter()
+        state_dict(balancer.snapshot())
+        row("state_dict() in the loop's thread: the loop stands still for", 1e3 * (time.perf_counter() - began), "ms")
+    file = io.BytesIO()
+    began = time.perf_counter()
+    torch.save(state, file)
+    row("torch.save to memory", time.perf_counter() - began, "s")
+    file.seek(0)
+    began = time.perf_counter()
+    async with sb.StreamBalancer(config) as balancer:
+        balancer.load_state_dict(torch.load(file, weights_only=True))
+        row("torch.load and load_state_dict", time.perf_counter() - began, "s")
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", action="store_true", help="one JSON object a row")
+    parser.add_argument("--gigabytes", type=float, default=1.0)
+    parser.add_argument("--repeats", type=int, default=5)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    for row in anyio.run(measure, options.gigabytes, options.repeats):
+        if options.json:
+            print(json.dumps(row), flush=True)
+        else:
+            bar = f"   bar {row['bar']}: {'holds' if row['holds'] else 'MISSED'}" if "bar" in row else ""
+            print(f"{row['name']:<70} {row['value']:>10} {row['unit']}{bar}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
