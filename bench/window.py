@@ -93,13 +93,14 @@ def drive(stream: Stream, knobs: PlanKnobs, window: int, steps: int, sync_rows: 
         broken += int((skips[stays & complete] >= knobs.max_skips).sum())
         if step >= WARM_UP:
             spent += elapsed
-            mean += float(plan.loads.mean())
+            rate = np.ones(knobs.num_ranks) if knobs.speeds is None else knobs.speeds
+            mean += float(plan.loads.sum() / rate.sum())
             bounds += plan.lower_bound
             if sync_rows:
                 table = [[columns.costs[one].sum() for one in share] for share in plan.ranks]
                 highest += float(np.array(table).max(axis=0).sum())
             else:
-                highest += float(plan.loads.max())
+                highest += float((plan.loads / rate).max())
             delays.append(skips[chosen])
             bias.record(columns.lengths[chosen], skips[chosen])
         held, skips = held[stays], skips[stays] + complete[stays]
@@ -318,6 +319,29 @@ def rows_from_the_window(rows: Rows, seeds: int, steps: int) -> None:
         average(rows, f"rows, ln tok 64/8 W{width} D{max_skips}", outcomes, None, prices=False)
 
 
+def capped_and_slowed(rows: Rows, seeds: int, steps: int) -> None:
+    """Where the ranks' shares are cut into micro-batches, or one rank is slower; lengths stop at a maximum, as they do
+    under max_new_tokens."""
+    rows.text("token cap; a rank slowed 1.5 x")
+    slowed = np.where(np.arange(32) == 1, 1 / 1.5, 1.0)
+    for batch, ranks, longest, cap, speeds, quadratic in (
+        (16, 4, 8000, 16000, None, True),
+        (64, 32, 6000, 12000, None, False),
+        (32, 8, 32768, 65536, None, True),
+        (32, 8, 12000, None, slowed[:8], True),
+        (64, 32, 32768, None, slowed, False),
+    ):
+        kind = ("flops" if quadratic else "tok") + (" slowed" if cap is None else f" cap {cap}")
+        for width, max_skips in ((2, 8), (3, 16)):
+            knobs = PlanKnobs(ranks, batch, max_skips, max_tokens_per_micro_batch=cap, speeds=speeds)
+            outcomes = []
+            for seed in range(min(seeds, 4)):
+                lengths = np.minimum(lognormal(batch * (steps + 5), seed), longest)
+                stream = Stream(lengths, flops(lengths) if quadratic else lengths)
+                outcomes.append(drive(stream, knobs, width * batch, steps))
+            average(rows, f"ln {kind} {batch}/{ranks} W{width} D{max_skips}", outcomes, None, prices=False)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", action="store_true")
@@ -330,6 +354,7 @@ def main() -> None:
     if not arguments.only:
         cost_of_a_dispatch(rows)
         rows_from_the_window(rows, arguments.seeds, arguments.steps)
+        capped_and_slowed(rows, arguments.seeds, arguments.steps)
     synthetic(rows, arguments.seeds, arguments.steps, arguments.only)
     real(rows, arguments.traces, arguments.seeds, arguments.steps, arguments.only)
 

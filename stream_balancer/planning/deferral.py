@@ -43,20 +43,24 @@ _RESERVE_STEPS = 6
 _FIXPOINT_ROUNDS = 24
 
 
-def choose(costs: Floats, peaks: Floats, must: Bools, remaining: Ints, num_more: int, ranks: float) -> Bools:
+def choose(
+    costs: Floats, parts: Floats, must: Bools, remaining: Ints, num_more: int, ranks: float, company: float = 0.0
+) -> Bools:
     """-> [U] mask of the units that go: all of `must` and `num_more` others.
 
     Args:
         costs: [U] work of each unit, oldest first.
-        peaks: [U] the heaviest indivisible part of each; equals costs where a unit is one rollout.
+        parts: [U] the heaviest indivisible part of each; equals costs where a unit is one rollout.
         must: [U] goes in any case.
         remaining: [U] dispatches that may still pass it over; the units with the most are the new ones.
         num_more: how many others go; at most the number of others.
         ranks: number of ranks (with speeds: their sum over the fastest).
+        company: the least work that must lie beside a part on its rank (equal counts).
 
     Complexity: O(U log U), with a fixed number of passes.
     """
     others = np.flatnonzero(~must)
+    peaks = parts + company
     go = must.copy()
     if num_more >= others.size:
         go[others] = True
@@ -65,14 +69,14 @@ def choose(costs: Floats, peaks: Floats, must: Bools, remaining: Ints, num_more:
         return go
     go[others[:num_more]] = True
     fair = _BALANCED * float(costs[go].sum()) / ranks
-    if float(peaks.max()) <= fair:
+    if float(peaks.max()) <= fair and crowding(parts[go], ranks) <= fair:
         return go
     by_peak = others[np.argsort(peaks[others], kind="stable")]
     lightest = must.copy()
     lightest[by_peak[:num_more]] = True
     must_peak = float(peaks[must].max(initial=0.0))
     if must_peak <= max(_BALANCED * float(costs[lightest].sum()) / ranks, float(peaks[by_peak[num_more - 1]])):
-        return _light(costs, peaks, must, remaining, num_more, ranks, by_peak, fair, lightest)
+        return _light(costs, peaks, must, remaining, num_more, ranks, company, by_peak, fair, lightest)
     return _gather(costs, peaks, must, num_more, ranks, by_peak, must_peak)
 
 
@@ -83,6 +87,7 @@ def _light(
     remaining: Ints,
     num_more: int,
     ranks: float,
+    company: float,
     by_peak: Ints,
     fair: float,
     lightest: Bools,
@@ -102,7 +107,7 @@ def _light(
             continue
         tried = size
         reserve = by_peak[by_peak.size - size :]
-        go = _oldest_balanced(costs, peaks, must, reserve, num_more, ranks)
+        go = _oldest_balanced(costs, peaks, must, reserve, num_more, ranks, company)
         if go is None:
             continue
         best = go
@@ -112,7 +117,7 @@ def _light(
 
 
 def _oldest_balanced(
-    costs: Floats, peaks: Floats, must: Bools, reserve: Ints, num_more: int, ranks: float
+    costs: Floats, peaks: Floats, must: Bools, reserve: Ints, num_more: int, ranks: float, company: float
 ) -> Bools | None:
     """`must` and the oldest others outside the reserve, below the highest level at which such a step balances.
 
@@ -133,9 +138,32 @@ def _oldest_balanced(
         if float(peaks[taken].max()) <= level:
             go = must.copy()
             go[taken] = True
-            return go
+            if crowding(peaks[go] - company, ranks) <= level:
+                return go
+            pool = _thinned(peaks - company, must, pool, num_more, level, ranks)
         pool = pool[peaks[pool] <= level]
     return None
+
+
+def crowding(parts: Floats, ranks: float) -> float:
+    """No step with these parts is shorter: of the i * ranks + 1 largest, i + 1 share a rank (two pigeons in one hole).
+    O(n log n)."""
+    num_ranks = max(round(ranks), 1)
+    i = np.arange(1, (parts.size - 1) // num_ranks + 1)
+    if not i.size:
+        return 0.0
+    prefix = np.concatenate(([0.0], np.cumsum(-np.sort(-parts))))
+    return float((prefix[i * num_ranks + 1] - prefix[i * num_ranks - i]).max())
+
+
+def _thinned(parts: Floats, must: Bools, pool: Ints, num_more: int, level: float, ranks: float) -> Ints:
+    """The pool without the youngest of those too many: at most i * ranks parts above an (i+1)-th of the level fit."""
+    num_ranks = max(round(ranks), 1)
+    for i in range(1, (num_more + int(must.sum()) - 1) // num_ranks + 1):
+        heavy = parts > level / (i + 1)
+        in_pool = np.flatnonzero(heavy[pool])
+        pool = np.delete(pool, in_pool[max(i * num_ranks - int(heavy[must].sum()), 0) :])
+    return pool
 
 
 class _Forecast:

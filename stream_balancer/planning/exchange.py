@@ -1,4 +1,4 @@
-"""The last few percent: exchange chosen rollouts with waiting ones until every rank carries the same.
+"""The last few percent: exchange chosen rollouts with waiting ones until every rank finishes at the same time.
 
 With few rollouts per rank no partition of a given batch is even, yet the window holds many a rollout that would fit
 better. Pure and deterministic.
@@ -21,61 +21,121 @@ if TYPE_CHECKING:
 _EVEN = 1.003
 """Ranks within 0.3 % of each other are left alone: the partition alone gets there from about 8 rollouts per rank on."""
 
+_TOO_LONG = 8
+"""Rollouts passed by because they would not fit under the token cap, before the next place is tried."""
 
-def exchange_with_waiting(costs: Floats, shares: list[Ints], fixed: Bools, pool: Ints) -> list[Ints]:
-    """Bring every rank to the same load by one-for-one exchanges with the pool; counts per rank stay as they are.
+
+def exchange_with_waiting(
+    costs: Floats,
+    shares: list[list[Ints]],
+    fixed: Bools,
+    pool: Ints,
+    speeds: Floats | None = None,
+    lengths: Ints | None = None,
+    max_tokens: int | None = None,
+) -> list[list[Ints]]:
+    """Bring every rank to the same finish by one-for-one exchanges with the pool; micro-batches keep their counts.
 
     Args:
         costs: [W] work of each waiting rollout.
-        shares: per rank the positions chosen.
+        shares: [rank][micro-batch] -> positions chosen; no rank is empty.
         fixed: [W] may not be exchanged away (due, or forced by the skip guarantee).
         pool: positions not chosen that may be.
+        speeds: [ranks] relative speeds; None means all alike.
+        lengths: [W] tokens of each; only with max_tokens.
+        max_tokens: what comes in must leave its micro-batch within it. None = no cap.
 
     Returns:
-        The shares, ascending; the same objects if they were even already, or if no exchange made the ranks idle less.
+        The shares, positions ascending; the same object if the finishes were even already, or if no exchange made the
+        ranks idle less.
 
     Complexity: O(n log W) for n chosen rollouts, in at most two passes over the ranks.
     """
-    loads = [float(costs[share].sum()) for share in shares]
-    chosen = np.concatenate(shares)
-    if not chosen.size or not pool.size:
+    rate = [1.0] * len(shares) if speeds is None else speeds.tolist()
+    chosen = np.concatenate([one for share in shares for one in share])
+    if not pool.size:
         return shares
-    level = max(sum(loads) / len(loads), float(costs[chosen].max()))
-    if max(loads) <= level * _EVEN:
+    loads = [float(sum(costs[one].sum() for one in share)) for share in shares]
+    total_rate = sum(rate)
+    level = max(sum(loads) / total_rate, float(costs[chosen].max()) / max(rate))
+    before = max(load / speed for load, speed in zip(loads, rate, strict=True))
+    if before <= level * _EVEN:
         return shares
-    idle_before = 1.0 - sum(loads) / len(loads) / max(loads)
-    usable = pool[costs[pool] <= level]
+    idle_before = 1.0 - sum(loads) / total_rate / before
+    usable = pool[costs[pool] <= level * max(rate)]
     usable = usable[np.argsort(costs[usable], kind="stable")]
     shelf = list(zip(costs[usable].tolist(), usable.tolist(), strict=True))
-    new = [share.tolist() for share in shares]
-    for rank in np.argsort(loads)[::-1].tolist():
-        if loads[rank] > level:
-            loads[rank] = _fit(costs, new[rank], fixed, shelf, loads[rank], level)
-    highest = max(loads)
-    for rank in np.argsort(loads).tolist():
-        if loads[rank] * _EVEN < highest:
-            loads[rank] = _fit(costs, new[rank], fixed, shelf, loads[rank], highest)
-    if 1.0 - sum(loads) / len(loads) / max(loads) >= idle_before:
+    ranks = [_Rank(costs, share, load, lengths, max_tokens) for share, load in zip(shares, loads, strict=True)]
+
+    def finish(rank: int) -> float:
+        return ranks[rank].load / rate[rank]
+
+    by_finish = sorted(range(len(ranks)), key=finish)
+    for rank in reversed(by_finish):
+        if finish(rank) > level:
+            ranks[rank].fit(fixed, shelf, level * rate[rank])
+    highest = max(map(finish, by_finish))
+    for rank in sorted(by_finish, key=finish):
+        if finish(rank) * _EVEN < highest:
+            ranks[rank].fit(fixed, shelf, highest * rate[rank])
+    work = sum(rank.load for rank in ranks)
+    if 1.0 - work / total_rate / max(map(finish, by_finish)) >= idle_before:
         return shares  # bringing several hot ranks down can starve the others: then the batch was better as it was
-    return [np.array(sorted(one), dtype=np.int64) for one in new]
+    return [rank.micro_batches() for rank in ranks]
 
 
-def _fit(
-    costs: Floats, share: list[int], fixed: Bools, shelf: list[tuple[float, int]], load: float, level: float
-) -> float:
-    """The one exchange that brings this rank closest to `level` from below; in place. -> its load."""
-    best = (load if load <= level else -1.0, -1, -1)
-    for place, position in enumerate(share):
-        if fixed[position]:
-            continue
-        without = load - float(costs[position])
-        at = bisect_right(shelf, (level - without, costs.size)) - 1
-        if at >= 0 and without + shelf[at][0] > best[0]:
-            best = (without + shelf[at][0], place, at)
-    reached, place, at = best
-    if place < 0:
-        return load
-    given = share[place]
-    share[place] = shelf.pop(at)[1]
-    insort(shelf, (float(costs[given]), given))
-    return reached
+class _Rank:
+    """One rank's share, as a list of places that can be given another rollout."""
+
+    def __init__(
+        self, costs: Floats, share: list[Ints], load: float, lengths: Ints | None, max_tokens: int | None
+    ) -> None:
+        self.load = load
+        self._costs = costs
+        self._lengths = lengths
+        self._max_tokens = max_tokens
+        self._positions = [position for one in share for position in one.tolist()]
+        self._bins = [number for number, one in enumerate(share) for _ in range(one.size)]
+        self._room = (
+            []  # tokens that each micro-batch could still take
+            if lengths is None or max_tokens is None
+            else [max_tokens - int(lengths[one].sum()) for one in share]
+        )
+
+    def fit(self, fixed: Bools, shelf: list[tuple[float, int]], level: float) -> None:
+        """The one exchange that brings this rank closest to `level` from below, if there is one."""
+        costs, load = self._costs, self.load
+        best = (load if load <= level else -1.0, -1, -1)
+        for place, position in enumerate(self._positions):
+            if fixed[position]:
+                continue
+            without = load - float(costs[position])
+            at = bisect_right(shelf, (level - without, costs.size)) - 1
+            for candidate in range(at, max(at - _TOO_LONG, -1), -1):
+                if without + shelf[candidate][0] <= best[0]:
+                    break
+                if self._fits(place, shelf[candidate][1]):
+                    best = (without + shelf[candidate][0], place, candidate)
+                    break
+        reached, place, at = best
+        if place < 0:
+            return
+        given, taken = self._positions[place], shelf.pop(at)[1]
+        if self._room and self._lengths is not None:
+            self._room[self._bins[place]] += int(self._lengths[given]) - int(self._lengths[taken])
+        self._positions[place] = taken
+        insort(shelf, (float(costs[given]), given))
+        self.load = reached
+
+    def _fits(self, place: int, incoming: int) -> bool:
+        if not self._room or self._lengths is None:
+            return True
+        more = int(self._lengths[incoming]) - int(self._lengths[self._positions[place]])
+        return more <= self._room[self._bins[place]]
+
+    def micro_batches(self) -> list[Ints]:
+        """[micro-batch] -> ascending positions."""
+        found: list[list[int]] = [[] for _ in range(self._bins[-1] + 1)]
+        for number, position in zip(self._bins, self._positions, strict=True):
+            found[number].append(position)
+        return [np.array(sorted(one), dtype=np.int64) for one in found]

@@ -12,13 +12,15 @@ Everything fails towards one more micro-batch, never over the cap. Pure and dete
 from __future__ import annotations
 
 import heapq
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, TypeVar
 
 import numpy as np
 
 from .partition import partition, partition_together
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from numpy.typing import ArrayLike
 
     from .partition import Counts, Floats, Ints
@@ -26,6 +28,8 @@ if TYPE_CHECKING:
     Bins = list[list[int]]
 
 Order = Literal["heaviest_first", "pipeline"]
+
+_Bin = TypeVar("_Bin")
 
 _ROW_SEARCH_WORK = 3_200_000
 """Elementary operations the row search may spend: about 5 ms."""
@@ -108,7 +112,7 @@ def form_micro_batches(
     else:
         ranks = _least_number(packer, num_ranks, sync, multiple_of, speeds, rotation)
     assert ranks is not None  # only a limit can make packing fail
-    return [_ordered(packer, bins, order) for bins in ranks]
+    return [[np.array(sorted(one), dtype=np.int64) for one in in_order(bins, packer.cost, order)] for bins in ranks]
 
 
 def _least_number(
@@ -162,11 +166,12 @@ def _bins_to_ranks(packer: _Packer, bins: Bins, num_ranks: int, speeds: ArrayLik
     return [[bins[one] for one in share] for share in shares]
 
 
-def _ordered(packer: _Packer, bins: Bins, order: Order) -> list[Ints]:
-    heaviest_first = sorted(bins, key=packer.cost, reverse=True)
+def in_order(bins: list[_Bin], cost: Callable[[_Bin], float], order: Order) -> list[_Bin]:
+    """A rank's micro-batches in the order they run in."""
+    heaviest_first = sorted(bins, key=cost, reverse=True)
     if order == "pipeline":  # ..., 5th, 3rd, 1st, 2nd, 4th, ...: the heaviest in the middle
         heaviest_first = heaviest_first[::2][::-1] + heaviest_first[1::2]
-    return [np.array(sorted(one), dtype=np.int64) for one in heaviest_first]
+    return heaviest_first
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -17,13 +17,14 @@ import numpy as np
 
 from .deferral import choose
 from .exchange import exchange_with_waiting
-from .micro_batches import form_micro_batches
+from .micro_batches import form_micro_batches, in_order
 from .partition import lower_bound, partition, partition_together
 from .rows import choose_rows
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+    from .micro_batches import Order
     from .partition import Counts, Floats, Ints
 
     Bools = NDArray[np.bool_]
@@ -139,10 +140,9 @@ def _shares(
             whole = partition_together(costs, together, knobs.num_ranks, knobs.counts, knobs.speeds, rotation=step)
             return [[picked[share]] if share.size else [] for share in whole]
         parts = partition(costs, knobs.num_ranks, knobs.counts, knobs.speeds, rotation=step)
-        shares = [picked[part] for part in parts]
-        if knobs.groups == "free" and knobs.speeds is None and picked.size >= knobs.num_ranks:
-            shares = exchange_with_waiting(waiting.costs, shares, fixed, np.flatnonzero(~chosen))
-        return [[share] if share.size else [] for share in shares]
+        shares = [[picked[part]] if part.size else [] for part in parts]
+        return _exchanged(waiting, knobs, shares, chosen, fixed)
+    order: Order = "pipeline" if knobs.pipeline_order else "heaviest_first"
     formed = form_micro_batches(
         waiting.lengths[picked],
         costs,
@@ -152,13 +152,36 @@ def _shares(
         counts=knobs.counts,
         padded=knobs.padded,
         multiple_of=knobs.micro_batch_multiple,
-        order="pipeline" if knobs.pipeline_order else "heaviest_first",
+        order=order,
         speeds=knobs.speeds,
         keep_together=together,
         oversize=knobs.oversize,
         rotation=step,
     )
-    return [[picked[one] for one in share] for share in formed]
+    shares = [[picked[one] for one in share] for share in formed]
+    if knobs.padded or knobs.sync == "micro_batch":  # there, not the sums decide
+        return shares
+    exchanged = _exchanged(waiting, knobs, shares, chosen, fixed)
+    if exchanged is shares:
+        return shares
+    return [in_order(share, lambda one: float(waiting.costs[one].sum()), order) for share in exchanged]
+
+
+def _exchanged(
+    waiting: Waiting, knobs: PlanKnobs, shares: list[list[Ints]], chosen: Bools, fixed: Bools
+) -> list[list[Ints]]:
+    """The shares after the exchange with the window, where rollouts may be chosen one by one."""
+    if knobs.groups != "free" or not all(shares):
+        return shares
+    return exchange_with_waiting(
+        waiting.costs,
+        shares,
+        fixed,
+        np.flatnonzero(~chosen),
+        knobs.speeds,
+        waiting.lengths,
+        knobs.max_tokens_per_micro_batch,
+    )
 
 
 def _one_each(knobs: PlanKnobs) -> bool:
@@ -296,11 +319,12 @@ def _select(waiting: Waiting, units: _Units, knobs: PlanKnobs, num_rollouts: int
     peaks = (units.costs if knobs.groups == "same_rank" else units.peaks)[field]
     go[field] = choose(
         units.costs[field],
-        peaks + _company(units, field, knobs, num_rollouts),
+        peaks,
         must[field],
         units.remaining[field],
         num_more,
         float(rate.sum() / rate.max()),
+        _company(units, field, knobs, num_rollouts),
     )
     room = num_rollouts - int(units.sizes[go].sum())
     if room:

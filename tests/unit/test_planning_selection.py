@@ -190,6 +190,25 @@ def test_outliers_wait_and_then_go_together():
     assert min(alone) >= 4  # one for every rank, never one for a step
 
 
+@pytest.mark.parametrize("cap", [None, 400])
+def test_one_heavy_rollout_more_than_ranks_waits(cap):
+    """Five alike on four ranks: none is an outlier by itself, yet one rank would take two of them."""
+    costs = [100.0] * 5 + [10.0] * 27
+    knobs = PlanKnobs(num_ranks=4, batch_size=16, max_skips=8, max_tokens_per_micro_batch=cap)
+    plan = plan_batch(waiting(costs), knobs, num_rollouts=16, step=0)
+    assert picked(plan)[:4].tolist() == [0, 1, 2, 3]
+    assert picked(plan)[4] > 4
+    assert plan.imbalance < 0.01
+
+
+def test_more_musts_than_ranks_go_all_the_same():
+    costs = [100.0] * 5 + [10.0] * 27
+    due = [True] * 5 + [False] * 27
+    knobs = PlanKnobs(num_ranks=4, batch_size=16, max_skips=8)
+    plan = plan_batch(waiting(costs, due=due), knobs, num_rollouts=16, step=0)
+    assert picked(plan)[:5].tolist() == [0, 1, 2, 3, 4]
+
+
 def test_an_incomplete_group_waits_unless_due():
     groups = [0, 0, 1, 1, 1, 2, 2, 2]
     complete = [False, False, True, True, True, True, True, True]
