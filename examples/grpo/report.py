@@ -33,7 +33,7 @@ class Options:
 def parse(arguments: list[str]) -> Options:
     """The command line."""
     parser = argparse.ArgumentParser(description="Asynchronous GRPO through stream_balancer, on two CPU cores.")
-    parser.add_argument("--steps", type=int, default=2000, help="optimizer steps")
+    parser.add_argument("--steps", type=int, default=1000, help="optimizer steps")
     parser.add_argument("--ranks", type=int, default=2, help="data-parallel ranks (torchrun's own number wins)")
     parser.add_argument("--policy", choices=get_args(Policy), default="window", help="round_robin = balancer off")
     parser.add_argument("--batch-size", type=int, default=32, help="rollouts per step, over all ranks")
