@@ -1,0 +1,354 @@
+"""SIGKILL at random moments, to the controller, to ranks, to all: what was accepted is what was trained on.
+
+A rank's weights are the list of ids it trained on. Its checkpoint says how far that list counts and up to which step;
+what comes after is lost when it dies, as weights are. See docs/journal.md and docs/checkpoints.md for the protocols.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import logging
+import multiprocessing
+import os
+import random
+import shutil
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import anyio
+import pytest
+import torch
+
+import stream_balancer as sb
+from stream_balancer.testing import make_rollout
+
+_PROCESSES = multiprocessing.get_context("forkserver")  # forked from a process that has loaded torch, without threads
+_PROCESSES.set_forkserver_preload(["stream_balancer.feed", "stream_balancer.transport.torch_dist"])
+NUM_WORKERS = 24
+
+
+def config() -> sb.BalancerConfig:
+    return sb.BalancerConfig(dp_size=2, batch_size=16, window=32, capacity=64, deadline_s=0.5, remember_ids=10**6)
+
+
+def length(number: int) -> int:
+    return 1 + number * 7919 % 97
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Replace a file at once."""
+    new = path.with_suffix(".new")
+    new.write_text(text)
+    new.replace(path)
+
+
+class Weights:
+    """Ids trained on, and the checkpoints of them."""
+
+    def __init__(self, path: Path) -> None:
+        self._ledger, self._checkpoint = path.with_suffix(".ledger"), path.with_suffix(".checkpoint")
+        self.step, size = json.loads(self._checkpoint.read_text()) if self._checkpoint.exists() else (-1, 0)
+        self._ledger.touch()
+        os.truncate(self._ledger, size)  # what is not in the checkpoint is lost
+        self._file = self._ledger.open("a")
+
+    def train(self, step: int, rollouts: Any) -> None:
+        assert step == self.step + 1, f"step {step} after step {self.step}"
+        self.step = step
+        for rollout in rollouts:
+            if not rollout.is_padding:
+                assert rollout.num_tokens == length(int(rollout.rollout_id))
+                self._file.write(f"{rollout.rollout_id}\n")
+
+    def save(self, extra: Callable[[], object] = lambda: None) -> None:
+        self._file.flush()
+        extra()
+        write_whole(self._checkpoint, json.dumps([self.step, self._ledger.stat().st_size]))
+
+    def ids(self) -> list[int]:
+        """Those of the checkpoint; nothing may be trained afterwards."""
+        self._file.close()
+        return [int(line) for line in self._ledger.read_text().split()]
+
+
+def numbers(path: Path, least: int) -> Iterator[int]:
+    """From 0 on, until the driver has said stop, but at least so many."""
+    for number in itertools.count():
+        if number >= least and path.exists():
+            return
+        yield number
+
+
+# -- with the journal: a controller, two ranks -------------------------------------------------------------------------
+
+
+def _control(folder: Path, least: int) -> None:
+    logging.disable()
+    anyio.run(_controller, folder, least)
+
+
+async def _controller(folder: Path, least: int) -> None:
+    accepted = os.open(folder / "accepted", os.O_CREAT | os.O_APPEND | os.O_RDWR)
+    with open(folder / "accepted") as lines:
+        known = set(lines.read().split())
+    todo = (number for number in numbers(folder / "stop", least) if str(number) not in known)
+    async with (
+        sb.StreamBalancer(config(), journal=folder / "journal") as balancer,
+        sb.TorchTransport.listen(dp_size=2) as transport,
+        anyio.create_task_group() as tasks,
+    ):
+
+        async def work() -> None:
+            for number in todo:
+                try:
+                    await balancer.put(make_rollout(length(number), str(number)))
+                except sb.DuplicateRolloutError:
+                    os.write(retried, b".")  # the life before was cut off between accepting and telling
+                os.write(accepted, f"{number}\n".encode())
+
+        async def serve() -> None:
+            await sb.serve(balancer, transport, rejoin_timeout_s=1000)
+
+        retried = os.open(folder / "retried", os.O_CREAT | os.O_APPEND | os.O_WRONLY)
+        tasks.start_soon(serve)
+        write_whole(folder / "address", str(transport.address))
+        async with anyio.create_task_group() as workers:
+            for _ in range(NUM_WORKERS):
+                workers.start_soon(work)
+        balancer.end()
+    (folder / "done").touch()
+
+
+def _train(folder: Path, rank: int, life: int) -> None:
+    logging.disable()
+    torch.set_num_threads(1)
+    weights = Weights(folder / f"rank{rank}")
+    chance = random.Random(life)
+    for attempt in itertools.count():
+        address = _address(folder, None)
+        feed = sb.RankFeed(address, rank=rank, dp_size=2, auto_ack=False, incarnation=1000 * life + attempt)
+        threading.Thread(target=_watch, args=(folder, address, feed), daemon=True).start()
+        try:
+            batch = None
+            for batch in feed:
+                if batch.step > weights.step:
+                    weights.train(batch.step, batch.rollouts)
+                if chance.random() < 0.3:
+                    weights.save()
+                    batch.ack()
+            weights.save()
+            if batch is not None:
+                batch.ack()
+            feed.close()
+            return
+        except (sb.BrokenResourceError, sb.ClosedResourceError, sb.BusyResourceError, RuntimeError):
+            feed.close()
+
+
+def _address(folder: Path, other_than: str | None) -> str:
+    while True:
+        if (folder / "address").exists() and (address := (folder / "address").read_text()) != other_than:
+            return address
+        time.sleep(0.005)
+
+
+def _watch(folder: Path, address: str, feed: sb.RankFeed) -> None:
+    """A new controller has come: leave the old one."""
+    _address(folder, address)
+    feed.close()
+
+
+class Lives:
+    """Processes that are killed and started again."""
+
+    def __init__(self, *starts: tuple[Callable[..., None], tuple[Any, ...]]) -> None:
+        self._starts = starts
+        self._count = itertools.count()
+        self._running = [self._start(index) for index in range(len(starts))]
+
+    def _start(self, index: int) -> Any:
+        target, args = self._starts[index]
+        if target is _train:
+            args = (*args, next(self._count))
+        process = _PROCESSES.Process(target=target, args=args, daemon=True)
+        process.start()
+        return process
+
+    def kill(self, indices: list[int]) -> None:
+        for index in indices:
+            self._running[index].kill()
+        for index in indices:
+            self._running[index].join()
+            self._running[index] = self._start(index)
+
+    def keep_alive(self, done: Path) -> None:
+        """Start again whoever ended before all is done; an error in one of them is an error here."""
+        for index, process in enumerate(self._running):
+            if process.exitcode is not None and not done.exists():
+                assert process.exitcode == 0, f"{self._starts[index][0].__name__} failed"
+                self._running[index] = self._start(index)
+
+    def end(self) -> None:
+        for process in self._running:
+            process.kill()
+            process.join()
+
+
+def _drive(folder: Path, lives: Lives, kills: int, seed: int, victims: list[list[int]], interval_s: float) -> None:
+    chance = random.Random(seed)
+    try:
+        for _ in range(kills):
+            time.sleep(chance.uniform(0.0, interval_s))
+            lives.keep_alive(folder / "done")
+            lives.kill(chance.choice(victims))
+        (folder / "stop").touch()
+        while not (folder / "done").exists():
+            lives.keep_alive(folder / "done")
+            time.sleep(0.02)
+    finally:
+        lives.end()
+
+
+def _crash_test(folder: Path, kills: int, least: int, seed: int, interval_s: float) -> dict[str, int]:
+    lives = Lives((_control, (folder, least)), (_train, (folder, 0)), (_train, (folder, 1)))
+    _drive(folder, lives, kills, seed, [[0], [0], [0], [1], [2], [1, 2], [0, 1], [0, 1, 2]], interval_s)
+    accepted = [int(line) for line in (folder / "accepted").read_text().split()]
+    ranks = [Weights(folder / f"rank{rank}") for rank in range(2)]
+    trained = [number for rank in ranks for number in rank.ids()]
+    assert Counter(trained) == Counter(accepted)
+    assert len(set(trained)) == len(trained) >= least
+    assert ranks[0].step == ranks[1].step
+    _, recovered = _opened(folder / "journal")
+    assert (recovered.waiting, recovered.in_flight, recovered.damage) == (0, 0, ())
+    return {
+        "rollouts": len(trained),
+        "steps": ranks[0].step + 1,
+        "kills": kills,
+        "retried puts that had been accepted": (folder / "retried").stat().st_size,
+        "segments begun": int(max((folder / "journal").glob("*.journal")).stem),
+    }
+
+
+def _opened(folder: Path) -> Any:
+    journal = sb.Journal(folder)
+    try:
+        return journal.open(0)
+    finally:
+        anyio.run(journal.aclose)
+
+
+@pytest.mark.timeout(110)
+def test_what_was_accepted_is_trained_on_once_whatever_is_killed(tmp_path: Path) -> None:
+    _crash_test(tmp_path, kills=8, least=600, seed=1, interval_s=1.0)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(1500)
+def test_two_hundred_kills(tmp_path: Path) -> None:
+    figures = _crash_test(tmp_path, kills=200, least=20_000, seed=2, interval_s=2.0)
+    logging.getLogger(__name__).warning("%s", figures)
+
+
+# -- without: what the last checkpoint promised ------------------------------------------------------------------------
+
+
+def _alone(folder: Path, least: int, retry: bool) -> None:
+    logging.disable()
+    torch.set_num_threads(1)
+    anyio.run(_trainer_and_workers, folder, least, retry)
+
+
+async def _trainer_and_workers(folder: Path, least: int, retry: bool) -> None:
+    """Weights and balancer in one checkpoint, so that they go back together."""
+    said = os.open(folder / "said", os.O_CREAT | os.O_APPEND | os.O_WRONLY)
+    with open(folder / "said") as lines:
+        begun = sum(line.startswith("a ") for line in lines)
+    weights = Weights(folder / "trainer")
+    states = sorted(folder.glob("state-*"), key=lambda path: int(path.stem.split("-")[1]))
+    async with sb.StreamBalancer(config()) as balancer, anyio.create_task_group() as tasks:
+        promise = Weights(folder / "trainer").ids()
+        for path in states:
+            if int(path.stem.split("-")[1]) == weights.step:
+                state = torch.load(path, weights_only=True)
+                balancer.load_state_dict(state)
+                held = balancer.snapshot()
+                promise += [int(r.rollout_id) for r in held.waiting]
+                promise += [int(r.rollout_id) for b in held.in_flight for r in b.rollouts if not r.is_padding]
+        os.write(said, f"r {json.dumps(promise)}\n".encode())
+        first = 0 if retry else 10**6 * (begun + 1)  # without retries every life has ids of its own
+        todo = (first + number for number in numbers(folder / "stop", 0 if not retry else least))
+
+        async def work() -> None:
+            for number in todo:
+                try:
+                    await balancer.put(make_rollout(length(number), str(number)))
+                except sb.DuplicateRolloutError:
+                    continue
+                os.write(said, f"a {number}\n".encode())
+                await anyio.sleep(0)
+
+        async def train() -> None:
+            async for batch in balancer.batches(auto_ack=False):
+                weights.train(batch.step, batch.rollouts)
+                balancer.acknowledge(batch.step)
+                if batch.step % 5 == 4:
+                    save()
+            save()
+
+        def save() -> None:
+            path = folder / f"state-{weights.step}"
+            weights.save(lambda: torch.save(balancer.state_dict(), path))
+            os.write(said, b"s\n")
+            for old in folder.glob("state-*"):
+                if old != path:
+                    old.unlink()
+
+        tasks.start_soon(train)
+        async with anyio.create_task_group() as workers:
+            for _ in range(NUM_WORKERS):
+                workers.start_soon(work)
+        balancer.end()
+    (folder / "done").touch()
+
+
+def _checkpoint_test(folder: Path, kills: int, least: int, retry: bool, interval_s: float) -> dict[str, int]:
+    _drive(folder, Lives((_alone, (folder, least, retry))), kills, 3, [[0]], interval_s)
+    expected: set[int] = set()
+    saved: set[int] = set()
+    lost = 0
+    for line in (folder / "said").read_text().splitlines():
+        if line == "s":
+            saved = expected.copy()
+        elif line.startswith("a "):
+            expected.add(int(line[2:]))
+        else:
+            promise = set(json.loads(line[2:]))
+            assert promise >= saved, "the checkpoint does not hold what was accepted before it"
+            lost += len(expected - promise)
+            expected = promise
+    trained = Weights(folder / "trainer").ids()
+    assert Counter(trained) == Counter(expected)
+    if retry:
+        assert sorted(trained) == list(range(len(trained)))
+    assert len(trained) >= least
+    return {"rollouts": len(trained), "kills": kills, "lost after the last checkpoint, or put again": lost}
+
+
+@pytest.mark.parametrize("retry", [True, False])
+@pytest.mark.timeout(110)
+def test_without_a_journal_what_the_checkpoint_promised_is_trained_on(tmp_path: Path, retry: bool) -> None:
+    _checkpoint_test(tmp_path, kills=5, least=200, retry=retry, interval_s=1.0)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("retry", [True, False])
+@pytest.mark.timeout(900)
+def test_without_a_journal_a_hundred_kills(tmp_path: Path, retry: bool) -> None:
+    figures = _checkpoint_test(tmp_path, kills=100, least=20_000, retry=retry, interval_s=1.5)
+    logging.getLogger(__name__).warning("%s", figures)
+    shutil.rmtree(tmp_path, ignore_errors=True)
