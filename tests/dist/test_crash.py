@@ -92,11 +92,15 @@ def _control(folder: Path, least: int) -> None:
     anyio.run(_controller, folder, least)
 
 
+def _appended(path: Path) -> int:
+    return os.open(path, os.O_CREAT | os.O_APPEND | os.O_WRONLY, 0o644)
+
+
 async def _controller(folder: Path, least: int) -> None:
-    accepted = os.open(folder / "accepted", os.O_CREAT | os.O_APPEND | os.O_RDWR)
-    with open(folder / "accepted") as lines:
-        known = set(lines.read().split())
-    todo = (number for number in numbers(folder / "stop", least) if str(number) not in known)
+    accepted, begun, retried = (_appended(folder / name) for name in ("accepted", "begun", "retried"))
+    known, tried = (set(map(int, (folder / name).read_text().split())) for name in ("accepted", "begun"))
+    unsure = sorted(tried - known)  # of these puts nobody heard before the crash
+    todo = itertools.chain(unsure, (number for number in numbers(folder / "stop", least) if number not in tried))
     async with (
         sb.StreamBalancer(config(), journal=folder / "journal") as balancer,
         sb.TorchTransport.listen(dp_size=2) as transport,
@@ -105,6 +109,7 @@ async def _controller(folder: Path, least: int) -> None:
 
         async def work() -> None:
             for number in todo:
+                os.write(begun, f"{number}\n".encode())
                 try:
                     await balancer.put(make_rollout(length(number), str(number)))
                 except sb.DuplicateRolloutError:
@@ -114,7 +119,6 @@ async def _controller(folder: Path, least: int) -> None:
         async def serve() -> None:
             await sb.serve(balancer, transport, rejoin_timeout_s=1000)
 
-        retried = os.open(folder / "retried", os.O_CREAT | os.O_APPEND | os.O_WRONLY)
         tasks.start_soon(serve)
         write_whole(folder / "address", str(transport.address))
         async with anyio.create_task_group() as workers:
@@ -265,9 +269,8 @@ def _alone(folder: Path, least: int, retry: bool) -> None:
 
 async def _trainer_and_workers(folder: Path, least: int, retry: bool) -> None:
     """Weights and balancer in one checkpoint, so that they go back together."""
-    said = os.open(folder / "said", os.O_CREAT | os.O_APPEND | os.O_WRONLY)
-    with open(folder / "said") as lines:
-        begun = sum(line.startswith("a ") for line in lines)
+    said = _appended(folder / "said")
+    begun = (folder / "said").read_text().count("a ")
     weights = Weights(folder / "trainer")
     states = sorted(folder.glob("state-*"), key=lambda path: int(path.stem.split("-")[1]))
     async with sb.StreamBalancer(config()) as balancer, anyio.create_task_group() as tasks:

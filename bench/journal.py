@@ -1,0 +1,458 @@
+"""The journal: what a durable put costs, how fast a crash is recovered from, and what other stores make of the same.
+
+64 concurrent putters, rollouts of 1,000 tokens (21 kB of columns), one commit and one real fsync for all who wait.
+``stores`` runs that workload on the journal's own log, on SQLite (WAL, synchronous=FULL) and on LMDB, with the same
+encoded bytes, then damages each store's files byte by byte and opens them again. Run it on a real disk:
+``python bench/journal.py [--folder DIR] [--json] [throughput recovery stores damage]``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import signal
+import sqlite3
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Protocol
+
+import anyio
+import numpy as np
+import torch
+
+import stream_balancer as sb
+from stream_balancer.journal.records import Put, payload_of
+from stream_balancer.journal.segments import Damage, Segments, salt_of
+
+NUM_PUTTERS = 64
+NUM_TOKENS = 1000
+WINDOW_ROLLOUTS = 1024  # held at a time, in the comparison of stores
+
+
+def make_rollout(number: int, num_tokens: int = NUM_TOKENS) -> sb.Rollout:
+    """21 bytes a token: ids, log-probabilities of two policies, an advantage, a mask."""
+    floats = torch.full((num_tokens,), float(number % 97))
+    tokens = {
+        "input_ids": torch.arange(number, number + num_tokens),
+        "logprobs": floats,
+        "ref_logprobs": floats,
+        "advantages": floats,
+        "loss_mask": torch.ones(num_tokens, dtype=torch.bool),
+    }
+    return sb.Rollout(tokens=tokens, scalars={"reward": 1.0}, rollout_id=f"rollout-{number}", version=number // 512)
+
+
+def kind_of_disk(folder: Path) -> str:
+    """File system and device, from the longest mount point above; memory is no disk."""
+    mounts = [line.split() for line in Path("/proc/mounts").read_text().splitlines()]
+    above = [m for m in mounts if folder.is_relative_to(m[1])]
+    device, _, kind, *_ = max(above, key=lambda m: len(m[1]))
+    if kind in ("tmpfs", "ramfs"):
+        raise SystemExit(f"{folder} is {kind}: fsync does nothing there. Give a --folder on a disk")
+    return f"{kind} on {device}"
+
+
+def fsync_seconds(folder: Path, num_bytes: int, repeats: int = 200) -> float:
+    """Median seconds of one write of so many bytes and its fdatasync: the floor of a commit."""
+    data, times = os.urandom(num_bytes), []
+    fd = os.open(folder / "floor", os.O_CREAT | os.O_WRONLY)
+    for _ in range(repeats):
+        start = time.perf_counter()
+        os.write(fd, data)
+        os.fdatasync(fd)
+        times.append(time.perf_counter() - start)
+    os.close(fd)
+    (folder / "floor").unlink()
+    return statistics.median(times)
+
+
+# -- the balancer with its journal -------------------------------------------------------------------------------------
+
+
+async def put_all(folder: Path, count: int) -> dict[str, float]:
+    """Through ``await put`` to dispatch and acknowledgement."""
+    shutil.rmtree(folder, ignore_errors=True)
+    rollouts = [make_rollout(number) for number in range(count)]
+    todo = iter(rollouts)
+    times: list[float] = []
+    config = sb.BalancerConfig(dp_size=8, batch_size=256)
+    async with sb.StreamBalancer(config, journal=folder) as balancer, anyio.create_task_group() as tasks:
+
+        async def work() -> None:
+            for rollout in todo:
+                start = time.perf_counter()
+                await balancer.put(rollout)
+                times.append(time.perf_counter() - start)
+
+        async def train() -> None:
+            async for _ in balancer.batches():
+                pass
+
+        tasks.start_soon(train)
+        start = time.perf_counter()
+        async with anyio.create_task_group() as workers:
+            for _ in range(NUM_PUTTERS):
+                workers.start_soon(work)
+        seconds = time.perf_counter() - start
+        balancer.end()
+    times.sort()
+    return {"rate": count / seconds, "median": times[len(times) // 2], "p99": times[len(times) * 99 // 100]}
+
+
+def throughput(folder: Path, repeats: int) -> Iterator[dict[str, object]]:
+    """Puts per second, medians."""
+    yield {"name": "write + fdatasync of 4 kB", "value": round(fsync_seconds(folder, 4096) * 1e3, 3), "unit": "ms"}
+    batch = NUM_PUTTERS * 21_000
+    yield {
+        "name": "write + fdatasync of 64 x 21 kB",
+        "value": round(fsync_seconds(folder, batch) * 1e3, 3),
+        "unit": "ms",
+    }
+    for backend in ("asyncio", "trio"):
+        runs = [anyio.run(put_all, folder / "journal", 20_000, backend=backend) for _ in range(repeats)]
+        rate = statistics.median(run["rate"] for run in runs)
+        yield {
+            "name": f"durable puts of 1,000 tokens, {NUM_PUTTERS} putters, {backend}",
+            "value": round(rate),
+            "unit": "rollouts/s",
+            "bar": ">= 5000",
+            "holds": rate >= 5000,
+        }
+        for key in ("median", "p99"):
+            value = statistics.median(run[key] for run in runs)
+            yield {"name": f"one put, {key}, {backend}", "value": round(value * 1e3, 2), "unit": "ms"}
+        left = sum(path.stat().st_size for path in (folder / "journal").glob("*.journal"))
+        yield {"name": f"folder after 20,000 puts (430 MB), {backend}", "value": round(left / 1e6, 1), "unit": "MB"}
+
+
+def recovery(folder: Path, num_tokens: int = NUM_TOKENS, count: int = 100_000) -> Iterator[dict[str, object]]:
+    """Seconds from opening a journal of ``count`` waiting rollouts to a balancer that holds them."""
+    shutil.rmtree(folder / "journal", ignore_errors=True)
+    segments = Segments(folder / "journal")
+    segments.open()
+    for first in range(0, count, 1000):
+        if not segments.sizes or segments.sizes[segments.last] >= 64 * 2**20:
+            segments.begin()
+        pieces: list[memoryview | bytes] = []
+        for number in range(first, min(first + 1000, count)):
+            rollout = make_rollout(number, num_tokens)
+            put = Put(number, [rollout.rollout_id], time.time(), 0)
+            pieces += sb.journal.records.pack(salt_of(segments.last), put, payload_of([rollout]))
+        segments.append(pieces)
+    size = segments.total_bytes
+    segments.close()
+
+    async def enter() -> tuple[float, float]:
+        start = time.perf_counter()
+        config = sb.BalancerConfig(dp_size=8, batch_size=256, capacity=2 * count, max_skips=10**6)
+        async with sb.StreamBalancer(config, journal=folder / "journal") as balancer:
+            assert balancer.statistics().waiting == count
+            assert balancer.recovered
+            return time.perf_counter() - start, balancer.recovered.seconds
+
+    seconds, _ = anyio.run(enter)
+    name = f"recovery of {count:,} waiting rollouts of {num_tokens:,} tokens ({size / 1e9:.2f} GB)"
+    yield {"name": name, "value": round(seconds, 2), "unit": "s"}
+    shutil.rmtree(folder / "journal")
+
+
+# -- stores ------------------------------------------------------------------------------------------------------------
+
+
+class Store(Protocol):
+    """One commit: these are added, those are done. All durable on return."""
+
+    def commit(self, added: list[tuple[int, bytes]], removed: list[int]) -> None: ...
+    def close(self) -> None: ...
+
+
+class Log:
+    """The journal's own segments, dropped from the front."""
+
+    def __init__(self, folder: Path) -> None:
+        self._segments = Segments(folder)
+        self._segments.open()
+        self._segments.begin()
+        self._last_of: dict[int, int] = {}
+
+    def commit(self, added: list[tuple[int, bytes]], removed: list[int]) -> None:
+        segments = self._segments
+        if segments.sizes[segments.last] >= 64 * 2**20:
+            segments.begin()
+        pieces: list[memoryview | bytes] = []
+        for number, data in added:
+            pieces += sb.journal.records.pack(salt_of(segments.last), Put(number, [str(number)], 0.0, 0), [data])
+            self._last_of[segments.last] = number
+        if removed:
+            done = sb.journal.records.Done(0, [str(number) for number in removed])
+            pieces += sb.journal.records.pack(salt_of(segments.last), done)
+        segments.append(pieces)
+        while removed and len(segments.sizes) > 2 and self._last_of[segments.first] <= removed[-1]:
+            segments.drop_first()
+
+    def close(self) -> None:
+        self._segments.close()
+
+
+class Sqlite:
+    """A table of blobs; write-ahead log, fsync at every commit."""
+
+    def __init__(self, folder: Path) -> None:
+        folder.mkdir(parents=True)
+        self._db = sqlite3.connect(folder / "db", isolation_level=None, check_same_thread=False)
+        self._db.execute("pragma page_size=16384")
+        self._db.execute("pragma auto_vacuum=incremental")
+        self._db.execute("pragma journal_mode=wal")
+        self._db.execute("pragma synchronous=full")
+        self._db.execute("create table puts(number integer primary key, crc integer, data blob)")
+
+    def commit(self, added: list[tuple[int, bytes]], removed: list[int]) -> None:
+        db = self._db
+        db.execute("begin immediate")
+        db.executemany("insert into puts values(?, 0, ?)", added)
+        if removed:
+            db.execute("delete from puts where number between ? and ?", (removed[0], removed[-1]))
+        db.execute("commit")
+
+    def close(self) -> None:
+        self._db.close()
+
+
+class Lmdb:
+    """One database of big values; sync at every commit."""
+
+    def __init__(self, folder: Path) -> None:
+        import lmdb
+
+        self._env = lmdb.open(str(folder), map_size=8 * 2**30, subdir=True)
+
+    def commit(self, added: list[tuple[int, bytes]], removed: list[int]) -> None:
+        with self._env.begin(write=True) as transaction:
+            for number, data in added:
+                transaction.put(number.to_bytes(8, "big"), data, append=True)
+            for number in removed:
+                transaction.delete(number.to_bytes(8, "big"))
+
+    def close(self) -> None:
+        self._env.close()
+
+
+STORES: dict[str, Callable[[Path], Store]] = {"own log": Log, "SQLite": Sqlite, "LMDB": Lmdb}
+
+
+def store_rate(make: Callable[[Path], Store], folder: Path, payloads: list[bytes], count: int) -> tuple[float, float]:
+    """Rollouts per second into a store that 64 putters share, a window of them held; bytes of the folder at the end."""
+    shutil.rmtree(folder, ignore_errors=True)
+    store = make(folder)
+    start = time.perf_counter()
+    for first in range(0, count, NUM_PUTTERS):
+        added = [(n, payloads[n % len(payloads)]) for n in range(first, first + NUM_PUTTERS)]
+        gone = first - WINDOW_ROLLOUTS
+        store.commit(added, list(range(gone, gone + NUM_PUTTERS)) if gone >= 0 else [])
+    seconds = time.perf_counter() - start
+    store.close()
+    return count / seconds, sum(path.stat().st_blocks * 512 for path in folder.iterdir())
+
+
+def stores(folder: Path, repeats: int) -> Iterator[dict[str, object]]:
+    """The stores by themselves, in turn."""
+    payloads = [b"".join(bytes(piece) for piece in payload_of([make_rollout(n)])) for n in range(256)]
+    runs: dict[str, list[tuple[float, float]]] = {name: [] for name in STORES}
+    for _ in range(repeats):
+        for name, make in STORES.items():
+            runs[name].append(store_rate(make, folder / "store", payloads, 64 * 300))
+    for name, of in runs.items():
+        rate = statistics.median(rate for rate, _ in of)
+        yield {"name": f"{name}: 64 rollouts a commit, encoded before", "value": round(rate), "unit": "rollouts/s"}
+        size = statistics.median(size for _, size in of) / 1e6
+        yield {"name": f"{name}: on the disk with 1,024 held (22 MB)", "value": round(size), "unit": "MB"}
+    shutil.rmtree(folder / "store")
+
+
+# -- damage ------------------------------------------------------------------------------------------------------------
+
+NUM_RECORDS = 1000
+
+
+def content(number: int) -> bytes:
+    """256 bytes that tell which record they are."""
+    return number.to_bytes(4, "big") * 64
+
+
+def fill(make: Callable[[Path], Store], folder: Path) -> None:
+    """Commits of a small record each, then SIGKILL."""
+    store = make(folder)
+    for number in range(NUM_RECORDS):
+        store.commit([(number, content(number))], [])
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def in_child(function: Callable[..., Any], *args: Any) -> Any:
+    """Its result from a forked process, or None if that died."""
+    out, into = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(out)
+        try:
+            os.write(into, json.dumps(function(*args)).encode())
+        finally:
+            os._exit(0)
+    os.close(into)
+    with open(out) as said:
+        text = said.read()
+    os.waitpid(child, 0)
+    return json.loads(text) if text else None
+
+
+def read_log(folder: Path) -> tuple[dict[int, bytes], bool]:
+    """Undamaged records, and whether damage was noticed."""
+    segments = Segments(folder)
+    segments.open()
+    found: dict[int, bytes] = {}
+    told = False
+    for number in list(segments.sizes):
+        for item in segments.scan(number):
+            if isinstance(item, Damage):
+                told = True
+            elif isinstance(item[1].head, Put):
+                found[item[1].head.number] = bytes(item[1].payload)
+    segments.close()
+    return found, told
+
+
+def read_sqlite(folder: Path) -> tuple[dict[int, bytes], bool]:
+    """What SQLite gives, and whether it complained (integrity_check included)."""
+    found: dict[int, bytes] = {}
+    try:
+        db = sqlite3.connect(folder / "db")
+        for number, data in db.execute("select number, data from puts order by number"):
+            found[number] = bytes(data)
+        return found, db.execute("pragma integrity_check").fetchall() != [("ok",)]
+    except sqlite3.DatabaseError:
+        return found, True
+
+
+def read_lmdb(folder: Path) -> tuple[dict[int, bytes], bool]:
+    """What LMDB gives, and whether it complained."""
+    import lmdb
+
+    found: dict[int, bytes] = {}
+    try:
+        with lmdb.open(str(folder), map_size=8 * 2**30) as env, env.begin() as transaction:
+            for key, data in transaction.cursor():
+                found[int.from_bytes(key, "big")] = bytes(data)
+    except lmdb.Error:
+        return found, True
+    return found, False
+
+
+READERS: dict[str, Callable[[Path], tuple[dict[int, bytes], bool]]] = {
+    "own log": read_log,
+    "SQLite": read_sqlite,
+    "LMDB": read_lmdb,
+}
+
+
+def look(name: str, folder: Path) -> tuple[int, int, bool]:
+    """Records that are intact, records that are wrong, and whether the store complained."""
+    try:
+        found, told = READERS[name](folder)
+    except Exception:  # noqa: BLE001 - whatever it is, it is a complaint
+        return 0, 0, True
+    intact = sum(data == content(number) for number, data in found.items())
+    return intact, len(found) - intact, told
+
+
+def damage(folder: Path, places: int = 512) -> Iterator[dict[str, object]]:
+    """One byte changed in a copy of what SIGKILL left, which is then opened: over the last 4 KiB of each file, and over
+    all of it."""
+    base, copy = folder / "base", folder / "copy"
+    for name, make in STORES.items():
+        shutil.rmtree(base, ignore_errors=True)
+        in_child(fill, make, base)
+        for path in sorted(base.iterdir()):
+            size = path.stat().st_size
+            if path.name in ("lock", "lock.mdb", "db-shm") or size < 4096:
+                continue
+            for where, first in (("last 4 KiB", size - 4096), ("whole", 0)):
+                offsets = np.linspace(first, size - 1, places).astype(int).tolist()
+                yield {
+                    "name": f"{name}: a byte of {path.name} changed, {where}",
+                    **damaged(name, base, copy, path, offsets),
+                }
+        shutil.rmtree(base)
+    shutil.rmtree(copy, ignore_errors=True)
+
+
+def damaged(name: str, base: Path, copy: Path, path: Path, offsets: list[int]) -> dict[str, object]:
+    """What a store makes of each damage."""
+    noticed = missing = wrong = died = 0
+    fewest = NUM_RECORDS
+    for offset in offsets:
+        shutil.rmtree(copy, ignore_errors=True)
+        shutil.copytree(base, copy)
+        with open(copy / path.name, "r+b") as file:
+            file.seek(offset)
+            byte = file.read(1)[0]
+            file.seek(offset)
+            file.write(bytes([byte ^ 0xFF]))
+        seen = in_child(look, name, copy)
+        if seen is None:
+            died += 1
+            continue
+        intact, changed, told = seen
+        noticed += told
+        missing += intact + changed < NUM_RECORDS and not told
+        wrong += changed > 0 and not told
+        fewest = min(fewest, intact)
+    return {
+        "value": noticed,
+        "unit": f"of {len(offsets)} noticed",
+        "records_missing_silently": missing,
+        "records_wrong_silently": wrong,
+        "fewest_intact_records": fewest,
+        "records": NUM_RECORDS,
+        "process_died": died,
+    }
+
+
+def rows(folder: Path, parts: list[str], repeats: int) -> Iterator[dict[str, object]]:
+    """What was asked for."""
+    if "throughput" in parts:
+        yield from throughput(folder, repeats)
+    if "recovery" in parts:
+        yield from recovery(folder)
+    if "stores" in parts:
+        yield from stores(folder, repeats)
+    if "damage" in parts:
+        yield from damage(folder)
+
+
+def main() -> None:
+    """Print the rows, as a table or one JSON object a line."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("parts", nargs="*", default=["throughput", "recovery", "stores", "damage"])
+    parser.add_argument("--folder", type=Path, default=None, help="on the disk to measure; default: a temporary one")
+    parser.add_argument("--json", action="store_true", help="one JSON object a row")
+    parser.add_argument("--repeats", type=int, default=3)
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory(dir=args.folder) as name:
+        folder = Path(name).resolve()
+        disk = kind_of_disk(folder)
+        for row in rows(folder, args.parts, args.repeats):
+            row["disk"] = disk
+            if args.json:
+                print(json.dumps(row), flush=True)
+            else:
+                bar = f"   bar {row['bar']}: {'holds' if row['holds'] else 'MISSED'}" if "bar" in row else ""
+                more = {k: v for k, v in row.items() if k not in ("name", "value", "unit", "bar", "holds", "disk")}
+                print(f"{row['name']:<74} {row['value']:>10} {row['unit']}{bar} {more or ''}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
