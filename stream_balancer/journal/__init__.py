@@ -177,6 +177,8 @@ class Journal:
         """
         began = time.monotonic()
         self._segments.open()
+        self._refusing = self._closing = self._full = self._blocked = False
+        self._stateless, self._broken, self._kept = True, None, []
         try:
             self._contents = contents = Contents(remember_ids)
             damage = self._fold()
@@ -234,8 +236,8 @@ class Journal:
             _log.error("journal %s: damaged, records are lost: %s", self.path, where)
         if recovered.torn_bytes:
             _log.warning(
-                "journal %s: the last %d bytes are no whole record, as after a crash in the middle of a write; no put "
-                "that had returned was in them. Taken off",
+                "journal %s: the last %d bytes are no whole record. Taken off. A crash in the middle of a write looks so, "
+                "and no put that had returned is in such an end; otherwise the disk has damaged it",
                 self.path,
                 recovered.torn_bytes,
             )

@@ -187,6 +187,17 @@ async def test_a_plan_is_on_the_disk_before_the_batch_is_given(tmp_path: Path, d
         await until(lambda: bool(given))
 
 
+async def test_a_journal_may_be_opened_again(tmp_path: Path) -> None:
+    journal = sb.Journal(tmp_path)
+    for number in range(3):
+        async with sb.StreamBalancer(config(), journal=journal) as balancer:
+            with pytest.raises(sb.AlreadyInUseError):
+                async with sb.StreamBalancer(config(), journal=journal):
+                    pass
+            assert len(waiting(balancer)) == number
+            await balancer.put(make_rollout(3))
+
+
 async def test_put_nowait_is_refused(tmp_path: Path) -> None:
     async with sb.StreamBalancer(config(), journal=tmp_path) as balancer:
         with pytest.raises(sb.WouldBlock, match="cannot wait for the journal's disk"):

@@ -128,7 +128,7 @@ def test_damage_is_told(written: Path, tmp_path: Path, caplog: pytest.LogCapture
     assert ids[0] not in {r.rollout_id for r in snapshot.waiting}
     errors = [r for r in caplog.records if r.levelno == logging.ERROR]
     assert errors[0].getMessage().endswith(f"records are lost: bytes {start} to {stop} of segment 1")
-    assert any("the last 13 bytes are no whole record" in r.getMessage() for r in caplog.records)
+    assert any("the last 13 bytes are no whole record. Taken off" in r.getMessage() for r in caplog.records)
     again, told = reopened(tmp_path / "j")
     assert told.torn_bytes == 0  # it was taken off
     assert told.damage[0] == recovered.damage[0]  # this stays until its segment goes
