@@ -236,8 +236,8 @@ class Journal:
             _log.error("journal %s: damaged, records are lost: %s", self.path, where)
         if recovered.torn_bytes:
             _log.warning(
-                "journal %s: the last %d bytes are no whole record. Taken off. A crash in the middle of a write looks so, "
-                "and no put that had returned is in such an end; otherwise the disk has damaged it",
+                "journal %s: the last %d bytes are no whole record. Taken off. A crash in the middle of a write looks "
+                "so, and no put that had returned is in such an end; otherwise the disk has damaged it",
                 self.path,
                 recovered.torn_bytes,
             )
