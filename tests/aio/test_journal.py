@@ -671,6 +671,24 @@ async def test_the_folder_stays_small(tmp_path: Path, monkeypatch: pytest.Monkey
         assert balancer.statistics().in_flight == 4
 
 
+async def test_a_copied_put_does_not_bring_back_those_of_its_rollouts_that_are_done(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(journal_module, "SEGMENT_BYTES", 5_000)
+    knobs = config(max_staleness=0, remember_ids=0, window=100)
+    async with sb.StreamBalancer(knobs, journal=tmp_path / "j") as balancer:
+        balancer.set_version(0)
+        await balancer.put_group([make_rollout(3, f"v{v}", group_id="g", version=v) for v in (0, 10**6)])
+        for version in range(1, 60):
+            balancer.set_version(version)  # all older ones are evicted
+            await balancer.put(make_rollout(50, f"x{version}", version=version))
+        assert balancer._journal
+        assert balancer._journal._segments.first > 1
+        after = await crash(balancer)
+    async with sb.StreamBalancer(knobs, journal=after) as balancer:
+        assert sorted(waiting(balancer)) == ["v1000000", "x59"]
+
+
 async def test_max_bytes_holds_puts_back_until_acknowledgements_come(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -678,7 +696,7 @@ async def test_max_bytes_holds_puts_back_until_acknowledgements_come(
     monkeypatch.setattr(journal_module, "RETRY_S", 0.01)
     limit = 160_000
     journal = sb.Journal(tmp_path / "j", max_bytes=limit)
-    knobs = config(remember_ids=0, window=50, capacity=1000)
+    knobs = config(remember_ids=0, window=200, capacity=1000)  # the window could never fill
     largest = 0
     accepted = 0
     trained: list[str] = []

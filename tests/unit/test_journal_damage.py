@@ -147,6 +147,24 @@ def test_a_damaged_start_of_the_last_segment_costs_nothing(written: Path, tmp_pa
     assert [b.step for b in after.in_flight] == [b.step for b in before.in_flight] == [1, 2]
 
 
+def test_a_drained_journal_still_knows_what_is_done_when_its_start_is_damaged(written: Path, tmp_path: Path) -> None:
+    async def drain() -> None:
+        async with sb.StreamBalancer(CONFIG, journal=tmp_path / "j") as balancer:
+            balancer.end()
+            async for batch in balancer.batches(auto_ack=False):
+                balancer.acknowledge(batch.step)
+
+    shutil.copytree(written, tmp_path / "j")
+    anyio.run(drain)
+    for _ in range(3):  # only what is said at the start of segments is left
+        before, _ = reopened(tmp_path / "j")
+    path = last_segment(tmp_path / "j")
+    path.write_bytes(bytes(path.stat().st_size))
+    after, _ = reopened(tmp_path / "j")
+    assert len(after.past_ids) == 61
+    assert (after.past_ids, after.next_step) == (before.past_ids, before.next_step)
+
+
 def test_bytes_of_another_segment_are_not_records_of_this_one(written: Path, tmp_path: Path) -> None:
     """As when a disk gives old blocks for new ones."""
     shutil.copytree(written, tmp_path / "j")
