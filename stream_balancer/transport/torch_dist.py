@@ -44,6 +44,7 @@ _FOR_EVER = timedelta(days=3650)  # timedelta.max overflows in gloo
 _SPARE_TAG, _TAG = 7, 1
 _HERE = "here"
 _PAIR_TIMEOUT_S = 5.0  # both are known to be there and take milliseconds; later waits have their own limit: none
+_STORE_TIMEOUT_S = 5.0  # a connection that was just accepted answers at once, or its host has died
 _gloo = cast("Any", dist).ProcessGroupGloo  # its options are missing from torch's type stubs
 
 
@@ -508,12 +509,14 @@ def _reach_store(source: Store | str, name: str, cancelled: threading.Event) -> 
         try:
             with socket.create_connection((host, port), timeout=5.0) as probe:
                 own = probe.getsockname()[0]
-            break
-        except OSError:
+            # a controller that dies just now would otherwise be waited for, in C++, where nothing can be cancelled
+            store = TCPStore(host, port, is_master=False, timeout=timedelta(seconds=_STORE_TIMEOUT_S))
+            store.set_timeout(timedelta(days=1))
+            return _in_name_space(store, name), own
+        except (OSError, RuntimeError):
             if cancelled.wait(delay_s):
                 raise ClosedResourceError from None
             delay_s = min(2 * delay_s, 1.0)
-    return _in_name_space(TCPStore(host, port, is_master=False, timeout=timedelta(days=1)), name), own
 
 
 class GlooPort(PortBase):

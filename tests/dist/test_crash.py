@@ -254,7 +254,7 @@ def test_what_was_accepted_is_trained_on_once_whatever_is_killed(tmp_path: Path)
 @pytest.mark.soak
 @pytest.mark.timeout(1500)
 def test_two_hundred_kills(tmp_path: Path) -> None:
-    figures = _crash_test(tmp_path, kills=200, least=20_000, seed=2, interval_s=2.0)
+    figures = _crash_test(tmp_path, kills=200, least=20_000, seed=2, interval_s=1.5)
     logging.getLogger(__name__).warning("%s", figures)
 
 
@@ -284,7 +284,7 @@ async def _trainer_and_workers(folder: Path, least: int, retry: bool) -> None:
                 promise += [int(r.rollout_id) for b in held.in_flight for r in b.rollouts if not r.is_padding]
         os.write(said, f"r {json.dumps(promise)}\n".encode())
         first = 0 if retry else 10**6 * (begun + 1)  # without retries every life has ids of its own
-        todo = (first + number for number in numbers(folder / "stop", 0 if not retry else least))
+        todo = (first + number for number in numbers(folder / "stop", least))
 
         async def work() -> None:
             for number in todo:
