@@ -185,8 +185,9 @@ def rollouts_of(payload: memoryview) -> tuple[Rollout, ...]:
     """What :func:`payload_of` wrote, copied. Raises WireError."""
     if len(payload) <= FRAME_BYTES:
         raise WireError("a put in the journal holds no rollouts")
-    own = torch.frombuffer(bytearray(payload), dtype=torch.uint8)  # their own memory: the segment may go
-    return read_rollouts([own[:FRAME_BYTES].view(torch.int64), own[FRAME_BYTES:].clone()])
+    frame = torch.frombuffer(bytearray(payload[:FRAME_BYTES]), dtype=torch.int64)
+    slab = torch.frombuffer(bytearray(payload[FRAME_BYTES:]), dtype=torch.uint8)  # a copy: the segment may go
+    return read_rollouts([frame, slab])
 
 
 def plan_of(batch: Batch) -> Plan:
