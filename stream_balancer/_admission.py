@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -10,7 +11,7 @@ from stream_balancer.config import BalancerConfig
 from stream_balancer.errors import RolloutError
 from stream_balancer.types import Rollout
 
-__all__ = ["Schema", "check_fits", "check_schema", "cost_of", "schema_of"]
+__all__ = ["Schema", "check_fits", "check_group", "check_schema", "cost_of", "schema_of"]
 
 Schema = tuple[dict[str, tuple[object, tuple[int, ...]]], frozenset[str]]
 """Token columns with dtype and trailing shape, and names of scalars: alike for all rollouts of a balancer."""
@@ -47,6 +48,15 @@ def cost_of(rollout: Rollout, config: BalancerConfig) -> float:
             f"finite number >= 0. Mend {model!r}, or give the rollout a cost of its own"
         )
     return cost
+
+
+def check_group(rollouts: Sequence[Rollout]) -> None:
+    """Raise RolloutError unless they are siblings."""
+    if not rollouts:
+        raise RolloutError("put_group() takes at least one rollout")
+    ids = {r.group_id for r in rollouts}
+    if len(ids) != 1 or None in ids:
+        raise RolloutError(f"put_group() takes siblings that share one group_id, not {sorted(map(str, ids))}")
 
 
 def schema_of(rollout: Rollout) -> Schema:

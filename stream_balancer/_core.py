@@ -33,6 +33,7 @@ from stream_balancer._buffer import Buffer
 from stream_balancer._counts import Counts, idle, unavoidable
 from stream_balancer.config import BalancerConfig
 from stream_balancer.errors import ClosedResourceError, ConfigError, DuplicateRolloutError, RolloutError, WouldBlock
+from stream_balancer.pacing import Pacer
 from stream_balancer.planning import Plan, PlanKnobs, Waiting, plan_batch
 from stream_balancer.planning.baselines import plan_fifo, plan_round_robin
 from stream_balancer.planning.length_bias import LengthBias
@@ -215,6 +216,33 @@ class BalancerCore:
             self._num_aging = self._count_aging()
         for rollout in gone:
             self._evict(rollout, "filtered")
+
+    def room_to_begin(self, pacer: Pacer) -> int:
+        """How many more rollouts may be begun elsewhere, so that none will be too old. O(n) under ``max_staleness``."""
+        oldest: int | None = None
+        if self.config.max_staleness is not None and self._version is not None and len(self._buffer):
+            versions = self._buffer.versions
+            fresh = versions[versions >= self._oldest_fresh()]
+            oldest = int(fresh.min()) if fresh.size else None
+        return pacer.room(
+            self.config,
+            version=self._version or 0,
+            oldest=oldest,
+            waiting=len(self._buffer),
+            in_flight=len(self._in_flight),
+        )
+
+    def squeeze_if_stuck(self, running: int) -> None:
+        """Nothing more may be begun, and so many are running: if they cannot fill the window, let a full batch go; if
+        none is running, whatever is there. O(1)."""
+        ready = self._buffer.num_ready
+        if running == 0 or (ready >= self.config.batch_size and running + len(self._buffer) < self.config.window):
+            self._squeezed = self._squeezed or ready > 0
+
+    @property
+    def version(self) -> int | None:
+        """Policy version last set."""
+        return self._version
 
     def end(self) -> None:
         """No more rollouts will come: drain what is left, also if it is fewer than the ranks. May be called twice."""
@@ -580,7 +608,9 @@ class BalancerCore:
 
     # -- record --------------------------------------------------------------------------------------------------------
 
-    def statistics(self, now: float, *, blocked_puts: int = 0) -> Statistics:
+    def statistics(
+        self, now: float, *, blocked_puts: int = 0, reserved: int = 0, blocked_reserves: int = 0
+    ) -> Statistics:
         """A snapshot. O(batches in flight)."""
         counts, buffer = self._counts, self._buffer
         return Statistics(
@@ -598,6 +628,8 @@ class BalancerCore:
             padding_copies=counts.padding_copies,
             nacked=counts.nacked,
             blocked_puts=blocked_puts,
+            reserved=reserved,
+            blocked_reserves=blocked_reserves,
             peak_waiting=counts.peak_waiting,
             oldest_wait_s=max(now - buffer.oldest_arrival, 0.0) if len(buffer) else 0.0,
             length_bias=self._length_bias.summary(),

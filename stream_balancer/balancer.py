@@ -30,10 +30,13 @@ import anyio
 import anyio.lowlevel
 
 from stream_balancer._accept import Accept, Judging, ask, verdict_of
+from stream_balancer._admission import check_group
 from stream_balancer._core import BalancerCore
 from stream_balancer.config import BalancerConfig
-from stream_balancer.errors import AlreadyInUseError, ClosedResourceError, RolloutError, WouldBlock
+from stream_balancer.errors import AlreadyInUseError, ClosedResourceError, WouldBlock
 from stream_balancer.journal import Journal, Recovered, Writing
+from stream_balancer.pacing import Pacer, check_pacing
+from stream_balancer.reserve import Reservation, Slot
 from stream_balancer.snapshot import read_state_dict, state_dict
 from stream_balancer.stall import why_no_batch
 from stream_balancer.types import Batch, EvictReason, Rollout, Snapshot, Statistics
@@ -90,6 +93,8 @@ class StreamBalancer:
         self._parked: OrderedDict[int, _ParkedPut] = OrderedDict()
         self._parked_siblings: dict[str, dict[int, _ParkedPut]] = {}
         self._next_ticket = 0
+        self._pacer = Pacer()
+        self._reservers: OrderedDict[int, tuple[int, anyio.Event]] = OrderedDict()  # ticket -> (rollouts, wake)
         self._consumer: Batches | None = None
         self._alarm: anyio.Event | None = None  # set while the consumer is parked
         self._alarm_time = math.inf  # when it will wake by itself
@@ -123,7 +128,7 @@ class StreamBalancer:
 
         Raises :class:`RolloutError` if the rollouts do not share one ``group_id``.
         """
-        _check_group(rollouts)
+        check_group(rollouts)
         await self._put(rollouts)
 
     def put_nowait(self, rollout: Rollout) -> None:
@@ -188,6 +193,7 @@ class StreamBalancer:
         self._core.filter_out(rollouts, anyio.current_time())
         self._ring()
         self._wake_next_put()  # siblings that waited have made room
+        self._wake_next_reserver()
         self._tell_evicted()
 
     def _write_or_let_in(self, rollouts: Sequence[Rollout]) -> _Pending | None:
@@ -264,6 +270,81 @@ class StreamBalancer:
         if self._parked:
             next(iter(self._parked.values())).wake.set()
 
+    # -- rollouts to come ----------------------------------------------------------------------------------------------
+
+    def reserve(self, count: int = 1) -> Reservation:
+        """Room for rollouts that are still to be generated::
+
+            async with balancer.reserve() as slot:
+                rollout = await generate(prompt, policy)
+                await slot.put(rollout)
+
+        Waits, first come first served, until so many more may begin and yet none of them will be older than
+        ``max_staleness`` when it is dispatched: instead of throwing long rollouts away, begin fewer. Holds if every
+        rollout comes this way, and ``set_version`` is called at most once per batch, before the batch is acknowledged.
+        See docs/staleness.md for the rule and its proof. Leaving the block gives back what was not put.
+
+        Without ``max_staleness`` the limit is ``capacity``. Raises :class:`ConfigError` for knobs under which the bound
+        could not hold or the window not fill, ValueError for a ``count`` that could never be admitted; entering raises
+        ClosedResourceError after ``end()`` or ``aclose()``.
+        """
+        check_pacing(self.config, count)
+        return Reservation(self, count)
+
+    async def _admit(self, count: int) -> Slot:
+        await anyio.lowlevel.checkpoint()
+        self._check_taking()
+        if not self._reservers and (slot := self._try_admit(count)) is not None:
+            return slot
+        ticket, self._next_ticket = self._next_ticket, self._next_ticket + 1
+        try:
+            while True:
+                self._reservers[ticket] = (count, anyio.Event())
+                self._ring()  # nobody may begin: the window may be as full as it gets
+                await self._reservers[ticket][1].wait()
+                slot = self._try_admit(count)
+                if slot is not None:
+                    return slot
+        finally:
+            self._reservers.pop(ticket, None)
+            self._wake_next_reserver()
+
+    def _try_admit(self, count: int) -> Slot | None:
+        self._check_taking()
+        check_pacing(self.config, count)  # the knobs may have changed while it waited
+        version = self._core.version or 0
+        if self._core.room_to_begin(self._pacer) < count:
+            return None
+        return Slot(self, self._pacer.admit(version, count), version, count)
+
+    def _check_taking(self) -> None:
+        if self.ended:
+            raise ClosedResourceError("reserve() after end() or aclose(): the balancer takes no more rollouts")
+
+    def _came(self, slot: int, count: int) -> None:
+        """So many rollouts of a slot have been put."""
+        self._pacer.came(slot, count)
+        self._wake_next_reserver()
+        self._ring()
+
+    def _give_back(self, slot: int) -> None:
+        self._pacer.give_back(slot)
+        self._wake_next_reserver()
+        self._ring()
+
+    def _wake_next_reserver(self) -> None:
+        """Wake the longest-waiting reserver if it can be admitted, or must be told the end. It wakes the next. O(1)."""
+        if self._reservers:
+            count, wake = next(iter(self._reservers.values()))
+            if self.ended or self._core.room_to_begin(self._pacer) >= count:
+                wake.set()
+
+    def _unstick(self) -> None:
+        """While a reserver waits, the window can only be filled by what is running: if that is not enough, let a full
+        batch go; if nothing is running, whatever is there."""
+        if self._reservers:
+            self._core.squeeze_if_stuck(self._pacer.running)
+
     # -- batches out ---------------------------------------------------------------------------------------------------
 
     def batches(self, *, auto_ack: bool = True) -> Batches:
@@ -290,9 +371,11 @@ class StreamBalancer:
         await anyio.lowlevel.checkpoint()
         while True:
             self._check_consumer(consumer)
+            self._unstick()
             batch = self._core.poll(anyio.current_time())
             if batch is not None:
                 self._wake_next_put()
+                self._wake_next_reserver()
                 if self._journal is not None:
                     await self._write_plan(self._journal, batch)
                 return batch
@@ -319,6 +402,7 @@ class StreamBalancer:
 
     def _ring(self) -> None:
         """Wake the parked consumer if a batch can leave earlier than it knows. O(1)."""
+        self._unstick()
         if self._alarm is not None and (self._core.next_wakeup() < self._alarm_time or self._core.finished):
             self._alarm.set()
 
@@ -344,6 +428,7 @@ class StreamBalancer:
         batch = self._core.acknowledge(step)
         if self._journal is not None:
             self._journal.acknowledged(batch)
+        self._wake_next_reserver()
 
     def acknowledge_through(self, step: int) -> None:
         """Your checkpoint contains all steps up to and including this one: none of them is delivered again.
@@ -354,6 +439,7 @@ class StreamBalancer:
         for batch in self._core.acknowledge_through(step):
             if self._journal is not None:
                 self._journal.acknowledged(batch)
+        self._wake_next_reserver()
 
     def nack(self, step: int) -> None:
         """A batch was not trained on after all (the step failed): ``batches()`` gives it again, next, with the same
@@ -389,6 +475,7 @@ class StreamBalancer:
             self._journal.versioned(version)
         self._ring()
         self._wake_next_put()
+        self._wake_next_reserver()
         self._tell_evicted()
 
     def _give_up(self, lost: Callable[[Rollout], bool]) -> list[str]:
@@ -396,6 +483,7 @@ class StreamBalancer:
         names = self._core.give_up(lost)
         self._ring()
         self._wake_next_put()
+        self._wake_next_reserver()
         self._tell_evicted()
         return names
 
@@ -407,6 +495,7 @@ class StreamBalancer:
         self._core.reconfigure(self._core.config.replace(**changes))
         self._ring()
         self._wake_next_put()
+        self._wake_next_reserver()
 
     def end(self) -> None:
         """No more rollouts will come: drain what waits, also if it is fewer than the ranks; then ``batches()`` ends.
@@ -417,6 +506,8 @@ class StreamBalancer:
         self._ring()
         for parked in self._parked.values():
             parked.wake.set()
+        for _, wake in self._reservers.values():
+            wake.set()
 
     async def aclose(self) -> None:
         """Stop at once: whoever waits in ``put`` or ``batches()`` gets ClosedResourceError. May be called twice."""
@@ -425,6 +516,8 @@ class StreamBalancer:
             self._alarm.set()
         for parked in self._parked.values():
             parked.wake.set()
+        for _, wake in self._reservers.values():
+            wake.set()
         if self._journal is not None:
             with anyio.CancelScope(shield=True):
                 await self._journal.aclose()
@@ -505,7 +598,12 @@ class StreamBalancer:
 
     def statistics(self) -> Statistics:
         """A snapshot that adds up: accepted == waiting + in_flight + acknowledged + evicted."""
-        return self._core.statistics(anyio.current_time(), blocked_puts=len(self._parked))
+        return self._core.statistics(
+            anyio.current_time(),
+            blocked_puts=len(self._parked),
+            reserved=self._pacer.running,
+            blocked_reserves=len(self._reservers),
+        )
 
     def why_no_batch(self) -> str:
         """What dispatching waits for now, in a sentence: ``"37 of 64 rollouts wait, the oldest for 812 s; no deadline_s
@@ -564,11 +662,3 @@ _Pending: TypeAlias = _ParkedPut | Writing | Judging
 
 def _ids(rollouts: Sequence[Rollout]) -> tuple[str, ...]:
     return tuple(r.rollout_id for r in rollouts)
-
-
-def _check_group(rollouts: Sequence[Rollout]) -> None:
-    if not rollouts:
-        raise RolloutError("put_group() takes at least one rollout")
-    ids = {r.group_id for r in rollouts}
-    if len(ids) != 1 or None in ids:
-        raise RolloutError(f"put_group() takes siblings that share one group_id, not {sorted(map(str, ids))}")

@@ -22,7 +22,7 @@ import anyio
 import anyio.lowlevel
 import sniffio
 
-from stream_balancer.balancer import _check_group
+from stream_balancer._admission import check_group
 from stream_balancer.errors import BrokenResourceError, WouldBlock
 from stream_balancer.transport._loop import loop_caller
 from stream_balancer.transport._puts import Mode, Ticket, Withdrawn
@@ -115,7 +115,7 @@ class Producer:
         """Hand over all siblings of a group: all are accepted, or none. Otherwise like :meth:`put`."""
         for rollout in rollouts:
             _checked(rollout)
-        _check_group(rollouts)
+        check_group(rollouts)
         await self._put(rollouts, Mode.GROUP)
 
     def put_nowait(self, rollout: Rollout, *, timeout_s: float = 5.0) -> None:
@@ -229,7 +229,7 @@ class BlockingProducer:
         """As :meth:`Producer.put_group`."""
         for rollout in rollouts:
             _checked(rollout)
-        _check_group(rollouts)
+        check_group(rollouts)
         self._put(rollouts, Mode.GROUP, timeout_s)
 
     def put_nowait(self, rollout: Rollout, *, timeout_s: float = 5.0) -> None:

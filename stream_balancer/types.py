@@ -357,6 +357,10 @@ class Statistics:
     """Rollouts of batches that :meth:`StreamBalancer.nack` gave back, ever."""
     blocked_puts: int
     """Puts that are waiting for room now."""
+    reserved: int
+    """Rollouts that are being generated under a slot of ``reserve()``."""
+    blocked_reserves: int
+    """Calls of ``reserve()`` that wait for a slot now."""
     peak_waiting: int
     """Most rollouts that ever waited at once."""
     oldest_wait_s: float

@@ -1,4 +1,5 @@
-"""Every Python snippet of the README runs, or is a piece of an example that a test runs; every link leads somewhere."""
+"""Snippets of the README and of docs/staleness.md run, or are pieces of examples that run; every link leads
+somewhere."""
 
 from __future__ import annotations
 
@@ -11,8 +12,12 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-README = (ROOT / "README.md").read_text()
-SNIPPETS = re.findall(r"(<!-- from (\S+) -->\n)?```python\n(.*?)```", README, re.S)
+RUN = [ROOT / "README.md", ROOT / "docs" / "staleness.md"]
+SNIPPETS = [
+    found
+    for page in RUN
+    for found in re.findall(r"(<!-- from (\S+) -->\n)?```python\n(.*?)```", page.read_text(), re.S)
+]
 
 
 @pytest.mark.parametrize("code", [code for _, of, code in SNIPPETS if not of])

@@ -1,0 +1,185 @@
+"""reserve(): slots for rollouts still to be generated, in virtual time on both loops."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import anyio
+import pytest
+from anyio.lowlevel import checkpoint
+
+import stream_balancer as sb
+from stream_balancer.testing import count_wakeups, make_rollout
+
+
+def config(**knobs: Any) -> sb.BalancerConfig:
+    return sb.BalancerConfig(**{"dp_size": 2, "batch_size": 4, "window": 8, "max_staleness": 1, **knobs})
+
+
+async def settle() -> None:
+    for _ in range(20):
+        await checkpoint()
+
+
+@pytest.mark.parametrize("max_staleness", [0, 1, 3])
+async def test_long_rollouts_are_never_thrown_away(max_staleness: int) -> None:
+    """64 workers with heavy-tailed lengths: without slots many would be stale, with them none."""
+    chance = random.Random(1)
+    knobs = config(max_staleness=max_staleness, window=4 if max_staleness == 0 else 8)
+    put: set[str] = set()
+    trained: list[str] = []
+    async with sb.StreamBalancer(knobs) as balancer:
+        balancer.set_version(0)
+
+        async def worker(number: int) -> None:
+            for turn in range(6):
+                async with balancer.reserve() as slot:
+                    await anyio.sleep(chance.paretovariate(1.1))
+                    name = f"{number}.{turn}"
+                    await slot.put(make_rollout(3, name))
+                    put.add(name)
+
+        async def trainer() -> None:
+            version = 0
+            async for batch in balancer.batches():
+                for r in batch.rollouts:
+                    assert r.is_padding or version - (r.min_version or 0) <= max_staleness
+                trained.extend(r.rollout_id for r in batch.rollouts if not r.is_padding)
+                await anyio.sleep(0.3)
+                version += 1
+                balancer.set_version(version)
+
+        with anyio.fail_after(1e6):
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(trainer)
+                async with anyio.create_task_group() as workers:
+                    for number in range(64):
+                        workers.start_soon(worker, number)
+                balancer.end()
+        stats = balancer.statistics()
+        assert stats.evicted["stale"] == 0
+        assert (stats.reserved, stats.blocked_reserves) == (0, 0)
+        assert sorted(trained) == sorted(put)
+        assert len(put) == 384
+
+
+async def test_reservers_are_admitted_in_order_and_do_not_poll() -> None:
+    async with sb.StreamBalancer(config()) as balancer, anyio.create_task_group() as tasks:
+        balancer.set_version(0)
+        slots: list[int] = []
+        leave = anyio.Event()
+
+        async def work(number: int) -> None:
+            async with balancer.reserve():
+                slots.append(number)
+                await leave.wait()
+
+        for number in range(12):
+            tasks.start_soon(work, number)
+            await settle()
+        stats = balancer.statistics()
+        assert (stats.reserved, stats.blocked_reserves) == (8, 4)
+        with count_wakeups() as wakeups:
+            await anyio.sleep(80_000.0)
+        assert wakeups.count <= 4
+        leave.set()
+        await settle()
+        assert slots == list(range(12))
+        assert balancer.statistics().reserved == 0
+
+
+@pytest.mark.parametrize("passes", range(10))
+async def test_a_cancelled_reserver_passes_its_turn_on(passes: int) -> None:
+    async with sb.StreamBalancer(config(batch_size=2, window=2, max_staleness=0)) as balancer:
+        balancer.set_version(0)
+        first = balancer.reserve(2)
+        await first.__aenter__()
+        got: list[str] = []
+
+        async def work(name: str) -> None:
+            async with balancer.reserve(2):
+                got.append(name)
+
+        async with anyio.create_task_group() as tasks:
+            async with anyio.create_task_group() as victim:
+                victim.start_soon(work, "victim")
+                await settle()
+                tasks.start_soon(work, "next")
+                await settle()
+                await first.__aexit__(None, None, None)
+                for _ in range(passes):
+                    await checkpoint()
+                victim.cancel_scope.cancel()
+            with anyio.fail_after(1000):
+                while "next" not in got:
+                    await checkpoint()
+        stats = balancer.statistics()
+        assert (stats.reserved, stats.blocked_reserves) == (0, 0)
+
+
+async def test_leaving_gives_back_what_was_not_put() -> None:
+    async with sb.StreamBalancer(config()) as balancer:
+        reservation = balancer.reserve(3)
+        slot = await reservation.__aenter__()
+        await slot.put(make_rollout(3, "one"))
+        assert balancer.statistics().reserved == 2
+        await reservation.__aexit__(LookupError, LookupError("generation failed"), None)
+        assert balancer.statistics().reserved == 0
+        with pytest.raises(sb.ClosedResourceError, match="place is given back"):
+            await slot.put(make_rollout(3, "two"))
+        assert balancer.statistics().waiting == 1
+
+
+async def test_a_slot_dates_its_rollouts() -> None:
+    async with sb.StreamBalancer(config(max_staleness=3)) as balancer:
+        balancer.set_version(5)
+        async with balancer.reserve(3) as slot:
+            balancer.set_version(6)
+            assert slot.version == 5
+            await slot.put(sb.Rollout(tokens={"input_ids": [1]}, rollout_id="plain"))
+            await slot.put(sb.Rollout(tokens={"input_ids": [1]}, rollout_id="newer", version=(5, 6)))
+            with pytest.raises(sb.RolloutError, match="began at version 4, before its slot"):
+                await slot.put(sb.Rollout(tokens={"input_ids": [1]}, rollout_id="older", version=4))
+            await slot.put(sb.Rollout(tokens={"input_ids": [1]}, rollout_id="last", version=6))  # the place was kept
+            with pytest.raises(ValueError, match="0 places left"):
+                await slot.put(make_rollout(3, "more"))
+        assert [r.version for r in balancer._core._buffer.rollouts()] == [5, (5, 6), 6]
+
+
+async def test_groups_go_into_one_slot() -> None:
+    async with sb.StreamBalancer(config(group_size=2)) as balancer:
+        async with balancer.reserve(2) as slot:
+            await slot.put_group([sb.Rollout(tokens={"input_ids": [1]}, group_id="g") for _ in range(2)])
+        assert balancer.statistics().waiting == 2
+
+
+@pytest.mark.parametrize("how", ["end", "aclose"])
+async def test_ending_tells_reservers(how: str) -> None:
+    async with sb.StreamBalancer(config(batch_size=2, window=2, max_staleness=0)) as balancer:
+        async with balancer.reserve(2):
+            told: list[int] = []
+
+            async def work(number: int) -> None:
+                with pytest.raises(sb.ClosedResourceError):
+                    async with balancer.reserve():
+                        raise AssertionError
+                told.append(number)
+
+            async with anyio.create_task_group() as tasks:
+                for number in range(3):
+                    tasks.start_soon(work, number)
+                await settle()
+                if how == "end":
+                    balancer.end()
+                else:
+                    await balancer.aclose()
+            assert sorted(told) == [0, 1, 2]
+        with pytest.raises(sb.ClosedResourceError):
+            await balancer.reserve().__aenter__()
+
+
+async def test_knobs_that_cannot_keep_the_bound_are_told_at_once() -> None:
+    async with sb.StreamBalancer(config(deadline_s=5.0)) as balancer:
+        with pytest.raises(sb.ConfigError, match="deadline_s"):
+            balancer.reserve()

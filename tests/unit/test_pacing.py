@@ -1,0 +1,225 @@
+"""Slots keep the staleness bound: whatever lengths, order of finishing, and choice of the dispatcher.
+
+The worlds here are hostile: generation lasts from nothing to for ever, workers give up, batches are acknowledged at
+any time, and every acknowledgement makes a new version.
+"""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import stream_balancer as sb
+from stream_balancer._core import BalancerCore
+from stream_balancer.pacing import Pacer, check_pacing
+
+IDS = torch.zeros(64, dtype=torch.int64)
+
+
+@st.composite
+def configs(draw: st.DrawFn) -> sb.BalancerConfig:
+    dp_size = draw(st.integers(1, 3))
+    group = draw(st.sampled_from([None, None, 2, 3]))
+    batch = (group or 1) * dp_size * draw(st.integers(1, 3))
+    staleness = draw(st.integers(0, 4))
+    window = min(batch * draw(st.integers(1, 3)), batch * (staleness + 1))
+    return sb.BalancerConfig(
+        dp_size=dp_size,
+        batch_size=batch,
+        window=window,
+        group_size=group,
+        capacity=window + batch * draw(st.integers(0, 2)),
+        max_staleness=staleness,
+        counts=draw(st.sampled_from(["free", "equal"])),
+        cost=sb.QuadraticCost(),
+    )
+
+
+class World:
+    """Drives the core as the balancer does."""
+
+    def __init__(self, config: sb.BalancerConfig) -> None:
+        self.config = config
+        self.core = BalancerCore(config)
+        self.core.set_version(0)
+        self.pacer = Pacer()
+        self.slots: list[tuple[int, int]] = []  # (number, version) of what is being generated, a group each
+        self.parked: list[tuple[int, list[sb.Rollout]]] = []  # finished, and no room
+        self.made = 0
+        self.trained = 0
+        self.unit = config.group_size or 1
+
+    @property
+    def blocked(self) -> bool:
+        return self.core.room_to_begin(self.pacer) < self.unit
+
+    def begin(self) -> bool:
+        if self.blocked:
+            return False
+        version = self.core.version or 0
+        self.slots.append((self.pacer.admit(version, self.unit), version))
+        return True
+
+    def finish(self, index: int, length: int) -> None:
+        number, version = self.slots.pop(index)
+        self.made += 1
+        group = f"g{self.made}" if self.config.group_size else None
+        rollouts = [
+            sb.Rollout(
+                tokens={"input_ids": IDS[:length]}, rollout_id=f"{self.made}.{n}", group_id=group, version=version
+            )
+            for n in range(self.unit)
+        ]
+        self.parked.append((number, rollouts))
+        self.let_in()
+
+    def let_in(self) -> None:
+        while self.parked:
+            number, rollouts = self.parked[0]
+            try:
+                self.core.add_all(rollouts, 0.0)
+            except sb.WouldBlock:
+                return
+            self.pacer.came(number, len(rollouts))
+            del self.parked[0]
+
+    def abandon(self, index: int) -> None:
+        self.pacer.give_back(self.slots.pop(index)[0])
+
+    def dispatch(self) -> bool:
+        if self.blocked:
+            self.core.squeeze_if_stuck(self.pacer.running)
+        batch = self.core.poll(0.0)
+        if batch is not None:
+            oldest = min(r.min_version or 0 for r in batch.rollouts if not r.is_padding)
+            version = (self.core.version or 0) + len(self.core.in_flight()) - 1  # when it is trained
+            assert version - oldest <= (self.config.max_staleness or 0)
+            self.let_in()
+        return batch is not None
+
+    def acknowledge(self) -> None:
+        flying = self.core.in_flight()
+        if flying:
+            self.trained += 1
+            self.core.set_version(self.trained)  # first the version, then the acknowledgement
+            self.core.acknowledge(flying[0].step)
+            self.check()
+
+    def check(self) -> None:
+        self.core.verify()
+        assert self.core.statistics(0.0).evicted["stale"] == 0
+        assert self.pacer.running >= 0
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+@given(config=configs(), data=st.data())
+def test_nothing_is_ever_too_old(config: sb.BalancerConfig, data: st.DataObject) -> None:
+    world = World(config)
+    check_pacing(config, world.unit)
+    for _ in range(data.draw(st.integers(5, 120))):
+        action = data.draw(
+            st.sampled_from(["begin", "begin", "begin", "finish", "finish", "dispatch", "ack", "abandon"])
+        )
+        if action == "begin":
+            while world.begin() and data.draw(st.booleans()):
+                pass
+        elif action in ("finish", "abandon") and world.slots:
+            index = data.draw(st.integers(0, len(world.slots) - 1))
+            if action == "abandon":
+                world.abandon(index)
+            else:
+                world.finish(index, data.draw(st.integers(1, 64)))
+        elif action == "dispatch":
+            world.dispatch()
+        elif action == "ack":
+            world.acknowledge()
+        world.check()
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@given(config=configs(), data=st.data())
+def test_it_never_gets_stuck(config: sb.BalancerConfig, data: st.DataObject) -> None:
+    """Workers that always want to begin, finish in any order, sometimes give up: batches keep coming."""
+    world = World(config)
+    for _ in range(40):
+        before = world.trained
+        while world.begin():
+            pass
+        while world.slots and data.draw(st.integers(0, 9)):
+            index = data.draw(st.integers(0, len(world.slots) - 1))
+            if data.draw(st.integers(0, 7)) == 0:
+                world.abandon(index)
+            else:
+                world.finish(index, data.draw(st.integers(1, 64)))
+            world.dispatch()
+        while world.dispatch():
+            pass
+        while world.core.in_flight():
+            world.acknowledge()
+        if not world.slots:
+            assert world.trained > before or not world.blocked
+    assert world.core.statistics(0.0).evicted["stale"] == 0
+
+
+def test_the_longest_of_all_is_never_thrown_away() -> None:
+    """One rollout takes for ever while the others come and go: the rest waits for it at the bound."""
+    config = sb.BalancerConfig(dp_size=2, batch_size=4, window=8, max_staleness=2)
+    world = World(config)
+    world.begin()  # this one
+    for _ in range(100):
+        while world.begin():
+            pass
+        while len(world.slots) > 1:
+            world.finish(1, 3)
+        while world.dispatch():
+            pass
+        while world.core.in_flight():
+            world.acknowledge()
+    assert (world.core.version or 0) <= 2
+    assert world.blocked
+    world.finish(0, 64)
+    for _ in range(3):
+        world.dispatch()
+        world.acknowledge()
+    world.check()
+    assert not world.blocked
+
+
+def test_without_staleness_the_limit_is_capacity() -> None:
+    config = sb.BalancerConfig(dp_size=1, batch_size=2, window=4, capacity=7)
+    pacer = Pacer()
+    assert pacer.room(config, version=0, oldest=None, waiting=3, in_flight=5) == 4
+    pacer.admit(0, 4)
+    assert pacer.room(config, version=0, oldest=None, waiting=3, in_flight=5) == 0
+
+
+def test_groups_are_reserved_whole() -> None:
+    config = sb.BalancerConfig(dp_size=1, batch_size=6, window=6, group_size=3, max_staleness=0)
+    check_pacing(config, 3)
+    with pytest.raises(ValueError, match="reserve whole groups"):
+        check_pacing(config, 4)
+
+
+@pytest.mark.parametrize(
+    ("knobs", "says"),
+    [
+        ({"deadline_s": 5.0}, "with deadline_s.*Set deadline_s=None"),
+        ({"capacity_bytes": 10**9}, "with capacity_bytes"),
+        ({"window": 16}, "a window of 16 would never fill. Lower window to 12"),
+    ],
+)
+def test_knobs_that_could_not_keep_the_bound_are_refused(knobs: dict[str, object], says: str) -> None:
+    config = sb.BalancerConfig(**{"dp_size": 2, "batch_size": 4, "window": 8, "max_staleness": 2, **knobs})  # type: ignore[arg-type]
+    with pytest.raises(sb.ConfigError, match=says):
+        check_pacing(config, 1)
+
+
+@pytest.mark.parametrize("count", [0, -1, 13, 1.5, True, math.inf])
+def test_counts_that_can_never_be_admitted_are_refused(count: object) -> None:
+    config = sb.BalancerConfig(dp_size=2, batch_size=4, window=8, max_staleness=2)
+    with pytest.raises(ValueError, match="between 1 and 12 rollouts"):
+        check_pacing(config, count)  # type: ignore[arg-type]
