@@ -34,7 +34,7 @@ from stream_balancer.types import Batch
 TOKENS = 20_000  # per rollout; four of them make 1 MB a rank
 STEP_S = 0.01
 DEPTH = 64  # batches: what a rank has in stock while another one is replaced
-BARS_MS = {"controller_noticed": 100.0, "noticed": 100.0, "rejoined": 100.0, "healthy_gap": 100.0}
+BARS_MS = {"controller_noticed": 100.0, "noticed": 100.0, "rejoined": 200.0, "healthy_gap": 100.0}
 
 _PROCESSES = multiprocessing.get_context("forkserver")
 _PROCESSES.set_forkserver_preload(["stream_balancer.feed", "stream_balancer.transport.torch_dist"])
