@@ -421,6 +421,22 @@ async def test_end_drains_everything_also_fewer_than_the_ranks() -> None:
         assert (stats.acknowledged, stats.padding_copies) == (9, 3)
 
 
+async def test_closing_leaves_all_that_was_not_acknowledged_restorable() -> None:
+    async with sb.StreamBalancer(config(window=4, batch_size=2)) as balancer:
+        await fill(balancer, 6)
+        batches = balancer.batches(auto_ack=False)
+        done, flying = await anext(batches), await anext(batches)
+        balancer.acknowledge(done.step)
+        held = {r.rollout_id for r in balancer._core._buffer.rollouts()} | ids(flying)
+    state = balancer.state_dict()  # after aclose()
+    async with sb.StreamBalancer(config(window=4, batch_size=2)) as balancer:
+        balancer.load_state_dict(state)
+        balancer.end()
+        again = [batch async for batch in balancer.batches()]
+    assert (again[0].step, ids(again[0])) == (flying.step, ids(flying))
+    assert sorted(name for batch in again for name in ids(batch)) == sorted(held)
+
+
 async def test_end_wakes_a_waiting_trainer() -> None:
     async with sb.StreamBalancer(config()) as balancer:
         got: list[sb.Batch] = []

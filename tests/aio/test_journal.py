@@ -374,6 +374,37 @@ async def test_evicted_rollouts_stay_evicted(tmp_path: Path) -> None:
             await balancer.put(make_rollout(3, "late", version=3))
 
 
+@pytest.mark.parametrize("taken_again", [False, True])
+async def test_a_batch_given_back_survives_with_its_plan(tmp_path: Path, taken_again: bool) -> None:
+    async with sb.StreamBalancer(config(), journal=tmp_path / "j") as balancer:
+        for rollout in make_rollouts([3, 5, 2, 4]):
+            await balancer.put(rollout)
+        batches = balancer.batches(auto_ack=False)
+        first = await anext(batches)
+        balancer.nack(first.step)
+        if taken_again:
+            assert await anext(batches) is first
+        after = await crash(balancer)
+    async with sb.StreamBalancer(config(), journal=after) as balancer:
+        again = await anext(balancer.batches())
+        assert (again.step, ids_of(again)) == (first.step, ids_of(first))
+
+
+async def test_what_was_turned_down_stays_so_after_a_crash(tmp_path: Path) -> None:
+    keep = config(group_size=2)
+    async with sb.StreamBalancer(
+        keep, journal=tmp_path / "j", accept=lambda rollouts: rollouts[0].group_id != "bad"
+    ) as balancer:
+        for name in ("good", "bad"):
+            for n in range(2):  # the first sibling is on the disk before the verdict
+                await balancer.put(make_rollout(3, f"{name}{n}", group_id=name))
+        after = await crash(balancer)
+    async with sb.StreamBalancer(keep, journal=after) as balancer:
+        assert waiting(balancer) == ["good0", "good1"]
+        with pytest.raises(sb.DuplicateRolloutError):
+            await balancer.put(make_rollout(3, "bad0", group_id="bad"))
+
+
 async def test_for_other_ranks_the_plan_is_made_anew(tmp_path: Path) -> None:
     async with sb.StreamBalancer(config(), journal=tmp_path / "j") as balancer:
         for rollout in make_rollouts([3] * 4):
