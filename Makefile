@@ -6,10 +6,10 @@ STAMP := $(VENV)/.installed
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test lint types unit soak bench bench-peers clean
+.PHONY: help install demo test lint types unit soak bench bench-peers test-integrations clean
 
 help:  ## list the targets
-	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-18s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 install: $(STAMP)  ## create .venv and install the project with its development tools (idempotent)
 
@@ -56,6 +56,9 @@ bench-peers: .venv-peers/.installed  ## the planning benchmarks beside verl, ARe
 	for file in partition window micro_batches training; do \
 		echo "== bench/$$file.py"; PYTHONPATH=. $(PEERS) bench/$$file.py $(ARGS) || exit 1; \
 	done
+
+test-integrations: .venv-peers/.installed  ## the adapters against real trainers' packages, in the same environment
+	PYTHONPATH=. STREAM_BALANCER_REQUIRE_PEERS=1 $(PEERS) -m pytest tests/integrations $(ARGS)
 
 clean:  ## remove .venv and caches
 	rm -rf $(VENV) .venv-peers .mypy_cache .ruff_cache .pytest_cache .hypothesis

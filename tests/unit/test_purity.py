@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import sys
 from pathlib import Path
 
 import pytest
@@ -29,8 +30,12 @@ PLANNING = sorted(f"planning/{p.name}" for p in (PACKAGE / "planning").glob("*.p
 
 def imports_of(name: str) -> set[str]:
     """Every module a file imports, full dotted names, wherever in the file the import stands."""
+    return imports_in(ast.parse((PACKAGE / name).read_text()))
+
+
+def imports_in(tree: ast.AST) -> set[str]:
     found: set[str] = set()
-    for node in ast.walk(ast.parse((PACKAGE / name).read_text())):
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module and node.level == 0:
@@ -58,10 +63,10 @@ def test_planning_knows_nothing_of_the_project_but_itself(name: str) -> None:
     assert all(m.startswith("stream_balancer.planning") for m in ours)
 
 
-def test_only_the_transport_names_torch_distributed() -> None:
+def test_only_the_edges_name_torch_distributed() -> None:
     for path in PACKAGE.rglob("*.py"):
         name = str(path.relative_to(PACKAGE))
-        if name.startswith(("transport/", "demo/")):
+        if name.startswith(("transport/", "demo/", "integrations/")):  # trainers hand us their groups
             continue
         assert not any(m.startswith("torch.distributed") for m in imports_of(name)), name
 
@@ -73,3 +78,22 @@ def test_nothing_unpickles() -> None:
 
 def test_there_is_no_utils_room() -> None:
     assert not list(PACKAGE.rglob("util*.py"))
+
+
+INTEGRATIONS = sorted(p for p in (PACKAGE / "integrations").rglob("*.py"))
+
+
+def test_nothing_imports_an_adapter_and_no_adapter_another() -> None:
+    for path in PACKAGE.rglob("*.py"):
+        own = ".".join(["stream_balancer", *path.relative_to(PACKAGE).with_suffix("").parts[:2]])
+        adapters = {m for m in imports_of(str(path.relative_to(PACKAGE))) if "stream_balancer.integrations" in m}
+        assert all(m.startswith(own) for m in adapters), path
+
+
+@pytest.mark.parametrize("path", INTEGRATIONS, ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_an_adapter_imports_its_trainer_only_when_used(path: Path) -> None:
+    ours = {"stream_balancer", "torch", "numpy", "anyio", *sys.stdlib_module_names}
+    at_the_top = ast.Module(
+        [n for n in ast.parse(path.read_text()).body if isinstance(n, (ast.Import, ast.ImportFrom))], []
+    )
+    assert {module.split(".")[0] for module in imports_in(at_the_top)} <= ours
