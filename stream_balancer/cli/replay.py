@@ -1,7 +1,4 @@
-"""The command line: ``stream-balancer demo | replay``.
-
-Commands only read options, call the library and print. A mistake of the user's ends in one line and exit code 2.
-"""
+"""``stream-balancer replay``: three policies over a trace, side by side."""
 
 from __future__ import annotations
 
@@ -9,155 +6,31 @@ import json
 import math
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from enum import StrEnum
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
 import typer
+
+from stream_balancer.cli._options import (
+    Counts,
+    Groups,
+    Sync,
+    config_of,
+    cost_of,
+    one_line_errors,
+    trace_of,
+    trainer_of,
+)
 
 if TYPE_CHECKING:
     from rich.table import Table
 
     from stream_balancer.config import BalancerConfig, Policy
-    from stream_balancer.cost import CostModel
     from stream_balancer.simulate import Segment, SimulationReport
     from stream_balancer.trace import Trace
 
-__all__ = ["app", "main"]
-
-DEFAULT_GENERATED = 20_000  # rollouts of generate:NAME without a number: hundreds of dispatches, a second or two
-GENERATE = "generate:"
-USER_ERROR = 2  # typer's own code for bad usage
-
-app = typer.Typer(
-    help="Balance finished RL rollouts over data-parallel ranks. See it work, and what it would do for your lengths.",
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
-)
+__all__ = ["replay"]
 
 
-def main() -> None:
-    """Entry point of ``stream-balancer``."""
-    app()
-
-
-class Backend(StrEnum):
-    asyncio = "asyncio"
-    trio = "trio"
-
-
-class Counts(StrEnum):
-    free = "free"
-    equal = "equal"
-
-
-class Sync(StrEnum):
-    step = "step"
-    micro_batch = "micro_batch"
-
-
-class Groups(StrEnum):
-    free = "free"
-    same_batch = "same_batch"
-    same_rank = "same_rank"
-
-
-@contextmanager
-def _one_line_errors() -> Iterator[None]:
-    """A value the user gave and the library refused (its errors are ValueErrors): one line, exit code 2."""
-    from stream_balancer.errors import ConfigError, RolloutError, TraceError
-
-    try:
-        yield
-    except (ConfigError, RolloutError, TraceError) as error:
-        _fail(str(error))
-
-
-def _fail(message: str) -> None:
-    typer.echo(f"stream-balancer: error: {message}", err=True)
-    raise typer.Exit(USER_ERROR)
-
-
-def _print_version(wanted: bool) -> None:
-    if wanted:
-        from stream_balancer import __version__
-
-        typer.echo(f"stream-balancer {__version__}")
-        raise typer.Exit
-
-
-@app.callback()
-def _root(
-    version: Annotated[
-        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
-    ] = False,
-) -> None:
-    pass
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# demo
-# ---------------------------------------------------------------------------------------------------------------------
-
-
-@app.command()
-def demo(
-    ranks: Annotated[int | None, typer.Option(help="Trainer ranks, each a process. (default: 4)")] = None,
-    workers: Annotated[int | None, typer.Option(help="Concurrent rollout workers. (default: 64)")] = None,
-    rollouts: Annotated[int | None, typer.Option(help="Rollouts in each of the two runs.")] = None,
-    batch_size: Annotated[int | None, typer.Option(help="Rollouts per step, over all ranks.")] = None,
-    window: Annotated[int | None, typer.Option(help="Rollouts to wait for. (default: 2 x batch size)")] = None,
-    deadline_s: Annotated[float | None, typer.Option(help="Longest wait of a rollout before a batch leaves.")] = None,
-    trace: Annotated[Path | None, typer.Option(help="Length trace, csv or csv.gz. (default: generated)")] = None,
-    scale: Annotated[
-        float | None, typer.Option(help="Multiply lengths by this. (default: so that a CPU can train on them)")
-    ] = None,
-    generator: Annotated[
-        str | None, typer.Option(help="Length model, where there is no --trace. (default: lrm)")
-    ] = None,
-    backend: Annotated[Backend | None, typer.Option(help="Event loop of the controller. (default: asyncio)")] = None,
-    seed: Annotated[int | None, typer.Option(help="Seed of lengths, order and model. (default: 0)")] = None,
-    json_: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")] = False,
-) -> None:
-    """Watch real processes train the same rollouts twice: in the usual way (arrival order, round-robin), then balanced.
-
-    Starts a controller with rollout workers and one trainer process per rank, connected by torch.distributed over gloo.
-    """
-    from stream_balancer.demo.options import DemoOptions
-
-    given: dict[str, Any] = {
-        "ranks": ranks,
-        "workers": workers,
-        "rollouts": rollouts,
-        "batch_size": batch_size,
-        "window": window,
-        "deadline_s": deadline_s,
-        "trace": trace,
-        "scale": scale,
-        "generator": generator,
-        "backend": None if backend is None else backend.value,
-        "seed": seed,
-    }
-    try:
-        options = DemoOptions(json=json_, **{name: value for name, value in given.items() if value is not None})
-    except ValueError as error:
-        _fail(str(error))
-    from stream_balancer.demo.main import run_demo
-
-    with _one_line_errors():
-        code = run_demo(options)
-    raise typer.Exit(code)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# replay
-# ---------------------------------------------------------------------------------------------------------------------
-
-
-@app.command()
 def replay(
     trace: Annotated[
         str,
@@ -209,21 +82,21 @@ def replay(
     round-robin: arrival order, dealt to the ranks in turn. arrival order: the same rollouts, partitioned as well as
     they can be. window: the balanced choice from the waiting rollouts.
     """
-    with _one_line_errors():
+    with one_line_errors():
         from stream_balancer.simulate import as_policy
 
-        lengths = _trace_of(trace, seed)
+        lengths = trace_of(trace, seed)
         if rollouts is not None:
             lengths = lengths.resampled(rollouts, seed)
         lengths = lengths.scaled(scale)
-        config = _config_of(
+        config = config_of(
             dp_size=dp_size,
             batch_size=batch_size,
             window=window,
             deadline_s=deadline_s,
             max_skips=max_skips,
             capacity=capacity,
-            cost=_cost_of(cost),
+            cost=cost_of(cost),
             counts=counts.value,
             sync=sync.value,
             max_tokens_per_micro_batch=max_tokens_per_micro_batch,
@@ -235,7 +108,7 @@ def replay(
         how = {
             "slots": slots,
             "tokens_per_second": tokens_per_second,
-            "trainer": _trainer_of(trainer),
+            "trainer": trainer_of(trainer),
             "warm_up": warm_up,
             "seed": seed,
         }
@@ -247,63 +120,6 @@ def replay(
 
 
 Reports: TypeAlias = dict["Policy", "SimulationReport"]
-
-
-def _trace_of(text: str, seed: int) -> Trace:
-    from stream_balancer.errors import TraceError
-    from stream_balancer.trace import PRESETS, generate_trace, load_trace
-
-    if not text.startswith(GENERATE):
-        return load_trace(text)
-    name, _, number = text.removeprefix(GENERATE).partition(":")
-    if name not in PRESETS:
-        raise TraceError(f"{text}: no length model is called {name!r}; use one of {', '.join(PRESETS)}")
-    try:
-        num_rollouts = int(number) if number else DEFAULT_GENERATED
-    except ValueError:
-        raise TraceError(f"{text}: {number!r} is not a number of rollouts. Write {GENERATE}{name}:20000") from None
-    return generate_trace(num_rollouts, name, seed=seed)
-
-
-def _cost_of(text: str) -> CostModel:
-    from stream_balancer.cost import PaddedCost, QuadraticCost, TokenCost, TransformerCost
-    from stream_balancer.errors import ConfigError
-
-    name, _, rest = text.partition(":")
-    simple: dict[str, Callable[[], CostModel]] = {"tokens": TokenCost, "quadratic": QuadraticCost, "padded": PaddedCost}
-    if text in simple:
-        return simple[text]()
-    try:
-        if name == "quadratic":
-            linear, quadratic = (float(part) for part in rest.split(":"))
-            return QuadraticCost(linear=linear, quadratic=quadratic)
-        if text.endswith(".json"):
-            return TransformerCost.from_hf_config(json.loads(Path(text).read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError) as error:
-        raise ConfigError(f"--cost {text}: {error}") from None
-    raise ConfigError(
-        f"--cost {text}: no such cost model. Use tokens, quadratic, quadratic:LINEAR:QUADRATIC, padded, or the path of "
-        "a Hugging Face config.json"
-    )
-
-
-def _trainer_of(text: str) -> float | Literal["instant", "matched"]:
-    from stream_balancer.errors import ConfigError
-
-    if text == "instant":
-        return "instant"
-    if text == "matched":
-        return "matched"
-    try:
-        return float(text)
-    except ValueError:
-        raise ConfigError(f"--trainer {text}: use instant, matched, or a number of work units per second") from None
-
-
-def _config_of(**knobs: Any) -> BalancerConfig:
-    from stream_balancer.config import BalancerConfig
-
-    return BalancerConfig(**{name: value for name, value in knobs.items() if value is not None})
 
 
 def _simulate_all(trace: Trace, runs: dict[Policy, BalancerConfig], how: dict[str, Any]) -> Reports:
@@ -465,7 +281,3 @@ def _all_steady(reports: Reports) -> bool:
 def _segment(report: SimulationReport, steady: bool) -> Segment:
     """The same kind of segment for every policy, or they could not be compared."""
     return report.steady if steady else report.overall
-
-
-if __name__ == "__main__":
-    main()

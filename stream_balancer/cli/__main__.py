@@ -1,0 +1,5 @@
+"""``python -m stream_balancer.cli``."""
+
+from stream_balancer.cli import main
+
+main()
