@@ -120,10 +120,20 @@ class RankFeed:
         return self._port.dp_size
 
     @property
+    def auto_ack(self) -> bool:
+        """Whether asking for the next batch acknowledges the last one."""
+        return self._auto_ack
+
+    @property
     def waiting_s(self) -> float:
         """Seconds the trainer has now waited for the next batch; 0.0 while it has one in hand."""
         asked_at = self._asked_at
         return 0.0 if asked_at is None else time.monotonic() - asked_at
+
+    def acknowledge_through(self, step: int) -> None:
+        """Acknowledge ``step`` and every one before it: :meth:`RankBatch.ack` for code that kept the number only. From
+        any thread, never blocks, idempotent. Raises ClosedResourceError if the feed was closed before."""
+        self._taken.acknowledge(step)
 
     def close(self) -> None:
         """Leave: the controller is told, threads end. A batch that was not acknowledged will be delivered again.

@@ -9,7 +9,17 @@ import warnings
 
 import pytest
 
-PEERS = ["areal", "openrlhf", "prtpy", "tensordict", "transfer_queue", "verl.protocol"]
+PEERS = [
+    "accelerate",
+    "areal",
+    "lightning",
+    "openrlhf",
+    "prtpy",
+    "tensordict",
+    "transfer_queue",
+    "trl",
+    "verl.protocol",
+]
 
 
 @pytest.mark.skipif(

@@ -1,0 +1,179 @@
+"""A rank's feed as a ``torch.utils.data`` dataset, so that a loop written for DataLoader needs nothing new.
+
+::
+
+    dataset = RolloutDataset(sb.RankFeed("tcp://10.0.0.1:29400", rank=3, dp_size=8))
+    for item in DataLoader(dataset, batch_size=None):           # the balancer has made the batches
+        loss = loss_sum(model, item["input_ids"], item["cu_seqlens"], ...) / item["global_num_loss_tokens"]
+        loss.backward()
+        if item["is_last_micro_batch"]:
+            optimizer.step(); optimizer.zero_grad()
+
+Asking for a micro-batch says "done with the one before", and asking for the first of a step acknowledges the step
+before: that is true of ``DataLoader(num_workers=0)`` and a plain loop. It is false of a loader that looks one batch
+ahead, so those are refused here with what to do instead; with ``RankFeed(auto_ack=False)`` the loop acknowledges with
+:meth:`RolloutDataset.acknowledge_through`.
+
+Only dicts are made here: what a batch is and when it comes is the feed's.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NoReturn
+
+from torch.utils.data import IterableDataset, get_worker_info
+
+from stream_balancer.feed import RankFeed
+from stream_balancer.layout import Nested, Packed, Padded
+from stream_balancer.types import MicroBatch, RankBatch
+
+__all__ = ["Layout", "RolloutDataset"]
+
+Layout = Callable[[MicroBatch], Mapping[str, Any]]
+"""How a micro-batch becomes named tensors: ``sb.MicroBatch.packed``, ``sb.MicroBatch.nested``,
+``functools.partial(sb.MicroBatch.padded, padding_side="left")``, or your own."""
+
+_SAYS_OF_THE_STEP = ("step", "global_num_rollouts", "global_num_tokens", "global_num_loss_tokens")
+_IN_A_WORKER = (
+    "RolloutDataset needs num_workers=0: its sockets belong to this process, and RankFeed(depth=...) already receives "
+    "the next shares beside the step"
+)
+
+
+class RolloutDataset(IterableDataset[dict[str, Any]]):
+    """Yields this rank's micro-batches as dicts, each exactly once, in order. Use ``DataLoader(dataset,
+    batch_size=None)`` on every rank, with ``num_workers=0``.
+
+    A dict holds what ``layout`` makes (``input_ids``, your other columns and scalars, ``loss_mask``,
+    ``rollout_weights``, and of a packed micro-batch ``cu_seqlens``, ``max_seqlen``, ``position_ids``) and these ints:
+
+    * ``step``; ``micro_batch``, from 0; ``is_last_micro_batch`` (bool): step the optimizer after this one;
+    * ``global_num_rollouts``, ``global_num_tokens``, ``global_num_loss_tokens``: divide the *sum* of your loss by one
+      of them (times dp_size under DDP and FSDP, which average gradients).
+
+    With ``whole_shares`` a dict is a rank's share of one step: the same ints, and ``micro_batches``, a list of the
+    dicts above.
+
+    The position is the dataset's: an iterator left early (an epoch's end) loses nothing, the next goes on there. Once
+    the rollouts have ended, iterating again yields nothing.
+
+    Raises, from the iteration: what :class:`~stream_balancer.RankFeed` raises; RuntimeError in a DataLoader worker, or
+    under a loader that looks ahead; ValueError if a column has the name of one of the entries above.
+    """
+
+    def __init__(self, feed: RankFeed, *, layout: Layout = MicroBatch.packed, whole_shares: bool = False) -> None:
+        """``feed``: the rank's own; ``RankFeed(device=...)`` brings the tensors to an accelerator. ``layout``: see
+        :data:`Layout`."""
+        self._feed = feed
+        self._layout = layout
+        self._whole_shares = whole_shares
+        self._share: RankBatch | None = None
+        self._waiting: deque[int] = deque()
+        self._ended = False
+
+    def acknowledge_through(self, step: int) -> None:
+        """Your checkpoint contains all steps up to this one. For ``RankFeed(auto_ack=False)``; see
+        :meth:`~stream_balancer.RankFeed.acknowledge_through`."""
+        self._feed.acknowledge_through(step)
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        if get_worker_info() is not None:
+            raise RuntimeError(_IN_A_WORKER)
+        return self
+
+    def __next__(self) -> dict[str, Any]:
+        if self._share is None:
+            self._share = self._next_share()
+            self._waiting.extend(range(len(self._share.micro_batches)))
+        share = self._share
+        if self._whole_shares:
+            item = _of_the_step(share)
+            item["micro_batches"] = [self._item(share, index) for index in self._waiting]
+            self._waiting.clear()
+        else:
+            item = self._item(share, self._waiting[0])
+            self._waiting.popleft()  # only now: if layout= raised, the next call gives the same micro-batch
+        if not self._waiting:
+            self._share = None  # its slab is used again once the loop has let go of the tensors
+        return item
+
+    def __getstate__(self) -> NoReturn:
+        raise TypeError(_IN_A_WORKER)
+
+    def _next_share(self) -> RankBatch:
+        _refuse_looking_ahead(self._feed.auto_ack)
+        if self._ended:
+            raise StopIteration
+        try:
+            return next(self._feed)
+        except StopIteration:
+            self._ended = True
+            raise
+
+    def _item(self, share: RankBatch, index: int) -> dict[str, Any]:
+        columns = _as_dict(self._layout(share.micro_batches[index]))
+        ours = _of_the_step(share)
+        ours["micro_batch"] = index
+        ours["is_last_micro_batch"] = index == len(share.micro_batches) - 1
+        _refuse_clash(columns.keys() & ours.keys())
+        return columns | ours
+
+
+def _of_the_step(share: RankBatch) -> dict[str, Any]:
+    return {name: getattr(share, name) for name in _SAYS_OF_THE_STEP}
+
+
+def _as_dict(rows: Mapping[str, Any]) -> dict[str, Any]:
+    """A layout with the tensors it carries beside its columns."""
+    if not isinstance(rows, (Packed, Padded, Nested)):
+        return dict(rows.items())  # not dict(rows): a TensorDict iterates over its rows
+    beside: dict[str, Any] = {"rollout_weights": rows.rollout_weights}
+    if isinstance(rows, Packed):
+        beside |= {"cu_seqlens": rows.cu_seqlens, "max_seqlen": rows.max_seqlen}
+    elif isinstance(rows, Padded):
+        beside |= {"attention_mask": rows.attention_mask, "lengths": rows.lengths}
+    _refuse_clash(rows.keys() & beside.keys())
+    if isinstance(rows, (Packed, Padded)):
+        beside["position_ids"] = rows.position_ids  # the rollouts' own, where they brought any
+    return {**rows, **beside}
+
+
+def _refuse_clash(both: set[str]) -> None:
+    if both:
+        raise ValueError(
+            f"the rollouts have columns or scalars named {sorted(both)}, which RolloutDataset gives itself. Rename "
+            "them, or leave them out in layout="
+        )
+
+
+# --- loaders that look ahead ------------------------------------------------------------------------------------------
+
+
+def _refuse_looking_ahead(auto_ack: bool) -> None:
+    """Refuse to be called by a loader that asks for a batch before the one in hand was trained on: it would
+    acknowledge what is not trained yet, and wait for rollouts that may need the step it holds back. O(depth of the
+    stack), once a step."""
+    frame = sys._getframe(2)
+    while frame is not None:
+        module = frame.f_globals.get("__name__", "")
+        if module == "accelerate.data_loader":
+            raise RuntimeError(
+                "this DataLoader went through accelerator.prepare(), which looks one batch ahead and deals out rank "
+                "0's batches to every rank. Prepare model and optimizer only: each rank's loader has its own share; "
+                "RankFeed(device=accelerator.device) brings it to the device"
+            )
+        if auto_ack and module.endswith("pytorch.loops.fetchers") and _prefetches(frame.f_locals.get("self")):
+            raise RuntimeError(
+                "Lightning fetches one batch ahead of training_step(self, batch). Write training_step(self, "
+                "dataloader_iter) with batch, _, _ = next(dataloader_iter), which does not; or give RankFeed "
+                "auto_ack=False and call dataset.acknowledge_through(batch['step']) in on_train_batch_end"
+            )
+        frame = frame.f_back  # type: ignore[assignment]
+
+
+def _prefetches(fetcher: object) -> bool:
+    """A Lightning data fetcher that looks ahead, which it does where the loader's length is not known."""
+    return type(fetcher).__name__ == "_PrefetchDataFetcher" and getattr(fetcher, "length", None) is None

@@ -1,0 +1,394 @@
+"""The dataset face of a feed, under the real DataLoader; under Lightning and accelerate where they are installed."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import threading
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.utils.data import DataLoader
+
+import stream_balancer as sb
+from stream_balancer.integrations.torch_data import RolloutDataset
+from stream_balancer.testing import make_rollouts
+from stream_balancer.types import RankBatch
+
+
+class Port:
+    """A rank's end that has all its shares already, and remembers what was reported."""
+
+    rank, dp_size = 0, 2
+
+    def __init__(self, shares: Sequence[RankBatch]) -> None:
+        self._left = deque(shares)
+        self.taken = 0
+        self.reported: list[int] = []
+
+    def subscribe(self, callback: object) -> None:
+        pass
+
+    def take(self) -> RankBatch:
+        if not self._left:
+            raise sb.EndOfStream
+        self.taken += 1
+        return self._left.popleft()
+
+    def report(self, step: int, seconds: float) -> None:
+        self.reported.append(step)
+
+    def leave(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+def shares_of(steps: Sequence[Sequence[Sequence[int]]]) -> list[RankBatch]:
+    """``steps[step][micro_batch]``: lengths of its rollouts."""
+    return [
+        RankBatch(
+            step=step,
+            rank=0,
+            dp_size=2,
+            micro_batches=tuple(
+                sb.MicroBatch.of(list(make_rollouts(lengths, prefix=f"s{step}m{index}r")))
+                for index, lengths in enumerate(micro_batches)
+            ),
+            load=1.0,
+            global_num_rollouts=100 + step,
+            global_num_tokens=200 + step,
+            global_num_loss_tokens=300 + step,
+        )
+        for step, micro_batches in enumerate(steps)
+    ]
+
+
+def dataset_of(steps: Sequence[Sequence[Sequence[int]]], *, auto_ack: bool = True, **options: Any) -> RolloutDataset:
+    return RolloutDataset(sb.RankFeed(Port(shares_of(steps)), auto_ack=auto_ack), **options)
+
+
+def port_of(dataset: RolloutDataset) -> Port:
+    port: Any = dataset._feed._port
+    assert isinstance(port, Port)
+    return port
+
+
+def loader(dataset: RolloutDataset, **options: Any) -> DataLoader[Any]:
+    return DataLoader(dataset, batch_size=None, **options)
+
+
+def boundaries(items: Sequence[dict[str, Any]]) -> list[tuple[int, int, bool]]:
+    return [(item["step"], item["micro_batch"], item["is_last_micro_batch"]) for item in items]
+
+
+STEPS = [[[3, 1], [2]], [[5]], [[1], [1], [4, 4]]]
+BOUNDARIES = [(0, 0, False), (0, 1, True), (1, 0, True), (2, 0, False), (2, 1, False), (2, 2, True)]
+
+some_steps = st.lists(
+    st.lists(st.lists(st.integers(1, 6), min_size=1, max_size=3), min_size=1, max_size=3), min_size=1, max_size=4
+)
+
+
+@given(some_steps)
+def test_every_micro_batch_comes_once_with_its_boundaries_and_denominators(steps: list[list[list[int]]]) -> None:
+    items = list(loader(dataset_of(steps)))
+    assert boundaries(items) == [
+        (step, index, index == len(mbs) - 1) for step, mbs in enumerate(steps) for index in range(len(mbs))
+    ]
+    expected = iter(mb for share in shares_of(steps) for mb in share.micro_batches)
+    for item in items:
+        packed = next(expected).packed()
+        assert set(item) == {
+            *packed,
+            *("cu_seqlens", "max_seqlen", "position_ids", "rollout_weights"),
+            *("step", "micro_batch", "is_last_micro_batch"),
+            *("global_num_rollouts", "global_num_tokens", "global_num_loss_tokens"),
+        }
+        for name in packed:
+            assert item[name].dtype == packed[name].dtype, name
+            assert torch.equal(item[name], packed[name]), name
+        for name in ("cu_seqlens", "position_ids", "rollout_weights"):
+            assert torch.equal(item[name], getattr(packed, name)), name
+        assert item["max_seqlen"] == packed.max_seqlen
+        assert [item[f"global_num_{of}"] - item["step"] for of in ("rollouts", "tokens", "loss_tokens")] == [
+            100,
+            200,
+            300,
+        ]
+
+
+def test_a_share_is_acknowledged_when_the_next_is_asked_for_and_not_before() -> None:
+    dataset = dataset_of(STEPS)
+    port = port_of(dataset)
+    seen = [(item["step"], list(port.reported), port.taken) for item in loader(dataset)]
+    assert seen == [(0, [], 1), (0, [], 1), (1, [0], 2), (2, [0, 1], 3), (2, [0, 1], 3), (2, [0, 1], 3)]
+    assert port.reported == [0, 1, 2]
+
+
+def test_leaving_early_acknowledges_nothing_and_loses_nothing() -> None:
+    dataset = dataset_of(STEPS)
+    items: list[dict[str, Any]] = []
+    while len(items) < len(BOUNDARIES):
+        for item in loader(dataset):
+            items.append(item)
+            break
+        assert port_of(dataset).reported == list(range(items[-1]["step"]))
+    assert boundaries(items) == BOUNDARIES
+    assert list(loader(dataset)) == [] == list(loader(dataset))  # the end is the end
+    assert port_of(dataset).reported == [0, 1, 2]
+
+
+def test_a_loop_may_acknowledge_for_itself() -> None:
+    dataset = dataset_of(STEPS, auto_ack=False)
+    for item in loader(dataset):
+        assert port_of(dataset).reported == ([0, 1] if item["step"] == 2 else [])
+        if item["step"] == 1:
+            dataset.acknowledge_through(1)
+    assert port_of(dataset).reported == [0, 1]
+    dataset.acknowledge_through(2)
+    dataset.acknowledge_through(2)
+    assert port_of(dataset).reported == [0, 1, 2]
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_padded(side: str) -> None:
+    layout = functools.partial(sb.MicroBatch.padded, padding_side=side, pad_values={"input_ids": -1})
+    for item, mb in zip(
+        loader(dataset_of(STEPS, layout=layout)),
+        [mb for share in shares_of(STEPS) for mb in share.micro_batches],
+        strict=True,
+    ):
+        padded = layout(mb)
+        for name in ("attention_mask", "position_ids", "lengths", "rollout_weights"):
+            assert torch.equal(item[name], getattr(padded, name)), name
+        for name in padded:
+            assert torch.equal(item[name], padded[name]), name
+
+
+def test_nested() -> None:
+    items = list(loader(dataset_of(STEPS, layout=sb.MicroBatch.nested)))
+    assert [[row.numel() for row in item["logprobs"].unbind()] for item in items] == [
+        lengths for micro_batches in STEPS for lengths in micro_batches
+    ]
+
+
+def test_tensordict_whole_or_by_column() -> None:
+    pytest.importorskip("tensordict")
+    dataset = dataset_of([[[3, 2]]], layout=lambda mb: {"rollouts": mb.tensordict()})
+    (item,) = loader(dataset, collate_fn=lambda item: item)  # torch's own takes a TensorDict apart
+    assert item["rollouts"].batch_size == torch.Size([2])
+    (item,) = loader(dataset_of([[[3, 2]]], layout=sb.MicroBatch.tensordict))
+    assert [row.numel() for row in item["input_ids"].unbind()] == [3, 2]
+    assert item["advantage"].tolist() == [1.0, 1.0]
+
+
+def test_whole_shares() -> None:
+    dataset = dataset_of(STEPS, whole_shares=True)
+    port = port_of(dataset)
+    shares = []
+    for item in loader(dataset):
+        assert port.reported == list(range(item["step"]))
+        shares.append(item)
+    assert [len(share["micro_batches"]) for share in shares] == [2, 1, 3]
+    assert boundaries([item for share in shares for item in share["micro_batches"]]) == BOUNDARIES
+    assert [share["global_num_tokens"] for share in shares] == [200, 201, 202]
+
+
+def test_a_layout_that_raises_loses_no_micro_batch() -> None:
+    fails = [True]
+
+    def layout(mb: sb.MicroBatch) -> sb.MicroBatch | Any:
+        if fails.pop() if fails else False:
+            raise KeyError("once")
+        return mb.packed()
+
+    dataset = dataset_of(STEPS, layout=layout)
+    with pytest.raises(KeyError, match="once"):
+        next(iter(dataset))
+    assert boundaries(list(loader(dataset))) == BOUNDARIES
+
+
+@pytest.mark.parametrize("name", ["step", "cu_seqlens"])
+def test_a_column_of_the_datasets_own_name_is_refused(name: str) -> None:
+    share = shares_of([[[1]]])[0]
+    rollout = sb.Rollout(tokens={"input_ids": [1]}, scalars={name: 1.0})
+    object.__setattr__(share, "micro_batches", (sb.MicroBatch.of([rollout]),))
+    with pytest.raises(ValueError, match=f"columns or scalars named \\['{name}'\\], which RolloutDataset gives"):
+        next(iter(RolloutDataset(sb.RankFeed(Port([share])))))
+
+
+def test_own_position_ids_are_the_rollouts() -> None:
+    share = shares_of([[[1]]])[0]
+    rollout = sb.Rollout(tokens={"input_ids": [1, 2], "position_ids": [7, 8]})
+    object.__setattr__(share, "micro_batches", (sb.MicroBatch.of([rollout]),))
+    (item,) = loader(RolloutDataset(sb.RankFeed(Port([share]))))
+    assert item["position_ids"].tolist() == [7, 8]
+
+
+def test_workers_are_refused() -> None:
+    dataset = dataset_of(STEPS)
+    with pytest.raises(RuntimeError, match="RolloutDataset needs num_workers=0"):
+        next(iter(loader(dataset, num_workers=1, multiprocessing_context="fork")))
+    with pytest.raises(TypeError, match="RolloutDataset needs num_workers=0"):
+        copy.deepcopy(dataset)  # what spawned workers, and nothing else, would need
+    assert boundaries(list(loader(dataset))) == BOUNDARIES
+
+
+@contextmanager
+def controller(lengths: Sequence[int], dp_size: int) -> Iterator[str]:
+    """The address of a real controller that balances ``lengths`` over ``dp_size`` ranks, four rollouts a step."""
+    config = sb.BalancerConfig(dp_size=dp_size, batch_size=4, window=4)
+    transport = sb.TorchTransport.listen(dp_size=dp_size)
+    with sb.blocking(config) as balancer:
+        served = balancer.serve(transport)
+
+        def put() -> None:
+            for rollout in make_rollouts(lengths):
+                balancer.put(rollout)
+            balancer.end()
+
+        worker = threading.Thread(target=put)
+        worker.start()
+        yield transport.address
+        served.result(30)
+        worker.join()
+        done = balancer.statistics()
+        assert (done.acknowledged, done.waiting, done.in_flight) == (len(lengths), 0, 0)
+
+
+def test_two_ranks_over_a_real_transport_train_every_rollout_once() -> None:
+    lengths = list(range(1, 17))
+    seen: list[list[int]] = [[], []]
+    with controller(lengths, 2) as address:
+
+        def train(rank: int) -> None:
+            feed = sb.RankFeed(address, rank=rank, dp_size=2)
+            for item in loader(RolloutDataset(feed)):
+                seen[rank] += item["cu_seqlens"].diff().tolist()
+
+        ranks = [threading.Thread(target=train, args=(rank,)) for rank in range(2)]
+        for thread in ranks:
+            thread.start()
+        for thread in ranks:
+            thread.join()
+    assert sorted(seen[0] + seen[1]) == lengths
+    assert min(len(of_rank) for of_rank in seen) > 0
+
+
+# --- Lightning --------------------------------------------------------------------------------------------------------
+
+
+def lightning_module(dataset: RolloutDataset, *, prefetch: bool) -> Any:
+    """A LightningModule that notes what it trains on, and what was acknowledged by then."""
+    lightning = pytest.importorskip("lightning")
+
+    class Base(lightning.LightningModule):  # type: ignore[name-defined,misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.zeros(1))
+            self.trained: list[tuple[int, int, bool]] = []
+            self.acknowledged: list[list[int]] = []
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+        def train_on(self, batch: dict[str, Any]) -> Any:
+            self.trained += boundaries([batch])
+            self.acknowledged.append(list(port_of(dataset).reported))
+            return (self.weight * batch["logprobs"]).sum() / batch["global_num_loss_tokens"]
+
+    class Ahead(Base):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return self.train_on(batch)
+
+        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+            if batch["is_last_micro_batch"] and not dataset._feed.auto_ack:
+                dataset.acknowledge_through(batch["step"])
+
+    class ByItself(Base):
+        def training_step(self, dataloader_iter: Any) -> Any:
+            batch, _, _ = next(dataloader_iter)
+            return self.train_on(batch)
+
+    return (Ahead if prefetch else ByItself)()
+
+
+def fit(module: Any, dataset: RolloutDataset, **options: Any) -> None:
+    lightning = pytest.importorskip("lightning")
+    lightning.Trainer(
+        accelerator="cpu",
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        barebones=False,
+        **options,
+    ).fit(module, loader(dataset))
+
+
+BEFORE = [[], [], [0], [0, 1], [0, 1], [0, 1]]  # acknowledged when each micro-batch of STEPS is trained on
+
+
+@pytest.mark.parametrize("options", [{"max_epochs": 1}, {"max_epochs": 3, "limit_train_batches": 2}])
+def test_lightning_with_dataloader_iter(options: dict[str, int]) -> None:
+    dataset = dataset_of(STEPS)
+    module = lightning_module(dataset, prefetch=False)
+    fit(module, dataset, **options)
+    assert module.trained == BOUNDARIES
+    assert module.acknowledged == BEFORE
+
+
+def test_lightning_that_acknowledges_in_a_hook() -> None:
+    dataset = dataset_of(STEPS, auto_ack=False)
+    module = lightning_module(dataset, prefetch=True)
+    fit(module, dataset, max_epochs=1)
+    assert module.trained == BOUNDARIES
+    assert module.acknowledged == BEFORE
+    assert port_of(dataset).reported == [0, 1, 2]
+
+
+def test_lightning_that_would_acknowledge_too_early_is_refused() -> None:
+    dataset = dataset_of(STEPS)
+    module = lightning_module(dataset, prefetch=True)
+    with pytest.raises(RuntimeError, match="Lightning fetches one batch ahead"):
+        fit(module, dataset, max_epochs=1)
+    assert port_of(dataset).taken == 0
+
+
+# --- accelerate -------------------------------------------------------------------------------------------------------
+
+
+def test_accelerate_with_its_own_loader() -> None:
+    accelerate = pytest.importorskip("accelerate")
+    accelerator = accelerate.Accelerator(cpu=True)
+    model = torch.nn.Linear(1, 1)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    dataset = dataset_of(STEPS)
+    trained = []
+    for item in loader(dataset):
+        loss = model(item["logprobs"][:, None]).sum() / item["global_num_loss_tokens"]
+        accelerator.backward(loss)
+        trained += boundaries([item])
+        if item["is_last_micro_batch"]:
+            optimizer.step()
+            optimizer.zero_grad()
+    assert trained == BOUNDARIES
+    assert port_of(dataset).reported == [0, 1, 2]
+
+
+@pytest.mark.parametrize("auto_ack", [True, False])
+def test_accelerate_that_prepared_the_loader_is_refused(auto_ack: bool) -> None:
+    accelerate = pytest.importorskip("accelerate")
+    dataset = dataset_of(STEPS, auto_ack=auto_ack)
+    prepared = accelerate.Accelerator(cpu=True).prepare(loader(dataset))
+    with pytest.raises(RuntimeError, match=r"went through accelerator.prepare\(\)"):
+        next(iter(prepared))
+    assert port_of(dataset).taken == 0
