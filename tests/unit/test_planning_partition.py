@@ -180,3 +180,18 @@ def test_bad_arguments_are_refused(arguments, message):
         partition_function(**arguments)
     with pytest.raises(ValueError, match=message):
         lower_bound(**arguments)
+
+
+def test_equal_counts_survive_the_shuffles():
+    work = np.array([100.0] * 10 + [1, 1, 1, 24, 30, 49, 50, 51, 52, 56, 57, 79])
+    assert sorted(len(share) for share in partition(work, 3, "equal")) == [7, 7, 8]
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.integers(2, 5), st.integers(0, 40), st.integers(0, 2**32))
+def test_equal_counts_are_equal_where_the_search_is_long(num_ranks, extra, seed):
+    rng = np.random.default_rng(seed)
+    work = np.where(rng.random(num_ranks + extra) < 0.4, 100, rng.integers(0, 100, num_ranks + extra)).astype(float)
+    held = [len(share) for share in partition(work, num_ranks, "equal")]
+    assert max(held) - min(held) <= 1
+    assert sum(held) == work.size
