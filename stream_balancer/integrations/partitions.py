@@ -1,0 +1,69 @@
+"""The partition seam that verl, slime, OpenRLHF and TransferQueue share: ``get_seqlen_balanced_partitions``.
+
+All four carry the same function, with the same Karmarkar-Karp behind it. Here is ours with their signature, and a patch
+that puts it in theirs::
+
+    import openrlhf.utils.seqlen_balancing
+    from stream_balancer.integrations.partitions import patch
+
+    patch(openrlhf.utils.seqlen_balancing)      # once, before training, in every process that partitions
+
+Only the seam: the partition itself is ``planning.partition``.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from types import ModuleType
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from stream_balancer import planning
+
+__all__ = ["get_seqlen_balanced_partitions", "patch"]
+
+_NAME = "get_seqlen_balanced_partitions"
+
+
+def get_seqlen_balanced_partitions(seqlen_list: ArrayLike, k_partitions: int, equal_size: bool) -> list[list[int]]:
+    """Indices of ``seqlen_list`` in ``k_partitions`` ascending lists whose sums are alike; none is empty.
+
+    ``seqlen_list``: [n] lengths or any other work, finite and >= 0. ``equal_size``: every list has the same number of
+    indices. Deterministic: every process that asks gets the same answer.
+
+    Raises ValueError (the original: AssertionError) if there are fewer items than partitions, if ``equal_size`` and the
+    number of items is not a multiple of the number of partitions, or for work that is not finite and >= 0.
+    """
+    work = np.asarray(seqlen_list, dtype=np.float64)
+    if work.size < k_partitions:
+        raise ValueError(
+            f"{work.size} items cannot fill {k_partitions} partitions. Give at least one each: a larger batch, or "
+            "fewer ranks or micro-batches"
+        )
+    if equal_size and work.size % k_partitions:
+        raise ValueError(
+            f"{work.size} items cannot be dealt equally to {k_partitions} partitions. Pad or trim the batch to a "
+            "multiple, or pass equal_size=False"
+        )
+    shares = planning.partition(work, k_partitions, counts="equal" if equal_size else "free")
+    return [share.tolist() for share in shares]
+
+
+def patch(module: ModuleType) -> Callable[[], None]:
+    """Put our function in place of ``module``'s, and of every copy that modules loaded so far have imported by name.
+
+    Returns a function that puts all of them back. Patch in every process that partitions, before it imports more:
+    afterwards they find ours. Raises AttributeError if ``module`` has no ``get_seqlen_balanced_partitions``.
+    """
+    original = getattr(module, _NAME)
+    holders = [m for m in list(sys.modules.values()) if isinstance(m, ModuleType) and vars(m).get(_NAME) is original]
+    for holder in holders:
+        setattr(holder, _NAME, get_seqlen_balanced_partitions)
+
+    def put_back() -> None:
+        for holder in holders:
+            setattr(holder, _NAME, original)
+
+    return put_back

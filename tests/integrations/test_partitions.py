@@ -1,0 +1,136 @@
+"""Our partition in the seam that verl, slime, OpenRLHF and TransferQueue share."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from types import ModuleType
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from stream_balancer import planning
+from stream_balancer.integrations.partitions import get_seqlen_balanced_partitions, patch
+
+PEERS = [
+    "openrlhf.utils.seqlen_balancing",
+    "verl.utils.seqlen_balancing",
+    "transfer_queue.sampler.seqlen_balanced_sampler",
+]
+
+
+@given(st.lists(st.integers(0, 9000), min_size=1, max_size=60), st.integers(1, 9), st.booleans())
+def test_contract(lengths: list[int], k: int, equal_size: bool) -> None:
+    lengths = lengths[: max(len(lengths) // k * k, k)] if equal_size else lengths
+    if len(lengths) < k:
+        with pytest.raises(ValueError, match=f"{len(lengths)} items cannot fill {k} partitions"):
+            get_seqlen_balanced_partitions(lengths, k, equal_size)
+        return
+    shares = get_seqlen_balanced_partitions(lengths, k, equal_size)
+    assert len(shares) == k
+    assert sorted(i for share in shares for i in share) == list(range(len(lengths)))
+    assert all(share and share == sorted(share) and type(share[0]) is int for share in shares)
+    if equal_size:
+        assert {len(share) for share in shares} == {len(lengths) // k}
+    assert shares == get_seqlen_balanced_partitions(lengths, k, equal_size)
+
+
+def test_unequal_deal_is_refused() -> None:
+    with pytest.raises(ValueError, match="5 items cannot be dealt equally to 2 partitions"):
+        get_seqlen_balanced_partitions([1] * 5, 2, equal_size=True)
+
+
+def test_lengths_may_be_tensors_and_arrays() -> None:
+    lengths = [5, 1, 4, 2]
+    expected = get_seqlen_balanced_partitions(seqlen_list=lengths, k_partitions=2, equal_size=True)
+    assert expected == get_seqlen_balanced_partitions(torch.tensor(lengths), 2, True)
+    assert expected == get_seqlen_balanced_partitions(np.array(lengths), 2, True)
+
+
+def test_patch_reaches_copies_imported_by_name_and_can_be_undone(monkeypatch: pytest.MonkeyPatch) -> None:
+    def original(seqlen_list: list[int], k_partitions: int, equal_size: bool) -> list[list[int]]:
+        raise NotImplementedError
+
+    home, user, other = ModuleType("home"), ModuleType("user"), ModuleType("other")
+    home.get_seqlen_balanced_partitions = user.get_seqlen_balanced_partitions = original  # type: ignore[attr-defined]
+    other.get_seqlen_balanced_partitions = print  # type: ignore[attr-defined]
+    for module in (home, user, other):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    put_back = patch(home)
+    assert home.get_seqlen_balanced_partitions is user.get_seqlen_balanced_partitions is get_seqlen_balanced_partitions
+    assert other.get_seqlen_balanced_partitions is print
+    put_back()
+    assert home.get_seqlen_balanced_partitions is user.get_seqlen_balanced_partitions is original
+    with pytest.raises(AttributeError, match="get_seqlen_balanced_partitions"):
+        patch(ModuleType("empty"))
+
+
+# --- against the real functions ---------------------------------------------------------------------------------------
+
+
+def worst_excess(lengths: list[int], shares: list[list[int]], *, equal_size: bool) -> float:
+    bound = planning.lower_bound(lengths, len(shares), "equal" if equal_size else "free")
+    return max(sum(lengths[i] for i in share) for share in shares) / bound - 1
+
+
+@pytest.mark.parametrize("name", PEERS)
+@pytest.mark.parametrize("equal_size", [True, False])
+def test_in_place_of_the_real_one_and_not_worse(name: str, equal_size: bool) -> None:
+    pytest.importorskip(name.split(".")[0])
+    module = importlib.import_module(name)
+    theirs = module.get_seqlen_balanced_partitions
+    rng = np.random.default_rng(7)
+    batches = [rng.lognormal(7, 1, n).astype(int).tolist() for n in (16, 32, 64, 128, 256)]
+    before = [worst_excess(b, theirs(b, 8, equal_size=equal_size), equal_size=equal_size) for b in batches]
+    put_back = patch(module)
+    try:
+        ours = module.get_seqlen_balanced_partitions
+        assert ours is get_seqlen_balanced_partitions
+        after = [worst_excess(b, ours(b, 8, equal_size=equal_size), equal_size=equal_size) for b in batches]
+    finally:
+        put_back()
+    assert module.get_seqlen_balanced_partitions is theirs
+    assert np.mean(after) <= np.mean(before) + 1e-4
+    assert max(after) <= max(before) + 1e-4
+
+
+def test_transfer_queues_own_sampler_deals_whole_groups_with_ours() -> None:
+    pytest.importorskip("transfer_queue")
+    from transfer_queue.sampler import seqlen_balanced_sampler as home
+
+    rng = np.random.default_rng(3)
+    lengths = {index: int(length) for index, length in enumerate(rng.lognormal(6, 1, 32))}
+
+    class Partition:
+        def get_custom_meta(self, indexes: list[int]) -> dict[int, dict[str, int]]:
+            return {index: {"total_lengths": lengths[index]} for index in indexes}
+
+    def deal() -> list[list[int]]:
+        sampler = home.SeqlenBalancedSampler(n_samples_per_prompt=2, dp_size=4)
+        return [
+            sampler.sample(
+                list(range(32)),
+                8,
+                task_name="train",
+                partition_id="p",
+                dp_rank=rank,
+                batch_index=0,
+                partition=Partition(),
+            )[0]
+            for rank in range(4)
+        ]
+
+    theirs = deal()
+    put_back = patch(home)
+    try:
+        ours = deal()
+    finally:
+        put_back()
+    for dealt in (theirs, ours):
+        assert sorted(i for share in dealt for i in share) == list(range(32))
+        assert all(len(share) == 8 and {i // 2 * 2 for i in share} <= set(share) for share in dealt)
+    heaviest = [max(sum(lengths[i] for i in share) for share in dealt) for dealt in (theirs, ours)]
+    assert heaviest[1] <= heaviest[0]
