@@ -1,0 +1,208 @@
+"""TensorDicts of rollouts in and out: jagged, or padded on either side. Every field and dtype comes back as it was.
+
+::
+
+    for rollout in rollouts_from(td, scalars=["advantage"]):       # td: batch size [n], jagged or with attention_mask
+        await balancer.put(rollout)
+    ...
+    td = tensordict_from(share.rollouts)                           # on a rank; jagged
+    td = tensordict_from(mb.rollouts, padding_side="left", pad_values={"input_ids": tokenizer.pad_token_id})
+
+``MicroBatch.tensordict()`` is the fast way out where columns and scalars are all that is wanted: it copies no token.
+
+| in the TensorDict | in a Rollout |
+|---|---|
+| jagged, as long as ``input_ids``; or ``[n, S, ...]`` with an attention mask ``[n, S]`` | ``tokens`` |
+| named in ``scalars=`` | ``scalars`` |
+| any other tensor | ``tensors``, without the batch dimension |
+| ``rollout_id``, ``group_id``, ``version``, ``cost`` | these |
+| ``rollout_weights`` | 0.0 where ``is_padding`` |
+| any other non-tensor | ``metadata``, under its name |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from stream_balancer.integrations import _rows
+from stream_balancer.types import Rollout
+
+if TYPE_CHECKING:
+    from tensordict import TensorDict
+
+__all__ = ["rollouts_from", "tensordict_from"]
+
+_FIELDS = ("rollout_id", "group_id", "version", "cost")
+_WEIGHTS = "rollout_weights"
+
+
+def rollouts_from(
+    td: TensorDict,
+    *,
+    scalars: Collection[str] = (),
+    tensors: Collection[str] = (),
+    attention_mask: str = "attention_mask",
+) -> list[Rollout]:
+    """One rollout per row of ``td``, whose batch size is ``[n]`` and which holds ``input_ids``.
+
+    ``scalars``: entries ``[n]`` that become numbers (what ``accept=`` and the layouts see). ``tensors``: entries that
+    look per-token and are not. ``attention_mask``: names the mask of padded columns; it is not kept.
+
+    Raises ValueError for a batch size that is not ``[n]``, a TensorDict inside ``td``, columns that are padded but have
+    no mask, or a mask with holes; RolloutError for what a Rollout refuses. O(all tokens): every one is copied.
+    """
+    if len(td.batch_size) != 1:
+        raise ValueError(
+            f"one row per rollout: the batch size must be [n], not {list(td.batch_size)}. Call td.reshape(-1)"
+        )
+    fields, plain = _split_off_non_tensors(td)
+    mask = plain.pop(attention_mask, None)
+    ids = plain.get("input_ids")
+    if ids is None:
+        raise ValueError(f"no 'input_ids' in the TensorDict; it has {sorted(td.keys())}")
+    if not ids.is_nested and mask is None:
+        raise ValueError(
+            f"input_ids is padded, {list(ids.shape)}, and there is no mask {attention_mask!r} that says what is padding"
+        )
+    where = None if ids.is_nested or mask is None else _rows.spans(mask)
+    lengths = _lengths(ids) if where is None else [span.stop - span.start for span in where]
+    width = None if where is None else ids.shape[1]
+    rows: list[dict[str, Any]] = [{"tokens": {}, "scalars": {}, "tensors": {}, **own} for own in fields]
+    weights = plain.pop(_WEIGHTS, None)
+    for name, entry in plain.items():
+        if name in scalars:
+            kind, values = "scalars", entry.tolist()
+        elif name in tensors or not _is_per_token(entry, lengths, width):
+            kind, values = "tensors", [row.clone() for row in entry.unbind()]
+        elif where is None:
+            kind, values = "tokens", [row.clone() for row in entry.unbind()]
+        else:
+            kind, values = "tokens", _rows.cut(entry, where)
+        for row, value in zip(rows, values, strict=True):
+            row[kind][name] = value
+    copies = [False] * len(rows) if weights is None else (weights == 0).tolist()
+    return [Rollout(**row, is_padding=copy) for row, copy in zip(rows, copies, strict=True)]
+
+
+def tensordict_from(
+    rollouts: Sequence[Rollout],
+    *,
+    padding_side: _rows.Side | None = None,
+    pad_values: Mapping[str, float | int | bool] | None = None,
+    width: int | None = None,
+    attention_mask: str = "attention_mask",
+    dtypes: Mapping[str, torch.dtype] | None = None,
+) -> TensorDict:
+    """A TensorDict with batch size ``[n]`` of all that the rollouts hold: ``share.rollouts``, ``mb.rollouts``.
+
+    ``padding_side``: None for jagged columns, else ``"left"`` or ``"right"``, filled with ``pad_values`` (0 where they
+    say nothing) up to ``width`` (the longest), beside a bool ``attention_mask``. ``dtypes`` of scalars; otherwise bool,
+    int64 or float64. ``tensors`` of different shapes become jagged; give their names to
+    ``rollouts_from(tensors=...)``.
+
+    Raises ValueError for no rollouts, or rollouts that differ in their columns' names or dtypes; ImportError, saying
+    which extra to install, where tensordict is missing. O(all tokens).
+    """
+    try:
+        from tensordict import TensorDict
+    except ImportError as error:
+        raise ImportError("this needs the tensordict package: pip install 'stream-balancer[tensordict]'") from error
+    first = _rows.same_columns(rollouts)
+    entries: dict[str, Any] = {}
+    lengths = [rollout.num_tokens for rollout in rollouts]
+    if padding_side is None:
+        offsets = torch.tensor(list(accumulate(lengths, initial=0)))  # one for all: torch adds columns only if shared
+        entries |= {name: _jagged([r.tokens[name] for r in rollouts], offsets) for name in first.tokens}
+    else:
+        side, wide = padding_side, max(lengths) if width is None else width
+        fill = pad_values or {}
+        for name in first.tokens:
+            entries[name] = _rows.padded([r.tokens[name] for r in rollouts], wide, side, fill.get(name, 0))
+        entries[attention_mask] = _rows.mask_of(lengths, wide, side)
+    for name in first.scalars:
+        entries[name] = _rows.numbers([r.scalars[name] for r in rollouts], (dtypes or {}).get(name))
+    for name in first.tensors:
+        entries[name] = _together([r.tensors[name] for r in rollouts])
+    if any(rollout.is_padding for rollout in rollouts):
+        entries[_WEIGHTS] = torch.tensor([0.0 if r.is_padding else 1.0 for r in rollouts])
+    return TensorDict({**entries, **_non_tensors(rollouts, entries.keys())}, batch_size=[len(rollouts)])
+
+
+# --- what is not a tensor ---------------------------------------------------------------------------------------------
+
+
+def _split_off_non_tensors(td: TensorDict) -> tuple[list[dict[str, Any]], dict[str, Tensor]]:
+    """Each row's fields and metadata, and the tensors by name."""
+    from tensordict import is_non_tensor
+
+    own: list[dict[str, Any]] = [{} for _ in range(td.batch_size[0])]
+    plain: dict[str, Tensor] = {}
+    for name, entry in td.items():
+        if isinstance(entry, Tensor):
+            plain[name] = entry
+            continue
+        if not is_non_tensor(entry):
+            raise ValueError(f"{name!r} is a TensorDict of its own. Call td.flatten_keys('.') first")
+        for row, value in zip(own, entry.tolist(), strict=True):
+            _note(row, name, value)
+    return own, plain
+
+
+def _note(row: dict[str, Any], name: str, value: Any) -> None:
+    if name == "metadata":
+        row["metadata"] = {**row.get("metadata", {}), **value}
+    elif name not in _FIELDS:
+        row.setdefault("metadata", {})[name] = value
+    elif name == "version" and isinstance(value, list):
+        row[name] = tuple(value)  # a TensorDict that was saved and loaded has lists for tuples
+    else:
+        row[name] = value
+
+
+def _non_tensors(rollouts: Sequence[Rollout], taken: Collection[str]) -> dict[str, Any]:
+    """Fields, and metadata: keys that all rollouts have become entries of their own, the rest stays together."""
+    from tensordict import NonTensorStack
+
+    found = {name: [getattr(rollout, name) for rollout in rollouts] for name in _FIELDS}
+    kept = {name: values for name, values in found.items() if any(value is not None for value in values)}
+    common = set.intersection(*(set(r.metadata) for r in rollouts)) - {*taken, *_FIELDS, "metadata", _WEIGHTS}
+    kept |= {name: [rollout.metadata[name] for rollout in rollouts] for name in sorted(common)}
+    rest = [{key: value for key, value in r.metadata.items() if key not in common} for r in rollouts]
+    if any(rest):
+        kept["metadata"] = rest
+    return {name: NonTensorStack(*values) for name, values in kept.items()}
+
+
+# --- tensors ----------------------------------------------------------------------------------------------------------
+
+
+def _is_per_token(entry: Tensor, lengths: list[int], width: int | None) -> bool:
+    if entry.is_nested:
+        return _lengths(entry) == lengths
+    return width is not None and entry.ndim >= 2 and entry.shape[1] == width
+
+
+def _lengths(nested: Tensor) -> list[int]:
+    return [row.shape[0] for row in nested.unbind()]
+
+
+def _together(tensors: Sequence[Tensor]) -> Tensor:
+    if len({tensor.shape for tensor in tensors}) == 1:
+        return _rows.stacked(tensors)
+    if any(tensor.ndim == 0 for tensor in tensors):
+        return _rows.stacked(tensors)  # which says what is wrong
+    lengths = [tensor.shape[0] for tensor in tensors]
+    return _jagged(tensors, torch.tensor(list(accumulate(lengths, initial=0))))
+
+
+def _jagged(columns: Sequence[Tensor], offsets: Tensor) -> Tensor:
+    first = columns[0]
+    for column in columns:
+        if column.dtype != first.dtype or column.shape[1:] != first.shape[1:]:
+            _rows.stacked([first, column])
+    return torch.nested.nested_tensor_from_jagged(torch.cat(list(columns)), offsets)
