@@ -1,0 +1,175 @@
+"""verl's partitioner and micro-batch former, with its signatures and conventions, on ``stream_balancer.planning``.
+
+Measured on verl 0.9.1. How much work a length is stays verl's answer (``calculate_workload`` of the installed verl, or
+what you put in its place). Every rank of a process group must call the same implementation: the number of collectives
+differs from verl's (one all_reduce instead of three and one more per retry).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from stream_balancer.planning import form_micro_batches, partition
+
+__all__ = ["get_seqlen_balanced_partitions", "rearrange_micro_batches"]
+
+
+def get_seqlen_balanced_partitions(
+    seqlen_list: Sequence[int] | Tensor, k_partitions: int, equal_size: bool
+) -> list[list[int]]:
+    """verl's function of this name: `k_partitions` lists of ascending positions, none empty, sums balanced.
+
+    Takes what verl's callers pass: a list of numbers, or the tensor that ``calculate_workload`` returns. With
+    `equal_size` all lists have the same length. Which list is the heaviest is not part of the convention.
+
+    Raises:
+        AssertionError: fewer items than partitions, or `equal_size` and the number of items is no multiple.
+
+    Complexity: O(n log n) and a refinement within a fixed work budget.
+    """
+    costs = _numbers(seqlen_list)
+    assert costs.size >= k_partitions, f"number of items:[{costs.size}] < k_partitions:[{k_partitions}]"
+    assert not equal_size or costs.size % k_partitions == 0, f"{costs.size} % {k_partitions} != 0"
+    return [part.tolist() for part in partition(costs, k_partitions, "equal" if equal_size else "free")]
+
+
+def rearrange_micro_batches(
+    batch: Any,
+    max_token_len: int,
+    dp_group: dist.ProcessGroup | None = None,
+    num_batches_divided_by: int | None = None,
+    same_micro_num_in_dp: bool = True,
+    min_num_micro_batch: int | None = None,
+    use_dynamic_bsz_balance: bool = True,
+    force_group_size: int = 1,
+) -> tuple[list[Any], list[list[int]]]:
+    """verl's function of this name: a TensorDict cut into micro-batches of at most `max_token_len` tokens.
+
+    Args:
+        batch: a TensorDict with jagged ``input_ids``, or with ``attention_mask`` ``[B, S]``.
+        max_token_len: most tokens in a micro-batch; at least the longest row (padding counted, as in verl).
+        dp_group: ranks that must agree on the number of micro-batches. Needs one all_reduce of four numbers.
+        num_batches_divided_by: the number is a multiple of this (virtual pipelines).
+        same_micro_num_in_dp: False: no agreement, `dp_group` is not used.
+        min_num_micro_batch: at least so many.
+        use_dynamic_bsz_balance: the smaller micro-batches at both ends, where a pipeline fills and drains; otherwise
+            the heaviest first.
+        force_group_size: so many consecutive rows stay together.
+
+    Returns:
+        The micro-batches, and the positions in `batch` of each one's rows. The least number of micro-batches that was
+        found on the rank that needs most.
+
+    Raises:
+        AssertionError: a row is wider than `max_token_len`, or B is no multiple of `force_group_size`.
+        ValueError: a group of rows is longer than `max_token_len`, or more micro-batches are needed than there are
+            groups. All ranks of `dp_group` raise together: none is left waiting in a collective.
+    """
+    from verl.utils import tensordict_utils
+    from verl.utils.seqlen_balancing import calculate_workload
+
+    lengths, widest = _lengths(batch)
+    assert len(lengths) % force_group_size == 0, (
+        f"Batch size {len(lengths)} must be divisible by force_group_size {force_group_size}"
+    )
+    tokens = _numbers(lengths).astype(np.int64).reshape(-1, force_group_size).sum(axis=1)
+    work = _numbers(calculate_workload(lengths.long())).reshape(-1, force_group_size).sum(axis=1)
+    every = num_batches_divided_by or 1
+    fits = widest <= max_token_len and int(tokens.max()) <= max_token_len
+    bins = _pack(tokens, work, max_token_len, every) if fits else []
+    needs = _Needs(max(len(bins), min_num_micro_batch or 1), tokens.size, int(tokens.max()), widest)
+    agreed = needs
+    if dp_group is not None and same_micro_num_in_dp and dist.is_initialized():
+        agreed = _agree(needs, dp_group)
+    number = -(-agreed.micro_batches // every) * every
+    _check(needs, agreed, number, max_token_len)
+    if len(bins) != number:
+        exact = _pack(tokens, work, max_token_len, number)
+        bins = exact if len(exact) == number else _split(bins, number, work)
+    bins.sort(key=lambda one: (work[one].sum(), one[0]), reverse=True)
+    if use_dynamic_bsz_balance:
+        bins = bins[::2][::-1] + bins[1::2]
+    rows = np.arange(len(lengths)).reshape(-1, force_group_size)
+    positions = [rows[one].ravel().tolist() for one in bins]
+    return [tensordict_utils.index_select_tensor_dict(batch, one) for one in positions], positions
+
+
+class _Needs(NamedTuple):
+    """What a rank needs, or the ranks of a group together."""
+
+    micro_batches: int
+    groups: int
+    longest_group: int
+    widest: int
+
+
+def _agree(needs: _Needs, group: dist.ProcessGroup) -> _Needs:
+    """The neediest rank's numbers (the least number of groups), the same on every rank: one all_reduce."""
+    from verl.utils.device import get_device_name
+
+    device = "cpu" if dist.get_backend(group) == dist.Backend.GLOO else get_device_name()
+    numbers = torch.tensor(needs, dtype=torch.int64, device=device)
+    numbers[1].neg_()
+    dist.all_reduce(numbers, op=dist.ReduceOp.MAX, group=group)
+    micro_batches, groups, longest_group, widest = numbers.tolist()
+    return _Needs(micro_batches, -groups, longest_group, widest)
+
+
+def _check(needs: _Needs, agreed: _Needs, number: int, max_token_len: int) -> None:
+    """Raise on every rank if one rank cannot do it; AssertionError as verl does where this rank's rows are too wide."""
+    assert max_token_len >= needs.widest, (
+        f"max_token_len must be greater than the sequence length. Got {max_token_len=} and max_seq_len={needs.widest}"
+    )
+    if agreed.widest > max_token_len:
+        raise ValueError(
+            f"another rank has rows of {agreed.widest} tokens, wider than {max_token_len=}. Raise max_token_len, or "
+            "truncate there"
+        )
+    if agreed.longest_group > max_token_len:
+        raise ValueError(
+            "A forced group exceeds max_token_len and cannot be split. "
+            f"Got max_group_token_len={agreed.longest_group} and {max_token_len=}. Raise max_token_len"
+        )
+    if number > agreed.groups:
+        raise ValueError(
+            "Cannot satisfy max_token_len while keeping forced groups atomic and using the same micro-batch count "
+            f"across DP ranks: {number} micro-batches are needed, but a rank has only {agreed.groups} groups. Raise "
+            "max_token_len, or lower min_num_micro_batch or num_batches_divided_by"
+        )
+
+
+def _pack(tokens: np.ndarray, work: np.ndarray, cap: int, multiple_of: int) -> list[list[int]]:
+    """The least multiple of micro-batches that was found for one rank's groups."""
+    (bins,) = form_micro_batches(tokens, work, 1, max_tokens=cap, multiple_of=multiple_of)
+    return [one.tolist() for one in bins]
+
+
+def _split(bins: list[list[int]], number: int, work: np.ndarray) -> list[list[int]]:
+    """Halve the heaviest until there are `number`: what fitted under the cap still does. There are groups enough."""
+    bins = list(bins)
+    while len(bins) < number:
+        heaviest = max((one for one in bins if len(one) > 1), key=lambda one: float(work[one].sum()))
+        bins.remove(heaviest)
+        by_work = sorted(heaviest, key=work.__getitem__, reverse=True)
+        bins += [sorted(by_work[::2]), sorted(by_work[1::2])]
+    return bins
+
+
+def _lengths(batch: Any) -> tuple[Tensor, int]:
+    """[B] tokens of each row, and the widest row, padding counted."""
+    input_ids = batch["input_ids"]
+    if input_ids.is_nested:
+        lengths = input_ids.offsets().diff()
+        return lengths, int(lengths.max())
+    mask = batch["attention_mask"]
+    return mask.sum(dim=1), int(mask.shape[-1])
+
+
+def _numbers(values: Sequence[int] | Tensor) -> np.ndarray:
+    return np.asarray(values.cpu() if isinstance(values, Tensor) else values, dtype=np.float64)

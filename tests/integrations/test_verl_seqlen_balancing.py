@@ -1,0 +1,252 @@
+"""Our drop-ins against verl's own functions: same signatures, same conventions, and never a worse answer."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import subprocess
+import sys
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+pytest.importorskip("verl")
+
+import verl.utils.seqlen_balancing as theirs
+import verl.workers.engine.utils as engine_utils
+from tensordict import NonTensorData, NonTensorStack, TensorDict
+from verl import DataProto
+
+from stream_balancer.integrations import verl as ours
+
+NAMES = ["get_seqlen_balanced_partitions", "rearrange_micro_batches"]
+seldom_small = settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+
+
+@pytest.fixture
+def patched() -> Any:
+    with ours.patch():
+        yield
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_signature_is_verls(name: str) -> None:
+    def shape(function: Any) -> list[tuple[str, object]]:
+        return [(p.name, p.default) for p in inspect.signature(function).parameters.values()]
+
+    assert shape(getattr(ours, name)) == shape(getattr(theirs, name))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Partition
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@seldom_small
+@given(st.lists(st.integers(0, 50_000), max_size=60), st.integers(1, 9), st.booleans(), st.booleans())
+def test_partitions_as_verl_returns_them(lengths: list[int], k: int, equal: bool, as_tensor: bool) -> None:
+    given_as: Any = torch.tensor(lengths, dtype=torch.int64) if as_tensor else lengths
+    if len(lengths) < k or (equal and len(lengths) % k):
+        for function in (ours.get_seqlen_balanced_partitions, theirs.get_seqlen_balanced_partitions):
+            with pytest.raises(AssertionError):
+                function(given_as, k, equal)
+        return
+    parts = ours.get_seqlen_balanced_partitions(given_as, k_partitions=k, equal_size=equal)
+    assert all(type(part) is list and all(type(i) is int for i in part) for part in parts)
+    assert len(parts) == k
+    assert all(parts)
+    assert all(part == sorted(part) for part in parts)
+    assert sorted(chain.from_iterable(parts)) == list(range(len(lengths)))
+    if equal:
+        assert {len(part) for part in parts} == {len(lengths) // k}
+
+
+@pytest.mark.parametrize("equal", [True, False])
+@pytest.mark.parametrize("seed", range(20))
+def test_no_heavier_than_verls_on_heavy_tailed_lengths(seed: int, equal: bool) -> None:
+    lengths = np.minimum(np.random.default_rng(seed).lognormal(7, 1, 128), 32_768).astype(int)
+    work = theirs.calculate_workload(torch.from_numpy(lengths)).tolist()
+
+    def heaviest(parts: list[list[int]]) -> float:
+        return max(sum(work[i] for i in part) for part in parts)
+
+    own = heaviest(ours.get_seqlen_balanced_partitions(work, 8, equal))
+    assert own <= heaviest(theirs.get_seqlen_balanced_partitions(work, 8, equal)) * 1.0001
+
+
+def test_groups_stay_together_through_our_partition(patched: None) -> None:
+    lengths = [100] * 4 + [200] * 4 + [150] * 4 + [50] * 4
+    uids = [0] * 4 + [1] * 4 + [2] * 4 + [3] * 4
+    parts = theirs.get_group_balanced_partitions(lengths, uids, k_partitions=2)
+    assert sorted(chain.from_iterable(parts)) == list(range(16))
+    assert [len({uids[i] for i in part}) for part in parts] == [2, 2]
+    assert [sum(lengths[i] for i in part) for part in parts] == [1000, 1000]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Micro-batches
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def padded_batch(lengths: list[int], width: int) -> TensorDict:
+    """Left-padded rows of different lengths."""
+    mask = torch.zeros(len(lengths), width, dtype=torch.int64)
+    for row, length in enumerate(lengths):
+        mask[row, width - length :] = 1
+    ids = torch.arange(mask.numel()).reshape(mask.shape)
+    return TensorDict({"input_ids": ids, "attention_mask": mask}, batch_size=[len(lengths)])
+
+
+def jagged_batch(lengths: list[int]) -> TensorDict:
+    rows = [torch.arange(length) + 1000 * row for row, length in enumerate(lengths)]
+    ids = torch.nested.as_nested_tensor(rows, layout=torch.jagged)
+    batch = TensorDict({"input_ids": ids}, batch_size=[len(lengths)])
+    batch["uid"] = NonTensorStack.from_list([NonTensorData(f"uid-{row}") for row in range(len(lengths))])
+    batch["temperature"] = NonTensorData(0.7)
+    return batch
+
+
+def outcome(function: Any, *args: Any, **knobs: Any) -> Any:
+    try:
+        return function(*args, **knobs)
+    except (AssertionError, ValueError) as error:
+        return type(error)
+
+
+@seldom_small
+@given(
+    lengths=st.lists(st.integers(1, 40), min_size=1, max_size=24),
+    cap=st.integers(30, 120),
+    jagged=st.booleans(),
+    divided_by=st.sampled_from([None, 1, 2, 3]),
+    at_least=st.sampled_from([None, 1, 3, 7]),
+    balance=st.booleans(),
+    group=st.sampled_from([1, 1, 2, 3]),
+)
+def test_micro_batches_as_verl_returns_them(
+    lengths: list[int], cap: int, jagged: bool, divided_by: int | None, at_least: int | None, balance: bool, group: int
+) -> None:
+    batch = jagged_batch(lengths) if jagged else padded_batch(lengths, 40)
+    knobs: dict[str, Any] = {
+        "num_batches_divided_by": divided_by,
+        "min_num_micro_batch": at_least,
+        "use_dynamic_bsz_balance": balance,
+        "force_group_size": group,
+    }
+    own = outcome(ours.rearrange_micro_batches, batch, cap, **knobs)
+    verls = outcome(theirs.rearrange_micro_batches, batch, cap, **knobs)
+    if isinstance(own, type):
+        assert own is verls
+        return
+    micro_batches, positions = own
+    assert all(type(one) is list and all(type(i) is int for i in one) for one in positions)
+    assert sorted(chain.from_iterable(positions)) == list(range(len(lengths)))
+    assert all(0 < sum(lengths[i] for i in one) <= cap for one in positions)
+    assert len(positions) % (divided_by or 1) == 0
+    assert len(positions) >= (at_least or 1)
+    if not isinstance(verls, type):  # verl may need more micro-batches than we do, and then more than there are groups
+        assert len(positions) <= len(verls[1])
+    for one in positions:
+        starts = one[::group]
+        assert all(start % group == 0 for start in starts)
+        assert one == [start + k for start in starts for k in range(group)]
+    assert len(micro_batches) == len(positions)
+    for micro_batch, one in zip(micro_batches, positions, strict=True):
+        rows = micro_batch["input_ids"].unbind()
+        assert all(torch.equal(row, batch["input_ids"][i]) for row, i in zip(rows, one, strict=True))
+        if jagged:
+            assert micro_batch["uid"] == [f"uid-{i}" for i in one]
+            assert micro_batch["temperature"] == 0.7
+    work = [float(theirs.calculate_workload(torch.tensor([lengths[i] for i in one])).sum()) for one in positions]
+    if balance:  # up to the heaviest, and down again
+        peak = work.index(max(work))
+        assert work[: peak + 1] == sorted(work[: peak + 1])
+        assert work[peak:] == sorted(work[peak:], reverse=True)
+    else:
+        assert work == sorted(work, reverse=True)
+
+
+def test_rows_without_a_token_are_placed() -> None:
+    _, positions = ours.rearrange_micro_batches(padded_batch([0, 5, 0, 7], 8), 8)
+    assert sorted(chain.from_iterable(positions)) == [0, 1, 2, 3]
+
+
+def test_a_count_that_the_packer_does_not_hit_is_made_by_splitting(monkeypatch: pytest.MonkeyPatch) -> None:
+    from stream_balancer.integrations.verl import seqlen_balancing as module
+
+    plain = module._pack
+    monkeypatch.setattr(module, "_pack", lambda *args: plain(*args[:3], 2) if args[3] == 5 else plain(*args))
+    lengths = [30, 20, 10, 9, 8, 7, 6, 5]
+    _, positions = ours.rearrange_micro_batches(jagged_batch(lengths), 60, min_num_micro_batch=5)
+    assert len(positions) == 5
+    assert all(positions)
+    assert sorted(chain.from_iterable(positions)) == list(range(8))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Installed into verl
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def test_patch_reaches_every_module_and_unpatch_restores_it() -> None:
+    before = {name: getattr(theirs, name) for name in NAMES}
+    with ours.patch():
+        assert theirs.get_seqlen_balanced_partitions is ours.get_seqlen_balanced_partitions
+        assert theirs.rearrange_micro_batches is ours.rearrange_micro_batches
+        assert engine_utils.rearrange_micro_batches is ours.rearrange_micro_batches
+        ours.patch()  # again: nothing happens
+    assert {name: getattr(theirs, name) for name in NAMES} == before
+    assert engine_utils.rearrange_micro_batches is before["rearrange_micro_batches"]
+    ours.unpatch()
+    assert {name: getattr(theirs, name) for name in NAMES} == before
+    assert all(getattr(ours, name) is not before[name] for name in NAMES)
+
+
+def test_verls_callers_work_on_ours(patched: None) -> None:
+    lengths = [3, 9, 4, 8, 1, 7, 2, 6]
+    data = DataProto.from_single_dict(dict(padded_batch(lengths, 10).items()) | {"uid": np.array(list("abcdefgh"))})
+    micro_batches, positions = theirs.prepare_dynamic_batch(data, max_token_len=20)
+    assert len(micro_batches) == 2
+    ids = torch.cat([one.batch["input_ids"] for one in micro_batches])
+    assert torch.equal(theirs.restore_dynamic_batch(ids, positions), data.batch["input_ids"])
+    assert [list(one.non_tensor_batch["uid"]) for one in micro_batches] == [
+        ["abcdefgh"[i] for i in p] for p in positions
+    ]
+
+    jagged = jagged_batch(lengths)
+    for key, value in {"use_dynamic_bsz": True, "max_token_len_per_gpu": 10, "sp_size": 2}.items():
+        jagged[key] = NonTensorData(value)
+    micro_batches, positions = engine_utils.prepare_micro_batches(jagged)
+    assert sorted(chain.from_iterable(positions)) == list(range(8))
+    assert [len(one) for one in micro_batches] == [len(one) for one in positions]
+
+
+def test_verl_patches_itself_where_the_environment_says_so() -> None:
+    code = (
+        "import verl, verl.utils.seqlen_balancing as theirs; from stream_balancer.integrations import verl as ours\n"
+        "print(theirs.rearrange_micro_batches is ours.rearrange_micro_batches)"
+    )
+    environment = {**os.environ, "VERL_USE_EXTERNAL_MODULES": "stream_balancer.integrations.verl.autopatch"}
+    said = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60, check=True
+    )
+    assert said.stdout.split() == ["True"]
+
+
+def test_the_ranks_of_a_group_agree(tmp_path: Path) -> None:
+    """Three gloo processes whose shares differ; see verl_rank.py for what each asserts."""
+    script = Path(__file__).with_name("verl_rank.py")
+    command = [sys.executable, str(script), f"file://{tmp_path}/rendezvous"]
+    ranks = [subprocess.Popen([*command, str(rank)], stdout=subprocess.PIPE, text=True) for rank in range(3)]
+    try:
+        said = [rank.communicate(timeout=55)[0].strip() for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert said == ["all as it should be"] * 3
