@@ -16,13 +16,14 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from types import ModuleType
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike
 
 from stream_balancer import planning
 
-__all__ = ["get_seqlen_balanced_partitions", "patch"]
+__all__ = ["get_seqlen_balanced_partitions", "patch", "replace"]
 
 _NAME = "get_seqlen_balanced_partitions"
 
@@ -54,16 +55,32 @@ def get_seqlen_balanced_partitions(seqlen_list: ArrayLike, k_partitions: int, eq
 def patch(module: ModuleType) -> Callable[[], None]:
     """Put our function in place of ``module``'s, and of every copy that modules loaded so far have imported by name.
 
-    Returns a function that puts all of them back. Patch in every process that partitions, before it imports more:
+    Returns a function that puts the original back. Patch in every process that partitions, before it imports more:
     afterwards they find ours. Raises AttributeError if ``module`` has no ``get_seqlen_balanced_partitions``.
     """
-    original = getattr(module, _NAME)
-    holders = [m for m in list(sys.modules.values()) if isinstance(m, ModuleType) and vars(m).get(_NAME) is original]
-    for holder in holders:
-        setattr(holder, _NAME, get_seqlen_balanced_partitions)
+    return replace(module, _NAME, get_seqlen_balanced_partitions)
+
+
+def replace(module: ModuleType, name: str, new: Callable[..., Any]) -> Callable[[], None]:
+    """``new`` in place of ``module``'s function of that name, and of every copy of it in modules loaded so far.
+
+    Returns a function that puts the original back there, and in modules of ``module``'s package that came to have
+    ``new`` since.
+    """
+    old = getattr(module, name)
+    package = module.__name__.partition(".")[0]
+    holders = [label for label, function in _loaded(name) if function is old]
+    for label in holders:
+        setattr(sys.modules[label], name, new)
 
     def put_back() -> None:
-        for holder in holders:
-            setattr(holder, _NAME, original)
+        for label, function in _loaded(name):
+            if function is new and (label in holders or label.partition(".")[0] == package):
+                setattr(sys.modules[label], name, old)
 
     return put_back
+
+
+def _loaded(name: str) -> list[tuple[str, object]]:
+    """What every loaded module has under this name, without waking lazy ones."""
+    return [(label, getattr(module, "__dict__", {}).get(name)) for label, module in list(sys.modules.items())]

@@ -54,7 +54,7 @@ def test_partitions_as_verl_returns_them(lengths: list[int], k: int, equal: bool
     given_as: Any = torch.tensor(lengths, dtype=torch.int64) if as_tensor else lengths
     if len(lengths) < k or (equal and len(lengths) % k):
         for function in (ours.get_seqlen_balanced_partitions, theirs.get_seqlen_balanced_partitions):
-            with pytest.raises(AssertionError):
+            with pytest.raises((AssertionError, ValueError)):
                 function(given_as, k, equal)
         return
     parts = ours.get_seqlen_balanced_partitions(given_as, k_partitions=k, equal_size=equal)

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any
 
+from stream_balancer.integrations.partitions import replace
 from stream_balancer.integrations.verl import seqlen_balancing as ours
 
 __all__ = ["patch", "unpatch"]
 
-_theirs: dict[str, Callable[..., Any]] = {}
-"""verl's own functions by name, while ours are in their place."""
+_put_back: list[Callable[[], None]] = []
+"""What brings verl's own functions back, while ours are in their place."""
 
 
 class _Patched(AbstractContextManager[None]):
@@ -30,22 +29,12 @@ def patch() -> AbstractContextManager[None]:
     """
     import verl.utils.seqlen_balancing as theirs
 
-    if not _theirs:
-        _theirs.update({name: getattr(theirs, name) for name in ours.__all__})
-        for name, function in _theirs.items():
-            _replace(name, function, getattr(ours, name))
+    if not _put_back:
+        _put_back.extend(replace(theirs, name, getattr(ours, name)) for name in ours.__all__)
     return _Patched()
 
 
 def unpatch() -> None:
     """verl's own functions again, everywhere. Does nothing if they are there."""
-    for name, function in _theirs.items():
-        _replace(name, getattr(ours, name), function)
-    _theirs.clear()
-
-
-def _replace(name: str, old: Callable[..., Any], new: Callable[..., Any]) -> None:
-    own_package = __package__ or ""
-    for module_name, module in list(sys.modules.items()):
-        if not module_name.startswith(own_package) and getattr(module, "__dict__", {}).get(name) is old:
-            setattr(module, name, new)
+    while _put_back:
+        _put_back.pop()()

@@ -1,13 +1,13 @@
-"""verl's partitioner and micro-batch former, with its signatures and conventions, on ``stream_balancer.planning``.
+"""verl's micro-batch former, with its signature and conventions, on ``stream_balancer.planning``; its partitioner is
+the one that several trainers share (``integrations.partitions``).
 
-Measured on verl 0.9.1. How much work a length is stays verl's answer (``calculate_workload`` of the installed verl, or
-what you put in its place). Every rank of a process group must call the same implementation: the number of collectives
-differs from verl's (one all_reduce instead of three and one more per retry).
+Written against verl 0.9.1. How much work a length is stays verl's answer (``calculate_workload`` of the installed verl,
+or what you put in its place). Every rank of a process group must call the same implementation: the collectives
+differ (one all_reduce instead of three and one more per retry).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,28 +15,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from stream_balancer.planning import form_micro_batches, partition
+from stream_balancer.integrations.partitions import get_seqlen_balanced_partitions
+from stream_balancer.planning import form_micro_batches
 
 __all__ = ["get_seqlen_balanced_partitions", "rearrange_micro_batches"]
-
-
-def get_seqlen_balanced_partitions(
-    seqlen_list: Sequence[int] | Tensor, k_partitions: int, equal_size: bool
-) -> list[list[int]]:
-    """verl's function of this name: `k_partitions` lists of ascending positions, none empty, sums balanced.
-
-    Takes what verl's callers pass: a list of numbers, or the tensor that ``calculate_workload`` returns. With
-    `equal_size` all lists have the same length. Which list is the heaviest is not part of the convention.
-
-    Raises:
-        AssertionError: fewer items than partitions, or `equal_size` and the number of items is no multiple.
-
-    Complexity: O(n log n) and a refinement within a fixed work budget.
-    """
-    costs = _numbers(seqlen_list)
-    assert costs.size >= k_partitions, f"number of items:[{costs.size}] < k_partitions:[{k_partitions}]"
-    assert not equal_size or costs.size % k_partitions == 0, f"{costs.size} % {k_partitions} != 0"
-    return [part.tolist() for part in partition(costs, k_partitions, "equal" if equal_size else "free")]
 
 
 def rearrange_micro_batches(
@@ -171,5 +153,5 @@ def _lengths(batch: Any) -> tuple[Tensor, int]:
     return mask.sum(dim=1), int(mask.shape[-1])
 
 
-def _numbers(values: Sequence[int] | Tensor) -> np.ndarray:
-    return np.asarray(values.cpu() if isinstance(values, Tensor) else values, dtype=np.float64)
+def _numbers(values: Tensor) -> np.ndarray:
+    return values.cpu().numpy().astype(np.float64)
