@@ -1,0 +1,267 @@
+"""slime: its schedule of ranks and micro-batches, its train data in and out of rollouts.
+
+::
+
+    patch()                                             # slime.ray.rollout.build_dp_schedule is then ours
+
+    train_data = manager._convert_samples_to_train_data(group)          # a finished group, as a dict of lists
+    for rollout in rollouts_from(train_data, group_id="g17", version=3):
+        await balancer.put(rollout)
+    ...
+    async for batch in balancer.batches():
+        rank_data = rank_data_from(batch)               # one dict of lists per rank, scheduled
+
+slime's samples are its own to read: what comes in here is the dict of lists it makes of them, group by group, in which
+rewards are already normalised over the group. Nothing of slime is imported but in :func:`patch`.
+"""
+
+from __future__ import annotations
+
+import sys
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import ArrayLike
+from torch import Tensor
+
+from stream_balancer import planning
+from stream_balancer.types import Batch, Rollout, Version
+
+__all__ = ["build_dp_schedule", "patch", "rank_data_from", "rollouts_from"]
+
+_NAME = "build_dp_schedule"
+
+
+# --- the schedule -----------------------------------------------------------------------------------------------------
+
+
+def build_dp_schedule(
+    args: Any,
+    train_parallel_config: Mapping[str, int],
+    total_lengths: Sequence[int],
+    *,
+    global_batch_size: int,
+    rollout_indices: Sequence[int],
+    cost: Callable[[ArrayLike], ArrayLike] | None = None,
+) -> tuple[list[list[int]], list[list[list[int]]], list[int], list[int]]:
+    """slime's function of this name by our planning, for ``use_dynamic_batch_size``: rank totals are balanced first and
+    each rank packs its share under ``max_tokens_per_gpu * cp_size``; a sample longer than that is alone in its
+    micro-batch.
+
+    ``cost``: work of lengths (``sb.TransformerCost...``); tokens by default. Arguments and answer are otherwise
+    slime's: ``(partitions, micro_batch_indices, num_microbatches, global_batch_sizes)``, trailing rollouts that fill no
+    step dropped, samples of one rollout in one step.
+
+    Raises ValueError if the batches are not dynamic, for less than one step, or if a step has too few samples for its
+    ranks and their virtual pipelines.
+    """
+    if not args.use_dynamic_batch_size:
+        raise ValueError("there is nothing to plan with fixed micro-batches. Set --use-dynamic-batch-size")
+    steps = _steps(rollout_indices, global_batch_size)
+    dp_size = train_parallel_config["dp_size"]
+    virtual = train_parallel_config["vpp_size"] > 1
+    multiple_of = train_parallel_config["microbatch_group_size_per_vp_stage"] if virtual else 1
+    partitions: list[list[int]] = [[] for _ in range(dp_size)]
+    micro_batches: list[list[list[int]]] = [[] for _ in range(dp_size)]
+    counts = []
+    for step, positions in enumerate(steps):
+        lengths = np.array([total_lengths[position] for position in positions])
+        plan = planning.form_micro_batches(
+            lengths,
+            lengths if cost is None else cost(lengths),
+            dp_size,
+            max_tokens=args.max_tokens_per_gpu * train_parallel_config["cp_size"],
+            multiple_of=multiple_of,
+            oversize="alone",
+            rotation=step,
+        )
+        counts.append(_same_count(plan, step, multiple_of))
+        for rank, of_rank in enumerate(plan):
+            for micro_batch in of_rank:
+                start = len(partitions[rank])
+                partitions[rank] += [positions[i] for i in micro_batch]
+                micro_batches[rank].append(list(range(start, len(partitions[rank]))))
+    return partitions, micro_batches, counts, [global_batch_size] * len(steps)
+
+
+def patch(*, cost: Callable[[ArrayLike], ArrayLike] | None = None) -> Callable[[], None]:
+    """Put our schedule in place of slime's, in every module loaded so far that has it; fixed micro-batches remain
+    slime's. In the process of the rollout manager, after it was imported. Returns a function that puts it back."""
+    from slime.utils import dp_schedule
+
+    original = dp_schedule.build_dp_schedule
+
+    def ours(args: Any, *more: Any, **options: Any) -> Any:
+        if not args.use_dynamic_batch_size:
+            return original(args, *more, **options)
+        return build_dp_schedule(args, *more, **options, cost=cost)
+
+    holders = [m for m in list(sys.modules.values()) if isinstance(m, ModuleType) and vars(m).get(_NAME) is original]
+    for holder in holders:
+        setattr(holder, _NAME, ours)
+
+    def put_back() -> None:
+        for holder in holders:
+            setattr(holder, _NAME, original)
+
+    return put_back
+
+
+def _steps(rollout_indices: Sequence[int], global_batch_size: int) -> list[list[int]]:
+    """Positions of each step's samples: ``global_batch_size`` rollouts, with all samples of each."""
+    samples_of: dict[int, list[int]] = {}
+    for position, rollout in enumerate(rollout_indices):
+        samples_of.setdefault(rollout, []).append(position)
+    rollouts = list(samples_of.values())
+    if len(rollouts) < global_batch_size:
+        raise ValueError(f"{len(rollouts)} rollouts do not fill one step of global_batch_size={global_batch_size}")
+    whole = range(0, len(rollouts) // global_batch_size * global_batch_size, global_batch_size)
+    return [[i for samples in rollouts[at : at + global_batch_size] for i in samples] for at in whole]
+
+
+def _same_count(plan: Sequence[Sequence[Any]], step: int, multiple_of: int) -> int:
+    counts = {len(of_rank) for of_rank in plan}
+    if len(counts) > 1 or 0 in counts or max(counts) % multiple_of:
+        raise ValueError(
+            f"step {step} has too few samples for {len(plan)} ranks with a multiple of {multiple_of} micro-batches "
+            "each. Raise global_batch_size"
+        )
+    return counts.pop()
+
+
+# --- train data in ----------------------------------------------------------------------------------------------------
+
+_WHOLE = ("tokens", "response_lengths", "loss_masks", "total_lengths", "rollout_ids", "rollout_mask_sums")
+_OF_THE_RESPONSE = ("rollout_log_probs", "teacher_log_probs")
+_DTYPES = {"rollout_log_probs": torch.float32, "teacher_log_probs": torch.float32}
+_DTYPES |= {"rollout_top_p_token_ids": torch.int32, "rollout_top_p_token_offsets": torch.int32}
+
+
+def rollouts_from(
+    train_data: Mapping[str, Any], *, group_id: str | None = None, version: Version | None = None
+) -> list[Rollout]:
+    """One rollout per sample of what slime's ``_convert_samples_to_train_data`` made: of one finished group, so that
+    its ``rollout_ids`` name rollouts of this group only.
+
+    ``tokens`` become ``input_ids``; ``loss_masks`` and log-probabilities, which slime keeps for the response,
+    ``loss_mask`` int32 and float32 columns with zeros on the prompt; ``rewards``, ``raw_reward`` and ``truncated``
+    scalars; routed experts, top-p ids and multimodal inputs ``tensors``; anything else ``metadata``.
+    """
+    name = group_id or uuid.uuid4().hex
+    count = len(train_data["tokens"])
+    return [
+        Rollout(
+            **_row(train_data, index, name),
+            rollout_id=f"{name}/{index}",
+            group_id=group_id,
+            version=version,
+        )
+        for index in range(count)
+    ]
+
+
+def _row(train_data: Mapping[str, Any], index: int, name: str) -> dict[str, Any]:
+    ids = torch.as_tensor(train_data["tokens"][index], dtype=torch.int64)
+    response = int(train_data["response_lengths"][index])
+    tokens = {"input_ids": ids, "loss_mask": _on_the_prompt_too(train_data["loss_masks"][index], ids, torch.int32)}
+    row: dict[str, Any] = {"tokens": tokens, "scalars": {}, "tensors": {}}
+    row["metadata"] = {"response_length": response, "rollout": f"{name}/{train_data['rollout_ids'][index]}"}
+    row["metadata"]["mask_sum"] = int(train_data["rollout_mask_sums"][index])
+    for key, values in train_data.items():
+        if key in _WHOLE:
+            continue
+        value = values[index]
+        if key in _OF_THE_RESPONSE:
+            tokens[key] = _on_the_prompt_too(value, ids, _DTYPES[key])
+        elif key in _DTYPES or isinstance(value, (Tensor, np.ndarray)):
+            row["tensors"][key] = torch.as_tensor(value, dtype=_DTYPES.get(key))
+        elif key == "multimodal_train_inputs" and value is not None:
+            row["tensors"] |= {f"{key}.{inner}": torch.as_tensor(tensor) for inner, tensor in value.items()}
+        elif isinstance(value, (int, float)):
+            row["scalars"][key] = value
+        else:
+            row["metadata"][key] = value
+    return row
+
+
+def _on_the_prompt_too(values: Any, ids: Tensor, dtype: torch.dtype) -> Tensor:
+    """A column of the response as one of the whole sample: zeros on the prompt."""
+    column = torch.zeros(ids.shape[0], dtype=dtype)
+    of_response = torch.as_tensor(values, dtype=dtype)
+    column[ids.shape[0] - of_response.shape[0] :] = of_response
+    return column
+
+
+# --- per-rank data out ------------------------------------------------------------------------------------------------
+
+
+def rank_data_from(batch: Batch) -> list[dict[str, Any]]:
+    """What slime's ``_split_train_data_by_dp`` makes, for each rank, before it goes into a Box: a dict of lists with
+    ``partition`` (places in the whole step), the schedule ``micro_batch_indices``, ``num_microbatches`` and
+    ``global_batch_sizes`` (one step), ``rollout_mask_sums``, and the whole step's ``raw_reward`` and ``total_lengths``.
+
+    ``rollout_ids`` are numbered anew, from 0, over the step. A padding copy has a zero loss mask and counts in no
+    rollout: it keeps its rollout's id and mask sum, so it adds nothing.
+    """
+    rollouts = list(batch.rollouts)
+    columns = _columns(rollouts)
+    whole: dict[str, Any] = {key: columns[key] for key in ("raw_reward", "total_lengths") if key in columns}
+    data = []
+    start = 0
+    for share in batch.ranks:
+        mine = slice(start, start + share.num_rollouts)
+        one: dict[str, Any] = {"partition": list(range(mine.start, mine.stop))}
+        one |= {key: values[mine] for key, values in columns.items()}
+        one |= whole
+        one["rollout_mask_sums"] = torch.tensor(one["rollout_mask_sums"], dtype=torch.float32)
+        one["global_batch_sizes"] = [len(set(columns["rollout_ids"]))]
+        one["num_microbatches"] = [len(share.micro_batches)]
+        one["micro_batch_indices"] = _consecutive([len(mb.lengths) for mb in share.micro_batches])
+        data.append(one)
+        start = mine.stop
+    return data
+
+
+def _columns(rollouts: Sequence[Rollout]) -> dict[str, list[Any]]:
+    """slime's dict of lists, of all ranks' rollouts one after the other."""
+    lengths = [rollout.metadata["response_length"] for rollout in rollouts]
+    numbers: dict[str, int] = {}
+    columns: dict[str, list[Any]] = {
+        "tokens": [rollout.tokens["input_ids"] for rollout in rollouts],
+        "response_lengths": lengths,
+        "total_lengths": [rollout.num_tokens for rollout in rollouts],
+        "rollout_ids": [numbers.setdefault(rollout.metadata["rollout"], len(numbers)) for rollout in rollouts],
+        "rollout_mask_sums": [rollout.metadata["mask_sum"] for rollout in rollouts],
+    }
+    first = rollouts[0]
+    for name in first.tokens.keys() - {"input_ids"}:
+        key = "loss_masks" if name == "loss_mask" else name
+        columns[key] = [
+            rollout.tokens[name][rollout.num_tokens - length :]
+            for rollout, length in zip(rollouts, lengths, strict=True)
+        ]
+    for name in first.scalars:
+        columns[name] = [rollout.scalars[name] for rollout in rollouts]
+    multimodal = [_multimodal(rollout) for rollout in rollouts]
+    if any(inputs is not None for inputs in multimodal):
+        columns["multimodal_train_inputs"] = multimodal
+    for name in (name for name in first.tensors if "." not in name):
+        columns[name] = [rollout.tensors[name] for rollout in rollouts]
+    for name in first.metadata.keys() - {"response_length", "rollout", "mask_sum", "multimodal_train_inputs"}:
+        columns[name] = [rollout.metadata[name] for rollout in rollouts]
+    return columns
+
+
+def _multimodal(rollout: Rollout) -> dict[str, Tensor] | None:
+    prefix = "multimodal_train_inputs."
+    inputs = {name.removeprefix(prefix): t for name, t in rollout.tensors.items() if name.startswith(prefix)}
+    return inputs or None
+
+
+def _consecutive(counts: Sequence[int]) -> list[list[int]]:
+    ends = np.cumsum(counts).tolist()
+    return [list(range(end - count, end)) for end, count in zip(ends, counts, strict=True)]
