@@ -47,11 +47,15 @@ class Outlet(Protocol):
         """Seconds the verdict on a cancelled put is waited for."""
         ...
 
-    def offer(self, ticket: Ticket) -> None:
-        """Have it sent when there is room. Never blocks."""
+    def ticket(self, rollouts: Sequence[Rollout], mode: Mode, callback: Callable[[], object]) -> Ticket:
+        """A put, as this transport sends it. ``callback()`` is called, in any thread, once there is a verdict."""
         ...
 
-    def withdraw(self, ticket: Ticket) -> None:
+    def offer(self, ticket: Any) -> None:
+        """Have one of its tickets sent when there is room. Never blocks."""
+        ...
+
+    def withdraw(self, ticket: Any) -> None:
         """Ask for it back; its verdict says whether that was in time. Never blocks."""
         ...
 
@@ -124,7 +128,7 @@ class Producer:
         TimeoutError: no answer came; put it again, DuplicateRolloutError then means that it was accepted.
         """
         verdict = threading.Event()
-        ticket = Ticket([_checked(rollout)], Mode.NOWAIT, verdict.set, held=self._port.direct)
+        ticket = self._port.ticket([_checked(rollout)], Mode.NOWAIT, verdict.set)
         self._port.offer(ticket)
         if not verdict.wait(timeout_s if self._port.threads else 0):
             self._port.withdraw(ticket)
@@ -141,7 +145,7 @@ class Producer:
         await anyio.lowlevel.checkpoint()
         verdict = anyio.Event()
         in_loop = loop_caller()
-        ticket = Ticket(rollouts, mode, lambda: in_loop(verdict.set), held=self._port.direct)
+        ticket = self._port.ticket(rollouts, mode, lambda: in_loop(verdict.set))
         self._port.offer(ticket)
         try:
             await verdict.wait()
@@ -250,7 +254,7 @@ class BlockingProducer:
 
     def _put(self, rollouts: Sequence[Rollout], mode: Mode, timeout_s: float | None) -> None:
         verdict = threading.Event()
-        ticket = Ticket(rollouts, mode, verdict.set, held=self._port.direct)
+        ticket = self._port.ticket(rollouts, mode, verdict.set)
         self._port.offer(ticket)
         try:
             verdict.wait(timeout_s)

@@ -31,9 +31,10 @@ from stream_balancer.transport._payloads import HELLO_S, MAX_HELLO_BYTES, Greeti
 from stream_balancer.transport._puts import (
     ENDED,
     Limits,
+    Mode,
     Offer,
     PutLedger,
-    Ticket,
+    WireTicket,
     Withdrawal,
     error_of,
     masks_of,
@@ -43,6 +44,7 @@ from stream_balancer.transport._puts import (
     write_puts,
 )
 from stream_balancer.transport._sockets import Connection, Hub, Listener, listen, unexpected
+from stream_balancer.types import Rollout
 from stream_balancer.wire import Frame, Kind
 
 __all__ = ["Door", "Intake", "Outlet", "WayIn"]
@@ -341,7 +343,7 @@ class Outlet:
         self._payloads = Payloads() if direct else None
         self._when_released: list[Callable[[], object]] = []
         self.linger_s = linger_s
-        self._book = PutLedger()
+        self._book: PutLedger[WireTicket] = PutLedger()
         self._changed = threading.Condition()
         self._connection: Connection | None = None
         self._flushes: deque[None] = deque()
@@ -362,14 +364,18 @@ class Outlet:
 
         self._hub.do(later)
 
-    def offer(self, ticket: Ticket) -> None:
+    def ticket(self, rollouts: Sequence[Rollout], mode: Mode, callback: Callable[[], object]) -> WireTicket:
+        """See :class:`~stream_balancer.connect.Outlet`."""
+        return WireTicket(rollouts, mode, callback, held=self.direct)
+
+    def offer(self, ticket: WireTicket) -> None:
         """Have it sent when there is room. Never blocks."""
         self._book.offer(ticket)
         self._flushes.append(None)
         if len(self._flushes) == 1:
             self._hub.do(self._flush)
 
-    def withdraw(self, ticket: Ticket) -> None:
+    def withdraw(self, ticket: WireTicket) -> None:
         """Ask for it back; its verdict says whether that was in time. Never blocks."""
         number = self._book.withdraw(ticket)
         if number is not None:

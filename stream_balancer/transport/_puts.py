@@ -15,7 +15,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from enum import IntEnum
-from typing import NamedTuple
+from typing import Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -33,11 +33,12 @@ from stream_balancer.handover import describe
 from stream_balancer.types import MicroBatch, RankBatch, Rollout
 from stream_balancer.wire import FRAME_BYTES, Encoded, Frame, Kind, decode, encode, read_frame
 
-__all__ = ["Limits", "Mode", "Offer", "PutLedger", "Ticket", "Withdrawal", "Withdrawn"]
+__all__ = ["Limits", "Mode", "Offer", "PutLedger", "Ticket", "WireTicket", "Withdrawal", "Withdrawn"]
 
-BUNDLE_BYTES = 256 * 1024  # small puts that wait at the same time travel together up to this size
+BUNDLE_BYTES = 256 * 1024
 BUNDLE_PUTS = 64
 _MASK_BITS = 62  # of a non-negative int64
+T = TypeVar("T", bound="Ticket")
 ENDED = "put() after end(): the balancer takes no more rollouts. Put before calling end()"
 
 
@@ -110,21 +111,14 @@ class Ticket:
     """A put on its way."""
 
     def __init__(
-        self, rollouts: Sequence[Rollout], mode: Mode, callback: Callable[[], object], *, held: bool = False
+        self, rollouts: Sequence[Rollout], mode: Mode, callback: Callable[[], object], *, put_bytes: int, size: int
     ) -> None:
-        """``held``: only a description is sent; the producer keeps the tokens."""
         self.rollouts = tuple(rollouts)
         self.mode = mode
-        self.parts: list[Encoded] = [
-            encode(_lone(rollout, index, len(rollouts)), narrow=False) for index, rollout in enumerate(rollouts)
-        ]
-        self.put_bytes = sum(FRAME_BYTES + part.frame.wire_bytes for part in self.parts)
+        self.put_bytes = put_bytes
         """Bytes of the whole put, wherever its tokens are."""
-        self.descriptions = [describe(part) for part in self.parts] if held else None
-        self.size = self.put_bytes
+        self.size = size
         """Bytes that travel to the controller."""
-        if self.descriptions is not None:
-            self.size = sum(FRAME_BYTES + len(body) for _, body in self.descriptions)
         self.first_payload = 0
         """Number of its first rollout among all this producer sent; the others follow. Set once sent."""
         self.number: int | None = None
@@ -161,6 +155,23 @@ class Ticket:
         )
 
 
+class WireTicket(Ticket):
+    """A put that travels as frames, each rollout by itself."""
+
+    def __init__(
+        self, rollouts: Sequence[Rollout], mode: Mode, callback: Callable[[], object], *, held: bool = False
+    ) -> None:
+        """``held``: only a description is sent; the producer keeps the tokens."""
+        self.parts: list[Encoded] = [
+            encode(_lone(rollout, index, len(rollouts)), narrow=False) for index, rollout in enumerate(rollouts)
+        ]
+        self.descriptions = [describe(part) for part in self.parts] if held else None
+        put_bytes = size = sum(FRAME_BYTES + part.frame.wire_bytes for part in self.parts)
+        if self.descriptions is not None:
+            size = sum(FRAME_BYTES + len(body) for _, body in self.descriptions)
+        super().__init__(rollouts, mode, callback, put_bytes=put_bytes, size=size)
+
+
 def _lone(rollout: Rollout, index: int, count: int) -> RankBatch:
     return RankBatch(
         step=0,
@@ -174,17 +185,19 @@ def _lone(rollout: Rollout, index: int, count: int) -> RankBatch:
     )
 
 
-class PutLedger:
+class PutLedger(Generic[T]):
     """The producer's book: which puts wait here, which are on their way. Safe to use from any thread."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, bundle_bytes: int = BUNDLE_BYTES, bundle_puts: int = BUNDLE_PUTS) -> None:
+        """Small puts that wait at the same time travel together, up to this size and number."""
+        self._bundle_bytes, self._bundle_puts = bundle_bytes, bundle_puts
         self._lock = threading.Lock()
-        self._waiting: dict[Ticket, None] = {}
-        self._on_way: dict[int, Ticket] = {}
+        self._waiting: dict[T, None] = {}
+        self._on_way: dict[int, T] = {}
         self._staged = 0
         self._limits: Limits | None = None
         self._next = self._next_payload = 0
-        self._end: Callable[[Ticket], Exception] | None = None
+        self._end: Callable[[T], Exception] | None = None
 
     @property
     def num_on_way(self) -> int:
@@ -200,7 +213,7 @@ class PutLedger:
         """The controller has said how much it takes."""
         self._limits = limits
 
-    def offer(self, ticket: Ticket) -> None:
+    def offer(self, ticket: T) -> None:
         """Enter a put. It may have its verdict at once."""
         with self._lock:
             end = self._end
@@ -209,10 +222,10 @@ class PutLedger:
         if end is not None:
             ticket.settle(end(ticket))
 
-    def take(self) -> list[Ticket]:
+    def take(self) -> list[T]:
         """The next puts to send, in order: what the limit allows, small ones together."""
-        taken: list[Ticket] = []
-        refused: list[Ticket] = []
+        taken: list[T] = []
+        refused: list[T] = []
         size = 0
         limits = self._limits
         if limits is None:
@@ -226,7 +239,7 @@ class PutLedger:
                     continue
                 if self._staged and self._staged + ticket.size > limits.staged_bytes:
                     break
-                if taken and (size + ticket.size > BUNDLE_BYTES or len(taken) == BUNDLE_PUTS):
+                if taken and (size + ticket.size > self._bundle_bytes or len(taken) == self._bundle_puts):
                     break
                 del self._waiting[ticket]
                 ticket.number, self._next = self._next, self._next + 1
@@ -246,7 +259,7 @@ class PutLedger:
             )
         return taken
 
-    def withdraw(self, ticket: Ticket) -> int | None:
+    def withdraw(self, ticket: T) -> int | None:
         """Take a put back. The number to cancel if it is on its way; else it is settled now."""
         with self._lock:
             ticket.withdrawn = True
@@ -281,7 +294,7 @@ class PutLedger:
             ticket.settle(end(ticket))
         return on_way
 
-    def end(self, error: Callable[[Ticket], Exception]) -> None:
+    def end(self, error: Callable[[T], Exception]) -> None:
         """The link is over: every put ends with ``error(put)``, later ones too."""
         with self._lock:
             if self._end is None:
@@ -312,7 +325,7 @@ def masks_of(numbers: Iterable[int]) -> list[tuple[int, int]]:
 # --- the format ------------------------------------------------------------------------------------------------------
 
 
-def write_puts(tickets: Sequence[Ticket]) -> list[Tensor]:
+def write_puts(tickets: Sequence[WireTicket]) -> list[Tensor]:
     """``[n]`` uint8 each: for each rollout a PUT frame and its slab, or a HELD frame and its description. Copies no
     token."""
     found: list[Tensor] = []

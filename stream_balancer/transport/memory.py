@@ -32,14 +32,14 @@ from stream_balancer.transport._puts import (
     Mode,
     Offer,
     PutLedger,
-    Ticket,
+    WireTicket,
     Withdrawal,
     error_of,
     read_puts,
     reason_of,
     write_puts,
 )
-from stream_balancer.types import RankBatch
+from stream_balancer.types import RankBatch, Rollout
 from stream_balancer.wire import decode, encode
 
 __all__ = ["MemoryLink", "MemoryPort", "MemoryTransport"]
@@ -215,7 +215,7 @@ class MemoryOutlet:
     linger_s = 5.0
 
     def __init__(self, limits: Limits) -> None:
-        self._book = PutLedger()
+        self._book: PutLedger[WireTicket] = PutLedger()
         self._book.open(limits)
         self.intake = MemoryIntake(self)
         self._held: deque[Callable[[], None]] | None = None
@@ -238,7 +238,11 @@ class MemoryOutlet:
         else:
             self._held.append(deliver)
 
-    def offer(self, ticket: Ticket) -> None:
+    def ticket(self, rollouts: Sequence[Rollout], mode: Mode, callback: Callable[[], object]) -> WireTicket:
+        """See :class:`~stream_balancer.connect.Outlet`."""
+        return WireTicket(rollouts, mode, callback)
+
+    def offer(self, ticket: WireTicket) -> None:
         """See :class:`~stream_balancer.connect.Outlet`."""
         self._book.offer(ticket)
         self._flush()
@@ -249,7 +253,7 @@ class MemoryOutlet:
             self._next += len(offers)
             self.carry(partial(self.intake._arrive, offers))
 
-    def withdraw(self, ticket: Ticket) -> None:
+    def withdraw(self, ticket: WireTicket) -> None:
         """See :class:`~stream_balancer.connect.Outlet`."""
         number = self._book.withdraw(ticket)
         if number is not None:

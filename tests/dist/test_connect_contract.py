@@ -13,7 +13,7 @@ from remote_producer import GUARD_S, RemoteProducer, make, names, start_controll
 
 import stream_balancer as sb
 from stream_balancer.attend import attend
-from stream_balancer.transport._puts import Mode, Ticket
+from stream_balancer.transport._puts import Mode, WireTicket
 
 Served = tuple[sb.StreamBalancer, sb.TorchTransport]
 
@@ -295,7 +295,7 @@ async def test_a_retry_after_reconnecting_is_accepted_once_and_says_so() -> None
 
 
 def size_of(rollout: sb.Rollout) -> int:
-    return Ticket([rollout], Mode.PUT, lambda: None).size
+    return WireTicket([rollout], Mode.PUT, lambda: None).size
 
 
 async def test_limits_are_told_and_kept() -> None:

@@ -17,7 +17,7 @@ import torch
 import stream_balancer as sb
 from stream_balancer.attend import attend
 from stream_balancer.testing import make_rollout
-from stream_balancer.transport._puts import Limits, Mode, PutLedger, Ticket, write_puts
+from stream_balancer.transport._puts import Limits, Mode, PutLedger, WireTicket, write_puts
 from stream_balancer.wire import Frame, Kind, read_frame
 
 SECRET = "the secret"
@@ -35,7 +35,7 @@ def hello(secret: str) -> bytes:
 def puts(name: str = "half") -> bytes:
     book = PutLedger()
     book.open(Limits())
-    book.offer(Ticket([make_rollout(9, name)], Mode.PUT, lambda: None))
+    book.offer(WireTicket([make_rollout(9, name)], Mode.PUT, lambda: None))
     slab = torch.cat(write_puts(book.take()))
     return raw(Frame(Kind.PUTS, wire_bytes=slab.numel()), slab.numpy().tobytes())
 

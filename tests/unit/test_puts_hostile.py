@@ -15,7 +15,7 @@ from stream_balancer.transport._puts import (
     Limits,
     Mode,
     PutLedger,
-    Ticket,
+    WireTicket,
     error_of,
     masks_of,
     numbers_in,
@@ -43,8 +43,8 @@ def _bundle() -> list[tuple[Frame, bytes]]:
     book = PutLedger()
     book.open(Limits())
     for rollouts, mode in (([_rollout(0)], Mode.PUT), ([_rollout(n, "g") for n in (1, 2, 3)], Mode.GROUP)):
-        book.offer(Ticket(rollouts, mode, lambda: None))
-    book.offer(Ticket([_rollout(4)], Mode.NOWAIT, lambda: None))
+        book.offer(WireTicket(rollouts, mode, lambda: None))
+    book.offer(WireTicket([_rollout(4)], Mode.NOWAIT, lambda: None))
     slab = torch.cat(write_puts(book.take()))
     parts, at = [], 0
     while at < slab.numel():
