@@ -142,5 +142,9 @@ class _Package(ModuleType):
             value = getattr(value, name)
         super().__setattr__(name, value)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """By name, as every module: Ray sends functions, and with them the modules that they name."""
+        return import_module, (self.__name__,)
+
 
 sys.modules[__name__].__class__ = _Package

@@ -72,6 +72,7 @@ class BalancerCore:
         self._not_before = -math.inf  # no deadline batch before then: too few are ready
         self._next_step = 0
         self._counts = Counts()
+        self._lost: dict[int, set[str]] = {}  # by step in flight: rollouts that a rank trains it without
         self._length_bias = LengthBias()
         self._arrivals_seen = 0  # of the buffer's sequence numbers, how many the length figures have
 
@@ -415,8 +416,12 @@ class BalancerCore:
                 f"step {step} is not in flight: it was never dispatched, or is already acknowledged. "
                 f"In flight: {sorted(self._in_flight) or 'nothing'}"
             )
-        self._forget(r.rollout_id for r in batch.rollouts if not r.is_padding)
-        self._counts.acknowledged += batch.num_rollouts
+        lost = self._lost.pop(step, set())
+        self._forget(r.rollout_id for r in batch.rollouts if not r.is_padding and r.rollout_id not in lost)
+        self._counts.acknowledged += batch.num_rollouts - len(lost)
+        for rollout in batch.rollouts if lost else ():
+            if rollout.rollout_id in lost:
+                self._drop_lost(rollout)
         if batch in self._to_redeliver:
             self._to_redeliver.remove(batch)
         return batch
@@ -495,11 +500,22 @@ class BalancerCore:
         self._note_arrivals()
         rollouts = self._buffer.remove(rows)
         for rollout in rollouts:
-            self._counts.evicted["lost"] += 1
-            self._held_ids.discard(rollout.rollout_id)
-            self._evicted.append((rollout, "lost"))
+            self._drop_lost(rollout)
         self._num_aging = self._count_aging()
         return [rollout.rollout_id for rollout in rollouts]
+
+    def lost_in_flight(self, step: int, rollout_ids: Iterable[str]) -> None:
+        """A rank could not get the tokens of these rollouts, and trains the step without them: once it is acknowledged
+        they count as evicted ("lost"), not as acknowledged. May be repeated."""
+        batch = self._in_flight.get(step)
+        if batch is not None:
+            there = {rollout.rollout_id for rollout in batch.rollouts if not rollout.is_padding}
+            self._lost.setdefault(step, set()).update(there.intersection(rollout_ids))
+
+    def _drop_lost(self, rollout: Rollout) -> None:
+        self._counts.evicted["lost"] += 1
+        self._held_ids.discard(rollout.rollout_id)
+        self._evicted.append((rollout, "lost"))
 
     def _evict(self, rollout: Rollout, reason: EvictReason = "stale") -> None:
         self._counts.evicted[reason] += 1

@@ -22,7 +22,7 @@ import logging
 import math
 import os
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self, TypeAlias
 
@@ -429,6 +429,7 @@ class StreamBalancer:
         if self._journal is not None:
             self._journal.acknowledged(batch)
         self._wake_next_reserver()
+        self._tell_evicted()
 
     def acknowledge_through(self, step: int) -> None:
         """Your checkpoint contains all steps up to and including this one: none of them is delivered again.
@@ -440,6 +441,7 @@ class StreamBalancer:
             if self._journal is not None:
                 self._journal.acknowledged(batch)
         self._wake_next_reserver()
+        self._tell_evicted()
 
     def nack(self, step: int) -> None:
         """A batch was not trained on after all (the step failed): ``batches()`` gives it again, next, with the same
@@ -486,6 +488,10 @@ class StreamBalancer:
         self._wake_next_reserver()
         self._tell_evicted()
         return names
+
+    def _lost_in_flight(self, step: int, rollout_ids: Iterable[str]) -> None:
+        """See :meth:`BalancerCore.lost_in_flight`."""
+        self._core.lost_in_flight(step, rollout_ids)
 
     def reconfigure(self, **changes: Any) -> None:
         """Change knobs live: ``reconfigure(window=768, deadline_s=10.0)``. Knobs never given are derived anew.

@@ -338,6 +338,11 @@ def _open_port(
         )
     if not 0 <= rank < dp_size:
         raise ValueError(f"rank must be in [0, dp_size): rank={rank}, dp_size={dp_size}")
+    if hasattr(source, "open_rank_port"):
+        return cast(
+            "RankPort",
+            source.open_rank_port(rank=rank, dp_size=dp_size, depth=depth, **{**options, **_decoding(uploader)}),
+        )
     return torch_dist.GlooPort(source, rank=rank, dp_size=dp_size, depth=depth, **{**options, **_receiving(uploader)})
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib
+import pickle
 import subprocess
 import sys
 from pathlib import Path
@@ -62,3 +63,8 @@ def test_modules_are_there_without_importing_them() -> None:
 def test_an_unknown_name_is_an_attribute_error() -> None:
     with pytest.raises(AttributeError, match="module 'stream_balancer' has no attribute 'Balancer'"):
         _ = sb.Balancer  # type: ignore[attr-defined]
+
+
+def test_the_package_can_be_sent_by_name() -> None:
+    """Ray pickles functions with the modules they name."""
+    assert pickle.loads(pickle.dumps(sb)) is sb  # noqa: S301 - our own bytes

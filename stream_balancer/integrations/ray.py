@@ -1,0 +1,290 @@
+"""The balancer as a Ray actor: put from any worker on any node, iterate on any trainer rank.
+
+::
+
+    balancer = host(sb.BalancerConfig(dp_size=8, batch_size=256), name="balancer")     # once, anywhere
+    await balancer.put(rollout)                 # in any task or actor: the handle travels as an argument
+    for batch in balancer.feed(rank=3): ...     # in each trainer rank
+    balancer = find("balancer")                 # where nobody passed the handle
+
+The contract of ``put`` is StreamBalancer's. docs/ray.md says what happens when a worker, a node, a rank or the actor
+dies. The link itself is ``transport/ray.py``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import socket
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import anyio
+
+from stream_balancer.balancer import StreamBalancer
+from stream_balancer.config import BalancerConfig
+from stream_balancer.connect import BlockingProducer, Producer
+from stream_balancer.dispatch import serve
+from stream_balancer.feed import RankFeed
+from stream_balancer.handover import RemoteRollout
+from stream_balancer.transport._loop import loop_caller
+from stream_balancer.types import EvictReason, Rollout, Statistics
+
+if TYPE_CHECKING:
+    from stream_balancer.transport._ray_store import Lost
+
+__all__ = ["LostRollout", "RayBalancer", "find", "host"]
+
+_MAX_CALLS = 10_000  # pending at a time; each rank and producer keeps two
+_MAX_LOST = 100_000  # names kept
+
+logger = logging.getLogger("stream_balancer.ray")
+
+
+class LostRollout(NamedTuple):
+    """An accepted rollout that will not be trained on, because its tokens are gone."""
+
+    rollout_id: str
+    holder: str
+    """Who had put it: host, process and Ray node."""
+    step: int | None
+    """The step it was dispatched in; None if it still waited."""
+
+
+@dataclass(frozen=True)
+class _Options:
+    config: BalancerConfig
+    journal: str | None
+    rejoin_timeout_s: float
+    report_after_s: float
+    staged_bytes: int
+    max_put_bytes: int
+
+
+class _Host:
+    """The actor. Its event loop runs the balancer and ``serve``."""
+
+    def __init__(self, options: _Options) -> None:
+        from stream_balancer.transport.ray import RayTransport
+
+        self._options = options
+        self._balancer = StreamBalancer(options.config, journal=options.journal, on_evict=self._on_evict)
+        self._transport = RayTransport(
+            dp_size=options.config.dp_size,
+            direct=options.journal is None,
+            staged_bytes=options.staged_bytes,
+            max_put_bytes=options.max_put_bytes,
+        )
+        self._transport.on_lost_rollouts = self._on_lost_rollouts
+        self._lost: dict[str, LostRollout] = {}
+        self._serving: asyncio.Task[None] | None = None
+        self._up = asyncio.Event()
+        self._failure: BaseException | None = None
+
+    async def _ready(self) -> None:
+        """Begin with the first call, after a restart too."""
+        if self._serving is None:
+            self._serving = asyncio.create_task(self._serve())
+        await self._up.wait()
+
+    async def _serve(self) -> None:
+        options = self._options
+        try:
+            async with self._balancer as balancer, self._transport as transport:
+                self._up.set()
+                await serve(
+                    balancer,
+                    transport,
+                    rejoin_timeout_s=options.rejoin_timeout_s,
+                    report_after_s=options.report_after_s,
+                )
+        except BaseException as error:
+            self._failure = error
+            logger.exception("the balancer stopped")
+            raise
+        finally:
+            self._up.set()
+
+    def _on_evict(self, rollout: Rollout, reason: EvictReason) -> None:
+        if reason == "lost" and isinstance(rollout, RemoteRollout):
+            self._name_lost(LostRollout(rollout.rollout_id, rollout.holder.label, None))
+
+    def _on_lost_rollouts(self, rank: int, step: int, lost: list[Lost]) -> None:
+        self._balancer._lost_in_flight(step, [one.rollout_id for one in lost])
+        for one in lost:
+            self._name_lost(LostRollout(one.rollout_id, one.holder, step))
+
+    def _name_lost(self, lost: LostRollout) -> None:
+        if len(self._lost) < _MAX_LOST:
+            self._lost.setdefault(lost.rollout_id, lost)
+
+    async def _exchange(self, *call: Any) -> Any:
+        await self._ready()
+        return await self._transport.exchange(*call)
+
+    async def _poll(self, *call: Any) -> Any:
+        await self._ready()
+        return await self._transport.poll(*call)
+
+    async def _hold(self, *call: Any) -> None:
+        await self._ready()
+        await self._transport.hold(*call)
+
+    async def _call(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        await self._ready()
+        if method == "lost_rollouts":
+            return list(self._lost.values())
+        if method == "dp_size":
+            return self._options.config.dp_size
+        if method == "join":
+            assert self._serving is not None
+            return await asyncio.shield(self._serving)
+        answer = getattr(self._balancer, method)(*args, **kwargs)
+        return await answer if asyncio.iscoroutine(answer) else answer
+
+
+def host(
+    config: BalancerConfig,
+    *,
+    name: str | None = None,
+    journal: str | os.PathLike[str] | None = None,
+    rejoin_timeout_s: float = float("inf"),
+    report_after_s: float = 60.0,
+    staged_bytes: int = 64 * 2**20,
+    max_put_bytes: int = 2**30,
+    actor_options: Mapping[str, Any] | None = None,
+) -> RayBalancer:
+    """Start the balancer as an actor; returns when it is up.
+
+    ``name``: under which :func:`find` finds it, within Ray's namespace. ``journal``: a folder that the actor writes
+    what it accepts to; then tokens travel through the actor, it restarts by itself after a crash, and goes on where it
+    was. ``rejoin_timeout_s``, ``report_after_s``: as for :func:`stream_balancer.serve`; by default a lost rank is
+    waited for.
+    ``staged_bytes``, ``max_put_bytes``: what one worker may have on its way, and the largest put. ``actor_options``:
+    for ``Actor.options(...)``: where it runs, its namespace, its lifetime.
+    """
+    import ray
+
+    options = _Options(
+        config=config,
+        journal=None if journal is None else os.fspath(journal),
+        rejoin_timeout_s=rejoin_timeout_s,
+        report_after_s=report_after_s,
+        staged_bytes=staged_bytes,
+        max_put_bytes=max_put_bytes,
+    )
+    settings: dict[str, Any] = {"num_cpus": 0, "max_concurrency": _MAX_CALLS, "name": name}
+    settings |= {"max_restarts": 0 if journal is None else -1}
+    actor = ray.remote(_Host).options(**settings | dict(actor_options or {})).remote(options)
+    balancer = RayBalancer(actor, config.dp_size)
+    ray.get(actor._call.remote("statistics"))
+    return balancer
+
+
+def find(name: str, *, namespace: str | None = None) -> RayBalancer:
+    """The balancer that was started under this name. Raises ValueError if there is none."""
+    import ray
+
+    actor = ray.get_actor(name, namespace=namespace)
+    return RayBalancer(actor, ray.get(actor._call.remote("dp_size")))
+
+
+class RayBalancer:
+    """A balancer in an actor. Pass it to tasks and actors as an argument; each process connects at its first put.
+
+    Any number of tasks and threads may put. Under asyncio and trio.
+    """
+
+    def __init__(self, actor: Any, dp_size: int) -> None:
+        self.actor = actor
+        """The actor's handle."""
+        self.dp_size = dp_size
+        """DP ranks that take part."""
+        self._lock = threading.Lock()
+        self._producer: Producer | None = None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return RayBalancer, (self.actor, self.dp_size)
+
+    # -- workers -------------------------------------------------------------------------------------------------------
+
+    @property
+    def producer(self) -> Producer:
+        """This process's link; made when first asked for. All that :func:`stream_balancer.connect` gives."""
+        with self._lock:
+            if self._producer is None:
+                self._producer = Producer(_open_outlet(self.actor))
+            return self._producer
+
+    async def put(self, rollout: Rollout) -> None:
+        """As :meth:`stream_balancer.Producer.put`."""
+        await self.producer.put(rollout)
+
+    async def put_group(self, rollouts: Sequence[Rollout]) -> None:
+        """As :meth:`stream_balancer.Producer.put_group`."""
+        await self.producer.put_group(rollouts)
+
+    def put_nowait(self, rollout: Rollout, *, timeout_s: float = 5.0) -> None:
+        """As :meth:`stream_balancer.Producer.put_nowait`."""
+        self.producer.put_nowait(rollout, timeout_s=timeout_s)
+
+    @property
+    def blocking(self) -> BlockingProducer:
+        """``put``, ``put_group`` and ``put_nowait`` for threads and plain tasks."""
+        return self.producer.blocking
+
+    # -- ranks ---------------------------------------------------------------------------------------------------------
+
+    def feed(
+        self, *, rank: int, auto_ack: bool = True, depth: int = 2, incarnation: int = 0, **options: Any
+    ) -> RankFeed:
+        """This rank's shares, for ``for`` and ``async for``. ``options``: as for :class:`stream_balancer.RankFeed`."""
+        return RankFeed(
+            self, rank=rank, dp_size=self.dp_size, auto_ack=auto_ack, depth=depth, incarnation=incarnation, **options
+        )
+
+    def open_rank_port(self, **options: Any) -> Any:
+        """For RankFeed."""
+        from stream_balancer.transport.ray import RayPort
+
+        return RayPort(self.actor, **options)
+
+    # -- control -------------------------------------------------------------------------------------------------------
+
+    async def statistics(self) -> Statistics:
+        """As :meth:`stream_balancer.StreamBalancer.statistics`."""
+        answer: Statistics = await self._call("statistics")
+        return answer
+
+    async def lost_rollouts(self) -> list[LostRollout]:
+        """Accepted rollouts that will not be trained on because their node or worker died, with its name."""
+        answer: list[LostRollout] = await self._call("lost_rollouts")
+        return answer
+
+    async def end(self) -> None:
+        """As :meth:`stream_balancer.StreamBalancer.end`."""
+        await self._call("end")
+
+    async def _call(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        return await _result(self.actor._call.remote(method, *args, **kwargs))
+
+
+async def _result(ref: Any) -> Any:
+    """What a call gives, on either event loop."""
+    event, in_loop = anyio.Event(), loop_caller()
+    future = ref.future()
+    future.add_done_callback(lambda _: in_loop(event.set))
+    await event.wait()
+    return future.result()
+
+
+def _open_outlet(actor: Any) -> Any:
+    import ray
+
+    from stream_balancer.transport.ray import RayOutlet
+
+    node = ray.get_runtime_context().get_node_id()
+    return RayOutlet(actor, label=f"{socket.gethostname()}:{os.getpid()} on node {node[:12]}", node=node)
