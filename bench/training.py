@@ -5,14 +5,18 @@ rollouts, in the same order of arrival. The ranks' shares run one after another 
 disturb each other; a step takes as long as its slowest rank, or, where ranks meet at every micro-batch, as the sum of
 the slowest micro-batches. On a CPU seconds are CPU seconds. Rows of verl need the peers' environment
 (``make bench-peers``).
+
+Then ``CalibratedCost``, started from the right FLOPs and from TokenCost, which knows nothing of attention: with all
+ranks alike, and with rank 0 made to take 1.5 times as long by spinning. "ideal" is all ranks' work divided by the sum
+of their speeds.
 """
 
 from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -21,7 +25,7 @@ from numpy.typing import NDArray
 from peers import Floats, Rows, finish_order, peers
 
 from stream_balancer import BalancerConfig, Rollout, StreamBalancer
-from stream_balancer.cost import CostModel
+from stream_balancer.cost import CalibratedCost, CostModel, TokenCost
 from stream_balancer.demo.model import build_model, loss_sum, training_cost
 from stream_balancer.demo.options import DemoOptions
 from stream_balancer.trace import generate_trace, load_trace
@@ -33,6 +37,8 @@ MODELS = {
     "small": DemoOptions(),
     "0.5b": DemoOptions(hidden_size=1280, num_layers=24, num_heads=20, vocab_size=32000),
 }
+Layouts = Generator[Layout, Floats, None]
+"""Layouts out, every rank's seconds for the last one in."""
 SLOTS = 64  # rollouts that are generated at the same time; the shortest finish first
 
 
@@ -68,8 +74,8 @@ def stream(options: argparse.Namespace) -> list[Rollout]:
 # --- policies: rollouts in order of arrival -> layouts ---------------------------------------------------------------
 
 
-def ours(rollouts: Sequence[Rollout], setting: Setting, **knobs: object) -> Iterator[Layout]:
-    """Through the balancer itself."""
+def ours(rollouts: Sequence[Rollout], setting: Setting, errors: list[float] | None = None, **knobs: object) -> Layouts:
+    """Through the balancer itself. ``errors``: the prediction error after every step, if the cost model learns."""
     config = BalancerConfig(
         dp_size=setting.ranks,
         batch_size=setting.batch,
@@ -88,17 +94,22 @@ def ours(rollouts: Sequence[Rollout], setting: Setting, **knobs: object) -> Iter
                 return
             core.add(rollout, 0.0)
             continue
+        seconds = yield [[list(mb.rollouts) for mb in share.micro_batches] for share in batch.ranks]
+        for rank, one in enumerate(seconds.tolist()):
+            core.record_step_seconds(batch.step, rank, one)
         core.acknowledge(batch.step)
-        yield [[list(mb.rollouts) for mb in share.micro_batches] for share in batch.ranks]
+        fit = core.statistics(0.0).cost_fit
+        if errors is not None and fit is not None:
+            errors.append(fit.prediction_error)
 
 
-def verl(rollouts: Sequence[Rollout], setting: Setting) -> Iterator[Layout] | None:
+def verl(rollouts: Sequence[Rollout], setting: Setting) -> Layouts | None:
     """verl's chunks of each batch as it arrives, and its micro-batches, on its own workload model."""
     kk = peers().get("verl (list)")
     if kk is None:
         return None
 
-    def layouts() -> Iterator[Layout]:
+    def layouts() -> Layouts:
         for first in range(0, len(rollouts) - setting.batch + 1, setting.batch):
             batch = rollouts[first : first + setting.batch]
             lengths = np.array([r.num_tokens for r in batch], dtype=np.int64)
@@ -121,8 +132,8 @@ class Trainer:
         self.model = build_model(MODELS[options.model], dtype).to(self.device)
         self.on_cpu = self.device.type == "cpu"
 
-    def seconds(self, rollouts: Sequence[Rollout]) -> float:
-        """Forward and backward of one micro-batch."""
+    def seconds(self, rollouts: Sequence[Rollout], *, slow: float = 1.0) -> float:
+        """Forward and backward of one micro-batch, drawn out to ``slow`` times as long."""
         if not self.on_cpu:
             rollouts = [Rollout(tokens={k: v.to(self.device) for k, v in r.tokens.items()}) for r in rollouts]
             torch.accelerator.synchronize()
@@ -131,6 +142,9 @@ class Trainer:
         (loss_sum(self.model, MicroBatch.of(rollouts)) / 1e4).backward()  # type: ignore[no-untyped-call]
         if not self.on_cpu:
             torch.accelerator.synchronize()
+        until = began + slow * (clock() - began)
+        while slow > 1.0 and clock() < until:
+            pass
         took = clock() - began
         self.model.zero_grad(set_to_none=False)
         return took
@@ -167,10 +181,19 @@ class Measured:
         return 100.0 * float(np.mean(np.abs(scale * costs - seconds) / seconds))
 
 
-def measure(trainer: Trainer, layouts: Iterator[Layout], setting: Setting, steps: int) -> Measured:
+def measure(
+    trainer: Trainer, layouts: Layouts, setting: Setting, steps: int, slowness: Sequence[float] | None = None
+) -> Measured:
+    """``slowness[rank]``: how many times as long that rank takes."""
     measured = Measured([], 0, [])
-    for layout, _ in zip(layouts, range(steps), strict=False):
-        times = np.array([[trainer.seconds(one) for one in share] for share in layout])
+    layout = next(layouts)
+    for step in range(steps):
+        if step:
+            layout = layouts.send(measured.seconds[-1].sum(axis=1))
+        slow = slowness or [1.0] * len(layout)
+        times = np.array(
+            [[trainer.seconds(one, slow=slow[rank]) for one in share] for rank, share in enumerate(layout)]
+        )
         measured.seconds.append(times)
         measured.tokens += sum(r.num_tokens for share in layout for one in share for r in one)
         lengths = [np.array([r.num_tokens for one in share for r in one], dtype=np.int64) for share in layout]
@@ -189,6 +212,7 @@ def main() -> None:
     parser.add_argument("--trace", help="length trace (csv or csv.gz); default: the built-in 'lrm' generator")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--model", choices=sorted(MODELS), default="small")
+    parser.add_argument("--calibration-steps", type=int, default=60, help="0 leaves out CalibratedCost")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -198,7 +222,7 @@ def main() -> None:
     trainer = Trainer(options)
     for _ in range(3):
         trainer.seconds(rollouts[:8])
-    policies: dict[str, Iterator[Layout] | None] = {
+    policies: dict[str, Layouts | None] = {
         "round-robin": ours(rollouts, setting, policy="round_robin"),
         "verl KK": verl(rollouts, setting),
         "arrival order, best partition": ours(rollouts, setting, policy="fifo"),
@@ -222,6 +246,39 @@ def main() -> None:
     rows.add("idle, window 2x over round-robin", done["window 2x"].idle() / done["round-robin"].idle(), "ratio", 1 / 3)
     if "verl KK" in done:
         rows.add("idle, window 2x over verl KK", done["window 2x"].idle() / done["verl KK"].idle(), "ratio", 1.0)
+    if options.calibration_steps:
+        calibration(rows, trainer, options, setting)
+
+
+SLOW = 1.5
+LEARNED = 30
+"""Steps after which a calibrated cost is looked at."""
+
+
+def calibration(rows: Rows, trainer: Trainer, options: argparse.Namespace, setting: Setting) -> None:
+    """What a model that learns makes of the same stream."""
+    steps = max(options.calibration_steps, LEARNED + 5)
+    rollouts = stream(argparse.Namespace(**{**vars(options), "steps": steps + 5}))
+    one_slow = [SLOW] + [1.0] * (options.ranks - 1)
+    models: dict[str, CostModel] = {
+        "FLOPs": setting.cost,
+        "calibrated from FLOPs": CalibratedCost(setting.cost),
+        "calibrated from tokens": CalibratedCost(TokenCost()),
+    }
+    for where, slowness in (("all ranks alike", [1.0] * options.ranks), (f"one rank {SLOW}x slower", one_slow)):
+        for name, cost in models.items():
+            errors: list[float] = []
+            layouts = ours(rollouts, replace(setting, cost=cost), errors, window=2 * options.batch)
+            one = measure(trainer, layouts, setting, steps, slowness)
+            late = one.seconds[LEARNED:]
+            speeds = 1.0 / np.array(slowness)
+            ideal = sum(float((step.sum(axis=1) * speeds).sum() / speeds.sum()) for step in late)
+            took = sum(float(step.sum(axis=1).max()) for step in late)
+            bar = 1.05 if isinstance(cost, CalibratedCost) and slowness is one_slow else None
+            rows.add(f"{where}, {name}: step over ideal, from step {LEARNED}", took / ideal, "ratio", bar)
+            if errors:
+                error = 100 * float(np.mean(errors[LEARNED:]))
+                rows.add(f"{where}, {name}: prediction error, from step {LEARNED}", error, "%", 10.0)
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from stream_balancer.blocking import BlockingBalancer, blocking
     from stream_balancer.config import BalancerConfig
     from stream_balancer.connect import BlockingProducer, Producer, connect
-    from stream_balancer.cost import CostModel, PaddedCost, QuadraticCost, TokenCost, TransformerCost
+    from stream_balancer.cost import CalibratedCost, CostModel, PaddedCost, QuadraticCost, TokenCost, TransformerCost
     from stream_balancer.dispatch import serve
     from stream_balancer.errors import (
         AlreadyInUseError,
@@ -60,6 +60,7 @@ __all__ = [
     "BlockingProducer",
     "BrokenResourceError",
     "BusyResourceError",
+    "CalibratedCost",
     "ClosedResourceError",
     "ConfigError",
     "CostModel",
@@ -103,7 +104,7 @@ _NAMES_OF = {
     "blocking": "BlockingBalancer blocking",
     "config": "BalancerConfig",
     "connect": "BlockingProducer Producer connect",
-    "cost": "CostModel PaddedCost QuadraticCost TokenCost TransformerCost",
+    "cost": "CalibratedCost CostModel PaddedCost QuadraticCost TokenCost TransformerCost",
     "dispatch": "serve",
     "errors": "AlreadyInUseError BrokenResourceError BusyResourceError ClosedResourceError ConfigError "
     "DuplicateRolloutError EndOfStream JournalError ProducerLostError RankLostError RolloutError TraceError WireError "

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
 from stream_balancer.config import BalancerConfig
 from stream_balancer.errors import RolloutError
@@ -13,6 +14,8 @@ from stream_balancer.types import Rollout
 
 __all__ = ["Schema", "check_fits", "check_group", "check_schema", "cost_of", "schema_of"]
 
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
 Schema = tuple[dict[str, tuple[object, tuple[int, ...]]], frozenset[str]]
 """Token columns with dtype and trailing shape, and names of scalars: alike for all rollouts of a balancer."""
 
@@ -35,11 +38,10 @@ def check_fits(rollout: Rollout, config: BalancerConfig) -> None:
         )
 
 
-def cost_of(rollout: Rollout, config: BalancerConfig) -> float:
+def cost_of(rollout: Rollout, model: Callable[[Ints], Floats]) -> float:
     """Its own cost, else the model's. Raises RolloutError if that is no finite number >= 0."""
     if rollout.cost is not None:
         return rollout.cost
-    model = config.cost
     cost = float(model(np.array([rollout.num_tokens], dtype=np.int64))[0])
     if not (math.isfinite(cost) and cost >= 0):
         raise RolloutError(

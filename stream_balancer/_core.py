@@ -22,7 +22,7 @@ from __future__ import annotations
 import math
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -31,7 +31,9 @@ from numpy.typing import NDArray
 from stream_balancer._admission import Schema, check_fits, check_schema, cost_of, schema_of
 from stream_balancer._buffer import Buffer
 from stream_balancer._counts import Counts, idle, unavoidable
+from stream_balancer.calibration import Calibration
 from stream_balancer.config import BalancerConfig
+from stream_balancer.cost import CalibratedCost
 from stream_balancer.errors import ClosedResourceError, ConfigError, DuplicateRolloutError, RolloutError, WouldBlock
 from stream_balancer.pacing import Pacer
 from stream_balancer.planning import Plan, PlanKnobs, Waiting, plan_batch
@@ -57,6 +59,7 @@ class BalancerCore:
     def __init__(self, config: BalancerConfig) -> None:
         self.config = config
         self._knobs = _plan_knobs(config)
+        self._calibration = _new_calibration(config)
         self._buffer = Buffer(_tracked_group_size(config))
         self._held_ids: set[str] = set()
         self._past_ids: OrderedDict[str, None] = OrderedDict()
@@ -64,7 +67,8 @@ class BalancerCore:
         self._in_flight: dict[int, Batch] = {}
         self._to_redeliver: deque[Batch] = deque()  # a restored balancer's batches in flight, before anything new
         self._evicted: list[tuple[Rollout, EvictReason]] = []
-        self._step_seconds: dict[int, dict[int, float]] = {}
+        self._step_seconds: dict[int, dict[int, tuple[float, bool]]] = {}  # step, rank -> seconds, its own?
+        self._has_own_costs = False  # some rollout brought its own
         self._version: int | None = None
         self._ended = False
         self._squeezed = False  # a put found no room since the last dispatch
@@ -103,7 +107,7 @@ class BalancerCore:
         check_fits(rollout, self.config)
         if self._schema is not None:
             check_schema(rollout, self._schema)
-        return cost_of(rollout, self.config)
+        return cost_of(rollout, self._cost_model)
 
     def has_room(self, rollout: Rollout) -> bool:
         """Whether there is room for it now. O(1)."""
@@ -186,6 +190,7 @@ class BalancerCore:
             self._evict(rollout)
             return
         self._held_ids.add(rollout.rollout_id)
+        self._has_own_costs |= rollout.cost is not None
         self._buffer.add(rollout, cost, now, skips)
         self._num_aging += self._is_aging(rollout)
         self._not_before = -math.inf
@@ -356,8 +361,7 @@ class BalancerCore:
         shares = [[self._buffer.rollouts(rows) for rows in micro_batches] for micro_batches in plan.ranks]
         real = [rollout for share in shares for micro_batch in share for rollout in micro_batch]
         num_padding = _fill_up(shares, real, self._next_step)
-        speeds = self._knobs.speeds
-        loads: list[float] = (plan.loads if speeds is None else plan.loads / speeds).tolist()
+        loads: list[float] = (plan.loads if plan.rates is None else plan.loads / plan.rates).tolist()
         tokens = sum(r.num_tokens for r in real)
         loss_tokens = sum(r.num_loss_tokens for r in real)
         return Batch(
@@ -392,6 +396,8 @@ class BalancerCore:
 
     def _commit(self, batch: Batch, plan: Plan) -> None:
         rows = np.concatenate([rows for micro_batches in plan.ranks for rows in micro_batches])
+        if self._calibration is not None and not batch.num_padding and not self._has_own_costs:
+            self._calibration.expect(batch.step, [[self._buffer.lengths[one] for one in share] for share in plan.ranks])
         self._note_arrivals()
         self._length_bias.record(self._buffer.lengths[rows], self._buffer.skips[rows])
         self._buffer.remove(rows)
@@ -460,13 +466,41 @@ class BalancerCore:
         again = {batch.step for batch in self._to_redeliver}
         return tuple(batch for batch in self._in_flight.values() if batch.step not in again)
 
-    def record_step_seconds(self, step: int, rank: int, seconds: float) -> None:
-        """How long a rank took over a step. When all ranks of a step are in, the measured idle fraction moves."""
+    def record_step_seconds(self, step: int, rank: int, seconds: float, *, own: bool = True) -> None:
+        """How long a rank computed in a step. When all ranks of a step are in, the measured idle fraction moves, and a
+        calibrated cost learns; unless the rank may have waited for others in them (``own`` False)."""
         of_step = self._step_seconds.setdefault(step, {})
-        of_step[rank] = seconds
-        if len(of_step) == self.config.dp_size:
-            del self._step_seconds[step]
-            self._counts.record_seconds(list(of_step.values()))
+        of_step[rank] = seconds, own
+        if len(of_step) < self.config.dp_size:
+            return
+        all_own = all(own for _, own in of_step.values())
+        of_all = [of_step[rank][0] for rank in range(self.config.dp_size)]
+        del self._step_seconds[step]
+        self._counts.record_seconds(of_all)
+        if self._calibration is not None and all_own and self._calibration.observe(step, of_all):
+            self._reprice()
+
+    # -- cost ----------------------------------------------------------------------------------------------------------
+
+    @property
+    def _cost_model(self) -> Callable[[NDArray[np.int64]], NDArray[np.float64]]:
+        return self.config.cost if self._calibration is None else self._calibration.cost
+
+    def _reprice(self) -> None:
+        """Plan with what the cost model says now. O(n); O(n) calls of the model where rollouts bring their own cost."""
+        rollouts = self._buffer.rollouts() if self._has_own_costs else []
+        if rollouts:
+            costs = np.array([cost_of(r, self._cost_model) for r in rollouts], dtype=np.float64)
+        else:
+            costs = np.asarray(self._cost_model(self._buffer.lengths), dtype=np.float64)
+        self._buffer.reprice(costs)
+        if self._calibration is not None:
+            speeds = self._calibration.speeds
+            self._knobs = replace(
+                self._knobs,
+                speeds=None if speeds is None else np.array(speeds, dtype=np.float64),
+                overhead=self._calibration.overhead,
+            )
 
     # -- versions ------------------------------------------------------------------------------------------------------
 
@@ -556,13 +590,15 @@ class BalancerCore:
                 f"group_size cannot change while {len(self._buffer)} rollouts wait: their groups are being counted. "
                 "Change it before the first put"
             )
-        rollouts = self._buffer.rollouts()
-        costs = np.array([cost_of(r, config) for r in rollouts], dtype=np.float64)
-        if not rollouts:
+        for rollout in self._buffer.rollouts():
+            cost_of(rollout, config.cost)  # raises, before anything has changed
+        if not len(self._buffer):
             self._buffer = Buffer(_tracked_group_size(config))
-        self._buffer.reprice(costs)
+        if (config.cost, config.speeds) != (self.config.cost, self.config.speeds):
+            self._calibration = _new_calibration(config)
         self.config = config
         self._knobs = _plan_knobs(config)
+        self._reprice()
         self._not_before = -math.inf
         self._num_aging = self._count_aging()
 
@@ -582,6 +618,7 @@ class BalancerCore:
             next_step=self._next_step,
             counts=self._counts.totals(),
             knobs=_describe_knobs(self.config),
+            calibration=None if self._calibration is None else self._calibration.state(),
         )
 
     def restore(self, snapshot: Snapshot, now: float) -> None:
@@ -605,6 +642,9 @@ class BalancerCore:
         oldest = now - (float(snapshot.waited_s.max()) if len(snapshot.waited_s) else 0.0)
         self._version = snapshot.version
         self._counts.take_over(snapshot.counts)
+        if self._calibration is not None and snapshot.calibration is not None:
+            self._calibration.take_over(snapshot.calibration)
+            self._reprice()
         for rollout in replan:
             self._hold(rollout, self.check(rollout), oldest)
         for rollout, waited_s, skips in zip(snapshot.waiting, snapshot.waited_s, snapshot.skips, strict=True):
@@ -652,6 +692,7 @@ class BalancerCore:
             idle_fraction=idle(counts.mean_loads, counts.max_loads),
             unavoidable_idle_fraction=unavoidable(counts.mean_loads, counts.lower_bounds, counts.max_loads),
             measured_idle_fraction=idle(counts.mean_seconds, counts.max_seconds),
+            cost_fit=None if self._calibration is None else self._calibration.fit(),
             version=self._version,
         )
 
@@ -672,6 +713,12 @@ def _describe_knobs(config: BalancerConfig) -> dict[str, Any]:
     plain = (int, float, str, type(None))
     values = {f.name: getattr(config, f.name) for f in fields(config) if f.init}
     return {name: value if isinstance(value, plain) else repr(value) for name, value in values.items()}
+
+
+def _new_calibration(config: BalancerConfig) -> Calibration | None:
+    if not isinstance(config.cost, CalibratedCost):
+        return None
+    return Calibration(config.cost, config.dp_size, config.speeds)
 
 
 def _tracked_group_size(config: BalancerConfig) -> int | None:

@@ -459,10 +459,14 @@ class StreamBalancer:
         """Batches dispatched and not yet acknowledged, oldest first."""
         return self._core.in_flight()
 
-    def record_step_seconds(self, step: int, rank: int, seconds: float) -> None:
-        """Tell how long a rank took over a step, in seconds; ``serve()`` does it for ranks that iterate a
-        ``RankFeed``."""
-        self._core.record_step_seconds(step, rank, seconds)
+    def record_step_seconds(self, step: int, rank: int, seconds: float, *, own: bool = True) -> None:
+        """Tell how long a rank computed in a step, in seconds; ``serve()`` does it for ranks that iterate a
+        ``RankFeed``.
+
+        Before the step is acknowledged. ``own``: the rank did not wait for others in them; only such seconds teach a
+        ``CalibratedCost``.
+        """
+        self._core.record_step_seconds(step, rank, seconds, own=own)
 
     # -- control -------------------------------------------------------------------------------------------------------
 

@@ -11,13 +11,13 @@ grouped-query attention, gated MLPs and mixture-of-experts layers.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-__all__ = ["CostModel", "PaddedCost", "QuadraticCost", "TokenCost", "TransformerCost"]
+__all__ = ["CalibratedCost", "CostModel", "PaddedCost", "QuadraticCost", "TokenCost", "TransformerCost"]
 
 
 @runtime_checkable
@@ -210,3 +210,71 @@ class PaddedCost:
     def __call__(self, lengths: ArrayLike) -> NDArray[np.float64]:
         """``[n]`` lengths -> ``[n]`` float64 tokens of a row that holds only itself."""
         return _float_lengths(lengths)
+
+
+_PROBES = (1000.0, 2000.0, 7000.0)  # lengths at which a prior shows its two weights, and that it has no third
+
+
+@dataclass(frozen=True)
+class CalibratedCost:
+    """A cost model that learns from the ranks' clocks, and every rank's speed with it.
+
+    It starts as ``prior`` and from then on is fitted to the seconds that ranks report: work per token, per token pair,
+    per micro-batch and per step, and a speed for each rank (``calibration`` has the method). A slow rank gets less
+    work by itself. What was learned belongs to the balancer, not to this value: it is in ``statistics().cost_fit``
+    and in ``state_dict()``.
+
+    Only seconds that a rank computed *by itself* teach anything: time spent waiting for other ranks in a collective
+    makes all ranks look alike. So the trainer says what to time: ``with feed.timed(): ...`` around forward and backward
+    passes, or :meth:`RankFeed.add_compute_s`, or ``balancer.record_step_seconds`` in a loop over ``batches()``.
+    """
+
+    prior: CostModel = field(default_factory=QuadraticCost)
+    """What to believe before the first measurements, and about what they do not tell: ``TransformerCost`` for the
+    FLOPs of your model. Must be of the form ``linear * L + quadratic * L^2``."""
+    half_life_steps: float = 30.0
+    """A measurement counts half after this many steps. Shorter follows changes sooner, longer averages more noise."""
+
+    linear: float = field(init=False)
+    """The prior's weight of a token."""
+    quadratic: float = field(init=False)
+    """The prior's weight of a token pair."""
+
+    def __post_init__(self) -> None:
+        half_life = self.half_life_steps
+        if isinstance(half_life, bool) or not isinstance(half_life, int | float) or not 1 <= half_life < math.inf:
+            raise ValueError(f"CalibratedCost.half_life_steps must be a finite number >= 1, not {half_life!r}")
+        if not isinstance(self.prior, CostModel) or isinstance(self.prior, CalibratedCost):
+            raise ValueError(
+                f"CalibratedCost.prior must be a cost model that does not learn itself, not {self.prior!r}; use "
+                "QuadraticCost(), TransformerCost(...), TokenCost() or PaddedCost()"
+            )
+        linear, quadratic = _weights_of(self.prior)
+        object.__setattr__(self, "linear", linear)
+        object.__setattr__(self, "quadratic", quadratic)
+
+    @property
+    def padded(self) -> bool:
+        """As the prior."""
+        return self.prior.padded
+
+    def __call__(self, lengths: ArrayLike) -> NDArray[np.float64]:
+        """``[n]`` lengths -> ``[n]`` float64 work before anything was learned: the prior's."""
+        return self.prior(lengths)
+
+
+def _weights_of(prior: CostModel) -> tuple[float, float]:
+    """linear, quadratic of a prior that is ``linear * L + quadratic * L^2``. Raises ValueError for any other."""
+    one, two, three = np.asarray(prior(np.array(_PROBES)), dtype=np.float64) / np.array(_PROBES)
+    quadratic = float(two - one) / (_PROBES[1] - _PROBES[0])
+    linear = float(one) - quadratic * _PROBES[0]
+    tiny = 1e-9 * max(abs(float(three)), 1e-300)
+    linear, quadratic = (0.0 if abs(x) <= tiny else x for x in (linear, quadratic))
+    if linear < 0 or quadratic < 0 or linear + quadratic == 0:
+        raise ValueError(f"CalibratedCost: {prior!r} does not grow with length like linear * L + quadratic * L^2")
+    if not math.isclose(linear + quadratic * _PROBES[2], float(three), rel_tol=1e-6):
+        raise ValueError(
+            f"CalibratedCost: {prior!r} is not of the form linear * L + quadratic * L^2, which is what is fitted. Use "
+            "QuadraticCost or TransformerCost as the prior"
+        )
+    return linear, quadratic

@@ -6,12 +6,15 @@
     trainer         next(feed): its stream waits for the event, the host does not
     pinned slab     returns to the pool once its event is over: a copy may still read it when the batch is handed out
 
+And how long work took there: an accelerator's own clock, since the host only enqueues it.
+
 Whatever ``torch.accelerator`` knows will do. Not here: what a slab is (``wire``), when it arrives (``transport``).
 """
 
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -23,7 +26,7 @@ from torch import Tensor
 from stream_balancer import wire
 from stream_balancer.types import RankBatch
 
-__all__ = ["Event", "Streams", "Uploader"]
+__all__ = ["Event", "Stopwatch", "Streams", "Uploader", "stopwatch_on"]
 
 
 class Event(Protocol):
@@ -119,3 +122,49 @@ class Uploader:
         with self._lock:
             while self._reading and self._reading[0][0].query():
                 self._reading.popleft()
+
+
+class Stopwatch(Protocol):
+    """Times a ``with`` block."""
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, *_: object) -> None: ...
+
+    def seconds(self) -> float:
+        """What the block took; on an accelerator this waits until it is over."""
+        ...
+
+
+def stopwatch_on(device: torch.device) -> Stopwatch:
+    """For work that runs on ``device``."""
+    return _HostStopwatch() if device.type == "cpu" else _AcceleratorStopwatch(device)
+
+
+class _HostStopwatch:
+    def __enter__(self) -> None:
+        self._began = time.perf_counter()
+
+    def __exit__(self, *_: object) -> None:
+        self._took = time.perf_counter() - self._began
+
+    def seconds(self) -> float:
+        return self._took
+
+
+class _AcceleratorStopwatch:
+    """Two events in the current stream."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._began = torch.Event(device, enable_timing=True)
+        self._ended = torch.Event(device, enable_timing=True)
+
+    def __enter__(self) -> None:
+        self._began.record()
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.record()
+
+    def seconds(self) -> float:
+        self._ended.synchronize()
+        return float(self._began.elapsed_time(self._ended)) / 1e3

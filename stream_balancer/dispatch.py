@@ -64,7 +64,7 @@ class Source(Protocol):
 
 @runtime_checkable
 class _Timed(Protocol):
-    def record_step_seconds(self, step: int, rank: int, seconds: float) -> None: ...
+    def record_step_seconds(self, step: int, rank: int, seconds: float, *, own: bool = True) -> None: ...
 
 
 @runtime_checkable
@@ -357,7 +357,9 @@ class _Server:
         rank.unacknowledged.popleft()
         rank.sent -= 1
         if isinstance(self._balancer, _Timed):
-            self._balancer.record_step_seconds(done.step, number, done.seconds)
+            own = done.compute_s is not None
+            seconds = done.seconds if done.compute_s is None else done.compute_s
+            self._balancer.record_step_seconds(done.step, number, seconds, own=own)
         missing = self._open_steps[done.step]
         missing.discard(number)
         if not missing:

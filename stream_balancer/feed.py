@@ -19,20 +19,19 @@ What is not acknowledged is delivered again, in the same plan, after a reconnect
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 import time
-from collections import deque
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, Self, cast
 
 import anyio
 import torch
 
-from stream_balancer.device import Uploader
+from stream_balancer._taken import Taken
+from stream_balancer.device import Uploader, stopwatch_on
 from stream_balancer.errors import AlreadyInUseError, ClosedResourceError, EndOfStream
 from stream_balancer.transport import RankPort
 from stream_balancer.transport._loop import loop_caller
@@ -88,6 +87,7 @@ class RankFeed:
         if depth < 1:
             raise ValueError(f"depth must be >= 1, not {depth}: with no room for a batch none could ever be sent")
         device = torch.device(device)
+        self._device = device
         self._uploader = None if device.type == "cpu" else Uploader(device)
         if incarnation is None:
             incarnation = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
@@ -104,7 +104,7 @@ class RankFeed:
         self._version = 0
         self._busy = threading.Lock()
         self._auto_ack = auto_ack
-        self._taken = _Taken(self._port)
+        self._taken = Taken(self._port)
         self._closed = False
         self._asked_at: float | None = None
         self._port.subscribe(self._on_news)
@@ -142,6 +142,28 @@ class RankFeed:
         self._taken.close()
         self._port.close()
         self._on_news()
+
+    @contextmanager
+    def timed(self, device: str | torch.device | None = None) -> Iterator[None]:
+        """Time what this rank computes by itself for the batch in hand: forward and backward, before it waits for the
+        other ranks in a collective. Several times in a batch add up.
+
+        A ``CalibratedCost`` learns from these seconds, and ``statistics()`` takes the measured idle time from them;
+        without them a step counts from taking the batch to asking for the next, in which all ranks look alike once
+        they have met. With DDP, that means micro-batches under ``no_sync()``. ``device``: where the work runs, if it
+        is not the feed's; on an accelerator its own clock counts, and is read when the batch is acknowledged.
+        """
+        stopwatch = stopwatch_on(self._device if device is None else torch.device(device))
+        with stopwatch:
+            yield
+        self._taken.computed(stopwatch.seconds)
+
+    def add_compute_s(self, seconds: float) -> None:
+        """As :meth:`timed`, for a trainer that has the seconds from a clock of its own. Raises ValueError unless they
+        are a finite number >= 0."""
+        if not 0 <= seconds < math.inf:
+            raise ValueError(f"add_compute_s() takes seconds >= 0, not {seconds!r}")
+        self._taken.computed(lambda: seconds)
 
     async def aclose(self) -> None:
         """:meth:`close`, without blocking the event loop."""
@@ -213,7 +235,8 @@ class RankFeed:
             return None
         if self._uploader is not None:
             self._uploader.hand_over(batch)
-        return self._taken.add(batch, time.monotonic())
+        asked_at, now = self._asked_at, time.monotonic()
+        return self._taken.add(batch, now, 0.0 if asked_at is None else now - asked_at)
 
     def _on_news(self) -> None:
         with self._news:
@@ -234,69 +257,6 @@ class RankFeed:
 
     async def __aexit__(self, *_: object) -> None:
         await self.aclose()
-
-
-@dataclass
-class _Step:
-    """A share the trainer has and did not acknowledge."""
-
-    number: int
-    taken_at: float
-    seconds: float | None = None
-    """From taking it to asking for the next."""
-
-
-class _Taken:
-    """The shares that are with the trainer, oldest first. From any thread: a checkpoint may be committed in one of its
-    own."""
-
-    def __init__(self, port: RankPort) -> None:
-        self._port = port
-        self._steps: deque[_Step] = deque()
-        self._lock = threading.Lock()
-        self._ended = self._closed = False
-
-    def add(self, batch: RankBatch, now: float) -> RankBatch:
-        """``batch``, with its ``ack()`` wired to here."""
-        with self._lock:
-            self._steps.append(_Step(batch.step, now))
-        return replace(batch, on_ack=partial(self.acknowledge, batch.step))
-
-    def done(self, now: float, *, acknowledge: bool) -> None:
-        """The last one taken is worked through."""
-        with self._lock:
-            last = self._steps[-1] if self._steps else None
-            if last is not None and last.seconds is None:
-                last.seconds = now - last.taken_at
-        if last is not None and acknowledge:
-            self.acknowledge(last.number)
-
-    def acknowledge(self, step: int) -> None:
-        """Report ``step`` and all before it, in order."""
-        with self._lock:
-            if not self._steps or self._steps[0].number > step:
-                return  # it was acknowledged before
-            if self._closed:
-                raise ClosedResourceError(
-                    f"batch.ack(): the feed is closed, so step {step} will be delivered again. Call ack() first"
-                )
-            while self._steps and self._steps[0].number <= step:
-                front = self._steps.popleft()
-                seconds = time.monotonic() - front.taken_at if front.seconds is None else front.seconds
-                self._port.report(front.number, seconds)
-            if self._ended and not self._steps:
-                self._port.leave()
-
-    def end(self) -> bool:
-        """No more will come. True if nothing is left to acknowledge."""
-        with self._lock:
-            self._ended = True
-            return not self._steps
-
-    def close(self) -> None:
-        """From now on nothing can be acknowledged."""
-        with self._lock:
-            self._closed = True
 
 
 class _Busy:

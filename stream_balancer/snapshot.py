@@ -40,6 +40,7 @@ def state_dict(snapshot: Snapshot) -> dict[str, Any]:
         "next_step": snapshot.next_step,
         "counts": dict(snapshot.counts),
         "knobs": dict(snapshot.knobs),
+        "calibration": None if snapshot.calibration is None else dict(snapshot.calibration),
     }
 
 
@@ -65,6 +66,7 @@ def read_state_dict(state: Mapping[str, Any]) -> Snapshot:
             next_step=state["next_step"],
             counts=state["counts"],
             knobs=state["knobs"],
+            calibration=state.get("calibration"),
         )
     except KeyError as error:
         raise ValueError(f"the state_dict has no {error.args[0]!r}: it was cut, or is not a balancer's") from None

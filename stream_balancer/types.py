@@ -27,7 +27,18 @@ from stream_balancer.planning.length_bias import LengthBiasSummary
 if TYPE_CHECKING:
     from tensordict import TensorDict
 
-__all__ = ["Batch", "EvictReason", "MicroBatch", "RankBatch", "Reason", "Rollout", "Snapshot", "Statistics", "Version"]
+__all__ = [
+    "Batch",
+    "CostFit",
+    "EvictReason",
+    "MicroBatch",
+    "RankBatch",
+    "Reason",
+    "Rollout",
+    "Snapshot",
+    "Statistics",
+    "Version",
+]
 
 Reason: TypeAlias = Literal["window", "deadline", "age", "drain"]
 """Why a batch left: the window filled, the oldest rollout had waited ``deadline_s``, rollouts were about to go stale,
@@ -327,6 +338,27 @@ class Batch:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CostFit:
+    """What a ``CalibratedCost`` has learned from the seconds that ranks computed."""
+
+    steps: int
+    """Steps it has learned from; the first measured one, which pays for compilation and caches, is left out."""
+    prediction_error: float
+    """Mean over ranks and about the last ten steps of |predicted - measured| / measured, each predicted before it
+    ran; 0.0 before the second step."""
+    seconds_per_token: float
+    """Of compute, on a rank of speed 1."""
+    seconds_per_token_pair: float
+    """Of compute per token squared of a rollout."""
+    seconds_per_micro_batch: float
+    """What a micro-batch costs whatever is in it."""
+    seconds_per_step: float
+    """What a step costs whatever is in it."""
+    speeds: tuple[float, ...]
+    """Measured speed of each rank, the median rank's being 1.0."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Statistics:
     """A snapshot of a balancer. At all times ``accepted == waiting + in_flight + acknowledged +
     sum(evicted.values())``."""
@@ -375,7 +407,10 @@ class Statistics:
     """Predicted share of rank time spent waiting for the slowest rank, over all steps: 1 - sum(mean load) / sum(max
     load)."""
     measured_idle_fraction: float
-    """The same, from the seconds that ranks reported for their steps; 0.0 before any did."""
+    """The same, from the seconds that ranks reported for their steps; 0.0 before any did. Only as good as they are:
+    time that ranks spend waiting for each other makes them look alike, see :meth:`RankFeed.timed`."""
+    cost_fit: CostFit | None
+    """What was learned under ``cost=CalibratedCost(...)``; None with another cost model."""
     version: int | None
     """Policy version last set, or None."""
 
@@ -407,6 +442,8 @@ class Snapshot:
     """Running totals behind ``Statistics``: numbers, and dicts of numbers."""
     knobs: Mapping[str, Any]
     """The knobs in force, for the record: numbers and strings."""
+    calibration: Mapping[str, Any] | None = None
+    """What a ``CalibratedCost`` has learned: numbers, and lists of numbers."""
 
 
 def _excess(value: float, base: float) -> float:

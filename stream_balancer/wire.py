@@ -48,7 +48,7 @@ __all__ = [
     "slab_of",
 ]
 
-PROTOCOL = 2
+PROTOCOL = 3
 """Version of everything in this file; peers that differ refuse each other before the first frame."""
 FRAME_WORDS = 16
 """int64 words in a frame. Fixed for ever: a longer message into a shorter receive buffer aborts the process in gloo."""
@@ -75,7 +75,8 @@ class Kind(IntEnum):
     """Either: still here."""
     REPORT = 6
     """Rank: ``taken`` batches left the queue (the credit), step ``step`` is done and took ``nanoseconds`` (the
-    acknowledgement)."""
+    acknowledgement), of which it computed ``wire_bytes`` - 1 nanoseconds (0: not timed), after it had waited
+    ``total_bytes`` nanoseconds for it."""
     BYE = 7
     """Rank: I am leaving on purpose."""
     SHARE = 8

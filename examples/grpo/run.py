@@ -119,8 +119,10 @@ def run_rank(options: Options) -> None:
     address = [pipe.recv() if pipe else None]
     dist.broadcast_object_list(address)
     trainer, report = new_trainer(options), Report(options)
-    for share in sb.RankFeed(address[0], rank=rank, dp_size=dp_size, depth=1):
+    feed = sb.RankFeed(address[0], rank=rank, dp_size=dp_size, depth=1)
+    for share in feed:
         figures = trainer.step([share])
+        feed.add_compute_s(figures.compute_s[rank])
         if pipe:
             report.add(figures)
             send_weights(pipe, trainer)

@@ -31,6 +31,7 @@ def plan_fifo(waiting: Waiting, knobs: PlanKnobs, *, num_rollouts: int, step: in
     return Plan(
         ranks=ranks,
         loads=plan.loads,
+        rates=plan.rates,
         lower_bound=plan.lower_bound,
         incomplete_groups=plan.incomplete_groups,
         avoidable_imbalance=plan.avoidable_imbalance,
@@ -58,6 +59,7 @@ def plan_round_robin(waiting: Waiting, knobs: PlanKnobs, *, num_rollouts: int, s
     return Plan(
         ranks=ranks,
         loads=loads,
+        rates=knobs.speeds,
         lower_bound=bound,
         incomplete_groups=(),
         avoidable_imbalance=(float(finish.max()) - bound) / mean,

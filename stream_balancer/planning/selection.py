@@ -10,7 +10,7 @@ Pure: numpy in, positions out. See docs/planning.md for the proofs.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
@@ -18,6 +18,7 @@ import numpy as np
 from .deferral import choose
 from .exchange import exchange_with_waiting
 from .micro_batches import form_micro_batches, in_order
+from .overhead import NO_OVERHEAD, Overhead, work_rates
 from .partition import lower_bound, partition, partition_together
 from .rows import choose_rows
 
@@ -70,6 +71,8 @@ class PlanKnobs:
     max_tokens_per_micro_batch: int | None = None
     padded: bool = False
     speeds: Floats | None = None
+    overhead: Overhead = NO_OVERHEAD
+    """Fixed costs of every rank; they matter only where speeds differ."""
     micro_batch_multiple: int = 1
     pipeline_order: bool = False
     oversize: Oversize = "refuse"
@@ -87,6 +90,8 @@ class Plan:
     padding copies."""
     loads: Floats
     """[num_ranks] work per rank."""
+    rates: Floats | None
+    """[num_ranks] work per time; a rank finishes at load / rate. None = all alike."""
     lower_bound: float
     """Latest finish that no partition of these rollouts can beat."""
     incomplete_groups: tuple[int, ...]
@@ -121,11 +126,23 @@ def plan_batch(waiting: Waiting, knobs: PlanKnobs, *, num_rollouts: int, step: i
     Complexity: O(W log W + n log n), refinement within a fixed work budget. Deterministic.
     """
     units = _Units.of(waiting, knobs)
-    fixed, go = _select(waiting, units, knobs, min(num_rollouts, knobs.batch_size))
+    at_first = _with_rates(waiting, knobs, np.arange(min(num_rollouts, waiting.costs.size)))
+    fixed, go = _select(waiting, units, at_first, min(num_rollouts, knobs.batch_size))
     chosen = go[units.unit_of]
     fixed_rollouts = fixed[units.unit_of]
+    knobs = _with_rates(waiting, knobs, np.flatnonzero(chosen))
     shares = _shares(waiting, knobs, units, chosen, fixed_rollouts, step)
     return _finish(waiting, knobs, shares)
+
+
+def _with_rates(waiting: Waiting, knobs: PlanKnobs, picked: Ints) -> PlanKnobs:
+    """Knobs whose speeds are how the work of these rollouts should be split, fixed costs considered."""
+    if knobs.speeds is None or not any(knobs.overhead) or not picked.size:
+        return knobs
+    cap = knobs.max_tokens_per_micro_batch
+    number = 1 if cap is None else -(-int(waiting.lengths[picked].sum()) // (cap * knobs.num_ranks))
+    number = -(-number // knobs.micro_batch_multiple) * knobs.micro_batch_multiple
+    return replace(knobs, speeds=work_rates(knobs.speeds, knobs.overhead, float(waiting.costs[picked].sum()), number))
 
 
 def _shares(
@@ -205,6 +222,7 @@ def _finish(waiting: Waiting, knobs: PlanKnobs, shares: list[list[Ints]]) -> Pla
     return Plan(
         ranks=shares,
         loads=loads,
+        rates=knobs.speeds,
         lower_bound=bound,
         incomplete_groups=tuple(int(label) for label in np.unique(flagged) if label >= 0),
         avoidable_imbalance=max(finish - bound, 0.0) / mean if mean else 0.0,

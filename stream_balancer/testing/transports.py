@@ -143,7 +143,7 @@ class ScriptedBalancer:
         del self._in_flight[step]
         self.acknowledged.append(step)
 
-    def record_step_seconds(self, step: int, rank: int, seconds: float) -> None:
+    def record_step_seconds(self, step: int, rank: int, seconds: float, *, own: bool = True) -> None:
         """``rank`` took so long for ``step``."""
         self.step_seconds.append((step, rank, seconds))
 
@@ -247,14 +247,21 @@ async def asking_for_the_next_acknowledges(open_harness: Opener) -> None:
         link.send(make_batch(0, 1).ranks[0])
         link.send(make_batch(1, 1).ranks[0])
         await anext(feed)
+        feed.add_compute_s(1.5)
+        feed.add_compute_s(2.0)
         batch = await anext(feed)
         reports: list[StepDone] = []
         await _until(lambda: _collect(link, reports))
         assert [done.step for done in reports] == [0]
+        assert reports[0].compute_s is not None, "the trainer's own seconds were lost"
+        assert abs(reports[0].compute_s - 3.5) < 1e-6
+        assert reports[0].seconds >= 0.0
+        assert reports[0].waited_s >= 0.0
         batch.ack()
         batch.ack()
         await _until(lambda: _collect(link, reports) and len(reports) == 2)
         assert [done.step for done in reports] == [0, 1]
+        assert reports[1].compute_s is None, "nothing was timed"
         await feed.aclose()
 
 

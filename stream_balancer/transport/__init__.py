@@ -26,6 +26,10 @@ class StepDone(NamedTuple):
     step: int
     seconds: float
     """From the trainer taking the batch to its asking for the next one."""
+    compute_s: float | None = None
+    """Of these, what the trainer computed by itself, if it timed that."""
+    waited_s: float = 0.0
+    """From the trainer asking for the batch to its taking it."""
     lacks: int | None = None
     """Not done, and it cannot be: the producer of the share's rollout of this number is gone."""
 
@@ -112,8 +116,8 @@ class RankPort(Protocol):
         """
         ...
 
-    def report(self, step: int, seconds: float) -> None:
-        """Acknowledge ``step``. Never blocks; a lost controller is told by :meth:`take`."""
+    def report(self, done: StepDone) -> None:
+        """Acknowledge ``done.step``. Never blocks; a lost controller is told by :meth:`take`."""
         ...
 
     def leave(self) -> None:

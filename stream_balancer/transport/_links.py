@@ -166,7 +166,7 @@ class ControllerLink(Endpoint):
         self._credits += frame.taken - self._taken
         self._taken = frame.taken
         if frame.step >= 0:
-            self._reports.append(StepDone(frame.step, frame.nanoseconds / 1e9))
+            self._reports.append(_step_done(frame))
         self._changed_in_loop()
 
     def _on_lacks(self, frame: Frame) -> None:
@@ -394,10 +394,19 @@ class PortBase(Endpoint):
         self._put(Frame(Kind.REPORT, taken=taken))
         return batch
 
-    def report(self, step: int, seconds: float) -> None:
+    def report(self, done: StepDone) -> None:
         """See :class:`RankPort`."""
         self._working_on = None
-        self._put(Frame(Kind.REPORT, step=step, taken=self._taken, nanoseconds=max(int(seconds * 1e9), 0)))
+        self._put(
+            Frame(
+                Kind.REPORT,
+                step=done.step,
+                taken=self._taken,
+                nanoseconds=_nanoseconds(done.seconds),
+                wire_bytes=0 if done.compute_s is None else 1 + _nanoseconds(done.compute_s),
+                total_bytes=_nanoseconds(done.waited_s),
+            )
+        )
 
     def leave(self) -> None:
         """See :class:`RankPort`."""
@@ -442,7 +451,8 @@ class PortBase(Endpoint):
             if item.kind is Kind.ALIVE:
                 return
             if item.kind is Kind.REPORT and (last.kind is Kind.ALIVE or item.step < 0):
-                item = item._replace(step=max(item.step, last.step), nanoseconds=item.nanoseconds or last.nanoseconds)
+                if last.kind is Kind.REPORT:
+                    item = last._replace(taken=item.taken)
                 self._outbox.pop()
         super()._queue_up(item)
 
@@ -558,3 +568,17 @@ class PortBase(Endpoint):
             f"rank {self.rank} lost its controller: {cause}. What was not acknowledged is held by the balancer, if it "
             "lives. Start the controller again and open a new RankFeed"
         )
+
+
+def _nanoseconds(seconds: float) -> int:
+    return max(int(seconds * 1e9), 0)
+
+
+def _step_done(frame: Frame) -> StepDone:
+    """What a REPORT frame says of its step."""
+    return StepDone(
+        frame.step,
+        frame.nanoseconds / 1e9,
+        compute_s=(frame.wire_bytes - 1) / 1e9 if frame.wire_bytes else None,
+        waited_s=frame.total_bytes / 1e9,
+    )

@@ -25,7 +25,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from stream_balancer.errors import ClosedResourceError, EndOfStream, RankLostError
-from stream_balancer.transport import RankPort
+from stream_balancer.transport import RankPort, StepDone
 from stream_balancer.transport._endpoint import Pair
 from stream_balancer.transport._links import CHUNK_BYTES, ControllerLink, Decode, PortBase, chunks
 from stream_balancer.transport._slabs import SlabPool
@@ -204,7 +204,18 @@ class _Open:
 
     step: int
     missing: set[int]
-    seconds: float = 0.0
+    done: StepDone
+    """The slowest's figures."""
+
+
+def _slowest(one: StepDone, other: StepDone) -> StepDone:
+    """Of two processes of a rank, which share its work: what it took the slower, as far as each has timed it."""
+    timed = [done.compute_s for done in (one, other) if done.compute_s is not None]
+    return one._replace(
+        seconds=max(one.seconds, other.seconds),
+        compute_s=max(timed, default=None),
+        waited_s=max(one.waited_s, other.waited_s),
+    )
 
 
 class LeaderPort:
@@ -274,10 +285,10 @@ class LeaderPort:
                 raise self._end
             return None
 
-    def report(self, step: int, seconds: float) -> None:
+    def report(self, done: StepDone) -> None:
         """See :class:`RankPort`."""
         with self._lock:
-            self._note_done(0, step, seconds)
+            self._note_done(0, done)
 
     def leave(self) -> None:
         """See :class:`RankPort`."""
@@ -312,7 +323,7 @@ class LeaderPort:
         for number, link in enumerate(self._links, start=1):
             try:
                 while (done := link.report()) is not None:
-                    self._note_done(number, done.step, done.seconds)
+                    self._note_done(number, done)
             except EndOfStream:
                 pass
             except Exception as error:  # noqa: BLE001 - ends this feed, whatever it was
@@ -343,18 +354,17 @@ class LeaderPort:
         if batch is not None:
             for link in self._links:
                 link.send(batch)
-            self._open.append(_Open(batch.step, set(range(len(self._links) + 1))))
+            self._open.append(_Open(batch.step, set(range(len(self._links) + 1)), StepDone(batch.step, 0.0)))
             self._forwarded += 1
             self._on_way = batch if self._decode is None else self._decode(*slab_of(batch))
 
-    def _note_done(self, process: int, step: int, seconds: float) -> None:
+    def _note_done(self, process: int, done: StepDone) -> None:
         for entry in self._open:
-            if entry.step == step:
+            if entry.step == done.step:
                 entry.missing.discard(process)
-                entry.seconds = max(entry.seconds, seconds)
+                entry.done = _slowest(entry.done, done)
         while self._open and not self._open[0].missing:
-            done = self._open.popleft()
-            self._inner.report(done.step, done.seconds)
+            self._inner.report(self._open.popleft().done)
 
     def _fail(self, error: Exception) -> None:
         """End here, and let the peers know at once."""

@@ -154,10 +154,10 @@ class MemoryPort:
             raise self._end
         return None
 
-    def report(self, step: int, seconds: float) -> None:
+    def report(self, done: StepDone) -> None:
         """See :class:`~stream_balancer.transport.RankPort`."""
         if self._link is not None:
-            self._link._on_report(StepDone(step, seconds))
+            self._link._on_report(done)
 
     def leave(self) -> None:
         """See :class:`~stream_balancer.transport.RankPort`."""

@@ -327,3 +327,50 @@ async def test_no_report_where_none_is_wanted(caplog: pytest.LogCaptureFixture) 
 async def test_a_bad_report_time_is_refused(value: float) -> None:
     with pytest.raises(ValueError, match="report_after_s must be > 0"):
         await serve(ScriptedBalancer([]), MemoryTransport(dp_size=1), report_after_s=value)
+
+
+async def test_seconds_the_trainer_timed_reach_the_cost_model() -> None:
+    config = sb.BalancerConfig(dp_size=2, batch_size=4, window=4, cost=sb.CalibratedCost())
+    transport = MemoryTransport(dp_size=2)
+
+    async def rank(feed: RankFeed, slowness: float) -> None:
+        async for batch in feed:
+            for _ in batch.micro_batches:
+                with feed.timed():
+                    pass
+            feed.add_compute_s(slowness * batch.num_tokens)
+
+    async with sb.StreamBalancer(config) as balancer, anyio.create_task_group() as tasks:
+        tasks.start_soon(serve, balancer, transport)
+        for feed, slowness in zip(feeds_of(transport), (1.0, 2.0), strict=True):
+            tasks.start_soon(rank, feed, slowness)
+        for n in range(80):
+            await balancer.put(make_rollout(10 + 3 * (n % 7), rollout_id=f"r{n}"))
+        balancer.end()
+    fit = balancer.statistics().cost_fit
+    assert fit is not None
+    assert fit.steps == 19
+    assert fit.speeds[0] / fit.speeds[1] == pytest.approx(2.0, rel=0.1)
+
+
+async def test_without_timing_the_cost_model_stays_at_its_prior() -> None:
+    config = sb.BalancerConfig(dp_size=1, batch_size=1, window=1, capacity=8, max_skips=8, cost=sb.CalibratedCost())
+    transport = MemoryTransport(dp_size=1)
+    async with sb.StreamBalancer(config) as balancer, anyio.create_task_group() as tasks:
+        tasks.start_soon(serve, balancer, transport)
+        for n in range(4):
+            await balancer.put(make_rollout(10 + n, rollout_id=f"r{n}"))
+        balancer.end()
+        async for _ in feeds_of(transport)[0]:
+            await anyio.sleep(1.0)
+    stats = balancer.statistics()
+    assert stats.cost_fit is not None
+    assert stats.cost_fit.steps == 0
+
+
+def test_a_trainer_cannot_have_computed_for_less_than_nothing() -> None:
+    (feed,) = feeds_of(MemoryTransport(dp_size=1))
+    for seconds in (-1.0, math.nan, math.inf):
+        with pytest.raises(ValueError, match="add_compute_s"):
+            feed.add_compute_s(seconds)
+    feed.add_compute_s(1.0)  # with no batch in hand it says nothing

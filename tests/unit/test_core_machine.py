@@ -27,6 +27,13 @@ from stream_balancer._core import BalancerCore
 from stream_balancer.snapshot import read_state_dict, state_dict
 
 IDS = torch.zeros(64, dtype=torch.int64)
+COSTS = [
+    sb.TokenCost(),
+    sb.QuadraticCost(),
+    sb.PaddedCost(),
+    sb.CalibratedCost(sb.TokenCost(), half_life_steps=2),
+    sb.CalibratedCost(sb.PaddedCost()),
+]
 
 
 @st.composite
@@ -54,7 +61,7 @@ def configs(draw: st.DrawFn) -> sb.BalancerConfig:
         sync=draw(st.sampled_from(["step", "step", "micro_batch"])),
         max_staleness=draw(st.sampled_from([None, 0, 1])),
         on_stale=draw(st.sampled_from(["evict", "send"])),
-        cost=draw(st.sampled_from([sb.TokenCost(), sb.QuadraticCost(), sb.PaddedCost()])),
+        cost=draw(st.sampled_from(COSTS)),
         policy="window",
     )
 
@@ -106,6 +113,12 @@ class CoreMachine(RuleBasedStateMachine):
     def add_some(self, lengths: list[int], group: int) -> None:
         for length in lengths:
             self.add(length, group, 0)
+
+    @rule(seconds=st.lists(st.sampled_from([0.0, 1e-6, 0.5, 1.0, 1e6]), min_size=3, max_size=3), own=st.booleans())
+    def clocks_of_a_step(self, seconds: list[float], own: bool) -> None:
+        for batch in self.core.in_flight()[:1]:
+            for rank in range(self.core.config.dp_size):
+                self.core.record_step_seconds(batch.step, rank, seconds[rank], own=own)
 
     @precondition(lambda self: bool(self.accepted))
     @rule(data=st.data())

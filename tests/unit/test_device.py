@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from stream_balancer import wire
-from stream_balancer.device import Uploader
+from stream_balancer.device import Uploader, stopwatch_on
 from stream_balancer.dispatch import serve
 from stream_balancer.feed import RankFeed
 from stream_balancer.testing.transports import ScriptedBalancer, make_batch, same_rollout
@@ -129,6 +129,38 @@ def test_a_damaged_slab_leaves_nothing_behind(streams: FakeStreams, uploader: Up
     assert not uploader._reading
 
 
+class TimingEvent:
+    """A point on a clock that the test moves."""
+
+    now_ms = 0.0
+
+    def __init__(self, device: torch.device, *, enable_timing: bool) -> None:
+        assert enable_timing
+        self.at: float | None = None
+        self.over = False
+
+    def record(self) -> None:
+        self.at = TimingEvent.now_ms
+
+    def synchronize(self) -> None:
+        self.over = True
+
+    def elapsed_time(self, end: TimingEvent) -> float:
+        assert end.over, "read before the work is over"
+        assert self.at is not None
+        assert end.at is not None
+        return end.at - self.at
+
+
+def test_an_accelerators_own_clock_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "Event", TimingEvent)
+    stopwatch = stopwatch_on(torch.device("cuda", 0))
+    with stopwatch:
+        TimingEvent.now_ms += 1500.0
+    TimingEvent.now_ms += 9000.0
+    assert stopwatch.seconds() == 1.5
+
+
 def test_a_port_that_is_open_already_brings_its_own_device() -> None:
     class Port:
         take = None
@@ -148,7 +180,9 @@ def test_a_feed_to_a_real_accelerator() -> None:
         async with TorchTransport.listen(dp_size=1) as transport, anyio.create_task_group() as tasks:
             tasks.start_soon(serve, balancer, transport)
             feed = RankFeed(transport.address, rank=0, dp_size=1, device=accelerator)
-            got.extend([batch async for batch in feed])
+            async for batch in feed:
+                with feed.timed():
+                    got.append(batch)
 
     anyio.run(main)
     for step, batch in enumerate(got):

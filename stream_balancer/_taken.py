@@ -1,0 +1,97 @@
+"""The shares that are with a rank's trainer: what it did with them, and what it has acknowledged.
+
+The feed puts shares in and says when the trainer moves on; ``batch.ack()`` ends here too. What is acknowledged goes to
+the port as one report a step. Not here: waiting for shares (``feed``), sending reports (``transport``).
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import partial
+
+from stream_balancer.errors import ClosedResourceError
+from stream_balancer.transport import RankPort, StepDone
+from stream_balancer.types import RankBatch
+
+__all__ = ["Taken"]
+
+
+@dataclass
+class _Step:
+    """A share the trainer has and did not acknowledge."""
+
+    number: int
+    taken_at: float
+    waited_s: float
+    """From asking for it to taking it."""
+    seconds: float | None = None
+    """From taking it to asking for the next."""
+    computed: list[Callable[[], float]] = field(default_factory=list)
+    """Seconds the trainer timed, to be read when it is acknowledged."""
+
+    def report(self) -> StepDone:
+        """What there is to say of it now."""
+        seconds = time.monotonic() - self.taken_at if self.seconds is None else self.seconds
+        compute_s = sum(read() for read in self.computed) if self.computed else None
+        return StepDone(self.number, seconds, compute_s=compute_s, waited_s=self.waited_s)
+
+
+class Taken:
+    """The shares that are with the trainer, oldest first. From any thread: a checkpoint may be committed in one of its
+    own."""
+
+    def __init__(self, port: RankPort) -> None:
+        self._port = port
+        self._steps: deque[_Step] = deque()
+        self._lock = threading.Lock()
+        self._ended = self._closed = False
+
+    def add(self, batch: RankBatch, now: float, waited_s: float) -> RankBatch:
+        """``batch``, with its ``ack()`` wired to here."""
+        with self._lock:
+            self._steps.append(_Step(batch.step, now, waited_s))
+        return replace(batch, on_ack=partial(self.acknowledge, batch.step))
+
+    def computed(self, read: Callable[[], float]) -> None:
+        """The trainer timed a part of what it did with the last one taken."""
+        with self._lock:
+            if self._steps:  # else it was acknowledged before
+                self._steps[-1].computed.append(read)
+
+    def done(self, now: float, *, acknowledge: bool) -> None:
+        """The last one taken is worked through."""
+        with self._lock:
+            last = self._steps[-1] if self._steps else None
+            if last is not None and last.seconds is None:
+                last.seconds = now - last.taken_at
+        if last is not None and acknowledge:
+            self.acknowledge(last.number)
+
+    def acknowledge(self, step: int) -> None:
+        """Report ``step`` and all before it, in order."""
+        with self._lock:
+            if not self._steps or self._steps[0].number > step:
+                return  # it was acknowledged before
+            if self._closed:
+                raise ClosedResourceError(
+                    f"batch.ack(): the feed is closed, so step {step} will be delivered again. Call ack() first"
+                )
+            while self._steps and self._steps[0].number <= step:
+                self._port.report(self._steps.popleft().report())
+            if self._ended and not self._steps:
+                self._port.leave()
+
+    def end(self) -> bool:
+        """No more will come. True if nothing is left to acknowledge."""
+        with self._lock:
+            self._ended = True
+            return not self._steps
+
+    def close(self) -> None:
+        """From now on nothing can be acknowledged."""
+        with self._lock:
+            self._closed = True

@@ -1,0 +1,294 @@
+"""What the clock says about the cost model: seconds of work per token and token pair, and each rank's speed.
+
+The seconds that a rank computed on its share are taken to be
+
+    seconds[rank] = (a * tokens + b * sum(length^2) + c * micro_batches + d) / speed[rank]
+
+and ``a, b, c, d >= 0`` are fitted by recursive least squares with forgetting, in information form: the sums of products
+fade by a constant factor per step, and a prior that does not fade (the FLOPs model's mix of a and b, weak c and d) is
+added before each solve. So a direction that balanced shares never excite stays where the prior put it instead of
+drifting off, which is how plain forgetting fails ("wind-up"; Astrom and Wittenmark, Adaptive Control, 2nd ed., 11.6).
+Errors are relative, and an observation far outside the usual spread counts less (Huber's weights), so that one
+checkpoint in the middle of a step does not spoil the fit. A rank's speed is the median of its last measured speeds.
+
+Pure: seconds come in as an argument. What costs are for is decided elsewhere: ``_core`` reprices, ``planning`` plans.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict, deque
+from collections.abc import Mapping, Sequence
+from itertools import combinations
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from stream_balancer.cost import CalibratedCost
+from stream_balancer.planning.overhead import Overhead
+from stream_balancer.types import CostFit
+
+__all__ = ["Calibration"]
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+
+_FEATURES = 4  # tokens, token pairs, micro-batches, steps
+_PRIOR_SPREAD = np.array([0.5, 0.5, 0.2, 0.2])
+"""How far, in parts of a typical step, each of the four may lie from the prior."""
+_HUBER = 1.5  # spreads; beyond, an observation pulls as if it lay here
+_LEAST_SPREAD = 0.01  # no clock is better
+_SPEED_WINDOW = 33  # of a rank's measured speeds, whose median counts
+_SPEED_NEWS = 11  # but if the median of the last ones is another, they alone count: a change is followed in 6 steps
+_MEDIAN_NOISE = 1.2533  # of a median, over that of a mean
+_SPEED_STEPS = 5  # before that many, all ranks count as alike
+_SPEED_LEAST = 0.02  # ranks within this of each other are alike: a machine's mood is not a slow rank
+_SPEED_CHANGE = 0.01  # a smaller change of a speed is not worth another plan
+_MIX_CHANGE = 0.005  # nor is a smaller change of the mix of a and b
+_ERROR_STEPS = 10.0  # the prediction error in the statistics is that of about so many steps
+_MOST_PENDING = 64  # steps whose seconds may be missing
+
+
+class Calibration:
+    """The learned part of a :class:`CalibratedCost`, for one balancer.
+
+    ``expect`` what a step holds, ``observe`` its seconds; ``cost`` and ``speeds`` are what to plan with now.
+    """
+
+    def __init__(self, model: CalibratedCost, num_ranks: int, speeds: Sequence[float] | None = None) -> None:
+        self._model = model
+        self._num_ranks = num_ranks
+        self._keep = 0.5 ** (1.0 / model.half_life_steps)
+        self._pending: OrderedDict[int, Floats] = OrderedDict()
+        given = np.log(np.ones(num_ranks) if speeds is None else np.array(speeds, dtype=np.float64))
+        self._log_speeds: Floats = given - np.median(given)
+        self._given_speeds = speeds is not None
+        self._recent: list[deque[float]] = [deque(maxlen=_SPEED_WINDOW) for _ in range(num_ranks)]
+        self._steps = 0  # observed, the first included
+        self._typical: Floats | None = None  # [4] a rank's features at the first step that counted
+        self._typical_s = 1.0  # and its seconds
+        self._products = np.zeros((_FEATURES, _FEATURES))
+        self._answers = np.zeros(_FEATURES)
+        self._parts = np.zeros(_FEATURES)  # of a typical step's seconds
+        self._spread = 0.1  # relative, of what is measured about what is predicted
+        self._error = self._error_weight = 0.0
+        self._mix: float | None = None  # part of token pairs in the costs given out
+        self._overhead: tuple[float, ...] = (0.0, 0.0)  # d and c, in the prior's unit
+        self._speeds: tuple[float, ...] | None = None if speeds is None else tuple(speeds)
+
+    # -- in ------------------------------------------------------------------------------------------------------------
+
+    def expect(self, step: int, shares: Sequence[Sequence[Ints]]) -> None:
+        """A step leaves: ``shares[rank][micro_batch]`` -> lengths. O(rollouts)."""
+        self._pending[step] = np.array([self._features(share) for share in shares])
+        while len(self._pending) > _MOST_PENDING:
+            self._pending.popitem(last=False)
+
+    def _features(self, share: Sequence[Ints]) -> tuple[float, float, float, float]:
+        if self._model.padded:
+            longest = [(len(one), float(one.max())) for one in share]
+            return (
+                sum(n * most for n, most in longest),
+                sum(n * most * most for n, most in longest),
+                float(len(share)),
+                1.0,
+            )
+        lengths = np.concatenate(share).astype(np.float64)
+        return float(lengths.sum()), float(lengths @ lengths), float(len(share)), 1.0
+
+    def observe(self, step: int, seconds: Sequence[float]) -> bool:
+        """Every rank's seconds for a step. True if ``cost`` or ``speeds`` are now others. O(ranks)."""
+        features = self._pending.pop(step, None)
+        measured = np.array(seconds, dtype=np.float64)
+        if features is None or not (np.isfinite(measured).all() and (measured > 0).all()):
+            return False
+        self._steps += 1
+        if self._steps == 1:  # compilation, allocation, caches: says nothing about the next one
+            return False
+        if self._typical is None:
+            self._typical = np.maximum(np.median(features, axis=0), 1.0)
+            self._typical_s = float(np.median(measured))
+            self._parts = self._prior()
+        else:
+            self._note_error(features, measured)
+        self._learn_speeds(features, measured)
+        self._learn_parts(features, measured)
+        return self._apply()
+
+    # -- learning ------------------------------------------------------------------------------------------------------
+
+    def _prior(self) -> Floats:
+        """[4] parts of a typical step under the prior model."""
+        assert self._typical is not None
+        linear = self._model.linear * self._typical[0]
+        quadratic = self._model.quadratic * self._typical[1]
+        parts: Floats = np.array([linear, quadratic, 0.0, 0.0]) / (linear + quadratic)
+        return parts
+
+    def _predict(self, features: Floats) -> Floats:
+        """[ranks] seconds at speed 1."""
+        assert self._typical is not None
+        seconds: Floats = self._typical_s * ((features / self._typical) @ self._parts)
+        return seconds
+
+    def _residuals(self, features: Floats, measured: Floats) -> Floats:
+        return np.log(measured * np.exp(self._log_speeds) / self._predict(features))
+
+    def _note_error(self, features: Floats, measured: Floats) -> None:
+        """How good the prediction was that stood before this step."""
+        predicted = self._predict(features) / np.exp(self._log_speeds)
+        keep = 0.5 ** (1.0 / _ERROR_STEPS)
+        self._error = keep * self._error + (1 - keep) * float(np.mean(np.abs(predicted - measured) / measured))
+        self._error_weight = keep * self._error_weight + (1 - keep)
+
+    def _learn_speeds(self, features: Floats, measured: Floats) -> None:
+        for recent, speed in zip(self._recent, np.log(self._predict(features) / measured).tolist(), strict=True):
+            recent.append(speed)
+        if len(self._recent[0]) >= _SPEED_STEPS:
+            self._forget_old_speeds()
+            medians = np.array([np.median(recent) for recent in self._recent])
+            self._log_speeds = medians - np.median(medians)
+
+    def _forget_old_speeds(self) -> None:
+        likely = 3.0 * _MEDIAN_NOISE * self._spread / math.sqrt(_SPEED_NEWS)
+        for recent in self._recent:
+            news = list(recent)[-_SPEED_NEWS:]
+            if abs(float(np.median(news)) - float(np.median(recent))) > likely:
+                recent.clear()
+                recent.extend(news)
+
+    def _learn_parts(self, features: Floats, measured: Floats) -> None:
+        assert self._typical is not None
+        residuals = np.abs(self._residuals(features, measured))
+        usual = min(1.4826 * float(np.median(residuals)), 3.0 * self._spread)
+        self._spread = max(0.9 * self._spread + 0.1 * usual, _LEAST_SPREAD)
+        weights = np.minimum(1.0, _HUBER * self._spread / np.maximum(residuals, 1e-12))
+        rows = features / self._typical * (self._typical_s / (measured * np.exp(self._log_speeds)))[:, None]
+        self._products = self._keep * self._products + (rows * weights[:, None]).T @ rows
+        self._answers = self._keep * self._answers + (rows * weights[:, None]).sum(axis=0)
+        certainty = np.diag((self._spread / _PRIOR_SPREAD) ** 2)
+        parts = _non_negative(self._products + certainty, self._answers + certainty @ self._prior())
+        if parts[0] + parts[1] > 0:  # else all seconds were overhead, and no cost would grow with length
+            self._parts = parts
+
+    # -- out -----------------------------------------------------------------------------------------------------------
+
+    def cost(self, lengths: ArrayLike) -> Floats:
+        """``[n]`` lengths -> ``[n]`` float64 work in the prior's unit: of a typical share's worth of rollouts it is
+        what the prior says."""
+        if self._mix is None or self._typical is None:
+            return self._model(lengths)
+        x = np.asarray(lengths, dtype=np.float64)
+        unit = self._model.linear * self._typical[0] + self._model.quadratic * self._typical[1]
+        cost: Floats = unit * x * ((1.0 - self._mix) / self._typical[0] + self._mix / self._typical[1] * x)
+        return cost
+
+    @property
+    def speeds(self) -> tuple[float, ...] | None:
+        """Each rank's, mean 1. None = all alike."""
+        return self._speeds
+
+    @property
+    def overhead(self) -> Overhead:
+        """What a step and a micro-batch cost whatever is in them, in the unit of :meth:`cost`."""
+        return Overhead(*self._overhead)
+
+    def _apply(self) -> bool:
+        """Take over what has been learned, if it makes a difference."""
+        work = float(self._parts[0] + self._parts[1])
+        mix = float(self._parts[1]) / work
+        changed = self._mix is None or abs(mix - self._mix) > _MIX_CHANGE
+        if changed:
+            self._mix = mix
+        assert self._typical is not None
+        unit = self._model.linear * self._typical[0] + self._model.quadratic * self._typical[1]
+        micro_batch, step = self._parts[2:] / self._typical[2:] * (unit / work)
+        self._overhead = float(step), float(micro_batch)
+        return self._apply_speeds() or changed or self._speeds is not None
+
+    def _apply_speeds(self) -> bool:
+        if len(self._recent[0]) < _SPEED_STEPS:
+            return False
+        counted = np.array([len(recent) for recent in self._recent])
+        clear = np.abs(self._log_speeds) > np.maximum(
+            _SPEED_LEAST, 3.0 * _MEDIAN_NOISE * self._spread / np.sqrt(counted)
+        )
+        own = np.exp(np.where(clear, self._log_speeds, 0.0))
+        after = own / own.mean()
+        before = np.array(self._speeds or [1.0] * self._num_ranks)
+        if np.abs(after * before.mean() / before - 1.0).max() <= _SPEED_CHANGE:
+            return False
+        self._speeds = tuple(after.tolist()) if clear.any() else None
+        return True
+
+    # -- record --------------------------------------------------------------------------------------------------------
+
+    def fit(self) -> CostFit:
+        """For the statistics."""
+        typical = np.ones(_FEATURES) if self._typical is None else self._typical
+        coefficients = (self._typical_s * self._parts / typical).tolist()
+        return CostFit(
+            steps=max(self._steps - 1, 0),
+            prediction_error=self._error / self._error_weight if self._error_weight else 0.0,
+            seconds_per_token=coefficients[0],
+            seconds_per_token_pair=coefficients[1],
+            seconds_per_micro_batch=coefficients[2],
+            seconds_per_step=coefficients[3],
+            speeds=tuple(np.exp(self._log_speeds).tolist()),
+        )
+
+    def state(self) -> dict[str, Any]:
+        """Everything learned, as numbers and lists of numbers, for a checkpoint."""
+        return {
+            name: value.tolist() if isinstance(value, np.ndarray) else value
+            for name, value in vars(self).items()
+            if name in _STATE
+        } | {"_recent": [list(recent) for recent in self._recent], "_num_ranks": self._num_ranks}
+
+    def take_over(self, state: Mapping[str, Any]) -> None:
+        """Continue from another's :meth:`state`; with another number of ranks, their speeds are learned anew."""
+        arrays = {name for name, value in vars(self).items() if isinstance(value, np.ndarray)} | {"_typical"}
+        same_ranks = state["_num_ranks"] == self._num_ranks
+        for name in _STATE:
+            if name in state and (same_ranks or name not in _PER_RANK):
+                value = state[name]
+                is_array = name in arrays and value is not None
+                setattr(self, name, np.array(value, dtype=np.float64) if is_array else value)
+        self._overhead = tuple(self._overhead)
+        if same_ranks:
+            self._speeds = None if self._speeds is None else tuple(self._speeds)
+            self._recent = [deque(recent, maxlen=_SPEED_WINDOW) for recent in state["_recent"]]
+
+
+_PER_RANK = frozenset({"_log_speeds", "_speeds"})
+_STATE = _PER_RANK | {
+    "_steps",
+    "_typical",
+    "_typical_s",
+    "_products",
+    "_answers",
+    "_parts",
+    "_spread",
+    "_error",
+    "_error_weight",
+    "_mix",
+    "_overhead",
+}
+
+
+def _non_negative(products: Floats, answers: Floats) -> Floats:
+    """[4] argmin of ``x @ products @ x / 2 - answers @ x`` over ``x >= 0``; ``products`` positive definite. By trying
+    every set of positive unknowns: 15 small solves."""
+    best, least = np.zeros(_FEATURES), 0.0
+    for size in range(_FEATURES, 0, -1):
+        for chosen in combinations(range(_FEATURES), size):
+            some = list(chosen)
+            solved = np.linalg.solve(products[np.ix_(some, some)], answers[some])
+            value = -0.5 * float(answers[some] @ solved)
+            if (solved >= 0).all() and value < least:
+                best, least = np.zeros(_FEATURES), value
+                best[some] = solved
+        if size == _FEATURES and least < 0:
+            break  # the unconstrained optimum is allowed
+    return best

@@ -1,0 +1,340 @@
+"""CalibratedCost: what it learns from the ranks' seconds, what it must not learn, and what the core makes of it."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import stream_balancer as sb
+from stream_balancer._core import BalancerCore
+from stream_balancer.calibration import Calibration, _non_negative
+from stream_balancer.planning.overhead import Overhead, work_rates
+from stream_balancer.snapshot import read_state_dict, state_dict
+
+IDS = torch.zeros(8000, dtype=torch.int32)
+
+
+class Machine:
+    """Ranks whose seconds obey the law, with noise."""
+
+    def __init__(
+        self, seed: int = 0, a: float = 1e-5, b: float = 5e-9, c: float = 0.01, d: float = 0.02, noise: float = 0.02
+    ) -> None:
+        self.law = a, b, c, d
+        self.noise = noise
+        self.random = np.random.default_rng(seed)
+
+    def work_s(self, lengths: list[np.ndarray]) -> float:
+        a, b, c, d = self.law
+        return sum(a * x.sum() + b * float(x @ x) for x in lengths) + c * len(lengths) + d
+
+    def measured(self, seconds: np.ndarray) -> list[float]:
+        return (seconds * np.exp(self.noise * self.random.standard_normal(len(seconds)))).tolist()
+
+
+def lengths_of(share: sb.RankBatch) -> list[np.ndarray]:
+    return [np.array([r.num_tokens for r in mb.rollouts], dtype=np.float64) for mb in share.micro_batches]
+
+
+def feed(core: BalancerCore, machine: Machine, names: list[int]) -> sb.Batch:
+    """Arrivals until a batch leaves."""
+    while (batch := core.poll(0.0)) is None:
+        length = int(np.clip(machine.random.lognormal(7, 1), 16, 7999))
+        core.add(sb.Rollout(tokens={"input_ids": IDS[:length]}, rollout_id=f"r{len(names)}"), 0.0)
+        names.append(length)
+    return batch
+
+
+def train(
+    core: BalancerCore, machine: Machine, steps: int, speeds: Callable[[int], list[float]] | None = None
+) -> list[float]:
+    """-> for each step, the slowest rank's seconds over those of a perfect split."""
+    names: list[int] = [0] * core.statistics(0.0).accepted
+    ratios = []
+    for step in range(steps):
+        batch = feed(core, machine, names)
+        work = np.array([machine.work_s(lengths_of(share)) for share in batch.ranks])
+        speed = np.array([1.0] * len(work) if speeds is None else speeds(step))
+        for rank, seconds in enumerate(machine.measured(work / speed)):
+            core.record_step_seconds(batch.step, rank, seconds)
+        core.acknowledge(batch.step)
+        core.verify()
+        ratios.append(float((work / speed).max() / (work.sum() / speed.sum())))
+    return ratios
+
+
+def config(**knobs: object) -> sb.BalancerConfig:
+    chosen = {
+        "dp_size": 8,
+        "batch_size": 32,
+        "max_tokens_per_micro_batch": 8000,
+        "cost": sb.CalibratedCost(sb.QuadraticCost()),
+    }
+    return sb.BalancerConfig(**{**chosen, **knobs})  # type: ignore[arg-type]
+
+
+def slow_first(_: int) -> list[float]:
+    return [1 / 1.5] + [1.0] * 7
+
+
+def test_the_law_of_the_machine_is_found() -> None:
+    core, machine = BalancerCore(config()), Machine()
+    train(core, machine, 60)
+    fit = core.statistics(0.0).cost_fit
+    assert fit is not None
+    assert fit.steps == 59, "the first step does not count"
+    assert fit.prediction_error < 0.05
+    assert fit.seconds_per_token == pytest.approx(1e-5, rel=0.15)
+    assert fit.seconds_per_token_pair == pytest.approx(5e-9, rel=0.15)
+    assert fit.seconds_per_micro_batch + fit.seconds_per_step == pytest.approx(0.03, rel=0.3)
+    assert fit.speeds == pytest.approx([1.0] * 8, abs=0.04)
+    assert core._knobs.speeds is None, "noise does not make a rank slow"
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_slow_rank_gets_less_until_all_finish_together(seed: int) -> None:
+    core, machine = BalancerCore(config()), Machine(seed)
+    ratios = train(core, machine, 60, slow_first)
+    assert np.mean(ratios[:5]) > 1.3
+    assert np.mean(ratios[30:]) < 1.05
+    fit = core.statistics(0.0).cost_fit
+    assert fit is not None
+    assert fit.speeds[0] == pytest.approx(1 / 1.5, rel=0.04)
+
+
+def test_a_rank_that_becomes_slow_and_recovers_is_followed() -> None:
+    core, machine = BalancerCore(config()), Machine(3)
+    ratios = train(core, machine, 80, lambda step: slow_first(step) if 25 <= step < 50 else [1.0] * 8)
+    assert np.mean(ratios[35:50]) < 1.06
+    assert np.mean(ratios[62:]) < 1.04
+
+
+def test_two_hiccups_do_not_make_a_rank_slow() -> None:
+    core, machine = BalancerCore(config()), Machine(4, noise=0.01)
+    ratios = train(core, machine, 30, lambda step: [0.2] + [1.0] * 7 if step in (15, 16) else [1.0] * 8)
+    assert np.mean(ratios[17:]) < 1.03
+    assert core._knobs.speeds is None
+
+
+def test_a_first_step_that_compiles_and_a_step_with_a_checkpoint_do_not_spoil_it() -> None:
+    core, machine = BalancerCore(config()), Machine(5)
+    train(core, machine, 40, lambda step: [0.02] * 8 if step == 0 else [0.1] * 8 if step == 20 else [1.0] * 8)
+    fit = core.statistics(0.0).cost_fit
+    assert fit is not None
+    assert fit.seconds_per_token == pytest.approx(1e-5, rel=0.3)
+    assert fit.seconds_per_token_pair == pytest.approx(5e-9, rel=0.3)
+
+
+def test_a_wrong_prior_is_left_behind() -> None:
+    core, machine = BalancerCore(config(cost=sb.CalibratedCost(sb.TokenCost()))), Machine(6, b=2e-8)
+    ratios = train(core, machine, 50)
+    assert np.mean(ratios[20:]) < np.mean(ratios[:3])
+    assert np.mean(ratios[20:]) < 1.05
+
+
+def test_before_the_first_measurement_the_prior_counts() -> None:
+    prior = sb.QuadraticCost(3.0, 2.0)
+    fit = Calibration(sb.CalibratedCost(prior), 2)
+    assert fit.cost([10, 20]).tolist() == prior([10, 20]).tolist()
+    assert fit.speeds is None
+    assert Calibration(sb.CalibratedCost(prior), 2, speeds=(1.0, 0.5)).speeds == (1.0, 0.5)
+
+
+def test_what_is_never_excited_stays_at_the_prior() -> None:
+    """All shares alike for a thousand steps tell the scale, and nothing about the mix."""
+    prior = sb.QuadraticCost(1000.0, 1.0)
+    learned = Calibration(sb.CalibratedCost(prior, half_life_steps=10), 2)
+    random = np.random.default_rng(0)
+    for step in range(1000):
+        learned.expect(step, [[np.array([500, 500])]] * 2)
+        learned.observe(step, (2.0 * np.exp(0.02 * random.standard_normal(2))).tolist())
+    long, short = learned.cost([1000, 100])
+    assert long / short == pytest.approx(prior(1000) / prior(100), rel=0.05)
+    assert learned.fit().prediction_error < 0.05
+
+
+def test_seconds_that_include_waiting_teach_nothing() -> None:
+    core, machine = BalancerCore(config(dp_size=2, batch_size=8)), Machine()
+    for _ in range(5):
+        batch = feed(core, machine, [0] * core.statistics(0.0).accepted)
+        core.record_step_seconds(batch.step, 0, 1.0)
+        core.record_step_seconds(batch.step, 1, 1.0, own=False)
+        core.acknowledge(batch.step)
+    stats = core.statistics(0.0)
+    assert stats.cost_fit is not None
+    assert stats.cost_fit.steps == 0
+    assert stats.measured_idle_fraction == 0.0
+
+
+def test_impossible_seconds_and_unknown_steps_teach_nothing() -> None:
+    learned = Calibration(sb.CalibratedCost(), 2)
+    shares = [[np.array([5, 6])], [np.array([7])]]
+    for step, seconds in enumerate([[0.0, 1.0], [-1.0, 1.0], [float("nan"), 1.0], [float("inf"), 1.0]]):
+        learned.expect(step, shares)
+        assert not learned.observe(step, seconds)
+    assert not learned.observe(99, [1.0, 1.0])
+    assert learned.fit().steps == 0
+
+
+def test_rollouts_that_bring_their_own_cost_are_left_alone() -> None:
+    core = BalancerCore(config(dp_size=2, batch_size=4, max_tokens_per_micro_batch=None))
+    for step in range(12):
+        for n in range(8 if step == 0 else 4):
+            core.add(sb.Rollout(tokens={"input_ids": IDS[: n + 5]}, rollout_id=f"{step}-{n}", cost=7.0), 0.0)
+        batch = core.poll(0.0)
+        assert batch is not None
+        assert sum(batch.loads) == 28.0
+        for rank in range(2):
+            core.record_step_seconds(batch.step, rank, 1.0 + rank)
+        core.acknowledge(batch.step)
+    assert core.statistics(0.0).cost_fit == Calibration(sb.CalibratedCost(), 2).fit()
+
+
+def test_a_checkpoint_continues_where_it_was() -> None:
+    core, machine = BalancerCore(config()), Machine(7)
+    train(core, machine, 40, slow_first)
+    file = io.BytesIO()
+    torch.save(state_dict(core.snapshot(0.0)), file)
+    file.seek(0)
+    again = BalancerCore(config())
+    again.restore(read_state_dict(torch.load(file, weights_only=True)), 0.0)
+    again.verify()
+    assert again.statistics(0.0).cost_fit == core.statistics(0.0).cost_fit
+    assert (
+        again._buffer.waiting(np.zeros(0, bool)).costs.tolist()
+        == core._buffer.waiting(np.zeros(0, bool)).costs.tolist()
+    )
+    for _ in range(3):
+        core.add(sb.Rollout(tokens={"input_ids": IDS[:99]}), 0.0)
+    ratios = train(again, machine, 15, slow_first)
+    assert np.mean(ratios) < 1.06, "no second learning"
+
+
+def test_a_checkpoint_for_other_ranks_keeps_the_law_and_not_the_speeds() -> None:
+    core, machine = BalancerCore(config()), Machine(8)
+    train(core, machine, 40, slow_first)
+    again = BalancerCore(config(dp_size=4))
+    again.restore(core.snapshot(0.0), 0.0)
+    before, after = core.statistics(0.0).cost_fit, again.statistics(0.0).cost_fit
+    assert before is not None
+    assert after is not None
+    assert after.seconds_per_token == before.seconds_per_token
+    assert after.speeds == (1.0,) * 4
+    train(again, machine, 10, lambda _: [1.0] * 4)
+
+
+def test_an_older_checkpoint_starts_from_the_prior() -> None:
+    core = BalancerCore(config())
+    state = state_dict(core.snapshot(0.0))
+    del state["calibration"]
+    again = BalancerCore(config())
+    again.restore(read_state_dict(state), 0.0)
+    assert again.statistics(0.0).cost_fit == core.statistics(0.0).cost_fit
+
+
+def test_its_state_is_plain() -> None:
+    core, machine = BalancerCore(config()), Machine()
+    train(core, machine, 3)
+    json.dumps(core.snapshot(0.0).calibration)
+
+
+def test_another_model_by_reconfigure_and_back() -> None:
+    core, machine = BalancerCore(config()), Machine(9)
+    train(core, machine, 20, slow_first)
+    learned = core.statistics(0.0).cost_fit
+    core.reconfigure(core.config.replace(deadline_s=5.0))
+    assert core.statistics(0.0).cost_fit == learned, "another knob changed"
+    assert core._knobs.speeds is not None
+    core.reconfigure(core.config.replace(cost=sb.TokenCost()))
+    assert core.statistics(0.0).cost_fit is None
+    assert core._knobs.speeds is None
+    train(core, machine, 2)
+    core.reconfigure(core.config.replace(cost=sb.CalibratedCost()))
+    fit = core.statistics(0.0).cost_fit
+    assert fit is not None
+    assert fit.steps == 0
+
+
+def test_padded_micro_batches_are_priced_as_padded() -> None:
+    learned = Calibration(sb.CalibratedCost(sb.PaddedCost()), 2)
+    random = np.random.default_rng(1)
+    for step in range(60):
+        shares = [[random.integers(1, 100, random.integers(1, 5))] for _ in range(2)]
+        learned.expect(step, shares)
+        learned.observe(step, [1e-3 * len(one) * int(one.max()) + 1e-2 for (one,) in shares])
+    fit = learned.fit()
+    assert fit.seconds_per_token == pytest.approx(1e-3, rel=0.05)
+    assert fit.seconds_per_micro_batch + fit.seconds_per_step == pytest.approx(1e-2, rel=0.3)
+    assert fit.prediction_error < 0.02
+
+
+class _Cubic:
+    padded = False
+
+    def __call__(self, lengths: object) -> np.ndarray:
+        return np.asarray(lengths, dtype=np.float64) ** 3
+
+
+class _Constant(_Cubic):
+    def __call__(self, lengths: object) -> np.ndarray:
+        return np.ones_like(np.asarray(lengths, dtype=np.float64))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"prior": _Cubic()}, "not of the form|does not grow"),
+        ({"prior": _Constant()}, "not of the form|does not grow"),
+        ({"prior": sb.CalibratedCost()}, "does not learn itself"),
+        ({"prior": 3}, "must be a cost model"),
+        ({"half_life_steps": 0}, "half_life_steps"),
+        ({"half_life_steps": float("nan")}, "half_life_steps"),
+        ({"half_life_steps": True}, "half_life_steps"),
+    ],
+)
+def test_priors_that_cannot_be_fitted_are_refused(arguments: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        sb.CalibratedCost(**arguments)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("prior", [sb.TokenCost(), sb.QuadraticCost(0.0, 2.0), sb.QuadraticCost(7.0, 0.0)])
+def test_the_weights_of_a_prior_are_read_exactly(prior: sb.CostModel) -> None:
+    model = sb.CalibratedCost(prior)
+    lengths = np.array([1.0, 17.0, 30000.0])
+    assert model.linear * lengths + model.quadratic * lengths**2 == pytest.approx(prior(lengths), rel=1e-9)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.integers(0, 2**32))
+def test_the_least_squares_solution_is_the_best_allowed_one(seed: int) -> None:
+    random = np.random.default_rng(seed)
+    rows = random.standard_normal((9, 4)) + 0.5
+    products, answers = rows.T @ rows + 1e-3 * np.eye(4), rows.T @ random.standard_normal(9)
+    best = _non_negative(products, answers)
+    slope = products @ best - answers
+    assert (best >= 0).all()
+    assert (slope >= -1e-8).all(), "more of something would be better"
+    assert np.abs(slope[best > 0]).max(initial=0.0) < 1e-8, "less of something would be better"
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.floats(0.3, 3.0), min_size=1, max_size=8), st.floats(0, 0.2), st.floats(0, 0.05), st.integers(1, 4))
+def test_with_these_rates_all_are_done_together(speeds: list[float], step: float, micro: float, number: int) -> None:
+    rate = np.array(speeds)
+    work = 10.0 * len(speeds)
+    rates = work_rates(rate, Overhead(step, micro), work, number)
+    assert rates.sum() == pytest.approx(rate.sum())
+    done = (work * rates / rates.sum() + step + micro * number) / rate
+    assert done == pytest.approx(np.full(len(speeds), done[0]))
+
+
+def test_a_rank_too_slow_for_its_overhead_still_gets_some_work() -> None:
+    rates = work_rates(np.array([0.01, 1.0]), Overhead(5.0, 0.0), 1.0, 1)
+    assert 0 < rates[0] < 0.1 * rates[1]
