@@ -169,8 +169,8 @@ class RayLink:
         match message:
             case ("taken",):
                 self._granted += 1
-            case ("done", int(step), float(seconds)):
-                self._reports.append(StepDone(step, seconds))
+            case ("done", int(step), float(seconds), float() | None as compute_s, float(waited_s)):
+                self._reports.append(StepDone(step, seconds, compute_s, waited_s))
             case ("lacks", int(step), list(lost)):
                 self.on_lost_rollouts(step, [Lost(*one) for one in lost])
             case ("bye",):
@@ -524,9 +524,9 @@ class RayPort:
             raise self._end
         return None
 
-    def report(self, step: int, seconds: float) -> None:
+    def report(self, done: StepDone) -> None:
         """See :class:`~stream_balancer.transport.RankPort`."""
-        self._caller.send(("done", step, seconds))
+        self._caller.send(("done", done.step, done.seconds, done.compute_s, done.waited_s))
 
     def leave(self) -> None:
         """See :class:`~stream_balancer.transport.RankPort`."""

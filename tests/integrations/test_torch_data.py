@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader
 import stream_balancer as sb
 from stream_balancer.integrations.torch_data import RolloutDataset
 from stream_balancer.testing import make_rollouts
+from stream_balancer.transport import StepDone
 from stream_balancer.types import RankBatch
 
 
@@ -41,8 +42,8 @@ class Port:
         self.taken += 1
         return self._left.popleft()
 
-    def report(self, step: int, seconds: float) -> None:
-        self.reported.append(step)
+    def report(self, done: StepDone) -> None:
+        self.reported.append(done.step)
 
     def leave(self) -> None:
         pass
