@@ -1,0 +1,281 @@
+"""GRPO's dict and the async trainer's data path, against the real package."""
+
+from __future__ import annotations
+
+import math
+import threading
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from any_rollouts import column
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import stream_balancer as sb
+from stream_balancer.integrations.trl import RolloutSource, inputs_from, patch, rollouts_from, rollouts_from_samples
+from stream_balancer.types import SUPPORTED_DTYPES
+
+pytest.importorskip("trl")
+
+from accelerate import Accelerator
+from trl.experimental.async_grpo import async_grpo_trainer
+from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
+from trl.trainer.utils import pad, split_pixel_values_by_grid, unsplit_pixel_values_by_grid
+
+PAD = 99
+
+
+@st.composite
+def grpo_inputs(draw: Any) -> dict[str, Any]:
+    """What ``GRPOTrainer._generate_and_score_completions`` returns, padded by TRL's own function."""
+    count = draw(st.integers(1, 5))
+    prompts = draw(st.lists(st.integers(1, 5), min_size=count, max_size=count))
+    completions = draw(st.lists(st.integers(1, 5), min_size=count, max_size=count))
+    long, wide = max(completions), max(prompts)
+
+    def rows(lengths: list[int], dtype: torch.dtype, side: str, value: float = 0) -> torch.Tensor:
+        return pad([column(draw, (n,), dtype) for n in lengths], padding_value=value, padding_side=side)
+
+    def ones(lengths: list[int], side: str) -> torch.Tensor:
+        return pad([torch.ones(n, dtype=torch.long) for n in lengths], padding_value=0, padding_side=side)
+
+    inputs: dict[str, Any] = {
+        "prompt_ids": rows(prompts, torch.int64, "left", PAD),
+        "prompt_mask": ones(prompts, "left"),
+        "completion_ids": rows(completions, torch.int64, "right", PAD),
+        "completion_mask": ones(completions, "right"),
+        "advantages": column(draw, (count,), torch.float32) / 7,
+    }
+    loss_mask = inputs["completion_mask"]
+    if draw(st.booleans()):
+        tools = [torch.randint(0, 2, (n,)) for n in completions]
+        inputs["tool_mask"] = pad(tools, padding_value=1, padding_side="right")
+        loss_mask = loss_mask * inputs["tool_mask"]
+    for name in draw(st.sets(st.sampled_from(["old_per_token_logps", "sampling_per_token_logps", "other"]))):
+        dtype = torch.float32 if name != "other" else draw(st.sampled_from(SUPPORTED_DTYPES))
+        inputs[name] = rows(completions, dtype, "right")
+    if draw(st.booleans()) and wide:
+        types = [column(draw, (p + c,), torch.int64) for p, c in zip(prompts, completions, strict=True)]
+        inputs["token_type_ids"] = torch.zeros(count, wide + long, dtype=torch.int64)
+        for row, (p, c, one) in enumerate(zip(prompts, completions, types, strict=True)):
+            inputs["token_type_ids"][row, wide - p : wide + c] = one
+    if draw(st.booleans()) and long != 1 and wide + long != 1:
+        inputs["importance_sampling_ratio"] = column(draw, (count, 1), torch.float32)
+    if draw(st.booleans()):
+        images = [draw(st.integers(1, 2)) for _ in prompts]
+        grid = torch.tensor([[1, 2, draw(st.integers(1, 3))] for _ in range(sum(images))])
+        inputs |= {"num_images": images, "image_grid_thw": grid}
+        inputs["pixel_values"] = column(draw, (int(grid.prod(-1).sum()), 4), torch.bfloat16)
+    inputs["num_items_in_batch"] = loss_mask.sum()
+    return inputs
+
+
+def share_of(micro_batches: list[list[sb.Rollout]]) -> sb.RankBatch:
+    rollouts = [rollout for micro_batch in micro_batches for rollout in micro_batch]
+    return sb.RankBatch(
+        step=0,
+        rank=0,
+        dp_size=1,
+        micro_batches=tuple(sb.MicroBatch.of(mb) for mb in micro_batches),
+        load=1.0,
+        global_num_rollouts=len(rollouts),
+        global_num_tokens=sum(rollout.num_tokens for rollout in rollouts),
+        global_num_loss_tokens=sum(rollout.num_loss_tokens for rollout in rollouts),
+    )
+
+
+@given(grpo_inputs())
+@settings(max_examples=80)
+def test_every_entry_survives(inputs: dict[str, Any]) -> None:
+    made = rollouts_from(split_pixel_values_by_grid(inputs), version=4)
+    (back,) = inputs_from(share_of([made]), pad_token_id=PAD)
+    back = unsplit_pixel_values_by_grid(back)
+    assert back.keys() == inputs.keys()
+    for key, value in inputs.items():
+        if isinstance(value, list):
+            assert back[key] == value
+        else:
+            assert back[key].dtype == value.dtype, key
+            assert torch.equal(back[key], value), (key, value, back[key])
+    assert {rollout.version for rollout in made} == {4}
+
+
+def two_rows() -> dict[str, Any]:
+    return {
+        "prompt_ids": torch.tensor([[PAD, 1], [2, 3]]),
+        "prompt_mask": torch.tensor([[0, 1], [1, 1]]),
+        "completion_ids": torch.tensor([[4, 5, 6], [7, PAD, PAD]]),
+        "completion_mask": torch.tensor([[1, 1, 1], [1, 0, 0]]),
+        "tool_mask": torch.tensor([[1, 0, 1], [1, 1, 1]]),
+        "advantages": torch.tensor([0.5, -0.5]),
+        "num_items_in_batch": torch.tensor(3),
+    }
+
+
+def test_what_a_rollout_is() -> None:
+    first, second = rollouts_from(two_rows(), group_size=2)
+    assert first.tokens["input_ids"].tolist() == [1, 4, 5, 6]
+    assert first.tokens["loss_mask"].tolist() == [0, 1, 0, 1]
+    assert second.tokens["input_ids"].tolist() == [2, 3, 7]
+    assert (first.scalars["advantages"], second.scalars["advantages"]) == (0.5, -0.5)
+    assert first.group_id == second.group_id is not None
+    assert first.rollout_id != second.rollout_id
+
+
+def test_a_truncated_completion_trains_nothing() -> None:
+    inputs = two_rows()
+    inputs["completion_mask"][1] = inputs["tool_mask"][1] = 0  # mask_truncated_completions
+    made = rollouts_from(inputs)
+    assert made[1].tokens["input_ids"].tolist() == [2, 3]
+    assert made[1].num_loss_tokens == 0
+    (back,) = inputs_from(share_of([made]), pad_token_id=PAD)
+    assert torch.equal(back["completion_mask"], inputs["completion_mask"])
+
+
+def test_a_padding_copy_trains_nothing_and_the_denominator_is_the_steps() -> None:
+    made = rollouts_from(two_rows())
+    one, other = inputs_from(share_of([[made[0]], [made[1].padding_copy("p")]]), pad_token_id=PAD)
+    assert one["completion_mask"].sum() == 3
+    assert other["completion_mask"].sum() == 0
+    assert other["prompt_ids"].tolist() == [[2, 3]]
+    assert one["num_items_in_batch"] == other["num_items_in_batch"] == made[0].num_loss_tokens == 2
+
+
+# --- the async trainer ------------------------------------------------------------------------------------------------
+
+
+def sample(number: int, length: int, group: int) -> RolloutSample:
+    mask = np.ones(length, dtype=np.int64)
+    mask[:1] = 0
+    return RolloutSample(
+        prompt=[{"role": "user", "content": "?"}],
+        completion=[{"role": "assistant", "content": "!"}],
+        input_ids=np.arange(length) + 1000 * number,
+        completion_mask=mask,
+        old_log_probs=np.full(length, -0.5, dtype=np.float32),
+        advantage=number / 8,
+        model_version=0,
+        group_id=group,
+        metrics={"reward": float(number)},
+    )
+
+
+def trainer_of(source: Any, num_processes: int, **args: Any) -> Any:
+    """What the real ``get_train_dataloader`` reads of its trainer."""
+    return SimpleNamespace(
+        accelerator=SimpleNamespace(num_processes=num_processes, is_main_process=True, prepare=lambda loader: loader),
+        rollout_queue=source.rollout_buffer,
+        rollout_worker=source,
+        model_version=0,
+        args=SimpleNamespace(
+            heartbeat_stale_after_s=1, max_staleness=3, report_to=[], per_device_train_batch_size=2, **args
+        ),
+        _metrics={"train": async_grpo_trainer.defaultdict(list)},
+        _trained_groups=set(),
+        processing_class=SimpleNamespace(pad_token_id=0),
+    )
+
+
+LENGTHS = [2, 9, 3, 4, 8, 2, 5, 7, 3, 6, 2, 9, 4, 4, 3, 5]
+
+
+@pytest.mark.parametrize("token_budget", [0, 20])
+def test_the_real_loader_and_collator_train_on_our_plan(token_budget: int) -> None:
+    cap = token_budget or None
+    config = sb.BalancerConfig(dp_size=2, batch_size=8, window=16, max_tokens_per_micro_batch=cap, sync="micro_batch")
+    put_back = patch()
+    try:
+        with sb.blocking(config) as balancer:
+            source = RolloutSource(balancer, SimpleNamespace(gradient_accumulation_steps=1))
+            for rollout in rollouts_from_samples(sample(n, length, n // 2) for n, length in enumerate(LENGTHS)):
+                balancer.put(rollout)
+            balancer.end()
+            trainer = trainer_of(source, 2, token_budget=token_budget)
+            batches = list(async_grpo_trainer.AsyncGRPOTrainer.get_train_dataloader(trainer))
+            source.update_model_version(1)
+            assert balancer.statistics().version == 1
+            assert source.rollout_buffer.qsize() == 0
+            source.stop()
+    finally:
+        put_back()
+    trained = [label for batch in batches for row in batch["shift_labels"].tolist() for label in row if label != -100]
+    assert sorted(trained) == sorted(1000 * n + i for n, length in enumerate(LENGTHS) for i in range(1, length))
+    assert all(batch["input_ids"].shape[0] == 2 for batch in batches)
+    assert all(batch["input_ids"].shape[1] <= (token_budget or 1000) for batch in batches)
+    assert trainer._trained_groups == set(range(8))
+    assert math.isclose(sum(float(b["global_n_tokens"][0]) for b in batches), sum(LENGTHS) - len(LENGTHS))
+    imbalance = trainer._metrics["train"]["batch/row_imbalance"]
+    assert len(imbalance) == len(batches)
+    assert sum(batch["advantages"].numel() for batch in batches) > 0
+
+
+def test_other_workers_are_planned_by_trl_as_before_and_a_forgotten_patch_is_said() -> None:
+    originals = (async_grpo_trainer.TokenBudgetBatcher, async_grpo_trainer.FixedCountBatcher)
+    put_back = patch()
+    dataset = SimpleNamespace(queue=object())
+    assert isinstance(async_grpo_trainer.FixedCountBatcher(dataset, 2, 4), originals[1])
+    assert isinstance(async_grpo_trainer.TokenBudgetBatcher(dataset, 2, 4, {}), originals[0])
+    put_back()
+    assert originals == (async_grpo_trainer.TokenBudgetBatcher, async_grpo_trainer.FixedCountBatcher)
+    with sb.blocking(sb.BalancerConfig(dp_size=2, batch_size=8)) as balancer:
+        source = RolloutSource(balancer, SimpleNamespace(gradient_accumulation_steps=1))
+        loader = async_grpo_trainer.AsyncGRPOTrainer.get_train_dataloader(trainer_of(source, 2, token_budget=0))
+        with pytest.raises(RuntimeError, match=r"call stream_balancer.integrations.trl.patch\(\) before the trainer"):
+            next(iter(loader))
+
+
+def test_another_number_of_ranks_is_refused() -> None:
+    with sb.blocking(sb.BalancerConfig(dp_size=2, batch_size=8)) as balancer:
+        source = RolloutSource(balancer, SimpleNamespace(gradient_accumulation_steps=1))
+        with pytest.raises(ValueError, match="balances for dp_size=2, but TRL trains on 3 processes"):
+            next(source.micro_batches(3))
+
+
+@pytest.mark.parametrize("accumulation", [1, 2, 3])
+def test_a_step_is_acknowledged_only_when_accelerate_and_the_trainer_are_done_with_it(accumulation: int) -> None:
+    """Under accelerate's real loader, which looks one ahead, fetched as transformers' Trainer does: a whole
+    accumulation before any of it is trained."""
+    config = sb.BalancerConfig(dp_size=1, batch_size=2, window=2, max_tokens_per_micro_batch=9)
+    steps: dict[int, int] = {}
+    trained: set[int] = set()
+    acknowledged: list[int] = []
+    with sb.blocking(config) as balancer:
+        source = RolloutSource(balancer, SimpleNamespace(gradient_accumulation_steps=accumulation))
+
+        def put() -> None:
+            for rollout in rollouts_from_samples(sample(n, length, n) for n, length in enumerate(LENGTHS)):
+                balancer.put(rollout)
+            balancer.end()
+
+        producer = threading.Thread(target=put)
+        producer.start()
+        acknowledge = balancer.acknowledge
+
+        def watched(step: int) -> None:
+            assert [n for n, of in steps.items() if of == step and n not in trained] == [], step
+            acknowledged.append(step)
+            acknowledge(step)
+
+        batches = balancer.batches
+
+        def noted(**options: Any) -> Any:
+            for batch in batches(**options):
+                for rollout in batch.rollouts:
+                    steps[int(rollout.tokens["input_ids"][0]) // 1000] = batch.step
+                yield batch
+
+        balancer.acknowledge, balancer.batches = watched, noted  # type: ignore[method-assign]
+        put_back = patch()
+        loader = async_grpo_trainer.AsyncGRPOTrainer.get_train_dataloader(trainer_of(source, 1, token_budget=0))
+        put_back()
+        batches_of_trainer = iter(Accelerator(cpu=True).prepare(loader))
+        while chunk := [one for one in (next(batches_of_trainer, None) for _ in range(accumulation)) if one]:
+            for batch in chunk:
+                trained |= {label // 1000 for label in batch["shift_labels"].flatten().tolist() if label >= 0}
+        producer.join()
+        assert trained == set(range(len(LENGTHS)))
+        assert acknowledged == list(range(len(acknowledged)))
+        assert len(acknowledged) >= max(steps.values()) - accumulation - 1
