@@ -48,10 +48,10 @@ def rollouts_from(
     ``trl.trainer.utils.split_pixel_values_by_grid``.
 
     ``prompt_ids`` (left-padded) and ``completion_ids`` become ``input_ids``; ``completion_mask``, times ``tool_mask``
-    where there is one, ``loss_mask``. ``[B, C]`` columns lie on the completion, with zeros on the prompt; ``[B,
-    P + C]`` on both; ``advantages`` and other float32 ``[B]`` are scalars; other rows are ``tensors`` or ``metadata``. A completion
-    that TRL masked (truncated) is left out with its tokens: it trains nothing. ``group_size``: so many neighbours are
-    siblings.
+    where there is one, ``loss_mask``. ``[B, C]`` columns lie on the completion, with zeros on the prompt; ``[B, P+C]``
+    on both; ``advantages`` and other float32 ``[B]`` are scalars; other rows are ``tensors`` or ``metadata``. A
+    completion that TRL masked (truncated) is left out with its tokens: it trains nothing. ``group_size``: so many
+    neighbours are siblings.
     """
     prompts, completions = inputs["prompt_mask"] != 0, inputs["completion_mask"] != 0
     name = uuid.uuid4().hex
