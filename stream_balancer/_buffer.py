@@ -1,12 +1,11 @@
 """The waiting rollouts, in two orders: by age, and by (length, age).
 
-By age they are rows of numpy columns, which the planner reads as they are; by length they are a sorted index
-(``sortedcontainers``), which answers "the longest", "the median" without a scan. Storage only: what may enter and
-what leaves is ``_core``'s question. Pure: no clock, no torch, no waiting. :meth:`Buffer.check` verifies every
-invariant, for tests.
+By age they are rows of numpy columns, which the planner reads as they are; by length they are a sorted column, which
+answers "the longest", "the median" without a scan. Storage only: what may enter and what leaves is ``_core``'s
+question. Pure: no clock, no torch, no waiting. :meth:`Buffer.check` verifies every invariant, for tests.
 
-The sorted index holds one int per rollout, ``length << 40 | seq``. Ints compare several times faster than a key
-function builds tuples, and a rebuild after a large removal is one C sort of an almost sorted list.
+The sorted column holds one int64 per rollout, ``length << 40 | seq``. Arrivals are merged in when somebody looks, all
+at once: a put pays nothing for the order, and a removal is one binary search and one copy.
 """
 
 from __future__ import annotations
@@ -16,7 +15,6 @@ from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
-from sortedcontainers import SortedList
 
 from stream_balancer.planning import Waiting
 from stream_balancer.types import Rollout
@@ -45,7 +43,10 @@ class Buffer:
         self._group_size = group_size
         self._rows = 0
         self._next_seq = 0
-        self._rollouts: NDArray[np.object_] = np.empty(_FIRST_ROWS, dtype=object)
+        self._table: NDArray[np.object_] = np.empty(_FIRST_ROWS, dtype=object)
+        """Rollouts, each in a slot that it keeps: moving 100,000 references would touch as many objects."""
+        self._free_slots = list(range(_FIRST_ROWS - 1, -1, -1))
+        self._slots = np.empty(_FIRST_ROWS, dtype=np.int64)
         self._costs = np.empty(_FIRST_ROWS, dtype=np.float64)
         self._lengths = np.empty(_FIRST_ROWS, dtype=np.int64)
         self._skips = np.empty(_FIRST_ROWS, dtype=np.int64)
@@ -54,7 +55,9 @@ class Buffer:
         self._labels = np.empty(_FIRST_ROWS, dtype=np.int64)
         self._seqs = np.empty(_FIRST_ROWS, dtype=np.int64)
         self._bytes = np.empty(_FIRST_ROWS, dtype=np.int64)
-        self._by_length: SortedList = SortedList()
+        self._loss_tokens = np.empty(_FIRST_ROWS, dtype=np.int64)
+        self._sorted = np.empty(0, dtype=np.int64)
+        self._num_unsorted = 0  # the youngest rows, which are not in _sorted yet
         self._groups: dict[str, _Group] = {}
         self._free_labels: list[int] = []
         self._arrived_by_label = np.zeros(_FIRST_ROWS, dtype=np.int64)
@@ -73,11 +76,12 @@ class Buffer:
     # -- in and out ----------------------------------------------------------------------------------------------------
 
     def add(self, rollout: Rollout, cost: float, now: float, skips: int = 0) -> None:
-        """Take a rollout in as the youngest. O(log n)."""
+        """Take a rollout in as the youngest. O(1), amortised."""
         row = self._rows
         if row == len(self._costs):
             self._grow()
-        self._rollouts[row] = rollout
+        self._slots[row] = slot = self._free_slots.pop()
+        self._table[slot] = rollout
         self._costs[row] = cost
         self._lengths[row] = rollout.num_tokens
         self._skips[row] = skips
@@ -87,16 +91,22 @@ class Buffer:
         self._labels[row] = self._join_group(rollout.group_id)
         self._seqs[row] = self._next_seq
         self._bytes[row] = num_bytes = rollout.nbytes
-        self._by_length.add(rollout.num_tokens << _SEQ_BITS | self._next_seq)
+        self._loss_tokens[row] = rollout.num_loss_tokens
         self._next_seq += 1
         self._rows += 1
+        self._num_unsorted += 1
         self.num_tokens += rollout.num_tokens
         self.num_bytes += num_bytes
 
     def remove(self, rows: NDArray[np.int64]) -> list[Rollout]:
         """Take rows out; the others keep their order. O(n), a few vector operations."""
-        removed: list[Rollout] = self._rollouts[rows].tolist()
-        removed_keys = self._keys()[rows]
+        if not rows.size:
+            return []
+        removed = self.rollouts(rows)
+        slots = self._slots[rows]
+        self._table[slots] = None  # do not keep payloads alive
+        self._free_slots += slots.tolist()
+        self._unsort(rows)
         self.num_tokens -= int(self._lengths[rows].sum())
         self.num_bytes -= int(self._bytes[rows].sum())
         if self._group_size is not None:
@@ -104,12 +114,11 @@ class Buffer:
                 self._leave_group(rollout.group_id)
         keep = np.ones(self._rows, dtype=bool)
         keep[rows] = False
-        left = self._rows - len(removed)
+        first, left = int(rows.min()), self._rows - len(removed)
+        stay = np.flatnonzero(keep[first:]) + first
         for column in self._columns():
-            column[:left] = column[: self._rows][keep]
-        self._rollouts[left : self._rows] = None  # do not keep payloads alive
+            column[first:left] = column[stay]
         self._rows = left
-        self._unindex(removed_keys)
         self.num_ready = int(np.count_nonzero(self._complete()))
         return removed
 
@@ -138,7 +147,7 @@ class Buffer:
 
     def rollouts(self, rows: NDArray[np.int64] | None = None) -> list[Rollout]:
         """The rollouts of some rows, or of all, oldest first."""
-        found: list[Rollout] = (self._rollouts[: self._rows] if rows is None else self._rollouts[rows]).tolist()
+        found: list[Rollout] = self._table[self._slots[: self._rows] if rows is None else self._slots[rows]].tolist()
         return found
 
     @property
@@ -165,6 +174,11 @@ class Buffer:
     def lengths(self) -> NDArray[np.int64]:
         """[n] tokens of each rollout (a view)."""
         return self._lengths[: self._rows]
+
+    @property
+    def loss_tokens(self) -> NDArray[np.int64]:
+        """[n] tokens of each that are trained on (a view)."""
+        return self._loss_tokens[: self._rows]
 
     @property
     def labels(self) -> NDArray[np.int64]:
@@ -211,11 +225,13 @@ class Buffer:
         return group is not None and group.waiting > 0
 
     def length_quantiles(self, fractions: Sequence[float]) -> tuple[int, ...]:
-        """Lengths at the given fractions of the sorted order, in tokens; empty if none waits. O(log n) each."""
+        """Lengths at the given fractions of the sorted order, in tokens; empty if none waits. O(1) each, and O(n) for
+        all that came since the last look."""
         if not self._rows:
             return ()
+        self._sort_in()
         last = self._rows - 1
-        return tuple(self._by_length[round(f * last)] >> _SEQ_BITS for f in fractions)
+        return tuple(int(self._sorted[round(f * last)]) >> _SEQ_BITS for f in fractions)
 
     def siblings(self, group_id: str) -> NDArray[np.int64]:
         """Rows of the rollouts of a group that wait here. O(n)."""
@@ -279,7 +295,7 @@ class Buffer:
 
     def _columns(self) -> tuple[NDArray[np.generic], ...]:
         return (
-            self._rollouts,
+            self._slots,
             self._costs,
             self._lengths,
             self._skips,
@@ -288,12 +304,13 @@ class Buffer:
             self._labels,
             self._seqs,
             self._bytes,
+            self._loss_tokens,
         )
 
     def _grow(self) -> None:
         """Double every column: amortised O(1) per row."""
         (
-            self._rollouts,
+            self._slots,
             self._costs,
             self._lengths,
             self._skips,
@@ -302,19 +319,30 @@ class Buffer:
             self._labels,
             self._seqs,
             self._bytes,
+            self._loss_tokens,
         ) = (np.concatenate([column, np.empty_like(column)]) for column in self._columns())
+        before = len(self._table)
+        self._table = np.concatenate([self._table, np.empty_like(self._table)])
+        self._free_slots += range(len(self._table) - 1, before - 1, -1)
 
     def _keys(self) -> NDArray[np.int64]:
         """[n] what the sorted index holds: length first, then age."""
         return self._lengths[: self._rows] << _SEQ_BITS | self._seqs[: self._rows]
 
-    def _unindex(self, removed_keys: NDArray[np.int64]) -> None:
-        # One by one costs a bisection and a shift each; beyond a sixteenth, sorting the columns that are left is less.
-        if 16 * len(removed_keys) < len(self._by_length):
-            for key in removed_keys.tolist():
-                self._by_length.remove(key)
-        else:
-            self._by_length = SortedList(np.sort(self._keys()).tolist())
+    def _sort_in(self) -> None:
+        """Give the youngest rows their places in the sorted column. O(n) if there are any."""
+        if self._num_unsorted:
+            young = np.sort(self._keys()[self._rows - self._num_unsorted :])
+            self._sorted = np.insert(self._sorted, np.searchsorted(self._sorted, young), young)
+            self._num_unsorted = 0
+
+    def _unsort(self, rows: NDArray[np.int64]) -> None:
+        """Rows are about to leave the sorted column. O(n)."""
+        sorted_in = rows < self._rows - self._num_unsorted
+        self._num_unsorted -= int(np.count_nonzero(~sorted_in))
+        if sorted_in.any():
+            places = np.searchsorted(self._sorted, self._keys()[rows[sorted_in]])
+            self._sorted = np.delete(self._sorted, places)
 
     def check(self) -> None:
         """Verify every invariant; for tests. O(n log n)."""
@@ -324,10 +352,12 @@ class Buffer:
         assert self._lengths[:n].tolist() == [r.num_tokens for r in rollouts]
         assert self.num_tokens == sum(r.num_tokens for r in rollouts)
         assert self.num_bytes == sum(r.nbytes for r in rollouts)
-        assert list(self._by_length) == sorted(self._keys().tolist())
+        assert self._sorted.tolist() == np.sort(self._keys()[: n - self._num_unsorted]).tolist()
         assert np.all(np.diff(self._seqs[:n]) > 0)
         assert np.all(np.diff(self._arrived_at[:n]) >= 0)
-        assert all(r is None for r in self._rollouts[n:])
+        assert sorted(self._slots[:n].tolist() + self._free_slots) == list(range(len(self._table)))
+        assert all(r is None for r in self._table[self._free_slots])
+        assert self._loss_tokens[:n].tolist() == [r.num_loss_tokens for r in rollouts]
         assert self.num_ready == int(np.count_nonzero(self._complete()))
         assert self.num_awaited == sum(self._lacks(g) for g in self._groups.values())
         if self._group_size is not None:

@@ -23,6 +23,7 @@ import math
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import fields, replace
+from itertools import islice
 from typing import Any, Protocol
 
 import numpy as np
@@ -358,12 +359,12 @@ class BalancerCore:
     # -- out -----------------------------------------------------------------------------------------------------------
 
     def _make_batch(self, plan: Plan, reason: Reason) -> Batch:
-        shares = [[self._buffer.rollouts(rows) for rows in micro_batches] for micro_batches in plan.ranks]
-        real = [rollout for share in shares for micro_batch in share for rollout in micro_batch]
-        num_padding = _fill_up(shares, real, self._next_step)
+        rows = _all_rows(plan)
+        rollouts, lengths = self._buffer.rollouts(rows), self._buffer.lengths[rows]
+        shares = _micro_batches(plan, rollouts, lengths.tolist())
+        num_padding = _fill_up(shares, rollouts, self._next_step)
         loads: list[float] = (plan.loads if plan.rates is None else plan.loads / plan.rates).tolist()
-        tokens = sum(r.num_tokens for r in real)
-        loss_tokens = sum(r.num_loss_tokens for r in real)
+        tokens, loss_tokens = int(lengths.sum()), int(self._buffer.loss_tokens[rows].sum())
         return Batch(
             step=self._next_step,
             reason=reason,
@@ -372,15 +373,15 @@ class BalancerCore:
                     step=self._next_step,
                     rank=rank,
                     dp_size=self.config.dp_size,
-                    micro_batches=tuple(MicroBatch.of(micro_batch) for micro_batch in share),
+                    micro_batches=tuple(share),
                     load=loads[rank],
-                    global_num_rollouts=len(real),
+                    global_num_rollouts=len(rollouts),
                     global_num_tokens=tokens,
                     global_num_loss_tokens=loss_tokens,
                 )
                 for rank, share in enumerate(shares)
             ),
-            num_rollouts=len(real),
+            num_rollouts=len(rollouts),
             num_tokens=tokens,
             loads=tuple(loads),
             lower_bound=plan.lower_bound,
@@ -395,7 +396,7 @@ class BalancerCore:
         return tuple(sorted({r.group_id for r in self._buffer.rollouts(rows) if r.group_id is not None}))
 
     def _commit(self, batch: Batch, plan: Plan) -> None:
-        rows = np.concatenate([rows for micro_batches in plan.ranks for rows in micro_batches])
+        rows = _all_rows(plan)
         if self._calibration is not None and not batch.num_padding and not self._has_own_costs:
             self._calibration.expect(batch.step, [[self._buffer.lengths[one] for one in share] for share in plan.ranks])
         self._note_arrivals()
@@ -708,6 +709,11 @@ class BalancerCore:
         assert self._num_aging == self._count_aging()
 
 
+def _all_rows(plan: Plan) -> NDArray[np.int64]:
+    """Rows of the plan's rollouts, rank by rank, micro-batch by micro-batch."""
+    return np.concatenate([rows for micro_batches in plan.ranks for rows in micro_batches])
+
+
 def _describe_knobs(config: BalancerConfig) -> dict[str, Any]:
     """The knobs as numbers and strings, for the record."""
     plain = (int, float, str, type(None))
@@ -744,7 +750,16 @@ def _plan_knobs(config: BalancerConfig) -> PlanKnobs:
     )
 
 
-def _fill_up(shares: list[list[list[Rollout]]], real: Sequence[Rollout], step: int) -> int:
+def _micro_batches(plan: Plan, rollouts: list[Rollout], lengths: list[int]) -> list[list[MicroBatch]]:
+    """[rank][micro_batch] of the rollouts, which come in the plan's order. O(n)."""
+    going, of = iter(rollouts), iter(lengths)
+    return [
+        [MicroBatch.of(list(islice(going, rows.size)), tuple(islice(of, rows.size))) for rows in micro_batches]
+        for micro_batches in plan.ranks
+    ]
+
+
+def _fill_up(shares: list[list[MicroBatch]], real: Sequence[Rollout], step: int) -> int:
     """Give every rank the same number of micro-batches, with zero-weight copies of the shortest rollout; how many. In
     place.
 
@@ -756,5 +771,5 @@ def _fill_up(shares: list[list[list[Rollout]]], real: Sequence[Rollout], step: i
     if missing:
         shortest = min(real, key=lambda r: r.num_tokens)
         for rank, index in missing:
-            shares[rank].append([shortest.padding_copy(f"padding-{step}-{rank}-{index}")])
+            shares[rank].append(MicroBatch.of([shortest.padding_copy(f"padding-{step}-{rank}-{index}")]))
     return len(missing)

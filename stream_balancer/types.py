@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeAlias, cast
 
 import numpy as np
 import torch
@@ -72,6 +72,28 @@ def _new_id() -> str:
     return uuid.uuid4().hex
 
 
+class _Nothing(dict[str, Any]):
+    """The empty mapping that all rollouts without scalars, tensors or metadata share: three dicts of their own would be
+    a quarter of what a rollout weighs beside its payload."""
+
+    __slots__ = ()
+
+    def _refuse(self, *_: object, **__: object) -> NoReturn:
+        raise TypeError("a Rollout is frozen: give scalars, tensors and metadata when you make it")
+
+    __setitem__ = setdefault = update = __ior__ = _refuse
+
+    def __reduce__(self) -> tuple[type[dict[str, Any]], tuple[()]]:
+        return dict, ()
+
+
+_NOTHING = _Nothing()
+
+
+def _nothing() -> Mapping[str, Any]:
+    return _NOTHING
+
+
 @dataclass(frozen=True, eq=False, slots=True, kw_only=True)
 class Rollout:
     """One finished rollout (trajectory, sample): its per-token columns and what belongs to it.
@@ -85,11 +107,11 @@ class Rollout:
     tokens: Mapping[str, Tensor]
     """Per-token columns ``[L, ...]``. ``input_ids`` ``[L]`` (any integer dtype) is required; ``loss_mask`` ``[L]``, if
     present, says which tokens are trained on (non-zero = trained)."""
-    scalars: Mapping[str, float | int] = field(default_factory=dict)
+    scalars: Mapping[str, float | int] = field(default_factory=_nothing)
     """One number each: advantage, reward."""
-    tensors: Mapping[str, Tensor] = field(default_factory=dict)
+    tensors: Mapping[str, Tensor] = field(default_factory=_nothing)
     """Tensors of any shape that are not per-token: pixel values, image grids."""
-    metadata: Mapping[str, Any] = field(default_factory=dict)
+    metadata: Mapping[str, Any] = field(default_factory=_nothing)
     """JSON-like: str, int (64 bit), float, bool, None, bytes, and lists and str-keyed dicts of these."""
     rollout_id: str = field(default_factory=_new_id)
     """Unique name; a fresh random one by default. At most 512 bytes of UTF-8."""
@@ -182,9 +204,12 @@ class MicroBatch:
     concatenated on use."""
 
     @classmethod
-    def of(cls, rollouts: Sequence[Rollout]) -> MicroBatch:
-        """A micro-batch over rollouts at hand; their columns are concatenated when a layout is asked for."""
-        return cls(rollouts, tuple(r.num_tokens for r in rollouts), partial(_concatenate, rollouts))
+    def of(cls, rollouts: Sequence[Rollout], lengths: tuple[int, ...] | None = None) -> MicroBatch:
+        """A micro-batch over rollouts at hand (``lengths``: their tokens, where known); their columns are concatenated
+        when a layout is asked for."""
+        if lengths is None:
+            lengths = tuple(r.num_tokens for r in rollouts)
+        return cls(rollouts, lengths, partial(_concatenate, rollouts))
 
     @property
     def num_tokens(self) -> int:

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from .partition import loads_of
+
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
@@ -55,7 +57,7 @@ def exchange_with_waiting(
     chosen = np.concatenate([one for share in shares for one in share])
     if not pool.size:
         return shares
-    loads = [float(sum(costs[one].sum() for one in share)) for share in shares]
+    loads = loads_of(costs, shares).tolist()
     total_rate = sum(rate)
     level = max(sum(loads) / total_rate, float(costs[chosen].max()) / max(rate))
     before = max(load / speed for load, speed in zip(loads, rate, strict=True))

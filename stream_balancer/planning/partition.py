@@ -138,6 +138,14 @@ def split_by_label(labels: Ints, num_ranks: int) -> list[Ints]:
     return [order[start:end] for start, end in zip(starts, ends, strict=True)]
 
 
+def loads_of(costs: Floats, shares: list[list[Ints]]) -> Floats:
+    """[rank] summed cost of [rank][micro-batch] -> positions. O(n)."""
+    sizes = [sum(map(len, share)) for share in shares]
+    picked = np.concatenate([one for share in shares for one in share] or [np.empty(0, dtype=np.int64)])
+    rank_of = np.repeat(np.arange(len(shares)), sizes)
+    return np.bincount(rank_of, weights=costs[picked], minlength=len(shares)).astype(np.float64)
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # The lower bound
 # ---------------------------------------------------------------------------------------------------------------------

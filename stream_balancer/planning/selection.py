@@ -19,7 +19,7 @@ from .deferral import choose
 from .exchange import exchange_with_waiting
 from .micro_batches import form_micro_batches, in_order
 from .overhead import NO_OVERHEAD, Overhead, work_rates
-from .partition import lower_bound, partition, partition_together
+from .partition import loads_of, lower_bound, partition, partition_together
 from .rows import choose_rows
 
 if TYPE_CHECKING:
@@ -210,7 +210,7 @@ def _finish(waiting: Waiting, knobs: PlanKnobs, shares: list[list[Ints]]) -> Pla
     """The plan with its figures."""
     everything = [one for share in shares for one in share]
     picked = np.concatenate(everything) if everything else np.empty(0, dtype=np.int64)
-    loads = np.array([float(sum(waiting.costs[one].sum() for one in share)) for share in shares])
+    loads = loads_of(waiting.costs, shares)
     rate = np.ones(knobs.num_ranks) if knobs.speeds is None else np.asarray(knobs.speeds, dtype=np.float64)
     bound = lower_bound(waiting.costs[picked], knobs.num_ranks, knobs.counts, knobs.speeds)
     mean = float(loads.sum() / rate.sum())

@@ -1,0 +1,289 @@
+"""How far one planner goes: dispatches, loop blocks, memory and simulated runs up to 4,096 ranks, 131,072 waiting and
+10^6 rollouts.
+
+A dispatch is the whole ``_core.poll``: columns, plan, batch, commit. Rollouts share one payload, so that what is
+measured is the balancer and Python, never tokens. Each part runs in a process of its own, with a clean heap.
+Run: ``python bench/scale.py [--json] [--part dispatch|block|memory|simulate]``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import math
+import os
+import statistics
+import subprocess
+import sys
+import time
+import tracemalloc
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import anyio
+import numpy as np
+import torch
+
+import stream_balancer as sb
+from stream_balancer._core import BalancerCore
+
+Row = dict[str, object]
+
+LONGEST = 8192
+BYTES_OF_A_PAGE = os.sysconf("SC_PAGE_SIZE")
+
+
+def make_rollouts(count: int, seed: int = 0) -> Iterator[sb.Rollout]:
+    """Rollouts of lognormal lengths (mean about 400 tokens), one column each, all views of one payload."""
+    lengths = np.random.default_rng(seed).lognormal(5.5, 1.0, count).clip(1, LONGEST).astype(int)
+    ids = torch.zeros(LONGEST, dtype=torch.int64)
+    return (sb.Rollout(tokens={"input_ids": ids[:n]}, rollout_id=f"{seed}-{i}") for i, n in enumerate(lengths.tolist()))
+
+
+def config_of(num_ranks: int, batch_size: int, waiting: int) -> sb.BalancerConfig:
+    return sb.BalancerConfig(dp_size=num_ranks, batch_size=batch_size, window=waiting, cost=sb.QuadraticCost())
+
+
+def dispatch_times(num_ranks: int, batch_size: int, waiting: int, dispatches: int) -> dict[str, float]:
+    """Seconds of a poll and of its acknowledgement with so many waiting at each, and what a put takes between them."""
+    core = BalancerCore(config_of(num_ranks, batch_size, waiting))
+    source = make_rollouts(waiting + (dispatches + 2) * batch_size)
+    now = 0.0
+
+    def fill(count: int) -> float:
+        nonlocal now
+        rollouts = [next(source) for _ in range(count)]
+        start = time.perf_counter()
+        for rollout in rollouts:
+            now += 1e-4
+            core.add(rollout, now)
+        return (time.perf_counter() - start) / count
+
+    fill(waiting)
+    polls, acknowledgements, puts, excess = [], [], [], []
+    for number in range(dispatches + 2):
+        start = time.perf_counter()
+        batch = core.poll(now)
+        middle = time.perf_counter()
+        assert batch is not None
+        core.acknowledge(batch.step)
+        end = time.perf_counter()
+        if number >= 2:  # after first-time costs
+            polls.append(middle - start)
+            acknowledgements.append(end - middle)
+            excess.append(batch.imbalance)
+        put_s = fill(batch.num_rollouts)
+        puts.append(put_s)
+    return {
+        "poll_ms": statistics.median(polls) * 1e3,
+        "worst_poll_ms": max(polls) * 1e3,
+        "acknowledge_ms": statistics.median(acknowledgements) * 1e3,
+        "put_us": statistics.median(puts) * 1e6,
+        "imbalance_percent": statistics.median(excess) * 100.0,
+    }
+
+
+# (ranks, batch, waiting): the window grows; the ranks grow at 4 rollouts each; at 16 each; all grow
+WINDOW_GROWS = [(512, 4096, 32 * 1024), (512, 4096, 64 * 1024), (512, 4096, 128 * 1024)]
+BATCH_GROWS = [(512, 4096, 128 * 1024), (512, 16384, 128 * 1024), (512, 65536, 128 * 1024)]
+ALL_GROW = [(k, 16 * k, 32 * k) for k in (64, 256, 1024, 4096)]
+FEW_EACH = [(k, 4 * k, 32 * k) for k in (64, 256, 1024, 4096)]
+SMALLEST_FITTED = (
+    256  # fewer ranks than that are balanced in the first rounds, which would flatter nobody but the power
+)
+
+
+def exponent(sizes: list[int], seconds: list[float]) -> float:
+    """The p of seconds ~ size^p, fitted on logarithms: 1 = linear."""
+    return float(np.polyfit(np.log(sizes), np.log(seconds), 1)[0])
+
+
+def dispatch_rows(dispatches: int) -> Iterator[Row]:
+    """Time per dispatch at each size, and how it grows. Without Python's cycle collector: see the blocks for that."""
+    gc.disable()
+    known: dict[tuple[int, int, int], dict[str, float]] = {}
+    for size in dict.fromkeys([*WINDOW_GROWS, *BATCH_GROWS, *ALL_GROW, *FEW_EACH]):
+        known[size] = dispatch_times(*size, dispatches)
+        ranks, batch, waiting = size
+        row: Row = {"name": f"dispatch of {batch} of {waiting} on {ranks} ranks", "unit": "ms"}
+        row |= {"value": round(known[size]["poll_ms"], 2)}
+        row |= {key: round(value, 3) for key, value in known[size].items() if key != "poll_ms"}
+        if size == (512, 16384, 131072):
+            row |= {"bar": "<= 60", "holds": known[size]["poll_ms"] <= 60}
+        yield row
+    for name, series, column in (
+        ("waiting, 4096 to 512 ranks", WINDOW_GROWS, 2),
+        ("the batch, of 131072 to 512 ranks", BATCH_GROWS, 1),
+        ("everything, 16 rollouts a rank", ALL_GROW, 0),
+        ("everything, 4 rollouts a rank", FEW_EACH, 0),
+    ):
+        fitted = [size for size in series if size[0] >= SMALLEST_FITTED]
+        power = exponent([size[column] for size in fitted], [known[size]["poll_ms"] for size in fitted])
+        row = {"name": f"time of a dispatch grows with {name}: power", "value": round(power, 2), "unit": "power"}
+        yield row | {"bar": "<= 1.2", "holds": power <= 1.2}
+
+
+async def longest_block_s(num_ranks: int, batch_size: int, waiting: int, dispatches: int) -> tuple[list[float], float]:
+    """-> (for each dispatch the longest time in which the event loop ran nothing else; the same without dispatches).
+
+    A task that does nothing but yield notes the gaps between its turns, while producers put and a trainer iterates.
+    """
+    todo = make_rollouts(waiting + (dispatches + 3) * batch_size)
+    blocks: list[float] = []
+    gap = 0.0
+
+    async def watch() -> None:
+        nonlocal gap
+        last = time.perf_counter()
+        while True:
+            await anyio.lowlevel.checkpoint()
+            now = time.perf_counter()
+            gap, last = max(gap, now - last), now
+
+    async def produce(balancer: sb.StreamBalancer) -> None:
+        for rollout in todo:
+            await balancer.put(rollout)
+
+    async with sb.StreamBalancer(config_of(num_ranks, batch_size, waiting)) as balancer:
+        for _ in range(waiting - 1):
+            await balancer.put(next(todo))
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(watch)
+            await anyio.sleep(0.5)
+            quiet = gap
+            for _ in range(8):
+                tasks.start_soon(produce, balancer)
+            batches = balancer.batches()
+            for number in range(dispatches + 1):
+                gap = 0.0
+                await anext(batches)
+                await anyio.lowlevel.checkpoint()
+                await anyio.lowlevel.checkpoint()
+                if number:
+                    blocks.append(gap)
+            tasks.cancel_scope.cancel()
+    return blocks, quiet
+
+
+def block_rows(dispatches: int) -> Iterator[Row]:
+    """The longest block of the event loop per dispatch, under load, on asyncio."""
+    for collector in ("on", "off"):
+        gc.collect()
+        gc.enable() if collector == "on" else gc.disable()
+        yield from _block_rows(dispatches, collector)
+
+
+def _block_rows(dispatches: int, collector: str) -> Iterator[Row]:
+    for ranks, batch, waiting in ((64, 4096, 16384), (512, 16384, 131072), (4096, 65536, 131072)):
+        blocks, quiet = anyio.run(longest_block_s, ranks, batch, waiting, dispatches)
+        yield {
+            "name": f"longest block of the loop per dispatch, {batch} of {waiting} on {ranks} ranks, gc {collector}",
+            "value": round(statistics.median(blocks) * 1e3, 2),
+            "unit": "ms",
+            "worst": round(max(blocks) * 1e3, 2),
+            "without_dispatches": round(quiet * 1e3, 2),
+        }
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * BYTES_OF_A_PAGE
+
+
+def memory_rows(dispatches: int) -> Iterator[Row]:
+    """Bytes for each waiting rollout besides its tensors: the balancer's own, and the Rollout object's. What a tensor
+    weighs before it holds anything is torch's, and told beside."""
+    ids = torch.zeros(LONGEST, dtype=torch.int64)
+    before = resident_bytes()
+    tensors = [ids[: 1 + number % LONGEST] for number in range(131_072)]
+    handle = (resident_bytes() - before) / len(tensors)
+    yield {"name": "an empty handle of a torch tensor (resident)", "value": round(handle), "unit": "B"}
+    for waiting in (80_000, 131_072):  # in the middle between two doublings of the columns, and just before one
+        yield from _memory_of(tensors[:waiting])
+
+
+def _memory_of(tensors: list[torch.Tensor]) -> Iterator[Row]:
+    waiting = len(tensors)
+    tracemalloc.start()
+    rollouts = [sb.Rollout(tokens={"input_ids": ids}, rollout_id=f"rollout-{i}") for i, ids in enumerate(tensors)]
+    users = tracemalloc.get_traced_memory()[0]
+    core = BalancerCore(config_of(512, waiting // 8, waiting))
+    for now, rollout in enumerate(rollouts):
+        core.add(rollout, float(now))
+    held = tracemalloc.get_traced_memory()[0]
+    own, of_rollout = (held - users) / waiting, users / waiting
+    tracemalloc.reset_peak()
+    batch = core.poll(float(waiting))
+    assert batch is not None
+    planning = (tracemalloc.get_traced_memory()[1] - held) / waiting
+    tracemalloc.stop()
+    yield {"name": f"balancer's book-keeping per waiting rollout, {waiting} waiting", "value": round(own), "unit": "B"}
+    yield {"name": f"Rollout object with its dict and id, {waiting} waiting", "value": round(of_rollout), "unit": "B"}
+    yield {
+        "name": f"both, per waiting rollout, {waiting} waiting",
+        "value": round(own + of_rollout),
+        "unit": "B",
+        "bar": "<= 1024",
+        "holds": own + of_rollout <= 1024,
+    }
+    yield {
+        "name": f"on top during a dispatch, per waiting rollout, {waiting} waiting",
+        "value": round(planning),
+        "unit": "B",
+    }
+
+
+def simulate_rows(dispatches: int) -> Iterator[Row]:
+    """Whole simulated runs with an instant trainer: every rollout through the core once."""
+    for count, ranks, batch, waiting in (
+        (100_000, 512, 4096, 8192),
+        (1_000_000, 512, 16384, 131072),
+        (1_000_000, 4096, 65536, 131072),
+    ):
+        trace = sb.generate_trace(count, "lognormal")
+        start = time.perf_counter()
+        report = sb.simulate(trace, config_of(ranks, batch, waiting), slots=batch)
+        seconds = time.perf_counter() - start
+        assert report.overall.rollouts == count
+        yield {
+            "name": f"simulated run: {count} rollouts, {batch} of {waiting} on {ranks} ranks",
+            "value": round(seconds, 2),
+            "unit": "s",
+            "us_per_rollout": round(seconds / count * 1e6, 1),
+            "dispatches": report.num_batches,
+            "idle_percent": round(100 * report.overall.idle_fraction, 3),
+        }
+
+
+PARTS: dict[str, Callable[[int], Iterator[Row]]] = {
+    "memory": memory_rows,
+    "block": block_rows,
+    "dispatch": dispatch_rows,
+    "simulate": simulate_rows,
+}
+
+
+def show(row: Row) -> str:
+    bar = f"   bar {row['bar']}: {'holds' if row['holds'] else 'MISSED'}" if "bar" in row else ""
+    rest = ", ".join(f"{k} {v}" for k, v in row.items() if k not in ("name", "value", "unit", "bar", "holds"))
+    return f"{row['name']:<80} {row['value']:>9} {row['unit']}{bar}   {rest}"
+
+
+def main() -> None:
+    """Print the rows, as a table or one JSON object a line."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json", action="store_true", help="one JSON object a row")
+    parser.add_argument("--part", choices=PARTS, help="one of the parts, in this process")
+    parser.add_argument("--dispatches", type=int, default=9)
+    args = parser.parse_args()
+    if args.part is None:
+        for part in PARTS:
+            subprocess.run([sys.executable, *sys.argv, "--part", part], check=True)
+        return
+    for row in PARTS[args.part](args.dispatches):
+        assert math.isfinite(float(str(row["value"])))
+        print(json.dumps(row) if args.json else show(row), flush=True)
+
+
+if __name__ == "__main__":
+    main()

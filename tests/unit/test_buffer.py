@@ -1,0 +1,107 @@
+"""The waiting rollouts: columns and order hold whatever comes, leaves, and whenever somebody looks; what they weigh."""
+
+from __future__ import annotations
+
+import gc
+import pickle
+import tracemalloc
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import stream_balancer as sb
+from stream_balancer._buffer import Buffer
+from stream_balancer._core import BalancerCore
+
+IDS = torch.zeros(64, dtype=torch.int64)
+
+MOVES = st.lists(
+    st.one_of(
+        st.tuples(st.just("add"), st.integers(1, 6)),
+        st.tuples(st.just("remove"), st.lists(st.floats(0.0, 1.0, exclude_max=True), max_size=5)),
+        st.tuples(st.just("look"), st.just(0)),
+    ),
+    max_size=40,
+)
+
+
+def rollout(length: int, name: str) -> sb.Rollout:
+    return sb.Rollout(tokens={"input_ids": IDS[:length]}, rollout_id=name)
+
+
+@given(MOVES)
+def test_both_orders_hold_whenever_somebody_looks(moves: list[tuple[str, object]]) -> None:
+    buffer, model = Buffer(None), list[sb.Rollout]()
+    for number, (move, what) in enumerate(moves):
+        if move == "add":
+            assert isinstance(what, int)
+            model.append(rollout(what, str(number)))
+            buffer.add(model[-1], 1.0, float(number))
+        elif move == "remove":
+            assert isinstance(what, list)
+            rows = np.unique([int(place * len(model)) for place in what] if model else []).astype(np.int64)
+            assert buffer.remove(rows) == [model[row] for row in rows]
+            model = [one for row, one in enumerate(model) if row not in rows]
+        else:
+            in_order = sorted(one.num_tokens for one in model)
+            fractions = (0.0, 0.5, 0.9, 1.0)
+            expected = tuple(in_order[round(f * (len(model) - 1))] for f in fractions) if model else ()
+            assert buffer.length_quantiles(fractions) == expected
+        assert buffer.rollouts() == model
+        buffer.check()
+
+
+def dispatch_all(num_rollouts: int) -> None:
+    core = BalancerCore(sb.BalancerConfig(dp_size=4, batch_size=16, cost=sb.QuadraticCost()))
+    for number in range(num_rollouts):
+        core.add(rollout(1 + number % 60, str(number)), float(number))
+        batch = core.poll(float(number))
+        if batch is not None:
+            core.acknowledge(batch.step)
+
+
+def num_alive() -> int:
+    return sum(type(one) in (sb.Rollout, sb.Batch, sb.RankBatch, sb.MicroBatch) for one in gc.get_objects())
+
+
+def test_nothing_waits_for_pythons_cycle_collector() -> None:
+    dispatch_all(64)  # first-time costs
+    gc.collect()
+    gc.disable()
+    try:
+        before = num_alive()
+        dispatch_all(400)
+        assert num_alive() == before
+    finally:
+        gc.enable()
+
+
+def test_book_keeping_is_small_and_linear() -> None:
+    rollouts = [rollout(1 + number % 60, str(number)) for number in range(8192)]
+    core = BalancerCore(sb.BalancerConfig(dp_size=4, batch_size=16, window=16384))
+    tracemalloc.start()
+    sizes = []
+    for number, one in enumerate(rollouts):
+        core.add(one, float(number))
+        if number + 1 in (1024, 8192):
+            sizes.append(tracemalloc.get_traced_memory()[0] / (number + 1))
+    tracemalloc.stop()
+    assert max(sizes) < 256  # bytes for each waiting rollout; its columns alone are 72
+
+
+def test_rollouts_without_scalars_share_one_empty_mapping_that_nobody_can_fill() -> None:
+    one, other = rollout(3, "a"), rollout(4, "b")
+    assert one.scalars is one.tensors is one.metadata is other.metadata
+    assert one.metadata == {}
+    for change in (
+        lambda: one.metadata.__setitem__("key", 1),  # type: ignore[attr-defined]
+        lambda: one.metadata.update({"key": 1}),  # type: ignore[attr-defined]
+        lambda: one.metadata.setdefault("key", 1),  # type: ignore[attr-defined]
+    ):
+        with pytest.raises(TypeError, match="a Rollout is frozen"):
+            change()
+    assert type(pickle.loads(pickle.dumps(one.metadata))) is dict  # noqa: S301  # our own bytes
+    assert (one.metadata | {"key": 1}) == {"key": 1}
