@@ -298,7 +298,7 @@ class BalancerCore:
             return None
         planner = _PLANNERS[self.config.policy]
         plan = planner(self._buffer.waiting(due), self._knobs, num_rollouts=num_rollouts, step=self._next_step)
-        batch = self._make_batch(plan, reason)
+        batch = self._make_batch(plan, reason, now)
         self._commit(batch, plan)
         return batch
 
@@ -358,7 +358,7 @@ class BalancerCore:
 
     # -- out -----------------------------------------------------------------------------------------------------------
 
-    def _make_batch(self, plan: Plan, reason: Reason) -> Batch:
+    def _make_batch(self, plan: Plan, reason: Reason, now: float) -> Batch:
         rows = _all_rows(plan)
         rollouts, lengths = self._buffer.rollouts(rows), self._buffer.lengths[rows]
         shares = _micro_batches(plan, rollouts, lengths.tolist())
@@ -385,6 +385,7 @@ class BalancerCore:
             num_tokens=tokens,
             loads=tuple(loads),
             lower_bound=plan.lower_bound,
+            oldest_wait_s=max(now - float(self._buffer.arrived_at[rows].min()), 0.0),
             num_padding=num_padding,
             incomplete_groups=self._group_ids(plan.incomplete_groups),
         )

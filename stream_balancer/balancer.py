@@ -24,7 +24,7 @@ import os
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import TracebackType
-from typing import Any, Self, TypeAlias
+from typing import Any, Literal, Protocol, Self, TypeAlias
 
 import anyio
 import anyio.lowlevel
@@ -41,9 +41,21 @@ from stream_balancer.snapshot import read_state_dict, state_dict
 from stream_balancer.stall import why_no_batch
 from stream_balancer.types import Batch, EvictReason, Rollout, Snapshot, Statistics
 
-__all__ = ["Batches", "StreamBalancer"]
+__all__ = ["Batches", "Observer", "StreamBalancer"]
 
 _log = logging.getLogger(__name__)
+
+
+class Observer(Protocol):
+    """Is told of every batch, in the event loop's thread. What it raises is logged and goes no further."""
+
+    def dispatched(self, batch: Batch) -> object:
+        """It leaves now; also when it is given again."""
+        ...
+
+    def acknowledged(self, batch: Batch) -> object:
+        """It has been trained on."""
+        ...
 
 
 class _ParkedPut:
@@ -90,6 +102,8 @@ class StreamBalancer:
         """What the journal held when this balancer was entered; None without a journal."""
         self._on_evict = on_evict
         self._accept = accept
+        self.observers: list[Observer] = []
+        """Who is told of every batch: tracers, recorders. Append yours."""
         self._parked: OrderedDict[int, _ParkedPut] = OrderedDict()
         self._parked_siblings: dict[str, dict[int, _ParkedPut]] = {}
         self._next_ticket = 0
@@ -378,6 +392,7 @@ class StreamBalancer:
                 self._wake_next_reserver()
                 if self._journal is not None:
                     await self._write_plan(self._journal, batch)
+                self._tell("dispatched", batch)
                 return batch
             if self._core.finished:
                 return None
@@ -425,9 +440,7 @@ class StreamBalancer:
     def acknowledge(self, step: int) -> None:
         """A batch has been trained on; its rollouts need not be kept. Raises ValueError for a step that is not in
         flight."""
-        batch = self._core.acknowledge(step)
-        if self._journal is not None:
-            self._journal.acknowledged(batch)
+        self._acknowledged(self._core.acknowledge(step))
         self._wake_next_reserver()
         self._tell_evicted()
 
@@ -438,10 +451,14 @@ class StreamBalancer:
         the step of the checkpoint that was loaded. May be repeated; steps that are not in flight are passed over.
         """
         for batch in self._core.acknowledge_through(step):
-            if self._journal is not None:
-                self._journal.acknowledged(batch)
+            self._acknowledged(batch)
         self._wake_next_reserver()
         self._tell_evicted()
+
+    def _acknowledged(self, batch: Batch) -> None:
+        if self._journal is not None:
+            self._journal.acknowledged(batch)
+        self._tell("acknowledged", batch)
 
     def nack(self, step: int) -> None:
         """A batch was not trained on after all (the step failed): ``batches()`` gives it again, next, with the same
@@ -625,6 +642,13 @@ class StreamBalancer:
             raise ClosedResourceError(
                 "put() on a closed balancer: aclose() was called, or its 'async with' block was left"
             )
+
+    def _tell(self, news: Literal["dispatched", "acknowledged"], batch: Batch) -> None:
+        for observer in tuple(self.observers):
+            try:
+                getattr(observer, news)(batch)
+            except Exception:  # noqa: BLE001  # not the balancer's; see Observer
+                _log.exception("observer %r failed", observer)
 
     def _tell_evicted(self) -> None:
         for rollout, reason in self._core.take_evicted():

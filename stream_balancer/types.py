@@ -329,6 +329,8 @@ class Batch:
     """Predicted work per rank, in the cost model's unit; divided by the rank's speed where ``speeds`` are given."""
     lower_bound: float
     """No assignment of these rollouts to the ranks can have a smaller heaviest load (cost model's unit)."""
+    oldest_wait_s: float = 0.0
+    """Seconds that its oldest rollout had waited when it left; 0.0 in a batch restored from a checkpoint."""
     num_padding: int = 0
     """Zero-weight padding copies made because the step had fewer rollouts than ranks (or micro-batches to fill)."""
     incomplete_groups: tuple[str, ...] = ()

@@ -1,0 +1,122 @@
+"""What a balancer tells metrics systems: one table of names, from which every exporter is made.
+
+::
+
+    wandb.log(figures(balancer.statistics()), step=step)                 # W&B; trackio and MLflow take the same dict
+    for name, value in figures(balancer.statistics()).items():           # TensorBoard
+        writer.add_scalar(name, value, step)
+
+One file per system beside this one (``prometheus``, ``otel``), each imported only by those who use it. A name is a
+promise to dashboards: add, don't rename. Pure; nothing is read but a ``Statistics``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from stream_balancer.types import Statistics
+
+__all__ = ["METRICS", "Metric", "figures"]
+
+QUANTILE_NAMES = ("min", "p50", "p90", "max")  # of Statistics.waiting_lengths
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """One name, and where its value comes from."""
+
+    name: str
+    """Without a prefix; ends in its unit."""
+    help: str
+    """What it says, for people."""
+    read: Callable[[Statistics], float | Mapping[str, float]]
+    """A number, or one for each value of ``label``. NaN where nothing is known yet."""
+    kind: Literal["gauge", "counter"] = "gauge"
+    """A counter only grows, over restarts from a checkpoint too."""
+    label: str | None = None
+    """What tells the numbers of one name apart."""
+
+
+def _one(attribute: str) -> Callable[[Statistics], float]:
+    def read(statistics: Statistics) -> float:
+        value = getattr(statistics, attribute)
+        return math.nan if value is None else float(value)
+
+    return read
+
+
+def _dict(attribute: str) -> Callable[[Statistics], Mapping[str, float]]:
+    def read(statistics: Statistics) -> Mapping[str, float]:
+        return {name: float(value) for name, value in getattr(statistics, attribute).items()}
+
+    return read
+
+
+def _waiting_lengths(statistics: Statistics) -> Mapping[str, float]:
+    return dict(zip(QUANTILE_NAMES, map(float, statistics.waiting_lengths), strict=False))
+
+
+def _delay_of_decile(statistics: Statistics) -> Mapping[str, float]:
+    return {str(decile): delay for decile, delay in enumerate(statistics.length_bias.delay_per_decile)}
+
+
+METRICS: tuple[Metric, ...] = (
+    Metric("waiting_rollouts", "Rollouts in the window.", _one("waiting")),
+    Metric("waiting_tokens", "Their tokens.", _one("waiting_tokens")),
+    Metric("waiting_bytes", "Bytes of their tensors.", _one("waiting_bytes")),
+    Metric("waiting_length_tokens", "Lengths of the waiting rollouts.", _waiting_lengths, label="quantile"),
+    Metric("oldest_wait_seconds", "How long the oldest rollout has waited.", _one("oldest_wait_s")),
+    Metric("peak_waiting_rollouts", "Most rollouts that ever waited at once.", _one("peak_waiting")),
+    Metric("in_flight_rollouts", "Rollouts dispatched and not yet acknowledged.", _one("in_flight")),
+    Metric("redelivering_rollouts", "Rollouts in flight that will be given again.", _one("redelivering")),
+    Metric("blocked_puts", "Puts that wait for room.", _one("blocked_puts")),
+    Metric("reserved_rollouts", "Rollouts being generated under reserve().", _one("reserved")),
+    Metric("blocked_reserves", "Calls of reserve() that wait for a slot.", _one("blocked_reserves")),
+    Metric("accepted_rollouts", "Rollouts whose put returned.", _one("accepted"), "counter"),
+    Metric("acknowledged_rollouts", "Rollouts trained on.", _one("acknowledged"), "counter"),
+    Metric("nacked_rollouts", "Rollouts of batches given back.", _one("nacked"), "counter"),
+    Metric("evicted_rollouts", "Rollouts given up, by reason.", _dict("evicted"), "counter", "reason"),
+    Metric("dispatches", "Batches, by the reason they left.", _dict("batches"), "counter", "reason"),
+    Metric("dispatched_tokens", "Tokens dispatched, padding not counted.", _one("dispatched_tokens"), "counter"),
+    Metric("padding_copies", "Zero-weight copies made.", _one("padding_copies"), "counter"),
+    Metric("idle_fraction", "Predicted share of rank time spent waiting for the slowest.", _one("idle_fraction")),
+    Metric(
+        "unavoidable_idle_fraction",
+        "The part of it that no assignment of the same rollouts avoids.",
+        _one("unavoidable_idle_fraction"),
+    ),
+    Metric("measured_idle_fraction", "The same share, from the ranks' seconds.", _one("measured_idle_fraction")),
+    Metric("mean_delay_dispatches", "Dispatches that passed a rollout over.", lambda s: s.length_bias.mean_delay),
+    Metric(
+        "delay_of_length_decile_dispatches",
+        "The same for the shortest tenth of the rollouts (0) to the longest (9).",
+        _delay_of_decile,
+        label="decile",
+    ),
+    Metric(
+        "length_delay_correlation",
+        "Pearson's r of length and delay: 0 is blind to length.",
+        lambda s: s.length_bias.length_delay_correlation,
+    ),
+    Metric("policy_version", "Policy version last set.", _one("version")),
+)
+
+
+def values(metric: Metric, statistics: Statistics) -> Iterator[tuple[str | None, float]]:
+    """(label's value or None, number) for each number that is known."""
+    read = metric.read(statistics)
+    numbers = read.items() if isinstance(read, Mapping) else [(None, read)]
+    return ((label, float(value)) for label, value in numbers if not math.isnan(value))
+
+
+def figures(statistics: Statistics, prefix: str = "stream_balancer/") -> dict[str, float]:
+    """All that is known, flat: ``{"stream_balancer/waiting_rollouts": 37.0, "stream_balancer/dispatches/window": 12.0,
+    ...}``, for loggers that take a dict of numbers. What is not known yet (NaN) is left out. O(metrics)."""
+    return {
+        prefix + metric.name + (f"/{label}" if label is not None else ""): value
+        for metric in METRICS
+        for label, value in values(metric, statistics)
+    }

@@ -1,0 +1,90 @@
+"""``statistics()`` for Prometheus: a collector, and an endpoint to scrape.
+
+::
+
+    async with StreamBalancer(config) as balancer, exporter(balancer, port=9400):
+        ...                                        # http://127.0.0.1:9400/metrics
+
+A scrape comes in a thread; the figures are read in the event loop, one at a time, so it costs the balancer what a
+call of ``statistics()`` costs. Needs the ``prometheus`` extra. The dashboard beside this file
+(:func:`dashboard_json`) shows what is exported here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager
+from functools import partial
+from importlib.resources import files
+
+import anyio
+from anyio.from_thread import BlockingPortal
+from prometheus_client import CollectorRegistry, start_http_server
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from stream_balancer.balancer import StreamBalancer
+from stream_balancer.metrics import METRICS, values
+from stream_balancer.types import Statistics
+
+__all__ = ["StatisticsCollector", "dashboard_json", "exporter"]
+
+PREFIX = "stream_balancer_"
+
+
+class StatisticsCollector(Collector):
+    """For a registry of your own: ``REGISTRY.register(StatisticsCollector(balancer.statistics))``.
+
+    ``read`` is called at every scrape, in the scrape's thread: give it ``statistics`` of a ``sb.blocking`` balancer,
+    which may be called from any thread; for one in an event loop there is :func:`exporter`.
+    """
+
+    def __init__(self, read: Callable[[], Statistics]) -> None:
+        self._read = read
+
+    def collect(self) -> Iterator[Metric]:
+        """One family per name, with the numbers of this moment."""
+        statistics = self._read()
+        for metric in METRICS:
+            family_of = CounterMetricFamily if metric.kind == "counter" else GaugeMetricFamily
+            labels = [] if metric.label is None else [metric.label]
+            family = family_of(PREFIX + metric.name, metric.help, labels=labels)
+            for label, value in values(metric, statistics):
+                family.add_metric([] if label is None else [label], value)
+            yield family
+
+    def describe(self) -> Iterator[Metric]:
+        """Nothing: so that registering it reads no statistics."""
+        return iter(())
+
+
+@asynccontextmanager
+async def exporter(balancer: StreamBalancer, *, port: int, host: str = "127.0.0.1") -> AsyncIterator[int]:
+    """Serve ``http://host:port/metrics`` while the block runs; yields the port (0 = any that is free).
+
+    Listens on loopback unless told otherwise: the endpoint asks for no password. Raises OSError if the port is taken.
+    """
+    portal = BlockingPortal()
+    await portal.__aenter__()
+    try:
+        registry = CollectorRegistry()
+        registry.register(StatisticsCollector(partial(portal.call, balancer.statistics)))
+        server, thread = start_http_server(port, addr=host, registry=registry)
+
+        def close() -> None:
+            server.shutdown()
+            server.server_close()
+            thread.join()
+
+        try:
+            yield server.server_port
+        finally:
+            with anyio.CancelScope(shield=True):  # in a thread: a scrape under way still needs the loop
+                await anyio.to_thread.run_sync(close)
+    finally:
+        await portal.__aexit__(None, None, None)  # not by `async with`, which wraps the block's errors in a group
+
+
+def dashboard_json() -> str:
+    """A Grafana dashboard of what is exported here: import it under Dashboards > New > Import."""
+    return files("stream_balancer.metrics").joinpath("grafana.json").read_text(encoding="utf-8")
