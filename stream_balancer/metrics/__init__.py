@@ -63,6 +63,11 @@ def _delay_of_decile(statistics: Statistics) -> Mapping[str, float]:
     return {str(decile): delay for decile, delay in enumerate(statistics.length_bias.delay_per_decile)}
 
 
+def _rank_speeds(statistics: Statistics) -> Mapping[str, float]:
+    fit = statistics.cost_fit
+    return {} if fit is None else {str(rank): speed for rank, speed in enumerate(fit.speeds)}
+
+
 METRICS: tuple[Metric, ...] = (
     Metric("waiting_rollouts", "Rollouts in the window.", _one("waiting")),
     Metric("waiting_tokens", "Their tokens.", _one("waiting_tokens")),
@@ -89,6 +94,12 @@ METRICS: tuple[Metric, ...] = (
         _one("unavoidable_idle_fraction"),
     ),
     Metric("measured_idle_fraction", "The same share, from the ranks' seconds.", _one("measured_idle_fraction")),
+    Metric(
+        "cost_prediction_error",
+        "Mean relative error of a calibrated cost, each step predicted before it ran.",
+        lambda s: math.nan if s.cost_fit is None else s.cost_fit.prediction_error,
+    ),
+    Metric("rank_speed", "Measured speed of each rank; the median rank's is 1.", _rank_speeds, label="rank"),
     Metric("mean_delay_dispatches", "Dispatches that passed a rollout over.", lambda s: s.length_bias.mean_delay),
     Metric(
         "delay_of_length_decile_dispatches",
