@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test lint types unit soak bench bench-peers test-integrations clean
+.PHONY: help install demo test lint types unit soak docs pictures bench bench-peers test-integrations clean
 
 help:  ## list the targets
 	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-18s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -60,5 +60,15 @@ bench-peers: .venv-peers/.installed  ## the planning benchmarks beside verl, ARe
 test-integrations: .venv-peers/.installed  ## the adapters against real trainers' packages, in the same environment
 	PYTHONPATH=. STREAM_BALANCER_REQUIRE_PEERS=1 $(PEERS) -m pytest tests/integrations $(ARGS)
 
+$(VENV)/.docs-installed: $(STAMP)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
+	touch $@
+
+docs: $(VENV)/.docs-installed  ## the documentation site, into site/; warnings are errors
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
+pictures: $(VENV)/.docs-installed  ## draw docs/pictures/ anew, from the library and from bench/results/
+	$(BIN)/python docs/_site/pictures.py
+
 clean:  ## remove .venv and caches
-	rm -rf $(VENV) .venv-peers .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) .venv-peers site .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -1,0 +1,129 @@
+"""mkdocs hooks: pages that live elsewhere in the repository, the knob reference, and links that the site can follow.
+
+The Markdown is written to be read in the repository; here it is only moved and its links are turned round.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from itertools import pairwise
+from pathlib import Path, PurePosixPath
+from posixpath import normpath
+from typing import Any
+
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
+
+ROOT = Path(__file__).resolve().parents[2]
+ELSEWHERE = {
+    "README.md": "index.md",
+    "CHANGELOG.md": "changelog.md",
+    "CONTRIBUTING.md": "contributing.md",
+    "examples/grpo/README.md": "grpo.md",
+    "examples/grpo": "grpo.md",
+}
+"""Path in the repository -> page of the site."""
+_LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)\s#]+)(#[^)]*)?\)")
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Add the pages that are not in docs/."""
+    for source, page in ELSEWHERE.items():
+        if source.endswith(".md"):
+            files.append(File.generated(config, page, content=(ROOT / source).read_text()))
+    files.append(File.generated(config, "knobs.md", content=knobs()))
+    files.append(File.generated(config, "api.md", content=api()))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
+    """Turn links of the repository into links of the site; a link to a file that has no page becomes its path."""
+    origin = next((src for src, to in ELSEWHERE.items() if to == page.file.src_uri), f"docs/{page.file.src_uri}")
+    folder = PurePosixPath(origin).parent
+
+    def turn(match: re.Match[str]) -> str:
+        image, text, target, anchor = match[1], match[2], match[3], match[4] or ""
+        if "://" in target:
+            return match[0]
+        there = normpath(str(folder / target))
+        if there in ELSEWHERE:
+            return f"{image}[{text}]({ELSEWHERE[there]}{anchor})"
+        if there.startswith("docs/"):
+            return f"{image}[{text}]({there.removeprefix('docs/')}{anchor})"
+        return text if text.strip("`") == there else f"{text} (`{there}`)"
+
+    return _LINK.sub(turn, markdown)
+
+
+def knobs() -> str:
+    """The knobs of BalancerConfig, from its source: name, type, default, what it does."""
+    tree = ast.parse((ROOT / "stream_balancer" / "config.py").read_text())
+    body = next(n for n in tree.body if isinstance(n, ast.ClassDef) and n.name == "BalancerConfig").body
+    choices = {
+        n.target.id: ast.unparse(n.value)
+        for n in tree.body
+        if isinstance(n, ast.AnnAssign) and isinstance(n.target, ast.Name) and n.value is not None
+    }
+    lines = [
+        "# Knobs",
+        "",
+        "Every field of `sb.BalancerConfig`, made from its source. All are keyword arguments; a value or a combination "
+        "that cannot work is refused with a `ConfigError` (a ValueError) that says what to do. "
+        "`balancer.reconfigure(...)` changes them live, except `dp_size`.",
+        "",
+    ]
+    for field, doc in pairwise(body):
+        if not isinstance(field, ast.AnnAssign) or not isinstance(field.target, ast.Name):
+            continue
+        if field.target.id.startswith("_"):
+            continue
+        text = doc.value.value if isinstance(doc, ast.Expr) and isinstance(doc.value, ast.Constant) else None
+        if not isinstance(text, str):
+            raise ValueError(f"BalancerConfig.{field.target.id} has no docstring")
+        kind = ast.unparse(field.annotation)
+        kind = choices.get(kind, kind).removeprefix("Literal[").removesuffix("]")
+        lines += [f"## {field.target.id}", "", f"`{kind}`, {_default(field.value)}", "", _plain(text), ""]
+    return "\n".join(lines)
+
+
+def _default(value: ast.expr | None) -> str:
+    if value is None:
+        return "required"
+    text = ast.unparse(value)
+    if text == "_DERIVED":
+        return "derived from other knobs unless given"
+    return f"default `{text.removeprefix('field(default_factory=').removesuffix(')')}`".replace("Cost`", "Cost()`")
+
+
+def _plain(text: str) -> str:
+    return re.sub(r"\s*\n\s*", " ", re.sub(r":\w+:`~?([^`]+)`", r"`\1`", text)).strip()
+
+
+def api() -> str:
+    """One page with all public names, by the room they live in."""
+    tree = ast.parse((ROOT / "stream_balancer" / "__init__.py").read_text())
+    names_of = next(
+        ast.literal_eval(n.value)
+        for n in tree.body
+        if isinstance(n, ast.Assign) and isinstance(n.targets[0], ast.Name) and n.targets[0].id == "_NAMES_OF"
+    )
+    lines = ["# API", "", "What `import stream_balancer as sb` offers, by the room it lives in.", ""]
+    for room, names in sorted(names_of.items()):
+        lines += [f"## {room.rpartition('.')[2].lstrip('_')}", ""]
+        own, borrowed = _split(room, names.split())
+        for name in own:
+            lines += [f"::: stream_balancer.{room}.{name}", ""]
+        if borrowed:
+            lines += [f"Raised as they are in anyio: {', '.join(f'`{name}`' for name in borrowed)}.", ""]
+    lines += ["## planning", "", "::: stream_balancer.planning", "    options: {show_root_heading: false}", ""]
+    return "\n".join(lines)
+
+
+def _split(room: str, names: list[str]) -> tuple[list[str], list[str]]:
+    """Names that a room defines, and names that it passes on."""
+    path = ROOT / "stream_balancer" / room.replace(".", "/")
+    tree = ast.parse((path / "__init__.py" if path.is_dir() else path.with_suffix(".py")).read_text())
+    defined = {getattr(n, "name", None) for n in tree.body}
+    return [name for name in names if name in defined], [name for name in names if name not in defined]

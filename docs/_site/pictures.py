@@ -1,0 +1,128 @@
+"""The pictures in docs/pictures/: ``make pictures`` draws them anew from the library and from bench/results/.
+
+``ranks.svg``: what every rank does during the same rollouts, under three policies. ``headline.svg``: step time and idle
+share of real training steps, as bench/training.py measured them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import anyio
+import matplotlib as mpl
+import numpy as np
+import torch
+
+import stream_balancer as sb
+from stream_balancer.trace import finish_times
+
+mpl.use("svg")
+mpl.rcParams |= {
+    "svg.fonttype": "none",
+    "svg.hashsalt": "stream_balancer",
+    "font.family": "sans-serif",
+    "font.size": 10,
+}
+import matplotlib.pyplot as plt  # noqa: E402 - after use()
+
+ROOT = Path(__file__).resolve().parents[2]
+PICTURES = ROOT / "docs" / "pictures"
+BUSY, WAITING, STRONG = "#4c72b0", "#e6e6e6", "#c44e52"
+RANKS, BATCH, STEPS = 8, 32, 6
+
+
+async def loads(policy: str, rollouts: Sequence[sb.Rollout]) -> list[list[float]]:
+    """[step][rank] work of the first steps after a warm-up."""
+    config = sb.BalancerConfig(dp_size=RANKS, batch_size=BATCH, cost=sb.QuadraticCost(), policy=policy)  # type: ignore[arg-type]
+    found: list[list[float]] = []
+    async with sb.StreamBalancer(config) as balancer, anyio.create_task_group() as tasks:
+
+        async def generate() -> None:
+            for rollout in rollouts:
+                await balancer.put(rollout)
+
+        tasks.start_soon(generate)
+        async for batch in balancer.batches():
+            if batch.step >= 40:
+                found.append(list(batch.loads))
+            if len(found) == STEPS:
+                break
+        tasks.cancel_scope.cancel()
+    return found
+
+
+def in_finish_order() -> list[sb.Rollout]:
+    """Rollouts of reasoning models' lengths, as 256 generation slots finish them."""
+    trace = sb.generate_trace(3000, "lrm", seed=0)
+    done = finish_times(trace, slots=256)
+    order = np.argsort(done, kind="stable")
+    return [sb.Rollout(tokens={"input_ids": torch.zeros(int(trace.lengths[row]), dtype=torch.int32)}) for row in order]
+
+
+def draw_ranks() -> None:
+    """Bars of work, gaps of waiting."""
+    policies = {
+        "round_robin": "round-robin",
+        "fifo": "arrival order, best partition",
+        "window": "window of two batches (default)",
+    }
+    rollouts = in_finish_order()
+    found = {policy: anyio.run(loads, policy, rollouts) for policy in policies}
+    unit = max(sum(max(step) for step in steps) for steps in found.values())
+    figure, axes = plt.subplots(len(policies), 1, figsize=(8.6, 5.2), sharex=True, layout="constrained")
+    for axis, (policy, name) in zip(axes, policies.items(), strict=True):
+        start = 0.0
+        for step in found[policy]:
+            longest = max(step) / unit
+            for rank, load in enumerate(step):
+                axis.barh(rank, load / unit, left=start, height=0.8, color=BUSY)
+                axis.barh(rank, longest - load / unit, left=start + load / unit, height=0.8, color=WAITING)
+            start += longest
+            axis.axvline(start, color="black", linewidth=0.6)
+        busy = sum(sum(step) / RANKS for step in found[policy]) / sum(max(step) for step in found[policy])
+        axis.set_title(f"{name}: ranks wait {100 * (1 - busy):.1f} % of the time", loc="left", fontsize=10)
+        axis.set_yticks([0, RANKS - 1], ["rank 0", f"rank {RANKS - 1}"])
+        axis.invert_yaxis()
+        axis.spines[["top", "right"]].set_visible(False)
+    axes[-1].set_xticks([])
+    axes[-1].set_xlabel(
+        f"time: {STEPS} consecutive steps of {BATCH} rollouts, which ones is up to the policy; "
+        "grey: waiting for the slowest rank"
+    )
+    save(figure, "ranks.svg")
+
+
+def draw_headline() -> None:
+    """Step time, waiting part marked."""
+    rows = [json.loads(line) for line in (ROOT / "bench" / "results" / "training.jsonl").read_text().splitlines()]
+    value = {row["name"]: row["value"] for row in rows if "name" in row}
+    names = ["round-robin", "verl KK", "arrival order, best partition", "window 2x", "window 4x"]
+    step_ms = np.array([value[f"{name}: step"] for name in names])
+    idle = np.array([value[f"{name}: idle, meeting once per step"] for name in names]) / 100
+    figure, axis = plt.subplots(figsize=(8.6, 2.6), layout="constrained")
+    places = np.arange(len(names))
+    axis.barh(places, step_ms * (1 - idle), color=BUSY, label="training")
+    axis.barh(places, step_ms * idle, left=step_ms * (1 - idle), color=STRONG, label="waiting for the slowest rank")
+    for place, ms, share in zip(places, step_ms, idle, strict=True):
+        axis.text(ms + 3, place, f"{ms:.0f} ms, {100 * share:.1f} % idle", va="center")
+    axis.set_yticks(places, names)
+    axis.invert_yaxis()
+    axis.set_xlim(0, float(step_ms.max()) * 1.25)
+    axis.set_xlabel("measured time of a step, ms (bench/training.py: 8 ranks, the same rollouts for all)")
+    axis.spines[["top", "right"]].set_visible(False)
+    axis.legend(frameon=False, loc="lower right")
+    save(figure, "headline.svg")
+
+
+def save(figure: plt.Figure, name: str) -> None:
+    """Without a date, so that the same figures make the same file."""
+    PICTURES.mkdir(exist_ok=True)
+    figure.savefig(PICTURES / name, metadata={"Date": None})
+    plt.close(figure)
+
+
+if __name__ == "__main__":
+    draw_ranks()
+    draw_headline()
