@@ -65,7 +65,7 @@ $(VENV)/.docs-installed: $(STAMP)
 	touch $@
 
 docs: $(VENV)/.docs-installed  ## the documentation site, into site/; warnings are errors
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 pictures: $(VENV)/.docs-installed  ## draw docs/pictures/ anew, from the library and from bench/results/
 	$(BIN)/python docs/_site/pictures.py

@@ -59,7 +59,7 @@ def form_micro_batches(
     oversize: Literal["refuse", "alone"] = "refuse",
     rotation: int = 0,
 ) -> list[list[Ints]]:
-    """Lay rollouts out as [rank][micro_batch] -> ascending positions.
+    """Lay rollouts out as ``[rank][micro_batch]`` -> ascending positions.
 
     Args:
         lengths: [n] tokens, >= 1.
@@ -72,7 +72,7 @@ def form_micro_batches(
         padded: a micro-batch costs rows x its costliest rollout, and the cap counts the padding.
         multiple_of: the number of micro-batches is a multiple of this (virtual pipelines).
         order: "heaviest_first", or "pipeline": the smaller ones at both ends, where the pipeline is filling or
-        draining.
+            draining.
         speeds: [num_ranks] relative speeds.
         keep_together: [n] labels; rollouts of one label go to one rank.
         oversize: a rollout longer than max_tokens is refused, or sits alone in its micro-batch.

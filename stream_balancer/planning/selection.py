@@ -85,7 +85,7 @@ class Plan:
     """Who goes, and where."""
 
     ranks: list[list[Ints]]
-    """[rank][micro_batch] -> positions into the `Waiting` columns. With fewer rollouts than ranks (or than
+    """``[rank][micro_batch]`` -> positions into the `Waiting` columns. With fewer rollouts than ranks (or than
     micro-batches) the last ranks' lists are shorter than the longest: the caller completes them with zero-weight
     padding copies."""
     loads: Floats
