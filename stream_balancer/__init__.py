@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from stream_balancer.trace import Trace, generate_trace, load_trace
     from stream_balancer.transport._barrier import barrier
     from stream_balancer.transport.torch_dist import TorchTransport
+    from stream_balancer.tune import TuneReport, tune
     from stream_balancer.types import Batch, MicroBatch, RankBatch, Rollout, Statistics
 
 __version__ = "0.1.0"
@@ -87,6 +88,7 @@ __all__ = [
     "Trace",
     "TraceError",
     "TransformerCost",
+    "TuneReport",
     "WireError",
     "WouldBlock",
     "barrier",
@@ -97,6 +99,7 @@ __all__ = [
     "planning",
     "serve",
     "simulate",
+    "tune",
 ]
 
 _NAMES_OF = {
@@ -115,6 +118,7 @@ _NAMES_OF = {
     "trace": "Trace generate_trace load_trace",
     "transport._barrier": "barrier",
     "transport.torch_dist": "TorchTransport",
+    "tune": "TuneReport tune",
     "types": "Batch MicroBatch RankBatch Rollout Statistics",
 }
 _MODULE_OF = {name: module for module, names in _NAMES_OF.items() for name in names.split()}
@@ -135,8 +139,8 @@ def __dir__() -> list[str]:
 
 
 class _Package(ModuleType):
-    """``blocking``, ``connect`` and ``simulate`` are functions that live in modules of the same name. Importing such a
-    module would put it in the function's place."""
+    """``blocking``, ``connect``, ``simulate`` and ``tune`` are functions that live in modules of the same name.
+    Importing such a module would put it in the function's place."""
 
     def __setattr__(self, name: str, value: object) -> None:
         if isinstance(value, ModuleType) and name in _MODULE_OF:

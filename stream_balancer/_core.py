@@ -40,6 +40,7 @@ from stream_balancer.pacing import Pacer
 from stream_balancer.planning import Plan, PlanKnobs, Waiting, plan_batch
 from stream_balancer.planning.baselines import plan_fifo, plan_round_robin
 from stream_balancer.planning.length_bias import LengthBias
+from stream_balancer.planning.partition import TOLERANCE
 from stream_balancer.types import Batch, EvictReason, MicroBatch, RankBatch, Reason, Rollout, Snapshot, Statistics
 
 __all__ = ["BalancerCore"]
@@ -57,9 +58,11 @@ _PLANNERS: dict[str, Planner] = {"window": plan_batch, "fifo": plan_fifo, "round
 class BalancerCore:
     """The state of a balancer. Not thread-safe; times are seconds on any monotonic clock."""
 
-    def __init__(self, config: BalancerConfig) -> None:
+    def __init__(self, config: BalancerConfig, *, tolerance: float = TOLERANCE) -> None:
+        """``tolerance``: how near to the lower bound partitions are sought; simulations may do with less."""
         self.config = config
-        self._knobs = _plan_knobs(config)
+        self._tolerance = tolerance
+        self._knobs = _plan_knobs(config, tolerance)
         self._calibration = _new_calibration(config)
         self._buffer = Buffer(_tracked_group_size(config))
         self._held_ids: set[str] = set()
@@ -599,7 +602,7 @@ class BalancerCore:
         if (config.cost, config.speeds) != (self.config.cost, self.config.speeds):
             self._calibration = _new_calibration(config)
         self.config = config
-        self._knobs = _plan_knobs(config)
+        self._knobs = _plan_knobs(config, self._tolerance)
         self._reprice()
         self._not_before = -math.inf
         self._num_aging = self._count_aging()
@@ -634,7 +637,7 @@ class BalancerCore:
             raise ValueError(
                 "load_state_dict() needs a fresh balancer: this one has taken rollouts. Load before the first put"
             )
-        fresh = BalancerCore(self.config)
+        fresh = BalancerCore(self.config, tolerance=self._tolerance)
         fresh._restore(snapshot, now)
         self.__dict__.update(fresh.__dict__)
 
@@ -733,7 +736,7 @@ def _tracked_group_size(config: BalancerConfig) -> int | None:
     return None if config.groups == "free" else config.group_size
 
 
-def _plan_knobs(config: BalancerConfig) -> PlanKnobs:
+def _plan_knobs(config: BalancerConfig, tolerance: float) -> PlanKnobs:
     return PlanKnobs(
         num_ranks=config.dp_size,
         batch_size=config.batch_size,
@@ -748,6 +751,7 @@ def _plan_knobs(config: BalancerConfig) -> PlanKnobs:
         pipeline_order=config.micro_batch_order == "pipeline",
         oversize=config.oversize,
         group_size=config.group_size,
+        tolerance=tolerance,
     )
 
 

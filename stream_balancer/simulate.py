@@ -28,6 +28,7 @@ from stream_balancer._core import BalancerCore
 from stream_balancer.config import BalancerConfig, Policy
 from stream_balancer.errors import ConfigError, WouldBlock
 from stream_balancer.planning import LengthBias, LengthBiasSummary
+from stream_balancer.planning.partition import TOLERANCE
 from stream_balancer.trace import Trace, check_generation, finish_times, issue_order
 from stream_balancer.types import Batch, Rollout
 
@@ -107,6 +108,8 @@ class Steps:
     """No assignment has a shorter step."""
     step_work: Floats
     """The slowest rank."""
+    rank_work: Floats
+    """[S, dp_size] each rank, by itself."""
 
     @property
     def idle_fraction(self) -> Floats:
@@ -205,6 +208,12 @@ class SimulationReport:
     def figures(self) -> Segment:
         """``steady``, or ``overall`` where there is no steady state."""
         return self.steady if self.is_steady else self.overall
+
+    @property
+    def shown_steps(self) -> slice:
+        """The dispatches that the figures are of."""
+        first = self.warm_up.batches
+        return slice(first, first + self.steady.batches) if self.is_steady else slice(0, self.num_batches)
 
     @property
     def num_batches(self) -> int:
@@ -311,6 +320,7 @@ def simulate(
     trainer: TrainerSpeed = "instant",
     warm_up: int | None = None,
     seed: int = 0,
+    tolerance: float = TOLERANCE,
     progress: Callable[[int], None] | None = None,
 ) -> SimulationReport:
     """Run a trace through a balancer in virtual time. Deterministic; about 20 us a rollout plus the planning.
@@ -323,6 +333,8 @@ def simulate(
     :param trainer: ``"instant"``, ``"matched"``, or work per second and rank: see :data:`TrainerSpeed`.
     :param warm_up: dispatches left out of the figures; None = 50, but at most a quarter of those before the tail.
     :param seed: for the order in which groups are generated.
+    :param tolerance: how near to the lower bound partitions are sought; 0.003 takes three fifths of the time, and shows
+        up to 0.1 points more idle time.
     :param progress: called with the number of rollouts dispatched or evicted so far, after every dispatch.
 
     Raises ConfigError for slots, speeds or a warm-up that make no sense, and RolloutError for a rollout the config
@@ -332,7 +344,8 @@ def simulate(
     if warm_up is not None and warm_up < 0:
         raise ConfigError(f"warm_up must be >= 0 dispatches, not {warm_up!r}")
     rate = _work_per_second(trainer, trace, config, slots, tokens_per_second, seed)
-    run = _Run(trace, config, _Generation(trace, slots, tokens_per_second, seed), rate)
+    core = BalancerCore(config, tolerance=tolerance)
+    run = _Run(trace, core, _Generation(trace, slots, tokens_per_second, seed), rate)
     run.to_the_end(progress)
     return run.report(warm_up)
 
@@ -438,9 +451,10 @@ class _Blocked:
 class _Run:
     """One simulation: state, and the moves between two moments."""
 
-    def __init__(self, trace: Trace, config: BalancerConfig, generation: _Generation, work_per_second: float) -> None:
+    def __init__(self, trace: Trace, core: BalancerCore, generation: _Generation, work_per_second: float) -> None:
+        config = core.config
         self.trace, self.config, self.generation = trace, config, generation
-        self.core = BalancerCore(config)
+        self.core = core
         self.rate = work_per_second
         self.lengths: list[int] = trace.lengths.tolist()
         self.costs = np.asarray(config.cost(trace.lengths), dtype=np.float64)
@@ -463,7 +477,7 @@ class _Run:
         self.num_evicted = 0
         self.num_padding = 0
         self.last_arrival_step = 0
-        self.records: list[tuple[float, str, int, int, float, float, float]] = []
+        self.records: list[tuple[float, str, int, int, float, float, float, list[float]]] = []
 
     # -- moving ------------------------------------------------------------------------------------------------------
 
@@ -514,7 +528,7 @@ class _Run:
         self.dispatched_s[rows] = self.now
         self.num_gone += rows.size
         self.num_padding += batch.num_padding
-        mean, bound, slowest = self._loads(batch)
+        mean, bound, slowest, ranks = self._loads(batch)
         self.records.append(
             (
                 self.now,
@@ -524,6 +538,7 @@ class _Run:
                 mean,
                 min(max(bound, mean), slowest),
                 slowest,
+                ranks,
             )
         )
         duration = slowest / self.rate  # 0.0 for an instant trainer
@@ -531,17 +546,17 @@ class _Run:
         self.busy_until = self.now + duration
         self.step += 1
 
-    def _loads(self, batch: Batch) -> tuple[float, float, float]:
-        """Mean load, lower bound and step time of a batch, in work of a rank of speed 1."""
+    def _loads(self, batch: Batch) -> tuple[float, float, float, list[float]]:
+        """Mean load, lower bound, step time and each rank's own time of a batch, in work of a rank of speed 1."""
         if self.config.sync == "step" and not self.config.cost.padded:
-            return sum(batch.loads) / len(batch.loads), batch.lower_bound, max(batch.loads)
+            return sum(batch.loads) / len(batch.loads), batch.lower_bound, max(batch.loads), list(batch.loads)
         speeds = np.ones(self.config.dp_size) if self.config.speeds is None else np.array(self.config.speeds)
         costs = [[[self._cost(r) for r in mb.rollouts] for mb in share.micro_batches] for share in batch.ranks]
         useful = np.array([sum(sum(mb) for mb in share) for share in costs]) / speeds
         pay = _padded_work if self.config.cost.padded else sum
         work = np.array([[pay(mb) for mb in share] for share in costs]) / speeds[:, None]
         slowest = work.max(axis=0).sum() if self.config.sync == "micro_batch" else work.sum(axis=1).max()
-        return float(useful.mean()), batch.lower_bound, float(slowest)
+        return float(useful.mean()), batch.lower_bound, float(slowest), work.sum(axis=1).tolist()
 
     def _cost(self, rollout: Rollout) -> float:
         return 0.0 if rollout.is_padding else self.cost_list[int(rollout.rollout_id)]
@@ -598,8 +613,8 @@ class _Run:
     # -- telling -----------------------------------------------------------------------------------------------------
 
     def report(self, warm_up: int | None) -> SimulationReport:
-        columns = list(zip(*self.records, strict=True)) or [()] * 7
-        at_s, reason, rollouts, tokens, mean, bound, slowest = columns
+        columns = list(zip(*self.records, strict=True)) or [()] * 8
+        at_s, reason, rollouts, tokens, mean, bound, slowest, ranks = columns
         steps = Steps(
             at_s=np.array(at_s, dtype=np.float64),
             reason=reason,
@@ -608,6 +623,7 @@ class _Run:
             mean_load=np.array(mean, dtype=np.float64),
             lower_bound=np.array(bound, dtype=np.float64),
             step_work=np.array(slowest, dtype=np.float64),
+            rank_work=np.array(ranks, dtype=np.float64).reshape(len(ranks), self.config.dp_size),
         )
         number = np.arange(self.step)
         last = sum(r != "drain" for r in reason)

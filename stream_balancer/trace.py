@@ -137,6 +137,26 @@ class Trace:
         labels = np.repeat(np.arange(drawn.size), sizes[drawn])[:num_rollouts]
         return self._take(rows, labels, renumbered=True)
 
+    def repeated(self, times: int) -> Trace:
+        """The trace so many times over, groups under new labels each time; recorded arrivals go on where they ended,
+        after a mean gap. For runs longer than the file that keep its order and its arrivals."""
+        if times < 1:
+            raise TraceError(f"{self.name}: it must be repeated at least once, not {times} times")
+        rows = np.tile(np.arange(len(self)), times)
+        turn = np.repeat(np.arange(times), len(self))
+        arrival_s = self.arrival_s
+        if arrival_s is not None:
+            span = float(arrival_s[-1] - arrival_s[0])
+            arrival_s = arrival_s[rows] + turn * (span + span / max(len(self) - 1, 1))
+        labels = self.group_ids[rows] + turn * (int(self.group_ids.max()) + 1)
+        return replace(
+            self,
+            prompt_tokens=self.prompt_tokens[rows],
+            output_tokens=self.output_tokens[rows],
+            group_ids=labels,
+            arrival_s=arrival_s,
+        )
+
     def _take(self, rows: Ints, labels: Ints, *, renumbered: bool = False) -> Trace:
         return Trace(
             prompt_tokens=self.prompt_tokens[rows],

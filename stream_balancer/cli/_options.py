@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn, TypeAlias
 
 import typer
 
@@ -17,12 +17,29 @@ if TYPE_CHECKING:
     from stream_balancer.trace import Trace
 
 __all__ = [
+    "BatchSize",
+    "Cost",
     "Counts",
+    "CountsOption",
+    "DpSize",
+    "GroupSize",
     "Groups",
+    "GroupsOption",
+    "Json",
+    "NumRollouts",
+    "Scale",
+    "Seed",
+    "Slots",
     "Sync",
+    "SyncOption",
+    "TokenCap",
+    "TokensPerSecond",
+    "TraceArgument",
+    "Trainer",
     "config_of",
     "cost_of",
     "fail",
+    "lengths_of",
     "one_line_errors",
     "trace_of",
     "trainer_of",
@@ -47,6 +64,47 @@ class Groups(StrEnum):
     free = "free"
     same_batch = "same_batch"
     same_rank = "same_rank"
+
+
+TraceArgument: TypeAlias = Annotated[
+    str,
+    typer.Argument(
+        metavar="TRACE",
+        help="A length trace (csv, csv.gz), or generate:NAME[:ROLLOUTS] for one made up (generate:help).",
+    ),
+]
+DpSize: TypeAlias = Annotated[int, typer.Option(help="Data-parallel ranks.")]
+BatchSize: TypeAlias = Annotated[int, typer.Option(help="Rollouts per dispatch, over all ranks.")]
+Cost: TypeAlias = Annotated[
+    str,
+    typer.Option(
+        metavar="MODEL",
+        help="tokens, quadratic, quadratic:LINEAR:QUADRATIC, padded, or a Hugging Face config.json (its FLOPs).",
+    ),
+]
+CountsOption: TypeAlias = Annotated[Counts, typer.Option(help="Rollouts per rank.")]
+SyncOption: TypeAlias = Annotated[Sync, typer.Option(help="Where ranks meet: micro_batch under FSDP / ZeRO-3.")]
+TokenCap: TypeAlias = Annotated[int | None, typer.Option(help="Hard token cap of a micro-batch.")]
+GroupSize: TypeAlias = Annotated[int | None, typer.Option(help="Siblings per group. (default: groups play no part)")]
+GroupsOption: TypeAlias = Annotated[Groups, typer.Option(help="Where siblings go; with --group-size.")]
+Slots: TypeAlias = Annotated[int, typer.Option(help="Rollouts generated at a time (where no arrivals were recorded).")]
+TokensPerSecond: TypeAlias = Annotated[float, typer.Option(help="Generation speed of one slot.")]
+Trainer: TypeAlias = Annotated[
+    str,
+    typer.Option(
+        metavar="SPEED",
+        help="instant: always free, so the window decides. matched: as fast as generation, if perfectly balanced. "
+        "Or work per second and rank, in the cost model's unit.",
+    ),
+]
+NumRollouts: TypeAlias = Annotated[
+    int | None, typer.Option("--rollouts", help="Draw so many rollouts with replacement, whole groups.")
+]
+Scale: TypeAlias = Annotated[float, typer.Option(help="Multiply lengths by this.")]
+Seed: TypeAlias = Annotated[
+    int, typer.Option(help="Seed of the generator, of the draw and of the order of generation.")
+]
+Json: TypeAlias = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of the table.")]
 
 
 @contextmanager
@@ -79,6 +137,14 @@ def trace_of(text: str, seed: int) -> Trace:
     except ValueError:
         raise TraceError(f"{text}: {number!r} is not a number of rollouts. Write {GENERATE}{name}:20000") from None
     return generate_trace(num_rollouts, name, seed=seed)
+
+
+def lengths_of(text: str, seed: int, rollouts: int | None, scale: float) -> Trace:
+    """The trace that ``--rollouts`` and ``--scale`` make of it."""
+    trace = trace_of(text, seed)
+    if rollouts is not None:
+        trace = trace.resampled(rollouts, seed)
+    return trace.scaled(scale)
 
 
 def cost_of(text: str) -> CostModel:

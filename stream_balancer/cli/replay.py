@@ -11,13 +11,29 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 import typer
 
 from stream_balancer.cli._options import (
+    BatchSize,
+    Cost,
     Counts,
+    CountsOption,
+    DpSize,
     Groups,
+    GroupSize,
+    GroupsOption,
+    Json,
+    NumRollouts,
+    Scale,
+    Seed,
+    Slots,
     Sync,
+    SyncOption,
+    TokenCap,
+    TokensPerSecond,
+    TraceArgument,
+    Trainer,
     config_of,
     cost_of,
+    lengths_of,
     one_line_errors,
-    trace_of,
     trainer_of,
 )
 
@@ -32,50 +48,31 @@ __all__ = ["replay"]
 
 
 def replay(
-    trace: Annotated[
-        str,
-        typer.Argument(
-            metavar="TRACE",
-            help="A length trace (csv, csv.gz), or generate:NAME[:ROLLOUTS] for one made up (generate:help).",
-        ),
-    ],
-    dp_size: Annotated[int, typer.Option(help="Data-parallel ranks.")] = 8,
-    batch_size: Annotated[int, typer.Option(help="Rollouts per dispatch, over all ranks.")] = 32,
+    trace: TraceArgument,
+    dp_size: DpSize = 8,
+    batch_size: BatchSize = 32,
     window: Annotated[int | None, typer.Option(help="Dispatch once so many wait. (default: 2 x batch size)")] = None,
     deadline_s: Annotated[
         float | None, typer.Option(help="... or once the oldest has waited so long. (default: wait for the window)")
     ] = None,
     max_skips: Annotated[int | None, typer.Option(help="No rollout is passed over more often. (default: 8)")] = None,
     capacity: Annotated[int | None, typer.Option(help="Puts wait at so many. (default: 2 x window)")] = None,
-    cost: Annotated[
-        str,
-        typer.Option(
-            metavar="MODEL",
-            help="tokens, quadratic, quadratic:LINEAR:QUADRATIC, padded, or a Hugging Face config.json (its FLOPs).",
-        ),
-    ] = "tokens",
-    counts: Annotated[Counts, typer.Option(help="Rollouts per rank.")] = Counts.free,
-    sync: Annotated[Sync, typer.Option(help="Where ranks meet: micro_batch under FSDP / ZeRO-3.")] = Sync.step,
-    max_tokens_per_micro_batch: Annotated[int | None, typer.Option(help="Hard token cap of a micro-batch.")] = None,
-    group_size: Annotated[int | None, typer.Option(help="Siblings per group. (default: groups play no part)")] = None,
-    groups: Annotated[Groups, typer.Option(help="Where siblings go; with --group-size.")] = Groups.same_batch,
-    slots: Annotated[int, typer.Option(help="Rollouts generated at a time (where no arrivals were recorded).")] = 128,
-    tokens_per_second: Annotated[float, typer.Option(help="Generation speed of one slot.")] = 30.0,
-    trainer: Annotated[
-        str,
-        typer.Option(
-            metavar="SPEED",
-            help="instant: always free, so the window decides. matched: as fast as generation, if perfectly balanced. "
-            "Or work per second and rank, in the cost model's unit.",
-        ),
-    ] = "instant",
-    rollouts: Annotated[int | None, typer.Option(help="Draw so many rollouts with replacement, whole groups.")] = None,
-    scale: Annotated[float, typer.Option(help="Multiply lengths by this.")] = 1.0,
+    cost: Cost = "tokens",
+    counts: CountsOption = Counts.free,
+    sync: SyncOption = Sync.step,
+    max_tokens_per_micro_batch: TokenCap = None,
+    group_size: GroupSize = None,
+    groups: GroupsOption = Groups.same_batch,
+    slots: Slots = 128,
+    tokens_per_second: TokensPerSecond = 30.0,
+    trainer: Trainer = "instant",
+    rollouts: NumRollouts = None,
+    scale: Scale = 1.0,
     warm_up: Annotated[
         int | None, typer.Option(help="Dispatches to leave out of the figures. (default: 50, at most a quarter)")
     ] = None,
-    seed: Annotated[int, typer.Option(help="Seed of the generator, of the draw and of the order of generation.")] = 0,
-    json_: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of the table.")] = False,
+    seed: Seed = 0,
+    json_: Json = False,
 ) -> None:
     """What the window would do for your lengths: three policies side by side, under a simulated clock.
 
@@ -85,10 +82,7 @@ def replay(
     with one_line_errors():
         from stream_balancer.simulate import as_policy
 
-        lengths = trace_of(trace, seed)
-        if rollouts is not None:
-            lengths = lengths.resampled(rollouts, seed)
-        lengths = lengths.scaled(scale)
+        lengths = lengths_of(trace, seed, rollouts, scale)
         config = config_of(
             dp_size=dp_size,
             batch_size=batch_size,

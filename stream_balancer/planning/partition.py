@@ -50,6 +50,9 @@ _SMALL_COPIES = 50_000
 
 _SMALL_ROUNDS = 18
 
+TOLERANCE = 1e-4
+"""How far (relatively) above the lower bound a search may stop."""
+
 _MAX_COLUMNS = 48
 """Rollouts of one rank that take part in one exchange round; more would not make a better exchange, only a slower
 one."""
@@ -62,7 +65,7 @@ def partition(
     speeds: ArrayLike | None = None,
     *,
     rotation: int = 0,
-    tolerance: float = 1e-4,
+    tolerance: float = TOLERANCE,
 ) -> list[Ints]:
     """Split `costs` over `num_ranks` ranks, minimising the latest finish.
 

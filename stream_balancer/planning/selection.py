@@ -19,7 +19,7 @@ from .deferral import choose
 from .exchange import exchange_with_waiting
 from .micro_batches import form_micro_batches, in_order
 from .overhead import NO_OVERHEAD, Overhead, work_rates
-from .partition import loads_of, lower_bound, partition, partition_together
+from .partition import TOLERANCE, loads_of, lower_bound, partition, partition_together
 from .rows import choose_rows
 
 if TYPE_CHECKING:
@@ -78,6 +78,8 @@ class PlanKnobs:
     oversize: Oversize = "refuse"
     group_size: int | None = None
     """Most rollouts in a group, where known: the skip guarantee keeps room for a whole one."""
+    tolerance: float = TOLERANCE
+    """How near to the lower bound a partition is sought (relatively)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +158,7 @@ def _shares(
         if together is not None:
             whole = partition_together(costs, together, knobs.num_ranks, knobs.counts, knobs.speeds, rotation=step)
             return [[picked[share]] if share.size else [] for share in whole]
-        parts = partition(costs, knobs.num_ranks, knobs.counts, knobs.speeds, rotation=step)
+        parts = partition(costs, knobs.num_ranks, knobs.counts, knobs.speeds, rotation=step, tolerance=knobs.tolerance)
         shares = [[picked[part]] if part.size else [] for part in parts]
         return _exchanged(waiting, knobs, shares, chosen, fixed)
     order: Order = "pipeline" if knobs.pipeline_order else "heaviest_first"

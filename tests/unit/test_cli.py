@@ -50,6 +50,7 @@ class TestHelp:
         text = run(*arguments).output
         assert "demo" in text
         assert "replay" in text
+        assert "tune" in text
 
     def test_replay_help_names_its_options(self) -> None:
         text = run("replay", "--help").stdout
@@ -243,3 +244,67 @@ class TestDemo:
         result = run("demo", "--trace", tmp_path / "absent.csv")
         assert result.exit_code == 2
         assert "Traceback" not in result.output
+
+
+class TestTune:
+    OPTIONS = (
+        "--dp-size",
+        2,
+        "--batch-size",
+        4,
+        "--slots",
+        8,
+        "--windows",
+        "4,8",
+        "--max-skips",
+        "12",
+        "--processes",
+        1,
+    )
+
+    @pytest.fixture(autouse=True)
+    def _short_runs(self, monkeypatch: pytest.MonkeyPatch) -> None:
+
+        monkeypatch.setattr(sys.modules["stream_balancer.tune"], "LEAST_BATCHES", 100)
+
+    def test_table_and_recommendation(self, trace: Path) -> None:
+        result = run("tune", trace, *self.OPTIONS)
+        assert result.exit_code == 0, result.output
+        assert "lengths: 400 rollouts a run; 2 ranks, 4 rollouts a dispatch" in result.stdout
+        for word in ("round-robin", "arrival order", "recommended", "added age"):
+            assert word in result.stdout
+        assert "Recommended: window=" in result.stdout
+        assert result.stderr == "", "no progress display where there is no terminal"
+
+    def test_json_and_a_picture(self, trace: Path, tmp_path: Path) -> None:
+        picture = tmp_path / "front.html"
+        result = run("tune", trace, *self.OPTIONS, "--deadlines", "none,60", "--json", "--plot", picture)
+        assert result.exit_code == 0, result.output
+        found = json.loads(result.stdout)
+        assert [(o["window"], o["deadline_s"]) for o in found["outcomes"]] == [
+            (4, None),
+            (4, 60.0),
+            (8, None),
+            (8, 60.0),
+        ]
+        assert picture.read_text().startswith("<!doctype html>")
+
+    def test_short_runs_are_said_to_be_repeated(self, tmp_path: Path) -> None:
+        path = tmp_path / "few.csv"
+        path.write_text(HEADER + "\n".join(f"p{i},0,{1 + i * i % 50}" for i in range(100)))
+        assert "the trace 4 times over" in run("tune", path, *self.OPTIONS).stdout
+
+    @pytest.mark.parametrize(
+        ("options", "said"),
+        [
+            (("--windows", "4;8"), "--windows 4;8: write whole numbers with commas between, as in --windows 32,64"),
+            (
+                ("--deadlines", "never"),
+                "--deadlines never: write seconds with commas between, and none for no deadline",
+            ),
+            (("--max-age", -1), "max_added_age must be a finite number of dispatches >= 0, not -1.0"),
+            (("--plot", "front.pdf"), "a plot is called something.html or something.png, not 'front.pdf'"),
+        ],
+    )
+    def test_a_mistake_is_one_line(self, trace: Path, options: tuple[object, ...], said: str) -> None:
+        assert refused("tune", trace, *options).startswith(said)

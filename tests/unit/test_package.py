@@ -40,14 +40,14 @@ def test_every_public_name_is_what_type_checkers_see() -> None:
 def test_the_command_line_answers_without_torch() -> None:
     said = in_a_new_process(
         "import sys; from typer.testing import CliRunner; from stream_balancer.cli import app\n"
-        "for args in (['--help'], ['replay', '--help'], ['demo', '--help'], ['--version']):\n"
+        "for args in (['--help'], ['replay', '--help'], ['demo', '--help'], ['tune', '--help'], ['--version']):\n"
         "    assert CliRunner().invoke(app, args).exit_code == 0, args\n"
         "print('torch' in sys.modules, 'numpy' in sys.modules)"
     )
     assert said.split() == ["False", "False"]
 
 
-@pytest.mark.parametrize("name", ["blocking", "connect", "simulate"])
+@pytest.mark.parametrize("name", ["blocking", "connect", "simulate", "tune"])
 def test_a_function_is_not_replaced_by_the_module_it_lives_in(name: str) -> None:
     said = in_a_new_process(
         f"import stream_balancer as sb; import stream_balancer.{name}; from stream_balancer.{name} import __all__\n"

@@ -1,4 +1,4 @@
-"""Snippets of the README and of docs/staleness.md run, or are pieces of examples that run; every link leads
+"""Snippets of the README, of docs/staleness.md and of docs/tuning.md run, or are pieces of examples that run; every link leads
 somewhere."""
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-RUN = [ROOT / "README.md", ROOT / "docs" / "staleness.md"]
+RUN = [ROOT / "README.md", ROOT / "docs" / "staleness.md", ROOT / "docs" / "tuning.md"]
 SNIPPETS = [
     found
     for page in RUN

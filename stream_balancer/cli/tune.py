@@ -1,0 +1,230 @@
+"""``stream-balancer tune``: which window, ``max_skips`` and deadline for these lengths."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from stream_balancer.cli._options import (
+    BatchSize,
+    Cost,
+    Counts,
+    CountsOption,
+    DpSize,
+    Groups,
+    GroupSize,
+    GroupsOption,
+    Json,
+    NumRollouts,
+    Scale,
+    Seed,
+    Slots,
+    Sync,
+    SyncOption,
+    TokenCap,
+    TokensPerSecond,
+    TraceArgument,
+    Trainer,
+    config_of,
+    cost_of,
+    fail,
+    lengths_of,
+    one_line_errors,
+    trainer_of,
+)
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from stream_balancer.config import BalancerConfig
+    from stream_balancer.trace import Trace
+    from stream_balancer.tune import Outcome, TuneReport
+
+__all__ = ["tune"]
+
+WORTH_PROCESSES = 2_000  # rollouts a run from which on a child's start-up is soon made up for
+
+
+def tune(
+    trace: TraceArgument,
+    dp_size: DpSize = 8,
+    batch_size: BatchSize = 32,
+    max_age: Annotated[
+        float, typer.Option(help="Most added mean age to recommend, in dispatches: an extra batch of window is one.")
+    ] = 2.0,
+    tolerance: Annotated[float, typer.Option(help="Idle share that is not worth a larger window.")] = 0.0025,
+    windows: Annotated[
+        str | None, typer.Option(metavar="N,N,...", help="Windows to try. (default: 1 to 4 batches)")
+    ] = None,
+    max_skips: Annotated[
+        str | None, typer.Option(metavar="N,N,...", help="max_skips to try. (default: three for each window)")
+    ] = None,
+    deadlines: Annotated[
+        str | None,
+        typer.Option(metavar="S,S,...", help="deadline_s to try; 'none' too. (default: none, and two for each window)"),
+    ] = None,
+    cost: Cost = "tokens",
+    counts: CountsOption = Counts.free,
+    sync: SyncOption = Sync.step,
+    max_tokens_per_micro_batch: TokenCap = None,
+    group_size: GroupSize = None,
+    groups: GroupsOption = Groups.same_batch,
+    slots: Slots = 128,
+    tokens_per_second: TokensPerSecond = 30.0,
+    trainer: Trainer = "instant",
+    rollouts: NumRollouts = None,
+    scale: Scale = 1.0,
+    seed: Seed = 0,
+    processes: Annotated[
+        int | None, typer.Option(help="Simulate in so many processes. (default: all cores, where it pays)")
+    ] = None,
+    plot: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write a picture: .html, or .png (needs matplotlib).")
+    ] = None,
+    json_: Json = False,
+) -> None:
+    """Which knobs for your lengths: the front of idle time against age, and a recommendation.
+
+    Sweeps window x max_skips x deadline, each a run of the balancer's own core under a simulated clock. Record a trace
+    of your own with balancer.record("lengths.csv").
+    """
+    with one_line_errors():
+        from stream_balancer.plot import check_plot
+
+        if plot is not None:
+            check_plot(plot)
+        lengths = lengths_of(trace, seed, rollouts, scale)
+        config = config_of(
+            dp_size=dp_size,
+            batch_size=batch_size,
+            cost=cost_of(cost),
+            counts=counts.value,
+            sync=sync.value,
+            max_tokens_per_micro_batch=max_tokens_per_micro_batch,
+            group_size=group_size,
+            groups=groups.value,
+        )
+        report = _tune(
+            lengths,
+            config,
+            processes,
+            max_added_age=max_age,
+            tolerance=tolerance,
+            windows=_ints("--windows", windows),
+            max_skips=_ints("--max-skips", max_skips),
+            deadlines_s=_deadlines(deadlines),
+            slots=slots,
+            tokens_per_second=tokens_per_second,
+            trainer=trainer_of(trainer),
+            seed=seed,
+        )
+    if plot is not None:
+        _write(report, plot)
+    if json_:
+        typer.echo(json.dumps(report.to_dict()))
+    else:
+        _print(report, cost, plot)
+
+
+def _ints(option: str, text: str | None) -> list[int] | None:
+    try:
+        return None if text is None else [int(part) for part in text.split(",")]
+    except ValueError:
+        fail(f"{option} {text}: write whole numbers with commas between, as in {option} 32,64")
+
+
+def _deadlines(text: str | None) -> list[float | None] | None:
+    try:
+        return None if text is None else [None if part == "none" else float(part) for part in text.split(",")]
+    except ValueError:
+        fail(f"--deadlines {text}: write seconds with commas between, and none for no deadline, as in none,30")
+
+
+def _tune(lengths: Trace, config: BalancerConfig, processes: int | None, **how: Any) -> TuneReport:
+    """With a progress bar on a terminal."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    from stream_balancer.tune import tune as sweep
+
+    if processes is None:
+        processes = (os.cpu_count() or 1) if len(lengths) >= WORTH_PROCESSES else 1
+    console = Console(stderr=True)
+    columns = (TextColumn("settings"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        bar = progress.add_task("", total=None)
+
+        def show(done: int, total: int) -> None:
+            progress.update(bar, completed=done, total=total)
+
+        return sweep(lengths, config, processes=processes, progress=show, **how)
+
+
+def _write(report: TuneReport, path: Path) -> None:
+    from stream_balancer.plot import write_plot
+
+    try:
+        write_plot(report, path)
+    except OSError as error:
+        fail(f"the plot {path} cannot be written: {error.strerror or error}")
+
+
+def _print(report: TuneReport, cost: str, plot: Path | None) -> None:
+    from rich.console import Console
+
+    console = Console(width=None if sys.stdout.isatty() else 120)
+    config, chosen = report.config, report.recommended
+    again = f", the trace {report.times} times over" if report.times > 1 else ""
+    console.print(
+        f"[bold]{report.trace_name}[/bold]: {report.num_rollouts:,} rollouts a run{again}; {config.dp_size} ranks, "
+        f"{config.batch_size} rollouts a dispatch, cost {cost}; {len(report.outcomes)} settings, those on the front:",
+        highlight=False,
+    )
+    console.print(_table(report))
+    console.print(f"[bold]{report.reason}[/bold]", highlight=False)
+    deadline = "none" if chosen.deadline_s is None else f"{chosen.deadline_s:g} s"
+    console.print(
+        f"Recommended: window={chosen.window}, max_skips={chosen.max_skips}, deadline {deadline}", highlight=False
+    )
+    if plot is not None:
+        console.print(f"Picture: {plot}", highlight=False)
+
+
+def _table(report: TuneReport) -> Table:
+    from rich.table import Table
+
+    table = Table()
+    table.add_column("")
+    for name in ("window", "max_skips", "deadline", "idle", "+-", "added age", "p99", "wait p99, s", "short"):
+        table.add_column(name, justify="right")
+    table.add_row("round-robin", "-", "-", "-", *_figures(report.round_robin))
+    table.add_row("arrival order", "-", "-", "-", *_figures(report.fifo))
+    rows = list(report.front)
+    if report.recommended not in rows:
+        rows.append(report.recommended)
+        rows.sort(key=lambda o: o.age)
+    for o in rows:
+        chosen = o is report.recommended
+        deadline = "none" if o.deadline_s is None else f"{o.deadline_s:g} s"
+        table.add_row(
+            "recommended" if chosen else "",
+            *(str(o.window), str(o.max_skips), deadline, *_figures(o)),
+            style="bold" if chosen else None,
+        )
+    return table
+
+
+def _figures(o: Outcome) -> list[str]:
+    return [
+        f"{o.idle_fraction:.2%}",
+        f"{o.idle_error:.2%}",
+        f"{o.added_age:.2f}",
+        f"{o.age_p99:.0f}",
+        f"{o.wait_p99_s:,.0f}",
+        f"{o.short_batches:.0%}" if o.short_batches else "",
+    ]

@@ -1,0 +1,73 @@
+"""The pictures of a sweep: well-formed, self-contained, and of the report's figures."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+import stream_balancer as sb
+from stream_balancer.plot import write_plot
+from stream_balancer.plot._html import page, ticks
+from stream_balancer.trace import LengthModel
+
+
+@pytest.fixture(scope="module")
+def report() -> Iterator[sb.TuneReport]:
+    trace = sb.generate_trace(400, LengthModel(mu=5.0, sigma_between=0.0, sigma_within=1.4))
+    config = sb.BalancerConfig(dp_size=2, batch_size=4)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys.modules["stream_balancer.tune"], "LEAST_BATCHES", 100)
+        yield sb.tune(trace, config, windows=[4, 8], max_skips=[8], deadlines_s=[None, 90.0])
+
+
+def test_a_page_is_well_formed_and_fetches_nothing(report: sb.TuneReport) -> None:
+    text = page(report)
+    body = ElementTree.fromstring(text.removeprefix("<!doctype html>\n").replace('<meta charset="utf-8">', ""))
+    assert len(body.findall(".//{http://www.w3.org/2000/svg}svg")) == 4
+    assert not re.search(r"<script|src=|href=|@import|url\(", text)
+    assert report.reason in text
+
+
+def test_every_setting_is_a_dot_and_the_chosen_one_is_red(report: sb.TuneReport) -> None:
+    dots = re.findall(r'<circle [^>]*fill="([^"]+)"><title>window (\d+), max_skips (\d+)', page(report))
+    assert len(dots) == len(report.outcomes)
+    red = [(int(window), int(skips)) for colour, window, skips in dots if colour == "#dc2626"]
+    assert red == [(report.recommended.window, report.recommended.max_skips)]
+
+
+def test_a_name_is_text(report: sb.TuneReport) -> None:
+    assert "<script>" not in page(replace(report, trace_name="<script>alert(1)</script>"))
+
+
+@pytest.mark.parametrize(("most", "values"), [(2.1, 9), (0.03, 7), (1.0, 9), (47.0, 5), (0.999, 10)])
+def test_ticks_are_round_and_few(most: float, values: int) -> None:
+    found = ticks(most)
+    assert found[0] == 0.0
+    assert found[-1] <= most < found[-1] + found[1]
+    assert len(found) == values
+
+
+def test_html_is_written(report: sb.TuneReport, tmp_path: Path) -> None:
+    write_plot(report, tmp_path / "front.html")
+    assert (tmp_path / "front.html").read_text() == page(report)
+
+
+def test_another_suffix_or_folder_is_refused(report: sb.TuneReport, tmp_path: Path) -> None:
+    with pytest.raises(sb.ConfigError, match=r"something\.html or something\.png, not 'front\.pdf'"):
+        write_plot(report, tmp_path / "front.pdf")
+    with pytest.raises(sb.ConfigError, match="there is no folder"):
+        write_plot(report, tmp_path / "nowhere" / "front.html")
+
+
+def test_a_png_without_matplotlib_says_what_to_do(
+    report: sb.TuneReport, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(sb.ConfigError, match=r"pip install 'stream-balancer\[plot\]', or write an \.html"):
+        write_plot(report, tmp_path / "front.png")

@@ -1,0 +1,224 @@
+"""The sweep: which settings are tried, which are on the front, which one is recommended, and why."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import stream_balancer as sb
+from stream_balancer.trace import LengthModel
+from stream_balancer.tune import AGE_SLACK, Outcome, _error_of_idle, _recommend, _settings, pareto_front
+
+SMALL = sb.BalancerConfig(dp_size=2, batch_size=4)
+HEAVY = LengthModel(mu=5.0, sigma_between=0.0, sigma_within=1.4, cap=20_000)
+FEW: dict[str, Any] = {"windows": [4, 8, 12], "max_skips": [12], "deadlines_s": [None], "slots": 16}
+
+
+@pytest.fixture(autouse=True)
+def _short_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """100 batches a run instead of 400."""
+    monkeypatch.setattr(sys.modules["stream_balancer.tune"], "LEAST_BATCHES", 100)
+
+
+def outcome(window: int = 8, idle: float = 0.1, age: float = 1.0, **changes: Any) -> Outcome:
+    values: dict[str, Any] = {
+        "policy": "window",
+        "window": window,
+        "max_skips": 8,
+        "deadline_s": None,
+        "idle_fraction": idle,
+        "idle_error": 0.0,
+        "age": age,
+        "added_age": age,
+        "age_p99": age,
+        "age_max": age,
+        "wait_p99_s": 1.0,
+        "wait_max_s": 1.0,
+        "short_batches": 0.0,
+        "evicted": 0,
+        "length_delay_correlation": 0.0,
+        "delay_per_decile": (0.0,) * 10,
+        "rank_work": np.ones((4, 2)),
+    }
+    return Outcome(**{**values, **changes})
+
+
+FIFO = outcome(4, idle=0.5, age=0.0)
+
+
+def recommend(*outcomes: Outcome, max_added_age: float = 2.0, recorded: bool = False) -> Outcome:
+    return _recommend(outcomes, FIFO, max_added_age, 0.005, prefer_deadline=recorded)
+
+
+class TestFront:
+    @given(st.lists(st.tuples(st.floats(0, 4), st.floats(0, 1)), min_size=1, max_size=30))
+    def test_nobody_on_it_is_beaten_and_everybody_else_is(self, points: list[tuple[float, float]]) -> None:
+        outcomes = [outcome(age=age, idle=idle) for age, idle in points]
+        front = pareto_front(outcomes)
+        for one in front:
+            assert not any(
+                o.age <= one.age
+                and o.idle_fraction <= one.idle_fraction
+                and (o.age < one.age or o.idle_fraction < one.idle_fraction)
+                for o in outcomes
+            )
+        for one in outcomes:
+            assert any(o.age <= one.age and o.idle_fraction <= one.idle_fraction for o in front)
+        assert [o.age for o in front] == sorted({o.age for o in front})
+
+
+class TestRecommendation:
+    def test_the_smallest_window_that_idles_hardly_more_than_the_best(self) -> None:
+        enough = outcome(8, 0.0149)
+        assert recommend(outcome(4, 0.3, 0.0), outcome(6, 0.0151, 0.5), enough, outcome(12, 0.01, 2.0)) is enough
+
+    def test_nothing_older_than_the_bound_counts(self) -> None:
+        young = outcome(8, 0.2, 1.0)
+        assert recommend(young, outcome(16, 0.0, 3.0)) is young
+        assert recommend(young, outcome(12, 0.0, 2.0 + AGE_SLACK)) is not young
+        assert recommend(young, outcome(16, 0.0, 3.0), max_added_age=3.0) is not young
+
+    def test_no_setting_that_cuts_batches_short_or_throws_rollouts_away(self) -> None:
+        good = outcome(8, 0.2)
+        assert recommend(good, outcome(8, 0.0, short_batches=0.02), outcome(8, 0.0, evicted=1)) is good
+
+    def test_the_tightest_guarantee_that_costs_nothing(self) -> None:
+        tight, loose = outcome(8, 0.014, max_skips=3), outcome(8, 0.010, max_skips=16)
+        assert recommend(loose, tight) is tight
+        assert recommend(loose, outcome(8, 0.1, max_skips=3)) is loose
+
+    def test_a_deadline_only_where_arrivals_were_recorded(self) -> None:
+        without, within = outcome(8, 0.01), outcome(8, 0.01, deadline_s=30.0)
+        assert recommend(without, within) is without
+        assert recommend(without, within, recorded=True) is within
+
+    def test_the_smallest_window_where_nothing_keeps_the_bounds(self) -> None:
+        least = outcome(4, 0.2, evicted=3)
+        assert recommend(least, outcome(8, 0.1, evicted=5)) is least
+
+
+class TestSettings:
+    def settings(self, config: sb.BalancerConfig, **chosen: Any) -> list[sb.BalancerConfig]:
+        base = config.replace(window=None, max_skips=None, capacity=None)
+        lists = {"windows": None, "max_skips": None, "deadlines_s": None, **chosen}
+        return list(_settings(base, config, 10.0, **lists))
+
+    def test_thirty_or_more_each_once(self) -> None:
+        found = self.settings(sb.BalancerConfig(dp_size=8, batch_size=32))
+        assert len(found) >= 30
+        assert len({(c.window, c.max_skips, c.deadline_s) for c in found}) == len(found)
+        assert found[0].window == 32
+        assert [c.window for c in found] == sorted(c.window for c in found)
+        assert {c.deadline_s for c in found if c.window == 64} == {None, 40.0, 80.0}
+
+    def test_whole_groups(self) -> None:
+        found = self.settings(sb.BalancerConfig(dp_size=2, batch_size=12, group_size=6))
+        assert {c.window % 6 for c in found} == {0}
+
+    def test_what_was_asked_for_in_every_combination_that_works(self) -> None:
+        found = self.settings(SMALL, windows=[16, 4], max_skips=[2, 9], deadlines_s=[None, 5.0])
+        knobs = [(c.window, c.max_skips, c.deadline_s) for c in found]
+        assert knobs == [(4, 2, None), (4, 2, 5.0), (4, 9, None), (4, 9, 5.0), (16, 9, None), (16, 9, 5.0)]
+
+
+class TestSweep:
+    def test_a_window_pays_for_heavy_tails(self) -> None:
+        trace = sb.generate_trace(400, HEAVY, seed=1)
+        told: list[tuple[int, int]] = []
+        report = sb.tune(trace, SMALL, progress=lambda done, total: told.append((done, total)), **FEW)
+        assert report.pays
+        assert report.times == 1
+        assert told == [(done, 5) for done in range(1, 6)]
+        chosen = report.recommended
+        assert chosen.window > 4
+        assert chosen.idle_fraction < report.fifo.idle_fraction < report.round_robin.idle_fraction
+        assert chosen.added_age == pytest.approx(chosen.window / 4 - 1, abs=0.1)
+        assert f"window={chosen.window}" in report.reason
+        config = report.recommended_config
+        assert (config.window, config.max_skips, config.deadline_s) == (chosen.window, 12, None)
+        again = sb.simulate(trace, config, slots=16, tolerance=3e-3)
+        assert again.idle_fraction == chosen.idle_fraction, "a figure of the sweep is the simulation's"
+        assert chosen.rank_work.shape == (48, 2)
+
+    def test_no_window_where_every_batch_balances(self) -> None:
+        trace = sb.generate_trace(1600, LengthModel(mu=5.0, sigma_between=0.0, sigma_within=0.1))
+        config = SMALL.replace(batch_size=16, cost=sb.QuadraticCost())
+        report = sb.tune(trace, config, windows=[16, 32], max_skips=[8], deadlines_s=[None])
+        assert not report.pays
+        assert report.recommended.window == 16
+        assert report.reason.startswith("A window does not pay: ")
+        assert "x dp_size x the longest rollout" in report.reason
+        assert report.reason.endswith("use window=batch_size.")
+
+    def test_a_short_trace_is_repeated(self) -> None:
+        trace = sb.generate_trace(100, HEAVY)
+        report = sb.tune(trace, SMALL, windows=[4, 8], max_skips=[12], deadlines_s=[None])
+        assert (report.times, report.num_rollouts) == (4, 400)
+
+    def test_the_age_bound_is_kept(self) -> None:
+        trace = sb.generate_trace(400, HEAVY, seed=1)
+        report = sb.tune(trace, SMALL, max_added_age=0.5, **{**FEW, "windows": [4, 6, 12]})
+        assert report.recommended.window == 6
+        assert "would take window=12" in report.reason
+
+    def test_json_ready(self) -> None:
+        report = sb.tune(sb.generate_trace(400, HEAVY), SMALL, **{**FEW, "windows": [4]})
+        found = json.loads(json.dumps(report.to_dict()))
+        assert found["recommended"]["window"] == 4
+        assert found["front"] == [{"window": 4, "max_skips": 12, "deadline_s": None}]
+
+    def test_the_number_of_processes_changes_nothing(self) -> None:
+        trace = sb.generate_trace(400, HEAVY, seed=1)
+        one, two = (sb.tune(trace, SMALL, processes=processes, **FEW) for processes in (1, 2))
+        assert one.to_dict() == two.to_dict()
+
+    @pytest.mark.parametrize(
+        ("wrong", "said"),
+        [
+            ({"max_added_age": -1.0}, "max_added_age must be a finite number of dispatches >= 0"),
+            ({"max_added_age": math.inf}, "max_added_age must be a finite number of dispatches >= 0"),
+            ({"tolerance": 1.0}, "tolerance must be an idle share in 0..1"),
+            ({"processes": 0}, "processes must be an int >= 1"),
+            ({"windows": [64], "max_skips": [1]}, "no combination of these windows, max_skips and deadlines_s works"),
+        ],
+    )
+    def test_what_makes_no_sense_is_refused(self, wrong: dict[str, Any], said: str) -> None:
+        with pytest.raises(sb.ConfigError, match=said):
+            sb.tune(sb.generate_trace(10, "rg"), SMALL, **wrong)
+
+
+class TestErrorOfIdle:
+    def test_of_steps_that_are_all_alike_is_nothing(self) -> None:
+        assert _error_of_idle(np.full(100, 3.0), np.full(100, 4.0)) == pytest.approx(0.0, abs=1e-12)
+
+    def test_is_about_the_spread_of_repeated_runs(self) -> None:
+        rng = np.random.default_rng(0)
+
+        def one() -> tuple[float, float]:
+            mean = rng.lognormal(0.0, 0.3, 400)
+            slowest = mean * (1.0 + rng.exponential(0.2, 400))
+            return 1.0 - mean.sum() / slowest.sum(), _error_of_idle(mean, slowest)
+
+        runs = np.array([one() for _ in range(200)])
+        assert runs[:, 1].mean() == pytest.approx(runs[:, 0].std(), rel=0.15)
+
+
+class TestRepeated:
+    def test_groups_and_arrivals_go_on(self) -> None:
+        trace = sb.generate_trace(6, LengthModel(mu=3.0, sigma_between=0.1, sigma_within=0.1, siblings=2))
+        trace = replace(trace, arrival_s=np.array([1.0, 2.0, 3.0, 3.0, 5.0, 6.0]))
+        twice = trace.repeated(2)
+        assert twice.lengths.tolist() == trace.lengths.tolist() * 2
+        assert twice.num_groups == 2 * trace.num_groups
+        assert twice.arrival_s is not None
+        assert twice.arrival_s.tolist() == [1.0, 2.0, 3.0, 3.0, 5.0, 6.0, 7.0, 8.0, 9.0, 9.0, 11.0, 12.0]
+        with pytest.raises(sb.TraceError, match="at least once"):
+            trace.repeated(0)
