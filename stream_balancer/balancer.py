@@ -36,6 +36,7 @@ from stream_balancer.config import BalancerConfig
 from stream_balancer.errors import AlreadyInUseError, ClosedResourceError, WouldBlock
 from stream_balancer.journal import Journal, Recovered, Writing
 from stream_balancer.pacing import Pacer, check_pacing
+from stream_balancer.record import Recorder
 from stream_balancer.reserve import Reservation, Slot
 from stream_balancer.snapshot import read_state_dict, state_dict
 from stream_balancer.stall import why_no_batch
@@ -109,6 +110,7 @@ class StreamBalancer:
         self._next_ticket = 0
         self._pacer = Pacer()
         self._reservers: OrderedDict[int, tuple[int, anyio.Event]] = OrderedDict()  # ticket -> (rollouts, wake)
+        self._recorder: Recorder | None = None
         self._consumer: Batches | None = None
         self._alarm: anyio.Event | None = None  # set while the consumer is parked
         self._alarm_time = math.inf  # when it will wake by itself
@@ -260,11 +262,14 @@ class StreamBalancer:
             self._wake_next_put()  # pass the baton on: also if this one was cancelled after it was woken
 
     def _try_add(self, rollouts: Sequence[Rollout]) -> bool:
+        now = anyio.current_time()
         try:
-            self._core.add_all(rollouts, anyio.current_time())
+            self._core.add_all(rollouts, now)
         except WouldBlock:
             self._ring()  # no room means that the window counts as full
             return False
+        if self._recorder is not None:
+            self._recorder.add(rollouts, now)
         self._ring()
         for sibling in self._parked_siblings.get(rollouts[0].group_id or "", {}).values():
             sibling.wake.set()  # siblings of a waiting group need no room
@@ -548,6 +553,9 @@ class StreamBalancer:
         if self._journal is not None:
             with anyio.CancelScope(shield=True):
                 await self._journal.aclose()
+        if self._recorder is not None:
+            with anyio.CancelScope(shield=True):
+                await anyio.to_thread.run_sync(self._recorder.close)
         await anyio.lowlevel.checkpoint()
 
     async def __aenter__(self) -> Self:
@@ -622,6 +630,20 @@ class StreamBalancer:
         self._tell_evicted()
 
     # -- record --------------------------------------------------------------------------------------------------------
+
+    def record(self, path: str | os.PathLike[str]) -> Recorder:
+        """Write every rollout accepted from now on (lengths, group, seconds) to a trace file, csv or csv.gz, until the
+        balancer is closed. ``load_trace`` reads it; see docs/tuning.md.
+
+        Never blocks and never fails a put: what goes wrong with the disk is logged, and kept in the returned object's
+        ``error``. A file that is there is not overwritten. Raises :class:`ConfigError` for another suffix,
+        AlreadyInUseError while it records elsewhere, ClosedResourceError when closed.
+        """
+        self._check_open()
+        if self._recorder is not None and self._recorder.error is None:
+            raise AlreadyInUseError(f"record() was called before: arrivals go to {self._recorder.path}")
+        self._recorder = Recorder(path)
+        return self._recorder
 
     def statistics(self) -> Statistics:
         """A snapshot that adds up: accepted == waiting + in_flight + acknowledged + evicted."""

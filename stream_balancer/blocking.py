@@ -21,6 +21,7 @@ from stream_balancer.balancer import Batches, StreamBalancer
 from stream_balancer.config import BalancerConfig
 from stream_balancer.dispatch import serve
 from stream_balancer.journal import Journal, Recovered
+from stream_balancer.record import Recorder
 from stream_balancer.snapshot import state_dict
 from stream_balancer.transport.torch_dist import TorchTransport
 from stream_balancer.types import Batch, EvictReason, Rollout, Statistics
@@ -183,6 +184,10 @@ class BlockingBalancer:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a :meth:`state_dict`; load before the first put. See :meth:`StreamBalancer.load_state_dict`."""
         self._loop().call(self._balancer.load_state_dict, state)
+
+    def record(self, path: str | os.PathLike[str]) -> Recorder:
+        """Write arrivals to a trace file from now on. See :meth:`StreamBalancer.record`."""
+        return self._loop().call(self._balancer.record, path)
 
     def statistics(self) -> Statistics:
         """A snapshot. See :meth:`StreamBalancer.statistics`."""

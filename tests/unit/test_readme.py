@@ -1,8 +1,9 @@
-"""Snippets of the README, of docs/staleness.md and of docs/tuning.md run, or are pieces of examples that run; every link leads
-somewhere."""
+"""Snippets of the README, docs/staleness.md and docs/tuning.md run, or are pieces of examples that run; every link
+leads somewhere."""
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -21,8 +22,15 @@ SNIPPETS = [
 
 
 @pytest.mark.parametrize("code", [code for _, of, code in SNIPPETS if not of])
-def test_snippets_run(code: str) -> None:
-    done = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, timeout=100)
+def test_snippets_run(code: str, tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
     assert done.returncode == 0, done.stderr
 
 

@@ -1,0 +1,174 @@
+"""record(): what arrives is in the file once the balancer is closed, and the disk never touches a put."""
+
+from __future__ import annotations
+
+import logging
+import time
+from pathlib import Path
+from typing import Any
+
+import anyio
+import pytest
+
+import stream_balancer as sb
+import stream_balancer.record as record_room
+from stream_balancer.testing import make_rollout, make_rollouts
+
+
+def config(**knobs: Any) -> sb.BalancerConfig:
+    return sb.BalancerConfig(**{"dp_size": 2, "batch_size": 4, "window": 8, **knobs})
+
+
+async def read(path: Path) -> sb.Trace:
+    return await anyio.to_thread.run_sync(sb.load_trace, path)
+
+
+@pytest.mark.parametrize("name", ["lengths.csv", "lengths.csv.gz"])
+async def test_what_arrived_is_a_trace(tmp_path: Path, name: str) -> None:
+    async with sb.StreamBalancer(config(capacity=12)) as balancer:
+        recorder = balancer.record(tmp_path / name)
+        await balancer.put(make_rollout(10, group_id='a,\n"b', prompt_tokens=4))
+        await anyio.sleep(1.5)
+        await balancer.put(make_rollout(7, group_id='a,\n"b', prompt_tokens=4))
+        await balancer.put_group([make_rollout(5, group_id="c"), make_rollout(6, group_id="c")])
+        await anyio.sleep(0.25)
+        balancer.put_nowait(make_rollout(3))
+        balancer.put_nowait(make_rollout(3, prompt_tokens=3))
+    assert recorder.error is None
+    assert recorder.num_rollouts == 6
+    trace = await read(tmp_path / name)
+    assert trace.prompt_tokens.tolist() == [4, 4, 0, 0, 0, 3]
+    assert trace.output_tokens.tolist() == [6, 3, 5, 6, 3, 0]
+    assert trace.group_ids.tolist() == [0, 0, 1, 1, 2, 3]
+    assert trace.arrival_s is not None
+    assert trace.arrival_s.tolist() == [0.0, 1.5, 1.5, 1.5, 1.75, 1.75]
+
+
+async def test_only_what_is_accepted_arrives(tmp_path: Path) -> None:
+    async with sb.StreamBalancer(config(window=4, capacity=4), accept=lambda rs: rs[0].num_tokens != 9) as balancer:
+        balancer.record(tmp_path / "t.csv")
+        await balancer.put(make_rollout(9))  # turned down
+        for rollout in make_rollouts([1, 2, 3, 4]):
+            await balancer.put(rollout)
+        with pytest.raises(sb.WouldBlock):
+            balancer.put_nowait(make_rollout(5))
+        with pytest.raises(sb.DuplicateRolloutError):
+            await balancer.put(make_rollout(6, "r0"))
+        with anyio.move_on_after(1.0):
+            await balancer.put(make_rollout(7))  # waits for room, and gives up
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(balancer.put, make_rollout(8))  # waits for room, and gets it
+            await anyio.sleep(2.0)
+            await anext(balancer.batches())
+    trace = await read(tmp_path / "t.csv")
+    assert trace.lengths.tolist() == [1, 2, 3, 4, 8]
+    assert trace.arrival_s is not None
+    assert trace.arrival_s.tolist() == [0.0, 0.0, 0.0, 0.0, 3.0]
+
+
+async def test_recording_begins_when_it_is_asked_for(tmp_path: Path) -> None:
+    async with sb.StreamBalancer(config()) as balancer:
+        await balancer.put(make_rollout(1))
+        balancer.record(tmp_path / "t.csv")
+        with pytest.raises(sb.AlreadyInUseError, match="arrivals go to"):
+            balancer.record(tmp_path / "u.csv")
+        await balancer.put(make_rollout(2))
+    assert (await read(tmp_path / "t.csv")).lengths.tolist() == [2]
+    with pytest.raises(sb.ClosedResourceError):
+        balancer.record(tmp_path / "u.csv")
+
+
+async def test_another_suffix_is_refused(tmp_path: Path) -> None:
+    async with sb.StreamBalancer(config()) as balancer:
+        with pytest.raises(sb.ConfigError, match=r"something\.csv or something\.csv\.gz"):
+            balancer.record(tmp_path / "trace.json")
+        balancer.record(tmp_path / "trace.csv")
+
+
+@pytest.mark.parametrize("why", ["there already", "No such file or directory"])
+async def test_a_file_that_cannot_be_written_is_reported_and_no_put_fails(
+    tmp_path: Path, why: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "t.csv" if why == "there already" else tmp_path / "nowhere" / "t.csv"
+    (tmp_path / "t.csv").write_text("precious")
+    with caplog.at_level(logging.ERROR, "stream_balancer.record"):
+        async with sb.StreamBalancer(config(capacity=600)) as balancer:
+            recorder = balancer.record(path)
+            for rollout in make_rollouts([1] * 600):
+                await balancer.put(rollout)
+    assert recorder.error is not None
+    assert [r.getMessage().count(why) for r in caplog.records] == [1]
+    assert (tmp_path / "t.csv").read_text() == "precious"
+
+
+async def test_a_disk_that_fills_up_stops_the_recording_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    written = 0
+    write = record_room.Recorder._write
+
+    def full(self: record_room.Recorder, file: Any, rows: Any) -> None:
+        nonlocal written
+        written += 1
+        if written == 3:  # header, 256 rows, then
+            raise OSError(28, "No space left on device")
+        write(self, file, rows)
+
+    monkeypatch.setattr(record_room.Recorder, "_write", full)
+    async with sb.StreamBalancer(config(capacity=2000)) as balancer:
+        recorder = balancer.record(tmp_path / "t.csv")
+        for rollout in make_rollouts([3] * 1500):
+            await balancer.put(rollout)
+        assert balancer.statistics().accepted == 1500
+    assert "No space left on device" in caplog.text
+    assert "stopped after 256 of them" in caplog.text
+    assert recorder.error is not None
+    assert len(await read(tmp_path / "t.csv")) == 256
+
+
+async def test_a_disk_that_hangs_holds_no_put_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import threading
+
+    let_go = threading.Event()
+    monkeypatch.setattr(record_room, "MOST_PENDING", 600)
+    write = record_room.Recorder._write
+
+    def stuck(self: record_room.Recorder, file: Any, rows: Any) -> None:
+        let_go.wait(30)
+        write(self, file, rows)
+
+    monkeypatch.setattr(record_room.Recorder, "_write", stuck)
+    async with sb.StreamBalancer(config(capacity=4000)) as balancer:
+        recorder = balancer.record(tmp_path / "t.csv")
+        for rollout in make_rollouts([1] * 3000):
+            await balancer.put(rollout)
+        assert recorder.error is not None
+        assert "600 rows behind" in str(recorder.error)
+        assert recorder.num_rollouts < 1000, "nothing is kept for a disk that has stopped"
+        let_go.set()
+
+
+async def test_a_slow_run_is_not_far_behind(tmp_path: Path) -> None:
+    path = tmp_path / "t.csv"
+    async with sb.StreamBalancer(config()) as balancer:
+        balancer.record(path)
+        await balancer.put(make_rollout(1))
+        await anyio.sleep(record_room.SECONDS)
+        await balancer.put(make_rollout(2))
+
+        def wait_for_the_thread() -> str:
+            for _ in range(3000):
+                if path.exists() and path.read_text().count("\n") == 3:
+                    break
+                time.sleep(0.01)
+            return path.read_text()
+
+        text = await anyio.to_thread.run_sync(wait_for_the_thread)
+        assert text.splitlines()[1:] == ["alone-0,0,1,0.000", "alone-1,0,2,5.000"]
+
+
+def test_threads_record_too(tmp_path: Path) -> None:
+    with sb.blocking(config()) as balancer:
+        balancer.record(tmp_path / "t.csv.gz")
+        balancer.put(make_rollout(4))
+    assert sb.load_trace(tmp_path / "t.csv.gz").lengths.tolist() == [4]
