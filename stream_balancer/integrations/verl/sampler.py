@@ -1,0 +1,225 @@
+"""verl's V1 replay buffer, choosing: of the prompt groups that wait, those that make the ranks finish together.
+
+    trainer.v1.sampler.custom_sampler.path=pkg://stream_balancer.integrations.verl.sampler
+    trainer.v1.sampler.custom_sampler.name=BalancedReplayBuffer
+    +trainer.v1.sampler.sampler_kwargs.dp_size=8
+
+Everything but the choice is verl's own ``ReplayBufferAsync``: what waits, what is stale, filtered or failed, and what
+is refilled. verl takes the oldest ``batch_size`` groups; here the planner chooses among all that wait, within
+`max_skips` and verl's staleness limit, and the rows come ordered rank by rank. Written against verl 0.9.1.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from stream_balancer.integrations.partitions import get_seqlen_balanced_partitions
+from stream_balancer.planning import PlanKnobs, Waiting, plan_batch
+
+if TYPE_CHECKING:
+    from verl.trainer.ppo.v1.replay_buffer import ReplayBufferAsync as _Base
+else:
+    _Base = object
+
+__all__ = ["BalancedSelection", "SamplerKnobs"]  # and BalancedReplayBuffer, made when asked for: it needs verl
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplerKnobs:
+    """What ``trainer.v1.sampler.sampler_kwargs`` may say."""
+
+    dp_size: int
+    """Data-parallel ranks that a batch is dealt to."""
+    max_skips: int = 8
+    """No group is passed over by more batches than this, as long as no more than (max_skips + 1) batches wait. verl's
+    ``max_off_policy_threshold`` holds besides: a group that would be dropped as stale at the next step goes now."""
+    window: int | None = None
+    """Wait until this many groups can be chosen from; None: take the choice there is once a batch is complete."""
+    deadline_s: float | None = None
+    """... but not longer than this after a batch was complete. Required with `window`."""
+    filter_groups_metric: str | None = None
+    """DAPO's group filter, which verl does not pass on to custom samplers: ``algorithm.filter_groups.metric``."""
+
+    @classmethod
+    def of(cls, kwargs: Mapping[str, Any]) -> SamplerKnobs:
+        """Raises ValueError for a knob that is missing, unknown, or could never fire."""
+        known = {one.name for one in fields(cls)}
+        if unknown := sorted(set(kwargs) - known):
+            raise ValueError(f"sampler_kwargs has {unknown}; BalancedReplayBuffer knows {sorted(known)}")
+        if "dp_size" not in kwargs:
+            raise ValueError("sampler_kwargs.dp_size is missing: say how many data-parallel ranks a batch is dealt to")
+        return cls(**kwargs)
+
+    def __post_init__(self) -> None:
+        if self.dp_size < 1 or self.max_skips < 0:
+            raise ValueError(f"dp_size ({self.dp_size}) must be >= 1 and max_skips ({self.max_skips}) >= 0")
+        if (self.window is None) != (self.deadline_s is None):
+            raise ValueError(
+                "window and deadline_s go together: a window may never fill (verl bounds the prompts in flight), and a "
+                "deadline without a window never fires. Set both or neither"
+            )
+        if self.deadline_s is not None and self.deadline_s <= 0:
+            raise ValueError(f"deadline_s ({self.deadline_s}) must be > 0")
+
+
+class BalancedSelection(_Base):  # type: ignore[misc] # Any, where verl is absent
+    """What is different from verl's ``ReplayBufferAsync``, which comes after it in the method resolution order."""
+
+    def __init__(self, trainer_mode: str, *args: Any, sampler_kwargs: Mapping[str, Any], **kwargs: Any) -> None:
+        if trainer_mode == "sync":
+            raise ValueError(
+                "a sync trainer has exactly one batch in flight, so there is nothing to choose. Leave custom_sampler "
+                "out, or use colocate_async or separate_async"
+            )
+        self.knobs = SamplerKnobs.of(sampler_kwargs)
+        kwargs.setdefault("filter_groups_metric", self.knobs.filter_groups_metric)
+        super().__init__(trainer_mode, *args, sampler_kwargs=sampler_kwargs, **kwargs)
+        self._skips: dict[str, int] = {}  # group -> batches that passed it over
+        self._global_steps = 0
+        self._sampling = False
+        self._complete_since: float | None = None
+        self._report: dict[str, float] = {}
+
+    def sample(self, global_steps: int, partition_id: str, batch_size: int) -> tuple[Any, dict[str, Any]]:
+        """As verl's: blocks until a batch is there; the batch, and metrics (ours begin with ``training/window/``)."""
+        self._global_steps = global_steps
+        self._sampling, self._complete_since = True, None
+        self._report = {}
+        try:
+            batch, metrics = super().sample(global_steps, partition_id, batch_size)
+        finally:
+            self._sampling = False
+        return batch, {**metrics, **self._report}
+
+    def _has_enough_samples(
+        self, global_steps: int, partition_id: str, batch_size: int, sampleable_keys: set[str]
+    ) -> bool:
+        if not super()._has_enough_samples(global_steps, partition_id, batch_size, sampleable_keys):
+            return False
+        window = self.knobs.window
+        if window is None or not self._sampling or partition_id == "val" or len(sampleable_keys) >= window:
+            return True
+        if not self.pending_keys[partition_id] and not self.running_keys[partition_id]:
+            return True  # no more can come
+        now = time.monotonic()
+        self._complete_since = now if self._complete_since is None else self._complete_since
+        return now - self._complete_since >= (self.knobs.deadline_s or 0.0)
+
+    def _select_prompt_uids(
+        self, partition_id: str, sampleable_keys: set[str], batch_size: int
+    ) -> tuple[list[str], dict[str, dict[str, Any]], dict[str, int]]:
+        oldest, rows, steps = super()._select_prompt_uids(partition_id, sampleable_keys, batch_size)
+        if partition_id == "val" or len(oldest) < batch_size:
+            return oldest, rows, steps
+        by_age = sorted(sampleable_keys, key=lambda uid: (steps.get(uid, 0), uid))
+        lengths = _lengths_by_group(rows, by_age)
+        costs = {uid: _workload(own) for uid, own in lengths.items()}
+        chosen = self._choose(by_age, lengths, costs, steps, batch_size)
+        self._skips = {uid: self._skips.get(uid, 0) + 1 for uid in by_age if uid not in chosen}
+        self._report = {
+            "training/window/waiting": len(by_age),
+            "training/window/skips_max": max(self._skips.values(), default=0),
+            "training/window/imbalance": self._imbalance([costs[uid] for uid in by_age if uid in chosen]),
+            "training/window/imbalance_of_oldest": self._imbalance([costs[uid] for uid in by_age[:batch_size]]),
+        }
+        return [uid for uid in by_age if uid in chosen], rows, steps
+
+    def _choose(
+        self,
+        by_age: Sequence[str],
+        lengths: Mapping[str, Sequence[int]],
+        costs: Mapping[str, np.ndarray[Any, Any]],
+        steps: Mapping[str, int],
+        batch_size: int,
+    ) -> set[str]:
+        """`batch_size` groups. The planner counts rollouts, so groups that lack some get weightless stand-ins."""
+        size = max(1, *(len(own) for own in lengths.values()))
+        label = np.repeat(np.arange(len(by_age)), size)
+        cost, tokens = np.zeros((len(by_age), size)), np.ones((len(by_age), size), dtype=np.int64)
+        for place, uid in enumerate(by_age):
+            cost[place, : len(costs[uid])] = costs[uid]
+            tokens[place, : len(costs[uid])] = np.maximum(lengths[uid], 1)
+        due = np.array([self._stale_next(steps.get(uid, self._global_steps)) for uid in by_age])
+        skips = np.array([self._skips.get(uid, 0) for uid in by_age], dtype=np.int64)
+        waiting = Waiting(
+            costs=cost.ravel(),
+            lengths=tokens.ravel(),
+            skips=np.repeat(skips, size),
+            due=np.repeat(due, size),
+            groups=label,
+            group_complete=np.ones(label.size, dtype=np.bool_),
+        )
+        knobs = PlanKnobs(
+            num_ranks=self.knobs.dp_size,
+            batch_size=batch_size * size,
+            max_skips=self.knobs.max_skips,
+            counts="equal",
+            groups="same_batch",
+            group_size=size,
+        )
+        plan = plan_batch(waiting, knobs, num_rollouts=batch_size * size, step=self._global_steps)
+        picked = np.concatenate([one for share in plan.ranks for one in share])
+        return {by_age[place] for place in np.unique(label[picked]).tolist()}
+
+    def _stale_next(self, steps: int) -> bool:
+        """verl would drop this group at the next step."""
+        limit = self.max_off_policy_threshold
+        return limit is not None and self.max_off_policy_strategy == "drop" and self._global_steps - steps + 2 > limit
+
+    def _imbalance(self, costs: Sequence[np.ndarray[Any, Any]]) -> float:
+        """Heaviest rank over the mean, minus one, if these groups are dealt as verl deals them."""
+        work = np.concatenate(costs)
+        work = np.concatenate((work, np.zeros(-work.size % self.knobs.dp_size)))
+        parts = get_seqlen_balanced_partitions(work, self.knobs.dp_size, equal_size=True)
+        mean = float(work.sum()) / self.knobs.dp_size
+        return max(float(work[part].sum()) for part in parts) / mean - 1.0 if mean else 0.0
+
+    def _materialize_batch(self, partition_id: str, uids: list[str], rows: dict[str, dict[str, Any]]) -> Any:
+        batch = super()._materialize_batch(partition_id, uids, rows)
+        if partition_id != "val" and len(batch) and len(batch) % self.knobs.dp_size == 0:
+            work = _workload([tag.get("seq_len", 0) for tag in batch.tags])
+            parts = get_seqlen_balanced_partitions(work, self.knobs.dp_size, equal_size=True)
+            batch.reorder([place for part in parts for place in part])
+        return batch
+
+
+def _lengths_by_group(rows: Mapping[str, Mapping[str, Any]], uids: Sequence[str]) -> dict[str, list[int]]:
+    """Tokens of each group's trajectories; keys are ``{uid}_{session}_{index}``, as in verl."""
+    lengths: dict[str, list[int]] = {uid: [] for uid in uids}
+    for key, tag in rows.items():
+        own = lengths.get(key.split("_")[0])
+        if own is not None:
+            own.append(int(tag.get("seq_len", 0)))
+    return lengths
+
+
+def _workload(lengths: Sequence[int]) -> np.ndarray[Any, Any]:
+    """verl's answer to how much work a length is, with which it deals the batch to the ranks later."""
+    from verl.utils.seqlen_balancing import calculate_workload
+
+    work: np.ndarray[Any, Any] = calculate_workload(torch.tensor(lengths, dtype=torch.int64)).numpy()
+    return work.astype(np.float64)
+
+
+@cache
+def _replay_buffer() -> type[BalancedSelection]:
+    from verl.trainer.ppo.v1.replay_buffer import ReplayBufferAsync
+
+    overridden = {name for name, one in vars(BalancedSelection).items() if callable(one) and not name.startswith("__")}
+    ours = {"_choose", "_stale_next", "_imbalance"}
+    if missing := sorted(name for name in overridden - ours if not hasattr(ReplayBufferAsync, name)):
+        raise ImportError(f"this verl's ReplayBufferAsync has no {missing}; BalancedReplayBuffer is for verl 0.9.1")
+    return type("BalancedReplayBuffer", (BalancedSelection, ReplayBufferAsync), {"__module__": __name__})
+
+
+def __getattr__(name: str) -> Any:
+    if name == "BalancedReplayBuffer":
+        return _replay_buffer()
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
