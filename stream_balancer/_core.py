@@ -24,7 +24,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import fields, replace
 from itertools import islice
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,6 +32,7 @@ from numpy.typing import NDArray
 from stream_balancer._admission import Schema, check_fits, check_schema, cost_of, schema_of
 from stream_balancer._buffer import Buffer
 from stream_balancer._counts import Counts, idle, unavoidable
+from stream_balancer._idle import IdleTimes
 from stream_balancer.calibration import Calibration
 from stream_balancer.config import BalancerConfig
 from stream_balancer.cost import CalibratedCost
@@ -41,7 +42,17 @@ from stream_balancer.planning import Plan, PlanKnobs, Waiting, plan_batch
 from stream_balancer.planning.baselines import plan_fifo, plan_round_robin
 from stream_balancer.planning.length_bias import LengthBias
 from stream_balancer.planning.partition import TOLERANCE
-from stream_balancer.types import Batch, EvictReason, MicroBatch, RankBatch, Reason, Rollout, Snapshot, Statistics
+from stream_balancer.types import (
+    Batch,
+    EvictReason,
+    MicroBatch,
+    RankBatch,
+    Reason,
+    Rollout,
+    Snapshot,
+    Statistics,
+    Straggler,
+)
 
 __all__ = ["BalancerCore"]
 
@@ -53,6 +64,15 @@ class Planner(Protocol):
 
 
 _PLANNERS: dict[str, Planner] = {"window": plan_batch, "fifo": plan_fifo, "round_robin": plan_round_robin}
+
+
+class _StepSeconds(NamedTuple):
+    """What one rank said of one step; see :meth:`BalancerCore.record_step_seconds`."""
+
+    seconds: float
+    own: bool
+    waited_s: float | None
+    ready_s: float
 
 
 class BalancerCore:
@@ -71,7 +91,8 @@ class BalancerCore:
         self._in_flight: dict[int, Batch] = {}
         self._to_redeliver: deque[Batch] = deque()  # a restored balancer's batches in flight, before anything new
         self._evicted: list[tuple[Rollout, EvictReason]] = []
-        self._step_seconds: dict[int, dict[int, tuple[float, bool]]] = {}  # step, rank -> seconds, its own?
+        self._step_seconds: dict[int, dict[int, _StepSeconds]] = {}  # step, rank
+        self._idle = IdleTimes(config.dp_size)
         self._has_own_costs = False  # some rollout brought its own
         self._version: int | None = None
         self._ended = False
@@ -286,8 +307,9 @@ class BalancerCore:
             return math.inf
         return max(self._buffer.oldest_arrival + self.config.deadline_s, self._not_before)
 
-    def poll(self, now: float) -> Batch | None:
-        """A batch, if one leaves now; then it is in flight until ``acknowledge(batch.step)``.
+    def poll(self, now: float, asked_at: float | None = None) -> Batch | None:
+        """A batch, if one leaves now; then it is in flight until ``acknowledge(batch.step)``. ``asked_at``: since when
+        somebody waits for it.
 
         O(n) in waiting rollouts for the columns, plus the plan. If the planner raises, nothing has changed.
         """
@@ -302,6 +324,10 @@ class BalancerCore:
         planner = _PLANNERS[self.config.policy]
         plan = planner(self._buffer.waiting(due), self._knobs, num_rollouts=num_rollouts, step=self._next_step)
         batch = self._make_batch(plan, reason, now)
+        enough = min(self.config.min_batch_size, len(self._buffer)) - 1
+        enough_at = float(self._buffer.arrived_at[enough])
+        asked_at = now if asked_at is None else asked_at
+        self._idle.dispatched(batch.step, reason, asked_at=asked_at, enough_at=enough_at, now=now)
         self._commit(batch, plan)
         return batch
 
@@ -471,19 +497,44 @@ class BalancerCore:
         again = {batch.step for batch in self._to_redeliver}
         return tuple(batch for batch in self._in_flight.values() if batch.step not in again)
 
-    def record_step_seconds(self, step: int, rank: int, seconds: float, *, own: bool = True) -> None:
-        """How long a rank computed in a step. When all ranks of a step are in, the measured idle fraction moves, and a
-        calibrated cost learns; unless the rank may have waited for others in them (``own`` False)."""
+    def record_step_seconds(
+        self,
+        step: int,
+        rank: int,
+        seconds: float,
+        *,
+        own: bool = True,
+        waited_s: float | None = None,
+        ready_s: float = 0.0,
+        now: float = 0.0,
+    ) -> None:
+        """How long a rank computed in a step. When all ranks of a step are in, the measured idle times move, and a
+        calibrated cost learns; unless the rank may have waited for others in them (``own`` False).
+
+        ``waited_s``: from asking for its share to taking it; None = as long as the balancer waited. ``ready_s``: how
+        long it had been ready for more when the last rank was.
+        """
         of_step = self._step_seconds.setdefault(step, {})
-        of_step[rank] = seconds, own
+        of_step[rank] = _StepSeconds(seconds, own, waited_s, ready_s)
         if len(of_step) < self.config.dp_size:
             return
-        all_own = all(own for _, own in of_step.values())
-        of_all = [of_step[rank][0] for rank in range(self.config.dp_size)]
         del self._step_seconds[step]
-        self._counts.record_seconds(of_all)
-        if self._calibration is not None and all_own and self._calibration.observe(step, of_all):
-            self._reprice()
+        of_all = [of_step[rank] for rank in range(self.config.dp_size)]
+        busy = [one.seconds for one in of_all]
+        self._counts.record_seconds(busy)
+        slowness = None
+        if self._calibration is not None and all(one.own for one in of_all):
+            if self._calibration.observe(step, busy):
+                self._reprice()
+            slowness = self._calibration.slowness()
+        batch = self._in_flight.get(step)
+        if batch is not None:
+            waited = [one.waited_s for one in of_all]
+            self._idle.record(batch, busy, waited, [one.ready_s for one in of_all], now, slowness)
+
+    def straggler(self, now: float) -> Straggler | None:
+        """A rank that is slow step after step. O(ranks)."""
+        return self._idle.straggler(now)
 
     # -- cost ----------------------------------------------------------------------------------------------------------
 
@@ -697,6 +748,10 @@ class BalancerCore:
             idle_fraction=idle(counts.mean_loads, counts.max_loads),
             unavoidable_idle_fraction=unavoidable(counts.mean_loads, counts.lower_bounds, counts.max_loads),
             measured_idle_fraction=idle(counts.mean_seconds, counts.max_seconds),
+            idle_seconds=self._idle.total(),
+            rank_idle_seconds=self._idle.by_rank(),
+            rank_busy_seconds=self._idle.busy(),
+            straggler=self._idle.straggler(now),
             cost_fit=None if self._calibration is None else self._calibration.fit(),
             version=self._version,
         )

@@ -40,7 +40,7 @@ from stream_balancer.record import Recorder
 from stream_balancer.reserve import Reservation, Slot
 from stream_balancer.snapshot import read_state_dict, state_dict
 from stream_balancer.stall import why_no_batch
-from stream_balancer.types import Batch, EvictReason, Rollout, Snapshot, Statistics
+from stream_balancer.types import Batch, EvictReason, Rollout, Snapshot, Statistics, Straggler
 
 __all__ = ["Batches", "Observer", "StreamBalancer"]
 
@@ -387,11 +387,12 @@ class StreamBalancer:
     async def _next_batch(self, consumer: Batches) -> Batch | None:
         """The next batch, or None at the end. If cancelled, no batch was taken."""
         self._check_consumer(consumer)
+        asked_at = anyio.current_time()
         await anyio.lowlevel.checkpoint()
         while True:
             self._check_consumer(consumer)
             self._unstick()
-            batch = self._core.poll(anyio.current_time())
+            batch = self._core.poll(anyio.current_time(), asked_at)
             if batch is not None:
                 self._wake_next_put()
                 self._wake_next_reserver()
@@ -481,14 +482,30 @@ class StreamBalancer:
         """Batches dispatched and not yet acknowledged, oldest first."""
         return self._core.in_flight()
 
-    def record_step_seconds(self, step: int, rank: int, seconds: float, *, own: bool = True) -> None:
+    def record_step_seconds(
+        self,
+        step: int,
+        rank: int,
+        seconds: float,
+        *,
+        own: bool = True,
+        waited_s: float | None = None,
+        ready_s: float = 0.0,
+    ) -> None:
         """Tell how long a rank computed in a step, in seconds; ``serve()`` does it for ranks that iterate a
         ``RankFeed``.
 
         Before the step is acknowledged. ``own``: the rank did not wait for others in them; only such seconds teach a
-        ``CalibratedCost``.
+        ``CalibratedCost``. ``waited_s``: how long it waited for its share before; None = as long as the balancer
+        waited for rollouts. ``ready_s``: how long it had been ready for more when the last rank was.
         """
-        self._core.record_step_seconds(step, rank, seconds, own=own)
+        self._core.record_step_seconds(
+            step, rank, seconds, own=own, waited_s=waited_s, ready_s=ready_s, now=anyio.current_time()
+        )
+
+    def straggler(self) -> Straggler | None:
+        """A rank that is slower than the others, step after step; ``serve()`` logs it when it is found. O(ranks)."""
+        return self._core.straggler(anyio.current_time())
 
     # -- control -------------------------------------------------------------------------------------------------------
 

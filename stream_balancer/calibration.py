@@ -222,6 +222,12 @@ class Calibration:
         self._speeds = tuple(after.tolist()) if clear.any() else None
         return True
 
+    def slowness(self) -> Floats | None:
+        """[ranks] log of each rank's slowdown in the last step, by the learned cost; None before there is one."""
+        if not self._recent[0]:
+            return None
+        return -np.array([recent[-1] for recent in self._recent])
+
     # -- record --------------------------------------------------------------------------------------------------------
 
     def fit(self) -> CostFit:

@@ -64,7 +64,16 @@ class Source(Protocol):
 
 @runtime_checkable
 class _Timed(Protocol):
-    def record_step_seconds(self, step: int, rank: int, seconds: float, *, own: bool = True) -> None: ...
+    def record_step_seconds(
+        self,
+        step: int,
+        rank: int,
+        seconds: float,
+        *,
+        own: bool = True,
+        waited_s: float | None = None,
+        ready_s: float = 0.0,
+    ) -> None: ...
 
 
 @runtime_checkable
@@ -164,6 +173,9 @@ class _Server:
         self._ranks = [_Rank() for _ in range(transport.dp_size)]
         self._links: list[Link] = []
         self._open_steps: dict[int, set[int]] = {}  # step -> ranks that have not acknowledged it
+        self._all_ready_at = anyio.current_time()
+        self._ready_s: dict[int, list[float]] = {}  # step -> how long each rank had been ready when the last one was
+        self._slow: tuple[int, int] | None = None  # rank and step of the straggler that was told
         self._waiters: list[anyio.Event] = []
         self._talking: set[Link] = set()
         self._ending = False
@@ -201,6 +213,7 @@ class _Server:
         batches = aiter(self._balancer.batches(auto_ack=False))
         while True:
             await self._until(lambda: all(rank.ready for rank in self._ranks))
+            self._all_ready_at = anyio.current_time()
             try:
                 self._add(await anext(batches))  # no name for it: it must not outlive its acknowledgement here
             except StopAsyncIteration:
@@ -278,6 +291,14 @@ class _Server:
             reasons.append(why_no_batch(self._balancer.config, self._balancer.statistics()))
         return f"no batch for {now - self._dispatched_at:.0f} s: " + "; ".join(filter(None, reasons))
 
+    def _tell_straggler(self) -> None:
+        """Once for each that is found."""
+        straggler = self._balancer.straggler() if isinstance(self._balancer, StreamBalancer) else None
+        slow = None if straggler is None else (straggler.rank, straggler.since_step)
+        if slow is not None and slow != self._slow:
+            logger.warning("%s", straggler)
+        self._slow = slow
+
     def _attach(self, link: Link) -> None:
         rank = self._ranks[link.rank]
         rank.link, rank.sent, rank.left = link, 0, False
@@ -304,6 +325,7 @@ class _Server:
             )
         self._note_move()
         self._open_steps[batch.step] = set(range(len(self._ranks)))
+        self._ready_s[batch.step] = [max(self._all_ready_at - rank.since, 0.0) for rank in self._ranks]
         for rank, share in zip(self._ranks, batch.ranks, strict=True):
             rank.unacknowledged.append(share)
         self._pump_all()
@@ -359,12 +381,16 @@ class _Server:
         if isinstance(self._balancer, _Timed):
             own = done.compute_s is not None
             seconds = done.seconds if done.compute_s is None else done.compute_s
-            self._balancer.record_step_seconds(done.step, number, seconds, own=own)
+            ready_s = self._ready_s[done.step][number]
+            self._balancer.record_step_seconds(
+                done.step, number, seconds, own=own, waited_s=done.waited_s, ready_s=ready_s
+            )
         missing = self._open_steps[done.step]
         missing.discard(number)
         if not missing:
-            del self._open_steps[done.step]
+            del self._open_steps[done.step], self._ready_s[done.step]
             self._balancer.acknowledge(done.step)
+            self._tell_straggler()
 
 
 def _left_owing(rank: int, step: int) -> RankLostError:

@@ -31,12 +31,14 @@ __all__ = [
     "Batch",
     "CostFit",
     "EvictReason",
+    "IdleCause",
     "MicroBatch",
     "RankBatch",
     "Reason",
     "Rollout",
     "Snapshot",
     "Statistics",
+    "Straggler",
     "Version",
 ]
 
@@ -47,6 +49,13 @@ or ``end()`` drained what was left."""
 EvictReason: TypeAlias = Literal["stale", "lost", "filtered"]
 """Why a rollout was given up instead of dispatched: it was too old, the producer that held its tokens is gone, or
 ``accept=`` turned it down."""
+
+IdleCause: TypeAlias = Literal[
+    "no_data", "window", "deadline", "imbalance_avoidable", "imbalance_unavoidable", "transport"
+]
+"""Why a rank computed nothing: too few rollouts were there for any batch; there were enough, but the window was not
+full, or the deadline not reached; other ranks had more to do, which a better assignment might have avoided, or none
+could; or its share was on the way."""
 
 Version: TypeAlias = int | tuple[int, int]
 """Policy version a rollout was sampled with; ``(oldest, newest)`` if the weights changed while it was generated."""
@@ -386,6 +395,27 @@ class CostFit:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Straggler:
+    """A rank that is slower than the others, step after step."""
+
+    rank: int
+    """DP rank."""
+    slowdown: float
+    """Its seconds over those of the median rank for the same work (with given ``speeds``: over what they promise),
+    since then; 1.3 = it takes 30 % longer."""
+    since_step: int
+    """The first step in which it was slow."""
+    since_s: float
+    """Seconds since that step was done."""
+
+    def __str__(self) -> str:
+        return (
+            f"rank {self.rank} takes {self.slowdown:.2f} times as long as the median rank for the same work, since "
+            f"step {self.since_step} ({self.since_s:.0f} s ago)"
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Statistics:
     """A snapshot of a balancer. At all times ``accepted == waiting + in_flight + acknowledged +
     sum(evicted.values())``."""
@@ -436,6 +466,15 @@ class Statistics:
     measured_idle_fraction: float
     """The same, from the seconds that ranks reported for their steps; 0.0 before any did. Only as good as they are:
     time that ranks spend waiting for each other makes them look alike, see :meth:`RankFeed.timed`."""
+    idle_seconds: Mapping[IdleCause, float]
+    """Rank seconds in which nothing was computed, by cause, summed over the ranks, since this balancer was made. From
+    the seconds that ranks reported for their steps, like ``measured_idle_fraction``, and as good as they are."""
+    rank_idle_seconds: tuple[Mapping[IdleCause, float], ...]
+    """The same for each rank."""
+    rank_busy_seconds: tuple[float, ...]
+    """Seconds each rank computed in those steps."""
+    straggler: Straggler | None
+    """The slowest of the ranks that are slow step after step; None while there is none."""
     cost_fit: CostFit | None
     """What was learned under ``cost=CalibratedCost(...)``; None with another cost model."""
     version: int | None

@@ -13,7 +13,7 @@ promise to dashboards: add, don't rename. Pure; nothing is read but a ``Statisti
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -35,7 +35,7 @@ class Metric:
     read: Callable[[Statistics], float | Mapping[str, float]]
     """A number, or one for each value of ``label``. NaN where nothing is known yet."""
     kind: Literal["gauge", "counter"] = "gauge"
-    """A counter only grows, over restarts from a checkpoint too."""
+    """A counter only grows: over restarts from a checkpoint too, but for seconds, which begin anew."""
     label: str | None = None
     """What tells the numbers of one name apart."""
 
@@ -61,6 +61,14 @@ def _waiting_lengths(statistics: Statistics) -> Mapping[str, float]:
 
 def _delay_of_decile(statistics: Statistics) -> Mapping[str, float]:
     return {str(decile): delay for decile, delay in enumerate(statistics.length_bias.delay_per_decile)}
+
+
+def _by_rank(read: Callable[[Statistics], Iterable[float]]) -> Callable[[Statistics], Mapping[str, float]]:
+    return lambda statistics: {str(rank): value for rank, value in enumerate(read(statistics))}
+
+
+def _straggler(attribute: str) -> Callable[[Statistics], float]:
+    return lambda statistics: math.nan if statistics.straggler is None else getattr(statistics.straggler, attribute)
 
 
 def _rank_speeds(statistics: Statistics) -> Mapping[str, float]:
@@ -94,6 +102,20 @@ METRICS: tuple[Metric, ...] = (
         _one("unavoidable_idle_fraction"),
     ),
     Metric("measured_idle_fraction", "The same share, from the ranks' seconds.", _one("measured_idle_fraction")),
+    Metric("idle_seconds", "Rank seconds without work, by cause.", _dict("idle_seconds"), "counter", "cause"),
+    Metric(
+        "rank_idle_seconds",
+        "Seconds each rank had no work, for any cause.",
+        _by_rank(lambda s: [sum(of_rank.values()) for of_rank in s.rank_idle_seconds]),
+        "counter",
+        "rank",
+    ),
+    Metric(
+        "rank_busy_seconds", "Seconds each rank computed.", _by_rank(lambda s: s.rank_busy_seconds), "counter", "rank"
+    ),
+    Metric("straggler_rank", "A rank that is slow step after step; absent while there is none.", _straggler("rank")),
+    Metric("straggler_slowdown", "Its seconds over the median rank's for the same work.", _straggler("slowdown")),
+    Metric("straggler_since_seconds", "Since when.", _straggler("since_s")),
     Metric(
         "cost_prediction_error",
         "Mean relative error of a calibrated cost, each step predicted before it ran.",

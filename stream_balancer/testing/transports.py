@@ -143,7 +143,16 @@ class ScriptedBalancer:
         del self._in_flight[step]
         self.acknowledged.append(step)
 
-    def record_step_seconds(self, step: int, rank: int, seconds: float, *, own: bool = True) -> None:
+    def record_step_seconds(
+        self,
+        step: int,
+        rank: int,
+        seconds: float,
+        *,
+        own: bool = True,
+        waited_s: float | None = None,
+        ready_s: float = 0.0,
+    ) -> None:
         """``rank`` took so long for ``step``."""
         self.step_seconds.append((step, rank, seconds))
 

@@ -17,6 +17,7 @@ PURE = [
     "_buffer.py",
     "_core.py",
     "_counts.py",
+    "_idle.py",
     "trace.py",
     "wire.py",
     "layout.py",
@@ -24,7 +25,17 @@ PURE = [
     "stall.py",
 ]
 PURE += ["handover.py", "journal/records.py", "journal/contents.py"]
-TORCHLESS = ["cost.py", "config.py", "_accept.py", "_admission.py", "_buffer.py", "_core.py", "_counts.py", "trace.py"]
+TORCHLESS = [
+    "cost.py",
+    "config.py",
+    "_accept.py",
+    "_admission.py",
+    "_buffer.py",
+    "_core.py",
+    "_counts.py",
+    "_idle.py",
+    "trace.py",
+]
 PLANNING = sorted(f"planning/{p.name}" for p in (PACKAGE / "planning").glob("*.py"))
 
 

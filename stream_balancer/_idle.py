@@ -1,0 +1,147 @@
+"""Where the ranks' time goes: seconds they did not compute, by cause, and which rank is slow since when.
+
+Pure: seconds and steps come in as arguments; nothing here decides what leaves. For each step a rank's idle time has two
+parts. While it computes nothing because others still do, it is *imbalance*: the slowest rank's seconds less its own,
+split into what the lower bound says nobody could have avoided, and the rest. While it waits for its next share, the
+balancer was waiting itself for rollouts (*no_data*), or held them for a better batch (*window*, *deadline*); what is
+left after that, and after waiting for other ranks to be ready (which the imbalance has counted), is *transport*.
+
+Only durations are used, no two clocks are compared.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import get_args
+
+import numpy as np
+from numpy.typing import NDArray
+
+from stream_balancer.types import Batch, IdleCause, Reason, Straggler
+
+__all__ = ["IdleTimes"]
+
+Floats = NDArray[np.float64]
+
+_CAUSES: tuple[IdleCause, ...] = get_args(IdleCause)
+_MOST_PENDING = 64  # steps whose seconds may be missing
+
+# Page's CUSUM (1954) on log(slowdown): evidence adds up above the allowance, and since it last was zero is since when
+_ALLOWANCE = 0.05  # a rank 5 % slower than the median is nothing to report
+_ALARM = 0.5  # 11 steps of 10 %, 3 steps of 30 % or more
+_MOST_EVIDENCE = 1.0  # so that a rank that has recovered is cleared after 10 good steps
+_MOST_A_STEP = 0.25  # one checkpoint in the middle of a step is no straggler
+
+
+class IdleTimes:
+    """The ledger of a balancer, since it was made (it is in no checkpoint)."""
+
+    def __init__(self, num_ranks: int) -> None:
+        self._seconds = np.zeros((num_ranks, len(_CAUSES)))
+        self._busy = np.zeros(num_ranks)
+        self._waits: OrderedDict[int, dict[IdleCause, float]] = OrderedDict()
+        self._evidence = np.zeros(num_ranks)
+        self._slowness = np.zeros(num_ranks)  # log(slowdown), summed since the evidence was zero
+        self._slow_steps = np.zeros(num_ranks, dtype=np.int64)
+        self._since_step = np.zeros(num_ranks, dtype=np.int64)
+        self._since = np.zeros(num_ranks)
+
+    # -- in ------------------------------------------------------------------------------------------------------------
+
+    def dispatched(self, step: int, reason: Reason, *, asked_at: float, enough_at: float, now: float) -> None:
+        """A new batch leaves; somebody waited for it since ``asked_at``, and there was enough for one since
+        ``enough_at``."""
+        waited_s = max(now - asked_at, 0.0)
+        no_data_s = min(max(enough_at - asked_at, 0.0), waited_s)
+        held: IdleCause = "deadline" if reason == "deadline" else "window"
+        self._waits[step] = {"no_data": no_data_s, held: waited_s - no_data_s}
+        while len(self._waits) > _MOST_PENDING:
+            self._waits.popitem(last=False)
+
+    def record(
+        self,
+        batch: Batch,
+        seconds: Sequence[float],
+        waited_s: Sequence[float | None],
+        ready_s: Sequence[float],
+        now: float,
+        slowness: Floats | None = None,
+    ) -> None:
+        """All ranks are done with a step. O(ranks).
+
+        ``seconds`` each computed; ``waited_s`` from asking for its share to taking it (None: as long as the balancer
+        waited); ``ready_s`` how long it had been ready for more when the last rank was; ``slowness`` the log of each
+        rank's slowdown in this step, where something better than the planned loads knows it.
+        """
+        busy = np.array(seconds, dtype=np.float64)
+        self._busy += busy
+        self._record_imbalance(batch, busy)
+        self._record_waits(self._waits.pop(batch.step, {}), waited_s, ready_s)
+        loads = np.array(batch.loads)
+        if slowness is None and (loads > 0).all() and (busy > 0).all():
+            slowness = np.log(busy) - np.log(loads)
+        if slowness is not None:
+            self._note_slowness(batch.step, slowness - np.median(slowness), now)
+
+    def _record_imbalance(self, batch: Batch, busy: Floats) -> None:
+        slowest, mean = float(busy.max()), float(busy.mean())
+        mean_load = sum(batch.loads) / len(batch.loads)
+        if slowest <= mean or mean_load <= 0:
+            return
+        bound = min(mean * max(batch.lower_bound / mean_load, 1.0), slowest)
+        unavoidable = (bound - mean) / (slowest - mean)
+        idle = slowest - busy
+        self._add("imbalance_unavoidable", unavoidable * idle)
+        self._add("imbalance_avoidable", (1.0 - unavoidable) * idle)
+
+    def _record_waits(
+        self, waits: dict[IdleCause, float], waited_s: Sequence[float | None], ready_s: Sequence[float]
+    ) -> None:
+        of_balancer = sum(waits.values())
+        waited = np.array([of_balancer if w is None else w for w in waited_s], dtype=np.float64)
+        for_rollouts = np.minimum(waited, of_balancer)
+        for cause, cause_s in waits.items():
+            if of_balancer > 0:
+                self._add(cause, for_rollouts * (cause_s / of_balancer))
+        rest = waited - for_rollouts
+        self._add("transport", rest - np.minimum(rest, np.array(ready_s, dtype=np.float64)))
+
+    def _add(self, cause: IdleCause, seconds: Floats) -> None:
+        self._seconds[:, _CAUSES.index(cause)] += seconds
+
+    def _note_slowness(self, step: int, slowness: Floats, now: float) -> None:
+        more = np.minimum(slowness, _MOST_A_STEP) - _ALLOWANCE
+        evidence = np.clip(self._evidence + more, 0.0, _MOST_EVIDENCE)
+        begins = (self._evidence == 0) & (evidence > 0)
+        self._since_step[begins], self._since[begins] = step, now
+        fresh = begins | (evidence == 0)
+        self._slowness = np.where(fresh, 0.0, self._slowness) + np.where(evidence > 0, slowness, 0.0)
+        self._slow_steps = np.where(fresh, 0, self._slow_steps) + (evidence > 0)
+        self._evidence = evidence
+
+    # -- record --------------------------------------------------------------------------------------------------------
+
+    def total(self) -> dict[IdleCause, float]:
+        """Rank seconds by cause."""
+        return dict(zip(_CAUSES, self._seconds.sum(axis=0).tolist(), strict=True))
+
+    def by_rank(self) -> tuple[dict[IdleCause, float], ...]:
+        """Seconds by cause, for each rank."""
+        return tuple(dict(zip(_CAUSES, row, strict=True)) for row in self._seconds.tolist())
+
+    def busy(self) -> tuple[float, ...]:
+        """Seconds each rank computed."""
+        return tuple(self._busy.tolist())
+
+    def straggler(self, now: float) -> Straggler | None:
+        """The rank with the most evidence of being slow, if that is enough."""
+        rank = int(self._evidence.argmax())
+        if self._evidence[rank] < _ALARM:
+            return None
+        return Straggler(
+            rank=rank,
+            slowdown=float(np.exp(self._slowness[rank] / self._slow_steps[rank])),
+            since_step=int(self._since_step[rank]),
+            since_s=max(now - float(self._since[rank]), 0.0),
+        )

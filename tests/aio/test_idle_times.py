@@ -1,0 +1,83 @@
+"""The balancer's waits reach the ledger, and the ranks' reports carry theirs."""
+
+from __future__ import annotations
+
+import anyio
+import pytest
+
+import stream_balancer as sb
+from stream_balancer.dispatch import serve
+from stream_balancer.feed import RankFeed
+from stream_balancer.testing import make_rollout
+from stream_balancer.transport.memory import MemoryTransport
+
+
+async def test_a_trainers_wait_is_split_into_no_data_and_window() -> None:
+    async with sb.StreamBalancer(sb.BalancerConfig(dp_size=2, batch_size=2, window=4)) as balancer:
+        async with anyio.create_task_group() as tasks:
+
+            async def generate() -> None:
+                for delay in (3.0, 2.0, 4.0, 1.0):  # enough for a batch after 5 s, a window after 10 s
+                    await anyio.sleep(delay)
+                    await balancer.put(make_rollout(8))
+
+            tasks.start_soon(generate)
+            batch = await anext(balancer.batches(auto_ack=False))
+        for rank in range(2):
+            balancer.record_step_seconds(batch.step, rank, 1.0)
+        balancer.acknowledge(batch.step)
+        idle = balancer.statistics().idle_seconds
+        assert idle["no_data"] == pytest.approx(2 * 5.0, abs=0.01)
+        assert idle["window"] == pytest.approx(2 * 5.0, abs=0.01)
+        assert idle["transport"] == idle["imbalance_avoidable"] == 0.0
+
+
+async def test_serve_hands_on_how_long_each_rank_had_been_ready() -> None:
+    told: list[tuple[int, float]] = []
+
+    class Listening(sb.StreamBalancer):
+        def record_step_seconds(  # type: ignore[override]
+            self, step: int, rank: int, seconds: float, *, ready_s: float = 0.0, **rest: object
+        ) -> None:
+            told.append((rank, ready_s))
+            super().record_step_seconds(step, rank, seconds, ready_s=ready_s)
+
+    transport = MemoryTransport(dp_size=2)
+    config = sb.BalancerConfig(dp_size=2, batch_size=2, window=2)
+    async with Listening(config) as balancer, anyio.create_task_group() as tasks:
+        tasks.start_soon(serve, balancer, transport)
+        await anyio.sleep(0.001)
+        early = RankFeed(transport.connect(0, depth=1))
+        await anyio.sleep(7.0)
+        late = RankFeed(transport.connect(1, depth=1))
+        for length in (3, 4):
+            await balancer.put(make_rollout(length))
+        balancer.end()
+        for feed in (early, late):
+            tasks.start_soon(_train, feed)
+    assert dict(told) == {0: pytest.approx(7.0, abs=0.01), 1: pytest.approx(0.0, abs=0.01)}
+
+
+async def test_serve_names_a_slow_rank_once(caplog: pytest.LogCaptureFixture) -> None:
+    transport = MemoryTransport(dp_size=3)
+
+    async def train(feed: RankFeed) -> None:
+        async for batch in feed:
+            feed.add_compute_s(batch.num_tokens * (1.5 if feed.rank == 1 else 1.0))
+
+    config = sb.BalancerConfig(dp_size=3, batch_size=3, window=3)
+    with caplog.at_level("WARNING", logger="stream_balancer.dispatch"):
+        async with sb.StreamBalancer(config) as balancer, anyio.create_task_group() as tasks:
+            tasks.start_soon(serve, balancer, transport)
+            for rank in range(3):
+                tasks.start_soon(train, RankFeed(transport.connect(rank, depth=1)))
+            for _ in range(10 * 3):
+                await balancer.put(make_rollout(8))
+            balancer.end()
+    (said,) = [record.getMessage() for record in caplog.records]
+    assert said.startswith("rank 1 takes 1.50 times as long as the median rank for the same work, since step 0")
+
+
+async def _train(feed: RankFeed) -> None:
+    async for _ in feed:
+        pass

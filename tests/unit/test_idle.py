@@ -1,0 +1,216 @@
+"""Where the ranks' time goes, and who is slow since when: by hand on small steps, and sums that must add up."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import stream_balancer as sb
+from stream_balancer._core import BalancerCore
+from stream_balancer._idle import IdleTimes
+from stream_balancer.testing import make_rollout
+from stream_balancer.types import Batch
+
+CONFIG = sb.BalancerConfig(dp_size=2, batch_size=2, window=4, deadline_s=10.0)
+SECONDS = st.floats(0.0, 100.0)
+
+
+def core_with(config: sb.BalancerConfig, lengths: Sequence[int], *, at: Sequence[float] | None = None) -> BalancerCore:
+    core = BalancerCore(config)
+    for length, now in zip(lengths, at or [0.0] * len(lengths), strict=True):
+        core.add(make_rollout(length), now)
+    return core
+
+
+def poll(core: BalancerCore, now: float, asked_at: float | None = None) -> Batch:
+    batch = core.poll(now, asked_at)
+    assert batch is not None
+    return batch
+
+
+def report(
+    core: BalancerCore,
+    batch: Batch,
+    seconds: Sequence[float],
+    *,
+    waited_s: float | None = None,
+    ready_s: float = 0.0,
+    now: float = 0.0,
+) -> None:
+    for rank, one in enumerate(seconds):
+        core.record_step_seconds(batch.step, rank, one, waited_s=waited_s, ready_s=ready_s, now=now)
+    core.acknowledge(batch.step)
+
+
+def causes(core: BalancerCore) -> dict[str, float]:
+    return {cause: seconds for cause, seconds in core.statistics(100.0).idle_seconds.items() if seconds}
+
+
+def test_imbalance_is_split_by_the_lower_bound() -> None:
+    core = core_with(CONFIG.replace(window=2, deadline_s=None), [60, 10])
+    batch = poll(core, 0.0)
+    assert sorted(batch.loads) == [10.0, 60.0]
+    assert batch.lower_bound == 60.0
+    report(core, batch, [load / 10 for load in batch.loads])
+    assert causes(core) == {"imbalance_unavoidable": pytest.approx(5.0)}
+    light = batch.loads.index(10.0)
+    of_rank = core.statistics(0.0).rank_idle_seconds
+    assert of_rank[light]["imbalance_unavoidable"] == pytest.approx(5.0)
+    assert sum(of_rank[1 - light].values()) == 0.0
+    assert core.statistics(0.0).rank_busy_seconds[light] == 1.0
+
+    core = core_with(CONFIG.replace(window=2, deadline_s=None), [30, 30])
+    report(core, poll(core, 0.0), [3.0, 5.0])  # alike on paper
+    assert causes(core) == {"imbalance_avoidable": pytest.approx(2.0)}
+
+
+def test_waiting_is_for_data_until_enough_are_there_then_for_the_window() -> None:
+    core = core_with(CONFIG, [5] * 4, at=[1.0, 3.0, 6.0, 8.0])
+    report(core, poll(core, 8.0, asked_at=0.0), [1.0, 1.0])
+    assert causes(core) == {"no_data": pytest.approx(2 * 3.0), "window": pytest.approx(2 * 5.0)}
+
+
+def test_waiting_is_for_the_deadline_if_that_sends_it() -> None:
+    core = core_with(CONFIG, [5, 5], at=[1.0, 3.0])
+    assert core.poll(10.9, asked_at=2.0) is None
+    batch = poll(core, 11.0, asked_at=2.0)
+    assert batch.reason == "deadline"
+    assert batch.oldest_wait_s == 10.0
+    report(core, batch, [1.0, 1.0])
+    assert causes(core) == {"no_data": pytest.approx(2 * 1.0), "deadline": pytest.approx(2 * 8.0)}
+
+
+def test_what_was_ready_when_asked_for_costs_no_wait() -> None:
+    core = core_with(CONFIG, [5] * 4)
+    report(core, poll(core, 50.0, asked_at=50.0), [1.0, 1.0])
+    assert causes(core) == {}
+
+
+def test_a_rank_waits_for_rollouts_then_for_other_ranks_then_for_its_share_to_come() -> None:
+    core = core_with(CONFIG, [5] * 4, at=[0.0, 0.0, 0.0, 4.0])
+    report(core, poll(core, 4.0, asked_at=0.0), [1.0, 1.0], waited_s=9.0, ready_s=3.0)
+    assert causes(core) == {"window": pytest.approx(2 * 4.0), "transport": pytest.approx(2 * 2.0)}
+    core = core_with(CONFIG, [5] * 4, at=[0.0, 0.0, 0.0, 4.0])
+    report(core, poll(core, 4.0, asked_at=0.0), [1.0, 1.0], waited_s=0.5)  # the queue hid the rest
+    assert causes(core) == {"window": pytest.approx(2 * 0.5)}
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 50), SECONDS, st.none() | SECONDS, SECONDS), min_size=2, max_size=6),
+    SECONDS,
+    SECONDS,
+)
+def test_every_second_has_one_cause(
+    ranks: list[tuple[int, float, float | None, float]], asked_at: float, enough_at: float
+) -> None:
+    core = core_with(
+        sb.BalancerConfig(dp_size=len(ranks), batch_size=len(ranks), window=len(ranks)), [one[0] for one in ranks]
+    )
+    batch = poll(core, 0.0)
+    ledger = IdleTimes(len(ranks))
+    now = 100.0
+    ledger.dispatched(batch.step, "window", asked_at=asked_at, enough_at=enough_at, now=now)
+    busy = [one[1] for one in ranks]
+    ledger.record(batch, busy, [one[2] for one in ranks], [one[3] for one in ranks], now)
+    for of_rank, (_, seconds, waited, ready) in zip(ledger.by_rank(), ranks, strict=True):
+        assert min(of_rank.values()) >= 0.0
+        imbalance = of_rank["imbalance_avoidable"] + of_rank["imbalance_unavoidable"]
+        assert imbalance == pytest.approx(max(busy) - seconds, abs=1e-6)
+        for_rollouts = of_rank["no_data"] + of_rank["window"] + of_rank["deadline"]
+        waited_s = now - asked_at if waited is None else waited
+        assert for_rollouts == pytest.approx(min(waited_s, now - asked_at), abs=1e-6)
+        rest = waited_s - for_rollouts
+        assert of_rank["transport"] == pytest.approx(rest - min(rest, ready), abs=1e-6)
+    assert ledger.total() == {cause: pytest.approx(sum(r[cause] for r in ledger.by_rank())) for cause in ledger.total()}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Who is slow
+# ---------------------------------------------------------------------------------------------------------------------
+
+NUM_RANKS = 4
+IDS = torch.zeros(1000, dtype=torch.int64)
+
+
+class Trainer:
+    """Steps on four ranks, each as slow as told, a minute apart."""
+
+    def __init__(self, **knobs: object) -> None:
+        config = sb.BalancerConfig(dp_size=NUM_RANKS, batch_size=16, window=16)
+        self.core = BalancerCore(config.replace(**knobs))
+        self.noise = np.random.default_rng(0)
+        self.now = 0.0
+
+    def steps(self, count: int, slowdown: dict[int, float] | None = None, *, spread: float = 0.03) -> None:
+        for _ in range(count):
+            for length in self.noise.integers(100, 1000, 16).tolist():
+                self.core.add(sb.Rollout(tokens={"input_ids": IDS[:length]}), self.now)
+            batch = poll(self.core, self.now)
+            self.now += 60.0
+            work = [share.num_tokens * 1e-3 for share in batch.ranks]
+            noise = np.exp(self.noise.normal(0.0, spread, NUM_RANKS))
+            seconds = [w * n * (slowdown or {}).get(r, 1.0) for r, (w, n) in enumerate(zip(work, noise, strict=True))]
+            report(self.core, batch, seconds, now=self.now)
+
+    @property
+    def straggler(self) -> object:
+        return self.core.statistics(self.now).straggler
+
+
+def test_a_slow_rank_is_named_with_how_slow_and_since_when() -> None:
+    trainer = Trainer()
+    trainer.steps(30)
+    assert trainer.straggler is None
+    trainer.steps(10, {2: 1.3})
+    straggler = trainer.core.statistics(trainer.now + 5.0).straggler
+    assert straggler is not None
+    assert straggler.rank == 2
+    assert straggler.slowdown == pytest.approx(1.3, rel=0.05)
+    assert straggler.since_step in (29, 30)
+    assert str(straggler).startswith("rank 2 takes 1.")
+    assert straggler.since_s == pytest.approx(5.0 + 60.0 * (39 - straggler.since_step))
+
+
+def test_a_rank_that_recovers_is_cleared_within_a_dozen_steps() -> None:
+    trainer = Trainer()
+    trainer.steps(50, {0: 1.5})
+    assert trainer.straggler is not None
+    trainer.steps(12)
+    assert trainer.straggler is None
+
+
+def test_noise_and_a_single_long_step_are_no_straggler() -> None:
+    trainer = Trainer()
+    for rank in itertools.islice(itertools.cycle(range(NUM_RANKS)), 100):
+        trainer.steps(1, {rank: 20.0} if trainer.core.next_step % 25 == 0 else None, spread=0.04)
+        assert trainer.straggler is None
+
+
+def test_a_rank_that_is_as_slow_as_its_speed_says_is_none_and_a_slower_one_is() -> None:
+    speeds = (1.0, 1.0, 0.5, 1.0)
+    trainer = Trainer(speeds=speeds)
+    trainer.steps(20, {2: 2.0})
+    assert trainer.straggler is None
+    trainer.steps(20, {2: 2.0, 3: 1.3})
+    straggler = trainer.core.statistics(trainer.now).straggler
+    assert straggler is not None
+    assert straggler.rank == 3
+
+
+def test_a_slow_rank_is_named_although_a_calibrated_plan_gives_it_less() -> None:
+    trainer = Trainer(cost=sb.CalibratedCost(sb.TokenCost()))
+    trainer.steps(40)
+    trainer.steps(60, {1: 1.4})
+    statistics = trainer.core.statistics(trainer.now)
+    assert statistics.straggler is not None
+    assert statistics.straggler.rank == 1
+    assert statistics.straggler.slowdown == pytest.approx(1.4, rel=0.1)
+    assert 39 <= statistics.straggler.since_step <= 42
+    assert statistics.cost_fit is not None
+    assert statistics.cost_fit.speeds[1] < 0.8
