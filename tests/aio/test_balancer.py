@@ -215,10 +215,10 @@ async def test_puts_below_the_window_do_not_wake_the_trainer() -> None:
         polls = 0
         poll = balancer._core.poll
 
-        def counted(now: float) -> sb.Batch | None:
+        def counted(now: float, asked_at: float | None = None) -> sb.Batch | None:
             nonlocal polls
             polls += 1
-            return poll(now)
+            return poll(now, asked_at)
 
         balancer._core.poll = counted  # type: ignore[method-assign]
         await fill(balancer, 63)
