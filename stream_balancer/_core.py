@@ -331,6 +331,22 @@ class BalancerCore:
         self._commit(batch, plan)
         return batch
 
+    def preview(self, now: float) -> tuple[Plan, int] | None:
+        """The plan of a batch that would leave now, and its tokens; None if none could. Changes nothing."""
+        if not len(self._buffer):
+            return None
+        due = self._due(now)
+        num_rollouts = min(self.config.batch_size, len(self._buffer) if self._ended else self._num_available(due))
+        if not num_rollouts:
+            return None
+        planner = _PLANNERS[self.config.policy]
+        plan = planner(self._buffer.waiting(due), self._knobs, num_rollouts=num_rollouts, step=self._next_step)
+        return plan, int(self._buffer.lengths[_all_rows(plan)].sum())
+
+    def lengths_and_ages(self, now: float) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+        """[n] tokens of the waiting rollouts, [n] seconds they have waited; oldest first. O(n)."""
+        return self._buffer.lengths.copy(), now - self._buffer.arrived_at
+
     def _reason(self, now: float, due: NDArray[np.bool_]) -> tuple[Reason | None, int]:
         size, ready = self.config.batch_size, self._buffer.num_ready
         if self._ended:
@@ -531,6 +547,11 @@ class BalancerCore:
         if batch is not None:
             waited = [one.waited_s for one in of_all]
             self._idle.record(batch, busy, waited, [one.ready_s for one in of_all], now, slowness)
+
+    @property
+    def last_step_seconds(self) -> tuple[float, ...]:
+        """Seconds each rank computed in the last step that all have reported; empty before."""
+        return self._idle.last_s
 
     def straggler(self, now: float) -> Straggler | None:
         """A rank that is slow step after step. O(ranks)."""

@@ -40,6 +40,8 @@ class IdleTimes:
     def __init__(self, num_ranks: int) -> None:
         self._seconds = np.zeros((num_ranks, len(_CAUSES)))
         self._busy = np.zeros(num_ranks)
+        self.last_s: tuple[float, ...] = ()
+        """Seconds each rank computed in the last step; empty before the first."""
         self._waits: OrderedDict[int, dict[IdleCause, float]] = OrderedDict()
         self._evidence = np.zeros(num_ranks)
         self._slowness = np.zeros(num_ranks)  # log(slowdown), summed since the evidence was zero
@@ -76,6 +78,7 @@ class IdleTimes:
         """
         busy = np.array(seconds, dtype=np.float64)
         self._busy += busy
+        self.last_s = tuple(seconds)
         self._record_imbalance(batch, busy)
         self._record_waits(self._waits.pop(batch.step, {}), waited_s, ready_s)
         loads = np.array(batch.loads)

@@ -28,6 +28,8 @@ from typing import Any, Literal, Protocol, Self, TypeAlias
 
 import anyio
 import anyio.lowlevel
+import numpy as np
+from numpy.typing import NDArray
 
 from stream_balancer._accept import Accept, Judging, ask, verdict_of
 from stream_balancer._admission import check_group
@@ -36,10 +38,11 @@ from stream_balancer.config import BalancerConfig
 from stream_balancer.errors import AlreadyInUseError, ClosedResourceError, WouldBlock
 from stream_balancer.journal import Journal, Recovered, Writing
 from stream_balancer.pacing import Pacer, check_pacing
+from stream_balancer.planning import Plan
 from stream_balancer.record import Recorder
 from stream_balancer.reserve import Reservation, Slot
 from stream_balancer.snapshot import read_state_dict, state_dict
-from stream_balancer.stall import why_no_batch
+from stream_balancer.stall import RankState, why_no_batch
 from stream_balancer.types import Batch, EvictReason, Rollout, Snapshot, Statistics, Straggler
 
 __all__ = ["Batches", "Observer", "StreamBalancer"]
@@ -115,6 +118,7 @@ class StreamBalancer:
         self._alarm: anyio.Event | None = None  # set while the consumer is parked
         self._alarm_time = math.inf  # when it will wake by itself
         self._closed = False
+        self._serving: Callable[[], list[RankState]] | None = None  # set by serve() while it runs
 
     @property
     def config(self) -> BalancerConfig:
@@ -670,6 +674,19 @@ class StreamBalancer:
             reserved=self._pacer.running,
             blocked_reserves=len(self._reservers),
         )
+
+    def rank_states(self) -> list[RankState]:
+        """What ``serve()`` knows of each rank; empty while it does not run."""
+        return [] if self._serving is None else self._serving()
+
+    def _waiting_lengths_and_ages(self) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+        return self._core.lengths_and_ages(anyio.current_time())
+
+    def _last_step_seconds(self) -> tuple[float, ...]:
+        return self._core.last_step_seconds
+
+    def _preview(self) -> tuple[Plan, int] | None:
+        return self._core.preview(anyio.current_time())
 
     def why_no_batch(self) -> str:
         """What dispatching waits for now, in a sentence: ``"37 of 64 rollouts wait, the oldest for 812 s; no deadline_s

@@ -131,6 +131,7 @@ class _Rank:
             since_s=now - self.since,
             connected=self.link is not None,
             lost=None if self.error is None else self.error.cause,
+            queue=len(self.unacknowledged),
             step=self.unacknowledged[0].step if self.unacknowledged else None,
         )
 
@@ -182,6 +183,8 @@ class _Server:
         self._failure: Exception | None = None
 
     async def run(self) -> None:
+        if isinstance(self._balancer, StreamBalancer):
+            self._balancer._serving = self._states
         try:
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(self._watch, tasks.cancel_scope)
@@ -193,6 +196,8 @@ class _Server:
                 await self._or_fail(self._deliver_all, tasks.cancel_scope)
                 tasks.cancel_scope.cancel()
         finally:
+            if isinstance(self._balancer, StreamBalancer):
+                self._balancer._serving = None
             with anyio.CancelScope(shield=True):
                 async with anyio.create_task_group() as closing:
                     for link in self._links:
@@ -286,7 +291,7 @@ class _Server:
         if self._ending:
             owing = [number for number, rank in enumerate(self._ranks) if not rank.finished]
             return f"all batches were sent {now - self._dispatched_at:.0f} s ago; not yet done with them: ranks {owing}"
-        reasons = [why_ranks_wait([rank.state(number, now) for number, rank in enumerate(self._ranks)])]
+        reasons = [why_ranks_wait(self._states())]
         if isinstance(self._balancer, _Explaining):
             reasons.append(why_no_batch(self._balancer.config, self._balancer.statistics()))
         return f"no batch for {now - self._dispatched_at:.0f} s: " + "; ".join(filter(None, reasons))
@@ -298,6 +303,10 @@ class _Server:
         if slow is not None and slow != self._slow:
             logger.warning("%s", straggler)
         self._slow = slow
+
+    def _states(self) -> list[RankState]:
+        now = anyio.current_time()
+        return [rank.state(number, now) for number, rank in enumerate(self._ranks)]
 
     def _attach(self, link: Link) -> None:
         rank = self._ranks[link.rank]

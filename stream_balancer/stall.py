@@ -28,6 +28,8 @@ class RankState:
     connected: bool
     lost: str | None = None
     """Why its link broke, if it was there before."""
+    queue: int = 0
+    """Shares it has been sent and has not acknowledged."""
     step: int | None = None
     """The oldest step it has been sent and has not acknowledged."""
 

@@ -1,4 +1,4 @@
-"""The command line: ``stream-balancer demo | replay | tune``, a file for each command.
+"""The command line: ``stream-balancer demo | replay | tune | watch``, a file for each command.
 
 Commands only read options, call the library and print. A mistake of the user's ends in one line and exit code 2.
 """
@@ -12,6 +12,7 @@ import typer
 from stream_balancer.cli.demo import demo
 from stream_balancer.cli.replay import replay
 from stream_balancer.cli.tune import tune
+from stream_balancer.cli.watch import watch
 
 __all__ = ["app", "main"]
 
@@ -46,5 +47,5 @@ def _root(
     pass
 
 
-for command in (demo, replay, tune):
+for command in (demo, replay, tune, watch):
     app.command()(command)

@@ -35,6 +35,8 @@ TORCHLESS = [
     "_counts.py",
     "_idle.py",
     "trace.py",
+    "watch/status.py",
+    "watch/view.py",
 ]
 PLANNING = sorted(f"planning/{p.name}" for p in (PACKAGE / "planning").glob("*.py"))
 
