@@ -338,3 +338,23 @@ def test_with_these_rates_all_are_done_together(speeds: list[float], step: float
 def test_a_rank_too_slow_for_its_overhead_still_gets_some_work() -> None:
     rates = work_rates(np.array([0.01, 1.0]), Overhead(5.0, 0.0), 1.0, 1)
     assert 0 < rates[0] < 0.1 * rates[1]
+
+
+def test_the_first_step_says_nothing_at_all() -> None:
+    learned = Calibration(sb.CalibratedCost(sb.TokenCost()), 1)
+    for step, slowness in enumerate([1e4, 1.0, 1.0, 1.0]):
+        learned.expect(step, [[np.array([100 + step])]])
+        assert learned.observe(step, [slowness * (100 + step)]) == (step == 1), "learned at the second step"
+    assert learned.fit().prediction_error < 0.01
+
+
+def test_overheads_are_told_apart() -> None:
+    core, machine = BalancerCore(config()), Machine(11, c=0.05, d=0.01, noise=0.0)
+    train(core, machine, 60, slow_first)
+    fit, overhead = core.statistics(0.0).cost_fit, core._knobs.overhead
+    assert fit is not None
+    assert fit.seconds_per_micro_batch > 2 * fit.seconds_per_step
+    assert overhead.micro_batch / overhead.step == pytest.approx(fit.seconds_per_micro_batch / fit.seconds_per_step)
+    seconds = fit.seconds_per_token * 1000 + fit.seconds_per_token_pair * 1000**2
+    in_cost_units = float(core._cost_model(np.array([1000]))[0]) / seconds * fit.seconds_per_micro_batch
+    assert overhead.micro_batch == pytest.approx(in_cost_units, rel=0.02)
