@@ -21,7 +21,6 @@ import inspect
 import logging
 import math
 import os
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Literal, Protocol, Self, TypeAlias
@@ -38,6 +37,7 @@ from stream_balancer.config import BalancerConfig
 from stream_balancer.errors import AlreadyInUseError, ClosedResourceError, WouldBlock
 from stream_balancer.journal import Journal, Recovered, Writing
 from stream_balancer.pacing import Pacer, check_pacing
+from stream_balancer.parking import ParkedPut, ParkedPuts, ParkedReserve, Queue
 from stream_balancer.planning import Plan
 from stream_balancer.record import Recorder
 from stream_balancer.reserve import Reservation, Slot
@@ -60,18 +60,6 @@ class Observer(Protocol):
     def acknowledged(self, batch: Batch) -> object:
         """It has been trained on."""
         ...
-
-
-class _ParkedPut:
-    """A put that waits for room."""
-
-    __slots__ = ("group_id", "rollouts", "ticket", "wake")
-
-    def __init__(self, ticket: int, rollouts: Sequence[Rollout]) -> None:
-        self.ticket = ticket
-        self.rollouts = rollouts
-        self.group_id = rollouts[0].group_id
-        self.wake = anyio.Event()
 
 
 class StreamBalancer:
@@ -108,11 +96,9 @@ class StreamBalancer:
         self._accept = accept
         self.observers: list[Observer] = []
         """Who is told of every batch: tracers, recorders. Append yours."""
-        self._parked: OrderedDict[int, _ParkedPut] = OrderedDict()
-        self._parked_siblings: dict[str, dict[int, _ParkedPut]] = {}
-        self._next_ticket = 0
+        self._puts = ParkedPuts()
         self._pacer = Pacer()
-        self._reservers: OrderedDict[int, tuple[int, anyio.Event]] = OrderedDict()  # ticket -> (rollouts, wake)
+        self._reservers: Queue[ParkedReserve] = Queue()
         self._recorder: Recorder | None = None
         self._consumer: Batches | None = None
         self._alarm: anyio.Event | None = None  # set while the consumer is parked
@@ -165,7 +151,7 @@ class StreamBalancer:
             if not verdict:
                 self._filter_out([rollout])
                 return
-        if self._parked and not self._core.is_sibling(rollout):
+        if self._puts and not self._core.is_sibling(rollout):
             self._core.check(rollout)
             raise WouldBlock
         if not self._try_add([rollout]):
@@ -211,10 +197,7 @@ class StreamBalancer:
 
     def _filter_out(self, rollouts: Sequence[Rollout]) -> None:
         self._core.filter_out(rollouts, anyio.current_time())
-        self._ring()
-        self._wake_next_put()  # siblings that waited have made room
-        self._wake_next_reserver()
-        self._tell_evicted()
+        self._moved()  # siblings that waited have made room
 
     def _write_or_let_in(self, rollouts: Sequence[Rollout]) -> _Pending | None:
         if self._journal is None:
@@ -228,7 +211,7 @@ class StreamBalancer:
             pending = await self._judged(pending)
         if pending is None:
             return None
-        if isinstance(pending, _ParkedPut):
+        if isinstance(pending, ParkedPut):
             return await self._wait_for_room(pending)
         assert self._journal is not None
         await self._journal.written(pending)
@@ -240,20 +223,15 @@ class StreamBalancer:
             self._journal.retract(pending)
             raise
 
-    def _let_in(self, rollouts: Sequence[Rollout]) -> _ParkedPut | None:
+    def _let_in(self, rollouts: Sequence[Rollout]) -> ParkedPut | None:
         """Take them, or give them the last place among the parked: :meth:`_wait_for_room` must follow."""
         self._check_open()
-        if (not self._parked or self._core.is_sibling(rollouts[0])) and self._try_add(rollouts):
+        if (not self._puts or self._core.is_sibling(rollouts[0])) and self._try_add(rollouts):
             return None
         self._core.check(rollouts[0])  # a bad rollout fails now, not after a long wait
-        parked = _ParkedPut(self._next_ticket, rollouts)
-        self._next_ticket += 1
-        self._parked[parked.ticket] = parked
-        if parked.group_id is not None:
-            self._parked_siblings.setdefault(parked.group_id, {})[parked.ticket] = parked
-        return parked
+        return self._puts.park(ParkedPut(rollouts))
 
-    async def _wait_for_room(self, parked: _ParkedPut) -> None:
+    async def _wait_for_room(self, parked: ParkedPut) -> None:
         try:
             while True:
                 await parked.wake.wait()
@@ -262,8 +240,8 @@ class StreamBalancer:
                     return
                 parked.wake = anyio.Event()
         finally:
-            self._unpark(parked)
-            self._wake_next_put()  # pass the baton on: also if this one was cancelled after it was woken
+            self._puts.leave(parked)
+            self._puts.wake_first()  # pass the baton on: also if this one was cancelled after it was woken
 
     def _try_add(self, rollouts: Sequence[Rollout]) -> bool:
         now = anyio.current_time()
@@ -275,23 +253,16 @@ class StreamBalancer:
         if self._recorder is not None:
             self._recorder.add(rollouts, now)
         self._ring()
-        for sibling in self._parked_siblings.get(rollouts[0].group_id or "", {}).values():
-            sibling.wake.set()  # siblings of a waiting group need no room
+        self._puts.wake_siblings(rollouts[0].group_id)  # siblings of a waiting group need no room
         self._tell_evicted()
         return True
 
-    def _unpark(self, parked: _ParkedPut) -> None:
-        del self._parked[parked.ticket]
-        if parked.group_id is not None:
-            siblings = self._parked_siblings[parked.group_id]
-            del siblings[parked.ticket]
-            if not siblings:
-                del self._parked_siblings[parked.group_id]
-
-    def _wake_next_put(self) -> None:
-        """Wake the longest-waiting put, which wakes the next once it is in: O(1) here, however many wait."""
-        if self._parked:
-            next(iter(self._parked.values())).wake.set()
+    def _moved(self) -> None:
+        """What waits has become less, or other: tell everybody whom that may concern."""
+        self._ring()
+        self._puts.wake_first()
+        self._wake_next_reserver()
+        self._tell_evicted()
 
     # -- rollouts to come ----------------------------------------------------------------------------------------------
 
@@ -319,17 +290,17 @@ class StreamBalancer:
         self._check_taking()
         if not self._reservers and (slot := self._try_admit(count)) is not None:
             return slot
-        ticket, self._next_ticket = self._next_ticket, self._next_ticket + 1
+        parked = self._reservers.park(ParkedReserve(count))
         try:
             while True:
-                self._reservers[ticket] = (count, anyio.Event())
                 self._ring()  # nobody may begin: the window may be as full as it gets
-                await self._reservers[ticket][1].wait()
+                await parked.wake.wait()
                 slot = self._try_admit(count)
                 if slot is not None:
                     return slot
+                parked.wake = anyio.Event()
         finally:
-            self._reservers.pop(ticket, None)
+            self._reservers.leave(parked)
             self._wake_next_reserver()
 
     def _try_admit(self, count: int) -> Slot | None:
@@ -357,10 +328,9 @@ class StreamBalancer:
 
     def _wake_next_reserver(self) -> None:
         """Wake the longest-waiting reserver if it can be admitted, or must be told the end. It wakes the next. O(1)."""
-        if self._reservers:
-            count, wake = next(iter(self._reservers.values()))
-            if self.ended or self._core.room_to_begin(self._pacer) >= count:
-                wake.set()
+        first = self._reservers.first
+        if first is not None and (self.ended or self._core.room_to_begin(self._pacer) >= first.count):
+            first.wake.set()
 
     def _unstick(self) -> None:
         """While a reserver waits, the window can only be filled by what is running: if that is not enough, let a full
@@ -398,7 +368,7 @@ class StreamBalancer:
             self._unstick()
             batch = self._core.poll(anyio.current_time(), asked_at)
             if batch is not None:
-                self._wake_next_put()
+                self._puts.wake_first()
                 self._wake_next_reserver()
                 if self._journal is not None:
                     await self._write_plan(self._journal, batch)
@@ -522,18 +492,12 @@ class StreamBalancer:
         self._core.set_version(version)
         if self._journal is not None:
             self._journal.versioned(version)
-        self._ring()
-        self._wake_next_put()
-        self._wake_next_reserver()
-        self._tell_evicted()
+        self._moved()
 
     def _give_up(self, lost: Callable[[Rollout], bool]) -> list[str]:
         """Evict waiting rollouts whose tokens are gone with their producer; their ids."""
         names = self._core.give_up(lost)
-        self._ring()
-        self._wake_next_put()
-        self._wake_next_reserver()
-        self._tell_evicted()
+        self._moved()
         return names
 
     def _lost_in_flight(self, step: int, rollout_ids: Iterable[str]) -> None:
@@ -546,9 +510,7 @@ class StreamBalancer:
         Raises :class:`ConfigError`, changing nothing, for a value or combination that cannot work, and for ``dp_size``.
         """
         self._core.reconfigure(self._core.config.replace(**changes))
-        self._ring()
-        self._wake_next_put()
-        self._wake_next_reserver()
+        self._moved()
 
     def end(self) -> None:
         """No more rollouts will come: drain what waits, also if it is fewer than the ranks; then ``batches()`` ends.
@@ -557,20 +519,16 @@ class StreamBalancer:
         """
         self._core.end()
         self._ring()
-        for parked in self._parked.values():
-            parked.wake.set()
-        for _, wake in self._reservers.values():
-            wake.set()
+        self._puts.wake_all()
+        self._reservers.wake_all()
 
     async def aclose(self) -> None:
         """Stop at once: whoever waits in ``put`` or ``batches()`` gets ClosedResourceError. May be called twice."""
         self._closed = True
         if self._alarm is not None:
             self._alarm.set()
-        for parked in self._parked.values():
-            parked.wake.set()
-        for _, wake in self._reservers.values():
-            wake.set()
+        self._puts.wake_all()
+        self._reservers.wake_all()
         if self._journal is not None:
             with anyio.CancelScope(shield=True):
                 await self._journal.aclose()
@@ -670,7 +628,7 @@ class StreamBalancer:
         """A snapshot that adds up: accepted == waiting + in_flight + acknowledged + evicted."""
         return self._core.statistics(
             anyio.current_time(),
-            blocked_puts=len(self._parked),
+            blocked_puts=len(self._puts),
             reserved=self._pacer.running,
             blocked_reserves=len(self._reservers),
         )
@@ -746,7 +704,7 @@ class Batches:
             self._last_step = None
 
 
-_Pending: TypeAlias = _ParkedPut | Writing | Judging
+_Pending: TypeAlias = ParkedPut | Writing | Judging
 """What a put may have to wait for: room, the journal's disk, a verdict."""
 
 

@@ -328,7 +328,7 @@ async def test_a_newcomer_does_not_overtake_blocked_puts() -> None:
             tasks.start_soon(balancer.put, make_rollout(2, "second"))
             await settle()
             assert balancer.statistics().blocked_puts == 2
-            balancer._wake_next_put()
+            balancer._puts.wake_first()
             await settle()
             assert balancer.statistics().blocked_puts == 0
             balancer.put_nowait(make_rollout(2, "newcomer"))
