@@ -53,7 +53,7 @@ PEERS := .venv-peers/bin/python
 	touch $@
 
 bench-peers: .venv-peers/.installed  ## the planning benchmarks beside verl, AReaL and others, in an environment of their own
-	for file in partition window micro_batches training; do \
+	for file in partition window micro_batches verl_drop_in training; do \
 		echo "== bench/$$file.py"; PYTHONPATH=. $(PEERS) bench/$$file.py $(ARGS) || exit 1; \
 	done
 
