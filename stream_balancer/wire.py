@@ -473,7 +473,7 @@ def _column_of(rollout: Rollout, name: str, like: Tensor, first: Rollout) -> Ten
     part = rollout.tokens.get(name)
     if part is None:
         raise RolloutError(_differ(rollout, first, f"has no column {name!r}", "that one does"))
-    if part.dtype != like.dtype or part.shape[1:] != like.shape[1:]:
+    if part.dtype != like.dtype or (part.ndim + like.ndim > 2 and part.shape[1:] != like.shape[1:]):
         mine, other = f"{part.dtype} {list(part.shape)}", f"{like.dtype} {list(like.shape)}"
         raise RolloutError(_differ(rollout, first, f"has column {name!r} as {mine}", other))
     return part

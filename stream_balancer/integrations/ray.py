@@ -14,6 +14,7 @@ dies. The link itself is ``transport/ray.py``.
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import os
 import socket
@@ -28,6 +29,7 @@ from stream_balancer.balancer import StreamBalancer
 from stream_balancer.config import BalancerConfig
 from stream_balancer.connect import BlockingProducer, Producer
 from stream_balancer.dispatch import serve
+from stream_balancer.errors import BrokenResourceError
 from stream_balancer.feed import RankFeed
 from stream_balancer.handover import RemoteRollout
 from stream_balancer.transport._loop import loop_caller
@@ -70,11 +72,16 @@ class _Host:
     def __init__(self, options: _Options) -> None:
         from stream_balancer.transport.ray import RayTransport
 
+        # A hundred thousand waiting rollouts are a million objects without cycles: looking through them again and again
+        # takes three times as long as making them.
+        gc.freeze()
+        gc.set_threshold(100_000, 20, 20)
         self._options = options
         self._balancer = StreamBalancer(options.config, journal=options.journal, on_evict=self._on_evict)
         self._transport = RayTransport(
             dp_size=options.config.dp_size,
             direct=options.journal is None,
+            restarts=options.journal is not None,
             staged_bytes=options.staged_bytes,
             max_put_bytes=options.max_put_bytes,
         )
@@ -82,7 +89,7 @@ class _Host:
         self._lost: dict[str, LostRollout] = {}
         self._serving: asyncio.Task[None] | None = None
         self._up = asyncio.Event()
-        self._failure: BaseException | None = None
+        self._failure: Exception | None = None
 
     async def _ready(self) -> None:
         """Begin with the first call, after a restart too."""
@@ -101,10 +108,9 @@ class _Host:
                     rejoin_timeout_s=options.rejoin_timeout_s,
                     report_after_s=options.report_after_s,
                 )
-        except BaseException as error:
+        except Exception as error:
             self._failure = error
             logger.exception("the balancer stopped")
-            raise
         finally:
             self._up.set()
 
@@ -139,9 +145,10 @@ class _Host:
             return list(self._lost.values())
         if method == "dp_size":
             return self._options.config.dp_size
-        if method == "join":
-            assert self._serving is not None
-            return await asyncio.shield(self._serving)
+        if method == "producers":
+            return self._transport.producers
+        if self._failure is not None:
+            raise BrokenResourceError(f"the balancer stopped: {self._failure}")
         answer = getattr(self._balancer, method)(*args, **kwargs)
         return await answer if asyncio.iscoroutine(answer) else answer
 
@@ -164,9 +171,11 @@ def host(
     was. ``rejoin_timeout_s``, ``report_after_s``: as for :func:`stream_balancer.serve`; by default a lost rank is
     waited for.
     ``staged_bytes``, ``max_put_bytes``: what one worker may have on its way, and the largest put. ``actor_options``:
-    for ``Actor.options(...)``: where it runs, its namespace, its lifetime.
+    for ``Actor.options(...)``: its namespace, its lifetime, another place than the caller's node
+    (``scheduling_strategy``).
     """
     import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     options = _Options(
         config=config,
@@ -176,8 +185,13 @@ def host(
         staged_bytes=staged_bytes,
         max_put_bytes=max_put_bytes,
     )
-    settings: dict[str, Any] = {"num_cpus": 0, "max_concurrency": _MAX_CALLS, "name": name}
-    settings |= {"max_restarts": 0 if journal is None else -1}
+    settings: dict[str, Any] = {
+        "num_cpus": 0,
+        "max_concurrency": _MAX_CALLS,
+        "name": name,
+        "max_restarts": 0 if journal is None else -1,
+        "scheduling_strategy": NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False),
+    }
     actor = ray.remote(_Host).options(**settings | dict(actor_options or {})).remote(options)
     balancer = RayBalancer(actor, config.dp_size)
     ray.get(actor._call.remote("statistics"))
@@ -218,6 +232,11 @@ class RayBalancer:
             if self._producer is None:
                 self._producer = Producer(_open_outlet(self.actor))
             return self._producer
+
+    @property
+    def label(self) -> str:
+        """What this process's rollouts are named with, should they be lost: host, process and Ray node."""
+        return _label()
 
     async def put(self, rollout: Rollout) -> None:
         """As :meth:`stream_balancer.Producer.put`."""
@@ -264,6 +283,32 @@ class RayBalancer:
         answer: list[LostRollout] = await self._call("lost_rollouts")
         return answer
 
+    async def why_no_batch(self) -> str:
+        """As :meth:`stream_balancer.StreamBalancer.why_no_batch`."""
+        answer: str = await self._call("why_no_batch")
+        return answer
+
+    async def set_version(self, version: int) -> None:
+        """As :meth:`stream_balancer.StreamBalancer.set_version`."""
+        await self._call("set_version", version)
+
+    async def reconfigure(self, **changes: Any) -> None:
+        """As :meth:`stream_balancer.StreamBalancer.reconfigure`."""
+        await self._call("reconfigure", **changes)
+
+    async def acknowledge_through(self, step: int) -> None:
+        """As :meth:`stream_balancer.StreamBalancer.acknowledge_through`."""
+        await self._call("acknowledge_through", step)
+
+    async def state_dict(self) -> dict[str, Any]:
+        """As :meth:`stream_balancer.StreamBalancer.async_state_dict`."""
+        answer: dict[str, Any] = await self._call("async_state_dict")
+        return answer
+
+    async def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """As :meth:`stream_balancer.StreamBalancer.load_state_dict`; before the first put, and the first rank."""
+        await self._call("load_state_dict", state)
+
     async def end(self) -> None:
         """As :meth:`stream_balancer.StreamBalancer.end`."""
         await self._call("end")
@@ -287,4 +332,10 @@ def _open_outlet(actor: Any) -> Any:
     from stream_balancer.transport.ray import RayOutlet
 
     node = ray.get_runtime_context().get_node_id()
-    return RayOutlet(actor, label=f"{socket.gethostname()}:{os.getpid()} on node {node[:12]}", node=node)
+    return RayOutlet(actor, label=_label(), node=node)
+
+
+def _label() -> str:
+    import ray
+
+    return f"{socket.gethostname()}:{os.getpid()} on Ray node {ray.get_runtime_context().get_node_id()}"

@@ -124,6 +124,8 @@ class Ticket:
         self.number: int | None = None
         """Set once sent."""
         self.withdrawn = False
+        self.sent_before = False
+        """To a controller that died before it answered."""
         self.done = False
         self.error: Exception | None = None
         """None = accepted, once ``done``."""
@@ -276,9 +278,22 @@ class PutLedger(Generic[T]):
             if ticket is None:
                 raise WireError(f"the controller answered put number {number}, which is not on its way")
             self._staged -= ticket.size
+        if isinstance(error, DuplicateRolloutError) and ticket.sent_before:
+            error = None  # the first time it was accepted, and the answer lost
         if isinstance(error, Withdrawn) and not ticket.withdrawn:
             error = ClosedResourceError("the producer was closed while put() waited; the rollout was not accepted")
         ticket.settle(error)
+
+    def again(self) -> list[int]:
+        """The controller was started again and knows only what it had accepted: what is on its way is to be sent
+        again, first. The numbers that those will have whose withdrawal must be sent again."""
+        with self._lock:
+            tickets = list(self._on_way.values())
+            for ticket in tickets:
+                ticket.sent_before = True
+            self._waiting = dict.fromkeys(tickets) | self._waiting
+            self._on_way, self._staged, self._limits = {}, 0, None
+            return [self._next + index for index, ticket in enumerate(tickets) if ticket.withdrawn]
 
     def close(self) -> list[int]:
         """No more puts. Those that wait here end; the numbers of those to be cancelled."""

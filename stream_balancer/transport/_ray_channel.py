@@ -115,19 +115,19 @@ class Caller:
     """The other end: calls an actor, from any thread."""
 
     def __init__(
-        self, actor: Any, *, on_message: Callable[[Message], object], on_lost: Callable[[str], object]
+        self, actor: Any, *, on_message: Callable[[Message], object], on_lost: Callable[[str, bool], object]
     ) -> None:
-        """``on_message`` gets each message in order, ``on_lost(cause)`` is called once if the actor cannot be reached
-        any more; both in Ray's own thread: they must not block."""
+        """``on_message`` gets each message in order, ``on_lost(cause, for_good)`` is called once if the actor cannot be
+        reached any more; both in Ray's own thread: they must not block."""
         self._actor = actor
         self._on_message, self._on_lost = on_message, on_lost
         self._peer = secrets.token_hex(8)
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a call to a dead actor has failed before it returns
         self._receiving = threading.RLock()
         self._inbox: Inbox[Message] = Inbox()
         self._next = 0
         self._pending: dict[Any, None] = {}
-        self._over = False
+        self._over = self._heard = False
         self._lifeline: Any = None
         self.ended = threading.Event()
         """Nothing more comes."""
@@ -177,6 +177,7 @@ class Caller:
 
     def _on_reply(self, reply: Reply) -> None:
         first, messages = reply
+        self._heard = True
         with self._receiving:
             for number, message in enumerate(messages, first):
                 for ready in self._inbox.add(number, message):
@@ -192,7 +193,13 @@ class Caller:
                 return
             self._over = True
         self.ended.set()
-        self._on_lost(cause_of(error))
+        self._on_lost(cause_of(error), self._is_for_good(error))
+
+    def _is_for_good(self, error: BaseException) -> bool:
+        """An actor that will not be restarted: it said nothing, and Ray says that it is dead."""
+        import ray
+
+        return not self._heard and isinstance(error, ray.exceptions.ActorDiedError)
 
 
 def cause_of(error: BaseException) -> str:

@@ -23,10 +23,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from stream_balancer.errors import WireError
 from stream_balancer.handover import Holder, Lease, RemoteRollout, Skeleton, _Skeleton, payload
 from stream_balancer.types import SUPPORTED_DTYPES, MicroBatch, RankBatch, Rollout
 from stream_balancer.wire import (
+    _DECODER,
     _ENCODER,
     FRAME_BYTES,
     Encoded,
@@ -34,8 +34,6 @@ from stream_balancer.wire import (
     _Meta,
     _Plan,
     _plan,
-    _read_meta,
-    _Slice,
     decode,
     encode,
     read_frame,
@@ -43,26 +41,39 @@ from stream_balancer.wire import (
 
 __all__ = ["Place", "Share", "Stored", "complete", "read_bundle", "read_whole", "write_bundle", "write_share"]
 
-Span = tuple[int, int]
-"""(first byte, bytes) in a slab."""
+Span = tuple[int, int, bool]
+"""(first byte, bytes, whether it is int32 that was int64) in a slab."""
 
 
 class Stored:
     """An object in the store, for as long as anybody needs it."""
 
-    __slots__ = ("__weakref__", "ref")
+    __slots__ = ("__weakref__", "plan", "ref")
 
     def __init__(self, ref: Any) -> None:
         self.ref = ref
+        self.plan: _Plan | None = None
+        """What lies where in it."""
 
 
 class Place(Lease):
     """Where in which object a rollout's payload lies."""
 
-    __slots__ = ("spans", "stored")
+    __slots__ = ("index", "length", "row", "stored")
 
-    def __init__(self, stored: Stored, spans: tuple[Span, ...]) -> None:
-        self.stored, self.spans = stored, spans
+    def __init__(self, stored: Stored, index: int, row: int, length: int) -> None:
+        self.stored, self.index, self.row, self.length = stored, index, row, length
+
+    def spans(self) -> tuple[Span, ...]:
+        """Its bytes, in the order of :func:`stream_balancer.handover.payload`."""
+        plan = self.stored.plan
+        assert plan is not None
+        found = [
+            (p.start + self.row * p.what.wire_row_bytes, self.length * p.what.wire_row_bytes, p.restored != p.start)
+            for _, p in sorted(plan.columns[0].items())
+        ]
+        found += [(piece.start, piece.what.row_bytes, False) for _, piece in sorted(plan.tensors[self.index].items())]
+        return tuple(span for span in found if span[1])
 
 
 # --- producer to controller ------------------------------------------------------------------------------------------
@@ -70,7 +81,7 @@ class Place(Lease):
 
 def write_bundle(rollouts: Sequence[Rollout], slab_of_size: Callable[[int], Tensor]) -> tuple[bytes, Tensor]:
     """All but the slab, and the slab. Raises RolloutError if they do not share one set of columns."""
-    encoded = encode(_share_of(rollouts), narrow=False)
+    encoded = encode(_share_of(rollouts))
     slab = slab_of_size(encoded.frame.wire_bytes)
     fill(encoded, slab)
     return encoded.frame.pack().numpy().tobytes() + encoded._meta, slab[: encoded.frame.wire_bytes]
@@ -96,9 +107,9 @@ def _share_of(rollouts: Sequence[Rollout]) -> RankBatch:
 
 
 def _described(described: bytes) -> tuple[Frame, _Meta, _Plan]:
+    """Not checked again: it was where the rollouts were made, and whoever can call an actor can run code in it."""
     frame = frame_of(described)
-    packed = described[len(described) - frame.meta_bytes :]
-    meta = _read_meta(frame, packed)
+    meta = _DECODER.decode(memoryview(described)[FRAME_BYTES:])
     return frame, meta, _plan(meta, frame.meta_bytes, frame.total_bytes)
 
 
@@ -109,14 +120,18 @@ def frame_of(described: bytes) -> Frame:
 
 def read_whole(described: bytes, slab: Tensor) -> list[Rollout]:
     """The rollouts of a bundle whose slab is at hand, as views of it."""
-    return list(decode(frame_of(described), slab).rollouts)
+    frame = frame_of(described)
+    if frame.total_bytes > slab.numel():  # narrowed columns are widened behind it
+        slab = torch.cat([slab, torch.empty(frame.total_bytes - slab.numel(), dtype=torch.uint8)])
+    return list(decode(frame, slab).rollouts)
+
+
+_NOTHING: dict[str, Any] = {}  # one for all: fewer objects for the garbage collector
 
 
 def read_bundle(described: bytes, stored: Stored, holder: Holder) -> list[Rollout]:
     """The rollouts of a bundle, without their tokens. O(rollouts x columns)."""
-    _, meta, plan = _described(described)
-    if len(meta.micro_batches) != 1:
-        raise WireError("puts that travel together are one micro-batch")
+    _, meta, stored.plan = _described(described)
     longest = max(meta.lengths)
     columns = {c.name: _meta_tensor(c.dtype, (longest, *c.shape)) for c in meta.columns}
     starts = list(accumulate(meta.lengths, initial=0))
@@ -126,9 +141,9 @@ def read_bundle(described: bytes, stored: Stored, holder: Holder) -> list[Rollou
         rollouts.append(
             _stored_rollout(
                 tokens={name: column[:length] for name, column in columns.items()},
-                scalars=meta.scalars[index],
-                tensors={t.name: _meta_tensor(t.dtype, t.shape) for t in meta.tensors[index]},
-                metadata=meta.metadata[index],
+                scalars=meta.scalars[index] or _NOTHING,
+                tensors={t.name: _meta_tensor(t.dtype, t.shape) for t in meta.tensors[index]} or _NOTHING,
+                metadata=meta.metadata[index] or _NOTHING,
                 rollout_id=meta.ids[index],
                 group_id=meta.group_ids[index],
                 version=meta.versions[index],
@@ -139,7 +154,7 @@ def read_bundle(described: bytes, stored: Stored, holder: Holder) -> list[Rollou
                 loss_tokens=meta.loss_tokens[index],
                 holder=holder,
                 key=0,
-                lease=Place(stored, _spans(plan, index, starts[index], length)),
+                lease=Place(stored, index, starts[index], length),
             )
         )
     return rollouts
@@ -155,17 +170,6 @@ def _stored_rollout(**fields: object) -> RemoteRollout:
 
 def _meta_tensor(dtype: int, shape: tuple[int, ...]) -> Tensor:
     return torch.empty(shape, dtype=SUPPORTED_DTYPES[dtype], device="meta")
-
-
-def _spans(plan: _Plan, index: int, row: int, length: int) -> tuple[Span, ...]:
-    """Where a rollout's bytes lie, in the order of :func:`stream_balancer.handover.payload`."""
-
-    def span(piece: _Slice, row: int, rows: int) -> Span:
-        return piece.start + row * piece.what.row_bytes, rows * piece.what.row_bytes
-
-    found = [span(piece, row, length) for _, piece in sorted(plan.columns[0].items())]
-    found += [span(piece, 0, 1) for _, piece in sorted(plan.tensors[index].items())]
-    return tuple(one for one in found if one[1])
 
 
 # --- controller to rank ----------------------------------------------------------------------------------------------
@@ -211,7 +215,7 @@ def write_share(share: RankBatch, *, max_bytes: int) -> Callable[[], Share]:
                 number = numbers.setdefault(place.stored, len(numbers))
                 if number == len(holders):
                     holders.append(rollout.holder.label)
-                sources.append((number, place.spans))
+                sources.append((number, place.spans()))
             else:
                 here += payload(rollout)
                 sources.append((-1, ()))
@@ -266,8 +270,12 @@ def _write(targets: list[Tensor], source: NDArray[np.uint8] | Exception, spans: 
         for target in targets:
             target.zero_()
         return
-    for target, (start, size) in zip(targets, spans, strict=True):
-        np.copyto(target.numpy(), source[start : start + size])
+    for target, (start, size, narrowed) in zip(targets, spans, strict=True):
+        piece = source[start : start + size]
+        if narrowed:
+            np.copyto(target.numpy().view(np.int64), piece.view(np.int32))
+        else:
+            np.copyto(target.numpy(), piece)
 
 
 def _without(frame: Frame, meta: _Meta, places: Sequence[int]) -> tuple[Frame, bytes, _Meta, _Plan]:

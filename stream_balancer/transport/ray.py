@@ -53,6 +53,7 @@ from stream_balancer.transport._puts import (
     PutLedger,
     Ticket,
     Withdrawal,
+    Withdrawn,
     error_of,
     reason_of,
 )
@@ -62,6 +63,7 @@ from stream_balancer.transport._ray_store import (
     Share,
     Stored,
     complete,
+    frame_of,
     read_bundle,
     read_whole,
     write_bundle,
@@ -77,6 +79,8 @@ INLINE_BYTES = 64 * 1024  # below that an object costs more than its bytes; Ray'
 BUNDLE_BYTES = 16 * 2**20
 BUNDLE_PUTS = 1024
 _MAX_LEAVING = 1000  # peers that are over; each asks a last time within milliseconds
+_MAX_DONE = 1000  # steps that a rank may have acknowledged in vain, far above what is in flight
+_RETRY_S = 0.1  # between attempts to write into a full store
 _THREAD_BYTES = 2**20  # a larger share is packed in a thread, beside the event loop
 
 logger = logging.getLogger("stream_balancer.transport")
@@ -191,7 +195,7 @@ async def _packed(write: Callable[[], Share], num_tokens: int) -> Message:
 class RayIntake:
     """The controller's end of the way to a producer."""
 
-    def __init__(self, peer: Peer, label: str, node: str, limits: Limits, *, direct: bool) -> None:
+    def __init__(self, peer: Peer, label: str, node: str, limits: Limits, *, direct: bool, restarts: bool) -> None:
         self.name = label
         self.holder = Holder(node, 0, secrets.token_hex(8), label) if direct else None
         """Whose tokens stay in the store."""
@@ -206,7 +210,12 @@ class RayIntake:
         self._callback: Callable[[], object] = lambda: None
         self._loop = asyncio.get_running_loop()
         peer.handle = self._handle
-        peer.put(("limits", *limits, direct))
+        peer.put(("limits", *limits, direct, restarts))
+
+    @property
+    def live(self) -> bool:
+        """False once it left or was lost."""
+        return self._error is None
 
     @property
     def holding(self) -> bool:
@@ -333,11 +342,14 @@ class RayTransport:
         *,
         dp_size: int,
         direct: bool = True,
+        restarts: bool = False,
         staged_bytes: int = Limits._field_defaults["staged_bytes"],
         max_put_bytes: int = Limits._field_defaults["max_put_bytes"],
     ) -> None:
-        """``direct``: tokens stay in the object store until a rank fetches them; else they are fetched here first."""
+        """``direct``: tokens stay in the object store until a rank fetches them; else they are fetched here first.
+        ``restarts``: should the actor die, it comes back and knows what it had accepted: ranks and producers wait."""
         self.dp_size = dp_size
+        self._restarts = restarts
         self.direct = direct
         self._limits = Limits(staged_bytes, max_put_bytes).check()
         self._peers: dict[str, Peer] = {}
@@ -350,6 +362,11 @@ class RayTransport:
         self._closed = False
         self.on_lost_rollouts: Callable[[int, int, list[Lost]], None] = lambda rank, step, lost: None
         """Called with rank, step and what could not be fetched."""
+
+    @property
+    def producers(self) -> list[str]:
+        """Labels of those who are connected."""
+        return [intake.name for intake in self._intakes if intake.live]
 
     # for the actor's methods of these names
 
@@ -384,7 +401,7 @@ class RayTransport:
             case ("rank", int(rank), int(dp_size), int(incarnation), int(depth), int(max_bytes), list(lifeline)):
                 self._greet_rank(peer, RayLink(peer, rank, incarnation, depth, max_bytes), dp_size, lifeline)
             case ("producer", str(label), str(node), list(lifeline)):
-                intake = RayIntake(peer, label, node, self._limits, direct=self.direct)
+                intake = RayIntake(peer, label, node, self._limits, direct=self.direct, restarts=self._restarts)
                 self._intakes.add(intake)
                 self._watch(lifeline, intake.lost)
                 if self._closed:
@@ -409,7 +426,7 @@ class RayTransport:
             before.lost(f"superseded by incarnation {link.incarnation}")
         link.on_lost_rollouts = lambda step, lost: self.on_lost_rollouts(link.rank, step, lost)
         self._watch(lifeline, link.lost)
-        peer.put(("welcome",))
+        peer.put(("welcome", self._restarts))
         self._arrived.add(link)
 
     def _judge(self, link: RayLink, dp_size: int) -> Exception | None:
@@ -503,10 +520,18 @@ class RayPort:
         self._left = False
         self._callback: Callable[[], None] = lambda: None
         self._arrivals: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
-        self._caller = Caller(actor, on_message=self._arrivals.put, on_lost=self._on_lost)
+        self._restarts = False
+        self._progress = _Progress()
+        self._actor = actor
+        self._hello = ("rank", rank, dp_size, incarnation, depth, max_batch_bytes)
+        self._caller = self._connected()
         self._thread = threading.Thread(target=self._run, name=f"sb-ray-rank-{rank}", daemon=True)
-        self._caller.open("rank", rank, dp_size, incarnation, depth, max_batch_bytes)
         self._thread.start()
+
+    def _connected(self) -> Caller:
+        caller = Caller(self._actor, on_message=self._arrivals.put, on_lost=self._on_lost)
+        caller.open(*self._hello)
+        return caller
 
     def subscribe(self, callback: Callable[[], None]) -> None:
         """See :class:`~stream_balancer.transport.RankPort`."""
@@ -518,7 +543,8 @@ class RayPort:
             raise ClosedResourceError
         if self._queue:
             batch = self._queue.popleft()
-            self._caller.send(("taken",))
+            if self._progress.taken(batch.step):
+                self._caller.send(("taken",))
             return batch
         if self._end is not None:
             raise self._end
@@ -526,7 +552,8 @@ class RayPort:
 
     def report(self, done: StepDone) -> None:
         """See :class:`~stream_balancer.transport.RankPort`."""
-        self._caller.send(("done", done.step, done.seconds, done.compute_s, done.waited_s))
+        if self._progress.done(done):
+            self._caller.send(_report(done))
 
     def leave(self) -> None:
         """See :class:`~stream_balancer.transport.RankPort`."""
@@ -569,7 +596,13 @@ class RayPort:
     def _handle(self, message: Message) -> None:
         match message:
             case ("share", *fields):
-                self._queue.append(self._complete(Share(*fields)))
+                self._receive(Share(*fields))
+            case ("welcome", bool(restarts)):
+                self._restarts = restarts
+            case ("restart", str(cause)):
+                logger.warning("rank %d waits for its controller to be started again: %s", self.rank, cause)
+                self._progress.restart()
+                self._caller = self._connected()
             case ("end",):
                 self._finish(EndOfStream())
             case ("lost", str(cause)):
@@ -581,6 +614,14 @@ class RayPort:
                 }
                 self._finish(refusals[kind](text) if kind in refusals else self._lost(text))
 
+    def _receive(self, share: Share) -> None:
+        step = frame_of(share.described).step
+        is_new, answers = self._progress.arrived(step)
+        if answers:
+            self._caller.send(*answers)
+        if is_new:
+            self._queue.append(self._complete(share))
+
     def _complete(self, share: Share) -> RankBatch:
         frame, slab, lost = complete(share, fetch=_fetch, lend=self._pool.lend)
         if lost:
@@ -591,8 +632,8 @@ class RayPort:
             self._caller.send(("lacks", frame.step, [tuple(one) for one in lost]))
         return self._decode(frame, slab)
 
-    def _on_lost(self, cause: str) -> None:
-        self._arrivals.put(("lost", cause))
+    def _on_lost(self, cause: str, for_good: bool) -> None:
+        self._arrivals.put(("restart" if self._restarts and not for_good else "lost", cause))
 
     def _lost(self, cause: str) -> RankLostError:
         message = f"rank {self.rank} lost its controller: {cause}. Start the controller again and open a new RankFeed"
@@ -603,16 +644,68 @@ class RayPort:
             self._end = error
 
 
+def _report(done: StepDone) -> Message:
+    return ("done", done.step, done.seconds, done.compute_s, done.waited_s)
+
+
+class _Progress:
+    """What a rank knows of its steps, should the controller be started again and deliver some of them again: each is
+    trained on once. Safe to use from any thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._queued: set[int] = set()
+        self._newest = self._newest_done = -1
+        self._here: set[int] = set()  # delivered by the present controller, and not done
+        self._done: dict[int, StepDone] = {}
+
+    def arrived(self, step: int) -> tuple[bool, list[Message]]:
+        """Whether it is new; and what to say at once about one that is not."""
+        with self._lock:
+            self._here.add(step)
+            if step > self._newest:
+                self._newest = step
+                self._queued.add(step)
+                return True, []
+            answers: list[Message] = [] if step in self._queued else [("taken",)]
+            if step <= self._newest_done:
+                self._here.discard(step)
+                answers.append(_report(self._done.get(step, StepDone(step, 0.0))))
+            return False, answers
+
+    def taken(self, step: int) -> bool:
+        """Whether the controller waits to hear it."""
+        with self._lock:
+            self._queued.discard(step)
+            return step in self._here
+
+    def done(self, done: StepDone) -> bool:
+        """Whether the controller waits to hear it; else it is told when it delivers the step again."""
+        with self._lock:
+            self._newest_done = done.step
+            self._done[done.step] = done
+            if len(self._done) > _MAX_DONE:
+                self._done.pop(next(iter(self._done)))
+            told = done.step in self._here
+            self._here.discard(done.step)
+            return told
+
+    def restart(self) -> None:
+        """The present controller is a new one."""
+        with self._lock:
+            self._here.clear()
+
+
 def _fetch(objects: Sequence[Any]) -> list[NDArray[np.uint8] | Exception]:
     """The arrays, as they lie in the store; or why one is gone."""
     try:
         return list(ray.get(list(objects)))
-    except ray.exceptions.ObjectLostError:
+    except ray.exceptions.RayError:
         found: list[NDArray[np.uint8] | Exception] = []
         for one in objects:
             try:
                 found.append(ray.get(one))
-            except ray.exceptions.ObjectLostError as error:
+            except ray.exceptions.RayError as error:
                 found.append(error)
         return found
 
@@ -639,16 +732,22 @@ class RayOutlet:
         self._changed = threading.Condition()
         self._work = False
         self._cancelled: list[int] = []
-        self._leaving = False
+        self._leaving = self._reconnect = self._warned = False
         self._held: dict[int, Any] = {}
         self._next_key = 0
         self._direct = True
         self._when_released: list[Callable[[], object]] = []
         self._pool = SlabPool(2)
-        self._caller = Caller(actor, on_message=self._on_message, on_lost=self._on_lost)
-        self._caller.open("producer", label, node)
+        self._actor, self._hello = actor, ("producer", label, node)
+        self._restarts = False
+        self._caller = self._connected()
         self._thread = threading.Thread(target=self._run, name="sb-ray-producer", daemon=True)
         self._thread.start()
+
+    def _connected(self) -> Caller:
+        caller = Caller(self._actor, on_message=self._on_message, on_lost=self._on_lost)
+        caller.open(*self._hello)
+        return caller
 
     @property
     def direct(self) -> bool:
@@ -714,6 +813,11 @@ class RayOutlet:
                 self._changed.wait_for(lambda: self._work or self._leaving)
                 self._work = False
                 leaving = self._leaving
+            if self._reconnect:
+                self._reconnect = False
+                self._held.clear()
+                self._cancelled = self._book.again()
+                self._caller = self._connected()
             while tickets := self._book.take():
                 self._send(tickets)
             cancelled, self._cancelled = self._cancelled, []
@@ -724,9 +828,34 @@ class RayOutlet:
                 return
 
     def _send(self, tickets: list[StoreTicket]) -> None:
-        rollouts = [rollout for ticket in tickets for rollout in ticket.rollouts]
-        bundles = [self._bundle(list(alike)) for _, alike in groupby(rollouts, _columns)]
+        while tickets:
+            rollouts = [rollout for ticket in tickets for rollout in ticket.rollouts]
+            try:
+                bundles = [self._bundle(list(alike)) for _, alike in groupby(rollouts, _columns)]
+            except (ray.exceptions.ObjectStoreFullError, ray.exceptions.OutOfDiskError) as error:
+                self._wait_for_room(error)
+                tickets = self._still_wanted(tickets)
+            else:
+                break
+        else:
+            return
         self._caller.send(("puts", [(t.number, int(t.mode), len(t.rollouts)) for t in tickets], bundles))
+
+    def _wait_for_room(self, error: Exception) -> None:
+        """Acknowledgements make room in the store, here or elsewhere on this node."""
+        if not self._warned:
+            self._warned = True
+            logger.warning("puts wait, because the object store of this node is full: %s", cause_of(error))
+        with self._changed:
+            self._changed.wait(_RETRY_S)
+
+    def _still_wanted(self, tickets: list[StoreTicket]) -> list[StoreTicket]:
+        """Without those that were withdrawn, or whose link is over, before they were sent."""
+        for ticket in tickets:
+            if ticket.number is not None and (ticket.withdrawn or ticket.number in self._cancelled):
+                with suppress(WireError):
+                    self._book.settle(ticket.number, Withdrawn())
+        return [ticket for ticket in tickets if not ticket.done]
 
     def _bundle(self, rollouts: list[Rollout]) -> tuple[bytes, int, bytes | list[Any]]:
         described, slab = write_bundle(rollouts, self._pool.lend)
@@ -747,16 +876,21 @@ class RayOutlet:
                 for key in keys:
                     self._held.pop(key, None)
                 self._tell_released()
-            case ("limits", int(staged_bytes), int(max_put_bytes), bool(direct)):
-                self._direct = direct
+            case ("limits", int(staged_bytes), int(max_put_bytes), bool(direct), bool(restarts)):
+                self._direct, self._restarts = direct, restarts
                 self._book.open(Limits(staged_bytes, max_put_bytes))
             case ("end",):
                 self._book.end(lambda _: ClosedResourceError(ENDED))
             case ("lost", str(cause)):
-                self._on_lost(cause)
+                self._on_lost(cause, True)
         self._wake()
 
-    def _on_lost(self, cause: str) -> None:
+    def _on_lost(self, cause: str, for_good: bool) -> None:
+        if self._restarts and not for_good and not self._leaving:
+            logger.warning("puts wait for the controller to be started again: %s", cause)
+            self._reconnect = True
+            self._wake()
+            return
         self._book.end(lambda ticket: ticket.lost(cause))
         self._held.clear()
         self._tell_released()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
@@ -12,6 +13,8 @@ import ray
 from ray.cluster_utils import Cluster
 
 from stream_balancer.feed import RankFeed
+from stream_balancer.integrations.ray import RayBalancer
+from stream_balancer.testing import make_rollout
 from stream_balancer.testing.transports import CLAUSE_TIMEOUT_S, CLAUSES, check_transport
 from stream_balancer.transport.ray import RayPort, RayTransport
 
@@ -39,6 +42,43 @@ def cluster() -> Iterator[Cluster]:
     finally:
         ray.shutdown()
         started.shutdown()
+
+
+class Worker:
+    """A rollout worker, to be killed."""
+
+    def __init__(self, balancer: RayBalancer) -> None:
+        self._balancer = balancer
+
+    def pid(self) -> int:
+        """Of its process."""
+        return os.getpid()
+
+    def label(self) -> str:
+        """What lost rollouts are named with."""
+        return self._balancer.label
+
+    def put(self, names: list[str], length: int, at_once: int = 16) -> list[str]:
+        """The names that were accepted."""
+        accepted: list[str] = []
+
+        async def put(name: str) -> None:
+            await self._balancer.put(make_rollout(length, name))
+            accepted.append(name)
+
+        async def main() -> None:
+            limiter = anyio.CapacityLimiter(at_once)
+
+            async def limited(name: str) -> None:
+                async with limiter:
+                    await put(name)
+
+            async with anyio.create_task_group() as tasks:
+                for name in names:
+                    tasks.start_soon(limited, name)
+
+        anyio.run(main)
+        return accepted
 
 
 class _Call:

@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import itertools
+import os
 import random
+import signal
+import subprocess
+import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import anyio
 import anyio.to_thread
 import pytest
+import torch
 
 ray = pytest.importorskip("ray")
 
-from ray_cluster import ContractHost, cluster  # noqa: E402
+from ray_cluster import STORE_BYTES, ContractHost, Worker, cluster  # noqa: E402
 
 import stream_balancer as sb  # noqa: E402
 from stream_balancer.integrations.ray import RayBalancer, find, host  # noqa: E402
@@ -23,7 +29,7 @@ from stream_balancer.testing.transports import CLAUSES, same_rollout  # noqa: E4
 from stream_balancer.transport.ray import INLINE_BYTES  # noqa: E402
 
 pytestmark = pytest.mark.timeout(300)
-GUARD_S = 60  # against hangs; nothing here is timed
+GUARD_S = 40  # against hangs; nothing here is timed
 STORED = INLINE_BYTES  # tokens that make a rollout go to the object store
 
 
@@ -34,9 +40,9 @@ def anyio_backend(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _cluster() -> Iterator[None]:
-    with cluster():
-        yield
+def nodes() -> Iterator[Any]:
+    with cluster() as started:
+        yield started
 
 
 # --- the contract ----------------------------------------------------------------------------------------------------
@@ -64,7 +70,7 @@ _NAMES = (f"r{n}" for n in itertools.count())
 @asynccontextmanager
 async def hosted(**knobs: Any) -> AsyncIterator[RayBalancer]:
     """A balancer, full at four."""
-    options = {key: knobs.pop(key) for key in ("journal", "staged_bytes") if key in knobs}
+    options = {key: knobs.pop(key) for key in ("journal", "staged_bytes", "rejoin_timeout_s") if key in knobs}
     config = sb.BalancerConfig(**{"dp_size": 1, "batch_size": 4, "window": 4, "capacity": 4, **knobs})
     with anyio.fail_after(GUARD_S):
         balancer = await anyio.to_thread.run_sync(lambda: host(config, **options))
@@ -275,3 +281,263 @@ async def test_a_cancelled_put_was_not_accepted() -> None:
         await balancer.end()
     assert sorted(trained) == sorted(accepted)
     assert 0 < len(accepted) < 60
+
+
+# --- deaths ----------------------------------------------------------------------------------------------------------
+
+
+async def _asked(ref: Any) -> Any:
+    return await anyio.to_thread.run_sync(ray.get, ref)
+
+
+async def test_a_killed_worker_s_waiting_rollouts_are_named_and_the_rest_go_on() -> None:
+    async with hosted(capacity=64, window=32) as balancer, anyio.create_task_group() as tasks:
+        doomed = ray.remote(Worker).options(num_cpus=0).remote(balancer)
+        label, pid = await _asked(doomed.label.remote()), await _asked(doomed.pid.remote())
+        stored = await _asked(doomed.put.remote([f"d{n}" for n in range(6)], STORED))
+        inline = await _asked(doomed.put.remote([f"i{n}" for n in range(3)], 5, 1))
+        await balancer.put(make_rollout(STORED, "mine"))
+        os.kill(pid, signal.SIGKILL)
+        await until(lambda: _lost(balancer, 6))
+        assert {(lost.rollout_id, lost.holder, lost.step) for lost in await balancer.lost_rollouts()} == {
+            (name, label, None) for name in stored
+        }
+        await balancer.put(make_rollout(STORED, "d0"))  # it may be put again
+        got: list[str] = []
+
+        async def collect() -> None:
+            got.extend(rollout.rollout_id for rollout in await train(balancer))
+
+        tasks.start_soon(collect)
+        await balancer.end()
+        await balancer.producer.released()
+    assert sorted(got) == sorted([*inline, "mine", "d0"])
+
+
+async def _lost(balancer: RayBalancer, count: int) -> bool:
+    return (await balancer.statistics()).evicted["lost"] == count
+
+
+@pytest.fixture
+def doomed_node(nodes: Any) -> Any:
+    return nodes.add_node(num_cpus=1, resources={"doomed": 1}, object_store_memory=STORE_BYTES)
+
+
+async def test_a_killed_node_during_training(nodes: Any, doomed_node: Any) -> None:
+    """Every accepted rollout is trained on once, or named with the node that took it along."""
+    knobs = {"dp_size": 2, "batch_size": 8, "window": 16, "capacity": 64}
+    async with hosted(**knobs) as balancer, anyio.create_task_group() as tasks:
+        doomed = ray.remote(Worker).options(num_cpus=0, resources={"doomed": 1}).remote(balancer)
+        label = await _asked(doomed.label.remote())
+        trained: list[list[tuple[str, bool]]] = [[], []]
+        go_on = anyio.Event()
+        go_on.set()
+
+        async def collect(rank: int) -> None:
+            async with balancer.feed(rank=rank) as feed:
+                async for batch in feed:
+                    weights = [w for mb in batch.micro_batches for w in mb.packed().rollout_weights.tolist()]
+                    for rollout, weight in zip(batch.rollouts, weights, strict=True):
+                        assert rollout.is_padding == (weight == 0.0)
+                        if not rollout.is_padding:
+                            length = rollout.num_tokens
+                            assert same_rollout(rollout, make_rollout(length, rollout.rollout_id))
+                        trained[rank].append((rollout.rollout_id, rollout.is_padding))
+                    await go_on.wait()
+
+        for rank in range(2):
+            tasks.start_soon(collect, rank)
+        theirs = [f"n{n}" for n in range(2000)]
+        putting = doomed.put.remote(theirs, STORED)
+        mine = [f"m{n}" for n in range(100)]
+        for name in mine[:60]:
+            await balancer.put(make_rollout(STORED, name))
+        go_on = anyio.Event()
+        await until(lambda: _waiting(balancer, 48))
+        await anyio.to_thread.run_sync(lambda: nodes.remove_node(doomed_node, allow_graceful=False))
+        with pytest.raises(ray.exceptions.RayError):
+            await _asked(putting)
+        go_on.set()
+        for name in mine[60:]:
+            await balancer.put(make_rollout(STORED, name))
+        await until(lambda: _gone(balancer, label))
+        await balancer.end()
+        await balancer.producer.released()
+        async with balancer.producer:
+            pass
+        stats, lost = await balancer.statistics(), await balancer.lost_rollouts()
+    real = [name for rank in trained for name, is_padding in rank if not is_padding]
+    named = [one.rollout_id for one in lost]
+    assert len(real) == len(set(real))
+    assert set(mine) <= set(real)
+    assert not set(real) & set(named)
+    assert {one.holder for one in lost} == {label}
+    assert len(real) + len(named) == stats.accepted
+    assert stats.evicted["lost"] == len(named)
+
+
+async def _waiting(balancer: RayBalancer, count: int) -> bool:
+    return (await balancer.statistics()).waiting >= count
+
+
+async def _gone(balancer: RayBalancer, label: str) -> bool:
+    """The actor has noticed that this producer is dead."""
+    return label not in await balancer._call("producers")
+
+
+async def test_a_killed_actor_comes_back_from_its_journal(tmp_path: Path) -> None:
+    """Workers and ranks wait for it by themselves; every rollout is trained on once, though it dies at any moment."""
+    knobs = {"dp_size": 2, "batch_size": 8, "window": 16, "capacity": 64}
+    async with hosted(journal=tmp_path / "journal", **knobs) as balancer, anyio.create_task_group() as tasks:
+        trained: list[str] = []
+        accepted: list[str] = []
+
+        async def collect(rank: int) -> None:
+            trained.extend(rollout.rollout_id for rollout in await train(balancer, rank))
+
+        async def put(name: str, length: int) -> None:
+            await balancer.put(make_rollout(length, name))
+            accepted.append(name)
+
+        for rank in range(2):
+            tasks.start_soon(collect, rank)
+        for round_ in range(3):
+            async with anyio.create_task_group() as puts:
+                for n in range(60):
+                    puts.start_soon(put, f"{round_}.{n}", STORED if n % 10 == 0 else 20)
+                if round_ < 2:
+                    await anyio.sleep(0.03)
+                    os.kill(await _asked(balancer.actor.__ray_call__.remote(lambda _: os.getpid())), signal.SIGKILL)
+        await balancer.end()
+    assert len(trained) == len(set(trained))
+    assert sorted(trained) == sorted(accepted)
+    assert len(accepted) == 180
+
+
+async def test_an_actor_without_a_journal_is_lost_for_good() -> None:
+    async with hosted() as balancer:
+        for n in range(4):
+            await balancer.put(make_rollout(5, f"l{n}"))
+        outcome: list[tuple[str, str]] = []
+
+        async def put() -> None:
+            outcome.append(await verdict(balancer.put(make_rollout(5, "late"))))
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(put)
+            await until(lambda: _blocked(balancer, 1))
+            os.kill(await _asked(balancer.actor.__ray_call__.remote(lambda _: os.getpid())), signal.SIGKILL)
+        [(kind, text)] = outcome
+        assert kind == "BrokenResourceError"
+        assert "late" in text
+        with pytest.raises(sb.BrokenResourceError):
+            await balancer.put(make_rollout(5, "later"))
+        async with balancer.feed(rank=0) as feed:
+            with pytest.raises(sb.RankLostError):
+                await anext(feed)
+
+
+async def test_the_actor_is_steered_from_anywhere(tmp_path: Path) -> None:
+    async with hosted(max_staleness=2, journal=tmp_path / "journal") as balancer:
+        await balancer.set_version(3)
+        with pytest.raises(ValueError, match="backwards"):
+            await balancer.set_version(2)
+        await balancer.put(make_rollout(5, "old", version=3))
+        assert "1 of 4 rollouts wait" in await balancer.why_no_batch()
+        await balancer.reconfigure(window=8, capacity=16)
+        with pytest.raises(sb.ConfigError):
+            await balancer.reconfigure(window=1)
+        await balancer.acknowledge_through(7)
+        state = await balancer.state_dict()
+        await balancer.set_version(9)
+        assert (await balancer.statistics()).evicted["stale"] == 1
+    async with hosted(max_staleness=2) as balancer:
+        await balancer.load_state_dict(state)
+        assert (await balancer.statistics()).waiting == 1
+        await balancer.put(make_rollout(STORED, "stored", version=3))
+        with pytest.raises(ValueError, match="stored"):
+            await balancer.state_dict()
+
+
+async def test_a_rank_that_stays_away_stops_the_balancer_if_asked_to() -> None:
+    async with hosted(rejoin_timeout_s=0.0) as balancer:
+        for n in range(4):
+            await balancer.put(make_rollout(5, f"s{n}"))
+        feed = balancer.feed(rank=0)
+        await anext(feed)
+        feed._port.kill()  # type: ignore[attr-defined]
+        with pytest.raises(sb.BrokenResourceError):
+            await until(lambda: _blocked(balancer, -1))
+        with pytest.raises(sb.BrokenResourceError):
+            await balancer.put(make_rollout(5, "late"))
+        await feed.aclose()
+
+
+async def test_a_full_store_holds_puts_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No error; and a put that is cancelled meanwhile was not accepted."""
+    full = True
+    real_put = ray.put
+
+    def put(value: Any) -> Any:
+        if full:
+            raise ray.exceptions.ObjectStoreFullError("full")
+        return real_put(value)
+
+    monkeypatch.setattr(ray, "put", put)
+    async with hosted(capacity=8) as balancer:
+        await balancer.put(make_rollout(5, "inline"))
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(balancer.put, make_rollout(STORED, "waits"))
+            with anyio.move_on_after(0.3) as scope:
+                await balancer.put(make_rollout(STORED, "cancelled"))
+            assert scope.cancelled_caught
+            assert (await balancer.statistics()).accepted == 1
+            full = False
+        await balancer.put(make_rollout(STORED, "cancelled"))
+        assert (await balancer.statistics()).accepted == 3
+        full = True
+        with anyio.move_on_after(0.3):
+            await balancer.put(make_rollout(STORED, "left"))
+        async with anyio.create_task_group() as tasks:
+            outcome: list[tuple[str, str]] = []
+
+            async def put_and_be_closed() -> None:
+                outcome.append(await verdict(balancer.put(make_rollout(STORED, "closed"))))
+
+            tasks.start_soon(put_and_be_closed)
+            await anyio.sleep(0.2)
+            await balancer.producer.aclose()
+        assert outcome[0][0] == "ClosedResourceError"
+
+
+async def test_more_than_the_store_holds_goes_through_it() -> None:
+    """Four times the store's size; accepted rollouts are bounded by capacity_bytes."""
+    async with hosted(capacity=64, window=4, capacity_bytes=32 * 2**20, staged_bytes=2**24) as balancer:
+        sums: list[int] = []
+
+        async def collect() -> None:
+            async with balancer.feed(rank=0) as feed:
+                async for batch in feed:
+                    sums.extend(int(r.tokens["input_ids"].numel()) for r in batch.rollouts if not r.is_padding)
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(collect)
+            async with anyio.create_task_group() as puts:
+                for n in range(4 * STORE_BYTES // 2**22):
+                    ids = torch.full((2**19,), 2**40 + n)  # 4 MiB, not narrowed
+                    puts.start_soon(balancer.put, sb.Rollout(tokens={"input_ids": ids}, rollout_id=f"big{n}"))
+            await balancer.end()
+        assert len(sums) == 4 * STORE_BYTES // 2**22
+
+
+@pytest.mark.parametrize("journal", [[], ["--journal"]], ids=["store", "journal"])
+def test_the_example_runs(journal: list[str]) -> None:
+    path = Path(__file__).parents[2] / "examples" / "ray_cluster.py"
+    address = ray.get_runtime_context().gcs_address
+    done = subprocess.run(
+        [sys.executable, path, "--address", address, *journal], capture_output=True, text=True, timeout=GUARD_S
+    )
+    assert done.returncode == 0, done.stderr
+    trained = [int(line.split()[2]) for line in done.stdout.splitlines() if line.startswith("rank")]
+    assert len(trained) == 2
+    assert sum(trained) == 120
