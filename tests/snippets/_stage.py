@@ -1,0 +1,59 @@
+"""What the pages' fragments take for granted: a controller that has rollouts, ranks that can reach it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from queue import SimpleQueue
+
+import anyio
+import torch
+import torch.distributed as dist
+
+import stream_balancer as sb
+from stream_balancer.transport.torch_dist import current_world
+
+
+def rollout(n: int = 0) -> sb.Rollout:
+    return sb.Rollout(tokens={"input_ids": torch.arange(5 + n % 7)}, rollout_id=f"r{n}")
+
+
+@contextmanager
+def controller(dp_size: int = 1, rollouts: int = 8, store: dist.Store | None = None) -> Iterator[str]:
+    """A balancer in a thread, with rollouts; the address for its ranks and producers."""
+    address: SimpleQueue[str] = SimpleQueue()
+
+    async def main() -> None:
+        config = sb.BalancerConfig(dp_size=dp_size, batch_size=2, capacity=64, max_skips=32)
+        listening = (
+            sb.TorchTransport.listen(dp_size=dp_size) if store is None else sb.TorchTransport(store, dp_size=dp_size)
+        )
+        async with sb.StreamBalancer(config) as balancer, listening as transport, anyio.create_task_group() as tasks:
+            tasks.start_soon(sb.serve, balancer, transport)
+            address.put("" if store is not None else transport.address)
+            for n in range(rollouts):
+                await balancer.put(rollout(n))
+            if rollouts:
+                balancer.end()
+            else:  # producers bring them
+                with anyio.fail_after(20):
+                    while balancer.statistics().accepted < 2:  # noqa: ASYNC110
+                        await anyio.sleep(0.01)
+                tasks.cancel_scope.cancel()
+
+    thread = threading.Thread(target=anyio.run, args=(main,), daemon=True)
+    thread.start()
+    yield address.get(timeout=20)
+    thread.join(20)
+    assert not thread.is_alive(), "the controller did not end"
+
+
+@contextmanager
+def world() -> Iterator[None]:
+    """torchrun's world, of one rank, which hosts the controller too."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    with controller(store=current_world()[0]):
+        yield
+    dist.destroy_process_group()

@@ -1,0 +1,12 @@
+import anyio
+
+import stream_balancer as sb
+
+config = sb.BalancerConfig(dp_size=1, batch_size=2)
+
+
+async def main():
+    pass  # the snippet: port=9400 -> port=0
+
+
+anyio.run(main)

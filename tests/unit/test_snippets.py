@@ -1,0 +1,78 @@
+"""Every Python block of every page runs: by itself, as an excerpt of an example that runs, or as a fragment on a stage
+(tests/snippets/<page>_<number>.py) that has what the fragment takes for granted."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import textwrap
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+STAGES = ROOT / "tests" / "snippets"
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "examples").glob("*/README.md"))]
+ELSEWHERE = {"trainers", "verl"}  # they need the trainers' packages: tests/integrations calls what they show
+_BLOCK = re.compile(r"(?:<!-- from (\S+) -->\n)?```python\n(.*?)```", re.S)
+_PLACE = re.compile(r"^( *)pass  # the snippet(?:: (.*?) -> (.*?))?$", re.M)
+
+
+@dataclass(frozen=True)
+class Snippet:
+    page: str
+    number: int
+    excerpt_of: str | None
+    code: str
+
+    @property
+    def stage(self) -> Path:
+        return STAGES / f"{self.page}_{self.number}.py"
+
+    def program(self) -> str:
+        if not self.stage.exists():
+            return self.code
+        stage = self.stage.read_text()
+        place = _PLACE.search(stage)
+        assert place is not None, f"{self.stage.name} has no line 'pass  # the snippet'"
+        code = self.code if place[2] is None else self.code.replace(place[2], place[3])
+        assert place[2] is None or place[2] in self.code, f"{self.stage.name} replaces what the snippet does not have"
+        return stage[: place.start()] + textwrap.indent(code, place[1]) + stage[place.end() :]
+
+
+ALL = [
+    Snippet(page.stem, number, found[1] or None, found[2])
+    for page in PAGES
+    for number, found in enumerate(_BLOCK.finditer(page.read_text()))
+    if page.stem not in ELSEWHERE
+]
+
+
+def name(snippet: Snippet) -> str:
+    return f"{snippet.page}-{snippet.number}"
+
+
+@pytest.mark.parametrize("snippet", [s for s in ALL if s.excerpt_of is None], ids=name)
+def test_it_runs(snippet: Snippet, tmp_path: Path) -> None:
+    command = [sys.executable, "-W", "error", "-c", snippet.program()]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("snippet", [s for s in ALL if s.excerpt_of is not None], ids=name)
+def test_it_is_what_the_example_says(snippet: Snippet) -> None:
+    assert snippet.excerpt_of is not None
+    example = [line.strip() for line in (ROOT / snippet.excerpt_of).read_text().splitlines()]
+    for line in snippet.code.splitlines():
+        said = line.strip()
+        assert said in ("", "...") or said in example, f"{snippet.excerpt_of} has no line {line!r}"
+
+
+def test_every_stage_has_its_snippet() -> None:
+    staged = {snippet.stage.name for snippet in ALL}
+    assert {path.name for path in STAGES.glob("*_*.py")} - {"_stage.py"} <= staged
+    assert len(ALL) >= 20
