@@ -26,3 +26,8 @@ def test_commands_name_targets_and_files_that_exist(page: Path) -> None:
         assert target in targets, target
     for script in re.findall(r"(?:bench|examples)/\w+\.py", text):
         assert (ROOT / script).exists(), script
+
+
+@pytest.mark.parametrize("page", PAGES[1:], ids=lambda p: p.name)
+def test_every_page_is_in_the_sites_navigation(page: Path) -> None:
+    assert f": {page.name}\n" in (ROOT / "mkdocs.yml").read_text(), f"add {page.name} to nav in mkdocs.yml"
