@@ -57,6 +57,10 @@ from stream_balancer.types import (
 __all__ = ["BalancerCore"]
 
 
+_MOST_UNTIMED = 256
+"""Steps of which only some ranks have told their seconds."""
+
+
 class Planner(Protocol):
     """Chooses ``num_rollouts`` of the waiting ones and lays them out on ranks and micro-batches."""
 
@@ -532,6 +536,8 @@ class BalancerCore:
         """
         of_step = self._step_seconds.setdefault(step, {})
         of_step[rank] = _StepSeconds(seconds, own, waited_s, ready_s)
+        if len(self._step_seconds) > _MOST_UNTIMED:
+            del self._step_seconds[min(self._step_seconds)]  # some rank never told
         if len(of_step) < self.config.dp_size:
             return
         del self._step_seconds[step]

@@ -358,3 +358,12 @@ def test_overheads_are_told_apart() -> None:
     seconds = fit.seconds_per_token * 1000 + fit.seconds_per_token_pair * 1000**2
     in_cost_units = float(core._cost_model(np.array([1000]))[0]) / seconds * fit.seconds_per_micro_batch
     assert overhead.micro_batch == pytest.approx(in_cost_units, rel=0.02)
+
+
+def test_ranks_that_never_tell_cost_no_memory() -> None:
+    core = BalancerCore(config(dp_size=2, batch_size=2))
+    for step in range(2000):
+        core.record_step_seconds(step, 0, 1.0)
+    assert len(core._step_seconds) < 300
+    core.record_step_seconds(1999, 1, 3.0)
+    assert core.statistics(0.0).measured_idle_fraction == pytest.approx(1 / 3)
