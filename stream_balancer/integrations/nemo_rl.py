@@ -1,0 +1,304 @@
+"""NeMo-RL: a sampler for its single controller, and its BatchedDataDict in and out of rollouts.
+
+::
+
+    async_rl:
+      sampler:
+        name: custom
+        target: "stream_balancer.integrations.nemo_rl:BalancedSampler"
+        dp_size: 8
+        max_staleness_versions: 2
+        window_groups: 48
+
+    for rollout in rollouts_from(train_data, group_size=16, version=3):
+        await balancer.put(rollout)
+    ...
+    data = batch_from(share)                # a rank's BatchedDataDict, with its micro-batches set
+
+The sampler chooses, from the prompt groups that are ready, those that balance over the ranks; NeMo-RL deals them out.
+With the rollouts in a balancer the plan is all ours.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from itertools import accumulate, chain, pairwise
+from typing import Any
+
+import anyio
+import numpy as np
+import torch
+from torch import Tensor
+
+from stream_balancer import planning
+from stream_balancer.cost import CostModel, QuadraticCost, TokenCost
+from stream_balancer.integrations import _rows
+from stream_balancer.types import RankBatch, Rollout, Version
+
+__all__ = ["BalancedSampler", "batch_from", "rollouts_from"]
+
+_GATE_POLL_S = 0.005  # NeMo-RL offers a version to read, and nothing to wait for
+
+
+# --- the sampler ------------------------------------------------------------------------------------------------------
+
+
+class BalancedSampler:
+    """NeMo-RL's ``PromptGroupSampler``: the best-balanced subset of the prompt groups that are ready.
+
+    Admission is gated as its ``ready_first`` policy gates: at most ``max_staleness_versions`` (K) dispatches ahead of
+    the trainer, and nothing is ever thrown away. A group that is K versions old goes in any case. So none is older when
+    it is selected, unless it was still being generated: what is untrained at version v and was begun at v - K or before
+    is among the dispatches 0 to v, of which v are trained, and so fits into one step.
+    """
+
+    def __init__(
+        self,
+        buffer: Any,
+        *,
+        dp_size: int,
+        max_staleness_versions: int = 2,
+        window_groups: int | None = None,
+        cost: str | CostModel = "tokens",
+    ) -> None:
+        """``buffer``: NeMo-RL's TQReplayBuffer. ``max_staleness_versions``: with 2 or more there is something to choose
+        from. ``window_groups``: wait for so many ready groups, as long as any is still being generated; None = choose
+        from whatever is ready once NeMo-RL's own minimum is. ``cost``: ``"tokens"``, ``"quadratic"``, or a cost
+        model."""
+        window = 1 if window_groups is None else window_groups
+        for name, value, least in [
+            ("dp_size", dp_size, 1),
+            ("max_staleness_versions", max_staleness_versions, 0),
+            ("window_groups", window, 1),
+        ]:
+            if value < least:
+                raise ValueError(f"{name} must be >= {least}, not {value}")
+        self._cost = _cost_model(cost)
+        self._buffer = buffer
+        self._dp_size = dp_size
+        self._lookahead = max_staleness_versions
+        self._window = window
+        self._dispatched = -1
+        self._selections = 0
+
+    async def admit(self, *, trainer_version_fn: Callable[[], int]) -> int | None:
+        """Wait until the next prompt batch may be generated. It is stamped with no target step."""
+        while self._dispatched >= trainer_version_fn() + self._lookahead:  # noqa: ASYNC110 - the protocol has no event
+            await anyio.sleep(_GATE_POLL_S)
+        self._dispatched += 1
+        return None
+
+    async def select(
+        self, *, current_train_weight: int, min_prompt_groups: int, max_prompt_groups: int
+    ) -> tuple[Any | None, int]:
+        """Up to ``max_prompt_groups`` groups that balance, in the order they came, or ``(None, 0)`` while too few are
+        ready. They leave the buffer; their rows stay in the data plane."""
+        if not 1 <= min_prompt_groups <= max_prompt_groups:
+            raise ValueError(f"1 <= min_prompt_groups ({min_prompt_groups}) <= max_prompt_groups ({max_prompt_groups})")
+        buffer = self._buffer
+        ready = [
+            slot
+            for slot, weight in enumerate(buffer.start_weight_list)
+            if buffer.ready_list[slot] and weight <= current_train_weight
+        ]
+        if len(ready) < max(min_prompt_groups, self._wanted()):
+            return None, 0
+        metas = [buffer.meta_list[slot] for slot in ready]
+        due = [current_train_weight - buffer.start_weight_list[slot] >= self._lookahead for slot in ready]
+        chosen = self._choose(metas, due, min(max_prompt_groups, len(ready)))
+        self._selections += 1
+        first, *rest = (metas[place] for place in chosen)
+        await buffer.remove([ready[place] for place in chosen], remove_in_dp=False)
+        return first.concat(*rest), len(chosen)
+
+    async def evict(self, *, current_train_weight: int) -> int:
+        """Nothing is thrown away: admission keeps groups young enough."""
+        return 0
+
+    def should_abort_inflight(self, *, start_weight_version: int, current_train_weight: int) -> bool:
+        """Every rollout that was begun will be trained on."""
+        return False
+
+    @property
+    def is_on_policy(self) -> bool:
+        """True if no rollout may be older than the trainer's weights."""
+        return self._lookahead == 0
+
+    def required_buffer_capacity(self, groups_per_step: int) -> int | None:
+        """The groups that admission lets in. Raises ValueError if the window could never fill."""
+        capacity = groups_per_step * (self._lookahead + 1)
+        if self._window > capacity:
+            raise ValueError(
+                f"window_groups ({self._window}) could never fill: max_staleness_versions={self._lookahead} lets in "
+                f"{capacity} groups of {groups_per_step} a step. Raise it, or lower window_groups"
+            )
+        return capacity
+
+    def set_dispatch_index(self, resume_from_step: int) -> None:
+        """Continue from a checkpoint at this step."""
+        if resume_from_step < 0:
+            raise ValueError(f"resume_from_step must be >= 0, not {resume_from_step}")
+        self._dispatched = resume_from_step - 1
+
+    def _wanted(self) -> int:
+        """Ready groups to wait for: the window, as long as some are still being generated."""
+        return 1 if all(self._buffer.ready_list) else self._window
+
+    def _choose(self, metas: Sequence[Any], due: Sequence[bool], count: int) -> list[int]:
+        """Places of ``count`` groups whose samples balance over the ranks, ascending."""
+        if any(meta.sequence_lengths is None for meta in metas):
+            raise ValueError("a prompt group has no sequence_lengths: there is nothing to balance by")
+        sizes = [len(meta.sequence_lengths) for meta in metas]
+        alike = len(set(sizes)) == 1
+        lengths = [np.asarray(meta.sequence_lengths, dtype=np.int64) for meta in metas]
+        costs = [self._cost(of_group) for of_group in lengths]
+        if not alike:  # then groups are counted, not samples: each is planned as one
+            lengths = [of_group.sum(keepdims=True) for of_group in lengths]
+            costs = [of_group.sum(keepdims=True) for of_group in costs]
+        each = [len(of_group) for of_group in lengths]
+        waiting = planning.Waiting(
+            costs=np.concatenate(costs),
+            lengths=np.concatenate(lengths),
+            skips=np.zeros(sum(each), dtype=np.int64),  # age is what is bounded here, by version
+            due=np.repeat(due, each),
+            groups=np.repeat(np.arange(len(metas)), each),
+            group_complete=np.ones(sum(each), dtype=np.bool_),
+        )
+        knobs = planning.PlanKnobs(
+            num_ranks=self._dp_size,
+            batch_size=count * each[0],
+            max_skips=len(metas),  # so many selections empty the buffer: no limit
+            groups="same_batch",
+            group_size=each[0],
+        )
+        plan = planning.plan_batch(waiting, knobs, num_rollouts=count * each[0], step=self._selections)
+        positions = np.concatenate([micro_batch for of_rank in plan.ranks for micro_batch in of_rank])
+        return sorted({int(group) for group in waiting.groups[positions]})
+
+
+def _cost_model(cost: str | CostModel) -> CostModel:
+    if not isinstance(cost, str):
+        return cost
+    if cost not in ("tokens", "quadratic"):
+        raise ValueError(f"cost must be 'tokens', 'quadratic' or a cost model, not {cost!r}")
+    return TokenCost() if cost == "tokens" else QuadraticCost()
+
+
+# --- BatchedDataDict in -----------------------------------------------------------------------------------------------
+
+
+def rollouts_from(
+    batch: Mapping[str, Any],
+    *,
+    group_size: int | None = None,
+    group_ids: Sequence[str] | None = None,
+    version: Version | None = None,
+) -> list[Rollout]:
+    """One rollout per row of NeMo-RL's train data: ``input_ids [B, S]`` right-padded, ``input_lengths [B]``.
+
+    Other ``[B, S, ...]`` become columns; ``token_mask`` where ``sample_mask`` is not zero is also ``loss_mask``.
+    Float32 ``[B]`` become scalars; PackedTensors and other tensors ``tensors``; lists metadata. ``group_size``: so many
+    neighbours are siblings; or give each row's ``group_ids``.
+
+    Raises ValueError for a PackedTensor that deduplicates.
+    """
+    lengths = batch["input_lengths"].tolist()
+    where = [slice(0, length) for length in lengths]
+    name = uuid.uuid4().hex
+    if group_ids is None and group_size is not None:
+        group_ids = [f"{name}/{row // group_size}" for row in range(len(lengths))]
+    rows: list[dict[str, Any]] = [{"tokens": {}, "scalars": {}, "tensors": {}, "metadata": {}} for _ in lengths]
+    for key, value in batch.items():
+        if key != "input_lengths":
+            for row, (kind, part) in zip(rows, _parts(key, value, where, tuple(batch["input_ids"].shape)), strict=True):
+                row[kind] |= part
+    for row in rows:
+        if "token_mask" in row["tokens"]:
+            mask = row["tokens"]["token_mask"] != 0
+            row["tokens"]["loss_mask"] = mask if row["scalars"].get("sample_mask", 1.0) != 0 else torch.zeros_like(mask)
+    ids = [None] * len(rows) if group_ids is None else list(group_ids)
+    return [
+        Rollout(**row, rollout_id=f"{name}/{index}", group_id=group_id, version=version)
+        for index, (row, group_id) in enumerate(zip(rows, ids, strict=True))
+    ]
+
+
+def _parts(key: str, value: Any, where: list[slice], shape: tuple[int, ...]) -> list[tuple[str, dict[str, Any]]]:
+    """Each row's part of an entry, and what it is to a rollout."""
+    if isinstance(value, Tensor):
+        if value.shape[:2] == shape:
+            return [("tokens", {key: column}) for column in _rows.cut(value, where)]
+        if value.ndim == 1 and value.dtype is torch.float32:
+            return [("scalars", {key: number}) for number in value.tolist()]
+        return [("tensors", {key: row.clone()}) for row in value]
+    if not hasattr(value, "dim_to_pack"):
+        return [("metadata", {key: item}) for item in value]
+    if getattr(value, "deduplication_enabled", False):
+        raise ValueError(f"the PackedTensor {key!r} shares segments between rows; turn its deduplication off")
+    dim = value.dim_to_pack
+    return [("tensors", {} if row is None else {f"packed.{dim}.{key}": row}) for row in value.tensors]
+
+
+# --- BatchedDataDict out ----------------------------------------------------------------------------------------------
+
+
+def batch_from(
+    share: RankBatch,
+    *,
+    pad_values: Mapping[str, float] | None = None,
+    multiple_of: int = 1,
+    micro_batches: str = "packed",
+) -> Any:
+    """A rank's share as NeMo-RL's BatchedDataDict, right-padded to a ``multiple_of`` tokens with ``pad_values`` (0
+    where they say nothing), and its micro-batches as the iterators ``make_microbatch_iterator_...`` take them:
+    ``"packed"`` for sequence packing, ``"padded"`` for dynamic batching.
+
+    A padding copy has ``sample_mask`` 0. ``input_lengths`` is int64. Needs nemo_rl.
+    """
+    from nemo_rl.distributed.batched_data_dict import BatchedDataDict
+
+    if micro_batches not in ("packed", "padded"):
+        raise ValueError(f"micro_batches must be 'packed' or 'padded', not {micro_batches!r}")
+    data = BatchedDataDict(_entries(list(share.rollouts), pad_values or {}, multiple_of))
+    ends = list(accumulate((len(mb.lengths) for mb in share.micro_batches), initial=0))
+    data.micro_batch_indices = [[[start, end] for start, end in pairwise(ends)]]
+    size = sum if micro_batches == "packed" else max
+    data.micro_batch_lengths = [[size(_up(n, multiple_of) for n in mb.lengths) for mb in share.micro_batches]]
+    data.elem_counts_per_gb = [ends[-1]]
+    return data
+
+
+def _up(length: int, multiple_of: int) -> int:
+    return -(-length // multiple_of) * multiple_of
+
+
+def _entries(rollouts: list[Rollout], pad_values: Mapping[str, float], multiple_of: int) -> dict[str, Any]:
+    first = rollouts[0]
+    lengths = [rollout.num_tokens for rollout in rollouts]
+    width = _up(max(lengths), multiple_of)
+    entries: dict[str, Any] = {
+        name: _rows.padded([rollout.tokens[name] for rollout in rollouts], width, "right", pad_values.get(name, 0))
+        for name in first.tokens
+        if name != "loss_mask" or "token_mask" not in first.tokens
+    }
+    entries["input_lengths"] = torch.tensor(lengths)
+    for name in first.scalars:
+        entries[name] = torch.tensor([rollout.scalars[name] for rollout in rollouts], dtype=torch.float32)
+    weights = torch.tensor([0.0 if rollout.is_padding else 1.0 for rollout in rollouts])
+    entries["sample_mask"] = entries.get("sample_mask", torch.ones_like(weights)) * weights
+    for name in dict.fromkeys(chain.from_iterable(rollout.tensors for rollout in rollouts)):
+        if name.startswith("packed."):
+            _, dim, key = name.split(".", 2)
+            entries[key] = _packed([rollout.tensors.get(name) for rollout in rollouts], int(dim))
+        else:
+            entries[name] = _rows.stacked([rollout.tensors[name] for rollout in rollouts])
+    for name in first.metadata:
+        entries[name] = [rollout.metadata[name] for rollout in rollouts]
+    return entries
+
+
+def _packed(tensors: list[Tensor | None], dim: int) -> Any:
+    from nemo_rl.data.multimodal_utils import PackedTensor
+
+    return PackedTensor(tensors, dim_to_pack=dim)

@@ -1,0 +1,385 @@
+"""NeMo-RL's sampler protocol and its BatchedDataDict. PyPI's nemo-rl is a placeholder without code, so these run on
+stand-ins of the classes of its source; with the source on PYTHONPATH they run on the real ones."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import random
+import sys
+from collections import UserDict
+from dataclasses import dataclass, replace
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from any_rollouts import column
+from hypothesis import given
+from hypothesis import strategies as st
+
+import stream_balancer as sb
+from stream_balancer import planning
+from stream_balancer.integrations.nemo_rl import BalancedSampler, batch_from, rollouts_from
+from stream_balancer.types import SUPPORTED_DTYPES
+
+REAL = importlib.util.find_spec("nemo_rl") is not None
+
+if REAL:
+    from nemo_rl.algorithms.async_utils.staleness_sampler import PromptGroupSampler
+    from nemo_rl.data.multimodal_utils import PackedTensor
+    from nemo_rl.data_plane import KVBatchMeta
+    from nemo_rl.distributed.batched_data_dict import BatchedDataDict
+else:
+
+    @dataclass
+    class KVBatchMeta:  # type: ignore[no-redef]
+        partition_id: str
+        task_name: str | None
+        sample_ids: list[str]
+        sequence_lengths: list[int] | None = None
+
+        def concat(self, *others: KVBatchMeta) -> KVBatchMeta:
+            metas = (self, *others)
+            return replace(
+                self,
+                sample_ids=[one for meta in metas for one in meta.sample_ids],
+                sequence_lengths=[n for meta in metas for n in meta.sequence_lengths or []],
+            )
+
+    class BatchedDataDict(UserDict[str, Any]):  # type: ignore[no-redef]
+        pass
+
+    class PackedTensor:  # type: ignore[no-redef]
+        deduplication_enabled = False
+
+        def __init__(self, tensors: list[torch.Tensor | None], dim_to_pack: int) -> None:
+            self.tensors, self.dim_to_pack = tensors, dim_to_pack
+
+
+@pytest.fixture(autouse=True)
+def nemo_rl_is_importable(monkeypatch: pytest.MonkeyPatch) -> None:
+    if not REAL:
+        for name, contents in {
+            "nemo_rl": {},
+            "nemo_rl.distributed": {},
+            "nemo_rl.distributed.batched_data_dict": {"BatchedDataDict": BatchedDataDict},
+            "nemo_rl.data": {},
+            "nemo_rl.data.multimodal_utils": {"PackedTensor": PackedTensor},
+        }.items():
+            module = ModuleType(name)
+            vars(module).update(contents)
+            monkeypatch.setitem(sys.modules, name, module)
+
+
+# --- the sampler ------------------------------------------------------------------------------------------------------
+
+
+class Buffer:
+    """What a sampler sees of NeMo-RL's TQReplayBuffer."""
+
+    def __init__(self) -> None:
+        self.meta_list: list[Any] = []
+        self.start_weight_list: list[int] = []
+        self.ready_list: list[bool] = []
+
+    def add(self, name: str, weight: int, lengths: list[int] | None, *, ready: bool = True) -> None:
+        ids = [f"{name}_g{n}" for n in range(len(lengths or [1]))]
+        self.meta_list.append(
+            KVBatchMeta(partition_id="p", task_name="train", sample_ids=ids, sequence_lengths=lengths)
+            if ready
+            else None
+        )
+        self.start_weight_list.append(weight)
+        self.ready_list.append(ready)
+
+    def finish(self, slot: int, name: str, lengths: list[int]) -> None:
+        self.add(name, self.start_weight_list[slot], lengths)
+        for column_ in (self.meta_list, self.start_weight_list, self.ready_list):
+            column_[slot] = column_.pop()  # type: ignore[index]
+
+    async def remove(self, idxs: list[int], remove_in_dp: bool) -> int:
+        assert not remove_in_dp  # rows must stay readable for the trainer
+        for slot in sorted(idxs, reverse=True):
+            del self.meta_list[slot], self.start_weight_list[slot], self.ready_list[slot]
+        return len(idxs)
+
+
+def select(sampler: BalancedSampler, weight: int, least: int, most: int) -> tuple[Any, int]:
+    return asyncio.run(sampler.select(current_train_weight=weight, min_prompt_groups=least, max_prompt_groups=most))
+
+
+def test_it_is_a_prompt_group_sampler() -> None:
+    sampler = BalancedSampler(Buffer(), dp_size=2)
+    names = [
+        "admit",
+        "select",
+        "evict",
+        "should_abort_inflight",
+        "is_on_policy",
+        "required_buffer_capacity",
+        "set_dispatch_index",
+    ]
+    assert all(hasattr(sampler, name) for name in names)
+    assert asyncio.run(sampler.evict(current_train_weight=9)) == 0
+    assert sampler.should_abort_inflight(start_weight_version=0, current_train_weight=99) is False
+    assert (sampler.is_on_policy, BalancedSampler(Buffer(), dp_size=2, max_staleness_versions=0).is_on_policy) == (0, 1)
+    if REAL:
+        from nemo_rl.algorithms.async_utils.staleness_sampler import CustomSamplerConfig, create_sampler
+
+        assert isinstance(sampler, PromptGroupSampler)
+        target = "stream_balancer.integrations.nemo_rl:BalancedSampler"
+        config = CustomSamplerConfig(target=target, dp_size=4, max_staleness_versions=1, window_groups=6)
+        built = create_sampler(Buffer(), config)
+        assert isinstance(built, BalancedSampler)
+        assert built.required_buffer_capacity(4) == 8
+
+
+def test_it_chooses_what_balances_and_leaves_the_rest() -> None:
+    buffer = Buffer()
+    for name, lengths in {"a": [90, 1], "b": [10, 10], "c": [10, 10], "d": [88, 3]}.items():
+        buffer.add(name, 5, lengths)
+    meta, count = select(BalancedSampler(buffer, dp_size=2), 5, 1, 2)
+    assert (count, [one.sample_ids[0] for one in buffer.meta_list]) in [
+        (2, ["b_g0", "c_g0"]),
+        (2, ["a_g0", "d_g0"]),
+    ]
+    assert len(meta.sample_ids) == len(meta.sequence_lengths) == 4
+
+
+def test_groups_of_different_sizes_are_counted_as_groups() -> None:
+    buffer = Buffer()
+    for name, lengths in {"a": [50], "b": [20, 30], "c": [1], "d": [7, 7, 7]}.items():
+        buffer.add(name, 5, lengths)
+    meta, count = select(BalancedSampler(buffer, dp_size=2, cost="quadratic"), 5, 2, 2)
+    assert (count, meta.sample_ids) == (2, ["a_g0", "b_g0", "b_g1"])
+
+
+def test_it_waits_for_its_window_only_while_something_is_being_generated() -> None:
+    buffer = Buffer()
+    sampler = BalancedSampler(buffer, dp_size=1, window_groups=3)
+    buffer.add("a", 0, [1])
+    buffer.add("b", 0, [1])
+    buffer.add("c", 0, None, ready=False)
+    assert select(sampler, 0, 1, 2) == (None, 0)
+    buffer.finish(2, "c", [1])
+    assert select(sampler, 0, 1, 2)[1] == 2
+    assert select(sampler, 0, 2, 2) == (None, 0)  # NeMo-RL's own minimum
+    assert select(sampler, 0, 1, 2)[1] == 1
+
+
+def test_a_group_of_a_future_version_is_not_selected() -> None:
+    buffer = Buffer()
+    buffer.add("a", 6, [1])
+    assert select(BalancedSampler(buffer, dp_size=1), 5, 1, 1) == (None, 0)
+
+
+@given(st.data())
+def test_no_group_is_older_than_allowed_and_every_one_is_trained_once(data: st.DataObject) -> None:
+    """The whole loop: gated admission, groups that finish in any order, one selection a step."""
+    lookahead, groups, steps = data.draw(st.integers(0, 3)), data.draw(st.integers(1, 4)), 8
+    rng = random.Random(data.draw(st.integers(0, 2**20)))
+    buffer = Buffer()
+    sampler = BalancedSampler(buffer, dp_size=2, max_staleness_versions=lookahead)
+    begun, trained = 0, []
+
+    async def admitted(version: int) -> bool:
+        waiting = asyncio.create_task(sampler.admit(trainer_version_fn=lambda: version))
+        await asyncio.sleep(0)
+        return waiting.done() or (waiting.cancel() and False)
+
+    async def run() -> None:
+        nonlocal begun
+        for version in range(steps):
+            while await admitted(version):
+                for _ in range(groups):
+                    buffer.add(f"group{begun}", version, [rng.randint(1, 99) for _ in range(2)])
+                    begun += 1
+            assert begun == (version + lookahead + 1) * groups
+            ages = [version - weight for weight in buffer.start_weight_list]
+            assert max(ages, default=0) <= lookahead
+            meta, count = await sampler.select(
+                current_train_weight=version, min_prompt_groups=groups, max_prompt_groups=groups
+            )
+            assert count == groups
+            trained.extend(one for one in meta.sample_ids if one.endswith("_g0"))
+
+    asyncio.run(run())
+    left = [meta.sample_ids[0] for meta in buffer.meta_list]
+    assert sorted(trained + left) == sorted(f"group{n}_g0" for n in range(begun))
+
+
+def test_admission_waits_for_the_trainer_and_resumes_where_it_was() -> None:
+    sampler = BalancedSampler(Buffer(), dp_size=1, max_staleness_versions=1)
+    sampler.set_dispatch_index(5)
+    version = 5
+
+    async def run() -> None:
+        nonlocal version
+        for _ in range(2):
+            assert await sampler.admit(trainer_version_fn=lambda: version) is None
+        waiting = asyncio.create_task(sampler.admit(trainer_version_fn=lambda: version))
+        await asyncio.sleep(0)
+        assert not waiting.done()
+        version = 6
+        assert await waiting is None
+
+    asyncio.run(run())
+
+
+def test_balanced_selections_are_better_than_the_oldest() -> None:
+    rng = np.random.default_rng(11)
+    excess: dict[str, list[float]] = {"ours": [], "oldest": []}
+    for _ in range(20):
+        buffer = Buffer()
+        groups = [rng.lognormal(6, 1.2, 4).astype(int).clip(1).tolist() for _ in range(12)]
+        for number, lengths in enumerate(groups):
+            buffer.add(f"g{number}", 0, lengths)
+        meta, _ = select(BalancedSampler(buffer, dp_size=8), 0, 4, 4)
+        for name, lengths in {
+            "ours": meta.sequence_lengths,
+            "oldest": [n for group in groups[:4] for n in group],
+        }.items():
+            excess[name].append(planning.lower_bound(lengths, 8) / (sum(lengths) / 8) - 1)
+    assert np.mean(excess["ours"]) < np.mean(excess["oldest"]) / 2
+
+
+@pytest.mark.parametrize(
+    ("knobs", "says"),
+    [
+        ({"dp_size": 0}, "dp_size must be >= 1, not 0"),
+        ({"dp_size": 1, "max_staleness_versions": -1}, "max_staleness_versions must be >= 0"),
+        ({"dp_size": 1, "window_groups": 0}, "window_groups must be >= 1"),
+        ({"dp_size": 1, "cost": "flops"}, "cost must be 'tokens', 'quadratic' or a cost model"),
+    ],
+)
+def test_bad_knobs(knobs: dict[str, Any], says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        BalancedSampler(Buffer(), **knobs)
+
+
+def test_bad_calls() -> None:
+    buffer = Buffer()
+    sampler = BalancedSampler(buffer, dp_size=1, max_staleness_versions=1, window_groups=9)
+    with pytest.raises(ValueError, match=r"window_groups \(9\) could never fill"):
+        sampler.required_buffer_capacity(4)
+    with pytest.raises(ValueError, match="resume_from_step must be >= 0"):
+        sampler.set_dispatch_index(-1)
+    with pytest.raises(ValueError, match="min_prompt_groups"):
+        select(sampler, 0, 3, 2)
+    buffer.add("a", 0, None)
+    with pytest.raises(ValueError, match="no sequence_lengths"):
+        select(sampler, 0, 1, 1)
+
+
+# --- BatchedDataDict --------------------------------------------------------------------------------------------------
+
+
+@st.composite
+def train_data(draw: Any) -> Any:
+    lengths = draw(st.lists(st.integers(1, 6), min_size=1, max_size=5))
+    shape = (len(lengths), max(lengths))
+    beyond = torch.arange(shape[1]) >= torch.tensor(lengths)[:, None]
+    keys = {"input_ids": torch.int64, "token_mask": draw(st.sampled_from([torch.int64, torch.float32]))}
+    keys |= {"generation_logprobs": torch.float32, "advantages": torch.float32}
+    keys |= {"routed_experts": draw(st.sampled_from(SUPPORTED_DTYPES))}
+    rows = {}
+    for name, dtype in keys.items():
+        rows[name] = column(draw, shape if name != "routed_experts" else (*shape, 2, 2), dtype)
+        rows[name][beyond] = 0
+    rows["token_mask"] = (rows["token_mask"] % 2).to(keys["token_mask"])
+    rows["input_lengths"] = torch.tensor(lengths)
+    rows["sample_mask"] = column(draw, (shape[0],), torch.float32) % 2
+    rows["flags"] = column(draw, (shape[0],), torch.bool)
+    rows["idx"] = [draw(st.integers(0, 9)) for _ in lengths]
+    if draw(st.booleans()):
+        images = [column(draw, (draw(st.integers(1, 3)), 2), torch.bfloat16) for _ in lengths]
+        rows["pixel_values"] = PackedTensor([None if draw(st.booleans()) else image for image in images], dim_to_pack=0)
+    return BatchedDataDict(rows)
+
+
+def share_of(micro_batches: list[list[sb.Rollout]]) -> sb.RankBatch:
+    count = sum(len(mb) for mb in micro_batches)
+    return sb.RankBatch(
+        step=0,
+        rank=0,
+        dp_size=1,
+        micro_batches=tuple(sb.MicroBatch.of(mb) for mb in micro_batches),
+        load=1.0,
+        global_num_rollouts=count,
+        global_num_tokens=1,
+        global_num_loss_tokens=1,
+    )
+
+
+@given(train_data())
+def test_every_entry_survives(data: Any) -> None:
+    made = rollouts_from(data, version=2)
+    masked = (data["token_mask"] * data["sample_mask"][:, None].to(data["token_mask"].dtype)) != 0
+    assert [rollout.num_loss_tokens for rollout in made] == masked.sum(1).tolist()
+    back = batch_from(share_of([made]))
+    images = data.get("pixel_values")
+    expected = set(data.keys())
+    if images is not None and all(image is None for image in images.tensors):
+        expected -= {"pixel_values"}
+    assert set(back.keys()) == expected
+    for key in expected:
+        value = data[key]
+        if key == "pixel_values":
+            assert back[key].dim_to_pack == value.dim_to_pack
+            for mine, theirs in zip(back[key].tensors, value.tensors, strict=True):
+                assert mine is theirs is None or torch.equal(mine, theirs)
+        elif isinstance(value, torch.Tensor):
+            assert back[key].dtype == value.dtype, key
+            assert torch.equal(back[key], value), key
+        else:
+            assert back[key] == value
+
+
+def plain(lengths: list[int]) -> list[sb.Rollout]:
+    width = max(lengths)
+    ids = torch.arange(width).repeat(len(lengths), 1) + 1
+    return rollouts_from({"input_ids": ids, "token_mask": torch.ones_like(ids), "input_lengths": torch.tensor(lengths)})
+
+
+def test_micro_batches_are_set_for_nemo_rls_iterators() -> None:
+    a, b, c, d = plain([3, 5, 4, 2])
+    share = share_of([[b], [a, c], [d]])
+    data = batch_from(share, multiple_of=4, pad_values={"input_ids": -1})
+    assert data["input_ids"].shape == (4, 8)
+    assert data["input_ids"][0].tolist() == [1, 2, 3, 4, 5, -1, -1, -1]
+    assert data.micro_batch_indices == [[[0, 1], [1, 3], [3, 4]]]
+    assert data.micro_batch_lengths == [[8, 8, 4]]
+    assert data.elem_counts_per_gb == [4]
+    assert batch_from(share, multiple_of=4, micro_batches="padded").micro_batch_lengths == [[8, 4, 4]]
+    with pytest.raises(ValueError, match="micro_batches must be 'packed' or 'padded'"):
+        batch_from(share, micro_batches="nested")
+    if REAL:
+        packed = list(data.make_microbatch_iterator_for_packable_sequences())
+        assert [one["input_lengths"].tolist() for one in packed] == [[5], [3, 4], [2]]
+        assert data.get_microbatch_iterator_for_packable_sequences_len() == (3, 8)
+        dynamic = batch_from(share, multiple_of=4, micro_batches="padded")
+        shapes = [one["input_ids"].shape for one in dynamic.make_microbatch_iterator_with_dynamic_shapes()]
+        assert shapes == [(1, 8), (2, 4), (1, 4)]
+
+
+def test_groups_and_padding_copies() -> None:
+    ids = torch.ones(4, 1, dtype=torch.int64)
+    data = {"input_ids": ids, "input_lengths": torch.ones(4, dtype=torch.int64), "sample_mask": torch.ones(4)}
+    made = rollouts_from(data, group_size=2)
+    assert made[0].group_id == made[1].group_id != made[2].group_id == made[3].group_id
+    assert [r.group_id for r in rollouts_from(data, group_ids=list("aabb"))] == list("aabb")
+    back = batch_from(share_of([[made[0], made[1].padding_copy("p")]]))
+    assert back["sample_mask"].tolist() == [1.0, 0.0]
+
+
+def test_a_packed_tensor_that_shares_segments_is_refused() -> None:
+    images = PackedTensor([torch.ones(1, 2)], dim_to_pack=0)
+    if REAL:
+        images.enable_deduplication()
+    else:
+        images.deduplication_enabled = True
+    data = {"input_ids": torch.ones(1, 1).long(), "input_lengths": torch.ones(1).long(), "pixel_values": images}
+    with pytest.raises(ValueError, match="the PackedTensor 'pixel_values' shares segments"):
+        rollouts_from(data)
