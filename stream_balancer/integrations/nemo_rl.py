@@ -48,9 +48,9 @@ class BalancedSampler:
     """NeMo-RL's ``PromptGroupSampler``: the best-balanced subset of the prompt groups that are ready.
 
     Admission is gated as its ``ready_first`` policy gates: at most ``max_staleness_versions`` (K) dispatches ahead of
-    the trainer, and nothing is ever thrown away. A group that is K versions old goes in any case. So none is older when
-    it is selected, unless it was still being generated: what is untrained at version v and was begun at v - K or before
-    is among the dispatches 0 to v, of which v are trained, and so fits into one step.
+    the trainer, and nothing is ever thrown away. A group that is v versions old may be passed over K - v times more:
+    the planner keeps every such deadline feasible, and admission lets in no more than K + 1 steps can take. So none is
+    older than K when it is selected, but one that was still being generated, and at worst those it then displaces.
     """
 
     def __init__(
@@ -64,8 +64,8 @@ class BalancedSampler:
     ) -> None:
         """``buffer``: NeMo-RL's TQReplayBuffer. ``max_staleness_versions``: with 2 or more there is something to choose
         from. ``window_groups``: wait for so many ready groups, as long as any is still being generated; None = choose
-        from whatever is ready once NeMo-RL's own minimum is. ``cost``: ``"tokens"``, ``"quadratic"``, or a cost
-        model."""
+        from whatever is ready once NeMo-RL's own minimum is. More than ``max_staleness_versions`` steps' groups leave
+        less to choose: the oldest must go. ``cost``: ``"tokens"``, ``"quadratic"``, or a cost model."""
         window = 1 if window_groups is None else window_groups
         for name, value, least in [
             ("dp_size", dp_size, 1),
@@ -105,8 +105,8 @@ class BalancedSampler:
         if len(ready) < max(min_prompt_groups, self._wanted()):
             return None, 0
         metas = [buffer.meta_list[slot] for slot in ready]
-        due = [current_train_weight - buffer.start_weight_list[slot] >= self._lookahead for slot in ready]
-        chosen = self._choose(metas, due, min(max_prompt_groups, len(ready)))
+        ages = [current_train_weight - buffer.start_weight_list[slot] for slot in ready]
+        chosen = self._choose(metas, ages, min(max_prompt_groups, len(ready)))
         self._selections += 1
         first, *rest = (metas[place] for place in chosen)
         await buffer.remove([ready[place] for place in chosen], remove_in_dp=False)
@@ -145,7 +145,7 @@ class BalancedSampler:
         """Ready groups to wait for: the window, as long as some are still being generated."""
         return 1 if all(self._buffer.ready_list) else self._window
 
-    def _choose(self, metas: Sequence[Any], due: Sequence[bool], count: int) -> list[int]:
+    def _choose(self, metas: Sequence[Any], ages: Sequence[int], count: int) -> list[int]:
         """Places of ``count`` groups whose samples balance over the ranks, ascending."""
         if any(meta.sequence_lengths is None for meta in metas):
             raise ValueError("a prompt group has no sequence_lengths: there is nothing to balance by")
@@ -160,17 +160,16 @@ class BalancedSampler:
         waiting = planning.Waiting(
             costs=np.concatenate(costs),
             lengths=np.concatenate(lengths),
-            skips=np.zeros(sum(each), dtype=np.int64),  # age is what is bounded here, by version
-            due=np.repeat(due, each),
+            skips=np.repeat(np.minimum(ages, self._lookahead), each),
+            due=np.zeros(sum(each), dtype=np.bool_),
             groups=np.repeat(np.arange(len(metas)), each),
             group_complete=np.ones(sum(each), dtype=np.bool_),
         )
         knobs = planning.PlanKnobs(
             num_ranks=self._dp_size,
             batch_size=count * each[0],
-            max_skips=len(metas),  # so many selections empty the buffer: no limit
-            groups="same_batch",
-            group_size=each[0],
+            max_skips=self._lookahead,
+            groups="same_batch",  # groups of one size fill a batch exactly, so no group_size= to allow for a remainder
         )
         plan = planning.plan_batch(waiting, knobs, num_rollouts=count * each[0], step=self._selections)
         positions = np.concatenate([micro_batch for of_rank in plan.ranks for micro_batch in of_rank])

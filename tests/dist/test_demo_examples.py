@@ -18,7 +18,7 @@ def run(*command):
 def test_every_example_is_tested_and_short():
     files = {path.name: path.read_text() for path in EXAMPLES.glob("*.py")}
     torchrun = {"torchrun_single_controller.py", "torchrun_every_rank_generates.py"}
-    assert files.keys() == {"single_process.py", "blocking_loop.py", *torchrun}
+    assert files.keys() == {"single_process.py", "blocking_loop.py", "torchspec_dispatch.py", *torchrun}
     assert all(text.count("\n") < 60 for text in files.values())
 
 
@@ -45,3 +45,9 @@ def test_torchrun_every_rank_generates(ranks, hand_over):
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks]
     out = run(*torchrun, EXAMPLES / "torchrun_every_rank_generates.py", hand_over)
     assert f"{48 * ranks} rollouts trained on {ranks} ranks" in out
+
+
+def test_torchspec_dispatch():
+    out = run(sys.executable, EXAMPLES / "torchspec_dispatch.py")
+    round_robin, balanced = (float(line.split(" has ")[1].partition("%")[0]) for line in out.splitlines())
+    assert balanced < 1 < round_robin

