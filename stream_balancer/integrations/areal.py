@@ -17,11 +17,9 @@ groups="same_rank")``.
 
 from __future__ import annotations
 
-import sys
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain
-from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -31,6 +29,7 @@ from torch import Tensor
 
 from stream_balancer import planning
 from stream_balancer.integrations import _rows
+from stream_balancer.integrations.partitions import replace
 from stream_balancer.types import Rollout, Version
 
 __all__ = ["ALGORITHM", "allocate", "patch", "rollouts_from", "trajectories_from"]
@@ -38,7 +37,6 @@ __all__ = ["ALGORITHM", "allocate", "patch", "rollouts_from", "trajectories_from
 ALGORITHM = "balanced"
 """The name under which :func:`patch` registers :func:`allocate`."""
 
-_NAME = "get_allocate_fn"
 _FIRST_VERSION = 0  # AReaL writes -1 for tokens that no policy sampled: prompts
 
 
@@ -87,14 +85,11 @@ def patch() -> Callable[[], None]:
     def get_allocate_fn(algorithm: str = seqpack.PACKING_ALGORITHM_FFD) -> Callable[..., list[list[int]]]:
         return allocate if algorithm == ALGORITHM else original(algorithm)
 
-    holders = [m for m in list(sys.modules.values()) if isinstance(m, ModuleType) and vars(m).get(_NAME) is original]
-    for holder in holders:
-        setattr(holder, _NAME, get_allocate_fn)
+    put_name_back = replace(seqpack, "get_allocate_fn", get_allocate_fn)
     seqpack.PACKING_ALGORITHMS.add(ALGORITHM)
 
     def put_back() -> None:
-        for holder in holders:
-            setattr(holder, _NAME, original)
+        put_name_back()
         seqpack.PACKING_ALGORITHMS.discard(ALGORITHM)
 
     return put_back

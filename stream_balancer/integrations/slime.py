@@ -17,10 +17,8 @@ rewards are already normalised over the group. Nothing of slime is imported but 
 
 from __future__ import annotations
 
-import sys
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -29,12 +27,10 @@ from numpy.typing import ArrayLike
 from torch import Tensor
 
 from stream_balancer import planning
+from stream_balancer.integrations.partitions import replace
 from stream_balancer.types import Batch, Rollout, Version
 
 __all__ = ["build_dp_schedule", "patch", "rank_data_from", "rollouts_from"]
-
-_NAME = "build_dp_schedule"
-
 
 # --- the schedule -----------------------------------------------------------------------------------------------------
 
@@ -100,15 +96,7 @@ def patch(*, cost: Callable[[ArrayLike], ArrayLike] | None = None) -> Callable[[
             return original(args, *more, **options)
         return build_dp_schedule(args, *more, **options, cost=cost)
 
-    holders = [m for m in list(sys.modules.values()) if isinstance(m, ModuleType) and vars(m).get(_NAME) is original]
-    for holder in holders:
-        setattr(holder, _NAME, ours)
-
-    def put_back() -> None:
-        for holder in holders:
-            setattr(holder, _NAME, original)
-
-    return put_back
+    return replace(dp_schedule, "build_dp_schedule", ours)
 
 
 def _steps(rollout_indices: Sequence[int], global_batch_size: int) -> list[list[int]]:
