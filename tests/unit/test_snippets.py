@@ -76,3 +76,21 @@ def test_every_stage_has_its_snippet() -> None:
     staged = {snippet.stage.name for snippet in ALL}
     assert {path.name for path in STAGES.glob("*_*.py")} - {"_stage.py"} <= staged
     assert len(ALL) >= 20
+
+
+PROGRAM = ".venv/bin/stream-balancer "
+COMMANDS = [line.removeprefix(PROGRAM) for line in PAGES[0].read_text().splitlines() if line.startswith(PROGRAM)]
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("command", COMMANDS)
+def test_the_readmes_commands_run(command: str, tmp_path: Path) -> None:
+    arguments = [sys.executable, "-m", "stream_balancer.cli", *command.split()]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(arguments, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=380)
+    assert done.returncode == 0, done.stderr
+    assert "idle" in done.stdout
+
+
+def test_the_readme_has_commands() -> None:
+    assert len(COMMANDS) >= 2
