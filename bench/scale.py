@@ -3,13 +3,14 @@
 
 A dispatch is the whole ``_core.poll``: columns, plan, batch, commit. Rollouts share one payload, so that what is
 measured is the balancer and Python, never tokens. Each part runs in a process of its own, with a clean heap.
-Run: ``python bench/scale.py [--json] [--part dispatch|block|memory|simulate]``.
+Run: ``python bench/scale.py [--json] [--part memory|block|dispatch|simulate|shard]``.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
+import heapq
 import json
 import math
 import os
@@ -255,11 +256,60 @@ def simulate_rows(dispatches: int) -> Iterator[Row]:
         }
 
 
+def sharded(num_ranks: int, batch_size: int, waiting: int, num_cells: int, steps: int) -> tuple[float, float]:
+    """-> (idle share of rank time if all ranks of all cells meet at every step, median milliseconds of one cell's
+    dispatch). Each rollout goes to the cell with the least work waiting."""
+    cells = [
+        BalancerCore(config_of(num_ranks // num_cells, batch_size // num_cells, waiting // num_cells))
+        for _ in range(num_cells)
+    ]
+    source = make_rollouts(waiting + (steps + 8) * batch_size)
+    backlog = [(0.0, cell) for cell in range(num_cells)]
+    cost = cells[0].config.cost
+    mean = slowest = 0.0
+    times: list[float] = []
+    for step in range(steps):
+        while any(len(core._buffer) < core.config.window for core in cells):
+            rollout = next(source)
+            work, cell = heapq.heappop(backlog)
+            cells[cell].add(rollout, float(step))
+            heapq.heappush(backlog, (work + float(cost(np.array([rollout.num_tokens]))[0]), cell))
+        loads: list[float] = []
+        left: dict[int, float] = {}
+        for cell, core in enumerate(cells):
+            start = time.perf_counter()
+            batch = core.poll(float(step))
+            times.append(time.perf_counter() - start)
+            assert batch is not None
+            core.acknowledge(batch.step)
+            loads += batch.loads
+            left[cell] = sum(batch.loads)
+        backlog = [(work - left[cell], cell) for work, cell in backlog]
+        heapq.heapify(backlog)
+        if step >= steps // 3:  # after the warm-up
+            mean, slowest = mean + sum(loads) / len(loads), slowest + max(loads)
+    return 1.0 - mean / slowest, statistics.median(times) * 1e3
+
+
+def shard_rows(dispatches: int) -> Iterator[Row]:
+    """What cells with a planner of their own cost in balance, where all ranks meet at every step."""
+    gc.disable()
+    for cells in (1, 2, 8):
+        idle, milliseconds = sharded(4096, 65536, 131072, cells, 9)
+        yield {
+            "name": f"65536 of 131072 on 4096 ranks in {cells} cells: idle share of rank time",
+            "value": round(100 * idle, 2),
+            "unit": "%",
+            "dispatch_of_a_cell_ms": round(milliseconds, 1),
+        }
+
+
 PARTS: dict[str, Callable[[int], Iterator[Row]]] = {
     "memory": memory_rows,
     "block": block_rows,
     "dispatch": dispatch_rows,
     "simulate": simulate_rows,
+    "shard": shard_rows,
 }
 
 
