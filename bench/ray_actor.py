@@ -1,8 +1,9 @@
 """The balancer in a Ray actor beside TransferQueue, in one run on one cluster; start-up; and a node killed in mid-run.
 
 ``python bench/ray_actor.py [--json] [--part compare|kill]``, in the environment of bench/peers.txt. A rollout is 20 kB:
-2,500 token ids. Both sides do the same: one rollout per call, one call after the other or 64 at a time; 64 and 256
-rollouts per call; and from a worker's process to a rank's.
+2,500 token ids; "unequal": lengths of that mean with a tail, and log-probabilities. Both sides do the same: one rollout
+per call, one call after the other or 64 at a time; 64 and 256 rollouts per call; and from a worker's process to a
+rank's.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import argparse
 import asyncio
 import itertools
 import os
+import random
 import statistics
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
@@ -33,15 +35,23 @@ TOKENS = 2_500
 STORE_BYTES = 600 * 2**20
 ROUNDS = 3
 SINGLES, CONCURRENT = 300, 3_000
-GROUPS = {64: 40, 256: 15}  # rollouts per call -> calls
+GROUPS = {64: 24, 256: 8}  # rollouts per call -> calls
 THROUGH, KILLED = 3_200, 10_000
 IDS = torch.arange(TOKENS)
 
 _names = (f"b{n}" for n in itertools.count())
 
 
-def rollouts(count: int, group: str | None = None) -> list[sb.Rollout]:
-    return [sb.Rollout(tokens={"input_ids": IDS}, rollout_id=next(_names), group_id=group) for _ in range(count)]
+def rollouts(count: int, group: str | None = None, *, ragged: bool = False) -> list[sb.Rollout]:
+    columns = ragged_columns(count) if ragged else [{"input_ids": IDS}] * count
+    return [sb.Rollout(tokens=tokens, rollout_id=next(_names), group_id=group) for tokens in columns]
+
+
+def ragged_columns(count: int) -> list[dict[str, torch.Tensor]]:
+    """As rollouts are: of unequal lengths, with log-probabilities. 2,500 tokens in the mean."""
+    choose = random.Random(count)
+    lengths = [min(max(int(choose.lognormvariate(7.5, 0.8)), 16), 16_000) for _ in range(count)]
+    return [{"input_ids": torch.arange(length), "logprobs": torch.rand(length)} for length in lengths]
 
 
 @contextmanager
@@ -58,6 +68,17 @@ def rate(count: int, job: Callable[[], object]) -> float:
     began = time.perf_counter()
     job()
     return count / (time.perf_counter() - began)
+
+
+def batched() -> Iterator[tuple[int, int, int]]:
+    """(rollouts per call, calls, calls at a time)."""
+    for size, calls in GROUPS.items():
+        for width in (1, 2):
+            yield size, calls, width
+
+
+def named(size: int, width: int, ragged: bool) -> str:
+    return f"{size} per call" + (", two calls at a time" if width == 2 else "") + (", unequal" if ragged else "")
 
 
 # --- ours ------------------------------------------------------------------------------------------------------------
@@ -93,12 +114,13 @@ def ours() -> dict[str, float]:
         many = rollouts(CONCURRENT)
         jobs = [lambda rollout=rollout: target.put(rollout) for rollout in many]
         found["64 at a time"] = rate(CONCURRENT, lambda: asyncio.run(at_a_time(64, jobs)))
-        for size, calls in GROUPS.items():
-            for width in (1, 2):
-                groups = [rollouts(size, f"g{size}.{width}.{n}") for n in range(calls)]
-                puts = [lambda group=group: target.put_group(group) for group in groups]
-                name = f"{size} per call" + (", two calls at a time" if width == 2 else "")
-                found[name] = rate(size * calls, lambda w=width, p=puts: asyncio.run(at_a_time(w, p)))  # type: ignore[misc]
+    for ragged in (False, True):
+        with balancer() as target:
+            asyncio.run(target.put(rollouts(1, ragged=ragged)[0]))
+            for size, calls, width in batched():
+                groups = [rollouts(size, f"g{size}.{width}.{n}", ragged=ragged) for n in range(calls)]
+                puts = [partial(target.put_group, group) for group in groups]
+                found[named(size, width, ragged)] = rate(size * calls, partial(asyncio.run, at_a_time(width, puts)))
     return found
 
 
@@ -113,6 +135,13 @@ def theirs(tq: Any) -> dict[str, float]:
 
     def batch(size: int) -> Any:
         return TensorDict({"input_ids": IDS.repeat(size, 1)}, batch_size=size)
+
+    def ragged_batch(size: int) -> Any:
+        rows = ragged_columns(size)
+        columns = {
+            name: torch.nested.as_nested_tensor([row[name] for row in rows], layout=torch.jagged) for name in rows[0]
+        }
+        return TensorDict(columns, batch_size=size)
 
     found = {}
     where = next(partition)
@@ -129,18 +158,17 @@ def theirs(tq: Any) -> dict[str, float]:
         await at_a_time(64, jobs)
 
     found["64 at a time"] = rate(SINGLES, lambda: client._run_coroutine(concurrent()))
-    for size, calls in GROUPS.items():
-        for width in (1, 2):
-            where = next(partition)
-            batches = [batch(size) for _ in range(calls)]
+    for ragged, (size, calls, width) in itertools.product((False, True), batched()):
+        where = next(partition)
+        batches = [ragged_batch(size) if ragged else batch(size) for _ in range(calls)]
 
-            async def put(width: int, batches: list[Any], where: str) -> None:
-                jobs = [partial(client.async_put, one, partition_id=where) for one in batches]
-                await at_a_time(width, jobs)
+        async def put(width: int, batches: list[Any], where: str) -> None:
+            jobs = [partial(client.async_put, one, partition_id=where) for one in batches]
+            await at_a_time(width, jobs)
 
-            name = f"{size} per call" + (", two calls at a time" if width == 2 else "")
-            found[name] = rate(size * calls, partial(client._run_coroutine, put(width, batches, where)))
-            client.clear_partition(where)
+        name = named(size, width, ragged)
+        found[name] = rate(size * calls, partial(client._run_coroutine, put(width, batches, where)))
+        client.clear_partition(where)
     return found
 
 
@@ -169,6 +197,9 @@ class Worker:
 
 class Rank:
     """Touches every token."""
+
+    def ready(self) -> None:
+        """Its process has imported what it needs."""
 
     def train(self, target: RayBalancer, rank: int) -> list[tuple[str, bool]]:
         seen: list[tuple[str, bool]] = []
@@ -216,7 +247,7 @@ def through_ours() -> float:
     target = host(sb.BalancerConfig(dp_size=1, batch_size=64))
     start = ray.remote(num_cpus=0)
     worker, rank = start(Worker).remote(target), start(Rank).remote()
-    ray.get(worker.put.remote("warm", 64))
+    ray.get([worker.put.remote("warm", 64), rank.ready.remote()])
     trained = rank.train.remote(target, 0)
     began = time.perf_counter()
     ray.get(worker.put.remote("w", THROUGH))
@@ -347,8 +378,12 @@ def compare(rows: Rows) -> None:
         rows.add(f"from a worker to a rank{who}", statistics.median(pair[number] for pair in through), "/s")
     single, at_once = "one after the other", "64 at a time"
     rows.add("64 at a time over its one after the other", mine[at_once] / other[single], "x", 10.0, at_least=True)
-    batched = [max(v for name, v in each.items() if "per call" in name) for each in (mine, other)]
-    rows.add("best batched rate over its best", batched[0] / batched[1], "x", 2.0, at_least=True)
+    for kind, bar in (("", None), (", unequal", 2.0)):
+        best = [
+            max(v for n, v in each.items() if "per call" in n and ("unequal" in n) == bool(kind))
+            for each in (mine, other)
+        ]
+        rows.add(f"best batched rate over its best{kind}", best[0] / best[1], "x", bar, at_least=True)
     ray.shutdown()
 
 
