@@ -207,6 +207,11 @@ class PutLedger(Generic[T]):
         return len(self._on_way)
 
     @property
+    def num_sent(self) -> int:
+        """Puts that were ever sent: the number of the next."""
+        return self._next
+
+    @property
     def closed(self) -> bool:
         """No more puts are taken."""
         return self._end is not None

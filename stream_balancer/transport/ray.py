@@ -767,7 +767,8 @@ class RayOutlet:
         """See :class:`~stream_balancer.connect.Outlet`."""
         number = self._book.withdraw(ticket)
         if number is not None:
-            self._cancelled.append(number)
+            with self._changed:
+                self._cancelled.append(number)
             self._wake()
 
     def when_released(self, callback: Callable[[], object]) -> None:
@@ -778,7 +779,9 @@ class RayOutlet:
 
     def close(self) -> None:
         """See :class:`~stream_balancer.connect.Outlet`."""
-        self._cancelled += self._book.close()
+        numbers = self._book.close()
+        with self._changed:
+            self._cancelled += numbers
         self._wake()
         with self._changed:
             self._changed.wait_for(lambda: self._caller.ended.is_set() or not self._book.num_on_way, self.linger_s)
@@ -816,11 +819,14 @@ class RayOutlet:
             if self._reconnect:
                 self._reconnect = False
                 self._held.clear()
-                self._cancelled = self._book.again()
+                with self._changed:
+                    self._cancelled = self._book.again()
                 self._caller = self._connected()
             while tickets := self._book.take():
                 self._send(tickets)
-            cancelled, self._cancelled = self._cancelled, []
+            with self._changed:
+                cancelled = [number for number in self._cancelled if number < self._book.num_sent]
+                self._cancelled = [number for number in self._cancelled if number not in cancelled]
             if cancelled:
                 self._caller.send(*[("cancel", number) for number in cancelled])
             if leaving:
