@@ -39,7 +39,7 @@ soak: install  ## the long drills: kill tests, fuzzing
 	$(BIN)/python -m pytest -m soak --timeout 3000 $(ARGS)
 
 bench: install  ## every benchmark that needs nothing but the project
-	for file in engine partition window micro_batches training transport connect failures beside_training journal checkpoint scale watch; do \
+	for file in engine partition window micro_batches training transport connect failures beside_training journal checkpoint tune scale watch; do \
 		test ! -e bench/$$file.py || { echo "== bench/$$file.py"; $(BIN)/python bench/$$file.py $(ARGS) || exit 1; }; \
 	done
 

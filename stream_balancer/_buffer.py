@@ -151,6 +151,11 @@ class Buffer:
         return found
 
     @property
+    def costs(self) -> NDArray[np.float64]:
+        """[n] work of each rollout (a view)."""
+        return self._costs[: self._rows]
+
+    @property
     def skips(self) -> NDArray[np.int64]:
         """[n] dispatches that passed each rollout over (a view)."""
         return self._skips[: self._rows]

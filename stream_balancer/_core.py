@@ -33,6 +33,7 @@ from stream_balancer._admission import Schema, check_fits, check_schema, cost_of
 from stream_balancer._buffer import Buffer
 from stream_balancer._counts import Counts, idle, unavoidable
 from stream_balancer._idle import IdleTimes
+from stream_balancer.auto_window import AutoWindow
 from stream_balancer.calibration import Calibration
 from stream_balancer.config import BalancerConfig
 from stream_balancer.cost import CalibratedCost
@@ -88,6 +89,7 @@ class BalancerCore:
         self._tolerance = tolerance
         self._knobs = _plan_knobs(config, tolerance)
         self._calibration = _new_calibration(config)
+        self._auto = _new_auto(config, config.window)
         self._buffer = Buffer(_tracked_group_size(config))
         self._held_ids: set[str] = set()
         self._past_ids: OrderedDict[str, None] = OrderedDict()
@@ -326,12 +328,16 @@ class BalancerCore:
         if reason is None:
             return None
         planner = _PLANNERS[self.config.policy]
-        plan = planner(self._buffer.waiting(due), self._knobs, num_rollouts=num_rollouts, step=self._next_step)
+        waiting = self._buffer.waiting(due)
+        plan = planner(waiting, self._knobs, num_rollouts=num_rollouts, step=self._next_step)
         batch = self._make_batch(plan, reason, now)
         enough = min(self.config.min_batch_size, len(self._buffer)) - 1
         enough_at = float(self._buffer.arrived_at[enough])
         asked_at = now if asked_at is None else asked_at
         self._idle.dispatched(batch.step, reason, asked_at=asked_at, enough_at=enough_at, now=now)
+        if self._auto is not None and not self._ended:
+            self._auto.observe(waiting, self._knobs)
+            self.config = self.config.at_window(self._auto.window)
         self._commit(batch, plan)
         return batch
 
@@ -576,6 +582,8 @@ class BalancerCore:
             costs = np.array([cost_of(r, self._cost_model) for r in rollouts], dtype=np.float64)
         else:
             costs = np.asarray(self._cost_model(self._buffer.lengths), dtype=np.float64)
+        if self._auto is not None and len(costs) and (before := float(self._buffer.costs.sum())) > 0:
+            self._auto.rescale(float(costs.sum()) / before)
         self._buffer.reprice(costs)
         if self._calibration is not None:
             speeds = self._calibration.speeds
@@ -679,7 +687,9 @@ class BalancerCore:
             self._buffer = Buffer(_tracked_group_size(config))
         if (config.cost, config.speeds) != (self.config.cost, self.config.speeds):
             self._calibration = _new_calibration(config)
-        self.config = config
+        if self._auto is None or not _same_shadows(config, self.config):
+            self._auto = _new_auto(config, self.config.window)
+        self.config = config if self._auto is None else config.at_window(self._auto.window)
         self._knobs = _plan_knobs(config, self._tolerance)
         self._reprice()
         self._not_before = -math.inf
@@ -702,6 +712,7 @@ class BalancerCore:
             counts=self._counts.totals(),
             knobs=_describe_knobs(self.config),
             calibration=None if self._calibration is None else self._calibration.state(),
+            auto_window=None if self._auto is None else self._auto.state(),
         )
 
     def restore(self, snapshot: Snapshot, now: float) -> None:
@@ -728,6 +739,9 @@ class BalancerCore:
         if self._calibration is not None and snapshot.calibration is not None:
             self._calibration.take_over(snapshot.calibration)
             self._reprice()
+        if self._auto is not None and snapshot.auto_window is not None:
+            self._auto.take_over(snapshot.auto_window)
+            self.config = self.config.at_window(self._auto.window)
         for rollout in replan:
             self._hold(rollout, self.check(rollout), oldest)
         for rollout, waited_s, skips in zip(snapshot.waiting, snapshot.waited_s, snapshot.skips, strict=True):
@@ -781,6 +795,8 @@ class BalancerCore:
             straggler=self._idle.straggler(now),
             cost_fit=None if self._calibration is None else self._calibration.fit(),
             version=self._version,
+            window=self.config.window,
+            idle_by_window={} if self._auto is None else self._auto.idle_by_window,
         )
 
     def verify(self) -> None:
@@ -805,6 +821,19 @@ def _describe_knobs(config: BalancerConfig) -> dict[str, Any]:
     plain = (int, float, str, type(None))
     values = {f.name: getattr(config, f.name) for f in fields(config) if f.init}
     return {name: value if isinstance(value, plain) else repr(value) for name, value in values.items()}
+
+
+def _new_auto(config: BalancerConfig, window: int) -> AutoWindow | None:
+    """From the window that was in force."""
+    return AutoWindow(config.batch_size, config.auto_windows, window) if config.auto_windows else None
+
+
+def _same_shadows(config: BalancerConfig, other: BalancerConfig) -> bool:
+    """Whether what was learned for one says something about the other."""
+    return all(
+        getattr(config, name) == getattr(other, name)
+        for name in ("auto_windows", "batch_size", "max_skips", "cost", "speeds", "counts", "group_size", "groups")
+    )
 
 
 def _new_calibration(config: BalancerConfig) -> Calibration | None:

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from copy import copy
 from dataclasses import dataclass, field, fields
-from typing import Any, Literal, TypeAlias, get_args
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
 
 import numpy as np
 
+from stream_balancer.auto_window import START, candidates
 from stream_balancer.cost import CostModel, TokenCost
 from stream_balancer.errors import ConfigError
 from stream_balancer.planning import smallest_max_skips
@@ -27,6 +29,15 @@ OnStale: TypeAlias = Literal["evict", "send"]
 Oversize: TypeAlias = Literal["refuse", "alone"]
 Policy: TypeAlias = Literal["window", "fifo", "round_robin"]
 MicroBatchOrder: TypeAlias = Literal["heavy_first", "pipeline"]
+
+if TYPE_CHECKING:
+
+    class Window:
+        """A knob that is given as an int or "auto", and read as an int: the window in force."""
+
+        def __get__(self, config: object, owner: object) -> int: ...
+        def __set__(self, config: object, value: int | Literal["auto"]) -> None: ...
+
 
 _DERIVED: Any = None  # a default that __post_init__ computes from the other knobs
 
@@ -43,9 +54,11 @@ class BalancerConfig:
     """DP ranks that take part in every step."""
     batch_size: int
     """Rollouts per dispatch, over all ranks."""
-    window: int = _DERIVED
+    window: Window = _DERIVED
     """Dispatch once this many rollouts wait. Default ``2 * batch_size``: most of the balance a window can buy, for
-    one dispatch of mean age; every further ``batch_size`` adds another (Little's law)."""
+    one dispatch of mean age; every further ``batch_size`` adds another (Little's law). ``"auto"``: the smallest of
+    :attr:`auto_windows` from which waiting longer would save hardly any idle time, fitted to the lengths that come;
+    read back, it is the one in force. See docs/tuning.md."""
     deadline_s: float | None = None
     """... or once the oldest has waited this long, in seconds. Then a batch may be smaller than ``batch_size``, which
     is why the default is None: wait for the window."""
@@ -93,11 +106,16 @@ class BalancerConfig:
     """"window" is what this library is for. "fifo" (arrival order, best partition) and "round_robin" (arrival order,
     dealt in turn) are what is usual elsewhere: run them to measure, in your own training, what the window buys."""
 
+    auto_windows: tuple[int, ...] = field(init=False)
+    """What ``window="auto"`` chooses from: one to three batches, as far as ``capacity``, ``max_skips`` and
+    ``max_staleness`` allow. Empty where the window is fixed."""
+
     _given: Mapping[str, Any] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         given = {f.name: getattr(self, f.name) for f in fields(self) if f.init}
         object.__setattr__(self, "_given", {k: v for k, v in given.items() if v is not None})
+        object.__setattr__(self, "auto_windows", ())
         _check_values(self)
         self._derive()
         _check_combinations(self)
@@ -115,10 +133,30 @@ class BalancerConfig:
             if getattr(self, name) is None:
                 object.__setattr__(self, name, value)
 
+        if self._given.get("window") == "auto":
+            _check_auto(self)
+            object.__setattr__(self, "auto_windows", _auto_windows(self))
+            first = [window for window in self.auto_windows if window <= START * self.batch_size]
+            object.__setattr__(self, "window", max(first, default=self.batch_size))
         default("window", 2 * self.batch_size if self.policy == "window" else self.batch_size)
-        default("capacity", 2 * self.window)
+        default("capacity", 2 * self._largest_window)
         default("min_batch_size", self.dp_size)
         default("max_skips", max(8, self.least_max_skips))
+
+    def at_window(self, window: int) -> BalancerConfig:
+        """The same knobs with another of :attr:`auto_windows` in force."""
+        other = copy(self)
+        object.__setattr__(other, "window", window)
+        return other
+
+    @property
+    def _largest_window(self) -> int:
+        return max(self.auto_windows, default=self.window)
+
+    @property
+    def _whole(self) -> int:
+        """Rollouts that leave together."""
+        return self.group_size if self.group_size is not None and self.groups != "free" else 1
 
     @property
     def least_max_skips(self) -> int:
@@ -128,8 +166,7 @@ class BalancerConfig:
         below ``ceil(capacity / batch_size) - 1`` a full buffer could not leave in time, whatever the order (with groups
         kept whole a batch may be up to ``group_size - 1`` short, so a little more is needed).
         """
-        whole = self.group_size if self.group_size is not None and self.groups != "free" else 1
-        return max(smallest_max_skips(self.window, self.batch_size, self.capacity, whole), 1)
+        return max(smallest_max_skips(self._largest_window, self.batch_size, self.capacity, self._whole), 1)
 
 
 _POSITIVE_INTS = ("dp_size", "batch_size", "micro_batch_multiple")
@@ -163,7 +200,7 @@ def _check_values(config: BalancerConfig) -> None:
     for name in _POSITIVE_INTS:
         _check_int(name, getattr(config, name))
     for name in _OPTIONAL_INTS:
-        if getattr(config, name) is not None:
+        if getattr(config, name) is not None and (name, getattr(config, name)) != ("window", "auto"):
             _check_int(name, getattr(config, name))
     for name in ("max_staleness", "remember_ids"):
         if getattr(config, name) is not None:
@@ -199,6 +236,38 @@ def _check_speeds(config: BalancerConfig) -> None:
         return
     if len(speeds) != config.dp_size or not all(math.isfinite(s) and s > 0 for s in speeds):
         raise ConfigError(f"speeds must be {config.dp_size} finite numbers > 0 (one per rank), not {speeds!r}")
+
+
+def _auto_windows(c: BalancerConfig) -> tuple[int, ...]:
+    """What is legal with the knobs that were given; capacity and ``max_skips`` follow where they were not."""
+
+    def legal(window: int) -> bool:
+        capacity = 2 * window if c.capacity is None else c.capacity
+        if c.max_skips is not None and c.max_skips < smallest_max_skips(window, c.batch_size, capacity, c._whole):
+            return False
+        return c.max_staleness is None or window <= (c.max_staleness + 1) * c.batch_size
+
+    limit = 3 * c.batch_size + c._whole if c.capacity is None else c.capacity // c._whole * c._whole
+    windows = tuple(window for window in candidates(c.batch_size, c._whole, limit) if legal(window))
+    if len(windows) < 2:
+        raise ConfigError(
+            f"window='auto' has nothing to choose from: capacity ({c.capacity}), max_skips ({c.max_skips}) and "
+            f"max_staleness ({c.max_staleness}) leave no window above batch_size ({c.batch_size}). Loosen them, or set "
+            "window=batch_size"
+        )
+    return windows
+
+
+def _check_auto(c: BalancerConfig) -> None:
+    """What the estimate behind ``window="auto"`` knows nothing of."""
+    if c.policy != "window":
+        raise ConfigError(f"window='auto' needs policy='window': {c.policy!r} sends the oldest. Leave window out")
+    if c.sync != "step" or c.cost.padded:
+        what = "a padded cost" if c.cost.padded else f"sync={c.sync!r}"
+        raise ConfigError(
+            f"window='auto' does not work with {what}: it foresees steps that are as long as the heaviest rank's sum. "
+            "Give a number; `stream-balancer tune` finds one"
+        )
 
 
 def _check_combinations(c: BalancerConfig) -> None:

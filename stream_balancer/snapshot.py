@@ -41,6 +41,7 @@ def state_dict(snapshot: Snapshot) -> dict[str, Any]:
         "counts": dict(snapshot.counts),
         "knobs": dict(snapshot.knobs),
         "calibration": None if snapshot.calibration is None else dict(snapshot.calibration),
+        "auto_window": _as_tensors(snapshot.auto_window),
     }
 
 
@@ -67,9 +68,28 @@ def read_state_dict(state: Mapping[str, Any]) -> Snapshot:
             counts=state["counts"],
             knobs=state["knobs"],
             calibration=state.get("calibration"),
+            auto_window=_as_arrays(state.get("auto_window")),
         )
     except KeyError as error:
         raise ValueError(f"the state_dict has no {error.args[0]!r}: it was cut, or is not a balancer's") from None
+
+
+def _as_tensors(value: Any) -> Any:
+    """Arrays in dicts and lists of numbers -> tensors."""
+    if isinstance(value, Mapping):
+        return {name: _as_tensors(item) for name, item in value.items()}
+    if isinstance(value, list):
+        return [_as_tensors(item) for item in value]
+    return torch.from_numpy(value) if isinstance(value, np.ndarray) else value
+
+
+def _as_arrays(value: Any) -> Any:
+    """The way back."""
+    if isinstance(value, Mapping):
+        return {name: _as_arrays(item) for name, item in value.items()}
+    if isinstance(value, list):
+        return [_as_arrays(item) for item in value]
+    return value.numpy() if isinstance(value, Tensor) else value
 
 
 def write_rollouts(rollouts: Sequence[Rollout]) -> list[Tensor]:

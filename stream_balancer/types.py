@@ -479,6 +479,11 @@ class Statistics:
     """What was learned under ``cost=CalibratedCost(...)``; None with another cost model."""
     version: int | None
     """Policy version last set, or None."""
+    window: int
+    """Rollouts that a dispatch waits for: the knob, or what ``window="auto"`` has chosen."""
+    idle_by_window: Mapping[int, float]
+    """Under ``window="auto"``: the idle share that each window would have, of the recent past; empty before the first
+    fit, and where the window is fixed."""
 
 
 @dataclass(frozen=True, eq=False, slots=True, kw_only=True)
@@ -510,6 +515,8 @@ class Snapshot:
     """The knobs in force, for the record: numbers and strings."""
     calibration: Mapping[str, Any] | None = None
     """What a ``CalibratedCost`` has learned: numbers, and lists of numbers."""
+    auto_window: Mapping[str, Any] | None = None
+    """What ``window="auto"`` has learned: numbers, and flat arrays."""
 
 
 def _excess(value: float, base: float) -> float:

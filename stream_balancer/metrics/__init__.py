@@ -76,6 +76,10 @@ def _rank_speeds(statistics: Statistics) -> Mapping[str, float]:
     return {} if fit is None else {str(rank): speed for rank, speed in enumerate(fit.speeds)}
 
 
+def _idle_by_window(statistics: Statistics) -> Mapping[str, float]:
+    return {str(window): idle for window, idle in statistics.idle_by_window.items()}
+
+
 METRICS: tuple[Metric, ...] = (
     Metric("waiting_rollouts", "Rollouts in the window.", _one("waiting")),
     Metric("waiting_tokens", "Their tokens.", _one("waiting_tokens")),
@@ -135,6 +139,8 @@ METRICS: tuple[Metric, ...] = (
         lambda s: s.length_bias.length_delay_correlation,
     ),
     Metric("policy_version", "Policy version last set.", _one("version")),
+    Metric("window_rollouts", "Rollouts that a dispatch waits for: the knob, or what auto chose.", _one("window")),
+    Metric("window_idle_fraction", "What each window of window='auto' would idle.", _idle_by_window, label="window"),
 )
 
 

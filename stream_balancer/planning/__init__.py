@@ -3,7 +3,7 @@
 from .length_bias import LengthBias, LengthBiasSummary
 from .micro_batches import OversizeError, form_micro_batches
 from .partition import lower_bound, partition
-from .selection import Plan, PlanKnobs, Waiting, plan_batch, smallest_max_skips
+from .selection import Plan, PlanKnobs, Waiting, choose_batch, plan_batch, smallest_max_skips
 
 __all__ = [
     "LengthBias",
@@ -12,6 +12,7 @@ __all__ = [
     "Plan",
     "PlanKnobs",
     "Waiting",
+    "choose_batch",
     "form_micro_batches",
     "lower_bound",
     "partition",

@@ -147,6 +147,14 @@ def _with_rates(waiting: Waiting, knobs: PlanKnobs, picked: Ints) -> PlanKnobs:
     return replace(knobs, speeds=work_rates(knobs.speeds, knobs.overhead, float(waiting.costs[picked].sum()), number))
 
 
+def choose_batch(waiting: Waiting, knobs: PlanKnobs, *, num_rollouts: int) -> Bools:
+    """[W] who would go: `plan_batch` without the ranks, and without the exchange that follows from them.
+    O(W log W)."""
+    units = _Units.of(waiting, knobs)
+    _, go = _select(waiting, units, knobs, min(num_rollouts, knobs.batch_size))
+    return go[units.unit_of]
+
+
 def _shares(
     waiting: Waiting, knobs: PlanKnobs, units: _Units, chosen: Bools, fixed: Bools, step: int
 ) -> list[list[Ints]]:

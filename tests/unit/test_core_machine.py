@@ -5,6 +5,7 @@ Tiny sizes, so that rare paths run: buffers that fill, groups that never complet
 
 from __future__ import annotations
 
+import contextlib
 import io
 import itertools
 import math
@@ -46,7 +47,7 @@ def configs(draw: st.DrawFn) -> sb.BalancerConfig:
     window = batch_size + draw(st.integers(0, 2)) * unit
     cap = draw(st.sampled_from([None, None, 40]))
     counts = "free" if group_size and groups == "same_rank" else draw(st.sampled_from(["free", "equal"]))
-    return sb.BalancerConfig(
+    config = sb.BalancerConfig(
         dp_size=dp_size,
         batch_size=batch_size,
         window=window,
@@ -64,6 +65,10 @@ def configs(draw: st.DrawFn) -> sb.BalancerConfig:
         cost=draw(st.sampled_from(COSTS)),
         policy="window",
     )
+    if draw(st.booleans()):
+        with contextlib.suppress(sb.ConfigError):  # padded, rows, or nothing to choose from
+            return config.replace(window="auto")
+    return config
 
 
 class CoreMachine(RuleBasedStateMachine):

@@ -23,6 +23,9 @@ PURE = [
     "layout.py",
     "snapshot.py",
     "stall.py",
+    "auto_window.py",
+    "tune.py",
+    "simulate.py",
 ]
 PURE += ["handover.py", "journal/records.py", "journal/contents.py"]
 TORCHLESS = [
@@ -34,6 +37,7 @@ TORCHLESS = [
     "_core.py",
     "_counts.py",
     "_idle.py",
+    "auto_window.py",
     "trace.py",
     "watch/status.py",
     "watch/view.py",

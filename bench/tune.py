@@ -1,0 +1,222 @@
+"""Tuning: does a recommendation hold on lengths it has not seen, does window="auto" follow a drift, and what both cost.
+
+python bench/tune.py [--json] [--traces DIR] [--only sweep|halves|auto|cost] [--processes 2] [--seeds 4] [--steps 400]
+
+halves: `sb.tune` on the first half of each recorded trace; what it recommends is run afresh on the second half, and the
+same sweep is made there. "gap" is the idle share of the recommended knobs, less that of the best setting there within
+the same bound on age (and batches not cut short). A half is repeated until it is 400 batches long.
+
+auto: streams whose medians fall by a third while their tails grow. window="auto" against every fixed window it could
+have chosen; the best one is known only in hindsight.
+
+cost: seconds that `AutoWindow.observe` takes, over those of the plan it precedes, and the longest single call.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+from peers import Floats, Ints, Rows, trace_folder
+
+import stream_balancer as sb
+from stream_balancer.auto_window import AutoWindow
+from stream_balancer.planning import PlanKnobs, Waiting, plan_batch
+from stream_balancer.tune import AGE_SLACK, FEW_SHORT, PARTITION_TOLERANCE, TuneReport
+
+CONFIG = sb.BalancerConfig(dp_size=8, batch_size=32, cost=sb.QuadraticCost())
+
+
+def sweep(rows: Rows, processes: int) -> None:
+    """How long 20,000 rollouts take."""
+    rows.text("a sweep of 20,000 rollouts")
+    for name, cost in (("quadratic", sb.QuadraticCost()), ("tokens", sb.TokenCost())):
+        trace = sb.generate_trace(20_000, "lrm")
+        start = time.perf_counter()
+        report = sb.tune(trace, CONFIG.replace(cost=cost), processes=processes)
+        rows.add(f"sweep, {name}: {len(report.outcomes)} settings", time.perf_counter() - start, "s", 60.0)
+
+
+# --- a recommendation on lengths it has not seen ---------------------------------------------------------------------
+
+
+def part(trace: sb.Trace, rows: slice) -> sb.Trace:
+    return replace(
+        trace,
+        prompt_tokens=trace.prompt_tokens[rows],
+        output_tokens=trace.output_tokens[rows],
+        group_ids=trace.group_ids[rows],
+        arrival_s=None if trace.arrival_s is None else trace.arrival_s[rows],
+    )
+
+
+def halves(rows: Rows, folder: Path, processes: int) -> None:
+    rows.text("recommended from the first half, run on the second")
+    for path in sorted(folder.glob("*.csv.gz")):
+        trace = sb.load_trace(path)
+        middle = len(trace) // 2
+        first = sb.tune(part(trace, slice(0, middle)), CONFIG, processes=processes)
+        unseen = part(trace, slice(middle, len(trace)))
+        second = sb.tune(unseen, CONFIG, processes=processes)
+        chosen = first.recommended
+        afresh = sb.simulate(unseen.repeated(second.times), first.recommended_config, tolerance=PARTITION_TOLERANCE)
+        got = afresh.idle_fraction
+        best = _best_within(second, first.max_added_age)
+        name = f"{trace.name}: window {chosen.window}, max_skips {chosen.max_skips}, deadline {chosen.deadline_s}"
+        rows.add(f"{name}: idle on the first half", 100 * chosen.idle_fraction, "%")
+        rows.add(f"{name}: idle on the second half", 100 * got, "%")
+        rows.add(f"{name}: best there", 100 * best, "%")
+        rows.add(f"{name}: gap", 100 * (got - best), "points", 1.0)
+        rows.add(f"{name}: arrival order there", 100 * second.fifo.idle_fraction, "%")
+
+
+def _best_within(report: TuneReport, max_added_age: float) -> float:
+    return min(
+        o.idle_fraction
+        for o in report.outcomes
+        if o.added_age <= max_added_age + AGE_SLACK and o.short_batches <= FEW_SHORT
+    )
+
+
+# --- window="auto" on a drift ----------------------------------------------------------------------------------------
+
+
+def drifting(count: int, seed: int) -> Ints:
+    """Lengths whose median falls by a third while the spread of their logarithm grows from 0.6 to 1.3."""
+    progress = np.arange(count) / count
+    draw = np.random.default_rng(seed).normal(7.6 + math.log(2 / 3) * progress, 0.6 + 0.7 * progress)
+    return np.clip(np.rint(np.exp(draw)), 32, 40_000).astype(np.int64)
+
+
+def trace_of(lengths: Ints) -> sb.Trace:
+    count = lengths.size
+    return sb.Trace(
+        prompt_tokens=np.zeros(count, dtype=np.int64),
+        output_tokens=lengths,
+        group_ids=np.arange(count),
+        arrival_s=np.arange(count, dtype=np.float64),
+    )
+
+
+def auto(rows: Rows, seeds: int, steps: int) -> None:
+    for batch, ranks, cost in ((32, 8, sb.QuadraticCost()), (64, 8, sb.QuadraticCost()), (64, 16, sb.TokenCost())):
+        name = f"{batch}/{ranks} {'tok' if isinstance(cost, sb.TokenCost) else 'flops'}"
+        rows.text(f"window='auto', {name}, {steps} dispatches of a drifting stream")
+        gaps, ages, best_ages, idles, best_idles = [], [], [], [], []
+        for seed in range(seeds):
+            trace = trace_of(drifting(batch * steps, 100 + seed))
+            config = sb.BalancerConfig(
+                dp_size=ranks, batch_size=batch, cost=cost, window="auto", max_skips=12, capacity=6 * batch
+            )
+            fixed = [_figures(trace, config.replace(window=window)) for window in config.auto_windows]
+            best_idle, best_age = min(fixed)
+            idle, age = _figures(trace, config)
+            gaps.append(idle - best_idle)
+            idles.append(idle)
+            best_idles.append(best_idle)
+            ages.append(age)
+            best_ages.append(best_age)
+        rows.add(f"auto {name}: idle", float(np.mean(idles)), "%")
+        rows.add(f"auto {name}: idle of the best fixed window", float(np.mean(best_idles)), "%")
+        rows.add(f"auto {name}: gap", float(np.mean(gaps)), "points", 1.5)
+        rows.add(f"auto {name}: worst gap of {seeds}", max(gaps), "points", 1.5)
+        rows.add(f"auto {name}: mean age", float(np.mean(ages)), "disp.")
+        rows.add(f"auto {name}: mean age of the best fixed window", float(np.mean(best_ages)), "disp.")
+        rows.add(
+            f"auto {name}: most age above it", max(a - b for a, b in zip(ages, best_ages, strict=True)), "disp.", 0.0
+        )
+
+
+def _figures(trace: sb.Trace, config: sb.BalancerConfig) -> tuple[float, float]:
+    """Idle in percent and mean age, of the whole run."""
+    report = sb.simulate(trace, config, tolerance=3e-3, warm_up=0)
+    return 100 * report.idle_fraction, report.delay_dispatches.mean
+
+
+# --- what it costs ---------------------------------------------------------------------------------------------------
+
+
+SIZES = ((32, 8, True), (64, 8, True), (64, 32, False), (256, 32, True), (1024, 64, True), (4096, 128, True))
+
+
+def cost(rows: Rows, steps: int) -> None:
+    rows.text("window='auto': what it adds to a dispatch (CPU time)")
+    for batch, ranks, flops in (
+        (32, 8, True),
+        (64, 8, True),
+        (64, 32, False),
+        (256, 32, True),
+        (1024, 64, True),
+        (4096, 128, True),
+    ):
+        windows = tuple(round(width * batch) for width in (1.0, 1.25, 1.5, 2.0, 3.0))
+        knobs = PlanKnobs(ranks, batch, 8)
+        chooser = AutoWindow(batch, windows, 2 * batch)
+        lengths = drifting(batch * (steps + 4), 0).astype(np.float64)
+        costs = lengths * (24576.0 + lengths) if flops else lengths
+        planning, extra = _drive(costs, knobs, chooser, steps)
+        name = f"{batch}/{ranks} {'flops' if flops else 'tok'}"
+        rows.add(f"cost {name}: plan", 1e3 * float(np.mean(planning)), "ms")
+        rows.add(f"cost {name}: added", 100 * float(extra.sum() / planning.sum()), "%", 10.0)
+        rows.add(
+            f"cost {name}: 99th percentile of what a dispatch adds", 1e3 * float(np.quantile(extra, 0.99)), "ms", 3.0
+        )
+
+
+def _drive(costs: Floats, knobs: PlanKnobs, chooser: AutoWindow, steps: int) -> tuple[Floats, Floats]:
+    """[steps] CPU seconds of plans, and of what comes before them; the window stays at two batches."""
+    batch = knobs.batch_size
+    held, skips, taken = np.empty(0), np.empty(0, dtype=np.int64), 0
+    planning, extra = np.zeros(steps), np.zeros(steps)
+    for step in range(steps):
+        more = 2 * batch - held.size
+        held = np.concatenate((held, costs[taken : taken + more]))
+        skips = np.concatenate((skips, np.zeros(more, dtype=np.int64)))
+        taken += more
+        waiting = Waiting(
+            costs=held,
+            lengths=np.ones(held.size, dtype=np.int64),
+            skips=skips,
+            due=np.zeros(held.size, dtype=np.bool_),
+            groups=np.full(held.size, -1),
+            group_complete=np.ones(held.size, dtype=np.bool_),
+        )
+        start = time.process_time()
+        plan = plan_batch(waiting, knobs, num_rollouts=batch, step=step)
+        planned = time.process_time()
+        chooser.observe(waiting, knobs)
+        planning[step], extra[step] = planned - start, time.process_time() - planned
+        stays = np.ones(held.size, dtype=np.bool_)
+        stays[np.concatenate([one for share in plan.ranks for one in share])] = False
+        held, skips = held[stays], skips[stays] + 1
+    return planning, extra
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--traces")
+    parser.add_argument("--only", choices=["sweep", "halves", "auto", "cost"])
+    parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--seeds", type=int, default=4)
+    parser.add_argument("--steps", type=int, default=400)
+    arguments = parser.parse_args()
+    rows = Rows(arguments.json)
+    wanted = arguments.only
+    if wanted in (None, "cost"):
+        cost(rows, arguments.steps)
+    if wanted in (None, "sweep"):
+        sweep(rows, arguments.processes)
+    if wanted in (None, "auto"):
+        auto(rows, arguments.seeds, arguments.steps)
+    folder = trace_folder(arguments.traces)
+    if wanted in (None, "halves") and folder is not None:
+        halves(rows, folder, arguments.processes)
+
+
+if __name__ == "__main__":
+    main()

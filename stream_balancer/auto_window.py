@@ -1,0 +1,236 @@
+"""``window="auto"``: the smallest window from which waiting longer would save hardly any idle time, fitted all along.
+
+Beside the live buffer there is a **shadow** for each window that may be chosen: a buffer of costs alone, from which the
+planner's own ``choose_batch`` sends batches as if that window were in force. Each chunk of new arrivals goes through
+all shadows, one or two at each dispatch: so they are compared on the same rollouts, and a dispatch costs a tenth more,
+since choosing is cheap beside the partition, which shadows do without. What a shadow's batches must idle at least
+(their lower bounds) is averaged with a memory of some dozens of them, so lengths that drift are followed.
+
+The window in force is then the smallest whose idle share is within ``TARGET`` of the best one's. It grows at once, but
+shrinks only where the smaller one is within ``SHRINK``, several times in a row: or noise would move it. Pure: no clock,
+no chance; the same stream gives the same windows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from stream_balancer.planning import PlanKnobs, Waiting, choose_batch, lower_bound
+
+__all__ = ["AutoWindow", "candidates"]
+
+Floats: TypeAlias = NDArray[np.float64]
+Ints: TypeAlias = NDArray[np.int64]
+
+WIDTHS = (1.0, 1.25, 1.5, 2.0, 3.0)
+"""Windows to choose from, in batches. Finer ones differ by less than the noise; wider ones add more than two
+dispatches of mean age, which nobody should get without asking."""
+START = 2.0
+"""Batches of window before anything is known: the default of a fixed window."""
+TARGET = 0.0025
+"""Idle share that is not worth waiting for."""
+SHRINK = 0.001
+"""... and below which a smaller window is trusted."""
+MEMORY = 40.0
+"""Dispatches of a shadow after which a batch counts a third. Fewer follow faster, and noise moves the window."""
+LEAST = 8
+"""Dispatches of every shadow before the first fit."""
+AGREE = 4
+"""Fits in a row that must find a smaller window sure before it is taken: a window that is too small idles far more
+than one that is too large ages."""
+
+
+def moves_per_dispatch(batch_size: int, num_ranks: int) -> float:
+    """Shadows that move at a dispatch, so that they take about a tenth of the time of its plan (bench/tune.py).
+
+    Choosing is a twentieth of a plan up to 64 rollouts, where the partition is searched for longest, and an eighth to a
+    quarter of larger ones, and where a rank has fewer than 4.
+    """
+    if batch_size < 4 * num_ranks or batch_size > 256:
+        return 0.5
+    return 2.0 if batch_size <= 64 else 1.0
+
+
+def candidates(batch_size: int, unit: int, limit: int) -> tuple[int, ...]:
+    """The windows to choose from, whole units (groups) of rollouts, ascending, none above the limit."""
+    wide = {-(-round(width * batch_size) // unit) * unit for width in WIDTHS}
+    return tuple(sorted(window for window in wide if window <= limit))
+
+
+class AutoWindow:
+    """Chooses the window. ``observe`` before every dispatch; ``window`` is what to wait for from then on."""
+
+    def __init__(self, batch_size: int, windows: Sequence[int], window: int) -> None:
+        self.windows = tuple(windows)
+        """What is chosen from, ascending."""
+        self.window = min(self.windows, key=lambda one: (abs(one - window), one))
+        """Rollouts to wait for."""
+        self._batch_size = batch_size
+        self._shadows = [_Shadow(one) for one in self.windows]
+        self._turn = 0  # whose shadow is next
+        self._credit = 0.0  # moves
+        self._agreed = 0  # fits in a row that found a smaller window sure
+        self._next_label = 0
+        self._chunk = _NOTHING, _NO_LABELS
+
+    @property
+    def idle_by_window(self) -> dict[int, float]:
+        """Idle share that each window would have, in the recent past; empty before the first fit."""
+        if min(shadow.dispatches for shadow in self._shadows) < LEAST:
+            return {}
+        return {shadow.window: shadow.idle for shadow in self._shadows}
+
+    def observe(self, waiting: Waiting, knobs: PlanKnobs) -> None:
+        """A batch is about to leave: the next shadows see a chunk of arrivals, and after the last one the window is
+        fitted anew. O(window log window)."""
+        self._credit += moves_per_dispatch(self._batch_size, knobs.num_ranks)
+        while self._credit >= 1.0:
+            self._credit -= 1.0
+            self._move(waiting, knobs)
+
+    def _move(self, waiting: Waiting, knobs: PlanKnobs) -> None:
+        if self._turn == 0:
+            self._chunk = self._arrivals(waiting)
+        self._shadows[self._turn].feed(*self._chunk, knobs)
+        self._turn = (self._turn + 1) % len(self._shadows)
+        if self._turn == 0:
+            self._fit()
+
+    def rescale(self, factor: float) -> None:
+        """The same rollouts cost so many times what they did: a calibrated cost has learned."""
+        self._chunk = self._chunk[0] * factor, self._chunk[1]
+        for shadow in self._shadows:
+            shadow.rescale(factor)
+
+    def _arrivals(self, waiting: Waiting) -> tuple[Floats, Ints]:
+        """Costs and groups of what came, or became complete, since the last dispatch; of a batch of them at most."""
+        new = np.flatnonzero((waiting.skips == 0) & waiting.group_complete)[-self._batch_size :]
+        labels = waiting.groups[new]
+        if (labels >= 0).any():
+            _, numbers = np.unique(labels, return_inverse=True)
+            labels = np.where(labels < 0, -1, numbers.astype(np.int64) + self._next_label)
+            self._next_label += new.size
+        return waiting.costs[new], labels
+
+    def _fit(self) -> None:
+        idle = self.idle_by_window
+        if not idle:
+            return
+        best = min(idle.values())
+        enough = min(window for window, share in idle.items() if share <= best + TARGET)
+        sure = min(window for window, share in idle.items() if share <= best + SHRINK)
+        self._agreed = self._agreed + 1 if sure < self.window else 0
+        if enough > self.window:
+            self.window = enough
+        elif self._agreed >= AGREE:
+            self.window, self._agreed = sure, 0
+
+    # -- checkpoints ---------------------------------------------------------------------------------------------------
+
+    def state(self) -> dict[str, Any]:
+        """Numbers, and flat arrays: all that later windows depend on."""
+        return {
+            "windows": list(self.windows),
+            "window": self.window,
+            "turn": self._turn,
+            "credit": self._credit,
+            "agreed": self._agreed,
+            "next_label": self._next_label,
+            "chunk_costs": self._chunk[0].copy(),
+            "chunk_groups": self._chunk[1].copy(),
+            "shadows": [shadow.state() for shadow in self._shadows],
+        }
+
+    def take_over(self, state: Mapping[str, Any]) -> None:
+        """Continue from another's state; where the windows differ, only from its window."""
+        if tuple(state["windows"]) != self.windows:
+            self.window = min(self.windows, key=lambda one: (abs(one - int(state["window"])), one))
+            return
+        self.window, self._turn, self._agreed = int(state["window"]), int(state["turn"]), int(state["agreed"])
+        self._credit = float(state["credit"])
+        self._next_label = int(state["next_label"])
+        self._chunk = np.asarray(state["chunk_costs"]), np.asarray(state["chunk_groups"])
+        for shadow, written in zip(self._shadows, state["shadows"], strict=True):
+            shadow.take_over(written)
+
+
+_NOTHING: Floats = np.empty(0)
+_NO_LABELS: Ints = np.empty(0, dtype=np.int64)
+
+
+class _Shadow:
+    """What one window would do: the costs that would wait, and the decayed sums of what its batches would take."""
+
+    def __init__(self, window: int) -> None:
+        self.window = window
+        self.dispatches = 0
+        self._mean = self._bound = 0.0
+        self._costs, self._groups = _NOTHING, _NO_LABELS  # [held], then those that have not entered the window yet
+        self._skips = _NO_LABELS  # [held]
+
+    @property
+    def idle(self) -> float:
+        """1 - sum(mean load) / sum(least step time), the older the less."""
+        return 1.0 - self._mean / self._bound if self._bound > 0 else 0.0
+
+    def feed(self, costs: Floats, groups: Ints, knobs: PlanKnobs) -> None:
+        """New arrivals: a batch leaves whenever the window is full."""
+        self._costs = np.concatenate((self._costs, costs))
+        self._groups = np.concatenate((self._groups, groups))
+        while self._costs.size >= self.window:
+            self._dispatch(knobs)
+
+    def _dispatch(self, knobs: PlanKnobs) -> None:
+        size = self.window
+        skips = np.concatenate((self._skips, np.zeros(size - self._skips.size, dtype=np.int64)))
+        costs, groups = self._costs[:size], self._groups[:size]
+        waiting = Waiting(
+            costs=costs,
+            lengths=np.ones(size, dtype=np.int64),  # only token caps and rows look at them
+            skips=skips,
+            due=np.zeros(size, dtype=np.bool_),
+            groups=groups,
+            group_complete=np.ones(size, dtype=np.bool_),
+        )
+        goes = choose_batch(waiting, knobs, num_rollouts=knobs.batch_size)
+        self._record(costs[goes], groups[goes], knobs)
+        stays = np.concatenate((~goes, np.ones(self._costs.size - size, dtype=np.bool_)))
+        self._costs, self._groups = self._costs[stays], self._groups[stays]
+        self._skips = skips[~goes] + 1
+
+    def _record(self, costs: Floats, groups: Ints, knobs: PlanKnobs) -> None:
+        rate = float(knobs.num_ranks) if knobs.speeds is None else float(np.sum(knobs.speeds))
+        mean = float(costs.sum()) / rate
+        if knobs.groups == "same_rank":
+            alone = np.where(groups < 0, groups.max(initial=0) + 1 + np.arange(groups.size), groups)
+            costs = np.bincount(np.unique(alone, return_inverse=True)[1], weights=costs).astype(np.float64)
+        bound = lower_bound(costs, knobs.num_ranks, knobs.counts, knobs.speeds)
+        keep = 1.0 - 1.0 / MEMORY
+        self._mean = self._mean * keep + mean
+        self._bound = self._bound * keep + max(bound, mean)
+        self.dispatches += 1
+
+    def rescale(self, factor: float) -> None:
+        self._costs = self._costs * factor
+        self._mean *= factor
+        self._bound *= factor
+
+    def state(self) -> dict[str, Any]:
+        return {
+            "dispatches": self.dispatches,
+            "mean": self._mean,
+            "bound": self._bound,
+            "costs": self._costs.copy(),
+            "groups": self._groups.copy(),
+            "skips": self._skips.copy(),
+        }
+
+    def take_over(self, state: Mapping[str, Any]) -> None:
+        self.dispatches = int(state["dispatches"])
+        self._mean, self._bound = float(state["mean"]), float(state["bound"])
+        self._costs, self._groups = np.asarray(state["costs"]), np.asarray(state["groups"])
+        self._skips = np.asarray(state["skips"])

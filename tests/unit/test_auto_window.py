@@ -1,0 +1,323 @@
+"""window="auto": what it foresees is what fixed windows do, it follows the lengths, and it stays within the bounds."""
+
+from __future__ import annotations
+
+import io
+import itertools
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+
+import stream_balancer as sb
+from stream_balancer import auto_window
+from stream_balancer._core import BalancerCore
+from stream_balancer.auto_window import AutoWindow, candidates
+from stream_balancer.planning import PlanKnobs, Waiting, choose_batch, plan_batch
+from stream_balancer.snapshot import read_state_dict, state_dict
+
+IDS = torch.zeros(1, dtype=torch.uint8)
+
+
+def config(**knobs: Any) -> sb.BalancerConfig:
+    return sb.BalancerConfig(**{"dp_size": 8, "batch_size": 32, "cost": sb.QuadraticCost(), "window": "auto", **knobs})
+
+
+def core_of(**knobs: Any) -> BalancerCore:
+    """Its partitions may be bad: they are not what is tested here, and they take most of the time."""
+    return BalancerCore(config(**knobs), tolerance=0.05)
+
+
+def lognormal(count: int, sigma: float | NDArray[np.float64], seed: int, mu: float | NDArray[np.float64] = 7.6) -> Any:
+    draw = np.exp(np.random.default_rng(seed).normal(mu, sigma, count))
+    return np.clip(np.rint(draw), 32, 40_000).astype(np.int64)
+
+
+def trace_of(lengths: NDArray[np.int64]) -> sb.Trace:
+    """One after the other, a second apart."""
+    count = lengths.size
+    return sb.Trace(
+        prompt_tokens=np.zeros(count, dtype=np.int64),
+        output_tokens=lengths,
+        group_ids=np.arange(count),
+        arrival_s=np.arange(count, dtype=np.float64),
+    )
+
+
+def run(core: BalancerCore, lengths: NDArray[np.int64], start: int = 0) -> list[tuple[int, tuple[str, ...]]]:
+    """[dispatch] the window in force after it, and what was in it."""
+    told = []
+    for number, length in enumerate(lengths.tolist(), start):
+        core.add(sb.Rollout(tokens={"input_ids": IDS.expand(length)}, rollout_id=str(number)), float(number))
+        while (batch := core.poll(float(number))) is not None:
+            core.acknowledge(batch.step)
+            told.append((core.config.window, tuple(sorted(r.rollout_id for r in batch.rollouts))))
+    return told
+
+
+class TestConfig:
+    def test_windows_of_one_to_three_batches(self) -> None:
+        c = config()
+        assert c.auto_windows == (32, 40, 48, 64, 96)
+        assert (c.window, c.capacity, c.max_skips) == (64, 192, 8)
+        assert sb.BalancerConfig(dp_size=8, batch_size=32).auto_windows == ()
+
+    @pytest.mark.parametrize(
+        ("knobs", "windows", "window"),
+        [
+            ({"capacity": 70}, (32, 40, 48, 64), 64),
+            ({"capacity": 50}, (32, 40, 48), 48),
+            ({"max_staleness": 1}, (32, 40, 48, 64), 64),
+            ({"max_skips": 3}, (32, 40, 48, 64), 64),
+            ({"max_skips": 2}, (32, 40, 48), 48),
+            ({"batch_size": 32, "group_size": 8}, (32, 40, 48, 64, 96), 64),
+            ({"batch_size": 24, "group_size": 8}, (24, 32, 40, 48, 72), 48),
+            ({"batch_size": 24, "group_size": 8, "groups": "free"}, (24, 30, 36, 48, 72), 48),
+            ({"batch_size": 24, "group_size": 8, "capacity": 47}, (24, 32, 40), 40),
+        ],
+    )
+    def test_never_beyond_the_other_bounds(self, knobs: dict[str, Any], windows: tuple[int, ...], window: int) -> None:
+        c = config(**knobs)
+        assert (c.auto_windows, c.window) == (windows, window)
+        for one in windows:  # every one of them is a legal config, as a fixed window
+            c.replace(window=one, capacity=c.capacity, max_skips=c.max_skips)
+
+    @pytest.mark.parametrize(
+        ("knobs", "said"),
+        [
+            ({"max_staleness": 0}, "nothing to choose from: .* max_staleness \\(0\\) leave no window above batch_size"),
+            ({"capacity": 33}, "nothing to choose from: capacity \\(33\\)"),
+            ({"capacity": 20}, "nothing to choose from: capacity \\(20\\)"),
+            ({"sync": "micro_batch"}, "window='auto' does not work with sync='micro_batch'"),
+            ({"cost": sb.PaddedCost()}, "window='auto' does not work with a padded cost"),
+            ({"policy": "fifo"}, "window='auto' needs policy='window'"),
+            ({"window": "automatic"}, "window must be an int >= 1, not 'automatic'"),
+        ],
+    )
+    def test_what_cannot_work_is_refused(self, knobs: dict[str, Any], said: str) -> None:
+        with pytest.raises(sb.ConfigError, match=said):
+            config(**knobs)
+
+    def test_auto_stays_auto_until_a_window_is_given(self) -> None:
+        c = config()
+        assert c.at_window(40).window == 40
+        assert c.at_window(40) != c
+        assert c.at_window(40).replace(batch_size=64).auto_windows == (64, 80, 96, 128, 192)
+        assert c.at_window(40).replace(deadline_s=5.0).window == 64
+        assert c.replace(window=40).auto_windows == ()
+        assert c != c.replace(window=64, capacity=192)
+
+    def test_candidates_are_whole_units_within_the_limit(self) -> None:
+        assert candidates(8, 4, 1000) == (8, 12, 16, 24)
+        assert candidates(1, 1, 1000) == (1, 2, 3)
+
+
+class TestShadows:
+    def test_they_choose_what_the_planner_chooses(self) -> None:
+        rng = np.random.default_rng(0)
+        knobs = PlanKnobs(4, 16, 9, groups="same_batch", group_size=1)  # groups of one: no exchange follows
+        for step in range(50):
+            size = 48
+            waiting = Waiting(
+                costs=np.exp(rng.normal(0.0, 1.2, size)),
+                lengths=np.ones(size, dtype=np.int64),
+                skips=np.sort(rng.integers(0, 9, size))[::-1],
+                due=rng.random(size) < 0.05,
+                groups=np.arange(size),
+                group_complete=np.ones(size, dtype=np.bool_),
+            )
+            plan = plan_batch(waiting, knobs, num_rollouts=16, step=step)
+            sent = np.concatenate([one for share in plan.ranks for one in share])
+            assert np.flatnonzero(choose_batch(waiting, knobs, num_rollouts=16)).tolist() == sorted(sent.tolist())
+
+    def test_they_foresee_what_a_fixed_window_idles(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(auto_window, "MEMORY", 1e9)
+        lengths = lognormal(32 * 400, 0.9, seed=3)
+        core = core_of()
+        run(core, lengths)
+        foreseen = core.statistics(0.0).idle_by_window
+        for window, idle in foreseen.items():
+            fixed = sb.simulate(trace_of(lengths), config(window=window, max_skips=8, capacity=192), tolerance=0.05)
+            assert idle == pytest.approx(fixed.overall.unavoidable_idle, rel=0.35, abs=0.006), window
+
+    def test_groups_are_chosen_whole(self) -> None:
+        knobs = PlanKnobs(2, 8, 9, groups="same_batch", group_size=4)
+        auto = AutoWindow(8, (8, 16), 8)
+        rng = np.random.default_rng(0)
+        for _ in range(80):
+            waiting = Waiting(
+                costs=np.exp(rng.normal(0.0, 1.0, 8)),
+                lengths=np.ones(8, dtype=np.int64),
+                skips=np.zeros(8, dtype=np.int64),
+                due=np.zeros(8, dtype=np.bool_),
+                groups=np.repeat([1, 0], 4),
+                group_complete=np.ones(8, dtype=np.bool_),
+            )
+            auto.observe(waiting, knobs)
+            for shadow in auto._shadows:
+                assert set(np.unique(shadow._groups, return_counts=True)[1].tolist()) <= {4}
+        assert set(auto.idle_by_window) == {8, 16}
+
+    def test_incomplete_groups_and_those_seen_before_are_no_arrivals(self) -> None:
+        auto = AutoWindow(4, (4, 8), 4)
+        waiting = Waiting(
+            costs=np.arange(1.0, 9.0),
+            lengths=np.ones(8, dtype=np.int64),
+            skips=np.array([1, 1, 0, 0, 0, 0, 0, 0]),
+            due=np.zeros(8, dtype=np.bool_),
+            groups=np.array([-1, -1, -1, 5, 5, 6, -1, -1]),
+            group_complete=np.array([True, True, True, True, True, False, True, True]),
+        )
+        costs, groups = auto._arrivals(waiting)
+        assert costs.tolist() == [4.0, 5.0, 7.0, 8.0]
+        assert groups[0] == groups[1] >= 0
+        assert groups[2:].tolist() == [-1, -1]
+
+
+class TestChoice:
+    def test_even_lengths_need_no_window(self) -> None:
+        core = core_of()
+        told = run(core, lognormal(32 * 120, 0.1, seed=0))
+        assert told[0][0] == 64
+        assert told[-1][0] == 32
+        assert core.statistics(0.0).window == 32
+
+    def test_heavy_tails_need_a_wide_one(self) -> None:
+        told = run(core_of(), lognormal(32 * 200, 1.2, seed=0))
+        assert np.mean([window for window, _ in told[100:]]) > 56
+
+    def test_it_follows_lengths_that_change(self) -> None:
+        lengths = np.concatenate([lognormal(32 * 150, 0.1, seed=0), lognormal(32 * 250, 1.0, seed=1)])
+        told = [window for window, _ in run(core_of(), lengths)]
+        assert told[140] == 32
+        assert min(told[-100:]) > 32
+
+    def test_between_target_and_shrink_it_stays(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        auto = AutoWindow(4, (4, 8, 12), 8)
+        shares = {4: 0.0, 8: 0.0, 12: 0.0}
+        monkeypatch.setattr(AutoWindow, "idle_by_window", property(lambda self: shares))
+        told = []
+        for share in (0.002, 0.0, 0.0, 0.0, 0.002, *[0.0] * 4, 0.002, 0.003):
+            shares[4] = shares[8] = share
+            auto._fit()
+            told.append(auto.window)
+        assert told == [8, 8, 8, 8, 8, 8, 8, 8, 4, 4, 12], "it grows at once, and shrinks after four fits that agree"
+
+    @pytest.mark.parametrize("seed", [1, 2])
+    def test_on_a_drifting_stream_it_is_as_good_as_the_best_fixed_window_and_younger(self, seed: int) -> None:
+        """The short form of bench/tune.py's: medians fall by a third, tails grow."""
+        count = 32 * 400
+        progress = np.arange(count) / count
+        trace = trace_of(lognormal(count, 0.6 + 0.7 * progress, seed, 7.6 + math.log(2 / 3) * progress))
+        knobs = {"max_skips": 12, "capacity": 192}
+
+        def figures(window: int | str) -> tuple[float, float]:
+            report = sb.simulate(trace, config(window=window, **knobs), tolerance=0.05)  # hardly any partition
+            assert report.max_skips_seen <= 12
+            return report.overall.unavoidable_idle, report.delay_dispatches.mean
+
+        best_idle, best_age = min(figures(window) for window in config().auto_windows)
+        idle, age = figures("auto")
+        assert idle <= best_idle + 0.015
+        assert age <= best_age
+
+    def test_costs_in_another_unit_change_nothing(self) -> None:
+        rng = np.random.default_rng(0)
+        knobs = PlanKnobs(4, 16, 9)
+        one, other = (AutoWindow(16, (16, 24, 32), 16) for _ in range(2))
+        unit = 1.0
+        for step in range(200):
+            if step % 50 == 49:
+                unit *= 1e-3
+                other.rescale(1e-3)
+            costs = np.exp(rng.normal(0.0, 1.0, 16))
+            columns = {
+                "lengths": np.ones(16, dtype=np.int64),
+                "skips": np.zeros(16, dtype=np.int64),
+                "due": np.zeros(16, dtype=np.bool_),
+                "groups": np.full(16, -1),
+                "group_complete": np.ones(16, dtype=np.bool_),
+            }
+            one.observe(Waiting(costs=costs, **columns), knobs)
+            other.observe(Waiting(costs=costs * unit, **columns), knobs)
+            assert one.window == other.window
+        assert list(one.idle_by_window.values()) == pytest.approx(list(other.idle_by_window.values()))
+
+    def test_few_rollouts_a_rank_are_foreseen_less_often(self) -> None:
+        fed = [0, 0]
+        for index, ranks in enumerate((4, 8)):
+            core = core_of(dp_size=ranks, batch_size=16)
+            run(core, lognormal(16 * 101, 0.5, seed=0))
+            assert core._auto is not None
+            fed[index] = sum(shadow.dispatches for shadow in core._auto._shadows)
+        assert fed[0] == pytest.approx(4 * fed[1], abs=30)
+
+
+class TestState:
+    def test_the_same_stream_gives_the_same_windows(self) -> None:
+        lengths = lognormal(32 * 150, 0.8, seed=7)
+        assert run(core_of(), lengths) == run(core_of(), lengths)
+
+    @pytest.mark.parametrize("at", [700, 2500])
+    def test_a_checkpoint_goes_on_where_it_was(self, at: int) -> None:
+        lengths = lognormal(32 * 160, 0.9, seed=7)
+        core = core_of()
+        run(core, lengths[:at])
+        file = io.BytesIO()
+        torch.save(state_dict(core.snapshot(float(at))), file)
+        file.seek(0)
+        restored = core_of()
+        restored.restore(read_state_dict(torch.load(file, weights_only=True)), float(at))
+        assert restored.config == core.config
+        assert run(restored, lengths[at:], at) == run(core, lengths[at:], at)
+        assert restored.statistics(0.0).idle_by_window == core.statistics(0.0).idle_by_window
+
+    def test_other_knobs_take_only_the_window(self) -> None:
+        core = core_of()
+        run(core, lognormal(32 * 120, 0.1, seed=0))
+        assert core.config.window == 32
+        other = core_of(capacity=80)
+        other.restore(core.snapshot(0.0), 0.0)
+        assert other.config.auto_windows == (32, 40, 48, 64)
+        assert other.config.window == 32
+        assert other.statistics(0.0).idle_by_window == {}
+
+    def test_a_checkpoint_without_it_is_read(self) -> None:
+        state = state_dict(core_of().snapshot(0.0))
+        del state["auto_window"]
+        core = core_of()
+        core.restore(read_state_dict(state), 0.0)
+        assert core.config.window == 64
+
+    def test_knobs_that_change_live(self) -> None:
+        core = core_of()
+        run(core, lognormal(32 * 120, 0.1, seed=0))
+        foreseen = core.statistics(0.0).idle_by_window
+        core.reconfigure(core.config.replace(deadline_s=1000.0))
+        assert core.config.window == 32, "what was learned stays"
+        assert core.statistics(0.0).idle_by_window == foreseen
+        core.reconfigure(core.config.replace(cost=sb.TokenCost()))
+        assert core.config.window == 32
+        assert core.statistics(0.0).idle_by_window == {}, "other costs: it learns anew, from where it is"
+        core.reconfigure(core.config.replace(window=50))
+        assert (core.config.window, core.statistics(0.0).idle_by_window) == (50, {})
+        core.reconfigure(core.config.replace(window="auto"))
+        assert core.config.window == 48
+
+    def test_statistics_of_a_fixed_window(self) -> None:
+        stats = core_of(window=77).statistics(0.0)
+        assert (stats.window, stats.idle_by_window) == (77, {})
+
+
+async def test_a_live_balancer_says_its_window() -> None:
+    async with sb.StreamBalancer(config(dp_size=1, batch_size=4)) as balancer:
+        numbers = itertools.count()
+        batches = balancer.batches()
+        for _ in range(60):
+            while balancer.statistics().waiting < balancer.config.window:
+                await balancer.put(sb.Rollout(tokens={"input_ids": IDS.expand(9)}, rollout_id=str(next(numbers))))
+            await anext(batches)
+        assert balancer.config.window == balancer.statistics().window == 4
