@@ -148,6 +148,15 @@ def test_it_chooses_what_balances_and_leaves_the_rest() -> None:
     assert len(meta.sample_ids) == len(meta.sequence_lengths) == 4
 
 
+def test_a_group_as_old_as_allowed_goes_though_it_does_not_balance() -> None:
+    buffer = Buffer()
+    buffer.add("old", 3, [1000])
+    for name in "abc":
+        buffer.add(name, 5, [10])
+    meta, count = select(BalancedSampler(buffer, dp_size=2, max_staleness_versions=2), 5, 2, 2)
+    assert (count, meta.sample_ids[0]) == (2, "old_g0")
+
+
 def test_groups_of_different_sizes_are_counted_as_groups() -> None:
     buffer = Buffer()
     for name, lengths in {"a": [50], "b": [20, 30], "c": [1], "d": [7, 7, 7]}.items():
