@@ -17,7 +17,6 @@ import os
 import socket
 import threading
 import time
-from collections import deque
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from functools import partial
@@ -57,8 +56,8 @@ async def publish_status(
     portal = BlockingPortal()
     await portal.__aenter__()
     try:
-        take = partial(portal.call, _timed_status, balancer, name)
-        publisher = _Publisher(take, _timed_status(balancer, name)[1], socket_path, interval_s)
+        _timed_status(balancer, name)  # the first is dear, and would make the second late
+        publisher = _Publisher(partial(portal.call, _timed_status, balancer, name), socket_path, interval_s)
         try:
             yield socket_path
         finally:
@@ -78,11 +77,8 @@ def _timed_status(balancer: StreamBalancer, name: str) -> tuple[Status, float]:
 class _Publisher:
     """Threads: one that accepts viewers, one for each viewer."""
 
-    def __init__(self, take: Callable[[], tuple[Status, float]], first_s: float, path: Path, interval_s: float) -> None:
+    def __init__(self, take: Callable[[], tuple[Status, float]], path: Path, interval_s: float) -> None:
         self._take = take
-        self._costs_s = deque(
-            [first_s], maxlen=3
-        )  # of the last pictures; the cheapest counts, for first times are dear
         self._path = path
         self._least_interval_s = interval_s
         self._interval_s = interval_s
@@ -118,8 +114,7 @@ class _Publisher:
         with self._taking:
             if time.monotonic() - self._taken_at >= 0.9 * self._interval_s:
                 status, seconds = self._take()
-                self._costs_s.append(seconds)
-                self._interval_s = max(self._least_interval_s, min(self._costs_s) / _MOST_SHARE)
+                self._interval_s = max(self._least_interval_s, seconds / _MOST_SHARE)
                 self._line, self._taken_at = status.line(), time.monotonic()
             return self._line
 
