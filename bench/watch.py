@@ -94,7 +94,7 @@ def rows(repeats: int) -> Iterator[dict[str, object]]:
         anyio.run(run, 2048, 1.0, "watched", Path(folder))  # first-time costs
         for waiting in (2048, 16_384):
             sides = ("off", "published", "watched")
-            runs = [{side: anyio.run(run, waiting, 3.0, side, Path(folder)) for side in sides} for _ in range(repeats)]
+            runs = [{side: anyio.run(run, waiting, 4.0, side, Path(folder)) for side in sides} for _ in range(repeats)]
             for side in sides[1:]:
                 slower = statistics.median(1.0 - one[side].rate / one["off"].rate for one in runs)
                 name = f"rollouts per CPU second lost with the balancer {side}, {waiting} waiting"

@@ -6,8 +6,8 @@
         ...
 
 A thread listens on a Unix socket (mode 0600, in a folder of mode 0700). While a viewer is connected it asks the event
-loop for a picture, at most twice a second and never so often that pictures take more than 1 % of the loop's time; JSON
-is written in the thread. While nobody looks nothing happens at all.
+loop for a picture, at most twice a second and never so often that pictures take more than half a percent of the loop's
+time; JSON is written in the thread. While nobody looks nothing happens at all.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from stream_balancer.watch.status import SUFFIX, InFlight, LengthRow, NextBatch,
 
 __all__ = ["publish_status", "status_of"]
 
-_MOST_SHARE = 0.01
+_MOST_SHARE = 0.005
 """Of the event loop's time that pictures may take."""
 _MOST_PREVIEWED = 16_384
 """Waiting rollouts; beyond, planning the next batch only to show it would hold the loop up."""
