@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from stream_balancer.integrations.partitions import get_seqlen_balanced_partitions
-from stream_balancer.planning import form_micro_batches
+from stream_balancer.planning import form_micro_batches, partition
 
 __all__ = ["get_seqlen_balanced_partitions", "rearrange_micro_batches"]
 
@@ -129,6 +129,12 @@ def _check(needs: _Needs, agreed: _Needs, number: int, max_token_len: int) -> No
 def _pack(tokens: np.ndarray, work: np.ndarray, cap: int, multiple_of: int) -> list[list[int]]:
     """The least multiple of micro-batches that was found for one rank's groups."""
     (bins,) = form_micro_batches(tokens, work, 1, max_tokens=cap, multiple_of=multiple_of)
+    least = -(-int(tokens.sum()) // (cap * multiple_of)) * multiple_of
+    for number in range(max(least, multiple_of), len(bins), multiple_of):  # nearly full: only exchanges find a way
+        for weight in (work, tokens):
+            parts = partition(weight, number)
+            if all(part.size and tokens[part].sum() <= cap for part in parts):
+                return [part.tolist() for part in parts]
     return [one.tolist() for one in bins]
 
 
