@@ -11,6 +11,7 @@ from stream_balancer.tune import Floats, TuneReport
 
 __all__ = ["draw"]
 
+MOST_TICKS = 16
 GREY, BLUE, RED = "#9aa5b1", "#2563eb", "#dc2626"
 
 
@@ -42,6 +43,7 @@ def _front(axes: Any, report: TuneReport) -> None:
 def _deciles(axes: Any, report: TuneReport) -> None:
     delays = np.nan_to_num(np.array(report.recommended.delay_per_decile))
     axes.bar(np.arange(1, delays.size + 1), delays, color=BLUE)
+    axes.set_xticks(range(1, delays.size + 1))
     axes.set_xlabel("length decile, shortest to longest")
     axes.set_ylabel("mean dispatches waited")
 
@@ -51,4 +53,5 @@ def _heat(axes: Any, name: str, work: Floats, idle: float) -> None:
     axes.imshow(busy.T, aspect="auto", cmap="Blues", vmin=0.0, vmax=1.0)
     axes.set_title(f"{name}: {idle:.1%} idle in the long run", fontsize=10)
     axes.set_xlabel("step")
+    axes.set_yticks(range(work.shape[1]) if work.shape[1] <= MOST_TICKS else [0, work.shape[1] - 1])
     axes.set_ylabel("rank")

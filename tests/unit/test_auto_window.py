@@ -58,6 +58,15 @@ def run(core: BalancerCore, lengths: NDArray[np.int64], start: int = 0) -> list[
     return told
 
 
+def plain(value: Any) -> Any:
+    """Arrays as lists, so that states can be compared."""
+    if isinstance(value, dict):
+        return {name: plain(item) for name, item in value.items()}
+    if isinstance(value, list):
+        return [plain(item) for item in value]
+    return value.tolist() if isinstance(value, np.ndarray) else value
+
+
 class TestConfig:
     def test_windows_of_one_to_three_batches(self) -> None:
         c = config()
@@ -261,7 +270,7 @@ class TestState:
         lengths = lognormal(32 * 150, 0.8, seed=7)
         assert run(core_of(), lengths) == run(core_of(), lengths)
 
-    @pytest.mark.parametrize("at", [700, 2500])
+    @pytest.mark.parametrize("at", [700, 2500, 2700])
     def test_a_checkpoint_goes_on_where_it_was(self, at: int) -> None:
         lengths = lognormal(32 * 160, 0.9, seed=7)
         core = core_of()
@@ -272,6 +281,9 @@ class TestState:
         restored = core_of()
         restored.restore(read_state_dict(torch.load(file, weights_only=True)), float(at))
         assert restored.config == core.config
+        assert core._auto is not None
+        assert restored._auto is not None
+        assert plain(restored._auto.state()) == plain(core._auto.state())
         assert run(restored, lengths[at:], at) == run(core, lengths[at:], at)
         assert restored.statistics(0.0).idle_by_window == core.statistics(0.0).idle_by_window
 
