@@ -32,7 +32,7 @@ import torch
 
 from stream_balancer._taken import Taken
 from stream_balancer.device import Uploader, stopwatch_on
-from stream_balancer.errors import AlreadyInUseError, ClosedResourceError, EndOfStream
+from stream_balancer.errors import AlreadyInUseError, ClosedResourceError, EndOfStream, ProducerLostError
 from stream_balancer.transport import RankPort
 from stream_balancer.transport._loop import loop_caller
 from stream_balancer.types import RankBatch
@@ -182,9 +182,11 @@ class RankFeed:
                 version = self._version
                 try:
                     batch = self._take()
-                except EndOfStream:
+                except (EndOfStream, ProducerLostError) as error:  # no more will come
                     if self._taken.end():
                         self.close()
+                    if isinstance(error, ProducerLostError):
+                        raise
                     raise StopIteration from None
                 if batch is not None:
                     return batch
@@ -207,9 +209,11 @@ class RankFeed:
                     if batch is not None:
                         return batch
                     await arrival.wait()
-                except EndOfStream:
+                except (EndOfStream, ProducerLostError) as error:
                     if self._taken.end():
                         await self.aclose()
+                    if isinstance(error, ProducerLostError):
+                        raise
                     raise StopAsyncIteration from None
                 finally:
                     self._wake = None

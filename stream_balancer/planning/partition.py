@@ -358,7 +358,8 @@ def _best_of_many(table: _Table, num_ranks: int, target: float) -> _Table:
     A shuffle permutes each column of slots over the ranks, so counts stay as they are. The generator is seeded: the
     same input gives the same answer.
     """
-    copies = max(2, _SMALL_COPIES // (table.slots.size * (table.values.size - 1)))
+    work = table.values[:-1]
+    copies = max(2, _SMALL_COPIES // (table.slots.size * work.size))
     start = table.slots
     if table.counts == "equal" and table._has_dummies:  # they are strewn about; in one column, no rank gets two
         start = np.sort(start, axis=1)
@@ -366,10 +367,10 @@ def _best_of_many(table: _Table, num_ranks: int, target: float) -> _Table:
     shuffle[0] = np.arange(num_ranks)[:, None]
     slots = np.take_along_axis(np.broadcast_to(start, shuffle.shape), shuffle, axis=1)
     slots = slots.reshape(copies * num_ranks, -1)
-    many = _Table(slots, table.values[:-1], np.tile(table.speed, copies), table.counts)
+    many = _Table(slots, work, np.tile(table.speed, copies), table.counts)
     base = (np.arange(copies) * num_ranks)[:, None]
     half = num_ranks // 2
-    for rounds in range(min(_SMALL_ROUNDS, 512 // max(table.values.size - 1, 1))):
+    for rounds in range(min(_SMALL_ROUNDS, 512 // work.size)):
         order = (many.loads / many.speed).reshape(copies, num_ranks).argsort(axis=1)
         if rounds % 3 == 2:  # the hottest with another one in turn
             hot = (base[:, 0] + order[:, -1])[:, None]
@@ -381,10 +382,11 @@ def _best_of_many(table: _Table, num_ranks: int, target: float) -> _Table:
         if rounds % 4 == 3 and float((many.loads / many.speed).reshape(copies, -1).max(axis=1).min()) <= target:
             break
     finish = (many.loads / many.speed).reshape(copies, num_ranks).max(axis=1)
-    best = int(finish.argmin())
+    idle = (slots == work.size).all(axis=1).reshape(copies, num_ranks).any(axis=1)  # a shuffle may leave a rank nothing
+    best = int(np.where(idle, np.inf, finish).argmin())
     if finish[best] >= (table.loads / table.speed).max():
         return table
-    return _Table(slots.reshape(copies, num_ranks, -1)[best], table.values[:-1], table.speed, table.counts)
+    return _Table(slots.reshape(copies, num_ranks, -1)[best], work, table.speed, table.counts)
 
 
 def _slots(labels: Ints, num_ranks: int, counts: Counts, n: int) -> Ints:

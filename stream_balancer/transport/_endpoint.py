@@ -19,11 +19,14 @@ from __future__ import annotations
 
 import atexit
 import logging
+import os
 import threading
 import time
 import weakref
 from abc import abstractmethod
 from collections import deque
+from functools import lru_cache
+from multiprocessing.util import Finalize
 from typing import Protocol
 
 import torch
@@ -107,6 +110,7 @@ class Endpoint:
     # life
 
     def _start(self) -> None:
+        _shut_all_when_this_process_ends()
         _OPEN.add(self)
         self._reader.start()
 
@@ -236,11 +240,26 @@ class Endpoint:
 _OPEN: weakref.WeakSet[Endpoint] = weakref.WeakSet()
 
 
-def _shut_all() -> None:
+@lru_cache(1)
+def _shut_all_when_this_process_ends() -> None:
     """A thread inside gloo while the interpreter goes away would end the process with SIGABRT, so wake and join them
-    all."""
+    all; and what a rank acknowledged last shall arrive.
+
+    multiprocessing ends its children without running ``atexit``, but runs what is registered with itself; a child
+    forgets what its parent registered.
+    """
+    Finalize(None, _shut_all, exitpriority=0)
+
+
+def _shut_all() -> None:
     for endpoint in list(_OPEN):
         endpoint._shut_at_exit()
 
 
-atexit.register(_shut_all)
+def _forget_the_parents() -> None:
+    _OPEN.clear()  # its links, whose threads are not in this process
+    _shut_all_when_this_process_ends.cache_clear()
+
+
+atexit.register(_shut_all)  # before multiprocessing's own, where both run: it is idempotent
+os.register_at_fork(after_in_child=_forget_the_parents)

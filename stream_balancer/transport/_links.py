@@ -522,8 +522,8 @@ class PortBase(Endpoint):
         self._fetcher.hang_up()
 
     def _shut_at_exit(self) -> None:
-        if self._left:  # its last acknowledgements may not have gone out
-            self.close()
+        if self._left or self._doom is not None or self._outbox or self._ledger:
+            self.close()  # its last acknowledgements may not have arrived
         else:
             self._shut()
 

@@ -18,8 +18,9 @@ def run(*command):
 def test_every_example_is_tested_and_short():
     files = {path.name: path.read_text() for path in EXAMPLES.glob("*.py")}
     torchrun = {"torchrun_single_controller.py", "torchrun_every_rank_generates.py"}
-    assert files.keys() == {"single_process.py", "blocking_loop.py", "torchspec_dispatch.py", *torchrun}
-    assert all(text.count("\n") < 60 for text in files.values())
+    elsewhere = {"torchspec_dispatch.py", "ray_cluster.py"}  # tests/unit, tests/integrations
+    assert files.keys() == {"single_process.py", "blocking_loop.py", *elsewhere, *torchrun}
+    assert all(text.count("\n") < 90 for text in files.values())
 
 
 def test_single_process():

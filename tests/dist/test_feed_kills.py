@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from stream_balancer.dispatch import serve
+from stream_balancer.errors import RankLostError
 from stream_balancer.feed import RankFeed
 from stream_balancer.testing.transports import ScriptedBalancer, make_batch
 from stream_balancer.transport.torch_dist import TorchTransport
@@ -146,3 +147,25 @@ async def _stop() -> None:
     for rank in range(2):
         assert [said[0] for said in told[rank]] == list(range(steps))
     assert balancer.acknowledged == list(range(steps))
+
+
+def _acknowledge_and_return(address: str, raises: bool) -> None:
+    """A child that ends without closing its feed: multiprocessing then runs no ``atexit``."""
+    feed = RankFeed(address, rank=0, dp_size=1, auto_ack=False)
+    next(feed).ack()
+    if raises:
+        raise LookupError("a bug in the trainer")
+
+
+@pytest.mark.parametrize("raises", [False, True])
+async def test_what_a_child_acknowledged_last_arrives_though_it_ends_at_once(raises: bool) -> None:
+    balancer = ScriptedBalancer([make_batch(step, 1) for step in range(2)])
+    with anyio.fail_after(GUARD_S):
+        async with TorchTransport.listen(dp_size=1) as transport:
+            child = _PROCESSES.Process(target=_acknowledge_and_return, args=(transport.address or "", raises))
+            child.start()
+            with pytest.raises(RankLostError, match="closed its feed"):
+                await serve(balancer, transport)
+            await anyio.to_thread.run_sync(child.join)
+    assert balancer.acknowledged == [0]
+    assert child.exitcode == int(raises)

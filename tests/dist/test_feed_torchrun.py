@@ -30,9 +30,11 @@ async def _drill(folder: Path) -> None:
     with anyio.fail_after(GUARD_S):
         async with TorchTransport.listen(dp_size=2) as transport:
             launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "2"]
+            # torchrun lets restarted processes use the old store, where gloo may read the address of one that died
+            environment = {**os.environ, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
             command = [sys.executable, *launch, SCRIPT, transport.address or "", str(folder)]
             trainer = subprocess.Popen(  # noqa: ASYNC220 - before anything runs
-                command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env={**os.environ}
+                command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment
             )
             try:
                 await serve(balancer, transport, rejoin_timeout_s=GUARD_S)

@@ -7,6 +7,7 @@ import importlib
 import pickle
 import subprocess
 import sys
+from fnmatch import fnmatch
 from pathlib import Path
 from types import ModuleType
 
@@ -69,3 +70,11 @@ def test_an_unknown_name_is_an_attribute_error() -> None:
 def test_the_package_can_be_sent_by_name() -> None:
     """Ray pickles functions with the modules they name."""
     assert pickle.loads(pickle.dumps(sb)) is sb  # noqa: S301 - our own bytes
+
+
+def test_pytest_looks_into_every_folder_of_tests(pytestconfig: pytest.Config) -> None:
+    passed_over = pytestconfig.getini("norecursedirs")  # pytest's own list has "dist" and "build"
+    tests = Path(__file__).parents[1]
+    folders = {folder for path in tests.rglob("test_*.py") for folder in path.relative_to(tests).parts[:-1]}
+    assert {"aio", "dist", "integrations", "unit"} <= folders
+    assert [folder for folder in folders if any(fnmatch(folder, pattern) for pattern in passed_over)] == []

@@ -6,7 +6,7 @@ import itertools
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from stream_balancer.planning import lower_bound, partition
@@ -60,6 +60,7 @@ def test_every_rollout_is_on_one_rank_and_no_rank_is_idle(costs, num_ranks, coun
 
 
 @given(many_costs, st.lists(st.floats(0.1, 10), min_size=1, max_size=6), kinds)
+@example([1.0, 1.0, 3.0, 12.0, 13.0], [1.0, 3.0, 0.25, 1.0], "free")  # the slowest was best left without any
 def test_with_speeds_too(costs, speeds, counts):
     shares = partition(costs, len(speeds), counts, speeds)
     check(costs, shares, len(speeds), counts)
