@@ -1,4 +1,4 @@
-"""When a batch leaves, and what is in it. Everything that changes a balancer's state is in this file.
+"""When a batch leaves, and what becomes of it. Everything that changes a balancer's state is in this file.
 
 Pure: time is an argument, nothing waits, nothing is sent. The shell (``balancer``) and the simulator drive the same
 object::
@@ -22,21 +22,26 @@ from __future__ import annotations
 import math
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import fields, replace
-from itertools import islice
+from dataclasses import replace
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from stream_balancer._admission import Schema, check_fits, check_schema, cost_of, schema_of
+from stream_balancer._batching import make_batch, rows_of
 from stream_balancer._buffer import Buffer
 from stream_balancer._counts import Counts, idle, unavoidable
+from stream_balancer._derived import (
+    auto_of,
+    calibration_of,
+    describe_knobs,
+    plan_knobs,
+    same_shadows,
+    tracked_group_size,
+)
 from stream_balancer._idle import IdleTimes
-from stream_balancer.auto_window import AutoWindow
-from stream_balancer.calibration import Calibration
 from stream_balancer.config import BalancerConfig
-from stream_balancer.cost import CalibratedCost
 from stream_balancer.errors import ClosedResourceError, ConfigError, DuplicateRolloutError, RolloutError, WouldBlock
 from stream_balancer.pacing import Pacer
 from stream_balancer.planning import Plan, PlanKnobs, Waiting, plan_batch
@@ -46,8 +51,6 @@ from stream_balancer.planning.partition import TOLERANCE
 from stream_balancer.types import (
     Batch,
     EvictReason,
-    MicroBatch,
-    RankBatch,
     Reason,
     Rollout,
     Snapshot,
@@ -87,10 +90,10 @@ class BalancerCore:
         """``tolerance``: how near to the lower bound partitions are sought; simulations may do with less."""
         self.config = config
         self._tolerance = tolerance
-        self._knobs = _plan_knobs(config, tolerance)
-        self._calibration = _new_calibration(config)
-        self._auto = _new_auto(config, config.window)
-        self._buffer = Buffer(_tracked_group_size(config))
+        self._knobs = plan_knobs(config, tolerance)
+        self._calibration = calibration_of(config)
+        self._auto = auto_of(config, config.window)
+        self._buffer = Buffer(tracked_group_size(config))
         self._held_ids: set[str] = set()
         self._past_ids: OrderedDict[str, None] = OrderedDict()
         self._schema: Schema | None = None
@@ -200,7 +203,7 @@ class BalancerCore:
         buffer, config = self._buffer, self.config
         if buffer.num_ready < config.min_batch_size or self.is_sibling(rollouts[0]):
             return True
-        places = max(len(rollouts), _tracked_group_size(config) or 1 if rollouts[0].group_id is not None else 1)
+        places = max(len(rollouts), tracked_group_size(config) or 1 if rollouts[0].group_id is not None else 1)
         if len(buffer) + buffer.num_awaited + places > config.capacity:
             return False
         limit = config.capacity_bytes
@@ -230,7 +233,7 @@ class BalancerCore:
     def completed_by(self, rollouts: Sequence[Rollout]) -> list[Rollout] | None:
         """What ``accept`` is asked about: these rollouts and the waiting siblings whose group they complete; None
         while others of the group must still come. O(n) for the last of a group, else O(1)."""
-        group_id, size = rollouts[0].group_id, _tracked_group_size(self.config)
+        group_id, size = rollouts[0].group_id, tracked_group_size(self.config)
         if group_id is None or size is None:
             return list(rollouts)
         if self._buffer.num_arrived(group_id) + len(rollouts) < size:
@@ -243,7 +246,7 @@ class BalancerCore:
         costs = self.check_all(rollouts)
         self._counts.accepted += len(rollouts)
         group_id = rollouts[0].group_id
-        if group_id is None or _tracked_group_size(self.config) is None:
+        if group_id is None or tracked_group_size(self.config) is None:
             gone = list(rollouts)
         else:  # through the buffer, which knows then that nobody else will come
             for rollout, cost in zip(rollouts, costs, strict=True):
@@ -330,7 +333,9 @@ class BalancerCore:
         planner = _PLANNERS[self.config.policy]
         waiting = self._buffer.waiting(due)
         plan = planner(waiting, self._knobs, num_rollouts=num_rollouts, step=self._next_step)
-        batch = self._make_batch(plan, reason, now)
+        batch = make_batch(
+            plan, self._buffer, dp_size=self.config.dp_size, step=self._next_step, reason=reason, now=now
+        )
         enough = min(self.config.min_batch_size, len(self._buffer)) - 1
         enough_at = float(self._buffer.arrived_at[enough])
         asked_at = now if asked_at is None else asked_at
@@ -351,7 +356,7 @@ class BalancerCore:
             return None
         planner = _PLANNERS[self.config.policy]
         plan = planner(self._buffer.waiting(due), self._knobs, num_rollouts=num_rollouts, step=self._next_step)
-        return plan, int(self._buffer.lengths[_all_rows(plan)].sum())
+        return plan, int(self._buffer.lengths[rows_of(plan)].sum())
 
     def lengths_and_ages(self, now: float) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
         """[n] tokens of the waiting rollouts, [n] seconds they have waited; oldest first. O(n)."""
@@ -413,46 +418,8 @@ class BalancerCore:
 
     # -- out -----------------------------------------------------------------------------------------------------------
 
-    def _make_batch(self, plan: Plan, reason: Reason, now: float) -> Batch:
-        rows = _all_rows(plan)
-        rollouts, lengths = self._buffer.rollouts(rows), self._buffer.lengths[rows]
-        shares = _micro_batches(plan, rollouts, lengths.tolist())
-        num_padding = _fill_up(shares, rollouts, self._next_step)
-        loads: list[float] = (plan.loads if plan.rates is None else plan.loads / plan.rates).tolist()
-        tokens, loss_tokens = int(lengths.sum()), int(self._buffer.loss_tokens[rows].sum())
-        return Batch(
-            step=self._next_step,
-            reason=reason,
-            ranks=tuple(
-                RankBatch(
-                    step=self._next_step,
-                    rank=rank,
-                    dp_size=self.config.dp_size,
-                    micro_batches=tuple(share),
-                    load=loads[rank],
-                    global_num_rollouts=len(rollouts),
-                    global_num_tokens=tokens,
-                    global_num_loss_tokens=loss_tokens,
-                )
-                for rank, share in enumerate(shares)
-            ),
-            num_rollouts=len(rollouts),
-            num_tokens=tokens,
-            loads=tuple(loads),
-            lower_bound=plan.lower_bound,
-            oldest_wait_s=max(now - float(self._buffer.arrived_at[rows].min()), 0.0),
-            num_padding=num_padding,
-            incomplete_groups=self._group_ids(plan.incomplete_groups),
-        )
-
-    def _group_ids(self, labels: Sequence[int]) -> tuple[str, ...]:
-        if not labels:
-            return ()
-        rows = np.flatnonzero(np.isin(self._buffer.labels, labels))
-        return tuple(sorted({r.group_id for r in self._buffer.rollouts(rows) if r.group_id is not None}))
-
     def _commit(self, batch: Batch, plan: Plan) -> None:
-        rows = _all_rows(plan)
+        rows = rows_of(plan)
         if self._calibration is not None and not batch.num_padding and not self._has_own_costs:
             self._calibration.expect(batch.step, [[self._buffer.lengths[one] for one in share] for share in plan.ranks])
         self._note_arrivals()
@@ -676,7 +643,7 @@ class BalancerCore:
             raise ConfigError(
                 f"dp_size cannot change live (it is {self.config.dp_size}): ranks are connected. Start a new balancer"
             )
-        if _tracked_group_size(config) != _tracked_group_size(self.config) and len(self._buffer):
+        if tracked_group_size(config) != tracked_group_size(self.config) and len(self._buffer):
             raise ConfigError(
                 f"group_size cannot change while {len(self._buffer)} rollouts wait: their groups are being counted. "
                 "Change it before the first put"
@@ -684,13 +651,13 @@ class BalancerCore:
         for rollout in self._buffer.rollouts():
             cost_of(rollout, config.cost)  # raises, before anything has changed
         if not len(self._buffer):
-            self._buffer = Buffer(_tracked_group_size(config))
+            self._buffer = Buffer(tracked_group_size(config))
         if (config.cost, config.speeds) != (self.config.cost, self.config.speeds):
-            self._calibration = _new_calibration(config)
-        if self._auto is None or not _same_shadows(config, self.config):
-            self._auto = _new_auto(config, self.config.window)
+            self._calibration = calibration_of(config)
+        if self._auto is None or not same_shadows(config, self.config):
+            self._auto = auto_of(config, self.config.window)
         self.config = config if self._auto is None else config.at_window(self._auto.window)
-        self._knobs = _plan_knobs(config, self._tolerance)
+        self._knobs = plan_knobs(config, self._tolerance)
         self._reprice()
         self._not_before = -math.inf
         self._num_aging = self._count_aging()
@@ -710,7 +677,7 @@ class BalancerCore:
             version=self._version,
             next_step=self._next_step,
             counts=self._counts.totals(),
-            knobs=_describe_knobs(self.config),
+            knobs=describe_knobs(self.config),
             calibration=None if self._calibration is None else self._calibration.state(),
             auto_window=None if self._auto is None else self._auto.state(),
         )
@@ -809,83 +776,3 @@ class BalancerCore:
         assert not waiting & flying
         assert self._held_ids == waiting | flying
         assert self._num_aging == self._count_aging()
-
-
-def _all_rows(plan: Plan) -> NDArray[np.int64]:
-    """Rows of the plan's rollouts, rank by rank, micro-batch by micro-batch."""
-    return np.concatenate([rows for micro_batches in plan.ranks for rows in micro_batches])
-
-
-def _describe_knobs(config: BalancerConfig) -> dict[str, Any]:
-    """The knobs as numbers and strings, for the record."""
-    plain = (int, float, str, type(None))
-    values = {f.name: getattr(config, f.name) for f in fields(config) if f.init}
-    return {name: value if isinstance(value, plain) else repr(value) for name, value in values.items()}
-
-
-def _new_auto(config: BalancerConfig, window: int) -> AutoWindow | None:
-    """From the window that was in force."""
-    return AutoWindow(config.batch_size, config.auto_windows, window) if config.auto_windows else None
-
-
-def _same_shadows(config: BalancerConfig, other: BalancerConfig) -> bool:
-    """Whether what was learned for one says something about the other."""
-    return all(
-        getattr(config, name) == getattr(other, name)
-        for name in ("auto_windows", "batch_size", "max_skips", "cost", "speeds", "counts", "group_size", "groups")
-    )
-
-
-def _new_calibration(config: BalancerConfig) -> Calibration | None:
-    if not isinstance(config.cost, CalibratedCost):
-        return None
-    return Calibration(config.cost, config.dp_size, config.speeds)
-
-
-def _tracked_group_size(config: BalancerConfig) -> int | None:
-    """Siblings that a group must have before it may leave; None where groups play no part."""
-    return None if config.groups == "free" else config.group_size
-
-
-def _plan_knobs(config: BalancerConfig, tolerance: float) -> PlanKnobs:
-    return PlanKnobs(
-        num_ranks=config.dp_size,
-        batch_size=config.batch_size,
-        max_skips=config.max_skips,
-        counts=config.counts,
-        sync=config.sync,
-        groups="free" if config.group_size is None else config.groups,
-        max_tokens_per_micro_batch=config.max_tokens_per_micro_batch,
-        padded=config.cost.padded,
-        speeds=None if config.speeds is None else np.array(config.speeds, dtype=np.float64),
-        micro_batch_multiple=config.micro_batch_multiple,
-        pipeline_order=config.micro_batch_order == "pipeline",
-        oversize=config.oversize,
-        group_size=config.group_size,
-        tolerance=tolerance,
-    )
-
-
-def _micro_batches(plan: Plan, rollouts: list[Rollout], lengths: list[int]) -> list[list[MicroBatch]]:
-    """[rank][micro_batch] of the rollouts, which come in the plan's order. O(n)."""
-    going, of = iter(rollouts), iter(lengths)
-    return [
-        [MicroBatch.of(list(islice(going, rows.size)), tuple(islice(of, rows.size))) for rows in micro_batches]
-        for micro_batches in plan.ranks
-    ]
-
-
-def _fill_up(shares: list[list[MicroBatch]], real: Sequence[Rollout], step: int) -> int:
-    """Give every rank the same number of micro-batches, with zero-weight copies of the shortest rollout; how many. In
-    place.
-
-    Only the drain, a deadline or a large ``micro_batch_multiple`` can leave a rank short: planning never makes an empty
-    micro-batch while there are rollouts to split.
-    """
-    most = max(len(share) for share in shares)
-    missing = [(rank, index) for rank, share in enumerate(shares) for index in range(len(share), most)]
-    if missing:
-        shortest = min(real, key=lambda r: r.num_tokens)
-        for rank, index in missing:
-            shares[rank].append(MicroBatch.of([shortest.padding_copy(f"padding-{step}-{rank}-{index}")]))
-    return len(missing)
