@@ -31,15 +31,15 @@ WIDTHS = (1.0, 1.25, 1.5, 2.0, 3.0)
 dispatches of mean age, which nobody should get without asking."""
 START = 2.0
 """Batches of window before anything is known: the default of a fixed window."""
-TARGET = 0.0025
+TARGET = 0.001
 """Idle share that is not worth waiting for."""
-SHRINK = 0.001
+SHRINK = 0.0005
 """... and below which a smaller window is trusted."""
 MEMORY = 40.0
 """Dispatches of a shadow after which a batch counts a third. Fewer follow faster, and noise moves the window."""
 LEAST = 8
 """Dispatches of every shadow before the first fit."""
-AGREE = 4
+AGREE = 8
 """Fits in a row that must find a smaller window sure before it is taken: a window that is too small idles far more
 than one that is too large ages."""
 
