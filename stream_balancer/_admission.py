@@ -12,7 +12,7 @@ from stream_balancer.config import BalancerConfig
 from stream_balancer.errors import RolloutError
 from stream_balancer.types import Rollout
 
-__all__ = ["Schema", "check_fits", "check_group", "check_schema", "cost_of", "schema_of"]
+__all__ = ["Schema", "check_fits", "check_group", "check_schema", "cost_of", "costs_of", "schema_of"]
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -52,6 +52,17 @@ def cost_of(rollout: Rollout, model: Callable[[Ints], Floats]) -> float:
     return cost
 
 
+def costs_of(rollouts: Sequence[Rollout], model: Callable[[Ints], Floats]) -> list[float]:
+    """:func:`cost_of` for each, asking the model once."""
+    if len(rollouts) == 1 or any(rollout.cost is not None for rollout in rollouts):
+        return [cost_of(rollout, model) for rollout in rollouts]
+    costs = np.asarray(model(np.array([rollout.num_tokens for rollout in rollouts], dtype=np.int64)), dtype=np.float64)
+    if not (np.isfinite(costs).all() and (costs >= 0).all()):
+        return [cost_of(rollout, model) for rollout in rollouts]  # raises, and names one
+    found: list[float] = costs.tolist()
+    return found
+
+
 def check_group(rollouts: Sequence[Rollout]) -> None:
     """Raise RolloutError unless they are siblings."""
     if not rollouts:
@@ -69,6 +80,9 @@ def schema_of(rollout: Rollout) -> Schema:
 
 
 def check_schema(rollout: Rollout, schema: Schema) -> None:
+    """Raise RolloutError for one whose columns or scalars are not those. O(columns)."""
+    if _has_schema(rollout, *schema):
+        return
     columns, scalars = schema_of(rollout)
     if columns != schema[0]:
         raise RolloutError(
@@ -82,6 +96,19 @@ def check_schema(rollout: Rollout, schema: Schema) -> None:
             f"{sorted(schema[1])}: they "
             "could not share a batch. Give every rollout the same scalars, or use metadata for what only some have"
         )
+
+
+def _has_schema(rollout: Rollout, columns: dict[str, tuple[object, tuple[int, ...]]], scalars: frozenset[str]) -> bool:
+    """Without building what a message needs: every put comes here."""
+    if len(rollout.tokens) != len(columns) or rollout.scalars.keys() != scalars:
+        return False
+    for name, column in rollout.tokens.items():
+        like = columns.get(name)
+        if like is None or column.dtype is not like[0]:
+            return False
+        if (column.ndim > 1 or like[1]) and column.shape[1:] != like[1]:
+            return False
+    return True
 
 
 def _describe(columns: dict[str, tuple[object, tuple[int, ...]]]) -> str:

@@ -28,7 +28,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from stream_balancer._admission import Schema, check_fits, check_schema, cost_of, schema_of
+from stream_balancer._admission import Schema, check_fits, check_schema, cost_of, costs_of, schema_of
 from stream_balancer._batching import make_batch, rows_of
 from stream_balancer._buffer import Buffer
 from stream_balancer._counts import Counts, idle, unavoidable
@@ -119,6 +119,13 @@ class BalancerCore:
     def check(self, rollout: Rollout) -> float:
         """Raise what ``add`` would raise for this rollout, except WouldBlock; else its cost. Changes nothing.
         O(columns)."""
+        self._check_alone(rollout)
+        if self._schema is not None:
+            check_schema(rollout, self._schema)
+        return cost_of(rollout, self._cost_model)
+
+    def _check_alone(self, rollout: Rollout) -> None:
+        """Its kind, its id and its size."""
         if self._ended:
             raise ClosedResourceError(
                 "put() after end(): the balancer takes no more rollouts. Put before calling end()"
@@ -139,9 +146,6 @@ class BalancerCore:
                 "evicted). If this is a retry, all is well; else give every rollout an id of its own"
             )
         check_fits(rollout, self.config)
-        if self._schema is not None:
-            check_schema(rollout, self._schema)
-        return cost_of(rollout, self._cost_model)
 
     def has_room(self, rollout: Rollout) -> bool:
         """Whether there is room for it now. O(1)."""
@@ -171,9 +175,10 @@ class BalancerCore:
 
     def check_all(self, rollouts: Sequence[Rollout]) -> list[float]:
         """Raise what ``add_all`` would raise, except WouldBlock; else the costs. Changes nothing. O(k columns)."""
-        costs = [self.check(rollout) for rollout in rollouts]
         if len(rollouts) == 1:
-            return costs
+            return [self.check(rollouts[0])]
+        for rollout in rollouts:
+            self._check_alone(rollout)
         if len({r.rollout_id for r in rollouts}) < len(rollouts):
             raise DuplicateRolloutError(
                 "two rollouts of one put_group() have the same rollout_id; give each an id of its own"
@@ -187,7 +192,7 @@ class BalancerCore:
         schema = self._schema or schema_of(rollouts[0])
         for rollout in rollouts:
             check_schema(rollout, schema)
-        return costs
+        return costs_of(rollouts, self._cost_model)
 
     def _check_room(self, rollouts: Sequence[Rollout]) -> None:
         if not self._has_room(rollouts):

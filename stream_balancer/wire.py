@@ -409,8 +409,8 @@ def encode(share: RankBatch, *, max_bytes: int = 2**62, narrow: bool = True) -> 
         group_ids=[r.group_id for r in rollouts],
         versions=[r.version for r in rollouts],
         costs=[None if r.cost is None else float(r.cost) for r in rollouts],
-        scalars=[_plain_scalars(r.scalars) for r in rollouts],
-        metadata=[dict(r.metadata) for r in rollouts],
+        scalars=[_plain_scalars(r.scalars) if r.scalars else _NONE for r in rollouts],
+        metadata=[dict(r.metadata) if r.metadata else _NONE for r in rollouts],
         tensors=[[_describe(k, t, tuple(t.shape)) for k, t in r.tensors.items()] for r in rollouts],
         padding=[i for i, r in enumerate(rollouts) if r.is_padding],
     )
@@ -433,6 +433,9 @@ def encode(share: RankBatch, *, max_bytes: int = 2**62, narrow: bool = True) -> 
         meta_crc=zlib.crc32(packed),
     )
     return Encoded(frame, share, packed, plan)
+
+
+_NONE: dict[str, Any] = {}  # one for all: thousands of new ones would wake the garbage collector
 
 
 def _encode_other(value: object) -> object:

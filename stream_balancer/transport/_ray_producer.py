@@ -36,7 +36,7 @@ from stream_balancer.types import Rollout
 __all__ = ["INLINE_BYTES", "RayOutlet"]
 
 INLINE_BYTES = 64 * 1024  # below that an object costs more than its bytes; Ray's own limit for arguments is 100 KiB
-BUNDLE_BYTES = 16 * 2**20
+BUNDLE_BYTES = 2 * 2**20  # what is larger travels alone: the next one is written while this one is taken in
 BUNDLE_PUTS = 1024
 _RETRY_S = 0.1  # between attempts to write into a full store
 
