@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import itertools
 import math
+from collections import defaultdict
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ from numpy.typing import NDArray
 import stream_balancer as sb
 from stream_balancer import auto_window
 from stream_balancer._core import BalancerCore
-from stream_balancer.auto_window import AutoWindow, candidates
+from stream_balancer.auto_window import AGREE, AutoWindow, candidates
 from stream_balancer.planning import PlanKnobs, Waiting, choose_batch, plan_batch
 from stream_balancer.snapshot import read_state_dict, state_dict
 
@@ -143,14 +144,23 @@ class TestShadows:
             assert np.flatnonzero(choose_batch(waiting, knobs, num_rollouts=16)).tolist() == sorted(sent.tolist())
 
     def test_they_foresee_what_a_fixed_window_idles(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """In the mean of three streams: a shadow sees a part of each, and one stream's tail tells little."""
         monkeypatch.setattr(auto_window, "MEMORY", 1e9)
-        lengths = lognormal(32 * 400, 0.9, seed=3)
-        core = core_of()
-        run(core, lengths)
-        foreseen = core.statistics(0.0).idle_by_window
-        for window, idle in foreseen.items():
-            fixed = sb.simulate(trace_of(lengths), config(window=window, max_skips=8, capacity=192), tolerance=0.05)
-            assert idle == pytest.approx(fixed.overall.unavoidable_idle, rel=0.35, abs=0.006), window
+        foreseen: dict[int, list[float]] = defaultdict(list)
+        fixed: dict[int, list[float]] = defaultdict(list)
+        for seed in (3, 5, 7):
+            lengths = lognormal(32 * 400, 0.9, seed=seed)
+            core = core_of()
+            run(core, lengths)
+            for window, idle in core.statistics(0.0).idle_by_window.items():
+                foreseen[window].append(idle)
+                report = sb.simulate(
+                    trace_of(lengths), config(window=window, max_skips=8, capacity=192), tolerance=0.05
+                )
+                fixed[window].append(report.overall.unavoidable_idle)
+        assert len(foreseen) == 5
+        for window, idles in foreseen.items():
+            assert np.mean(idles) == pytest.approx(np.mean(fixed[window]), rel=0.2, abs=0.006), window
 
     def test_groups_are_chosen_whole(self) -> None:
         knobs = PlanKnobs(2, 8, 9, groups="same_batch", group_size=4)
@@ -209,11 +219,12 @@ class TestChoice:
         shares = {4: 0.0, 8: 0.0, 12: 0.0}
         monkeypatch.setattr(AutoWindow, "idle_by_window", property(lambda self: shares))
         told = []
-        for share in (0.002, 0.0, 0.0, 0.0, 0.002, *[0.0] * 4, 0.002, 0.003):
+        between = (auto_window.SHRINK + auto_window.TARGET) / 2
+        for share in (between, *[0.0] * (AGREE - 1), between, *[0.0] * AGREE, between, 2 * auto_window.TARGET):
             shares[4] = shares[8] = share
             auto._fit()
             told.append(auto.window)
-        assert told == [8, 8, 8, 8, 8, 8, 8, 8, 4, 4, 12], "it grows at once, and shrinks after four fits that agree"
+        assert told == [*[8] * (2 * AGREE), 4, 4, 12], "it grows at once, and shrinks after so many fits that agree"
 
     @pytest.mark.parametrize("seed", [1, 2])
     def test_on_a_drifting_stream_it_is_as_good_as_the_best_fixed_window_and_younger(self, seed: int) -> None:
