@@ -551,6 +551,14 @@ class BrokenCost:
         return np.where(lengths == 13, math.nan, lengths)
 
 
+async def test_a_group_with_one_bad_cost_is_refused_whole() -> None:
+    async with sb.StreamBalancer(config(cost=BrokenCost())) as balancer:
+        group = [make_rollout(length, f"r{length}", group_id="g") for length in (12, 13, 14)]
+        with pytest.raises(sb.RolloutError, match="the cost model gave nan for rollout 'r13'"):
+            await balancer.put_group(group)
+        assert balancer.statistics().accepted == 0
+
+
 @pytest.mark.parametrize(
     ("knobs", "rollout", "error", "says"),
     [
