@@ -17,6 +17,7 @@ __all__ = ["auto_of", "calibration_of", "describe_knobs", "plan_knobs", "same_sh
 
 
 def plan_knobs(config: BalancerConfig, tolerance: float) -> PlanKnobs:
+    """What the planner needs to know of them; ``tolerance``: how near to the lower bound it seeks."""
     return PlanKnobs(
         num_ranks=config.dp_size,
         batch_size=config.batch_size,
@@ -41,7 +42,7 @@ def tracked_group_size(config: BalancerConfig) -> int | None:
 
 
 def auto_of(config: BalancerConfig, window: int) -> AutoWindow | None:
-    """From the window that was in force."""
+    """What fits the window, beginning with the one in force; None for a fixed window."""
     return AutoWindow(config.batch_size, config.auto_windows, window) if config.auto_windows else None
 
 
@@ -54,6 +55,7 @@ def same_shadows(config: BalancerConfig, other: BalancerConfig) -> bool:
 
 
 def calibration_of(config: BalancerConfig) -> Calibration | None:
+    """A fresh one; None for a cost that does not learn."""
     if not isinstance(config.cost, CalibratedCost):
         return None
     return Calibration(config.cost, config.dp_size, config.speeds)

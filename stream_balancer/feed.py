@@ -182,11 +182,12 @@ class RankFeed:
                 version = self._version
                 try:
                     batch = self._take()
-                except (EndOfStream, ProducerLostError) as error:  # no more will come
+                except ProducerLostError:
+                    self._leave()
+                    raise
+                except EndOfStream:
                     if self._taken.end():
                         self.close()
-                    if isinstance(error, ProducerLostError):
-                        raise
                     raise StopIteration from None
                 if batch is not None:
                     return batch
@@ -209,11 +210,12 @@ class RankFeed:
                     if batch is not None:
                         return batch
                     await arrival.wait()
-                except (EndOfStream, ProducerLostError) as error:
+                except ProducerLostError:
+                    self._leave()
+                    raise
+                except EndOfStream:
                     if self._taken.end():
                         await self.aclose()
-                    if isinstance(error, ProducerLostError):
-                        raise
                     raise StopAsyncIteration from None
                 finally:
                     self._wake = None
@@ -230,6 +232,12 @@ class RankFeed:
                 yield
             finally:
                 self._asked_at = None
+
+    def _leave(self) -> None:
+        """No more will come: say good-bye once all is acknowledged, so that the last acknowledgement arrives though the
+        process may end now."""
+        if self._taken.end():
+            self._port.leave()
 
     def _take(self) -> RankBatch | None:
         if self._closed:

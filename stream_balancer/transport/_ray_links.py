@@ -25,22 +25,9 @@ from stream_balancer.errors import (
 )
 from stream_balancer.handover import Holder
 from stream_balancer.transport import StepDone
-from stream_balancer.transport._puts import (
-    Limits,
-    Mode,
-    Offer,
-    Withdrawal,
-    reason_of,
-)
+from stream_balancer.transport._puts import Limits, Mode, Offer, Withdrawal, reason_of
 from stream_balancer.transport._ray_channel import Message, Peer, cause_of
-from stream_balancer.transport._ray_store import (
-    Lost,
-    Share,
-    Stored,
-    read_bundle,
-    read_whole,
-    write_share,
-)
+from stream_balancer.transport._ray_store import Lost, Share, Stored, read_bundle, read_whole, write_share
 from stream_balancer.types import RankBatch, Rollout
 
 __all__ = ["RayIntake", "RayLink"]

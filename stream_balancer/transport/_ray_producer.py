@@ -13,23 +13,10 @@ import anyio
 import anyio.lowlevel
 import ray
 
-from stream_balancer.errors import (
-    ClosedResourceError,
-    WireError,
-)
-from stream_balancer.transport._puts import (
-    ENDED,
-    Limits,
-    Mode,
-    PutLedger,
-    Ticket,
-    Withdrawn,
-    error_of,
-)
+from stream_balancer.errors import ClosedResourceError, WireError
+from stream_balancer.transport._puts import ENDED, Limits, Mode, PutLedger, Ticket, Withdrawn, error_of
 from stream_balancer.transport._ray_channel import Caller, Message, cause_of
-from stream_balancer.transport._ray_store import (
-    write_bundle,
-)
+from stream_balancer.transport._ray_store import write_bundle
 from stream_balancer.transport._slabs import SlabPool
 from stream_balancer.types import Rollout
 

@@ -16,19 +16,10 @@ import ray
 from numpy.typing import NDArray
 from torch import Tensor
 
-from stream_balancer.errors import (
-    AlreadyInUseError,
-    ClosedResourceError,
-    EndOfStream,
-    RankLostError,
-)
+from stream_balancer.errors import AlreadyInUseError, ClosedResourceError, EndOfStream, RankLostError
 from stream_balancer.transport import StepDone
 from stream_balancer.transport._ray_channel import Caller, Message
-from stream_balancer.transport._ray_store import (
-    Share,
-    complete,
-    frame_of,
-)
+from stream_balancer.transport._ray_store import Share, complete, frame_of
 from stream_balancer.transport._slabs import SlabPool
 from stream_balancer.types import RankBatch
 from stream_balancer.wire import Frame, decode

@@ -14,6 +14,7 @@ import socket
 import threading
 import time
 import weakref
+from abc import abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import suppress
@@ -145,8 +146,9 @@ class _Served:
         elif self.open:
             self.hub._deadlines[self] = time.monotonic() + within_s
 
+    @abstractmethod
     def _ready(self, mask: int) -> None:
-        raise NotImplementedError
+        """The selector says so."""
 
     def fail(self, error: Exception) -> None:
         """It is over."""

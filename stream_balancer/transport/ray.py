@@ -19,22 +19,14 @@ from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Any, Self
 
-from stream_balancer.errors import (
-    AlreadyInUseError,
-    ClosedResourceError,
-    RankLostError,
-)
+from stream_balancer.errors import AlreadyInUseError, ClosedResourceError, RankLostError
 from stream_balancer.transport._loop import Arrivals
-from stream_balancer.transport._puts import (
-    Limits,
-)
+from stream_balancer.transport._puts import Limits
 from stream_balancer.transport._ray_channel import Message, Peer, cause_of
 from stream_balancer.transport._ray_links import RayIntake, RayLink
 from stream_balancer.transport._ray_producer import RayOutlet
 from stream_balancer.transport._ray_rank import RayPort
-from stream_balancer.transport._ray_store import (
-    Lost,
-)
+from stream_balancer.transport._ray_store import Lost
 
 __all__ = ["RayLink", "RayOutlet", "RayPort", "RayTransport"]
 
