@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test lint types unit soak docs pictures bench bench-peers test-integrations clean
+.PHONY: help install demo test test-all lint types unit soak docs pictures bench bench-peers test-integrations clean
 
 help:  ## list the targets
 	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-18s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -23,7 +23,10 @@ $(STAMP): pyproject.toml constraints.txt
 demo: install  ## watch real processes train the same rollouts, first round-robin, then balanced
 	$(BIN)/stream-balancer demo $(ARGS)
 
-test: lint types unit  ## ruff, the strict type checker, all tests
+test: lint types unit  ## ruff, the strict type checker, the tests: every promise once, in minutes
+
+test-all: lint types install  ## the same with the slow tests, which CI runs
+	$(BIN)/python -m pytest -m "not soak" $(ARGS)
 
 lint: install
 	$(BIN)/ruff check .
