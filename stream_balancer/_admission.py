@@ -22,6 +22,11 @@ Schema = tuple[dict[str, tuple[object, tuple[int, ...]]], frozenset[str]]
 
 def check_fits(rollout: Rollout, config: BalancerConfig) -> None:
     """Raise RolloutError for one that could never be dispatched, or never be let in."""
+    if rollout.group_id is None and config.group_size is not None and config.groups != "free":
+        raise RolloutError(
+            f"config has group_size={config.group_size}, but rollout {rollout.rollout_id!r} has no group_id: it would "
+            "count as a group of its own. Give the siblings of one prompt the same group_id, or leave group_size out"
+        )
     cap = config.max_tokens_per_micro_batch
     if cap is not None and rollout.num_tokens > cap and config.oversize == "refuse":
         raise RolloutError(

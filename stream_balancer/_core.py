@@ -653,10 +653,10 @@ class BalancerCore:
                 f"group_size cannot change while {len(self._buffer)} rollouts wait: their groups are being counted. "
                 "Change it before the first put"
             )
-        for rollout in self._buffer.rollouts():
-            cost_of(rollout, config.cost)  # raises, before anything has changed
-        if not len(self._buffer):
+        self._check_waiting_fit(config)
+        if tracked_group_size(config) != tracked_group_size(self.config):
             self._buffer = Buffer(tracked_group_size(config))
+            self._arrivals_seen = 0
         if (config.cost, config.speeds) != (self.config.cost, self.config.speeds):
             self._calibration = calibration_of(config)
         if self._auto is None or not same_shadows(config, self.config):
@@ -666,6 +666,22 @@ class BalancerCore:
         self._reprice()
         self._not_before = -math.inf
         self._num_aging = self._count_aging()
+
+    def _check_waiting_fit(self, config: BalancerConfig) -> None:
+        """Raise ConfigError if a rollout that waits could not leave under these knobs. O(n)."""
+        cap, lengths = config.max_tokens_per_micro_batch, self._buffer.lengths
+        if cap is not None and config.oversize == "refuse" and int(lengths.max(initial=0)) > cap:
+            longest = self._buffer.rollouts(lengths.argmax(keepdims=True))[0]
+            raise ConfigError(
+                f"max_tokens_per_micro_batch ({cap}) with oversize='refuse' is below rollout {longest.rollout_id!r}, "
+                f"which waits and has {longest.num_tokens} tokens: no batch could take it. Use a cap >= "
+                f"{longest.num_tokens} until it has left, or set oversize='alone'"
+            )
+        for rollout in self._buffer.rollouts():
+            try:
+                cost_of(rollout, config.cost)
+            except RolloutError as error:
+                raise ConfigError(f"this cost does not fit a rollout that waits: {error}") from None
 
     # -- checkpoints ---------------------------------------------------------------------------------------------------
 

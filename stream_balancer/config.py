@@ -91,7 +91,8 @@ class BalancerConfig:
     speeds: tuple[float, ...] | None = None
     """Relative speed of each rank: a rank of speed 0.5 gets half the work. None = all alike."""
     group_size: int | None = None
-    """Siblings per group (GRPO), which a ``group_id`` names. None = groups play no part."""
+    """Siblings per group (GRPO), which a ``group_id`` names: every rollout must have one then, unless groups are "free".
+    None = groups play no part."""
     groups: Groups = "same_batch"
     """Siblings leave in the "same_batch", on the "same_rank" (costs balance), or "free". Only with ``group_size``."""
     max_staleness: int | None = None

@@ -91,7 +91,8 @@ class CoreMachine(RuleBasedStateMachine):
     @precondition(lambda self: not self.ended)
     @rule(length=st.integers(1, 64), group=st.integers(0, 3), lag=st.integers(0, 2))
     def add(self, length: int, group: int, lag: int) -> None:
-        grouped = self.core.config.group_size is not None and group > 0
+        config = self.core.config
+        grouped = config.group_size is not None and (group > 0 or config.groups != "free")
         version = None if self.version is None else max(self.version - lag, 0)
         rollout = sb.Rollout(
             tokens={"input_ids": IDS[:length]},
@@ -199,7 +200,8 @@ class CoreMachine(RuleBasedStateMachine):
     @precondition(lambda self: not self.ended)
     @rule(length=st.integers(1, 64), group=st.integers(0, 3), lag=st.integers(0, 2))
     def filter_out(self, length: int, group: int, lag: int) -> None:
-        grouped = self.core.config.group_size is not None and group > 0
+        config = self.core.config
+        grouped = config.group_size is not None and (group > 0 or config.groups != "free")
         version = None if self.version is None else max(self.version - lag, 0)
         name = str(next(self.names))
         rollout = sb.Rollout(
