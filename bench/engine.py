@@ -69,7 +69,7 @@ def put_seconds(waiting: int, probes: int = 2000) -> tuple[float, float]:
 
     async def run() -> tuple[float, float]:
         config = sb.BalancerConfig(
-            dp_size=DP_SIZE, batch_size=BATCH_SIZE, window=max(4 * waiting, 2 * BATCH_SIZE), max_skips=10**6
+            dp_size=DP_SIZE, batch_size=BATCH_SIZE, window=max(4 * waiting, 2 * BATCH_SIZE), max_skips=None
         )
         async with sb.StreamBalancer(config) as balancer:
             rollouts = make_rollouts(waiting + probes, 1)

@@ -90,7 +90,7 @@ def drive(stream: Stream, knobs: PlanKnobs, window: int, steps: int, sync_rows: 
         chosen = np.concatenate([one for share in plan.ranks for one in share])
         stays = np.ones(held.size, dtype=np.bool_)
         stays[chosen] = False
-        broken += int((skips[stays & complete] >= knobs.max_skips).sum())
+        broken += int((skips[stays & complete] >= (knobs.max_skips or np.inf)).sum())
         if step >= WARM_UP:
             spent += elapsed
             rate = np.ones(knobs.num_ranks) if knobs.speeds is None else knobs.speeds

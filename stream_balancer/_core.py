@@ -671,7 +671,7 @@ class BalancerCore:
         """Raise ConfigError if a rollout that waits could not leave under these knobs. O(n)."""
         cap, lengths = config.max_tokens_per_micro_batch, self._buffer.lengths
         if cap is not None and config.oversize == "refuse" and int(lengths.max(initial=0)) > cap:
-            longest = self._buffer.rollouts(lengths.argmax(keepdims=True))[0]
+            longest = self._buffer.rollouts(lengths.argmax(0, keepdims=True))[0]
             raise ConfigError(
                 f"max_tokens_per_micro_batch ({cap}) with oversize='refuse' is below rollout {longest.rollout_id!r}, "
                 f"which waits and has {longest.num_tokens} tokens: no batch could take it. Use a cap >= "
@@ -733,7 +733,8 @@ class BalancerCore:
         for rollout in replan:
             self._hold(rollout, self.check(rollout), oldest)
         for rollout, waited_s, skips in zip(snapshot.waiting, snapshot.waited_s, snapshot.skips, strict=True):
-            self._hold(rollout, self.check(rollout), now - float(waited_s), min(int(skips), self.config.max_skips))
+            most = int(skips) if self.config.max_skips is None else self.config.max_skips
+            self._hold(rollout, self.check(rollout), now - float(waited_s), min(int(skips), most))
         self._buffer.restore_groups(snapshot.group_arrivals)
         for batch in again:
             self._in_flight[batch.step] = batch

@@ -38,8 +38,15 @@ if TYPE_CHECKING:
         def __get__(self, config: object, owner: object) -> int: ...
         def __set__(self, config: object, value: int | Literal["auto"]) -> None: ...
 
+    class MaxSkips:
+        """A knob that is given as an int, None or "auto", and read as an int or None."""
+
+        def __get__(self, config: object, owner: object) -> int | None: ...
+        def __set__(self, config: object, value: int | Literal["auto"] | None) -> None: ...
+
 
 _DERIVED: Any = None  # a default that __post_init__ computes from the other knobs
+_AUTO: Any = "auto"  # the same, for a knob of which None says something
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,8 +69,10 @@ class BalancerConfig:
     deadline_s: float | None = None
     """... or once the oldest has waited this long, in seconds. Then a batch may be smaller than ``batch_size``, which
     is why the default is None: wait for the window."""
-    max_skips: int = _DERIVED
-    """No rollout is passed over by more dispatches than this. Default: 8, or what the window and the capacity need."""
+    max_skips: MaxSkips = _AUTO
+    """No rollout is passed over by more dispatches than this. "auto" (read back, it is the number): 8, or what the
+    window and the capacity need. None = no bound: outliers may wait for the drain. Holds while no more than
+    ``capacity`` wait: see docs/planning.md."""
     capacity: int = _DERIVED
     """``put()`` waits once this many rollouts wait, places kept for siblings of waiting groups counted in. Default
     ``2 * window``."""
@@ -91,8 +100,8 @@ class BalancerConfig:
     speeds: tuple[float, ...] | None = None
     """Relative speed of each rank: a rank of speed 0.5 gets half the work. None = all alike."""
     group_size: int | None = None
-    """Siblings per group (GRPO), which a ``group_id`` names: every rollout must have one then, unless groups are "free".
-    None = groups play no part."""
+    """Siblings per group (GRPO), which a ``group_id`` names. Every rollout must have one then, unless groups are
+    "free". None = groups play no part."""
     groups: Groups = "same_batch"
     """Siblings leave in the "same_batch", on the "same_rank" (costs balance), or "free". Only with ``group_size``."""
     max_staleness: int | None = None
@@ -115,7 +124,7 @@ class BalancerConfig:
 
     def __post_init__(self) -> None:
         given = {f.name: getattr(self, f.name) for f in fields(self) if f.init}
-        object.__setattr__(self, "_given", {k: v for k, v in given.items() if v is not None})
+        object.__setattr__(self, "_given", {k: v for k, v in given.items() if v is not None or k == "max_skips"})
         object.__setattr__(self, "auto_windows", ())
         _check_values(self)
         self._derive()
@@ -142,7 +151,8 @@ class BalancerConfig:
         default("window", 2 * self.batch_size if self.policy == "window" else self.batch_size)
         default("capacity", 2 * self._largest_window)
         default("min_batch_size", self.dp_size)
-        default("max_skips", max(8, self.least_max_skips))
+        if self._given["max_skips"] == "auto":
+            object.__setattr__(self, "max_skips", max(8, self.least_max_skips))
 
     def at_window(self, window: int) -> BalancerConfig:
         """The same knobs with another of :attr:`auto_windows` in force."""
@@ -201,7 +211,8 @@ def _check_values(config: BalancerConfig) -> None:
     for name in _POSITIVE_INTS:
         _check_int(name, getattr(config, name))
     for name in _OPTIONAL_INTS:
-        if getattr(config, name) is not None and (name, getattr(config, name)) != ("window", "auto"):
+        auto = name in ("window", "max_skips") and getattr(config, name) == "auto"
+        if getattr(config, name) is not None and not auto:
             _check_int(name, getattr(config, name))
     for name in ("max_staleness", "remember_ids"):
         if getattr(config, name) is not None:
@@ -244,7 +255,8 @@ def _auto_windows(c: BalancerConfig) -> tuple[int, ...]:
 
     def legal(window: int) -> bool:
         capacity = 2 * window if c.capacity is None else c.capacity
-        if c.max_skips is not None and c.max_skips < smallest_max_skips(window, c.batch_size, capacity, c._whole):
+        skips = c._given["max_skips"]
+        if isinstance(skips, int) and skips < smallest_max_skips(window, c.batch_size, capacity, c._whole):
             return False
         return c.max_staleness is None or window <= (c.max_staleness + 1) * c.batch_size
 
@@ -301,7 +313,7 @@ def _check_combinations(c: BalancerConfig) -> None:
             f"policy {c.policy!r} sends the oldest batch_size rollouts, so window ({c.window}) must equal batch_size "
             f"({c.batch_size}). Leave window out"
         )
-    if c.max_skips < c.least_max_skips:
+    if c.max_skips is not None and c.max_skips < c.least_max_skips:
         raise ConfigError(
             f"max_skips ({c.max_skips}) is too small for window ({c.window}) and capacity ({c.capacity}) at batch_size "
             f"({c.batch_size}): every rollout would always be due, or a full buffer could not leave in time. "

@@ -308,7 +308,7 @@ def as_policy(config: BalancerConfig, policy: Policy) -> BalancerConfig:
     """The same knobs under another policy, window and ``max_skips`` derived anew where the policy fixes the window."""
     if policy == config.policy:
         return config
-    return config.replace(policy=policy, window=None, max_skips=None, capacity=None)
+    return config.replace(policy=policy, window=None, max_skips="auto", capacity=None)
 
 
 def simulate(

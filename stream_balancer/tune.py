@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -52,7 +52,7 @@ class Outcome:
     policy: str
     """"window", or what is usual elsewhere: "round_robin", "fifo"."""
     window: int
-    max_skips: int
+    max_skips: int | None
     deadline_s: float | None
     idle_fraction: float
     """Share of rank time spent waiting for the slowest rank."""
@@ -151,7 +151,7 @@ def tune(
     max_added_age: float = 2.0,
     tolerance: float = 0.0025,
     windows: Sequence[int] | None = None,
-    max_skips: Sequence[int] | None = None,
+    max_skips: Sequence[int | None] | None = None,
     deadlines_s: Sequence[float | None] | None = None,
     slots: int = 128,
     tokens_per_second: float = 30.0,
@@ -168,8 +168,8 @@ def tune(
     :param config: the knobs that are not swept; ``capacity`` and what else is derived from the window follows it.
     :param max_added_age: the most mean dispatches of waiting to recommend, above those without a window.
     :param tolerance: idle share that is not worth a larger window, a looser ``max_skips`` or a longer deadline.
-    :param windows: rollouts; None = 1 to 4 batches. Then, for each, ``max_skips`` and ``deadlines_s`` (None in it: no
-        deadline) in every combination that the config allows.
+    :param windows: rollouts; None = 1 to 4 batches. Then, for each, ``max_skips`` (None in it: no bound) and
+        ``deadlines_s`` (None in it: no deadline) in every combination that the config allows.
     :param slots: and ``tokens_per_second``, ``trainer``, ``seed``: as in :func:`~stream_balancer.simulate`.
     :param processes: simulate in so many processes, each importing ``__main__`` anew (guard it with
         ``if __name__ == "__main__"``); it pays from some seconds of work on.
@@ -178,7 +178,7 @@ def tune(
     Raises ConfigError for bounds or settings that make no sense, and what ``simulate`` raises.
     """
     _check(max_added_age, tolerance)
-    base = config.replace(policy="window", window=None, max_skips=None, deadline_s=None, capacity=None)
+    base = config.replace(policy="window", window=None, max_skips="auto", deadline_s=None, capacity=None)
     times = math.ceil(LEAST_BATCHES * config.batch_size / len(trace))
     trace = trace.repeated(times)
     arrivals = finish_times(trace, slots, tokens_per_second, seed)
@@ -234,7 +234,7 @@ def _settings(
     config: BalancerConfig,
     batch_s: float,
     windows: Sequence[int] | None,
-    max_skips: Sequence[int] | None,
+    max_skips: Sequence[int | None] | None,
     deadlines_s: Sequence[float | None] | None,
 ) -> Iterator[BalancerConfig]:
     """Each once, smallest window first, without what the config refuses."""
@@ -260,17 +260,17 @@ def _for_window(
     base: BalancerConfig,
     window: int,
     batch_s: float,
-    max_skips: Sequence[int] | None,
+    max_skips: Sequence[int | None] | None,
     deadlines_s: Sequence[float | None] | None,
-) -> Iterator[tuple[int | None, float | None]]:
+) -> Iterator[tuple[int | Literal["auto"] | None, float | None]]:
     """``max_skips`` and ``deadline_s`` to try: all combinations of what was asked for, else each around the middle."""
     least = base.replace(window=window).least_max_skips
-    skips: Sequence[int] = max_skips or [max(at_least, times * least) for at_least, times in PATIENCE]
+    skips: Sequence[int | None] = max_skips or [max(at_least, times * least) for at_least, times in PATIENCE]
     if deadlines_s:
         yield from ((most, deadline_s) for most in skips for deadline_s in deadlines_s)
         return
     if window == base.batch_size and not max_skips:
-        yield None, None  # nothing is ever passed over
+        yield "auto", None  # nothing is ever passed over
         return
     yield from ((most, None) for most in skips)
     fills_s = batch_s * window / base.batch_size
@@ -279,7 +279,7 @@ def _for_window(
 
 
 def _or_refused(
-    base: BalancerConfig, window: int, max_skips: int | None, deadline_s: float | None
+    base: BalancerConfig, window: int, max_skips: int | Literal["auto"] | None, deadline_s: float | None
 ) -> BalancerConfig | None:
     try:
         return base.replace(window=window, max_skips=max_skips, deadline_s=deadline_s)
@@ -366,7 +366,14 @@ def _recommend(
     enough = min(o.idle_fraction for o in eligible) + tolerance
     close = [o for o in eligible if o.idle_fraction <= enough]
     none = math.inf if prefer_deadline else 0.0
-    return min(close, key=lambda o: (o.window, o.max_skips, none if o.deadline_s is None else o.deadline_s))
+    return min(
+        close, key=lambda o: (o.window, _least_first(o.max_skips), none if o.deadline_s is None else o.deadline_s)
+    )
+
+
+def _least_first(max_skips: int | None) -> float:
+    """For sorting: no bound is the loosest."""
+    return math.inf if max_skips is None else max_skips
 
 
 def _why(choice: Outcome, outcomes: Sequence[Outcome], fifo: Outcome, max_added_age: float) -> str:

@@ -41,6 +41,7 @@ __all__ = [
     "fail",
     "lengths_of",
     "one_line_errors",
+    "skips_of",
     "trace_of",
     "trainer_of",
 ]
@@ -180,6 +181,14 @@ def trainer_of(text: str) -> float | Literal["instant", "matched"]:
         return float(text)
     except ValueError:
         raise ConfigError(f"--trainer {text}: use instant, matched, or a number of work units per second") from None
+
+
+def skips_of(text: str) -> int | None:
+    """``max_skips`` as a user writes it."""
+    try:
+        return None if text == "none" else int(text)
+    except ValueError:
+        fail(f"--max-skips {text}: write a whole number of dispatches, or none for no bound")
 
 
 def config_of(**knobs: Any) -> BalancerConfig:

@@ -34,6 +34,7 @@ from stream_balancer.cli._options import (
     cost_of,
     lengths_of,
     one_line_errors,
+    skips_of,
     trainer_of,
 )
 
@@ -55,7 +56,10 @@ def replay(
     deadline_s: Annotated[
         float | None, typer.Option(help="... or once the oldest has waited so long. (default: wait for the window)")
     ] = None,
-    max_skips: Annotated[int | None, typer.Option(help="No rollout is passed over more often. (default: 8)")] = None,
+    max_skips: Annotated[
+        str | None,
+        typer.Option(metavar="N", help="No rollout is passed over more often; 'none' = no bound. (default: 8)"),
+    ] = None,
     capacity: Annotated[int | None, typer.Option(help="Puts wait at so many. (default: 2 x window)")] = None,
     cost: Cost = "tokens",
     counts: CountsOption = Counts.free,
@@ -88,7 +92,6 @@ def replay(
             batch_size=batch_size,
             window=window,
             deadline_s=deadline_s,
-            max_skips=max_skips,
             capacity=capacity,
             cost=cost_of(cost),
             counts=counts.value,
@@ -97,6 +100,8 @@ def replay(
             group_size=group_size,
             groups=groups.value,
         )
+        if max_skips is not None:
+            config = config.replace(max_skips=skips_of(max_skips))
         policies: tuple[Policy, ...] = ("round_robin", "fifo", "window")
         runs = {policy: as_policy(config, policy) for policy in policies}
         how = {

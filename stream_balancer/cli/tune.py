@@ -35,6 +35,7 @@ from stream_balancer.cli._options import (
     fail,
     lengths_of,
     one_line_errors,
+    skips_of,
     trainer_of,
 )
 
@@ -62,7 +63,8 @@ def tune(
         str | None, typer.Option(metavar="N,N,...", help="Windows to try. (default: 1 to 4 batches)")
     ] = None,
     max_skips: Annotated[
-        str | None, typer.Option(metavar="N,N,...", help="max_skips to try. (default: three for each window)")
+        str | None,
+        typer.Option(metavar="N,N,...", help="max_skips to try; 'none' too. (default: three for each window)"),
     ] = None,
     deadlines: Annotated[
         str | None,
@@ -116,7 +118,7 @@ def tune(
             max_added_age=max_age,
             tolerance=tolerance,
             windows=_ints("--windows", windows),
-            max_skips=_ints("--max-skips", max_skips),
+            max_skips=None if max_skips is None else [skips_of(part) for part in max_skips.split(",")],
             deadlines_s=_deadlines(deadlines),
             slots=slots,
             tokens_per_second=tokens_per_second,

@@ -40,6 +40,10 @@ _LIGHT_SHARE = 2
 more idle)."""
 
 
+_UNBOUNDED = 2**62
+"""Skips that nobody will live to see: ``max_skips=None``."""
+
+
 @dataclass(frozen=True, slots=True)
 class Waiting:
     """The waiting rollouts as columns, in arrival order (oldest first)."""
@@ -64,7 +68,8 @@ class PlanKnobs:
 
     num_ranks: int
     batch_size: int
-    max_skips: int
+    max_skips: int | None
+    """None = no bound."""
     counts: Counts = "free"
     sync: Sync = "step"
     groups: Groups = "free"
@@ -277,8 +282,9 @@ class _Units:
         sizes = np.bincount(unit_of, minlength=num_units)
         peaks = np.zeros(num_units)
         np.maximum.at(peaks, unit_of, waiting.costs)
-        remaining = np.full(num_units, knobs.max_skips, dtype=np.int64)
-        np.minimum.at(remaining, unit_of, np.maximum(knobs.max_skips - waiting.skips, 0))
+        patience = _UNBOUNDED if knobs.max_skips is None else min(knobs.max_skips, _UNBOUNDED)
+        remaining = np.full(num_units, patience, dtype=np.int64)
+        np.minimum.at(remaining, unit_of, np.maximum(patience - waiting.skips, 0))
         due = np.zeros(num_units, dtype=np.bool_)
         due[unit_of[waiting.due]] = True
         ready = np.ones(num_units, dtype=np.bool_)
@@ -399,12 +405,14 @@ def _forced(units: _Units, knobs: PlanKnobs) -> Bools:
     """Units that must go so that nobody is ever passed over by more than max_skips dispatches.
 
     Of the units with at most j skips left, at most j * batch_size rollouts may stay behind: the next j dispatches take
-    them (earliest deadline first: Liu and Layland 1973; proof in docs/planning.md). O(W + max_skips).
+    them (earliest deadline first: Liu and Layland 1973; proof in docs/planning.md). From j = ready / batch_size on that
+    is all of them: O(W), however large max_skips is.
     """
     forced = np.zeros(units.sizes.size, dtype=np.bool_)
     sent = knobs.batch_size - units.slack
     ready = np.flatnonzero(units.ready)  # an incomplete group's patience starts when it is complete
-    waiting_by_deadline = np.cumsum(np.bincount(units.remaining[ready], weights=units.sizes[ready], minlength=1))
+    soon = ready[units.remaining[ready] <= int(units.sizes[ready].sum()) // sent]
+    waiting_by_deadline = np.cumsum(np.bincount(units.remaining[soon], weights=units.sizes[soon], minlength=1))
     taken = 0  # rollouts forced so far; all of them have at most j skips left
     for j in range(waiting_by_deadline.size):
         need = int(waiting_by_deadline[j]) - j * sent - taken

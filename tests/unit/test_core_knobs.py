@@ -1,7 +1,8 @@
-"""Knobs that change while rollouts wait: what waits can still leave, or the change is refused and nothing has changed."""
+"""Knobs that change while rollouts wait: what waits can still leave, or the change is refused and changes nothing."""
 
 from __future__ import annotations
 
+import tracemalloc
 from typing import Any
 
 import pytest
@@ -48,8 +49,38 @@ def test_a_knob_changed_between_the_halves_of_a_group_does_not_forget_the_first(
 
 def test_a_grouped_balancer_refuses_a_rollout_without_a_group() -> None:
     core = core_of(batch_size=8, window=8, group_size=8)
-    with pytest.raises(sb.RolloutError, match="group_size=8, but rollout 'r' has no group_id.*same group_id, or leave"):
+    with pytest.raises(sb.RolloutError, match=r"group_size=8, but rollout 'r' has no group_id.*the same group_id, or"):
         core.add(make_rollout(5, "r"), 0.0)
     assert core.statistics(0.0).accepted == 0
     core = core_of(batch_size=8, window=8, group_size=8, groups="free")  # there groups play no part
     core.add(make_rollout(5), 0.0)
+
+
+@pytest.mark.parametrize("max_skips", [None, 10**8, 10**30])
+def test_no_bound_costs_nothing_and_plans_alike(max_skips: int | None) -> None:
+    """Work and memory follow what waits: 10^8 allocated 750 MB at every dispatch."""
+    core = core_of(dp_size=2, batch_size=4, window=12, max_skips=max_skips)
+    assert core.config.max_skips == max_skips
+    core.add_all(list(make_rollouts([3, 4, 500, 4, 3, 4, 5, 3, 4, 3, 3, 4], minimal=True)), 0.0)
+    tracemalloc.start()
+    batch = core.poll(0.0)
+    peak_bytes = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert batch is not None
+    assert peak_bytes < 10**6
+    assert 500 not in [r.num_tokens for r in batch.rollouts]  # an outlier may wait
+    core.end()
+    while core.poll(0.0) is not None:
+        pass
+    core.verify()
+
+
+def test_no_bound_survives_replace_and_restore() -> None:
+    core = core_of(max_skips=None)
+    assert core.config.replace(window=6).max_skips is None
+    assert core.config.replace(max_skips="auto").max_skips == 8
+    core.add_all(list(make_rollouts([3, 70, 5, 6])), 0.0)
+    core.poll(0.0)
+    again = core_of(max_skips=None)
+    again.restore(core.snapshot(0.0), 0.0)
+    again.verify()
