@@ -3,7 +3,9 @@ present."""
 
 from __future__ import annotations
 
+import importlib
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -46,3 +48,13 @@ def traces_dir() -> Path:
     if not folder.is_dir():
         pytest.skip(f"no length traces at {folder} (set STREAM_BALANCER_TRACES to their folder)")
     return folder
+
+
+@pytest.fixture(scope="module")
+def short_sweeps() -> Iterator[None]:
+    """`tune` simulates fewer batches a setting, and hardly balances them."""
+    tune = importlib.import_module("stream_balancer.tune")  # sb.tune is the function
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tune, "LEAST_BATCHES", 50)
+        patch.setattr(tune, "PARTITION_TOLERANCE", 0.05)
+        yield

@@ -246,6 +246,7 @@ class TestDemo:
         assert "Traceback" not in result.output
 
 
+@pytest.mark.usefixtures("short_sweeps")
 class TestTune:
     OPTIONS = (
         "--dp-size",
@@ -261,11 +262,6 @@ class TestTune:
         "--processes",
         1,
     )
-
-    @pytest.fixture(autouse=True)
-    def _short_runs(self, monkeypatch: pytest.MonkeyPatch) -> None:
-
-        monkeypatch.setattr(sys.modules["stream_balancer.tune"], "LEAST_BATCHES", 100)
 
     def test_table_and_recommendation(self, trace: Path) -> None:
         result = run("tune", trace, *self.OPTIONS)
@@ -291,7 +287,7 @@ class TestTune:
 
     def test_short_runs_are_said_to_be_repeated(self, tmp_path: Path) -> None:
         path = tmp_path / "few.csv"
-        path.write_text(HEADER + "\n".join(f"p{i},0,{1 + i * i % 50}" for i in range(100)))
+        path.write_text(HEADER + "\n".join(f"p{i},0,{1 + i * i % 50}" for i in range(50)))
         assert "the trace 4 times over" in run("tune", path, *self.OPTIONS).stdout
 
     @pytest.mark.parametrize(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from xml.etree import ElementTree
@@ -18,12 +17,10 @@ from stream_balancer.trace import LengthModel
 
 
 @pytest.fixture(scope="module")
-def report() -> Iterator[sb.TuneReport]:
+def report(short_sweeps: None) -> sb.TuneReport:
     trace = sb.generate_trace(400, LengthModel(mu=5.0, sigma_between=0.0, sigma_within=1.4))
     config = sb.BalancerConfig(dp_size=2, batch_size=4)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys.modules["stream_balancer.tune"], "LEAST_BATCHES", 100)
-        yield sb.tune(trace, config, windows=[4, 8], max_skips=[8], deadlines_s=[None, 90.0])
+    return sb.tune(trace, config, windows=[4, 8], max_skips=[8], deadlines_s=[None, 90.0])
 
 
 def test_a_page_is_well_formed_and_fetches_nothing(report: sb.TuneReport) -> None:

@@ -3,15 +3,17 @@
 
 from __future__ import annotations
 
-import os
+import importlib
 import re
-import subprocess
-import sys
 import textwrap
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from forked import run_python
+from typer.testing import CliRunner
+
+from stream_balancer.cli import app
 
 ROOT = Path(__file__).parents[2]
 STAGES = ROOT / "tests" / "snippets"
@@ -57,9 +59,7 @@ def name(snippet: Snippet) -> str:
 
 @pytest.mark.parametrize("snippet", [s for s in ALL if s.excerpt_of is None], ids=name)
 def test_it_runs(snippet: Snippet, tmp_path: Path) -> None:
-    command = [sys.executable, "-W", "error", "-c", snippet.program()]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=100)
+    done = run_python("-c", snippet.program(), cwd=tmp_path)
     assert done.returncode == 0, done.stderr
 
 
@@ -82,12 +82,24 @@ PROGRAM = ".venv/bin/stream-balancer "
 COMMANDS = [line.removeprefix(PROGRAM) for line in PAGES[0].read_text().splitlines() if line.startswith(PROGRAM)]
 
 
+@pytest.mark.parametrize("command", COMMANDS)
+def test_the_readmes_commands_run_on_few_rollouts(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, short_sweeps: None
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(importlib.import_module("stream_balancer.tune"), "LEAST_BATCHES", 12)
+    few, changes = re.subn(r"generate:(\w+):\d+", r"generate:\1:400", command)
+    assert changes == 1
+    done = CliRunner().invoke(app, few.split())
+    assert done.exit_code == 0, done.output
+    assert "idle" in done.stdout
+
+
+@pytest.mark.slow
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("command", COMMANDS)
 def test_the_readmes_commands_run(command: str, tmp_path: Path) -> None:
-    arguments = [sys.executable, "-m", "stream_balancer.cli", *command.split()]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(arguments, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=380)
+    done = run_python("-m", "stream_balancer.cli", *command.split(), cwd=tmp_path, timeout_s=380)
     assert done.returncode == 0, done.stderr
     assert "idle" in done.stdout
 

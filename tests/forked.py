@@ -1,0 +1,170 @@
+"""Python programs in processes forked from one that has loaded torch.
+
+An interpreter of its own imports torch for two seconds before it does anything, and these tests start hundreds. The
+server that forks has no threads and no process groups, so what it forks is as good as new.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import ctypes
+import multiprocessing
+import os
+import runpy
+import signal
+import subprocess
+import sys
+import threading
+import traceback
+import types
+import warnings
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import NoReturn
+
+PROCESSES = multiprocessing.get_context("forkserver")
+PROCESSES.set_forkserver_preload(
+    ["forked", "stream_balancer.feed", "stream_balancer.transport.torch_dist", "stream_balancer.journal"]
+)
+
+
+class Python:
+    """``python -W error *arguments``: ``-c code``, ``-m module ...`` or ``file ...``. Used like ``subprocess.Popen``.
+
+    :param finalize: end as an interpreter does, destructors and all, which takes half a second. Otherwise threads are
+        joined and exit handlers run, and no more.
+    """
+
+    def __init__(
+        self,
+        *arguments: object,
+        cwd: Path | None = None,
+        environment: Mapping[str, str] | None = None,
+        finalize: bool = False,
+    ) -> None:
+        (out, its_out), (errors, its_errors) = PROCESSES.Pipe(duplex=False), PROCESSES.Pipe(duplex=False)
+        place, variables = str(cwd or Path.cwd()), dict(os.environ if environment is None else environment)
+        self.args = tuple(map(str, arguments))
+        self._process = PROCESSES.Process(
+            target=_run, args=(self.args, place, variables, its_out, its_errors, finalize)
+        )
+        self._process.start()
+        for pipe in (its_out, its_errors):
+            pipe.close()
+        self.stdout, self.stderr = (open(os.dup(pipe.fileno())) for pipe in (out, errors))  # noqa: SIM115
+        for pipe in (out, errors):
+            pipe.close()
+
+    @property
+    def pid(self) -> int:
+        assert self._process.pid is not None
+        return self._process.pid
+
+    @property
+    def returncode(self) -> int | None:
+        return self._process.exitcode
+
+    def send_signal(self, number: int) -> None:
+        os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self._process.kill()
+
+    def wait(self, timeout_s: float | None = None) -> int:
+        self._process.join(timeout_s)
+        if self.returncode is None:
+            raise TimeoutError(f"{self.args} still runs after {timeout_s} s")
+        return self.returncode
+
+    def communicate(self, timeout_s: float | None = None) -> tuple[str, str]:
+        """All it printed from now on; waits until it has ended."""
+        with ThreadPoolExecutor(2) as readers, self.stdout, self.stderr:
+            said = [readers.submit(stream.read) for stream in (self.stdout, self.stderr)]
+            try:
+                self.wait(timeout_s)
+            except BaseException:
+                self.kill()
+                raise
+            return said[0].result(), said[1].result()
+
+
+def run_python(
+    *arguments: object, cwd: Path | None = None, environment: Mapping[str, str] | None = None, timeout_s: float = 100
+) -> subprocess.CompletedProcess[str]:
+    """As ``subprocess.run``: once it has ended, its exit code and what it printed."""
+    process = Python(*arguments, cwd=cwd, environment=environment)
+    out, errors = process.communicate(timeout_s)
+    assert process.returncode is not None
+    return subprocess.CompletedProcess(process.args, process.returncode, out, errors)
+
+
+@contextlib.contextmanager
+def started(
+    *arguments: object, environment: Mapping[str, str] | None = None, finalize: bool = False
+) -> Iterator[Python]:
+    """A process that is ended in any case."""
+    process = Python(*arguments, environment=environment, finalize=finalize)
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+        process.stderr.close()
+
+
+def _run(
+    arguments: tuple[str, ...],
+    cwd: str,
+    environment: dict[str, str],
+    out: Connection,
+    errors: Connection,
+    finalize: bool,
+) -> NoReturn:
+    for number, pipe in ((1, out), (2, errors)):
+        os.dup2(pipe.fileno(), number)
+        pipe.close()
+    sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
+    os.chdir(cwd)
+    os.environ.clear()
+    os.environ.update(environment)
+    warnings.simplefilter("error")
+    code = _exit_code(*arguments)
+    if finalize:
+        ctypes.pythonapi.Py_Exit(code)
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    os._exit(code)
+
+
+def _exit_code(how: str, *rest: str) -> int:
+    """Runs the program as ``__main__``, in the main thread."""
+    main = sys.modules["__main__"] = types.ModuleType("__main__")
+    try:
+        if how == "-m":
+            sys.argv = [*rest]
+            runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
+        elif how == "-c":
+            sys.argv = ["-c", *rest[1:]]
+            exec(compile(rest[0], "<string>", "exec"), vars(main))
+        else:
+            sys.argv = [how, *rest]
+            sys.path.insert(0, str(Path(how).parent))
+            main.__file__ = how
+            exec(compile(Path(how).read_text(), how, "exec"), vars(main))
+    except SystemExit as end:
+        if end.code is None or isinstance(end.code, int):
+            return end.code or 0
+        print(end.code, file=sys.stderr)  # noqa: T201
+        return 1
+    except KeyboardInterrupt:
+        traceback.print_exc()
+        return 128 + signal.SIGINT
+    except BaseException:  # noqa: BLE001 - as an interpreter does
+        traceback.print_exc()
+        return 1
+    return 0
