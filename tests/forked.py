@@ -13,6 +13,7 @@ import multiprocessing
 import os
 import runpy
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -25,6 +26,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import NoReturn
 
+GUARD_S = 50
 PROCESSES = multiprocessing.get_context("forkserver")
 PROCESSES.set_forkserver_preload(
     ["forked", "stream_balancer.feed", "stream_balancer.transport.torch_dist", "stream_balancer.journal"]
@@ -92,13 +94,29 @@ class Python:
 
 
 def run_python(
-    *arguments: object, cwd: Path | None = None, environment: Mapping[str, str] | None = None, timeout_s: float = 100
+    *arguments: object, cwd: Path | None = None, timeout_s: float = GUARD_S
 ) -> subprocess.CompletedProcess[str]:
     """As ``subprocess.run``: once it has ended, its exit code and what it printed."""
-    process = Python(*arguments, cwd=cwd, environment=environment)
+    process = Python(*arguments, cwd=cwd)
     out, errors = process.communicate(timeout_s)
     assert process.returncode is not None
     return subprocess.CompletedProcess(process.args, process.returncode, out, errors)
+
+
+def run_world(size: int, *arguments: object) -> str:
+    """``torchrun --nproc-per-node size *arguments`` without torchrun; what rank 0 printed."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    world = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(size)}
+    with contextlib.ExitStack() as stack:
+        ranks = [
+            stack.enter_context(started(*arguments, environment={**os.environ, **world, "RANK": str(rank)}))
+            for rank in range(size)
+        ]
+        said = [rank.communicate(GUARD_S) for rank in ranks]
+    for rank, (_, errors) in zip(ranks, said, strict=True):
+        assert rank.returncode == 0, errors
+    return said[0][0]
 
 
 @contextlib.contextmanager

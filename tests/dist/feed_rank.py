@@ -5,7 +5,6 @@ Prints ``ready`` once it has its first batch, and the steps it trained as its la
 
 from __future__ import annotations
 
-import os
 import sys
 import threading
 
@@ -53,7 +52,7 @@ def run(mode: str, address: str, rank: int, dp_size: int) -> None:
     say(*steps)
 
 
-def run_in_world() -> None:
+def run_in_world(backend: str) -> None:
     """Single-controller mode: rank 0 serves from a thread, and is fed like the others."""
     dist.init_process_group("gloo")
     rank = dist.get_rank()
@@ -66,7 +65,7 @@ def run_in_world() -> None:
             await serve(balancer, transport)
         acknowledged.extend(balancer.acknowledged)
 
-    controller = threading.Thread(target=anyio.run, args=(control,), kwargs={"backend": os.environ["BACKEND"]})
+    controller = threading.Thread(target=anyio.run, args=(control,), kwargs={"backend": backend})
     if rank == 0:
         controller.start()
     seen = []
@@ -99,14 +98,14 @@ def control(mode: str) -> None:
         await anyio.sleep(0.2)  # falls off the end without closing anything
 
     try:
-        anyio.run(main, backend=os.environ.get("BACKEND", "asyncio"))
+        anyio.run(main)
     except KeyboardInterrupt:
         say("interrupted")
 
 
 if __name__ == "__main__":
     if sys.argv[1] == "world":
-        run_in_world()
+        run_in_world(sys.argv[2])
     elif sys.argv[1] == "control":
         control(sys.argv[2])
     else:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import signal
-import subprocess
-import sys
 
 import anyio
+from forked import Python
 
 import stream_balancer as sb
 from stream_balancer.testing import make_rollout
@@ -24,13 +23,12 @@ except sb.BrokenResourceError:
 """  # never closed: the interpreter's exit must end the threads
 
 
-def start(address: str | None, name: str, count: int) -> subprocess.Popen[str]:
-    command = [sys.executable, "-c", SCRIPT, str(address), name, str(count)]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+def start(address: str | None, name: str, count: int) -> Python:
+    return Python("-c", SCRIPT, address, name, count)
 
 
-def ended(process: subprocess.Popen[str]) -> tuple[int, str, str]:
-    out, errors = process.communicate(timeout=40)
+def ended(process: Python) -> tuple[int | None, str, str]:
+    out, errors = process.communicate(40)
     return process.returncode, out, errors
 
 

@@ -5,12 +5,20 @@ import sys
 from pathlib import Path
 
 import pytest
+from forked import run_python, run_world
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
-def run(*command):
-    done = subprocess.run([*map(str, command)], capture_output=True, text=True, timeout=100, check=False)
+def run(example):
+    done = run_python(EXAMPLES / example)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def torchrun(ranks, *command):
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks]
+    done = subprocess.run([*map(str, launch + [*command])], capture_output=True, text=True, timeout=100, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -24,31 +32,33 @@ def test_every_example_is_tested_and_short():
 
 
 def test_single_process():
-    out = run(sys.executable, EXAMPLES / "single_process.py")
+    out = run("single_process.py")
     assert out.count("step ") == 8
     assert "(drain)" in out
 
 
 def test_blocking_loop():
-    out = run(sys.executable, EXAMPLES / "blocking_loop.py")
+    out = run("blocking_loop.py")
     assert out.endswith("200 rollouts accepted\n")
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_torchrun_single_controller(ranks):
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks]
-    out = run(*torchrun, EXAMPLES / "torchrun_single_controller.py")
+WORLDS = [(1, run_world), (2, run_world), pytest.param(2, torchrun, marks=pytest.mark.slow)]
+
+
+@pytest.mark.parametrize(("ranks", "launch"), WORLDS)
+def test_torchrun_single_controller(ranks, launch):
+    out = launch(ranks, EXAMPLES / "torchrun_single_controller.py")
     assert f"{96} rollouts trained on {ranks} ranks" in out
 
 
-@pytest.mark.parametrize(("ranks", "hand_over"), [(1, "direct"), (2, "direct"), (2, "balancer")])
-def test_torchrun_every_rank_generates(ranks, hand_over):
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks]
-    out = run(*torchrun, EXAMPLES / "torchrun_every_rank_generates.py", hand_over)
+@pytest.mark.parametrize("hand_over", ["direct", "balancer"])
+@pytest.mark.parametrize(("ranks", "launch"), WORLDS)
+def test_torchrun_every_rank_generates(ranks, launch, hand_over):
+    out = launch(ranks, EXAMPLES / "torchrun_every_rank_generates.py", hand_over)
     assert f"{48 * ranks} rollouts trained on {ranks} ranks" in out
 
 
 def test_torchspec_dispatch():
-    out = run(sys.executable, EXAMPLES / "torchspec_dispatch.py")
+    out = run("torchspec_dispatch.py")
     round_robin, balanced = (float(line.split(" has ")[1].partition("%")[0]) for line in out.splitlines())
     assert balanced < 1 < round_robin

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import anyio
 import pytest
+from forked import Python, run_world, started
 
 from stream_balancer.dispatch import serve
 from stream_balancer.errors import RankLostError
@@ -27,26 +23,9 @@ SCRIPT = str(Path(__file__).with_name("feed_rank.py"))
 GUARD_S = 55
 
 
-@contextmanager
-def started(*args: str, **environment: str) -> Iterator[subprocess.Popen[str]]:
-    """A process of ours, ended in any case."""
-    process = subprocess.Popen(
-        [sys.executable, SCRIPT, *args],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, **environment},
-    )
-    try:
-        yield process
-    finally:
-        process.kill()
-        process.communicate()
-
-
-def ended(process: subprocess.Popen[str]) -> tuple[int, list[str], str]:
+def ended(process: Python) -> tuple[int | None, list[str], str]:
     """Exit code, lines of output, errors."""
-    out, errors = process.communicate(timeout=GUARD_S)
+    out, errors = process.communicate(GUARD_S)
     return process.returncode, out.splitlines(), errors
 
 
@@ -62,7 +41,7 @@ async def _ways_out() -> None:
             address = transport.address or ""
             ranks = {}
             for rank, mode in enumerate(modes):
-                context = started(mode, address, str(rank), str(dp_size))
+                context = started(SCRIPT, mode, address, rank, dp_size, finalize=True)
                 ranks[mode] = (context, context.__enter__())
             try:
                 fed: set[int] = set()
@@ -76,7 +55,6 @@ async def _ways_out() -> None:
                     for step in range(2):
                         link.send(make_batch(step, dp_size).ranks[link.rank])
                 process = ranks["ctrl-c"][1]
-                assert process.stdout is not None
                 await anyio.to_thread.run_sync(process.stdout.readline)
                 await anyio.sleep(0.2)  # it is now blocked in next()
                 process.send_signal(signal.SIGINT)
@@ -93,22 +71,15 @@ async def _ways_out() -> None:
 
 @pytest.mark.parametrize("backend", ["asyncio", "trio"])
 def test_the_controller_may_live_in_rank_0(backend: str) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = str(free.getsockname()[1])
-    world = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2", "BACKEND": backend}
-    with started("world", RANK="0", **world) as first, started("world", RANK="1", **world) as second:
-        for process in (first, second):
-            code, out, errors = ended(process)
-            assert code == 0, errors
-            assert out[-1].split() == [str(step) for step in range(12)]
+    out = run_world(2, SCRIPT, "world", backend)
+    assert out.splitlines()[-1].split() == [str(step) for step in range(12)]
 
 
 @pytest.mark.parametrize(
     ("mode", "how"), [("serve", signal.SIGKILL), ("serve", signal.SIGINT), ("unclosed", None)], ids=str
 )
 def test_the_end_of_the_controller_is_told(mode: str, how: signal.Signals | None) -> None:
-    with started("control", mode) as controller:
-        assert controller.stdout is not None
+    with started(SCRIPT, "control", mode) as controller:
         address = controller.stdout.readline().strip()
         with RankFeed(address, rank=0, dp_size=1) as feed:
             assert next(feed).step == 0

@@ -8,28 +8,38 @@ import sys
 from pathlib import Path
 
 import pytest
+from forked import run_python, run_world
 
 ROOT = Path(__file__).parents[2]
 RUN = ROOT / "examples" / "grpo" / "run.py"
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 
 
-def output_of(*command: object) -> str:
-    done = subprocess.run([*map(str, command)], capture_output=True, text=True, timeout=100, check=False)
+def forked(*command: object) -> str:
+    done = run_python(*command)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def under_torchrun(*command: object) -> str:
+    """run.py starts torchrun on itself."""
+    command = tuple(map(str, (sys.executable, *command)))
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
 
 @pytest.mark.parametrize(
-    ("start", "policy"),
-    [([sys.executable, RUN, "--single-process"], "round_robin"), ([sys.executable, RUN], "window")],
-    ids=["single-process", "torchrun"],
+    ("start", "options", "policy"),
+    [
+        (forked, ["--single-process"], "round_robin"),
+        pytest.param(under_torchrun, [], "window", marks=pytest.mark.slow),
+    ],
 )
 @pytest.mark.timeout(120)
-def test_a_few_steps(start, policy):
-    """Without --single-process, run.py starts torchrun on itself. The run itself fails if the ranks' weights differ, or if a rollout is lost or trained on twice."""
+def test_a_few_steps(start, options, policy):
+    """The run itself fails if the ranks' weights differ, or if a rollout is lost or trained on twice."""
     small = ["--steps", "4", "--batch-size", "16", "--group-size", "4"]
-    report = json.loads(output_of(*start, *small, "--policy", policy, "--json"))
+    report = json.loads(start(RUN, *options, *small, "--policy", policy, "--json"))
     assert report["exactly_once"] is True
     assert report["num_trained"] == 64
     assert report["num_steps"] == len(report["rewards"]) == 4
@@ -39,9 +49,7 @@ def test_a_few_steps(start, policy):
     assert report["staleness"] > 0
 
 
-@pytest.mark.timeout(120)
 def test_gradient_under_ddp():
-    out = output_of(*TORCHRUN, Path(__file__).with_name("grpo_ddp_rank.py"))
-    differences = json.loads(out)
+    differences = json.loads(run_world(2, Path(__file__).with_name("grpo_ddp_rank.py")))
     assert len(differences) == 2
     assert max(differences) <= 1e-10
