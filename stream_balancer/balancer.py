@@ -445,8 +445,13 @@ class StreamBalancer:
         plan.
 
         For loops over :meth:`batches`. A rank that iterates a ``RankFeed`` gets its share again by connecting under its
-        next incarnation. Raises ValueError for a step that is not in flight.
+        next incarnation. Raises ValueError for a step that is not in flight, and while ``serve()`` delivers.
         """
+        if self._serving is not None:
+            raise ValueError(
+                f"nack({step}) while serve() delivers to ranks, which have the step. A rank gets its share again by "
+                "connecting under its next incarnation; nack() is for loops over batches()"
+            )
         self._core.nack(step)
         if self._consumer is not None:
             self._consumer._forget(step)

@@ -31,6 +31,7 @@ import logging
 import math
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import suppress
 from functools import partial
 from typing import Protocol, runtime_checkable
 
@@ -79,6 +80,7 @@ class _Timed(Protocol):
 @runtime_checkable
 class _Resumable(Protocol):
     def in_flight(self) -> tuple[Batch, ...]: ...
+    def nack(self, step: int) -> None: ...
 
 
 @runtime_checkable
@@ -144,19 +146,29 @@ async def serve(
     Returns when every rank has acknowledged everything and has been told the end. A rank that is lost may come back
     within ``rejoin_timeout_s`` (``math.inf`` = for ever) under a new incarnation and gets again what it had not
     acknowledged, same plan, same order; the others notice nothing. The default 0 tells at once: without an elastic
-    launcher nobody would come back.
+    launcher nobody would come back. A rank that was lost before ``serve`` began is waited for without limit, as one
+    that has not come yet.
+
+    You may acknowledge too, with ``balancer.acknowledge_through(step)`` at a checkpoint: what ranks say of these steps
+    later changes nothing, and a rank that comes back does not get them again.
 
     When nothing was dispatched for ``report_after_s``, a warning in the log says why: which rank gives no credit, or
     how many rollouts wait for what; again after twice that time, and so on (``math.inf`` = never).
 
     If ``serve`` is cancelled or raises, nothing is lost: what was not acknowledged stays in flight in the balancer,
-    and the next ``serve`` delivers it again. Raises RankLostError, naming rank, step and cause; ProducerLostError if a
+    and the next ``serve`` delivers it again. Raises ValueError at once if ``transport`` is for another number of ranks
+    than ``balancer``; RankLostError, naming rank, step and cause; ProducerLostError if a
     step needs tokens that a producer took with it.
     """
     if not rejoin_timeout_s >= 0:
         raise ValueError(f"rejoin_timeout_s must be >= 0 (math.inf = wait for ever), not {rejoin_timeout_s}")
     if not report_after_s > 0:
         raise ValueError(f"report_after_s must be > 0 (math.inf = never), not {report_after_s}")
+    if isinstance(balancer, _Explaining) and balancer.config.dp_size != transport.dp_size:
+        raise ValueError(
+            f"the transport is for dp_size={transport.dp_size} ranks, but the balancer plans for "
+            f"dp_size={balancer.config.dp_size}. Give both the same number of data-parallel ranks"
+        )
     await _Server(balancer, transport, rejoin_timeout_s, report_after_s).run()
 
 
@@ -183,6 +195,9 @@ class _Server:
         self._failure: Exception | None = None
 
     async def run(self) -> None:
+        if isinstance(self._balancer, _Resumable):
+            for batch in self._balancer.in_flight():
+                self._balancer.nack(batch.step)  # batches() gives all of them again, in the order of their steps
         if isinstance(self._balancer, StreamBalancer):
             self._balancer._serving = self._states
         try:
@@ -214,7 +229,6 @@ class _Server:
             scope.cancel()
 
     async def _deliver_all(self) -> None:
-        self._redeliver()
         batches = aiter(self._balancer.batches(auto_ack=False))
         while True:
             await self._until(lambda: all(rank.ready for rank in self._ranks))
@@ -231,6 +245,10 @@ class _Server:
     async def _accept_all(self) -> None:
         while True:
             link = await self._transport.accept()
+            if not link.live:
+                logger.warning("rank %d connected and was lost before serve() took notice: waiting for it", link.rank)
+                await link.aclose()
+                continue
             self._links = [old for old in self._links if old in [rank.link for rank in self._ranks]]
             self._links.append(link)
             self._attach(link)
@@ -312,6 +330,7 @@ class _Server:
         rank = self._ranks[link.rank]
         rank.link, rank.sent, rank.left = link, 0, False
         rank.error, rank.lacking, rank.deadline, rank.since = None, None, math.inf, anyio.current_time()
+        self._drop_acknowledged(rank, link.rank)
         link.subscribe(lambda: self._on_talk(link))
         self._pump(link)
 
@@ -321,17 +340,15 @@ class _Server:
         self._talking.add(link)
         self._ring()
 
-    def _redeliver(self) -> None:
+    def _drop_acknowledged(self, rank: _Rank, number: int) -> None:
+        """A rank that comes back does not get what the user has acknowledged meanwhile: its checkpoint holds it."""
         if isinstance(self._balancer, _Resumable):
-            for batch in self._balancer.in_flight():
-                self._add(batch)
+            held = {batch.step for batch in self._balancer.in_flight()}
+            for share in [share for share in rank.unacknowledged if share.step not in held]:
+                rank.unacknowledged.remove(share)
+                self._settle(number, share.step)
 
     def _add(self, batch: Batch) -> None:
-        if batch.step in self._open_steps:
-            raise ValueError(
-                f"step {batch.step} was given back with nack() while serve() delivers it. Ranks get a share again by "
-                "connecting under their next incarnation; nack() is for loops over batches()"
-            )
         self._note_move()
         self._open_steps[batch.step] = set(range(len(self._ranks)))
         self._ready_s[batch.step] = [max(self._all_ready_at - rank.since, 0.0) for rank in self._ranks]
@@ -394,11 +411,16 @@ class _Server:
             self._balancer.record_step_seconds(
                 done.step, number, seconds, own=own, waited_s=done.waited_s, ready_s=ready_s
             )
-        missing = self._open_steps[done.step]
+        self._settle(number, done.step)
+
+    def _settle(self, number: int, step: int) -> None:
+        """A rank has done ``step``, or need not do it. Once that is so for all, the balancer need not keep it."""
+        missing = self._open_steps[step]
         missing.discard(number)
         if not missing:
-            del self._open_steps[done.step], self._ready_s[done.step]
-            self._balancer.acknowledge(done.step)
+            del self._open_steps[step], self._ready_s[step]
+            with suppress(ValueError):  # the user was first: acknowledge_through() at a checkpoint
+                self._balancer.acknowledge(step)
             self._tell_straggler()
 
 

@@ -172,13 +172,13 @@ def read_frame(words: Tensor) -> Frame:
     return frame
 
 
-def check_batch_frame(frame: Frame, *, step: int | None, rank: int, dp_size: int, max_bytes: int) -> None:
-    """Refuse an announced batch that is not the next one of this rank, or larger than ``max_bytes``. Before any
-    allocation."""
+def check_batch_frame(frame: Frame, *, after: int, rank: int, dp_size: int, max_bytes: int) -> None:
+    """Refuse an announced batch that is not this rank's, not of a step later than ``after`` (-1: any), or larger than
+    ``max_bytes``. Before any allocation. Steps need not be consecutive: one may have been given up."""
     if (frame.rank, frame.dp_size) != (rank, dp_size):
         raise WireError(f"got a batch for rank {frame.rank} of {frame.dp_size}, but this is rank {rank} of {dp_size}")
-    if frame.step < 0 or (step is not None and frame.step != step):
-        raise WireError(f"rank {rank}: got step {frame.step}, expected {'a step >= 0' if step is None else step}")
+    if frame.step <= after:
+        raise WireError(f"rank {rank}: got step {frame.step}, expected one after {after}")
     if frame.total_bytes > max_bytes:
         raise WireError(
             f"rank {rank}: step {frame.step} announces {frame.total_bytes} bytes, more than max_batch_bytes "

@@ -143,6 +143,10 @@ class ScriptedBalancer:
         del self._in_flight[step]
         self.acknowledged.append(step)
 
+    def nack(self, step: int) -> None:
+        """``step`` comes again, next."""
+        self._left = deque(sorted([self._in_flight.pop(step), *self._left], key=lambda batch: batch.step))
+
     def record_step_seconds(
         self,
         step: int,
@@ -225,6 +229,28 @@ async def every_share_arrives_once_and_in_order(open_harness: Opener) -> None:
         assert balancer.acknowledged == list(range(20))
         assert sorted(s[:2] for s in balancer.step_seconds) == [(s, r) for s in range(20) for r in range(2)]
         assert all(seconds >= 0 for _, _, seconds in balancer.step_seconds)
+
+
+async def steps_may_skip_numbers(open_harness: Opener) -> None:
+    """Steps increase and need not be consecutive: one between them may have been given up. Also after a restart."""
+    async with open_harness(1) as harness:
+        steps = [1, 4, 5, 11, 12]
+        balancer = ScriptedBalancer([make_batch(step, 1) for step in steps])
+        got: list[int] = []
+
+        async def train() -> None:
+            first = harness.connect(0)
+            got.extend([(await anext(first)).step, (await anext(first)).step])
+            await _until(lambda: balancer.acknowledged == [1])
+            harness.kill(first)
+            got.pop()  # what it was working on comes again
+            got.extend([batch.step async for batch in harness.connect(0, incarnation=1)])
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(train)
+            await serve(balancer, harness.transport, rejoin_timeout_s=CLAUSE_TIMEOUT_S)
+        assert got == steps
+        assert balancer.acknowledged == steps
 
 
 async def credits_bound_the_queue(open_harness: Opener) -> None:
@@ -426,6 +452,7 @@ async def a_rank_that_leaves_early_is_named(open_harness: Opener) -> None:
         await feed.aclose()
         error = await _loss(link)
         assert error.rank == 1
+        assert not link.live, "a lost link says that it lives"
         with _raises(RankLostError):
             link.send(make_batch(1, 2).ranks[1])
         with _raises(ClosedResourceError):
@@ -489,6 +516,25 @@ async def a_rank_that_stays_away_is_an_error(open_harness: Opener) -> None:
         assert lost.cause
         assert [batch.step for batch in balancer.in_flight()] == [1, 2][: len(balancer.in_flight())]
         assert balancer.acknowledged == [0]
+
+
+async def a_rank_lost_before_serve_has_not_come_yet(open_harness: Opener) -> None:
+    """Its next incarnation is waited for as any rank that starts late, also without a ``rejoin_timeout_s``."""
+    async with open_harness(1) as harness:
+        balancer = ScriptedBalancer([make_batch(step, 1) for step in range(2)])
+        feed = harness.connect(0)
+        await anyio.sleep(0.2)  # time to connect
+        harness.kill(feed)
+        await anyio.sleep(0.05)  # and to be missed
+
+        async def comes_back() -> None:
+            await anyio.sleep(0.05)
+            assert [batch.step for batch in await _drain(harness.connect(0, incarnation=1))] == [0, 1]
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(comes_back)
+            await serve(balancer, harness.transport)
+        assert balancer.acknowledged == [0, 1]
 
 
 async def a_lost_controller_is_noticed(open_harness: Opener) -> None:
@@ -590,6 +636,7 @@ async def closing_is_idempotent_and_wakes(open_harness: Opener) -> None:
 
 CLAUSES: tuple[Callable[[Opener], Awaitable[None]], ...] = (
     every_share_arrives_once_and_in_order,
+    steps_may_skip_numbers,
     credits_bound_the_queue,
     asking_for_the_next_acknowledges,
     a_commit_acknowledges_all_before_it,
@@ -600,6 +647,7 @@ CLAUSES: tuple[Callable[[Opener], Awaitable[None]], ...] = (
     a_rank_that_leaves_early_is_named,
     a_killed_rank_is_noticed_and_may_come_back,
     a_rank_that_stays_away_is_an_error,
+    a_rank_lost_before_serve_has_not_come_yet,
     a_lost_controller_is_noticed,
     strangers_are_refused,
     cancelling_loses_nothing,

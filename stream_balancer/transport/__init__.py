@@ -6,8 +6,9 @@
     serve() <-Link.report- |           | <-RankPort.report- RankFeed
 
 A transport delivers each rank's shares in order and exactly once per link, never more than the rank has given credit
-for, and tells a lost peer from a patient one. ``memory`` lives in one event loop; ``torch_dist`` joins processes.
-What all of them must do is written as a test: :func:`stream_balancer.testing.check_transport`.
+for, and tells a lost peer from a patient one. Steps increase, but need not be consecutive: one may have been given up.
+``memory`` lives in one event loop; ``torch_dist`` joins processes. What all of them must do is written as a test:
+:func:`stream_balancer.testing.check_transport`.
 """
 
 from __future__ import annotations
@@ -50,6 +51,11 @@ class Link(Protocol):
     @property
     def credits(self) -> int:
         """Shares the rank has room for now."""
+        ...
+
+    @property
+    def live(self) -> bool:
+        """False once lost or closed."""
         ...
 
     def subscribe(self, callback: Callable[[], None]) -> None:

@@ -366,7 +366,7 @@ class PortBase(Endpoint):
         self._queue: deque[RankBatch] = deque()
         self._end: Exception | None = None
         self._left = False
-        self._next_step: int | None = None
+        self._last_step = -1
         self._taken = 0
         self._arrived = 0
         self._working_on: int | None = None
@@ -484,7 +484,7 @@ class PortBase(Endpoint):
         if frame.kind in (Kind.BATCH, Kind.SKELETON):
             self._check(frame)
             slab = self._views.lend(frame.slab, frame.total_bytes) if frame.slab else self._receive(frame)
-            self._next_step = frame.step + 1
+            self._last_step = frame.step
             self._arrived += 1
             if self._doom is not None:  # what comes after a step that cannot be completed is not for the trainer
                 return True
@@ -528,7 +528,7 @@ class PortBase(Endpoint):
             self._shut()
 
     def _check(self, frame: Frame) -> None:
-        check_batch_frame(frame, step=self._next_step, rank=self.rank, dp_size=self.dp_size, max_bytes=self._max_bytes)
+        check_batch_frame(frame, after=self._last_step, rank=self.rank, dp_size=self.dp_size, max_bytes=self._max_bytes)
         if self._arrived - self._taken >= self._depth:
             raise WireError(f"rank {self.rank}: the controller sent step {frame.step} without a credit")
 

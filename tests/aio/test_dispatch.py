@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from functools import partial
+from typing import Any
 
 import anyio
 import pytest
@@ -374,3 +376,127 @@ def test_a_trainer_cannot_have_computed_for_less_than_nothing() -> None:
         with pytest.raises(ValueError, match="add_compute_s"):
             feed.add_compute_s(seconds)
     feed.add_compute_s(1.0)  # with no batch in hand it says nothing
+
+
+# -- what the user does with steps that ranks have, or that serve() finds ----------------------------------------------
+
+
+def a_config(**knobs: Any) -> sb.BalancerConfig:
+    return sb.BalancerConfig(dp_size=2, batch_size=2, window=2, **knobs)
+
+
+async def filled(balancer: sb.StreamBalancer, steps: int) -> None:
+    for number in range(2 * steps):
+        await balancer.put(make_rollout(4, f"r{number}"))
+
+
+async def all_steps(feeds: list[RankFeed]) -> list[list[int]]:
+    """What each feed still gives, side by side."""
+    got: list[list[int]] = [[] for _ in feeds]
+
+    async def collect(feed: RankFeed, into: list[int]) -> None:
+        into.extend([batch.step async for batch in feed])
+
+    with anyio.fail_after(1000):
+        async with anyio.create_task_group() as tasks:
+            for feed, into in zip(feeds, got, strict=True):
+                tasks.start_soon(collect, feed, into)
+    return got
+
+
+async def test_a_step_that_was_given_up_leaves_a_gap_and_nothing_else() -> None:
+    transport = MemoryTransport(dp_size=2, through_wire=True)
+    async with sb.StreamBalancer(a_config(capacity=64)) as balancer:
+        await filled(balancer, 4)
+        taken = balancer.batches(auto_ack=False)
+        for _ in range(3):
+            await anext(taken)
+        balancer.acknowledge(1)
+        balancer.end()
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(serve, balancer, transport)
+            assert await all_steps(feeds_of(transport)) == [[0, 2, 3], [0, 2, 3]]
+        assert balancer.statistics().acknowledged == 8
+
+
+async def test_a_step_given_back_before_serve_comes_in_its_place() -> None:
+    transport = MemoryTransport(dp_size=2, through_wire=True)
+    async with sb.StreamBalancer(a_config(capacity=64)) as balancer:
+        await filled(balancer, 3)
+        taken = balancer.batches(auto_ack=False)
+        for _ in range(2):
+            await anext(taken)
+        balancer.nack(0)
+        balancer.end()
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(serve, balancer, transport)
+            assert await all_steps(feeds_of(transport)) == [[0, 1, 2], [0, 1, 2]]
+
+
+@pytest.mark.parametrize("how", ["acknowledge", "acknowledge_through"])
+async def test_the_user_and_the_ranks_may_both_acknowledge(how: str) -> None:
+    transport = MemoryTransport(dp_size=2)
+    async with sb.StreamBalancer(a_config(capacity=64)) as balancer:
+        await filled(balancer, 3)
+        balancer.end()
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(serve, balancer, transport)
+            feeds = feeds_of(transport)
+            for feed in feeds:
+                assert (await anext(feed)).step == 0
+            await settle()
+            getattr(balancer, how)(0)  # a checkpoint holds it; the ranks say so a moment later
+            assert await all_steps(feeds) == [[1, 2], [1, 2]]
+        assert balancer.statistics().acknowledged == 6
+
+
+async def test_what_a_checkpoint_holds_is_not_delivered_to_a_rank_that_comes_back() -> None:
+    transport = MemoryTransport(dp_size=2)
+    async with sb.StreamBalancer(a_config(capacity=64)) as balancer:
+        await filled(balancer, 3)
+        balancer.end()
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(partial(serve, balancer, transport, rejoin_timeout_s=100))
+            healthy, victim = feeds_of(transport, depth=4)
+            for feed in (healthy, victim):
+                for step in range(2):
+                    assert (await anext(feed)).step == step
+            await settle()
+            kill(victim)
+            balancer.acknowledge_through(1)
+            again = RankFeed(transport.connect(1, incarnation=1))
+            assert await all_steps([again, healthy]) == [[2], [2]]
+        stats = balancer.statistics()
+        assert (stats.acknowledged, stats.in_flight) == (6, 0)
+
+
+async def test_nack_while_serve_delivers_is_refused_where_it_is_called() -> None:
+    transport = MemoryTransport(dp_size=2)
+    async with sb.StreamBalancer(a_config(capacity=64)) as balancer:
+        await filled(balancer, 2)
+        balancer.end()
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(serve, balancer, transport)
+            feeds = feeds_of(transport)
+            await settle()
+            with pytest.raises(ValueError, match="next incarnation"):
+                balancer.nack(0)
+            assert await all_steps(feeds) == [[0, 1], [0, 1]]
+
+
+async def test_a_transport_for_another_number_of_ranks_is_refused_at_once() -> None:
+    async with sb.StreamBalancer(a_config()) as balancer:
+        with pytest.raises(ValueError, match=r"dp_size=4.*dp_size=2"):
+            await serve(balancer, MemoryTransport(dp_size=4))
+
+
+@pytest.mark.parametrize("rejoin_timeout_s", [0.0, 10.0])
+async def test_a_rank_that_died_before_serve_began_has_not_come_yet(rejoin_timeout_s: float) -> None:
+    transport = MemoryTransport(dp_size=1)
+    balancer = ScriptedBalancer([make_batch(step, 1) for step in range(2)])
+    kill(RankFeed(transport.connect(0)))
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(partial(serve, balancer, transport, rejoin_timeout_s=rejoin_timeout_s))
+        await anyio.sleep(1000)  # as long as any rank that starts late
+        assert await all_steps([RankFeed(transport.connect(0, incarnation=1))]) == [[0, 1]]
+    assert balancer.acknowledged == [0, 1]

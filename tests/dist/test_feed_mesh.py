@@ -140,7 +140,7 @@ async def in_thread(function: Callable[[], Any]) -> Any:
 async def test_all_peers_get_the_same_and_hear_the_end(shape: Shape) -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    steps = range(20)
+    steps = range(0, 40, 2)  # those between were given up
     balancer = ScriptedBalancer([make_batch(step, 2, num_tokens=5000) for step in steps])
     with anyio.fail_after(GUARD_S):
         async with TorchTransport.listen(dp_size=2) as transport:

@@ -35,7 +35,7 @@ def carry(share: RankBatch, *, narrow: bool = True) -> tuple[RankBatch, torch.Te
     encoded = wire.encode(share, narrow=narrow)
     frame = encoded.frame._replace(chunk_bytes=2**20)
     frame = wire.read_frame(frame.pack())
-    wire.check_batch_frame(frame, step=share.step, rank=1, dp_size=2, max_bytes=2**30)
+    wire.check_batch_frame(frame, after=share.step - 1, rank=1, dp_size=2, max_bytes=2**30)
     slab = torch.empty(frame.total_bytes, dtype=torch.uint8)
     marks = list(encoded.fill(slab))
     assert marks == sorted(marks)
@@ -124,13 +124,14 @@ def test_a_share_that_is_too_large_says_what_to_do() -> None:
         wire.encode(a_share(), max_bytes=1000)
     frame = wire.encode(a_share()).frame._replace(chunk_bytes=2**20)
     with pytest.raises(WireError, match="more than max_batch_bytes"):
-        wire.check_batch_frame(frame, step=0, rank=1, dp_size=2, max_bytes=1000)
+        wire.check_batch_frame(frame, after=-1, rank=1, dp_size=2, max_bytes=1000)
 
 
 @pytest.mark.parametrize(
     ("change", "problem"),
     [
-        ({"step": 4}, "got step 4, expected 0"),
+        ({"step": 3}, "got step 3, expected one after 3"),
+        ({"step": -1}, "got step -1, expected one after 3"),
         ({"rank": 0}, "this is rank 1 of 2"),
         ({"dp_size": 3}, "this is rank 1 of 2"),
         ({"meta_bytes": 0}, "impossible sizes"),
@@ -141,9 +142,10 @@ def test_a_share_that_is_too_large_says_what_to_do() -> None:
     ],
 )
 def test_a_batch_frame_is_checked_before_anything_is_allocated(change: dict[str, Any], problem: str) -> None:
-    frame = wire.encode(a_share()).frame._replace(chunk_bytes=2**20)
+    frame = wire.encode(a_share()).frame._replace(chunk_bytes=2**20, step=7)
+    wire.check_batch_frame(frame, after=3, rank=1, dp_size=2, max_bytes=2**30)
     with pytest.raises(WireError, match=problem):
-        wire.check_batch_frame(frame._replace(**change), step=0, rank=1, dp_size=2, max_bytes=2**30)
+        wire.check_batch_frame(frame._replace(**change), after=3, rank=1, dp_size=2, max_bytes=2**30)
 
 
 @pytest.mark.parametrize("field", ["wire_bytes", "total_bytes"])

@@ -54,7 +54,7 @@ def _valid() -> Message:
 def _feed(words: torch.Tensor, body: bytes) -> RankBatch:
     """What a rank does with a message, in the order it does it."""
     frame = wire.read_frame(words)
-    wire.check_batch_frame(frame, step=0, rank=1, dp_size=2, max_bytes=MAX_BYTES)
+    wire.check_batch_frame(frame, after=-1, rank=1, dp_size=2, max_bytes=MAX_BYTES)
     slab = torch.zeros(frame.total_bytes, dtype=torch.uint8)
     body = body[: frame.wire_bytes].ljust(frame.wire_bytes, b"\0")
     slab[: frame.wire_bytes] = torch.frombuffer(bytearray(body), dtype=torch.uint8)
