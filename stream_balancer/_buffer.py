@@ -98,8 +98,9 @@ class Buffer:
         self.num_tokens += rollout.num_tokens
         self.num_bytes += num_bytes
 
-    def remove(self, rows: NDArray[np.int64]) -> list[Rollout]:
-        """Take rows out; the others keep their order. O(n), a few vector operations."""
+    def remove(self, rows: NDArray[np.int64], *, never_came: bool = False) -> list[Rollout]:
+        """Take rows out; the others keep their order. ``never_came``: their groups lack them again. O(n), a few vector
+        operations."""
         if not rows.size:
             return []
         removed = self.rollouts(rows)
@@ -111,7 +112,7 @@ class Buffer:
         self.num_bytes -= int(self._bytes[rows].sum())
         if self._group_size is not None:
             for rollout in removed:
-                self._leave_group(rollout.group_id)
+                self._leave_group(rollout.group_id, never_came=never_came)
         keep = np.ones(self._rows, dtype=bool)
         keep[rows] = False
         first, left = int(rows.min()), self._rows - len(removed)
@@ -248,6 +249,25 @@ class Buffer:
         group = self._groups.get(group_id)
         return group.arrived if group is not None else 0
 
+    def incomplete_groups(self) -> dict[str, int]:
+        """Siblings that have come, of each group that waits for others, the first begun first. O(groups)."""
+        return {name: group.arrived for name, group in self._groups.items() if self._lacks(group)}
+
+    def expect_again(self, group_id: str | None) -> None:
+        """A sibling that has left a group may come again. O(n)."""
+        if group_id is None or self._group_size is None:
+            return
+        group = self._groups.get(group_id)
+        if group is None:  # the whole group has left
+            group = self._groups[group_id] = _Group(self._new_label(), arrived=self._group_size)
+        self.num_awaited -= self._lacks(group)
+        group.arrived -= 1
+        self._arrived_by_label[group.label] = group.arrived
+        self.num_awaited += self._lacks(group)
+        self.num_ready = int(np.count_nonzero(self._complete()))
+        if group.arrived == 0:
+            self.forget_group(group_id)
+
     # -- groups --------------------------------------------------------------------------------------------------------
 
     def _join_group(self, group_id: str | None) -> int:
@@ -274,15 +294,23 @@ class Buffer:
             self._arrived_by_label = np.resize(self._arrived_by_label, 2 * label)
         return label
 
-    def _leave_group(self, group_id: str | None) -> None:
+    def _leave_group(self, group_id: str | None, *, never_came: bool) -> None:
         group = self._groups.get(group_id) if group_id is not None else None
         if group is None or group_id is None or self._group_size is None:
             return
         self.num_awaited -= self._lacks(group)
         group.waiting -= 1
+        if never_came:
+            group.arrived -= 1
+            self._arrived_by_label[group.label] = group.arrived
         self.num_awaited += self._lacks(group)
-        if group.waiting == 0 and group.arrived >= self._group_size:
-            del self._groups[group_id]
+        if group.waiting == 0 and (group.arrived >= self._group_size or group.arrived == 0):
+            self.forget_group(group_id)
+
+    def forget_group(self, group_id: str) -> None:
+        """None of it waits, and what came of it does not count any more. O(1)."""
+        group = self._groups.pop(group_id, None)
+        if group is not None:
             self._free_labels.append(group.label)
 
     def _lacks(self, group: _Group) -> int:

@@ -110,6 +110,7 @@ class BalancerCore:
         self._not_before = -math.inf  # no deadline batch before then: too few are ready
         self._next_step = 0
         self._counts = Counts()
+        self._abandoned: OrderedDict[str, None] = OrderedDict()  # groups: what still comes of them is evicted
         self._lost: dict[int, set[str]] = {}  # by step in flight: rollouts that a rank trains it without
         self._length_bias = LengthBias()
         self._arrivals_seen = 0  # of the buffer's sequence numbers, how many the length figures have
@@ -152,8 +153,11 @@ class BalancerCore:
         return self._has_room([rollout])
 
     def is_sibling(self, rollout: Rollout) -> bool:
-        """Whether it belongs to a group that waits for it here; such a rollout always has room. O(1)."""
-        return isinstance(rollout, Rollout) and self._buffer.has_group(rollout.group_id)
+        """Whether it belongs to a group that waits for it here, or was abandoned; such a rollout always has room.
+        O(1)."""
+        return isinstance(rollout, Rollout) and (
+            self._buffer.has_group(rollout.group_id) or rollout.group_id in self._abandoned
+        )
 
     def add(self, rollout: Rollout, now: float) -> None:
         """Take a finished rollout. O(log n).
@@ -225,6 +229,9 @@ class BalancerCore:
     def _hold(self, rollout: Rollout, cost: float, now: float, skips: int = 0) -> None:
         if self._schema is None:
             self._schema = schema_of(rollout)
+        if rollout.group_id in self._abandoned:
+            self._evict(rollout, "abandoned")
+            return
         if self._is_stale(rollout):
             self._evict(rollout)
             return
@@ -457,6 +464,7 @@ class BalancerCore:
         for rollout in batch.rollouts if lost else ():
             if rollout.rollout_id in lost:
                 self._drop_lost(rollout)
+                self._buffer.expect_again(rollout.group_id)
         if batch in self._to_redeliver:
             self._to_redeliver.remove(batch)
         return batch
@@ -595,11 +603,34 @@ class BalancerCore:
         if not rows.size:
             return []
         self._note_arrivals()
-        rollouts = self._buffer.remove(rows)
+        rollouts = self._buffer.remove(rows, never_came=True)
         for rollout in rollouts:
             self._drop_lost(rollout)
         self._num_aging = self._count_aging()
         return [rollout.rollout_id for rollout in rollouts]
+
+    def abandon_group(self, group_id: str) -> int:
+        """Evict what waits of a group, and from now on what still comes of it. -> rollouts evicted now. Raises
+        ValueError where groups play no part. O(n)."""
+        if tracked_group_size(self.config) is None:
+            raise ValueError(
+                f"abandon_group({group_id!r}): this balancer keeps no groups (group_size is {self.config.group_size}, "
+                f"groups {self.config.groups!r}), so no rollout waits for a sibling"
+            )
+        self._abandoned[group_id] = None
+        while len(self._abandoned) > max(self.config.remember_ids, 1):
+            self._abandoned.popitem(last=False)
+        self._note_arrivals()
+        gone = self._buffer.remove(self._buffer.siblings(group_id))
+        self._buffer.forget_group(group_id)
+        for rollout in gone:
+            self._evict(rollout, "abandoned")
+        self._num_aging = self._count_aging()
+        return len(gone)
+
+    def incomplete_groups(self) -> dict[str, int]:
+        """Siblings that have come, of each group that waits for others. O(groups)."""
+        return self._buffer.incomplete_groups()
 
     def lost_in_flight(self, step: int, rollout_ids: Iterable[str]) -> None:
         """A rank could not get the tokens of these rollouts, and trains the step without them: once it is acknowledged

@@ -42,7 +42,7 @@ from stream_balancer.planning import Plan
 from stream_balancer.record import Recorder
 from stream_balancer.reserve import Reservation, Slot
 from stream_balancer.snapshot import read_state_dict, state_dict
-from stream_balancer.stall import RankState, why_no_batch
+from stream_balancer.stall import RankState, Taker, why_no_batch
 from stream_balancer.types import Batch, EvictReason, Rollout, Snapshot, Statistics, Straggler
 
 __all__ = ["Batches", "Observer", "StreamBalancer"]
@@ -509,6 +509,18 @@ class StreamBalancer:
         """See :meth:`BalancerCore.lost_in_flight`."""
         self._core.lost_in_flight(step, rollout_ids)
 
+    def abandon_group(self, group_id: str) -> int:
+        """Give a group up, of which a sibling will never come: what waits of it is evicted ("abandoned"), now, and what
+        still comes of it when it comes (its put returns as usual). How many were evicted now.
+
+        To train on the rest of such groups instead, set ``deadline_s``. To sample the prompt again, give the new
+        siblings another ``group_id``. Not kept in checkpoints: what comes of the group after a restart waits. Raises
+        ValueError where groups play no part.
+        """
+        number = self._core.abandon_group(group_id)
+        self._moved()
+        return number
+
     def reconfigure(self, **changes: Any) -> None:
         """Change knobs live: ``reconfigure(window=768, deadline_s=10.0)``. Knobs never given are derived anew.
 
@@ -654,7 +666,23 @@ class StreamBalancer:
     def why_no_batch(self) -> str:
         """What dispatching waits for now, in a sentence: ``"37 of 64 rollouts wait, the oldest for 812 s; no deadline_s
         is set"``. ``serve()`` logs it, with the ranks' part, when nothing moves for long."""
-        return why_no_batch(self.config, self.statistics())
+        return why_no_batch(
+            self.config,
+            self.statistics(),
+            taker=self._taker,
+            ready=self._core.next_wakeup() <= anyio.current_time(),
+            ended=self.ended,
+            incomplete=self._core.incomplete_groups(),
+        )
+
+    @property
+    def _taker(self) -> Taker:
+        """Who takes batches now."""
+        if self._serving is not None:
+            return "serve"
+        if self._alarm is not None:
+            return "asking"
+        return "nobody" if self._consumer is None else "busy"
 
     def _check_open(self) -> None:
         if self._closed:

@@ -164,6 +164,10 @@ class BlockingBalancer:
         """The policy moved on. See :meth:`StreamBalancer.set_version`."""
         self._loop().call(self._balancer.set_version, version)
 
+    def abandon_group(self, group_id: str) -> int:
+        """A sibling will never come: give the group up. See :meth:`StreamBalancer.abandon_group`."""
+        return self._loop().call(self._balancer.abandon_group, group_id)
+
     def reconfigure(self, **changes: Any) -> None:
         """Change knobs live. See :meth:`StreamBalancer.reconfigure`."""
         self._loop().call(lambda: self._balancer.reconfigure(**changes))

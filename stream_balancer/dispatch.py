@@ -39,12 +39,11 @@ import anyio
 
 from stream_balancer.attend import ProducerTransport, attend
 from stream_balancer.balancer import StreamBalancer
-from stream_balancer.config import BalancerConfig
 from stream_balancer.errors import EndOfStream, ProducerLostError, RankLostError
 from stream_balancer.handover import RemoteRollout
-from stream_balancer.stall import RankState, why_no_batch, why_ranks_wait
+from stream_balancer.stall import RankState, why_ranks_wait
 from stream_balancer.transport import Link, StepDone, Transport
-from stream_balancer.types import Batch, RankBatch, Statistics
+from stream_balancer.types import Batch, RankBatch
 
 __all__ = ["serve"]
 
@@ -85,9 +84,7 @@ class _Resumable(Protocol):
 
 @runtime_checkable
 class _Explaining(Protocol):
-    @property
-    def config(self) -> BalancerConfig: ...
-    def statistics(self) -> Statistics: ...
+    def why_no_batch(self) -> str: ...
 
 
 class _Rank:
@@ -311,7 +308,7 @@ class _Server:
             return f"all batches were sent {now - self._dispatched_at:.0f} s ago; not yet done with them: ranks {owing}"
         reasons = [why_ranks_wait(self._states())]
         if isinstance(self._balancer, _Explaining):
-            reasons.append(why_no_batch(self._balancer.config, self._balancer.statistics()))
+            reasons.append(self._balancer.why_no_batch())
         return f"no batch for {now - self._dispatched_at:.0f} s: " + "; ".join(filter(None, reasons))
 
     def _tell_straggler(self) -> None:

@@ -5,15 +5,26 @@ Not here: noticing that it is time to say so (``dispatch``), and telling a stopp
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal, TypeAlias
 
 from stream_balancer.config import BalancerConfig
 from stream_balancer.types import Statistics
 
-__all__ = ["RankState", "why_no_batch", "why_ranks_wait"]
+__all__ = ["RankState", "Taker", "why_no_batch", "why_ranks_wait"]
 
-_MOST_NAMED = 3  # ranks; of a thousand that wait for one store, a line names a few
+_MOST_NAMED = 3  # ranks, groups; of a thousand that wait for one store, a line names a few
+
+Taker: TypeAlias = Literal["asking", "busy", "serve", "nobody"]
+"""Who takes batches: a trainer that waits for the next one, or works on its last; ``serve()``; or nobody so far."""
+
+_READY: dict[Taker, str] = {
+    "asking": "a batch is ready and leaves now",
+    "busy": "a batch is ready; the loop over batches() is busy with its last one",
+    "serve": "a batch is ready and leaves once every rank has room",
+    "nobody": "a batch is ready; nobody iterates batches()",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,22 +45,53 @@ class RankState:
     """The oldest step it has been sent and has not acknowledged."""
 
 
-def why_no_batch(config: BalancerConfig, statistics: Statistics) -> str:
-    """What the balancer waits for: ``"37 of 64 rollouts wait, the oldest for 812 s; no deadline_s is set"``."""
-    if statistics.waiting == 0:
-        return f"no rollout waits; {config.window} make a window"
-    said = [f"{statistics.waiting} of {config.window} rollouts wait, the oldest for {statistics.oldest_wait_s:.0f} s"]
+def why_no_batch(
+    config: BalancerConfig,
+    statistics: Statistics,
+    *,
+    taker: Taker = "asking",
+    ready: bool = False,
+    ended: bool = False,
+    incomplete: Mapping[str, int] | None = None,
+) -> str:
+    """What the balancer waits for: ``"37 of 64 rollouts wait, the oldest for 812 s; no deadline_s is set"``.
+
+    ``ready``: a batch would leave if it were asked for. ``ended``: no more rollouts will come. ``incomplete``: siblings
+    that have come, of each group that waits for others.
+    """
+    said = [_what_waits(config, statistics, ended)]
+    if ready:
+        said.append(_READY[taker])
+    elif statistics.waiting:
+        said += _why_not_ready(config, statistics, incomplete or {})
+    if not ready and taker == "nobody":
+        said.append("nobody iterates batches()")
+    if gone := [f"{number} {reason}" for reason, number in statistics.evicted.items() if number]:
+        said.append(f"evicted so far: {', '.join(gone)}")
+    if statistics.blocked_puts:
+        said.append(f"{statistics.blocked_puts} puts wait for room")
+    return "; ".join(said)
+
+
+def _what_waits(config: BalancerConfig, statistics: Statistics, ended: bool) -> str:
+    if statistics.waiting:
+        return f"{statistics.waiting} of {config.window} rollouts wait, the oldest for {statistics.oldest_wait_s:.0f} s"
+    return "end() was called and nothing waits" if ended else f"no rollout waits; {config.window} make a window"
+
+
+def _why_not_ready(config: BalancerConfig, statistics: Statistics, incomplete: Mapping[str, int]) -> list[str]:
+    said = []
     if config.deadline_s is None:
         said.append("no deadline_s is set")
     elif statistics.oldest_wait_s < config.deadline_s:
         said.append(f"deadline_s is {config.deadline_s:g}")
     elif statistics.waiting < config.min_batch_size:
         said.append(f"deadline_s ({config.deadline_s:g}) sends no fewer than min_batch_size ({config.min_batch_size})")
-    if config.group_size is not None and config.groups != "free":
-        said.append(f"groups of {config.group_size} leave once their last sibling has come")
-    if statistics.blocked_puts:
-        said.append(f"{statistics.blocked_puts} puts wait for room")
-    return "; ".join(said)
+    if incomplete:
+        named = [f"{name!r} ({came} of {config.group_size})" for name, came in list(incomplete.items())[:_MOST_NAMED]]
+        more = f" and {len(incomplete) - _MOST_NAMED} more" if len(incomplete) > _MOST_NAMED else ""
+        said.append(f"groups that wait for siblings: {', '.join(named)}{more}")
+    return said
 
 
 def why_ranks_wait(ranks: Sequence[RankState]) -> str:

@@ -46,9 +46,9 @@ Reason: TypeAlias = Literal["window", "deadline", "age", "drain"]
 """Why a batch left: the window filled, the oldest rollout had waited ``deadline_s``, rollouts were about to go stale,
 or ``end()`` drained what was left."""
 
-EvictReason: TypeAlias = Literal["stale", "lost", "filtered"]
-"""Why a rollout was given up instead of dispatched: it was too old, the producer that held its tokens is gone, or
-``accept=`` turned it down."""
+EvictReason: TypeAlias = Literal["stale", "lost", "filtered", "abandoned"]
+"""Why a rollout was given up instead of dispatched: it was too old, the producer that held its tokens is gone,
+``accept=`` turned it down, or :meth:`StreamBalancer.abandon_group` gave its group up."""
 
 IdleCause: TypeAlias = Literal[
     "no_data", "window", "deadline", "imbalance_avoidable", "imbalance_unavoidable", "transport"

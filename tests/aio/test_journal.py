@@ -369,7 +369,7 @@ async def test_evicted_rollouts_stay_evicted(tmp_path: Path) -> None:
     assert evicted == ["v1", "late"]
     async with sb.StreamBalancer(knobs, journal=after) as balancer:
         assert waiting(balancer) == ["v2", "v3"]
-        assert balancer.statistics().evicted == {"stale": 2, "lost": 0, "filtered": 0}
+        assert balancer.statistics().evicted == {"stale": 2, "lost": 0, "filtered": 0, "abandoned": 0}
         with pytest.raises(sb.DuplicateRolloutError):
             await balancer.put(make_rollout(3, "late", version=3))
 

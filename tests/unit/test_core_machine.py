@@ -224,6 +224,35 @@ class CoreMachine(RuleBasedStateMachine):
         with pytest.raises(sb.DuplicateRolloutError, match="is done"):
             self.core.add(rollout, self.now)
 
+    @rule(group=st.integers(0, 3))
+    def abandon_group(self, group: int) -> None:
+        """What waits of it goes; what comes of it later, too."""
+        config, name = self.core.config, f"g{group}"
+        if config.group_size is None or config.groups == "free":
+            with pytest.raises(ValueError, match="keeps no groups"):
+                self.core.abandon_group(name)
+            return
+        before = self.core.statistics(self.now)
+        number = self.core.abandon_group(name)
+        after = self.core.statistics(self.now)
+        assert after.evicted["abandoned"] - before.evicted["abandoned"] == before.waiting - after.waiting == number
+        assert name not in self.core.incomplete_groups()
+        self.take_evicted()
+        if not self.ended and after.waiting < 3:
+            self.add(3, group, 0)
+            assert self.core.statistics(self.now).evicted["abandoned"] == after.evicted["abandoned"] + 1
+
+    @precondition(lambda self: not self.ended)
+    @rule(data=st.data())
+    def lose(self, data: st.DataObject) -> None:
+        """The tokens of some that wait are gone with their producer; they may be put again."""
+        waiting = sorted(self.accepted.keys() - self.dispatched - self.evicted)
+        if not waiting:
+            return
+        names = set(data.draw(st.lists(st.sampled_from(waiting), min_size=1, max_size=3, unique=True)))
+        assert set(self.core.give_up(lambda rollout: rollout.rollout_id in names)) == names
+        self.take_evicted()
+
     @rule(by=st.integers(0, 2))
     def set_version(self, by: int) -> None:
         self.version = (self.version or 0) + by
@@ -310,7 +339,7 @@ class CoreMachine(RuleBasedStateMachine):
 
     def take_evicted(self) -> None:
         for rollout, reason in self.core.take_evicted():
-            assert reason in ("stale", "filtered")
+            assert reason in ("stale", "filtered", "lost", "abandoned")
             assert rollout.rollout_id not in self.evicted | self.dispatched
             self.evicted.add(rollout.rollout_id)
 

@@ -152,7 +152,7 @@ def test_a_lease_lives_exactly_as_long_as_the_balancer_needs_the_rollout() -> No
     finally:
         gc.enable()
     core.verify()
-    assert core.statistics(0.0).evicted == {"stale": 1, "lost": 1, "filtered": 0}
+    assert core.statistics(0.0).evicted == {"stale": 1, "lost": 1, "filtered": 0, "abandoned": 0}
     put(5)  # lost, so it may come again
     with pytest.raises(RolloutError, match="accepted before"):
         put(3)

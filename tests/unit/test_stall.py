@@ -44,15 +44,41 @@ def config_of(**knobs: object) -> sb.BalancerConfig:
             "64 of 64 rollouts wait, the oldest for 31 s; 3 puts wait for room",
         ),
         (
-            config_of(group_size=8),
-            statistics_of(64, 31.0),
-            "64 of 64 rollouts wait, the oldest for 31 s; no deadline_s is set; "
-            "groups of 8 leave once their last sibling has come",
+            config_of(),
+            replace(statistics_of(0, 0.0), evicted={"stale": 2, "lost": 0, "filtered": 7}),
+            "no rollout waits; 64 make a window; evicted so far: 2 stale, 7 filtered",
         ),
     ],
 )
 def test_the_balancers_part(config: sb.BalancerConfig, statistics: Statistics, expected: str) -> None:
     assert why_no_batch(config, statistics) == expected
+
+
+async def test_who_takes_batches_is_named() -> None:
+    async with sb.StreamBalancer(sb.BalancerConfig(dp_size=1, batch_size=1, window=1)) as balancer:
+        assert balancer.why_no_batch() == "no rollout waits; 1 make a window; nobody iterates batches()"
+        waits = "1 of 1 rollouts wait, the oldest for 0 s; "
+        await balancer.put(make_rollout(5))
+        assert balancer.why_no_batch() == waits + "a batch is ready; nobody iterates batches()"
+        batches = balancer.batches()
+        await anext(batches)
+        await balancer.put(make_rollout(5))
+        assert balancer.why_no_batch() == waits + "a batch is ready; the loop over batches() is busy with its last one"
+        balancer.end()
+        await anext(batches)
+        assert balancer.why_no_batch() == "end() was called and nothing waits"
+
+
+async def test_incomplete_groups_are_named() -> None:
+    config = sb.BalancerConfig(dp_size=1, batch_size=4, group_size=4)
+    async with sb.StreamBalancer(config) as balancer:
+        for n in range(5):
+            await balancer.put(make_rollout(5, group_id=f"g{n}"))
+        await balancer.put(make_rollout(5, group_id="g1"))
+        assert balancer.why_no_batch() == (
+            "6 of 8 rollouts wait, the oldest for 0 s; no deadline_s is set; groups that wait for siblings: "
+            "'g0' (1 of 4), 'g1' (2 of 4), 'g2' (1 of 4) and 2 more; nobody iterates batches()"
+        )
 
 
 def test_the_ranks_part() -> None:
@@ -80,4 +106,6 @@ def test_of_many_ranks_a_few_are_named() -> None:
 async def test_a_balancer_says_it_of_itself() -> None:
     async with sb.StreamBalancer(config_of()) as balancer:
         await balancer.put(make_rollout(3, "one"))
-        assert balancer.why_no_batch() == "1 of 64 rollouts wait, the oldest for 0 s; no deadline_s is set"
+        assert balancer.why_no_batch() == (
+            "1 of 64 rollouts wait, the oldest for 0 s; no deadline_s is set; nobody iterates batches()"
+        )
