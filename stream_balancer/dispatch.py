@@ -39,6 +39,7 @@ import anyio
 
 from stream_balancer.attend import ProducerTransport, attend
 from stream_balancer.balancer import StreamBalancer
+from stream_balancer.config import BalancerConfig
 from stream_balancer.errors import EndOfStream, ProducerLostError, RankLostError
 from stream_balancer.handover import RemoteRollout
 from stream_balancer.stall import RankState, why_ranks_wait
@@ -84,6 +85,8 @@ class _Resumable(Protocol):
 
 @runtime_checkable
 class _Explaining(Protocol):
+    @property
+    def config(self) -> BalancerConfig: ...
     def why_no_batch(self) -> str: ...
 
 
