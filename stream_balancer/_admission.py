@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
+from stream_balancer._values import MAX_COST
 from stream_balancer.config import BalancerConfig
 from stream_balancer.errors import RolloutError
 from stream_balancer.types import Rollout
@@ -44,15 +44,14 @@ def check_fits(rollout: Rollout, config: BalancerConfig) -> None:
 
 
 def cost_of(rollout: Rollout, model: Callable[[Ints], Floats]) -> float:
-    """Its own cost, else the model's. Raises RolloutError if that is no finite number >= 0."""
+    """Its own cost, else the model's. Raises RolloutError if that is no number from 0 to 1e100."""
     if rollout.cost is not None:
         return rollout.cost
     cost = float(model(np.array([rollout.num_tokens], dtype=np.int64))[0])
-    if not (math.isfinite(cost) and cost >= 0):
+    if not 0 <= cost <= MAX_COST:  # not NaN either
         raise RolloutError(
-            f"the cost model gave {cost} for rollout {rollout.rollout_id!r} ({rollout.num_tokens} tokens); a "
-            "cost must be a "
-            f"finite number >= 0. Mend {model!r}, or give the rollout a cost of its own"
+            f"the cost model gave {cost} for rollout {rollout.rollout_id!r} ({rollout.num_tokens} tokens); a cost must "
+            f"be a finite number >= 0 and at most {MAX_COST:g}. Mend {model!r}, or give the rollout a cost of its own"
         )
     return cost
 
@@ -62,7 +61,7 @@ def costs_of(rollouts: Sequence[Rollout], model: Callable[[Ints], Floats]) -> li
     if len(rollouts) == 1 or any(rollout.cost is not None for rollout in rollouts):
         return [cost_of(rollout, model) for rollout in rollouts]
     costs = np.asarray(model(np.array([rollout.num_tokens for rollout in rollouts], dtype=np.int64)), dtype=np.float64)
-    if not (np.isfinite(costs).all() and (costs >= 0).all()):
+    if not ((costs >= 0) & (costs <= MAX_COST)).all():
         return [cost_of(rollout, model) for rollout in rollouts]  # raises, and names one
     found: list[float] = costs.tolist()
     return found

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stream_balancer._buffer import Buffer
+from stream_balancer._values import PADDING_PREFIX
 from stream_balancer.planning import Plan
 from stream_balancer.types import Batch, MicroBatch, RankBatch, Reason, Rollout
 
@@ -85,5 +86,5 @@ def _fill_up(shares: list[list[MicroBatch]], real: Sequence[Rollout], step: int)
     if missing:
         shortest = min(real, key=lambda r: r.num_tokens)
         for rank, index in missing:
-            shares[rank].append(MicroBatch.of([shortest.padding_copy(f"padding-{step}-{rank}-{index}")]))
+            shares[rank].append(MicroBatch.of([shortest.padding_copy(f"{PADDING_PREFIX}{step}-{rank}-{index}")]))
     return len(missing)

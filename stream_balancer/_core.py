@@ -41,6 +41,7 @@ from stream_balancer._derived import (
     tracked_group_size,
 )
 from stream_balancer._idle import IdleTimes
+from stream_balancer._values import plain_policy_version
 from stream_balancer.config import BalancerConfig
 from stream_balancer.errors import ClosedResourceError, ConfigError, DuplicateRolloutError, RolloutError, WouldBlock
 from stream_balancer.pacing import Pacer
@@ -578,8 +579,10 @@ class BalancerCore:
     def set_version(self, version: int) -> None:
         """The policy moved on. Evicts what is now too stale (``on_stale="evict"``). Raises ValueError if it goes
         backwards. O(n)."""
-        if isinstance(version, bool) or not isinstance(version, int):
-            raise ValueError(f"version must be an int, not {version!r}")
+        try:
+            version = plain_policy_version(version)
+        except RolloutError as error:
+            raise ValueError(f"set_version(): version {error}") from None
         if self._version is not None and version < self._version:
             raise ValueError(
                 f"version must not go backwards: it is {self._version}, and set_version({version}) was called"

@@ -108,6 +108,8 @@ class _Attendant:
             logger.warning("producer %s took %d waiting rollouts with it: %s", holder.label, len(gone), names)
 
     def _check(self, offer: Offer) -> None:
+        if offer.refusal is not None:
+            raise RolloutError(offer.refusal)
         if not isinstance(offer.rollouts[0], RemoteRollout):
             return
         if not self._direct:

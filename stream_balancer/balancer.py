@@ -602,13 +602,15 @@ class StreamBalancer:
         """
         return state_dict(self.snapshot())
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> tuple[str, ...]:
         """Continue from a :meth:`state_dict`, under this balancer's own knobs; load before the first put.
 
         Batches that were in flight come out of ``batches()`` again, first, with the same step and the same plan; if
         they were planned for another ``dp_size``, their rollouts wait again as the oldest. Raises ValueError
-        (RolloutError for a rollout that these knobs refuse, saying which and why), WireError for damaged bytes;
-        nothing has changed then.
+        (RolloutError for a rollout that these knobs refuse, saying which and why); nothing has changed then.
+
+        What is damaged does not spoil the rest. Returns what was set aside, one sentence each, which are logged too;
+        empty if all is well.
 
         A journal is newer than any checkpoint: with one that held something this raises ValueError too.
         """
@@ -624,6 +626,7 @@ class StreamBalancer:
             self._journal.adopt(snapshot)
         self._ring()
         self._tell_evicted()
+        return snapshot.set_aside
 
     # -- record --------------------------------------------------------------------------------------------------------
 

@@ -185,9 +185,9 @@ class BlockingBalancer:
         """See :meth:`StreamBalancer.state_dict`. Flattened in the calling thread: the event loop goes on."""
         return state_dict(self._loop().call(self._balancer.snapshot))
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> tuple[str, ...]:
         """Continue from a :meth:`state_dict`; load before the first put. See :meth:`StreamBalancer.load_state_dict`."""
-        self._loop().call(self._balancer.load_state_dict, state)
+        return self._loop().call(self._balancer.load_state_dict, state)
 
     def record(self, path: str | os.PathLike[str]) -> Recorder:
         """Write arrivals to a trace file from now on. See :meth:`StreamBalancer.record`."""

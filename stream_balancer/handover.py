@@ -22,7 +22,8 @@ import msgspec
 import torch
 from torch import Tensor
 
-from stream_balancer.errors import RolloutError, WireError
+from stream_balancer._values import plain_tensor
+from stream_balancer.errors import WireError
 from stream_balancer.types import SUPPORTED_DTYPES, RankBatch, Rollout
 from stream_balancer.wire import (
     ALIGNMENT,
@@ -80,6 +81,10 @@ class RemoteRollout(Rollout):
     loss_tokens: int = field(repr=False)
     """``num_loss_tokens``, as the producer counted them."""
 
+    @staticmethod
+    def _plain_tensor(value: object) -> Tensor:
+        return plain_tensor(value, elsewhere=True)
+
     def _count_loss_tokens(self) -> int:
         return 0 if self.is_padding else self.loss_tokens
 
@@ -102,31 +107,28 @@ def describe(encoded: Encoded) -> tuple[Frame, bytes]:
 
 
 def read_described(frame: Frame, body: Tensor, holder: Holder, lease: Lease) -> RemoteRollout:
-    """What :func:`describe` made. Raises WireError for anything else."""
-    meta = _read_meta(frame, body.numpy()[: frame.meta_bytes].tobytes())
+    """What :func:`describe` made. Raises WireError for anything else, RolloutError for what no Rollout could be."""
+    meta = _read_meta(frame, body.numpy()[: frame.meta_bytes].tobytes(), check_rollouts=False)
     if len(meta.ids) != 1 or _plan(meta, frame.meta_bytes, frame.total_bytes).total_bytes != frame.total_bytes:
         raise WireError("a put must hold one rollout, and its sizes must be as announced")
     if any(column.dtype != column.wire_dtype for column in meta.columns):
         raise WireError("what a producer holds is not narrowed")
     length = meta.lengths[0]
-    try:
-        return RemoteRollout(
-            tokens={c.name: _meta_tensor(c, (length, *c.shape)) for c in meta.columns},
-            scalars=meta.scalars[0],
-            tensors={t.name: _meta_tensor(t, t.shape) for t in meta.tensors[0]},
-            metadata=meta.metadata[0],
-            rollout_id=meta.ids[0],
-            group_id=meta.group_ids[0],
-            version=meta.versions[0],
-            cost=meta.costs[0],
-            is_padding=bool(meta.padding),
-            holder=holder,
-            key=frame.slab,
-            lease=lease,
-            loss_tokens=meta.loss_tokens[0],
-        )
-    except RolloutError as error:
-        raise WireError(f"a rollout that no Rollout could be: {error}") from None
+    return RemoteRollout(
+        tokens={c.name: _meta_tensor(c, (length, *c.shape)) for c in meta.columns},
+        scalars=meta.scalars[0],
+        tensors={t.name: _meta_tensor(t, t.shape) for t in meta.tensors[0]},
+        metadata=meta.metadata[0],
+        rollout_id=meta.ids[0],
+        group_id=meta.group_ids[0],
+        version=meta.versions[0],
+        cost=meta.costs[0],
+        is_padding=bool(meta.padding),
+        holder=holder,
+        key=frame.slab,
+        lease=lease,
+        loss_tokens=meta.loss_tokens[0],
+    )
 
 
 def _meta_tensor(described: _Tensor, shape: tuple[int, ...]) -> Tensor:

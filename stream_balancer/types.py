@@ -7,13 +7,12 @@ nothing unsendable ever reaches a batch. Nothing here waits, decides or sends; h
 
 from __future__ import annotations
 
-import math
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
-from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeAlias
 
 import numpy as np
 import torch
@@ -21,6 +20,21 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from stream_balancer import layout
+from stream_balancer._values import (
+    MAX_COLUMNS,
+    PADDING_PREFIX,
+    SUPPORTED_DTYPES,
+    Version,
+    by_name,
+    join,
+    plain_bool,
+    plain_cost,
+    plain_metadata,
+    plain_name,
+    plain_number,
+    plain_tensor,
+    plain_version,
+)
 from stream_balancer.errors import RolloutError
 from stream_balancer.planning.length_bias import LengthBiasSummary
 
@@ -28,6 +42,7 @@ if TYPE_CHECKING:
     from tensordict import TensorDict
 
 __all__ = [
+    "SUPPORTED_DTYPES",
     "Batch",
     "CostFit",
     "EvictReason",
@@ -56,25 +71,6 @@ IdleCause: TypeAlias = Literal[
 """Why a rank computed nothing: too few rollouts were there for any batch; there were enough, but the window was not
 full, or the deadline not reached; other ranks had more to do, which a better assignment might have avoided, or none
 could; or its share was on the way."""
-
-Version: TypeAlias = int | tuple[int, int]
-"""Policy version a rollout was sampled with; ``(oldest, newest)`` if the weights changed while it was generated."""
-
-SUPPORTED_DTYPES = (
-    torch.bool,
-    torch.uint8,
-    torch.int8,
-    torch.int16,
-    torch.int32,
-    torch.int64,
-    torch.float16,
-    torch.bfloat16,
-    torch.float32,
-    torch.float64,
-)
-"""What may travel. Order is part of the wire format: append only."""
-
-_MAX_ID_BYTES = 512  # an id is a name, not a payload; it also bounds what a header can announce
 
 
 def _new_id() -> str:
@@ -108,9 +104,10 @@ class Rollout:
     """One finished rollout (trajectory, sample): its per-token columns and what belongs to it.
 
     Columns may be given as torch tensors, numpy arrays or sequences of numbers; they are kept as torch tensors
-    **without a copy** where possible, so do not write to them afterwards. Raises :class:`RolloutError` (a ValueError)
-    for anything that could not be dispatched later: no tokens, columns of different lengths, an unsupported dtype, a
-    non-finite cost.
+    **without a copy** where possible, so do not write to them afterwards. Numpy scalars and subclasses of str, int,
+    float and bytes become the plain value, and metadata is copied. Raises :class:`RolloutError` (a ValueError) that
+    names the field for anything that could not be dispatched, sent or saved later: no tokens, columns of different
+    lengths, an unsupported dtype, a non-finite cost.
     """
 
     tokens: Mapping[str, Tensor]
@@ -121,7 +118,8 @@ class Rollout:
     tensors: Mapping[str, Tensor] = field(default_factory=_nothing)
     """Tensors of any shape that are not per-token: pixel values, image grids."""
     metadata: Mapping[str, Any] = field(default_factory=_nothing)
-    """JSON-like: str, int (64 bit), float, bool, None, bytes, and lists and str-keyed dicts of these."""
+    """JSON-like: str, int (64 bit), float, bool, None, bytes, and lists and str-keyed dicts of these, at most 64 deep.
+    Tuples become lists."""
     rollout_id: str = field(default_factory=_new_id)
     """Unique name; a fresh random one by default. At most 512 bytes of UTF-8."""
     group_id: str | None = None
@@ -129,8 +127,8 @@ class Rollout:
     version: Version | None = None
     """Policy version the rollout was sampled with, or ``(oldest, newest)``; None = unknown, never stale."""
     cost: float | None = None
-    """Work to train on it, in the cost model's unit, where its length does not tell (images); None = ask the cost
-    model."""
+    """Work to train on it, in the cost model's unit, where its length does not tell (images), at most 1e100; None =
+    ask the cost model."""
     is_padding: bool = False
     """True for a zero-weight copy the balancer made because a step had fewer rollouts than ranks. Its ``loss_mask`` and
     ``rollout_weights`` are zero in every layout. Never set it yourself."""
@@ -141,30 +139,46 @@ class Rollout:
 
     def __post_init__(self) -> None:
         put = partial(object.__setattr__, self)
-        name = _check_id(self.rollout_id)
-        if not isinstance(self.tokens, Mapping) or "input_ids" not in self.tokens:
-            raise RolloutError(
-                f"rollout {name}: tokens must be a mapping with a column 'input_ids' (per-token ids, [L])"
-            )
-        tokens = {key: _as_tensor(value, f"rollout {name}: tokens[{key!r}]") for key, value in self.tokens.items()}
-        put("tokens", tokens)
-        put("num_tokens", _check_tokens(name, tokens))
-        if self.tensors:
-            put("tensors", {k: _as_tensor(v, f"rollout {name}: tensors[{k!r}]") for k, v in self.tensors.items()})
-        if self.scalars:
-            put("scalars", {k: _as_number(v, f"rollout {name}: scalars[{k!r}]") for k, v in self.scalars.items()})
-            if not tokens.keys().isdisjoint(self.scalars):
-                both = sorted(tokens.keys() & self.scalars.keys())
-                raise RolloutError(f"rollout {name}: {both} are both token columns and scalars; rename one")
-        if self.metadata:
-            _check_json_like(self.metadata, f"rollout {name}: metadata")
-        if self.group_id is not None:
-            _check_id(self.group_id, "group_id")
-        if self.version is not None:
-            put("version", _check_version(name, self.version))
-        if self.cost is not None and not (math.isfinite(self.cost) and self.cost >= 0):
-            raise RolloutError(f"rollout {name}: cost must be a finite number >= 0, not {self.cost!r}")
+        what = "rollout_id"
+        try:
+            put("rollout_id", plain_name(self.rollout_id))
+            what = "tokens"
+            put("tokens", by_name(self.tokens, self._plain_tensor))
+            what = ""
+            put("num_tokens", _check_tokens(self.tokens))
+            if self.tensors is not _NOTHING:
+                what = "tensors"
+                put("tensors", by_name(self.tensors, self._plain_tensor) or _NOTHING)
+            if self.scalars is not _NOTHING:
+                what = "scalars"
+                put("scalars", by_name(self.scalars, plain_number) or _NOTHING)
+                _check_disjoint(self.tokens, self.scalars)
+            if self.metadata is not _NOTHING:
+                what = "metadata"
+                put("metadata", plain_metadata(self.metadata) or _NOTHING)
+            if self.group_id is not None:
+                what = "group_id"
+                put("group_id", plain_name(self.group_id))
+            if self.version is not None:
+                what = "version"
+                put("version", plain_version(self.version))
+            if self.cost is not None:
+                what = "cost"
+                put("cost", plain_cost(self.cost))
+            if self.is_padding is not False:
+                what = "is_padding"
+                put("is_padding", plain_bool(self.is_padding))
+            if not self.is_padding and self.rollout_id.startswith(PADDING_PREFIX):
+                what = "rollout_id"
+                raise RolloutError(f"must not begin with {PADDING_PREFIX!r}: so the balancer names its padding copies")
+        except RolloutError as error:
+            whose = "" if what == "rollout_id" else f"rollout {self.rollout_id!r}: "
+            raise RolloutError(f"{whose}{join(what, error)}") from None
         put("num_loss_tokens", self._count_loss_tokens())
+
+    @staticmethod
+    def _plain_tensor(value: object) -> Tensor:
+        return plain_tensor(value)
 
     def _count_loss_tokens(self) -> int:
         if self.is_padding:
@@ -517,6 +531,8 @@ class Snapshot:
     """What a ``CalibratedCost`` has learned: numbers, and lists of numbers."""
     auto_window: Mapping[str, Any] | None = None
     """What ``window="auto"`` has learned: numbers, and flat arrays."""
+    set_aside: tuple[str, ...] = ()
+    """What could not be read, one sentence each; the rollouts it speaks of are not in here."""
 
 
 def _excess(value: float, base: float) -> float:
@@ -537,89 +553,29 @@ def _concatenate(rollouts: Sequence[Rollout]) -> layout.FlatColumns:
     )
 
 
-def _check_id(value: object, what: str = "rollout_id") -> str:
-    if not isinstance(value, str) or not value:
-        raise RolloutError(f"{what} must be a non-empty str, not {value!r}")
-    try:
-        size = len(value) if value.isascii() else len(value.encode())
-    except UnicodeEncodeError:
-        raise RolloutError(f"{what} {value!r} cannot be written as UTF-8") from None
-    if size > _MAX_ID_BYTES:
-        raise RolloutError(f"{what} is {size} bytes long; at most {_MAX_ID_BYTES}. Put long descriptions into metadata")
-    return repr(value)
+def _check_disjoint(tokens: Mapping[str, Tensor], scalars: Mapping[str, float | int]) -> None:
+    if both := sorted(tokens.keys() & scalars.keys()):
+        raise RolloutError(f"{both} are both token columns and scalars; rename one")
 
 
-def _as_tensor(value: object, what: str) -> Tensor:
-    if not isinstance(value, Tensor):
-        try:
-            value = torch.as_tensor(value)
-        except (TypeError, ValueError, RuntimeError, OverflowError) as error:
-            raise RolloutError(f"{what} cannot become a tensor: {error}") from None
-    if value.dtype not in SUPPORTED_DTYPES:
-        names = ", ".join(str(d).removeprefix("torch.") for d in SUPPORTED_DTYPES)
-        raise RolloutError(f"{what} has dtype {value.dtype}, which cannot travel. Use one of {names}")
-    if value.layout is not torch.strided:
-        raise RolloutError(
-            f"{what} is a {value.layout} tensor; only dense (strided) tensors can travel. Call .to_dense()"
-        )
-    return value.detach() if value.requires_grad else value
-
-
-def _check_tokens(name: str, tokens: Mapping[str, Tensor]) -> int:
-    ids = tokens["input_ids"]
+def _check_tokens(tokens: Mapping[str, Tensor]) -> int:
+    ids = tokens.get("input_ids")
+    if ids is None:
+        raise RolloutError("tokens must be a mapping with a column 'input_ids' (per-token ids, [L])")
     if ids.ndim != 1 or ids.is_floating_point() or ids.dtype is torch.bool:
-        raise RolloutError(f"rollout {name}: input_ids must be integers [L], not {ids.dtype} {list(ids.shape)}")
+        raise RolloutError(f"input_ids must be integers [L], not {ids.dtype} {list(ids.shape)}")
     length = ids.shape[0]
     if length == 0:
-        raise RolloutError(f"rollout {name}: no tokens. Drop empty rollouts before put")
+        raise RolloutError("no tokens. Drop empty rollouts before put")
     for key, column in tokens.items():
         if column.ndim == 0 or column.shape[0] != length:
             raise RolloutError(
-                f"rollout {name}: column {key!r} has shape {list(column.shape)}, but input_ids has {length} tokens. "
+                f"column {key!r} has shape {list(column.shape)}, but input_ids has {length} tokens. "
                 f"Per-token columns are [L, ...]; put anything else into tensors= or scalars="
             )
+    if len(tokens) > MAX_COLUMNS:
+        raise RolloutError(f"{len(tokens)} token columns; at most {MAX_COLUMNS} can travel. Stack some into [L, n]")
     mask = tokens.get("loss_mask")
     if mask is not None and mask.ndim != 1:
-        raise RolloutError(f"rollout {name}: loss_mask must be [L], not {list(mask.shape)}")
+        raise RolloutError(f"loss_mask must be [L], not {list(mask.shape)}")
     return length
-
-
-def _as_number(value: object, what: str) -> float | int:
-    if isinstance(value, (Tensor, np.generic, np.ndarray)):
-        if value.size != 1 if not isinstance(value, Tensor) else value.numel() != 1:
-            raise RolloutError(f"{what} must be one number, not shape {list(value.shape)}; use tensors= for arrays")
-        value = value.item()
-    if not isinstance(value, (int, float)):
-        raise RolloutError(f"{what} must be a number, not {type(value).__name__}")
-    return value
-
-
-def _check_version(name: str, version: object) -> Version:
-    pair = version if isinstance(version, tuple) else (version, version)
-    if len(pair) != 2 or not all(isinstance(v, int) for v in pair) or pair[0] > pair[1]:
-        raise RolloutError(f"rollout {name}: version must be an int or (oldest, newest), not {version!r}")
-    return cast("Version", version)
-
-
-def _check_json_like(value: object, what: str) -> None:
-    """Refuse what would not come back the same from msgpack. O(size)."""
-    if value is None or isinstance(value, (str, float, bool, bytes)):
-        return
-    if isinstance(value, int):
-        if -(2**63) <= value < 2**63:
-            return
-        raise RolloutError(f"{what}: {value} does not fit into 64 bits")
-    if isinstance(value, Mapping):
-        for key, item in value.items():
-            if not isinstance(key, str):
-                raise RolloutError(f"{what}: key {key!r} is a {type(key).__name__}; keys must be str")
-            _check_json_like(item, f"{what}[{key!r}]")
-        return
-    if isinstance(value, (list, tuple)):
-        for index, item in enumerate(value):
-            _check_json_like(item, f"{what}[{index}]")
-        return
-    raise RolloutError(
-        f"{what} is a {type(value).__name__}; metadata is JSON-like (str, int, float, bool, None, bytes, list, dict). "
-        "Tensors belong into tensors="
-    )

@@ -19,12 +19,12 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
 from functools import partial
 from itertools import accumulate, pairwise
 from math import isfinite, prod
-from typing import Any, NamedTuple, overload
+from typing import Any, NamedTuple, NoReturn, overload
 
 import msgspec
 import numpy as np
@@ -32,8 +32,18 @@ import torch
 from torch import Tensor
 
 from stream_balancer import layout
+from stream_balancer._values import (
+    MAX_COLUMNS,
+    MAX_DIMENSIONS,
+    MAX_ELEMENTS,
+    SUPPORTED_DTYPES,
+    Version,
+    plain_cost,
+    plain_name,
+    plain_version,
+)
 from stream_balancer.errors import RolloutError, WireError
-from stream_balancer.types import SUPPORTED_DTYPES, MicroBatch, RankBatch, Rollout, Version, _check_id
+from stream_balancer.types import MicroBatch, RankBatch, Rollout
 
 __all__ = [
     "FRAME_BYTES",
@@ -42,6 +52,8 @@ __all__ = [
     "Encoded",
     "Frame",
     "Kind",
+    "OtherProtocolError",
+    "checked",
     "decode",
     "encode",
     "read_frame",
@@ -55,9 +67,11 @@ FRAME_WORDS = 16
 FRAME_BYTES = 8 * FRAME_WORDS
 ALIGNMENT = 64
 """Bytes; what torch's own allocator gives, and a cache line."""
-MAX_COLUMNS = 1024  # bounds the work a hostile meta can ask for; real batches have a dozen
-MAX_ELEMENTS = 2**48  # of one tensor; keeps every size computation far inside int64
 _MAGIC = int.from_bytes(b"strmbal\x01", "little")
+
+
+class OtherProtocolError(WireError):
+    """Nothing is damaged: it was written by another version of this file."""
 
 
 class Kind(IntEnum):
@@ -155,12 +169,12 @@ def read_frame(words: Tensor) -> Frame:
         raise WireError(
             "not a stream_balancer frame (wrong magic): something else is sending on this link. Check the store"
         )
-    if raw[1] != PROTOCOL:
-        raise WireError(
-            f"the peer speaks protocol {raw[1]}, this side {PROTOCOL}. Install one stream_balancer everywhere"
-        )
     if raw[-1] != zlib.crc32(raw[:-1].tobytes()):
         raise WireError("a frame's checksum is wrong: it was damaged or cut short on its way")
+    if raw[1] != PROTOCOL:
+        raise OtherProtocolError(
+            f"the peer speaks protocol {raw[1]}, this side {PROTOCOL}. Install one stream_balancer everywhere"
+        )
     values = raw[2 : 2 + len(Frame._fields)].tolist()
     try:
         kind = Kind(values[0])
@@ -215,8 +229,9 @@ class _Tensor(msgspec.Struct, array_like=True, frozen=True, gc=False):
             raise WireError(f"{self.name!r} has an unknown dtype ({self.dtype}, {self.wire_dtype})")
         if self.dtype != self.wire_dtype and (self.dtype, self.wire_dtype) != (_INT64, _INT32):
             raise WireError(f"{self.name!r}: only int64 may travel narrowed, and only as int32")
-        if len(self.shape) > 32 or any(n < 0 for n in self.shape) or prod(max(n, 1) for n in self.shape) > MAX_ELEMENTS:
-            raise WireError(f"{self.name!r} has an impossible shape: {self.shape[:33]}")
+        elements = prod(max(n, 1) for n in self.shape)
+        if len(self.shape) > MAX_DIMENSIONS or elements > MAX_ELEMENTS or any(n < 0 for n in self.shape):
+            raise WireError(f"{self.name!r} has an impossible shape: {self.shape[: MAX_DIMENSIONS + 1]}")
 
 
 _INT64 = SUPPORTED_DTYPES.index(torch.int64)
@@ -240,8 +255,8 @@ class _Meta(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
     group_ids: list[str | None]
     versions: list[int | tuple[int, int] | None]
     costs: list[float | None]
-    scalars: list[dict[str, int | float | bool]]
-    metadata: list[dict[str, Any]]
+    scalars: list[Mapping[str, int | float | bool]]
+    metadata: list[Mapping[str, Any]]
     tensors: list[list[_Tensor]]
     padding: list[int]
     """Indices of padding copies."""
@@ -357,7 +372,9 @@ def _padding(size: int) -> Tensor:
 
 def bytes_of(tensor: Tensor) -> Tensor:
     """``[nbytes]`` uint8. Not copied if it lies contiguous on the CPU."""
-    return tensor.cpu().contiguous().reshape(-1).view(torch.uint8)
+    flat = tensor.cpu().contiguous()
+    count = flat.numel()
+    return flat.as_strided((count,), (1,)).view(torch.uint8)  # one element is contiguous at any stride; view asks for 1
 
 
 def _concatenate(parts: list[Tensor], out: Tensor) -> None:
@@ -408,13 +425,16 @@ def encode(share: RankBatch, *, max_bytes: int = 2**62, narrow: bool = True) -> 
         ids=[r.rollout_id for r in rollouts],
         group_ids=[r.group_id for r in rollouts],
         versions=[r.version for r in rollouts],
-        costs=[None if r.cost is None else float(r.cost) for r in rollouts],
-        scalars=[_plain_scalars(r.scalars) if r.scalars else _NONE for r in rollouts],
-        metadata=[dict(r.metadata) if r.metadata else _NONE for r in rollouts],
+        costs=[r.cost for r in rollouts],
+        scalars=[r.scalars for r in rollouts],
+        metadata=[r.metadata for r in rollouts],
         tensors=[[_describe(k, t, tuple(t.shape)) for k, t in r.tensors.items()] for r in rollouts],
         padding=[i for i, r in enumerate(rollouts) if r.is_padding],
     )
-    packed = _ENCODER.encode(meta)
+    try:
+        packed = _ENCODER.encode(meta)
+    except (TypeError, ValueError, OverflowError, RecursionError) as error:
+        raise _changed(rollouts, error) from None
     try:
         plan = _plan(meta, len(packed), max_bytes)
     except WireError as error:
@@ -435,23 +455,25 @@ def encode(share: RankBatch, *, max_bytes: int = 2**62, narrow: bool = True) -> 
     return Encoded(frame, share, packed, plan)
 
 
-_NONE: dict[str, Any] = {}  # one for all: thousands of new ones would wake the garbage collector
+def _changed(rollouts: Sequence[Rollout], error: Exception) -> RolloutError:
+    """Every field could be written when the rollout was made."""
+    for rollout in rollouts:
+        try:
+            _ENCODER.encode((rollout.rollout_id, rollout.scalars, rollout.metadata))
+        except Exception as its_own:  # noqa: BLE001 - it becomes the message
+            return RolloutError(
+                f"rollout {rollout.rollout_id!r} was changed after it was made, and cannot be written any more: "
+                f"{its_own}. Make a new Rollout instead"
+            )
+    return RolloutError(f"a rollout cannot be written: {error}")
 
 
-def _encode_other(value: object) -> object:
-    if isinstance(value, Mapping):
-        return dict(value)
-    if isinstance(value, int):
-        return float(value)  # wider than 64 bits
-    raise TypeError(f"metadata holds a {type(value).__name__}, which cannot travel")
+def _refuse_others(value: object) -> NoReturn:
+    raise TypeError(f"it holds a {type(value).__name__}")
 
 
-_ENCODER = msgspec.msgpack.Encoder(enc_hook=_encode_other)
+_ENCODER = msgspec.msgpack.Encoder(enc_hook=_refuse_others)
 _DECODER = msgspec.msgpack.Decoder(_Meta)
-
-
-def _plain_scalars(scalars: Mapping[str, float | int]) -> dict[str, float | int]:
-    return {k: v if isinstance(v, float) or -(2**63) <= v < 2**63 else float(v) for k, v in scalars.items()}
 
 
 def _describe(name: str, tensor: Tensor, shape: tuple[int, ...], wire: torch.dtype | None = None) -> _Tensor:
@@ -499,14 +521,23 @@ def _fits_int32(part: Tensor) -> bool:
 # --- receiving -------------------------------------------------------------------------------------------------------
 
 
-def decode(frame: Frame, slab: Tensor, *, on_device: Callable[[Tensor], Tensor] | None = None) -> RankBatch:
+def decode(
+    frame: Frame,
+    slab: Tensor,
+    *,
+    on_device: Callable[[Tensor], Tensor] | None = None,
+    check_rollouts: bool = True,
+) -> RankBatch:
     """A received slab (``[total_bytes]`` uint8 on the CPU, the first ``wire_bytes`` filled) -> the share, as views of
     it.
 
     Nothing is copied but columns that travelled narrowed. ``on_device`` moves the whole slab once, for accelerators.
-    Raises WireError for anything :func:`encode` would not have made. O(rollouts + pieces).
+    ``check_rollouts`` False: only what they share is checked; :func:`checked` must follow for each, so that one bad
+    rollout does not spoil the others. Raises WireError for anything :func:`encode` would not have made. O(rollouts +
+    pieces).
     """
-    meta = _read_meta(frame, slab[: frame.meta_bytes].numpy().tobytes())  # a copy: in shared memory it could change
+    packed = slab[: frame.meta_bytes].numpy().tobytes()  # a copy: in shared memory it could change
+    meta = _read_meta(frame, packed, check_rollouts=check_rollouts)
     plan = _plan(meta, frame.meta_bytes, frame.total_bytes)
     if (plan.wire_bytes, plan.total_bytes) != (frame.wire_bytes, frame.total_bytes) or slab.numel() < plan.total_bytes:
         raise WireError(
@@ -522,7 +553,12 @@ def decode(frame: Frame, slab: Tensor, *, on_device: Callable[[Tensor], Tensor] 
     return _share(frame, meta, plan, slab)
 
 
-def _read_meta(frame: Frame, packed: bytes) -> _Meta:
+def checked(rollout: Rollout) -> Rollout:
+    """A decoded rollout, made anew, with every check there is. Raises RolloutError."""
+    return replace(rollout)
+
+
+def _read_meta(frame: Frame, packed: bytes, *, check_rollouts: bool = True) -> _Meta:
     if zlib.crc32(packed) != frame.meta_crc:
         raise WireError(f"step {frame.step}: the checksum of the batch's description is wrong: damaged on its way")
     try:
@@ -530,6 +566,11 @@ def _read_meta(frame: Frame, packed: bytes) -> _Meta:
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError, ValueError) as error:
         raise WireError(f"step {frame.step}: the batch's description cannot be read: {error}") from None
     _check_meta(meta)
+    if check_rollouts:
+        try:
+            _check_rollouts(meta)
+        except RolloutError as error:
+            raise WireError(f"a rollout is wrong: {error}") from None
     return meta
 
 
@@ -555,19 +596,22 @@ def _check_meta(meta: _Meta) -> None:
         or min(meta.global_num_rollouts, meta.global_num_tokens, meta.global_num_loss_tokens) < 0
     ):
         raise WireError("the step's denominators are wrong")
-    if any(cost is not None and not (isfinite(cost) and cost >= 0) for cost in meta.costs):
-        raise WireError("a rollout's cost is wrong")
-    if any(isinstance(v, tuple) and v[0] > v[1] for v in meta.versions):
-        raise WireError("a rollout's version is wrong")
-    try:
-        for name in meta.ids:
-            _check_id(name)
-        for group in meta.group_ids:
-            if group is not None:
-                _check_id(group, "group_id")
-    except RolloutError as error:
-        raise WireError(str(error)) from None
     _check_tensors(meta)
+
+
+def _check_rollouts(meta: _Meta) -> None:
+    """What of a Rollout's own checks lies in ``meta``. Metadata and values of scalars are nobody's index or size."""
+    for name in meta.ids:
+        plain_name(name)
+    for group in meta.group_ids:
+        if group is not None:
+            plain_name(group)
+    for version in meta.versions:
+        if version is not None:
+            plain_version(version)
+    for cost in meta.costs:
+        if cost is not None:
+            plain_cost(cost)
 
 
 def _check_tensors(meta: _Meta) -> None:

@@ -51,6 +51,7 @@ from stream_balancer.journal.records import (
 from stream_balancer.journal.segments import Damage, DiskFullError, Segments, salt_of
 from stream_balancer.transport._loop import loop_caller
 from stream_balancer.types import Batch, EvictReason, Rollout, Snapshot
+from stream_balancer.wire import OtherProtocolError
 
 __all__ = ["Journal", "Recovered", "Writing"]
 
@@ -79,7 +80,8 @@ class Recovered:
     torn_bytes: int
     """Bytes of an append that a crash cut short: of puts that had not returned. They were taken off."""
     damage: tuple[str, ...]
-    """Where bytes were damaged that were not the end of the journal; records there are lost."""
+    """What was set aside: where bytes were damaged that were not the end of the journal, and rollouts and plans that
+    could not be read, a sentence each. Records there are lost; everything else is here."""
     seconds: float
     """How long it took."""
 
@@ -182,7 +184,7 @@ class Journal:
         try:
             self._contents = contents = Contents(remember_ids)
             damage = self._fold()
-            rollouts = self._read_rollouts()
+            rollouts, bad = self._read_rollouts()
             snapshot, broken = contents.snapshot(rollouts, time.time())
             self._next_put = contents.next_put
             self._segments.begin()
@@ -198,8 +200,9 @@ class Journal:
             steps=tuple(batch.step for batch in snapshot.in_flight),
             past_ids=len(snapshot.past_ids),
             next_step=snapshot.next_step,
-            torn_bytes=sum(bad.stop - bad.start for bad in damage if bad.torn),
-            damage=tuple(_describe(bad) for bad in damage if not bad.torn)
+            torn_bytes=sum(one.stop - one.start for one in damage if one.torn),
+            damage=tuple(_describe(one) for one in damage if not one.torn)
+            + tuple(bad)
             + tuple(f"step {plan.step}: its plan names rollouts that are lost" for plan in broken),
             seconds=time.monotonic() - began,
         )
@@ -212,24 +215,33 @@ class Journal:
             for item in self._segments.scan(number):
                 if isinstance(item, Damage):
                     damage.append(item)
-                else:
-                    at, found = item
+                    continue
+                at, found = item
+                try:
                     self._contents.apply(found.head, Place(number, at, found.size))
+                except Exception:  # noqa: BLE001 - one record never prevents the others from being read
+                    _log.exception("journal %s: a record makes no sense; it is left out", self.path)
+                    damage.append(Damage(number, at, at + found.size, torn=False))
         for bad in damage:
             if bad.torn:
                 self._segments.cut(bad)
         return damage
 
-    def _read_rollouts(self) -> dict[str, Rollout]:
+    def _read_rollouts(self) -> tuple[dict[str, Rollout], list[str]]:
+        """All that are still needed, and sentences about those that cannot be read."""
         rollouts: dict[str, Rollout] = {}
+        bad: list[str] = []
         for number in self._segments.sizes:
             held_here = self._contents.held_in(number)
             data = memoryview(self._segments.mapped(number) if held_here else b"")
             for held in held_here:
                 found = read(salt_of(number), data, held.place.at)
                 assert found is not None
-                rollouts |= {r.rollout_id: r for r in rollouts_of(found.payload) if r.rollout_id in held.alive}
-        return rollouts
+                read_here, bad_here = _read_put(held, found.payload)
+                rollouts |= read_here
+                bad += bad_here
+                self._contents.lose(held.put.number, held.alive - read_here.keys())
+        return rollouts, bad
 
     def _tell(self, recovered: Recovered) -> None:
         for where in recovered.damage:
@@ -494,7 +506,7 @@ class Journal:
         elif isinstance(item, Writing):
             try:
                 payload = payload_of(item.rollouts)
-            except (ValueError, TypeError) as error:
+            except Exception as error:  # noqa: BLE001 - the put is refused, and the journal goes on
                 item.error = error
                 return
             ids = [r.rollout_id for r in item.rollouts]
@@ -572,6 +584,21 @@ def _fresh(error: Exception) -> Exception:
     """The same error for one of those who get it."""
     kind = JournalError if isinstance(error, JournalError) else type(error)
     return kind(*error.args)
+
+
+def _read_put(held: Held, payload: memoryview) -> tuple[dict[str, Rollout], list[str]]:
+    """Those of its rollouts that are needed, by id, and sentences about those that cannot be read."""
+    try:
+        read_here = rollouts_of(payload)
+    except OtherProtocolError:
+        raise
+    except Exception as error:  # noqa: BLE001 - damaged bytes may be anything
+        return {}, [f"put {held.put.number} of rollouts {sorted(held.alive)} cannot be read: {error}"]
+    needed = {name: one for name, one in read_here.items() if name in held.alive}
+    return (
+        {name: one for name, one in needed.items() if not isinstance(one, str)},
+        [f"put {held.put.number}: {one}" for one in needed.values() if isinstance(one, str)],
+    )
 
 
 def _describe(damage: Damage) -> str:

@@ -125,6 +125,10 @@ class Contents:
             del self.puts[number]
             self._count(held.place, -1)
 
+    def lose(self, number: int, names: Iterable[str]) -> None:
+        """These rollouts of a put cannot be read: they are needed no more."""
+        self._drop(number, tuple(names))
+
     def _forget(self, ids: Iterable[str]) -> None:
         for name in ids:
             for number in tuple(self._holders.get(name, ())):
@@ -166,13 +170,13 @@ class Contents:
     # -- recovering ----------------------------------------------------------------------------------------------------
 
     def snapshot(self, rollouts: Mapping[str, Rollout], now: float) -> tuple[Snapshot, list[Plan]]:
-        """What the balancer held, and plans that cannot be kept because a rollout is missing. ``now``: seconds since
-        the epoch. O(rollouts)."""
+        """What the balancer held, and plans that cannot be kept, for want of a rollout most likely. ``now``: seconds
+        since the epoch. O(rollouts)."""
         flying, broken = [], []
         for plan in sorted(self.plans.values(), key=lambda plan: plan.step):
-            if all(name in rollouts for name in plan.ids):
+            try:
                 flying.append(batch_of(plan, rollouts))
-            else:
+            except Exception:  # noqa: BLE001 - a rollout is missing, or the plan makes no sense
                 broken.append(plan)
         planned = {r.rollout_id for batch in flying for r in batch.rollouts if not r.is_padding}
         waiting: dict[str, Put] = {}

@@ -181,8 +181,9 @@ def payload_of(rollouts: Sequence[Rollout]) -> list[memoryview | bytes]:
     return [tensor.numpy().view(np.uint8).data for tensor in write_rollouts(rollouts)]
 
 
-def rollouts_of(payload: memoryview) -> tuple[Rollout, ...]:
-    """What :func:`payload_of` wrote, copied. Raises WireError."""
+def rollouts_of(payload: memoryview) -> dict[str, Rollout | str]:
+    """What :func:`payload_of` wrote, by id, copied; instead of what no Rollout may be, a sentence. Raises WireError
+    where the bytes are damaged."""
     if len(payload) <= FRAME_BYTES:
         raise WireError("a put in the journal holds no rollouts")
     frame = torch.frombuffer(bytearray(payload[:FRAME_BYTES]), dtype=torch.int64)

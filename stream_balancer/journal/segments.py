@@ -9,6 +9,7 @@ import errno
 import fcntl
 import mmap
 import os
+import weakref
 import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -24,7 +25,7 @@ _SUFFIX = ".journal"
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _write = os.write  # named here so that tests can put failing disks in their place
 _sync = getattr(os, "fdatasync", os.fsync)
-_open_here: set[Path] = set()  # POSIX locks do not hold between two users in one process
+_open_here: weakref.WeakSet[Segments] = weakref.WeakSet()
 
 
 class DiskFullError(JournalError):
@@ -58,41 +59,40 @@ class Segments:
         self.folder.mkdir(parents=True, exist_ok=True)
         self.folder = self.folder.resolve()
         self._lock()
-        numbers = sorted(int(path.stem) for path in self.folder.glob(f"*{_SUFFIX}"))
-        self.sizes = {number: self._path(number).stat().st_size for number in numbers}
+        try:
+            numbers = sorted(int(path.stem) for path in self.folder.glob(f"*{_SUFFIX}") if path.stem.isdecimal())
+            self.sizes = {number: self._path(number).stat().st_size for number in numbers}
+        except BaseException:
+            self.close()
+            raise
 
     def close(self) -> None:
-        """Release everything. Idempotent."""
-        if self._fd >= 0:
-            os.close(self._fd)
-        if self._lock_fd >= 0:
-            os.close(self._lock_fd)  # releases the lock
-            _open_here.discard(self.folder)
-        self._fd = self._lock_fd = -1
+        """Release everything; in a forked child, only its copies. Idempotent."""
+        fds, self._fd, self._lock_fd = (self._fd, self._lock_fd), -1, -1
+        for fd in fds:
+            if fd >= 0:
+                os.close(fd)  # the lock goes with the last copy of its descriptor
+        _open_here.discard(self)
 
     def _lock(self) -> None:
-        if self.folder in _open_here:
-            raise AlreadyInUseError(
-                f"the journal {self.folder} is in use by another balancer of this process (pid {os.getpid()}). "
-                "Close that one, or use another path"
-            )
         fd = os.open(self.folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
-            # not flock(): a child forked from a controller that was killed would go on holding it
-            fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # not lockf(): such a lock goes when its process closes any descriptor of the file, after copying the folder
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os.ftruncate(fd, 0)
+            os.write(fd, f"{os.getpid()}\n".encode())
         except OSError as error:
             holder = os.read(fd, 32).decode(errors="replace").strip() or "unknown"
             os.close(fd)
             if error.errno not in (errno.EACCES, errno.EAGAIN):
                 raise
             raise AlreadyInUseError(
-                f"the journal {self.folder} is in use by process {holder}. Two controllers on one journal would lose "
-                "rollouts: end that process, or use another path"
+                f"the journal {self.folder} is in use by process {holder}"
+                + (" (this one). " if holder == str(os.getpid()) else ". ")
+                + "Two controllers on one journal would lose rollouts: end that one, or use another path"
             ) from None
-        os.ftruncate(fd, 0)
-        os.write(fd, f"{os.getpid()}\n".encode())
         self._lock_fd = fd
-        _open_here.add(self.folder)
+        _open_here.add(self)
 
     # -- reading -------------------------------------------------------------------------------------------------------
 
@@ -208,6 +208,16 @@ class Segments:
                 os.fsync(fd)
         finally:
             os.close(fd)
+
+
+def _close_in_child() -> None:
+    """A forked child must not hold the lock of a controller that dies."""
+    for segments in list(_open_here):
+        with suppress(OSError):
+            segments.close()
+
+
+os.register_at_fork(after_in_child=_close_in_child)
 
 
 def salt_of(number: int) -> int:

@@ -31,7 +31,7 @@ from stream_balancer.errors import (
 )
 from stream_balancer.handover import describe
 from stream_balancer.types import MicroBatch, RankBatch, Rollout
-from stream_balancer.wire import FRAME_BYTES, Encoded, Frame, Kind, decode, encode, read_frame
+from stream_balancer.wire import FRAME_BYTES, Encoded, Frame, Kind, checked, decode, encode, read_frame
 
 __all__ = ["Limits", "Mode", "Offer", "PutLedger", "Ticket", "WireTicket", "Withdrawal", "Withdrawn"]
 
@@ -73,6 +73,9 @@ class Offer(NamedTuple):
     number: int
     mode: Mode
     rollouts: tuple[Rollout, ...]
+    refusal: str | None = None
+    """Why it cannot be put: one of its rollouts is none. The link is in order. (Text: an error would keep the frames it
+    went through alive.)"""
 
 
 class Withdrawal(NamedTuple):
@@ -366,33 +369,37 @@ def write_puts(tickets: Sequence[WireTicket]) -> list[Tensor]:
 def read_puts(
     slab: Tensor, next_number: int, remote: Callable[[Frame, Tensor], Rollout] | None = None
 ) -> list[tuple[Offer, int]]:
-    """Offers and their sizes in bytes. Raises WireError for anything :func:`write_puts` would not have made.
+    """Offers and their sizes in bytes. Raises WireError for anything :func:`write_puts` would not have made; an offer
+    whose bytes are in order, but hold what no Rollout may be, has a ``refusal``.
 
     ``remote`` makes a rollout of a HELD frame and its description; None: there may be no such frames."""
     offers: list[tuple[Offer, int]] = []
     at, total = 0, slab.numel()
     group: list[Rollout] = []
-    size = 0
+    refusal: str | None = None
+    index = size = 0
     while at < total:
         if at + FRAME_BYTES > total:
             raise WireError("puts end in the middle of a frame")
         frame = read_frame(slab[at : at + FRAME_BYTES].view(torch.int64))
         at += FRAME_BYTES
-        _check_put(frame, next_number, len(group), total - at, remote is not None)
+        _check_put(frame, next_number, index, total - at, remote is not None)
         body = slab[at : at + frame.wire_bytes]
         alone = FRAME_BYTES + frame.wire_bytes == total
-        if frame.kind is Kind.HELD and remote is not None:
-            group.append(remote(frame, body))
-        else:
-            group.append(
-                _checked(decode(frame, body if alone else body.clone()))
-            )  # so that each can be freed by itself
+        try:
+            if frame.kind is Kind.HELD and remote is not None:
+                group.append(remote(frame, body))
+            else:  # a copy, so that each can be freed by itself
+                group.append(_only(decode(frame, body if alone else body.clone(), check_rollouts=False)))
+        except RolloutError as error:
+            refusal = refusal or str(error)
         at += frame.wire_bytes
+        index += 1
         size += FRAME_BYTES + frame.wire_bytes
-        if len(group) == frame.dp_size:
-            offers.append((Offer(next_number, Mode(frame.taken), tuple(group)), size))
-            group, size, next_number = [], 0, next_number + 1
-    if group or not offers:
+        if index == frame.dp_size:
+            offers.append((Offer(next_number, Mode(frame.taken), tuple(group), refusal), size))
+            group, refusal, index, size, next_number = [], None, 0, 0, next_number + 1
+    if index or not offers:
         raise WireError("puts end in the middle of a group")
     return offers
 
@@ -411,22 +418,8 @@ def _check_put(frame: Frame, number: int, index: int, room: int, held_allowed: b
         raise WireError(f"a put of an unknown sort: {frame}")
 
 
-def _checked(share: RankBatch) -> Rollout:
+def _only(share: RankBatch) -> Rollout:
     """The one rollout, validated as if it had been made here: its counts are trained on."""
     if share.num_rollouts != 1:
         raise WireError("a put frame must hold one rollout")
-    r = share.rollouts[0]
-    try:
-        return Rollout(
-            tokens=r.tokens,
-            scalars=r.scalars,
-            tensors=r.tensors,
-            metadata=r.metadata,
-            rollout_id=r.rollout_id,
-            group_id=r.group_id,
-            version=r.version,
-            cost=r.cost,
-            is_padding=r.is_padding,
-        )
-    except RolloutError as error:
-        raise WireError(f"a rollout that no Rollout could be: {error}") from None
+    return checked(share.rollouts[0])

@@ -12,7 +12,7 @@ import resource
 import shutil
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,8 @@ from stream_balancer import journal as journal_module
 from stream_balancer.attend import attend
 from stream_balancer.connect import connect
 from stream_balancer.journal import segments
+from stream_balancer.journal.records import HEADER_BYTES, Put, pack, payload_of, read
+from stream_balancer.journal.segments import Segments, salt_of
 from stream_balancer.testing import make_rollout, make_rollouts
 from stream_balancer.transport.memory import MemoryTransport
 from stream_balancer.types import Batch
@@ -426,6 +428,86 @@ async def test_a_rollout_that_new_knobs_refuse_is_named_and_nothing_is_lost(tmp_
             pass
     async with sb.StreamBalancer(config(), journal=tmp_path) as balancer:
         assert waiting(balancer) == ["long"]
+
+
+def write_before(folder: Path, rollouts: Sequence[sb.Rollout]) -> None:
+    """A journal as a version with fewer checks may have left it: each rollout in a put of its own."""
+    files = Segments(folder)
+    files.open()
+    salt = salt_of(files.begin())
+    for number, rollout in enumerate(rollouts):
+        files.append(pack(salt, Put(number, [rollout.rollout_id], 0.0, 0), payload_of([rollout])))
+    files.close()
+
+
+async def test_one_bad_record_is_set_aside_and_the_others_come_back(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    rollouts = list(make_rollouts([3] * 5))
+    object.__setattr__(rollouts[1], "version", 2**63)
+    object.__setattr__(rollouts[2], "metadata", {"a": {7: 1}})
+    object.__setattr__(rollouts[3], "num_loss_tokens", 99)  # the description as a whole is impossible
+    await anyio.to_thread.run_sync(write_before, tmp_path, rollouts)
+    async with sb.StreamBalancer(config(), journal=tmp_path) as balancer:
+        assert waiting(balancer) == ["r0", "r4"]
+        assert balancer.statistics().accepted == 2
+        assert balancer.recovered is not None
+        first, second, third = balancer.recovered.damage
+        assert "put 1: rollout 'r1': version must be" in first
+        assert "put 2: rollout 'r2': metadata" in second
+        assert "put 3 of rollouts ['r3'] cannot be read" in third
+        for sentence in (first, second, third):
+            assert sentence in caplog.text
+        await balancer.put(make_rollout(3, "r1"))  # it is not held: the producer may put it again
+
+
+async def test_rollouts_of_another_version_of_the_format_are_refused_not_set_aside(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr("stream_balancer.wire.PROTOCOL", 2)
+        await anyio.to_thread.run_sync(write_before, tmp_path, list(make_rollouts([3])))
+    with pytest.raises(sb.WireError, match="protocol 2"):
+        async with sb.StreamBalancer(config(), journal=tmp_path):
+            pass
+
+
+@pytest.mark.parametrize("how", ["journal", "damaged journal", "state_dict"])
+async def test_a_gap_in_the_steps_in_flight_stays_a_gap(tmp_path: Path, how: str) -> None:
+    async with sb.StreamBalancer(config(), journal=tmp_path / "j") as balancer:
+        batches = balancer.batches(auto_ack=False)
+        for rollout in make_rollouts([3] * 14):
+            await balancer.put(rollout)
+        given = [await anext(batches) for _ in range(3)]
+        if how != "damaged journal":
+            balancer.acknowledge(1)
+        state = balancer.state_dict()
+        after = await crash(balancer)
+    if how == "damaged journal":  # a rollout of step 1 is lost, so its plan is void
+        segment = max(after.glob("*.journal"))
+        data = bytearray(segment.read_bytes())
+        lost = given[1].ranks[0].rollouts[0].rollout_id
+        put = next(at for at, ids in puts_in(data, int(segment.stem)) if lost in ids)
+        data[put + HEADER_BYTES + 20] ^= 255
+        segment.write_bytes(data)
+    async with sb.StreamBalancer(config(), journal=None if how == "state_dict" else after) as balancer:
+        if how == "state_dict":
+            balancer.load_state_dict(state)
+        for number in range(20, 24):
+            await balancer.put(make_rollout(3, f"r{number}"))
+        batches = balancer.batches(auto_ack=False)
+        again = [await anext(batches) for _ in range(3)]
+        assert [batch.step for batch in again] == [0, 2, 3]
+        assert [ids_of(batch) for batch in again[:2]] == [ids_of(given[0]), ids_of(given[2])]
+
+
+def puts_in(data: bytearray, segment: int) -> Iterator[tuple[int, list[str]]]:
+    """Where the puts of a segment begin, and whose they are."""
+    at = 0
+    while (found := read(salt_of(segment), memoryview(data), at)) is not None:
+        if isinstance(found.head, Put):
+            yield at, found.head.ids
+        at += found.size
 
 
 async def test_the_end_is_not_remembered(tmp_path: Path) -> None:

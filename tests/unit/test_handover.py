@@ -208,7 +208,7 @@ def test_hostile_descriptions_are_refused_or_harmless() -> None:
                 raise WireError("read_puts refuses it")
             remote = read_described(mutated, torch.frombuffer(bytearray(raw), dtype=torch.uint8), A, Lease())
             assert 0 <= remote.num_loss_tokens <= remote.num_tokens
-        except WireError:
+        except (WireError, RolloutError):
             refused += 1
     assert 1000 < refused < 2000
 

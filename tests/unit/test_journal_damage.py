@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import multiprocessing
 import os
 import shutil
 import subprocess
@@ -185,13 +186,15 @@ def test_an_empty_segment_is_as_good_as_none(tmp_path: Path) -> None:
 # -- one owner ---------------------------------------------------------------------------------------------------------
 
 HOLD = """
-import os, sys, time
+import os, shutil, sys, time
 from pathlib import Path
 from stream_balancer.journal.segments import Segments
 segments = Segments(Path(sys.argv[1]))
 segments.open()
 if sys.argv[2] == "fork" and os.fork() == 0:
     time.sleep(60)
+if sys.argv[2] == "copy":
+    shutil.copytree(sys.argv[1], sys.argv[1] + "-copy")
 print(os.getpid(), flush=True)
 time.sleep(60)
 """
@@ -206,8 +209,11 @@ def holder(folder: Path, how: str = "") -> subprocess.Popen[str]:
     return process
 
 
-def test_a_second_process_is_refused_until_the_first_is_dead(tmp_path: Path) -> None:
-    process = holder(tmp_path)
+@pytest.mark.parametrize("how", ["", "copy"])
+def test_a_second_process_is_refused_until_the_first_is_dead(tmp_path: Path, how: str) -> None:
+    """Also once the first has opened and closed every file in the folder, as a copy does."""
+    tmp_path /= "journal"
+    process = holder(tmp_path, how)
     try:
         with pytest.raises(sb.AlreadyInUseError, match=f"{tmp_path} is in use by process {process.pid}"):
             Segments(tmp_path).open()
@@ -235,7 +241,7 @@ def test_a_child_forked_by_a_dead_controller_does_not_keep_the_lock(tmp_path: Pa
 def test_the_same_process_is_refused_too_and_the_lock_outlives_the_attempt(tmp_path: Path) -> None:
     first = Segments(tmp_path)
     first.open()
-    with pytest.raises(sb.AlreadyInUseError, match=f"pid {os.getpid()}"):
+    with pytest.raises(sb.AlreadyInUseError, match=f"in use by process {os.getpid()} \\(this one\\)"):
         Segments(tmp_path / "." / "x" / "..").open()
     code = "import sys; from pathlib import Path; from stream_balancer.journal.segments import Segments; "
     code += "Segments(Path(sys.argv[1])).open()"
@@ -243,6 +249,33 @@ def test_the_same_process_is_refused_too_and_the_lock_outlives_the_attempt(tmp_p
     assert f"in use by process {os.getpid()}" in refused.stderr
     first.close()
     first.close()
+
+
+def test_a_child_that_ends_does_not_release_the_lock(tmp_path: Path) -> None:
+    segments = Segments(tmp_path)
+    segments.open()
+    child = multiprocessing.get_context("fork").Process(target=segments.close)
+    child.start()
+    child.join()
+    with pytest.raises(sb.AlreadyInUseError):
+        Segments(tmp_path).open()
+    segments.close()
+
+
+def test_a_failed_opening_releases_the_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "notes.journal").touch()  # not one of ours
+    (tmp_path / "00000001.journal").symlink_to("nowhere")
+    journal = Journal(tmp_path)
+    with pytest.raises(FileNotFoundError):
+        journal.open(100)
+    (tmp_path / "00000001.journal").unlink()
+    with monkeypatch.context() as patch:
+        patch.setattr(Segments, "begin", lambda self: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            journal.open(100)
+    again = Journal(tmp_path)
+    again.open(100)
+    anyio.run(again.aclose)
 
 
 def test_an_unopened_journal_closes(tmp_path: Path) -> None:

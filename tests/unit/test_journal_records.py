@@ -52,7 +52,8 @@ def test_rollouts_come_back() -> None:
     data = joined(0, Put(0, [r.rollout_id for r in given], 0.0, 0), records.payload_of(given))
     found = records.read(0, memoryview(data), 0)
     assert found is not None
-    for before, after in zip(given, records.rollouts_of(found.payload), strict=True):
+    for before, after in zip(given, records.rollouts_of(found.payload).values(), strict=True):
+        assert isinstance(after, sb.Rollout)
         assert repr(before) == repr(after)
         assert (before.scalars, before.cost) == (after.scalars, after.cost)
         for name, column in before.tokens.items():

@@ -9,7 +9,7 @@ import pytest
 import torch
 from test_wire_hostile import _KINDS
 
-from stream_balancer.errors import WireError
+from stream_balancer.errors import RolloutError, WireError
 from stream_balancer.testing import make_rollout
 from stream_balancer.transport._puts import (
     Limits,
@@ -63,6 +63,8 @@ def _joined(parts: list[tuple[Frame, bytes]]) -> torch.Tensor:
 def _use(slab: torch.Tensor) -> None:
     for offer, size in read_puts(slab, 0):
         assert 0 < size <= slab.numel()
+        if offer.refusal is not None:
+            raise RolloutError(offer.refusal)
         for rollout in offer.rollouts:
             assert 0 <= rollout.num_loss_tokens <= rollout.num_tokens
             for tensor in (*rollout.tokens.values(), *rollout.tensors.values()):
@@ -90,7 +92,7 @@ def _attack(cases: int, seed: int) -> tuple[int, int]:
             slab = slab[: chance.randrange(slab.numel())] if action > 0.93 else torch.cat([slab, slab[:64]])
         try:
             _use(slab.clone())
-        except WireError:
+        except (WireError, RolloutError):
             refused += 1
     return refused, cases
 
@@ -120,3 +122,42 @@ def test_numbers_travel_as_masks() -> None:
         numbers = sorted(chance.sample(range(500), chance.randrange(1, 80)))
         assert [n for mask, first in masks_of(numbers) for n in numbers_in(mask, first)] == numbers
         assert all(0 < mask < 2**63 for mask, _ in masks_of(numbers))
+
+
+def _spoiled(rollout: Rollout, field: str, value: object) -> Rollout:
+    """What a producer with fewer checks would put."""
+    object.__setattr__(rollout, field, value)
+    return rollout
+
+
+SPOILED = [
+    ("version", 2**63 - 1, "version must be an int from"),
+    ("cost", 1e300, "cost must be a finite number"),
+    ("cost", float("nan"), "cost must be a finite number"),
+    ("rollout_id", "x" * 513, "at most 512"),
+    ("rollout_id", "padding-0-0-0", "must not begin with"),
+    ("group_id", "", "group_id must be a non-empty str"),
+    ("metadata", {"a": {7: 1}}, "keys must be str"),
+    ("metadata", {"a": 2**63}, "64 bits"),
+    ("scalars", {"": 1.0}, "scalars: a name in it"),
+    ("tokens", {"input_ids": torch.arange(3), "": torch.arange(3)}, "tokens: a name in it"),
+]
+
+
+@pytest.mark.parametrize(("field", "value", "why"), SPOILED)
+def test_what_no_rollout_may_be_is_refused_and_the_others_are_put(field: str, value: object, why: str) -> None:
+    book = PutLedger[WireTicket]()
+    book.open(Limits())
+    for rollouts in (
+        [_rollout(0)],
+        [_spoiled(_rollout(1), field, value)],
+        [_rollout(2, "g"), _spoiled(_rollout(3, "g"), field, value), _rollout(4, "g")],
+        [_rollout(5)],
+    ):
+        mode = Mode.PUT if len(rollouts) == 1 else Mode.GROUP
+        book.offer(WireTicket(rollouts, mode, lambda: None))
+    offers = [offer for offer, _ in read_puts(torch.cat(write_puts(book.take())), 0)]
+    assert [offer.number for offer in offers] == [0, 1, 2, 3]
+    assert [offer.refusal is None for offer in offers] == [True, False, False, True]
+    assert why in str(offers[1].refusal)
+    assert why in str(offers[2].refusal)

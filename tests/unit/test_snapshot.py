@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -200,10 +201,70 @@ def test_dcp_saves_and_loads_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("at", [0, 8, 40, 120])
-def test_a_damaged_frame_is_refused(at: int) -> None:
+def test_a_damaged_share_is_set_aside_and_the_rest_comes_back(at: int, caplog: pytest.LogCaptureFixture) -> None:
     state = through_torch_save(state_dict(busy_core().snapshot(20.0)))
     state["waiting"][0].view(torch.uint8)[at] ^= 255
-    with pytest.raises(sb.WireError):
+    snapshot = read_state_dict(state)
+    (sentence,) = snapshot.set_aside
+    assert "waiting rollouts 0 to 4" in sentence
+    assert sentence in caplog.text
+    restored = BalancerCore(config())
+    restored.restore(snapshot, 20.0)
+    restored.verify()
+    assert (restored.statistics(20.0).waiting, restored.statistics(20.0).in_flight) == (0, 4)
+
+
+def test_a_damaged_share_of_a_batch_in_flight_voids_its_plan() -> None:
+    core = busy_core()
+    (batch,) = core.in_flight()
+    state = through_torch_save(state_dict(core.snapshot(20.0)))
+    state["in_flight"][0]["ranks"][1][1][:50] ^= 255
+    with sb.blocking(config()) as balancer:
+        (sentence,) = balancer.load_state_dict(state)
+        assert f"step {batch.step}, rank 1: its share cannot be read" in sentence
+        statistics = balancer.statistics()
+        assert (statistics.waiting, statistics.in_flight) == (5 + 2, 0)
+        assert statistics.accepted == 4 + 7
+        balancer.end()
+        again = [r.rollout_id for b in balancer.batches() for r in b.rollouts if not r.is_padding]
+    assert {r.rollout_id for r in batch.ranks[0].rollouts} < set(again)
+
+
+def test_one_rollout_that_no_rollout_may_be_is_set_aside_alone() -> None:
+    """As a version with fewer checks may have written it."""
+    core = busy_core()
+    snapshot = core.snapshot(20.0)
+    object.__setattr__(snapshot.waiting[2], "version", 2**63)
+    after = read_state_dict(through_torch_save(state_dict(snapshot)))
+    (sentence,) = after.set_aside
+    assert f"rollout {snapshot.waiting[2].rollout_id!r}: version must be" in sentence
+    assert [r.rollout_id for r in after.waiting] == [r.rollout_id for n, r in enumerate(snapshot.waiting) if n != 2]
+    assert len(after.waited_s) == len(after.skips) == 4
+
+
+def test_a_rollout_that_was_changed_does_not_keep_the_others_from_being_saved(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    core = busy_core()
+    snapshot = core.snapshot(20.0)
+    waits, flies = snapshot.waiting[1], snapshot.in_flight[0].rollouts[0]
+    waits.metadata["changed"] = object()  # type: ignore[index]
+    flies.scalars["changed"] = 10**400  # type: ignore[index]
+    state = through_torch_save(state_dict(snapshot))
+    for rollout in (waits, flies):
+        assert f"rollout {rollout.rollout_id!r} was changed after it was made" in caplog.text
+    restored = BalancerCore(config())
+    restored.restore(read_state_dict(state), 20.0)
+    restored.verify()
+    assert (restored.statistics(20.0).waiting, restored.statistics(20.0).in_flight) == (4 + 3, 0)
+
+
+def test_rollouts_of_another_version_are_refused_not_set_aside() -> None:
+    state = through_torch_save(state_dict(busy_core().snapshot(20.0)))
+    words = state["waiting"][0]
+    words[1] += 1
+    words[-1] = zlib.crc32(words[:-1].numpy().tobytes())
+    with pytest.raises(sb.WireError, match="protocol"):
         read_state_dict(state)
 
 

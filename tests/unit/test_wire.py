@@ -163,6 +163,8 @@ def test_the_size_that_came_must_be_the_size_described(field: str, change: int) 
 def test_a_damaged_frame_is_refused(word: int, problem: str) -> None:
     words = wire.Frame(wire.Kind.ALIVE, seen=3).pack()
     words[word] += 1
+    if problem == "protocol":  # written so, not damaged
+        words[-1] = zlib.crc32(words[:-1].numpy().tobytes())
     with pytest.raises(WireError, match=problem):
         wire.read_frame(words)
 
@@ -215,3 +217,10 @@ def test_pieces_of_one_rollout_are_its_slab_uncopied() -> None:
     pieces = encoded.pieces()
     assert torch.cat(pieces).equal(slab)
     assert rollout.tokens["input_ids"].data_ptr() in [piece.data_ptr() for piece in pieces]
+
+
+def test_one_element_of_any_stride_has_its_own_bytes() -> None:
+    rows = torch.arange(6, dtype=torch.int32).view(2, 3)
+    for one in (rows[:1, 1], rows[1:, 2], rows[1, 1]):
+        assert wire.bytes_of(one).tolist() == list(int(one).to_bytes(4, "little"))
+    assert wire.bytes_of(torch.empty(3, 0)).tolist() == []

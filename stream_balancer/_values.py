@@ -1,0 +1,315 @@
+"""What may be in a rollout: exactly what the wire can carry, so that what was accepted can always be sent and saved.
+
+The one place that knows. :class:`~stream_balancer.types.Rollout` passes every field through here when it is made:
+values with an obvious meaning (numpy scalars, subclasses of str, int, float and bytes) become plain ones, all others
+raise :class:`~stream_balancer.errors.RolloutError`. ``wire`` bounds by the same numbers what it reads. Pure.
+
+A message begins with what is wrong, without the field: the caller knows which one it was, and formats only then.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, TypeAlias, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from stream_balancer.errors import RolloutError
+
+__all__ = [
+    "MAX_COLUMNS",
+    "MAX_COST",
+    "MAX_DIMENSIONS",
+    "MAX_ELEMENTS",
+    "PADDING_PREFIX",
+    "SUPPORTED_DTYPES",
+    "Version",
+    "by_name",
+    "join",
+    "plain_bool",
+    "plain_cost",
+    "plain_metadata",
+    "plain_name",
+    "plain_number",
+    "plain_policy_version",
+    "plain_tensor",
+    "plain_version",
+]
+
+T = TypeVar("T")
+Version: TypeAlias = int | tuple[int, int]
+"""Policy version a rollout was sampled with; ``(oldest, newest)`` if the weights changed while it was generated."""
+
+SUPPORTED_DTYPES = (
+    torch.bool,
+    torch.uint8,
+    torch.int8,
+    torch.int16,
+    torch.int32,
+    torch.int64,
+    torch.float16,
+    torch.bfloat16,
+    torch.float32,
+    torch.float64,
+)
+"""What may travel. Order is part of the wire format: append only."""
+MAX_NAME_BYTES = 512  # an id is a name, not a payload; it also bounds what a header can announce
+MAX_COLUMNS = 1024  # bounds the work a hostile description can ask for; real batches have a dozen
+MAX_DIMENSIONS = 32
+MAX_ELEMENTS = 2**48  # of one tensor; keeps every size computation far inside int64
+MAX_TEXT_BYTES = 2**30  # of one str or bytes in metadata; msgpack ends at 2**32
+MAX_DEPTH = 64  # of metadata; msgspec recurses on the C stack
+MAX_VERSION = 2**62  # int64 with room to add and subtract
+MAX_COST = 1e100  # sums, products and squares of costs stay finite
+
+PADDING_PREFIX = "padding-"
+"""How the ids of padding copies begin; no rollout's own may."""
+
+_DTYPES = frozenset(SUPPORTED_DTYPES)
+_AS_THEY_ARE = frozenset({float, bool, type(None)})
+
+
+def by_name(mapping: object, convert: Callable[[object], T]) -> dict[str, T]:
+    """A plain dict of plain names and converted values. Errors name the entry."""
+    if not isinstance(mapping, Mapping):
+        raise RolloutError(f"must be a mapping, not {_short(mapping)}")
+    found: dict[str, T] = {}
+    for key, value in mapping.items():
+        try:
+            name = plain_name(key)
+        except RolloutError as error:
+            raise RolloutError(f": a name in it {error}") from None
+        try:
+            found[name] = convert(value)
+        except RolloutError as error:
+            raise RolloutError(join(f"[{name!r}]", error)) from None
+    if len(found) != len(mapping):
+        raise RolloutError("has two entries with one name")
+    return found
+
+
+def plain_name(value: object) -> str:
+    """The name of a rollout, a group, a column or a scalar."""
+    if type(value) is not str:
+        if not isinstance(value, str):
+            raise RolloutError(f"must be a non-empty str, not {_short(value)}")
+        value = str.__str__(value)
+    if value.isascii():
+        size = len(value)
+    else:
+        try:
+            size = len(value.encode())
+        except UnicodeEncodeError:
+            raise RolloutError(f"{value[:MAX_NAME_BYTES]!r} cannot be written as UTF-8") from None
+    if not 0 < size <= MAX_NAME_BYTES:
+        if not size:
+            raise RolloutError("must be a non-empty str, not ''")
+        raise RolloutError(
+            f"{_short(value)} is {size} bytes long; at most {MAX_NAME_BYTES}. Put long descriptions into metadata"
+        )
+    return value
+
+
+def plain_tensor(value: object, *, elsewhere: bool = False) -> Tensor:
+    """A dense tensor whose memory can be read, without a copy where possible. ``elsewhere``: its memory is not here."""
+    if type(value) is not Tensor:
+        value = _base_tensor(value)
+    if value.dtype not in _DTYPES:
+        names = ", ".join(str(d).removeprefix("torch.") for d in SUPPORTED_DTYPES)
+        raise RolloutError(f"has dtype {value.dtype}, which cannot travel. Use one of {names}")
+    if value.layout is not torch.strided or value.is_nested:
+        kind = "nested" if value.is_nested else value.layout
+        raise RolloutError(f"is a {kind} tensor; only dense (strided) tensors can travel. Call .to_dense()")
+    if value.ndim > MAX_DIMENSIONS:
+        raise RolloutError(f"has {value.ndim} dimensions; at most {MAX_DIMENSIONS} can travel")
+    if value.requires_grad:
+        value = value.detach()
+    if value.is_neg():  # the imaginary part of a conjugate, say: torch would negate it when it is read
+        value = value.resolve_neg()
+    count = value.numel()
+    if count > MAX_ELEMENTS or (not count and math.prod(max(n, 1) for n in value.shape) > MAX_ELEMENTS):
+        raise RolloutError(f"has shape {list(value.shape)}; at most 2**48 elements can travel")
+    if not elsewhere and (not _data_ptr(value) if count else value.is_meta):
+        raise RolloutError(
+            "has no memory behind it (a meta or fake tensor, one made under a torch transform, or its storage was "
+            "freed). Give a tensor with values"
+        )
+    return value
+
+
+def _base_tensor(value: object) -> Tensor:
+    """What is not exactly a torch.Tensor, as one."""
+    if isinstance(value, Tensor):
+        if type(value).__torch_dispatch__ is not Tensor.__torch_dispatch__:
+            raise RolloutError(
+                f"is a {type(value).__name__}, which is no plain tensor with memory of its own. Convert it first "
+                "(a DTensor: .full_tensor())"
+            )
+        return value.detach().as_subclass(Tensor)
+    try:
+        return torch.as_tensor(value)
+    except (TypeError, ValueError, RuntimeError, OverflowError) as error:
+        raise RolloutError(f"cannot become a tensor: {error}") from None
+
+
+def _data_ptr(tensor: Tensor) -> int:
+    try:
+        return tensor.data_ptr()
+    except RuntimeError:
+        return 0
+
+
+def plain_number(value: object) -> float | int:
+    """One number: an int of 64 bits, a float or a bool. Takes arrays and tensors of one element."""
+    if type(value) is float:
+        return value
+    if isinstance(value, (Tensor, np.ndarray)):
+        if math.prod(value.shape) != 1:
+            raise RolloutError(f"must be one number, not shape {list(value.shape)}; use tensors= for arrays")
+        try:
+            value = value.item()
+        except (RuntimeError, NotImplementedError) as error:  # on the meta device, say
+            raise RolloutError(f"must be one number, but it cannot be read: {error}") from None
+    plain = _plain_scalar(value) if isinstance(value, (int, float, np.generic)) else None
+    if not isinstance(plain, (int, float)):
+        raise RolloutError(f"must be a number, not {type(value).__name__}")
+    return plain
+
+
+def plain_metadata(value: object) -> dict[str, Any]:
+    """A copy made of exact str, int, float, bool, None, bytes, list and dict only: what msgpack gives back the same.
+    Tuples become lists. O(size)."""
+    if not isinstance(value, Mapping):
+        raise RolloutError(f"must be a mapping, not {_short(value)}")
+    return _plain_dict(value, 1)
+
+
+def _plain_dict(value: Mapping[Any, Any], depth: int) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, item in value.items():
+        if not isinstance(key, str):
+            raise RolloutError(f": key {_short(key)} is a {type(key).__name__}; keys must be str")
+        try:
+            found[_plain_text(key)] = _plain_value(item, depth)
+        except RolloutError as error:
+            raise RolloutError(join(f"[{_short(key)}]", error)) from None
+    if len(found) != len(value):
+        raise RolloutError("has two entries with one key")
+    return found
+
+
+def _plain_value(value: object, depth: int) -> object:
+    kind = type(value)
+    if kind in _AS_THEY_ARE:
+        return value
+    if kind is str:
+        return _plain_text(value)  # type: ignore[arg-type]
+    if isinstance(value, (Mapping, list, tuple)):
+        if depth == MAX_DEPTH:
+            raise RolloutError(f"is nested more than {MAX_DEPTH} deep, or contains itself")
+        if isinstance(value, Mapping):
+            return _plain_dict(value, depth + 1)
+        found = []
+        for index, item in enumerate(value):
+            try:
+                found.append(_plain_value(item, depth + 1))
+            except RolloutError as error:
+                raise RolloutError(join(f"[{index}]", error)) from None
+        return found
+    return _plain_scalar(value)
+
+
+def _plain_scalar(value: object) -> str | int | float | bool | bytes | None:
+    """Numpy scalars and subclasses of Python's become the plain value; what is neither is refused."""
+    if isinstance(value, (bool, np.bool_)):
+        return bool(value)
+    if isinstance(value, np.floating):
+        return float(value)
+    if isinstance(value, np.integer) and value.dtype.kind in "iu":  # a timedelta64 is one, too
+        value = int(value)
+    if isinstance(value, int):
+        value = int.__int__(value)
+        if not -(2**63) <= value < 2**63:
+            raise RolloutError(f"{_short(value)} does not fit into 64 bits")
+        return value
+    if isinstance(value, float):
+        return float.__float__(value)
+    if isinstance(value, str):
+        return _plain_text(value)
+    if isinstance(value, bytes):
+        if len(value) > MAX_TEXT_BYTES:
+            raise RolloutError(f"is {len(value)} bytes long; at most {MAX_TEXT_BYTES} can travel. Use tensors=")
+        return value if type(value) is bytes else bytes(memoryview(value))
+    raise RolloutError(
+        f"is a {type(value).__name__}; metadata is JSON-like (str, int, float, bool, None, bytes, list, dict). "
+        "Tensors belong into tensors="
+    )
+
+
+def _plain_text(value: str) -> str:
+    if type(value) is not str:
+        value = str.__str__(value)
+    if len(value) > MAX_TEXT_BYTES // 4:  # a character takes at most 4 bytes
+        raise RolloutError(f"is {len(value)} characters long; at most {MAX_TEXT_BYTES // 4} can travel. Use tensors=")
+    if not value.isascii():
+        try:
+            value.encode()
+        except UnicodeEncodeError:
+            raise RolloutError(f"{_short(value)} cannot be written as UTF-8") from None
+    return value
+
+
+def plain_version(value: object) -> Version:
+    """An int, or (oldest, newest)."""
+    if type(value) is int and -MAX_VERSION <= value < MAX_VERSION:
+        return value
+    if isinstance(value, tuple):
+        if len(value) == 2 and (pair := (plain_policy_version(value[0]), plain_policy_version(value[1])))[0] <= pair[1]:
+            return pair
+        raise RolloutError(f"must be an int or (oldest, newest), not {_short(value)}")
+    return plain_policy_version(value)
+
+
+def plain_policy_version(value: object) -> int:
+    """One version: an int with room to add and subtract in 64 bits."""
+    if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
+        raise RolloutError(f"must be an int (a rollout's may be (oldest, newest)), not {_short(value)}")
+    plain = int(value)
+    if not -MAX_VERSION <= plain < MAX_VERSION:
+        raise RolloutError(f"must be an int from -2**62 to 2**62, not {_short(plain)}")
+    return plain
+
+
+def plain_bool(value: object) -> bool:
+    """True or False."""
+    if not isinstance(value, (bool, np.bool_)):
+        raise RolloutError(f"must be True or False, not {_short(value)}")
+    return bool(value)
+
+
+def plain_cost(value: object) -> float:
+    """A finite number >= 0 whose sums are finite, too."""
+    if not isinstance(value, (int, float, np.integer, np.floating)) or isinstance(value, bool):
+        raise RolloutError(f"must be a number, not {_short(value)}")
+    plain = float(value) if isinstance(value, np.generic) else value  # an int may be too wide for a float
+    if not 0 <= plain <= MAX_COST:  # not NaN either
+        raise RolloutError(f"must be a finite number >= 0 and at most {MAX_COST:g}, not {_short(value)}")
+    return float(plain)
+
+
+def _short(value: object) -> str:
+    """For a message."""
+    try:
+        text = repr(value)
+    except Exception:  # noqa: BLE001 - an int of 10,000 digits has no repr, and a class may do anything
+        text = f"a {type(value).__name__}"
+    return text if len(text) <= 100 else text[:97] + "..."
+
+
+def join(what: str, error: RolloutError) -> str:
+    """The name of a field and what is wrong with it: a path into it, or words."""
+    text = str(error)
+    return f"{what}{text}" if not what or text.startswith(("[", ":")) else f"{what} {text}"

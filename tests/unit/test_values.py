@@ -1,0 +1,262 @@
+"""What ``Rollout()`` accepts can be delivered, put from elsewhere, saved and journalled, and comes out bit for bit."""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import anyio
+import numpy as np
+import pytest
+import torch
+from any_fields import (
+    WAYS,
+    Colour,
+    Level,
+    Number,
+    Raw,
+    Text,
+    Whole,
+    all_of,
+    bits,
+    deep,
+    fake_tensor,
+    fields,
+    freed_tensor,
+    looped,
+)
+from hypothesis import HealthCheck, Phase, given, settings
+
+import stream_balancer as sb
+from stream_balancer.errors import RolloutError
+from stream_balancer.journal import Journal
+from stream_balancer.types import Rollout
+
+IDS = torch.arange(3)
+
+
+def made(**given: Any) -> Rollout:
+    return Rollout(**{"tokens": {"input_ids": IDS}, **given})
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "plain"),
+    [
+        ("metadata", {"a": np.float64(0.5), "b": np.float32(0.25)}, {"a": 0.5, "b": 0.25}),
+        ("metadata", {"a": np.longdouble(0.5), "b": np.int8(3)}, {"a": 0.5, "b": 3}),
+        ("metadata", {"a": np.bool_(True), "b": np.str_("n")}, {"a": True, "b": "n"}),
+        ("metadata", {"a": np.bytes_(b"n"), "b": Raw(b"r")}, {"a": b"n", "b": b"r"}),
+        ("metadata", {np.str_("a"): 1, Text("b"): Text("t")}, {"a": 1, "b": "t"}),
+        ("metadata", {"a": Number(1.5), "b": Whole(3)}, {"a": 1.5, "b": 3}),
+        ("metadata", {"a": Colour.RED, "b": Level.LOW}, {"a": "red", "b": 1}),
+        ("metadata", {"a": (1, (2,)), "b": OrderedDict(c=1)}, {"a": [1, [2]], "b": {"c": 1}}),
+        ("metadata", MappingProxyType({"a": 1}), {"a": 1}),
+        ("scalars", {np.str_("a"): np.float32(0.5)}, {"a": 0.5}),
+        ("scalars", {"a": Number(0.5), "b": np.int64(3), "c": True}, {"a": 0.5, "b": 3, "c": True}),
+        ("scalars", {"a": torch.tensor([2.0]), "b": np.longdouble(2)}, {"a": 2.0, "b": 2.0}),
+        ("rollout_id", np.str_("r"), "r"),
+        ("rollout_id", Text("r"), "r"),
+        ("rollout_id", "nul\0", "nul\0"),
+        ("group_id", Colour.RED, "red"),
+        ("version", np.int64(3), 3),
+        ("version", (Level.LOW, np.int32(2)), (1, 2)),
+        ("cost", np.float32(0.5), 0.5),
+        ("cost", 3, 3.0),
+        ("cost", 1e100, 1e100),
+        ("is_padding", np.bool_(False), False),
+    ],
+)
+def test_what_has_an_obvious_meaning_becomes_the_plain_value(field: str, value: object, plain: object) -> None:
+    rollout = made(**{field: value})
+    assert bits(getattr(rollout, field)) == bits(plain)
+    for way in WAYS:
+        assert all_of(way(rollout)) == all_of(rollout), way
+
+
+def test_tensors_of_every_kind_become_plain_ones() -> None:
+    tensors = {
+        "negative": torch.imag(torch.ones(3, dtype=torch.complex64).conj()),
+        "parameter": torch.nn.Parameter(torch.ones(3)),
+        "result": torch.ones(3, requires_grad=True) * 2,
+        "expanded": torch.ones(1).expand(3),
+        "strided": torch.arange(6)[::2],
+        "number": torch.tensor(2.0),
+        "empty": torch.empty(0, 5),
+        "columns": np.asfortranarray(np.arange(6.0).reshape(2, 3)),
+    }
+    rollout = made(tokens={"input_ids": IDS, np.str_("a"): torch.ones(3)}, tensors=tensors)
+    assert list(map(type, rollout.tokens)) == [str, str]
+    assert {type(tensor) for tensor in rollout.tensors.values()} == {torch.Tensor}
+    assert rollout.tensors["negative"].tolist() == [-0.0] * 3
+    for way in WAYS:
+        assert all_of(way(rollout)) == all_of(rollout), way
+
+
+def columns(count: int) -> dict[str, Any]:
+    return {"input_ids": IDS} | {f"c{n}": IDS for n in range(count - 1)}
+
+
+@pytest.mark.parametrize(
+    ("given", "names"),
+    [
+        ({"metadata": [("a", 1)]}, "metadata must be a mapping"),
+        ({"metadata": []}, "metadata must be a mapping"),
+        ({"metadata": "abc"}, "metadata must be a mapping"),
+        ({"metadata": None}, "metadata must be a mapping"),
+        ({"metadata": {"a": {"b": ["\ud800"]}}}, r"metadata\['a'\]\['b'\]\[0\] .* UTF-8"),
+        ({"metadata": {"\ud800": 1}}, "metadata.* UTF-8"),
+        ({"metadata": {"a": {b"b": 1}}}, r"metadata\['a'\]: key b'b' is a bytes; keys must be str"),
+        ({"metadata": {"a": np.complex64(1)}}, r"metadata\['a'\] is a complex64"),
+        ({"metadata": {"a": np.datetime64(1, "ns")}}, r"metadata\['a'\] is a datetime64"),
+        ({"metadata": {"a": np.timedelta64(1, "ns")}}, r"metadata\['a'\] is a timedelta64"),
+        ({"metadata": {"a": np.uint64(2**63)}}, r"metadata\['a'\] .* 64 bits"),
+        ({"metadata": {"a": 10**5000}}, r"metadata\['a'\] .* 64 bits"),
+        ({"metadata": deep(65)}, "nested more than 64 deep"),
+        ({"metadata": looped()}, "contains itself"),
+        ({"metadata": {"a": np.zeros(2)}}, r"metadata\['a'\] is a ndarray"),
+        ({"scalars": {"a": 10**400}}, r"scalars\['a'\] .* 64 bits"),
+        ({"scalars": {"a": 2**63}}, r"scalars\['a'\] .* 64 bits"),
+        ({"scalars": {"a": None}}, r"scalars\['a'\] must be a number, not NoneType"),
+        ({"scalars": {"a": torch.zeros(1, device="meta")}}, r"scalars\['a'\] must be one number"),
+        ({"scalars": {7: 1.0}}, "scalars: a name in it must be a non-empty str, not 7"),
+        ({"scalars": None}, "scalars must be a mapping"),
+        ({"tensors": {"": IDS}}, "tensors: a name in it must be a non-empty str"),
+        ({"tensors": {"x" * 513: IDS}}, "tensors: .* at most 512"),
+        ({"tensors": {"a": torch.zeros(2, device="meta")}}, r"tensors\['a'\] has no memory"),
+        ({"tensors": {"a": torch.zeros(0, device="meta")}}, r"tensors\['a'\] has no memory"),
+        ({"tensors": {"a": fake_tensor()}}, r"tensors\['a'\] is a FakeTensor"),
+        ({"tensors": {"a": freed_tensor()}}, r"tensors\['a'\] has no memory"),
+        ({"tensors": {"a": torch.zeros((1,) * 33)}}, r"tensors\['a'\] has 33 dimensions"),
+        ({"tensors": {"a": torch.zeros(1).expand(2**49)}}, r"tensors\['a'\] has shape .* 2\*\*48"),
+        ({"tensors": {"a": torch.empty(2**60, 0)}}, r"tensors\['a'\] has shape .* 2\*\*48"),
+        ({"tensors": {"a": torch.zeros(2, dtype=torch.uint16)}}, r"tensors\['a'\] has dtype torch.uint16"),
+        ({"tensors": {"a": torch.zeros(2).to_sparse()}}, r"tensors\['a'\] .*to_dense"),
+        ({"tokens": [("input_ids", IDS)]}, "tokens must be a mapping"),
+        ({"tokens": {"input_ids": IDS, "\ud800": IDS}}, "tokens: a name in it .* UTF-8"),
+        ({"tokens": {"input_ids": IDS, 7: IDS}}, "tokens: a name in it must be a non-empty str, not 7"),
+        ({"tokens": columns(1025)}, "1025 token columns; at most 1024"),
+        ({"rollout_id": "padding-0-1-0"}, "rollout_id must not begin with 'padding-'"),
+        ({"rollout_id": b"r"}, "rollout_id must be a non-empty str"),
+        ({"version": True}, "version must be an int"),
+        ({"version": 2**63}, r"version must be an int from -2\*\*62 to 2\*\*62"),
+        ({"version": (0, 2**63)}, r"version must be an int from"),
+        ({"version": (False, True)}, "version must be an int"),
+        ({"version": (1, 2, 3)}, "version must be an int or"),
+        ({"version": 1.0}, "version must be an int"),
+        ({"cost": True}, "cost must be a number, not True"),
+        ({"cost": 10**400}, "cost must be a finite number"),
+        ({"cost": 1e101}, "cost must be a finite number"),
+        ({"cost": "1"}, "cost must be a number"),
+        ({"is_padding": 1}, "is_padding must be True or False"),
+    ],
+    ids=lambda value: str(value)[:40] if isinstance(value, str) else "",
+)
+def test_what_could_not_travel_is_refused_where_it_is_made(given: dict[str, Any], names: str) -> None:
+    with pytest.raises(RolloutError, match=names):
+        made(**given)
+
+
+def test_two_names_that_become_one_are_refused() -> None:
+    class Unlike(str):
+        __slots__ = ()
+
+        def __eq__(self, other: object) -> bool:
+            return self is other
+
+        __hash__ = str.__hash__
+
+    with pytest.raises(RolloutError, match="two entries with one key"):
+        made(metadata={Unlike("a"): 1, "a": 2})
+    with pytest.raises(RolloutError, match="two entries with one name"):
+        made(scalars={Unlike("a"): 1, "a": 2})
+
+
+def test_metadata_that_is_changed_later_does_not_change_the_rollout() -> None:
+    metadata: dict[str, Any] = {"a": [1]}
+    rollout = made(metadata=metadata)
+    metadata["a"].append(object())
+    metadata["b"] = object()
+    assert rollout.metadata == {"a": [1]}
+
+
+def test_limits_are_inclusive() -> None:
+    rollout = made(
+        tokens=columns(1024),
+        tensors={"x" * 512: torch.zeros((1,) * 32)},
+        metadata=deep(64) | {"n": [2**63 - 1, -(2**63)]},
+        version=(-(2**62), 2**62 - 1),
+    )
+    for way in WAYS:
+        assert all_of(way(rollout)) == all_of(rollout), way
+
+
+@pytest.mark.parametrize("costs", [[1e100] * 8, [1e100, 5e-324, 0.0, 1.0] * 2, [5e-324] * 8, [0.0] * 8])
+@pytest.mark.parametrize("policy", ["window", "fifo", "round_robin"])
+def test_costs_of_any_size_are_planned_with(costs: list[float], policy: Any) -> None:
+    window = 8 if policy == "window" else 4
+    with sb.blocking(
+        sb.BalancerConfig(dp_size=2, batch_size=4, window=window, policy=policy, max_tokens_per_micro_batch=6)
+    ) as balancer:
+        for cost in costs:
+            balancer.put(made(cost=cost))
+        balancer.end()
+        for batch in balancer.batches():
+            assert np.isfinite([*batch.loads, batch.lower_bound, batch.imbalance]).all()
+        assert np.isfinite(balancer.statistics().idle_fraction)
+
+
+@settings(max_examples=100, suppress_health_check=list(HealthCheck))
+@given(fields())
+def test_whatever_is_accepted_survives_every_way_it_can_go(given: dict[str, Any]) -> None:
+    survives(given)
+
+
+def survives(given: dict[str, Any]) -> Rollout | None:
+    """The rollout, after all ways; None if it was refused."""
+    try:
+        rollout = Rollout(**given)
+    except RolloutError:
+        return None
+    before = all_of(rollout)
+    for way in WAYS:
+        assert all_of(way(rollout)) == before, way
+    return rollout
+
+
+@pytest.mark.soak
+def test_ten_thousand_rollouts_of_any_kind(tmp_path: Path) -> None:
+    counts: Counter[str] = Counter()
+    found: dict[str, Rollout] = {}
+
+    @settings(max_examples=10**6, suppress_health_check=list(HealthCheck), database=None, phases=[Phase.generate])
+    @given(fields())
+    def collect(given: dict[str, Any]) -> None:
+        if len(found) >= 10_000:
+            return
+        rollout = survives(given)
+        counts["refused" if rollout is None else "accepted"] += 1
+        if rollout is not None:
+            found[rollout.rollout_id] = rollout
+
+    while len(found) < 10_000:
+        collect()
+    journal = Journal(tmp_path)
+    journal.open(100)
+
+    async def write() -> None:
+        journal.start(lambda: None)
+        for rollout in found.values():
+            await journal.written(journal.write([rollout], 0))
+        await journal.aclose()
+
+    anyio.run(write)
+    journal = Journal(tmp_path)
+    snapshot, recovered = journal.open(100)
+    assert recovered.damage == ()
+    assert len(snapshot.waiting) == len(found)
+    for rollout in snapshot.waiting:
+        assert all_of(rollout) == all_of(found[rollout.rollout_id])
+    anyio.run(journal.aclose)
+    print(dict(counts), "journalled:", len(snapshot.waiting))  # noqa: T201 - the drill's counts
