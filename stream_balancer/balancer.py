@@ -457,6 +457,12 @@ class StreamBalancer:
             self._consumer._forget(step)
         self._ring()
 
+    def _give_again(self, batch: Batch) -> None:
+        """Nobody got it: the next iteration gives it, unless it was acknowledged meanwhile."""
+        if any(held is batch for held in self._core.in_flight()):
+            self._core.give_again(batch)
+            self._ring()
+
     def in_flight(self) -> tuple[Batch, ...]:
         """Batches dispatched and not yet acknowledged, oldest first."""
         return self._core.in_flight()
@@ -521,7 +527,7 @@ class StreamBalancer:
         self._moved()
         return number
 
-    def reconfigure(self, **changes: Any) -> None:
+    def reconfigure(self, /, **changes: Any) -> None:
         """Change knobs live: ``reconfigure(window=768, deadline_s=10.0)``. Knobs never given are derived anew.
 
         Raises :class:`ConfigError`, changing nothing, for a value or combination that cannot work, and for ``dp_size``.
@@ -733,6 +739,12 @@ class Batches:
         if self._auto_ack:
             self._last_step = batch.step
         return batch
+
+    def _give_back(self, batch: Batch | None) -> None:
+        """It did not reach the one who asked for it."""
+        if batch is not None:
+            self._forget(batch.step)
+            self._balancer._give_again(batch)
 
     def _forget(self, step: int) -> None:
         """Asking for the next batch does not acknowledge this one."""

@@ -1,34 +1,38 @@
 """The same balancer for code without an event loop: rollout workers in threads, a trainer in a plain loop.
 
-An event loop runs in a thread of its own (anyio's blocking portal); every method here hands its call over and waits.
-Nothing is decided in this room. A call costs a thread switch, tens of microseconds: fine for rollouts that took
-seconds to generate.
+An event loop runs in a thread of its own; every method here has its call made there, and waits. No decision is made
+here. A call costs a thread switch, tens of microseconds: fine for rollouts that took seconds to generate.
+
+Any wait may be interrupted (Ctrl-C), and any number of times: a batch that was on its way comes from the next
+iteration, with the same step and the same plan, and what an interrupted call had begun is withdrawn. ``_calls`` has the
+argument.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
-from contextlib import ExitStack
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from concurrent.futures import CancelledError
+from functools import partial, wraps
 from types import TracebackType
-from typing import Any, Literal, Self, TypeVar
-
-import anyio.from_thread
+from typing import Any, Concatenate, Generic, Literal, ParamSpec, Self, TypeVar, cast
 
 from stream_balancer._accept import Accept
-from stream_balancer.balancer import Batches, StreamBalancer
+from stream_balancer._calls import Call, CallLoop, LoopEndedError, as_async
+from stream_balancer._threads import refuse_in_event_loop
+from stream_balancer.balancer import Batches, Observer, StreamBalancer
 from stream_balancer.config import BalancerConfig
 from stream_balancer.dispatch import serve
 from stream_balancer.journal import Journal, Recovered
-from stream_balancer.record import Recorder
+from stream_balancer.reserve import Reservation, Slot
 from stream_balancer.snapshot import state_dict
 from stream_balancer.transport.torch_dist import TorchTransport
-from stream_balancer.types import Batch, EvictReason, Rollout, Statistics
+from stream_balancer.types import Batch, EvictReason, Rollout
 
-__all__ = ["BlockingBalancer", "blocking"]
+__all__ = ["Background", "BlockingBalancer", "BlockingReservation", "BlockingSlot", "blocking"]
 
 T = TypeVar("T")
+P = ParamSpec("P")
 
 
 def blocking(
@@ -41,13 +45,46 @@ def blocking(
 ) -> BlockingBalancer:
     """A balancer for threads and plain loops: ``with sb.blocking(config) as balancer``. Leaving the block closes it.
 
-    ``on_evict`` and ``accept`` run in the event loop's thread; keep them short.
+    ``on_evict`` and ``accept`` run in the event loop's thread; keep them short. Raises RuntimeError where an event loop
+    runs already: there it is ``async with sb.StreamBalancer(config)``.
     """
     return BlockingBalancer(config, on_evict=on_evict, accept=accept, backend=backend, journal=journal)
 
 
+def _waiting(
+    method: Callable[Concatenate[StreamBalancer, P], Awaitable[T]],
+) -> Callable[Concatenate[BlockingBalancer, P], T]:
+    """An async method of the balancer, run in its event loop while the calling thread waits."""
+
+    def call(self: BlockingBalancer, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        return self._call(partial(method, self._balancer, *args, **kwargs)).take()
+
+    return _in_its_name(call, method)
+
+
+def _calling(method: Callable[Concatenate[StreamBalancer, P], T]) -> Callable[Concatenate[BlockingBalancer, P], T]:
+    """A plain method of the balancer, called in its event loop."""
+
+    def call(self: BlockingBalancer, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        return self._call(as_async(partial(method, self._balancer, *args, **kwargs))).take()
+
+    return _in_its_name(call, method)
+
+
+def _in_its_name(call: Callable[P, T], method: Callable[..., object]) -> Callable[P, T]:
+    named = wraps(method)(call)
+    named.__qualname__ = f"BlockingBalancer.{method.__name__}"
+    named.__module__ = __name__
+    return named
+
+
 class BlockingBalancer:
-    """:class:`StreamBalancer` with blocking methods, callable from any thread. Use it as a context manager."""
+    """:class:`StreamBalancer` with blocking methods, callable from any thread. Use it as a context manager.
+
+    Methods do what those of the same name do there, raise the same, and may be interrupted (KeyboardInterrupt) at any
+    moment. A ``put`` that was interrupted may have been accepted all the same: putting it again raises
+    :class:`DuplicateRolloutError` then. After the block they raise ClosedResourceError.
+    """
 
     def __init__(
         self,
@@ -59,31 +96,31 @@ class BlockingBalancer:
         journal: str | os.PathLike[str] | Journal | None = None,
     ) -> None:
         self._balancer = StreamBalancer(config, on_evict=on_evict, accept=accept, journal=journal)
-        self._backend: Literal["asyncio", "trio"] = backend
-        self._portal: anyio.from_thread.BlockingPortal | None = None
-        self._stack = ExitStack()
-        self._background: list[Future[Any]] = []
+        self._calls = CallLoop(self._balancer, backend)
+        self._entered = self._left = False
+        self._background: list[Background[Any]] = []
 
     def __enter__(self) -> Self:
-        self._portal = self._stack.enter_context(anyio.from_thread.start_blocking_portal(self._backend))
+        refuse_in_event_loop("sb.blocking()", "Use `async with sb.StreamBalancer(config) as balancer`")
+        if self._entered:
+            raise RuntimeError("a blocking balancer is entered once: make another with sb.blocking(config)")
+        self._entered = True
         try:
-            self._portal.call(self._balancer.__aenter__)
+            self._calls.start()
         except BaseException:
-            self._stack.close()
+            self._left = True
+            self._calls.stop()
             raise
         return self
 
     def __exit__(
         self, exc_type: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None
     ) -> None:
-        try:
-            self.close()
-            for future in self._background:
-                future.cancel()
-        finally:
-            self._stack.close()
+        self._left = True
+        self._calls.stop()
         if exc_type is None:
-            self._raise_background()
+            for background in self._background:
+                background._raise_unseen()
 
     @property
     def balancer(self) -> StreamBalancer:
@@ -95,117 +132,101 @@ class BlockingBalancer:
         """The knobs in force."""
         return self._balancer.config
 
-    def run(self, function: Callable[..., Awaitable[T]], *args: object) -> T:
-        """Call an async function in the event loop's thread and wait for its result. Cancelled if the wait is
-        interrupted."""
-        future = self._loop().start_task_soon(function, *args)
-        try:
-            return future.result()
-        except BaseException:
-            future.cancel()
-            raise
-
-    def start(self, function: Callable[..., Awaitable[Any]], *args: object) -> Future[Any]:
-        """Run an async function beside, until it ends or this balancer is closed: ``start(sb.serve,
-        balancer.balancer, transport)``.
-
-        What it raises comes out of the ``with`` block's end, unless the returned future's result was asked for.
-        """
-        future: Future[Any] = self._loop().start_task_soon(function, *args)
-        self._background.append(future)
-        return future
-
-    def serve(self, transport: TorchTransport) -> Future[None]:
-        """Feed every rank's :class:`RankFeed` beside, until all is drained and acknowledged: :func:`serve` in the
-        event loop.
-
-        Wait for the returned future after :meth:`end` to know that the ranks have everything.
-        """
-        return self.start(_serve, self._balancer, transport)
-
-    def put(self, rollout: Rollout) -> None:
-        """Hand over a finished rollout; waits while the buffer is full. Raises like :meth:`StreamBalancer.put`.
-
-        If it is interrupted (KeyboardInterrupt) the rollout may have been accepted all the same: putting it again
-        raises :class:`DuplicateRolloutError` then.
-        """
-        self.run(self._balancer.put, rollout)
-
-    def put_group(self, rollouts: Sequence[Rollout]) -> None:
-        """Hand over all siblings of a group at once: all are accepted, or none."""
-        self.run(self._balancer.put_group, rollouts)
-
-    def put_nowait(self, rollout: Rollout) -> None:
-        """:meth:`put`, or WouldBlock if the buffer is full."""
-        self._loop().call(self._balancer.put_nowait, rollout)
-
-    def batches(self, *, auto_ack: bool = True) -> Iterator[Batch]:
-        """Iterate over batches in a plain ``for``. See :meth:`StreamBalancer.batches`."""
-        return _BlockingBatches(self, self._loop().call(lambda: self._balancer.batches(auto_ack=auto_ack)))
-
-    def acknowledge(self, step: int) -> None:
-        """A batch has been trained on; needed only without ``auto_ack``."""
-        self._loop().call(self._balancer.acknowledge, step)
-
-    def acknowledge_through(self, step: int) -> None:
-        """Your checkpoint contains all steps up to this one. See :meth:`StreamBalancer.acknowledge_through`."""
-        self._loop().call(self._balancer.acknowledge_through, step)
-
-    def nack(self, step: int) -> None:
-        """A batch was not trained on after all. See :meth:`StreamBalancer.nack`."""
-        self._loop().call(self._balancer.nack, step)
+    @property
+    def ended(self) -> bool:
+        """As :attr:`StreamBalancer.ended`."""
+        return self._balancer.ended
 
     @property
     def recovered(self) -> Recovered | None:
         """What the journal held; None without one."""
         return self._balancer.recovered
 
-    def set_version(self, version: int) -> None:
-        """The policy moved on. See :meth:`StreamBalancer.set_version`."""
-        self._loop().call(self._balancer.set_version, version)
+    @property
+    def observers(self) -> list[Observer]:
+        """Who is told of every batch, in the event loop's thread. Append yours."""
+        return self._balancer.observers
 
-    def abandon_group(self, group_id: str) -> int:
-        """A sibling will never come: give the group up. See :meth:`StreamBalancer.abandon_group`."""
-        return self._loop().call(self._balancer.abandon_group, group_id)
+    # -- anything in the event loop --------------------------------------------------------------------------------
 
-    def reconfigure(self, **changes: Any) -> None:
-        """Change knobs live. See :meth:`StreamBalancer.reconfigure`."""
-        self._loop().call(lambda: self._balancer.reconfigure(**changes))
+    def run(self, function: Callable[..., Awaitable[T]], *args: object) -> T:
+        """Call an async function in the event loop's thread and wait for its result. Cancelled if the wait is
+        interrupted."""
+        return self._call(partial(function, *args)).take()
 
-    def end(self) -> None:
-        """No more rollouts will come: drain what waits, then ``batches()`` ends."""
-        self._loop().call(self._balancer.end)
+    def start(self, function: Callable[..., Awaitable[T]], *args: object) -> Background[T]:
+        """Run an async function beside, until it ends or this balancer is closed: ``start(sb.serve,
+        balancer.balancer, transport)``.
 
-    def close(self) -> None:
-        """Stop at once: whoever waits in ``put`` or ``batches()`` gets ClosedResourceError. May be called twice."""
-        if self._portal is not None:
-            self._portal.call(self._balancer.aclose)
+        What it raises comes out of the ``with`` block's end, unless the returned object's result was asked for.
+        """
+        self._check_running()
+        background = Background(self._calls, partial(function, *args))
+        self._background.append(background)
+        return background
+
+    def serve(self, transport: TorchTransport) -> Background[None]:
+        """Feed every rank's :class:`RankFeed` beside, until all is drained and acknowledged: :func:`serve` in the
+        event loop.
+
+        Wait for the returned object's ``result()`` after :meth:`end` to know that the ranks have everything.
+        """
+        return self.start(_serve, self._balancer, transport)
+
+    # -- what StreamBalancer does ----------------------------------------------------------------------------------
+
+    put = _waiting(StreamBalancer.put)
+    put_group = _waiting(StreamBalancer.put_group)
+    put_nowait = _calling(StreamBalancer.put_nowait)
+    acknowledge = _calling(StreamBalancer.acknowledge)
+    acknowledge_through = _calling(StreamBalancer.acknowledge_through)
+    nack = _calling(StreamBalancer.nack)
+    in_flight = _calling(StreamBalancer.in_flight)
+    record_step_seconds = _calling(StreamBalancer.record_step_seconds)
+    straggler = _calling(StreamBalancer.straggler)
+    set_version = _calling(StreamBalancer.set_version)
+    abandon_group = _calling(StreamBalancer.abandon_group)
+    reconfigure = _calling(StreamBalancer.reconfigure)
+    end = _calling(StreamBalancer.end)
+    snapshot = _calling(StreamBalancer.snapshot)
+    load_state_dict = _calling(StreamBalancer.load_state_dict)
+    record = _calling(StreamBalancer.record)
+    statistics = _calling(StreamBalancer.statistics)
+    rank_states = _calling(StreamBalancer.rank_states)
+    why_no_batch = _calling(StreamBalancer.why_no_batch)
+
+    def batches(self, *, auto_ack: bool = True) -> Iterator[Batch]:
+        """Iterate over batches in a plain ``for``. See :meth:`StreamBalancer.batches`.
+
+        One thread iterates at a time; another one's iterator raises :class:`AlreadyInUseError`. An interrupted ``for``
+        may be begun again, with this iterator or a new one: the batch that was on its way comes first.
+        """
+        return _BlockingBatches(self, self._call(as_async(lambda: self._balancer.batches(auto_ack=auto_ack))).take())
+
+    def reserve(self, count: int = 1) -> BlockingReservation:
+        """Room for rollouts that are still to be generated: ``with balancer.reserve() as slot: ... slot.put(rollout)``.
+        See :meth:`StreamBalancer.reserve`."""
+        return BlockingReservation(self, self._balancer.reserve(count))
 
     def state_dict(self) -> dict[str, Any]:
         """See :meth:`StreamBalancer.state_dict`. Flattened in the calling thread: the event loop goes on."""
-        return state_dict(self._loop().call(self._balancer.snapshot))
+        return state_dict(self.snapshot())
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> tuple[str, ...]:
-        """Continue from a :meth:`state_dict`; load before the first put. See :meth:`StreamBalancer.load_state_dict`."""
-        return self._loop().call(self._balancer.load_state_dict, state)
+    def close(self) -> None:
+        """Stop at once: whoever waits in ``put`` or ``batches()`` gets ClosedResourceError. May be called twice, and
+        after the block: if that was interrupted while it was left, this finishes it."""
+        if self._left:
+            self._calls.stop()
+        elif self._entered:
+            self._call(self._balancer.aclose)
 
-    def record(self, path: str | os.PathLike[str]) -> Recorder:
-        """Write arrivals to a trace file from now on. See :meth:`StreamBalancer.record`."""
-        return self._loop().call(self._balancer.record, path)
+    def _call(self, function: Callable[[], Awaitable[T]], undo: Callable[[T], object] | None = None) -> Call[T]:
+        self._check_running()
+        return self._calls.call(function, undo)
 
-    def statistics(self) -> Statistics:
-        """A snapshot. See :meth:`StreamBalancer.statistics`."""
-        return self._loop().call(self._balancer.statistics)
-
-    def _loop(self) -> anyio.from_thread.BlockingPortal:
-        if self._portal is None:
+    def _check_running(self) -> None:
+        if not self._entered:
             raise RuntimeError("this balancer is not running: use it as `with sb.blocking(config) as balancer`")
-        return self._portal
-
-    def _raise_background(self) -> None:
-        for future in self._background:
-            if future.done() and not future.cancelled() and (error := future.exception()) is not None:
-                raise error
 
 
 class _BlockingBatches:
@@ -214,30 +235,105 @@ class _BlockingBatches:
     def __init__(self, owner: BlockingBalancer, batches: Batches) -> None:
         self._owner = owner
         self._batches = batches
-        self._pending: Future[Batch | None] | None = None
 
     def __iter__(self) -> _BlockingBatches:
         return self
 
     def __next__(self) -> Batch:
-        # An interrupted wait leaves the request pending, and the next call takes it up again: a batch it got is not
-        # lost.
-        if self._pending is None:
-            self._pending = self._owner._loop().start_task_soon(_next_or_none, self._batches)
-        try:
-            batch = self._pending.result()
-        finally:
-            if self._pending.done():
-                self._pending = None
+        call = self._owner._call(self._next_or_none, self._batches._give_back)
+        batch, call.result, call.taken = call.result, None, True  # the last that an interrupt can undo
         if batch is None:
             raise StopIteration
         return batch
+
+    async def _next_or_none(self) -> Batch | None:
+        return await anext(self._batches, None)
+
+
+class BlockingReservation:
+    """What :meth:`BlockingBalancer.reserve` returns; enter it to wait for the slot."""
+
+    def __init__(self, owner: BlockingBalancer, reservation: Reservation) -> None:
+        self._owner = owner
+        self._reservation = reservation
+
+    def __enter__(self) -> BlockingSlot:
+        """Block until so many rollouts may begin. If interrupted, nothing was reserved."""
+        slot = BlockingSlot(self._owner)
+        call = self._owner._call(self._reservation.__aenter__, Slot._leave)
+        slot._slot, call.result, call.taken = cast("Slot", call.result), None, True
+        return slot
+
+    def __exit__(self, *_: object) -> None:
+        self._owner._call(partial(self._reservation.__aexit__, None, None, None))
+
+
+class BlockingSlot:
+    """:class:`~stream_balancer.reserve.Slot` with blocking methods."""
+
+    _slot: Slot
+
+    def __init__(self, owner: BlockingBalancer) -> None:
+        self._owner = owner
+
+    @property
+    def version(self) -> int:
+        """Policy version when the slot was admitted: what a rollout without a version of its own gets."""
+        return self._slot.version
+
+    @property
+    def left(self) -> int:
+        """Rollouts that may still be put."""
+        return self._slot.left
+
+    def put(self, rollout: Rollout) -> None:
+        """As :meth:`Slot.put`."""
+        self._owner._call(partial(self._slot.put, rollout)).take()
+
+    def put_group(self, rollouts: Sequence[Rollout]) -> None:
+        """As :meth:`Slot.put_group`."""
+        self._owner._call(partial(self._slot.put_group, rollouts)).take()
+
+
+class Background(Generic[T]):
+    """What :meth:`BlockingBalancer.start` runs. The methods are those of ``concurrent.futures.Future``, whose lock an
+    interrupt could leave taken."""
+
+    def __init__(self, calls: CallLoop, function: Callable[[], Awaitable[T]]) -> None:
+        self._calls = calls
+        self._call: Call[T] = Call(function)
+        self._seen = False
+        calls.post(self._call)
+
+    def done(self) -> bool:
+        """It has returned, raised, or been cancelled."""
+        return self._call.ended.is_set()
+
+    def cancel(self) -> None:
+        """Have it cancelled; :meth:`done` says when it is."""
+        if not self.done():
+            self._calls.post(Call(as_async(self._call.cancel)))
+
+    def result(self, timeout_s: float | None = None) -> T:
+        """Wait for its end; what it returned. Raises what it raised, TimeoutError, CancelledError after
+        :meth:`cancel`, ClosedResourceError if the balancer's block was left before it ended."""
+        error = self.exception(timeout_s)
+        if error is not None:
+            raise error
+        return cast("T", self._call.result)
+
+    def exception(self, timeout_s: float | None = None) -> BaseException | None:
+        """As :meth:`result`: what it raised, or None."""
+        if not self._call.ended.wait(timeout_s):
+            raise TimeoutError(f"it has not ended within {timeout_s} s")
+        self._seen = True
+        return self._call.error
+
+    def _raise_unseen(self) -> None:
+        if not self._seen and not isinstance(self._call.error, LoopEndedError | CancelledError | None):
+            raise self._call.error
 
 
 async def _serve(balancer: StreamBalancer, transport: TorchTransport) -> None:
     async with transport:
         await serve(balancer, transport)
-
-
-async def _next_or_none(batches: Batches) -> Batch | None:
-    return await anext(batches, None)

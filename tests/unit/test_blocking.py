@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
+import os
+import signal
 import threading
-from concurrent.futures import ThreadPoolExecutor
+import warnings
+from collections.abc import Callable
+from concurrent.futures import CancelledError, ThreadPoolExecutor
 from typing import Any
 
 import anyio
@@ -94,7 +99,161 @@ def test_background_errors_come_out_at_the_end() -> None:
         run()
 
 
+def test_a_background_error_that_was_asked_for_does_not_come_again() -> None:
+    async def fail() -> None:
+        await anyio.lowlevel.checkpoint()
+        raise RuntimeError("from the background")
+
+    with sb.blocking(config()) as balancer:
+        background = balancer.start(fail)
+        assert isinstance(background.exception(), RuntimeError)
+        assert background.done()
+
+
+def test_background_work_can_be_cancelled() -> None:
+    with sb.blocking(config()) as balancer:
+        background, left_alone = balancer.start(anyio.sleep_forever), balancer.start(anyio.sleep_forever)
+        with pytest.raises(TimeoutError):
+            background.result(0)
+        background.cancel()
+        with pytest.raises(CancelledError):
+            background.result()
+        assert not left_alone.done()
+    with pytest.raises(sb.ClosedResourceError):
+        left_alone.result()
+
+
 def test_use_outside_the_block_says_how() -> None:
     balancer = sb.blocking(config())
     with pytest.raises(RuntimeError, match="use it as `with"):
         balancer.end()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_after_the_block_it_is_closed(backend: Any) -> None:
+    with sb.blocking(config(), backend=backend) as balancer:
+        batches = balancer.batches()
+    balancer.close()
+    balancer.close()
+    for use in (
+        lambda: balancer.put(make_rollout(2)),
+        lambda: next(batches),
+        balancer.statistics,
+        balancer.end,
+        lambda: balancer.start(anyio.sleep_forever).result(),
+    ):
+        with pytest.raises(sb.ClosedResourceError, match="closed"):
+            use()
+    with pytest.raises(RuntimeError, match="entered once"):
+        balancer.__enter__()
+
+
+def test_what_leaving_raises_comes_out(tmp_path: Any) -> None:
+    with sb.blocking(config(), journal=tmp_path), pytest.raises(sb.AlreadyInUseError):
+        sb.blocking(config(), journal=tmp_path).__enter__()
+
+
+def test_an_interrupted_for_is_begun_again() -> None:
+    """See tests/dist/interrupts.py for every other moment."""
+    with sb.blocking(config()) as balancer:
+
+        def interrupt() -> None:
+            balancer.statistics()
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+
+        threading.Thread(target=interrupt).start()
+        with pytest.raises(KeyboardInterrupt):
+            next(balancer.batches())
+        for rollout in make_rollouts([2] * 8):
+            balancer.put(rollout)
+        balancer.end()
+        steps = [(batch.step, batch.num_rollouts) for batch in balancer.batches()]
+        assert steps == [(0, 4), (1, 4)]
+
+
+def test_a_batch_that_did_not_arrive_is_given_again_and_counted_once() -> None:
+    """An interrupt after the batch was on its way: the call was not taken."""
+    with sb.blocking(config()) as balancer:
+        for rollout in make_rollouts([2] * 8):
+            balancer.put(rollout)
+        balancer.end()
+        batches: Any = balancer.batches()
+        batches._owner._call(batches._next_or_none, batches._batches._give_back)  # as far as __next__ had come
+        assert [next(batches).step, next(batches).step] == [0, 1]
+        assert balancer.statistics().in_flight == 4
+        assert balancer.statistics().nacked == 0
+
+
+def test_one_thread_iterates() -> None:
+    with sb.blocking(config()) as balancer, ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(lambda: next(balancer.batches(), None))
+        with pytest.raises(sb.AlreadyInUseError):  # here; or there, if this iterator was made before that one waited
+            while True:
+                balancer.batches()
+                if waiting.done():
+                    waiting.result()
+        balancer.end()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_places_are_reserved_by_threads(backend: Any) -> None:
+    with sb.blocking(config(max_staleness=1, batch_size=2, window=2), backend=backend) as balancer:
+        balancer.set_version(5)
+        with balancer.reserve(2) as slot:
+            assert (slot.version, slot.left) == (5, 2)
+            slot.put(make_rollout(2, "a"))
+            slot.put_group([make_rollout(2, "b", group_id="g")])
+            assert slot.left == 0
+        with balancer.reserve():
+            assert balancer.statistics().reserved == 1
+        assert balancer.statistics().reserved == 0
+        batch = next(balancer.batches())
+        assert {r.version for r in batch.rollouts} == {5}
+        balancer.end()
+        with pytest.raises(sb.ClosedResourceError), balancer.reserve():
+            pass
+
+
+ASYNC_ONLY = {"aclose": "close", "async_state_dict": "state_dict"}  # which block here, and not the event loop
+
+
+@pytest.mark.parametrize(
+    ("whole", "blocking", "instead"),
+    [
+        (sb.StreamBalancer(config()), sb.blocking(config()), ASYNC_ONLY),
+        (sb.Producer, sb.BlockingProducer, {"aclose": "close", "blocking": "put"}),
+    ],
+)
+def test_the_blocking_forms_have_all_that_the_others_have(whole: Any, blocking: Any, instead: dict[str, str]) -> None:
+    names, here = ({name for name in dir(one) if not name.startswith("_")} for one in (whole, blocking))
+    assert names - here == instead.keys()
+    assert set(instead.values()) <= here
+    for name in names & here:
+        method, other = getattr(whole, name), getattr(blocking, name)
+        if callable(method):
+            assert inspect.signature(method).parameters.keys() <= inspect.signature(other).parameters.keys(), name
+            assert not inspect.iscoroutinefunction(other), name
+            assert inspect.getdoc(other), name
+
+
+def in_a_fork(function: Callable[[], object]) -> str:
+    """The error ``function`` raises in a forked child."""
+    reading, writing = os.pipe()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # threads and fork: that is the point
+        pid = os.fork()
+    if pid == 0:
+        try:
+            function()
+        except BaseException as error:  # noqa: BLE001
+            os.write(writing, repr(error).encode())
+        os._exit(0)
+    os.close(writing)
+    os.waitpid(pid, 0)
+    with os.fdopen(reading) as pipe:
+        return pipe.read()
+
+
+def test_a_forked_process_is_told_to_connect() -> None:
+    with sb.blocking(config()) as balancer:
+        assert "sb.connect" in in_a_fork(lambda: balancer.put(make_rollout(2)))

@@ -1,0 +1,73 @@
+"""For threads that block: an event that no interrupt can break, and a refusal to block an event loop.
+
+``threading.Event``, ``Condition`` and ``Future`` take and release their lock in Python code. A signal handler that
+raises there (Ctrl-C) leaves the lock taken for ever, and the thread that wants to announce a result then blocks on it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from contextlib import suppress
+
+import sniffio
+
+__all__ = ["ThreadEvent", "refuse_in_event_loop"]
+
+
+class ThreadEvent:
+    """Set once, by any thread; any number of threads wait. An interrupted wait may be repeated.
+
+    Every wait has a lock of its own, taken and released in C. The flag is set before any is released, and looked at
+    after the lock is where ``set`` finds it: whoever waits is woken.
+    """
+
+    __slots__ = ("_set", "_waiters")
+
+    def __init__(self) -> None:
+        self._set = False
+        self._waiters: list[threading.Lock] = []
+
+    def is_set(self) -> bool:
+        """Whether :meth:`set` was called."""
+        return self._set
+
+    def set(self) -> None:
+        """It has happened. Idempotent, never blocks."""
+        self._set = True
+        with suppress(IndexError):
+            while True:
+                self._waiters.pop().release()
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Block until it is set, or for at most ``timeout_s``; whether it is set."""
+        if not self._set:
+            lock = threading.Lock()
+            lock.acquire()
+            self._waiters.append(lock)
+            if not self._set:
+                lock.acquire(timeout=-1 if timeout_s is None else min(max(timeout_s, 0.0), threading.TIMEOUT_MAX))
+        return self._set
+
+
+def refuse_in_event_loop(what: str, instead: str) -> None:
+    """Raise RuntimeError where an event loop (asyncio, trio) runs in this thread: blocking would stop it, and with it
+    perhaps what is waited for."""
+    library = _running_library()
+    if library is not None:
+        raise RuntimeError(
+            f"{what} blocks, and this thread runs an event loop ({library}), which it would stop. {instead}"
+        )
+
+
+def _running_library() -> str | None:
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        pass
+    else:
+        return "asyncio"
+    try:
+        return sniffio.current_async_library()
+    except sniffio.AsyncLibraryNotFoundError:
+        return None

@@ -1,0 +1,236 @@
+"""A storm of SIGINT over a process whose main thread blocks in the library: ``python interrupts.py RUNS SEED FORM...``.
+
+Each run is a forked child, so torch is imported once. The child works until everything it put has come out; meanwhile
+its parent interrupts it every few hundred microseconds. Prints one JSON line for each run that went wrong, then
+counts. Without FORM: all of them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import select
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from types import FrameType
+from typing import Any
+
+import stream_balancer as sb
+from stream_balancer.testing import BACKENDS, make_rollout
+
+CONFIG = sb.BalancerConfig(dp_size=2, batch_size=4, window=8, capacity=16)
+ROLLOUTS = 80
+RUN_TIMEOUT_S = 30.0
+PRODUCERS = 2
+
+
+def survive(attempt: Callable[[], bool]) -> None:
+    """Attempt again, for as long as it is interrupted."""
+    while True:
+        try:
+            if attempt():
+                return
+        except KeyboardInterrupt:
+            pass
+
+
+def interrupt(_: int, frame: FrameType | None) -> None:
+    """Python's own handler, in what is attempted above."""
+    caller = None if frame is None or frame.f_code is interrupt.__code__ else frame.f_back
+    while caller is not None and caller.f_code is not survive.__code__:
+        caller = caller.f_back
+    if caller is not None:
+        raise KeyboardInterrupt
+
+
+def consume_anew(balancer: sb.BlockingBalancer, seen: list[sb.Batch]) -> Callable[[], bool]:
+    def attempt() -> bool:
+        for batch in balancer.batches():
+            seen.append(batch)  # noqa: PERF402 - what was appended stays, when it is interrupted
+        return True
+
+    return attempt
+
+
+def consume_on(balancer: sb.BlockingBalancer, seen: list[sb.Batch]) -> Callable[[], bool]:
+    batches = balancer.batches()
+
+    def attempt() -> bool:
+        for batch in batches:
+            seen.append(batch)  # noqa: PERF402
+        return True
+
+    return attempt
+
+
+def put_all(put: Callable[[sb.Rollout], object], rollouts: list[sb.Rollout]) -> Callable[[], bool]:
+    left = list(reversed(rollouts))
+
+    def attempt() -> bool:
+        while left:
+            with suppress(sb.DuplicateRolloutError):  # an interrupted put was accepted all the same
+                put(left[-1])
+            del left[-1]
+        return True
+
+    return attempt
+
+
+def some_rollouts(prefix: str, count: int) -> list[sb.Rollout]:
+    return [make_rollout(1 + n % 7, f"{prefix}-{n}") for n in range(count)]
+
+
+def check(balancer: sb.BlockingBalancer, seen: list[sb.Batch], accepted: list[sb.Rollout]) -> None:
+    came = sorted(r.rollout_id for batch in seen for r in batch.rollouts if not r.is_padding)
+    assert came == sorted(r.rollout_id for r in accepted), f"{len(accepted)} accepted, {len(came)} came out"
+    statistics = balancer.statistics()
+    assert statistics.accepted == len(accepted)
+    assert statistics.waiting == 0
+
+
+def iterate(
+    rng: random.Random, storm: Callable[[], None], calm: Callable[[], None], backend: Any, consume: Any
+) -> None:
+    """The main thread iterates, threads put."""
+    rollouts = some_rollouts("r", ROLLOUTS)
+    seen: list[sb.Batch] = []
+    with sb.blocking(CONFIG, backend=backend) as balancer:
+        pauses = [rng.choice([0, 0, rng.random() * 0.002]) for _ in rollouts]
+        ended = threading.Semaphore(0)
+
+        def produce(number: int) -> None:
+            for rollout, pause in list(zip(rollouts, pauses, strict=True))[number::PRODUCERS]:
+                time.sleep(pause)
+                balancer.put(rollout)
+            ended.release()
+
+        def end() -> None:
+            for _ in range(PRODUCERS):
+                ended.acquire()
+            balancer.end()
+
+        for target, args in [(end, ()), *((produce, (n,)) for n in range(PRODUCERS))]:
+            threading.Thread(target=target, args=args, daemon=True).start()
+        storm()
+        survive(consume(balancer, seen))
+        calm()
+        check(balancer, seen, rollouts)
+    balancer.close()
+
+
+def put(rng: random.Random, storm: Callable[[], None], calm: Callable[[], None], backend: Any) -> None:
+    """The main thread puts, a thread iterates."""
+    rollouts = some_rollouts("r", ROLLOUTS)
+    seen: list[sb.Batch] = []
+    with sb.blocking(CONFIG, backend=backend) as balancer:
+        thread = threading.Thread(target=lambda: seen.extend(balancer.batches()), daemon=True)
+        thread.start()
+        storm()
+        survive(put_all(balancer.put, rollouts))
+        calm()
+        balancer.end()
+        thread.join()
+        check(balancer, seen, rollouts)
+
+
+def leave(rng: random.Random, storm: Callable[[], None], calm: Callable[[], None], backend: Any) -> None:
+    """Interrupted while the block is left: closing again finishes it, and what follows says that it is closed."""
+    balancer = sb.blocking(CONFIG, backend=backend)
+    balancer.__enter__()
+    balancer.put(some_rollouts("r", 1)[0])
+    storm()
+
+    def attempt() -> bool:
+        balancer.__exit__(None, None, None)
+        return True
+
+    survive(attempt)
+    calm()
+    balancer.close()
+    try:
+        balancer.put(some_rollouts("s", 1)[0])
+    except sb.ClosedResourceError:
+        return
+    raise AssertionError("put() after the block was accepted")
+
+
+FORMS: dict[str, Callable[..., None]] = {
+    "anew": lambda *args: iterate(*args, consume_anew),
+    "on": lambda *args: iterate(*args, consume_on),
+    "put": put,
+    "leave": leave,
+}
+
+
+def child(form: str, seed: int, news: int) -> None:
+    signal.signal(signal.SIGINT, interrupt)
+    try:
+        FORMS[form](
+            random.Random(seed),
+            lambda: os.write(news, b"s"),
+            lambda: signal.signal(signal.SIGINT, signal.SIG_IGN),
+            BACKENDS[(seed + list(FORMS).index(form)) % 2],
+        )
+    except BaseException:  # noqa: BLE001 - a verdict on all that can happen
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        os.write(news, traceback.format_exc()[-900:].encode())
+        os._exit(1)
+    os._exit(0)
+
+
+def one_run(form: str, seed: int) -> str | None:
+    """What went wrong, if anything."""
+    rng = random.Random(seed)
+    news, end = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        os.close(news)
+        child(form, seed, end)
+    os.close(end)
+    began = time.monotonic()
+    assert os.read(news, 1) == b"s", "the child did not start"
+    sent = 0
+    while not select.select([news], [], [], 0)[0]:
+        if time.monotonic() - began > RUN_TIMEOUT_S:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+            os.close(news)
+            return f"hangs after {sent} interrupts"
+        os.kill(pid, signal.SIGINT)
+        sent += 1
+        time.sleep(rng.choice([0.0, 0.0001, 0.0005, 0.002]) if sent < 300 else 0.01)
+    _, status = os.waitpid(pid, 0)
+    with os.fdopen(news, "rb") as pipe:
+        said = pipe.read().decode(errors="replace")
+    return None if status == 0 else said or f"ended with status {status}"
+
+
+def say(**what: object) -> None:
+    sys.stdout.write(json.dumps(what) + "\n")
+    sys.stdout.flush()
+
+
+def main(runs: int, seed: int, forms: list[str]) -> int:
+    """So many runs of each form; how many went wrong."""
+    for backend in BACKENDS:
+        with sb.blocking(CONFIG, backend=backend):
+            pass  # imports all that a child needs
+    bad = 0
+    for form in forms:
+        for run in range(seed, seed + runs):
+            wrong = one_run(form, run)
+            if wrong is not None:
+                bad += 1
+                say(form=form, seed=run, wrong=wrong)
+    say(runs=runs * len(forms), bad=bad)
+    return bad
+
+
+if __name__ == "__main__":
+    sys.exit(main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3:] or list(FORMS)) > 0)
