@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from stream_balancer.errors import WireError
+from stream_balancer.transport._descriptors import keep_from_children
 from stream_balancer.wire import FRAME_BYTES, Frame, read_frame
 
 __all__ = ["Connection", "Handler", "Hub", "Listener", "keep_alive", "listen", "unexpected"]
@@ -136,6 +137,7 @@ class _Served:
         self.sock = sock
         self.open = True
         sock.setblocking(False)
+        keep_from_children(sock.fileno())
         hub._sockets.add(self)
         hub._selector.register(sock, selectors.EVENT_READ, self._ready)
 

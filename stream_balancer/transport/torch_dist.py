@@ -30,6 +30,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore, Work
 
 from stream_balancer.errors import AlreadyInUseError, ClosedResourceError, RankLostError
+from stream_balancer.transport._descriptors import keep_sockets_from_children
 from stream_balancer.transport._endpoint import Pair, Pending
 from stream_balancer.transport._links import ControllerLink, Decode, PortBase
 from stream_balancer.transport._loop import Arrivals, loop_caller
@@ -68,6 +69,7 @@ class _GlooPair:
         options._devices = [device]
         options._threads = 1
         self._group = _gloo(store, me, 2, options)
+        keep_sockets_from_children(store.get("0/0") + store.get("0/1"))  # where the two ends told each other to connect
         self._peer = 1 - me
         self._poisoned = False
 

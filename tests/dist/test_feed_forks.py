@@ -1,0 +1,134 @@
+"""A process that has forked children dies: its peers learn it at once, though the children live on."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Any
+
+import anyio
+import pytest
+from forked import GUARD_S, PROCESSES
+
+import stream_balancer as sb
+from stream_balancer.dispatch import serve
+from stream_balancer.errors import BrokenResourceError, RankLostError
+from stream_balancer.feed import RankFeed
+from stream_balancer.testing import make_rollout
+from stream_balancer.testing.transports import ScriptedBalancer, make_batch
+from stream_balancer.transport.torch_dist import TorchTransport
+
+LIFE_S = 4 * GUARD_S
+
+
+def by_fork() -> int:
+    child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(LIFE_S,))
+    child.start()
+    return child.pid or 0
+
+
+def by_fork_of_a_fork() -> int:
+    """A worker of a worker."""
+    told, tell = os.pipe()
+    if os.fork() == 0:
+        os.write(tell, by_fork().to_bytes(4, "little"))
+        os._exit(0)
+    return int.from_bytes(os.read(told, 4), "little")
+
+
+def by_exec() -> int:
+    return subprocess.Popen(["sleep", str(LIFE_S)], close_fds=False).pid
+
+
+WAYS = [by_fork, by_fork_of_a_fork, by_exec]
+
+
+def train(address: str, begin_child: Callable[[], int], told: Connection) -> None:
+    with RankFeed(address, rank=0, dp_size=1) as feed:
+        next(feed)
+        told.send(begin_child())
+        time.sleep(LIFE_S)
+
+
+def control(begin_child: Callable[[], int], told: Connection) -> None:
+    async def main() -> None:
+        config = sb.BalancerConfig(dp_size=1, batch_size=1, window=1)
+        async with TorchTransport.listen(dp_size=1) as transport, sb.StreamBalancer(config) as balancer:
+            told.send(transport.address)
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(serve, balancer, transport)
+                while not balancer.statistics().in_flight:  # noqa: ASYNC110 - a test
+                    await anyio.sleep(0.005)
+                told.send(begin_child())
+
+    anyio.run(main)
+
+
+class Parent:
+    """A process that has begun a child; ``kill`` ends it, and leaves the child."""
+
+    def __init__(self, target: Callable[..., None], *args: Any) -> None:
+        self.told, theirs = PROCESSES.Pipe(duplex=False)
+        self._process = PROCESSES.Process(target=target, args=(*args, theirs))
+        self._process.start()
+        theirs.close()
+
+    def kill(self) -> None:
+        """Once its child is there."""
+        self._child = self.told.recv()
+        self._process.kill()
+
+    def end_child(self) -> None:
+        os.kill(self._child, signal.SIGKILL)  # raises if it does not live any more
+        self._process.join()
+
+
+@pytest.mark.parametrize("begin_child", WAYS)
+def test_a_killed_rank_is_missed_though_its_child_lives(begin_child: Callable[[], int]) -> None:
+    async def main() -> None:
+        async with TorchTransport.listen(dp_size=1) as transport, anyio.create_task_group() as tasks:
+            rank = Parent(train, transport.address, begin_child)
+            tasks.start_soon(anyio.to_thread.run_sync, rank.kill)
+            with pytest.raises(RankLostError, match="rank 0"), anyio.fail_after(GUARD_S):
+                await serve(ScriptedBalancer([make_batch(0, 1)], hold=True), transport)
+        rank.end_child()
+
+    anyio.run(main)
+
+
+@pytest.mark.parametrize("begin_child", WAYS)
+def test_a_killed_controller_is_missed_though_its_child_lives(begin_child: Callable[[], int]) -> None:
+    controller = Parent(control, begin_child)
+    address = controller.told.recv()
+    with sb.connect(address) as producer, RankFeed(address, rank=0, dp_size=1) as feed:
+        producer.put(make_rollout(4))
+        next(feed)
+        controller.kill()
+        with pytest.raises(RankLostError, match="lost its controller"):
+            next(feed)
+        with pytest.raises(BrokenResourceError):
+            while True:
+                producer.put(make_rollout(4))
+    controller.end_child()
+
+
+def test_what_children_do_with_their_own_descriptors_is_left_alone() -> None:
+    """A number that was ours, and is something else by now."""
+    from stream_balancer.transport._descriptors import keep_from_children
+
+    ours, _ = os.pipe()
+    keep_from_children(ours)
+    theirs, tell = os.pipe()
+    os.dup2(theirs, ours)
+    os.write(tell, b"x")
+    child = os.fork()
+    if child == 0:
+        os._exit(0 if os.read(ours, 1) == b"x" else 1)
+    assert os.waitpid(child, 0)[1] == 0
+    for fd in (ours, theirs, tell):
+        os.close(fd)
