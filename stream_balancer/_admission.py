@@ -12,7 +12,7 @@ from stream_balancer.config import BalancerConfig
 from stream_balancer.errors import RolloutError
 from stream_balancer.types import Rollout
 
-__all__ = ["Schema", "check_fits", "check_group", "check_schema", "cost_of", "costs_of", "schema_of"]
+__all__ = ["Schema", "check_fits", "check_group", "check_schema", "cost_of", "costs_of", "schema_of", "with_loss_mask"]
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -41,6 +41,47 @@ def check_fits(rollout: Rollout, config: BalancerConfig) -> None:
             f"({limit}): it could "
             "never be let in. Raise capacity_bytes"
         )
+
+
+_LOOK_LIKE_MASKS = frozenset(
+    {"response_mask", "completion_mask", "action_mask", "assistant_mask", "assistant_masks", "loss_masks", "labels"}
+)
+
+
+def with_loss_mask(rollout: Rollout, column: str | None) -> Rollout:
+    """The rollout, its mask called ``loss_mask``. ``column``: what it was put under; None = there is none. O(1) where
+    that is its name already.
+
+    Raises RolloutError where it is not sure which tokens are trained on: a wrong guess is a wrong denominator, which
+    nobody sees.
+    """
+    tokens = rollout.tokens
+    if "loss_mask" in tokens:
+        if column is not None and (column == "loss_mask" or column not in tokens):
+            return rollout  # put as loss_mask, or renamed where it comes from
+        raise RolloutError(
+            f"rollout {rollout.rollout_id!r} has a column 'loss_mask', but loss_mask_column is {column!r}: which "
+            "tokens are trained on? Leave the column out, or the knob"
+        )
+    if column is not None and column in tokens:
+        return rollout.with_loss_mask(column)
+    if column not in (None, "loss_mask"):
+        raise RolloutError(
+            f"rollout {rollout.rollout_id!r} has no column {column!r}, which loss_mask_column names; it has "
+            f"{sorted(tokens)}. Give every rollout one, or set loss_mask_column=None if every token is trained on"
+        )
+    if column is not None and (found := sorted(_LOOK_LIKE_MASKS.intersection(tokens))):
+        raise RolloutError(
+            f"rollout {rollout.rollout_id!r} has no 'loss_mask', so every token would be trained on, but it has "
+            f"{found[0]!r}. "
+            + (
+                "Give it a loss_mask: labels != -100"
+                if found[0] == "labels"
+                else f"If that says which tokens are trained on, set BalancerConfig(loss_mask_column={found[0]!r})"
+            )
+            + "; if every token is, loss_mask_column=None"
+        )
+    return rollout
 
 
 def cost_of(rollout: Rollout, model: Callable[[Ints], Floats]) -> float:

@@ -28,7 +28,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from stream_balancer._admission import Schema, check_fits, check_schema, cost_of, costs_of, schema_of
+from stream_balancer._admission import Schema, check_fits, check_schema, cost_of, costs_of, schema_of, with_loss_mask
 from stream_balancer._batching import make_batch, rows_of
 from stream_balancer._buffer import Buffer
 from stream_balancer._counts import Counts, idle, unavoidable
@@ -177,6 +177,11 @@ class BalancerCore:
         self._check_room(rollouts)
         for rollout, cost in zip(rollouts, costs, strict=True):
             self._take(rollout, cost, now)
+
+    def with_loss_masks(self, rollouts: Sequence[Rollout]) -> list[Rollout]:
+        """The rollouts as they may be added: their masks called ``loss_mask``. Raises RolloutError."""
+        column = self.config.loss_mask_column
+        return [with_loss_mask(r, column) if isinstance(r, Rollout) else r for r in rollouts]
 
     def check_all(self, rollouts: Sequence[Rollout]) -> list[float]:
         """Raise what ``add_all`` would raise, except WouldBlock; else the costs. Changes nothing. O(k columns)."""

@@ -142,6 +142,7 @@ class StreamBalancer:
         self._check_open()
         if self._journal is not None:
             raise WouldBlock("put_nowait() cannot wait for the journal's disk, where accepted rollouts are: use put()")
+        (rollout,) = self._core.with_loss_masks([rollout])
         if self._accept is not None:
             verdict = self._verdict([rollout])
             if isinstance(verdict, Judging):
@@ -167,6 +168,7 @@ class StreamBalancer:
         """Take them, or begin what must be waited for, with a place in its queue: :meth:`_finish` must follow. Raises
         like ``put``."""
         self._check_open()
+        rollouts = self._core.with_loss_masks(rollouts)
         if self._accept is None:
             return self._write_or_let_in(rollouts)
         verdict = self._verdict(rollouts)

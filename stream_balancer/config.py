@@ -112,6 +112,11 @@ class BalancerConfig:
     remember_ids: int = 100_000
     """Ids of this many past rollouts (acknowledged or evicted) are kept, so that a producer that retries a put after a
     crash is told that the first one was accepted. About 100 bytes each."""
+    loss_mask_column: str | None = "loss_mask"
+    """Column of your rollouts that says which tokens are trained on (non-zero = trained). Under whatever name you put
+    it, ranks find it as ``loss_mask``. "loss_mask" may be left out where every token is trained on, any other name
+    must be there; None = every token is trained on. A rollout without it is refused if it has another column that
+    looks like one (``response_mask``, ``completion_mask``, ``action_mask``, ``labels``, ...)."""
     policy: Policy = "window"
     """"window" is what this library is for. "fifo" (arrival order, best partition) and "round_robin" (arrival order,
     dealt in turn) are what is usual elsewhere: run them to measure, in your own training, what the window buys."""
@@ -124,7 +129,8 @@ class BalancerConfig:
 
     def __post_init__(self) -> None:
         given = {f.name: getattr(self, f.name) for f in fields(self) if f.init}
-        object.__setattr__(self, "_given", {k: v for k, v in given.items() if v is not None or k == "max_skips"})
+        given = {k: v for k, v in given.items() if v is not None or k in _NONE_SAYS_SOMETHING}
+        object.__setattr__(self, "_given", given)
         object.__setattr__(self, "auto_windows", ())
         _check_values(self)
         self._derive()
@@ -180,6 +186,7 @@ class BalancerConfig:
         return max(smallest_max_skips(self._largest_window, self.batch_size, self.capacity, self._whole), 1)
 
 
+_NONE_SAYS_SOMETHING = ("max_skips", "loss_mask_column")
 _POSITIVE_INTS = ("dp_size", "batch_size", "micro_batch_multiple")
 _OPTIONAL_INTS = (
     "window",
@@ -227,8 +234,15 @@ def _check_values(config: BalancerConfig) -> None:
         raise ConfigError(
             f"deadline_s must be a finite number of seconds > 0, or None to wait for the window, not {deadline!r}"
         )
+    _check_loss_mask(config.loss_mask_column)
     _check_cost(config.cost)
     _check_speeds(config)
+
+
+def _check_loss_mask(column: object) -> None:
+    if column is not None and (not isinstance(column, str) or column in ("", "input_ids", "labels")):
+        also = ". Labels are no mask, -100 is not zero: give a column labels != -100" if column == "labels" else ""
+        raise ConfigError(f"loss_mask_column must be the name of a column of masks, or None, not {column!r}{also}")
 
 
 def _check_cost(cost: object) -> None:

@@ -72,12 +72,21 @@ class Outlet(Protocol):
         ...
 
 
-def connect(source: Any = None, *, hand_over: Literal["balancer", "direct"] = "balancer", **options: Any) -> Producer:
+def connect(
+    source: Any = None,
+    *,
+    hand_over: Literal["balancer", "direct"] = "balancer",
+    loss_mask_column: str | None = "loss_mask",
+    **options: Any,
+) -> Producer:
     """Connect to a served balancer in the background; returns at once, and puts wait for the connection.
 
     ``hand_over="direct"``: the balancer gets ids, lengths and all that it plans on; tokens stay in this process until
     the rank that trains on them fetches them, and for as long as its step may have to be repeated. Leaving the
     ``with`` block then waits until all have been trained on. See docs/producers.md for what a dead producer means.
+
+    ``loss_mask_column``: as the balancer's knob; needed with ``hand_over="direct"`` where it is not "loss_mask", since
+    the mask is counted where the tokens are.
 
     ``source``: ``"tcp://host:port"`` (``TorchTransport.address``), a c10d Store, None for the initialised world's
     store, or a port of another transport. ``options``: ``label`` (for logs and errors; default host and process id),
@@ -88,12 +97,12 @@ def connect(source: Any = None, *, hand_over: Literal["balancer", "direct"] = "b
     if hand_over not in ("balancer", "direct"):
         raise ValueError(f"hand_over must be 'balancer' or 'direct', not {hand_over!r}")
     if hasattr(source, "offer"):
-        return Producer(cast("Outlet", source))
+        return Producer(cast("Outlet", source), loss_mask_column)
     from stream_balancer.transport import torch_dist
 
     if source is None:
         source, _, _ = torch_dist.current_world()
-    return Producer(torch_dist.open_outlet(source, direct=hand_over == "direct", **options))
+    return Producer(torch_dist.open_outlet(source, direct=hand_over == "direct", **options), loss_mask_column)
 
 
 class Producer:
@@ -103,8 +112,9 @@ class Producer:
     on a new connection; DuplicateRolloutError then means that the first put was accepted.
     """
 
-    def __init__(self, port: Outlet) -> None:
+    def __init__(self, port: Outlet, loss_mask_column: str | None = "loss_mask") -> None:
         self._port = port
+        self._loss_mask_column = loss_mask_column
 
     async def put(self, rollout: Rollout) -> None:
         """Hand over a finished rollout; returns once the balancer holds it, waits while it is full.
@@ -113,12 +123,11 @@ class Producer:
         to have accepted it already, ``put`` returns normally and the cancellation comes at your next await. If no
         answer comes within ``linger_s``, BrokenResourceError says that the outcome is not known.
         """
-        await self._put([_checked(rollout)], Mode.PUT)
+        await self._put(self._ready([rollout]), Mode.PUT)
 
     async def put_group(self, rollouts: Sequence[Rollout]) -> None:
         """Hand over all siblings of a group: all are accepted, or none. Otherwise like :meth:`put`."""
-        for rollout in rollouts:
-            _checked(rollout)
+        rollouts = self._ready(rollouts)
         check_group(rollouts)
         await self._put(rollouts, Mode.GROUP)
 
@@ -128,7 +137,7 @@ class Producer:
         TimeoutError: no answer came; put it again, DuplicateRolloutError then means that it was accepted.
         """
         verdict = threading.Event()
-        ticket = self._port.ticket([_checked(rollout)], Mode.NOWAIT, verdict.set)
+        ticket = self._port.ticket(self._ready([rollout]), Mode.NOWAIT, verdict.set)
         self._port.offer(ticket)
         if not verdict.wait(timeout_s if self._port.threads else 0):
             self._port.withdraw(ticket)
@@ -170,6 +179,16 @@ class Producer:
                 f"answered for {self._port.linger_s} s: whether it was accepted is not known. Put it again: a "
                 "DuplicateRolloutError then means that it was"
             )
+
+    def _ready(self, rollouts: Sequence[Rollout]) -> list[Rollout]:
+        """To be sent: their masks called ``loss_mask``. Whether they must have one is for the balancer to say."""
+        column = self._loss_mask_column
+        for rollout in rollouts:
+            if not isinstance(rollout, Rollout):
+                raise TypeError(f"put() takes a Rollout, not {type(rollout).__name__}")
+        if column is None or column == "loss_mask":
+            return list(rollouts)
+        return [r.with_loss_mask(column) if column in r.tokens and "loss_mask" not in r.tokens else r for r in rollouts]
 
     @property
     def blocking(self) -> BlockingProducer:
@@ -227,12 +246,11 @@ class BlockingProducer:
         If it is interrupted (KeyboardInterrupt) the rollout is withdrawn, but may have been accepted all the same:
         putting it again raises DuplicateRolloutError then.
         """
-        self._put([_checked(rollout)], Mode.PUT, timeout_s)
+        self._put(self._producer._ready([rollout]), Mode.PUT, timeout_s)
 
     def put_group(self, rollouts: Sequence[Rollout], *, timeout_s: float | None = None) -> None:
         """As :meth:`Producer.put_group`."""
-        for rollout in rollouts:
-            _checked(rollout)
+        rollouts = self._producer._ready(rollouts)
         check_group(rollouts)
         self._put(rollouts, Mode.GROUP, timeout_s)
 
@@ -266,12 +284,6 @@ class BlockingProducer:
         if isinstance(ticket.error, Withdrawn):
             raise TimeoutError(f"put() was not accepted within {timeout_s} s: the balancer is full")
         _raise(ticket)
-
-
-def _checked(rollout: Rollout) -> Rollout:
-    if not isinstance(rollout, Rollout):
-        raise TypeError(f"put() takes a Rollout, not {type(rollout).__name__}")
-    return rollout
 
 
 def _raise(ticket: Ticket) -> None:

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from stream_balancer._values import plain_tensor
-from stream_balancer.errors import WireError
+from stream_balancer.errors import RolloutError, WireError
 from stream_balancer.types import SUPPORTED_DTYPES, RankBatch, Rollout
 from stream_balancer.wire import (
     ALIGNMENT,
@@ -84,6 +84,13 @@ class RemoteRollout(Rollout):
     @staticmethod
     def _plain_tensor(value: object) -> Tensor:
         return plain_tensor(value, elsewhere=True)
+
+    def with_loss_mask(self, column: str) -> Rollout:
+        """Not here: the mask is to be counted, and has its place in the payload by its name."""
+        raise RolloutError(
+            f"rollout {self.rollout_id!r} stays with its producer, which must know that {column!r} says which tokens "
+            f"are trained on: connect(..., hand_over='direct', loss_mask_column={column!r})"
+        )
 
     def _count_loss_tokens(self) -> int:
         return 0 if self.is_padding else self.loss_tokens

@@ -112,7 +112,8 @@ class Rollout:
 
     tokens: Mapping[str, Tensor]
     """Per-token columns ``[L, ...]``. ``input_ids`` ``[L]`` (any integer dtype) is required; ``loss_mask`` ``[L]``, if
-    present, says which tokens are trained on (non-zero = trained)."""
+    present, says which tokens are trained on (non-zero = trained); ``BalancerConfig(loss_mask_column=...)`` where it
+    has another name."""
     scalars: Mapping[str, float | int] = field(default_factory=_nothing)
     """One number each: advantage, reward."""
     tensors: Mapping[str, Tensor] = field(default_factory=_nothing)
@@ -195,6 +196,11 @@ class Rollout:
     def nbytes(self) -> int:
         """Bytes of its tensors (columns and ``tensors``), metadata not counted. O(number of columns)."""
         return sum(t.nbytes for t in chain(self.tokens.values(), self.tensors.values()))
+
+    def with_loss_mask(self, column: str) -> Rollout:
+        """The same, with this column called ``loss_mask``: it says which tokens are trained on. Shares the tensors."""
+        tokens = {"loss_mask" if name == column else name: values for name, values in self.tokens.items()}
+        return replace(self, tokens=tokens)
 
     def padding_copy(self, rollout_id: str) -> Rollout:
         """A zero-weight stand-in with the same tokens, for a rank that would otherwise have nothing to run."""

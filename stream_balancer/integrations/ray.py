@@ -143,8 +143,8 @@ class _Host:
         await self._ready()
         if method == "lost_rollouts":
             return list(self._lost.values())
-        if method == "dp_size":
-            return self._options.config.dp_size
+        if method == "about":
+            return self._options.config.dp_size, self._options.config.loss_mask_column
         if method == "producers":
             return self._transport.producers
         if self._failure is not None:
@@ -193,7 +193,7 @@ def host(
         "scheduling_strategy": NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False),
     }
     actor = ray.remote(_Host).options(**settings | dict(actor_options or {})).remote(options)
-    balancer = RayBalancer(actor, config.dp_size)
+    balancer = RayBalancer(actor, config.dp_size, config.loss_mask_column)
     ray.get(actor._call.remote("statistics"))
     return balancer
 
@@ -203,7 +203,7 @@ def find(name: str, *, namespace: str | None = None) -> RayBalancer:
     import ray
 
     actor = ray.get_actor(name, namespace=namespace)
-    return RayBalancer(actor, ray.get(actor._call.remote("dp_size")))
+    return RayBalancer(actor, *ray.get(actor._call.remote("about")))
 
 
 class RayBalancer:
@@ -212,16 +212,18 @@ class RayBalancer:
     Any number of tasks and threads may put. Under asyncio and trio.
     """
 
-    def __init__(self, actor: Any, dp_size: int) -> None:
+    def __init__(self, actor: Any, dp_size: int, loss_mask_column: str | None = "loss_mask") -> None:
         self.actor = actor
         """The actor's handle."""
         self.dp_size = dp_size
         """DP ranks that take part."""
+        self.loss_mask_column = loss_mask_column
+        """The balancer's knob: masks are counted where the tokens are put."""
         self._lock = threading.Lock()
         self._producer: Producer | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return RayBalancer, (self.actor, self.dp_size)
+        return RayBalancer, (self.actor, self.dp_size, self.loss_mask_column)
 
     # -- workers -------------------------------------------------------------------------------------------------------
 
@@ -230,7 +232,7 @@ class RayBalancer:
         """This process's link; made when first asked for. All that :func:`stream_balancer.connect` gives."""
         with self._lock:
             if self._producer is None:
-                self._producer = Producer(_open_outlet(self.actor))
+                self._producer = Producer(_open_outlet(self.actor), self.loss_mask_column)
             return self._producer
 
     @property

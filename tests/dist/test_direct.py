@@ -310,6 +310,30 @@ async def test_payloads_are_held_until_acknowledged_and_then_dropped() -> None:
             await producer.put(make(3, "late"))
 
 
+async def test_a_mask_of_another_name_is_counted_where_it_is() -> None:
+    def one(name: str) -> sb.Rollout:
+        columns = {"input_ids": torch.arange(3), "logprobs": torch.zeros(3), "old_logprobs": torch.ones(3)}
+        return sb.Rollout(tokens={**columns, "response_mask": torch.tensor([0, 1, 1])}, rollout_id=name)
+
+    async with served(1, batch_size=4, window=4, loss_mask_column="response_mask") as (balancer, transport):
+        async with sb.connect(transport.address, hand_over="direct") as producer:
+            with pytest.raises(sb.RolloutError, match="loss_mask_column='response_mask'"):
+                await producer.put(one("not told"))
+        async with sb.connect(
+            transport.address, hand_over="direct", loss_mask_column="response_mask"
+        ) as producer, sb.RankFeed(transport.address, rank=0, dp_size=1) as feed:
+            for n in range(4):
+                await producer.put(one(f"r{n}"))
+            batch = await anext(feed)
+            packed = batch.micro_batches[0].packed()
+            assert batch.global_num_loss_tokens == 8
+            assert packed["loss_mask"].tolist() == [0, 1, 1] * 4
+            assert packed["old_logprobs"].tolist() == [1.0] * 12
+            batch.ack()
+            balancer.end()
+            assert [batch async for batch in feed] == []
+
+
 async def test_without_serve_nobody_could_fetch_so_it_is_refused() -> None:
     config = sb.BalancerConfig(dp_size=1, batch_size=4)
     with anyio.fail_after(GUARD_S):

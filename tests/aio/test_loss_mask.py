@@ -1,0 +1,140 @@
+"""Which tokens are trained on: under whatever name it is put, the mask is ``loss_mask`` on the ranks, and counted."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import anyio
+import pytest
+import torch
+
+import stream_balancer as sb
+from stream_balancer.attend import attend
+from stream_balancer.transport.memory import MemoryTransport
+from stream_balancer.types import Batch
+
+
+def config(**knobs: Any) -> sb.BalancerConfig:
+    return sb.BalancerConfig(**{"dp_size": 2, "batch_size": 4, "window": 4, **knobs})
+
+
+def rollout(name: str, **columns: Any) -> sb.Rollout:
+    return sb.Rollout(tokens={"input_ids": [1, 2, 3], **columns}, rollout_id=name)
+
+
+def check(batch: Batch) -> None:
+    """Two of three tokens of each rollout are trained on, and the ranks see which."""
+    for share in batch.ranks:
+        assert share.global_num_loss_tokens == 2 * batch.num_rollouts
+        for micro_batch in share.micro_batches:
+            packed = micro_batch.packed()
+            assert packed["loss_mask"].view(-1, 3).tolist() == [[0, 1, 1]] * len(micro_batch.rollouts)
+            assert "response_mask" not in packed
+        assert all(r.num_loss_tokens == 2 for r in share.rollouts)
+
+
+@pytest.mark.parametrize("column", ["loss_mask", "response_mask", "whatever"])
+async def test_the_column_may_have_any_name(column: str) -> None:
+    async with sb.StreamBalancer(config(loss_mask_column=column), accept=lambda ones: True) as balancer:
+        balancer.put_nowait(rollout("a", **{column: [0, 1, 1]}))
+        await balancer.put(rollout("b", **{column: [0, 1, 1]}))
+        await balancer.put_group(
+            [sb.Rollout(tokens={"input_ids": [1, 2, 3], column: [0, 1, 1]}, group_id="g") for _ in range(2)]
+        )
+        check(await anext(balancer.batches()))
+
+
+async def test_padding_copies_are_never_trained_on() -> None:
+    async with sb.StreamBalancer(config(loss_mask_column="response_mask")) as balancer:
+        await balancer.put(rollout("a", response_mask=[0, 1, 1]))
+        balancer.end()
+        batch = await anext(balancer.batches())
+        (copy,) = [r for r in batch.rollouts if r.is_padding]
+        assert copy.tokens["loss_mask"].tolist() == [0, 0, 0]
+        assert batch.ranks[0].global_num_loss_tokens == 2
+
+
+async def test_a_producer_elsewhere_need_not_know() -> None:
+    async with (
+        sb.StreamBalancer(config(loss_mask_column="response_mask")) as balancer,
+        anyio.create_task_group() as tasks,
+    ):
+        transport = MemoryTransport(dp_size=2)
+        tasks.start_soon(attend, balancer, transport)
+        async with sb.connect(transport.connect_producer()) as producer:
+            for number in range(4):
+                await producer.put(rollout(f"r{number}", response_mask=[0, 1, 1]))
+            with pytest.raises(sb.RolloutError, match="no column 'response_mask', which loss_mask_column names"):
+                await producer.put(rollout("bad"))
+        check(await anext(balancer.batches()))
+        tasks.cancel_scope.cancel()
+
+
+def test_it_comes_back_from_a_journal_and_a_checkpoint(tmp_path: Path) -> None:
+    knobs = config(loss_mask_column="response_mask")
+    with sb.blocking(knobs, journal=tmp_path) as balancer:
+        for number in range(5):
+            balancer.put(rollout(f"r{number}", response_mask=[0, 1, 1]))
+        check(next(iter(balancer.batches(auto_ack=False))))
+        state = balancer.state_dict()
+    with sb.blocking(knobs, journal=tmp_path) as balancer:
+        check(next(iter(balancer.batches())))
+    with sb.blocking(knobs) as balancer:
+        balancer.load_state_dict(state)
+        for number in range(5, 8):
+            balancer.put(rollout(f"r{number}", response_mask=[0, 1, 1]))
+        batches = iter(balancer.batches())
+        check(next(batches))
+        check(next(batches))
+
+
+@pytest.mark.parametrize(
+    ("knob", "columns", "why"),
+    [
+        ("loss_mask", ["response_mask"], r"has no 'loss_mask'.*loss_mask_column='response_mask'"),
+        ("loss_mask", ["completion_mask"], "loss_mask_column='completion_mask'"),
+        ("loss_mask", ["action_mask"], "loss_mask_column='action_mask'"),
+        ("loss_mask", ["labels"], "labels != -100"),
+        ("response_mask", [], "has no column 'response_mask'"),
+        ("response_mask", ["completion_mask"], "has no column 'response_mask'"),
+        ("response_mask", ["response_mask", "loss_mask"], "which tokens are trained on"),
+        (None, ["loss_mask"], "loss_mask_column is None"),
+    ],
+)
+async def test_what_is_not_sure_is_refused(knob: str | None, columns: list[str], why: str) -> None:
+    async with sb.StreamBalancer(config(loss_mask_column=knob)) as balancer:
+        bad = rollout("bad", **{name: [0, 1, 1] for name in columns})
+        with pytest.raises(sb.RolloutError, match=why):
+            balancer.put_nowait(bad)
+        with pytest.raises(sb.RolloutError, match=why):
+            await balancer.put(bad)
+        assert balancer.statistics().accepted == 0
+
+
+@pytest.mark.parametrize(
+    ("knob", "columns"),
+    [
+        ("loss_mask", []),
+        ("loss_mask", ["attention_mask"]),
+        ("loss_mask", ["loss_mask", "response_mask", "labels"]),
+        (None, ["response_mask", "labels"]),
+        (None, []),
+    ],
+)
+async def test_what_is_sure_is_taken(knob: str | None, columns: list[str]) -> None:
+    async with sb.StreamBalancer(config(loss_mask_column=knob)) as balancer:
+        balancer.put_nowait(rollout("good", **dict.fromkeys(columns, torch.tensor([0, 1, 1]))))
+        balancer.end()
+        batch = await anext(balancer.batches())
+        assert batch.ranks[0].global_num_loss_tokens == (2 if "loss_mask" in columns else 3)
+
+
+@pytest.mark.parametrize("name", ["", "input_ids", "labels", 7])
+def test_what_is_no_mask_is_refused_as_a_knob(name: Any) -> None:
+    with pytest.raises(sb.ConfigError, match="loss_mask_column must be"):
+        config(loss_mask_column=name)
+
+
+def test_none_is_kept_when_other_knobs_change() -> None:
+    assert config(loss_mask_column=None).replace(window=8).loss_mask_column is None
