@@ -1,4 +1,5 @@
-"""For threads that block: an event that no interrupt can break, and a refusal to block an event loop.
+"""What belongs to one thread or process: an event that no interrupt can break; refusals to block an event loop, and to
+be sent to another process.
 
 ``threading.Event``, ``Condition`` and ``Future`` take and release their lock in Python code. A signal handler that
 raises there (Ctrl-C) leaves the lock taken for ever, and the thread that wants to announce a result then blocks on it.
@@ -9,10 +10,11 @@ from __future__ import annotations
 import asyncio
 import threading
 from contextlib import suppress
+from typing import ClassVar, NoReturn
 
 import sniffio
 
-__all__ = ["ThreadEvent", "refuse_in_event_loop"]
+__all__ = ["OfOneProcess", "ThreadEvent", "refuse_in_event_loop"]
 
 
 class ThreadEvent:
@@ -48,6 +50,18 @@ class ThreadEvent:
             if not self._set:
                 lock.acquire(timeout=-1 if timeout_s is None else min(max(timeout_s, 0.0), threading.TIMEOUT_MAX))
         return self._set
+
+
+class OfOneProcess:
+    """Cannot be pickled, and says what to do instead."""
+
+    _in_another_process: ClassVar[str]
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            f"a {type(self).__name__} belongs to the process that made it and cannot be pickled. In another process, "
+            f"{self._in_another_process}"
+        )
 
 
 def refuse_in_event_loop(what: str, instead: str) -> None:

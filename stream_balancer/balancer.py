@@ -21,6 +21,7 @@ import inspect
 import logging
 import math
 import os
+import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Literal, Protocol, Self, TypeAlias
@@ -33,6 +34,7 @@ from numpy.typing import NDArray
 from stream_balancer._accept import Accept, Judging, ask, verdict_of
 from stream_balancer._admission import check_group
 from stream_balancer._core import BalancerCore
+from stream_balancer._threads import OfOneProcess
 from stream_balancer.config import BalancerConfig
 from stream_balancer.errors import AlreadyInUseError, ClosedResourceError, WouldBlock
 from stream_balancer.journal import Journal, Recovered, Writing
@@ -62,7 +64,7 @@ class Observer(Protocol):
         ...
 
 
-class StreamBalancer:
+class StreamBalancer(OfOneProcess):
     """Takes rollouts as they finish and gives batches in which all ranks finish together.
 
     ``async with StreamBalancer(config) as balancer`` closes it at the end; it needs no task of its own.
@@ -79,6 +81,10 @@ class StreamBalancer:
     with all that was accepted and not acknowledged; see docs/journal.md. It is read on entering ``async with``, which
     raises AlreadyInUseError if another process has it.
     """
+
+    _in_another_process = (
+        "put with sb.connect(address), where sb.serve() serves this one; on Ray, use stream_balancer.integrations.ray"
+    )
 
     def __init__(
         self,
@@ -104,6 +110,7 @@ class StreamBalancer:
         self._alarm: anyio.Event | None = None  # set while the consumer is parked
         self._alarm_time = math.inf  # when it will wake by itself
         self._closed = False
+        self._thread: int | None = None  # the event loop's, from the first await until it is closed
         self._serving: Callable[[], list[RankState]] | None = None  # set by serve() while it runs
 
     @property
@@ -139,6 +146,7 @@ class StreamBalancer:
 
     def put_nowait(self, rollout: Rollout) -> None:
         """:meth:`put`, or WouldBlock if the buffer is full or others are waiting to put. O(log n)."""
+        self._check_thread("put_nowait")
         self._check_open()
         if self._journal is not None:
             raise WouldBlock("put_nowait() cannot wait for the journal's disk, where accepted rollouts are: use put()")
@@ -159,6 +167,7 @@ class StreamBalancer:
             raise WouldBlock
 
     async def _put(self, rollouts: Sequence[Rollout]) -> None:
+        self._enter_thread("put")
         await anyio.lowlevel.checkpoint()  # before the taking: nothing may be awaited after it
         pending = self._enter(rollouts)
         if pending is not None:
@@ -288,6 +297,7 @@ class StreamBalancer:
         return Reservation(self, count)
 
     async def _admit(self, count: int) -> Slot:
+        self._enter_thread("reserve")
         await anyio.lowlevel.checkpoint()
         self._check_taking()
         if not self._reservers and (slot := self._try_admit(count)) is not None:
@@ -351,6 +361,7 @@ class StreamBalancer:
         One trainer iterates at a time. A new iterator takes over from an old one, whose next use raises
         :class:`AlreadyInUseError`; while a task is waiting in the old one, this call raises it instead.
         """
+        self._check_thread("batches")
         if self._alarm is not None:
             raise AlreadyInUseError(
                 "batches() was called while another task is waiting for this balancer's next batch. One trainer "
@@ -362,6 +373,7 @@ class StreamBalancer:
 
     async def _next_batch(self, consumer: Batches) -> Batch | None:
         """The next batch, or None at the end. If cancelled, no batch was taken."""
+        self._enter_thread("batches")
         self._check_consumer(consumer)
         asked_at = anyio.current_time()
         await anyio.lowlevel.checkpoint()
@@ -422,6 +434,7 @@ class StreamBalancer:
     def acknowledge(self, step: int) -> None:
         """A batch has been trained on; its rollouts need not be kept. Raises ValueError for a step that is not in
         flight."""
+        self._check_thread("acknowledge")
         self._acknowledged(self._core.acknowledge(step))
         self._wake_next_reserver()
         self._tell_evicted()
@@ -432,6 +445,7 @@ class StreamBalancer:
         For exactly-once training call it when a checkpoint is saved, and after a restart, before the first batch, with
         the step of the checkpoint that was loaded. May be repeated; steps that are not in flight are passed over.
         """
+        self._check_thread("acknowledge_through")
         for batch in self._core.acknowledge_through(step):
             self._acknowledged(batch)
         self._wake_next_reserver()
@@ -449,6 +463,7 @@ class StreamBalancer:
         For loops over :meth:`batches`. A rank that iterates a ``RankFeed`` gets its share again by connecting under its
         next incarnation. Raises ValueError for a step that is not in flight, and while ``serve()`` delivers.
         """
+        self._check_thread("nack")
         if self._serving is not None:
             raise ValueError(
                 f"nack({step}) while serve() delivers to ranks, which have the step. A rank gets its share again by "
@@ -486,6 +501,7 @@ class StreamBalancer:
         ``CalibratedCost``. ``waited_s``: how long it waited for its share before; None = as long as the balancer
         waited for rollouts. ``ready_s``: how long it had been ready for more when the last rank was.
         """
+        self._check_thread("record_step_seconds")
         self._core.record_step_seconds(
             step, rank, seconds, own=own, waited_s=waited_s, ready_s=ready_s, now=anyio.current_time()
         )
@@ -502,6 +518,7 @@ class StreamBalancer:
 
         Raises ValueError if it goes backwards.
         """
+        self._check_thread("set_version")
         self._core.set_version(version)
         if self._journal is not None:
             self._journal.versioned(version)
@@ -525,6 +542,7 @@ class StreamBalancer:
         siblings another ``group_id``. Not kept in checkpoints: what comes of the group after a restart waits. Raises
         ValueError where groups play no part.
         """
+        self._check_thread("abandon_group")
         number = self._core.abandon_group(group_id)
         self._moved()
         return number
@@ -534,6 +552,7 @@ class StreamBalancer:
 
         Raises :class:`ConfigError`, changing nothing, for a value or combination that cannot work, and for ``dp_size``.
         """
+        self._check_thread("reconfigure")
         self._core.reconfigure(self._core.config.replace(**changes))
         self._moved()
 
@@ -542,6 +561,7 @@ class StreamBalancer:
 
         Puts that are waiting for room raise ClosedResourceError: they were not accepted. May be called twice.
         """
+        self._check_thread("end")
         self._core.end()
         self._ring()
         self._puts.wake_all()
@@ -549,6 +569,7 @@ class StreamBalancer:
 
     async def aclose(self) -> None:
         """Stop at once: whoever waits in ``put`` or ``batches()`` gets ClosedResourceError. May be called twice."""
+        self._check_thread("aclose")
         self._closed = True
         if self._alarm is not None:
             self._alarm.set()
@@ -561,8 +582,10 @@ class StreamBalancer:
             with anyio.CancelScope(shield=True):
                 await anyio.to_thread.run_sync(self._recorder.close)
         await anyio.lowlevel.checkpoint()
+        self._thread = None
 
     async def __aenter__(self) -> Self:
+        self._enter_thread("__aenter__")
         if self._journal is not None and self.recovered is None:
             await self._recover(self._journal)
         return self
@@ -596,6 +619,7 @@ class StreamBalancer:
     def snapshot(self) -> Snapshot:
         """All that is held at this instant, sharing the rollouts: O(n) pointers, so puts and dispatches go on at once.
         ``stream_balancer.snapshot.state_dict`` flattens it, in any thread."""
+        self._check_thread("snapshot")
         return self._core.snapshot(anyio.current_time())
 
     async def async_state_dict(self) -> dict[str, Any]:
@@ -622,6 +646,7 @@ class StreamBalancer:
 
         A journal is newer than any checkpoint: with one that held something this raises ValueError too.
         """
+        self._check_thread("load_state_dict")
         snapshot = read_state_dict(state)
         if self._journal is not None and (self.recovered is None or self.recovered.found):
             raise ValueError(
@@ -646,6 +671,7 @@ class StreamBalancer:
         ``error``. A file that is there is not overwritten. Raises :class:`ConfigError` for another suffix,
         AlreadyInUseError while it records elsewhere, ClosedResourceError when closed.
         """
+        self._check_thread("record")
         self._check_open()
         if self._recorder is not None and self._recorder.error is None:
             raise AlreadyInUseError(f"record() was called before: arrivals go to {self._recorder.path}")
@@ -654,6 +680,7 @@ class StreamBalancer:
 
     def statistics(self) -> Statistics:
         """A snapshot that adds up: accepted == waiting + in_flight + acknowledged + evicted."""
+        self._check_thread("statistics")
         return self._core.statistics(
             anyio.current_time(),
             blocked_puts=len(self._puts),
@@ -694,6 +721,19 @@ class StreamBalancer:
         if self._alarm is not None:
             return "asking"
         return "nobody" if self._consumer is None else "busy"
+
+    def _enter_thread(self, name: str) -> None:
+        """A task is here: this is the event loop's thread."""
+        self._check_thread(name)
+        self._thread = threading.get_ident()
+
+    def _check_thread(self, name: str) -> None:
+        if self._thread not in (None, threading.get_ident()):
+            raise RuntimeError(
+                f"{name}() was called in another thread than that of the event loop in which this balancer is used: "
+                "tasks would not be woken, and counts not add up. For threads there is sb.blocking(config), for other "
+                f"processes sb.connect(address); a worker thread calls anyio.from_thread.run_sync(balancer.{name}, ...)"
+            )
 
     def _check_open(self) -> None:
         if self._closed:

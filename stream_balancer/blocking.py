@@ -19,7 +19,7 @@ from typing import Any, Concatenate, Generic, Literal, ParamSpec, Self, TypeVar,
 
 from stream_balancer._accept import Accept
 from stream_balancer._calls import Call, CallLoop, LoopEndedError, as_async
-from stream_balancer._threads import refuse_in_event_loop
+from stream_balancer._threads import OfOneProcess, refuse_in_event_loop
 from stream_balancer.balancer import Batches, Observer, StreamBalancer
 from stream_balancer.config import BalancerConfig
 from stream_balancer.dispatch import serve
@@ -78,13 +78,15 @@ def _in_its_name(call: Callable[P, T], method: Callable[..., object]) -> Callabl
     return named
 
 
-class BlockingBalancer:
+class BlockingBalancer(OfOneProcess):
     """:class:`StreamBalancer` with blocking methods, callable from any thread. Use it as a context manager.
 
     Methods do what those of the same name do there, raise the same, and may be interrupted (KeyboardInterrupt) at any
     moment. A ``put`` that was interrupted may have been accepted all the same: putting it again raises
     :class:`DuplicateRolloutError` then. After the block they raise ClosedResourceError.
     """
+
+    _in_another_process = StreamBalancer._in_another_process
 
     def __init__(
         self,

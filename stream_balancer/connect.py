@@ -14,7 +14,6 @@ forget it. The contract is :class:`~stream_balancer.balancer.StreamBalancer`'s: 
 from __future__ import annotations
 
 import asyncio
-import threading
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, Protocol, Self, cast
 
@@ -23,6 +22,7 @@ import anyio.lowlevel
 import sniffio
 
 from stream_balancer._admission import check_group
+from stream_balancer._threads import OfOneProcess, ThreadEvent, refuse_in_event_loop
 from stream_balancer.errors import BrokenResourceError, WouldBlock
 from stream_balancer.transport._loop import loop_caller
 from stream_balancer.transport._puts import Mode, Ticket, Withdrawn
@@ -105,12 +105,14 @@ def connect(
     return Producer(torch_dist.open_outlet(source, direct=hand_over == "direct", **options), loss_mask_column)
 
 
-class Producer:
+class Producer(OfOneProcess):
     """Puts into a balancer elsewhere; any number of tasks and threads may share one.
 
     Raises what the balancer raises, with the same text, and BrokenResourceError if the controller is lost: put again
     on a new connection; DuplicateRolloutError then means that the first put was accepted.
     """
+
+    _in_another_process = "call sb.connect(address) there"
 
     def __init__(self, port: Outlet, loss_mask_column: str | None = "loss_mask") -> None:
         self._port = port
@@ -136,7 +138,7 @@ class Producer:
 
         TimeoutError: no answer came; put it again, DuplicateRolloutError then means that it was accepted.
         """
-        verdict = threading.Event()
+        verdict = ThreadEvent()
         ticket = self._port.ticket(self._ready([rollout]), Mode.NOWAIT, verdict.set)
         self._port.offer(ticket)
         if not verdict.wait(timeout_s if self._port.threads else 0):
@@ -233,8 +235,10 @@ class Producer:
             self.close()
 
 
-class BlockingProducer:
+class BlockingProducer(OfOneProcess):
     """:class:`Producer` with blocking methods, callable from any thread."""
+
+    _in_another_process = Producer._in_another_process
 
     def __init__(self, producer: Producer) -> None:
         self._producer = producer
@@ -256,13 +260,15 @@ class BlockingProducer:
 
     def put_nowait(self, rollout: Rollout, *, timeout_s: float = 5.0) -> None:
         """As :meth:`Producer.put_nowait`."""
+        _refuse_in_event_loop()
         self._producer.put_nowait(rollout, timeout_s=timeout_s)
 
     def released(self, *, timeout_s: float | None = None) -> bool:
         """As :meth:`Producer.released`; False if ``timeout_s`` was too short."""
         if not self._port.direct:
             return True
-        event = threading.Event()
+        _refuse_in_event_loop()
+        event = ThreadEvent()
         self._port.when_released(event.set)
         return event.wait(timeout_s)
 
@@ -271,7 +277,8 @@ class BlockingProducer:
         self._producer.close()
 
     def _put(self, rollouts: Sequence[Rollout], mode: Mode, timeout_s: float | None) -> None:
-        verdict = threading.Event()
+        _refuse_in_event_loop()
+        verdict = ThreadEvent()
         ticket = self._port.ticket(rollouts, mode, verdict.set)
         self._port.offer(ticket)
         try:
@@ -284,6 +291,12 @@ class BlockingProducer:
         if isinstance(ticket.error, Withdrawn):
             raise TimeoutError(f"put() was not accepted within {timeout_s} s: the balancer is full")
         _raise(ticket)
+
+
+def _refuse_in_event_loop() -> None:
+    refuse_in_event_loop(
+        "a blocking producer's method", "There, use `async with sb.connect(address) as producer` and await put()"
+    )
 
 
 def _raise(ticket: Ticket) -> None:

@@ -23,7 +23,7 @@ import math
 import os
 import threading
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Self, cast
 
@@ -31,6 +31,7 @@ import anyio
 import torch
 
 from stream_balancer._taken import Taken
+from stream_balancer._threads import OfOneProcess, ThreadEvent, refuse_in_event_loop
 from stream_balancer.device import Uploader, stopwatch_on
 from stream_balancer.errors import AlreadyInUseError, ClosedResourceError, EndOfStream, ProducerLostError
 from stream_balancer.transport import RankPort
@@ -42,7 +43,7 @@ __all__ = ["RankFeed"]
 DEFAULT_MAX_BATCH_BYTES = 4 * 2**30  # one rank's share; far above text, below what would take a trainer's host memory
 
 
-class RankFeed:
+class RankFeed(OfOneProcess):
     """Iterates over one rank's shares, in step order, each exactly once. ``for`` and ``async for`` (asyncio, trio).
 
     Tensors of a batch stay valid for as long as you hold them: their memory is reused only when the last of them is
@@ -55,6 +56,8 @@ class RankFeed:
     connected or two threads iterate one feed, ValueError if the controller balances for another number of ranks,
     WireError if it does not speak this protocol, ClosedResourceError after :meth:`close`.
     """
+
+    _in_another_process = "make it where the rank trains: RankFeed(address, rank=..., dp_size=...)"
 
     def __init__(
         self,
@@ -100,8 +103,7 @@ class RankFeed:
             raise ValueError("give RankFeed either mesh= or rank= and dp_size=: the mesh says both")
         else:
             self._port = _open_in_mesh(source, mesh, dp_dim, depth, self._uploader, options)
-        self._news = threading.Condition()
-        self._version = 0
+        self._wake: Callable[[], object] | None = None
         self._busy = threading.Lock()
         self._auto_ack = auto_ack
         self._taken = Taken(self._port)
@@ -177,11 +179,16 @@ class RankFeed:
 
     def __next__(self) -> RankBatch:
         """The next share. Blocks until there is one; Ctrl-C ends the wait."""
+        refuse_in_event_loop("`for` over a RankFeed", "There, use `async for`")
         with self._asking():
             while True:
-                version = self._version
+                arrival = ThreadEvent()
+                self._wake = arrival.set
                 try:
                     batch = self._take()
+                    if batch is not None:
+                        return batch
+                    arrival.wait()
                 except ProducerLostError:
                     self._leave()
                     raise
@@ -189,10 +196,8 @@ class RankFeed:
                     if self._taken.end():
                         self.close()
                     raise StopIteration from None
-                if batch is not None:
-                    return batch
-                with self._news:
-                    self._news.wait_for(lambda before=version: self._version != before)  # type: ignore[misc]
+                finally:
+                    self._wake = None
 
     def __aiter__(self) -> AsyncIterator[RankBatch]:
         return self
@@ -219,8 +224,6 @@ class RankFeed:
                     raise StopAsyncIteration from None
                 finally:
                     self._wake = None
-
-    _wake: Any = None
 
     @contextmanager
     def _asking(self) -> Iterator[None]:
@@ -251,9 +254,6 @@ class RankFeed:
         return self._taken.add(batch, now, 0.0 if asked_at is None else now - asked_at)
 
     def _on_news(self) -> None:
-        with self._news:
-            self._version += 1
-            self._news.notify_all()
         wake = self._wake
         if wake is not None:
             wake()

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 
+from stream_balancer._threads import refuse_in_event_loop
 from stream_balancer.errors import BrokenResourceError
 from stream_balancer.transport.torch_dist import _gloo, current_world
 
@@ -38,6 +39,7 @@ def barrier(group: dist.ProcessGroup | None = None, *, timeout_s: float = 1800.0
         raise ValueError(f"timeout_s must be positive and finite, not {timeout_s}")
     if not dist.is_initialized():
         raise ValueError("barrier() needs torch.distributed: call init_process_group first")
+    refuse_in_event_loop("barrier()", "There, use `await asyncio.to_thread(sb.barrier)`")
     if torch.accelerator.is_available():
         torch.accelerator.synchronize()
     try:
