@@ -25,6 +25,8 @@ was not accepted, a batch whose delivery failed is still unacknowledged.
 
 from __future__ import annotations
 
+from typing import TypeVar
+
 from anyio import BrokenResourceError, BusyResourceError, ClosedResourceError, EndOfStream, WouldBlock
 
 __all__ = [
@@ -43,6 +45,9 @@ __all__ = [
     "WireError",
     "WouldBlock",
 ]
+
+
+E = TypeVar("E", bound=BaseException)
 
 
 class ConfigError(ValueError):
@@ -113,3 +118,12 @@ class JournalError(OSError):
     ENOSPC, EDQUOT, EFBIG: the disk is full; make room, and put again. Anything else: the disk is failing, and this
     balancer takes no more.
     """
+
+
+def to_raise(error: E) -> E:
+    """A copy of an error that is kept. Raised itself, it would keep the frames of all that it was raised through, and
+    with them whatever a trainer has in its own: a model, batches."""
+    copy = type(error).__new__(type(error), *error.args)
+    vars(copy).update(vars(error))
+    copy.__cause__ = error.__cause__
+    return copy

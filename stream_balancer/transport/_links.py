@@ -20,6 +20,7 @@ from stream_balancer.errors import (
     RankLostError,
     WireError,
     WouldBlock,
+    to_raise,
 )
 from stream_balancer.handover import encode_skeleton, is_remote
 from stream_balancer.transport import StepDone
@@ -110,7 +111,7 @@ class ControllerLink(Endpoint):
     def send(self, share: RankBatch) -> None:
         """See :class:`Link`."""
         if self._error is not None:
-            raise self._error
+            raise to_raise(self._error)
         if self._ended:
             raise ClosedResourceError
         if self.credits == 0:
@@ -124,7 +125,7 @@ class ControllerLink(Endpoint):
         if self._reports:
             return self._reports.popleft()
         if self._error is not None:
-            raise self._error
+            raise to_raise(self._error)
         return None
 
     def end(self) -> None:
@@ -387,7 +388,7 @@ class PortBase(Endpoint):
                 self._taken += 1
                 taken = self._taken
             elif self._end is not None:
-                raise self._end
+                raise to_raise(self._end)
             else:
                 return None
         self._working_on = batch.step

@@ -11,6 +11,8 @@ import anyio
 import anyio.lowlevel
 import trio
 
+from stream_balancer.errors import to_raise
+
 __all__ = ["Arrivals", "loop_caller"]
 
 T = TypeVar("T")
@@ -62,7 +64,7 @@ class Arrivals(Generic[T]):
         await anyio.lowlevel.checkpoint()
         while not self._waiting:
             if self._error is not None:
-                raise self._error
+                raise to_raise(self._error)
             self._news = anyio.Event()
             await self._news.wait()
         return self._waiting.pop(0)

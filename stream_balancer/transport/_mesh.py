@@ -24,7 +24,7 @@ import anyio
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, Store
 
-from stream_balancer.errors import ClosedResourceError, EndOfStream, RankLostError
+from stream_balancer.errors import ClosedResourceError, EndOfStream, RankLostError, to_raise
 from stream_balancer.transport import RankPort, StepDone
 from stream_balancer.transport._endpoint import Pair
 from stream_balancer.transport._links import CHUNK_BYTES, ControllerLink, Decode, PortBase, chunks
@@ -282,7 +282,7 @@ class LeaderPort:
                 self._pump()
                 return batch
             if self._end is not None:
-                raise self._end
+                raise to_raise(self._end)
             return None
 
     def report(self, done: StepDone) -> None:

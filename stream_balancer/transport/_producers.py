@@ -25,7 +25,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from stream_balancer.errors import BrokenResourceError, ClosedResourceError, EndOfStream, WireError
+from stream_balancer.errors import BrokenResourceError, ClosedResourceError, EndOfStream, WireError, to_raise
 from stream_balancer.handover import Lease, RemoteRollout, read_described
 from stream_balancer.transport._payloads import HELLO_S, MAX_HELLO_BYTES, Greeting, Payloads, check_greeting
 from stream_balancer.transport._puts import (
@@ -174,7 +174,7 @@ class Intake:
                 self._given[item.number] = item
             return item
         if self._error is not None:
-            raise self._error
+            raise to_raise(self._error)
         return None
 
     def answer(self, number: int, error: Exception | None) -> None:

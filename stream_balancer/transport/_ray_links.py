@@ -22,6 +22,7 @@ from stream_balancer.errors import (
     RankLostError,
     WireError,
     WouldBlock,
+    to_raise,
 )
 from stream_balancer.handover import Holder
 from stream_balancer.transport import StepDone
@@ -68,7 +69,7 @@ class RayLink:
     def send(self, share: RankBatch) -> None:
         """See :class:`~stream_balancer.transport.Link`."""
         if self._error is not None:
-            raise self._error
+            raise to_raise(self._error)
         if self._ended:
             raise ClosedResourceError
         if self._granted == 0:
@@ -82,7 +83,7 @@ class RayLink:
         if self._reports:
             return self._reports.popleft()
         if self._error is not None:
-            raise self._error
+            raise to_raise(self._error)
         return None
 
     def end(self) -> None:
@@ -182,7 +183,7 @@ class RayIntake:
                 self._given[item.number] = item
             return item
         if self._error is not None:
-            raise self._error
+            raise to_raise(self._error)
         return None
 
     def answer(self, number: int, error: Exception | None) -> None:

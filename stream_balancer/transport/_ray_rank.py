@@ -16,7 +16,7 @@ import ray
 from numpy.typing import NDArray
 from torch import Tensor
 
-from stream_balancer.errors import AlreadyInUseError, ClosedResourceError, EndOfStream, RankLostError
+from stream_balancer.errors import AlreadyInUseError, ClosedResourceError, EndOfStream, RankLostError, to_raise
 from stream_balancer.transport import StepDone
 from stream_balancer.transport._ray_channel import Caller, Message
 from stream_balancer.transport._ray_store import Share, complete, frame_of
@@ -86,7 +86,7 @@ class RayPort:
                 self._caller.send(("taken",))
             return batch
         if self._end is not None:
-            raise self._end
+            raise to_raise(self._end)
         return None
 
     def report(self, done: StepDone) -> None:

@@ -23,6 +23,7 @@ from stream_balancer.errors import (
     EndOfStream,
     RankLostError,
     WouldBlock,
+    to_raise,
 )
 from stream_balancer.transport import StepDone
 from stream_balancer.transport._loop import Arrivals
@@ -75,7 +76,7 @@ class MemoryLink:
     def send(self, share: RankBatch) -> None:
         """See :class:`~stream_balancer.transport.Link`."""
         if self._error is not None:
-            raise self._error
+            raise to_raise(self._error)
         if self._ended:
             raise ClosedResourceError
         if self._granted == 0:
@@ -88,7 +89,7 @@ class MemoryLink:
         if self._reports:
             return self._reports.popleft()
         if self._error is not None:
-            raise self._error
+            raise to_raise(self._error)
         return None
 
     def end(self) -> None:
@@ -151,7 +152,7 @@ class MemoryPort:
                 self._link._on_taken()
             return share
         if self._end is not None:
-            raise self._end
+            raise to_raise(self._end)
         return None
 
     def report(self, done: StepDone) -> None:
@@ -314,7 +315,7 @@ class MemoryIntake:
                 self._given[item.number] = item
             return item
         if self._error is not None:
-            raise self._error
+            raise to_raise(self._error)
         return None
 
     def answer(self, number: int, error: Exception | None) -> None:

@@ -29,7 +29,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore, Work
 
-from stream_balancer.errors import AlreadyInUseError, ClosedResourceError, RankLostError
+from stream_balancer.errors import AlreadyInUseError, ClosedResourceError, RankLostError, to_raise
 from stream_balancer.transport._descriptors import keep_sockets_from_children
 from stream_balancer.transport._endpoint import Pair, Pending
 from stream_balancer.transport._links import ControllerLink, Decode, PortBase
@@ -253,7 +253,7 @@ class TorchTransport:
         self._open()
         while not self._waiting:
             if self._error is not None:
-                raise self._error
+                raise to_raise(self._error)
             self._arrival = anyio.Event()
             await self._arrival.wait()
         return self._waiting.pop(0)

@@ -1,0 +1,102 @@
+"""A feed that the trainer is done with keeps nothing of the trainer: no frame, no model, no memory."""
+
+from __future__ import annotations
+
+import gc
+import queue
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+
+import anyio
+import pytest
+
+from stream_balancer.dispatch import serve
+from stream_balancer.errors import ClosedResourceError, RankLostError
+from stream_balancer.feed import RankFeed
+from stream_balancer.testing.transports import ScriptedBalancer, make_batch
+from stream_balancer.transport.torch_dist import TorchTransport
+
+Left = list[weakref.ref[object]]
+Stop = Callable[[], None]
+
+
+class Model:
+    """What must not be kept."""
+
+
+def finishes(address: str, _: Stop) -> Left:
+    """Nobody calls close(); every batch is acknowledged."""
+    model, feed = Model(), RankFeed(address, rank=0, dp_size=1)
+    for _batch in feed:
+        assert model
+    return [weakref.ref(model), weakref.ref(feed)]
+
+
+def is_told_the_end_again(address: str, _: Stop) -> Left:
+    model, feed = Model(), RankFeed(address, rank=0, dp_size=1)
+    assert [batch.step for batch in feed] == [0, 1, 2]
+    with suppress(ClosedResourceError):
+        next(feed)
+    return [weakref.ref(model), weakref.ref(feed)]
+
+
+def finishes_without_acknowledging(address: str, _: Stop) -> Left:
+    model, feed = Model(), RankFeed(address, rank=0, dp_size=1, auto_ack=False)
+    for _batch in feed:
+        assert model
+    return [weakref.ref(model)]
+
+
+def breaks_off(address: str, _: Stop) -> Left:
+    model, feed = Model(), RankFeed(address, rank=0, dp_size=1)
+    for _batch in feed:
+        break
+    return [weakref.ref(model)]
+
+
+def is_told_the_loss(address: str, stop: Stop) -> Left:
+    """As often as it asks."""
+    model, feed = Model(), RankFeed(address, rank=0, dp_size=1, auto_ack=False)
+    next(feed)
+    stop()
+    for _ in range(4):
+        with suppress(RankLostError):
+            next(feed)
+    return [weakref.ref(model)]
+
+
+@contextmanager
+def controller() -> Iterator[tuple[str, Stop]]:
+    """Its address, and what ends it."""
+    addresses: queue.SimpleQueue[str] = queue.SimpleQueue()
+    stop = threading.Event()
+
+    async def main() -> None:
+        async with TorchTransport.listen(dp_size=1, linger_s=0.1) as transport:
+            addresses.put(transport.address or "")
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(deliver, transport)
+                await anyio.to_thread.run_sync(stop.wait)
+                tasks.cancel_scope.cancel()
+
+    async def deliver(transport: TorchTransport) -> None:
+        with suppress(RankLostError):
+            await serve(ScriptedBalancer([make_batch(step, 1) for step in range(3)]), transport)
+
+    thread = threading.Thread(target=anyio.run, args=(main,))
+    thread.start()
+    yield addresses.get(), stop.set
+    stop.set()
+    thread.join()
+
+
+@pytest.mark.parametrize(
+    "trainer", [finishes, is_told_the_end_again, finishes_without_acknowledging, breaks_off, is_told_the_loss]
+)
+def test_the_trainers_frame_is_let_go(trainer: Callable[[str, Stop], Left]) -> None:
+    with controller() as (address, stop):
+        left = trainer(address, stop)
+        gc.collect()
+        assert [ref() for ref in left] == [None] * len(left)
