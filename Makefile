@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+PYTEST := $(BIN)/python -m pytest -n 2 --dist worksteal
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
@@ -26,7 +27,7 @@ demo: install  ## watch real processes train the same rollouts, first round-robi
 test: lint types unit  ## ruff, the strict type checker, the tests: every promise once, in minutes
 
 test-all: lint types install  ## the same with the slow tests, which CI runs
-	$(BIN)/python -m pytest -m "not soak" $(ARGS)
+	$(PYTEST) -m "not soak" --hypothesis-profile thorough $(ARGS)
 
 lint: install
 	$(BIN)/ruff check .
@@ -36,7 +37,7 @@ types: install
 	$(BIN)/mypy
 
 unit: install
-	$(BIN)/python -m pytest $(ARGS)
+	$(PYTEST) $(ARGS)
 
 soak: install  ## the long drills: kill tests, fuzzing
 	$(BIN)/python -m pytest -m soak --timeout 3000 $(ARGS)

@@ -14,11 +14,12 @@ from hypothesis import settings
 
 from stream_balancer.testing.clocks import BACKENDS, virtual_time_backend
 
-SOAK_TIMEOUT_S = 3000  # real seconds, for the long drills
-DEFAULT_TIMEOUT_S = 60  # real seconds: a hang under virtual time is a bug, and must not hang the run
+LONG_TIMEOUT_S = 3000  # real seconds, for the long drills and for as many examples as a profile wants
 
-settings.register_profile("project", deadline=None)  # no test here is timed
-settings.load_profile("project")
+# No test here is timed. `make test-all` takes the thorough profile. A failure prints how to have it again.
+settings.register_profile("quick", max_examples=25, deadline=None, print_blob=True)
+settings.register_profile("thorough", settings.get_profile("quick"), max_examples=300)
+settings.load_profile("quick")
 
 _TRACES = Path(__file__).resolve().parents[2] / "shared" / "traces"
 
@@ -29,9 +30,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        if item.get_closest_marker("timeout") is None:
-            soak = item.get_closest_marker("soak") is not None
-            item.add_marker(pytest.mark.timeout(SOAK_TIMEOUT_S if soak else DEFAULT_TIMEOUT_S))
+        long = item.get_closest_marker("soak") or item.get_closest_marker("hypothesis")
+        if long and item.get_closest_marker("timeout") is None:
+            item.add_marker(pytest.mark.timeout(LONG_TIMEOUT_S))  # otherwise pyproject.toml's
 
 
 @pytest.fixture(params=BACKENDS)

@@ -29,7 +29,7 @@ from typing import NoReturn
 GUARD_S = 50
 PROCESSES = multiprocessing.get_context("forkserver")
 PROCESSES.set_forkserver_preload(
-    ["forked", "stream_balancer.feed", "stream_balancer.transport.torch_dist", "stream_balancer.journal"]
+    ["forked", *(f"stream_balancer.{name}" for name in ("feed", "balancer", "journal", "transport.torch_dist"))]
 )
 
 

@@ -9,3 +9,11 @@ import pytest
 def anyio_backend(request: pytest.FixtureRequest) -> str:
     """Virtual time does not know what a socket or a thread is busy with."""
     return str(request.param)
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest looks at -m
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Processes take long, and are the same on both loops."""
+    for item in items:
+        if item.get_closest_marker("processes") and item.callspec.params.get("anyio_backend") == "trio":  # type: ignore[attr-defined]
+            item.add_marker(pytest.mark.slow)

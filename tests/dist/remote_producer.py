@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import multiprocessing
 import os
 import signal
 import time
@@ -13,12 +12,11 @@ from typing import Any
 
 import anyio
 import torch
+from forked import PROCESSES
 
 import stream_balancer as sb
 
 GUARD_S = 50
-_PROCESSES = multiprocessing.get_context("forkserver")  # forked from a process that has torch and no threads
-_PROCESSES.set_forkserver_preload(["stream_balancer", "stream_balancer.transport.torch_dist"])
 
 Spec = tuple[Any, ...]
 
@@ -143,8 +141,8 @@ class RemoteProducer:
     """The test's end. ``with RemoteProducer(address) as remote: remote.do("put", (5, "a"))``."""
 
     def __init__(self, address: str | None, *, backend: str = "asyncio", **options: Any) -> None:
-        self.pipe, theirs = _PROCESSES.Pipe()
-        self.process = _PROCESSES.Process(target=_main, args=(address, theirs, backend, options), daemon=True)
+        self.pipe, theirs = PROCESSES.Pipe()
+        self.process = PROCESSES.Process(target=_main, args=(address, theirs, backend, options), daemon=True)
         self.process.start()
         theirs.close()
 
@@ -214,9 +212,9 @@ class Rank:
     """A rank's process, and what it has told."""
 
     def __init__(self, address: str | None, rank: int, dp_size: int, incarnation: int = 0, step_s: float = 0.0) -> None:
-        self.pipe, theirs = _PROCESSES.Pipe(duplex=False)
+        self.pipe, theirs = PROCESSES.Pipe(duplex=False)
         args = (theirs, address, rank, dp_size, incarnation, step_s)
-        self.process = _PROCESSES.Process(target=run_rank, args=args, daemon=True)
+        self.process = PROCESSES.Process(target=run_rank, args=args, daemon=True)
         self.process.start()
         theirs.close()
 
@@ -249,8 +247,8 @@ def run_controller(pipe: Any, capacity: int) -> None:
 
 def start_controller(capacity: int) -> tuple[Any, str]:
     """The process and its address."""
-    ours, theirs = _PROCESSES.Pipe()
-    process = _PROCESSES.Process(target=run_controller, args=(theirs, capacity), daemon=True)
+    ours, theirs = PROCESSES.Pipe()
+    process = PROCESSES.Process(target=run_controller, args=(theirs, capacity), daemon=True)
     process.start()
     return process, ours.recv()
 

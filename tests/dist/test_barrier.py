@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import socket
 import time
 from collections.abc import Callable, Iterator
@@ -11,12 +10,11 @@ from typing import Any
 
 import pytest
 import torch
+from forked import PROCESSES
 import torch.distributed as dist
 
 import stream_balancer as sb
 
-_PROCESSES = multiprocessing.get_context("forkserver")
-_PROCESSES.set_forkserver_preload(["stream_balancer.transport._barrier"])
 WORLD = 3
 
 
@@ -35,9 +33,9 @@ def _run(job: Callable[[int], Any], rank: int, port: int, told: Connection) -> N
 def all_of(job: Callable[[int], Any]) -> list[Any]:
     """What each of three processes made of ``job``."""
     port = free_port()
-    pipes = [_PROCESSES.Pipe(duplex=False) for _ in range(WORLD)]
+    pipes = [PROCESSES.Pipe(duplex=False) for _ in range(WORLD)]
     processes = [
-        _PROCESSES.Process(target=_run, args=(job, rank, port, pipes[rank][1]), daemon=True) for rank in range(WORLD)
+        PROCESSES.Process(target=_run, args=(job, rank, port, pipes[rank][1]), daemon=True) for rank in range(WORLD)
     ]
     for process in processes:
         process.start()

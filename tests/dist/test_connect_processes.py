@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 
 import anyio
+import pytest
 from forked import Python
 
 import stream_balancer as sb
@@ -32,6 +33,7 @@ def ended(process: Python) -> tuple[int | None, str, str]:
     return process.returncode, out, errors
 
 
+@pytest.mark.processes
 async def test_processes_put_and_a_killed_one_disturbs_nobody() -> None:
     config = sb.BalancerConfig(dp_size=1, batch_size=8, window=8, capacity=8)
     seen: list[str] = []
@@ -58,6 +60,7 @@ async def test_processes_put_and_a_killed_one_disturbs_nobody() -> None:
     assert len(seen) == len(set(seen))
 
 
+@pytest.mark.processes
 async def test_the_end_of_the_controller_is_told() -> None:
     with anyio.fail_after(50):
         async with sb.TorchTransport.listen(dp_size=1) as transport:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import itertools
 import json
 import logging
-import multiprocessing
 import os
 import random
 import shutil
@@ -23,12 +22,11 @@ from typing import Any
 import anyio
 import pytest
 import torch
+from forked import PROCESSES
 
 import stream_balancer as sb
 from stream_balancer.testing import make_rollout
 
-_PROCESSES = multiprocessing.get_context("forkserver")  # forked from a process that has loaded torch, without threads
-_PROCESSES.set_forkserver_preload(["stream_balancer.feed", "stream_balancer.transport.torch_dist"])
 NUM_WORKERS = 24
 
 
@@ -179,7 +177,7 @@ class Lives:
         target, args = self._starts[index]
         if target is _train:
             args = (*args, next(self._count))
-        process = _PROCESSES.Process(target=target, args=args, daemon=True)
+        process = PROCESSES.Process(target=target, args=args, daemon=True)
         process.start()
         return process
 

@@ -26,7 +26,11 @@ TINY = {
 }
 
 
-@pytest.fixture(scope="module", params=["asyncio", "trio"])
+pytestmark = pytest.mark.timeout(200)  # of eight processes each of which imports torch
+BACKENDS = ["asyncio", pytest.param("trio", marks=pytest.mark.slow)]
+
+
+@pytest.fixture(scope="module", params=BACKENDS)
 def result(request, tmp_path_factory):
     """Exit code, JSON, and what went to stderr, of one tiny demo on a trace of 30 rollouts."""
     trace = tmp_path_factory.mktemp("demo") / "lengths.csv"
@@ -71,6 +75,7 @@ def test_the_report_says_what_it_ran(result):
     assert "balanced  generated" in stderr
 
 
+@pytest.mark.slow
 def test_tables_go_to_stdout(capsys):
     assert run_demo(DemoOptions(**TINY, deadline_s=None)) == 0
     out = capsys.readouterr().out
@@ -90,6 +95,7 @@ def test_a_rollout_above_the_token_cap_is_told_without_starting_anything(capsys)
     assert "(63) must be >= the longest rollout (64 tokens)" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_fewer_rollouts_than_ranks_are_trained_on_once_too(capsys):
     assert run_demo(DemoOptions(**{**TINY, "rollouts": 1}, json=True)) == 0
     report = json.loads(capsys.readouterr().out)
@@ -101,7 +107,7 @@ def test_fewer_rollouts_than_ranks_are_trained_on_once_too(capsys):
 class TestAccidents:
     """A demo that would run for minutes, interrupted in its first run."""
 
-    @pytest.fixture(params=["asyncio", "trio"])
+    @pytest.fixture(params=BACKENDS)
     def demo(self, request):
         """A running demo that has begun to train, and its children's pids by role."""
         slow = {**TINY, "tokens_per_second": 20.0, "backend": request.param}
@@ -122,7 +128,7 @@ class TestAccidents:
         assert "SIGKILL" in stderr.decode()
         assert not any(map(_is_running, children))
 
-    @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+    @pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
     def test_ctrl_c_ends_every_process(self, demo, number):
         process, children = demo
         process.send_signal(number)

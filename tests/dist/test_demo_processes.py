@@ -101,6 +101,7 @@ async def test_cancelling_ends_every_child():
 
 
 @pytest.mark.skipif(not os.path.isdir("/proc"), reason="looks into /proc")
+@pytest.mark.processes
 async def test_children_exit_when_their_parent_is_killed():
     """The real child's leash, without a task's work: a parent that dies takes the child with it."""
     script = """

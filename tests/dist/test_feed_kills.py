@@ -3,7 +3,6 @@ nothing."""
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import random
 import signal
@@ -15,6 +14,7 @@ from multiprocessing.process import BaseProcess
 import anyio
 import pytest
 import torch
+from forked import PROCESSES
 
 from stream_balancer.dispatch import serve
 from stream_balancer.errors import RankLostError
@@ -23,10 +23,6 @@ from stream_balancer.testing.transports import ScriptedBalancer, make_batch
 from stream_balancer.transport.torch_dist import TorchTransport
 
 GUARD_S = 50
-_PROCESSES = multiprocessing.get_context(
-    "forkserver"
-)  # forked from a process that has loaded torch and started no thread
-_PROCESSES.set_forkserver_preload(["stream_balancer.feed", "stream_balancer.transport.torch_dist"])
 
 
 def _train(address: str, rank: int, incarnation: int, step_s: float, told: Connection) -> None:
@@ -43,8 +39,8 @@ class Rank:
     """A rank's process and what it has told."""
 
     def __init__(self, address: str, rank: int, incarnation: int = 0, step_s: float = 0.0) -> None:
-        self.told, theirs = _PROCESSES.Pipe(duplex=False)
-        self.process: BaseProcess = _PROCESSES.Process(
+        self.told, theirs = PROCESSES.Pipe(duplex=False)
+        self.process: BaseProcess = PROCESSES.Process(
             target=_train, args=(address, rank, incarnation, step_s, theirs), daemon=True
         )
         self.process.start()
@@ -107,6 +103,7 @@ async def _drill(
             assert after[0][0] >= before[-1][0]
 
 
+@pytest.mark.processes
 @pytest.mark.timeout(90)
 @pytest.mark.parametrize("shared_memory", [False, True])
 async def test_kills_at_random_moments(shared_memory: bool) -> None:
@@ -157,12 +154,13 @@ def _acknowledge_and_return(address: str, raises: bool) -> None:
         raise LookupError("a bug in the trainer")
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("raises", [False, True])
 async def test_what_a_child_acknowledged_last_arrives_though_it_ends_at_once(raises: bool) -> None:
     balancer = ScriptedBalancer([make_batch(step, 1) for step in range(2)])
     with anyio.fail_after(GUARD_S):
         async with TorchTransport.listen(dp_size=1) as transport:
-            child = _PROCESSES.Process(target=_acknowledge_and_return, args=(transport.address or "", raises))
+            child = PROCESSES.Process(target=_acknowledge_and_return, args=(transport.address or "", raises))
             child.start()
             with pytest.raises(RankLostError, match="closed its feed"):
                 await serve(balancer, transport)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import signal
 import socket
@@ -16,6 +15,7 @@ from typing import Any
 import anyio
 import pytest
 import torch
+from forked import PROCESSES
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -28,8 +28,6 @@ from stream_balancer.transport._mesh import Place, place_in
 from stream_balancer.transport.torch_dist import TorchTransport
 
 GUARD_S = 50
-_PROCESSES = multiprocessing.get_context("forkserver")
-_PROCESSES.set_forkserver_preload(["stream_balancer.feed", "stream_balancer.transport._mesh"])
 Shape = tuple[tuple[int, ...], tuple[str, ...], Any]  # sizes, names, dp_dim
 DP_TP: Shape = ((2, 2), ("dp", "tp"), "dp")
 
@@ -95,9 +93,9 @@ class Process:
 
     def __init__(self, address: str, world_rank: int, mode: str = "", *, port: int = 0, shape: Shape = DP_TP,
                  incarnation: int = 0) -> None:  # fmt: skip
-        self.told, theirs = _PROCESSES.Pipe()
+        self.told, theirs = PROCESSES.Pipe()
         args = (address, port, shape, world_rank, incarnation, mode, theirs)
-        self.process = _PROCESSES.Process(target=_train, args=args, daemon=True)
+        self.process = PROCESSES.Process(target=_train, args=args, daemon=True)
         self.process.start()
         theirs.close()
 
@@ -134,6 +132,7 @@ async def in_thread(function: Callable[[], Any]) -> Any:
     return await anyio.to_thread.run_sync(function)
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     "shape", [DP_TP, ((1, 2, 2), ("replicate", "shard", "tp"), ("replicate", "shard"))], ids=["dp_tp", "hsdp"]
 )
@@ -153,6 +152,7 @@ async def test_all_peers_get_the_same_and_hear_the_end(shape: Shape) -> None:
     assert balancer.acknowledged == list(steps)
 
 
+@pytest.mark.processes
 async def test_damaged_bytes_are_noticed_by_the_peer_and_end_both() -> None:
     balancer = ScriptedBalancer([make_batch(step, 2) for step in range(10)])
     with anyio.fail_after(GUARD_S):
@@ -172,6 +172,7 @@ async def test_damaged_bytes_are_noticed_by_the_peer_and_end_both() -> None:
     assert {told[0][-1][0], told[1][-1][0]} == {"RankLostError"}
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("victim", [2, 3], ids=["leader", "peer"])
 async def test_a_killed_process_ends_its_group_which_comes_back(victim: int) -> None:
     steps = range(40)
@@ -201,6 +202,7 @@ async def test_a_killed_process_ends_its_group_which_comes_back(victim: int) -> 
     assert balancer.acknowledged == list(steps)
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("last_one", [2, 3], ids=["leader", "peer"])
 async def test_a_step_is_acknowledged_when_the_last_process_has(last_one: int) -> None:
     steps = range(6)
@@ -219,6 +221,7 @@ async def test_a_step_is_acknowledged_when_the_last_process_has(last_one: int) -
         assert balancer.acknowledged == list(steps)
 
 
+@pytest.mark.processes
 async def test_the_loss_of_the_controller_reaches_the_peers() -> None:
     balancer = ScriptedBalancer([make_batch(step, 2) for step in range(3)], hold=True)
     with anyio.fail_after(GUARD_S):

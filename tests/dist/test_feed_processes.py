@@ -110,6 +110,7 @@ def test_ranks_and_controller_may_start_in_any_order() -> None:
     controller.join()
 
 
+@pytest.mark.processes
 async def test_idling_longer_than_the_group_timeout_is_fine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch_dist, "_PAIR_TIMEOUT_S", 0.5)
     with anyio.fail_after(GUARD_S):

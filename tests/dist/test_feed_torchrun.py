@@ -20,6 +20,7 @@ GUARD_S = 100
 STEPS = 10
 
 
+@pytest.mark.slow  # torchrun and six ranks import torch; test_crash.py kills forked ranks that checkpoint
 @pytest.mark.timeout(120)
 def test_restarts_under_torchrun_train_on_everything_once(tmp_path: Path) -> None:
     anyio.run(_drill, tmp_path)  # it is about the trainer's processes: one loop will do

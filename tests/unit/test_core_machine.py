@@ -389,19 +389,14 @@ class CoreMachine(RuleBasedStateMachine):
                     assert r.group_id in batch.incomplete_groups
 
 
-def run(examples: int, steps: int) -> None:
-    run_state_machine_as_test(
-        CoreMachine,
-        settings=settings(
-            max_examples=examples, stateful_step_count=steps, suppress_health_check=list(HealthCheck), deadline=None
-        ),
-    )
+def run(**more: int) -> None:
+    run_state_machine_as_test(CoreMachine, settings=settings(suppress_health_check=list(HealthCheck), **more))
 
 
 def test_core_machine() -> None:
-    run(150, 40)
+    run(stateful_step_count=40)
 
 
 @pytest.mark.soak
 def test_core_machine_for_long() -> None:
-    run(5_000, 80)
+    run(max_examples=5_000, stateful_step_count=80)

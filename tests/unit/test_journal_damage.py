@@ -6,14 +6,13 @@ import logging
 import multiprocessing
 import os
 import shutil
-import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
 
 import anyio
 import pytest
+from forked import Python, run_python
 
 import stream_balancer as sb
 from stream_balancer.journal import Journal, Recovered
@@ -189,6 +188,7 @@ HOLD = """
 import os, shutil, sys, time
 from pathlib import Path
 from stream_balancer.journal.segments import Segments
+os.setsid()
 segments = Segments(Path(sys.argv[1]))
 segments.open()
 if sys.argv[2] == "fork" and os.fork() == 0:
@@ -200,11 +200,8 @@ time.sleep(60)
 """
 
 
-def holder(folder: Path, how: str = "") -> subprocess.Popen[str]:
-    process = subprocess.Popen(
-        [sys.executable, "-c", HOLD, str(folder), how], stdout=subprocess.PIPE, text=True, start_new_session=True
-    )
-    assert process.stdout
+def holder(folder: Path, how: str = "") -> Python:
+    process = Python("-c", HOLD, folder, how)
     process.stdout.readline()
     return process
 
@@ -245,7 +242,7 @@ def test_the_same_process_is_refused_too_and_the_lock_outlives_the_attempt(tmp_p
         Segments(tmp_path / "." / "x" / "..").open()
     code = "import sys; from pathlib import Path; from stream_balancer.journal.segments import Segments; "
     code += "Segments(Path(sys.argv[1])).open()"
-    refused = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=False)
+    refused = run_python("-c", code, tmp_path)
     assert f"in use by process {os.getpid()}" in refused.stderr
     first.close()
     first.close()

@@ -6,7 +6,7 @@ from typing import get_args
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import stream_balancer as sb
@@ -148,7 +148,6 @@ ACTIONS = st.lists(
 )
 
 
-@settings(max_examples=300)
 @given(ACTIONS, st.randoms(use_true_random=False))
 def test_what_is_recovered_is_what_was_there(actions: list[str], chance: object) -> None:
     """Against a model that knows nothing of segments; in the middle of everything the fold gives the same."""

@@ -115,7 +115,7 @@ class World:
         assert self.pacer.running >= 0
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(suppress_health_check=list(HealthCheck))
 @given(config=configs(), data=st.data())
 def test_nothing_is_ever_too_old(config: sb.BalancerConfig, data: st.DataObject) -> None:
     world = World(config)
@@ -140,7 +140,7 @@ def test_nothing_is_ever_too_old(config: sb.BalancerConfig, data: st.DataObject)
         world.check()
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(suppress_health_check=list(HealthCheck))
 @given(config=configs(), data=st.data())
 def test_it_never_gets_stuck(config: sb.BalancerConfig, data: st.DataObject) -> None:
     """Workers that always want to begin, finish in any order, sometimes give up: batches keep coming."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import importlib
 import pickle
+import re
 import subprocess
 import sys
 from fnmatch import fnmatch
@@ -49,17 +50,23 @@ def test_the_command_line_answers_without_torch() -> None:
     assert said.split() == ["False", "False"]
 
 
-@pytest.mark.parametrize("name", ["blocking", "connect", "simulate", "tune"])
-def test_a_function_is_not_replaced_by_the_module_it_lives_in(name: str) -> None:
+def test_a_function_is_not_replaced_by_the_module_it_lives_in() -> None:
+    """Each with the package as if it were imported for the first time."""
     said = in_a_new_process(
-        f"import stream_balancer as sb; import stream_balancer.{name}; from stream_balancer.{name} import __all__\n"
-        f"print(type(sb.{name}).__name__, sb.{name}.__module__)"
+        "import sys\n"
+        "for name in ['blocking', 'connect', 'simulate', 'tune']:\n"
+        "    for module in [m for m in sys.modules if m.startswith('stream_balancer')]: del sys.modules[module]\n"
+        "    exec(f'import stream_balancer as sb; import stream_balancer.{name}; "
+        "from stream_balancer.{name} import __all__')\n"
+        "    print(type(getattr(sb, name)).__name__, getattr(sb, name).__module__)"
     )
-    assert said.split() == ["function", f"stream_balancer.{name}"]
+    names = ["blocking", "connect", "simulate", "tune"]
+    assert said.splitlines() == [f"function stream_balancer.{name}" for name in names]
 
 
 def test_modules_are_there_without_importing_them() -> None:
-    assert in_a_new_process("import stream_balancer as sb; print(sb.cost.TokenCost is sb.TokenCost)").strip() == "True"
+    said = in_a_new_process("import stream_balancer as sb; print(sb.cost.TokenCost is sb.TokenCost)")
+    assert said.strip() == "True"
 
 
 def test_an_unknown_name_is_an_attribute_error() -> None:
@@ -78,3 +85,14 @@ def test_pytest_looks_into_every_folder_of_tests(pytestconfig: pytest.Config) ->
     folders = {folder for path in tests.rglob("test_*.py") for folder in path.relative_to(tests).parts[:-1]}
     assert {"aio", "dist", "integrations", "unit"} <= folders
     assert [folder for folder in folders if any(fnmatch(folder, pattern) for pattern in passed_over)] == []
+
+
+def test_every_test_file_has_tests_that_ci_runs() -> None:
+    """`make test-all` leaves out what is marked soak."""
+    tests = Path(__file__).parents[1]
+    for path in tests.rglob("test_*.py"):
+        tree = ast.parse(path.read_text())
+        found = [n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)]
+        marks = [[ast.unparse(d) for d in n.decorator_list] for n in found if n.name.startswith("test_")]
+        assert any("pytest.mark.soak" not in of_one for of_one in marks), path
+        assert not re.search(r"^pytestmark = .*soak", path.read_text(), re.M), path

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from stream_balancer.planning import OversizeError, form_micro_batches
@@ -29,7 +29,6 @@ def check(lengths, ranks, num_ranks, cap, *, padded=False, multiple_of=1):
     return number
 
 
-@settings(max_examples=300, deadline=None)
 @given(
     lengths_of_any_kind,
     st.integers(1, 5),
@@ -48,7 +47,6 @@ def test_the_cap_holds_and_ranks_agree(lengths, num_ranks, cap, sync, padded, mu
     check(lengths, ranks, num_ranks, cap, padded=padded, multiple_of=multiple_of)
 
 
-@settings(max_examples=150, deadline=None)
 @given(
     lengths_of_any_kind, st.integers(1, 4), st.sampled_from([100, 150, 333]), st.sampled_from(["step", "micro_batch"])
 )

@@ -6,7 +6,7 @@ import itertools
 
 import numpy as np
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from stream_balancer.planning import lower_bound, partition
@@ -67,7 +67,6 @@ def test_with_speeds_too(costs, speeds, counts):
     assert finish(costs, shares, speeds) >= lower_bound(costs, len(speeds), counts, speeds) * (1 - 1e-9)
 
 
-@settings(max_examples=60)
 @given(few_costs, st.integers(1, 3), kinds)
 def test_the_bound_is_below_the_optimum_and_the_partition_near_it(costs, num_ranks, counts):
     optimum = exact(costs, num_ranks, counts)
@@ -75,7 +74,6 @@ def test_the_bound_is_below_the_optimum_and_the_partition_near_it(costs, num_ran
     assert finish(costs, partition(costs, num_ranks, counts)) <= optimum * (7 / 6) + 1e-9
 
 
-@settings(max_examples=40)
 @given(few_costs, st.lists(st.sampled_from([0.5, 1.0, 2.0, 3.0]), min_size=2, max_size=3))
 def test_the_bound_with_speeds_is_below_the_optimum(costs, speeds):
     optimum = exact(costs, len(speeds), "free", speeds)
@@ -188,7 +186,6 @@ def test_equal_counts_survive_the_shuffles():
     assert sorted(len(share) for share in partition(work, 3, "equal")) == [7, 7, 8]
 
 
-@settings(max_examples=300, deadline=None)
 @given(st.integers(2, 5), st.integers(0, 40), st.integers(0, 2**32))
 def test_equal_counts_are_equal_where_the_search_is_long(num_ranks, extra, seed):
     rng = np.random.default_rng(seed)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from stream_balancer.planning import PlanKnobs, Waiting, plan_batch, smallest_max_skips
@@ -46,7 +46,6 @@ def check(plan, columns, knobs):
 heavy_tails = st.sampled_from([0.0, 1.0, 1.0, 2.0, 3.0, 5.0, 8.0, 40.0, 200.0, 1000.0])
 
 
-@settings(max_examples=150, deadline=None)
 @given(st.data())
 def test_nobody_is_passed_over_more_than_max_skips_times(data):
     """The guarantee, with arrivals in bursts up to the capacity that the theorem allows."""
@@ -78,7 +77,6 @@ def test_nobody_is_passed_over_more_than_max_skips_times(data):
         assert (skips <= max_skips).all()
 
 
-@settings(max_examples=150, deadline=None)
 @given(st.data())
 def test_the_guarantee_with_groups_kept_whole(data):
     """capacity <= (max_skips + 1) * (batch_size - group_size + 1), groups of any sizes up to group_size."""
@@ -120,7 +118,6 @@ def test_the_guarantee_with_groups_kept_whole(data):
         assert (skips <= max_skips).all()
 
 
-@settings(max_examples=200, deadline=None)
 @given(st.data())
 def test_exactly_batch_size_and_the_due_go_now(data):
     costs = data.draw(st.lists(heavy_tails, min_size=1, max_size=24))

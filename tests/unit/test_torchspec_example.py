@@ -10,7 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 PATH = Path(__file__).parents[2] / "examples" / "torchspec_dispatch.py"
@@ -49,7 +49,6 @@ class Balanced(example.BalancedDispatch, Controller):  # type: ignore[misc,name-
 
 
 @given(st.integers(1, 4), st.integers(1, 4), st.integers(0, 2**16), st.integers(1, 4))
-@settings(max_examples=20)
 def test_all_are_dispatched_once_in_equal_counts_and_nobody_waits_for_ever(
     dp_size: int, per_rank: int, seed: int, ahead: int
 ) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import hypothesis.strategies as st
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 
 from stream_balancer import wire
 from stream_balancer.errors import RolloutError, WireError
@@ -178,7 +178,6 @@ def test_an_unknown_kind_and_negative_counters_are_refused() -> None:
             wire.read_frame(words)
 
 
-@settings(max_examples=60)
 @given(
     cut=st.lists(st.lists(st.integers(1, 40), min_size=1, max_size=4), min_size=1, max_size=4),
     dtype=st.sampled_from([torch.int64, torch.int32, torch.int16, torch.uint8]),
