@@ -8,7 +8,7 @@ themselves. On a rank those flat columns are views of the received slab, so :fun
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -33,8 +33,8 @@ class FlatColumns:
     """Per-token columns ``[T, ...]``; ``input_ids`` is always there."""
     lengths: tuple[int, ...]
     """Tokens per rollout, ``n`` of them, each >= 1."""
-    scalars: Mapping[str, Tensor]
-    """``[n]`` float64 per-rollout numbers."""
+    scalars: Mapping[str, Sequence[float | int]]
+    """``n`` per-rollout numbers by name, as they were put."""
     weights: Tensor
     """``[n]`` float32: 1.0, or 0.0 for a padding copy."""
 
@@ -46,7 +46,7 @@ class _Columns(Mapping[str, Any]):
     columns: dict[str, Tensor]
     """Per-token columns by name; see the subclass for their shape."""
     scalars: dict[str, Tensor]
-    """[n] float64 per-rollout scalars by name."""
+    """[n] per-rollout scalars by name, float32 unless ``scalar_dtype`` said otherwise."""
     rollout_weights: Tensor
     """[n] float32: 1.0, or 0.0 for a padding copy that must not count in any loss."""
 
@@ -123,12 +123,18 @@ def _columns_with_loss_mask(flat: FlatColumns) -> dict[str, Tensor]:
     return columns
 
 
-def packed(flat: FlatColumns) -> Packed:
+def _scalars(flat: FlatColumns, dtype: torch.dtype) -> dict[str, Tensor]:
+    """``[n]`` each. float32 by default: a float64 scalar would turn a float32 loss into float64."""
+    device = flat.tokens["input_ids"].device
+    return {name: torch.tensor(values, dtype=dtype, device=device) for name, values in flat.scalars.items()}
+
+
+def packed(flat: FlatColumns, *, scalar_dtype: torch.dtype = torch.float32) -> Packed:
     """The flat columns as they are, with the indices a variable-length kernel needs. No token is copied. O(n)."""
     ends = list(accumulate(flat.lengths, initial=0))
     return Packed(
         columns=_columns_with_loss_mask(flat),
-        scalars=dict(flat.scalars),
+        scalars=_scalars(flat, scalar_dtype),
         rollout_weights=flat.weights,
         lengths=flat.lengths,
         cu_seqlens=torch.tensor(ends, dtype=torch.int32, device=flat.tokens["input_ids"].device),
@@ -142,6 +148,7 @@ def padded(
     padding_side: PaddingSide = "right",
     pad_values: Mapping[str, float | int | bool] | None = None,
     multiple_of: int = 1,
+    scalar_dtype: torch.dtype = torch.float32,
 ) -> Padded:
     """One row per rollout, ``[n, L_max, ...]``; ``L_max`` is rounded up to ``multiple_of``. Copies every token once.
 
@@ -168,7 +175,7 @@ def padded(
         positions = (mask.to(torch.int64).cumsum(1) - 1).clamp_(min=0) * mask
     return Padded(
         columns=rows,
-        scalars=dict(flat.scalars),
+        scalars=_scalars(flat, scalar_dtype),
         rollout_weights=flat.weights,
         attention_mask=mask,
         position_ids=positions,
@@ -176,7 +183,7 @@ def padded(
     )
 
 
-def nested(flat: FlatColumns) -> Nested:
+def nested(flat: FlatColumns, *, scalar_dtype: torch.dtype = torch.float32) -> Nested:
     """Jagged nested tensors over the flat columns; no token is copied. O(n)."""
     n_tokens = _lengths(flat)
     offsets = torch.zeros(len(flat.lengths) + 1, dtype=torch.int64, device=n_tokens.device)
@@ -187,10 +194,10 @@ def nested(flat: FlatColumns) -> Nested:
         )
         for name, column in _columns_with_loss_mask(flat).items()
     }
-    return Nested(columns=columns, scalars=dict(flat.scalars), rollout_weights=flat.weights, offsets=offsets)
+    return Nested(columns=columns, scalars=_scalars(flat, scalar_dtype), rollout_weights=flat.weights, offsets=offsets)
 
 
-def tensordict(flat: FlatColumns) -> TensorDict:
+def tensordict(flat: FlatColumns, *, scalar_dtype: torch.dtype = torch.float32) -> TensorDict:
     """A ``TensorDict`` with batch size ``[n]``: jagged columns, scalars, and ``rollout_weights``.
 
     Raises ImportError, saying which extra to install, where tensordict is missing.
@@ -201,7 +208,7 @@ def tensordict(flat: FlatColumns) -> TensorDict:
         raise ImportError(
             "tensordict() needs the tensordict package: pip install 'stream-balancer[tensordict]'"
         ) from error
-    rows = nested(flat)
+    rows = nested(flat, scalar_dtype=scalar_dtype)
     return TensorDict(
         {**rows.columns, **rows.scalars, "rollout_weights": rows.rollout_weights}, batch_size=[len(flat.lengths)]
     )

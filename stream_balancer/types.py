@@ -245,13 +245,14 @@ class MicroBatch:
         """T: tokens without padding."""
         return sum(self.lengths)
 
-    def packed(self) -> layout.Packed:
+    def packed(self, *, scalar_dtype: torch.dtype = torch.float32) -> layout.Packed:
         """Flat ``[T, ...]`` columns, ``position_ids [T]``, ``cu_seqlens`` int32 ``[n+1]``, ``max_seqlen``.
 
         Always has a ``loss_mask`` (ones where the rollouts brought none; zeros for padding copies). On a rank no
-        token is copied.
+        token is copied. Scalars become ``[n]`` of ``scalar_dtype``, here and in the other layouts: float32, so that a
+        float32 loss stays one; torch.int64 where ints above 2^24 must stay exact.
         """
-        return layout.packed(self.flat())
+        return layout.packed(self.flat(), scalar_dtype=scalar_dtype)
 
     def padded(
         self,
@@ -259,17 +260,24 @@ class MicroBatch:
         padding_side: Literal["left", "right"] = "right",
         pad_values: Mapping[str, float | int | bool] | None = None,
         multiple_of: int = 1,
+        scalar_dtype: torch.dtype = torch.float32,
     ) -> layout.Padded:
         """``[n, L_max, ...]`` columns and ``attention_mask``, padded on the chosen side. Copies every token once."""
-        return layout.padded(self.flat(), padding_side=padding_side, pad_values=pad_values, multiple_of=multiple_of)
+        return layout.padded(
+            self.flat(),
+            padding_side=padding_side,
+            pad_values=pad_values,
+            multiple_of=multiple_of,
+            scalar_dtype=scalar_dtype,
+        )
 
-    def nested(self) -> layout.Nested:
+    def nested(self, *, scalar_dtype: torch.dtype = torch.float32) -> layout.Nested:
         """Torch jagged nested tensors ``[n, j, ...]`` over the flat columns; no token is copied on a rank."""
-        return layout.nested(self.flat())
+        return layout.nested(self.flat(), scalar_dtype=scalar_dtype)
 
-    def tensordict(self) -> TensorDict:
+    def tensordict(self, *, scalar_dtype: torch.dtype = torch.float32) -> TensorDict:
         """A ``TensorDict`` of jagged columns and scalars, batch size ``[n]``. Needs the ``tensordict`` extra."""
-        return layout.tensordict(self.flat())
+        return layout.tensordict(self.flat(), scalar_dtype=scalar_dtype)
 
     def __repr__(self) -> str:
         return f"MicroBatch(num_rollouts={len(self.lengths)}, num_tokens={self.num_tokens})"
@@ -551,10 +559,7 @@ def _concatenate(rollouts: Sequence[Rollout]) -> layout.FlatColumns:
     return layout.FlatColumns(
         tokens={name: torch.cat([r.tokens[name] for r in rollouts]) for name in first.tokens},
         lengths=tuple(r.num_tokens for r in rollouts),
-        scalars={
-            name: torch.tensor([float(r.scalars[name]) for r in rollouts], dtype=torch.float64)
-            for name in first.scalars
-        },
+        scalars={name: [r.scalars[name] for r in rollouts] for name in first.scalars},
         weights=torch.tensor([0.0 if r.is_padding else 1.0 for r in rollouts], dtype=torch.float32),
     )
 

@@ -657,12 +657,13 @@ class _Received:
         return layout.FlatColumns(
             tokens={name: _user_view(self.slab, piece) for name, piece in self.plan.columns[micro_batch].items()},
             lengths=tuple(self.meta.lengths[first:stop]),
-            scalars={name: self._row([float(row[name]) for row in scalars], torch.float64) for name in names},
-            weights=self._row([0.0 if i in self.padding else 1.0 for i in range(first, stop)], torch.float32),
+            scalars={name: [row[name] for row in scalars] for name in names},
+            weights=torch.tensor(
+                [0.0 if i in self.padding else 1.0 for i in range(first, stop)],
+                dtype=torch.float32,
+                device=self.slab.device,
+            ),
         )
-
-    def _row(self, values: list[float], dtype: torch.dtype) -> Tensor:
-        return torch.tensor(values, dtype=dtype, device=self.slab.device)
 
     def rollout(self, index: int, micro_batch: int, start: int) -> Rollout:
         """Rollout ``index`` of the share, whose tokens begin at row ``start`` of its micro-batch. O(columns)."""

@@ -100,3 +100,31 @@ def test_tensordict_says_what_to_install_or_works() -> None:
             micro_batch([1, 2]).tensordict()
     else:
         assert micro_batch([1, 2]).tensordict().batch_size == torch.Size([2])
+
+
+LAYOUTS = ["packed", "padded", "nested"]
+
+
+def numbers(layout: str, **options: torch.dtype) -> dict[str, torch.Tensor]:
+    """Scalars of two rollouts in a layout."""
+    rollouts = [
+        sb.Rollout(tokens={"input_ids": [1, 2]}, scalars={"reward": 0.1 * n, "seed": 2**53 + n, "won": n == 1})
+        for n in (1, 2)
+    ]
+    found: dict[str, torch.Tensor] = getattr(sb.MicroBatch.of(rollouts), layout)(**options).scalars
+    return found
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_scalar_does_not_turn_a_float32_loss_into_float64(layout: str) -> None:
+    scalars = numbers(layout)
+    assert {scalar.dtype for scalar in scalars.values()} == {torch.float32}
+    assert (torch.ones(2, requires_grad=True) * scalars["reward"]).sum().dtype is torch.float32
+    assert scalars["reward"].tolist() == torch.tensor([0.1, 0.2]).tolist()
+    assert scalars["won"].tolist() == [1.0, 0.0]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_scalars_may_be_asked_for_in_another_dtype(layout: str) -> None:
+    assert numbers(layout, scalar_dtype=torch.float64)["reward"].tolist() == [0.1, 0.2]
+    assert numbers(layout, scalar_dtype=torch.int64)["seed"].tolist() == [2**53 + 1, 2**53 + 2]
