@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
 
 import numpy as np
 
+from stream_balancer._field_docs import documented
 from stream_balancer.auto_window import START, candidates
 from stream_balancer.cost import CostModel, TokenCost
 from stream_balancer.errors import ConfigError
@@ -49,6 +50,7 @@ _DERIVED: Any = None  # a default that __post_init__ computes from the other kno
 _AUTO: Any = "auto"  # the same, for a knob of which None says something
 
 
+@documented
 @dataclass(frozen=True, kw_only=True)
 class BalancerConfig:
     """The knobs of a balancer. Raises :class:`ConfigError` (a ValueError) for a value or a combination that cannot

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from stream_balancer import layout
+from stream_balancer._field_docs import documented
 from stream_balancer._values import (
     MAX_COLUMNS,
     PADDING_PREFIX,
@@ -99,6 +100,7 @@ def _nothing() -> Mapping[str, Any]:
     return _NOTHING
 
 
+@documented
 @dataclass(frozen=True, eq=False, slots=True, kw_only=True)
 class Rollout:
     """One finished rollout (trajectory, sample): its per-token columns and what belongs to it.
@@ -219,6 +221,7 @@ class Rollout:
         )
 
 
+@documented
 @dataclass(frozen=True, eq=False, slots=True)
 class MicroBatch:
     """Rollouts that go through the model together, on one rank. Lay them out with one of the four methods."""
@@ -283,6 +286,7 @@ class MicroBatch:
         return f"MicroBatch(num_rollouts={len(self.lengths)}, num_tokens={self.num_tokens})"
 
 
+@documented
 @dataclass(frozen=True, eq=False, slots=True, kw_only=True)
 class RankBatch:
     """One rank's share of a step.
@@ -348,6 +352,7 @@ class RankBatch:
         )
 
 
+@documented
 @dataclass(frozen=True, eq=False, slots=True, kw_only=True)
 class Batch:
     """One dispatch: what every rank trains on in one step, planned once."""
@@ -401,6 +406,7 @@ class Batch:
         )
 
 
+@documented
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CostFit:
     """What a ``CalibratedCost`` has learned from the seconds that ranks computed."""
@@ -422,6 +428,7 @@ class CostFit:
     """Measured speed of each rank, the median rank's being 1.0."""
 
 
+@documented
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Straggler:
     """A rank that is slower than the others, step after step."""
@@ -443,6 +450,7 @@ class Straggler:
         )
 
 
+@documented
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Statistics:
     """A snapshot of a balancer. At all times ``accepted == waiting + in_flight + acknowledged +
@@ -514,6 +522,7 @@ class Statistics:
     fit, and where the window is fixed."""
 
 
+@documented
 @dataclass(frozen=True, eq=False, slots=True, kw_only=True)
 class Snapshot:
     """All that a balancer holds, at one instant: cheap to take, since rollouts are shared and not copied.

@@ -30,6 +30,7 @@ import anyio
 import anyio.lowlevel
 import anyio.to_thread
 
+from stream_balancer._field_docs import documented
 from stream_balancer.errors import ClosedResourceError, ConfigError, JournalError, RolloutError
 from stream_balancer.journal.contents import Contents, Held, Place
 from stream_balancer.journal.records import (
@@ -63,6 +64,7 @@ RETRY_S = 0.5  # how often to try again on a full disk, if nothing else happens
 _log = logging.getLogger(__name__)
 
 
+@documented
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recovered:
     """What a journal held when it was opened."""

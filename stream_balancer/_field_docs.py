@@ -1,0 +1,70 @@
+"""``help()`` shows every field of a dataclass, with the text that stands below it in the source.
+
+Python drops the string below a field; editors and the documentation site read it from the source, ``help()`` cannot.
+:func:`documented` appends those strings to the class docstring when it is first read, so that importing costs nothing
+and there is one text. Where the source is not there (an archive of .pyc files) the docstring stays as it was.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import textwrap
+from typing import TypeVar
+
+__all__ = ["documented"]
+
+T = TypeVar("T", bound=type)
+
+
+def documented(cls: T) -> T:
+    """Class decorator. Above ``@dataclass``, which may make the class anew; not for classes with a metaclass, of which
+    ``help()`` asks otherwise."""
+    setattr(cls, "__doc__", _Docstring(cls.__doc__))  # noqa: B010 - not a str, as type checkers want it
+    return cls
+
+
+class _Docstring:
+    """What ``cls.__doc__`` gives: made when asked for, since parsing takes milliseconds."""
+
+    def __init__(self, text: str | None) -> None:
+        self._text = text
+        self._made: str | None = None
+
+    def __get__(self, instance: object, owner: type) -> str | None:
+        if self._made is None and self._text is not None:
+            self._made = inspect.cleandoc(self._text) + _fields_of(owner)
+        return self._made
+
+
+def _fields_of(owner: type) -> str:
+    found: dict[str, str] = {}
+    for cls in reversed(owner.__mro__):
+        if "__dataclass_fields__" in vars(cls):
+            found |= _below_fields(cls)
+    if not found:
+        return ""
+    entries = (f"{name}:\n{textwrap.indent(text, '    ')}" for name, text in found.items())
+    return "\n\nFields:\n\n" + textwrap.indent("\n".join(entries), "    ")
+
+
+def _below_fields(cls: type) -> dict[str, str]:
+    """Text of each public field that the class itself declares, in order."""
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(cls)))
+    except (OSError, TypeError, SyntaxError):
+        return {}
+    (declared,) = tree.body
+    assert isinstance(declared, ast.ClassDef)
+    found = {}
+    for field, below in zip(declared.body, declared.body[1:], strict=False):
+        if (
+            isinstance(field, ast.AnnAssign)
+            and isinstance(field.target, ast.Name)
+            and not field.target.id.startswith("_")
+            and isinstance(below, ast.Expr)
+            and isinstance(below.value, ast.Constant)
+            and isinstance(below.value.value, str)
+        ):
+            found[field.target.id] = inspect.cleandoc(below.value.value)
+    return found

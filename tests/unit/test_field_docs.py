@@ -1,0 +1,49 @@
+"""``help()`` explains every field."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import pydoc
+
+import pytest
+
+import stream_balancer as sb
+from stream_balancer import _field_docs
+from stream_balancer._field_docs import documented
+from stream_balancer.journal import Recovered
+from stream_balancer.types import CostFit, Snapshot, Straggler
+
+CLASSES = [
+    sb.BalancerConfig, sb.Rollout, sb.MicroBatch, sb.RankBatch, sb.Batch, sb.Statistics, Snapshot, Straggler, CostFit,
+    Recovered,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("cls", CLASSES, ids=lambda cls: cls.__name__)
+def test_help_explains_every_public_field(cls: type) -> None:
+    shown = pydoc.plain(pydoc.render_doc(cls))
+    text = inspect.getdoc(cls)
+    assert text is not None
+    for field in dataclasses.fields(cls):
+        if not field.name.startswith("_"):
+            _, found, after = text.partition(f"\n    {field.name}:\n        ")
+            assert found, field.name
+            assert after.split("\n")[0] in shown
+
+
+def test_without_source_the_docstring_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    @documented
+    @dataclasses.dataclass
+    class Made:
+        """What it is."""
+
+        size: int
+        """Bytes."""
+
+    def no_source(cls: type) -> str:
+        raise OSError("could not get source code")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(_field_docs.inspect, "getsource", no_source)
+        assert Made.__doc__ == "What it is."
