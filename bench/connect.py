@@ -228,7 +228,7 @@ async def stream(hand_over: str, shared_memory: bool) -> tuple[float, int]:
                 seconds = time.perf_counter() - began
                 for process in (one, two):
                     await output(process)
-            received = transport._door.received_bytes if transport._door else 0
+            received = transport.received_bytes
     finally:
         cast("Any", ControllerLink)._send_slab = send_slab
     return seconds, received + sent

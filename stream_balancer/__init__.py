@@ -5,8 +5,7 @@
     async with sb.StreamBalancer(sb.BalancerConfig(dp_size=8, batch_size=256)) as balancer:
         await balancer.put(sb.Rollout(tokens={"input_ids": ids}))      # in rollout workers
         async for batch in balancer.batches():                         # in the trainer
-            for share in batch.ranks:                                  # one for each data-parallel rank
-                ...
+            share = batch.ranks[0]
 
 README.md shows the rest; ``help(sb.BalancerConfig)`` explains every knob.
 

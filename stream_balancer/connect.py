@@ -89,10 +89,14 @@ def connect(
     the mask is counted where the tokens are.
 
     ``source``: ``"tcp://host:port"`` (``TorchTransport.address``), a c10d Store, None for the initialised world's
-    store, or a port of another transport. ``options``: ``label`` (for logs and errors; default host and process id),
-    ``name`` (as the transport's), ``linger_s`` (seconds a farewell, or the verdict on a cancelled put, is waited for),
-    ``host`` (for direct hand-over: the address ranks reach this process under; default: the one it has on the way to
-    the controller).
+    store, or a port of another transport. ``options``: ``token`` (as the transport's; default: the environment's
+    ``STREAM_BALANCER_TOKEN``), ``connect_timeout_s`` (for the first connection; by default it is tried for ever, with a
+    warning now and then), ``label`` (for logs and errors; default host and process id), ``name`` (as the transport's),
+    ``linger_s`` (seconds a farewell, or the verdict on a cancelled put, is waited for), ``host`` (for direct hand-over:
+    the address ranks reach this process under; default: the one it has on the way to the controller).
+
+    Raises ValueError for what is not an address. Puts raise ValueError if there is no such host or the tokens differ,
+    WireError if something else listens there, BrokenResourceError after ``connect_timeout_s``.
     """
     if hand_over not in ("balancer", "direct"):
         raise ValueError(f"hand_over must be 'balancer' or 'direct', not {hand_over!r}")
@@ -149,6 +153,8 @@ class Producer(OfOneProcess):
                     "DuplicateRolloutError then means that it was accepted"
                 )
         if isinstance(ticket.error, Withdrawn):
+            if problem := str(ticket.error):
+                raise TimeoutError(f"put_nowait() was not accepted within {timeout_s} s: {problem}")
             raise WouldBlock from None
         _raise(ticket)
 
@@ -289,7 +295,8 @@ class BlockingProducer(OfOneProcess):
         if not verdict.wait(self._port.linger_s):
             raise BrokenResourceError("the controller does not answer: whether the rollout was accepted is not known")
         if isinstance(ticket.error, Withdrawn):
-            raise TimeoutError(f"put() was not accepted within {timeout_s} s: the balancer is full")
+            problem = str(ticket.error) or "the balancer is full"
+            raise TimeoutError(f"put() was not accepted within {timeout_s} s: {problem}")
         _raise(ticket)
 
 

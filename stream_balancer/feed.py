@@ -53,8 +53,9 @@ class RankFeed(OfOneProcess):
     given, and the feed takes its leave with the last ``batch.ack()``.
 
     Raises, from the iteration: RankLostError if the controller went away, AlreadyInUseError if this rank is already
-    connected or two threads iterate one feed, ValueError if the controller balances for another number of ranks,
-    WireError if it does not speak this protocol, ClosedResourceError after :meth:`close`.
+    connected or two threads iterate one feed, ValueError if the controller balances for another number of ranks or has
+    another token, or if there is no such host, WireError if something else listens there, ClosedResourceError after
+    :meth:`close`.
     """
 
     _in_another_process = "make it where the rank trains: RankFeed(address, rank=..., dp_size=...)"
@@ -84,8 +85,9 @@ class RankFeed(OfOneProcess):
         than ``dp_dim`` (tensor, context, pipeline parallel) get the same batches, and all of them iterate.
         ``dp_dim`` may name several dimensions (HSDP). ``device``: where batches are wanted; copies run beside the
         step before. ``incarnation``: how often this rank was started before (default:
-        TORCHELASTIC_RESTART_COUNT, else 0). ``options``: ``host``, ``name``, ``connect_timeout_s``, ``keepalive_s``,
-        ``linger_s`` of the transport.
+        TORCHELASTIC_RESTART_COUNT, else 0). ``options``: ``token`` (as the transport's; default: the environment's
+        ``STREAM_BALANCER_TOKEN``), ``connect_timeout_s`` (for the first connection; by default it is tried for ever,
+        with a warning now and then), ``host``, ``name``, ``keepalive_s``, ``linger_s`` of the transport.
         """
         if depth < 1:
             raise ValueError(f"depth must be >= 1, not {depth}: with no room for a batch none could ever be sent")

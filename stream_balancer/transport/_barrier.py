@@ -17,7 +17,8 @@ from torch._C._distributed_c10d import PrefixStore
 
 from stream_balancer._threads import refuse_in_event_loop
 from stream_balancer.errors import BrokenResourceError
-from stream_balancer.transport.torch_dist import _gloo, current_world
+from stream_balancer.transport._gloo import gloo
+from stream_balancer.transport.torch_dist import current_world
 
 __all__ = ["barrier"]
 
@@ -59,9 +60,9 @@ def _cpu_group(whole: Any) -> Any:
         ranks = tuple(dist.get_process_group_ranks(whole))
         number = next(_numbers.setdefault(ranks, itertools.count()))
         name = f"stream_balancer/barrier/{number}/{'.'.join(map(str, ranks))}"
-        options = _gloo._Options()
+        options = gloo._Options()
         options._timeout = _NO_EXPIRY
-        options._devices = [_gloo.create_default_device()]
+        options._devices = [gloo.create_default_device()]
         store = PrefixStore(name, current_world()[0])
-        found = _cpu_groups[whole] = _gloo(store, ranks.index(dist.get_rank()), len(ranks), options)
+        found = _cpu_groups[whole] = gloo(store, ranks.index(dist.get_rank()), len(ranks), options)
     return found

@@ -15,7 +15,7 @@ import stat
 import struct
 from contextlib import suppress
 
-__all__ = ["keep_from_children", "keep_sockets_from_children"]
+__all__ = ["keep_from_children", "keep_sockets_from_children", "sockets_at"]
 
 _ours: dict[int, tuple[int, int]] = {}  # descriptor -> device and inode of what it refers to
 
@@ -32,11 +32,21 @@ def keep_sockets_from_children(addresses: bytes) -> None:
     For sockets that a library opened, which does not say their descriptors. Where there is no ``/proc``, a child keeps
     them.
     """
+    for fd in sockets_at(addresses):
+        with suppress(OSError):  # closed by another thread meanwhile
+            keep_from_children(fd)
+
+
+def sockets_at(addresses: bytes) -> list[int]:
+    """Descriptors of this process's TCP sockets with an end at one of ``addresses``, ``sockaddr`` in any surroundings.
+    None where there is no ``/proc``."""
+    found = []
     with suppress(OSError):
         for name in os.listdir("/proc/self/fd"):
             with suppress(OSError):  # no socket, or closed by another thread meanwhile
                 if any(end in addresses for end in _ends(int(name))):
-                    keep_from_children(int(name))
+                    found.append(int(name))
+    return found
 
 
 def _identity(fd: int) -> tuple[int, int]:

@@ -22,14 +22,16 @@ from typing import Any, Literal, NamedTuple
 
 import anyio
 from torch import Tensor
-from torch._C._distributed_c10d import PrefixStore, Store
+from torch._C._distributed_c10d import Store
 
 from stream_balancer.errors import ClosedResourceError, EndOfStream, RankLostError, to_raise
 from stream_balancer.transport import RankPort, StepDone
 from stream_balancer.transport._endpoint import Pair
+from stream_balancer.transport._handshake import JoinPeer
+from stream_balancer.transport._joiner import Joiner
 from stream_balancer.transport._links import CHUNK_BYTES, ControllerLink, Decode, PortBase, chunks
 from stream_balancer.transport._slabs import SlabPool
-from stream_balancer.transport.torch_dist import _HERE, _gloo, _GlooPair, _reach_store, _stores_of
+from stream_balancer.transport.torch_dist import join_pair
 from stream_balancer.types import RankBatch
 from stream_balancer.wire import Frame, Kind, checksum, decode, slab_of
 
@@ -77,29 +79,21 @@ def _flatten(dims: list[tuple[int, int]]) -> tuple[int, int]:
 
 
 class _Meeting:
-    """How a leader (0) and one of its peers (1) find each other: in the store, once per incarnation."""
+    """How a leader (0) and one of its peers (1) find each other: at the controller, once per incarnation."""
 
-    def __init__(self, source: Store | str, name: str, place: Place, incarnation: int, me: Literal[0, 1]) -> None:
-        self._source, self._name, self._me = source, name, me
-        self._key = f"peers/{place.rank}/{incarnation}/{place.peer}"
-        self._cancelled = threading.Event()
+    def __init__(
+        self, source: Store | str, name: str, token: str | None, place: Place, incarnation: int, me: Literal[0, 1]
+    ) -> None:
+        self._joiner = Joiner(source, name=name, token=token)
+        self._request = JoinPeer(f"{place.rank}/{incarnation}/{place.peer}", me)
 
     def pair(self, host: str | None = None) -> Pair:
         """Wait for the other one, however late it starts. Raises ClosedResourceError once cancelled."""
-        store, own = _reach_store(self._source, self._name, self._cancelled)
-        store.set(f"{self._key}/{self._me}", _HERE)
-        if store.get(f"{self._key}/{1 - self._me}") != _HERE.encode() or self._cancelled.is_set():
-            raise ClosedResourceError
-        return _GlooPair(PrefixStore(f"{self._key}/pair", store), self._me, _gloo.create_device(hostname=host or own))
+        return join_pair(self._joiner, self._request, self._request.side, host)
 
     def cancel(self) -> None:
         """Make a waiting :meth:`pair` raise. From any thread."""
-        self._cancelled.set()
-        try:
-            with _stores_of(self._source, self._name).borrow() as store:
-                store.compare_set(f"{self._key}/{1 - self._me}", "", "closed")
-        except RuntimeError:
-            pass  # the store is gone, and with it the wait
+        self._joiner.cancel()
 
 
 class PeerPort(PortBase):
@@ -116,6 +110,7 @@ class PeerPort(PortBase):
         pinned: bool = False,
         host: str | None = None,
         name: str = "stream_balancer",
+        token: str | None = None,
         keepalive_s: float = 10.0,
         linger_s: float = 5.0,
     ) -> None:
@@ -132,7 +127,7 @@ class PeerPort(PortBase):
             linger_s=linger_s,
         )
         self._host = host
-        self._meeting = _Meeting(source, name, place, incarnation, 1)
+        self._meeting = _Meeting(source, name, token, place, incarnation, 1)
         self._start()
 
     def _connect(self) -> Pair:
@@ -232,6 +227,7 @@ class LeaderPort:
         decode: Decode | None,
         host: str | None = None,
         name: str = "stream_balancer",
+        token: str | None = None,
         keepalive_s: float = 10.0,
         linger_s: float = 5.0,
     ) -> None:
@@ -251,7 +247,7 @@ class LeaderPort:
         self._links = [
             _PeerLink(
                 there := place._replace(peer=peer),
-                _Meeting(source, name, there, incarnation, 0),
+                _Meeting(source, name, token, there, incarnation, 0),
                 incarnation=incarnation,
                 max_bytes=max_batch_bytes,
                 in_loop=self._locked,

@@ -20,48 +20,23 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from itertools import islice
 
-import msgspec
 import torch
 from torch import Tensor
 
 from stream_balancer.errors import ClosedResourceError, ProducerLostError, WireError
 from stream_balancer.handover import Holder, Skeleton, payload, read_skeleton
-from stream_balancer.transport._sockets import Connection, Hub, Listener, keep_alive, listen, unexpected
+from stream_balancer.transport._acceptor import Acceptor, send_now
+from stream_balancer.transport._handshake import JoinFetcher, Joining, WelcomeProducer
+from stream_balancer.transport._joiner import join_over
+from stream_balancer.transport._sockets import Connection, Hub, keep_alive, listen, unexpected
 from stream_balancer.types import Rollout
 from stream_balancer.wire import FRAME_BYTES, Frame, Kind, read_frame
 
-__all__ = ["Fetcher", "Greeting", "Payloads", "check_greeting"]
+__all__ = ["Fetcher", "Payloads"]
 
 _MAX_WANT_BYTES = 2**23  # a million payloads
 _GATHER = 256  # buffers per recvmsg; the system's limit is 1024
 _CONNECT_S = 10.0
-HELLO_S = 10.0  # a stranger who has not said HELLO by then is sent away
-MAX_HELLO_BYTES = 4096
-
-
-class Greeting(msgspec.Struct):
-    """What stands behind HELLO."""
-
-    secret: str
-    label: str
-    serves: Holder | None = None
-    """Where ranks fetch what this producer holds."""
-
-    def message(self) -> tuple[Frame, Tensor]:
-        """Frame and body."""
-        raw = msgspec.msgpack.encode(self)
-        return Frame(Kind.HELLO, wire_bytes=len(raw)), torch.frombuffer(bytearray(raw), dtype=torch.uint8)
-
-
-def check_greeting(body: Tensor, secret: str) -> Greeting:
-    """Raises WireError if it is not one, or from somebody who does not know the secret."""
-    try:
-        greeting = msgspec.msgpack.decode(body.numpy().data, type=Greeting)
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        raise WireError(f"a greeting that cannot be read: {error}") from None
-    if not secrets.compare_digest(greeting.secret.encode(errors="replace"), secret.encode()):
-        raise WireError("a greeting with another secret: it did not come through our store")
-    return greeting
 
 
 # --- the producer ----------------------------------------------------------------------------------------------------
@@ -74,17 +49,38 @@ class Payloads:
 
     def __init__(self) -> None:
         self.secret = secrets.token_hex(16)
+        self._socket: socket.socket | None = None
         self._held: dict[int, list[Tensor]] = {}
         _HERE[self.secret] = self
 
     def __len__(self) -> int:
         return len(self._held)
 
-    def serve(self, hub: Hub, host: str, label: str) -> Holder:
-        """Listen for ranks on ``host``; where."""
-        sock = listen(host)
-        Listener(hub, sock, lambda peer: _Rank(self, Connection(hub, peer)))
-        return Holder(host, sock.getsockname()[1], self.secret, label)
+    def listen(self, host: str, label: str) -> Holder:
+        """Listen for ranks on ``host``; where. Raises ValueError or OSError if that is not possible."""
+        self.close()
+        self._socket = listen(host)
+        return Holder(host, self._socket.getsockname()[1], self.secret, label)
+
+    def serve(self, hub: Hub) -> None:
+        """Let ranks in who know the secret. In the hub's thread."""
+        sock, self._socket = self._socket, None
+        if sock is not None:
+            Acceptor(hub, sock, self.secret.encode(), {JoinFetcher: lambda peer, _: self._admit(hub, peer)})
+
+    def close(self) -> None:
+        """Do not listen, if nobody is served yet."""
+        sock, self._socket = self._socket, None
+        if sock is not None:
+            sock.close()
+
+    def _admit(self, hub: Hub, sock: socket.socket) -> None:
+        try:
+            send_now(sock, WelcomeProducer(0, 0))
+        except OSError:
+            sock.close()
+        else:
+            _Rank(self, Connection(hub, sock))
 
     def keep(self, key: int, rollout: Rollout) -> None:
         """Hold a rollout's tokens and tensors until :meth:`drop`."""
@@ -109,23 +105,15 @@ class _Rank:
 
     def __init__(self, payloads: Payloads, connection: Connection) -> None:
         self._payloads, self._connection = payloads, connection
-        self._known = False
         connection.handler = self
-        connection.expect(HELLO_S)
 
     def admit(self, frame: Frame) -> None:
         """See :class:`Handler`."""
-        kind, limit = (Kind.WANT, _MAX_WANT_BYTES) if self._known else (Kind.HELLO, MAX_HELLO_BYTES)
-        if frame.kind is not kind or not 0 < frame.wire_bytes <= limit or (self._known and frame.wire_bytes % 8):
+        if frame.kind is not Kind.WANT or not 0 < frame.wire_bytes <= _MAX_WANT_BYTES or frame.wire_bytes % 8:
             raise unexpected(frame)
 
     def handle(self, frame: Frame, body: Tensor) -> None:
         """See :class:`Handler`."""
-        if not self._known:
-            check_greeting(body, self._payloads.secret)
-            self._known = True
-            self._connection.expect(None)
-            return
         parts: list[Tensor] = []
         for key in body.view(torch.int64).tolist():
             held = self._payloads.get(key)
@@ -219,14 +207,15 @@ class Fetcher:
         sock = self._open.get(holder)
         if sock is None:
             sock = socket.create_connection((holder.host, holder.port), timeout=_CONNECT_S)
-            sock.settimeout(None)
             keep_alive(sock)
             with self._lock:
                 self._open[holder] = sock
             if self._closed:
                 raise ClosedResourceError
-            frame, body = Greeting(holder.secret, "rank").message()
-            sock.sendall(frame.pack().numpy().tobytes() + body.numpy().tobytes())
+            try:
+                join_over(sock, Joining(holder.secret.encode(), JoinFetcher()))
+            except (ValueError, WireError) as error:
+                raise ConnectionRefusedError(f"somebody else listens where it did: {error}") from None
         return sock
 
 

@@ -1,8 +1,8 @@
-"""Producers' links over sockets: the controller's :class:`Door` and :class:`Intake`, the producer's :class:`Outlet`.
+"""Producers' links over sockets: the controller's :class:`Intake`, the producer's :class:`Outlet`.
 
 ::
 
-    producer     asks for the way in (torch_dist: through the store), connects, says HELLO with the secret it was told
+    producer     joins (``_joiner``, ``_handshake``): JoinProducer
     controller   makes an Intake of it; one thread for all of them
     producer     one thread: PUTS and CANCEL out, ACCEPTED, REFUSED and END in; BYE before it leaves
 
@@ -13,21 +13,20 @@ under a minute, and a peer that is merely slow is waited for.
 from __future__ import annotations
 
 import logging
-import secrets
-import socket
 import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 
 import anyio
-import msgspec
 import torch
 from torch import Tensor
 
 from stream_balancer.errors import BrokenResourceError, ClosedResourceError, EndOfStream, WireError, to_raise
 from stream_balancer.handover import Lease, RemoteRollout, read_described
-from stream_balancer.transport._payloads import HELLO_S, MAX_HELLO_BYTES, Greeting, Payloads, check_greeting
+from stream_balancer.transport._handshake import JoinProducer, WelcomeProducer
+from stream_balancer.transport._joiner import Joiner
+from stream_balancer.transport._payloads import Payloads
 from stream_balancer.transport._puts import (
     ENDED,
     Limits,
@@ -43,93 +42,18 @@ from stream_balancer.transport._puts import (
     reason_of,
     write_puts,
 )
-from stream_balancer.transport._sockets import Connection, Hub, Listener, listen, unexpected
+from stream_balancer.transport._sockets import Connection, Hub, unexpected
 from stream_balancer.types import Rollout
 from stream_balancer.wire import Frame, Kind
 
-__all__ = ["Door", "Intake", "Outlet", "WayIn"]
+__all__ = ["Intake", "Outlet"]
 
 _MAX_TEXT_BYTES = 2**16
-_CONNECT_S = 10.0
 
 logger = logging.getLogger("stream_balancer.transport")
 
 
-class WayIn(msgspec.Struct):
-    """What a producer is told when it asks for the controller."""
-
-    host: str
-    port: int
-    secret: str
-    limits: Limits
-
-
 # --- the controller --------------------------------------------------------------------------------------------------
-
-
-class Door:
-    """Where producers come in: a listening socket, and one thread for all producers."""
-
-    def __init__(
-        self,
-        host: str,
-        limits: Limits,
-        *,
-        in_loop: Callable[[Callable[[], object]], None],
-        arrived: Callable[[Intake], object],
-        linger_s: float,
-    ) -> None:
-        """``arrived(intake)`` is called in the loop for every producer."""
-        self._limits = limits
-        self._in_loop, self._arrived, self._linger_s = in_loop, arrived, linger_s
-        self._socket = listen(host)
-        self._hub = Hub("sb-producers", self._begin)
-        self.way_in = WayIn(host, self._socket.getsockname()[1], secrets.token_hex(16), limits)
-        self._hub.start()
-
-    def close(self) -> None:
-        """Send everybody away. Blocks for milliseconds; idempotent."""
-        self._hub.close()
-
-    # in the thread
-
-    def _begin(self) -> bool:
-        Listener(self._hub, self._socket, lambda peer: _Stranger(self, Connection(self._hub, peer)))
-        return True
-
-    @property
-    def received_bytes(self) -> int:
-        """Bytes that came from producers, ever."""
-        return self._hub.received_bytes
-
-    def _admit(self, connection: Connection, greeting: Greeting) -> None:
-        intake = Intake(self._hub, connection, greeting, self._limits, self._in_loop, self._linger_s)
-        self._in_loop(lambda: self._arrived(intake))
-
-
-class _Stranger:
-    """Somebody who has connected and must say the secret."""
-
-    def __init__(self, door: Door, connection: Connection) -> None:
-        self._door, self._connection = door, connection
-        connection.handler = self
-        connection.expect(HELLO_S)
-
-    def admit(self, frame: Frame) -> None:
-        """See :class:`Handler`."""
-        if frame.kind is not Kind.HELLO or not 0 < frame.wire_bytes <= MAX_HELLO_BYTES:
-            raise unexpected(frame)
-
-    def handle(self, frame: Frame, body: Tensor) -> None:
-        """See :class:`Handler`."""
-        greeting = check_greeting(body, self._door.way_in.secret)
-        self._connection.expect(None)
-        self._door._admit(self._connection, greeting)
-
-    def lost(self, error: Exception) -> None:
-        """See :class:`Handler`."""
-        if isinstance(error, WireError):
-            logger.warning("somebody who is no producer was sent away: %s", error)
 
 
 class Intake:
@@ -139,13 +63,13 @@ class Intake:
         self,
         hub: Hub,
         connection: Connection,
-        greeting: Greeting,
+        request: JoinProducer,
         limits: Limits,
         in_loop: Callable[[Callable[[], object]], None],
         linger_s: float,
     ) -> None:
-        self.name = greeting.label
-        self.holder = greeting.serves
+        self.name = request.label
+        self.holder = request.owner
         """Where ranks fetch what this producer holds, if it hands over directly."""
         self._handler = connection.handler = _IntakeHandler(self, hub, connection, limits)
         self._hub = hub
@@ -330,16 +254,14 @@ class Outlet:
         self,
         label: str,
         *,
-        ask: Callable[[], WayIn],
-        cancel_ask: Callable[[], object],
+        joiner: Joiner,
         linger_s: float,
         direct: bool = False,
         host: str | None = None,
     ) -> None:
-        """``ask`` waits, in the outlet's thread, for a controller; ``cancel_ask`` makes it raise. ``direct``: tokens
-        stay here until a rank fetches them, from ``host`` (default: this machine's address on the way to the
-        controller)."""
-        self._label, self._ask, self._host = label, ask, host
+        """``joiner`` waits, in the outlet's thread, for a controller. ``direct``: tokens stay here until a rank fetches
+        them, from ``host`` (default: this machine's address on the way to the controller)."""
+        self._label, self._joiner, self._host = label, joiner, host
         self._payloads = Payloads() if direct else None
         self._when_released: list[Callable[[], object]] = []
         self.linger_s = linger_s
@@ -347,7 +269,7 @@ class Outlet:
         self._changed = threading.Condition()
         self._connection: Connection | None = None
         self._flushes: deque[None] = deque()
-        self._hub = Hub(f"sb-producer-{label}", self._enter, cancel_ask)
+        self._hub = Hub(f"sb-producer-{label}", self._enter, joiner.cancel)
         self._hub.start()
 
     @property
@@ -377,7 +299,8 @@ class Outlet:
 
     def withdraw(self, ticket: WireTicket) -> None:
         """Ask for it back; its verdict says whether that was in time. Never blocks."""
-        number = self._book.withdraw(ticket)
+        problem = self._joiner.problem
+        number = self._book.withdraw(ticket, f"not connected: {problem}" if problem else "")
         if number is not None:
             self._hub.do(lambda: self._send(Frame(Kind.CANCEL, step=number)))
 
@@ -401,20 +324,26 @@ class Outlet:
 
     def _enter(self) -> bool:
         try:
-            way_in = self._ask()
-            peer = socket.create_connection((way_in.host, way_in.port), timeout=_CONNECT_S)
+            sock, welcome = self._joiner.join(self._request)
+            if not isinstance(welcome, WelcomeProducer):
+                raise WireError(f"the controller welcomes a producer with a {type(welcome).__name__} message")
         except Exception as error:  # noqa: BLE001 - stores raise RuntimeErrors of many kinds
+            if self._payloads is not None:
+                self._payloads.close()
             self.lost(error)
             return False
-        self._connection = Connection(self._hub, peer)
+        self._connection = Connection(self._hub, sock)
         self._connection.handler = self
-        self._book.open(way_in.limits)
-        serves = None
         if self._payloads is not None:
-            serves = self._payloads.serve(self._hub, self._host or peer.getsockname()[0], self._label)
-        self._send(*Greeting(way_in.secret, self._label, serves).message())
+            self._payloads.serve(self._hub)
+        self._book.open(Limits(welcome.staged_bytes, welcome.max_put_bytes))
         self._flush()
         return True
+
+    def _request(self, own_host: str) -> JoinProducer:
+        if self._payloads is None:
+            return JoinProducer(self._label)
+        return JoinProducer(self._label, self._payloads.listen(self._host or own_host, self._label))
 
     def _send(self, frame: Frame, *bodies: Tensor) -> None:
         if self._connection is not None:
@@ -474,7 +403,7 @@ class Outlet:
 
     def lost(self, error: Exception) -> None:
         """See :class:`Handler`."""
-        if isinstance(error, (ValueError, WireError, ClosedResourceError)):
+        if isinstance(error, (ValueError, BrokenResourceError, ClosedResourceError)):
             self._book.end(lambda _: error)
         else:
             cause = (str(error) or type(error).__name__).split("\n", 1)[0][:200]

@@ -269,14 +269,15 @@ class PutLedger(Generic[T]):
             )
         return taken
 
-    def withdraw(self, ticket: T) -> int | None:
-        """Take a put back. The number to cancel if it is on its way; else it is settled now."""
+    def withdraw(self, ticket: T, why: str = "") -> int | None:
+        """Take a put back. The number to cancel if it is on its way; else it is settled now. ``why``: what it has
+        waited for here, if not for room."""
         with self._lock:
             ticket.withdrawn = True
             here = self._waiting.pop(ticket, self) is None
             number = ticket.number
         if here:
-            ticket.settle(Withdrawn())
+            ticket.settle(Withdrawn(why))
         return None if ticket.done else number
 
     def settle(self, number: int, error: Exception | None) -> None:

@@ -8,6 +8,7 @@ here knows what a frame means; that is its :class:`Handler`'s business.
 from __future__ import annotations
 
 import atexit
+import ipaddress
 import logging
 import selectors
 import socket
@@ -19,7 +20,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from itertools import islice
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -28,7 +29,17 @@ from stream_balancer.errors import WireError
 from stream_balancer.transport._descriptors import keep_from_children
 from stream_balancer.wire import FRAME_BYTES, Frame, read_frame
 
-__all__ = ["Connection", "Handler", "Hub", "Listener", "keep_alive", "listen", "unexpected"]
+__all__ = [
+    "Connection",
+    "Handler",
+    "Hub",
+    "Listener",
+    "Served",
+    "is_loopback",
+    "keep_alive",
+    "listen",
+    "unexpected",
+]
 
 _TURN_BYTES = 4 * 2**20  # read from one socket before the others get their turn
 _GATHER = 256  # buffers per sendmsg; the system's limit is 1024
@@ -67,10 +78,10 @@ class Hub:
             end.setblocking(False)
         self._jobs: deque[Callable[[], object]] = deque()
         self._begun = self._closing = False
-        self._sockets: set[_Served] = set()
+        self._sockets: set[Served] = set()
         self.received_bytes = 0
         """Bytes read from all its sockets, ever."""
-        self._deadlines: dict[_Served, float] = {}
+        self._deadlines: dict[Served, float] = {}
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     def start(self) -> None:
@@ -129,7 +140,7 @@ class Hub:
         return min(self._deadlines.values()) - now if self._deadlines else None
 
 
-class _Served:
+class Served:
     """A socket in a hub."""
 
     def __init__(self, hub: Hub, sock: socket.socket) -> None:
@@ -155,17 +166,21 @@ class _Served:
     def fail(self, error: Exception) -> None:
         """It is over."""
         if self.open:
-            self.open = False
-            self.hub._sockets.discard(self)
-            self.expect(None)
-            self.hub._selector.unregister(self.sock)
-            self.sock.close()
+            self.release().close()
             self._over(error)
+
+    def release(self) -> socket.socket:
+        """Its socket, not served here any more."""
+        self.open = False
+        self.hub._sockets.discard(self)
+        self.expect(None)
+        self.hub._selector.unregister(self.sock)
+        return self.sock
 
     def _over(self, error: Exception) -> None: ...
 
 
-class Connection(_Served):
+class Connection(Served):
     """Frames to and from one peer. Made and used in the hub's thread only."""
 
     handler: Handler
@@ -258,7 +273,7 @@ class Connection(_Served):
         self.handler.lost(error)
 
 
-class Listener(_Served):
+class Listener(Served):
     """Accepts connections."""
 
     def __init__(self, hub: Hub, sock: socket.socket, arrived: Callable[[socket.socket], object]) -> None:
@@ -275,7 +290,8 @@ class Listener(_Served):
 
 
 def keep_alive(sock: socket.socket) -> None:
-    """Small messages go at once, and a peer whose machine died is noticed."""
+    """Small messages go at once, a peer whose machine died is noticed, and children of this process do not keep it."""
+    keep_from_children(sock.fileno())
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in _KEEPALIVE.items():
@@ -283,10 +299,24 @@ def keep_alive(sock: socket.socket) -> None:
             sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
-def listen(host: str) -> socket.socket:
-    """A listening socket on any free port of ``host``'s first address."""
-    family, _, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
-    return socket.create_server(address[:2], family=family, backlog=1024)
+def listen(host: str, port: int = 0) -> socket.socket:
+    """A listening socket on ``port`` (0: any free one) of ``host``'s first address."""
+    family, _, _, _, address = _resolved(host, port)
+    sock = socket.create_server(address[:2], family=family, backlog=1024)
+    keep_from_children(sock.fileno())
+    return sock
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach ``host``."""
+    return ipaddress.ip_address(_resolved(host, 0)[4][0]).is_loopback
+
+
+def _resolved(host: str, port: int) -> Any:
+    try:
+        return socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+    except (socket.gaierror, UnicodeError) as error:
+        raise ValueError(f"cannot listen on {host!r}, which is no name or address of this machine: {error}") from None
 
 
 def unexpected(frame: Frame) -> WireError:

@@ -1,10 +1,10 @@
-"""Shares over torch.distributed: one two-member gloo group per (controller, rank, incarnation), over any c10d store.
+"""Shares over torch.distributed: one two-member gloo group per (controller, rank, incarnation).
 
-How a rank finds its controller, all through the store::
+::
 
-    rank         claims the first free key ``join/<n>`` and writes there who it is; waits for ``reply/<token>``
-    controller   waits for ``join/<n>``, n = 0, 1, 2, ...; answers; waits for ``here/<token>``
-    rank         writes ``here/<token>``; then both build ``pair/<token>``
+    rank, producer   find the controller's address (given, or in a c10d store), connect, prove themselves
+    controller       one listening socket and one thread for all who come (``_acceptor``); the event loop judges ranks
+    both             a rank's gloo pair meets over that connection (``_gloo``), which then ends
 
 A group of its own for every pair: the controller need not belong to the trainer's world, a restarted rank joins under
 the next incarnation, and one death cannot break another rank's link.
@@ -13,135 +13,49 @@ the next incarnation, and one death cannot break another rank's link.
 from __future__ import annotations
 
 import functools
+import logging
 import os
+import secrets
 import socket
 import threading
-import uuid
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from datetime import timedelta
+from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, Literal, Self, cast
 
 import anyio
-import msgspec
-import torch
 import torch.distributed as dist
-from torch import Tensor
-from torch._C._distributed_c10d import PrefixStore, Store, TCPStore, Work
+from torch._C._distributed_c10d import Store
 
-from stream_balancer.errors import AlreadyInUseError, ClosedResourceError, RankLostError, to_raise
-from stream_balancer.transport._descriptors import keep_sockets_from_children
-from stream_balancer.transport._endpoint import Pair, Pending
+from stream_balancer.errors import BrokenResourceError, ClosedResourceError, RankLostError, WireError, to_raise
+from stream_balancer.transport._acceptor import Acceptor, Meetings, refuse, send_now
+from stream_balancer.transport._endpoint import Pair
+from stream_balancer.transport._gloo import PAIR_TIMEOUT_S, meet
+from stream_balancer.transport._handshake import (
+    Join,
+    JoinPeer,
+    JoinProducer,
+    JoinRank,
+    Refused,
+    WelcomeProducer,
+    WelcomeRank,
+    pack,
+    token_bytes,
+)
+from stream_balancer.transport._joiner import Directory, Entry, Joiner
 from stream_balancer.transport._links import ControllerLink, Decode, PortBase
 from stream_balancer.transport._loop import Arrivals, loop_caller
-from stream_balancer.transport._producers import Door, Intake, Outlet, WayIn
+from stream_balancer.transport._producers import Intake, Outlet
 from stream_balancer.transport._puts import Limits
 from stream_balancer.transport._slabs import SlabPool
-from stream_balancer.wire import PROTOCOL, decode
+from stream_balancer.transport._sockets import Connection, Hub, is_loopback, listen
+from stream_balancer.wire import decode
 
-__all__ = ["GlooPort", "TorchTransport", "current_world", "open_outlet"]
+__all__ = ["GlooPort", "TorchTransport", "current_world", "join_pair", "open_outlet"]
 
-_FOR_EVER = timedelta(days=3650)  # timedelta.max overflows in gloo
-_SPARE_TAG, _TAG = 7, 1
-_HERE = "here"
-_PAIR_TIMEOUT_S = 5.0  # both are known to be there and take milliseconds; later waits have their own limit: none
-_STORE_TIMEOUT_S = 5.0  # a connection that was just accepted answers at once, or its host has died
-_gloo = cast("Any", dist).ProcessGroupGloo  # its options are missing from torch's type stubs
+_EVERYWHERE = ("", "0.0.0.0", "::")
+_MAX_LABEL = 200
 
-
-class _Work:
-    """A posted gloo operation."""
-
-    def __init__(self, work: Work) -> None:
-        self._work = work
-
-    def wait(self) -> None:
-        """Block for ever if need be; RuntimeError if the pair broke."""
-        self._work.wait(_FOR_EVER)
-
-
-class _GlooPair:
-    """Two processes in a gloo group of their own. Member 0 is the controller."""
-
-    def __init__(self, store: Store, me: Literal[0, 1], device: Any) -> None:
-        options = _gloo._Options()
-        options._timeout = timedelta(seconds=_PAIR_TIMEOUT_S)
-        options._devices = [device]
-        options._threads = 1
-        self._group = _gloo(store, me, 2, options)
-        keep_sockets_from_children(store.get("0/0") + store.get("0/1"))  # where the two ends told each other to connect
-        self._peer = 1 - me
-        self._poisoned = False
-
-    def send(self, tensor: Tensor) -> object:
-        return self._group.send([tensor], self._peer, _TAG)
-
-    def receive(self, tensor: Tensor) -> Pending:
-        return _Work(self._group.recv([tensor], self._peer, _TAG))
-
-    def poison(self) -> None:
-        """An expired wait closes the pair; nothing else wakes a thread that waits in gloo."""
-        if not self._poisoned:
-            self._poisoned = True
-            with suppress(RuntimeError):
-                self._group.recv([torch.zeros(1)], self._peer, _SPARE_TAG).wait(timedelta(milliseconds=1))
-
-
-class _Announcement(msgspec.Struct):
-    """What a rank writes under ``join/<n>``."""
-
-    token: str
-    protocol: int
-    rank: int
-    dp_size: int
-    incarnation: int
-    depth: int
-    max_batch_bytes: int
-    producer: bool = False
-    """Not a rank: the numbers above mean nothing then."""
-
-
-class _Reply(msgspec.Struct):
-    """What the controller writes under ``reply/<token>``."""
-
-    verdict: Literal["ok", "busy", "value", "closed"]
-    message: str = ""
-    way_in: WayIn | None = None
-    """For a producer."""
-
-
-def _write_reply(store: Store, guest: _Announcement, reply: _Reply) -> None:
-    store.set(f"reply/{guest.token}", msgspec.json.encode(reply).decode())
-
-
-def _in_name_space(store: Store, name: str) -> Store:
-    """The balancer's own corner of a store whose waits do not expire. The connection must be nobody else's."""
-    own = PrefixStore(name, store)
-    own.set_timeout(_FOR_EVER)
-    return own
-
-
-class _Stores:
-    """Connections to one store, lent to one thread each: a thread that waits in a store locks its connection.
-
-    Connections are kept for reuse, because each costs c10d a reverse name lookup, and a slow name server takes seconds.
-    """
-
-    def __init__(self, store: Store, name: str) -> None:
-        self._store, self._name = store, name
-        self._idle: list[Store] = []
-        self._lock = threading.Lock()
-
-    @contextmanager
-    def borrow(self) -> Iterator[Store]:
-        """A connection for this thread."""
-        with self._lock:
-            own = self._idle.pop() if self._idle else None
-        if own is None:
-            own = _in_name_space(cast("Any", self._store).clone(), self._name)
-        yield own
-        with self._lock:
-            self._idle.append(own)  # not after an error: it may hold half an answer
+logger = logging.getLogger("stream_balancer.transport")
 
 
 def current_world() -> tuple[Store, int, int]:
@@ -164,10 +78,13 @@ class TorchTransport:
 
     def __init__(
         self,
-        store: Store,
+        store: Store | None = None,
         *,
         dp_size: int,
         host: str = "127.0.0.1",
+        port: int = 0,
+        advertise: str | None = None,
+        token: str | None = None,
         name: str = "stream_balancer",
         connect_timeout_s: float = 30.0,
         keepalive_s: float = 10.0,
@@ -177,57 +94,74 @@ class TorchTransport:
         staged_bytes: int = Limits().staged_bytes,
         max_put_bytes: int = Limits().max_put_bytes,
     ) -> None:
-        """Serve ranks that use ``store`` (any c10d store; in a trainer's world, that world's).
+        """Serve ranks that find this process through ``store`` (any c10d store; in a trainer's world, that world's).
 
-        ``host``: the address ranks reach this process under; loopback unless you say otherwise, because links are
-        neither authenticated nor encrypted. ``name``: two balancers may share a store under different names.
-        ``connect_timeout_s``: how long a rank that has announced itself may take to connect. ``keepalive_s``: how often
-        an idle link says so; after three times that without a word a peer is reported as stalled, and waited for.
-        ``linger_s``: how long a closing end waits for the other's good-bye. ``narrow``: int64 columns travel as int32
-        where the values fit. ``shared_memory``: ranks on this machine read batches where they were packed, instead of
-        through a socket. ``staged_bytes``: puts of one producer that have arrived and are not accepted yet;
-        ``max_put_bytes``: the largest single put, which may exceed that if it travels alone.
+        The store holds one key, the address, and is not needed once a rank has joined. ``host``, ``port``: where to
+        listen for ranks and producers; loopback and any free port unless you say otherwise. ``advertise``: the name or
+        address to be written into the store, if it is not ``host``. ``token``: what ranks and producers must know
+        (default: the environment's ``STREAM_BALANCER_TOKEN``; without one, a new one is written into the store, so that
+        whoever reads the store may come in). See docs/security.md.
+
+        ``name``: two balancers may share a store under different names. ``connect_timeout_s``: how long a rank that was
+        let in may take to build its link. ``keepalive_s``: how often an idle link says so; after three times that
+        without a word a peer is reported as stalled, and waited for. ``linger_s``: how long a closing end waits for the
+        other's good-bye. ``narrow``: int64 columns travel as int32 where the values fit. ``shared_memory``: ranks on
+        this machine read batches where they were packed, instead of through a socket. ``staged_bytes``: puts of one
+        producer that have arrived and are not accepted yet; ``max_put_bytes``: the largest single put, which may exceed
+        that if it travels alone.
         """
         self._limits = Limits(staged_bytes, max_put_bytes).check()
-        self._stores = _Stores(store, name)
         self.dp_size = dp_size
-        self._host = host
+        self._token = token_bytes(token)
         self._connect_timeout_s = connect_timeout_s
         self._keepalive_s = keepalive_s
         self._linger_s = linger_s
         self._narrow = narrow
         self._shared_memory = shared_memory
         self._pool = SlabPool(keep=2 * dp_size)  # per rank one on its way and one being packed
-        self._token = uuid.uuid4().hex
         self._waiting: list[ControllerLink] = []
         self._links: dict[int, ControllerLink] = {}
         self._joining: set[ControllerLink] = set()
-        self._on_hold: list[_Announcement] = []
+        self._on_hold: list[tuple[socket.socket, JoinRank]] = []
         self._producers: Arrivals[Intake] = Arrivals()
-        self._door: Door | None = None  # made for the first producer
         self._arrival = anyio.Event()
         self._error: Exception | None = None
         self._in_loop: Callable[[Callable[[], object]], None] | None = None
-        self._doorman = threading.Thread(target=self._admit_all, name="sb-doorman", daemon=True)
-        self.address: str | None = None
-        """``tcp://host:port`` for ranks, if this transport owns its store."""
+        self._early: list[Callable[[], None]] = []  # who came before there was an event loop
+        host_for_others = _advertised(host, advertise)
+        self._socket = listen(host, port)
+        port = self._socket.getsockname()[1]
+        self.address = (
+            f"tcp://[{host_for_others}]:{port}" if ":" in host_for_others else f"tcp://{host_for_others}:{port}"
+        )
+        """``tcp://host:port``, for ranks and producers."""
+        self._directory = None if store is None else Directory(store, name)
+        self._entry = Entry(host_for_others, port)
+        if self._directory is not None:
+            if not self._token:
+                self._entry = Entry(host_for_others, port, secrets.token_hex(16))
+                self._token = (self._entry.token or "").encode()
+            self._directory.write(self._entry)
+        self._hub = Hub("sb-acceptor", self._begin_listening)
+        self._hub.start()
 
     @classmethod
-    def listen(cls, *, dp_size: int, host: str = "127.0.0.1", port: int = 0, **options: Any) -> Self:
-        """A transport with a store of its own, listening on ``host:port`` (0 = any free one). See :attr:`address`."""
-        listener = socket.create_server((host, port), backlog=1024)
-        bound = listener.getsockname()[1]
-        store = TCPStore(
-            host,
-            bound,
-            is_master=True,
-            wait_for_workers=False,
-            master_listen_fd=listener.detach(),
-            timeout=timedelta(days=1),
-        )
-        transport = cls(store, dp_size=dp_size, host=host, **options)
-        transport.address = f"tcp://{host}:{bound}"
-        return transport
+    def listen(
+        cls, *, dp_size: int, host: str = "127.0.0.1", port: int = 0, insecure: bool = False, **options: Any
+    ) -> Self:
+        """A transport that ranks reach at ``host:port`` (0 = any free one), without a store. See :attr:`address`.
+
+        Raises ValueError for a host that other machines reach, without a ``token``: give one, or ``insecure=True`` if
+        everybody who reaches that port may put rollouts, read them and stop this process. ``host="0.0.0.0"`` needs
+        ``advertise=``, the name or address under which ranks reach this machine.
+        """
+        if not (insecure or token_bytes(options.get("token")) or is_loopback(host)):
+            raise ValueError(
+                f"listen(host={host!r}) without a token: whoever reaches that port could put rollouts, read them and "
+                "stop this process. Set STREAM_BALANCER_TOKEN to the same secret in all processes, or pass token=; or "
+                "insecure=True if the network keeps everybody else out. See docs/security.md"
+            )
+        return cls(dp_size=dp_size, host=host, port=port, **options)
 
     @classmethod
     def in_world(cls, **options: Any) -> Self:
@@ -268,8 +202,12 @@ class TorchTransport:
             async with anyio.create_task_group() as group:
                 for link in [*self._links.values(), *self._joining]:
                     group.start_soon(link.aclose)
-                for job in [self._dismiss] if self._door is None else [self._dismiss, self._door.close]:
-                    group.start_soon(functools.partial(anyio.to_thread.run_sync, job, limiter=anyio.CapacityLimiter(1)))
+                group.start_soon(
+                    functools.partial(anyio.to_thread.run_sync, self._leave, limiter=anyio.CapacityLimiter(1))
+                )
+        for sock, _ in self._on_hold:
+            sock.close()
+        self._on_hold.clear()
 
     async def __aenter__(self) -> Self:
         self._open()
@@ -281,113 +219,97 @@ class TorchTransport:
     def _open(self) -> None:
         if self._in_loop is None:
             self._in_loop = loop_caller()
-            self._doorman.start()
-            _DOORS.add(self)
+            self._hub.do(self._let_in_who_came_early)
 
-    # the doorman's thread: one blocking wait in the store per arrival
+    def _leave(self) -> None:
+        if self._directory is not None:
+            self._directory.remove(self._entry)
+        self._hub.close()
 
-    def _admit_all(self) -> None:
+    @property
+    def received_bytes(self) -> int:
+        """Bytes that came from producers, ever."""
+        return self._hub.received_bytes
+
+    # in the hub's thread
+
+    def _begin_listening(self) -> bool:
+        meetings = Meetings(self._hub)
+        joins: dict[type[Join], Callable[[socket.socket, Any], None]] = {
+            JoinRank: self._on_rank,
+            JoinProducer: self._on_producer,
+            JoinPeer: meetings.arrive,
+        }
+        Acceptor(self._hub, self._socket, self._token, joins)
+        return True
+
+    def _let_in_who_came_early(self) -> None:
+        early, self._early = self._early, []
+        for come in early:
+            come()
+
+    def _on_rank(self, sock: socket.socket, request: JoinRank) -> None:
+        if self._in_loop is None:
+            self._early.append(functools.partial(self._on_rank, sock, request))
+        else:
+            self._in_loop(functools.partial(self._judge, sock, request))
+
+    def _on_producer(self, sock: socket.socket, request: JoinProducer) -> None:
+        in_loop = self._in_loop
+        if in_loop is None:
+            self._early.append(functools.partial(self._on_producer, sock, request))
+            return
         try:
-            with self._stores.borrow() as store:
-                number = store.add("joined", 0)
-                while (raw := store.get(f"join/{number}")) != self._token.encode():
-                    number = store.add("joined", 1)
-                    with suppress(msgspec.MsgspecError):  # not an announcement of ours: nobody to answer
-                        self._admit(msgspec.json.decode(raw, type=_Announcement))
-                store.add("joined", 1)  # past our own good-bye, for a controller that comes after us
-        except RuntimeError as error:  # the store is gone
-            self._to_loop(functools.partial(self._fail, error))
+            send_now(sock, WelcomeProducer(*self._limits))
+        except OSError:
+            sock.close()
+            return
+        intake = Intake(self._hub, Connection(self._hub, sock), request, self._limits, in_loop, self._linger_s)
+        in_loop(functools.partial(self.readmit, intake))
 
-    def _admit(self, guest: _Announcement) -> None:
-        reply = self._judge(guest)
-        if reply is None:
-            self._to_loop(functools.partial(self._welcome, guest))
-        else:
-            self._answer(guest, reply)
+    # in the loop: one incarnation per rank is decided here, and nowhere else
 
-    def _answer(self, guest: _Announcement, reply: _Reply) -> None:
-        with suppress(RuntimeError), self._stores.borrow() as store:
-            _write_reply(store, guest, reply)
-
-    def _judge(self, guest: _Announcement) -> _Reply | None:
-        who = f"rank {guest.rank} announces"
-        if guest.producer:
-            who = "a producer announces"
-        if guest.protocol != PROTOCOL:
-            problem = f"protocol {guest.protocol}, but the controller speaks {PROTOCOL}. Install one version everywhere"
-        elif guest.producer:
-            return None
-        elif guest.dp_size != self.dp_size:
-            problem = (
-                f"dp_size={guest.dp_size}, but the controller balances for dp_size={self.dp_size}. "
-                "Give both the same number of data-parallel ranks"
-            )
-        elif not 0 <= guest.rank < self.dp_size or guest.depth < 1 or guest.incarnation < 0:
-            problem = (
-                f"depth={guest.depth}, incarnation={guest.incarnation}, but ranks go from 0 to {self.dp_size - 1}, "
-                "depth is at least 1 and incarnation at least 0"
-            )
-        else:
-            return None
-        return _Reply("value", f"{who} {problem}")
-
-    def _to_loop(self, function: Callable[[], object]) -> None:
-        if self._in_loop is not None:
-            self._in_loop(function)
-
-    def _dismiss(self) -> None:
-        """Make the doorman's wait end, and join him."""
-        if self._doorman.ident is not None:
-            with suppress(RuntimeError), self._stores.borrow() as store:
-                _claim(store, self._token)
-            self._doorman.join()
-        _DOORS.discard(self)
-
-    # in the loop
-
-    def _fail(self, error: Exception) -> None:
-        if self._error is None:
-            self._error = RankLostError(
-                f"the store ranks meet in went away: {error}. Restart the process that hosts it",
-                rank=-1,
-                cause=str(error),
-            )
-        self._producers.fail(self._error)
-        self._arrival.set()
-
-    def _welcome(self, guest: _Announcement) -> None:
+    def _judge(self, sock: socket.socket, request: JoinRank) -> None:
+        refused = self._refusal(request)
         if self._error is not None or self._in_loop is None:
-            return
-        if guest.producer:
-            self._show_in(guest, self._in_loop)
-            return
-        before = self._links.get(guest.rank)
-        if before is not None and before.live and before.incarnation >= guest.incarnation:
-            refusal = (
-                f"rank {guest.rank} is already connected (incarnation {before.incarnation}). One RankFeed per rank: "
-                "close the other one first, or start the rank again under a higher incarnation"
-            )
-            self._in_background(functools.partial(self._answer, guest, _Reply("busy", refusal)))
-        elif any(link.rank == guest.rank and link.incarnation >= guest.incarnation for link in self._joining):
-            self._on_hold.append(guest)  # until that one is connected, or has failed
+            sock.close()
+        elif refused is not None:
+            refuse(sock, refused)
+        elif any(link.rank == request.rank and link.incarnation >= request.incarnation for link in self._joining):
+            self._on_hold.append((sock, request))  # until that one is connected, or has failed
         else:
-            self._begin(guest, self._in_loop)
+            self._begin(sock, request, self._in_loop)
 
-    def _show_in(self, guest: _Announcement, in_loop: Callable[[Callable[[], object]], None]) -> None:
-        if self._door is None:
-            self._door = Door(
-                self._host, self._limits, in_loop=in_loop, arrived=self.readmit, linger_s=self._linger_s
-            )  # fmt: skip
-        self._in_background(functools.partial(self._answer, guest, _Reply("ok", way_in=self._door.way_in)))
+    def _refusal(self, request: JoinRank) -> Refused | None:
+        if request.dp_size != self.dp_size:
+            return Refused(
+                "value",
+                f"rank {request.rank} announces dp_size={request.dp_size}, but the controller balances for "
+                f"dp_size={self.dp_size}. Give both the same number of data-parallel ranks",
+            )
+        if not 0 <= request.rank < self.dp_size or request.depth < 1 or request.incarnation < 0:
+            return Refused(
+                "value",
+                f"rank {request.rank} announces depth={request.depth}, incarnation={request.incarnation}, but ranks go "
+                f"from 0 to {self.dp_size - 1}, depth is at least 1 and incarnation at least 0",
+            )
+        before = self._links.get(request.rank)
+        if before is not None and before.live and before.incarnation >= request.incarnation:
+            return Refused(
+                "busy",
+                f"rank {request.rank} is already connected (incarnation {before.incarnation}). One RankFeed per rank: "
+                "close the other one first, or start the rank again under a higher incarnation",
+            )
+        return None
 
-    def _begin(self, guest: _Announcement, in_loop: Callable[[Callable[[], object]], None]) -> None:
+    def _begin(self, sock: socket.socket, request: JoinRank, in_loop: Callable[[Callable[[], object]], None]) -> None:
         link = ControllerLink(
-            rank=guest.rank,
-            incarnation=guest.incarnation,
-            depth=guest.depth,
-            max_bytes=guest.max_batch_bytes,
-            connect=functools.partial(self._join, guest),
-            cancel_connect=functools.partial(self._uninvite, guest),
+            rank=request.rank,
+            incarnation=request.incarnation,
+            depth=request.depth,
+            max_bytes=request.max_batch_bytes,
+            connect=functools.partial(self._pair_with, sock),
+            cancel_connect=functools.partial(_shut_down, sock),
             settled=self._on_settled,
             in_loop=in_loop,
             pool=self._pool,
@@ -405,10 +327,10 @@ class TorchTransport:
             self._install(link)
         else:
             self._in_background(link._shut)
-        held = [guest for guest in self._on_hold if guest.rank == link.rank]
-        self._on_hold = [guest for guest in self._on_hold if guest.rank != link.rank]
-        for guest in held:
-            self._welcome(guest)
+        held = [(sock, request) for sock, request in self._on_hold if request.rank == link.rank]
+        self._on_hold = [(sock, request) for sock, request in self._on_hold if request.rank != link.rank]
+        for sock, request in held:
+            self._judge(sock, request)
 
     def _install(self, link: ControllerLink) -> None:
         before = self._links.get(link.rank)
@@ -428,101 +350,38 @@ class TorchTransport:
 
     # in a link's thread
 
-    def _join(self, guest: _Announcement) -> Pair:
-        with self._stores.borrow() as store:
-            _write_reply(store, guest, _Reply("ok"))
-            here = f"here/{guest.token}"
-            store.wait([here], timedelta(seconds=self._connect_timeout_s))
-            if store.get(here) != _HERE.encode():
-                raise ClosedResourceError
-            device = _gloo.create_device(hostname=self._host)
-            return _GlooPair(PrefixStore(f"pair/{guest.token}", store), 0, device)
-
-    def _uninvite(self, guest: _Announcement) -> None:
-        """Wake a thread that waits for a rank which announced itself and may never come."""
-        with suppress(RuntimeError), self._stores.borrow() as store:
-            store.set(f"here/{guest.token}", "closed")
+    def _pair_with(self, sock: socket.socket) -> Pair:
+        with sock:
+            sock.settimeout(self._connect_timeout_s)
+            sock.sendall(pack(WelcomeRank()))
+            return meet(sock, 0, token=self._token, hostname=sock.getsockname()[0])
 
 
-_DOORS: set[TorchTransport] = set()
-
-
-def _claim(store: Store, value: str) -> None:
-    """Write ``value`` under the first free ``join/<n>``. Claiming and writing is one step, so nobody can leave a hole
-    behind."""
-    number = store.add("joined", 0)
-    while bytes(store.compare_set(f"join/{number}", "", value)).decode() != value:
-        number += 1
+def _shut_down(sock: socket.socket) -> None:
+    """Wake a thread that waits on it."""
+    with suppress(OSError):
+        sock.shutdown(socket.SHUT_RDWR)
 
 
 # --- ranks and producers ---------------------------------------------------------------------------------------------
 
 
-class _Visit:
-    """One announcement to a controller, and its answer."""
-
-    def __init__(self, source: Store | str, name: str, announcement: _Announcement) -> None:
-        self._source, self._name, self._announcement = source, name, announcement
-        self._asked = self._answered = False
-        self._cancelled = threading.Event()
-
-    def ask(self) -> tuple[_Reply, Store, str]:
-        """Announce and wait: the answer, a connection to the store, and the address of this machine that the
-        controller sees. Raises what a refusal says, ClosedResourceError once cancelled."""
-        store, host = _reach_store(self._source, self._name, self._cancelled)
-        _claim(store, msgspec.json.encode(self._announcement).decode())
-        self._asked = True
-        if self._cancelled.is_set():
-            raise ClosedResourceError
-        reply = msgspec.json.decode(store.get(f"reply/{self._announcement.token}"), type=_Reply)
-        self._answered = True
-        if reply.verdict == "busy":
-            raise AlreadyInUseError(reply.message)
-        if reply.verdict == "value":
-            raise ValueError(reply.message)
-        if reply.verdict == "closed":
-            raise ClosedResourceError
-        return reply, store, host
-
-    def cancel(self) -> None:
-        """Make :meth:`ask` raise, wherever it waits. From any thread."""
-        self._cancelled.set()
-        if self._asked and not self._answered:  # it waits for the answer: give it one
-            with suppress(RuntimeError), _stores_of(self._source, self._name).borrow() as store:
-                _write_reply(store, self._announcement, _Reply("closed"))
-
-
-def _stores_of(source: Store | str, name: str) -> _Stores:
-    """Connections to the store at ``source``."""
-    if isinstance(source, str):
-        host, port = _parse(source)
-        source = TCPStore(host, port, is_master=False, timeout=timedelta(seconds=5))
-    return _Stores(source, name)
-
-
-def _reach_store(source: Store | str, name: str, cancelled: threading.Event) -> tuple[Store, str]:
-    """A connection of one's own to the store, and the address of this machine that its host sees. Waits for a
-    controller that starts later; raises ClosedResourceError once ``cancelled``."""
-    if not isinstance(source, str):
-        return _in_name_space(cast("Any", source).clone(), name), _own_address(_master())
-    host, port = _parse(source)
-    delay_s = 0.05
+def join_pair(joiner: Joiner, request: Join, side: Literal[0, 1], host: str | None) -> Pair:
+    """Join, and build the pair with whom the controller says; again, if that did not work out. Raises as
+    :meth:`Joiner.join` does."""
     while True:
-        try:
-            with socket.create_connection((host, port), timeout=5.0) as probe:
-                own = probe.getsockname()[0]
-            # a controller that dies just now would otherwise be waited for, in C++, where nothing can be cancelled
-            store = TCPStore(host, port, is_master=False, timeout=timedelta(seconds=_STORE_TIMEOUT_S))
-            store.set_timeout(timedelta(days=1))
-            return _in_name_space(store, name), own
-        except (OSError, RuntimeError):
-            if cancelled.wait(delay_s):
-                raise ClosedResourceError from None
-            delay_s = min(2 * delay_s, 1.0)
+        sock, _ = joiner.join(lambda _: request)
+        with sock:
+            try:
+                sock.settimeout(PAIR_TIMEOUT_S)
+                return meet(sock, side, token=joiner.token, hostname=host or sock.getsockname()[0])
+            except (RuntimeError, OSError) as error:
+                logger.warning("a link was not built, trying again: %s", str(error).split("\n", 1)[0])
+        joiner.pause()
 
 
 class GlooPort(PortBase):
-    """The rank's end, over a store or the address of one."""
+    """The rank's end, over a store or the address of a controller."""
 
     def __init__(
         self,
@@ -535,7 +394,8 @@ class GlooPort(PortBase):
         max_batch_bytes: int,
         host: str | None = None,
         name: str = "stream_balancer",
-        connect_timeout_s: float = 30.0,
+        token: str | None = None,
+        connect_timeout_s: float | None = None,
         keepalive_s: float = 10.0,
         linger_s: float = 5.0,
         decode: Decode = decode,
@@ -555,20 +415,20 @@ class GlooPort(PortBase):
             linger_s=linger_s,
         )
         self._host = host
-        self._connect_timeout_s = connect_timeout_s
-        self._token = uuid.uuid4().hex
-        announcement = _Announcement(self._token, PROTOCOL, rank, dp_size, incarnation, depth, max_batch_bytes)
-        self._visit = _Visit(source, name, announcement)
+        self._request = JoinRank(rank, dp_size, incarnation, depth, max_batch_bytes)
+        self._joiner = Joiner(source, name=name, token=token, connect_timeout_s=connect_timeout_s)
         self._start()
 
     def _connect(self) -> Pair:
-        _, store, host = self._visit.ask()
-        device = _gloo.create_device(hostname=self._host or host)
-        store.set(f"here/{self._token}", _HERE)
-        return _GlooPair(PrefixStore(f"pair/{self._token}", store), 1, device)
+        try:
+            return join_pair(self._joiner, self._request, 1, self._host)
+        except WireError:
+            raise
+        except BrokenResourceError as error:
+            raise RankLostError(f"rank {self.rank}: {error}", rank=self.rank, cause=str(error)) from None
 
     def _cancel_connect(self) -> None:
-        self._visit.cancel()
+        self._joiner.cancel()
 
 
 def open_outlet(
@@ -578,32 +438,28 @@ def open_outlet(
     label: str | None = None,
     host: str | None = None,
     name: str = "stream_balancer",
+    token: str | None = None,
+    connect_timeout_s: float | None = None,
     linger_s: float = 5.0,
 ) -> Outlet:
-    """A producer's end, over a store or the address of one."""
-    visit = _Visit(source, name, _Announcement(uuid.uuid4().hex, PROTOCOL, 0, 0, 0, 1, 0, producer=True))
+    """A producer's end, over a store or the address of a controller."""
+    joiner = Joiner(source, name=name, token=token, connect_timeout_s=connect_timeout_s)
+    label = (label or f"{socket.gethostname()}:{os.getpid()}")[:_MAX_LABEL]
+    return Outlet(label, joiner=joiner, linger_s=linger_s, direct=direct, host=host)
 
-    def ask() -> WayIn:
-        reply, _, _ = visit.ask()
-        if reply.way_in is None:
-            raise ValueError("the controller did not say where producers come in. Install one version everywhere")
-        return reply.way_in
 
-    label = label or f"{socket.gethostname()}:{os.getpid()}"
-    return Outlet(label, ask=ask, cancel_ask=visit.cancel, linger_s=linger_s, direct=direct, host=host)
+def _advertised(host: str, advertise: str | None) -> str:
+    """The name or address others are told."""
+    if advertise is None and host in _EVERYWHERE:
+        raise ValueError(
+            f"host={host!r} listens on every address of this machine, and ranks need one of them: pass "
+            "advertise='<name or address of this machine>' too"
+        )
+    return advertise or host
 
 
 def _master() -> str:
     return os.environ.get("MASTER_ADDR", "127.0.0.1")
-
-
-def _parse(address: str) -> tuple[str, int]:
-    host, colon, port = address.removeprefix("tcp://").rpartition(":")
-    if not (address.startswith("tcp://") and colon and port.isdecimal()):
-        raise ValueError(
-            f"{address!r} is not an address of a controller: expected 'tcp://host:port', as TorchTransport.address"
-        )
-    return host.strip("[]"), int(port)
 
 
 def _own_address(peer: str) -> str:

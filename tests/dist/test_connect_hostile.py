@@ -17,19 +17,16 @@ import torch
 import stream_balancer as sb
 from stream_balancer.attend import attend
 from stream_balancer.testing import make_rollout
+from stream_balancer.transport._handshake import Hello, Joining, JoinProducer, pack
+from stream_balancer.transport._joiner import join_over, parse_address
 from stream_balancer.transport._puts import Limits, Mode, PutLedger, WireTicket, write_puts
-from stream_balancer.wire import Frame, Kind, read_frame
+from stream_balancer.wire import PROTOCOL, Frame, Kind, read_frame
 
-SECRET = "the secret"
+TOKEN = "a token of the test"
 
 
 def raw(frame: Frame, body: bytes = b"") -> bytes:
     return frame.pack().numpy().tobytes() + body
-
-
-def hello(secret: str) -> bytes:
-    body = msgspec.msgpack.encode({"secret": secret, "label": "hostile"})
-    return raw(Frame(Kind.HELLO, wire_bytes=len(body)), body)
 
 
 def puts(name: str = "half") -> bytes:
@@ -59,21 +56,13 @@ def wrong_dtype(message: bytes) -> bytes:
     return message[:128] + inner
 
 
-STRANGERS = {
-    "noise": random.Random(0).randbytes(400),
-    "http": b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n" * 8,
-    "wrong secret": hello("guess"),
-    "no hello": puts(),
-    "huge hello": raw(Frame(Kind.HELLO, wire_bytes=2**40)),
-    "hello of noise": raw(Frame(Kind.HELLO, wire_bytes=64), random.Random(1).randbytes(64)),
-}
 PRODUCERS = {
     "noise": random.Random(2).randbytes(400),
     "wrong version": wrong_version(puts()),
     "flipped bit": bytes([puts()[0]]) + bytes([puts()[1] ^ 1]) + puts()[2:],
     "kind of a rank": raw(Frame(Kind.REPORT, taken=1)),
     "kind of the controller": raw(Frame(Kind.ACCEPTED, step=0, nanoseconds=1)),
-    "hello again": hello(SECRET),
+    "handshake again": pack(Hello(PROTOCOL, bytes(16))) + bytes(100),
     "too large": raw(Frame(Kind.PUTS, wire_bytes=2**61)),
     "above max_put_bytes": raw(Frame(Kind.PUTS, wire_bytes=2**20 + 1)),
     "empty puts": raw(Frame(Kind.PUTS)),
@@ -86,40 +75,37 @@ PRODUCERS = {
 QUIET = {"half a frame": puts()[:100], "half a body": puts()[:-30], "nothing": b""}  # the peer just goes away
 
 
-async def test_hostile_peers_are_sent_away_and_others_notice_nothing(caplog: pytest.LogCaptureFixture) -> None:
+async def test_hostile_producers_are_sent_away_and_others_notice_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    """They know the token, and break the protocol."""
     caplog.set_level(logging.WARNING, "stream_balancer.transport")
     config = sb.BalancerConfig(dp_size=1, batch_size=4, window=64)
     with anyio.fail_after(50):
         async with (
-            sb.TorchTransport.listen(dp_size=1, max_put_bytes=2**20, staged_bytes=2**19) as transport,
+            sb.TorchTransport.listen(dp_size=1, token=TOKEN, max_put_bytes=2**20, staged_bytes=2**19) as transport,
             sb.StreamBalancer(config) as balancer,
             anyio.create_task_group() as tasks,
         ):
             tasks.start_soon(attend, balancer, transport)
-            async with sb.connect(transport.address) as healthy:
+            async with sb.connect(transport.address, token=TOKEN) as healthy:
                 await healthy.put(make_rollout(3, "first"))
-                door = transport._door
-                assert door is not None
-                door.way_in.secret = SECRET
-                address = (door.way_in.host, door.way_in.port)
-                waves = ((b"", STRANGERS, 1), (hello(SECRET), PRODUCERS, 1), (hello(SECRET), QUIET, 0))
-                for greeting, attacks, warned in waves:
+                address = parse_address(transport.address)
+                for attacks, warned in ((PRODUCERS, 1), (QUIET, 0)):
                     for name, message in attacks.items():
                         caplog.clear()
-                        await anyio.to_thread.run_sync(attack, address, greeting + message, bool(warned))
-                        await healthy.put(make_rollout(3, f"after {name} {warned} {len(greeting)}"))
+                        await anyio.to_thread.run_sync(attack, address, message, bool(warned))
+                        await healthy.put(make_rollout(3, f"after {name} {warned}"))
                         assert len(caplog.records) == warned, (name, caplog.text)
-                assert [t.name for t in threading.enumerate()].count("sb-producers") == 1
-                held = {r.rollout_id for r in balancer._core._buffer.rollouts()}
-                assert len(held) == 1 + len(STRANGERS) + len(PRODUCERS) + len(QUIET) + 1
+                assert [t.name for t in threading.enumerate()].count("sb-acceptor") == 1
+                held = {r.rollout_id for r in balancer.snapshot().waiting}
+                assert len(held) == 1 + len(PRODUCERS) + len(QUIET) + 1
                 assert "once" in held  # what came before the offence was in order
-                assert len(door._hub._sockets) == 2  # the listener and the healthy producer
             tasks.cancel_scope.cancel()
 
 
-def attack(address: tuple[str, int], message: bytes, wait: bool) -> None:
-    """Send it all, and wait to be thrown out."""
+def attack(address: tuple[str, int], message: bytes, wait: bool, joining: Joining | None = None) -> None:
+    """Join, send it all, and wait to be thrown out."""
     with closing(socket.create_connection(address)) as peer:
+        join_over(peer, joining or Joining(TOKEN.encode(), JoinProducer("hostile")))
         peer.settimeout(20)
         try:
             peer.sendall(message)
@@ -127,19 +113,3 @@ def attack(address: tuple[str, int], message: bytes, wait: bool) -> None:
                 pass
         except ConnectionError:
             pass
-
-
-async def test_a_stranger_who_says_nothing_is_sent_away(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("stream_balancer.transport._producers.HELLO_S", 0.05)
-    config = sb.BalancerConfig(dp_size=1, batch_size=4)
-    with anyio.fail_after(50):
-        async with sb.TorchTransport.listen(dp_size=1) as transport, sb.StreamBalancer(config) as balancer:
-            async with anyio.create_task_group() as tasks:
-                tasks.start_soon(attend, balancer, transport)
-                async with sb.connect(transport.address) as healthy:
-                    await healthy.put(make_rollout(3))
-                    door = transport._door
-                    assert door is not None
-                    await anyio.to_thread.run_sync(attack, (door.way_in.host, door.way_in.port), b"", True)
-                    await healthy.put(make_rollout(3))
-                tasks.cancel_scope.cancel()

@@ -1,19 +1,24 @@
-"""A controller that dies while a rank is connecting."""
+"""What a rank needs its store, and a controller that is not there yet, for; and what it does when they die."""
 
 from __future__ import annotations
 
+import multiprocessing
 import socket
 import threading
+from typing import Any
 
-import pytest
+import anyio
+from torch._C._distributed_c10d import Store, TCPStore
 
 import stream_balancer as sb
-from stream_balancer.transport import torch_dist
+from stream_balancer.dispatch import serve
+from stream_balancer.testing.transports import ScriptedBalancer, make_batch
+
+_PROCESSES = multiprocessing.get_context("forkserver")
 
 
-def test_a_rank_leaves_a_controller_that_died_while_it_connected(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_leaves_a_controller_that_died_while_it_connected() -> None:
     """The port accepts and then says nothing but good-bye, as when the process is killed in between."""
-    monkeypatch.setattr(torch_dist, "_STORE_TIMEOUT_S", 0.5)
     server = socket.create_server(("127.0.0.1", 0))
     probed = threading.Event()
 
@@ -36,3 +41,39 @@ def test_a_rank_leaves_a_controller_that_died_while_it_connected(monkeypatch: py
     server.shutdown(socket.SHUT_RDWR)
     server.close()
     acceptor.join(5)
+
+
+def _host_store(pipe: Any) -> None:
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    pipe.send(store.port)
+    pipe.recv()
+
+
+async def test_a_feed_goes_on_when_the_store_it_joined_through_has_died() -> None:
+    mine, theirs = _PROCESSES.Pipe()
+    host = _PROCESSES.Process(target=_host_store, args=(theirs,), daemon=True)
+    host.start()
+    port = await anyio.to_thread.run_sync(mine.recv)
+    stores: list[Store] = [TCPStore("127.0.0.1", port, is_master=False) for _ in range(2)]
+    balancer = ScriptedBalancer([make_batch(step, 1) for step in range(5)])
+    with anyio.fail_after(50):
+        async with sb.TorchTransport(stores[0], dp_size=1) as transport, anyio.create_task_group() as tasks:
+            tasks.start_soon(serve, balancer, transport)
+            feed = sb.RankFeed(stores[1], rank=0, dp_size=1)
+            assert (await anext(feed)).step == 0
+            host.kill()
+            host.join()
+            assert [batch.step async for batch in feed] == [1, 2, 3, 4]
+    assert balancer.acknowledged == list(range(5))
+
+
+async def test_ranks_wait_in_a_store_for_one_controller_after_the_other() -> None:
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    with anyio.fail_after(50):
+        for life in range(2):
+            feed = sb.RankFeed(store, rank=0, dp_size=1)
+            async with sb.TorchTransport(store, dp_size=1) as transport:
+                balancer = ScriptedBalancer([make_batch(step, 1) for step in range(2)])
+                async with anyio.create_task_group() as tasks:
+                    tasks.start_soon(serve, balancer, transport)
+                    assert [batch.step async for batch in feed] == [0, 1], life

@@ -16,7 +16,7 @@ from stream_balancer.dispatch import serve
 from stream_balancer.errors import RankLostError
 from stream_balancer.feed import RankFeed
 from stream_balancer.testing.transports import ScriptedBalancer, make_batch
-from stream_balancer.transport import torch_dist
+from stream_balancer.transport import _gloo
 from stream_balancer.transport.torch_dist import TorchTransport
 
 SCRIPT = str(Path(__file__).with_name("feed_rank.py"))
@@ -112,7 +112,7 @@ def test_ranks_and_controller_may_start_in_any_order() -> None:
 
 @pytest.mark.processes
 async def test_idling_longer_than_the_group_timeout_is_fine(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch_dist, "_PAIR_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(_gloo, "PAIR_TIMEOUT_S", 0.5)
     with anyio.fail_after(GUARD_S):
         async with TorchTransport.listen(dp_size=1, connect_timeout_s=5, keepalive_s=0.3) as transport:
             feed = RankFeed(transport.address, rank=0, dp_size=1, keepalive_s=0.3)
