@@ -123,10 +123,10 @@ class Buffer:
         self.num_ready = int(np.count_nonzero(self._complete()))
         return removed
 
-    def pass_over(self) -> None:
-        """A dispatch left all that is here behind: count it, but not for incomplete groups, which could not go.
+    def pass_over(self, could_go: NDArray[np.bool_]) -> None:
+        """A dispatch leaves these ([n] bool) behind: count it, but not for incomplete groups, which could not go.
         O(n)."""
-        self._skips[: self._rows] += self._complete()
+        self._skips[: self._rows] += self._complete() & could_go
 
     def reprice(self, costs: NDArray[np.float64]) -> None:
         """Replace the costs of all rows (a new cost model). O(n)."""

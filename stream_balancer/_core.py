@@ -11,7 +11,10 @@ A batch leaves when someone asks (``poll``) and one of these holds, in this orde
     drain     end() was called: whatever is left
     window    ``window`` rollouts wait, or a put found no room: it cannot get better by waiting
     deadline  the oldest rollout has waited ``deadline_s``, and ``min_batch_size`` wait
-    age       rollouts would go stale at the next policy version, and a full batch waits
+    age       rollouts would be too old with one more step before them, and a full batch waits
+
+Under ``max_staleness`` a rollout leaves only if it is young enough *when it is trained*: every batch before it that the
+trainer is not through with may make a version.
 
 ``next_wakeup()`` says when ``poll`` will succeed if nothing else happens, so that nobody has to ask twice. A poll
 that fails leaves everything as it was: the plan is made first, and taken apart from nothing.
@@ -22,7 +25,7 @@ from __future__ import annotations
 import math
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -31,7 +34,7 @@ from numpy.typing import NDArray
 from stream_balancer._admission import Schema, check_fits, check_schema, cost_of, costs_of, schema_of, with_loss_mask
 from stream_balancer._batching import make_batch, rows_of
 from stream_balancer._buffer import Buffer
-from stream_balancer._counts import Counts, idle, unavoidable
+from stream_balancer._counts import Counts, TrainingAges, idle, unavoidable
 from stream_balancer._derived import (
     auto_of,
     calibration_of,
@@ -75,6 +78,15 @@ class Planner(Protocol):
 _PLANNERS: dict[str, Planner] = {"window": plan_batch, "fifo": plan_fifo, "round_robin": plan_round_robin}
 
 
+class _Sendable(NamedTuple):
+    """Of the waiting rollouts, those young enough to leave now."""
+
+    waiting: int
+    ready: int
+    """Of these, not held back by an incomplete group."""
+    oldest_arrival: float
+
+
 class _StepSeconds(NamedTuple):
     """What one rank said of one step; see :meth:`BalancerCore.record_step_seconds`."""
 
@@ -99,6 +111,9 @@ class BalancerCore:
         self._past_ids: OrderedDict[str, None] = OrderedDict()
         self._schema: Schema | None = None
         self._in_flight: dict[int, Batch] = {}
+        self._worked: set[int] = set()  # steps in flight that the trainer is through with, not acknowledged yet
+        self._begun: set[int] = set()  # steps in flight that are being trained on, or were
+        self._training_ages = TrainingAges()
         self._to_redeliver: deque[Batch] = deque()  # a restored balancer's batches in flight, before anything new
         self._evicted: list[tuple[Rollout, EvictReason]] = []
         self._step_seconds: dict[int, dict[int, _StepSeconds]] = {}  # step, rank
@@ -107,7 +122,9 @@ class BalancerCore:
         self._version: int | None = None
         self._ended = False
         self._squeezed = False  # a put found no room since the last dispatch
-        self._num_aging = 0  # waiting rollouts that would be stale at the next version
+        self._num_aging = 0  # waiting rollouts that would be too old with one more step before them
+        self._num_held_back = 0  # ... and those that already are, and may be evicted soon
+        self._sendable: _Sendable | None = None  # computed when it is asked for
         self._not_before = -math.inf  # no deadline batch before then: too few are ready
         self._next_step = 0
         self._counts = Counts()
@@ -244,7 +261,7 @@ class BalancerCore:
         self._held_ids.add(rollout.rollout_id)
         self._has_own_costs |= rollout.cost is not None
         self._buffer.add(rollout, cost, now, skips)
-        self._num_aging += self._is_aging(rollout)
+        self._note_ages(rollout)
         self._not_before = -math.inf
         self._counts.peak_waiting = max(self._counts.peak_waiting, len(self._buffer))
 
@@ -271,7 +288,7 @@ class BalancerCore:
                 self._hold(rollout, cost, now)
             self._note_arrivals()
             gone = self._buffer.remove(self._buffer.siblings(group_id))
-            self._num_aging = self._count_aging()
+            self._count_ages()
         for rollout in gone:
             self._evict(rollout, "filtered")
 
@@ -287,13 +304,13 @@ class BalancerCore:
             version=self._version or 0,
             oldest=oldest,
             waiting=len(self._buffer),
-            in_flight=len(self._in_flight),
+            steps_ahead=self._steps_ahead,
         )
 
     def squeeze_if_stuck(self, running: int) -> None:
         """Nothing more may be begun, and so many are running: if they cannot fill the window, let a full batch go; if
         none is running, whatever is there. O(1)."""
-        ready = self._buffer.num_ready
+        ready = self._now_sendable().ready
         if running == 0 or (ready >= self.config.batch_size and running + len(self._buffer) < self.config.window):
             self._squeezed = self._squeezed or ready > 0
 
@@ -325,14 +342,14 @@ class BalancerCore:
         """
         if self._to_redeliver:
             return -math.inf
-        waiting = len(self._buffer)
-        if not waiting:
+        sendable = self._now_sendable()
+        if not sendable.waiting:
             return math.inf
         if self._ended or self._window_full() or self._full_batch_is_aging():
             return -math.inf
-        if self.config.deadline_s is None or waiting < self.config.min_batch_size:
+        if self.config.deadline_s is None or sendable.waiting < self.config.min_batch_size:
             return math.inf
-        return max(self._buffer.oldest_arrival + self.config.deadline_s, self._not_before)
+        return max(sendable.oldest_arrival + self.config.deadline_s, self._not_before)
 
     def poll(self, now: float, asked_at: float | None = None) -> Batch | None:
         """A batch, if one leaves now; then it is in flight until ``acknowledge(batch.step)``. ``asked_at``: since when
@@ -341,20 +358,20 @@ class BalancerCore:
         O(n) in waiting rollouts for the columns, plus the plan. If the planner raises, nothing has changed.
         """
         if self._to_redeliver:
-            return self._to_redeliver.popleft()
+            batch = self._to_redeliver.popleft()
+            self._note_begun()
+            return batch
         if now < self.next_wakeup() or not len(self._buffer):
             return None
         due = self._due(now)
         reason, num_rollouts = self._reason(now, due)
         if reason is None:
             return None
-        planner = _PLANNERS[self.config.policy]
-        waiting = self._buffer.waiting(due)
-        plan = planner(waiting, self._knobs, num_rollouts=num_rollouts, step=self._next_step)
+        waiting, plan = self._plan(due, num_rollouts)
         batch = make_batch(
             plan, self._buffer, dp_size=self.config.dp_size, step=self._next_step, reason=reason, now=now
         )
-        enough = min(self.config.min_batch_size, len(self._buffer)) - 1
+        enough = min(self.config.min_batch_size, len(self._buffer)) - 1  # of all that came, held back or not
         enough_at = float(self._buffer.arrived_at[enough])
         asked_at = now if asked_at is None else asked_at
         self._idle.dispatched(batch.step, reason, asked_at=asked_at, enough_at=enough_at, now=now)
@@ -369,41 +386,54 @@ class BalancerCore:
         if not len(self._buffer):
             return None
         due = self._due(now)
-        num_rollouts = min(self.config.batch_size, len(self._buffer) if self._ended else self._num_available(due))
+        num_rollouts = min(self.config.batch_size, self._num_available(due))
         if not num_rollouts:
             return None
-        planner = _PLANNERS[self.config.policy]
-        plan = planner(self._buffer.waiting(due), self._knobs, num_rollouts=num_rollouts, step=self._next_step)
+        _, plan = self._plan(due, num_rollouts)
         return plan, int(self._buffer.lengths[rows_of(plan)].sum())
+
+    def _plan(self, due: NDArray[np.bool_], num_rollouts: int) -> tuple[Waiting, Plan]:
+        """What the planner was shown, and its plan, in rows of the buffer."""
+        planner, waiting = _PLANNERS[self.config.policy], self._buffer.waiting(due)
+        if not self._num_held_back:
+            return waiting, planner(waiting, self._knobs, num_rollouts=num_rollouts, step=self._next_step)
+        rows = np.flatnonzero(~self._held_back())
+        waiting = Waiting(**{column.name: getattr(waiting, column.name)[rows] for column in fields(waiting)})
+        plan = planner(waiting, self._knobs, num_rollouts=num_rollouts, step=self._next_step)
+        return waiting, replace(plan, ranks=[[rows[one] for one in share] for share in plan.ranks])
 
     def lengths_and_ages(self, now: float) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
         """[n] tokens of the waiting rollouts, [n] seconds they have waited; oldest first. O(n)."""
         return self._buffer.lengths.copy(), now - self._buffer.arrived_at
 
     def _reason(self, now: float, due: NDArray[np.bool_]) -> tuple[Reason | None, int]:
-        size, ready = self.config.batch_size, self._buffer.num_ready
-        if self._ended:
-            return "drain", min(size, len(self._buffer))
+        size, sendable = self.config.batch_size, self._now_sendable()
         available = self._num_available(due)
+        if self._ended:
+            return ("drain", min(size, available)) if available else (None, 0)
         if self._window_full() and available:
             return "window", min(size, available)
         deadline = self.config.deadline_s
-        if deadline is not None and now >= self._buffer.oldest_arrival + deadline:
+        if deadline is not None and now >= sendable.oldest_arrival + deadline:
             if available >= self.config.min_batch_size:
                 return "deadline", min(size, available)
             self._not_before = self._next_group_deadline(due, deadline)
         if self._full_batch_is_aging():
-            return "age", min(size, ready)
+            return "age", min(size, sendable.ready)
         return None, 0
 
     def _window_full(self) -> bool:
-        return self._buffer.num_ready >= self.config.window or (self._squeezed and self._buffer.num_ready > 0)
+        ready = self._now_sendable().ready
+        if ready >= self.config.window:
+            return True
+        # a short batch makes room only where nothing is held back: those leave, or are evicted, as the trainer goes on
+        return self._squeezed and ready >= max(min(self.config.batch_size, self._buffer.num_ready), 1)
 
     def _full_batch_is_aging(self) -> bool:
-        return self._num_aging > 0 and self._buffer.num_ready >= self.config.batch_size
+        return self._num_aging > self._num_held_back and self._now_sendable().ready >= self.config.batch_size
 
     def _due(self, now: float) -> NDArray[np.bool_]:
-        """[n] rollouts that must go with the next batch: past the deadline, stale at the next version, or waiting for
+        """[n] rollouts that must go with the next batch: past the deadline, too old after it, or waiting for
         siblings that will not come any more. The rest of a drain may still be chosen for balance: all of it leaves in
         the end."""
         if self._ended:
@@ -412,17 +442,17 @@ class BalancerCore:
         if self.config.deadline_s is not None:
             due |= self._buffer.arrived_at + self.config.deadline_s <= now
         if self._num_aging:
-            due |= self._buffer.versions <= self._oldest_fresh()
+            due |= self._buffer.versions <= self._oldest_trainable()
         return due
 
     def _num_available(self, due: NDArray[np.bool_]) -> int:
-        """Rollouts that may go: complete groups, and incomplete ones that have a due sibling."""
-        complete = self._buffer.complete
-        if complete.all():
-            return len(self._buffer)
-        labels = self._buffer.labels
-        late_groups = np.unique(labels[due & ~complete])
-        return int(np.count_nonzero(complete | np.isin(labels, late_groups)))
+        """Rollouts that may go: complete groups, and incomplete ones that have a due sibling; none held back for
+        age."""
+        may = self._buffer.complete
+        if not may.all():
+            labels = self._buffer.labels
+            may = may | np.isin(labels, np.unique(labels[due & ~may]))
+        return int(np.count_nonzero(may & ~self._held_back() if self._num_held_back else may))
 
     def _next_group_deadline(self, due: NDArray[np.bool_], deadline_s: float) -> float:
         """When the next incomplete group will have waited long enough; inf if only a put can help."""
@@ -442,14 +472,15 @@ class BalancerCore:
             self._calibration.expect(batch.step, [[self._buffer.lengths[one] for one in share] for share in plan.ranks])
         self._note_arrivals()
         self._length_bias.record(self._buffer.lengths[rows], self._buffer.skips[rows])
+        self._buffer.pass_over(~self._held_back())
         self._buffer.remove(rows)
-        self._buffer.pass_over()
         self._in_flight[batch.step] = batch
         self._next_step += 1
         self._squeezed = False
         self._not_before = -math.inf
-        self._num_aging = self._count_aging()
+        self._count_ages()
         self._counts.record(batch)
+        self._note_begun()
 
     def _note_arrivals(self) -> None:
         self._length_bias.arrived(self._buffer.lengths_since(self._arrivals_seen))
@@ -473,7 +504,36 @@ class BalancerCore:
                 self._buffer.expect_again(rollout.group_id)
         if batch in self._to_redeliver:
             self._to_redeliver.remove(batch)
+        self._begun.discard(step)
+        self._worked.discard(step)
+        self._step_is_behind()
         return batch
+
+    def worked_through(self, step: int) -> None:
+        """The trainer asks for more: it is through with this step, and may acknowledge it later. Not before its
+        version, if it makes one. O(n) under ``max_staleness``."""
+        if step in self._in_flight:
+            self._worked.add(step)
+            self._step_is_behind()
+
+    def _step_is_behind(self) -> None:
+        """The trainer is through with a batch: what waits may be young enough now, and the next one is trained on."""
+        self._not_before = -math.inf
+        self._count_ages()
+        self._note_begun()
+
+    @property
+    def _steps_ahead(self) -> int:
+        """Batches that the trainer is not through with: each may make a version before another one is trained."""
+        return len(self._in_flight) - len(self._worked)
+
+    def _note_begun(self) -> None:
+        """The oldest batch that the trainer has not been through is being trained on: how old is it?"""
+        again = {batch.step for batch in self._to_redeliver}
+        step = min((step for step in self._in_flight if step not in self._worked and step not in again), default=None)
+        if step is not None and step not in self._begun:
+            self._begun.add(step)
+            self._training_ages.record(self._in_flight[step], self._version)
 
     def acknowledge_through(self, step: int) -> list[Batch]:
         """All steps up to and including this one. May be repeated."""
@@ -482,6 +542,7 @@ class BalancerCore:
     def give_again(self, batch: Batch) -> None:
         """A batch in flight that nobody got after all: the next ``poll`` gives it."""
         self._to_redeliver.appendleft(batch)
+        self._forget_training(batch.step)
 
     def nack(self, step: int) -> None:
         """A batch in flight was not trained on after all: ``poll`` gives it again, same plan, older steps first. Raises
@@ -495,6 +556,13 @@ class BalancerCore:
         if batch not in self._to_redeliver:
             self._counts.nacked += batch.num_rollouts
             self._to_redeliver = deque(sorted([*self._to_redeliver, batch], key=lambda one: one.step))
+            self._forget_training(step)
+
+    def _forget_training(self, step: int) -> None:
+        """It will be trained on anew."""
+        self._begun.discard(step)
+        self._worked.discard(step)
+        self._count_ages()
 
     def _forget(self, rollout_ids: Iterable[str]) -> None:
         """These are done: no longer held, remembered for a while. O(1) each."""
@@ -593,12 +661,18 @@ class BalancerCore:
                 f"version must not go backwards: it is {self._version}, and set_version({version}) was called"
             )
         self._version = version
-        if self.config.max_staleness is not None and self.config.on_stale == "evict":
-            rows = np.flatnonzero(self._buffer.versions < version - self.config.max_staleness)
+        self._evict_stale()
+        self._count_ages()
+
+    def _evict_stale(self) -> None:
+        """What cannot be trained on in time any more, whatever the trainer does."""
+        if self._version is None or self.config.max_staleness is None or self.config.on_stale == "send":
+            return
+        rows = np.flatnonzero(self._buffer.versions < self._oldest_fresh())
+        if rows.size:
             self._note_arrivals()
-            for rollout in self._buffer.remove(rows) if rows.size else ():
+            for rollout in self._buffer.remove(rows):
                 self._evict(rollout)
-        self._num_aging = self._count_aging()
 
     def take_evicted(self) -> list[tuple[Rollout, EvictReason]]:
         """Rollouts evicted since the last call, with the reason, for the ``on_evict`` callback."""
@@ -614,7 +688,7 @@ class BalancerCore:
         rollouts = self._buffer.remove(rows, never_came=True)
         for rollout in rollouts:
             self._drop_lost(rollout)
-        self._num_aging = self._count_aging()
+        self._count_ages()
         return [rollout.rollout_id for rollout in rollouts]
 
     def abandon_group(self, group_id: str) -> int:
@@ -633,7 +707,7 @@ class BalancerCore:
         self._buffer.forget_group(group_id)
         for rollout in gone:
             self._evict(rollout, "abandoned")
-        self._num_aging = self._count_aging()
+        self._count_ages()
         return len(gone)
 
     def incomplete_groups(self) -> dict[str, int]:
@@ -659,25 +733,61 @@ class BalancerCore:
         self._evicted.append((rollout, reason))
 
     def _oldest_fresh(self) -> int:
-        """The oldest version that is still fresh now; one that has it would be stale at the next version."""
+        """The oldest version that may be trained on now."""
         assert self._version is not None
         assert self.config.max_staleness is not None
         return self._version - self.config.max_staleness
+
+    def _oldest_trainable(self) -> int:
+        """The oldest version that may leave now: in time though every step ahead makes a version. One that has it would
+        be late with one more step ahead."""
+        return self._oldest_fresh() + self._steps_ahead
 
     def _is_stale(self, rollout: Rollout) -> bool:
         if self._version is None or self.config.max_staleness is None or self.config.on_stale == "send":
             return False
         return rollout.min_version is not None and rollout.min_version < self._oldest_fresh()
 
-    def _is_aging(self, rollout: Rollout) -> bool:
-        if self._version is None or self.config.max_staleness is None:
-            return False
-        return rollout.min_version is not None and rollout.min_version <= self._oldest_fresh()
+    def _note_ages(self, rollout: Rollout) -> None:
+        """It waits now."""
+        self._sendable = None
+        version = rollout.min_version
+        if version is not None and self._version is not None and self.config.max_staleness is not None:
+            self._num_aging += version <= self._oldest_trainable()
+            self._num_held_back += self.config.on_stale == "evict" and version < self._oldest_trainable()
 
-    def _count_aging(self) -> int:
-        if self._version is None or self.config.max_staleness is None:
-            return 0
-        return int(np.count_nonzero(self._buffer.versions <= self._oldest_fresh()))
+    def _count_ages(self) -> None:
+        """What waits, the version or the steps ahead are others now. O(n) under ``max_staleness``."""
+        self._sendable = None
+        self._num_aging = self._num_held_back = 0
+        if self._version is not None and self.config.max_staleness is not None:
+            versions, oldest = self._buffer.versions, self._oldest_trainable()
+            self._num_aging = int(np.count_nonzero(versions <= oldest))
+            if self.config.on_stale == "evict":
+                self._num_held_back = int(np.count_nonzero(versions < oldest))
+
+    def _held_back(self) -> NDArray[np.bool_]:
+        """[n] rollouts that would be too old when trained if they left now, and their siblings. O(n)."""
+        if not self._num_held_back:
+            return np.zeros(len(self._buffer), dtype=bool)
+        held = self._buffer.versions < self._oldest_trainable()
+        labels = self._buffer.labels
+        grouped = labels[held & (labels >= 0)]
+        return held | np.isin(labels, grouped) if grouped.size else held
+
+    def _now_sendable(self) -> _Sendable:
+        """O(1) where nothing is held back for its age; else O(n) once after every change."""
+        buffer = self._buffer
+        if not self._num_held_back:
+            return _Sendable(len(buffer), buffer.num_ready, buffer.oldest_arrival)
+        if self._sendable is None:
+            rows = np.flatnonzero(~self._held_back())
+            self._sendable = _Sendable(
+                waiting=rows.size,
+                ready=int(np.count_nonzero(buffer.complete[rows])),
+                oldest_arrival=float(buffer.arrived_at[rows[0]]) if rows.size else math.inf,
+            )
+        return self._sendable
 
     # -- knobs ---------------------------------------------------------------------------------------------------------
 
@@ -704,7 +814,8 @@ class BalancerCore:
         self._knobs = plan_knobs(config, self._tolerance)
         self._reprice()
         self._not_before = -math.inf
-        self._num_aging = self._count_aging()
+        self._evict_stale()
+        self._count_ages()
 
     def _check_waiting_fit(self, config: BalancerConfig) -> None:
         """Raise ConfigError if a rollout that waits could not leave under these knobs. O(n)."""
@@ -782,6 +893,7 @@ class BalancerCore:
         self._past_ids = OrderedDict.fromkeys(snapshot.past_ids)
         self._next_step = snapshot.next_step
         self._arrivals_seen = self._buffer.next_seq
+        self._count_ages()
 
     def standing(self) -> tuple[dict[str, Any], dict[str, int]]:
         """For the journal: running totals, and siblings that have left, of groups that are not done. O(groups)."""
@@ -823,6 +935,7 @@ class BalancerCore:
             straggler=self._idle.straggler(now),
             cost_fit=None if self._calibration is None else self._calibration.fit(),
             version=self._version,
+            training_age=self._training_ages.summary(),
             window=self.config.window,
             idle_by_window={} if self._auto is None else self._auto.idle_by_window,
         )
@@ -836,4 +949,7 @@ class BalancerCore:
         flying = {r.rollout_id for b in self._in_flight.values() for r in b.rollouts if not r.is_padding}
         assert not waiting & flying
         assert self._held_ids == waiting | flying
-        assert self._num_aging == self._count_aging()
+        counted = self._num_aging, self._num_held_back
+        self._count_ages()
+        assert counted == (self._num_aging, self._num_held_back)
+        assert self._worked <= self._in_flight.keys() >= self._begun

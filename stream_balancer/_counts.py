@@ -6,9 +6,11 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, get_args
 
-from stream_balancer.types import Batch, EvictReason, Reason
+from stream_balancer.types import Batch, EvictReason, Reason, TrainingAge
 
-__all__ = ["Counts", "idle", "unavoidable"]
+__all__ = ["Counts", "TrainingAges", "idle", "unavoidable"]
+
+_OLDEST = 1_000  # versions; what is older counts as this old
 
 
 class Counts:
@@ -43,6 +45,34 @@ class Counts:
         for name, value in totals.items():
             if name in vars(self):
                 setattr(self, name, Counter(value) if isinstance(value, Mapping) else value)
+
+
+class TrainingAges:
+    """How old rollouts were when their training began, since this balancer was made."""
+
+    def __init__(self) -> None:
+        self._rollouts: Counter[int] = Counter()  # by age
+
+    def record(self, batch: Batch, version: int | None) -> None:
+        """The training of a batch begins, with this version of the policy."""
+        if version is None:
+            return
+        for rollout in batch.rollouts:
+            if rollout.min_version is not None and not rollout.is_padding:
+                self._rollouts[min(max(version - rollout.min_version, 0), _OLDEST)] += 1
+
+    def summary(self) -> TrainingAge | None:
+        """None before the first rollout of a known version. O(different ages)."""
+        total = self._rollouts.total()
+        if not total:
+            return None
+        below, p99 = 0, 0
+        for p99 in sorted(self._rollouts):
+            below += self._rollouts[p99]
+            if below >= 0.99 * total:
+                break
+        mean = sum(age * number for age, number in self._rollouts.items()) / total
+        return TrainingAge(rollouts=total, mean=mean, p99=p99, max=max(self._rollouts))
 
 
 def unavoidable(mean: float, bound: float, highest: float) -> float:

@@ -66,8 +66,11 @@ class Taken:
         """The last one taken is worked through."""
         with self._lock:
             last = self._steps[-1] if self._steps else None
-            if last is not None and last.seconds is None:
+            first_time = last is not None and last.seconds is None
+            if last is not None and first_time:
                 last.seconds = now - last.taken_at
+                if not acknowledge and not self._closed:
+                    self._port.report(StepDone(last.number, last.seconds, held=True))
         if last is not None and acknowledge:
             self.acknowledge(last.number)
 

@@ -286,8 +286,8 @@ class StreamBalancer(OfOneProcess):
 
         Waits, first come first served, until so many more may begin and yet none of them will be older than
         ``max_staleness`` when it is dispatched: instead of throwing long rollouts away, begin fewer. Holds if every
-        rollout comes this way, and ``set_version`` is called at most once per batch, before the batch is acknowledged.
-        See docs/staleness.md for the rule and its proof. Leaving the block gives back what was not put.
+        rollout comes this way, and ``set_version`` is called at most once per batch, before the next is asked for. See
+        docs/staleness.md for the rule and its proof. Leaving the block gives back what was not put.
 
         Without ``max_staleness`` the limit is ``capacity``. Raises :class:`ConfigError` for knobs under which the bound
         could not hold or the window not fill, ValueError for a ``count`` that could never be admitted; entering raises
@@ -357,6 +357,7 @@ class StreamBalancer(OfOneProcess):
         drained.
 
         With ``auto_ack`` asking for the next batch acknowledges the last one; otherwise call :meth:`acknowledge`.
+        Either way, who asks is through with the last one: under ``max_staleness`` that is what counts.
 
         One trainer iterates at a time. A new iterator takes over from an old one, whose next use raises
         :class:`AlreadyInUseError`; while a task is waiting in the old one, this call raises it instead.
@@ -436,7 +437,7 @@ class StreamBalancer(OfOneProcess):
         flight."""
         self._check_thread("acknowledge")
         self._acknowledged(self._core.acknowledge(step))
-        self._wake_next_reserver()
+        self._step_is_behind()
         self._tell_evicted()
 
     def acknowledge_through(self, step: int) -> None:
@@ -448,8 +449,18 @@ class StreamBalancer(OfOneProcess):
         self._check_thread("acknowledge_through")
         for batch in self._core.acknowledge_through(step):
             self._acknowledged(batch)
-        self._wake_next_reserver()
+        self._step_is_behind()
         self._tell_evicted()
+
+    def _worked_through(self, step: int) -> None:
+        """See :meth:`BalancerCore.worked_through`."""
+        self._core.worked_through(step)
+        self._step_is_behind()
+
+    def _step_is_behind(self) -> None:
+        """Others may begin, and what waits may be young enough to leave."""
+        self._wake_next_reserver()
+        self._ring()
 
     def _acknowledged(self, batch: Batch) -> None:
         if self._journal is not None:
@@ -765,6 +776,7 @@ class Batches:
     def __init__(self, balancer: StreamBalancer, *, auto_ack: bool) -> None:
         self._balancer = balancer
         self._auto_ack = auto_ack
+        self._ahead = balancer._serving is not None  # serve() asks ahead of the trainers
         self._last_step: int | None = None
 
     def __aiter__(self) -> Batches:
@@ -773,12 +785,14 @@ class Batches:
     async def __anext__(self) -> Batch:
         """The next batch. If cancelled, none was taken."""
         step, self._last_step = self._last_step, None
-        if step is not None:
+        if step is not None and self._auto_ack:
             self._balancer.acknowledge(step)
+        elif step is not None:
+            self._balancer._worked_through(step)
         batch = await self._balancer._next_batch(self)
         if batch is None:
             raise StopAsyncIteration
-        if self._auto_ack:
+        if not self._ahead:
             self._last_step = batch.step
         return batch
 

@@ -107,8 +107,9 @@ class BalancerConfig:
     groups: Groups = "same_batch"
     """Siblings leave in the "same_batch", on the "same_rank" (costs balance), or "free". Only with ``group_size``."""
     max_staleness: int | None = None
-    """Most policy versions a rollout may lie behind. One that cannot wait for another version is due. None = no
-    bound."""
+    """Most policy versions a rollout may lie behind *when it is trained on*. One leaves only if that holds though
+    every batch before it, which the trainer is not through with, makes a version; one that cannot wait for another
+    batch is due. None = no bound. See docs/staleness.md for what this assumes."""
     on_stale: OnStale = "evict"
     """A rollout beyond ``max_staleness`` is evicted (counted, and given to ``on_evict``), or sent all the same."""
     remember_ids: int = 100_000

@@ -186,6 +186,7 @@ class _Server:
         self._ranks = [_Rank() for _ in range(transport.dp_size)]
         self._links: list[Link] = []
         self._open_steps: dict[int, set[int]] = {}  # step -> ranks that have not acknowledged it
+        self._busy: dict[int, set[int]] = {}  # step -> ranks whose trainer is not through with it
         self._all_ready_at = anyio.current_time()
         self._ready_s: dict[int, list[float]] = {}  # step -> how long each rank had been ready when the last one was
         self._slow: tuple[int, int] | None = None  # rank and step of the straggler that was told
@@ -351,6 +352,7 @@ class _Server:
     def _add(self, batch: Batch) -> None:
         self._note_move()
         self._open_steps[batch.step] = set(range(len(self._ranks)))
+        self._busy[batch.step] = set(range(len(self._ranks)))
         self._ready_s[batch.step] = [max(self._all_ready_at - rank.since, 0.0) for rank in self._ranks]
         for rank, share in zip(self._ranks, batch.ranks, strict=True):
             rank.unacknowledged.append(share)
@@ -368,7 +370,9 @@ class _Server:
             return
         try:
             while (done := link.report()) is not None:
-                if done.lacks is None:
+                if done.held:
+                    self._note_worked(link.rank, done.step)
+                elif done.lacks is None:
                     self._acknowledge(rank, link.rank, done)
                 else:
                     rank.lacking = done
@@ -413,15 +417,24 @@ class _Server:
             )
         self._settle(number, done.step)
 
+    def _note_worked(self, number: int, step: int) -> None:
+        """A rank is through with ``step``, and asks for the next. Once all are, another may leave that is as old."""
+        busy = self._busy.get(step, set())
+        busy.discard(number)
+        if not busy and step in self._open_steps and isinstance(self._balancer, StreamBalancer):
+            self._balancer._worked_through(step)
+
     def _settle(self, number: int, step: int) -> None:
         """A rank has done ``step``, or need not do it. Once that is so for all, the balancer need not keep it."""
         missing = self._open_steps[step]
         missing.discard(number)
         if not missing:
-            del self._open_steps[step], self._ready_s[step]
+            del self._open_steps[step], self._busy[step], self._ready_s[step]
             with suppress(ValueError):  # the user was first: acknowledge_through() at a checkpoint
                 self._balancer.acknowledge(step)
             self._tell_straggler()
+        else:
+            self._note_worked(number, step)
 
 
 def _left_owing(rank: int, step: int) -> RankLostError:

@@ -52,16 +52,17 @@ class Pacer:
         self.running = 0
         """Rollouts to come, over all slots."""
 
-    def room(self, config: BalancerConfig, *, version: int, oldest: int | None, waiting: int, in_flight: int) -> int:
+    def room(self, config: BalancerConfig, *, version: int, oldest: int | None, waiting: int, steps_ahead: int) -> int:
         """How many more rollouts may begin now. O(1).
 
-        ``oldest``: of the waiting rollouts' versions, those that are stale already left out; ``in_flight``: batches.
+        ``oldest``: of the waiting rollouts' versions, those that are stale already left out; ``steps_ahead``: batches
+        that the trainer is not through with.
         """
         held = self.running + waiting
         if config.max_staleness is None:
             return config.capacity - held
         known = [one for one in (oldest, next((first for first, _ in self._slots.values()), None)) if one is not None]
-        batches = min(known, default=version) + config.max_staleness + 1 - version - in_flight
+        batches = min(known, default=version) + config.max_staleness + 1 - version - steps_ahead
         return batches * config.batch_size - held
 
     def admit(self, version: int, count: int) -> int:

@@ -55,6 +55,7 @@ __all__ = [
     "Snapshot",
     "Statistics",
     "Straggler",
+    "TrainingAge",
     "Version",
 ]
 
@@ -452,6 +453,21 @@ class Straggler:
 
 @documented
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingAge:
+    """How many policy versions rollouts lay behind when their training began: the version last set by then, less the
+    oldest that any of their tokens was sampled with."""
+
+    rollouts: int
+    """Rollouts whose training has begun, and whose version is known."""
+    mean: float
+    """Versions."""
+    p99: int
+    """99 % of them were at most this old."""
+    max: int
+    """The oldest; at most ``max_staleness`` where that is kept, see docs/staleness.md."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Statistics:
     """A snapshot of a balancer. At all times ``accepted == waiting + in_flight + acknowledged +
     sum(evicted.values())``."""
@@ -515,6 +531,8 @@ class Statistics:
     """What was learned under ``cost=CalibratedCost(...)``; None with another cost model."""
     version: int | None
     """Policy version last set, or None."""
+    training_age: TrainingAge | None
+    """How old rollouts were when they were trained on, since this balancer was made; None before any was."""
     window: int
     """Rollouts that a dispatch waits for: the knob, or what ``window="auto"`` has chosen."""
     idle_by_window: Mapping[int, float]

@@ -89,8 +89,8 @@ class Kind(IntEnum):
     """Either: still here."""
     REPORT = 6
     """Rank: ``taken`` batches left the queue (the credit), step ``step`` is done and took ``nanoseconds`` (the
-    acknowledgement), of which it computed ``wire_bytes`` - 1 nanoseconds (0: not timed), after it had waited
-    ``total_bytes`` nanoseconds for it."""
+    acknowledgement; if ``rank`` is 1, the trainer is through with it and acknowledges it later), of which it computed
+    ``wire_bytes`` - 1 nanoseconds (0: not timed), after it had waited ``total_bytes`` nanoseconds for it."""
     BYE = 7
     """Rank: I am leaving on purpose."""
     SHARE = 8

@@ -76,6 +76,11 @@ def _rank_speeds(statistics: Statistics) -> Mapping[str, float]:
     return {} if fit is None else {str(rank): speed for rank, speed in enumerate(fit.speeds)}
 
 
+def _training_age(statistics: Statistics) -> Mapping[str, float]:
+    age = statistics.training_age
+    return {} if age is None else {"mean": age.mean, "p99": float(age.p99), "max": float(age.max)}
+
+
 def _idle_by_window(statistics: Statistics) -> Mapping[str, float]:
     return {str(window): idle for window, idle in statistics.idle_by_window.items()}
 
@@ -138,6 +143,7 @@ METRICS: tuple[Metric, ...] = (
         "Pearson's r of length and delay: 0 is blind to length.",
         lambda s: s.length_bias.length_delay_correlation,
     ),
+    Metric("training_age_versions", "How old rollouts were when trained on.", _training_age, label="statistic"),
     Metric("policy_version", "Policy version last set.", _one("version")),
     Metric("window_rollouts", "Rollouts that a dispatch waits for: the knob, or what auto chose.", _one("window")),
     Metric("window_idle_fraction", "What each window of window='auto' would idle.", _idle_by_window, label="window"),

@@ -300,6 +300,23 @@ async def asking_for_the_next_acknowledges(open_harness: Opener) -> None:
         await feed.aclose()
 
 
+async def asking_for_more_is_told_without_an_acknowledgement(open_harness: Opener) -> None:
+    """``auto_ack=False``: the controller knows that the trainer is through with a batch before it is acknowledged."""
+    async with open_harness(1) as harness:
+        feed = harness.connect(0, auto_ack=False)
+        link = await _link(harness.transport)
+        link.send(make_batch(0, 1).ranks[0])
+        link.send(make_batch(1, 1).ranks[0])
+        first = await anext(feed)
+        await anext(feed)
+        reports: list[StepDone] = []
+        await _until(lambda: _collect(link, reports))
+        first.ack()
+        await _until(lambda: _collect(link, reports) and len(reports) == 2)
+        assert [(done.step, done.held) for done in reports] == [(0, True), (0, False)]
+        await feed.aclose()
+
+
 async def a_commit_acknowledges_all_before_it(open_harness: Opener) -> None:
     """``auto_ack=False``: nothing is acknowledged by asking for more, and what was not is delivered again."""
     async with open_harness(1) as harness:
@@ -639,6 +656,7 @@ CLAUSES: tuple[Callable[[Opener], Awaitable[None]], ...] = (
     steps_may_skip_numbers,
     credits_bound_the_queue,
     asking_for_the_next_acknowledges,
+    asking_for_more_is_told_without_an_acknowledgement,
     a_commit_acknowledges_all_before_it,
     leaving_with_something_unacknowledged_is_a_loss,
     bytes_are_identical,

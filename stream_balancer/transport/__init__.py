@@ -22,7 +22,7 @@ __all__ = ["Link", "RankPort", "StepDone", "Transport"]
 
 
 class StepDone(NamedTuple):
-    """A rank finished a step: the acknowledgement of its share. Or it cannot."""
+    """A rank finished a step: the acknowledgement of its share. Or it will follow, or never come."""
 
     step: int
     seconds: float
@@ -33,6 +33,8 @@ class StepDone(NamedTuple):
     """From the trainer asking for the batch to its taking it."""
     lacks: int | None = None
     """Not done, and it cannot be: the producer of the share's rollout of this number is gone."""
+    held: bool = False
+    """The trainer is through with it and asks for more, but does not acknowledge it yet (``auto_ack=False``)."""
 
 
 class Link(Protocol):
@@ -123,7 +125,8 @@ class RankPort(Protocol):
         ...
 
     def report(self, done: StepDone) -> None:
-        """Acknowledge ``done.step``. Never blocks; a lost controller is told by :meth:`take`."""
+        """Acknowledge ``done.step``, or say that it is ``held``. Never blocks; a lost controller is told by
+        :meth:`take`."""
         ...
 
     def leave(self) -> None:

@@ -402,6 +402,7 @@ class PortBase(Endpoint):
             Frame(
                 Kind.REPORT,
                 step=done.step,
+                rank=int(done.held),
                 taken=self._taken,
                 nanoseconds=_nanoseconds(done.seconds),
                 wire_bytes=0 if done.compute_s is None else 1 + _nanoseconds(done.compute_s),
@@ -582,4 +583,5 @@ def _step_done(frame: Frame) -> StepDone:
         frame.nanoseconds / 1e9,
         compute_s=(frame.wire_bytes - 1) / 1e9 if frame.wire_bytes else None,
         waited_s=frame.total_bytes / 1e9,
+        held=frame.rank == 1,
     )

@@ -199,6 +199,8 @@ class _Open:
 
     step: int
     missing: set[int]
+    busy: set[int]
+    """Processes that are not through with it."""
     done: StepDone
     """The slowest's figures."""
 
@@ -350,13 +352,18 @@ class LeaderPort:
         if batch is not None:
             for link in self._links:
                 link.send(batch)
-            self._open.append(_Open(batch.step, set(range(len(self._links) + 1)), StepDone(batch.step, 0.0)))
+            processes = range(len(self._links) + 1)
+            self._open.append(_Open(batch.step, set(processes), set(processes), StepDone(batch.step, 0.0)))
             self._forwarded += 1
             self._on_way = batch if self._decode is None else self._decode(*slab_of(batch))
 
     def _note_done(self, process: int, done: StepDone) -> None:
         for entry in self._open:
-            if entry.step == done.step:
+            if entry.step == done.step and done.held:
+                entry.busy.discard(process)
+                if not entry.busy:
+                    self._inner.report(done)
+            elif entry.step == done.step:
                 entry.missing.discard(process)
                 entry.done = _slowest(entry.done, done)
         while self._open and not self._open[0].missing:

@@ -122,6 +122,8 @@ class RayLink:
                 self._granted += 1
             case ("done", int(step), float(seconds), float() | None as compute_s, float(waited_s)):
                 self._reports.append(StepDone(step, seconds, compute_s, waited_s))
+            case ("held", int(step)):
+                self._reports.append(StepDone(step, 0.0, held=True))
             case ("lacks", int(step), list(lost)):
                 self.on_lost_rollouts(step, [Lost(*one) for one in lost])
             case ("bye",):

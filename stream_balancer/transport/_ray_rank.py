@@ -91,7 +91,9 @@ class RayPort:
 
     def report(self, done: StepDone) -> None:
         """See :class:`~stream_balancer.transport.RankPort`."""
-        if self._progress.done(done):
+        if done.held:
+            self._caller.send(("held", done.step))
+        elif self._progress.done(done):
             self._caller.send(_report(done))
 
     def leave(self) -> None:

@@ -43,7 +43,8 @@ class Port:
         return self._left.popleft()
 
     def report(self, done: StepDone) -> None:
-        self.reported.append(done.step)
+        if not done.held:
+            self.reported.append(done.step)
 
     def leave(self) -> None:
         pass

@@ -105,8 +105,8 @@ class CoreMachine(RuleBasedStateMachine):
             self.core.add(rollout, self.now)
         except sb.WouldBlock:
             assert self.core.statistics(self.now) == before
-            # A put is held back only while a batch can leave to make room for it.
-            assert self.core.next_wakeup() == -math.inf
+            # A put is held back only while a batch can leave to make room for it, now or after those in flight.
+            assert self.core.next_wakeup() == -math.inf or self.too_old_now()
         except sb.RolloutError:
             assert rollout.nbytes > (self.core.config.capacity_bytes or math.inf)
             assert self.core.statistics(self.now) == before
@@ -155,7 +155,7 @@ class CoreMachine(RuleBasedStateMachine):
         if batch is None:
             assert self.core.next_wakeup() > self.now, "a failed poll must not ask to be repeated at once"
             assert self.core.statistics(self.now) == before
-            assert not (self.ended and before.waiting)
+            assert not (self.ended and before.waiting) or self.too_old_now()
             return
         assert ready <= self.now
         self.check_batch(batch, before)
@@ -165,7 +165,8 @@ class CoreMachine(RuleBasedStateMachine):
         assert real <= self.accepted.keys()
         self.dispatched |= real
         free = config.group_size is None or config.groups == "free"
-        for name in self.accepted.keys() - self.dispatched - self.evicted if free else ():
+        held_back = {rollout.rollout_id for rollout in self.too_old_now()}
+        for name in self.accepted.keys() - self.dispatched - self.evicted - held_back if free else ():
             self.passed_over[name] = self.passed_over.get(name, 0) + 1
             assert self.passed_over[name] <= config.max_skips
 
@@ -177,6 +178,21 @@ class CoreMachine(RuleBasedStateMachine):
             self.core.acknowledge(step)
             with pytest.raises(ValueError, match=f"step {step} is not in flight"):
                 self.core.acknowledge(step)
+
+    @rule()
+    def worked_through(self) -> None:
+        """The trainer is through with the oldest batch, and acknowledges it later."""
+        for batch in self.core.in_flight()[:1]:
+            self.core.worked_through(batch.step)
+
+    def too_old_now(self) -> list[sb.Rollout]:
+        """Rollouts that wait because every batch before them may make a version."""
+        c, version = self.core.config, self.core.version
+        if c.max_staleness is None or c.on_stale == "send" or version is None:
+            return []
+        latest = version + len(self.core.in_flight())  # at the least that many are not worked through, or it is later
+        waiting = [self.accepted[name] for name in self.accepted.keys() - self.dispatched - self.evicted]
+        return [r for r in waiting if r.min_version is not None and latest - r.min_version > c.max_staleness]
 
     @rule(data=st.data())
     def nack(self, data: st.DataObject) -> None:
@@ -325,8 +341,14 @@ class CoreMachine(RuleBasedStateMachine):
         if not hasattr(self, "core"):
             return
         self.end()
-        while not self.core.finished:
+        for _ in range(1_000):
+            if self.core.finished:
+                break
             self.poll()
+            if self.core.next_wakeup() > self.now:  # what waits must wait for the batches before it
+                for batch in self.core.in_flight():
+                    self.core.acknowledge(batch.step)
+        assert self.core.finished
         assert self.accepted.keys() == self.dispatched | self.evicted
         assert not self.dispatched & self.evicted
 
@@ -350,7 +372,7 @@ class CoreMachine(RuleBasedStateMachine):
         free = c.group_size is None or c.groups == "free"
         if free and batch.reason in ("window", "age") and before.waiting >= c.batch_size:
             assert batch.num_rollouts == c.batch_size
-        if free and batch.reason in ("drain", "deadline"):
+        if free and batch.reason in ("drain", "deadline") and not self.too_old_now():
             assert batch.num_rollouts == min(c.batch_size, before.waiting)
         if batch.reason == "deadline":
             assert before.oldest_wait_s >= (c.deadline_s or math.inf) - 1e-9
