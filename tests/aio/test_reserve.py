@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from typing import Any
 
@@ -65,7 +66,7 @@ async def test_long_rollouts_are_never_thrown_away(max_staleness: int) -> None:
 
 
 async def test_reservers_are_admitted_in_order_and_do_not_poll() -> None:
-    async with sb.StreamBalancer(config()) as balancer, anyio.create_task_group() as tasks:
+    async with sb.StreamBalancer(config(), report_after_s=math.inf) as balancer, anyio.create_task_group() as tasks:
         balancer.set_version(0)
         slots: list[int] = []
         leave = anyio.Event()
