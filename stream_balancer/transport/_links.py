@@ -271,11 +271,11 @@ class ControllerLink(Endpoint):
             self._changed.wait_for(lambda: self._sharing is not None or self._over or self._closing)
         if self._sharing and self._shared is not None:
             encoded = encode(share, max_bytes=self._max_bytes, narrow=False)  # fewer bytes would save nothing here
-            number, slab, news = self._shared.lend(encoded.frame.total_bytes)
-            for frame in news:
+            lent = self._shared.lend(encoded.frame.total_bytes)
+            for frame in lent.news:
                 self._send_frame(frame)
-            deque(encoded.fill(slab), maxlen=0)
-            self._send_frame(encoded.frame._replace(slab=number))
+            deque(encoded.fill(lent.memory), maxlen=0)
+            self._send_frame(encoded.frame._replace(slab=lent.number), lent.keep)
             return
         encoded = encode(share, max_bytes=self._max_bytes, narrow=self._narrow)
         slab = self._pool.lend(encoded.frame.wire_bytes)

@@ -9,15 +9,16 @@ The bytes never pass a socket; the pair carries only frames. ::
     controller   <--  any frame (number)       rank       the last of those views has died: the slab may be written
 
 Slabs are anonymous (memfd): no name to clash or to leak, nothing left after SIGKILL, no limit of /dev/shm. Their size
-is sealed, so a peer cannot make a mapping fault. A link has slabs of its own, so an old incarnation that still looks
-at its tensors never sees them change. Where any step fails (another machine, container, user or system) the answer is
-no and the link uses its sockets.
+is sealed, so a peer cannot make a mapping fault. Their descriptors are closed once both sides have mapped them, so
+batches that a trainer holds cost memory and no descriptors. A link has slabs of its own, so an old incarnation that
+still looks at its tensors never sees them change. Where any step fails (another machine, container, user or system)
+the answer is no and the link uses its sockets.
 """
 
 from __future__ import annotations
 
+import errno
 import fcntl
-import mmap
 import os
 import secrets
 import sys
@@ -37,7 +38,7 @@ from stream_balancer.wire import Frame, Kind
 __all__ = ["SharedSlabs", "SharedViews", "available"]
 
 _GRAIN = 2**20  # bytes; slabs are whole MiB, so that batches of about one size share them
-_MAX_SLABS = 1024  # that one controller may have mapped; a rank has depth + 1 in use
+_MAX_SLABS = 2**15  # that one controller may have mapped: half of what Linux allows a process (vm.max_map_count)
 _NONCE_BITS = 62  # of a non-negative int64
 
 
@@ -58,11 +59,40 @@ def _make(size: int) -> int:
     return fd
 
 
+def _map(fd: int, size: int) -> Tensor:
+    """``[size]`` uint8: the file's memory. Not by ``mmap``, which keeps a descriptor of its own. Raises OSError."""
+    try:
+        return torch.from_file(f"/proc/self/fd/{fd}", shared=True, size=size, dtype=torch.uint8)
+    except RuntimeError as error:
+        raise OSError(str(error).split("\n", 1)[0]) from error
+
+
 class _Slab(NamedTuple):
     number: int
-    fd: int
     size: int
     memory: Tensor
+
+
+class _Descriptor:
+    """Closed when nobody keeps it any more."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def __del__(self) -> None:
+        os.close(self.number)
+
+
+class Lent(NamedTuple):
+    """A slab that nobody reads, to be written and announced."""
+
+    number: int
+    memory: Tensor
+    """[size] uint8."""
+    news: list[Frame]
+    """To be sent to the rank before the slab is used."""
+    keep: object
+    """To be kept until the rank has seen them and the frame behind them."""
 
 
 class SharedSlabs:
@@ -88,13 +118,11 @@ class SharedSlabs:
         """Asks the rank whether it can share memory with this process."""
         return Frame(Kind.SHARE, step=os.getpid(), taken=self._probe_fd, total_bytes=self._nonce)
 
-    def lend(self, size: int) -> tuple[int, Tensor, list[Frame]]:
-        """Number and ``[size]`` uint8 memory of a slab that nobody reads, and what to tell the rank before it is used.
-
-        Raises OSError if there is no memory for a new one.
-        """
+    def lend(self, size: int) -> Lent:
+        """A slab of ``size`` bytes. Raises OSError if there is no memory, or no descriptor, for a new one."""
         with self._lock:
             news = [self._forget(self._idle.pop(0)) for _ in range(len(self._idle) - self._keep)]
+            opened = None
             fitting = [slab for slab in reversed(self._idle) if slab.size >= size]
             if fitting:
                 slab = min(fitting, key=lambda one: one.size)
@@ -102,10 +130,10 @@ class SharedSlabs:
             else:
                 if self._idle:  # all too small: the batches grew, so let one go for the larger one
                     news.append(self._forget(self._idle.pop(0)))
-                slab = self._new(size)
-                news.append(Frame(Kind.SLAB, slab=slab.number, taken=slab.fd, total_bytes=slab.size))
+                slab, opened = self._new(size)
+                news.append(Frame(Kind.SLAB, slab=slab.number, taken=opened.number, total_bytes=slab.size))
             self._lent[slab.number] = slab
-        return slab.number, slab.memory[:size], news
+        return Lent(slab.number, slab.memory[:size], news, opened)
 
     def give_back(self, number: int) -> None:
         """The rank has let go of a slab. Raises WireError if it did not have it."""
@@ -118,23 +146,20 @@ class SharedSlabs:
     def close(self) -> None:
         """Release everything; what the rank has mapped lives on there. Idempotent."""
         with self._lock:
-            for slab in (*self._idle, *self._lent.values()):
-                os.close(slab.fd)
             self._idle.clear()
             self._lent.clear()
             if self._probe_fd >= 0:
                 os.close(self._probe_fd)
             self._probe_fd = -1
 
-    def _new(self, size: int) -> _Slab:
+    def _new(self, size: int) -> tuple[_Slab, _Descriptor]:
         room = -(-(size + size // 8) // _GRAIN) * _GRAIN
-        fd = _make(room)
+        opened = _Descriptor(_make(room))
         self._last += 1
-        return _Slab(self._last, fd, room, torch.frombuffer(mmap.mmap(fd, room), dtype=torch.uint8))
+        return _Slab(self._last, room, _map(opened.number, room)), opened
 
     @staticmethod
     def _forget(slab: _Slab) -> Frame:
-        os.close(slab.fd)
         return Frame(Kind.SLAB, slab=slab.number)
 
 
@@ -166,22 +191,25 @@ class SharedViews:
         if frame.total_bytes == 0:
             self._maps.pop(frame.slab, None)
             return
-        if self._peer is None or frame.slab in self._maps or len(self._maps) >= _MAX_SLABS:
+        if self._peer is None or frame.slab in self._maps:
             raise WireError(f"slab {frame.slab} was announced out of turn")
+        if len(self._maps) >= _MAX_SLABS:
+            raise WireError(
+                f"the trainer holds tensors of {_MAX_SLABS} batches. Keep copies (.clone()), or let them go"
+            )
         try:
             fd = os.open(_path(self._peer, frame.taken), os.O_RDWR | os.O_CLOEXEC)
         except OSError as error:
-            raise WireError(f"slab {frame.slab} cannot be opened: {error}") from None
+            raise WireError(f"slab {frame.slab} cannot be opened: {error}{_advice(error)}") from None
         try:
             sealed = fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK
             if not sealed or os.fstat(fd).st_size != frame.total_bytes:
                 raise WireError(f"slab {frame.slab} is not a sealed file of {frame.total_bytes} bytes")
-            memory = mmap.mmap(fd, frame.total_bytes)
-        except (OSError, OverflowError) as error:
-            raise WireError(f"slab {frame.slab} cannot be mapped: {error}") from None
+            self._maps[frame.slab] = _map(fd, frame.total_bytes).numpy()
+        except OSError as error:
+            raise WireError(f"slab {frame.slab} cannot be mapped: {error}{_advice(error)}") from None
         finally:
             os.close(fd)
-        self._maps[frame.slab] = np.frombuffer(memory, np.uint8)
 
     def lend(self, number: int, size: int) -> Tensor:
         """``[size]`` uint8: the slab's memory. Its death is reported. Raises WireError if there is no such slab."""
@@ -191,6 +219,12 @@ class SharedViews:
         lease = memory[:size]
         weakref.finalize(lease, self._on_free, number).atexit = False
         return torch.frombuffer(lease, dtype=torch.uint8)
+
+
+def _advice(error: OSError) -> str:
+    if error.errno in (errno.EMFILE, errno.ENFILE):
+        return ". This process has too many files open: raise its limit (ulimit -n)"
+    return ""
 
 
 def _path(pid: int, fd: int) -> str:

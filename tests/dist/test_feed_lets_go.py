@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import gc
 import queue
+import resource
 import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from multiprocessing.connection import Connection
 
 import anyio
 import pytest
+from forked import PROCESSES
 
 from stream_balancer.dispatch import serve
 from stream_balancer.errors import ClosedResourceError, RankLostError
 from stream_balancer.feed import RankFeed
 from stream_balancer.testing.transports import ScriptedBalancer, make_batch
+from stream_balancer.transport._shared import available
 from stream_balancer.transport.torch_dist import TorchTransport
 
 Left = list[weakref.ref[object]]
@@ -100,3 +104,28 @@ def test_the_trainers_frame_is_let_go(trainer: Callable[[str, Stop], Left]) -> N
         left = trainer(address, stop)
         gc.collect()
         assert [ref() for ref in left] == [None] * len(left)
+
+
+def _holds_many(told: Connection) -> None:
+    """Controller and rank in one process that may open few files."""
+    resource.setrlimit(resource.RLIMIT_NOFILE, (100, 100))
+    steps = 200
+
+    async def main() -> None:
+        balancer = ScriptedBalancer([make_batch(step, 1) for step in range(steps)])
+        async with TorchTransport.listen(dp_size=1) as transport, anyio.create_task_group() as tasks:
+            tasks.start_soon(serve, balancer, transport)
+            held = [batch async for batch in RankFeed(transport.address, rank=0, dp_size=1)]
+            told.send([int(batch.micro_batches[0].packed()["input_ids"][0]) for batch in held])
+
+    anyio.run(main)
+
+
+@pytest.mark.skipif(not available(), reason="needs memfd")
+def test_batches_that_a_trainer_holds_cost_no_descriptors() -> None:
+    told, theirs = PROCESSES.Pipe(duplex=False)
+    process = PROCESSES.Process(target=_holds_many, args=(theirs,))
+    process.start()
+    theirs.close()
+    assert told.recv() == [1000 * step for step in range(200)]
+    process.join()

@@ -35,7 +35,7 @@ def views(slabs: SharedSlabs, freed: list[int]) -> SharedViews:
 
 
 def test_what_one_writes_the_other_reads(slabs: SharedSlabs, views: SharedViews, freed: list[int]) -> None:
-    number, memory, news = slabs.lend(1000)
+    number, memory, news, _keep = slabs.lend(1000)
     assert [frame.kind for frame in news] == [Kind.SLAB]
     assert memory.shape == (1000,)
     views.announce(news[0])
@@ -52,20 +52,20 @@ def test_what_one_writes_the_other_reads(slabs: SharedSlabs, views: SharedViews,
 
 
 def test_a_slab_given_back_is_used_again(slabs: SharedSlabs) -> None:
-    number, _, _ = slabs.lend(1000)
-    other, _, _ = slabs.lend(1000)
+    number, _, _, _keep = slabs.lend(1000)
+    other, _, _, _keep = slabs.lend(1000)
     assert other != number
     slabs.give_back(number)
-    again, _, news = slabs.lend(MIB)  # fits into the whole MiB that was made
+    again, _, news, _keep = slabs.lend(MIB)  # fits into the whole MiB that was made
     assert (again, news) == (number, [])
     assert slabs.allocated == 2
 
 
 def test_a_larger_batch_lets_a_small_slab_go(slabs: SharedSlabs, views: SharedViews) -> None:
-    number, _, news = slabs.lend(1000)
+    number, _, news, _keep = slabs.lend(1000)
     views.announce(news[0])
     slabs.give_back(number)
-    larger, memory, news = slabs.lend(3 * MIB)
+    larger, memory, news, _keep = slabs.lend(3 * MIB)
     assert [(frame.slab, frame.total_bytes > 0) for frame in news] == [(number, False), (larger, True)]
     for frame in news:
         views.announce(frame)
@@ -78,13 +78,13 @@ def test_idle_slabs_are_bounded(slabs: SharedSlabs) -> None:
     numbers = [slabs.lend(1000)[0] for _ in range(6)]
     for number in numbers:
         slabs.give_back(number)
-    _, _, news = slabs.lend(1000)
+    _, _, news, _keep = slabs.lend(1000)
     assert len(news) == 4
     assert slabs.allocated == 2
 
 
 def test_what_was_not_lent_cannot_be_given_back(slabs: SharedSlabs) -> None:
-    number, _, _ = slabs.lend(10)
+    number, _, _, _keep = slabs.lend(10)
     slabs.give_back(number)
     for wrong in (number, 77):
         with pytest.raises(WireError, match=f"gave back slab {wrong}"):
@@ -92,7 +92,7 @@ def test_what_was_not_lent_cannot_be_given_back(slabs: SharedSlabs) -> None:
 
 
 def test_memory_lives_as_long_as_somebody_looks(slabs: SharedSlabs, views: SharedViews, freed: list[int]) -> None:
-    number, memory, news = slabs.lend(1000)
+    number, memory, news, _keep = slabs.lend(1000)
     views.announce(news[0])
     memory.fill_(5)
     seen = views.lend(number, 1000)
@@ -104,15 +104,20 @@ def test_memory_lives_as_long_as_somebody_looks(slabs: SharedSlabs, views: Share
     assert freed == [number]
 
 
-def test_no_file_stays_open(slabs: SharedSlabs) -> None:
+def test_no_file_stays_open(slabs: SharedSlabs, views: SharedViews) -> None:
     def count() -> int:
         return len(os.listdir("/proc/self/fd"))
 
     before = count()
+    held = []
     for size in (10, 2 * MIB, 4 * MIB):
-        number, _, _ = slabs.lend(size)
-        slabs.give_back(number)
-    assert slabs.allocated == 1
+        number, _, news, keep = slabs.lend(size)
+        views.announce(news[-1])
+        held.append(views.lend(number, size))
+        assert count() == before + 1
+        del keep  # the rank has seen the batch, hence mapped the slab
+        assert count() == before
+    assert slabs.allocated == 3
     slabs.close()
     assert count() < before
 
@@ -146,7 +151,7 @@ def test_a_file_that_could_shrink_is_refused(views: SharedViews) -> None:
 
 
 def test_a_slab_that_is_not_what_it_says_is_refused(slabs: SharedSlabs, views: SharedViews) -> None:
-    _, _, news = slabs.lend(1000)
+    _, _, news, _keep = slabs.lend(1000)
     good = news[0]
     for wrong, text in (
         (good._replace(total_bytes=good.total_bytes + mmap.PAGESIZE), "not a sealed file"),
