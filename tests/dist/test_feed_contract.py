@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import functools
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -10,9 +11,11 @@ import anyio
 import pytest
 import torch
 
+from stream_balancer.dispatch import serve
 from stream_balancer.feed import RankFeed
 from stream_balancer.testing import check_transport
-from stream_balancer.testing.transports import CLAUSES, Opener, make_batch
+from stream_balancer.testing.transports import CLAUSES, Opener, ScriptedBalancer, make_batch, same_rollout
+from stream_balancer.transport import _shared
 from stream_balancer.transport._shared import available
 from stream_balancer.transport.torch_dist import GlooPort, TorchTransport
 from stream_balancer.types import RankBatch
@@ -134,3 +137,24 @@ async def test_tensors_outlive_the_feed_and_the_controller() -> None:
         expected = make_batch(0, 1, num_tokens=1000).ranks[0]
         for mine, theirs in zip(batch.rollouts, expected.rollouts, strict=True):
             assert torch.equal(mine.tokens["input_ids"], theirs.tokens["input_ids"])
+
+
+async def test_without_a_descriptor_for_shared_memory_a_batch_goes_through_the_socket(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def none_left(size: int) -> int:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    balancer = ScriptedBalancer([make_batch(step, 1) for step in range(6)])
+    with anyio.fail_after(30):
+        async with OPENERS["shared_memory"](1) as harness, anyio.create_task_group() as tasks:
+            tasks.start_soon(serve, balancer, harness.transport)
+            held = []
+            async for batch in harness.connect(0):
+                held.append(batch)
+                if batch.step == 1:
+                    monkeypatch.setattr(_shared, "_make", none_left)
+    assert [batch.step for batch in held] == list(range(6))
+    for batch in held:
+        for ours, theirs in zip(make_batch(batch.step, 1).ranks[0].rollouts, batch.rollouts, strict=True):
+            assert same_rollout(ours, theirs)
