@@ -5,7 +5,8 @@
     async with sb.StreamBalancer(sb.BalancerConfig(dp_size=8, batch_size=256)) as balancer:
         await balancer.put(sb.Rollout(tokens={"input_ids": ids}))      # in rollout workers
         async for batch in balancer.batches():                         # in the trainer
-            share = batch.ranks[0]
+            for share in batch.ranks:                                  # one for each data-parallel rank
+                ...
 
 README.md shows the rest; ``help(sb.BalancerConfig)`` explains every knob.
 

@@ -21,6 +21,7 @@ import inspect
 import logging
 import math
 import os
+import sys
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import TracebackType
@@ -34,6 +35,7 @@ from numpy.typing import NDArray
 from stream_balancer._accept import Accept, Judging, ask, verdict_of
 from stream_balancer._admission import check_group
 from stream_balancer._core import BalancerCore
+from stream_balancer._reporter import StallReporter
 from stream_balancer._threads import OfOneProcess
 from stream_balancer.config import BalancerConfig
 from stream_balancer.errors import AlreadyInUseError, ClosedResourceError, WouldBlock
@@ -80,6 +82,10 @@ class StreamBalancer(OfOneProcess):
     ``journal``: a folder. A put then returns once the rollout is on the disk, and the balancer goes on after a crash
     with all that was accepted and not acknowledged; see docs/journal.md. It is read on entering ``async with``, which
     raises AlreadyInUseError if another process has it.
+
+    ``report_after_s``: when a trainer, puts or reservers have waited so long and no batch has left, a warning in the
+    log says why (:meth:`why_no_batch`); again after twice that time, and so on (``math.inf`` = never). More than your
+    longest step. While :func:`serve` runs it does so instead, knowing the ranks too.
     """
 
     _in_another_process = (
@@ -93,6 +99,7 @@ class StreamBalancer(OfOneProcess):
         on_evict: Callable[[Rollout, EvictReason], object] | None = None,
         accept: Accept | None = None,
         journal: str | os.PathLike[str] | Journal | None = None,
+        report_after_s: float = 60.0,
     ) -> None:
         self._core = BalancerCore(config)
         self._journal = journal if journal is None or isinstance(journal, Journal) else Journal(journal)
@@ -106,10 +113,12 @@ class StreamBalancer(OfOneProcess):
         self._pacer = Pacer()
         self._reservers: Queue[ParkedReserve] = Queue()
         self._recorder: Recorder | None = None
+        self._reporter = StallReporter(report_after_s, self._why_stalled, _log)
         self._consumer: Batches | None = None
         self._alarm: anyio.Event | None = None  # set while the consumer is parked
         self._alarm_time = math.inf  # when it will wake by itself
         self._closed = False
+        self._checked_world = False
         self._thread: int | None = None  # the event loop's, from the first await until it is closed
         self._serving: Callable[[], list[RankState]] | None = None  # set by serve() while it runs
 
@@ -245,7 +254,10 @@ class StreamBalancer(OfOneProcess):
     async def _wait_for_room(self, parked: ParkedPut) -> None:
         try:
             while True:
-                await parked.wake.wait()
+                if parked is self._puts.first:
+                    await self._reporter.wait(parked.wake)
+                else:
+                    await parked.wake.wait()  # it is woken when it becomes the first
                 self._check_open()
                 if self._try_add(parked.rollouts):
                     return
@@ -306,7 +318,7 @@ class StreamBalancer(OfOneProcess):
         try:
             while True:
                 self._ring()  # nobody may begin: the window may be as full as it gets
-                await parked.wake.wait()
+                await self._reporter.wait(parked.wake)
                 slot = self._try_admit(count)
                 if slot is not None:
                     return slot
@@ -376,6 +388,8 @@ class StreamBalancer(OfOneProcess):
         """The next batch, or None at the end. If cancelled, no batch was taken."""
         self._enter_thread("batches")
         self._check_consumer(consumer)
+        if not self._checked_world:
+            self._warn_where_every_rank_balances()
         asked_at = anyio.current_time()
         await anyio.lowlevel.checkpoint()
         while True:
@@ -383,6 +397,7 @@ class StreamBalancer(OfOneProcess):
             self._unstick()
             batch = self._core.poll(anyio.current_time(), asked_at)
             if batch is not None:
+                self._reporter.moved()
                 self._puts.wake_first()
                 self._wake_next_reserver()
                 if self._journal is not None:
@@ -405,8 +420,7 @@ class StreamBalancer(OfOneProcess):
     async def _park_consumer(self) -> None:
         self._alarm, self._alarm_time = anyio.Event(), self._core.next_wakeup()
         try:
-            with anyio.CancelScope(deadline=self._alarm_time):
-                await self._alarm.wait()
+            await self._reporter.wait(self._alarm, self._alarm_time)
         finally:
             self._alarm = None
 
@@ -724,6 +738,9 @@ class StreamBalancer(OfOneProcess):
             incomplete=self._core.incomplete_groups(),
         )
 
+    def _why_stalled(self, seconds: float) -> str:
+        return "" if self._serving is not None else f"no batch for {seconds:.0f} s: {self.why_no_batch()}"
+
     @property
     def _taker(self) -> Taker:
         """Who takes batches now."""
@@ -732,6 +749,24 @@ class StreamBalancer(OfOneProcess):
         if self._alarm is not None:
             return "asking"
         return "nobody" if self._consumer is None else "busy"
+
+    def _warn_where_every_rank_balances(self) -> None:
+        """A balancer of its own on each rank balances that rank's rollouts alone, and shares for the others are lost.
+        Rank 0 may be the controller of all, and so may any rank that serves."""
+        self._checked_world = True
+        dist = sys.modules.get("torch.distributed")
+        if self._serving is not None or dist is None or not dist.is_available() or not dist.is_initialized():
+            return
+        rank, dp_size = dist.get_rank(), self.config.dp_size
+        if rank > 0 and 1 < dp_size <= dist.get_world_size():
+            _log.warning(
+                "rank %d iterates batches() of a balancer of its own, which plans for %d ranks. If every rank does, each "
+                "trains on a part of its own rollouts, and nobody on the other parts. One balancer serves all ranks: "
+                "sb.serve(balancer, sb.TorchTransport.in_world()) on one, `for batch in sb.RankFeed()` on each, and "
+                "sb.connect() to put from each",
+                rank,
+                dp_size,
+            )
 
     def _enter_thread(self, name: str) -> None:
         """A task is here: this is the event loop's thread."""

@@ -42,13 +42,16 @@ def blocking(
     accept: Accept | None = None,
     backend: Literal["asyncio", "trio"] = "asyncio",
     journal: str | os.PathLike[str] | Journal | None = None,
+    report_after_s: float = 60.0,
 ) -> BlockingBalancer:
     """A balancer for threads and plain loops: ``with sb.blocking(config) as balancer``. Leaving the block closes it.
 
     ``on_evict`` and ``accept`` run in the event loop's thread; keep them short. Raises RuntimeError where an event loop
     runs already: there it is ``async with sb.StreamBalancer(config)``.
     """
-    return BlockingBalancer(config, on_evict=on_evict, accept=accept, backend=backend, journal=journal)
+    return BlockingBalancer(
+        config, on_evict=on_evict, accept=accept, backend=backend, journal=journal, report_after_s=report_after_s
+    )
 
 
 def _waiting(
@@ -96,8 +99,11 @@ class BlockingBalancer(OfOneProcess):
         accept: Accept | None = None,
         backend: Literal["asyncio", "trio"] = "asyncio",
         journal: str | os.PathLike[str] | Journal | None = None,
+        report_after_s: float = 60.0,
     ) -> None:
-        self._balancer = StreamBalancer(config, on_evict=on_evict, accept=accept, journal=journal)
+        self._balancer = StreamBalancer(
+            config, on_evict=on_evict, accept=accept, journal=journal, report_after_s=report_after_s
+        )
         self._calls = CallLoop(self._balancer, backend)
         self._entered = self._left = False
         self._background: list[Background[Any]] = []

@@ -37,6 +37,7 @@ from typing import Protocol, runtime_checkable
 
 import anyio
 
+from stream_balancer._reporter import StallReporter
 from stream_balancer.attend import ProducerTransport, attend
 from stream_balancer.balancer import StreamBalancer
 from stream_balancer.config import BalancerConfig
@@ -162,8 +163,6 @@ async def serve(
     """
     if not rejoin_timeout_s >= 0:
         raise ValueError(f"rejoin_timeout_s must be >= 0 (math.inf = wait for ever), not {rejoin_timeout_s}")
-    if not report_after_s > 0:
-        raise ValueError(f"report_after_s must be > 0 (math.inf = never), not {report_after_s}")
     if isinstance(balancer, _Explaining) and balancer.config.dp_size != transport.dp_size:
         raise ValueError(
             f"the transport is for dp_size={transport.dp_size} ranks, but the balancer plans for "
@@ -180,9 +179,7 @@ class _Server:
         self._balancer = balancer
         self._transport = transport
         self._rejoin_timeout_s = rejoin_timeout_s
-        self._report_after_s = report_after_s
-        self._dispatched_at = anyio.current_time()
-        self._moved = anyio.Event()
+        self._reporter = StallReporter(report_after_s, self._why_stalled, logger)
         self._ranks = [_Rank() for _ in range(transport.dp_size)]
         self._links: list[Link] = []
         self._open_steps: dict[int, set[int]] = {}  # step -> ranks that have not acknowledged it
@@ -204,8 +201,7 @@ class _Server:
         try:
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(self._watch, tasks.cancel_scope)
-                if self._report_after_s < math.inf:
-                    tasks.start_soon(self._tell_stalls)
+                tasks.start_soon(self._reporter.wait, anyio.Event())
                 if isinstance(self._balancer, StreamBalancer) and isinstance(self._transport, ProducerTransport):
                     tasks.start_soon(partial(attend, direct=True), self._balancer, self._transport)
                 tasks.start_soon(self._or_fail, self._accept_all, tasks.cancel_scope)
@@ -239,7 +235,7 @@ class _Server:
             except StopAsyncIteration:
                 break
         self._ending = True
-        self._note_move()
+        self._reporter.moved()
         self._pump_all()
         await self._until(lambda: all(rank.finished for rank in self._ranks))
 
@@ -267,23 +263,6 @@ class _Server:
                     await self._change()
         scope.cancel()
 
-    async def _tell_stalls(self) -> None:
-        """Wakes up once in ``report_after_s`` at most, and in a stall each time it has doubled: waiting for days costs
-        and says little."""
-        while True:
-            began = self._dispatched_at
-            await anyio.sleep_until(began + self._report_after_s)
-            if self._dispatched_at == began:
-                await self._tell_stall(began)
-
-    async def _tell_stall(self, began: float) -> None:
-        self._moved, after_s = anyio.Event(), self._report_after_s
-        while not self._moved.is_set():
-            logger.warning("%s", self._why_stalled(anyio.current_time()))
-            after_s *= 2
-            with anyio.CancelScope(deadline=began + after_s):
-                await self._moved.wait()
-
     # waiting
 
     async def _until(self, condition: Callable[[], bool]) -> None:
@@ -302,18 +281,14 @@ class _Server:
 
     # deciding; no awaits below this line
 
-    def _note_move(self) -> None:
-        self._dispatched_at = anyio.current_time()
-        self._moved.set()
-
-    def _why_stalled(self, now: float) -> str:
+    def _why_stalled(self, seconds: float) -> str:
         if self._ending:
             owing = [number for number, rank in enumerate(self._ranks) if not rank.finished]
-            return f"all batches were sent {now - self._dispatched_at:.0f} s ago; not yet done with them: ranks {owing}"
+            return f"all batches were sent {seconds:.0f} s ago; not yet done with them: ranks {owing}"
         reasons = [why_ranks_wait(self._states())]
         if isinstance(self._balancer, _Explaining):
             reasons.append(self._balancer.why_no_batch())
-        return f"no batch for {now - self._dispatched_at:.0f} s: " + "; ".join(filter(None, reasons))
+        return f"no batch for {seconds:.0f} s: " + "; ".join(filter(None, reasons))
 
     def _tell_straggler(self) -> None:
         """Once for each that is found."""
@@ -350,7 +325,7 @@ class _Server:
                 self._settle(number, share.step)
 
     def _add(self, batch: Batch) -> None:
-        self._note_move()
+        self._reporter.moved()
         self._open_steps[batch.step] = set(range(len(self._ranks)))
         self._busy[batch.step] = set(range(len(self._ranks)))
         self._ready_s[batch.step] = [max(self._all_ready_at - rank.since, 0.0) for rank in self._ranks]

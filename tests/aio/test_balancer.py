@@ -183,7 +183,7 @@ async def test_a_callback_that_raises_is_logged_and_changes_nothing(caplog: pyte
 
 async def test_nothing_wakes_while_idle() -> None:
     knobs = config(deadline_s=None, window=64, capacity=64)
-    async with sb.StreamBalancer(knobs) as balancer, anyio.create_task_group() as tasks:
+    async with sb.StreamBalancer(knobs, report_after_s=math.inf) as balancer, anyio.create_task_group() as tasks:
         tasks.start_soon(anext, balancer.batches())
         for start in range(3):
             tasks.start_soon(fill, balancer, 3, start)
@@ -195,7 +195,7 @@ async def test_nothing_wakes_while_idle() -> None:
 
 
 async def test_blocked_puts_do_not_poll() -> None:
-    async with sb.StreamBalancer(config(window=4, capacity=4)) as balancer:
+    async with sb.StreamBalancer(config(window=4, capacity=4), report_after_s=math.inf) as balancer:
         await fill(balancer, 4)
         async with anyio.create_task_group() as tasks:
             for n in range(50):
