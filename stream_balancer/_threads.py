@@ -7,14 +7,18 @@ raises there (Ctrl-C) leaves the lock taken for ever, and the thread that wants 
 
 from __future__ import annotations
 
+import _thread
 import asyncio
 import threading
+from collections.abc import Callable
 from contextlib import suppress
-from typing import ClassVar, NoReturn
+from typing import ClassVar, Generic, NoReturn, TypeVar
 
 import sniffio
 
-__all__ = ["OfOneProcess", "ThreadEvent", "refuse_in_event_loop"]
+__all__ = ["Errand", "OfOneProcess", "ThreadEvent", "refuse_in_event_loop"]
+
+T = TypeVar("T")
 
 
 class ThreadEvent:
@@ -50,6 +54,35 @@ class ThreadEvent:
             if not self._set:
                 lock.acquire(timeout=-1 if timeout_s is None else min(max(timeout_s, 0.0), threading.TIMEOUT_MAX))
         return self._set
+
+
+class Errand(Generic[T]):
+    """A function that runs once, in a thread of its own: signal handlers run in the main thread only, so nothing can
+    interrupt it. Its result lies here until it is taken."""
+
+    def __init__(self, function: Callable[[], T]) -> None:
+        self.thread = threading.get_ident()
+        self.result: T | None = None
+        self.error: BaseException | None = None
+        self.taken = False
+        self._function = function
+        self._begun = threading.Lock()
+        self._ended = ThreadEvent()
+
+    def wait(self) -> None:
+        """Begin it, unless that was done, and wait for its end. An interrupted wait may be repeated."""
+        if not self._begun.locked():
+            _thread.start_new_thread(self._run, ())  # threading.Thread waits for its start, with a lock in Python
+        self._ended.wait()
+
+    def _run(self) -> None:
+        if not self._begun.acquire(blocking=False):
+            return
+        try:
+            self.result = self._function()
+        except BaseException as error:  # noqa: BLE001 - raised in the thread that waits
+            self.error = error
+        self._ended.set()
 
 
 class OfOneProcess:

@@ -760,8 +760,8 @@ class StreamBalancer(OfOneProcess):
         rank, dp_size = dist.get_rank(), self.config.dp_size
         if rank > 0 and 1 < dp_size <= dist.get_world_size():
             _log.warning(
-                "rank %d iterates batches() of a balancer of its own, which plans for %d ranks. If every rank does, each "
-                "trains on a part of its own rollouts, and nobody on the other parts. One balancer serves all ranks: "
+                "rank %d iterates batches() of a balancer of its own, which plans for %d ranks. If every rank does, "
+                "each trains on a part of its own rollouts, and nobody on the others. One balancer serves all ranks: "
                 "sb.serve(balancer, sb.TorchTransport.in_world()) on one, `for batch in sb.RankFeed()` on each, and "
                 "sb.connect() to put from each",
                 rank,

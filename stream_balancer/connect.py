@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Literal, Protocol, Self, cast
 
 import anyio
@@ -22,7 +23,7 @@ import anyio.lowlevel
 import sniffio
 
 from stream_balancer._admission import check_group
-from stream_balancer._threads import OfOneProcess, ThreadEvent, refuse_in_event_loop
+from stream_balancer._threads import Errand, OfOneProcess, ThreadEvent, refuse_in_event_loop
 from stream_balancer.errors import BrokenResourceError, WouldBlock
 from stream_balancer.transport._loop import loop_caller
 from stream_balancer.transport._puts import Mode, Ticket, Withdrawn
@@ -284,14 +285,29 @@ class BlockingProducer(OfOneProcess):
 
     def _put(self, rollouts: Sequence[Rollout], mode: Mode, timeout_s: float | None) -> None:
         _refuse_in_event_loop()
-        verdict = ThreadEvent()
-        ticket = self._port.ticket(rollouts, mode, verdict.set)
-        self._port.offer(ticket)
+        settled = ThreadEvent()
+        errand = Errand(partial(self._put_and_wait, rollouts, mode, timeout_s, settled))  # an interrupt must not cut it
         try:
-            verdict.wait(timeout_s)
+            errand.wait()
         finally:
-            if not ticket.done:
-                self._port.withdraw(ticket)
+            settled.set()  # an interrupted put is withdrawn
+        if errand.error is not None:
+            raise errand.error
+
+    def _put_and_wait(
+        self, rollouts: Sequence[Rollout], mode: Mode, timeout_s: float | None, settled: ThreadEvent
+    ) -> None:
+        verdict = ThreadEvent()
+
+        def answer() -> None:
+            verdict.set()
+            settled.set()
+
+        ticket = self._port.ticket(rollouts, mode, answer)
+        self._port.offer(ticket)
+        settled.wait(timeout_s)
+        if not ticket.done:
+            self._port.withdraw(ticket)
         if not verdict.wait(self._port.linger_s):
             raise BrokenResourceError("the controller does not answer: whether the rollout was accepted is not known")
         if isinstance(ticket.error, Withdrawn):

@@ -111,12 +111,15 @@ class Uploader:
         return batch
 
     def hand_over(self, batch: RankBatch) -> None:
-        """The calling thread's stream is going to use ``batch``: order it behind the copy."""
+        """The calling thread's stream is going to use ``batch``: order it behind the copy. May be interrupted and
+        repeated."""
         self._release()
-        with self._lock:
-            event, there = self._arrived.pop(batch.step)
-        self._streams.wait(event)
-        self._streams.keep(there)
+        if (copied := self._arrived.get(batch.step)) is not None:
+            event, there = copied
+            self._streams.wait(event)
+            self._streams.keep(there)
+            with self._lock:
+                self._arrived.pop(batch.step, None)
 
     def _release(self) -> None:
         with self._lock:

@@ -31,7 +31,7 @@ import anyio
 import torch
 
 from stream_balancer._taken import Taken
-from stream_balancer._threads import OfOneProcess, ThreadEvent, refuse_in_event_loop
+from stream_balancer._threads import Errand, OfOneProcess, ThreadEvent, refuse_in_event_loop
 from stream_balancer.device import Uploader, stopwatch_on
 from stream_balancer.errors import AlreadyInUseError, ClosedResourceError, EndOfStream, ProducerLostError
 from stream_balancer.transport import RankPort
@@ -106,6 +106,7 @@ class RankFeed(OfOneProcess):
         else:
             self._port = _open_in_mesh(source, mesh, dp_dim, depth, self._uploader, options)
         self._wake: Callable[[], object] | None = None
+        self._errand: Errand[RankBatch] | None = None
         self._busy = threading.Lock()
         self._auto_ack = auto_ack
         self._taken = Taken(self._port)
@@ -180,8 +181,29 @@ class RankFeed(OfOneProcess):
         return self
 
     def __next__(self) -> RankBatch:
-        """The next share. Blocks until there is one; Ctrl-C ends the wait."""
+        """The next share. Blocks until there is one; Ctrl-C ends the wait, and the share comes from the next call."""
+        # Taking a share and acknowledging the last one change the port, which an interrupt must not cut in two. See
+        # _calls for why the result cannot get lost.
         refuse_in_event_loop("`for` over a RankFeed", "There, use `async for`")
+        errand = self._errand
+        if errand is None or errand.taken:
+            errand = self._errand = Errand(self._next)
+        elif errand.thread != threading.get_ident():
+            raise AlreadyInUseError(_TWO_ITERATE)
+        errand.wait()
+        error = errand.error
+        if error is not None:
+            errand.error, errand.taken = None, True
+            try:
+                raise error
+            finally:
+                del error  # it refers to this frame
+        if self._uploader is not None:
+            self._uploader.hand_over(cast("RankBatch", errand.result))
+        batch, errand.result, errand.taken = errand.result, None, True
+        return batch  # type: ignore[return-value]  # a call here would be a step to be interrupted at
+
+    def _next(self) -> RankBatch:
         with self._asking():
             while True:
                 arrival = ThreadEvent()
@@ -215,6 +237,8 @@ class RankFeed(OfOneProcess):
                 try:
                     batch = self._take()
                     if batch is not None:
+                        if self._uploader is not None:
+                            self._uploader.hand_over(batch)
                         return batch
                     await arrival.wait()
                 except ProducerLostError:
@@ -250,8 +274,6 @@ class RankFeed(OfOneProcess):
         batch = self._port.take()
         if batch is None:
             return None
-        if self._uploader is not None:
-            self._uploader.hand_over(batch)
         asked_at, now = self._asked_at, time.monotonic()
         return self._taken.add(batch, now, 0.0 if asked_at is None else now - asked_at)
 
@@ -273,6 +295,9 @@ class RankFeed(OfOneProcess):
         await self.aclose()
 
 
+_TWO_ITERATE = "two threads or tasks iterate one RankFeed. Each batch goes to one of them: let one iterate"
+
+
 class _Busy:
     """Refuses a second user instead of making it wait."""
 
@@ -281,9 +306,7 @@ class _Busy:
 
     def __enter__(self) -> None:
         if not self._lock.acquire(blocking=False):
-            raise AlreadyInUseError(
-                "two threads or tasks iterate one RankFeed. Each batch goes to one of them: let one iterate"
-            )
+            raise AlreadyInUseError(_TWO_ITERATE)
 
     def __exit__(self, *_: object) -> None:
         self._lock.release()

@@ -160,11 +160,52 @@ def leave(rng: random.Random, storm: Callable[[], None], calm: Callable[[], None
     raise AssertionError("put() after the block was accepted")
 
 
+def feed(rng: random.Random, storm: Callable[[], None], calm: Callable[[], None], backend: Any) -> None:
+    """The main thread iterates a rank's feed."""
+    rollouts = some_rollouts("r", ROLLOUTS)
+    seen: list[sb.RankBatch] = []
+    config = CONFIG.replace(dp_size=1, capacity=2 * ROLLOUTS)
+    transport = sb.TorchTransport.listen(dp_size=1)
+    with sb.blocking(config, backend=backend) as balancer:
+        served = balancer.serve(transport)
+        for rollout in rollouts:
+            balancer.put(rollout)
+        balancer.end()
+        shares = sb.RankFeed(transport.address, rank=0, dp_size=1)
+
+        def attempt() -> bool:
+            for share in shares:
+                seen.append(share)  # noqa: PERF402
+            return True
+
+        storm()
+        survive(attempt)
+        calm()
+        came = sorted(r.rollout_id for share in seen for r in share.rollouts if not r.is_padding)
+        assert came == sorted(r.rollout_id for r in rollouts), f"{len(came)} of {len(rollouts)} came out"
+        served.result()
+
+
+def connect(rng: random.Random, storm: Callable[[], None], calm: Callable[[], None], backend: Any) -> None:
+    """The main thread puts from elsewhere."""
+    rollouts = some_rollouts("r", ROLLOUTS)
+    transport = sb.TorchTransport.listen(dp_size=2)
+    with sb.blocking(CONFIG.replace(capacity=2 * ROLLOUTS), backend=backend) as balancer:
+        balancer.serve(transport)
+        with sb.connect(transport.address) as producer:
+            storm()
+            survive(put_all(producer.put, rollouts))
+            calm()
+        assert balancer.statistics().accepted == len(rollouts)
+
+
 FORMS: dict[str, Callable[..., None]] = {
     "anew": lambda *args: iterate(*args, consume_anew),
     "on": lambda *args: iterate(*args, consume_on),
     "put": put,
     "leave": leave,
+    "feed": feed,
+    "connect": connect,
 }
 
 
