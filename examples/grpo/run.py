@@ -14,6 +14,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 import subprocess
 import sys
 from dataclasses import replace
@@ -205,6 +206,7 @@ def main() -> None:
     elif "TORCHELASTIC_RUN_ID" in os.environ:
         run_rank(options)
     else:
+        os.environ.setdefault("STREAM_BALANCER_TOKEN", secrets.token_hex(16))  # every process of this run has it
         torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={options.ranks}"]
         sys.exit(subprocess.call([sys.executable, *torchrun, __file__, *sys.argv[1:]]))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 import signal
 import sys
 import threading
@@ -133,6 +134,7 @@ def _tasks(setting: _Setting, policy: str, port: int) -> list[Task]:
         policy=policy,
         options=replace(setting.options, trace=None),
         store_port=port,
+        token=secrets.token_hex(16),
         longest=setting.workload.longest,
     )
     ranks = [msgspec.structs.replace(rank_task, rank=rank) for rank in range(setting.options.ranks)]

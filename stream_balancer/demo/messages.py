@@ -40,6 +40,8 @@ class Task(msgspec.Struct, frozen=True, kw_only=True):
     """The demo's knobs (``trace`` left out: only the parent reads it)."""
     store_port: int
     """Where the parent's store, the meeting point, listens."""
+    token: str = ""
+    """What the feed's processes must know, and nobody else does: the store is open to every user of this machine."""
     longest: int = 1
     """Tokens of the longest rollout: what a rank warms up with."""
     specs: tuple[RolloutSpec, ...] = ()

@@ -29,7 +29,7 @@ def run_rank(task: Task, say: Callable[[Message], None]) -> None:
     join_trainers(task, store)
     model = build_model(task.options)
     _warm_up(model, task.longest)
-    with RankFeed(store, rank=task.rank, dp_size=task.options.ranks, name=FEED_NAME) as feed:
+    with RankFeed(store, rank=task.rank, dp_size=task.options.ranks, name=FEED_NAME, token=task.token) as feed:
         train(feed, model, dist.all_reduce, say)
     flat = torch.cat([p.detach().flatten() for p in model.parameters()])
     say(Trained(task.rank, zlib.crc32(flat.numpy().tobytes())))

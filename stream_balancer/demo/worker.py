@@ -50,7 +50,7 @@ def run_controller(task: Task, say: Callable[[Message], None]) -> None:
 
 async def _control(task: Task, say: Callable[[Message], None]) -> None:
     store = connect_store(task)
-    transport = TorchTransport(store, dp_size=task.options.ranks, name=FEED_NAME)
+    transport = TorchTransport(store, dp_size=task.options.ranks, name=FEED_NAME, token=task.token)
     async with StreamBalancer(balancer_config(task)) as balancer, transport, anyio.create_task_group() as group:
         watched = _Watched(balancer, say)
         group.start_soon(serve, watched, transport)

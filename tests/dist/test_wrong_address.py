@@ -1,0 +1,169 @@
+"""An address that is wrong says so, and a put that never had a connection does not claim that the balancer is full."""
+
+from __future__ import annotations
+
+import logging
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager, suppress
+
+import anyio
+import pytest
+from torch._C._distributed_c10d import TCPStore
+
+import stream_balancer as sb
+from stream_balancer.testing import make_rollout
+from stream_balancer.transport import _joiner
+
+GUARD_S = 50
+Tries = Callable[[str], object]
+
+
+def opens_a_feed(address: str) -> object:
+    with sb.RankFeed(address, rank=0, dp_size=1, connect_timeout_s=20) as feed:
+        return next(feed)
+
+
+def puts(address: str) -> object:
+    with sb.connect(address, connect_timeout_s=20) as producer:
+        return producer.put(make_rollout(3))
+
+
+TRIES = [opens_a_feed, puts]
+
+
+def nobody_there() -> str:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        return f"tcp://127.0.0.1:{free.getsockname()[1]}"
+
+
+@contextmanager
+def foreign_server(says: bytes | None) -> Iterator[str]:
+    """Something else on the port; ``None`` says nothing and stays."""
+    server = socket.create_server(("127.0.0.1", 0))
+    stayed = []
+
+    def serve() -> None:
+        with suppress(OSError):
+            while True:
+                peer = server.accept()[0]
+                stayed.append(peer)
+                if says is not None:
+                    peer.sendall(says)
+                    peer.recv(4096)
+                    peer.close()
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    try:
+        yield f"tcp://127.0.0.1:{server.getsockname()[1]}"
+    finally:
+        server.shutdown(socket.SHUT_RDWR)
+        server.close()
+        thread.join()
+        for peer in stayed:
+            peer.close()
+
+
+@pytest.mark.parametrize("tries", TRIES)
+@pytest.mark.parametrize("host", ["no.such.host.invalid", "no such host", "x..y"])
+def test_an_unknown_host_is_an_error_at_once(tries: Tries, host: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def unknown(*_: object, **__: object) -> None:
+        raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+
+    monkeypatch.setattr(socket, "getaddrinfo", unknown)  # no name server is asked
+    with pytest.raises(ValueError, match=f"there is no host '{host}'.*Check the address tcp://{host}:29400"):
+        tries(f"tcp://{host}:29400")
+
+
+@pytest.mark.parametrize("tries", TRIES)
+@pytest.mark.parametrize(
+    "address", ["127.0.0.1:1", "tcp://127.0.0.1", "tcp://:29400", "tcp://host:0", "tcp://host:70000"]
+)
+def test_what_is_no_address_is_an_error_at_once(tries: Tries, address: str) -> None:
+    with pytest.raises(ValueError, match="is not an address of a controller"):
+        tries(address)
+
+
+@pytest.mark.parametrize("tries", TRIES)
+@pytest.mark.parametrize("says", [b"SSH-2.0-OpenSSH_9.6\r\n", b"HTTP/1.1 400 Bad Request\r\n\r\n", bytes(100)])
+def test_something_else_that_answers_is_an_error(tries: Tries, says: bytes) -> None:
+    with foreign_server(says) as address:
+        with pytest.raises(sb.WireError, match=f"{address} does not answer as a controller does.*Check the address"):
+            tries(address)
+
+
+@pytest.mark.parametrize("tries", TRIES)
+@pytest.mark.parametrize("kind", ["silent", "hangs up", "store"])
+def test_something_else_that_does_not_answer_is_an_error(
+    tries: Tries, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_joiner, "ANSWER_S", 0.05)
+    monkeypatch.setattr(_joiner, "FOREIGN_S", 0.2)
+    with pytest.raises(sb.WireError, match="accepts the connection, but .*Something else listens there"):
+        if kind == "store":
+            store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+            tries(f"tcp://127.0.0.1:{store.port}")
+        else:
+            with foreign_server(None if kind == "silent" else b"") as address:
+                tries(address)
+
+
+@pytest.mark.parametrize("tries", TRIES)
+def test_nobody_there_is_a_warning_and_then_an_error(
+    tries: Tries, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert _joiner.WARN_AFTER_S + _joiner.CONNECT_S <= 10
+    monkeypatch.setattr(_joiner, "WARN_AFTER_S", 0.0)
+    caplog.set_level(logging.WARNING, "stream_balancer.transport")
+    address = nobody_there()
+    refused = f"nobody answers at {address}: Connection refused"
+    kind = sb.RankLostError if tries is opens_a_feed else sb.BrokenResourceError
+    with pytest.raises(kind, match=f"not connected within connect_timeout_s=0.3: {refused}"):
+        if tries is opens_a_feed:
+            next(sb.RankFeed(address, rank=0, dp_size=1, connect_timeout_s=0.3))
+        else:
+            sb.connect(address, connect_timeout_s=0.3).blocking.put(make_rollout(3))
+    assert [record.message.partition(";")[0] for record in caplog.records] == [refused]
+    assert "trying again" in caplog.text
+
+
+async def test_a_put_that_was_never_connected_does_not_blame_the_balancer() -> None:
+    producer = sb.connect(nobody_there())
+    problem = r"not connected: (nobody answers at tcp://127.0.0.1:\d+|it has just begun)"
+
+    def put_both_ways() -> None:
+        with pytest.raises(TimeoutError, match=f"put\\(\\) was not accepted within 0.2 s: {problem}"):
+            producer.blocking.put(make_rollout(3), timeout_s=0.2)
+        with pytest.raises(TimeoutError, match=f"put_nowait\\(\\) was not accepted within 0.05 s: {problem}"):
+            producer.blocking.put_nowait(make_rollout(3), timeout_s=0.05)
+
+    await anyio.to_thread.run_sync(put_both_ways)
+    await producer.aclose()
+
+
+@pytest.mark.parametrize("bad", [0, -1.0])
+def test_a_connect_timeout_is_positive(bad: float) -> None:
+    with pytest.raises(ValueError, match="connect_timeout_s must be > 0 or None"):
+        sb.RankFeed("tcp://127.0.0.1:1", rank=0, dp_size=1, connect_timeout_s=bad)
+
+
+async def test_a_port_that_was_closed_is_tried_until_somebody_listens() -> None:
+    """Ranks and producers may start before their controller."""
+    address = nobody_there()
+    feed = sb.RankFeed(address, rank=0, dp_size=1, connect_timeout_s=GUARD_S)
+    with anyio.fail_after(GUARD_S):
+        port = int(address.rpartition(":")[2])
+        async with sb.TorchTransport.listen(dp_size=1, port=port) as transport, sb.connect(address) as producer:
+            await transport.accept()
+            await transport.accept_producer()
+            assert producer
+        await feed.aclose()
+
+
+def test_a_rank_may_be_closed_while_it_waits_for_whom_it_wants() -> None:
+    for served in (None, b""):
+        with foreign_server(served) as address, closing(sb.RankFeed(address, rank=0, dp_size=1)):
+            pass
+    sb.RankFeed(nobody_there(), rank=0, dp_size=1).close()
