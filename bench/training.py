@@ -99,7 +99,7 @@ def ours(rollouts: Sequence[Rollout], setting: Setting, errors: list[float] | No
             core.record_step_seconds(batch.step, rank, one)
         core.acknowledge(batch.step)
         fit = core.statistics(0.0).cost_fit
-        if errors is not None and fit is not None:
+        if errors is not None and fit is not None and fit.prediction_error is not None:
             errors.append(fit.prediction_error)
 
 

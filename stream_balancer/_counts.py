@@ -75,9 +75,11 @@ class TrainingAges:
         return TrainingAge(rollouts=total, mean=mean, p99=p99, max=max(self._rollouts))
 
 
-def unavoidable(mean: float, bound: float, highest: float) -> float:
-    return max(bound - mean, 0.0) / highest if highest > 0 else 0.0
+def unavoidable(mean: float, bound: float, highest: float) -> float | None:
+    """None where nothing is known."""
+    return max(bound - mean, 0.0) / highest if highest > 0 else None
 
 
-def idle(mean: float, highest: float) -> float:
-    return 1.0 - mean / highest if highest > 0 else 0.0
+def idle(mean: float, highest: float) -> float | None:
+    """None where nothing is known."""
+    return 1.0 - mean / highest if highest > 0 else None

@@ -29,7 +29,9 @@ _MOST_PENDING = 64  # steps whose seconds may be missing
 
 # Page's CUSUM (1954) on log(slowdown): evidence adds up above the allowance, and since it last was zero is since when
 _ALLOWANCE = 0.05  # a rank 5 % slower than the median is nothing to report
-_ALARM = 0.5  # 11 steps of 10 %, 3 steps of 30 % or more
+_ALARM = 0.5  # 11 steps of 10 %, or _LEAST_STEPS of more
+_LEAST_STEPS = 5  # slow ones: three in a row are a compilation, a checkpoint, a neighbour's burst
+_LEAST_LOSS_S = 0.02  # of a step, over the median rank: a time slice of the scheduler, a garbage collection
 _MOST_EVIDENCE = 1.0  # so that a rank that has recovered is cleared after 10 good steps
 _MOST_A_STEP = 0.25  # one checkpoint in the middle of a step is no straggler
 
@@ -85,7 +87,9 @@ class IdleTimes:
         if slowness is None and (loads > 0).all() and (busy > 0).all():
             slowness = np.log(busy) - np.log(loads)
         if slowness is not None:
-            self._note_slowness(batch.step, slowness - np.median(slowness), now)
+            slowness = slowness - np.median(slowness)
+            worth_it = busy * -np.expm1(-np.maximum(slowness, 0.0)) >= _LEAST_LOSS_S
+            self._note_slowness(batch.step, np.where(worth_it, slowness, np.minimum(slowness, 0.0)), now)
 
     def _record_imbalance(self, batch: Batch, busy: Floats) -> None:
         slowest, mean = float(busy.max()), float(busy.mean())
@@ -140,7 +144,7 @@ class IdleTimes:
     def straggler(self, now: float) -> Straggler | None:
         """The rank with the most evidence of being slow, if that is enough."""
         rank = int(self._evidence.argmax())
-        if self._evidence[rank] < _ALARM:
+        if self._evidence[rank] < _ALARM or self._slow_steps[rank] < _LEAST_STEPS:
             return None
         return Straggler(
             rank=rank,

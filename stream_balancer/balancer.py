@@ -339,16 +339,12 @@ class StreamBalancer(OfOneProcess):
         if self.ended:
             raise ClosedResourceError("reserve() after end() or aclose(): the balancer takes no more rollouts")
 
-    def _came(self, slot: int, count: int) -> None:
-        """So many rollouts of a slot have been put."""
-        self._pacer.came(slot, count)
-        self._wake_next_reserver()
-        self._ring()
-
-    def _give_back(self, slot: int) -> None:
-        self._pacer.give_back(slot)
-        self._wake_next_reserver()
-        self._ring()
+    def _settle(self, slot: int, count: int) -> None:
+        """So many rollouts of a slot have been put, or will never be."""
+        if count:
+            self._pacer.settle(slot, count)
+            self._wake_next_reserver()
+            self._ring()
 
     def _wake_next_reserver(self) -> None:
         """Wake the longest-waiting reserver if it can be admitted, or must be told the end. It wakes the next. O(1)."""
@@ -625,10 +621,22 @@ class StreamBalancer(OfOneProcess):
                 raise
         journal.start(self._make_room)
         self.recovered = recovered
+        self._warn_above_capacity()
         for batch in snapshot.in_flight:
             if len(batch.ranks) != self.config.dp_size:
                 journal.returned(batch.step)  # planned for other ranks: its rollouts wait again
         self._tell_evicted()
+
+    def _warn_above_capacity(self) -> None:
+        waiting, capacity = self.statistics().waiting, self.config.capacity
+        if waiting > capacity and self.config.max_skips is not None:
+            _log.warning(
+                "%d rollouts were recovered, above capacity (%d): until no more than that wait, some may be passed "
+                "over by more dispatches than max_skips (%d). Use the capacity of before",
+                waiting,
+                capacity,
+                self.config.max_skips,
+            )
 
     def _make_room(self) -> None:
         self._core.squeeze()
@@ -682,6 +690,7 @@ class StreamBalancer(OfOneProcess):
         self._core.restore(snapshot, anyio.current_time())
         if self._journal is not None:
             self._journal.adopt(snapshot)
+        self._warn_above_capacity()
         self._ring()
         self._tell_evicted()
         return snapshot.set_aside

@@ -236,7 +236,7 @@ class Calibration:
         coefficients = (self._typical_s * self._parts / typical).tolist()
         return CostFit(
             steps=max(self._steps - 1, 0),
-            prediction_error=self._error / self._error_weight if self._error_weight else 0.0,
+            prediction_error=self._error / self._error_weight if self._error_weight else None,
             seconds_per_token=coefficients[0],
             seconds_per_token_pair=coefficients[1],
             seconds_per_micro_batch=coefficients[2],

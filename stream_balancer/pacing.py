@@ -72,16 +72,11 @@ class Pacer:
         self.running += count
         return self._last
 
-    def came(self, slot: int, count: int) -> None:
-        """So many rollouts of a slot are held by the balancer now."""
+    def settle(self, slot: int, count: int) -> None:
+        """So many rollouts of a slot are held by the balancer now, or will never come."""
         version, left = self._slots[slot]
         self.running -= count
         if left == count:
             del self._slots[slot]
         else:
             self._slots[slot] = (version, left - count)
-
-    def give_back(self, slot: int) -> None:
-        """Nothing more comes of a slot. Idempotent."""
-        _, left = self._slots.pop(slot, (0, 0))
-        self.running -= left

@@ -50,13 +50,13 @@ class Slot:
                 "reserve(n)"
             )
         dated = [self._dated(rollout) for rollout in rollouts]
-        self.left -= len(dated)
+        self.left -= len(dated)  # a put under way keeps its places, also if the block is left meanwhile
         try:
             await self._balancer._put(dated)
         except BaseException:
-            self.left += len(dated)
+            self._take_back(len(dated))
             raise
-        self._balancer._came(self._number, len(dated))
+        self._balancer._settle(self._number, len(dated))
 
     def _dated(self, rollout: Rollout) -> Rollout:
         if rollout.min_version is None:
@@ -68,10 +68,18 @@ class Slot:
             )
         return rollout
 
+    def _take_back(self, count: int) -> None:
+        """So many rollouts were not put after all."""
+        if self._open:
+            self.left += count
+        else:
+            self._balancer._settle(self._number, count)
+
     def _leave(self) -> None:
         if self._open:
             self._open = False
-            self._balancer._give_back(self._number)
+            self._balancer._settle(self._number, self.left)
+            self.left = 0
 
 
 class Reservation:

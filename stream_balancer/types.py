@@ -414,9 +414,9 @@ class CostFit:
 
     steps: int
     """Steps it has learned from; the first measured one, which pays for compilation and caches, is left out."""
-    prediction_error: float
+    prediction_error: float | None
     """Mean over ranks and about the last ten steps of |predicted - measured| / measured, each predicted before it
-    ran; 0.0 before the second step."""
+    ran; None before the second step."""
     seconds_per_token: float
     """Of compute, on a rank of speed 1."""
     seconds_per_token_pair: float
@@ -508,15 +508,16 @@ class Statistics:
     """Seconds the oldest waiting rollout has waited; 0.0 if none waits."""
     redelivering: int
     """Rollouts in flight that ``batches()`` will give again: their batches were restored from a checkpoint."""
-    unavoidable_idle_fraction: float
-    """The part of ``idle_fraction`` that no assignment of the same rollouts could have avoided: outliers."""
+    unavoidable_idle_fraction: float | None
+    """The part of ``idle_fraction`` that no assignment of the same rollouts could have avoided: outliers. None before
+    the first dispatch."""
     length_bias: LengthBiasSummary
     """Whether long rollouts waited longer than short ones; see :class:`LengthBiasSummary`."""
-    idle_fraction: float
+    idle_fraction: float | None
     """Predicted share of rank time spent waiting for the slowest rank, over all steps: 1 - sum(mean load) / sum(max
-    load)."""
-    measured_idle_fraction: float
-    """The same, from the seconds that ranks reported for their steps; 0.0 before any did. Only as good as they are:
+    load). None before the first dispatch."""
+    measured_idle_fraction: float | None
+    """The same, from the seconds that ranks reported for their steps; None before any did. Only as good as they are:
     time that ranks spend waiting for each other makes them look alike, see :meth:`RankFeed.timed`."""
     idle_seconds: Mapping[IdleCause, float]
     """Rank seconds in which nothing was computed, by cause, summed over the ranks, since this balancer was made. From

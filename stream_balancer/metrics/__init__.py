@@ -128,7 +128,9 @@ METRICS: tuple[Metric, ...] = (
     Metric(
         "cost_prediction_error",
         "Mean relative error of a calibrated cost, each step predicted before it ran.",
-        lambda s: math.nan if s.cost_fit is None else s.cost_fit.prediction_error,
+        lambda s: (
+            math.nan if s.cost_fit is None or s.cost_fit.prediction_error is None else s.cost_fit.prediction_error
+        ),
     ),
     Metric("rank_speed", "Measured speed of each rank; the median rank's is 1.", _rank_speeds, label="rank"),
     Metric("mean_delay_dispatches", "Dispatches that passed a rollout over.", lambda s: s.length_bias.mean_delay),

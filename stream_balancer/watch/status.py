@@ -88,9 +88,10 @@ class Status(msgspec.Struct, frozen=True):
     dispatched_tokens: int
     evicted: dict[str, int]
     batches: dict[str, int]
-    idle_fraction: float
-    unavoidable_idle_fraction: float
-    measured_idle_fraction: float
+    idle_fraction: float | None
+    unavoidable_idle_fraction: float | None
+    measured_idle_fraction: float | None
+    """None where nothing is known yet."""
     next_batch: NextBatch | None
     in_flight: list[InFlight]
     ranks: list[RankRow]

@@ -116,8 +116,8 @@ def _totals(status: Status, before: Status | None) -> RenderableType:
     table.add_row("batches", left or "none yet")
     table.add_row(
         "idle",
-        f"{status.idle_fraction:.1%} predicted ({status.unavoidable_idle_fraction:.1%} unavoidable), "
-        f"{status.measured_idle_fraction:.1%} measured",
+        f"{_share(status.idle_fraction)} predicted ({_share(status.unavoidable_idle_fraction)} unavoidable), "
+        f"{_share(status.measured_idle_fraction)} measured",
     )
     if before is not None and status.time_s > before.time_s:
         seconds = status.time_s - before.time_s
@@ -128,6 +128,10 @@ def _totals(status: Status, before: Status | None) -> RenderableType:
             f"{(status.dispatched_tokens - before.dispatched_tokens) / seconds:,.0f} tokens dispatched",
         )
     return table
+
+
+def _share(fraction: float | None) -> str:
+    return "?" if fraction is None else f"{fraction:.1%}"
 
 
 def _evicted(status: Status) -> str:

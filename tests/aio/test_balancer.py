@@ -700,7 +700,7 @@ async def test_statistics_add_up_and_idle_is_measured() -> None:
         assert balancer.statistics().oldest_wait_s == 4.0
         await anext(balancer.batches())
         balancer.record_step_seconds(0, 0, 3.0)
-        assert balancer.statistics().measured_idle_fraction == 0.0
+        assert balancer.statistics().measured_idle_fraction is None
         balancer.record_step_seconds(0, 1, 1.0)
         assert balancer.statistics().measured_idle_fraction == pytest.approx(1 - 2.0 / 3.0)
 
@@ -735,3 +735,13 @@ async def test_the_usual_policies_send_the_oldest(policy: Any) -> None:
         assert ids(batch) == {"r0", "r1", "r2", "r3"}
         if policy == "round_robin":
             assert [[r.rollout_id for r in share.rollouts] for share in batch.ranks] == [["r0", "r2"], ["r1", "r3"]]
+
+
+async def test_recovering_more_than_the_capacity_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    async with sb.StreamBalancer(config(window=12, capacity=24)) as balancer:
+        await fill(balancer, 20)
+        state = balancer.state_dict()
+    async with sb.StreamBalancer(config(window=4, capacity=8)) as balancer:
+        balancer.load_state_dict(state)
+        assert balancer.statistics().waiting == 20
+    assert "20 rollouts were recovered, above capacity (8)" in caplog.text

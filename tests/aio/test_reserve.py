@@ -184,3 +184,31 @@ async def test_knobs_that_cannot_keep_the_bound_are_told_at_once() -> None:
     async with sb.StreamBalancer(config(deadline_s=5.0)) as balancer:
         with pytest.raises(sb.ConfigError, match="deadline_s"):
             balancer.reserve()
+
+
+@pytest.mark.parametrize("cancelled", [False, True])
+async def test_a_put_that_waits_while_its_slot_is_left_keeps_its_place(cancelled: bool) -> None:
+    """It is accepted once there is room, and until then nobody else may begin in its place."""
+    async with sb.StreamBalancer(config(window=4, capacity=4)) as balancer, anyio.create_task_group() as tasks:
+        balancer.set_version(0)
+        for n in range(4):
+            await balancer.put(make_rollout(3, f"r{n}", version=0))
+        scope = anyio.CancelScope()
+
+        async def put(slot: Any) -> None:
+            with scope:
+                await slot.put(make_rollout(3, "late"))
+
+        async with balancer.reserve(2) as slot:
+            tasks.start_soon(put, slot)
+            await settle()
+        assert balancer.statistics().reserved == 1
+        if cancelled:
+            scope.cancel()
+        else:
+            await anext(balancer.batches())
+        await settle()
+        stats = balancer.statistics()
+        assert (stats.reserved, stats.waiting, stats.accepted) == ((0, 4, 4) if cancelled else (0, 1, 5))
+        with pytest.raises(sb.ClosedResourceError, match="whose 'async with' block was left"):
+            await slot.put(make_rollout(3))

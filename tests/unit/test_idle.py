@@ -214,3 +214,23 @@ def test_a_slow_rank_is_named_although_a_calibrated_plan_gives_it_less() -> None
     assert 39 <= statistics.straggler.since_step <= 42
     assert statistics.cost_fit is not None
     assert statistics.cost_fit.speeds[1] < 0.8
+
+
+def test_milliseconds_are_no_straggler() -> None:
+    """A rank that costs the others less than a scheduler's time slice is nothing to report, however many times it."""
+    for seconds, found in ((0.004, False), (0.4, True)):
+        ledger = IdleTimes(2)
+        core = core_with(CONFIG.replace(capacity=400), [100] * 80)
+        for _ in range(12):
+            batch = poll(core, 0.0)
+            ledger.record(batch, [seconds, 1.5 * seconds], [0.0, 0.0], [0.0, 0.0], 0.0)
+        assert (ledger.straggler(0.0) is not None) == found
+
+
+def test_a_few_slow_steps_are_no_straggler() -> None:
+    ledger = IdleTimes(2)
+    core = core_with(CONFIG.replace(capacity=400), [100] * 80)
+    for number in range(1, 7):
+        batch = poll(core, 0.0)
+        ledger.record(batch, [1.0, 9.0], [0.0, 0.0], [0.0, 0.0], 0.0)
+        assert (ledger.straggler(0.0) is not None) == (number >= 5)

@@ -130,7 +130,7 @@ def paced(trace: Trace, *, max_staleness: int) -> None:
                 sb.Rollout(tokens={"input_ids": TOKENS.expand(length)}, rollout_id=f"r{done}", version=version), now
             )
             arrived.append(length)
-            pacer.came(slot, 1)
+            pacer.settle(slot, 1)
         else:
             now, trained_at, trained = trained_at, math.inf, trained + 1
             core.set_version(trained)

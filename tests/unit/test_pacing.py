@@ -84,11 +84,11 @@ class World:
                 self.core.add_all(rollouts, 0.0)
             except sb.WouldBlock:
                 return
-            self.pacer.came(number, len(rollouts))
+            self.pacer.settle(number, len(rollouts))
             del self.parked[0]
 
     def abandon(self, index: int) -> None:
-        self.pacer.give_back(self.slots.pop(index)[0])
+        self.pacer.settle(self.slots.pop(index)[0], self.unit)
 
     def dispatch(self) -> bool:
         if self.blocked:
