@@ -508,10 +508,11 @@ class _Run:
             if self.busy_until is not None:
                 if self.busy_until > self.now:
                     return
+                if self.versioned:  # before the acknowledgement, as a trainer should
+                    self.core.set_version(self.step)
                 self.core.acknowledge(self.step - 1)
                 self.busy_until = None
                 if self.versioned:
-                    self.core.set_version(self.step)
                     self._drop_evicted()
                     self._let_in()
             batch = self.core.poll(self.now)
