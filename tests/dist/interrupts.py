@@ -245,7 +245,8 @@ def one_run(form: str, seed: int) -> str | None:
             return f"hangs after {sent} interrupts"
         os.kill(pid, signal.SIGINT)
         sent += 1
-        time.sleep(rng.choice([0.0, 0.0001, 0.0005, 0.002]) if sent < 300 else 0.01)
+        calmer_s = 0.01 if sent < 600 else 0.2  # so that a starved process is told from one that hangs
+        time.sleep(rng.choice([0.0, 0.0001, 0.0005, 0.002]) if sent < 300 else calmer_s)
     _, status = os.waitpid(pid, 0)
     with os.fdopen(news, "rb") as pipe:
         said = pipe.read().decode(errors="replace")
