@@ -30,7 +30,7 @@ from stream_balancer.transport._handshake import Incoming, Message, PairAddress,
 __all__ = ["GlooPair", "gloo", "meet", "receive_message"]
 
 FOR_EVER = timedelta(days=3650)  # timedelta.max overflows in gloo
-PAIR_TIMEOUT_S = 5.0  # both are known to be there and take milliseconds; later waits have their own limit: none
+PAIR_TIMEOUT_S = 10.0  # both are known to be there and take milliseconds; later waits have their own limit: none
 _SPARE_TAG, _TAG = 7, 1
 _PROOF_BYTES = 32
 gloo = cast("Any", dist).ProcessGroupGloo  # its options are missing from torch's type stubs
