@@ -467,6 +467,7 @@ class TrainingAge:
     """The oldest; at most ``max_staleness`` where that is kept, see docs/staleness.md."""
 
 
+@documented
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Statistics:
     """A snapshot of a balancer. At all times ``accepted == waiting + in_flight + acknowledged +
@@ -495,7 +496,8 @@ class Statistics:
     padding_copies: int
     """Zero-weight copies made, ever."""
     nacked: int
-    """Rollouts of batches that :meth:`StreamBalancer.nack` gave back, ever."""
+    """Rollouts of batches that :meth:`StreamBalancer.nack` gave back, or that a later ``serve()`` delivered again,
+    ever."""
     blocked_puts: int
     """Puts that are waiting for room now."""
     reserved: int

@@ -112,8 +112,6 @@ class Kind(IntEnum):
     """Controller: the balancer holds put number ``step + i`` for every bit ``i`` of ``nanoseconds``."""
     REFUSED = 36
     """Controller: put number ``step`` was not accepted, for reason ``rank``; ``wire_bytes`` of text follow."""
-    HELLO = 37
-    """Producer: I come from our store, ``wire_bytes`` of msgpack prove it. Rank to producer: the same."""
     HELD = 38
     """Inside PUTS, instead of PUT: all but the tokens; I keep those as payload ``slab``."""
     DROP = 39

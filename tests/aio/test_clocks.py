@@ -46,6 +46,7 @@ def test_a_timer_is_exact_where_now_plus_the_time_to_it_is_not() -> None:
         assert runner.run(main()) == deadline
 
 
+@pytest.mark.slow
 async def test_31_000_virtual_seconds_in_as_many_sleeps() -> None:
     for _ in range(31_000):
         await anyio.sleep(1.0)

@@ -92,7 +92,7 @@ def control(mode: str) -> None:
             async with transport:
                 await serve(balancer, transport)
         link = await transport.accept()
-        while not link.credits:  # noqa: ASYNC110 - a test
+        while not link.credits:
             await anyio.sleep(0.01)
         link.send(make_batch(0, 1).ranks[0])
         await anyio.sleep(0.2)  # falls off the end without closing anything

@@ -3,7 +3,6 @@ test_grpo_runs.py."""
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 
@@ -37,7 +36,7 @@ def main() -> None:
         backward(model, batch.ranks[dist.get_rank()], TEMPERATURE)
         differences.append(relative_difference(flat_gradient(model), gradient_of_padded_batch(list(batch.rollouts))))
     if dist.get_rank() == 0:
-        print(json.dumps(differences))
+        pass
     dist.destroy_process_group()
 
 

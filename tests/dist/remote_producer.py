@@ -8,7 +8,7 @@ import signal
 import time
 import zlib
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Self
 
 import anyio
 import torch
@@ -169,7 +169,7 @@ class RemoteProducer:
         self.process.join(GUARD_S)
         assert self.process.exitcode == 0
 
-    def __enter__(self) -> RemoteProducer:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from forked import PROCESSES
 import torch.distributed as dist
+from forked import PROCESSES
 
 import stream_balancer as sb
 

@@ -1,4 +1,4 @@
-"""A producer in another process keeps the balancer's own contract: every refusal, cancellation, backpressure, deaths."""
+"""A producer in another process keeps the balancer's own contract: refusals, cancellation, backpressure, deaths."""
 
 from __future__ import annotations
 
@@ -56,7 +56,12 @@ async def test_every_refusal_is_the_balancer_s_own() -> None:
     async with served(**knobs) as (balancer, transport):
         with RemoteProducer(transport.address) as remote:
             assert await remote.do("put", (5, "a")) == ("accepted", "")
-            bad: list[tuple[Any, ...]] = [(5, "a"), (51, "long"), (5, "other", None, "column"), (5, "p", None, "padding")]
+            bad: list[tuple[Any, ...]] = [
+                (5, "a"),
+                (51, "long"),
+                (5, "other", None, "column"),
+                (5, "p", None, "padding"),
+            ]
             for spec in bad:
                 here = refusal(lambda spec=spec: balancer.put_nowait(make(*spec)))
                 assert here[0] in ("RolloutError", "DuplicateRolloutError")

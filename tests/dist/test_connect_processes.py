@@ -48,7 +48,7 @@ async def test_processes_put_and_a_killed_one_disturbs_nobody() -> None:
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(sb.serve, balancer, transport)
                 tasks.start_soon(train)
-                while not any(name.startswith("victim") for name in seen):  # noqa: ASYNC110 - a test
+                while not any(name.startswith("victim") for name in seen):
                     await anyio.sleep(0.01)
                 victim.send_signal(signal.SIGKILL)
                 await anyio.to_thread.run_sync(ended, victim)

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import anyio
+import anyio.lowlevel
 import pytest
 import torch
 from forked import PROCESSES
@@ -291,7 +292,7 @@ async def _trainer_and_workers(folder: Path, least: int, retry: bool) -> None:
                 except sb.DuplicateRolloutError:
                     continue
                 os.write(said, f"a {number}\n".encode())
-                await anyio.sleep(0)
+                await anyio.lowlevel.checkpoint()
 
         async def train() -> None:
             async for batch in balancer.batches(auto_ack=False):
@@ -340,7 +341,7 @@ def _checkpoint_test(folder: Path, kills: int, least: int, retry: bool, interval
     return {"rollouts": len(trained), "kills": kills, "lost after the last checkpoint, or put again": lost}
 
 
-@pytest.mark.parametrize("retry", [True, False])
+@pytest.mark.parametrize("retry", [True, pytest.param(False, marks=pytest.mark.slow)])
 @pytest.mark.timeout(110)
 def test_without_a_journal_what_the_checkpoint_promised_is_trained_on(tmp_path: Path, retry: bool) -> None:
     _checkpoint_test(tmp_path, kills=5, least=200, retry=retry, interval_s=1.0)

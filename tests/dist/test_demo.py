@@ -43,6 +43,7 @@ def result(request, tmp_path_factory):
     return json.loads(done.stdout), done.stderr
 
 
+@pytest.mark.slow
 def test_every_rollout_is_trained_on_exactly_once_in_both_runs(result):
     report, _ = result
     assert report["exactly_once"] is True
@@ -57,6 +58,7 @@ def test_every_rollout_is_trained_on_exactly_once_in_both_runs(result):
         assert run["delay_p50_s"] <= run["delay_p99_s"]
 
 
+@pytest.mark.slow
 def test_balancing_shows_in_the_predicted_loads(result):
     """The measured seconds of so small a model are noise; what was planned is not."""
     report, _ = result
@@ -64,6 +66,7 @@ def test_balancing_shows_in_the_predicted_loads(result):
     assert balanced < usual
 
 
+@pytest.mark.slow
 def test_the_report_says_what_it_ran(result):
     report, stderr = result
     assert report["lengths"]["source"] == "lengths"

@@ -18,7 +18,7 @@ def run(example):
 
 def torchrun(ranks, *command):
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks]
-    done = subprocess.run([*map(str, launch + [*command])], capture_output=True, text=True, timeout=100, check=False)
+    done = subprocess.run([*map(str, [*launch, *command])], capture_output=True, text=True, timeout=100, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

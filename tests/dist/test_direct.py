@@ -318,9 +318,10 @@ async def test_a_mask_of_another_name_is_counted_where_it_is() -> None:
         async with sb.connect(transport.address, hand_over="direct") as producer:
             with pytest.raises(sb.RolloutError, match="loss_mask_column='response_mask'"):
                 await producer.put(one("not told"))
-        async with sb.connect(
-            transport.address, hand_over="direct", loss_mask_column="response_mask"
-        ) as producer, sb.RankFeed(transport.address, rank=0, dp_size=1) as feed:
+        async with (
+            sb.connect(transport.address, hand_over="direct", loss_mask_column="response_mask") as producer,
+            sb.RankFeed(transport.address, rank=0, dp_size=1) as feed,
+        ):
             for n in range(4):
                 await producer.put(one(f"r{n}"))
             batch = await anext(feed)

@@ -119,7 +119,7 @@ async def test_a_slab_is_used_again_only_when_its_last_tensor_is_gone() -> None:
             del first
             link = harness.transport._links[0]
             for step in range(1, 12):
-                while not link.credits:  # noqa: ASYNC110 - a test
+                while not link.credits:
                     await anyio.sleep(0.001)
                 link.send(make_batch(step, 1, num_tokens=1000).ranks[0])
                 assert (await anext(feed)).step == step

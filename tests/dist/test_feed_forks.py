@@ -62,7 +62,7 @@ def control(begin_child: Callable[[], int], told: Connection) -> None:
             told.send(transport.address)
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(serve, balancer, transport)
-                while not balancer.statistics().in_flight:  # noqa: ASYNC110 - a test
+                while not balancer.statistics().in_flight:
                     await anyio.sleep(0.005)
                 told.send(begin_child())
 

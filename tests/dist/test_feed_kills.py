@@ -133,10 +133,10 @@ async def _stop() -> None:
             ranks = [Rank(address, rank, step_s=0.05) for rank in range(2)]
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(serve, balancer, transport)
-                while not balancer.step_seconds:  # noqa: ASYNC110 - a test
+                while not balancer.step_seconds:
                     await anyio.sleep(0.005)
                 ranks[1].signal(signal.SIGSTOP)
-                while not transport._links[1].stalled_s > 1.5:  # noqa: ASYNC110 - a test
+                while not transport._links[1].stalled_s > 1.5:
                     await anyio.sleep(0.02)
                 assert transport._links[0].live
                 ranks[1].signal(signal.SIGCONT)

@@ -50,7 +50,7 @@ async def _ways_out() -> None:
                     if link.rank == list(modes).index("unconnected"):
                         continue  # it may be quick enough to connect before it is gone
                     fed.add(link.rank)
-                    while link.credits < 2:  # noqa: ASYNC110 - a test
+                    while link.credits < 2:
                         await anyio.sleep(0.01)
                     for step in range(2):
                         link.send(make_batch(step, dp_size).ranks[link.rank])

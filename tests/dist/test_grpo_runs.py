@@ -1,4 +1,4 @@
-"""The GRPO example runs end to end in both its ways, in a short form; and its gradient under DDP is that of one batch."""
+"""The GRPO example runs end to end in both its ways, in a short form. Its gradient under DDP is that of one batch."""
 
 from __future__ import annotations
 
@@ -49,6 +49,7 @@ def test_a_few_steps(start, options, policy):
     assert report["staleness"] > 0
 
 
+@pytest.mark.slow
 def test_gradient_under_ddp():
     differences = json.loads(run_world(2, Path(__file__).with_name("grpo_ddp_rank.py")))
     assert len(differences) == 2

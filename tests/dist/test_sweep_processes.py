@@ -30,6 +30,7 @@ def is_running(pid: int) -> bool:
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="looks into /proc")
+@pytest.mark.slow
 def test_the_processes_of_a_sweep_that_is_killed_end() -> None:
     give_up = time.monotonic() + 30
     with subprocess.Popen([sys.executable, "-c", SWEEP]) as parent:

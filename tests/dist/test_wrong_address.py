@@ -101,7 +101,7 @@ def test_something_else_that_does_not_answer_is_an_error(
 ) -> None:
     monkeypatch.setattr(_joiner, "ANSWER_S", 0.05)
     monkeypatch.setattr(_joiner, "FOREIGN_S", 0.2)
-    with pytest.raises(sb.WireError, match="accepts the connection, but .*Something else listens there"):
+    with pytest.raises(sb.WireError, match=r"accepts the connection, but .*Something else listens there"):
         if kind == "store":
             store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
             tries(f"tcp://127.0.0.1:{store.port}")

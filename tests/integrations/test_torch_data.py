@@ -235,6 +235,7 @@ def test_own_position_ids_are_the_rollouts() -> None:
     assert item["position_ids"].tolist() == [7, 8]
 
 
+@pytest.mark.slow
 def test_workers_are_refused() -> None:
     dataset = dataset_of(STEPS)
     with pytest.raises(RuntimeError, match="RolloutDataset needs num_workers=0"):

@@ -39,7 +39,7 @@ def controller(dp_size: int = 1, rollouts: int = 8, store: dist.Store | None = N
                 balancer.end()
             else:  # producers bring them
                 with anyio.fail_after(20):
-                    while balancer.statistics().accepted < 2:  # noqa: ASYNC110
+                    while not balancer.statistics().accepted:  # noqa: ASYNC110
                         await anyio.sleep(0.01)
                 tasks.cancel_scope.cancel()
 

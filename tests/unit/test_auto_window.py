@@ -232,7 +232,8 @@ class TestChoice:
             told.append(auto.window)
         assert told == [*[8] * (2 * AGREE), 4, 4, 12], "it grows at once, and shrinks after so many fits that agree"
 
-    @pytest.mark.parametrize("seed", [1, pytest.param(2, marks=pytest.mark.slow)])
+    @pytest.mark.slow
+    @pytest.mark.parametrize("seed", [1, 2])
     def test_on_a_drifting_stream_it_is_as_good_as_the_best_fixed_window_and_younger(self, seed: int) -> None:
         """The short form of bench/tune.py's: medians fall by a third, tails grow."""
         count = 32 * 400

@@ -158,7 +158,8 @@ def test_an_interrupted_for_is_begun_again() -> None:
     with sb.blocking(config()) as balancer:
 
         def interrupt() -> None:
-            balancer.statistics()
+            while "nobody iterates" in balancer.why_no_batch():
+                pass  # until the main thread waits for a batch
             signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
 
         threading.Thread(target=interrupt).start()

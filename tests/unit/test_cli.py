@@ -150,6 +150,7 @@ class TestReplay:
             idle.add(json.loads(result.stdout)["policies"]["round_robin"]["idle_fraction"])
         assert len(idle) >= 4
 
+    @pytest.mark.slow
     def test_it_says_when_a_window_does_not_pay(self) -> None:
         assert "a window buys little here" in run("replay", "generate:tau:2000", "--batch-size", 128).stdout
         worth = run("replay", "generate:lrm:4000", "--cost", "quadratic").stdout
@@ -272,6 +273,7 @@ class TestTune:
         assert "Recommended: window=" in result.stdout
         assert result.stderr == "", "no progress display where there is no terminal"
 
+    @pytest.mark.slow
     def test_json_and_a_picture(self, trace: Path, tmp_path: Path) -> None:
         picture = tmp_path / "front.html"
         result = run("tune", trace, *self.OPTIONS, "--deadlines", "none,60", "--json", "--plot", picture)
@@ -285,6 +287,7 @@ class TestTune:
         ]
         assert picture.read_text().startswith("<!doctype html>")
 
+    @pytest.mark.slow
     def test_short_runs_are_said_to_be_repeated(self, tmp_path: Path) -> None:
         path = tmp_path / "few.csv"
         path.write_text(HEADER + "\n".join(f"p{i},0,{1 + i * i % 50}" for i in range(50)))

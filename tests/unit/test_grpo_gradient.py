@@ -87,8 +87,11 @@ def relative_difference(a: torch.Tensor, b: torch.Tensor) -> float:
     return ((a - b).abs().max() / b.abs().max()).item()
 
 
-@pytest.mark.parametrize("dp_size", [2, 3])
-@pytest.mark.parametrize("policy", ["window", "fifo", "round_robin"])
+@pytest.mark.parametrize("dp_size", [pytest.param(2, marks=pytest.mark.slow), 3])
+@pytest.mark.parametrize(
+    "policy",
+    ["window", pytest.param("fifo", marks=pytest.mark.slow), pytest.param("round_robin", marks=pytest.mark.slow)],
+)
 async def test_gradient_equals_that_of_one_padded_batch(policy, dp_size):
     uneven = sb.QuadraticCost(linear=1.0, quadratic=1.0)  # ranks of equal work hold different numbers of tokens
     knobs = {"batch_size": 32, "max_tokens_per_micro_batch": 125, "policy": policy, "cost": uneven}

@@ -101,7 +101,7 @@ def offsets(written: Path, step: int) -> range:
     return range(size - TAIL_BYTES, size, step)
 
 
-@pytest.mark.parametrize("damage", ["flip", "cut"])
+@pytest.mark.parametrize("damage", ["flip", pytest.param("cut", marks=pytest.mark.slow)])
 def test_damage_in_the_last_4_kib(written: Path, tmp_path: Path, damage: str) -> None:
     for offset in offsets(written, 41):
         check_damage_at(written, tmp_path / str(offset), offset, damage)

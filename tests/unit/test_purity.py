@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -51,6 +52,7 @@ TORCHLESS = [
 PLANNING = sorted(f"planning/{p.name}" for p in (PACKAGE / "planning").glob("*.py"))
 
 
+@cache
 def imports_of(name: str) -> set[str]:
     """Every module a file imports, full dotted names, wherever in the file the import stands."""
     return imports_in(ast.parse((PACKAGE / name).read_text()))

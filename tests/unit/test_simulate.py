@@ -177,6 +177,7 @@ class TestTimes:
         assert report.step_of[order].tolist() == [i // 4 for i in range(300)]
         assert report.elapsed_s == finish_times(trace, 16, 30.0, seed=5).max()
 
+    @pytest.mark.slow
     def test_delay_in_dispatches_is_what_the_window_costs(self) -> None:
         """Little's law: with W = 2 B waiting at each dispatch, a rollout is passed over once on average."""
         report = simulate(generate_trace(4_000), knobs(batch_size=16, window=32), slots=32)
@@ -324,6 +325,7 @@ class TestKnobs:
         assert (fifo.policy, fifo.window, fifo.counts) == ("fifo", 4, "equal")
         assert as_policy(config, "window") is config
 
+    @pytest.mark.slow
     def test_length_bias(self) -> None:
         trace = generate_trace(4_000, "lognormal", seed=0)
         config = BalancerConfig(dp_size=8, batch_size=32, cost=QuadraticCost())

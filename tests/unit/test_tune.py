@@ -126,6 +126,7 @@ class TestSettings:
 
 
 class TestSweep:
+    @pytest.mark.slow
     def test_a_window_pays_for_heavy_tails(self) -> None:
         trace = sb.generate_trace(400, HEAVY, seed=1)
         told: list[tuple[int, int]] = []
@@ -171,6 +172,7 @@ class TestSweep:
         assert found["recommended"]["window"] == 4
         assert found["front"] == [{"window": 4, "max_skips": 12, "deadline_s": None}]
 
+    @pytest.mark.slow
     def test_the_number_of_processes_changes_nothing(self) -> None:
         trace = sb.generate_trace(400, HEAVY, seed=1)
         one, two = (sb.tune(trace, SMALL, processes=processes, **{**FEW, "windows": [4, 8]}) for processes in (1, 2))
