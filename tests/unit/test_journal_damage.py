@@ -191,8 +191,8 @@ from stream_balancer.journal.segments import Segments
 os.setsid()
 segments = Segments(Path(sys.argv[1]))
 segments.open()
-if sys.argv[2] == "fork" and os.fork() == 0:
-    time.sleep(60)
+if sys.argv[2] == "fork" and os.fork():
+    time.sleep(60)  # the child reports, once it runs
 if sys.argv[2] == "copy":
     shutil.copytree(sys.argv[1], sys.argv[1] + "-copy")
 print(os.getpid(), flush=True)
