@@ -304,7 +304,7 @@ class BalancerCore:
             version=self._version or 0,
             oldest=oldest,
             waiting=len(self._buffer),
-            steps_ahead=self._steps_ahead,
+            steps_ahead=self.steps_ahead,
         )
 
     def squeeze_if_stuck(self, running: int) -> None:
@@ -523,7 +523,12 @@ class BalancerCore:
         self._note_begun()
 
     @property
-    def _steps_ahead(self) -> int:
+    def num_held_back(self) -> int:
+        """Waiting rollouts that are too old to leave while so many batches are before them."""
+        return self._num_held_back
+
+    @property
+    def steps_ahead(self) -> int:
         """Batches that the trainer is not through with: each may make a version before another one is trained."""
         return len(self._in_flight) - len(self._worked)
 
@@ -741,7 +746,7 @@ class BalancerCore:
     def _oldest_trainable(self) -> int:
         """The oldest version that may leave now: in time though every step ahead makes a version. One that has it would
         be late with one more step ahead."""
-        return self._oldest_fresh() + self._steps_ahead
+        return self._oldest_fresh() + self.steps_ahead
 
     def _is_stale(self, rollout: Rollout) -> bool:
         if self._version is None or self.config.max_staleness is None or self.config.on_stale == "send":

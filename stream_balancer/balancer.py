@@ -745,6 +745,8 @@ class StreamBalancer(OfOneProcess):
             ready=self._core.next_wakeup() <= anyio.current_time(),
             ended=self.ended,
             incomplete=self._core.incomplete_groups(),
+            held_back=self._core.num_held_back,
+            steps_ahead=self._core.steps_ahead,
         )
 
     def _why_stalled(self, seconds: float) -> str:

@@ -53,13 +53,21 @@ def why_no_batch(
     ready: bool = False,
     ended: bool = False,
     incomplete: Mapping[str, int] | None = None,
+    held_back: int = 0,
+    steps_ahead: int = 0,
 ) -> str:
     """What the balancer waits for: ``"37 of 64 rollouts wait, the oldest for 812 s; no deadline_s is set"``.
 
     ``ready``: a batch would leave if it were asked for. ``ended``: no more rollouts will come. ``incomplete``: siblings
-    that have come, of each group that waits for others.
+    that have come, of each group that waits for others. ``held_back``: rollouts too old to leave while ``steps_ahead``
+    batches are before them.
     """
     said = [_what_waits(config, statistics, ended)]
+    if held_back:
+        said.append(
+            f"{held_back} are too old (max_staleness={config.max_staleness}) to leave before the trainer is through "
+            f"with the {steps_ahead} batches ahead of them"
+        )
     if ready:
         said.append(_READY[taker])
     elif statistics.waiting:

@@ -81,6 +81,19 @@ async def test_incomplete_groups_are_named() -> None:
         )
 
 
+async def test_what_is_held_back_for_its_age_is_counted() -> None:
+    config = sb.BalancerConfig(dp_size=1, batch_size=2, window=2, max_staleness=0)
+    async with sb.StreamBalancer(config) as balancer:
+        balancer.set_version(3)
+        for _ in range(4):
+            await balancer.put(make_rollout(5, version=3))
+        await anext(balancer.batches(auto_ack=False))
+        assert balancer.why_no_batch() == (
+            "2 of 2 rollouts wait, the oldest for 0 s; 2 are too old (max_staleness=0) to leave before the trainer is "
+            "through with the 1 batches ahead of them; no deadline_s is set"
+        )
+
+
 def test_the_ranks_part() -> None:
     absent = RankState(rank=3, ready=False, since_s=95.0, connected=False)
     assert why_ranks_wait([READY]) == ""
