@@ -24,7 +24,8 @@ $(STAMP): pyproject.toml constraints.txt
 demo: install  ## watch real processes train the same rollouts, first round-robin, then balanced
 	$(BIN)/stream-balancer demo $(ARGS)
 
-test: lint types unit  ## ruff, the strict type checker, the tests: every promise once, in minutes
+test: lint  ## ruff, the strict type checker, the tests: every promise once, in minutes
+	$(MAKE) --no-print-directory -j2 types unit # tests wait for processes half of the time
 
 test-all: lint types install  ## the same with the slow tests, which CI runs
 	$(PYTEST) -m "not soak" --hypothesis-profile thorough $(ARGS)
