@@ -17,7 +17,7 @@ import anyio
 import torch
 
 import stream_balancer as sb
-from stream_balancer.snapshot import state_dict
+from stream_balancer.controller.checkpoint import state_dict
 
 TOKENS = 4096
 BYTES_PER_TOKEN = 21

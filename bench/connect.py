@@ -23,9 +23,9 @@ import torch
 import torch.distributed as dist
 
 import stream_balancer as sb
-from stream_balancer.attend import attend
-from stream_balancer.transport._links import ControllerLink
-from stream_balancer.wire import Frame
+from stream_balancer.controller.producers import attend
+from stream_balancer.transport.gloo.links import ControllerLink
+from stream_balancer.wire.share import Frame
 
 BYTES_PER_TOKEN = 21
 SMALL, MEDIUM, LARGE = 1_000, 50_000, 500_000  # tokens: 21 kB, 1 MB, 10 MB

@@ -24,11 +24,11 @@ from typing import Any
 import anyio
 import torch
 
-from stream_balancer.dispatch import serve
+from stream_balancer.controller.serve import serve
 from stream_balancer.errors import RankLostError
-from stream_balancer.feed import RankFeed
+from stream_balancer.rank.feed import RankFeed
 from stream_balancer.testing.transports import ScriptedBalancer, make_batch
-from stream_balancer.transport.torch_dist import TorchTransport
+from stream_balancer.transport.gloo.torch_dist import TorchTransport
 from stream_balancer.types import Batch
 
 TOKENS = 20_000  # per rollout; four of them make 1 MB a rank
@@ -37,7 +37,7 @@ DEPTH = 64  # batches: what a rank has in stock while another one is replaced
 BARS_MS = {"controller_noticed": 100.0, "noticed": 100.0, "rejoined": 200.0, "healthy_gap": 100.0}
 
 _PROCESSES = multiprocessing.get_context("forkserver")
-_PROCESSES.set_forkserver_preload(["stream_balancer.feed", "stream_balancer.transport.torch_dist"])
+_PROCESSES.set_forkserver_preload(["stream_balancer.rank.feed", "stream_balancer.transport.gloo.torch_dist"])
 
 
 class Endless(ScriptedBalancer):

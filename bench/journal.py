@@ -26,8 +26,9 @@ import numpy as np
 import torch
 
 import stream_balancer as sb
-from stream_balancer.journal.records import Put, payload_of
-from stream_balancer.journal.segments import Damage, Segments, salt_of
+from stream_balancer.controller.journal import records
+from stream_balancer.controller.journal.records import Put, payload_of
+from stream_balancer.controller.journal.segments import Damage, Segments, salt_of
 
 NUM_PUTTERS = 64
 NUM_TOKENS = 1000
@@ -142,7 +143,7 @@ def recovery(folder: Path, num_tokens: int = NUM_TOKENS, count: int = 100_000) -
         for number in range(first, min(first + 1000, count)):
             rollout = make_rollout(number, num_tokens)
             put = Put(number, [rollout.rollout_id], time.time(), 0)
-            pieces += sb.journal.records.pack(salt_of(segments.last), put, payload_of([rollout]))
+            pieces += records.pack(salt_of(segments.last), put, payload_of([rollout]))
         segments.append(pieces)
     size = segments.total_bytes
     segments.close()
@@ -186,11 +187,11 @@ class Log:
             segments.begin()
         pieces: list[memoryview | bytes] = []
         for number, data in added:
-            pieces += sb.journal.records.pack(salt_of(segments.last), Put(number, [str(number)], 0.0, 0), [data])
+            pieces += records.pack(salt_of(segments.last), Put(number, [str(number)], 0.0, 0), [data])
             self._last_of[segments.last] = number
         if removed:
-            done = sb.journal.records.Done(0, [str(number) for number in removed])
-            pieces += sb.journal.records.pack(salt_of(segments.last), done)
+            done = records.Done(0, [str(number) for number in removed])
+            pieces += records.pack(salt_of(segments.last), done)
         segments.append(pieces)
         while removed and len(segments.sizes) > 2 and self._last_of[segments.first] <= removed[-1]:
             segments.drop_first()

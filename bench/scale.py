@@ -27,7 +27,7 @@ import numpy as np
 import torch
 
 import stream_balancer as sb
-from stream_balancer._core import BalancerCore
+from stream_balancer.core.machine import BalancerCore
 
 Row = dict[str, object]
 

@@ -25,10 +25,10 @@ import anyio
 import torch
 import torch.distributed as dist
 
-from stream_balancer import wire
-from stream_balancer.feed import RankFeed
-from stream_balancer.transport.torch_dist import TorchTransport
+from stream_balancer.rank.feed import RankFeed
+from stream_balancer.transport.gloo.torch_dist import TorchTransport
 from stream_balancer.types import MicroBatch, RankBatch, Rollout
+from stream_balancer.wire import share as wire
 
 ROLLOUTS = 64
 LATENCY_MEGABYTES = (0.02, 1.0, 10.0)

@@ -13,19 +13,17 @@ README.md shows the rest; ``help(sb.BalancerConfig)`` explains every knob.
 A name's module is imported when the name is first used, so that ``stream-balancer --help`` does not wait for torch.
 """
 
-import sys
 from importlib import import_module
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from stream_balancer import planning
-    from stream_balancer.balancer import Batches, StreamBalancer
-    from stream_balancer.blocking import BlockingBalancer, blocking
     from stream_balancer.config import BalancerConfig
-    from stream_balancer.connect import BlockingProducer, Producer, connect
+    from stream_balancer.controller.balancer import Batches, StreamBalancer
+    from stream_balancer.controller.blocking import BlockingBalancer, blocking
+    from stream_balancer.controller.journal import Journal, Recovered
+    from stream_balancer.controller.serve import serve
     from stream_balancer.cost import CalibratedCost, CostModel, PaddedCost, QuadraticCost, TokenCost, TransformerCost
-    from stream_balancer.dispatch import serve
     from stream_balancer.errors import (
         AlreadyInUseError,
         BrokenResourceError,
@@ -42,13 +40,13 @@ if TYPE_CHECKING:
         WireError,
         WouldBlock,
     )
-    from stream_balancer.feed import RankFeed
-    from stream_balancer.journal import Journal, Recovered
-    from stream_balancer.simulate import SimulationReport, simulate
-    from stream_balancer.trace import Trace, generate_trace, load_trace
-    from stream_balancer.transport._barrier import barrier
-    from stream_balancer.transport.torch_dist import TorchTransport
-    from stream_balancer.tune import TuneReport, tune
+    from stream_balancer.producer.client import BlockingProducer, Producer, connect
+    from stream_balancer.rank.barrier import barrier
+    from stream_balancer.rank.feed import RankFeed
+    from stream_balancer.tools.simulate import SimulationReport, simulate
+    from stream_balancer.tools.trace import Trace, generate_trace, load_trace
+    from stream_balancer.tools.tune import TuneReport, tune
+    from stream_balancer.transport.gloo.torch_dist import TorchTransport
     from stream_balancer.types import Batch, MicroBatch, RankBatch, Rollout, Statistics
 
 __version__ = "0.1.0"
@@ -104,22 +102,22 @@ __all__ = [
 ]
 
 _NAMES_OF = {
-    "balancer": "Batches StreamBalancer",
-    "blocking": "BlockingBalancer blocking",
+    "controller.balancer": "Batches StreamBalancer",
+    "controller.blocking": "BlockingBalancer blocking",
     "config": "BalancerConfig",
-    "connect": "BlockingProducer Producer connect",
+    "producer.client": "BlockingProducer Producer connect",
     "cost": "CalibratedCost CostModel PaddedCost QuadraticCost TokenCost TransformerCost",
-    "dispatch": "serve",
+    "controller.serve": "serve",
     "errors": "AlreadyInUseError BrokenResourceError BusyResourceError ClosedResourceError ConfigError "
     "DuplicateRolloutError EndOfStream JournalError ProducerLostError RankLostError RolloutError TraceError WireError "
     "WouldBlock",
-    "feed": "RankFeed",
-    "journal": "Journal Recovered",
-    "simulate": "SimulationReport simulate",
-    "trace": "Trace generate_trace load_trace",
-    "transport._barrier": "barrier",
-    "transport.torch_dist": "TorchTransport",
-    "tune": "TuneReport tune",
+    "rank.feed": "RankFeed",
+    "controller.journal": "Journal Recovered",
+    "tools.simulate": "SimulationReport simulate",
+    "tools.trace": "Trace generate_trace load_trace",
+    "rank.barrier": "barrier",
+    "transport.gloo.torch_dist": "TorchTransport",
+    "tools.tune": "TuneReport tune",
     "types": "Batch MicroBatch RankBatch Rollout Statistics",
 }
 _MODULE_OF = {name: module for module, names in _NAMES_OF.items() for name in names.split()}
@@ -137,20 +135,3 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
-
-
-class _Package(ModuleType):
-    """``blocking``, ``connect``, ``simulate`` and ``tune`` are functions that live in modules of the same name.
-    Importing such a module would put it in the function's place."""
-
-    def __setattr__(self, name: str, value: object) -> None:
-        if isinstance(value, ModuleType) and name in _MODULE_OF:
-            value = getattr(value, name)
-        super().__setattr__(name, value)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """By name, as every module: Ray sends functions, and with them the modules that they name."""
-        return import_module, (self.__name__,)
-
-
-sys.modules[__name__].__class__ = _Package

@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
 
 import numpy as np
 
-from stream_balancer._field_docs import documented
-from stream_balancer.auto_window import START, candidates
+from stream_balancer.core.auto_window import START, candidates
 from stream_balancer.cost import CostModel, TokenCost
 from stream_balancer.errors import ConfigError
+from stream_balancer.field_docs import documented
 from stream_balancer.planning import smallest_max_skips
 
 __all__ = ["BalancerConfig"]

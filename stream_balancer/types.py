@@ -19,9 +19,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from stream_balancer import layout
-from stream_balancer._field_docs import documented
-from stream_balancer._values import (
+from stream_balancer import tensors as layout
+from stream_balancer.errors import RolloutError
+from stream_balancer.field_docs import documented
+from stream_balancer.planning.length_bias import LengthBiasSummary
+from stream_balancer.values import (
     MAX_COLUMNS,
     PADDING_PREFIX,
     SUPPORTED_DTYPES,
@@ -36,8 +38,6 @@ from stream_balancer._values import (
     plain_tensor,
     plain_version,
 )
-from stream_balancer.errors import RolloutError
-from stream_balancer.planning.length_bias import LengthBiasSummary
 
 if TYPE_CHECKING:
     from tensordict import TensorDict

@@ -54,7 +54,7 @@ def traces_dir() -> Path:
 @pytest.fixture(scope="module")
 def short_sweeps() -> Iterator[None]:
     """`tune` simulates fewer batches a setting, and hardly balances them."""
-    tune = importlib.import_module("stream_balancer.tune")  # sb.tune is the function
+    tune = importlib.import_module("stream_balancer.tools.tune")  # sb.tune is the function
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tune, "LEAST_BATCHES", 50)
         patch.setattr(tune, "PARTITION_TOLERANCE", 0.05)

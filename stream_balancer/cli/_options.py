@@ -14,7 +14,7 @@ import typer
 if TYPE_CHECKING:
     from stream_balancer.config import BalancerConfig
     from stream_balancer.cost import CostModel
-    from stream_balancer.trace import Trace
+    from stream_balancer.tools.trace import Trace
 
 __all__ = [
     "BatchSize",
@@ -126,7 +126,7 @@ def fail(message: str) -> NoReturn:
 
 def trace_of(text: str, seed: int) -> Trace:
     from stream_balancer.errors import TraceError
-    from stream_balancer.trace import PRESETS, generate_trace, load_trace
+    from stream_balancer.tools.trace import PRESETS, generate_trace, load_trace
 
     if not text.startswith(GENERATE):
         return load_trace(text)

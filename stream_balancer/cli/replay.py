@@ -42,8 +42,8 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from stream_balancer.config import BalancerConfig, Policy
-    from stream_balancer.simulate import Segment, SimulationReport
-    from stream_balancer.trace import Trace
+    from stream_balancer.tools.simulate import Segment, SimulationReport
+    from stream_balancer.tools.trace import Trace
 
 __all__ = ["replay"]
 
@@ -84,7 +84,7 @@ def replay(
     they can be. window: the balanced choice from the waiting rollouts.
     """
     with one_line_errors():
-        from stream_balancer.simulate import as_policy
+        from stream_balancer.tools.simulate import as_policy
 
         lengths = lengths_of(trace, seed, rollouts, scale)
         config = config_of(
@@ -126,7 +126,7 @@ def _simulate_all(trace: Trace, runs: dict[Policy, BalancerConfig], how: dict[st
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-    from stream_balancer.simulate import simulate
+    from stream_balancer.tools.simulate import simulate
 
     console = Console(stderr=True)
     columns = (TextColumn("{task.description:<14}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())

@@ -43,8 +43,8 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from stream_balancer.config import BalancerConfig
-    from stream_balancer.trace import Trace
-    from stream_balancer.tune import Outcome, TuneReport
+    from stream_balancer.tools.trace import Trace
+    from stream_balancer.tools.tune import Outcome, TuneReport
 
 __all__ = ["tune"]
 
@@ -96,7 +96,7 @@ def tune(
     of your own with balancer.record("lengths.csv").
     """
     with one_line_errors():
-        from stream_balancer.plot import check_plot
+        from stream_balancer.tools.plot import check_plot
 
         if plot is not None:
             check_plot(plot)
@@ -152,7 +152,7 @@ def _tune(lengths: Trace, config: BalancerConfig, processes: int | None, **how: 
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-    from stream_balancer.tune import tune as sweep
+    from stream_balancer.tools.tune import tune as sweep
 
     if processes is None:
         processes = (os.cpu_count() or 1) if len(lengths) >= WORTH_PROCESSES else 1
@@ -168,7 +168,7 @@ def _tune(lengths: Trace, config: BalancerConfig, processes: int | None, **how: 
 
 
 def _write(report: TuneReport, path: Path) -> None:
-    from stream_balancer.plot import write_plot
+    from stream_balancer.tools.plot import write_plot
 
     try:
         write_plot(report, path)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from stream_balancer.demo.messages import RolloutSpec
 from stream_balancer.demo.options import DemoOptions
-from stream_balancer.trace import Trace, generate_trace, issue_order, load_trace
+from stream_balancer.tools.trace import Trace, generate_trace, issue_order, load_trace
 
 __all__ = ["Workload", "load_workload"]
 

@@ -14,7 +14,7 @@ from stream_balancer.demo.meeting import FEED_NAME, connect_store, join_trainers
 from stream_balancer.demo.messages import Message, StepDone, Task, Trained
 from stream_balancer.demo.model import Decoder, build_model, loss_sum
 from stream_balancer.demo.rollouts import checksum
-from stream_balancer.feed import RankFeed
+from stream_balancer.rank.feed import RankFeed
 from stream_balancer.types import MicroBatch, RankBatch, Rollout
 
 __all__ = ["run_rank", "train"]

@@ -15,14 +15,14 @@ from typing import cast
 
 import anyio
 
-from stream_balancer.balancer import Batches, StreamBalancer
 from stream_balancer.config import BalancerConfig, Policy
+from stream_balancer.controller.balancer import Batches, StreamBalancer
+from stream_balancer.controller.serve import serve
 from stream_balancer.demo.meeting import FEED_NAME, connect_store
 from stream_balancer.demo.messages import Dispatched, Message, Put, RolloutSpec, Task
 from stream_balancer.demo.model import training_cost
 from stream_balancer.demo.rollouts import checksum, make_rollout
-from stream_balancer.dispatch import serve
-from stream_balancer.transport.torch_dist import TorchTransport
+from stream_balancer.transport.gloo.torch_dist import TorchTransport
 from stream_balancer.types import Batch
 
 __all__ = ["balancer_config", "generate", "run_controller"]

@@ -25,18 +25,18 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import anyio
 
-from stream_balancer.balancer import StreamBalancer
 from stream_balancer.config import BalancerConfig
-from stream_balancer.connect import BlockingProducer, Producer
-from stream_balancer.dispatch import serve
+from stream_balancer.controller.balancer import StreamBalancer
+from stream_balancer.controller.serve import serve
 from stream_balancer.errors import BrokenResourceError
-from stream_balancer.feed import RankFeed
-from stream_balancer.handover import RemoteRollout
-from stream_balancer.transport._loop import loop_caller
+from stream_balancer.producer.client import BlockingProducer, Producer
+from stream_balancer.rank.feed import RankFeed
+from stream_balancer.transport.event_loop import loop_caller
 from stream_balancer.types import EvictReason, Rollout, Statistics
+from stream_balancer.wire.partial_share import RemoteRollout
 
 if TYPE_CHECKING:
-    from stream_balancer.transport._ray_store import Lost
+    from stream_balancer.transport.ray.object_store import Lost
 
 __all__ = ["LostRollout", "RayBalancer", "find", "host"]
 
@@ -70,7 +70,7 @@ class _Host:
     """The actor. Its event loop runs the balancer and ``serve``."""
 
     def __init__(self, options: _Options) -> None:
-        from stream_balancer.transport.ray import RayTransport
+        from stream_balancer.transport.ray.transport import RayTransport
 
         # A hundred thousand waiting rollouts are a million objects without cycles: looking through them again and again
         # takes three times as long as making them.
@@ -229,7 +229,7 @@ class RayBalancer:
 
     @property
     def producer(self) -> Producer:
-        """This process's link; made when first asked for. All that :func:`stream_balancer.connect` gives."""
+        """This process's link; made when first asked for. All that :func:`stream_balancer.producer.client` gives."""
         with self._lock:
             if self._producer is None:
                 self._producer = Producer(_open_outlet(self.actor), self.loss_mask_column)
@@ -269,7 +269,7 @@ class RayBalancer:
 
     def open_rank_port(self, **options: Any) -> Any:
         """For RankFeed."""
-        from stream_balancer.transport.ray import RayPort
+        from stream_balancer.transport.ray.transport import RayPort
 
         return RayPort(self.actor, **options)
 
@@ -331,7 +331,7 @@ async def _result(ref: Any) -> Any:
 def _open_outlet(actor: Any) -> Any:
     import ray
 
-    from stream_balancer.transport.ray import RayOutlet
+    from stream_balancer.transport.ray.transport import RayOutlet
 
     node = ray.get_runtime_context().get_node_id()
     return RayOutlet(actor, label=_label(), node=node)

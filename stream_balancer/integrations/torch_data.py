@@ -26,8 +26,8 @@ from typing import Any, NoReturn
 
 from torch.utils.data import IterableDataset, get_worker_info
 
-from stream_balancer.feed import RankFeed
-from stream_balancer.layout import Nested, Packed, Padded
+from stream_balancer.rank.feed import RankFeed
+from stream_balancer.tensors import Nested, Packed, Padded
 from stream_balancer.types import MicroBatch, RankBatch
 
 __all__ = ["Layout", "RolloutDataset"]

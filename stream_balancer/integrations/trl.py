@@ -25,7 +25,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from stream_balancer.blocking import BlockingBalancer
+from stream_balancer.controller.blocking import BlockingBalancer
 from stream_balancer.integrations import _rows
 from stream_balancer.types import Batch, MicroBatch, RankBatch, Rollout, Version
 

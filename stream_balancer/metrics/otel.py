@@ -24,7 +24,7 @@ from contextlib import contextmanager
 
 from opentelemetry import trace
 
-from stream_balancer.balancer import StreamBalancer
+from stream_balancer.controller.balancer import StreamBalancer
 from stream_balancer.types import Batch
 
 __all__ = ["BatchTracer", "tracing"]

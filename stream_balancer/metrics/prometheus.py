@@ -23,7 +23,7 @@ from prometheus_client import CollectorRegistry, start_http_server
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from stream_balancer.balancer import StreamBalancer
+from stream_balancer.controller.balancer import StreamBalancer
 from stream_balancer.metrics import METRICS, values
 from stream_balancer.types import Statistics
 

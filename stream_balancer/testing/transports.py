@@ -19,7 +19,7 @@ import anyio
 import torch
 from torch import Tensor
 
-from stream_balancer.dispatch import serve
+from stream_balancer.controller.serve import serve
 from stream_balancer.errors import (
     AlreadyInUseError,
     ClosedResourceError,
@@ -27,7 +27,7 @@ from stream_balancer.errors import (
     RankLostError,
     WouldBlock,
 )
-from stream_balancer.feed import RankFeed
+from stream_balancer.rank.feed import RankFeed
 from stream_balancer.transport import Link, StepDone, Transport
 from stream_balancer.types import SUPPORTED_DTYPES, Batch, MicroBatch, RankBatch, Rollout
 

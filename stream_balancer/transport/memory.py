@@ -26,8 +26,8 @@ from stream_balancer.errors import (
     to_raise,
 )
 from stream_balancer.transport import StepDone
-from stream_balancer.transport._loop import Arrivals
-from stream_balancer.transport._puts import (
+from stream_balancer.transport.event_loop import Arrivals
+from stream_balancer.transport.puts import (
     ENDED,
     Limits,
     Mode,
@@ -41,7 +41,7 @@ from stream_balancer.transport._puts import (
     write_puts,
 )
 from stream_balancer.types import RankBatch, Rollout
-from stream_balancer.wire import decode, encode
+from stream_balancer.wire.share import decode, encode
 
 __all__ = ["MemoryLink", "MemoryPort", "MemoryTransport"]
 
@@ -240,11 +240,11 @@ class MemoryOutlet:
             self._held.append(deliver)
 
     def ticket(self, rollouts: Sequence[Rollout], mode: Mode, callback: Callable[[], object]) -> WireTicket:
-        """See :class:`~stream_balancer.connect.Outlet`."""
+        """See :class:`~stream_balancer.producer.client.Outlet`."""
         return WireTicket(rollouts, mode, callback)
 
     def offer(self, ticket: WireTicket) -> None:
-        """See :class:`~stream_balancer.connect.Outlet`."""
+        """See :class:`~stream_balancer.producer.client.Outlet`."""
         self._book.offer(ticket)
         self._flush()
 
@@ -255,24 +255,24 @@ class MemoryOutlet:
             self.carry(partial(self.intake._arrive, offers))
 
     def withdraw(self, ticket: WireTicket) -> None:
-        """See :class:`~stream_balancer.connect.Outlet`."""
+        """See :class:`~stream_balancer.producer.client.Outlet`."""
         number = self._book.withdraw(ticket)
         if number is not None:
             self.carry(partial(self.intake._arrive, [Withdrawal(number)]))
 
     def when_released(self, callback: Callable[[], object]) -> None:
-        """See :class:`~stream_balancer.connect.Outlet`."""
+        """See :class:`~stream_balancer.producer.client.Outlet`."""
         callback()
 
     def close(self) -> None:
-        """See :class:`~stream_balancer.connect.Outlet`."""
+        """See :class:`~stream_balancer.producer.client.Outlet`."""
         for number in self._book.close():
             self.carry(partial(self.intake._arrive, [Withdrawal(number)]))
         if self._book.num_on_way == 0:
             self.carry(partial(self.intake._fail, EndOfStream()))
 
     async def aclose(self) -> None:
-        """See :class:`~stream_balancer.connect.Outlet`."""
+        """See :class:`~stream_balancer.producer.client.Outlet`."""
         self.close()
 
     def kill(self) -> None:
@@ -302,7 +302,7 @@ class MemoryIntake:
         self._at_once: Callable[[Offer], object] = lambda offer: None
 
     def subscribe(self, callback: Callable[[], object], at_once: Callable[[Offer], object]) -> None:
-        """See :class:`~stream_balancer.transport._producers.Intake`; ``at_once`` answers a put_nowait."""
+        """See :class:`~stream_balancer.transport.sockets.producers.Intake`; ``at_once`` answers a put_nowait."""
         self._callback, self._at_once = callback, at_once
         self._inbox.extendleft(reversed(self._given.values()))
         self._given.clear()

@@ -26,8 +26,8 @@ import anyio
 import numpy as np
 from anyio.from_thread import BlockingPortal
 
-from stream_balancer.balancer import StreamBalancer
-from stream_balancer.stall import RankState
+from stream_balancer.controller.balancer import StreamBalancer
+from stream_balancer.core.diagnosis import RankState
 from stream_balancer.types import Batch, Statistics
 from stream_balancer.watch.status import SUFFIX, InFlight, LengthRow, NextBatch, RankRow, Status, folder
 

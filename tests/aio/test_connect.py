@@ -11,8 +11,8 @@ import pytest
 from anyio.lowlevel import checkpoint
 
 import stream_balancer as sb
-from stream_balancer.attend import attend
-from stream_balancer.connect import connect
+from stream_balancer.controller.producers import attend
+from stream_balancer.producer.client import connect
 from stream_balancer.testing import make_rollout, make_rollouts
 from stream_balancer.transport.memory import MemoryTransport
 

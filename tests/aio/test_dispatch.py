@@ -10,9 +10,9 @@ import anyio
 import pytest
 
 import stream_balancer as sb
-from stream_balancer.dispatch import serve
+from stream_balancer.controller.serve import serve
 from stream_balancer.errors import RankLostError
-from stream_balancer.feed import RankFeed
+from stream_balancer.rank.feed import RankFeed
 from stream_balancer.testing import make_rollout
 from stream_balancer.testing.transports import ScriptedBalancer, make_batch
 from stream_balancer.transport.memory import MemoryPort, MemoryTransport
@@ -265,7 +265,7 @@ async def test_nothing_wakes_up_while_idle() -> None:
 
 
 def reports(caplog: pytest.LogCaptureFixture) -> list[str]:
-    return [record.getMessage() for record in caplog.records if record.name == "stream_balancer.dispatch"]
+    return [record.getMessage() for record in caplog.records if record.name == "stream_balancer.controller.serve"]
 
 
 async def test_a_stall_is_explained_and_again_when_it_has_doubled(caplog: pytest.LogCaptureFixture) -> None:

@@ -23,12 +23,12 @@ from anyio.lowlevel import checkpoint
 from test_cancellation import How, cancelled_after, ways
 
 import stream_balancer as sb
-from stream_balancer import journal as journal_module
-from stream_balancer.attend import attend
-from stream_balancer.connect import connect
-from stream_balancer.journal import segments
-from stream_balancer.journal.records import HEADER_BYTES, Put, pack, payload_of, read
-from stream_balancer.journal.segments import Segments, salt_of
+from stream_balancer.controller import journal as journal_module
+from stream_balancer.controller.journal import segments
+from stream_balancer.controller.journal.records import HEADER_BYTES, Put, pack, payload_of, read
+from stream_balancer.controller.journal.segments import Segments, salt_of
+from stream_balancer.controller.producers import attend
+from stream_balancer.producer.client import connect
 from stream_balancer.testing import make_rollout, make_rollouts
 from stream_balancer.transport.memory import MemoryTransport
 from stream_balancer.types import Batch
@@ -465,7 +465,7 @@ async def test_rollouts_of_another_version_of_the_format_are_refused_not_set_asi
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr("stream_balancer.wire.PROTOCOL", 2)
+        patch.setattr("stream_balancer.wire.share.PROTOCOL", 2)
         await anyio.to_thread.run_sync(write_before, tmp_path, list(make_rollouts([3])))
     with pytest.raises(sb.WireError, match="protocol 2"):
         async with sb.StreamBalancer(config(), journal=tmp_path):

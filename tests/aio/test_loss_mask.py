@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import stream_balancer as sb
-from stream_balancer.attend import attend
+from stream_balancer.controller.producers import attend
 from stream_balancer.transport.memory import MemoryTransport
 from stream_balancer.types import Batch
 

@@ -9,7 +9,7 @@ from functools import partial
 import anyio
 import pytest
 
-from stream_balancer.feed import RankFeed
+from stream_balancer.rank.feed import RankFeed
 from stream_balancer.testing import check_transport
 from stream_balancer.testing.transports import CLAUSES, Opener
 from stream_balancer.transport.memory import MemoryPort, MemoryTransport

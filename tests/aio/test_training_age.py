@@ -13,7 +13,7 @@ import anyio
 import pytest
 
 import stream_balancer as sb
-from stream_balancer.dispatch import serve
+from stream_balancer.controller.serve import serve
 from stream_balancer.testing import make_rollout
 from stream_balancer.transport.memory import MemoryTransport
 

@@ -12,11 +12,11 @@ import anyio
 import torch
 import torch.distributed as dist
 
-from stream_balancer.dispatch import serve
+from stream_balancer.controller.serve import serve
 from stream_balancer.errors import RankLostError
-from stream_balancer.feed import RankFeed
+from stream_balancer.rank.feed import RankFeed
 from stream_balancer.testing.transports import ScriptedBalancer, make_batch
-from stream_balancer.transport.torch_dist import TorchTransport
+from stream_balancer.transport.gloo.torch_dist import TorchTransport
 
 
 def say(*words: object) -> None:

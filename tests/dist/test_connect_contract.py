@@ -12,8 +12,8 @@ import pytest
 from remote_producer import GUARD_S, RemoteProducer, make, names, start_controller, verdict_of
 
 import stream_balancer as sb
-from stream_balancer.attend import attend
-from stream_balancer.transport._puts import Mode, WireTicket
+from stream_balancer.controller.producers import attend
+from stream_balancer.transport.puts import Mode, WireTicket
 
 Served = tuple[sb.StreamBalancer, sb.TorchTransport]
 

@@ -20,10 +20,10 @@ from test_connect_hostile import attack as assault
 from test_connect_hostile import raw
 
 import stream_balancer as sb
-from stream_balancer.attend import attend
-from stream_balancer.handover import RemoteRollout
-from stream_balancer.transport._handshake import Hello, JoinFetcher, Joining, pack
-from stream_balancer.wire import PROTOCOL, Frame, Kind
+from stream_balancer.controller.producers import attend
+from stream_balancer.transport.handshake import Hello, JoinFetcher, Joining, pack
+from stream_balancer.wire.partial_share import RemoteRollout
+from stream_balancer.wire.share import PROTOCOL, Frame, Kind
 
 Served = tuple[sb.StreamBalancer, sb.TorchTransport]
 

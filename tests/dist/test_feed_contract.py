@@ -11,13 +11,13 @@ import anyio
 import pytest
 import torch
 
-from stream_balancer.dispatch import serve
-from stream_balancer.feed import RankFeed
+from stream_balancer.controller.serve import serve
+from stream_balancer.rank.feed import RankFeed
 from stream_balancer.testing import check_transport
 from stream_balancer.testing.transports import CLAUSES, Opener, ScriptedBalancer, make_batch, same_rollout
-from stream_balancer.transport import _shared
-from stream_balancer.transport._shared import available
-from stream_balancer.transport.torch_dist import GlooPort, TorchTransport
+from stream_balancer.transport.gloo import shared_memory as _shared
+from stream_balancer.transport.gloo.shared_memory import available
+from stream_balancer.transport.gloo.torch_dist import GlooPort, TorchTransport
 from stream_balancer.types import RankBatch
 
 LINGER_S = 35.0  # more than the guards: a good-bye that is not answered shows as a hang

@@ -11,7 +11,7 @@ import anyio
 from torch._C._distributed_c10d import Store, TCPStore
 
 import stream_balancer as sb
-from stream_balancer.dispatch import serve
+from stream_balancer.controller.serve import serve
 from stream_balancer.testing.transports import ScriptedBalancer, make_batch
 
 _PROCESSES = multiprocessing.get_context("forkserver")

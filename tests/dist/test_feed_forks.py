@@ -16,12 +16,12 @@ import pytest
 from forked import GUARD_S, PROCESSES
 
 import stream_balancer as sb
-from stream_balancer.dispatch import serve
+from stream_balancer.controller.serve import serve
 from stream_balancer.errors import BrokenResourceError, RankLostError
-from stream_balancer.feed import RankFeed
+from stream_balancer.rank.feed import RankFeed
 from stream_balancer.testing import make_rollout
 from stream_balancer.testing.transports import ScriptedBalancer, make_batch
-from stream_balancer.transport.torch_dist import TorchTransport
+from stream_balancer.transport.gloo.torch_dist import TorchTransport
 
 LIFE_S = 4 * GUARD_S
 
@@ -119,7 +119,7 @@ def test_a_killed_controller_is_missed_though_its_child_lives(begin_child: Calla
 
 def test_what_children_do_with_their_own_descriptors_is_left_alone() -> None:
     """A number that was ours, and is something else by now."""
-    from stream_balancer.transport._descriptors import keep_from_children
+    from stream_balancer.transport.descriptors import keep_from_children
 
     ours, _ = os.pipe()
     keep_from_children(ours)

@@ -16,11 +16,11 @@ import pytest
 import torch
 from forked import PROCESSES
 
-from stream_balancer.dispatch import serve
+from stream_balancer.controller.serve import serve
 from stream_balancer.errors import RankLostError
-from stream_balancer.feed import RankFeed
+from stream_balancer.rank.feed import RankFeed
 from stream_balancer.testing.transports import ScriptedBalancer, make_batch
-from stream_balancer.transport.torch_dist import TorchTransport
+from stream_balancer.transport.gloo.torch_dist import TorchTransport
 
 GUARD_S = 50
 

@@ -15,12 +15,12 @@ import anyio
 import pytest
 from forked import PROCESSES
 
-from stream_balancer.dispatch import serve
+from stream_balancer.controller.serve import serve
 from stream_balancer.errors import ClosedResourceError, RankLostError
-from stream_balancer.feed import RankFeed
+from stream_balancer.rank.feed import RankFeed
 from stream_balancer.testing.transports import ScriptedBalancer, make_batch
-from stream_balancer.transport._shared import available
-from stream_balancer.transport.torch_dist import TorchTransport
+from stream_balancer.transport.gloo.shared_memory import available
+from stream_balancer.transport.gloo.torch_dist import TorchTransport
 
 Left = list[weakref.ref[object]]
 Stop = Callable[[], None]

@@ -19,13 +19,13 @@ import torch.distributed as dist
 from forked import PROCESSES
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from stream_balancer.dispatch import serve
+from stream_balancer.controller.serve import serve
 from stream_balancer.errors import RankLostError
-from stream_balancer.feed import RankFeed
+from stream_balancer.rank import mesh as _mesh
+from stream_balancer.rank.feed import RankFeed
+from stream_balancer.rank.mesh import Place, place_in
 from stream_balancer.testing.transports import ScriptedBalancer, make_batch
-from stream_balancer.transport import _mesh
-from stream_balancer.transport._mesh import Place, place_in
-from stream_balancer.transport.torch_dist import TorchTransport
+from stream_balancer.transport.gloo.torch_dist import TorchTransport
 
 GUARD_S = 50
 Shape = tuple[tuple[int, ...], tuple[str, ...], Any]  # sizes, names, dp_dim

@@ -12,12 +12,12 @@ import anyio
 import pytest
 from forked import Python, run_world, started
 
-from stream_balancer.dispatch import serve
+from stream_balancer.controller.serve import serve
 from stream_balancer.errors import RankLostError
-from stream_balancer.feed import RankFeed
+from stream_balancer.rank.feed import RankFeed
 from stream_balancer.testing.transports import ScriptedBalancer, make_batch
-from stream_balancer.transport import _gloo
-from stream_balancer.transport.torch_dist import TorchTransport
+from stream_balancer.transport.gloo import pair as _gloo
+from stream_balancer.transport.gloo.torch_dist import TorchTransport
 
 SCRIPT = str(Path(__file__).with_name("feed_rank.py"))
 GUARD_S = 55

@@ -11,9 +11,9 @@ from pathlib import Path
 import anyio
 import pytest
 
-from stream_balancer.dispatch import serve
+from stream_balancer.controller.serve import serve
 from stream_balancer.testing.transports import ScriptedBalancer, make_batch
-from stream_balancer.transport.torch_dist import TorchTransport
+from stream_balancer.transport.gloo.torch_dist import TorchTransport
 
 SCRIPT = str(Path(__file__).with_name("torchrun_rank.py"))
 GUARD_S = 100

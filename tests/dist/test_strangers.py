@@ -22,8 +22,9 @@ from torch._C._distributed_c10d import TCPStore
 
 import stream_balancer as sb
 from stream_balancer.testing import make_rollout
-from stream_balancer.transport import _acceptor, _gloo
-from stream_balancer.transport._handshake import (
+from stream_balancer.transport.gloo import pair as _gloo
+from stream_balancer.transport.gloo.joiner import parse_address
+from stream_balancer.transport.handshake import (
     Challenge,
     Hello,
     Join,
@@ -37,8 +38,8 @@ from stream_balancer.transport._handshake import (
     pack,
     proof_of,
 )
-from stream_balancer.transport._joiner import parse_address
-from stream_balancer.wire import PROTOCOL, Frame, Kind
+from stream_balancer.transport.sockets import acceptor as _acceptor
+from stream_balancer.wire.share import PROTOCOL, Frame, Kind
 
 TOKEN = "the token of the test"
 GUARD_S = 50

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from stream_balancer.feed import RankFeed
+from stream_balancer.rank.feed import RankFeed
 from stream_balancer.types import RankBatch
 
 

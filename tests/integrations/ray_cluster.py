@@ -12,11 +12,11 @@ import anyio
 import ray
 from ray.cluster_utils import Cluster
 
-from stream_balancer.feed import RankFeed
 from stream_balancer.integrations.ray import RayBalancer
+from stream_balancer.rank.feed import RankFeed
 from stream_balancer.testing import make_rollout
 from stream_balancer.testing.transports import CLAUSE_TIMEOUT_S, CLAUSES, check_transport
-from stream_balancer.transport.ray import RayPort, RayTransport
+from stream_balancer.transport.ray.transport import RayPort, RayTransport
 
 STORE_BYTES = 100 * 2**20
 HEALTH = {"health_check_initial_delay_ms": 500, "health_check_period_ms": 500, "health_check_failure_threshold": 4}

@@ -9,7 +9,7 @@ import pytest
 pytest.importorskip("matplotlib")
 
 import stream_balancer as sb
-from stream_balancer.plot import write_plot
+from stream_balancer.tools.plot import write_plot
 
 
 def test_a_png_is_written(tmp_path: Path) -> None:

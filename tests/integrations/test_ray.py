@@ -26,7 +26,7 @@ import stream_balancer as sb  # noqa: E402
 from stream_balancer.integrations.ray import RayBalancer, find, host  # noqa: E402
 from stream_balancer.testing import make_rollout  # noqa: E402
 from stream_balancer.testing.transports import CLAUSES, same_rollout  # noqa: E402
-from stream_balancer.transport._ray_producer import INLINE_BYTES  # noqa: E402
+from stream_balancer.transport.ray.producer import INLINE_BYTES  # noqa: E402
 
 pytestmark = pytest.mark.timeout(300)
 GUARD_S = 40  # against hangs; nothing here is timed

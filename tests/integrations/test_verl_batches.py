@@ -20,7 +20,6 @@ from verl.utils.tensordict_utils import nested_tensor_from_tensor_list
 from verl.workers.utils.padding import left_right_2_no_padding
 
 import stream_balancer as sb
-from stream_balancer import wire
 from stream_balancer.integrations.verl import (
     dataproto_from_share,
     rollouts_from_dataproto,
@@ -28,6 +27,7 @@ from stream_balancer.integrations.verl import (
     tensordict_from_share,
 )
 from stream_balancer.types import SUPPORTED_DTYPES
+from stream_balancer.wire import share as wire
 
 slow = settings(max_examples=120, deadline=None, suppress_health_check=list(HealthCheck))
 FLOATS = [dtype for dtype in SUPPORTED_DTYPES if dtype.is_floating_point]

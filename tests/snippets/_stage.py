@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 import stream_balancer as sb
-from stream_balancer.transport.torch_dist import current_world
+from stream_balancer.transport.gloo.torch_dist import current_world
 
 
 def rollout(n: int = 0) -> sb.Rollout:

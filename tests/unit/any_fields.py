@@ -16,12 +16,12 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import stream_balancer as sb
-from stream_balancer import wire
-from stream_balancer._core import BalancerCore
-from stream_balancer.journal import records
-from stream_balancer.snapshot import read_state_dict, state_dict
-from stream_balancer.transport._puts import Limits, Mode, PutLedger, WireTicket, read_puts, write_puts
+from stream_balancer.controller.checkpoint import read_state_dict, state_dict
+from stream_balancer.controller.journal import records
+from stream_balancer.core.machine import BalancerCore
+from stream_balancer.transport.puts import Limits, Mode, PutLedger, WireTicket, read_puts, write_puts
 from stream_balancer.types import Rollout
+from stream_balancer.wire import share as wire
 
 
 class Text(str):

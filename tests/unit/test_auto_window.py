@@ -14,11 +14,11 @@ import torch
 from numpy.typing import NDArray
 
 import stream_balancer as sb
-from stream_balancer import auto_window
-from stream_balancer._core import BalancerCore
-from stream_balancer.auto_window import AGREE, AutoWindow, candidates
+from stream_balancer.controller.checkpoint import read_state_dict, state_dict
+from stream_balancer.core import auto_window
+from stream_balancer.core.auto_window import AGREE, AutoWindow, candidates
+from stream_balancer.core.machine import BalancerCore
 from stream_balancer.planning import PlanKnobs, Waiting, choose_batch, plan_batch
-from stream_balancer.snapshot import read_state_dict, state_dict
 
 IDS = torch.zeros(1, dtype=torch.uint8)
 

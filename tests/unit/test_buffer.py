@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import stream_balancer as sb
-from stream_balancer._buffer import Buffer
-from stream_balancer._core import BalancerCore
+from stream_balancer.core.buffer import Buffer
+from stream_balancer.core.machine import BalancerCore
 
 IDS = torch.zeros(64, dtype=torch.int64)
 

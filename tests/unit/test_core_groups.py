@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 import stream_balancer as sb
-from stream_balancer._core import BalancerCore
+from stream_balancer.core.machine import BalancerCore
 from stream_balancer.testing import make_rollout, make_rollouts
 
 

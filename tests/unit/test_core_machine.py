@@ -24,8 +24,8 @@ from hypothesis.stateful import (
 )
 
 import stream_balancer as sb
-from stream_balancer._core import BalancerCore
-from stream_balancer.snapshot import read_state_dict, state_dict
+from stream_balancer.controller.checkpoint import read_state_dict, state_dict
+from stream_balancer.core.machine import BalancerCore
 
 IDS = torch.zeros(64, dtype=torch.int64)
 COSTS = [

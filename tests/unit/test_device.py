@@ -12,14 +12,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from stream_balancer import wire
-from stream_balancer.device import Uploader, stopwatch_on
-from stream_balancer.dispatch import serve
-from stream_balancer.feed import RankFeed
+from stream_balancer.controller.serve import serve
+from stream_balancer.rank.device import Uploader, stopwatch_on
+from stream_balancer.rank.feed import RankFeed
 from stream_balancer.testing.transports import ScriptedBalancer, make_batch, same_rollout
-from stream_balancer.transport._slabs import SlabPool
-from stream_balancer.transport.torch_dist import TorchTransport
+from stream_balancer.transport.buffers import SlabPool
+from stream_balancer.transport.gloo.torch_dist import TorchTransport
 from stream_balancer.types import RankBatch
+from stream_balancer.wire import share as wire
 
 
 class FakeEvent:

@@ -9,9 +9,9 @@ import pydoc
 import pytest
 
 import stream_balancer as sb
-from stream_balancer import _field_docs
-from stream_balancer._field_docs import documented
-from stream_balancer.journal import Recovered
+from stream_balancer import field_docs as _field_docs
+from stream_balancer.controller.journal import Recovered
+from stream_balancer.field_docs import documented
 from stream_balancer.types import CostFit, Snapshot, Straggler
 
 CLASSES = [

@@ -12,11 +12,12 @@ import pytest
 import torch
 from test_wire_hostile import _KINDS, _use
 
-from stream_balancer import wire
-from stream_balancer._core import BalancerCore
 from stream_balancer.config import BalancerConfig
+from stream_balancer.core.machine import BalancerCore
 from stream_balancer.errors import RolloutError, WireError
-from stream_balancer.handover import (
+from stream_balancer.types import MicroBatch, RankBatch, Rollout
+from stream_balancer.wire import share as wire
+from stream_balancer.wire.partial_share import (
     Holder,
     Lease,
     RemoteRollout,
@@ -27,8 +28,7 @@ from stream_balancer.handover import (
     read_described,
     read_skeleton,
 )
-from stream_balancer.types import MicroBatch, RankBatch, Rollout
-from stream_balancer.wire import Frame, encode
+from stream_balancer.wire.share import Frame, encode
 
 A, B = Holder("127.0.0.1", 1, "secret", "a"), Holder("127.0.0.1", 2, "secret", "b")
 MAX_BYTES = 2**20

@@ -10,8 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stream_balancer.errors import AlreadyInUseError, ClosedResourceError, WireError
-from stream_balancer.handover import Holder
-from stream_balancer.transport._handshake import (
+from stream_balancer.transport.handshake import (
     MAX_BYTES,
     Accepting,
     Challenge,
@@ -33,7 +32,8 @@ from stream_balancer.transport._handshake import (
     proof_of,
     token_bytes,
 )
-from stream_balancer.wire import PROTOCOL
+from stream_balancer.wire.partial_share import Holder
+from stream_balancer.wire.share import PROTOCOL
 
 TOKEN = b"a token of sixteen or more"
 RANK = JoinRank(0, 1, 10**9, 2, 2**30)

@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import stream_balancer as sb
-from stream_balancer._core import BalancerCore
-from stream_balancer._idle import IdleTimes
+from stream_balancer.core.idle_time import IdleTimes
+from stream_balancer.core.machine import BalancerCore
 from stream_balancer.testing import make_rollout
 from stream_balancer.types import Batch
 

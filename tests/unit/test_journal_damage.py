@@ -15,8 +15,8 @@ import pytest
 from forked import Python, run_python
 
 import stream_balancer as sb
-from stream_balancer.journal import Journal, Recovered
-from stream_balancer.journal.segments import Damage, Segments
+from stream_balancer.controller.journal import Journal, Recovered
+from stream_balancer.controller.journal.segments import Damage, Segments
 from stream_balancer.testing import make_rollout, token_checksum
 from stream_balancer.types import Snapshot
 
@@ -187,7 +187,7 @@ def test_an_empty_segment_is_as_good_as_none(tmp_path: Path) -> None:
 HOLD = """
 import os, shutil, sys, time
 from pathlib import Path
-from stream_balancer.journal.segments import Segments
+from stream_balancer.controller.journal.segments import Segments
 os.setsid()
 segments = Segments(Path(sys.argv[1]))
 segments.open()
@@ -240,7 +240,7 @@ def test_the_same_process_is_refused_too_and_the_lock_outlives_the_attempt(tmp_p
     first.open()
     with pytest.raises(sb.AlreadyInUseError, match=f"in use by process {os.getpid()} \\(this one\\)"):
         Segments(tmp_path / "." / "x" / "..").open()
-    code = "import sys; from pathlib import Path; from stream_balancer.journal.segments import Segments; "
+    code = "import sys; from pathlib import Path; from stream_balancer.controller.journal.segments import Segments; "
     code += "Segments(Path(sys.argv[1])).open()"
     refused = run_python("-c", code, tmp_path)
     assert f"in use by process {os.getpid()}" in refused.stderr

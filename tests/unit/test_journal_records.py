@@ -10,9 +10,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import stream_balancer as sb
-from stream_balancer.journal import records
-from stream_balancer.journal.contents import Contents, Place
-from stream_balancer.journal.records import Dispatched, Done, Evicted, Plan, Put, Retracted, Returned, State, Versioned
+from stream_balancer.controller.journal import records
+from stream_balancer.controller.journal.contents import Contents, Place
+from stream_balancer.controller.journal.records import (
+    Dispatched,
+    Done,
+    Evicted,
+    Plan,
+    Put,
+    Retracted,
+    Returned,
+    State,
+    Versioned,
+)
+from stream_balancer.core.machine import BalancerCore
 from stream_balancer.testing import make_rollout, make_rollouts
 
 PLAN = Plan(3, "window", [[["a"], ["b", "c"]], [["d"], ["p"]]], ["p"], [1.0, 2.0], 1.5, ["g"])
@@ -83,7 +94,7 @@ def test_a_put_without_rollouts_is_refused() -> None:
 
 def test_plans_come_back_with_their_padding_copies() -> None:
     config = sb.BalancerConfig(dp_size=4, batch_size=4)
-    core = sb.balancer.BalancerCore(config)
+    core = BalancerCore(config)
     rollouts = {r.rollout_id: r for r in make_rollouts([9, 4])}
     for rollout in rollouts.values():
         core.add(rollout, 0.0)

@@ -15,9 +15,9 @@ import pytest
 import torch
 
 import stream_balancer as sb
-from stream_balancer._core import BalancerCore
-from stream_balancer.pacing import Pacer
-from stream_balancer.trace import Trace, finish_times, issue_order, load_trace
+from stream_balancer.core.machine import BalancerCore
+from stream_balancer.core.staleness import Pacer
+from stream_balancer.tools.trace import Trace, finish_times, issue_order, load_trace
 
 SLOTS = 256
 FEW = 2000  # rollouts of a trace; the long form takes them all

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections import deque
 
-from stream_balancer.transport._links import PortBase
-from stream_balancer.wire import Frame, Kind
+from stream_balancer.transport.gloo.links import PortBase
+from stream_balancer.wire.share import Frame, Kind
 
 
 def sent_as(*frames: Frame) -> list[Frame]:

@@ -14,8 +14,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import stream_balancer as sb
-from stream_balancer._core import BalancerCore
-from stream_balancer.pacing import Pacer, check_pacing
+from stream_balancer.core.machine import BalancerCore
+from stream_balancer.core.staleness import Pacer, check_pacing
 
 IDS = torch.zeros(64, dtype=torch.int64)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import importlib
-import pickle
 import re
 import subprocess
 import sys
@@ -50,20 +49,6 @@ def test_the_command_line_answers_without_torch() -> None:
     assert said.split() == ["False", "False"]
 
 
-def test_a_function_is_not_replaced_by_the_module_it_lives_in() -> None:
-    """Each with the package as if it were imported for the first time."""
-    said = in_a_new_process(
-        "import sys\n"
-        "for name in ['blocking', 'connect', 'simulate', 'tune']:\n"
-        "    for module in [m for m in sys.modules if m.startswith('stream_balancer')]: del sys.modules[module]\n"
-        "    exec(f'import stream_balancer as sb; import stream_balancer.{name}; "
-        "from stream_balancer.{name} import __all__')\n"
-        "    print(type(getattr(sb, name)).__name__, getattr(sb, name).__module__)"
-    )
-    names = ["blocking", "connect", "simulate", "tune"]
-    assert said.splitlines() == [f"function stream_balancer.{name}" for name in names]
-
-
 def test_modules_are_there_without_importing_them() -> None:
     said = in_a_new_process("import stream_balancer as sb; print(sb.cost.TokenCost is sb.TokenCost)")
     assert said.strip() == "True"
@@ -72,11 +57,6 @@ def test_modules_are_there_without_importing_them() -> None:
 def test_an_unknown_name_is_an_attribute_error() -> None:
     with pytest.raises(AttributeError, match="module 'stream_balancer' has no attribute 'Balancer'"):
         _ = sb.Balancer  # type: ignore[attr-defined]
-
-
-def test_the_package_can_be_sent_by_name() -> None:
-    """Ray pickles functions with the modules they name."""
-    assert pickle.loads(pickle.dumps(sb)) is sb  # noqa: S301 - our own bytes
 
 
 def test_pytest_looks_into_every_folder_of_tests(pytestconfig: pytest.Config) -> None:

@@ -11,7 +11,7 @@ from test_wire_hostile import _KINDS
 
 from stream_balancer.errors import RolloutError, WireError
 from stream_balancer.testing import make_rollout
-from stream_balancer.transport._puts import (
+from stream_balancer.transport.puts import (
     Limits,
     Mode,
     PutLedger,
@@ -23,7 +23,7 @@ from stream_balancer.transport._puts import (
     write_puts,
 )
 from stream_balancer.types import Rollout
-from stream_balancer.wire import FRAME_BYTES, Frame, read_frame
+from stream_balancer.wire.share import FRAME_BYTES, Frame, read_frame
 
 
 def _rollout(n: int, group: str | None = None) -> Rollout:

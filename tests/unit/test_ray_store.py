@@ -15,14 +15,21 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 import stream_balancer as sb
-from stream_balancer.handover import Holder, RemoteRollout
 from stream_balancer.testing import make_rollout
 from stream_balancer.testing.transports import same_rollout
-from stream_balancer.transport._puts import Limits, Mode, PutLedger, Ticket, Withdrawn
-from stream_balancer.transport._ray_channel import Inbox, Peer
-from stream_balancer.transport._ray_store import Stored, complete, read_bundle, read_whole, write_bundle, write_share
+from stream_balancer.transport.puts import Limits, Mode, PutLedger, Ticket, Withdrawn
+from stream_balancer.transport.ray.channel import Inbox, Peer
+from stream_balancer.transport.ray.object_store import (
+    Stored,
+    complete,
+    read_bundle,
+    read_whole,
+    write_bundle,
+    write_share,
+)
 from stream_balancer.types import MicroBatch, RankBatch, Rollout
-from stream_balancer.wire import decode
+from stream_balancer.wire.partial_share import Holder, RemoteRollout
+from stream_balancer.wire.share import decode
 
 HOLDER = Holder("node", 0, "secret", "worker 7 on node abc")
 Store = dict[str, NDArray[np.uint8]]

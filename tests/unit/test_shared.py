@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from stream_balancer.errors import WireError
-from stream_balancer.transport import _shared
-from stream_balancer.transport._shared import SharedSlabs, SharedViews
-from stream_balancer.wire import Frame, Kind
+from stream_balancer.transport.gloo import shared_memory as _shared
+from stream_balancer.transport.gloo.shared_memory import SharedSlabs, SharedViews
+from stream_balancer.wire.share import Frame, Kind
 
 pytestmark = pytest.mark.skipif(not _shared.available(), reason="needs memfd")
 MIB = 2**20

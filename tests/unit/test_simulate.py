@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from stream_balancer.config import BalancerConfig
 from stream_balancer.cost import PaddedCost, QuadraticCost
 from stream_balancer.errors import ConfigError, RolloutError
-from stream_balancer.simulate import Quantiles, SimulationReport, as_policy, simulate
-from stream_balancer.trace import Trace, finish_times, generate_trace, load_trace
+from stream_balancer.tools.simulate import Quantiles, SimulationReport, as_policy, simulate
+from stream_balancer.tools.trace import Trace, finish_times, generate_trace, load_trace
 
 
 def trace_of(output: list[int], arrival: list[float] | None = None, groups: list[int] | None = None) -> Trace:

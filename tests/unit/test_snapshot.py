@@ -12,8 +12,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import stream_balancer as sb
-from stream_balancer._core import BalancerCore
-from stream_balancer.snapshot import read_state_dict, state_dict
+from stream_balancer.controller.checkpoint import read_state_dict, state_dict
+from stream_balancer.core.machine import BalancerCore
 from stream_balancer.testing import make_rollouts
 
 

@@ -87,7 +87,7 @@ def test_the_readmes_commands_run_on_few_rollouts(
     command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, short_sweeps: None
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(importlib.import_module("stream_balancer.tune"), "LEAST_BATCHES", 12)
+    monkeypatch.setattr(importlib.import_module("stream_balancer.tools.tune"), "LEAST_BATCHES", 12)
     few, changes = re.subn(r"generate:(\w+):\d+", r"generate:\1:400", command)
     assert changes == 1
     done = CliRunner().invoke(app, few.split())

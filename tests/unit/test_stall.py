@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 import stream_balancer as sb
-from stream_balancer.stall import RankState, why_no_batch, why_ranks_wait
+from stream_balancer.core.diagnosis import RankState, why_no_batch, why_ranks_wait
 from stream_balancer.testing import make_rollout
 from stream_balancer.types import Statistics
 

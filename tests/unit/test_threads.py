@@ -13,9 +13,9 @@ import anyio.to_thread
 import pytest
 
 import stream_balancer as sb
-from stream_balancer._threads import ThreadEvent
 from stream_balancer.testing import BACKENDS, make_rollout, make_rollouts
 from stream_balancer.transport.memory import MemoryTransport
+from stream_balancer.transport.threads import ThreadEvent
 
 
 def config(**knobs: Any) -> sb.BalancerConfig:

@@ -14,7 +14,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stream_balancer.errors import ConfigError, TraceError
-from stream_balancer.trace import PRESETS, LengthModel, Trace, finish_times, generate_trace, issue_order, load_trace
+from stream_balancer.tools.trace import (
+    PRESETS,
+    LengthModel,
+    Trace,
+    finish_times,
+    generate_trace,
+    issue_order,
+    load_trace,
+)
 
 HEADER = "group_id,prompt_tokens,output_tokens"
 
@@ -129,7 +137,7 @@ class TestLoad:
 
     @given(st.text(max_size=200))
     def test_any_text_loads_or_is_refused_by_name(self, text: str) -> None:
-        from stream_balancer.trace import _parse
+        from stream_balancer.tools.trace import _parse
 
         for body in (text, f"{HEADER}\n{text}"):
             found: Trace | TraceError
@@ -141,7 +149,7 @@ class TestLoad:
 
     @given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 2**31 - 1), st.integers(1, 2**31 - 1)), min_size=1))
     def test_round_trip(self, rows: list[tuple[int, int, int]]) -> None:
-        from stream_balancer.trace import _parse
+        from stream_balancer.tools.trace import _parse
 
         trace = _parse("f.csv", "\n".join([HEADER, *(",".join(map(str, row)) for row in rows)]))
         assert list(zip(trace.prompt_tokens.tolist(), trace.output_tokens.tolist(), strict=True)) == [

@@ -19,10 +19,10 @@ from rich.console import Console
 from typer.testing import CliRunner, Result
 
 import stream_balancer as sb
-from stream_balancer._core import BalancerCore
 from stream_balancer.cli import app
-from stream_balancer.dispatch import serve
-from stream_balancer.feed import RankFeed
+from stream_balancer.controller.serve import serve
+from stream_balancer.core.machine import BalancerCore
+from stream_balancer.rank.feed import RankFeed
 from stream_balancer.testing import make_rollout
 from stream_balancer.transport.memory import MemoryTransport
 from stream_balancer.watch import publish

@@ -11,11 +11,11 @@ import pytest
 import torch
 from hypothesis import given
 
-from stream_balancer import wire
 from stream_balancer.errors import RolloutError, WireError
 from stream_balancer.testing import make_rollout
 from stream_balancer.testing.transports import same_rollout
 from stream_balancer.types import MicroBatch, RankBatch, Rollout
+from stream_balancer.wire import share as wire
 
 
 def share_of(*micro_batches: list[Rollout], step: int = 0) -> RankBatch:

@@ -14,10 +14,10 @@ import msgspec
 import pytest
 import torch
 
-from stream_balancer import wire
 from stream_balancer.errors import WireError
 from stream_balancer.testing import make_rollout
 from stream_balancer.types import MicroBatch, RankBatch, Rollout
+from stream_balancer.wire import share as wire
 
 MAX_BYTES = 2**20
 Message = tuple[wire.Frame, bytes]

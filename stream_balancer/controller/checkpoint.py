@@ -1,0 +1,308 @@
+"""What a balancer's state is as plain data: :class:`Snapshot` <-> a dict of tensors, numbers and strings.
+
+Rollouts are written in the wire's own format, so a checkpoint holds flat columns and msgpack, and reading one is as
+safe as reading from a link: every size is checked, nothing is unpickled. ``torch.save`` (read back with
+``weights_only=True``) and torch.distributed.checkpoint take the dict as it is. Pure, so it may run in any thread: a
+gigabyte takes a few hundred milliseconds to flatten, which no event loop should wait for.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import chain
+from typing import Any, cast
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from stream_balancer.errors import RolloutError
+from stream_balancer.types import Batch, MicroBatch, RankBatch, Reason, Rollout, Snapshot
+from stream_balancer.wire import share as wire
+
+__all__ = ["read_rollouts", "read_state_dict", "state_dict", "write_rollouts"]
+
+FORMAT = 1
+"""Version of the dict below; a later library reads all earlier ones."""
+_ROLLOUTS_PER_SHARE = 64
+
+_log = logging.getLogger("stream_balancer.snapshot")
+
+
+def state_dict(snapshot: Snapshot) -> dict[str, Any]:
+    """A dict of tensors, numbers, strings, and lists and dicts of these. O(bytes held).
+
+    A rollout that cannot be written (it was changed after it was made) is left out, and named in the log.
+    """
+    _check_here(list(chain(snapshot.waiting, *(batch.rollouts for batch in snapshot.in_flight))))
+    try:
+        return _write(snapshot)
+    except Exception:  # noqa: BLE001 - whatever a changed rollout may raise
+        return _write(_without_unwritable(snapshot))
+
+
+def _write(snapshot: Snapshot) -> dict[str, Any]:
+    return {
+        "format": FORMAT,
+        "waiting": _write_many(snapshot.waiting),
+        "waited_s": torch.from_numpy(np.ascontiguousarray(snapshot.waited_s)),
+        "skips": torch.from_numpy(np.ascontiguousarray(snapshot.skips)),
+        "in_flight": [_write_batch(batch) for batch in snapshot.in_flight],
+        "group_arrivals": dict(snapshot.group_arrivals),
+        "past_ids": list(snapshot.past_ids),
+        "version": snapshot.version,
+        "next_step": snapshot.next_step,
+        "counts": dict(snapshot.counts),
+        "knobs": dict(snapshot.knobs),
+        "calibration": None if snapshot.calibration is None else dict(snapshot.calibration),
+        "auto_window": _as_tensors(snapshot.auto_window),
+    }
+
+
+def read_state_dict(state: Mapping[str, Any]) -> Snapshot:
+    """The snapshot a :func:`state_dict` was made of; its rollouts are views of the dict's tensors.
+
+    What is damaged does not spoil the rest: it is left out, and told in ``set_aside`` and in the log. Where a share of
+    a batch in flight is damaged, the rollouts of the others wait again. Raises ValueError for a dict that is not one,
+    or of a later format; WireError for rollouts in another version's format.
+    """
+    if state.get("format") != FORMAT:
+        raise ValueError(
+            f"not a state_dict this version can read: format is {state.get('format')!r}, expected {FORMAT}. "
+            "Load it with the stream_balancer that wrote it"
+        )
+    try:
+        waiting, rows, bad = _read_many(state["waiting"], len(state["waited_s"]))
+        in_flight, void = [], []
+        for written in state["in_flight"]:
+            batch, rollouts, its_bad = _read_batch(written)
+            bad += its_bad
+            void += rollouts
+            if batch is not None:
+                in_flight.append(batch)
+        snapshot = Snapshot(
+            waiting=tuple(waiting),
+            waited_s=state["waited_s"].numpy()[rows],
+            skips=state["skips"].numpy()[rows],
+            in_flight=tuple(in_flight),
+            group_arrivals=state["group_arrivals"],
+            past_ids=tuple(state["past_ids"]),
+            version=state["version"],
+            next_step=state["next_step"],
+            counts=state["counts"],
+            knobs=state["knobs"],
+            calibration=state.get("calibration"),
+            auto_window=_as_arrays(state.get("auto_window")),
+            set_aside=tuple(bad),
+        )
+    except KeyError as error:
+        raise ValueError(f"the state_dict has no {error.args[0]!r}: it was cut, or is not a balancer's") from None
+    for sentence in bad:
+        _log.error("checkpoint: set aside: %s", sentence)
+    return _recounted(snapshot, void) if bad else snapshot
+
+
+def _recounted(snapshot: Snapshot, void: Sequence[Rollout]) -> Snapshot:
+    """With rollouts of batches that cannot be given again waiting as the oldest, and totals that add up."""
+    oldest = float(snapshot.waited_s.max()) if len(snapshot.waited_s) else 0.0
+    counts = dict(snapshot.counts)
+    counts["accepted"] = (
+        len(snapshot.waiting)
+        + len(void)
+        + sum(batch.num_rollouts for batch in snapshot.in_flight)
+        + counts["acknowledged"]
+        + sum(counts["evicted"].values())
+    )
+    return replace(
+        snapshot,
+        waiting=(*void, *snapshot.waiting),
+        waited_s=np.concatenate([np.full(len(void), oldest), snapshot.waited_s]),
+        skips=np.concatenate([np.zeros(len(void), dtype=np.int64), snapshot.skips]),
+        counts=counts,
+    )
+
+
+def _without_unwritable(snapshot: Snapshot) -> Snapshot:
+    """That all of a rollout can be written was checked when it was made; but what its fields hold can be changed."""
+    bad: list[str] = []
+    rows = [row for row, rollout in enumerate(snapshot.waiting) if _is_writable(rollout, bad)]
+    in_flight, void = [], []
+    for batch in snapshot.in_flight:
+        before = len(bad)
+        good = [rollout for rollout in batch.rollouts if _is_writable(rollout, bad)]
+        if len(bad) == before:
+            in_flight.append(batch)
+        else:
+            void += [rollout for rollout in good if not rollout.is_padding]
+    if not bad:
+        return snapshot
+    for sentence in bad:
+        _log.error("checkpoint: left out: %s", sentence)
+    kept = replace(
+        snapshot,
+        waiting=tuple(snapshot.waiting[row] for row in rows),
+        waited_s=snapshot.waited_s[rows],
+        skips=snapshot.skips[rows],
+        in_flight=tuple(in_flight),
+    )
+    return _recounted(kept, void)
+
+
+def _as_tensors(value: Any) -> Any:
+    """Arrays in dicts and lists of numbers -> tensors."""
+    if isinstance(value, Mapping):
+        return {name: _as_tensors(item) for name, item in value.items()}
+    if isinstance(value, list):
+        return [_as_tensors(item) for item in value]
+    return torch.from_numpy(value) if isinstance(value, np.ndarray) else value
+
+
+def _as_arrays(value: Any) -> Any:
+    """The way back."""
+    if isinstance(value, Mapping):
+        return {name: _as_arrays(item) for name, item in value.items()}
+    if isinstance(value, list):
+        return [_as_arrays(item) for item in value]
+    return value.numpy() if isinstance(value, Tensor) else value
+
+
+def write_rollouts(rollouts: Sequence[Rollout]) -> list[Tensor]:
+    """No tensors for no rollouts, else frame and slab of a share that holds them all."""
+    _check_here(rollouts)
+    if not rollouts:
+        return []
+    share = RankBatch(
+        step=0,
+        rank=0,
+        dp_size=1,
+        micro_batches=(MicroBatch.of(rollouts),),
+        load=0.0,
+        global_num_rollouts=len(rollouts),
+        global_num_tokens=0,
+        global_num_loss_tokens=0,
+    )
+    return _write_share(share)
+
+
+def _is_writable(rollout: Rollout, bad: list[str]) -> bool:
+    try:
+        write_rollouts([rollout])
+    except Exception as error:  # noqa: BLE001 - named, and left out
+        bad.append(f"rollout {rollout.rollout_id!r} cannot be written: {error}")
+        return False
+    return True
+
+
+def _write_many(rollouts: Sequence[Rollout]) -> list[Tensor]:
+    """Share after share, each of a few rollouts: an event loop beside the thread that writes gets its turn between."""
+    some = (rollouts[first : first + _ROLLOUTS_PER_SHARE] for first in range(0, len(rollouts), _ROLLOUTS_PER_SHARE))
+    return [tensor for few in some for tensor in write_rollouts(few)]
+
+
+def read_rollouts(share: Sequence[Tensor]) -> dict[str, Rollout | str]:
+    """What :func:`write_rollouts` wrote, by id, as views of it; instead of what no Rollout may be, a sentence.
+
+    Raises WireError where the bytes are damaged.
+    """
+    read: dict[str, Rollout | str] = {}
+    for rollout in _read_share(share, check_rollouts=False).rollouts:
+        try:
+            read[rollout.rollout_id] = wire.checked(rollout)
+        except RolloutError as error:
+            read[rollout.rollout_id] = str(error)
+    return read
+
+
+def _read_many(tensors: Sequence[Tensor], count: int) -> tuple[list[Rollout], list[int], list[str]]:
+    """Rollouts, their places among all ``count`` that were written, and sentences about the others."""
+    rollouts: list[Rollout] = []
+    rows: list[int] = []
+    bad: list[str] = []
+    for number, share in enumerate(zip(tensors[::2], tensors[1::2], strict=True)):
+        first = number * _ROLLOUTS_PER_SHARE
+        try:
+            read = read_rollouts(share)
+        except wire.OtherProtocolError:
+            raise
+        except Exception as error:  # noqa: BLE001 - damaged bytes may be anything
+            last = min(first + _ROLLOUTS_PER_SHARE, count) - 1
+            bad.append(f"waiting rollouts {first} to {last}, counted from the oldest, cannot be read: {error}")
+            continue
+        for row, one in enumerate(read.values(), first):
+            if isinstance(one, str):
+                bad.append(one)
+            else:
+                rollouts.append(one)
+                rows.append(row)
+    return rollouts, rows, bad
+
+
+def _write_share(share: RankBatch) -> list[Tensor]:
+    """[frame [16] int64, slab [bytes] uint8]. Not narrowed: what is read back is a view of it."""
+    _check_here(share.rollouts)
+    encoded = wire.encode(share, narrow=False)
+    slab = torch.empty(encoded.frame.wire_bytes, dtype=torch.uint8)
+    for _ in encoded.fill(slab):
+        pass
+    return [encoded.frame.pack(), slab]
+
+
+def _check_here(rollouts: Sequence[Rollout]) -> None:
+    away = [r.rollout_id for r in rollouts if r.tokens["input_ids"].is_meta]
+    if away:
+        raise ValueError(
+            f"{len(away)} rollouts (the first: {away[0]!r}) lie with their producers (hand_over='direct'), so a "
+            "checkpoint of the controller cannot hold them. Take it when none waits or is in flight, or put through "
+            "the balancer"
+        )
+
+
+def _read_share(tensors: Sequence[Tensor], *, check_rollouts: bool = True) -> RankBatch:
+    frame, slab = tensors
+    return wire.decode(wire.read_frame(frame), slab, check_rollouts=check_rollouts)
+
+
+def _write_batch(batch: Batch) -> dict[str, Any]:
+    return {
+        "step": batch.step,
+        "reason": batch.reason,
+        "loads": list(batch.loads),
+        "lower_bound": batch.lower_bound,
+        "num_padding": batch.num_padding,
+        "incomplete_groups": list(batch.incomplete_groups),
+        "ranks": [_write_share(share) for share in batch.ranks],
+    }
+
+
+def _read_batch(written: Mapping[str, Any]) -> tuple[Batch | None, list[Rollout], list[str]]:
+    """The batch; or None, the rollouts of it that can be read, and sentences about the others."""
+    shares: list[RankBatch] = []
+    rollouts: list[Rollout] = []
+    bad: list[str] = []
+    for rank, tensors in enumerate(written["ranks"]):
+        try:
+            shares.append(_read_share(tensors))
+            rollouts += shares[-1].rollouts
+        except wire.OtherProtocolError:
+            raise
+        except Exception as error:  # noqa: BLE001 - damaged bytes may be anything
+            bad.append(f"step {written['step']}, rank {rank}: its share cannot be read: {error}")
+    if bad:
+        return None, [rollout for rollout in rollouts if not rollout.is_padding], bad
+    return (
+        Batch(
+            step=written["step"],
+            reason=cast("Reason", written["reason"]),
+            ranks=tuple(shares),
+            num_rollouts=shares[0].global_num_rollouts,
+            num_tokens=shares[0].global_num_tokens,
+            loads=tuple(written["loads"]),
+            lower_bound=written["lower_bound"],
+            num_padding=written["num_padding"],
+            incomplete_groups=tuple(written["incomplete_groups"]),
+        ),
+        [],
+        [],
+    )

@@ -1,0 +1,167 @@
+"""Producers' puts into the balancer: ``serve`` attends by itself; without it run :func:`attend` as a task.
+
+Each producer has a task that takes its puts in order. What has room goes in at once; the rest is parked in the
+balancer's own first-come-first-served queue, one task each, so backpressure is the verdict that has not come yet.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any, Protocol, runtime_checkable
+
+import anyio
+
+from stream_balancer.controller.balancer import StreamBalancer, _Pending
+from stream_balancer.errors import BrokenResourceError, ClosedResourceError, EndOfStream, RolloutError
+from stream_balancer.transport.memory import MemoryIntake
+from stream_balancer.transport.puts import Mode, Offer, Withdrawal, Withdrawn
+from stream_balancer.transport.sockets.producers import Intake
+from stream_balancer.wire.partial_share import RemoteRollout
+
+__all__ = ["ProducerTransport", "attend"]
+
+logger = logging.getLogger("stream_balancer.transport")
+
+
+@runtime_checkable
+class ProducerTransport(Protocol):
+    """Where producers connect."""
+
+    async def accept_producer(self) -> MemoryIntake | Intake:
+        """The next producer. Raises ClosedResourceError once closed."""
+        ...
+
+    def readmit(self, link: MemoryIntake | Intake) -> None:
+        """Give a producer back, for the next ``attend``."""
+        ...
+
+
+async def attend(balancer: StreamBalancer, transport: ProducerTransport, *, direct: bool = False) -> None:
+    """Put what producers offer, until cancelled or the transport is closed.
+
+    ``direct``: producers may keep the tokens; ``serve`` says so, whose ranks fetch them.
+
+    If the balancer has ended by then, producers are told so; else their puts stay where they are, and the next
+    ``attend`` takes them up.
+    """
+    async with anyio.create_task_group() as tasks:
+        try:
+            while True:
+                tasks.start_soon(_Attendant(balancer, transport, await transport.accept_producer(), direct).run)
+        except (ClosedResourceError, BrokenResourceError):
+            tasks.cancel_scope.cancel()
+
+
+class _Attendant:
+    """One producer's puts."""
+
+    def __init__(
+        self, balancer: StreamBalancer, transport: ProducerTransport, link: MemoryIntake | Intake, direct: bool
+    ) -> None:
+        self._balancer, self._transport, self._link, self._direct = balancer, transport, link, direct
+        self._parked: dict[int, anyio.CancelScope] = {}
+        self._news = anyio.Event()
+
+    async def run(self) -> None:
+        left = False
+        try:
+            self._link.subscribe(lambda: self._news.set(), self._put_now)
+            async with anyio.create_task_group() as tasks:
+                try:
+                    while True:
+                        self._news = anyio.Event()
+                        while (item := self._link.take()) is not None:
+                            self._handle(item, tasks.start_soon)
+                        await self._news.wait()
+                except (BrokenResourceError, EndOfStream):
+                    left = True
+                    tasks.cancel_scope.cancel()  # a dead producer's parked puts are withdrawn
+        finally:
+            with anyio.CancelScope(shield=True):
+                if left:
+                    self._give_up_what_it_held()
+                    await self._link.aclose()
+                elif self._balancer.ended and not self._link.holding:
+                    self._link.end()
+                    await self._link.aclose()
+                else:
+                    self._transport.readmit(self._link)
+
+    def _handle(self, item: Offer | Withdrawal, start_soon: Callable[..., Any]) -> None:
+        if isinstance(item, Withdrawal):
+            scope = self._parked.get(item.number)
+            if scope is not None:
+                scope.cancel()
+        elif item.mode is Mode.NOWAIT:
+            self._put_now(item)
+        else:
+            self._put(item, start_soon)
+
+    def _give_up_what_it_held(self) -> None:
+        holder = self._link.holder
+        if holder is None:
+            return
+        gone = self._balancer._give_up(lambda r: isinstance(r, RemoteRollout) and r.holder == holder)
+        if gone:
+            names = ", ".join(gone[:5]) + (", ..." if len(gone) > 5 else "")
+            logger.warning("producer %s took %d waiting rollouts with it: %s", holder.label, len(gone), names)
+
+    def _check(self, offer: Offer) -> None:
+        if offer.refusal is not None:
+            raise RolloutError(offer.refusal)
+        if not isinstance(offer.rollouts[0], RemoteRollout):
+            return
+        if not self._direct:
+            problem = "nobody here could fetch it: only serve() delivers such rollouts"
+        elif self._balancer._journal is not None:
+            problem = "this balancer writes what it accepts to a journal, and has not got the tokens"
+        else:
+            return
+        raise RolloutError(
+            f"rollout {offer.rollouts[0].rollout_id!r} stays with its producer (hand_over='direct'), but {problem}. "
+            "Connect without hand_over='direct'"
+        )
+
+    # A refusal is answered where it is caught: a name that outlived the block would tie it and its frame, and with
+    # them the rollout, into a circle that only the garbage collector undoes.
+
+    def _put_now(self, offer: Offer) -> None:
+        try:
+            self._check(offer)
+            self._balancer.put_nowait(offer.rollouts[0])
+        except Exception as refusal:  # noqa: BLE001 - told to the producer
+            self._link.answer(offer.number, refusal)
+        else:
+            self._link.answer(offer.number, None)
+
+    def _put(self, offer: Offer, start_soon: Callable[..., Any]) -> None:
+        """What finds no room, or goes to a journal, takes its place in the balancer's queue now, and waits there in a
+        task of its own."""
+        try:
+            self._check(offer)
+            pending = self._balancer._enter(offer.rollouts)
+        except Exception as refusal:  # noqa: BLE001 - told to the producer
+            self._link.answer(offer.number, refusal)
+            return
+        if pending is None:
+            self._link.answer(offer.number, None)
+        else:
+            scope = self._parked[offer.number] = anyio.CancelScope()
+            start_soon(self._wait, offer.number, pending, scope)
+
+    async def _wait(self, number: int, pending: _Pending, scope: anyio.CancelScope) -> None:
+        accepted = refused = False
+        try:
+            with scope:
+                await self._balancer._finish(pending)
+                accepted = True
+        except Exception as refusal:  # noqa: BLE001 - told to the producer
+            refused = True
+            self._link.answer(number, refusal)
+        finally:
+            del self._parked[number]
+            if accepted:
+                self._link.answer(number, None)
+            elif scope.cancel_called and not refused:
+                self._link.answer(number, Withdrawn())

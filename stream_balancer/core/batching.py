@@ -1,0 +1,90 @@
+"""A plan and the rollouts it means, made into a batch: shares, micro-batches, padding copies, totals.
+
+Pure: reads the buffer, changes nothing. What goes is ``planning``'s decision, when it goes ``_core``'s.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import islice
+
+import numpy as np
+from numpy.typing import NDArray
+
+from stream_balancer.core.buffer import Buffer
+from stream_balancer.planning import Plan
+from stream_balancer.types import Batch, MicroBatch, RankBatch, Reason, Rollout
+from stream_balancer.values import PADDING_PREFIX
+
+__all__ = ["make_batch", "rows_of"]
+
+
+def make_batch(plan: Plan, buffer: Buffer, *, dp_size: int, step: int, reason: Reason, now: float) -> Batch:
+    """The batch of step ``step``; its rollouts are still in the buffer. O(rollouts in it)."""
+    rows = rows_of(plan)
+    rollouts, lengths = buffer.rollouts(rows), buffer.lengths[rows]
+    shares = _micro_batches(plan, rollouts, lengths.tolist())
+    num_padding = _fill_up(shares, rollouts, step)
+    loads: list[float] = (plan.loads if plan.rates is None else plan.loads / plan.rates).tolist()
+    tokens, loss_tokens = int(lengths.sum()), int(buffer.loss_tokens[rows].sum())
+    return Batch(
+        step=step,
+        reason=reason,
+        ranks=tuple(
+            RankBatch(
+                step=step,
+                rank=rank,
+                dp_size=dp_size,
+                micro_batches=tuple(share),
+                load=loads[rank],
+                global_num_rollouts=len(rollouts),
+                global_num_tokens=tokens,
+                global_num_loss_tokens=loss_tokens,
+            )
+            for rank, share in enumerate(shares)
+        ),
+        num_rollouts=len(rollouts),
+        num_tokens=tokens,
+        loads=tuple(loads),
+        lower_bound=plan.lower_bound,
+        oldest_wait_s=max(now - float(buffer.arrived_at[rows].min()), 0.0),
+        num_padding=num_padding,
+        incomplete_groups=_group_ids(buffer, plan.incomplete_groups),
+    )
+
+
+def rows_of(plan: Plan) -> NDArray[np.int64]:
+    """Rows of the plan's rollouts, rank by rank, micro-batch by micro-batch."""
+    return np.concatenate([rows for micro_batches in plan.ranks for rows in micro_batches])
+
+
+def _group_ids(buffer: Buffer, labels: Sequence[int]) -> tuple[str, ...]:
+    if not labels:
+        return ()
+    rows = np.flatnonzero(np.isin(buffer.labels, labels))
+    return tuple(sorted({r.group_id for r in buffer.rollouts(rows) if r.group_id is not None}))
+
+
+def _micro_batches(plan: Plan, rollouts: list[Rollout], lengths: list[int]) -> list[list[MicroBatch]]:
+    """[rank][micro_batch] of the rollouts, which come in the plan's order. O(n)."""
+    going, of = iter(rollouts), iter(lengths)
+    return [
+        [MicroBatch.of(list(islice(going, rows.size)), tuple(islice(of, rows.size))) for rows in micro_batches]
+        for micro_batches in plan.ranks
+    ]
+
+
+def _fill_up(shares: list[list[MicroBatch]], real: Sequence[Rollout], step: int) -> int:
+    """Give every rank the same number of micro-batches, with zero-weight copies of the shortest rollout; how many. In
+    place.
+
+    Only the drain, a deadline or a large ``micro_batch_multiple`` can leave a rank short: planning never makes an empty
+    micro-batch while there are rollouts to split.
+    """
+    most = max(len(share) for share in shares)
+    missing = [(rank, index) for rank, share in enumerate(shares) for index in range(len(share), most)]
+    if missing:
+        shortest = min(real, key=lambda r: r.num_tokens)
+        for rank, index in missing:
+            shares[rank].append(MicroBatch.of([shortest.padding_copy(f"{PADDING_PREFIX}{step}-{rank}-{index}")]))
+    return len(missing)

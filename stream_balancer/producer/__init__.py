@@ -1,0 +1,1 @@
+"""The rollout worker's process: the same ``put`` from elsewhere."""

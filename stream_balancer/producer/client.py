@@ -1,0 +1,344 @@
+"""Rollouts from any process: ``sb.connect`` gives an object to put into, wherever the balancer lives.
+
+::
+
+    async with sb.connect("tcp://host:port") as producer:      # or a c10d store, or None inside torchrun
+        await producer.put(rollout)
+    with sb.connect("tcp://host:port") as producer:            # plain threads: the same words, blocking
+        producer.put(rollout)
+
+``with`` gives :class:`BlockingProducer`, whose methods block, so that nobody can make a coroutine by mistake and
+forget it. The contract is :class:`~stream_balancer.StreamBalancer`'s: returning means *held by the balancer*.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, Literal, Protocol, Self, cast
+
+import anyio
+import anyio.lowlevel
+import sniffio
+
+from stream_balancer.core.admission import check_group
+from stream_balancer.errors import BrokenResourceError, WouldBlock
+from stream_balancer.transport.event_loop import loop_caller
+from stream_balancer.transport.puts import Mode, Ticket, Withdrawn
+from stream_balancer.transport.threads import Errand, OfOneProcess, ThreadEvent, refuse_in_event_loop
+from stream_balancer.types import Rollout
+
+__all__ = ["BlockingProducer", "Producer", "connect"]
+
+
+class Outlet(Protocol):
+    """The producer's end of a link."""
+
+    threads: bool
+    """Whether threads may use it."""
+
+    @property
+    def direct(self) -> bool:
+        """Whether tokens stay with the producer until a rank fetches them."""
+        ...
+
+    @property
+    def linger_s(self) -> float:
+        """Seconds the verdict on a cancelled put is waited for."""
+        ...
+
+    def ticket(self, rollouts: Sequence[Rollout], mode: Mode, callback: Callable[[], object]) -> Ticket:
+        """A put, as this transport sends it. ``callback()`` is called, in any thread, once there is a verdict."""
+        ...
+
+    def offer(self, ticket: Any) -> None:
+        """Have one of its tickets sent when there is room. Never blocks."""
+        ...
+
+    def withdraw(self, ticket: Any) -> None:
+        """Ask for it back; its verdict says whether that was in time. Never blocks."""
+        ...
+
+    def when_released(self, callback: Callable[[], object]) -> None:
+        """Call ``callback()``, in any thread, once nothing is held here any more that somebody needs."""
+        ...
+
+    def close(self) -> None:
+        """Withdraw what has no verdict and leave. Idempotent."""
+        ...
+
+    async def aclose(self) -> None:
+        """:meth:`close`, without blocking the event loop."""
+        ...
+
+
+def connect(
+    source: Any = None,
+    *,
+    hand_over: Literal["balancer", "direct"] = "balancer",
+    loss_mask_column: str | None = "loss_mask",
+    **options: Any,
+) -> Producer:
+    """Connect to a served balancer in the background; returns at once, and puts wait for the connection.
+
+    ``hand_over="direct"``: the balancer gets ids, lengths and all that it plans on; tokens stay in this process until
+    the rank that trains on them fetches them, and for as long as its step may have to be repeated. Leaving the
+    ``with`` block then waits until all have been trained on. See docs/producers.md for what a dead producer means.
+
+    ``loss_mask_column``: as the balancer's knob; needed with ``hand_over="direct"`` where it is not "loss_mask", since
+    the mask is counted where the tokens are.
+
+    ``source``: ``"tcp://host:port"`` (``TorchTransport.address``), a c10d Store, None for the initialised world's
+    store, or a port of another transport. ``options``: ``token`` (as the transport's; default: the environment's
+    ``STREAM_BALANCER_TOKEN``), ``connect_timeout_s`` (for the first connection; by default it is tried for ever, with a
+    warning now and then), ``label`` (for logs and errors; default host and process id), ``name`` (as the transport's),
+    ``linger_s`` (seconds a farewell, or the verdict on a cancelled put, is waited for), ``host`` (for direct hand-over:
+    the address ranks reach this process under; default: the one it has on the way to the controller).
+
+    Raises ValueError for what is not an address. Puts raise ValueError if there is no such host or the tokens differ,
+    WireError if something else listens there, BrokenResourceError after ``connect_timeout_s``.
+    """
+    if hand_over not in ("balancer", "direct"):
+        raise ValueError(f"hand_over must be 'balancer' or 'direct', not {hand_over!r}")
+    if hasattr(source, "offer"):
+        return Producer(cast("Outlet", source), loss_mask_column)
+    from stream_balancer.transport.gloo import torch_dist
+
+    if source is None:
+        source, _, _ = torch_dist.current_world()
+    return Producer(torch_dist.open_outlet(source, direct=hand_over == "direct", **options), loss_mask_column)
+
+
+class Producer(OfOneProcess):
+    """Puts into a balancer elsewhere; any number of tasks and threads may share one.
+
+    Raises what the balancer raises, with the same text, and BrokenResourceError if the controller is lost: put again
+    on a new connection; DuplicateRolloutError then means that the first put was accepted.
+    """
+
+    _in_another_process = "call sb.connect(address) there"
+
+    def __init__(self, port: Outlet, loss_mask_column: str | None = "loss_mask") -> None:
+        self._port = port
+        self._loss_mask_column = loss_mask_column
+
+    async def put(self, rollout: Rollout) -> None:
+        """Hand over a finished rollout; returns once the balancer holds it, waits while it is full.
+
+        If ``put`` is cancelled, the rollout was not accepted. Cancelling takes a round trip: if the balancer turns out
+        to have accepted it already, ``put`` returns normally and the cancellation comes at your next await. If no
+        answer comes within ``linger_s``, BrokenResourceError says that the outcome is not known.
+        """
+        await self._put(self._ready([rollout]), Mode.PUT)
+
+    async def put_group(self, rollouts: Sequence[Rollout]) -> None:
+        """Hand over all siblings of a group: all are accepted, or none. Otherwise like :meth:`put`."""
+        rollouts = self._ready(rollouts)
+        check_group(rollouts)
+        await self._put(rollouts, Mode.GROUP)
+
+    def put_nowait(self, rollout: Rollout, *, timeout_s: float = 5.0) -> None:
+        """One round trip, blocking this thread for at most ``timeout_s``: WouldBlock if the balancer is full.
+
+        TimeoutError: no answer came; put it again, DuplicateRolloutError then means that it was accepted.
+        """
+        verdict = ThreadEvent()
+        ticket = self._port.ticket(self._ready([rollout]), Mode.NOWAIT, verdict.set)
+        self._port.offer(ticket)
+        if not verdict.wait(timeout_s if self._port.threads else 0):
+            self._port.withdraw(ticket)
+            if not ticket.done:
+                raise TimeoutError(
+                    f"put_nowait() of rollout {rollout.rollout_id!r} had no answer in {timeout_s} s. Put it again: a "
+                    "DuplicateRolloutError then means that it was accepted"
+                )
+        if isinstance(ticket.error, Withdrawn):
+            if problem := str(ticket.error):
+                raise TimeoutError(f"put_nowait() was not accepted within {timeout_s} s: {problem}")
+            raise WouldBlock from None
+        _raise(ticket)
+
+    async def _put(self, rollouts: Sequence[Rollout], mode: Mode) -> None:
+        await anyio.lowlevel.checkpoint()
+        verdict = anyio.Event()
+        in_loop = loop_caller()
+        ticket = self._port.ticket(rollouts, mode, lambda: in_loop(verdict.set))
+        self._port.offer(ticket)
+        try:
+            await verdict.wait()
+        except anyio.get_cancelled_exc_class():
+            self._port.withdraw(ticket)
+            await self._verdict_on_withdrawn(ticket, verdict)
+            if isinstance(ticket.error, Withdrawn):
+                raise
+            _cancel_at_next_await()
+        _raise(ticket)
+
+    async def _verdict_on_withdrawn(self, ticket: Ticket, verdict: anyio.Event) -> None:
+        with anyio.CancelScope(shield=True, deadline=anyio.current_time() + self._port.linger_s) as scope:
+            while not ticket.done and not scope.cancel_called:
+                try:
+                    await verdict.wait()
+                except anyio.get_cancelled_exc_class():  # asyncio's task.cancel() goes through shields
+                    continue
+        if not ticket.done:
+            raise BrokenResourceError(
+                f"put() of rollout {ticket.rollouts[0].rollout_id!r} was cancelled, but the controller has not "
+                f"answered for {self._port.linger_s} s: whether it was accepted is not known. Put it again: a "
+                "DuplicateRolloutError then means that it was"
+            )
+
+    def _ready(self, rollouts: Sequence[Rollout]) -> list[Rollout]:
+        """To be sent: their masks called ``loss_mask``. Whether they must have one is for the balancer to say."""
+        column = self._loss_mask_column
+        for rollout in rollouts:
+            if not isinstance(rollout, Rollout):
+                raise TypeError(f"put() takes a Rollout, not {type(rollout).__name__}")
+        if column is None or column == "loss_mask":
+            return list(rollouts)
+        return [r.with_loss_mask(column) if column in r.tokens and "loss_mask" not in r.tokens else r for r in rollouts]
+
+    @property
+    def blocking(self) -> BlockingProducer:
+        """The same with plain methods, for threads. Raises RuntimeError if the transport lives in one event loop."""
+        if not self._port.threads:
+            raise RuntimeError("this producer lives in one event loop; blocking methods would stop it. Await put()")
+        return BlockingProducer(self)
+
+    def close(self) -> None:
+        """Leave: puts without a verdict are withdrawn and raise ClosedResourceError. Idempotent."""
+        self._port.close()
+
+    async def aclose(self) -> None:
+        """:meth:`close`, without blocking the event loop."""
+        await self._port.aclose()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def released(self) -> None:
+        """Wait until nothing of what was put is needed here any more: at once, unless ``hand_over="direct"``."""
+        if self._port.direct:
+            event, in_loop = anyio.Event(), loop_caller()
+            self._port.when_released(lambda: in_loop(event.set))
+            await event.wait()
+
+    async def __aexit__(self, exc_type: type[BaseException] | None, *_: object) -> None:
+        try:
+            if exc_type is None:
+                await self.released()
+        finally:
+            await self.aclose()
+
+    def __enter__(self) -> BlockingProducer:
+        return self.blocking
+
+    def __exit__(self, exc_type: type[BaseException] | None, *_: object) -> None:
+        try:
+            if exc_type is None:
+                self.blocking.released()
+        finally:
+            self.close()
+
+
+class BlockingProducer(OfOneProcess):
+    """:class:`Producer` with blocking methods, callable from any thread."""
+
+    _in_another_process = Producer._in_another_process
+
+    def __init__(self, producer: Producer) -> None:
+        self._producer = producer
+        self._port = producer._port
+
+    def put(self, rollout: Rollout, *, timeout_s: float | None = None) -> None:
+        """As :meth:`Producer.put`. TimeoutError after ``timeout_s``: it was not accepted.
+
+        If it is interrupted (KeyboardInterrupt) the rollout is withdrawn, but may have been accepted all the same:
+        putting it again raises DuplicateRolloutError then.
+        """
+        self._put(self._producer._ready([rollout]), Mode.PUT, timeout_s)
+
+    def put_group(self, rollouts: Sequence[Rollout], *, timeout_s: float | None = None) -> None:
+        """As :meth:`Producer.put_group`."""
+        rollouts = self._producer._ready(rollouts)
+        check_group(rollouts)
+        self._put(rollouts, Mode.GROUP, timeout_s)
+
+    def put_nowait(self, rollout: Rollout, *, timeout_s: float = 5.0) -> None:
+        """As :meth:`Producer.put_nowait`."""
+        _refuse_in_event_loop()
+        self._producer.put_nowait(rollout, timeout_s=timeout_s)
+
+    def released(self, *, timeout_s: float | None = None) -> bool:
+        """As :meth:`Producer.released`; False if ``timeout_s`` was too short."""
+        if not self._port.direct:
+            return True
+        _refuse_in_event_loop()
+        event = ThreadEvent()
+        self._port.when_released(event.set)
+        return event.wait(timeout_s)
+
+    def close(self) -> None:
+        """As :meth:`Producer.close`."""
+        self._producer.close()
+
+    def _put(self, rollouts: Sequence[Rollout], mode: Mode, timeout_s: float | None) -> None:
+        _refuse_in_event_loop()
+        settled = ThreadEvent()
+        errand = Errand(partial(self._put_and_wait, rollouts, mode, timeout_s, settled))  # an interrupt must not cut it
+        try:
+            errand.wait()
+        finally:
+            settled.set()  # an interrupted put is withdrawn
+        if errand.error is not None:
+            raise errand.error
+
+    def _put_and_wait(
+        self, rollouts: Sequence[Rollout], mode: Mode, timeout_s: float | None, settled: ThreadEvent
+    ) -> None:
+        verdict = ThreadEvent()
+
+        def answer() -> None:
+            verdict.set()
+            settled.set()
+
+        ticket = self._port.ticket(rollouts, mode, answer)
+        self._port.offer(ticket)
+        settled.wait(timeout_s)
+        if not ticket.done:
+            self._port.withdraw(ticket)
+        if not verdict.wait(self._port.linger_s):
+            raise BrokenResourceError("the controller does not answer: whether the rollout was accepted is not known")
+        if isinstance(ticket.error, Withdrawn):
+            problem = str(ticket.error) or "the balancer is full"
+            raise TimeoutError(f"put() was not accepted within {timeout_s} s: {problem}")
+        _raise(ticket)
+
+
+def _refuse_in_event_loop() -> None:
+    refuse_in_event_loop(
+        "a blocking producer's method", "There, use `async with sb.connect(address) as producer` and await put()"
+    )
+
+
+def _raise(ticket: Ticket) -> None:
+    if ticket.error is not None:
+        raise ticket.error
+
+
+def _cancel_at_next_await() -> None:
+    """A cancellation that came too late to stop the put must not be swallowed. Scopes cancel again by themselves, but
+    asyncio's ``task.cancel()`` and ``asyncio.timeout`` do not."""
+    if sniffio.current_async_library() != "asyncio" or anyio.current_effective_deadline() == float("-inf"):
+        return
+    task = asyncio.current_task()
+    if task is None or not (requests := task.cancelling()):
+        return
+
+    def again() -> None:
+        if task.cancelling() >= requests and not task.done():  # else a timeout block was left in time
+            task.uncancel()
+            task.cancel()
+
+    asyncio.get_running_loop().call_soon(again)

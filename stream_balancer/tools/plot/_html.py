@@ -1,0 +1,170 @@
+"""The HTML page: SVG written by hand, no script, nothing fetched, so it may be mailed and kept.
+
+A chart is a list of SVG elements in a box of 640 x 360 units. Every number is formatted here and nothing but the
+trace's name comes from outside; that is escaped.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from html import escape
+
+from stream_balancer.tools.tune import Outcome, TuneReport
+
+__all__ = ["page"]
+
+WIDTH, HEIGHT = 640.0, 360.0
+LEFT, RIGHT, TOP, BOTTOM = 64.0, 16.0, 16.0, 48.0
+GREY, BLUE, RED, LINE = "#9aa5b1", "#2563eb", "#dc2626", "#d8dee6"
+
+_STYLE = """
+body { font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 44rem; color: #1f2933; background: #fff }
+h1 { font-size: 1.3rem } h2 { font-size: 1.05rem; margin-top: 2rem } svg { width: 100%; height: auto }
+svg text { font: 12px system-ui, sans-serif; fill: #52606d } p.reason { font-weight: 600 }
+"""
+
+
+def page(report: TuneReport) -> str:
+    """The whole document."""
+    chosen = report.recommended
+    knobs = ", ".join(f"{name}={value}" for name, value in chosen.knobs.items())
+    ranks = report.config.dp_size
+    parts = [
+        f"<h1>{escape(report.trace_name)}: {report.num_rollouts:,} rollouts, {report.config.batch_size} a step on "
+        f"{ranks} ranks</h1>",
+        f'<p class="reason">{escape(report.reason)}</p><p>Recommended: <code>{escape(knobs)}</code></p>',
+        "<h2>Idle time against age</h2>",
+        _front(report),
+        "<h2>Delay by length</h2>",
+        _deciles(chosen),
+        "<h2>Every rank's work, step by step</h2>",
+        "<p>One row per rank, one column per step; dark is busy, white waits for the slowest rank.</p>",
+        _heat("round-robin", report.round_robin),
+        _heat("recommended", chosen),
+    ]
+    title = escape(f"stream-balancer tune {report.trace_name}")
+    return (
+        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{title}</title><style>{_STYLE}</style>'
+        f"</head><body>\n{chr(10).join(parts)}\n</body></html>\n"
+    )
+
+
+def _front(report: TuneReport) -> str:
+    usual = (report.round_robin, report.fifo)
+    shown = (*report.outcomes, *usual)
+    most_age = max(1.0, *(o.added_age for o in shown)) * 1.05
+    most_idle = max(0.01, *(o.idle_fraction for o in shown)) * 1.05
+    x = _scale(0.0, most_age, LEFT, WIDTH - RIGHT)
+    y = _scale(0.0, most_idle, HEIGHT - BOTTOM, TOP)
+    parts = _axes(x, y, most_age, most_idle, "added mean age, dispatches", "idle share of rank time")
+    for outcome, name in zip(usual, ("round-robin", "arrival order, best partition"), strict=True):
+        at = y(outcome.idle_fraction)
+        parts.append(_line(LEFT, at, WIDTH - RIGHT, at, GREY, dashed=True))
+        parts.append(_text(WIDTH - RIGHT, at - 4, f"{name}: {outcome.idle_fraction:.1%}", anchor="end"))
+    path = " ".join(f"{x(o.added_age):.1f},{y(o.idle_fraction):.1f}" for o in report.front)
+    parts.append(f'<polyline points="{path}" fill="none" stroke="{BLUE}" stroke-width="1.5"/>')
+    front = {id(o) for o in report.front}
+    for o in report.outcomes:
+        colour, size = (RED, 6) if o is report.recommended else (BLUE, 4) if id(o) in front else (GREY, 3)
+        parts.append(
+            f'<circle cx="{x(o.added_age):.1f}" cy="{y(o.idle_fraction):.1f}" r="{size}" fill="{colour}">'
+            f"<title>{_describe(o)}</title></circle>"
+        )
+    return _svg(parts)
+
+
+def _describe(o: Outcome) -> str:
+    deadline = "none" if o.deadline_s is None else f"{o.deadline_s:g} s"
+    return (
+        f"window {o.window}, max_skips {o.max_skips}, deadline {deadline}: idle {o.idle_fraction:.2%}, "
+        f"{o.added_age:.2f} dispatches"
+    )
+
+
+def _deciles(outcome: Outcome) -> str:
+    delays = [0.0 if math.isnan(value) else value for value in outcome.delay_per_decile]
+    most = max(0.1, *delays) * 1.1 if delays else 0.1
+    x = _scale(0.0, 10.0, LEFT, WIDTH - RIGHT)
+    y = _scale(0.0, most, HEIGHT - BOTTOM, TOP)
+    parts = _axes(x, y, 0.0, most, "length decile, shortest to longest", "mean dispatches waited", percent=False)
+    for decile, delay in enumerate(delays):
+        left, right = x(decile + 0.15), x(decile + 0.85)
+        parts.append(
+            f'<rect x="{left:.1f}" y="{y(delay):.1f}" width="{right - left:.1f}" height="{y(0.0) - y(delay):.1f}" '
+            f'fill="{BLUE}"><title>{delay:.2f}</title></rect>'
+        )
+        parts.append(_text((left + right) / 2, HEIGHT - BOTTOM + 16, str(decile + 1), anchor="middle"))
+    return _svg(parts)
+
+
+def _heat(name: str, outcome: Outcome) -> str:
+    """[rank, step] busy share as squares."""
+    work = outcome.rank_work
+    if not work.size:
+        return ""
+    steps, ranks = work.shape
+    busy = work / work.max(axis=1, keepdims=True).clip(min=1e-300)
+    wide, tall = (WIDTH - LEFT - RIGHT) / steps, min(160.0 / ranks, 20.0)
+    parts = [_text(LEFT, 12, f"{name}: {outcome.idle_fraction:.1%} idle in the long run")]
+    parts += [
+        f'<rect x="{LEFT + step * wide:.1f}" y="{20 + rank * tall:.1f}" width="{wide:.1f}" height="{tall:.1f}" '
+        f'fill="{BLUE}" fill-opacity="{busy[step, rank]:.2f}"/>'
+        for step in range(steps)
+        for rank in range(ranks)
+    ]
+    parts.append(_text(LEFT - 6, 20 + tall, "rank 0", anchor="end"))
+    parts.append(_text(LEFT - 6, 20 + ranks * tall, str(ranks - 1), anchor="end"))
+    return _svg(parts, height=24 + ranks * tall)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Pieces
+# ---------------------------------------------------------------------------------------------------------------------
+
+Scale = Callable[[float], float]
+
+
+def _scale(low: float, high: float, at_low: float, at_high: float) -> Scale:
+    return lambda value: at_low + (value - low) / (high - low) * (at_high - at_low)
+
+
+def _axes(
+    x: Scale, y: Scale, most_x: float, most_y: float, name_x: str, name_y: str, *, percent: bool = True
+) -> list[str]:
+    """Grid lines with their values; no values on x where ``most_x`` is 0."""
+    parts = []
+    for value in ticks(most_y):
+        parts.append(_line(LEFT, y(value), WIDTH - RIGHT, y(value), LINE))
+        said = f"{100 * value:.3g} %" if percent else f"{value:.3g}"
+        parts.append(_text(LEFT - 8, y(value) + 4, said, anchor="end"))
+    along = ticks(most_x) if most_x else []
+    parts += [_text(x(value), HEIGHT - BOTTOM + 16, f"{value:g}", anchor="middle") for value in along]
+    parts.append(_text((LEFT + WIDTH - RIGHT) / 2, HEIGHT - 8, name_x, anchor="middle"))
+    parts.append(
+        f'<text transform="translate(14 {(TOP + HEIGHT - BOTTOM) / 2:.0f}) rotate(-90)" text-anchor="middle">'
+        f"{name_y}</text>"
+    )
+    return parts
+
+
+def ticks(most: float) -> list[float]:
+    """Round values from 0 up to ``most``, four to ten of them."""
+    step = 10.0 ** math.floor(math.log10(most))
+    step *= next(part for part in (0.125, 0.25, 0.5, 1.0) if most / (step * part) <= 9 or part == 1.0)
+    return [index * step for index in range(int(most / step) + 1)]
+
+
+def _line(x1: float, y1: float, x2: float, y2: float, colour: str, *, dashed: bool = False) -> str:
+    dash = ' stroke-dasharray="5 4"' if dashed else ""
+    return f'<line x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}" stroke="{colour}"{dash}/>'
+
+
+def _text(x: float, y: float, text: str, *, anchor: str = "start") -> str:
+    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(text)}</text>'
+
+
+def _svg(parts: Sequence[str], height: float = HEIGHT) -> str:
+    return (
+        f'<svg viewBox="0 0 {WIDTH:g} {height:g}" xmlns="http://www.w3.org/2000/svg" role="img">{"".join(parts)}</svg>'
+    )

@@ -1,0 +1,691 @@
+"""What a balancer would do with a trace: the same ``_core``, driven by a virtual clock. No event loop, no processes.
+
+    generation --finish--> (put waits for room) --add--> core --poll, when the trainer is free--> trainer
+    --acknowledge-->
+        ^-------- the slot is free again once put returned --'
+
+Three clocks move it: a generation slot finishes a rollout, the trainer finishes a step, the core's deadline passes. The
+next of them is the next moment simulated, so a run of hours takes seconds, and the same seed gives the same run.
+
+What is simulated is *predicted* work: a step takes as long as its most loaded rank, by the config's cost model. What is
+not: transport, optimizer time, how generation slows down when many sequences run at once.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections import Counter, deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, NoReturn, TypeAlias
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from stream_balancer.config import BalancerConfig, Policy
+from stream_balancer.core.machine import BalancerCore
+from stream_balancer.errors import ConfigError, WouldBlock
+from stream_balancer.planning import LengthBias, LengthBiasSummary
+from stream_balancer.planning.partition import TOLERANCE
+from stream_balancer.tools.trace import Trace, check_generation, finish_times, issue_order
+from stream_balancer.types import Batch, Rollout
+
+__all__ = ["Quantiles", "Segment", "SimulationReport", "Steps", "as_policy", "simulate"]
+
+Ints: TypeAlias = NDArray[np.int64]
+Floats: TypeAlias = NDArray[np.float64]
+
+TrainerSpeed: TypeAlias = float | Literal["instant", "matched"]
+"""How fast a rank trains: work per second in the cost model's unit; ``"instant"``: it takes every batch the moment one
+is ready, so that exactly the window waits at each dispatch; ``"matched"``: perfectly balanced ranks would just keep up
+with generation, so that all imbalance shows as time."""
+
+MAX_WARM_UP = 50  # dispatches: several windows' worth of length-biased first arrivals
+LEAST_STEADY = 8  # dispatches below which "the steady state" would be an anecdote
+WARM_UP_SHARE = 4  # ... but never more than a quarter of a short run
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Segment:
+    """Totals over some consecutive dispatches."""
+
+    batches: int
+    """Dispatches."""
+    rollouts: int
+    """Rollouts, padding copies not counted."""
+    tokens: int
+    """Their tokens."""
+    mean_length: float
+    """Tokens per rollout; 0.0 without rollouts."""
+    idle_fraction: float
+    """1 - sum(mean load) / sum(step time): the share of rank time spent waiting for the slowest rank, predicted."""
+    avoidable_idle: float
+    """Part of ``idle_fraction`` that a better assignment of the same rollouts might remove: above the lower bound."""
+    unavoidable_idle: float
+    """Part that no assignment of the same rollouts can remove. Only a window that chooses others can."""
+    work_s: float
+    """Trainer time: sum over dispatches of the slowest rank, in units of the cost model (seconds if that is in
+    seconds)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Quantiles:
+    """Of a distribution; all 0.0 if it is empty."""
+
+    mean: float
+    p10: float
+    p50: float
+    p90: float
+    p99: float
+    max: float
+
+    @staticmethod
+    def of(values: NDArray[Any]) -> Quantiles:
+        """The quantiles of ``[n]`` numbers."""
+        if values.size == 0:
+            return Quantiles(mean=0.0, p10=0.0, p50=0.0, p90=0.0, p99=0.0, max=0.0)
+        p10, p50, p90, p99 = np.quantile(values, (0.1, 0.5, 0.9, 0.99)).tolist()
+        return Quantiles(mean=float(values.mean()), p10=p10, p50=p50, p90=p90, p99=p99, max=float(values.max()))
+
+
+@dataclass(frozen=True, eq=False, slots=True, kw_only=True)
+class Steps:
+    """One entry per dispatch, in order: columns ``[S]``."""
+
+    at_s: Floats
+    """Seconds of virtual time at which it was dispatched."""
+    reason: tuple[str, ...]
+    """Why it left."""
+    rollouts: Ints
+    """Rollouts in it, padding copies not counted."""
+    tokens: Ints
+    """Their tokens."""
+    mean_load: Floats
+    """Mean over ranks, in the cost model's unit."""
+    lower_bound: Floats
+    """No assignment has a shorter step."""
+    step_work: Floats
+    """The slowest rank."""
+    rank_work: Floats
+    """[S, dp_size] each rank, by itself."""
+
+    @property
+    def idle_fraction(self) -> Floats:
+        """[S] idle share of each step."""
+        safe = np.where(self.step_work > 0, self.step_work, 1.0)
+        share: Floats = np.where(self.step_work > 0, 1.0 - self.mean_load / safe, 0.0)
+        return share
+
+    def segment(self, chosen: NDArray[np.bool_]) -> Segment:
+        """Totals over the chosen steps ([S] bool)."""
+        total = float(self.step_work[chosen].sum())
+        mean, bound = float(self.mean_load[chosen].sum()), float(self.lower_bound[chosen].sum())
+        idle = max(1.0 - mean / total, 0.0) if total > 0 else 0.0
+        avoidable = min(max(1.0 - bound / total, 0.0), idle) if total > 0 else 0.0
+        rollouts, tokens = int(self.rollouts[chosen].sum()), int(self.tokens[chosen].sum())
+        return Segment(
+            batches=int(np.count_nonzero(chosen)),
+            rollouts=rollouts,
+            tokens=tokens,
+            mean_length=tokens / rollouts if rollouts else 0.0,
+            idle_fraction=idle,
+            avoidable_idle=avoidable,
+            unavoidable_idle=idle - avoidable,
+            work_s=total,
+        )
+
+
+@dataclass(frozen=True, eq=False, slots=True, kw_only=True)
+class SimulationReport:
+    """What a balancer did with a trace.
+
+    Figures at the top level are of the steady state: without the warm-up (its batches are short, because short rollouts
+    finish first) and without the tail (its batches are long, because the last to finish are the longest, and hold what
+    the window had put off). Both are shown beside it, and ``overall`` is everything. If the run is too short for a
+    steady state, ``overall`` stands in: see ``is_steady``.
+    """
+
+    trace_name: str
+    policy: Policy
+    """``"window"``, ``"fifo"`` or ``"round_robin"``."""
+    config: BalancerConfig
+    """The knobs it ran with."""
+    num_rollouts: int
+    """Rollouts in the trace; each was dispatched or evicted."""
+    num_tokens: int
+    """Their tokens."""
+    evicted: int
+    """Rollouts given up as stale."""
+    padding_copies: int
+    """Zero-weight copies made for ranks that would have had nothing to run."""
+    reasons: Mapping[str, int]
+    """Dispatches by reason, all of them."""
+    warm_up: Segment
+    """The first dispatches, left out of the figures above."""
+    steady: Segment
+    """Between warm-up and tail."""
+    tail: Segment
+    """From the moment generation had no prompt left for a free slot (where arrivals are recorded: from ``end()``)."""
+    overall: Segment
+    """Every dispatch."""
+    delay_s: Quantiles
+    """Seconds a rollout waited in the window, from its accepted put to its dispatch."""
+    delay_dispatches: Quantiles
+    """Dispatches between its accepted put and its own: 0 = the next one took it."""
+    max_skips_seen: int
+    """The most dispatches that ever left behind a rollout that could have gone (whose siblings were all there), in the
+    whole run: at most ``max_skips``."""
+    staleness: Quantiles
+    """Trainer steps begun between a rollout's first token and its dispatch (from its arrival, where arrivals are
+    recorded)."""
+    length_bias: LengthBiasSummary
+    """How far delay depends on length, and how far batches differ from what arrived; NaN where delay or length is
+    constant. See docs/simulation.md."""
+    arrived_lengths: Quantiles
+    """Tokens of the rollouts that came while the steady dispatches were made."""
+    dispatched_lengths: Quantiles
+    """Tokens of the rollouts in those dispatches. Where it differs from ``arrived_lengths``, the window holds them
+    back."""
+    elapsed_s: float
+    """Virtual seconds from the first token to the end of the last step."""
+    trainer_busy: float
+    """Share of ``elapsed_s`` in which a step ran; 0.0 with an instant trainer."""
+    blocked_s: float
+    """Mean seconds a finished rollout waited for ``put`` to accept it."""
+    steps: Steps
+    """Every dispatch."""
+    step_of: Ints
+    """[n] the step each rollout of the trace was dispatched in; -1 = evicted."""
+
+    @property
+    def is_steady(self) -> bool:
+        """False if the run was too short to have a steady state, and the figures are of the whole run."""
+        return self.steady.batches >= LEAST_STEADY
+
+    @property
+    def figures(self) -> Segment:
+        """``steady``, or ``overall`` where there is no steady state."""
+        return self.steady if self.is_steady else self.overall
+
+    @property
+    def shown_steps(self) -> slice:
+        """The dispatches that the figures are of."""
+        first = self.warm_up.batches
+        return slice(first, first + self.steady.batches) if self.is_steady else slice(0, self.num_batches)
+
+    @property
+    def num_batches(self) -> int:
+        """Dispatches, all of them."""
+        return self.overall.batches
+
+    @property
+    def idle_fraction(self) -> float:
+        """Predicted share of rank time spent waiting for the slowest rank: 1 - sum(mean load) / sum(slowest)."""
+        return self.figures.idle_fraction
+
+    @property
+    def avoidable_idle(self) -> float:
+        """Part of it a better assignment might remove."""
+        return self.figures.avoidable_idle
+
+    @property
+    def unavoidable_idle(self) -> float:
+        """Part of it no assignment of the same rollouts can remove."""
+        return self.figures.unavoidable_idle
+
+    @property
+    def delay_p50(self) -> float:
+        """Median seconds in the window."""
+        return self.delay_s.p50
+
+    @property
+    def delay_p99(self) -> float:
+        """99th percentile of the seconds in the window."""
+        return self.delay_s.p99
+
+    @property
+    def delay_max(self) -> float:
+        """Most seconds in the window."""
+        return self.delay_s.max
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready: every figure, without the columns (``steps``, ``step_of``) and without the config's derived
+        parts."""
+        plain: dict[str, Any] = {name: getattr(self, name) for name in _PLAIN}
+        plain["reasons"] = dict(self.reasons)
+        plain |= {name: _fields(getattr(self, name)) for name in _RECORDS}
+        return plain
+
+
+_PLAIN = (
+    "trace_name",
+    "policy",
+    "num_rollouts",
+    "num_tokens",
+    "num_batches",
+    "evicted",
+    "padding_copies",
+    "is_steady",
+    "idle_fraction",
+    "avoidable_idle",
+    "unavoidable_idle",
+    "delay_p50",
+    "delay_p99",
+    "delay_max",
+    "max_skips_seen",
+    "elapsed_s",
+    "trainer_busy",
+    "blocked_s",
+)
+_RECORDS = (
+    "warm_up",
+    "steady",
+    "tail",
+    "overall",
+    "delay_s",
+    "delay_dispatches",
+    "staleness",
+    "arrived_lengths",
+    "dispatched_lengths",
+    "length_bias",
+)
+
+
+def _fields(record: Any) -> dict[str, Any]:
+    return {name: _or_none(getattr(record, name)) for name in record.__slots__}
+
+
+def _or_none(value: Any) -> Any:
+    """JSON has no NaN, and lists where Python has tuples."""
+    if isinstance(value, tuple):
+        return [_or_none(item) for item in value]
+    return None if isinstance(value, float) and math.isnan(value) else value
+
+
+def as_policy(config: BalancerConfig, policy: Policy) -> BalancerConfig:
+    """The same knobs under another policy, window and ``max_skips`` derived anew where the policy fixes the window."""
+    if policy == config.policy:
+        return config
+    return config.replace(policy=policy, window=None, max_skips="auto", capacity=None)
+
+
+def simulate(
+    trace: Trace,
+    config: BalancerConfig,
+    *,
+    slots: int = 128,
+    tokens_per_second: float = 30.0,
+    trainer: TrainerSpeed = "instant",
+    warm_up: int | None = None,
+    seed: int = 0,
+    tolerance: float = TOLERANCE,
+    progress: Callable[[int], None] | None = None,
+) -> SimulationReport:
+    """Run a trace through a balancer in virtual time. Deterministic; about 20 us a rollout plus the planning.
+
+    :param trace: lengths, and arrivals where they were recorded; without, generation is simulated as in
+        :func:`~stream_balancer.tools.trace.finish_times`, and a slot stays taken while its rollout waits for room.
+    :param config: the knobs; ``policy`` says whether the window or one of the usual ways is run.
+    :param slots: rollouts generated at a time. Ignored where arrivals are recorded.
+    :param tokens_per_second: of one slot. Ignored where arrivals are recorded.
+    :param trainer: ``"instant"``, ``"matched"``, or work per second and rank: see :data:`TrainerSpeed`.
+    :param warm_up: dispatches left out of the figures; None = 50, but at most a quarter of those before the tail.
+    :param seed: for the order in which groups are generated.
+    :param tolerance: how near to the lower bound partitions are sought; 0.003 takes three fifths of the time, and shows
+        up to 0.1 points more idle time.
+    :param progress: called with the number of rollouts dispatched or evicted so far, after every dispatch.
+
+    Raises ConfigError for slots, speeds or a warm-up that make no sense, and RolloutError for a rollout the config
+    refuses (above the token cap).
+    """
+    check_generation(slots, tokens_per_second)
+    if warm_up is not None and warm_up < 0:
+        raise ConfigError(f"warm_up must be >= 0 dispatches, not {warm_up!r}")
+    rate = _work_per_second(trainer, trace, config, slots, tokens_per_second, seed)
+    core = BalancerCore(config, tolerance=tolerance)
+    run = _Run(trace, core, _Generation(trace, slots, tokens_per_second, seed), rate)
+    run.to_the_end(progress)
+    return run.report(warm_up)
+
+
+def _work_per_second(
+    trainer: TrainerSpeed, trace: Trace, config: BalancerConfig, slots: int, tokens_per_second: float, seed: int
+) -> float:
+    """Work per second of a rank of speed 1; inf = instant."""
+    if trainer == "instant":
+        return math.inf
+    if trainer == "matched":
+        generation_s = float(finish_times(trace, slots, tokens_per_second, seed).max())
+        speeds = config.speeds or (1.0,) * config.dp_size
+        work = float(np.asarray(config.cost(trace.lengths)).sum())
+        return work / sum(speeds) / generation_s if generation_s > 0 and work > 0 else math.inf
+    if not isinstance(trainer, (int, float)) or not trainer > 0:
+        raise ConfigError(
+            f"trainer must be 'instant', 'matched' or work units per second (a number > 0), not {trainer!r}"
+        )
+    return trainer
+
+
+class _Generation:
+    """Which row's rollout finishes next, and when. A slot is taken until ``release``."""
+
+    def __init__(self, trace: Trace, slots: int, tokens_per_second: float, seed: int) -> None:
+        self._todo: deque[int] = deque(issue_order(trace, seed).tolist())
+        self._running: list[tuple[float, int, int]] = []  # (finish, issued as the n-th, row), a heap
+        self._issued = 0
+        self.dry_step: int | None = None
+        """Dispatches made when a slot first found no prompt; None before, and with recorded arrivals."""
+        self.started_step = np.zeros(len(trace), dtype=np.int64)
+        self._recorded = trace.arrival_s is not None
+        if self._recorded:
+            times = finish_times(trace)
+            self._running = [(float(t), row, row) for row, t in enumerate(times.tolist())]  # sorted: a heap as it is
+            self._todo.clear()
+        else:
+            self._duration: list[float] = (trace.output_tokens / tokens_per_second).tolist()
+            for _ in range(min(slots, len(trace))):
+                self.release(0.0, 0)
+
+    @property
+    def next_finish(self) -> float:
+        """Seconds; inf if nothing runs."""
+        return self._running[0][0] if self._running else math.inf
+
+    def pop(self, step: int) -> int:
+        """The row that finishes next. Its slot stays taken."""
+        row = heapq.heappop(self._running)[2]
+        if self._recorded:
+            self.started_step[row] = step
+        return row
+
+    def release(self, now: float, step: int) -> None:
+        """A slot is free: it takes the next prompt."""
+        if self._todo:
+            row = self._todo.popleft()
+            self.started_step[row] = step
+            heapq.heappush(self._running, (now + self._duration[row], self._issued, row))
+            self._issued += 1
+        elif self.dry_step is None and not self._recorded:
+            self.dry_step = step
+
+
+class _Blocked:
+    """Finished rollouts whose put waits for room: first come, first served, but siblings of a waiting group may
+    pass."""
+
+    def __init__(self, group_ids: Ints) -> None:
+        self._group_ids: list[int] = group_ids.tolist()
+        self._rows: dict[int, None] = {}
+        self._by_group: dict[int, dict[int, None]] = {}
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __contains__(self, row: int) -> bool:
+        return row in self._rows
+
+    def push(self, row: int) -> None:
+        """As the last, unless it is here."""
+        self._rows[row] = None
+        self._by_group.setdefault(self._group_ids[row], {})[row] = None
+
+    def discard(self, row: int) -> None:
+        """Forget it, if it is here."""
+        if row not in self._rows:
+            return
+        del self._rows[row]
+        siblings = self._by_group[self._group_ids[row]]
+        del siblings[row]
+        if not siblings:
+            del self._by_group[self._group_ids[row]]
+
+    def first(self) -> int:
+        return next(iter(self._rows))
+
+    def siblings(self, row: int) -> list[int]:
+        return list(self._by_group.get(self._group_ids[row], ()))
+
+
+class _Run:
+    """One simulation: state, and the moves between two moments."""
+
+    def __init__(self, trace: Trace, core: BalancerCore, generation: _Generation, work_per_second: float) -> None:
+        config = core.config
+        self.trace, self.config, self.generation = trace, config, generation
+        self.core = core
+        self.rate = work_per_second
+        self.lengths: list[int] = trace.lengths.tolist()
+        self.costs = np.asarray(config.cost(trace.lengths), dtype=np.float64)
+        self.cost_list: list[float] = self.costs.tolist()
+        self.group_names = [str(g) for g in trace.group_ids.tolist()]
+        self.groups_count = config.group_size is not None and config.groups != "free"
+        self.versioned = config.max_staleness is not None
+        self.ids = torch.zeros(max(self.lengths), dtype=torch.int64)  # one slab: every rollout is a view of it
+        self.blocked = _Blocked(trace.group_ids)
+        self.now = 0.0
+        self.step = 0
+        self.busy_until: float | None = None
+        self.busy_s = 0.0
+        self.ended = False
+        num = len(trace)
+        self.finished_s, self.accepted_s, self.dispatched_s = np.zeros(num), np.zeros(num), np.zeros(num)
+        self.accepted_step = np.zeros(num, dtype=np.int64)
+        self.step_of = np.full(num, -1, dtype=np.int64)
+        self.num_gone = 0
+        self.num_evicted = 0
+        self.num_padding = 0
+        self.last_arrival_step = 0
+        self.records: list[tuple[float, str, int, int, float, float, float, list[float]]] = []
+
+    # -- moving ------------------------------------------------------------------------------------------------------
+
+    def to_the_end(self, progress: Callable[[int], None] | None) -> None:
+        while True:
+            self._train(progress)
+            if self.num_gone == len(self.trace) and self.busy_until is None:
+                return
+            if not self.ended and self.generation.next_finish == math.inf and not self.blocked:
+                self.core.end()
+                self.ended = True
+                continue
+            moment = min(
+                self.generation.next_finish,
+                self.core.next_wakeup() if self.busy_until is None else self.busy_until,
+            )
+            if moment == math.inf:
+                self._stand_still()
+            self.now = max(self.now, moment)
+            if self.generation.next_finish <= self.now:
+                row = self.generation.pop(self.step)
+                self.finished_s[row] = self.now
+                self._offer(row)
+
+    def _train(self, progress: Callable[[int], None] | None) -> None:
+        """Finish the step that is over, and begin the next if the core gives one; as often as possible now."""
+        while True:
+            if self.busy_until is not None:
+                if self.busy_until > self.now:
+                    return
+                if self.versioned:  # before the acknowledgement, as a trainer should
+                    self.core.set_version(self.step)
+                self.core.acknowledge(self.step - 1)
+                self.busy_until = None
+                if self.versioned:
+                    self._drop_evicted()
+                    self._let_in()
+            batch = self.core.poll(self.now)
+            if batch is None:
+                return
+            self._dispatch(batch)
+            self._let_in()
+            if progress is not None:
+                progress(self.num_gone)
+
+    def _dispatch(self, batch: Batch) -> None:
+        rows = np.array([int(r.rollout_id) for r in batch.rollouts if not r.is_padding], dtype=np.int64)
+        self.step_of[rows] = batch.step
+        self.dispatched_s[rows] = self.now
+        self.num_gone += rows.size
+        self.num_padding += batch.num_padding
+        mean, bound, slowest, ranks = self._loads(batch)
+        self.records.append(
+            (
+                self.now,
+                batch.reason,
+                batch.num_rollouts,
+                batch.num_tokens,
+                mean,
+                min(max(bound, mean), slowest),
+                slowest,
+                ranks,
+            )
+        )
+        duration = slowest / self.rate  # 0.0 for an instant trainer
+        self.busy_s += duration
+        self.busy_until = self.now + duration
+        self.step += 1
+
+    def _loads(self, batch: Batch) -> tuple[float, float, float, list[float]]:
+        """Mean load, lower bound, step time and each rank's own time of a batch, in work of a rank of speed 1."""
+        if self.config.sync == "step" and not self.config.cost.padded:
+            return sum(batch.loads) / len(batch.loads), batch.lower_bound, max(batch.loads), list(batch.loads)
+        speeds = np.ones(self.config.dp_size) if self.config.speeds is None else np.array(self.config.speeds)
+        costs = [[[self._cost(r) for r in mb.rollouts] for mb in share.micro_batches] for share in batch.ranks]
+        useful = np.array([sum(sum(mb) for mb in share) for share in costs]) / speeds
+        pay = _padded_work if self.config.cost.padded else sum
+        work = np.array([[pay(mb) for mb in share] for share in costs]) / speeds[:, None]
+        slowest = work.max(axis=0).sum() if self.config.sync == "micro_batch" else work.sum(axis=1).max()
+        return float(useful.mean()), batch.lower_bound, float(slowest), work.sum(axis=1).tolist()
+
+    def _cost(self, rollout: Rollout) -> float:
+        return 0.0 if rollout.is_padding else self.cost_list[int(rollout.rollout_id)]
+
+    def _offer(self, row: int) -> bool:
+        """A rollout is finished, or may find room again: put it. False if its put waits for room."""
+        try:
+            self.core.add(self._rollout(row), self.now)
+        except WouldBlock:
+            self.blocked.push(row)
+            return False
+        self.blocked.discard(row)
+        self.accepted_s[row] = self.now
+        self.accepted_step[row] = self.step
+        self.generation.release(self.now, self.step)
+        self._drop_evicted()
+        if self.groups_count and self.blocked:  # siblings of a waiting group are let in beyond the capacity
+            for sibling in self.blocked.siblings(row):
+                if sibling in self.blocked:  # not let in by one before it
+                    self._offer(sibling)
+        return True
+
+    def _let_in(self) -> None:
+        """There may be room again."""
+        while self.blocked:
+            if not self._offer(self.blocked.first()):
+                return
+
+    def _rollout(self, row: int) -> Rollout:
+        """As light as a valid rollout can be: its ids are a view of one slab. Its ``nbytes`` are 8 a token."""
+        return Rollout(
+            tokens={"input_ids": self.ids[: self.lengths[row]]},
+            rollout_id=str(row),
+            group_id=self.group_names[row] if self.groups_count else None,
+            version=int(self.generation.started_step[row]) if self.versioned else None,
+            cost=self.cost_list[row],
+        )
+
+    def _drop_evicted(self) -> None:
+        if self.versioned:
+            gone = len(self.core.take_evicted())
+            self.num_evicted += gone
+            self.num_gone += gone
+
+    def _stand_still(self) -> NoReturn:
+        """Nothing can ever happen again, and rollouts are left: the core promises that this cannot be."""
+        stats = self.core.statistics(self.now)
+        raise RuntimeError(
+            f"the run came to a standstill after {self.step} dispatches: {stats.waiting} rollouts wait, "
+            f"{len(self.blocked)} more wait for room, and nothing can leave. This is a bug of stream_balancer: please "
+            f"report it with {self.config!r}"
+        )
+
+    # -- telling -----------------------------------------------------------------------------------------------------
+
+    def report(self, warm_up: int | None) -> SimulationReport:
+        columns = list(zip(*self.records, strict=True)) or [()] * 8
+        at_s, reason, rollouts, tokens, mean, bound, slowest, ranks = columns
+        steps = Steps(
+            at_s=np.array(at_s, dtype=np.float64),
+            reason=reason,
+            rollouts=np.array(rollouts, dtype=np.int64),
+            tokens=np.array(tokens, dtype=np.int64),
+            mean_load=np.array(mean, dtype=np.float64),
+            lower_bound=np.array(bound, dtype=np.float64),
+            step_work=np.array(slowest, dtype=np.float64),
+            rank_work=np.array(ranks, dtype=np.float64).reshape(len(ranks), self.config.dp_size),
+        )
+        number = np.arange(self.step)
+        last = sum(r != "drain" for r in reason)
+        if self.generation.dry_step is not None:
+            last = min(last, self.generation.dry_step)
+        first = min(MAX_WARM_UP, last // WARM_UP_SHARE) if warm_up is None else min(warm_up, last)
+        warming, steady, tail = number < first, (number >= first) & (number < last), number >= last
+        enough = np.count_nonzero(steady) >= LEAST_STEADY
+        shown = steady if enough else np.ones(self.step, dtype=bool)
+        went = self.step_of >= 0
+        chosen = went & shown[np.maximum(self.step_of, 0)] if self.step else went
+        came = (self.accepted_step >= first) & (self.accepted_step < last) if enough else went
+        skips = self.step_of - self.accepted_step
+        delay_s = self.dispatched_s - self.accepted_s
+        lengths = self.trace.lengths
+        return SimulationReport(
+            trace_name=self.trace.name,
+            policy=self.config.policy,
+            config=self.config,
+            num_rollouts=len(self.trace),
+            num_tokens=self.trace.num_tokens,
+            evicted=self.num_evicted,
+            padding_copies=self.num_padding,
+            reasons=dict(Counter(reason)),
+            warm_up=steps.segment(warming),
+            steady=steps.segment(steady),
+            tail=steps.segment(tail),
+            overall=steps.segment(np.ones(self.step, dtype=bool)),
+            delay_s=Quantiles.of(delay_s[chosen]),
+            delay_dispatches=Quantiles.of(skips[chosen]),
+            max_skips_seen=int((self.step_of - self._ready_step())[went].max(initial=0)),
+            staleness=Quantiles.of((self.step_of - self.generation.started_step)[chosen]),
+            length_bias=_length_bias(lengths[came], lengths[chosen], skips[chosen], self.step_of[chosen]),
+            arrived_lengths=Quantiles.of(lengths[came]),
+            dispatched_lengths=Quantiles.of(lengths[chosen]),
+            elapsed_s=self.now,
+            trainer_busy=self.busy_s / self.now if self.now > 0 else 0.0,
+            blocked_s=float((self.accepted_s - self.finished_s).mean()),
+            steps=steps,
+            step_of=self.step_of,
+        )
+
+    def _ready_step(self) -> Ints:
+        """[n] dispatches made when a rollout could go: when it was accepted, or the last of its siblings was."""
+        if not self.groups_count:
+            return self.accepted_step
+        last = np.zeros(int(self.trace.group_ids.max()) + 1, dtype=np.int64)
+        np.maximum.at(last, self.trace.group_ids, self.accepted_step)
+        return last[self.trace.group_ids]
+
+
+def _padded_work(costs: list[float]) -> float:
+    """Of a micro-batch whose rows are padded to the longest."""
+    return len(costs) * max(costs)
+
+
+def _length_bias(came: Ints, went: Ints, skips: Ints, step_of: Ints) -> LengthBiasSummary:
+    """The running figures of ``planning``, over the lengths that came, and those that went ([m] each) step by step."""
+    bias = LengthBias()
+    bias.arrived(came)
+    order = np.argsort(step_of, kind="stable")
+    for rows in np.split(order, np.flatnonzero(np.diff(step_of[order])) + 1):
+        bias.record(went[rows], skips[rows])
+    return bias.summary()

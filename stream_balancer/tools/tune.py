@@ -1,0 +1,412 @@
+"""Which knobs for these lengths: a sweep over window, ``max_skips`` and ``deadline_s``, and what it recommends.
+
+Every setting is a run of ``simulate``, hence of the very core a balancer runs. This room decides: which settings are
+tried, which of them are on the front of idle time against age, and which one to take. The rule is in docs/tuning.md.
+Nothing is drawn or printed here, and how the runs are spread over processes is ``_sweep``'s question.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any, Literal, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from stream_balancer.config import BalancerConfig
+from stream_balancer.errors import ConfigError
+from stream_balancer.tools.simulate import SimulationReport, TrainerSpeed, as_policy
+from stream_balancer.tools.sweep import Progress, run_all
+from stream_balancer.tools.trace import Trace, finish_times
+
+__all__ = ["Outcome", "TuneReport", "pareto_front", "tune"]
+
+Floats: TypeAlias = NDArray[np.float64]
+
+WIDTHS = (1.25, 1.5, 2.0, 2.5, 3.0, 4.0)
+"""Windows that are tried, in batches, besides one batch: no window at all."""
+PATIENCE = ((0, 1), (8, 2), (16, 4))
+"""``max_skips`` that are tried: at least so many, and at least so many times the least that works with the window."""
+DEADLINES = (2.0, 4.0)
+"""``deadline_s`` that are tried besides none, in times the window takes to fill."""
+LEAST_BATCHES = 400
+"""A shorter trace is repeated until it is so many batches long: a run of 100 is 0.5 to 4 points off on heavy tails."""
+PARTITION_TOLERANCE = 3e-3
+"""Of every run: three fifths of the time for 0.1 points of idle time, of every setting alike."""
+AGE_SLACK = 0.05
+"""Dispatches by which a measured mean age may exceed a bound: a window of 2 batches measures 0.98 to 1.03, not 1."""
+FEW_SHORT = 0.01
+"""Share of batches that a deadline may cut short in a setting worth recommending: batch_size is not ours to change."""
+BLOCKS = 20
+"""Of consecutive dispatches, for the standard error: outliers that wait for each other make neighbours alike."""
+STEPS_KEPT = 48
+"""Dispatches of which an outcome keeps every rank's work, to be looked at."""
+
+
+@dataclass(frozen=True, eq=False, slots=True, kw_only=True)
+class Outcome:
+    """What one setting of the knobs did, in its steady state."""
+
+    policy: str
+    """"window", or what is usual elsewhere: "round_robin", "fifo"."""
+    window: int
+    max_skips: int | None
+    deadline_s: float | None
+    idle_fraction: float
+    """Share of rank time spent waiting for the slowest rank."""
+    idle_error: float
+    """Its standard error, from blocks of consecutive dispatches."""
+    age: float
+    """Mean dispatches that a rollout waited through."""
+    added_age: float
+    """... above arrival order without a window (``policy="fifo"``)."""
+    age_p99: float
+    """99th percentile of the dispatches that a rollout waited through."""
+    age_max: float
+    wait_p99_s: float
+    """99th percentile of the seconds that a rollout waited."""
+    wait_max_s: float
+    short_batches: float
+    """Share of dispatches that the deadline sent before they were full."""
+    evicted: int
+    """Rollouts thrown away as stale."""
+    length_delay_correlation: float
+    """0 = the window is blind to length; NaN where nothing waited."""
+    delay_per_decile: tuple[float, ...]
+    """Mean dispatches waited, by length decile, shortest first."""
+    rank_work: Floats
+    """[<= 48, dp_size] every rank's work in some consecutive dispatches, in the cost model's unit."""
+
+    @property
+    def knobs(self) -> dict[str, Any]:
+        """For ``config.replace(**outcome.knobs)``."""
+        return {"window": self.window, "max_skips": self.max_skips, "deadline_s": self.deadline_s}
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready, without ``rank_work``."""
+        values = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "rank_work"}
+        values["delay_per_decile"] = [_or_none(value) for value in self.delay_per_decile]
+        return {name: _or_none(value) for name, value in values.items()}
+
+
+@dataclass(frozen=True, eq=False, slots=True, kw_only=True)
+class TuneReport:
+    """What a sweep found."""
+
+    trace_name: str
+    num_rollouts: int
+    """Rollouts in each run."""
+    times: int
+    """How often the trace was repeated, to be long enough."""
+    config: BalancerConfig
+    """The knobs that were not swept."""
+    max_added_age: float
+    """The bound the recommendation keeps, dispatches."""
+    tolerance: float
+    """Idle share that is not worth a larger window."""
+    round_robin: Outcome
+    """Arrival order, dealt to the ranks in turn."""
+    fifo: Outcome
+    """Arrival order, the best partition: no window."""
+    outcomes: tuple[Outcome, ...]
+    """Every setting swept, smallest window first."""
+    front: tuple[Outcome, ...]
+    """Those that no other beats in both idle time and age, youngest first."""
+    recommended: Outcome
+    """What to take."""
+    pays: bool
+    """False: arrival order with a good partition is as good; ``recommended`` is then no window."""
+    reason: str
+    """Why, in a sentence."""
+
+    @property
+    def recommended_config(self) -> BalancerConfig:
+        """The config with the recommended knobs."""
+        return self.config.replace(**self.recommended.knobs, capacity=None)
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready."""
+        return {
+            "trace": self.trace_name,
+            "num_rollouts": self.num_rollouts,
+            "times": self.times,
+            "max_added_age": self.max_added_age,
+            "tolerance": self.tolerance,
+            "pays": self.pays,
+            "reason": self.reason,
+            "recommended": self.recommended.to_dict(),
+            "round_robin": self.round_robin.to_dict(),
+            "fifo": self.fifo.to_dict(),
+            "front": [outcome.knobs for outcome in self.front],
+            "outcomes": [outcome.to_dict() for outcome in self.outcomes],
+        }
+
+
+def tune(
+    trace: Trace,
+    config: BalancerConfig,
+    *,
+    max_added_age: float = 2.0,
+    tolerance: float = 0.0025,
+    windows: Sequence[int] | None = None,
+    max_skips: Sequence[int | None] | None = None,
+    deadlines_s: Sequence[float | None] | None = None,
+    slots: int = 128,
+    tokens_per_second: float = 30.0,
+    trainer: TrainerSpeed = "instant",
+    seed: int = 0,
+    processes: int = 1,
+    progress: Progress | None = None,
+) -> TuneReport:
+    """Sweep window, ``max_skips`` and ``deadline_s`` over a trace, and recommend. Deterministic, whatever the number of
+    processes.
+
+    :param trace: best one of your own: ``balancer.record("lengths.csv")``, then ``load_trace``. One of less than 400
+        batches is repeated until it is as long.
+    :param config: the knobs that are not swept; ``capacity`` and what else is derived from the window follows it.
+    :param max_added_age: the most mean dispatches of waiting to recommend, above those without a window.
+    :param tolerance: idle share that is not worth a larger window, a looser ``max_skips`` or a longer deadline.
+    :param windows: rollouts; None = 1 to 4 batches. Then, for each, ``max_skips`` (None in it: no bound) and
+        ``deadlines_s`` (None in it: no deadline) in every combination that the config allows.
+    :param slots: and ``tokens_per_second``, ``trainer``, ``seed``: as in :func:`~stream_balancer.tools.simulate`.
+    :param processes: simulate in so many processes, each importing ``__main__`` anew (guard it with
+        ``if __name__ == "__main__"``); it pays from some seconds of work on.
+    :param progress: called with the settings done and their number.
+
+    Raises ConfigError for bounds or settings that make no sense, and what ``simulate`` raises.
+    """
+    _check(max_added_age, tolerance)
+    base = config.replace(policy="window", window=None, max_skips="auto", deadline_s=None, capacity=None)
+    times = math.ceil(LEAST_BATCHES * config.batch_size / len(trace))
+    trace = trace.repeated(times)
+    arrivals = finish_times(trace, slots, tokens_per_second, seed)
+    batch_s = float(arrivals.max() - arrivals.min()) * config.batch_size / len(trace)
+    settings = list(_settings(base, config, batch_s, windows, max_skips, deadlines_s))
+    if not settings:
+        raise ConfigError("no combination of these windows, max_skips and deadlines_s works with the other knobs")
+    runs = [as_policy(base, "round_robin"), as_policy(base, "fifo"), *settings]
+    how = {
+        "slots": slots,
+        "tokens_per_second": tokens_per_second,
+        "trainer": trainer,
+        "seed": seed,
+        "tolerance": PARTITION_TOLERANCE,
+    }
+    found = run_all(outcome_of, trace, runs, how, processes, progress)
+    fifo = found[1]
+    outcomes = [replace(outcome, added_age=outcome.age - fifo.age) for outcome in found]
+    round_robin, fifo, swept = outcomes[0], outcomes[1], outcomes[2:]
+    choice = _recommend(swept, fifo, max_added_age, tolerance, prefer_deadline=trace.arrival_s is not None)
+    pays = choice.window > config.batch_size
+    return TuneReport(
+        trace_name=trace.name,
+        num_rollouts=len(trace),
+        times=times,
+        config=base,
+        max_added_age=max_added_age,
+        tolerance=tolerance,
+        round_robin=round_robin,
+        fifo=fifo,
+        outcomes=tuple(swept),
+        front=pareto_front(swept),
+        recommended=choice,
+        pays=pays,
+        reason=_why(choice, swept, fifo, max_added_age) if pays else _why_not(trace, base, swept, fifo, max_added_age),
+    )
+
+
+def _check(max_added_age: float, tolerance: float) -> None:
+    if not (math.isfinite(max_added_age) and max_added_age >= 0):
+        raise ConfigError(f"max_added_age must be a finite number of dispatches >= 0, not {max_added_age!r}")
+    if not 0 <= tolerance < 1:
+        raise ConfigError(f"tolerance must be an idle share in 0..1, not {tolerance!r}")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Which settings
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def _settings(
+    base: BalancerConfig,
+    config: BalancerConfig,
+    batch_s: float,
+    windows: Sequence[int] | None,
+    max_skips: Sequence[int | None] | None,
+    deadlines_s: Sequence[float | None] | None,
+) -> Iterator[BalancerConfig]:
+    """Each once, smallest window first, without what the config refuses."""
+    seen = set()
+    for window in sorted(set(windows or _windows(base))):
+        for skips, deadline_s in _for_window(base, window, batch_s, max_skips, deadlines_s):
+            setting = _or_refused(base, window, skips, deadline_s)
+            if setting is None:
+                continue
+            key = (setting.window, setting.max_skips, setting.deadline_s)
+            if key not in seen:
+                seen.add(key)
+                yield setting
+
+
+def _windows(base: BalancerConfig) -> list[int]:
+    size = base.group_size if base.group_size is not None and base.groups != "free" else 1
+    wide = [math.ceil(width * base.batch_size / size) * size for width in WIDTHS]
+    return [base.batch_size, *wide]
+
+
+def _for_window(
+    base: BalancerConfig,
+    window: int,
+    batch_s: float,
+    max_skips: Sequence[int | None] | None,
+    deadlines_s: Sequence[float | None] | None,
+) -> Iterator[tuple[int | Literal["auto"] | None, float | None]]:
+    """``max_skips`` and ``deadline_s`` to try: all combinations of what was asked for, else each around the middle."""
+    least = base.replace(window=window).least_max_skips
+    skips: Sequence[int | None] = max_skips or [max(at_least, times * least) for at_least, times in PATIENCE]
+    if deadlines_s:
+        yield from ((most, deadline_s) for most in skips for deadline_s in deadlines_s)
+        return
+    if window == base.batch_size and not max_skips:
+        yield "auto", None  # nothing is ever passed over
+        return
+    yield from ((most, None) for most in skips)
+    fills_s = batch_s * window / base.batch_size
+    if fills_s > 0:
+        yield from ((skips[len(skips) // 2], float(f"{times * fills_s:.2g}")) for times in DEADLINES)
+
+
+def _or_refused(
+    base: BalancerConfig, window: int, max_skips: int | Literal["auto"] | None, deadline_s: float | None
+) -> BalancerConfig | None:
+    try:
+        return base.replace(window=window, max_skips=max_skips, deadline_s=deadline_s)
+    except ConfigError:
+        return None
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What a setting did
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def outcome_of(report: SimulationReport) -> Outcome:
+    """The figures of a run that a sweep compares. ``added_age`` is not known here: it is the age itself."""
+    steps, shown = report.steps, report.shown_steps
+    config = report.config
+    least = config.batch_size - (config.group_size or 1) + 1
+    age = report.delay_dispatches
+    count = report.figures.batches
+    middle = shown.start + max(count - STEPS_KEPT, 0) // 2
+    return Outcome(
+        policy=report.policy,
+        window=config.window,
+        max_skips=config.max_skips,
+        deadline_s=config.deadline_s,
+        idle_fraction=report.idle_fraction,
+        idle_error=_error_of_idle(steps.mean_load[shown], steps.step_work[shown]),
+        age=age.mean,
+        added_age=age.mean,
+        age_p99=age.p99,
+        age_max=age.max,
+        wait_p99_s=report.delay_s.p99,
+        wait_max_s=report.delay_s.max,
+        short_batches=float(np.mean(steps.rollouts[shown] < least)) if count else 0.0,
+        evicted=report.evicted,
+        length_delay_correlation=report.length_bias.length_delay_correlation,
+        delay_per_decile=report.length_bias.delay_per_decile,
+        rank_work=steps.rank_work[middle : middle + min(count, STEPS_KEPT)],
+    )
+
+
+def _error_of_idle(mean_load: Floats, step_work: Floats) -> float:
+    """Standard error of 1 - sum(mean) / sum(slowest): jackknife over blocks of consecutive dispatches."""
+    blocks = min(BLOCKS, step_work.size)
+    if blocks < 2:
+        return 0.0
+    mean = np.array([part.sum() for part in np.array_split(mean_load, blocks)])
+    work = np.array([part.sum() for part in np.array_split(step_work, blocks)])
+    without = 1.0 - (mean.sum() - mean) / np.maximum(work.sum() - work, np.finfo(np.float64).tiny)
+    return float(np.sqrt((blocks - 1) / blocks * np.square(without - without.mean()).sum()))
+
+
+def pareto_front(outcomes: Sequence[Outcome]) -> tuple[Outcome, ...]:
+    """The outcomes that no other beats in idle time without being older, youngest first. O(n log n)."""
+    front: list[Outcome] = []
+    for outcome in sorted(outcomes, key=lambda o: (o.age, o.idle_fraction)):
+        if not front or outcome.idle_fraction < front[-1].idle_fraction:
+            front.append(outcome)
+    return tuple(front)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Which one to take
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def _eligible(outcomes: Sequence[Outcome], fifo: Outcome, max_added_age: float) -> list[Outcome]:
+    """Young enough, with full batches, and throwing nothing more away than no window would; the smallest window if
+    there is none."""
+    found = [
+        o
+        for o in outcomes
+        if o.added_age <= max_added_age + AGE_SLACK and o.short_batches <= FEW_SHORT and o.evicted <= fifo.evicted
+    ]
+    return found or [outcomes[0]]
+
+
+def _recommend(
+    outcomes: Sequence[Outcome], fifo: Outcome, max_added_age: float, tolerance: float, *, prefer_deadline: bool
+) -> Outcome:
+    """Of those that idle hardly more than the best one: the smallest window, then the smallest ``max_skips``, then the
+    shortest deadline, or none where arrivals were not recorded: seconds that were made up are nobody's deadline."""
+    eligible = _eligible(outcomes, fifo, max_added_age)
+    enough = min(o.idle_fraction for o in eligible) + tolerance
+    close = [o for o in eligible if o.idle_fraction <= enough]
+    none = math.inf if prefer_deadline else 0.0
+    return min(
+        close, key=lambda o: (o.window, _least_first(o.max_skips), none if o.deadline_s is None else o.deadline_s)
+    )
+
+
+def _least_first(max_skips: int | None) -> float:
+    """For sorting: no bound is the loosest."""
+    return math.inf if max_skips is None else max_skips
+
+
+def _why(choice: Outcome, outcomes: Sequence[Outcome], fifo: Outcome, max_added_age: float) -> str:
+    said = (
+        f"window={choice.window} idles {choice.idle_fraction:.1%} of rank time where arrival order with the best "
+        f"partition idles {fifo.idle_fraction:.1%}, for {choice.added_age:.2f} dispatches of mean age"
+    )
+    smaller = [o for o in outcomes if o.window < choice.window and o.short_batches <= FEW_SHORT]
+    if smaller:
+        best = min(smaller, key=lambda o: o.idle_fraction)
+        said += f"; a smaller one idles {best.idle_fraction:.1%} at best"
+    older = min((o for o in outcomes if o.short_batches <= FEW_SHORT), key=lambda o: o.idle_fraction, default=choice)
+    if older.added_age > max_added_age + AGE_SLACK and older.idle_fraction < choice.idle_fraction:
+        said += f"; {older.idle_fraction:.1%} would take window={older.window} and {older.added_age:.2f} dispatches"
+    return said + "."
+
+
+def _why_not(
+    trace: Trace, config: BalancerConfig, outcomes: Sequence[Outcome], fifo: Outcome, max_added_age: float
+) -> str:
+    best = min(_eligible(outcomes, fifo, max_added_age), key=lambda o: o.idle_fraction)
+    saved = max(fifo.idle_fraction - best.idle_fraction, 0.0)
+    noise = 2 * max(fifo.idle_error, best.idle_error)
+    costs = np.asarray(config.cost(trace.lengths), dtype=np.float64)
+    fair = float(costs.mean()) * config.batch_size / config.dp_size
+    said = (
+        f"A window does not pay: arrival order with the best partition idles {fifo.idle_fraction:.1%}, and the best "
+        f"window within the bounds saves {saved:.1%} of rank time (noise {noise:.1%})"
+    )
+    if fair >= float(costs.max()):
+        said += f", because a mean batch is {fair / float(costs.max()):.1f} x dp_size x the longest rollout"
+    return said + "; use window=batch_size."
+
+
+def _or_none(value: Any) -> Any:
+    return None if isinstance(value, float) and math.isnan(value) else value

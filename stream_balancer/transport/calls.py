@@ -1,0 +1,244 @@
+"""Calls into an event loop that runs in a thread of its own, made by threads that may be interrupted at any bytecode.
+
+The main thread runs signal handlers between any two bytecodes, and they may raise: Ctrl-C (KeyboardInterrupt), a
+scheduler's SIGTERM. Why nothing is lost, and nothing left behind, wherever that happens:
+
+1. State changes in the loop's thread only, where no handler runs. A calling thread appends to a queue (one step in C:
+   the call is in it or is not), waits (which changes nothing), and takes the result.
+2. A result lies in its call until it is taken: by assignments directly before a ``return``. CPython runs handlers when
+   a function is entered, after a call and on a jump backwards; there is none of these from the taking to the caller.
+3. A thread makes one call at a time. If the call before it was not taken, that one was interrupted: the loop withdraws
+   it first (cancels it, waits for its end, and undoes what it had got), then begins the new one. So a clean-up in the
+   calling thread, which a second interrupt could skip, is never needed. It is tried all the same, to be quick.
+4. Waiting is for :class:`ThreadEvent`, which an interrupt cannot break.
+
+An interrupt in the calling program's own code, after ``return``, is the program's: it has the result. (``for`` stores
+an item without a step at which a handler could run; ``next()`` does not.)
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import deque
+from collections.abc import Awaitable, Callable
+from concurrent.futures import CancelledError
+from contextlib import AbstractAsyncContextManager
+from typing import Any, Generic, Literal, TypeVar, cast
+
+import anyio
+import anyio.abc
+
+from stream_balancer.errors import ClosedResourceError
+from stream_balancer.transport.event_loop import loop_caller
+from stream_balancer.transport.threads import ThreadEvent, refuse_in_event_loop
+
+__all__ = ["Call", "CallLoop", "LoopEndedError", "as_async"]
+
+T = TypeVar("T")
+
+
+class Call(Generic[T]):
+    """A function on its way through the loop's thread, and the place where its result lies until it is taken."""
+
+    def __init__(
+        self,
+        function: Callable[[], Awaitable[T]],
+        undo: Callable[[T], object] | None = None,
+        *,
+        thread: int | None = None,
+    ) -> None:
+        self.thread = thread
+        """Which makes one call at a time; None if none waits for this one."""
+        self.taken = False
+        """The thread has the result, or wants none."""
+        self.result: T | None = None
+        self.error: BaseException | None = None
+        self.ended = ThreadEvent()
+        self._function: Callable[[], Awaitable[T]] | None = function
+        self._undo = undo
+
+    def begin(self, tasks: anyio.abc.TaskGroup, before: Call[Any] | None) -> None:
+        """In the loop: run, once ``before`` is out of the way."""
+        self._scope, self._gone = anyio.CancelScope(), anyio.Event()
+        tasks.start_soon(self._run, before)
+
+    async def _run(self, before: Call[Any] | None) -> None:
+        try:
+            with self._scope:
+                if before is not None:
+                    with anyio.CancelScope(shield=True):
+                        await before._withdraw()
+                function, self._function = self._function, None  # it holds its arguments
+                if function is not None and not self._scope.cancel_called:
+                    self.result = await function()
+            if self._scope.cancelled_caught:
+                self.error = CancelledError()
+        except anyio.get_cancelled_exc_class():
+            self.error = LoopEndedError()
+            raise
+        except BaseException as error:  # noqa: BLE001 - raised in the calling thread
+            self.error = error
+        finally:
+            self._gone.set()
+            self.ended.set()
+
+    async def _withdraw(self) -> None:
+        """Wait for its end. If its thread was interrupted before it took the result, as if it had not been called."""
+        if not self.taken:
+            self._scope.cancel()
+        if not self._gone.is_set():
+            await self._gone.wait()
+        result, self.result = self.result, None
+        if not self.taken and result is not None and self._undo is not None:
+            self._undo(result)
+
+    def take(self) -> T:
+        """The result, for callers who lose nothing if they are interrupted right now."""
+        result, self.result, self.taken = self.result, None, True
+        return cast("T", result)
+
+    def cancel(self) -> None:
+        """In the loop."""
+        self._scope.cancel()
+
+    def fail(self) -> None:
+        """The loop has ended without it."""
+        self.error = LoopEndedError()
+        self.ended.set()
+
+
+class LoopEndedError(ClosedResourceError):
+    """The loop ended before the call did."""
+
+    def __init__(self) -> None:
+        super().__init__("this balancer is closed: its `with` block was left")
+
+
+class CallLoop:
+    """An event loop in a thread, with ``resource`` entered in it. It ends once :meth:`stop` was called."""
+
+    def __init__(self, resource: AbstractAsyncContextManager[Any], backend: Literal["asyncio", "trio"]) -> None:
+        self._resource = resource
+        self._backend = backend
+        self._pid = -1
+        self._inbox: deque[Call[Any]] = deque()
+        self._wake: Callable[[], object] = lambda: None
+        self._stopping = False
+        self._over = False
+        self._error: BaseException | None = None
+        self._opened = ThreadEvent()
+        self._ended = ThreadEvent()
+
+    def start(self) -> None:
+        """Return once the resource is entered; raise what that raised."""
+        self._pid = os.getpid()
+        threading.Thread(target=self._run, name="stream_balancer blocking", daemon=True).start()
+        self._opened.wait()
+        self._raise_error()
+
+    def stop(self) -> None:
+        """Cancel the calls that have not ended, leave the resource, end the thread. Idempotent; raises what leaving the
+        resource raised."""
+        self._stopping = True
+        _in_spite_of_an_interrupt(self._wake)
+        self._ended.wait()
+        self._raise_error()
+
+    def call(self, function: Callable[[], Awaitable[T]], undo: Callable[[T], object] | None = None) -> Call[T]:
+        """Run ``function`` in the loop, wait for its end, raise what it raised. :meth:`take` the result of what is
+        returned; if an interrupt comes before, the call is withdrawn and ``undo(result)`` called in the loop.
+
+        Raises RuntimeError in a thread that runs an event loop, and in a forked process; ClosedResourceError once the
+        loop has ended.
+        """
+        self._check_caller()
+        call = Call(function, undo, thread=threading.get_ident())
+        try:
+            self.post(call)
+            call.ended.wait()
+        except BaseException:
+            _in_spite_of_an_interrupt(self._withdraw_call)
+            raise
+        error, call.error = call.error, None
+        if error is not None:
+            call.taken = True
+            try:
+                raise error
+            finally:
+                del error  # it refers to this frame
+        return call
+
+    def _withdraw_call(self) -> None:
+        nothing: Call[None] = Call(as_async(lambda: None), thread=threading.get_ident())
+        nothing.taken = True
+        self.post(nothing)
+
+    def post(self, call: Call[Any]) -> None:
+        """Have it run, without waiting for it."""
+        self._inbox.append(call)
+        if self._over:
+            call.fail()
+        else:
+            self._wake()
+
+    def _check_caller(self) -> None:
+        refuse_in_event_loop(
+            "this method of a blocking balancer",
+            "There, use `async with sb.StreamBalancer(config)` and await; or call it in a thread (asyncio.to_thread)",
+        )
+        if os.getpid() != self._pid:
+            raise RuntimeError(
+                "this balancer lives in the process that made it, not in one forked from that. Serve it there, and put "
+                "with sb.connect(address) here"
+            )
+
+    def _raise_error(self) -> None:
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+    def _run(self) -> None:
+        try:
+            anyio.run(self._main, backend=self._backend)
+        except BaseException as error:  # noqa: BLE001 - raised by start() or stop()
+            self._error = error
+        self._over = True
+        while self._inbox:
+            self._inbox.popleft().fail()
+        self._opened.set()
+        self._ended.set()
+
+    async def _main(self) -> None:
+        in_loop, latest = loop_caller(), dict[int | None, Call[Any]]()
+        woken = anyio.Event()
+        self._wake = lambda: in_loop(lambda: woken.set())
+        async with self._resource, anyio.create_task_group() as tasks:
+            self._opened.set()
+            while not self._stopping:
+                woken = anyio.Event()
+                while self._inbox:
+                    call = self._inbox.popleft()
+                    call.begin(tasks, latest.get(call.thread))
+                    if call.thread is not None:
+                        latest[call.thread] = call
+                await woken.wait()
+            tasks.cancel_scope.cancel()
+
+
+def as_async(function: Callable[[], T]) -> Callable[[], Awaitable[T]]:
+    """A plain function in the form that a call has."""
+
+    async def call() -> T:
+        return function()
+
+    return call
+
+
+def _in_spite_of_an_interrupt(function: Callable[[], object]) -> None:
+    """Again, if it is interrupted: once is enough for a person at a keyboard."""
+    try:
+        function()
+    except BaseException:
+        function()
+        raise

@@ -1,0 +1,1 @@
+"""Ranks over torch.distributed: pairs of processes over gloo, with shared memory on one machine."""

@@ -1,0 +1,233 @@
+"""Slabs in memory that two processes of one machine share: the rank reads where the controller packed.
+
+The bytes never pass a socket; the pair carries only frames. ::
+
+    controller   SHARE (pid, fd, nonce)  -->   rank       may it open /proc/<pid>/fd/<fd>, and is the nonce there?
+    controller   <--  SHARE (yes or no)        rank
+    controller   SLAB (number, fd, size) -->   rank       maps it; size 0: forgets it
+    controller   BATCH (number)          -->   rank       tensors are views of the mapping
+    controller   <--  any frame (number)       rank       the last of those views has died: the slab may be written
+
+Slabs are anonymous (memfd): no name to clash or to leak, nothing left after SIGKILL, no limit of /dev/shm. Their size
+is sealed, so a peer cannot make a mapping fault. Their descriptors are closed once both sides have mapped them, so
+batches that a trainer holds cost memory and no descriptors. A link has slabs of its own, so an old incarnation that
+still looks at its tensors never sees them change. Where any step fails (another machine, container, user or system)
+the answer is no and the link uses its sockets.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import secrets
+import sys
+import threading
+import weakref
+from collections.abc import Callable
+from contextlib import suppress
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from stream_balancer.errors import WireError
+from stream_balancer.wire.share import Frame, Kind
+
+__all__ = ["SharedSlabs", "SharedViews", "available"]
+
+_GRAIN = 2**20  # bytes; slabs are whole MiB, so that batches of about one size share them
+_MAX_SLABS = 2**15  # that one controller may have mapped: half of what Linux allows a process (vm.max_map_count)
+_NONCE_BITS = 62  # of a non-negative int64
+
+
+def available() -> bool:
+    """Whether this system can share memory in this way (Linux)."""
+    return sys.platform == "linux" and hasattr(os, "memfd_create")
+
+
+def _make(size: int) -> int:
+    """A file of ``size`` bytes that has no name and cannot shrink."""
+    fd = os.memfd_create("stream_balancer", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.ftruncate(fd, size)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
+    except OSError:
+        os.close(fd)
+        raise
+    return fd
+
+
+def _map(fd: int, size: int) -> Tensor:
+    """``[size]`` uint8: the file's memory. Not by ``mmap``, which keeps a descriptor of its own. Raises OSError."""
+    try:
+        return torch.from_file(f"/proc/self/fd/{fd}", shared=True, size=size, dtype=torch.uint8)
+    except RuntimeError as error:
+        raise OSError(str(error).split("\n", 1)[0]) from error
+
+
+class _Slab(NamedTuple):
+    number: int
+    size: int
+    memory: Tensor
+
+
+class _Descriptor:
+    """Closed when nobody keeps it any more."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def __del__(self) -> None:
+        os.close(self.number)
+
+
+class Lent(NamedTuple):
+    """A slab that nobody reads, to be written and announced."""
+
+    number: int
+    memory: Tensor
+    """[size] uint8."""
+    news: list[Frame]
+    """To be sent to the rank before the slab is used."""
+    keep: object
+    """To be kept until the rank has seen them and the frame behind them."""
+
+
+class SharedSlabs:
+    """The controller's side of one link. Safe to use from any thread."""
+
+    def __init__(self, keep: int) -> None:
+        """``keep``: how many idle slabs are kept. Raises OSError where memory cannot be shared."""
+        self._keep = keep
+        self._lock = threading.Lock()
+        self._last = 0
+        self._idle: list[_Slab] = []  # the last one used is the last: it is warm
+        self._lent: dict[int, _Slab] = {}
+        self._news: list[Frame] = []  # what the rank has not been told
+        self._nonce = secrets.randbits(_NONCE_BITS)
+        self._probe_fd = _make(8)
+        os.pwrite(self._probe_fd, self._nonce.to_bytes(8, "little"), 0)
+
+    @property
+    def allocated(self) -> int:
+        """Slabs that exist."""
+        return len(self._idle) + len(self._lent)
+
+    def probe(self) -> Frame:
+        """Asks the rank whether it can share memory with this process."""
+        return Frame(Kind.SHARE, step=os.getpid(), taken=self._probe_fd, total_bytes=self._nonce)
+
+    def lend(self, size: int) -> Lent:
+        """A slab of ``size`` bytes. Raises OSError if there is no memory, or no descriptor, for a new one."""
+        with self._lock:
+            while len(self._idle) > self._keep:
+                self._forget(self._idle.pop(0))
+            opened = None
+            fitting = [slab for slab in reversed(self._idle) if slab.size >= size]
+            if fitting:
+                slab = min(fitting, key=lambda one: one.size)
+                self._idle.remove(slab)
+            else:
+                if self._idle:  # all too small: the batches grew, so let one go for the larger one
+                    self._forget(self._idle.pop(0))
+                slab, opened = self._new(size)
+                self._news.append(Frame(Kind.SLAB, slab=slab.number, taken=opened.number, total_bytes=slab.size))
+            self._lent[slab.number] = slab
+            news, self._news = self._news, []
+        return Lent(slab.number, slab.memory[:size], news, opened)
+
+    def give_back(self, number: int) -> None:
+        """The rank has let go of a slab. Raises WireError if it did not have it."""
+        with self._lock:
+            slab = self._lent.pop(number, None)
+            if slab is None:
+                raise WireError(f"the rank gave back slab {number}, which it did not have")
+            self._idle.append(slab)
+
+    def close(self) -> None:
+        """Release everything; what the rank has mapped lives on there. Idempotent."""
+        with self._lock:
+            self._idle.clear()
+            self._lent.clear()
+            if self._probe_fd >= 0:
+                os.close(self._probe_fd)
+            self._probe_fd = -1
+
+    def _new(self, size: int) -> tuple[_Slab, _Descriptor]:
+        room = -(-(size + size // 8) // _GRAIN) * _GRAIN
+        opened = _Descriptor(_make(room))
+        self._last += 1
+        return _Slab(self._last, room, _map(opened.number, room)), opened
+
+    def _forget(self, slab: _Slab) -> None:
+        self._news.append(Frame(Kind.SLAB, slab=slab.number))
+
+
+class SharedViews:
+    """The rank's side of one link. For the thread that reads the link."""
+
+    def __init__(self, on_free: Callable[[int], object]) -> None:
+        """``on_free(number)`` is called when the last tensor over a slab has died: in any thread, even in the middle of
+        a garbage collection, so it must not take a lock."""
+        self._on_free = on_free
+        self._peer: int | None = None
+        self._maps: dict[int, np.ndarray[tuple[int], np.dtype[np.uint8]]] = {}
+
+    def probe(self, frame: Frame) -> bool:
+        """Whether memory of the process that sent this SHARE frame can be mapped here."""
+        if not available():
+            return False
+        with suppress(OSError):
+            fd = os.open(_path(frame.step, frame.taken), os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                if os.pread(fd, 9, 0) == frame.total_bytes.to_bytes(8, "little"):
+                    self._peer = frame.step
+            finally:
+                os.close(fd)
+        return self._peer is not None
+
+    def announce(self, frame: Frame) -> None:
+        """Map, or forget, the slab of a SLAB frame. Raises WireError if it is not what it says."""
+        if frame.total_bytes == 0:
+            self._maps.pop(frame.slab, None)
+            return
+        if self._peer is None or frame.slab in self._maps:
+            raise WireError(f"slab {frame.slab} was announced out of turn")
+        if len(self._maps) >= _MAX_SLABS:
+            raise WireError(
+                f"the trainer holds tensors of {_MAX_SLABS} batches. Keep copies (.clone()), or let them go"
+            )
+        try:
+            fd = os.open(_path(self._peer, frame.taken), os.O_RDWR | os.O_CLOEXEC)
+        except OSError as error:
+            raise WireError(f"slab {frame.slab} cannot be opened: {error}{_advice(error)}") from None
+        try:
+            sealed = fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK
+            if not sealed or os.fstat(fd).st_size != frame.total_bytes:
+                raise WireError(f"slab {frame.slab} is not a sealed file of {frame.total_bytes} bytes")
+            self._maps[frame.slab] = _map(fd, frame.total_bytes).numpy()
+        except OSError as error:
+            raise WireError(f"slab {frame.slab} cannot be mapped: {error}{_advice(error)}") from None
+        finally:
+            os.close(fd)
+
+    def lend(self, number: int, size: int) -> Tensor:
+        """``[size]`` uint8: the slab's memory. Its death is reported. Raises WireError if there is no such slab."""
+        memory = self._maps.get(number)
+        if memory is None or memory.size < size:
+            raise WireError(f"there is no slab {number} of {size} bytes")
+        lease = memory[:size]
+        weakref.finalize(lease, self._on_free, number).atexit = False
+        return torch.frombuffer(lease, dtype=torch.uint8)
+
+
+def _advice(error: OSError) -> str:
+    if error.errno in (errno.EMFILE, errno.ENFILE):
+        return ". This process has too many files open: raise its limit (ulimit -n)"
+    return ""
+
+
+def _path(pid: int, fd: int) -> str:
+    return f"/proc/{pid}/fd/{fd}"

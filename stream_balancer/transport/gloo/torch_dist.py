@@ -1,0 +1,470 @@
+"""Shares over torch.distributed: one two-member gloo group per (controller, rank, incarnation).
+
+::
+
+    rank, producer   find the controller's address (given, or in a c10d store), connect, prove themselves
+    controller       one listening socket and one thread for all who come (``_acceptor``); the event loop judges ranks
+    both             a rank's gloo pair meets over that connection (``_gloo``), which then ends
+
+A group of its own for every pair: the controller need not belong to the trainer's world, a restarted rank joins under
+the next incarnation, and one death cannot break another rank's link.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import secrets
+import socket
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any, Literal, Self, cast
+
+import anyio
+import torch.distributed as dist
+from torch._C._distributed_c10d import Store
+
+from stream_balancer.errors import BrokenResourceError, ClosedResourceError, RankLostError, WireError, to_raise
+from stream_balancer.transport.buffers import SlabPool
+from stream_balancer.transport.event_loop import Arrivals, loop_caller
+from stream_balancer.transport.gloo.endpoint import Pair
+from stream_balancer.transport.gloo.joiner import Directory, Entry, Joiner
+from stream_balancer.transport.gloo.links import ControllerLink, Decode, PortBase
+from stream_balancer.transport.gloo.pair import PAIR_TIMEOUT_S, meet
+from stream_balancer.transport.handshake import (
+    Join,
+    JoinPeer,
+    JoinProducer,
+    JoinRank,
+    Refused,
+    WelcomeProducer,
+    WelcomeRank,
+    pack,
+    token_bytes,
+)
+from stream_balancer.transport.puts import Limits
+from stream_balancer.transport.sockets.acceptor import Acceptor, Meetings, refuse, send_now
+from stream_balancer.transport.sockets.hub import Connection, Hub, is_loopback, listen
+from stream_balancer.transport.sockets.producers import Intake, Outlet
+from stream_balancer.wire.share import decode
+
+__all__ = ["GlooPort", "TorchTransport", "current_world", "join_pair", "open_outlet"]
+
+_EVERYWHERE = ("", "0.0.0.0", "::")
+_MAX_LABEL = 200
+
+logger = logging.getLogger("stream_balancer.transport")
+
+
+def current_world() -> tuple[Store, int, int]:
+    """Store, rank and world size of the initialised default group. Raises ValueError if there is none."""
+    if not dist.is_initialized():
+        raise ValueError(
+            "RankFeed() and connect() without a source take the store from torch.distributed, which is not "
+            "initialised. Call init_process_group first, or give a store or 'tcp://host:port'"
+        )
+    store = cast("Store", cast("Any", dist.distributed_c10d)._get_default_store())
+    return store, dist.get_rank(), dist.get_world_size()
+
+
+# --- the controller --------------------------------------------------------------------------------------------------
+
+
+class TorchTransport:
+    """Where ranks connect: ``async with TorchTransport.listen(dp_size=8) as transport: await serve(balancer,
+    transport)``."""
+
+    def __init__(
+        self,
+        store: Store | None = None,
+        *,
+        dp_size: int,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        advertise: str | None = None,
+        token: str | None = None,
+        name: str = "stream_balancer",
+        connect_timeout_s: float = 30.0,
+        keepalive_s: float = 10.0,
+        linger_s: float = 5.0,
+        narrow: bool = True,
+        shared_memory: bool = True,
+        staged_bytes: int = Limits().staged_bytes,
+        max_put_bytes: int = Limits().max_put_bytes,
+    ) -> None:
+        """Serve ranks that find this process through ``store`` (any c10d store; in a trainer's world, that world's).
+
+        The store holds one key, the address, and is not needed once a rank has joined. ``host``, ``port``: where to
+        listen for ranks and producers; loopback and any free port unless you say otherwise. ``advertise``: the name or
+        address to be written into the store, if it is not ``host``. ``token``: what ranks and producers must know
+        (default: the environment's ``STREAM_BALANCER_TOKEN``; without one, a new one is written into the store, so that
+        whoever reads the store may come in). See docs/security.md.
+
+        ``name``: two balancers may share a store under different names. ``connect_timeout_s``: how long a rank that was
+        let in may take to build its link. ``keepalive_s``: how often an idle link says so; after three times that
+        without a word a peer is reported as stalled, and waited for. ``linger_s``: how long a closing end waits for the
+        other's good-bye. ``narrow``: int64 columns travel as int32 where the values fit. ``shared_memory``: ranks on
+        this machine read batches where they were packed, instead of through a socket. ``staged_bytes``: puts of one
+        producer that have arrived and are not accepted yet; ``max_put_bytes``: the largest single put, which may exceed
+        that if it travels alone.
+        """
+        self._limits = Limits(staged_bytes, max_put_bytes).check()
+        self.dp_size = dp_size
+        self._token = token_bytes(token)
+        self._connect_timeout_s = connect_timeout_s
+        self._keepalive_s = keepalive_s
+        self._linger_s = linger_s
+        self._narrow = narrow
+        self._shared_memory = shared_memory
+        self._pool = SlabPool(keep=2 * dp_size)  # per rank one on its way and one being packed
+        self._waiting: list[ControllerLink] = []
+        self._links: dict[int, ControllerLink] = {}
+        self._joining: set[ControllerLink] = set()
+        self._on_hold: list[tuple[socket.socket, JoinRank]] = []
+        self._producers: Arrivals[Intake] = Arrivals()
+        self._arrival = anyio.Event()
+        self._error: Exception | None = None
+        self._in_loop: Callable[[Callable[[], object]], None] | None = None
+        self._early: list[Callable[[], None]] = []  # who came before there was an event loop
+        host_for_others = _advertised(host, advertise)
+        self._socket = listen(host, port)
+        port = self._socket.getsockname()[1]
+        self.address = (
+            f"tcp://[{host_for_others}]:{port}" if ":" in host_for_others else f"tcp://{host_for_others}:{port}"
+        )
+        """``tcp://host:port``, for ranks and producers."""
+        self._directory = None if store is None else Directory(store, name)
+        self._entry = Entry(host_for_others, port)
+        if self._directory is not None:
+            if not self._token:
+                self._entry = Entry(host_for_others, port, secrets.token_hex(16))
+                self._token = (self._entry.token or "").encode()
+            self._directory.write(self._entry)
+        self._hub = Hub("sb-acceptor", self._begin_listening)
+        self._hub.start()
+
+    @classmethod
+    def listen(
+        cls, *, dp_size: int, host: str = "127.0.0.1", port: int = 0, insecure: bool = False, **options: Any
+    ) -> Self:
+        """A transport that ranks reach at ``host:port`` (0 = any free one), without a store. See :attr:`address`.
+
+        Raises ValueError for a host that other machines reach, without a ``token``: give one, or ``insecure=True`` if
+        everybody who reaches that port may put rollouts, read them and stop this process. ``host="0.0.0.0"`` needs
+        ``advertise=``, the name or address under which ranks reach this machine.
+        """
+        if not (insecure or token_bytes(options.get("token")) or is_loopback(host)):
+            raise ValueError(
+                f"listen(host={host!r}) without a token: whoever reaches that port could put rollouts, read them and "
+                "stop this process. Set STREAM_BALANCER_TOKEN to the same secret in all processes, or pass token=; or "
+                "insecure=True if the network keeps everybody else out. See docs/security.md"
+            )
+        return cls(dp_size=dp_size, host=host, port=port, **options)
+
+    @classmethod
+    def in_world(cls, **options: Any) -> Self:
+        """A transport in the store of the initialised torch.distributed world, for as many ranks as that has.
+
+        For single-controller mode: run it in a thread of one of the ranks (``anyio.run`` there), and let every rank,
+        that one included, iterate ``RankFeed()``.
+        """
+        store, _, world_size = current_world()
+        return cls(store, **{"dp_size": world_size, "host": _own_address(_master()), **options})
+
+    async def accept_producer(self) -> Intake:
+        """The next producer. If cancelled, none is lost. Raises ClosedResourceError once closed."""
+        self._open()
+        return await self._producers.next()
+
+    def readmit(self, link: Any) -> None:
+        """Give a producer back, for the next ``attend``."""
+        self._producers.add(link)
+
+    async def accept(self) -> ControllerLink:
+        """See :class:`~stream_balancer.transport.Transport`."""
+        self._open()
+        while not self._waiting:
+            if self._error is not None:
+                raise to_raise(self._error)
+            self._arrival = anyio.Event()
+            await self._arrival.wait()
+        return self._waiting.pop(0)
+
+    async def aclose(self) -> None:
+        """See :class:`~stream_balancer.transport.Transport`."""
+        if self._error is None:
+            self._error = ClosedResourceError()
+        self._arrival.set()
+        self._producers.fail(self._error)
+        with anyio.CancelScope(shield=True):
+            async with anyio.create_task_group() as group:
+                for link in [*self._links.values(), *self._joining]:
+                    group.start_soon(link.aclose)
+                group.start_soon(
+                    functools.partial(anyio.to_thread.run_sync, self._leave, limiter=anyio.CapacityLimiter(1))
+                )
+        for sock, _ in self._on_hold:
+            sock.close()
+        self._on_hold.clear()
+
+    async def __aenter__(self) -> Self:
+        self._open()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.aclose()
+
+    def _open(self) -> None:
+        if self._in_loop is None:
+            self._in_loop = loop_caller()
+            self._hub.do(self._let_in_who_came_early)
+
+    def _leave(self) -> None:
+        if self._directory is not None:
+            self._directory.remove(self._entry)
+        self._hub.close()
+
+    @property
+    def received_bytes(self) -> int:
+        """Bytes that came from producers, ever."""
+        return self._hub.received_bytes
+
+    # in the hub's thread
+
+    def _begin_listening(self) -> bool:
+        meetings = Meetings(self._hub)
+        joins: dict[type[Join], Callable[[socket.socket, Any], None]] = {
+            JoinRank: self._on_rank,
+            JoinProducer: self._on_producer,
+            JoinPeer: meetings.arrive,
+        }
+        Acceptor(self._hub, self._socket, self._token, joins)
+        return True
+
+    def _let_in_who_came_early(self) -> None:
+        early, self._early = self._early, []
+        for come in early:
+            come()
+
+    def _on_rank(self, sock: socket.socket, request: JoinRank) -> None:
+        if self._in_loop is None:
+            self._early.append(functools.partial(self._on_rank, sock, request))
+        else:
+            self._in_loop(functools.partial(self._judge, sock, request))
+
+    def _on_producer(self, sock: socket.socket, request: JoinProducer) -> None:
+        in_loop = self._in_loop
+        if in_loop is None:
+            self._early.append(functools.partial(self._on_producer, sock, request))
+            return
+        try:
+            send_now(sock, WelcomeProducer(*self._limits))
+        except OSError:
+            sock.close()
+            return
+        intake = Intake(self._hub, Connection(self._hub, sock), request, self._limits, in_loop, self._linger_s)
+        in_loop(functools.partial(self.readmit, intake))
+
+    # in the loop: one incarnation per rank is decided here, and nowhere else
+
+    def _judge(self, sock: socket.socket, request: JoinRank) -> None:
+        refused = self._refusal(request)
+        if self._error is not None or self._in_loop is None:
+            sock.close()
+        elif refused is not None:
+            refuse(sock, refused)
+        elif any(link.rank == request.rank and link.incarnation >= request.incarnation for link in self._joining):
+            self._on_hold.append((sock, request))  # until that one is connected, or has failed
+        else:
+            self._begin(sock, request, self._in_loop)
+
+    def _refusal(self, request: JoinRank) -> Refused | None:
+        if request.dp_size != self.dp_size:
+            return Refused(
+                "value",
+                f"rank {request.rank} announces dp_size={request.dp_size}, but the controller balances for "
+                f"dp_size={self.dp_size}. Give both the same number of data-parallel ranks",
+            )
+        if not 0 <= request.rank < self.dp_size or request.depth < 1 or request.incarnation < 0:
+            return Refused(
+                "value",
+                f"rank {request.rank} announces depth={request.depth}, incarnation={request.incarnation}, but ranks go "
+                f"from 0 to {self.dp_size - 1}, depth is at least 1 and incarnation at least 0",
+            )
+        before = self._links.get(request.rank)
+        if before is not None and before.live and before.incarnation >= request.incarnation:
+            return Refused(
+                "busy",
+                f"rank {request.rank} is already connected (incarnation {before.incarnation}). One RankFeed per rank: "
+                "close the other one first, or start the rank again under a higher incarnation",
+            )
+        return None
+
+    def _begin(self, sock: socket.socket, request: JoinRank, in_loop: Callable[[Callable[[], object]], None]) -> None:
+        link = ControllerLink(
+            rank=request.rank,
+            incarnation=request.incarnation,
+            depth=request.depth,
+            max_bytes=request.max_batch_bytes,
+            connect=functools.partial(self._pair_with, sock),
+            cancel_connect=functools.partial(_shut_down, sock),
+            settled=self._on_settled,
+            in_loop=in_loop,
+            pool=self._pool,
+            narrow=self._narrow,
+            shared_memory=self._shared_memory,
+            keepalive_s=self._keepalive_s,
+            linger_s=self._linger_s,
+        )
+        self._joining.add(link)
+        link._start()
+
+    def _on_settled(self, link: ControllerLink) -> None:
+        self._joining.discard(link)
+        if link.ready and self._error is None:
+            self._install(link)
+        else:
+            self._in_background(link._shut)
+        held = [(sock, request) for sock, request in self._on_hold if request.rank == link.rank]
+        self._on_hold = [(sock, request) for sock, request in self._on_hold if request.rank != link.rank]
+        for sock, request in held:
+            self._judge(sock, request)
+
+    def _install(self, link: ControllerLink) -> None:
+        before = self._links.get(link.rank)
+        if before is not None and before.live and before.incarnation > link.incarnation:
+            self._in_background(link._shut)  # a newer one was faster
+            return
+        if before is not None:
+            before.supersede(link.incarnation)
+            self._in_background(before._shut)
+        self._links[link.rank] = link
+        self._waiting.append(link)
+        self._arrival.set()
+
+    @staticmethod
+    def _in_background(function: Callable[[], object]) -> None:
+        threading.Thread(target=function, name="sb-errand", daemon=True).start()
+
+    # in a link's thread
+
+    def _pair_with(self, sock: socket.socket) -> Pair:
+        with sock:
+            sock.settimeout(self._connect_timeout_s)
+            sock.sendall(pack(WelcomeRank()))
+            return meet(sock, 0, token=self._token, hostname=sock.getsockname()[0])
+
+
+def _shut_down(sock: socket.socket) -> None:
+    """Wake a thread that waits on it."""
+    with suppress(OSError):
+        sock.shutdown(socket.SHUT_RDWR)
+
+
+# --- ranks and producers ---------------------------------------------------------------------------------------------
+
+
+def join_pair(joiner: Joiner, request: Join, side: Literal[0, 1], host: str | None) -> Pair:
+    """Join, and build the pair with whom the controller says; again, if that did not work out. Raises as
+    :meth:`Joiner.join` does."""
+    while True:
+        sock, _ = joiner.join(lambda _: request)
+        with sock:
+            try:
+                sock.settimeout(PAIR_TIMEOUT_S)
+                return meet(sock, side, token=joiner.token, hostname=host or sock.getsockname()[0])
+            except (RuntimeError, OSError) as error:
+                logger.warning("a link was not built, trying again: %s", str(error).split("\n", 1)[0])
+        joiner.pause()
+
+
+class GlooPort(PortBase):
+    """The rank's end, over a store or the address of a controller."""
+
+    def __init__(
+        self,
+        source: Store | str,
+        *,
+        rank: int,
+        dp_size: int,
+        incarnation: int,
+        depth: int,
+        max_batch_bytes: int,
+        host: str | None = None,
+        name: str = "stream_balancer",
+        token: str | None = None,
+        connect_timeout_s: float | None = None,
+        keepalive_s: float = 10.0,
+        linger_s: float = 5.0,
+        decode: Decode = decode,
+        pinned: bool = False,
+        shared_memory: bool = True,
+    ) -> None:
+        super().__init__(
+            rank=rank,
+            dp_size=dp_size,
+            incarnation=incarnation,
+            depth=depth,
+            max_batch_bytes=max_batch_bytes,
+            decode=decode,
+            pinned=pinned,
+            shared_memory=shared_memory,
+            keepalive_s=keepalive_s,
+            linger_s=linger_s,
+        )
+        self._host = host
+        self._request = JoinRank(rank, dp_size, incarnation, depth, max_batch_bytes)
+        self._joiner = Joiner(source, name=name, token=token, connect_timeout_s=connect_timeout_s)
+        self._start()
+
+    def _connect(self) -> Pair:
+        try:
+            return join_pair(self._joiner, self._request, 1, self._host)
+        except WireError:
+            raise
+        except BrokenResourceError as error:
+            raise RankLostError(f"rank {self.rank}: {error}", rank=self.rank, cause=str(error)) from None
+
+    def _cancel_connect(self) -> None:
+        self._joiner.cancel()
+
+
+def open_outlet(
+    source: Store | str,
+    *,
+    direct: bool = False,
+    label: str | None = None,
+    host: str | None = None,
+    name: str = "stream_balancer",
+    token: str | None = None,
+    connect_timeout_s: float | None = None,
+    linger_s: float = 5.0,
+) -> Outlet:
+    """A producer's end, over a store or the address of a controller."""
+    joiner = Joiner(source, name=name, token=token, connect_timeout_s=connect_timeout_s)
+    label = (label or f"{socket.gethostname()}:{os.getpid()}")[:_MAX_LABEL]
+    return Outlet(label, joiner=joiner, linger_s=linger_s, direct=direct, host=host)
+
+
+def _advertised(host: str, advertise: str | None) -> str:
+    """The name or address others are told."""
+    if advertise is None and host in _EVERYWHERE:
+        raise ValueError(
+            f"host={host!r} listens on every address of this machine, and ranks need one of them: pass "
+            "advertise='<name or address of this machine>' too"
+        )
+    return advertise or host
+
+
+def _master() -> str:
+    return os.environ.get("MASTER_ADDR", "127.0.0.1")
+
+
+def _own_address(peer: str) -> str:
+    """The address of this machine that ``peer`` would see. No packet is sent."""
+    with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((peer, 9))
+        return cast("str", probe.getsockname()[0])
+    return "127.0.0.1"

@@ -1,0 +1,284 @@
+"""Who may join: both ends prove that they know one token, before anything else is read. Pure: bytes in, bytes out.
+
+::
+
+    joiner     Hello(protocol, nonce)           --->
+               <---  Challenge(nonce, proof)         acceptor   proof over "acceptor" and both nonces
+    joiner     JoinRank(rank, ..., proof)       --->            proof over "peer" and both nonces
+               <---  WelcomeRank()                   acceptor   or Refused(reason, text)
+
+A proof is HMAC-SHA256 of the token. The nonces are fresh, so a recorded proof is worth nothing later; the two ends
+prove different texts, so a proof sent back proves nothing. Without a token the same messages run with an empty one.
+A message is 12 bytes of header and at most ``MAX_BYTES`` of msgpack, checked before anything is allocated.
+"""
+
+from __future__ import annotations
+
+import hmac
+import os
+import secrets
+import struct
+from typing import Literal, TypeAlias
+
+import msgspec
+
+from stream_balancer.errors import AlreadyInUseError, ClosedResourceError, WireError
+from stream_balancer.wire.partial_share import Holder
+from stream_balancer.wire.share import PROTOCOL
+
+__all__ = [
+    "MAX_BYTES",
+    "Accepting",
+    "Challenge",
+    "Hello",
+    "Incoming",
+    "Join",
+    "JoinFetcher",
+    "JoinPeer",
+    "JoinProducer",
+    "JoinRank",
+    "Joining",
+    "Message",
+    "PairAddress",
+    "Refused",
+    "WelcomePeer",
+    "WelcomeProducer",
+    "WelcomeRank",
+    "error_of",
+    "pack",
+    "proof_of",
+    "token_bytes",
+]
+
+MAX_BYTES = 4096
+"""Bytes of one message."""
+TOKEN_VARIABLE = "STREAM_BALANCER_TOKEN"
+_MAGIC = b"strmbal\x02"
+_HEADER = struct.Struct("<8sI")
+_NONCE_BYTES = 16
+_LEAST_TOKEN_BYTES = 16
+
+
+class _Message(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """One message. Its tag never changes its meaning."""
+
+
+class PairAddress(_Message, frozen=True, tag=9):
+    """Either, once welcome: where my end of the gloo pair listens."""
+
+    address: bytes
+    """What gloo calls it."""
+    nonce: bytes
+
+
+class Hello(_Message, frozen=True, tag=10):
+    """Joiner, first."""
+
+    protocol: int
+    nonce: bytes
+
+
+class Challenge(_Message, frozen=True, tag=11):
+    """Acceptor: I know the token; do you?"""
+
+    nonce: bytes
+    proof: bytes
+
+
+class JoinRank(_Message, frozen=True, tag=12):
+    """A rank."""
+
+    rank: int
+    dp_size: int
+    incarnation: int
+    depth: int
+    max_batch_bytes: int
+    proof: bytes = b""
+
+
+class JoinProducer(_Message, frozen=True, tag=13):
+    """A producer."""
+
+    label: str
+    owner: Holder | None = None
+    """Where ranks fetch what it keeps."""
+    proof: bytes = b""
+
+
+class WelcomeRank(_Message, frozen=True, tag=14):
+    """To a rank: the pair comes next."""
+
+
+class WelcomeProducer(_Message, frozen=True, tag=15):
+    """To a producer: what may be on its way without an answer. To a fetcher: zeros."""
+
+    staged_bytes: int
+    max_put_bytes: int
+
+
+class Refused(_Message, frozen=True, tag=16):
+    """Either: no, and why; the connection ends."""
+
+    reason: Literal["busy", "value", "closed", "authentication", "protocol"]
+    text: str
+
+
+class JoinFetcher(_Message, frozen=True, tag=17):
+    """A rank that fetches what a producer keeps."""
+
+    proof: bytes = b""
+
+
+class JoinPeer(_Message, frozen=True, tag=18):
+    """One of two processes of a DP rank that look for each other under one key."""
+
+    key: str
+    side: Literal[0, 1]
+    proof: bytes = b""
+
+
+class WelcomePeer(_Message, frozen=True, tag=19):
+    """The other one is here: what you send now goes to it."""
+
+
+Join: TypeAlias = JoinRank | JoinProducer | JoinFetcher | JoinPeer
+Welcome: TypeAlias = WelcomeRank | WelcomeProducer | WelcomePeer
+Message: TypeAlias = Hello | Challenge | Join | Welcome | Refused | PairAddress
+
+_decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
+
+
+def pack(message: Message) -> bytes:
+    """Header and body."""
+    body = msgspec.msgpack.encode(message)
+    if len(body) > MAX_BYTES:
+        raise ValueError(f"a {type(message).__name__} message of {len(body)} bytes is too long: give shorter names")
+    return _HEADER.pack(_MAGIC, len(body)) + body
+
+
+class Incoming:
+    """One message after the other out of a stream, and never a byte beyond."""
+
+    def __init__(self) -> None:
+        self._bytes = b""
+        self._size = _HEADER.size
+
+    @property
+    def wanted(self) -> int:
+        """Bytes that may be given now."""
+        return self._size - len(self._bytes)
+
+    def feed(self, data: bytes) -> Message | None:
+        """Up to ``wanted`` more bytes -> the message they complete. Raises WireError if it is none of ours."""
+        self._bytes += data
+        start = self._bytes[: len(_MAGIC)]
+        if not _MAGIC.startswith(start):
+            raise WireError(f"no stream_balancer message, it begins with {self._bytes[:12]!r}")
+        if self.wanted:
+            return None
+        if self._size == _HEADER.size:
+            size = _HEADER.unpack(self._bytes)[1]
+            if not 0 < size <= MAX_BYTES:
+                raise WireError(f"a message of {size} bytes, where at most {MAX_BYTES} may come")
+            self._size += size
+            return None
+        body, self._bytes, self._size = self._bytes[_HEADER.size :], b"", _HEADER.size
+        try:
+            return _decoder.decode(body)
+        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+            raise WireError(f"a message that cannot be read: {error}") from None
+
+
+def proof_of(token: bytes, who: Literal[b"acceptor", b"peer", b"pair"], *nonces: bytes) -> bytes:
+    """What only somebody who knows the token can say."""
+    return hmac.digest(token, who + b"".join(nonces), "sha256")
+
+
+class Accepting:
+    """The acceptor's side of one handshake."""
+
+    def __init__(self, token: bytes, joins: tuple[type[Join], ...]) -> None:
+        """``joins``: what may be asked for here."""
+        self._token, self._joins = token, joins
+        self._nonce = secrets.token_bytes(_NONCE_BYTES)
+        self._theirs: bytes | None = None
+
+    def receive(self, message: Message) -> Challenge | Refused | Join:
+        """What to answer; or, once it has proven itself, what the joiner asks for. Raises WireError if ``message`` may
+        not come now."""
+        if isinstance(message, Hello) and self._theirs is None:
+            if message.protocol != PROTOCOL:
+                return Refused(
+                    "protocol",
+                    f"this side speaks protocol {message.protocol}, but the controller speaks {PROTOCOL}. Install one "
+                    "version of stream_balancer everywhere",
+                )
+            self._theirs = _checked(message.nonce)
+            return Challenge(self._nonce, proof_of(self._token, b"acceptor", self._theirs, self._nonce))
+        if isinstance(message, self._joins) and self._theirs is not None:
+            if hmac.compare_digest(message.proof, proof_of(self._token, b"peer", self._nonce, self._theirs)):
+                return message
+            return Refused("authentication", _OTHER_TOKEN)
+        if isinstance(message, Refused):
+            raise WireError(f"it refuses us: {message.text[:200]}")
+        raise WireError(f"a {type(message).__name__} message may not come now")
+
+
+class Joining:
+    """The joiner's side of one handshake."""
+
+    def __init__(self, token: bytes, request: Join) -> None:
+        self._token, self._request = token, request
+        self._nonce = secrets.token_bytes(_NONCE_BYTES)
+        self.challenged = False
+        """Whether the acceptor has proven itself."""
+
+    @property
+    def hello(self) -> Hello:
+        """What to say first."""
+        return Hello(PROTOCOL, self._nonce)
+
+    def receive(self, message: Message) -> Join | Refused | Welcome:
+        """What to answer; or, in the end, the welcome. ``Refused`` is for the acceptor, and the end. Raises what a
+        refusal says; WireError if ``message`` may not come now."""
+        if isinstance(message, Refused):
+            raise error_of(message)
+        if isinstance(message, Challenge) and not self.challenged:
+            theirs = _checked(message.nonce)
+            if not hmac.compare_digest(message.proof, proof_of(self._token, b"acceptor", self._nonce, theirs)):
+                return Refused("authentication", _OTHER_TOKEN)
+            self.challenged = True
+            return msgspec.structs.replace(self._request, proof=proof_of(self._token, b"peer", theirs, self._nonce))
+        if isinstance(message, Welcome) and self.challenged:
+            return message
+        raise WireError(f"a {type(message).__name__} message may not come now")
+
+
+_OTHER_TOKEN = (
+    f"the two ends do not have the same token. Give both the same token=, or set {TOKEN_VARIABLE} to the same in both; "
+    "see docs/security.md"
+)
+
+
+def _checked(nonce: bytes) -> bytes:
+    if len(nonce) != _NONCE_BYTES:
+        raise WireError(f"a nonce has {_NONCE_BYTES} bytes, not {len(nonce)}")
+    return nonce
+
+
+def error_of(refused: Refused) -> Exception:
+    """What a refusal raises at the joiner."""
+    kinds: dict[str, type[Exception]] = {"busy": AlreadyInUseError, "closed": ClosedResourceError}
+    return kinds.get(refused.reason, ValueError)(refused.text)
+
+
+def token_bytes(token: str | None) -> bytes:
+    """``token``, else what the environment says, else empty. Raises ValueError for one that can be guessed."""
+    given = os.environ.get(TOKEN_VARIABLE, "") if token is None else token
+    raw = given.encode()
+    if raw and len(raw) < _LEAST_TOKEN_BYTES:
+        raise ValueError(
+            f"a token has at least {_LEAST_TOKEN_BYTES} characters, not {len(raw)}: who connects may try guesses at "
+            "home. Make one with: python -c 'import secrets; print(secrets.token_hex(16))'"
+        )
+    return raw

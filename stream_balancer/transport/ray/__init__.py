@@ -1,0 +1,1 @@
+"""Ranks and producers of a balancer that lives in a Ray actor."""

@@ -1,0 +1,1 @@
+"""One listening socket: who joins, and producers over TCP."""

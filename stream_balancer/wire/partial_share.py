@@ -1,0 +1,300 @@
+"""Rollouts whose tokens stay with their producer until a rank fetches them: what they are, and what travels. Pure.
+
+::
+
+    producer    describe(rollout)      --> controller   read_described() -> RemoteRollout: all but the tokens
+    controller  encode_skeleton(share) --> rank         read_skeleton() -> Skeleton: what to fetch, from whom
+    producer    payload(rollout)       --> rank         the slab that the controller would have sent, and its frame
+
+A RemoteRollout's columns are tensors on torch's meta device: name, dtype and shape without a byte behind them, so that
+planning, limits and checks see no difference. Its ``lease`` is what keeps the payload alive: once nobody on the
+controller holds the rollout any more (acknowledged, evicted, refused), the lease dies and the producer is told.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
+
+import msgspec
+import torch
+from torch import Tensor
+
+from stream_balancer.errors import RolloutError, WireError
+from stream_balancer.types import SUPPORTED_DTYPES, RankBatch, Rollout
+from stream_balancer.values import plain_tensor
+from stream_balancer.wire.share import (
+    ALIGNMENT,
+    Encoded,
+    Frame,
+    Kind,
+    _Meta,
+    _Plan,
+    _plan,
+    _read_meta,
+    _Tensor,
+    bytes_of,
+    encode,
+)
+
+__all__ = [
+    "Holder",
+    "Lease",
+    "RemoteRollout",
+    "Skeleton",
+    "describe",
+    "encode_skeleton",
+    "is_remote",
+    "payload",
+    "read_described",
+    "read_skeleton",
+]
+
+
+class Holder(msgspec.Struct, frozen=True):
+    """A producer that keeps payloads, and how to reach it."""
+
+    host: str
+    port: int
+    secret: str
+    label: str
+
+
+class Lease:
+    """Lives as long as the payload is needed. Padding copies share their original's."""
+
+    __slots__ = ("__weakref__",)
+
+
+@dataclass(frozen=True, eq=False, slots=True, kw_only=True)
+class RemoteRollout(Rollout):
+    """A rollout whose tokens and tensors lie with ``holder``; here they are on the meta device."""
+
+    holder: Holder = field(repr=False)
+    """Who has the payload."""
+    key: int = field(repr=False)
+    """Which of the holder's payloads it is."""
+    lease: Lease = field(repr=False)
+    """Must live as long as the payload is needed."""
+    loss_tokens: int = field(repr=False)
+    """``num_loss_tokens``, as the producer counted them."""
+
+    @staticmethod
+    def _plain_tensor(value: object) -> Tensor:
+        return plain_tensor(value, elsewhere=True)
+
+    def with_loss_mask(self, column: str) -> Rollout:
+        """Not here: the mask is to be counted, and has its place in the payload by its name."""
+        raise RolloutError(
+            f"rollout {self.rollout_id!r} stays with its producer, which must know that {column!r} says which tokens "
+            f"are trained on: connect(..., hand_over='direct', loss_mask_column={column!r})"
+        )
+
+    def _count_loss_tokens(self) -> int:
+        return 0 if self.is_padding else self.loss_tokens
+
+
+def payload(rollout: Rollout) -> list[Tensor]:
+    """``[n]`` uint8 each: every column's bytes, then every tensor's, by name. Not copied where they lie contiguous
+    on the CPU."""
+    parts = [columns[name] for columns in (rollout.tokens, rollout.tensors) for name in sorted(columns)]
+    return [bytes_of(part) for part in parts if part.numel()]
+
+
+# --- producer to controller ------------------------------------------------------------------------------------------
+
+
+def describe(encoded: Encoded) -> tuple[Frame, bytes]:
+    """An encoded share of one rollout -> its frame, and a body that holds all but the tokens."""
+    meta = encoded._meta
+    body = meta + b"\0" * (-len(meta) % ALIGNMENT)
+    return encoded.frame._replace(kind=Kind.HELD, wire_bytes=len(body)), body
+
+
+def read_described(frame: Frame, body: Tensor, holder: Holder, lease: Lease) -> RemoteRollout:
+    """What :func:`describe` made. Raises WireError for anything else, RolloutError for what no Rollout could be."""
+    meta = _read_meta(frame, body.numpy()[: frame.meta_bytes].tobytes(), check_rollouts=False)
+    if len(meta.ids) != 1 or _plan(meta, frame.meta_bytes, frame.total_bytes).total_bytes != frame.total_bytes:
+        raise WireError("a put must hold one rollout, and its sizes must be as announced")
+    if any(column.dtype != column.wire_dtype for column in meta.columns):
+        raise WireError("what a producer holds is not narrowed")
+    length = meta.lengths[0]
+    return RemoteRollout(
+        tokens={c.name: _meta_tensor(c, (length, *c.shape)) for c in meta.columns},
+        scalars=meta.scalars[0],
+        tensors={t.name: _meta_tensor(t, t.shape) for t in meta.tensors[0]},
+        metadata=meta.metadata[0],
+        rollout_id=meta.ids[0],
+        group_id=meta.group_ids[0],
+        version=meta.versions[0],
+        cost=meta.costs[0],
+        is_padding=bool(meta.padding),
+        holder=holder,
+        key=frame.slab,
+        lease=lease,
+        loss_tokens=meta.loss_tokens[0],
+    )
+
+
+def _meta_tensor(described: _Tensor, shape: tuple[int, ...]) -> Tensor:
+    return torch.empty(shape, dtype=SUPPORTED_DTYPES[described.dtype], device="meta")
+
+
+# --- controller to rank ----------------------------------------------------------------------------------------------
+
+
+class _Skeleton(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
+    share: bytes
+    """The description of the whole share, as at the start of a BATCH slab."""
+    holders: list[Holder]
+    sources: list[tuple[int, int]]
+    """Per rollout: (index of the holder, key); holder -1: its payload follows this."""
+
+
+_DECODER = msgspec.msgpack.Decoder(_Skeleton)
+
+
+def is_remote(share: RankBatch) -> bool:
+    """Whether a producer holds any of its rollouts."""
+    return any(isinstance(r, RemoteRollout) for mb in share.micro_batches for r in mb.rollouts)
+
+
+class EncodedSkeleton:
+    """A share without what producers hold; used like :class:`stream_balancer.wire.share.Encoded`."""
+
+    def __init__(self, share: RankBatch, max_bytes: int) -> None:
+        encoded = encode(share, max_bytes=max_bytes, narrow=False)
+        holders: dict[Holder, int] = {}
+        sources = []
+        self._here: list[Rollout] = []
+        for rollout in share.rollouts:
+            if isinstance(rollout, RemoteRollout):
+                sources.append((holders.setdefault(rollout.holder, len(holders)), rollout.key))
+            else:
+                sources.append((-1, 0))
+                self._here.append(rollout)
+        self._packed = msgspec.msgpack.encode(_Skeleton(encoded._meta, list(holders), sources))
+        size = len(self._packed) + sum(rollout.nbytes for rollout in self._here)
+        self.frame = encoded.frame._replace(
+            kind=Kind.SKELETON,
+            meta_bytes=len(self._packed),
+            meta_crc=zlib.crc32(self._packed),
+            wire_bytes=size,
+            total_bytes=size,
+        )
+
+    def fill(self, slab: Tensor) -> Iterator[int]:
+        """Write everything into ``slab``; yields how many leading bytes are final."""
+        at = len(self._packed)
+        slab[:at] = torch.frombuffer(bytearray(self._packed), dtype=torch.uint8)
+        for rollout in self._here:
+            yield at
+            for part in payload(rollout):
+                slab[at : at + part.numel()] = part
+                at += part.numel()
+        yield at
+
+
+def encode_skeleton(share: RankBatch, *, max_bytes: int) -> EncodedSkeleton:
+    """Describe a share some of whose rollouts producers hold. Raises like :func:`stream_balancer.wire.share.encode`."""
+    return EncodedSkeleton(share, max_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class Skeleton:
+    """A received skeleton: what is missing, and where in the slab of the whole share it belongs."""
+
+    batch: Frame
+    """The BATCH frame of the whole share; the slab needs its ``total_bytes``."""
+    _here: Tensor
+    """Payloads that came with the skeleton."""
+    _described: _Skeleton
+    _meta: _Meta
+    _plan: _Plan
+
+    def missing(self) -> list[tuple[Holder, list[int]]]:
+        """(who, the places in the share of the rollouts it has), a pair for each holder."""
+        places: list[list[int]] = [[] for _ in self._described.holders]
+        for place, (holder, _) in enumerate(self._described.sources):
+            if holder >= 0:
+                places[holder].append(place)
+        return [(holder, here) for holder, here in zip(self._described.holders, places, strict=True) if here]
+
+    def key(self, place: int) -> int:
+        """What its holder calls the rollout at this place."""
+        return self._described.sources[place][1]
+
+    def name(self, place: int) -> str:
+        """``rollout_id`` of the rollout at this place."""
+        return self._meta.ids[place]
+
+    def targets(self, slab: Tensor, places: Sequence[int]) -> list[Tensor]:
+        """Where in ``slab`` the payloads of these rollouts belong, piece by piece, as :func:`payload` gives them."""
+        bounds = self._rows()
+        return [piece for place in places for piece in self._pieces(slab, place, *bounds[place])]
+
+    def finish(self, slab: Tensor) -> None:
+        """Write the rest, once all that is :meth:`missing` was written to its targets: the description, what came
+        with the skeleton, and what padding copies differ in. Raises WireError if the sizes do not fit."""
+        packed = self._described.share
+        slab[: len(packed)] = torch.frombuffer(bytearray(packed), dtype=torch.uint8)
+        targets = self.targets(slab, [place for place, (holder, _) in enumerate(self._described.sources) if holder < 0])
+        if sum(target.numel() for target in targets) != self._here.numel():
+            raise WireError(f"step {self.batch.step}: the payload that came with the description has another size")
+        at = 0
+        for target in targets:
+            target.copy_(self._here[at : at + target.numel()])
+            at += target.numel()
+        self._mask_padding(slab)
+
+    def _rows(self) -> list[tuple[int, int]]:
+        """Per rollout: its micro-batch, and the row there at which it begins."""
+        meta = self._meta
+        rows = []
+        for number, (first, stop) in enumerate(pairwise(accumulate(meta.micro_batches, initial=0))):
+            starts = accumulate(meta.lengths[first:stop], initial=0)
+            rows += [(number, start) for _, start in zip(range(first, stop), starts, strict=False)]
+        return rows
+
+    def _pieces(self, slab: Tensor, place: int, micro_batch: int, row: int) -> list[Tensor]:
+        length = self._meta.lengths[place]
+        spans = [
+            (piece.start + row * piece.what.row_bytes, length * piece.what.row_bytes)
+            for _, piece in sorted(self._plan.columns[micro_batch].items())
+        ]
+        spans += [(piece.start, piece.what.row_bytes) for _, piece in sorted(self._plan.tensors[place].items())]
+        return [slab[start : start + size] for start, size in spans if size]
+
+    def _mask_padding(self, slab: Tensor) -> None:
+        rows = self._rows()
+        for place in self._meta.padding:
+            micro_batch, row = rows[place]
+            mask = self._plan.columns[micro_batch].get("loss_mask")
+            if mask is not None:
+                first, size = mask.start + row * mask.what.row_bytes, mask.what.row_bytes
+                slab[first : first + self._meta.lengths[place] * size] = 0
+
+
+def read_skeleton(frame: Frame, body: Tensor, *, max_bytes: int) -> Skeleton:
+    """What :func:`encode_skeleton` made. Raises WireError for anything else, and for a share above ``max_bytes``."""
+    packed = body[: frame.meta_bytes].numpy().tobytes()
+    if zlib.crc32(packed) != frame.meta_crc:
+        raise WireError(f"step {frame.step}: the checksum of the batch's description is wrong: damaged on its way")
+    try:
+        described = _DECODER.decode(packed)
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError, ValueError) as error:
+        raise WireError(f"step {frame.step}: the batch's description cannot be read: {error}") from None
+    crc = zlib.crc32(described.share)
+    batch = frame._replace(kind=Kind.BATCH, meta_bytes=len(described.share), meta_crc=crc)
+    meta = _read_meta(batch, described.share)
+    if len(described.sources) != len(meta.ids) or any(
+        not -1 <= holder < len(described.holders) or key < 0 for holder, key in described.sources
+    ):
+        raise WireError(f"step {frame.step}: the list of who holds what is wrong")
+    if any(column.dtype != column.wire_dtype for column in meta.columns):
+        raise WireError(f"step {frame.step}: what producers hold is not narrowed")
+    plan = _plan(meta, len(described.share), max_bytes)
+    batch = batch._replace(wire_bytes=plan.wire_bytes, total_bytes=plan.total_bytes)
+    return Skeleton(batch, body[frame.meta_bytes : frame.wire_bytes], described, meta, plan)
