@@ -31,8 +31,8 @@ from stream_balancer.transport.gloo.endpoint import Pair
 from stream_balancer.transport.gloo.joiner import Joiner
 from stream_balancer.transport.gloo.links import CHUNK_BYTES, ControllerLink, Decode, PortBase, chunks
 from stream_balancer.transport.gloo.torch_dist import join_pair
-from stream_balancer.transport.handshake import JoinPeer
 from stream_balancer.types import RankBatch
+from stream_balancer.wire.messages import JoinPeer
 from stream_balancer.wire.share import Frame, Kind, checksum, decode, slab_of
 
 __all__ = ["LeaderPort", "PeerPort", "Place", "place_in"]

@@ -23,27 +23,22 @@ from typing import Literal, TypeAlias
 import msgspec
 
 from stream_balancer.errors import AlreadyInUseError, ClosedResourceError, WireError
-from stream_balancer.wire.partial_share import Holder
+from stream_balancer.wire.messages import (
+    Challenge,
+    Hello,
+    Join,
+    PairAddress,
+    Refused,
+    Welcome,
+)
 from stream_balancer.wire.share import PROTOCOL
 
 __all__ = [
     "MAX_BYTES",
     "Accepting",
-    "Challenge",
-    "Hello",
     "Incoming",
-    "Join",
-    "JoinFetcher",
-    "JoinPeer",
-    "JoinProducer",
-    "JoinRank",
     "Joining",
     "Message",
-    "PairAddress",
-    "Refused",
-    "WelcomePeer",
-    "WelcomeProducer",
-    "WelcomeRank",
     "error_of",
     "pack",
     "proof_of",
@@ -59,90 +54,6 @@ _NONCE_BYTES = 16
 _LEAST_TOKEN_BYTES = 16
 
 
-class _Message(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """One message. Its tag never changes its meaning."""
-
-
-class PairAddress(_Message, frozen=True, tag=9):
-    """Either, once welcome: where my end of the gloo pair listens."""
-
-    address: bytes
-    """What gloo calls it."""
-    nonce: bytes
-
-
-class Hello(_Message, frozen=True, tag=10):
-    """Joiner, first."""
-
-    protocol: int
-    nonce: bytes
-
-
-class Challenge(_Message, frozen=True, tag=11):
-    """Acceptor: I know the token; do you?"""
-
-    nonce: bytes
-    proof: bytes
-
-
-class JoinRank(_Message, frozen=True, tag=12):
-    """A rank."""
-
-    rank: int
-    dp_size: int
-    incarnation: int
-    depth: int
-    max_batch_bytes: int
-    proof: bytes = b""
-
-
-class JoinProducer(_Message, frozen=True, tag=13):
-    """A producer."""
-
-    label: str
-    owner: Holder | None = None
-    """Where ranks fetch what it keeps."""
-    proof: bytes = b""
-
-
-class WelcomeRank(_Message, frozen=True, tag=14):
-    """To a rank: the pair comes next."""
-
-
-class WelcomeProducer(_Message, frozen=True, tag=15):
-    """To a producer: what may be on its way without an answer. To a fetcher: zeros."""
-
-    staged_bytes: int
-    max_put_bytes: int
-
-
-class Refused(_Message, frozen=True, tag=16):
-    """Either: no, and why; the connection ends."""
-
-    reason: Literal["busy", "value", "closed", "authentication", "protocol"]
-    text: str
-
-
-class JoinFetcher(_Message, frozen=True, tag=17):
-    """A rank that fetches what a producer keeps."""
-
-    proof: bytes = b""
-
-
-class JoinPeer(_Message, frozen=True, tag=18):
-    """One of two processes of a DP rank that look for each other under one key."""
-
-    key: str
-    side: Literal[0, 1]
-    proof: bytes = b""
-
-
-class WelcomePeer(_Message, frozen=True, tag=19):
-    """The other one is here: what you send now goes to it."""
-
-
-Join: TypeAlias = JoinRank | JoinProducer | JoinFetcher | JoinPeer
-Welcome: TypeAlias = WelcomeRank | WelcomeProducer | WelcomePeer
 Message: TypeAlias = Hello | Challenge | Join | Welcome | Refused | PairAddress
 
 _decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)

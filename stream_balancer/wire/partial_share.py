@@ -25,6 +25,7 @@ from torch import Tensor
 from stream_balancer.errors import RolloutError, WireError
 from stream_balancer.types import SUPPORTED_DTYPES, RankBatch, Rollout
 from stream_balancer.values import plain_tensor
+from stream_balancer.wire.messages import Owner
 from stream_balancer.wire.share import (
     ALIGNMENT,
     Encoded,
@@ -40,7 +41,6 @@ from stream_balancer.wire.share import (
 )
 
 __all__ = [
-    "Holder",
     "Lease",
     "RemoteRollout",
     "Skeleton",
@@ -53,15 +53,6 @@ __all__ = [
 ]
 
 
-class Holder(msgspec.Struct, frozen=True):
-    """A producer that keeps payloads, and how to reach it."""
-
-    host: str
-    port: int
-    secret: str
-    label: str
-
-
 class Lease:
     """Lives as long as the payload is needed. Padding copies share their original's."""
 
@@ -72,7 +63,7 @@ class Lease:
 class RemoteRollout(Rollout):
     """A rollout whose tokens and tensors lie with ``holder``; here they are on the meta device."""
 
-    holder: Holder = field(repr=False)
+    holder: Owner = field(repr=False)
     """Who has the payload."""
     key: int = field(repr=False)
     """Which of the holder's payloads it is."""
@@ -113,7 +104,7 @@ def describe(encoded: Encoded) -> tuple[Frame, bytes]:
     return encoded.frame._replace(kind=Kind.HELD, wire_bytes=len(body)), body
 
 
-def read_described(frame: Frame, body: Tensor, holder: Holder, lease: Lease) -> RemoteRollout:
+def read_described(frame: Frame, body: Tensor, holder: Owner, lease: Lease) -> RemoteRollout:
     """What :func:`describe` made. Raises WireError for anything else, RolloutError for what no Rollout could be."""
     meta = _read_meta(frame, body.numpy()[: frame.meta_bytes].tobytes(), check_rollouts=False)
     if len(meta.ids) != 1 or _plan(meta, frame.meta_bytes, frame.total_bytes).total_bytes != frame.total_bytes:
@@ -148,7 +139,7 @@ def _meta_tensor(described: _Tensor, shape: tuple[int, ...]) -> Tensor:
 class _Skeleton(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
     share: bytes
     """The description of the whole share, as at the start of a BATCH slab."""
-    holders: list[Holder]
+    holders: list[Owner]
     sources: list[tuple[int, int]]
     """Per rollout: (index of the holder, key); holder -1: its payload follows this."""
 
@@ -166,7 +157,7 @@ class EncodedSkeleton:
 
     def __init__(self, share: RankBatch, max_bytes: int) -> None:
         encoded = encode(share, max_bytes=max_bytes, narrow=False)
-        holders: dict[Holder, int] = {}
+        holders: dict[Owner, int] = {}
         sources = []
         self._here: list[Rollout] = []
         for rollout in share.rollouts:
@@ -214,7 +205,7 @@ class Skeleton:
     _meta: _Meta
     _plan: _Plan
 
-    def missing(self) -> list[tuple[Holder, list[int]]]:
+    def missing(self) -> list[tuple[Owner, list[int]]]:
         """(who, the places in the share of the rollouts it has), a pair for each holder."""
         places: list[list[int]] = [[] for _ in self._described.holders]
         for place, (holder, _) in enumerate(self._described.sources):

@@ -18,8 +18,9 @@ import stream_balancer as sb
 from stream_balancer.controller.producers import attend
 from stream_balancer.testing import make_rollout
 from stream_balancer.transport.gloo.joiner import join_over, parse_address
-from stream_balancer.transport.handshake import Hello, Joining, JoinProducer, pack
+from stream_balancer.transport.handshake import Joining, pack
 from stream_balancer.transport.puts import Limits, Mode, PutLedger, WireTicket, write_puts
+from stream_balancer.wire.messages import Hello, JoinProducer
 from stream_balancer.wire.share import PROTOCOL, Frame, Kind, read_frame
 
 TOKEN = "a token of the test"

@@ -21,7 +21,8 @@ from test_connect_hostile import raw
 
 import stream_balancer as sb
 from stream_balancer.controller.producers import attend
-from stream_balancer.transport.handshake import Hello, JoinFetcher, Joining, pack
+from stream_balancer.transport.handshake import Joining, pack
+from stream_balancer.wire.messages import Hello, JoinFetcher
 from stream_balancer.wire.partial_share import RemoteRollout
 from stream_balancer.wire.share import PROTOCOL, Frame, Kind
 

@@ -24,7 +24,9 @@ import stream_balancer as sb
 from stream_balancer.testing import make_rollout
 from stream_balancer.transport.gloo import pair as _gloo
 from stream_balancer.transport.gloo.joiner import parse_address
-from stream_balancer.transport.handshake import (
+from stream_balancer.transport.handshake import pack, proof_of
+from stream_balancer.transport.sockets import acceptor as _acceptor
+from stream_balancer.wire.messages import (
     Challenge,
     Hello,
     Join,
@@ -35,10 +37,7 @@ from stream_balancer.transport.handshake import (
     PairAddress,
     Refused,
     WelcomeRank,
-    pack,
-    proof_of,
 )
-from stream_balancer.transport.sockets import acceptor as _acceptor
 from stream_balancer.wire.share import PROTOCOL, Frame, Kind
 
 TOKEN = "the token of the test"

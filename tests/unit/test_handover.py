@@ -17,8 +17,8 @@ from stream_balancer.core.machine import BalancerCore
 from stream_balancer.errors import RolloutError, WireError
 from stream_balancer.types import MicroBatch, RankBatch, Rollout
 from stream_balancer.wire import share as wire
+from stream_balancer.wire.messages import Owner
 from stream_balancer.wire.partial_share import (
-    Holder,
     Lease,
     RemoteRollout,
     describe,
@@ -30,7 +30,7 @@ from stream_balancer.wire.partial_share import (
 )
 from stream_balancer.wire.share import Frame, encode
 
-A, B = Holder("127.0.0.1", 1, "secret", "a"), Holder("127.0.0.1", 2, "secret", "b")
+A, B = Owner("127.0.0.1", 1, "secret", "a"), Owner("127.0.0.1", 2, "secret", "b")
 MAX_BYTES = 2**20
 
 
@@ -52,7 +52,7 @@ def rollout(n: int, **fields: Any) -> Rollout:
     )
 
 
-def described(local: Rollout, holder: Holder, key: int, lease: Lease | None = None) -> RemoteRollout:
+def described(local: Rollout, holder: Owner, key: int, lease: Lease | None = None) -> RemoteRollout:
     frame, body = describe(encode(share([[local]]), narrow=False))
     raw = torch.frombuffer(bytearray(body), dtype=torch.uint8)
     return read_described(frame._replace(slab=key), raw, holder, lease or Lease())

@@ -13,26 +13,28 @@ from stream_balancer.errors import AlreadyInUseError, ClosedResourceError, WireE
 from stream_balancer.transport.handshake import (
     MAX_BYTES,
     Accepting,
+    Incoming,
+    Joining,
+    Message,
+    pack,
+    proof_of,
+    token_bytes,
+)
+from stream_balancer.wire.messages import (
     Challenge,
     Hello,
-    Incoming,
     Join,
     JoinFetcher,
-    Joining,
     JoinPeer,
     JoinProducer,
     JoinRank,
-    Message,
+    Owner,
     PairAddress,
     Refused,
     WelcomePeer,
     WelcomeProducer,
     WelcomeRank,
-    pack,
-    proof_of,
-    token_bytes,
 )
-from stream_balancer.wire.partial_share import Holder
 from stream_balancer.wire.share import PROTOCOL
 
 TOKEN = b"a token of sixteen or more"
@@ -43,7 +45,7 @@ MESSAGES: list[Message] = [
     Hello(PROTOCOL, bytes(16)),
     Challenge(bytes(16), bytes(32)),
     RANK,
-    JoinProducer("label", Holder("host", 1, "secret", "label"), b"proof"),
+    JoinProducer("label", Owner("host", 1, "secret", "label"), b"proof"),
     JoinProducer("label"),
     JoinFetcher(b"proof"),
     JoinPeer("0/0/1", 1, b"proof"),

@@ -28,10 +28,11 @@ from stream_balancer.transport.ray.object_store import (
     write_share,
 )
 from stream_balancer.types import MicroBatch, RankBatch, Rollout
-from stream_balancer.wire.partial_share import Holder, RemoteRollout
+from stream_balancer.wire.messages import Owner
+from stream_balancer.wire.partial_share import RemoteRollout
 from stream_balancer.wire.share import decode
 
-HOLDER = Holder("node", 0, "secret", "worker 7 on node abc")
+HOLDER = Owner("node", 0, "secret", "worker 7 on node abc")
 Store = dict[str, NDArray[np.uint8]]
 
 

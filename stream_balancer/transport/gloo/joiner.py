@@ -20,8 +20,9 @@ from torch._C._distributed_c10d import PrefixStore, Store
 
 from stream_balancer.errors import BrokenResourceError, ClosedResourceError, WireError
 from stream_balancer.transport.gloo.pair import receive_message
-from stream_balancer.transport.handshake import Join, Joining, Refused, Welcome, pack, token_bytes
+from stream_balancer.transport.handshake import Joining, pack, token_bytes
 from stream_balancer.transport.sockets.hub import keep_alive
+from stream_balancer.wire.messages import Join, Refused, Welcome
 
 __all__ = ["Directory", "Entry", "Joiner", "join_over", "parse_address"]
 

@@ -33,21 +33,12 @@ from stream_balancer.transport.gloo.endpoint import Pair
 from stream_balancer.transport.gloo.joiner import Directory, Entry, Joiner
 from stream_balancer.transport.gloo.links import ControllerLink, Decode, PortBase
 from stream_balancer.transport.gloo.pair import PAIR_TIMEOUT_S, meet
-from stream_balancer.transport.handshake import (
-    Join,
-    JoinPeer,
-    JoinProducer,
-    JoinRank,
-    Refused,
-    WelcomeProducer,
-    WelcomeRank,
-    pack,
-    token_bytes,
-)
+from stream_balancer.transport.handshake import pack, token_bytes
 from stream_balancer.transport.puts import Limits
 from stream_balancer.transport.sockets.acceptor import Acceptor, Meetings, refuse, send_now
 from stream_balancer.transport.sockets.hub import Connection, Hub, is_loopback, listen
 from stream_balancer.transport.sockets.producers import Intake, Outlet
+from stream_balancer.wire.messages import Join, JoinPeer, JoinProducer, JoinRank, Refused, WelcomeProducer, WelcomeRank
 from stream_balancer.wire.share import decode
 
 __all__ = ["GlooPort", "TorchTransport", "current_world", "join_pair", "open_outlet"]

@@ -29,7 +29,7 @@ from stream_balancer.transport.puts import Limits, Mode, Offer, Withdrawal, reas
 from stream_balancer.transport.ray.channel import Message, Peer, cause_of
 from stream_balancer.transport.ray.object_store import Lost, Share, Stored, read_bundle, read_whole, write_share
 from stream_balancer.types import RankBatch, Rollout
-from stream_balancer.wire.partial_share import Holder
+from stream_balancer.wire.messages import Owner
 
 __all__ = ["RayIntake", "RayLink"]
 
@@ -146,7 +146,7 @@ class RayIntake:
 
     def __init__(self, peer: Peer, label: str, node: str, limits: Limits, *, direct: bool, restarts: bool) -> None:
         self.name = label
-        self.holder = Holder(node, 0, secrets.token_hex(8), label) if direct else None
+        self.holder = Owner(node, 0, secrets.token_hex(8), label) if direct else None
         """Whose tokens stay in the store."""
         self._peer = peer
         self._inbox: deque[Offer | Withdrawal] = deque()

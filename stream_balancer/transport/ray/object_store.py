@@ -24,7 +24,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from stream_balancer.types import SUPPORTED_DTYPES, MicroBatch, RankBatch, Rollout
-from stream_balancer.wire.partial_share import Holder, Lease, RemoteRollout, Skeleton, _Skeleton, payload
+from stream_balancer.wire.messages import Owner
+from stream_balancer.wire.partial_share import Lease, RemoteRollout, Skeleton, _Skeleton, payload
 from stream_balancer.wire.share import (
     _DECODER,
     _ENCODER,
@@ -129,7 +130,7 @@ def read_whole(described: bytes, slab: Tensor) -> list[Rollout]:
 _NOTHING: dict[str, Any] = {}  # one for all: fewer objects for the garbage collector
 
 
-def read_bundle(described: bytes, stored: Stored, holder: Holder) -> list[Rollout]:
+def read_bundle(described: bytes, stored: Stored, holder: Owner) -> list[Rollout]:
     """The rollouts of a bundle, without their tokens. O(rollouts x columns)."""
     _, meta, stored.plan = _described(described)
     longest = max(meta.lengths)

@@ -15,18 +15,9 @@ from contextlib import suppress
 from typing import Any
 
 from stream_balancer.errors import WireError
-from stream_balancer.transport.handshake import (
-    Accepting,
-    Challenge,
-    Incoming,
-    Join,
-    JoinPeer,
-    Message,
-    Refused,
-    WelcomePeer,
-    pack,
-)
+from stream_balancer.transport.handshake import Accepting, Incoming, Message, pack
 from stream_balancer.transport.sockets.hub import Hub, Listener, Served, keep_alive
+from stream_balancer.wire.messages import Challenge, Join, JoinPeer, Refused, WelcomePeer
 
 __all__ = ["Acceptor", "Meetings", "refuse", "send_now"]
 

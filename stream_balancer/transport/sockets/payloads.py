@@ -25,11 +25,12 @@ from torch import Tensor
 
 from stream_balancer.errors import ClosedResourceError, ProducerLostError, WireError
 from stream_balancer.transport.gloo.joiner import join_over
-from stream_balancer.transport.handshake import JoinFetcher, Joining, WelcomeProducer
+from stream_balancer.transport.handshake import Joining
 from stream_balancer.transport.sockets.acceptor import Acceptor, send_now
 from stream_balancer.transport.sockets.hub import Connection, Hub, keep_alive, listen, unexpected
 from stream_balancer.types import Rollout
-from stream_balancer.wire.partial_share import Holder, Skeleton, payload, read_skeleton
+from stream_balancer.wire.messages import JoinFetcher, Owner, WelcomeProducer
+from stream_balancer.wire.partial_share import Skeleton, payload, read_skeleton
 from stream_balancer.wire.share import FRAME_BYTES, Frame, Kind, read_frame
 
 __all__ = ["Fetcher", "Payloads"]
@@ -56,11 +57,11 @@ class Payloads:
     def __len__(self) -> int:
         return len(self._held)
 
-    def listen(self, host: str, label: str) -> Holder:
+    def listen(self, host: str, label: str) -> Owner:
         """Listen for ranks on ``host``; where. Raises ValueError or OSError if that is not possible."""
         self.close()
         self._socket = listen(host)
-        return Holder(host, self._socket.getsockname()[1], self.secret, label)
+        return Owner(host, self._socket.getsockname()[1], self.secret, label)
 
     def serve(self, hub: Hub) -> None:
         """Let ranks in who know the secret. In the hub's thread."""
@@ -134,7 +135,7 @@ class Fetcher:
     """Completes a rank's skeletons. One thread fetches; :meth:`close` may come from any."""
 
     def __init__(self) -> None:
-        self._open: dict[Holder, socket.socket] = {}
+        self._open: dict[Owner, socket.socket] = {}
         self._lock = threading.Lock()
         self._closed = False
 
@@ -175,14 +176,14 @@ class Fetcher:
         for holder in list(self._open):
             self._forget(holder)
 
-    def _forget(self, holder: Holder) -> None:
+    def _forget(self, holder: Owner) -> None:
         with self._lock:
             sock = self._open.pop(holder, None)
         if sock is not None:
             sock.close()
 
-    def _fetch(self, holder: Holder, keys: Sequence[int], targets: Sequence[Tensor]) -> None:
-        here = _HERE.get(holder.secret)
+    def _fetch(self, holder: Owner, keys: Sequence[int], targets: Sequence[Tensor]) -> None:
+        here = _HERE.get(holder.token)
         if here is not None:
             _copy(here, keys, targets)
             return
@@ -203,7 +204,7 @@ class Fetcher:
             )
         _receive(sock, targets)
 
-    def _connected(self, holder: Holder) -> socket.socket:
+    def _connected(self, holder: Owner) -> socket.socket:
         sock = self._open.get(holder)
         if sock is None:
             sock = socket.create_connection((holder.host, holder.port), timeout=_CONNECT_S)
@@ -213,7 +214,7 @@ class Fetcher:
             if self._closed:
                 raise ClosedResourceError
             try:
-                join_over(sock, Joining(holder.secret.encode(), JoinFetcher()))
+                join_over(sock, Joining(holder.token.encode(), JoinFetcher()))
             except (ValueError, WireError) as error:
                 raise ConnectionRefusedError(f"somebody else listens where it did: {error}") from None
         return sock
@@ -245,7 +246,7 @@ def _receive(sock: socket.socket, targets: Iterable[Tensor]) -> None:
             count -= min(count, len(space))
 
 
-def _lost(skeleton: Skeleton, holder: Holder, places: Sequence[int], error: Exception) -> ProducerLostError:
+def _lost(skeleton: Skeleton, holder: Owner, places: Sequence[int], error: Exception) -> ProducerLostError:
     name = skeleton.name(places[0])
     more = f" and {len(places) - 1} more" if len(places) > 1 else ""
     return ProducerLostError(

@@ -24,7 +24,6 @@ from torch import Tensor
 
 from stream_balancer.errors import BrokenResourceError, ClosedResourceError, EndOfStream, WireError, to_raise
 from stream_balancer.transport.gloo.joiner import Joiner
-from stream_balancer.transport.handshake import JoinProducer, WelcomeProducer
 from stream_balancer.transport.puts import (
     ENDED,
     Limits,
@@ -43,6 +42,7 @@ from stream_balancer.transport.puts import (
 from stream_balancer.transport.sockets.hub import Connection, Hub, unexpected
 from stream_balancer.transport.sockets.payloads import Payloads
 from stream_balancer.types import Rollout
+from stream_balancer.wire.messages import JoinProducer, WelcomeProducer
 from stream_balancer.wire.partial_share import Lease, RemoteRollout, read_described
 from stream_balancer.wire.share import Frame, Kind
 

@@ -1,0 +1,137 @@
+"""What a channel is: ordered messages with buffers behind them, and one notice when the other side is gone.
+
+::
+
+    RankSession, ProducerSession (controller)      RankPort (rank)      ProducerPort (producer)
+            '--------- Channel: gloo pair | shared memory | TCP socket | Ray actor calls | memory ---------'
+
+Above a channel there are sessions: state machines that decide what a message means and what may come now. They are
+written once and run over every kind of channel. A channel decides nothing; whoever wants another transport writes one
+of these and hands it to the acceptor.
+
+Rules that every channel keeps, and that :func:`stream_balancer.testing.check_channel` checks: messages arrive in order;
+``admit`` is asked before a byte is allocated; a message is delivered whole or not at all; ``ended`` is called once, and
+last; the memory of a source is held until the peer has it; no wait expires by itself; ``abort`` joins all threads.
+
+Only definitions: no socket, no thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple, Protocol, TypeAlias
+
+import torch
+from torch import Tensor
+
+from stream_balancer.errors import WireError
+from stream_balancer.wire.messages import Message
+
+__all__ = ["Channel", "Outgoing", "PeerClosed", "Receiver", "Sendable", "Session", "Source", "unexpected"]
+
+
+class Source(NamedTuple):
+    """A buffer to be sent, written where the channel wants it when its turn comes."""
+
+    size: int
+    """Bytes."""
+    fill: Callable[[Tensor], Iterator[int]]
+    """Writes into ``[size]`` uint8; yields how many leading bytes are final, so that packing overlaps with sending."""
+    pieces: Callable[[], Sequence[Tensor]] | None = None
+    """The same bytes as they lie, ``[n]`` uint8 each, for a channel that can gather them without a copy."""
+
+
+class Outgoing(NamedTuple):
+    """A message, and the buffers behind it."""
+
+    message: Message
+    sources: Sequence[Source] = ()
+    references: Sequence[object] = ()
+    """Handles that only this kind of channel can carry (Ray's object references); sessions pass them through."""
+
+
+class PeerClosed(Exception):  # noqa: N818 - not a fault
+    """The peer closed the channel on purpose, and everything it had sent was delivered. ``str()`` is its reason."""
+
+
+class Receiver(Protocol):
+    """A session, as its channel sees it. Called in the channel's own thread, one call at a time; what it raises ends
+    the channel."""
+
+    def admit(self, message: Message, sizes: Sequence[int]) -> Sequence[int]:
+        """The bytes to allocate for each buffer, at least its size. Raises WireError unless this may come now."""
+        ...
+
+    def allocate(self, size: int) -> Tensor:
+        """``[size]`` uint8 to receive into. Not called for bytes that are here already, as in shared memory."""
+        ...
+
+    def receive(self, message: Message, buffers: Sequence[Tensor], references: Sequence[object]) -> None:
+        """A message and all its buffers have arrived."""
+        ...
+
+    def ended(self, error: Exception) -> None:
+        """Nothing more comes: PeerClosed, WireError, or what the network says. Called once, and last."""
+        ...
+
+    def stalled(self, seconds: float) -> None:
+        """The peer has given no sign of life for that long; 0.0: it answers again. Never a loss."""
+        ...
+
+
+class Channel(Protocol):
+    """One connection. Methods may be called from any thread unless ``threads`` is False."""
+
+    threads: bool
+    """False: lives in one event loop, and every call is made there."""
+    narrow: bool
+    """Whether fewer bytes are cheaper here: not in shared memory."""
+
+    def start(self, receiver: Receiver) -> None:
+        """Begin to receive. Called once."""
+        ...
+
+    def send(self, item: Sendable) -> None:
+        """Queue a message, or what makes one when its turn comes: packing a batch takes milliseconds, which belong to
+        the channel's thread. Ordered, never blocks. What is sent after :meth:`close` or the end is dropped; a
+        callable that raises ends the channel with its own error."""
+        ...
+
+    def close(self, reason: str = "") -> None:
+        """Let what was sent arrive, then the peer's ``ended(PeerClosed(reason))``. Never blocks. Idempotent."""
+        ...
+
+    def wait_closed(self, timeout_s: float) -> None:
+        """Wait until the peer has closed too, or is gone. Blocks, unless ``threads`` is False."""
+        ...
+
+    def abort(self) -> None:
+        """Release everything, threads included, in milliseconds. The peer sees a loss unless both have closed."""
+        ...
+
+
+Sendable: TypeAlias = Outgoing | Callable[[Channel], Outgoing]
+
+
+class Session:
+    """What most receivers have in common: no buffers may come, and they are allocated as they are."""
+
+    def admit(self, message: Message, sizes: Sequence[int]) -> Sequence[int]:
+        """See :class:`Receiver`."""
+        if sizes:
+            raise unexpected(message, "no buffers are expected")
+        return ()
+
+    def allocate(self, size: int) -> Tensor:
+        """See :class:`Receiver`."""
+        return torch.empty(size, dtype=torch.uint8)
+
+    def stalled(self, seconds: float) -> None:
+        """See :class:`Receiver`."""
+
+
+def unexpected(message: Message, state: str) -> WireError:
+    """A message that may not come in this state."""
+    return WireError(
+        f"a {type(message).__name__} message may not come while {state}. Install one stream_balancer everywhere"
+    )

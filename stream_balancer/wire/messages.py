@@ -1,0 +1,433 @@
+"""Every message between controller, rank and producer: one type each, one tag each, no field with two meanings.
+
+::
+
+    on a channel   msgpack of (sizes of the buffers behind it, message), then the buffers
+    C controller   R rank   P producer   O owner of payloads (a producer, for the ranks that fetch from it)
+
+A message is an array whose first entry is its tag (:class:`Message`), so a message is a few dozen bytes. Anything else
+that a peer sends raises :class:`~stream_balancer.errors.WireError` in :func:`decode_message`. Texts and tuples are
+bounded here; numbers are checked by the session that receives them, which knows what may come now. What a batch or a
+put looks like inside its buffer is :mod:`stream_balancer.wire.share`.
+
+Only definitions, and bytes to messages and back: no socket, thread, clock or torch.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, TypeAlias
+
+import msgspec
+
+from stream_balancer.errors import WireError
+
+__all__ = [
+    "MAX_ENTRIES",
+    "MAX_TEXT",
+    "PROTOCOL",
+    "Accepted",
+    "Batch",
+    "Cancel",
+    "Challenge",
+    "Close",
+    "Denominators",
+    "DropPayloads",
+    "End",
+    "Hello",
+    "Join",
+    "JoinFetcher",
+    "JoinPeer",
+    "JoinProducer",
+    "JoinRank",
+    "MapBuffer",
+    "Message",
+    "MissingRollout",
+    "Owner",
+    "PairAddress",
+    "PartialBatch",
+    "Payloads",
+    "PayloadsFetched",
+    "ProbeMemory",
+    "ProbeResult",
+    "Put",
+    "PutGroup",
+    "PutRefused",
+    "Refused",
+    "ReleaseBuffers",
+    "RolloutHeader",
+    "SharedBuffers",
+    "StepHeld",
+    "StepReport",
+    "Taken",
+    "WantPayloads",
+    "Welcome",
+    "WelcomePeer",
+    "WelcomeProducer",
+    "WelcomeRank",
+    "decode_message",
+    "encode_message",
+]
+
+PROTOCOL = 4
+"""Version of everything that crosses a channel. Peers that differ refuse each other in the handshake."""
+MAX_TEXT = 65_536
+"""Characters of a text in a message."""
+MAX_ENTRIES = 65_536
+"""Entries of a tuple in a message; what is longer travels as several messages, or in a buffer."""
+
+Text: TypeAlias = Annotated[str, msgspec.Meta(max_length=MAX_TEXT)]
+Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0)]
+"""A number of bytes, rollouts, steps. The upper bound is the session's."""
+Numbers: TypeAlias = Annotated[tuple[Count, ...], msgspec.Meta(max_length=MAX_ENTRIES)]
+Seconds: TypeAlias = float
+
+
+class Message(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False):
+    """A tag and its fields, as a msgpack array."""
+
+
+# --- channel control: never reaches a session -------------------------------------------------------------------------
+
+
+class Close(Message, frozen=True, tag=1):
+    """Either end: I send nothing after this. An empty reason: all is well."""
+
+    reason: Text = ""
+
+
+class ProbeMemory(Message, frozen=True, tag=2):
+    """C to R: can you open file ``fd`` of process ``pid``, and is ``nonce`` at its start?"""
+
+    pid: Count
+    fd: Count
+    nonce: bytes
+
+
+class ProbeResult(Message, frozen=True, tag=3):
+    """R to C: yes or no. Without a yes, bytes go through the connection."""
+
+    ok: bool
+
+
+class MapBuffer(Message, frozen=True, tag=4):
+    """C to R: shared buffer ``number`` is my file ``fd``, ``size`` bytes long; size 0: forget it."""
+
+    number: Count
+    fd: Count
+    size: Count
+
+
+class SharedBuffers(Message, frozen=True, tag=5):
+    """C to R: the buffers of the next message lie in these shared ones; no bytes follow it."""
+
+    numbers: Numbers
+
+
+class ReleaseBuffers(Message, frozen=True, tag=6):
+    """R to C: the last tensor over each of these shared buffers has died."""
+
+    numbers: Numbers
+
+
+# --- handshake (:mod:`stream_balancer.transport.handshake`) -----------------------------------------------------------
+
+
+class Owner(msgspec.Struct, frozen=True):
+    """A producer that keeps payloads, and how a rank reaches it."""
+
+    host: str
+    port: int
+    token: str
+    label: str
+
+
+class PairAddress(Message, frozen=True, tag=9):
+    """Either end, once welcome: where my end of the gloo pair listens."""
+
+    address: bytes
+    """What gloo calls it."""
+    nonce: bytes
+
+
+class Hello(Message, frozen=True, tag=10):
+    """The joiner's first message; nothing else is read before the proof."""
+
+    protocol: int
+    nonce: bytes
+
+
+class Challenge(Message, frozen=True, tag=11):
+    """The acceptor's proof that it knows the token."""
+
+    nonce: bytes
+    proof: bytes
+
+
+class JoinRank(Message, frozen=True, tag=12):
+    """R to C: a rank asks for its batches."""
+
+    rank: int
+    dp_size: int
+    incarnation: int
+    depth: int
+    """Batches it has room for: its credits."""
+    max_batch_bytes: int
+    proof: bytes = b""
+
+
+class JoinProducer(Message, frozen=True, tag=13):
+    """P to C: a producer asks to put rollouts."""
+
+    label: Text
+    owner: Owner | None = None
+    """Where ranks fetch what it keeps; None: everything travels to the controller."""
+    proof: bytes = b""
+
+
+class WelcomeRank(Message, frozen=True, tag=14):
+    """C to R: its credits are ``depth`` from now on."""
+
+
+class WelcomeProducer(Message, frozen=True, tag=15):
+    """C to P: what may be on its way without a reply. O to a fetching rank: zeros."""
+
+    staged_bytes: Count
+    max_put_bytes: Count
+
+
+class Refused(Message, frozen=True, tag=16):
+    """Either end: no, and why; the connection ends."""
+
+    reason: Literal["busy", "value", "closed", "authentication", "protocol"]
+    text: Text
+
+
+class JoinFetcher(Message, frozen=True, tag=17):
+    """R to O: a rank asks to fetch payloads."""
+
+    proof: bytes = b""
+
+
+class JoinPeer(Message, frozen=True, tag=18):
+    """One of two processes of a DP rank, which look for each other under one key."""
+
+    key: Text
+    side: Literal[0, 1]
+    proof: bytes = b""
+
+
+class WelcomePeer(Message, frozen=True, tag=19):
+    """To each of the two: the other one is here."""
+
+
+# --- controller and rank ----------------------------------------------------------------------------------------------
+
+
+class Batch(Message, frozen=True, tag=20):
+    """C to R: a rank batch. One buffer: its description and its columns. Uses a credit."""
+
+    step: Count
+    rank: Count
+    dp_size: Count
+    meta_bytes: Count
+    """Bytes of msgpack at the start of the buffer."""
+    meta_crc: Count
+    wire_bytes: Count
+    """Bytes that are sent."""
+    total_bytes: Count
+    """Bytes the receiver allocates: the buffer, and room for columns that travel narrowed."""
+
+
+class PartialBatch(Message, frozen=True, tag=21):
+    """C to R: a rank batch some of whose payloads lie elsewhere. One buffer: the description, where each payload lies,
+    and the payloads that came along. Uses a credit."""
+
+    step: Count
+    rank: Count
+    dp_size: Count
+    meta_bytes: Count
+    meta_crc: Count
+    wire_bytes: Count
+    num_elsewhere: Count
+    """Rollouts whose payload the rank fetches."""
+
+
+class Taken(Message, frozen=True, tag=22):
+    """R to C: ``total`` batches left the queue since the join; the credits are ``depth - (sent - total)``. Absolute, so
+    the latest one says everything."""
+
+    total: Count
+
+
+class StepReport(Message, frozen=True, tag=23):
+    """R to C: the step is done. Acknowledgement and timing."""
+
+    step: Count
+    seconds: Seconds
+    """From the trainer taking the batch to its asking for the next one."""
+    compute_s: Seconds | None = None
+    """Of these, what the trainer computed by itself, if it timed that."""
+    waited_s: Seconds = 0.0
+    """From the trainer asking for the batch to its taking it."""
+
+
+class StepHeld(Message, frozen=True, tag=29):
+    """R to C: the trainer is through with the step and asks for more, but acknowledges it later
+    (``auto_ack=False``). Fields as in :class:`StepReport`."""
+
+    step: Count
+    seconds: Seconds
+    compute_s: Seconds | None = None
+    waited_s: Seconds = 0.0
+
+
+class MissingRollout(msgspec.Struct, frozen=True, array_like=True):
+    """A rollout whose payload is gone with its owner."""
+
+    index: Count
+    """Its place in the rank batch."""
+    rollout_id: Text
+    owner: Text
+    cause: Text
+
+
+class PayloadsFetched(Message, frozen=True, tag=24):
+    """R to C: a :class:`PartialBatch` is complete but for these, which are padding copies of weight 0 now."""
+
+    step: Count
+    missing: Annotated[tuple[MissingRollout, ...], msgspec.Meta(max_length=MAX_ENTRIES)] = ()
+
+
+class Denominators(Message, frozen=True, tag=25):
+    """C to R: what every rank divides by in this step. Final, and the same on all ranks."""
+
+    step: Count
+    rollouts: Count
+    tokens: Count
+    loss_tokens: Count
+
+
+class End(Message, frozen=True, tag=27):
+    """C to R: no more batches. C to P: no more puts are taken."""
+
+
+# --- controller and producer ------------------------------------------------------------------------------------------
+
+
+class RolloutHeader(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """What is in a rollout's buffer."""
+
+    meta_bytes: Count
+    meta_crc: Count
+    wire_bytes: Count
+    """Bytes of the buffer behind the message."""
+    total_bytes: Count
+    """Bytes of the rollout, wherever its payload lies."""
+    payload: Count | None = None
+    """The producer keeps the payload under this number, and the buffer holds the description only. None: all is in
+    the buffer."""
+
+
+class Put(Message, frozen=True, tag=40):
+    """P to C: one rollout. Puts and groups of a channel are numbered from 0, without gaps."""
+
+    number: Count
+    rollout: RolloutHeader
+    wait: bool = True
+    """False: ``put_nowait``, refused if there is no room."""
+
+
+class PutGroup(Message, frozen=True, tag=41):
+    """P to C: several rollouts, all or none. One buffer for each."""
+
+    number: Count
+    rollouts: Annotated[tuple[RolloutHeader, ...], msgspec.Meta(min_length=1, max_length=MAX_ENTRIES)]
+
+
+class Cancel(Message, frozen=True, tag=43):
+    """P to C: the put is not wanted any more. Its reply comes all the same."""
+
+    number: Count
+
+
+class Accepted(Message, frozen=True, tag=44):
+    """C to P: the balancer holds these puts."""
+
+    numbers: Numbers
+
+
+class PutRefused(Message, frozen=True, tag=45):
+    """C to P: the put was not accepted."""
+
+    number: Count
+    reason: Literal["cancelled", "rollout", "duplicate", "ended", "full", "type", "value", "journal", "other"]
+    text: Text
+
+
+class DropPayloads(Message, frozen=True, tag=48):
+    """C to P: nobody needs these payloads any more."""
+
+    keys: Numbers
+
+
+# --- rank and owner of payloads ---------------------------------------------------------------------------------------
+
+
+class WantPayloads(Message, frozen=True, tag=60):
+    """R to O: send these payloads."""
+
+    number: Count
+    keys: Numbers
+
+
+class Payloads(Message, frozen=True, tag=61):
+    """O to R: those of :class:`WantPayloads`, but for the missing ones. One buffer a payload, in the order asked."""
+
+    number: Count
+    missing: Numbers = ()
+
+
+Join: TypeAlias = JoinRank | JoinProducer | JoinFetcher | JoinPeer
+Welcome: TypeAlias = WelcomeRank | WelcomeProducer | WelcomePeer
+Control: TypeAlias = Close | ProbeMemory | ProbeResult | MapBuffer | SharedBuffers | ReleaseBuffers
+Conversation: TypeAlias = (
+    Batch
+    | PartialBatch
+    | Taken
+    | StepReport
+    | StepHeld
+    | PayloadsFetched
+    | Denominators
+    | End
+    | Put
+    | PutGroup
+    | Cancel
+    | Accepted
+    | PutRefused
+    | DropPayloads
+    | WantPayloads
+    | Payloads
+)
+
+_decoder: msgspec.msgpack.Decoder[tuple[tuple[int, ...], Any]] = msgspec.msgpack.Decoder(
+    tuple[Numbers, Control | Conversation]
+)
+_encoder = msgspec.msgpack.Encoder()
+
+
+def encode_message(message: Message, sizes: tuple[int, ...] = ()) -> bytes:
+    """The message and the sizes in bytes of the buffers behind it, as msgpack.
+
+    Example:
+        >>> decode_message(encode_message(Taken(7)))
+        ((), Taken(total=7))
+    """
+    return _encoder.encode((sizes, message))
+
+
+def decode_message(raw: bytes | memoryview) -> tuple[tuple[int, ...], Message]:
+    """What :func:`encode_message` made. Raises WireError for anything else."""
+    try:
+        return _decoder.decode(raw)
+    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError, ValueError) as error:
+        raise WireError(f"a message that cannot be read: {error}. Install one stream_balancer everywhere") from None
