@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from stream_balancer.controller.blocking import BlockingBalancer, blocking
     from stream_balancer.controller.journal import Journal, Recovered
     from stream_balancer.controller.serve import serve
+    from stream_balancer.core.observer import Observer
     from stream_balancer.cost import CalibratedCost, CostModel, PaddedCost, QuadraticCost, TokenCost, TransformerCost
     from stream_balancer.errors import (
         AlreadyInUseError,
@@ -69,6 +70,7 @@ __all__ = [
     "Journal",
     "JournalError",
     "MicroBatch",
+    "Observer",
     "PaddedCost",
     "Producer",
     "ProducerLostError",
@@ -108,6 +110,7 @@ _NAMES_OF = {
     "producer.client": "BlockingProducer Producer connect",
     "cost": "CalibratedCost CostModel PaddedCost QuadraticCost TokenCost TransformerCost",
     "controller.serve": "serve",
+    "core.observer": "Observer",
     "errors": "AlreadyInUseError BrokenResourceError BusyResourceError ClosedResourceError ConfigError "
     "DuplicateRolloutError EndOfStream JournalError ProducerLostError RankLostError RolloutError TraceError WireError "
     "WouldBlock",

@@ -26,7 +26,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import TracebackType
-from typing import Any, Literal, Protocol, Self, TypeAlias
+from typing import Any, Self, TypeAlias
 
 import anyio
 import anyio.lowlevel
@@ -43,6 +43,7 @@ from stream_balancer.core.accept import Accept, Judging, ask, verdict_of
 from stream_balancer.core.admission import check_group
 from stream_balancer.core.diagnosis import RankState, Taker, why_no_batch
 from stream_balancer.core.machine import BalancerCore
+from stream_balancer.core.observer import Observer
 from stream_balancer.core.staleness import Pacer, check_pacing
 from stream_balancer.errors import AlreadyInUseError, ClosedResourceError, WouldBlock
 from stream_balancer.planning import Plan
@@ -50,21 +51,9 @@ from stream_balancer.tools.recorder import Recorder
 from stream_balancer.transport.threads import OfOneProcess
 from stream_balancer.types import Batch, EvictReason, Rollout, Snapshot, Statistics, Straggler
 
-__all__ = ["Batches", "Observer", "StreamBalancer"]
+__all__ = ["Batches", "StreamBalancer"]
 
 _log = logging.getLogger("stream_balancer.balancer")
-
-
-class Observer(Protocol):
-    """Is told of every batch, in the event loop's thread. What it raises is logged and goes no further."""
-
-    def dispatched(self, batch: Batch) -> object:
-        """It leaves now; also when it is given again."""
-        ...
-
-    def acknowledged(self, batch: Batch) -> object:
-        """It has been trained on."""
-        ...
 
 
 class StreamBalancer(OfOneProcess):
@@ -108,8 +97,9 @@ class StreamBalancer(OfOneProcess):
         """What the journal held when this balancer was entered; None without a journal."""
         self._on_evict = on_evict
         self._accept = accept
-        self.observers: list[Observer] = []
-        """Who is told of every batch: tracers, recorders. Append yours."""
+        self.observers: list[Observer] = self._core.observers
+        """Observers of what happens (:class:`Observer`), notified in this order in the event loop's thread. Append
+        yours."""
         self._puts = ParkedPuts()
         self._pacer = Pacer()
         self._reservers: Queue[ParkedReserve] = Queue()
@@ -399,7 +389,6 @@ class StreamBalancer(OfOneProcess):
                 self._wake_next_reserver()
                 if self._journal is not None:
                     await self._write_plan(self._journal, batch)
-                self._tell("dispatched", batch)
                 return batch
             if self._core.finished:
                 return None
@@ -476,7 +465,6 @@ class StreamBalancer(OfOneProcess):
     def _acknowledged(self, batch: Batch) -> None:
         if self._journal is not None:
             self._journal.acknowledged(batch)
-        self._tell("acknowledged", batch)
 
     def nack(self, step: int) -> None:
         """A batch was not trained on after all (the step failed): ``batches()`` gives it again, next, with the same
@@ -798,13 +786,6 @@ class StreamBalancer(OfOneProcess):
             raise ClosedResourceError(
                 "put() on a closed balancer: aclose() was called, or its 'async with' block was left"
             )
-
-    def _tell(self, news: Literal["dispatched", "acknowledged"], batch: Batch) -> None:
-        for observer in tuple(self.observers):
-            try:
-                getattr(observer, news)(batch)
-            except Exception:  # noqa: BLE001  # not the balancer's; see Observer
-                _log.exception("observer %r failed", observer)
 
     def _tell_evicted(self) -> None:
         for rollout, reason in self._core.take_evicted():

@@ -18,12 +18,13 @@ from types import TracebackType
 from typing import Any, Concatenate, Generic, Literal, ParamSpec, Self, TypeVar, cast
 
 from stream_balancer.config import BalancerConfig
-from stream_balancer.controller.balancer import Batches, Observer, StreamBalancer
+from stream_balancer.controller.balancer import Batches, StreamBalancer
 from stream_balancer.controller.checkpoint import state_dict
 from stream_balancer.controller.journal import Journal, Recovered
 from stream_balancer.controller.reservations import Reservation, Slot
 from stream_balancer.controller.serve import serve
 from stream_balancer.core.accept import Accept
+from stream_balancer.core.observer import Observer
 from stream_balancer.transport.calls import Call, CallLoop, LoopEndedError, as_async
 from stream_balancer.transport.gloo.torch_dist import TorchTransport
 from stream_balancer.transport.threads import OfOneProcess, refuse_in_event_loop
@@ -152,7 +153,7 @@ class BlockingBalancer(OfOneProcess):
 
     @property
     def observers(self) -> list[Observer]:
-        """Who is told of every batch, in the event loop's thread. Append yours."""
+        """Observers of what happens, notified in the event loop's thread. Append yours."""
         return self._balancer.observers
 
     # -- anything in the event loop --------------------------------------------------------------------------------

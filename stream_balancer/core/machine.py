@@ -53,6 +53,7 @@ from stream_balancer.core.derived import (
     tracked_group_size,
 )
 from stream_balancer.core.idle_time import IdleTimes
+from stream_balancer.core.observer import Event, Observers
 from stream_balancer.core.staleness import Pacer
 from stream_balancer.errors import ClosedResourceError, ConfigError, DuplicateRolloutError, RolloutError, WouldBlock
 from stream_balancer.planning import Plan, PlanKnobs, Waiting, plan_batch
@@ -110,6 +111,8 @@ class BalancerCore:
     def __init__(self, config: BalancerConfig, *, tolerance: float = TOLERANCE) -> None:
         """``tolerance``: how near to the lower bound partitions are sought; simulations may do with less."""
         self.config = config
+        self.observers = Observers()
+        """Who is notified of every event, in this order; see :mod:`stream_balancer.core.observer`."""
         self._tolerance = tolerance
         self._knobs = plan_knobs(config, tolerance)
         self._calibration = calibration_of(config)
@@ -124,6 +127,7 @@ class BalancerCore:
         self._training_ages = TrainingAges()
         self._to_redeliver: deque[Batch] = deque()  # a restored balancer's batches in flight, before anything new
         self._evicted: list[tuple[Rollout, EvictReason]] = []
+        self._unpublished: list[tuple[Rollout, EvictReason]] = []  # evicted by the call that is running
         self._step_seconds: dict[int, dict[int, _StepSeconds]] = {}  # step, rank
         self._idle = IdleTimes(config.dp_size)
         self._has_own_costs = False  # some rollout brought its own
@@ -194,6 +198,7 @@ class BalancerCore:
         cost = self.check(rollout)
         self._check_room([rollout])
         self._take(rollout, cost, now)
+        self._publish("accepted", [rollout], now)
 
     def add_all(self, rollouts: Sequence[Rollout], now: float) -> None:
         """Take all of several rollouts, or none. Raises like ``add``; RolloutError if they could never fit. O(k log
@@ -202,6 +207,7 @@ class BalancerCore:
         self._check_room(rollouts)
         for rollout, cost in zip(rollouts, costs, strict=True):
             self._take(rollout, cost, now)
+        self._publish("accepted", rollouts, now)
 
     def with_loss_masks(self, rollouts: Sequence[Rollout]) -> list[Rollout]:
         """The rollouts as they may be added: their masks called ``loss_mask``. Raises RolloutError."""
@@ -299,6 +305,7 @@ class BalancerCore:
             self._count_ages()
         for rollout in gone:
             self._evict(rollout, "filtered")
+        self._publish()
 
     def room_to_begin(self, pacer: Pacer) -> int:
         """How many more rollouts may be begun elsewhere, so that none will be too old. O(n) under ``max_staleness``."""
@@ -368,6 +375,7 @@ class BalancerCore:
         if self._to_redeliver:
             batch = self._to_redeliver.popleft()
             self._note_begun()
+            self._publish("dispatched", batch)
             return batch
         if now < self.next_wakeup() or not len(self._buffer):
             return None
@@ -386,7 +394,9 @@ class BalancerCore:
         if self._auto is not None and not self._ended:
             self._auto.observe(waiting, self._knobs)
             self.config = self.config.at_window(self._auto.window)
+        self.observers.emit("planned", waiting, self._knobs, reason)
         self._commit(batch, plan)
+        self._publish("dispatched", batch)
         return batch
 
     def preview(self, now: float) -> tuple[Plan, int] | None:
@@ -515,6 +525,7 @@ class BalancerCore:
         self._begun.discard(step)
         self._worked.discard(step)
         self._step_is_behind()
+        self._publish("acknowledged", batch)
         return batch
 
     def worked_through(self, step: int) -> None:
@@ -617,15 +628,17 @@ class BalancerCore:
         of_all = [of_step[rank] for rank in range(self.config.dp_size)]
         busy = [one.seconds for one in of_all]
         self._counts.record_seconds(busy)
-        slowness = None
+        slowness, factor = None, 1.0
         if self._calibration is not None and all(one.own for one in of_all):
             if self._calibration.observe(step, busy):
-                self._reprice()
+                factor = self._reprice()
             slowness = self._calibration.slowness()
         batch = self._in_flight.get(step)
         if batch is not None:
             waited = [one.waited_s for one in of_all]
             self._idle.record(batch, busy, waited, [one.ready_s for one in of_all], now, slowness)
+        if factor != 1.0:
+            self._publish("repriced", factor)
 
     @property
     def last_step_seconds(self) -> tuple[float, ...]:
@@ -642,15 +655,18 @@ class BalancerCore:
     def _cost_model(self) -> Callable[[NDArray[np.int64]], NDArray[np.float64]]:
         return self.config.cost if self._calibration is None else self._calibration.cost
 
-    def _reprice(self) -> None:
-        """Plan with what the cost model says now. O(n); O(n) calls of the model where rollouts bring their own cost."""
+    def _reprice(self) -> float:
+        """Plan with what the cost model says now. -> the waiting rollouts' cost over what it was. O(n); O(n) calls of
+        the model where rollouts bring their own cost."""
         rollouts = self._buffer.rollouts() if self._has_own_costs else []
         if rollouts:
             costs = np.array([cost_of(r, self._cost_model) for r in rollouts], dtype=np.float64)
         else:
             costs = np.asarray(self._cost_model(self._buffer.lengths), dtype=np.float64)
-        if self._auto is not None and len(costs) and (before := float(self._buffer.costs.sum())) > 0:
-            self._auto.rescale(float(costs.sum()) / before)
+        before = float(self._buffer.costs.sum())
+        factor = float(costs.sum()) / before if before > 0 else 1.0
+        if self._auto is not None:
+            self._auto.rescale(factor)
         self._buffer.reprice(costs)
         if self._calibration is not None:
             speeds = self._calibration.speeds
@@ -659,6 +675,7 @@ class BalancerCore:
                 speeds=None if speeds is None else np.array(speeds, dtype=np.float64),
                 overhead=self._calibration.overhead,
             )
+        return factor
 
     # -- versions ------------------------------------------------------------------------------------------------------
 
@@ -676,6 +693,7 @@ class BalancerCore:
         self._version = version
         self._evict_stale()
         self._count_ages()
+        self._publish("version_set", version)
 
     def _evict_stale(self) -> None:
         """What cannot be trained on in time any more, whatever the trainer does."""
@@ -702,6 +720,7 @@ class BalancerCore:
         for rollout in rollouts:
             self._drop_lost(rollout)
         self._count_ages()
+        self._publish()
         return [rollout.rollout_id for rollout in rollouts]
 
     def abandon_group(self, group_id: str) -> int:
@@ -721,6 +740,7 @@ class BalancerCore:
         for rollout in gone:
             self._evict(rollout, "abandoned")
         self._count_ages()
+        self._publish()
         return len(gone)
 
     def incomplete_groups(self) -> dict[str, int]:
@@ -739,11 +759,21 @@ class BalancerCore:
         self._counts.evicted["lost"] += 1
         self._held_ids.discard(rollout.rollout_id)
         self._evicted.append((rollout, "lost"))
+        self._unpublished.append((rollout, "lost"))
 
     def _evict(self, rollout: Rollout, reason: EvictReason = "stale") -> None:
         self._counts.evicted[reason] += 1
         self._forget([rollout.rollout_id])
         self._evicted.append((rollout, reason))
+        self._unpublished.append((rollout, reason))
+
+    def _publish(self, event: Event | None = None, *values: object) -> None:
+        """Emit an event, and what the call that ends here has evicted."""
+        evicted, self._unpublished = self._unpublished, []
+        if event is not None:
+            self.observers.emit(event, *values)
+        for rollout, reason in evicted:
+            self.observers.emit("evicted", rollout, reason)
 
     def _oldest_fresh(self) -> int:
         """The oldest version that may be trained on now."""
@@ -821,14 +851,18 @@ class BalancerCore:
             self._arrivals_seen = 0
         if (config.cost, config.speeds) != (self.config.cost, self.config.speeds):
             self._calibration = calibration_of(config)
-        if self._auto is None or not same_shadows(config, self.config):
-            self._auto = auto_of(config, self.config.window)
+        before = self.config
+        if self._auto is None or not same_shadows(config, before):
+            self._auto = auto_of(config, before.window)
         self.config = config if self._auto is None else config.at_window(self._auto.window)
         self._knobs = plan_knobs(config, self._tolerance)
-        self._reprice()
+        factor = self._reprice()
         self._not_before = -math.inf
         self._evict_stale()
         self._count_ages()
+        self._publish("reconfigured", before)
+        if factor != 1.0:
+            self._publish("repriced", factor)
 
     def _check_waiting_fit(self, config: BalancerConfig) -> None:
         """Raise ConfigError if a rollout that waits could not leave under these knobs. O(n)."""
@@ -879,7 +913,9 @@ class BalancerCore:
             )
         fresh = BalancerCore(self.config, tolerance=self._tolerance)
         fresh._restore(snapshot, now)
+        fresh.observers = self.observers
         self.__dict__.update(fresh.__dict__)
+        self._publish("restored", snapshot)
 
     def _restore(self, snapshot: Snapshot, now: float) -> None:
         again = [b for b in snapshot.in_flight if len(b.ranks) == self.config.dp_size]

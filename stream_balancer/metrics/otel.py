@@ -25,6 +25,7 @@ from contextlib import contextmanager
 from opentelemetry import trace
 
 from stream_balancer.controller.balancer import StreamBalancer
+from stream_balancer.core.observer import Observer
 from stream_balancer.types import Batch
 
 __all__ = ["BatchTracer", "tracing"]
@@ -42,7 +43,7 @@ def tracing(balancer: StreamBalancer, tracer_provider: trace.TracerProvider | No
         tracer.close()
 
 
-class BatchTracer:
+class BatchTracer(Observer):
     """An observer of a balancer that keeps two open spans for each batch in flight."""
 
     def __init__(self, tracer_provider: trace.TracerProvider | None = None) -> None:

@@ -84,7 +84,7 @@ async def test_given_again_is_an_event_and_the_end_closes_what_is_in_flight() ->
 
 
 async def test_an_observer_that_raises_is_logged_and_the_batch_goes_on(caplog: pytest.LogCaptureFixture) -> None:
-    class Broken:
+    class Broken(sb.Observer):
         def dispatched(self, batch: sb.Batch) -> None:
             raise RuntimeError("no")
 

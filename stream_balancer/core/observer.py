@@ -1,0 +1,93 @@
+"""Observers: what happens to a balancer's state, as events. Journal, recorder, automatic window, metrics and tracing
+each are an :class:`Observer`; the core emits events and knows none of them.
+
+::
+
+    add, poll, acknowledge, set_version, ...  --the change is complete-->  Observers.emit  --> each observer
+
+Every event is emitted by :class:`~stream_balancer.core.machine.BalancerCore`, in the thread of the call that changed
+the state, after the change: an observer may call the balancer. Only ``planned`` comes before its change, and must not.
+
+An observer that raises loses nothing: what it observed has happened, the error is logged, and the other observers are
+notified all the same. So an observer cannot veto. What must be certain before something goes on (a rollout on the disk
+before its put returns, a plan before its batch is handed out) is awaited by the shell, in the one place that hands it
+out; the observer only has it begun.
+
+An observer must not wait: the event loop waits for it. Decisions may not enter this module.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Literal, TypeAlias
+
+from stream_balancer.config import BalancerConfig
+from stream_balancer.planning import PlanKnobs, Waiting
+from stream_balancer.types import Batch, EvictReason, Reason, Rollout, Snapshot
+
+__all__ = ["Event", "Observer", "Observers"]
+
+_log = logging.getLogger("stream_balancer.balancer")
+
+Event: TypeAlias = Literal[
+    "accepted",
+    "planned",
+    "dispatched",
+    "acknowledged",
+    "evicted",
+    "version_set",
+    "repriced",
+    "reconfigured",
+    "restored",
+]
+
+
+class Observer:
+    """An observer of a balancer: derive from it, write the events of interest, append it to ``balancer.observers``.
+
+    What it raises is logged and goes no further.
+    """
+
+    def accepted(self, rollouts: Sequence[Rollout], now: float) -> None:
+        """Rollouts of one put were taken in, at ``now`` seconds on the caller's clock. Not those that ``accept=``
+        turned down, which are only ``evicted``."""
+
+    def planned(self, waiting: Waiting, knobs: PlanKnobs, reason: Reason) -> None:
+        """A new batch is about to be dispatched, chosen from these columns, which are valid during the call only."""
+
+    def dispatched(self, batch: Batch) -> None:
+        """A batch is in flight; emitted again for each redelivery."""
+
+    def acknowledged(self, batch: Batch) -> None:
+        """A batch has been trained on."""
+
+    def evicted(self, rollout: Rollout, reason: EvictReason) -> None:
+        """A rollout was accepted and will not be trained on."""
+
+    def version_set(self, version: int) -> None:
+        """The policy moved on. What is too stale now is evicted after this event."""
+
+    def repriced(self, factor: float) -> None:
+        """The waiting rollouts together cost ``factor`` times what they did: a calibrated cost has learned."""
+
+    def reconfigured(self, before: BalancerConfig) -> None:
+        """Other knobs than ``before`` are in force."""
+
+    def restored(self, snapshot: Snapshot) -> None:
+        """The state of another balancer was taken over. What is too stale for it is evicted after this event."""
+
+
+class Observers(list[Observer]):
+    """The observers of one balancer, in the order in which they are notified."""
+
+    def emit(self, event: Event, *values: object) -> None:
+        """Notify every observer that has a method of this name."""
+        for observer in tuple(self):  # a copy: one of them may append or remove
+            notify = getattr(observer, event, None)
+            if notify is None:
+                continue  # an object that was written against fewer events
+            try:
+                notify(*values)
+            except Exception:  # noqa: BLE001  # see the module's docstring
+                _log.exception("observer %r failed at %r", observer, event)

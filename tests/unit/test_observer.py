@@ -1,0 +1,191 @@
+"""Observers: each event once, in order, after the change; one that raises loses nothing."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from typing import Any, get_args
+
+import pytest
+import torch
+
+import stream_balancer as sb
+from stream_balancer.core.machine import BalancerCore
+from stream_balancer.core.observer import Event, Observer
+
+IDS = torch.zeros(64, dtype=torch.int64)
+
+
+def rollout(name: str, length: int = 3, *, group: str | None = None, version: int | None = None) -> sb.Rollout:
+    return sb.Rollout(tokens={"input_ids": IDS[:length]}, rollout_id=name, group_id=group, version=version)
+
+
+class Recording(Observer):
+    """Every event with what identifies its subject."""
+
+    def __init__(self) -> None:
+        self.events: list[tuple[Any, ...]] = []
+
+    def accepted(self, rollouts: Any, now: float) -> None:
+        self.events.append(("accepted", [r.rollout_id for r in rollouts], now))
+
+    def dispatched(self, batch: sb.Batch) -> None:
+        self.events.append(("dispatched", batch.step))
+
+    def acknowledged(self, batch: sb.Batch) -> None:
+        self.events.append(("acknowledged", batch.step))
+
+    def evicted(self, rollout: sb.Rollout, reason: str) -> None:
+        self.events.append(("evicted", rollout.rollout_id, reason))
+
+    def version_set(self, version: int) -> None:
+        self.events.append(("version_set", version))
+
+    def planned(self, waiting: Any, knobs: Any, reason: str) -> None:
+        self.events.append(("planned", waiting.costs.tolist(), reason))
+
+    def reconfigured(self, before: sb.BalancerConfig) -> None:
+        self.events.append(("reconfigured", before.window))
+
+    def restored(self, snapshot: Any) -> None:
+        self.events.append(("restored", snapshot.next_step))
+
+    def taken(self) -> list[tuple[Any, ...]]:
+        events, self.events = self.events, []
+        return events
+
+
+def observed(**knobs: Any) -> tuple[BalancerCore, Recording]:
+    core = BalancerCore(sb.BalancerConfig(**{"dp_size": 1, "batch_size": 2, "window": 2, "capacity": 4, **knobs}))
+    core.observers.append(recording := Recording())
+    return core, recording
+
+
+def test_an_observer_has_a_method_for_every_event_and_no_other() -> None:
+    names = {name for name, _ in inspect.getmembers(Observer, inspect.isfunction) if not name.startswith("_")}
+    assert names == set(get_args(Event))
+
+
+def test_the_life_of_a_batch() -> None:
+    core, recording = observed()
+    core.add(rollout("a", 3), 1.0)
+    core.add_all([rollout("b", 5)], 2.0)
+    assert core.poll(2.0) is not None
+    core.nack(0)
+    assert core.poll(3.0) is not None
+    core.acknowledge(0)
+    assert recording.taken() == [
+        ("accepted", ["a"], 1.0),
+        ("accepted", ["b"], 2.0),
+        ("planned", [3.0, 5.0], "window"),
+        ("dispatched", 0),
+        ("dispatched", 0),
+        ("acknowledged", 0),
+    ]
+
+
+def test_a_call_that_fails_emits_nothing() -> None:
+    core, recording = observed(capacity=2)
+    core.add_all([rollout("a"), rollout("b")], 0.0)
+    recording.taken()
+    with pytest.raises(sb.WouldBlock):
+        core.add(rollout("c"), 0.0)
+    with pytest.raises(sb.DuplicateRolloutError):
+        core.add(rollout("a"), 0.0)
+    with pytest.raises(ValueError, match="not in flight"):
+        core.acknowledge(7)
+    core.end()
+    assert recording.taken() == []
+
+
+def test_what_is_evicted_follows_its_cause() -> None:
+    core, recording = observed(max_staleness=0, batch_size=4, window=4, capacity=8)
+    core.set_version(1)
+    core.add(rollout("old", version=0), 0.0)
+    core.add(rollout("a", version=1), 0.0)
+    core.set_version(2)
+    core.filter_out([rollout("bad", version=2)], 0.0)
+    core.add(rollout("gone", version=2), 0.0)
+    core.give_up(lambda one: one.rollout_id == "gone")
+    assert recording.taken() == [
+        ("version_set", 1),
+        ("accepted", ["old"], 0.0),
+        ("evicted", "old", "stale"),
+        ("accepted", ["a"], 0.0),
+        ("version_set", 2),
+        ("evicted", "a", "stale"),
+        ("evicted", "bad", "filtered"),
+        ("accepted", ["gone"], 0.0),
+        ("evicted", "gone", "lost"),
+    ]
+
+
+def test_other_knobs_an_abandoned_group_and_a_restored_balancer() -> None:
+    core, recording = observed(batch_size=4, window=4, capacity=8, group_size=2, max_staleness=3)
+    core.add(rollout("a", group="g"), 0.0)
+    core.abandon_group("g")
+    core.set_version(0)
+    core.add(rollout("b", group="h", version=0), 0.0)
+    core.set_version(2)
+    core.reconfigure(core.config.replace(window=6))
+    recording.taken()
+    other, recording = observed(batch_size=4, window=4, capacity=8, group_size=2, max_staleness=1)
+    other.restore(core.snapshot(0.0), 0.0)
+    other.reconfigure(other.config.replace(window=6))
+    assert recording.taken() == [("restored", 0), ("evicted", "b", "stale"), ("reconfigured", 4)]
+    assert len(other.observers) == 1
+
+
+def test_the_state_is_complete_when_an_observer_is_notified() -> None:
+    core, _ = observed()
+
+    class Calls(Observer):
+        def accepted(self, rollouts: Any, now: float) -> None:
+            core.verify()
+            if core.next_wakeup() < now:
+                core.poll(now)
+
+        def dispatched(self, batch: sb.Batch) -> None:
+            core.verify()
+            core.acknowledge(batch.step)
+
+    core.observers.append(Calls())
+    core.add_all([rollout("a"), rollout("b")], 0.0)
+    assert core.statistics(0.0).acknowledged == 2
+
+
+def test_an_observer_that_raises_is_logged_and_nothing_is_lost(caplog: pytest.LogCaptureFixture) -> None:
+    class Broken(Observer):
+        def _fail(self, *values: object) -> None:
+            raise RuntimeError("no")
+
+        accepted = planned = dispatched = acknowledged = evicted = version_set = _fail
+
+    core, recording = observed(max_staleness=0)
+    core.observers.insert(0, Broken())
+    with caplog.at_level(logging.ERROR, logger="stream_balancer.balancer"):
+        core.set_version(0)
+        core.add_all([rollout("a", version=0), rollout("b", version=0)], 0.0)
+        assert core.poll(0.0) is not None
+        core.acknowledge(0)
+        core.add(rollout("c", version=0), 0.0)
+        core.set_version(1)
+    core.verify()
+    kinds = ["version_set", "accepted", "planned", "dispatched", "acknowledged", "accepted", "version_set", "evicted"]
+    assert [event[0] for event in recording.taken()] == kinds
+    assert [r.getMessage().rsplit(" ", 1)[1].strip("'") for r in caplog.records] == kinds
+
+
+def test_an_object_with_fewer_methods_is_an_observer_too() -> None:
+    seen = []
+
+    class Old:
+        def dispatched(self, batch: sb.Batch) -> None:
+            seen.append(batch.step)
+
+    core, _ = observed()
+    core.observers.append(Old())  # type: ignore[arg-type]
+    core.add_all([rollout("a"), rollout("b")], 0.0)
+    core.poll(0.0)
+    core.acknowledge(0)
+    assert seen == [0]
