@@ -7,7 +7,7 @@ PYTEST := $(BIN)/python -m pytest -n 2 --dist worksteal
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-all lint types unit soak docs pictures bench bench-peers test-integrations clean
+.PHONY: help install demo test test-all lint types unit soak architecture docs pictures bench bench-peers test-integrations clean
 
 help:  ## list the targets
 	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-18s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -42,6 +42,9 @@ unit: install
 
 soak: install  ## the long drills: kill tests, fuzzing
 	$(BIN)/python -m pytest -m soak --timeout 3000 $(ARGS)
+
+architecture: install  ## lines, layers, circles, the way of a put, from the imports; ARGS="../other ." compares
+	$(BIN)/python tests/architecture.py $(ARGS)
 
 bench: install  ## every benchmark that needs nothing but the project
 	for file in engine partition window micro_batches training transport connect failures beside_training journal checkpoint tune scale watch; do \

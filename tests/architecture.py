@@ -1,0 +1,319 @@
+"""The shape of the code, measured from its imports: ``make architecture``.
+
+    python tests/architecture.py [CHECKOUT ...] [--json]
+
+Several checkouts stand side by side in one table: a commit in a worktree of its own beside today's. Everything but the
+way of a put is read from the syntax trees, so old commits need not run. ``tests/unit/test_imports.py`` judges by the
+same graph.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+NAME = "stream_balancer"
+ROOT = Path(__file__).resolve().parents[1]
+MOST_PARAMETERS = 7
+
+
+class Import(NamedTuple):
+    """One module names another."""
+
+    module: str
+    """Dotted, in full: ``stream_balancer.planning.partition``, or ``torch.distributed``."""
+    typing_only: bool
+    """It stands under ``if TYPE_CHECKING``: never run, but a reader follows it all the same."""
+
+
+@cache
+def modules(root: Path = ROOT) -> dict[str, Path]:
+    """Every module of the package by its dotted name; a package is its ``__init__``."""
+    found = {}
+    for path in sorted((root / NAME).rglob("*.py")):
+        parts = path.relative_to(root).with_suffix("").parts
+        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return found
+
+
+@cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
+@cache
+def imports(module: str, root: Path = ROOT) -> frozenset[Import]:
+    """What a module imports, wherever in it the import stands."""
+    return frozenset(imports_in(tree_of(modules(root)[module]), module, root))
+
+
+def imports_in(tree: ast.Module, module: str, root: Path = ROOT) -> Iterator[Import]:
+    """The imports of a tree that stands in this module."""
+    known = modules(root)
+    package = module if known[module].name == "__init__.py" else module.rpartition(".")[0]
+    yield from _imports(tree, package, known, typing_only=False)
+
+
+def _imports(node: ast.AST, package: str, known: Iterable[str], *, typing_only: bool) -> Iterator[Import]:
+    if isinstance(node, ast.Import):
+        yield from (Import(alias.name, typing_only) for alias in node.names)
+    elif isinstance(node, ast.ImportFrom):
+        base = node.module or ""
+        if node.level:
+            parents = package.split(".")
+            base = ".".join([*parents[: len(parents) - node.level + 1], *filter(None, [node.module])])
+        for alias in node.names:  # `from package import module` names the module, not the package
+            inner = f"{base}.{alias.name}"
+            yield Import(inner if inner in known else base, typing_only)
+    for child in ast.iter_child_nodes(node):
+        below = isinstance(node, ast.If) and child in node.body and "TYPE_CHECKING" in ast.dump(node.test)
+        yield from _imports(child, package, known, typing_only=typing_only or below)
+
+
+def edges(root: Path = ROOT, *, typing: bool = True) -> dict[str, set[str]]:
+    """The import graph of the package. Its own ``__init__`` is left out: it imports nothing until asked for a name."""
+    known = modules(root).keys() - {NAME}
+    return {
+        module: {
+            i.module for i in imports(module, root) if i.module in known - {module} and (typing or not i.typing_only)
+        }
+        for module in known
+    }
+
+
+def circles(graph: dict[str, set[str]]) -> list[list[str]]:
+    """Strongly connected modules, largest first (Tarjan 1972)."""
+    index: dict[str, int] = {}
+    low: dict[str, int] = {}
+    stack: list[str] = []
+    found: list[list[str]] = []
+
+    def visit(node: str) -> None:
+        index[node] = low[node] = len(index)
+        stack.append(node)
+        for other in sorted(graph[node]):
+            if other not in index:
+                visit(other)
+            if other in stack:
+                low[node] = min(low[node], low[other])
+        if low[node] == index[node]:
+            at = stack.index(node)
+            found.append(sorted(stack[at:]))
+            del stack[at:]
+
+    for node in sorted(graph):
+        if node not in index:
+            visit(node)
+    return sorted((group for group in found if len(group) > 1), key=lambda group: (-len(group), group))
+
+
+def folder_of(module: str) -> str:
+    """The name at the top level that a module belongs to."""
+    return module.split(".")[1]
+
+
+def layers(root: Path = ROOT) -> int:
+    """Names in the longest chain of imports between names at the top level; those in one circle count as one."""
+    graph = edges(root, typing=False)
+    above: dict[str, set[str]] = {folder_of(module): set() for module in graph}
+    for module, imported in graph.items():
+        above[folder_of(module)] |= {folder_of(other) for other in imported} - {folder_of(module)}
+    groups = circles(above)
+    group_of = {name: min(group) for group in groups for name in group}
+    joined: dict[str, set[str]] = {}
+    for name, others in above.items():
+        own = group_of.get(name, name)
+        joined.setdefault(own, set()).update(group_of.get(other, other) for other in others)
+
+    def depth(name: str) -> int:
+        return 1 + max((depth(other) for other in joined[name] - {name}), default=0)
+
+    return max(map(depth, joined))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Sizes
+# ---------------------------------------------------------------------------------------------------------------------
+
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+def classes(root: Path) -> list[tuple[int, str]]:
+    """Methods (properties among them) and name of every class, most methods first."""
+    found = [
+        (sum(isinstance(member, Function) for member in node.body), f"{module.partition('.')[2]}.{node.name}")
+        for module, path in modules(root).items()
+        for node in ast.walk(tree_of(path))
+        if isinstance(node, ast.ClassDef)
+    ]
+    return sorted(found, reverse=True)
+
+
+def crowded_functions(root: Path) -> list[tuple[int, str]]:
+    """Functions with more than seven parameters (self not counted), most first. Public constructors are among them."""
+    found = []
+    for module, path in modules(root).items():
+        for node in ast.walk(tree_of(path)):
+            if isinstance(node, Function):
+                every = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
+                number = len([argument for argument in every if argument.arg not in ("self", "cls")])
+                if number > MOST_PARAMETERS:
+                    found.append((number, f"{module.partition('.')[2]}.{node.name}"))
+    return sorted(found, reverse=True)
+
+
+def lines_of(paths: Iterable[Path]) -> int:
+    return sum(len(path.read_text().splitlines()) for path in paths)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The way of a put
+# ---------------------------------------------------------------------------------------------------------------------
+
+_PUT = """
+import json, sys, threading
+from pathlib import Path
+import anyio, torch
+import stream_balancer as sb
+
+files, threads, on, address, ready = set(), set(), [], [], threading.Event()
+top = str(Path(sb.__file__).parent) + "/"
+
+def note(frame, event, argument):
+    if on and event == "call" and frame.f_code.co_filename.startswith(top):
+        files.add(frame.f_code.co_filename[len(top):])
+        threads.add(threading.get_ident())
+
+async def control():
+    config = sb.BalancerConfig(dp_size=1, batch_size=1, window=1)
+    async with sb.TorchTransport.listen(dp_size=1) as transport, sb.StreamBalancer(config) as balancer:
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(sb.serve, balancer, transport)
+            address.append(transport.address)
+            ready.set()
+
+def put(n):
+    producer.put(sb.Rollout(tokens={"input_ids": torch.arange(8)}, rollout_id=str(n)))
+
+threading.setprofile(note)  # before any of our threads: they all are watched
+sys.setprofile(note)
+threading.Thread(target=anyio.run, args=(control,), daemon=True).start()
+ready.wait()
+feed = iter(sb.RankFeed(address[0], rank=0, dp_size=1))
+with sb.connect(address[0]) as producer:
+    put(0), put(1)
+    next(feed)  # everybody has met
+    next(feed)
+    on.append(True)
+    put(2)
+    accepted = sorted(files), len(threads)
+    next(feed).micro_batches[0].packed()
+    put(3)
+    next(feed)  # acknowledges
+    trained = sorted(files), len(threads)
+    on.clear()
+    sys.setprofile(None)
+    import os
+    sys.stdout.write(json.dumps([accepted, trained]))
+    sys.stdout.flush()
+    os._exit(0)
+"""
+
+
+def way_of_a_put(root: Path) -> dict[str, Any]:
+    """Files of the package that run, and the threads in which they do, while one rollout is put over TCP, dispatched,
+    laid out on its rank and acknowledged; nobody joins or leaves meanwhile. Empty where the checkout cannot run it."""
+    env = {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
+    run = subprocess.run(
+        [sys.executable, "-c", _PUT], env=env, capture_output=True, text=True, timeout=30, cwd=root, check=False
+    )
+    if run.returncode:
+        return {"error": run.stderr.strip().splitlines()[-1:]}
+    (put_files, put_threads), (files, threads) = json.loads(run.stdout)
+    return {
+        "files until put returns": len(put_files),
+        "files until acknowledged": len(files),
+        "threads": threads,
+        "threads until put returns": put_threads,
+        "files": files,
+    }
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The report
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def measure(root: Path) -> dict[str, Any]:
+    """Every figure of one checkout."""
+    package = list(modules(root).values())
+    tests = sorted((root / "tests").rglob("*.py"))
+    put = way_of_a_put(root)
+    return {
+        "lines of the package": lines_of(package),
+        "lines of tests": lines_of(tests),
+        "files of the package": len(package),
+        "names at the top level": len({folder_of(module) for module in modules(root) if module != NAME}),
+        "layers": layers(root),
+        "circles of imports": circles(edges(root, typing=False)),
+        "circles, imports for types counted": circles(edges(root)),
+        "largest classes (methods)": classes(root)[:5],
+        "largest modules (lines)": sorted(
+            ((lines_of([p]), m.partition(".")[2]) for m, p in modules(root).items()), reverse=True
+        )[:5],
+        "modules above 400 lines": sum(lines_of([path]) > 400 for path in package),
+        f"functions with more than {MOST_PARAMETERS} parameters": crowded_functions(root),
+        "files that a put runs through until it returns": put.get("files until put returns"),
+        "files that a rollout runs through until acknowledged": put.get("files until acknowledged"),
+        "threads on that way": put.get("threads"),
+        "the way": put.get("files", put.get("error")),
+    }
+
+
+def _names(group: list[str]) -> str:
+    return ", ".join(module.partition(".")[2] for module in group)
+
+
+def _lines(title: str, value: Any) -> list[str]:
+    """A figure as text: its head, and below it what it is made of."""
+    if not isinstance(value, list):
+        return [f"{value:,}" if isinstance(value, int) else str(value)]
+    if title == "the way":
+        return [f"{len(value)} files", *value]
+    if title.startswith("circles"):
+        return [str(len(value)), *(f"{len(group)} modules: {_names(group)}" for group in value)]
+    entries = [f"{number:,} {name}" for number, name in value]
+    return [str(len(entries)), *entries] if title.startswith("functions") else [entries[0], *entries[1:]]
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Print the figures of one checkout, or of several in one table."""
+    parser = argparse.ArgumentParser(description=main.__doc__)
+    parser.add_argument("checkouts", nargs="*", type=Path, default=[ROOT], metavar="CHECKOUT")
+    parser.add_argument("--json", action="store_true", help="every figure, for programs")
+    options = parser.parse_args(arguments)
+    measured = [measure(path.resolve()) for path in options.checkouts]
+    if options.json:
+        print(json.dumps(dict(zip(map(str, options.checkouts), measured, strict=True)), indent=1))
+        return
+    if len(measured) > 1:
+        print("|", *(f" {path.name} |" for path in [Path(), *options.checkouts]), sep="")
+        print("|" + "---|" * (len(measured) + 1))
+    for title in measured[0]:
+        shown = [_lines(title, one[title]) for one in measured]
+        if len(measured) > 1:
+            print(f"| {title} |", *(f" {lines[0]} |" for lines in shown), sep="")
+        else:
+            print(f"{title}: " + "\n    ".join(shown[0]))
+
+
+if __name__ == "__main__":
+    main()

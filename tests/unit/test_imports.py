@@ -1,0 +1,148 @@
+"""Who may import whom, by folder: the rule of docs/architecture.md, checked on the syntax trees.
+
+A new module needs no line here. A new name at the top level needs a layer, and should be rare.
+"""
+
+from __future__ import annotations
+
+import ast
+import sys
+from pathlib import Path
+
+import pytest
+from architecture import NAME, circles, edges, folder_of, imports, imports_in, modules
+
+LAYERS = [
+    {"errors", "values", "field_docs", "tensors", "cost"},
+    {"planning"},
+    {"types", "statistics", "config"},
+    {"core", "wire"},
+    {"transport"},
+    {"controller", "rank", "producer"},  # three processes: what they share is below them
+    {"tools", "metrics", "watch", "integrations"},
+    {"testing", "demo"},
+    {"cli"},
+]
+"""Lowest first. A module imports its own package, and what lies in lower layers; packages of one layer never each
+other. Single modules of one layer may, as long as there is no circle."""
+
+EXCEPTIONS = {
+    ("config", "core.auto_window"): "the windows that 'auto' chooses from; they leave config with the auto window",
+    ("controller.balancer", "tools.recorder"): "record=; the recorder is to attach through the observer interface",
+}
+"""Imports upwards, and why they are still there. This table only shrinks."""
+
+CIRCLES = [["controller.balancer", "controller.reservations"]]
+"""Modules that need each other's names, for types only. This list only shrinks."""
+
+WAITING = {"anyio", "asyncio", "trio", "time", "threading", "random", "datetime", "concurrent", "multiprocessing"}
+"""An event loop, a clock, a thread, or chance."""
+PURE = {"values", "field_docs", "tensors", "cost", "planning", "types", "statistics", "config", "core", "wire"}
+PURE_MODULES = ["tools.simulate", "tools.trace", "tools.tune", "watch.status", "watch.view"]
+PURE_MODULES += ["controller.checkpoint", "controller.journal.records", "controller.journal.contents"]
+"""Pure modules in folders that are not."""
+WITHOUT_TORCH = {"errors", "field_docs", "cost", "planning", "config", "core", "watch"}
+
+EVERY = sorted(modules().keys() - {NAME})
+
+
+def tops(module: str) -> set[str]:
+    return {found.module.partition(".")[0] for found in imports(module)}
+
+
+def short(module: str) -> str:
+    return module.partition(".")[2]
+
+
+def is_above(module: str, other: str) -> bool:
+    """May the first import the second?"""
+    mine, its = ((layer_of(folder_of(m)), is_package(folder_of(m))) for m in (module, other))
+    return mine[0] > its[0] or (mine[0] == its[0] and not mine[1] and not its[1])
+
+
+def layer_of(name: str) -> int:
+    (found,) = (level for level, names in enumerate(LAYERS) if name in names)
+    return found
+
+
+def is_package(name: str) -> bool:
+    return modules()[f"{NAME}.{name}"].name == "__init__.py"
+
+
+def upward_imports() -> set[tuple[str, str]]:
+    """(who, whom), imports for types counted: a reader follows those, too."""
+    return {
+        (short(module), short(other))
+        for module, imported in edges().items()
+        for other in imported
+        if folder_of(module) != folder_of(other) and not is_above(module, other)
+    }
+
+
+def test_imports_go_downwards() -> None:
+    assert upward_imports() - EXCEPTIONS.keys() == set()
+
+
+def test_no_exception_outlives_its_import() -> None:
+    assert EXCEPTIONS.keys() <= upward_imports()
+
+
+def test_no_module_needs_itself() -> None:
+    assert circles(edges(typing=False)) == []
+    assert [list(map(short, group)) for group in circles(edges())] == CIRCLES
+
+
+@pytest.mark.parametrize("module", [m for m in EVERY if folder_of(m) in PURE or short(m) in PURE_MODULES])
+def test_pure_modules_neither_wait_nor_read_a_clock(module: str) -> None:
+    assert not tops(module) & WAITING
+
+
+def test_what_decides_knows_no_torch() -> None:
+    assert [m for m in EVERY if folder_of(m) in WITHOUT_TORCH and "torch" in tops(m)] == []
+
+
+def test_only_transports_and_integrations_name_torch_distributed() -> None:
+    allowed = ("transport.", "rank.barrier", "demo.", "integrations.")  # trainers hand us their groups
+    named = [m for m in EVERY if any(found.module.startswith("torch.distributed") for found in imports(m))]
+    assert [m for m in named if not short(m).startswith(allowed)] == []
+
+
+def test_nothing_unpickles() -> None:
+    assert [m for m in EVERY if tops(m) & {"pickle", "cloudpickle", "marshal", "shelve", "dill"}] == []
+
+
+def test_there_is_no_module_of_utilities() -> None:
+    assert [m for m in EVERY if m.rpartition(".")[2].startswith("util")] == []
+
+
+INTEGRATIONS = [m for m in EVERY if folder_of(m) == "integrations"]
+SHARED = ("integrations.partitions", "integrations._rows")
+"""What several adapters stand on; neither knows any trainer."""
+
+
+def test_no_adapter_imports_another() -> None:
+    for module in INTEGRATIONS:
+        own = ".".join(short(module).split(".")[:2])
+        others = {short(other) for other in edges()[module] if folder_of(other) == "integrations"}
+        assert all(other.startswith((own, *SHARED)) for other in others), module
+
+
+@pytest.mark.parametrize("module", INTEGRATIONS)
+def test_an_adapter_imports_its_trainer_only_when_used(module: str) -> None:
+    ours = {NAME, "torch", "numpy", "anyio", "msgspec", *sys.stdlib_module_names}
+    body = ast.parse(Path(modules()[module]).read_text()).body
+    at_the_top = ast.Module([node for node in body if isinstance(node, (ast.Import, ast.ImportFrom))], [])
+    assert {found.module.partition(".")[0] for found in imports_in(at_the_top, module)} <= ours
+
+
+def test_the_graph_sees_relative_imports_functions_and_types(tmp_path: Path) -> None:
+    package = tmp_path / NAME
+    (package / "a").mkdir(parents=True)
+    (package / "__init__.py").touch()
+    (package / "a" / "__init__.py").write_text("from .b import x\n")
+    (package / "a" / "b.py").write_text(f"def f():\n    from {NAME} import c\n")
+    (package / "c.py").write_text(f"import typing\nif typing.TYPE_CHECKING:\n    import {NAME}.a\n")
+    a, b, c = f"{NAME}.a", f"{NAME}.a.b", f"{NAME}.c"
+    assert edges(tmp_path) == {a: {b}, b: {c}, c: {a}}
+    assert circles(edges(tmp_path)) == [[a, b, c]]
+    assert circles(edges(tmp_path, typing=False)) == []
