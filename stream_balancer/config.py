@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
 
 import numpy as np
 
-from stream_balancer.core.auto_window import START, candidates
 from stream_balancer.cost import CostModel, TokenCost
 from stream_balancer.errors import ConfigError
 from stream_balancer.field_docs import documented
 from stream_balancer.planning import smallest_max_skips
+from stream_balancer.planning.windows import START, window_choices
 
 __all__ = ["BalancerConfig"]
 
@@ -278,7 +278,7 @@ def _auto_windows(c: BalancerConfig) -> tuple[int, ...]:
         return c.max_staleness is None or window <= (c.max_staleness + 1) * c.batch_size
 
     limit = 3 * c.batch_size + c._whole if c.capacity is None else c.capacity // c._whole * c._whole
-    windows = tuple(window for window in candidates(c.batch_size, c._whole, limit) if legal(window))
+    windows = tuple(window for window in window_choices(c.batch_size, c._whole, limit) if legal(window))
     if len(windows) < 2:
         raise ConfigError(
             f"window='auto' has nothing to choose from: capacity ({c.capacity}), max_skips ({c.max_skips}) and "

@@ -41,6 +41,7 @@ from stream_balancer.controller.stall_reporter import StallReporter
 from stream_balancer.controller.wait_queues import ParkedPut, ParkedPuts, ParkedReserve, Queue
 from stream_balancer.core.accept import Accept, Judging, ask, verdict_of
 from stream_balancer.core.admission import check_group
+from stream_balancer.core.auto_window import AutoWindowObserver
 from stream_balancer.core.diagnosis import RankState, Taker, why_no_batch
 from stream_balancer.core.machine import BalancerCore
 from stream_balancer.core.observer import Observer
@@ -97,6 +98,8 @@ class StreamBalancer(OfOneProcess):
         """What the journal held when this balancer was entered; None without a journal."""
         self._on_evict = on_evict
         self._accept = accept
+        self._auto_window = AutoWindowObserver(self._core)
+        self._core.observers.append(self._auto_window)
         self.observers: list[Observer] = self._core.observers
         """Observers of what happens (:class:`Observer`), notified in this order in the event loop's thread. Append
         yours."""
@@ -642,7 +645,7 @@ class StreamBalancer(OfOneProcess):
         """All that is held at this instant, sharing the rollouts: O(n) pointers, so puts and dispatches go on at once.
         ``stream_balancer.controller.checkpoint.state_dict`` flattens it, in any thread."""
         self._check_thread("snapshot")
-        return self._core.snapshot(anyio.current_time())
+        return self._core.snapshot(anyio.current_time(), auto_window=self._auto_window.state())
 
     async def async_state_dict(self) -> dict[str, Any]:
         """:meth:`state_dict` of this instant, written in a worker thread while puts and dispatches go on."""
@@ -709,6 +712,7 @@ class StreamBalancer(OfOneProcess):
             blocked_puts=len(self._puts),
             reserved=self._pacer.running,
             blocked_reserves=len(self._reservers),
+            idle_by_window=self._auto_window.idle_by_window,
         )
 
     def rank_states(self) -> list[RankState]:

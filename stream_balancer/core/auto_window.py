@@ -9,6 +9,8 @@ since choosing is cheap beside the partition, which shadows do without. What a s
 The window in force is then the smallest whose idle share is within ``TARGET`` of the best one's. It grows at once, but
 shrinks only where the smaller one is within ``SHRINK``, several times in a row: or noise would move it. Pure: no clock,
 no chance; the same stream gives the same windows.
+
+The core knows none of this: :class:`AutoWindowObserver` sees every plan, and sets the core's window.
 """
 
 from __future__ import annotations
@@ -19,18 +21,17 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from stream_balancer.config import BalancerConfig
+from stream_balancer.core.machine import BalancerCore
+from stream_balancer.core.observer import Observer
 from stream_balancer.planning import PlanKnobs, Waiting, choose_batch, lower_bound
+from stream_balancer.types import Reason, Snapshot
 
-__all__ = ["AutoWindow", "candidates"]
+__all__ = ["AutoWindow", "AutoWindowObserver"]
 
 Floats: TypeAlias = NDArray[np.float64]
 Ints: TypeAlias = NDArray[np.int64]
 
-WIDTHS = (1.0, 1.25, 1.5, 2.0, 3.0)
-"""Windows to choose from, in batches. Finer ones differ by less than the noise; wider ones add more than two
-dispatches of mean age, which nobody should get without asking."""
-START = 2.0
-"""Batches of window before anything is known: the default of a fixed window."""
 TARGET = 0.001
 """Idle share that is not worth waiting for."""
 SHRINK = 0.0005
@@ -53,12 +54,6 @@ def moves_per_dispatch(batch_size: int, num_ranks: int) -> float:
     if batch_size < 4 * num_ranks or batch_size > 256:
         return 0.5
     return 2.0 if batch_size <= 64 else 1.0
-
-
-def candidates(batch_size: int, unit: int, limit: int) -> tuple[int, ...]:
-    """The windows to choose from, whole units (groups) of rollouts, ascending, none above the limit."""
-    wide = {-(-round(width * batch_size) // unit) * unit for width in WIDTHS}
-    return tuple(sorted(window for window in wide if window <= limit))
 
 
 class AutoWindow:
@@ -234,3 +229,60 @@ class _Shadow:
         self._mean, self._bound = float(state["mean"]), float(state["bound"])
         self._costs, self._groups = np.asarray(state["costs"]), np.asarray(state["groups"])
         self._skips = np.asarray(state["skips"])
+
+
+class AutoWindowObserver(Observer):
+    """The observer that keeps a core's window fitted where its config says ``window="auto"``; idle where it does not.
+    Attach it with ``core.observers.append``."""
+
+    def __init__(self, core: BalancerCore) -> None:
+        self._core = core
+        self._auto = _auto_window_of(core.config, core.config.window)
+
+    @property
+    def idle_by_window(self) -> dict[int, float]:
+        """Idle share that each window would have, in the recent past; empty before the first fit, and for a fixed
+        window."""
+        return {} if self._auto is None else self._auto.idle_by_window
+
+    def state(self) -> dict[str, Any] | None:
+        """What was learned, for a checkpoint; None for a fixed window."""
+        return None if self._auto is None else self._auto.state()
+
+    def planned(self, waiting: Waiting, knobs: PlanKnobs, reason: Reason) -> None:
+        """Fit the window, and put it in force for the next batch."""
+        if self._auto is not None and reason != "drain":  # nothing comes any more: there is no window to wait for
+            self._auto.observe(waiting, knobs)
+            self._core.set_window(self._auto.window)
+
+    def repriced(self, factor: float) -> None:
+        """The shadows' costs follow."""
+        if self._auto is not None:
+            self._auto.rescale(factor)
+
+    def reconfigured(self, before: BalancerConfig) -> None:
+        """Keep what was learned if it still says something, else learn anew from the window in force."""
+        config = self._core.config
+        if self._auto is None or not _same_shadows(config, before):
+            self._auto = _auto_window_of(config, before.window)
+        if self._auto is not None:
+            self._core.set_window(self._auto.window)
+
+    def restored(self, snapshot: Snapshot) -> None:
+        """Continue with what the other balancer had learned."""
+        if self._auto is not None and snapshot.auto_window is not None:
+            self._auto.take_over(snapshot.auto_window)
+            self._core.set_window(self._auto.window)
+
+
+def _auto_window_of(config: BalancerConfig, window: int) -> AutoWindow | None:
+    """Begins with the window that is in force; None for a fixed one."""
+    return AutoWindow(config.batch_size, config.auto_windows, window) if config.auto_windows else None
+
+
+def _same_shadows(config: BalancerConfig, other: BalancerConfig) -> bool:
+    """Whether what was learned for one says something about the other."""
+    return all(
+        getattr(config, name) == getattr(other, name)
+        for name in ("auto_windows", "batch_size", "max_skips", "cost", "speeds", "counts", "group_size", "groups")
+    )

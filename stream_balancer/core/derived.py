@@ -8,12 +8,11 @@ from typing import Any
 import numpy as np
 
 from stream_balancer.config import BalancerConfig
-from stream_balancer.core.auto_window import AutoWindow
 from stream_balancer.core.calibration import Calibration
 from stream_balancer.cost import CalibratedCost
 from stream_balancer.planning import PlanKnobs
 
-__all__ = ["auto_of", "calibration_of", "describe_knobs", "plan_knobs", "same_shadows", "tracked_group_size"]
+__all__ = ["calibration_of", "describe_knobs", "plan_knobs", "tracked_group_size"]
 
 
 def plan_knobs(config: BalancerConfig, tolerance: float) -> PlanKnobs:
@@ -39,19 +38,6 @@ def plan_knobs(config: BalancerConfig, tolerance: float) -> PlanKnobs:
 def tracked_group_size(config: BalancerConfig) -> int | None:
     """Siblings that a group must have before it may leave; None where groups play no part."""
     return None if config.groups == "free" else config.group_size
-
-
-def auto_of(config: BalancerConfig, window: int) -> AutoWindow | None:
-    """What fits the window, beginning with the one in force; None for a fixed window."""
-    return AutoWindow(config.batch_size, config.auto_windows, window) if config.auto_windows else None
-
-
-def same_shadows(config: BalancerConfig, other: BalancerConfig) -> bool:
-    """Whether what was learned for one says something about the other."""
-    return all(
-        getattr(config, name) == getattr(other, name)
-        for name in ("auto_windows", "batch_size", "max_skips", "cost", "speeds", "counts", "group_size", "groups")
-    )
 
 
 def calibration_of(config: BalancerConfig) -> Calibration | None:

@@ -24,8 +24,9 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields, replace
+from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -45,11 +46,9 @@ from stream_balancer.core.batching import make_batch, rows_of
 from stream_balancer.core.buffer import Buffer
 from stream_balancer.core.counters import Counts, TrainingAges, idle, unavoidable
 from stream_balancer.core.derived import (
-    auto_of,
     calibration_of,
     describe_knobs,
     plan_knobs,
-    same_shadows,
     tracked_group_size,
 )
 from stream_balancer.core.idle_time import IdleTimes
@@ -116,7 +115,6 @@ class BalancerCore:
         self._tolerance = tolerance
         self._knobs = plan_knobs(config, tolerance)
         self._calibration = calibration_of(config)
-        self._auto = auto_of(config, config.window)
         self._buffer = Buffer(tracked_group_size(config))
         self._held_ids: set[str] = set()
         self._past_ids: OrderedDict[str, None] = OrderedDict()
@@ -391,9 +389,6 @@ class BalancerCore:
         enough_at = float(self._buffer.arrived_at[enough])
         asked_at = now if asked_at is None else asked_at
         self._idle.dispatched(batch.step, reason, asked_at=asked_at, enough_at=enough_at, now=now)
-        if self._auto is not None and not self._ended:
-            self._auto.observe(waiting, self._knobs)
-            self.config = self.config.at_window(self._auto.window)
         self.observers.emit("planned", waiting, self._knobs, reason)
         self._commit(batch, plan)
         self._publish("dispatched", batch)
@@ -665,8 +660,6 @@ class BalancerCore:
             costs = np.asarray(self._cost_model(self._buffer.lengths), dtype=np.float64)
         before = float(self._buffer.costs.sum())
         factor = float(costs.sum()) / before if before > 0 else 1.0
-        if self._auto is not None:
-            self._auto.rescale(factor)
         self._buffer.reprice(costs)
         if self._calibration is not None:
             speeds = self._calibration.speeds
@@ -851,10 +844,7 @@ class BalancerCore:
             self._arrivals_seen = 0
         if (config.cost, config.speeds) != (self.config.cost, self.config.speeds):
             self._calibration = calibration_of(config)
-        before = self.config
-        if self._auto is None or not same_shadows(config, before):
-            self._auto = auto_of(config, before.window)
-        self.config = config if self._auto is None else config.at_window(self._auto.window)
+        before, self.config = self.config, config
         self._knobs = plan_knobs(config, self._tolerance)
         factor = self._reprice()
         self._not_before = -math.inf
@@ -863,6 +853,10 @@ class BalancerCore:
         self._publish("reconfigured", before)
         if factor != 1.0:
             self._publish("repriced", factor)
+
+    def set_window(self, window: int) -> None:
+        """Wait for so many rollouts from the next batch on; one of ``config.auto_windows``. O(1)."""
+        self.config = self.config.at_window(window)
 
     def _check_waiting_fit(self, config: BalancerConfig) -> None:
         """Raise ConfigError if a rollout that waits could not leave under these knobs. O(n)."""
@@ -882,8 +876,9 @@ class BalancerCore:
 
     # -- checkpoints ---------------------------------------------------------------------------------------------------
 
-    def snapshot(self, now: float) -> Snapshot:
-        """All that is held now. Rollouts are shared, not copied. O(n) pointers."""
+    def snapshot(self, now: float, *, auto_window: Mapping[str, Any] | None = None) -> Snapshot:
+        """All that is held now, and the state of ``window="auto"`` as its observer gives it. Rollouts are shared, not
+        copied. O(n) pointers."""
         buffer = self._buffer
         return Snapshot(
             waiting=tuple(buffer.rollouts()),
@@ -897,7 +892,7 @@ class BalancerCore:
             counts=self._counts.totals(),
             knobs=describe_knobs(self.config),
             calibration=None if self._calibration is None else self._calibration.state(),
-            auto_window=None if self._auto is None else self._auto.state(),
+            auto_window=auto_window,
         )
 
     def restore(self, snapshot: Snapshot, now: float) -> None:
@@ -926,9 +921,6 @@ class BalancerCore:
         if self._calibration is not None and snapshot.calibration is not None:
             self._calibration.take_over(snapshot.calibration)
             self._reprice()
-        if self._auto is not None and snapshot.auto_window is not None:
-            self._auto.take_over(snapshot.auto_window)
-            self.config = self.config.at_window(self._auto.window)
         for rollout in replan:
             self._hold(rollout, self.check(rollout), oldest)
         for rollout, waited_s, skips in zip(snapshot.waiting, snapshot.waited_s, snapshot.skips, strict=True):
@@ -951,9 +943,16 @@ class BalancerCore:
     # -- record --------------------------------------------------------------------------------------------------------
 
     def statistics(
-        self, now: float, *, blocked_puts: int = 0, reserved: int = 0, blocked_reserves: int = 0
+        self,
+        now: float,
+        *,
+        blocked_puts: int = 0,
+        reserved: int = 0,
+        blocked_reserves: int = 0,
+        idle_by_window: Mapping[int, float] = MappingProxyType({}),
     ) -> Statistics:
-        """A snapshot. O(batches in flight)."""
+        """The figures of this moment; those of the shell and of ``window="auto"``, which the core does not know, are
+        arguments. O(batches in flight)."""
         counts, buffer = self._counts, self._buffer
         return Statistics(
             waiting=len(buffer),
@@ -986,7 +985,7 @@ class BalancerCore:
             version=self._version,
             training_age=self._training_ages.summary(),
             window=self.config.window,
-            idle_by_window={} if self._auto is None else self._auto.idle_by_window,
+            idle_by_window=dict(idle_by_window),
         )
 
     def verify(self) -> None:

@@ -6,7 +6,8 @@ each are an :class:`Observer`; the core emits events and knows none of them.
     add, poll, acknowledge, set_version, ...  --the change is complete-->  Observers.emit  --> each observer
 
 Every event is emitted by :class:`~stream_balancer.core.machine.BalancerCore`, in the thread of the call that changed
-the state, after the change: an observer may call the balancer. Only ``planned`` comes before its change, and must not.
+the state, after the change: an observer may call the balancer. Only ``planned`` comes before its change: all that an
+observer may change then is the window.
 
 An observer that raises loses nothing: what it observed has happened, the error is logged, and the other observers are
 notified all the same. So an observer cannot veto. What must be certain before something goes on (a rollout on the disk

@@ -25,6 +25,7 @@ import torch
 from numpy.typing import NDArray
 
 from stream_balancer.config import BalancerConfig, Policy
+from stream_balancer.core.auto_window import AutoWindowObserver
 from stream_balancer.core.machine import BalancerCore
 from stream_balancer.errors import ConfigError, WouldBlock
 from stream_balancer.planning import LengthBias, LengthBiasSummary
@@ -345,6 +346,7 @@ def simulate(
         raise ConfigError(f"warm_up must be >= 0 dispatches, not {warm_up!r}")
     rate = _work_per_second(trainer, trace, config, slots, tokens_per_second, seed)
     core = BalancerCore(config, tolerance=tolerance)
+    core.observers.append(AutoWindowObserver(core))
     run = _Run(trace, core, _Generation(trace, slots, tokens_per_second, seed), rate)
     run.to_the_end(progress)
     return run.report(warm_up)

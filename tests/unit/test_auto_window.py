@@ -16,9 +16,10 @@ from numpy.typing import NDArray
 import stream_balancer as sb
 from stream_balancer.controller.checkpoint import read_state_dict, state_dict
 from stream_balancer.core import auto_window
-from stream_balancer.core.auto_window import AGREE, AutoWindow, candidates
+from stream_balancer.core.auto_window import AGREE, AutoWindow, AutoWindowObserver
 from stream_balancer.core.machine import BalancerCore
 from stream_balancer.planning import PlanKnobs, Waiting, choose_batch, plan_batch
+from stream_balancer.planning.windows import window_choices
 
 IDS = torch.zeros(1, dtype=torch.uint8)
 
@@ -29,7 +30,15 @@ def config(**knobs: Any) -> sb.BalancerConfig:
 
 def core_of(**knobs: Any) -> BalancerCore:
     """Its partitions may be bad: they are not what is tested here, and they take most of the time."""
-    return BalancerCore(config(**knobs), tolerance=0.05)
+    core = BalancerCore(config(**knobs), tolerance=0.05)
+    core.observers.append(AutoWindowObserver(core))
+    return core
+
+
+def auto_of(core: BalancerCore) -> AutoWindowObserver:
+    (observer,) = core.observers
+    assert isinstance(observer, AutoWindowObserver)
+    return observer
 
 
 def lognormal(count: int, sigma: float | NDArray[np.float64], seed: int, mu: float | NDArray[np.float64] = 7.6) -> Any:
@@ -120,9 +129,9 @@ class TestConfig:
         assert c.replace(window=40).auto_windows == ()
         assert c != c.replace(window=64, capacity=192)
 
-    def test_candidates_are_whole_units_within_the_limit(self) -> None:
-        assert candidates(8, 4, 1000) == (8, 12, 16, 24)
-        assert candidates(1, 1, 1000) == (1, 2, 3)
+    def test_choices_are_whole_units_within_the_limit(self) -> None:
+        assert window_choices(8, 4, 1000) == (8, 12, 16, 24)
+        assert window_choices(1, 1, 1000) == (1, 2, 3)
 
 
 class TestShadows:
@@ -158,7 +167,7 @@ class TestShadows:
             lengths = lognormal(32 * dispatches, 0.9, seed=seed)
             core = core_of()
             run(core, lengths)
-            for window, idle in core.statistics(0.0).idle_by_window.items():
+            for window, idle in auto_of(core).idle_by_window.items():
                 foreseen[window].append(idle)
                 report = sb.simulate(
                     trace_of(lengths), config(window=window, max_skips=8, capacity=192), tolerance=0.05
@@ -278,8 +287,9 @@ class TestChoice:
         for index, ranks in enumerate((4, 8)):
             core = core_of(dp_size=ranks, batch_size=16)
             run(core, lognormal(16 * 101, 0.5, seed=0))
-            assert core._auto is not None
-            fed[index] = sum(shadow.dispatches for shadow in core._auto._shadows)
+            state = auto_of(core).state()
+            assert state is not None
+            fed[index] = sum(shadow["dispatches"] for shadow in state["shadows"])
         assert fed[0] == pytest.approx(4 * fed[1], abs=30)
 
 
@@ -294,26 +304,24 @@ class TestState:
         core = core_of()
         run(core, lengths[:at])
         file = io.BytesIO()
-        torch.save(state_dict(core.snapshot(float(at))), file)
+        torch.save(state_dict(core.snapshot(float(at), auto_window=auto_of(core).state())), file)
         file.seek(0)
         restored = core_of()
         restored.restore(read_state_dict(torch.load(file, weights_only=True)), float(at))
         assert restored.config == core.config
-        assert core._auto is not None
-        assert restored._auto is not None
-        assert plain(restored._auto.state()) == plain(core._auto.state())
+        assert plain(auto_of(restored).state()) == plain(auto_of(core).state())
         assert run(restored, lengths[at:], at) == run(core, lengths[at:], at)
-        assert restored.statistics(0.0).idle_by_window == core.statistics(0.0).idle_by_window
+        assert auto_of(restored).idle_by_window == auto_of(core).idle_by_window
 
     def test_other_knobs_take_only_the_window(self) -> None:
         core = core_of()
         run(core, lognormal(32 * 120, 0.1, seed=0))
         assert core.config.window == 32
         other = core_of(capacity=80)
-        other.restore(core.snapshot(0.0), 0.0)
+        other.restore(core.snapshot(0.0, auto_window=auto_of(core).state()), 0.0)
         assert other.config.auto_windows == (32, 40, 48, 64)
         assert other.config.window == 32
-        assert other.statistics(0.0).idle_by_window == {}
+        assert auto_of(other).idle_by_window == {}
 
     def test_a_checkpoint_without_it_is_read(self) -> None:
         state = state_dict(core_of().snapshot(0.0))
@@ -325,21 +333,21 @@ class TestState:
     def test_knobs_that_change_live(self) -> None:
         core = core_of()
         run(core, lognormal(32 * 120, 0.1, seed=0))
-        foreseen = core.statistics(0.0).idle_by_window
+        foreseen = auto_of(core).idle_by_window
         core.reconfigure(core.config.replace(deadline_s=1000.0))
         assert core.config.window == 32, "what was learned stays"
-        assert core.statistics(0.0).idle_by_window == foreseen
+        assert auto_of(core).idle_by_window == foreseen
         core.reconfigure(core.config.replace(cost=sb.TokenCost()))
         assert core.config.window == 32
-        assert core.statistics(0.0).idle_by_window == {}, "other costs: it learns anew, from where it is"
+        assert auto_of(core).idle_by_window == {}, "other costs: it learns anew, from where it is"
         core.reconfigure(core.config.replace(window=50))
-        assert (core.config.window, core.statistics(0.0).idle_by_window) == (50, {})
+        assert (core.config.window, auto_of(core).idle_by_window) == (50, {})
         core.reconfigure(core.config.replace(window="auto"))
         assert core.config.window == 48
 
     def test_statistics_of_a_fixed_window(self) -> None:
-        stats = core_of(window=77).statistics(0.0)
-        assert (stats.window, stats.idle_by_window) == (77, {})
+        core = core_of(window=77)
+        assert (core.statistics(0.0).window, auto_of(core).idle_by_window, auto_of(core).state()) == (77, {}, None)
 
 
 async def test_a_live_balancer_says_its_window() -> None:
@@ -351,3 +359,18 @@ async def test_a_live_balancer_says_its_window() -> None:
                 await balancer.put(sb.Rollout(tokens={"input_ids": IDS.expand(9)}, rollout_id=str(next(numbers))))
             await anext(batches)
         assert balancer.config.window == balancer.statistics().window == 4
+
+
+async def test_a_live_balancer_keeps_in_its_checkpoint_what_it_learned() -> None:
+    async with sb.StreamBalancer(config(dp_size=1, batch_size=4)) as balancer:
+        batches = balancer.batches()
+        for number in range(300):
+            await balancer.put(sb.Rollout(tokens={"input_ids": IDS.expand(9)}, rollout_id=str(number)))
+            if balancer.statistics().waiting >= balancer.config.window:
+                await anext(batches)
+        learned = balancer.statistics().idle_by_window
+        assert set(learned) == {4, 5, 6, 8, 12}
+        async with sb.StreamBalancer(config(dp_size=1, batch_size=4)) as restored:
+            restored.load_state_dict(balancer.state_dict())
+            assert restored.config == balancer.config
+            assert restored.statistics().idle_by_window == learned

@@ -25,6 +25,7 @@ from hypothesis.stateful import (
 
 import stream_balancer as sb
 from stream_balancer.controller.checkpoint import read_state_dict, state_dict
+from stream_balancer.core.auto_window import AutoWindowObserver
 from stream_balancer.core.machine import BalancerCore
 
 IDS = torch.zeros(64, dtype=torch.int64)
@@ -71,10 +72,16 @@ def configs(draw: st.DrawFn) -> sb.BalancerConfig:
     return config
 
 
+def core_of(config: sb.BalancerConfig) -> BalancerCore:
+    core = BalancerCore(config)
+    core.observers.append(AutoWindowObserver(core))
+    return core
+
+
 class CoreMachine(RuleBasedStateMachine):
     @initialize(config=configs())
     def start(self, config: sb.BalancerConfig) -> None:
-        self.core = BalancerCore(config)
+        self.core = core_of(config)
         self.now = 0.0
         self.names = itertools.count()
         self.accepted: dict[str, sb.Rollout] = {}
@@ -302,7 +309,7 @@ class CoreMachine(RuleBasedStateMachine):
         if dp_size_changes and config.dp_size > 1 and config.groups != "same_rank":
             config = config.replace(dp_size=1, min_batch_size=1)
         before = self.core.statistics(self.now)
-        self.core = BalancerCore(config)
+        self.core = core_of(config)
         self.now += 3.0  # the clock of the new process is another one
         self.core.restore(snapshot, self.now)
         self.ended = False
