@@ -44,11 +44,12 @@ if TYPE_CHECKING:
     from stream_balancer.producer.client import BlockingProducer, Producer, connect
     from stream_balancer.rank.barrier import barrier
     from stream_balancer.rank.feed import RankFeed
+    from stream_balancer.statistics import Statistics
     from stream_balancer.tools.simulate import SimulationReport, simulate
     from stream_balancer.tools.trace import Trace, generate_trace, load_trace
     from stream_balancer.tools.tune import TuneReport, tune
     from stream_balancer.transport.gloo.torch_dist import TorchTransport
-    from stream_balancer.types import Batch, MicroBatch, RankBatch, Rollout, Statistics
+    from stream_balancer.types import Batch, MicroBatch, RankBatch, Rollout
 
 __version__ = "0.1.0"
 
@@ -121,7 +122,8 @@ _NAMES_OF = {
     "rank.barrier": "barrier",
     "transport.gloo.torch_dist": "TorchTransport",
     "tools.tune": "TuneReport tune",
-    "types": "Batch MicroBatch RankBatch Rollout Statistics",
+    "statistics": "Statistics",
+    "types": "Batch MicroBatch RankBatch Rollout",
 }
 _MODULE_OF = {name: module for module, names in _NAMES_OF.items() for name in names.split()}
 _MODULES = {"planning", *(module.partition(".")[0] for module in _NAMES_OF)} - _MODULE_OF.keys()

@@ -1,8 +1,8 @@
-"""What travels: rollouts in, batches out, and the record of how it went.
+"""What travels: rollouts in, batches out.
 
-Frozen values, checked where they are made, so that a worker that builds a bad rollout is told so at its own line and
-nothing unsendable ever reaches a batch. Nothing here waits, decides or sends; how columns become tensors is
-``layout``'s question.
+Frozen values, checked where they are made, so that a worker that builds a bad rollout gets the error at its own line
+and nothing unsendable ever reaches a batch. Nothing here waits, decides or sends. ``values`` has the checks,
+``tensors`` the layouts of a micro-batch.
 """
 
 from __future__ import annotations
@@ -14,21 +14,19 @@ from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeAlias
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from stream_balancer import tensors as layout
 from stream_balancer.errors import RolloutError
 from stream_balancer.field_docs import documented
-from stream_balancer.planning.length_bias import LengthBiasSummary
 from stream_balancer.values import (
-    MAX_COLUMNS,
     PADDING_PREFIX,
     SUPPORTED_DTYPES,
     Version,
     by_name,
+    check_disjoint,
+    check_tokens,
     join,
     plain_bool,
     plain_cost,
@@ -45,17 +43,11 @@ if TYPE_CHECKING:
 __all__ = [
     "SUPPORTED_DTYPES",
     "Batch",
-    "CostFit",
     "EvictReason",
-    "IdleCause",
     "MicroBatch",
     "RankBatch",
     "Reason",
     "Rollout",
-    "Snapshot",
-    "Statistics",
-    "Straggler",
-    "TrainingAge",
     "Version",
 ]
 
@@ -66,13 +58,6 @@ or ``end()`` drained what was left."""
 EvictReason: TypeAlias = Literal["stale", "lost", "filtered", "abandoned"]
 """Why a rollout was given up instead of dispatched: it was too old, the producer that held its tokens is gone,
 ``accept=`` turned it down, or :meth:`StreamBalancer.abandon_group` gave its group up."""
-
-IdleCause: TypeAlias = Literal[
-    "no_data", "window", "deadline", "imbalance_avoidable", "imbalance_unavoidable", "transport"
-]
-"""Why a rank computed nothing: too few rollouts were there for any batch; there were enough, but the window was not
-full, or the deadline not reached; other ranks had more to do, which a better assignment might have avoided, or none
-could; or its share was on the way."""
 
 
 def _new_id() -> str:
@@ -149,14 +134,14 @@ class Rollout:
             what = "tokens"
             put("tokens", by_name(self.tokens, self._plain_tensor))
             what = ""
-            put("num_tokens", _check_tokens(self.tokens))
+            put("num_tokens", check_tokens(self.tokens))
             if self.tensors is not _NOTHING:
                 what = "tensors"
                 put("tensors", by_name(self.tensors, self._plain_tensor) or _NOTHING)
             if self.scalars is not _NOTHING:
                 what = "scalars"
                 put("scalars", by_name(self.scalars, plain_number) or _NOTHING)
-                _check_disjoint(self.tokens, self.scalars)
+                check_disjoint(self.tokens, self.scalars)
             if self.metadata is not _NOTHING:
                 what = "metadata"
                 put("metadata", plain_metadata(self.metadata) or _NOTHING)
@@ -407,178 +392,6 @@ class Batch:
         )
 
 
-@documented
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CostFit:
-    """What a ``CalibratedCost`` has learned from the seconds that ranks computed."""
-
-    steps: int
-    """Steps it has learned from; the first measured one, which pays for compilation and caches, is left out."""
-    prediction_error: float | None
-    """Mean over ranks and about the last ten steps of |predicted - measured| / measured, each predicted before it
-    ran; None before the second step."""
-    seconds_per_token: float
-    """Of compute, on a rank of speed 1."""
-    seconds_per_token_pair: float
-    """Of compute per token squared of a rollout."""
-    seconds_per_micro_batch: float
-    """What a micro-batch costs whatever is in it."""
-    seconds_per_step: float
-    """What a step costs whatever is in it."""
-    speeds: tuple[float, ...]
-    """Measured speed of each rank, the median rank's being 1.0."""
-
-
-@documented
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Straggler:
-    """A rank that is slower than the others, step after step."""
-
-    rank: int
-    """DP rank."""
-    slowdown: float
-    """Its seconds over those of the median rank for the same work (with given ``speeds``: over what they promise),
-    since then; 1.3 = it takes 30 % longer."""
-    since_step: int
-    """The first step in which it was slow."""
-    since_s: float
-    """Seconds since that step was done."""
-
-    def __str__(self) -> str:
-        return (
-            f"rank {self.rank} takes {self.slowdown:.2f} times as long as the median rank for the same work, since "
-            f"step {self.since_step} ({self.since_s:.0f} s ago)"
-        )
-
-
-@documented
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrainingAge:
-    """How many policy versions rollouts lay behind when their training began: the version last set by then, less the
-    oldest that any of their tokens was sampled with."""
-
-    rollouts: int
-    """Rollouts whose training has begun, and whose version is known."""
-    mean: float
-    """Versions."""
-    p99: int
-    """99 % of them were at most this old."""
-    max: int
-    """The oldest; at most ``max_staleness`` where that is kept, see docs/staleness.md."""
-
-
-@documented
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Statistics:
-    """A snapshot of a balancer. At all times ``accepted == waiting + in_flight + acknowledged +
-    sum(evicted.values())``."""
-
-    waiting: int
-    """Rollouts in the window now."""
-    waiting_tokens: int
-    """Their tokens."""
-    waiting_bytes: int
-    """Bytes of their tensors."""
-    waiting_lengths: tuple[int, ...]
-    """Shortest, median, 90th percentile and longest waiting rollout, in tokens; empty if none waits."""
-    in_flight: int
-    """Rollouts dispatched and not yet acknowledged."""
-    accepted: int
-    """Rollouts whose put returned, ever."""
-    acknowledged: int
-    """Rollouts whose batch was acknowledged, ever."""
-    evicted: Mapping[EvictReason, int]
-    """Rollouts given up, by reason, ever."""
-    batches: Mapping[Reason, int]
-    """Dispatches by reason, ever."""
-    dispatched_tokens: int
-    """Tokens dispatched, ever, padding copies not counted."""
-    padding_copies: int
-    """Zero-weight copies made, ever."""
-    nacked: int
-    """Rollouts of batches that :meth:`StreamBalancer.nack` gave back, or that a later ``serve()`` delivered again,
-    ever."""
-    blocked_puts: int
-    """Puts that are waiting for room now."""
-    reserved: int
-    """Rollouts that are being generated under a slot of ``reserve()``."""
-    blocked_reserves: int
-    """Calls of ``reserve()`` that wait for a slot now."""
-    peak_waiting: int
-    """Most rollouts that ever waited at once."""
-    oldest_wait_s: float
-    """Seconds the oldest waiting rollout has waited; 0.0 if none waits."""
-    redelivering: int
-    """Rollouts in flight that ``batches()`` will give again: their batches were restored from a checkpoint."""
-    unavoidable_idle_fraction: float | None
-    """The part of ``idle_fraction`` that no assignment of the same rollouts could have avoided: outliers. None before
-    the first dispatch."""
-    length_bias: LengthBiasSummary
-    """Whether long rollouts waited longer than short ones; see :class:`LengthBiasSummary`."""
-    idle_fraction: float | None
-    """Predicted share of rank time spent waiting for the slowest rank, over all steps: 1 - sum(mean load) / sum(max
-    load). None before the first dispatch."""
-    measured_idle_fraction: float | None
-    """The same, from the seconds that ranks reported for their steps; None before any did. Only as good as they are:
-    time that ranks spend waiting for each other makes them look alike, see :meth:`RankFeed.timed`."""
-    idle_seconds: Mapping[IdleCause, float]
-    """Rank seconds in which nothing was computed, by cause, summed over the ranks, since this balancer was made. From
-    the seconds that ranks reported for their steps, like ``measured_idle_fraction``, and as good as they are."""
-    rank_idle_seconds: tuple[Mapping[IdleCause, float], ...]
-    """The same for each rank."""
-    rank_busy_seconds: tuple[float, ...]
-    """Seconds each rank computed in those steps."""
-    straggler: Straggler | None
-    """The slowest of the ranks that are slow step after step; None while there is none."""
-    cost_fit: CostFit | None
-    """What was learned under ``cost=CalibratedCost(...)``; None with another cost model."""
-    version: int | None
-    """Policy version last set, or None."""
-    training_age: TrainingAge | None
-    """How old rollouts were when they were trained on, since this balancer was made; None before any was."""
-    window: int
-    """Rollouts that a dispatch waits for: the knob, or what ``window="auto"`` has chosen."""
-    idle_by_window: Mapping[int, float]
-    """Under ``window="auto"``: the idle share that each window would have, of the recent past; empty before the first
-    fit, and where the window is fixed."""
-
-
-@documented
-@dataclass(frozen=True, eq=False, slots=True, kw_only=True)
-class Snapshot:
-    """All that a balancer holds, at one instant: cheap to take, since rollouts are shared and not copied.
-
-    ``snapshot.state_dict`` turns it into plain tensors and numbers, in any thread.
-    """
-
-    waiting: tuple[Rollout, ...]
-    """Oldest first."""
-    waited_s: NDArray[np.float64]
-    """[n] seconds each has waited."""
-    skips: NDArray[np.int64]
-    """[n] dispatches that passed each over."""
-    in_flight: tuple[Batch, ...]
-    """Dispatched and not acknowledged, oldest first."""
-    group_arrivals: Mapping[str, int]
-    """Siblings that have come, of groups that are not done."""
-    past_ids: tuple[str, ...]
-    """Ids of rollouts that are done, oldest first."""
-    version: int | None
-    """Policy version last set."""
-    next_step: int
-    """Step number of the next new batch."""
-    counts: Mapping[str, Any]
-    """Running totals behind ``Statistics``: numbers, and dicts of numbers."""
-    knobs: Mapping[str, Any]
-    """The knobs in force, for the record: numbers and strings."""
-    calibration: Mapping[str, Any] | None = None
-    """What a ``CalibratedCost`` has learned: numbers, and lists of numbers."""
-    auto_window: Mapping[str, Any] | None = None
-    """What ``window="auto"`` has learned: numbers, and flat arrays."""
-    set_aside: tuple[str, ...] = ()
-    """What could not be read, one sentence each; the rollouts it speaks of are not in here."""
-
-
 def _excess(value: float, base: float) -> float:
     return max(value / base - 1.0, 0.0) if base > 0 else 0.0
 
@@ -592,31 +405,3 @@ def _concatenate(rollouts: Sequence[Rollout]) -> layout.FlatColumns:
         scalars={name: [r.scalars[name] for r in rollouts] for name in first.scalars},
         weights=torch.tensor([0.0 if r.is_padding else 1.0 for r in rollouts], dtype=torch.float32),
     )
-
-
-def _check_disjoint(tokens: Mapping[str, Tensor], scalars: Mapping[str, float | int]) -> None:
-    if both := sorted(tokens.keys() & scalars.keys()):
-        raise RolloutError(f"{both} are both token columns and scalars; rename one")
-
-
-def _check_tokens(tokens: Mapping[str, Tensor]) -> int:
-    ids = tokens.get("input_ids")
-    if ids is None:
-        raise RolloutError("tokens must be a mapping with a column 'input_ids' (per-token ids, [L])")
-    if ids.ndim != 1 or ids.is_floating_point() or ids.dtype is torch.bool:
-        raise RolloutError(f"input_ids must be integers [L], not {ids.dtype} {list(ids.shape)}")
-    length = ids.shape[0]
-    if length == 0:
-        raise RolloutError("no tokens. Drop empty rollouts before put")
-    for key, column in tokens.items():
-        if column.ndim == 0 or column.shape[0] != length:
-            raise RolloutError(
-                f"column {key!r} has shape {list(column.shape)}, but input_ids has {length} tokens. "
-                f"Per-token columns are [L, ...]; put anything else into tensors= or scalars="
-            )
-    if len(tokens) > MAX_COLUMNS:
-        raise RolloutError(f"{len(tokens)} token columns; at most {MAX_COLUMNS} can travel. Stack some into [L, n]")
-    mask = tokens.get("loss_mask")
-    if mask is not None and mask.ndim != 1:
-        raise RolloutError(f"loss_mask must be [L], not {list(mask.shape)}")
-    return length

@@ -28,6 +28,8 @@ __all__ = [
     "SUPPORTED_DTYPES",
     "Version",
     "by_name",
+    "check_disjoint",
+    "check_tokens",
     "join",
     "plain_bool",
     "plain_cost",
@@ -160,6 +162,36 @@ def _data_ptr(tensor: Tensor) -> int:
         return tensor.data_ptr()
     except RuntimeError:
         return 0
+
+
+def check_disjoint(tokens: Mapping[str, Tensor], scalars: Mapping[str, float | int]) -> None:
+    """A layout has one name for each column and each scalar."""
+    if both := sorted(tokens.keys() & scalars.keys()):
+        raise RolloutError(f"{both} are both token columns and scalars; rename one")
+
+
+def check_tokens(tokens: Mapping[str, Tensor]) -> int:
+    """``input_ids`` is there, and every column is as long. -> that length, in tokens."""
+    ids = tokens.get("input_ids")
+    if ids is None:
+        raise RolloutError("tokens must be a mapping with a column 'input_ids' (per-token ids, [L])")
+    if ids.ndim != 1 or ids.is_floating_point() or ids.dtype is torch.bool:
+        raise RolloutError(f"input_ids must be integers [L], not {ids.dtype} {list(ids.shape)}")
+    length = ids.shape[0]
+    if length == 0:
+        raise RolloutError("no tokens. Drop empty rollouts before put")
+    for key, column in tokens.items():
+        if column.ndim == 0 or column.shape[0] != length:
+            raise RolloutError(
+                f"column {key!r} has shape {list(column.shape)}, but input_ids has {length} tokens. "
+                f"Per-token columns are [L, ...]; put anything else into tensors= or scalars="
+            )
+    if len(tokens) > MAX_COLUMNS:
+        raise RolloutError(f"{len(tokens)} token columns; at most {MAX_COLUMNS} can travel. Stack some into [L, n]")
+    mask = tokens.get("loss_mask")
+    if mask is not None and mask.ndim != 1:
+        raise RolloutError(f"loss_mask must be [L], not {list(mask.shape)}")
+    return length
 
 
 def plain_number(value: object) -> float | int:

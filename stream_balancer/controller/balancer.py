@@ -45,12 +45,14 @@ from stream_balancer.core.auto_window import AutoWindowObserver
 from stream_balancer.core.diagnosis import RankState, Taker, why_no_batch
 from stream_balancer.core.machine import BalancerCore
 from stream_balancer.core.observer import Observer
+from stream_balancer.core.snapshot import Snapshot
 from stream_balancer.core.staleness import Pacer, check_pacing
 from stream_balancer.errors import AlreadyInUseError, ClosedResourceError, WouldBlock
 from stream_balancer.planning import Plan
+from stream_balancer.statistics import Statistics, Straggler
 from stream_balancer.tools.recorder import Recorder
 from stream_balancer.transport.threads import OfOneProcess
-from stream_balancer.types import Batch, EvictReason, Rollout, Snapshot, Statistics, Straggler
+from stream_balancer.types import Batch, EvictReason, Rollout
 
 __all__ = ["Batches", "StreamBalancer"]
 

@@ -18,8 +18,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from stream_balancer.core.snapshot import Snapshot
 from stream_balancer.errors import RolloutError
-from stream_balancer.types import Batch, MicroBatch, RankBatch, Reason, Rollout, Snapshot
+from stream_balancer.types import Batch, MicroBatch, RankBatch, Reason, Rollout
 from stream_balancer.wire import share as wire
 
 __all__ = ["read_rollouts", "read_state_dict", "state_dict", "write_rollouts"]

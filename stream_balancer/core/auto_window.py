@@ -24,8 +24,9 @@ from numpy.typing import NDArray
 from stream_balancer.config import BalancerConfig
 from stream_balancer.core.machine import BalancerCore
 from stream_balancer.core.observer import Observer
+from stream_balancer.core.snapshot import Snapshot
 from stream_balancer.planning import PlanKnobs, Waiting, choose_batch, lower_bound
-from stream_balancer.types import Reason, Snapshot
+from stream_balancer.types import Reason
 
 __all__ = ["AutoWindow", "AutoWindowObserver"]
 

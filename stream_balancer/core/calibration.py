@@ -27,7 +27,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from stream_balancer.cost import CalibratedCost
 from stream_balancer.planning.overhead import Overhead
-from stream_balancer.types import CostFit
+from stream_balancer.statistics import CostFit
 
 __all__ = ["Calibration"]
 

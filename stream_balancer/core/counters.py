@@ -6,7 +6,8 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, get_args
 
-from stream_balancer.types import Batch, EvictReason, Reason, TrainingAge
+from stream_balancer.statistics import TrainingAge
+from stream_balancer.types import Batch, EvictReason, Reason
 
 __all__ = ["Counts", "TrainingAges", "idle", "unavoidable"]
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 from stream_balancer.config import BalancerConfig
-from stream_balancer.types import Statistics
+from stream_balancer.statistics import Statistics
 
 __all__ = ["RankState", "Taker", "why_no_batch", "why_ranks_wait"]
 

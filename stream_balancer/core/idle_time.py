@@ -18,7 +18,8 @@ from typing import get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from stream_balancer.types import Batch, IdleCause, Reason, Straggler
+from stream_balancer.statistics import IdleCause, Straggler
+from stream_balancer.types import Batch, Reason
 
 __all__ = ["IdleTimes"]
 

@@ -53,21 +53,15 @@ from stream_balancer.core.derived import (
 )
 from stream_balancer.core.idle_time import IdleTimes
 from stream_balancer.core.observer import Event, Observers
+from stream_balancer.core.snapshot import Snapshot
 from stream_balancer.core.staleness import Pacer
 from stream_balancer.errors import ClosedResourceError, ConfigError, DuplicateRolloutError, RolloutError, WouldBlock
 from stream_balancer.planning import Plan, PlanKnobs, Waiting, plan_batch
 from stream_balancer.planning.baselines import plan_fifo, plan_round_robin
 from stream_balancer.planning.length_bias import LengthBias
 from stream_balancer.planning.partition import TOLERANCE
-from stream_balancer.types import (
-    Batch,
-    EvictReason,
-    Reason,
-    Rollout,
-    Snapshot,
-    Statistics,
-    Straggler,
-)
+from stream_balancer.statistics import Statistics, Straggler
+from stream_balancer.types import Batch, EvictReason, Reason, Rollout
 from stream_balancer.values import plain_policy_version
 
 __all__ = ["BalancerCore"]

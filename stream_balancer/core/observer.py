@@ -24,8 +24,9 @@ from collections.abc import Sequence
 from typing import Literal, TypeAlias
 
 from stream_balancer.config import BalancerConfig
+from stream_balancer.core.snapshot import Snapshot
 from stream_balancer.planning import PlanKnobs, Waiting
-from stream_balancer.types import Batch, EvictReason, Reason, Rollout, Snapshot
+from stream_balancer.types import Batch, EvictReason, Reason, Rollout
 
 __all__ = ["Event", "Observer", "Observers"]
 

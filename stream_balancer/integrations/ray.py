@@ -31,8 +31,9 @@ from stream_balancer.controller.serve import serve
 from stream_balancer.errors import BrokenResourceError
 from stream_balancer.producer.client import BlockingProducer, Producer
 from stream_balancer.rank.feed import RankFeed
+from stream_balancer.statistics import Statistics
 from stream_balancer.transport.event_loop import loop_caller
-from stream_balancer.types import EvictReason, Rollout, Statistics
+from stream_balancer.types import EvictReason, Rollout
 from stream_balancer.wire.partial_share import RemoteRollout
 
 if TYPE_CHECKING:

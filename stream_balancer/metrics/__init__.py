@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from stream_balancer.types import Statistics
+from stream_balancer.statistics import Statistics
 
 __all__ = ["METRICS", "Metric", "figures"]
 

@@ -25,7 +25,7 @@ from prometheus_client.registry import Collector
 
 from stream_balancer.controller.balancer import StreamBalancer
 from stream_balancer.metrics import METRICS, values
-from stream_balancer.types import Statistics
+from stream_balancer.statistics import Statistics
 
 __all__ = ["StatisticsCollector", "dashboard_json", "exporter"]
 

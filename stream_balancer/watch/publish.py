@@ -28,7 +28,8 @@ from anyio.from_thread import BlockingPortal
 
 from stream_balancer.controller.balancer import StreamBalancer
 from stream_balancer.core.diagnosis import RankState
-from stream_balancer.types import Batch, Statistics
+from stream_balancer.statistics import Statistics
+from stream_balancer.types import Batch
 from stream_balancer.watch.status import SUFFIX, InFlight, LengthRow, NextBatch, RankRow, Status, folder
 
 __all__ = ["publish_status", "status_of"]

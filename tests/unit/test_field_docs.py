@@ -11,8 +11,9 @@ import pytest
 import stream_balancer as sb
 from stream_balancer import field_docs as _field_docs
 from stream_balancer.controller.journal import Recovered
+from stream_balancer.core.snapshot import Snapshot
 from stream_balancer.field_docs import documented
-from stream_balancer.types import CostFit, Snapshot, Straggler
+from stream_balancer.statistics import CostFit, Straggler
 
 CLASSES = [
     sb.BalancerConfig, sb.Rollout, sb.MicroBatch, sb.RankBatch, sb.Batch, sb.Statistics, Snapshot, Straggler, CostFit,

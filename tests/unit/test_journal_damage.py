@@ -17,8 +17,8 @@ from forked import Python, run_python
 import stream_balancer as sb
 from stream_balancer.controller.journal import Journal, Recovered
 from stream_balancer.controller.journal.segments import Damage, Segments
+from stream_balancer.core.snapshot import Snapshot
 from stream_balancer.testing import make_rollout, token_checksum
-from stream_balancer.types import Snapshot
 
 CONFIG = sb.BalancerConfig(dp_size=2, batch_size=4, window=8, capacity=1000)
 TAIL_BYTES = 4096

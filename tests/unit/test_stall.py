@@ -8,8 +8,8 @@ import pytest
 
 import stream_balancer as sb
 from stream_balancer.core.diagnosis import RankState, why_no_batch, why_ranks_wait
+from stream_balancer.statistics import Statistics
 from stream_balancer.testing import make_rollout
-from stream_balancer.types import Statistics
 
 READY = RankState(rank=0, ready=True, since_s=5.0, connected=True)
 

@@ -48,10 +48,11 @@ from stream_balancer.controller.journal.records import (
     rollouts_of,
 )
 from stream_balancer.controller.journal.segments import Damage, DiskFullError, Segments, salt_of
+from stream_balancer.core.snapshot import Snapshot
 from stream_balancer.errors import ClosedResourceError, ConfigError, JournalError, RolloutError
 from stream_balancer.field_docs import documented
 from stream_balancer.transport.event_loop import loop_caller
-from stream_balancer.types import Batch, EvictReason, Rollout, Snapshot
+from stream_balancer.types import Batch, EvictReason, Rollout
 from stream_balancer.wire.share import OtherProtocolError
 
 __all__ = ["Journal", "Recovered", "Writing"]

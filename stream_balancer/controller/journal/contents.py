@@ -27,7 +27,8 @@ from stream_balancer.controller.journal.records import (
     Versioned,
     batch_of,
 )
-from stream_balancer.types import EvictReason, Rollout, Snapshot
+from stream_balancer.core.snapshot import Snapshot
+from stream_balancer.types import EvictReason, Rollout
 
 __all__ = ["Contents", "Held", "Place"]
 

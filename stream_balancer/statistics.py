@@ -1,0 +1,159 @@
+"""What a balancer reports of itself: ``balancer.statistics()`` and its parts.
+
+Frozen records of numbers, taken at one instant; nothing that counts, waits or decides may enter (``core`` counts).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+from stream_balancer.field_docs import documented
+from stream_balancer.planning.length_bias import LengthBiasSummary
+from stream_balancer.types import EvictReason, Reason
+
+__all__ = ["CostFit", "IdleCause", "Statistics", "Straggler", "TrainingAge"]
+
+IdleCause: TypeAlias = Literal[
+    "no_data", "window", "deadline", "imbalance_avoidable", "imbalance_unavoidable", "transport"
+]
+"""Why a rank computed nothing: too few rollouts were there for any batch; there were enough, but the window was not
+full, or the deadline not reached; other ranks had more to do, which a better assignment might have avoided, or none
+could; or its share was on the way."""
+
+
+@documented
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CostFit:
+    """What a ``CalibratedCost`` has learned from the seconds that ranks computed."""
+
+    steps: int
+    """Steps it has learned from; the first measured one, which pays for compilation and caches, is left out."""
+    prediction_error: float | None
+    """Mean over ranks and about the last ten steps of |predicted - measured| / measured, each predicted before it
+    ran; None before the second step."""
+    seconds_per_token: float
+    """Of compute, on a rank of speed 1."""
+    seconds_per_token_pair: float
+    """Of compute per token squared of a rollout."""
+    seconds_per_micro_batch: float
+    """What a micro-batch costs whatever is in it."""
+    seconds_per_step: float
+    """What a step costs whatever is in it."""
+    speeds: tuple[float, ...]
+    """Measured speed of each rank, the median rank's being 1.0."""
+
+
+@documented
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Straggler:
+    """A rank that is slower than the others, step after step."""
+
+    rank: int
+    """DP rank."""
+    slowdown: float
+    """Its seconds over those of the median rank for the same work (with given ``speeds``: over what they promise),
+    since then; 1.3 = it takes 30 % longer."""
+    since_step: int
+    """The first step in which it was slow."""
+    since_s: float
+    """Seconds since that step was done."""
+
+    def __str__(self) -> str:
+        return (
+            f"rank {self.rank} takes {self.slowdown:.2f} times as long as the median rank for the same work, since "
+            f"step {self.since_step} ({self.since_s:.0f} s ago)"
+        )
+
+
+@documented
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingAge:
+    """How many policy versions rollouts lay behind when their training began: the version last set by then, less the
+    oldest that any of their tokens was sampled with."""
+
+    rollouts: int
+    """Rollouts whose training has begun, and whose version is known."""
+    mean: float
+    """Versions."""
+    p99: int
+    """99 % of them were at most this old."""
+    max: int
+    """The oldest; at most ``max_staleness`` where that is kept, see docs/staleness.md."""
+
+
+@documented
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Statistics:
+    """A snapshot of a balancer. At all times ``accepted == waiting + in_flight + acknowledged +
+    sum(evicted.values())``."""
+
+    waiting: int
+    """Rollouts in the window now."""
+    waiting_tokens: int
+    """Their tokens."""
+    waiting_bytes: int
+    """Bytes of their tensors."""
+    waiting_lengths: tuple[int, ...]
+    """Shortest, median, 90th percentile and longest waiting rollout, in tokens; empty if none waits."""
+    in_flight: int
+    """Rollouts dispatched and not yet acknowledged."""
+    accepted: int
+    """Rollouts whose put returned, ever."""
+    acknowledged: int
+    """Rollouts whose batch was acknowledged, ever."""
+    evicted: Mapping[EvictReason, int]
+    """Rollouts given up, by reason, ever."""
+    batches: Mapping[Reason, int]
+    """Dispatches by reason, ever."""
+    dispatched_tokens: int
+    """Tokens dispatched, ever, padding copies not counted."""
+    padding_copies: int
+    """Zero-weight copies made, ever."""
+    nacked: int
+    """Rollouts of batches that :meth:`StreamBalancer.nack` gave back, or that a later ``serve()`` delivered again,
+    ever."""
+    blocked_puts: int
+    """Puts that are waiting for room now."""
+    reserved: int
+    """Rollouts that are being generated under a slot of ``reserve()``."""
+    blocked_reserves: int
+    """Calls of ``reserve()`` that wait for a slot now."""
+    peak_waiting: int
+    """Most rollouts that ever waited at once."""
+    oldest_wait_s: float
+    """Seconds the oldest waiting rollout has waited; 0.0 if none waits."""
+    redelivering: int
+    """Rollouts in flight that ``batches()`` will give again: their batches were restored from a checkpoint."""
+    unavoidable_idle_fraction: float | None
+    """The part of ``idle_fraction`` that no assignment of the same rollouts could have avoided: outliers. None before
+    the first dispatch."""
+    length_bias: LengthBiasSummary
+    """Whether long rollouts waited longer than short ones; see :class:`LengthBiasSummary`."""
+    idle_fraction: float | None
+    """Predicted share of rank time spent waiting for the slowest rank, over all steps: 1 - sum(mean load) / sum(max
+    load). None before the first dispatch."""
+    measured_idle_fraction: float | None
+    """The same, from the seconds that ranks reported for their steps; None before any did. Only as good as they are:
+    time that ranks spend waiting for each other makes them look alike, see :meth:`RankFeed.timed`."""
+    idle_seconds: Mapping[IdleCause, float]
+    """Rank seconds in which nothing was computed, by cause, summed over the ranks, since this balancer was made. From
+    the seconds that ranks reported for their steps, like ``measured_idle_fraction``, and as good as they are."""
+    rank_idle_seconds: tuple[Mapping[IdleCause, float], ...]
+    """The same for each rank."""
+    rank_busy_seconds: tuple[float, ...]
+    """Seconds each rank computed in those steps."""
+    straggler: Straggler | None
+    """The slowest of the ranks that are slow step after step; None while there is none."""
+    cost_fit: CostFit | None
+    """What was learned under ``cost=CalibratedCost(...)``; None with another cost model."""
+    version: int | None
+    """Policy version last set, or None."""
+    training_age: TrainingAge | None
+    """How old rollouts were when they were trained on, since this balancer was made; None before any was."""
+    window: int
+    """Rollouts that a dispatch waits for: the knob, or what ``window="auto"`` has chosen."""
+    idle_by_window: Mapping[int, float]
+    """Under ``window="auto"``: the idle share that each window would have, of the recent past; empty before the first
+    fit, and where the window is fixed."""
