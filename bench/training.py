@@ -85,7 +85,7 @@ def ours(rollouts: Sequence[Rollout], setting: Setting, errors: list[float] | No
     )
     balancer = StreamBalancer(config)
     arriving = iter(rollouts)
-    core = balancer._core
+    core = balancer.parts.core
     while True:
         batch = core.poll(0.0)
         if batch is None:

@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from stream_balancer import planning
     from stream_balancer.config import BalancerConfig
-    from stream_balancer.controller.balancer import Batches, StreamBalancer
+    from stream_balancer.controller.balancer import StreamBalancer
+    from stream_balancer.controller.batches import Batches
     from stream_balancer.controller.blocking import BlockingBalancer, blocking
     from stream_balancer.controller.journal import Journal, Recovered
     from stream_balancer.controller.serve import serve
@@ -105,7 +106,8 @@ __all__ = [
 ]
 
 _NAMES_OF = {
-    "controller.balancer": "Batches StreamBalancer",
+    "controller.balancer": "StreamBalancer",
+    "controller.batches": "Batches",
     "controller.blocking": "BlockingBalancer blocking",
     "config": "BalancerConfig",
     "producer.client": "BlockingProducer Producer connect",

@@ -18,7 +18,8 @@ from types import TracebackType
 from typing import Any, Concatenate, Generic, Literal, ParamSpec, Self, TypeVar, cast
 
 from stream_balancer.config import BalancerConfig
-from stream_balancer.controller.balancer import Batches, StreamBalancer
+from stream_balancer.controller.balancer import StreamBalancer
+from stream_balancer.controller.batches import Batches
 from stream_balancer.controller.checkpoint import state_dict
 from stream_balancer.controller.journal import Journal, Recovered
 from stream_balancer.controller.reservations import Reservation, Slot
@@ -249,7 +250,7 @@ class _BlockingBatches:
         return self
 
     def __next__(self) -> Batch:
-        call = self._owner._call(self._next_or_none, self._batches._give_back)
+        call = self._owner._call(self._next_or_none, self._batches.give_back)
         batch, call.result, call.taken = call.result, None, True  # the last that an interrupt can undo
         if batch is None:
             raise StopIteration
@@ -269,7 +270,7 @@ class BlockingReservation:
     def __enter__(self) -> BlockingSlot:
         """Block until so many rollouts may begin. If interrupted, nothing was reserved."""
         slot = BlockingSlot(self._owner)
-        call = self._owner._call(self._reservation.__aenter__, Slot._leave)
+        call = self._owner._call(self._reservation.__aenter__, Slot.release)
         slot._slot, call.result, call.taken = cast("Slot", call.result), None, True
         return slot
 

@@ -12,7 +12,8 @@ from typing import Any, Protocol, runtime_checkable
 
 import anyio
 
-from stream_balancer.controller.balancer import StreamBalancer, _Pending
+from stream_balancer.controller.balancer import StreamBalancer
+from stream_balancer.controller.puts import PendingPut, Stage
 from stream_balancer.errors import BrokenResourceError, ClosedResourceError, EndOfStream, RolloutError
 from stream_balancer.transport.memory import MemoryIntake
 from stream_balancer.transport.puts import Mode, Offer, Withdrawal, Withdrawn
@@ -102,7 +103,7 @@ class _Attendant:
         holder = self._link.holder
         if holder is None:
             return
-        gone = self._balancer._give_up(lambda r: isinstance(r, RemoteRollout) and r.holder == holder)
+        gone = self._balancer.parts.puts.evict_lost(lambda r: isinstance(r, RemoteRollout) and r.holder == holder)
         if gone:
             names = ", ".join(gone[:5]) + (", ..." if len(gone) > 5 else "")
             logger.warning("producer %s took %d waiting rollouts with it: %s", holder.label, len(gone), names)
@@ -114,7 +115,7 @@ class _Attendant:
             return
         if not self._direct:
             problem = "nobody here could fetch it: only serve() delivers such rollouts"
-        elif self._balancer._journal is not None:
+        elif self._balancer.parts.puts.journal is not None:
             problem = "this balancer writes what it accepts to a journal, and has not got the tokens"
         else:
             return
@@ -140,21 +141,21 @@ class _Attendant:
         task of its own."""
         try:
             self._check(offer)
-            pending = self._balancer._enter(offer.rollouts)
+            pending = self._balancer.parts.puts.begin(offer.rollouts)
         except Exception as refusal:  # noqa: BLE001 - told to the producer
             self._link.answer(offer.number, refusal)
             return
-        if pending is None:
+        if pending.stage is Stage.DONE:
             self._link.answer(offer.number, None)
         else:
             scope = self._parked[offer.number] = anyio.CancelScope()
             start_soon(self._wait, offer.number, pending, scope)
 
-    async def _wait(self, number: int, pending: _Pending, scope: anyio.CancelScope) -> None:
+    async def _wait(self, number: int, pending: PendingPut, scope: anyio.CancelScope) -> None:
         accepted = refused = False
         try:
             with scope:
-                await self._balancer._finish(pending)
+                await pending.finish()
                 accepted = True
         except Exception as refusal:  # noqa: BLE001 - told to the producer
             refused = True

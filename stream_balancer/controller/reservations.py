@@ -1,31 +1,85 @@
 """Slots for rollouts that are still to be generated: ``async with balancer.reserve() as slot``.
 
-A slot is a place for a rollout that does not exist yet. The rule is in
-:mod:`stream_balancer.core.staleness`; who waits, and who wakes whom, is the balancer's.
+A slot is a place for rollouts that do not exist yet. How many may begin is counted in
+:mod:`stream_balancer.core.staleness`; here is who gets them, in which order, and when a place is given back. A slot's
+put is a put like any other (:mod:`stream_balancer.controller.puts`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from types import TracebackType
-from typing import TYPE_CHECKING
 
+import anyio.lowlevel
+
+from stream_balancer.controller.lifetime import Lifetime
+from stream_balancer.controller.puts import Puts
+from stream_balancer.controller.wakeups import PendingReserve, Wakeups
 from stream_balancer.core.admission import check_group
+from stream_balancer.core.machine import BalancerCore
+from stream_balancer.core.staleness import Pacer, check_pacing
 from stream_balancer.errors import ClosedResourceError, RolloutError
 from stream_balancer.types import Rollout
 
-if TYPE_CHECKING:
-    from stream_balancer.controller.balancer import StreamBalancer
+__all__ = ["Reservation", "Reservations", "Slot"]
 
-__all__ = ["Reservation", "Slot"]
+
+class Reservations:
+    """Who may begin: admits slots, first come first served."""
+
+    def __init__(self, core: BalancerCore, lifetime: Lifetime, wakeups: Wakeups, pacer: Pacer, puts: Puts) -> None:
+        self._core = core
+        self._lifetime = lifetime
+        self._wakeups = wakeups
+        self._pacer = pacer
+        self.puts = puts
+        """Where slots put."""
+
+    @property
+    def running(self) -> int:
+        """Rollouts that may begin, or have begun, and were not put yet."""
+        return self._pacer.running
+
+    def reserve(self, count: int) -> Reservation:
+        """A reservation that was not entered yet. Raises like :meth:`StreamBalancer.reserve`."""
+        check_pacing(self._core.config, count)
+        return Reservation(self, count)
+
+    async def admit(self, count: int) -> Slot:
+        """Wait until ``count`` more may begin. If cancelled, nothing was reserved."""
+        self._lifetime.enter("reserve")
+        await anyio.lowlevel.checkpoint()
+        if not self._wakeups.reserves and (slot := self._try_admit(count)) is not None:
+            return slot
+        pending = PendingReserve(count)
+        self._wakeups.reserves.join(pending)
+        self._wakeups.wake_consumer()  # nobody may begin: the window may be as full as it gets
+        return await self._wakeups.reserves.wait(pending, partial(self._try_admit, count))
+
+    def _try_admit(self, count: int) -> Slot | None:
+        if self._lifetime.closed or self._core.ended:
+            raise ClosedResourceError("reserve() after end() or aclose(): the balancer takes no more rollouts")
+        check_pacing(self._core.config, count)  # the knobs may have changed while it waited
+        version = self._core.version or 0
+        if self._core.room_to_begin(self._pacer) < count:
+            self._wakeups.wake_consumer()
+            return None
+        return Slot(self, self._pacer.admit(version, count), version, count)
+
+    def settle(self, slot: int, count: int) -> None:
+        """So many rollouts of a slot were put, or never will be."""
+        if count:
+            self._pacer.settle(slot, count)
+            self._wakeups.step_done()
 
 
 class Slot:
     """Room for ``count`` rollouts. Use it in the block that reserved it."""
 
-    def __init__(self, balancer: StreamBalancer, number: int, version: int, count: int) -> None:
-        self._balancer, self._number, self._open = balancer, number, True
+    def __init__(self, reservations: Reservations, number: int, version: int, count: int) -> None:
+        self._reservations, self._number, self._open = reservations, number, True
         self.version = version
         """Policy version when the slot was admitted: what a rollout without a version of its own gets."""
         self.left = count
@@ -41,6 +95,13 @@ class Slot:
         check_group(rollouts)
         await self._put(rollouts)
 
+    def release(self) -> None:
+        """Give back the places of rollouts that will not be put; leaving the block does it. May be called twice."""
+        if self._open:
+            self._open = False
+            self._reservations.settle(self._number, self.left)
+            self.left = 0
+
     async def _put(self, rollouts: Sequence[Rollout]) -> None:
         if not self._open:
             raise ClosedResourceError("put() on a slot whose 'async with' block was left: its place is given back")
@@ -52,11 +113,11 @@ class Slot:
         dated = [self._dated(rollout) for rollout in rollouts]
         self.left -= len(dated)  # a put under way keeps its places, also if the block is left meanwhile
         try:
-            await self._balancer._put(dated)
+            await self._reservations.puts.put(dated)
         except BaseException:
             self._take_back(len(dated))
             raise
-        self._balancer._settle(self._number, len(dated))
+        self._reservations.settle(self._number, len(dated))
 
     def _dated(self, rollout: Rollout) -> Rollout:
         if rollout.min_version is None:
@@ -73,31 +134,25 @@ class Slot:
         if self._open:
             self.left += count
         else:
-            self._balancer._settle(self._number, count)
-
-    def _leave(self) -> None:
-        if self._open:
-            self._open = False
-            self._balancer._settle(self._number, self.left)
-            self.left = 0
+            self._reservations.settle(self._number, count)
 
 
 class Reservation:
     """What :meth:`StreamBalancer.reserve` returns; enter it to wait for the slot."""
 
-    def __init__(self, balancer: StreamBalancer, count: int) -> None:
-        self._balancer, self._count = balancer, count
+    def __init__(self, reservations: Reservations, count: int) -> None:
+        self._reservations, self._count = reservations, count
         self._slot: Slot | None = None
 
     async def __aenter__(self) -> Slot:
         """Wait until so many rollouts may begin, first come first served. If cancelled, nothing was reserved."""
         if self._slot is not None:
             raise ValueError("a reservation is entered once: call reserve() for every slot")
-        self._slot = await self._balancer._admit(self._count)
+        self._slot = await self._reservations.admit(self._count)
         return self._slot
 
     async def __aexit__(
         self, exc_type: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None
     ) -> None:
         if self._slot is not None:
-            self._slot._leave()
+            self._slot.release()

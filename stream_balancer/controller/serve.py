@@ -197,7 +197,7 @@ class _Server:
             for batch in self._balancer.in_flight():
                 self._balancer.nack(batch.step)  # batches() gives all of them again, in the order of their steps
         if isinstance(self._balancer, StreamBalancer):
-            self._balancer._serving = self._states
+            self._balancer.parts.consumer.rank_states = self._states
         try:
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(self._watch, tasks.cancel_scope)
@@ -209,7 +209,7 @@ class _Server:
                 tasks.cancel_scope.cancel()
         finally:
             if isinstance(self._balancer, StreamBalancer):
-                self._balancer._serving = None
+                self._balancer.parts.consumer.rank_states = None
             with anyio.CancelScope(shield=True):
                 async with anyio.create_task_group() as closing:
                     for link in self._links:
@@ -397,7 +397,7 @@ class _Server:
         busy = self._busy.get(step, set())
         busy.discard(number)
         if not busy and step in self._open_steps and isinstance(self._balancer, StreamBalancer):
-            self._balancer._worked_through(step)
+            self._balancer.parts.consumer.worked_through(step)
 
     def _settle(self, number: int, step: int) -> None:
         """A rank has done ``step``, or need not do it. Once that is so for all, the balancer need not keep it."""

@@ -4,7 +4,7 @@ Pure: time is an argument, nothing waits, nothing is sent. The shell (``balancer
 object::
 
     add(rollout, now) --> waiting --poll(now)--> in flight --acknowledge(step)--> done
-                             `--set_version(v)--> evicted (stale), told by take_evicted()
+                             `--set_version(v)--> evicted (stale)
 
 A batch leaves when someone asks (``poll``) and one of these holds, in this order:
 
@@ -118,7 +118,6 @@ class BalancerCore:
         self._begun: set[int] = set()  # steps in flight that are being trained on, or were
         self._training_ages = TrainingAges()
         self._to_redeliver: deque[Batch] = deque()  # a restored balancer's batches in flight, before anything new
-        self._evicted: list[tuple[Rollout, EvictReason]] = []
         self._unpublished: list[tuple[Rollout, EvictReason]] = []  # evicted by the call that is running
         self._step_seconds: dict[int, dict[int, _StepSeconds]] = {}  # step, rank
         self._idle = IdleTimes(config.dp_size)
@@ -692,11 +691,6 @@ class BalancerCore:
             for rollout in self._buffer.remove(rows):
                 self._evict(rollout)
 
-    def take_evicted(self) -> list[tuple[Rollout, EvictReason]]:
-        """Rollouts evicted since the last call, with the reason, for the ``on_evict`` callback."""
-        evicted, self._evicted = self._evicted, []
-        return evicted
-
     def give_up(self, lost: Callable[[Rollout], bool]) -> list[str]:
         """Evict the waiting rollouts that are lost; their ids, which may be put again. Those in flight stay. O(n)."""
         rows = np.flatnonzero([lost(rollout) for rollout in self._buffer.rollouts()])
@@ -745,13 +739,11 @@ class BalancerCore:
     def _drop_lost(self, rollout: Rollout) -> None:
         self._counts.evicted["lost"] += 1
         self._held_ids.discard(rollout.rollout_id)
-        self._evicted.append((rollout, "lost"))
         self._unpublished.append((rollout, "lost"))
 
     def _evict(self, rollout: Rollout, reason: EvictReason = "stale") -> None:
         self._counts.evicted[reason] += 1
         self._forget([rollout.rollout_id])
-        self._evicted.append((rollout, reason))
         self._unpublished.append((rollout, reason))
 
     def _publish(self, event: Event | None = None, *values: object) -> None:

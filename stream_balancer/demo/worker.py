@@ -16,7 +16,8 @@ from typing import cast
 import anyio
 
 from stream_balancer.config import BalancerConfig, Policy
-from stream_balancer.controller.balancer import Batches, StreamBalancer
+from stream_balancer.controller.balancer import StreamBalancer
+from stream_balancer.controller.batches import Batches
 from stream_balancer.controller.serve import serve
 from stream_balancer.demo.meeting import FEED_NAME, connect_store
 from stream_balancer.demo.messages import Dispatched, Message, Put, RolloutSpec, Task

@@ -1,1 +1,1 @@
-"""Offline: traces, simulation, tuning, plots; and the recorder, which writes traces. No event loop."""
+"""Offline: traces, simulation, tuning, plots. No event loop."""

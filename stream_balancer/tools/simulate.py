@@ -27,11 +27,12 @@ from numpy.typing import NDArray
 from stream_balancer.config import BalancerConfig, Policy
 from stream_balancer.core.auto_window import AutoWindowObserver
 from stream_balancer.core.machine import BalancerCore
+from stream_balancer.core.observer import Observer
 from stream_balancer.errors import ConfigError, WouldBlock
 from stream_balancer.planning import LengthBias, LengthBiasSummary
 from stream_balancer.planning.partition import TOLERANCE
 from stream_balancer.tools.trace import Trace, check_generation, finish_times, issue_order
-from stream_balancer.types import Batch, Rollout
+from stream_balancer.types import Batch, EvictReason, Rollout
 
 __all__ = ["Quantiles", "Segment", "SimulationReport", "Steps", "as_policy", "simulate"]
 
@@ -450,13 +451,14 @@ class _Blocked:
         return list(self._by_group.get(self._group_ids[row], ()))
 
 
-class _Run:
+class _Run(Observer):
     """One simulation: state, and the moves between two moments."""
 
     def __init__(self, trace: Trace, core: BalancerCore, generation: _Generation, work_per_second: float) -> None:
         config = core.config
         self.trace, self.config, self.generation = trace, config, generation
         self.core = core
+        core.observers.append(self)
         self.rate = work_per_second
         self.lengths: list[int] = trace.lengths.tolist()
         self.costs = np.asarray(config.cost(trace.lengths), dtype=np.float64)
@@ -515,7 +517,6 @@ class _Run:
                 self.core.acknowledge(self.step - 1)
                 self.busy_until = None
                 if self.versioned:
-                    self._drop_evicted()
                     self._let_in()
             batch = self.core.poll(self.now)
             if batch is None:
@@ -575,7 +576,6 @@ class _Run:
         self.accepted_s[row] = self.now
         self.accepted_step[row] = self.step
         self.generation.release(self.now, self.step)
-        self._drop_evicted()
         if self.groups_count and self.blocked:  # siblings of a waiting group are let in beyond the capacity
             for sibling in self.blocked.siblings(row):
                 if sibling in self.blocked:  # not let in by one before it
@@ -598,11 +598,10 @@ class _Run:
             cost=self.cost_list[row],
         )
 
-    def _drop_evicted(self) -> None:
-        if self.versioned:
-            gone = len(self.core.take_evicted())
-            self.num_evicted += gone
-            self.num_gone += gone
+    def evicted(self, rollout: Rollout, reason: EvictReason) -> None:
+        """See :class:`Observer`."""
+        self.num_evicted += 1
+        self.num_gone += 1
 
     def _stand_still(self) -> NoReturn:
         """Nothing can ever happen again, and rollouts are left: the core promises that this cannot be."""

@@ -28,6 +28,7 @@ from anyio.from_thread import BlockingPortal
 
 from stream_balancer.controller.balancer import StreamBalancer
 from stream_balancer.core.diagnosis import RankState
+from stream_balancer.core.machine import BalancerCore
 from stream_balancer.statistics import Statistics
 from stream_balancer.types import Batch
 from stream_balancer.watch.status import SUFFIX, InFlight, LengthRow, NextBatch, RankRow, Status, folder
@@ -151,7 +152,7 @@ def _listen(path: Path) -> socket.socket:
 def status_of(balancer: StreamBalancer, name: str = "") -> Status:
     """A picture of this moment. O(waiting + ranks), and a plan of the next batch where few enough wait."""
     statistics = balancer.statistics()
-    config = balancer.config
+    core, config = balancer.parts.core, balancer.config
     return Status(
         time_s=time.time(),
         pid=os.getpid(),
@@ -165,7 +166,7 @@ def status_of(balancer: StreamBalancer, name: str = "") -> Status:
         waiting=statistics.waiting,
         waiting_tokens=statistics.waiting_tokens,
         oldest_wait_s=statistics.oldest_wait_s,
-        lengths=_by_length(*balancer._waiting_lengths_and_ages()),
+        lengths=_by_length(*core.lengths_and_ages(anyio.current_time())),
         blocked_puts=statistics.blocked_puts,
         reserved=statistics.reserved,
         accepted=statistics.accepted,
@@ -176,9 +177,9 @@ def status_of(balancer: StreamBalancer, name: str = "") -> Status:
         idle_fraction=statistics.idle_fraction,
         unavoidable_idle_fraction=statistics.unavoidable_idle_fraction,
         measured_idle_fraction=statistics.measured_idle_fraction,
-        next_batch=_next_batch(balancer) if statistics.waiting <= _MOST_PREVIEWED else None,
+        next_batch=_next_batch(core) if statistics.waiting <= _MOST_PREVIEWED else None,
         in_flight=[_in_flight(batch) for batch in balancer.in_flight()],
-        ranks=_ranks(statistics, balancer._last_step_seconds(), balancer.rank_states()),
+        ranks=_ranks(statistics, core.last_step_seconds, balancer.rank_states()),
         waits_for=balancer.why_no_batch(),
         warnings=_warnings(statistics, balancer.rank_states()),
     )
@@ -196,8 +197,8 @@ def _by_length(lengths: np.ndarray, ages_s: np.ndarray) -> list[LengthRow]:
     ]
 
 
-def _next_batch(balancer: StreamBalancer) -> NextBatch | None:
-    plan = balancer._preview()
+def _next_batch(core: BalancerCore) -> NextBatch | None:
+    plan = core.preview(anyio.current_time())
     if plan is None:
         return None
     plan_, tokens = plan

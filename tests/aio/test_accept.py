@@ -36,7 +36,7 @@ def has_signal(rollouts: Sequence[sb.Rollout]) -> bool:
 
 
 def waiting(balancer: sb.StreamBalancer) -> list[str]:
-    return [r.rollout_id for r in balancer._core._buffer.rollouts()]
+    return [r.rollout_id for r in balancer.snapshot().waiting]
 
 
 async def test_what_is_turned_down_is_counted_and_told() -> None:
@@ -86,8 +86,8 @@ async def test_siblings_that_come_one_by_one_are_judged_when_the_last_is_there(g
         assert asked == [3, 3]
         stats = balancer.statistics()
         assert (stats.accepted, stats.evicted["filtered"], stats.waiting) == (6, 3, 3)
-        balancer._core.verify()
-        assert balancer._core._buffer.num_awaited == 0  # the group that was turned down keeps no place
+        balancer.parts.core.verify()
+        assert balancer.parts.core._buffer.num_awaited == 0  # the group that was turned down keeps no place
 
 
 async def test_a_group_that_changed_meanwhile_is_asked_about_again() -> None:

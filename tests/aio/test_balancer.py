@@ -213,14 +213,14 @@ async def test_puts_below_the_window_do_not_wake_the_trainer() -> None:
         tasks.start_soon(anext, balancer.batches())
         await settle()
         polls = 0
-        poll = balancer._core.poll
+        poll = balancer.parts.core.poll
 
         def counted(now: float, asked_at: float | None = None) -> sb.Batch | None:
             nonlocal polls
             polls += 1
             return poll(now, asked_at)
 
-        balancer._core.poll = counted  # type: ignore[method-assign]
+        balancer.parts.core.poll = counted  # type: ignore[method-assign]
         await fill(balancer, 63)
         await settle()
         assert polls <= 1  # once, to arm the deadline
@@ -290,7 +290,7 @@ async def test_a_thousand_blocked_puts_are_no_herd() -> None:
                 while balancer.statistics().blocked_puts <= n:
                     await checkpoint()
             attempts, wakes = 0, []
-            let_in = balancer._core.add_all
+            let_in = balancer.parts.core.add_all
 
             def counted(
                 rollouts: Any, now: float, let_in: Any = let_in, balancer: sb.StreamBalancer = balancer
@@ -299,7 +299,7 @@ async def test_a_thousand_blocked_puts_are_no_herd() -> None:
                 attempts += 1
                 let_in(rollouts, now)
 
-            balancer._core.add_all = counted  # type: ignore[method-assign]
+            balancer.parts.core.add_all = counted  # type: ignore[method-assign]
             batches = balancer.batches()
             looks[count] = []
             for _ in range(20):
@@ -321,14 +321,14 @@ async def test_a_newcomer_does_not_overtake_blocked_puts() -> None:
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(balancer.put, make_rollout(2, "first"))
             await settle()
-            batch = balancer._core.poll(anyio.current_time())  # room, but the blocked put has not run yet
+            batch = balancer.parts.core.poll(anyio.current_time())  # room, but the blocked put has not run yet
             assert batch is not None
             with pytest.raises(sb.WouldBlock):
                 balancer.put_nowait(make_rollout(2, "newcomer"))
             tasks.start_soon(balancer.put, make_rollout(2, "second"))
             await settle()
             assert balancer.statistics().blocked_puts == 2
-            balancer._puts.wake_first()
+            balancer.parts.wakeups.puts.wake_first()
             await settle()
             assert balancer.statistics().blocked_puts == 0
             balancer.put_nowait(make_rollout(2, "newcomer"))
@@ -428,7 +428,7 @@ async def test_closing_leaves_all_that_was_not_acknowledged_restorable() -> None
         batches = balancer.batches(auto_ack=False)
         done, flying = await anext(batches), await anext(batches)
         balancer.acknowledge(done.step)
-        held = {r.rollout_id for r in balancer._core._buffer.rollouts()} | ids(flying)
+        held = {r.rollout_id for r in balancer.snapshot().waiting} | ids(flying)
     state = balancer.state_dict()  # after aclose()
     async with sb.StreamBalancer(config(window=4, batch_size=2)) as balancer:
         balancer.load_state_dict(state)
@@ -588,7 +588,7 @@ async def test_a_refused_put_leaves_the_buffer_as_it_was(
             with pytest.raises(error, match=says):
                 balancer.put_nowait(rollout)
         assert balancer.statistics() == before
-        balancer._core.verify()
+        balancer.parts.core.verify()
 
 
 async def test_a_bad_rollout_is_refused_at_once_even_when_full() -> None:

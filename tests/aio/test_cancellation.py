@@ -91,8 +91,8 @@ async def test_a_cancelled_put_was_not_accepted(how: How, passes: int) -> None:
 
         outcome = await cancelled_after(passes, how, lambda: balancer.put(make_rollout(2, "victim")), make_room)
         await settle()
-        balancer._core.verify()
-        waiting = {r.rollout_id for r in balancer._core._buffer.rollouts()}
+        balancer.parts.core.verify()
+        waiting = {r.rollout_id for r in balancer.snapshot().waiting}
         assert ("victim" in waiting) == outcome.finished
         assert balancer.statistics().blocked_puts == 0
         # the place is not lost: four more fit
@@ -140,7 +140,7 @@ async def test_a_cancelled_put_passes_its_turn_on(how: How, passes: int) -> None
             assert len(let_in) == 3
         else:
             assert len(let_in) == 4 or outcome.finished
-        balancer._core.verify()
+        balancer.parts.core.verify()
 
 
 @ways

@@ -127,7 +127,7 @@ async def test_a_cancelled_put_was_not_accepted(how: How, passes: int, held: boo
             await settle()
             outlet.release()
             await settle()
-            waiting = {r.rollout_id for r in balancer._core._buffer.rollouts()}
+            waiting = {r.rollout_id for r in balancer.snapshot().waiting}
             assert ("victim" in waiting) == finished
             assert not finished or cancelled_later or how == "timeout"  # a late cancellation is not swallowed
             assert balancer.statistics().blocked_puts == 0

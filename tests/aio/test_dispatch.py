@@ -265,7 +265,7 @@ async def test_nothing_wakes_up_while_idle() -> None:
 
 
 def reports(caplog: pytest.LogCaptureFixture) -> list[str]:
-    return [record.getMessage() for record in caplog.records if record.name == "stream_balancer.controller.serve"]
+    return [record.getMessage() for record in caplog.records if record.name == "stream_balancer.dispatch"]
 
 
 async def test_a_stall_is_explained_and_again_when_it_has_doubled(caplog: pytest.LogCaptureFixture) -> None:

@@ -66,7 +66,7 @@ async def test_serve_names_a_slow_rank_once(caplog: pytest.LogCaptureFixture) ->
             feed.add_compute_s(batch.num_tokens * (1.5 if feed.rank == 1 else 1.0))
 
     config = sb.BalancerConfig(dp_size=3, batch_size=3, window=3)
-    with caplog.at_level("WARNING", logger="stream_balancer.controller.serve"):
+    with caplog.at_level("WARNING", logger="stream_balancer.dispatch"):
         async with sb.StreamBalancer(config) as balancer, anyio.create_task_group() as tasks:
             tasks.start_soon(serve, balancer, transport)
             for rank in range(3):

@@ -51,7 +51,7 @@ def ids_of(batch: Batch) -> list[list[list[str]]]:
 
 
 def waiting(balancer: sb.StreamBalancer) -> list[str]:
-    return [r.rollout_id for r in balancer._core._buffer.rollouts()]
+    return [r.rollout_id for r in balancer.snapshot().waiting]
 
 
 crashes = iter(range(10**9))
@@ -59,15 +59,15 @@ crashes = iter(range(10**9))
 
 async def crash(balancer: sb.StreamBalancer) -> Path:
     """What a kill would leave, once all that was said so far is written."""
-    assert balancer._journal is not None
-    await balancer._journal.flush()
+    assert balancer.parts.puts.journal is not None
+    await balancer.parts.puts.journal.flush()
     return await kill(balancer)
 
 
 async def kill(balancer: sb.StreamBalancer) -> Path:
     """What a kill would leave."""
-    assert balancer._journal is not None
-    folder = balancer._journal.path
+    assert balancer.parts.puts.journal is not None
+    folder = balancer.parts.puts.journal.path
     to = folder.parent / f"crash{next(crashes)}"
     await anyio.to_thread.run_sync(lambda: shutil.copytree(folder, to))
     return to
@@ -255,7 +255,7 @@ async def test_the_same_steps_come_again(tmp_path: Path) -> None:
         before = balancer.statistics()
         after = await crash(balancer)
     async with sb.StreamBalancer(config(), journal=after) as balancer:
-        balancer._core.verify()
+        balancer.parts.core.verify()
         stats = balancer.statistics()
         assert (stats.waiting, stats.in_flight, stats.acknowledged, stats.accepted) == (1, 5, 4, 10)
         assert (stats.version, stats.evicted, stats.batches) == (7, before.evicted, before.batches)
@@ -301,7 +301,7 @@ async def test_what_a_checkpoint_contains_does_not_come_again(tmp_path: Path) ->
         balancer.end()
         rest = [batch async for batch in balancer.batches()]
         assert [ids_of(b) for b in rest] == [ids_of(given[3])]
-        balancer._core.verify()
+        balancer.parts.core.verify()
     async with sb.StreamBalancer(config(), journal=after) as balancer:
         assert balancer.recovered
         assert balancer.recovered.in_flight == 0
@@ -341,10 +341,10 @@ async def test_groups_are_counted_on(tmp_path: Path) -> None:
         await balancer.put(make_rollout(3, "c", group_id="g"))
         after = await crash(balancer)
     async with sb.StreamBalancer(config(group_size=4), journal=after) as balancer:
-        balancer._core.verify()
-        assert balancer._core._buffer.group_arrivals() == {"g": 3}
+        balancer.parts.core.verify()
+        assert balancer.parts.core._buffer.group_arrivals() == {"g": 3}
         await balancer.put(make_rollout(3, "d", group_id="g"))
-        assert balancer._core._buffer.num_ready == 2
+        assert balancer.parts.core._buffer.num_ready == 2
 
 
 async def test_put_group_is_there_whole_or_not_at_all(tmp_path: Path) -> None:
@@ -569,8 +569,8 @@ async def test_a_cancelled_put_is_not_in_the_journal(tmp_path: Path, how: How, p
         await balancer.put(make_rollout(3, "next"))
     async with sb.StreamBalancer(config(), journal=after) as balancer:
         assert waiting(balancer) == ["victim"] * outcome.finished
-        assert balancer._journal
-        assert len(balancer._journal._contents.puts) == outcome.finished
+        assert balancer.parts.puts.journal
+        assert len(balancer.parts.puts.journal._contents.puts) == outcome.finished
 
 
 async def test_a_put_cancelled_while_it_is_being_written(tmp_path: Path, disk: Disk) -> None:
@@ -626,7 +626,7 @@ async def test_a_cancelled_trainer_gets_the_same_batch_later(tmp_path: Path, how
         assert (first.step, second.step) == (0, 1)
         assert len({r.rollout_id for b in (first, second) for r in b.rollouts}) == 8
         after = await crash(balancer)
-        balancer._core.verify()
+        balancer.parts.core.verify()
     async with sb.StreamBalancer(config(), journal=after) as balancer:
         again = balancer.batches()
         assert [ids_of(await anext(again)) for _ in range(2)] == [ids_of(first), ids_of(second)]
@@ -775,8 +775,8 @@ async def test_the_folder_stays_small(tmp_path: Path, monkeypatch: pytest.Monkey
             if number % 2:
                 await anext(batches)
             largest = max(largest, size_of(tmp_path / "j"))
-        assert balancer._journal
-        assert balancer._journal._segments.last > 10
+        assert balancer.parts.puts.journal
+        assert balancer.parts.puts.journal._segments.last > 10
         after = await crash(balancer)
     assert largest < 140_000
     async with sb.StreamBalancer(knobs, journal=after) as balancer:
@@ -795,8 +795,8 @@ async def test_a_copied_put_does_not_bring_back_those_of_its_rollouts_that_are_d
         for version in range(1, 60):
             balancer.set_version(version)  # all older ones are evicted
             await balancer.put(make_rollout(50, f"x{version}", version=version))
-        assert balancer._journal
-        assert balancer._journal._segments.first > 1
+        assert balancer.parts.puts.journal
+        assert balancer.parts.puts.journal._segments.first > 1
         after = await crash(balancer)
     async with sb.StreamBalancer(config(window=100), journal=after) as balancer:  # would take the stale one
         assert sorted(waiting(balancer)) == ["v1000000", "x59"]

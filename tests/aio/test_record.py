@@ -11,7 +11,7 @@ import anyio
 import pytest
 
 import stream_balancer as sb
-import stream_balancer.tools.recorder as record_room
+import stream_balancer.controller.recorder as record_room
 from stream_balancer.testing import make_rollout, make_rollouts
 
 
@@ -91,7 +91,7 @@ async def test_a_file_that_cannot_be_written_is_reported_and_no_put_fails(
 ) -> None:
     path = tmp_path / "t.csv" if why == "there already" else tmp_path / "nowhere" / "t.csv"
     (tmp_path / "t.csv").write_text("precious")
-    with caplog.at_level(logging.ERROR, "stream_balancer.tools.recorder"):
+    with caplog.at_level(logging.ERROR, "stream_balancer.record"):
         async with sb.StreamBalancer(config(capacity=600)) as balancer:
             recorder = balancer.record(path)
             for rollout in make_rollouts([1] * 600):

@@ -145,7 +145,7 @@ async def test_a_slot_dates_its_rollouts() -> None:
             await slot.put(sb.Rollout(tokens={"input_ids": [1]}, rollout_id="last", version=6))  # the place was kept
             with pytest.raises(ValueError, match="0 places left"):
                 await slot.put(make_rollout(3, "more"))
-        assert [r.version for r in balancer._core._buffer.rollouts()] == [5, (5, 6), 6]
+        assert [r.version for r in balancer.snapshot().waiting] == [5, (5, 6), 6]
 
 
 async def test_groups_go_into_one_slot() -> None:

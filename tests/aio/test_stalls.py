@@ -18,7 +18,7 @@ def config(**knobs: Any) -> sb.BalancerConfig:
 
 
 def reports(caplog: pytest.LogCaptureFixture) -> list[str]:
-    return [record.message for record in caplog.records if record.name == "stream_balancer.controller.balancer"]
+    return [record.message for record in caplog.records if record.name == "stream_balancer.balancer"]
 
 
 async def fill(balancer: sb.StreamBalancer, extra: int = 1) -> None:

@@ -35,7 +35,7 @@ async def served(*, attended: bool = True, limits: dict[str, int] | None = None,
 
 
 def waiting(balancer: sb.StreamBalancer) -> list[str]:
-    return names(balancer._core._buffer.rollouts())
+    return names(balancer.snapshot().waiting)
 
 
 async def until(condition: Callable[[], bool]) -> None:

@@ -85,7 +85,7 @@ async def test_tokens_bypass_the_controller_and_arrive_exactly_once() -> None:
                 for spec in local:
                     await balancer.put(make(*spec))
                 await until(lambda: balancer.statistics().accepted > 40)
-                for rollout in balancer._core._buffer.rollouts():
+                for rollout in balancer.snapshot().waiting:
                     tensors = (*rollout.tokens.values(), *rollout.tensors.values())
                     away = all(tensor.is_meta for tensor in tensors)
                     assert away == isinstance(rollout, RemoteRollout) == (not rollout.rollout_id.startswith("local"))
@@ -174,7 +174,7 @@ async def test_a_killed_producer_takes_its_waiting_rollouts_with_it_and_they_are
                 victim.kill()
                 await until(lambda: balancer.statistics().evicted["lost"] == 5)
             assert sorted(gone) == [(f"v{n}", "lost") for n in range(5)]
-            assert names(balancer._core._buffer.rollouts()) == ["healthy"]
+            assert names(balancer.snapshot().waiting) == ["healthy"]
             with RemoteProducer(transport.address, hand_over="direct") as again:
                 await puts_all(again, [(9, f"v{n}") for n in range(5)])  # lost, so not a duplicate
                 rank = Rank(transport.address, 0, 1)
@@ -268,7 +268,7 @@ async def test_hostile_bytes_at_a_producer_s_port_disturb_nobody() -> None:
         async with sb.connect(transport.address, hand_over="direct") as producer:
             for n in range(4):
                 await producer.put(make(30, f"r{n}"))
-            holder = balancer._core._buffer.rollouts()[0].holder  # type: ignore[attr-defined]
+            holder = balancer.snapshot().waiting[0].holder  # type: ignore[attr-defined]
             attacks = [  # of a rank: strangers do not come that far
                 random.Random(0).randbytes(500),
                 raw(Frame(Kind.WANT, wire_bytes=2**40)),
@@ -276,7 +276,7 @@ async def test_hostile_bytes_at_a_producer_s_port_disturb_nobody() -> None:
                 raw(Frame(Kind.DROP, step=0, nanoseconds=15)),
                 pack(Hello(PROTOCOL, bytes(16))) + bytes(100),
             ]
-            joining = partial(Joining, holder.secret.encode(), JoinFetcher())
+            joining = partial(Joining, holder.token.encode(), JoinFetcher())
             for attack in attacks:
                 await anyio.to_thread.run_sync(assault, (holder.host, holder.port), attack, True, joining())
             rank = Rank(transport.address, 0, 1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from evictions import Evictions
 
 import stream_balancer as sb
 from stream_balancer.core.machine import BalancerCore
@@ -58,12 +59,13 @@ def test_a_sibling_lost_in_flight_may_come_again_by_itself() -> None:
 
 def test_an_abandoned_group_is_evicted_and_so_is_what_comes_of_it() -> None:
     core = core_of()
+    evictions = Evictions(core)
     core.add_all(list(make_rollouts([3, 4, 5], siblings=4)), 0.0)
     assert core.abandon_group("g0") == 3
     core.add(make_rollout(6, "late", group_id="g0"), 0.0)
     core.add_all(list(make_rollouts([3, 4, 5, 6], prefix="s", siblings=4)), 0.0)  # g0 again: still abandoned
     assert core.abandon_group("never heard of") == 0
-    assert {(rollout.group_id, reason) for rollout, reason in core.take_evicted()} == {("g0", "abandoned")}
+    assert {(rollout.group_id, reason) for rollout, reason in evictions.all} == {("g0", "abandoned")}
     stats = core.statistics(0.0)
     assert (stats.accepted, stats.waiting, stats.evicted["abandoned"]) == (8, 0, 8)
     with pytest.raises(sb.DuplicateRolloutError, match="is done"):

@@ -12,6 +12,7 @@ import math
 
 import pytest
 import torch
+from evictions import Evictions
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -82,6 +83,7 @@ class CoreMachine(RuleBasedStateMachine):
     @initialize(config=configs())
     def start(self, config: sb.BalancerConfig) -> None:
         self.core = core_of(config)
+        self.evictions = Evictions(self.core)
         self.now = 0.0
         self.names = itertools.count()
         self.accepted: dict[str, sb.Rollout] = {}
@@ -310,6 +312,7 @@ class CoreMachine(RuleBasedStateMachine):
             config = config.replace(dp_size=1, min_batch_size=1)
         before = self.core.statistics(self.now)
         self.core = core_of(config)
+        self.evictions = Evictions(self.core)
         self.now += 3.0  # the clock of the new process is another one
         self.core.restore(snapshot, self.now)
         self.ended = False
@@ -367,7 +370,7 @@ class CoreMachine(RuleBasedStateMachine):
             self.core.verify()
 
     def take_evicted(self) -> None:
-        for rollout, reason in self.core.take_evicted():
+        for rollout, reason in self.evictions.take():
             assert reason in ("stale", "filtered", "lost", "abandoned")
             assert rollout.rollout_id not in self.evicted | self.dispatched
             self.evicted.add(rollout.rollout_id)

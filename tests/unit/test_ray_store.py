@@ -283,13 +283,13 @@ async def test_what_is_lost_in_flight_counts_as_evicted_once_its_step_is_done() 
         for n in range(4):
             await balancer.put(make_rollout(n + 1, f"r{n}"))
         batch = await anext(balancer.batches(auto_ack=False))
-        balancer._lost_in_flight(batch.step, ["r1", "stranger"])
-        balancer._lost_in_flight(batch.step, ["r1"])
-        balancer._lost_in_flight(99, ["r2"])
-        balancer._core.verify()
+        balancer.parts.core.lost_in_flight(batch.step, ["r1", "stranger"])
+        balancer.parts.core.lost_in_flight(batch.step, ["r1"])
+        balancer.parts.core.lost_in_flight(99, ["r2"])
+        balancer.parts.core.verify()
         assert not evicted
         balancer.acknowledge(batch.step)
-        balancer._core.verify()
+        balancer.parts.core.verify()
         stats = balancer.statistics()
         assert (stats.acknowledged, stats.evicted["lost"]) == (3, 1)
         assert evicted == [("r1", "lost")]

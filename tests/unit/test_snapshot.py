@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from evictions import Evictions
 
 import stream_balancer as sb
 from stream_balancer.controller.checkpoint import read_state_dict, state_dict
@@ -132,10 +133,11 @@ def test_stale_rollouts_of_a_checkpoint_are_evicted_and_counted() -> None:
     for n in range(6):
         core.add(rich_rollout(n), 0.0)
     fresh = BalancerCore(config(max_staleness=5))
+    evictions = Evictions(fresh)
     fresh.restore(core.snapshot(1.0), 0.0)
     fresh.verify()
     assert fresh.statistics(0.0).evicted["stale"] == 4
-    assert [r.rollout_id for r, _ in fresh.take_evicted()] == ["r0", "r1", "r2", "r3"]
+    assert [r.rollout_id for r, _ in evictions.all] == ["r0", "r1", "r2", "r3"]
 
 
 def test_knobs_that_refuse_a_rollout_say_which_and_change_nothing() -> None:

@@ -8,6 +8,7 @@ import pytest
 
 import stream_balancer as sb
 from stream_balancer.core.diagnosis import RankState, why_no_batch, why_ranks_wait
+from stream_balancer.core.machine import BalancerCore
 from stream_balancer.statistics import Statistics
 from stream_balancer.testing import make_rollout
 
@@ -15,7 +16,7 @@ READY = RankState(rank=0, ready=True, since_s=5.0, connected=True)
 
 
 def statistics_of(waiting: int, oldest_wait_s: float, **more: int) -> Statistics:
-    core = sb.StreamBalancer(sb.BalancerConfig(dp_size=2, batch_size=32))._core
+    core = BalancerCore(sb.BalancerConfig(dp_size=2, batch_size=32))
     return replace(core.statistics(0.0), waiting=waiting, oldest_wait_s=oldest_wait_s, **more)
 
 

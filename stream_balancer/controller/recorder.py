@@ -2,7 +2,7 @@
 
 ::
 
-    put --> Recorder.add: a row in a list --some rows, or some seconds--> queue --> the thread that writes
+    accepted --> Recorder.accepted: a row in a list --some rows, or some seconds--> queue --> the thread that writes
 
 The event loop's thread only ever appends to a list and to a queue. A disk that is full, slow or gone costs the rest of
 the recording, said once in the log and kept in ``error``; never a put. Nothing decides here, and nothing is read.
@@ -20,13 +20,16 @@ from collections.abc import Sequence
 from queue import SimpleQueue
 from typing import BinaryIO, TypeAlias
 
+from stream_balancer.core.observer import Observer
 from stream_balancer.errors import ConfigError
-from stream_balancer.tools.trace import ARRIVAL_COLUMN, REQUIRED_COLUMNS
 from stream_balancer.types import Rollout
 
 __all__ = ["Recorder"]
 
 _log = logging.getLogger("stream_balancer.record")
+
+HEADER = ("group_id", "prompt_tokens", "output_tokens", "arrival_seconds")
+"""What ``load_trace`` reads."""
 
 Row: TypeAlias = tuple[str, int, int, str]
 
@@ -35,8 +38,8 @@ SECONDS = 5.0  # ... or after so long, so that a file of a slow run is never far
 MOST_PENDING = 1_000_000  # rows, 100 MB or so: a disk this far behind has stopped
 
 
-class Recorder:
-    """Writes who arrived when. ``add`` never waits and never raises.
+class Recorder(Observer):
+    """Writes who arrived when. ``accepted`` never waits and never raises.
 
     Rows are written in the order of acceptance, with seconds since the first: what waits for room, or is turned down by
     ``accept=``, has not arrived. A compressed file is a chain of whole gzip members, readable up to the last one also
@@ -61,7 +64,7 @@ class Recorder:
         self._thread = threading.Thread(target=self._write_all, name="stream-balancer-record", daemon=True)
         self._thread.start()
 
-    def add(self, rollouts: Sequence[Rollout], now: float) -> None:
+    def accepted(self, rollouts: Sequence[Rollout], now: float) -> None:
         """These were accepted now (seconds on the balancer's clock). O(columns), and a look at their loss masks."""
         if self.error is not None or self._closed:
             return
@@ -94,7 +97,7 @@ class Recorder:
     def _write_all(self) -> None:
         try:
             with open(self.path, "xb") as file:
-                self._write(file, [(*REQUIRED_COLUMNS, ARRIVAL_COLUMN)])
+                self._write(file, [HEADER])
                 while (rows := self._queue.get()) is not None and self.error is None:
                     self._write(file, rows)
                     self._num_written += len(rows)

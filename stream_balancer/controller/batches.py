@@ -1,0 +1,198 @@
+"""Batches out: the one consumer, what it waits for, and what becomes of a batch that it was given.
+
+A batch is made when it is asked for, not before: until then rollouts stay in the window, where there is most to choose
+from. If asking is cancelled, no batch was taken: with a journal a batch waits for the disk between leaving and being
+handed out, and one that is cancelled there is given again. When a batch can leave is decided in the core.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Callable
+from typing import TypeAlias
+
+import anyio
+import anyio.lowlevel
+
+from stream_balancer.controller.journal import Journal
+from stream_balancer.controller.lifetime import Lifetime
+from stream_balancer.controller.wakeups import Wakeups
+from stream_balancer.core.diagnosis import RankState, Taker
+from stream_balancer.core.machine import BalancerCore
+from stream_balancer.errors import AlreadyInUseError
+from stream_balancer.types import Batch
+
+__all__ = ["Batches", "Consumer"]
+
+_log = logging.getLogger("stream_balancer.balancer")
+
+RankStates: TypeAlias = Callable[[], list[RankState]]
+
+
+class Consumer:
+    """Who takes batches: one iterator at a time, the trainer's or ``serve()``'s."""
+
+    def __init__(self, core: BalancerCore, lifetime: Lifetime, wakeups: Wakeups, journal: Journal | None) -> None:
+        self._core = core
+        self._lifetime = lifetime
+        self._wakeups = wakeups
+        self._journal = journal
+        self._iterator: Batches | None = None
+        self._checked_world = False
+        self.rank_states: RankStates | None = None
+        """What ``serve()`` knows of each rank; it sets this while it runs."""
+
+    def iterate(self, *, auto_ack: bool) -> Batches:
+        """The iterator that takes over; see :meth:`StreamBalancer.batches`."""
+        self._lifetime.check_thread("batches")
+        if self._wakeups.consumer_waits:
+            raise AlreadyInUseError(
+                "batches() was called while another task is waiting for this balancer's next batch. One trainer "
+                "iterates a balancer; to feed several ranks use serve() and RankFeed, or take batch.ranks[k]"
+            )
+        self._iterator = Batches(self, auto_ack=auto_ack, ahead=self.rank_states is not None)
+        return self._iterator
+
+    async def next_batch(self, iterator: Batches) -> Batch | None:
+        """The next batch, or None at the end. If cancelled, no batch was taken."""
+        self._lifetime.enter("batches")
+        self._check(iterator)
+        if not self._checked_world:
+            self._checked_world = True
+            self._warn_where_every_rank_balances()
+        asked_at = anyio.current_time()
+        await anyio.lowlevel.checkpoint()
+        while True:
+            self._check(iterator)
+            self._wakeups.flush_if_stuck()
+            batch = self._core.poll(anyio.current_time(), asked_at)
+            if batch is not None:
+                self._wakeups.batch_left()
+                if self._journal is not None:
+                    await self._finish_plan(self._journal, batch)
+                return batch
+            if self._core.finished:
+                return None
+            await self._wakeups.wait_for_batch()
+
+    async def _finish_plan(self, journal: Journal, batch: Batch) -> None:
+        """A plan is on the disk before anybody trains on it, so that it is the same after a crash."""
+        try:
+            await journal.flush()
+        except BaseException:
+            self._core.give_again(batch)
+            raise
+
+    def acknowledge(self, step: int) -> None:
+        """See :meth:`StreamBalancer.acknowledge`."""
+        self._lifetime.check_thread("acknowledge")
+        self._core.acknowledge(step)
+        self._wakeups.step_done()
+
+    def acknowledge_through(self, step: int) -> None:
+        """See :meth:`StreamBalancer.acknowledge_through`."""
+        self._lifetime.check_thread("acknowledge_through")
+        self._core.acknowledge_through(step)
+        self._wakeups.step_done()
+
+    def worked_through(self, step: int) -> None:
+        """The trainer asks for more: it is through with this step, and may acknowledge it later."""
+        self._core.worked_through(step)
+        self._wakeups.step_done()
+
+    def nack(self, step: int) -> None:
+        """See :meth:`StreamBalancer.nack`."""
+        self._lifetime.check_thread("nack")
+        if self.rank_states is not None:
+            raise ValueError(
+                f"nack({step}) while serve() delivers to ranks, which have the step. A rank gets its share again by "
+                "connecting under its next incarnation; nack() is for loops over batches()"
+            )
+        self._core.nack(step)
+        if self._iterator is not None:
+            self._iterator._forget(step)
+        self._wakeups.wake_consumer()
+
+    def give_again(self, batch: Batch) -> None:
+        """Nobody got it: the next iteration gives it, unless it was acknowledged meanwhile."""
+        if any(held is batch for held in self._core.in_flight()):
+            self._core.give_again(batch)
+            self._wakeups.wake_consumer()
+
+    @property
+    def taker(self) -> Taker:
+        """Who takes batches now."""
+        if self.rank_states is not None:
+            return "serve"
+        if self._wakeups.consumer_waits:
+            return "asking"
+        return "nobody" if self._iterator is None else "busy"
+
+    def _check(self, iterator: Batches) -> None:
+        self._lifetime.check_open("batches")
+        if iterator is not self._iterator:
+            raise AlreadyInUseError(
+                "another iterator over this balancer was made after this one and took over. One trainer iterates "
+                "a balancer; to feed several ranks use serve() and RankFeed, or take batch.ranks[k]"
+            )
+        if self._wakeups.consumer_waits:
+            raise AlreadyInUseError(
+                "another task is already waiting for this balancer's next batch; one trainer iterates it"
+            )
+
+    def _warn_where_every_rank_balances(self) -> None:
+        """A balancer of its own on each rank balances that rank's rollouts alone, and shares for the others are lost.
+        Rank 0 may be the controller of all, and so may any rank that serves."""
+        dist = sys.modules.get("torch.distributed")
+        if self.rank_states is not None or dist is None or not dist.is_available() or not dist.is_initialized():
+            return
+        rank, dp_size = dist.get_rank(), self._core.config.dp_size
+        if rank > 0 and 1 < dp_size <= dist.get_world_size():
+            _log.warning(
+                "rank %d iterates batches() of a balancer of its own, which plans for %d ranks. If every rank does, "
+                "each trains on a part of its own rollouts, and nobody on the others. One balancer serves all ranks: "
+                "sb.serve(balancer, sb.TorchTransport.in_world()) on one, `for batch in sb.RankFeed()` on each, and "
+                "sb.connect() to put from each",
+                rank,
+                dp_size,
+            )
+
+
+class Batches:
+    """The iterator :meth:`StreamBalancer.batches` returns. A class, not a generator: cancelling it loses nothing."""
+
+    def __init__(self, consumer: Consumer, *, auto_ack: bool, ahead: bool) -> None:
+        """``ahead``: the next batch is asked for while trainers work on the last."""
+        self._consumer = consumer
+        self._auto_ack = auto_ack
+        self._ahead = ahead
+        self._last_step: int | None = None
+
+    def __aiter__(self) -> Batches:
+        return self
+
+    async def __anext__(self) -> Batch:
+        """The next batch. If cancelled, none was taken."""
+        step, self._last_step = self._last_step, None
+        if step is not None and self._auto_ack:
+            self._consumer.acknowledge(step)
+        elif step is not None:
+            self._consumer.worked_through(step)
+        batch = await self._consumer.next_batch(self)
+        if batch is None:
+            raise StopAsyncIteration
+        if not self._ahead:
+            self._last_step = batch.step
+        return batch
+
+    def give_back(self, batch: Batch | None) -> None:
+        """It did not reach the one who asked for it: the next iteration gives it."""
+        if batch is not None:
+            self._forget(batch.step)
+            self._consumer.give_again(batch)
+
+    def _forget(self, step: int) -> None:
+        """Asking for the next batch does not acknowledge this one."""
+        if self._last_step == step:
+            self._last_step = None

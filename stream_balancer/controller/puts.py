@@ -1,0 +1,222 @@
+"""Puts: what becomes of rollouts between the call and the buffer, in one order for all who put.
+
+::
+
+    checked --> filtered by accept= --> journalled --> waiting for room --> held
+       |                |  |                |                 |
+       |                |  `-> evicted      |                 |
+       `----------------`-------------------`-----------------`---> refused (raises), or cancelled
+
+One :class:`PendingPut` for each put, whoever makes it: ``put``, ``put_nowait``, ``put_group``, a slot's put, a remote
+producer's, Ray's. :meth:`Puts.begin` goes as far as it can go without waiting and takes the last place in the queue
+where it cannot; :meth:`PendingPut.finish` waits for the rest. Most puts never wait.
+
+**If a put is cancelled, or raises, the rollout was not accepted.** So nothing is awaited after the rollouts are taken,
+and whoever waits for room is woken and takes for itself. What the journal has on the disk by then is retracted.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Awaitable, Callable, Sequence
+from enum import Enum
+from typing import Any, Literal
+
+import anyio
+import anyio.lowlevel
+
+from stream_balancer.controller.journal import Journal, Writing
+from stream_balancer.controller.lifetime import Lifetime
+from stream_balancer.controller.wait_queues import Waiter
+from stream_balancer.controller.wakeups import Wakeups
+from stream_balancer.core.accept import Accept, ask, verdict_of
+from stream_balancer.core.machine import BalancerCore
+from stream_balancer.errors import WouldBlock
+from stream_balancer.types import Rollout
+
+__all__ = ["PendingPut", "Puts", "Stage"]
+
+
+class Stage(Enum):
+    """What a put waits for."""
+
+    FILTERING = "what an async accept= answers"
+    JOURNALLING = "the journal's disk"
+    WAITING = "room"
+    DONE = "nothing: its rollouts are held, or were evicted at once"
+
+
+class Puts:
+    """The way into a balancer's buffer."""
+
+    def __init__(
+        self,
+        core: BalancerCore,
+        lifetime: Lifetime,
+        wakeups: Wakeups,
+        *,
+        accept: Accept | None,
+        journal: Journal | None,
+    ) -> None:
+        self.core = core
+        self.lifetime = lifetime
+        self.wakeups = wakeups
+        self.accept = accept
+        self.journal = journal
+        """Where rollouts are written before their put returns; None without one."""
+
+    async def put(self, rollouts: Sequence[Rollout]) -> None:
+        """Return once all are accepted; see :meth:`StreamBalancer.put`."""
+        self.lifetime.enter("put")
+        await anyio.lowlevel.checkpoint()  # before they are taken: nothing may be awaited after it
+        pending = self.begin(rollouts)
+        if pending.stage is not Stage.DONE:
+            await pending.finish()
+
+    def put_nowait(self, rollout: Rollout) -> None:
+        """Accept it now, or raise; see :meth:`StreamBalancer.put_nowait`."""
+        PendingPut(self, [rollout]).begin(self.lifetime.now("put_nowait"), may_wait=False)
+
+    def evict_lost(self, lost: Callable[[Rollout], bool]) -> list[str]:
+        """Evict waiting rollouts whose tokens are gone with their producer. -> their ids."""
+        ids = self.core.give_up(lost)
+        self.wakeups.changed()
+        return ids
+
+    def begin(self, rollouts: Sequence[Rollout]) -> PendingPut:
+        """Begin a put of one rollout, or of siblings. Unless its stage is DONE, :meth:`PendingPut.finish` must follow.
+        Raises like ``put``."""
+        pending = PendingPut(self, rollouts)
+        pending.begin(anyio.current_time())
+        return pending
+
+
+class PendingPut(Waiter):
+    """One put on its way. All its rollouts are accepted, or none."""
+
+    __slots__ = ("_answer", "_asked", "_puts", "_rollouts", "_written", "stage")
+
+    def __init__(self, puts: Puts, rollouts: Sequence[Rollout]) -> None:
+        self.stage = Stage.DONE
+        self._puts = puts
+        self._rollouts = rollouts
+        self._asked: tuple[str, ...] = ()
+        self._answer: Awaitable[Any] | None = None
+        self._written: Writing | None = None
+
+    def begin(self, now: float, *, may_wait: bool = True) -> None:
+        """Go as far as possible without waiting. Raises what refuses the rollouts; WouldBlock where it would have to
+        wait and may not."""
+        puts = self._puts
+        puts.lifetime.check_open("put")
+        if puts.journal is not None and not may_wait:
+            raise WouldBlock("put_nowait() cannot wait for the journal's disk, where accepted rollouts are: use put()")
+        self._rollouts = puts.core.with_loss_masks(self._rollouts)
+        if puts.accept is None:
+            self._after_filter(now, may_wait)
+        else:
+            self._filter(puts.accept, now, may_wait)
+
+    async def finish(self) -> None:
+        """Return once the rollouts are held. If cancelled, or it raises, they were not accepted."""
+        while self.stage is Stage.FILTERING:
+            await self._finish_filter()
+        if self.stage is Stage.JOURNALLING:
+            await self._finish_journal()
+        elif self.stage is Stage.WAITING:
+            await self._wait_for_room()
+
+    # -- filtered by accept= -------------------------------------------------------------------------------------------
+
+    def _filter(self, accept: Accept, now: float, may_wait: bool) -> None:
+        """Ask ``accept``, unless others of the group must still come: then the last of them asks."""
+        core = self._puts.core
+        core.check_all(self._rollouts)  # a bad rollout is refused, whatever accept= would say
+        question = core.completed_by(self._rollouts)
+        answer = True if question is None else ask(accept, question)
+        if isinstance(answer, bool):
+            self._filtered(answer, now, may_wait)
+        elif may_wait:
+            self.stage, self._asked, self._answer = Stage.FILTERING, _ids(question or ()), answer
+        else:
+            if inspect.iscoroutine(answer):
+                answer.close()
+            raise WouldBlock("put_nowait() cannot wait for an accept= that is async: use put()")
+
+    async def _finish_filter(self) -> None:
+        assert self._answer is not None
+        keep = verdict_of(await self._answer)
+        self._answer, now = None, anyio.current_time()
+        question = self._puts.core.completed_by(self._rollouts)
+        if question is None or _ids(question) != self._asked:
+            self.begin(now)  # siblings came or left meanwhile: ask again
+        else:
+            self._puts.lifetime.check_open("put")
+            self._filtered(keep, now)
+
+    def _filtered(self, keep: bool, now: float, may_wait: bool = True) -> None:
+        if keep:
+            self._after_filter(now, may_wait)
+        else:
+            self._puts.core.filter_out(self._rollouts, now)
+            self._puts.wakeups.changed()  # siblings that waited have made room
+            self.stage = Stage.DONE
+
+    # -- journalled ----------------------------------------------------------------------------------------------------
+
+    def _after_filter(self, now: float, may_wait: bool) -> None:
+        core, journal = self._puts.core, self._puts.journal
+        if journal is None:
+            self._take_or_queue(now, may_wait)
+        else:
+            core.check_all(self._rollouts)  # a bad rollout is not written
+            self.stage, self._written = Stage.JOURNALLING, journal.write(self._rollouts, core.next_step)
+
+    async def _finish_journal(self) -> None:
+        journal, written = self._puts.journal, self._written
+        assert journal is not None
+        assert written is not None
+        await journal.written(written)
+        try:
+            self._puts.lifetime.check_open("put")
+            self._take_or_queue(anyio.current_time(), may_wait=True)
+            if self.stage is Stage.WAITING:
+                await self._wait_for_room()
+        except BaseException:
+            journal.retract(written)
+            raise
+
+    # -- waiting for room ----------------------------------------------------------------------------------------------
+
+    def _take_or_queue(self, now: float, may_wait: bool) -> None:
+        core, queue = self._puts.core, self._puts.wakeups.puts
+        if (not queue or core.is_sibling(self._rollouts[0])) and self._take(now):
+            return
+        core.check_all(self._rollouts)  # a bad rollout is refused now, not after a long wait
+        if not may_wait:
+            raise WouldBlock
+        self.stage, self.group_id = Stage.WAITING, self._rollouts[0].group_id
+        queue.join(self)
+
+    async def _wait_for_room(self) -> None:
+        await self._puts.wakeups.puts.wait(self, self._try_again)
+
+    def _try_again(self) -> Literal[True] | None:
+        self._puts.lifetime.check_open("put")
+        return True if self._take(anyio.current_time()) else None
+
+    def _take(self, now: float) -> bool:
+        """Into the buffer, if there is room. Nothing may be awaited after it."""
+        wakeups = self._puts.wakeups
+        try:
+            self._puts.core.add_all(self._rollouts, now)
+        except WouldBlock:
+            wakeups.wake_consumer()  # no room means that the window counts as full
+            return False
+        wakeups.added(self._rollouts[0].group_id)
+        self.stage = Stage.DONE
+        return True
+
+
+def _ids(rollouts: Sequence[Rollout]) -> tuple[str, ...]:
+    return tuple(r.rollout_id for r in rollouts)

@@ -1,0 +1,124 @@
+"""Whom a change wakes: the consumer of batches, the first waiting put, the first waiting reserver. All of it is here.
+
+::
+
+    what changed                                              consumer   first put   first reserver
+    rollouts were added                             added()      x       siblings
+    a batch left                               batch_left()                  x              x
+    a step is done, a reserved rollout has come step_done()      x                          x
+    knobs, version, evictions                     changed()      x           x              x
+    a batch comes again, a put finds no room  wake_consumer()    x
+    end                                               end()      x          all            all
+    closed                                          close()      x          all            all
+
+A wake-up says "try again", no more: who is woken for nothing waits on. So an x too many costs a task switch, and one
+that is missing is a hang. Whether a batch can leave, and who has room, is the core's to decide.
+"""
+
+from __future__ import annotations
+
+import math
+
+import anyio
+
+from stream_balancer.controller.stall_reporter import StallReporter
+from stream_balancer.controller.wait_queues import PutQueue, Waiter, WaitQueue
+from stream_balancer.core.machine import BalancerCore
+from stream_balancer.core.staleness import Pacer
+
+__all__ = ["PendingReserve", "Wakeups"]
+
+
+class PendingReserve(Waiter):
+    """A reserver that waits until ``count`` more rollouts may begin."""
+
+    __slots__ = ("count",)
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+
+class Wakeups:
+    """Who waits in a balancer, and whom each change wakes. Every method is O(1), but for those that wake all."""
+
+    def __init__(self, core: BalancerCore, pacer: Pacer, reporter: StallReporter) -> None:
+        self.puts = PutQueue(reporter)
+        """Waiting for room."""
+        self.reserves: WaitQueue[PendingReserve] = WaitQueue(reporter)
+        """Waiting until they may begin."""
+        self._core = core
+        self._pacer = pacer
+        self._reporter = reporter
+        self._consumer: anyio.Event | None = None  # while it waits
+        self._consumer_wakes_at = math.inf  # by itself
+
+    # -- the consumer --------------------------------------------------------------------------------------------------
+
+    @property
+    def consumer_waits(self) -> bool:
+        """A trainer, or ``serve()``, waits for the next batch."""
+        return self._consumer is not None
+
+    async def wait_for_batch(self) -> None:
+        """Return when a batch may be able to leave. For the one consumer."""
+        self._consumer, self._consumer_wakes_at = anyio.Event(), self._core.next_wakeup()
+        try:
+            await self._reporter.wait(self._consumer, self._consumer_wakes_at)
+        finally:
+            self._consumer = None
+
+    def flush_if_stuck(self) -> None:
+        """While a reserver waits, only rollouts that are being generated can fill the window: if they are too few, let
+        a full batch go; if there are none, whatever waits."""
+        if self.reserves:
+            self._core.squeeze_if_stuck(self._pacer.running)
+
+    def wake_consumer(self) -> None:
+        """A batch may be able to leave earlier than the consumer knows."""
+        self.flush_if_stuck()
+        if self._consumer is not None and (self._core.next_wakeup() < self._consumer_wakes_at or self._core.finished):
+            self._consumer.set()
+
+    def _wake_reserver(self) -> None:
+        """The longest-waiting one, if it can be admitted now, or has to learn of the end. It wakes the next."""
+        first = self.reserves.first
+        if first is not None and (self._core.ended or self._core.room_to_begin(self._pacer) >= first.count):
+            first.wake.set()
+
+    # -- what changed --------------------------------------------------------------------------------------------------
+
+    def added(self, group_id: str | None) -> None:
+        """Rollouts were added, of this group."""
+        self.wake_consumer()
+        self.puts.wake_siblings(group_id)
+
+    def batch_left(self) -> None:
+        """There is room in the buffer. The consumer has the batch."""
+        self._reporter.moved()
+        self.puts.wake_first()
+        self._wake_reserver()
+
+    def step_done(self) -> None:
+        """The trainer is through with a step, or reserved rollouts have come or never will: others may begin, and what
+        waits may be young enough to leave."""
+        self._wake_reserver()
+        self.wake_consumer()
+
+    def changed(self) -> None:
+        """What waits has become less, or the rules for it are others."""
+        self.wake_consumer()
+        self.puts.wake_first()
+        self._wake_reserver()
+
+    def end(self) -> None:
+        """Nobody is let in any more."""
+        self.wake_consumer()
+        self.puts.wake_all()
+        self.reserves.wake_all()
+
+    def close(self) -> None:
+        """Everybody who waits raises ClosedResourceError."""
+        if self._consumer is not None:
+            self._consumer.set()
+        self.puts.wake_all()
+        self.reserves.wake_all()

@@ -1,0 +1,23 @@
+"""What a core evicts, for tests."""
+
+from __future__ import annotations
+
+import stream_balancer as sb
+from stream_balancer.core.machine import BalancerCore
+from stream_balancer.types import EvictReason
+
+
+class Evictions(sb.Observer):
+    """Evicted rollouts with the reason, in order, from now on."""
+
+    def __init__(self, core: BalancerCore) -> None:
+        self.all: list[tuple[sb.Rollout, EvictReason]] = []
+        core.observers.append(self)
+
+    def evicted(self, rollout: sb.Rollout, reason: EvictReason) -> None:
+        self.all.append((rollout, reason))
+
+    def take(self) -> list[tuple[sb.Rollout, EvictReason]]:
+        """Those since the last call."""
+        taken, self.all = self.all, []
+        return taken
