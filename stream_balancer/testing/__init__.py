@@ -1,6 +1,6 @@
-"""Public test tools: virtual-time event loops, the transport contract, rollouts, length traces.
+"""Public test tools: virtual-time event loops, the contracts of channels and transports, rollouts, length traces.
 
-``check_transport`` (in ``stream_balancer.testing.transports``) is loaded when it is asked for.
+``check_channel`` and ``check_transport`` are loaded when they are asked for.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from .clocks import BACKENDS, AutojumpEventLoop, Wakeups, count_wakeups, virtual
 from .rollouts import make_rollout, make_rollouts, token_checksum
 
 if TYPE_CHECKING:
+    from .channels import check_channel
     from .transports import check_transport
 
 __all__ = [
@@ -21,6 +22,7 @@ __all__ = [
     "AutojumpEventLoop",
     "Trace",
     "Wakeups",
+    "check_channel",
     "check_transport",
     "count_wakeups",
     "generate_trace",
@@ -32,6 +34,10 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
+    if name == "check_channel":
+        from .channels import check_channel
+
+        return check_channel
     if name == "check_transport":
         from .transports import check_transport
 

@@ -18,16 +18,26 @@ Only definitions: no socket, no thread.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
 
 from stream_balancer.errors import WireError
-from stream_balancer.wire.messages import Message
+from stream_balancer.wire.messages import Message, Owner
 
-__all__ = ["Channel", "Outgoing", "PeerClosed", "Receiver", "Sendable", "Session", "Source", "unexpected"]
+__all__ = [
+    "Channel",
+    "Outgoing",
+    "PayloadSource",
+    "PeerClosed",
+    "Receiver",
+    "Sendable",
+    "Session",
+    "Source",
+    "unexpected",
+]
 
 
 class Source(NamedTuple):
@@ -39,6 +49,8 @@ class Source(NamedTuple):
     """Writes into ``[size]`` uint8; yields how many leading bytes are final, so that packing overlaps with sending."""
     pieces: Callable[[], Sequence[Tensor]] | None = None
     """The same bytes as they lie, ``[n]`` uint8 each, for a channel that can gather them without a copy."""
+    sent: Callable[[], object] | None = None
+    """Called in the channel's thread once it does not need that memory any more: the peer has it, or is gone."""
 
 
 class Outgoing(NamedTuple):
@@ -51,12 +63,13 @@ class Outgoing(NamedTuple):
 
 
 class PeerClosed(Exception):  # noqa: N818 - not a fault
-    """The peer closed the channel on purpose, and everything it had sent was delivered. ``str()`` is its reason."""
+    """The peer closed the channel on purpose, and everything it had sent was delivered. ``str()`` is its reason. Who
+    closed first gets it too, once the peer has answered."""
 
 
 class Receiver(Protocol):
-    """A session, as its channel sees it. Called in the channel's own thread, one call at a time; what it raises ends
-    the channel."""
+    """A session, as its channel sees it. Called in the channel's own thread, one call at a time (but for ``stalled``,
+    which may come from another); what it raises ends the channel."""
 
     def admit(self, message: Message, sizes: Sequence[int]) -> Sequence[int]:
         """The bytes to allocate for each buffer, at least its size. Raises WireError unless this may come now."""
@@ -106,11 +119,36 @@ class Channel(Protocol):
         ...
 
     def abort(self) -> None:
-        """Release everything, threads included, in milliseconds. The peer sees a loss unless both have closed."""
+        """Release everything, threads included, in milliseconds. The peer sees a loss unless both have closed; its own
+        receiver hears nothing after this, but perhaps ``ended``. Idempotent."""
         ...
 
 
 Sendable: TypeAlias = Outgoing | Callable[[Channel], Outgoing]
+
+
+class PayloadSource(Protocol):
+    """Where payloads lie that did not come with their batch, and how to read them: a producer's socket, the memory of
+    this process, an object store. Used by one thread, but for :meth:`close`."""
+
+    def read(
+        self,
+        owner: Owner,
+        keys: Sequence[int],
+        targets: Sequence[Sequence[Tensor]],
+        references: Sequence[object],
+    ) -> Mapping[int, str]:
+        """Read what ``owner`` keeps under ``keys`` into ``targets``: for each key its pieces, ``[n]`` uint8 each.
+
+        Blocks for as long as the owner takes. Returns why, by index into ``keys``, for each payload that is gone.
+        ``references`` are those that came with the batch. Raises WireError if the owner answers something else,
+        ClosedResourceError once closed.
+        """
+        ...
+
+    def close(self) -> None:
+        """Release everything, and wake a thread that reads. From any thread, idempotent."""
+        ...
 
 
 class Session:

@@ -236,6 +236,8 @@ class Batch(Message, frozen=True, tag=20):
     """Bytes that are sent."""
     total_bytes: Count
     """Bytes the receiver allocates: the buffer, and room for columns that travel narrowed."""
+    wire_crc: Count = 0
+    """Of all bytes sent, where a rank passes its batch on to its model-parallel peers; 0: not computed."""
 
 
 class PartialBatch(Message, frozen=True, tag=21):
