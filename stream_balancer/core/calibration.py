@@ -26,7 +26,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from stream_balancer.cost import CalibratedCost
-from stream_balancer.planning.overhead import Overhead
+from stream_balancer.planning.rank_speeds import FixedCosts
 from stream_balancer.statistics import CostFit
 
 __all__ = ["Calibration"]
@@ -169,7 +169,7 @@ class Calibration:
         self._answers = self._keep * self._answers + (rows * weights[:, None]).sum(axis=0)
         certainty = np.diag((self._spread / _PRIOR_SPREAD) ** 2)
         parts = _non_negative(self._products + certainty, self._answers + certainty @ self._prior())
-        if parts[0] + parts[1] > 0:  # else all seconds were overhead, and no cost would grow with length
+        if parts[0] + parts[1] > 0:  # else all seconds were fixed costs, and no cost would grow with length
             self._parts = parts
 
     # -- out -----------------------------------------------------------------------------------------------------------
@@ -190,9 +190,9 @@ class Calibration:
         return self._speeds
 
     @property
-    def overhead(self) -> Overhead:
+    def fixed_costs(self) -> FixedCosts:
         """What a step and a micro-batch cost whatever is in them, in the unit of :meth:`cost`."""
-        return Overhead(*self._overhead)
+        return FixedCosts(*self._overhead)
 
     def _apply(self) -> bool:
         """Take over what has been learned, if it makes a difference."""

@@ -659,7 +659,7 @@ class BalancerCore:
             self._knobs = replace(
                 self._knobs,
                 speeds=None if speeds is None else np.array(speeds, dtype=np.float64),
-                overhead=self._calibration.overhead,
+                fixed_costs=self._calibration.fixed_costs,
             )
         return factor
 

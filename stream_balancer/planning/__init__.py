@@ -1,9 +1,12 @@
 """Planning: who goes now, on which rank, in which micro-batch. Pure numpy, indices in and out."""
 
+from .bounds import lower_bound
 from .length_bias import LengthBias, LengthBiasSummary
 from .micro_batches import OversizeError, form_micro_batches
-from .partition import lower_bound, partition
-from .selection import Plan, PlanKnobs, Waiting, choose_batch, plan_batch, smallest_max_skips
+from .partition import partition
+from .plan import Plan, PlanKnobs, Waiting
+from .planner import choose_batch, plan_batch
+from .selection import smallest_max_skips
 
 __all__ = [
     "LengthBias",

@@ -1,4 +1,5 @@
-"""What is usual elsewhere: the oldest rollouts, dealt in turn (round-robin) or partitioned as well as can be (fifo).
+"""Baselines, what is usual elsewhere: the oldest rollouts, in turn (round-robin) or partitioned as well as can be
+(fifo).
 
 Here so that a user can measure, in the same loop and with the same figures, what the window buys. Pure, like the
 whole package.
@@ -9,8 +10,9 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from .partition import lower_bound
-from .selection import Plan, PlanKnobs, Waiting, plan_batch
+from .bounds import lower_bound
+from .plan import Plan, PlanKnobs, Waiting
+from .planner import plan_batch
 
 __all__ = ["plan_fifo", "plan_round_robin"]
 
@@ -27,7 +29,7 @@ def plan_fifo(waiting: Waiting, knobs: PlanKnobs, *, num_rollouts: int, step: in
         group_complete=waiting.group_complete[oldest],
     )
     plan = plan_batch(visible, knobs, num_rollouts=len(oldest), step=step)
-    ranks = [[oldest[rows] for rows in micro_batches] for micro_batches in plan.ranks]
+    ranks = [[oldest[positions] for positions in micro_batches] for micro_batches in plan.ranks]
     return Plan(
         ranks=ranks,
         loads=plan.loads,
@@ -40,19 +42,18 @@ def plan_fifo(waiting: Waiting, knobs: PlanKnobs, *, num_rollouts: int, step: in
 
 
 def plan_round_robin(waiting: Waiting, knobs: PlanKnobs, *, num_rollouts: int, step: int) -> Plan:
-    """The oldest rollouts, dealt to the ranks in turn; each rank cuts its hand into micro-batches in arrival order.
-    O(n).
+    """The oldest rollouts, to the ranks in turn; each rank cuts its own into micro-batches in arrival order. O(n).
 
     Ranks get as many micro-batches as the one that needs most, as trainers arrange by an all_reduce.
     """
     oldest = _oldest(waiting, num_rollouts)
-    hands = [oldest[rank :: knobs.num_ranks] for rank in range(knobs.num_ranks)]
-    most = max(_num_needed(waiting.lengths[hand], knobs) for hand in hands)
+    shares = [oldest[rank :: knobs.num_ranks] for rank in range(knobs.num_ranks)]
+    most = max(_num_needed(waiting.lengths[share], knobs) for share in shares)
     multiple = knobs.micro_batch_multiple
     most = -(-most // multiple) * multiple
-    ranks = [_cut(hand, waiting.lengths[hand], most, knobs) for hand in hands]
+    ranks = [_cut(share, waiting.lengths[share], most, knobs) for share in shares]
     speeds = np.ones(knobs.num_ranks) if knobs.speeds is None else np.asarray(knobs.speeds, dtype=np.float64)
-    loads = np.array([waiting.costs[hand].sum() for hand in hands])
+    loads = np.array([waiting.costs[share].sum() for share in shares])
     finish = loads / speeds
     bound = lower_bound(waiting.costs[oldest], knobs.num_ranks, "free", knobs.speeds)
     mean = float(loads.sum() / speeds.sum()) or 1.0
@@ -77,25 +78,25 @@ def _num_needed(lengths: NDArray[np.int64], knobs: PlanKnobs) -> int:
 
 
 def _next_fit(lengths: NDArray[np.int64], knobs: PlanKnobs) -> list[list[int]]:
-    """Micro-batches in the order given, a new one whenever the cap would be passed. Rows of each. O(n)."""
+    """Micro-batches in the order given, a new one whenever the cap would be passed. Positions in each. O(n)."""
     cap = knobs.max_tokens_per_micro_batch
     bins: list[list[int]] = []
     tokens = longest = 0
-    for row, length in enumerate(lengths.tolist()):
+    for position, length in enumerate(lengths.tolist()):
         longest_then = max(longest, length)
         size = longest_then * (len(bins[-1]) + 1) if knobs.padded and bins else tokens + length
         if not bins or (cap is not None and size > cap):
             bins.append([])
             tokens, longest_then = 0, length
-        bins[-1].append(row)
+        bins[-1].append(position)
         tokens, longest = tokens + length, longest_then
     return bins
 
 
 def _cut(
-    hand: NDArray[np.int64], lengths: NDArray[np.int64], num_micro_batches: int, knobs: PlanKnobs
+    share: NDArray[np.int64], lengths: NDArray[np.int64], num_micro_batches: int, knobs: PlanKnobs
 ) -> list[NDArray[np.int64]]:
-    """A rank's rollouts in exactly so many micro-batches: the one with most rows is halved until there are enough.
+    """A rank's rollouts in exactly so many micro-batches: the one with most rollouts is halved until there are enough.
     O(n)."""
     bins = _next_fit(lengths, knobs)
     while len(bins) < num_micro_batches:
@@ -104,4 +105,4 @@ def _cut(
             break  # fewer rollouts than micro-batches: the caller fills up with zero-weight copies
         half = len(bins[widest]) // 2
         bins[widest : widest + 1] = [bins[widest][:half], bins[widest][half:]]
-    return [hand[np.array(rows, dtype=np.int64)] for rows in bins]
+    return [share[np.array(one, dtype=np.int64)] for one in bins]

@@ -1,39 +1,26 @@
-"""Who goes now: which of the waiting rollouts make the next batch, and how that batch lies on ranks and micro-batches.
+"""Who goes now: which of the waiting rollouts make the next batch.
 
-Pure: numpy in, positions out. See docs/planning.md for the proofs.
+    must go    due rollouts, and as many more as the skip guarantee needs
+    may go     first in, first out, while that balances; outliers wait, then go together (outliers.py), or runs of
+               neighbours in lockstep (lockstep.py)
 
-    Waiting, PlanKnobs --> must go     due rollouts, and as many more as the skip guarantee needs
-                       --> may go      first in, first out, while that balances; outliers are deferred, then gathered
-                       --> ranks       partition.py, or micro_batches.py under a token cap
-                       --> Plan
+What is chosen is a unit: a rollout, or a whole group where siblings stay together. Pure; docs/planning.md has the proof
+of the guarantee.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from .deferral import choose
-from .exchange import exchange_with_waiting
-from .micro_batches import form_micro_batches, in_order
-from .overhead import NO_OVERHEAD, Overhead, work_rates
-from .partition import TOLERANCE, loads_of, lower_bound, partition, partition_together
-from .rows import choose_rows
+from .lockstep import choose_lockstep
+from .outliers import Candidates, choose
 
 if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
-    from .micro_batches import Order
-    from .partition import Counts, Floats, Ints
-
-    Bools = NDArray[np.bool_]
-
-Groups = Literal["free", "same_batch", "same_rank"]
-Sync = Literal["step", "micro_batch"]
-Oversize = Literal["refuse", "alone"]
-
+    from .arrays import Bools, Floats, Ints
+    from .plan import PlanKnobs, Waiting
 
 _LIGHT_SHARE = 2
 """Under equal counts an outlier's rank is filled up from the lighter half of the window (1/4 and 1/8 leave 1-4 points
@@ -45,213 +32,7 @@ _UNBOUNDED = 2**62
 
 
 @dataclass(frozen=True, slots=True)
-class Waiting:
-    """The waiting rollouts as columns, in arrival order (oldest first)."""
-
-    costs: Floats
-    """[W] work of each, >= 0."""
-    lengths: Ints
-    """[W] tokens of each, >= 1."""
-    skips: Ints
-    """[W] dispatches that left it behind so far, since it was ready."""
-    due: Bools
-    """[W] must go now: its deadline passed, or it is about to go stale."""
-    groups: Ints
-    """[W] label of its sibling group; -1 for none."""
-    group_complete: Bools
-    """[W] False while siblings are missing (then it waits, unless due); True without a group."""
-
-
-@dataclass(frozen=True, slots=True)
-class PlanKnobs:
-    """What a plan has to respect. Taken as checked: `BalancerConfig` refuses the bad ones."""
-
-    num_ranks: int
-    batch_size: int
-    max_skips: int | None
-    """None = no bound."""
-    counts: Counts = "free"
-    sync: Sync = "step"
-    groups: Groups = "free"
-    max_tokens_per_micro_batch: int | None = None
-    padded: bool = False
-    speeds: Floats | None = None
-    overhead: Overhead = NO_OVERHEAD
-    """Fixed costs of every rank; they matter only where speeds differ."""
-    micro_batch_multiple: int = 1
-    pipeline_order: bool = False
-    oversize: Oversize = "refuse"
-    group_size: int | None = None
-    """Most rollouts in a group, where known: the skip guarantee keeps room for a whole one."""
-    tolerance: float = TOLERANCE
-    """How near to the lower bound a partition is sought (relatively)."""
-
-
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """Who goes, and where."""
-
-    ranks: list[list[Ints]]
-    """``[rank][micro_batch]`` -> positions into the `Waiting` columns. With fewer rollouts than ranks (or than
-    micro-batches) the last ranks' lists are shorter than the longest: the caller completes them with zero-weight
-    padding copies."""
-    loads: Floats
-    """[num_ranks] work per rank."""
-    rates: Floats | None
-    """[num_ranks] work per time; a rank finishes at load / rate. None = all alike."""
-    lower_bound: float
-    """Latest finish that no partition of these rollouts can beat."""
-    incomplete_groups: tuple[int, ...]
-    """Labels of groups that had to go without all their siblings."""
-    avoidable_imbalance: float
-    """(latest finish - lower bound) / mean finish: what a better partition could still save."""
-    unavoidable_imbalance: float
-    """(lower bound - mean finish) / mean finish: the price of the heaviest rollout; only another choice from the window
-    helps."""
-
-    @property
-    def imbalance(self) -> float:
-        """latest finish / mean finish - 1."""
-        return self.avoidable_imbalance + self.unavoidable_imbalance
-
-
-def plan_batch(waiting: Waiting, knobs: PlanKnobs, *, num_rollouts: int, step: int) -> Plan:
-    """Choose `num_rollouts` of the waiting rollouts and lay them out on ranks and micro-batches.
-
-    Fewer are chosen only if whole groups do not add up to that number, or if the rest waits for siblings.
-    With fewer chosen than ranks, the last ranks stay empty: the caller adds zero-weight padding copies.
-
-    Args:
-        waiting: the columns; nothing is changed in them.
-        knobs: taken as checked.
-        num_rollouts: how many to send: `batch_size`, or fewer for a deadline or the drain.
-        step: counts the batches; rotates which rank gets the heaviest share.
-
-    Raises:
-        OversizeError: a rollout is above the token cap and oversize="refuse".
-
-    Complexity: O(W log W + n log n), refinement within a fixed work budget. Deterministic.
-    """
-    units = _Units.of(waiting, knobs)
-    at_first = _with_rates(waiting, knobs, np.arange(min(num_rollouts, waiting.costs.size)))
-    fixed, go = _select(waiting, units, at_first, min(num_rollouts, knobs.batch_size))
-    chosen = go[units.unit_of]
-    fixed_rollouts = fixed[units.unit_of]
-    knobs = _with_rates(waiting, knobs, np.flatnonzero(chosen))
-    shares = _shares(waiting, knobs, units, chosen, fixed_rollouts, step)
-    return _finish(waiting, knobs, shares)
-
-
-def _with_rates(waiting: Waiting, knobs: PlanKnobs, picked: Ints) -> PlanKnobs:
-    """Knobs whose speeds are how the work of these rollouts should be split, fixed costs considered."""
-    if knobs.speeds is None or not any(knobs.overhead) or not picked.size:
-        return knobs
-    cap = knobs.max_tokens_per_micro_batch
-    number = 1 if cap is None else -(-int(waiting.lengths[picked].sum()) // (cap * knobs.num_ranks))
-    number = -(-number // knobs.micro_batch_multiple) * knobs.micro_batch_multiple
-    return replace(knobs, speeds=work_rates(knobs.speeds, knobs.overhead, float(waiting.costs[picked].sum()), number))
-
-
-def choose_batch(waiting: Waiting, knobs: PlanKnobs, *, num_rollouts: int) -> Bools:
-    """[W] who would go: `plan_batch` without the ranks, and without the exchange that follows from them.
-    O(W log W)."""
-    units = _Units.of(waiting, knobs)
-    _, go = _select(waiting, units, knobs, min(num_rollouts, knobs.batch_size))
-    return go[units.unit_of]
-
-
-def _shares(
-    waiting: Waiting, knobs: PlanKnobs, units: _Units, chosen: Bools, fixed: Bools, step: int
-) -> list[list[Ints]]:
-    """[rank][micro_batch] -> positions."""
-    picked = np.flatnonzero(chosen)
-    costs = waiting.costs[picked]
-    together = units.unit_of[picked] if knobs.groups == "same_rank" else None
-    if _one_each(knobs):
-        if together is not None:
-            whole = partition_together(costs, together, knobs.num_ranks, knobs.counts, knobs.speeds, rotation=step)
-            return [[picked[share]] if share.size else [] for share in whole]
-        parts = partition(costs, knobs.num_ranks, knobs.counts, knobs.speeds, rotation=step, tolerance=knobs.tolerance)
-        shares = [[picked[part]] if part.size else [] for part in parts]
-        return _exchanged(waiting, knobs, shares, chosen, fixed)
-    order: Order = "pipeline" if knobs.pipeline_order else "heaviest_first"
-    formed = form_micro_batches(
-        waiting.lengths[picked],
-        costs,
-        knobs.num_ranks,
-        max_tokens=knobs.max_tokens_per_micro_batch,
-        sync=knobs.sync,
-        counts=knobs.counts,
-        padded=knobs.padded,
-        multiple_of=knobs.micro_batch_multiple,
-        order=order,
-        speeds=knobs.speeds,
-        keep_together=together,
-        oversize=knobs.oversize,
-        rotation=step,
-    )
-    shares = [[picked[one] for one in share] for share in formed]
-    if knobs.padded or knobs.sync == "micro_batch":  # there, not the sums decide
-        return shares
-    exchanged = _exchanged(waiting, knobs, shares, chosen, fixed)
-    if exchanged is shares:
-        return shares
-    return [in_order(share, lambda one: float(waiting.costs[one].sum()), order) for share in exchanged]
-
-
-def _exchanged(
-    waiting: Waiting, knobs: PlanKnobs, shares: list[list[Ints]], chosen: Bools, fixed: Bools
-) -> list[list[Ints]]:
-    """The shares after the exchange with the window, where rollouts may be chosen one by one."""
-    if knobs.groups != "free" or not all(shares):
-        return shares
-    return exchange_with_waiting(
-        waiting.costs,
-        shares,
-        fixed,
-        np.flatnonzero(~chosen),
-        knobs.speeds,
-        waiting.lengths,
-        knobs.max_tokens_per_micro_batch,
-    )
-
-
-def _one_each(knobs: PlanKnobs) -> bool:
-    """Every rank's share is one micro-batch."""
-    return knobs.max_tokens_per_micro_batch is None and knobs.micro_batch_multiple == 1 and not knobs.padded
-
-
-def _finish(waiting: Waiting, knobs: PlanKnobs, shares: list[list[Ints]]) -> Plan:
-    """The plan with its figures."""
-    everything = [one for share in shares for one in share]
-    picked = np.concatenate(everything) if everything else np.empty(0, dtype=np.int64)
-    loads = loads_of(waiting.costs, shares)
-    rate = np.ones(knobs.num_ranks) if knobs.speeds is None else np.asarray(knobs.speeds, dtype=np.float64)
-    bound = lower_bound(waiting.costs[picked], knobs.num_ranks, knobs.counts, knobs.speeds)
-    mean = float(loads.sum() / rate.sum())
-    finish = float((loads / rate).max())
-    flagged = waiting.groups[picked][~waiting.group_complete[picked]]
-    if knobs.groups != "free":  # so are the pieces of a group that no batch can hold
-        left = np.delete(waiting.groups, picked)
-        flagged = np.concatenate((flagged, np.intersect1d(waiting.groups[picked], left)))
-    return Plan(
-        ranks=shares,
-        loads=loads,
-        rates=knobs.speeds,
-        lower_bound=bound,
-        incomplete_groups=tuple(int(label) for label in np.unique(flagged) if label >= 0),
-        avoidable_imbalance=max(finish - bound, 0.0) / mean if mean else 0.0,
-        unavoidable_imbalance=max(bound - mean, 0.0) / mean if mean else 0.0,
-    )
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Units: what is chosen as a whole
-# ---------------------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class _Units:
+class Units:
     """Rollouts, or whole groups where siblings stay together; in order of their oldest member."""
 
     unit_of: Ints
@@ -272,7 +53,7 @@ class _Units:
     """Rollouts by which a full batch may fall short of batch_size because units are chosen whole."""
 
     @staticmethod
-    def of(waiting: Waiting, knobs: PlanKnobs) -> _Units:
+    def of(waiting: Waiting, knobs: PlanKnobs) -> Units:
         num_waiting = waiting.costs.size
         unit_of = np.arange(num_waiting)
         if knobs.groups != "free" and bool((waiting.groups >= 0).any()):
@@ -292,7 +73,7 @@ class _Units:
             ready[unit_of[~waiting.group_complete]] = False
         due |= remaining == 0
         largest_group = 1 if knobs.groups == "free" or knobs.group_size is None else knobs.group_size
-        return _Units(
+        return Units(
             unit_of=unit_of,
             sizes=sizes,
             costs=np.bincount(unit_of, weights=waiting.costs, minlength=num_units).astype(np.float64),
@@ -323,7 +104,7 @@ def _in_pieces(labels: Ints, limit: int) -> Ints:
     return labels * (labels.size // limit + 1) + place // limit
 
 
-def _select(waiting: Waiting, units: _Units, knobs: PlanKnobs, num_rollouts: int) -> tuple[Bools, Bools]:
+def select(waiting: Waiting, units: Units, knobs: PlanKnobs, num_rollouts: int) -> tuple[Bools, Bools]:
     """-> ([U] goes in any case, [U] goes)."""
     num_units = units.sizes.size
     must = np.zeros(num_units, dtype=np.bool_)
@@ -344,21 +125,22 @@ def _select(waiting: Waiting, units: _Units, knobs: PlanKnobs, num_rollouts: int
     rate = np.ones(ranks) if knobs.speeds is None else np.asarray(knobs.speeds, dtype=np.float64)
     go = np.zeros(num_units, dtype=np.bool_)
     num_more = min(room // size, alike.size)
-    num_rows = _num_rows(waiting, knobs, num_rollouts)
-    if num_rows > 1 and size == 1 and field.size == int(units.sizes[field].sum()) > num_rollouts > num_rows:
-        go[field] = choose_rows(
-            units.costs[field], must[field], units.remaining[field], num_rollouts, knobs.num_ranks, num_rows
+    num_locksteps = _num_locksteps(waiting, knobs, num_rollouts)
+    if num_locksteps > 1 and size == 1 and field.size == int(units.sizes[field].sum()) > num_rollouts > num_locksteps:
+        go[field] = choose_lockstep(
+            units.costs[field], must[field], units.remaining[field], num_rollouts, knobs.num_ranks, num_locksteps
         )
         return must, go
-    peaks = (units.costs if knobs.groups == "same_rank" else units.peaks)[field]
     go[field] = choose(
-        units.costs[field],
-        peaks,
-        must[field],
-        units.remaining[field],
-        num_more,
-        float(rate.sum() / rate.max()),
-        _company(units, field, knobs, num_rollouts),
+        Candidates(
+            costs=units.costs[field],
+            parts=(units.costs if knobs.groups == "same_rank" else units.peaks)[field],
+            must=must[field],
+            remaining=units.remaining[field],
+            num_more=num_more,
+            ranks=float(rate.sum() / rate.max()),
+            filler=_filler_of_outlier(units, field, knobs, num_rollouts),
+        )
     )
     room = num_rollouts - int(units.sizes[go].sum())
     if room:
@@ -366,8 +148,8 @@ def _select(waiting: Waiting, units: _Units, knobs: PlanKnobs, num_rollouts: int
     return must, go
 
 
-def _num_rows(waiting: Waiting, knobs: PlanKnobs, num_rollouts: int) -> int:
-    """Micro-batches per rank to expect; 1 where rows do not matter."""
+def _num_locksteps(waiting: Waiting, knobs: PlanKnobs, num_rollouts: int) -> int:
+    """Micro-batches per rank to expect; 1 where ranks meet once per step."""
     if not (knobs.padded or knobs.sync == "micro_batch"):
         return 1
     number = 1
@@ -377,8 +159,8 @@ def _num_rows(waiting: Waiting, knobs: PlanKnobs, num_rollouts: int) -> int:
     return -(-number // knobs.micro_batch_multiple) * knobs.micro_batch_multiple
 
 
-def _company(units: _Units, field: Ints, knobs: PlanKnobs, num_rollouts: int) -> float:
-    """Equal counts: the least work that the rollouts beside an outlier bring along; they are taken to be light ones."""
+def _filler_of_outlier(units: Units, field: Ints, knobs: PlanKnobs, num_rollouts: int) -> float:
+    """Equal counts: the least work of the rollouts that must lie beside an outlier; they are taken to be light ones."""
     if knobs.counts == "free":
         return 0.0
     each = np.sort(units.costs[field] / units.sizes[field])
@@ -401,7 +183,7 @@ def _take(go: Bools, candidates: Ints, sizes: Ints, room: int) -> int:
     return taken
 
 
-def _forced(units: _Units, knobs: PlanKnobs) -> Bools:
+def _forced(units: Units, knobs: PlanKnobs) -> Bools:
     """Units that must go so that nobody is ever passed over by more than max_skips dispatches.
 
     Of the units with at most j skips left, at most j * batch_size rollouts may stay behind: the next j dispatches take

@@ -16,7 +16,7 @@ import stream_balancer as sb
 from stream_balancer.controller.checkpoint import read_state_dict, state_dict
 from stream_balancer.core.calibration import Calibration, _non_negative
 from stream_balancer.core.machine import BalancerCore
-from stream_balancer.planning.overhead import Overhead, work_rates
+from stream_balancer.planning.rank_speeds import FixedCosts, work_rates
 
 IDS = torch.zeros(8000, dtype=torch.int32)
 
@@ -327,14 +327,14 @@ def test_the_least_squares_solution_is_the_best_allowed_one(seed: int) -> None:
 def test_with_these_rates_all_are_done_together(speeds: list[float], step: float, micro: float, number: int) -> None:
     rate = np.array(speeds)
     work = 10.0 * len(speeds)
-    rates = work_rates(rate, Overhead(step, micro), work, number)
+    rates = work_rates(rate, FixedCosts(step, micro), work, number)
     assert rates.sum() == pytest.approx(rate.sum())
     done = (work * rates / rates.sum() + step + micro * number) / rate
     assert done == pytest.approx(np.full(len(speeds), done[0]))
 
 
-def test_a_rank_too_slow_for_its_overhead_still_gets_some_work() -> None:
-    rates = work_rates(np.array([0.01, 1.0]), Overhead(5.0, 0.0), 1.0, 1)
+def test_a_rank_too_slow_for_its_fixed_costs_still_gets_some_work() -> None:
+    rates = work_rates(np.array([0.01, 1.0]), FixedCosts(5.0, 0.0), 1.0, 1)
     assert 0 < rates[0] < 0.1 * rates[1]
 
 
@@ -346,16 +346,16 @@ def test_the_first_step_says_nothing_at_all() -> None:
     assert learned.fit().prediction_error < 0.01
 
 
-def test_overheads_are_told_apart() -> None:
+def test_fixed_costs_are_told_apart() -> None:
     core, machine = BalancerCore(config()), Machine(11, c=0.05, d=0.01, noise=0.0)
     train(core, machine, 60, slow_first)
-    fit, overhead = core.statistics(0.0).cost_fit, core._knobs.overhead
+    fit, fixed = core.statistics(0.0).cost_fit, core._knobs.fixed_costs
     assert fit is not None
     assert fit.seconds_per_micro_batch > 2 * fit.seconds_per_step
-    assert overhead.micro_batch / overhead.step == pytest.approx(fit.seconds_per_micro_batch / fit.seconds_per_step)
+    assert fixed.micro_batch / fixed.step == pytest.approx(fit.seconds_per_micro_batch / fit.seconds_per_step)
     seconds = fit.seconds_per_token * 1000 + fit.seconds_per_token_pair * 1000**2
     in_cost_units = float(core._cost_model(np.array([1000]))[0]) / seconds * fit.seconds_per_micro_batch
-    assert overhead.micro_batch == pytest.approx(in_cost_units, rel=0.02)
+    assert fixed.micro_batch == pytest.approx(in_cost_units, rel=0.02)
 
 
 def test_ranks_that_never_tell_cost_no_memory() -> None:

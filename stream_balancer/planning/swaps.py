@@ -1,4 +1,4 @@
-"""The last few percent: exchange chosen rollouts with waiting ones until every rank finishes at the same time.
+"""The last few percent: swap chosen rollouts with waiting ones until every rank finishes at the same time.
 
 With few rollouts per rank no partition of a given batch is even, yet the window holds many a rollout that would fit
 better. Pure and deterministic.
@@ -11,14 +11,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from .partition import loads_of
+from .arrays import loads_of
 
 if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
-    from .partition import Floats, Ints
-
-    Bools = NDArray[np.bool_]
+    from .arrays import Bools, Floats, Ints
 
 _EVEN = 1.003
 """Ranks within 0.3 % of each other are left alone: the partition alone gets there from about 8 rollouts per rank on."""
@@ -27,35 +23,35 @@ _TOO_LONG = 8
 """Rollouts passed by because they would not fit under the token cap, before the next place is tried."""
 
 
-def exchange_with_waiting(
+def swap_with_waiting(
     costs: Floats,
     shares: list[list[Ints]],
     fixed: Bools,
-    pool: Ints,
+    candidates: Ints,
     speeds: Floats | None = None,
     lengths: Ints | None = None,
     max_tokens: int | None = None,
 ) -> list[list[Ints]]:
-    """Bring every rank to the same finish by one-for-one exchanges with the pool; micro-batches keep their counts.
+    """Bring every rank to the same finish by one-for-one swaps with the candidates; micro-batches keep their counts.
 
     Args:
         costs: [W] work of each waiting rollout.
         shares: [rank][micro-batch] -> positions chosen; no rank is empty.
-        fixed: [W] may not be exchanged away (due, or forced by the skip guarantee).
-        pool: positions not chosen that may be.
+        fixed: [W] may not be swapped away (due, or forced by the skip guarantee).
+        candidates: positions not chosen that may be.
         speeds: [ranks] relative speeds; None means all alike.
         lengths: [W] tokens of each; only with max_tokens.
         max_tokens: what comes in must leave its micro-batch within it. None = no cap.
 
     Returns:
-        The shares, positions ascending; the same object if the finishes were even already, or if no exchange made the
+        The shares, positions ascending; the same object if the finishes were even already, or if no swap made the
         ranks idle less.
 
     Complexity: O(n log W) for n chosen rollouts, in at most two passes over the ranks.
     """
     rate = [1.0] * len(shares) if speeds is None else speeds.tolist()
     chosen = np.concatenate([one for share in shares for one in share])
-    if not pool.size:
+    if not candidates.size:
         return shares
     loads = loads_of(costs, shares).tolist()
     total_rate = sum(rate)
@@ -64,25 +60,26 @@ def exchange_with_waiting(
     if before <= level * _EVEN:
         return shares
     idle_before = 1.0 - sum(loads) / total_rate / before
-    usable = pool[costs[pool] <= level * max(rate)]
+    # heavier ones would make some rank later than all are now
+    usable = candidates[costs[candidates] <= level * max(rate)]
     usable = usable[np.argsort(costs[usable], kind="stable")]
-    shelf = list(zip(costs[usable].tolist(), usable.tolist(), strict=True))
+    by_cost = list(zip(costs[usable].tolist(), usable.tolist(), strict=True))
     ranks = [_Rank(costs, share, load, lengths, max_tokens) for share, load in zip(shares, loads, strict=True)]
 
     def finish(rank: int) -> float:
         return ranks[rank].load / rate[rank]
 
     by_finish = sorted(range(len(ranks)), key=finish)
-    for rank in reversed(by_finish):
+    for rank in reversed(by_finish):  # the latest first: they give back what the early ones lack
         if finish(rank) > level:
-            ranks[rank].fit(fixed, shelf, level * rate[rank])
+            ranks[rank].fit(fixed, by_cost, level * rate[rank])
     highest = max(map(finish, by_finish))
     for rank in sorted(by_finish, key=finish):
         if finish(rank) * _EVEN < highest:
-            ranks[rank].fit(fixed, shelf, highest * rate[rank])
+            ranks[rank].fit(fixed, by_cost, highest * rate[rank])
     work = sum(rank.load for rank in ranks)
     if 1.0 - work / total_rate / max(map(finish, by_finish)) >= idle_before:
-        return shares  # bringing several hot ranks down can starve the others: then the batch was better as it was
+        return shares  # bringing several late ranks down can starve the others: then the batch was better as it was
     return [rank.micro_batches() for rank in ranks]
 
 
@@ -104,29 +101,29 @@ class _Rank:
             else [max_tokens - int(lengths[one].sum()) for one in share]
         )
 
-    def fit(self, fixed: Bools, shelf: list[tuple[float, int]], level: float) -> None:
-        """The one exchange that brings this rank closest to `level` from below, if there is one."""
+    def fit(self, fixed: Bools, by_cost: list[tuple[float, int]], level: float) -> None:
+        """The one swap that brings this rank closest to `level` from below, if there is one."""
         costs, load = self._costs, self.load
         best = (load if load <= level else -1.0, -1, -1)
         for place, position in enumerate(self._positions):
             if fixed[position]:
                 continue
             without = load - float(costs[position])
-            at = bisect_right(shelf, (level - without, costs.size)) - 1
+            at = bisect_right(by_cost, (level - without, costs.size)) - 1
             for candidate in range(at, max(at - _TOO_LONG, -1), -1):
-                if without + shelf[candidate][0] <= best[0]:
+                if without + by_cost[candidate][0] <= best[0]:
                     break
-                if self._fits(place, shelf[candidate][1]):
-                    best = (without + shelf[candidate][0], place, candidate)
+                if self._fits(place, by_cost[candidate][1]):
+                    best = (without + by_cost[candidate][0], place, candidate)
                     break
         reached, place, at = best
         if place < 0:
             return
-        given, taken = self._positions[place], shelf.pop(at)[1]
+        given, taken = self._positions[place], by_cost.pop(at)[1]
         if self._room and self._lengths is not None:
             self._room[self._bins[place]] += int(self._lengths[given]) - int(self._lengths[taken])
         self._positions[place] = taken
-        insort(shelf, (float(costs[given]), given))
+        insort(by_cost, (float(costs[given]), given))
         self.load = reached
 
     def _fits(self, place: int, incoming: int) -> bool:

@@ -1,0 +1,60 @@
+"""The arrays that planning takes and gives: costs and speeds in, positions and labels out. Pure, and no decisions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal, TypeAlias
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+Bools: TypeAlias = NDArray[np.bool_]
+Floats: TypeAlias = NDArray[np.float64]
+Ints: TypeAlias = NDArray[np.int64]
+Counts: TypeAlias = Literal["free", "equal"]
+
+
+def checked_costs(costs: ArrayLike) -> Floats:
+    """[n] float64. Raises ValueError for a negative or infinite cost, or another shape."""
+    work = np.asarray(costs, dtype=np.float64)
+    if work.ndim != 1:
+        raise ValueError(f"costs must be one-dimensional, not of shape {work.shape}: one number per rollout.")
+    if not (np.isfinite(work).all() and (work >= 0.0).all()):
+        raise ValueError("costs must be finite and >= 0: a cost is an amount of work. Look at the cost model.")
+    return work
+
+
+def check_ranks(num_ranks: int, counts: str) -> None:
+    """Raises ValueError for no rank at all, or counts that are neither "free" nor "equal"."""
+    if num_ranks < 1:
+        raise ValueError(f"num_ranks ({num_ranks}) must be >= 1: there is nowhere to put a rollout.")
+    if counts not in ("free", "equal"):
+        raise ValueError(f"counts must be 'free' or 'equal', not {counts!r}.")
+
+
+def checked_speeds(speeds: ArrayLike | Sequence[float] | None, num_ranks: int) -> Floats | None:
+    """[num_ranks] relative throughput, or None where all are 1.0: the search without speeds is faster and exact."""
+    if speeds is None:
+        return None
+    rate = np.asarray(speeds, dtype=np.float64)
+    if rate.shape != (num_ranks,):
+        raise ValueError(f"speeds must hold one number per rank ({num_ranks}), not shape {rate.shape}.")
+    if not (np.isfinite(rate).all() and (rate > 0.0).all()):
+        raise ValueError("speeds must be finite and > 0: a rank of speed 0 never finishes. Leave it out of num_ranks.")
+    return None if bool((rate == rate[0]).all()) and rate[0] == 1.0 else rate
+
+
+def split_by_label(labels: Ints, num_ranks: int) -> list[Ints]:
+    """[n] labels -> one ascending index array per label. O(n log n)."""
+    order = np.argsort(labels, kind="stable").astype(np.int64, copy=False)
+    ends = np.cumsum(np.bincount(labels, minlength=num_ranks)).tolist()
+    starts = [0, *ends[:-1]]
+    return [order[start:end] for start, end in zip(starts, ends, strict=True)]
+
+
+def loads_of(costs: Floats, shares: list[list[Ints]]) -> Floats:
+    """[rank] summed cost of [rank][micro-batch] -> positions. O(n)."""
+    sizes = [sum(map(len, share)) for share in shares]
+    picked = np.concatenate([one for share in shares for one in share] or [np.empty(0, dtype=np.int64)])
+    rank_of = np.repeat(np.arange(len(shares)), sizes)
+    return np.bincount(rank_of, weights=costs[picked], minlength=len(shares)).astype(np.float64)

@@ -1,0 +1,263 @@
+"""Ranks that meet at every micro-batch (FSDP, ZeRO-3): which rollouts go now, and which micro-batches run together.
+
+A *lockstep* is the micro-batches of one index, one per rank: all ranks run them at the same time, and the costliest
+one sets the time. The step takes the sum of these, so what counts is that the rollouts of one lockstep are alike.
+
+    choose_lockstep    from the window: runs of neighbours in the order by cost, one run per lockstep
+    assign_lockstep    bins onto ranks: bins of one lockstep alike, improved by moves and swaps
+
+Pure and deterministic.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from numpy.typing import ArrayLike
+
+    from .arrays import Bools, Floats, Ints
+    from .packing import Bins, Packer
+
+_AGE_REWARD = 1.0
+"""A rollout at the end of its patience is worth this many rollouts of its lockstep's level: dispatched a little early,
+at some waste, rather than late as a must. It grows with the fourth power of the wait (1, 2, 3: worse at one of the
+ends)."""
+
+_MUST_REWARD = 2.0
+"""A rollout that must go pulls its neighbours along rather than going alone."""
+
+_SEARCH_WORK = 3_200_000
+"""Elementary operations that the search for swaps may spend: about 5 ms."""
+
+_TRY_WORK = 4_000
+"""What one try costs beside that: its fixed part, in the same unit."""
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Which rollouts go now
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def choose_lockstep(
+    costs: Floats, must: Bools, remaining: Ints, num_rollouts: int, num_ranks: int, number: int
+) -> Bools:
+    """-> [W] mask of `num_rollouts` rollouts that go: all of `must`, as far as possible in `number` runs of neighbours.
+
+    Least waste, less a reward for age, by dynamic programming over the sorted window.
+
+    Args:
+        costs: [W] work of each, oldest first.
+        must: [W] goes in any case; at most num_rollouts of them.
+        remaining: [W] dispatches that may still pass it over.
+        num_rollouts: how many go, < W.
+        num_ranks: micro-batches in a lockstep.
+        number: micro-batches per rank, so the number of locksteps.
+
+    Complexity: O(W log W + W * number), vectorised over W.
+    """
+    length = num_rollouts // number
+    order = np.argsort(costs, kind="stable")
+    sorted_costs = costs[order]
+    longest_wait = max(1, int(remaining.max()))
+    wait = 1.0 - remaining[order] / longest_wait  # [W] 0.0 = new, 1.0 = must go now
+    work = np.concatenate(([0.0], np.cumsum(sorted_costs)))  # [W+1]
+    ends = np.arange(length, costs.size + 1)  # every run of `length` neighbours, by the place after its last
+    peak = sorted_costs[ends - 1]  # [W-length+1] its costliest, for the order ascends
+    # `length / num_ranks` rollouts share a micro-batch, which evens them out: only an outlier among them wastes time
+    waste = np.maximum(num_ranks * peak - (work[ends] - work[ends - length]), 0.0)
+    reward = np.concatenate(([0.0], np.cumsum(_AGE_REWARD * wait**4 + _MUST_REWARD * must[order])))
+    # waste is time on all ranks; a rollout fills num_ranks / length of a micro-batch of that level
+    value = (reward[ends] - reward[ends - length]) * (num_ranks / length) * peak - waste
+    go = np.zeros(costs.size, dtype=np.bool_)
+    go[order[_best_runs(value, length, costs.size, number)]] = True
+    missing = num_rollouts - int(go.sum())  # where `number` does not divide it
+    if missing:
+        go[np.flatnonzero(~go)[:missing]] = True
+    return _with_must(sorted_costs, order, go, must)
+
+
+def _best_runs(value: Floats, length: int, size: int, number: int) -> Ints:
+    """Sorted places covered by the `number` disjoint runs of greatest total value; value[e] is of the run that ends
+    before place `length + e`."""
+    best = np.zeros(size + 1)  # best[e]: the greatest value of the runs so far within the first e places
+    taken = []
+    for _ in range(number):
+        with_run = np.full(size + 1, -np.inf)
+        with_run[length:] = best[: size + 1 - length] + value
+        after = np.maximum.accumulate(with_run)
+        taken.append(with_run == after)  # the best for this prefix ends with a run here
+        best = after
+    places = []
+    end = size
+    for ends_here in reversed(taken):
+        candidates = np.flatnonzero(ends_here[: end + 1])
+        end = int(candidates[-1])
+        places.append(np.arange(end - length, end))
+        end -= length
+    return np.concatenate(places)
+
+
+def _with_must(sorted_costs: Floats, order: Ints, go: Bools, must: Bools) -> Bools:
+    """Whoever must go and was not chosen takes the place of the chosen one nearest to it in cost. O(must * W).
+
+    Pulling a whole run of neighbours along was measured: one lone rollout wastes less than a bad run.
+    """
+    place_of = np.empty(order.size, dtype=np.int64)
+    place_of[order] = np.arange(order.size)
+    for one in np.flatnonzero(must & ~go).tolist():
+        free = np.flatnonzero(go & ~must)
+        nearest = free[np.abs(sorted_costs[place_of[free]] - sorted_costs[place_of[one]]).argmin()]
+        go[nearest] = False
+        go[one] = True
+    return go
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Which micro-batches run together
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def assign_lockstep(
+    packer: Packer, bins: Bins, num_ranks: int, number: int, speeds: ArrayLike | None, rotation: int
+) -> list[Bins]:
+    """[num_ranks * number] bins -> [rank][micro-batch]; bins of one lockstep are alike."""
+    if not packer.padded and len(bins) == num_ranks * number and number > 1 and num_ranks > 1:
+        # two starts, since neither is better everywhere: all bins alike, and locksteps of unlike level
+        starts = [_by_cost(packer, bins), _level_by_level(packer, num_ranks, number)]
+        searched = [_Search(packer, start, num_ranks).run() for start in starts if start is not None]
+        bins = min(searched, key=lambda one: _step_time(packer, one, num_ranks))
+    bins = _by_cost(packer, bins)
+    ranks: list[Bins] = [[] for _ in range(num_ranks)]
+    fastest_first = None if speeds is None else np.argsort(-np.asarray(speeds, dtype=np.float64), kind="stable")
+    for index, start in enumerate(range(0, len(bins), num_ranks)):
+        for place, one in enumerate(bins[start : start + num_ranks]):
+            if fastest_first is not None:
+                rank = int(fastest_first[place])
+            else:  # there and back: who has the heaviest of this lockstep has the lightest of the next
+                rank = (place if index % 2 == 0 else num_ranks - 1 - place) + rotation
+            ranks[rank % num_ranks].append(one)
+    return ranks
+
+
+def _by_cost(packer: Packer, bins: Bins) -> Bins:
+    return sorted(bins, key=packer.cost, reverse=True)
+
+
+def _step_time(packer: Packer, bins: Bins, num_ranks: int) -> float:
+    """Sum over locksteps of the costliest bin: what the step takes if ranks meet at every micro-batch."""
+    return sum(packer.cost(one) for one in _by_cost(packer, bins)[::num_ranks])
+
+
+def _level_by_level(packer: Packer, num_ranks: int, number: int) -> Bins | None:
+    """Lockstep after lockstep: as long as its heaviest rollout or its fair share of what is left, filled up to that.
+
+    One with an outlier takes as long as the outlier whatever else is in it, so it takes all it can.
+    First-fit decreasing by cost. None if what is left does not fit the last one. O(n * num_ranks * number), vectorised.
+    """
+    tokens, work = packer.token_list, packer.work_list
+    left = np.argsort(-packer.work, kind="stable").tolist()
+    result: Bins = []
+    for index in range(number - 1):
+        level = max(work[left[0]], sum(work[i] for i in left) / (num_ranks * (number - index)))
+        room = np.full(num_ranks, packer.cap, dtype=np.int64)
+        free = np.full(num_ranks, level * (1.0 + 1e-9))
+        bins: Bins = [[] for _ in range(num_ranks)]
+        rest = []
+        spare = len(left) - num_ranks * (number - index - 1)  # those to come need one rollout per bin at least
+        for i in left:
+            fits = (room >= tokens[i]) & (free >= work[i]) if spare > 0 else np.zeros(1, dtype=np.bool_)
+            if fits.any():
+                one = int(np.where(fits, free, -np.inf).argmax())
+                room[one] -= tokens[i]
+                free[one] -= work[i]
+                bins[one].append(i)
+                spare -= 1
+            else:
+                rest.append(i)
+        if not all(bins):
+            return None
+        result += bins
+        left = rest
+    last = packer.pack(np.array(left, dtype=np.int64), num_ranks)
+    return None if last is None or len(last) < num_ranks or not all(last) else result + last
+
+
+class _Search:
+    """Lowers the costliest bin of one lockstep after the other, by the move or swap that saves most over all of them.
+
+    Which bins form a lockstep stays as it is. A move is a swap with a dummy of no cost and no tokens.
+    """
+
+    def __init__(self, packer: Packer, bins: Bins, num_ranks: int) -> None:
+        self._n = n = packer.tokens.size
+        self._num_ranks = num_ranks
+        no_cost, no_tokens = np.zeros(len(bins)), np.zeros(len(bins), dtype=np.int64)  # of one dummy per bin
+        self._work = np.concatenate((packer.work, no_cost))  # [n + bins]
+        self._tokens = np.concatenate((np.minimum(packer.tokens, packer.cap), no_tokens))  # [n + bins]
+        self._bin_of = np.zeros(n + len(bins), dtype=np.int64)
+        for number, members in enumerate(bins):
+            self._bin_of[members] = number
+        self._bin_of[n:] = np.arange(len(bins))
+        self._load = np.array([packer.cost(one) for one in bins])  # [bins]
+        self._room = packer.cap - np.array([sum(packer.token_list[i] for i in one) for one in bins], dtype=np.int64)
+        self._held = np.array([len(one) for one in bins])
+
+    def run(self) -> Bins:
+        """The bins, once no swap saves anything or the work budget is spent. Each try compares all rollouts of one bin
+        with all others."""
+        number = self._load.size // self._num_ranks
+        budget = _SEARCH_WORK
+        idle = index = 0
+        while budget > 0 and idle < number:
+            of_lockstep = self._load.reshape(number, self._num_ranks)[index]
+            heaviest = index * self._num_ranks + int(of_lockstep.argmax())
+            mine = np.flatnonzero(self._bin_of == heaviest)
+            budget -= mine.size * self._bin_of.size + _TRY_WORK
+            swap = self._best_swap(mine, heaviest, runner_up=float(np.partition(of_lockstep, -2)[-2]))
+            idle = 0 if swap else idle + 1
+            if swap:
+                self._swap(*swap)
+            index = (index + 1) % number
+        result: Bins = [[] for _ in range(self._load.size)]
+        for i, one in enumerate(self._bin_of[: self._n].tolist()):
+            result[one].append(i)
+        return result
+
+    def _best_swap(self, mine: Ints, heaviest: int, runner_up: float) -> tuple[int, int] | None:
+        """The pair (i in the heaviest bin of its lockstep, j anywhere else) whose swap shortens the step most; None if
+        none does."""
+        load, room, num_ranks = self._load, self._room, self._num_ranks
+        peaks = load.reshape(-1, num_ranks).max(axis=1)  # [locksteps] the time of each
+        other = self._bin_of[None, :]
+        shift = self._work[mine][:, None] - self._work[None, :]  # [mine, n + bins] what leaves the heaviest bin
+        grow = self._tokens[mine][:, None] - self._tokens[None, :]
+        real_i, real_j = (mine < self._n)[:, None], (np.arange(self._bin_of.size) < self._n)[None, :]
+        allowed = (other != heaviest) & (shift > 0.0) & (grow <= room[other]) & (-grow <= room[heaviest])
+        allowed &= real_j | (self._held[heaviest] > 1)  # a move may not empty the bin
+        allowed &= real_i
+        lockstep = heaviest // num_ranks
+        new_heaviest = load[heaviest] - shift
+        new_other = load[other] + shift
+        same = other // num_ranks == lockstep
+        own = np.maximum(runner_up, new_heaviest)
+        saved = peaks[lockstep] - np.where(same, np.maximum(own, new_other), own)
+        saved -= np.where(same, 0.0, np.maximum(new_other - peaks[other // num_ranks], 0.0))
+        # if several bins share the peak nothing is saved yet, but one fewer does: count lowering this one a little
+        saved += 1e-6 * (load[heaviest] - np.maximum(new_heaviest, np.where(same, new_other, 0.0)))
+        saved = np.where(allowed, saved, -np.inf)
+        best = int(saved.argmax())
+        i, j = divmod(best, self._bin_of.size)
+        return (int(mine[i]), j) if saved[i, j] > 1e-9 * float(load[heaviest]) else None
+
+    def _swap(self, i: int, j: int) -> None:
+        here, there = int(self._bin_of[i]), int(self._bin_of[j])
+        shift, grow = self._work[i] - self._work[j], self._tokens[i] - self._tokens[j]
+        rollouts = int(i < self._n) - int(j < self._n)  # 1 for a move
+        for one, sign in ((here, -1), (there, 1)):
+            self._load[one] += sign * shift
+            self._room[one] -= sign * grow
+            self._held[one] += sign * rollouts
+        self._bin_of[i], self._bin_of[j] = there, here

@@ -1,0 +1,140 @@
+"""Rollouts into bins under a hard token cap: a bin becomes a micro-batch.
+
+Everything fails towards one more bin, never over the cap. Pure and deterministic.
+"""
+
+from __future__ import annotations
+
+import heapq
+from typing import TYPE_CHECKING, TypeAlias
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from .arrays import Floats, Ints
+
+Bins: TypeAlias = list[list[int]]
+
+
+class Packer:
+    """Rollouts into a given number of bins, never over the cap; a rollout over the cap sits alone."""
+
+    def __init__(self, tokens: Ints, work: Floats, max_tokens: int | None, padded: bool) -> None:
+        self.tokens = tokens
+        self.work = work
+        self.padded = padded
+        # without a cap, one that nothing can reach: the packing then has one case less
+        self.cap: int = max_tokens if max_tokens is not None else int(tokens.sum()) * max(tokens.size, 1) + 1
+        self.token_list: list[int] = np.minimum(tokens, self.cap).tolist()  # alone over the cap = exactly full
+        self.work_list: list[float] = work.tolist()
+
+    def cost(self, one: list[int]) -> float:
+        """Work of a bin."""
+        if self.padded:
+            return len(one) * max(self.work_list[i] for i in one)
+        return float(sum(self.work_list[i] for i in one))
+
+    def least_bins(self, share: Ints) -> int:
+        """No packing of this share needs fewer bins than this."""
+        held: int = sum(self.token_list[i] for i in share.tolist())
+        return max(1, -(-held // self.cap))
+
+    def pack(self, share: Ints, number: int) -> Bins | None:
+        """`number` bins, all of them used if there are rollouts enough; None if no way was found."""
+        if share.size <= number:
+            return [[i] for i in share.tolist()]
+        if self.padded:
+            return self._pack_neighbours(share, number)
+        by_work = share[np.lexsort((-self.tokens[share], -self.work[share]))].tolist()
+        bins = self._pack_lightest(by_work, number, self.work_list)
+        if bins is None:
+            by_tokens = share[np.lexsort((-self.work[share], -self.tokens[share]))].tolist()
+            bins = self._pack_lightest(by_tokens, number, self.token_list) or self._pack_best_fit(by_tokens, number)
+        return bins
+
+    def _pack_lightest(self, order: list[int], number: int, weight: list[float] | list[int]) -> Bins | None:
+        """Each to the lightest bin that has room (LPT with a second, hard dimension). O(n log n), rarely more."""
+        tie_breaker = (sum(weight[i] for i in order) or 1.0) * 1e-9 / len(order)
+        heap: list[tuple[float, int]] = [(0.0, one) for one in range(number)]
+        room = [self.cap] * number
+        bins: Bins = [[] for _ in range(number)]
+        for i in order:
+            size = self.token_list[i]
+            full: list[tuple[float, int]] = []
+            while heap and room[heap[0][1]] < size:
+                full.append(heapq.heappop(heap))
+            if not heap:
+                return None
+            load, one = heap[0]
+            heapq.heapreplace(heap, (load + weight[i] + tie_breaker, one))
+            room[one] -= size
+            bins[one].append(i)
+            for entry in full:
+                if room[entry[1]] > 0:
+                    heapq.heappush(heap, entry)
+        return bins
+
+    def _pack_best_fit(self, order: list[int], number: int) -> Bins | None:
+        """Best-fit decreasing: each to the fullest bin that has room. O(n * number), vectorised."""
+        room = np.full(number, self.cap, dtype=np.int64)
+        bins: Bins = [[] for _ in range(number)]
+        for i in order:
+            left = room - self.token_list[i]
+            one = int(np.where(left >= 0, left, np.iinfo(np.int64).max).argmin())
+            if left[one] < 0:
+                return None
+            room[one] = left[one]
+            bins[one].append(i)
+        return self._fill_empty(bins)
+
+    def _pack_neighbours(self, share: Ints, number: int) -> Bins | None:
+        """Padded: runs of neighbours in length, cut so that the costliest run is as cheap as can be (bisection)."""
+        order = share[np.lexsort((-self.work[share], -self.tokens[share]))].tolist()
+        if self._runs(order, float("inf"), number) is None:
+            return None
+        high = float(len(order)) * max(self.work_list[i] for i in order)
+        low = 0.0
+        best = self._runs(order, high, number)
+        for _ in range(24):
+            middle = (low + high) / 2.0
+            runs = self._runs(order, middle, number)
+            if runs is None:
+                low = middle
+            else:
+                best, high = runs, middle
+        return None if best is None else self._fill_empty(best + [[] for _ in range(number - len(best))])
+
+    def _runs(self, order: list[int], level: float, number: int) -> Bins | None:
+        runs: Bins = []
+        longest, costliest = 0, 0.0
+        for i in order:
+            grown = len(runs[-1]) + 1 if runs else 0
+            costliest_here = max(costliest, self.work_list[i])
+            if runs and grown * longest <= self.cap and grown * costliest_here <= level:
+                runs[-1].append(i)
+                costliest = costliest_here
+            else:
+                if len(runs) == number:
+                    return None
+                runs.append([i])
+                longest, costliest = self.token_list[i], self.work_list[i]
+        return runs
+
+    def _fill_empty(self, bins: Bins) -> Bins:
+        """No bin stays empty: the heaviest that can be is split (what it gives away fits anywhere it fitted before)."""
+        heap = [(-self.cost(one), number) for number, one in enumerate(bins) if len(one) > 1]
+        heapq.heapify(heap)
+        for number, target in enumerate(bins):
+            if target:
+                continue
+            _, heaviest = heapq.heappop(heap)
+            source = sorted(bins[heaviest], key=self.work_list.__getitem__)
+            half = len(source) // 2
+            if self.padded:
+                target[:], bins[heaviest][:] = source[:half], source[half:]
+            else:
+                target[:], bins[heaviest][:] = source[::2][-half:], source[1::2] + source[::2][:-half]
+            for one in (heaviest, number):
+                if len(bins[one]) > 1:
+                    heapq.heappush(heap, (-self.cost(bins[one]), one))
+        return bins

@@ -1,0 +1,87 @@
+"""What a plan is made from, and what it is: the values that go into the planner and come out. No decisions."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from .partition import TOLERANCE
+from .rank_speeds import NO_FIXED_COSTS, FixedCosts
+
+if TYPE_CHECKING:
+    from .arrays import Bools, Counts, Floats, Ints
+
+Groups = Literal["free", "same_batch", "same_rank"]
+Sync = Literal["step", "micro_batch"]
+Oversize = Literal["refuse", "alone"]
+
+
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """The waiting rollouts as columns, in arrival order (oldest first)."""
+
+    costs: Floats
+    """[W] work of each, >= 0."""
+    lengths: Ints
+    """[W] tokens of each, >= 1."""
+    skips: Ints
+    """[W] dispatches that left it behind so far, since it was ready."""
+    due: Bools
+    """[W] must go now: its deadline passed, or it is about to go stale."""
+    groups: Ints
+    """[W] label of its sibling group; -1 for none."""
+    group_complete: Bools
+    """[W] False while siblings are missing (then it waits, unless due); True without a group."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlanKnobs:
+    """What a plan has to respect. Taken as checked: `BalancerConfig` refuses the bad ones."""
+
+    num_ranks: int
+    batch_size: int
+    max_skips: int | None
+    """None = no bound."""
+    counts: Counts = "free"
+    sync: Sync = "step"
+    groups: Groups = "free"
+    max_tokens_per_micro_batch: int | None = None
+    padded: bool = False
+    speeds: Floats | None = None
+    fixed_costs: FixedCosts = NO_FIXED_COSTS
+    """Fixed costs of every rank; they matter only where speeds differ."""
+    micro_batch_multiple: int = 1
+    pipeline_order: bool = False
+    oversize: Oversize = "refuse"
+    group_size: int | None = None
+    """Most rollouts in a group, where known: the skip guarantee keeps room for a whole one."""
+    tolerance: float = TOLERANCE
+    """How near to the lower bound a partition is sought (relatively)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Who goes, and where."""
+
+    ranks: list[list[Ints]]
+    """``[rank][micro_batch]`` -> positions into the `Waiting` columns. With fewer rollouts than ranks (or than
+    micro-batches) the last ranks' lists are shorter than the longest: the caller completes them with zero-weight
+    padding copies."""
+    loads: Floats
+    """[num_ranks] work per rank."""
+    rates: Floats | None
+    """[num_ranks] work per time; a rank finishes at load / rate. None = all alike."""
+    lower_bound: float
+    """Latest finish that no partition of these rollouts can beat."""
+    incomplete_groups: tuple[int, ...]
+    """Labels of groups that had to go without all their siblings."""
+    avoidable_imbalance: float
+    """(latest finish - lower bound) / mean finish: what a better partition could still save."""
+    unavoidable_imbalance: float
+    """(lower bound - mean finish) / mean finish: the price of the heaviest rollout; only another choice from the window
+    helps."""
+
+    @property
+    def imbalance(self) -> float:
+        """latest finish / mean finish - 1."""
+        return self.avoidable_imbalance + self.unavoidable_imbalance

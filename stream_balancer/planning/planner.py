@@ -1,0 +1,162 @@
+"""Who goes now, on which rank, in which micro-batch: the plan of a batch, from the parts that decide each question.
+
+    Waiting, PlanKnobs --> selection.py       who goes: what must, then who makes a step without waste
+                       --> partition.py       on which rank, or
+                           micro_batches.py   on which rank and in which micro-batch, under a token cap
+                       --> swaps.py           the last percent: chosen against waiting rollouts
+                       --> Plan
+
+Pure: numpy in, positions out. See docs/planning.md for the proofs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from .arrays import loads_of
+from .bounds import lower_bound
+from .micro_batches import form_micro_batches, in_order
+from .partition import partition, partition_together
+from .plan import Plan, PlanKnobs, Waiting
+from .rank_speeds import work_rates
+from .selection import Units, select
+from .swaps import swap_with_waiting
+
+if TYPE_CHECKING:
+    from .arrays import Bools, Ints
+    from .micro_batches import Order
+
+
+def plan_batch(waiting: Waiting, knobs: PlanKnobs, *, num_rollouts: int, step: int) -> Plan:
+    """Choose `num_rollouts` of the waiting rollouts and lay them out on ranks and micro-batches.
+
+    Fewer are chosen only if whole groups do not add up to that number, or if the rest waits for siblings.
+    With fewer chosen than ranks, the last ranks stay empty: the caller adds zero-weight padding copies.
+
+    Args:
+        waiting: the columns; nothing is changed in them.
+        knobs: taken as checked.
+        num_rollouts: how many to send: `batch_size`, or fewer for a deadline or the drain.
+        step: counts the batches; rotates which rank gets the heaviest share.
+
+    Raises:
+        OversizeError: a rollout is above the token cap and oversize="refuse".
+
+    Complexity: O(W log W + n log n), refinement within a fixed work budget. Deterministic.
+    """
+    units = Units.of(waiting, knobs)
+    at_first = _with_rates(waiting, knobs, np.arange(min(num_rollouts, waiting.costs.size)))
+    fixed, go = select(waiting, units, at_first, min(num_rollouts, knobs.batch_size))
+    chosen = go[units.unit_of]
+    fixed_rollouts = fixed[units.unit_of]
+    knobs = _with_rates(waiting, knobs, np.flatnonzero(chosen))
+    shares = _shares(waiting, knobs, units, chosen, fixed_rollouts, step)
+    return _finish(waiting, knobs, shares)
+
+
+def _with_rates(waiting: Waiting, knobs: PlanKnobs, picked: Ints) -> PlanKnobs:
+    """Knobs whose speeds are how the work of these rollouts should be split, with fixed costs taken into account."""
+    if knobs.speeds is None or not any(knobs.fixed_costs) or not picked.size:
+        return knobs
+    cap = knobs.max_tokens_per_micro_batch
+    number = 1 if cap is None else -(-int(waiting.lengths[picked].sum()) // (cap * knobs.num_ranks))
+    number = -(-number // knobs.micro_batch_multiple) * knobs.micro_batch_multiple
+    return replace(
+        knobs, speeds=work_rates(knobs.speeds, knobs.fixed_costs, float(waiting.costs[picked].sum()), number)
+    )
+
+
+def choose_batch(waiting: Waiting, knobs: PlanKnobs, *, num_rollouts: int) -> Bools:
+    """[W] who would go: `plan_batch` without the ranks, and without the swaps that follow from them.
+    O(W log W)."""
+    units = Units.of(waiting, knobs)
+    _, go = select(waiting, units, knobs, min(num_rollouts, knobs.batch_size))
+    return go[units.unit_of]
+
+
+def _shares(
+    waiting: Waiting, knobs: PlanKnobs, units: Units, chosen: Bools, fixed: Bools, step: int
+) -> list[list[Ints]]:
+    """[rank][micro_batch] -> positions."""
+    picked = np.flatnonzero(chosen)
+    costs = waiting.costs[picked]
+    together = units.unit_of[picked] if knobs.groups == "same_rank" else None
+    if _one_micro_batch(knobs):
+        if together is not None:
+            whole = partition_together(costs, together, knobs.num_ranks, knobs.counts, knobs.speeds, rotation=step)
+            return [[picked[share]] if share.size else [] for share in whole]
+        parts = partition(costs, knobs.num_ranks, knobs.counts, knobs.speeds, rotation=step, tolerance=knobs.tolerance)
+        shares = [[picked[part]] if part.size else [] for part in parts]
+        return _swapped(waiting, knobs, shares, chosen, fixed)
+    order: Order = "pipeline" if knobs.pipeline_order else "heaviest_first"
+    formed = form_micro_batches(
+        waiting.lengths[picked],
+        costs,
+        knobs.num_ranks,
+        max_tokens=knobs.max_tokens_per_micro_batch,
+        sync=knobs.sync,
+        counts=knobs.counts,
+        padded=knobs.padded,
+        multiple_of=knobs.micro_batch_multiple,
+        order=order,
+        speeds=knobs.speeds,
+        keep_together=together,
+        oversize=knobs.oversize,
+        rotation=step,
+    )
+    shares = [[picked[one] for one in share] for share in formed]
+    if knobs.padded or knobs.sync == "micro_batch":  # there, not the sums decide
+        return shares
+    swapped = _swapped(waiting, knobs, shares, chosen, fixed)
+    if swapped is shares:
+        return shares
+    return [in_order(share, lambda one: float(waiting.costs[one].sum()), order) for share in swapped]
+
+
+def _swapped(
+    waiting: Waiting, knobs: PlanKnobs, shares: list[list[Ints]], chosen: Bools, fixed: Bools
+) -> list[list[Ints]]:
+    """The shares after the swaps with the window, where rollouts may be chosen one by one."""
+    if knobs.groups != "free" or not all(shares):
+        return shares
+    return swap_with_waiting(
+        waiting.costs,
+        shares,
+        fixed,
+        np.flatnonzero(~chosen),
+        knobs.speeds,
+        waiting.lengths,
+        knobs.max_tokens_per_micro_batch,
+    )
+
+
+def _one_micro_batch(knobs: PlanKnobs) -> bool:
+    """Every rank's share is one micro-batch."""
+    return knobs.max_tokens_per_micro_batch is None and knobs.micro_batch_multiple == 1 and not knobs.padded
+
+
+def _finish(waiting: Waiting, knobs: PlanKnobs, shares: list[list[Ints]]) -> Plan:
+    """The plan with its figures."""
+    everything = [one for share in shares for one in share]
+    picked = np.concatenate(everything) if everything else np.empty(0, dtype=np.int64)
+    loads = loads_of(waiting.costs, shares)
+    rate = np.ones(knobs.num_ranks) if knobs.speeds is None else np.asarray(knobs.speeds, dtype=np.float64)
+    bound = lower_bound(waiting.costs[picked], knobs.num_ranks, knobs.counts, knobs.speeds)
+    mean = float(loads.sum() / rate.sum())
+    finish = float((loads / rate).max())
+    flagged = waiting.groups[picked][~waiting.group_complete[picked]]
+    if knobs.groups != "free":  # so are the pieces of a group that no batch can hold
+        left = np.delete(waiting.groups, picked)
+        flagged = np.concatenate((flagged, np.intersect1d(waiting.groups[picked], left)))
+    return Plan(
+        ranks=shares,
+        loads=loads,
+        rates=knobs.speeds,
+        lower_bound=bound,
+        incomplete_groups=tuple(int(label) for label in np.unique(flagged) if label >= 0),
+        avoidable_imbalance=max(finish - bound, 0.0) / mean if mean else 0.0,
+        unavoidable_imbalance=max(bound - mean, 0.0) / mean if mean else 0.0,
+    )

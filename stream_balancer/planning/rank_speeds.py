@@ -1,0 +1,50 @@
+"""What fixed costs do to ranks of unlike speed.
+
+A step costs something whatever is in it: launching, gradients, one pass over the weights per micro-batch. On ranks of
+one speed that is the same for all and changes nothing. A slow rank is slow at that too, so it must get less than its
+speed's share of the work: done at ``(work + fixed) / speed``, all ranks are done together at T if ``work`` is
+``speed * T - fixed``. Those works are the rates to plan with. Pure.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from .arrays import Floats
+
+__all__ = ["NO_FIXED_COSTS", "FixedCosts", "work_rates"]
+
+_LEAST_RATE = 0.05  # of the mean; a rank gets some work, however slow it is
+
+
+class FixedCosts(NamedTuple):
+    """What a rank pays whatever its rollouts are, in the unit of their costs."""
+
+    step: float = 0.0
+    """Per step."""
+    micro_batch: float = 0.0
+    """Per micro-batch."""
+
+
+NO_FIXED_COSTS = FixedCosts()
+
+
+def work_rates(speeds: Floats, fixed_costs: FixedCosts, work: float, num_micro_batches: int) -> Floats:
+    """[num_ranks] how ``work`` should be split, in all as much as ``speeds``. O(num_ranks).
+
+    Example:
+        >>> speeds = np.array([1.0, 0.5])
+        >>> work_rates(speeds, NO_FIXED_COSTS, work=3000.0, num_micro_batches=1)  # 2000 and 1000
+        array([1. , 0.5])
+        >>> work_rates(speeds, FixedCosts(step=300.0), work=3000.0, num_micro_batches=1)  # both done after 2400
+        array([1.05, 0.45])
+    """
+    fixed = fixed_costs.step + fixed_costs.micro_batch * num_micro_batches
+    if fixed == 0.0 or work <= 0.0:
+        return speeds
+    finish = (work + speeds.size * fixed) / float(speeds.sum())
+    rates: Floats = np.maximum(speeds * finish - fixed, _LEAST_RATE * work / speeds.size)
+    return rates * (float(speeds.sum()) / float(rates.sum()))
