@@ -15,7 +15,10 @@ from ray.cluster_utils import Cluster
 from stream_balancer.integrations.ray import RayBalancer
 from stream_balancer.rank.feed import RankFeed
 from stream_balancer.testing import make_rollout
+from stream_balancer.testing.channels import CLAUSES as CHANNEL_CLAUSES
 from stream_balancer.testing.transports import CLAUSE_TIMEOUT_S, CLAUSES, check_transport
+from stream_balancer.transport.channel import Channel
+from stream_balancer.transport.ray.actor_channel import ActorChannel, ActorChannels, CallingChannel
 from stream_balancer.transport.ray.transport import RayPort, RayTransport
 
 STORE_BYTES = 100 * 2**20
@@ -168,3 +171,48 @@ class ContractHost:
     async def contract(self) -> None:
         """All of them."""
         await check_transport(self._open)
+
+
+class ChannelHost:
+    """Both ends of a channel in one actor, as in :class:`ContractHost`."""
+
+    def __init__(self) -> None:
+        self._arrived: list[ActorChannel] = []
+        self._channels = ActorChannels(self._arrived.append)
+
+    async def _exchange(self, *call: Any) -> Any:
+        return await self._channels.exchange(*call)
+
+    async def _poll(self, *call: Any) -> Any:
+        return await self._channels.poll(*call)
+
+    async def _hold(self, *call: Any) -> None:
+        await self._channels.hold(*call)
+
+    @asynccontextmanager
+    async def _open(self) -> AsyncIterator[tuple[Channel, Channel]]:
+        calling = CallingChannel(ray.get_runtime_context().current_actor)
+        with anyio.CancelScope(shield=True):
+            while not self._arrived:  # noqa: ASYNC110 - it comes by a call of this actor
+                await anyio.sleep(0.001)
+        called = self._arrived.pop()
+        try:
+            yield called, calling
+        finally:
+            with anyio.CancelScope(shield=True):
+                await anyio.to_thread.run_sync(calling.abort)
+                called.abort()
+        assert not self._channels.open
+
+    async def clause(self, name: str) -> None:
+        """One clause of the contract of channels."""
+        [clause] = [one for one in CHANNEL_CLAUSES if one.__name__ == name]
+        for turned in (False, True):
+
+            @asynccontextmanager
+            async def open_pair(turned: bool = turned) -> AsyncIterator[tuple[Channel, Channel]]:
+                async with self._open() as (one, other):
+                    yield (other, one) if turned else (one, other)
+
+            with anyio.fail_after(CLAUSE_TIMEOUT_S):
+                await clause(open_pair)

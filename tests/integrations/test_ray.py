@@ -20,11 +20,12 @@ import torch
 
 ray = pytest.importorskip("ray")
 
-from ray_cluster import STORE_BYTES, ContractHost, Worker, cluster  # noqa: E402
+from ray_cluster import STORE_BYTES, ChannelHost, ContractHost, Worker, cluster  # noqa: E402
 
 import stream_balancer as sb  # noqa: E402
 from stream_balancer.integrations.ray import RayBalancer, find, host  # noqa: E402
 from stream_balancer.testing import make_rollout  # noqa: E402
+from stream_balancer.testing.channels import CLAUSES as CHANNEL_CLAUSES  # noqa: E402
 from stream_balancer.testing.transports import CLAUSES, same_rollout  # noqa: E402
 from stream_balancer.transport.ray.producer import INLINE_BYTES  # noqa: E402
 
@@ -45,7 +46,17 @@ def nodes() -> Iterator[Any]:
         yield started
 
 
-# --- the contract ----------------------------------------------------------------------------------------------------
+# --- the contracts ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def channels() -> Any:
+    return ray.remote(ChannelHost).options(num_cpus=0, max_concurrency=1000).remote()
+
+
+@pytest.mark.parametrize("clause", CHANNEL_CLAUSES, ids=lambda clause: clause.__name__)
+def test_clause_of_channels(clause: Any, channels: Any) -> None:
+    ray.get(channels.clause.remote(clause.__name__), timeout=GUARD_S)
 
 
 @pytest.fixture(scope="module")
