@@ -40,7 +40,12 @@ def _float_lengths(lengths: ArrayLike) -> NDArray[np.float64]:
 
 @dataclass(frozen=True, slots=True)
 class TokenCost:
-    """Work = tokens. Right while attention is a small part: short rollouts, or wide models."""
+    """Work = tokens. Right while attention is a small part: short rollouts, or wide models.
+
+    Example:
+        >>> TokenCost()([100, 500, 1000, 2000, 4000])
+        array([ 100.,  500., 1000., 2000., 4000.])
+    """
 
     @property
     def padded(self) -> bool:
@@ -54,7 +59,12 @@ class TokenCost:
 
 @dataclass(frozen=True, slots=True)
 class QuadraticCost:
-    """Work = linear * L + quadratic * L^2, in any unit: only the ratio of the two matters for balance."""
+    """Work = linear * L + quadratic * L^2, in any unit: only the ratio of the two matters for balance.
+
+    Example:
+        >>> QuadraticCost(linear=1000.0, quadratic=1.0)([100, 500, 1000, 2000, 4000])  # pairs: half of it at 1000
+        array([  110000.,   750000.,  2000000.,  6000000., 20000000.])
+    """
 
     linear: float = 24576.0
     """Weight of a token. 24576 with quadratic=1 is a decoder layer of hidden size 4096 (6 * hidden), a 7B model."""
@@ -88,6 +98,14 @@ class TransformerCost:
     Per layer and token, forward: 2 FLOPs per weight of the projections and the (active) MLP, and ``4 * heads *
     head_dim`` per attended token pair; L^2/2 pairs under a causal mask. The vocabulary projection counts once per
     token.
+
+    Example:
+        >>> llama_8b = TransformerCost(
+        ...     hidden_size=4096, num_layers=32, num_heads=32, num_kv_heads=8,
+        ...     intermediate_size=14336, vocab_size=128256,
+        ... )
+        >>> (llama_8b([1000, 2000, 4000, 8000, 32000]) / 1e12).round()  # TFLOPs: 32 times the tokens, 49 times the work
+        array([  46.,   93.,  193.,  411., 2246.])
     """
 
     hidden_size: int
@@ -200,7 +218,15 @@ _HF_NAMES = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class PaddedCost:
-    """For trainers that pad: a micro-batch costs rows x its longest rollout, so alike lengths belong together."""
+    """Work of a padded micro-batch: rollouts x the longest of them, so alike lengths belong together.
+
+    Example:
+        >>> cost = PaddedCost()
+        >>> cost([100, 500, 1000, 2000, 4000])  # of each by itself; together in a micro-batch they are 5 x 4000
+        array([ 100.,  500., 1000., 2000., 4000.])
+        >>> cost.padded
+        True
+    """
 
     @property
     def padded(self) -> bool:
@@ -227,6 +253,11 @@ class CalibratedCost:
     Only seconds that a rank computed *by itself* teach anything: time spent waiting for other ranks in a collective
     makes all ranks look alike. So the trainer says what to time: ``with feed.timed(): ...`` around forward and backward
     passes, or :meth:`RankFeed.add_compute_s`, or ``balancer.record_step_seconds`` in a loop over ``batches()``.
+
+    Example:
+        >>> cost = CalibratedCost(prior=QuadraticCost(linear=1000.0, quadratic=1.0), half_life_steps=30)
+        >>> cost([100, 500, 1000, 2000, 4000])  # until the first seconds are in: the prior
+        array([  110000.,   750000.,  2000000.,  6000000., 20000000.])
     """
 
     prior: CostModel = field(default_factory=QuadraticCost)

@@ -27,7 +27,14 @@ PaddingSide = Literal["left", "right"]
 
 @dataclass(frozen=True, eq=False, slots=True)
 class FlatColumns:
-    """What every layout starts from: ``n`` rollouts end to end."""
+    """What every layout starts from: ``n`` rollouts end to end.
+
+    Example:
+        >>> ids = torch.tensor([11, 12, 21, 22, 23, 31])  # [T]: three rollouts of 2, 3 and 1 tokens
+        >>> flat = FlatColumns({"input_ids": ids}, lengths=(2, 3, 1), scalars={}, weights=torch.ones(3))
+        >>> packed(flat).cu_seqlens  # [n+1]
+        tensor([0, 2, 5, 6], dtype=torch.int32)
+    """
 
     tokens: Mapping[str, Tensor]
     """Per-token columns ``[T, ...]``; ``input_ids`` is always there."""
@@ -130,7 +137,23 @@ def _scalars(flat: FlatColumns, dtype: torch.dtype) -> dict[str, Tensor]:
 
 
 def packed(flat: FlatColumns, *, scalar_dtype: torch.dtype = torch.float32) -> Packed:
-    """The flat columns as they are, with the indices a variable-length kernel needs. No token is copied. O(n)."""
+    """The flat columns as they are, with the indices a variable-length kernel needs. No token is copied. O(n).
+
+    Example:
+        >>> ids = torch.tensor([11, 12, 21, 22, 23, 31])  # [T]
+        >>> weights = torch.tensor([1.0, 1.0, 0.0])  # [n]: the last one is a padding copy
+        >>> rollouts = packed(FlatColumns({"input_ids": ids}, (2, 3, 1), {"advantage": [0.5, -1.0, 2.0]}, weights))
+        >>> rollouts["input_ids"], rollouts.max_seqlen  # [T]
+        (tensor([11, 12, 21, 22, 23, 31]), 3)
+        >>> rollouts.cu_seqlens  # [n+1]: rollout 1 is tokens 2 to 5
+        tensor([0, 2, 5, 6], dtype=torch.int32)
+        >>> rollouts.position_ids  # [T]
+        tensor([0, 1, 0, 1, 2, 0])
+        >>> rollouts["loss_mask"]  # [T]
+        tensor([ True,  True,  True,  True,  True, False])
+        >>> rollouts["advantage"]  # [n]
+        tensor([ 0.5000, -1.0000,  2.0000])
+    """
     ends = list(accumulate(flat.lengths, initial=0))
     return Packed(
         columns=_columns_with_loss_mask(flat),
@@ -154,6 +177,23 @@ def padded(
 
     ``pad_values`` maps a column to what stands beyond a rollout's end; 0 (False) where it says nothing.
     Raises ValueError for an unknown ``padding_side``, an unknown column in ``pad_values``, or ``multiple_of < 1``.
+
+    Example:
+        >>> ids = torch.tensor([11, 12, 21, 22, 23, 31])  # [T]
+        >>> flat = FlatColumns({"input_ids": ids}, (2, 3, 1), {}, torch.ones(3))
+        >>> rows = padded(flat, padding_side="left", multiple_of=4)
+        >>> rows["input_ids"]  # [n, L_max]
+        tensor([[ 0,  0, 11, 12],
+                [ 0, 21, 22, 23],
+                [ 0,  0,  0, 31]])
+        >>> rows.attention_mask.int()  # [n, L_max]
+        tensor([[0, 0, 1, 1],
+                [0, 1, 1, 1],
+                [0, 0, 0, 1]], dtype=torch.int32)
+        >>> rows.position_ids  # [n, L_max]
+        tensor([[0, 0, 0, 1],
+                [0, 0, 1, 2],
+                [0, 0, 0, 0]])
     """
     if padding_side not in ("left", "right"):
         raise ValueError(f"padding_side must be 'left' or 'right', not {padding_side!r}")
@@ -184,7 +224,16 @@ def padded(
 
 
 def nested(flat: FlatColumns, *, scalar_dtype: torch.dtype = torch.float32) -> Nested:
-    """Jagged nested tensors over the flat columns; no token is copied. O(n)."""
+    """Jagged nested tensors over the flat columns; no token is copied. O(n).
+
+    Example:
+        >>> ids = torch.tensor([11, 12, 21, 22, 23, 31])  # [T]
+        >>> rollouts = nested(FlatColumns({"input_ids": ids}, (2, 3, 1), {}, torch.ones(3)))
+        >>> rollouts["input_ids"].unbind()  # [n, j]: j differs from rollout to rollout
+        (tensor([11, 12]), tensor([21, 22, 23]), tensor([31]))
+        >>> rollouts.offsets  # [n+1]
+        tensor([0, 2, 5, 6])
+    """
     n_tokens = _lengths(flat)
     offsets = torch.zeros(len(flat.lengths) + 1, dtype=torch.int64, device=n_tokens.device)
     offsets[1:] = torch.cumsum(n_tokens, 0)

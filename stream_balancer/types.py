@@ -210,7 +210,24 @@ class Rollout:
 @documented
 @dataclass(frozen=True, eq=False, slots=True)
 class MicroBatch:
-    """Rollouts that go through the model together, on one rank. Lay them out with one of the four methods."""
+    """Rollouts that go through the model together, on one rank. Lay them out with one of the four methods.
+
+    Example:
+        >>> micro_batch = MicroBatch.of([Rollout(tokens={"input_ids": ids}) for ids in ([11, 12], [21, 22, 23], [31])])
+        >>> micro_batch
+        MicroBatch(num_rollouts=3, num_tokens=6)
+        >>> packed = micro_batch.packed()
+        >>> packed["input_ids"]  # [T]
+        tensor([11, 12, 21, 22, 23, 31])
+        >>> packed.cu_seqlens, packed.position_ids  # [n+1], [T]
+        (tensor([0, 2, 5, 6], dtype=torch.int32), tensor([0, 1, 0, 1, 2, 0]))
+        >>> micro_batch.padded(pad_values={"input_ids": -1})["input_ids"]  # [n, L_max]
+        tensor([[11, 12, -1],
+                [21, 22, 23],
+                [31, -1, -1]])
+        >>> [row.tolist() for row in micro_batch.nested()["input_ids"].unbind()]  # [n, j]
+        [[11, 12], [21, 22, 23], [31]]
+    """
 
     rollouts: Sequence[Rollout]
     """The rollouts, in the order of every layout. On a rank these are views of the received slab, made when asked

@@ -45,7 +45,12 @@ def checked_speeds(speeds: ArrayLike | Sequence[float] | None, num_ranks: int) -
 
 
 def split_by_label(labels: Ints, num_ranks: int) -> list[Ints]:
-    """[n] labels -> one ascending index array per label. O(n log n)."""
+    """[n] labels -> one ascending index array per label. O(n log n).
+
+    Example:
+        >>> split_by_label(np.array([0, 1, 1, 0, 2, 1]), num_ranks=3)
+        [array([0, 3]), array([1, 2, 5]), array([4])]
+    """
     order = np.argsort(labels, kind="stable").astype(np.int64, copy=False)
     ends = np.cumsum(np.bincount(labels, minlength=num_ranks)).tolist()
     starts = [0, *ends[:-1]]
@@ -53,7 +58,13 @@ def split_by_label(labels: Ints, num_ranks: int) -> list[Ints]:
 
 
 def loads_of(costs: Floats, shares: list[list[Ints]]) -> Floats:
-    """[rank] summed cost of [rank][micro-batch] -> positions. O(n)."""
+    """[rank] summed cost of [rank][micro-batch] -> positions. O(n).
+
+    Example:
+        >>> costs = np.array([900.0, 700.0, 500.0, 400.0, 300.0, 200.0])
+        >>> loads_of(costs, [[np.array([0]), np.array([3, 5])], [np.array([1, 2]), np.array([4])]])
+        array([1500., 1500.])
+    """
     sizes = [sum(map(len, share)) for share in shares]
     picked = np.concatenate([one for share in shares for one in share] or [np.empty(0, dtype=np.int64)])
     rank_of = np.repeat(np.arange(len(shares)), sizes)

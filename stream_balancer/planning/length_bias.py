@@ -50,7 +50,19 @@ class LengthBiasSummary:
 
 
 class LengthBias:
-    """Collects `arrived` and `record`, answers `summary`. O(n) per call, constant memory."""
+    """Running figures on length against delay. O(n) per call, constant memory.
+
+    Example:
+        >>> bias = LengthBias()
+        >>> bias.arrived([100, 200, 400, 800, 1600, 3200])
+        >>> bias.record([100, 200, 400], delays_dispatches=[0, 0, 0])  # the short ones left at once,
+        >>> bias.record([1600, 800, 3200], delays_dispatches=[1, 0, 2])  # long ones were passed over
+        >>> summary = bias.summary()
+        >>> summary.mean_delay, round(summary.length_delay_correlation, 2)
+        (0.5, 0.98)
+        >>> [round(delay, 2) for delay in summary.delay_per_decile]  # the shortest tenth first
+        [0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.33, 1.0, 1.67, 2.0]
+    """
 
     def __init__(self) -> None:
         self.reset()

@@ -81,6 +81,13 @@ def form_micro_batches(
         ValueError: lengths and costs differ in shape, or multiple_of < 1; and as for `partition`.
 
     Complexity: O(n log n) per number of micro-batches tried; the search in lockstep has a fixed work budget.
+
+    Example:
+        >>> lengths = [900, 700, 500, 400, 300, 200]
+        >>> form_micro_batches(lengths, lengths, num_ranks=2, max_tokens=1000)  # [900, 600] and [800, 700] tokens
+        [[array([0]), array([3, 5])], [array([2, 4]), array([1])]]
+        >>> form_micro_batches(lengths, lengths, num_ranks=2, max_tokens=1800, padded=True)  # rollouts x longest
+        [[array([2, 3]), array([4, 5])], [array([0]), array([1])]]
     """
     tokens = np.asarray(lengths, dtype=np.int64)
     work = np.asarray(costs, dtype=np.float64)

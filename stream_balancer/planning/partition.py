@@ -44,7 +44,6 @@ def partition(
         counts: "free", or "equal": the number of rollouts per rank differs by at most one.
         speeds: [num_ranks] relative speeds > 0 (work per unit of time); None means all alike.
         rotation: rotates the rank labels (pass the step), so that no rank is always the one with the heaviest rollout.
-
         tolerance: stop this far (relatively) above the lower bound. 0.01 % is 0.1 ms in a step of a second; 1e-6 takes
             up to five times as long.
 
@@ -56,6 +55,15 @@ def partition(
         ValueError: a cost is negative or not finite, a speed is not positive, or num_ranks < 1.
 
     Complexity: O(n log n) plus a refinement bounded by a fixed budget of elementary operations.
+
+    Example:
+        >>> costs = [900, 700, 500, 400, 300, 200]
+        >>> partition(costs, num_ranks=2)  # 900 + 400 + 200 and 700 + 500 + 300: both 1500
+        [array([0, 3, 5]), array([1, 2, 4])]
+        >>> partition(costs, num_ranks=2, speeds=[1.0, 0.5])  # 2000 and 1000: done at the same time
+        [array([0, 2, 3, 5]), array([1, 4])]
+        >>> partition([1800, 500, 300, 200, 200, 100], num_ranks=2)  # an outlier: 1800 and 1300, and rank 1 waits
+        [array([0]), array([1, 2, 3, 4, 5])]
     """
     work = checked_costs(costs)
     check_ranks(num_ranks, counts)
@@ -74,7 +82,12 @@ def partition_together(
     *,
     rotation: int = 0,
 ) -> list[Ints]:
-    """`partition` that keeps rollouts of one label on one rank; "equal" then counts labels, not rollouts."""
+    """`partition` that keeps rollouts of one label on one rank; "equal" then counts labels, not rollouts.
+
+    Example:
+        >>> partition_together([900, 700, 500, 400, 300, 200], labels=[7, 7, 8, 8, 9, 9], num_ranks=2)  # 1600 and 1400
+        [array([0, 1]), array([2, 3, 4, 5])]
+    """
     _, inverse = np.unique(np.asarray(labels), return_inverse=True)
     sums = np.bincount(inverse, weights=np.asarray(costs, dtype=np.float64))
     rank_of = np.empty(sums.size, dtype=np.int64)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
+import numpy as np
+
 from .partition import TOLERANCE
 from .rank_speeds import NO_FIXED_COSTS, FixedCosts
 
@@ -32,6 +34,13 @@ class Waiting:
     """[W] label of its sibling group; -1 for none."""
     group_complete: Bools
     """[W] False while siblings are missing (then it waits, unless due); True without a group."""
+
+    @classmethod
+    def of(cls, costs: Floats) -> Waiting:
+        """Rollouts without groups, none of them passed over or due, and as long as they cost."""
+        none = np.zeros(costs.size, dtype=np.bool_)
+        zero = np.zeros(costs.size, dtype=np.int64)
+        return cls(costs, np.maximum(costs, 1).astype(np.int64), zero, none, zero - 1, ~none)
 
 
 @dataclass(frozen=True, slots=True)

@@ -46,6 +46,18 @@ def plan_batch(waiting: Waiting, knobs: PlanKnobs, *, num_rollouts: int, step: i
         OversizeError: a rollout is above the token cap and oversize="refuse".
 
     Complexity: O(W log W + n log n), refinement within a fixed work budget. Deterministic.
+
+    Example:
+        >>> costs = np.array([500.0, 400.0, 2400.0, 300.0, 450.0, 350.0, 420.0, 380.0])  # oldest first
+        >>> waiting = Waiting.of(costs)
+        >>> knobs = PlanKnobs(num_ranks=2, batch_size=4, max_skips=8)
+        >>> plan = plan_batch(waiting, knobs, num_rollouts=4, step=0)  # the 2400 waits, and so do fillers for its step
+        >>> plan.ranks, plan.loads  # [rank][micro_batch] -> positions, [rank]
+        ([[array([3, 4])], [array([1, 5])]], array([750., 750.]))
+        >>> waiting.skips[2] = 8  # now it must go: a step as long as it is, filled up with the oldest
+        >>> plan = plan_batch(waiting, knobs, num_rollouts=4, step=0)
+        >>> plan.ranks, plan.loads
+        ([[array([2])], [array([0, 4, 6])]], array([2400., 1370.]))
     """
     units = Units.of(waiting, knobs)
     at_first = _with_rates(waiting, knobs, np.arange(min(num_rollouts, waiting.costs.size)))
@@ -71,7 +83,14 @@ def _with_rates(waiting: Waiting, knobs: PlanKnobs, picked: Ints) -> PlanKnobs:
 
 def choose_batch(waiting: Waiting, knobs: PlanKnobs, *, num_rollouts: int) -> Bools:
     """[W] who would go: `plan_batch` without the ranks, and without the swaps that follow from them.
-    O(W log W)."""
+    O(W log W).
+
+    Example:
+        >>> costs = np.array([500.0, 400.0, 2400.0, 300.0, 450.0, 350.0, 420.0, 380.0])
+        >>> knobs = PlanKnobs(num_ranks=2, batch_size=4, max_skips=8)
+        >>> np.flatnonzero(choose_batch(Waiting.of(costs), knobs, num_rollouts=4))
+        array([1, 3, 4, 5])
+    """
     units = Units.of(waiting, knobs)
     _, go = select(waiting, units, knobs, min(num_rollouts, knobs.batch_size))
     return go[units.unit_of]

@@ -214,6 +214,14 @@ def smallest_max_skips(window: int, batch_size: int, capacity: int, group_size: 
     The guarantee needs capacity <= (max_skips + 1) * (batch_size - group_size + 1), where group_size is 1 unless groups
     stay together; usefulness needs max_skips >= 3 * (window / batch_size - 1), else everything is always due and
     nothing is left to choose.
+
+    Example:
+        >>> smallest_max_skips(window=64, batch_size=32, capacity=128)
+        3
+        >>> smallest_max_skips(window=128, batch_size=32, capacity=256)
+        9
+        >>> smallest_max_skips(window=64, batch_size=32, capacity=128, group_size=8)  # whole groups: 25 go for sure
+        5
     """
     sent = max(batch_size - group_size + 1, 1)
     guarantee = -(-capacity // sent) - 1

@@ -1,0 +1,33 @@
+"""The examples in docstrings run, and every public planning function, cost model and layout has one."""
+
+from __future__ import annotations
+
+import doctest
+from importlib import import_module
+
+import pytest
+from architecture import modules
+
+import stream_balancer as sb
+from stream_balancer import tensors
+
+WITH_EXAMPLES = [module for module, path in modules().items() if ">>> " in path.read_text()]
+VALUES = {"OversizeError", "Plan", "PlanKnobs", "Waiting", "LengthBiasSummary"}  # shown where they are made
+MUST_HAVE = [
+    *(getattr(sb.planning, name) for name in sb.planning.__all__ if name not in VALUES),
+    *(getattr(sb, name) for name in sb.__all__ if name.endswith("Cost")),
+    *(getattr(tensors, name) for name in ("packed", "padded", "nested")),
+    sb.MicroBatch,
+]
+
+
+@pytest.mark.parametrize("module", WITH_EXAMPLES)
+def test_examples_give_what_they_show(module: str) -> None:
+    result = doctest.testmod(import_module(module))
+    assert result.failed == 0
+    assert result.attempted > 0
+
+
+@pytest.mark.parametrize("thing", MUST_HAVE, ids=lambda thing: thing.__name__)
+def test_what_computes_has_an_example(thing: object) -> None:
+    assert "Example:\n" in (thing.__doc__ or "")
