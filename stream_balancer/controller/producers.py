@@ -15,9 +15,10 @@ import anyio
 from stream_balancer.controller.balancer import StreamBalancer
 from stream_balancer.controller.puts import PendingPut, Stage
 from stream_balancer.errors import BrokenResourceError, ClosedResourceError, EndOfStream, RolloutError
-from stream_balancer.transport.memory import MemoryIntake
-from stream_balancer.transport.puts import Mode, Offer, Withdrawal, Withdrawn
+from stream_balancer.transport.producer_session import Offer, ProducerSession
+from stream_balancer.transport.put_ledger import Mode, PutCancelled
 from stream_balancer.transport.sockets.producers import Intake
+from stream_balancer.wire.messages import Cancel
 from stream_balancer.wire.partial_share import RemoteRollout
 
 __all__ = ["ProducerTransport", "attend"]
@@ -29,11 +30,11 @@ logger = logging.getLogger("stream_balancer.transport")
 class ProducerTransport(Protocol):
     """Where producers connect."""
 
-    async def accept_producer(self) -> MemoryIntake | Intake:
+    async def accept_producer(self) -> ProducerSession | Intake:
         """The next producer. Raises ClosedResourceError once closed."""
         ...
 
-    def readmit(self, link: MemoryIntake | Intake) -> None:
+    def readmit(self, link: ProducerSession | Intake) -> None:
         """Give a producer back, for the next ``attend``."""
         ...
 
@@ -58,7 +59,7 @@ class _Attendant:
     """One producer's puts."""
 
     def __init__(
-        self, balancer: StreamBalancer, transport: ProducerTransport, link: MemoryIntake | Intake, direct: bool
+        self, balancer: StreamBalancer, transport: ProducerTransport, link: ProducerSession | Intake, direct: bool
     ) -> None:
         self._balancer, self._transport, self._link, self._direct = balancer, transport, link, direct
         self._parked: dict[int, anyio.CancelScope] = {}
@@ -83,14 +84,14 @@ class _Attendant:
                 if left:
                     self._give_up_what_it_held()
                     await self._link.aclose()
-                elif self._balancer.ended and not self._link.holding:
+                elif self._balancer.ended and not self._link.keeps_payloads:
                     self._link.end()
                     await self._link.aclose()
                 else:
                     self._transport.readmit(self._link)
 
-    def _handle(self, item: Offer | Withdrawal, start_soon: Callable[..., Any]) -> None:
-        if isinstance(item, Withdrawal):
+    def _handle(self, item: Offer | Cancel, start_soon: Callable[..., Any]) -> None:
+        if isinstance(item, Cancel):
             scope = self._parked.get(item.number)
             if scope is not None:
                 scope.cancel()
@@ -100,13 +101,13 @@ class _Attendant:
             self._put(item, start_soon)
 
     def _give_up_what_it_held(self) -> None:
-        holder = self._link.holder
-        if holder is None:
+        owner = self._link.owner
+        if owner is None:
             return
-        gone = self._balancer.parts.puts.evict_lost(lambda r: isinstance(r, RemoteRollout) and r.holder == holder)
+        gone = self._balancer.parts.puts.evict_lost(lambda r: isinstance(r, RemoteRollout) and r.holder == owner)
         if gone:
             names = ", ".join(gone[:5]) + (", ..." if len(gone) > 5 else "")
-            logger.warning("producer %s took %d waiting rollouts with it: %s", holder.label, len(gone), names)
+            logger.warning("producer %s took %d waiting rollouts with it: %s", owner.label, len(gone), names)
 
     def _check(self, offer: Offer) -> None:
         if offer.refusal is not None:
@@ -165,4 +166,4 @@ class _Attendant:
             if accepted:
                 self._link.answer(number, None)
             elif scope.cancel_called and not refused:
-                self._link.answer(number, Withdrawn())
+                self._link.answer(number, PutCancelled())

@@ -25,47 +25,47 @@ import sniffio
 from stream_balancer.core.admission import check_group
 from stream_balancer.errors import BrokenResourceError, WouldBlock
 from stream_balancer.transport.event_loop import loop_caller
-from stream_balancer.transport.puts import Mode, Ticket, Withdrawn
+from stream_balancer.transport.put_ledger import Mode, PendingPut, PutCancelled
 from stream_balancer.transport.threads import Errand, OfOneProcess, ThreadEvent, refuse_in_event_loop
 from stream_balancer.types import Rollout
 
 __all__ = ["BlockingProducer", "Producer", "connect"]
 
 
-class Outlet(Protocol):
-    """The producer's end of a link."""
+class Port(Protocol):
+    """The producer's end of a connection, as :class:`~stream_balancer.transport.producer_port.ProducerPort`."""
 
     threads: bool
     """Whether threads may use it."""
 
     @property
     def direct(self) -> bool:
-        """Whether tokens stay with the producer until a rank fetches them."""
+        """Whether payloads stay with the producer until a rank fetches them."""
         ...
 
     @property
     def linger_s(self) -> float:
-        """Seconds the verdict on a cancelled put is waited for."""
+        """Seconds the reply to a cancelled put is waited for."""
         ...
 
-    def ticket(self, rollouts: Sequence[Rollout], mode: Mode, callback: Callable[[], object]) -> Ticket:
-        """A put, as this transport sends it. ``callback()`` is called, in any thread, once there is a verdict."""
+    def pending(self, rollouts: Sequence[Rollout], mode: Mode, callback: Callable[[], object]) -> PendingPut:
+        """A put, as this transport sends it. ``callback()`` is called, in any thread, once there is a reply."""
         ...
 
-    def offer(self, ticket: Any) -> None:
-        """Have one of its tickets sent when there is room. Never blocks."""
+    def put(self, put: Any) -> None:
+        """Have one of its pending puts sent when there is room. Never blocks."""
         ...
 
-    def withdraw(self, ticket: Any) -> None:
-        """Ask for it back; its verdict says whether that was in time. Never blocks."""
+    def cancel(self, put: Any) -> None:
+        """Ask for it back; its reply says whether that was in time. Never blocks."""
         ...
 
     def when_released(self, callback: Callable[[], object]) -> None:
-        """Call ``callback()``, in any thread, once nothing is held here any more that somebody needs."""
+        """Call ``callback()``, in any thread, once no payload is kept here any more."""
         ...
 
     def close(self) -> None:
-        """Withdraw what has no verdict and leave. Idempotent."""
+        """Cancel what has no reply, and leave. Idempotent."""
         ...
 
     async def aclose(self) -> None:
@@ -93,16 +93,16 @@ def connect(
     store, or a port of another transport. ``options``: ``token`` (as the transport's; default: the environment's
     ``STREAM_BALANCER_TOKEN``), ``connect_timeout_s`` (for the first connection; by default it is tried for ever, with a
     warning now and then), ``label`` (for logs and errors; default host and process id), ``name`` (as the transport's),
-    ``linger_s`` (seconds a farewell, or the verdict on a cancelled put, is waited for), ``host`` (for direct hand-over:
-    the address ranks reach this process under; default: the one it has on the way to the controller).
+    ``linger_s`` (seconds a graceful close, or the reply to a cancelled put, is waited for), ``host`` (for direct
+    hand-over: the address ranks reach this process under; default: the one it has on the way to the controller).
 
     Raises ValueError for what is not an address. Puts raise ValueError if there is no such host or the tokens differ,
     WireError if something else listens there, BrokenResourceError after ``connect_timeout_s``.
     """
     if hand_over not in ("balancer", "direct"):
         raise ValueError(f"hand_over must be 'balancer' or 'direct', not {hand_over!r}")
-    if hasattr(source, "offer"):
-        return Producer(cast("Outlet", source), loss_mask_column)
+    if hasattr(source, "when_released"):
+        return Producer(cast("Port", source), loss_mask_column)
     from stream_balancer.transport.gloo import torch_dist
 
     if source is None:
@@ -119,7 +119,7 @@ class Producer(OfOneProcess):
 
     _in_another_process = "call sb.connect(address) there"
 
-    def __init__(self, port: Outlet, loss_mask_column: str | None = "loss_mask") -> None:
+    def __init__(self, port: Port, loss_mask_column: str | None = "loss_mask") -> None:
         self._port = port
         self._loss_mask_column = loss_mask_column
 
@@ -143,48 +143,48 @@ class Producer(OfOneProcess):
 
         TimeoutError: no answer came; put it again, DuplicateRolloutError then means that it was accepted.
         """
-        verdict = ThreadEvent()
-        ticket = self._port.ticket(self._ready([rollout]), Mode.NOWAIT, verdict.set)
-        self._port.offer(ticket)
-        if not verdict.wait(timeout_s if self._port.threads else 0):
-            self._port.withdraw(ticket)
-            if not ticket.done:
+        reply = ThreadEvent()
+        put = self._port.pending(self._ready([rollout]), Mode.NOWAIT, reply.set)
+        self._port.put(put)
+        if not reply.wait(timeout_s if self._port.threads else 0):
+            self._port.cancel(put)
+            if not put.done:
                 raise TimeoutError(
                     f"put_nowait() of rollout {rollout.rollout_id!r} had no answer in {timeout_s} s. Put it again: a "
                     "DuplicateRolloutError then means that it was accepted"
                 )
-        if isinstance(ticket.error, Withdrawn):
-            if problem := str(ticket.error):
+        if isinstance(put.error, PutCancelled):
+            if problem := str(put.error):
                 raise TimeoutError(f"put_nowait() was not accepted within {timeout_s} s: {problem}")
             raise WouldBlock from None
-        _raise(ticket)
+        _raise(put)
 
     async def _put(self, rollouts: Sequence[Rollout], mode: Mode) -> None:
         await anyio.lowlevel.checkpoint()
-        verdict = anyio.Event()
+        reply = anyio.Event()
         in_loop = loop_caller()
-        ticket = self._port.ticket(rollouts, mode, lambda: in_loop(verdict.set))
-        self._port.offer(ticket)
+        put = self._port.pending(rollouts, mode, lambda: in_loop(reply.set))
+        self._port.put(put)
         try:
-            await verdict.wait()
+            await reply.wait()
         except anyio.get_cancelled_exc_class():
-            self._port.withdraw(ticket)
-            await self._verdict_on_withdrawn(ticket, verdict)
-            if isinstance(ticket.error, Withdrawn):
+            self._port.cancel(put)
+            await self._reply_to_cancelled(put, reply)
+            if isinstance(put.error, PutCancelled):
                 raise
             _cancel_at_next_await()
-        _raise(ticket)
+        _raise(put)
 
-    async def _verdict_on_withdrawn(self, ticket: Ticket, verdict: anyio.Event) -> None:
+    async def _reply_to_cancelled(self, put: PendingPut, reply: anyio.Event) -> None:
         with anyio.CancelScope(shield=True, deadline=anyio.current_time() + self._port.linger_s) as scope:
-            while not ticket.done and not scope.cancel_called:
+            while not put.done and not scope.cancel_called:
                 try:
-                    await verdict.wait()
+                    await reply.wait()
                 except anyio.get_cancelled_exc_class():  # asyncio's task.cancel() goes through shields
                     continue
-        if not ticket.done:
+        if not put.done:
             raise BrokenResourceError(
-                f"put() of rollout {ticket.rollouts[0].rollout_id!r} was cancelled, but the controller has not "
+                f"put() of rollout {put.rollouts[0].rollout_id!r} was cancelled, but the controller has not "
                 f"answered for {self._port.linger_s} s: whether it was accepted is not known. Put it again: a "
                 "DuplicateRolloutError then means that it was"
             )
@@ -207,7 +207,7 @@ class Producer(OfOneProcess):
         return BlockingProducer(self)
 
     def close(self) -> None:
-        """Leave: puts without a verdict are withdrawn and raise ClosedResourceError. Idempotent."""
+        """Leave: puts without a reply are cancelled and raise ClosedResourceError. Idempotent."""
         self._port.close()
 
     async def aclose(self) -> None:
@@ -297,23 +297,23 @@ class BlockingProducer(OfOneProcess):
     def _put_and_wait(
         self, rollouts: Sequence[Rollout], mode: Mode, timeout_s: float | None, settled: ThreadEvent
     ) -> None:
-        verdict = ThreadEvent()
+        reply = ThreadEvent()
 
         def answer() -> None:
-            verdict.set()
+            reply.set()
             settled.set()
 
-        ticket = self._port.ticket(rollouts, mode, answer)
-        self._port.offer(ticket)
+        put = self._port.pending(rollouts, mode, answer)
+        self._port.put(put)
         settled.wait(timeout_s)
-        if not ticket.done:
-            self._port.withdraw(ticket)
-        if not verdict.wait(self._port.linger_s):
+        if not put.done:
+            self._port.cancel(put)
+        if not reply.wait(self._port.linger_s):
             raise BrokenResourceError("the controller does not answer: whether the rollout was accepted is not known")
-        if isinstance(ticket.error, Withdrawn):
-            problem = str(ticket.error) or "the balancer is full"
+        if isinstance(put.error, PutCancelled):
+            problem = str(put.error) or "the balancer is full"
             raise TimeoutError(f"put() was not accepted within {timeout_s} s: {problem}")
-        _raise(ticket)
+        _raise(put)
 
 
 def _refuse_in_event_loop() -> None:
@@ -322,9 +322,9 @@ def _refuse_in_event_loop() -> None:
     )
 
 
-def _raise(ticket: Ticket) -> None:
-    if ticket.error is not None:
-        raise ticket.error
+def _raise(put: PendingPut) -> None:
+    if put.error is not None:
+        raise put.error
 
 
 def _cancel_at_next_await() -> None:

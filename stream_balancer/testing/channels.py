@@ -226,7 +226,8 @@ async def a_message_is_whole_or_not_there(open_pair: Opener) -> None:
 
 
 async def a_callable_is_called_when_its_turn_comes(open_pair: Opener) -> None:
-    """With the channel it goes into; if it raises, its own error ends the channel."""
+    """With the channel it goes into, in which it may itself send, also instead of making a message; if it raises, its
+    own error ends the channel."""
     async with open_pair() as ends:
         sender, recorder = Recorder(), Recorder()
         one, _ = _start(ends, sender, recorder)
@@ -236,19 +237,23 @@ async def a_callable_is_called_when_its_turn_comes(open_pair: Opener) -> None:
             called_with.append(channel)
             return Outgoing(Taken(2))
 
+        def send_instead(channel: Channel) -> None:
+            channel.send(Outgoing(Taken(4)))
+
         def fail(channel: Channel) -> Outgoing:
             raise ValueError("rollout 'r7' cannot be packed")
 
         one.send(Outgoing(Taken(1)))
         one.send(make)
         one.send(Outgoing(Taken(3)))
-        await recorder.arrived(3)
+        one.send(send_instead)
+        await recorder.arrived(4)
         assert called_with == [one]
         one.send(fail)
         error = await sender.end()
         assert isinstance(error, ValueError), error
         assert not isinstance(await recorder.end(), PeerClosed)
-        assert _numbers(recorder) == [1, 2, 3]
+        assert _numbers(recorder) == [1, 2, 3, 4]
 
 
 async def a_close_comes_after_what_was_sent(open_pair: Opener) -> None:

@@ -105,9 +105,10 @@ class Channel(Protocol):
         ...
 
     def send(self, item: Sendable) -> None:
-        """Queue a message, or what makes one when its turn comes: packing a batch takes milliseconds, which belong to
-        the channel's thread. Ordered, never blocks. What is sent after :meth:`close` or the end is dropped; a
-        callable that raises ends the channel with its own error."""
+        """Queue a message, or what makes one, or none after all, when its turn comes: packing a batch takes
+        milliseconds, which belong to the channel's thread. Such a callable may itself send. Ordered, never blocks. What
+        is sent after :meth:`close` or the end is dropped; a callable that raises ends the channel with its own
+        error."""
         ...
 
     def close(self, reason: str = "") -> None:
@@ -124,7 +125,7 @@ class Channel(Protocol):
         ...
 
 
-Sendable: TypeAlias = Outgoing | Callable[[Channel], Outgoing]
+Sendable: TypeAlias = Outgoing | Callable[[Channel], Outgoing | None]
 
 
 class PayloadSource(Protocol):

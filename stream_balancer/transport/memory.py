@@ -9,16 +9,14 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
-from functools import partial
-from typing import Any, Self
+from collections.abc import Callable
+from typing import Self
 
 import anyio
 import torch
 
 from stream_balancer.errors import (
     AlreadyInUseError,
-    BrokenResourceError,
     ClosedResourceError,
     EndOfStream,
     RankLostError,
@@ -27,20 +25,12 @@ from stream_balancer.errors import (
 )
 from stream_balancer.transport import StepDone
 from stream_balancer.transport.event_loop import Arrivals
-from stream_balancer.transport.puts import (
-    ENDED,
-    Limits,
-    Mode,
-    Offer,
-    PutLedger,
-    WireTicket,
-    Withdrawal,
-    error_of,
-    read_puts,
-    reason_of,
-    write_puts,
-)
-from stream_balancer.types import RankBatch, Rollout
+from stream_balancer.transport.memory_channel import Wire
+from stream_balancer.transport.producer_port import ProducerPort
+from stream_balancer.transport.producer_session import ProducerSession
+from stream_balancer.transport.put_ledger import Limits
+from stream_balancer.types import RankBatch
+from stream_balancer.wire.messages import JoinProducer, WelcomeProducer
 from stream_balancer.wire.share import decode, encode
 
 __all__ = ["MemoryLink", "MemoryPort", "MemoryTransport"]
@@ -208,146 +198,12 @@ def _carry(share: RankBatch) -> RankBatch:
     return decode(encoded.frame, slab)
 
 
-class MemoryOutlet:
-    """A producer's end. Belongs to the event loop of its transport. ``hold()`` lets messages hang in the wire."""
+class MemoryProducerPort(ProducerPort):
+    """A producer's end; ``wire.hold()`` lets messages hang."""
 
-    threads = False
-    direct = False
-    linger_s = 5.0
-
-    def __init__(self, limits: Limits) -> None:
-        self._book: PutLedger[WireTicket] = PutLedger()
-        self._book.open(limits)
-        self.intake = MemoryIntake(self)
-        self._held: deque[Callable[[], None]] | None = None
-        self._next = 0
-
-    def hold(self) -> None:
-        """From now on messages wait in the wire, both ways."""
-        self._held = deque()
-
-    def release(self) -> None:
-        """They arrive, in order."""
-        held, self._held = self._held or deque(), None
-        for deliver in held:
-            deliver()
-
-    def carry(self, deliver: Callable[[], None]) -> None:
-        """A message, one way or the other."""
-        if self._held is None:
-            deliver()
-        else:
-            self._held.append(deliver)
-
-    def ticket(self, rollouts: Sequence[Rollout], mode: Mode, callback: Callable[[], object]) -> WireTicket:
-        """See :class:`~stream_balancer.producer.client.Outlet`."""
-        return WireTicket(rollouts, mode, callback)
-
-    def offer(self, ticket: WireTicket) -> None:
-        """See :class:`~stream_balancer.producer.client.Outlet`."""
-        self._book.offer(ticket)
-        self._flush()
-
-    def _flush(self) -> None:
-        while tickets := self._book.take():
-            offers = [offer for offer, _ in read_puts(torch.cat(write_puts(tickets)), self._next)]
-            self._next += len(offers)
-            self.carry(partial(self.intake._arrive, offers))
-
-    def withdraw(self, ticket: WireTicket) -> None:
-        """See :class:`~stream_balancer.producer.client.Outlet`."""
-        number = self._book.withdraw(ticket)
-        if number is not None:
-            self.carry(partial(self.intake._arrive, [Withdrawal(number)]))
-
-    def when_released(self, callback: Callable[[], object]) -> None:
-        """See :class:`~stream_balancer.producer.client.Outlet`."""
-        callback()
-
-    def close(self) -> None:
-        """See :class:`~stream_balancer.producer.client.Outlet`."""
-        for number in self._book.close():
-            self.carry(partial(self.intake._arrive, [Withdrawal(number)]))
-        if self._book.num_on_way == 0:
-            self.carry(partial(self.intake._fail, EndOfStream()))
-
-    async def aclose(self) -> None:
-        """See :class:`~stream_balancer.producer.client.Outlet`."""
-        self.close()
-
-    def kill(self) -> None:
-        """Be gone without a word, as a killed process."""
-        self.intake._fail(BrokenResourceError("connection closed by peer"))
-
-    def _verdict(self, number: int, error: Exception | None) -> None:
-        self._book.settle(number, error if error is None else error_of(*reason_of(error)))
-        self._flush()
-        if self._book.closed and self._book.num_on_way == 0:
-            self.carry(partial(self.intake._fail, EndOfStream()))
-
-
-class MemoryIntake:
-    """The controller's end of a producer's link."""
-
-    holder = None  # nothing is held elsewhere in one process
-    holding = False
-
-    def __init__(self, outlet: MemoryOutlet) -> None:
-        self._outlet = outlet
-        self._inbox: deque[Offer | Withdrawal] = deque()
-        self._given: dict[int, Offer] = {}
-        self._error: Exception | None = None
-        self._ended = False
-        self._callback: Callable[[], object] = lambda: None
-        self._at_once: Callable[[Offer], object] = lambda offer: None
-
-    def subscribe(self, callback: Callable[[], object], at_once: Callable[[Offer], object]) -> None:
-        """See :class:`~stream_balancer.transport.sockets.producers.Intake`; ``at_once`` answers a put_nowait."""
-        self._callback, self._at_once = callback, at_once
-        self._inbox.extendleft(reversed(self._given.values()))
-        self._given.clear()
-
-    def take(self) -> Offer | Withdrawal | None:
-        """The next event; None if there is none."""
-        if self._inbox:
-            item = self._inbox.popleft()
-            if isinstance(item, Offer):
-                self._given[item.number] = item
-            return item
-        if self._error is not None:
-            raise to_raise(self._error)
-        return None
-
-    def answer(self, number: int, error: Exception | None) -> None:
-        """The verdict on a put."""
-        self._given.pop(number, None)
-        if self._error is None:
-            self._outlet.carry(partial(self._outlet._verdict, number, error))
-
-    def end(self) -> None:
-        """Nothing is taken any more."""
-        self._ended = True
-        self._outlet._book.end(lambda _: ClosedResourceError(ENDED))
-
-    async def aclose(self) -> None:
-        """Release it."""
-        self._fail(BrokenResourceError("closed"))
-        self._outlet._book.end(lambda ticket: ticket.lost("its link was closed"))
-
-    def _arrive(self, items: Sequence[Offer | Withdrawal]) -> None:
-        if self._error is not None:
-            return
-        for item in items:
-            if isinstance(item, Offer) and item.mode is Mode.NOWAIT:
-                self._at_once(item)
-            else:
-                self._inbox.append(item)
-        self._callback()
-
-    def _fail(self, error: Exception) -> None:
-        if self._error is None:
-            self._error = error
-            self._callback()
+    def __init__(self, wire: Wire) -> None:
+        super().__init__(threads=False)
+        self.wire = wire
 
 
 class MemoryTransport:
@@ -362,21 +218,26 @@ class MemoryTransport:
         self._links: dict[int, MemoryLink] = {}
         self._arrival: anyio.Event | None = None
         self._closed = False
-        self._producers: Arrivals[MemoryIntake] = Arrivals()
-        self._intakes: list[MemoryIntake] = []
+        self._producers: Arrivals[ProducerSession] = Arrivals()
+        self._sessions: list[ProducerSession] = []
 
-    def connect_producer(self, **limits: int) -> MemoryOutlet:
+    def connect_producer(self, **limits: int) -> MemoryProducerPort:
         """A producer's port; give it to ``sb.connect``. ``limits``: ``staged_bytes``, ``max_put_bytes``."""
-        outlet = MemoryOutlet(Limits(**limits).check())
-        self._intakes.append(outlet.intake)
-        self.readmit(outlet.intake)
-        return outlet
+        wire, allowed = Wire(), Limits(**limits).check()
+        here, there = wire.ends
+        session = ProducerSession(here, JoinProducer("memory"), allowed, lambda function: function())
+        here.start(session)
+        port = MemoryProducerPort(wire)
+        port.opened(there, WelcomeProducer(*allowed))
+        self._sessions.append(session)
+        self.readmit(session)
+        return port
 
-    def readmit(self, link: Any) -> None:
+    def readmit(self, link: ProducerSession) -> None:
         """Give a producer back, for the next ``attend``."""
         self._producers.add(link)
 
-    async def accept_producer(self) -> MemoryIntake:
+    async def accept_producer(self) -> ProducerSession:
         """The next producer. If cancelled, none is lost."""
         return await self._producers.next()
 
@@ -428,8 +289,8 @@ class MemoryTransport:
         self._closed = True
         for link in self._links.values():
             await link.aclose()
-        for intake in self._intakes:
-            await intake.aclose()
+        for session in self._sessions:
+            await session.aclose()
         self._producers.fail(ClosedResourceError())
         if self._arrival is not None:
             self._arrival.set()

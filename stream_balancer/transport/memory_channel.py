@@ -75,11 +75,14 @@ class MemoryChannel:
             return
         try:
             outgoing = item(self) if callable(item) else item
+            if outgoing is None:
+                return
             raw, buffers = _pack(outgoing)
         except Exception as error:  # noqa: BLE001 - as in every channel: what cannot be sent ends it
             self._fail(error)
             return
-        self.wire._carry(lambda: self.wire.ends[1 - self._side]._arrive(raw, buffers, outgoing.references))
+        peer, references = self.wire.ends[1 - self._side], outgoing.references
+        self.wire._carry(lambda: peer._arrive(raw, buffers, references))
 
     def close(self, reason: str = "") -> None:
         """See :class:`~stream_balancer.transport.channel.Channel`."""

@@ -106,7 +106,7 @@ def describe(encoded: Encoded) -> tuple[Frame, bytes]:
 
 def read_described(frame: Frame, body: Tensor, holder: Owner, lease: Lease) -> RemoteRollout:
     """What :func:`describe` made. Raises WireError for anything else, RolloutError for what no Rollout could be."""
-    meta = _read_meta(frame, body.numpy()[: frame.meta_bytes].tobytes(), check_rollouts=False)
+    meta = _read_meta(body.numpy()[: frame.meta_bytes].tobytes(), frame.meta_crc, "a put", check_rollouts=False)
     if len(meta.ids) != 1 or _plan(meta, frame.meta_bytes, frame.total_bytes).total_bytes != frame.total_bytes:
         raise WireError("a put must hold one rollout, and its sizes must be as announced")
     if any(column.dtype != column.wire_dtype for column in meta.columns):
@@ -279,7 +279,7 @@ def read_skeleton(frame: Frame, body: Tensor, *, max_bytes: int) -> Skeleton:
         raise WireError(f"step {frame.step}: the batch's description cannot be read: {error}") from None
     crc = zlib.crc32(described.share)
     batch = frame._replace(kind=Kind.BATCH, meta_bytes=len(described.share), meta_crc=crc)
-    meta = _read_meta(batch, described.share)
+    meta = _read_meta(described.share, crc, f"step {frame.step}")
     if len(described.sources) != len(meta.ids) or any(
         not -1 <= holder < len(described.holders) or key < 0 for holder, key in described.sources
     ):

@@ -411,28 +411,14 @@ def encode(share: RankBatch, *, max_bytes: int = 2**62, narrow: bool = True) -> 
     would be needed.
     """
     rollouts = share.rollouts
-    meta = _Meta(
+    meta = _meta_of(
+        rollouts,
+        [len(mb.rollouts) for mb in share.micro_batches],
+        narrow=narrow,
         load=float(share.load),
-        global_num_rollouts=share.global_num_rollouts,
-        global_num_tokens=share.global_num_tokens,
-        global_num_loss_tokens=share.global_num_loss_tokens,
-        columns=_columns(rollouts, narrow),
-        micro_batches=[len(mb.rollouts) for mb in share.micro_batches],
-        lengths=[r.num_tokens for r in rollouts],
-        loss_tokens=[r.num_loss_tokens for r in rollouts],
-        ids=[r.rollout_id for r in rollouts],
-        group_ids=[r.group_id for r in rollouts],
-        versions=[r.version for r in rollouts],
-        costs=[r.cost for r in rollouts],
-        scalars=[r.scalars for r in rollouts],
-        metadata=[r.metadata for r in rollouts],
-        tensors=[[_describe(k, t, tuple(t.shape)) for k, t in r.tensors.items()] for r in rollouts],
-        padding=[i for i, r in enumerate(rollouts) if r.is_padding],
+        denominators=(share.global_num_rollouts, share.global_num_tokens, share.global_num_loss_tokens),
     )
-    try:
-        packed = _ENCODER.encode(meta)
-    except (TypeError, ValueError, OverflowError, RecursionError) as error:
-        raise _changed(rollouts, error) from None
+    packed = _pack_meta(meta, rollouts)
     try:
         plan = _plan(meta, len(packed), max_bytes)
     except WireError as error:
@@ -451,6 +437,39 @@ def encode(share: RankBatch, *, max_bytes: int = 2**62, narrow: bool = True) -> 
         meta_crc=zlib.crc32(packed),
     )
     return Encoded(frame, share, packed, plan)
+
+
+def _meta_of(
+    rollouts: Sequence[Rollout],
+    micro_batches: list[int],
+    *,
+    narrow: bool,
+    load: float = 0.0,
+    denominators: tuple[int, int, int] = (0, 0, 0),
+) -> _Meta:
+    return _Meta(
+        load,
+        *denominators,
+        columns=_columns(rollouts, narrow),
+        micro_batches=micro_batches,
+        lengths=[r.num_tokens for r in rollouts],
+        loss_tokens=[r.num_loss_tokens for r in rollouts],
+        ids=[r.rollout_id for r in rollouts],
+        group_ids=[r.group_id for r in rollouts],
+        versions=[r.version for r in rollouts],
+        costs=[r.cost for r in rollouts],
+        scalars=[r.scalars for r in rollouts],
+        metadata=[r.metadata for r in rollouts],
+        tensors=[[_describe(k, t, tuple(t.shape)) for k, t in r.tensors.items()] for r in rollouts],
+        padding=[i for i, r in enumerate(rollouts) if r.is_padding],
+    )
+
+
+def _pack_meta(meta: _Meta, rollouts: Sequence[Rollout]) -> bytes:
+    try:
+        return _ENCODER.encode(meta)
+    except (TypeError, ValueError, OverflowError, RecursionError) as error:
+        raise _changed(rollouts, error) from None
 
 
 def _changed(rollouts: Sequence[Rollout], error: Exception) -> RolloutError:
@@ -535,7 +554,7 @@ def decode(
     pieces).
     """
     packed = slab[: frame.meta_bytes].numpy().tobytes()  # a copy: in shared memory it could change
-    meta = _read_meta(frame, packed, check_rollouts=check_rollouts)
+    meta = _read_meta(packed, frame.meta_crc, f"step {frame.step}", check_rollouts=check_rollouts)
     plan = _plan(meta, frame.meta_bytes, frame.total_bytes)
     if (plan.wire_bytes, plan.total_bytes) != (frame.wire_bytes, frame.total_bytes) or slab.numel() < plan.total_bytes:
         raise WireError(
@@ -556,13 +575,14 @@ def checked(rollout: Rollout) -> Rollout:
     return replace(rollout)
 
 
-def _read_meta(frame: Frame, packed: bytes, *, check_rollouts: bool = True) -> _Meta:
-    if zlib.crc32(packed) != frame.meta_crc:
-        raise WireError(f"step {frame.step}: the checksum of the batch's description is wrong: damaged on its way")
+def _read_meta(packed: bytes, crc: int, what: str, *, check_rollouts: bool = True) -> _Meta:
+    """The description of ``what``, a step or a put."""
+    if zlib.crc32(packed) != crc:
+        raise WireError(f"{what}: the checksum of its description is wrong: damaged on its way")
     try:
         meta = _DECODER.decode(packed)
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError, ValueError) as error:
-        raise WireError(f"step {frame.step}: the batch's description cannot be read: {error}") from None
+        raise WireError(f"{what}: its description cannot be read: {error}") from None
     _check_meta(meta)
     if check_rollouts:
         try:

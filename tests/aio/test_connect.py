@@ -85,7 +85,7 @@ async def test_a_cancelled_put_was_not_accepted(how: How, passes: int, held: boo
                 if held:  # the verdict hangs in the wire
                     for _ in range(6):
                         await checkpoint()
-                    outlet.release()
+                    outlet.wire.release()
 
             async def victim() -> None:
                 nonlocal finished, cancelled_later
@@ -105,7 +105,7 @@ async def test_a_cancelled_put_was_not_accepted(how: How, passes: int, held: boo
                     inner.start_soon(victim)
                     for n in range(passes):
                         if held and n == 4:
-                            outlet.hold()
+                            outlet.wire.hold()
                         await checkpoint()
                     inner.cancel_scope.cancel()
             else:
@@ -118,14 +118,14 @@ async def test_a_cancelled_put_was_not_accepted(how: How, passes: int, held: boo
                 if how == "native":
                     for n in range(passes):
                         if held and n == 4:
-                            outlet.hold()
+                            outlet.wire.hold()
                         await asyncio.sleep(0)
                     task.cancel()
                 await asyncio.wait([task])
                 if not task.cancelled():
                     task.exception()
             await settle()
-            outlet.release()
+            outlet.wire.release()
             await settle()
             waiting = {r.rollout_id for r in balancer.snapshot().waiting}
             assert ("victim" in waiting) == finished
@@ -150,7 +150,7 @@ async def test_a_killed_producer_s_parked_put_is_withdrawn() -> None:
             tasks.start_soon(pending)
             await settle()
             assert balancer.statistics().blocked_puts == 1
-            outlet.kill()
+            outlet.wire.cut("connection closed by peer")
             await settle()
             assert balancer.statistics().blocked_puts == 0
             await anext(balancer.batches())

@@ -13,7 +13,8 @@ from remote_producer import GUARD_S, RemoteProducer, make, names, start_controll
 
 import stream_balancer as sb
 from stream_balancer.controller.producers import attend
-from stream_balancer.transport.puts import Mode, WireTicket
+from stream_balancer.transport.put_ledger import Mode
+from stream_balancer.transport.puts import WireTicket
 
 Served = tuple[sb.StreamBalancer, sb.TorchTransport]
 

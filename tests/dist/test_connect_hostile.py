@@ -19,7 +19,8 @@ from stream_balancer.controller.producers import attend
 from stream_balancer.testing import make_rollout
 from stream_balancer.transport.gloo.joiner import join_over, parse_address
 from stream_balancer.transport.handshake import Joining, pack
-from stream_balancer.transport.puts import Limits, Mode, PutLedger, WireTicket, write_puts
+from stream_balancer.transport.put_ledger import Limits, Mode, PutLedger
+from stream_balancer.transport.puts import WireTicket, write_puts
 from stream_balancer.wire.messages import Hello, JoinProducer
 from stream_balancer.wire.share import PROTOCOL, Frame, Kind, read_frame
 
@@ -33,8 +34,8 @@ def raw(frame: Frame, body: bytes = b"") -> bytes:
 def puts(name: str = "half") -> bytes:
     book = PutLedger()
     book.open(Limits())
-    book.offer(WireTicket([make_rollout(9, name)], Mode.PUT, lambda: None))
-    slab = torch.cat(write_puts(book.take()))
+    book.add(WireTicket([make_rollout(9, name)], Mode.PUT, lambda: None))
+    slab = torch.cat(write_puts(book.take()[0]))
     return raw(Frame(Kind.PUTS, wire_bytes=slab.numel()), slab.numpy().tobytes())
 
 

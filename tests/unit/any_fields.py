@@ -19,9 +19,9 @@ import stream_balancer as sb
 from stream_balancer.controller.checkpoint import read_state_dict, state_dict
 from stream_balancer.controller.journal import records
 from stream_balancer.core.machine import BalancerCore
-from stream_balancer.transport.puts import Limits, Mode, PutLedger, WireTicket, read_puts, write_puts
 from stream_balancer.types import Rollout
 from stream_balancer.wire import share as wire
+from stream_balancer.wire.rollouts import check_header, decode_rollout, encode_rollout
 
 
 class Text(str):
@@ -253,13 +253,11 @@ def delivered(rollout: Rollout) -> Rollout:
 
 
 def put_elsewhere(rollout: Rollout) -> Rollout:
-    """Put over a producer's link."""
-    book = PutLedger[WireTicket]()
-    book.open(Limits())
-    book.offer(WireTicket([rollout], Mode.PUT, lambda: None))
-    ((offer, _),) = read_puts(torch.cat(write_puts(book.take())), 0)
-    assert offer.refusal is None
-    return offer.rollouts[0]
+    """Put over a producer's connection."""
+    encoded = encode_rollout(rollout)
+    buffer = torch.cat(encoded.pieces())
+    check_header(encoded.header, buffer.numel())
+    return decode_rollout(encoded.header, buffer)
 
 
 def checkpointed(rollout: Rollout) -> Rollout:

@@ -4,26 +4,20 @@ from __future__ import annotations
 
 import random
 
-import numpy as np
+import msgspec
 import pytest
 import torch
+from sessions import FakeChannel, outgoing, producer_session, send
 from test_wire_hostile import _KINDS
 
 from stream_balancer.errors import RolloutError, WireError
 from stream_balancer.testing import make_rollout
-from stream_balancer.transport.puts import (
-    Limits,
-    Mode,
-    PutLedger,
-    WireTicket,
-    error_of,
-    masks_of,
-    numbers_in,
-    read_puts,
-    write_puts,
-)
+from stream_balancer.transport.producer_port import EncodedPut
+from stream_balancer.transport.producer_session import Offer
+from stream_balancer.transport.put_ledger import Mode
 from stream_balancer.types import Rollout
-from stream_balancer.wire.share import FRAME_BYTES, Frame, read_frame
+from stream_balancer.wire.messages import Put, PutGroup, RolloutHeader
+from stream_balancer.wire.share import Frame, Kind
 
 
 def _rollout(n: int, group: str | None = None) -> Rollout:
@@ -38,60 +32,67 @@ def _rollout(n: int, group: str | None = None) -> Rollout:
     )
 
 
-def _bundle() -> list[tuple[Frame, bytes]]:
-    """A put, a group of three and a put_nowait, as frames and bodies."""
-    book = PutLedger()
-    book.open(Limits())
-    for rollouts, mode in (([_rollout(0)], Mode.PUT), ([_rollout(n, "g") for n in (1, 2, 3)], Mode.GROUP)):
-        book.offer(WireTicket(rollouts, mode, lambda: None))
-    book.offer(WireTicket([_rollout(4)], Mode.NOWAIT, lambda: None))
-    slab = torch.cat(write_puts(book.take()))
-    parts, at = [], 0
-    while at < slab.numel():
-        frame = read_frame(slab[at : at + FRAME_BYTES].view(torch.int64))
-        at += FRAME_BYTES
-        parts.append((frame, slab[at : at + frame.wire_bytes].numpy().tobytes()))
-        at += frame.wire_bytes
-    return parts
+PUTS = [
+    outgoing(EncodedPut([_rollout(0)], Mode.PUT, lambda: None), 0),
+    outgoing(EncodedPut([_rollout(n, "g") for n in (1, 2, 3)], Mode.GROUP, lambda: None), 1),
+    outgoing(EncodedPut([_rollout(4)], Mode.NOWAIT, lambda: None), 2),
+]
 
 
-def _joined(parts: list[tuple[Frame, bytes]]) -> torch.Tensor:
-    raw = b"".join(frame.pack().numpy().tobytes() + body for frame, body in parts)
-    return torch.from_numpy(np.frombuffer(bytearray(raw), dtype=np.uint8))
+def _use(offer: Offer) -> None:
+    if offer.refusal is not None:
+        raise RolloutError(offer.refusal)
+    for rollout in offer.rollouts:
+        assert 0 <= rollout.num_loss_tokens <= rollout.num_tokens
+        for tensor in (*rollout.tokens.values(), *rollout.tensors.values()):
+            tensor.clone()
 
 
-def _use(slab: torch.Tensor) -> None:
-    for offer, size in read_puts(slab, 0):
-        assert 0 < size <= slab.numel()
-        if offer.refusal is not None:
-            raise RolloutError(offer.refusal)
-        for rollout in offer.rollouts:
-            assert 0 <= rollout.num_loss_tokens <= rollout.num_tokens
-            for tensor in (*rollout.tokens.values(), *rollout.tensors.values()):
-                tensor.clone()
+def _spoil(
+    message: Put | PutGroup, buffers: list[torch.Tensor], chance: random.Random
+) -> tuple[Put | PutGroup, list[torch.Tensor]]:
+    """One header, and the buffer it belongs to, changed as a batch's frame and slab are."""
+    headers = list((message.rollout,) if isinstance(message, Put) else message.rollouts)
+    place = chance.randrange(len(headers))
+    header, body = headers[place], buffers[place].numpy().tobytes()
+    frame = Frame(
+        Kind.BATCH,
+        meta_bytes=header.meta_bytes,
+        wire_bytes=header.wire_bytes,
+        total_bytes=header.total_bytes,
+        meta_crc=header.meta_crc,
+    )
+    frame, body = chance.choice(_KINDS)(frame, body, chance)
+    total = frame.wire_bytes if chance.random() < 0.9 else frame.total_bytes
+    headers[place] = RolloutHeader(frame.meta_bytes, frame.meta_crc, frame.wire_bytes, total)
+    buffers = [
+        *buffers[:place],
+        torch.frombuffer(bytearray(body + b"\0"), dtype=torch.uint8)[:-1],
+        *buffers[place + 1 :],
+    ]
+    if isinstance(message, Put):
+        return msgspec.structs.replace(message, rollout=headers[0]), buffers
+    return PutGroup(message.number, tuple(headers)), buffers
 
 
 def _attack(cases: int, seed: int) -> tuple[int, int]:
     chance = random.Random(seed)
-    parts = _bundle()
-    _use(_joined(parts))
     refused = 0
     for _ in range(cases):
-        hostile = list(parts)
+        hostile = list(PUTS)
         place = chance.randrange(len(hostile))
-        action = chance.random()
-        if action < 0.75:
-            frame, body = chance.choice(_KINDS)(*hostile[place], chance)
-            hostile[place] = frame._replace(total_bytes=frame.wire_bytes), body
-        elif action < 0.85:
+        if chance.random() < 0.85:
+            hostile[place] = _spoil(*hostile[place], chance)
+        elif chance.random() < 0.5:
             del hostile[place]
-        elif action < 0.9:
+        else:
             chance.shuffle(hostile)
-        slab = _joined(hostile)
-        if action > 0.9:  # cut anywhere, or more than was said
-            slab = slab[: chance.randrange(slab.numel())] if action > 0.93 else torch.cat([slab, slab[:64]])
+        session = producer_session(FakeChannel())
         try:
-            _use(slab.clone())
+            for message, buffers in hostile:
+                send(session, message, buffers)
+            while isinstance(offer := session.take(), Offer):
+                _use(offer)
         except (WireError, RolloutError):
             refused += 1
     return refused, cases
@@ -106,22 +107,6 @@ def test_hostile_puts_are_refused_or_harmless() -> None:
 def test_fifty_thousand_hostile_puts() -> None:
     for seed in range(5):
         _attack(10_000, seed=seed + 1)
-
-
-def test_a_book_refuses_verdicts_it_did_not_ask_for() -> None:
-    book = PutLedger()
-    with pytest.raises(WireError, match="not on its way"):
-        book.settle(0, None)
-    with pytest.raises(WireError, match="unknown reason"):
-        error_of(99, "text")
-
-
-def test_numbers_travel_as_masks() -> None:
-    chance = random.Random(0)
-    for _ in range(200):
-        numbers = sorted(chance.sample(range(500), chance.randrange(1, 80)))
-        assert [n for mask, first in masks_of(numbers) for n in numbers_in(mask, first)] == numbers
-        assert all(0 < mask < 2**63 for mask, _ in masks_of(numbers))
 
 
 def _spoiled(rollout: Rollout, field: str, value: object) -> Rollout:
@@ -146,18 +131,20 @@ SPOILED = [
 
 @pytest.mark.parametrize(("field", "value", "why"), SPOILED)
 def test_what_no_rollout_may_be_is_refused_and_the_others_are_put(field: str, value: object, why: str) -> None:
-    book = PutLedger[WireTicket]()
-    book.open(Limits())
-    for rollouts in (
-        [_rollout(0)],
-        [_spoiled(_rollout(1), field, value)],
-        [_rollout(2, "g"), _spoiled(_rollout(3, "g"), field, value), _rollout(4, "g")],
-        [_rollout(5)],
+    session = producer_session(FakeChannel())
+    for number, rollouts in enumerate(
+        (
+            [_rollout(0)],
+            [_spoiled(_rollout(1), field, value)],
+            [_rollout(2, "g"), _spoiled(_rollout(3, "g"), field, value), _rollout(4, "g")],
+            [_rollout(5)],
+        )
     ):
         mode = Mode.PUT if len(rollouts) == 1 else Mode.GROUP
-        book.offer(WireTicket(rollouts, mode, lambda: None))
-    offers = [offer for offer, _ in read_puts(torch.cat(write_puts(book.take())), 0)]
-    assert [offer.number for offer in offers] == [0, 1, 2, 3]
-    assert [offer.refusal is None for offer in offers] == [True, False, False, True]
-    assert why in str(offers[1].refusal)
-    assert why in str(offers[2].refusal)
+        send(session, *outgoing(EncodedPut(rollouts, mode, lambda: None), number))
+    offers = [session.take() for _ in range(4)]
+    assert [offer.number for offer in offers if offer] == [0, 1, 2, 3]
+    assert [offer.refusal is None for offer in offers if isinstance(offer, Offer)] == [True, False, False, True]
+    for offer in offers[1:3]:
+        assert isinstance(offer, Offer)
+        assert why in str(offer.refusal)

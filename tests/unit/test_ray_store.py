@@ -17,7 +17,6 @@ from numpy.typing import NDArray
 import stream_balancer as sb
 from stream_balancer.testing import make_rollout
 from stream_balancer.testing.transports import same_rollout
-from stream_balancer.transport.puts import Limits, Mode, PutLedger, Ticket, Withdrawn
 from stream_balancer.transport.ray.channel import Inbox, Peer
 from stream_balancer.transport.ray.object_store import (
     Stored,
@@ -182,37 +181,6 @@ def test_rollouts_of_two_kinds_do_not_share_a_bundle() -> None:
     other = sb.Rollout(tokens={"input_ids": [1, 2]}, rollout_id="other")
     with pytest.raises(sb.RolloutError, match="columns"):
         write_bundle([*rollouts([1], "a"), other], lambda size: torch.empty(size, dtype=torch.uint8))
-
-
-# --- a controller that is started again ------------------------------------------------------------------------------
-
-
-def a_ticket(name: str) -> Ticket:
-    return Ticket([make_rollout(1, name)], Mode.PUT, lambda: None, put_bytes=8, size=8)
-
-
-def test_puts_without_an_answer_are_sent_again_and_first() -> None:
-    book: PutLedger[Ticket] = PutLedger()
-    book.open(Limits())
-    sent, waits = [a_ticket(f"t{n}") for n in range(3)], a_ticket("later")
-    for ticket in sent:
-        book.offer(ticket)
-    assert book.take() == sent
-    book.settle(1, None)
-    book.withdraw(sent[2])
-    book.offer(waits)
-    assert book.again() == [4], "the number under which the withdrawn one will be sent again"
-    assert book.take() == [], "the new controller has not said how much it takes"
-    book.open(Limits())
-    assert book.take() == [sent[0], sent[2], waits]
-    assert [ticket.number for ticket in (sent[0], sent[2], waits)] == [3, 4, 5]
-    held = sb.DuplicateRolloutError("it is held")
-    book.settle(3, held)
-    book.settle(4, Withdrawn())
-    book.settle(5, held)
-    assert sent[0].error is None, "the first time it was accepted, and the answer lost"
-    assert isinstance(sent[2].error, Withdrawn)
-    assert waits.error is held
 
 
 # --- messages --------------------------------------------------------------------------------------------------------

@@ -34,7 +34,7 @@ from stream_balancer.transport.gloo.joiner import Directory, Entry, Joiner
 from stream_balancer.transport.gloo.links import ControllerLink, Decode, PortBase
 from stream_balancer.transport.gloo.pair import PAIR_TIMEOUT_S, meet
 from stream_balancer.transport.handshake import pack, token_bytes
-from stream_balancer.transport.puts import Limits
+from stream_balancer.transport.put_ledger import Limits
 from stream_balancer.transport.sockets.acceptor import Acceptor, Meetings, refuse, send_now
 from stream_balancer.transport.sockets.hub import Connection, Hub, is_loopback, listen
 from stream_balancer.transport.sockets.producers import Intake, Outlet

@@ -25,11 +25,12 @@ from stream_balancer.errors import (
     to_raise,
 )
 from stream_balancer.transport import StepDone
-from stream_balancer.transport.puts import Limits, Mode, Offer, Withdrawal, reason_of
+from stream_balancer.transport.producer_session import Offer
+from stream_balancer.transport.put_ledger import Limits, Mode, reason_of
 from stream_balancer.transport.ray.channel import Message, Peer, cause_of
 from stream_balancer.transport.ray.object_store import Lost, Share, Stored, read_bundle, read_whole, write_share
 from stream_balancer.types import RankBatch, Rollout
-from stream_balancer.wire.messages import Owner
+from stream_balancer.wire.messages import Cancel, Owner
 
 __all__ = ["RayIntake", "RayLink"]
 
@@ -146,10 +147,10 @@ class RayIntake:
 
     def __init__(self, peer: Peer, label: str, node: str, limits: Limits, *, direct: bool, restarts: bool) -> None:
         self.name = label
-        self.holder = Owner(node, 0, secrets.token_hex(8), label) if direct else None
+        self.owner = Owner(node, 0, secrets.token_hex(8), label) if direct else None
         """Whose tokens stay in the store."""
         self._peer = peer
-        self._inbox: deque[Offer | Withdrawal] = deque()
+        self._inbox: deque[Offer | Cancel] = deque()
         self._given: dict[int, Offer] = {}  # taken, without a verdict
         self._waiting: deque[Message] = deque()
         self._fetching: asyncio.Task[None] | None = None
@@ -167,9 +168,9 @@ class RayIntake:
         return self._error is None
 
     @property
-    def holding(self) -> bool:
+    def keeps_payloads(self) -> bool:
         """Whether objects that this producer owns are still needed."""
-        return self.holder is not None and bool(self._stored)
+        return self.owner is not None and bool(self._stored)
 
     def subscribe(self, callback: Callable[[], object], at_once: Callable[[Offer], object]) -> None:
         """See :class:`~stream_balancer.transport.sockets.producers.Intake`."""
@@ -177,7 +178,7 @@ class RayIntake:
         self._inbox.extendleft(reversed(self._given.values()))
         self._given.clear()
 
-    def take(self) -> Offer | Withdrawal | None:
+    def take(self) -> Offer | Cancel | None:
         """See :class:`~stream_balancer.transport.sockets.producers.Intake`."""
         if self._inbox:
             item = self._inbox.popleft()
@@ -228,12 +229,12 @@ class RayIntake:
         while self._waiting and self._error is None:
             match self._waiting.popleft():
                 case ("puts", list(tickets), list(bundles)):
-                    if self.holder is None and any(isinstance(payload, list) for _, _, payload in bundles):
+                    if self.owner is None and any(isinstance(payload, list) for _, _, payload in bundles):
                         self._fetching = asyncio.create_task(self._fetch(tickets, bundles))
                         return
                     self._take_in(tickets, [self._read(*bundle) for bundle in bundles])
                 case ("cancel", int(number)):
-                    self._inbox.append(Withdrawal(number))
+                    self._inbox.append(Cancel(number))
                 case ("bye",):
                     self._fail(EndOfStream())
                     self._peer.finish()
@@ -258,11 +259,11 @@ class RayIntake:
     def _read(self, described: bytes, key: int, payload: bytes | list[Any]) -> list[Rollout]:
         if isinstance(payload, bytes):
             return read_whole(described, torch.frombuffer(bytearray(payload), dtype=torch.uint8))
-        assert self.holder is not None
+        assert self.owner is not None
         stored = Stored(payload[0])
         self._stored.add(key)
         weakref.finalize(stored, self._on_released, key).atexit = False
-        return read_bundle(described, stored, self.holder)
+        return read_bundle(described, stored, self.owner)
 
     def _take_in(self, tickets: list[tuple[int, int, int]], bundles: list[list[Rollout]]) -> None:
         rollouts = [rollout for bundle in bundles for rollout in bundle]

@@ -15,7 +15,7 @@ import ray
 
 from stream_balancer.errors import ClosedResourceError, WireError
 from stream_balancer.transport.buffers import SlabPool
-from stream_balancer.transport.puts import ENDED, Limits, Mode, PutLedger, Ticket, Withdrawn, error_of
+from stream_balancer.transport.put_ledger import ENDED, Limits, Mode, PendingPut, PutCancelled, PutLedger, error_of
 from stream_balancer.transport.ray.channel import Caller, Message, cause_of
 from stream_balancer.transport.ray.object_store import write_bundle
 from stream_balancer.types import Rollout
@@ -30,7 +30,7 @@ _RETRY_S = 0.1  # between attempts to write into a full store
 logger = logging.getLogger("stream_balancer.transport")
 
 
-class StoreTicket(Ticket):
+class StorePut(PendingPut):
     """A put that goes through the object store."""
 
     def __init__(self, rollouts: Sequence[Rollout], mode: Mode, callback: Callable[[], object]) -> None:
@@ -45,10 +45,9 @@ class RayOutlet:
 
     def __init__(self, actor: Any, *, label: str, node: str, linger_s: float = 5.0) -> None:
         self.linger_s = linger_s
-        self._book: PutLedger[StoreTicket] = PutLedger(bundle_bytes=BUNDLE_BYTES, bundle_puts=BUNDLE_PUTS)
+        self._book: PutLedger[StorePut] = PutLedger(bundle_bytes=BUNDLE_BYTES, bundle_puts=BUNDLE_PUTS)
         self._changed = threading.Condition()
         self._work = False
-        self._cancelled: list[int] = []
         self._leaving = self._reconnect = self._warned = False
         self._held: dict[int, Any] = {}
         self._next_key = 0
@@ -71,22 +70,19 @@ class RayOutlet:
         """Whether tokens may stay in this node's object store, owned by this process."""
         return self._direct
 
-    def ticket(self, rollouts: Sequence[Rollout], mode: Mode, callback: Callable[[], object]) -> StoreTicket:
+    def pending(self, rollouts: Sequence[Rollout], mode: Mode, callback: Callable[[], object]) -> StorePut:
         """See :class:`~stream_balancer.producer.client.Outlet`."""
-        return StoreTicket(rollouts, mode, callback)
+        return StorePut(rollouts, mode, callback)
 
-    def offer(self, ticket: StoreTicket) -> None:
+    def put(self, ticket: StorePut) -> None:
         """See :class:`~stream_balancer.producer.client.Outlet`."""
-        self._book.offer(ticket)
+        self._book.add(ticket)
         self._wake()
 
-    def withdraw(self, ticket: StoreTicket) -> None:
+    def cancel(self, ticket: StorePut) -> None:
         """See :class:`~stream_balancer.producer.client.Outlet`."""
-        number = self._book.withdraw(ticket)
-        if number is not None:
-            with self._changed:
-                self._cancelled.append(number)
-            self._wake()
+        self._book.cancel(ticket)
+        self._wake()
 
     def when_released(self, callback: Callable[[], object]) -> None:
         """See :class:`~stream_balancer.producer.client.Outlet`."""
@@ -96,12 +92,10 @@ class RayOutlet:
 
     def close(self) -> None:
         """See :class:`~stream_balancer.producer.client.Outlet`."""
-        numbers = self._book.close()
-        with self._changed:
-            self._cancelled += numbers
+        self._book.close()
         self._wake()
         with self._changed:
-            self._changed.wait_for(lambda: self._caller.ended.is_set() or not self._book.num_on_way, self.linger_s)
+            self._changed.wait_for(lambda: self._caller.ended.is_set() or not self._book.num_sent, self.linger_s)
             self._leaving = True
             self._changed.notify_all()
         self._thread.join()
@@ -136,21 +130,21 @@ class RayOutlet:
             if self._reconnect:
                 self._reconnect = False
                 self._held.clear()
-                with self._changed:
-                    self._cancelled = self._book.again()
+                self._book.resend()
                 self._caller = self._connected()
-            while tickets := self._book.take():
-                self._send(tickets)
-            with self._changed:
-                cancelled = [number for number in self._cancelled if number < self._book.num_sent]
-                self._cancelled = [number for number in self._cancelled if number not in cancelled]
-            if cancelled:
-                self._caller.send(*[("cancel", number) for number in cancelled])
+            while True:
+                tickets, cancelled = self._book.take()
+                if tickets:
+                    self._send(tickets)
+                if cancelled:
+                    self._caller.send(*[("cancel", number) for number in cancelled])
+                if not tickets:
+                    break
             if leaving:
                 self._caller.send(("bye",))
                 return
 
-    def _send(self, tickets: list[StoreTicket]) -> None:
+    def _send(self, tickets: list[StorePut]) -> None:
         while tickets:
             rollouts = [rollout for ticket in tickets for rollout in ticket.rollouts]
             try:
@@ -172,12 +166,12 @@ class RayOutlet:
         with self._changed:
             self._changed.wait(_RETRY_S)
 
-    def _still_wanted(self, tickets: list[StoreTicket]) -> list[StoreTicket]:
+    def _still_wanted(self, tickets: list[StorePut]) -> list[StorePut]:
         """Without those that were withdrawn, or whose link is over, before they were sent."""
         for ticket in tickets:
-            if ticket.number is not None and (ticket.withdrawn or ticket.number in self._cancelled):
+            if ticket.number is not None and (ticket.cancelled or self._book.closed):
                 with suppress(WireError):
-                    self._book.settle(ticket.number, Withdrawn())
+                    self._book.resolve(ticket.number, PutCancelled())
         return [ticket for ticket in tickets if not ticket.done]
 
     def _bundle(self, rollouts: list[Rollout]) -> tuple[bytes, int, bytes | list[Any]]:
@@ -194,7 +188,7 @@ class RayOutlet:
         match message:
             case ("verdict", int(number), refusal):
                 with suppress(WireError):
-                    self._book.settle(number, None if refusal is None else error_of(*refusal))
+                    self._book.resolve(number, None if refusal is None else error_of(*refusal))
             case ("drop", list(keys)):
                 for key in keys:
                     self._held.pop(key, None)

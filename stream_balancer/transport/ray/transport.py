@@ -21,7 +21,7 @@ from typing import Any, Self
 
 from stream_balancer.errors import AlreadyInUseError, ClosedResourceError, RankLostError
 from stream_balancer.transport.event_loop import Arrivals
-from stream_balancer.transport.puts import Limits
+from stream_balancer.transport.put_ledger import Limits
 from stream_balancer.transport.ray.channel import Message, Peer, cause_of
 from stream_balancer.transport.ray.links import RayIntake, RayLink
 from stream_balancer.transport.ray.object_store import Lost

@@ -17,6 +17,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from typing import get_args
 
 import anyio
 import torch
@@ -24,25 +25,13 @@ from torch import Tensor
 
 from stream_balancer.errors import BrokenResourceError, ClosedResourceError, EndOfStream, WireError, to_raise
 from stream_balancer.transport.gloo.joiner import Joiner
-from stream_balancer.transport.puts import (
-    ENDED,
-    Limits,
-    Mode,
-    Offer,
-    PutLedger,
-    WireTicket,
-    Withdrawal,
-    error_of,
-    masks_of,
-    numbers_in,
-    read_puts,
-    reason_of,
-    write_puts,
-)
+from stream_balancer.transport.producer_session import Offer
+from stream_balancer.transport.put_ledger import ENDED, Limits, Mode, PutLedger, Reason, error_of, reason_of
+from stream_balancer.transport.puts import WireTicket, masks_of, numbers_in, read_puts, write_puts
 from stream_balancer.transport.sockets.hub import Connection, Hub, unexpected
 from stream_balancer.transport.sockets.payloads import Payloads
 from stream_balancer.types import Rollout
-from stream_balancer.wire.messages import JoinProducer, WelcomeProducer
+from stream_balancer.wire.messages import Cancel, JoinProducer, WelcomeProducer
 from stream_balancer.wire.partial_share import Lease, RemoteRollout, read_described
 from stream_balancer.wire.share import Frame, Kind
 
@@ -69,13 +58,13 @@ class Intake:
         linger_s: float,
     ) -> None:
         self.name = request.label
-        self.holder = request.owner
+        self.owner = request.owner
         """Where ranks fetch what this producer holds, if it hands over directly."""
         self._handler = connection.handler = _IntakeHandler(self, hub, connection, limits)
         self._hub = hub
         self._in_loop = in_loop
         self._linger_s = linger_s
-        self._inbox: deque[Offer | Withdrawal] = deque()
+        self._inbox: deque[Offer | Cancel] = deque()
         self._given: dict[int, Offer] = {}  # taken, without a verdict
         self._error: Exception | None = None
         self._gone = anyio.Event()
@@ -89,7 +78,7 @@ class Intake:
         self._inbox.extendleft(reversed(self._given.values()))
         self._given.clear()
 
-    def take(self) -> Offer | Withdrawal | None:
+    def take(self) -> Offer | Cancel | None:
         """The next event; None if there is none. Raises BrokenResourceError once the producer is lost, EndOfStream
         once it has left."""
         if self._inbox:
@@ -116,7 +105,7 @@ class Intake:
             self._hub.do(self._handler.send_end)
 
     @property
-    def holding(self) -> bool:
+    def keeps_payloads(self) -> bool:
         """Whether this producer still holds tokens that are needed."""
         return bool(self._handler.leased)
 
@@ -130,7 +119,7 @@ class Intake:
 
     # in the loop, told by the thread
 
-    def _arrive(self, items: Sequence[Offer | Withdrawal]) -> None:
+    def _arrive(self, items: Sequence[Offer | Cancel]) -> None:
         self._inbox.extend(items)
         self._callback()
 
@@ -170,7 +159,7 @@ class _IntakeHandler:
         """See :class:`Handler`."""
         intake = self._intake
         if frame.kind is Kind.PUTS:
-            offers = read_puts(body, self._next, None if intake.holder is None else self._remote)
+            offers = read_puts(body, self._next, None if intake.owner is None else self._remote)
             self._next += len(offers)
             self._sizes.update({offer.number: size for offer, size in offers})
             self._staged += frame.wire_bytes
@@ -178,7 +167,7 @@ class _IntakeHandler:
         elif frame.kind is Kind.CANCEL:
             if not 0 <= frame.step < self._next:
                 raise WireError(f"it cancels put number {frame.step}, which it has not sent")
-            intake._in_loop(lambda: intake._arrive([Withdrawal(frame.step)]))
+            intake._in_loop(lambda: intake._arrive([Cancel(frame.step)]))
         else:
             intake._in_loop(lambda: intake._fail(EndOfStream()))
             self._connection.part()
@@ -208,12 +197,13 @@ class _IntakeHandler:
             self._connection.send(Frame(Kind.ACCEPTED, step=first, nanoseconds=mask))
 
     def _refuse(self, number: int, error: Exception) -> None:
-        reason, text = reason_of(error)
+        name, text = reason_of(error)
+        reason = get_args(Reason).index(name)
         raw = torch.frombuffer(bytearray(text.encode(errors="replace")[:_MAX_TEXT_BYTES] + b"\n"), dtype=torch.uint8)
         self._connection.send(Frame(Kind.REFUSED, step=number, rank=reason, wire_bytes=raw.numel()), [raw])
 
     def _remote(self, frame: Frame, body: Tensor) -> RemoteRollout:
-        holder, key = self._intake.holder, frame.slab
+        holder, key = self._intake.owner, frame.slab
         if holder is None or key in self.leased or frame.total_bytes > self._limits.max_put_bytes:
             raise WireError(f"it offers to hold payload {key} of {frame.total_bytes} bytes, which it may not")
         lease = Lease()
@@ -265,7 +255,7 @@ class Outlet:
         self._payloads = Payloads() if direct else None
         self._when_released: list[Callable[[], object]] = []
         self.linger_s = linger_s
-        self._book: PutLedger[WireTicket] = PutLedger()
+        self._book: PutLedger[WireTicket] = PutLedger(bundle_bytes=256 * 1024, bundle_puts=64)
         self._changed = threading.Condition()
         self._connection: Connection | None = None
         self._flushes: deque[None] = deque()
@@ -286,30 +276,29 @@ class Outlet:
 
         self._hub.do(later)
 
-    def ticket(self, rollouts: Sequence[Rollout], mode: Mode, callback: Callable[[], object]) -> WireTicket:
+    def pending(self, rollouts: Sequence[Rollout], mode: Mode, callback: Callable[[], object]) -> WireTicket:
         """See :class:`~stream_balancer.producer.client.Outlet`."""
         return WireTicket(rollouts, mode, callback, held=self.direct)
 
-    def offer(self, ticket: WireTicket) -> None:
+    def put(self, ticket: WireTicket) -> None:
         """Have it sent when there is room. Never blocks."""
-        self._book.offer(ticket)
+        self._book.add(ticket)
         self._flushes.append(None)
         if len(self._flushes) == 1:
             self._hub.do(self._flush)
 
-    def withdraw(self, ticket: WireTicket) -> None:
+    def cancel(self, ticket: WireTicket) -> None:
         """Ask for it back; its verdict says whether that was in time. Never blocks."""
         problem = self._joiner.problem
-        number = self._book.withdraw(ticket, f"not connected: {problem}" if problem else "")
-        if number is not None:
-            self._hub.do(lambda: self._send(Frame(Kind.CANCEL, step=number)))
+        self._book.cancel(ticket, f"not connected: {problem}" if problem else "")
+        self._hub.do(self._flush)
 
     def close(self) -> None:
         """Withdraw what has no verdict, say good-bye, end the thread. Blocks for a moment. Idempotent."""
-        for number in self._book.close():
-            self._hub.do(lambda number=number: self._send(Frame(Kind.CANCEL, step=number)))  # type: ignore[misc]
+        self._book.close()
+        self._hub.do(self._flush)
         with self._changed:
-            self._changed.wait_for(lambda: not (self._connection and self._book.num_on_way), self.linger_s)
+            self._changed.wait_for(lambda: not (self._connection and self._book.num_sent), self.linger_s)
             self._hub.do(self._leave)
             self._changed.wait_for(lambda: self._connection is None, self.linger_s)
         self._hub.close()
@@ -351,12 +340,19 @@ class Outlet:
 
     def _flush(self) -> None:
         self._flushes.clear()
-        while tickets := self._book.take():
+        while True:
+            tickets, cancelled = self._book.take()
             if self._payloads is not None:
                 for ticket in tickets:
                     for key, rollout in zip(ticket.payloads, ticket.rollouts, strict=True):
                         self._payloads.keep(key, rollout)
-            self._send(Frame(Kind.PUTS, wire_bytes=sum(ticket.size for ticket in tickets)), *write_puts(tickets))
+            if tickets:
+                size = sum(ticket.size for ticket in tickets)
+                self._send(Frame(Kind.PUTS, wire_bytes=size), *write_puts(tickets))
+            for number in cancelled:
+                self._send(Frame(Kind.CANCEL, step=number))
+            if not tickets:
+                return
 
     def _drop(self, keys: Iterable[int] | None) -> None:
         """These payloads are not needed any more; None = none is."""
@@ -388,10 +384,10 @@ class Outlet:
         """See :class:`Handler`."""
         if frame.kind is Kind.ACCEPTED:
             for number in numbers_in(frame.nanoseconds, frame.step):
-                self._book.settle(number, None)
+                self._book.resolve(number, None)
         elif frame.kind is Kind.REFUSED:
             text = body.numpy().tobytes().decode(errors="replace").removesuffix("\n")
-            self._book.settle(frame.step, error_of(frame.rank, text))
+            self._book.resolve(frame.step, error_of(get_args(Reason)[frame.rank], text))
         elif frame.kind is Kind.DROP:
             self._drop(numbers_in(frame.nanoseconds, frame.step))
         else:

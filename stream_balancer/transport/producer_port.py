@@ -1,0 +1,267 @@
+"""The producer's end, over any channel: its ledger of pending puts, and the payloads it keeps.
+
+::
+
+    joining  put             waits in the ledger
+    open     put, cancel     Put or PutGroup, in the order of their numbers, as many as staged_bytes allows; Cancel
+             Accepted, PutRefused   the put is done; there is room for more
+             DropPayloads    these kept payloads are not needed any more
+             End             every put ends with ClosedResourceError; then as close()
+             close           Cancel for all that is sent; once the replies are in, or after linger_s, Close
+    any      ended           every put ends with BrokenResourceError: not sent, so not accepted; or outcome not known
+
+Public methods may be called from any thread, unless the channel lives in one event loop. ``receive`` runs in the
+channel's thread.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Protocol
+
+import anyio
+import msgspec
+from torch import Tensor
+
+from stream_balancer.errors import BrokenResourceError, ClosedResourceError
+from stream_balancer.transport.channel import Channel, Outgoing, PeerClosed, Session, Source, unexpected
+from stream_balancer.transport.put_ledger import ENDED, Limits, Mode, PendingPut, PutLedger, error_of
+from stream_balancer.types import Rollout
+from stream_balancer.wire.messages import (
+    Accepted,
+    Cancel,
+    DropPayloads,
+    End,
+    Message,
+    Put,
+    PutGroup,
+    PutRefused,
+    RolloutHeader,
+    WelcomeProducer,
+)
+from stream_balancer.wire.rollouts import encode_rollout
+
+__all__ = ["EncodedPut", "KeptPayloads", "ProducerPort"]
+
+
+class KeptPayloads(Protocol):
+    """Where payloads stay until a rank fetches them."""
+
+    def __len__(self) -> int: ...
+
+    def keep(self, key: int, rollout: Rollout) -> None:
+        """Hold a rollout's tokens and tensors until :meth:`drop`."""
+        ...
+
+    def drop(self, keys: Iterable[int]) -> None:
+        """They are not needed any more; unknown ones are fine."""
+        ...
+
+    def clear(self) -> None:
+        """Nothing is needed any more."""
+        ...
+
+
+class EncodedPut(PendingPut):
+    """A pending put as it travels: a buffer for each rollout."""
+
+    def __init__(
+        self, rollouts: Sequence[Rollout], mode: Mode, callback: Callable[[], object], *, kept: bool = False
+    ) -> None:
+        """``kept``: only descriptions are sent, the producer keeps the payloads."""
+        self._encoded = [encode_rollout(rollout, kept=kept) for rollout in rollouts]
+        self._kept = kept
+        headers = [one.header for one in self._encoded]
+        super().__init__(
+            rollouts,
+            mode,
+            callback,
+            put_bytes=sum(header.total_bytes for header in headers),
+            size=sum(header.wire_bytes for header in headers),
+        )
+
+    def outgoing(self) -> Outgoing:
+        """Its message and buffers, once it has its number."""
+        assert self.number is not None
+        sources = [Source(one.header.wire_bytes, one.fill, one.pieces) for one in self._encoded]
+        if self.mode is Mode.GROUP:
+            return Outgoing(PutGroup(self.number, self._headers()), sources)
+        return Outgoing(Put(self.number, self._headers()[0], self.mode is Mode.PUT), sources)
+
+    def _headers(self) -> tuple[RolloutHeader, ...]:
+        if not self._kept:
+            return tuple(one.header for one in self._encoded)
+        return tuple(
+            msgspec.structs.replace(one.header, payload=key)
+            for one, key in zip(self._encoded, self.payloads, strict=True)
+        )
+
+
+class ProducerPort(Session):
+    """One producer. What it is asked to put waits until there is a channel."""
+
+    def __init__(
+        self,
+        *,
+        threads: bool = True,
+        linger_s: float = 5.0,
+        kept: KeptPayloads | None = None,
+        problem: Callable[[], str | None] = lambda: None,
+        hang_up: Callable[[], object] = lambda: None,
+    ) -> None:
+        """``threads``: as the channel's. ``linger_s``: how long :meth:`close` waits for replies, and for the
+        controller to close too. ``kept``: where payloads stay; None: they travel with their puts. ``problem``: why
+        there is no channel yet. ``hang_up``: stop connecting, and release what connected."""
+        self.threads, self.linger_s = threads, linger_s
+        self._kept, self._problem, self._hang_up = kept, problem, hang_up
+        self._ledger: PutLedger[EncodedPut] = PutLedger()
+        self._channel: Channel | None = None
+        self._changed = threading.Condition()
+        self._sending = self._leaving = False
+        self._when_released: list[Callable[[], object]] = []
+
+    @property
+    def direct(self) -> bool:
+        """Whether payloads stay here until a rank fetches them."""
+        return self._kept is not None
+
+    # the producer's side
+
+    def pending(self, rollouts: Sequence[Rollout], mode: Mode, callback: Callable[[], object]) -> EncodedPut:
+        """A put, to be given to :meth:`put`. ``callback()`` is called, in any thread, once there is a reply."""
+        return EncodedPut(rollouts, mode, callback, kept=self.direct)
+
+    def put(self, put: EncodedPut) -> None:
+        """Have it sent when there is room. Never blocks."""
+        self._ledger.add(put)
+        self._flush()
+
+    def cancel(self, put: EncodedPut) -> None:
+        """Ask for it back; its reply says whether that was in time. Never blocks."""
+        problem = self._problem()
+        self._ledger.cancel(put, f"not connected: {problem}" if problem else "")
+        self._flush()
+
+    def when_released(self, callback: Callable[[], object]) -> None:
+        """Call ``callback()``, in any thread, once no payload is kept here any more."""
+        with self._changed:
+            self._when_released.append(callback)
+        self._notify_released()
+
+    def close(self) -> None:
+        """Cancel what has no reply, close the channel, end its threads. Blocks for a moment. Idempotent."""
+        self._leaving = True
+        self._ledger.close()
+        self._flush()
+        self._notify()
+        if not self.threads:
+            return  # the replies close it
+        with self._changed:
+            self._changed.wait_for(lambda: self._channel is None or not self._ledger.num_sent, self.linger_s)
+        channel = self._channel
+        if channel is not None:
+            channel.close()
+            channel.wait_closed(self.linger_s)
+            channel.abort()
+        self._hang_up()
+        self._over(lambda put: put.lost("the connection was closed here"))
+
+    async def aclose(self) -> None:
+        """:meth:`close`, without blocking the event loop."""
+        if not self.threads:
+            self.close()
+            return
+        with anyio.CancelScope(shield=True):
+            await anyio.to_thread.run_sync(self.close, limiter=anyio.CapacityLimiter(1))
+
+    def opened(self, channel: Channel, welcome: WelcomeProducer) -> None:
+        """The controller has let it in."""
+        self._channel = channel
+        self._ledger.open(Limits(welcome.staged_bytes, welcome.max_put_bytes))
+        channel.start(self)
+        self._flush()
+
+    def _flush(self) -> None:
+        """Have all sent for which there is room. In the channel's thread: an interrupt (Ctrl-C) in a calling thread
+        must not fall between a put's getting its number and its being sent."""
+        channel = self._channel
+        if channel is not None:
+            channel.send(self._send_pending)
+
+    # in the channel's thread
+
+    def _send_pending(self, channel: Channel) -> None:
+        if self._sending:
+            return  # from within ``send`` below, in memory: sent next, not in between
+        self._sending = True
+        while True:
+            puts, numbers = self._ledger.take()
+            for put in puts:
+                self._keep(put)
+                channel.send(put.outgoing())
+            for number in numbers:
+                channel.send(Outgoing(Cancel(number)))
+            if not puts and not numbers:
+                break
+        self._sending = False
+
+    def _keep(self, put: EncodedPut) -> None:
+        if self._kept is not None:
+            for key, rollout in zip(put.payloads, put.rollouts, strict=True):
+                self._kept.keep(key, rollout)
+
+    def receive(self, message: Message, buffers: Sequence[Tensor], references: Sequence[object]) -> None:
+        """See :class:`~stream_balancer.transport.channel.Receiver`."""
+        if isinstance(message, Accepted):
+            for number in message.numbers:
+                self._ledger.resolve(number, None)
+        elif isinstance(message, PutRefused):
+            self._ledger.resolve(message.number, error_of(message.reason, message.text))
+        elif isinstance(message, DropPayloads) and self._kept is not None:
+            self._kept.drop(message.keys)
+            self._notify_released()
+        elif isinstance(message, End):
+            self._leaving = True
+            self._ledger.end(lambda _: ClosedResourceError(ENDED))
+        else:
+            raise unexpected(message, "puts are made")
+        self._flush()
+        self._notify()
+
+    def ended(self, error: Exception) -> None:
+        """See :class:`~stream_balancer.transport.channel.Receiver`; or there will be no channel."""
+        if isinstance(error, (ValueError, BrokenResourceError, ClosedResourceError)):
+            self._over(lambda _: error)
+            return
+        cause = str(error) or ("the controller closed the connection" if isinstance(error, PeerClosed) else repr(error))
+        self._over(partial(_lost, cause=cause.split("\n", 1)[0][:200]))
+
+    def _over(self, error: Callable[[EncodedPut], Exception]) -> None:
+        self._channel = None
+        self._ledger.end(error)
+        if self._kept is not None:
+            self._kept.clear()  # who needed them is gone
+            self._notify_released()
+        self._notify()
+
+    def _notify(self) -> None:
+        """Replies have come, or there is no channel any more: :meth:`close` may go on."""
+        with self._changed:
+            self._changed.notify_all()
+        channel = self._channel
+        if self._leaving and channel is not None and not self._ledger.num_sent and not self._kept:
+            channel.close()
+
+    def _notify_released(self) -> None:
+        if self._kept:  # and not empty
+            return
+        with self._changed:
+            callbacks, self._when_released = self._when_released, []
+        for callback in callbacks:
+            callback()
+
+
+def _lost(put: PendingPut, cause: str) -> Exception:
+    return put.lost(cause)
