@@ -43,8 +43,9 @@ from stream_balancer.controller.producers import ProducerTransport, attend
 from stream_balancer.controller.stall_reporter import StallReporter
 from stream_balancer.core.diagnosis import RankState, why_ranks_wait
 from stream_balancer.errors import EndOfStream, ProducerLostError, RankLostError
-from stream_balancer.transport import Link, StepDone, Transport
+from stream_balancer.transport import Link, Transport
 from stream_balancer.types import Batch, RankBatch
+from stream_balancer.wire.messages import PayloadsFetched, StepHeld, StepReport
 from stream_balancer.wire.partial_share import RemoteRollout
 
 __all__ = ["serve"]
@@ -99,7 +100,7 @@ class _Rank:
         self.unacknowledged: deque[RankBatch] = deque()
         self.sent = 0
         """How many of ``unacknowledged``, from the front, the present link has been given."""
-        self.lacking: StepDone | None = None
+        self.lacking: PayloadsFetched | None = None
         """The step it cannot complete."""
         self.left = False
         """It said good-bye after the end."""
@@ -345,11 +346,11 @@ class _Server:
             return
         try:
             while (done := link.report()) is not None:
-                if done.held:
+                if isinstance(done, StepHeld):
                     self._note_worked(link.rank, done.step)
-                elif done.lacks is None:
+                elif isinstance(done, StepReport):
                     self._acknowledge(rank, link.rank, done)
-                else:
+                elif done.missing:
                     rank.lacking = done
                 _check_complete(rank, link.rank)
             while link.credits > 0 and rank.sent < len(rank.unacknowledged):
@@ -373,7 +374,7 @@ class _Server:
         if not (self._ending and rank.finished):
             rank.deadline = anyio.current_time() + self._rejoin_timeout_s
 
-    def _acknowledge(self, rank: _Rank, number: int, done: StepDone) -> None:
+    def _acknowledge(self, rank: _Rank, number: int, done: StepReport) -> None:
         if rank.sent == 0 or rank.unacknowledged[0].step != done.step:
             raise RankLostError(
                 f"rank {number} acknowledged step {done.step}, which it was not working on. Restart it",
@@ -425,9 +426,10 @@ def _left_owing(rank: int, step: int) -> RankLostError:
 def _check_complete(rank: _Rank, number: int) -> None:
     """Raise once the step that a rank works on, all before it being done, is one that it cannot complete."""
     share, lacking = rank.unacknowledged[0] if rank.unacknowledged else None, rank.lacking
-    if share is None or lacking is None or lacking.lacks is None or share.step != lacking.step:
+    if share is None or lacking is None or share.step != lacking.step:
         return
-    rollout = share.rollouts[min(lacking.lacks, share.num_rollouts - 1)]
+    place = min(lacking.missing[0].index, share.num_rollouts - 1)
+    rollout = share.rollouts[place]
     holder = rollout.holder.label if isinstance(rollout, RemoteRollout) else "somebody"
     raise ProducerLostError(
         f"step {share.step} cannot be completed: rank {number} could not fetch rollout {rollout.rollout_id!r}, which "
@@ -435,5 +437,5 @@ def _check_complete(rank: _Rank, number: int) -> None:
         f"balancer.acknowledge({share.step}), and serve again",
         step=share.step,
         rollout_id=rollout.rollout_id,
-        place=lacking.lacks,
+        place=place,
     )

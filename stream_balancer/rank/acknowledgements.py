@@ -14,8 +14,9 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 from stream_balancer.errors import ClosedResourceError
-from stream_balancer.transport import RankPort, StepDone
+from stream_balancer.transport import Port
 from stream_balancer.types import RankBatch
+from stream_balancer.wire.messages import StepHeld, StepReport
 
 __all__ = ["Taken"]
 
@@ -33,18 +34,18 @@ class _Step:
     computed: list[Callable[[], float]] = field(default_factory=list)
     """Seconds the trainer timed, to be read when it is acknowledged."""
 
-    def report(self) -> StepDone:
+    def report(self) -> StepReport:
         """What there is to say of it now."""
         seconds = time.monotonic() - self.taken_at if self.seconds is None else self.seconds
         compute_s = sum(read() for read in self.computed) if self.computed else None
-        return StepDone(self.number, seconds, compute_s=compute_s, waited_s=self.waited_s)
+        return StepReport(self.number, seconds, compute_s, self.waited_s)
 
 
 class Taken:
     """The shares that are with the trainer, oldest first. From any thread: a checkpoint may be committed in one of its
     own."""
 
-    def __init__(self, port: RankPort) -> None:
+    def __init__(self, port: Port) -> None:
         self._port = port
         self._steps: deque[_Step] = deque()
         self._lock = threading.Lock()
@@ -70,7 +71,7 @@ class Taken:
             if last is not None and first_time:
                 last.seconds = now - last.taken_at
                 if not acknowledge and not self._closed:
-                    self._port.report(StepDone(last.number, last.seconds, held=True))
+                    self._port.report(StepHeld(last.number, last.seconds))
         if last is not None and acknowledge:
             self.acknowledge(last.number)
 

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from stream_balancer.types import RankBatch
 from stream_balancer.wire import share as wire
+from stream_balancer.wire.messages import Batch
 
 __all__ = ["Event", "Stopwatch", "Streams", "Uploader", "stopwatch_on"]
 
@@ -93,7 +94,7 @@ class Uploader:
         self._arrived: dict[int, tuple[Event, Tensor]] = {}  # step -> end of its copy, slab on the device
         self._reading: deque[tuple[Event, Tensor]] = deque()  # slabs on the host that copies may still read
 
-    def decode(self, frame: wire.Frame, slab: Tensor) -> RankBatch:
+    def decode(self, frame: wire.Frame | Batch, slab: Tensor) -> RankBatch:
         """The batch in ``slab``, on the device; nothing has been waited for. See :func:`wire.decode`."""
         self._release()
         with self._streams.side():

@@ -33,7 +33,7 @@ import torch
 from stream_balancer.errors import AlreadyInUseError, ClosedResourceError, EndOfStream, ProducerLostError
 from stream_balancer.rank.acknowledgements import Taken
 from stream_balancer.rank.device import Uploader, stopwatch_on
-from stream_balancer.transport import RankPort
+from stream_balancer.transport import Port
 from stream_balancer.transport.event_loop import loop_caller
 from stream_balancer.transport.threads import Errand, OfOneProcess, ThreadEvent, refuse_in_event_loop
 from stream_balancer.types import RankBatch
@@ -78,7 +78,7 @@ class RankFeed(OfOneProcess):
         """Connect in the background; returns at once.
 
         ``source``: ``"tcp://host:port"`` of a controller, a c10d Store, None for the store, rank and world size of the
-        initialised torch.distributed world, or a :class:`~stream_balancer.transport.RankPort`. ``depth``: batches
+        initialised torch.distributed world, or a :class:`~stream_balancer.transport.Port`. ``depth``: batches
         that may lie ready besides the one in use. ``auto_ack``: asking for the next batch acknowledges the last one;
         otherwise :meth:`RankBatch.ack` does, and what is not acknowledged does not hold up the next batches.
         ``mesh``: a DeviceMesh in place of ``rank`` and ``dp_size``; processes that differ only along dimensions other
@@ -312,17 +312,17 @@ class _Busy:
         self._lock.release()
 
 
-def _given_port(port: Any, mesh: Any, uploader: Uploader | None) -> RankPort:
+def _given_port(port: Any, mesh: Any, uploader: Uploader | None) -> Port:
     if mesh is not None or uploader is not None:
         raise ValueError(
             "mesh= and device= need the address of a controller or a store, not a port that is open already"
         )
-    return cast("RankPort", port)
+    return cast("Port", port)
 
 
 def _open_port(
     source: Any, rank: int | None, dp_size: int | None, depth: int, uploader: Uploader | None, options: dict[str, Any]
-) -> RankPort:
+) -> Port:
     from stream_balancer.transport.gloo import torch_dist
 
     if source is None:
@@ -337,7 +337,7 @@ def _open_port(
         raise ValueError(f"rank must be in [0, dp_size): rank={rank}, dp_size={dp_size}")
     if hasattr(source, "open_rank_port"):
         return cast(
-            "RankPort",
+            "Port",
             source.open_rank_port(rank=rank, dp_size=dp_size, depth=depth, **{**options, **_decoding(uploader)}),
         )
     return torch_dist.GlooPort(source, rank=rank, dp_size=dp_size, depth=depth, **{**options, **_receiving(uploader)})
@@ -345,7 +345,7 @@ def _open_port(
 
 def _open_in_mesh(
     source: Any, mesh: Any, dp_dim: str | Sequence[str], depth: int, uploader: Uploader | None, options: dict[str, Any]
-) -> RankPort:
+) -> Port:
     from stream_balancer.rank import mesh as _mesh
     from stream_balancer.transport.gloo import torch_dist
 

@@ -25,14 +25,14 @@ from torch import Tensor
 from torch._C._distributed_c10d import Store
 
 from stream_balancer.errors import ClosedResourceError, EndOfStream, RankLostError, to_raise
-from stream_balancer.transport import RankPort, StepDone
+from stream_balancer.transport import Port, Report
 from stream_balancer.transport.buffers import SlabPool
 from stream_balancer.transport.gloo.endpoint import Pair
 from stream_balancer.transport.gloo.joiner import Joiner
 from stream_balancer.transport.gloo.links import CHUNK_BYTES, ControllerLink, Decode, PortBase, chunks
 from stream_balancer.transport.gloo.torch_dist import join_pair
 from stream_balancer.types import RankBatch
-from stream_balancer.wire.messages import JoinPeer
+from stream_balancer.wire.messages import JoinPeer, StepHeld, StepReport
 from stream_balancer.wire.share import Frame, Kind, checksum, decode, slab_of
 
 __all__ = ["LeaderPort", "PeerPort", "Place", "place_in"]
@@ -201,14 +201,15 @@ class _Open:
     missing: set[int]
     busy: set[int]
     """Processes that are not through with it."""
-    done: StepDone
+    done: StepReport
     """The slowest's figures."""
 
 
-def _slowest(one: StepDone, other: StepDone) -> StepDone:
+def _slowest(one: StepReport, other: StepReport) -> StepReport:
     """Of two processes of a rank, which share its work: what it took the slower, as far as each has timed it."""
     timed = [done.compute_s for done in (one, other) if done.compute_s is not None]
-    return one._replace(
+    return StepReport(
+        one.step,
         seconds=max(one.seconds, other.seconds),
         compute_s=max(timed, default=None),
         waited_s=max(one.waited_s, other.waited_s),
@@ -220,7 +221,7 @@ class LeaderPort:
 
     def __init__(
         self,
-        inner: RankPort,
+        inner: Port,
         source: Store | str,
         place: Place,
         *,
@@ -264,14 +265,14 @@ class LeaderPort:
             link.subscribe(self._pump)
             link._start()
 
-    # RankPort
+    # Port
 
     def subscribe(self, callback: Callable[[], None]) -> None:
-        """See :class:`RankPort`."""
+        """See :class:`Port`."""
         self._callbacks.append(callback)
 
     def take(self) -> RankBatch | None:
-        """See :class:`RankPort`."""
+        """See :class:`Port`."""
         with self._lock:
             if not self._ready:
                 self._pump()
@@ -283,19 +284,19 @@ class LeaderPort:
                 raise to_raise(self._end)
             return None
 
-    def report(self, done: StepDone) -> None:
-        """See :class:`RankPort`."""
+    def report(self, done: StepReport | StepHeld) -> None:
+        """See :class:`Port`."""
         with self._lock:
             self._note_done(0, done)
 
     def leave(self) -> None:
-        """See :class:`RankPort`."""
+        """See :class:`Port`."""
         with self._lock:
             self._leaving = True
             self._pump()
 
     def close(self) -> None:
-        """See :class:`RankPort`. After the end it waits for the peers, who may still be busy with the last batch."""
+        """See :class:`Port`. After the end it waits for the peers, who may still be busy with the last batch."""
         with self._lock:
             ended = isinstance(self._end, EndOfStream)
             self._finish(ClosedResourceError())
@@ -306,7 +307,7 @@ class LeaderPort:
         self._inner.close()
 
     async def aclose(self) -> None:
-        """See :class:`RankPort`."""
+        """See :class:`Port`."""
         with anyio.CancelScope(shield=True):
             await anyio.to_thread.run_sync(self.close, limiter=anyio.CapacityLimiter(1))
 
@@ -353,17 +354,17 @@ class LeaderPort:
             for link in self._links:
                 link.send(batch)
             processes = range(len(self._links) + 1)
-            self._open.append(_Open(batch.step, set(processes), set(processes), StepDone(batch.step, 0.0)))
+            self._open.append(_Open(batch.step, set(processes), set(processes), StepReport(batch.step, 0.0)))
             self._forwarded += 1
             self._on_way = batch if self._decode is None else self._decode(*slab_of(batch))
 
-    def _note_done(self, process: int, done: StepDone) -> None:
+    def _note_done(self, process: int, done: Report) -> None:
         for entry in self._open:
-            if entry.step == done.step and done.held:
+            if entry.step == done.step and isinstance(done, StepHeld):
                 entry.busy.discard(process)
                 if not entry.busy:
                     self._inner.report(done)
-            elif entry.step == done.step:
+            elif entry.step == done.step and isinstance(done, StepReport):
                 entry.missing.discard(process)
                 entry.done = _slowest(entry.done, done)
         while self._open and not self._open[0].missing:

@@ -28,8 +28,9 @@ from stream_balancer.errors import (
     WouldBlock,
 )
 from stream_balancer.rank.feed import RankFeed
-from stream_balancer.transport import Link, StepDone, Transport
+from stream_balancer.transport import Link, Report, Transport
 from stream_balancer.types import SUPPORTED_DTYPES, Batch, MicroBatch, RankBatch, Rollout
+from stream_balancer.wire.messages import StepHeld, StepReport
 
 __all__ = ["Harness", "ScriptedBalancer", "check_transport", "make_batch", "same_rollout"]
 
@@ -285,18 +286,22 @@ async def asking_for_the_next_acknowledges(open_harness: Opener) -> None:
         feed.add_compute_s(1.5)
         feed.add_compute_s(2.0)
         batch = await anext(feed)
-        reports: list[StepDone] = []
+        reports: list[Report] = []
         await _until(lambda: _collect(link, reports))
         assert [done.step for done in reports] == [0]
-        assert reports[0].compute_s is not None, "the trainer's own seconds were lost"
-        assert abs(reports[0].compute_s - 3.5) < 1e-6
-        assert reports[0].seconds >= 0.0
-        assert reports[0].waited_s >= 0.0
+        done = reports[0]
+        assert isinstance(done, StepReport)
+        assert done.compute_s is not None, "the trainer's own seconds were lost"
+        assert abs(done.compute_s - 3.5) < 1e-6
+        assert done.seconds >= 0.0
+        assert done.waited_s >= 0.0
         batch.ack()
         batch.ack()
         await _until(lambda: _collect(link, reports) and len(reports) == 2)
         assert [done.step for done in reports] == [0, 1]
-        assert reports[1].compute_s is None, "nothing was timed"
+        last = reports[1]
+        assert isinstance(last, StepReport)
+        assert last.compute_s is None, "nothing was timed"
         await feed.aclose()
 
 
@@ -309,11 +314,11 @@ async def asking_for_more_is_told_without_an_acknowledgement(open_harness: Opene
         link.send(make_batch(1, 1).ranks[0])
         first = await anext(feed)
         await anext(feed)
-        reports: list[StepDone] = []
+        reports: list[Report] = []
         await _until(lambda: _collect(link, reports))
         first.ack()
         await _until(lambda: _collect(link, reports) and len(reports) == 2)
-        assert [(done.step, done.held) for done in reports] == [(0, True), (0, False)]
+        assert [(done.step, type(done)) for done in reports] == [(0, StepHeld), (0, StepReport)]
         await feed.aclose()
 
 
@@ -365,7 +370,7 @@ async def leaving_with_something_unacknowledged_is_a_loss(open_harness: Opener) 
         assert balancer.acknowledged == [0, 1]
 
 
-def _collect(link: Link, into: list[StepDone]) -> bool:
+def _collect(link: Link, into: list[Report]) -> bool:
     done = link.report()
     if done is not None:
         into.append(done)
@@ -450,7 +455,7 @@ async def the_end_is_told_after_what_was_sent(open_harness: Opener) -> None:
         with _raises(ClosedResourceError):
             link.send(make_batch(1, 1).ranks[0])
         assert [batch.step for batch in await _drain(feed)] == [0]
-        reports: list[StepDone] = []
+        reports: list[Report] = []
         with _raises(EndOfStream):
             await _until(lambda: _collect(link, reports) and False)
         assert len(reports) == 1

@@ -2,39 +2,29 @@
 
 ::
 
-    serve() --Link.send--> | transport | --RankPort.take--> RankFeed
-    serve() <-Link.report- |           | <-RankPort.report- RankFeed
+    serve() --Link.send--> | transport | --Port.take--> RankFeed
+    serve() <-Link.report- |           | <-Port.report- RankFeed
 
 A transport delivers each rank's shares in order and exactly once per link, never more than the rank has given credit
 for, and tells a lost peer from a patient one. Steps increase, but need not be consecutive: one may have been given up.
-``memory`` lives in one event loop; ``torch_dist`` joins processes. What all of them must do is written as a test:
+Both ends are written once, :class:`~.rank_session.RankSession` and :class:`~.rank_port.RankPort`, above a
+:class:`~.channel.Channel`; what remains of a transport is how peers find each other. ``memory`` lives in one event
+loop; ``gloo`` joins processes. What all of them must do is written as a test:
 :func:`stream_balancer.testing.check_transport`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from typing import Protocol, TypeAlias
 
 from stream_balancer.types import RankBatch
+from stream_balancer.wire.messages import Denominators, PayloadsFetched, StepHeld, StepReport
 
-__all__ = ["Link", "RankPort", "StepDone", "Transport"]
+__all__ = ["Link", "Port", "Report", "Transport"]
 
-
-class StepDone(NamedTuple):
-    """A rank finished a step: the acknowledgement of its share. Or it will follow, or never come."""
-
-    step: int
-    seconds: float
-    """From the trainer taking the batch to its asking for the next one."""
-    compute_s: float | None = None
-    """Of these, what the trainer computed by itself, if it timed that."""
-    waited_s: float = 0.0
-    """From the trainer asking for the batch to its taking it."""
-    lacks: int | None = None
-    """Not done, and it cannot be: the producer of the share's rollout of this number is gone."""
-    held: bool = False
-    """The trainer is through with it and asks for more, but does not acknowledge it yet (``auto_ack=False``)."""
+Report: TypeAlias = StepReport | StepHeld | PayloadsFetched
+"""What a rank says of a step: done; worked through, to be acknowledged later; or that its payloads are there."""
 
 
 class Link(Protocol):
@@ -64,13 +54,19 @@ class Link(Protocol):
         """Call ``callback()`` in the event loop, but in no task, whenever credits, reports or health have changed."""
         ...
 
-    def send(self, share: RankBatch) -> None:
-        """Start sending ``share``; never blocks. Raises WouldBlock without a credit, RankLostError on a lost link."""
+    def send(self, batch: RankBatch, *, confirm: bool = False) -> None:
+        """Start sending ``batch``; never blocks. ``confirm``: the rank answers with PayloadsFetched, and holds the
+        batch until :meth:`denominators`; so for every batch some of whose payloads lie elsewhere. Raises WouldBlock
+        without a credit, RankLostError on a lost link."""
         ...
 
-    def report(self) -> StepDone | None:
-        """The next acknowledgement, or None if there is none yet. Raises RankLostError once the link is lost and
-        drained, EndOfStream once the rank has said good-bye after :meth:`end`."""
+    def denominators(self, message: Denominators) -> None:
+        """What the step divides by, on all ranks: releases a batch that was sent to be confirmed. Never blocks."""
+        ...
+
+    def report(self) -> Report | None:
+        """The next report, or None if there is none yet. Raises RankLostError once the link is lost and drained,
+        EndOfStream once the rank has closed after :meth:`end`."""
         ...
 
     def end(self) -> None:
@@ -99,7 +95,7 @@ class Transport(Protocol):
         ...
 
 
-class RankPort(Protocol):
+class Port(Protocol):
     """The rank's end. Safe to use from any thread unless the transport says otherwise."""
 
     @property
@@ -124,8 +120,8 @@ class RankPort(Protocol):
         """
         ...
 
-    def report(self, done: StepDone) -> None:
-        """Acknowledge ``done.step``, or say that it is ``held``. Never blocks; a lost controller is told by
+    def report(self, done: StepReport | StepHeld) -> None:
+        """Acknowledge ``done.step``, or say that this will follow. Never blocks; a lost controller is told by
         :meth:`take`."""
         ...
 

@@ -1,11 +1,11 @@
-"""Into the event loop: from any thread, on asyncio and on trio; and a queue for who arrives there."""
+"""Into the event loop, and out of it: on asyncio and on trio; and a queue for who arrives there."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Generic, TypeVar
+from typing import Generic, TypeAlias, TypeVar
 
 import anyio
 import anyio.lowlevel
@@ -13,12 +13,24 @@ import trio
 
 from stream_balancer.errors import to_raise
 
-__all__ = ["Arrivals", "loop_caller"]
+__all__ = ["Arrivals", "InLoop", "beside_the_loop", "loop_caller"]
 
 T = TypeVar("T")
+InLoop: TypeAlias = Callable[[Callable[[], object]], None]
+"""Runs a function in the event loop, in the order of the calls."""
 
 
-def loop_caller() -> Callable[[Callable[[], object]], None]:
+async def beside_the_loop(function: Callable[[], object], *, threads: bool) -> None:
+    """Call what may block for a moment; it is not interrupted by a cancellation. ``threads`` False: here, because it
+    belongs to the event loop."""
+    if not threads:
+        function()
+        return
+    with anyio.CancelScope(shield=True):
+        await anyio.to_thread.run_sync(function, limiter=anyio.CapacityLimiter(1))
+
+
+def loop_caller() -> InLoop:
     """A function that runs a function in the current event loop soon, callable from any thread without waiting for it.
 
     Calls are run in order. Once the loop has ended they are dropped.

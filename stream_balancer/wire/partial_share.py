@@ -14,7 +14,7 @@ controller holds the rollout any more (acknowledged, evicted, refused), the leas
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 
@@ -25,12 +25,14 @@ from torch import Tensor
 from stream_balancer.errors import RolloutError, WireError
 from stream_balancer.types import SUPPORTED_DTYPES, RankBatch, Rollout
 from stream_balancer.values import plain_tensor
-from stream_balancer.wire.messages import Owner
+from stream_balancer.wire.messages import Batch, Denominators, Owner, PartialBatch
 from stream_balancer.wire.share import (
+    _ENCODER,
     ALIGNMENT,
     Encoded,
     Frame,
     Kind,
+    _align,
     _Meta,
     _Plan,
     _plan,
@@ -166,6 +168,8 @@ class EncodedSkeleton:
             else:
                 sources.append((-1, 0))
                 self._here.append(rollout)
+        self.num_elsewhere = len(sources) - len(self._here)
+        """Rollouts whose payload is not here."""
         self._packed = msgspec.msgpack.encode(_Skeleton(encoded._meta, list(holders), sources))
         size = len(self._packed) + sum(rollout.nbytes for rollout in self._here)
         self.frame = encoded.frame._replace(
@@ -197,8 +201,8 @@ def encode_skeleton(share: RankBatch, *, max_bytes: int) -> EncodedSkeleton:
 class Skeleton:
     """A received skeleton: what is missing, and where in the slab of the whole share it belongs."""
 
-    batch: Frame
-    """The BATCH frame of the whole share; the slab needs its ``total_bytes``."""
+    batch: Batch
+    """The message of the whole rank batch; the buffer needs its ``total_bytes``."""
     _here: Tensor
     """Payloads that came with the skeleton."""
     _described: _Skeleton
@@ -240,6 +244,42 @@ class Skeleton:
             at += target.numel()
         self._mask_padding(slab)
 
+    def amend(
+        self, slab: Tensor, missing: Sequence[int], divisors: Denominators, lend: Callable[[int], Tensor]
+    ) -> tuple[Batch, Tensor]:
+        """Turn the rollouts at these places into padding copies of zeros, and have the step divide by ``divisors``: the
+        message and the buffer of what is to be trained on. O(1) where nothing is ``missing`` anywhere.
+
+        Call it once, after :meth:`finish`. A description that grew or shrank past an alignment moves the columns, into
+        a buffer that ``lend`` gives.
+        """
+        meta = self._meta
+        for target in self.targets(slab, missing):
+            target.zero_()
+        meta.padding = sorted({*meta.padding, *missing})
+        for place in missing:
+            meta.loss_tokens[place] = 0
+        meta.global_num_rollouts, meta.global_num_tokens = divisors.rollouts, divisors.tokens
+        meta.global_num_loss_tokens = divisors.loss_tokens
+        packed = _ENCODER.encode(meta)
+        if packed == self._described.share:
+            return self.batch, slab
+        plan = _plan(meta, len(packed), 2**62)
+        before, start = _align(self.batch.meta_bytes), _align(len(packed))
+        if start != before:
+            moved = lend(plan.total_bytes)
+            moved[start : plan.wire_bytes] = slab[before : self.batch.wire_bytes]
+            slab = moved
+        slab[: len(packed)] = torch.frombuffer(bytearray(packed), dtype=torch.uint8)
+        batch = msgspec.structs.replace(
+            self.batch,
+            meta_bytes=len(packed),
+            meta_crc=zlib.crc32(packed),
+            wire_bytes=plan.wire_bytes,
+            total_bytes=plan.total_bytes,
+        )
+        return batch, slab
+
     def _rows(self) -> list[tuple[int, int]]:
         """Per rollout: its micro-batch, and the row there at which it begins."""
         meta = self._meta
@@ -268,7 +308,7 @@ class Skeleton:
                 slab[first : first + self._meta.lengths[place] * size] = 0
 
 
-def read_skeleton(frame: Frame, body: Tensor, *, max_bytes: int) -> Skeleton:
+def read_skeleton(frame: Frame | PartialBatch, body: Tensor, *, max_bytes: int) -> Skeleton:
     """What :func:`encode_skeleton` made. Raises WireError for anything else, and for a share above ``max_bytes``."""
     packed = body[: frame.meta_bytes].numpy().tobytes()
     if zlib.crc32(packed) != frame.meta_crc:
@@ -278,7 +318,7 @@ def read_skeleton(frame: Frame, body: Tensor, *, max_bytes: int) -> Skeleton:
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError, ValueError) as error:
         raise WireError(f"step {frame.step}: the batch's description cannot be read: {error}") from None
     crc = zlib.crc32(described.share)
-    batch = frame._replace(kind=Kind.BATCH, meta_bytes=len(described.share), meta_crc=crc)
+    batch = Batch(frame.step, frame.rank, frame.dp_size, len(described.share), crc, 0, 0)
     meta = _read_meta(described.share, crc, f"step {frame.step}")
     if len(described.sources) != len(meta.ids) or any(
         not -1 <= holder < len(described.holders) or key < 0 for holder, key in described.sources
@@ -287,5 +327,5 @@ def read_skeleton(frame: Frame, body: Tensor, *, max_bytes: int) -> Skeleton:
     if any(column.dtype != column.wire_dtype for column in meta.columns):
         raise WireError(f"step {frame.step}: what producers hold is not narrowed")
     plan = _plan(meta, len(described.share), max_bytes)
-    batch = batch._replace(wire_bytes=plan.wire_bytes, total_bytes=plan.total_bytes)
+    batch = msgspec.structs.replace(batch, wire_bytes=plan.wire_bytes, total_bytes=plan.total_bytes)
     return Skeleton(batch, body[frame.meta_bytes : frame.wire_bytes], described, meta, plan)

@@ -44,6 +44,7 @@ from stream_balancer.values import (
     plain_name,
     plain_version,
 )
+from stream_balancer.wire.messages import Batch
 
 __all__ = [
     "FRAME_BYTES",
@@ -539,7 +540,7 @@ def _fits_int32(part: Tensor) -> bool:
 
 
 def decode(
-    frame: Frame,
+    frame: Frame | Batch,
     slab: Tensor,
     *,
     on_device: Callable[[Tensor], Tensor] | None = None,
@@ -662,7 +663,7 @@ _INTEGERS = frozenset({torch.uint8, torch.int8, torch.int16, torch.int32, torch.
 class _Received:
     """A checked slab and its description; makes views when asked."""
 
-    frame: Frame
+    frame: Frame | Batch
     meta: _Meta
     plan: _Plan
     slab: Tensor
@@ -739,12 +740,12 @@ class _Rollouts(Sequence[Rollout]):
         return f"<{len(self)} rollouts>"
 
 
-def checksum(frame: Frame, slab: Tensor) -> int:
+def checksum(frame: Frame | Batch, slab: Tensor) -> int:
     """Of all that travels of a slab; never 0. O(bytes)."""
     return zlib.crc32(slab[: frame.wire_bytes].numpy().data) or 1
 
 
-def slab_of(share: RankBatch) -> tuple[Frame, Tensor]:
+def slab_of(share: RankBatch) -> tuple[Any, Tensor]:
     """The BATCH frame and the slab that ``share`` was decoded from: :func:`decode` makes an equal share of them. O(1);
     O(bytes) for a share that did not come over a wire."""
     rollouts = share.micro_batches[0].rollouts
@@ -757,7 +758,7 @@ def slab_of(share: RankBatch) -> tuple[Frame, Tensor]:
     return encoded.frame, slab
 
 
-def _share(frame: Frame, meta: _Meta, plan: _Plan, slab: Tensor) -> RankBatch:
+def _share(frame: Frame | Batch, meta: _Meta, plan: _Plan, slab: Tensor) -> RankBatch:
     received = _Received(frame, meta, plan, slab, frozenset(meta.padding))
     micro_batches = []
     for number, (first, stop) in enumerate(pairwise(accumulate(meta.micro_batches, initial=0))):

@@ -15,7 +15,8 @@ from stream_balancer.errors import RankLostError
 from stream_balancer.rank.feed import RankFeed
 from stream_balancer.testing import make_rollout
 from stream_balancer.testing.transports import ScriptedBalancer, make_batch
-from stream_balancer.transport.memory import MemoryPort, MemoryTransport
+from stream_balancer.transport.memory import MemoryTransport
+from stream_balancer.transport.rank_port import RankPort
 from stream_balancer.types import Batch
 
 
@@ -36,8 +37,8 @@ def feeds_of(transport: MemoryTransport, *, depth: int = 2) -> list[RankFeed]:
 
 def kill(feed: RankFeed) -> None:
     port = feed._port
-    assert isinstance(port, MemoryPort)
-    port.kill()
+    assert isinstance(port, RankPort)
+    port.abort()
 
 
 async def settle() -> None:
@@ -94,7 +95,7 @@ async def test_a_real_balancer_loses_nothing_end_to_end() -> None:
         async for share in feed:
             got.extend(r.rollout_id for r in share.rollouts if not r.is_padding)
 
-    async with sb.StreamBalancer(config) as balancer, MemoryTransport(dp_size=3, through_wire=True) as transport:
+    async with sb.StreamBalancer(config) as balancer, MemoryTransport(dp_size=3) as transport:
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(serve, balancer, transport)
             for feed in feeds_of(transport):
@@ -224,7 +225,7 @@ async def test_a_share_that_cannot_be_sent_is_told_by_serve() -> None:
     )
     bad = Batch(step=0, reason="window", ranks=(mixed,), num_rollouts=2, num_tokens=8, loads=(1.0,), lower_bound=1.0)
     balancer = ScriptedBalancer([bad])
-    transport = MemoryTransport(dp_size=1, through_wire=True)
+    transport = MemoryTransport(dp_size=1)
     RankFeed(transport.connect(0))
     with pytest.raises(sb.RolloutError, match="'odd' has columns"):
         await serve(balancer, transport)
@@ -405,7 +406,7 @@ async def all_steps(feeds: list[RankFeed]) -> list[list[int]]:
 
 
 async def test_a_step_that_was_given_up_leaves_a_gap_and_nothing_else() -> None:
-    transport = MemoryTransport(dp_size=2, through_wire=True)
+    transport = MemoryTransport(dp_size=2)
     async with sb.StreamBalancer(a_config(capacity=64)) as balancer:
         await filled(balancer, 4)
         taken = balancer.batches(auto_ack=False)
@@ -420,7 +421,7 @@ async def test_a_step_that_was_given_up_leaves_a_gap_and_nothing_else() -> None:
 
 
 async def test_a_step_given_back_before_serve_comes_in_its_place() -> None:
-    transport = MemoryTransport(dp_size=2, through_wire=True)
+    transport = MemoryTransport(dp_size=2)
     async with sb.StreamBalancer(a_config(capacity=64)) as balancer:
         await filled(balancer, 3)
         taken = balancer.batches(auto_ack=False)

@@ -1,10 +1,9 @@
-"""The in-process transport keeps the contract, under virtual time, on both loops, with and without the wire."""
+"""The sessions of ranks keep the contract of transports over memory, in virtual time, on both loops."""
 
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from functools import partial
 
 import anyio
 import pytest
@@ -12,12 +11,13 @@ import pytest
 from stream_balancer.rank.feed import RankFeed
 from stream_balancer.testing import check_transport
 from stream_balancer.testing.transports import CLAUSES, Opener
-from stream_balancer.transport.memory import MemoryPort, MemoryTransport
+from stream_balancer.transport.memory import MemoryTransport
+from stream_balancer.transport.rank_port import RankPort
 
 
 class _Harness:
-    def __init__(self, dp_size: int, through_wire: bool) -> None:
-        self.transport = MemoryTransport(dp_size=dp_size, through_wire=through_wire)
+    def __init__(self, dp_size: int) -> None:
+        self.transport = MemoryTransport(dp_size=dp_size)
 
     def connect(
         self,
@@ -33,23 +33,22 @@ class _Harness:
 
     def kill(self, feed: RankFeed) -> None:
         port = feed._port
-        assert isinstance(port, MemoryPort)
-        port.kill()
+        assert isinstance(port, RankPort)
+        port.abort()
 
 
 @asynccontextmanager
-async def open_memory(dp_size: int, *, through_wire: bool) -> AsyncIterator[_Harness]:
-    harness = _Harness(dp_size, through_wire)
+async def open_memory(dp_size: int) -> AsyncIterator[_Harness]:
+    harness = _Harness(dp_size)
     async with harness.transport:
         yield harness
 
 
-@pytest.mark.parametrize("through_wire", [False, True])
 @pytest.mark.parametrize("clause", CLAUSES, ids=lambda clause: clause.__name__)
-async def test_clause(clause: Callable[[Opener], Awaitable[None]], through_wire: bool) -> None:
+async def test_clause(clause: Callable[[Opener], Awaitable[None]]) -> None:
     with anyio.fail_after(3600):  # virtual
-        await clause(partial(open_memory, through_wire=through_wire))
+        await clause(open_memory)
 
 
 async def test_contract() -> None:
-    await check_transport(partial(open_memory, through_wire=True))
+    await check_transport(open_memory)

@@ -19,8 +19,8 @@ from torch.utils.data import DataLoader
 import stream_balancer as sb
 from stream_balancer.integrations.torch_data import RolloutDataset
 from stream_balancer.testing import make_rollouts
-from stream_balancer.transport import StepDone
 from stream_balancer.types import RankBatch
+from stream_balancer.wire.messages import StepHeld, StepReport
 
 
 class Port:
@@ -42,8 +42,8 @@ class Port:
         self.taken += 1
         return self._left.popleft()
 
-    def report(self, done: StepDone) -> None:
-        if not done.held:
+    def report(self, done: StepReport | StepHeld) -> None:
+        if isinstance(done, StepReport):
             self.reported.append(done.step)
 
     def leave(self) -> None:

@@ -22,12 +22,13 @@ from stream_balancer.errors import (
     WouldBlock,
     to_raise,
 )
-from stream_balancer.transport import StepDone
+from stream_balancer.transport import Report
 from stream_balancer.transport.buffers import SlabPool
 from stream_balancer.transport.gloo.endpoint import Endpoint, Pair, Pending
 from stream_balancer.transport.gloo.shared_memory import SharedSlabs, SharedViews, available
 from stream_balancer.transport.sockets.payloads import Fetcher
 from stream_balancer.types import RankBatch
+from stream_balancer.wire.messages import Denominators, MissingRollout, PayloadsFetched, StepHeld, StepReport
 from stream_balancer.wire.partial_share import encode_skeleton, is_remote
 from stream_balancer.wire.share import FRAME_WORDS, Frame, Kind, check_batch_frame, checksum, encode, read_frame
 
@@ -84,7 +85,7 @@ class ControllerLink(Endpoint):
         self._sharing = None if self._shared else False  # None: the rank has not answered yet
         self._credits = depth
         self._taken = 0
-        self._reports: deque[StepDone] = deque()
+        self._reports: deque[Report] = deque()
         self._error: Exception | None = None
         self._ended = False
         self._last_step: int | None = None
@@ -108,7 +109,10 @@ class ControllerLink(Endpoint):
         """See :class:`Link`."""
         self._callbacks.append(callback)
 
-    def send(self, share: RankBatch) -> None:
+    def denominators(self, message: Denominators) -> None:
+        """Not yet: a step whose payloads are gone is not trained on."""
+
+    def send(self, share: RankBatch, *, confirm: bool = False) -> None:
         """See :class:`Link`."""
         if self._error is not None:
             raise to_raise(self._error)
@@ -120,7 +124,7 @@ class ControllerLink(Endpoint):
         self._last_step = share.step
         self._put(share)
 
-    def report(self) -> StepDone | None:
+    def report(self) -> Report | None:
         """See :class:`Link`."""
         if self._reports:
             return self._reports.popleft()
@@ -171,7 +175,7 @@ class ControllerLink(Endpoint):
         self._changed_in_loop()
 
     def _on_lacks(self, frame: Frame) -> None:
-        self._reports.append(StepDone(frame.step, 0.0, lacks=frame.taken))
+        self._reports.append(PayloadsFetched(frame.step, (MissingRollout(frame.taken, "", "", "it is gone"),)))
         self._changed_in_loop()
 
     def _on_bye(self) -> None:
@@ -403,14 +407,14 @@ class PortBase(Endpoint):
         self._put(Frame(Kind.REPORT, taken=taken))
         return batch
 
-    def report(self, done: StepDone) -> None:
+    def report(self, done: StepReport | StepHeld) -> None:
         """See :class:`RankPort`."""
         self._working_on = None
         self._put(
             Frame(
                 Kind.REPORT,
                 step=done.step,
-                rank=int(done.held),
+                rank=int(isinstance(done, StepHeld)),
                 taken=self._taken,
                 nanoseconds=_nanoseconds(done.seconds),
                 wire_bytes=0 if done.compute_s is None else 1 + _nanoseconds(done.compute_s),
@@ -584,12 +588,13 @@ def _nanoseconds(seconds: float) -> int:
     return max(int(seconds * 1e9), 0)
 
 
-def _step_done(frame: Frame) -> StepDone:
+def _step_done(frame: Frame) -> Report:
     """What a REPORT frame says of its step."""
-    return StepDone(
+    if frame.rank == 1:
+        return StepHeld(frame.step, frame.nanoseconds / 1e9)
+    return StepReport(
         frame.step,
         frame.nanoseconds / 1e9,
         compute_s=(frame.wire_bytes - 1) / 1e9 if frame.wire_bytes else None,
         waited_s=frame.total_bytes / 1e9,
-        held=frame.rank == 1,
     )

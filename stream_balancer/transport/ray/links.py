@@ -24,13 +24,13 @@ from stream_balancer.errors import (
     WouldBlock,
     to_raise,
 )
-from stream_balancer.transport import StepDone
+from stream_balancer.transport import Report
 from stream_balancer.transport.producer_session import Offer
 from stream_balancer.transport.put_ledger import Limits, Mode, reason_of
 from stream_balancer.transport.ray.channel import Message, Peer, cause_of
 from stream_balancer.transport.ray.object_store import Lost, Share, Stored, read_bundle, read_whole, write_share
 from stream_balancer.types import RankBatch, Rollout
-from stream_balancer.wire.messages import Cancel, Owner
+from stream_balancer.wire.messages import Cancel, Denominators, Owner, StepHeld, StepReport
 
 __all__ = ["RayIntake", "RayLink"]
 
@@ -46,7 +46,7 @@ class RayLink:
         self._peer = peer
         self._max_bytes = max_bytes
         self._granted = depth
-        self._reports: deque[StepDone] = deque()
+        self._reports: deque[Report] = deque()
         self._error: Exception | None = None
         self._ended = False
         self._callback: Callable[[], None] = lambda: None
@@ -67,7 +67,10 @@ class RayLink:
         """See :class:`~stream_balancer.transport.Link`."""
         self._callback = callback
 
-    def send(self, share: RankBatch) -> None:
+    def denominators(self, message: Denominators) -> None:
+        """Not yet: a rank masks what is gone, and nobody asks the others."""
+
+    def send(self, share: RankBatch, *, confirm: bool = False) -> None:
         """See :class:`~stream_balancer.transport.Link`."""
         if self._error is not None:
             raise to_raise(self._error)
@@ -79,7 +82,7 @@ class RayLink:
         self._granted -= 1
         self._peer.put(partial(_packed, write, share.num_tokens))
 
-    def report(self) -> StepDone | None:
+    def report(self) -> Report | None:
         """See :class:`~stream_balancer.transport.Link`."""
         if self._reports:
             return self._reports.popleft()
@@ -122,9 +125,9 @@ class RayLink:
             case ("taken",):
                 self._granted += 1
             case ("done", int(step), float(seconds), float() | None as compute_s, float(waited_s)):
-                self._reports.append(StepDone(step, seconds, compute_s, waited_s))
+                self._reports.append(StepReport(step, seconds, compute_s, waited_s))
             case ("held", int(step)):
-                self._reports.append(StepDone(step, 0.0, held=True))
+                self._reports.append(StepHeld(step, 0.0))
             case ("lacks", int(step), list(lost)):
                 self.on_lost_rollouts(step, [Lost(*one) for one in lost])
             case ("bye",):

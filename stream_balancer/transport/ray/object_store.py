@@ -16,7 +16,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Sequence
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -257,7 +257,7 @@ def complete(share: Share, *, fetch: Fetch, lend: Callable[[int], Tensor]) -> tu
     if lost:
         frame, packed, meta, plan = _without(frame, meta, [one.place for one in lost])
     sources = [(number, 0) for number, _ in share.sources]
-    skeleton = Skeleton(frame, torch.tensor(share.here), _Skeleton(packed, [], sources), meta, plan)
+    skeleton = Skeleton(cast("Any", frame), torch.tensor(share.here), _Skeleton(packed, [], sources), meta, plan)
     slab = lend(frame.total_bytes)
     for place, (number, spans) in enumerate(share.sources):
         if number >= 0:

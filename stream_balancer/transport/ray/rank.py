@@ -17,11 +17,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from stream_balancer.errors import AlreadyInUseError, ClosedResourceError, EndOfStream, RankLostError, to_raise
-from stream_balancer.transport import StepDone
 from stream_balancer.transport.buffers import SlabPool
 from stream_balancer.transport.ray.channel import Caller, Message
 from stream_balancer.transport.ray.object_store import Share, complete, frame_of
 from stream_balancer.types import RankBatch
+from stream_balancer.wire.messages import StepHeld, StepReport
 from stream_balancer.wire.share import Frame, decode
 
 __all__ = ["RayPort"]
@@ -73,11 +73,11 @@ class RayPort:
         return caller
 
     def subscribe(self, callback: Callable[[], None]) -> None:
-        """See :class:`~stream_balancer.transport.RankPort`."""
+        """See :class:`~stream_balancer.transport.Port`."""
         self._callback = callback
 
     def take(self) -> RankBatch | None:
-        """See :class:`~stream_balancer.transport.RankPort`."""
+        """See :class:`~stream_balancer.transport.Port`."""
         if self._closed:
             raise ClosedResourceError
         if self._queue:
@@ -89,21 +89,21 @@ class RayPort:
             raise to_raise(self._end)
         return None
 
-    def report(self, done: StepDone) -> None:
-        """See :class:`~stream_balancer.transport.RankPort`."""
-        if done.held:
+    def report(self, done: StepReport | StepHeld) -> None:
+        """See :class:`~stream_balancer.transport.Port`."""
+        if isinstance(done, StepHeld):
             self._caller.send(("held", done.step))
         elif self._progress.done(done):
             self._caller.send(_report(done))
 
     def leave(self) -> None:
-        """See :class:`~stream_balancer.transport.RankPort`."""
+        """See :class:`~stream_balancer.transport.Port`."""
         if not self._left:
             self._left = True
             self._caller.send(("bye",))
 
     def close(self) -> None:
-        """See :class:`~stream_balancer.transport.RankPort`."""
+        """See :class:`~stream_balancer.transport.Port`."""
         self._closed = True
         self.leave()
         self._caller.ended.wait(self._linger_s)
@@ -113,7 +113,7 @@ class RayPort:
         self._queue.clear()
 
     async def aclose(self) -> None:
-        """See :class:`~stream_balancer.transport.RankPort`."""
+        """See :class:`~stream_balancer.transport.Port`."""
         with anyio.CancelScope(shield=True):
             await anyio.to_thread.run_sync(self.close, limiter=anyio.CapacityLimiter(1))
 
@@ -185,7 +185,7 @@ class RayPort:
             self._end = error
 
 
-def _report(done: StepDone) -> Message:
+def _report(done: StepReport) -> Message:
     return ("done", done.step, done.seconds, done.compute_s, done.waited_s)
 
 
@@ -198,7 +198,7 @@ class _Progress:
         self._queued: set[int] = set()
         self._newest = self._newest_done = -1
         self._here: set[int] = set()  # delivered by the present controller, and not done
-        self._done: dict[int, StepDone] = {}
+        self._done: dict[int, StepReport] = {}
 
     def arrived(self, step: int) -> tuple[bool, list[Message]]:
         """Whether it is new; and what to say at once about one that is not."""
@@ -211,7 +211,7 @@ class _Progress:
             answers: list[Message] = [] if step in self._queued else [("taken",)]
             if step <= self._newest_done:
                 self._here.discard(step)
-                answers.append(_report(self._done.get(step, StepDone(step, 0.0))))
+                answers.append(_report(self._done.get(step, StepReport(step, 0.0))))
             return False, answers
 
     def taken(self, step: int) -> bool:
@@ -220,7 +220,7 @@ class _Progress:
             self._queued.discard(step)
             return step in self._here
 
-    def done(self, done: StepDone) -> bool:
+    def done(self, done: StepReport) -> bool:
         """Whether the controller waits to hear it; else it is told when it delivers the step again."""
         with self._lock:
             self._newest_done = done.step

@@ -161,7 +161,14 @@ class Fetcher:
                     raise ClosedResourceError from None
                 raise _lost(skeleton, holder, places, error) from error
         skeleton.finish(slab)
-        return skeleton.batch, slab
+        batch = skeleton.batch
+        return frame._replace(
+            kind=Kind.BATCH,
+            meta_bytes=batch.meta_bytes,
+            meta_crc=batch.meta_crc,
+            wire_bytes=batch.wire_bytes,
+            total_bytes=batch.total_bytes,
+        ), slab
 
     def close(self) -> None:
         """Wake the thread that fetches, for good. Idempotent."""

@@ -1,0 +1,94 @@
+"""Which ranks may come in: one incarnation of each. Decided in one place, whatever a rank comes through.
+
+A rank has proven that it knows the token before it is judged here (:mod:`stream_balancer.transport.handshake`). Belongs
+to the event loop; no socket, no clock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from stream_balancer.errors import ClosedResourceError
+from stream_balancer.transport.event_loop import Arrivals
+from stream_balancer.transport.rank_session import RankSession
+from stream_balancer.wire.messages import JoinRank, Refused
+
+__all__ = ["Admission"]
+
+
+class Admission:
+    """Judges the ranks of one transport, and hands their sessions to ``accept()``."""
+
+    def __init__(self, dp_size: int) -> None:
+        self.dp_size = dp_size
+        self.sessions: dict[int, RankSession] = {}
+        """The newest one of each rank, lost or not."""
+        self.closed = False
+        self._arrived: Arrivals[RankSession] = Arrivals()
+        self._connecting: set[tuple[int, int]] = set()  # rank and incarnation
+        self._on_hold: list[tuple[JoinRank, Callable[[], object]]] = []
+
+    def refusal(self, request: JoinRank) -> Refused | None:
+        """Why a rank may not come in, now."""
+        if self.closed:
+            return Refused("closed", "the transport is closed")
+        if request.dp_size != self.dp_size:
+            return Refused(
+                "value",
+                f"rank {request.rank} announces dp_size={request.dp_size}, but the controller balances for "
+                f"dp_size={self.dp_size}. Give both the same number of data-parallel ranks",
+            )
+        if not 0 <= request.rank < self.dp_size or request.depth < 1 or request.incarnation < 0:
+            return Refused(
+                "value",
+                f"rank {request.rank} announces depth={request.depth}, incarnation={request.incarnation}, but ranks go "
+                f"from 0 to {self.dp_size - 1}, depth is at least 1 and incarnation at least 0",
+            )
+        before = self.sessions.get(request.rank)
+        if before is not None and before.live and before.incarnation >= request.incarnation:
+            return Refused(
+                "busy",
+                f"rank {request.rank} is already connected (incarnation {before.incarnation}). One RankFeed per rank: "
+                "close the other one first, or start the rank again under a higher incarnation",
+            )
+        return None
+
+    def begin(self, request: JoinRank, again: Callable[[], object]) -> bool:
+        """Whether a rank that is not refused may build its connection now, which :meth:`settle` must follow. If one of
+        at least its incarnation is about to, ``again`` is called once that one has settled."""
+        if any(rank == request.rank and number >= request.incarnation for rank, number in self._connecting):
+            self._on_hold.append((request, again))
+            return False
+        self._connecting.add((request.rank, request.incarnation))
+        return True
+
+    def settle(self, request: JoinRank) -> None:
+        """Its connection was built, or could not be. If it was, :meth:`admit` comes before this."""
+        self._connecting.discard((request.rank, request.incarnation))
+        held = [again for waiting, again in self._on_hold if waiting.rank == request.rank]
+        self._on_hold = [(waiting, again) for waiting, again in self._on_hold if waiting.rank != request.rank]
+        for again in held:
+            again()
+
+    def admit(self, session: RankSession) -> bool:
+        """It is in, in place of an older incarnation. False if a newer one was faster, or all is closed."""
+        before = self.sessions.get(session.rank)
+        if self.closed or (before is not None and before.live and before.incarnation > session.incarnation):
+            return False
+        self.sessions[session.rank] = session
+        if before is not None:
+            before.supersede(session.incarnation)
+        self._arrived.add(session)
+        return True
+
+    async def accept(self) -> RankSession:
+        """The next rank that has come in. If cancelled, none is lost. Raises ClosedResourceError once closed."""
+        return await self._arrived.next()
+
+    def close(self) -> None:
+        """Nobody comes in any more. Idempotent."""
+        self.closed = True
+        self._arrived.fail(ClosedResourceError())
+        held, self._on_hold = self._on_hold, []
+        for _, again in held:  # to be refused
+            again()

@@ -1,0 +1,241 @@
+"""The controller's end of the conversation with one rank: credits, reports, the end. Written once, for every channel.
+
+A session does not know which kind of channel it talks through. ``admit``, ``receive``, ``ended`` and ``stalled`` run in
+the channel's thread, and hop into the event loop for whatever changes here; all else is called there. No socket, no
+clock, no task.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections import deque
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from torch import Tensor
+
+from stream_balancer.errors import (
+    ClosedResourceError,
+    EndOfStream,
+    RankLostError,
+    WireError,
+    WouldBlock,
+    to_raise,
+)
+from stream_balancer.transport import Report
+from stream_balancer.transport.channel import Channel, Outgoing, PeerClosed, Session, Source, unexpected
+from stream_balancer.transport.event_loop import InLoop, beside_the_loop
+from stream_balancer.types import RankBatch
+from stream_balancer.wire.messages import (
+    Batch,
+    Denominators,
+    End,
+    JoinRank,
+    Message,
+    PartialBatch,
+    PayloadsFetched,
+    StepHeld,
+    StepReport,
+    Taken,
+)
+from stream_balancer.wire.partial_share import encode_skeleton, is_remote
+from stream_balancer.wire.share import encode
+
+__all__ = ["RankSession"]
+
+logger = logging.getLogger("stream_balancer.transport")
+
+
+class RankSession(Session):
+    """One incarnation of a rank, as the controller sees it. See :class:`~stream_balancer.transport.Link`."""
+
+    def __init__(self, channel: Channel, request: JoinRank, in_loop: InLoop) -> None:
+        """``request``: what the rank asked for, judged by :class:`~stream_balancer.transport.admission.Admission`.
+        ``in_loop`` runs a function in the event loop, in order; with a channel that has no threads, at once."""
+        self.rank, self.incarnation = request.rank, request.incarnation
+        self.stalled_s = 0.0
+        """Seconds without a sign of life, once the channel reports a stall; 0.0 while all is well."""
+        self._channel, self._in_loop = channel, in_loop
+        self._depth, self._max_bytes = request.depth, request.max_batch_bytes
+        self._sent = self._taken = 0
+        self._last_step: int | None = None
+        self._reports: deque[Report] = deque()
+        self._error: Exception | None = None
+        self._ended = False
+        self._callbacks: list[Callable[[], None]] = []
+
+    # Link: in the event loop
+
+    @property
+    def credits(self) -> int:
+        """Batches the rank has room for now; 0 once lost or ended."""
+        return 0 if self._error is not None or self._ended else self._depth - (self._sent - self._taken)
+
+    @property
+    def live(self) -> bool:
+        """False once lost or closed."""
+        return self._error is None
+
+    @property
+    def channel(self) -> Channel:
+        """What it talks through."""
+        return self._channel
+
+    def subscribe(self, callback: Callable[[], None]) -> None:
+        """See :class:`~stream_balancer.transport.Link`."""
+        self._callbacks.append(callback)
+
+    def send(self, batch: RankBatch, *, confirm: bool = False) -> None:
+        """See :class:`~stream_balancer.transport.Link`."""
+        if self._error is not None:
+            raise to_raise(self._error)
+        if self._ended:
+            raise ClosedResourceError
+        if self.credits == 0:
+            raise WouldBlock
+        self._sent, self._last_step = self._sent + 1, batch.step
+        pack = pack_partial if confirm or is_remote(batch) else pack_whole
+        self._channel.send(partial(pack, batch, self._max_bytes))
+
+    def denominators(self, message: Denominators) -> None:
+        """See :class:`~stream_balancer.transport.Link`."""
+        if self._error is None:
+            self._channel.send(Outgoing(message))
+
+    def report(self) -> Report | None:
+        """See :class:`~stream_balancer.transport.Link`."""
+        if self._reports:
+            return self._reports.popleft()
+        if self._error is not None:
+            raise to_raise(self._error)
+        return None
+
+    def end(self) -> None:
+        """See :class:`~stream_balancer.transport.Link`."""
+        if not self._ended:
+            self._ended = True
+            self._channel.send(Outgoing(End()))
+
+    def supersede(self, incarnation: int) -> None:
+        """A newer incarnation of the rank has come: this one is over."""
+        cause = f"superseded by incarnation {incarnation}"
+        self._fail(self._lost(cause))
+        self._channel.close(cause)
+
+    async def aclose(self) -> None:
+        """See :class:`~stream_balancer.transport.Link`."""
+        self._fail(ClosedResourceError())
+        await beside_the_loop(self._channel.abort, threads=self._channel.threads)
+
+    def _on_message(self, message: Taken | Report) -> None:
+        if self.stalled_s:
+            logger.warning("rank %d answers again after %.1f s", self.rank, self.stalled_s)
+            self.stalled_s = 0.0
+        if isinstance(message, Taken):
+            self._taken = message.total
+        elif self._error is None:
+            self._reports.append(message)
+        self._notify()
+
+    def _on_ended(self, error: Exception) -> None:
+        if isinstance(error, PeerClosed):
+            self._fail(EndOfStream() if self._ended else self._lost("the rank closed its feed"))
+        elif isinstance(error, WireError):
+            self._fail(self._lost(f"it broke the protocol: {error}"), error)
+        elif isinstance(error, OSError):
+            self._fail(self._lost(str(error)), error)
+        else:  # a batch that could not be packed: its own error says which rollout
+            self._fail(error)
+
+    def _on_stalled(self, seconds: float) -> None:
+        if seconds and not self.stalled_s:
+            logger.warning(
+                "rank %d has given no sign of life for %.1f s: it is stopped, or the network stalls. Waiting",
+                self.rank,
+                seconds,
+            )
+        elif self.stalled_s and not seconds:
+            logger.warning("rank %d answers again after %.1f s", self.rank, self.stalled_s)
+        self.stalled_s = seconds
+        self._notify()
+
+    def _fail(self, error: Exception, cause: Exception | None = None) -> None:
+        if self._error is None:
+            error.__cause__ = cause
+            self._error = error
+            self._notify()
+
+    def _notify(self) -> None:
+        for callback in self._callbacks:
+            callback()
+
+    def _lost(self, cause: str) -> RankLostError:
+        step = self._last_step
+        doing = "nothing had been sent to it" if step is None else f"the last step sent to it was {step}"
+        return RankLostError(
+            f"rank {self.rank} (incarnation {self.incarnation}) was lost: {cause}; {doing}. What it has not "
+            "acknowledged is still held. Restart the rank under a new incarnation, or give serve() a rejoin_timeout_s",
+            rank=self.rank,
+            step=step,
+            cause=cause,
+        )
+
+    # Receiver: in the channel's thread
+
+    def receive(self, message: Message, buffers: Sequence[Tensor], references: Sequence[object]) -> None:
+        """See :class:`~stream_balancer.transport.channel.Receiver`."""
+        if isinstance(message, Taken):
+            if not self._taken <= message.total <= self._sent:
+                raise WireError(f"{message.total} batches taken, where {self._taken} were and {self._sent} were sent")
+        elif isinstance(message, StepReport | StepHeld):
+            check_report(message)
+        elif not isinstance(message, PayloadsFetched):
+            raise unexpected(message, "a rank trains")
+        self._in_loop(partial(self._on_message, message))
+
+    def ended(self, error: Exception) -> None:
+        """See :class:`~stream_balancer.transport.channel.Receiver`."""
+        self._in_loop(partial(self._on_ended, error))
+
+    def stalled(self, seconds: float) -> None:
+        """See :class:`~stream_balancer.transport.channel.Receiver`."""
+        self._in_loop(partial(self._on_stalled, seconds))
+
+
+def check_report(report: StepReport | StepHeld) -> None:
+    """Raise WireError for seconds that no clock gives: a rank's timing must not spoil what is learnt from all."""
+    if not all(0.0 <= s < math.inf for s in (report.seconds, report.compute_s or 0.0, report.waited_s)):
+        raise WireError(f"a report of impossible durations: {report}")
+
+
+def pack_whole(batch: RankBatch, max_bytes: int, channel: Channel) -> Outgoing:
+    """A rank batch, for :meth:`Channel.send`. Raises RolloutError or ValueError, naming the rollout or the step."""
+    encoded = encode(batch, max_bytes=max_bytes, narrow=channel.narrow)
+    frame = encoded.frame
+    message = Batch(
+        frame.step,
+        frame.rank,
+        frame.dp_size,
+        frame.meta_bytes,
+        frame.meta_crc,
+        frame.wire_bytes,
+        frame.total_bytes,
+    )
+    return Outgoing(message, [Source(frame.wire_bytes, encoded.fill)])
+
+
+def pack_partial(batch: RankBatch, max_bytes: int, channel: Channel) -> Outgoing:
+    """A rank batch some of whose payloads lie elsewhere, or that waits for what its step divides by."""
+    encoded = encode_skeleton(batch, max_bytes=max_bytes)
+    frame = encoded.frame
+    message = PartialBatch(
+        frame.step,
+        frame.rank,
+        frame.dp_size,
+        frame.meta_bytes,
+        frame.meta_crc,
+        frame.wire_bytes,
+        encoded.num_elsewhere,
+    )
+    return Outgoing(message, [Source(frame.wire_bytes, encoded.fill)])
