@@ -1,4 +1,4 @@
-"""What the three planning benchmarks share: length streams, other projects' partitioners, and rows of results.
+"""Common to the three planning benchmarks: length streams, other projects' partitioners, and rows of results.
 
 Peers are optional: those that do not import are left out, and the benchmark says so. Environment: bench/peers.txt.
 """

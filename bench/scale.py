@@ -1,7 +1,7 @@
 """How far one planner goes: dispatches, loop blocks, memory and simulated runs up to 4,096 ranks, 131,072 waiting and
 10^6 rollouts.
 
-A dispatch is the whole ``_core.poll``: columns, plan, batch, commit. Rollouts share one payload, so that what is
+A dispatch is the whole ``core.poll``: columns, plan, batch, commit. All rollouts have the same payload, so that what is
 measured is the balancer and Python, never tokens. Each part runs in a process of its own, with a clean heap.
 Run: ``python bench/scale.py [--json] [--part memory|block|dispatch|simulate|shard]``.
 """

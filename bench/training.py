@@ -1,7 +1,7 @@
-"""DP-rank training time before and after: real forward and backward passes of every rank's share, timed one by one.
+"""DP-rank training time before and after: real forward and backward passes of every rank batch, timed one by one.
 
 ``python bench/training.py [--json] [--steps 40] [--device cuda] [--model 0.5b]``. Every policy trains the same
-rollouts, in the same order of arrival. The ranks' shares run one after another in this process, so they do not
+rollouts, in the same order of arrival. The rank batches run one after another in this process, so they do not
 disturb each other; a step takes as long as its slowest rank, or, where ranks meet at every micro-batch, as the sum of
 the slowest micro-batches. On a CPU seconds are CPU seconds. Rows of verl need the peers' environment
 (``make bench-peers``).

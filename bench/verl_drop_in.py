@@ -2,7 +2,7 @@
 
 PYTHONPATH=. .venv-peers/bin/python bench/verl_drop_in.py [--json] [--seeds 20]
 
-A batch is dealt to the ranks with ``get_seqlen_balanced_partitions(equal_size=True)`` on ``calculate_workload``, as
+A batch is split over the ranks with ``get_seqlen_balanced_partitions(equal_size=True)`` on ``calculate_workload``, as
 ``_balance_batch`` does, and each rank's rows go through ``rearrange_micro_batches``, as jagged TensorDicts. The
 all_reduce is replaced by calling again with the neediest rank's count; only that last call is timed.
 """

@@ -31,12 +31,12 @@ async def worker(name: str, balancer: sb.StreamBalancer) -> None:
 async def train(balancer: sb.StreamBalancer) -> None:
     """One optimizer step per batch."""
     async for batch in balancer.batches():
-        for share in batch.ranks:
-            for micro_batch in share.micro_batches:
+        for rank_batch in batch.ranks:
+            for micro_batch in rank_batch.micro_batches:
                 packed = micro_batch.packed()
                 loss = torch.zeros(()) * packed["input_ids"].sum()  # your model, on packed.cu_seqlens
-                loss = loss / share.global_num_loss_tokens  # the step's denominator: ranks hold different numbers
-        tokens = " + ".join(str(share.num_tokens) for share in batch.ranks)
+                loss = loss / rank_batch.global_num_loss_tokens  # the step's denominator: ranks hold different numbers
+        tokens = " + ".join(str(rank_batch.num_tokens) for rank_batch in batch.ranks)
         print(f"step {batch.step} ({batch.reason}): {tokens} tokens, ranks differ by {batch.imbalance:.1%}")
 
 

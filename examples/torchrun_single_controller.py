@@ -32,7 +32,7 @@ async def control() -> None:
 
 
 def main() -> None:
-    """Every rank trains on its own share of every step."""
+    """Every rank trains on its own part of every step."""
     dist.init_process_group("gloo")
     controller = threading.Thread(target=anyio.run, args=(control,))
     if dist.get_rank() == 0:

@@ -1,11 +1,11 @@
-"""stream_balancer: finished RL rollouts in, every data-parallel rank's balanced share out.
+"""stream_balancer: finished RL rollouts in, a balanced batch for every data-parallel rank out.
 
     import stream_balancer as sb
 
     async with sb.StreamBalancer(sb.BalancerConfig(dp_size=8, batch_size=256)) as balancer:
         await balancer.put(sb.Rollout(tokens={"input_ids": ids}))      # in rollout workers
         async for batch in balancer.batches():                         # in the trainer
-            for share in batch.ranks:                                  # one for each data-parallel rank
+            for rank_batch in batch.ranks:                             # one for each data-parallel rank
                 ...
 
 README.md shows the rest; ``help(sb.BalancerConfig)`` explains every knob.

@@ -1,8 +1,7 @@
-"""Which knobs exist, and which combinations are refused.
+"""Knobs of a balancer: which exist, and which combinations are refused.
 
 A knob that could deadlock, or never fire, is refused here with what, why, and what to do, so that a run fails in its
-first second and not in its tenth hour. Nothing that decides at run time may enter; this room only says what was asked
-for.
+first second and not in its tenth hour. Values only: nothing that decides at run time may enter.
 """
 
 from __future__ import annotations
@@ -122,7 +121,8 @@ class BalancerConfig:
     looks like one (``response_mask``, ``completion_mask``, ``action_mask``, ``labels``, ...)."""
     policy: Policy = "window"
     """"window" is what this library is for. "fifo" (arrival order, best partition) and "round_robin" (arrival order,
-    dealt in turn) are what is usual elsewhere: run them to measure, in your own training, what the window buys."""
+    to the ranks in turn) are what is usual elsewhere: run them to measure, in your own training, what the window
+    buys."""
 
     auto_windows: tuple[int, ...] = field(init=False)
     """What ``window="auto"`` chooses from: one to three batches, as far as ``capacity``, ``max_skips`` and

@@ -1,4 +1,4 @@
-"""How much work is a length.
+"""Cost models: how much work a length is.
 
 A cost model turns lengths (tokens) into predicted work, one float per rollout; ranks are balanced by the sum. Pure
 numpy: no torch, no clock, no waiting. Write your own by giving a callable with the two members of :class:`CostModel`.
@@ -22,11 +22,11 @@ __all__ = ["CalibratedCost", "CostModel", "PaddedCost", "QuadraticCost", "TokenC
 
 @runtime_checkable
 class CostModel(Protocol):
-    """What the balancer asks of a cost model."""
+    """Predicted work by length, as the balancer asks for it."""
 
     @property
     def padded(self) -> bool:
-        """True if micro-batches are padded: a micro-batch then costs rows x (cost of its longest), not a sum."""
+        """True if micro-batches are padded: a micro-batch then costs rollouts x (cost of its longest), not a sum."""
         ...
 
     def __call__(self, lengths: ArrayLike) -> NDArray[np.float64]:
@@ -238,12 +238,16 @@ class PaddedCost:
         return _float_lengths(lengths)
 
 
-_PROBES = (1000.0, 2000.0, 7000.0)  # lengths at which a prior shows its two weights, and that it has no third
+_PROBES = (
+    1000.0,
+    2000.0,
+    7000.0,
+)  # tokens: two lengths give a prior's two weights, the third shows that it has no other
 
 
 @dataclass(frozen=True)
 class CalibratedCost:
-    """A cost model that learns from the ranks' clocks, and every rank's speed with it.
+    """Work and rank speeds, learned from the seconds that ranks report.
 
     It starts as ``prior`` and from then on is fitted to the seconds that ranks report: work per token, per token pair,
     per micro-batch and per step, and a speed for each rank (``calibration`` has the method). A slow rank gets less

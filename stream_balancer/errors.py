@@ -1,6 +1,6 @@
-"""What can go wrong, and whose fault it is.
+"""Errors: what can go wrong, and whose fault it is.
 
-Most errors are the ones anyio and Python users already know; this room only adds what those cannot say::
+Most are the ones anyio and Python users already know; this module only adds what those cannot express::
 
     ValueError                    a bad value: a knob, a rollout, a trace
     |-- ConfigError               a knob, or a combination of knobs, that could deadlock or never fire
@@ -105,7 +105,7 @@ class ProducerLostError(BrokenResourceError):
         self.rollout_id = rollout_id
         """A rollout of it whose tokens are gone."""
         self.place = place
-        """Where that rollout stands in the rank's share."""
+        """Where that rollout stands in the rank batch."""
 
 
 class WireError(BrokenResourceError):

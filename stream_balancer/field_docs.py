@@ -1,4 +1,4 @@
-"""``help()`` shows every field of a dataclass, with the text that stands below it in the source.
+"""Texts of dataclass fields, for ``help()``: what stands below each field in the source.
 
 Python drops the string below a field; editors and the documentation site read it from the source, ``help()`` cannot.
 :func:`documented` appends those strings to the class docstring when it is first read, so that importing costs nothing

@@ -20,7 +20,7 @@ IdleCause: TypeAlias = Literal[
 ]
 """Why a rank computed nothing: too few rollouts were there for any batch; there were enough, but the window was not
 full, or the deadline not reached; other ranks had more to do, which a better assignment might have avoided, or none
-could; or its share was on the way."""
+could; or its batch was on the way."""
 
 
 @documented
@@ -132,7 +132,7 @@ class Statistics:
     length_bias: LengthBiasSummary
     """Whether long rollouts waited longer than short ones; see :class:`LengthBiasSummary`."""
     idle_fraction: float | None
-    """Predicted share of rank time spent waiting for the slowest rank, over all steps: 1 - sum(mean load) / sum(max
+    """Predicted part of rank time spent waiting for the slowest rank, over all steps: 1 - sum(mean load) / sum(max
     load). None before the first dispatch."""
     measured_idle_fraction: float | None
     """The same, from the seconds that ranks reported for their steps; None before any did. Only as good as they are:
@@ -155,5 +155,5 @@ class Statistics:
     window: int
     """Rollouts that a dispatch waits for: the knob, or what ``window="auto"`` has chosen."""
     idle_by_window: Mapping[int, float]
-    """Under ``window="auto"``: the idle share that each window would have, of the recent past; empty before the first
-    fit, and where the window is fixed."""
+    """Under ``window="auto"``: the idle fraction that each window would have, of the recent past; empty before the
+    first fit, and where the window is fixed."""

@@ -1,9 +1,9 @@
-"""How a micro-batch becomes tensors: packed, padded, nested, TensorDict.
+"""Layouts of a micro-batch as tensors: packed, padded, nested, TensorDict.
 
-Torch functions on plain tensors; this room imports nothing of the project, and nothing that waits, sends or decides
+Torch functions on plain tensors; this module imports nothing of the project, and nothing that waits, sends or decides
 may enter. Everything starts from *flat columns*: for each per-token column one tensor ``[T, ...]`` in which the ``n``
 rollouts of a micro-batch lie one after the other (``T`` = sum of their lengths), together with the lengths
-themselves. On a rank those flat columns are views of the received slab, so :func:`packed` copies no token.
+themselves. On a rank those flat columns are views of the received buffer, so :func:`packed` copies no token.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class FlatColumns:
 
 @dataclass(frozen=True, eq=False)
 class _Columns(Mapping[str, Any]):
-    """A mapping of per-token columns, then per-rollout scalars, by name."""
+    """Per-token columns, then per-rollout scalars, by name."""
 
     columns: dict[str, Tensor]
     """Per-token columns by name; see the subclass for their shape."""

@@ -65,8 +65,8 @@ def _new_id() -> str:
 
 
 class _Nothing(dict[str, Any]):
-    """The empty mapping that all rollouts without scalars, tensors or metadata share: three dicts of their own would be
-    a quarter of what a rollout weighs beside its payload."""
+    """The empty mapping of all rollouts without scalars, tensors or metadata: three dicts of their own would be a
+    quarter of what a rollout weighs beside its payload."""
 
     __slots__ = ()
 
@@ -100,8 +100,8 @@ class Rollout:
 
     tokens: Mapping[str, Tensor]
     """Per-token columns ``[L, ...]``. ``input_ids`` ``[L]`` (any integer dtype) is required; ``loss_mask`` ``[L]``, if
-    present, says which tokens are trained on (non-zero = trained); ``BalancerConfig(loss_mask_column=...)`` where it
-    has another name."""
+    present, marks the tokens that are trained on (non-zero = trained); ``BalancerConfig(loss_mask_column=...)`` where
+    it has another name."""
     scalars: Mapping[str, float | int] = field(default_factory=_nothing)
     """One number each: advantage, reward."""
     tensors: Mapping[str, Tensor] = field(default_factory=_nothing)
@@ -112,7 +112,7 @@ class Rollout:
     rollout_id: str = field(default_factory=_new_id)
     """Unique name; a fresh random one by default. At most 512 bytes of UTF-8."""
     group_id: str | None = None
-    """Siblings sampled from one prompt (a GRPO group) share it."""
+    """Group (GRPO): siblings sampled from one prompt have the same."""
     version: Version | None = None
     """Policy version the rollout was sampled with, or ``(oldest, newest)``; None = unknown, never stale."""
     cost: float | None = None
@@ -230,12 +230,12 @@ class MicroBatch:
     """
 
     rollouts: Sequence[Rollout]
-    """The rollouts, in the order of every layout. On a rank these are views of the received slab, made when asked
+    """The rollouts, in the order of every layout. On a rank these are views of the received buffer, made when asked
     for."""
     lengths: tuple[int, ...]
     """Tokens per rollout, ``n`` of them."""
     flat: Callable[[], layout.FlatColumns]
-    """What the layouts start from. On a rank: views of the received slab, nothing copied. On the controller:
+    """What the layouts start from. On a rank: views of the received buffer, nothing copied. On the controller:
     concatenated on use."""
 
     @classmethod
@@ -292,7 +292,7 @@ class MicroBatch:
 @documented
 @dataclass(frozen=True, eq=False, slots=True, kw_only=True)
 class RankBatch:
-    """One rank's share of a step.
+    """What one rank trains on in one step.
 
     Every rank of a step has the same number of micro-batches, none of them empty. Numbers of rollouts and tokens
     differ from rank to rank, so a mean of the ranks' means is wrong: divide the *sum* of the loss by one of the
@@ -302,13 +302,13 @@ class RankBatch:
     step: int
     """Step number, from 0, the same on every rank."""
     rank: int
-    """DP rank this share is for."""
+    """DP rank that trains on it."""
     dp_size: int
     """DP ranks in the step."""
     micro_batches: tuple[MicroBatch, ...]
     """In the order they should run."""
     load: float
-    """Predicted work of this share, in the cost model's unit; divided by the rank's speed where ``speeds`` are
+    """Predicted work, in the cost model's unit; divided by the rank's speed where ``speeds`` are
     given."""
     global_num_rollouts: int
     """Rollouts in the step over all ranks, padding copies not counted."""
@@ -320,7 +320,7 @@ class RankBatch:
     """Set by the :class:`RankFeed` it came from."""
 
     def ack(self) -> None:
-        """Say that this batch, and every earlier one of its feed, is committed and need not be delivered again.
+        """Acknowledge this batch and every earlier one of its feed: committed, and not to be delivered again.
 
         For ``RankFeed(auto_ack=False)``, at an optimizer step or a checkpoint; otherwise before leaving a loop early.
         From any thread, never blocks, idempotent. Raises ClosedResourceError if the feed was closed before, ValueError
@@ -328,7 +328,7 @@ class RankBatch:
         """
         if self.on_ack is None:
             raise ValueError(
-                f"batch.ack(): this share of step {self.step} did not come from a RankFeed. Where you iterate the "
+                f"batch.ack(): this rank batch of step {self.step} did not come from a RankFeed. Where you iterate the "
                 "balancer itself, call balancer.acknowledge(step)"
             )
         self.on_ack()
@@ -358,14 +358,14 @@ class RankBatch:
 @documented
 @dataclass(frozen=True, eq=False, slots=True, kw_only=True)
 class Batch:
-    """One dispatch: what every rank trains on in one step, planned once."""
+    """What all ranks train on in one step, planned once."""
 
     step: int
     """Step number, from 0."""
     reason: Reason
     """Why it left now."""
     ranks: tuple[RankBatch, ...]
-    """``ranks[k]`` is DP rank ``k``'s share."""
+    """[dp_size] ``ranks[k]`` is what DP rank ``k`` trains on."""
     num_rollouts: int
     """Rollouts over all ranks, padding copies not counted."""
     num_tokens: int
@@ -400,7 +400,7 @@ class Batch:
     @property
     def rollouts(self) -> tuple[Rollout, ...]:
         """All rollouts, rank by rank, padding copies included."""
-        return tuple(chain.from_iterable(share.rollouts for share in self.ranks))
+        return tuple(chain.from_iterable(rank_batch.rollouts for rank_batch in self.ranks))
 
     def __repr__(self) -> str:
         return (

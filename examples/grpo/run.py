@@ -112,7 +112,7 @@ async def run_alone(options: Options) -> None:
 
 
 def run_rank(options: Options) -> None:
-    """Train on this rank's share of every step. Rank 0 starts the controller and sends it the weights."""
+    """Train on this rank's part of every step. Rank 0 starts the controller and sends it the weights."""
     dist.init_process_group("gloo")
     rank, dp_size = dist.get_rank(), dist.get_world_size()
     options = replace(options, ranks=dp_size)
@@ -121,8 +121,8 @@ def run_rank(options: Options) -> None:
     dist.broadcast_object_list(address)
     trainer, report = new_trainer(options), Report(options)
     feed = sb.RankFeed(address[0], rank=rank, dp_size=dp_size, depth=1)
-    for share in feed:
-        figures = trainer.step([share])
+    for rank_batch in feed:
+        figures = trainer.step([rank_batch])
         feed.add_compute_s(figures.compute_s[rank])
         if pipe:
             report.add(figures)
@@ -138,7 +138,8 @@ def run_rank(options: Options) -> None:
 
 
 def start_controller(options: Options) -> Connection:
-    """The controller in a process of its own, so that it and rank 0 do not share an interpreter. It ends with us."""
+    """The controller in a process of its own, so that it and rank 0 do not compete for one interpreter. It ends with
+    us."""
     context = get_context("spawn")
     ours, theirs = context.Pipe()
     context.Process(target=run_controller, args=(options, theirs), daemon=True).start()
@@ -170,7 +171,7 @@ def run_controller(options: Options, pipe: Connection) -> None:
 
 
 async def control(options: Options, pipe: Connection) -> None:
-    """Workers and balancer; every rank's share over its link; new weights as they come."""
+    """Workers and balancer; every rank's batch over its link; new weights as they come."""
     evicted: list[str] = []
     balancer = sb.StreamBalancer(balancer_config(options), on_evict=lambda r, _: evicted.append(r.rollout_id))
     engine = new_engine(options)

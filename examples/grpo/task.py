@@ -5,7 +5,7 @@ the user says ".", it hangs up:
 
     prompt 4 | user 7 policy 7 | user 2 policy 7 | user 3 policy 3 | user . policy STOP
 
-The reward is the share of answers that were right; hanging up early forfeits the rest. As with agents, the user is
+The reward is the fraction of answers that were right; hanging up early forfeits the rest. As with agents, the user is
 random: siblings of one prompt hear different digits, and lengths are heavy-tailed, within a group too. That is what
 makes data-parallel ranks wait for each other.
 """

@@ -1,4 +1,4 @@
-"""The training side: GRPO's loss on packed micro-batches, and one optimizer step over a rank's share.
+"""The training side: GRPO's loss on packed micro-batches, and one optimizer step over a rank batch.
 
 Ranks hold different numbers of rollouts and tokens. So every sum of losses is divided by the *step's* number of trained
 tokens, and gradients are *summed* over ranks; the result is the gradient of one big padded batch, whoever held what.
@@ -43,15 +43,15 @@ def policy_loss_sum(model: nn.Module, micro_batch: sb.MicroBatch, temperature: f
     return -(torch.minimum(ratio * advantage, clipped * advantage) * trained[1:]).sum()
 
 
-def backward(model: nn.Module, share: sb.RankBatch, temperature: float) -> float:
-    """Add a share's part of the step's gradient; returns its part of the step's loss."""
+def backward(model: nn.Module, rank_batch: sb.RankBatch, temperature: float) -> float:
+    """Add a rank batch's part of the step's gradient; returns its part of the step's loss."""
     ddp = model if isinstance(model, DistributedDataParallel) else None
     total = 0.0
-    for micro_batch in share.micro_batches:
-        last = micro_batch is share.micro_batches[-1]
+    for micro_batch in rank_batch.micro_batches:
+        last = micro_batch is rank_batch.micro_batches[-1]
         with ddp.no_sync() if ddp and not last else nullcontext():  # ranks meet once: at the last backward
-            loss = policy_loss_sum(model, micro_batch, temperature) / share.global_num_loss_tokens
-            whole = loss * share.dp_size if ddp else loss  # DDP takes the mean over ranks; we want the sum
+            loss = policy_loss_sum(model, micro_batch, temperature) / rank_batch.global_num_loss_tokens
+            whole = loss * rank_batch.dp_size if ddp else loss  # DDP takes the mean over ranks; we want the sum
             whole.backward()  # type: ignore[no-untyped-call]
         total += loss.item()
     return total
@@ -72,7 +72,7 @@ class StepFigures:
 
 
 class Trainer:
-    """A policy and its optimizer: on one of several ranks, or alone with every rank's share."""
+    """A policy and its optimizer: on one of several ranks, or alone with every rank's batch."""
 
     def __init__(self, model: Decoder, *, learning_rate: float, num_steps: int, temperature: float) -> None:
         self.version = 0
@@ -85,18 +85,19 @@ class Trainer:
         self._optimizer = torch.optim.Adam(model.parameters(), lr=learning_rate, betas=(0.9, 0.95))
         self._schedule = LinearLR(self._optimizer, 1.0, 0.05, total_iters=num_steps)
 
-    def step(self, shares: Sequence[sb.RankBatch]) -> StepFigures:
-        """One optimizer step on this rank's share, or, alone, on all shares one after another."""
-        compute_s = [0.0] * shares[0].dp_size
+    def step(self, rank_batches: Sequence[sb.RankBatch]) -> StepFigures:
+        """One optimizer step on this rank's batch, or, alone, on all ranks' one after another."""
+        compute_s = [0.0] * rank_batches[0].dp_size
         self._optimizer.zero_grad()
-        for share in shares:
+        for rank_batch in rank_batches:
             start = time.thread_time()  # CPU time, not wall time: ranks share cores
-            backward(self._model, share, self._temperature)
-            compute_s[share.rank] = time.thread_time() - start
+            backward(self._model, rank_batch, self._temperature)
+            compute_s[rank_batch.rank] = time.thread_time() - start
         clip_grad_norm_(self._model.parameters(), MAX_GRADIENT_NORM)
         self._optimizer.step()
         self._schedule.step()
-        figures = self._figures([r for share in shares for r in share.rollouts if not r.is_padding], compute_s)
+        trained = [r for rank_batch in rank_batches for r in rank_batch.rollouts if not r.is_padding]
+        figures = self._figures(trained, compute_s)
         self.version += 1
         return figures
 

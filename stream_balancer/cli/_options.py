@@ -1,4 +1,4 @@
-"""What the commands share: how options become values of the library, and what a user's mistake looks like."""
+"""Options common to the commands: how they become values of the library, and what a user's mistake looks like."""
 
 from __future__ import annotations
 

@@ -80,7 +80,7 @@ def replay(
 ) -> None:
     """What the window would do for your lengths: three policies side by side, under a simulated clock.
 
-    round-robin: arrival order, dealt to the ranks in turn. arrival order: the same rollouts, partitioned as well as
+    round-robin: arrival order, to the ranks in turn. arrival order: the same rollouts, partitioned as well as
     they can be. window: the balanced choice from the waiting rollouts.
     """
     with one_line_errors():
@@ -251,8 +251,8 @@ def _or_dash(value: float) -> str:
     return "-" if math.isnan(value) else f"{value:.2f}"
 
 
-GOOD_ENOUGH = 0.02  # idle share of arrival order with a good partition below which a window has little left to win
-WORTH = 0.02  # idle share a window must save to be worth its wait
+GOOD_ENOUGH = 0.02  # idle fraction of arrival order with a good partition below which a window has little left to win
+WORTH = 0.02  # idle fraction a window must save to be worth its wait
 
 
 def _verdict(reports: Reports) -> Iterator[str]:

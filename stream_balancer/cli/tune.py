@@ -58,7 +58,7 @@ def tune(
     max_age: Annotated[
         float, typer.Option(help="Most added mean age to recommend, in dispatches: an extra batch of window is one.")
     ] = 2.0,
-    tolerance: Annotated[float, typer.Option(help="Idle share that is not worth a larger window.")] = 0.0025,
+    tolerance: Annotated[float, typer.Option(help="Idle fraction that is not worth a larger window.")] = 0.0025,
     windows: Annotated[
         str | None, typer.Option(metavar="N,N,...", help="Windows to try. (default: 1 to 4 batches)")
     ] = None,

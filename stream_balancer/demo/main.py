@@ -1,4 +1,4 @@
-"""The two runs, one after the other, and what came of them."""
+"""The demo: two runs, one after the other, and the comparison."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _INTERRUPTED = 130  # what a shell expects after Ctrl-C
 
 @dataclass(frozen=True, slots=True)
 class _Setting:
-    """What the two runs share."""
+    """Common to both runs."""
 
     options: DemoOptions
     workload: Workload

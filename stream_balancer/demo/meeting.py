@@ -1,4 +1,4 @@
-"""Where the demo's processes find one another: a key-value store that the parent hosts."""
+"""Meeting place of the demo's processes: a key-value store that the parent hosts."""
 
 from __future__ import annotations
 

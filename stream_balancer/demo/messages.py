@@ -1,4 +1,4 @@
-"""What the demo's processes tell one another, as lines of JSON: a task down a child's stdin, messages up its stdout."""
+"""Messages between the demo's processes, lines of JSON: a task down a child's stdin, messages up its stdout."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class StepDone(msgspec.Struct, frozen=True, tag=True):
     num_tokens: int
     micro_batches: int
     loss: float
-    """This rank's share of the step's mean loss per trained token: the sum over ranks is the step's loss."""
+    """This rank's part of the step's mean loss per trained token: the sum over ranks is the step's loss."""
     trained: tuple[tuple[str, int], ...]
     """``(rollout_id, checksum)`` of every rollout trained on in this step, padding copies left out."""
 

@@ -1,4 +1,4 @@
-"""Which knobs the demo has. Nothing here imports torch, so a command line can be built from it quickly."""
+"""Options of the demo. Nothing here imports torch, so a command line can be built from it quickly."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One trainer rank: forward and backward on its share of every batch, gradients all-reduced with the other ranks."""
+"""One trainer rank: forward and backward on its part of every batch, gradients all-reduced with the other ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What was measured, from the messages of a run; and how two runs compare."""
+"""Measurements of a run, from its messages; and how two runs compare."""
 
 from __future__ import annotations
 
@@ -116,10 +116,10 @@ def summarize(record: RunRecord, *, policy: str, ranks: int, expected: Sequence[
     )
 
 
-def percentile(values: Sequence[float], share: float) -> float:
-    """Smallest value with at least ``share`` of the values at or below it; NaN for none. O(n log(n))."""
+def percentile(values: Sequence[float], fraction: float) -> float:
+    """Smallest value with at least ``fraction`` of the values at or below it; NaN for none. O(n log(n))."""
     ordered = sorted(values)
-    return ordered[max(math.ceil(share * len(ordered)) - 1, 0)] if ordered else math.nan
+    return ordered[max(math.ceil(fraction * len(ordered)) - 1, 0)] if ordered else math.nan
 
 
 def _by_step(steps: Sequence[StepDone]) -> list[list[float]]:

@@ -1,4 +1,4 @@
-"""How the demo looks: a live progress display while it runs, two tables at its end."""
+"""Display of the demo: a live progress display while it runs, two tables at its end."""
 
 from __future__ import annotations
 

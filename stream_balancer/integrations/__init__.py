@@ -1,4 +1,4 @@
-"""Adapters: what a trainer's own batch is as rollouts, and what a rank's share is as the trainer's own batch.
+"""Adapters: what a trainer's own batch is as rollouts, and what a rank batch is as the trainer's own.
 
 One file (or package) per trainer, named as the trainer's package is. An adapter translates and installs; it decides
 nothing. What it needs decided (who goes now, on which rank, in which micro-batch) it asks of ``planning`` and
@@ -6,6 +6,6 @@ nothing. What it needs decided (who goes now, on which rank, in which micro-batc
 
 What may not enter: an import of a trainer at the top of a file (import it inside the function that needs it, so that
 ``import stream_balancer.integrations.verl`` works where verl is not installed, and costs nothing), a trainer's code,
-and anything that another room would need: nothing else in the package imports this one, and no adapter imports another.
-What a test of an adapter needs is in the environment of ``make test-integrations``.
+and anything that another module would need: nothing else in the package imports this one, and no adapter imports
+another. What a test of an adapter needs is in the environment of ``make test-integrations``.
 """

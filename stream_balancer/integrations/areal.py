@@ -8,7 +8,7 @@
     for rollout in rollouts_from(trajectories):          # list[dict] of [bs, S, ...], as workflows return them
         await balancer.put(rollout)
     ...
-    data = trajectories_from(share.rollouts)             # a rank's list[dict], as train engines take it
+    data = trajectories_from(rank_batch.rollouts)        # a rank's list[dict], as train engines take it
 
 A dict's rows are siblings: they get one ``group_id``, and rows of one group that come to one rank leave it in one dict
 again, in their order. Advantages that AReaL normalises over a group need ``BalancerConfig(group_size=...,
@@ -175,7 +175,8 @@ def _version(versions: Tensor | None) -> Version | None:
 
 
 def trajectories_from(rollouts: Iterable[Rollout]) -> list[dict[str, Any]]:
-    """AReaL's trajectory dicts of a rank's rollouts (``share.rollouts``, or ``mb.rollouts``), right-padded with zeros.
+    """AReaL's trajectory dicts of a rank's rollouts (``rank_batch.rollouts``, or ``mb.rollouts``), right-padded with
+    zeros.
 
     Siblings of a group that are here share one dict, in the order they had in :func:`rollouts_from`; groups come in the
     order of their first. A padding copy is a dict of its own, with a zero ``loss_mask``: it is nobody's sibling.

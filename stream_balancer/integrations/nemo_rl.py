@@ -13,7 +13,7 @@
     for rollout in rollouts_from(train_data, group_size=16, version=3):
         await balancer.put(rollout)
     ...
-    data = batch_from(share)                # a rank's BatchedDataDict, with its micro-batches set
+    data = batch_from(rank_batch)           # a rank's BatchedDataDict, with its micro-batches set
 
 The sampler chooses, from the prompt groups that are ready, those that balance over the ranks; NeMo-RL deals them out.
 With the rollouts in a balancer the plan is all ours.
@@ -234,7 +234,7 @@ def _parts(key: str, value: Any, where: list[slice], shape: tuple[int, ...]) -> 
     if not hasattr(value, "dim_to_pack"):
         return [("metadata", {key: item}) for item in value]
     if getattr(value, "deduplication_enabled", False):
-        raise ValueError(f"the PackedTensor {key!r} shares segments between rows; turn its deduplication off")
+        raise ValueError(f"the PackedTensor {key!r} has segments common to several rows; turn its deduplication off")
     dim = value.dim_to_pack
     return [("tensors", {} if row is None else {f"packed.{dim}.{key}": row}) for row in value.tensors]
 
@@ -249,7 +249,7 @@ def batch_from(
     multiple_of: int = 1,
     micro_batches: str = "packed",
 ) -> Any:
-    """A rank's share as NeMo-RL's BatchedDataDict, right-padded to a ``multiple_of`` tokens with ``pad_values`` (0
+    """A rank batch as NeMo-RL's BatchedDataDict, right-padded to a ``multiple_of`` tokens with ``pad_values`` (0
     where they say nothing), and its micro-batches as the iterators ``make_microbatch_iterator_...`` take them:
     ``"packed"`` for sequence packing, ``"padded"`` for dynamic batching.
 

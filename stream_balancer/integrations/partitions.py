@@ -1,4 +1,4 @@
-"""The partition seam that verl, slime, OpenRLHF and TransferQueue share: ``get_seqlen_balanced_partitions``.
+"""The partition seam of verl, slime, OpenRLHF and TransferQueue: ``get_seqlen_balanced_partitions``.
 
 All four carry the same function, with the same Karmarkar-Karp behind it. Here is ours with their signature, and a patch
 that puts it in theirs::
@@ -45,7 +45,7 @@ def get_seqlen_balanced_partitions(seqlen_list: ArrayLike, k_partitions: int, eq
         )
     if equal_size and work.size % k_partitions:
         raise ValueError(
-            f"{work.size} items cannot be dealt equally to {k_partitions} partitions. Pad or trim the batch to a "
+            f"{work.size} items cannot be split equally over {k_partitions} partitions. Pad or trim the batch to a "
             "multiple, or pass equal_size=False"
         )
     shares = planning.partition(work, k_partitions, counts="equal" if equal_size else "free")

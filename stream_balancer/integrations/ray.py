@@ -8,7 +8,7 @@
     balancer = find("balancer")                 # where nobody passed the handle
 
 The contract of ``put`` is StreamBalancer's. docs/ray.md says what happens when a worker, a node, a rank or the actor
-dies. The link itself is ``transport/ray.py``.
+dies. The transport itself is ``transport.ray``.
 """
 
 from __future__ import annotations
@@ -263,7 +263,7 @@ class RayBalancer:
     def feed(
         self, *, rank: int, auto_ack: bool = True, depth: int = 2, incarnation: int = 0, **options: Any
     ) -> RankFeed:
-        """This rank's shares, for ``for`` and ``async for``. ``options``: as for :class:`stream_balancer.RankFeed`."""
+        """This rank's batches, for ``for`` and ``async for``. ``options``: as for :class:`stream_balancer.RankFeed`."""
         return RankFeed(
             self, rank=rank, dp_size=self.dp_size, auto_ack=auto_ack, depth=depth, incarnation=incarnation, **options
         )

@@ -45,7 +45,7 @@ def build_dp_schedule(
     cost: Callable[[ArrayLike], ArrayLike] | None = None,
 ) -> tuple[list[list[int]], list[list[list[int]]], list[int], list[int]]:
     """slime's function of this name by our planning, for ``use_dynamic_batch_size``: rank totals are balanced first and
-    each rank packs its share under ``max_tokens_per_gpu * cp_size``; a sample longer than that is alone in its
+    each rank packs its own under ``max_tokens_per_gpu * cp_size``; a sample longer than that is alone in its
     micro-batch.
 
     ``cost``: work of lengths (``sb.TransformerCost...``); tokens by default. Arguments and answer are otherwise

@@ -5,7 +5,7 @@
     for rollout in rollouts_from(td, scalars=["advantage"]):       # td: batch size [n], jagged or with attention_mask
         await balancer.put(rollout)
     ...
-    td = tensordict_from(share.rollouts)                           # on a rank; jagged
+    td = tensordict_from(rank_batch.rollouts)                      # on a rank; jagged
     td = tensordict_from(mb.rollouts, padding_side="left", pad_values={"input_ids": tokenizer.pad_token_id})
 
 ``MicroBatch.tensordict()`` is the fast way out where columns and scalars are all that is wanted: it copies no token.
@@ -98,7 +98,7 @@ def tensordict_from(
     attention_mask: str = "attention_mask",
     dtypes: Mapping[str, torch.dtype] | None = None,
 ) -> TensorDict:
-    """A TensorDict with batch size ``[n]`` of all that the rollouts hold: ``share.rollouts``, ``mb.rollouts``.
+    """A TensorDict with batch size ``[n]`` of all that the rollouts hold: ``rank_batch.rollouts``, ``mb.rollouts``.
 
     ``padding_side``: None for jagged columns, else ``"left"`` or ``"right"``, filled with ``pad_values`` (0 where they
     say nothing) up to ``width`` (the longest), beside a bool ``attention_mask``. ``dtypes`` of scalars; otherwise bool,

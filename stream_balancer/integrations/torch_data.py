@@ -54,8 +54,8 @@ class RolloutDataset(IterableDataset[dict[str, Any]]):
     * ``global_num_rollouts``, ``global_num_tokens``, ``global_num_loss_tokens``: divide the *sum* of your loss by one
       of them (times dp_size under DDP and FSDP, which average gradients).
 
-    With ``whole_shares`` a dict is a rank's share of one step: the same ints, and ``micro_batches``, a list of the
-    dicts above.
+    With ``whole_shares`` a dict is what a rank trains on in one step: the same ints, and ``micro_batches``, a list of
+    the dicts above.
 
     The position is the dataset's: an iterator left early (an epoch's end) loses nothing, the next goes on there. Once
     the rollouts have ended, iterating again yields nothing.

@@ -1,4 +1,4 @@
-"""What a balancer tells metrics systems: one table of names, from which every exporter is made.
+"""Metrics of a balancer: one table of names, from which every exporter is made.
 
 ::
 
@@ -104,13 +104,13 @@ METRICS: tuple[Metric, ...] = (
     Metric("dispatches", "Batches, by the reason they left.", _dict("batches"), "counter", "reason"),
     Metric("dispatched_tokens", "Tokens dispatched, padding not counted.", _one("dispatched_tokens"), "counter"),
     Metric("padding_copies", "Zero-weight copies made.", _one("padding_copies"), "counter"),
-    Metric("idle_fraction", "Predicted share of rank time spent waiting for the slowest.", _one("idle_fraction")),
+    Metric("idle_fraction", "Predicted part of rank time spent waiting for the slowest.", _one("idle_fraction")),
     Metric(
         "unavoidable_idle_fraction",
         "The part of it that no assignment of the same rollouts avoids.",
         _one("unavoidable_idle_fraction"),
     ),
-    Metric("measured_idle_fraction", "The same share, from the ranks' seconds.", _one("measured_idle_fraction")),
+    Metric("measured_idle_fraction", "The same, from the ranks' seconds.", _one("measured_idle_fraction")),
     Metric("idle_seconds", "Rank seconds without work, by cause.", _dict("idle_seconds"), "counter", "cause"),
     Metric(
         "rank_idle_seconds",

@@ -255,7 +255,7 @@ async def steps_may_skip_numbers(open_harness: Opener) -> None:
 
 
 async def credits_bound_the_queue(open_harness: Opener) -> None:
-    """A rank with depth 3 is never sent a fourth share until it takes one."""
+    """A rank with depth 3 is never sent a fourth batch until it takes one."""
     async with open_harness(1) as harness:
         feed = harness.connect(0, depth=3)
         link = await _link(harness.transport)

@@ -1,4 +1,4 @@
-"""What a balancer would do with a trace: the same ``_core``, driven by a virtual clock. No event loop, no processes.
+"""Simulation of a balancer over a trace: the same ``core``, driven by a virtual clock. No event loop, no processes.
 
     generation --finish--> (put waits for room) --add--> core --poll, when the trainer is free--> trainer
     --acknowledge-->
@@ -62,7 +62,7 @@ class Segment:
     mean_length: float
     """Tokens per rollout; 0.0 without rollouts."""
     idle_fraction: float
-    """1 - sum(mean load) / sum(step time): the share of rank time spent waiting for the slowest rank, predicted."""
+    """1 - sum(mean load) / sum(step time): the part of rank time spent waiting for the slowest rank, predicted."""
     avoidable_idle: float
     """Part of ``idle_fraction`` that a better assignment of the same rollouts might remove: above the lower bound."""
     unavoidable_idle: float
@@ -115,10 +115,10 @@ class Steps:
 
     @property
     def idle_fraction(self) -> Floats:
-        """[S] idle share of each step."""
+        """[S] idle fraction of each step."""
         safe = np.where(self.step_work > 0, self.step_work, 1.0)
-        share: Floats = np.where(self.step_work > 0, 1.0 - self.mean_load / safe, 0.0)
-        return share
+        idle: Floats = np.where(self.step_work > 0, 1.0 - self.mean_load / safe, 0.0)
+        return idle
 
     def segment(self, chosen: NDArray[np.bool_]) -> Segment:
         """Totals over the chosen steps ([S] bool)."""
@@ -224,7 +224,7 @@ class SimulationReport:
 
     @property
     def idle_fraction(self) -> float:
-        """Predicted share of rank time spent waiting for the slowest rank: 1 - sum(mean load) / sum(slowest)."""
+        """Predicted part of rank time spent waiting for the slowest rank: 1 - sum(mean load) / sum(slowest)."""
         return self.figures.idle_fraction
 
     @property
@@ -466,7 +466,7 @@ class _Run(Observer):
         self.group_names = [str(g) for g in trace.group_ids.tolist()]
         self.groups_count = config.group_size is not None and config.groups != "free"
         self.versioned = config.max_staleness is not None
-        self.ids = torch.zeros(max(self.lengths), dtype=torch.int64)  # one slab: every rollout is a view of it
+        self.ids = torch.zeros(max(self.lengths), dtype=torch.int64)  # one buffer: every rollout is a view of it
         self.blocked = _Blocked(trace.group_ids)
         self.now = 0.0
         self.step = 0
@@ -555,10 +555,10 @@ class _Run(Observer):
         if self.config.sync == "step" and not self.config.cost.padded:
             return sum(batch.loads) / len(batch.loads), batch.lower_bound, max(batch.loads), list(batch.loads)
         speeds = np.ones(self.config.dp_size) if self.config.speeds is None else np.array(self.config.speeds)
-        costs = [[[self._cost(r) for r in mb.rollouts] for mb in share.micro_batches] for share in batch.ranks]
-        useful = np.array([sum(sum(mb) for mb in share) for share in costs]) / speeds
+        costs = [[[self._cost(r) for r in mb.rollouts] for mb in one.micro_batches] for one in batch.ranks]
+        useful = np.array([sum(sum(mb) for mb in one) for one in costs]) / speeds
         pay = _padded_work if self.config.cost.padded else sum
-        work = np.array([[pay(mb) for mb in share] for share in costs]) / speeds[:, None]
+        work = np.array([[pay(mb) for mb in one] for one in costs]) / speeds[:, None]
         slowest = work.max(axis=0).sum() if self.config.sync == "micro_batch" else work.sum(axis=1).max()
         return float(useful.mean()), batch.lower_bound, float(slowest), work.sum(axis=1).tolist()
 
@@ -589,7 +589,7 @@ class _Run(Observer):
                 return
 
     def _rollout(self, row: int) -> Rollout:
-        """As light as a valid rollout can be: its ids are a view of one slab. Its ``nbytes`` are 8 a token."""
+        """As light as a valid rollout can be: its ids are a view of one buffer. Its ``nbytes`` are 8 a token."""
         return Rollout(
             tokens={"input_ids": self.ids[: self.lengths[row]]},
             rollout_id=str(row),

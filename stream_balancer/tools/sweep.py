@@ -1,4 +1,4 @@
-"""Many simulations of one trace, in this process or spread over several. An edge: processes live here, no decision.
+"""Sweep: many simulations of one trace, in this process or spread over several. Processes, and no decision.
 
 Children are spawned, never forked: whoever calls may have threads. What a child sends back is what ``digest`` made of
 its report, in the order of the settings, so the result does not depend on the number of processes.

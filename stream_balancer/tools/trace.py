@@ -1,4 +1,4 @@
-"""What lengths arrive, and when: length traces read from files, or generated.
+"""Length traces, read from files or generated: which lengths arrive, and when.
 
 A trace is a table with one row per rollout. Files are CSV, plain or gzipped, with the columns
 

@@ -1,8 +1,8 @@
-"""Which knobs for these lengths: a sweep over window, ``max_skips`` and ``deadline_s``, and what it recommends.
+"""Tuning of knobs to given lengths: a sweep over window, ``max_skips`` and ``deadline_s``, and what it recommends.
 
-Every setting is a run of ``simulate``, hence of the very core a balancer runs. This room decides: which settings are
+Every setting is a run of ``simulate``, hence of the very core a balancer runs. This module decides which settings are
 tried, which of them are on the front of idle time against age, and which one to take. The rule is in docs/tuning.md.
-Nothing is drawn or printed here, and how the runs are spread over processes is ``_sweep``'s question.
+Nothing is drawn or printed here, and how the runs are spread over processes is left to ``sweep``.
 """
 
 from __future__ import annotations
@@ -105,9 +105,9 @@ class TuneReport:
     max_added_age: float
     """The bound the recommendation keeps, dispatches."""
     tolerance: float
-    """Idle share that is not worth a larger window."""
+    """Idle fraction that is not worth a larger window."""
     round_robin: Outcome
-    """Arrival order, dealt to the ranks in turn."""
+    """Arrival order, to the ranks in turn."""
     fifo: Outcome
     """Arrival order, the best partition: no window."""
     outcomes: tuple[Outcome, ...]
@@ -167,7 +167,7 @@ def tune(
         batches is repeated until it is as long.
     :param config: the knobs that are not swept; ``capacity`` and what else is derived from the window follows it.
     :param max_added_age: the most mean dispatches of waiting to recommend, above those without a window.
-    :param tolerance: idle share that is not worth a larger window, a looser ``max_skips`` or a longer deadline.
+    :param tolerance: idle fraction that is not worth a larger window, a looser ``max_skips`` or a longer deadline.
     :param windows: rollouts; None = 1 to 4 batches. Then, for each, ``max_skips`` (None in it: no bound) and
         ``deadlines_s`` (None in it: no deadline) in every combination that the config allows.
     :param slots: and ``tokens_per_second``, ``trainer``, ``seed``: as in :func:`~stream_balancer.tools.simulate`.
@@ -221,7 +221,7 @@ def _check(max_added_age: float, tolerance: float) -> None:
     if not (math.isfinite(max_added_age) and max_added_age >= 0):
         raise ConfigError(f"max_added_age must be a finite number of dispatches >= 0, not {max_added_age!r}")
     if not 0 <= tolerance < 1:
-        raise ConfigError(f"tolerance must be an idle share in 0..1, not {tolerance!r}")
+        raise ConfigError(f"tolerance must be an idle fraction in 0..1, not {tolerance!r}")
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -112,7 +112,7 @@ class _Publisher:
                 self._closing.wait(self._interval_s)
 
     def _latest(self) -> bytes:
-        """The picture of this moment; viewers share one."""
+        """The picture of this moment; all viewers get the same."""
         with self._taking:
             if time.monotonic() - self._taken_at >= 0.9 * self._interval_s:
                 status, seconds = self._take()

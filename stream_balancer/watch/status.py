@@ -1,4 +1,4 @@
-"""What a picture of a balancer holds, one line of JSON each; where balancers that publish are found, and recordings.
+"""Pictures of a balancer, one line of JSON each; where balancers that publish are found, and recordings.
 
 No torch and no event loop here: the viewer starts at once.
 """

@@ -1,4 +1,4 @@
-"""A picture of a balancer as text. Pure: pictures in, something that rich can print out."""
+"""A picture as text on a terminal. Pure: pictures in, something that rich can print out."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ def test_contract(lengths: list[int], k: int, equal_size: bool) -> None:
 
 
 def test_unequal_deal_is_refused() -> None:
-    with pytest.raises(ValueError, match="5 items cannot be dealt equally to 2 partitions"):
+    with pytest.raises(ValueError, match="5 items cannot be split equally over 2 partitions"):
         get_seqlen_balanced_partitions([1] * 5, 2, equal_size=True)
 
 

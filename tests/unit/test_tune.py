@@ -183,7 +183,7 @@ class TestSweep:
         [
             ({"max_added_age": -1.0}, "max_added_age must be a finite number of dispatches >= 0"),
             ({"max_added_age": math.inf}, "max_added_age must be a finite number of dispatches >= 0"),
-            ({"tolerance": 1.0}, "tolerance must be an idle share in 0..1"),
+            ({"tolerance": 1.0}, "tolerance must be an idle fraction in 0..1"),
             ({"processes": 0}, "processes must be an int >= 1"),
             ({"windows": [64], "max_skips": [1]}, "no combination of these windows, max_skips and deadlines_s works"),
         ],

@@ -1,4 +1,4 @@
-"""Where verl's columns lie in a rollout: the geometry that its padded and its jagged batches share. Torch functions.
+"""Where verl's columns lie in a rollout: the geometry of its padded and its jagged batches. Torch functions.
 
 A row of verl's is a prompt and a response. Padded, a row of width P + R has its tokens around the boundary P: the
 prompt ends there, the response begins there. ``offset`` says where the first token stands, relative to that boundary

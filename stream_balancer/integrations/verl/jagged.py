@@ -122,7 +122,7 @@ def _into(
 def tensordict_from_share(
     share: RankBatch | MicroBatch | Iterable[Rollout], *, meta_info: Mapping[str, Any] | None = None
 ) -> TensorDict:
-    """A rank's share, a micro-batch, or any rollouts that came from verl, as one jagged TensorDict, in their order.
+    """A rank batch, a micro-batch, or any rollouts that came from verl, as one jagged TensorDict, in their order.
 
     ``meta_info`` becomes non-tensor data of the batch; by default whatever all the rollouts' own agree on. Padding
     copies (``is_padding``) have a ``response_mask`` and ``loss_mask`` of zeros.

@@ -143,7 +143,7 @@ def dataproto_from_share(
     response_length: int | None = None,
     meta_info: Mapping[str, Any] | None = None,
 ) -> DataProto:
-    """A rank's share, a micro-batch, or any rollouts that came from verl, as one DataProto, in their order.
+    """A rank batch, a micro-batch, or any rollouts that came from verl, as one DataProto, in their order.
 
     Args:
         share: of one DataProto, or of several with the same fields.

@@ -1,8 +1,8 @@
-"""A verl batch's rows as rollouts, whatever form the batch has; and what a share of rollouts says of the batch to make.
+"""A verl batch's rows as rollouts, whatever form the batch has; and what rollouts say of the batch to make.
 
-Everything verl keeps of a row travels in its rollout, so that rollouts of many batches may meet in one share: per-token
-tensors as token columns, other tensors in ``tensors``, the rest in ``metadata["verl"]`` (of the batch: columns, widths,
-``meta_info``; one dict for all its rollouts) and ``metadata["verl_row"]`` (of the row).
+Everything verl keeps of a row travels in its rollout, so that rollouts of many batches may meet in one rank batch:
+per-token tensors as token columns, other tensors in ``tensors``, the rest in ``metadata["verl"]`` (of the batch:
+columns, widths, ``meta_info``; one dict for all its rollouts) and ``metadata["verl_row"]`` (of the row).
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def encode_meta_info(meta_info: Mapping[str, Any]) -> dict[str, Any]:
     def refuse(_: Tensor) -> str:
         raise RolloutError(
             "meta_info holds a tensor, which would travel with every rollout. Leave it out "
-            "(data.select(meta_info_keys=[...])) and give it to the batch that is made of the share"
+            "(data.select(meta_info_keys=[...])) and give it to the batch that is made of these rollouts"
         )
 
     return {str(key): encode(value, refuse, f"meta_info[{key!r}]") for key, value in meta_info.items()}

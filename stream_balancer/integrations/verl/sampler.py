@@ -36,7 +36,7 @@ class SamplerKnobs:
     """What ``trainer.v1.sampler.sampler_kwargs`` may say."""
 
     dp_size: int
-    """Data-parallel ranks that a batch is dealt to."""
+    """Data-parallel ranks that a batch is split over."""
     max_skips: int = 8
     """No group is passed over by more batches than this, as long as no more than (max_skips + 1) batches wait. verl's
     ``max_off_policy_threshold`` holds besides: a group that would be dropped as stale at the next step goes now."""
@@ -54,7 +54,7 @@ class SamplerKnobs:
         if unknown := sorted(set(kwargs) - known):
             raise ValueError(f"sampler_kwargs has {unknown}; BalancedReplayBuffer knows {sorted(known)}")
         if "dp_size" not in kwargs:
-            raise ValueError("sampler_kwargs.dp_size is missing: say how many data-parallel ranks a batch is dealt to")
+            raise ValueError("sampler_kwargs.dp_size is missing: the number of data-parallel ranks")
         return cls(**kwargs)
 
     def __post_init__(self) -> None:
@@ -174,7 +174,7 @@ class BalancedSelection(_Base):  # type: ignore[misc] # Any, where verl is absen
         return limit is not None and self.max_off_policy_strategy == "drop" and self._global_steps - steps + 2 > limit
 
     def _imbalance(self, costs: Sequence[np.ndarray[Any, Any]]) -> float:
-        """Heaviest rank over the mean, minus one, if these groups are dealt as verl deals them."""
+        """Heaviest rank over the mean, minus one, if these groups are split as verl does it."""
         work = np.concatenate(costs)
         work = np.concatenate((work, np.zeros(-work.size % self.knobs.dp_size)))
         parts = get_seqlen_balanced_partitions(work, self.knobs.dp_size, equal_size=True)

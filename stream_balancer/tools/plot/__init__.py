@@ -1,4 +1,4 @@
-"""What a sweep found, as a picture: a self-contained HTML page, or a PNG where matplotlib is installed.
+"""Pictures of a sweep: a self-contained HTML page, or a PNG where matplotlib is installed.
 
 Both show the same three things: idle time against age with the front, delay by length decile, and every rank's work in
 some consecutive steps, before and after. Only drawing here; the figures come from a ``TuneReport``.
