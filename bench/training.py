@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 from peers import Floats, Rows, finish_order, peers
 
 from stream_balancer import BalancerConfig, Rollout, StreamBalancer
+from stream_balancer.core.step_times import StepTiming
 from stream_balancer.cost import CalibratedCost, CostModel, TokenCost
 from stream_balancer.demo.model import build_model, loss_sum, training_cost
 from stream_balancer.demo.options import DemoOptions
@@ -96,7 +97,7 @@ def ours(rollouts: Sequence[Rollout], setting: Setting, errors: list[float] | No
             continue
         seconds = yield [[list(mb.rollouts) for mb in share.micro_batches] for share in batch.ranks]
         for rank, one in enumerate(seconds.tolist()):
-            core.record_step_seconds(batch.step, rank, one)
+            core.record_step(StepTiming(batch.step, rank, one), 0.0)
         core.acknowledge(batch.step)
         fit = core.statistics(0.0).cost_fit
         if errors is not None and fit is not None and fit.prediction_error is not None:

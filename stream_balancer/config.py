@@ -174,9 +174,14 @@ class BalancerConfig:
         return max(self.auto_windows, default=self.window)
 
     @property
+    def tracked_group_size(self) -> int | None:
+        """Siblings that a group must have before it may leave; None where groups play no part."""
+        return None if self.groups == "free" else self.group_size
+
+    @property
     def _whole(self) -> int:
         """Rollouts that leave together."""
-        return self.group_size if self.group_size is not None and self.groups != "free" else 1
+        return self.tracked_group_size or 1
 
     @property
     def least_max_skips(self) -> int:

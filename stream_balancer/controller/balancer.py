@@ -47,8 +47,10 @@ from stream_balancer.core.auto_window import AutoWindowObserver
 from stream_balancer.core.diagnosis import RankState, why_no_batch
 from stream_balancer.core.machine import BalancerCore
 from stream_balancer.core.observer import Observer
+from stream_balancer.core.report import ShellFigures
 from stream_balancer.core.snapshot import Snapshot
-from stream_balancer.core.staleness import Pacer
+from stream_balancer.core.step_times import StepTiming
+from stream_balancer.core.throttle import Throttle
 from stream_balancer.errors import AlreadyInUseError
 from stream_balancer.statistics import Statistics, Straggler
 from stream_balancer.transport.threads import OfOneProcess
@@ -105,7 +107,7 @@ class StreamBalancer(OfOneProcess):
         journal: str | os.PathLike[str] | Journal | None = None,
         report_after_s: float = 60.0,
     ) -> None:
-        core, pacer, self._lifetime = BalancerCore(config), Pacer(), Lifetime()
+        core, throttle, self._lifetime = BalancerCore(config), Throttle(), Lifetime()
         self._auto_window = AutoWindowObserver(core)
         self._journal = journal if journal is None or isinstance(journal, Journal) else Journal(journal)
         self._journal_observer = None if self._journal is None else JournalObserver(self._journal, core)
@@ -120,12 +122,12 @@ class StreamBalancer(OfOneProcess):
             self.observers.append(self._journal_observer)
         if on_evict is not None:
             self.observers.append(_EvictCallback(on_evict))
-        wakeups = Wakeups(core, pacer, StallReporter(report_after_s, self._why_stalled, _log))
+        wakeups = Wakeups(core, throttle, StallReporter(report_after_s, self._why_stalled, _log))
         puts = Puts(core, self._lifetime, wakeups, accept=accept, journal=self._journal)
         self.parts = Parts(
             core=core,
             puts=puts,
-            reservations=Reservations(core, self._lifetime, wakeups, pacer, puts),
+            reservations=Reservations(core, self._lifetime, wakeups, throttle, puts),
             consumer=Consumer(core, self._lifetime, wakeups, self._journal),
             wakeups=wakeups,
         )
@@ -242,11 +244,11 @@ class StreamBalancer(OfOneProcess):
         waited for rollouts. ``ready_s``: how long it had been ready for more when the last rank was.
         """
         now = self._lifetime.now("record_step_seconds")
-        self.parts.core.record_step_seconds(step, rank, seconds, own=own, waited_s=waited_s, ready_s=ready_s, now=now)
+        self.parts.core.record_step(StepTiming(step, rank, seconds, own, waited_s, ready_s), now)
 
     def straggler(self) -> Straggler | None:
         """A rank that is slower than the others, step after step; ``serve()`` logs it when it is found. O(ranks)."""
-        return self.parts.core.straggler(self._lifetime.now("straggler"))
+        return self.parts.core.state.idle.straggler(self._lifetime.now("straggler"))
 
     # -- control -------------------------------------------------------------------------------------------------------
 
@@ -318,7 +320,7 @@ class StreamBalancer(OfOneProcess):
 
     def _flush_for_journal(self) -> None:
         """Puts wait for the journal's ``max_bytes``: let a batch go, so that its acknowledgement makes room."""
-        self.parts.core.squeeze()
+        self.parts.core.force_flush()
         self.parts.wakeups.wake_consumer()
 
     # -- checkpoints ---------------------------------------------------------------------------------------------------
@@ -397,13 +399,13 @@ class StreamBalancer(OfOneProcess):
     def statistics(self) -> Statistics:
         """A snapshot that adds up: accepted == waiting + in_flight + acknowledged + evicted."""
         parts, now = self.parts, self._lifetime.now("statistics")
-        return parts.core.statistics(
-            now,
+        shell = ShellFigures(
             blocked_puts=len(parts.wakeups.puts),
             reserved=parts.reservations.running,
             blocked_reserves=len(parts.wakeups.reserves),
             idle_by_window=self._auto_window.idle_by_window,
         )
+        return parts.core.statistics(now, shell)
 
     def rank_states(self) -> list[RankState]:
         """What ``serve()`` knows of each rank; empty while it does not run."""
@@ -420,9 +422,9 @@ class StreamBalancer(OfOneProcess):
             taker=self.parts.consumer.taker,
             ready=core.next_wakeup() <= now,
             ended=self.ended,
-            incomplete=core.incomplete_groups(),
-            held_back=core.num_held_back,
-            steps_ahead=core.steps_ahead,
+            incomplete=core.state.buffer.groups.incomplete(),
+            held_back=core.state.staleness.num_held_back,
+            steps_ahead=core.state.ledger.steps_ahead,
         )
 
     def _why_stalled(self, seconds: float) -> str:

@@ -81,7 +81,7 @@ class Consumer:
         try:
             await journal.flush()
         except BaseException:
-            self._core.give_again(batch)
+            self._core.redeliver(batch)
             raise
 
     def acknowledge(self, step: int) -> None:
@@ -93,12 +93,13 @@ class Consumer:
     def acknowledge_through(self, step: int) -> None:
         """See :meth:`StreamBalancer.acknowledge_through`."""
         self._lifetime.check_thread("acknowledge_through")
-        self._core.acknowledge_through(step)
+        for number in self._core.state.ledger.steps_through(step):
+            self._core.acknowledge(number)
         self._wakeups.step_done()
 
     def worked_through(self, step: int) -> None:
         """The trainer asks for more: it is through with this step, and may acknowledge it later."""
-        self._core.worked_through(step)
+        self._core.finish_training(step)
         self._wakeups.step_done()
 
     def nack(self, step: int) -> None:
@@ -117,7 +118,7 @@ class Consumer:
     def give_again(self, batch: Batch) -> None:
         """Nobody got it: the next iteration gives it, unless it was acknowledged meanwhile."""
         if any(held is batch for held in self._core.in_flight()):
-            self._core.give_again(batch)
+            self._core.redeliver(batch)
             self._wakeups.wake_consumer()
 
     @property

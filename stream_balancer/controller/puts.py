@@ -79,7 +79,7 @@ class Puts:
 
     def evict_lost(self, lost: Callable[[Rollout], bool]) -> list[str]:
         """Evict waiting rollouts whose tokens are gone with their producer. -> their ids."""
-        ids = self.core.give_up(lost)
+        ids = self.core.evict_lost(lost)
         self.wakeups.changed()
         return ids
 
@@ -111,7 +111,7 @@ class PendingPut(Waiter):
         puts.lifetime.check_open("put")
         if puts.journal is not None and not may_wait:
             raise WouldBlock("put_nowait() cannot wait for the journal's disk, where accepted rollouts are: use put()")
-        self._rollouts = puts.core.with_loss_masks(self._rollouts)
+        self._rollouts = puts.core.state.admission.with_loss_masks(self._rollouts)
         if puts.accept is None:
             self._after_filter(now, may_wait)
         else:
@@ -131,8 +131,8 @@ class PendingPut(Waiter):
     def _filter(self, accept: Accept, now: float, may_wait: bool) -> None:
         """Ask ``accept``, unless others of the group must still come: then the last of them asks."""
         core = self._puts.core
-        core.check_all(self._rollouts)  # a bad rollout is refused, whatever accept= would say
-        question = core.completed_by(self._rollouts)
+        core.check(self._rollouts)  # a bad rollout is refused, whatever accept= would say
+        question = core.state.admission.completed_by(self._rollouts)
         answer = True if question is None else ask(accept, question)
         if isinstance(answer, bool):
             self._filtered(answer, now, may_wait)
@@ -147,7 +147,7 @@ class PendingPut(Waiter):
         assert self._answer is not None
         keep = verdict_of(await self._answer)
         self._answer, now = None, anyio.current_time()
-        question = self._puts.core.completed_by(self._rollouts)
+        question = self._puts.core.state.admission.completed_by(self._rollouts)
         if question is None or _ids(question) != self._asked:
             self.begin(now)  # siblings came or left meanwhile: ask again
         else:
@@ -169,8 +169,8 @@ class PendingPut(Waiter):
         if journal is None:
             self._take_or_queue(now, may_wait)
         else:
-            core.check_all(self._rollouts)  # a bad rollout is not written
-            self.stage, self._written = Stage.JOURNALLING, journal.write(self._rollouts, core.next_step)
+            core.check(self._rollouts)  # a bad rollout is not written
+            self.stage, self._written = Stage.JOURNALLING, journal.write(self._rollouts, core.state.ledger.next_step)
 
     async def _finish_journal(self) -> None:
         journal, written = self._puts.journal, self._written
@@ -190,9 +190,9 @@ class PendingPut(Waiter):
 
     def _take_or_queue(self, now: float, may_wait: bool) -> None:
         core, queue = self._puts.core, self._puts.wakeups.puts
-        if (not queue or core.is_sibling(self._rollouts[0])) and self._take(now):
+        if (not queue or core.state.admission.is_sibling(self._rollouts[0])) and self._take(now):
             return
-        core.check_all(self._rollouts)  # a bad rollout is refused now, not after a long wait
+        core.check(self._rollouts)  # a bad rollout is refused now, not after a long wait
         if not may_wait:
             raise WouldBlock
         self.stage, self.group_id = Stage.WAITING, self._rollouts[0].group_id

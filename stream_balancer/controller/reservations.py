@@ -1,7 +1,7 @@
 """Slots for rollouts that are still to be generated: ``async with balancer.reserve() as slot``.
 
 A slot is a place for rollouts that do not exist yet. How many may begin is counted in
-:mod:`stream_balancer.core.staleness`; here is who gets them, in which order, and when a place is given back. A slot's
+:mod:`stream_balancer.core.throttle`; here is who gets them, in which order, and when a place is given back. A slot's
 put is a put like any other (:mod:`stream_balancer.controller.puts`).
 """
 
@@ -19,7 +19,7 @@ from stream_balancer.controller.puts import Puts
 from stream_balancer.controller.wakeups import PendingReserve, Wakeups
 from stream_balancer.core.admission import check_group
 from stream_balancer.core.machine import BalancerCore
-from stream_balancer.core.staleness import Pacer, check_pacing
+from stream_balancer.core.throttle import Throttle, check_reserve
 from stream_balancer.errors import ClosedResourceError, RolloutError
 from stream_balancer.types import Rollout
 
@@ -29,22 +29,24 @@ __all__ = ["Reservation", "Reservations", "Slot"]
 class Reservations:
     """Who may begin: admits slots, first come first served."""
 
-    def __init__(self, core: BalancerCore, lifetime: Lifetime, wakeups: Wakeups, pacer: Pacer, puts: Puts) -> None:
+    def __init__(
+        self, core: BalancerCore, lifetime: Lifetime, wakeups: Wakeups, throttle: Throttle, puts: Puts
+    ) -> None:
         self._core = core
         self._lifetime = lifetime
         self._wakeups = wakeups
-        self._pacer = pacer
+        self._throttle = throttle
         self.puts = puts
         """Where slots put."""
 
     @property
     def running(self) -> int:
         """Rollouts that may begin, or have begun, and were not put yet."""
-        return self._pacer.running
+        return self._throttle.running
 
     def reserve(self, count: int) -> Reservation:
         """A reservation that was not entered yet. Raises like :meth:`StreamBalancer.reserve`."""
-        check_pacing(self._core.config, count)
+        check_reserve(self._core.config, count)
         return Reservation(self, count)
 
     async def admit(self, count: int) -> Slot:
@@ -61,17 +63,17 @@ class Reservations:
     def _try_admit(self, count: int) -> Slot | None:
         if self._lifetime.closed or self._core.ended:
             raise ClosedResourceError("reserve() after end() or aclose(): the balancer takes no more rollouts")
-        check_pacing(self._core.config, count)  # the knobs may have changed while it waited
-        version = self._core.version or 0
-        if self._core.room_to_begin(self._pacer) < count:
+        check_reserve(self._core.config, count)  # the knobs may have changed while it waited
+        version = self._core.state.staleness.version or 0
+        if self._throttle.room(self._core.state) < count:
             self._wakeups.wake_consumer()
             return None
-        return Slot(self, self._pacer.admit(version, count), version, count)
+        return Slot(self, self._throttle.admit(version, count), version, count)
 
     def settle(self, slot: int, count: int) -> None:
         """So many rollouts of a slot were put, or never will be."""
         if count:
-            self._pacer.settle(slot, count)
+            self._throttle.settle(slot, count)
             self._wakeups.step_done()
 
 

@@ -24,7 +24,7 @@ import anyio
 from stream_balancer.controller.stall_reporter import StallReporter
 from stream_balancer.controller.wait_queues import PutQueue, Waiter, WaitQueue
 from stream_balancer.core.machine import BalancerCore
-from stream_balancer.core.staleness import Pacer
+from stream_balancer.core.throttle import Throttle
 
 __all__ = ["PendingReserve", "Wakeups"]
 
@@ -41,13 +41,13 @@ class PendingReserve(Waiter):
 class Wakeups:
     """Who waits in a balancer, and whom each change wakes. Every method is O(1), but for those that wake all."""
 
-    def __init__(self, core: BalancerCore, pacer: Pacer, reporter: StallReporter) -> None:
+    def __init__(self, core: BalancerCore, throttle: Throttle, reporter: StallReporter) -> None:
         self.puts = PutQueue(reporter)
         """Waiting for room."""
         self.reserves: WaitQueue[PendingReserve] = WaitQueue(reporter)
         """Waiting until they may begin."""
         self._core = core
-        self._pacer = pacer
+        self._throttle = throttle
         self._reporter = reporter
         self._consumer: anyio.Event | None = None  # while it waits
         self._consumer_wakes_at = math.inf  # by itself
@@ -70,8 +70,8 @@ class Wakeups:
     def flush_if_stuck(self) -> None:
         """While a reserver waits, only rollouts that are being generated can fill the window: if they are too few, let
         a full batch go; if there are none, whatever waits."""
-        if self.reserves:
-            self._core.squeeze_if_stuck(self._pacer.running)
+        if self.reserves and self._throttle.is_stuck(self._core.state):
+            self._core.force_flush()
 
     def wake_consumer(self) -> None:
         """A batch may be able to leave earlier than the consumer knows."""
@@ -82,7 +82,7 @@ class Wakeups:
     def _wake_reserver(self) -> None:
         """The longest-waiting one, if it can be admitted now, or has to learn of the end. It wakes the next."""
         first = self.reserves.first
-        if first is not None and (self._core.ended or self._core.room_to_begin(self._pacer) >= first.count):
+        if first is not None and (self._core.ended or self._throttle.room(self._core.state) >= first.count):
             first.wake.set()
 
     # -- what changed --------------------------------------------------------------------------------------------------

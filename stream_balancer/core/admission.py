@@ -1,26 +1,124 @@
-"""What a rollout must be to be let in, whatever else is held. Pure; every refusal says what, why and what to do."""
+"""Which rollouts may be taken in: valid ones, for which there is room. Pure; every refusal says what, why and what to
+do. Nothing is taken in here: that is :mod:`stream_balancer.core.machine`'s."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-
-import numpy as np
-from numpy.typing import NDArray
+from collections.abc import Sequence
 
 from stream_balancer.config import BalancerConfig
-from stream_balancer.errors import RolloutError
+from stream_balancer.core.buffer import Buffer
+from stream_balancer.core.ledger import RolloutIds
+from stream_balancer.core.pricing import Pricing, costs_of
+from stream_balancer.errors import ConfigError, DuplicateRolloutError, RolloutError
 from stream_balancer.types import Rollout
-from stream_balancer.values import MAX_COST
 
-__all__ = ["Schema", "check_fits", "check_group", "check_schema", "cost_of", "costs_of", "schema_of", "with_loss_mask"]
+__all__ = ["Admission", "check_group"]
 
-Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
 Schema = tuple[dict[str, tuple[object, tuple[int, ...]]], frozenset[str]]
 """Token columns with dtype and trailing shape, and names of scalars: alike for all rollouts of a balancer."""
 
 
-def check_fits(rollout: Rollout, config: BalancerConfig) -> None:
+class Admission:
+    """The checks of a put, against what is held already."""
+
+    def __init__(self, config: BalancerConfig, buffer: Buffer, ids: RolloutIds, pricing: Pricing) -> None:
+        self.config = config
+        self._buffer = buffer
+        self._ids = ids
+        self._pricing = pricing
+        self._schema: Schema | None = None  # the first rollout's
+
+    def with_loss_masks(self, rollouts: Sequence[Rollout]) -> list[Rollout]:
+        """The rollouts as they may be taken in: their masks called ``loss_mask``. Raises RolloutError."""
+        column = self.config.loss_mask_column
+        return [_with_loss_mask(r, column) if isinstance(r, Rollout) else r for r in rollouts]
+
+    def check(self, rollouts: Sequence[Rollout]) -> list[float]:
+        """Costs of the rollouts of one put. Raises TypeError, RolloutError or DuplicateRolloutError if one of them can
+        never be taken in. O(columns)."""
+        for rollout in rollouts:
+            self._check_alone(rollout)
+        if len(rollouts) > 1:
+            self._check_together(rollouts)
+        schema = self._schema or _schema_of(rollouts[0])
+        for rollout in rollouts:
+            _check_schema(rollout, schema)
+        return self._pricing.costs_of(rollouts)
+
+    def _check_alone(self, rollout: Rollout) -> None:
+        if not isinstance(rollout, Rollout):
+            raise TypeError(f"put() takes a Rollout, not {type(rollout).__name__}")
+        if rollout.is_padding:
+            raise RolloutError(f"rollout {rollout.rollout_id!r} is a padding copy; only the balancer makes those")
+        self._ids.check_new(rollout.rollout_id)
+        _check_fits(rollout, self.config)
+
+    def _check_together(self, rollouts: Sequence[Rollout]) -> None:
+        if len({r.rollout_id for r in rollouts}) < len(rollouts):
+            raise DuplicateRolloutError(
+                "two rollouts of one put_group() have the same rollout_id; give each an id of its own"
+            )
+        if len(rollouts) > self.config.capacity:
+            raise RolloutError(
+                f"put_group() got {len(rollouts)} rollouts, above capacity ({self.config.capacity}): they could "
+                "never be let in together. Raise capacity"
+            )
+
+    def has_room(self, rollouts: Sequence[Rollout]) -> bool:
+        """Room for all, counting the places kept for siblings of waiting groups. O(len(rollouts)).
+
+        A put waits only while a batch could leave and make room: with fewer than ``min_batch_size`` ready (the rest
+        wait for siblings) there is room even in a full buffer, since waiting might be for ever.
+        """
+        buffer, config = self._buffer, self.config
+        if buffer.num_ready < config.min_batch_size or self.is_sibling(rollouts[0]):
+            return True
+        group_size = buffer.groups.size if rollouts[0].group_id is not None else None
+        places = max(len(rollouts), group_size or 1)
+        if len(buffer) + buffer.groups.num_awaited + places > config.capacity:
+            return False
+        limit = config.capacity_bytes
+        return limit is None or buffer.num_bytes + sum(r.nbytes for r in rollouts) <= limit
+
+    def is_sibling(self, rollout: Rollout) -> bool:
+        """Whether it belongs to a group that waits for it, or was abandoned; such a rollout always has room. O(1)."""
+        if not isinstance(rollout, Rollout) or rollout.group_id is None:
+            return False
+        groups = self._buffer.groups
+        return groups.has_waiting(rollout.group_id) or groups.is_abandoned(rollout.group_id)
+
+    def add(self, rollout: Rollout) -> None:
+        """It was taken in: others must have its columns."""
+        if self._schema is None:
+            self._schema = _schema_of(rollout)
+
+    def check_waiting(self, config: BalancerConfig) -> None:
+        """Raise ConfigError if a rollout that waits could not leave under these knobs. O(n)."""
+        cap, lengths = config.max_tokens_per_micro_batch, self._buffer.lengths
+        if cap is not None and config.oversize == "refuse" and int(lengths.max(initial=0)) > cap:
+            longest = self._buffer.rollouts(lengths.argmax(0, keepdims=True))[0]
+            raise ConfigError(
+                f"max_tokens_per_micro_batch ({cap}) with oversize='refuse' is below rollout {longest.rollout_id!r}, "
+                f"which waits and has {longest.num_tokens} tokens: no batch could take it. Use a cap >= "
+                f"{longest.num_tokens} until it has left, or set oversize='alone'"
+            )
+        try:
+            costs_of(self._buffer.rollouts(), config.cost)
+        except RolloutError as error:
+            raise ConfigError(f"this cost does not fit a rollout that waits: {error}") from None
+
+    def completed_by(self, rollouts: Sequence[Rollout]) -> list[Rollout] | None:
+        """What ``accept=`` is asked about: these rollouts and the waiting siblings whose group they complete; None
+        while others of the group must still come. O(n) for the last of a group, else O(1)."""
+        buffer, group_id = self._buffer, rollouts[0].group_id
+        if group_id is None or buffer.groups.size is None:
+            return list(rollouts)
+        if buffer.groups.num_arrived(group_id) + len(rollouts) < buffer.groups.size:
+            return None
+        return [*buffer.rollouts(buffer.siblings(group_id)), *rollouts]
+
+
+def _check_fits(rollout: Rollout, config: BalancerConfig) -> None:
     """Raise RolloutError for one that could never be dispatched, or never be let in."""
     if rollout.group_id is None and config.group_size is not None and config.groups != "free":
         raise RolloutError(
@@ -48,7 +146,7 @@ _LOOK_LIKE_MASKS = frozenset(
 )
 
 
-def with_loss_mask(rollout: Rollout, column: str | None) -> Rollout:
+def _with_loss_mask(rollout: Rollout, column: str | None) -> Rollout:
     """The rollout, its mask called ``loss_mask``. ``column``: what it was put under; None = there is none. O(1) where
     that is its name already.
 
@@ -84,30 +182,6 @@ def with_loss_mask(rollout: Rollout, column: str | None) -> Rollout:
     return rollout
 
 
-def cost_of(rollout: Rollout, model: Callable[[Ints], Floats]) -> float:
-    """Its own cost, else the model's. Raises RolloutError if that is no number from 0 to 1e100."""
-    if rollout.cost is not None:
-        return rollout.cost
-    cost = float(model(np.array([rollout.num_tokens], dtype=np.int64))[0])
-    if not 0 <= cost <= MAX_COST:  # not NaN either
-        raise RolloutError(
-            f"the cost model gave {cost} for rollout {rollout.rollout_id!r} ({rollout.num_tokens} tokens); a cost must "
-            f"be a finite number >= 0 and at most {MAX_COST:g}. Mend {model!r}, or give the rollout a cost of its own"
-        )
-    return cost
-
-
-def costs_of(rollouts: Sequence[Rollout], model: Callable[[Ints], Floats]) -> list[float]:
-    """:func:`cost_of` for each, asking the model once."""
-    if len(rollouts) == 1 or any(rollout.cost is not None for rollout in rollouts):
-        return [cost_of(rollout, model) for rollout in rollouts]
-    costs = np.asarray(model(np.array([rollout.num_tokens for rollout in rollouts], dtype=np.int64)), dtype=np.float64)
-    if not ((costs >= 0) & (costs <= MAX_COST)).all():
-        return [cost_of(rollout, model) for rollout in rollouts]  # raises, and names one
-    found: list[float] = costs.tolist()
-    return found
-
-
 def check_group(rollouts: Sequence[Rollout]) -> None:
     """Raise RolloutError unless they are siblings."""
     if not rollouts:
@@ -117,18 +191,18 @@ def check_group(rollouts: Sequence[Rollout]) -> None:
         raise RolloutError(f"put_group() takes siblings that share one group_id, not {sorted(map(str, ids))}")
 
 
-def schema_of(rollout: Rollout) -> Schema:
+def _schema_of(rollout: Rollout) -> Schema:
     columns: dict[str, tuple[object, tuple[int, ...]]] = {
         name: (column.dtype, tuple(column.shape[1:])) for name, column in rollout.tokens.items()
     }
     return columns, frozenset(rollout.scalars)
 
 
-def check_schema(rollout: Rollout, schema: Schema) -> None:
+def _check_schema(rollout: Rollout, schema: Schema) -> None:
     """Raise RolloutError for one whose columns or scalars are not those. O(columns)."""
     if _has_schema(rollout, *schema):
         return
-    columns, scalars = schema_of(rollout)
+    columns, scalars = _schema_of(rollout)
     if columns != schema[0]:
         raise RolloutError(
             f"rollout {rollout.rollout_id!r} has token columns {_describe(columns)}, but the first rollout had "

@@ -1,26 +1,52 @@
-"""A plan and the rollouts it means, made into a batch: shares, micro-batches, padding copies, totals.
-
-Pure: reads the buffer, changes nothing. What goes is ``planning``'s decision, when it goes ``_core``'s.
+"""From the waiting rollouts to a batch: the planner is asked, and its plan made into rank batches, micro-batches and
+padding copies. Pure: reads the state, changes nothing. When a batch leaves is decided in :mod:`.triggers`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import fields, replace
 from itertools import islice
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from stream_balancer.core.buffer import Buffer
-from stream_balancer.planning import Plan
+from stream_balancer.core.state import State
+from stream_balancer.planning import Plan, PlanKnobs, Waiting, plan_batch
+from stream_balancer.planning.baselines import plan_fifo, plan_round_robin
 from stream_balancer.types import Batch, MicroBatch, RankBatch, Reason, Rollout
 from stream_balancer.values import PADDING_PREFIX
 
-__all__ = ["make_batch", "rows_of"]
+__all__ = ["make_batch", "make_plan", "rows_of"]
 
 
-def make_batch(plan: Plan, buffer: Buffer, *, dp_size: int, step: int, reason: Reason, now: float) -> Batch:
-    """The batch of step ``step``; its rollouts are still in the buffer. O(rollouts in it)."""
+class Planner(Protocol):
+    """Chooses ``num_rollouts`` of the waiting ones and lays them out on ranks and micro-batches."""
+
+    def __call__(self, waiting: Waiting, knobs: PlanKnobs, *, num_rollouts: int, step: int) -> Plan: ...
+
+
+_PLANNERS: dict[str, Planner] = {"window": plan_batch, "fifo": plan_fifo, "round_robin": plan_round_robin}
+
+
+def make_plan(state: State, due: NDArray[np.bool_], num_rollouts: int) -> tuple[Waiting, Plan]:
+    """What the planner is shown, and its plan, in rows of the buffer. ``due`` [n] must go; what is held back for its
+    age is not shown. O(n), plus the planner's time."""
+    planner, knobs, step = _PLANNERS[state.config.policy], state.pricing.knobs, state.ledger.next_step
+    waiting = state.buffer.waiting(due)
+    if not state.staleness.num_held_back:
+        return waiting, planner(waiting, knobs, num_rollouts=num_rollouts, step=step)
+    rows = np.flatnonzero(~state.staleness.held_back())
+    waiting = Waiting(**{column.name: getattr(waiting, column.name)[rows] for column in fields(waiting)})
+    plan = planner(waiting, knobs, num_rollouts=num_rollouts, step=step)
+    return waiting, replace(plan, ranks=[[rows[one] for one in micro_batches] for micro_batches in plan.ranks])
+
+
+def make_batch(state: State, plan: Plan, reason: Reason, now: float) -> Batch:
+    """The batch of the next step; its rollouts are still in the buffer. O(rollouts in it)."""
+    buffer, dp_size, step = state.buffer, state.config.dp_size, state.ledger.next_step
     rows = rows_of(plan)
     rollouts, lengths = buffer.rollouts(rows), buffer.lengths[rows]
     shares = _micro_batches(plan, rollouts, lengths.tolist())

@@ -18,8 +18,9 @@ from typing import get_args
 import numpy as np
 from numpy.typing import NDArray
 
+from stream_balancer.core.step_times import StepTiming
 from stream_balancer.statistics import IdleCause, Straggler
-from stream_balancer.types import Batch, Reason
+from stream_balancer.types import Batch
 
 __all__ = ["IdleTimes"]
 
@@ -54,36 +55,33 @@ class IdleTimes:
 
     # -- in ------------------------------------------------------------------------------------------------------------
 
-    def dispatched(self, step: int, reason: Reason, *, asked_at: float, enough_at: float, now: float) -> None:
+    def dispatched(self, batch: Batch, *, asked_at: float, enough_at: float, now: float) -> None:
         """A new batch leaves; somebody waited for it since ``asked_at``, and there was enough for one since
         ``enough_at``."""
         waited_s = max(now - asked_at, 0.0)
         no_data_s = min(max(enough_at - asked_at, 0.0), waited_s)
-        held: IdleCause = "deadline" if reason == "deadline" else "window"
-        self._waits[step] = {"no_data": no_data_s, held: waited_s - no_data_s}
+        held: IdleCause = "deadline" if batch.reason == "deadline" else "window"
+        self._waits[batch.step] = {"no_data": no_data_s, held: waited_s - no_data_s}
         while len(self._waits) > _MOST_PENDING:
             self._waits.popitem(last=False)
 
     def record(
         self,
         batch: Batch,
-        seconds: Sequence[float],
-        waited_s: Sequence[float | None],
-        ready_s: Sequence[float],
+        timings: Sequence[StepTiming],
         now: float,
         slowness: Floats | None = None,
     ) -> None:
-        """All ranks are done with a step. O(ranks).
+        """All ranks are done with a step; ``timings`` of each, in rank order. O(ranks).
 
-        ``seconds`` each computed; ``waited_s`` from asking for its share to taking it (None: as long as the balancer
-        waited); ``ready_s`` how long it had been ready for more when the last rank was; ``slowness`` the log of each
-        rank's slowdown in this step, where something better than the planned loads knows it.
+        ``slowness``: [ranks] log of each rank's slowdown in this step, where something better than the planned loads
+        knows it.
         """
-        busy = np.array(seconds, dtype=np.float64)
+        self.last_s = tuple(timing.seconds for timing in timings)
+        busy = np.array(self.last_s, dtype=np.float64)
         self._busy += busy
-        self.last_s = tuple(seconds)
         self._record_imbalance(batch, busy)
-        self._record_waits(self._waits.pop(batch.step, {}), waited_s, ready_s)
+        self._record_waits(self._waits.pop(batch.step, {}), timings)
         loads = np.array(batch.loads)
         if slowness is None and (loads > 0).all() and (busy > 0).all():
             slowness = np.log(busy) - np.log(loads)
@@ -103,17 +101,15 @@ class IdleTimes:
         self._add("imbalance_unavoidable", unavoidable * idle)
         self._add("imbalance_avoidable", (1.0 - unavoidable) * idle)
 
-    def _record_waits(
-        self, waits: dict[IdleCause, float], waited_s: Sequence[float | None], ready_s: Sequence[float]
-    ) -> None:
+    def _record_waits(self, waits: dict[IdleCause, float], timings: Sequence[StepTiming]) -> None:
         of_balancer = sum(waits.values())
-        waited = np.array([of_balancer if w is None else w for w in waited_s], dtype=np.float64)
+        waited = np.array([of_balancer if t.waited_s is None else t.waited_s for t in timings], dtype=np.float64)
         for_rollouts = np.minimum(waited, of_balancer)
         for cause, cause_s in waits.items():
             if of_balancer > 0:
                 self._add(cause, for_rollouts * (cause_s / of_balancer))
         rest = waited - for_rollouts
-        self._add("transport", rest - np.minimum(rest, np.array(ready_s, dtype=np.float64)))
+        self._add("transport", rest - np.minimum(rest, np.array([t.ready_s for t in timings], dtype=np.float64)))
 
     def _add(self, cause: IdleCause, seconds: Floats) -> None:
         self._seconds[:, _CAUSES.index(cause)] += seconds

@@ -1,21 +1,25 @@
-"""All that a balancer holds, at one instant: what checkpoints and the journal write down.
+"""All that a balancer holds, at one instant: what checkpoints and the journal write down. Pure.
 
-A value. ``machine`` takes and restores one, ``controller.checkpoint`` turns one into plain data and back.
+A value, and how it is made from a :class:`~stream_balancer.core.state.State` and back. ``controller.checkpoint`` turns
+one into plain data; no format is known here.
 """
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from stream_balancer.config import BalancerConfig
+from stream_balancer.core.state import State
 from stream_balancer.field_docs import documented
 from stream_balancer.types import Batch, Rollout
 
-__all__ = ["Snapshot"]
+__all__ = ["Snapshot", "restored_state", "take_snapshot"]
 
 
 @documented
@@ -52,3 +56,60 @@ class Snapshot:
     """What ``window="auto"`` has learned: numbers, and flat arrays."""
     set_aside: tuple[str, ...] = ()
     """What could not be read, one sentence each; the rollouts it speaks of are not in here."""
+
+
+def take_snapshot(state: State, now: float, auto_window: Mapping[str, Any] | None) -> Snapshot:
+    """All that is held now; ``auto_window`` as the observer of that name gives it. O(n) pointers."""
+    buffer, ledger, calibration = state.buffer, state.ledger, state.pricing.calibration
+    return Snapshot(
+        waiting=tuple(buffer.rollouts()),
+        waited_s=now - buffer.arrived_at,
+        skips=buffer.skips.copy(),
+        in_flight=ledger.batches(),
+        group_arrivals=buffer.groups.arrived(),
+        past_ids=tuple(state.ids.past),
+        version=state.staleness.version,
+        next_step=ledger.next_step,
+        counts=state.counts.totals(),
+        knobs=_describe_knobs(state.config),
+        calibration=None if calibration is None else calibration.state(),
+        auto_window=auto_window,
+    )
+
+
+def restored_state(config: BalancerConfig, tolerance: float, snapshot: Snapshot, now: float) -> State:
+    """A snapshot's state under these knobs. Batches in flight are to be delivered again, same plan.
+
+    If their plan is for another ``dp_size``, their rollouts wait again instead, as the oldest. What is too old by now
+    is evicted. Raises RolloutError if a rollout does not fit the knobs. O(n).
+    """
+    state = State(config, tolerance)
+    again = [batch for batch in snapshot.in_flight if len(batch.ranks) == config.dp_size]
+    replan = [r for batch in snapshot.in_flight if batch not in again for r in batch.rollouts if not r.is_padding]
+    oldest = now - (float(snapshot.waited_s.max()) if len(snapshot.waited_s) else 0.0)
+    state.staleness.version = snapshot.version
+    state.ids.past = OrderedDict.fromkeys(snapshot.past_ids)  # first: what is evicted below joins them
+    state.counts.take_over(snapshot.counts)
+    if state.pricing.calibration is not None and snapshot.calibration is not None:
+        state.pricing.calibration.take_over(snapshot.calibration)
+        state.pricing.reprice(state.buffer)
+    for rollout in replan:
+        (cost,) = state.admission.check([rollout])
+        state.hold(rollout, cost, oldest)
+    for rollout, waited_s, skips in zip(snapshot.waiting, snapshot.waited_s, snapshot.skips, strict=True):
+        most = int(skips) if config.max_skips is None else config.max_skips
+        (cost,) = state.admission.check([rollout])
+        state.hold(rollout, cost, now - float(waited_s), min(int(skips), most))
+    state.buffer.restore_groups(snapshot.group_arrivals)
+    state.ledger.restore(again, snapshot.next_step)
+    state.ids.held.update(r.rollout_id for batch in again for r in batch.rollouts if not r.is_padding)
+    state.skip_arrivals()
+    state.changed()
+    return state
+
+
+def _describe_knobs(config: BalancerConfig) -> dict[str, Any]:
+    """The knobs as numbers and strings, for the record."""
+    plain = (int, float, str, type(None))
+    values = {f.name: getattr(config, f.name) for f in fields(config) if f.init}
+    return {name: value if isinstance(value, plain) else repr(value) for name, value in values.items()}

@@ -1,82 +1,121 @@
-"""How many rollouts may be begun so that none of them is too old once it is dispatched. Pure counting.
+"""Policy versions: how old the waiting rollouts are, which must leave now, are held back, or are too old. Pure.
 
-The rule and its proof are in docs/staleness.md. In short: a rollout that began at version ``u`` must leave before the
-version passes ``u + max_staleness``; a version needs a batch; so no more rollouts may be held than the batches up to
-then can take.
+Under ``max_staleness`` a rollout leaves only if it is young enough *when it is trained on*, although every batch before
+it that the trainer is not through with (``steps_ahead``) may make a version:
+
+    version - max_staleness                 oldest fresh: older ones can never be trained on in time, and are evicted
+    version - max_staleness + steps_ahead   oldest trainable: older ones are held back until the trainer is further;
+                                            those of exactly this version are due, with one more step they are too old
+
+docs/staleness.md has the rule and its proof.
 """
 
 from __future__ import annotations
 
+import numpy as np
+from numpy.typing import NDArray
+
 from stream_balancer.config import BalancerConfig
-from stream_balancer.errors import ConfigError
+from stream_balancer.core.buffer import Buffer
+from stream_balancer.core.ledger import Ledger
+from stream_balancer.errors import RolloutError
+from stream_balancer.types import Rollout
+from stream_balancer.values import plain_policy_version
 
-__all__ = ["Pacer", "check_pacing"]
-
-
-def check_pacing(config: BalancerConfig, count: int) -> None:
-    """Raise ConfigError for knobs under which the bound could not be kept, or the window never be filled; ValueError
-    for a ``count`` that could never be admitted."""
-    staleness = config.max_staleness
-    limit = config.capacity if staleness is None else (staleness + 1) * config.batch_size
-    if isinstance(count, bool) or not isinstance(count, int) or not 1 <= count <= limit:
-        raise ValueError(
-            f"reserve({count!r}): between 1 and {limit} rollouts can be reserved at a time "
-            f"({'capacity' if staleness is None else '(max_staleness + 1) * batch_size'})"
-        )
-    if config.group_size is not None and config.groups != "free" and count % config.group_size:
-        raise ValueError(
-            f"reserve({count}) with group_size {config.group_size}: siblings leave together, so reserve whole groups "
-            "and put them with slot.put_group()"
-        )
-    if staleness is None:
-        return
-    if config.deadline_s is not None or config.capacity_bytes is not None:
-        knob = "deadline_s" if config.deadline_s is not None else "capacity_bytes"
-        raise ConfigError(
-            f"reserve() cannot keep max_staleness ({staleness}) with {knob}: that sends short batches, and every batch "
-            f"makes a new version while rollouts are still being generated. Set {knob}=None, or do without reserve()"
-        )
-    if config.window > limit:
-        raise ConfigError(
-            f"reserve() admits (max_staleness + 1) * batch_size = {limit} rollouts at a time, so a window of "
-            f"{config.window} would never fill. Lower window to {limit}, or raise max_staleness"
-        )
+__all__ = ["Staleness"]
 
 
-class Pacer:
-    """Rollouts that were admitted and have not been put yet, by slot."""
+class Staleness:
+    """The policy version, and the ages of what waits; counted anew by :meth:`recount` after every change."""
 
-    def __init__(self) -> None:
-        self._slots: dict[int, tuple[int, int]] = {}  # number -> (version, rollouts to come); versions never fall
-        self._last = 0
-        self.running = 0
-        """Rollouts to come, over all slots."""
+    def __init__(self, config: BalancerConfig, buffer: Buffer, ledger: Ledger) -> None:
+        self.config = config
+        self.version: int | None = None
+        """Policy version last set."""
+        self.num_due = 0
+        """Waiting rollouts that would be too old with one more step before them, those held back included."""
+        self.num_held_back = 0
+        """Waiting rollouts that are too old to leave while so many batches are before them."""
+        self._buffer = buffer
+        self._ledger = ledger
 
-    def room(self, config: BalancerConfig, *, version: int, oldest: int | None, waiting: int, steps_ahead: int) -> int:
-        """How many more rollouts may begin now. O(1).
+    def set_version(self, version: int) -> None:
+        """The policy moved on. Raises ValueError if it goes backwards."""
+        try:
+            version = plain_policy_version(version)
+        except RolloutError as error:
+            raise ValueError(f"set_version(): version {error}") from None
+        if self.version is not None and version < self.version:
+            raise ValueError(
+                f"version must not go backwards: it is {self.version}, and set_version({version}) was called"
+            )
+        self.version = version
 
-        ``oldest``: of the waiting rollouts' versions, those that are stale already left out; ``steps_ahead``: batches
-        that the trainer is not through with.
-        """
-        held = self.running + waiting
-        if config.max_staleness is None:
-            return config.capacity - held
-        known = [one for one in (oldest, next((first for first, _ in self._slots.values()), None)) if one is not None]
-        batches = min(known, default=version) + config.max_staleness + 1 - version - steps_ahead
-        return batches * config.batch_size - held
+    # -- one rollout ---------------------------------------------------------------------------------------------------
 
-    def admit(self, version: int, count: int) -> int:
-        """A slot for so many rollouts; its number."""
-        self._last += 1
-        self._slots[self._last] = (version, count)
-        self.running += count
-        return self._last
+    def is_too_old(self, rollout: Rollout) -> bool:
+        """Whether it is to be evicted. O(1)."""
+        oldest = self._oldest_kept()
+        version = rollout.min_version
+        return oldest is not None and version is not None and version < oldest
 
-    def settle(self, slot: int, count: int) -> None:
-        """So many rollouts of a slot are held by the balancer now, or will never come."""
-        version, left = self._slots[slot]
-        self.running -= count
-        if left == count:
-            del self._slots[slot]
-        else:
-            self._slots[slot] = (version, left - count)
+    def add(self, rollout: Rollout) -> None:
+        """It waits from now on. O(1)."""
+        oldest, version = self._oldest_trainable(), rollout.min_version
+        if oldest is not None and version is not None:
+            self.num_due += version <= oldest
+            self.num_held_back += self.config.on_stale == "evict" and version < oldest
+
+    # -- all that wait -------------------------------------------------------------------------------------------------
+
+    def recount(self) -> None:
+        """What waits, the version or the steps ahead are others now. O(n) under ``max_staleness``, else O(1)."""
+        self.num_due = self.num_held_back = 0
+        oldest = self._oldest_trainable()
+        if oldest is not None:
+            versions = self._buffer.versions
+            self.num_due = int(np.count_nonzero(versions <= oldest))
+            if self.config.on_stale == "evict":
+                self.num_held_back = int(np.count_nonzero(versions < oldest))
+
+    def too_old(self) -> NDArray[np.int64]:
+        """Rows of rollouts that cannot be trained on in time any more, whatever the trainer does. O(n)."""
+        oldest = self._oldest_kept()
+        return np.empty(0, dtype=np.int64) if oldest is None else np.flatnonzero(self._buffer.versions < oldest)
+
+    def due(self) -> NDArray[np.bool_]:
+        """[n] True for rollouts that must leave with the next batch, or are held back already. O(n)."""
+        oldest = self._oldest_trainable()
+        return np.zeros(len(self._buffer), dtype=bool) if oldest is None else self._buffer.versions <= oldest
+
+    def held_back(self) -> NDArray[np.bool_]:
+        """[n] True for rollouts that would be too old when trained on if they left now, and their siblings. O(n)."""
+        oldest = self._oldest_trainable()
+        if not self.num_held_back or oldest is None:
+            return np.zeros(len(self._buffer), dtype=bool)
+        held = self._buffer.versions < oldest
+        labels = self._buffer.labels
+        grouped = labels[held & (labels >= 0)]
+        return held | np.isin(labels, grouped) if grouped.size else held
+
+    def oldest_fresh_version(self) -> int | None:
+        """The oldest version that waits, those too old left out; None where it does not matter. O(n)."""
+        oldest = self._oldest_fresh()
+        if oldest is None or not len(self._buffer):
+            return None
+        fresh = self._buffer.versions[self._buffer.versions >= oldest]
+        return int(fresh.min()) if fresh.size else None
+
+    # -- bounds: None where nothing is ever too old --------------------------------------------------------------------
+
+    def _oldest_fresh(self) -> int | None:
+        if self.version is None or self.config.max_staleness is None:
+            return None
+        return self.version - self.config.max_staleness
+
+    def _oldest_kept(self) -> int | None:
+        return None if self.config.on_stale == "send" else self._oldest_fresh()
+
+    def _oldest_trainable(self) -> int | None:
+        oldest = self._oldest_fresh()
+        return None if oldest is None else oldest + self._ledger.steps_ahead

@@ -120,7 +120,7 @@ class _Host:
             self._name_lost(LostRollout(rollout.rollout_id, rollout.holder.label, None))
 
     def _on_lost_rollouts(self, rank: int, step: int, lost: list[Lost]) -> None:
-        self._balancer.parts.core.lost_in_flight(step, [one.rollout_id for one in lost])
+        self._balancer.parts.core.mark_missing(step, [one.rollout_id for one in lost])
         for one in lost:
             self._name_lost(LostRollout(one.rollout_id, one.holder, step))
 

@@ -28,7 +28,8 @@ from anyio.from_thread import BlockingPortal
 
 from stream_balancer.controller.balancer import StreamBalancer
 from stream_balancer.core.diagnosis import RankState
-from stream_balancer.core.machine import BalancerCore
+from stream_balancer.core.report import preview
+from stream_balancer.core.state import State
 from stream_balancer.statistics import Statistics
 from stream_balancer.types import Batch
 from stream_balancer.watch.status import SUFFIX, InFlight, LengthRow, NextBatch, RankRow, Status, folder
@@ -152,7 +153,8 @@ def _listen(path: Path) -> socket.socket:
 def status_of(balancer: StreamBalancer, name: str = "") -> Status:
     """A picture of this moment. O(waiting + ranks), and a plan of the next batch where few enough wait."""
     statistics = balancer.statistics()
-    core, config = balancer.parts.core, balancer.config
+    state, config = balancer.parts.core.state, balancer.config
+    buffer = state.buffer
     return Status(
         time_s=time.time(),
         pid=os.getpid(),
@@ -166,7 +168,7 @@ def status_of(balancer: StreamBalancer, name: str = "") -> Status:
         waiting=statistics.waiting,
         waiting_tokens=statistics.waiting_tokens,
         oldest_wait_s=statistics.oldest_wait_s,
-        lengths=_by_length(*core.lengths_and_ages(anyio.current_time())),
+        lengths=_by_length(buffer.lengths, anyio.current_time() - buffer.arrived_at),
         blocked_puts=statistics.blocked_puts,
         reserved=statistics.reserved,
         accepted=statistics.accepted,
@@ -177,9 +179,9 @@ def status_of(balancer: StreamBalancer, name: str = "") -> Status:
         idle_fraction=statistics.idle_fraction,
         unavoidable_idle_fraction=statistics.unavoidable_idle_fraction,
         measured_idle_fraction=statistics.measured_idle_fraction,
-        next_batch=_next_batch(core) if statistics.waiting <= _MOST_PREVIEWED else None,
+        next_batch=_next_batch(state) if statistics.waiting <= _MOST_PREVIEWED else None,
         in_flight=[_in_flight(batch) for batch in balancer.in_flight()],
-        ranks=_ranks(statistics, core.last_step_seconds, balancer.rank_states()),
+        ranks=_ranks(statistics, state.idle.last_s, balancer.rank_states()),
         waits_for=balancer.why_no_batch(),
         warnings=_warnings(statistics, balancer.rank_states()),
     )
@@ -197,8 +199,8 @@ def _by_length(lengths: np.ndarray, ages_s: np.ndarray) -> list[LengthRow]:
     ]
 
 
-def _next_batch(core: BalancerCore) -> NextBatch | None:
-    plan = core.preview(anyio.current_time())
+def _next_batch(state: State) -> NextBatch | None:
+    plan = preview(state, anyio.current_time())
     if plan is None:
         return None
     plan_, tokens = plan

@@ -342,9 +342,9 @@ async def test_groups_are_counted_on(tmp_path: Path) -> None:
         after = await crash(balancer)
     async with sb.StreamBalancer(config(group_size=4), journal=after) as balancer:
         balancer.parts.core.verify()
-        assert balancer.parts.core._buffer.group_arrivals() == {"g": 3}
+        assert balancer.parts.core.state.buffer.groups.arrived() == {"g": 3}
         await balancer.put(make_rollout(3, "d", group_id="g"))
-        assert balancer.parts.core._buffer.num_ready == 2
+        assert balancer.parts.core.state.buffer.num_ready == 2
 
 
 async def test_put_group_is_there_whole_or_not_at_all(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ import stream_balancer as sb
 from stream_balancer.controller.checkpoint import read_state_dict, state_dict
 from stream_balancer.core.calibration import Calibration, _non_negative
 from stream_balancer.core.machine import BalancerCore
+from stream_balancer.core.step_times import StepTiming
 from stream_balancer.planning.rank_speeds import FixedCosts, work_rates
 
 IDS = torch.zeros(8000, dtype=torch.int32)
@@ -63,7 +64,7 @@ def train(
         work = np.array([machine.work_s(lengths_of(share)) for share in batch.ranks])
         speed = np.array([1.0] * len(work) if speeds is None else speeds(step))
         for rank, seconds in enumerate(machine.measured(work / speed)):
-            core.record_step_seconds(batch.step, rank, seconds)
+            core.record_step(StepTiming(batch.step, rank, seconds), 0.0)
         core.acknowledge(batch.step)
         core.verify()
         ratios.append(float((work / speed).max() / (work.sum() / speed.sum())))
@@ -95,7 +96,7 @@ def test_the_law_of_the_machine_is_found() -> None:
     assert fit.seconds_per_token_pair == pytest.approx(5e-9, rel=0.15)
     assert fit.seconds_per_micro_batch + fit.seconds_per_step == pytest.approx(0.03, rel=0.3)
     assert fit.speeds == pytest.approx([1.0] * 8, abs=0.04)
-    assert core._knobs.speeds is None, "noise does not make a rank slow"
+    assert core.state.pricing.knobs.speeds is None, "noise does not make a rank slow"
 
 
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))])
@@ -120,7 +121,7 @@ def test_two_hiccups_do_not_make_a_rank_slow() -> None:
     core, machine = BalancerCore(config()), Machine(4, noise=0.01)
     ratios = train(core, machine, 30, lambda step: [0.2] + [1.0] * 7 if step in (15, 16) else [1.0] * 8)
     assert np.mean(ratios[17:]) < 1.03
-    assert core._knobs.speeds is None
+    assert core.state.pricing.knobs.speeds is None
 
 
 def test_a_first_step_that_compiles_and_a_step_with_a_checkpoint_do_not_spoil_it() -> None:
@@ -164,8 +165,8 @@ def test_seconds_that_include_waiting_teach_nothing() -> None:
     core, machine = BalancerCore(config(dp_size=2, batch_size=8)), Machine()
     for _ in range(5):
         batch = feed(core, machine, [0] * core.statistics(0.0).accepted)
-        core.record_step_seconds(batch.step, 0, 1.0)
-        core.record_step_seconds(batch.step, 1, 1.0, own=False)
+        core.record_step(StepTiming(batch.step, 0, 1.0), 0.0)
+        core.record_step(StepTiming(batch.step, 1, 1.0, own=False), 0.0)
         core.acknowledge(batch.step)
     stats = core.statistics(0.0)
     assert stats.cost_fit is not None
@@ -192,7 +193,7 @@ def test_rollouts_that_bring_their_own_cost_are_left_alone() -> None:
         assert batch is not None
         assert sum(batch.loads) == 28.0
         for rank in range(2):
-            core.record_step_seconds(batch.step, rank, 1.0 + rank)
+            core.record_step(StepTiming(batch.step, rank, 1.0 + rank), 0.0)
         core.acknowledge(batch.step)
     assert core.statistics(0.0).cost_fit == Calibration(sb.CalibratedCost(), 2).fit()
 
@@ -208,8 +209,8 @@ def test_a_checkpoint_continues_where_it_was() -> None:
     again.verify()
     assert again.statistics(0.0).cost_fit == core.statistics(0.0).cost_fit
     assert (
-        again._buffer.waiting(np.zeros(0, bool)).costs.tolist()
-        == core._buffer.waiting(np.zeros(0, bool)).costs.tolist()
+        again.state.buffer.waiting(np.zeros(0, bool)).costs.tolist()
+        == core.state.buffer.waiting(np.zeros(0, bool)).costs.tolist()
     )
     for _ in range(3):
         core.add(sb.Rollout(tokens={"input_ids": IDS[:99]}), 0.0)
@@ -251,10 +252,10 @@ def test_another_model_by_reconfigure_and_back() -> None:
     learned = core.statistics(0.0).cost_fit
     core.reconfigure(core.config.replace(deadline_s=5.0))
     assert core.statistics(0.0).cost_fit == learned, "another knob changed"
-    assert core._knobs.speeds is not None
+    assert core.state.pricing.knobs.speeds is not None
     core.reconfigure(core.config.replace(cost=sb.TokenCost()))
     assert core.statistics(0.0).cost_fit is None
-    assert core._knobs.speeds is None
+    assert core.state.pricing.knobs.speeds is None
     train(core, machine, 2)
     core.reconfigure(core.config.replace(cost=sb.CalibratedCost()))
     fit = core.statistics(0.0).cost_fit
@@ -349,19 +350,19 @@ def test_the_first_step_says_nothing_at_all() -> None:
 def test_fixed_costs_are_told_apart() -> None:
     core, machine = BalancerCore(config()), Machine(11, c=0.05, d=0.01, noise=0.0)
     train(core, machine, 60, slow_first)
-    fit, fixed = core.statistics(0.0).cost_fit, core._knobs.fixed_costs
+    fit, fixed = core.statistics(0.0).cost_fit, core.state.pricing.knobs.fixed_costs
     assert fit is not None
     assert fit.seconds_per_micro_batch > 2 * fit.seconds_per_step
     assert fixed.micro_batch / fixed.step == pytest.approx(fit.seconds_per_micro_batch / fit.seconds_per_step)
     seconds = fit.seconds_per_token * 1000 + fit.seconds_per_token_pair * 1000**2
-    in_cost_units = float(core._cost_model(np.array([1000]))[0]) / seconds * fit.seconds_per_micro_batch
+    in_cost_units = float(core.state.pricing.model(np.array([1000]))[0]) / seconds * fit.seconds_per_micro_batch
     assert fixed.micro_batch == pytest.approx(in_cost_units, rel=0.02)
 
 
 def test_ranks_that_never_tell_cost_no_memory() -> None:
     core = BalancerCore(config(dp_size=2, batch_size=2))
     for step in range(2000):
-        core.record_step_seconds(step, 0, 1.0)
-    assert len(core._step_seconds) < 300
-    core.record_step_seconds(1999, 1, 3.0)
+        core.record_step(StepTiming(step, 0, 1.0), 0.0)
+    assert len(core.state.step_times) < 300
+    core.record_step(StepTiming(1999, 1, 3.0), 0.0)
     assert core.statistics(0.0).measured_idle_fraction == pytest.approx(1 / 3)

@@ -18,12 +18,12 @@ def test_siblings_put_again_after_a_loss_count_once() -> None:
     core = core_of()
     first = list(make_rollouts([3, 4, 5], siblings=4))
     core.add_all(first, 0.0)
-    lost = core.give_up(lambda rollout: rollout.rollout_id in ("r0", "r1"))
+    lost = core.evict_lost(lambda rollout: rollout.rollout_id in ("r0", "r1"))
     assert lost == ["r0", "r1"]
-    assert core.incomplete_groups() == {"g0": 1}
+    assert core.state.buffer.groups.incomplete() == {"g0": 1}
     core.add_all(first[:2], 0.0)
-    assert core.incomplete_groups() == {"g0": 3}
-    core.squeeze()
+    assert core.state.buffer.groups.incomplete() == {"g0": 3}
+    core.force_flush()
     assert core.poll(0.0) is None
     core.add(make_rollout(6, "r3", group_id="g0"), 0.0)
     batch = core.poll(0.0)
@@ -35,8 +35,8 @@ def test_siblings_put_again_after_a_loss_count_once() -> None:
 def test_a_group_of_which_all_are_lost_begins_anew() -> None:
     core = core_of()
     core.add_all(list(make_rollouts([3, 4], siblings=4)), 0.0)
-    core.give_up(lambda rollout: True)
-    assert core.incomplete_groups() == core.standing()[1] == {}
+    core.evict_lost(lambda rollout: True)
+    assert core.state.buffer.groups.incomplete() == core.state.buffer.groups.departed() == {}
     core.add_all(list(make_rollouts([3, 4, 5, 6], siblings=4)), 0.0)
     assert core.poll(0.0) is not None
 
@@ -46,15 +46,15 @@ def test_a_sibling_lost_in_flight_may_come_again_by_itself() -> None:
     core.add_all(list(make_rollouts([3, 4, 5, 6], siblings=4)), 0.0)
     batch = core.poll(0.0)
     assert batch is not None
-    core.lost_in_flight(batch.step, ["r1"])
+    core.mark_missing(batch.step, ["r1"])
     core.acknowledge(batch.step)
     core.add(make_rollout(4, "r1", group_id="g0"), 0.0)  # its siblings have been trained on
-    assert core.incomplete_groups() == {}
-    core.squeeze()
+    assert core.state.buffer.groups.incomplete() == {}
+    core.force_flush()
     again = core.poll(0.0)
     assert again is not None
     assert again.num_rollouts == 1
-    assert core.standing()[1] == {}
+    assert core.state.buffer.groups.departed() == {}
 
 
 def test_an_abandoned_group_is_evicted_and_so_is_what_comes_of_it() -> None:

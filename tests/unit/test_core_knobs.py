@@ -41,7 +41,7 @@ def test_a_knob_changed_between_the_halves_of_a_group_does_not_forget_the_first(
     assert core.poll(1.0) is not None
     core.reconfigure(core.config.replace(deadline_s=50.0))
     core.add(make_rollout(6, group_id="g"), 1.0)
-    core.squeeze()
+    core.force_flush()
     batch = core.poll(1.0)
     assert batch is not None
     assert batch.num_rollouts == 1

@@ -28,6 +28,7 @@ import stream_balancer as sb
 from stream_balancer.controller.checkpoint import read_state_dict, state_dict
 from stream_balancer.core.auto_window import AutoWindowObserver
 from stream_balancer.core.machine import BalancerCore
+from stream_balancer.core.step_times import StepTiming
 
 IDS = torch.zeros(64, dtype=torch.int64)
 COSTS = [
@@ -133,7 +134,7 @@ class CoreMachine(RuleBasedStateMachine):
     def clocks_of_a_step(self, seconds: list[float], own: bool) -> None:
         for batch in self.core.in_flight()[:1]:
             for rank in range(self.core.config.dp_size):
-                self.core.record_step_seconds(batch.step, rank, seconds[rank], own=own)
+                self.core.record_step(StepTiming(batch.step, rank, seconds[rank], own=own), 0.0)
 
     @precondition(lambda self: bool(self.accepted))
     @rule(data=st.data())
@@ -192,11 +193,11 @@ class CoreMachine(RuleBasedStateMachine):
     def worked_through(self) -> None:
         """The trainer is through with the oldest batch, and acknowledges it later."""
         for batch in self.core.in_flight()[:1]:
-            self.core.worked_through(batch.step)
+            self.core.finish_training(batch.step)
 
     def too_old_now(self) -> list[sb.Rollout]:
         """Rollouts that wait because every batch before them may make a version."""
-        c, version = self.core.config, self.core.version
+        c, version = self.core.config, self.core.state.staleness.version
         if c.max_staleness is None or c.on_stale == "send" or version is None:
             return []
         latest = version + len(self.core.in_flight())  # at the least that many are not worked through, or it is later
@@ -235,7 +236,7 @@ class CoreMachine(RuleBasedStateMachine):
             group_id=f"g{group}" if grouped else None,
             version=version,
         )
-        asked = self.core.completed_by([rollout])
+        asked = self.core.state.admission.completed_by([rollout])
         if asked is None or rollout.nbytes > (self.core.config.capacity_bytes or math.inf):
             return
         before = self.core.statistics(self.now)
@@ -261,7 +262,7 @@ class CoreMachine(RuleBasedStateMachine):
         number = self.core.abandon_group(name)
         after = self.core.statistics(self.now)
         assert after.evicted["abandoned"] - before.evicted["abandoned"] == before.waiting - after.waiting == number
-        assert name not in self.core.incomplete_groups()
+        assert name not in self.core.state.buffer.groups.incomplete()
         self.take_evicted()
         if not self.ended and after.waiting < 3:
             self.add(3, group, 0)
@@ -275,7 +276,7 @@ class CoreMachine(RuleBasedStateMachine):
         if not waiting:
             return
         names = set(data.draw(st.lists(st.sampled_from(waiting), min_size=1, max_size=3, unique=True)))
-        assert set(self.core.give_up(lambda rollout: rollout.rollout_id in names)) == names
+        assert set(self.core.evict_lost(lambda rollout: rollout.rollout_id in names)) == names
         self.take_evicted()
 
     @rule(by=st.integers(0, 2))
@@ -414,7 +415,7 @@ class CoreMachine(RuleBasedStateMachine):
     def check_groups(self, batch: sb.Batch) -> None:
         """Siblings that waited together leave together, unless the group is flagged as incomplete."""
         waiting = {self.accepted[n].group_id for n in self.accepted.keys() - self.dispatched - self.evicted} - {None}
-        left = {r.group_id for r in self.core._buffer.rollouts()} - {None}
+        left = {r.group_id for r in self.core.state.buffer.rollouts()} - {None}
         for share in batch.ranks:
             for r in share.rollouts:
                 if r.group_id is not None and r.group_id in left & waiting:

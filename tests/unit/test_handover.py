@@ -144,8 +144,8 @@ def test_a_lease_lives_exactly_as_long_as_the_balancer_needs_the_rollout() -> No
         core.set_version(4)  # stale
         assert gone[2:] == [3]
         put(5)
-        assert core.give_up(lambda r: isinstance(r, RemoteRollout) and r.holder == B) == []
-        assert core.give_up(lambda r: isinstance(r, RemoteRollout) and r.holder == A) == ["r5"]
+        assert core.evict_lost(lambda r: isinstance(r, RemoteRollout) and r.holder == B) == []
+        assert core.evict_lost(lambda r: isinstance(r, RemoteRollout) and r.holder == A) == ["r5"]
         assert gone[3:] == [5]
     finally:
         gc.enable()

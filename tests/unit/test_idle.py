@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 import stream_balancer as sb
 from stream_balancer.core.idle_time import IdleTimes
 from stream_balancer.core.machine import BalancerCore
+from stream_balancer.core.step_times import StepTiming
 from stream_balancer.testing import make_rollout
 from stream_balancer.types import Batch
 
@@ -44,8 +45,13 @@ def report(
     now: float = 0.0,
 ) -> None:
     for rank, one in enumerate(seconds):
-        core.record_step_seconds(batch.step, rank, one, waited_s=waited_s, ready_s=ready_s, now=now)
+        core.record_step(StepTiming(batch.step, rank, one, waited_s=waited_s, ready_s=ready_s), now)
     core.acknowledge(batch.step)
+
+
+def timings(batch: Batch, *seconds: float) -> list[StepTiming]:
+    """Of ranks that did not wait."""
+    return [StepTiming(batch.step, rank, one, waited_s=0.0) for rank, one in enumerate(seconds)]
 
 
 def causes(core: BalancerCore) -> dict[str, float]:
@@ -115,9 +121,16 @@ def test_every_second_has_one_cause(
     batch = poll(core, 0.0)
     ledger = IdleTimes(len(ranks))
     now = 100.0
-    ledger.dispatched(batch.step, "window", asked_at=asked_at, enough_at=enough_at, now=now)
+    ledger.dispatched(batch, asked_at=asked_at, enough_at=enough_at, now=now)
     busy = [one[1] for one in ranks]
-    ledger.record(batch, busy, [one[2] for one in ranks], [one[3] for one in ranks], now)
+    ledger.record(
+        batch,
+        [
+            StepTiming(batch.step, rank, seconds, waited_s=waited, ready_s=ready)
+            for rank, (_, seconds, waited, ready) in enumerate(ranks)
+        ],
+        now,
+    )
     for of_rank, (_, seconds, waited, ready) in zip(ledger.by_rank(), ranks, strict=True):
         assert min(of_rank.values()) >= 0.0
         imbalance = of_rank["imbalance_avoidable"] + of_rank["imbalance_unavoidable"]
@@ -188,7 +201,7 @@ def test_a_rank_that_recovers_is_cleared_within_a_dozen_steps() -> None:
 def test_noise_and_a_single_long_step_are_no_straggler() -> None:
     trainer = Trainer()
     for rank in itertools.islice(itertools.cycle(range(NUM_RANKS)), 100):
-        trainer.steps(1, {rank: 20.0} if trainer.core.next_step % 25 == 0 else None, spread=0.04)
+        trainer.steps(1, {rank: 20.0} if trainer.core.state.ledger.next_step % 25 == 0 else None, spread=0.04)
         assert trainer.straggler is None
 
 
@@ -223,7 +236,7 @@ def test_milliseconds_are_no_straggler() -> None:
         core = core_with(CONFIG.replace(capacity=400), [100] * 80)
         for _ in range(12):
             batch = poll(core, 0.0)
-            ledger.record(batch, [seconds, 1.5 * seconds], [0.0, 0.0], [0.0, 0.0], 0.0)
+            ledger.record(batch, timings(batch, seconds, 1.5 * seconds), 0.0)
         assert (ledger.straggler(0.0) is not None) == found
 
 
@@ -232,5 +245,5 @@ def test_a_few_slow_steps_are_no_straggler() -> None:
     core = core_with(CONFIG.replace(capacity=400), [100] * 80)
     for number in range(1, 7):
         batch = poll(core, 0.0)
-        ledger.record(batch, [1.0, 9.0], [0.0, 0.0], [0.0, 0.0], 0.0)
+        ledger.record(batch, timings(batch, 1.0, 9.0), 0.0)
         assert (ledger.straggler(0.0) is not None) == (number >= 5)

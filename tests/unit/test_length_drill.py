@@ -16,7 +16,7 @@ import torch
 
 import stream_balancer as sb
 from stream_balancer.core.machine import BalancerCore
-from stream_balancer.core.staleness import Pacer
+from stream_balancer.core.throttle import Throttle
 from stream_balancer.tools.trace import Trace, finish_times, issue_order, load_trace
 
 SLOTS = 256
@@ -101,7 +101,7 @@ def test_what_comes_in_goes_out_in_full(traces_dir: Path, name: str, deadline_s:
 def paced(trace: Trace, *, max_staleness: int) -> None:
     """Generation asks before it begins, training makes a version a batch: nothing is ever too old to be dispatched."""
     config = sb.BalancerConfig(dp_size=8, batch_size=64, max_staleness=max_staleness)
-    core, pacer = BalancerCore(config), Pacer()
+    core, throttle = BalancerCore(config), Throttle()
     core.set_version(0)
     to_do = iter(issue_order(trace, 0).tolist())
     row = next(to_do, None)
@@ -110,14 +110,14 @@ def paced(trace: Trace, *, max_staleness: int) -> None:
     arrived: list[int] = []
     dispatched: list[int] = []
     while True:
-        while row is not None and len(running) < SLOTS and core.room_to_begin(pacer) > 0:
-            version = core.version or 0
-            heapq.heappush(running, (now + trace.output_tokens[row] / 30.0, row, pacer.admit(version, 1), version))
+        while row is not None and len(running) < SLOTS and throttle.room(core.state) > 0:
+            version = core.state.staleness.version or 0
+            heapq.heappush(running, (now + trace.output_tokens[row] / 30.0, row, throttle.admit(version, 1), version))
             row = next(to_do, None)
         if row is None and not running:
             core.end()
-        elif core.room_to_begin(pacer) <= 0:
-            core.squeeze_if_stuck(pacer.running)
+        elif throttle.room(core.state) <= 0 and throttle.is_stuck(core.state):
+            core.force_flush()
         if trained_at == math.inf and (batch := core.poll(now)) is not None:
             dispatched += [r.num_tokens for r in batch.rollouts if not r.is_padding]
             trained_at = now + batch.num_tokens / 20_000
@@ -130,7 +130,7 @@ def paced(trace: Trace, *, max_staleness: int) -> None:
                 sb.Rollout(tokens={"input_ids": TOKENS.expand(length)}, rollout_id=f"r{done}", version=version), now
             )
             arrived.append(length)
-            pacer.settle(slot, 1)
+            throttle.settle(slot, 1)
         else:
             now, trained_at, trained = trained_at, math.inf, trained + 1
             core.set_version(trained)

@@ -106,7 +106,7 @@ def test_what_is_evicted_follows_its_cause() -> None:
     core.set_version(2)
     core.filter_out([rollout("bad", version=2)], 0.0)
     core.add(rollout("gone", version=2), 0.0)
-    core.give_up(lambda one: one.rollout_id == "gone")
+    core.evict_lost(lambda one: one.rollout_id == "gone")
     assert recording.taken() == [
         ("version_set", 1),
         ("accepted", ["old"], 0.0),

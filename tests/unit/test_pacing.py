@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 import stream_balancer as sb
 from stream_balancer.core.machine import BalancerCore
-from stream_balancer.core.staleness import Pacer, check_pacing
+from stream_balancer.core.throttle import Throttle, check_reserve
 
 IDS = torch.zeros(64, dtype=torch.int64)
 
@@ -46,7 +46,7 @@ class World:
         self.config = config
         self.core = BalancerCore(config)
         self.core.set_version(0)
-        self.pacer = Pacer()
+        self.throttle = Throttle()
         self.slots: list[tuple[int, int]] = []  # (number, version) of what is being generated, a group each
         self.parked: list[tuple[int, list[sb.Rollout]]] = []  # finished, and no room
         self.made = 0
@@ -55,13 +55,13 @@ class World:
 
     @property
     def blocked(self) -> bool:
-        return self.core.room_to_begin(self.pacer) < self.unit
+        return self.throttle.room(self.core.state) < self.unit
 
     def begin(self) -> bool:
         if self.blocked:
             return False
-        version = self.core.version or 0
-        self.slots.append((self.pacer.admit(version, self.unit), version))
+        version = self.core.state.staleness.version or 0
+        self.slots.append((self.throttle.admit(version, self.unit), version))
         return True
 
     def finish(self, index: int, length: int) -> None:
@@ -84,20 +84,20 @@ class World:
                 self.core.add_all(rollouts, 0.0)
             except sb.WouldBlock:
                 return
-            self.pacer.settle(number, len(rollouts))
+            self.throttle.settle(number, len(rollouts))
             del self.parked[0]
 
     def abandon(self, index: int) -> None:
-        self.pacer.settle(self.slots.pop(index)[0], self.unit)
+        self.throttle.settle(self.slots.pop(index)[0], self.unit)
 
     def dispatch(self) -> bool:
-        if self.blocked:
-            self.core.squeeze_if_stuck(self.pacer.running)
+        if self.blocked and self.throttle.is_stuck(self.core.state):
+            self.core.force_flush()
         batch = self.core.poll(0.0)
         if batch is not None:
             oldest = min(r.min_version or 0 for r in batch.rollouts if not r.is_padding)
-            version = (self.core.version or 0) + len(self.core.in_flight()) - 1  # when it is trained at the latest
-            assert version - oldest <= (self.config.max_staleness or 0)
+            trained_at = (self.core.state.staleness.version or 0) + len(self.core.in_flight()) - 1  # at the latest
+            assert trained_at - oldest <= (self.config.max_staleness or 0)
             self.let_in()
         return batch is not None
 
@@ -114,14 +114,14 @@ class World:
         stats = self.core.statistics(0.0)
         assert stats.evicted["stale"] == 0
         assert stats.training_age is None or stats.training_age.max <= (self.config.max_staleness or 0)
-        assert self.pacer.running >= 0
+        assert self.throttle.running >= 0
 
 
 @settings(suppress_health_check=list(HealthCheck))
 @given(config=configs(), data=st.data())
 def test_nothing_is_ever_too_old(config: sb.BalancerConfig, data: st.DataObject) -> None:
     world = World(config)
-    check_pacing(config, world.unit)
+    check_reserve(config, world.unit)
     for _ in range(data.draw(st.integers(5, 80))):
         action = data.draw(
             st.sampled_from(["begin", "begin", "begin", "finish", "finish", "dispatch", "ack", "abandon"])
@@ -181,7 +181,7 @@ def test_the_longest_of_all_is_never_thrown_away() -> None:
             pass
         while world.core.in_flight():
             world.acknowledge()
-    assert (world.core.version or 0) <= 2
+    assert (world.core.state.staleness.version or 0) <= 2
     assert world.blocked
     world.finish(0, 64)
     for _ in range(3):
@@ -193,17 +193,27 @@ def test_the_longest_of_all_is_never_thrown_away() -> None:
 
 def test_without_staleness_the_limit_is_capacity() -> None:
     config = sb.BalancerConfig(dp_size=1, batch_size=2, window=4, capacity=7)
-    pacer = Pacer()
-    assert pacer.room(config, version=0, oldest=None, waiting=3, steps_ahead=5) == 4
-    pacer.admit(0, 4)
-    assert pacer.room(config, version=0, oldest=None, waiting=3, steps_ahead=5) == 0
+    core, throttle = BalancerCore(config), Throttle()
+    core.add_all([sb.Rollout(tokens={"input_ids": IDS[:3]}, group_id="g") for _ in range(3)], 0.0)
+    assert throttle.room(core.state) == 4
+    throttle.admit(0, 4)
+    assert throttle.room(core.state) == 0
+
+
+@pytest.mark.parametrize("version", [None, 7])
+def test_rollouts_of_unknown_or_later_versions_make_no_room(version: int | None) -> None:
+    """What begins now is of the version in force, whatever waits: it must leave within max_staleness of that."""
+    core, throttle = BalancerCore(sb.BalancerConfig(dp_size=1, batch_size=2, window=4, max_staleness=1)), Throttle()
+    core.set_version(0)
+    core.add(sb.Rollout(tokens={"input_ids": IDS[:3]}, version=version), 0.0)
+    assert throttle.room(core.state) == 2 * 2 - 1
 
 
 def test_groups_are_reserved_whole() -> None:
     config = sb.BalancerConfig(dp_size=1, batch_size=6, window=6, group_size=3, max_staleness=0)
-    check_pacing(config, 3)
+    check_reserve(config, 3)
     with pytest.raises(ValueError, match="reserve whole groups"):
-        check_pacing(config, 4)
+        check_reserve(config, 4)
 
 
 @pytest.mark.parametrize(
@@ -217,11 +227,11 @@ def test_groups_are_reserved_whole() -> None:
 def test_knobs_that_could_not_keep_the_bound_are_refused(knobs: dict[str, object], says: str) -> None:
     config = sb.BalancerConfig(**{"dp_size": 2, "batch_size": 4, "window": 8, "max_staleness": 2, **knobs})  # type: ignore[arg-type]
     with pytest.raises(sb.ConfigError, match=says):
-        check_pacing(config, 1)
+        check_reserve(config, 1)
 
 
 @pytest.mark.parametrize("count", [0, -1, 13, 1.5, True, math.inf])
 def test_counts_that_can_never_be_admitted_are_refused(count: object) -> None:
     config = sb.BalancerConfig(dp_size=2, batch_size=4, window=8, max_staleness=2)
     with pytest.raises(ValueError, match="between 1 and 12 rollouts"):
-        check_pacing(config, count)  # type: ignore[arg-type]
+        check_reserve(config, count)  # type: ignore[arg-type]

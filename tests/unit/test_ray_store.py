@@ -251,9 +251,9 @@ async def test_what_is_lost_in_flight_counts_as_evicted_once_its_step_is_done() 
         for n in range(4):
             await balancer.put(make_rollout(n + 1, f"r{n}"))
         batch = await anext(balancer.batches(auto_ack=False))
-        balancer.parts.core.lost_in_flight(batch.step, ["r1", "stranger"])
-        balancer.parts.core.lost_in_flight(batch.step, ["r1"])
-        balancer.parts.core.lost_in_flight(99, ["r2"])
+        balancer.parts.core.mark_missing(batch.step, ["r1", "stranger"])
+        balancer.parts.core.mark_missing(batch.step, ["r1"])
+        balancer.parts.core.mark_missing(99, ["r2"])
         balancer.parts.core.verify()
         assert not evicted
         balancer.acknowledge(batch.step)

@@ -138,6 +138,8 @@ def test_stale_rollouts_of_a_checkpoint_are_evicted_and_counted() -> None:
     fresh.verify()
     assert fresh.statistics(0.0).evicted["stale"] == 4
     assert [r.rollout_id for r, _ in evictions.all] == ["r0", "r1", "r2", "r3"]
+    with pytest.raises(sb.DuplicateRolloutError, match="is done"):  # a producer that retries must not put it twice
+        fresh.add(rich_rollout(0), 1.0)
 
 
 def test_knobs_that_refuse_a_rollout_say_which_and_change_nothing() -> None:
@@ -170,7 +172,7 @@ def test_siblings_that_left_before_the_checkpoint_are_remembered() -> None:
     fresh.poll(0.0)
     fresh.add(second, 0.0)
     fresh.verify()
-    assert fresh._buffer.num_ready == 1, "its sibling has come and gone: it waits for nobody"
+    assert fresh.state.buffer.num_ready == 1, "its sibling has come and gone: it waits for nobody"
 
 
 def _fields(rollout: sb.Rollout) -> dict[str, Any]:

@@ -22,6 +22,7 @@ import stream_balancer as sb
 from stream_balancer.cli import app
 from stream_balancer.controller.serve import serve
 from stream_balancer.core.machine import BalancerCore
+from stream_balancer.core.report import preview
 from stream_balancer.rank.feed import RankFeed
 from stream_balancer.testing import make_rollout
 from stream_balancer.transport.memory import MemoryTransport
@@ -228,11 +229,11 @@ def test_what_dead_processes_left_is_swept_away(private_folder: Path) -> None:
 
 def test_a_preview_changes_nothing_and_is_what_leaves() -> None:
     core = BalancerCore(CONFIG)
-    assert core.preview(0.0) is None
+    assert preview(core.state, 0.0) is None
     for number in range(8):
         core.add(make_rollout(1 + number * number), 0.0)
     before = core.statistics(1.0)
-    previewed = core.preview(1.0)
+    previewed = preview(core.state, 1.0)
     assert previewed is not None
     assert core.statistics(1.0) == before
     core.verify()

@@ -49,7 +49,7 @@ class JournalObserver(Observer):
 
     def dispatched(self, batch: Batch) -> None:
         """See :class:`Observer`."""
-        self._journal.dispatched(batch, *self._core.standing())
+        self._journal.dispatched(batch, self._core.state.counts.totals(), self._core.state.buffer.groups.departed())
 
     def acknowledged(self, batch: Batch) -> None:
         """See :class:`Observer`."""
@@ -57,7 +57,7 @@ class JournalObserver(Observer):
 
     def evicted(self, rollout: Rollout, reason: EvictReason) -> None:
         """See :class:`Observer`."""
-        self._journal.evicted([rollout.rollout_id], reason, self._core.standing()[1])
+        self._journal.evicted([rollout.rollout_id], reason, self._core.state.buffer.groups.departed())
 
     def version_set(self, version: int) -> None:
         """See :class:`Observer`."""

@@ -1,0 +1,132 @@
+"""What the waiting rollouts cost, and what the planner is told of the ranks: by the config's cost model, or by what a
+``CalibratedCost`` has learned. Pure; seconds come in as arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from stream_balancer.config import BalancerConfig
+from stream_balancer.core.buffer import Buffer
+from stream_balancer.core.calibration import Calibration
+from stream_balancer.cost import CalibratedCost
+from stream_balancer.errors import RolloutError
+from stream_balancer.planning import Plan, PlanKnobs
+from stream_balancer.types import Batch, Rollout
+from stream_balancer.values import MAX_COST
+
+__all__ = ["Pricing", "costs_of"]
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+CostFunction = Callable[[Ints], Floats]
+
+
+class Pricing:
+    """The cost model in force, and the knobs of the planner that follow from it."""
+
+    def __init__(self, config: BalancerConfig, tolerance: float) -> None:
+        """``tolerance``: how near to the lower bound the planner seeks partitions."""
+        self._tolerance = tolerance
+        self._config = config
+        self.knobs = _plan_knobs(config, tolerance)
+        """What the planner is told."""
+        self.calibration = _calibration_of(config)
+        """What is learned from the ranks' seconds; None for a cost that does not learn."""
+        self._has_own_costs = False  # some rollout brought its own
+
+    @property
+    def model(self) -> CostFunction:
+        """[n] lengths -> [n] costs, as of now."""
+        return self._config.cost if self.calibration is None else self.calibration.cost
+
+    def costs_of(self, rollouts: Sequence[Rollout]) -> list[float]:
+        """See :func:`costs_of`."""
+        return costs_of(rollouts, self.model)
+
+    def add(self, rollout: Rollout) -> None:
+        """It waits from now on. O(1)."""
+        self._has_own_costs |= rollout.cost is not None
+
+    def reprice(self, buffer: Buffer) -> float:
+        """Plan with what the model says now. -> the waiting rollouts' cost over what it was. O(n); O(n) calls of the
+        model where rollouts bring their own cost."""
+        if self._has_own_costs and len(buffer):
+            costs = np.array([_cost_of(rollout, self.model) for rollout in buffer.rollouts()], dtype=np.float64)
+        else:
+            costs = np.asarray(self.model(buffer.lengths), dtype=np.float64)
+        before = float(buffer.costs.sum())
+        factor = float(costs.sum()) / before if before > 0 else 1.0
+        buffer.reprice(costs)
+        if self.calibration is not None:
+            speeds = self.calibration.speeds
+            self.knobs = replace(
+                self.knobs,
+                speeds=None if speeds is None else np.array(speeds, dtype=np.float64),
+                fixed_costs=self.calibration.fixed_costs,
+            )
+        return factor
+
+    def reconfigure(self, config: BalancerConfig) -> None:
+        """Other knobs; what was learned is kept while cost and speeds are the same. :meth:`reprice` must follow."""
+        if (config.cost, config.speeds) != (self._config.cost, self._config.speeds):
+            self.calibration = _calibration_of(config)
+        self._config = config
+        self.knobs = _plan_knobs(config, self._tolerance)
+
+    def expect(self, batch: Batch, plan: Plan, lengths: Ints) -> None:
+        """A batch leaves: its seconds will say what its lengths cost. O(rollouts)."""
+        if self.calibration is not None and not batch.num_padding and not self._has_own_costs:
+            self.calibration.expect(batch.step, [[lengths[rows] for rows in one] for one in plan.ranks])
+
+
+def costs_of(rollouts: Sequence[Rollout], model: CostFunction) -> list[float]:
+    """Each rollout's own cost, else the model's, which is asked once for all where it can be. Raises RolloutError,
+    naming the rollout, for a cost that is no number from 0 to 1e100."""
+    if len(rollouts) == 1 or any(rollout.cost is not None for rollout in rollouts):
+        return [_cost_of(rollout, model) for rollout in rollouts]
+    costs = np.asarray(model(np.array([rollout.num_tokens for rollout in rollouts], dtype=np.int64)), dtype=np.float64)
+    if not ((costs >= 0) & (costs <= MAX_COST)).all():
+        return [_cost_of(rollout, model) for rollout in rollouts]  # raises, and names one
+    found: list[float] = costs.tolist()
+    return found
+
+
+def _cost_of(rollout: Rollout, model: CostFunction) -> float:
+    if rollout.cost is not None:
+        return rollout.cost
+    cost = float(model(np.array([rollout.num_tokens], dtype=np.int64))[0])
+    if not 0 <= cost <= MAX_COST:  # not NaN either
+        raise RolloutError(
+            f"the cost model gave {cost} for rollout {rollout.rollout_id!r} ({rollout.num_tokens} tokens); a cost must "
+            f"be a finite number >= 0 and at most {MAX_COST:g}. Fix {model!r}, or give the rollout a cost of its own"
+        )
+    return cost
+
+
+def _calibration_of(config: BalancerConfig) -> Calibration | None:
+    if not isinstance(config.cost, CalibratedCost):
+        return None
+    return Calibration(config.cost, config.dp_size, config.speeds)
+
+
+def _plan_knobs(config: BalancerConfig, tolerance: float) -> PlanKnobs:
+    return PlanKnobs(
+        num_ranks=config.dp_size,
+        batch_size=config.batch_size,
+        max_skips=config.max_skips,
+        counts=config.counts,
+        sync=config.sync,
+        groups="free" if config.group_size is None else config.groups,
+        max_tokens_per_micro_batch=config.max_tokens_per_micro_batch,
+        padded=config.cost.padded,
+        speeds=None if config.speeds is None else np.array(config.speeds, dtype=np.float64),
+        micro_batch_multiple=config.micro_batch_multiple,
+        pipeline_order=config.micro_batch_order == "pipeline",
+        oversize=config.oversize,
+        group_size=config.group_size,
+        tolerance=tolerance,
+    )

@@ -1,0 +1,89 @@
+"""Statistics of a balancer, a preview of its next batch, and the check of its invariants. Pure; changes nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from stream_balancer.core.batching import make_plan, rows_of
+from stream_balancer.core.counters import idle, unavoidable
+from stream_balancer.core.state import State
+from stream_balancer.planning import Plan
+from stream_balancer.statistics import Statistics
+
+__all__ = ["ShellFigures", "preview", "statistics", "verify"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShellFigures:
+    """The part of the statistics that the core does not know: who waits, and what observers found."""
+
+    blocked_puts: int = 0
+    reserved: int = 0
+    blocked_reserves: int = 0
+    idle_by_window: Mapping[int, float] = field(default_factory=dict)
+
+
+def statistics(state: State, now: float, shell: ShellFigures) -> Statistics:
+    """The figures of this moment. O(batches in flight)."""
+    counts, buffer, ledger, calibration = state.counts, state.buffer, state.ledger, state.pricing.calibration
+    return Statistics(
+        waiting=len(buffer),
+        waiting_tokens=buffer.num_tokens,
+        waiting_bytes=buffer.num_bytes,
+        waiting_lengths=buffer.length_quantiles((0.0, 0.5, 0.9, 1.0)),
+        in_flight=sum(batch.num_rollouts for batch in ledger.batches()),
+        redelivering=ledger.num_redelivering,
+        accepted=counts.accepted,
+        acknowledged=counts.acknowledged,
+        evicted=dict(counts.evicted),
+        batches=dict(counts.batches),
+        dispatched_tokens=counts.dispatched_tokens,
+        padding_copies=counts.padding_copies,
+        nacked=counts.nacked,
+        blocked_puts=shell.blocked_puts,
+        reserved=shell.reserved,
+        blocked_reserves=shell.blocked_reserves,
+        peak_waiting=counts.peak_waiting,
+        oldest_wait_s=max(now - buffer.oldest_arrival, 0.0) if len(buffer) else 0.0,
+        length_bias=state.length_bias.summary(),
+        idle_fraction=idle(counts.mean_loads, counts.max_loads),
+        unavoidable_idle_fraction=unavoidable(counts.mean_loads, counts.lower_bounds, counts.max_loads),
+        measured_idle_fraction=idle(counts.mean_seconds, counts.max_seconds),
+        idle_seconds=state.idle.total(),
+        rank_idle_seconds=state.idle.by_rank(),
+        rank_busy_seconds=state.idle.busy(),
+        straggler=state.idle.straggler(now),
+        cost_fit=None if calibration is None else calibration.fit(),
+        version=state.staleness.version,
+        training_age=ledger.training_ages.summary(),
+        window=state.config.window,
+        idle_by_window=shell.idle_by_window,
+    )
+
+
+def preview(state: State, now: float) -> tuple[Plan, int] | None:
+    """The plan of a batch that would leave now, and its tokens; None if none could."""
+    if not len(state.buffer):
+        return None
+    due = state.triggers.due(now)
+    num_rollouts = min(state.config.batch_size, state.triggers.num_available(due))
+    if not num_rollouts:
+        return None
+    _, plan = make_plan(state, due, num_rollouts)
+    return plan, int(state.buffer.lengths[rows_of(plan)].sum())
+
+
+def verify(state: State) -> None:
+    """Check every invariant; for tests. O(n log n)."""
+    state.buffer.check()
+    state.ledger.check()
+    counts = state.counts
+    flying = [r.rollout_id for batch in state.ledger.batches() for r in batch.rollouts if not r.is_padding]
+    waiting = [r.rollout_id for r in state.buffer.rollouts()]
+    assert counts.accepted == len(waiting) + len(flying) + counts.acknowledged + counts.evicted.total()
+    assert len({*waiting, *flying}) == len(waiting) + len(flying)
+    assert state.ids.held == {*waiting, *flying}
+    counted = state.staleness.num_due, state.staleness.num_held_back
+    state.staleness.recount()
+    assert counted == (state.staleness.num_due, state.staleness.num_held_back)

@@ -1,0 +1,120 @@
+"""The state of a balancer: its parts, and the few changes that keep them consistent with each other. Pure.
+
+::
+
+    admission  which rollouts may be taken in        triggers   when a batch leaves, and why
+    buffer     what waits, with its groups           staleness  how old that is, in policy versions
+    ledger     the batches in flight                 pricing    what rollouts cost
+    ids        what is held, or done                 counts, idle, step_times, length_bias   for the statistics
+
+Each part owns its data, and may be read by anybody. Only :mod:`stream_balancer.core.machine` changes them, by these
+methods, each of which leaves every invariant intact.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from stream_balancer.config import BalancerConfig
+from stream_balancer.core.admission import Admission
+from stream_balancer.core.buffer import Buffer
+from stream_balancer.core.counters import Counts
+from stream_balancer.core.idle_time import IdleTimes
+from stream_balancer.core.ledger import Ledger, RolloutIds
+from stream_balancer.core.pricing import Pricing
+from stream_balancer.core.staleness import Staleness
+from stream_balancer.core.step_times import StepTimes
+from stream_balancer.core.triggers import Triggers
+from stream_balancer.planning.length_bias import LengthBias
+from stream_balancer.types import EvictReason, Rollout
+
+__all__ = ["State"]
+
+
+class State:
+    """All that a balancer knows, without its observers."""
+
+    def __init__(self, config: BalancerConfig, tolerance: float) -> None:
+        self.config = config
+        self.tolerance = tolerance
+        self.buffer = Buffer(config.tracked_group_size)
+        self.ids = RolloutIds()
+        self.ledger = Ledger()
+        self.pricing = Pricing(config, tolerance)
+        self.staleness = Staleness(config, self.buffer, self.ledger)
+        self.triggers = Triggers(config, self.buffer, self.staleness)
+        self.admission = Admission(config, self.buffer, self.ids, self.pricing)
+        self.counts = Counts()
+        self.step_times = StepTimes(config.dp_size)
+        self.idle = IdleTimes(config.dp_size)
+        self.length_bias = LengthBias()
+        self.evicted: list[tuple[Rollout, EvictReason]] = []
+        """Rollouts evicted by the call that is running, which no observer was notified of yet."""
+        self._arrivals_seen = 0  # of the buffer's sequence numbers, how many the length figures have
+
+    def use(self, config: BalancerConfig) -> None:
+        """Other knobs are in force for every part but :attr:`pricing`, which must be repriced."""
+        self.config = self.staleness.config = self.triggers.config = self.admission.config = config
+
+    def hold(self, rollout: Rollout, cost: float, now: float, skips: int = 0) -> None:
+        """A rollout waits from now on; or it is evicted at once, as too old or as one of an abandoned group. O(1),
+        amortised."""
+        self.admission.add(rollout)
+        if self.buffer.groups.is_abandoned(rollout.group_id):
+            self.evict([rollout], "abandoned")
+            return
+        if self.staleness.is_too_old(rollout):
+            self.evict([rollout], "stale")
+            return
+        self.ids.held.add(rollout.rollout_id)
+        self.pricing.add(rollout)
+        self.buffer.add(rollout, cost, now, skips)
+        self.staleness.add(rollout)
+        self.triggers.changed()
+        self.counts.peak_waiting = max(self.counts.peak_waiting, len(self.buffer))
+
+    def remove(self, rows: NDArray[np.int64], *, never_came: bool = False) -> list[Rollout]:
+        """These wait no longer; ``never_came``: their groups lack them again. :meth:`changed` must follow. O(n)."""
+        self.see_arrivals()
+        return self.buffer.remove(rows, never_came=never_came)
+
+    def see_arrivals(self) -> None:
+        """The length figures learn what has come since the last time, before any of it leaves. O(arrivals)."""
+        self.length_bias.arrived(self.buffer.lengths_since(self._arrivals_seen))
+        self._arrivals_seen = self.buffer.next_seq
+
+    def skip_arrivals(self) -> None:
+        """What has come so far was seen by another balancer, whose snapshot was restored."""
+        self._arrivals_seen = self.buffer.next_seq
+
+    def evict(self, rollouts: Sequence[Rollout], reason: EvictReason) -> None:
+        """These do not wait any more, and will not be trained on. Lost ones may be put again. O(1) each."""
+        self.counts.evicted[reason] += len(rollouts)
+        self.evicted += [(rollout, reason) for rollout in rollouts]
+        if reason == "lost":
+            self.ids.held.difference_update(rollout.rollout_id for rollout in rollouts)
+        else:
+            self.finish(rollout.rollout_id for rollout in rollouts)
+
+    def evict_too_old(self) -> None:
+        """Evict what cannot be trained on in time any more. O(n) under ``max_staleness``."""
+        rows = self.staleness.too_old()
+        if rows.size:
+            self.evict(self.remove(rows), "stale")
+
+    def finish(self, rollout_ids: Iterable[str]) -> None:
+        """These are done: trained on, or evicted. O(1) each."""
+        self.ids.finish(rollout_ids, self.config.remember_ids)
+
+    def changed(self) -> None:
+        """What waits, the version, the steps ahead or the knobs are others now. O(n) under ``max_staleness``."""
+        self.staleness.recount()
+        self.triggers.changed()
+
+    def advance(self) -> None:
+        """The trainer is through with a batch: what waits may be young enough now, and the next one is trained on."""
+        self.changed()
+        self.ledger.begin_training(self.staleness.version)

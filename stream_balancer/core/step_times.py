@@ -1,0 +1,47 @@
+"""The seconds that ranks report for a step, collected until all of its ranks have. Pure."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+__all__ = ["StepTimes", "StepTiming"]
+
+_MOST_PENDING = 256
+"""Steps of which only some ranks have reported."""
+
+
+class StepTiming(NamedTuple):
+    """What one rank reports of one step."""
+
+    step: int
+    rank: int
+    seconds: float
+    """It computed."""
+    own: bool = True
+    """It did not wait for other ranks in them; only such seconds teach a ``CalibratedCost``."""
+    waited_s: float | None = None
+    """From asking for its rank batch to taking it; None = as long as the balancer waited for rollouts."""
+    ready_s: float = 0.0
+    """How long it had been ready for more when the last rank was."""
+
+
+class StepTimes:
+    """The reports of steps that are not complete; of the newest ones, since some rank may never report."""
+
+    def __init__(self, num_ranks: int) -> None:
+        self._num_ranks = num_ranks
+        self._pending: dict[int, dict[int, StepTiming]] = {}  # step, rank
+
+    def __len__(self) -> int:
+        return len(self._pending)
+
+    def add(self, timing: StepTiming) -> list[StepTiming] | None:
+        """-> what all ranks reported of this step, in rank order; None while one is missing. O(1)."""
+        of_step = self._pending.setdefault(timing.step, {})
+        of_step[timing.rank] = timing
+        if len(self._pending) > _MOST_PENDING:
+            del self._pending[min(self._pending)]
+        if len(of_step) < self._num_ranks:
+            return None
+        del self._pending[timing.step]
+        return [of_step[rank] for rank in range(self._num_ranks)]

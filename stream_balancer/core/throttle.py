@@ -1,0 +1,90 @@
+"""Throttled generation: how many rollouts may be begun so that none of them is too old once it is trained on. Pure.
+
+The rule and its proof are in docs/staleness.md. In short: a rollout that began at version ``u`` must leave before the
+version passes ``u + max_staleness``; a version needs a batch; so no more rollouts may be held than the batches up to
+then can take.
+"""
+
+from __future__ import annotations
+
+from stream_balancer.config import BalancerConfig
+from stream_balancer.core.state import State
+from stream_balancer.errors import ConfigError
+
+__all__ = ["Throttle", "check_reserve"]
+
+
+def check_reserve(config: BalancerConfig, count: int) -> None:
+    """Raise ConfigError for knobs under which the bound could not be kept, or the window never be filled; ValueError
+    for a ``count`` that could never be admitted."""
+    staleness = config.max_staleness
+    limit = config.capacity if staleness is None else (staleness + 1) * config.batch_size
+    if isinstance(count, bool) or not isinstance(count, int) or not 1 <= count <= limit:
+        raise ValueError(
+            f"reserve({count!r}): between 1 and {limit} rollouts can be reserved at a time "
+            f"({'capacity' if staleness is None else '(max_staleness + 1) * batch_size'})"
+        )
+    if config.group_size is not None and config.groups != "free" and count % config.group_size:
+        raise ValueError(
+            f"reserve({count}) with group_size {config.group_size}: siblings leave together, so reserve whole groups "
+            "and put them with slot.put_group()"
+        )
+    if staleness is None:
+        return
+    if config.deadline_s is not None or config.capacity_bytes is not None:
+        knob = "deadline_s" if config.deadline_s is not None else "capacity_bytes"
+        raise ConfigError(
+            f"reserve() cannot keep max_staleness ({staleness}) with {knob}: that sends short batches, and every batch "
+            f"makes a new version while rollouts are still being generated. Set {knob}=None, or do without reserve()"
+        )
+    if config.window > limit:
+        raise ConfigError(
+            f"reserve() admits (max_staleness + 1) * batch_size = {limit} rollouts at a time, so a window of "
+            f"{config.window} would never fill. Lower window to {limit}, or raise max_staleness"
+        )
+
+
+class Throttle:
+    """Rollouts that were admitted and have not been put yet, by slot."""
+
+    def __init__(self) -> None:
+        self._slots: dict[int, tuple[int, int]] = {}  # number -> (version, rollouts to come); versions never fall
+        self._last = 0
+        self.running = 0
+        """Rollouts to come, over all slots."""
+
+    def room(self, state: State) -> int:
+        """How many more rollouts may begin now, over what a balancer holds. O(n) under ``max_staleness``."""
+        config, held = state.config, self.running + len(state.buffer)
+        if config.max_staleness is None:
+            return config.capacity - held
+        version = state.staleness.version or 0
+        running = next((version for version, _ in self._slots.values()), version)
+        waiting = state.staleness.oldest_fresh_version()
+        oldest = running if waiting is None else min(waiting, running)
+        batches = oldest + config.max_staleness + 1 - version - state.ledger.steps_ahead
+        return batches * config.batch_size - held
+
+    def is_stuck(self, state: State) -> bool:
+        """Whether the window cannot fill while nothing more may begin: not with what is running, though a full batch is
+        ready; or nothing is running, and anything is ready. Then a force flush is due. O(1)."""
+        ready, config = state.triggers.sendable().ready, state.config
+        if self.running == 0:
+            return ready > 0
+        return ready >= config.batch_size and self.running + len(state.buffer) < config.window
+
+    def admit(self, version: int, count: int) -> int:
+        """A slot for so many rollouts; its number."""
+        self._last += 1
+        self._slots[self._last] = (version, count)
+        self.running += count
+        return self._last
+
+    def settle(self, slot: int, count: int) -> None:
+        """So many rollouts of a slot are held by the balancer now, or will never come."""
+        version, left = self._slots[slot]
+        self.running -= count
+        if left == count:
+            del self._slots[slot]
+        else:
+            self._slots[slot] = (version, left - count)

@@ -1,0 +1,148 @@
+"""When a batch leaves, for which reason, and which rollouts must be in it. Pure, time is an argument.
+
+A batch leaves when it is asked for and one of these holds, in this order:
+
+    drain     no more rollouts will come: whatever is left
+    window    ``window`` rollouts are ready, or a put found no room (force flush): waiting longer cannot improve it
+    deadline  the oldest has waited ``deadline_s``, and ``min_batch_size`` are ready
+    age       rollouts would be too old with one more step before them, and a full batch is ready
+
+:meth:`Triggers.next_wakeup` says when that is next so if nothing else happens, so that nobody has to ask twice. Which
+rollouts make the best batch is planned elsewhere (``planning``); how old they are is counted in ``staleness``.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from stream_balancer.config import BalancerConfig
+from stream_balancer.core.buffer import Buffer
+from stream_balancer.core.staleness import Staleness
+from stream_balancer.types import Reason
+
+__all__ = ["Triggers"]
+
+
+class _Sendable(NamedTuple):
+    """Of the waiting rollouts, those young enough to leave now."""
+
+    waiting: int
+    ready: int
+    """Of these, not held back by an incomplete group."""
+    oldest_arrival: float
+
+
+class Triggers:
+    """The four reasons for a batch to leave, over what waits now."""
+
+    def __init__(self, config: BalancerConfig, buffer: Buffer, staleness: Staleness) -> None:
+        self.config = config
+        self.ended = False
+        """No more rollouts will come: drain."""
+        self._buffer = buffer
+        self._staleness = staleness
+        self._force_flush = False  # a put found no room since the last dispatch
+        self._not_before = -math.inf  # no deadline batch before then: too few are ready
+        self._sendable: _Sendable | None = None  # counted when it is asked for
+
+    def force_flush(self) -> None:
+        """The window counts as full until the next dispatch."""
+        self._force_flush = True
+
+    def changed(self) -> None:
+        """What waits, its ages or the knobs are others now: what was found before is void."""
+        self._sendable = None
+        self._not_before = -math.inf
+
+    def dispatched(self) -> None:
+        """A batch has left: there is room."""
+        self._force_flush = False
+
+    # -- when ----------------------------------------------------------------------------------------------------------
+
+    def next_wakeup(self) -> float:
+        """When a batch will leave if nothing else happens: ``-inf`` = now, ``inf`` = never. O(1), and O(n) once after
+        every change while rollouts are held back for their age.
+
+        Never a time at which there has just been no reason, so waiting until then does not spin.
+        """
+        sendable = self.sendable()
+        if not sendable.waiting:
+            return math.inf
+        if self.ended or self._window_is_full(sendable) or self._full_batch_is_due(sendable):
+            return -math.inf
+        if self.config.deadline_s is None or sendable.waiting < self.config.min_batch_size:
+            return math.inf
+        return max(sendable.oldest_arrival + self.config.deadline_s, self._not_before)
+
+    def reason(self, now: float, due: NDArray[np.bool_]) -> tuple[Reason | None, int]:
+        """Why a batch leaves now, and how many rollouts it takes; None if none does. O(n)."""
+        size, sendable, available = self.config.batch_size, self.sendable(), self.num_available(due)
+        if self.ended:
+            return ("drain", min(size, available)) if available else (None, 0)
+        if self._window_is_full(sendable) and available:
+            return "window", min(size, available)
+        deadline = self.config.deadline_s
+        if deadline is not None and now >= sendable.oldest_arrival + deadline:
+            if available >= self.config.min_batch_size:
+                return "deadline", min(size, available)
+            self._not_before = self._next_group_deadline(due, deadline)
+        if self._full_batch_is_due(sendable):
+            return "age", min(size, sendable.ready)
+        return None, 0
+
+    def _window_is_full(self, sendable: _Sendable) -> bool:
+        if sendable.ready >= self.config.window:
+            return True
+        # a short batch makes room only where nothing is held back: those leave, or are evicted, as the trainer goes on
+        return self._force_flush and sendable.ready >= max(min(self.config.batch_size, self._buffer.num_ready), 1)
+
+    def _full_batch_is_due(self, sendable: _Sendable) -> bool:
+        ages = self._staleness
+        return ages.num_due > ages.num_held_back and sendable.ready >= self.config.batch_size
+
+    def _next_group_deadline(self, due: NDArray[np.bool_], deadline_s: float) -> float:
+        """When the next incomplete group will have waited long enough; inf if only a put can help."""
+        arrivals = self._buffer.arrived_at[~self._buffer.complete & ~due]
+        return float(arrivals.min()) + deadline_s if arrivals.size else math.inf
+
+    # -- which ---------------------------------------------------------------------------------------------------------
+
+    def due(self, now: float) -> NDArray[np.bool_]:
+        """[n] rollouts that must go with the next batch: past the deadline, too old after it, or waiting for siblings
+        that will not come any more. The rest of a drain may still be chosen for balance: all of it leaves in the end.
+        O(n)."""
+        if self.ended:
+            return ~self._buffer.complete
+        due = self._staleness.due()
+        if self.config.deadline_s is not None:
+            due |= self._buffer.arrived_at + self.config.deadline_s <= now
+        return due
+
+    def num_available(self, due: NDArray[np.bool_]) -> int:
+        """Rollouts that may go: complete groups, and incomplete ones that have a due sibling; none held back for age.
+        O(n)."""
+        may = self._buffer.complete
+        if not may.all():
+            labels = self._buffer.labels
+            may = may | np.isin(labels, np.unique(labels[due & ~may]))
+        return int(np.count_nonzero(may & ~self._staleness.held_back() if self._staleness.num_held_back else may))
+
+    def sendable(self) -> _Sendable:
+        """How many of the waiting rollouts may leave now. O(1) where none is held back for its age; else O(n) once
+        after every change."""
+        buffer = self._buffer
+        if not self._staleness.num_held_back:
+            return _Sendable(len(buffer), buffer.num_ready, buffer.oldest_arrival)
+        if self._sendable is None:
+            rows = np.flatnonzero(~self._staleness.held_back())
+            self._sendable = _Sendable(
+                waiting=rows.size,
+                ready=int(np.count_nonzero(buffer.complete[rows])),
+                oldest_arrival=float(buffer.arrived_at[rows[0]]) if rows.size else math.inf,
+            )
+        return self._sendable
