@@ -29,7 +29,8 @@ from stream_balancer.core.step_times import StepTiming
 from stream_balancer.cost import CalibratedCost, CostModel, TokenCost
 from stream_balancer.demo.model import build_model, loss_sum, training_cost
 from stream_balancer.demo.options import DemoOptions
-from stream_balancer.tools.trace import generate_trace, load_trace
+from stream_balancer.tools.length_models import generate_trace
+from stream_balancer.tools.trace import load_trace
 from stream_balancer.types import MicroBatch
 
 Layout = list[list[list[Rollout]]]

@@ -46,8 +46,10 @@ if TYPE_CHECKING:
     from stream_balancer.rank.barrier import barrier
     from stream_balancer.rank.feed import RankFeed
     from stream_balancer.statistics import Statistics
-    from stream_balancer.tools.simulate import SimulationReport, simulate
-    from stream_balancer.tools.trace import Trace, generate_trace, load_trace
+    from stream_balancer.tools.length_models import generate_trace
+    from stream_balancer.tools.simulate import simulate
+    from stream_balancer.tools.simulation_report import SimulationReport
+    from stream_balancer.tools.trace import Trace, load_trace
     from stream_balancer.tools.tune import TuneReport, tune
     from stream_balancer.transport.gloo.torch_dist import TorchTransport
     from stream_balancer.types import Batch, MicroBatch, RankBatch, Rollout
@@ -119,8 +121,10 @@ _NAMES_OF = {
     "WouldBlock",
     "rank.feed": "RankFeed",
     "controller.journal": "Journal Recovered",
-    "tools.simulate": "SimulationReport simulate",
-    "tools.trace": "Trace generate_trace load_trace",
+    "tools.simulate": "simulate",
+    "tools.simulation_report": "SimulationReport",
+    "tools.length_models": "generate_trace",
+    "tools.trace": "Trace load_trace",
     "rank.barrier": "barrier",
     "transport.gloo.torch_dist": "TorchTransport",
     "tools.tune": "TuneReport tune",

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 import stream_balancer as sb
-from stream_balancer.tools.trace import finish_times
+from stream_balancer.tools.generation import finish_times
 
 mpl.use("svg")
 mpl.rcParams |= {

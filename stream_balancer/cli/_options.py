@@ -126,7 +126,8 @@ def fail(message: str) -> NoReturn:
 
 def trace_of(text: str, seed: int) -> Trace:
     from stream_balancer.errors import TraceError
-    from stream_balancer.tools.trace import PRESETS, generate_trace, load_trace
+    from stream_balancer.tools.length_models import PRESETS, generate_trace
+    from stream_balancer.tools.trace import load_trace
 
     if not text.startswith(GENERATE):
         return load_trace(text)

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from stream_balancer.config import BalancerConfig, Policy
-    from stream_balancer.tools.simulate import Segment, SimulationReport
+    from stream_balancer.tools.simulation_report import Segment, SimulationReport
     from stream_balancer.tools.trace import Trace
 
 __all__ = ["replay"]

@@ -7,7 +7,9 @@ from dataclasses import dataclass
 
 from stream_balancer.demo.messages import RolloutSpec
 from stream_balancer.demo.options import DemoOptions
-from stream_balancer.tools.trace import Trace, generate_trace, issue_order, load_trace
+from stream_balancer.tools.generation import issue_order
+from stream_balancer.tools.length_models import generate_trace
+from stream_balancer.tools.trace import Trace, load_trace
 
 __all__ = ["Workload", "load_workload"]
 

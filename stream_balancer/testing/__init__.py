@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from stream_balancer.tools.trace import PRESETS, Trace, generate_trace
+from stream_balancer.tools.length_models import PRESETS, generate_trace
+from stream_balancer.tools.trace import Trace
 
 from .clocks import BACKENDS, AutojumpEventLoop, Wakeups, count_wakeups, virtual_time_backend
 from .rollouts import make_rollout, make_rollouts, token_checksum

@@ -15,7 +15,8 @@ from typing import Any, TypeAlias, TypeVar
 
 from stream_balancer.config import BalancerConfig
 from stream_balancer.errors import ConfigError
-from stream_balancer.tools.simulate import SimulationReport, simulate
+from stream_balancer.tools.simulate import simulate
+from stream_balancer.tools.simulation_report import SimulationReport
 from stream_balancer.tools.trace import Trace
 
 __all__ = ["Progress", "run_all"]

@@ -1,4 +1,4 @@
-"""Length traces, read from files or generated: which lengths arrive, and when.
+"""Length traces: which lengths arrive, and when. Read from files here; ``length_models`` generates them.
 
 A trace is a table with one row per rollout. Files are CSV, plain or gzipped, with the columns
 
@@ -14,21 +14,20 @@ from __future__ import annotations
 
 import csv
 import gzip
-import heapq
 import io
 import math
 import os
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-from stream_balancer.errors import ConfigError, TraceError
+from stream_balancer.errors import TraceError
 
-__all__ = ["PRESETS", "LengthModel", "Trace", "finish_times", "generate_trace", "load_trace"]
+__all__ = ["MAX_TOKENS", "Trace", "load_trace", "rows_by_group"]
 
 Ints: TypeAlias = NDArray[np.int64]
 Floats: TypeAlias = NDArray[np.float64]
@@ -128,7 +127,7 @@ class Trace:
         if not by_group:
             rows = rng.integers(0, len(self), num_rollouts)
             return self._take(rows, np.arange(num_rollouts), renumbered=True)
-        order, starts, sizes = _by_group(self.group_ids)
+        order, starts, sizes = rows_by_group(self.group_ids)
         mean_size = len(self) / sizes.size
         drawn = rng.integers(0, sizes.size, math.ceil(num_rollouts / mean_size))
         while int(sizes[drawn].sum()) < num_rollouts:
@@ -314,173 +313,7 @@ def _number(name: str, line: int, column: str, text: str) -> float:
     return value
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Generators
-# ---------------------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LengthModel:
-    """ln(output tokens) = mu + N(0, sigma_between) per group + N(0, sigma_within) per rollout, cut at a cap where a
-    spike stands.
-
-    Siblings are alike: sigma_between^2 / (sigma_between^2 + sigma_within^2) of the variance is between groups
-    (0.55-0.96 in the traces these were fitted to). Raises ValueError for numbers that describe no lengths.
-    """
-
-    mu: float
-    """Mean of ln(output tokens): the median is exp(mu)."""
-    sigma_between: float
-    """Spread of ln(output tokens) between groups."""
-    sigma_within: float
-    """Spread of ln(output tokens) among siblings."""
-    cap: int | None = None
-    """Longest output, tokens; None = no cap."""
-    cap_share: float = 0.0
-    """Share of rollouts that end at the cap: the longest draws are raised to it until there are so many. Runaway
-    generations."""
-    floor: int = 1
-    """Shortest output, tokens."""
-    prompt_mu: float | None = None
-    """Mean of ln(prompt tokens); None = no prompt: the length is the output."""
-    prompt_sigma: float = 0.5
-    """Spread of ln(prompt tokens) between groups; siblings share the prompt."""
-    siblings: int = 1
-    """Rollouts per group."""
-    drift: float = 1.0
-    """Median of the last group over that of the first; 0.67 = lengths fall by a third during the run, evenly in the
-    logarithm."""
-
-    def __post_init__(self) -> None:
-        for name in ("mu", "sigma_between", "sigma_within", "prompt_sigma", "drift", "cap_share"):
-            if not math.isfinite(getattr(self, name)):
-                raise ValueError(f"LengthModel.{name} must be finite, not {getattr(self, name)!r}")
-        for name in ("sigma_between", "sigma_within", "prompt_sigma"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"LengthModel.{name} must be >= 0, not {getattr(self, name)!r}")
-        if self.floor < 1 or (self.cap is not None and self.cap < self.floor):
-            raise ValueError(f"LengthModel: 1 <= floor <= cap must hold, not floor={self.floor}, cap={self.cap}")
-        if not 0.0 <= self.cap_share <= 1.0 or (self.cap_share > 0 and self.cap is None):
-            raise ValueError(f"LengthModel.cap_share must be in 0..1, and needs a cap, not {self.cap_share!r}")
-        if self.siblings < 1 or self.drift <= 0:
-            raise ValueError(f"LengthModel: siblings ({self.siblings}) must be >= 1 and drift ({self.drift}) > 0")
-
-
-PRESETS: Mapping[str, LengthModel] = {
-    # Fits to the traces described in docs/simulation.md: mu, between-group and within-group sigma of ln(output), share
-    # at cap.
-    "rg": LengthModel(
-        mu=4.98,
-        sigma_between=1.12,
-        sigma_within=0.52,
-        cap=2048,
-        cap_share=0.032,
-        siblings=3,
-        prompt_mu=5.2,
-        prompt_sigma=0.7,
-    ),
-    "lrm": LengthModel(mu=7.44, sigma_between=1.51, sigma_within=0.36, cap=30_000, siblings=5, prompt_mu=4.5),
-    "lrm-strong": LengthModel(mu=7.87, sigma_between=1.38, sigma_within=0.28, cap=30_000, siblings=5, prompt_mu=4.5),
-    "misguided": LengthModel(mu=7.64, sigma_between=0.94, sigma_within=0.43, cap=40_000, siblings=3, prompt_mu=4.5),
-    "tau": LengthModel(
-        mu=7.59, sigma_between=0.66, sigma_within=0.60, cap=32_768, siblings=4, prompt_mu=7.15, prompt_sigma=0.05
-    ),
-    # A strong model whose answers get shorter by a third while it is trained.
-    "drifting": LengthModel(
-        mu=7.87, sigma_between=1.38, sigma_within=0.28, cap=30_000, siblings=5, prompt_mu=4.5, drift=2 / 3
-    ),
-    # Lognormal with mean 4096 before it is cut to 64..32768, every rollout on its own: the literature's textbook tail.
-    "lognormal": LengthModel(mu=math.log(4096) - 0.5, sigma_between=0.0, sigma_within=1.0, cap=32_768, floor=64),
-}
-"""Length models by name, for :func:`generate_trace` and ``stream-balancer replay generate:NAME``."""
-
-
-def generate_trace(num_rollouts: int, model: LengthModel | str = "lognormal", *, seed: int = 0) -> Trace:
-    """A trace of ``num_rollouts`` drawn from a length model, groups one after another, no recorded arrivals.
-
-    :param model: a :class:`LengthModel`, or the name of one of the :data:`PRESETS`.
-    :param seed: the same seed gives the same trace.
-
-    Raises :class:`TraceError` for an unknown name or fewer than 1 rollout.
-    """
-    if num_rollouts < 1:
-        raise TraceError(f"a generated trace needs at least 1 rollout, not {num_rollouts}")
-    if isinstance(model, str):
-        if model not in PRESETS:
-            raise TraceError(f"no length model is called {model!r}; use one of {', '.join(PRESETS)}")
-        name, model = model, PRESETS[model]
-    else:
-        name = "generated"
-    rng = np.random.default_rng(seed)
-    groups = np.arange(num_rollouts) // model.siblings
-    num_groups = int(groups[-1]) + 1
-    level = model.mu + rng.normal(0.0, model.sigma_between, num_groups)[groups]
-    draw = level + rng.normal(0.0, model.sigma_within, num_rollouts)
-    progress = groups / max(num_groups - 1, 1)
-    output = np.maximum(np.rint(np.exp(np.minimum(draw + math.log(model.drift) * progress, 40.0))), model.floor)
-    if model.cap is not None:
-        output = np.minimum(output, model.cap)
-        at_cap = round(model.cap_share * num_rollouts)
-        if at_cap:
-            output[np.argsort(draw, kind="stable")[-at_cap:]] = model.cap
-    prompt = np.zeros(num_groups)
-    if model.prompt_mu is not None:
-        prompt = np.maximum(np.rint(np.exp(rng.normal(model.prompt_mu, model.prompt_sigma, num_groups))), 1)
-    return Trace(
-        prompt_tokens=prompt[groups].astype(np.int64),
-        output_tokens=np.minimum(output, MAX_TOKENS).astype(np.int64),
-        group_ids=groups.astype(np.int64),
-        name=name,
-    )
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# When
-# ---------------------------------------------------------------------------------------------------------------------
-
-
-def issue_order(trace: Trace, seed: int) -> Ints:
-    """[n] rows in the order generation gets them: groups shuffled, siblings together; as recorded where arrivals are
-    known."""
-    if trace.arrival_s is not None:
-        return np.arange(len(trace))
-    order, starts, sizes = _by_group(trace.group_ids)
-    shuffled = np.random.default_rng(seed).permutation(sizes.size)
-    return np.concatenate([order[starts[g] : starts[g] + sizes[g]] for g in shuffled.tolist()])
-
-
-def finish_times(trace: Trace, slots: int = 128, tokens_per_second: float = 30.0, seed: int = 0) -> Floats:
-    """[n] seconds at which each row's rollout is finished, from 0; the recorded arrivals where there are any.
-
-    Otherwise ``slots`` rollouts are generated at a time, groups in shuffled order with siblings together, each taking
-    output_tokens / tokens_per_second once it got a slot. The finish order is then length-biased, as it is in life:
-    short rollouts come first, and the last tenth to come may be three times as long as the mean.
-    """
-    check_generation(slots, tokens_per_second)
-    if trace.arrival_s is not None:
-        since_first: Floats = trace.arrival_s - trace.arrival_s[0]
-        return since_first
-    duration = (trace.output_tokens / tokens_per_second).tolist()
-    free_at = [0.0] * min(slots, len(trace))
-    finish = np.empty(len(trace))
-    for row in issue_order(trace, seed).tolist():
-        done = free_at[0] + duration[row]
-        heapq.heapreplace(free_at, done)
-        finish[row] = done
-    return finish
-
-
-def check_generation(slots: int, tokens_per_second: float) -> None:
-    """Raise ConfigError where no rollout would ever finish."""
-    if slots < 1:
-        raise ConfigError(f"slots must be >= 1, not {slots!r}: without a generation slot no rollout would ever finish")
-    if not (math.isfinite(tokens_per_second) and tokens_per_second > 0):
-        raise ConfigError(
-            f"tokens_per_second must be a finite number > 0, not {tokens_per_second!r}: no rollout would ever finish"
-        )
-
-
-def _by_group(group_ids: Ints) -> tuple[Ints, Ints, Ints]:
+def rows_by_group(group_ids: Ints) -> tuple[Ints, Ints, Ints]:
     """Rows sorted by group (stable), and where each group starts and how many rows it has."""
     order = np.argsort(group_ids, kind="stable")
     _, starts, sizes = np.unique(group_ids[order], return_index=True, return_counts=True)

@@ -17,9 +17,11 @@ from numpy.typing import NDArray
 
 from stream_balancer.config import BalancerConfig
 from stream_balancer.errors import ConfigError
-from stream_balancer.tools.simulate import SimulationReport, TrainerSpeed, as_policy
+from stream_balancer.tools.generation import finish_times
+from stream_balancer.tools.simulate import TrainerSpeed, as_policy
+from stream_balancer.tools.simulation_report import SimulationReport
 from stream_balancer.tools.sweep import Progress, run_all
-from stream_balancer.tools.trace import Trace, finish_times
+from stream_balancer.tools.trace import Trace
 
 __all__ = ["Outcome", "TuneReport", "pareto_front", "tune"]
 

@@ -32,7 +32,10 @@ EXCEPTIONS: dict[tuple[str, str], str] = {}
 WAITING = {"anyio", "asyncio", "trio", "time", "threading", "random", "datetime", "concurrent", "multiprocessing"}
 """An event loop, a clock, a thread, or chance."""
 PURE = {"values", "field_docs", "tensors", "cost", "planning", "types", "statistics", "config", "core", "wire"}
-PURE_MODULES = ["tools.simulate", "tools.trace", "tools.tune", "watch.status", "watch.view"]
+PURE_MODULES = [
+    f"tools.{name}" for name in ("generation", "length_models", "simulate", "simulation_report", "trace", "tune")
+]
+PURE_MODULES += ["watch.status", "watch.view"]
 PURE_MODULES += ["controller.checkpoint", "controller.journal.records", "controller.journal.contents"]
 """Pure modules in folders that are not."""
 WITHOUT_TORCH = {"errors", "field_docs", "cost", "planning", "config", "core", "watch"}

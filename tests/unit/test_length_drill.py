@@ -17,7 +17,8 @@ import torch
 import stream_balancer as sb
 from stream_balancer.core.machine import BalancerCore
 from stream_balancer.core.throttle import Throttle
-from stream_balancer.tools.trace import Trace, finish_times, issue_order, load_trace
+from stream_balancer.tools.generation import finish_times, issue_order
+from stream_balancer.tools.trace import Trace, load_trace
 
 SLOTS = 256
 FEW = 2000  # rollouts of a trace; the long form takes them all

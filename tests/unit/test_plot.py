@@ -11,9 +11,9 @@ from xml.etree import ElementTree
 import pytest
 
 import stream_balancer as sb
+from stream_balancer.tools.length_models import LengthModel
 from stream_balancer.tools.plot import write_plot
 from stream_balancer.tools.plot._html import page, ticks
-from stream_balancer.tools.trace import LengthModel
 
 
 @pytest.fixture(scope="module")

@@ -15,8 +15,11 @@ from hypothesis import strategies as st
 from stream_balancer.config import BalancerConfig
 from stream_balancer.cost import PaddedCost, QuadraticCost
 from stream_balancer.errors import ConfigError, RolloutError
-from stream_balancer.tools.simulate import Quantiles, SimulationReport, as_policy, simulate
-from stream_balancer.tools.trace import Trace, finish_times, generate_trace, load_trace
+from stream_balancer.tools.generation import finish_times
+from stream_balancer.tools.length_models import generate_trace
+from stream_balancer.tools.simulate import as_policy, simulate
+from stream_balancer.tools.simulation_report import Quantiles, SimulationReport
+from stream_balancer.tools.trace import Trace, load_trace
 
 
 def trace_of(output: list[int], arrival: list[float] | None = None, groups: list[int] | None = None) -> Trace:

@@ -14,15 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stream_balancer.errors import ConfigError, TraceError
-from stream_balancer.tools.trace import (
-    PRESETS,
-    LengthModel,
-    Trace,
-    finish_times,
-    generate_trace,
-    issue_order,
-    load_trace,
-)
+from stream_balancer.tools.generation import finish_times, issue_order
+from stream_balancer.tools.length_models import PRESETS, LengthModel, generate_trace
+from stream_balancer.tools.trace import Trace, load_trace
 
 HEADER = "group_id,prompt_tokens,output_tokens"
 

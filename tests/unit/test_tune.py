@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import stream_balancer as sb
-from stream_balancer.tools.trace import LengthModel
+from stream_balancer.tools.length_models import LengthModel
 from stream_balancer.tools.tune import AGE_SLACK, Outcome, _error_of_idle, _recommend, _settings, pareto_front
 
 SMALL = sb.BalancerConfig(dp_size=2, batch_size=4)

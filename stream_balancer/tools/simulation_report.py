@@ -1,0 +1,278 @@
+"""Figures of a simulated run: totals over dispatches, quantiles, and every step. Values only."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from stream_balancer.config import BalancerConfig, Policy
+from stream_balancer.planning import LengthBiasSummary
+
+__all__ = ["Quantiles", "Segment", "SimulationReport", "Steps"]
+
+Ints: TypeAlias = NDArray[np.int64]
+Floats: TypeAlias = NDArray[np.float64]
+
+LEAST_STEADY = 8  # dispatches; fewer are no steady state
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Segment:
+    """Totals over some consecutive dispatches."""
+
+    batches: int
+    """Dispatches."""
+    rollouts: int
+    """Rollouts, padding copies not counted."""
+    tokens: int
+    """Their tokens."""
+    mean_length: float
+    """Tokens per rollout; 0.0 without rollouts."""
+    idle_fraction: float
+    """1 - sum(mean load) / sum(step time): the part of rank time spent waiting for the slowest rank, predicted."""
+    avoidable_idle: float
+    """Part of ``idle_fraction`` that a better assignment of the same rollouts might remove: above the lower bound."""
+    unavoidable_idle: float
+    """Part that no assignment of the same rollouts can remove. Only a window that chooses others can."""
+    work_s: float
+    """Trainer time: sum over dispatches of the slowest rank, in units of the cost model (seconds if that is in
+    seconds)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Quantiles:
+    """Of a distribution; all 0.0 if it is empty."""
+
+    mean: float
+    p10: float
+    p50: float
+    p90: float
+    p99: float
+    max: float
+
+    @staticmethod
+    def of(values: NDArray[Any]) -> Quantiles:
+        """The quantiles of ``[n]`` numbers."""
+        if values.size == 0:
+            return Quantiles(mean=0.0, p10=0.0, p50=0.0, p90=0.0, p99=0.0, max=0.0)
+        p10, p50, p90, p99 = np.quantile(values, (0.1, 0.5, 0.9, 0.99)).tolist()
+        return Quantiles(mean=float(values.mean()), p10=p10, p50=p50, p90=p90, p99=p99, max=float(values.max()))
+
+
+@dataclass(frozen=True, eq=False, slots=True, kw_only=True)
+class Steps:
+    """One entry per dispatch, in order: columns ``[S]``."""
+
+    at_s: Floats
+    """Seconds of virtual time at which it was dispatched."""
+    reason: tuple[str, ...]
+    """Why it left."""
+    rollouts: Ints
+    """Rollouts in it, padding copies not counted."""
+    tokens: Ints
+    """Their tokens."""
+    mean_load: Floats
+    """Mean over ranks, in the cost model's unit."""
+    lower_bound: Floats
+    """No assignment has a shorter step."""
+    step_work: Floats
+    """The slowest rank."""
+    rank_work: Floats
+    """[S, dp_size] each rank, by itself."""
+
+    @property
+    def idle_fraction(self) -> Floats:
+        """[S] idle fraction of each step."""
+        safe = np.where(self.step_work > 0, self.step_work, 1.0)
+        idle: Floats = np.where(self.step_work > 0, 1.0 - self.mean_load / safe, 0.0)
+        return idle
+
+    def segment(self, chosen: NDArray[np.bool_]) -> Segment:
+        """Totals over the chosen steps ([S] bool)."""
+        total = float(self.step_work[chosen].sum())
+        mean, bound = float(self.mean_load[chosen].sum()), float(self.lower_bound[chosen].sum())
+        idle = max(1.0 - mean / total, 0.0) if total > 0 else 0.0
+        avoidable = min(max(1.0 - bound / total, 0.0), idle) if total > 0 else 0.0
+        rollouts, tokens = int(self.rollouts[chosen].sum()), int(self.tokens[chosen].sum())
+        return Segment(
+            batches=int(np.count_nonzero(chosen)),
+            rollouts=rollouts,
+            tokens=tokens,
+            mean_length=tokens / rollouts if rollouts else 0.0,
+            idle_fraction=idle,
+            avoidable_idle=avoidable,
+            unavoidable_idle=idle - avoidable,
+            work_s=total,
+        )
+
+
+@dataclass(frozen=True, eq=False, slots=True, kw_only=True)
+class SimulationReport:
+    """What a balancer did with a trace.
+
+    Figures at the top level are of the steady state: without the warm-up (its batches are short, because short rollouts
+    finish first) and without the tail (its batches are long, because the last to finish are the longest, and hold what
+    the window had put off). Both are shown beside it, and ``overall`` is everything. If the run is too short for a
+    steady state, ``overall`` stands in: see ``is_steady``.
+    """
+
+    trace_name: str
+    policy: Policy
+    """``"window"``, ``"fifo"`` or ``"round_robin"``."""
+    config: BalancerConfig
+    """The knobs it ran with."""
+    num_rollouts: int
+    """Rollouts in the trace; each was dispatched or evicted."""
+    num_tokens: int
+    """Their tokens."""
+    evicted: int
+    """Rollouts given up as stale."""
+    padding_copies: int
+    """Zero-weight copies made for ranks that would have had nothing to run."""
+    reasons: Mapping[str, int]
+    """Dispatches by reason, all of them."""
+    warm_up: Segment
+    """The first dispatches, left out of the figures above."""
+    steady: Segment
+    """Between warm-up and tail."""
+    tail: Segment
+    """From the moment generation had no prompt left for a free slot (where arrivals are recorded: from ``end()``)."""
+    overall: Segment
+    """Every dispatch."""
+    delay_s: Quantiles
+    """Seconds a rollout waited in the window, from its accepted put to its dispatch."""
+    delay_dispatches: Quantiles
+    """Dispatches between its accepted put and its own: 0 = the next one took it."""
+    max_skips_seen: int
+    """The most dispatches that ever left behind a rollout that could have gone (whose siblings were all there), in the
+    whole run: at most ``max_skips``."""
+    staleness: Quantiles
+    """Trainer steps begun between a rollout's first token and its dispatch (from its arrival, where arrivals are
+    recorded)."""
+    length_bias: LengthBiasSummary
+    """How far delay depends on length, and how far batches differ from what arrived; NaN where delay or length is
+    constant. See docs/simulation.md."""
+    arrived_lengths: Quantiles
+    """Tokens of the rollouts that came while the steady dispatches were made."""
+    dispatched_lengths: Quantiles
+    """Tokens of the rollouts in those dispatches. Where it differs from ``arrived_lengths``, the window holds them
+    back."""
+    elapsed_s: float
+    """Virtual seconds from the first token to the end of the last step."""
+    trainer_busy: float
+    """Share of ``elapsed_s`` in which a step ran; 0.0 with an instant trainer."""
+    blocked_s: float
+    """Mean seconds a finished rollout waited for ``put`` to accept it."""
+    steps: Steps
+    """Every dispatch."""
+    step_of: Ints
+    """[n] the step each rollout of the trace was dispatched in; -1 = evicted."""
+
+    @property
+    def is_steady(self) -> bool:
+        """False if the run was too short to have a steady state, and the figures are of the whole run."""
+        return self.steady.batches >= LEAST_STEADY
+
+    @property
+    def figures(self) -> Segment:
+        """``steady``, or ``overall`` where there is no steady state."""
+        return self.steady if self.is_steady else self.overall
+
+    @property
+    def shown_steps(self) -> slice:
+        """The dispatches that the figures are of."""
+        first = self.warm_up.batches
+        return slice(first, first + self.steady.batches) if self.is_steady else slice(0, self.num_batches)
+
+    @property
+    def num_batches(self) -> int:
+        """Dispatches, all of them."""
+        return self.overall.batches
+
+    @property
+    def idle_fraction(self) -> float:
+        """Predicted part of rank time spent waiting for the slowest rank: 1 - sum(mean load) / sum(slowest)."""
+        return self.figures.idle_fraction
+
+    @property
+    def avoidable_idle(self) -> float:
+        """Part of it a better assignment might remove."""
+        return self.figures.avoidable_idle
+
+    @property
+    def unavoidable_idle(self) -> float:
+        """Part of it no assignment of the same rollouts can remove."""
+        return self.figures.unavoidable_idle
+
+    @property
+    def delay_p50(self) -> float:
+        """Median seconds in the window."""
+        return self.delay_s.p50
+
+    @property
+    def delay_p99(self) -> float:
+        """99th percentile of the seconds in the window."""
+        return self.delay_s.p99
+
+    @property
+    def delay_max(self) -> float:
+        """Most seconds in the window."""
+        return self.delay_s.max
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready: every figure, without the columns (``steps``, ``step_of``) and without the config's derived
+        parts."""
+        plain: dict[str, Any] = {name: getattr(self, name) for name in _PLAIN}
+        plain["reasons"] = dict(self.reasons)
+        plain |= {name: _fields(getattr(self, name)) for name in _RECORDS}
+        return plain
+
+
+_PLAIN = (
+    "trace_name",
+    "policy",
+    "num_rollouts",
+    "num_tokens",
+    "num_batches",
+    "evicted",
+    "padding_copies",
+    "is_steady",
+    "idle_fraction",
+    "avoidable_idle",
+    "unavoidable_idle",
+    "delay_p50",
+    "delay_p99",
+    "delay_max",
+    "max_skips_seen",
+    "elapsed_s",
+    "trainer_busy",
+    "blocked_s",
+)
+_RECORDS = (
+    "warm_up",
+    "steady",
+    "tail",
+    "overall",
+    "delay_s",
+    "delay_dispatches",
+    "staleness",
+    "arrived_lengths",
+    "dispatched_lengths",
+    "length_bias",
+)
+
+
+def _fields(record: Any) -> dict[str, Any]:
+    return {name: _or_none(getattr(record, name)) for name in record.__slots__}
+
+
+def _or_none(value: Any) -> Any:
+    """JSON has no NaN, and lists where Python has tuples."""
+    if isinstance(value, tuple):
+        return [_or_none(item) for item in value]
+    return None if isinstance(value, float) and math.isnan(value) else value
