@@ -46,7 +46,7 @@ SLOTS = 64  # rollouts that are generated at the same time; the shortest finish 
 
 @dataclass(frozen=True)
 class Setting:
-    """What all policies share."""
+    """Common to all policies."""
 
     ranks: int
     batch: int

@@ -320,8 +320,8 @@ def rows_from_the_window(rows: Rows, seeds: int, steps: int) -> None:
 
 
 def capped_and_slowed(rows: Rows, seeds: int, steps: int) -> None:
-    """Where the ranks' shares are cut into micro-batches, or one rank is slower; lengths stop at a maximum, as they do
-    under max_new_tokens."""
+    """Cells with rank batches cut into micro-batches, or where one rank is slower; lengths stop at a maximum, as they
+    do under max_new_tokens."""
     rows.text("token cap; a rank slowed 1.5 x")
     slowed = np.where(np.arange(32) == 1, 1 / 1.5, 1.0)
     for batch, ranks, longest, cap, speeds, quadratic in (

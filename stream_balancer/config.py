@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
 
 _DERIVED: Any = None  # a default that __post_init__ computes from the other knobs
-_AUTO: Any = "auto"  # the same, for a knob of which None says something
+_AUTO: Any = "auto"  # the same, for a knob whose None is a value: no bound
 
 
 @documented
@@ -132,7 +132,8 @@ class BalancerConfig:
 
     def __post_init__(self) -> None:
         given = {f.name: getattr(self, f.name) for f in fields(self) if f.init}
-        given = {k: v for k, v in given.items() if v is not None or k in _NONE_SAYS_SOMETHING}
+        # What was given, without what is derived: replace() starts from it, so a knob left out follows the others.
+        given = {k: v for k, v in given.items() if v is not None or k in _NONE_IS_A_VALUE}
         object.__setattr__(self, "_given", given)
         object.__setattr__(self, "auto_windows", ())
         _check_values(self)
@@ -194,7 +195,7 @@ class BalancerConfig:
         return max(smallest_max_skips(self._largest_window, self.batch_size, self.capacity, self._whole), 1)
 
 
-_NONE_SAYS_SOMETHING = ("max_skips", "loss_mask_column")
+_NONE_IS_A_VALUE = ("max_skips", "loss_mask_column")
 _POSITIVE_INTS = ("dp_size", "batch_size", "micro_batch_multiple")
 _OPTIONAL_INTS = (
     "window",
@@ -259,6 +260,7 @@ def _check_cost(cost: object) -> None:
             "cost must be a cost model (TokenCost(), QuadraticCost(), ... or a callable with a 'padded' "
             f"attribute), not {cost!r}"
         )
+    # Two lengths show a model that returns one number for all, NaN, or a negative one; before the first put does.
     probe = np.asarray(cost(np.array([1, 1000], dtype=np.int64)), dtype=np.float64)
     if probe.shape != (2,) or not np.all(np.isfinite(probe)) or np.any(probe < 0):
         raise ConfigError(f"cost({[1, 1000]}) must give two finite numbers >= 0, not {probe.tolist()!r}")
@@ -273,7 +275,7 @@ def _check_speeds(config: BalancerConfig) -> None:
 
 
 def _auto_windows(c: BalancerConfig) -> tuple[int, ...]:
-    """What is legal with the knobs that were given; capacity and ``max_skips`` follow where they were not."""
+    """Windows that are legal with the knobs that were given; capacity and ``max_skips`` follow where they were not."""
 
     def legal(window: int) -> bool:
         capacity = 2 * window if c.capacity is None else c.capacity
@@ -294,7 +296,7 @@ def _auto_windows(c: BalancerConfig) -> tuple[int, ...]:
 
 
 def _check_auto(c: BalancerConfig) -> None:
-    """What the estimate behind ``window="auto"`` knows nothing of."""
+    """Knobs that the estimate behind ``window="auto"`` does not cover."""
     if c.policy != "window":
         raise ConfigError(f"window='auto' needs policy='window': {c.policy!r} sends the oldest. Leave window out")
     if c.sync != "step" or c.cost.padded:

@@ -151,6 +151,7 @@ class TransformerCost:
         try:
             hidden, heads = int(config["hidden_size"]), int(config["num_attention_heads"])
             routed = config.get("num_experts_per_tok") or config.get("moe_topk")
+            # beside it, intermediate_size is the width of the few dense layers, or of none
             width = config.get("moe_intermediate_size") if routed else None
             return cls(
                 hidden_size=hidden,
@@ -183,18 +184,19 @@ class TransformerCost:
         attention = 2 * self.hidden_size * head_dim * (self.num_heads + self._kv_heads)
         mlp = (3 if self.gated_mlp else 2) * self.hidden_size * self.intermediate_size * self.active_experts
         weights = self.num_layers * (attention + mlp) + self.hidden_size * self.vocab_size
-        return 3.0 * 2.0 * weights
+        return 3.0 * 2.0 * weights  # forward and backward, multiply and add
 
     @property
     def flops_per_token_pair(self) -> float:
         """FLOPs per attended pair of tokens, forward and backward."""
         head_dim = self.head_dim or self.hidden_size // self.num_heads
+        # 4: a multiply and an add for the score, and again for the weighted value
         return 3.0 * 4.0 * self.num_layers * self.num_heads * head_dim
 
     def __call__(self, lengths: ArrayLike) -> NDArray[np.float64]:
         """``[n]`` lengths -> ``[n]`` float64 FLOPs."""
         x = _float_lengths(lengths)
-        pairs = x * (x + 1) / 2 if self.causal else x * x
+        pairs = x * (x + 1) / 2 if self.causal else x * x  # a token attends to itself, too
         return self.flops_per_token * x + self.flops_per_token_pair * pairs
 
 

@@ -25,7 +25,7 @@ def documented(cls: T) -> T:
 
 
 class _Docstring:
-    """What ``cls.__doc__`` gives: made when asked for, since parsing takes milliseconds."""
+    """``cls.__doc__``, made when asked for, since parsing takes milliseconds."""
 
     def __init__(self, text: str | None) -> None:
         self._text = text

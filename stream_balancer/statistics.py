@@ -26,7 +26,7 @@ could; or its batch was on the way."""
 @documented
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CostFit:
-    """What a ``CalibratedCost`` has learned from the seconds that ranks computed."""
+    """Fit of a ``CalibratedCost`` to the seconds that ranks computed."""
 
     steps: int
     """Steps it has learned from; the first measured one, which pays for compilation and caches, is left out."""
@@ -70,8 +70,8 @@ class Straggler:
 @documented
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingAge:
-    """How many policy versions rollouts lay behind when their training began: the version last set by then, less the
-    oldest that any of their tokens was sampled with."""
+    """Age of rollouts in policy versions when their training began: the version last set by then, less the oldest
+    that any of their tokens was sampled with."""
 
     rollouts: int
     """Rollouts whose training has begun, and whose version is known."""
@@ -86,7 +86,7 @@ class TrainingAge:
 @documented
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Statistics:
-    """A snapshot of a balancer. At all times ``accepted == waiting + in_flight + acknowledged +
+    """Figures of a balancer at one instant. At all times ``accepted == waiting + in_flight + acknowledged +
     sum(evicted.values())``."""
 
     waiting: int

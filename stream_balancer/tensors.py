@@ -27,7 +27,7 @@ PaddingSide = Literal["left", "right"]
 
 @dataclass(frozen=True, eq=False, slots=True)
 class FlatColumns:
-    """What every layout starts from: ``n`` rollouts end to end.
+    """Flat columns: ``n`` rollouts end to end, the start of every layout.
 
     Example:
         >>> ids = torch.tensor([11, 12, 21, 22, 23, 31])  # [T]: three rollouts of 2, 3 and 1 tokens
@@ -154,7 +154,7 @@ def packed(flat: FlatColumns, *, scalar_dtype: torch.dtype = torch.float32) -> P
         >>> rollouts["advantage"]  # [n]
         tensor([ 0.5000, -1.0000,  2.0000])
     """
-    ends = list(accumulate(flat.lengths, initial=0))
+    ends = list(accumulate(flat.lengths, initial=0))  # [n+1]
     return Packed(
         columns=_columns_with_loss_mask(flat),
         scalars=_scalars(flat, scalar_dtype),
@@ -205,6 +205,7 @@ def padded(
         raise ValueError(f"pad_values names {sorted(unknown)}, but the columns are {sorted(columns)}")
     width = -(-max(flat.lengths) // multiple_of) * multiple_of
     place = torch.arange(width, device=n_tokens.device)
+    # [n, L_max]: row-major, and so are the flat columns; `rows[mask] = column` below is therefore one copy, in order
     mask = place < n_tokens[:, None] if padding_side == "right" else place >= width - n_tokens[:, None]
     rows: dict[str, Tensor] = {}
     for name, column in columns.items():
@@ -212,7 +213,7 @@ def padded(
         rows[name][mask] = column
     positions = rows.get("position_ids")
     if positions is None:
-        positions = (mask.to(torch.int64).cumsum(1) - 1).clamp_(min=0) * mask
+        positions = (mask.to(torch.int64).cumsum(1) - 1).clamp_(min=0) * mask  # [n, L_max], on either padding side
     return Padded(
         columns=rows,
         scalars=_scalars(flat, scalar_dtype),
@@ -236,7 +237,7 @@ def nested(flat: FlatColumns, *, scalar_dtype: torch.dtype = torch.float32) -> N
     """
     n_tokens = _lengths(flat)
     offsets = torch.zeros(len(flat.lengths) + 1, dtype=torch.int64, device=n_tokens.device)
-    offsets[1:] = torch.cumsum(n_tokens, 0)
+    offsets[1:] = torch.cumsum(n_tokens, 0)  # one tensor for all columns: torch calls two jagged shapes equal only then
     columns = {
         name: torch.nested.nested_tensor_from_jagged(
             column, offsets, min_seqlen=min(flat.lengths), max_seqlen=max(flat.lengths)

@@ -89,7 +89,7 @@ def _nothing() -> Mapping[str, Any]:
 @documented
 @dataclass(frozen=True, eq=False, slots=True, kw_only=True)
 class Rollout:
-    """One finished rollout (trajectory, sample): its per-token columns and what belongs to it.
+    """Finished rollout (trajectory, sample): its per-token columns and what belongs to it.
 
     Columns may be given as torch tensors, numpy arrays or sequences of numbers; they are kept as torch tensors
     **without a copy** where possible, so do not write to them afterwards. Numpy scalars and subclasses of str, int,
@@ -128,13 +128,14 @@ class Rollout:
 
     def __post_init__(self) -> None:
         put = partial(object.__setattr__, self)
-        what = "rollout_id"
+        what = "rollout_id"  # the field that an error below is about; a message is formatted only if there is one
         try:
             put("rollout_id", plain_name(self.rollout_id))
             what = "tokens"
             put("tokens", by_name(self.tokens, self._plain_tensor))
             what = ""
             put("num_tokens", check_tokens(self.tokens))
+            # most rollouts leave these three out, and a put should not pay for checking empty dicts
             if self.tensors is not _NOTHING:
                 what = "tensors"
                 put("tensors", by_name(self.tensors, self._plain_tensor) or _NOTHING)
@@ -163,7 +164,7 @@ class Rollout:
         except RolloutError as error:
             whose = "" if what == "rollout_id" else f"rollout {self.rollout_id!r}: "
             raise RolloutError(f"{whose}{join(what, error)}") from None
-        put("num_loss_tokens", self._count_loss_tokens())
+        put("num_loss_tokens", self._count_loss_tokens())  # once, here: every step's denominators are sums of these
 
     @staticmethod
     def _plain_tensor(value: object) -> Tensor:
@@ -210,7 +211,7 @@ class Rollout:
 @documented
 @dataclass(frozen=True, eq=False, slots=True)
 class MicroBatch:
-    """Rollouts that go through the model together, on one rank. Lay them out with one of the four methods.
+    """Micro-batch: rollouts that go through the model together, on one rank. Lay them out with one of the four methods.
 
     Example:
         >>> micro_batch = MicroBatch.of([Rollout(tokens={"input_ids": ids}) for ids in ([11, 12], [21, 22, 23], [31])])
@@ -292,7 +293,7 @@ class MicroBatch:
 @documented
 @dataclass(frozen=True, eq=False, slots=True, kw_only=True)
 class RankBatch:
-    """What one rank trains on in one step.
+    """Rank batch: the micro-batches of one rank in one step.
 
     Every rank of a step has the same number of micro-batches, none of them empty. Numbers of rollouts and tokens
     differ from rank to rank, so a mean of the ranks' means is wrong: divide the *sum* of the loss by one of the
@@ -358,7 +359,7 @@ class RankBatch:
 @documented
 @dataclass(frozen=True, eq=False, slots=True, kw_only=True)
 class Batch:
-    """What all ranks train on in one step, planned once."""
+    """Batch: the rank batches of one step, planned once."""
 
     step: int
     """Step number, from 0."""
@@ -417,8 +418,8 @@ def _concatenate(rollouts: Sequence[Rollout]) -> layout.FlatColumns:
     """Flat columns of rollouts at hand. Copies every token once. O(T)."""
     first = rollouts[0]
     return layout.FlatColumns(
-        tokens={name: torch.cat([r.tokens[name] for r in rollouts]) for name in first.tokens},
+        tokens={name: torch.cat([r.tokens[name] for r in rollouts]) for name in first.tokens},  # [T, ...]
         lengths=tuple(r.num_tokens for r in rollouts),
         scalars={name: [r.scalars[name] for r in rollouts] for name in first.scalars},
-        weights=torch.tensor([0.0 if r.is_padding else 1.0 for r in rollouts], dtype=torch.float32),
+        weights=torch.tensor([0.0 if r.is_padding else 1.0 for r in rollouts], dtype=torch.float32),  # [n]
     )

@@ -143,7 +143,7 @@ def plain_tensor(value: object, *, elsewhere: bool = False) -> Tensor:
 
 
 def _base_tensor(value: object) -> Tensor:
-    """What is not exactly a torch.Tensor, as one."""
+    """A subclass of torch.Tensor, or what becomes one, as exactly a torch.Tensor."""
     if isinstance(value, Tensor):
         if type(value).__torch_dispatch__ is not Tensor.__torch_dispatch__:
             raise RolloutError(

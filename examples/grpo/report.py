@@ -1,4 +1,4 @@
-"""What the command line can change, and what a run prints about itself."""
+"""Options of the command line, and what a run prints about itself."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["Options", "Report", "parse"]
 
 @dataclass(frozen=True)
 class Options:
-    """What the command line can change."""
+    """Options of the command line."""
 
     steps: int
     ranks: int

@@ -172,6 +172,6 @@ def _rollouts(group: int, samples: Sequence[Sample]) -> list[sb.Rollout]:
 
 
 def group_advantages(rewards: Sequence[float]) -> list[float]:
-    """How much better than its siblings each did, in standard deviations: the G and the R of GRPO."""
+    """[G] reward of each sibling over their mean, in standard deviations: the G and the R of GRPO."""
     mean, deviation = fmean(rewards), pstdev(rewards)
     return [(reward - mean) / (deviation + 1e-3) for reward in rewards]

@@ -166,7 +166,7 @@ def check_ranks_agree(trainer: Trainer) -> None:
 
 
 def run_controller(options: Options, pipe: Connection) -> None:
-    """What the controller process runs."""
+    """Main function of the controller process."""
     anyio.run(control, options, pipe)
 
 

@@ -1,4 +1,4 @@
-"""What is learned: a conversation in which every answer can be checked.
+"""Task to be learned: a conversation in which every answer can be checked.
 
 The user reads out digits for as long as they like. To each, the policy answers with the larger of the last two; when
 the user says ".", it hangs up:
@@ -37,7 +37,7 @@ class Conversation:
         return [self._heard, self._say()]
 
     def reply(self, answer: int) -> list[int]:
-        """What the user says to an answer; nothing once the conversation is over."""
+        """The user's next line; nothing once the conversation is over."""
         self._num_right += answer == self._expected
         over = STOP in (answer, self._expected)
         return [] if over else [self._say()]

@@ -256,7 +256,7 @@ WORTH = 0.02  # idle fraction a window must save to be worth its wait
 
 
 def _verdict(reports: Reports) -> Iterator[str]:
-    """What it means, in a sentence or two."""
+    """The conclusion, in a sentence or two."""
     window, fifo = reports["window"], reports["fifo"]
     steady = _all_steady(reports)
     if not steady:

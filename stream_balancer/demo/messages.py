@@ -30,7 +30,7 @@ class RolloutSpec(msgspec.Struct, frozen=True):
 
 
 class Task(msgspec.Struct, frozen=True, kw_only=True):
-    """What a child process is to do: be the controller, or one trainer rank, in one run."""
+    """Task of a child process: be the controller, or one trainer rank, in one run."""
 
     rank: int | None
     """Trainer rank; None for the controller."""

@@ -113,7 +113,7 @@ def _describe(name: str, process: Process, code: int, said: Sequence[str]) -> st
 
 
 def _environment() -> dict[str, str]:
-    """What children get to see."""
+    """Environment of the children."""
     return {
         # They share a machine.
         "GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo",

@@ -149,7 +149,7 @@ def _rows_of(trajectory: Mapping[str, Any], group_id: str | None) -> list[Rollou
 
 
 def _sorted_out(value: Any, where: list[slice], shape: tuple[int, ...]) -> tuple[str, Sequence[Any]]:
-    """What a dict's entry is to a rollout, and each row's part of it."""
+    """Part of a rollout that a dict's entry becomes, row by row."""
     if isinstance(value, Tensor) and value.shape[:2] == shape:
         return "tokens", _rows.cut(value, where)
     if isinstance(value, Tensor) and value.ndim and value.shape[0] == len(where):

@@ -82,5 +82,5 @@ def replace(module: ModuleType, name: str, new: Callable[..., Any]) -> Callable[
 
 
 def _loaded(name: str) -> list[tuple[str, object]]:
-    """What every loaded module has under this name, without waking lazy ones."""
+    """Functions of this name in all loaded modules; lazy ones are not loaded."""
     return [(label, getattr(module, "__dict__", {}).get(name)) for label, module in list(sys.modules.items())]

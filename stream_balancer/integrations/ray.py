@@ -238,7 +238,7 @@ class RayBalancer:
 
     @property
     def label(self) -> str:
-        """What this process's rollouts are named with, should they be lost: host, process and Ray node."""
+        """Label of this process's rollouts in logs, should they be lost: host, process and Ray node."""
         return _label()
 
     async def put(self, rollout: Rollout) -> None:
@@ -321,7 +321,7 @@ class RayBalancer:
 
 
 async def _result(ref: Any) -> Any:
-    """What a call gives, on either event loop."""
+    """Result of a call, on either event loop."""
     event, in_loop = anyio.Event(), loop_caller()
     future = ref.future()
     future.add_done_callback(lambda _: in_loop(event.set))

@@ -188,8 +188,8 @@ def _on_the_prompt_too(values: Any, ids: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def rank_data_from(batch: Batch) -> list[dict[str, Any]]:
-    """What slime's ``_split_train_data_by_dp`` makes, for each rank, before it goes into a Box: a dict of lists with
-    ``partition`` (places in the whole step), the schedule ``micro_batch_indices``, ``num_microbatches`` and
+    """Train data of each rank as slime's ``_split_train_data_by_dp`` makes it, before it goes into a Box: a dict of
+    lists with ``partition`` (places in the whole step), the schedule ``micro_batch_indices``, ``num_microbatches`` and
     ``global_batch_sizes`` (one step), ``rollout_mask_sums``, and the whole step's ``raw_reward`` and ``total_lengths``.
 
     ``rollout_ids`` are numbered anew, from 0, over the step. A padding copy has a zero loss mask and counts in no

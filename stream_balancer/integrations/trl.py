@@ -299,7 +299,7 @@ def _rows_of(batch: Batch) -> list[list[Any]]:
 
 
 def _sample(rollout: Rollout) -> dict[str, Any]:
-    """What TRL's queue yields of a sample. Numpy, as TRL has it."""
+    """A sample as TRL's queue yields it. Numpy, as TRL has it."""
     group = rollout.group_id or rollout.rollout_id
     tokens: dict[str, np.ndarray[Any, Any]] = {name: column.numpy() for name, column in rollout.tokens.items()}
     return {

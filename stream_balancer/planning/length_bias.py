@@ -1,7 +1,7 @@
-"""Does the balancer treat lengths alike? Running figures on length against delay, in constant memory.
+"""Length bias: running figures on length against delay, in constant memory.
 
 Short rollouts finish first, and a window that defers outliers delays long ones: both are biases a trainer should see.
-Pure: the caller says what arrived and what was dispatched.
+Pure: the caller passes in what arrived and what was dispatched.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ QUANTILES = (0.1, 0.5, 0.9, 0.99)
 
 @dataclass(frozen=True, slots=True)
 class LengthBiasSummary:
-    """How length and delay hang together so far. NaN where nothing was seen yet."""
+    """Length against delay so far. NaN where nothing was seen yet."""
 
     num_dispatched: int
     """Rollouts."""
@@ -173,7 +173,7 @@ def _quantiles(histogram: Floats) -> tuple[float, ...]:
 
 
 def _delay_per_decile(counts: Floats, delays: Floats) -> tuple[float, ...]:
-    """A bucket that lies in two deciles is shared out between them."""
+    """Mean delay of each decile; a bucket that lies in two counts in both, in proportion."""
     total = float(counts.sum())
     if not total:
         return (math.nan,) * 10

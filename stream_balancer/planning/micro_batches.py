@@ -124,6 +124,7 @@ def _least_number(
     rotation: int,
 ) -> list[Bins]:
     """Try numbers of micro-batches from the lower bound up; ends at one rollout per bin at the latest."""
+    # fewest first: every micro-batch pays its fixed cost, on all ranks
     everything = np.arange(packer.tokens.size)
     number = _round_up(-(-packer.least_bins(everything) // num_ranks), multiple_of)
     shares = None
@@ -134,6 +135,8 @@ def _least_number(
             ranks = _packed_shares(packer, shares, multiple_of, limit=number)
             if ranks is not None:
                 return ranks
+        # Ranks that meet at every micro-batch, or balanced ranks of which one cannot be packed (its tokens and its work
+        # disagree too much): all bins at once, then spread over the ranks.
         bins = packer.pack(everything, num_ranks * number)
         if bins is not None:
             if sync == "step":

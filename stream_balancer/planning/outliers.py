@@ -168,7 +168,7 @@ def _thinned(units: Candidates, parts: Floats, pool: Ints, level: float) -> Ints
 
 
 class _Forecast:
-    """How much work the heaviest units of a later step will hold: of what stays, and of what is still to arrive.
+    """Forecast of the work in the heaviest units of a later step: of what stays, and of what is still to arrive.
 
     Arrivals are foreseen to be like the newest units (those never passed over), `patience` dispatches of them,
     discounted. What stays without being reserved is counted less the longer the wait, for first in, first out takes it

@@ -41,10 +41,12 @@ class Packer:
 
     def pack(self, share: Ints, number: int) -> Bins | None:
         """`number` bins, all of them used if there are rollouts enough; None if no way was found."""
-        if share.size <= number:
+        if share.size <= number:  # no empty bin is made: the caller fills up with padding copies
             return [[i] for i in share.tolist()]
         if self.padded:
             return self._pack_neighbours(share, number)
+        # By work first: that balances. Only if it finds no room, by tokens: that packs tighter, and a bin more on every
+        # rank costs more than unlike bins.
         by_work = share[np.lexsort((-self.tokens[share], -self.work[share]))].tolist()
         bins = self._pack_lightest(by_work, number, self.work_list)
         if bins is None:
@@ -60,7 +62,7 @@ class Packer:
         bins: Bins = [[] for _ in range(number)]
         for i in order:
             size = self.token_list[i]
-            full: list[tuple[float, int]] = []
+            full: list[tuple[float, int]] = []  # lighter bins without room for this one; smaller ones may still fit
             while heap and room[heap[0][1]] < size:
                 full.append(heapq.heappop(heap))
             if not heap:
@@ -95,7 +97,7 @@ class Packer:
         high = float(len(order)) * max(self.work_list[i] for i in order)
         low = 0.0
         best = self._runs(order, high, number)
-        for _ in range(24):
+        for _ in range(24):  # halvings: to 1e-7 of where it began, finer than any cost model
             middle = (low + high) / 2.0
             runs = self._runs(order, middle, number)
             if runs is None:

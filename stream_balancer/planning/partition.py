@@ -68,7 +68,9 @@ def partition(
     work = checked_costs(costs)
     check_ranks(num_ranks, counts)
     rate = checked_speeds(speeds, num_ranks)
-    label_of = (np.arange(num_ranks) + rotation) % num_ranks  # working rank -> rank of the answer
+    # The greedy start puts the heaviest rollout on the first rank. Unrotated, one and the same rank would hold the
+    # longest rollout in every step, and be the one near its memory limit.
+    label_of = (np.arange(num_ranks) + rotation) % num_ranks  # [num_ranks] working rank -> rank of the answer
     labels = _assign(work, num_ranks, counts, None if rate is None else rate[label_of], tolerance)
     return split_by_label(label_of[labels], num_ranks)
 
@@ -102,9 +104,11 @@ def _assign(work: Floats, num_ranks: int, counts: Counts, rate: Floats | None, t
         return np.zeros(work.size, dtype=np.int64)
     if work.size <= num_ranks:
         return _one_each(work, rate)
-    work = work * 2.0 ** -np.ceil(
-        np.log2(max(float(work.max()), 1e-300))
-    )  # about 1, so that nothing over- or underflows
+    # Scaled to about 1, so that no sum overflows and no difference underflows. A power of two: every mantissa stays as
+    # it is, and integral costs stay exact.
+    work = work * 2.0 ** -np.ceil(np.log2(max(float(work.max()), 1e-300)))
+    # Not Karmarkar-Karp: with equal counts every rank keeps one of each num_ranks neighbours in sorted order, so the
+    # spread of the largest ones never cancels (12-22 % above the bound at 4 to 8 rollouts a rank; this: below 0.2 %).
     if rate is None:
         labels = _largest_first(work, num_ranks, counts)
     else:
@@ -135,6 +139,7 @@ def _largest_first(work: Floats, num_ranks: int, counts: Counts) -> Ints:
     heap = [(load, rank) for rank, load in enumerate(sorted_work[:num_ranks])]
     heap.reverse()  # ascending, so it is a heap
     chosen = list(range(num_ranks))
+    # The num_ranks largest went to one rank each: an empty rank is always the first to finish.
     if counts == "free":
         for cost in sorted_work[num_ranks:]:
             load, rank = heap[0]

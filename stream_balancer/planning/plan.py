@@ -1,4 +1,4 @@
-"""What a plan is made from, and what it is: the values that go into the planner and come out. No decisions."""
+"""Values that go into the planner and come out of it. No decisions."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Oversize = Literal["refuse", "alone"]
 
 @dataclass(frozen=True, slots=True)
 class Waiting:
-    """The waiting rollouts as columns, in arrival order (oldest first)."""
+    """Waiting rollouts as columns, in arrival order (oldest first)."""
 
     costs: Floats
     """[W] work of each, >= 0."""
@@ -45,7 +45,7 @@ class Waiting:
 
 @dataclass(frozen=True, slots=True)
 class PlanKnobs:
-    """What a plan has to respect. Taken as checked: `BalancerConfig` refuses the bad ones."""
+    """Knobs that a plan has to respect. Taken as checked: `BalancerConfig` refuses the bad ones."""
 
     num_ranks: int
     batch_size: int
@@ -70,7 +70,7 @@ class PlanKnobs:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Who goes, and where."""
+    """Plan of a batch: who goes, on which rank, in which micro-batch."""
 
     ranks: list[list[Ints]]
     """``[rank][micro_batch]`` -> positions into the `Waiting` columns. With fewer rollouts than ranks (or than

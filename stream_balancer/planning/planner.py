@@ -60,6 +60,8 @@ def plan_batch(waiting: Waiting, knobs: PlanKnobs, *, num_rollouts: int, step: i
         ([[array([2])], [array([0, 4, 6])]], array([2400., 1370.]))
     """
     units = Units.of(waiting, knobs)
+    # How the work is best split depends on how much is chosen, and the choice on the split. The oldest rollouts stand
+    # in for the choice first; what was really chosen then decides.
     at_first = _with_rates(waiting, knobs, np.arange(min(num_rollouts, waiting.costs.size)))
     fixed, go = select(waiting, units, at_first, min(num_rollouts, knobs.batch_size))
     chosen = go[units.unit_of]
@@ -127,7 +129,7 @@ def _shares(
         rotation=step,
     )
     shares = [[picked[one] for one in share] for share in formed]
-    if knobs.padded or knobs.sync == "micro_batch":  # there, not the sums decide
+    if knobs.padded or knobs.sync == "micro_batch":  # there the peaks decide, not the sums that a swap evens out
         return shares
     swapped = _swapped(waiting, knobs, shares, chosen, fixed)
     if swapped is shares:
@@ -139,6 +141,7 @@ def _swapped(
     waiting: Waiting, knobs: PlanKnobs, shares: list[list[Ints]], chosen: Bools, fixed: Bools
 ) -> list[list[Ints]]:
     """The shares after the swaps with the window, where rollouts may be chosen one by one."""
+    # A swap of single rollouts would tear a group apart; and with an empty rank there is no finish to even out.
     if knobs.groups != "free" or not all(shares):
         return shares
     return swap_with_waiting(

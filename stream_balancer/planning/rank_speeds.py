@@ -1,4 +1,4 @@
-"""What fixed costs do to ranks of unlike speed.
+"""Fixed costs on ranks of unlike speed.
 
 A step costs something whatever is in it: launching, gradients, one pass over the weights per micro-batch. On ranks of
 one speed that is the same for all and changes nothing. A slow rank is slow at that too, so it must get less than its
@@ -21,7 +21,7 @@ _LEAST_RATE = 0.05  # of the mean; a rank gets some work, however slow it is
 
 
 class FixedCosts(NamedTuple):
-    """What a rank pays whatever its rollouts are, in the unit of their costs."""
+    """Fixed costs of a rank, whatever its rollouts are, in the unit of their costs."""
 
     step: float = 0.0
     """Per step."""

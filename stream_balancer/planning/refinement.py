@@ -46,7 +46,7 @@ one."""
 
 def refine(labels: Ints, work: Floats, num_ranks: int, counts: Counts, rate: Floats | None, target: float) -> None:
     """Swap rollouts between ranks until the latest finish is at the target or the work budget is spent."""
-    slots = _in_slots(labels, num_ranks, counts, work.size)
+    slots = _in_slots(labels, num_ranks, counts, work.size)  # [num_ranks, width]
     table = _Slots(slots, work, np.ones(num_ranks) if rate is None else rate, counts)
     if not _descend(table, target, _BUDGET + _BUDGET_EACH * work.size) and work.size <= _SMALL:
         table = _best_of_many(table, num_ranks, target)
@@ -139,6 +139,7 @@ def _best_of_many(table: _Slots, num_ranks: int, target: float) -> _Slots:
 def _in_slots(labels: Ints, num_ranks: int, counts: Counts, n: int) -> Ints:
     """[num_ranks, width] positions, each rank's rollouts side by side, filled up with the dummy n."""
     held = np.bincount(labels, minlength=num_ranks)
+    # two free slots even on the fullest rank: a swap of two for two may move two rollouts there
     width = int(held.max()) + (2 if counts == "free" else 0)
     slots = np.full((num_ranks, width), n, dtype=np.int64)
     order = np.argsort(labels, kind="stable")
@@ -169,15 +170,18 @@ class _Slots:
         """
         if not late.size:
             return False, _ROUND_WORK
+        # two for two compares pairs of columns: half the columns keep the work of a round about the same
         columns = self._columns(rounds, _MAX_COLUMNS if size == 1 else _MAX_COLUMNS // 2)
+        # one array of columns per swapped slot; of two, every pair once
         sides = (columns,) if size == 1 else tuple(columns[side] for side in np.triu_indices(columns.size, 1))
-        gives, takes = self._sums(late, sides), self._sums(early, sides)
+        gives, takes = self._sums(late, sides), self._sums(early, sides)  # [pairs, choices] each
         if self.counts == "equal" and self._has_dummies:
             self._keep_one_dummy(late, early, sides, gives, takes)
         loads, speed = self.loads, self.speed
         ideal = (loads[late] * speed[early] - loads[early] * speed[late]) / (speed[late] + speed[early])
         i, j, shifted = _closest(gives, takes, ideal)
         after = np.maximum((loads[late] - shifted) / speed[late], (loads[early] + shifted) / speed[early])
+        # a gain within rounding is no gain: two ranks could swap the same rollouts to and fro until the budget is spent
         helps = (after < loads[late] / speed[late] * (1.0 - 1e-12)) & np.isfinite(shifted)
         if not self._all_alike:  # only then can it pay to leave a rank without any rollout, which is not allowed
             helps &= self._leaves_no_rank_empty(late, early, sides, i, j)
@@ -229,11 +233,12 @@ def _closest(gives: Floats, takes: Floats, ideal: Floats) -> tuple[Ints, Ints, F
     """
     num_pairs, width = gives.shape
     rank = np.argsort(takes, axis=1, kind="stable")
-    ladder = np.take_along_axis(takes, rank, axis=1)
-    wanted = gives - ideal[:, None]
+    ladder = np.take_along_axis(takes, rank, axis=1)  # [pairs, width] ascending; inf = may not be taken
+    wanted = gives - ideal[:, None]  # [pairs, width] what each gift should be answered with
     highest = float(ladder[np.isfinite(ladder)].max(initial=0.0))
     reach = 1.0 + 2.0 * max(highest, float(np.abs(np.where(np.isfinite(wanted), wanted, 0.0)).max()))
     lift = (np.arange(num_pairs) * (3.0 * reach))[:, None]
+    # Lifted by more than any row spans, the rows make one ascending array: one binary search for all pairs.
     flat = (np.minimum(ladder, reach) + lift).ravel()
     place = np.searchsorted(flat, (np.minimum(wanted, reach) + lift).ravel()).reshape(num_pairs, width)
     start = (np.arange(num_pairs) * width)[:, None]

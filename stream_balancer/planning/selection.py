@@ -58,9 +58,10 @@ class Units:
         unit_of = np.arange(num_waiting)
         if knobs.groups != "free" and bool((waiting.groups >= 0).any()):
             labels = np.where(waiting.groups >= 0, waiting.groups, waiting.groups.max() + 1 + unit_of)
+            # numbered by age, so that "the oldest units" are the first ones, as with single rollouts
             unit_of = _by_first_member(_in_pieces(labels, knobs.batch_size))
         num_units = int(unit_of.max(initial=-1)) + 1
-        sizes = np.bincount(unit_of, minlength=num_units)
+        sizes = np.bincount(unit_of, minlength=num_units)  # [U]
         peaks = np.zeros(num_units)
         np.maximum.at(peaks, unit_of, waiting.costs)
         patience = _UNBOUNDED if knobs.max_skips is None else min(knobs.max_skips, _UNBOUNDED)
@@ -191,6 +192,7 @@ def _forced(units: Units, knobs: PlanKnobs) -> Bools:
     is all of them: O(W), however large max_skips is.
     """
     forced = np.zeros(units.sizes.size, dtype=np.bool_)
+    # What a batch holds for sure. Units are taken whole, so up to `slack` places may stay empty.
     sent = knobs.batch_size - units.slack
     ready = np.flatnonzero(units.ready)  # an incomplete group's patience starts when it is complete
     soon = ready[units.remaining[ready] <= int(units.sizes[ready].sum()) // sent]

@@ -92,7 +92,7 @@ class _JumpingSelector(selectors.DefaultSelector):
 
 
 def virtual_time_backend(name: str, *, grace_s: float = 0.0) -> tuple[str, dict[str, Any]]:
-    """What an ``anyio_backend`` fixture returns, or ``anyio.run(..., backend=..., backend_options=...)`` takes, for
+    """Value for an ``anyio_backend`` fixture, or for ``anyio.run(..., backend=..., backend_options=...)``, with
     virtual time.
 
     :param name: ``"asyncio"`` or ``"trio"``.
@@ -106,7 +106,7 @@ def virtual_time_backend(name: str, *, grace_s: float = 0.0) -> tuple[str, dict[
 
 
 class Wakeups:
-    """What :func:`count_wakeups` counted; read it during or after the block."""
+    """Wake-ups that :func:`count_wakeups` counted; read it during or after the block."""
 
     def __init__(self) -> None:
         self._passes = 0

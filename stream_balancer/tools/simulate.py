@@ -288,7 +288,7 @@ class _Run(Observer):
                 return
 
     def _rollout(self, row: int) -> Rollout:
-        """As light as a valid rollout can be: its ids are a view of one buffer. Its ``nbytes`` are 8 a token."""
+        """A rollout as light as a valid one can be: its ids are a view of one buffer. Its ``nbytes`` are 8 a token."""
         return Rollout(
             tokens={"input_ids": self.ids[: self.lengths[row]]},
             rollout_id=str(row),

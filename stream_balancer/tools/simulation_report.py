@@ -113,7 +113,7 @@ class Steps:
 
 @dataclass(frozen=True, eq=False, slots=True, kw_only=True)
 class SimulationReport:
-    """What a balancer did with a trace.
+    """Figures of a balancer's run over a trace.
 
     Figures at the top level are of the steady state: without the warm-up (its batches are short, because short rollouts
     finish first) and without the tail (its batches are long, because the last to finish are the longest, and hold what

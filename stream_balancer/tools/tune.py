@@ -49,7 +49,7 @@ STEPS_KEPT = 48
 
 @dataclass(frozen=True, eq=False, slots=True, kw_only=True)
 class Outcome:
-    """What one setting of the knobs did, in its steady state."""
+    """Figures of one setting of the knobs, in its steady state."""
 
     policy: str
     """"window", or what is usual elsewhere: "round_robin", "fifo"."""
@@ -95,7 +95,7 @@ class Outcome:
 
 @dataclass(frozen=True, eq=False, slots=True, kw_only=True)
 class TuneReport:
-    """What a sweep found."""
+    """Findings of a sweep."""
 
     trace_name: str
     num_rollouts: int

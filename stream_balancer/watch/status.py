@@ -31,7 +31,7 @@ class LengthRow(msgspec.Struct, frozen=True):
 
 
 class NextBatch(msgspec.Struct, frozen=True):
-    """What would leave if a batch left now. Its loads are predicted."""
+    """Batch that would leave now, with predicted loads."""
 
     rollouts: int
     tokens: int

@@ -48,7 +48,7 @@ class Column(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Span(NamedTuple):
-    """Where the tokens of a row that belong to a column are."""
+    """Place of a column's tokens in a row."""
 
     start: int
     """In the column's row."""

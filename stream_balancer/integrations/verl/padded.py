@@ -110,7 +110,7 @@ class _Cut:
         return Column(kind, stored, token_dim, **padding)
 
     def kind(self, name: str, tensor: Tensor, whole: bool) -> tuple[Kind, int]:
-        """Which part of the rows a tensor is for, and which of its dimensions are the tokens."""
+        """Part of the rows that a tensor is for, and which of its dimensions are the tokens."""
         second = tensor.shape[1] if tensor.ndim > 1 and not whole else None
         if name == "position_ids" and tensor.ndim == 3 and tensor.shape[2] == self.width and not whole:
             return "sequence", 2

@@ -1,4 +1,4 @@
-"""What verl keeps beside its tensors (strings, dicts, numpy scalars, arrays of anything) as plain data, and back.
+"""Plain data for what verl keeps beside its tensors (strings, dicts, numpy scalars, arrays of anything), and back.
 
 A rollout's metadata is JSON-like, and what verl calls non-tensor is any Python object. What has no JSON-like form is
 written as ``{"$": kind, ...}``; tensors and numeric arrays go into the rollout's ``tensors``, under a name that stands
@@ -65,7 +65,7 @@ def _encode_array(array: np.ndarray[Any, Any], keep: Keep, what: str) -> Any:
 
 
 def decode(value: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """What :func:`encode` was given. `tensors` are those it stored, by name."""
+    """The inverse of :func:`encode`. `tensors` are those it stored, by name."""
     if isinstance(value, (list, tuple)):
         return [decode(one, tensors) for one in value]
     if not isinstance(value, Mapping):

@@ -27,7 +27,7 @@ MASKS = ("response_mask", "loss_mask")
 
 
 class Form(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What a rollout remembers of the batch it was in."""
+    """Form of the batch that a rollout was in."""
 
     columns: dict[str, Column]
     non_tensor: dict[str, tuple[str, int]]

@@ -33,7 +33,7 @@ __all__ = ["BalancedSelection", "SamplerKnobs"]  # and BalancedReplayBuffer, mad
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplerKnobs:
-    """What ``trainer.v1.sampler.sampler_kwargs`` may say."""
+    """Knobs in ``trainer.v1.sampler.sampler_kwargs``."""
 
     dp_size: int
     """Data-parallel ranks that a batch is split over."""
@@ -70,7 +70,7 @@ class SamplerKnobs:
 
 
 class BalancedSelection(_Base):  # type: ignore[misc] # Any, where verl is absent
-    """What is different from verl's ``ReplayBufferAsync``, which comes after it in the method resolution order."""
+    """Differences from verl's ``ReplayBufferAsync``, which comes after it in the method resolution order."""
 
     def __init__(self, trainer_mode: str, *args: Any, sampler_kwargs: Mapping[str, Any], **kwargs: Any) -> None:
         if trainer_mode == "sync":

@@ -83,7 +83,7 @@ def rearrange_micro_batches(
 
 
 class _Needs(NamedTuple):
-    """What a rank needs, or the ranks of a group together."""
+    """Needs of a rank, or of the ranks of a group together."""
 
     micro_batches: int
     groups: int
