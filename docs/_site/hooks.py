@@ -102,28 +102,28 @@ def _plain(text: str) -> str:
 
 
 def api() -> str:
-    """One page with all public names, by the room they live in."""
+    """One page with all public names, by module."""
     tree = ast.parse((ROOT / "stream_balancer" / "__init__.py").read_text())
     names_of = next(
         ast.literal_eval(n.value)
         for n in tree.body
         if isinstance(n, ast.Assign) and isinstance(n.targets[0], ast.Name) and n.targets[0].id == "_NAMES_OF"
     )
-    lines = ["# API", "", "What `import stream_balancer as sb` offers, by the room it lives in.", ""]
-    for room, names in sorted(names_of.items()):
-        lines += [f"## {room.rpartition('.')[2].lstrip('_')}", ""]
-        own, borrowed = _split(room, names.split())
+    lines = ["# API", "", "What `import stream_balancer as sb` offers, by module.", ""]
+    for module, names in sorted(names_of.items()):
+        lines += [f"## {module.rpartition('.')[2].lstrip('_')}", ""]
+        own, borrowed = _split(module, names.split())
         for name in own:
-            lines += [f"::: stream_balancer.{room}.{name}", ""]
+            lines += [f"::: stream_balancer.{module}.{name}", ""]
         if borrowed:
             lines += [f"Raised as they are in anyio: {', '.join(f'`{name}`' for name in borrowed)}.", ""]
     lines += ["## planning", "", "::: stream_balancer.planning", "    options: {show_root_heading: false}", ""]
     return "\n".join(lines)
 
 
-def _split(room: str, names: list[str]) -> tuple[list[str], list[str]]:
-    """Names that a room defines, and names that it passes on."""
-    path = ROOT / "stream_balancer" / room.replace(".", "/")
+def _split(module: str, names: list[str]) -> tuple[list[str], list[str]]:
+    """Names that a module defines, and names that it passes on."""
+    path = ROOT / "stream_balancer" / module.replace(".", "/")
     tree = ast.parse((path / "__init__.py" if path.is_dir() else path.with_suffix(".py")).read_text())
     defined = {getattr(n, "name", None) for n in tree.body}
     return [name for name in names if name in defined], [name for name in names if name not in defined]

@@ -6,11 +6,12 @@ A new module needs no line here. A new name at the top level needs a layer, and 
 from __future__ import annotations
 
 import ast
+import re
 import sys
 from pathlib import Path
 
 import pytest
-from architecture import NAME, circles, edges, folder_of, imports, imports_in, modules
+from architecture import NAME, ROOT, circles, edges, folder_of, imports, imports_in, modules
 
 LAYERS = [
     {"errors", "values", "field_docs", "tensors", "cost"},
@@ -143,3 +144,10 @@ def test_the_graph_sees_relative_imports_functions_and_types(tmp_path: Path) -> 
     assert edges(tmp_path) == {a: {b}, b: {c}, c: {a}}
     assert circles(edges(tmp_path)) == [[a, b, c]]
     assert circles(edges(tmp_path, typing=False)) == []
+
+
+def test_the_architecture_page_shows_the_same_layers() -> None:
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    rows = re.findall(r"^\| (\d) \| ([^|]+) \|", page, re.MULTILINE)
+    shown = {int(number): set(re.findall(r"`(\w+)`", names)) for number, names in rows}
+    assert shown == dict(enumerate(LAYERS, start=1))
