@@ -17,7 +17,6 @@ from stream_balancer.controller.puts import PendingPut, Stage
 from stream_balancer.errors import BrokenResourceError, ClosedResourceError, EndOfStream, RolloutError
 from stream_balancer.transport.producer_session import Offer, ProducerSession
 from stream_balancer.transport.put_ledger import Mode, PutCancelled
-from stream_balancer.transport.sockets.producers import Intake
 from stream_balancer.wire.messages import Cancel
 from stream_balancer.wire.partial_share import RemoteRollout
 
@@ -30,11 +29,11 @@ logger = logging.getLogger("stream_balancer.transport")
 class ProducerTransport(Protocol):
     """Where producers connect."""
 
-    async def accept_producer(self) -> ProducerSession | Intake:
+    async def accept_producer(self) -> ProducerSession:
         """The next producer. Raises ClosedResourceError once closed."""
         ...
 
-    def readmit(self, link: ProducerSession | Intake) -> None:
+    def readmit(self, link: ProducerSession) -> None:
         """Give a producer back, for the next ``attend``."""
         ...
 
@@ -59,7 +58,7 @@ class _Attendant:
     """One producer's puts."""
 
     def __init__(
-        self, balancer: StreamBalancer, transport: ProducerTransport, link: ProducerSession | Intake, direct: bool
+        self, balancer: StreamBalancer, transport: ProducerTransport, link: ProducerSession, direct: bool
     ) -> None:
         self._balancer, self._transport, self._link, self._direct = balancer, transport, link, direct
         self._parked: dict[int, anyio.CancelScope] = {}

@@ -107,7 +107,7 @@ def connect(
 
     if source is None:
         source, _, _ = torch_dist.current_world()
-    return Producer(torch_dist.open_outlet(source, direct=hand_over == "direct", **options), loss_mask_column)
+    return Producer(torch_dist.open_producer(source, direct=hand_over == "direct", **options), loss_mask_column)
 
 
 class Producer(OfOneProcess):

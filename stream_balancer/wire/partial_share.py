@@ -2,7 +2,7 @@
 
 ::
 
-    producer    describe(rollout)      --> controller   read_described() -> RemoteRollout: all but the tokens
+    producer    encode_rollout(kept)   --> controller   decode_kept(): all but the tokens; see ``rollouts``
     controller  encode_skeleton(share) --> rank         read_skeleton() -> Skeleton: what to fetch, from whom
     producer    payload(rollout)       --> rank         the slab that the controller would have sent, and its frame
 
@@ -23,13 +23,11 @@ import torch
 from torch import Tensor
 
 from stream_balancer.errors import RolloutError, WireError
-from stream_balancer.types import SUPPORTED_DTYPES, RankBatch, Rollout
+from stream_balancer.types import RankBatch, Rollout
 from stream_balancer.values import plain_tensor
 from stream_balancer.wire.messages import Batch, Denominators, Owner, PartialBatch
 from stream_balancer.wire.share import (
     _ENCODER,
-    ALIGNMENT,
-    Encoded,
     Frame,
     Kind,
     _align,
@@ -37,7 +35,6 @@ from stream_balancer.wire.share import (
     _Plan,
     _plan,
     _read_meta,
-    _Tensor,
     bytes_of,
     encode,
 )
@@ -46,11 +43,9 @@ __all__ = [
     "Lease",
     "RemoteRollout",
     "Skeleton",
-    "describe",
     "encode_skeleton",
     "is_remote",
     "payload",
-    "read_described",
     "read_skeleton",
 ]
 
@@ -94,45 +89,6 @@ def payload(rollout: Rollout) -> list[Tensor]:
     on the CPU."""
     parts = [columns[name] for columns in (rollout.tokens, rollout.tensors) for name in sorted(columns)]
     return [bytes_of(part) for part in parts if part.numel()]
-
-
-# --- producer to controller ------------------------------------------------------------------------------------------
-
-
-def describe(encoded: Encoded) -> tuple[Frame, bytes]:
-    """An encoded share of one rollout -> its frame, and a body that holds all but the tokens."""
-    meta = encoded._meta
-    body = meta + b"\0" * (-len(meta) % ALIGNMENT)
-    return encoded.frame._replace(kind=Kind.HELD, wire_bytes=len(body)), body
-
-
-def read_described(frame: Frame, body: Tensor, holder: Owner, lease: Lease) -> RemoteRollout:
-    """What :func:`describe` made. Raises WireError for anything else, RolloutError for what no Rollout could be."""
-    meta = _read_meta(body.numpy()[: frame.meta_bytes].tobytes(), frame.meta_crc, "a put", check_rollouts=False)
-    if len(meta.ids) != 1 or _plan(meta, frame.meta_bytes, frame.total_bytes).total_bytes != frame.total_bytes:
-        raise WireError("a put must hold one rollout, and its sizes must be as announced")
-    if any(column.dtype != column.wire_dtype for column in meta.columns):
-        raise WireError("what a producer holds is not narrowed")
-    length = meta.lengths[0]
-    return RemoteRollout(
-        tokens={c.name: _meta_tensor(c, (length, *c.shape)) for c in meta.columns},
-        scalars=meta.scalars[0],
-        tensors={t.name: _meta_tensor(t, t.shape) for t in meta.tensors[0]},
-        metadata=meta.metadata[0],
-        rollout_id=meta.ids[0],
-        group_id=meta.group_ids[0],
-        version=meta.versions[0],
-        cost=meta.costs[0],
-        is_padding=bool(meta.padding),
-        holder=holder,
-        key=frame.slab,
-        lease=lease,
-        loss_tokens=meta.loss_tokens[0],
-    )
-
-
-def _meta_tensor(described: _Tensor, shape: tuple[int, ...]) -> Tensor:
-    return torch.empty(shape, dtype=SUPPORTED_DTYPES[described.dtype], device="meta")
 
 
 # --- controller to rank ----------------------------------------------------------------------------------------------

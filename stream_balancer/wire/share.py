@@ -103,24 +103,6 @@ class Kind(IntEnum):
     """Controller: as BATCH, but producers hold (some of) the payload, and the slab says which."""
     LACKS = 11
     """Rank: step ``step`` cannot be trained on, because the producer of its rollout number ``taken`` is gone."""
-    PUTS = 32
-    """Producer: ``wire_bytes`` of puts follow, each rollout behind a PUT frame of its own."""
-    PUT = 33
-    """Inside PUTS: rollout ``rank`` of the ``dp_size`` of put number ``step``; ``taken`` is how it was put."""
-    CANCEL = 34
-    """Producer: put number ``step`` is not wanted any more."""
-    ACCEPTED = 35
-    """Controller: the balancer holds put number ``step + i`` for every bit ``i`` of ``nanoseconds``."""
-    REFUSED = 36
-    """Controller: put number ``step`` was not accepted, for reason ``rank``; ``wire_bytes`` of text follow."""
-    HELD = 38
-    """Inside PUTS, instead of PUT: all but the tokens; I keep those as payload ``slab``."""
-    DROP = 39
-    """Controller: payload ``step + i`` is not needed any more, for every bit ``i`` of ``nanoseconds``."""
-    WANT = 40
-    """Rank to producer: send me the payloads whose numbers follow, ``wire_bytes`` of int64."""
-    PAYLOAD = 41
-    """Producer to rank: here they are, ``wire_bytes`` in all; or ``taken`` is 1: number ``step`` is not here."""
 
 
 class Frame(NamedTuple):
@@ -146,8 +128,7 @@ class Frame(NamedTuple):
     nanoseconds: int = 0
     """What the step took on the rank."""
     slab: int = 0
-    """Controller: the batch lies in this slab of shared memory, no chunks follow. Rank: it has let go of this slab.
-    Producer: the number of a payload."""
+    """Controller: the batch lies in this slab of shared memory, no chunks follow. Rank: it has let go of this slab."""
 
     def pack(self) -> Tensor:
         """``[16]`` int64, ready to send."""
@@ -349,24 +330,6 @@ class Encoded:
                 yield piece.start
                 _wire_view(slab, piece).copy_(rollout.tensors[name])
         yield self._layout.wire_bytes
-
-    def pieces(self) -> list[Tensor]:
-        """``[n]`` uint8 each: the slab of a share of *one rollout*, without copying a token that lies contiguous on the
-        CPU. O(columns)."""
-        rollout = self._share.micro_batches[0].rollouts[0]
-        found = [torch.frombuffer(bytearray(self._meta), dtype=torch.uint8), _padding(len(self._meta))]
-        for tensors, pieces in ((rollout.tokens, self._layout.columns[0]), (rollout.tensors, self._layout.tensors[0])):
-            for name in pieces:
-                raw = bytes_of(tensors[name])
-                found += [raw, _padding(raw.numel()) if raw.numel() else _ZEROS]
-        return found
-
-
-_ZEROS = torch.zeros(ALIGNMENT, dtype=torch.uint8)
-
-
-def _padding(size: int) -> Tensor:
-    return _ZEROS[: -size % ALIGNMENT]
 
 
 def bytes_of(tensor: Tensor) -> Tensor:

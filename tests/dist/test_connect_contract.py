@@ -13,8 +13,8 @@ from remote_producer import GUARD_S, RemoteProducer, make, names, start_controll
 
 import stream_balancer as sb
 from stream_balancer.controller.producers import attend
+from stream_balancer.transport.producer_port import EncodedPut
 from stream_balancer.transport.put_ledger import Mode
-from stream_balancer.transport.puts import WireTicket
 
 Served = tuple[sb.StreamBalancer, sb.TorchTransport]
 
@@ -301,7 +301,7 @@ async def test_a_retry_after_reconnecting_is_accepted_once_and_says_so() -> None
 
 
 def size_of(rollout: sb.Rollout) -> int:
-    return WireTicket([rollout], Mode.PUT, lambda: None).size
+    return EncodedPut([rollout], Mode.PUT, lambda: None).size
 
 
 async def test_limits_are_told_and_kept() -> None:
@@ -315,17 +315,17 @@ async def test_limits_are_told_and_kept() -> None:
             for n in range(12):
                 await remote.do("start", (1000, f"r{n}"))
             await remote.do("start", (6000, "large"))  # above staged_bytes: travels alone
-            intake = await transport.accept_producer()
-            await until(lambda: len(intake._inbox) == 3)
+            session = await transport.accept_producer()
+            await until(lambda: len(session._inbox) == 3)
             await remote.do("ended", 0)
-            assert (len(intake._inbox), intake._handler._staged) == (3, staged_bytes)
-            transport.readmit(intake)
+            assert (len(session._inbox), session._staged) == (3, staged_bytes)
+            transport.readmit(session)
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(attend, balancer, transport)
                 assert len(await remote.do("ended", 13)) == 13
                 tasks.cancel_scope.cancel()
             assert waiting(balancer) == [*(f"r{n}" for n in range(12)), "large"]
-            assert intake._handler._staged == 0
+            assert session._staged == 0
 
 
 @pytest.mark.parametrize("knob", ["staged_bytes", "max_put_bytes"])

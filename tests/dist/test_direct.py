@@ -17,14 +17,14 @@ import pytest
 import torch
 from remote_producer import GUARD_S, Rank, RemoteProducer, fingerprint, make, names
 from test_connect_hostile import attack as assault
-from test_connect_hostile import raw
 
 import stream_balancer as sb
 from stream_balancer.controller.producers import attend
 from stream_balancer.transport.handshake import Joining, pack
-from stream_balancer.wire.messages import Hello, JoinFetcher
+from stream_balancer.transport.sockets.framing import frame
+from stream_balancer.wire.messages import Close, DropPayloads, Hello, JoinFetcher, WantPayloads
 from stream_balancer.wire.partial_share import RemoteRollout
-from stream_balancer.wire.share import PROTOCOL, Frame, Kind
+from stream_balancer.wire.share import PROTOCOL
 
 Served = tuple[sb.StreamBalancer, sb.TorchTransport]
 
@@ -271,9 +271,9 @@ async def test_hostile_bytes_at_a_producer_s_port_disturb_nobody() -> None:
             holder = balancer.snapshot().waiting[0].holder  # type: ignore[attr-defined]
             attacks = [  # of a rank: strangers do not come that far
                 random.Random(0).randbytes(500),
-                raw(Frame(Kind.WANT, wire_bytes=2**40)),
-                raw(Frame(Kind.WANT, wire_bytes=7), b"1234567"),
-                raw(Frame(Kind.DROP, step=0, nanoseconds=15)),
+                frame(WantPayloads(0, (1,)), (2**40,)),
+                frame(DropPayloads((0, 1, 2, 3))),
+                frame(Close()) + frame(WantPayloads(0, (1,))),
                 pack(Hello(PROTOCOL, bytes(16))) + bytes(100),
             ]
             joining = partial(Joining, holder.token.encode(), JoinFetcher())
@@ -288,7 +288,7 @@ async def test_hostile_bytes_at_a_producer_s_port_disturb_nobody() -> None:
 async def test_payloads_are_held_until_acknowledged_and_then_dropped() -> None:
     async with served(1, batch_size=4, window=4, capacity=16) as (balancer, transport):
         async with sb.connect(transport.address, hand_over="direct") as producer:  # the rank is in the same process
-            held = producer._port._payloads  # type: ignore[attr-defined]
+            held = producer._port._kept  # type: ignore[attr-defined]
             for n in range(4):
                 await producer.put(make(30, f"r{n}"))
             with pytest.raises(ValueError, match="lie with their producers"):

@@ -26,8 +26,10 @@ from stream_balancer.transport.gloo import pair as _gloo
 from stream_balancer.transport.gloo.joiner import parse_address
 from stream_balancer.transport.handshake import pack, proof_of
 from stream_balancer.transport.sockets import acceptor as _acceptor
+from stream_balancer.transport.sockets.framing import frame
 from stream_balancer.wire.messages import (
     Challenge,
+    Close,
     Hello,
     Join,
     JoinFetcher,
@@ -35,10 +37,12 @@ from stream_balancer.wire.messages import (
     JoinProducer,
     JoinRank,
     PairAddress,
+    Put,
     Refused,
+    RolloutHeader,
     WelcomeRank,
 )
-from stream_balancer.wire.share import PROTOCOL, Frame, Kind
+from stream_balancer.wire.share import PROTOCOL
 
 TOKEN = "the token of the test"
 GUARD_S = 50
@@ -94,10 +98,6 @@ def challenged(sock: socket.socket) -> tuple[Challenge, bytes]:
     return message, nonce
 
 
-def raw(frame: Frame, body: bytes = b"") -> bytes:
-    return frame.pack().numpy().tobytes() + body
-
-
 Attack = Callable[[socket.socket, random.Random], object]
 
 
@@ -125,15 +125,15 @@ def damaged(sock: socket.socket, chance: random.Random) -> None:
     sock.sendall(bytes(message))
 
 
-PUT = raw(Frame(Kind.PUTS, wire_bytes=512), bytes(512))
+PUT = frame(Put(0, RolloutHeader(64, 0, 512, 512)), (512,)) + bytes(512)
 ATTACKS: dict[str, Attack] = {
     "noise": noise(400),
     "one byte": noise(1),
     "http": says(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n"),
     "ssh": says(b"SSH-2.0-OpenSSH_9.6\r\n"),
     "a set in a TCPStore": says(bytes([3]) + struct.pack("<q", 0) + b"\x00" + struct.pack("<q", 3) + b"key"),
-    "frames without a handshake": says(PUT),
-    "end of a rank, without a handshake": says(raw(Frame(Kind.BYE))),
+    "a put without a handshake": says(PUT),
+    "the end of a rank, without a handshake": says(frame(Close())),
     "a join without a hello": says(pack(SUPERSEDES)),
     "a welcome": says(pack(WelcomeRank())),
     "an address": says(pack(PairAddress(b"x" * 170, bytes(16)))),

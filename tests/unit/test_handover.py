@@ -17,18 +17,17 @@ from stream_balancer.core.machine import BalancerCore
 from stream_balancer.errors import RolloutError, WireError
 from stream_balancer.types import MicroBatch, RankBatch, Rollout
 from stream_balancer.wire import share as wire
-from stream_balancer.wire.messages import Owner
+from stream_balancer.wire.messages import Owner, RolloutHeader
 from stream_balancer.wire.partial_share import (
     Lease,
     RemoteRollout,
-    describe,
     encode_skeleton,
     is_remote,
     payload,
-    read_described,
     read_skeleton,
 )
-from stream_balancer.wire.share import Frame, encode
+from stream_balancer.wire.rollouts import check_header, decode_kept, encode_rollout
+from stream_balancer.wire.share import Frame, Kind
 
 A, B = Owner("127.0.0.1", 1, "secret", "a"), Owner("127.0.0.1", 2, "secret", "b")
 MAX_BYTES = 2**20
@@ -53,9 +52,10 @@ def rollout(n: int, **fields: Any) -> Rollout:
 
 
 def described(local: Rollout, holder: Owner, key: int, lease: Lease | None = None) -> RemoteRollout:
-    frame, body = describe(encode(share([[local]]), narrow=False))
-    raw = torch.frombuffer(bytearray(body), dtype=torch.uint8)
-    return read_described(frame._replace(slab=key), raw, holder, lease or Lease())
+    encoded = encode_rollout(local, kept=True)
+    buffer = torch.cat(encoded.pieces())
+    assert buffer.numel() == encoded.header.wire_bytes
+    return decode_kept(msgspec.structs.replace(encoded.header, payload=key), buffer, holder, lease or Lease())
 
 
 def share(micro_batches: list[list[Rollout]]) -> RankBatch:
@@ -197,14 +197,18 @@ def test_fifty_thousand_hostile_skeletons() -> None:
 
 def test_hostile_descriptions_are_refused_or_harmless() -> None:
     chance = random.Random(0)
-    frame, body = describe(encode(share([[rollout(2)]]), narrow=False))
+    encoded = encode_rollout(rollout(2), kept=True)
+    meta_bytes, crc, wire_bytes, total_bytes, _ = msgspec.structs.astuple(encoded.header)
+    frame = Frame(Kind.BATCH, meta_bytes=meta_bytes, meta_crc=crc, wire_bytes=wire_bytes, total_bytes=total_bytes)
+    body = torch.cat(encoded.pieces()).numpy().tobytes()
     refused = 0
     for _ in range(2000):
         mutated, raw = chance.choice(_KINDS)(frame, body, chance)
+        raw += bytes(-len(raw) % 64)
+        header = RolloutHeader(mutated.meta_bytes, mutated.meta_crc, len(raw), mutated.total_bytes, 1)
         try:
-            if not 0 < mutated.meta_bytes <= len(raw):
-                raise WireError("read_puts refuses it")
-            remote = read_described(mutated, torch.frombuffer(bytearray(raw), dtype=torch.uint8), A, Lease())
+            check_header(header, len(raw))
+            remote = decode_kept(header, torch.frombuffer(bytearray(raw), dtype=torch.uint8), A, Lease())
             assert 0 <= remote.num_loss_tokens <= remote.num_tokens
         except (WireError, RolloutError):
             refused += 1

@@ -16,6 +16,7 @@ from stream_balancer.testing import make_rollout
 from stream_balancer.testing.transports import same_rollout
 from stream_balancer.types import MicroBatch, RankBatch, Rollout
 from stream_balancer.wire import share as wire
+from stream_balancer.wire.rollouts import decode_rollout, encode_rollout
 
 
 def share_of(*micro_batches: list[Rollout], step: int = 0) -> RankBatch:
@@ -204,17 +205,21 @@ def test_any_shape_comes_back(cut: list[list[int]], dtype: torch.dtype, tail: li
     assert all(same_rollout(a, b) for a, b in zip(sent.rollouts, got.rollouts, strict=True))
 
 
-def test_pieces_of_one_rollout_are_its_slab_uncopied() -> None:
+def test_pieces_of_one_rollout_are_its_buffer_uncopied() -> None:
     rollout = Rollout(
         tokens={"input_ids": torch.arange(7), "hidden": torch.rand(3, 7).T, "none": torch.zeros(7, 0)},
         tensors={"scalar": torch.tensor(2.0), "empty": torch.zeros(0, 3)},
         metadata={"a": "b" * 77},
     )
-    encoded = wire.encode(share_of([rollout]), narrow=False)
-    slab = torch.zeros(encoded.frame.wire_bytes, dtype=torch.uint8)
-    assert list(encoded.fill(slab))
+    encoded = encode_rollout(rollout)
+    buffer = torch.zeros(encoded.header.wire_bytes, dtype=torch.uint8)
+    assert list(encoded.fill(buffer))[-1] == buffer.numel()
     pieces = encoded.pieces()
-    assert torch.cat(pieces).equal(slab)
+    assert torch.cat(pieces).equal(buffer)
+    received = decode_rollout(encoded.header, buffer)
+    for name, column in rollout.tokens.items():
+        assert received.tokens[name].equal(column)
+    assert received.tensors["empty"].shape == (0, 3)
     assert rollout.tokens["input_ids"].data_ptr() in [piece.data_ptr() for piece in pieces]
 
 

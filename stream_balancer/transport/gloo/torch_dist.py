@@ -34,14 +34,16 @@ from stream_balancer.transport.gloo.joiner import Directory, Entry, Joiner
 from stream_balancer.transport.gloo.links import ControllerLink, Decode, PortBase
 from stream_balancer.transport.gloo.pair import PAIR_TIMEOUT_S, meet
 from stream_balancer.transport.handshake import pack, token_bytes
+from stream_balancer.transport.producer_port import ProducerPort
+from stream_balancer.transport.producer_session import ProducerSession
 from stream_balancer.transport.put_ledger import Limits
-from stream_balancer.transport.sockets.acceptor import Acceptor, Meetings, refuse, send_now
-from stream_balancer.transport.sockets.hub import Connection, Hub, is_loopback, listen
-from stream_balancer.transport.sockets.producers import Intake, Outlet
-from stream_balancer.wire.messages import Join, JoinPeer, JoinProducer, JoinRank, Refused, WelcomeProducer, WelcomeRank
+from stream_balancer.transport.sockets.acceptor import Acceptor, Meetings, refuse
+from stream_balancer.transport.sockets.hub import Hub, is_loopback, listen
+from stream_balancer.transport.sockets.producers import connect_producer, welcome_producer
+from stream_balancer.wire.messages import Join, JoinPeer, JoinProducer, JoinRank, Refused, WelcomeRank
 from stream_balancer.wire.share import decode
 
-__all__ = ["GlooPort", "TorchTransport", "current_world", "join_pair", "open_outlet"]
+__all__ = ["GlooPort", "TorchTransport", "current_world", "join_pair", "open_producer"]
 
 _EVERYWHERE = ("", "0.0.0.0", "::")
 _MAX_LABEL = 200
@@ -114,7 +116,7 @@ class TorchTransport:
         self._links: dict[int, ControllerLink] = {}
         self._joining: set[ControllerLink] = set()
         self._on_hold: list[tuple[socket.socket, JoinRank]] = []
-        self._producers: Arrivals[Intake] = Arrivals()
+        self._producers: Arrivals[ProducerSession] = Arrivals()
         self._arrival = anyio.Event()
         self._error: Exception | None = None
         self._in_loop: Callable[[Callable[[], object]], None] | None = None
@@ -164,7 +166,7 @@ class TorchTransport:
         store, _, world_size = current_world()
         return cls(store, **{"dp_size": world_size, "host": _own_address(_master()), **options})
 
-    async def accept_producer(self) -> Intake:
+    async def accept_producer(self) -> ProducerSession:
         """The next producer. If cancelled, none is lost. Raises ClosedResourceError once closed."""
         self._open()
         return await self._producers.next()
@@ -251,12 +253,11 @@ class TorchTransport:
             self._early.append(functools.partial(self._on_producer, sock, request))
             return
         try:
-            send_now(sock, WelcomeProducer(*self._limits))
+            session = welcome_producer(self._hub, sock, request, self._limits, in_loop, linger_s=self._linger_s)
         except OSError:
             sock.close()
             return
-        intake = Intake(self._hub, Connection(self._hub, sock), request, self._limits, in_loop, self._linger_s)
-        in_loop(functools.partial(self.readmit, intake))
+        in_loop(functools.partial(self.readmit, session))
 
     # in the loop: one incarnation per rank is decided here, and nowhere else
 
@@ -422,7 +423,7 @@ class GlooPort(PortBase):
         self._joiner.cancel()
 
 
-def open_outlet(
+def open_producer(
     source: Store | str,
     *,
     direct: bool = False,
@@ -432,11 +433,11 @@ def open_outlet(
     token: str | None = None,
     connect_timeout_s: float | None = None,
     linger_s: float = 5.0,
-) -> Outlet:
+) -> ProducerPort:
     """A producer's end, over a store or the address of a controller."""
     joiner = Joiner(source, name=name, token=token, connect_timeout_s=connect_timeout_s)
     label = (label or f"{socket.gethostname()}:{os.getpid()}")[:_MAX_LABEL]
-    return Outlet(label, joiner=joiner, linger_s=linger_s, direct=direct, host=host)
+    return connect_producer(joiner, label, linger_s=linger_s, direct=direct, host=host)
 
 
 def _advertised(host: str, advertise: str | None) -> str:

@@ -176,13 +176,13 @@ class RayIntake:
         return self.owner is not None and bool(self._stored)
 
     def subscribe(self, callback: Callable[[], object], at_once: Callable[[Offer], object]) -> None:
-        """See :class:`~stream_balancer.transport.sockets.producers.Intake`."""
+        """See :class:`~stream_balancer.transport.producer_session.ProducerSession`."""
         self._callback = callback
         self._inbox.extendleft(reversed(self._given.values()))
         self._given.clear()
 
     def take(self) -> Offer | Cancel | None:
-        """See :class:`~stream_balancer.transport.sockets.producers.Intake`."""
+        """See :class:`~stream_balancer.transport.producer_session.ProducerSession`."""
         if self._inbox:
             item = self._inbox.popleft()
             if isinstance(item, Offer):
@@ -193,18 +193,18 @@ class RayIntake:
         return None
 
     def answer(self, number: int, error: Exception | None) -> None:
-        """See :class:`~stream_balancer.transport.sockets.producers.Intake`."""
+        """See :class:`~stream_balancer.transport.producer_session.ProducerSession`."""
         self._given.pop(number, None)
         self._peer.put(("verdict", number, None if error is None else reason_of(error)))
 
     def end(self) -> None:
-        """See :class:`~stream_balancer.transport.sockets.producers.Intake`."""
+        """See :class:`~stream_balancer.transport.producer_session.ProducerSession`."""
         if not self._ended:
             self._ended = True
             self._peer.put(("end",))
 
     async def aclose(self) -> None:
-        """See :class:`~stream_balancer.transport.sockets.producers.Intake`."""
+        """See :class:`~stream_balancer.transport.producer_session.ProducerSession`."""
         if not self._ended:
             self._peer.put(("lost", "its link was closed"))
         self._peer.finish()

@@ -71,27 +71,27 @@ class RayOutlet:
         return self._direct
 
     def pending(self, rollouts: Sequence[Rollout], mode: Mode, callback: Callable[[], object]) -> StorePut:
-        """See :class:`~stream_balancer.producer.client.Outlet`."""
+        """See :class:`~stream_balancer.transport.producer_port.ProducerPort`."""
         return StorePut(rollouts, mode, callback)
 
     def put(self, ticket: StorePut) -> None:
-        """See :class:`~stream_balancer.producer.client.Outlet`."""
+        """See :class:`~stream_balancer.transport.producer_port.ProducerPort`."""
         self._book.add(ticket)
         self._wake()
 
     def cancel(self, ticket: StorePut) -> None:
-        """See :class:`~stream_balancer.producer.client.Outlet`."""
+        """See :class:`~stream_balancer.transport.producer_port.ProducerPort`."""
         self._book.cancel(ticket)
         self._wake()
 
     def when_released(self, callback: Callable[[], object]) -> None:
-        """See :class:`~stream_balancer.producer.client.Outlet`."""
+        """See :class:`~stream_balancer.transport.producer_port.ProducerPort`."""
         with self._changed:
             self._when_released.append(callback)
         self._tell_released()
 
     def close(self) -> None:
-        """See :class:`~stream_balancer.producer.client.Outlet`."""
+        """See :class:`~stream_balancer.transport.producer_port.ProducerPort`."""
         self._book.close()
         self._wake()
         with self._changed:
@@ -103,7 +103,7 @@ class RayOutlet:
         self._book.end(lambda ticket: ticket.lost("the link was closed"))
 
     async def aclose(self) -> None:
-        """See :class:`~stream_balancer.producer.client.Outlet`."""
+        """See :class:`~stream_balancer.transport.producer_port.ProducerPort`."""
         with anyio.CancelScope(shield=True):
             await anyio.to_thread.run_sync(self.close, limiter=anyio.CapacityLimiter(1))
 

@@ -105,6 +105,7 @@ class _Candidate(Served):
         self._from = _name_of(sock)
         self._incoming = Incoming()
         self._handshake = Accepting(acceptor.token, tuple(acceptor.joins))
+        self.serve()
         self.expect(CANDIDATE_S)
 
     def _ready(self, _: int) -> None:
@@ -179,6 +180,7 @@ class _Half(Served):
         self._meetings = meetings
         self._other: _Half | None = None
         self._left = 2 * 4096
+        self.serve()
 
     def meet(self, other: _Half) -> None:
         """The other one has come."""

@@ -1,8 +1,9 @@
-"""One thread for any number of sockets: frames of the wire format, each followed by ``wire_bytes`` of body.
+"""One thread for any number of sockets, and the jobs between them.
 
 What travels to and from producers goes through here, and not through gloo, because a gloo wait can be neither
-cancelled nor shared: every gloo link costs two threads at both ends, and there may be hundreds of producers. Nothing
-here knows what a frame means; that is its :class:`Handler`'s business.
+cancelled nor shared: every gloo pair costs two threads at both ends, and there may be hundreds of producers. What a
+socket is for is its :class:`Served`'s business: it listens, is not authenticated yet, or carries a channel
+(:mod:`stream_balancer.transport.sockets.channel`).
 """
 
 from __future__ import annotations
@@ -17,52 +18,18 @@ import time
 import weakref
 from abc import abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import suppress
-from itertools import islice
-from typing import Any, Protocol
+from typing import Any
 
-import torch
-from torch import Tensor
-
-from stream_balancer.errors import WireError
 from stream_balancer.transport.descriptors import keep_from_children
-from stream_balancer.wire.share import FRAME_BYTES, Frame, read_frame
 
-__all__ = [
-    "Connection",
-    "Handler",
-    "Hub",
-    "Listener",
-    "Served",
-    "is_loopback",
-    "keep_alive",
-    "listen",
-    "unexpected",
-]
+__all__ = ["Hub", "Listener", "Served", "is_loopback", "keep_alive", "listen"]
 
-_TURN_BYTES = 4 * 2**20  # read from one socket before the others get their turn
-_GATHER = 256  # buffers per sendmsg; the system's limit is 1024
+_SCRATCH_BYTES = 2**18
 _KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3}  # seconds, seconds, tries: a dead host is told
-_NOTHING = torch.empty(0, dtype=torch.uint8)
 
 logger = logging.getLogger("stream_balancer.transport")
-
-
-class Handler(Protocol):
-    """What a connection's frames mean. Called in the hub's thread; what it raises ends the connection."""
-
-    def admit(self, frame: Frame) -> None:
-        """Raise WireError unless ``frame`` may come now, with that many bytes behind it. Nothing is allocated yet."""
-        ...
-
-    def handle(self, frame: Frame, body: Tensor) -> None:
-        """Act on a frame; ``body`` is ``[wire_bytes]`` uint8 and yours."""
-        ...
-
-    def lost(self, error: Exception) -> None:
-        """The connection is over, and why; called once."""
-        ...
 
 
 class Hub:
@@ -73,14 +40,16 @@ class Hub:
         says False, the thread ends."""
         self._first, self._cancel_first = first, cancel_first
         self._selector = selectors.DefaultSelector()
-        self._bell, self._ear = socket.socketpair()
-        for end in (self._bell, self._ear):
+        self._waker, self._wakes = socket.socketpair()
+        for end in (self._waker, self._wakes):
             end.setblocking(False)
         self._jobs: deque[Callable[[], object]] = deque()
-        self._begun = self._closing = False
+        self._begun = self._closing = self._awake = False
         self._sockets: set[Served] = set()
         self.received_bytes = 0
         """Bytes read from all its sockets, ever."""
+        self.scratch = memoryview(bytearray(_SCRATCH_BYTES))
+        """Where what comes next may be read ahead. For whoever's turn it is, until that ends."""
         self._deadlines: dict[Served, float] = {}
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
@@ -92,8 +61,9 @@ class Hub:
     def do(self, job: Callable[[], object]) -> None:
         """Run ``job`` in the thread soon; dropped if the hub is closed. Takes no lock, so finalizers may call it."""
         self._jobs.append(job)
-        with suppress(OSError):  # full: it will wake anyway
-            self._bell.send(b"\0")
+        if not self._awake:  # else it looks for jobs before it sleeps
+            with suppress(OSError):  # full: it will wake anyway
+                self._waker.send(b"\0")
 
     def close(self) -> None:
         """End the thread and close every socket: milliseconds. Idempotent."""
@@ -110,15 +80,18 @@ class Hub:
     def _run(self) -> None:
         error: Exception = ConnectionAbortedError("closed on this side")
         try:
-            self._selector.register(self._ear, selectors.EVENT_READ, self._on_bell)
+            self._selector.register(self._wakes, selectors.EVENT_READ, self._on_wake)
             if not self._first():
                 return
             self._begun = True
             while not self._closing:
-                for key, mask in self._selector.select(self._patience()):
+                self._run_jobs()
+                patience_s = self._patience()
+                self._awake = False  # from here on a job wakes it
+                ready = self._selector.select(0 if self._jobs or self._closing else patience_s)
+                self._awake = True
+                for key, mask in ready:
                     key.data(mask)
-                for _ in range(len(self._jobs)):
-                    self._jobs.popleft()()
         except Exception as bug:  # nobody is above this thread: its connections are told
             logger.exception("the thread %s ends", self._thread.name)
             error = bug
@@ -126,12 +99,16 @@ class Hub:
             for served in list(self._sockets):
                 served.fail(error)
             self._selector.close()
-            self._bell.close()
-            self._ear.close()
+            self._waker.close()
+            self._wakes.close()
 
-    def _on_bell(self, _: int) -> None:
+    def _run_jobs(self) -> None:
+        for _ in range(len(self._jobs)):  # what these add comes after the sockets' turn
+            self._jobs.popleft()()
+
+    def _on_wake(self, _: int) -> None:
         with suppress(BlockingIOError):
-            self._ear.recv(4096)
+            self._wakes.recv(4096)
 
     def _patience(self) -> float | None:
         now = time.monotonic()
@@ -146,11 +123,21 @@ class Served:
     def __init__(self, hub: Hub, sock: socket.socket) -> None:
         self.hub = hub
         self.sock = sock
-        self.open = True
+        self.open = False
         sock.setblocking(False)
         keep_from_children(sock.fileno())
         hub._sockets.add(self)
-        hub._selector.register(sock, selectors.EVENT_READ, self._ready)
+
+    def serve(self) -> None:
+        """Begin. In the hub's thread."""
+        self.open = True
+        self.hub._selector.register(self.sock, selectors.EVENT_READ, self._ready)
+
+    def watch(self, *, writable: bool) -> None:
+        """Whether room to write into is news, beside something to read."""
+        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if writable else 0)
+        if self.open and self.hub._selector.get_key(self.sock).events != events:
+            self.hub._selector.modify(self.sock, events, self._ready)
 
     def expect(self, within_s: float | None) -> None:
         """End it by itself after so many seconds; None = never."""
@@ -165,112 +152,20 @@ class Served:
 
     def fail(self, error: Exception) -> None:
         """It is over."""
-        if self.open:
+        if self in self.hub._sockets:
             self.release().close()
             self._over(error)
 
     def release(self) -> socket.socket:
         """Its socket, not served here any more."""
-        self.open = False
         self.hub._sockets.discard(self)
         self.expect(None)
-        self.hub._selector.unregister(self.sock)
+        if self.open:
+            self.open = False
+            self.hub._selector.unregister(self.sock)
         return self.sock
 
     def _over(self, error: Exception) -> None: ...
-
-
-class Connection(Served):
-    """Frames to and from one peer. Made and used in the hub's thread only."""
-
-    handler: Handler
-    """To be set at once by whoever makes the connection; may change between frames."""
-
-    def __init__(self, hub: Hub, sock: socket.socket) -> None:
-        super().__init__(hub, sock)
-        self._header = torch.zeros(FRAME_BYTES, dtype=torch.uint8)
-        self._frame: Frame | None = None  # the one whose body is being read
-        self._body = _NOTHING
-        self._space = self._header.numpy().data  # what is still to be read into
-        self._outgoing: deque[tuple[memoryview, object]] = deque()  # (what is still to be sent, what keeps it alive)
-        self._farewell = False
-        keep_alive(sock)
-
-    def send(self, frame: Frame, bodies: Iterable[Tensor] = ()) -> None:
-        """Send a frame and its body, ``[n]`` uint8 each, which must stay as they are. Never blocks, copies nothing."""
-        if not self.open or self._farewell:
-            return
-        for tensor in (frame.pack().view(torch.uint8), *bodies):
-            if tensor.numel():
-                self._outgoing.append((tensor.numpy().data, tensor))
-        self._guarded(self._write)
-
-    def part(self) -> None:
-        """Close once all is sent."""
-        self._farewell = True
-        if self.open and not self._outgoing:
-            self.fail(ConnectionAbortedError("closed on this side"))
-
-    def _ready(self, mask: int) -> None:
-        if mask & selectors.EVENT_WRITE:
-            self._guarded(self._write)
-        if mask & selectors.EVENT_READ and self.open:
-            self._guarded(self._read)
-
-    def _guarded(self, step: Callable[[], None]) -> None:
-        try:
-            step()
-        except BlockingIOError:
-            pass
-        except Exception as error:  # noqa: BLE001 - the peer's, or its handler's: either way this link is over
-            self.fail(error)
-
-    def _write(self) -> None:
-        try:
-            while self._outgoing:
-                sent = self.sock.sendmsg([view for view, _ in islice(self._outgoing, _GATHER)])
-                while sent:
-                    view, keep = self._outgoing.popleft()
-                    if sent < len(view):
-                        self._outgoing.appendleft((view[sent:], keep))
-                    sent -= min(sent, len(view))
-        finally:
-            events = selectors.EVENT_READ | (selectors.EVENT_WRITE if self._outgoing else 0)
-            if self.open and self.hub._selector.get_key(self.sock).events != events:
-                self.hub._selector.modify(self.sock, events, self._ready)
-        if self._farewell:
-            self.part()
-
-    def _read(self) -> None:
-        budget = _TURN_BYTES
-        while budget > 0 and self.open:
-            count = self.sock.recv_into(self._space[:budget])
-            if not count:
-                raise ConnectionResetError("connection closed by peer")
-            budget -= count
-            self.hub.received_bytes += count
-            self._space = self._space[count:]
-            if not len(self._space):
-                self._complete()
-
-    def _complete(self) -> None:
-        frame = self._frame
-        if frame is None:
-            frame = read_frame(self._header.view(torch.int64))
-            self.handler.admit(frame)
-            if frame.wire_bytes:
-                self._frame, self._body = frame, torch.empty(frame.wire_bytes, dtype=torch.uint8)
-                self._space = self._body.numpy().data
-                return
-        body, self._frame, self._body = self._body, None, _NOTHING
-        self._space = self._header.numpy().data
-        self.handler.handle(frame, body)
-
-    def _over(self, error: Exception) -> None:
-        self._outgoing.clear()
-        if isinstance(error, ConnectionError) and "closed" not in str(error):
-            error = ConnectionResetError("connection reset by peer")
-        self.handler.lost(error)
 
 
 class Listener(Served):
@@ -279,6 +174,7 @@ class Listener(Served):
     def __init__(self, hub: Hub, sock: socket.socket, arrived: Callable[[socket.socket], object]) -> None:
         super().__init__(hub, sock)
         self._arrived = arrived
+        self.serve()
 
     def _ready(self, _: int) -> None:
         try:
@@ -317,11 +213,6 @@ def _resolved(host: str, port: int) -> Any:
         return socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
     except (socket.gaierror, UnicodeError) as error:
         raise ValueError(f"cannot listen on {host!r}, which is no name or address of this machine: {error}") from None
-
-
-def unexpected(frame: Frame) -> WireError:
-    """The refusal of a frame that may not come here or now."""
-    return WireError(f"a {frame.kind.name} frame with {frame.wire_bytes} bytes behind it may not come here")
 
 
 _OPEN: weakref.WeakSet[Hub] = weakref.WeakSet()

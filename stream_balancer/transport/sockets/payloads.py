@@ -1,12 +1,12 @@
-"""Direct hand-over: a producer keeps payloads, and ranks fetch them into the slab they train from.
+"""Payloads that stay with their producer, and how a rank reads them into the buffer it trains from.
 
 ::
 
-    Payloads (in the producer's thread)  <--WANT--  Fetcher (in the reader thread of a rank's port)
-                                          -PAYLOAD->
+    PayloadServer (a producer's thread)  <--WantPayloads--  Fetcher (the thread in which a rank reads)
+                                           --Payloads-->
 
 Nothing is copied on the way but by the system: the producer sends its own tensors' memory, the rank receives into the
-place the tokens have in its share. Where both are one process, there is no socket, only that copy.
+place the tokens have in its batch. Where both are one process, there is no socket, only that copy.
 """
 
 from __future__ import annotations
@@ -16,58 +16,67 @@ import socket
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from itertools import islice
+from itertools import chain, islice
 
-import torch
 from torch import Tensor
 
 from stream_balancer.errors import ClosedResourceError, ProducerLostError, WireError
+from stream_balancer.transport.channel import Outgoing, Session, Source, unexpected
 from stream_balancer.transport.gloo.joiner import join_over
 from stream_balancer.transport.handshake import Joining
 from stream_balancer.transport.sockets.acceptor import Acceptor, send_now
-from stream_balancer.transport.sockets.hub import Connection, Hub, keep_alive, listen, unexpected
+from stream_balancer.transport.sockets.channel import SocketChannel
+from stream_balancer.transport.sockets.framing import HEADER_BYTES, frame, read_header, read_message
+from stream_balancer.transport.sockets.hub import Hub, keep_alive, listen
 from stream_balancer.types import Rollout
-from stream_balancer.wire.messages import JoinFetcher, Owner, WelcomeProducer
+from stream_balancer.wire.messages import (
+    MAX_ENTRIES,
+    JoinFetcher,
+    Message,
+    Owner,
+    Payloads,
+    WantPayloads,
+    WelcomeProducer,
+)
 from stream_balancer.wire.partial_share import Skeleton, payload, read_skeleton
-from stream_balancer.wire.share import FRAME_BYTES, Frame, Kind, read_frame
+from stream_balancer.wire.share import Frame, Kind
 
-__all__ = ["Fetcher", "Payloads"]
+__all__ = ["Fetcher", "PayloadServer"]
 
-_MAX_WANT_BYTES = 2**23  # a million payloads
 _GATHER = 256  # buffers per recvmsg; the system's limit is 1024
 _CONNECT_S = 10.0
 
 
 # --- the producer ----------------------------------------------------------------------------------------------------
 
-_HERE: weakref.WeakValueDictionary[str, Payloads] = weakref.WeakValueDictionary()
+_HERE: weakref.WeakValueDictionary[str, PayloadServer] = weakref.WeakValueDictionary()
 
 
-class Payloads:
-    """What a producer holds for ranks. Lives in the producer's hub; reading is safe from any thread."""
+class PayloadServer:
+    """The payloads that a producer keeps for ranks. Served in the producer's hub; reading is safe from any thread."""
 
     def __init__(self) -> None:
-        self.secret = secrets.token_hex(16)
+        self.token = secrets.token_hex(16)
         self._socket: socket.socket | None = None
-        self._held: dict[int, list[Tensor]] = {}
-        _HERE[self.secret] = self
+        self._kept: dict[int, list[Tensor]] = {}
+        _HERE[self.token] = self
 
     def __len__(self) -> int:
-        return len(self._held)
+        return len(self._kept)
 
     def listen(self, host: str, label: str) -> Owner:
         """Listen for ranks on ``host``; where. Raises ValueError or OSError if that is not possible."""
         self.close()
         self._socket = listen(host)
-        return Owner(host, self._socket.getsockname()[1], self.secret, label)
+        return Owner(host, self._socket.getsockname()[1], self.token, label)
 
     def serve(self, hub: Hub) -> None:
-        """Let ranks in who know the secret. In the hub's thread."""
+        """Let ranks in who know the token. In the hub's thread."""
         sock, self._socket = self._socket, None
         if sock is not None:
-            Acceptor(hub, sock, self.secret.encode(), {JoinFetcher: lambda peer, _: self._admit(hub, peer)})
+            Acceptor(hub, sock, self.token.encode(), {JoinFetcher: lambda peer, _: self._admit(hub, peer)})
 
     def close(self) -> None:
         """Do not listen, if nobody is served yet."""
@@ -81,63 +90,93 @@ class Payloads:
         except OSError:
             sock.close()
         else:
-            _Rank(self, Connection(hub, sock))
+            channel = SocketChannel(hub, sock)
+            channel.start(_OwnerSession(self, channel))
 
     def keep(self, key: int, rollout: Rollout) -> None:
         """Hold a rollout's tokens and tensors until :meth:`drop`."""
-        self._held[key] = payload(rollout)
+        self._kept[key] = payload(rollout)
 
     def drop(self, keys: Iterable[int]) -> None:
         """They are not needed any more; unknown ones are fine."""
         for key in keys:
-            self._held.pop(key, None)
+            self._kept.pop(key, None)
 
     def clear(self) -> None:
         """Nothing is needed any more."""
-        self._held.clear()
+        self._kept.clear()
 
     def get(self, key: int) -> list[Tensor] | None:
-        """The bytes held under this number, piece by piece; None if there are none."""
-        return self._held.get(key)
+        """The bytes kept under this number, piece by piece; None if there are none."""
+        return self._kept.get(key)
 
 
-class _Rank:
-    """A rank that fetches."""
+class _OwnerSession(Session):
+    """The owner's end of a rank that fetches."""
 
-    def __init__(self, payloads: Payloads, connection: Connection) -> None:
-        self._payloads, self._connection = payloads, connection
-        connection.handler = self
+    def __init__(self, payloads: PayloadServer, channel: SocketChannel) -> None:
+        self._payloads, self._channel = payloads, channel
 
-    def admit(self, frame: Frame) -> None:
-        """See :class:`Handler`."""
-        if frame.kind is not Kind.WANT or not 0 < frame.wire_bytes <= _MAX_WANT_BYTES or frame.wire_bytes % 8:
-            raise unexpected(frame)
+    def receive(self, message: Message, buffers: Sequence[Tensor], references: Sequence[object]) -> None:
+        """See :class:`~stream_balancer.transport.channel.Receiver`."""
+        if not isinstance(message, WantPayloads):
+            raise unexpected(message, "payloads are fetched")
+        kept = {key: self._payloads.get(key) for key in message.keys}
+        missing = tuple(key for key in message.keys if kept[key] is None)
+        sources = [_source(pieces) for key in message.keys if (pieces := kept[key]) is not None]
+        self._channel.send(Outgoing(Payloads(message.number, missing), sources))
 
-    def handle(self, frame: Frame, body: Tensor) -> None:
-        """See :class:`Handler`."""
-        parts: list[Tensor] = []
-        for key in body.view(torch.int64).tolist():
-            held = self._payloads.get(key)
-            if held is None:
-                self._connection.send(Frame(Kind.PAYLOAD, step=max(key, 0), taken=1))
-                return
-            parts += held
-        self._connection.send(Frame(Kind.PAYLOAD, wire_bytes=sum(part.numel() for part in parts)), parts)
+    def ended(self, error: Exception) -> None:
+        """See :class:`~stream_balancer.transport.channel.Receiver`. The rank may come again."""
 
-    def lost(self, error: Exception) -> None:
-        """See :class:`Handler`. The rank may come again."""
+
+def _source(pieces: Sequence[Tensor]) -> Source:
+    def fill(buffer: Tensor) -> Iterator[int]:
+        at = 0
+        for piece in pieces:
+            buffer[at : at + piece.numel()] = piece
+            at += piece.numel()
+        yield at
+
+    return Source(sum(piece.numel() for piece in pieces), fill, lambda: pieces)
 
 
 # --- the rank --------------------------------------------------------------------------------------------------------
 
 
 class Fetcher:
-    """Completes a rank's skeletons. One thread fetches; :meth:`close` may come from any."""
+    """Reads payloads of any owner; a :class:`~stream_balancer.transport.channel.PayloadSource`."""
 
     def __init__(self) -> None:
         self._open: dict[Owner, socket.socket] = {}
         self._lock = threading.Lock()
         self._closed = False
+
+    def read(
+        self,
+        owner: Owner,
+        keys: Sequence[int],
+        targets: Sequence[Sequence[Tensor]],
+        references: Sequence[object] = (),
+    ) -> Mapping[int, str]:
+        """See :class:`~stream_balancer.transport.channel.PayloadSource`."""
+        here = _HERE.get(owner.token)
+        if here is not None:
+            return _copy(here, keys, targets)
+        gone: dict[int, str] = {}
+        try:
+            for first in range(0, len(keys), MAX_ENTRIES):
+                part = slice(first, first + MAX_ENTRIES)
+                gone |= {first + index: why for index, why in self._fetch(owner, keys[part], targets[part]).items()}
+        except OSError as error:
+            self._forget(owner)
+            if self._closed:
+                raise ClosedResourceError from None
+            gone = dict.fromkeys(range(len(keys)), str(error))
+        except WireError:
+            self._forget(owner)
+            raise
+        return gone
 
     def complete(
         self, frame: Frame, body: Tensor, *, max_bytes: int, lend: Callable[[int], Tensor]
@@ -150,16 +189,15 @@ class Fetcher:
         """
         skeleton = read_skeleton(frame, body, max_bytes=max_bytes)
         slab = lend(skeleton.batch.total_bytes)
-        for holder, places in skeleton.missing():
-            targets = skeleton.targets(slab, places)
-            keys = [skeleton.key(place) for place in places]
-            try:
-                self._fetch(holder, keys, targets)
-            except (OSError, KeyError) as error:
-                self._forget(holder)
-                if self._closed:
-                    raise ClosedResourceError from None
-                raise _lost(skeleton, holder, places, error) from error
+        for owner, places in skeleton.missing():
+            gone = self.read(
+                owner,
+                [skeleton.key(place) for place in places],
+                [skeleton.targets(slab, [place]) for place in places],
+            )
+            if gone:
+                first = min(gone)
+                raise _lost(skeleton, owner, [places[index] for index in sorted(gone)], gone[first])
         skeleton.finish(slab)
         batch = skeleton.batch
         return frame._replace(
@@ -171,7 +209,7 @@ class Fetcher:
         ), slab
 
     def close(self) -> None:
-        """Wake the thread that fetches, for good. Idempotent."""
+        """See :class:`~stream_balancer.transport.channel.PayloadSource`."""
         self._closed = True
         with self._lock:
             for sock in self._open.values():
@@ -180,68 +218,68 @@ class Fetcher:
 
     def hang_up(self) -> None:
         """Close the connections, once nobody fetches any more."""
-        for holder in list(self._open):
-            self._forget(holder)
+        for owner in list(self._open):
+            self._forget(owner)
 
-    def _forget(self, holder: Owner) -> None:
+    def _forget(self, owner: Owner) -> None:
         with self._lock:
-            sock = self._open.pop(holder, None)
+            sock = self._open.pop(owner, None)
         if sock is not None:
             sock.close()
 
-    def _fetch(self, holder: Owner, keys: Sequence[int], targets: Sequence[Tensor]) -> None:
-        here = _HERE.get(holder.token)
-        if here is not None:
-            _copy(here, keys, targets)
-            return
-        sock = self._connected(holder)
-        numbers = torch.tensor(keys, dtype=torch.int64).view(torch.uint8)
-        sock.sendall(Frame(Kind.WANT, wire_bytes=numbers.numel()).pack().numpy().tobytes() + numbers.numpy().tobytes())
-        words = torch.zeros(FRAME_BYTES // 8, dtype=torch.int64)
-        _receive(sock, [words.view(torch.uint8)])
-        frame = read_frame(words)
-        if frame.kind is not Kind.PAYLOAD:
-            raise WireError(f"producer {holder.label} sent a {frame.kind.name} frame instead of a payload")
-        if frame.taken:
-            raise KeyError(f"it does not have payload {frame.step}")
-        if frame.wire_bytes != sum(target.numel() for target in targets):
+    def _fetch(self, owner: Owner, keys: Sequence[int], targets: Sequence[Sequence[Tensor]]) -> dict[int, str]:
+        sock = self._connected(owner)
+        sock.sendall(frame(WantPayloads(0, tuple(keys))))
+        header = bytearray(HEADER_BYTES)
+        _receive(sock, [memoryview(header)])
+        size, crc = read_header(header)
+        raw = bytearray(size)
+        _receive(sock, [memoryview(raw)])
+        sizes, answer = read_message(raw, crc)
+        if not isinstance(answer, Payloads):
+            raise WireError(f"producer {owner.label} sent a {type(answer).__name__} message instead of payloads")
+        missing = set(answer.missing)
+        wanted = [pieces for key, pieces in zip(keys, targets, strict=True) if key not in missing]
+        if list(sizes) != [sum(piece.numel() for piece in pieces) for pieces in wanted]:
             raise WireError(
-                f"producer {holder.label} sends {frame.wire_bytes} bytes where {sum(t.numel() for t in targets)} were "
-                "expected. Install one stream_balancer everywhere"
+                f"producer {owner.label} sends payloads of other sizes than it described. Install one stream_balancer "
+                "everywhere"
             )
-        _receive(sock, targets)
+        _receive(sock, [piece.numpy().data for piece in chain.from_iterable(wanted)])
+        return {index: f"it does not have payload {key}" for index, key in enumerate(keys) if key in missing}
 
-    def _connected(self, holder: Owner) -> socket.socket:
-        sock = self._open.get(holder)
+    def _connected(self, owner: Owner) -> socket.socket:
+        sock = self._open.get(owner)
         if sock is None:
-            sock = socket.create_connection((holder.host, holder.port), timeout=_CONNECT_S)
+            sock = socket.create_connection((owner.host, owner.port), timeout=_CONNECT_S)
             keep_alive(sock)
             with self._lock:
-                self._open[holder] = sock
+                self._open[owner] = sock
             if self._closed:
                 raise ClosedResourceError
             try:
-                join_over(sock, Joining(holder.token.encode(), JoinFetcher()))
+                join_over(sock, Joining(owner.token.encode(), JoinFetcher()))
             except (ValueError, WireError) as error:
                 raise ConnectionRefusedError(f"somebody else listens where it did: {error}") from None
         return sock
 
 
-def _copy(here: Payloads, keys: Sequence[int], targets: Sequence[Tensor]) -> None:
-    parts: list[Tensor] = []
-    for key in keys:
-        held = here.get(key)
-        if held is None:
-            raise KeyError(f"it does not have payload {key}")
-        parts += held
-    if [part.numel() for part in parts] != [target.numel() for target in targets]:
-        raise WireError("a producer in this process holds a payload of another size than was described")
-    for part, target in zip(parts, targets, strict=True):
-        target.copy_(part)
+def _copy(here: PayloadServer, keys: Sequence[int], targets: Sequence[Sequence[Tensor]]) -> dict[int, str]:
+    gone: dict[int, str] = {}
+    for index, (key, pieces) in enumerate(zip(keys, targets, strict=True)):
+        kept = here.get(key)
+        if kept is None:
+            gone[index] = f"it does not have payload {key}"
+            continue
+        if [part.numel() for part in kept] != [piece.numel() for piece in pieces]:
+            raise WireError("a producer in this process keeps a payload of another size than was described")
+        for part, piece in zip(kept, pieces, strict=True):
+            piece.copy_(part)
+    return gone
 
 
-def _receive(sock: socket.socket, targets: Iterable[Tensor]) -> None:
-    spaces = deque(target.numpy().data for target in targets)
+def _receive(sock: socket.socket, views: Iterable[memoryview]) -> None:
+    spaces = deque(view for view in views if len(view))
     while spaces:
         count = sock.recvmsg_into(list(islice(spaces, _GATHER)))[0]
         if not count:
@@ -253,12 +291,12 @@ def _receive(sock: socket.socket, targets: Iterable[Tensor]) -> None:
             count -= min(count, len(space))
 
 
-def _lost(skeleton: Skeleton, holder: Owner, places: Sequence[int], error: Exception) -> ProducerLostError:
+def _lost(skeleton: Skeleton, owner: Owner, places: Sequence[int], cause: str) -> ProducerLostError:
     name = skeleton.name(places[0])
     more = f" and {len(places) - 1} more" if len(places) > 1 else ""
     return ProducerLostError(
         f"step {skeleton.batch.step} cannot be completed: the tokens of rollout {name!r}{more} were held by producer "
-        f"{holder.label}, which is gone: {error}. serve() raises; restart, and give the step up with "
+        f"{owner.label}, which is gone: {cause}. serve() raises; restart, and give the step up with "
         f"balancer.acknowledge({skeleton.batch.step}) or put the rollouts again",
         step=skeleton.batch.step,
         rollout_id=name,
