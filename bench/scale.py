@@ -193,7 +193,7 @@ def resident_bytes() -> int:
 
 def memory_rows(dispatches: int) -> Iterator[Row]:
     """Bytes for each waiting rollout besides its tensors: the balancer's own, and the Rollout object's. What a tensor
-    weighs before it holds anything is torch's, and told beside."""
+    weighs before it holds anything is torch's, and given beside."""
     ids = torch.zeros(LONGEST, dtype=torch.int64)
     before = resident_bytes()
     tensors = [ids[: 1 + number % LONGEST] for number in range(131_072)]

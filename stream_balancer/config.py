@@ -64,9 +64,9 @@ class BalancerConfig:
     """Rollouts per dispatch, over all ranks."""
     window: Window = _DERIVED
     """Dispatch once this many rollouts wait. Default ``2 * batch_size``: most of the balance a window can buy, for
-    one dispatch of mean age; every further ``batch_size`` adds another (Little's law). ``"auto"``: the smallest of
-    :attr:`auto_windows` from which waiting longer would save hardly any idle time, fitted to the lengths that come;
-    read back, it is the one in force. See docs/tuning.md."""
+    one dispatch of mean queueing delay; every further ``batch_size`` adds another (Little's law). ``"auto"``: the
+    smallest of :attr:`auto_windows` from which waiting longer would save hardly any idle time, fitted to the lengths
+    that come; read back, it is the one in force. See docs/tuning.md."""
     deadline_s: float | None = None
     """... or once the oldest has waited this long, in seconds. Then a batch may be smaller than ``batch_size``, which
     is why the default is None: wait for the window."""
@@ -113,7 +113,7 @@ class BalancerConfig:
     """A rollout beyond ``max_staleness`` is evicted (counted, and given to ``on_evict``), or sent all the same."""
     remember_ids: int = 100_000
     """Ids of this many past rollouts (acknowledged or evicted) are kept, so that a producer that retries a put after a
-    crash is told that the first one was accepted. About 100 bytes each."""
+    crash gets the reply that the first one was accepted. About 100 bytes each."""
     loss_mask_column: str | None = "loss_mask"
     """Column of your rollouts that says which tokens are trained on (non-zero = trained). Under whatever name you put
     it, ranks find it as ``loss_mask``. "loss_mask" may be left out where every token is trained on, any other name

@@ -139,7 +139,7 @@ class TransformerCost:
 
     @classmethod
     def from_hf_config(cls, config: Any) -> TransformerCost:
-        """Read a Hugging Face ``PretrainedConfig`` (or a dict of one). Raises ValueError naming what it lacks.
+        """Read a Hugging Face ``PretrainedConfig`` (or a dict of one). Raises ValueError naming what is missing.
 
         Knows the names of Llama, Qwen, Mistral, Mixtral, DeepSeek and alike; takes ``text_config`` of multimodal
         models.
@@ -267,7 +267,7 @@ class CalibratedCost:
     """
 
     prior: CostModel = field(default_factory=QuadraticCost)
-    """What to believe before the first measurements, and about what they do not tell: ``TransformerCost`` for the
+    """What to believe before the first measurements, and about what they do not show: ``TransformerCost`` for the
     FLOPs of your model. Must be of the form ``linear * L + quadratic * L^2``."""
     half_life_steps: float = 30.0
     """A measurement counts half after this many steps. Shorter follows changes sooner, longer averages more noise."""

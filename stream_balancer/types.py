@@ -116,8 +116,8 @@ class Rollout:
     version: Version | None = None
     """Policy version the rollout was sampled with, or ``(oldest, newest)``; None = unknown, never stale."""
     cost: float | None = None
-    """Work to train on it, in the cost model's unit, where its length does not tell (images), at most 1e100; None =
-    ask the cost model."""
+    """Work to train on it, in the cost model's unit, where it does not follow from the length (images), at most 1e100;
+    None = ask the cost model."""
     is_padding: bool = False
     """True for a zero-weight copy the balancer made because a step had fewer rollouts than ranks. Its ``loss_mask`` and
     ``rollout_weights`` are zero in every layout. Never set it yourself."""

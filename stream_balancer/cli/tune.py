@@ -56,7 +56,7 @@ def tune(
     dp_size: DpSize = 8,
     batch_size: BatchSize = 32,
     max_age: Annotated[
-        float, typer.Option(help="Most added mean age to recommend, in dispatches: an extra batch of window is one.")
+        float, typer.Option(help="Most added mean delay to recommend, in dispatches: an extra batch of window is one.")
     ] = 2.0,
     tolerance: Annotated[float, typer.Option(help="Idle fraction that is not worth a larger window.")] = 0.0025,
     windows: Annotated[
@@ -90,7 +90,7 @@ def tune(
     ] = None,
     json_: Json = False,
 ) -> None:
-    """Which knobs for your lengths: the front of idle time against age, and a recommendation.
+    """Which knobs for your lengths: the front of idle time against queueing delay, and a recommendation.
 
     Sweeps window x max_skips x deadline, each a run of the balancer's own core under a simulated clock. Record a trace
     of your own with balancer.record("lengths.csv").

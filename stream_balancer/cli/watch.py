@@ -29,7 +29,8 @@ def watch(
     once: Annotated[bool, typer.Option(help="Print one picture (of a recording: the last) and exit.")] = False,
     speed: Annotated[float, typer.Option(min=0.01, help="How fast to play a recording.")] = 1.0,
 ) -> None:
-    """Look at a running balancer: what waits, by length and age, the next batch's balance, ranks, rates, warnings.
+    """Look at a running balancer: what waits, by length and waiting time, the next batch's balance, ranks, rates,
+    warnings.
 
     Shows a process of yours on this machine that runs `async with publish_status(balancer)`; see docs/observing.md.
     """

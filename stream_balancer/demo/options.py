@@ -26,7 +26,7 @@ _MIN = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DemoOptions:
-    """Everything ``run_demo`` can be told. Raises ValueError for a value that makes no sense."""
+    """Options of ``run_demo``. Raises ValueError for a value that makes no sense."""
 
     ranks: int = 4
     """Trainer ranks, each a process of its own."""

@@ -1,4 +1,4 @@
-"""Tokens made up from a rollout's name alone, so that both sides of the wire can tell whether they are the right
+"""Tokens made up from a rollout's name alone, so that both sides of the wire can check that they are the right
 ones."""
 
 from __future__ import annotations

@@ -79,7 +79,7 @@ async def _work(
 
 
 class _Watched:
-    """A balancer as ``serve`` sees it, telling of every batch that leaves."""
+    """A balancer as ``serve`` sees it, which reports every batch that leaves."""
 
     def __init__(self, balancer: StreamBalancer, say: Callable[[Message], None]) -> None:
         self._balancer = balancer

@@ -77,7 +77,7 @@ def stacked(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def numbers(values: Sequence[float | int], dtype: torch.dtype | None = None) -> Tensor:
-    """[n] of scalars: float64, int64 if all are ints, bool if all are bools, or as told."""
+    """[n] of scalars: float64, int64 if all are ints, bool if all are bools, or the given dtype."""
     if dtype is None:
         kinds = {type(value) for value in values}
         dtype = torch.bool if kinds == {bool} else torch.int64 if float not in kinds else torch.float64

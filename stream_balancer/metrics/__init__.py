@@ -37,7 +37,7 @@ class Metric:
     kind: Literal["gauge", "counter"] = "gauge"
     """A counter only grows: over restarts from a checkpoint too, but for seconds, which begin anew."""
     label: str | None = None
-    """What tells the numbers of one name apart."""
+    """Labels: they distinguish the numbers of one name."""
 
 
 def _one(attribute: str) -> Callable[[Statistics], float]:

@@ -62,7 +62,8 @@ class StatisticsCollector(Collector):
 async def exporter(balancer: StreamBalancer, *, port: int, host: str = "127.0.0.1") -> AsyncIterator[int]:
     """Serve ``http://host:port/metrics`` while the block runs; yields the port (0 = any that is free).
 
-    Listens on loopback unless told otherwise: the endpoint asks for no password. Raises OSError if the port is taken.
+    Listens on loopback unless `host` says otherwise: the endpoint asks for no password. Raises OSError if the port is
+    taken.
     """
     portal = BlockingPortal()
     await portal.__aenter__()

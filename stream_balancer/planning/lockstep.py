@@ -46,7 +46,7 @@ def choose_lockstep(
 ) -> Bools:
     """-> [W] mask of `num_rollouts` rollouts that go: all of `must`, as far as possible in `number` runs of neighbours.
 
-    Least waste, less a reward for age, by dynamic programming over the sorted window.
+    Least waste, less a reward for the wait, by dynamic programming over the sorted window.
 
     Args:
         costs: [W] work of each, oldest first.

@@ -6,11 +6,11 @@ is if `ranks * heaviest > work`. The window is there to prevent that, in three w
 
     first in, first out   the oldest balance, and no outlier waits behind them: nothing to do
     without outliers      outliers stay behind, and with them as many of the heaviest others as will have to fill their
-                          step on the day they go (a forecast tells); the oldest of the rest go
+                          step on the day they go (by a forecast); the oldest of the rest go
     outlier batch         an outlier must go: its step is long in any case, so it is filled up with the heaviest that
                           wait
 
-Plain arrays in age order, nothing of rollouts or groups here. Pure and deterministic.
+Plain arrays, oldest first, nothing of rollouts or groups here. Pure and deterministic.
 """
 
 from __future__ import annotations
@@ -158,7 +158,7 @@ def _crowding(parts: Floats, ranks: float) -> float:
 
 
 def _thinned(units: Candidates, parts: Floats, pool: Ints, level: float) -> Ints:
-    """The pool without the youngest of those too many: at most i * ranks parts above an (i+1)-th of the level fit."""
+    """The pool without the newest of those too many: at most i * ranks parts above an (i+1)-th of the level fit."""
     num_ranks = max(round(units.ranks), 1)
     for i in range(1, (units.num_more + int(units.must.sum()) - 1) // num_ranks + 1):
         heavy = parts > level / (i + 1)

@@ -58,7 +58,7 @@ class Units:
         unit_of = np.arange(num_waiting)
         if knobs.groups != "free" and bool((waiting.groups >= 0).any()):
             labels = np.where(waiting.groups >= 0, waiting.groups, waiting.groups.max() + 1 + unit_of)
-            # numbered by age, so that "the oldest units" are the first ones, as with single rollouts
+            # numbered by arrival, so that "the oldest units" are the first ones, as with single rollouts
             unit_of = _by_first_member(_in_pieces(labels, knobs.batch_size))
         num_units = int(unit_of.max(initial=-1)) + 1
         sizes = np.bincount(unit_of, minlength=num_units)  # [U]

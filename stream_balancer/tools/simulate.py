@@ -311,7 +311,8 @@ class _Run(Observer):
             f"report it with {self.config!r}"
         )
 
-    # -- telling -----------------------------------------------------------------------------------------------------
+    # -- the report
+    # -----------------------------------------------------------------------------------------------------
 
     def report(self, warm_up: int | None) -> SimulationReport:
         columns = list(zip(*self.records, strict=True)) or [()] * 8

@@ -38,14 +38,14 @@ def run_all(
     """``digest(simulate(trace, config, **how))`` for each config, in their order."""
     if isinstance(processes, bool) or not isinstance(processes, int) or processes < 1:
         raise ConfigError(f"processes must be an int >= 1, not {processes!r}")
-    tell = progress or (lambda done, total: None)
+    report = progress or (lambda done, total: None)
     if processes == 1:
         found = []
         for config in configs:
             found.append(digest(simulate(trace, config, **how)))
-            tell(len(found), len(configs))
+            report(len(found), len(configs))
         return found
-    return _in_processes(digest, trace, configs, how, processes, tell)
+    return _in_processes(digest, trace, configs, how, processes, report)
 
 
 def _in_processes(
@@ -54,7 +54,7 @@ def _in_processes(
     configs: Sequence[BalancerConfig],
     how: dict[str, Any],
     processes: int,
-    tell: Progress,
+    report: Progress,
 ) -> list[T]:
     pool = ProcessPoolExecutor(
         min(processes, len(configs)),
@@ -66,7 +66,7 @@ def _in_processes(
         # the largest windows take longest: begun first, they do not end alone
         futures = [(index, pool.submit(_one, digest, configs[index])) for index in reversed(range(len(configs)))]
         for done, _ in enumerate(as_completed([future for _, future in futures]), 1):
-            tell(done, len(configs))
+            report(done, len(configs))
         return [future.result() for _, future in sorted(futures, key=lambda one: one[0])]
     finally:
         pool.shutdown(cancel_futures=True)

@@ -1,8 +1,8 @@
 """Tuning of knobs to given lengths: a sweep over window, ``max_skips`` and ``deadline_s``, and what it recommends.
 
 Every setting is a run of ``simulate``, hence of the very core a balancer runs. This module decides which settings are
-tried, which of them are on the front of idle time against age, and which one to take. The rule is in docs/tuning.md.
-Nothing is drawn or printed here, and how the runs are spread over processes is left to ``sweep``.
+tried, which of them are on the front of idle time against queueing delay, and which one to take. The rule is in
+docs/tuning.md. Nothing is drawn or printed here, and how the runs are spread over processes is left to ``sweep``.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ LEAST_BATCHES = 400
 PARTITION_TOLERANCE = 3e-3
 """Of every run: three fifths of the time for 0.1 points of idle time, of every setting alike."""
 AGE_SLACK = 0.05
-"""Dispatches by which a measured mean age may exceed a bound: a window of 2 batches measures 0.98 to 1.03, not 1."""
+"""Dispatches by which a measured mean delay may exceed a bound: a window of 2 batches measures 0.98 to 1.03, not 1."""
 FEW_SHORT = 0.01
 """Share of batches that a deadline may cut short in a setting worth recommending: batch_size is not ours to change."""
 BLOCKS = 20
@@ -115,7 +115,7 @@ class TuneReport:
     outcomes: tuple[Outcome, ...]
     """Every setting swept, smallest window first."""
     front: tuple[Outcome, ...]
-    """Those that no other beats in both idle time and age, youngest first."""
+    """Those that no other beats in both idle time and queueing delay, shortest delay first."""
     recommended: Outcome
     """What to take."""
     pays: bool
@@ -295,11 +295,11 @@ def _or_refused(
 
 
 def outcome_of(report: SimulationReport) -> Outcome:
-    """The figures of a run that a sweep compares. ``added_age`` is not known here: it is the age itself."""
+    """The figures of a run that a sweep compares. ``added_age`` is not known here: it is the delay itself."""
     steps, shown = report.steps, report.shown_steps
     config = report.config
     least = config.batch_size - (config.group_size or 1) + 1
-    age = report.delay_dispatches
+    delay = report.delay_dispatches
     count = report.figures.batches
     middle = shown.start + max(count - STEPS_KEPT, 0) // 2
     return Outcome(
@@ -309,10 +309,10 @@ def outcome_of(report: SimulationReport) -> Outcome:
         deadline_s=config.deadline_s,
         idle_fraction=report.idle_fraction,
         idle_error=_error_of_idle(steps.mean_load[shown], steps.step_work[shown]),
-        age=age.mean,
-        added_age=age.mean,
-        age_p99=age.p99,
-        age_max=age.max,
+        age=delay.mean,
+        added_age=delay.mean,
+        age_p99=delay.p99,
+        age_max=delay.max,
         wait_p99_s=report.delay_s.p99,
         wait_max_s=report.delay_s.max,
         short_batches=float(np.mean(steps.rollouts[shown] < least)) if count else 0.0,
@@ -335,7 +335,7 @@ def _error_of_idle(mean_load: Floats, step_work: Floats) -> float:
 
 
 def pareto_front(outcomes: Sequence[Outcome]) -> tuple[Outcome, ...]:
-    """The outcomes that no other beats in idle time without being older, youngest first. O(n log n)."""
+    """The outcomes that no other beats in idle time without a longer delay, shortest delay first. O(n log n)."""
     front: list[Outcome] = []
     for outcome in sorted(outcomes, key=lambda o: (o.age, o.idle_fraction)):
         if not front or outcome.idle_fraction < front[-1].idle_fraction:
@@ -381,15 +381,15 @@ def _least_first(max_skips: int | None) -> float:
 def _why(choice: Outcome, outcomes: Sequence[Outcome], fifo: Outcome, max_added_age: float) -> str:
     said = (
         f"window={choice.window} idles {choice.idle_fraction:.1%} of rank time where arrival order with the best "
-        f"partition idles {fifo.idle_fraction:.1%}, for {choice.added_age:.2f} dispatches of mean age"
+        f"partition idles {fifo.idle_fraction:.1%}, for {choice.added_age:.2f} dispatches of mean queueing delay"
     )
     smaller = [o for o in outcomes if o.window < choice.window and o.short_batches <= FEW_SHORT]
     if smaller:
         best = min(smaller, key=lambda o: o.idle_fraction)
         said += f"; a smaller one idles {best.idle_fraction:.1%} at best"
-    older = min((o for o in outcomes if o.short_batches <= FEW_SHORT), key=lambda o: o.idle_fraction, default=choice)
-    if older.added_age > max_added_age + AGE_SLACK and older.idle_fraction < choice.idle_fraction:
-        said += f"; {older.idle_fraction:.1%} would take window={older.window} and {older.added_age:.2f} dispatches"
+    longer = min((o for o in outcomes if o.short_batches <= FEW_SHORT), key=lambda o: o.idle_fraction, default=choice)
+    if longer.added_age > max_added_age + AGE_SLACK and longer.idle_fraction < choice.idle_fraction:
+        said += f"; {longer.idle_fraction:.1%} would take window={longer.window} and {longer.added_age:.2f} dispatches"
     return said + "."
 
 

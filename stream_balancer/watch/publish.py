@@ -122,7 +122,7 @@ class _Publisher:
             return self._line
 
     def close(self) -> None:
-        """No more viewers; those there are told by the end of their stream. Blocks until the threads have ended."""
+        """No more viewers; those there see the end of their stream. Blocks until the threads have ended."""
         self._closing.set()
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as waker, suppress(OSError):
             waker.connect(str(self._path))

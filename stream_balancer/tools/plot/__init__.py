@@ -1,7 +1,7 @@
 """Pictures of a sweep: a self-contained HTML page, or a PNG where matplotlib is installed.
 
-Both show the same three things: idle time against age with the front, delay by length decile, and every rank's work in
-some consecutive steps, before and after. Only drawing here; the figures come from a ``TuneReport``.
+Both show the same three things: idle time against queueing delay with the front, delay by length decile, and every
+rank's work in some consecutive steps, before and after. Only drawing here; the figures come from a ``TuneReport``.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ def page(report: TuneReport) -> str:
         f"<h1>{escape(report.trace_name)}: {report.num_rollouts:,} rollouts, {report.config.batch_size} a step on "
         f"{ranks} ranks</h1>",
         f'<p class="reason">{escape(report.reason)}</p><p>Recommended: <code>{escape(knobs)}</code></p>',
-        "<h2>Idle time against age</h2>",
+        "<h2>Idle time against queueing delay</h2>",
         _front(report),
         "<h2>Delay by length</h2>",
         _deciles(chosen),
@@ -57,7 +57,7 @@ def _front(report: TuneReport) -> str:
     most_idle = max(0.01, *(o.idle_fraction for o in shown)) * 1.05
     x = _scale(0.0, most_age, LEFT, WIDTH - RIGHT)
     y = _scale(0.0, most_idle, HEIGHT - BOTTOM, TOP)
-    parts = _axes(x, y, most_age, most_idle, "added mean age, dispatches", "idle part of rank time")
+    parts = _axes(x, y, most_age, most_idle, "added mean queueing delay, dispatches", "idle part of rank time")
     for outcome, name in zip(usual, ("round-robin", "arrival order, best partition"), strict=True):
         at = y(outcome.idle_fraction)
         parts.append(_line(LEFT, at, WIDTH - RIGHT, at, GREY, dashed=True))
