@@ -12,7 +12,7 @@ from stream_balancer.core.pricing import Pricing, costs_of
 from stream_balancer.errors import ConfigError, DuplicateRolloutError, RolloutError
 from stream_balancer.types import Rollout
 
-__all__ = ["Admission", "check_group"]
+__all__ = ["Admission", "check_group", "schema_of"]
 
 Schema = tuple[dict[str, tuple[object, tuple[int, ...]]], frozenset[str]]
 """Token columns with dtype and trailing shape, and names of scalars: alike for all rollouts of a balancer."""
@@ -26,7 +26,8 @@ class Admission:
         self._buffer = buffer
         self._ids = ids
         self._pricing = pricing
-        self._schema: Schema | None = None  # the first rollout's
+        self.schema: Schema | None = None
+        """The first rollout's; None before it."""
 
     def with_loss_masks(self, rollouts: Sequence[Rollout]) -> list[Rollout]:
         """The rollouts as they may be taken in: their masks called ``loss_mask``. Raises RolloutError."""
@@ -40,10 +41,10 @@ class Admission:
             self._check_alone(rollout)
         if len(rollouts) > 1:
             self._check_together(rollouts)
-        schema = self._schema or _schema_of(rollouts[0])
+        schema = self.schema or schema_of(rollouts[0])
         for rollout in rollouts:
             _check_schema(rollout, schema)
-        return self._pricing.costs_of(rollouts)
+        return costs_of(rollouts, self._pricing.model)
 
     def _check_alone(self, rollout: Rollout) -> None:
         if not isinstance(rollout, Rollout):
@@ -71,10 +72,13 @@ class Admission:
         wait for siblings) there is room even in a full buffer, since waiting might be for ever.
         """
         buffer, config = self._buffer, self.config
-        if buffer.num_ready < config.min_batch_size or self.is_sibling(rollouts[0]):
+        if buffer.num_ready < config.min_batch_size:
             return True
-        group_size = buffer.groups.size if rollouts[0].group_id is not None else None
-        places = max(len(rollouts), group_size or 1)
+        places = len(rollouts)
+        if rollouts[0].group_id is not None:
+            if self.is_sibling(rollouts[0]):
+                return True
+            places = max(places, buffer.groups.size or 1)
         if len(buffer) + buffer.groups.num_awaited + places > config.capacity:
             return False
         limit = config.capacity_bytes
@@ -86,11 +90,6 @@ class Admission:
             return False
         groups = self._buffer.groups
         return groups.has_waiting(rollout.group_id) or groups.is_abandoned(rollout.group_id)
-
-    def add(self, rollout: Rollout) -> None:
-        """It was taken in: others must have its columns."""
-        if self._schema is None:
-            self._schema = _schema_of(rollout)
 
     def check_waiting(self, config: BalancerConfig) -> None:
         """Raise ConfigError if a rollout that waits could not leave under these knobs. O(n)."""
@@ -168,7 +167,8 @@ def _with_loss_mask(rollout: Rollout, column: str | None) -> Rollout:
             f"rollout {rollout.rollout_id!r} has no column {column!r}, which loss_mask_column names; it has "
             f"{sorted(tokens)}. Give every rollout one, or set loss_mask_column=None if every token is trained on"
         )
-    if column is not None and (found := sorted(_LOOK_LIKE_MASKS.intersection(tokens))):
+    if column is not None and not _LOOK_LIKE_MASKS.isdisjoint(tokens):
+        found = sorted(_LOOK_LIKE_MASKS.intersection(tokens))
         raise RolloutError(
             f"rollout {rollout.rollout_id!r} has no 'loss_mask', so every token would be trained on, but it has "
             f"{found[0]!r}. "
@@ -191,7 +191,8 @@ def check_group(rollouts: Sequence[Rollout]) -> None:
         raise RolloutError(f"put_group() takes siblings that share one group_id, not {sorted(map(str, ids))}")
 
 
-def _schema_of(rollout: Rollout) -> Schema:
+def schema_of(rollout: Rollout) -> Schema:
+    """Its token columns and scalars, as all rollouts of a balancer must have them."""
     columns: dict[str, tuple[object, tuple[int, ...]]] = {
         name: (column.dtype, tuple(column.shape[1:])) for name, column in rollout.tokens.items()
     }
@@ -202,7 +203,7 @@ def _check_schema(rollout: Rollout, schema: Schema) -> None:
     """Raise RolloutError for one whose columns or scalars are not those. O(columns)."""
     if _has_schema(rollout, *schema):
         return
-    columns, scalars = _schema_of(rollout)
+    columns, scalars = schema_of(rollout)
     if columns != schema[0]:
         raise RolloutError(
             f"rollout {rollout.rollout_id!r} has token columns {_describe(columns)}, but the first rollout had "

@@ -71,7 +71,7 @@ class Buffer:
         self._slots[row] = slot = self._free_slots.pop()
         self._table[slot] = rollout
         self._costs[row] = cost
-        self._lengths[row] = rollout.num_tokens
+        self._lengths[row] = num_tokens = rollout.num_tokens
         self._skips[row] = skips
         self._arrived_at[row] = now
         version = rollout.min_version
@@ -87,7 +87,7 @@ class Buffer:
         self._next_seq += 1
         self._rows += 1
         self._num_unsorted += 1
-        self.num_tokens += rollout.num_tokens
+        self.num_tokens += num_tokens
         self.num_bytes += num_bytes
 
     def remove(self, rows: NDArray[np.int64], *, never_came: bool = False) -> list[Rollout]:

@@ -262,8 +262,10 @@ class BalancerCore:
 
     def _publish(self, event: Event | None = None, *values: object) -> None:
         """Notify of an event, and of what the call that ends here has evicted."""
-        evicted, self.state.evicted = self.state.evicted, []
-        if event is not None:
+        evicted = self.state.evicted
+        if evicted:
+            self.state.evicted = []
+        if event is not None and self.observers:
             self.observers.emit(event, *values)
         for rollout, reason in evicted:
             self.observers.emit("evicted", rollout, reason)

@@ -36,25 +36,15 @@ class Pricing:
         """What the planner is told."""
         self.calibration = _calibration_of(config)
         """What is learned from the ranks' seconds; None for a cost that does not learn."""
-        self._has_own_costs = False  # some rollout brought its own
-
-    @property
-    def model(self) -> CostFunction:
+        self.model: CostFunction = config.cost if self.calibration is None else self.calibration.cost
         """[n] lengths -> [n] costs, as of now."""
-        return self._config.cost if self.calibration is None else self.calibration.cost
-
-    def costs_of(self, rollouts: Sequence[Rollout]) -> list[float]:
-        """See :func:`costs_of`."""
-        return costs_of(rollouts, self.model)
-
-    def add(self, rollout: Rollout) -> None:
-        """It waits from now on. O(1)."""
-        self._has_own_costs |= rollout.cost is not None
+        self.has_own_costs = False
+        """Some rollout that has come brought its own cost."""
 
     def reprice(self, buffer: Buffer) -> float:
         """Plan with what the model says now. -> the waiting rollouts' cost over what it was. O(n); O(n) calls of the
         model where rollouts bring their own cost."""
-        if self._has_own_costs and len(buffer):
+        if self.has_own_costs and len(buffer):
             costs = np.array([_cost_of(rollout, self.model) for rollout in buffer.rollouts()], dtype=np.float64)
         else:
             costs = np.asarray(self.model(buffer.lengths), dtype=np.float64)
@@ -74,19 +64,22 @@ class Pricing:
         """Other knobs; what was learned is kept while cost and speeds are the same. :meth:`reprice` must follow."""
         if (config.cost, config.speeds) != (self._config.cost, self._config.speeds):
             self.calibration = _calibration_of(config)
+            self.model = config.cost if self.calibration is None else self.calibration.cost
         self._config = config
         self.knobs = _plan_knobs(config, self._tolerance)
 
     def expect(self, batch: Batch, plan: Plan, lengths: Ints) -> None:
         """A batch leaves: its seconds will say what its lengths cost. O(rollouts)."""
-        if self.calibration is not None and not batch.num_padding and not self._has_own_costs:
+        if self.calibration is not None and not batch.num_padding and not self.has_own_costs:
             self.calibration.expect(batch.step, [[lengths[rows] for rows in one] for one in plan.ranks])
 
 
 def costs_of(rollouts: Sequence[Rollout], model: CostFunction) -> list[float]:
     """Each rollout's own cost, else the model's, which is asked once for all where it can be. Raises RolloutError,
     naming the rollout, for a cost that is no number from 0 to 1e100."""
-    if len(rollouts) == 1 or any(rollout.cost is not None for rollout in rollouts):
+    if len(rollouts) == 1:
+        return [_cost_of(rollouts[0], model)]
+    if any(rollout.cost is not None for rollout in rollouts):
         return [_cost_of(rollout, model) for rollout in rollouts]
     costs = np.asarray(model(np.array([rollout.num_tokens for rollout in rollouts], dtype=np.int64)), dtype=np.float64)
     if not ((costs >= 0) & (costs <= MAX_COST)).all():

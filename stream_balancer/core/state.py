@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stream_balancer.config import BalancerConfig
-from stream_balancer.core.admission import Admission
+from stream_balancer.core.admission import Admission, schema_of
 from stream_balancer.core.buffer import Buffer
 from stream_balancer.core.counters import Counts
 from stream_balancer.core.idle_time import IdleTimes
@@ -62,19 +62,24 @@ class State:
     def hold(self, rollout: Rollout, cost: float, now: float, skips: int = 0) -> None:
         """A rollout waits from now on; or it is evicted at once, as too old or as one of an abandoned group. O(1),
         amortised."""
-        self.admission.add(rollout)
-        if self.buffer.groups.is_abandoned(rollout.group_id):
+        buffer = self.buffer
+        if self.admission.schema is None:
+            self.admission.schema = schema_of(rollout)
+        if rollout.group_id is not None and buffer.groups.is_abandoned(rollout.group_id):
             self.evict([rollout], "abandoned")
             return
-        if self.staleness.is_too_old(rollout):
+        if rollout.version is not None and self.staleness.is_too_old(rollout):
             self.evict([rollout], "stale")
             return
+        if rollout.cost is not None:
+            self.pricing.has_own_costs = True
         self.ids.held.add(rollout.rollout_id)
-        self.pricing.add(rollout)
-        self.buffer.add(rollout, cost, now, skips)
-        self.staleness.add(rollout)
+        buffer.add(rollout, cost, now, skips)
+        if rollout.version is not None:
+            self.staleness.add(rollout)
         self.triggers.changed()
-        self.counts.peak_waiting = max(self.counts.peak_waiting, len(self.buffer))
+        if len(buffer) > self.counts.peak_waiting:
+            self.counts.peak_waiting = len(buffer)
 
     def remove(self, rows: NDArray[np.int64], *, never_came: bool = False) -> list[Rollout]:
         """These wait no longer; ``never_came``: their groups lack them again. :meth:`changed` must follow. O(n)."""

@@ -28,11 +28,11 @@ __all__ = ["Triggers"]
 
 
 class _Sendable(NamedTuple):
-    """Of the waiting rollouts, those young enough to leave now."""
+    """Of the waiting rollouts, those not held back for their age."""
 
     waiting: int
     ready: int
-    """Of these, not held back by an incomplete group."""
+    """Of these, not held back by an incomplete group either."""
     oldest_arrival: float
 
 
@@ -70,45 +70,48 @@ class Triggers:
 
         Never a time at which there has just been no reason, so waiting until then does not spin.
         """
-        sendable = self.sendable()
-        if not sendable.waiting:
+        waiting, ready = self.num_sendable()
+        if not waiting:
             return math.inf
-        if self.ended or self._window_is_full(sendable) or self._full_batch_is_due(sendable):
+        if self.ended or self._window_is_full(ready) or self._full_batch_is_due(ready):
             return -math.inf
-        if self.config.deadline_s is None or sendable.waiting < self.config.min_batch_size:
+        if self.config.deadline_s is None or waiting < self.config.min_batch_size:
             return math.inf
-        return max(sendable.oldest_arrival + self.config.deadline_s, self._not_before)
+        return max(self._oldest_arrival() + self.config.deadline_s, self._not_before)
 
     def reason(self, now: float, due: NDArray[np.bool_]) -> tuple[Reason | None, int]:
         """Why a batch leaves now, and how many rollouts it takes; None if none does. O(n)."""
-        size, sendable, available = self.config.batch_size, self.sendable(), self.num_available(due)
+        size, (_, ready), available = self.config.batch_size, self.num_sendable(), self.num_available(due)
         if self.ended:
             return ("drain", min(size, available)) if available else (None, 0)
-        if self._window_is_full(sendable) and available:
+        if self._window_is_full(ready) and available:
             return "window", min(size, available)
         deadline = self.config.deadline_s
-        if deadline is not None and now >= sendable.oldest_arrival + deadline:
+        if deadline is not None and now >= self._oldest_arrival() + deadline:
             if available >= self.config.min_batch_size:
                 return "deadline", min(size, available)
             self._not_before = self._next_group_deadline(due, deadline)
-        if self._full_batch_is_due(sendable):
-            return "age", min(size, sendable.ready)
+        if self._full_batch_is_due(ready):
+            return "age", min(size, ready)
         return None, 0
 
-    def _window_is_full(self, sendable: _Sendable) -> bool:
-        if sendable.ready >= self.config.window:
+    def _window_is_full(self, ready: int) -> bool:
+        if ready >= self.config.window:
             return True
         # a short batch makes room only where nothing is held back: those leave, or are evicted, as the trainer goes on
-        return self._force_flush and sendable.ready >= max(min(self.config.batch_size, self._buffer.num_ready), 1)
+        return self._force_flush and ready >= max(min(self.config.batch_size, self._buffer.num_ready), 1)
 
-    def _full_batch_is_due(self, sendable: _Sendable) -> bool:
-        ages = self._staleness
-        return ages.num_due > ages.num_held_back and sendable.ready >= self.config.batch_size
+    def _full_batch_is_due(self, ready: int) -> bool:
+        return self._staleness.num_due > self._staleness.num_held_back and ready >= self.config.batch_size
 
     def _next_group_deadline(self, due: NDArray[np.bool_], deadline_s: float) -> float:
         """When the next incomplete group will have waited long enough; inf if only a put can help."""
         arrivals = self._buffer.arrived_at[~self._buffer.complete & ~due]
         return float(arrivals.min()) + deadline_s if arrivals.size else math.inf
+
+    def _oldest_arrival(self) -> float:
+        """Of those that may leave now; inf if there are none."""
+        return self._count_sendable().oldest_arrival if self._staleness.num_held_back else self._buffer.oldest_arrival
 
     # -- which ---------------------------------------------------------------------------------------------------------
 
@@ -132,17 +135,20 @@ class Triggers:
             may = may | np.isin(labels, np.unique(labels[due & ~may]))
         return int(np.count_nonzero(may & ~self._staleness.held_back() if self._staleness.num_held_back else may))
 
-    def sendable(self) -> _Sendable:
-        """How many of the waiting rollouts may leave now. O(1) where none is held back for its age; else O(n) once
-        after every change."""
-        buffer = self._buffer
+    def num_sendable(self) -> tuple[int, int]:
+        """Waiting rollouts that are not held back for their age, and how many of these are ready, since their groups
+        are complete. O(1) where none is held back; else O(n) once after every change."""
         if not self._staleness.num_held_back:
-            return _Sendable(len(buffer), buffer.num_ready, buffer.oldest_arrival)
+            return len(self._buffer), self._buffer.num_ready
+        sendable = self._count_sendable()
+        return sendable.waiting, sendable.ready
+
+    def _count_sendable(self) -> _Sendable:
         if self._sendable is None:
             rows = np.flatnonzero(~self._staleness.held_back())
             self._sendable = _Sendable(
                 waiting=rows.size,
-                ready=int(np.count_nonzero(buffer.complete[rows])),
-                oldest_arrival=float(buffer.arrived_at[rows[0]]) if rows.size else math.inf,
+                ready=int(np.count_nonzero(self._buffer.complete[rows])),
+                oldest_arrival=float(self._buffer.arrived_at[rows[0]]) if rows.size else math.inf,
             )
         return self._sendable
