@@ -24,6 +24,7 @@ import msgspec
 
 from stream_balancer.errors import AlreadyInUseError, ClosedResourceError, WireError
 from stream_balancer.wire.messages import (
+    PROTOCOL,
     Challenge,
     Hello,
     Join,
@@ -31,7 +32,6 @@ from stream_balancer.wire.messages import (
     Refused,
     Welcome,
 )
-from stream_balancer.wire.share import PROTOCOL
 
 __all__ = [
     "MAX_BYTES",

@@ -24,6 +24,7 @@ from stream_balancer.transport.producer_port import EncodedPut
 from stream_balancer.transport.put_ledger import Mode
 from stream_balancer.transport.sockets.framing import frame
 from stream_balancer.wire.messages import (
+    PROTOCOL,
     Accepted,
     Cancel,
     Close,
@@ -36,7 +37,6 @@ from stream_balancer.wire.messages import (
     Taken,
 )
 from stream_balancer.wire.rollouts import encode_rollout
-from stream_balancer.wire.share import PROTOCOL
 
 TOKEN = "a token of the test"
 

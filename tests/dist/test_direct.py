@@ -22,9 +22,8 @@ import stream_balancer as sb
 from stream_balancer.controller.producers import attend
 from stream_balancer.transport.handshake import Joining, pack
 from stream_balancer.transport.sockets.framing import frame
-from stream_balancer.wire.messages import Close, DropPayloads, Hello, JoinFetcher, WantPayloads
+from stream_balancer.wire.messages import PROTOCOL, Close, DropPayloads, Hello, JoinFetcher, WantPayloads
 from stream_balancer.wire.partial_share import RemoteRollout
-from stream_balancer.wire.share import PROTOCOL
 
 Served = tuple[sb.StreamBalancer, sb.TorchTransport]
 

@@ -28,6 +28,7 @@ from stream_balancer.transport.handshake import pack, proof_of
 from stream_balancer.transport.sockets import acceptor as _acceptor
 from stream_balancer.transport.sockets.framing import frame
 from stream_balancer.wire.messages import (
+    PROTOCOL,
     Challenge,
     Close,
     Hello,
@@ -42,7 +43,6 @@ from stream_balancer.wire.messages import (
     RolloutHeader,
     WelcomeRank,
 )
-from stream_balancer.wire.share import PROTOCOL
 
 TOKEN = "the token of the test"
 GUARD_S = 50

@@ -21,6 +21,7 @@ from stream_balancer.transport.handshake import (
     token_bytes,
 )
 from stream_balancer.wire.messages import (
+    PROTOCOL,
     Challenge,
     Hello,
     Join,
@@ -35,7 +36,6 @@ from stream_balancer.wire.messages import (
     WelcomeProducer,
     WelcomeRank,
 )
-from stream_balancer.wire.share import PROTOCOL
 
 TOKEN = b"a token of sixteen or more"
 RANK = JoinRank(0, 1, 10**9, 2, 2**30)
