@@ -81,6 +81,29 @@ def test_imports_go_downwards() -> None:
     assert upward_imports() - EXCEPTIONS.keys() == set()
 
 
+KINDS = ["sockets", "gloo", "ray"]
+"""Of transports. Gloo's peers meet over a socket, so `gloo` may import `sockets`; nothing else here knows another."""
+
+BACK = {"transport.sockets.payloads", "transport.sockets.producers"}
+"""They import `transport.gloo.joiner`, which connects sockets and belongs there. This set only shrinks."""
+
+
+def kind_of(module: str) -> str:
+    return next((kind for kind in KINDS if short(module).startswith(f"transport.{kind}")), "")
+
+
+def test_what_is_common_to_transports_knows_none_of_them() -> None:
+    found = {
+        (kind_of(module), kind_of(other)): short(module)
+        for module, imported in edges().items()
+        for other in imported
+        if folder_of(module) == "transport"
+        and kind_of(other) not in ("", kind_of(module))
+        and short(module) not in BACK
+    }
+    assert found.keys() <= {("gloo", "sockets")}, found
+
+
 def test_no_exception_outlives_its_import() -> None:
     assert EXCEPTIONS.keys() <= upward_imports()
 
