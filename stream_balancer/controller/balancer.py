@@ -83,7 +83,7 @@ class StreamBalancer(OfOneProcess):
     ``accept(rollouts)`` decides what is worth training on, before it takes a place: called with a rollout by itself, or
     with all siblings of a group (of ``put_group``, or once the last of ``group_size`` comes). What it turns down is
     counted and evicted as "filtered", and its put returns as usual; what it raises comes out of that put, and nothing
-    was accepted. It may be async: a slow verdict delays its own put and no other. See docs/staleness.md.
+    was accepted. It may be async: a slow answer delays its own put and no other. See docs/staleness.md.
 
     ``journal``: a folder. A put then returns once the rollout is on the disk, and the balancer goes on after a crash
     with all that was accepted and not acknowledged; see docs/journal.md. It is read on entering ``async with``, which
@@ -416,16 +416,8 @@ class StreamBalancer(OfOneProcess):
         """What dispatching waits for now, in a sentence: ``"37 of 64 rollouts wait, the oldest for 812 s; no deadline_s
         is set"``. ``serve()`` logs it, with the ranks' part, when nothing moves for long."""
         core, now = self.parts.core, self._lifetime.now("why_no_batch")
-        return why_no_batch(
-            self.config,
-            self.statistics(),
-            taker=self.parts.consumer.taker,
-            ready=core.next_wakeup() <= now,
-            ended=self.ended,
-            incomplete=core.state.buffer.groups.incomplete(),
-            held_back=core.state.staleness.num_held_back,
-            steps_ahead=core.state.ledger.steps_ahead,
-        )
+        ready, taker = core.next_wakeup() <= now, self.parts.consumer.taker
+        return why_no_batch(core.state, self.statistics(), taker=taker, ready=ready, ended=self.ended)
 
     def _why_stalled(self, seconds: float) -> str:
         """The line in the log; none where ``serve()`` writes it."""

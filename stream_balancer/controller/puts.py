@@ -29,7 +29,7 @@ from stream_balancer.controller.journal import Journal, Writing
 from stream_balancer.controller.lifetime import Lifetime
 from stream_balancer.controller.wait_queues import Waiter
 from stream_balancer.controller.wakeups import Wakeups
-from stream_balancer.core.accept import Accept, ask, verdict_of
+from stream_balancer.core.accept import Accept, call_accept, decision_of
 from stream_balancer.core.machine import BalancerCore
 from stream_balancer.errors import WouldBlock
 from stream_balancer.types import Rollout
@@ -133,7 +133,7 @@ class PendingPut(Waiter):
         core = self._puts.core
         core.check(self._rollouts)  # a bad rollout is refused, whatever accept= would say
         question = core.state.admission.completed_by(self._rollouts)
-        answer = True if question is None else ask(accept, question)
+        answer = True if question is None else call_accept(accept, question)
         if isinstance(answer, bool):
             self._filtered(answer, now, may_wait)
         elif may_wait:
@@ -145,7 +145,7 @@ class PendingPut(Waiter):
 
     async def _finish_filter(self) -> None:
         assert self._answer is not None
-        keep = verdict_of(await self._answer)
+        keep = decision_of(await self._answer)
         self._answer, now = None, anyio.current_time()
         question = self._puts.core.state.admission.completed_by(self._rollouts)
         if question is None or _ids(question) != self._asked:

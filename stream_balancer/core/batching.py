@@ -49,8 +49,8 @@ def make_batch(state: State, plan: Plan, reason: Reason, now: float) -> Batch:
     buffer, dp_size, step = state.buffer, state.config.dp_size, state.ledger.next_step
     rows = rows_of(plan)
     rollouts, lengths = buffer.rollouts(rows), buffer.lengths[rows]
-    shares = _micro_batches(plan, rollouts, lengths.tolist())
-    num_padding = _fill_up(shares, rollouts, step)
+    micro_batches = _micro_batches(plan, rollouts, lengths.tolist())
+    num_padding = _add_padding(micro_batches, rollouts, step)
     loads: list[float] = (plan.loads if plan.rates is None else plan.loads / plan.rates).tolist()
     tokens, loss_tokens = int(lengths.sum()), int(buffer.loss_tokens[rows].sum())
     return Batch(
@@ -61,13 +61,13 @@ def make_batch(state: State, plan: Plan, reason: Reason, now: float) -> Batch:
                 step=step,
                 rank=rank,
                 dp_size=dp_size,
-                micro_batches=tuple(share),
+                micro_batches=tuple(of_rank),
                 load=loads[rank],
                 global_num_rollouts=len(rollouts),
                 global_num_tokens=tokens,
                 global_num_loss_tokens=loss_tokens,
             )
-            for rank, share in enumerate(shares)
+            for rank, of_rank in enumerate(micro_batches)
         ),
         num_rollouts=len(rollouts),
         num_tokens=tokens,
@@ -100,17 +100,18 @@ def _micro_batches(plan: Plan, rollouts: list[Rollout], lengths: list[int]) -> l
     ]
 
 
-def _fill_up(shares: list[list[MicroBatch]], real: Sequence[Rollout], step: int) -> int:
-    """Give every rank the same number of micro-batches, with zero-weight copies of the shortest rollout; how many. In
-    place.
+def _add_padding(micro_batches: list[list[MicroBatch]], real: Sequence[Rollout], step: int) -> int:
+    """Every rank gets the same number of micro-batches, in place: zero-weight copies of the shortest rollout where it
+    has fewer. -> how many.
 
     Only the drain, a deadline or a large ``micro_batch_multiple`` can leave a rank short: planning never makes an empty
     micro-batch while there are rollouts to split.
     """
-    most = max(len(share) for share in shares)
-    missing = [(rank, index) for rank, share in enumerate(shares) for index in range(len(share), most)]
+    most = max(map(len, micro_batches))
+    missing = [(rank, index) for rank, of_rank in enumerate(micro_batches) for index in range(len(of_rank), most)]
     if missing:
         shortest = min(real, key=lambda r: r.num_tokens)
         for rank, index in missing:
-            shares[rank].append(MicroBatch.of([shortest.padding_copy(f"{PADDING_PREFIX}{step}-{rank}-{index}")]))
+            copy = shortest.padding_copy(f"{PADDING_PREFIX}{step}-{rank}-{index}")
+            micro_batches[rank].append(MicroBatch.of([copy]))
     return len(missing)

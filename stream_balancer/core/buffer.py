@@ -127,7 +127,7 @@ class Buffer:
     # -- looking -------------------------------------------------------------------------------------------------------
 
     def waiting(self, due: NDArray[np.bool_]) -> Waiting:
-        """The planner's view: columns by age, valid until the next change. O(n)."""
+        """The planner's view: columns by arrival, valid until the next change. O(n)."""
         n = self._rows
         return Waiting(
             costs=self._costs[:n],
@@ -264,7 +264,7 @@ class Buffer:
         self._free_slots += range(len(self._table) - 1, before - 1, -1)
 
     def _keys(self) -> NDArray[np.int64]:
-        """[n] what the sorted index holds: length first, then age."""
+        """[n] what the sorted column holds: length first, then arrival."""
         return self._lengths[: self._rows] << _SEQ_BITS | self._seqs[: self._rows]
 
     def _sort_in(self) -> None:

@@ -1,17 +1,17 @@
-"""What the clock says about the cost model: seconds of work per token and token pair, and each rank's speed.
+"""Calibration of the cost model by the ranks' seconds: work per token and token pair, and each rank's speed.
 
-The seconds that a rank computed on its share are taken to be
+The seconds that a rank computed on its rank batch are taken to be
 
     seconds[rank] = (a * tokens + b * sum(length^2) + c * micro_batches + d) / speed[rank]
 
 and ``a, b, c, d >= 0`` are fitted by recursive least squares with forgetting, in information form: the sums of products
 fade by a constant factor per step, and a prior that does not fade (the FLOPs model's mix of a and b, weak c and d) is
-added before each solve. So a direction that balanced shares never excite stays where the prior put it instead of
+added before each solve. So a direction that balanced rank batches never excite stays where the prior put it instead of
 drifting off, which is how plain forgetting fails ("wind-up"; Astrom and Wittenmark, Adaptive Control, 2nd ed., 11.6).
 Errors are relative, and an observation far outside the usual spread counts less (Huber's weights), so that one
 checkpoint in the middle of a step does not spoil the fit. A rank's speed is the median of its last measured speeds.
 
-Pure: seconds come in as an argument. What costs are for is decided elsewhere: ``_core`` reprices, ``planning`` plans.
+Pure: seconds come in as an argument. What costs are for is decided elsewhere: ``pricing`` reprices, ``planning`` plans.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _SPEED_WINDOW = 33  # of a rank's measured speeds, whose median counts
 _SPEED_NEWS = 11  # but if the median of the last ones is another, they alone count: a change is followed in 6 steps
 _MEDIAN_NOISE = 1.2533  # of a median, over that of a mean
 _SPEED_STEPS = 5  # before that many, all ranks count as alike
-_SPEED_LEAST = 0.02  # ranks within this of each other are alike: a machine's mood is not a slow rank
+_SPEED_LEAST = 0.02  # ranks within this of each other are alike: noise is not a slow rank
 _SPEED_CHANGE = 0.01  # a smaller change of a speed is not worth another plan
 _MIX_CHANGE = 0.005  # nor is a smaller change of the mix of a and b
 _ERROR_STEPS = 10.0  # the prediction error in the statistics is that of about so many steps
@@ -79,23 +79,23 @@ class Calibration:
 
     # -- in ------------------------------------------------------------------------------------------------------------
 
-    def expect(self, step: int, shares: Sequence[Sequence[Ints]]) -> None:
-        """A step leaves: ``shares[rank][micro_batch]`` -> lengths. O(rollouts)."""
-        self._pending[step] = np.array([self._features(share) for share in shares])
+    def expect(self, step: int, rank_batches: Sequence[Sequence[Ints]]) -> None:
+        """A step leaves, with these lengths: ``rank_batches[rank][micro_batch]``. O(rollouts)."""
+        self._pending[step] = np.array([self._features(micro_batches) for micro_batches in rank_batches])
         while len(self._pending) > _MOST_PENDING:
             self._pending.popitem(last=False)
 
-    def _features(self, share: Sequence[Ints]) -> tuple[float, float, float, float]:
+    def _features(self, micro_batches: Sequence[Ints]) -> tuple[float, float, float, float]:
         if self._model.padded:
-            longest = [(len(one), float(one.max())) for one in share]
+            longest = [(len(one), float(one.max())) for one in micro_batches]
             return (
                 sum(n * most for n, most in longest),
                 sum(n * most * most for n, most in longest),
-                float(len(share)),
+                float(len(micro_batches)),
                 1.0,
             )
-        lengths = np.concatenate(share).astype(np.float64)
-        return float(lengths.sum()), float(lengths @ lengths), float(len(share)), 1.0
+        lengths = np.concatenate(micro_batches).astype(np.float64)
+        return float(lengths.sum()), float(lengths @ lengths), float(len(micro_batches)), 1.0
 
     def observe(self, step: int, seconds: Sequence[float]) -> bool:
         """Every rank's seconds for a step. True if ``cost`` or ``speeds`` are now others. O(ranks)."""
@@ -175,8 +175,8 @@ class Calibration:
     # -- out -----------------------------------------------------------------------------------------------------------
 
     def cost(self, lengths: ArrayLike) -> Floats:
-        """``[n]`` lengths -> ``[n]`` float64 work in the prior's unit: of a typical share's worth of rollouts it is
-        what the prior says."""
+        """``[n]`` lengths -> ``[n]`` float64 work in the prior's unit: a typical rank batch costs what
+        the prior says."""
         if self._mix is None or self._typical is None:
             return self._model(lengths)
         x = np.asarray(lengths, dtype=np.float64)

@@ -1,6 +1,7 @@
 """Why nothing is dispatched, in a sentence an operator can act on. Pure: time and state are arguments.
 
-Not here: noticing that it is time to say so (``dispatch``), and telling a stopped peer from a slow one (``transport``).
+Not here: when that is logged (``controller.stall_reporter``), and how a stopped peer is told from a slow one
+(``transport``).
 """
 
 from __future__ import annotations
@@ -10,11 +11,12 @@ from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 from stream_balancer.config import BalancerConfig
+from stream_balancer.core.state import State
 from stream_balancer.statistics import Statistics
 
 __all__ = ["RankState", "Taker", "why_no_batch", "why_ranks_wait"]
 
-_MOST_NAMED = 3  # ranks, groups; of a thousand that wait for one store, a line names a few
+_MOST_NAMED = 3  # ranks, groups: of a thousand that wait for one cause, a line in the log names a few
 
 Taker: TypeAlias = Literal["asking", "busy", "serve", "nobody"]
 """Who takes batches: a trainer that waits for the next one, or works on its last; ``serve()``; or nobody so far."""
@@ -40,45 +42,36 @@ class RankState:
     lost: str | None = None
     """Why its link broke, if it was there before."""
     queue: int = 0
-    """Shares it has been sent and has not acknowledged."""
+    """Rank batches it has been sent and has not acknowledged."""
     step: int | None = None
     """The oldest step it has been sent and has not acknowledged."""
 
 
 def why_no_batch(
-    config: BalancerConfig,
-    statistics: Statistics,
-    *,
-    taker: Taker = "asking",
-    ready: bool = False,
-    ended: bool = False,
-    incomplete: Mapping[str, int] | None = None,
-    held_back: int = 0,
-    steps_ahead: int = 0,
+    state: State, statistics: Statistics, *, taker: Taker = "asking", ready: bool = False, ended: bool = False
 ) -> str:
     """What the balancer waits for: ``"37 of 64 rollouts wait, the oldest for 812 s; no deadline_s is set"``.
 
-    ``ready``: a batch would leave if it were asked for. ``ended``: no more rollouts will come. ``incomplete``: siblings
-    that have come, of each group that waits for others. ``held_back``: rollouts too old to leave while ``steps_ahead``
-    batches are before them.
+    ``ready``: a batch would leave if it were asked for. ``ended``: no more rollouts will come.
     """
-    said = [_what_waits(config, statistics, ended)]
+    config, held_back = state.config, state.staleness.num_held_back
+    reasons = [_what_waits(config, statistics, ended)]
     if held_back:
-        said.append(
+        reasons.append(
             f"{held_back} are too old (max_staleness={config.max_staleness}) to leave before the trainer is through "
-            f"with the {steps_ahead} batches ahead of them"
+            f"with the {state.ledger.steps_ahead} batches ahead of them"
         )
     if ready:
-        said.append(_READY[taker])
+        reasons.append(_READY[taker])
     elif statistics.waiting:
-        said += _why_not_ready(config, statistics, incomplete or {})
+        reasons += _why_not_ready(config, statistics, state.buffer.groups.incomplete())
     if not ready and taker == "nobody":
-        said.append("nobody iterates batches()")
-    if gone := [f"{number} {reason}" for reason, number in statistics.evicted.items() if number]:
-        said.append(f"evicted so far: {', '.join(gone)}")
+        reasons.append("nobody iterates batches()")
+    if evicted := [f"{number} {reason}" for reason, number in statistics.evicted.items() if number]:
+        reasons.append(f"evicted so far: {', '.join(evicted)}")
     if statistics.blocked_puts:
-        said.append(f"{statistics.blocked_puts} puts wait for room")
-    return "; ".join(said)
+        reasons.append(f"{statistics.blocked_puts} puts wait for room")
+    return "; ".join(reasons)
 
 
 def _what_waits(config: BalancerConfig, statistics: Statistics, ended: bool) -> str:
@@ -88,27 +81,29 @@ def _what_waits(config: BalancerConfig, statistics: Statistics, ended: bool) -> 
 
 
 def _why_not_ready(config: BalancerConfig, statistics: Statistics, incomplete: Mapping[str, int]) -> list[str]:
-    said = []
+    reasons = []
     if config.deadline_s is None:
-        said.append("no deadline_s is set")
+        reasons.append("no deadline_s is set")
     elif statistics.oldest_wait_s < config.deadline_s:
-        said.append(f"deadline_s is {config.deadline_s:g}")
+        reasons.append(f"deadline_s is {config.deadline_s:g}")
     elif statistics.waiting < config.min_batch_size:
-        said.append(f"deadline_s ({config.deadline_s:g}) sends no fewer than min_batch_size ({config.min_batch_size})")
+        reasons.append(
+            f"deadline_s ({config.deadline_s:g}) sends no fewer than min_batch_size ({config.min_batch_size})"
+        )
     if incomplete:
         named = [f"{name!r} ({came} of {config.group_size})" for name, came in list(incomplete.items())[:_MOST_NAMED]]
         more = f" and {len(incomplete) - _MOST_NAMED} more" if len(incomplete) > _MOST_NAMED else ""
-        said.append(f"groups that wait for siblings: {', '.join(named)}{more}")
-    return said
+        reasons.append(f"groups that wait for siblings: {', '.join(named)}{more}")
+    return reasons
 
 
 def why_ranks_wait(ranks: Sequence[RankState]) -> str:
     """Which ranks hold everybody up, longest first; ``""`` if every rank has room for a batch."""
     holding = sorted((rank for rank in ranks if not rank.ready), key=lambda rank: -rank.since_s)
-    said = [_why_rank_waits(rank) for rank in holding[:_MOST_NAMED]]
+    reasons = [_why_rank_waits(rank) for rank in holding[:_MOST_NAMED]]
     if len(holding) > _MOST_NAMED:
-        said.append(f"so do {len(holding) - _MOST_NAMED} more ranks")
-    return "; ".join(said)
+        reasons.append(f"so do {len(holding) - _MOST_NAMED} more ranks")
+    return "; ".join(reasons)
 
 
 def _why_rank_waits(rank: RankState) -> str:

@@ -1,10 +1,10 @@
-"""Where the ranks' time goes: seconds they did not compute, by cause, and which rank is slow since when.
+"""Idle time of the ranks: seconds in which they did not compute, by cause; and which rank is slow, since when.
 
 Pure: seconds and steps come in as arguments; nothing here decides what leaves. For each step a rank's idle time has two
 parts. While it computes nothing because others still do, it is *imbalance*: the slowest rank's seconds less its own,
-split into what the lower bound says nobody could have avoided, and the rest. While it waits for its next share, the
-balancer was waiting itself for rollouts (*no_data*), or held them for a better batch (*window*, *deadline*); what is
-left after that, and after waiting for other ranks to be ready (which the imbalance has counted), is *transport*.
+split into what the lower bound says nobody could have avoided, and the rest. While it waits for its next rank batch,
+the balancer was waiting itself for rollouts (*no_data*), or held them for a better batch (*window*, *deadline*); what
+is left after that, and after waiting for other ranks to be ready (which the imbalance has counted), is *transport*.
 
 Only durations are used, no two clocks are compared.
 """
@@ -32,14 +32,14 @@ _MOST_PENDING = 64  # steps whose seconds may be missing
 # Page's CUSUM (1954) on log(slowdown): evidence adds up above the allowance, and since it last was zero is since when
 _ALLOWANCE = 0.05  # a rank 5 % slower than the median is nothing to report
 _ALARM = 0.5  # 11 steps of 10 %, or _LEAST_STEPS of more
-_LEAST_STEPS = 5  # slow ones: three in a row are a compilation, a checkpoint, a neighbour's burst
+_LEAST_STEPS = 5  # slow ones: three in a row are a compilation, a checkpoint, another job on the host
 _LEAST_LOSS_S = 0.02  # of a step, over the median rank: a time slice of the scheduler, a garbage collection
 _MOST_EVIDENCE = 1.0  # so that a rank that has recovered is cleared after 10 good steps
 _MOST_A_STEP = 0.25  # one checkpoint in the middle of a step is no straggler
 
 
 class IdleTimes:
-    """The ledger of a balancer, since it was made (it is in no checkpoint)."""
+    """The idle seconds of all ranks since the balancer was made (they are in no checkpoint)."""
 
     def __init__(self, num_ranks: int) -> None:
         self._seconds = np.zeros((num_ranks, len(_CAUSES)))

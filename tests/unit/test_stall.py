@@ -52,7 +52,7 @@ def config_of(**knobs: object) -> sb.BalancerConfig:
     ],
 )
 def test_the_balancers_part(config: sb.BalancerConfig, statistics: Statistics, expected: str) -> None:
-    assert why_no_batch(config, statistics) == expected
+    assert why_no_batch(BalancerCore(config).state, statistics) == expected
 
 
 async def test_who_takes_batches_is_named() -> None:
