@@ -57,7 +57,7 @@ class Outcome:
     """Rollouts passed over more than max_skips times: must be 0."""
 
 
-def drive(stream: Stream, knobs: PlanKnobs, window: int, steps: int, sync_rows: bool = False) -> Outcome:
+def drive(stream: Stream, knobs: PlanKnobs, window: int, steps: int, lockstep: bool = False) -> Outcome:
     size = knobs.batch_size
     held = np.empty(0, dtype=np.int64)
     skips = np.empty(0, dtype=np.int64)
@@ -96,7 +96,7 @@ def drive(stream: Stream, knobs: PlanKnobs, window: int, steps: int, sync_rows: 
             rate = np.ones(knobs.num_ranks) if knobs.speeds is None else knobs.speeds
             mean += float(plan.loads.sum() / rate.sum())
             bounds += plan.lower_bound
-            if sync_rows:
+            if lockstep:
                 table = [[columns.costs[one].sum() for one in share] for share in plan.ranks]
                 highest += float(np.array(table).max(axis=0).sum())
             else:
@@ -273,7 +273,7 @@ def real(rows: Rows, folder: str | None, seeds: int, steps: int, only: str) -> N
                 average(rows, label, outcomes, None)
 
 
-# --- cost of a dispatch, and rows ------------------------------------------------------------------------------------
+# --- cost of a dispatch, and lockstep --------------------------------------------------------------------------------
 
 
 def cost_of_a_dispatch(rows: Rows) -> None:
@@ -307,7 +307,7 @@ def cost_of_a_dispatch(rows: Rows) -> None:
             rows.add(f"window {window}, {batch}/{ranks} {kind}: plan", float(np.median(times[4:])), "ms", bar)
 
 
-def rows_from_the_window(rows: Rows, seeds: int, steps: int) -> None:
+def lockstep_from_the_window(rows: Rows, seeds: int, steps: int) -> None:
     """Ranks that meet at every micro-batch; ln tok 64/8, one rollout per micro-batch."""
     rows.text("sync='micro_batch': ln tok 64/8, 8 micro-batches of one rollout")
     for width, max_skips in ((1, 0), (2, 4), (2, 8), (4, 16)):
@@ -315,7 +315,7 @@ def rows_from_the_window(rows: Rows, seeds: int, steps: int) -> None:
         outcomes = []
         for seed in range(min(seeds, 5)):
             lengths = lognormal(64 * (steps + 5), seed)
-            outcomes.append(drive(Stream(lengths, lengths), knobs, width * 64, steps, sync_rows=True))
+            outcomes.append(drive(Stream(lengths, lengths), knobs, width * 64, steps, lockstep=True))
         average(rows, f"rows, ln tok 64/8 W{width} D{max_skips}", outcomes, None, prices=False)
 
 
@@ -353,7 +353,7 @@ def main() -> None:
     rows = Rows(arguments.json)
     if not arguments.only:
         cost_of_a_dispatch(rows)
-        rows_from_the_window(rows, arguments.seeds, arguments.steps)
+        lockstep_from_the_window(rows, arguments.seeds, arguments.steps)
         capped_and_slowed(rows, arguments.seeds, arguments.steps)
     synthetic(rows, arguments.seeds, arguments.steps, arguments.only)
     real(rows, arguments.traces, arguments.seeds, arguments.steps, arguments.only)

@@ -7,6 +7,8 @@ whole package.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -29,16 +31,9 @@ def plan_fifo(waiting: Waiting, knobs: PlanKnobs, *, num_rollouts: int, step: in
         group_complete=waiting.group_complete[oldest],
     )
     plan = plan_batch(visible, knobs, num_rollouts=len(oldest), step=step)
+    # the plan's positions are into what it was shown: back into the whole window
     ranks = [[oldest[positions] for positions in micro_batches] for micro_batches in plan.ranks]
-    return Plan(
-        ranks=ranks,
-        loads=plan.loads,
-        rates=plan.rates,
-        lower_bound=plan.lower_bound,
-        incomplete_groups=plan.incomplete_groups,
-        avoidable_imbalance=plan.avoidable_imbalance,
-        unavoidable_imbalance=plan.unavoidable_imbalance,
-    )
+    return replace(plan, ranks=ranks)
 
 
 def plan_round_robin(waiting: Waiting, knobs: PlanKnobs, *, num_rollouts: int, step: int) -> Plan:

@@ -89,9 +89,9 @@ class Units:
 def _by_first_member(labels: Ints) -> Ints:
     """Labels renumbered 0, 1, ... in the order of their first appearance. O(W log W)."""
     _, first, inverse = np.unique(labels, return_index=True, return_inverse=True)
-    by_age = np.empty(first.size, dtype=np.int64)
-    by_age[np.argsort(first, kind="stable")] = np.arange(first.size)
-    return by_age[inverse]
+    new_label = np.empty(first.size, dtype=np.int64)
+    new_label[np.argsort(first, kind="stable")] = np.arange(first.size)
+    return new_label[inverse]
 
 
 def _in_pieces(labels: Ints, limit: int) -> Ints:
@@ -107,46 +107,51 @@ def _in_pieces(labels: Ints, limit: int) -> Ints:
 
 def select(waiting: Waiting, units: Units, knobs: PlanKnobs, num_rollouts: int) -> tuple[Bools, Bools]:
     """-> ([U] goes in any case, [U] goes)."""
-    num_units = units.sizes.size
-    must = np.zeros(num_units, dtype=np.bool_)
-    room = num_rollouts
-    forced = _forced(units, knobs)
-    for wanted in (forced, units.due & ~forced):  # the guarantee first, then what is due; each earliest deadline first
-        candidates = np.flatnonzero(wanted)
-        candidates = candidates[np.lexsort((candidates, units.remaining[candidates]))]
-        room -= _take(must, candidates, units.sizes, room)
+    must = _must_go(units, knobs, num_rollouts)
+    room = num_rollouts - int(units.sizes[must].sum())
     others = np.flatnonzero(units.ready & ~must)
     if room == 0 or others.size == 0:
         return must, must
-    # nearly always there is one size only; else the one that most rollouts belong to, and the others fill up
+    # The choice below counts units, so they must be of one size. Nearly always they are; else it is made among the size
+    # that most rollouts belong to, and the others fill up.
     size = int(np.bincount(units.sizes[others], weights=units.sizes[others]).argmax())
     alike = others[units.sizes[others] == size]
-    field = np.sort(np.concatenate((np.flatnonzero(must), alike)))
-    ranks = knobs.num_ranks
-    rate = np.ones(ranks) if knobs.speeds is None else np.asarray(knobs.speeds, dtype=np.float64)
-    go = np.zeros(num_units, dtype=np.bool_)
-    num_more = min(room // size, alike.size)
-    num_locksteps = _num_locksteps(waiting, knobs, num_rollouts)
-    if num_locksteps > 1 and size == 1 and field.size == int(units.sizes[field].sum()) > num_rollouts > num_locksteps:
-        go[field] = choose_lockstep(
-            units.costs[field], must[field], units.remaining[field], num_rollouts, knobs.num_ranks, num_locksteps
-        )
+    candidates = np.sort(np.concatenate((np.flatnonzero(must), alike)))  # oldest first
+    go = np.zeros(units.sizes.size, dtype=np.bool_)
+    number = _num_locksteps(waiting, knobs, num_rollouts)
+    single = size == 1 and candidates.size == int(units.sizes[candidates].sum())
+    if single and number > 1 and candidates.size > num_rollouts > number:
+        costs, remaining = units.costs[candidates], units.remaining[candidates]
+        go[candidates] = choose_lockstep(costs, must[candidates], remaining, num_rollouts, knobs.num_ranks, number)
         return must, go
-    go[field] = choose(
+    rate = np.ones(knobs.num_ranks) if knobs.speeds is None else np.asarray(knobs.speeds, dtype=np.float64)
+    go[candidates] = choose(
         Candidates(
-            costs=units.costs[field],
-            parts=(units.costs if knobs.groups == "same_rank" else units.peaks)[field],
-            must=must[field],
-            remaining=units.remaining[field],
-            num_more=num_more,
+            costs=units.costs[candidates],
+            parts=(units.costs if knobs.groups == "same_rank" else units.peaks)[candidates],
+            must=must[candidates],
+            remaining=units.remaining[candidates],
+            num_more=min(room // size, alike.size),
             ranks=float(rate.sum() / rate.max()),
-            filler=_filler_of_outlier(units, field, knobs, num_rollouts),
+            filler=_filler_of_outlier(units, candidates, knobs, num_rollouts),
         )
     )
     room = num_rollouts - int(units.sizes[go].sum())
     if room:
         _take(go, others[~go[others]], units.sizes, room)
     return must, go
+
+
+def _must_go(units: Units, knobs: PlanKnobs, num_rollouts: int) -> Bools:
+    """[U] what the guarantee demands, then what is due; each earliest deadline first, as far as they fit."""
+    must = np.zeros(units.sizes.size, dtype=np.bool_)
+    room = num_rollouts
+    forced = _forced(units, knobs)
+    for wanted in (forced, units.due & ~forced):
+        in_order = np.flatnonzero(wanted)
+        in_order = in_order[np.lexsort((in_order, units.remaining[in_order]))]
+        room -= _take(must, in_order, units.sizes, room)
+    return must
 
 
 def _num_locksteps(waiting: Waiting, knobs: PlanKnobs, num_rollouts: int) -> int:
@@ -160,11 +165,11 @@ def _num_locksteps(waiting: Waiting, knobs: PlanKnobs, num_rollouts: int) -> int
     return -(-number // knobs.micro_batch_multiple) * knobs.micro_batch_multiple
 
 
-def _filler_of_outlier(units: Units, field: Ints, knobs: PlanKnobs, num_rollouts: int) -> float:
+def _filler_of_outlier(units: Units, candidates: Ints, knobs: PlanKnobs, num_rollouts: int) -> float:
     """Equal counts: the least work of the rollouts that must lie beside an outlier; they are taken to be light ones."""
     if knobs.counts == "free":
         return 0.0
-    each = np.sort(units.costs[field] / units.sizes[field])
+    each = np.sort(units.costs[candidates] / units.sizes[candidates])
     beside = num_rollouts // knobs.num_ranks - 1
     return max(beside, 0) * float(each[: max(1, each.size // _LIGHT_SHARE)].mean())
 

@@ -137,7 +137,7 @@ class TestConfig:
 class TestShadows:
     def test_they_choose_what_the_planner_chooses(self) -> None:
         rng = np.random.default_rng(0)
-        knobs = PlanKnobs(4, 16, 9, groups="same_batch", group_size=1)  # groups of one: no exchange follows
+        knobs = PlanKnobs(4, 16, 9, groups="same_batch", group_size=1)  # groups of one: no swap follows
         for step in range(50):
             size = 48
             waiting = Waiting(

@@ -54,7 +54,7 @@ def test_every_rollout_is_on_one_rank_and_no_rank_is_idle(costs, num_ranks, coun
     check(costs, shares, num_ranks, counts)
     bound = lower_bound(costs, num_ranks, counts)
     assert finish(costs, shares) >= bound * (1 - 1e-9)
-    if counts == "free" and costs:  # what largest-first alone guarantees (Graham 1969), kept by every exchange
+    if counts == "free" and costs:  # what largest-first alone guarantees (Graham 1969), kept by every swap
         assert finish(costs, shares) <= (4 / 3) * max(bound, 1e-300) * 1.5
     check(costs, partition(costs, num_ranks, counts, tolerance=1e-7), num_ranks, counts)
 
@@ -81,11 +81,11 @@ def test_the_bound_with_speeds_is_below_the_optimum(costs, speeds):
 
 
 @given(st.lists(st.integers(1, 60).map(float), min_size=12, max_size=30), st.integers(2, 5))
-def test_equal_counts_bound_sees_the_company_of_the_heaviest(costs, num_ranks):
+def test_equal_counts_bound_sees_the_fillers_of_the_heaviest(costs, num_ranks):
     costs = [*costs, 1000.0]
     least = len(costs) // num_ranks
-    company = sum(sorted(costs)[: least - 1])
-    assert lower_bound(costs, num_ranks, "equal") >= 1000.0 + company - 1e-6
+    fillers = sum(sorted(costs)[: least - 1])
+    assert lower_bound(costs, num_ranks, "equal") >= 1000.0 + fillers - 1e-6
 
 
 @given(many_costs, st.integers(1, 6), kinds)

@@ -1,4 +1,4 @@
-"""The exchange with the window only ever helps."""
+"""A swap with the window only ever helps."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_a_slow_rank_is_brought_to_its_speed() -> None:
 
 
 def test_what_comes_in_fits_its_micro_batch() -> None:
-    """The best exchange by work would break the cap; the next best does not."""
+    """The best swap by work would break the cap; the next best does not."""
     costs = np.array([5.0, 5.0, 5.0, 1.0, 4.9, 4.0])
     lengths = np.array([5, 5, 5, 1, 9, 4])
     shares = [[np.array([0]), np.array([1])], [np.array([2]), np.array([3])]]
