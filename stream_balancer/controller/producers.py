@@ -13,7 +13,7 @@ from typing import Any, Protocol, runtime_checkable
 import anyio
 
 from stream_balancer.controller.balancer import StreamBalancer
-from stream_balancer.controller.puts import PendingPut, Stage
+from stream_balancer.controller.puts import PendingPut
 from stream_balancer.errors import BrokenResourceError, ClosedResourceError, EndOfStream, RolloutError
 from stream_balancer.transport.producer_session import Offer, ProducerSession
 from stream_balancer.transport.put_ledger import Mode, PutCancelled
@@ -145,7 +145,7 @@ class _Attendant:
         except Exception as refusal:  # noqa: BLE001 - told to the producer
             self._link.answer(offer.number, refusal)
             return
-        if pending.stage is Stage.DONE:
+        if pending.stage == "done":
             self._link.answer(offer.number, None)
         else:
             scope = self._parked[offer.number] = anyio.CancelScope()

@@ -19,8 +19,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Awaitable, Callable, Sequence
-from enum import Enum
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 import anyio
 import anyio.lowlevel
@@ -37,13 +36,8 @@ from stream_balancer.types import Rollout
 __all__ = ["PendingPut", "Puts", "Stage"]
 
 
-class Stage(Enum):
-    """What a put waits for."""
-
-    FILTERING = "what an async accept= answers"
-    JOURNALLING = "the journal's disk"
-    WAITING = "room"
-    DONE = "nothing: its rollouts are held, or were evicted at once"
+Stage: TypeAlias = Literal["filtering", "journalling", "waiting", "done"]
+"""What a put waits for: an async ``accept=``, the journal's disk, room, nothing any more."""
 
 
 class Puts:
@@ -70,7 +64,7 @@ class Puts:
         self.lifetime.enter("put")
         await anyio.lowlevel.checkpoint()  # before they are taken: nothing may be awaited after it
         pending = self.begin(rollouts)
-        if pending.stage is not Stage.DONE:
+        if pending.stage != "done":
             await pending.finish()
 
     def put_nowait(self, rollout: Rollout) -> None:
@@ -84,8 +78,8 @@ class Puts:
         return ids
 
     def begin(self, rollouts: Sequence[Rollout]) -> PendingPut:
-        """Begin a put of one rollout, or of siblings. Unless its stage is DONE, :meth:`PendingPut.finish` must follow.
-        Raises like ``put``."""
+        """Begin a put of one rollout, or of siblings. Unless its stage is "done", :meth:`PendingPut.finish` must
+        follow. Raises like ``put``."""
         pending = PendingPut(self, rollouts)
         pending.begin(anyio.current_time())
         return pending
@@ -96,13 +90,17 @@ class PendingPut(Waiter):
 
     __slots__ = ("_answer", "_asked", "_puts", "_rollouts", "_written", "stage")
 
+    _asked: tuple[str, ...]
+    """Ids of the rollouts that ``accept`` is asked about; while filtering."""
+    _answer: Awaitable[Any]
+    """What it will answer."""
+    _written: Writing
+    """The rollouts on their way to the disk; while journalling."""
+
     def __init__(self, puts: Puts, rollouts: Sequence[Rollout]) -> None:
-        self.stage = Stage.DONE
+        self.stage = "done"
         self._puts = puts
         self._rollouts = rollouts
-        self._asked: tuple[str, ...] = ()
-        self._answer: Awaitable[Any] | None = None
-        self._written: Writing | None = None
 
     def begin(self, now: float, *, may_wait: bool = True) -> None:
         """Go as far as possible without waiting. Raises what refuses the rollouts; WouldBlock where it would have to
@@ -119,11 +117,11 @@ class PendingPut(Waiter):
 
     async def finish(self) -> None:
         """Return once the rollouts are held. If cancelled, or it raises, they were not accepted."""
-        while self.stage is Stage.FILTERING:
+        while self.stage == "filtering":
             await self._finish_filter()
-        if self.stage is Stage.JOURNALLING:
+        if self.stage == "journalling":
             await self._finish_journal()
-        elif self.stage is Stage.WAITING:
+        elif self.stage == "waiting":
             await self._wait_for_room()
 
     # -- filtered by accept= -------------------------------------------------------------------------------------------
@@ -137,16 +135,14 @@ class PendingPut(Waiter):
         if isinstance(answer, bool):
             self._filtered(answer, now, may_wait)
         elif may_wait:
-            self.stage, self._asked, self._answer = Stage.FILTERING, _ids(question or ()), answer
+            self.stage, self._asked, self._answer = "filtering", _ids(question or ()), answer
         else:
             if inspect.iscoroutine(answer):
                 answer.close()
             raise WouldBlock("put_nowait() cannot wait for an accept= that is async: use put()")
 
     async def _finish_filter(self) -> None:
-        assert self._answer is not None
-        keep = decision_of(await self._answer)
-        self._answer, now = None, anyio.current_time()
+        keep, now = decision_of(await self._answer), anyio.current_time()
         question = self._puts.core.state.admission.completed_by(self._rollouts)
         if question is None or _ids(question) != self._asked:
             self.begin(now)  # siblings came or left meanwhile: ask again
@@ -160,7 +156,7 @@ class PendingPut(Waiter):
         else:
             self._puts.core.filter_out(self._rollouts, now)
             self._puts.wakeups.changed()  # siblings that waited have made room
-            self.stage = Stage.DONE
+            self.stage = "done"
 
     # -- journalled ----------------------------------------------------------------------------------------------------
 
@@ -170,17 +166,16 @@ class PendingPut(Waiter):
             self._take_or_queue(now, may_wait)
         else:
             core.check(self._rollouts)  # a bad rollout is not written
-            self.stage, self._written = Stage.JOURNALLING, journal.write(self._rollouts, core.state.ledger.next_step)
+            self.stage, self._written = "journalling", journal.write(self._rollouts, core.state.ledger.next_step)
 
     async def _finish_journal(self) -> None:
         journal, written = self._puts.journal, self._written
         assert journal is not None
-        assert written is not None
         await journal.written(written)
         try:
             self._puts.lifetime.check_open("put")
             self._take_or_queue(anyio.current_time(), may_wait=True)
-            if self.stage is Stage.WAITING:
+            if self.stage == "waiting":
                 await self._wait_for_room()
         except BaseException:
             journal.retract(written)
@@ -190,12 +185,13 @@ class PendingPut(Waiter):
 
     def _take_or_queue(self, now: float, may_wait: bool) -> None:
         core, queue = self._puts.core, self._puts.wakeups.puts
-        if (not queue or core.state.admission.is_sibling(self._rollouts[0])) and self._take(now):
+        if queue and not core.state.admission.is_sibling(self._rollouts[0]):
+            core.check(self._rollouts)  # a bad rollout is refused now, not after a long wait
+        elif self._take(now):
             return
-        core.check(self._rollouts)  # a bad rollout is refused now, not after a long wait
         if not may_wait:
             raise WouldBlock
-        self.stage, self.group_id = Stage.WAITING, self._rollouts[0].group_id
+        self.stage, self.group_id = "waiting", self._rollouts[0].group_id
         queue.join(self)
 
     async def _wait_for_room(self) -> None:
@@ -214,7 +210,7 @@ class PendingPut(Waiter):
             wakeups.wake_consumer()  # no room means that the window counts as full
             return False
         wakeups.added(self._rollouts[0].group_id)
-        self.stage = Stage.DONE
+        self.stage = "done"
         return True
 
 
