@@ -57,6 +57,13 @@ def choose_lockstep(
         number: micro-batches per rank, so the number of locksteps.
 
     Complexity: O(W log W + W * number), vectorised over W.
+
+    Example:
+        >>> costs = np.array([100.0, 900.0, 120.0, 880.0, 110.0, 300.0, 910.0, 90.0])  # oldest first
+        >>> must, remaining = np.zeros(8, dtype=np.bool_), np.full(8, 8)
+        >>> go = choose_lockstep(costs, must, remaining, num_rollouts=4, num_ranks=2, number=2)
+        >>> np.flatnonzero(go)  # two locksteps of two ranks: 120 beside 110, 900 beside 910
+        array([1, 2, 4, 6])
     """
     length = num_rollouts // number
     order = np.argsort(costs, kind="stable")

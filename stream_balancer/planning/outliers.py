@@ -74,7 +74,18 @@ class Candidates:
 
 
 def choose(units: Candidates) -> Bools:
-    """-> [U] mask of the units that go: all of `must` and `num_more` others. O(U log U), few passes."""
+    """-> [U] mask of the units that go: all of `must` and `num_more` others. O(U log U), few passes.
+
+    Example:
+        >>> costs = np.array([500.0, 400.0, 2400.0, 300.0, 450.0, 350.0, 420.0, 380.0])  # oldest first
+        >>> nothing, outlier = np.zeros(8, dtype=np.bool_), costs == 2400.0
+        >>> units = Candidates(costs, costs, must=nothing, remaining=np.full(8, 8), num_more=4, ranks=2.0)
+        >>> np.flatnonzero(choose(units))  # the outlier stays, and so does the 500 that will fill its step
+        array([1, 3, 4, 5])
+        >>> units = Candidates(costs, costs, must=outlier, remaining=np.full(8, 8), num_more=3, ranks=2.0)
+        >>> np.flatnonzero(choose(units))  # it must go: 500 + 450 + 420 lie on the other rank
+        array([0, 2, 4, 6])
+    """
     must, num_more = units.must, units.num_more
     others = np.flatnonzero(~must)
     go = must.copy()
