@@ -52,7 +52,8 @@ def swap_with_waiting(
     Example:
         >>> costs = np.array([900.0, 700.0, 450.0, 300.0, 200.0, 400.0])
         >>> chosen = [[np.array([0, 2])], [np.array([1, 3])]]  # [rank][micro_batch]: 1350, 1000
-        >>> swap_with_waiting(costs, chosen, fixed=np.zeros(6, dtype=np.bool_), candidates=np.array([4, 5]))  # 1100 both
+        >>> fixed = np.zeros(6, dtype=np.bool_)
+        >>> swap_with_waiting(costs, chosen, fixed, candidates=np.array([4, 5]))  # 1100 and 1100
         [[array([0, 4])], [array([1, 5])]]
     """
     rate = [1.0] * len(shares) if speeds is None else speeds.tolist()

@@ -190,9 +190,10 @@ class _Run(Observer):
             if self.num_gone == len(self.trace) and self.busy_until is None:
                 return
             if not self.ended and self.generation.next_finish == math.inf and not self.blocked:
-                self.core.end()
+                self.core.end()  # the trace is over: what still waits leaves as the drain
                 self.ended = True
                 continue
+            # while a step runs the trainer asks for nothing, so the core's own wake-up does not count
             moment = min(
                 self.generation.next_finish,
                 self.core.next_wakeup() if self.busy_until is None else self.busy_until,
@@ -239,12 +240,12 @@ class _Run(Observer):
                 batch.num_rollouts,
                 batch.num_tokens,
                 mean,
-                min(max(bound, mean), slowest),
+                min(max(bound, mean), slowest),  # padding and lockstep can put the bound outside: keep the parts >= 0
                 slowest,
                 ranks,
             )
         )
-        duration = slowest / self.rate  # 0.0 for an instant trainer
+        duration = slowest / self.rate  # 0.0 for an instant trainer, whose rate is inf
         self.busy_s += duration
         self.busy_until = self.now + duration
         self.step += 1
@@ -311,8 +312,7 @@ class _Run(Observer):
             f"report it with {self.config!r}"
         )
 
-    # -- the report
-    # -----------------------------------------------------------------------------------------------------
+    # -- the report --------------------------------------------------------------------------------------------------
 
     def report(self, warm_up: int | None) -> SimulationReport:
         columns = list(zip(*self.records, strict=True)) or [()] * 8
@@ -328,6 +328,8 @@ class _Run(Observer):
             rank_work=np.array(ranks, dtype=np.float64).reshape(len(ranks), self.config.dp_size),
         )
         number = np.arange(self.step)
+        # The steady state ends with the drain, or before, when a slot finds no prompt any more: then fewer are
+        # generated at a time, and the longest come last.
         last = sum(r != "drain" for r in reason)
         if self.generation.dry_step is not None:
             last = min(last, self.generation.dry_step)
@@ -337,6 +339,7 @@ class _Run(Observer):
         shown = steady if enough else np.ones(self.step, dtype=bool)
         went = self.step_of >= 0
         chosen = went & shown[np.maximum(self.step_of, 0)] if self.step else went
+        # what came in the same stretch, dispatched or not: else long rollouts that are held back would not be seen
         came = (self.accepted_step >= first) & (self.accepted_step < last) if enough else went
         skips = self.step_of - self.accepted_step
         delay_s = self.dispatched_s - self.accepted_s
