@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from queue import SimpleQueue
 
 import anyio
@@ -14,6 +16,12 @@ import torch.distributed as dist
 
 import stream_balancer as sb
 from stream_balancer.transport.gloo.torch_dist import current_world
+
+
+def block(page: str, number: int) -> str:
+    """A Python block of a page of the docs, for the one that goes on from it."""
+    text = (Path(__file__).parents[2] / "docs" / f"{page}.md").read_text()
+    return re.findall(r"```python\n(.*?)```", text, re.S)[number]
 
 
 def rollout(n: int = 0) -> sb.Rollout:
