@@ -1,7 +1,7 @@
 """Producers' puts into the balancer: ``serve`` attends by itself; without it run :func:`attend` as a task.
 
-Each producer has a task that takes its puts in order. What has room goes in at once; the rest is parked in the
-balancer's own first-come-first-served queue, one task each, so backpressure is the verdict that has not come yet.
+Each producer has a task that takes its puts in order. What has room goes in at once; the rest waits in the balancer's
+own first-come-first-served queue, one task each, so backpressure is the reply that has not come yet.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class ProducerTransport(Protocol):
         """The next producer. Raises ClosedResourceError once closed."""
         ...
 
-    def readmit(self, link: ProducerSession) -> None:
+    def readmit(self, session: ProducerSession) -> None:
         """Give a producer back, for the next ``attend``."""
         ...
 
@@ -41,57 +41,58 @@ class ProducerTransport(Protocol):
 async def attend(balancer: StreamBalancer, transport: ProducerTransport, *, direct: bool = False) -> None:
     """Put what producers offer, until cancelled or the transport is closed.
 
-    ``direct``: producers may keep the tokens; ``serve`` says so, whose ranks fetch them.
+    ``direct``: producers may keep the payloads; True in ``serve``, whose ranks fetch them.
 
-    If the balancer has ended by then, producers are told so; else their puts stay where they are, and the next
-    ``attend`` takes them up.
+    If the balancer has ended by then, producers are notified; else their puts stay where they are, and the next
+    ``attend`` takes them.
     """
     async with anyio.create_task_group() as tasks:
         try:
             while True:
-                tasks.start_soon(_Attendant(balancer, transport, await transport.accept_producer(), direct).run)
+                tasks.start_soon(_Attended(balancer, transport, await transport.accept_producer(), direct).run)
         except (ClosedResourceError, BrokenResourceError):
             tasks.cancel_scope.cancel()
 
 
-class _Attendant:
+class _Attended:
     """One producer's puts."""
 
     def __init__(
-        self, balancer: StreamBalancer, transport: ProducerTransport, link: ProducerSession, direct: bool
+        self, balancer: StreamBalancer, transport: ProducerTransport, session: ProducerSession, direct: bool
     ) -> None:
-        self._balancer, self._transport, self._link, self._direct = balancer, transport, link, direct
-        self._parked: dict[int, anyio.CancelScope] = {}
+        self._balancer, self._transport, self._session, self._direct = balancer, transport, session, direct
+        self._waiting: dict[int, anyio.CancelScope] = {}
         self._news = anyio.Event()
 
     async def run(self) -> None:
-        left = False
+        gone = False
         try:
-            self._link.subscribe(lambda: self._news.set(), self._put_now)
+            self._session.subscribe(lambda: self._news.set(), self._put_now)
             async with anyio.create_task_group() as tasks:
                 try:
                     while True:
                         self._news = anyio.Event()
-                        while (item := self._link.take()) is not None:
+                        while (item := self._session.take()) is not None:
                             self._handle(item, tasks.start_soon)
                         await self._news.wait()
                 except (BrokenResourceError, EndOfStream):
-                    left = True
-                    tasks.cancel_scope.cancel()  # a dead producer's parked puts are withdrawn
+                    gone = True
+                    tasks.cancel_scope.cancel()  # what still waits of a producer that is gone is cancelled
         finally:
             with anyio.CancelScope(shield=True):
-                if left:
-                    self._give_up_what_it_held()
-                    await self._link.aclose()
-                elif self._balancer.ended and not self._link.keeps_payloads:
-                    self._link.end()
-                    await self._link.aclose()
+                if gone:
+                    self._evict_what_it_kept()
+                    await self._session.aclose()
+                elif self._balancer.ended and not self._session.keeps_payloads:
+                    self._session.end()
+                    await self._session.aclose()
                 else:
-                    self._transport.readmit(self._link)
+                    self._session.subscribe()
+                    self._transport.readmit(self._session)
 
     def _handle(self, item: Offer | Cancel, start_soon: Callable[..., Any]) -> None:
         if isinstance(item, Cancel):
-            scope = self._parked.get(item.number)
+            scope = self._waiting.get(item.number)
             if scope is not None:
                 scope.cancel()
         elif item.mode is Mode.NOWAIT:
@@ -99,14 +100,14 @@ class _Attendant:
         else:
             self._put(item, start_soon)
 
-    def _give_up_what_it_held(self) -> None:
-        owner = self._link.owner
+    def _evict_what_it_kept(self) -> None:
+        owner = self._session.owner
         if owner is None:
             return
-        gone = self._balancer.parts.puts.evict_lost(lambda r: isinstance(r, RemoteRollout) and r.holder == owner)
-        if gone:
-            names = ", ".join(gone[:5]) + (", ..." if len(gone) > 5 else "")
-            logger.warning("producer %s took %d waiting rollouts with it: %s", owner.label, len(gone), names)
+        lost = self._balancer.parts.puts.evict_lost(lambda r: isinstance(r, RemoteRollout) and r.holder == owner)
+        if lost:
+            names = ", ".join(lost[:5]) + (", ..." if len(lost) > 5 else "")
+            logger.warning("producer %s took %d waiting rollouts with it: %s", owner.label, len(lost), names)
 
     def _check(self, offer: Offer) -> None:
         if offer.refusal is not None:
@@ -131,10 +132,10 @@ class _Attendant:
         try:
             self._check(offer)
             self._balancer.put_nowait(offer.rollouts[0])
-        except Exception as refusal:  # noqa: BLE001 - told to the producer
-            self._link.answer(offer.number, refusal)
+        except Exception as refusal:  # noqa: BLE001 - the reply to the producer
+            self._session.answer(offer.number, refusal)
         else:
-            self._link.answer(offer.number, None)
+            self._session.answer(offer.number, None)
 
     def _put(self, offer: Offer, start_soon: Callable[..., Any]) -> None:
         """What finds no room, or goes to a journal, takes its place in the balancer's queue now, and waits there in a
@@ -142,13 +143,13 @@ class _Attendant:
         try:
             self._check(offer)
             pending = self._balancer.parts.puts.begin(offer.rollouts)
-        except Exception as refusal:  # noqa: BLE001 - told to the producer
-            self._link.answer(offer.number, refusal)
+        except Exception as refusal:  # noqa: BLE001 - the reply to the producer
+            self._session.answer(offer.number, refusal)
             return
         if pending.stage == "done":
-            self._link.answer(offer.number, None)
+            self._session.answer(offer.number, None)
         else:
-            scope = self._parked[offer.number] = anyio.CancelScope()
+            scope = self._waiting[offer.number] = anyio.CancelScope()
             start_soon(self._wait, offer.number, pending, scope)
 
     async def _wait(self, number: int, pending: PendingPut, scope: anyio.CancelScope) -> None:
@@ -157,12 +158,12 @@ class _Attendant:
             with scope:
                 await pending.finish()
                 accepted = True
-        except Exception as refusal:  # noqa: BLE001 - told to the producer
+        except Exception as refusal:  # noqa: BLE001 - the reply to the producer
             refused = True
-            self._link.answer(number, refusal)
+            self._session.answer(number, refusal)
         finally:
-            del self._parked[number]
+            del self._waiting[number]
             if accepted:
-                self._link.answer(number, None)
+                self._session.answer(number, None)
             elif scope.cancel_called and not refused:
-                self._link.answer(number, PutCancelled())
+                self._session.answer(number, PutCancelled())

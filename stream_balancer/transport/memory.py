@@ -58,9 +58,9 @@ class MemoryTransport:
         self.readmit(session)
         return port
 
-    def readmit(self, link: ProducerSession) -> None:
+    def readmit(self, session: ProducerSession) -> None:
         """Give a producer back, for the next ``attend``."""
-        self._producers.add(link)
+        self._producers.add(session)
 
     async def accept_producer(self) -> ProducerSession:
         """The next producer. If cancelled, none is lost."""

@@ -21,12 +21,12 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Protocol
 
-import anyio
 import msgspec
 from torch import Tensor
 
 from stream_balancer.errors import BrokenResourceError, ClosedResourceError
 from stream_balancer.transport.channel import Channel, Outgoing, PeerClosed, Session, Source, unexpected
+from stream_balancer.transport.event_loop import beside_the_loop
 from stream_balancer.transport.put_ledger import ENDED, Limits, Mode, PendingPut, PutLedger, error_of
 from stream_balancer.types import Rollout
 from stream_balancer.wire.messages import (
@@ -170,11 +170,7 @@ class ProducerPort(Session):
 
     async def aclose(self) -> None:
         """:meth:`close`, without blocking the event loop."""
-        if not self.threads:
-            self.close()
-            return
-        with anyio.CancelScope(shield=True):
-            await anyio.to_thread.run_sync(self.close, limiter=anyio.CapacityLimiter(1))
+        await beside_the_loop(self.close, threads=self.threads)
 
     def opened(self, channel: Channel, welcome: WelcomeProducer) -> None:
         """The controller has let it in."""

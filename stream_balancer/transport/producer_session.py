@@ -18,13 +18,14 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple
 
 import anyio
 from torch import Tensor
 
 from stream_balancer.errors import BrokenResourceError, EndOfStream, RolloutError, WireError, to_raise
 from stream_balancer.transport.channel import Channel, Outgoing, PeerClosed, Session, unexpected
+from stream_balancer.transport.event_loop import InLoop
 from stream_balancer.transport.put_ledger import Limits, Mode, reason_of
 from stream_balancer.types import Rollout
 from stream_balancer.wire.messages import (
@@ -44,9 +45,7 @@ from stream_balancer.wire.messages import (
 from stream_balancer.wire.partial_share import Lease
 from stream_balancer.wire.rollouts import check_header, decode_kept, decode_rollout
 
-__all__ = ["InLoop", "Offer", "ProducerSession"]
-
-InLoop: TypeAlias = Callable[[Callable[[], object]], object]
+__all__ = ["Offer", "ProducerSession"]
 
 logger = logging.getLogger("stream_balancer.transport")
 
@@ -93,10 +92,12 @@ class ProducerSession(Session):
 
     # the controller's side; in the event loop
 
-    def subscribe(self, callback: Callable[[], object], at_once: Callable[[Offer], object]) -> None:
-        """``callback()`` is called in the loop, perhaps in no task, when :meth:`take` has something new. Offers that a
-        former subscriber left unanswered come again. ``at_once``: who puts without waiting in this same loop can be
-        answered only here and now."""
+    def subscribe(
+        self, callback: Callable[[], object] = lambda: None, at_once: Callable[[Offer], object] | None = None
+    ) -> None:
+        """``callback()`` is called in the loop, perhaps in no task, when :meth:`take` has something new. Offers that
+        the last subscriber left unanswered come again. ``at_once``: who puts without waiting in this same loop can be
+        answered only here and now. Without arguments: nobody takes any more."""
         self._callback, self._at_once = callback, at_once
         self._inbox.extendleft(reversed(self._taken.values()))
         self._taken.clear()

@@ -156,3 +156,22 @@ async def test_a_killed_producer_s_parked_put_is_withdrawn() -> None:
             await anext(balancer.batches())
             await other.put(make_rollout(2, "healthy"))
             tasks.cancel_scope.cancel()
+
+
+async def test_without_attend_nothing_goes_in_not_even_at_once() -> None:
+    async with sb.StreamBalancer(config()) as balancer, MemoryTransport(dp_size=2) as transport:
+        producer = connect(transport.connect_producer())
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(attend, balancer, transport)
+            await settle()
+            producer.put_nowait(make_rollout(3, "attended"))
+            tasks.cancel_scope.cancel()
+        with pytest.raises(TimeoutError, match="had no answer"):
+            producer.put_nowait(make_rollout(3, "later"))
+        assert {r.rollout_id for r in balancer.snapshot().waiting} == {"attended"}
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(attend, balancer, transport)
+            await settle()
+            with pytest.raises(sb.DuplicateRolloutError):
+                producer.put_nowait(make_rollout(3, "later"))
+            tasks.cancel_scope.cancel()

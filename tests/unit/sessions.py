@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from stream_balancer.transport.channel import Outgoing, Receiver, Sendable
+from stream_balancer.transport.event_loop import InLoop
 from stream_balancer.transport.producer_port import EncodedPut
 from stream_balancer.transport.producer_session import ProducerSession
 from stream_balancer.transport.put_ledger import Limits
@@ -54,13 +55,17 @@ class FakeChannel:
         self.aborted = True
 
 
+def _at_once(function: Callable[[], object]) -> None:
+    function()
+
+
 def producer_session(
     channel: FakeChannel,
     limits: Limits | None = None,
-    in_loop: Callable[[Callable[[], object]], object] = lambda function: function(),
+    in_loop: InLoop | None = None,
     owner: Owner | None = None,
 ) -> ProducerSession:
-    session = ProducerSession(channel, JoinProducer("a producer", owner), limits or Limits(), in_loop)
+    session = ProducerSession(channel, JoinProducer("a producer", owner), limits or Limits(), in_loop or _at_once)
     channel.start(session)
     return session
 

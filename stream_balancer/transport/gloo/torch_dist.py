@@ -171,9 +171,9 @@ class TorchTransport:
         self._open()
         return await self._producers.next()
 
-    def readmit(self, link: Any) -> None:
+    def readmit(self, session: ProducerSession) -> None:
         """Give a producer back, for the next ``attend``."""
-        self._producers.add(link)
+        self._producers.add(session)
 
     async def accept(self) -> ControllerLink:
         """See :class:`~stream_balancer.transport.Transport`."""

@@ -175,7 +175,7 @@ class RayIntake:
         """Whether objects that this producer owns are still needed."""
         return self.owner is not None and bool(self._stored)
 
-    def subscribe(self, callback: Callable[[], object], at_once: Callable[[Offer], object]) -> None:
+    def subscribe(self, callback: Callable[[], object] = lambda: None, at_once: object = None) -> None:
         """See :class:`~stream_balancer.transport.producer_session.ProducerSession`."""
         self._callback = callback
         self._inbox.extendleft(reversed(self._given.values()))
