@@ -183,4 +183,5 @@ class Ledger:
         assert self._trained <= self._in_flight.keys() >= self._begun
         assert self._missing.keys() <= self._in_flight.keys()
         assert all(self._in_flight.get(batch.step) is batch for batch in self._to_redeliver)
+        assert not {batch.step for batch in self._to_redeliver} & (self._trained | self._begun)
         assert max(self._in_flight, default=-1) < self.next_step

@@ -170,13 +170,14 @@ class BalancerCore:
         flight."""
         state = self.state
         batch, missing = state.ledger.acknowledge(step)
-        real = [rollout for rollout in batch.rollouts if not rollout.is_padding]
-        state.finish(rollout.rollout_id for rollout in real if rollout.rollout_id not in missing)
+        real = (r for r in batch.rollouts if not r.is_padding)
+        state.finish(r.rollout_id for r in real if r.rollout_id not in missing)
         state.counts.acknowledged += batch.num_rollouts - len(missing)
-        lost = [rollout for rollout in real if rollout.rollout_id in missing] if missing else []
-        state.evict(lost, "lost")
-        for rollout in lost:
-            state.buffer.expect_again(rollout.group_id)
+        if missing:
+            lost = [r for r in batch.rollouts if not r.is_padding and r.rollout_id in missing]
+            state.evict(lost, "lost")
+            for rollout in lost:
+                state.buffer.expect_again(rollout.group_id)
         state.advance()
         self._publish("acknowledged", batch)
         return batch

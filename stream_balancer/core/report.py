@@ -84,6 +84,5 @@ def verify(state: State) -> None:
     assert counts.accepted == len(waiting) + len(flying) + counts.acknowledged + counts.evicted.total()
     assert len({*waiting, *flying}) == len(waiting) + len(flying)
     assert state.ids.held == {*waiting, *flying}
-    counted = state.staleness.num_due, state.staleness.num_held_back
-    state.staleness.recount()
-    assert counted == (state.staleness.num_due, state.staleness.num_held_back)
+    state.staleness.check()
+    state.triggers.check()

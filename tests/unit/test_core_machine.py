@@ -213,6 +213,7 @@ class CoreMachine(RuleBasedStateMachine):
         before = self.core.statistics(self.now)
         for batch in (*chosen, chosen[0]):
             self.core.nack(batch.step)
+        self.core.verify()
         after = self.core.statistics(self.now)
         assert after.redelivering == sum(b.num_rollouts for b in chosen) == after.nacked - before.nacked
         assert {b.step for b in self.core.in_flight()} == {b.step for b in flying} - {b.step for b in chosen}
