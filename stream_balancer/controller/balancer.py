@@ -36,6 +36,7 @@ from stream_balancer.controller.checkpoint import read_state_dict, state_dict
 from stream_balancer.controller.journal import Journal, Recovered
 from stream_balancer.controller.journal.recovery import JournalObserver
 from stream_balancer.controller.lifetime import Lifetime
+from stream_balancer.controller.observers import CapacityWarning, EvictCallback
 from stream_balancer.controller.puts import Puts
 from stream_balancer.controller.recorder import Recorder
 from stream_balancer.controller.reservations import Reservation, Reservations
@@ -107,31 +108,31 @@ class StreamBalancer(OfOneProcess):
         journal: str | os.PathLike[str] | Journal | None = None,
         report_after_s: float = 60.0,
     ) -> None:
-        core, throttle, self._lifetime = BalancerCore(config), Throttle(), Lifetime()
-        self._auto_window = AutoWindowObserver(core)
-        self._journal = journal if journal is None or isinstance(journal, Journal) else Journal(journal)
-        self._journal_observer = None if self._journal is None else JournalObserver(self._journal, core)
-        self._recorder: Recorder | None = None
-        self.recovered: Recovered | None = None
-        """What the journal held when this balancer was entered; None without a journal."""
-        self.observers: list[Observer] = core.observers
-        """Observers of what happens (:class:`Observer`), notified in this order in the event loop's thread. Append
-        yours."""
-        self.observers.append(self._auto_window)
-        if self._journal_observer is not None:
-            self.observers.append(self._journal_observer)
-        if on_evict is not None:
-            self.observers.append(_EvictCallback(on_evict))
+        if journal is not None and not isinstance(journal, Journal):
+            journal = Journal(journal)
+        core, throttle, lifetime = BalancerCore(config), Throttle(), Lifetime()
         wakeups = Wakeups(core, throttle, StallReporter(report_after_s, self._why_stalled, _log))
-        puts = Puts(core, self._lifetime, wakeups, accept=accept, journal=self._journal)
+        puts = Puts(core, lifetime, wakeups, accept=accept, journal=journal)
         self.parts = Parts(
             core=core,
             puts=puts,
-            reservations=Reservations(core, self._lifetime, wakeups, throttle, puts),
-            consumer=Consumer(core, self._lifetime, wakeups, self._journal),
+            reservations=Reservations(core, lifetime, wakeups, throttle, puts),
+            consumer=Consumer(core, lifetime, wakeups, journal),
             wakeups=wakeups,
         )
         """What it is made of, for the rest of this package. No promise for users."""
+        self._lifetime = lifetime
+        self._auto_window = AutoWindowObserver(core)
+        self._journal = None if journal is None else JournalObserver(journal, core)
+        self._recorder: Recorder | None = None
+        self.observers: list[Observer] = core.observers
+        """Observers of what happens (:class:`Observer`), notified in this order in the event loop's thread. Append
+        yours."""
+        self.observers += [self._auto_window, CapacityWarning(core)]
+        if self._journal is not None:
+            self.observers.append(self._journal)
+        if on_evict is not None:
+            self.observers.append(EvictCallback(on_evict))
 
     @property
     def config(self) -> BalancerConfig:
@@ -143,10 +144,15 @@ class StreamBalancer(OfOneProcess):
         """True once ``end()`` or ``aclose()`` was called: puts raise ClosedResourceError."""
         return self._lifetime.closed or self.parts.core.ended
 
+    @property
+    def recovered(self) -> Recovered | None:
+        """What the journal held when this balancer was entered; None without a journal."""
+        return None if self._journal is None else self._journal.recovered
+
     # -- rollouts in ---------------------------------------------------------------------------------------------------
 
     async def put(self, rollout: Rollout) -> None:
-        """Hand over a finished rollout; returns once it is accepted. Waits while the buffer is full, first come first
+        """Put a finished rollout; returns once it is accepted. Waits while the buffer is full, first come first
         served.
 
         If ``put`` is cancelled, or raises, the rollout was not accepted, and the buffer is as it was.
@@ -157,7 +163,7 @@ class StreamBalancer(OfOneProcess):
         await self.parts.puts.put([rollout])
 
     async def put_group(self, rollouts: Sequence[Rollout]) -> None:
-        """Hand over all siblings of a group at once: all are accepted, or none. Otherwise like :meth:`put`.
+        """Put all siblings of a group at once: all are accepted, or none. Otherwise like :meth:`put`.
 
         Raises :class:`RolloutError` if the rollouts do not share one ``group_id``.
         """
@@ -169,7 +175,7 @@ class StreamBalancer(OfOneProcess):
         self.parts.puts.put_nowait(rollout)
 
     def reserve(self, count: int = 1) -> Reservation:
-        """Room for rollouts that are still to be generated::
+        """A slot for rollouts that are still to be generated::
 
             async with balancer.reserve() as slot:
                 rollout = await generate(prompt, policy)
@@ -217,8 +223,8 @@ class StreamBalancer(OfOneProcess):
         """A batch was not trained on after all (the step failed): ``batches()`` gives it again, next, with the same
         plan.
 
-        For loops over :meth:`batches`. A rank that iterates a ``RankFeed`` gets its share again by connecting under its
-        next incarnation. Raises ValueError for a step that is not in flight, and while ``serve()`` delivers.
+        For loops over :meth:`batches`. A rank that iterates a ``RankFeed`` gets its rank batch again by connecting
+        under its next incarnation. Raises ValueError for a step that is not in flight, and while ``serve()`` delivers.
         """
         self.parts.consumer.nack(step)
 
@@ -236,11 +242,11 @@ class StreamBalancer(OfOneProcess):
         waited_s: float | None = None,
         ready_s: float = 0.0,
     ) -> None:
-        """Tell how long a rank computed in a step, in seconds; ``serve()`` does it for ranks that iterate a
+        """The seconds that a rank computed in a step; ``serve()`` does it for ranks that iterate a
         ``RankFeed``.
 
         Before the step is acknowledged. ``own``: the rank did not wait for others in them; only such seconds teach a
-        ``CalibratedCost``. ``waited_s``: how long it waited for its share before; None = as long as the balancer
+        ``CalibratedCost``. ``waited_s``: how long it waited for its rank batch before; None = as long as the balancer
         waited for rollouts. ``ready_s``: how long it had been ready for more when the last rank was.
         """
         now = self._lifetime.now("record_step_seconds")
@@ -300,7 +306,7 @@ class StreamBalancer(OfOneProcess):
         self.parts.wakeups.close()
         with anyio.CancelScope(shield=True):
             if self._journal is not None:
-                await self._journal.aclose()
+                await self._journal.journal.aclose()
             if self._recorder is not None:
                 await anyio.to_thread.run_sync(self._recorder.close)
         await anyio.lowlevel.checkpoint()
@@ -308,20 +314,14 @@ class StreamBalancer(OfOneProcess):
 
     async def __aenter__(self) -> Self:
         self._lifetime.enter("__aenter__")
-        if self._journal_observer is not None and self.recovered is None:
-            self.recovered = await self._journal_observer.recover(self._flush_for_journal)
-            self._warn_above_capacity()
+        if self._journal is not None:
+            await self._journal.recover(self.parts.wakeups.wake_consumer)
         return self
 
     async def __aexit__(
         self, exc_type: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None
     ) -> None:
         await self.aclose()
-
-    def _flush_for_journal(self) -> None:
-        """Puts wait for the journal's ``max_bytes``: let a batch go, so that its acknowledgement makes room."""
-        self.parts.core.force_flush()
-        self.parts.wakeups.wake_consumer()
 
     # -- checkpoints ---------------------------------------------------------------------------------------------------
 
@@ -356,27 +356,11 @@ class StreamBalancer(OfOneProcess):
         """
         now = self._lifetime.now("load_state_dict")
         snapshot = read_state_dict(state)
-        if self._journal is not None and (self.recovered is None or self.recovered.found):
-            raise ValueError(
-                f"load_state_dict() with the journal {self._journal.path}: what that holds is newer than a "
-                "checkpoint, and is restored on entering `async with`. Call acknowledge_through(step) instead; or, to "
-                "go back to the checkpoint, enter a balancer with an empty journal, then load"
-            )
+        if self._journal is not None:
+            self._journal.check_empty()
         self.parts.core.restore(snapshot, now)
-        self._warn_above_capacity()
         self.parts.wakeups.wake_consumer()
         return snapshot.set_aside
-
-    def _warn_above_capacity(self) -> None:
-        waiting, capacity = self.statistics().waiting, self.config.capacity
-        if waiting > capacity and self.config.max_skips is not None:
-            _log.warning(
-                "%d rollouts were recovered, above capacity (%d): until no more than that wait, some may be passed "
-                "over by more dispatches than max_skips (%d). Use the capacity of before",
-                waiting,
-                capacity,
-                self.config.max_skips,
-            )
 
     # -- record --------------------------------------------------------------------------------------------------------
 
@@ -423,16 +407,3 @@ class StreamBalancer(OfOneProcess):
         """The line in the log; none where ``serve()`` writes it."""
         serving = self.parts.consumer.rank_states is not None
         return "" if serving else f"no batch for {seconds:.0f} s: {self.why_no_batch()}"
-
-
-class _EvictCallback(Observer):
-    """A user's ``on_evict``."""
-
-    def __init__(self, callback: Callable[[Rollout, EvictReason], object]) -> None:
-        self._callback = callback
-
-    def evicted(self, rollout: Rollout, reason: EvictReason) -> None:
-        try:
-            self._callback(rollout, reason)
-        except Exception:  # noqa: BLE001  # a caller's; see StreamBalancer
-            _log.exception("on_evict failed for rollout %r (%s)", rollout.rollout_id, reason)

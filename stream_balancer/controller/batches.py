@@ -107,8 +107,8 @@ class Consumer:
         self._lifetime.check_thread("nack")
         if self.rank_states is not None:
             raise ValueError(
-                f"nack({step}) while serve() delivers to ranks, which have the step. A rank gets its share again by "
-                "connecting under its next incarnation; nack() is for loops over batches()"
+                f"nack({step}) while serve() delivers to ranks, which have the step. A rank gets its rank batch again "
+                "by connecting under its next incarnation; nack() is for loops over batches()"
             )
         self._core.nack(step)
         if self._iterator is not None:
@@ -143,7 +143,7 @@ class Consumer:
             )
 
     def _warn_where_every_rank_balances(self) -> None:
-        """A balancer of its own on each rank balances that rank's rollouts alone, and shares for the others are lost.
+        """A balancer of its own on each rank balances that rank's rollouts alone, and nobody trains on the rest.
         Rank 0 may be the controller of all, and so may any rank that serves."""
         dist = sys.modules.get("torch.distributed")
         if self.rank_states is not None or dist is None or not dist.is_available() or not dist.is_initialized():

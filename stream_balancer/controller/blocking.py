@@ -214,8 +214,8 @@ class BlockingBalancer(OfOneProcess):
         return _BlockingBatches(self, self._call(as_async(lambda: self._balancer.batches(auto_ack=auto_ack))).take())
 
     def reserve(self, count: int = 1) -> BlockingReservation:
-        """Room for rollouts that are still to be generated: ``with balancer.reserve() as slot: ... slot.put(rollout)``.
-        See :meth:`StreamBalancer.reserve`."""
+        """A slot for rollouts that are still to be generated: ``with balancer.reserve() as slot:
+        slot.put(rollout)``. See :meth:`StreamBalancer.reserve`."""
         return BlockingReservation(self, self._balancer.reserve(count))
 
     def state_dict(self) -> dict[str, Any]:

@@ -27,7 +27,7 @@ __all__ = ["read_rollouts", "read_state_dict", "state_dict", "write_rollouts"]
 
 FORMAT = 1
 """Version of the dict below; a later library reads all earlier ones."""
-_ROLLOUTS_PER_SHARE = 64
+_ROLLOUTS_PER_RANK_BATCH = 64
 
 _log = logging.getLogger("stream_balancer.snapshot")
 
@@ -65,8 +65,8 @@ def _write(snapshot: Snapshot) -> dict[str, Any]:
 def read_state_dict(state: Mapping[str, Any]) -> Snapshot:
     """The snapshot a :func:`state_dict` was made of; its rollouts are views of the dict's tensors.
 
-    What is damaged does not spoil the rest: it is left out, and told in ``set_aside`` and in the log. Where a share of
-    a batch in flight is damaged, the rollouts of the others wait again. Raises ValueError for a dict that is not one,
+    What is damaged does not spoil the rest: it is left out, and named in ``set_aside`` and in the log. Where a rank
+    batch in flight is damaged, the rollouts of the others wait again. Raises ValueError for a dict that is not one,
     or of a later format; WireError for rollouts in another version's format.
     """
     if state.get("format") != FORMAT:
@@ -170,11 +170,11 @@ def _as_arrays(value: Any) -> Any:
 
 
 def write_rollouts(rollouts: Sequence[Rollout]) -> list[Tensor]:
-    """No tensors for no rollouts, else frame and slab of a share that holds them all."""
+    """No tensors for no rollouts, else frame and buffer of a rank batch that holds them all."""
     _check_here(rollouts)
     if not rollouts:
         return []
-    share = RankBatch(
+    rank_batch = RankBatch(
         step=0,
         rank=0,
         dp_size=1,
@@ -184,7 +184,7 @@ def write_rollouts(rollouts: Sequence[Rollout]) -> list[Tensor]:
         global_num_tokens=0,
         global_num_loss_tokens=0,
     )
-    return _write_share(share)
+    return _write_rank_batch(rank_batch)
 
 
 def _is_writable(rollout: Rollout, bad: list[str]) -> bool:
@@ -197,18 +197,21 @@ def _is_writable(rollout: Rollout, bad: list[str]) -> bool:
 
 
 def _write_many(rollouts: Sequence[Rollout]) -> list[Tensor]:
-    """Share after share, each of a few rollouts: an event loop beside the thread that writes gets its turn between."""
-    some = (rollouts[first : first + _ROLLOUTS_PER_SHARE] for first in range(0, len(rollouts), _ROLLOUTS_PER_SHARE))
+    """Many rank batches of a few rollouts each: an event loop beside the thread that writes gets its turn between."""
+    some = (
+        rollouts[first : first + _ROLLOUTS_PER_RANK_BATCH]
+        for first in range(0, len(rollouts), _ROLLOUTS_PER_RANK_BATCH)
+    )
     return [tensor for few in some for tensor in write_rollouts(few)]
 
 
-def read_rollouts(share: Sequence[Tensor]) -> dict[str, Rollout | str]:
+def read_rollouts(rank_batch: Sequence[Tensor]) -> dict[str, Rollout | str]:
     """What :func:`write_rollouts` wrote, by id, as views of it; instead of what no Rollout may be, a sentence.
 
     Raises WireError where the bytes are damaged.
     """
     read: dict[str, Rollout | str] = {}
-    for rollout in _read_share(share, check_rollouts=False).rollouts:
+    for rollout in _read_rank_batch(rank_batch, check_rollouts=False).rollouts:
         try:
             read[rollout.rollout_id] = wire.checked(rollout)
         except RolloutError as error:
@@ -221,14 +224,14 @@ def _read_many(tensors: Sequence[Tensor], count: int) -> tuple[list[Rollout], li
     rollouts: list[Rollout] = []
     rows: list[int] = []
     bad: list[str] = []
-    for number, share in enumerate(zip(tensors[::2], tensors[1::2], strict=True)):
-        first = number * _ROLLOUTS_PER_SHARE
+    for number, rank_batch in enumerate(zip(tensors[::2], tensors[1::2], strict=True)):
+        first = number * _ROLLOUTS_PER_RANK_BATCH
         try:
-            read = read_rollouts(share)
+            read = read_rollouts(rank_batch)
         except wire.OtherProtocolError:
             raise
         except Exception as error:  # noqa: BLE001 - damaged bytes may be anything
-            last = min(first + _ROLLOUTS_PER_SHARE, count) - 1
+            last = min(first + _ROLLOUTS_PER_RANK_BATCH, count) - 1
             bad.append(f"waiting rollouts {first} to {last}, counted from the oldest, cannot be read: {error}")
             continue
         for row, one in enumerate(read.values(), first):
@@ -240,14 +243,14 @@ def _read_many(tensors: Sequence[Tensor], count: int) -> tuple[list[Rollout], li
     return rollouts, rows, bad
 
 
-def _write_share(share: RankBatch) -> list[Tensor]:
-    """[frame [16] int64, slab [bytes] uint8]. Not narrowed: what is read back is a view of it."""
-    _check_here(share.rollouts)
-    encoded = wire.encode(share, narrow=False)
-    slab = torch.empty(encoded.frame.wire_bytes, dtype=torch.uint8)
-    for _ in encoded.fill(slab):
+def _write_rank_batch(rank_batch: RankBatch) -> list[Tensor]:
+    """[frame [16] int64, buffer [bytes] uint8]. Not narrowed: what is read back is a view of it."""
+    _check_here(rank_batch.rollouts)
+    encoded = wire.encode(rank_batch, narrow=False)
+    buffer = torch.empty(encoded.frame.wire_bytes, dtype=torch.uint8)
+    for _ in encoded.fill(buffer):
         pass
-    return [encoded.frame.pack(), slab]
+    return [encoded.frame.pack(), buffer]
 
 
 def _check_here(rollouts: Sequence[Rollout]) -> None:
@@ -260,9 +263,9 @@ def _check_here(rollouts: Sequence[Rollout]) -> None:
         )
 
 
-def _read_share(tensors: Sequence[Tensor], *, check_rollouts: bool = True) -> RankBatch:
-    frame, slab = tensors
-    return wire.decode(wire.read_frame(frame), slab, check_rollouts=check_rollouts)
+def _read_rank_batch(tensors: Sequence[Tensor], *, check_rollouts: bool = True) -> RankBatch:
+    frame, buffer = tensors
+    return wire.decode(wire.read_frame(frame), buffer, check_rollouts=check_rollouts)
 
 
 def _write_batch(batch: Batch) -> dict[str, Any]:
@@ -273,32 +276,32 @@ def _write_batch(batch: Batch) -> dict[str, Any]:
         "lower_bound": batch.lower_bound,
         "num_padding": batch.num_padding,
         "incomplete_groups": list(batch.incomplete_groups),
-        "ranks": [_write_share(share) for share in batch.ranks],
+        "ranks": [_write_rank_batch(rank_batch) for rank_batch in batch.ranks],
     }
 
 
 def _read_batch(written: Mapping[str, Any]) -> tuple[Batch | None, list[Rollout], list[str]]:
     """The batch; or None, the rollouts of it that can be read, and sentences about the others."""
-    shares: list[RankBatch] = []
+    rank_batches: list[RankBatch] = []
     rollouts: list[Rollout] = []
     bad: list[str] = []
     for rank, tensors in enumerate(written["ranks"]):
         try:
-            shares.append(_read_share(tensors))
-            rollouts += shares[-1].rollouts
+            rank_batches.append(_read_rank_batch(tensors))
+            rollouts += rank_batches[-1].rollouts
         except wire.OtherProtocolError:
             raise
         except Exception as error:  # noqa: BLE001 - damaged bytes may be anything
-            bad.append(f"step {written['step']}, rank {rank}: its share cannot be read: {error}")
+            bad.append(f"step {written['step']}, rank {rank}: its rank batch cannot be read: {error}")
     if bad:
         return None, [rollout for rollout in rollouts if not rollout.is_padding], bad
     return (
         Batch(
             step=written["step"],
             reason=cast("Reason", written["reason"]),
-            ranks=tuple(shares),
-            num_rollouts=shares[0].global_num_rollouts,
-            num_tokens=shares[0].global_num_tokens,
+            ranks=tuple(rank_batches),
+            num_rollouts=rank_batches[0].global_num_rollouts,
+            num_tokens=rank_batches[0].global_num_tokens,
             loads=tuple(written["loads"]),
             lower_bound=written["lower_bound"],
             num_padding=written["num_padding"],

@@ -5,7 +5,7 @@
     accepted --> Recorder.accepted: a row in a list --some rows, or some seconds--> queue --> the thread that writes
 
 The event loop's thread only ever appends to a list and to a queue. A disk that is full, slow or gone costs the rest of
-the recording, said once in the log and kept in ``error``; never a put. Nothing decides here, and nothing is read.
+the recording, is logged once and kept in ``error``; never a put. Nothing decides here, and nothing is read.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ class Recorder(Observer):
 
 
 def _prompt_tokens(rollout: Rollout) -> int:
-    """Tokens before the first one that is trained on; 0 where no loss mask tells."""
+    """Tokens before the first one that is trained on; 0 without a loss mask."""
     mask = rollout.tokens.get("loss_mask")
     if mask is None or rollout.num_loss_tokens == rollout.num_tokens:
         return 0

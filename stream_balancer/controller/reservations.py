@@ -78,7 +78,7 @@ class Reservations:
 
 
 class Slot:
-    """Room for ``count`` rollouts. Use it in the block that reserved it."""
+    """Places for ``count`` rollouts. Use it in the block that reserved it."""
 
     def __init__(self, reservations: Reservations, number: int, version: int, count: int) -> None:
         self._reservations, self._number, self._open = reservations, number, True

@@ -598,6 +598,16 @@ async def test_a_bad_rollout_is_refused_at_once_even_when_full() -> None:
             await balancer.put(make_rollout(3, "f0-0"))
 
 
+async def test_a_group_with_a_bad_sibling_is_refused_at_once_even_when_others_wait() -> None:
+    async with sb.StreamBalancer(config(window=4, capacity=4)) as balancer, anyio.create_task_group() as tasks:
+        await fill(balancer, 4)
+        tasks.start_soon(balancer.put, make_rollout(3, "waits"))
+        await settle()
+        with pytest.raises(sb.DuplicateRolloutError, match="f0-0"):
+            await balancer.put_group([make_rollout(3, "new", group_id="g"), make_rollout(3, "f0-0", group_id="g")])
+        tasks.cancel_scope.cancel()
+
+
 async def test_scalars_must_agree() -> None:
     async with sb.StreamBalancer(config()) as balancer:
         await balancer.put(sb.Rollout(tokens={"input_ids": [1]}, scalars={"reward": 1.0}))

@@ -593,10 +593,14 @@ async def test_a_put_cancelled_while_it_is_being_written(tmp_path: Path, disk: D
 
 @ways
 @pytest.mark.parametrize("passes", range(MAX_PASSES))
-async def test_a_put_cancelled_while_it_waits_for_room_is_not_in_the_journal(
-    tmp_path: Path, how: How, passes: int
-) -> None:
-    async with sb.StreamBalancer(config(capacity=4), journal=tmp_path / "j") as balancer:
+async def test_a_put_cancelled_on_its_way_is_not_in_the_journal(tmp_path: Path, how: How, passes: int) -> None:
+    """Through accept=, the disk, and the wait for room."""
+
+    async def accept(rollouts: Sequence[sb.Rollout]) -> bool:
+        await checkpoint()
+        return True
+
+    async with sb.StreamBalancer(config(capacity=4), journal=tmp_path / "j", accept=accept) as balancer:
         for rollout in make_rollouts([3] * 4):
             await balancer.put(rollout)
         batches = balancer.batches(auto_ack=False)

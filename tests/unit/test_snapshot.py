@@ -225,7 +225,7 @@ def test_a_damaged_share_of_a_batch_in_flight_voids_its_plan() -> None:
     state["in_flight"][0]["ranks"][1][1][:50] ^= 255
     with sb.blocking(config()) as balancer:
         (sentence,) = balancer.load_state_dict(state)
-        assert f"step {batch.step}, rank 1: its share cannot be read" in sentence
+        assert f"step {batch.step}, rank 1: its rank batch cannot be read" in sentence
         statistics = balancer.statistics()
         assert (statistics.waiting, statistics.in_flight) == (5 + 2, 0)
         assert statistics.accepted == 4 + 7

@@ -3,10 +3,10 @@
 ::
 
     put --write--> queue  --> writer thread: all that wait, one write, one fsync --> puts return, together
-    batches() --flush-->  |   acknowledgements and evictions ride along
+    batches() --flush-->  |   acknowledgements and evictions are in the same write
                           `-> contents: what is still needed; segments in which nothing is go
 
-Four rooms: ``records`` (what is said, as bytes), ``segments`` (files, the lock, the disk), ``contents`` (what the
+Four modules: ``records`` (what happened, as bytes), ``segments`` (files, the lock, the disk), ``contents`` (what the
 records add up to, used both to write and to recover), and this one: who waits for whom. The event loop never touches
 the disk. docs/journal.md has the promise, the protocol and the measurements.
 """
@@ -115,7 +115,7 @@ class Writing:
 
 @dataclass(slots=True, eq=False)
 class _Flush:
-    """Somebody waits until all that was said before is on the disk."""
+    """Somebody waits until all that was enqueued before is on the disk."""
 
     settled: anyio.Event
     error: Exception | None = None
@@ -160,16 +160,16 @@ class Journal:
         self._segment_bytes = SEGMENT_BYTES if max_bytes is None else min(SEGMENT_BYTES, max_bytes // 8)
         self._segments = Segments(self.path)
         self._contents = Contents(0)
-        self._news = threading.Condition()
-        self._queue: deque[_Item] = deque()  # guarded by _news
-        self._refusing = self._closing = False  # guarded by _news
+        self._queued = threading.Condition()
+        self._queue: deque[_Item] = deque()  # guarded by _queued
+        self._refusing = self._closing = False  # guarded by _queued
         self._next_put = 0
         self._thread: threading.Thread | None = None
         self._in_loop: Callable[[Callable[[], object]], None] = _nothing
         self._on_blocked: Callable[[], object] = _nothing
         # the writer's own
         self._kept: list[_Item] = []  # could not be written yet: no room
-        self._stateless = True  # the last segment does not say yet how things stood at its start
+        self._stateless = True  # the last segment has no record yet of the state at its start
         self._full = self._blocked = False
         self._broken: JournalError | None = None
 
@@ -209,7 +209,7 @@ class Journal:
             + tuple(f"step {plan.step}: its plan names rollouts that are lost" for plan in broken),
             seconds=time.monotonic() - began,
         )
-        self._tell(recovered)
+        self._log_recovered(recovered)
         return snapshot, recovered
 
     def _fold(self) -> list[Damage]:
@@ -246,7 +246,7 @@ class Journal:
                 self._contents.lose(held.put.number, held.alive - read_here.keys())
         return rollouts, bad
 
-    def _tell(self, recovered: Recovered) -> None:
+    def _log_recovered(self, recovered: Recovered) -> None:
         for where in recovered.damage:
             _log.error("journal %s: damaged, records are lost: %s", self.path, where)
         if recovered.torn_bytes:
@@ -274,10 +274,10 @@ class Journal:
         self._thread.start()
 
     async def aclose(self) -> None:
-        """Write what was said, and release the lock. Puts that are not being written yet get ClosedResourceError.
+        """Write what is enqueued, and release the lock. Puts that are not being written yet get ClosedResourceError.
         Idempotent; also where :meth:`start` was not called."""
         if self._thread is not None and not self._closing:
-            with self._news:
+            with self._queued:
                 self._refusing = True
             with suppress(JournalError):
                 await self.flush()
@@ -285,14 +285,14 @@ class Journal:
         await anyio.to_thread.run_sync(self._close)
 
     def _close(self) -> None:
-        with self._news:
+        with self._queued:
             self._closing = True
-            self._news.notify()
+            self._queued.notify()
         if self._thread is not None:
             self._thread.join()
         self._segments.close()
 
-    # -- saying; in the event loop -------------------------------------------------------------------------------------
+    # -- enqueueing; in the event loop ---------------------------------------------------------------------------------
 
     def write(self, rollouts: Sequence[Rollout], step: int) -> Writing:
         """Rollouts that are about to be accepted take the last place in the queue; :meth:`written` must follow.
@@ -302,7 +302,7 @@ class Journal:
         self._check_fits(rollouts)
         item = Writing(self._next_put, rollouts, time.time(), step, anyio.Event())
         self._next_put += 1
-        self._say(item)
+        self._enqueue(item)
         return item
 
     async def written(self, item: Writing) -> None:
@@ -314,7 +314,7 @@ class Journal:
         try:
             await item.settled.wait()
         except BaseException:
-            with self._news:
+            with self._queued:
                 item.withdrawn = True
                 taken = item.taken
             if taken:
@@ -333,34 +333,34 @@ class Journal:
 
     def retract(self, item: Writing) -> None:
         """What was written has not been accepted after all."""
-        self._say(Retracted(item.number), late=True)
+        self._enqueue(Retracted(item.number), late=True)
 
     def dispatched(self, batch: Batch, counts: dict[str, Any], departed: dict[str, int]) -> None:
         """A batch is about to be handed out: its plan, to be delivered again as it is."""
-        self._say(Dispatched(plan_of(batch), counts, departed))
+        self._enqueue(Dispatched(plan_of(batch), counts, departed))
 
     def acknowledged(self, batch: Batch) -> None:
         """A batch need not be kept."""
-        self._say(Done(batch.step, [r.rollout_id for r in batch.rollouts if not r.is_padding]), late=True)
+        self._enqueue(Done(batch.step, [r.rollout_id for r in batch.rollouts if not r.is_padding]), late=True)
 
     def evicted(self, ids: Sequence[str], reason: EvictReason, departed: dict[str, int]) -> None:
         """Rollouts were given up."""
-        self._say(Evicted(reason, list(ids), departed), late=True)
+        self._enqueue(Evicted(reason, list(ids), departed), late=True)
 
     def returned(self, step: int) -> None:
         """A batch's plan is void, its rollouts wait again."""
-        self._say(Returned(step), late=True)
+        self._enqueue(Returned(step), late=True)
 
     def versioned(self, version: int) -> None:
         """The policy moved on."""
-        self._say(Versioned(version), late=True)
+        self._enqueue(Versioned(version), late=True)
 
     def adopt(self, snapshot: Snapshot) -> None:
         """Take over a checkpoint that was loaded. On the disk by the time the next put returns."""
         now, next_step = time.time(), snapshot.next_step
         departed = Counter(snapshot.group_arrivals)
         departed.subtract(r.group_id for r in snapshot.waiting if r.group_id is not None)
-        self._say(
+        self._enqueue(
             State(
                 next_put=self._next_put,
                 next_step=next_step,
@@ -379,26 +379,26 @@ class Journal:
             self._adopt([rollout], now - float(waited_s), next_step - int(skips))
 
     def _adopt(self, rollouts: Sequence[Rollout], arrived_at: float, step: int) -> None:
-        self._say(Writing(self._next_put, rollouts, arrived_at, step, None))
+        self._enqueue(Writing(self._next_put, rollouts, arrived_at, step, None))
         self._next_put += 1
 
     async def flush(self) -> None:
-        """Return once all that was said so far is on the disk. Waits while it is full; raises JournalError if it is
+        """Return once all that was enqueued so far is on the disk. Waits while it is full; raises JournalError if it is
         failing."""
         item = _Flush(anyio.Event())
-        self._say(item)
+        self._enqueue(item)
         await item.settled.wait()
         if item.error is not None:
             raise _fresh(item.error)
 
-    def _say(self, item: _Item, *, late: bool = False) -> None:
-        with self._news:
+    def _enqueue(self, item: _Item, *, late: bool = False) -> None:
+        with self._queued:
             if self._thread is None or self._closing:
                 if late:
-                    return  # after the end there is nobody left to tell; it will be delivered again
+                    return  # after the end nobody writes any more; it will be delivered again
                 raise ClosedResourceError("the journal is closed, or not open yet: use `async with` on the balancer")
             self._queue.append(item)
-            self._news.notify()
+            self._queued.notify()
 
     # -- writing; in the journal's thread ------------------------------------------------------------------------------
 
@@ -412,9 +412,9 @@ class Journal:
 
     def _take(self) -> list[_Item] | None:
         """All that is to be written next; None at the end."""
-        with self._news:
+        with self._queued:
             while not self._queue and not self._closing:
-                if not self._news.wait(RETRY_S if self._kept else None):
+                if not self._queued.wait(RETRY_S if self._kept else None):
                     break  # try again what there was no room for
             if self._closing and not self._queue:
                 return None
@@ -482,7 +482,7 @@ class Journal:
         return admitted
 
     def _has_room(self, num_bytes: int) -> bool:
-        """One segment is left for what is said beside puts, and for copying."""
+        """One segment is left for what is written beside puts, and for copying."""
         limit = self._max_bytes
         return limit is None or self._segments.total_bytes + num_bytes <= limit - self._segment_bytes
 

@@ -1,6 +1,6 @@
 """What a journal holds: a fold over its records. Pure, and the same for writing and for recovering.
 
-While writing it tells which segments still matter; after a crash the fold over all records that are left is what the
+While writing it shows which segments still matter; after a crash the fold over all records that are left is what the
 balancer held. A removal lies in a later segment than what it removes, and segments go oldest first, so nothing that was
 removed comes back.
 """

@@ -2,7 +2,7 @@
 
 A record::
 
-    | magic 4 | crc32 4 | body size 8 |  body: | head size 4 | head (msgpack) | rollouts: wire frame 128 | slab |
+    | magic 4 | crc32 4 | body size 8 |  body: | head size 4 | head (msgpack) | rollouts: wire frame 128 | buffer |
 
 The checksum covers the size and the body, and starts from the segment's number, so that a stale block of another
 segment is not taken for a record of this one. Rollouts are in the wire's own format: nothing is unpickled, every size
@@ -117,7 +117,7 @@ class Versioned(_Record):
 
 
 class State(_Record):
-    """All but the puts, at the start of a segment: what was said in earlier segments need not be kept."""
+    """All but the puts, at the start of a segment: earlier segments need not be kept for it."""
 
     next_put: int
     next_step: int
@@ -187,8 +187,8 @@ def rollouts_of(payload: memoryview) -> dict[str, Rollout | str]:
     if len(payload) <= FRAME_BYTES:
         raise WireError("a put in the journal holds no rollouts")
     frame = torch.frombuffer(bytearray(payload[:FRAME_BYTES]), dtype=torch.int64)
-    slab = torch.frombuffer(bytearray(payload[FRAME_BYTES:]), dtype=torch.uint8)  # a copy: the segment may go
-    return read_rollouts([frame, slab])
+    buffer = torch.frombuffer(bytearray(payload[FRAME_BYTES:]), dtype=torch.uint8)  # a copy: the segment may go
+    return read_rollouts([frame, buffer])
 
 
 def plan_of(batch: Batch) -> Plan:
@@ -196,7 +196,7 @@ def plan_of(batch: Batch) -> Plan:
     return Plan(
         step=batch.step,
         reason=batch.reason,
-        ranks=[[[r.rollout_id for r in mb.rollouts] for mb in share.micro_batches] for share in batch.ranks],
+        ranks=[[[r.rollout_id for r in mb.rollouts] for mb in rank_batch.micro_batches] for rank_batch in batch.ranks],
         padding=[r.rollout_id for r in batch.rollouts if r.is_padding],
         loads=list(batch.loads),
         lower_bound=batch.lower_bound,
@@ -220,13 +220,13 @@ def batch_of(plan: Plan, rollouts: Mapping[str, Rollout]) -> Batch:
                 step=plan.step,
                 rank=rank,
                 dp_size=len(plan.ranks),
-                micro_batches=tuple(MicroBatch.of([found[name] for name in mb]) for mb in share),
+                micro_batches=tuple(MicroBatch.of([found[name] for name in mb]) for mb in micro_batches),
                 load=plan.loads[rank],
                 global_num_rollouts=len(real),
                 global_num_tokens=tokens,
                 global_num_loss_tokens=loss_tokens,
             )
-            for rank, share in enumerate(plan.ranks)
+            for rank, micro_batches in enumerate(plan.ranks)
         ),
         num_rollouts=len(real),
         num_tokens=tokens,

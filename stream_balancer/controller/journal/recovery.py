@@ -1,8 +1,8 @@
-"""What happens to a balancer, into its journal, and the journal's rollouts back into a balancer.
+"""What happens to a balancer, into its journal; and the journal's rollouts back into a balancer.
 
-The durable waits are elsewhere: a put waits for its rollouts in :mod:`stream_balancer.controller.puts`, a batch for its
-plan in :mod:`stream_balancer.controller.batches`. All else is written when it has happened, and may be lost in a crash:
-then it happens again.
+Two things wait for the disk, and not here: a put for its rollouts (:mod:`stream_balancer.controller.puts`), a batch for
+its plan (:mod:`stream_balancer.controller.batches`). All else is written once it has happened, and may be lost in a
+crash: then it happens again.
 """
 
 from __future__ import annotations
@@ -25,49 +25,68 @@ class JournalObserver(Observer):
     """Keeps a core's journal; first fills the core from it."""
 
     def __init__(self, journal: Journal, core: BalancerCore) -> None:
-        self._journal = journal
+        self.journal = journal
+        self.recovered: Recovered | None = None
+        """What the journal held; None before :meth:`recover`."""
         self._core = core
-        self._own: Snapshot | None = None  # what the journal held, while the core takes it over
+        self._restoring: Snapshot | None = None  # what the journal held, while the core takes it over
 
-    async def recover(self, on_blocked: Callable[[], object]) -> Recovered:
-        """Open the journal, and let the core go on from what it holds. ``on_blocked()``: see :meth:`Journal.start`.
+    async def recover(self, wake_consumer: Callable[[], object]) -> None:
+        """Open the journal, and let the core go on from what it holds; once. ``wake_consumer()`` is called when puts
+        wait for ``max_bytes``: a batch has to leave then, so that its acknowledgement makes room.
 
         Raises like :meth:`Journal.open` and :meth:`BalancerCore.restore`; the journal is closed then.
         """
+        if self.recovered is not None:
+            return
+
+        def flush() -> None:
+            self._core.force_flush()
+            wake_consumer()
+
         with anyio.CancelScope(shield=True):
-            snapshot, recovered = await anyio.to_thread.run_sync(self._journal.open, self._core.config.remember_ids)
-            self._own = snapshot
+            snapshot, recovered = await anyio.to_thread.run_sync(self.journal.open, self._core.config.remember_ids)
+            self._restoring = snapshot
             try:
-                self._journal.start(on_blocked)
+                self.journal.start(flush)
                 self._core.restore(snapshot, anyio.current_time())
             except BaseException:
-                await self._journal.aclose()
+                await self.journal.aclose()
                 raise
             finally:
-                self._own = None  # it holds every rollout
-        return recovered
+                self._restoring = None  # it holds every rollout
+        self.recovered = recovered
+
+    def check_empty(self) -> None:
+        """Raise ValueError if the journal holds anything, or may: no checkpoint can be loaded then."""
+        if self.recovered is None or self.recovered.found:
+            raise ValueError(
+                f"load_state_dict() with the journal {self.journal.path}: what that holds is newer than a "
+                "checkpoint, and is restored on entering `async with`. Call acknowledge_through(step) instead; or, to "
+                "go back to the checkpoint, enter a balancer with an empty journal, then load"
+            )
 
     def dispatched(self, batch: Batch) -> None:
         """See :class:`Observer`."""
-        self._journal.dispatched(batch, self._core.state.counts.totals(), self._core.state.buffer.groups.departed())
+        self.journal.dispatched(batch, self._core.state.counts.totals(), self._core.state.buffer.groups.departed())
 
     def acknowledged(self, batch: Batch) -> None:
         """See :class:`Observer`."""
-        self._journal.acknowledged(batch)
+        self.journal.acknowledged(batch)
 
     def evicted(self, rollout: Rollout, reason: EvictReason) -> None:
         """See :class:`Observer`."""
-        self._journal.evicted([rollout.rollout_id], reason, self._core.state.buffer.groups.departed())
+        self.journal.evicted([rollout.rollout_id], reason, self._core.state.buffer.groups.departed())
 
     def version_set(self, version: int) -> None:
         """See :class:`Observer`."""
-        self._journal.versioned(version)
+        self.journal.versioned(version)
 
     def restored(self, snapshot: Snapshot) -> None:
         """A checkpoint is taken over. Of what the journal itself held, plans for other ranks are void."""
-        if snapshot is not self._own:
-            self._journal.adopt(snapshot)
+        if snapshot is not self._restoring:
+            self.journal.adopt(snapshot)
             return
         for batch in snapshot.in_flight:
             if len(batch.ranks) != self._core.config.dp_size:
-                self._journal.returned(batch.step)  # its rollouts wait again
+                self.journal.returned(batch.step)  # its rollouts wait again

@@ -1,0 +1,78 @@
+"""Every way to put is one way: accept= first, then room, and cancelled at either it was not accepted."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+
+import anyio
+import pytest
+from anyio.lowlevel import checkpoint
+
+import stream_balancer as sb
+from stream_balancer.controller.producers import attend
+from stream_balancer.producer.client import connect
+from stream_balancer.testing import make_rollout, make_rollouts
+from stream_balancer.transport.memory import MemoryTransport
+
+WAYS = ["put", "put_group", "slot", "slot_group", "producer", "producer_group"]
+LATE = ["late0", "late1"]
+
+
+async def settle() -> None:
+    for _ in range(20):
+        await checkpoint()
+
+
+@asynccontextmanager
+async def full_balancer(way: str) -> AsyncIterator[tuple[sb.StreamBalancer, Callable[[], Awaitable[None]]]]:
+    """A balancer without room, whose ``accept=`` takes 10 s for late rollouts; and a put of such, in this way."""
+
+    async def accept(rollouts: Sequence[sb.Rollout]) -> bool:
+        await anyio.sleep(10.0 if rollouts[0].rollout_id in LATE else 0.0)
+        return True
+
+    group = way.endswith("group")
+    rollouts = [make_rollout(3, name, group_id="g" if group else None) for name in LATE[: 1 + group]]
+    config = sb.BalancerConfig(dp_size=2, batch_size=4, window=4, capacity=4)
+    async with (
+        sb.StreamBalancer(config, accept=accept) as balancer,
+        MemoryTransport(dp_size=2) as transport,
+        anyio.create_task_group() as tasks,
+        balancer.reserve(2) as slot,
+    ):
+        tasks.start_soon(attend, balancer, transport)
+        by = {"put": balancer, "slot": slot, "producer": connect(transport.connect_producer())}[way.partition("_")[0]]
+        for rollout in make_rollouts([3] * 4):
+            await balancer.put(rollout)
+        yield balancer, (lambda: by.put_group(rollouts)) if group else (lambda: by.put(rollouts[0]))
+        tasks.cancel_scope.cancel()
+
+
+@pytest.mark.parametrize("way", WAYS)
+async def test_it_is_filtered_and_then_waits_for_room(way: str) -> None:
+    async with full_balancer(way) as (balancer, put), anyio.create_task_group() as tasks:
+        tasks.start_soon(put)
+        await anyio.sleep(9.0)
+        assert balancer.statistics().blocked_puts == 0
+        await anyio.sleep(2.0)
+        assert balancer.statistics().blocked_puts == 1
+        assert balancer.statistics().accepted == 4
+        await anext(balancer.batches())
+        await settle()
+        assert [r.rollout_id for r in balancer.snapshot().waiting] == LATE[: 1 + way.endswith("group")]
+        assert balancer.statistics().blocked_puts == 0
+
+
+@pytest.mark.parametrize("after_s", [5.0, 15.0])
+@pytest.mark.parametrize("way", WAYS)
+async def test_cancelled_on_the_way_it_was_not_accepted(way: str, after_s: float) -> None:
+    async with full_balancer(way) as (balancer, put):
+        with anyio.move_on_after(after_s):
+            await put()
+        await settle()
+        await anext(balancer.batches())
+        await anyio.sleep(20.0)
+        stats = balancer.statistics()
+        assert (stats.accepted, stats.waiting, stats.blocked_puts, stats.reserved) == (4, 0, 0, 2)
+        balancer.parts.core.verify()
