@@ -312,8 +312,7 @@ def _check_combinations(c: BalancerConfig) -> None:
     if c.batch_size < c.dp_size:
         raise ConfigError(
             f"batch_size ({c.batch_size}) must be >= dp_size ({c.dp_size}): some ranks would get nothing in every "
-            "step. "
-            "Raise batch_size"
+            "step. Raise batch_size"
         )
     if c.window < c.batch_size:
         raise ConfigError(
@@ -329,8 +328,7 @@ def _check_combinations(c: BalancerConfig) -> None:
     if not c.dp_size <= c.min_batch_size <= c.batch_size:
         raise ConfigError(
             f"min_batch_size ({c.min_batch_size}) must be between dp_size ({c.dp_size}) and batch_size "
-            f"({c.batch_size}): "
-            "below, ranks would run padding only; above, a deadline could not be kept"
+            f"({c.batch_size}): below, ranks would run padding only; above, a deadline could not be kept"
         )
     if c.policy != "window" and c.window != c.batch_size:
         raise ConfigError(
@@ -357,20 +355,17 @@ def _check_groups(c: BalancerConfig) -> None:
     if c.group_size > c.batch_size:
         raise ConfigError(
             f"group_size ({c.group_size}) must be <= batch_size ({c.batch_size}): a group could not leave in one "
-            "batch. "
-            "Raise batch_size, or leave group_size out"
+            "batch. Raise batch_size, or leave group_size out"
         )
     if c.groups != "free" and c.batch_size % c.group_size:
         raise ConfigError(
-            f"batch_size ({c.batch_size}) must be a multiple of group_size ({c.group_size}) while "
-            f"groups={c.groups!r}: whole groups "
-            "could not make a full batch. Change batch_size, or use groups='free'"
+            f"batch_size ({c.batch_size}) must be a multiple of group_size ({c.group_size}) while groups={c.groups!r}: "
+            "whole groups could not make a full batch. Change batch_size, or use groups='free'"
         )
     if c.groups != "free" and c.window > c.capacity // c.group_size * c.group_size:
         raise ConfigError(
-            f"window ({c.window}) is more than the {c.capacity // c.group_size} whole groups of {c.group_size} "
-            "that fit into "
-            f"capacity ({c.capacity}): it could never fill. Raise capacity or lower window"
+            f"window ({c.window}) is more than the {c.capacity // c.group_size} whole groups of {c.group_size} that "
+            f"fit into capacity ({c.capacity}): it could never fill. Raise capacity or lower window"
         )
     if c.groups == "same_rank" and c.batch_size // c.group_size < c.dp_size:
         raise ConfigError(
@@ -379,7 +374,6 @@ def _check_groups(c: BalancerConfig) -> None:
         )
     if c.groups == "same_rank" and c.counts == "equal" and (c.batch_size // c.group_size) % c.dp_size:
         raise ConfigError(
-            "groups='same_rank' with counts='equal' needs batch_size / group_size "
-            f"({c.batch_size // c.group_size}) to be a "
-            f"multiple of dp_size ({c.dp_size})"
+            f"groups='same_rank' with counts='equal' needs batch_size / group_size ({c.batch_size // c.group_size}) to "
+            f"be a multiple of dp_size ({c.dp_size})"
         )

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeAlias
 import torch
 from torch import Tensor
 
-from stream_balancer import tensors as layout
+from stream_balancer import tensors
 from stream_balancer.errors import RolloutError
 from stream_balancer.field_docs import documented
 from stream_balancer.values import (
@@ -240,7 +240,7 @@ class MicroBatch:
     for."""
     lengths: tuple[int, ...]
     """Tokens per rollout, ``n`` of them."""
-    flat: Callable[[], layout.FlatColumns]
+    flat: Callable[[], tensors.FlatColumns]
     """What the layouts start from. On a rank: views of the received buffer, nothing copied. On the controller:
     concatenated on use."""
 
@@ -257,14 +257,14 @@ class MicroBatch:
         """T: tokens without padding."""
         return sum(self.lengths)
 
-    def packed(self, *, scalar_dtype: torch.dtype = torch.float32) -> layout.Packed:
+    def packed(self, *, scalar_dtype: torch.dtype = torch.float32) -> tensors.Packed:
         """Flat ``[T, ...]`` columns, ``position_ids [T]``, ``cu_seqlens`` int32 ``[n+1]``, ``max_seqlen``.
 
         Always has a ``loss_mask`` (ones where the rollouts brought none; zeros for padding copies). On a rank no
         token is copied. Scalars become ``[n]`` of ``scalar_dtype``, here and in the other layouts: float32, so that a
         float32 loss stays one; torch.int64 where ints above 2^24 must stay exact.
         """
-        return layout.packed(self.flat(), scalar_dtype=scalar_dtype)
+        return tensors.packed(self.flat(), scalar_dtype=scalar_dtype)
 
     def padded(
         self,
@@ -273,9 +273,9 @@ class MicroBatch:
         pad_values: Mapping[str, float | int | bool] | None = None,
         multiple_of: int = 1,
         scalar_dtype: torch.dtype = torch.float32,
-    ) -> layout.Padded:
+    ) -> tensors.Padded:
         """``[n, L_max, ...]`` columns and ``attention_mask``, padded on the chosen side. Copies every token once."""
-        return layout.padded(
+        return tensors.padded(
             self.flat(),
             padding_side=padding_side,
             pad_values=pad_values,
@@ -283,13 +283,13 @@ class MicroBatch:
             scalar_dtype=scalar_dtype,
         )
 
-    def nested(self, *, scalar_dtype: torch.dtype = torch.float32) -> layout.Nested:
+    def nested(self, *, scalar_dtype: torch.dtype = torch.float32) -> tensors.Nested:
         """Torch jagged nested tensors ``[n, j, ...]`` over the flat columns; no token is copied on a rank."""
-        return layout.nested(self.flat(), scalar_dtype=scalar_dtype)
+        return tensors.nested(self.flat(), scalar_dtype=scalar_dtype)
 
     def tensordict(self, *, scalar_dtype: torch.dtype = torch.float32) -> TensorDict:
         """A ``TensorDict`` of jagged columns and scalars, batch size ``[n]``. Needs the ``tensordict`` extra."""
-        return layout.tensordict(self.flat(), scalar_dtype=scalar_dtype)
+        return tensors.tensordict(self.flat(), scalar_dtype=scalar_dtype)
 
     def __repr__(self) -> str:
         return f"MicroBatch(num_rollouts={len(self.lengths)}, num_tokens={self.num_tokens})"
@@ -419,10 +419,10 @@ def _excess(value: float, base: float) -> float:
     return max(value / base - 1.0, 0.0) if base > 0 else 0.0
 
 
-def _concatenate(rollouts: Sequence[Rollout]) -> layout.FlatColumns:
+def _concatenate(rollouts: Sequence[Rollout]) -> tensors.FlatColumns:
     """Flat columns of rollouts at hand. Copies every token once. O(T)."""
     first = rollouts[0]
-    return layout.FlatColumns(
+    return tensors.FlatColumns(
         tokens={name: torch.cat([r.tokens[name] for r in rollouts]) for name in first.tokens},  # [T, ...]
         lengths=tuple(r.num_tokens for r in rollouts),
         scalars={name: [r.scalars[name] for r in rollouts] for name in first.scalars},
