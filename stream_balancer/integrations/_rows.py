@@ -26,6 +26,7 @@ def spans(mask: Tensor) -> list[slice]:
     if is_token.ndim != 2:
         raise ValueError(f"an attention mask is [n, S], not {list(mask.shape)}")
     counts = is_token.sum(1).tolist()
+    # uint8, since argmax is not defined for bool; it finds the first of equal values
     starts = is_token.to(torch.uint8).argmax(1).tolist() if is_token.shape[1] else [0] * len(counts)
     found = [slice(start, start + count) for start, count in zip(starts, counts, strict=True)]
     for row, span in enumerate(found):

@@ -60,6 +60,7 @@ def build_dp_schedule(
     steps = _steps(rollout_indices, global_batch_size)
     dp_size = train_parallel_config["dp_size"]
     virtual = train_parallel_config["vpp_size"] > 1
+    # Megatron's interleaved schedule refuses any other number of micro-batches
     multiple_of = train_parallel_config["microbatch_group_size_per_vp_stage"] if virtual else 1
     partitions: list[list[int]] = [[] for _ in range(dp_size)]
     micro_batches: list[list[list[int]]] = [[] for _ in range(dp_size)]
@@ -70,9 +71,10 @@ def build_dp_schedule(
             lengths,
             lengths if cost is None else cost(lengths),
             dp_size,
+            # the GPUs of a context-parallel group hold a sample together, so their caps add up
             max_tokens=args.max_tokens_per_gpu * train_parallel_config["cp_size"],
             multiple_of=multiple_of,
-            oversize="alone",
+            oversize="alone",  # as slime's own schedule: at this point a sample can no longer be refused
             rotation=step,
         )
         counts.append(_same_count(plan, step, multiple_of))

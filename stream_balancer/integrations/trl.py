@@ -96,7 +96,7 @@ class _Row:
     def rollout(self, inputs: Mapping[str, Any], index: int, **fields: Any) -> Rollout:
         ids = torch.cat([inputs["prompt_ids"][index], inputs["completion_ids"][index]])[self._whole]
         mask = self._after_the_prompt(inputs["completion_mask"][index])
-        if "tool_mask" in self._tokens:
+        if "tool_mask" in self._tokens:  # what a tool wrote is context, not the policy's own
             mask = mask * self._tokens["tool_mask"]
         return Rollout(
             tokens={"input_ids": ids, "loss_mask": mask, **self._tokens},
@@ -112,7 +112,7 @@ class _Row:
 
 
 def inputs_from(share: RankBatch, *, pad_token_id: int) -> list[dict[str, Any]]:
-    """GRPO's dict of each micro-batch of a rank's share, as ``GRPOTrainer.compute_loss`` takes it: prompts left-padded,
+    """GRPO's dict of each micro-batch of a rank batch, as ``GRPOTrainer.compute_loss`` takes it: prompts left-padded,
     completions right-padded; images as lists, for ``trl.trainer.utils.unsplit_pixel_values_by_grid``.
 
     ``num_items_in_batch`` is ``share.global_num_loss_tokens``. A padding copy has a zero ``completion_mask``.
@@ -131,6 +131,7 @@ def _inputs(micro_batch: MicroBatch, pad_token_id: int) -> dict[str, Any]:
     after = [rollout.num_tokens - tokens for rollout, tokens in zip(rollouts, before, strict=True)]
     wide, long = max(before), max(after)
     ids = [rollout.tokens["input_ids"] for rollout in rollouts]
+    # a padding copy runs through the model like any other rollout, but none of its tokens counts in a loss
     shown = [0 if rollout.is_padding else tokens for rollout, tokens in zip(rollouts, after, strict=True)]
     out: dict[str, Any] = {
         "prompt_ids": _rows.padded(_upto(ids, before), wide, "left", pad_token_id),
