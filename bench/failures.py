@@ -1,5 +1,5 @@
-"""A rank is killed again and again: how soon it is noticed, how soon its next life has its batch, and what the healthy
-rank notices. And the controller: how soon its rank is told.
+"""A rank is killed again and again: how soon it is noticed, how soon its next process has its batch, and what the
+healthy rank notices. And the controller: how soon its rank is notified.
 
 ``python bench/failures.py [--json] [--kills 50]``. Two rank processes; rank 1 gets SIGKILL at a random moment of a
 running stream and is followed by a process that was forked before, so that no interpreter start is measured. Through
@@ -41,7 +41,7 @@ _PROCESSES.set_forkserver_preload(["stream_balancer.rank.feed", "stream_balancer
 
 
 class Endless(ScriptedBalancer):
-    """One batch after the other, until told to stop."""
+    """One batch after the other, until it is stopped."""
 
     def __init__(self, dp_size: int) -> None:
         super().__init__([])
@@ -59,8 +59,8 @@ class Endless(ScriptedBalancer):
         return batch
 
 
-def live(address: str, rank: int, incarnation: int, shared_memory: bool, wire: Connection) -> None:
-    """A rank's life: wait for the word, train, tell when which step was there."""
+def train(address: str, rank: int, incarnation: int, shared_memory: bool, wire: Connection) -> None:
+    """One process of a rank: waits for the start, trains, reports when which step was there."""
     torch.set_num_threads(1)
     wire.recv()
     feed = RankFeed(address, rank=rank, dp_size=2, incarnation=incarnation, depth=DEPTH, shared_memory=shared_memory)
@@ -77,25 +77,25 @@ def live(address: str, rank: int, incarnation: int, shared_memory: bool, wire: C
     wire.send(None)
 
 
-class Life:
-    """The process, forked and waiting for the word."""
+class RankProcess:
+    """The process, forked and waiting for the start."""
 
     def __init__(self, address: str, rank: int, incarnation: int, shared_memory: bool) -> None:
         self.wire, theirs = _PROCESSES.Pipe()
         args = (address, rank, incarnation, shared_memory, theirs)
-        self.process = _PROCESSES.Process(target=live, args=args, daemon=True)
+        self.process = _PROCESSES.Process(target=train, args=args, daemon=True)
         self.process.start()
         theirs.close()
 
-    def told(self) -> list[tuple[float, int]]:
-        """All it has said; waits until it has ended."""
-        said = []
+    def reported(self) -> list[tuple[float, int]]:
+        """All it has reported; waits until it has ended."""
+        found = []
         try:
             while (one := self.wire.recv()) is not None:
-                said.append(one)
+                found.append(one)
         except EOFError:
             pass
-        return said
+        return found
 
 
 async def drill(kills: int, shared_memory: bool) -> dict[str, list[float]]:
@@ -103,17 +103,17 @@ async def drill(kills: int, shared_memory: bool) -> dict[str, list[float]]:
     chance = random.Random(0)
     times: dict[str, list[float]] = {"noticed": [], "rejoined": []}
     balancer = Endless(2)
-    lives: list[list[tuple[float, int]]] = []
+    runs: list[list[tuple[float, int]]] = []
     async with TorchTransport.listen(dp_size=2, shared_memory=shared_memory) as transport:
         address = transport.address or ""
-        healthy = Life(address, 0, 0, shared_memory)
-        victim = Life(address, 1, 0, shared_memory)
+        healthy = RankProcess(address, 0, 0, shared_memory)
+        victim = RankProcess(address, 1, 0, shared_memory)
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(partial(serve, balancer, transport, rejoin_timeout_s=60.0))
             healthy.wire.send("go")
             victim.wire.send("go")
             for incarnation in range(1, kills + 1):
-                spare = Life(address, 1, incarnation, shared_memory)
+                spare = RankProcess(address, 1, incarnation, shared_memory)
                 await in_thread(victim.wire.poll, 30.0)  # it has its first batch
                 await anyio.sleep(chance.uniform(0.1, 0.3))
                 link = transport._links[1]
@@ -124,21 +124,21 @@ async def drill(kills: int, shared_memory: bool) -> dict[str, list[float]]:
                 times["noticed"].append(1e3 * (time.monotonic() - killed_at))
                 began = time.monotonic()
                 spare.wire.send("go")
-                lives.append(await in_thread(victim.told))
+                runs.append(await in_thread(victim.reported))
                 await in_thread(spare.wire.poll, 30.0)
                 first = spare.wire.recv()
                 times["rejoined"].append(1e3 * (first[0] - began))
                 spare.first = first  # type: ignore[attr-defined]
-                lives.append([first])
+                runs.append([first])
                 victim = spare
             await anyio.sleep(0.3)
             balancer.stopped = True
-            told = await in_thread(healthy.told)
-            lives.append(await in_thread(victim.told))
-    check([step for _, step in told], balancer.step)
-    seen = sorted({step for life in lives for _, step in life})
+            reports = await in_thread(healthy.reported)
+            runs.append(await in_thread(victim.reported))
+    check([step for _, step in reports], balancer.step)
+    seen = sorted({step for run in runs for _, step in run})
     check(seen, balancer.step)
-    times["healthy_gap"] = [1e3 * (b[0] - a[0]) for a, b in pairwise(told)]
+    times["healthy_gap"] = [1e3 * (b[0] - a[0]) for a, b in pairwise(reports)]
     return times
 
 

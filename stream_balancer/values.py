@@ -277,7 +277,7 @@ def _plain_scalar(value: object) -> str | int | float | bool | bytes | None:
         return value if type(value) is bytes else bytes(memoryview(value))
     raise RolloutError(
         f"is a {type(value).__name__}; metadata is JSON-like (str, int, float, bool, None, bytes, list, dict). "
-        "Tensors belong into tensors="
+        "Tensors go into tensors="
     )
 
 

@@ -19,8 +19,8 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which then ends its children
     say = _speaker()
     task = msgspec.json.decode(_read_line(), type=Task)
-    threading.Thread(target=_exit_with_parent, name="leash", daemon=True).start()
-    import torch  # slow to import: after the leash is on
+    threading.Thread(target=_exit_with_parent, name="exit-with-parent", daemon=True).start()
+    import torch  # slow to import: only once the parent is watched
 
     torch.set_num_threads(1)
     if task.rank is None:
@@ -46,7 +46,7 @@ def _speaker() -> Callable[[Message], None]:
 
 
 def _read_line() -> bytes:
-    """The first line of stdin, and not a byte more: unbuffered, so that the leash may read what follows."""
+    """The first line of stdin, and not a byte more: unbuffered, so that the watching thread may read what follows."""
     parts = []
     while (byte := os.read(0, 2**16)) and not byte.endswith(b"\n"):
         parts.append(byte)

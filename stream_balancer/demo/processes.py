@@ -2,8 +2,8 @@
 
 ::
 
-    parent --task (JSON line)--> stdin  child        stdin then stays open: it is the leash. When the parent is gone,
-    for parent <--messages (JSON)-- stdout  child        whatever reason, the child reads its end and exits at once.
+    parent --task (JSON line)------> stdin  child    stdin then stays open: when the parent is gone, for whatever
+    parent <------messages (JSON)-- stdout  child    reason, the child reads its end and exits at once
 
 Ctrl-C goes to the parent alone (children ignore SIGINT); whatever ends :func:`run_children` early kills every child.
 """

@@ -28,7 +28,7 @@ more idle)."""
 
 
 _UNBOUNDED = 2**62
-"""Skips that nobody will live to see: ``max_skips=None``."""
+"""More skips than any run has dispatches: ``max_skips=None``."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -78,7 +78,7 @@ _HOW: dict[str, Any] = {}
 
 def _begin(trace: Trace, how: dict[str, Any]) -> None:
     """In a child, once: what all its simulations share."""
-    threading.Thread(target=_exit_with_parent, name="leash", daemon=True).start()
+    threading.Thread(target=_exit_with_parent, name="exit-with-parent", daemon=True).start()
     global _TRACE
     _TRACE = trace
     _HOW.update(how)

@@ -103,11 +103,11 @@ async def test_cancelling_ends_every_child():
 @pytest.mark.skipif(not os.path.isdir("/proc"), reason="looks into /proc")
 @pytest.mark.processes
 async def test_children_exit_when_their_parent_is_killed():
-    """The real child's leash, without a task's work: a parent that dies takes the child with it."""
+    """The real child's watching thread, without a task's work: a parent that dies takes the child with it."""
     script = """
     import os, subprocess, sys, time
-    child = "import os, threading, time; from stream_balancer.demo.child import _exit_with_parent as leash; "
-    child += "threading.Thread(target=leash, daemon=True).start(); print('on', flush=True); time.sleep(600)"
+    child = "import os, threading, time; from stream_balancer.demo.child import _exit_with_parent as watch; "
+    child += "threading.Thread(target=watch, daemon=True).start(); print('on', flush=True); time.sleep(600)"
     process = subprocess.Popen([sys.executable, "-c", child], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     process.stdout.readline()
     print(process.pid, flush=True)
