@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import stream_balancer as sb
@@ -66,3 +67,23 @@ def test_a_step_given_back_is_ahead_again() -> None:
     core.nack(batch.step)
     core.verify()
     assert core.state.ledger.steps_ahead == 1, "it will be trained on, and may make a version"
+
+
+def test_a_group_that_is_turned_down_is_not_due_any_more() -> None:
+    core = core_of(group_size=2, max_staleness=0)
+    put(core, 1, group_id="a")
+    assert core.state.staleness.num_due == 1
+    core.filter_out([make_rollout(3, version=1, group_id="a")], 0.0)
+    core.verify()
+    assert core.state.staleness.num_due == 0
+
+
+def test_a_step_given_back_and_acknowledged_after_all_comes_no_more() -> None:
+    core = core_of()
+    put(core, 1, 1)
+    step = dispatch(core).step
+    core.nack(step)
+    core.acknowledge(step)
+    core.verify()
+    assert core.poll(0.0) is None
+    assert core.next_wakeup() == math.inf
