@@ -1,8 +1,7 @@
 """Simulation of a balancer over a trace: the same ``core``, driven by a virtual clock. No event loop, no processes.
 
     generation --finish--> (put waits for room) --add--> core --poll, when the trainer is free--> trainer
-    --acknowledge-->
-        ^-------- the slot is free again once put returned --'
+        ^-------- the slot is free again once put returned --'      ^---------- acknowledge -------'
 
 Three clocks move it: a generation slot finishes a rollout, the trainer finishes a step, the core's deadline passes. The
 next of them is the next moment simulated, so a run of hours takes seconds, and the same seed gives the same run.
