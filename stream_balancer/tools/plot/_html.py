@@ -57,7 +57,7 @@ def _front(report: TuneReport) -> str:
     most_idle = max(0.01, *(o.idle_fraction for o in shown)) * 1.05
     x = _scale(0.0, most_age, LEFT, WIDTH - RIGHT)
     y = _scale(0.0, most_idle, HEIGHT - BOTTOM, TOP)
-    parts = _axes(x, y, most_age, most_idle, "added mean queueing delay, dispatches", "idle part of rank time")
+    parts = _axes(x, y, most_age, most_idle, "added mean queueing delay, dispatches", "idle fraction of rank time")
     for outcome, name in zip(usual, ("round-robin", "arrival order, best partition"), strict=True):
         at = y(outcome.idle_fraction)
         parts.append(_line(LEFT, at, WIDTH - RIGHT, at, GREY, dashed=True))

@@ -36,7 +36,7 @@ def _front(axes: Any, report: TuneReport) -> None:
     axes.plot([o.added_age for o in report.front], [100 * o.idle_fraction for o in report.front], "o-", color=BLUE)
     axes.plot([chosen.added_age], [100 * chosen.idle_fraction], "o", color=RED, markersize=10)
     axes.set_xlabel("added mean queueing delay, dispatches")
-    axes.set_ylabel("idle part of rank time, %")
+    axes.set_ylabel("idle fraction of rank time, %")
     axes.set_ylim(bottom=0)
 
 
