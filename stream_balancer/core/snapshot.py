@@ -103,7 +103,6 @@ def restored_state(config: BalancerConfig, tolerance: float, snapshot: Snapshot,
     state.buffer.restore_groups(snapshot.group_arrivals)
     state.ledger.restore(again, snapshot.next_step)
     state.ids.held.update(r.rollout_id for batch in again for r in batch.rollouts if not r.is_padding)
-    state.skip_arrivals()
     state.changed()
     return state
 

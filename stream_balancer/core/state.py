@@ -91,10 +91,6 @@ class State:
         self.length_bias.arrived(self.buffer.lengths_since(self._arrivals_seen))
         self._arrivals_seen = self.buffer.next_seq
 
-    def skip_arrivals(self) -> None:
-        """What has come so far was seen by another balancer, whose snapshot was restored."""
-        self._arrivals_seen = self.buffer.next_seq
-
     def evict(self, rollouts: Sequence[Rollout], reason: EvictReason) -> None:
         """These do not wait any more, and will not be trained on. Lost ones may be put again. O(1) each."""
         self.counts.evicted[reason] += len(rollouts)

@@ -57,6 +57,15 @@ def test_a_sibling_lost_in_flight_may_come_again_by_itself() -> None:
     assert core.state.buffer.groups.departed() == {}
 
 
+def test_places_are_kept_for_siblings_of_waiting_groups() -> None:
+    core = BalancerCore(sb.BalancerConfig(dp_size=1, batch_size=4, window=8, capacity=11, group_size=4))
+    core.add_all(list(make_rollouts([3, 4, 5, 6], siblings=4)), 0.0)
+    core.add(make_rollout(7, "b0", group_id="b"), 0.0)
+    with pytest.raises(sb.WouldBlock):  # 5 wait, 3 are awaited, 4 would belong to this one's group
+        core.add(make_rollout(8, "c0", group_id="c"), 0.0)
+    core.add(make_rollout(9, "b1", group_id="b"), 0.0)
+
+
 def test_an_abandoned_group_is_evicted_and_so_is_what_comes_of_it() -> None:
     core = core_of()
     evictions = Evictions(core)

@@ -189,6 +189,24 @@ class CoreMachine(RuleBasedStateMachine):
             with pytest.raises(ValueError, match=f"step {step} is not in flight"):
                 self.core.acknowledge(step)
 
+    @rule(data=st.data())
+    def acknowledge_without_some(self, data: st.DataObject) -> None:
+        """A rank trained a step without rollouts whose payloads were lost; these may be put again."""
+        for batch in self.core.in_flight()[:1]:
+            real = sorted(r.rollout_id for r in batch.rollouts if not r.is_padding)
+            missing = set(data.draw(st.lists(st.sampled_from(real), min_size=1, max_size=3, unique=True)))
+            before = self.core.statistics(self.now)
+            self.core.mark_missing(batch.step, [*missing, "never put"])
+            self.core.mark_missing(batch.step, missing)
+            assert self.core.statistics(self.now) == before
+            self.core.acknowledge(batch.step)
+            after = self.core.statistics(self.now)
+            assert after.evicted["lost"] - before.evicted["lost"] == len(missing)
+            assert after.acknowledged - before.acknowledged == batch.num_rollouts - len(missing)
+            self.dispatched -= missing
+            self.take_evicted()
+            assert missing <= self.evicted
+
     @rule()
     def worked_through(self) -> None:
         """The trainer is through with the oldest batch, and acknowledges it later."""

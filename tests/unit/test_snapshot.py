@@ -127,6 +127,20 @@ def test_other_ranks_plan_anew() -> None:
     assert (stats.waiting, stats.in_flight, stats.accepted, stats.acknowledged) == (9, 0, 13, 4)
 
 
+def test_length_figures_count_what_was_restored_as_arrived() -> None:
+    """They are not in the checkpoint, and compare what arrived with what was dispatched."""
+    core = BalancerCore(config())
+    core.add_all([rich_rollout(n) for n in range(4)], 0.0)
+    fresh = BalancerCore(config())
+    fresh.restore(core.snapshot(1.0), 0.0)
+    fresh.end()
+    while fresh.poll(0.0) is not None:
+        pass
+    bias = fresh.statistics(0.0).length_bias
+    assert bias.num_dispatched == 4
+    assert bias.arrived_quantiles == bias.dispatched_quantiles
+
+
 def test_stale_rollouts_of_a_checkpoint_are_evicted_and_counted() -> None:
     core = BalancerCore(config())
     core.set_version(9)
