@@ -29,6 +29,7 @@ from stream_balancer.wire.messages import Owner, RolloutHeader
 from stream_balancer.wire.partial_share import Lease, RemoteRollout
 from stream_balancer.wire.share import (
     ALIGNMENT,
+    _align,
     _Meta,
     _meta_of,
     _pack_meta,
@@ -63,11 +64,9 @@ class EncodedRollout:
         if self._rollout is not None:
             rollout = self._rollout
             for tensor in chain(rollout.tokens.values(), rollout.tensors.values()):
-                found += [_padding(found[-1].numel()), bytes_of(tensor)]
-                if not found[-1].numel():
-                    found[-1] = _ZEROS  # even an empty tensor has a place of its own
-        found.append(_padding(found[-1].numel()))
-        return [piece for piece in found if piece.numel()]
+                found += _padding(found[-1].numel())
+                found.append(bytes_of(tensor) if tensor.numel() else _ZEROS)  # an empty one has a place, too
+        return found + _padding(found[-1].numel())
 
     def fill(self, buffer: Tensor) -> Iterator[int]:
         """Write into ``buffer`` (``[wire_bytes]`` uint8); yields how many leading bytes are final. O(bytes)."""
@@ -92,7 +91,7 @@ def encode_rollout(rollout: Rollout, *, kept: bool = False) -> EncodedRollout:
     meta = _meta_of([rollout], [1], narrow=False)
     packed = _pack_meta(meta, [rollout])
     total = _plan(meta, len(packed), _MAX_BYTES).total_bytes
-    wire = len(packed) + len(_padding(len(packed))) if kept else total
+    wire = _align(len(packed)) if kept else total
     header = RolloutHeader(len(packed), zlib.crc32(packed), wire, total)
     return EncodedRollout(header, packed, None if kept else rollout)
 
@@ -154,8 +153,9 @@ def _described(header: RolloutHeader, buffer: Tensor) -> tuple[_Meta, _Plan]:
     return meta, plan
 
 
-def _padding(size: int) -> Tensor:
-    return _ZEROS[: -size % ALIGNMENT]
+def _padding(size: int) -> list[Tensor]:
+    """What follows a piece of ``size`` bytes, so that the next one is aligned."""
+    return [_ZEROS[: -size % ALIGNMENT]] if size % ALIGNMENT else []
 
 
 def _on_meta(described: _Tensor, shape: tuple[int, ...]) -> Tensor:

@@ -1,8 +1,8 @@
 """Channels over TCP, any number of them on one hub's thread.
 
-Small messages that wait together travel in one system call, and are read in one. A buffer is sent from where it lies
-(:attr:`~stream_balancer.transport.channel.Source.pieces`), and a large one is received into the place that its session
-allocates: tokens are copied by the system only. Each end releases the connection once it has closed and the peer has.
+Small messages that wait together travel in one system call, and are read in one. A large buffer is sent from where it
+lies (:attr:`~stream_balancer.transport.channel.Source.pieces`), and received into the place that its session allocates:
+its tokens are copied by the system only. Each end releases the connection once it has closed and the peer has.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ __all__ = ["SocketChannel"]
 
 _TURN_BYTES = 4 * 2**20  # read from one socket before the others get their turn
 _GATHER = 512  # pieces per sendmsg; the system's limit is 1024
+_COPY_BYTES = 64 * 1024  # below that a dozen pieces cost more than their bytes
 
 
 class _Piece(NamedTuple):
@@ -209,14 +210,19 @@ def _views(buffers: Sequence[Tensor], sizes: Sequence[int]) -> Iterator[memoryvi
 
 
 def _pieces(source: Source) -> Iterator[_Piece]:
-    """A source's bytes, not copied if they lie somewhere."""
-    tensors = [_filled(source)] if source.pieces is None else [piece for piece in source.pieces() if piece.numel()]
-    if sum(tensor.numel() for tensor in tensors) != source.size:
-        raise ValueError(f"{source.size} bytes were announced, but there are others: a rollout was changed while put")
+    """A source's bytes. Large ones are not copied if they lie somewhere; small ones are, in one call for all."""
     if not source.size:
         if source.sent is not None:
             source.sent()
         return
+    if source.pieces is None:
+        tensors: Sequence[Tensor] = [_filled(source)]
+    elif source.size <= _COPY_BYTES:
+        tensors = [torch.cat([*source.pieces()])]
+    else:
+        tensors = [piece for piece in source.pieces() if piece.numel()]
+    if sum(tensor.numel() for tensor in tensors) != source.size:
+        raise ValueError(f"{source.size} bytes were announced, but there are others: a rollout was changed while put")
     for tensor in tensors:
         yield _Piece(tensor.numpy().data, tensor, source.sent if tensor is tensors[-1] else None)
 
