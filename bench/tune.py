@@ -26,7 +26,8 @@ from peers import Floats, Ints, Rows, trace_folder
 import stream_balancer as sb
 from stream_balancer.core.auto_window import AutoWindow
 from stream_balancer.planning import PlanKnobs, Waiting, plan_batch
-from stream_balancer.tools.tune import AGE_SLACK, FEW_SHORT, PARTITION_TOLERANCE, TuneReport
+from stream_balancer.tools.tune import AGE_SLACK, FEW_SHORT, PARTITION_TOLERANCE
+from stream_balancer.tools.tune_report import TuneReport
 
 CONFIG = sb.BalancerConfig(dp_size=8, batch_size=32, cost=sb.QuadraticCost())
 

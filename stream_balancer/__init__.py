@@ -50,7 +50,8 @@ if TYPE_CHECKING:
     from stream_balancer.tools.simulate import simulate
     from stream_balancer.tools.simulation_report import SimulationReport
     from stream_balancer.tools.trace import Trace, load_trace
-    from stream_balancer.tools.tune import TuneReport, tune
+    from stream_balancer.tools.tune import tune
+    from stream_balancer.tools.tune_report import TuneReport
     from stream_balancer.transport.gloo.torch_dist import TorchTransport
     from stream_balancer.types import Batch, MicroBatch, RankBatch, Rollout
 
@@ -127,7 +128,8 @@ _NAMES_OF = {
     "tools.trace": "Trace load_trace",
     "rank.barrier": "barrier",
     "transport.gloo.torch_dist": "TorchTransport",
-    "tools.tune": "TuneReport tune",
+    "tools.tune": "tune",
+    "tools.tune_report": "TuneReport",
     "statistics": "Statistics",
     "types": "Batch MicroBatch RankBatch Rollout",
 }

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
     from stream_balancer.config import BalancerConfig
     from stream_balancer.tools.trace import Trace
-    from stream_balancer.tools.tune import Outcome, TuneReport
+    from stream_balancer.tools.tune_report import Outcome, TuneReport
 
 __all__ = ["tune"]
 

@@ -32,7 +32,7 @@ class LengthModel:
     cap: int | None = None
     """Longest output, tokens; None = no cap."""
     cap_share: float = 0.0
-    """Share of rollouts that end at the cap: the longest draws are raised to it until there are so many. Runaway
+    """Fraction of rollouts that end at the cap: the longest draws are raised to it until there are so many. Runaway
     generations."""
     floor: int = 1
     """Shortest output, tokens."""

@@ -165,7 +165,7 @@ class SimulationReport:
     elapsed_s: float
     """Virtual seconds from the first token to the end of the last step."""
     trainer_busy: float
-    """Share of ``elapsed_s`` in which a step ran; 0.0 with an instant trainer."""
+    """Fraction of ``elapsed_s`` in which a step ran; 0.0 with an instant trainer."""
     blocked_s: float
     """Mean seconds a finished rollout waited for ``put`` to accept it."""
     steps: Steps

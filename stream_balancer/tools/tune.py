@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields, replace
-from typing import Any, Literal, TypeAlias
+from dataclasses import replace
+from typing import Literal, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,11 +19,11 @@ from stream_balancer.config import BalancerConfig
 from stream_balancer.errors import ConfigError
 from stream_balancer.tools.generation import finish_times
 from stream_balancer.tools.simulate import TrainerSpeed, as_policy
-from stream_balancer.tools.simulation_report import SimulationReport
 from stream_balancer.tools.sweep import Progress, run_all
 from stream_balancer.tools.trace import Trace
+from stream_balancer.tools.tune_report import Outcome, TuneReport, outcome_of, pareto_front
 
-__all__ = ["Outcome", "TuneReport", "pareto_front", "tune"]
+__all__ = ["tune"]
 
 Floats: TypeAlias = NDArray[np.float64]
 
@@ -40,110 +40,8 @@ PARTITION_TOLERANCE = 3e-3
 AGE_SLACK = 0.05
 """Dispatches by which a measured mean delay may exceed a bound: a window of 2 batches measures 0.98 to 1.03, not 1."""
 FEW_SHORT = 0.01
-"""Share of batches that a deadline may cut short in a setting worth recommending: batch_size is not ours to change."""
-BLOCKS = 20
-"""Of consecutive dispatches, for the standard error: outliers that wait for each other make neighbours alike."""
-STEPS_KEPT = 48
-"""Dispatches of which an outcome keeps every rank's work, to be looked at."""
-
-
-@dataclass(frozen=True, eq=False, slots=True, kw_only=True)
-class Outcome:
-    """Figures of one setting of the knobs, in its steady state."""
-
-    policy: str
-    """"window", or what is usual elsewhere: "round_robin", "fifo"."""
-    window: int
-    max_skips: int | None
-    deadline_s: float | None
-    idle_fraction: float
-    """Share of rank time spent waiting for the slowest rank."""
-    idle_error: float
-    """Its standard error, from blocks of consecutive dispatches."""
-    age: float
-    """Mean dispatches that a rollout waited through."""
-    added_age: float
-    """... above arrival order without a window (``policy="fifo"``)."""
-    age_p99: float
-    """99th percentile of the dispatches that a rollout waited through."""
-    age_max: float
-    wait_p99_s: float
-    """99th percentile of the seconds that a rollout waited."""
-    wait_max_s: float
-    short_batches: float
-    """Share of dispatches that the deadline sent before they were full."""
-    evicted: int
-    """Rollouts thrown away as stale."""
-    length_delay_correlation: float
-    """0 = the window is blind to length; NaN where nothing waited."""
-    delay_per_decile: tuple[float, ...]
-    """Mean dispatches waited, by length decile, shortest first."""
-    rank_work: Floats
-    """[<= 48, dp_size] every rank's work in some consecutive dispatches, in the cost model's unit."""
-
-    @property
-    def knobs(self) -> dict[str, Any]:
-        """For ``config.replace(**outcome.knobs)``."""
-        return {"window": self.window, "max_skips": self.max_skips, "deadline_s": self.deadline_s}
-
-    def to_dict(self) -> dict[str, Any]:
-        """JSON-ready, without ``rank_work``."""
-        values = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "rank_work"}
-        values["delay_per_decile"] = [_or_none(value) for value in self.delay_per_decile]
-        return {name: _or_none(value) for name, value in values.items()}
-
-
-@dataclass(frozen=True, eq=False, slots=True, kw_only=True)
-class TuneReport:
-    """Findings of a sweep."""
-
-    trace_name: str
-    num_rollouts: int
-    """Rollouts in each run."""
-    times: int
-    """How often the trace was repeated, to be long enough."""
-    config: BalancerConfig
-    """The knobs that were not swept."""
-    max_added_age: float
-    """The bound the recommendation keeps, dispatches."""
-    tolerance: float
-    """Idle fraction that is not worth a larger window."""
-    round_robin: Outcome
-    """Arrival order, to the ranks in turn."""
-    fifo: Outcome
-    """Arrival order, the best partition: no window."""
-    outcomes: tuple[Outcome, ...]
-    """Every setting swept, smallest window first."""
-    front: tuple[Outcome, ...]
-    """Those that no other beats in both idle time and queueing delay, shortest delay first."""
-    recommended: Outcome
-    """What to take."""
-    pays: bool
-    """False: arrival order with a good partition is as good; ``recommended`` is then no window."""
-    reason: str
-    """Why, in a sentence."""
-
-    @property
-    def recommended_config(self) -> BalancerConfig:
-        """The config with the recommended knobs."""
-        return self.config.replace(**self.recommended.knobs, capacity=None)
-
-    def to_dict(self) -> dict[str, Any]:
-        """JSON-ready."""
-        return {
-            "trace": self.trace_name,
-            "num_rollouts": self.num_rollouts,
-            "times": self.times,
-            "max_added_age": self.max_added_age,
-            "tolerance": self.tolerance,
-            "pays": self.pays,
-            "reason": self.reason,
-            "recommended": self.recommended.to_dict(),
-            "round_robin": self.round_robin.to_dict(),
-            "fifo": self.fifo.to_dict(),
-            "front": [outcome.knobs for outcome in self.front],
-            "outcomes": [outcome.to_dict() for outcome in self.outcomes],
-        }
+"""Fraction of batches that a deadline may cut short in a setting worth recommending: batch_size is not ours to
+change."""
 
 
 def tune(
@@ -290,67 +188,13 @@ def _or_refused(
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What a setting did
-# ---------------------------------------------------------------------------------------------------------------------
-
-
-def outcome_of(report: SimulationReport) -> Outcome:
-    """The figures of a run that a sweep compares. ``added_age`` is not known here: it is the delay itself."""
-    steps, shown = report.steps, report.shown_steps
-    config = report.config
-    least = config.batch_size - (config.group_size or 1) + 1
-    delay = report.delay_dispatches
-    count = report.figures.batches
-    middle = shown.start + max(count - STEPS_KEPT, 0) // 2
-    return Outcome(
-        policy=report.policy,
-        window=config.window,
-        max_skips=config.max_skips,
-        deadline_s=config.deadline_s,
-        idle_fraction=report.idle_fraction,
-        idle_error=_error_of_idle(steps.mean_load[shown], steps.step_work[shown]),
-        age=delay.mean,
-        added_age=delay.mean,
-        age_p99=delay.p99,
-        age_max=delay.max,
-        wait_p99_s=report.delay_s.p99,
-        wait_max_s=report.delay_s.max,
-        short_batches=float(np.mean(steps.rollouts[shown] < least)) if count else 0.0,
-        evicted=report.evicted,
-        length_delay_correlation=report.length_bias.length_delay_correlation,
-        delay_per_decile=report.length_bias.delay_per_decile,
-        rank_work=steps.rank_work[middle : middle + min(count, STEPS_KEPT)],
-    )
-
-
-def _error_of_idle(mean_load: Floats, step_work: Floats) -> float:
-    """Standard error of 1 - sum(mean) / sum(slowest): jackknife over blocks of consecutive dispatches."""
-    blocks = min(BLOCKS, step_work.size)
-    if blocks < 2:
-        return 0.0
-    mean = np.array([part.sum() for part in np.array_split(mean_load, blocks)])
-    work = np.array([part.sum() for part in np.array_split(step_work, blocks)])
-    without = 1.0 - (mean.sum() - mean) / np.maximum(work.sum() - work, np.finfo(np.float64).tiny)
-    return float(np.sqrt((blocks - 1) / blocks * np.square(without - without.mean()).sum()))
-
-
-def pareto_front(outcomes: Sequence[Outcome]) -> tuple[Outcome, ...]:
-    """The outcomes that no other beats in idle time without a longer delay, shortest delay first. O(n log n)."""
-    front: list[Outcome] = []
-    for outcome in sorted(outcomes, key=lambda o: (o.age, o.idle_fraction)):
-        if not front or outcome.idle_fraction < front[-1].idle_fraction:
-            front.append(outcome)
-    return tuple(front)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
 # Which one to take
 # ---------------------------------------------------------------------------------------------------------------------
 
 
 def _eligible(outcomes: Sequence[Outcome], fifo: Outcome, max_added_age: float) -> list[Outcome]:
-    """Young enough, with full batches, and throwing nothing more away than no window would; the smallest window if
-    there is none."""
+    """Outcomes within the bound on delay, with full batches, and throwing nothing more away than no window would; the
+    smallest window if there is none."""
     found = [
         o
         for o in outcomes
@@ -408,7 +252,3 @@ def _why_not(
     if fair >= float(costs.max()):
         said += f", because a mean batch is {fair / float(costs.max()):.1f} x dp_size x the longest rollout"
     return said + "; use window=batch_size."
-
-
-def _or_none(value: Any) -> Any:
-    return None if isinstance(value, float) and math.isnan(value) else value

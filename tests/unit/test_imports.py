@@ -34,7 +34,8 @@ WAITING = {"anyio", "asyncio", "trio", "time", "threading", "random", "datetime"
 """An event loop, a clock, a thread, or chance."""
 PURE = {"values", "field_docs", "tensors", "cost", "planning", "types", "statistics", "config", "core", "wire"}
 PURE_MODULES = [
-    f"tools.{name}" for name in ("generation", "length_models", "simulate", "simulation_report", "trace", "tune")
+    f"tools.{name}"
+    for name in ("generation", "length_models", "simulate", "simulation_report", "trace", "tune", "tune_report")
 ]
 PURE_MODULES += ["watch.status", "watch.view"]
 PURE_MODULES += ["controller.checkpoint", "controller.journal.records", "controller.journal.contents"]

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 
 import stream_balancer as sb
 from stream_balancer.tools.length_models import LengthModel
-from stream_balancer.tools.tune import AGE_SLACK, Outcome, _error_of_idle, _recommend, _settings, pareto_front
+from stream_balancer.tools.tune import AGE_SLACK, _recommend, _settings
+from stream_balancer.tools.tune_report import Outcome, _error_of_idle, pareto_front
 
 SMALL = sb.BalancerConfig(dp_size=2, batch_size=4)
 HEAVY = LengthModel(mu=5.0, sigma_between=0.0, sigma_within=1.4, cap=20_000)

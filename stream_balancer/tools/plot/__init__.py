@@ -10,7 +10,7 @@ import os
 from pathlib import Path
 
 from stream_balancer.errors import ConfigError
-from stream_balancer.tools.tune import TuneReport
+from stream_balancer.tools.tune_report import TuneReport
 
 __all__ = ["check_plot", "write_plot"]
 

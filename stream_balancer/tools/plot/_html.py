@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Sequence
 from html import escape
 
-from stream_balancer.tools.tune import Outcome, TuneReport
+from stream_balancer.tools.tune_report import Outcome, TuneReport
 
 __all__ = ["page"]
 

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from matplotlib.figure import Figure
 
-from stream_balancer.tools.tune import Floats, TuneReport
+from stream_balancer.tools.tune_report import Floats, TuneReport
 
 __all__ = ["draw"]
 
