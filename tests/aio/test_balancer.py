@@ -350,6 +350,24 @@ async def test_capacity_bytes_holds_puts_back_and_lets_the_window_go() -> None:
             await balancer.put(make_rollout(101, minimal=True))
 
 
+async def test_a_put_without_room_wakes_a_trainer_that_waits_for_the_window() -> None:
+    """Nothing more can come in, so the window is as full as it gets."""
+    async with sb.StreamBalancer(config(window=8, capacity=64, capacity_bytes=400)) as balancer:
+        batches: list[sb.Batch] = []
+
+        async def train() -> None:
+            batches.append(await anext(balancer.batches()))
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(train)
+            for n in range(5):
+                await balancer.put(make_rollout(10, f"r{n}", minimal=True))  # 80 bytes each
+            await settle()
+            assert not batches
+            await balancer.put(make_rollout(10, "r5", minimal=True))
+        assert [batch.num_rollouts for batch in batches] == [4]
+
+
 async def test_siblings_of_a_waiting_group_are_let_into_a_full_buffer() -> None:
     knobs = config(batch_size=4, window=4, capacity=8, group_size=4, max_skips=8)
     async with sb.StreamBalancer(knobs) as balancer:

@@ -90,6 +90,21 @@ async def test_reservers_are_admitted_in_order_and_do_not_poll() -> None:
         assert balancer.statistics().reserved == 0
 
 
+async def test_a_reserver_that_waits_wakes_a_trainer_that_waits_for_the_window() -> None:
+    """Nobody generates and nobody may begin, so the window is as full as it gets."""
+    async with sb.StreamBalancer(config()) as balancer, anyio.create_task_group() as tasks:
+        balancer.set_version(0)
+        for n in range(4):
+            await balancer.put(make_rollout(3, f"r{n}", version=0))
+        tasks.start_soon(anext, balancer.batches())
+        await settle()
+        assert balancer.statistics().in_flight == 0
+        tasks.start_soon(balancer.reserve(8).__aenter__)
+        await settle()
+        assert balancer.statistics().in_flight == 4
+        tasks.cancel_scope.cancel()
+
+
 @pytest.mark.parametrize("passes", range(10))
 async def test_a_cancelled_reserver_passes_its_turn_on(passes: int) -> None:
     async with sb.StreamBalancer(config(batch_size=2, window=2, max_staleness=0)) as balancer:
