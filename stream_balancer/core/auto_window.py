@@ -16,22 +16,19 @@ The core knows none of this: :class:`AutoWindowObserver` sees every plan, and se
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from stream_balancer.config import BalancerConfig
 from stream_balancer.core.machine import BalancerCore
 from stream_balancer.core.observer import Observer
 from stream_balancer.core.snapshot import Snapshot
 from stream_balancer.planning import PlanKnobs, Waiting, choose_batch, lower_bound
+from stream_balancer.planning.arrays import Floats, Ints
 from stream_balancer.types import Reason
 
 __all__ = ["AutoWindow", "AutoWindowObserver"]
-
-Floats: TypeAlias = NDArray[np.float64]
-Ints: TypeAlias = NDArray[np.int64]
 
 TARGET = 0.001
 """Idle share that is not worth waiting for."""

@@ -23,16 +23,14 @@ from itertools import combinations
 from typing import Any
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
 from stream_balancer.cost import CalibratedCost
+from stream_balancer.planning.arrays import Floats, Ints
 from stream_balancer.planning.rank_speeds import FixedCosts
 from stream_balancer.statistics import CostFit
 
 __all__ = ["Calibration"]
-
-Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
 
 _FEATURES = 4  # tokens, token pairs, micro-batches, steps
 _PRIOR_SPREAD = np.array([0.5, 0.5, 0.2, 0.2])

@@ -16,15 +16,13 @@ from collections.abc import Sequence
 from typing import get_args
 
 import numpy as np
-from numpy.typing import NDArray
 
 from stream_balancer.core.step_times import StepTiming
+from stream_balancer.planning.arrays import Floats
 from stream_balancer.statistics import IdleCause, Straggler
 from stream_balancer.types import Batch
 
 __all__ = ["IdleTimes"]
-
-Floats = NDArray[np.float64]
 
 _CAUSES: tuple[IdleCause, ...] = get_args(IdleCause)
 _MOST_PENDING = 64  # steps whose seconds may be missing

@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import numpy as np
-from numpy.typing import NDArray
 
 from stream_balancer.config import BalancerConfig
 from stream_balancer.core.buffer import Buffer
@@ -15,13 +14,11 @@ from stream_balancer.core.calibration import Calibration
 from stream_balancer.cost import CalibratedCost
 from stream_balancer.errors import RolloutError
 from stream_balancer.planning import Plan, PlanKnobs
+from stream_balancer.planning.arrays import Floats, Ints
 from stream_balancer.types import Batch, Rollout
 from stream_balancer.values import MAX_COST
 
 __all__ = ["Pricing", "costs_of"]
-
-Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
 CostFunction = Callable[[Ints], Floats]
 
 

@@ -15,7 +15,7 @@ import numpy as np
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike, NDArray
 
-    Floats = NDArray[np.float64]
+    from .arrays import Floats
 
 _PER_OCTAVE = 16
 """Histogram buckets per doubling of the length: quantiles are exact to 4.4 %."""

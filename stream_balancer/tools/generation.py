@@ -5,18 +5,14 @@ from __future__ import annotations
 import heapq
 import math
 from collections import deque
-from typing import TypeAlias
 
 import numpy as np
-from numpy.typing import NDArray
 
 from stream_balancer.errors import ConfigError
+from stream_balancer.planning.arrays import Floats, Ints
 from stream_balancer.tools.trace import Trace, rows_by_group
 
 __all__ = ["Generation", "check_generation", "finish_times", "issue_order"]
-
-Ints: TypeAlias = NDArray[np.int64]
-Floats: TypeAlias = NDArray[np.float64]
 
 
 def issue_order(trace: Trace, seed: int) -> Ints:

@@ -19,7 +19,6 @@ from typing import Literal, NoReturn, TypeAlias
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from stream_balancer.config import BalancerConfig, Policy
 from stream_balancer.core.auto_window import AutoWindowObserver
@@ -27,6 +26,7 @@ from stream_balancer.core.machine import BalancerCore
 from stream_balancer.core.observer import Observer
 from stream_balancer.errors import ConfigError, WouldBlock
 from stream_balancer.planning import LengthBias, LengthBiasSummary
+from stream_balancer.planning.arrays import Ints
 from stream_balancer.planning.partition import TOLERANCE
 from stream_balancer.tools.generation import Generation, check_generation, finish_times
 from stream_balancer.tools.simulation_report import LEAST_STEADY, Quantiles, SimulationReport, Steps
@@ -34,9 +34,6 @@ from stream_balancer.tools.trace import Trace
 from stream_balancer.types import Batch, EvictReason, Rollout
 
 __all__ = ["SimulationReport", "as_policy", "simulate"]
-
-Ints: TypeAlias = NDArray[np.int64]
-Floats: TypeAlias = NDArray[np.float64]
 
 TrainerSpeed: TypeAlias = float | Literal["instant", "matched"]
 """How fast a rank trains: work per second in the cost model's unit; ``"instant"``: it takes every batch the moment one

@@ -5,18 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from stream_balancer.config import BalancerConfig, Policy
 from stream_balancer.planning import LengthBiasSummary
+from stream_balancer.planning.arrays import Floats, Ints
 
 __all__ = ["Quantiles", "Segment", "SimulationReport", "Steps"]
-
-Ints: TypeAlias = NDArray[np.int64]
-Floats: TypeAlias = NDArray[np.float64]
 
 LEAST_STEADY = 8  # dispatches; fewer are no steady state
 

@@ -20,17 +20,14 @@ import os
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from stream_balancer.errors import TraceError
+from stream_balancer.planning.arrays import Floats, Ints
 
 __all__ = ["MAX_TOKENS", "Trace", "load_trace", "rows_by_group"]
-
-Ints: TypeAlias = NDArray[np.int64]
-Floats: TypeAlias = NDArray[np.float64]
 
 REQUIRED_COLUMNS = ("group_id", "prompt_tokens", "output_tokens")
 ARRIVAL_COLUMN = "arrival_seconds"

@@ -10,10 +10,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Literal, TypeAlias
+from typing import Literal
 
 import numpy as np
-from numpy.typing import NDArray
 
 from stream_balancer.config import BalancerConfig
 from stream_balancer.errors import ConfigError
@@ -24,8 +23,6 @@ from stream_balancer.tools.trace import Trace
 from stream_balancer.tools.tune_report import Outcome, TuneReport, outcome_of, pareto_front
 
 __all__ = ["tune"]
-
-Floats: TypeAlias = NDArray[np.float64]
 
 WIDTHS = (1.25, 1.5, 2.0, 2.5, 3.0, 4.0)
 """Windows that are tried, in batches, besides one batch: no window at all."""

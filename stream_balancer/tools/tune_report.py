@@ -5,17 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from stream_balancer.config import BalancerConfig
+from stream_balancer.planning.arrays import Floats
 from stream_balancer.tools.simulation_report import SimulationReport
 
 __all__ = ["Outcome", "TuneReport", "outcome_of", "pareto_front"]
-
-Floats: TypeAlias = NDArray[np.float64]
 
 BLOCKS = 20
 """Of consecutive dispatches, for the standard error: outliers that wait for each other make neighbours alike."""

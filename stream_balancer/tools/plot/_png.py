@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 from matplotlib.figure import Figure
 
-from stream_balancer.tools.tune_report import Floats, TuneReport
+from stream_balancer.planning.arrays import Floats
+from stream_balancer.tools.tune_report import TuneReport
 
 __all__ = ["draw"]
 
