@@ -18,6 +18,7 @@ from stream_balancer.controller.checkpoint import read_state_dict, state_dict
 from stream_balancer.core import auto_window
 from stream_balancer.core.auto_window import AGREE, AutoWindow, AutoWindowObserver
 from stream_balancer.core.machine import BalancerCore
+from stream_balancer.core.step_times import StepTiming
 from stream_balancer.planning import PlanKnobs, Waiting, choose_batch, plan_batch
 from stream_balancer.planning.windows import window_choices
 
@@ -36,8 +37,7 @@ def core_of(**knobs: Any) -> BalancerCore:
 
 
 def auto_of(core: BalancerCore) -> AutoWindowObserver:
-    (observer,) = core.observers
-    assert isinstance(observer, AutoWindowObserver)
+    (observer,) = (one for one in core.observers if isinstance(one, AutoWindowObserver))
     return observer
 
 
@@ -281,6 +281,33 @@ class TestChoice:
             other.observe(Waiting(costs=costs * unit, **columns), knobs)
             assert one.window == other.window
         assert list(one.idle_by_window.values()) == pytest.approx(list(other.idle_by_window.values()))
+
+    def test_what_waits_in_the_shadows_costs_what_a_calibrated_cost_has_learned(self) -> None:
+        core = core_of(dp_size=1, batch_size=4, cost=sb.CalibratedCost(sb.QuadraticCost(linear=1.0, quadratic=1.0)))
+        auto, seen = auto_of(core), []
+
+        def shadow_costs() -> float:
+            state = auto.state()
+            assert state is not None
+            return float(sum(shadow["costs"].sum() for shadow in state["shadows"]))
+
+        class Before(sb.Observer):
+            def repriced(self, factor: float) -> None:
+                seen.append(factor * shadow_costs())
+
+        class After(sb.Observer):
+            def repriced(self, factor: float) -> None:
+                seen.append(shadow_costs())
+
+        core.observers[:] = [Before(), auto, After()]
+        for number, length in enumerate(lognormal(200, 0.9, seed=3).tolist()):
+            core.add(sb.Rollout(tokens={"input_ids": IDS.expand(length)}, rollout_id=str(number)), 0.0)
+            while (batch := core.poll(0.0)) is not None:
+                core.record_step(StepTiming(batch.step, 0, 1e-6 * batch.num_tokens), 0.0)  # no work per token pair
+                core.acknowledge(batch.step)
+        assert len(seen) > 2
+        assert seen[0::2] == pytest.approx(seen[1::2])
+        assert min(seen) > 0
 
     def test_few_rollouts_a_rank_are_foreseen_less_often(self) -> None:
         fed = [0, 0]

@@ -189,3 +189,22 @@ def test_an_object_with_fewer_methods_is_an_observer_too() -> None:
     core.poll(0.0)
     core.acknowledge(0)
     assert seen == [0]
+
+
+def test_observers_come_and_go_while_events_are_emitted() -> None:
+    core, first = observed()
+    core.add(rollout("a"), 0.0)
+    core.observers.append(late := Recording())
+    core.observers.remove(first)
+    core.add(rollout("b"), 0.0)
+    assert first.taken() == [("accepted", ["a"], 0.0)]
+    assert late.taken() == [("accepted", ["b"], 0.0)]
+
+    class Leaves(Observer):
+        def dispatched(self, batch: sb.Batch) -> None:
+            core.observers.remove(self)
+
+    core.observers.insert(0, Leaves())
+    core.poll(0.0)
+    assert late.taken()[-1] == ("dispatched", 0)
+    assert core.observers == [late]
