@@ -18,15 +18,13 @@ from stream_balancer.cost import CostModel, TokenCost
 from stream_balancer.errors import ConfigError
 from stream_balancer.field_docs import documented
 from stream_balancer.planning import smallest_max_skips
+from stream_balancer.planning.arrays import Counts, Oversize, Sync
+from stream_balancer.planning.plan import Groups
 from stream_balancer.planning.windows import START, window_choices
 
 __all__ = ["BalancerConfig"]
 
-Counts: TypeAlias = Literal["free", "equal"]
-Sync: TypeAlias = Literal["step", "micro_batch"]
-Groups: TypeAlias = Literal["free", "same_batch", "same_rank"]
 OnStale: TypeAlias = Literal["evict", "send"]
-Oversize: TypeAlias = Literal["refuse", "alone"]
 Policy: TypeAlias = Literal["window", "fifo", "round_robin"]
 MicroBatchOrder: TypeAlias = Literal["heavy_first", "pipeline"]
 

@@ -1,4 +1,4 @@
-"""The arrays that planning takes and gives: costs and speeds in, positions and labels out. Pure, and no decisions."""
+"""Types and checks of what planning takes and gives: costs and speeds in, positions and labels out. No decisions."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ Bools: TypeAlias = NDArray[np.bool_]
 Floats: TypeAlias = NDArray[np.float64]
 Ints: TypeAlias = NDArray[np.int64]
 Counts: TypeAlias = Literal["free", "equal"]
+Sync: TypeAlias = Literal["step", "micro_batch"]
+Oversize: TypeAlias = Literal["refuse", "alone"]
 
 
 def checked_costs(costs: ArrayLike) -> Floats:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import ArrayLike
 
-    from .arrays import Counts, Ints
+    from .arrays import Counts, Ints, Oversize, Sync
     from .packing import Bins
 
 Order = Literal["heaviest_first", "pipeline"]
@@ -42,14 +42,14 @@ def form_micro_batches(
     num_ranks: int,
     *,
     max_tokens: int | None = None,
-    sync: Literal["step", "micro_batch"] = "step",
+    sync: Sync = "step",
     counts: Counts = "free",
     padded: bool = False,
     multiple_of: int = 1,
     order: Order = "heaviest_first",
     speeds: ArrayLike | None = None,
     keep_together: ArrayLike | None = None,
-    oversize: Literal["refuse", "alone"] = "refuse",
+    oversize: Oversize = "refuse",
     rotation: int = 0,
 ) -> list[list[Ints]]:
     """Lay rollouts out as ``[rank][micro_batch]`` -> ascending positions.
@@ -118,7 +118,7 @@ def form_micro_batches(
 def _least_number(
     packer: Packer,
     num_ranks: int,
-    sync: Literal["step", "micro_batch"],
+    sync: Sync,
     multiple_of: int,
     speeds: ArrayLike | None,
     rotation: int,

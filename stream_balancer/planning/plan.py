@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 import numpy as np
 
@@ -11,11 +11,9 @@ from .partition import TOLERANCE
 from .rank_speeds import NO_FIXED_COSTS, FixedCosts
 
 if TYPE_CHECKING:
-    from .arrays import Bools, Counts, Floats, Ints
+    from .arrays import Bools, Counts, Floats, Ints, Oversize, Sync
 
-Groups = Literal["free", "same_batch", "same_rank"]
-Sync = Literal["step", "micro_batch"]
-Oversize = Literal["refuse", "alone"]
+Groups: TypeAlias = Literal["free", "same_batch", "same_rank"]
 
 
 @dataclass(frozen=True, slots=True)
