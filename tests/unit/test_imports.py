@@ -123,6 +123,12 @@ def test_what_decides_knows_no_torch() -> None:
     assert [m for m in EVERY if folder_of(m) in WITHOUT_TORCH and "torch" in tops(m)] == []
 
 
+def test_planning_knows_nothing_of_the_project_but_itself() -> None:
+    assert {folder_of(other) for module in EVERY if folder_of(module) == "planning" for other in edges()[module]} == {
+        "planning"
+    }
+
+
 def test_only_transports_and_integrations_name_torch_distributed() -> None:
     allowed = ("transport.", "rank.barrier", "demo.", "integrations.")  # trainers hand us their groups
     named = [m for m in EVERY if any(found.module.startswith("torch.distributed") for found in imports(m))]
