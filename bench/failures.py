@@ -116,7 +116,7 @@ async def drill(kills: int, shared_memory: bool) -> dict[str, list[float]]:
                 spare = RankProcess(address, 1, incarnation, shared_memory)
                 await in_thread(victim.wire.poll, 30.0)  # it has its first batch
                 await anyio.sleep(chance.uniform(0.1, 0.3))
-                link = transport._links[1]
+                link = transport.sessions[1]
                 killed_at = time.monotonic()
                 os.kill(victim.process.pid or 0, signal.SIGKILL)
                 while link.live:  # noqa: ASYNC110 - a link has no event for it

@@ -35,6 +35,7 @@ from stream_balancer.rank.acknowledgements import Taken
 from stream_balancer.rank.device import Uploader, stopwatch_on
 from stream_balancer.transport import Port
 from stream_balancer.transport.event_loop import loop_caller
+from stream_balancer.transport.rank_port import Decode
 from stream_balancer.transport.threads import Errand, OfOneProcess, ThreadEvent, refuse_in_event_loop
 from stream_balancer.types import RankBatch
 
@@ -321,9 +322,16 @@ def _given_port(port: Any, mesh: Any, uploader: Uploader | None) -> Port:
 
 
 def _open_port(
-    source: Any, rank: int | None, dp_size: int | None, depth: int, uploader: Uploader | None, options: dict[str, Any]
+    source: Any,
+    rank: int | None,
+    dp_size: int | None,
+    depth: int,
+    uploader: Uploader | None,
+    options: dict[str, Any],
+    decode: Decode | None = None,
 ) -> Port:
     from stream_balancer.transport.gloo import torch_dist
+    from stream_balancer.transport.sockets.payloads import Fetcher
 
     if source is None:
         source, world_rank, world_size = torch_dist.current_world()
@@ -335,12 +343,13 @@ def _open_port(
         )
     if not 0 <= rank < dp_size:
         raise ValueError(f"rank must be in [0, dp_size): rank={rank}, dp_size={dp_size}")
+    options = {**options, **_decoding(uploader)} | ({} if decode is None else {"decode": decode})
     if hasattr(source, "open_rank_port"):
-        return cast(
-            "Port",
-            source.open_rank_port(rank=rank, dp_size=dp_size, depth=depth, **{**options, **_decoding(uploader)}),
-        )
-    return torch_dist.GlooPort(source, rank=rank, dp_size=dp_size, depth=depth, **{**options, **_receiving(uploader)})
+        return cast("Port", source.open_rank_port(rank=rank, dp_size=dp_size, depth=depth, **options))
+    if uploader is not None:
+        options["shared_memory"] = False  # an accelerator does not read it by itself
+    options["payloads"] = Fetcher()
+    return torch_dist.open_port(source, rank=rank, dp_size=dp_size, depth=depth, **options)
 
 
 def _open_in_mesh(
@@ -357,13 +366,9 @@ def _open_in_mesh(
     among = {key: value for key, value in options.items() if key not in ("shared_memory", "connect_timeout_s")}
     if place.peer > 0:
         return _mesh.PeerPort(source, place, **_decoding(uploader), **among)
-    inner = _open_port(source, place.rank, place.dp_size, max(depth - 1, 1), None, options)
-    return _mesh.LeaderPort(inner, source, place, decode=None if uploader is None else uploader.decode, **among)
-
-
-def _receiving(uploader: Uploader | None) -> dict[str, Any]:
-    """Options of a port that brings batches to where they are wanted."""
-    return {} if uploader is None else {**_decoding(uploader), "shared_memory": False}
+    received = _mesh.Received(**({} if uploader is None else {"decode": uploader.decode}))
+    inner = _open_port(source, place.rank, place.dp_size, max(depth - 1, 1), uploader, options, received.decode)
+    return _mesh.LeaderPort(inner, received, source, place, **among)
 
 
 def _decoding(uploader: Uploader | None) -> dict[str, Any]:

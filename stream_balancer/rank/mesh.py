@@ -15,27 +15,31 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import anyio
+import msgspec
 from torch import Tensor
 from torch._C._distributed_c10d import Store
 
 from stream_balancer.errors import ClosedResourceError, EndOfStream, RankLostError, to_raise
 from stream_balancer.transport import Port, Report
 from stream_balancer.transport.buffers import SlabPool
-from stream_balancer.transport.gloo.endpoint import Pair
+from stream_balancer.transport.channel import Channel, Outgoing, Sendable, Source
+from stream_balancer.transport.event_loop import InLoop
+from stream_balancer.transport.gloo.channel import GlooChannel, LinkOptions
 from stream_balancer.transport.gloo.joiner import Joiner
-from stream_balancer.transport.gloo.links import CHUNK_BYTES, ControllerLink, Decode, PortBase, chunks
 from stream_balancer.transport.gloo.torch_dist import join_pair
+from stream_balancer.transport.rank_port import Decode, RankPort
+from stream_balancer.transport.rank_session import RankSession
 from stream_balancer.types import RankBatch
-from stream_balancer.wire.messages import JoinPeer, StepHeld, StepReport
-from stream_balancer.wire.share import Frame, Kind, checksum, decode, slab_of
+from stream_balancer.wire.messages import Batch, JoinPeer, JoinRank, StepHeld, StepReport
+from stream_balancer.wire.share import checksum, decode
 
-__all__ = ["LeaderPort", "PeerPort", "Place", "place_in"]
+__all__ = ["LeaderPort", "PeerPort", "Place", "Received", "place_in"]
 
 _PEER_DEPTH = 2  # batches that may lie ready at a peer: it must be able to fall behind its leader by a little
 
@@ -78,25 +82,26 @@ def _flatten(dims: list[tuple[int, int]]) -> tuple[int, int]:
     return at, total
 
 
-class _Meeting:
-    """How a leader (0) and one of its peers (1) find each other: at the controller, once per incarnation."""
+def _channel(
+    source: Store | str, place: Place, side: Literal[0, 1], *, incarnation: int, options: Mapping[str, Any]
+) -> GlooChannel:
+    """Between a leader (``side`` 0) and the peer at ``place``: they find each other at the controller, once per
+    incarnation, however late one of them starts."""
+    given = dict(options)
+    host = given.pop("host", None)
+    joiner = Joiner(source, name=given.pop("name", "stream_balancer"), token=given.pop("token", None))
+    request = JoinPeer(f"{place.rank}/{incarnation}/{place.peer}", side)
+    return GlooChannel(
+        f"sb-peer{place.rank}.{incarnation}.{place.peer}",
+        partial(join_pair, joiner, request, side, host),
+        joiner.cancel,
+        LinkOptions(shared_memory=False, **given),
+        pool=SlabPool(keep=0),
+        offer=None if side else 0,
+    )
 
-    def __init__(
-        self, source: Store | str, name: str, token: str | None, place: Place, incarnation: int, me: Literal[0, 1]
-    ) -> None:
-        self._joiner = Joiner(source, name=name, token=token)
-        self._request = JoinPeer(f"{place.rank}/{incarnation}/{place.peer}", me)
 
-    def pair(self, host: str | None = None) -> Pair:
-        """Wait for the other one, however late it starts. Raises ClosedResourceError once cancelled."""
-        return join_pair(self._joiner, self._request, self._request.side, host)
-
-    def cancel(self) -> None:
-        """Make a waiting :meth:`pair` raise. From any thread."""
-        self._joiner.cancel()
-
-
-class PeerPort(PortBase):
+class PeerPort(RankPort):
     """A peer's end: a rank's port whose controller is the leader."""
 
     def __init__(
@@ -108,33 +113,13 @@ class PeerPort(PortBase):
         max_batch_bytes: int,
         decode: Decode = decode,
         pinned: bool = False,
-        host: str | None = None,
-        name: str = "stream_balancer",
-        token: str | None = None,
-        keepalive_s: float = 10.0,
-        linger_s: float = 5.0,
+        **options: Any,
     ) -> None:
-        super().__init__(
-            rank=place.rank,
-            dp_size=place.dp_size,
-            incarnation=incarnation,
-            depth=_PEER_DEPTH,
-            max_batch_bytes=max_batch_bytes,
-            decode=decode,
-            pinned=pinned,
-            shared_memory=False,
-            keepalive_s=keepalive_s,
-            linger_s=linger_s,
-        )
-        self._host = host
-        self._meeting = _Meeting(source, name, token, place, incarnation, 1)
-        self._start()
-
-    def _connect(self) -> Pair:
-        return self._meeting.pair(self._host)
-
-    def _cancel_connect(self) -> None:
-        self._meeting.cancel()
+        """``options``: ``host``, ``name``, ``token`` and :class:`LinkOptions`."""
+        channel = _channel(source, place, 1, incarnation=incarnation, options=options)
+        request = JoinRank(place.rank, place.dp_size, incarnation, _PEER_DEPTH, max_batch_bytes)
+        super().__init__(channel, request, decode=decode, pinned=pinned, linger_s=channel.options.linger_s)
+        self.start()
 
     def _explain_loss(self, cause: str) -> str:
         return (
@@ -143,47 +128,36 @@ class PeerPort(PortBase):
         )
 
 
-class _PeerLink(ControllerLink):
-    """The leader's end. Its "event loop" is the lock of :class:`LeaderPort`."""
+class Received:
+    """What the leader's own port has received and decoded, as it came: to be passed on."""
 
-    def __init__(self, place: Place, meeting: _Meeting, **options: Any) -> None:
-        super().__init__(
-            rank=place.rank,
-            depth=_PEER_DEPTH,
-            connect=lambda: meeting.pair(options["host"]),
-            cancel_connect=meeting.cancel,
-            settled=lambda _: None,
-            pool=SlabPool(keep=0),
-            narrow=False,
-            shared_memory=False,
-            **{key: value for key, value in options.items() if key != "host"},
-        )
+    def __init__(self, decode: Decode = decode) -> None:
+        self._decode = decode
+        self._by_step: dict[int, tuple[Batch, Tensor]] = {}
+
+    def decode(self, message: Batch, buffer: Tensor) -> RankBatch:
+        """For the leader's own port."""
+        self._by_step[message.step] = message, buffer
+        return self._decode(message, buffer)
+
+    def pop(self, step: int) -> tuple[Batch, Tensor]:
+        """The message and its buffer, once."""
+        return self._by_step.pop(step)
+
+
+class _PeerSession(RankSession):
+    """The leader's end of a peer: it passes bytes on. Its "event loop" is the lock of :class:`LeaderPort`."""
+
+    def __init__(self, place: Place, channel: GlooChannel, request: JoinRank, in_loop: InLoop) -> None:
+        super().__init__(channel, request, in_loop)
         self._who = f"model-parallel peer {place.peer} of rank {place.rank}"
-        self._trailers: deque[int] = deque()  # numbers of the frames behind batches that have not been seen yet
-        self.delivered = 0
-        """Batches that have arrived there."""
 
-    def _send_share(self, share: RankBatch) -> None:
-        pair = self._pair
-        if pair is None:
-            return
-        frame, slab = slab_of(share)
-        pieces = chunks(slab, CHUNK_BYTES, frame.wire_bytes)
-        sum_of_all = checksum(frame, slab)
-        self._send_frame(frame._replace(chunk_bytes=CHUNK_BYTES, slab=0))
-        works = [pair.send(piece) for piece in pieces]
-        self._trailers.append(self._sent + 1)
-        self._send_frame(Frame(Kind.TRAILER, step=frame.step, meta_crc=sum_of_all), works, slab)
+    def forward(self, step: int, item: Sendable) -> None:
+        """As :meth:`send`, a batch that was received."""
+        self._use_credit(step)
+        self._channel.send(item)
 
-    def _note(self, buffer: Tensor) -> Frame:
-        frame = super()._note(buffer)
-        while self._trailers and self._trailers[0] <= frame.seen:
-            self._trailers.popleft()
-            self.delivered += 1
-            self._in_loop(self._changed_in_loop)
-        return frame
-
-    def _rank_lost(self, cause: str) -> RankLostError:
+    def _lost(self, cause: str) -> RankLostError:
         return RankLostError(
             f"{self._who} was lost: {cause}. What was not acknowledged is held by the balancer. Restart all processes "
             "of this rank under a new incarnation",
@@ -222,48 +196,39 @@ class LeaderPort:
     def __init__(
         self,
         inner: Port,
+        received: Received,
         source: Store | str,
         place: Place,
         *,
         incarnation: int,
         max_batch_bytes: int,
-        decode: Decode | None,
-        host: str | None = None,
-        name: str = "stream_balancer",
-        token: str | None = None,
-        keepalive_s: float = 10.0,
-        linger_s: float = 5.0,
+        **options: Any,
     ) -> None:
-        """``decode``: how this process wants the batches it keeps, if not as ``inner`` gives them."""
+        """``inner``: the port to the controller, which decodes with ``received``. ``options``: ``host``, ``name``,
+        ``token`` and :class:`LinkOptions`."""
         self.rank, self.dp_size = inner.rank, inner.dp_size
-        self._inner = inner
-        self._decode = decode
+        self._inner, self._received = inner, received
         self._open: deque[_Open] = deque()
         self._leaving = False
         self._lock = threading.RLock()
         self._quiet = threading.Condition(self._lock)
-        self._forwarded = 0
         self._on_way: RankBatch | None = None
+        self._on_way_to = 0  # peers that do not have it yet
         self._ready: deque[RankBatch] = deque()
         self._end: Exception | None = None
         self._callbacks: list[Callable[[], None]] = []
-        self._links = [
-            _PeerLink(
-                there := place._replace(peer=peer),
-                _Meeting(source, name, token, there, incarnation, 0),
-                incarnation=incarnation,
-                max_bytes=max_batch_bytes,
-                in_loop=self._locked,
-                keepalive_s=keepalive_s,
-                linger_s=linger_s,
-                host=host,
-            )
-            for peer in range(1, place.num_peers)
-        ]
+        self._sessions: list[_PeerSession] = []
+        self._linger_s = 0.0
+        request = JoinRank(place.rank, place.dp_size, incarnation, _PEER_DEPTH, max_batch_bytes)
+        for peer in range(1, place.num_peers):
+            there = place._replace(peer=peer)
+            channel = _channel(source, there, 0, incarnation=incarnation, options=options)
+            self._linger_s = channel.options.linger_s
+            self._sessions.append(_PeerSession(there, channel, request, self._locked))
         inner.subscribe(partial(self._locked, self._pump))
-        for link in self._links:
-            link.subscribe(self._pump)
-            link._start()
+        for session in self._sessions:
+            session.subscribe(self._pump)
+            session.channel.start(session)
 
     # Port
 
@@ -301,9 +266,12 @@ class LeaderPort:
             ended = isinstance(self._end, EndOfStream)
             self._finish(ClosedResourceError())
             if ended:
-                self._quiet.wait_for(lambda: not any(link.live for link in self._links))
-        for link in self._links:
-            link._shut()
+                self._quiet.wait_for(lambda: not any(session.live for session in self._sessions))
+        for session in self._sessions:
+            session.channel.close()
+        for session in self._sessions:
+            session.channel.wait_closed(self._linger_s)
+            session.channel.abort()
         self._inner.close()
 
     async def aclose(self) -> None:
@@ -319,9 +287,9 @@ class LeaderPort:
 
     def _pump(self) -> None:
         """Pass on what has come, hand out what has arrived everywhere. The lock is held."""
-        for number, link in enumerate(self._links, start=1):
+        for number, session in enumerate(self._sessions, start=1):
             try:
-                while (done := link.report()) is not None:
+                while (done := session.report()) is not None:
                     self._note_done(number, done)
             except EndOfStream:
                 pass
@@ -330,7 +298,7 @@ class LeaderPort:
         if self._leaving and not self._open:
             self._inner.leave()
         self._quiet.notify_all()
-        if self._on_way is not None and all(link.delivered == self._forwarded for link in self._links):
+        if self._on_way is not None and self._on_way_to == 0:
             self._ready.append(self._on_way)
             self._on_way = None
             self._tell()
@@ -338,25 +306,36 @@ class LeaderPort:
             self._pass_on()
 
     def _pass_on(self) -> None:
-        if not all(link.credits for link in self._links):
+        if not all(session.credits for session in self._sessions):
             return
         try:
             batch = self._inner.take()
         except EndOfStream as end:
-            for link in self._links:
-                link.end()
+            for session in self._sessions:
+                session.end()
             self._finish(end)
             return
         except Exception as error:  # noqa: BLE001 - the controller is lost, or refused us
             self._fail(error)
             return
         if batch is not None:
-            for link in self._links:
-                link.send(batch)
-            processes = range(len(self._links) + 1)
+            processes = range(len(self._sessions) + 1)
             self._open.append(_Open(batch.step, set(processes), set(processes), StepReport(batch.step, 0.0)))
-            self._forwarded += 1
-            self._on_way = batch if self._decode is None else self._decode(*slab_of(batch))
+            self._on_way, self._on_way_to = batch, len(self._sessions)
+            forwarded = partial(self._forwarded, *self._received.pop(batch.step))
+            for session in self._sessions:
+                session.forward(batch.step, forwarded)
+
+    def _forwarded(self, message: Batch, buffer: Tensor, _: Channel) -> Outgoing:
+        """As it came, with a checksum over all of it. In a channel's thread."""
+        sent = buffer[: message.wire_bytes]
+        message = msgspec.structs.replace(message, wire_crc=checksum(message, buffer))
+        on_sent = partial(self._locked, self._on_delivered)
+        return Outgoing(message, [Source(message.wire_bytes, lambda _: iter(()), lambda: [sent], on_sent)])
+
+    def _on_delivered(self) -> None:
+        self._on_way_to -= 1
+        self._pump()
 
     def _note_done(self, process: int, done: Report) -> None:
         for entry in self._open:
@@ -374,8 +353,8 @@ class LeaderPort:
         """End here, and let the peers know at once."""
         if self._end is None:
             self._finish(error)
-            for link in self._links:
-                link._break()
+            for session in self._sessions:
+                session.channel.close(str(error).split("\n", 1)[0][:200])
 
     def _finish(self, end: Exception) -> None:
         if self._end is None:

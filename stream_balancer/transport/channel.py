@@ -95,10 +95,15 @@ class Receiver(Protocol):
 class Channel(Protocol):
     """One connection. Methods may be called from any thread unless ``threads`` is False."""
 
-    threads: bool
-    """False: lives in one event loop, and every call is made there."""
-    narrow: bool
-    """Whether fewer bytes are cheaper here: not in shared memory."""
+    @property
+    def threads(self) -> bool:
+        """False: lives in one event loop, and every call is made there."""
+        ...
+
+    @property
+    def narrow(self) -> bool:
+        """Whether fewer bytes are cheaper here: not in shared memory."""
+        ...
 
     def start(self, receiver: Receiver) -> None:
         """Begin to receive. Called once."""

@@ -47,7 +47,7 @@ from stream_balancer.wire.messages import (
     Taken,
 )
 from stream_balancer.wire.partial_share import Skeleton, read_skeleton
-from stream_balancer.wire.share import decode
+from stream_balancer.wire.share import checksum, decode
 
 __all__ = ["Decode", "RankPort"]
 
@@ -194,6 +194,8 @@ class RankPort(Session):
     def receive(self, message: Message, buffers: Sequence[Tensor], references: Sequence[object]) -> None:
         """See :class:`~stream_balancer.transport.channel.Receiver`."""
         if isinstance(message, Batch):
+            if message.wire_crc and message.wire_crc != checksum(message, buffers[0]):
+                raise WireError(f"rank {self.rank}: the checksum of step {message.step} is wrong: damaged on its way")
             self._add(_Arriving(message.step, self._decode(message, buffers[0])))
             self._notify()
         elif isinstance(message, PartialBatch):
@@ -211,17 +213,17 @@ class RankPort(Session):
         """See :class:`~stream_balancer.transport.channel.Receiver`."""
         if not isinstance(error, AlreadyInUseError | ValueError | WireError | RankLostError | ClosedResourceError):
             cause = str(error) or "it closed"
-            lost = RankLostError(
-                f"rank {self.rank} lost its controller: {cause}. What was not acknowledged is held by the balancer, if "
-                "it lives. Start the controller again and open a new RankFeed",
-                rank=self.rank,
-                step=self._working_on,
-                cause=cause,
-            )
+            lost = RankLostError(self._explain_loss(cause), rank=self.rank, step=self._working_on, cause=cause)
             lost.__cause__ = error
             error = lost
         self._finish(error)
         self._stop_fetching()
+
+    def _explain_loss(self, cause: str) -> str:
+        return (
+            f"rank {self.rank} lost its controller: {cause}. What was not acknowledged is held by the balancer, if it "
+            "lives. Start the controller again and open a new RankFeed"
+        )
 
     def _check(self, message: Batch | PartialBatch, total_bytes: int, sizes: Sequence[int]) -> None:
         """Before any allocation: this rank's, of a later step (one may have been given up), against a credit, and not

@@ -54,6 +54,7 @@ class RankSession(Session):
         """``request``: what the rank asked for, judged by :class:`~stream_balancer.transport.admission.Admission`.
         ``in_loop`` runs a function in the event loop, in order; with a channel that has no threads, at once."""
         self.rank, self.incarnation = request.rank, request.incarnation
+        self._who = f"rank {request.rank}"
         self.stalled_s = 0.0
         """Seconds without a sign of life, once the channel reports a stall; 0.0 while all is well."""
         self._channel, self._in_loop = channel, in_loop
@@ -88,15 +89,18 @@ class RankSession(Session):
 
     def send(self, batch: RankBatch, *, confirm: bool = False) -> None:
         """See :class:`~stream_balancer.transport.Link`."""
+        self._use_credit(batch.step)
+        pack = pack_partial if confirm or is_remote(batch) else pack_whole
+        self._channel.send(partial(pack, batch, self._max_bytes))
+
+    def _use_credit(self, step: int) -> None:
         if self._error is not None:
             raise to_raise(self._error)
         if self._ended:
             raise ClosedResourceError
         if self.credits == 0:
             raise WouldBlock
-        self._sent, self._last_step = self._sent + 1, batch.step
-        pack = pack_partial if confirm or is_remote(batch) else pack_whole
-        self._channel.send(partial(pack, batch, self._max_bytes))
+        self._sent, self._last_step = self._sent + 1, step
 
     def denominators(self, message: Denominators) -> None:
         """See :class:`~stream_balancer.transport.Link`."""
@@ -130,8 +134,7 @@ class RankSession(Session):
 
     def _on_message(self, message: Taken | Report) -> None:
         if self.stalled_s:
-            logger.warning("rank %d answers again after %.1f s", self.rank, self.stalled_s)
-            self.stalled_s = 0.0
+            self._on_stalled(0.0)
         if isinstance(message, Taken):
             self._taken = message.total
         elif self._error is None:
@@ -151,12 +154,12 @@ class RankSession(Session):
     def _on_stalled(self, seconds: float) -> None:
         if seconds and not self.stalled_s:
             logger.warning(
-                "rank %d has given no sign of life for %.1f s: it is stopped, or the network stalls. Waiting",
-                self.rank,
+                "%s has given no sign of life for %.1f s: it is stopped, or the network stalls. Waiting",
+                self._who,
                 seconds,
             )
         elif self.stalled_s and not seconds:
-            logger.warning("rank %d answers again after %.1f s", self.rank, self.stalled_s)
+            logger.warning("%s answers again after %.1f s", self._who, self.stalled_s)
         self.stalled_s = seconds
         self._notify()
 

@@ -251,7 +251,7 @@ async def test_a_feed_can_be_closed_while_it_waits_for_a_producer_that_does_not_
             assert stopped.process.pid
             os.kill(stopped.process.pid, signal.SIGSTOP)
             feed = sb.RankFeed(transport.address, rank=0, dp_size=1, linger_s=0.1)
-            fetcher = feed._port._fetcher  # type: ignore[attr-defined]
+            fetcher = feed._port._payloads  # type: ignore[attr-defined]
             await until(lambda: fetcher._open)
             await feed.aclose()
             assert fetcher._open == {}
@@ -296,7 +296,7 @@ async def test_payloads_are_held_until_acknowledged_and_then_dropped() -> None:
             batch = await anext(feed)
             assert {r.rollout_id: fingerprint(r) for r in batch.rollouts} == expected([(30, f"r{n}") for n in range(4)])
             assert len(held) == 4
-            assert feed._port._fetcher._open == {}  # type: ignore[attr-defined]  # no socket: a copy
+            assert feed._port._payloads._open == {}  # type: ignore[attr-defined]  # no socket: a copy
             batch.ack()
             await producer.released()
             assert len(held) == 0

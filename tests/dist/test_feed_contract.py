@@ -17,7 +17,8 @@ from stream_balancer.testing import check_transport
 from stream_balancer.testing.transports import CLAUSES, Opener, ScriptedBalancer, make_batch, same_rollout
 from stream_balancer.transport.gloo import shared_memory as _shared
 from stream_balancer.transport.gloo.shared_memory import available
-from stream_balancer.transport.gloo.torch_dist import GlooPort, TorchTransport
+from stream_balancer.transport.gloo.torch_dist import TorchTransport
+from stream_balancer.transport.rank_port import RankPort
 from stream_balancer.types import RankBatch
 
 LINGER_S = 35.0  # more than the guards: a good-bye that is not answered shows as a hang
@@ -53,8 +54,8 @@ class _Harness:
 
     def kill(self, feed: RankFeed) -> None:
         port = feed._port
-        assert isinstance(port, GlooPort)
-        port._shut()  # the sockets close without a good-bye
+        assert isinstance(port, RankPort)
+        port.abort()  # the sockets close without a good-bye
 
 
 @asynccontextmanager
@@ -68,7 +69,7 @@ async def _open(dp_size: int, *, shared_memory: bool) -> AsyncIterator[_Harness]
                 for feed in harness.feeds:
                     await feed.aclose()
             if not shared_memory:
-                assert not any(link.shares_memory for link in harness.transport._links.values())
+                assert not any(session.channel.shares_memory for session in harness.transport.sessions.values())
 
 
 OPENERS = {
@@ -105,7 +106,7 @@ async def test_shared_memory_is_chosen_by_itself_and_may_be_refused(refused_by: 
         async with _open(1, shared_memory=refused_by != "controller") as harness:
             feed = harness.connect(0, shared_memory=refused_by != "rank")
             await _first_batch(harness, feed)
-            assert harness.transport._links[0].shares_memory == (refused_by == "nobody")
+            assert harness.transport.sessions[0].channel.shares_memory == (refused_by == "nobody")
 
 
 @pytest.mark.skipif(not available(), reason="needs memfd")
@@ -117,15 +118,15 @@ async def test_a_slab_is_used_again_only_when_its_last_tensor_is_gone() -> None:
             kept = [mb.packed()["input_ids"][3:9] for mb in first.micro_batches]
             before = [tensor.clone() for tensor in kept]
             del first
-            link = harness.transport._links[0]
+            link = harness.transport.sessions[0]
             for step in range(1, 12):
                 while not link.credits:
                     await anyio.sleep(0.001)
                 link.send(make_batch(step, 1, num_tokens=1000).ranks[0])
                 assert (await anext(feed)).step == step
             assert all(torch.equal(a, b) for a, b in zip(kept, before, strict=True))
-            shared = link._shared
-            assert shared
+            assert link.channel.shares_memory
+            shared = link.channel._offered
             assert shared.allocated <= 5  # the kept one, depth + 1, and one on its way back
 
 

@@ -136,9 +136,9 @@ async def _stop() -> None:
                 while not balancer.step_seconds:
                     await anyio.sleep(0.005)
                 ranks[1].signal(signal.SIGSTOP)
-                while not transport._links[1].stalled_s > 1.5:
+                while not transport.sessions[1].stalled_s > 1.5:
                     await anyio.sleep(0.02)
-                assert transport._links[0].live
+                assert transport.sessions[0].live
                 ranks[1].signal(signal.SIGCONT)
             told = [await anyio.to_thread.run_sync(rank.trained) for rank in ranks]
     for rank in range(2):

@@ -7,11 +7,12 @@ import os
 
 import pytest
 import torch
+from msgspec.structs import replace
 
 from stream_balancer.errors import WireError
 from stream_balancer.transport.gloo import shared_memory as _shared
 from stream_balancer.transport.gloo.shared_memory import SharedSlabs, SharedViews
-from stream_balancer.wire.share import Frame, Kind
+from stream_balancer.wire.messages import MapBuffer
 
 pytestmark = pytest.mark.skipif(not _shared.available(), reason="needs memfd")
 MIB = 2**20
@@ -36,7 +37,7 @@ def views(slabs: SharedSlabs, freed: list[int]) -> SharedViews:
 
 def test_what_one_writes_the_other_reads(slabs: SharedSlabs, views: SharedViews, freed: list[int]) -> None:
     number, memory, news, _keep = slabs.lend(1000)
-    assert [frame.kind for frame in news] == [Kind.SLAB]
+    assert [type(message) for message in news] == [MapBuffer]
     assert memory.shape == (1000,)
     views.announce(news[0])
     memory.copy_(torch.arange(1000) % 251)
@@ -66,11 +67,11 @@ def test_a_larger_batch_lets_a_small_slab_go(slabs: SharedSlabs, views: SharedVi
     views.announce(news[0])
     slabs.give_back(number)
     larger, memory, news, _keep = slabs.lend(3 * MIB)
-    assert [(frame.slab, frame.total_bytes > 0) for frame in news] == [(number, False), (larger, True)]
-    for frame in news:
-        views.announce(frame)
+    assert [(message.number, message.size > 0) for message in news] == [(number, False), (larger, True)]
+    for message in news:
+        views.announce(message)
     assert views.lend(larger, 3 * MIB).numel() == memory.numel()
-    with pytest.raises(WireError, match=f"no slab {number}"):
+    with pytest.raises(WireError, match=f"no buffer {number}"):
         views.lend(number, 10)
 
 
@@ -87,7 +88,7 @@ def test_what_was_not_lent_cannot_be_given_back(slabs: SharedSlabs) -> None:
     number, _, _, _keep = slabs.lend(10)
     slabs.give_back(number)
     for wrong in (number, 77):
-        with pytest.raises(WireError, match=f"gave back slab {wrong}"):
+        with pytest.raises(WireError, match=f"gave back buffer {wrong}"):
             slabs.give_back(wrong)
 
 
@@ -125,14 +126,14 @@ def test_no_file_stays_open(slabs: SharedSlabs, views: SharedViews) -> None:
 def test_another_machine_says_no(slabs: SharedSlabs) -> None:
     probe = slabs.probe()
     for wrong in (
-        probe._replace(total_bytes=probe.total_bytes ^ 1),  # a process of that number, but not that one
-        probe._replace(step=2**22 + 1),  # no such process
-        probe._replace(taken=2**20),  # no such file
+        replace(probe, nonce=bytes(8)),  # a process of that number, but not that one
+        replace(probe, pid=2**22 + 1),  # no such process
+        replace(probe, fd=2**20),  # no such file
     ):
         views = SharedViews(lambda number: None)
         assert not views.probe(wrong)
         with pytest.raises(WireError, match="out of turn"):
-            views.announce(Frame(Kind.SLAB, slab=1, taken=probe.taken, total_bytes=8))
+            views.announce(MapBuffer(1, probe.fd, 8))
 
 
 def _file(size: int) -> int:
@@ -145,7 +146,7 @@ def test_a_file_that_could_shrink_is_refused(views: SharedViews) -> None:
     fd = _file(MIB)
     try:
         with pytest.raises(WireError, match="not a sealed file"):
-            views.announce(Frame(Kind.SLAB, slab=9, taken=fd, total_bytes=MIB))
+            views.announce(MapBuffer(9, fd, MIB))
     finally:
         os.close(fd)
 
@@ -154,15 +155,15 @@ def test_a_slab_that_is_not_what_it_says_is_refused(slabs: SharedSlabs, views: S
     _, _, news, _keep = slabs.lend(1000)
     good = news[0]
     for wrong, text in (
-        (good._replace(total_bytes=good.total_bytes + mmap.PAGESIZE), "not a sealed file"),
-        (good._replace(total_bytes=2**62), "not a sealed file"),
-        (good._replace(taken=2**20), "cannot be opened"),
-        (good._replace(taken=0), "slab"),
+        (replace(good, size=good.size + mmap.PAGESIZE), "not a sealed file"),
+        (replace(good, size=2**62), "not a sealed file"),
+        (replace(good, fd=2**20), "cannot be opened"),
+        (replace(good, fd=0), "buffer"),
     ):
         with pytest.raises(WireError, match=text):
             views.announce(wrong)
     views.announce(good)
     with pytest.raises(WireError, match="out of turn"):
         views.announce(good)
-    with pytest.raises(WireError, match="no slab"):
-        views.lend(good.slab, good.total_bytes + 1)
+    with pytest.raises(WireError, match="no buffer"):
+        views.lend(good.number, good.size + 1)

@@ -1,12 +1,12 @@
 """Slabs in memory that two processes of one machine share: the rank reads where the controller packed.
 
-The bytes never pass a socket; the pair carries only frames. ::
+The bytes never pass a socket; the pair carries only messages. ::
 
-    controller   SHARE (pid, fd, nonce)  -->   rank       may it open /proc/<pid>/fd/<fd>, and is the nonce there?
-    controller   <--  SHARE (yes or no)        rank
-    controller   SLAB (number, fd, size) -->   rank       maps it; size 0: forgets it
-    controller   BATCH (number)          -->   rank       tensors are views of the mapping
-    controller   <--  any frame (number)       rank       the last of those views has died: the slab may be written
+    controller   ProbeMemory(pid, fd, nonce)  -->   rank   may it open /proc/<pid>/fd/<fd>, and is the nonce there?
+    controller   <--  ProbeResult(yes or no)        rank
+    controller   MapBuffer(number, fd, size)  -->   rank   maps it; size 0: forgets it
+    controller   SharedBuffers(numbers)       -->   rank   the next message's tensors are views of the mappings
+    controller   <--  ReleaseBuffers(numbers)       rank   the last of those views has died: they may be written
 
 Slabs are anonymous (memfd): no name to clash or to leak, nothing left after SIGKILL, no limit of /dev/shm. Their size
 is sealed, so a peer cannot make a mapping fault. Their descriptors are closed once both sides have mapped them, so
@@ -33,13 +33,13 @@ import torch
 from torch import Tensor
 
 from stream_balancer.errors import WireError
-from stream_balancer.wire.share import Frame, Kind
+from stream_balancer.wire.messages import MapBuffer, ProbeMemory
 
 __all__ = ["SharedSlabs", "SharedViews", "available"]
 
 _GRAIN = 2**20  # bytes; slabs are whole MiB, so that batches of about one size share them
 _MAX_SLABS = 2**15  # that one controller may have mapped: half of what Linux allows a process (vm.max_map_count)
-_NONCE_BITS = 62  # of a non-negative int64
+_NONCE_BYTES = 8
 
 
 def available() -> bool:
@@ -89,10 +89,10 @@ class Lent(NamedTuple):
     number: int
     memory: Tensor
     """[size] uint8."""
-    news: list[Frame]
+    news: list[MapBuffer]
     """To be sent to the rank before the slab is used."""
     keep: object
-    """To be kept until the rank has seen them and the frame behind them."""
+    """To be kept until the rank has seen them and the message behind them."""
 
 
 class SharedSlabs:
@@ -105,19 +105,19 @@ class SharedSlabs:
         self._last = 0
         self._idle: list[_Slab] = []  # the last one used is the last: it is warm
         self._lent: dict[int, _Slab] = {}
-        self._news: list[Frame] = []  # what the rank has not been told
-        self._nonce = secrets.randbits(_NONCE_BITS)
-        self._probe_fd = _make(8)
-        os.pwrite(self._probe_fd, self._nonce.to_bytes(8, "little"), 0)
+        self._news: list[MapBuffer] = []  # what the rank has not been told
+        self._nonce = secrets.token_bytes(_NONCE_BYTES)
+        self._probe_fd = _make(_NONCE_BYTES)
+        os.pwrite(self._probe_fd, self._nonce, 0)
 
     @property
     def allocated(self) -> int:
         """Slabs that exist."""
         return len(self._idle) + len(self._lent)
 
-    def probe(self) -> Frame:
+    def probe(self) -> ProbeMemory:
         """Asks the rank whether it can share memory with this process."""
-        return Frame(Kind.SHARE, step=os.getpid(), taken=self._probe_fd, total_bytes=self._nonce)
+        return ProbeMemory(os.getpid(), self._probe_fd, self._nonce)
 
     def lend(self, size: int) -> Lent:
         """A slab of ``size`` bytes. Raises OSError if there is no memory, or no descriptor, for a new one."""
@@ -133,7 +133,7 @@ class SharedSlabs:
                 if self._idle:  # all too small: the batches grew, so let one go for the larger one
                     self._forget(self._idle.pop(0))
                 slab, opened = self._new(size)
-                self._news.append(Frame(Kind.SLAB, slab=slab.number, taken=opened.number, total_bytes=slab.size))
+                self._news.append(MapBuffer(slab.number, opened.number, slab.size))
             self._lent[slab.number] = slab
             news, self._news = self._news, []
         return Lent(slab.number, slab.memory[:size], news, opened)
@@ -143,7 +143,7 @@ class SharedSlabs:
         with self._lock:
             slab = self._lent.pop(number, None)
             if slab is None:
-                raise WireError(f"the rank gave back slab {number}, which it did not have")
+                raise WireError(f"the rank gave back buffer {number}, which it did not have")
             self._idle.append(slab)
 
     def close(self) -> None:
@@ -162,7 +162,7 @@ class SharedSlabs:
         return _Slab(self._last, room, _map(opened.number, room)), opened
 
     def _forget(self, slab: _Slab) -> None:
-        self._news.append(Frame(Kind.SLAB, slab=slab.number))
+        self._news.append(MapBuffer(slab.number, 0, 0))
 
 
 class SharedViews:
@@ -175,41 +175,42 @@ class SharedViews:
         self._peer: int | None = None
         self._maps: dict[int, np.ndarray[tuple[int], np.dtype[np.uint8]]] = {}
 
-    def probe(self, frame: Frame) -> bool:
-        """Whether memory of the process that sent this SHARE frame can be mapped here."""
+    def probe(self, message: ProbeMemory) -> bool:
+        """Whether memory of the process that sent this can be mapped here."""
         if not available():
             return False
         with suppress(OSError):
-            fd = os.open(_path(frame.step, frame.taken), os.O_RDONLY | os.O_CLOEXEC)
+            fd = os.open(_path(message.pid, message.fd), os.O_RDONLY | os.O_CLOEXEC)
             try:
-                if os.pread(fd, 9, 0) == frame.total_bytes.to_bytes(8, "little"):
-                    self._peer = frame.step
+                if os.pread(fd, _NONCE_BYTES + 1, 0) == message.nonce:
+                    self._peer = message.pid
             finally:
                 os.close(fd)
         return self._peer is not None
 
-    def announce(self, frame: Frame) -> None:
-        """Map, or forget, the slab of a SLAB frame. Raises WireError if it is not what it says."""
-        if frame.total_bytes == 0:
-            self._maps.pop(frame.slab, None)
+    def announce(self, message: MapBuffer) -> None:
+        """Map the buffer, or forget it. Raises WireError if it is not what it says."""
+        number, size = message.number, message.size
+        if size == 0:
+            self._maps.pop(number, None)
             return
-        if self._peer is None or frame.slab in self._maps:
-            raise WireError(f"slab {frame.slab} was announced out of turn")
+        if self._peer is None or number in self._maps:
+            raise WireError(f"buffer {number} was announced out of turn")
         if len(self._maps) >= _MAX_SLABS:
             raise WireError(
                 f"the trainer holds tensors of {_MAX_SLABS} batches. Keep copies (.clone()), or let them go"
             )
         try:
-            fd = os.open(_path(self._peer, frame.taken), os.O_RDWR | os.O_CLOEXEC)
+            fd = os.open(_path(self._peer, message.fd), os.O_RDWR | os.O_CLOEXEC)
         except OSError as error:
-            raise WireError(f"slab {frame.slab} cannot be opened: {error}{_advice(error)}") from None
+            raise WireError(f"buffer {number} cannot be opened: {error}{_advice(error)}") from None
         try:
             sealed = fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK
-            if not sealed or os.fstat(fd).st_size != frame.total_bytes:
-                raise WireError(f"slab {frame.slab} is not a sealed file of {frame.total_bytes} bytes")
-            self._maps[frame.slab] = _map(fd, frame.total_bytes).numpy()
+            if not sealed or os.fstat(fd).st_size != size:
+                raise WireError(f"buffer {number} is not a sealed file of {size} bytes")
+            self._maps[number] = _map(fd, size).numpy()
         except OSError as error:
-            raise WireError(f"slab {frame.slab} cannot be mapped: {error}{_advice(error)}") from None
+            raise WireError(f"buffer {number} cannot be mapped: {error}{_advice(error)}") from None
         finally:
             os.close(fd)
 
@@ -217,7 +218,7 @@ class SharedViews:
         """``[size]`` uint8: the slab's memory. Its death is reported. Raises WireError if there is no such slab."""
         memory = self._maps.get(number)
         if memory is None or memory.size < size:
-            raise WireError(f"there is no slab {number} of {size} bytes")
+            raise WireError(f"there is no buffer {number} of {size} bytes")
         lease = memory[:size]
         weakref.finalize(lease, self._on_free, number).atexit = False
         return torch.frombuffer(lease, dtype=torch.uint8)

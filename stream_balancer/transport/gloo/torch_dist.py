@@ -18,7 +18,7 @@ import os
 import secrets
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any, Literal, Self, cast
 
@@ -26,24 +26,27 @@ import anyio
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
-from stream_balancer.errors import BrokenResourceError, ClosedResourceError, RankLostError, WireError, to_raise
+from stream_balancer.errors import BrokenResourceError, ClosedResourceError, RankLostError, WireError
+from stream_balancer.transport.admission import Admission
 from stream_balancer.transport.buffers import SlabPool
-from stream_balancer.transport.event_loop import Arrivals, loop_caller
-from stream_balancer.transport.gloo.endpoint import Pair
+from stream_balancer.transport.channel import PayloadSource
+from stream_balancer.transport.event_loop import Arrivals, InLoop, loop_caller
+from stream_balancer.transport.gloo.channel import GlooChannel, LinkOptions, Pair
 from stream_balancer.transport.gloo.joiner import Directory, Entry, Joiner
-from stream_balancer.transport.gloo.links import ControllerLink, Decode, PortBase
 from stream_balancer.transport.gloo.pair import PAIR_TIMEOUT_S, meet
 from stream_balancer.transport.handshake import pack, token_bytes
 from stream_balancer.transport.producer_port import ProducerPort
 from stream_balancer.transport.producer_session import ProducerSession
 from stream_balancer.transport.put_ledger import Limits
+from stream_balancer.transport.rank_port import Decode, RankPort
+from stream_balancer.transport.rank_session import RankSession
 from stream_balancer.transport.sockets.acceptor import Acceptor, Meetings, refuse
 from stream_balancer.transport.sockets.hub import Hub, is_loopback, listen
 from stream_balancer.transport.sockets.producers import connect_producer, welcome_producer
-from stream_balancer.wire.messages import Join, JoinPeer, JoinProducer, JoinRank, Refused, WelcomeRank
+from stream_balancer.wire.messages import Join, JoinPeer, JoinProducer, JoinRank, WelcomeRank
 from stream_balancer.wire.share import decode
 
-__all__ = ["GlooPort", "TorchTransport", "current_world", "join_pair", "open_producer"]
+__all__ = ["TorchTransport", "current_world", "join_pair", "open_port", "open_producer"]
 
 _EVERYWHERE = ("", "0.0.0.0", "::")
 _MAX_LABEL = 200
@@ -107,19 +110,12 @@ class TorchTransport:
         self.dp_size = dp_size
         self._token = token_bytes(token)
         self._connect_timeout_s = connect_timeout_s
-        self._keepalive_s = keepalive_s
-        self._linger_s = linger_s
-        self._narrow = narrow
-        self._shared_memory = shared_memory
+        self._options = LinkOptions(keepalive_s, linger_s, narrow, shared_memory)
         self._pool = SlabPool(keep=2 * dp_size)  # per rank one on its way and one being packed
-        self._waiting: list[ControllerLink] = []
-        self._links: dict[int, ControllerLink] = {}
-        self._joining: set[ControllerLink] = set()
-        self._on_hold: list[tuple[socket.socket, JoinRank]] = []
+        self._admission = Admission(dp_size)
+        self._joining: set[RankSession] = set()
         self._producers: Arrivals[ProducerSession] = Arrivals()
-        self._arrival = anyio.Event()
-        self._error: Exception | None = None
-        self._in_loop: Callable[[Callable[[], object]], None] | None = None
+        self._in_loop: InLoop | None = None
         self._early: list[Callable[[], None]] = []  # who came before there was an event loop
         host_for_others = _advertised(host, advertise)
         self._socket = listen(host, port)
@@ -175,32 +171,27 @@ class TorchTransport:
         """Give a producer back, for the next ``attend``."""
         self._producers.add(session)
 
-    async def accept(self) -> ControllerLink:
+    async def accept(self) -> RankSession:
         """See :class:`~stream_balancer.transport.Transport`."""
         self._open()
-        while not self._waiting:
-            if self._error is not None:
-                raise to_raise(self._error)
-            self._arrival = anyio.Event()
-            await self._arrival.wait()
-        return self._waiting.pop(0)
+        return await self._admission.accept()
+
+    @property
+    def sessions(self) -> Mapping[int, RankSession]:
+        """By rank, the newest incarnation that has come in, lost or not."""
+        return self._admission.sessions
 
     async def aclose(self) -> None:
         """See :class:`~stream_balancer.transport.Transport`."""
-        if self._error is None:
-            self._error = ClosedResourceError()
-        self._arrival.set()
-        self._producers.fail(self._error)
+        self._admission.close()
+        self._producers.fail(ClosedResourceError())
         with anyio.CancelScope(shield=True):
             async with anyio.create_task_group() as group:
-                for link in [*self._links.values(), *self._joining]:
-                    group.start_soon(link.aclose)
+                for session in [*self.sessions.values(), *self._joining]:
+                    group.start_soon(session.aclose)
                 group.start_soon(
                     functools.partial(anyio.to_thread.run_sync, self._leave, limiter=anyio.CapacityLimiter(1))
                 )
-        for sock, _ in self._on_hold:
-            sock.close()
-        self._on_hold.clear()
 
     async def __aenter__(self) -> Self:
         self._open()
@@ -253,94 +244,54 @@ class TorchTransport:
             self._early.append(functools.partial(self._on_producer, sock, request))
             return
         try:
-            session = welcome_producer(self._hub, sock, request, self._limits, in_loop, linger_s=self._linger_s)
+            session = welcome_producer(self._hub, sock, request, self._limits, in_loop, linger_s=self._options.linger_s)
         except OSError:
             sock.close()
             return
         in_loop(functools.partial(self.readmit, session))
 
-    # in the loop: one incarnation per rank is decided here, and nowhere else
+    # in the loop
 
     def _judge(self, sock: socket.socket, request: JoinRank) -> None:
-        refused = self._refusal(request)
-        if self._error is not None or self._in_loop is None:
+        refused = self._admission.refusal(request)
+        if self._admission.closed or self._in_loop is None:
             sock.close()
         elif refused is not None:
             refuse(sock, refused)
-        elif any(link.rank == request.rank and link.incarnation >= request.incarnation for link in self._joining):
-            self._on_hold.append((sock, request))  # until that one is connected, or has failed
-        else:
+        elif self._admission.begin(request, functools.partial(self._judge, sock, request)):
             self._begin(sock, request, self._in_loop)
 
-    def _refusal(self, request: JoinRank) -> Refused | None:
-        if request.dp_size != self.dp_size:
-            return Refused(
-                "value",
-                f"rank {request.rank} announces dp_size={request.dp_size}, but the controller balances for "
-                f"dp_size={self.dp_size}. Give both the same number of data-parallel ranks",
-            )
-        if not 0 <= request.rank < self.dp_size or request.depth < 1 or request.incarnation < 0:
-            return Refused(
-                "value",
-                f"rank {request.rank} announces depth={request.depth}, incarnation={request.incarnation}, but ranks go "
-                f"from 0 to {self.dp_size - 1}, depth is at least 1 and incarnation at least 0",
-            )
-        before = self._links.get(request.rank)
-        if before is not None and before.live and before.incarnation >= request.incarnation:
-            return Refused(
-                "busy",
-                f"rank {request.rank} is already connected (incarnation {before.incarnation}). One RankFeed per rank: "
-                "close the other one first, or start the rank again under a higher incarnation",
-            )
-        return None
+    def _begin(self, sock: socket.socket, request: JoinRank, in_loop: InLoop) -> None:
+        """Build the pair. The rank is in once that has worked out."""
 
-    def _begin(self, sock: socket.socket, request: JoinRank, in_loop: Callable[[Callable[[], object]], None]) -> None:
-        link = ControllerLink(
-            rank=request.rank,
-            incarnation=request.incarnation,
-            depth=request.depth,
-            max_bytes=request.max_batch_bytes,
-            connect=functools.partial(self._pair_with, sock),
-            cancel_connect=functools.partial(_shut_down, sock),
-            settled=self._on_settled,
-            in_loop=in_loop,
+        def connect() -> Pair:
+            try:
+                pair = self._pair_with(sock)
+            except BaseException:
+                in_loop(lambda: self._on_connected(session, request, ready=False))
+                raise
+            in_loop(lambda: self._on_connected(session, request, ready=True))
+            return pair
+
+        channel = GlooChannel(
+            f"sb-rank{request.rank}.{request.incarnation}",
+            connect,
+            functools.partial(_shut_down, sock),
+            self._options,
             pool=self._pool,
-            narrow=self._narrow,
-            shared_memory=self._shared_memory,
-            keepalive_s=self._keepalive_s,
-            linger_s=self._linger_s,
+            offer=request.depth + 1,
         )
-        self._joining.add(link)
-        link._start()
+        session = RankSession(channel, request, in_loop)
+        self._joining.add(session)
+        channel.start(session)
 
-    def _on_settled(self, link: ControllerLink) -> None:
-        self._joining.discard(link)
-        if link.ready and self._error is None:
-            self._install(link)
-        else:
-            self._in_background(link._shut)
-        held = [(sock, request) for sock, request in self._on_hold if request.rank == link.rank]
-        self._on_hold = [(sock, request) for sock, request in self._on_hold if request.rank != link.rank]
-        for sock, request in held:
-            self._judge(sock, request)
+    def _on_connected(self, session: RankSession, request: JoinRank, *, ready: bool) -> None:
+        self._joining.discard(session)
+        if not (ready and self._admission.admit(session)):
+            threading.Thread(target=session.channel.abort, name="sb-errand", daemon=True).start()
+        self._admission.settle(request)
 
-    def _install(self, link: ControllerLink) -> None:
-        before = self._links.get(link.rank)
-        if before is not None and before.live and before.incarnation > link.incarnation:
-            self._in_background(link._shut)  # a newer one was faster
-            return
-        if before is not None:
-            before.supersede(link.incarnation)
-            self._in_background(before._shut)
-        self._links[link.rank] = link
-        self._waiting.append(link)
-        self._arrival.set()
-
-    @staticmethod
-    def _in_background(function: Callable[[], object]) -> None:
-        threading.Thread(target=function, name="sb-errand", daemon=True).start()
-
-    # in a link's thread
+    # in a channel's thread
 
     def _pair_with(self, sock: socket.socket) -> Pair:
         with sock:
@@ -372,55 +323,41 @@ def join_pair(joiner: Joiner, request: Join, side: Literal[0, 1], host: str | No
         joiner.pause()
 
 
-class GlooPort(PortBase):
-    """The rank's end, over a store or the address of a controller."""
+def open_port(
+    source: Store | str,
+    *,
+    rank: int,
+    dp_size: int,
+    incarnation: int,
+    depth: int,
+    max_batch_bytes: int,
+    host: str | None = None,
+    name: str = "stream_balancer",
+    token: str | None = None,
+    connect_timeout_s: float | None = None,
+    decode: Decode = decode,
+    pinned: bool = False,
+    payloads: PayloadSource | None = None,
+    **options: Any,
+) -> RankPort:
+    """A rank's end, over a store or the address of a controller; connects in the background. ``options``: those of
+    :class:`LinkOptions`."""
+    request = JoinRank(rank, dp_size, incarnation, depth, max_batch_bytes)
+    joiner = Joiner(source, name=name, token=token, connect_timeout_s=connect_timeout_s)
 
-    def __init__(
-        self,
-        source: Store | str,
-        *,
-        rank: int,
-        dp_size: int,
-        incarnation: int,
-        depth: int,
-        max_batch_bytes: int,
-        host: str | None = None,
-        name: str = "stream_balancer",
-        token: str | None = None,
-        connect_timeout_s: float | None = None,
-        keepalive_s: float = 10.0,
-        linger_s: float = 5.0,
-        decode: Decode = decode,
-        pinned: bool = False,
-        shared_memory: bool = True,
-    ) -> None:
-        super().__init__(
-            rank=rank,
-            dp_size=dp_size,
-            incarnation=incarnation,
-            depth=depth,
-            max_batch_bytes=max_batch_bytes,
-            decode=decode,
-            pinned=pinned,
-            shared_memory=shared_memory,
-            keepalive_s=keepalive_s,
-            linger_s=linger_s,
-        )
-        self._host = host
-        self._request = JoinRank(rank, dp_size, incarnation, depth, max_batch_bytes)
-        self._joiner = Joiner(source, name=name, token=token, connect_timeout_s=connect_timeout_s)
-        self._start()
-
-    def _connect(self) -> Pair:
+    def connect() -> Pair:
         try:
-            return join_pair(self._joiner, self._request, 1, self._host)
+            return join_pair(joiner, request, 1, host)
         except WireError:
             raise
         except BrokenResourceError as error:
-            raise RankLostError(f"rank {self.rank}: {error}", rank=self.rank, cause=str(error)) from None
+            raise RankLostError(f"rank {rank}: {error}", rank=rank, cause=str(error)) from None
 
-    def _cancel_connect(self) -> None:
-        self._joiner.cancel()
+    link = LinkOptions(**options)
+    channel = GlooChannel(f"sb-feed{rank}.{incarnation}", connect, joiner.cancel, link, pool=SlabPool(keep=0))
+    port = RankPort(channel, request, decode=decode, pinned=pinned, payloads=payloads, linger_s=link.linger_s)
+    port.start()
+    return port
 
 
 def open_producer(

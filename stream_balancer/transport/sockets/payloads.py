@@ -16,13 +16,13 @@ import socket
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import chain, islice
 
 from torch import Tensor
 
-from stream_balancer.errors import ClosedResourceError, ProducerLostError, WireError
+from stream_balancer.errors import ClosedResourceError, WireError
 from stream_balancer.transport.channel import Outgoing, Session, Source, unexpected
 from stream_balancer.transport.gloo.joiner import join_over
 from stream_balancer.transport.handshake import Joining
@@ -40,8 +40,7 @@ from stream_balancer.wire.messages import (
     WantPayloads,
     WelcomeProducer,
 )
-from stream_balancer.wire.partial_share import Skeleton, payload, read_skeleton
-from stream_balancer.wire.share import Frame, Kind
+from stream_balancer.wire.partial_share import payload
 
 __all__ = ["Fetcher", "PayloadServer"]
 
@@ -178,48 +177,15 @@ class Fetcher:
             raise
         return gone
 
-    def complete(
-        self, frame: Frame, body: Tensor, *, max_bytes: int, lend: Callable[[int], Tensor]
-    ) -> tuple[Frame, Tensor]:
-        """Fetch what a skeleton lacks, into a slab that ``lend`` gives: the BATCH frame and the slab that the
-        controller would have sent. Blocks for as long as the producers take.
-
-        Raises ProducerLostError if one is gone, WireError if one answers something else, ClosedResourceError once
-        closed.
-        """
-        skeleton = read_skeleton(frame, body, max_bytes=max_bytes)
-        slab = lend(skeleton.batch.total_bytes)
-        for owner, places in skeleton.missing():
-            gone = self.read(
-                owner,
-                [skeleton.key(place) for place in places],
-                [skeleton.targets(slab, [place]) for place in places],
-            )
-            if gone:
-                first = min(gone)
-                raise _lost(skeleton, owner, [places[index] for index in sorted(gone)], gone[first])
-        skeleton.finish(slab)
-        batch = skeleton.batch
-        return frame._replace(
-            kind=Kind.BATCH,
-            meta_bytes=batch.meta_bytes,
-            meta_crc=batch.meta_crc,
-            wire_bytes=batch.wire_bytes,
-            total_bytes=batch.total_bytes,
-        ), slab
-
     def close(self) -> None:
         """See :class:`~stream_balancer.transport.channel.PayloadSource`."""
         self._closed = True
         with self._lock:
             for sock in self._open.values():
                 with suppress(OSError):
-                    sock.shutdown(socket.SHUT_RDWR)
-
-    def hang_up(self) -> None:
-        """Close the connections, once nobody fetches any more."""
-        for owner in list(self._open):
-            self._forget(owner)
+                    sock.shutdown(socket.SHUT_RDWR)  # wakes a thread that reads; closing would not
+                sock.close()
+            self._open.clear()
 
     def _forget(self, owner: Owner) -> None:
         with self._lock:
@@ -255,7 +221,8 @@ class Fetcher:
             keep_alive(sock)
             with self._lock:
                 self._open[owner] = sock
-            if self._closed:
+            if self._closed:  # close() may have come too early to see the socket
+                self._forget(owner)
                 raise ClosedResourceError
             try:
                 join_over(sock, Joining(owner.token.encode(), JoinFetcher()))
@@ -289,16 +256,3 @@ def _receive(sock: socket.socket, views: Iterable[memoryview]) -> None:
             if count < len(space):
                 spaces.appendleft(space[count:])
             count -= min(count, len(space))
-
-
-def _lost(skeleton: Skeleton, owner: Owner, places: Sequence[int], cause: str) -> ProducerLostError:
-    name = skeleton.name(places[0])
-    more = f" and {len(places) - 1} more" if len(places) > 1 else ""
-    return ProducerLostError(
-        f"step {skeleton.batch.step} cannot be completed: the tokens of rollout {name!r}{more} were held by producer "
-        f"{owner.label}, which is gone: {cause}. serve() raises; restart, and give the step up with "
-        f"balancer.acknowledge({skeleton.batch.step}) or put the rollouts again",
-        step=skeleton.batch.step,
-        rollout_id=name,
-        place=places[0],
-    )
