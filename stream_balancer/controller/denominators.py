@@ -1,0 +1,72 @@
+"""What every rank divides by in a step, when payloads may be gone with their producer: agreed before anyone trains.
+
+::
+
+    serve       PartialBatch(step)  -->  every rank        some payloads lie with their producers
+    every rank  fetches, and says   -->  PayloadsFetched(step, missing)
+    serve       Denominators(step)  -->  every rank        once all have answered: final, the same on all
+
+A rollout whose payload is gone takes part as a padding copy of weight 0, so the plan and the number of micro-batches
+stay; what is subtracted here is what it would have contributed. Pure: no event loop, no clock, nothing is sent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from stream_balancer.errors import WireError
+from stream_balancer.types import Batch, Rollout
+from stream_balancer.wire.messages import Denominators, MissingRollout
+
+__all__ = ["StepAgreement"]
+
+
+class StepAgreement:
+    """One step whose ranks fetch payloads: who has answered, and what all divide by.
+
+    Why one answer from every rank: a rank that trained before another one found a payload gone would have divided by
+    more than the other, and no later message could repair its gradient.
+    """
+
+    def __init__(self, batch: Batch) -> None:
+        """``batch``: as dispatched. O(rollouts)."""
+        self.step = batch.step
+        self._rollouts = [rank_batch.rollouts for rank_batch in batch.ranks]
+        self._missing: list[frozenset[int] | None] = [None] * len(batch.ranks)
+        first = batch.ranks[0]
+        self._planned = (first.global_num_rollouts, first.global_num_tokens, first.global_num_loss_tokens)
+        self.final: Denominators | None = None
+        """What every rank divides by; None until all have answered."""
+
+    def fetched(self, rank: int, missing: Iterable[MissingRollout]) -> list[Rollout]:
+        """A rank has all but these; -> the rollouts that are missing. O(missing).
+
+        A rank that was started again answers again. Before the step is final that replaces its first answer; afterwards
+        what it misses in addition is masked there and not subtracted: agreement matters more than that part of one
+        step. Raises WireError for a rollout that is not the rank's.
+        """
+        rollouts = self._rollouts[rank]
+        indices = frozenset(one.index for one in missing)
+        if any(one.index >= len(rollouts) or rollouts[one.index].rollout_id != one.rollout_id for one in missing):
+            raise WireError(f"rank {rank} misses rollouts of step {self.step} that it was not given")
+        if self.final is None:
+            self._missing[rank] = indices
+            if None not in self._missing:
+                self.final = self._agreed()
+        return [rollouts[index] for index in sorted(indices) if not rollouts[index].is_padding]
+
+    def _agreed(self) -> Denominators:
+        gone = [
+            rollouts[index]
+            for rollouts, indices in zip(self._rollouts, self._missing, strict=True)
+            for index in indices or ()
+            if not rollouts[index].is_padding  # a padding copy was never counted
+        ]
+        rollouts, tokens, loss_tokens = self._planned
+        # At least 1: where everything is gone the sums are 0, and 0 / 0 would put NaN into every weight.
+        return Denominators(
+            step=self.step,
+            rollouts=max(rollouts - len(gone), 1),
+            tokens=max(tokens - sum(rollout.num_tokens for rollout in gone), 1),
+            loss_tokens=max(loss_tokens - sum(rollout.num_loss_tokens for rollout in gone), min(loss_tokens, 1)),
+        )
