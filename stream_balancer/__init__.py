@@ -35,7 +35,6 @@ if TYPE_CHECKING:
         DuplicateRolloutError,
         EndOfStream,
         JournalError,
-        ProducerLostError,
         RankLostError,
         RolloutError,
         TraceError,
@@ -78,7 +77,6 @@ __all__ = [
     "Observer",
     "PaddedCost",
     "Producer",
-    "ProducerLostError",
     "QuadraticCost",
     "RankBatch",
     "RankFeed",
@@ -118,7 +116,7 @@ _NAMES_OF = {
     "controller.serve": "serve",
     "core.observer": "Observer",
     "errors": "AlreadyInUseError BrokenResourceError BusyResourceError ClosedResourceError ConfigError "
-    "DuplicateRolloutError EndOfStream JournalError ProducerLostError RankLostError RolloutError TraceError WireError "
+    "DuplicateRolloutError EndOfStream JournalError RankLostError RolloutError TraceError WireError "
     "WouldBlock",
     "rank.feed": "RankFeed",
     "controller.journal": "Journal Recovered",

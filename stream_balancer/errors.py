@@ -13,7 +13,6 @@ Most are the ones anyio and Python users already know; this module only adds wha
     anyio.ClosedResourceError     you closed it: put() after end(), anything after aclose()
     anyio.BrokenResourceError     a peer went away
     |-- RankLostError             a rank (or, seen from a rank, the controller) is gone; .rank .step .cause
-    |-- ProducerLostError         a producer is gone that still held tokens of a step; .step .rollout_id
     `-- WireError                 a peer sent bytes that are not a valid message: refused before use
     anyio.EndOfStream             the normal end of a link
     OSError
@@ -38,7 +37,6 @@ __all__ = [
     "DuplicateRolloutError",
     "EndOfStream",
     "JournalError",
-    "ProducerLostError",
     "RankLostError",
     "RolloutError",
     "TraceError",
@@ -90,22 +88,6 @@ class RankLostError(BrokenResourceError):
         """Step that was in flight on that link, or None if the link was idle."""
         self.cause = cause
         """Short reason, as reported by the transport."""
-
-
-class ProducerLostError(BrokenResourceError):
-    """A producer that hands over directly went away, and a step that is in flight needs tokens it held.
-
-    The step cannot be completed. ``serve`` raises it; ``balancer.acknowledge(step)`` gives the step up.
-    """
-
-    def __init__(self, message: str, *, step: int, rollout_id: str, place: int) -> None:
-        super().__init__(message)
-        self.step = step
-        """The step that cannot be completed."""
-        self.rollout_id = rollout_id
-        """A rollout of it whose tokens are gone."""
-        self.place = place
-        """Where that rollout stands in the rank batch."""
 
 
 class WireError(BrokenResourceError):

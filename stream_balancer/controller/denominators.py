@@ -55,6 +55,11 @@ class StepAgreement:
                 self.final = self._agreed()
         return [rollouts[index] for index in sorted(indices) if not rollouts[index].is_padding]
 
+    def lost(self, rank: int) -> None:
+        """A rank is gone. Its next incarnation fetches anew, and until then nothing is final that was not."""
+        if self.final is None:
+            self._missing[rank] = None
+
     def _agreed(self) -> Denominators:
         gone = [
             rollouts[index]

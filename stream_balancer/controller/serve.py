@@ -39,14 +39,15 @@ import anyio
 
 from stream_balancer.config import BalancerConfig
 from stream_balancer.controller.balancer import StreamBalancer
+from stream_balancer.controller.denominators import StepAgreement
 from stream_balancer.controller.producers import ProducerTransport, attend
 from stream_balancer.controller.stall_reporter import StallReporter
 from stream_balancer.core.diagnosis import RankState, why_ranks_wait
-from stream_balancer.errors import EndOfStream, ProducerLostError, RankLostError
+from stream_balancer.errors import EndOfStream, RankLostError, WireError
 from stream_balancer.transport import Link, Transport
 from stream_balancer.types import Batch, RankBatch
 from stream_balancer.wire.messages import PayloadsFetched, StepHeld, StepReport
-from stream_balancer.wire.partial_share import RemoteRollout
+from stream_balancer.wire.partial_share import is_remote
 
 __all__ = ["serve"]
 
@@ -100,8 +101,8 @@ class _Rank:
         self.unacknowledged: deque[RankBatch] = deque()
         self.sent = 0
         """How many of ``unacknowledged``, from the front, the present link has been given."""
-        self.lacking: PayloadsFetched | None = None
-        """The step it cannot complete."""
+        self.fetched: set[int] = set()
+        """Steps that the present link has fetched the payloads of, and does not know the denominators of."""
         self.left = False
         """It said good-bye after the end."""
         self.error: RankLostError | None = None
@@ -159,8 +160,7 @@ async def serve(
 
     If ``serve`` is cancelled or raises, nothing is lost: what was not acknowledged stays in flight in the balancer,
     and the next ``serve`` delivers it again. Raises ValueError at once if ``transport`` is for another number of ranks
-    than ``balancer``; RankLostError, naming rank, step and cause; ProducerLostError if a
-    step needs tokens that a producer took with it.
+    than ``balancer``; RankLostError, naming rank, step and cause.
     """
     if not rejoin_timeout_s >= 0:
         raise ValueError(f"rejoin_timeout_s must be >= 0 (math.inf = wait for ever), not {rejoin_timeout_s}")
@@ -184,6 +184,7 @@ class _Server:
         self._ranks = [_Rank() for _ in range(transport.dp_size)]
         self._links: list[Link] = []
         self._open_steps: dict[int, set[int]] = {}  # step -> ranks that have not acknowledged it
+        self._agreements: dict[int, StepAgreement] = {}  # for steps some of whose payloads lie with producers
         self._busy: dict[int, set[int]] = {}  # step -> ranks whose trainer is not through with it
         self._all_ready_at = anyio.current_time()
         self._ready_s: dict[int, list[float]] = {}  # step -> how long each rank had been ready when the last one was
@@ -306,7 +307,8 @@ class _Server:
     def _attach(self, link: Link) -> None:
         rank = self._ranks[link.rank]
         rank.link, rank.sent, rank.left = link, 0, False
-        rank.error, rank.lacking, rank.deadline, rank.since = None, None, math.inf, anyio.current_time()
+        rank.error, rank.deadline, rank.since = None, math.inf, anyio.current_time()
+        rank.fetched.clear()
         self._drop_acknowledged(rank, link.rank)
         link.subscribe(lambda: self._on_talk(link))
         self._pump(link)
@@ -323,11 +325,16 @@ class _Server:
             held = {batch.step for batch in self._balancer.in_flight()}
             for share in [share for share in rank.unacknowledged if share.step not in held]:
                 rank.unacknowledged.remove(share)
+                if share.step in self._agreements:  # the others wait for its answer, which will not come
+                    self._agreements[share.step].fetched(number, ())
+                    self._release(self._agreements[share.step])
                 self._settle(number, share.step)
 
     def _add(self, batch: Batch) -> None:
         self._reporter.moved()
         self._open_steps[batch.step] = set(range(len(self._ranks)))
+        if any(is_remote(rank_batch) for rank_batch in batch.ranks):
+            self._agreements[batch.step] = StepAgreement(batch)
         self._busy[batch.step] = set(range(len(self._ranks)))
         self._ready_s[batch.step] = [max(self._all_ready_at - rank.since, 0.0) for rank in self._ranks]
         for rank, share in zip(self._ranks, batch.ranks, strict=True):
@@ -350,38 +357,37 @@ class _Server:
                     self._note_worked(link.rank, done.step)
                 elif isinstance(done, StepReport):
                     self._acknowledge(rank, link.rank, done)
-                elif done.missing:
-                    rank.lacking = done
-                _check_complete(rank, link.rank)
+                else:
+                    self._fetched(rank, link.rank, done)
             while link.credits > 0 and rank.sent < len(rank.unacknowledged):
-                link.send(rank.unacknowledged[rank.sent])
+                rank_batch = rank.unacknowledged[rank.sent]
+                link.send(rank_batch, confirm=rank_batch.step in self._agreements)
                 rank.sent += 1
             if self._ending and rank.sent == len(rank.unacknowledged):
                 link.end()
         except EndOfStream:
             rank.left = True
             if rank.unacknowledged:
-                self._lose(rank, _left_owing(link.rank, rank.unacknowledged[0].step))
+                self._lose(link.rank, _left_owing(link.rank, rank.unacknowledged[0].step))
         except RankLostError as error:
-            self._lose(rank, error)
+            self._lose(link.rank, error)
         except Exception as error:  # noqa: BLE001 - a share that cannot be sent; told by serve()
             self._failure = error
         rank.note_readiness()
         self._ring()
 
-    def _lose(self, rank: _Rank, error: RankLostError) -> None:
+    def _lose(self, number: int, error: RankLostError) -> None:
+        rank = self._ranks[number]
         rank.link, rank.error, rank.since = None, error, anyio.current_time()
+        for agreement in self._agreements.values():
+            agreement.lost(number)
         if not (self._ending and rank.finished):
             rank.deadline = anyio.current_time() + self._rejoin_timeout_s
 
     def _acknowledge(self, rank: _Rank, number: int, done: StepReport) -> None:
         if rank.sent == 0 or rank.unacknowledged[0].step != done.step:
-            raise RankLostError(
-                f"rank {number} acknowledged step {done.step}, which it was not working on. Restart it",
-                rank=number,
-                step=done.step,
-                cause="broke the protocol",
-            )
+            text = f"rank {number} acknowledged step {done.step}, which it was not working on"
+            raise _broke_protocol(number, done.step, text)
         rank.unacknowledged.popleft()
         rank.sent -= 1
         if isinstance(self._balancer, _Timed):
@@ -392,6 +398,45 @@ class _Server:
                 done.step, number, seconds, own=own, waited_s=done.waited_s, ready_s=ready_s
             )
         self._settle(number, done.step)
+
+    def _fetched(self, rank: _Rank, number: int, fetched: PayloadsFetched) -> None:
+        """A rank has the payloads of a step, but for those that are gone with their producer. Once all ranks have, each
+        learns what to divide by; a rank that comes again, once it has fetched again."""
+        agreement = self._agreements.get(fetched.step)
+        try:
+            if agreement is None or fetched.step in rank.fetched:
+                raise WireError(f"rank {number} says that it has fetched step {fetched.step}, which it need not")
+            gone = agreement.fetched(number, fetched.missing)
+        except WireError as error:
+            raise _broke_protocol(number, fetched.step, str(error)) from error
+        rank.fetched.add(fetched.step)
+        if gone:
+            self._mask(number, fetched, [rollout.rollout_id for rollout in gone])
+        self._release(agreement)
+
+    def _release(self, agreement: StepAgreement) -> None:
+        """Once it is final what the step divides by, send it to all who wait for it."""
+        for rank in self._ranks if agreement.final is not None else ():
+            if rank.link is not None and agreement.step in rank.fetched:
+                rank.fetched.discard(agreement.step)
+                rank.link.denominators(agreement.final)
+
+    def _mask(self, number: int, fetched: PayloadsFetched, rollout_ids: list[str]) -> None:
+        """Rollouts take part as padding copies of weight 0: logged here, counted with the step's acknowledgement."""
+        if isinstance(self._balancer, StreamBalancer):
+            self._balancer.parts.core.mark_missing(fetched.step, rollout_ids)
+        ids = set(rollout_ids)
+        named = [one for one in fetched.missing if one.rollout_id in ids]
+        text = ", ".join(f"{one.rollout_id!r} (put by {one.owner}: {one.cause})" for one in named[:5])
+        more = f" and {len(named) - 5} more" if len(named) > 5 else ""
+        logger.warning(
+            "step %d, rank %d: %d rollouts are gone with their producer and are masked: %s%s",
+            fetched.step,
+            number,
+            len(named),
+            text,
+            more,
+        )
 
     def _note_worked(self, number: int, step: int) -> None:
         """A rank is through with ``step``, and asks for the next. Once all are, another may leave that is as old."""
@@ -406,6 +451,7 @@ class _Server:
         missing.discard(number)
         if not missing:
             del self._open_steps[step], self._busy[step], self._ready_s[step]
+            self._agreements.pop(step, None)
             with suppress(ValueError):  # the user was first: acknowledge_through() at a checkpoint
                 self._balancer.acknowledge(step)
             self._tell_straggler()
@@ -423,19 +469,5 @@ def _left_owing(rank: int, step: int) -> RankLostError:
     )
 
 
-def _check_complete(rank: _Rank, number: int) -> None:
-    """Raise once the step that a rank works on, all before it being done, is one that it cannot complete."""
-    share, lacking = rank.unacknowledged[0] if rank.unacknowledged else None, rank.lacking
-    if share is None or lacking is None or share.step != lacking.step:
-        return
-    place = min(lacking.missing[0].index, share.num_rollouts - 1)
-    rollout = share.rollouts[place]
-    holder = rollout.holder.label if isinstance(rollout, RemoteRollout) else "somebody"
-    raise ProducerLostError(
-        f"step {share.step} cannot be completed: rank {number} could not fetch rollout {rollout.rollout_id!r}, which "
-        f"producer {holder} held and which is gone with it. Restart the ranks, give the step up with "
-        f"balancer.acknowledge({share.step}), and serve again",
-        step=share.step,
-        rollout_id=rollout.rollout_id,
-        place=place,
-    )
+def _broke_protocol(rank: int, step: int, text: str) -> RankLostError:
+    return RankLostError(f"{text}. Restart it", rank=rank, step=step, cause="broke the protocol")

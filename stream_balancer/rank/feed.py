@@ -30,7 +30,7 @@ from typing import Any, Self, cast
 import anyio
 import torch
 
-from stream_balancer.errors import AlreadyInUseError, ClosedResourceError, EndOfStream, ProducerLostError
+from stream_balancer.errors import AlreadyInUseError, ClosedResourceError, EndOfStream
 from stream_balancer.rank.acknowledgements import Taken
 from stream_balancer.rank.device import Uploader, stopwatch_on
 from stream_balancer.transport import Port
@@ -214,9 +214,6 @@ class RankFeed(OfOneProcess):
                     if batch is not None:
                         return batch
                     arrival.wait()
-                except ProducerLostError:
-                    self._leave()
-                    raise
                 except EndOfStream:
                     if self._taken.end():
                         self.close()
@@ -242,9 +239,6 @@ class RankFeed(OfOneProcess):
                             self._uploader.hand_over(batch)
                         return batch
                     await arrival.wait()
-                except ProducerLostError:
-                    self._leave()
-                    raise
                 except EndOfStream:
                     if self._taken.end():
                         await self.aclose()

@@ -1,0 +1,234 @@
+"""Payloads that are gone with their producer: masked, counted, named, and every rank divides by the same."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+
+import anyio
+import pytest
+import torch
+from torch import Tensor
+
+import stream_balancer as sb
+from stream_balancer.controller.serve import serve
+from stream_balancer.rank.feed import RankFeed
+from stream_balancer.testing import make_rollouts
+from stream_balancer.transport.memory import MemoryTransport
+from stream_balancer.types import RankBatch, Rollout
+from stream_balancer.wire.messages import Owner, RolloutHeader
+from stream_balancer.wire.partial_share import Lease, payload
+from stream_balancer.wire.rollouts import decode_kept, encode_rollout
+
+pytestmark = pytest.mark.anyio
+OWNER = Owner("127.0.0.1", 1, "token", "worker 3")
+
+
+class Kept:
+    """A producer's payloads. ``gone`` are not there any more; a ``gate`` holds the fetching up."""
+
+    def __init__(self) -> None:
+        self.payloads: list[list[Tensor]] = []
+        self.gone: set[int] = set()
+        self.num_reads = 0
+
+    def remote(self, rollout: Rollout) -> Rollout:
+        """The rollout, as the controller has it."""
+        encoded = encode_rollout(rollout, kept=True)
+        header = encoded.header
+        buffer = torch.zeros(header.wire_bytes, dtype=torch.uint8)
+        for _ in encoded.fill(buffer):
+            pass
+        self.payloads.append(payload(rollout))
+        key = len(self.payloads) - 1
+        named = RolloutHeader(header.meta_bytes, header.meta_crc, header.wire_bytes, header.total_bytes, key)
+        return decode_kept(named, buffer, OWNER, Lease())
+
+    def read(
+        self, owner: Owner, keys: Sequence[int], targets: Sequence[Sequence[Tensor]], references: Sequence[object]
+    ) -> Mapping[int, str]:
+        """See PayloadSource."""
+        self.num_reads += 1
+        gone = {}
+        for index, (key, pieces) in enumerate(zip(keys, targets, strict=True)):
+            if key in self.gone:
+                gone[index] = "connection closed by peer"
+                continue
+            for piece, data in zip(pieces, self.payloads[key], strict=True):
+                piece.copy_(data)
+        return gone
+
+    def close(self) -> None:
+        """See PayloadSource."""
+
+
+class Run:
+    """Two ranks that fetch, and what their trainers saw."""
+
+    def __init__(self, *, dp_size: int = 2, batch_size: int = 4) -> None:
+        self.kept = Kept()
+        self.evicted: list[tuple[str, str]] = []
+        self.balancer = sb.StreamBalancer(
+            sb.BalancerConfig(dp_size=dp_size, batch_size=batch_size),
+            on_evict=lambda rollout, reason: self.evicted.append((rollout.rollout_id, reason)),
+        )
+        self.transport = MemoryTransport(dp_size=dp_size)
+        self.seen: list[list[RankBatch]] = [[] for _ in range(dp_size)]
+
+    def feed(self, rank: int, **options: int) -> RankFeed:
+        return RankFeed(self.transport.connect(rank, payloads=self.kept, **options))
+
+    async def train(self, feed: RankFeed, rank: int) -> None:
+        async for batch in feed:
+            self.seen[rank].append(batch)
+
+    async def put(self, lengths: list[int], *, remote: bool = True) -> list[Rollout]:
+        rollouts = list(make_rollouts(lengths))
+        for rollout in rollouts:
+            await self.balancer.put(self.kept.remote(rollout) if remote else rollout)
+        self.balancer.end()
+        return rollouts
+
+
+def real_rollouts(batches: list[RankBatch]) -> list[Rollout]:
+    return [r for batch in batches for r in batch.rollouts if not r.is_padding]
+
+
+def denominators(batch: RankBatch) -> tuple[int, int, int]:
+    return batch.global_num_rollouts, batch.global_num_tokens, batch.global_num_loss_tokens
+
+
+async def test_what_is_gone_is_masked_counted_and_named(caplog: pytest.LogCaptureFixture) -> None:
+    run = Run()
+    async with run.balancer as balancer, anyio.create_task_group() as tasks:
+        rollouts = await run.put([10, 20, 30, 40])
+        run.kept.gone = {1}
+        for rank in range(2):
+            tasks.start_soon(run.train, run.feed(rank), rank)
+        with caplog.at_level(logging.WARNING, "stream_balancer.dispatch"):
+            await serve(balancer, run.transport)
+        statistics = balancer.statistics()
+    trained = real_rollouts([*run.seen[0], *run.seen[1]])
+    left = [rollout for rollout in rollouts if rollout is not rollouts[1]]
+    assert {r.rollout_id for r in trained} == {r.rollout_id for r in left}
+    for rollout in trained:
+        original = next(one for one in left if one.rollout_id == rollout.rollout_id)
+        assert torch.equal(rollout.tokens["input_ids"], original.tokens["input_ids"])
+    assert {denominators(batch) for batches in run.seen for batch in batches} == {(3, 80, 80)}
+    assert len({len(batches[0].micro_batches) for batches in run.seen}) == 1, "the plan stays"
+    assert run.evicted == [(rollouts[1].rollout_id, "lost")]
+    assert statistics.evicted["lost"] == 1
+    assert statistics.acknowledged == 3
+    (message,) = [record.message for record in caplog.records]
+    assert repr(rollouts[1].rollout_id) in message
+    assert "worker 3" in message
+    assert "connection closed by peer" in message
+
+
+async def test_a_rollout_that_is_gone_has_no_weight() -> None:
+    run = Run(dp_size=1, batch_size=2)
+    async with run.balancer as balancer, anyio.create_task_group() as tasks:
+        await run.put([5, 7])
+        run.kept.gone = {0}
+        tasks.start_soon(run.train, run.feed(0), 0)
+        await serve(balancer, run.transport)
+    (batch,) = run.seen[0]
+    packed = batch.micro_batches[0].packed()
+    assert packed["loss_mask"].sum() == 7 == batch.global_num_loss_tokens
+    assert [r.num_tokens for r in batch.rollouts if r.is_padding] == [5]
+
+
+async def test_every_rank_waits_until_all_have_fetched() -> None:
+    """Also one whose payloads all came along: else it would divide by more than the other."""
+    run = Run()
+    async with run.balancer as balancer, anyio.create_task_group() as tasks:
+        rollouts = list(make_rollouts([40, 10, 10, 10]))
+        for index, rollout in enumerate(rollouts):
+            await balancer.put(run.kept.remote(rollout) if index == 0 else rollout)
+        balancer.end()
+        run.kept.gone = {0}
+        for rank in range(2):
+            tasks.start_soon(run.train, run.feed(rank), rank)
+        await serve(balancer, run.transport)
+    assert {denominators(batch) for batches in run.seen for batch in batches} == {(3, 30, 30)}
+
+
+async def test_nothing_changes_where_nothing_is_kept_elsewhere() -> None:
+    run = Run()
+    async with run.balancer as balancer, anyio.create_task_group() as tasks:
+        await run.put([10, 20, 30, 40], remote=False)
+        for rank in range(2):
+            tasks.start_soon(run.train, run.feed(rank), rank)
+        await serve(balancer, run.transport)
+    assert run.kept.num_reads == 0
+    assert {denominators(batch) for batches in run.seen for batch in batches} == {(4, 100, 100)}
+
+
+async def test_a_step_is_final_once_and_for_all() -> None:
+    """A rank that comes back gets the denominators that the others trained with, whatever it misses now."""
+    run = Run()
+    async with run.balancer as balancer, anyio.create_task_group() as tasks:
+        rollouts = await run.put([10, 20, 30, 40])
+        tasks.start_soon(lambda: serve(balancer, run.transport, rejoin_timeout_s=60.0))
+        tasks.start_soon(run.train, run.feed(0), 0)
+        first = run.feed(1)
+        batch = await anext(first)
+        assert denominators(batch) == (4, 100, 100)
+        first._port.abort()  # type: ignore[attr-defined]
+        await anyio.sleep(1.0)
+        mine = [r.rollout_id for r in batch.rollouts]
+        run.kept.gone = {index for index, rollout in enumerate(rollouts) if rollout.rollout_id == mine[0]}
+        await run.train(run.feed(1, incarnation=1), 1)
+    assert {denominators(batch) for batches in run.seen for batch in batches} == {(4, 100, 100)}
+    assert [r.rollout_id for r in real_rollouts(run.seen[1])] == mine[1:]
+    assert run.evicted == [(mine[0], "lost")]
+
+
+async def test_a_rank_that_is_lost_before_the_step_is_final_fetches_anew() -> None:
+    run = Run()
+    async with run.balancer as balancer, anyio.create_task_group() as tasks:
+        rollouts = await run.put([10, 20, 30, 40])
+        tasks.start_soon(lambda: serve(balancer, run.transport, rejoin_timeout_s=60.0))
+        first = run.feed(1)
+        run.kept.gone = {0, 1, 2, 3}
+        await anyio.sleep(1.0)  # rank 0 is not there yet, so nothing was dispatched
+        assert run.kept.num_reads == 0
+        tasks.start_soon(run.train, run.feed(0), 0)
+        first._port.abort()  # type: ignore[attr-defined]
+        run.kept.gone = {0}
+        await run.train(run.feed(1, incarnation=1), 1)
+    assert {denominators(batch) for batches in run.seen for batch in batches} == {(3, 90, 90)}
+    assert run.evicted == [(rollouts[0].rollout_id, "lost")]
+
+
+async def test_a_step_that_is_given_up_holds_nobody_up() -> None:
+    """The rank that was to answer does not come back for it; the others must not wait for ever."""
+    run = Run()
+    async with run.balancer as balancer, anyio.create_task_group() as tasks:
+        await run.put([10, 20, 30, 40])
+        tasks.start_soon(lambda: serve(balancer, run.transport, rejoin_timeout_s=60.0))
+        slow = run.transport.connect(1, payloads=_Stuck(run.kept, lambda: slow.abort()))
+        feed = RankFeed(slow)
+        tasks.start_soon(run.train, run.feed(0), 0)
+        await anyio.sleep(1.0)
+        assert run.seen[0] == [], "rank 1 has not answered"
+        balancer.acknowledge(0)
+        await run.train(run.feed(1, incarnation=1), 1)
+        await feed.aclose()
+    assert [batch.step for batch in run.seen[0]] == [0]
+    assert run.seen[1] == []
+
+
+class _Stuck(Kept):
+    """Dies instead of fetching."""
+
+    def __init__(self, kept: Kept, die: object) -> None:
+        super().__init__()
+        self._kept, self._die = kept, die
+
+    def read(
+        self, owner: Owner, keys: Sequence[int], targets: Sequence[Sequence[Tensor]], references: Sequence[object]
+    ) -> Mapping[int, str]:
+        """See PayloadSource."""
+        self._die()  # type: ignore[operator]
+        raise sb.ClosedResourceError
