@@ -24,8 +24,8 @@ import torch.distributed as dist
 
 import stream_balancer as sb
 from stream_balancer.controller.producers import attend
-from stream_balancer.transport.gloo.links import ControllerLink
-from stream_balancer.wire.share import Frame
+from stream_balancer.transport.channel import Source
+from stream_balancer.transport.gloo.channel import GlooChannel
 
 BYTES_PER_TOKEN = 21
 SMALL, MEDIUM, LARGE = 1_000, 50_000, 500_000  # tokens: 21 kB, 1 MB, 10 MB
@@ -197,14 +197,14 @@ async def stream(hand_over: str, shared_memory: bool) -> tuple[float, int]:
     """(seconds from the first batch to the last acknowledgement, bytes in and out of the controller's sockets)."""
     config = sb.BalancerConfig(dp_size=2, batch_size=32, window=64)
     sent = 0
-    send_slab = ControllerLink._send_slab
+    send_bulk = GlooChannel._send_bulk
 
-    def counted(self: ControllerLink, frame: Frame, *rest: Any) -> None:
+    def counted(self: GlooChannel, source: Source) -> Iterator[object]:
         nonlocal sent
-        sent += frame.wire_bytes
-        send_slab(self, frame, *rest)
+        sent += source.size
+        return send_bulk(self, source)
 
-    cast("Any", ControllerLink)._send_slab = counted
+    cast("Any", GlooChannel)._send_bulk = counted
     try:
         async with (
             sb.TorchTransport.listen(dp_size=2, shared_memory=shared_memory, narrow=False) as transport,
@@ -230,7 +230,7 @@ async def stream(hand_over: str, shared_memory: bool) -> tuple[float, int]:
                     await output(process)
             received = transport.received_bytes
     finally:
-        cast("Any", ControllerLink)._send_slab = send_slab
+        cast("Any", GlooChannel)._send_bulk = send_bulk
     return seconds, received + sent
 
 

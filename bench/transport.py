@@ -16,7 +16,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
 from typing import Any, cast
@@ -26,9 +26,11 @@ import torch
 import torch.distributed as dist
 
 from stream_balancer.rank.feed import RankFeed
+from stream_balancer.transport.channel import Outgoing, Source
 from stream_balancer.transport.gloo.torch_dist import TorchTransport
 from stream_balancer.types import MicroBatch, RankBatch, Rollout
 from stream_balancer.wire import share as wire
+from stream_balancer.wire.messages import Batch
 
 ROLLOUTS = 64
 LATENCY_MEGABYTES = (0.02, 1.0, 10.0)
@@ -207,6 +209,20 @@ def memory(feed: RankFeed) -> None:
 # --- the controller --------------------------------------------------------------------------------------------------
 
 
+def send_packed(link: Any, frame: Any, buffer: torch.Tensor, step: int) -> None:
+    """As ``link.send()``, but packed before: sent from where it lies, or copied into shared memory."""
+
+    def fill(target: torch.Tensor) -> Iterator[int]:
+        target.copy_(buffer)
+        yield buffer.numel()
+
+    message = Batch(
+        step, frame.rank, frame.dp_size, frame.meta_bytes, frame.meta_crc, frame.wire_bytes, frame.total_bytes
+    )
+    link._use_credit(step)
+    link.channel.send(Outgoing(message, [Source(frame.wire_bytes, fill, lambda: [buffer])]))
+
+
 class Bench:
     """Walks the plan on the controller's side; torch.distributed calls of the bench itself run in a thread."""
 
@@ -266,11 +282,7 @@ class Bench:
             link.send(at_step(shares[link.rank], step))
 
         def prepacked(link: Any, step: int) -> None:
-            link._credits -= 1
-            frame = frames[link.rank]._replace(step=step)
-            link._put(
-                lambda: link._send_slab(frame, slabs[link.rank], [frame.wire_bytes])
-            )  # as send(), but packed before
+            send_packed(link, frames[link.rank], slabs[link.rank], step)
 
         for _ in range(self.plan.rounds):
             await in_thread(dist.barrier)
@@ -335,26 +347,11 @@ class Bench:
                     dist.recv(answer, rank + 1)
 
         def prepacked(link: Any, step: int) -> None:
-            link._credits -= 1
-            frame = encoded[link.rank].frame._replace(step=step)
-            link._put(lambda: link._send_slab(frame, slabs[link.rank], [frame.wire_bytes]))
-
-        def in_shared_memory(link: Any, step: int) -> None:
-            link._credits -= 1
-            frame = encoded[link.rank].frame._replace(step=step)
-
-            def send() -> None:
-                number, memory, news = link._shared.lend(frame.wire_bytes)
-                memory.copy_(slabs[link.rank])  # counts: this copy is all the transport there is
-                for new in news:
-                    link._send_frame(new)
-                link._send_frame(frame._replace(slab=number))
-
-            link._put(send)
+            send_packed(link, encoded[link.rank].frame, slabs[link.rank], step)
 
         await in_thread(dist.barrier)
         await in_thread(raw)
-        for kind, send in (("feed", prepacked), ("shared", in_shared_memory)):
+        for kind, send in (("feed", prepacked), ("shared", prepacked)):
             await in_thread(dist.barrier)
             for _ in range(rounds):
                 await anyio.sleep(0.002)
@@ -407,7 +404,11 @@ async def stall(links: list[Any], bench: Bench) -> None:
         await bench.drive(2, lambda link, n: link.send(at_step(big, n)))
         bench.row("loop_stall_quiet", 1e3 * quiet, "ms")
         bench.row(
-            f"loop_stall_256MB{'_shared' if links[0].shares_memory else ''}", 1e3 * max(gaps), "ms", 20.0, at_most=True
+            f"loop_stall_256MB{'_shared' if links[0].channel.shares_memory else ''}",
+            1e3 * max(gaps),
+            "ms",
+            20.0,
+            at_most=True,
         )
         tasks.cancel_scope.cancel()
 

@@ -416,10 +416,11 @@ class _Server:
 
     def _release(self, agreement: StepAgreement) -> None:
         """Once it is final what the step divides by, send it to all who wait for it."""
-        for rank in self._ranks if agreement.final is not None else ():
-            if rank.link is not None and agreement.step in rank.fetched:
-                rank.fetched.discard(agreement.step)
-                rank.link.denominators(agreement.final)
+        final = agreement.final
+        for rank in self._ranks:
+            if final is not None and rank.link is not None and final.step in rank.fetched:
+                rank.fetched.discard(final.step)
+                rank.link.denominators(final)
 
     def _mask(self, number: int, fetched: PayloadsFetched, rollout_ids: list[str]) -> None:
         """Rollouts take part as padding copies of weight 0: logged here, counted with the step's acknowledgement."""

@@ -298,7 +298,7 @@ class LeaderPort:
         if self._leaving and not self._open:
             self._inner.leave()
         self._quiet.notify_all()
-        if self._on_way is not None and self._on_way_to == 0:
+        if self._on_way is not None and self._on_way_to == 0 and self._end is None:
             self._ready.append(self._on_way)
             self._on_way = None
             self._tell()

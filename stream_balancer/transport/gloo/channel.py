@@ -246,9 +246,10 @@ class GlooChannel:
                 self._writer.start()
                 self._read(pair)
         except Exception as error:  # noqa: BLE001 - gloo, stores and receivers raise errors of many kinds; all end it
+            reason = self._failure or error
             self._break()  # so that the peer learns at once that nobody reads any more
             if not self._aborting:
-                self._receiver.ended(self._failure or error)
+                self._receiver.ended(reason)
         finally:
             self._let_go(self._sent)
             with self._changed:
@@ -310,7 +311,7 @@ class GlooChannel:
             raise WireError(f"bulk was followed by a message, not by an empty packet. {_INSTALL}")
         for piece in posted:
             _wait(piece)
-        self._seen = self._seen_owed = self._received
+        self._seen_owed = self._received
 
     def _receive_buffers(
         self, pair: Pair, packet: Tensor, message: Message, sizes: tuple[int, ...]
@@ -327,8 +328,9 @@ class GlooChannel:
         return targets
 
     def _acknowledge(self) -> None:
-        """The peer keeps the memory of bulk until it hears that it has arrived: in whatever is sent next, or now."""
+        """The peer keeps the memory of bulk until it hears that it was received: in whatever is sent next, or now."""
         with self._changed:
+            self._seen = self._received
             if self._seen_told < self._seen_owed:
                 self._changed.notify_all()
 
@@ -360,6 +362,8 @@ class GlooChannel:
                 if not self._write_what_there_is():
                     self._send_packet(b"")
                     self._check_silence(time.monotonic() - self._heard_at)
+        except ConnectionError:
+            pass  # the reader sees it too, behind what has arrived
         except Exception as error:  # noqa: BLE001 - as in _read_all; also what a bad batch raises while it is packed
             self._failure = error
             self._break()
@@ -371,7 +375,7 @@ class GlooChannel:
             if not (self._has_item or self._seen_told < self._seen_owed or self._is_done):
                 self._changed.wait(max(min(self.options.keepalive_s, left_s), 0.0))
         if time.monotonic() >= self._give_up_at:
-            raise ConnectionAbortedError(f"no answer to the close within linger_s={self.options.linger_s}")
+            raise TimeoutError(f"no answer to the close within linger_s={self.options.linger_s}")
         return not self._is_done
 
     @property

@@ -1,0 +1,176 @@
+"""What messages become on a pair: packets that carry several, and what is refused. A pair without a network."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from stream_balancer.errors import WireError
+from stream_balancer.testing.channels import Recorder, source_of
+from stream_balancer.transport.buffers import SlabPool
+from stream_balancer.transport.channel import Outgoing
+from stream_balancer.transport.gloo.channel import PACKET_BYTES, GlooChannel, LinkOptions
+from stream_balancer.wire.messages import Message, Payloads, PutRefused, StepReport, Taken
+
+
+class FakePair:
+    """Remembers what is sent; receives what a test gives."""
+
+    def __init__(self) -> None:
+        self.sent: list[bytes] = []
+        self._incoming: list[bytes] = []
+        self._posted = 0
+        self._changed = threading.Condition()
+        self._poisoned = False
+
+    def give(self, raw: bytes) -> None:
+        with self._changed:
+            self._incoming.append(raw)
+            self._changed.notify_all()
+
+    def send(self, tensor: Tensor) -> object:
+        self.sent.append(tensor.numpy().tobytes())
+        return None
+
+    def receive(self, tensor: Tensor) -> _Pending:
+        self._posted += 1
+        return _Pending(self, tensor, self._posted)
+
+    def poison(self) -> None:
+        with self._changed:
+            self._poisoned = True
+            self._changed.notify_all()
+
+    def take(self, tensor: Tensor, number: int) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: len(self._incoming) >= number or self._poisoned)
+            if len(self._incoming) < number:
+                raise RuntimeError("Connection closed by peer")
+            raw = self._incoming[number - 1]
+        tensor[:] = torch.frombuffer(bytearray(raw), dtype=torch.uint8)
+
+
+class _Pending:
+    def __init__(self, pair: FakePair, tensor: Tensor, number: int) -> None:
+        self._pair, self._tensor, self._number = pair, tensor, number
+
+    def wait(self) -> None:
+        self._pair.take(self._tensor, self._number)
+
+
+@pytest.fixture
+def recorder() -> Recorder:
+    return Recorder()
+
+
+@pytest.fixture
+def pair() -> FakePair:
+    return FakePair()
+
+
+def a_channel(pair: FakePair, connected: threading.Event) -> GlooChannel:
+    def connect() -> FakePair:
+        connected.wait(10)
+        return pair
+
+    return GlooChannel("sb-test", connect, connected.set, LinkOptions(), pool=SlabPool(1))
+
+
+@pytest.fixture
+def channel(pair: FakePair, recorder: Recorder) -> Iterator[GlooChannel]:
+    connected = threading.Event()
+    connected.set()
+    channel = a_channel(pair, connected)
+    channel.start(recorder)
+    yield channel
+    channel.abort()
+
+
+def packets_of(*messages: Message) -> list[bytes]:
+    """What they are sent as, if all are there when the pair is."""
+    pair, connected = FakePair(), threading.Event()
+    channel = a_channel(pair, connected)
+    channel.start(Recorder())
+    for message in messages:
+        channel.send(Outgoing(message))
+    done = threading.Event()
+    channel.send(lambda _: done.set())
+    connected.set()
+    assert done.wait(10)
+    channel.abort()
+    return pair.sent
+
+
+def test_a_report_and_the_taking_of_the_next_batch_travel_as_one_packet() -> None:
+    (packet,) = packets_of(StepReport(4, 1.5, 0.5, 0.1), Taken(5))
+    assert len(packet) == PACKET_BYTES
+
+
+def test_small_messages_share_packets_and_none_is_lost(
+    pair: FakePair, channel: GlooChannel, recorder: Recorder
+) -> None:
+    sent = [Taken(n) for n in range(100)]
+    packets = packets_of(*sent)
+    assert len(packets) < 10
+    for packet in packets:
+        pair.give(packet)
+    end = threading.Event()
+    recorder.on_message = lambda message: end.set() if len(recorder.messages) == len(sent) else None
+    assert end.wait(10) or len(recorder.messages) == len(sent)
+    assert recorder.messages == sent
+
+
+def test_a_message_larger_than_a_packet_travels_behind_one(
+    pair: FakePair, channel: GlooChannel, recorder: Recorder
+) -> None:
+    message = PutRefused(1, "other", "x" * 1000)
+    packets = packets_of(message)
+    assert [len(packet) for packet in packets][0::2] == [PACKET_BYTES, PACKET_BYTES]
+    came = threading.Event()
+    recorder.on_message = lambda _: came.set()
+    for packet in packets:
+        pair.give(packet)
+    assert came.wait(10)
+    assert recorder.messages == [message]
+
+
+def damaged(packet: bytes, at: int) -> bytes:
+    return packet[:at] + bytes([packet[at] ^ 1]) + packet[at + 1 :]
+
+
+@pytest.mark.parametrize("at", [0, 9, 17, 21, 25, 200])
+def test_a_damaged_packet_ends_the_channel(pair: FakePair, channel: GlooChannel, recorder: Recorder, at: int) -> None:
+    (packet,) = packets_of(Taken(1))
+    pair.give(damaged(packet, at))
+    channel.wait_closed(10)
+    assert isinstance(recorder.error, WireError)
+    assert recorder.messages == []
+
+
+def test_a_peer_that_has_seen_more_than_was_sent_is_refused(
+    pair: FakePair, channel: GlooChannel, recorder: Recorder
+) -> None:
+    other, connected = FakePair(), threading.Event()
+    peer = a_channel(other, connected)
+    heard = Recorder()
+    peer.start(heard)
+    connected.set()
+    for _ in range(3):
+        (packet,) = packets_of(Taken(1))
+        other.give(packet)
+    while len(heard.messages) < 3:
+        time.sleep(0.001)
+    peer.send(Outgoing(Payloads(0), [source_of(torch.zeros(10, dtype=torch.uint8))]))
+    done = threading.Event()
+    peer.send(lambda _: done.set())
+    assert done.wait(10)
+    peer.abort()
+    pair.give(other.sent[-1])  # an empty packet that has seen three
+    channel.wait_closed(10)
+    assert isinstance(recorder.error, WireError)
+    assert "has seen" in str(recorder.error)
