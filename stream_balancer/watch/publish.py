@@ -36,8 +36,8 @@ from stream_balancer.watch.status import SUFFIX, InFlight, LengthRow, NextBatch,
 
 __all__ = ["publish_status", "status_of"]
 
-_MOST_SHARE = 0.005
-"""Of the event loop's time that pictures may take."""
+_MOST_LOOP_TIME = 0.005
+"""Fraction of the event loop's time that pictures may take."""
 _MOST_PREVIEWED = 16_384
 """Waiting rollouts; beyond, planning the next batch only to show it would hold the loop up."""
 _SEND_TIMEOUT_S = 10.0
@@ -59,7 +59,8 @@ async def publish_status(
     portal = BlockingPortal()
     await portal.__aenter__()
     try:
-        _timed_status(balancer, name)  # the first is dear, and would make the second late
+        # The first picture takes longest, imports and all. Taken here, it does not stretch the interval of the second.
+        _timed_status(balancer, name)
         publisher = _Publisher(partial(portal.call, _timed_status, balancer, name), socket_path, interval_s)
         try:
             yield socket_path
@@ -114,16 +115,18 @@ class _Publisher:
 
     def _latest(self) -> bytes:
         """The picture of this moment; all viewers get the same."""
-        with self._taking:
+        with self._taking:  # viewers that ask at the same time wait for one picture, and all get it
+            # 0.9: a thread that woke a little early must not get the old picture and wait a whole interval more
             if time.monotonic() - self._taken_at >= 0.9 * self._interval_s:
                 status, seconds = self._take()
-                self._interval_s = max(self._least_interval_s, seconds / _MOST_SHARE)
+                self._interval_s = max(self._least_interval_s, seconds / _MOST_LOOP_TIME)
                 self._line, self._taken_at = status.line(), time.monotonic()
             return self._line
 
     def close(self) -> None:
         """No more viewers; those there see the end of their stream. Blocks until the threads have ended."""
         self._closing.set()
+        # accept() has no other portable way out than a connection
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as waker, suppress(OSError):
             waker.connect(str(self._path))
         self._acceptor.join()
@@ -137,7 +140,7 @@ def _listen(path: Path) -> socket.socket:
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         listener.bind(str(path))
-        path.chmod(0o600)
+        path.chmod(0o600)  # before listen(): until then nobody can connect
         listener.listen()
     except BaseException:
         listener.close()
@@ -205,7 +208,7 @@ def _next_batch(state: State) -> NextBatch | None:
         return None
     plan_, tokens = plan
     return NextBatch(
-        rollouts=sum(len(one) for share in plan_.ranks for one in share),
+        rollouts=sum(len(one) for of_rank in plan_.ranks for one in of_rank),
         tokens=tokens,
         imbalance=plan_.imbalance,
         unavoidable_imbalance=plan_.unavoidable_imbalance,
@@ -245,12 +248,12 @@ def _in_words(state: RankState) -> str:
 
 
 def _warnings(statistics: Statistics, states: list[RankState]) -> list[str]:
-    said = [str(statistics.straggler)] if statistics.straggler is not None else []
+    found = [str(statistics.straggler)] if statistics.straggler is not None else []
     missing = [state.rank for state in states if not state.connected]
     if missing:
-        said.append(f"{len(missing)} ranks are not connected: {', '.join(map(str, missing[:8]))}")
+        found.append(f"{len(missing)} ranks are not connected: {', '.join(map(str, missing[:8]))}")
     if statistics.blocked_puts:
-        said.append(f"{statistics.blocked_puts} puts wait for room: training is slower than generation")
-    if statistics.evicted["stale"]:
-        said.append(f"{statistics.evicted['stale']} rollouts were evicted as stale; reserve() begins fewer instead")
-    return said
+        found.append(f"{statistics.blocked_puts} puts wait for room: training is slower than generation")
+    if stale := statistics.evicted["stale"]:
+        found.append(f"{stale} stale rollouts were evicted; reserve() throttles generation instead")
+    return found
