@@ -314,6 +314,22 @@ def test_a_cancel_follows_its_put_and_the_reply_decides() -> None:
     assert third.error is None
 
 
+def test_puts_without_a_reply_go_to_the_next_controller_and_their_cancels_after_them() -> None:
+    port, channel = opened()
+    first, second = a_put("first"), a_put("second")
+    port.put(first)
+    port.put(second)
+    port.cancel(second)
+    assert numbers(channel) == [(m.Put, 0), (m.Put, 1), (m.Cancel, 1)]
+    port._ledger.resend()
+    channel = FakeChannel()
+    port.opened(channel, WELCOME)
+    assert numbers(channel) == [(m.Put, 2), (m.Put, 3), (m.Cancel, 3)]
+    port.receive(m.PutRefused(2, "duplicate", "it is held"), (), ())
+    assert first.done
+    assert first.error is None
+
+
 def test_a_cancel_while_nothing_is_connected_says_what_hinders() -> None:
     port = ProducerPort(problem=lambda: "nobody answers")
     put = a_put()

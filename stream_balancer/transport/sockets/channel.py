@@ -190,6 +190,7 @@ class SocketChannel(Served):
         self.hub.do(self._pump)  # if both have closed, nothing is left to do but to release it
 
     def _over(self, error: Exception) -> None:
+        self._closed = True
         self._items.clear()
         for piece in self._outgoing:
             if piece.sent is not None:
