@@ -4,8 +4,8 @@ An event loop runs in a thread of its own; every method here has its call made t
 here. A call costs a thread switch, tens of microseconds: fine for rollouts that took seconds to generate.
 
 Any wait may be interrupted (Ctrl-C), and any number of times: a batch that was on its way comes from the next
-iteration, with the same step and the same plan, and what an interrupted call had begun is withdrawn. ``_calls`` has the
-argument.
+iteration, with the same step and the same plan, and what an interrupted call had begun is withdrawn.
+:mod:`stream_balancer.transport.calls` has the argument.
 """
 
 from __future__ import annotations

@@ -39,7 +39,11 @@ class PendingReserve(Waiter):
 
 
 class Wakeups:
-    """Who waits in a balancer, and whom each change wakes. Every method is O(1), but for those that wake all."""
+    """Who waits in a balancer, and whom each change wakes.
+
+    O(1) however many tasks wait, but for :meth:`end` and :meth:`close`; O(n) in waiting rollouts under
+    ``max_staleness``, while a reserver waits.
+    """
 
     def __init__(self, core: BalancerCore, throttle: Throttle, reporter: StallReporter) -> None:
         self.puts = PutQueue(reporter)
