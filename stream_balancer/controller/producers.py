@@ -112,7 +112,8 @@ class _Attended:
     def _check(self, offer: Offer) -> None:
         if offer.refusal is not None:
             raise RolloutError(offer.refusal)
-        if not isinstance(offer.rollouts[0], RemoteRollout):
+        kept = next((rollout for rollout in offer.rollouts if isinstance(rollout, RemoteRollout)), None)
+        if kept is None:
             return
         if not self._direct:
             problem = "nobody here could fetch it: only serve() delivers such rollouts"
@@ -121,7 +122,7 @@ class _Attended:
         else:
             return
         raise RolloutError(
-            f"rollout {offer.rollouts[0].rollout_id!r} stays with its producer (hand_over='direct'), but {problem}. "
+            f"rollout {kept.rollout_id!r} stays with its producer (hand_over='direct'), but {problem}. "
             "Connect without hand_over='direct'"
         )
 

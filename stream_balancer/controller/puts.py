@@ -29,6 +29,7 @@ from stream_balancer.controller.lifetime import Lifetime
 from stream_balancer.controller.wait_queues import Waiter
 from stream_balancer.controller.wakeups import Wakeups
 from stream_balancer.core.accept import Accept, call_accept, decision_of
+from stream_balancer.core.admission import check_group
 from stream_balancer.core.machine import BalancerCore
 from stream_balancer.errors import WouldBlock
 from stream_balancer.types import Rollout
@@ -109,6 +110,8 @@ class PendingPut(Waiter):
         puts.lifetime.check_open("put")
         if puts.journal is not None and not may_wait:
             raise WouldBlock("put_nowait() cannot wait for the journal's disk, where accepted rollouts are: use put()")
+        if len(self._rollouts) != 1:
+            check_group(self._rollouts)
         self._rollouts = puts.core.state.admission.with_loss_masks(self._rollouts)
         if puts.accept is None:
             self._after_filter(now, may_wait)
