@@ -41,6 +41,7 @@ def make_plan(state: State, due: NDArray[np.bool_], num_rollouts: int) -> tuple[
     rows = np.flatnonzero(~state.staleness.held_back())
     waiting = Waiting(**{column.name: getattr(waiting, column.name)[rows] for column in fields(waiting)})
     plan = planner(waiting, knobs, num_rollouts=num_rollouts, step=step)
+    # the planner counts in the rows that it was shown: back to those of the buffer
     return waiting, replace(plan, ranks=[[rows[one] for one in micro_batches] for micro_batches in plan.ranks])
 
 
@@ -48,7 +49,7 @@ def make_batch(state: State, plan: Plan, reason: Reason, now: float) -> Batch:
     """The batch of the next step; its rollouts are still in the buffer. O(rollouts in it)."""
     buffer, dp_size, step = state.buffer, state.config.dp_size, state.ledger.next_step
     rows = rows_of(plan)
-    rollouts, lengths = buffer.rollouts(rows), buffer.lengths[rows]
+    rollouts, lengths = buffer.rollouts(rows), buffer.lengths[rows]  # both in the plan's order
     micro_batches = _micro_batches(plan, rollouts, lengths.tolist())
     num_padding = _add_padding(micro_batches, rollouts, step)
     loads: list[float] = (plan.loads if plan.rates is None else plan.loads / plan.rates).tolist()

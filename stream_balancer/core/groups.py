@@ -37,7 +37,7 @@ class Groups:
         self.num_awaited = 0
         """Siblings that waiting groups still lack."""
         self._groups: dict[str, _Group] = {}
-        self._free_labels: list[int] = []
+        self._free_labels: list[int] = []  # used again: the array by label stays small
         self._arrived_by_label = np.zeros(_FIRST_LABELS, dtype=np.int64)
         self._abandoned: OrderedDict[str, None] = OrderedDict()
 
@@ -48,12 +48,13 @@ class Groups:
         group = self._groups.get(group_id)
         if group is None:
             group = self._groups[group_id] = _Group(self._new_label())
-        self.num_awaited -= self._lacks(group)
+        self.num_awaited -= self._lacks(group)  # and what it lacks then is added again: a sum kept in O(1)
         group.arrived += 1
         group.waiting += 1
         self.num_awaited += self._lacks(group)
         self._arrived_by_label[group.label] = group.arrived
         size = self.size or 0
+        # the last one makes all of them ready; one that comes beyond the size, itself
         return group.label, group.waiting if group.arrived == size else int(group.arrived > size)
 
     def leave(self, group_id: str | None, *, never_came: bool = False) -> None:
@@ -75,7 +76,7 @@ class Groups:
         if group_id is None or self.size is None:
             return
         group = self._groups.get(group_id)
-        if group is None:  # the whole group has left
+        if group is None:  # the whole group has left, and was forgotten as done
             group = self._groups[group_id] = _Group(self._new_label(), arrived=self.size)
         self.num_awaited -= self._lacks(group)
         group.arrived -= 1

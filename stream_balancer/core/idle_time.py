@@ -93,6 +93,7 @@ class IdleTimes:
         mean_load = sum(batch.loads) / len(batch.loads)
         if slowest <= mean or mean_load <= 0:
             return
+        # the lower bound is in units of load: as far above the mean load as it is, it is above the mean seconds
         bound = min(mean * max(batch.lower_bound / mean_load, 1.0), slowest)
         unavoidable = (bound - mean) / (slowest - mean)
         idle = slowest - busy

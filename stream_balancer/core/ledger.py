@@ -59,7 +59,7 @@ class Ledger:
         """Number of the next new batch."""
         self.training_ages = TrainingAges()
         """How old rollouts were when their training began."""
-        self._in_flight: dict[int, Batch] = {}
+        self._in_flight: dict[int, Batch] = {}  # by step, and in the order of steps, since steps only grow
         self._to_redeliver: deque[Batch] = deque()  # in flight, and older than anything new
         self._trained: set[int] = set()  # steps the trainer is through with, not acknowledged yet
         self._begun: set[int] = set()  # steps that are being trained on, or were
@@ -149,7 +149,7 @@ class Ledger:
     @property
     def steps_ahead(self) -> int:
         """Batches that the trainer is not through with: each may make a version before another one is trained."""
-        return len(self._in_flight) - len(self._trained)
+        return len(self._in_flight) - len(self._trained)  # those to be delivered again are still ahead
 
     @property
     def redelivers(self) -> bool:

@@ -80,6 +80,7 @@ class BalancerCore:
         if not state.admission.has_room(rollouts):
             state.triggers.force_flush()  # the window cannot fill any further
             raise WouldBlock
+        # from here on nothing may raise: half of a group must not be held
         state.counts.accepted += len(rollouts)
         for rollout, cost in zip(rollouts, costs, strict=True):
             state.hold(rollout, cost, now)
@@ -141,6 +142,7 @@ class BalancerCore:
                 return None
             waiting, plan = make_plan(state, due, num_rollouts)
             batch = make_batch(state, plan, reason, now)
+            # before the dispatch, which moves the rows that these columns are views of
             self.observers.emit("planned", waiting, state.pricing.knobs, reason)
             self._dispatch(batch, plan, now, now if asked_at is None else asked_at)
         state.ledger.begin_training(state.staleness.version)
@@ -154,8 +156,9 @@ class BalancerCore:
         state.pricing.expect(batch, plan, buffer.lengths)
         state.see_arrivals()
         state.length_bias.record(buffer.lengths[rows], buffer.skips[rows])
+        # those held back for their age could not have gone, so they were not passed over
         buffer.pass_over(~state.staleness.held_back())
-        state.remove(rows)
+        state.remove(rows)  # last of what needs the plan's rows: they are others now
         state.ledger.dispatch(batch)
         state.counts.record(batch)
         state.triggers.dispatched()
@@ -264,7 +267,7 @@ class BalancerCore:
     def _publish(self, event: Event | None = None, *values: object) -> None:
         """Notify of an event, and of what the call that ends here has evicted."""
         evicted = self.state.evicted
-        if evicted:
+        if evicted:  # taken first: an observer may call the core, which publishes then what that call evicts
             self.state.evicted = []
         if event is not None and self.observers:
             self.observers.emit(event, *values)
@@ -286,13 +289,13 @@ class BalancerCore:
                 f"group_size cannot change while {len(state.buffer)} rollouts wait: their groups are being counted. "
                 "Change it before the first put"
             )
-        state.admission.check_waiting(config)
+        state.admission.check_waiting(config)  # the last check: nothing has changed yet
         if regroups:
             state.buffer.change_group_size(config.tracked_group_size)
         state.use(config)
         state.pricing.reconfigure(config)
         factor = state.pricing.reprice(state.buffer)
-        state.evict_too_old()
+        state.evict_too_old()  # max_staleness may be smaller now
         state.changed()
         self._publish("reconfigured", before)
         if factor != 1.0:
@@ -318,6 +321,7 @@ class BalancerCore:
             raise ValueError(
                 "load_state_dict() needs a fresh balancer: this one has taken rollouts. Load before the first put"
             )
+        # made aside, so that a snapshot that does not fit leaves this state as it was
         self.state = restored_state(self.config, self.state.tolerance, snapshot, now)
         self._publish("restored", snapshot)
 

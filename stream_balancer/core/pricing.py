@@ -45,7 +45,7 @@ class Pricing:
             costs = np.array([_cost_of(rollout, self.model) for rollout in buffer.rollouts()], dtype=np.float64)
         else:
             costs = np.asarray(self.model(buffer.lengths), dtype=np.float64)
-        before = float(buffer.costs.sum())
+        before = float(buffer.costs.sum())  # 0 where nothing waits, or all of it is free
         factor = float(costs.sum()) / before if before > 0 else 1.0
         buffer.reprice(costs)
         if self.calibration is not None:

@@ -95,7 +95,7 @@ class Staleness:
             return np.zeros(len(self._buffer), dtype=bool)
         held = self._buffer.versions < oldest
         labels = self._buffer.labels
-        grouped = labels[held & (labels >= 0)]
+        grouped = labels[held & (labels >= 0)]  # groups leave whole, so a sibling holds the others back
         return held | np.isin(labels, grouped) if grouped.size else held
 
     def oldest_fresh_version(self) -> int | None:

@@ -62,7 +62,7 @@ class State:
     def hold(self, rollout: Rollout, cost: float, now: float, skips: int = 0) -> None:
         """A rollout waits from now on; or it is evicted at once, as too old or as one of an abandoned group. O(1),
         amortised."""
-        buffer = self.buffer
+        buffer = self.buffer  # every put comes here: what cannot apply is not called
         if self.admission.schema is None:
             self.admission.schema = schema_of(rollout)
         if rollout.group_id is not None and buffer.groups.is_abandoned(rollout.group_id):
@@ -95,7 +95,7 @@ class State:
         """These do not wait any more, and will not be trained on. Lost ones may be put again. O(1) each."""
         self.counts.evicted[reason] += len(rollouts)
         self.evicted += [(rollout, reason) for rollout in rollouts]
-        if reason == "lost":
+        if reason == "lost":  # not remembered: its producer, or another one, may generate and put it again
             self.ids.held.difference_update(rollout.rollout_id for rollout in rollouts)
         else:
             self.finish(rollout.rollout_id for rollout in rollouts)

@@ -59,9 +59,9 @@ class Throttle:
         if config.max_staleness is None:
             return config.capacity - held
         version = state.staleness.version or 0
-        running = next((version for version, _ in self._slots.values()), version)
+        running = next((version for version, _ in self._slots.values()), version)  # the first slot is the oldest
         waiting = state.staleness.oldest_fresh_version()
-        oldest = running if waiting is None else min(waiting, running)
+        oldest = running if waiting is None else min(waiting, running)  # unknown versions are larger than any
         batches = oldest + config.max_staleness + 1 - version - state.ledger.steps_ahead
         return batches * config.batch_size - held
 

@@ -90,6 +90,7 @@ class Triggers:
         if deadline is not None and now >= self._oldest_arrival() + deadline:
             if available >= self.config.min_batch_size:
                 return "deadline", min(size, available)
+            # past the deadline, and yet too few: without this the caller would be told to poll again at once
             self._not_before = self._next_group_deadline(due, deadline)
         if self._full_batch_is_due(ready):
             return "age", min(size, ready)
@@ -119,7 +120,7 @@ class Triggers:
         """[n] rollouts that must go with the next batch: past the deadline, too old after it, or waiting for siblings
         that will not come any more. The rest of a drain may still be chosen for balance: all of it leaves in the end.
         O(n)."""
-        if self.ended:
+        if self.ended:  # siblings that have not come will not: these would wait for ever
             return ~self._buffer.complete
         due = self._staleness.due()
         if self.config.deadline_s is not None:
@@ -131,7 +132,7 @@ class Triggers:
         O(n)."""
         may = self._buffer.complete
         if not may.all():
-            labels = self._buffer.labels
+            labels = self._buffer.labels  # [n]; a group goes as a whole if one of it is due
             may = may | np.isin(labels, np.unique(labels[due & ~may]))
         return int(np.count_nonzero(may & ~self._staleness.held_back() if self._staleness.num_held_back else may))
 
