@@ -42,9 +42,10 @@ COSTS = [
 
 @st.composite
 def configs(draw: st.DrawFn) -> sb.BalancerConfig:
+    """What makes most paths run comes first: of a hundred examples, most are made of first choices."""
     dp_size = draw(st.integers(1, 3))
-    group_size = draw(st.sampled_from([None, None, 2, 3]))
-    groups = draw(st.sampled_from(["free", "same_batch", "same_batch", "same_rank"]))
+    group_size = draw(st.sampled_from([2, None, 3]))
+    groups = draw(st.sampled_from(["same_batch", "free", "same_rank"]))
     unit = (group_size or 1) * dp_size
     batch_size = unit * draw(st.integers(1, 3))
     window = batch_size + draw(st.integers(0, 2)) * unit
@@ -63,7 +64,7 @@ def configs(draw: st.DrawFn) -> sb.BalancerConfig:
         max_tokens_per_micro_batch=cap,
         oversize="alone",
         sync=draw(st.sampled_from(["step", "step", "micro_batch"])),
-        max_staleness=draw(st.sampled_from([None, 0, 1])),
+        max_staleness=draw(st.sampled_from([1, None, 0])),
         on_stale=draw(st.sampled_from(["evict", "send"])),
         cost=draw(st.sampled_from(COSTS)),
         policy="window",
@@ -81,8 +82,12 @@ def core_of(config: sb.BalancerConfig) -> BalancerCore:
 
 
 class CoreMachine(RuleBasedStateMachine):
-    @initialize(config=configs())
-    def start(self, config: sb.BalancerConfig) -> None:
+    @initialize(
+        config=configs(),
+        version=st.sampled_from([1, None]),
+        first=st.lists(st.integers(1, 64), min_size=6, max_size=12),  # else most runs end before anything happens
+    )
+    def start(self, config: sb.BalancerConfig, version: int | None, first: list[int]) -> None:
         self.core = core_of(config)
         self.evictions = Evictions(self.core)
         self.now = 0.0
@@ -94,7 +99,10 @@ class CoreMachine(RuleBasedStateMachine):
         self.passed_over: dict[str, int] = {}
         self.ended = False
         self.version: int | None = None
-        self.last_add_full = False
+        if version is not None:
+            self.set_version(version)
+        for number, length in enumerate(first):
+            self.add(length, number % 4, number % 3)
 
     # -- what a caller may do ------------------------------------------------------------------------------------------
 
@@ -446,7 +454,7 @@ def run(**more: int) -> None:
 
 
 def test_core_machine() -> None:
-    run(stateful_step_count=40)
+    run(max_examples=max(settings().max_examples, 60), stateful_step_count=40)
 
 
 @pytest.mark.soak

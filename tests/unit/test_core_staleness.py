@@ -87,3 +87,21 @@ def test_a_step_given_back_and_acknowledged_after_all_comes_no_more() -> None:
     core.verify()
     assert core.poll(0.0) is None
     assert core.next_wakeup() == math.inf
+
+
+def test_a_rollout_ages_until_its_training_begins() -> None:
+    core = core_of(max_staleness=3, on_stale="send")
+    put(core, 1, 1, 1, 0)
+    dispatch(core)
+    second = dispatch(core)
+    age = core.statistics(0.0).training_age
+    assert age is not None
+    assert (age.rollouts, age.max) == (2, 0), "the second waits for the first"
+    core.set_version(3)
+    core.finish_training(0)
+    age = core.statistics(0.0).training_age
+    assert age is not None
+    assert (age.rollouts, age.max) == (4, 3 - min(r.version for r in second.rollouts))  # type: ignore[type-var,operator]
+    core.acknowledge(0)
+    core.acknowledge(second.step)
+    assert core.statistics(0.0).training_age == age

@@ -208,3 +208,17 @@ def test_observers_come_and_go_while_events_are_emitted() -> None:
     core.poll(0.0)
     assert late.taken()[-1] == ("dispatched", 0)
     assert core.observers == [late]
+
+
+def test_what_is_planned_still_waits() -> None:
+    core, _ = observed()
+    waiting = []
+
+    class Plans(Observer):
+        def planned(self, columns: Any, knobs: Any, reason: str) -> None:
+            waiting.append((len(core.state.buffer), core.in_flight()))
+
+    core.observers.append(Plans())
+    core.add_all([rollout("a"), rollout("b")], 0.0)
+    core.poll(0.0)
+    assert waiting == [(2, ())]
