@@ -128,7 +128,7 @@ class Producer(OfOneProcess):
 
         If ``put`` is cancelled, the rollout was not accepted. Cancelling takes a round trip: if the balancer turns out
         to have accepted it already, ``put`` returns normally and the cancellation comes at your next await. If no
-        answer comes within ``linger_s``, BrokenResourceError says that the outcome is not known.
+        answer comes within ``linger_s``, BrokenResourceError: the outcome is not known.
         """
         await self._put(self._ready([rollout]), Mode.PUT)
 
@@ -254,7 +254,7 @@ class BlockingProducer(OfOneProcess):
     def put(self, rollout: Rollout, *, timeout_s: float | None = None) -> None:
         """As :meth:`Producer.put`. TimeoutError after ``timeout_s``: it was not accepted.
 
-        If it is interrupted (KeyboardInterrupt) the rollout is withdrawn, but may have been accepted all the same:
+        If it is interrupted (KeyboardInterrupt) the rollout is cancelled, but may have been accepted all the same:
         putting it again raises DuplicateRolloutError then.
         """
         self._put(self._producer._ready([rollout]), Mode.PUT, timeout_s)
@@ -290,7 +290,7 @@ class BlockingProducer(OfOneProcess):
         try:
             errand.wait()
         finally:
-            settled.set()  # an interrupted put is withdrawn
+            settled.set()  # an interrupted put is cancelled
         if errand.error is not None:
             raise errand.error
 

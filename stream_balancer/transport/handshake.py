@@ -101,7 +101,7 @@ class Incoming:
 
 
 def proof_of(token: bytes, who: Literal[b"acceptor", b"peer", b"pair"], *nonces: bytes) -> bytes:
-    """What only somebody who knows the token can say."""
+    """A proof that only a peer with the token can make."""
     return hmac.digest(token, who + b"".join(nonces), "sha256")
 
 
@@ -146,7 +146,7 @@ class Joining:
 
     @property
     def hello(self) -> Hello:
-        """What to say first."""
+        """The first message."""
         return Hello(PROTOCOL, self._nonce)
 
     def receive(self, message: Message) -> Join | Refused | Welcome:
@@ -184,7 +184,7 @@ def error_of(refused: Refused) -> Exception:
 
 
 def token_bytes(token: str | None) -> bytes:
-    """``token``, else what the environment says, else empty. Raises ValueError for one that can be guessed."""
+    """``token``, else the environment's, else empty. Raises ValueError for one that can be guessed."""
     given = os.environ.get(TOKEN_VARIABLE, "") if token is None else token
     raw = given.encode()
     if raw and len(raw) < _LEAST_TOKEN_BYTES:

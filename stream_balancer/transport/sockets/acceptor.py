@@ -1,8 +1,8 @@
-"""Who comes in: a listening socket whose every connection proves itself before anything else it sends is read.
+"""The acceptor: a listening socket on which every connection proves itself before anything else that it sends is read.
 
-Lives in a :class:`~._sockets.Hub`'s thread, and never waits for anybody. Strangers cost little: at most
-``MAX_CANDIDATES`` at a time, each for at most ``CANDIDATE_S``, a few kilobytes each; the oldest makes room for the
-next, so that a crowd of them delays somebody who belongs here by one more try.
+Lives in a :class:`~stream_balancer.transport.sockets.hub.Hub`'s thread, and never waits for anybody. Unauthenticated
+peers cost little: at most ``MAX_CANDIDATES`` at a time, each for at most ``CANDIDATE_S``, a few kilobytes each; the
+oldest makes room for the next, so that a flood of them delays a rank or producer by one more try.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def send_now(sock: socket.socket, message: Message) -> None:
 
 
 def refuse(sock: socket.socket, refused: Refused) -> None:
-    """Say no, and hang up. Never blocks."""
+    """Refuse a peer and close its connection. Never blocks."""
     with sock, suppress(OSError):
         send_now(sock, refused)
 
@@ -63,7 +63,7 @@ class Acceptor:
 
     def _arrive(self, sock: socket.socket) -> None:
         if len(self._candidates) >= MAX_CANDIDATES:
-            next(iter(self._candidates)).fail(ConnectionAbortedError("others want to come in"))
+            next(iter(self._candidates)).fail(ConnectionAbortedError("newer connections need the room"))
         self._candidates[_Candidate(self, self._hub, sock)] = None
 
     def forget(self, candidate: _Candidate) -> None:
@@ -71,7 +71,7 @@ class Acceptor:
         self._candidates.pop(candidate, None)
 
     def warn(self, text: str) -> None:
-        """Log what a stranger did, but not for each of a crowd."""
+        """Log why an unauthenticated peer was refused, but not for each of a flood."""
         if self._warnings.allows(time.monotonic()):
             logger.warning("%s%s", text, self._warnings.suppressed())
 
@@ -163,7 +163,7 @@ class Meetings:
         before = self._waiting.pop(half.place, None)
         self._waiting[half.place] = half
         if before is not None:
-            before.fail(ConnectionAbortedError("another one has come in its place"))
+            before.fail(ConnectionAbortedError("another one has connected in its place"))
 
     def forget(self, half: _Half) -> None:
         """It does not wait any more."""
@@ -196,7 +196,7 @@ class _Half(Served):
             data = self.sock.recv(4096)
             self._left -= len(data)
             if not data or self._other is None or self._left < 0:
-                raise ConnectionResetError("it left, or says more than it may")
+                raise ConnectionResetError("it closed, or sends more than it may")
             if self._other.open and self._other.sock.send(data) != len(data):
                 raise ConnectionResetError("the other one does not read")
         except BlockingIOError:

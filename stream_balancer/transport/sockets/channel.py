@@ -51,7 +51,7 @@ class SocketChannel(Served):
         self._receiver: Receiver
         self._items: deque[Sendable] = deque()
         self._outgoing: deque[_Piece] = deque()
-        self._started = self._closed = self._close_sent = self._told = False
+        self._started = self._closed = self._close_sent = self._end_reported = False
         self._finished = ThreadEvent()
 
     # from any thread
@@ -132,7 +132,7 @@ class SocketChannel(Served):
                 self._note_sent(self.sock.sendmsg([piece.view for piece in islice(self._outgoing, _GATHER)]))
         finally:
             self.watch(writable=bool(self._outgoing))
-        if self._close_sent and self._told:
+        if self._close_sent and self._end_reported:
             self.fail(ConnectionAbortedError("both ends have closed"))
 
     def _note_sent(self, count: int) -> None:
@@ -173,7 +173,7 @@ class SocketChannel(Served):
             raw = memoryview(bytearray(size))
             yield raw
             sizes, message = read_message(raw, crc)
-            if self._told:
+            if self._end_reported:
                 raise WireError("it goes on after it has closed")
             if isinstance(message, Close):
                 self._on_close(message.reason)
@@ -184,7 +184,7 @@ class SocketChannel(Served):
             del message, buffers  # waiting for the next must not keep them alive
 
     def _on_close(self, reason: str) -> None:
-        self._told = True
+        self._end_reported = True
         self._receiver.ended(PeerClosed(reason))
         self.close()
         self.hub.do(self._pump)  # if both have closed, nothing is left to do but to release it
@@ -198,8 +198,8 @@ class SocketChannel(Served):
         self._outgoing.clear()
         if isinstance(error, ConnectionError) and "closed" not in str(error):
             error = ConnectionResetError("connection reset by peer")
-        if self._started and not self._told:
-            self._told = True
+        if self._started and not self._end_reported:
+            self._end_reported = True
             self._receiver.ended(error)
         self._finished.set()
 

@@ -27,7 +27,11 @@ from stream_balancer.transport.descriptors import keep_from_children
 __all__ = ["Hub", "Listener", "Served", "is_loopback", "keep_alive", "listen"]
 
 _SCRATCH_BYTES = 2**18
-_KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3}  # seconds, seconds, tries: a dead host is told
+_KEEPALIVE = {
+    "TCP_KEEPIDLE": 10,
+    "TCP_KEEPINTVL": 10,
+    "TCP_KEEPCNT": 3,
+}  # seconds, seconds, tries: a dead host is noticed
 
 logger = logging.getLogger("stream_balancer.transport")
 
@@ -37,7 +41,7 @@ class Hub:
 
     def __init__(self, name: str, first: Callable[[], bool], cancel_first: Callable[[], object] = lambda: None) -> None:
         """``first`` runs in the thread before anything else, and may block; ``cancel_first`` makes it return. If it
-        says False, the thread ends."""
+        returns False, the thread ends."""
         self._first, self._cancel_first = first, cancel_first
         self._selector = selectors.DefaultSelector()
         self._waker, self._wakes = socket.socketpair()
@@ -49,7 +53,7 @@ class Hub:
         self.received_bytes = 0
         """Bytes read from all its sockets, ever."""
         self.scratch = memoryview(bytearray(_SCRATCH_BYTES))
-        """Where what comes next may be read ahead. For whoever's turn it is, until that ends."""
+        """Memory to read ahead into, for the socket whose turn it is, until that ends."""
         self._deadlines: dict[Served, float] = {}
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
@@ -92,7 +96,7 @@ class Hub:
                 self._awake = True
                 for key, mask in ready:
                     key.data(mask)
-        except Exception as bug:  # nobody is above this thread: its connections are told
+        except Exception as bug:  # nothing catches it above this thread: whoever uses a connection must see it
             logger.exception("the thread %s ends", self._thread.name)
             error = bug
         finally:
@@ -148,7 +152,7 @@ class Served:
 
     @abstractmethod
     def _ready(self, mask: int) -> None:
-        """The selector says so."""
+        """The socket is readable, writable, or both."""
 
     def fail(self, error: Exception) -> None:
         """It is over."""
