@@ -21,6 +21,7 @@ import socket
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import anyio
@@ -37,7 +38,8 @@ from stream_balancer.types import EvictReason, Rollout
 from stream_balancer.wire.partial_share import RemoteRollout
 
 if TYPE_CHECKING:
-    from stream_balancer.transport.ray.object_store import Lost
+    from stream_balancer.transport.producer_port import ProducerPort
+    from stream_balancer.wire.messages import PayloadsFetched
 
 __all__ = ["LostRollout", "RayBalancer", "find", "host"]
 
@@ -81,12 +83,10 @@ class _Host:
         self._balancer = StreamBalancer(options.config, journal=options.journal, on_evict=self._on_evict)
         self._transport = RayTransport(
             dp_size=options.config.dp_size,
-            direct=options.journal is None,
-            restarts=options.journal is not None,
             staged_bytes=options.staged_bytes,
             max_put_bytes=options.max_put_bytes,
         )
-        self._transport.on_lost_rollouts = self._on_lost_rollouts
+        self._transport.on_missing = self._on_missing
         self._lost: dict[str, LostRollout] = {}
         self._serving: asyncio.Task[None] | None = None
         self._up = asyncio.Event()
@@ -119,33 +119,34 @@ class _Host:
         if reason == "lost" and isinstance(rollout, RemoteRollout):
             self._name_lost(LostRollout(rollout.rollout_id, rollout.holder.label, None))
 
-    def _on_lost_rollouts(self, rank: int, step: int, lost: list[Lost]) -> None:
-        self._balancer.parts.core.mark_missing(step, [one.rollout_id for one in lost])
-        for one in lost:
-            self._name_lost(LostRollout(one.rollout_id, one.holder, step))
+    def _on_missing(self, fetched: PayloadsFetched) -> None:
+        for one in fetched.missing:
+            self._name_lost(LostRollout(one.rollout_id, one.owner, fetched.step))
 
     def _name_lost(self, lost: LostRollout) -> None:
         if len(self._lost) < _MAX_LOST:
             self._lost.setdefault(lost.rollout_id, lost)
 
-    async def _exchange(self, *call: Any) -> Any:
+    async def _join(self, *call: Any) -> Any:
         await self._ready()
-        return await self._transport.exchange(*call)
+        return await self._transport.channels.join(*call)
+
+    async def _exchange(self, *call: Any) -> Any:
+        return await self._transport.channels.exchange(*call)
 
     async def _poll(self, *call: Any) -> Any:
-        await self._ready()
-        return await self._transport.poll(*call)
+        return await self._transport.channels.poll(*call)
 
     async def _hold(self, *call: Any) -> None:
-        await self._ready()
-        await self._transport.hold(*call)
+        await self._transport.channels.hold(*call)
 
     async def _call(self, method: str, *args: Any, **kwargs: Any) -> Any:
         await self._ready()
         if method == "lost_rollouts":
             return list(self._lost.values())
         if method == "about":
-            return self._options.config.dp_size, self._options.config.loss_mask_column
+            config = self._options.config
+            return config.dp_size, config.loss_mask_column, self._options.journal is not None
         if method == "producers":
             return self._transport.producers
         if self._failure is not None:
@@ -194,7 +195,7 @@ def host(
         "scheduling_strategy": NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False),
     }
     actor = ray.remote(_Host).options(**settings | dict(actor_options or {})).remote(options)
-    balancer = RayBalancer(actor, config.dp_size, config.loss_mask_column)
+    balancer = RayBalancer(actor, config.dp_size, config.loss_mask_column, restarts=journal is not None)
     ray.get(actor._call.remote("statistics"))
     return balancer
 
@@ -204,7 +205,8 @@ def find(name: str, *, namespace: str | None = None) -> RayBalancer:
     import ray
 
     actor = ray.get_actor(name, namespace=namespace)
-    return RayBalancer(actor, *ray.get(actor._call.remote("about")))
+    dp_size, loss_mask_column, restarts = ray.get(actor._call.remote("about"))
+    return RayBalancer(actor, dp_size, loss_mask_column, restarts=restarts)
 
 
 class RayBalancer:
@@ -213,18 +215,23 @@ class RayBalancer:
     Any number of tasks and threads may put. Under asyncio and trio.
     """
 
-    def __init__(self, actor: Any, dp_size: int, loss_mask_column: str | None = "loss_mask") -> None:
+    def __init__(
+        self, actor: Any, dp_size: int, loss_mask_column: str | None = "loss_mask", *, restarts: bool = False
+    ) -> None:
         self.actor = actor
         """The actor's handle."""
         self.dp_size = dp_size
         """DP ranks that take part."""
         self.loss_mask_column = loss_mask_column
         """The balancer's knob: masks are counted where the tokens are put."""
+        self.restarts = restarts
+        """Whether it has a journal: should the actor die, it comes back and goes on, and workers and ranks wait for it.
+        Without one the tokens stay with the workers' nodes."""
         self._lock = threading.Lock()
         self._producer: Producer | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return RayBalancer, (self.actor, self.dp_size, self.loss_mask_column)
+        return partial(RayBalancer, restarts=self.restarts), (self.actor, self.dp_size, self.loss_mask_column)
 
     # -- workers -------------------------------------------------------------------------------------------------------
 
@@ -233,7 +240,7 @@ class RayBalancer:
         """This process's link; made when first asked for. All that :func:`stream_balancer.producer.client` gives."""
         with self._lock:
             if self._producer is None:
-                self._producer = Producer(_open_outlet(self.actor), self.loss_mask_column)
+                self._producer = Producer(self._open_producer_port(), self.loss_mask_column)
             return self._producer
 
     @property
@@ -270,9 +277,17 @@ class RayBalancer:
 
     def open_rank_port(self, **options: Any) -> Any:
         """For RankFeed."""
-        from stream_balancer.transport.ray.transport import RayPort
+        from stream_balancer.transport.ray.rank import RayRankPort
 
-        return RayPort(self.actor, **options)
+        return RayRankPort(self.actor, restarts=self.restarts, **options)
+
+    def _open_producer_port(self) -> ProducerPort:
+        import ray
+
+        from stream_balancer.transport.ray.producer import RayProducerPort
+
+        node = ray.get_runtime_context().get_node_id()
+        return RayProducerPort(self.actor, label=_label(), node=node, direct=not self.restarts, restarts=self.restarts)
 
     # -- control -------------------------------------------------------------------------------------------------------
 
@@ -327,15 +342,6 @@ async def _result(ref: Any) -> Any:
     future.add_done_callback(lambda _: in_loop(event.set))
     await event.wait()
     return future.result()
-
-
-def _open_outlet(actor: Any) -> Any:
-    import ray
-
-    from stream_balancer.transport.ray.transport import RayOutlet
-
-    node = ray.get_runtime_context().get_node_id()
-    return RayOutlet(actor, label=_label(), node=node)
 
 
 def _label() -> str:

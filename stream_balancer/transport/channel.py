@@ -147,8 +147,8 @@ class PayloadSource(Protocol):
         """Read what ``owner`` keeps under ``keys`` into ``targets``: for each key its pieces, ``[n]`` uint8 each.
 
         Blocks for as long as the owner takes. Returns why, by index into ``keys``, for each payload that is gone.
-        ``references`` are those that came with the batch. Raises WireError if the owner answers something else,
-        ClosedResourceError once closed.
+        ``references``: for each key the handle that came with the batch, or None. Raises WireError if the owner answers
+        something else, ClosedResourceError once closed.
         """
         ...
 

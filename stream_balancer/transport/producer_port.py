@@ -19,7 +19,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 import msgspec
 from torch import Tensor
@@ -116,7 +116,7 @@ class ProducerPort(Session):
         there is no channel yet. ``hang_up``: stop connecting, and release what connected."""
         self.threads, self.linger_s = threads, linger_s
         self._kept, self._problem, self._hang_up = kept, problem, hang_up
-        self._ledger: PutLedger[EncodedPut] = PutLedger()
+        self._ledger: PutLedger[Any] = PutLedger()
         self._channel: Channel | None = None
         self._changed = threading.Condition()
         self._sending = self._leaving = False
@@ -129,16 +129,16 @@ class ProducerPort(Session):
 
     # the producer's side
 
-    def pending(self, rollouts: Sequence[Rollout], mode: Mode, callback: Callable[[], object]) -> EncodedPut:
+    def pending(self, rollouts: Sequence[Rollout], mode: Mode, callback: Callable[[], object]) -> PendingPut:
         """A put, to be given to :meth:`put`. ``callback()`` is called, in any thread, once there is a reply."""
         return EncodedPut(rollouts, mode, callback, kept=self.direct)
 
-    def put(self, put: EncodedPut) -> None:
+    def put(self, put: PendingPut) -> None:
         """Have it sent when there is room. Never blocks."""
         self._ledger.add(put)
         self._flush()
 
-    def cancel(self, put: EncodedPut) -> None:
+    def cancel(self, put: PendingPut) -> None:
         """Ask for it back; its reply says whether that was in time. Never blocks."""
         problem = self._problem()
         self._ledger.cancel(put, f"not connected: {problem}" if problem else "")
@@ -194,19 +194,19 @@ class ProducerPort(Session):
         self._sending = True
         while True:
             puts, numbers = self._ledger.take()
-            for put in puts:
-                self._keep(put)
-                channel.send(put.outgoing())
-            for number in numbers:
-                channel.send(Outgoing(Cancel(number)))
+            self._send(channel, puts, numbers)
             if not puts and not numbers:
                 break
         self._sending = False
 
-    def _keep(self, put: EncodedPut) -> None:
-        if self._kept is not None:
-            for key, rollout in zip(put.payloads, put.rollouts, strict=True):
-                self._kept.keep(key, rollout)
+    def _send(self, channel: Channel, puts: Sequence[Any], cancelled: Sequence[int]) -> None:
+        for put in puts:
+            if self._kept is not None:
+                for key, rollout in zip(put.payloads, put.rollouts, strict=True):
+                    self._kept.keep(key, rollout)
+            channel.send(put.outgoing())
+        for number in cancelled:
+            channel.send(Outgoing(Cancel(number)))
 
     def receive(self, message: Message, buffers: Sequence[Tensor], references: Sequence[object]) -> None:
         """See :class:`~stream_balancer.transport.channel.Receiver`."""
@@ -234,7 +234,7 @@ class ProducerPort(Session):
         cause = str(error) or ("the controller closed the connection" if isinstance(error, PeerClosed) else repr(error))
         self._over(partial(_lost, cause=cause.split("\n", 1)[0][:200]))
 
-    def _over(self, error: Callable[[EncodedPut], Exception]) -> None:
+    def _over(self, error: Callable[[PendingPut], Exception]) -> None:
         self._channel = None
         self._ledger.end(error)
         if self._kept is not None:

@@ -166,6 +166,10 @@ class PutLedger(Generic[P]):
         """Puts that are sent, and not done."""
         return len(self._sent)
 
+    def is_sent(self, number: int) -> bool:
+        """Whether the put of this number was sent, and is not done."""
+        return number in self._sent
+
     @property
     def closed(self) -> bool:
         """No more puts are taken."""

@@ -279,16 +279,17 @@ class RankPort(Session):
     def _fetch_now(
         self, arriving: _Arriving, message: PartialBatch, body: Tensor, references: Sequence[object]
     ) -> None:
-        skeleton = read_skeleton(message, body, max_bytes=self._max_bytes)
+        skeleton = read_skeleton(message, body, max_bytes=self._max_bytes, num_references=len(references))
         buffer = self._pool.lend(skeleton.batch.total_bytes)
         missing: list[MissingRollout] = []
         for owner, indices in skeleton.missing():
             keys = [skeleton.key(index) for index in indices]
-            targets = [skeleton.targets(buffer, [index]) for index in indices]
+            targets = skeleton.targets_of(buffer, indices)
             if self._payloads is None:
                 gone = dict.fromkeys(range(len(keys)), "this rank cannot fetch payloads")
             else:
-                gone = dict(self._payloads.read(owner, keys, targets, references))
+                handles = [skeleton.reference(index, references) for index in indices]
+                gone = dict(self._payloads.read(owner, keys, targets, handles))
             missing += [
                 MissingRollout(indices[i], skeleton.name(indices[i]), owner.label, gone[i]) for i in sorted(gone)
             ]

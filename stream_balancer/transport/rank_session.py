@@ -241,4 +241,4 @@ def pack_partial(batch: RankBatch, max_bytes: int, channel: Channel) -> Outgoing
         frame.wire_bytes,
         encoded.num_elsewhere,
     )
-    return Outgoing(message, [Source(frame.wire_bytes, encoded.fill)])
+    return Outgoing(message, [Source(frame.wire_bytes, encoded.fill)], encoded.references)

@@ -27,6 +27,7 @@ __all__ = [
     "PROTOCOL",
     "Accepted",
     "Batch",
+    "BundledPut",
     "Cancel",
     "Challenge",
     "Close",
@@ -50,6 +51,7 @@ __all__ = [
     "ProbeMemory",
     "ProbeResult",
     "Put",
+    "PutBundle",
     "PutGroup",
     "PutRefused",
     "Refused",
@@ -346,6 +348,26 @@ class PutGroup(Message, frozen=True, tag=41):
     rollouts: Annotated[tuple[RolloutHeader, ...], msgspec.Meta(min_length=1, max_length=MAX_ENTRIES)]
 
 
+class BundledPut(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """One of the puts in a :class:`PutBundle`, in the order of their rollouts."""
+
+    number: Count
+    count: Count
+    """Its rollouts."""
+    group: bool
+    wait: bool
+    """As in :class:`Put`."""
+
+
+class PutBundle(Message, frozen=True, tag=52):
+    """P to C, over Ray: puts that wait at the same time, as one buffer. Their numbers go up; one that is left out was
+    cancelled before it was sent. Where the payload stays, the buffer is the description, and a reference to the object
+    comes with it."""
+
+    puts: Annotated[tuple[BundledPut, ...], msgspec.Meta(min_length=1, max_length=MAX_ENTRIES)]
+    rollouts: RolloutHeader
+
+
 class Cancel(Message, frozen=True, tag=43):
     """P to C: the put is not wanted any more. Its reply comes all the same."""
 
@@ -403,6 +425,7 @@ Conversation: TypeAlias = (
     | End
     | Put
     | PutGroup
+    | PutBundle
     | Cancel
     | Accepted
     | PutRefused

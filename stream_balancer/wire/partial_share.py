@@ -55,6 +55,10 @@ class Lease:
 
     __slots__ = ("__weakref__",)
 
+    reference: object = None
+    """What a rank needs to fetch the payload, besides owner and key, where only a channel's own kind of handle does
+    (an object of Ray's store)."""
+
 
 @dataclass(frozen=True, eq=False, slots=True, kw_only=True)
 class RemoteRollout(Rollout):
@@ -98,8 +102,9 @@ class _Skeleton(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
     share: bytes
     """The description of the whole share, as at the start of a BATCH slab."""
     holders: list[Owner]
-    sources: list[tuple[int, int]]
-    """Per rollout: (index of the holder, key); holder -1: its payload follows this."""
+    sources: list[tuple[int, int, int]]
+    """Per rollout: (index of the holder, key, index of the reference); holder -1: its payload follows this; reference
+    -1: it has none."""
 
 
 _DECODER = msgspec.msgpack.Decoder(_Skeleton)
@@ -116,16 +121,21 @@ class EncodedSkeleton:
     def __init__(self, share: RankBatch, max_bytes: int) -> None:
         encoded = encode(share, max_bytes=max_bytes, narrow=False)
         holders: dict[Owner, int] = {}
+        references: dict[object, int] = {}
         sources = []
         self._here: list[Rollout] = []
         for rollout in share.rollouts:
             if isinstance(rollout, RemoteRollout):
-                sources.append((holders.setdefault(rollout.holder, len(holders)), rollout.key))
+                reference = rollout.lease.reference
+                number = -1 if reference is None else references.setdefault(reference, len(references))
+                sources.append((holders.setdefault(rollout.holder, len(holders)), rollout.key, number))
             else:
-                sources.append((-1, 0))
+                sources.append((-1, 0, -1))
                 self._here.append(rollout)
         self.num_elsewhere = len(sources) - len(self._here)
         """Rollouts whose payload is not here."""
+        self.references = list(references)
+        """What goes with it, for the rank to fetch with."""
         self._packed = msgspec.msgpack.encode(_Skeleton(encoded._meta, list(holders), sources))
         size = len(self._packed) + sum(rollout.nbytes for rollout in self._here)
         self.frame = encoded.frame._replace(
@@ -168,7 +178,7 @@ class Skeleton:
     def missing(self) -> list[tuple[Owner, list[int]]]:
         """(who, the places in the share of the rollouts it has), a pair for each holder."""
         places: list[list[int]] = [[] for _ in self._described.holders]
-        for place, (holder, _) in enumerate(self._described.sources):
+        for place, (holder, _, _) in enumerate(self._described.sources):
             if holder >= 0:
                 places[holder].append(place)
         return [(holder, here) for holder, here in zip(self._described.holders, places, strict=True) if here]
@@ -177,21 +187,32 @@ class Skeleton:
         """What its holder calls the rollout at this place."""
         return self._described.sources[place][1]
 
+    def reference(self, place: int, references: Sequence[object]) -> object:
+        """Which of the references that came with it belongs to the rollout at this place; None if it has none."""
+        number = self._described.sources[place][2]
+        return None if number < 0 else references[number]
+
     def name(self, place: int) -> str:
         """``rollout_id`` of the rollout at this place."""
         return self._meta.ids[place]
 
     def targets(self, slab: Tensor, places: Sequence[int]) -> list[Tensor]:
         """Where in ``slab`` the payloads of these rollouts belong, piece by piece, as :func:`payload` gives them."""
-        bounds = self._rows()
-        return [piece for place in places for piece in self._pieces(slab, place, *bounds[place])]
+        return [piece for pieces in self.targets_of(slab, places) for piece in pieces]
+
+    def targets_of(self, slab: Tensor, places: Sequence[int]) -> list[list[Tensor]]:
+        """:meth:`targets` of each."""
+        rows = self._rows()
+        return [self._pieces(slab, place, *rows[place]) for place in places]
 
     def finish(self, slab: Tensor) -> None:
         """Write the rest, once all that is :meth:`missing` was written to its targets: the description, what came
         with the skeleton, and what padding copies differ in. Raises WireError if the sizes do not fit."""
         packed = self._described.share
         slab[: len(packed)] = torch.frombuffer(bytearray(packed), dtype=torch.uint8)
-        targets = self.targets(slab, [place for place, (holder, _) in enumerate(self._described.sources) if holder < 0])
+        targets = self.targets(
+            slab, [place for place, (holder, *_) in enumerate(self._described.sources) if holder < 0]
+        )
         if sum(target.numel() for target in targets) != self._here.numel():
             raise WireError(f"step {self.batch.step}: the payload that came with the description has another size")
         at = 0
@@ -264,7 +285,7 @@ class Skeleton:
                 slab[first : first + self._meta.lengths[place] * size] = 0
 
 
-def read_skeleton(frame: Frame | PartialBatch, body: Tensor, *, max_bytes: int) -> Skeleton:
+def read_skeleton(frame: Frame | PartialBatch, body: Tensor, *, max_bytes: int, num_references: int = 0) -> Skeleton:
     """What :func:`encode_skeleton` made. Raises WireError for anything else, and for a share above ``max_bytes``."""
     packed = body[: frame.meta_bytes].numpy().tobytes()
     if zlib.crc32(packed) != frame.meta_crc:
@@ -277,7 +298,8 @@ def read_skeleton(frame: Frame | PartialBatch, body: Tensor, *, max_bytes: int) 
     batch = Batch(frame.step, frame.rank, frame.dp_size, len(described.share), crc, 0, 0)
     meta = _read_meta(described.share, crc, f"step {frame.step}")
     if len(described.sources) != len(meta.ids) or any(
-        not -1 <= holder < len(described.holders) or key < 0 for holder, key in described.sources
+        not -1 <= holder < len(described.holders) or key < 0 or not -1 <= number < num_references
+        for holder, key, number in described.sources
     ):
         raise WireError(f"step {frame.step}: the list of who holds what is wrong")
     if any(column.dtype != column.wire_dtype for column in meta.columns):

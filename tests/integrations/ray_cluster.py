@@ -18,8 +18,9 @@ from stream_balancer.testing import make_rollout
 from stream_balancer.testing.channels import CLAUSES as CHANNEL_CLAUSES
 from stream_balancer.testing.transports import CLAUSE_TIMEOUT_S, CLAUSES, check_transport
 from stream_balancer.transport.channel import Channel
-from stream_balancer.transport.ray.actor_channel import ActorChannel, ActorChannels, CallingChannel
-from stream_balancer.transport.ray.transport import RayPort, RayTransport
+from stream_balancer.transport.ray.channel import ActorChannel, ActorChannels, CallingChannel
+from stream_balancer.transport.ray.transport import RayRankPort, RayTransport
+from stream_balancer.wire.messages import JoinPeer, WelcomePeer
 
 STORE_BYTES = 100 * 2**20
 HEALTH = {"health_check_initial_delay_ms": 500, "health_check_period_ms": 500, "health_check_failure_threshold": 4}
@@ -96,6 +97,7 @@ class _Via:
     """The actor, as one of its transports' callers see it."""
 
     def __init__(self, actor: Any, number: int) -> None:
+        self._join = _Call(actor.join, number)
         self._exchange = _Call(actor.exchange, number)
         self._poll = _Call(actor.poll, number)
         self._hold = _Call(actor.hold, number)
@@ -115,7 +117,7 @@ class _Harness:
         depth: int = 2,
         auto_ack: bool = True,
     ) -> RankFeed:
-        port = RayPort(
+        port = RayRankPort(
             self._actor,
             rank=rank,
             dp_size=dp_size or self.transport.dp_size,
@@ -127,7 +129,7 @@ class _Harness:
         return self.feeds[-1]
 
     def kill(self, feed: RankFeed) -> None:
-        feed._port.kill()  # type: ignore[attr-defined]
+        feed._port.abort()  # type: ignore[attr-defined]
 
 
 class ContractHost:
@@ -136,14 +138,17 @@ class ContractHost:
     def __init__(self) -> None:
         self._transports: list[RayTransport] = []
 
+    async def join(self, number: int, *call: Any) -> Any:
+        return await self._transports[number].channels.join(*call)
+
     async def exchange(self, number: int, *call: Any) -> Any:
-        return await self._transports[number].exchange(*call)
+        return await self._transports[number].channels.exchange(*call)
 
     async def poll(self, number: int, *call: Any) -> Any:
-        return await self._transports[number].poll(*call)
+        return await self._transports[number].channels.poll(*call)
 
     async def hold(self, number: int, *call: Any) -> None:
-        await self._transports[number].hold(*call)
+        await self._transports[number].channels.hold(*call)
 
     @asynccontextmanager
     async def _open(self, dp_size: int) -> AsyncIterator[_Harness]:
@@ -159,7 +164,7 @@ class ContractHost:
                     for feed in harness.feeds:
                         await feed.aclose()
         with anyio.fail_after(CLAUSE_TIMEOUT_S):
-            while transport._peers:  # noqa: ASYNC110 - nothing of anybody may be left
+            while transport.channels.open:  # noqa: ASYNC110 - nothing of anybody may be left
                 await anyio.sleep(0.01)
 
     async def clause(self, name: str) -> None:
@@ -178,7 +183,14 @@ class ChannelHost:
 
     def __init__(self) -> None:
         self._arrived: list[ActorChannel] = []
-        self._channels = ActorChannels(self._arrived.append)
+        self._channels = ActorChannels(self._judge)
+
+    def _judge(self, channel: ActorChannel, request: object) -> WelcomePeer:
+        self._arrived.append(channel)
+        return WelcomePeer()
+
+    async def _join(self, *call: Any) -> Any:
+        return await self._channels.join(*call)
 
     async def _exchange(self, *call: Any) -> Any:
         return await self._channels.exchange(*call)
@@ -191,7 +203,7 @@ class ChannelHost:
 
     @asynccontextmanager
     async def _open(self) -> AsyncIterator[tuple[Channel, Channel]]:
-        calling = CallingChannel(ray.get_runtime_context().current_actor)
+        calling = CallingChannel(ray.get_runtime_context().current_actor, JoinPeer("a pair", 0))
         with anyio.CancelScope(shield=True):
             while not self._arrived:  # noqa: ASYNC110 - it comes by a call of this actor
                 await anyio.sleep(0.001)

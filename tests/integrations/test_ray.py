@@ -202,7 +202,7 @@ async def test_what_is_acknowledged_is_freed() -> None:
     async with hosted(capacity=8) as balancer:
         for n in range(8):
             await balancer.put(make_rollout(STORED, f"f{n}"))
-        held = balancer.producer._port._held  # type: ignore[attr-defined]
+        held = balancer.producer._port._kept  # type: ignore[attr-defined]
         assert held
         async with balancer.feed(rank=0) as feed:
             first = await anext(feed)
@@ -425,6 +425,24 @@ async def test_a_killed_actor_comes_back_from_its_journal(tmp_path: Path) -> Non
     assert len(accepted) == 180
 
 
+async def test_who_comes_while_the_actor_is_down_waits_for_it(tmp_path: Path) -> None:
+    """A rank and a worker that had not been let in yet."""
+    async with hosted(journal=tmp_path / "journal") as balancer, anyio.create_task_group() as tasks:
+        await balancer.put(make_rollout(5, "before"))
+        handle = RayBalancer(balancer.actor, 1, restarts=True)
+        os.kill(await _asked(balancer.actor.__ray_call__.remote(lambda _: os.getpid())), signal.SIGKILL)
+        trained: list[str] = []
+
+        async def collect() -> None:
+            trained.extend(rollout.rollout_id for rollout in await train(handle))
+
+        tasks.start_soon(collect)
+        await handle.put(make_rollout(5, "after"))
+        await handle.producer.aclose()
+        await balancer.end()
+    assert sorted(trained) == ["after", "before"]
+
+
 async def test_an_actor_without_a_journal_is_lost_for_good() -> None:
     async with hosted() as balancer:
         for n in range(4):
@@ -476,7 +494,7 @@ async def test_a_rank_that_stays_away_stops_the_balancer_if_asked_to() -> None:
             await balancer.put(make_rollout(5, f"s{n}"))
         feed = balancer.feed(rank=0)
         await anext(feed)
-        feed._port.kill()  # type: ignore[attr-defined]
+        await anyio.to_thread.run_sync(feed._port.abort)  # type: ignore[attr-defined]
         with pytest.raises(sb.BrokenResourceError):
             await until(lambda: _blocked(balancer, -1))
         with pytest.raises(sb.BrokenResourceError):

@@ -215,7 +215,17 @@ def test_hostile_descriptions_are_refused_or_harmless() -> None:
     assert 1000 < refused < 2000
 
 
-@pytest.mark.parametrize("sources", [[], [[0, 0]], [[2, 0], [0, 0]], [[-2, 0], [0, 0]], [[0, -1], [0, 0]]])
+@pytest.mark.parametrize(
+    "sources",
+    [
+        [],
+        [[0, 0, -1]],
+        [[2, 0, -1], [0, 0, -1]],
+        [[-2, 0, -1], [0, 0, -1]],
+        [[0, -1, -1], [0, 0, -1]],
+        [[0, 0, 0], [0, 0, -1]],  # no references came
+    ],
+)
 def test_a_wrong_list_of_sources_is_refused(sources: list[list[int]]) -> None:
     frame, slab = sent(share([[described(rollout(0), A, 0), described(rollout(1), B, 1)]]))
     tree = msgspec.msgpack.decode(slab[: frame.meta_bytes].numpy().tobytes())

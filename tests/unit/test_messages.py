@@ -24,13 +24,15 @@ def example_of(kind: type[m.Message]) -> m.Message:
     for field in msgspec.structs.fields(kind):
         if kind is m.PutRefused and field.name == "reason":
             values.append("full")
-        elif field.name in special and kind not in (m.Payloads, m.Denominators):
+        elif field.name in special and kind not in (m.Payloads, m.Denominators, m.PutBundle):
             values.append(special[field.name])
         elif field.name in ("reason", "text"):
             values.append("why")
         elif field.name in ("numbers", "keys", "missing"):
             values.append((1, 2, 3))
-        elif field.name == "rollout":
+        elif kind is m.PutBundle and field.name == "puts":
+            values.append((m.BundledPut(7, 2, group=True, wait=False),))
+        elif field.name == "rollout" or kind is m.PutBundle:
             values.append(HEADER)
         elif field.name == "nonce":
             values.append(b"nonce")
@@ -80,6 +82,7 @@ def test_no_bytes_do_harm(raw: bytes) -> None:
         ((), [44, tuple(range(m.MAX_ENTRIES + 1))]),
         ((), [45, 1, "no such reason", ""]),
         ((), [41, 0, ()]),  # a group of none
+        ((), [52, (), [1, 1, 64, 64, None]]),
     ],
 )
 def test_what_this_version_would_not_send_is_refused(body: object) -> None:

@@ -1,225 +1,230 @@
-"""In a worker: the producer's end, for ``Producer``. Its thread writes to the object store."""
+"""Puts over Ray: what waits at the same time travels as one bundle, whose payload may stay in the object store.
+
+::
+
+    worker   ProducerPort                       actor   ProducerSession
+             puts --PutBundle + description, or all of it---->  rollouts without a payload, or whole
+             ray.put(payload) --reference------------------->  held while one of its rollouts is needed
+             object let go <--DropPayloads-------------------
+
+The rest of the conversation is that of every other transport.
+"""
 
 from __future__ import annotations
 
 import logging
-import threading
-from collections.abc import Callable, Sequence
+import secrets
+import weakref
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from itertools import groupby
+from functools import partial
+from itertools import groupby, islice
 from typing import Any
 
-import anyio
-import anyio.lowlevel
-import ray
+from torch import Tensor
 
-from stream_balancer.errors import ClosedResourceError, WireError
+from stream_balancer.errors import RolloutError, WireError
 from stream_balancer.transport.buffers import SlabPool
-from stream_balancer.transport.put_ledger import ENDED, Limits, Mode, PendingPut, PutCancelled, PutLedger, error_of
-from stream_balancer.transport.ray.channel import Caller, Message, cause_of
-from stream_balancer.transport.ray.object_store import write_bundle
+from stream_balancer.transport.channel import Channel, Outgoing, Source
+from stream_balancer.transport.producer_port import ProducerPort
+from stream_balancer.transport.producer_session import Offer, ProducerSession
+from stream_balancer.transport.put_ledger import Limits, Mode, PendingPut, PutCancelled, PutLedger
+from stream_balancer.transport.ray.bundles import (
+    Stored,
+    description_of,
+    encode_bundle,
+    header_of,
+    read_bundle,
+    read_stored_bundle,
+    write_object,
+)
+from stream_balancer.transport.ray.channel import ActorLostError, CallingChannel
 from stream_balancer.types import Rollout
+from stream_balancer.wire.messages import (
+    BundledPut,
+    Cancel,
+    JoinProducer,
+    Message,
+    Owner,
+    PutBundle,
+    RolloutHeader,
+    WelcomeProducer,
+)
+from stream_balancer.wire.share import Encoded
 
-__all__ = ["INLINE_BYTES", "RayOutlet"]
+__all__ = ["INLINE_BYTES", "RayProducerPort", "RayProducerSession"]
 
 INLINE_BYTES = 64 * 1024  # below that an object costs more than its bytes; Ray's own limit for arguments is 100 KiB
 BUNDLE_BYTES = 2 * 2**20  # what is larger travels alone: the next one is written while this one is taken in
 BUNDLE_PUTS = 1024
-_RETRY_S = 0.1  # between attempts to write into a full store
 
 logger = logging.getLogger("stream_balancer.transport")
 
 
-class StorePut(PendingPut):
-    """A put that goes through the object store."""
+class _StoredPut(PendingPut):
+    """A pending put; it is encoded with those that leave at the same time."""
 
     def __init__(self, rollouts: Sequence[Rollout], mode: Mode, callback: Callable[[], object]) -> None:
         size = sum(rollout.nbytes for rollout in rollouts)
         super().__init__(rollouts, mode, callback, put_bytes=size, size=size)
 
 
-class RayOutlet:
-    """The producer's end. One thread writes to the object store; public methods may be called from any thread."""
+class _Objects(dict[int, object]):
+    """Objects in the store that this process owns, by number, until nobody needs them any more."""
 
-    threads = True
+    def keep(self, key: int, payload: object) -> None:
+        """Hold an object."""
+        self[key] = payload
 
-    def __init__(self, actor: Any, *, label: str, node: str, linger_s: float = 5.0) -> None:
-        self.linger_s = linger_s
-        self._book: PutLedger[StorePut] = PutLedger(bundle_bytes=BUNDLE_BYTES, bundle_puts=BUNDLE_PUTS)
-        self._changed = threading.Condition()
-        self._work = False
-        self._leaving = self._reconnect = self._warned = False
-        self._held: dict[int, Any] = {}
-        self._next_key = 0
-        self._direct = True
-        self._when_released: list[Callable[[], object]] = []
+    def drop(self, keys: Iterable[int]) -> None:
+        """They are not needed any more; unknown ones are fine."""
+        for key in keys:
+            self.pop(key, None)
+
+
+class RayProducerPort(ProducerPort):
+    """A worker's end. Any thread may use it."""
+
+    def __init__(
+        self, actor: Any, *, label: str, node: str, direct: bool = True, restarts: bool = False, linger_s: float = 5.0
+    ) -> None:
+        """``direct``: payloads stay in this node's store, owned by this process; else they travel with their puts.
+        ``restarts``: should the actor die, it comes back and knows what it had accepted: puts wait for it."""
+        super().__init__(linger_s=linger_s, kept=_Objects() if direct else None, hang_up=lambda: self._joining.abort())
+        self._ledger = PutLedger(bundle_bytes=BUNDLE_BYTES, bundle_puts=BUNDLE_PUTS)
+        self._actor, self._label, self._node, self._restarts = actor, label, node, restarts
         self._pool = SlabPool(2)
-        self._actor, self._hello = actor, ("producer", label, node)
-        self._restarts = False
-        self._caller = self._connected()
-        self._thread = threading.Thread(target=self._run, name="sb-ray-producer", daemon=True)
-        self._thread.start()
+        self._num_objects = 0
+        self._connect()
 
-    def _connected(self) -> Caller:
-        caller = Caller(self._actor, on_message=self._on_message, on_lost=self._on_lost)
-        caller.open(*self._hello)
-        return caller
+    def _connect(self) -> None:
+        owner = Owner(self._node, 0, secrets.token_hex(8), self._label) if self.direct else None
+        self._joining = CallingChannel(
+            self._actor, JoinProducer(self._label, owner), on_welcome=self._on_welcome, name="sb-ray-producer"
+        )
+        self._joining.start(self)
+
+    def pending(self, rollouts: Sequence[Rollout], mode: Mode, callback: Callable[[], object]) -> _StoredPut:
+        """See :class:`~stream_balancer.transport.producer_port.ProducerPort`."""
+        return _StoredPut(rollouts, mode, callback)
+
+    # in the channel's threads
+
+    def _on_welcome(self, welcome: WelcomeProducer) -> None:
+        self._channel = self._joining
+        self._ledger.open(Limits(welcome.staged_bytes, welcome.max_put_bytes))
+        self._flush()
+
+    def ended(self, error: Exception) -> None:
+        """See :class:`~stream_balancer.transport.channel.Receiver`."""
+        if not (self._restarts and isinstance(error, ActorLostError)) or error.for_good or self._leaving:
+            super().ended(error)
+            return
+        logger.warning("puts wait for the controller to be started again: %s", error)
+        self._channel = None
+        self._ledger.resend()
+        self._connect()
+
+    def _send(self, channel: Channel, puts: Sequence[_StoredPut], cancelled: Sequence[int]) -> None:
+        for _, alike in groupby(puts, _columns):
+            channel.send(partial(self._bundle, list(alike)))
+        for number in cancelled:
+            channel.send(partial(self._cancel, number))
+
+    def _cancel(self, number: int, _: Channel) -> Outgoing | None:
+        return Outgoing(Cancel(number)) if self._ledger.is_sent(number) else None  # the store was full
+
+    def _bundle(self, puts: Sequence[_StoredPut], _: Channel) -> Outgoing | None:
+        """Called again, should the store be full."""
+        found = self._encoded(puts)
+        if found is None:
+            return None
+        puts, encoded = found
+        bundled = tuple(
+            BundledPut(put.number or 0, len(put.rollouts), put.mode is Mode.GROUP, put.mode is not Mode.NOWAIT)
+            for put in puts
+        )
+        if self._kept is None or encoded.frame.wire_bytes <= INLINE_BYTES:
+            header = header_of(encoded, payload=None)
+            return Outgoing(PutBundle(bundled, header), [Source(header.wire_bytes, encoded.fill)])
+        import ray
+
+        reference = ray.put(write_object(encoded, self._pool.lend))
+        key, self._num_objects = self._num_objects, self._num_objects + 1
+        self._kept.keep(key, reference)
+        header = header_of(encoded, payload=key)
+        description = description_of(encoded)
+        return Outgoing(PutBundle(bundled, header), [description], [reference])
+
+    def _encoded(self, puts: Sequence[_StoredPut]) -> tuple[Sequence[_StoredPut], Encoded] | None:
+        """Those that are still wanted and can be written; None if there are none."""
+        for put in puts:
+            if put.cancelled or self._ledger.closed:
+                self._done(put, PutCancelled())
+        puts = [put for put in puts if not put.done]
+        try:
+            return (puts, encode_bundle([rollout for put in puts for rollout in put.rollouts])) if puts else None
+        except RolloutError:
+            for put in puts:
+                try:
+                    encode_bundle(put.rollouts)
+                except RolloutError as error:
+                    self._done(put, error)
+            if not any(put.done for put in puts):
+                raise
+            return self._encoded(puts)
+
+    def _done(self, put: _StoredPut, error: Exception) -> None:
+        """Before it was sent."""
+        with suppress(WireError):  # it is done already
+            if put.number is not None:
+                self._ledger.resolve(put.number, error)
+
+
+def _columns(put: _StoredPut) -> tuple[Any, ...]:
+    return tuple((name, column.dtype, column.shape[1:]) for name, column in put.rollouts[0].tokens.items())
+
+
+class RayProducerSession(ProducerSession):
+    """The actor's end. Belongs to the actor's event loop."""
 
     @property
-    def direct(self) -> bool:
-        """Whether tokens may stay in this node's object store, owned by this process."""
-        return self._direct
+    def live(self) -> bool:
+        """False once the producer has closed or was lost."""
+        return self._error is None
 
-    def pending(self, rollouts: Sequence[Rollout], mode: Mode, callback: Callable[[], object]) -> StorePut:
-        """See :class:`~stream_balancer.transport.producer_port.ProducerPort`."""
-        return StorePut(rollouts, mode, callback)
+    def admit(self, message: Message, sizes: Sequence[int]) -> Sequence[int]:
+        """See :class:`~stream_balancer.transport.channel.Receiver`."""
+        if not isinstance(message, PutBundle):
+            return super().admit(message, sizes)
+        numbers = [put.number for put in message.puts]
+        header = message.rollouts
+        if numbers[0] < self._next or sorted(set(numbers)) != numbers or tuple(sizes) != (header.wire_bytes,):
+            raise WireError(f"expected puts from number {self._next} on and one buffer, got {message}"[:500])
+        return sizes if header.payload is not None else (header.total_bytes,)
 
-    def put(self, ticket: StorePut) -> None:
-        """See :class:`~stream_balancer.transport.producer_port.ProducerPort`."""
-        self._book.add(ticket)
-        self._wake()
-
-    def cancel(self, ticket: StorePut) -> None:
-        """See :class:`~stream_balancer.transport.producer_port.ProducerPort`."""
-        self._book.cancel(ticket)
-        self._wake()
-
-    def when_released(self, callback: Callable[[], object]) -> None:
-        """See :class:`~stream_balancer.transport.producer_port.ProducerPort`."""
-        with self._changed:
-            self._when_released.append(callback)
-        self._tell_released()
-
-    def close(self) -> None:
-        """See :class:`~stream_balancer.transport.producer_port.ProducerPort`."""
-        self._book.close()
-        self._wake()
-        with self._changed:
-            self._changed.wait_for(lambda: self._caller.ended.is_set() or not self._book.num_sent, self.linger_s)
-            self._leaving = True
-            self._changed.notify_all()
-        self._thread.join()
-        self._caller.ended.wait(self.linger_s)
-        self._book.end(lambda ticket: ticket.lost("the link was closed"))
-
-    async def aclose(self) -> None:
-        """See :class:`~stream_balancer.transport.producer_port.ProducerPort`."""
-        with anyio.CancelScope(shield=True):
-            await anyio.to_thread.run_sync(self.close, limiter=anyio.CapacityLimiter(1))
-
-    def kill(self) -> None:
-        """Be gone without a word, as a killed process."""
-        self._caller.break_off()
-        with self._changed:
-            self._leaving = True
-            self._changed.notify_all()
-
-    def _wake(self) -> None:
-        with self._changed:
-            self._work = True
-            self._changed.notify_all()
-
-    # in the thread
-
-    def _run(self) -> None:
-        while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._work or self._leaving)
-                self._work = False
-                leaving = self._leaving
-            if self._reconnect:
-                self._reconnect = False
-                self._held.clear()
-                self._book.resend()
-                self._caller = self._connected()
-            while True:
-                tickets, cancelled = self._book.take()
-                if tickets:
-                    self._send(tickets)
-                if cancelled:
-                    self._caller.send(*[("cancel", number) for number in cancelled])
-                if not tickets:
-                    break
-            if leaving:
-                self._caller.send(("bye",))
-                return
-
-    def _send(self, tickets: list[StorePut]) -> None:
-        while tickets:
-            rollouts = [rollout for ticket in tickets for rollout in ticket.rollouts]
-            try:
-                bundles = [self._bundle(list(alike)) for _, alike in groupby(rollouts, _columns)]
-            except (ray.exceptions.ObjectStoreFullError, ray.exceptions.OutOfDiskError) as error:
-                self._wait_for_room(error)
-                tickets = self._still_wanted(tickets)
-            else:
-                break
-        else:
+    def receive(self, message: Message, buffers: Sequence[Tensor], references: Sequence[object]) -> None:
+        """See :class:`~stream_balancer.transport.channel.Receiver`."""
+        if not isinstance(message, PutBundle):
+            super().receive(message, buffers, references)
             return
-        self._caller.send(("puts", [(t.number, int(t.mode), len(t.rollouts)) for t in tickets], bundles))
+        rollouts = self._bundled(message.rollouts, buffers[0], references)
+        if sum(put.count for put in message.puts) != len(rollouts):
+            raise WireError(f"producer {self.name} put {len(rollouts)} rollouts, and announced another number")
+        self._next = message.puts[-1].number + 1
+        each = iter(rollouts)
+        for put in message.puts:
+            mode = Mode.GROUP if put.group else Mode.PUT if put.wait else Mode.NOWAIT
+            self._sizes[put.number] = 0  # staged in the store, which the producer bounds
+            self._deliver(Offer(put.number, mode, tuple(islice(each, put.count))))
 
-    def _wait_for_room(self, error: Exception) -> None:
-        """Acknowledgements make room in the store, here or elsewhere on this node."""
-        if not self._warned:
-            self._warned = True
-            logger.warning("puts wait, because the object store of this node is full: %s", cause_of(error))
-        with self._changed:
-            self._changed.wait(_RETRY_S)
-
-    def _still_wanted(self, tickets: list[StorePut]) -> list[StorePut]:
-        """Without those that were withdrawn, or whose link is over, before they were sent."""
-        for ticket in tickets:
-            if ticket.number is not None and (ticket.cancelled or self._book.closed):
-                with suppress(WireError):
-                    self._book.resolve(ticket.number, PutCancelled())
-        return [ticket for ticket in tickets if not ticket.done]
-
-    def _bundle(self, rollouts: list[Rollout]) -> tuple[bytes, int, bytes | list[Any]]:
-        described, slab = write_bundle(rollouts, self._pool.lend)
-        key, self._next_key = self._next_key, self._next_key + 1
-        if slab.numel() <= INLINE_BYTES:
-            return described, key, slab.numpy().tobytes()
-        ref = self._held[key] = ray.put(slab.numpy())
-        return described, key, [ref]
-
-    # in Ray's thread
-
-    def _on_message(self, message: Message) -> None:
-        match message:
-            case ("verdict", int(number), refusal):
-                with suppress(WireError):
-                    self._book.resolve(number, None if refusal is None else error_of(*refusal))
-            case ("drop", list(keys)):
-                for key in keys:
-                    self._held.pop(key, None)
-                self._tell_released()
-            case ("limits", int(staged_bytes), int(max_put_bytes), bool(direct), bool(restarts)):
-                self._direct, self._restarts = direct, restarts
-                self._book.open(Limits(staged_bytes, max_put_bytes))
-            case ("end",):
-                self._book.end(lambda _: ClosedResourceError(ENDED))
-            case ("lost", str(cause)):
-                self._on_lost(cause, True)
-        self._wake()
-
-    def _on_lost(self, cause: str, for_good: bool) -> None:
-        if self._restarts and not for_good and not self._leaving:
-            logger.warning("puts wait for the controller to be started again: %s", cause)
-            self._reconnect = True
-            self._wake()
-            return
-        self._book.end(lambda ticket: ticket.lost(cause))
-        self._held.clear()
-        self._tell_released()
-        self._wake()
-
-    def _tell_released(self) -> None:
-        if not self._held:
-            with self._changed:
-                callbacks, self._when_released = self._when_released, []
-            for callback in callbacks:
-                callback()
-
-
-def _columns(rollout: Rollout) -> tuple[Any, ...]:
-    return tuple((name, column.dtype, column.shape[1:]) for name, column in rollout.tokens.items())
+    def _bundled(self, header: RolloutHeader, buffer: Tensor, references: Sequence[object]) -> list[Rollout]:
+        key = header.payload
+        if key is None:
+            return read_bundle(header, buffer)
+        if self.owner is None or len(references) != 1:
+            raise WireError(f"producer {self.name} keeps what it puts, which it may not")
+        stored = Stored(references[0])
+        self._kept.add(key)
+        weakref.finalize(stored, self._on_released, key).atexit = False
+        return read_stored_bundle(header, buffer, stored, self.owner)

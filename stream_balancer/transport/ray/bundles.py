@@ -1,0 +1,283 @@
+"""Bundles of rollouts in Ray's object store: how they are written there, described, and read. No actor calls.
+
+::
+
+    producer    encode_bundle(rollouts) --> description to the controller; write_object() into its node's store
+    controller  read_bundle()           --> rollouts whose payload stays in the store
+    rank        ObjectStore.read()      --> copied from the store's memory to where the batch wants it
+
+    object      size of the index | index (msgpack) | the rollouts, as wire.share lays out a batch
+
+Rollouts that are put together lie in one object, for an object per rollout costs more than its bytes. It says itself
+what lies where, so a rollout is named by the object and its place there. On the controller a rollout's lease is the
+object: once nobody holds a rollout of it, the object goes. A rank reads the store's memory where it lies and copies
+once, into the buffer it trains from: the store's memory is read-only, and is given back at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import accumulate
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from stream_balancer.transport.channel import Source
+from stream_balancer.types import SUPPORTED_DTYPES, MicroBatch, RankBatch, Rollout
+from stream_balancer.wire.messages import Owner, RolloutHeader
+from stream_balancer.wire.partial_share import Lease, RemoteRollout
+from stream_balancer.wire.share import _DECODER, ALIGNMENT, Encoded, Frame, Kind, _Meta, decode, encode
+
+__all__ = [
+    "ObjectStore",
+    "Stored",
+    "description_of",
+    "encode_bundle",
+    "header_of",
+    "read_bundle",
+    "read_stored_bundle",
+    "write_object",
+]
+
+
+class Stored(Lease):
+    """An object in the store, for as long as anybody needs it."""
+
+    __slots__ = ("reference",)
+
+    def __init__(self, reference: object) -> None:
+        self.reference = reference
+
+
+class _Column(msgspec.Struct, array_like=True, frozen=True):
+    start: int
+    row_bytes: int
+    narrowed: bool
+    """int32 here, int64 where it is trained on."""
+
+
+class _Index(msgspec.Struct, array_like=True, frozen=True):
+    """What lies where in an object; bytes count from the first after the index."""
+
+    columns: list[_Column]
+    """By name."""
+    rows: list[int]
+    """The first row of each rollout, and where the last one ends."""
+    tensors: list[list[tuple[int, int]]]
+    """(first byte, bytes) of each rollout's own tensors, by name."""
+
+
+_encode_index = msgspec.msgpack.Encoder().encode
+_decode_index = msgspec.msgpack.Decoder(_Index).decode
+_WORD = 8
+
+
+# --- producer --------------------------------------------------------------------------------------------------------
+
+
+def encode_bundle(rollouts: Sequence[Rollout]) -> Encoded:
+    """Describe rollouts that share one set of columns. Raises RolloutError if they do not."""
+    return encode(
+        RankBatch(
+            step=0,
+            rank=0,
+            dp_size=1,
+            micro_batches=(MicroBatch.of(rollouts),),
+            load=0.0,
+            global_num_rollouts=len(rollouts),
+            global_num_tokens=0,
+            global_num_loss_tokens=0,
+        )
+    )
+
+
+def header_of(encoded: Encoded, payload: int | None) -> RolloutHeader:
+    """``payload``: the number of the object that the columns lie in; None: they follow the description."""
+    frame = encoded.frame
+    size = frame.wire_bytes if payload is None else frame.meta_bytes
+    return RolloutHeader(frame.meta_bytes, frame.meta_crc, size, frame.total_bytes, payload)
+
+
+def description_of(encoded: Encoded) -> Source:
+    """All but the columns: what travels to the controller while the columns stay in the store."""
+    packed = encoded._meta
+
+    def fill(buffer: Tensor) -> Iterator[int]:
+        buffer[:] = torch.frombuffer(bytearray(packed), dtype=torch.uint8)
+        yield len(packed)
+
+    return Source(len(packed), fill)
+
+
+def write_object(encoded: Encoded, lend: Callable[[int], Tensor]) -> NDArray[np.uint8]:
+    """``[n]``: what goes into the store. O(bytes)."""
+    index = _index_bytes(encoded)
+    first = _first_byte(len(index))
+    size = first + encoded.frame.wire_bytes
+    buffer = lend(size)
+    for _ in encoded.fill(buffer[first:]):
+        pass
+    array = buffer.numpy()[:size]
+    array[:_WORD] = np.frombuffer(len(index).to_bytes(_WORD, "little"), np.uint8)
+    array[_WORD : _WORD + len(index)] = np.frombuffer(index, np.uint8)
+    return array
+
+
+def _first_byte(index_bytes: int) -> int:
+    """Behind the index."""
+    return -(-(_WORD + index_bytes) // ALIGNMENT) * ALIGNMENT
+
+
+def _index_bytes(encoded: Encoded) -> bytes:
+    plan, share = encoded._layout, encoded._share
+    columns = [
+        _Column(piece.start, piece.what.wire_row_bytes, piece.restored != piece.start)
+        for _, piece in sorted(plan.columns[0].items())
+        if piece.what.row_bytes
+    ]
+    rows = list(accumulate((rollout.num_tokens for rollout in share.rollouts), initial=0))
+    tensors = [
+        [(piece.start, piece.what.row_bytes) for _, piece in sorted(own.items()) if piece.what.row_bytes]
+        for own in plan.tensors
+    ]
+    return _encode_index(_Index(columns, rows, tensors))
+
+
+# --- controller ------------------------------------------------------------------------------------------------------
+
+
+def read_bundle(header: RolloutHeader, buffer: Tensor) -> list[Rollout]:
+    """The rollouts of a bundle whose columns follow the description, as views of ``buffer`` (``[total_bytes]``)."""
+    frame = Frame(
+        Kind.BATCH,
+        step=0,
+        dp_size=1,
+        meta_bytes=header.meta_bytes,
+        meta_crc=header.meta_crc,
+        wire_bytes=header.wire_bytes,
+        total_bytes=header.total_bytes,
+    )
+    return list(decode(frame, buffer).rollouts)
+
+
+def read_stored_bundle(header: RolloutHeader, buffer: Tensor, stored: Stored, owner: Owner) -> list[Rollout]:
+    """The rollouts of a bundle, without their payload. O(rollouts x columns).
+
+    Not checked again: it was where the rollouts were made, and whoever can call an actor can run code in it.
+    """
+    meta: _Meta = _DECODER.decode(buffer[: header.meta_bytes].numpy().tobytes())
+    longest = max(meta.lengths)
+    columns = {column.name: _on_meta(column.dtype, (longest, *column.shape)) for column in meta.columns}
+    padding = frozenset(meta.padding)
+    return [
+        _stored_rollout(
+            tokens={name: column[:length] for name, column in columns.items()},
+            scalars=meta.scalars[index] or _NOTHING,
+            tensors={t.name: _on_meta(t.dtype, t.shape) for t in meta.tensors[index]} or _NOTHING,
+            metadata=meta.metadata[index] or _NOTHING,
+            rollout_id=meta.ids[index],
+            group_id=meta.group_ids[index],
+            version=meta.versions[index],
+            cost=meta.costs[index],
+            is_padding=index in padding,
+            num_tokens=length,
+            num_loss_tokens=meta.loss_tokens[index],
+            loss_tokens=meta.loss_tokens[index],
+            holder=owner,
+            key=index,
+            lease=stored,
+        )
+        for index, length in enumerate(meta.lengths)
+    ]
+
+
+_NOTHING: dict[str, Any] = {}  # one for all: fewer objects for the garbage collector
+
+
+def _stored_rollout(**fields: object) -> RemoteRollout:
+    """A rollout from a description that was checked: no second validation."""
+    rollout = RemoteRollout.__new__(RemoteRollout)
+    for name, value in fields.items():
+        object.__setattr__(rollout, name, value)
+    return rollout
+
+
+def _on_meta(dtype: int, shape: tuple[int, ...]) -> Tensor:
+    return torch.empty(shape, dtype=SUPPORTED_DTYPES[dtype], device="meta")
+
+
+# --- rank ------------------------------------------------------------------------------------------------------------
+
+Fetch = Callable[[Sequence[Any]], "Sequence[NDArray[np.uint8] | Exception]"]
+
+
+def fetch_objects(references: Sequence[Any]) -> list[NDArray[np.uint8] | Exception]:
+    """The arrays, as they lie in this node's store; or why one is gone. Blocks while they come from other nodes."""
+    import ray
+
+    try:
+        return list(ray.get(list(references)))
+    except ray.exceptions.RayError:
+        found: list[NDArray[np.uint8] | Exception] = []
+        for one in references:
+            try:
+                found.append(ray.get(one))
+            except ray.exceptions.RayError as error:
+                found.append(error)
+        return found
+
+
+class ObjectStore:
+    """Payloads that lie in Ray's object store, for a rank: a
+    :class:`~stream_balancer.transport.channel.PayloadSource`."""
+
+    def __init__(self, fetch: Fetch = fetch_objects) -> None:
+        self._fetch = fetch
+
+    def read(
+        self,
+        owner: Owner,
+        keys: Sequence[int],
+        targets: Sequence[Sequence[Tensor]],
+        references: Sequence[object],
+    ) -> Mapping[int, str]:
+        """See :class:`~stream_balancer.transport.channel.PayloadSource`: ``keys`` are places in the objects."""
+        distinct = list(dict.fromkeys(references))
+        found = dict(zip(distinct, self._fetch(distinct), strict=True))
+        opened = {one: _Object(array) for one, array in found.items() if not isinstance(array, Exception)}
+        missing: dict[int, str] = {}
+        for number, (key, pieces, reference) in enumerate(zip(keys, targets, references, strict=True)):
+            if reference in opened:
+                opened[reference].read(key, pieces)
+            else:
+                missing[number] = type(found[reference]).__name__
+        return missing
+
+    def close(self) -> None:
+        """Nothing to release; a fetch ends when Ray has found the object, or given it up."""
+
+
+class _Object:
+    """An object of :func:`write_object`."""
+
+    def __init__(self, array: NDArray[np.uint8]) -> None:
+        size = int.from_bytes(array[:_WORD].tobytes(), "little")
+        self._index = _decode_index(array[_WORD : _WORD + size].tobytes())
+        self._bytes = array[_first_byte(size) :]
+
+    def read(self, place: int, targets: Sequence[Tensor]) -> None:
+        """Copy a rollout's columns, then its tensors, each by name. O(bytes)."""
+        row, end = self._index.rows[place : place + 2]
+        columns = self._index.columns
+        for target, column in zip(targets, columns, strict=False):
+            start, stop = (column.start + at * column.row_bytes for at in (row, end))
+            if column.narrowed:
+                np.copyto(target.numpy().view(np.int64), self._bytes[start:stop].view(np.int32))
+            else:
+                np.copyto(target.numpy(), self._bytes[start:stop])
+        for target, (start, size) in zip(targets[len(columns) :], self._index.tensors[place], strict=True):
+            np.copyto(target.numpy(), self._bytes[start : start + size])
