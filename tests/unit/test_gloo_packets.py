@@ -174,3 +174,30 @@ def test_a_peer_that_has_seen_more_than_was_sent_is_refused(
     channel.wait_closed(10)
     assert isinstance(recorder.error, WireError)
     assert "has seen" in str(recorder.error)
+
+
+def test_a_packet_counts_as_seen_once_all_that_is_in_it_was_acted_on(
+    pair: FakePair, channel: GlooChannel, recorder: Recorder
+) -> None:
+    """Of what it kept for a packet the sender lets go then: a file that the packet's last message asks to be mapped."""
+    (packet,) = packets_of(Taken(1), Taken(2))
+    told: list[int] = []
+
+    def send_something(message: Message) -> None:
+        if message == Taken(2):
+            done = threading.Event()
+            channel.send(Outgoing(PutRefused(1, "other", "x" * 1000)))
+            channel.send(lambda _: done.set())
+            assert done.wait(10)
+            told.append(seen_in(pair.sent[-1]))
+
+    recorder.on_message = send_something
+    pair.give(packet)
+    recorder_has_both = threading.Event()
+    while len(recorder.messages) < 2:
+        recorder_has_both.wait(0.001)
+    assert told == [0]
+
+
+def seen_in(packet: bytes) -> int:
+    return int.from_bytes(packet[8:16], "little")

@@ -268,9 +268,8 @@ class GlooChannel:
                     return
                 if not self._is_control(message):
                     self._receiver.receive(message, self._receive_buffers(pair, packet, message, sizes), ())
-                    self._acknowledge()
                 del message, raw  # waiting for the next must not keep it alive
-            self._seen = self._received
+            self._acknowledge()  # not before all that is in the packet was acted on: the peer lets go of what it kept
 
     def _receive_messages(self, pair: Pair, packet: Tensor) -> Iterator[bytes | memoryview]:
         """The messages of the next packet; none if it is a sign of life."""
@@ -278,7 +277,6 @@ class GlooChannel:
         if size > _INLINE_BYTES:
             large = torch.empty(size, dtype=torch.uint8)
             self._receive_bulk(pair, packet, [large])
-            self._acknowledge()
             yield large.numpy().data
         while inline:
             length = _LENGTH.unpack_from(inline)[0] if len(inline) >= _LENGTH.size else 0
@@ -349,7 +347,7 @@ class GlooChannel:
             self._changed.notify_all()
         with suppress(OSError, WireError):
             while not (was_first and self._close_was_seen):
-                self._seen = self._seen_owed = self._received
+                self._seen_owed = self._received
                 self._acknowledge()
                 self._receive_packet(pair, packet)
         self._break()
