@@ -397,12 +397,12 @@ def test_groups_and_padding_copies() -> None:
     assert back["sample_mask"].tolist() == [1.0, 0.0]
 
 
-def test_a_packed_tensor_that_shares_segments_is_refused() -> None:
+def test_a_packed_tensor_with_common_segments_is_refused() -> None:
     images = PackedTensor([torch.ones(1, 2)], dim_to_pack=0)
     if REAL:
         images.enable_deduplication()
     else:
         images.deduplication_enabled = True
     data = {"input_ids": torch.ones(1, 1).long(), "input_lengths": torch.ones(1).long(), "pixel_values": images}
-    with pytest.raises(ValueError, match="the PackedTensor 'pixel_values' shares segments"):
+    with pytest.raises(ValueError, match="the PackedTensor 'pixel_values' has segments common"):
         rollouts_from(data)
