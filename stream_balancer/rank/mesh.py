@@ -31,10 +31,10 @@ from stream_balancer.transport.buffers import SlabPool
 from stream_balancer.transport.channel import Channel, Outgoing, Sendable, Source
 from stream_balancer.transport.event_loop import InLoop
 from stream_balancer.transport.gloo.channel import GlooChannel, LinkOptions
-from stream_balancer.transport.gloo.joiner import Joiner
 from stream_balancer.transport.gloo.torch_dist import join_pair
 from stream_balancer.transport.rank_port import Decode, RankPort
 from stream_balancer.transport.rank_session import RankSession
+from stream_balancer.transport.sockets.joiner import Joiner
 from stream_balancer.types import RankBatch
 from stream_balancer.wire.messages import Batch, JoinPeer, JoinRank, StepHeld, StepReport
 from stream_balancer.wire.share import checksum, decode

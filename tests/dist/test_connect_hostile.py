@@ -18,11 +18,11 @@ import torch
 import stream_balancer as sb
 from stream_balancer.controller.producers import attend
 from stream_balancer.testing import make_rollout
-from stream_balancer.transport.gloo.joiner import join_over, parse_address
 from stream_balancer.transport.handshake import Joining, pack
 from stream_balancer.transport.producer_port import EncodedPut
 from stream_balancer.transport.put_ledger import Mode
 from stream_balancer.transport.sockets.framing import frame
+from stream_balancer.transport.sockets.joiner import join_over, parse_address
 from stream_balancer.wire.messages import (
     PROTOCOL,
     Accepted,

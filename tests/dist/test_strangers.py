@@ -23,10 +23,10 @@ from torch._C._distributed_c10d import TCPStore
 import stream_balancer as sb
 from stream_balancer.testing import make_rollout
 from stream_balancer.transport.gloo import pair as _gloo
-from stream_balancer.transport.gloo.joiner import parse_address
 from stream_balancer.transport.handshake import pack, proof_of
 from stream_balancer.transport.sockets import acceptor as _acceptor
 from stream_balancer.transport.sockets.framing import frame
+from stream_balancer.transport.sockets.joiner import parse_address, receive_message
 from stream_balancer.wire.messages import (
     PROTOCOL,
     Challenge,
@@ -93,7 +93,7 @@ def challenged(sock: socket.socket) -> tuple[Challenge, bytes]:
     """An honest beginning: the challenge, and my nonce."""
     nonce = os.urandom(16)
     sock.sendall(pack(Hello(PROTOCOL, nonce)))
-    message = _gloo.receive_message(sock)
+    message = receive_message(sock)
     assert isinstance(message, Challenge)
     return message, nonce
 

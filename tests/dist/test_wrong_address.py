@@ -14,7 +14,7 @@ from torch._C._distributed_c10d import TCPStore
 
 import stream_balancer as sb
 from stream_balancer.testing import make_rollout
-from stream_balancer.transport.gloo import joiner as _joiner
+from stream_balancer.transport.sockets import joiner as _joiner
 
 GUARD_S = 50
 Tries = Callable[[str], object]

@@ -25,10 +25,11 @@ from torch._C._distributed_c10d import Store, Work
 from stream_balancer.errors import WireError
 from stream_balancer.transport.descriptors import keep_sockets_from_children, sockets_at
 from stream_balancer.transport.gloo.channel import Pending
-from stream_balancer.transport.handshake import Incoming, Message, pack, proof_of
+from stream_balancer.transport.handshake import pack, proof_of
+from stream_balancer.transport.sockets.joiner import receive_message
 from stream_balancer.wire.messages import PairAddress
 
-__all__ = ["GlooPair", "gloo", "meet", "receive_message"]
+__all__ = ["GlooPair", "gloo", "meet"]
 
 FOR_EVER = timedelta(days=3650)  # timedelta.max overflows in gloo
 PAIR_TIMEOUT_S = 10.0  # both are known to be there and take milliseconds; later waits have their own limit: none
@@ -139,19 +140,6 @@ class _Exchange(Store):
                 raise WireError(f"a {type(message).__name__} message came instead of the address of the pair")
             self.addresses[side], self.nonces[side] = message.address, message.nonce
         return self.addresses[side]
-
-
-def receive_message(sock: socket.socket) -> Message:
-    """The next message on a blocking socket. Raises OSError (TimeoutError too) if none comes, WireError if it is none
-    of ours."""
-    incoming = Incoming()
-    while True:
-        data = sock.recv(incoming.wanted)
-        if not data:
-            raise ConnectionResetError("connection closed by peer")
-        message = incoming.feed(data)
-        if message is not None:
-            return message
 
 
 # --- who else comes to gloo's port --------------------------------------------------------------------------------

@@ -32,7 +32,6 @@ from stream_balancer.transport.buffers import SlabPool
 from stream_balancer.transport.channel import PayloadSource
 from stream_balancer.transport.event_loop import Arrivals, InLoop, loop_caller
 from stream_balancer.transport.gloo.channel import GlooChannel, LinkOptions, Pair
-from stream_balancer.transport.gloo.joiner import Directory, Entry, Joiner
 from stream_balancer.transport.gloo.pair import PAIR_TIMEOUT_S, meet
 from stream_balancer.transport.handshake import pack, token_bytes
 from stream_balancer.transport.producer_port import ProducerPort
@@ -42,6 +41,7 @@ from stream_balancer.transport.rank_port import Decode, RankPort
 from stream_balancer.transport.rank_session import RankSession
 from stream_balancer.transport.sockets.acceptor import Acceptor, Meetings, refuse
 from stream_balancer.transport.sockets.hub import Hub, is_loopback, listen
+from stream_balancer.transport.sockets.joiner import Directory, Entry, Joiner
 from stream_balancer.transport.sockets.producers import connect_producer, welcome_producer
 from stream_balancer.wire.messages import Join, JoinPeer, JoinProducer, JoinRank, WelcomeRank
 from stream_balancer.wire.share import decode

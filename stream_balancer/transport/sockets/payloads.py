@@ -24,12 +24,12 @@ from torch import Tensor
 
 from stream_balancer.errors import ClosedResourceError, WireError
 from stream_balancer.transport.channel import Outgoing, Session, Source, unexpected
-from stream_balancer.transport.gloo.joiner import join_over
 from stream_balancer.transport.handshake import Joining
 from stream_balancer.transport.sockets.acceptor import Acceptor, send_now
 from stream_balancer.transport.sockets.channel import SocketChannel
 from stream_balancer.transport.sockets.framing import HEADER_BYTES, frame, read_header, read_message
 from stream_balancer.transport.sockets.hub import Hub, keep_alive, listen
+from stream_balancer.transport.sockets.joiner import join_over
 from stream_balancer.types import Rollout
 from stream_balancer.wire.messages import (
     MAX_ENTRIES,

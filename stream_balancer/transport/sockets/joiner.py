@@ -19,12 +19,11 @@ import msgspec
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from stream_balancer.errors import BrokenResourceError, ClosedResourceError, WireError
-from stream_balancer.transport.gloo.pair import receive_message
-from stream_balancer.transport.handshake import Joining, pack, token_bytes
+from stream_balancer.transport.handshake import Incoming, Joining, Message, pack, token_bytes
 from stream_balancer.transport.sockets.hub import keep_alive
 from stream_balancer.wire.messages import Join, Refused, Welcome
 
-__all__ = ["Directory", "Entry", "Joiner", "join_over", "parse_address"]
+__all__ = ["Directory", "Entry", "Joiner", "join_over", "parse_address", "receive_message"]
 
 ANSWER_S = 10.0  # a controller answers in milliseconds
 CONNECT_S = 5.0
@@ -221,6 +220,19 @@ class Joiner:
 
     def _on_challenged(self) -> None:
         self.problem = None
+
+
+def receive_message(sock: socket.socket) -> Message:
+    """The next message on a blocking socket. Raises OSError (TimeoutError too) if none comes, WireError if it is none
+    of ours."""
+    incoming = Incoming()
+    while True:
+        data = sock.recv(incoming.wanted)
+        if not data:
+            raise ConnectionResetError("connection closed by peer")
+        message = incoming.feed(data)
+        if message is not None:
+            return message
 
 
 def join_over(
