@@ -104,7 +104,7 @@ class _Attended:
         owner = self._session.owner
         if owner is None:
             return
-        lost = self._balancer.parts.puts.evict_lost(lambda r: isinstance(r, RemoteRollout) and r.holder == owner)
+        lost = self._balancer.parts.puts.evict_lost(lambda r: isinstance(r, RemoteRollout) and r.owner == owner)
         if lost:
             names = ", ".join(lost[:5]) + (", ..." if len(lost) > 5 else "")
             logger.warning("producer %s took %d waiting rollouts with it: %s", owner.label, len(lost), names)

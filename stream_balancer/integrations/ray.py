@@ -117,7 +117,7 @@ class _Host:
 
     def _on_evict(self, rollout: Rollout, reason: EvictReason) -> None:
         if reason == "lost" and isinstance(rollout, RemoteRollout):
-            self._name_lost(LostRollout(rollout.rollout_id, rollout.holder.label, None))
+            self._name_lost(LostRollout(rollout.rollout_id, rollout.owner.label, None))
 
     def _on_missing(self, fetched: PayloadsFetched) -> None:
         for one in fetched.missing:

@@ -62,12 +62,12 @@ class Lease:
 
 @dataclass(frozen=True, eq=False, slots=True, kw_only=True)
 class RemoteRollout(Rollout):
-    """A rollout whose tokens and tensors lie with ``holder``; here they are on the meta device."""
+    """A rollout whose tokens and tensors lie with ``owner``; here they are on the meta device."""
 
-    holder: Owner = field(repr=False)
+    owner: Owner = field(repr=False)
     """Who has the payload."""
     key: int = field(repr=False)
-    """Which of the holder's payloads it is."""
+    """Which of the owner's payloads it is."""
     lease: Lease = field(repr=False)
     """Must live as long as the payload is needed."""
     loss_tokens: int = field(repr=False)
@@ -101,9 +101,9 @@ def payload(rollout: Rollout) -> list[Tensor]:
 class _Skeleton(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
     share: bytes
     """The description of the whole share, as at the start of a BATCH slab."""
-    holders: list[Owner]
+    owners: list[Owner]
     sources: list[tuple[int, int, int]]
-    """Per rollout: (index of the holder, key, index of the reference); holder -1: its payload follows this; reference
+    """Per rollout: (index of the owner, key, index of the reference); owner -1: its payload follows this; reference
     -1: it has none."""
 
 
@@ -120,7 +120,7 @@ class EncodedSkeleton:
 
     def __init__(self, share: RankBatch, max_bytes: int) -> None:
         encoded = encode(share, max_bytes=max_bytes, narrow=False)
-        holders: dict[Owner, int] = {}
+        owners: dict[Owner, int] = {}
         references: dict[object, int] = {}
         sources = []
         self._here: list[Rollout] = []
@@ -128,7 +128,7 @@ class EncodedSkeleton:
             if isinstance(rollout, RemoteRollout):
                 reference = rollout.lease.reference
                 number = -1 if reference is None else references.setdefault(reference, len(references))
-                sources.append((holders.setdefault(rollout.holder, len(holders)), rollout.key, number))
+                sources.append((owners.setdefault(rollout.owner, len(owners)), rollout.key, number))
             else:
                 sources.append((-1, 0, -1))
                 self._here.append(rollout)
@@ -136,7 +136,7 @@ class EncodedSkeleton:
         """Rollouts whose payload is not here."""
         self.references = list(references)
         """What goes with it, for the rank to fetch with."""
-        self._packed = msgspec.msgpack.encode(_Skeleton(encoded._meta, list(holders), sources))
+        self._packed = msgspec.msgpack.encode(_Skeleton(encoded._meta, list(owners), sources))
         size = len(self._packed) + sum(rollout.nbytes for rollout in self._here)
         self.frame = encoded.frame._replace(
             kind=Kind.SKELETON,
@@ -176,15 +176,15 @@ class Skeleton:
     _plan: _Plan
 
     def missing(self) -> list[tuple[Owner, list[int]]]:
-        """(who, the places in the share of the rollouts it has), a pair for each holder."""
-        places: list[list[int]] = [[] for _ in self._described.holders]
-        for place, (holder, _, _) in enumerate(self._described.sources):
-            if holder >= 0:
-                places[holder].append(place)
-        return [(holder, here) for holder, here in zip(self._described.holders, places, strict=True) if here]
+        """(who, the places in the share of the rollouts it has), a pair for each owner."""
+        places: list[list[int]] = [[] for _ in self._described.owners]
+        for place, (owner, _, _) in enumerate(self._described.sources):
+            if owner >= 0:
+                places[owner].append(place)
+        return [(owner, here) for owner, here in zip(self._described.owners, places, strict=True) if here]
 
     def key(self, place: int) -> int:
-        """What its holder calls the rollout at this place."""
+        """What its owner calls the rollout at this place."""
         return self._described.sources[place][1]
 
     def reference(self, place: int, references: Sequence[object]) -> object:
@@ -210,9 +210,7 @@ class Skeleton:
         with the skeleton, and what padding copies differ in. Raises WireError if the sizes do not fit."""
         packed = self._described.share
         slab[: len(packed)] = torch.frombuffer(bytearray(packed), dtype=torch.uint8)
-        targets = self.targets(
-            slab, [place for place, (holder, *_) in enumerate(self._described.sources) if holder < 0]
-        )
+        targets = self.targets(slab, [place for place, (owner, *_) in enumerate(self._described.sources) if owner < 0])
         if sum(target.numel() for target in targets) != self._here.numel():
             raise WireError(f"step {self.batch.step}: the payload that came with the description has another size")
         at = 0
@@ -298,8 +296,8 @@ def read_skeleton(frame: Frame | PartialBatch, body: Tensor, *, max_bytes: int, 
     batch = Batch(frame.step, frame.rank, frame.dp_size, len(described.share), crc, 0, 0)
     meta = _read_meta(described.share, crc, f"step {frame.step}")
     if len(described.sources) != len(meta.ids) or any(
-        not -1 <= holder < len(described.holders) or key < 0 or not -1 <= number < num_references
-        for holder, key, number in described.sources
+        not -1 <= owner < len(described.owners) or key < 0 or not -1 <= number < num_references
+        for owner, key, number in described.sources
     ):
         raise WireError(f"step {frame.step}: the list of who holds what is wrong")
     if any(column.dtype != column.wire_dtype for column in meta.columns):

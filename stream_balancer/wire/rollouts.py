@@ -135,7 +135,7 @@ def decode_kept(header: RolloutHeader, buffer: Tensor, owner: Owner, lease: Leas
         version=meta.versions[0],
         cost=meta.costs[0],
         is_padding=bool(meta.padding),
-        holder=owner,
+        owner=owner,
         key=header.payload,
         lease=lease,
         loss_tokens=meta.loss_tokens[0],

@@ -230,7 +230,7 @@ async def test_hostile_bytes_at_a_producer_s_port_disturb_nobody() -> None:
         async with sb.connect(transport.address, hand_over="direct") as producer:
             for n in range(4):
                 await producer.put(make(30, f"r{n}"))
-            holder = balancer.snapshot().waiting[0].holder  # type: ignore[attr-defined]
+            owner = balancer.snapshot().waiting[0].owner  # type: ignore[attr-defined]
             attacks = [  # of a rank: strangers do not come that far
                 random.Random(0).randbytes(500),
                 frame(WantPayloads(0, (1,)), (2**40,)),
@@ -238,9 +238,9 @@ async def test_hostile_bytes_at_a_producer_s_port_disturb_nobody() -> None:
                 frame(Close()) + frame(WantPayloads(0, (1,))),
                 pack(Hello(PROTOCOL, bytes(16))) + bytes(100),
             ]
-            joining = partial(Joining, holder.token.encode(), JoinFetcher())
+            joining = partial(Joining, owner.token.encode(), JoinFetcher())
             for attack in attacks:
-                await anyio.to_thread.run_sync(assault, (holder.host, holder.port), attack, True, joining())
+                await anyio.to_thread.run_sync(assault, (owner.host, owner.port), attack, True, joining())
             rank = Rank(transport.address, 0, 1)
             balancer.end()
             told = await anyio.to_thread.run_sync(rank.told)

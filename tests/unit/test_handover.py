@@ -51,11 +51,11 @@ def rollout(n: int, **fields: Any) -> Rollout:
     )
 
 
-def described(local: Rollout, holder: Owner, key: int, lease: Lease | None = None) -> RemoteRollout:
+def described(local: Rollout, owner: Owner, key: int, lease: Lease | None = None) -> RemoteRollout:
     encoded = encode_rollout(local, kept=True)
     buffer = torch.cat(encoded.pieces())
     assert buffer.numel() == encoded.header.wire_bytes
-    return decode_kept(msgspec.structs.replace(encoded.header, payload=key), buffer, holder, lease or Lease())
+    return decode_kept(msgspec.structs.replace(encoded.header, payload=key), buffer, owner, lease or Lease())
 
 
 def share(micro_batches: list[list[Rollout]]) -> RankBatch:
@@ -82,8 +82,8 @@ def completed(frame: Frame, body: torch.Tensor, held: dict[tuple[str, int], Roll
     """What a rank does, with producers at hand."""
     skeleton = read_skeleton(frame, body, max_bytes=MAX_BYTES)
     slab = torch.full((skeleton.batch.total_bytes,), 255, dtype=torch.uint8)
-    for holder, places in skeleton.missing():
-        parts = [part for place in places for part in payload(held[holder.label, skeleton.key(place)])]
+    for owner, places in skeleton.missing():
+        parts = [part for place in places for part in payload(held[owner.label, skeleton.key(place)])]
         for part, target in zip(parts, skeleton.targets(slab, places), strict=True):
             target.copy_(part)
     skeleton.finish(slab)
@@ -96,7 +96,7 @@ def test_a_description_is_the_rollout_without_a_byte_of_its_tokens() -> None:
     assert all(tensor.is_meta for tensor in (*remote.tokens.values(), *remote.tensors.values()))
     for name in ("num_tokens", "num_loss_tokens", "nbytes", "rollout_id", "group_id", "version", "cost", "scalars"):
         assert getattr(remote, name) == getattr(local, name)
-    assert (remote.holder, remote.key, remote.metadata) == (A, 5, {"n": 2})
+    assert (remote.owner, remote.key, remote.metadata) == (A, 5, {"n": 2})
     padding = remote.padding_copy("padding")
     assert isinstance(padding, RemoteRollout)
     assert (padding.num_loss_tokens, padding.key, padding.lease) == (0, 5, remote.lease)
@@ -105,7 +105,7 @@ def test_a_description_is_the_rollout_without_a_byte_of_its_tokens() -> None:
 def test_a_share_of_many_holders_is_completed_as_if_it_had_been_sent() -> None:
     r = [rollout(n) for n in range(6)]
     held = {("a", 0): r[0], ("b", 0): r[1], ("a", 7): r[3], ("b", 9): r[4]}
-    remote = {n: described(held[label, key], holder, key) for n, label, key, holder in
+    remote = {n: described(held[label, key], owner, key) for n, label, key, owner in
               ((0, "a", 0, A), (1, "b", 0, B), (3, "a", 7, A), (4, "b", 9, B))}  # fmt: skip
     plain = [[r[0], r[1], r[2]], [r[3], r[4].padding_copy("copy")], [r[5]]]
     mixed = [[remote[0], remote[1], r[2]], [remote[3], remote[4].padding_copy("copy")], [r[5]]]
@@ -144,8 +144,8 @@ def test_a_lease_lives_exactly_as_long_as_the_balancer_needs_the_rollout() -> No
         core.set_version(4)  # stale
         assert gone[2:] == [3]
         put(5)
-        assert core.evict_lost(lambda r: isinstance(r, RemoteRollout) and r.holder == B) == []
-        assert core.evict_lost(lambda r: isinstance(r, RemoteRollout) and r.holder == A) == ["r5"]
+        assert core.evict_lost(lambda r: isinstance(r, RemoteRollout) and r.owner == B) == []
+        assert core.evict_lost(lambda r: isinstance(r, RemoteRollout) and r.owner == A) == ["r5"]
         assert gone[3:] == [5]
     finally:
         gc.enable()

@@ -192,7 +192,7 @@ def test_a_kept_payload_is_dropped_once_nobody_holds_its_rollout() -> None:
         put_into(session, number, f"r{number}", key=number)
     offers = [session.take() for _ in range(3)]
     held = [offer.rollouts[0] for offer in offers if isinstance(offer, Offer)]
-    assert all(isinstance(rollout, RemoteRollout) and rollout.holder == OWNER for rollout in held)
+    assert all(isinstance(rollout, RemoteRollout) and rollout.owner == OWNER for rollout in held)
     assert session.keeps_payloads
     del offers
     for number in range(3):

@@ -427,7 +427,7 @@ def _with_a_payload_elsewhere() -> Outgoing:
         },
         scalars=whole.scalars,
         rollout_id=whole.rollout_id,
-        holder=m.Owner("host", 1, "token", "worker 3"),
+        owner=m.Owner("host", 1, "token", "worker 3"),
         key=5,
         lease=Lease(),
         loss_tokens=whole.num_loss_tokens,
