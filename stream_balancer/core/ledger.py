@@ -44,11 +44,12 @@ class RolloutIds:
 
     def finish(self, rollout_ids: Iterable[str], remember: int) -> None:
         """These are done: no longer held; the last ``remember`` of all are known. O(1) each."""
+        held, past = self.held, self.past
         for rollout_id in rollout_ids:
-            self.held.discard(rollout_id)
-            self.past[rollout_id] = None
-        while len(self.past) > remember:
-            self.past.popitem(last=False)
+            held.discard(rollout_id)
+            past[rollout_id] = None
+        while len(past) > remember:
+            past.popitem(last=False)
 
 
 class Ledger:

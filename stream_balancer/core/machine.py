@@ -173,8 +173,7 @@ class BalancerCore:
         flight."""
         state = self.state
         batch, missing = state.ledger.acknowledge(step)
-        real = (r for r in batch.rollouts if not r.is_padding)
-        state.finish(r.rollout_id for r in real if r.rollout_id not in missing)
+        state.finish(r.rollout_id for r in batch.rollouts if not r.is_padding and r.rollout_id not in missing)
         state.counts.acknowledged += batch.num_rollouts - len(missing)
         if missing:
             lost = [r for r in batch.rollouts if not r.is_padding and r.rollout_id in missing]
