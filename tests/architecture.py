@@ -331,7 +331,7 @@ def main(arguments: list[str] | None = None) -> None:
         print(json.dumps(dict(zip(map(str, options.checkouts), measured, strict=True)), indent=1))
         return
     if len(measured) > 1:
-        print("|", *(f" {path.name} |" for path in [Path(), *options.checkouts]), sep="")
+        print("| |", *(f" {path.resolve().name} |" for path in options.checkouts), sep="")
         print("|" + "---|" * (len(measured) + 1))
     for title in measured[0]:
         shown = [_lines(title, one.get(title, "")) for one in measured]
