@@ -48,6 +48,9 @@ def test_a_sibling_lost_in_flight_may_come_again_by_itself() -> None:
     assert batch is not None
     core.mark_missing(batch.step, ["r1"])
     core.acknowledge(batch.step)
+    core.verify()
+    stats = core.statistics(0.0)
+    assert (stats.acknowledged, stats.evicted["lost"]) == (3, 1)
     core.add(make_rollout(4, "r1", group_id="g0"), 0.0)  # its siblings have been trained on
     assert core.state.buffer.groups.incomplete() == {}
     core.force_flush()
