@@ -60,6 +60,16 @@ def test_a_sibling_lost_in_flight_may_come_again_by_itself() -> None:
     assert core.state.buffer.groups.departed() == {}
 
 
+def test_a_drain_takes_groups_that_will_never_be_complete() -> None:
+    core = core_of()
+    core.add_all(list(make_rollouts([3, 4], siblings=4)), 0.0)
+    core.end()
+    batch = core.poll(0.0)
+    assert batch is not None
+    assert (batch.reason, batch.num_rollouts, batch.incomplete_groups) == ("drain", 2, ("g0",))
+    assert core.finished
+
+
 def test_places_are_kept_for_siblings_of_waiting_groups() -> None:
     core = BalancerCore(sb.BalancerConfig(dp_size=1, batch_size=4, window=8, capacity=11, group_size=4))
     core.add_all(list(make_rollouts([3, 4, 5, 6], siblings=4)), 0.0)
