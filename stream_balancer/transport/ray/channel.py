@@ -313,7 +313,8 @@ class ActorChannels:
 
 class CallingChannel(_End):
     """The end in a rank or a worker. One thread receives; one packs and calls, which may have to wait for room in the
-    object store."""
+    object store. A reply without buffers is received in Ray's thread: where workers pack all the time, each hand-over
+    to another thread waits for Python's lock."""
 
     threads = True
 
@@ -331,6 +332,7 @@ class CallingChannel(_End):
         super().__init__()
         self._actor, self._key, self._on_welcome = actor, secrets.token_hex(8), on_welcome
         self._changed = threading.Condition()
+        self._receiving = threading.Lock()  # one call of the receiver at a time
         self._outbox: deque[Sendable] = deque()
         self._arrived: deque[Callable[[], None]] = deque()
         self._unsent: list[Packed] = []
@@ -387,13 +389,17 @@ class CallingChannel(_End):
             while not self.over:
                 with self._changed:
                     self._changed.wait_for(lambda: self._arrived or self.over)
-                while self._arrived and not self.over:
-                    self._arrived.popleft()()
+                with self._receiving:
+                    self._receive_arrived()
         except Exception as error:  # noqa: BLE001 - Ray's errors come in many kinds; so do a session's
             self._break(error)
         with self._changed:
             self._changed.notify_all()
         self._cut()
+
+    def _receive_arrived(self) -> None:
+        while self._arrived and not self.over:
+            self._arrived.popleft()()
 
     def _cut(self) -> None:
         if self._broken:
@@ -436,6 +442,8 @@ class CallingChannel(_End):
                 self._arrive(partial(_raise, error))
                 return
             if self.over and not self._outbox:
+                with self._changed:
+                    self._changed.notify_all()
                 return
 
     def _send_some(self) -> None:
@@ -471,7 +479,18 @@ class CallingChannel(_End):
     def _done(self, then: Callable[[Any], None], future: Any) -> None:
         """In Ray's own thread, which must not be kept."""
         self._pending.pop(future, None)
-        self._arrive(partial(self._handle, then, future))
+        is_first = not self._arrived
+        self._arrived.append(partial(self._handle, then, future))
+        if is_first and _is_small(future) and self._receiving.acquire(blocking=False):
+            try:
+                self._receive_arrived()
+            except Exception as error:  # noqa: BLE001 - for the receiving thread, before all that has arrived since
+                self._arrived.appendleft(partial(_raise, error))
+            finally:
+                self._receiving.release()
+        with self._changed:
+            if self._arrived or self.over:
+                self._changed.notify_all()
 
     def _arrive(self, handle: Callable[[], None]) -> None:
         with self._changed:
@@ -491,6 +510,12 @@ class CallingChannel(_End):
             return cause
         died = isinstance(error, _ray().exceptions.ActorDiedError)
         return ActorLostError(cause_of(error), for_good=died and not self._joined)
+
+
+def _is_small(future: Any) -> bool:
+    """A reply of messages without buffers."""
+    reply = None if future.exception() else future.result()
+    return isinstance(reply, tuple) and all(not arrays and not references for _, arrays, references in reply[1])
 
 
 def _is_large(packed: Packed) -> bool:
