@@ -29,7 +29,6 @@ from stream_balancer.wire.messages import Batch, Denominators, Owner, PartialBat
 from stream_balancer.wire.share import (
     _ENCODER,
     Frame,
-    Kind,
     _align,
     _Meta,
     _Plan,
@@ -139,7 +138,6 @@ class EncodedSkeleton:
         self._packed = msgspec.msgpack.encode(_Skeleton(encoded._meta, list(owners), sources))
         size = len(self._packed) + sum(rollout.nbytes for rollout in self._here)
         self.frame = encoded.frame._replace(
-            kind=Kind.SKELETON,
             meta_bytes=len(self._packed),
             meta_crc=zlib.crc32(self._packed),
             wire_bytes=size,

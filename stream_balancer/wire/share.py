@@ -1,8 +1,8 @@
-"""RankBatch <-> bytes: small fixed frames, and one flat slab per share. Pure; no pickle anywhere.
+"""RankBatch <-> bytes: a small header, and one flat slab per share. Pure; no pickle anywhere.
 
-What crosses a link::
+What crosses a channel, behind a Batch message, and what lies on a disk, behind a frame::
 
-    frame   16 int64 words: magic, kind, counters, sizes, a checksum of itself   (both directions, always the same size)
+    frame   16 int64 words: magic, format, the fields of a Batch message, a checksum of itself
     slab    | meta (msgpack) | micro-batch 0: column a | column b | ... | micro-batch 1: ... | rollouts' own tensors |
 
 Every piece of the slab starts at a multiple of 64 bytes. Offsets are not announced, they follow from what meta says
@@ -10,7 +10,7 @@ Every piece of the slab starts at a multiple of 64 bytes. Offsets are not announ
 came. Within a slab a micro-batch's column is one contiguous slice, so on the rank a
 :class:`~stream_balancer.types.MicroBatch` is a set of views and ``packed()`` copies no token.
 
-A receiver checks a frame before it allocates, and meta before it makes a view: what is wrong raises
+A receiver checks a message before it allocates, and meta before it makes a view: what is wrong raises
 :class:`~stream_balancer.errors.WireError`. Work and memory spent on hostile bytes are proportional to the bytes
 received.
 """
@@ -20,7 +20,6 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from enum import IntEnum
 from functools import partial
 from itertools import accumulate, pairwise
 from math import isfinite, prod
@@ -47,142 +46,75 @@ from stream_balancer.values import (
 from stream_balancer.wire.messages import Batch
 
 __all__ = [
+    "FORMAT",
     "FRAME_BYTES",
     "FRAME_WORDS",
-    "PROTOCOL",
     "Encoded",
     "Frame",
-    "Kind",
     "OtherProtocolError",
     "checked",
     "decode",
     "encode",
     "read_frame",
-    "slab_of",
 ]
 
-PROTOCOL = 3
-"""Version of everything in this file; peers that differ refuse each other before the first frame."""
+FORMAT = 3
+"""Version of what this file writes to a disk."""
 FRAME_WORDS = 16
-"""int64 words in a frame. Fixed for ever: a longer message into a shorter receive buffer aborts the process in gloo."""
+"""int64 words in a frame."""
 FRAME_BYTES = 8 * FRAME_WORDS
 ALIGNMENT = 64
 """Bytes; what torch's own allocator gives, and a cache line."""
 _MAGIC = int.from_bytes(b"strmbal\x01", "little")
+_BATCH, _FIELDS = 1, 4  # what every frame is, and the word at which its fields begin
 
 
 class OtherProtocolError(WireError):
     """Nothing is damaged: it was written by another version of this file."""
 
 
-class Kind(IntEnum):
-    """What a frame says."""
-
-    BATCH = 1
-    """Controller: a slab follows."""
-    TRAILER = 2
-    """Controller: the slab is complete."""
-    END = 3
-    """Controller: no more batches."""
-    FIN = 4
-    """Controller: your BYE was seen, you may go."""
-    ALIVE = 5
-    """Either: still here."""
-    REPORT = 6
-    """Rank: ``taken`` batches left the queue (the credit), step ``step`` is done and took ``nanoseconds`` (the
-    acknowledgement; if ``rank`` is 1, the trainer is through with it and acknowledges it later), of which it computed
-    ``wire_bytes`` - 1 nanoseconds (0: not timed), after it had waited ``total_bytes`` nanoseconds for it."""
-    BYE = 7
-    """Rank: I am leaving on purpose."""
-    SHARE = 8
-    """Controller: can you open file ``taken`` of process ``step`` and read ``total_bytes`` there? Rank: yes if
-    ``taken`` is 1, else no."""
-    SLAB = 9
-    """Controller: slab ``slab`` is file ``taken`` of mine, ``total_bytes`` long; forget it if that is 0."""
-    SKELETON = 10
-    """Controller: as BATCH, but producers hold (some of) the payload, and the slab says which."""
-    LACKS = 11
-    """Rank: step ``step`` cannot be trained on, because the producer of its rollout number ``taken`` is gone."""
-
-
 class Frame(NamedTuple):
-    """One fixed-size message. Fields that a kind does not use are zero."""
+    """What a checkpoint and a journal write before a buffer: the fields of a Batch message, always the same size."""
 
-    kind: Kind
-    seen: int = 0
-    """Frames the sender of this one has received on this link; what they acknowledge may be dropped."""
     step: int = -1
     rank: int = 0
     dp_size: int = 0
     meta_bytes: int = 0
-    """Bytes of msgpack at the start of the slab."""
+    """Bytes of msgpack at the start of the buffer."""
     wire_bytes: int = 0
-    """Bytes of the slab that are sent."""
+    """Bytes of the buffer that are written, or sent."""
     total_bytes: int = 0
-    """Bytes the receiver needs: the slab, and room for columns that travel narrowed."""
+    """Bytes a reader needs: the buffer, and room for columns that are narrowed."""
     meta_crc: int = 0
-    chunk_bytes: int = 0
-    """The slab comes in messages of this many bytes, the last one shorter."""
-    taken: int = 0
-    """Batches the rank's trainer has taken from its queue, ever, on this link."""
-    nanoseconds: int = 0
-    """What the step took on the rank."""
-    slab: int = 0
-    """Controller: the batch lies in this slab of shared memory, no chunks follow. Rank: it has let go of this slab."""
 
     def pack(self) -> Tensor:
-        """``[16]`` int64, ready to send."""
+        """``[16]`` int64: magic, format, 1, 0, the fields, zeros, a checksum of all before it."""
         words = np.zeros(FRAME_WORDS, np.int64)
-        words[0] = _MAGIC
-        words[1] = PROTOCOL
-        words[2 : 2 + len(self)] = self
+        words[:3] = _MAGIC, FORMAT, _BATCH
+        words[_FIELDS : _FIELDS + len(self)] = self
         words[-1] = zlib.crc32(words[:-1].tobytes())
         return torch.from_numpy(words)
 
 
 def read_frame(words: Tensor) -> Frame:
-    """``[16]`` int64 -> :class:`Frame`. Raises WireError for anything this version would not have sent."""
+    """``[16]`` int64 -> :class:`Frame`. Raises WireError for anything this version would not have written."""
     raw = words.numpy()
     if raw.shape != (FRAME_WORDS,) or raw.dtype != np.int64:
         raise WireError(f"a frame is [{FRAME_WORDS}] int64, not {list(raw.shape)} {raw.dtype}")
     if raw[0] != _MAGIC:
-        raise WireError(
-            "not a stream_balancer frame (wrong magic): something else is sending on this link. Check the store"
-        )
+        raise WireError("not a stream_balancer frame (wrong magic): something else was written here")
     if raw[-1] != zlib.crc32(raw[:-1].tobytes()):
-        raise WireError("a frame's checksum is wrong: it was damaged or cut short on its way")
-    if raw[1] != PROTOCOL:
+        raise WireError("a frame's checksum is wrong: it was damaged or cut short")
+    if raw[1] != FORMAT:
         raise OtherProtocolError(
-            f"the peer speaks protocol {raw[1]}, this side {PROTOCOL}. Install one stream_balancer everywhere"
+            f"this was written in format {raw[1]}, and this version reads {FORMAT}. Install the version that wrote it"
         )
-    values = raw[2 : 2 + len(Frame._fields)].tolist()
-    try:
-        kind = Kind(values[0])
-    except ValueError:
-        raise WireError(f"unknown kind of frame: {values[0]}") from None
-    frame = Frame(kind, *values[1:])
-    if any(value < 0 for value in frame[3:]) or frame.seen < 0 or frame.step < -1:
+    if raw[2] != _BATCH:
+        raise WireError(f"unknown kind of frame: {raw[2]}")
+    frame = Frame(*raw[_FIELDS : _FIELDS + len(Frame._fields)].tolist())
+    if any(value < 0 for value in frame[1:]) or frame.step < -1:
         raise WireError(f"a frame has negative counters: {frame}")
     return frame
-
-
-def check_batch_frame(frame: Frame, *, after: int, rank: int, dp_size: int, max_bytes: int) -> None:
-    """Refuse an announced batch that is not this rank's, not of a step later than ``after`` (-1: any), or larger than
-    ``max_bytes``. Before any allocation. Steps need not be consecutive: one may have been given up."""
-    if (frame.rank, frame.dp_size) != (rank, dp_size):
-        raise WireError(f"got a batch for rank {frame.rank} of {frame.dp_size}, but this is rank {rank} of {dp_size}")
-    if frame.step <= after:
-        raise WireError(f"rank {rank}: got step {frame.step}, expected one after {after}")
-    if frame.total_bytes > max_bytes:
-        raise WireError(
-            f"rank {rank}: step {frame.step} announces {frame.total_bytes} bytes, more than max_batch_bytes "
-            f"({max_bytes}). Raise max_batch_bytes of RankFeed, or lower batch_size"
-        )
-    in_chunks = frame.slab == 0
-    if not (0 < frame.meta_bytes <= frame.wire_bytes <= frame.total_bytes) or (
-        in_chunks and frame.chunk_bytes < min(2**16, frame.wire_bytes)
-    ):
-        raise WireError(f"rank {rank}: step {frame.step} announces impossible sizes: {frame}")
 
 
 class _Tensor(msgspec.Struct, array_like=True, frozen=True, gc=False):
@@ -391,7 +323,6 @@ def encode(share: RankBatch, *, max_bytes: int = 2**62, narrow: bool = True) -> 
             "Raise max_batch_bytes of RankFeed, or lower batch_size"
         ) from None
     frame = Frame(
-        Kind.BATCH,
         step=share.step,
         rank=share.rank,
         dp_size=share.dp_size,
@@ -706,19 +637,6 @@ class _Rollouts(Sequence[Rollout]):
 def checksum(frame: Frame | Batch, slab: Tensor) -> int:
     """Of all that travels of a slab; never 0. O(bytes)."""
     return zlib.crc32(slab[: frame.wire_bytes].numpy().data) or 1
-
-
-def slab_of(share: RankBatch) -> tuple[Any, Tensor]:
-    """The BATCH frame and the slab that ``share`` was decoded from: :func:`decode` makes an equal share of them. O(1);
-    O(bytes) for a share that did not come over a wire."""
-    rollouts = share.micro_batches[0].rollouts
-    if isinstance(rollouts, _Rollouts):
-        return rollouts._received.frame, rollouts._received.slab
-    encoded = encode(share)
-    slab = torch.empty(encoded.frame.total_bytes, dtype=torch.uint8)
-    for _ in encoded.fill(slab):
-        pass
-    return encoded.frame, slab
 
 
 def _share(frame: Frame | Batch, meta: _Meta, plan: _Plan, slab: Tensor) -> RankBatch:

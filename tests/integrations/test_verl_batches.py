@@ -80,7 +80,11 @@ def through_the_wire(rollouts: list[sb.Rollout]) -> list[sb.Rollout]:
 
 
 def sent(share: sb.RankBatch) -> sb.RankBatch:
-    return wire.decode(*wire.slab_of(share))
+    encoded = wire.encode(share)
+    buffer = torch.empty(encoded.frame.total_bytes, dtype=torch.uint8)
+    for _ in encoded.fill(buffer):
+        pass
+    return wire.decode(encoded.frame, buffer)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -27,7 +27,7 @@ from stream_balancer.wire.partial_share import (
     read_skeleton,
 )
 from stream_balancer.wire.rollouts import check_header, decode_kept, encode_rollout
-from stream_balancer.wire.share import Frame, Kind
+from stream_balancer.wire.share import Frame
 
 A, B = Owner("127.0.0.1", 1, "secret", "a"), Owner("127.0.0.1", 2, "secret", "b")
 MAX_BYTES = 2**20
@@ -170,7 +170,7 @@ def hostile_skeletons(cases: int, seed: int) -> tuple[int, int]:
             mutated = mutated._replace(wire_bytes=len(raw), total_bytes=len(raw))
         try:
             if not 0 < mutated.meta_bytes <= mutated.wire_bytes == len(raw):
-                raise WireError("check_batch_frame refuses it")
+                raise WireError("a rank's port refuses it")
             received = torch.frombuffer(bytearray(raw), dtype=torch.uint8)
             skeleton = read_skeleton(mutated, received, max_bytes=MAX_BYTES)
             slab = torch.zeros(skeleton.batch.total_bytes, dtype=torch.uint8)
@@ -199,7 +199,7 @@ def test_hostile_descriptions_are_refused_or_harmless() -> None:
     chance = random.Random(0)
     encoded = encode_rollout(rollout(2), kept=True)
     meta_bytes, crc, wire_bytes, total_bytes, _ = msgspec.structs.astuple(encoded.header)
-    frame = Frame(Kind.BATCH, meta_bytes=meta_bytes, meta_crc=crc, wire_bytes=wire_bytes, total_bytes=total_bytes)
+    frame = Frame(meta_bytes=meta_bytes, meta_crc=crc, wire_bytes=wire_bytes, total_bytes=total_bytes)
     body = torch.cat(encoded.pieces()).numpy().tobytes()
     refused = 0
     for _ in range(2000):

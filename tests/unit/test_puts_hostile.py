@@ -17,7 +17,7 @@ from stream_balancer.transport.producer_session import Offer
 from stream_balancer.transport.put_ledger import Mode
 from stream_balancer.types import Rollout
 from stream_balancer.wire.messages import Put, PutGroup, RolloutHeader
-from stream_balancer.wire.share import Frame, Kind
+from stream_balancer.wire.share import Frame
 
 
 def _rollout(n: int, group: str | None = None) -> Rollout:
@@ -56,7 +56,6 @@ def _spoil(
     place = chance.randrange(len(headers))
     header, body = headers[place], buffers[place].numpy().tobytes()
     frame = Frame(
-        Kind.BATCH,
         meta_bytes=header.meta_bytes,
         wire_bytes=header.wire_bytes,
         total_bytes=header.total_bytes,

@@ -282,7 +282,7 @@ def test_rollouts_of_another_version_are_refused_not_set_aside() -> None:
     words = state["waiting"][0]
     words[1] += 1
     words[-1] = zlib.crc32(words[:-1].numpy().tobytes())
-    with pytest.raises(sb.WireError, match="protocol"):
+    with pytest.raises(sb.WireError, match="format"):
         read_state_dict(state)
 
 

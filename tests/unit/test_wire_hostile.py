@@ -16,8 +16,11 @@ import torch
 
 from stream_balancer.errors import WireError
 from stream_balancer.testing import make_rollout
+from stream_balancer.transport.memory_channel import Wire
+from stream_balancer.transport.rank_port import RankPort
 from stream_balancer.types import MicroBatch, RankBatch, Rollout
 from stream_balancer.wire import share as wire
+from stream_balancer.wire.messages import Batch, JoinRank
 
 MAX_BYTES = 2**20
 Message = tuple[wire.Frame, bytes]
@@ -48,17 +51,22 @@ def _valid() -> Message:
     encoded = wire.encode(share)
     slab = torch.zeros(encoded.frame.wire_bytes, dtype=torch.uint8)
     assert list(encoded.fill(slab))
-    return encoded.frame._replace(chunk_bytes=2**20), slab.numpy().tobytes()
+    return encoded.frame, slab.numpy().tobytes()
 
 
 def _feed(words: torch.Tensor, body: bytes) -> RankBatch:
     """What a rank does with a message, in the order it does it."""
     frame = wire.read_frame(words)
-    wire.check_batch_frame(frame, after=-1, rank=1, dp_size=2, max_bytes=MAX_BYTES)
-    slab = torch.zeros(frame.total_bytes, dtype=torch.uint8)
+    message = Batch(**frame._asdict())
+    port = RankPort(Wire().ends[1], JoinRank(1, 2, 0, 1, MAX_BYTES))
+    (size,) = port.admit(message, (frame.wire_bytes,))
+    slab = torch.zeros(size, dtype=torch.uint8)
     body = body[: frame.wire_bytes].ljust(frame.wire_bytes, b"\0")
     slab[: frame.wire_bytes] = torch.frombuffer(bytearray(body), dtype=torch.uint8)
-    return wire.decode(frame, slab)
+    port.receive(message, [slab], ())
+    batch = port.take()
+    assert batch is not None
+    return batch
 
 
 def _use(batch: RankBatch) -> None:
@@ -142,7 +150,7 @@ def _flipped(frame: wire.Frame, body: bytes, chance: random.Random) -> Message:
 
 
 def _odd_frame(frame: wire.Frame, body: bytes, chance: random.Random) -> Message:
-    names = [name for name in wire.Frame._fields if name != "kind"]
+    names = wire.Frame._fields
     numbers = [n for n in _ODD if type(n) is int]
     values: dict[str, Any] = {chance.choice(names): chance.choice(numbers) for _ in range(chance.randint(1, 3))}
     return frame._replace(**values), body

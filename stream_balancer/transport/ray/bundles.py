@@ -30,7 +30,7 @@ from stream_balancer.transport.channel import Source
 from stream_balancer.types import SUPPORTED_DTYPES, MicroBatch, RankBatch, Rollout
 from stream_balancer.wire.messages import Owner, RolloutHeader
 from stream_balancer.wire.partial_share import Lease, RemoteRollout
-from stream_balancer.wire.share import _DECODER, ALIGNMENT, Encoded, Frame, Kind, _Meta, decode, encode
+from stream_balancer.wire.share import _DECODER, ALIGNMENT, Encoded, Frame, _Meta, decode, encode
 
 __all__ = [
     "ObjectStore",
@@ -153,7 +153,6 @@ def _index_bytes(encoded: Encoded) -> bytes:
 def read_bundle(header: RolloutHeader, buffer: Tensor) -> list[Rollout]:
     """The rollouts of a bundle whose columns follow the description, as views of ``buffer`` (``[total_bytes]``)."""
     frame = Frame(
-        Kind.BATCH,
         step=0,
         dp_size=1,
         meta_bytes=header.meta_bytes,
