@@ -190,9 +190,10 @@ def test_a_newer_incarnation_supersedes_an_older_one() -> None:
         assert admission.admit(RankSession(channel, join, at_once))
     assert channels[0].closed == "superseded by incarnation 1"
     assert admission.sessions[0].incarnation == 1
-    refused = admission.refusal(JOIN)
-    assert refused is not None
-    assert refused.reason == "busy"
+    for incarnation in (0, 1):
+        refused = admission.refusal(msgspec.structs.replace(JOIN, incarnation=incarnation))
+        assert refused is not None
+        assert refused.reason == "busy"
     assert not admission.admit(RankSession(FakeChannel(), JOIN, at_once)), "it was slower than a newer one"
 
 
@@ -414,6 +415,7 @@ def test_a_rank_fetches_in_a_thread_of_its_own_and_is_closed_while_it_does(chann
     deliver(_with_a_payload_elsewhere(), port)
     assert reading.wait(10), "receive() must not wait for the owner"
     port.close()
+    assert source.closed.is_set(), "the thread was waited for, not woken"
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("sb-fetch")]
 
 
