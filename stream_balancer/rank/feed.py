@@ -258,8 +258,8 @@ class RankFeed(OfOneProcess):
                 self._asked_at = None
 
     def _leave(self) -> None:
-        """No more will come: say good-bye once all is acknowledged, so that the last acknowledgement arrives though the
-        process may end now."""
+        """No more will come: close gracefully once all is acknowledged, so that the last acknowledgement arrives
+        though the process may end now."""
         if self._taken.end():
             self._port.leave()
 

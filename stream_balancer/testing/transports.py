@@ -445,7 +445,7 @@ async def held_batches_are_never_overwritten(open_harness: Opener) -> None:
 
 
 async def the_end_is_told_after_what_was_sent(open_harness: Opener) -> None:
-    """``end()`` overtakes nothing; the rank's good-bye is an end, not a loss; nothing can be sent any more."""
+    """``end()`` overtakes nothing; the rank's close is an end, not a loss; nothing can be sent any more."""
     async with open_harness(1) as harness:
         feed = harness.connect(0)
         link = await _link(harness.transport)

@@ -126,11 +126,12 @@ class Port(Protocol):
         ...
 
     def leave(self) -> None:
-        """Say good-bye without waiting for the answer, for a rank that has all it wanted. Never blocks. Idempotent."""
+        """Close gracefully without waiting for the answer, for a rank that has all it wanted. Never blocks.
+        Idempotent."""
         ...
 
     def close(self) -> None:
-        """Say good-bye and release everything; threads have ended when this returns. Blocks for a moment.
+        """Close gracefully and release everything; threads have ended when this returns. Blocks for a moment.
         Idempotent."""
         ...
 

@@ -101,7 +101,7 @@ class TorchTransport:
         ``name``: two balancers may share a store under different names. ``connect_timeout_s``: how long a rank that was
         let in may take to build its link. ``keepalive_s``: how often an idle link says so; after three times that
         without a word a peer is reported as stalled, and waited for. ``linger_s``: how long a closing end waits for the
-        other's good-bye. ``narrow``: int64 columns travel as int32 where the values fit. ``shared_memory``: ranks on
+        other's answer. ``narrow``: int64 columns travel as int32 where the values fit. ``shared_memory``: ranks on
         this machine read batches where they were packed, instead of through a socket. ``staged_bytes``: puts of one
         producer that have arrived and are not accepted yet; ``max_put_bytes``: the largest single put, which may exceed
         that if it travels alone.
