@@ -61,6 +61,7 @@ class RankSession(Session):
         self._depth, self._max_bytes = request.depth, request.max_batch_bytes
         self._sent = self._taken = 0
         self._last_step: int | None = None
+        self._arrived: deque[Taken | Report] = deque()  # on its way into the loop
         self._reports: deque[Report] = deque()
         self._error: Exception | None = None
         self._ended = False
@@ -132,6 +133,12 @@ class RankSession(Session):
         self._fail(ClosedResourceError())
         await beside_the_loop(self._channel.abort, threads=self._channel.threads)
 
+    def _take_arrived(self) -> None:
+        while self._arrived:
+            self._on_message(self._arrived[0])
+            self._arrived.popleft()  # only now: what comes meanwhile is taken by this loop
+        self._notify()
+
     def _on_message(self, message: Taken | Report) -> None:
         if self.stalled_s:
             self._on_stalled(0.0)
@@ -139,7 +146,6 @@ class RankSession(Session):
             self._taken = message.total
         elif self._error is None:
             self._reports.append(message)
-        self._notify()
 
     def _on_ended(self, error: Exception) -> None:
         if isinstance(error, PeerClosed):
@@ -195,7 +201,9 @@ class RankSession(Session):
             check_report(message)
         elif not isinstance(message, PayloadsFetched):
             raise unexpected(message, "a rank trains")
-        self._in_loop(partial(self._on_message, message))
+        self._arrived.append(message)
+        if len(self._arrived) == 1:  # one wake-up of the loop for all that comes until it takes them
+            self._in_loop(self._take_arrived)
 
     def ended(self, error: Exception) -> None:
         """See :class:`~stream_balancer.transport.channel.Receiver`."""

@@ -29,8 +29,11 @@ def rollout(n: int = 0) -> sb.Rollout:
 
 
 @contextmanager
-def controller(dp_size: int = 1, rollouts: int = 8, store: dist.Store | None = None) -> Iterator[str]:
-    """A balancer in a thread, with rollouts; the address for its ranks and producers."""
+def controller(
+    dp_size: int = 1, rollouts: int = 8, store: dist.Store | None = None, stay_s: float = 0.0
+) -> Iterator[str]:
+    """A balancer in a thread, with rollouts; the address for its ranks and producers. ``stay_s``: so long can one more
+    rank come in after the end."""
     address: SimpleQueue[str] = SimpleQueue()
 
     async def main() -> None:
@@ -40,6 +43,7 @@ def controller(dp_size: int = 1, rollouts: int = 8, store: dist.Store | None = N
         )
         async with sb.StreamBalancer(config) as balancer, listening as transport, anyio.create_task_group() as tasks:
             tasks.start_soon(sb.serve, balancer, transport)
+            tasks.start_soon(anyio.sleep, stay_s)
             address.put("" if store is not None else transport.address)
             for n in range(rollouts):
                 await balancer.put(rollout(n))

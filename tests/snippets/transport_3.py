@@ -7,6 +7,6 @@ from tests.snippets._stage import controller
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 dp = tp = 1
 hsdp = init_device_mesh("cpu", (1, 1), mesh_dim_names=("dp_replicate", "dp_shard"))
-with controller(rollouts=8) as address:
+with controller(rollouts=8, stay_s=3.0) as address:
     pass  # the snippet: "cuda" -> "cpu"
 dist.destroy_process_group()
