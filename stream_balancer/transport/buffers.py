@@ -27,10 +27,16 @@ class SlabPool:
         """``keep``: how many idle slabs are kept. ``pinned``: in memory that an accelerator can read by itself."""
         self._keep = keep
         self._pinned = pinned
-        self._idle: deque[Tensor] = deque()
+        self._idle: list[Tensor] = []  # the last one used is the last: it is warm
+        self._returned: deque[Tensor] = deque()  # on their way into _idle
         self._lock = threading.Lock()
         self.allocated_bytes = 0
         """Bytes allocated over the pool's life."""
+
+    @property
+    def num_idle(self) -> int:
+        """Buffers that have come back, and may be lent again."""
+        return len(self._idle) + len(self._returned)
 
     def lend(self, size: int) -> Tensor:
         """``[size]`` uint8, contents undefined; back in the pool once no tensor over it is left. O(idle slabs)."""
@@ -41,22 +47,18 @@ class SlabPool:
 
     def _take(self, size: int) -> Tensor:
         with self._lock:
-            self._trim()
-            fitting = [slab for slab in self._idle if slab.numel() >= size]
+            while self._returned:
+                self._idle.append(self._returned.popleft())
+            del self._idle[: max(len(self._idle) - self._keep, 0)]
+            fitting = [index for index, slab in enumerate(self._idle) if slab.numel() >= size]
             if fitting:
-                best = min(reversed(fitting), key=lambda slab: slab.numel())  # of equals the last one used: it is warm
-                self._idle = deque(slab for slab in self._idle if slab is not best)
-                return best
-            if self._idle:  # all too small: the batches grew, so let one go for the larger one
-                self._idle.popleft()
+                return self._idle.pop(min(reversed(fitting), key=lambda index: self._idle[index].numel()))
+            del self._idle[:1]  # all are too small: the batches grew, so let one go for the larger one
         room = -(-(size + size // 8) // _GRAIN) * _GRAIN
         self.allocated_bytes += room
         return torch.empty(room, dtype=torch.uint8, pin_memory=self._pinned)
 
     def _give_back(self, slab: Tensor) -> None:
-        # Runs wherever the last view dies, perhaps inside a garbage collection in the middle of lend(): no lock here.
-        self._idle.append(slab)
-
-    def _trim(self) -> None:
-        while len(self._idle) > self._keep:
-            self._idle.popleft()
+        # Runs wherever the last view dies, perhaps inside a garbage collection in the middle of lend(). So it takes no
+        # lock, and touches only what nobody iterates over: another thread may be choosing among the idle ones.
+        self._returned.append(slab)

@@ -101,12 +101,12 @@ def test_a_slab_returns_to_the_pool_only_when_its_copy_is_done(streams: FakeStre
     uploader.hand_over(batch)
     del batch
     gc.collect()
-    assert not pool._idle, "the copy may still be reading it"
+    assert not pool.num_idle, "the copy may still be reading it"
     later = uploader.decode(*arrive(1, pool))
-    assert not pool._idle
+    assert not pool.num_idle
     streams.events[0].done = True
     uploader.hand_over(later)
-    assert len(pool._idle) == 1
+    assert pool.num_idle == 1
     streams.events[1].done = True
     uploader.decode(*arrive(2, pool))
     assert pool.allocated_bytes == 2 * 2**20, "two slabs for three batches"
