@@ -42,7 +42,7 @@ def _float_lengths(lengths: ArrayLike) -> NDArray[np.float64]:
 class TokenCost:
     """Work = tokens. Right while attention is a small part: short rollouts, or wide models.
 
-    Example:
+    Examples:
         >>> TokenCost()([100, 500, 1000, 2000, 4000])
         array([ 100.,  500., 1000., 2000., 4000.])
     """
@@ -61,7 +61,7 @@ class TokenCost:
 class QuadraticCost:
     """Work = linear * L + quadratic * L^2, in any unit: only the ratio of the two matters for balance.
 
-    Example:
+    Examples:
         >>> QuadraticCost(linear=1000.0, quadratic=1.0)([100, 500, 1000, 2000, 4000])  # pairs: half of it at 1000
         array([  110000.,   750000.,  2000000.,  6000000., 20000000.])
     """
@@ -99,7 +99,7 @@ class TransformerCost:
     head_dim`` per attended token pair; L^2/2 pairs under a causal mask. The vocabulary projection counts once per
     token.
 
-    Example:
+    Examples:
         >>> llama_8b = TransformerCost(
         ...     hidden_size=4096, num_layers=32, num_heads=32, num_kv_heads=8,
         ...     intermediate_size=14336, vocab_size=128256,
@@ -222,7 +222,7 @@ _HF_NAMES = frozenset(
 class PaddedCost:
     """Work of a padded micro-batch: rollouts x the longest of them, so alike lengths belong together.
 
-    Example:
+    Examples:
         >>> cost = PaddedCost()
         >>> cost([100, 500, 1000, 2000, 4000])  # of each by itself; together in a micro-batch they are 5 x 4000
         array([ 100.,  500., 1000., 2000., 4000.])
@@ -260,7 +260,7 @@ class CalibratedCost:
     makes all ranks look alike. So the trainer says what to time: ``with feed.timed(): ...`` around forward and backward
     passes, or :meth:`RankFeed.add_compute_s`, or ``balancer.record_step_seconds`` in a loop over ``batches()``.
 
-    Example:
+    Examples:
         >>> cost = CalibratedCost(prior=QuadraticCost(linear=1000.0, quadratic=1.0), half_life_steps=30)
         >>> cost([100, 500, 1000, 2000, 4000])  # until the first seconds are in: the prior
         array([  110000.,   750000.,  2000000.,  6000000., 20000000.])

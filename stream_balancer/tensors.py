@@ -29,7 +29,7 @@ PaddingSide = Literal["left", "right"]
 class FlatColumns:
     """Flat columns: ``n`` rollouts end to end, the start of every layout.
 
-    Example:
+    Examples:
         >>> ids = torch.tensor([11, 12, 21, 22, 23, 31])  # [T]: three rollouts of 2, 3 and 1 tokens
         >>> flat = FlatColumns({"input_ids": ids}, lengths=(2, 3, 1), scalars={}, weights=torch.ones(3))
         >>> packed(flat).cu_seqlens  # [n+1]
@@ -139,7 +139,7 @@ def _scalars(flat: FlatColumns, dtype: torch.dtype) -> dict[str, Tensor]:
 def packed(flat: FlatColumns, *, scalar_dtype: torch.dtype = torch.float32) -> Packed:
     """The flat columns as they are, with the indices a variable-length kernel needs. No token is copied. O(n).
 
-    Example:
+    Examples:
         >>> ids = torch.tensor([11, 12, 21, 22, 23, 31])  # [T]
         >>> weights = torch.tensor([1.0, 1.0, 0.0])  # [n]: the last one is a padding copy
         >>> rollouts = packed(FlatColumns({"input_ids": ids}, (2, 3, 1), {"advantage": [0.5, -1.0, 2.0]}, weights))
@@ -178,7 +178,7 @@ def padded(
     ``pad_values`` maps a column to what stands beyond a rollout's end; 0 (False) where it says nothing.
     Raises ValueError for an unknown ``padding_side``, an unknown column in ``pad_values``, or ``multiple_of < 1``.
 
-    Example:
+    Examples:
         >>> ids = torch.tensor([11, 12, 21, 22, 23, 31])  # [T]
         >>> flat = FlatColumns({"input_ids": ids}, (2, 3, 1), {}, torch.ones(3))
         >>> rows = padded(flat, padding_side="left", multiple_of=4)
@@ -227,7 +227,7 @@ def padded(
 def nested(flat: FlatColumns, *, scalar_dtype: torch.dtype = torch.float32) -> Nested:
     """Jagged nested tensors over the flat columns; no token is copied. O(n).
 
-    Example:
+    Examples:
         >>> ids = torch.tensor([11, 12, 21, 22, 23, 31])  # [T]
         >>> rollouts = nested(FlatColumns({"input_ids": ids}, (2, 3, 1), {}, torch.ones(3)))
         >>> rollouts["input_ids"].unbind()  # [n, j]: j differs from rollout to rollout

@@ -218,7 +218,7 @@ class Rollout:
 class MicroBatch:
     """Micro-batch: rollouts that go through the model together, on one rank. Lay them out with one of the four methods.
 
-    Example:
+    Examples:
         >>> micro_batch = MicroBatch.of([Rollout(tokens={"input_ids": ids}) for ids in ([11, 12], [21, 22, 23], [31])])
         >>> micro_batch
         MicroBatch(num_rollouts=3, num_tokens=6)

@@ -49,7 +49,7 @@ def checked_speeds(speeds: ArrayLike | Sequence[float] | None, num_ranks: int) -
 def split_by_label(labels: Ints, num_ranks: int) -> list[Ints]:
     """[n] labels -> one ascending index array per label. O(n log n).
 
-    Example:
+    Examples:
         >>> split_by_label(np.array([0, 1, 1, 0, 2, 1]), num_ranks=3)
         [array([0, 3]), array([1, 2, 5]), array([4])]
     """
@@ -62,7 +62,7 @@ def split_by_label(labels: Ints, num_ranks: int) -> list[Ints]:
 def loads_of(costs: Floats, shares: list[list[Ints]]) -> Floats:
     """[rank] summed cost of [rank][micro-batch] -> positions. O(n).
 
-    Example:
+    Examples:
         >>> costs = np.array([900.0, 700.0, 500.0, 400.0, 300.0, 200.0])
         >>> loads_of(costs, [[np.array([0]), np.array([3, 5])], [np.array([1, 2]), np.array([4])]])
         array([1500., 1500.])

@@ -27,7 +27,7 @@ def lower_bound(costs: ArrayLike, num_ranks: int, counts: Counts = "free", speed
     Raises:
         ValueError: as for `partition`.
 
-    Example:
+    Examples:
         >>> lower_bound([900, 700, 500, 500, 300, 100], 2)  # the mean load: 3000 / 2
         1500.0
         >>> lower_bound([1800, 700, 500, 500, 300, 100], 2)  # 3900 / 2, for all of them are needed to match the longest

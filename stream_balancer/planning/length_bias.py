@@ -52,7 +52,7 @@ class LengthBiasSummary:
 class LengthBias:
     """Running figures on length against delay. O(n) per call, constant memory.
 
-    Example:
+    Examples:
         >>> bias = LengthBias()
         >>> bias.arrived([100, 200, 400, 800, 1600, 3200])
         >>> bias.record([100, 200, 400], delays_dispatches=[0, 0, 0])  # the short ones left at once,

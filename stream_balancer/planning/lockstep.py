@@ -58,7 +58,7 @@ def choose_lockstep(
 
     Complexity: O(W log W + W * number), vectorised over W.
 
-    Example:
+    Examples:
         >>> costs = np.array([100.0, 900.0, 120.0, 880.0, 110.0, 300.0, 910.0, 90.0])  # oldest first
         >>> must, remaining = np.zeros(8, dtype=np.bool_), np.full(8, 8)
         >>> go = choose_lockstep(costs, must, remaining, num_rollouts=4, num_ranks=2, number=2)

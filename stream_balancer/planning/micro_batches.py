@@ -82,7 +82,7 @@ def form_micro_batches(
 
     Complexity: O(n log n) per number of micro-batches tried; the search in lockstep has a fixed work budget.
 
-    Example:
+    Examples:
         >>> lengths = [900, 700, 500, 400, 300, 200]
         >>> form_micro_batches(lengths, lengths, num_ranks=2, max_tokens=1000)  # [900, 600] and [800, 700] tokens
         [[array([0]), array([3, 5])], [array([2, 4]), array([1])]]

@@ -76,7 +76,7 @@ class Candidates:
 def choose(units: Candidates) -> Bools:
     """-> [U] mask of the units that go: all of `must` and `num_more` others. O(U log U), few passes.
 
-    Example:
+    Examples:
         >>> costs = np.array([500.0, 400.0, 2400.0, 300.0, 450.0, 350.0, 420.0, 380.0])  # oldest first
         >>> nothing, outlier = np.zeros(8, dtype=np.bool_), costs == 2400.0
         >>> units = Candidates(costs, costs, must=nothing, remaining=np.full(8, 8), num_more=4, ranks=2.0)

@@ -56,7 +56,7 @@ def partition(
 
     Complexity: O(n log n) plus a refinement bounded by a fixed budget of elementary operations.
 
-    Example:
+    Examples:
         >>> costs = [900, 700, 500, 400, 300, 200]
         >>> partition(costs, num_ranks=2)  # 900 + 400 + 200 and 700 + 500 + 300: both 1500
         [array([0, 3, 5]), array([1, 2, 4])]
@@ -86,7 +86,7 @@ def partition_together(
 ) -> list[Ints]:
     """`partition` that keeps rollouts of one label on one rank; "equal" then counts labels, not rollouts.
 
-    Example:
+    Examples:
         >>> partition_together([900, 700, 500, 400, 300, 200], labels=[7, 7, 8, 8, 9, 9], num_ranks=2)  # 1600 and 1400
         [array([0, 1]), array([2, 3, 4, 5])]
     """

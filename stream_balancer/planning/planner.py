@@ -47,7 +47,7 @@ def plan_batch(waiting: Waiting, knobs: PlanKnobs, *, num_rollouts: int, step: i
 
     Complexity: O(W log W + n log n), refinement within a fixed work budget. Deterministic.
 
-    Example:
+    Examples:
         >>> costs = np.array([500.0, 400.0, 2400.0, 300.0, 450.0, 350.0, 420.0, 380.0])  # oldest first
         >>> waiting = Waiting.of(costs)
         >>> knobs = PlanKnobs(num_ranks=2, batch_size=4, max_skips=8)
@@ -87,7 +87,7 @@ def choose_batch(waiting: Waiting, knobs: PlanKnobs, *, num_rollouts: int) -> Bo
     """[W] who would go: `plan_batch` without the ranks, and without the swaps that follow from them.
     O(W log W).
 
-    Example:
+    Examples:
         >>> costs = np.array([500.0, 400.0, 2400.0, 300.0, 450.0, 350.0, 420.0, 380.0])
         >>> knobs = PlanKnobs(num_ranks=2, batch_size=4, max_skips=8)
         >>> np.flatnonzero(choose_batch(Waiting.of(costs), knobs, num_rollouts=4))

@@ -35,7 +35,7 @@ NO_FIXED_COSTS = FixedCosts()
 def work_rates(speeds: Floats, fixed_costs: FixedCosts, work: float, num_micro_batches: int) -> Floats:
     """[num_ranks] how ``work`` should be split, in all as much as ``speeds``. O(num_ranks).
 
-    Example:
+    Examples:
         >>> speeds = np.array([1.0, 0.5])
         >>> work_rates(speeds, NO_FIXED_COSTS, work=3000.0, num_micro_batches=1)  # 2000 and 1000
         array([1. , 0.5])

@@ -222,7 +222,7 @@ def smallest_max_skips(window: int, batch_size: int, capacity: int, group_size: 
     stay together; usefulness needs max_skips >= 3 * (window / batch_size - 1), else everything is always due and
     nothing is left to choose.
 
-    Example:
+    Examples:
         >>> smallest_max_skips(window=64, batch_size=32, capacity=128)
         3
         >>> smallest_max_skips(window=128, batch_size=32, capacity=256)

@@ -49,7 +49,7 @@ def swap_with_waiting(
 
     Complexity: O(n log W) for n chosen rollouts, in at most two passes over the ranks.
 
-    Example:
+    Examples:
         >>> costs = np.array([900.0, 700.0, 450.0, 300.0, 200.0, 400.0])
         >>> chosen = [[np.array([0, 2])], [np.array([1, 3])]]  # [rank][micro_batch]: 1350, 1000
         >>> fixed = np.zeros(6, dtype=np.bool_)

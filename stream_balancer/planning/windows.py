@@ -15,7 +15,7 @@ START = 2.0
 def window_choices(batch_size: int, unit: int, limit: int) -> tuple[int, ...]:
     """Windows in rollouts, ascending: whole units (groups of siblings), none above the limit.
 
-    Example:
+    Examples:
         >>> window_choices(32, 1, 1000)
         (32, 40, 48, 64, 96)
         >>> window_choices(24, 8, 47)

@@ -443,7 +443,7 @@ _encoder = msgspec.msgpack.Encoder()
 def encode_message(message: Message, sizes: tuple[int, ...] = ()) -> bytes:
     """The message and the sizes in bytes of the buffers behind it, as msgpack.
 
-    Example:
+    Examples:
         >>> decode_message(encode_message(Taken(7)))
         ((), Taken(total=7))
     """

@@ -82,7 +82,7 @@ def encode_rollout(rollout: Rollout, *, kept: bool = False) -> EncodedRollout:
 
     Raises RolloutError if it was changed after it was made, and cannot be written any more. O(columns).
 
-    Example:
+    Examples:
         >>> rollout = Rollout(tokens={"input_ids": torch.arange(3)}, rollout_id="r1")
         >>> encoded = encode_rollout(rollout)
         >>> decode_rollout(encoded.header, torch.cat(encoded.pieces())).tokens["input_ids"]

@@ -30,4 +30,4 @@ def test_examples_give_what_they_show(module: str) -> None:
 
 @pytest.mark.parametrize("thing", MUST_HAVE, ids=lambda thing: thing.__name__)
 def test_what_computes_has_an_example(thing: object) -> None:
-    assert "Example:\n" in (thing.__doc__ or "")
+    assert "Examples:\n" in (thing.__doc__ or "")
