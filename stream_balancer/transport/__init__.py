@@ -1,11 +1,11 @@
-"""How a share gets from the controller to its rank: what every transport offers.
+"""How a rank batch gets from the controller to its rank: what every transport offers.
 
 ::
 
     serve() --Link.send--> | transport | --Port.take--> RankFeed
     serve() <-Link.report- |           | <-Port.report- RankFeed
 
-A transport delivers each rank's shares in order and exactly once per link, never more than the rank has given credit
+A transport delivers each rank's batches in order and exactly once per link, never more than the rank has given credit
 for, and tells a lost peer from a patient one. Steps increase, but need not be consecutive: one may have been given up.
 Both ends are written once, :class:`~.rank_session.RankSession` and :class:`~.rank_port.RankPort`, above a
 :class:`~.channel.Channel`; what remains of a transport is how peers find each other. ``memory`` lives in one event
@@ -42,7 +42,7 @@ class Link(Protocol):
 
     @property
     def credits(self) -> int:
-        """Shares the rank has room for now."""
+        """Batches the rank has room for now."""
         ...
 
     @property
@@ -70,7 +70,7 @@ class Link(Protocol):
         ...
 
     def end(self) -> None:
-        """Tell the rank that no more shares come; its iterator ends after the ones on their way. Never blocks."""
+        """Notify the rank that no more batches come; its iterator ends after the ones on their way. Never blocks."""
         ...
 
     async def aclose(self) -> None:
@@ -113,7 +113,7 @@ class Port(Protocol):
         ...
 
     def take(self) -> RankBatch | None:
-        """The next share, or None if none has come yet; taking it gives the controller a credit. Never blocks.
+        """The next rank batch, or None if none has come yet; taking it gives the controller a credit. Never blocks.
 
         Raises EndOfStream at the end, RankLostError if the controller went away (after what had come was taken),
         BusyResourceError or ValueError if the controller refused this rank.
@@ -121,7 +121,7 @@ class Port(Protocol):
         ...
 
     def report(self, done: StepReport | StepHeld) -> None:
-        """Acknowledge ``done.step``, or say that this will follow. Never blocks; a lost controller is told by
+        """Acknowledge ``done.step``, or say that this will follow. Never blocks; a lost controller is raised by
         :meth:`take`."""
         ...
 

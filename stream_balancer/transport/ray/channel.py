@@ -24,6 +24,7 @@ import asyncio
 import logging
 import secrets
 import threading
+from abc import abstractmethod
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import suppress
@@ -120,8 +121,9 @@ class _End:
             if self._receiver is not None and not self._close_received:
                 self._receiver.ended(error)
 
+    @abstractmethod
     def close(self, reason: str = "") -> None:
-        raise NotImplementedError
+        """See :class:`~stream_balancer.transport.channel.Channel`."""
 
 
 def _pack(outgoing: Outgoing) -> Packed:
