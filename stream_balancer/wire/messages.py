@@ -117,6 +117,8 @@ class MapBuffer(Message, frozen=True, tag=4):
     number: Count
     fd: Count
     size: Count
+    inode: Count = 0
+    """Of that file: a descriptor that was closed may by now be another file."""
 
 
 class SharedBuffers(Message, frozen=True, tag=5):

@@ -146,7 +146,7 @@ def test_a_file_that_could_shrink_is_refused(views: SharedViews) -> None:
     fd = _file(MIB)
     try:
         with pytest.raises(WireError, match="not a sealed file"):
-            views.announce(MapBuffer(9, fd, MIB))
+            views.announce(MapBuffer(9, fd, MIB, os.fstat(fd).st_ino))
     finally:
         os.close(fd)
 
@@ -157,8 +157,6 @@ def test_a_slab_that_is_not_what_it_says_is_refused(slabs: SharedSlabs, views: S
     for wrong, text in (
         (replace(good, size=good.size + mmap.PAGESIZE), "not a sealed file"),
         (replace(good, size=2**62), "not a sealed file"),
-        (replace(good, fd=2**20), "cannot be opened"),
-        (replace(good, fd=0), "buffer"),
     ):
         with pytest.raises(WireError, match=text):
             views.announce(wrong)
@@ -167,3 +165,14 @@ def test_a_slab_that_is_not_what_it_says_is_refused(slabs: SharedSlabs, views: S
         views.announce(good)
     with pytest.raises(WireError, match="no buffer"):
         views.lend(good.number, good.size + 1)
+
+
+def test_a_peer_that_closed_a_buffer_first_is_gone(slabs: SharedSlabs, views: SharedViews) -> None:
+    """Not a fault of the protocol: it gave the link up, or died, between the announcement and the mapping."""
+    _, _, news, keep = slabs.lend(1000)
+    del keep
+    with pytest.raises(ConnectionResetError, match="closed buffer"):
+        views.announce(news[0])
+    _, _, others, _keep = slabs.lend(1000)  # its file may have the number of the one that was closed
+    with pytest.raises(ConnectionResetError, match="closed buffer"):
+        views.announce(replace(news[0], fd=others[0].fd))

@@ -4,7 +4,7 @@ The bytes never pass a socket; the pair carries only messages. ::
 
     controller   ProbeMemory(pid, fd, nonce)  -->   rank   may it open /proc/<pid>/fd/<fd>, and is the nonce there?
     controller   <--  ProbeResult(yes or no)        rank
-    controller   MapBuffer(number, fd, size)  -->   rank   maps it; size 0: forgets it
+    controller   MapBuffer(number, file, size) -->   rank   maps it; size 0: forgets it
     controller   SharedBuffers(numbers)       -->   rank   the next message's tensors are views of the mappings
     controller   <--  ReleaseBuffers(numbers)       rank   the last of those views has died: they may be written
 
@@ -133,7 +133,7 @@ class SharedSlabs:
                 if self._idle:  # all too small: the batches grew, so let one go for the larger one
                     self._forget(self._idle.pop(0))
                 slab, opened = self._new(size)
-                self._news.append(MapBuffer(slab.number, opened.number, slab.size))
+                self._news.append(MapBuffer(slab.number, opened.number, slab.size, os.fstat(opened.number).st_ino))
             self._lent[slab.number] = slab
             news, self._news = self._news, []
         return Lent(slab.number, slab.memory[:size], news, opened)
@@ -189,7 +189,11 @@ class SharedViews:
         return self._peer is not None
 
     def announce(self, message: MapBuffer) -> None:
-        """Map the buffer, or forget it. Raises WireError if it is not what it says."""
+        """Map the buffer, or forget it.
+
+        Raises WireError if it is not what it says, ConnectionResetError if the peer has closed it: it closes a file
+        that was announced and not yet mapped only when it gives the link up, or dies.
+        """
         number, size = message.number, message.size
         if size == 0:
             self._maps.pop(number, None)
@@ -202,13 +206,20 @@ class SharedViews:
             )
         try:
             fd = os.open(_path(self._peer, message.fd), os.O_RDWR | os.O_CLOEXEC)
+        except (FileNotFoundError, ProcessLookupError, PermissionError) as error:  # the latter: of a dead process
+            raise ConnectionResetError(f"the peer closed buffer {number} before it was mapped: {error}") from None
         except OSError as error:
             raise WireError(f"buffer {number} cannot be opened: {error}{_advice(error)}") from None
         try:
+            file = os.fstat(fd)
+            if file.st_ino != message.inode:
+                raise ConnectionResetError(f"the peer closed buffer {number} before it was mapped")
             sealed = fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK
-            if not sealed or os.fstat(fd).st_size != size:
+            if not sealed or file.st_size != size:
                 raise WireError(f"buffer {number} is not a sealed file of {size} bytes")
             self._maps[number] = _map(fd, size).numpy()
+        except ConnectionError:
+            raise
         except OSError as error:
             raise WireError(f"buffer {number} cannot be mapped: {error}{_advice(error)}") from None
         finally:
