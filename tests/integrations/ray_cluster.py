@@ -18,7 +18,8 @@ from stream_balancer.testing import make_rollout
 from stream_balancer.testing.channels import CLAUSES as CHANNEL_CLAUSES
 from stream_balancer.testing.transports import CLAUSE_TIMEOUT_S, CLAUSES, check_transport
 from stream_balancer.transport.channel import Channel
-from stream_balancer.transport.ray.channel import ActorChannel, ActorChannels, CallingChannel
+from stream_balancer.transport.ray.actor import ActorChannel, ActorChannels
+from stream_balancer.transport.ray.caller import CallingChannel
 from stream_balancer.transport.ray.transport import RayRankPort, RayTransport
 from stream_balancer.wire.messages import JoinPeer, WelcomePeer
 

@@ -14,7 +14,8 @@ import pytest
 from stream_balancer.testing import virtual_time_backend
 from stream_balancer.testing.channels import Recorder
 from stream_balancer.transport.channel import Outgoing, PeerClosed
-from stream_balancer.transport.ray.channel import ActorChannel, ActorChannels, Inbox, Packed
+from stream_balancer.transport.ray.actor import ActorChannel, ActorChannels
+from stream_balancer.transport.ray.channel import Inbox, Packed
 from stream_balancer.wire.messages import (
     Close,
     JoinPeer,

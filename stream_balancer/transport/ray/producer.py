@@ -38,7 +38,7 @@ from stream_balancer.transport.ray.bundles import (
     read_stored_bundle,
     write_object,
 )
-from stream_balancer.transport.ray.channel import ActorLostError, CallingChannel
+from stream_balancer.transport.ray.caller import ActorLostError, CallingChannel
 from stream_balancer.types import Rollout
 from stream_balancer.wire.messages import (
     BundledPut,

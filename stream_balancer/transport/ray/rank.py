@@ -15,7 +15,7 @@ from torch import Tensor
 
 from stream_balancer.transport.rank_port import Decode, RankPort
 from stream_balancer.transport.ray.bundles import ObjectStore
-from stream_balancer.transport.ray.channel import ActorLostError, CallingChannel
+from stream_balancer.transport.ray.caller import ActorLostError, CallingChannel
 from stream_balancer.types import RankBatch
 from stream_balancer.wire.messages import Batch, JoinRank, Message, PartialBatch, StepHeld, StepReport
 from stream_balancer.wire.share import decode

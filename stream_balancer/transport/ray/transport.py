@@ -24,7 +24,7 @@ from stream_balancer.transport.admission import Admission
 from stream_balancer.transport.event_loop import Arrivals
 from stream_balancer.transport.put_ledger import Limits
 from stream_balancer.transport.rank_session import RankSession
-from stream_balancer.transport.ray.channel import ActorChannel, ActorChannels
+from stream_balancer.transport.ray.actor import ActorChannel, ActorChannels
 from stream_balancer.transport.ray.producer import RayProducerPort, RayProducerSession
 from stream_balancer.transport.ray.rank import RayRankPort
 from stream_balancer.wire.messages import (
