@@ -1,18 +1,19 @@
 """Batches to ranks: ``serve`` and its tasks. On the controller::
 
     import stream_balancer as sb
-        async with sb.StreamBalancer(config) as balancer, sb.TorchTransport.listen(dp_size=config.dp_size) as transport:
+
+    async with sb.StreamBalancer(config) as balancer, sb.TorchTransport.listen(dp_size=config.dp_size) as transport:
         print(transport.address)                       # "tcp://127.0.0.1:PORT": give it to the ranks
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(sb.serve, balancer, transport)
-            ... await balancer.put(rollout) ...
+            ...                                        # await balancer.put(rollout), in rollout workers
             balancer.end()                             # serve returns once every rank has acknowledged everything
 
 and on every rank, a process of its own::
 
     for batch in sb.RankFeed("tcp://127.0.0.1:PORT", rank=rank, dp_size=dp_size):
-        for mb in batch.micro_batches:
-            train(mb.packed())
+        for micro_batch in batch.micro_batches:
+            train(micro_batch.packed())
 
 Inside an initialised torch.distributed world (torchrun) ``RankFeed()`` and ``TorchTransport(store, dp_size=...)``
 meet in that world's store instead; the controller may be a thread of rank 0 that runs ``anyio.run(...)``.
@@ -49,14 +50,14 @@ async def serve(
 ) -> None:
     """Deliver every batch of ``balancer`` to the ranks that connect to ``transport``, until ``batches()`` ends.
 
-    Returns when every rank has acknowledged everything and has been told the end. A rank that is lost may come back
+    Returns when every rank has acknowledged everything and was sent the end. A rank that is lost may come back
     within ``rejoin_timeout_s`` (``math.inf`` = for ever) under a new incarnation and gets again what it had not
-    acknowledged, same plan, same order; the others notice nothing. The default 0 tells at once: without an elastic
+    acknowledged, same plan, same order; the others notice nothing. The default 0 raises at once: without an elastic
     launcher nobody would come back. A rank that was lost before ``serve`` began is waited for without limit, as one
     that has not come yet.
 
-    You may acknowledge too, with ``balancer.acknowledge_through(step)`` at a checkpoint: what ranks say of these steps
-    later changes nothing, and a rank that comes back does not get them again.
+    You may acknowledge too, with ``balancer.acknowledge_through(step)`` at a checkpoint: what ranks report of these
+    steps later changes nothing, and a rank that comes back does not get them again.
 
     When nothing was dispatched for ``report_after_s``, a warning in the log says why: which rank gives no credit, or
     how many rollouts wait for what; again after twice that time, and so on (``math.inf`` = never).
