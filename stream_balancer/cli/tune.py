@@ -85,9 +85,7 @@ def tune(
     processes: Annotated[
         int | None, typer.Option(help="Simulate in so many processes. (default: all cores, where it pays)")
     ] = None,
-    plot: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write a picture: .html, or .png (needs matplotlib).")
-    ] = None,
+    plot: Annotated[Path | None, typer.Option(metavar="FILE.html", help="Write a page with pictures.")] = None,
     json_: Json = False,
 ) -> None:
     """Which knobs for your lengths: the front of idle time against queueing delay, and a recommendation.

@@ -302,7 +302,7 @@ class TestTune:
                 "--deadlines never: write seconds with commas between, and none for no deadline",
             ),
             (("--max-age", -1), "max_added_age must be a finite number of dispatches >= 0, not -1.0"),
-            (("--plot", "front.pdf"), "a plot is called something.html or something.png, not 'front.pdf'"),
+            (("--plot", "front.png"), "a plot is called something.html, not 'front.png'"),
         ],
     )
     def test_a_mistake_is_one_line(self, trace: Path, options: tuple[object, ...], said: str) -> None:

@@ -1,18 +1,23 @@
-"""The HTML page: SVG written by hand, no script, nothing fetched, so it may be mailed and kept.
+"""The picture of a sweep: one HTML page of SVG, no script, nothing fetched, so it may be mailed and kept.
 
-A chart is a list of SVG elements in a box of 640 x 360 units. Every number is formatted here and nothing but the
-trace's name comes from outside; that is escaped.
+It shows idle time against queueing delay with the front, delay by length decile, and every rank's work in some
+consecutive steps, before and after. Only drawing here; the figures come from a ``TuneReport``. A chart is a list of SVG
+elements in a box of 640 x 360 units. Every number is formatted here and nothing but the trace's name comes from
+outside; that is escaped.
 """
 
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Sequence
 from html import escape
+from pathlib import Path
 
+from stream_balancer.errors import ConfigError
 from stream_balancer.tools.tune_report import Outcome, TuneReport
 
-__all__ = ["page"]
+__all__ = ["check_plot", "page", "write_plot"]
 
 WIDTH, HEIGHT = 640.0, 360.0
 LEFT, RIGHT, TOP, BOTTOM = 64.0, 16.0, 16.0, 48.0
@@ -23,6 +28,21 @@ body { font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 44rem
 h1 { font-size: 1.3rem } h2 { font-size: 1.05rem; margin-top: 2rem } svg { width: 100%; height: auto }
 svg text { font: 12px system-ui, sans-serif; fill: #52606d } p.reason { font-weight: 600 }
 """
+
+
+def check_plot(path: str | os.PathLike[str]) -> None:
+    """Raise ConfigError, before a long sweep, where :func:`write_plot` could not write."""
+    path = Path(path)
+    if path.suffix != ".html":
+        raise ConfigError(f"a plot is called something.html, not {path.name!r}")
+    if not path.parent.is_dir():
+        raise ConfigError(f"the plot {path} cannot be written: there is no folder {path.parent}. Make it first")
+
+
+def write_plot(report: TuneReport, path: str | os.PathLike[str]) -> None:
+    """Write the page. Raises ConfigError for another suffix; OSError where the file cannot be written."""
+    check_plot(path)
+    Path(path).write_text(page(report), encoding="utf-8")
 
 
 def page(report: TuneReport) -> str:
