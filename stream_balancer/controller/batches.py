@@ -85,13 +85,11 @@ class Consumer:
             raise
 
     def acknowledge(self, step: int) -> None:
-        """See :meth:`StreamBalancer.acknowledge`."""
         self._lifetime.check_thread("acknowledge")
         self._core.acknowledge(step)
         self._wakeups.step_done()
 
     def acknowledge_through(self, step: int) -> None:
-        """See :meth:`StreamBalancer.acknowledge_through`."""
         self._lifetime.check_thread("acknowledge_through")
         for number in self._core.state.ledger.steps_through(step):
             self._core.acknowledge(number)
@@ -103,7 +101,6 @@ class Consumer:
         self._wakeups.step_done()
 
     def nack(self, step: int) -> None:
-        """See :meth:`StreamBalancer.nack`."""
         self._lifetime.check_thread("nack")
         if self.rank_states is not None:
             raise ValueError(

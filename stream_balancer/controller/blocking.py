@@ -219,7 +219,7 @@ class BlockingBalancer(OfOneProcess):
         return BlockingReservation(self, self._balancer.reserve(count))
 
     def state_dict(self) -> dict[str, Any]:
-        """See :meth:`StreamBalancer.state_dict`. Flattened in the calling thread: the event loop goes on."""
+        """:meth:`StreamBalancer.state_dict`, flattened in the calling thread: the event loop goes on."""
         return state_dict(self.snapshot())
 
     def close(self) -> None:

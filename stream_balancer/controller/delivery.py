@@ -41,13 +41,9 @@ logger = logging.getLogger("stream_balancer.dispatch")
 class Source(Protocol):
     """What ``serve`` asks of a balancer."""
 
-    def batches(self, *, auto_ack: bool = True) -> AsyncIterator[Batch]:
-        """See :meth:`StreamBalancer.batches`."""
-        ...
+    def batches(self, *, auto_ack: bool = True) -> AsyncIterator[Batch]: ...
 
-    def acknowledge(self, step: int) -> None:
-        """See :meth:`StreamBalancer.acknowledge`."""
-        ...
+    def acknowledge(self, step: int) -> None: ...
 
 
 @runtime_checkable

@@ -22,7 +22,6 @@ class EvictCallback(Observer):
         self._callback = callback
 
     def evicted(self, rollout: Rollout, reason: EvictReason) -> None:
-        """See :class:`Observer`."""
         try:
             self._callback(rollout, reason)
         except Exception:  # noqa: BLE001 - a caller's; what it was called for has happened
@@ -36,7 +35,6 @@ class CapacityWarning(Observer):
         self._core = core
 
     def restored(self, snapshot: Snapshot) -> None:
-        """See :class:`Observer`."""
         waiting, config = len(self._core.state.buffer), self._core.config
         if waiting > config.capacity and config.max_skips is not None:
             _log.warning(

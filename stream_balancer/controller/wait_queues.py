@@ -94,13 +94,12 @@ class PutQueue(WaitQueue[Waiter]):
         self._of_group: dict[str, list[Waiter]] = {}
 
     def join(self, waiter: Waiter) -> None:
-        """See :class:`WaitQueue`."""
         super().join(waiter)
         if waiter.group_id is not None:
             self._of_group.setdefault(waiter.group_id, []).append(waiter)
 
     def leave(self, waiter: Waiter) -> None:
-        """See :class:`WaitQueue`. O(waiting siblings)."""
+        """O(waiting siblings)."""
         super().leave(waiter)
         if waiter.group_id is not None:
             siblings = self._of_group[waiter.group_id]

@@ -190,7 +190,7 @@ def _slowest(one: StepReport, other: StepReport) -> StepReport:
     )
 
 
-class LeaderPort:
+class LeaderPort(Port):
     """The leader's end: what the controller sends, after it has been passed on."""
 
     def __init__(
@@ -233,11 +233,9 @@ class LeaderPort:
     # Port
 
     def subscribe(self, callback: Callable[[], None]) -> None:
-        """See :class:`Port`."""
         self._callbacks.append(callback)
 
     def take(self) -> RankBatch | None:
-        """See :class:`Port`."""
         with self._lock:
             if not self._ready:
                 self._pump()
@@ -250,18 +248,16 @@ class LeaderPort:
             return None
 
     def report(self, done: StepReport | StepHeld) -> None:
-        """See :class:`Port`."""
         with self._lock:
             self._note_done(0, done)
 
     def leave(self) -> None:
-        """See :class:`Port`."""
         with self._lock:
             self._leaving = True
             self._pump()
 
     def close(self) -> None:
-        """See :class:`Port`. After the end it waits for the peers, who may still be busy with the last batch."""
+        """After the end it waits for the peers, who may still be busy with the last batch."""
         with self._lock:
             ended = isinstance(self._end, EndOfStream)
             self._finish(ClosedResourceError())
@@ -275,7 +271,6 @@ class LeaderPort:
         self._inner.close()
 
     async def aclose(self) -> None:
-        """See :class:`Port`."""
         with anyio.CancelScope(shield=True):
             await anyio.to_thread.run_sync(self.close, limiter=anyio.CapacityLimiter(1))
 

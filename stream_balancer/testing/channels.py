@@ -49,18 +49,15 @@ class Recorder:
         self._sizes: Sequence[int] = ()
 
     def admit(self, message: Message, sizes: Sequence[int]) -> Sequence[int]:
-        """See :class:`~stream_balancer.transport.channel.Receiver`."""
         self.events.append("admit")
         self._sizes = sizes
         return [size + self._spare for size in sizes]
 
     def allocate(self, size: int) -> Tensor:
-        """See :class:`~stream_balancer.transport.channel.Receiver`."""
         self.events.append(f"allocate {size}")
         return torch.empty(size, dtype=torch.uint8)
 
     def receive(self, message: Message, buffers: Sequence[Tensor], references: Sequence[object]) -> None:
-        """See :class:`~stream_balancer.transport.channel.Receiver`."""
         self.events.append("receive")
         assert all(buffer.numel() == size + self._spare for buffer, size in zip(buffers, self._sizes, strict=True))
         self.buffers.append(
@@ -70,12 +67,11 @@ class Recorder:
         self.on_message(message)
 
     def ended(self, error: Exception) -> None:
-        """See :class:`~stream_balancer.transport.channel.Receiver`."""
         self.events.append("ended")
         self.error = error
 
     def stalled(self, seconds: float) -> None:
-        """See :class:`~stream_balancer.transport.channel.Receiver`."""
+        pass
 
     async def arrived(self, count: int) -> None:
         """Wait for so many messages."""

@@ -295,7 +295,6 @@ class _Run(Observer):
         )
 
     def evicted(self, rollout: Rollout, reason: EvictReason) -> None:
-        """See :class:`Observer`."""
         self.num_evicted += 1
         self.num_gone += 1
 

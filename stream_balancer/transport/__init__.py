@@ -30,15 +30,10 @@ Report: TypeAlias = StepReport | StepHeld | PayloadsFetched
 class Link(Protocol):
     """The controller's end of the way to one rank, for one incarnation of it. Used from one event loop."""
 
-    @property
-    def rank(self) -> int:
-        """DP rank at the other end."""
-        ...
-
-    @property
-    def incarnation(self) -> int:
-        """How often that rank was started before."""
-        ...
+    rank: int
+    """DP rank at the other end."""
+    incarnation: int
+    """How often that rank was started before."""
 
     @property
     def credits(self) -> int:
@@ -81,10 +76,8 @@ class Link(Protocol):
 class Transport(Protocol):
     """The controller's side: where ranks connect."""
 
-    @property
-    def dp_size(self) -> int:
-        """DP ranks that take part."""
-        ...
+    dp_size: int
+    """DP ranks that take part."""
 
     async def accept(self) -> Link:
         """The next rank that connects. If cancelled, no link is lost. Raises ClosedResourceError once closed."""
@@ -98,15 +91,10 @@ class Transport(Protocol):
 class Port(Protocol):
     """The rank's end. Safe to use from any thread unless the transport says otherwise."""
 
-    @property
-    def rank(self) -> int:
-        """This DP rank."""
-        ...
-
-    @property
-    def dp_size(self) -> int:
-        """DP ranks that take part."""
-        ...
+    rank: int
+    """This DP rank."""
+    dp_size: int
+    """DP ranks that take part."""
 
     def subscribe(self, callback: Callable[[], None]) -> None:
         """Call ``callback()``, in whichever thread notices, whenever :meth:`take` may have something new to say."""

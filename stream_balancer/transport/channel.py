@@ -157,21 +157,19 @@ class PayloadSource(Protocol):
         ...
 
 
-class Session:
+class Session(Receiver):
     """What most receivers have in common: no buffers may come, and they are allocated as they are."""
 
     def admit(self, message: Message, sizes: Sequence[int]) -> Sequence[int]:
-        """See :class:`Receiver`."""
         if sizes:
             raise unexpected(message, "no buffers are expected")
         return ()
 
     def allocate(self, size: int) -> Tensor:
-        """See :class:`Receiver`."""
         return torch.empty(size, dtype=torch.uint8)
 
     def stalled(self, seconds: float) -> None:
-        """See :class:`Receiver`."""
+        pass
 
 
 def unexpected(message: Message, state: str) -> WireError:

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Self
 
 from stream_balancer.errors import ClosedResourceError
-from stream_balancer.transport import handshake
+from stream_balancer.transport import Transport, handshake
 from stream_balancer.transport.admission import Admission
 from stream_balancer.transport.channel import PayloadSource
 from stream_balancer.transport.event_loop import Arrivals
@@ -37,7 +37,7 @@ class MemoryProducerPort(ProducerPort):
         self.wire = wire
 
 
-class MemoryTransport:
+class MemoryTransport(Transport):
     """The controller's side, and where ranks and producers of the same event loop connect."""
 
     def __init__(self, *, dp_size: int) -> None:
@@ -90,11 +90,9 @@ class MemoryTransport:
         return port
 
     async def accept(self) -> RankSession:
-        """See :class:`~stream_balancer.transport.Transport`."""
         return await self._admission.accept()
 
     async def aclose(self) -> None:
-        """See :class:`~stream_balancer.transport.Transport`."""
         self._admission.close()
         for rank in self._admission.sessions.values():
             await rank.aclose()

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from stream_balancer.transport.channel import Outgoing, PeerClosed, Receiver, Sendable
+from stream_balancer.transport.channel import Channel, Outgoing, PeerClosed, Receiver, Sendable
 from stream_balancer.wire.messages import Close, decode_message, encode_message
 
 __all__ = ["MemoryChannel", "Wire"]
@@ -53,7 +53,7 @@ class Wire:
             self._busy = False
 
 
-class MemoryChannel:
+class MemoryChannel(Channel):
     """One end. Belongs to one event loop."""
 
     threads, narrow = False, True
@@ -65,12 +65,10 @@ class MemoryChannel:
         self._started = self._closed = self._over = False
 
     def start(self, receiver: Receiver) -> None:
-        """See :class:`~stream_balancer.transport.channel.Channel`."""
         self._receiver, self._started = receiver, True
         self.wire._deliver()
 
     def send(self, item: Sendable) -> None:
-        """See :class:`~stream_balancer.transport.channel.Channel`."""
         if self._over or self._closed:
             return
         try:
@@ -85,7 +83,6 @@ class MemoryChannel:
         self.wire._carry(lambda: peer._arrive(raw, buffers, references))
 
     def close(self, reason: str = "") -> None:
-        """See :class:`~stream_balancer.transport.channel.Channel`."""
         self.send(Outgoing(Close(reason)))
         self._closed = True
 
@@ -93,7 +90,6 @@ class MemoryChannel:
         """Nothing to wait for: what was sent has arrived, or hangs in the wire on purpose."""
 
     def abort(self) -> None:
-        """See :class:`~stream_balancer.transport.channel.Channel`."""
         if not self._over:
             self._over = True
             self.wire.cut("connection closed by peer")

@@ -209,7 +209,6 @@ class ProducerPort(Session):
             channel.send(Outgoing(Cancel(number)))
 
     def receive(self, message: Message, buffers: Sequence[Tensor], references: Sequence[object]) -> None:
-        """See :class:`~stream_balancer.transport.channel.Receiver`."""
         if isinstance(message, Accepted):
             for number in message.numbers:
                 self._ledger.resolve(number, None)
@@ -227,7 +226,7 @@ class ProducerPort(Session):
         self._notify()
 
     def ended(self, error: Exception) -> None:
-        """See :class:`~stream_balancer.transport.channel.Receiver`; or there will be no channel."""
+        """Or there will be no channel."""
         if isinstance(error, (ValueError, BrokenResourceError, ClosedResourceError)):
             self._over(lambda _: error)
             return

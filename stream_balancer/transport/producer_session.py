@@ -156,7 +156,6 @@ class ProducerSession(Session):
     # in the channel's thread
 
     def admit(self, message: Message, sizes: Sequence[int]) -> Sequence[int]:
-        """See :class:`~stream_balancer.transport.channel.Receiver`."""
         if not isinstance(message, (Put, PutGroup)):
             return super().admit(message, sizes)
         headers = _headers(message)
@@ -182,7 +181,6 @@ class ProducerSession(Session):
             raise WireError(f"it offers to keep payload {key} of {header.total_bytes} bytes, which it may not")
 
     def receive(self, message: Message, buffers: Sequence[Tensor], references: Sequence[object]) -> None:
-        """See :class:`~stream_balancer.transport.channel.Receiver`."""
         if isinstance(message, (Put, PutGroup)):
             self._next += 1
             size = sum(buffer.numel() for buffer in buffers)
@@ -235,7 +233,6 @@ class ProducerSession(Session):
         return Outgoing(Accepted(tuple(numbers)))
 
     def ended(self, error: Exception) -> None:
-        """See :class:`~stream_balancer.transport.channel.Receiver`."""
         if isinstance(error, PeerClosed):
             self._in_loop(lambda: self._fail(EndOfStream()))
             return

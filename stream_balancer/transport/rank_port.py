@@ -29,6 +29,7 @@ from stream_balancer.errors import (
     WireError,
     to_raise,
 )
+from stream_balancer.transport import Port
 from stream_balancer.transport.buffers import SlabPool
 from stream_balancer.transport.channel import Channel, Outgoing, PayloadSource, Session, unexpected
 from stream_balancer.transport.event_loop import beside_the_loop
@@ -66,9 +67,8 @@ class _Arriving:
     denominators: Denominators | None = None
 
 
-class RankPort(Session):
-    """One rank's port. Methods of :class:`~stream_balancer.transport.Port` may be called from any thread, if the
-    channel has threads."""
+class RankPort(Session, Port):
+    """One rank's port. Its methods may be called from any thread, if the channel has threads."""
 
     def __init__(
         self,
@@ -105,11 +105,9 @@ class RankPort(Session):
     # Port: from any thread
 
     def subscribe(self, callback: Callable[[], None]) -> None:
-        """See :class:`~stream_balancer.transport.Port`."""
         self._callbacks.append(callback)
 
     def take(self) -> RankBatch | None:
-        """See :class:`~stream_balancer.transport.Port`."""
         with self._lock:
             first = self._queue[0] if self._queue else None
             if first is None and self._end is not None:
@@ -125,17 +123,14 @@ class RankPort(Session):
         return first.batch
 
     def report(self, done: StepReport | StepHeld) -> None:
-        """See :class:`~stream_balancer.transport.Port`."""
         if isinstance(done, StepReport):
             self._working_on = None
         self._channel.send(Outgoing(done))
 
     def leave(self) -> None:
-        """See :class:`~stream_balancer.transport.Port`."""
         self._channel.close()
 
     def close(self) -> None:
-        """See :class:`~stream_balancer.transport.Port`."""
         self._stop_fetching()  # what it fetches would be thrown away
         self._channel.close()
         self._channel.wait_closed(self._linger_s)
@@ -152,7 +147,6 @@ class RankPort(Session):
             self._queue.clear()
 
     async def aclose(self) -> None:
-        """See :class:`~stream_balancer.transport.Port`."""
         await beside_the_loop(self.close, threads=self._channel.threads)
 
     def _taken_so_far(self, _: Channel) -> Outgoing:
@@ -177,7 +171,6 @@ class RankPort(Session):
     # Receiver: in the channel's thread
 
     def admit(self, message: Message, sizes: Sequence[int]) -> Sequence[int]:
-        """See :class:`~stream_balancer.transport.channel.Receiver`."""
         if isinstance(message, Batch):
             total_bytes = message.total_bytes
         elif isinstance(message, PartialBatch):
@@ -188,11 +181,9 @@ class RankPort(Session):
         return (total_bytes,)
 
     def allocate(self, size: int) -> Tensor:
-        """See :class:`~stream_balancer.transport.channel.Receiver`."""
         return self._pool.lend(size)
 
     def receive(self, message: Message, buffers: Sequence[Tensor], references: Sequence[object]) -> None:
-        """See :class:`~stream_balancer.transport.channel.Receiver`."""
         if isinstance(message, Batch):
             if message.wire_crc and message.wire_crc != checksum(message, buffers[0]):
                 raise WireError(f"rank {self.rank}: the checksum of step {message.step} is wrong: damaged on its way")
@@ -210,7 +201,6 @@ class RankPort(Session):
             raise unexpected(message, "a rank trains")
 
     def ended(self, error: Exception) -> None:
-        """See :class:`~stream_balancer.transport.channel.Receiver`."""
         if not isinstance(error, AlreadyInUseError | ValueError | WireError | RankLostError | ClosedResourceError):
             cause = str(error) or "it closed"
             lost = RankLostError(self._explain_loss(cause), rank=self.rank, step=self._working_on, cause=cause)

@@ -23,7 +23,7 @@ from stream_balancer.errors import (
     WouldBlock,
     to_raise,
 )
-from stream_balancer.transport import Report
+from stream_balancer.transport import Link, Report
 from stream_balancer.transport.channel import Channel, Outgoing, PeerClosed, Session, Source, unexpected
 from stream_balancer.transport.event_loop import InLoop, beside_the_loop
 from stream_balancer.types import RankBatch
@@ -47,8 +47,8 @@ __all__ = ["RankSession"]
 logger = logging.getLogger("stream_balancer.transport")
 
 
-class RankSession(Session):
-    """One incarnation of a rank, as the controller sees it. See :class:`~stream_balancer.transport.Link`."""
+class RankSession(Session, Link):
+    """One incarnation of a rank, as the controller sees it."""
 
     def __init__(self, channel: Channel, request: JoinRank, in_loop: InLoop) -> None:
         """``request``: what the rank asked for, judged by :class:`~stream_balancer.transport.admission.Admission`.
@@ -85,11 +85,9 @@ class RankSession(Session):
         return self._channel
 
     def subscribe(self, callback: Callable[[], None]) -> None:
-        """See :class:`~stream_balancer.transport.Link`."""
         self._callbacks.append(callback)
 
     def send(self, batch: RankBatch, *, confirm: bool = False) -> None:
-        """See :class:`~stream_balancer.transport.Link`."""
         self._use_credit(batch.step)
         pack = pack_partial if confirm or is_remote(batch) else pack_whole
         self._channel.send(partial(pack, batch, self._max_bytes))
@@ -104,12 +102,10 @@ class RankSession(Session):
         self._sent, self._last_step = self._sent + 1, step
 
     def denominators(self, message: Denominators) -> None:
-        """See :class:`~stream_balancer.transport.Link`."""
         if self._error is None:
             self._channel.send(Outgoing(message))
 
     def report(self) -> Report | None:
-        """See :class:`~stream_balancer.transport.Link`."""
         if self._reports:
             return self._reports.popleft()
         if self._error is not None:
@@ -117,7 +113,6 @@ class RankSession(Session):
         return None
 
     def end(self) -> None:
-        """See :class:`~stream_balancer.transport.Link`."""
         if not self._ended:
             self._ended = True
             self._channel.send(Outgoing(End()))
@@ -129,7 +124,6 @@ class RankSession(Session):
         self._channel.close(cause)
 
     async def aclose(self) -> None:
-        """See :class:`~stream_balancer.transport.Link`."""
         self._fail(ClosedResourceError())
         await beside_the_loop(self._channel.abort, threads=self._channel.threads)
 
@@ -193,7 +187,6 @@ class RankSession(Session):
     # Receiver: in the channel's thread
 
     def receive(self, message: Message, buffers: Sequence[Tensor], references: Sequence[object]) -> None:
-        """See :class:`~stream_balancer.transport.channel.Receiver`."""
         if isinstance(message, Taken):
             if not self._taken <= message.total <= self._sent:
                 raise WireError(f"{message.total} batches taken, where {self._taken} were and {self._sent} were sent")
@@ -206,11 +199,9 @@ class RankSession(Session):
             self._in_loop(self._take_arrived)
 
     def ended(self, error: Exception) -> None:
-        """See :class:`~stream_balancer.transport.channel.Receiver`."""
         self._in_loop(partial(self._on_ended, error))
 
     def stalled(self, seconds: float) -> None:
-        """See :class:`~stream_balancer.transport.channel.Receiver`."""
         self._in_loop(partial(self._on_stalled, seconds))
 
 

@@ -44,7 +44,7 @@ from torch import Tensor
 
 from stream_balancer.errors import WireError
 from stream_balancer.transport.buffers import SlabPool
-from stream_balancer.transport.channel import Outgoing, PeerClosed, Receiver, Sendable, Source
+from stream_balancer.transport.channel import Channel, Outgoing, PeerClosed, Receiver, Sendable, Source
 from stream_balancer.transport.gloo.shared_memory import SharedSlabs, SharedViews, available
 from stream_balancer.wire.messages import (
     Close,
@@ -119,8 +119,8 @@ class _Sent(NamedTuple):
     """To be called then."""
 
 
-class GlooChannel:
-    """One end of a pair. See :class:`~stream_balancer.transport.channel.Channel`."""
+class GlooChannel(Channel):
+    """One end of a pair."""
 
     threads = True
 
@@ -175,21 +175,18 @@ class GlooChannel:
         return bool(self._sharing)
 
     def start(self, receiver: Receiver) -> None:
-        """See :class:`~stream_balancer.transport.channel.Channel`."""
         self._receiver = receiver
         _end_all_when_this_process_ends()
         _OPEN.add(self)
         self._reader.start()
 
     def send(self, item: Sendable) -> None:
-        """See :class:`~stream_balancer.transport.channel.Channel`."""
         with self._changed:
             if not (self._close_queued or self._over):
                 self._outbox.append(item)
                 self._changed.notify_all()
 
     def close(self, reason: str = "") -> None:
-        """See :class:`~stream_balancer.transport.channel.Channel`."""
         with self._changed:
             if not (self._close_queued or self._over):
                 self._outbox.append(Outgoing(Close(reason)))
@@ -197,12 +194,11 @@ class GlooChannel:
                 self._changed.notify_all()
 
     def wait_closed(self, timeout_s: float) -> None:
-        """See :class:`~stream_balancer.transport.channel.Channel`. Does not wait for a peer that was never there."""
+        """Does not wait for a peer that was never there."""
         with self._changed:
             self._changed.wait_for(lambda: self._over or self._pair is None, timeout_s)
 
     def abort(self) -> None:
-        """See :class:`~stream_balancer.transport.channel.Channel`."""
         with self._changed:
             self._aborting = self._close_queued = True
             self._changed.notify_all()

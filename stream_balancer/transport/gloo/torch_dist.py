@@ -27,6 +27,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
 from stream_balancer.errors import BrokenResourceError, ClosedResourceError, RankLostError, WireError
+from stream_balancer.transport import Transport
 from stream_balancer.transport.admission import Admission
 from stream_balancer.transport.buffers import SlabPool
 from stream_balancer.transport.channel import PayloadSource
@@ -68,7 +69,7 @@ def current_world() -> tuple[Store, int, int]:
 # --- the controller --------------------------------------------------------------------------------------------------
 
 
-class TorchTransport:
+class TorchTransport(Transport):
     """Where ranks connect: ``async with TorchTransport.listen(dp_size=8) as transport: await serve(balancer,
     transport)``."""
 
@@ -172,7 +173,6 @@ class TorchTransport:
         self._producers.add(session)
 
     async def accept(self) -> RankSession:
-        """See :class:`~stream_balancer.transport.Transport`."""
         self._open()
         return await self._admission.accept()
 
@@ -182,7 +182,6 @@ class TorchTransport:
         return self._admission.sessions
 
     async def aclose(self) -> None:
-        """See :class:`~stream_balancer.transport.Transport`."""
         self._admission.close()
         self._producers.fail(ClosedResourceError())
         with anyio.CancelScope(shield=True):

@@ -48,11 +48,9 @@ class ActorChannel(ChannelEnd):
         self._on_over: Callable[[], object] | None = on_over
 
     def start(self, receiver: Receiver) -> None:
-        """See :class:`~stream_balancer.transport.channel.Channel`."""
         self._receiver = receiver
 
     def send(self, item: Sendable) -> None:
-        """See :class:`~stream_balancer.transport.channel.Channel`."""
         if not self.over and not self._close_sent:
             self._outbox.append(item)
             if threading.get_ident() == self._thread:
@@ -61,7 +59,6 @@ class ActorChannel(ChannelEnd):
                 self._in_loop(lambda: self._news.set())
 
     def close(self, reason: str = "") -> None:
-        """See :class:`~stream_balancer.transport.channel.Channel`."""
         self.send(Outgoing(Close(reason)))
         self._close_sent = True
         self._check_over()
@@ -70,7 +67,7 @@ class ActorChannel(ChannelEnd):
         """Nothing to wait for: this end lives in one event loop."""
 
     def abort(self) -> None:
-        """See :class:`~stream_balancer.transport.channel.Channel`: pending and later calls fail."""
+        """Pending and later calls fail."""
         self._broken = self._broken or not self.over
         self._check_over()
 
@@ -169,11 +166,9 @@ class ActorChannels:
         return _encode(answer)
 
     async def exchange(self, key: str, number: int, messages: list[Packed]) -> Reply:
-        """See :meth:`ActorChannel.exchange`."""
         return await self._of(key).exchange(number, messages)
 
     async def poll(self, key: str) -> Reply:
-        """See :meth:`ActorChannel.poll`."""
         return await self._of(key).poll()
 
     async def hold(self, key: str) -> None:

@@ -26,7 +26,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from stream_balancer.transport.channel import Source
+from stream_balancer.transport.channel import PayloadSource, Source
 from stream_balancer.types import SUPPORTED_DTYPES, MicroBatch, RankBatch, Rollout
 from stream_balancer.wire.messages import Owner, RolloutHeader
 from stream_balancer.wire.partial_share import Lease, RemoteRollout
@@ -230,9 +230,8 @@ def fetch_objects(references: Sequence[Any]) -> list[NDArray[np.uint8] | Excepti
         return found
 
 
-class ObjectStore:
-    """Payloads that lie in Ray's object store, for a rank: a
-    :class:`~stream_balancer.transport.channel.PayloadSource`."""
+class ObjectStore(PayloadSource):
+    """Payloads that lie in Ray's object store, for a rank."""
 
     def __init__(self, fetch: Fetch = fetch_objects) -> None:
         self._fetch = fetch
@@ -244,7 +243,7 @@ class ObjectStore:
         targets: Sequence[Sequence[Tensor]],
         references: Sequence[object],
     ) -> Mapping[int, str]:
-        """See :class:`~stream_balancer.transport.channel.PayloadSource`: ``keys`` are places in the objects."""
+        """``keys`` are places in the objects."""
         distinct = list(dict.fromkeys(references))
         found = dict(zip(distinct, self._fetch(distinct), strict=True))
         opened = {one: _Object(array) for one, array in found.items() if not isinstance(array, Exception)}

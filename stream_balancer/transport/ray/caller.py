@@ -68,32 +68,27 @@ class CallingChannel(ChannelEnd):
         self._await(actor._join.remote(self._key, _encode(request), [self._lifeline]), self._on_joined)
 
     def start(self, receiver: Receiver) -> None:
-        """See :class:`~stream_balancer.transport.channel.Channel`."""
         self._receiver = receiver
         for thread in self._threads:
             thread.start()
 
     def send(self, item: Sendable) -> None:
-        """See :class:`~stream_balancer.transport.channel.Channel`."""
         with self._changed:
             if not self.over and not self._close_sent:
                 self._outbox.append(item)
                 self._changed.notify_all()
 
     def close(self, reason: str = "") -> None:
-        """See :class:`~stream_balancer.transport.channel.Channel`."""
         with self._changed:
             self.send(Outgoing(Close(reason)))
             self._close_sent = True
             self._changed.notify_all()
 
     def wait_closed(self, timeout_s: float) -> None:
-        """See :class:`~stream_balancer.transport.channel.Channel`."""
         with self._changed:
             self._changed.wait_for(lambda: self._broken or (self.over and not self._outbox), timeout_s)
 
     def abort(self) -> None:
-        """See :class:`~stream_balancer.transport.channel.Channel`."""
         with self._changed:
             self._broken = self._broken or not self.over
             self._changed.notify_all()

@@ -22,7 +22,6 @@ Here: what both ends have in common. No call is made, and none is answered.
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections import deque
 from typing import Any, Generic, TypeVar
 
@@ -31,7 +30,7 @@ import torch
 from numpy.typing import NDArray
 
 from stream_balancer.errors import WireError
-from stream_balancer.transport.channel import Outgoing, PeerClosed, Receiver
+from stream_balancer.transport.channel import Channel, Outgoing, PeerClosed, Receiver
 from stream_balancer.wire.messages import Close, decode_message, encode_message
 
 __all__ = ["ChannelEnd", "Inbox", "Packed", "Reply", "cause_of", "pack"]
@@ -60,7 +59,7 @@ class Inbox(Generic[T]):
         return ready
 
 
-class ChannelEnd:
+class ChannelEnd(Channel):
     """What both ends have in common: packing, receiving, and the state of closing."""
 
     narrow = True
@@ -99,10 +98,6 @@ class ChannelEnd:
             self._broken = True
             if self._receiver is not None and not self._close_received:
                 self._receiver.ended(error)
-
-    @abstractmethod
-    def close(self, reason: str = "") -> None:
-        """See :class:`~stream_balancer.transport.channel.Channel`."""
 
 
 def pack(outgoing: Outgoing) -> Packed:

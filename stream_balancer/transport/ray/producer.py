@@ -105,7 +105,6 @@ class RayProducerPort(ProducerPort):
         self._joining.start(self)
 
     def pending(self, rollouts: Sequence[Rollout], mode: Mode, callback: Callable[[], object]) -> _StoredPut:
-        """See :class:`~stream_balancer.transport.producer_port.ProducerPort`."""
         return _StoredPut(rollouts, mode, callback)
 
     # in the channel's threads
@@ -116,7 +115,6 @@ class RayProducerPort(ProducerPort):
         self._flush()
 
     def ended(self, error: Exception) -> None:
-        """See :class:`~stream_balancer.transport.channel.Receiver`."""
         if not (self._restarts and isinstance(error, ActorLostError)) or error.for_good or self._leaving:
             super().ended(error)
             return
@@ -194,7 +192,6 @@ class RayProducerSession(ProducerSession):
         return self._error is None
 
     def admit(self, message: Message, sizes: Sequence[int]) -> Sequence[int]:
-        """See :class:`~stream_balancer.transport.channel.Receiver`."""
         if not isinstance(message, PutBundle):
             return super().admit(message, sizes)
         numbers = [put.number for put in message.puts]
@@ -204,7 +201,6 @@ class RayProducerSession(ProducerSession):
         return sizes if header.payload is not None else (header.total_bytes,)
 
     def receive(self, message: Message, buffers: Sequence[Tensor], references: Sequence[object]) -> None:
-        """See :class:`~stream_balancer.transport.channel.Receiver`."""
         if not isinstance(message, PutBundle):
             super().receive(message, buffers, references)
             return

@@ -64,7 +64,6 @@ class RayRankPort(RankPort):
         return CallingChannel(self._actor, self._request, name=f"sb-ray-rank-{self._request.rank}")
 
     def take(self) -> RankBatch | None:
-        """See :class:`~stream_balancer.transport.Port`."""
         with self._lock:
             batch = super().take()
             if batch is not None and batch.step not in self._delivered:
@@ -72,7 +71,7 @@ class RayRankPort(RankPort):
             return batch
 
     def report(self, done: StepReport | StepHeld) -> None:
-        """See :class:`~stream_balancer.transport.Port`. What the present actor has not delivered is reported once it
+        """What the present actor has not delivered is reported once it
         delivers it."""
         with self._lock:
             self._reported[done.step] = done
@@ -86,7 +85,6 @@ class RayRankPort(RankPort):
     # in the channel's thread
 
     def ended(self, error: Exception) -> None:
-        """See :class:`~stream_balancer.transport.channel.Receiver`."""
         lost = isinstance(error, ActorLostError) and not error.for_good
         with self._lock:
             if lost and self._restarts and self._end is None:
@@ -100,13 +98,11 @@ class RayRankPort(RankPort):
         super().ended(error)
 
     def admit(self, message: Message, sizes: Sequence[int]) -> Sequence[int]:
-        """See :class:`~stream_balancer.transport.channel.Receiver`."""
         if isinstance(message, Batch) and self._is_known(message.step):
             return (message.total_bytes,)
         return super().admit(message, sizes)
 
     def receive(self, message: Message, buffers: Sequence[Tensor], references: Sequence[object]) -> None:
-        """See :class:`~stream_balancer.transport.channel.Receiver`."""
         if isinstance(message, Batch) and self._is_known(message.step):
             self._on_delivered_again(message.step)
             return

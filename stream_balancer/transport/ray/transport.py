@@ -20,6 +20,7 @@ from typing import Any, Self
 from torch import Tensor
 
 from stream_balancer.errors import ClosedResourceError
+from stream_balancer.transport import Transport
 from stream_balancer.transport.admission import Admission
 from stream_balancer.transport.event_loop import Arrivals
 from stream_balancer.transport.put_ledger import Limits
@@ -51,7 +52,7 @@ class _RankSession(RankSession):
         super().receive(message, buffers, references)
 
 
-class RayTransport:
+class RayTransport(Transport):
     """The controller's side, inside the actor. ``serve`` delivers to its ranks and takes its producers' puts."""
 
     def __init__(
@@ -99,7 +100,6 @@ class RayTransport:
     # for serve
 
     async def accept(self) -> RankSession:
-        """See :class:`~stream_balancer.transport.Transport`."""
         return await self._admission.accept()
 
     async def accept_producer(self) -> RayProducerSession:
@@ -111,7 +111,6 @@ class RayTransport:
         self._producers.add(link)
 
     async def aclose(self) -> None:
-        """See :class:`~stream_balancer.transport.Transport`."""
         self._admission.close()
         for rank in self._admission.sessions.values():
             await rank.aclose()

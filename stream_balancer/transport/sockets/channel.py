@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from stream_balancer.errors import WireError
-from stream_balancer.transport.channel import Outgoing, PeerClosed, Receiver, Sendable, Source
+from stream_balancer.transport.channel import Channel, Outgoing, PeerClosed, Receiver, Sendable, Source
 from stream_balancer.transport.sockets.framing import HEADER_BYTES, frame, read_header, read_message
 from stream_balancer.transport.sockets.hub import Hub, Served, keep_alive
 from stream_balancer.transport.threads import ThreadEvent
@@ -39,7 +39,7 @@ class _Piece(NamedTuple):
     sent: Callable[[], object] | None = None
 
 
-class SocketChannel(Served):
+class SocketChannel(Served, Channel):
     """One connection. The thread belongs to the hub, and ends with that."""
 
     threads = narrow = True
@@ -57,12 +57,11 @@ class SocketChannel(Served):
     # from any thread
 
     def start(self, receiver: Receiver) -> None:
-        """See :class:`~stream_balancer.transport.channel.Channel`."""
         self._receiver, self._started = receiver, True
         self.hub.do(self._begin)
 
     def send(self, item: Sendable) -> None:
-        """See :class:`~stream_balancer.transport.channel.Channel`. Takes no lock, so finalizers may call it."""
+        """Takes no lock, so finalizers may call it."""
         if self._closed:
             return
         self._items.append(item)
@@ -70,16 +69,13 @@ class SocketChannel(Served):
             self.hub.do(self._pump)
 
     def close(self, reason: str = "") -> None:
-        """See :class:`~stream_balancer.transport.channel.Channel`."""
         self.send(Outgoing(Close(reason)))
         self._closed = True
 
     def wait_closed(self, timeout_s: float) -> None:
-        """See :class:`~stream_balancer.transport.channel.Channel`."""
         self._finished.wait(timeout_s)
 
     def abort(self) -> None:
-        """See :class:`~stream_balancer.transport.channel.Channel`."""
         self._closed = True
         self.hub.do(lambda: self.fail(ConnectionAbortedError("closed on this side")))
 

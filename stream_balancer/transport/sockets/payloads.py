@@ -23,7 +23,7 @@ from itertools import chain, islice
 from torch import Tensor
 
 from stream_balancer.errors import ClosedResourceError, WireError
-from stream_balancer.transport.channel import Outgoing, Session, Source, unexpected
+from stream_balancer.transport.channel import Outgoing, PayloadSource, Session, Source, unexpected
 from stream_balancer.transport.handshake import Joining
 from stream_balancer.transport.sockets.acceptor import Acceptor, send_now
 from stream_balancer.transport.sockets.channel import SocketChannel
@@ -117,7 +117,6 @@ class _OwnerSession(Session):
         self._payloads, self._channel = payloads, channel
 
     def receive(self, message: Message, buffers: Sequence[Tensor], references: Sequence[object]) -> None:
-        """See :class:`~stream_balancer.transport.channel.Receiver`."""
         if not isinstance(message, WantPayloads):
             raise unexpected(message, "payloads are fetched")
         kept = {key: self._payloads.get(key) for key in message.keys}
@@ -126,7 +125,7 @@ class _OwnerSession(Session):
         self._channel.send(Outgoing(Payloads(message.number, missing), sources))
 
     def ended(self, error: Exception) -> None:
-        """See :class:`~stream_balancer.transport.channel.Receiver`. The rank may come again."""
+        """The rank may come again."""
 
 
 def _source(pieces: Sequence[Tensor]) -> Source:
@@ -143,8 +142,8 @@ def _source(pieces: Sequence[Tensor]) -> Source:
 # --- the rank --------------------------------------------------------------------------------------------------------
 
 
-class Fetcher:
-    """Reads payloads of any owner; a :class:`~stream_balancer.transport.channel.PayloadSource`."""
+class Fetcher(PayloadSource):
+    """Reads payloads of any owner."""
 
     def __init__(self) -> None:
         self._open: dict[Owner, socket.socket] = {}
@@ -158,7 +157,6 @@ class Fetcher:
         targets: Sequence[Sequence[Tensor]],
         references: Sequence[object] = (),
     ) -> Mapping[int, str]:
-        """See :class:`~stream_balancer.transport.channel.PayloadSource`."""
         here = _HERE.get(owner.token)
         if here is not None:
             return _copy(here, keys, targets)
@@ -178,7 +176,6 @@ class Fetcher:
         return gone
 
     def close(self) -> None:
-        """See :class:`~stream_balancer.transport.channel.PayloadSource`."""
         self._closed = True
         with self._lock:
             for sock in self._open.values():
