@@ -199,5 +199,50 @@ def test_a_packet_counts_as_seen_once_all_that_is_in_it_was_acted_on(
     assert told == [0]
 
 
+def test_bulk_is_acknowledged_by_one_empty_packet_after_it_was_acted_on(
+    pair: FakePair, channel: GlooChannel, recorder: Recorder
+) -> None:
+    """The writer has nothing to say while a batch is decoded: each packet of it would wake the peer."""
+    acted = threading.Event()
+
+    def let_the_writer_run(message: Message) -> None:
+        for n in range(100):
+            written = threading.Event()
+
+            def write(_: object, n: int = n, written: threading.Event = written) -> Outgoing:
+                written.set()
+                return Outgoing(Taken(n))
+
+            channel.send(write)
+            assert written.wait(10)
+        acted.set()
+
+    recorder.on_message = let_the_writer_run
+    for packet in packets_of_bulk():
+        pair.give(packet)
+    assert acted.wait(10)
+    while seen_in(pair.sent[-1]) == 0:
+        time.sleep(0.001)
+    assert [is_empty(packet) for packet in pair.sent].count(True) <= 1
+
+
+def packets_of_bulk() -> list[bytes]:
+    pair, connected = FakePair(), threading.Event()
+    channel = a_channel(pair, connected)
+    channel.start(Recorder())
+    connected.set()
+    done = threading.Event()
+
+    channel.send(Outgoing(Payloads(0), [source_of(torch.zeros(10, dtype=torch.uint8))]))
+    channel.send(lambda _: done.set())
+    assert done.wait(10)
+    channel.abort()
+    return pair.sent[:3]  # the packet, the bulk, the empty packet behind it
+
+
+def is_empty(packet: bytes) -> bool:
+    return int.from_bytes(packet[16:20], "little") == 0
+
+
 def seen_in(packet: bytes) -> int:
     return int.from_bytes(packet[8:16], "little")

@@ -151,6 +151,7 @@ class GlooChannel(Channel):
         self._failure: Exception | None = None  # of the writer; the reader passes it on
         self._received = self._seen = self._sent = 0  # packets; seen: received, and all that is in them was acted on
         self._seen_told = self._seen_owed = 0  # the peer knows that so many were seen, and waits to hear of so many
+        self._bulk_received = False  # since the last packet
         self._ledger: deque[_Sent] = deque()
         self._heard_at = time.monotonic()
         self._stalled = False
@@ -305,7 +306,7 @@ class GlooChannel(Channel):
             raise WireError(f"bulk was followed by a message, not by an empty packet. {_INSTALL}")
         for piece in posted:
             _wait(piece)
-        self._seen_owed = self._received
+        self._bulk_received = True
 
     def _receive_buffers(
         self, pair: Pair, packet: Tensor, message: Message, sizes: tuple[int, ...]
@@ -325,7 +326,9 @@ class GlooChannel(Channel):
         """The peer keeps the memory of bulk until it hears that it was received: in whatever is sent next, or now."""
         with self._changed:
             self._seen = self._received
-            if self._seen_told < self._seen_owed:
+            if self._bulk_received:
+                self._bulk_received = False
+                self._seen_owed = self._seen  # not earlier: the writer would send empty packets until it may say so
                 self._changed.notify_all()
 
     def _let_go(self, seen: int) -> None:
@@ -343,7 +346,7 @@ class GlooChannel(Channel):
             self._changed.notify_all()
         with suppress(OSError, WireError):
             while not (was_first and self._close_was_seen):
-                self._seen_owed = self._received
+                self._bulk_received = True
                 self._acknowledge()
                 self._receive_packet(pair, packet)
         self._break()
