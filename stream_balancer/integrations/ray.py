@@ -39,6 +39,8 @@ from stream_balancer.wire.partial_share import RemoteRollout
 
 if TYPE_CHECKING:
     from stream_balancer.transport.producer_port import ProducerPort
+    from stream_balancer.transport.sockets.acceptor import MeetingPoint
+    from stream_balancer.transport.sockets.joiner import Entry, Lookup
     from stream_balancer.wire.messages import PayloadsFetched
 
 __all__ = ["LostRollout", "RayBalancer", "find", "host"]
@@ -90,6 +92,7 @@ class _Host:
         self._lost: dict[str, LostRollout] = {}
         self._serving: asyncio.Task[None] | None = None
         self._up = asyncio.Event()
+        self._peers: MeetingPoint | None = None
         self._failure: Exception | None = None
 
     async def _ready(self) -> None:
@@ -127,6 +130,17 @@ class _Host:
         if len(self._lost) < _MAX_LOST:
             self._lost.setdefault(lost.rollout_id, lost)
 
+    def _peer_entry(self) -> Entry:
+        """Where a rank's leader and its model-parallel peers find each other. Batches go from one to the other by gloo,
+        whose ends meet over a connection of their own; without a mesh no port is opened."""
+        import ray
+
+        from stream_balancer.transport.sockets.acceptor import MeetingPoint
+
+        if self._peers is None:
+            self._peers = MeetingPoint(ray.util.get_node_ip_address())
+        return self._peers.entry
+
     async def _join(self, *call: Any) -> Any:
         await self._ready()
         return await self._transport.channels.join(*call)
@@ -149,6 +163,8 @@ class _Host:
             return config.dp_size, config.loss_mask_column, self._options.journal is not None
         if method == "producers":
             return self._transport.producers
+        if method == "peer_entry":
+            return self._peer_entry()
         if self._failure is not None:
             raise BrokenResourceError(f"the balancer stopped: {self._failure}")
         answer = getattr(self._balancer, method)(*args, **kwargs)
@@ -268,18 +284,29 @@ class RayBalancer:
     # -- ranks ---------------------------------------------------------------------------------------------------------
 
     def feed(
-        self, *, rank: int, auto_ack: bool = True, depth: int = 2, incarnation: int = 0, **options: Any
+        self,
+        *,
+        rank: int | None = None,
+        auto_ack: bool = True,
+        depth: int = 2,
+        incarnation: int = 0,
+        **options: Any,
     ) -> RankFeed:
-        """This rank's batches, for ``for`` and ``async for``. ``options``: as for :class:`stream_balancer.RankFeed`."""
-        return RankFeed(
-            self, rank=rank, dp_size=self.dp_size, auto_ack=auto_ack, depth=depth, incarnation=incarnation, **options
-        )
+        """A rank's batches, for ``for`` and ``async for``: give ``rank=`` or ``mesh=``. ``options``: as for
+        :class:`stream_balancer.RankFeed`."""
+        if rank is not None:
+            options |= {"rank": rank, "dp_size": self.dp_size}
+        return RankFeed(self, auto_ack=auto_ack, depth=depth, incarnation=incarnation, **options)
 
     def open_rank_port(self, **options: Any) -> Any:
         """For RankFeed."""
         from stream_balancer.transport.ray.rank import RayRankPort
 
         return RayRankPort(self.actor, restarts=self.restarts, **options)
+
+    def peer_lookup(self) -> Lookup:
+        """For RankFeed: where model-parallel peers of a rank find each other."""
+        return _PeerLookup(self.actor, restarts=self.restarts)
 
     def _open_producer_port(self) -> ProducerPort:
         import ray
@@ -333,6 +360,25 @@ class RayBalancer:
 
     async def _call(self, method: str, *args: Any, **kwargs: Any) -> Any:
         return await _result(self.actor._call.remote(method, *args, **kwargs))
+
+
+class _PeerLookup:
+    """The actor's port for model-parallel peers; another one once the actor was started again."""
+
+    def __init__(self, actor: Any, *, restarts: bool) -> None:
+        self._actor, self._restarts = actor, restarts
+
+    def read(self) -> Entry | None:
+        """See :class:`~stream_balancer.transport.sockets.joiner.Lookup`."""
+        import ray
+
+        try:
+            entry: Entry = ray.get(self._actor._call.remote("peer_entry"))
+        except ray.exceptions.RayActorError as error:
+            if self._restarts:
+                return None
+            raise RuntimeError(str(error)) from None
+        return entry
 
 
 async def _result(ref: Any) -> Any:

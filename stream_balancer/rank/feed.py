@@ -358,11 +358,12 @@ def _open_in_mesh(
     if place.num_peers == 1:
         return _open_port(source, place.rank, place.dp_size, depth, uploader, options)
     among = {key: value for key, value in options.items() if key not in ("shared_memory", "connect_timeout_s")}
+    meeting = source.peer_lookup() if hasattr(source, "peer_lookup") else source
     if place.peer > 0:
-        return _mesh.PeerPort(source, place, **_decoding(uploader), **among)
+        return _mesh.PeerPort(meeting, place, **_decoding(uploader), **among)
     received = _mesh.Received(**({} if uploader is None else {"decode": uploader.decode}))
     inner = _open_port(source, place.rank, place.dp_size, max(depth - 1, 1), uploader, options, received.decode)
-    return _mesh.LeaderPort(inner, received, source, place, **among)
+    return _mesh.LeaderPort(inner, received, meeting, place, **among)
 
 
 def _decoding(uploader: Uploader | None) -> dict[str, Any]:

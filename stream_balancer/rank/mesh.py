@@ -23,7 +23,6 @@ from typing import Any, Literal, NamedTuple
 import anyio
 import msgspec
 from torch import Tensor
-from torch._C._distributed_c10d import Store
 
 from stream_balancer.errors import ClosedResourceError, EndOfStream, RankLostError, to_raise
 from stream_balancer.transport import Port, Report
@@ -34,7 +33,7 @@ from stream_balancer.transport.gloo.channel import GlooChannel, LinkOptions
 from stream_balancer.transport.gloo.torch_dist import join_pair
 from stream_balancer.transport.rank_port import Decode, RankPort
 from stream_balancer.transport.rank_session import RankSession
-from stream_balancer.transport.sockets.joiner import Joiner
+from stream_balancer.transport.sockets.joiner import Joiner, Where
 from stream_balancer.types import RankBatch
 from stream_balancer.wire.messages import Batch, JoinPeer, JoinRank, StepHeld, StepReport
 from stream_balancer.wire.share import checksum, decode
@@ -83,7 +82,7 @@ def _flatten(dims: list[tuple[int, int]]) -> tuple[int, int]:
 
 
 def _channel(
-    source: Store | str, place: Place, side: Literal[0, 1], *, incarnation: int, options: Mapping[str, Any]
+    source: Where, place: Place, side: Literal[0, 1], *, incarnation: int, options: Mapping[str, Any]
 ) -> GlooChannel:
     """Between a leader (``side`` 0) and the peer at ``place``: they find each other at the controller, once per
     incarnation, however late one of them starts."""
@@ -106,7 +105,7 @@ class PeerPort(RankPort):
 
     def __init__(
         self,
-        source: Store | str,
+        source: Where,
         place: Place,
         *,
         incarnation: int,
@@ -197,7 +196,7 @@ class LeaderPort(Port):
         self,
         inner: Port,
         received: Received,
-        source: Store | str,
+        source: Where,
         place: Place,
         *,
         incarnation: int,

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, Literal
 
 import anyio
 import pytest
@@ -26,7 +26,9 @@ from stream_balancer.rank.feed import RankFeed
 from stream_balancer.rank.mesh import Place, place_in
 from stream_balancer.testing.transports import ScriptedBalancer, make_batch
 from stream_balancer.transport.gloo.torch_dist import TorchTransport
-from stream_balancer.wire.messages import Batch
+from stream_balancer.transport.sockets.acceptor import MeetingPoint
+from stream_balancer.transport.sockets.joiner import Entry, Joiner
+from stream_balancer.wire.messages import Batch, JoinPeer, WelcomePeer
 
 GUARD_S = 50
 Shape = tuple[tuple[int, ...], tuple[str, ...], Any]  # sizes, names, dp_dim
@@ -238,6 +240,30 @@ async def test_the_loss_of_the_controller_reaches_the_peers() -> None:
     assert [said[-1][0] for said in told] == ["RankLostError"] * 4
     assert all("lost its controller" in told[leader][-1][1] for leader in (0, 2))
     assert all("lost its leader" in told[peer][-1][1] for peer in (1, 3))
+
+
+async def test_two_meet_where_a_lookup_says_once_it_knows() -> None:
+    """As over Ray, where nobody listens but for this, and the actor may be started again meanwhile."""
+    point = MeetingPoint("127.0.0.1")
+    answers = [None, point.entry, None, point.entry]
+
+    class Lookup:
+        def read(self) -> Entry | None:
+            return answers.pop(0)
+
+    met: list[object] = []
+
+    async def join(side: Literal[0, 1]) -> None:
+        joiner = Joiner(Lookup(), name="", token=None)
+        sock, welcome = await in_thread(lambda: joiner.join(lambda _: JoinPeer("a rank", side)))
+        sock.close()
+        met.append(welcome)
+
+    with anyio.fail_after(GUARD_S):
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(join, 0)
+            tasks.start_soon(join, 1)
+    assert met == [WelcomePeer()] * 2
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,9 @@ from typing import Any
 
 import anyio
 import ray
+import torch.distributed as dist
 from ray.cluster_utils import Cluster
+from torch.distributed.device_mesh import init_device_mesh
 
 from stream_balancer.integrations.ray import RayBalancer
 from stream_balancer.rank.feed import RankFeed
@@ -84,6 +86,24 @@ class Worker:
 
         anyio.run(main)
         return accepted
+
+
+class MeshRank:
+    """One process of a mesh of 2 x 2: two DP ranks of two model-parallel peers."""
+
+    def __init__(self, balancer: RayBalancer, port: int, world_rank: int) -> None:
+        self._balancer = balancer
+        self._join = f"tcp://127.0.0.1:{port}", world_rank
+
+    def train(self, incarnation: int) -> list[list[tuple[str, int]]]:
+        """For each step, the rollouts and the sums of their tokens."""
+        address, world_rank = self._join
+        dist.init_process_group("gloo", init_method=address, rank=world_rank, world_size=4)
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        return [
+            [(one.rollout_id, int(one.tokens["input_ids"].sum())) for one in batch.rollouts if not one.is_padding]
+            for batch in self._balancer.feed(mesh=mesh, incarnation=incarnation)
+        ]
 
 
 class _Call:

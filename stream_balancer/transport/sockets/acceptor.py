@@ -8,6 +8,7 @@ oldest makes room for the next, so that a flood of them delays a rank or produce
 from __future__ import annotations
 
 import logging
+import secrets
 import socket
 import time
 from collections.abc import Callable, Mapping
@@ -16,10 +17,11 @@ from typing import Any
 
 from stream_balancer.errors import WireError
 from stream_balancer.transport.handshake import Accepting, Incoming, Message, pack
-from stream_balancer.transport.sockets.hub import Hub, Listener, Served, keep_alive
+from stream_balancer.transport.sockets.hub import Hub, Listener, Served, keep_alive, listen
+from stream_balancer.transport.sockets.joiner import Entry
 from stream_balancer.wire.messages import Challenge, Join, JoinPeer, Refused, WelcomePeer
 
-__all__ = ["Acceptor", "Meetings", "refuse", "send_now"]
+__all__ = ["Acceptor", "MeetingPoint", "Meetings", "refuse", "send_now"]
 
 MAX_CANDIDATES = 64
 CANDIDATE_S = 10.0
@@ -169,6 +171,22 @@ class Meetings:
         """It does not wait any more."""
         if self._waiting.get(half.place) is half:
             del self._waiting[half.place]
+
+
+class MeetingPoint:
+    """A port for nothing but :class:`Meetings`: for a controller that ranks do not reach through a socket."""
+
+    def __init__(self, host: str) -> None:
+        """Listens on a free port of ``host`` until this process ends, in a thread of its own."""
+        sock, self._token = listen(host), secrets.token_hex(16)
+        self.entry = Entry(host, sock.getsockname()[1], self._token)
+        """For the two who want to meet."""
+        self._hub = Hub("sb-meetings", lambda: self._begin_listening(sock))
+        self._hub.start()
+
+    def _begin_listening(self, sock: socket.socket) -> bool:
+        Acceptor(self._hub, sock, self._token.encode(), {JoinPeer: Meetings(self._hub).arrive})
+        return True
 
 
 class _Half(Served):

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
-from typing import Any, cast
+from typing import Any, Protocol, TypeAlias, cast
 
 import msgspec
 from torch._C._distributed_c10d import PrefixStore, Store
@@ -23,7 +23,7 @@ from stream_balancer.transport.handshake import Incoming, Joining, Message, pack
 from stream_balancer.transport.sockets.hub import keep_alive
 from stream_balancer.wire.messages import Join, Refused, Welcome
 
-__all__ = ["Directory", "Entry", "Joiner", "join_over", "parse_address", "receive_message"]
+__all__ = ["Directory", "Entry", "Joiner", "Lookup", "Where", "join_over", "parse_address", "receive_message"]
 
 ANSWER_S = 10.0  # a controller answers in milliseconds
 CONNECT_S = 5.0
@@ -42,6 +42,14 @@ class Entry(msgspec.Struct, frozen=True):
     port: int
     token: str | None = None
     """For who has none: whoever reads this store is trusted. None: the user has given one to both."""
+
+
+class Lookup(Protocol):
+    """Says where a controller is. Asked again before every attempt: one that was started again may have moved."""
+
+    def read(self) -> Entry | None:
+        """None if no controller is there yet. Raises RuntimeError if none will ever be."""
+        ...
 
 
 class Directory:
@@ -83,6 +91,10 @@ class Directory:
                 self._store.delete_key(self._KEY)
 
 
+Where: TypeAlias = Store | str | Lookup
+"""Of a controller: a store that it has written its address into, ``"tcp://host:port"``, or whoever says it."""
+
+
 def parse_address(address: str) -> tuple[str, int]:
     """``tcp://host:port`` -> both. Raises ValueError for anything else."""
     host, colon, port = address.removeprefix("tcp://").rpartition(":")
@@ -105,15 +117,13 @@ class _NotYetError(Exception):
 class Joiner:
     """Joins one controller, as often as needed."""
 
-    def __init__(
-        self, source: Store | str, *, name: str, token: str | None, connect_timeout_s: float | None = None
-    ) -> None:
+    def __init__(self, source: Where, *, name: str, token: str | None, connect_timeout_s: float | None = None) -> None:
         """``connect_timeout_s``: for the first connection; None = as long as it takes. Raises ValueError for a bad
         address or token."""
         if connect_timeout_s is not None and not connect_timeout_s > 0:
             raise ValueError(f"connect_timeout_s must be > 0 or None, not {connect_timeout_s}")
         self._address = parse_address(source) if isinstance(source, str) else None
-        self._directory = None if isinstance(source, str) else Directory(source, name)
+        self._directory = _lookup(source, name)
         self.token = token_bytes(token)
         self._timeout_s = connect_timeout_s
         self._cancelled = threading.Event()
@@ -199,9 +209,9 @@ class Joiner:
         try:
             entry = self._directory.read()
         except RuntimeError as error:
-            raise BrokenResourceError(f"the store that says where the controller is has gone: {error}") from None
+            raise BrokenResourceError(f"nobody says any more where the controller is: {error}") from None
         if entry is None:
-            raise _NotYetError("no controller has written its address into the store yet")
+            raise _NotYetError("no controller has said yet where it is")
         if entry.token is not None:
             self.token = entry.token.encode()
         return (entry.host, entry.port), self.token
@@ -220,6 +230,12 @@ class Joiner:
 
     def _on_challenged(self) -> None:
         self.problem = None
+
+
+def _lookup(source: Where, name: str) -> Lookup | None:
+    if isinstance(source, str):
+        return None
+    return Directory(source, name) if isinstance(source, Store) else source
 
 
 def receive_message(sock: socket.socket) -> Message:

@@ -1,0 +1,67 @@
+"""Model-parallel ranks in Ray actors: a mesh of 2 x 2, whose leaders receive from the balancer's actor."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ray = pytest.importorskip("ray")
+
+from ray_cluster import MeshRank, cluster  # noqa: E402
+
+import stream_balancer as sb  # noqa: E402
+from stream_balancer.integrations.ray import RayBalancer, host  # noqa: E402
+from stream_balancer.testing import make_rollout  # noqa: E402
+from stream_balancer.transport.ray.producer import INLINE_BYTES  # noqa: E402
+
+pytestmark = pytest.mark.timeout(120)
+GUARD_S = 60
+LENGTHS = [1 + 37 * n for n in range(14)] + [INLINE_BYTES, INLINE_BYTES + 7]  # two go to the object store
+
+
+@pytest.fixture(scope="module", autouse=True)
+def nodes() -> Iterator[Any]:
+    with cluster() as started:
+        yield started
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port: int = free.getsockname()[1]
+        return port
+
+
+def _train(balancer: RayBalancer, incarnation: int = 0) -> list[Any]:
+    port = _free_port()
+    ranks = [ray.remote(MeshRank).options(num_cpus=0).remote(balancer, port, number) for number in range(4)]
+    return [rank.train.remote(incarnation) for rank in ranks]
+
+
+def _expected(told: list[Any]) -> None:
+    """Peers got what their leader got, and all of it was put."""
+    assert told[0] == told[1]
+    assert told[2] == told[3]
+    trained = sorted(one for rank in (told[0], told[2]) for step in rank for one in step)
+    made = [make_rollout(length, f"m{n}") for n, length in enumerate(LENGTHS)]
+    assert trained == sorted((one.rollout_id, int(one.tokens["input_ids"].sum())) for one in made)
+
+
+@pytest.mark.parametrize("journal", [False, True], ids=["store", "journal"])
+def test_peers_get_what_their_leader_gets(journal: bool, tmp_path: Path) -> None:
+    config = sb.BalancerConfig(dp_size=2, batch_size=4, window=8)
+    balancer = host(config, journal=tmp_path / "journal" if journal else None)
+    training = _train(balancer)
+    for n, length in enumerate(LENGTHS):
+        balancer.blocking.put(make_rollout(length, f"m{n}"))
+        if journal and n == len(LENGTHS) // 2:  # the leaders wait for it, and their peers notice nothing
+            os.kill(ray.get(balancer.actor.__ray_call__.remote(lambda _: os.getpid())), signal.SIGKILL)
+    ray.get(balancer.actor._call.remote("end"))
+    _expected(ray.get(training, timeout=GUARD_S))
+    balancer.blocking.close()
+    ray.kill(balancer.actor)
