@@ -12,7 +12,7 @@ import inspect
 import textwrap
 from typing import TypeVar
 
-__all__ = ["documented"]
+__all__ = ["documented", "texts_below_fields"]
 
 T = TypeVar("T", bound=type)
 
@@ -41,15 +41,15 @@ def _fields_of(owner: type) -> str:
     found: dict[str, str] = {}
     for cls in reversed(owner.__mro__):
         if "__dataclass_fields__" in vars(cls):
-            found |= _below_fields(cls)
+            found |= texts_below_fields(cls)
     if not found:
         return ""
     entries = (f"{name}:\n{textwrap.indent(text, '    ')}" for name, text in found.items())
     return "\n\nFields:\n\n" + textwrap.indent("\n".join(entries), "    ")
 
 
-def _below_fields(cls: type) -> dict[str, str]:
-    """Text of each public field that the class itself declares, in order."""
+def texts_below_fields(cls: type) -> dict[str, str]:
+    """Text of each public field that the class itself declares, in order; empty where the source is not there."""
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(cls)))
     except (OSError, TypeError, SyntaxError):

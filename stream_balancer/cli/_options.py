@@ -1,118 +1,153 @@
-"""Options common to the commands: how they become values of the library, and what a user's mistake looks like."""
+"""Options common to the commands: how they become values of the library, and what a user's mistake looks like.
+
+A command is a dataclass whose fields are its options. What ``BalancerConfig`` says of a knob is its help here, too.
+"""
 
 from __future__ import annotations
 
+import inspect
 import json
+import re
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from enum import StrEnum
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn, Protocol, get_type_hints
 
 import typer
 
+from stream_balancer.config import BalancerConfig
+from stream_balancer.cost import CostModel, PaddedCost, QuadraticCost, TokenCost, TransformerCost
+from stream_balancer.errors import ConfigError, RolloutError, TraceError
+from stream_balancer.field_docs import texts_below_fields
+from stream_balancer.planning.arrays import Counts, Sync
+from stream_balancer.planning.plan import Groups
+from stream_balancer.tools.length_models import PRESETS, generate_trace
+from stream_balancer.tools.trace import Trace, load_trace
+
 if TYPE_CHECKING:
-    from stream_balancer.config import BalancerConfig
-    from stream_balancer.cost import CostModel
-    from stream_balancer.tools.trace import Trace
+    from rich.console import Console
+    from rich.progress import Progress
 
 __all__ = [
-    "BatchSize",
-    "Cost",
-    "Counts",
-    "CountsOption",
-    "DpSize",
-    "GroupSize",
-    "Groups",
-    "GroupsOption",
-    "Json",
-    "NumRollouts",
-    "Scale",
-    "Seed",
-    "Slots",
-    "Sync",
-    "SyncOption",
-    "TokenCap",
-    "TokensPerSecond",
-    "TraceArgument",
-    "Trainer",
-    "config_of",
-    "cost_of",
+    "Simulated",
+    "as_command",
+    "deadline_text",
     "fail",
-    "lengths_of",
+    "knob",
     "one_line_errors",
+    "progress",
     "skips_of",
-    "trace_of",
-    "trainer_of",
+    "stdout",
 ]
 
 DEFAULT_GENERATED = 20_000  # rollouts of generate:NAME without a number: hundreds of dispatches, a second or two
 GENERATE = "generate:"
 USER_ERROR = 2  # typer's own code for bad usage
+KNOBS = texts_below_fields(BalancerConfig)
 
 
-class Counts(StrEnum):
-    free = "free"
-    equal = "equal"
+class Command(Protocol):
+    def run(self) -> None: ...
 
 
-class Sync(StrEnum):
-    step = "step"
-    micro_batch = "micro_batch"
+def as_command(options: type[Command]) -> Callable[..., None]:
+    """A function for typer: it takes the fields of the dataclass as options, and calls ``run()``."""
+
+    def command(**given: Any) -> None:
+        options(**given).run()
+
+    types = get_type_hints(options, include_extras=True)
+    parameters = inspect.signature(options).parameters.values()
+    signature = inspect.Signature([one.replace(annotation=types[one.name]) for one in parameters])
+    setattr(command, "__signature__", signature)  # noqa: B010 - functions have none for type checkers
+    command.__name__, command.__doc__ = options.__name__.lower(), options.__doc__
+    return command
 
 
-class Groups(StrEnum):
-    free = "free"
-    same_batch = "same_batch"
-    same_rank = "same_rank"
+def knob(name: str, note: str = "", **shown: Any) -> Any:
+    """An option for a knob of ``BalancerConfig``. Its help: the knob's first sentence, and ``note``."""
+    text = " ".join(KNOBS.get(name, "").replace("``", "").split())
+    first, *_ = re.split(r"(?<=[^.]\.) ", text)
+    return typer.Option(help=f"{first} {note}".strip(), rich_help_panel="Knobs", **shown)
 
 
-TraceArgument: TypeAlias = Annotated[
-    str,
-    typer.Argument(
-        metavar="TRACE",
-        help="A length trace (csv, csv.gz), or generate:NAME[:ROLLOUTS] for one made up (generate:help).",
-    ),
-]
-DpSize: TypeAlias = Annotated[int, typer.Option(help="Data-parallel ranks.")]
-BatchSize: TypeAlias = Annotated[int, typer.Option(help="Rollouts per dispatch, over all ranks.")]
-Cost: TypeAlias = Annotated[
-    str,
-    typer.Option(
-        metavar="MODEL",
-        help="tokens, quadratic, quadratic:LINEAR:QUADRATIC, padded, or a Hugging Face config.json (its FLOPs).",
-    ),
-]
-CountsOption: TypeAlias = Annotated[Counts, typer.Option(help="Rollouts per rank.")]
-SyncOption: TypeAlias = Annotated[Sync, typer.Option(help="Where ranks meet: micro_batch under FSDP / ZeRO-3.")]
-TokenCap: TypeAlias = Annotated[int | None, typer.Option(help="Hard token cap of a micro-batch.")]
-GroupSize: TypeAlias = Annotated[int | None, typer.Option(help="Siblings per group. (default: groups play no part)")]
-GroupsOption: TypeAlias = Annotated[Groups, typer.Option(help="Where siblings go; with --group-size.")]
-Slots: TypeAlias = Annotated[int, typer.Option(help="Rollouts generated at a time (where no arrivals were recorded).")]
-TokensPerSecond: TypeAlias = Annotated[float, typer.Option(help="Generation speed of one slot.")]
-Trainer: TypeAlias = Annotated[
-    str,
-    typer.Option(
-        metavar="SPEED",
-        help="instant: always free, so the window decides. matched: as fast as generation, if perfectly balanced. "
-        "Or work per second and rank, in the cost model's unit.",
-    ),
-]
-NumRollouts: TypeAlias = Annotated[
-    int | None, typer.Option("--rollouts", help="Draw so many rollouts with replacement, whole groups.")
-]
-Scale: TypeAlias = Annotated[float, typer.Option(help="Multiply lengths by this.")]
-Seed: TypeAlias = Annotated[
-    int, typer.Option(help="Seed of the generator, of the draw and of the order of generation.")
-]
-Json: TypeAlias = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of the table.")]
+@dataclass(frozen=True, kw_only=True)
+class Simulated:
+    """Options of ``replay`` and ``tune``: lengths, knobs, and how fast rollouts come and go."""
+
+    trace: Annotated[
+        str,
+        typer.Argument(
+            metavar="TRACE",
+            help="A length trace (csv, csv.gz), or generate:NAME[:ROLLOUTS] for one made up (generate:help).",
+        ),
+    ]
+    dp_size: Annotated[int, knob("dp_size")] = 8
+    batch_size: Annotated[int, knob("batch_size")] = 32
+    cost: Annotated[
+        str,
+        knob(
+            "cost",
+            "One of tokens, quadratic, quadratic:LINEAR:QUADRATIC, padded, or a Hugging Face config.json (its FLOPs).",
+            metavar="MODEL",
+        ),
+    ] = "tokens"
+    counts: Annotated[Counts, knob("counts")] = "free"
+    sync: Annotated[Sync, knob("sync")] = "step"
+    max_tokens_per_micro_batch: Annotated[int | None, knob("max_tokens_per_micro_batch")] = None
+    group_size: Annotated[int | None, knob("group_size", "(default: groups play no part)")] = None
+    groups: Annotated[Groups, knob("groups", "With --group-size.")] = "same_batch"
+    slots: Annotated[int, typer.Option(help="Rollouts generated at a time (where no arrivals were recorded).")] = 128
+    tokens_per_second: Annotated[float, typer.Option(help="Generation speed of one slot.")] = 30.0
+    trainer: Annotated[
+        str,
+        typer.Option(
+            metavar="SPEED",
+            help="instant: always free, so the window decides. matched: as fast as generation, if perfectly balanced. "
+            "Or work per second and rank, in the cost model's unit.",
+        ),
+    ] = "instant"
+    rollouts: Annotated[int | None, typer.Option(help="Draw so many rollouts with replacement, whole groups.")] = None
+    scale: Annotated[float, typer.Option(help="Multiply lengths by this.")] = 1.0
+    seed: Annotated[int, typer.Option(help="Seed of the generator, of the draw and of the order of generation.")] = 0
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of the table.")] = False
+
+    def lengths(self) -> Trace:
+        """The trace that ``--rollouts`` and ``--scale`` make of it."""
+        trace = trace_of(self.trace, self.seed)
+        if self.rollouts is not None:
+            trace = trace.resampled(self.rollouts, self.seed)
+        return trace.scaled(self.scale)
+
+    def config(self, **knobs: Any) -> BalancerConfig:
+        """With ``knobs`` besides, those that were given."""
+        return BalancerConfig(
+            dp_size=self.dp_size,
+            batch_size=self.batch_size,
+            cost=cost_of(self.cost),
+            counts=self.counts,
+            sync=self.sync,
+            max_tokens_per_micro_batch=self.max_tokens_per_micro_batch,
+            group_size=self.group_size,
+            groups=self.groups,
+            **{name: value for name, value in knobs.items() if value is not None},
+        )
+
+    def simulation(self) -> dict[str, Any]:
+        """Arguments of ``simulate`` and ``tune``."""
+        return {
+            "slots": self.slots,
+            "tokens_per_second": self.tokens_per_second,
+            "trainer": trainer_of(self.trainer),
+            "seed": self.seed,
+        }
 
 
 @contextmanager
 def one_line_errors() -> Iterator[None]:
     """A value the user gave and the library refused (its errors are ValueErrors): one line, exit code 2."""
-    from stream_balancer.errors import ConfigError, RolloutError, TraceError
-
     try:
         yield
     except (ConfigError, RolloutError, TraceError) as error:
@@ -125,10 +160,6 @@ def fail(message: str) -> NoReturn:
 
 
 def trace_of(text: str, seed: int) -> Trace:
-    from stream_balancer.errors import TraceError
-    from stream_balancer.tools.length_models import PRESETS, generate_trace
-    from stream_balancer.tools.trace import load_trace
-
     if not text.startswith(GENERATE):
         return load_trace(text)
     name, _, number = text.removeprefix(GENERATE).partition(":")
@@ -141,18 +172,7 @@ def trace_of(text: str, seed: int) -> Trace:
     return generate_trace(num_rollouts, name, seed=seed)
 
 
-def lengths_of(text: str, seed: int, rollouts: int | None, scale: float) -> Trace:
-    """The trace that ``--rollouts`` and ``--scale`` make of it."""
-    trace = trace_of(text, seed)
-    if rollouts is not None:
-        trace = trace.resampled(rollouts, seed)
-    return trace.scaled(scale)
-
-
 def cost_of(text: str) -> CostModel:
-    from stream_balancer.cost import PaddedCost, QuadraticCost, TokenCost, TransformerCost
-    from stream_balancer.errors import ConfigError
-
     name, _, rest = text.partition(":")
     simple: dict[str, Callable[[], CostModel]] = {"tokens": TokenCost, "quadratic": QuadraticCost, "padded": PaddedCost}
     if text in simple:
@@ -172,8 +192,6 @@ def cost_of(text: str) -> CostModel:
 
 
 def trainer_of(text: str) -> float | Literal["instant", "matched"]:
-    from stream_balancer.errors import ConfigError
-
     if text == "instant":
         return "instant"
     if text == "matched":
@@ -192,7 +210,21 @@ def skips_of(text: str) -> int | None:
         fail(f"--max-skips {text}: write a whole number of dispatches, or none for no bound")
 
 
-def config_of(**knobs: Any) -> BalancerConfig:
-    from stream_balancer.config import BalancerConfig
+def deadline_text(deadline_s: float | None) -> str:
+    return "none" if deadline_s is None else f"{deadline_s:g} s"
 
-    return BalancerConfig(**{name: value for name, value in knobs.items() if value is not None})
+
+def stdout() -> Console:
+    from rich.console import Console
+
+    return Console(width=None if sys.stdout.isatty() else 120, highlight=False)
+
+
+def progress() -> Progress:
+    """Bars, on a terminal only."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description:<14}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)

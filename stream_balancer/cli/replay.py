@@ -4,39 +4,13 @@ from __future__ import annotations
 
 import json
 import math
-import sys
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
 import typer
 
-from stream_balancer.cli._options import (
-    BatchSize,
-    Cost,
-    Counts,
-    CountsOption,
-    DpSize,
-    Groups,
-    GroupSize,
-    GroupsOption,
-    Json,
-    NumRollouts,
-    Scale,
-    Seed,
-    Slots,
-    Sync,
-    SyncOption,
-    TokenCap,
-    TokensPerSecond,
-    TraceArgument,
-    Trainer,
-    config_of,
-    cost_of,
-    lengths_of,
-    one_line_errors,
-    skips_of,
-    trainer_of,
-)
+from stream_balancer.cli._options import Simulated, deadline_text, knob, one_line_errors, progress, skips_of, stdout
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -45,77 +19,41 @@ if TYPE_CHECKING:
     from stream_balancer.tools.simulation_report import Segment, SimulationReport
     from stream_balancer.tools.trace import Trace
 
-__all__ = ["replay"]
+__all__ = ["Replay"]
 
 
-def replay(
-    trace: TraceArgument,
-    dp_size: DpSize = 8,
-    batch_size: BatchSize = 32,
-    window: Annotated[int | None, typer.Option(help="Dispatch once so many wait. (default: 2 x batch size)")] = None,
-    deadline_s: Annotated[
-        float | None, typer.Option(help="... or once the oldest has waited so long. (default: wait for the window)")
-    ] = None,
-    max_skips: Annotated[
-        str | None,
-        typer.Option(metavar="N", help="No rollout is passed over more often; 'none' = no bound. (default: 8)"),
-    ] = None,
-    capacity: Annotated[int | None, typer.Option(help="Puts wait at so many. (default: 2 x window)")] = None,
-    cost: Cost = "tokens",
-    counts: CountsOption = Counts.free,
-    sync: SyncOption = Sync.step,
-    max_tokens_per_micro_batch: TokenCap = None,
-    group_size: GroupSize = None,
-    groups: GroupsOption = Groups.same_batch,
-    slots: Slots = 128,
-    tokens_per_second: TokensPerSecond = 30.0,
-    trainer: Trainer = "instant",
-    rollouts: NumRollouts = None,
-    scale: Scale = 1.0,
-    warm_up: Annotated[
-        int | None, typer.Option(help="Dispatches to leave out of the figures. (default: 50, at most a quarter)")
-    ] = None,
-    seed: Seed = 0,
-    json_: Json = False,
-) -> None:
+@dataclass(frozen=True, kw_only=True)
+class Replay(Simulated):
     """What the window would do for your lengths: three policies side by side, under a simulated clock.
 
     round-robin: arrival order, to the ranks in turn. arrival order: the same rollouts, partitioned as well as
     they can be. window: the balanced choice from the waiting rollouts.
     """
-    with one_line_errors():
-        from stream_balancer.tools.simulate import as_policy
 
-        lengths = lengths_of(trace, seed, rollouts, scale)
-        config = config_of(
-            dp_size=dp_size,
-            batch_size=batch_size,
-            window=window,
-            deadline_s=deadline_s,
-            capacity=capacity,
-            cost=cost_of(cost),
-            counts=counts.value,
-            sync=sync.value,
-            max_tokens_per_micro_batch=max_tokens_per_micro_batch,
-            group_size=group_size,
-            groups=groups.value,
-        )
-        if max_skips is not None:
-            config = config.replace(max_skips=skips_of(max_skips))
-        policies: tuple[Policy, ...] = ("round_robin", "fifo", "window")
-        runs = {policy: as_policy(config, policy) for policy in policies}
-        how = {
-            "slots": slots,
-            "tokens_per_second": tokens_per_second,
-            "trainer": trainer_of(trainer),
-            "warm_up": warm_up,
-            "seed": seed,
-        }
-        reports = _simulate_all(lengths, runs, how)
-    if json_:
-        typer.echo(json.dumps(_as_json(lengths, config, cost, how, reports)))
-    else:
-        _print_replay(lengths, config, cost, how, reports)
+    window: Annotated[int | None, knob("window", "(default: 2 x batch size)")] = None
+    deadline_s: Annotated[float | None, knob("deadline_s", "(default: wait for the window)")] = None
+    max_skips: Annotated[str | None, knob("max_skips", "'none' = no bound. (default: 8)", metavar="N")] = None
+    capacity: Annotated[int | None, knob("capacity", "(default: 2 x window)")] = None
+    warm_up: Annotated[
+        int | None, typer.Option(help="Dispatches to leave out of the figures. (default: 50, at most a quarter)")
+    ] = None
+
+    def run(self) -> None:
+        with one_line_errors():
+            from stream_balancer.tools.simulate import as_policy
+
+            lengths = self.lengths()
+            config = self.config(window=self.window, deadline_s=self.deadline_s, capacity=self.capacity)
+            if self.max_skips is not None:
+                config = config.replace(max_skips=skips_of(self.max_skips))
+            policies: tuple[Policy, ...] = ("round_robin", "fifo", "window")
+            runs = {policy: as_policy(config, policy) for policy in policies}
+            how = self.simulation() | {"warm_up": self.warm_up}
+            reports = _simulate_all(lengths, runs, how)
+        if self.json:
+            typer.echo(json.dumps(_as_json(lengths, config, self.cost, how, reports)))
+        else:
+            _print_replay(lengths, config, self.cost, how, reports)
 
 
 Reports: TypeAlias = dict["Policy", "SimulationReport"]
@@ -123,22 +61,17 @@ Reports: TypeAlias = dict["Policy", "SimulationReport"]
 
 def _simulate_all(trace: Trace, runs: dict[Policy, BalancerConfig], how: dict[str, Any]) -> Reports:
     """Each policy in turn, with a progress display on a terminal."""
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
     from stream_balancer.tools.simulate import simulate
 
-    console = Console(stderr=True)
-    columns = (TextColumn("{task.description:<14}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     reports: Reports = {}
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-        bars = {policy: progress.add_task(_NAMES[policy], total=len(trace), start=False) for policy in runs}
+    with progress() as shown:
+        bars = {policy: shown.add_task(_NAMES[policy], total=len(trace), start=False) for policy in runs}
         for policy, config in runs.items():
             bar = bars[policy]
-            progress.start_task(bar)
+            shown.start_task(bar)
 
             def show(done: int, bar: Any = bar) -> None:
-                progress.update(bar, completed=done)
+                shown.update(bar, completed=done)
 
             reports[policy] = simulate(trace, config, progress=show, **how)
     return reports
@@ -148,22 +81,7 @@ _NAMES: dict[Policy, str] = {"round_robin": "round-robin", "fifo": "arrival orde
 
 
 def _as_json(trace: Trace, config: BalancerConfig, cost: str, how: dict[str, Any], reports: Reports) -> dict[str, Any]:
-    knobs = {
-        name: getattr(config, name)
-        for name in (
-            "dp_size",
-            "batch_size",
-            "window",
-            "deadline_s",
-            "max_skips",
-            "capacity",
-            "counts",
-            "sync",
-            "max_tokens_per_micro_batch",
-            "group_size",
-            "groups",
-        )
-    }
+    knobs = {f.name: getattr(config, f.name) for f in fields(config) if f.name in Replay.__dataclass_fields__}
     return {
         "trace": {
             "name": trace.name,
@@ -173,36 +91,30 @@ def _as_json(trace: Trace, config: BalancerConfig, cost: str, how: dict[str, Any
             "longest": int(trace.lengths.max()),
             "arrivals_recorded": trace.arrival_s is not None,
         },
-        "knobs": {**knobs, "cost": cost},
+        "knobs": knobs | {"cost": cost},
         "simulation": how,
         "policies": {policy: report.to_dict() for policy, report in reports.items()},
     }
 
 
 def _print_replay(trace: Trace, config: BalancerConfig, cost: str, how: dict[str, Any], reports: Reports) -> None:
-    from rich.console import Console
-
-    console = Console(width=None if sys.stdout.isatty() else 120)
     lengths = sorted(trace.lengths.tolist())
-    deadline = "none" if config.deadline_s is None else f"{config.deadline_s:g} s"
     arrivals = (
         "recorded arrivals"
         if trace.arrival_s is not None
         else f"{how['slots']} slots at {how['tokens_per_second']:g} tokens/s"
     )
-    console.print(
+    stdout().print(
         f"[bold]{trace.name}[/bold]: {len(trace):,} rollouts, {trace.num_tokens:,} tokens; length p50 "
-        f"{lengths[len(lengths) // 2]:,}, longest {lengths[-1]:,}; {arrivals}; trainer {how['trainer']}",
-        highlight=False,
+        f"{lengths[len(lengths) // 2]:,}, longest {lengths[-1]:,}; {arrivals}; trainer {how['trainer']}"
     )
-    console.print(
+    stdout().print(
         f"{config.dp_size} ranks, {config.batch_size} rollouts a dispatch, window {config.window}, max_skips "
-        f"{config.max_skips}, deadline {deadline}, cost {cost}",
-        highlight=False,
+        f"{config.max_skips}, deadline {deadline_text(config.deadline_s)}, cost {cost}"
     )
-    console.print(_table(reports, instant=how["trainer"] == "instant"))
+    stdout().print(_table(reports, instant=how["trainer"] == "instant"))
     for line in _verdict(reports):
-        console.print(line, highlight=False)
+        stdout().print(line)
 
 
 def _table(reports: Reports, *, instant: bool) -> Table:

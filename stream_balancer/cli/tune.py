@@ -4,39 +4,20 @@ from __future__ import annotations
 
 import json
 import os
-import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from stream_balancer.cli._options import (
-    BatchSize,
-    Cost,
-    Counts,
-    CountsOption,
-    DpSize,
-    Groups,
-    GroupSize,
-    GroupsOption,
-    Json,
-    NumRollouts,
-    Scale,
-    Seed,
-    Slots,
-    Sync,
-    SyncOption,
-    TokenCap,
-    TokensPerSecond,
-    TraceArgument,
-    Trainer,
-    config_of,
-    cost_of,
+    Simulated,
+    deadline_text,
     fail,
-    lengths_of,
     one_line_errors,
+    progress,
     skips_of,
-    trainer_of,
+    stdout,
 )
 
 if TYPE_CHECKING:
@@ -46,89 +27,62 @@ if TYPE_CHECKING:
     from stream_balancer.tools.trace import Trace
     from stream_balancer.tools.tune_report import Outcome, TuneReport
 
-__all__ = ["tune"]
+__all__ = ["Tune"]
 
 WORTH_PROCESSES = 2_000  # rollouts a run from which on a child's start-up is soon made up for
 
 
-def tune(
-    trace: TraceArgument,
-    dp_size: DpSize = 8,
-    batch_size: BatchSize = 32,
-    max_age: Annotated[
-        float, typer.Option(help="Most added mean delay to recommend, in dispatches: an extra batch of window is one.")
-    ] = 2.0,
-    tolerance: Annotated[float, typer.Option(help="Idle fraction that is not worth a larger window.")] = 0.0025,
-    windows: Annotated[
-        str | None, typer.Option(metavar="N,N,...", help="Windows to try. (default: 1 to 4 batches)")
-    ] = None,
-    max_skips: Annotated[
-        str | None,
-        typer.Option(metavar="N,N,...", help="max_skips to try; 'none' too. (default: three for each window)"),
-    ] = None,
-    deadlines: Annotated[
-        str | None,
-        typer.Option(metavar="S,S,...", help="deadline_s to try; 'none' too. (default: none, and two for each window)"),
-    ] = None,
-    cost: Cost = "tokens",
-    counts: CountsOption = Counts.free,
-    sync: SyncOption = Sync.step,
-    max_tokens_per_micro_batch: TokenCap = None,
-    group_size: GroupSize = None,
-    groups: GroupsOption = Groups.same_batch,
-    slots: Slots = 128,
-    tokens_per_second: TokensPerSecond = 30.0,
-    trainer: Trainer = "instant",
-    rollouts: NumRollouts = None,
-    scale: Scale = 1.0,
-    seed: Seed = 0,
-    processes: Annotated[
-        int | None, typer.Option(help="Simulate in so many processes. (default: all cores, where it pays)")
-    ] = None,
-    plot: Annotated[Path | None, typer.Option(metavar="FILE.html", help="Write a page with pictures.")] = None,
-    json_: Json = False,
-) -> None:
+@dataclass(frozen=True, kw_only=True)
+class Tune(Simulated):
     """Which knobs for your lengths: the front of idle time against queueing delay, and a recommendation.
 
     Sweeps window x max_skips x deadline, each a run of the balancer's own core under a simulated clock. Record a trace
     of your own with balancer.record("lengths.csv").
     """
-    with one_line_errors():
-        from stream_balancer.tools.plot import check_plot
 
-        if plot is not None:
-            check_plot(plot)
-        lengths = lengths_of(trace, seed, rollouts, scale)
-        config = config_of(
-            dp_size=dp_size,
-            batch_size=batch_size,
-            cost=cost_of(cost),
-            counts=counts.value,
-            sync=sync.value,
-            max_tokens_per_micro_batch=max_tokens_per_micro_batch,
-            group_size=group_size,
-            groups=groups.value,
-        )
-        report = _tune(
-            lengths,
-            config,
-            processes,
-            max_added_age=max_age,
-            tolerance=tolerance,
-            windows=_ints("--windows", windows),
-            max_skips=None if max_skips is None else [skips_of(part) for part in max_skips.split(",")],
-            deadlines_s=_deadlines(deadlines),
-            slots=slots,
-            tokens_per_second=tokens_per_second,
-            trainer=trainer_of(trainer),
-            seed=seed,
-        )
-    if plot is not None:
-        _write(report, plot)
-    if json_:
-        typer.echo(json.dumps(report.to_dict()))
-    else:
-        _print(report, cost, plot)
+    max_age: Annotated[
+        float, typer.Option(help="Most added mean delay to recommend, in dispatches: an extra batch of window is one.")
+    ] = 2.0
+    tolerance: Annotated[float, typer.Option(help="Idle fraction that is not worth a larger window.")] = 0.0025
+    windows: Annotated[
+        str | None, typer.Option(metavar="N,N,...", help="Windows to try. (default: 1 to 4 batches)")
+    ] = None
+    max_skips: Annotated[
+        str | None,
+        typer.Option(metavar="N,N,...", help="max_skips to try; 'none' too. (default: three for each window)"),
+    ] = None
+    deadlines: Annotated[
+        str | None,
+        typer.Option(metavar="S,S,...", help="deadline_s to try; 'none' too. (default: none, and two for each window)"),
+    ] = None
+    processes: Annotated[
+        int | None, typer.Option(help="Simulate in so many processes. (default: all cores, where it pays)")
+    ] = None
+    plot: Annotated[Path | None, typer.Option(metavar="FILE.html", help="Write a page with pictures.")] = None
+
+    def run(self) -> None:
+        with one_line_errors():
+            from stream_balancer.tools.plot import check_plot
+
+            if self.plot is not None:
+                check_plot(self.plot)
+            report = _tune(
+                self.lengths(),
+                self.config(),
+                self.processes,
+                max_added_age=self.max_age,
+                tolerance=self.tolerance,
+                windows=_ints("--windows", self.windows),
+                max_skips=None if self.max_skips is None else [skips_of(part) for part in self.max_skips.split(",")],
+                deadlines_s=_deadlines(self.deadlines),
+                **self.simulation(),
+            )
+        if self.plot is not None:
+            _write(report, self.plot)
+        if self.json:
+            typer.echo(json.dumps(report.to_dict()))
+        else:
+            _print(report, self.cost, self.plot)
 
 
 def _ints(option: str, text: str | None) -> list[int] | None:
@@ -147,22 +101,17 @@ def _deadlines(text: str | None) -> list[float | None] | None:
 
 def _tune(lengths: Trace, config: BalancerConfig, processes: int | None, **how: Any) -> TuneReport:
     """With a progress bar on a terminal."""
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    from stream_balancer.tools.tune import tune as sweep
+    from stream_balancer.tools.tune import tune
 
     if processes is None:
         processes = (os.cpu_count() or 1) if len(lengths) >= WORTH_PROCESSES else 1
-    console = Console(stderr=True)
-    columns = (TextColumn("settings"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-        bar = progress.add_task("", total=None)
+    with progress() as shown:
+        bar = shown.add_task("settings", total=None)
 
         def show(done: int, total: int) -> None:
-            progress.update(bar, completed=done, total=total)
+            shown.update(bar, completed=done, total=total)
 
-        return sweep(lengths, config, processes=processes, progress=show, **how)
+        return tune(lengths, config, processes=processes, progress=show, **how)
 
 
 def _write(report: TuneReport, path: Path) -> None:
@@ -175,24 +124,19 @@ def _write(report: TuneReport, path: Path) -> None:
 
 
 def _print(report: TuneReport, cost: str, plot: Path | None) -> None:
-    from rich.console import Console
-
-    console = Console(width=None if sys.stdout.isatty() else 120)
+    console = stdout()
     config, chosen = report.config, report.recommended
     again = f", the trace {report.times} times over" if report.times > 1 else ""
     console.print(
         f"[bold]{report.trace_name}[/bold]: {report.num_rollouts:,} rollouts a run{again}; {config.dp_size} ranks, "
-        f"{config.batch_size} rollouts a dispatch, cost {cost}; {len(report.outcomes)} settings, those on the front:",
-        highlight=False,
+        f"{config.batch_size} rollouts a dispatch, cost {cost}; {len(report.outcomes)} settings, those on the front:"
     )
     console.print(_table(report))
-    console.print(f"[bold]{report.reason}[/bold]", highlight=False)
-    deadline = "none" if chosen.deadline_s is None else f"{chosen.deadline_s:g} s"
-    console.print(
-        f"Recommended: window={chosen.window}, max_skips={chosen.max_skips}, deadline {deadline}", highlight=False
-    )
+    console.print(f"[bold]{report.reason}[/bold]")
+    deadline = deadline_text(chosen.deadline_s)
+    console.print(f"Recommended: window={chosen.window}, max_skips={chosen.max_skips}, deadline {deadline}")
     if plot is not None:
-        console.print(f"Picture: {plot}", highlight=False)
+        console.print(f"Picture: {plot}")
 
 
 def _table(report: TuneReport) -> Table:
@@ -210,10 +154,9 @@ def _table(report: TuneReport) -> Table:
         rows.sort(key=lambda o: o.age)
     for o in rows:
         chosen = o is report.recommended
-        deadline = "none" if o.deadline_s is None else f"{o.deadline_s:g} s"
         table.add_row(
             "recommended" if chosen else "",
-            *(str(o.window), str(o.max_skips), deadline, *_figures(o)),
+            *(str(o.window), str(o.max_skips), deadline_text(o.deadline_s), *_figures(o)),
             style="bold" if chosen else None,
         )
     return table

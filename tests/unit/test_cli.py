@@ -56,6 +56,7 @@ class TestHelp:
         text = run("replay", "--help").stdout
         for option in ("--dp-size", "--batch-size", "--window", "--deadline-s", "--max-skips", "--json", "--cost"):
             assert option in text
+        assert "Rollouts per dispatch" in text, "what BalancerConfig says"
 
     def test_unknown_option(self) -> None:
         result = run("replay", "generate:rg:50", "--windows", 9)
