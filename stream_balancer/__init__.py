@@ -17,94 +17,55 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from stream_balancer import planning
-    from stream_balancer.config import BalancerConfig
-    from stream_balancer.controller.balancer import StreamBalancer
-    from stream_balancer.controller.batches import Batches
-    from stream_balancer.controller.blocking import BlockingBalancer, blocking
-    from stream_balancer.controller.journal import Journal, Recovered
-    from stream_balancer.controller.serve import serve
-    from stream_balancer.core.observer import Observer
-    from stream_balancer.cost import CalibratedCost, CostModel, PaddedCost, QuadraticCost, TokenCost, TransformerCost
-    from stream_balancer.errors import (
-        AlreadyInUseError,
-        BrokenResourceError,
-        BusyResourceError,
-        ClosedResourceError,
-        ConfigError,
-        DuplicateRolloutError,
-        EndOfStream,
-        JournalError,
-        RankLostError,
-        RolloutError,
-        TraceError,
-        WireError,
-        WouldBlock,
-    )
-    from stream_balancer.producer.client import BlockingProducer, Producer, connect
-    from stream_balancer.rank.barrier import barrier
-    from stream_balancer.rank.feed import RankFeed
-    from stream_balancer.statistics import Statistics
-    from stream_balancer.tools.length_models import generate_trace
-    from stream_balancer.tools.simulate import simulate
-    from stream_balancer.tools.simulation_report import SimulationReport
-    from stream_balancer.tools.trace import Trace, load_trace
-    from stream_balancer.tools.tune import tune
-    from stream_balancer.tools.tune_report import TuneReport
-    from stream_balancer.transport.gloo.torch_dist import TorchTransport
-    from stream_balancer.types import Batch, MicroBatch, RankBatch, Rollout
+    from stream_balancer import planning as planning
+    from stream_balancer.config import BalancerConfig as BalancerConfig
+    from stream_balancer.controller.balancer import StreamBalancer as StreamBalancer
+    from stream_balancer.controller.batches import Batches as Batches
+    from stream_balancer.controller.blocking import BlockingBalancer as BlockingBalancer
+    from stream_balancer.controller.blocking import blocking as blocking
+    from stream_balancer.controller.journal import Journal as Journal
+    from stream_balancer.controller.journal import Recovered as Recovered
+    from stream_balancer.controller.serve import serve as serve
+    from stream_balancer.core.observer import Observer as Observer
+    from stream_balancer.cost import CalibratedCost as CalibratedCost
+    from stream_balancer.cost import CostModel as CostModel
+    from stream_balancer.cost import PaddedCost as PaddedCost
+    from stream_balancer.cost import QuadraticCost as QuadraticCost
+    from stream_balancer.cost import TokenCost as TokenCost
+    from stream_balancer.cost import TransformerCost as TransformerCost
+    from stream_balancer.errors import AlreadyInUseError as AlreadyInUseError
+    from stream_balancer.errors import BrokenResourceError as BrokenResourceError
+    from stream_balancer.errors import BusyResourceError as BusyResourceError
+    from stream_balancer.errors import ClosedResourceError as ClosedResourceError
+    from stream_balancer.errors import ConfigError as ConfigError
+    from stream_balancer.errors import DuplicateRolloutError as DuplicateRolloutError
+    from stream_balancer.errors import EndOfStream as EndOfStream
+    from stream_balancer.errors import JournalError as JournalError
+    from stream_balancer.errors import RankLostError as RankLostError
+    from stream_balancer.errors import RolloutError as RolloutError
+    from stream_balancer.errors import TraceError as TraceError
+    from stream_balancer.errors import WireError as WireError
+    from stream_balancer.errors import WouldBlock as WouldBlock
+    from stream_balancer.producer.client import BlockingProducer as BlockingProducer
+    from stream_balancer.producer.client import Producer as Producer
+    from stream_balancer.producer.client import connect as connect
+    from stream_balancer.rank.barrier import barrier as barrier
+    from stream_balancer.rank.feed import RankFeed as RankFeed
+    from stream_balancer.statistics import Statistics as Statistics
+    from stream_balancer.tools.length_models import generate_trace as generate_trace
+    from stream_balancer.tools.simulate import simulate as simulate
+    from stream_balancer.tools.simulation_report import SimulationReport as SimulationReport
+    from stream_balancer.tools.trace import Trace as Trace
+    from stream_balancer.tools.trace import load_trace as load_trace
+    from stream_balancer.tools.tune import tune as tune
+    from stream_balancer.tools.tune_report import TuneReport as TuneReport
+    from stream_balancer.transport.gloo.torch_dist import TorchTransport as TorchTransport
+    from stream_balancer.types import Batch as Batch
+    from stream_balancer.types import MicroBatch as MicroBatch
+    from stream_balancer.types import RankBatch as RankBatch
+    from stream_balancer.types import Rollout as Rollout
 
 __version__ = "0.1.0"
-
-__all__ = [
-    "AlreadyInUseError",
-    "BalancerConfig",
-    "Batch",
-    "Batches",
-    "BlockingBalancer",
-    "BlockingProducer",
-    "BrokenResourceError",
-    "BusyResourceError",
-    "CalibratedCost",
-    "ClosedResourceError",
-    "ConfigError",
-    "CostModel",
-    "DuplicateRolloutError",
-    "EndOfStream",
-    "Journal",
-    "JournalError",
-    "MicroBatch",
-    "Observer",
-    "PaddedCost",
-    "Producer",
-    "QuadraticCost",
-    "RankBatch",
-    "RankFeed",
-    "RankLostError",
-    "Recovered",
-    "Rollout",
-    "RolloutError",
-    "SimulationReport",
-    "Statistics",
-    "StreamBalancer",
-    "TokenCost",
-    "TorchTransport",
-    "Trace",
-    "TraceError",
-    "TransformerCost",
-    "TuneReport",
-    "WireError",
-    "WouldBlock",
-    "barrier",
-    "blocking",
-    "connect",
-    "generate_trace",
-    "load_trace",
-    "planning",
-    "serve",
-    "simulate",
-    "tune",
-]
 
 _NAMES_OF = {
     "controller.balancer": "StreamBalancer",
@@ -133,6 +94,8 @@ _NAMES_OF = {
 }
 _MODULE_OF = {name: module for module, names in _NAMES_OF.items() for name in names.split()}
 _MODULES = {"planning", *(module.partition(".")[0] for module in _NAMES_OF)} - _MODULE_OF.keys()
+
+__all__ = sorted([*_MODULE_OF, "planning"])
 
 
 def __getattr__(name: str) -> Any:
