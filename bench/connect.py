@@ -26,6 +26,7 @@ import stream_balancer as sb
 from stream_balancer.controller.producers import attend
 from stream_balancer.transport.channel import Source
 from stream_balancer.transport.gloo.channel import GlooChannel
+from stream_balancer.transport.gloo.packets import Packets
 
 BYTES_PER_TOKEN = 21
 SMALL, MEDIUM, LARGE = 1_000, 50_000, 500_000  # tokens: 21 kB, 1 MB, 10 MB
@@ -199,10 +200,10 @@ async def stream(hand_over: str, shared_memory: bool) -> tuple[float, int]:
     sent = 0
     send_bulk = GlooChannel._send_bulk
 
-    def counted(self: GlooChannel, source: Source) -> Iterator[object]:
+    def counted(self: GlooChannel, source: Source, packets: Packets) -> Iterator[object]:
         nonlocal sent
         sent += source.size
-        return send_bulk(self, source)
+        return send_bulk(self, source, packets)
 
     cast("Any", GlooChannel)._send_bulk = counted
     try:

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from stream_balancer.errors import ClosedResourceError, EndOfStream, RankLostError, to_raise
 from stream_balancer.transport import Port, Report
-from stream_balancer.transport.buffers import SlabPool
+from stream_balancer.transport.buffers import BufferPool
 from stream_balancer.transport.channel import Channel, Outgoing, Sendable, Source
 from stream_balancer.transport.event_loop import InLoop
 from stream_balancer.transport.gloo.channel import GlooChannel, LinkOptions
@@ -95,7 +95,7 @@ def _channel(
         partial(join_pair, joiner, request, side, host),
         joiner.cancel,
         LinkOptions(shared_memory=False, **given),
-        pool=SlabPool(keep=0),
+        pool=BufferPool(keep=0),
         offer=None if side else 0,
     )
 

@@ -30,7 +30,7 @@ from stream_balancer.errors import (
     to_raise,
 )
 from stream_balancer.transport import Port
-from stream_balancer.transport.buffers import SlabPool
+from stream_balancer.transport.buffers import BufferPool
 from stream_balancer.transport.channel import Channel, Outgoing, PayloadSource, Session, unexpected
 from stream_balancer.transport.event_loop import beside_the_loop
 from stream_balancer.types import RankBatch
@@ -86,7 +86,7 @@ class RankPort(Session, Port):
         self.rank, self.dp_size = request.rank, request.dp_size
         self._channel, self._depth, self._max_bytes = channel, request.depth, request.max_batch_bytes
         self._decode, self._payloads, self._linger_s = decode, payloads, linger_s
-        self._pool = SlabPool(keep=request.depth + 1, pinned=pinned)
+        self._pool = BufferPool(keep=request.depth + 1, pinned=pinned)
         self._queue: deque[_Arriving] = deque()
         self._lock = threading.RLock()
         self._end: Exception | None = None

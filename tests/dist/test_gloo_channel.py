@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from stream_balancer.testing import check_channel
 from stream_balancer.testing.channels import CLAUSES, Opener
-from stream_balancer.transport.buffers import SlabPool
+from stream_balancer.transport.buffers import BufferPool
 from stream_balancer.transport.channel import Channel
 from stream_balancer.transport.gloo.channel import GlooChannel, LinkOptions
 from stream_balancer.transport.gloo.pair import GlooPair
@@ -28,7 +28,7 @@ async def open_pair(*, shared_memory: bool) -> AsyncIterator[tuple[Channel, Chan
             functools.partial(GlooPair, store, side, "127.0.0.1"),
             lambda: None,
             options,
-            pool=SlabPool(2),
+            pool=BufferPool(2),
             offer=2 if side == 0 else None,
         )
         for side in (0, 1)

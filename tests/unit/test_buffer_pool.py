@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from stream_balancer.transport.buffers import SlabPool
+from stream_balancer.transport.buffers import BufferPool
 
 
 @pytest.fixture
@@ -22,7 +22,7 @@ def _threads_alternate_often() -> Iterator[None]:
 @pytest.mark.usefixtures("_threads_alternate_often")
 def test_buffers_come_back_while_others_are_lent() -> None:
     """The reader lets go of what the peer has seen while the writer packs the next batch."""
-    pool = SlabPool(keep=8)
+    pool = BufferPool(keep=8)
     errors: list[Exception] = []
     stop = threading.Event()
 

@@ -16,7 +16,7 @@ from stream_balancer.controller.serve import serve
 from stream_balancer.rank.device import Uploader, stopwatch_on
 from stream_balancer.rank.feed import RankFeed
 from stream_balancer.testing.transports import ScriptedBalancer, make_batch, same_rollout
-from stream_balancer.transport.buffers import SlabPool
+from stream_balancer.transport.buffers import BufferPool
 from stream_balancer.transport.gloo.torch_dist import TorchTransport
 from stream_balancer.types import RankBatch
 from stream_balancer.wire import share as wire
@@ -67,7 +67,7 @@ def uploader(streams: FakeStreams) -> Uploader:
     return Uploader(torch.device("cpu"), streams)
 
 
-def arrive(step: int, pool: SlabPool) -> tuple[wire.Frame, Tensor]:
+def arrive(step: int, pool: BufferPool) -> tuple[wire.Frame, Tensor]:
     encoded = wire.encode(make_batch(step, 1, num_tokens=1000).ranks[0])
     slab = pool.lend(encoded.frame.total_bytes)
     for _ in encoded.fill(slab):
@@ -83,7 +83,7 @@ def assert_is_step(batch: RankBatch, step: int) -> None:
 def test_a_batch_is_copied_when_it_arrives_and_waited_for_when_it_is_taken(
     streams: FakeStreams, uploader: Uploader
 ) -> None:
-    pool = SlabPool(keep=4)
+    pool = BufferPool(keep=4)
     batches = [uploader.decode(*arrive(step, pool)) for step in range(2)]
     assert streams.log == ["record", "record"], "the next batch does not wait for the one before to be taken"
     for step, batch in enumerate(batches):
@@ -96,7 +96,7 @@ def test_a_batch_is_copied_when_it_arrives_and_waited_for_when_it_is_taken(
 
 
 def test_a_slab_returns_to_the_pool_only_when_its_copy_is_done(streams: FakeStreams, uploader: Uploader) -> None:
-    pool = SlabPool(keep=4)
+    pool = BufferPool(keep=4)
     batch = uploader.decode(*arrive(0, pool))
     uploader.hand_over(batch)
     del batch
@@ -113,14 +113,14 @@ def test_a_slab_returns_to_the_pool_only_when_its_copy_is_done(streams: FakeStre
 
 
 def test_only_what_travelled_is_copied(streams: FakeStreams, uploader: Uploader) -> None:
-    frame, slab = arrive(0, SlabPool(keep=1))
+    frame, slab = arrive(0, BufferPool(keep=1))
     assert frame.total_bytes > frame.wire_bytes, "columns that travel narrowed are widened on the device"
     slab[frame.wire_bytes :] = 255
     assert_is_step(uploader.decode(frame, slab), 0)
 
 
 def test_a_damaged_slab_leaves_nothing_behind(streams: FakeStreams, uploader: Uploader) -> None:
-    frame, slab = arrive(0, SlabPool(keep=1))
+    frame, slab = arrive(0, BufferPool(keep=1))
     slab[3] ^= 1
     with pytest.raises(wire.WireError):
         uploader.decode(frame, slab)

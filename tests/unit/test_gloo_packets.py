@@ -12,9 +12,10 @@ from torch import Tensor
 
 from stream_balancer.errors import WireError
 from stream_balancer.testing.channels import Recorder, source_of
-from stream_balancer.transport.buffers import SlabPool
+from stream_balancer.transport.buffers import BufferPool
 from stream_balancer.transport.channel import Outgoing
-from stream_balancer.transport.gloo.channel import PACKET_BYTES, GlooChannel, LinkOptions
+from stream_balancer.transport.gloo.channel import GlooChannel, LinkOptions
+from stream_balancer.transport.gloo.packets import PACKET_BYTES
 from stream_balancer.wire.messages import Message, Payloads, PutRefused, StepReport, Taken
 
 
@@ -78,7 +79,7 @@ def a_channel(pair: FakePair, connected: threading.Event) -> GlooChannel:
         connected.wait(10)
         return pair
 
-    return GlooChannel("sb-test", connect, connected.set, LinkOptions(), pool=SlabPool(1))
+    return GlooChannel("sb-test", connect, connected.set, LinkOptions(), pool=BufferPool(1))
 
 
 @pytest.fixture

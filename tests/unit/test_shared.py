@@ -1,4 +1,4 @@
-"""Slabs in shared memory: who may map what, and when a slab may be written again. Both sides in one process."""
+"""Buffers in shared memory: who may map what, and when a buffer may be written again. Both sides in one process."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from stream_balancer.errors import WireError
 from stream_balancer.transport.gloo import shared_memory as _shared
-from stream_balancer.transport.gloo.shared_memory import SharedSlabs, SharedViews
+from stream_balancer.transport.gloo.shared_memory import OfferedBuffers, SharedViews
 from stream_balancer.wire.messages import MapBuffer
 
 pytestmark = pytest.mark.skipif(not _shared.available(), reason="needs memfd")
@@ -19,8 +19,8 @@ MIB = 2**20
 
 
 @pytest.fixture
-def slabs() -> SharedSlabs:
-    return SharedSlabs(keep=2)
+def buffers() -> OfferedBuffers:
+    return OfferedBuffers(keep=2)
 
 
 @pytest.fixture
@@ -29,14 +29,14 @@ def freed() -> list[int]:
 
 
 @pytest.fixture
-def views(slabs: SharedSlabs, freed: list[int]) -> SharedViews:
+def views(buffers: OfferedBuffers, freed: list[int]) -> SharedViews:
     views = SharedViews(freed.append)
-    assert views.probe(slabs.probe())
+    assert views.probe(buffers.probe())
     return views
 
 
-def test_what_one_writes_the_other_reads(slabs: SharedSlabs, views: SharedViews, freed: list[int]) -> None:
-    number, memory, news, _keep = slabs.lend(1000)
+def test_what_one_writes_the_other_reads(buffers: OfferedBuffers, views: SharedViews, freed: list[int]) -> None:
+    number, memory, news, _keep = buffers.lend(1000)
     assert [type(message) for message in news] == [MapBuffer]
     assert memory.shape == (1000,)
     views.announce(news[0])
@@ -52,21 +52,21 @@ def test_what_one_writes_the_other_reads(slabs: SharedSlabs, views: SharedViews,
     assert freed == [number]
 
 
-def test_a_slab_given_back_is_used_again(slabs: SharedSlabs) -> None:
-    number, _, _, _keep = slabs.lend(1000)
-    other, _, _, _keep = slabs.lend(1000)
+def test_a_buffer_given_back_is_used_again(buffers: OfferedBuffers) -> None:
+    number, _, _, _keep = buffers.lend(1000)
+    other, _, _, _keep = buffers.lend(1000)
     assert other != number
-    slabs.give_back(number)
-    again, _, news, _keep = slabs.lend(MIB)  # fits into the whole MiB that was made
+    buffers.give_back(number)
+    again, _, news, _keep = buffers.lend(MIB)  # fits into the whole MiB that was made
     assert (again, news) == (number, [])
-    assert slabs.allocated == 2
+    assert buffers.allocated == 2
 
 
-def test_a_larger_batch_lets_a_small_slab_go(slabs: SharedSlabs, views: SharedViews) -> None:
-    number, _, news, _keep = slabs.lend(1000)
+def test_a_larger_batch_lets_a_small_buffer_go(buffers: OfferedBuffers, views: SharedViews) -> None:
+    number, _, news, _keep = buffers.lend(1000)
     views.announce(news[0])
-    slabs.give_back(number)
-    larger, memory, news, _keep = slabs.lend(3 * MIB)
+    buffers.give_back(number)
+    larger, memory, news, _keep = buffers.lend(3 * MIB)
     assert [(message.number, message.size > 0) for message in news] == [(number, False), (larger, True)]
     for message in news:
         views.announce(message)
@@ -75,56 +75,56 @@ def test_a_larger_batch_lets_a_small_slab_go(slabs: SharedSlabs, views: SharedVi
         views.lend(number, 10)
 
 
-def test_idle_slabs_are_bounded(slabs: SharedSlabs) -> None:
-    numbers = [slabs.lend(1000)[0] for _ in range(6)]
+def test_idle_buffers_are_bounded(buffers: OfferedBuffers) -> None:
+    numbers = [buffers.lend(1000)[0] for _ in range(6)]
     for number in numbers:
-        slabs.give_back(number)
-    _, _, news, _keep = slabs.lend(1000)
+        buffers.give_back(number)
+    _, _, news, _keep = buffers.lend(1000)
     assert len(news) == 4
-    assert slabs.allocated == 2
+    assert buffers.allocated == 2
 
 
-def test_what_was_not_lent_cannot_be_given_back(slabs: SharedSlabs) -> None:
-    number, _, _, _keep = slabs.lend(10)
-    slabs.give_back(number)
+def test_what_was_not_lent_cannot_be_given_back(buffers: OfferedBuffers) -> None:
+    number, _, _, _keep = buffers.lend(10)
+    buffers.give_back(number)
     for wrong in (number, 77):
         with pytest.raises(WireError, match=f"gave back buffer {wrong}"):
-            slabs.give_back(wrong)
+            buffers.give_back(wrong)
 
 
-def test_memory_lives_as_long_as_somebody_looks(slabs: SharedSlabs, views: SharedViews, freed: list[int]) -> None:
-    number, memory, news, _keep = slabs.lend(1000)
+def test_memory_lives_as_long_as_somebody_looks(buffers: OfferedBuffers, views: SharedViews, freed: list[int]) -> None:
+    number, memory, news, _keep = buffers.lend(1000)
     views.announce(news[0])
     memory.fill_(5)
     seen = views.lend(number, 1000)
-    slabs.close()
-    slabs.close()
+    buffers.close()
+    buffers.close()
     del memory, views
     assert int(seen.sum()) == 5000
     del seen
     assert freed == [number]
 
 
-def test_no_file_stays_open(slabs: SharedSlabs, views: SharedViews) -> None:
+def test_no_file_stays_open(buffers: OfferedBuffers, views: SharedViews) -> None:
     def count() -> int:
         return len(os.listdir("/proc/self/fd"))
 
     before = count()
     held = []
     for size in (10, 2 * MIB, 4 * MIB):
-        number, _, news, keep = slabs.lend(size)
+        number, _, news, keep = buffers.lend(size)
         views.announce(news[-1])
         held.append(views.lend(number, size))
         assert count() == before + 1
-        del keep  # the rank has seen the batch, hence mapped the slab
+        del keep  # the rank has seen the batch, hence mapped the buffer
         assert count() == before
-    assert slabs.allocated == 3
-    slabs.close()
+    assert buffers.allocated == 3
+    buffers.close()
     assert count() < before
 
 
-def test_another_machine_says_no(slabs: SharedSlabs) -> None:
-    probe = slabs.probe()
+def test_another_machine_says_no(buffers: OfferedBuffers) -> None:
+    probe = buffers.probe()
     for wrong in (
         replace(probe, nonce=bytes(8)),  # a process of that number, but not that one
         replace(probe, pid=2**22 + 1),  # no such process
@@ -151,8 +151,8 @@ def test_a_file_that_could_shrink_is_refused(views: SharedViews) -> None:
         os.close(fd)
 
 
-def test_a_slab_that_is_not_what_it_says_is_refused(slabs: SharedSlabs, views: SharedViews) -> None:
-    _, _, news, _keep = slabs.lend(1000)
+def test_a_buffer_that_is_not_what_it_says_is_refused(buffers: OfferedBuffers, views: SharedViews) -> None:
+    _, _, news, _keep = buffers.lend(1000)
     good = news[0]
     for wrong, text in (
         (replace(good, size=good.size + mmap.PAGESIZE), "not a sealed file"),
@@ -167,12 +167,12 @@ def test_a_slab_that_is_not_what_it_says_is_refused(slabs: SharedSlabs, views: S
         views.lend(good.number, good.size + 1)
 
 
-def test_a_peer_that_closed_a_buffer_first_is_gone(slabs: SharedSlabs, views: SharedViews) -> None:
+def test_a_peer_that_closed_a_buffer_first_is_gone(buffers: OfferedBuffers, views: SharedViews) -> None:
     """Not a fault of the protocol: it gave the link up, or died, between the announcement and the mapping."""
-    _, _, news, keep = slabs.lend(1000)
+    _, _, news, keep = buffers.lend(1000)
     del keep
     with pytest.raises(ConnectionResetError, match="closed buffer"):
         views.announce(news[0])
-    _, _, others, _keep = slabs.lend(1000)  # its file may have the number of the one that was closed
+    _, _, others, _keep = buffers.lend(1000)  # its file may have the number of the one that was closed
     with pytest.raises(ConnectionResetError, match="closed buffer"):
         views.announce(replace(news[0], fd=others[0].fd))

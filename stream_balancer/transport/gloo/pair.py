@@ -24,7 +24,7 @@ from torch._C._distributed_c10d import Store, Work
 
 from stream_balancer.errors import WireError
 from stream_balancer.transport.descriptors import keep_sockets_from_children, sockets_at
-from stream_balancer.transport.gloo.channel import Pending
+from stream_balancer.transport.gloo.packets import Pending
 from stream_balancer.transport.handshake import pack, proof_of
 from stream_balancer.transport.sockets.joiner import receive_message
 from stream_balancer.wire.messages import PairAddress

@@ -1,4 +1,4 @@
-"""Slabs in memory that two processes of one machine share: the rank reads where the controller packed.
+"""Buffers in memory that two processes of one machine share: the rank reads where the controller packed.
 
 The bytes never pass a socket; the pair carries only messages. ::
 
@@ -8,9 +8,9 @@ The bytes never pass a socket; the pair carries only messages. ::
     controller   SharedBuffers(numbers)       -->   rank   the next message's tensors are views of the mappings
     controller   <--  ReleaseBuffers(numbers)       rank   the last of those views has died: they may be written
 
-Slabs are anonymous (memfd): no name to clash or to leak, nothing left after SIGKILL, no limit of /dev/shm. Their size
+Buffers are anonymous (memfd): no name to clash or to leak, nothing left after SIGKILL, no limit of /dev/shm. Their size
 is sealed, so a peer cannot make a mapping fault. Their descriptors are closed once both sides have mapped them, so
-batches that a trainer holds cost memory and no descriptors. A link has slabs of its own, so an old incarnation that
+batches that a trainer holds cost memory and no descriptors. A link has buffers of its own, so an old incarnation that
 still looks at its tensors never sees them change. Where any step fails (another machine, container, user or system)
 the answer is no and the link uses its sockets.
 """
@@ -22,7 +22,6 @@ import fcntl
 import os
 import secrets
 import sys
-import threading
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
@@ -33,12 +32,12 @@ import torch
 from torch import Tensor
 
 from stream_balancer.errors import WireError
+from stream_balancer.transport.buffers import Pool
 from stream_balancer.wire.messages import MapBuffer, ProbeMemory
 
-__all__ = ["SharedSlabs", "SharedViews", "available"]
+__all__ = ["OfferedBuffers", "SharedViews", "available"]
 
-_GRAIN = 2**20  # bytes; slabs are whole MiB, so that batches of about one size share them
-_MAX_SLABS = 2**15  # that one controller may have mapped: half of what Linux allows a process (vm.max_map_count)
+_MAX_BUFFERS = 2**15  # that one controller may have mapped: half of what Linux allows a process (vm.max_map_count)
 _NONCE_BYTES = 8
 
 
@@ -67,10 +66,15 @@ def _map(fd: int, size: int) -> Tensor:
         raise OSError(str(error).split("\n", 1)[0]) from error
 
 
-class _Slab(NamedTuple):
+class _Shared(NamedTuple):
     number: int
-    size: int
+    """By which both ends name it."""
     memory: Tensor
+    """``[nbytes]`` uint8."""
+
+    @property
+    def nbytes(self) -> int:
+        return self.memory.nbytes
 
 
 class _Descriptor:
@@ -84,93 +88,82 @@ class _Descriptor:
 
 
 class Lent(NamedTuple):
-    """A slab that nobody reads, to be written and announced."""
+    """A buffer that nobody reads, to be written and announced."""
 
     number: int
     memory: Tensor
     """[size] uint8."""
     news: list[MapBuffer]
-    """To be sent to the rank before the slab is used."""
+    """To be sent to the rank before the buffer is used."""
     keep: object
     """To be kept until the rank has seen them and the message behind them."""
 
 
-class SharedSlabs:
-    """The controller's side of one link. Safe to use from any thread."""
+class OfferedBuffers:
+    """The controller's side of one link. :meth:`lend` is for the thread that packs, :meth:`give_back` for the one that
+    reads what the rank says."""
 
     def __init__(self, keep: int) -> None:
-        """``keep``: how many idle slabs are kept. Raises OSError where memory cannot be shared."""
-        self._keep = keep
-        self._lock = threading.Lock()
+        """``keep``: how many idle buffers are kept. Raises OSError where memory cannot be shared."""
+        self._pool = Pool(keep, self._new, self._forget)
         self._last = 0
-        self._idle: list[_Slab] = []  # the last one used is the last: it is warm
-        self._lent: dict[int, _Slab] = {}
+        self._lent: dict[int, _Shared] = {}
         self._news: list[MapBuffer] = []  # what the rank has not been told
+        self._opened: _Descriptor | None = None  # of the buffer that was made last
         self._nonce = secrets.token_bytes(_NONCE_BYTES)
         self._probe_fd = _make(_NONCE_BYTES)
         os.pwrite(self._probe_fd, self._nonce, 0)
 
     @property
     def allocated(self) -> int:
-        """Slabs that exist."""
-        return len(self._idle) + len(self._lent)
+        """Buffers that exist."""
+        return self._pool.num_idle + len(self._lent)
 
     def probe(self) -> ProbeMemory:
         """Asks the rank whether it can share memory with this process."""
         return ProbeMemory(os.getpid(), self._probe_fd, self._nonce)
 
     def lend(self, size: int) -> Lent:
-        """A slab of ``size`` bytes. Raises OSError if there is no memory, or no descriptor, for a new one."""
-        with self._lock:
-            while len(self._idle) > self._keep:
-                self._forget(self._idle.pop(0))
-            opened = None
-            fitting = [slab for slab in reversed(self._idle) if slab.size >= size]
-            if fitting:
-                slab = min(fitting, key=lambda one: one.size)
-                self._idle.remove(slab)
-            else:
-                if self._idle:  # all too small: the batches grew, so let one go for the larger one
-                    self._forget(self._idle.pop(0))
-                slab, opened = self._new(size)
-                self._news.append(MapBuffer(slab.number, opened.number, slab.size, os.fstat(opened.number).st_ino))
-            self._lent[slab.number] = slab
-            news, self._news = self._news, []
-        return Lent(slab.number, slab.memory[:size], news, opened)
+        """A buffer of ``size`` bytes. Raises OSError if there is no memory, or no descriptor, for a new one."""
+        buffer = self._pool.take(size)
+        self._lent[buffer.number] = buffer
+        news, self._news = self._news, []
+        opened, self._opened = self._opened, None
+        return Lent(buffer.number, buffer.memory[:size], news, opened)
 
     def give_back(self, number: int) -> None:
-        """The rank has let go of a slab. Raises WireError if it did not have it."""
-        with self._lock:
-            slab = self._lent.pop(number, None)
-            if slab is None:
-                raise WireError(f"the rank gave back buffer {number}, which it did not have")
-            self._idle.append(slab)
+        """The rank has let go of a buffer. Raises WireError if it did not have it."""
+        buffer = self._lent.pop(number, None)
+        if buffer is None:
+            raise WireError(f"the rank gave back buffer {number}, which it did not have")
+        self._pool.give_back(buffer)
 
     def close(self) -> None:
         """Release everything; what the rank has mapped lives on there. Idempotent."""
-        with self._lock:
-            self._idle.clear()
-            self._lent.clear()
-            if self._probe_fd >= 0:
-                os.close(self._probe_fd)
-            self._probe_fd = -1
+        self._pool.clear()
+        self._lent.clear()
+        probe_fd, self._probe_fd = self._probe_fd, -1
+        if probe_fd >= 0:
+            os.close(probe_fd)
 
-    def _new(self, size: int) -> tuple[_Slab, _Descriptor]:
-        room = -(-(size + size // 8) // _GRAIN) * _GRAIN
-        opened = _Descriptor(_make(room))
+    def _new(self, size: int) -> _Shared:
+        opened = _Descriptor(_make(size))
+        memory = _map(opened.number, size)
         self._last += 1
-        return _Slab(self._last, room, _map(opened.number, room)), opened
+        self._opened = opened
+        self._news.append(MapBuffer(self._last, opened.number, size, os.fstat(opened.number).st_ino))
+        return _Shared(self._last, memory)
 
-    def _forget(self, slab: _Slab) -> None:
-        self._news.append(MapBuffer(slab.number, 0, 0))
+    def _forget(self, buffer: _Shared) -> None:
+        self._news.append(MapBuffer(buffer.number, 0, 0))
 
 
 class SharedViews:
     """The rank's side of one link. For the thread that reads the link."""
 
     def __init__(self, on_free: Callable[[int], object]) -> None:
-        """``on_free(number)`` is called when the last tensor over a slab has died: in any thread, even in the middle of
-        a garbage collection, so it must not take a lock."""
+        """``on_free(number)`` is called when the last tensor over a buffer has died: in any thread, even in the middle
+        of a garbage collection, so it must not take a lock."""
         self._on_free = on_free
         self._peer: int | None = None
         self._maps: dict[int, np.ndarray[tuple[int], np.dtype[np.uint8]]] = {}
@@ -200,9 +193,9 @@ class SharedViews:
             return
         if self._peer is None or number in self._maps:
             raise WireError(f"buffer {number} was announced out of turn")
-        if len(self._maps) >= _MAX_SLABS:
+        if len(self._maps) >= _MAX_BUFFERS:
             raise WireError(
-                f"the trainer holds tensors of {_MAX_SLABS} batches. Keep copies (.clone()), or let them go"
+                f"the trainer holds tensors of {_MAX_BUFFERS} batches. Keep copies (.clone()), or let them go"
             )
         try:
             fd = os.open(_path(self._peer, message.fd), os.O_RDWR | os.O_CLOEXEC)
@@ -226,7 +219,7 @@ class SharedViews:
             os.close(fd)
 
     def lend(self, number: int, size: int) -> Tensor:
-        """``[size]`` uint8: the slab's memory. Its death is reported. Raises WireError if there is no such slab."""
+        """``[size]`` uint8: the buffer's memory. Its death is reported. Raises WireError if there is no such buffer."""
         memory = self._maps.get(number)
         if memory is None or memory.size < size:
             raise WireError(f"there is no buffer {number} of {size} bytes")

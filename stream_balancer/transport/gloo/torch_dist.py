@@ -29,10 +29,11 @@ from torch._C._distributed_c10d import Store
 from stream_balancer.errors import BrokenResourceError, ClosedResourceError, RankLostError, WireError
 from stream_balancer.transport import Transport
 from stream_balancer.transport.admission import Admission
-from stream_balancer.transport.buffers import SlabPool
+from stream_balancer.transport.buffers import BufferPool
 from stream_balancer.transport.channel import PayloadSource
 from stream_balancer.transport.event_loop import Arrivals, InLoop, loop_caller
-from stream_balancer.transport.gloo.channel import GlooChannel, LinkOptions, Pair
+from stream_balancer.transport.gloo.channel import GlooChannel, LinkOptions
+from stream_balancer.transport.gloo.packets import Pair
 from stream_balancer.transport.gloo.pair import PAIR_TIMEOUT_S, meet
 from stream_balancer.transport.handshake import pack, token_bytes
 from stream_balancer.transport.producer_port import ProducerPort
@@ -112,7 +113,7 @@ class TorchTransport(Transport):
         self._token = token_bytes(token)
         self._connect_timeout_s = connect_timeout_s
         self._options = LinkOptions(keepalive_s, linger_s, narrow, shared_memory)
-        self._pool = SlabPool(keep=2 * dp_size)  # per rank one on its way and one being packed
+        self._pool = BufferPool(keep=2 * dp_size)  # per rank one on its way and one being packed
         self._admission = Admission(dp_size)
         self._joining: set[RankSession] = set()
         self._producers: Arrivals[ProducerSession] = Arrivals()
@@ -353,7 +354,7 @@ def open_port(
             raise RankLostError(f"rank {rank}: {error}", rank=rank, cause=str(error)) from None
 
     link = LinkOptions(**options)
-    channel = GlooChannel(f"sb-feed{rank}.{incarnation}", connect, joiner.cancel, link, pool=SlabPool(keep=0))
+    channel = GlooChannel(f"sb-feed{rank}.{incarnation}", connect, joiner.cancel, link, pool=BufferPool(keep=0))
     port = RankPort(channel, request, decode=decode, pinned=pinned, payloads=payloads, linger_s=link.linger_s)
     port.start()
     return port

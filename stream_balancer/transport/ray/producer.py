@@ -24,7 +24,7 @@ from typing import Any
 from torch import Tensor
 
 from stream_balancer.errors import RolloutError, WireError
-from stream_balancer.transport.buffers import SlabPool
+from stream_balancer.transport.buffers import BufferPool
 from stream_balancer.transport.channel import Channel, Outgoing, Source
 from stream_balancer.transport.producer_port import ProducerPort
 from stream_balancer.transport.producer_session import Offer, ProducerSession
@@ -93,7 +93,7 @@ class RayProducerPort(ProducerPort):
         super().__init__(linger_s=linger_s, kept=_Objects() if direct else None, hang_up=lambda: self._joining.abort())
         self._ledger = PutLedger(bundle_bytes=BUNDLE_BYTES, bundle_puts=BUNDLE_PUTS)
         self._actor, self._label, self._node, self._restarts = actor, label, node, restarts
-        self._pool = SlabPool(2)
+        self._pool = BufferPool(2)
         self._num_objects = 0
         self._connect()
 
