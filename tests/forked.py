@@ -29,7 +29,10 @@ from typing import NoReturn
 GUARD_S = 50
 PROCESSES = multiprocessing.get_context("forkserver")
 PROCESSES.set_forkserver_preload(
-    ["forked", *(f"stream_balancer.{name}" for name in ("feed", "balancer", "journal", "transport.torch_dist"))]
+    [
+        "forked",
+        *(f"stream_balancer.{name}" for name in ("rank.feed", "controller.journal", "transport.gloo.torch_dist")),
+    ]
 )
 
 

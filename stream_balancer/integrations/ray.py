@@ -300,9 +300,9 @@ class RayBalancer:
 
     def open_rank_port(self, **options: Any) -> Any:
         """For RankFeed."""
-        from stream_balancer.transport.ray.rank import RayRankPort
+        from stream_balancer.transport.ray.rank import open_port
 
-        return RayRankPort(self.actor, restarts=self.restarts, **options)
+        return open_port(self.actor, **{"rejoin": self.restarts, **options})
 
     def peer_lookup(self) -> Lookup:
         """For RankFeed: where model-parallel peers of a rank find each other."""

@@ -42,6 +42,7 @@ from stream_balancer.types import RankBatch
 __all__ = ["RankFeed"]
 
 DEFAULT_MAX_BATCH_BYTES = 4 * 2**30  # one rank's share; far above text, below what would take a trainer's host memory
+_LEADERS_OPTIONS = ("shared_memory", "connect_timeout_s", "rejoin")  # between leader and controller only
 
 
 class RankFeed(OfOneProcess):
@@ -88,7 +89,10 @@ class RankFeed(OfOneProcess):
         step before. ``incarnation``: how often this rank was started before (default:
         TORCHELASTIC_RESTART_COUNT, else 0). ``options``: ``token`` (as the transport's; default: the environment's
         ``STREAM_BALANCER_TOKEN``), ``connect_timeout_s`` (for the first connection; by default it is tried for ever,
-        with a warning now and then), ``host``, ``name``, ``keepalive_s``, ``linger_s`` of the transport.
+        with a warning now and then), ``host``, ``name``, ``keepalive_s``, ``linger_s`` of the transport, ``rejoin``:
+        the controller has a journal, and whoever watches over it starts it again under the same address, or in the same
+        store. Then the loss of the controller raises nothing: the feed waits for the next one, with a warning, and no
+        step that it gave is given twice (default: only over Ray, where the balancer's actor has a journal).
         """
         if depth < 1:
             raise ValueError(f"depth must be >= 1, not {depth}: with no room for a batch none could ever be sent")
@@ -357,7 +361,7 @@ def _open_in_mesh(
         source = torch_dist.current_world()[0]
     if place.num_peers == 1:
         return _open_port(source, place.rank, place.dp_size, depth, uploader, options)
-    among = {key: value for key, value in options.items() if key not in ("shared_memory", "connect_timeout_s")}
+    among = {key: value for key, value in options.items() if key not in _LEADERS_OPTIONS}
     meeting = source.peer_lookup() if hasattr(source, "peer_lookup") else source
     if place.peer > 0:
         return _mesh.PeerPort(meeting, place, **_decoding(uploader), **among)

@@ -32,6 +32,7 @@ __all__ = [
     "Outgoing",
     "PayloadSource",
     "PeerClosed",
+    "PeerGone",
     "Receiver",
     "Sendable",
     "Session",
@@ -65,6 +66,11 @@ class Outgoing(NamedTuple):
 class PeerClosed(Exception):  # noqa: N818 - not a fault
     """The peer closed the channel on purpose, and everything it had sent was delivered. ``str()`` is its reason. Who
     closed first gets it too, once the peer has answered."""
+
+
+class PeerGone(ConnectionError):  # noqa: N818 - as PeerClosed
+    """The connection is lost, and another one would find nobody: the peer has said so, or is known to be dead for good.
+    Any other ``OSError`` may be a peer that is about to be started again."""
 
 
 class Receiver(Protocol):

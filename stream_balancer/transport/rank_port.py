@@ -12,6 +12,7 @@ place. No socket, no clock; a lock, because the trainer's threads call :meth:`Ra
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -31,8 +32,9 @@ from stream_balancer.errors import (
 )
 from stream_balancer.transport import Port
 from stream_balancer.transport.buffers import BufferPool
-from stream_balancer.transport.channel import Channel, Outgoing, PayloadSource, Session, unexpected
+from stream_balancer.transport.channel import Channel, Outgoing, PayloadSource, PeerGone, Session, unexpected
 from stream_balancer.transport.event_loop import beside_the_loop
+from stream_balancer.transport.given_steps import GivenSteps
 from stream_balancer.types import RankBatch
 from stream_balancer.wire.messages import (
     Batch,
@@ -55,6 +57,8 @@ __all__ = ["Decode", "RankPort"]
 Decode = Callable[[Batch, Tensor], RankBatch]
 """A message and the buffer behind it -> the batch."""
 
+logger = logging.getLogger("stream_balancer.transport")
+
 
 @dataclass
 class _Arriving:
@@ -65,6 +69,8 @@ class _Arriving:
     fetched: tuple[Skeleton, Tensor, Sequence[int]] | None = None
     """The description, the buffer, and the indices of the rollouts that are missing."""
     denominators: Denominators | None = None
+    by_present: bool = True
+    """The present controller has given it, and gets the credit back when it is taken."""
 
 
 class RankPort(Session, Port):
@@ -79,10 +85,12 @@ class RankPort(Session, Port):
         pinned: bool = False,
         payloads: PayloadSource | None = None,
         linger_s: float = 5.0,
+        reconnect: Callable[[], Channel] | None = None,
     ) -> None:
         """``request``: as the rank has joined. ``decode``: how batches are wanted. ``pinned``: receive into memory that
         an accelerator reads by itself. ``payloads``: reads what does not come with its batch. ``linger_s``: how long
-        :meth:`close` waits for the controller's answer."""
+        :meth:`close` waits for the controller's answer. ``reconnect``: a controller that is lost is started again, from
+        its journal: go on with it through this channel. None: its loss ends this port."""
         self.rank, self.dp_size = request.rank, request.dp_size
         self._channel, self._depth, self._max_bytes = channel, request.depth, request.max_batch_bytes
         self._decode, self._payloads, self._linger_s = decode, payloads, linger_s
@@ -97,6 +105,8 @@ class RankPort(Session, Port):
         self._callbacks: list[Callable[[], None]] = []
         self._to_fetch: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._fetching: threading.Thread | None = None
+        self._reconnect, self._leaving = reconnect, False
+        self._given = None if reconnect is None else GivenSteps()
 
     def start(self) -> None:
         """Begin to receive."""
@@ -115,7 +125,7 @@ class RankPort(Session, Port):
             if first is None or first.batch is None:
                 return None
             self._queue.popleft()
-            self._taken += 1
+            self._taken += first.by_present
             self._working_on = first.step
             is_queued, self._taken_is_queued = self._taken_is_queued, True
         if not is_queued:
@@ -125,12 +135,18 @@ class RankPort(Session, Port):
     def report(self, done: StepReport | StepHeld) -> None:
         if isinstance(done, StepReport):
             self._working_on = None
-        self._channel.send(Outgoing(done))
+        with self._lock:
+            if self._given is None or self._given.report(done):
+                self._channel.send(Outgoing(done))
 
     def leave(self) -> None:
+        with self._lock:
+            self._leaving = True
         self._channel.close()
 
     def close(self) -> None:
+        with self._lock:
+            self._leaving = True  # whoever is lost from now on is not waited for
         self._stop_fetching()  # what it fetches would be thrown away
         self._channel.close()
         self._channel.wait_closed(self._linger_s)
@@ -187,8 +203,12 @@ class RankPort(Session, Port):
         if isinstance(message, Batch):
             if message.wire_crc and message.wire_crc != checksum(message, buffers[0]):
                 raise WireError(f"rank {self.rank}: the checksum of step {message.step} is wrong: damaged on its way")
-            self._add(_Arriving(message.step, self._decode(message, buffers[0])))
-            self._notify()
+            if self._is_known(message.step):
+                self._on_given_again(message, buffers[0])
+            else:
+                arriving, batch = _Arriving(message.step), self._decode(message, buffers[0])
+                self._add(arriving)
+                self._enter(arriving, batch)
         elif isinstance(message, PartialBatch):
             arriving = _Arriving(message.step)
             self._add(arriving)
@@ -201,6 +221,8 @@ class RankPort(Session, Port):
             raise unexpected(message, "a rank trains")
 
     def ended(self, error: Exception) -> None:
+        if self._rejoin(error):
+            return
         if not isinstance(error, AlreadyInUseError | ValueError | WireError | RankLostError | ClosedResourceError):
             cause = str(error) or "it closed"
             lost = RankLostError(self._explain_loss(cause), rank=self.rank, step=self._working_on, cause=cause)
@@ -223,7 +245,10 @@ class RankPort(Session, Port):
             raise WireError(
                 f"got a batch for rank {message.rank} of {message.dp_size}, but this is {me} of {self.dp_size}"
             )
-        if step <= self._newest_step or self._end is not None:
+        known = isinstance(message, Batch) and self._is_known(step)
+        if self._given is not None and step <= self._newest_step and not known:
+            raise self._other_controller(f"step {step} comes after step {self._newest_step}")
+        if (step <= self._newest_step and not known) or self._end is not None:
             after = "the end" if self._end is not None else f"step {self._newest_step}"
             raise WireError(f"{me}: got step {step} after {after}")
         if total_bytes > self._max_bytes:
@@ -241,6 +266,68 @@ class RankPort(Session, Port):
             self._arrived += 1
             self._newest_step = arriving.step
             self._queue.append(arriving)
+            if self._given is not None:
+                self._given.add(arriving.step)
+
+    def _enter(self, arriving: _Arriving, batch: RankBatch) -> None:
+        """It is complete."""
+        with self._lock:
+            arriving.batch = batch
+            if self._given is not None:
+                self._given.complete(arriving.step, _ids(batch))
+        self._notify()
+
+    # a controller that is started again
+
+    def _rejoin(self, error: Exception) -> bool:
+        """Go on with the next controller, if there will be one. What is in the queue stays there, and what the trainer
+        has is not given to it again."""
+        with self._lock:
+            is_final = self._end is not None or self._leaving or any(one.batch is None for one in self._queue)
+            if self._given is None or self._reconnect is None or is_final:
+                return False
+            if not isinstance(error, OSError) or isinstance(error, PeerGone):
+                return False
+            self._given.controller_lost()
+            for arriving in self._queue:
+                arriving.by_present = False
+            self._arrived = self._taken = 0
+            self._taken_is_queued = False
+            old, self._channel = self._channel, self._reconnect()
+        logger.warning("rank %d waits for its controller to be started again: %s", self.rank, error)
+        old.abort()  # without the lock: its threads may wait for that
+        self._channel.start(self)
+        return True
+
+    def _is_known(self, step: int) -> bool:
+        with self._lock:
+            return self._given is not None and self._given.is_known(step)
+
+    def _on_given_again(self, message: Batch, buffer: Tensor) -> None:
+        with self._lock:
+            assert self._given is not None
+            try:
+                report = self._given.add_again(message.step, _ids(decode(message, buffer)))
+            except ValueError as error:
+                raise self._other_controller(str(error)) from None
+            self._arrived += 1
+            waiting = [arriving for arriving in self._queue if arriving.step == message.step]
+            for arriving in waiting:
+                arriving.by_present = True
+            if not waiting:
+                self._taken += 1
+                self._channel.send(self._taken_so_far)
+            if report is not None:
+                self.report(report)
+
+    def _other_controller(self, why: str) -> RankLostError:
+        return RankLostError(
+            f"rank {self.rank}: its controller was started again without its journal: {why}. What it had accepted is "
+            "lost. Start the controller with its journal, or the ranks again too",
+            rank=self.rank,
+            step=self._working_on,
+            cause=why,
+        )
 
     # payloads that lie elsewhere
 
@@ -307,12 +394,13 @@ class RankPort(Session, Port):
             arriving.fetched = None
         skeleton, buffer, missing = fetched
         message, buffer = skeleton.amend(buffer, missing, denominators, self._pool.lend)
-        batch = self._decode(message, buffer)
-        with self._lock:
-            arriving.batch = batch
-        self._notify()
+        self._enter(arriving, self._decode(message, buffer))
 
     def _stop_fetching(self) -> None:
         if self._payloads is not None:
             self._payloads.close()
         self._to_fetch.put(None)
+
+
+def _ids(batch: RankBatch) -> tuple[str, ...]:
+    return tuple(rollout.rollout_id for rollout in batch.rollouts)

@@ -22,7 +22,8 @@ from stream_balancer.testing.transports import CLAUSE_TIMEOUT_S, CLAUSES, check_
 from stream_balancer.transport.channel import Channel
 from stream_balancer.transport.ray.actor import ActorChannel, ActorChannels
 from stream_balancer.transport.ray.caller import CallingChannel
-from stream_balancer.transport.ray.transport import RayRankPort, RayTransport
+from stream_balancer.transport.ray.rank import open_port
+from stream_balancer.transport.ray.transport import RayTransport
 from stream_balancer.wire.messages import JoinPeer, WelcomePeer
 
 STORE_BYTES = 100 * 2**20
@@ -138,7 +139,7 @@ class _Harness:
         depth: int = 2,
         auto_ack: bool = True,
     ) -> RankFeed:
-        port = RayRankPort(
+        port = open_port(
             self._actor,
             rank=rank,
             dp_size=dp_size or self.transport.dp_size,

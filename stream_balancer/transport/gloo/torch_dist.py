@@ -338,10 +338,11 @@ def open_port(
     decode: Decode = decode,
     pinned: bool = False,
     payloads: PayloadSource | None = None,
+    rejoin: bool = False,
     **options: Any,
 ) -> RankPort:
-    """A rank's end, over a store or the address of a controller; connects in the background. ``options``: those of
-    :class:`LinkOptions`."""
+    """A rank's end, over a store or the address of a controller; connects in the background. ``rejoin``: the
+    controller has a journal and is started again, should it die. ``options``: those of :class:`LinkOptions`."""
     request = JoinRank(rank, dp_size, incarnation, depth, max_batch_bytes)
     joiner = Joiner(source, name=name, token=token, connect_timeout_s=connect_timeout_s)
 
@@ -354,8 +355,19 @@ def open_port(
             raise RankLostError(f"rank {rank}: {error}", rank=rank, cause=str(error)) from None
 
     link = LinkOptions(**options)
-    channel = GlooChannel(f"sb-feed{rank}.{incarnation}", connect, joiner.cancel, link, pool=BufferPool(keep=0))
-    port = RankPort(channel, request, decode=decode, pinned=pinned, payloads=payloads, linger_s=link.linger_s)
+
+    def channel() -> GlooChannel:
+        return GlooChannel(f"sb-feed{rank}.{incarnation}", connect, joiner.cancel, link, pool=BufferPool(keep=0))
+
+    port = RankPort(
+        channel(),
+        request,
+        decode=decode,
+        pinned=pinned,
+        payloads=payloads,
+        linger_s=link.linger_s,
+        reconnect=channel if rejoin else None,
+    )
     port.start()
     return port
 

@@ -17,12 +17,12 @@ from typing import Any
 
 import msgspec
 
-from stream_balancer.transport.channel import Outgoing, Receiver, Sendable
+from stream_balancer.transport.channel import Outgoing, PeerGone, Receiver, Sendable
 from stream_balancer.transport.handshake import error_of
 from stream_balancer.transport.ray.channel import ChannelEnd, Inbox, Packed, Reply, cause_of, pack
 from stream_balancer.wire.messages import Close, Join, Refused, Welcome
 
-__all__ = ["ActorLostError", "CallingChannel"]
+__all__ = ["CallingChannel"]
 
 _encode = msgspec.msgpack.Encoder().encode
 _answers: msgspec.msgpack.Decoder[Welcome | Refused] = msgspec.msgpack.Decoder(Welcome | Refused)
@@ -223,9 +223,10 @@ class CallingChannel(ChannelEnd):
     def _lost(self, error: BaseException) -> ConnectionError:
         cause = getattr(error, "cause", None)  # what the actor has raised
         if isinstance(cause, ConnectionError) and not isinstance(cause, ConnectionResetError):
-            return cause
-        died = isinstance(error, _ray().exceptions.ActorDiedError)
-        return ActorLostError(cause_of(error), for_good=died and not self._joined)
+            return PeerGone(str(cause))
+        if isinstance(error, _ray().exceptions.ActorDiedError) and not self._joined:
+            return PeerGone(cause_of(error))  # it said nothing, and Ray does not start it again
+        return ConnectionResetError(cause_of(error))  # dead, or started again: then it knows no channel
 
 
 def _is_small(future: Any) -> bool:
@@ -241,15 +242,6 @@ def _is_large(packed: Packed) -> bool:
 
 def _raise(error: Exception) -> None:
     raise error
-
-
-class ActorLostError(ConnectionError):
-    """The actor is dead, or was started again."""
-
-    def __init__(self, cause: str, *, for_good: bool) -> None:
-        super().__init__(cause)
-        self.for_good = for_good
-        """It will not be started again: it said nothing, and Ray says that it is dead."""
 
 
 def _ray() -> Any:

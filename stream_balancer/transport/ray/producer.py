@@ -25,7 +25,7 @@ from torch import Tensor
 
 from stream_balancer.errors import RolloutError, WireError
 from stream_balancer.transport.buffers import BufferPool
-from stream_balancer.transport.channel import Channel, Outgoing, Source
+from stream_balancer.transport.channel import Channel, Outgoing, PeerGone, Source
 from stream_balancer.transport.producer_port import ProducerPort
 from stream_balancer.transport.producer_session import Offer, ProducerSession
 from stream_balancer.transport.put_ledger import Limits, Mode, PendingPut, PutCancelled, PutLedger
@@ -38,7 +38,7 @@ from stream_balancer.transport.ray.bundles import (
     read_stored_bundle,
     write_object,
 )
-from stream_balancer.transport.ray.caller import ActorLostError, CallingChannel
+from stream_balancer.transport.ray.caller import CallingChannel
 from stream_balancer.types import Rollout
 from stream_balancer.wire.messages import (
     BundledPut,
@@ -115,7 +115,8 @@ class RayProducerPort(ProducerPort):
         self._flush()
 
     def ended(self, error: Exception) -> None:
-        if not (self._restarts and isinstance(error, ActorLostError)) or error.for_good or self._leaving:
+        may_come_back = isinstance(error, OSError) and not isinstance(error, PeerGone)
+        if not (self._restarts and may_come_back) or self._leaving:
             super().ended(error)
             return
         logger.warning("puts wait for the controller to be started again: %s", error)

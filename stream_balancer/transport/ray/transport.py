@@ -3,7 +3,7 @@
 ::
 
     in the actor      RayTransport: what ``serve`` needs; the actor's _join, _exchange, _poll and _hold are its own
-    in a trainer      rank: RayRankPort, for RankFeed
+    in a trainer      rank: open_port, for RankFeed
     in a worker       producer: RayProducerPort, for Producer
 
 Sessions and ports are those of every transport, above :mod:`channel`. Payloads lie in the object store of the node
@@ -26,8 +26,7 @@ from stream_balancer.transport.event_loop import Arrivals
 from stream_balancer.transport.put_ledger import Limits
 from stream_balancer.transport.rank_session import RankSession
 from stream_balancer.transport.ray.actor import ActorChannel, ActorChannels
-from stream_balancer.transport.ray.producer import RayProducerPort, RayProducerSession
-from stream_balancer.transport.ray.rank import RayRankPort
+from stream_balancer.transport.ray.producer import RayProducerSession
 from stream_balancer.wire.messages import (
     Join,
     JoinProducer,
@@ -40,7 +39,7 @@ from stream_balancer.wire.messages import (
     WelcomeRank,
 )
 
-__all__ = ["RayProducerPort", "RayRankPort", "RayTransport"]
+__all__ = ["RayTransport"]
 
 
 class _RankSession(RankSession):

@@ -1,0 +1,153 @@
+"""A rank whose controller is started again: it joins the new one, and trains on no step twice. Over memory, no loop."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+import stream_balancer as sb
+from stream_balancer.errors import WireError
+from stream_balancer.testing.transports import make_batch
+from stream_balancer.transport.channel import Channel, PeerGone
+from stream_balancer.transport.memory_channel import Wire
+from stream_balancer.transport.rank_port import RankPort
+from stream_balancer.transport.rank_session import RankSession
+from stream_balancer.types import RankBatch
+from stream_balancer.wire import messages as m
+
+JOIN = m.JoinRank(0, 1, 0, depth=2, max_batch_bytes=2**20)
+
+
+def at_once(function: Callable[[], object]) -> None:
+    function()
+
+
+def batch(step: int, num_tokens: int = 5) -> RankBatch:
+    return make_batch(step, 1, num_tokens=num_tokens).ranks[0]
+
+
+class Controllers:
+    """One after the other, each of which has let the rank in."""
+
+    def __init__(self) -> None:
+        self.wires: list[Wire] = []
+        self.sessions: list[RankSession] = []
+
+    def connect(self) -> Channel:
+        self.wires.append(Wire())
+        here, there = self.wires[-1].ends
+        self.sessions.append(RankSession(here, JOIN, at_once))
+        here.start(self.sessions[-1])
+        return there
+
+    @property
+    def present(self) -> RankSession:
+        return self.sessions[-1]
+
+    def crash(self) -> None:
+        self.wires[-1].cut("the process is dead")
+
+
+@pytest.fixture
+def controllers() -> Controllers:
+    return Controllers()
+
+
+@pytest.fixture
+def port(controllers: Controllers) -> RankPort:
+    port = RankPort(controllers.connect(), JOIN, reconnect=controllers.connect)
+    port.start()
+    return port
+
+
+def taken(port: RankPort) -> list[int]:
+    steps = []
+    while (one := port.take()) is not None:
+        steps.append(one.step)
+    return steps
+
+
+def test_a_step_that_the_rank_has_is_not_given_twice(controllers: Controllers, port: RankPort) -> None:
+    controllers.present.send(batch(0))
+    controllers.present.send(batch(1))
+    first = port.take()
+    assert first is not None
+    controllers.crash()
+    assert len(controllers.sessions) == 2
+    for step in (0, 1):
+        controllers.present.send(batch(step))
+    assert controllers.present.credits == 1, "step 0 is with the trainer, step 1 in the queue"
+    assert taken(port) == [1]
+    controllers.present.send(batch(2))
+    assert taken(port) == [2]
+    assert controllers.present.credits == 2
+
+
+def test_what_was_said_of_a_step_is_said_again_in_the_order_of_the_steps(
+    controllers: Controllers, port: RankPort
+) -> None:
+    for step in (0, 1):
+        controllers.present.send(batch(step))
+    assert taken(port) == [0, 1]
+    port.report(m.StepReport(0, 1.0))
+    assert controllers.present.report() == m.StepReport(0, 1.0)
+    port.report(m.StepHeld(1, 2.0))
+    controllers.crash()
+    port.report(m.StepReport(1, 3.0))
+    assert controllers.present.report() is None, "it has not given that step yet"
+    controllers.present.send(batch(0))
+    controllers.present.send(batch(1))
+    assert [controllers.present.report() for _ in range(3)] == [m.StepReport(0, 1.0), m.StepReport(1, 3.0), None]
+
+
+def test_batches_of_the_one_before_cost_no_credit_of_the_next(controllers: Controllers, port: RankPort) -> None:
+    for step in (0, 1):
+        controllers.present.send(batch(step))
+    controllers.crash()
+    assert taken(port) == [0, 1], "what had arrived is handed out meanwhile"
+    for step in (0, 1, 2, 3):
+        controllers.present.send(batch(step))
+    assert controllers.present.credits == 0
+    assert taken(port) == [2, 3]
+
+
+@pytest.mark.parametrize("known", [True, False], ids=["another batch", "long forgotten"])
+def test_a_controller_without_its_journal_is_lost(controllers: Controllers, port: RankPort, known: bool) -> None:
+    """Else the rank would report as done what nobody has trained on."""
+    for step in range(1 if known else 1500):
+        controllers.present.send(batch(step))
+        port.take()
+        port.report(m.StepReport(step, 1.0))
+    controllers.crash()
+    controllers.present.send(make_batch(0, 1, micro_batches=3).ranks[0])
+    with pytest.raises(sb.RankLostError, match="without its journal"):
+        port.take()
+    with pytest.raises(sb.RankLostError):
+        controllers.present.report()
+
+
+@pytest.mark.parametrize("error", [PeerGone("for good"), WireError("damaged"), ValueError("another dp_size")])
+def test_what_will_not_come_back_is_not_waited_for(controllers: Controllers, port: RankPort, error: Exception) -> None:
+    port.ended(error)
+    assert len(controllers.sessions) == 1
+    with pytest.raises((sb.RankLostError, type(error))):
+        port.take()
+
+
+def test_after_the_end_and_after_closing_nobody_is_joined(controllers: Controllers, port: RankPort) -> None:
+    controllers.present.end()
+    controllers.crash()
+    with pytest.raises(sb.EndOfStream):
+        port.take()
+    port.close()
+    assert len(controllers.sessions) == 1
+
+
+def test_without_being_asked_to_a_rank_does_not_wait(controllers: Controllers) -> None:
+    port = RankPort(controllers.connect(), JOIN)
+    port.start()
+    controllers.crash()
+    with pytest.raises(sb.RankLostError, match="open a new RankFeed"):
+        port.take()
+    assert len(controllers.sessions) == 1
