@@ -60,11 +60,11 @@ def raw_peer(sizes: dict[str, int], rounds: int) -> None:
     """Sends what the controller receives, then answers its pings."""
     dist.init_process_group("gloo", rank=1, world_size=2)
     for megabytes, repeats in sizes.items():
-        slab = torch.zeros(int(float(megabytes) * 1e6), dtype=torch.uint8)
+        buffer = torch.zeros(int(float(megabytes) * 1e6), dtype=torch.uint8)
         for _ in range(rounds):
             dist.barrier()
             for _ in range(repeats):
-                dist.send(slab, 0)
+                dist.send(buffer, 0)
     tiny = torch.zeros(64, dtype=torch.int64)
     for _ in range(500):
         dist.recv(tiny, 0)
@@ -157,13 +157,13 @@ def raw(rounds: int) -> dict[str, float]:
     with peer("raw", sizes, rounds):
         dist.init_process_group("gloo", rank=0, world_size=2)
         for megabytes, repeats in sizes.items():
-            slab = torch.zeros(int(float(megabytes) * 1e6), dtype=torch.uint8)
+            buffer = torch.zeros(int(float(megabytes) * 1e6), dtype=torch.uint8)
             seconds = []
             for _ in range(rounds):
                 dist.barrier()
                 began = time.perf_counter()
                 for _ in range(repeats):
-                    dist.recv(slab, 1)
+                    dist.recv(buffer, 1)
                 seconds.append(time.perf_counter() - began)
             rates[megabytes] = float(megabytes) * repeats / statistics.median(seconds)
         tiny = torch.zeros(64, dtype=torch.int64)

@@ -101,16 +101,16 @@ class Plan:
 # --- raw gloo, and what others do ------------------------------------------------------------------------------------
 
 
-def raw_send(slabs: list[torch.Tensor], repeats: int) -> None:
+def raw_send(buffers: list[torch.Tensor], repeats: int) -> None:
     for _ in range(repeats):
-        works = [dist.isend(slab, rank + 1, tag=1) for rank, slab in enumerate(slabs)]
+        works = [dist.isend(buffer, rank + 1, tag=1) for rank, buffer in enumerate(buffers)]
         for work in works:
             cast("Any", work).wait()
 
 
-def raw_receive(slab: torch.Tensor, repeats: int) -> None:
+def raw_receive(buffer: torch.Tensor, repeats: int) -> None:
     for _ in range(repeats):
-        dist.recv(slab, 0, tag=1)
+        dist.recv(buffer, 0, tag=1)
 
 
 def plain(batch: RankBatch) -> list[dict[str, torch.Tensor]]:
@@ -151,10 +151,10 @@ def rank_main(rank: int, dp_size: int, addresses: list[str], plan: Plan) -> None
             repeats = plan.repeats(megabytes)
             size = torch.zeros(1, dtype=torch.int64)
             dist.recv(size, 0)
-            slab = torch.zeros(int(size), dtype=torch.uint8)
+            buffer = torch.zeros(int(size), dtype=torch.uint8)
             for _ in range(plan.rounds):
                 dist.barrier()
-                raw_receive(slab, repeats)
+                raw_receive(buffer, repeats)
                 for source in (feed, feed, shared_feed):  # pre-packed; with packing and unpacking; shared memory
                     dist.barrier()
                     take(source, repeats)
@@ -177,11 +177,11 @@ def latencies(feed: RankFeed, shared_feed: RankFeed, rounds: int) -> None:
     for _ in LATENCY_MEGABYTES:
         size = torch.zeros(1, dtype=torch.int64)
         dist.recv(size, 0)
-        slab = torch.zeros(int(size), dtype=torch.uint8)
+        buffer = torch.zeros(int(size), dtype=torch.uint8)
         arrivals: dict[str, list[float]] = {"raw": [], "feed": [], "shared": []}
         dist.barrier()
         for _ in range(rounds):
-            dist.recv(slab, 0, tag=1)
+            dist.recv(buffer, 0, tag=1)
             arrivals["raw"].append(time.monotonic())
             dist.send(size, 0)
         for name, source in (("feed", feed), ("shared", shared_feed)):
@@ -266,15 +266,15 @@ class Bench:
     async def size(self, megabytes: float) -> None:
         dp_size = len(self.links)
         shares = [share(rank, dp_size, megabytes) for rank in range(dp_size)]
-        slabs, frames = [], []
+        buffers, frames = [], []
         for one in shares:
             encoded = wire.encode(one, narrow=False)
-            slab = torch.zeros(encoded.frame.wire_bytes, dtype=torch.uint8)
-            list(encoded.fill(slab))
-            slabs.append(slab)
+            buffer = torch.zeros(encoded.frame.wire_bytes, dtype=torch.uint8)
+            list(encoded.fill(buffer))
+            buffers.append(buffer)
             frames.append(encoded.frame)
-        for rank, slab in enumerate(slabs):
-            await in_thread(dist.send, torch.tensor([slab.numel()]), rank + 1)
+        for rank, buffer in enumerate(buffers):
+            await in_thread(dist.send, torch.tensor([buffer.numel()]), rank + 1)
         repeats = self.plan.repeats(megabytes)
         times: dict[str, list[float]] = {"raw": [], "prepacked": [], "full": [], "shared": []}
 
@@ -282,12 +282,12 @@ class Bench:
             link.send(at_step(shares[link.rank], step))
 
         def prepacked(link: Any, step: int) -> None:
-            send_packed(link, frames[link.rank], slabs[link.rank], step)
+            send_packed(link, frames[link.rank], buffers[link.rank], step)
 
         for _ in range(self.plan.rounds):
             await in_thread(dist.barrier)
             began = time.perf_counter()
-            await in_thread(raw_send, slabs, repeats)
+            await in_thread(raw_send, buffers, repeats)
             times["raw"].append(time.perf_counter() - began)
             await in_thread(dist.barrier)
             times["prepacked"].append(await self.drive(repeats, prepacked))
@@ -331,23 +331,23 @@ class Bench:
         sent: dict[str, list[float]] = {"raw": [], "feed": [], "shared": []}
         shares = [share(rank, len(self.links), megabytes) for rank in range(len(self.links))]
         encoded = [wire.encode(one, narrow=False) for one in shares]
-        slabs = [torch.zeros(one.frame.wire_bytes, dtype=torch.uint8) for one in encoded]
-        for one, slab in zip(encoded, slabs, strict=True):
-            list(one.fill(slab))
-        for rank, slab in enumerate(slabs):
-            await in_thread(dist.send, torch.tensor([slab.numel()]), rank + 1)
+        buffers = [torch.zeros(one.frame.wire_bytes, dtype=torch.uint8) for one in encoded]
+        for one, buffer in zip(encoded, buffers, strict=True):
+            list(one.fill(buffer))
+        for rank, buffer in enumerate(buffers):
+            await in_thread(dist.send, torch.tensor([buffer.numel()]), rank + 1)
 
         def raw() -> None:
             answer = torch.zeros(1, dtype=torch.int64)
             for _ in range(rounds):
                 time.sleep(0.002)
                 sent["raw"].append(time.monotonic())
-                raw_send(slabs, 1)
+                raw_send(buffers, 1)
                 for rank in range(len(self.links)):
                     dist.recv(answer, rank + 1)
 
         def prepacked(link: Any, step: int) -> None:
-            send_packed(link, encoded[link.rank].frame, slabs[link.rank], step)
+            send_packed(link, encoded[link.rank].frame, buffers[link.rank], step)
 
         await in_thread(dist.barrier)
         await in_thread(raw)
@@ -371,12 +371,12 @@ class Bench:
     async def memory(self, *, shared: bool) -> None:
         await in_thread(dist.barrier)
         shares = [share(rank, len(self.links), 4) for rank in range(len(self.links))]
-        slab = wire.encode(shares[0]).frame.total_bytes
+        buffer = wire.encode(shares[0]).frame.total_bytes
         await self.drive(1000, lambda link, n: link.send(at_step(shares[link.rank], n)), shared=shared)
         got: list[Any] = [None] * (len(self.links) + 1)
         await in_thread(dist.gather_object, None, got, 0)
         kind = "shared" if shared else "feed"
-        self.row(f"receiver_growth_{kind}", max(g for g, _ in got[1:]) / slab, "slabs", 1.0, at_most=True)
+        self.row(f"receiver_growth_{kind}", max(g for g, _ in got[1:]) / buffer, "buffers", 1.0, at_most=True)
 
 
 async def in_thread(function: Callable[..., object], *args: object) -> None:

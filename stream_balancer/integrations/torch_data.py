@@ -97,7 +97,7 @@ class RolloutDataset(IterableDataset[dict[str, Any]]):
             item = self._item(share, self._waiting[0])
             self._waiting.popleft()  # only now: if layout= raised, the next call gives the same micro-batch
         if not self._waiting:
-            self._share = None  # its slab is used again once the loop has let go of the tensors
+            self._share = None  # its buffer is used again once the loop has let go of the tensors
         return item
 
     def __getstate__(self) -> NoReturn:

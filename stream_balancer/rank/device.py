@@ -1,14 +1,14 @@
-"""Batches on an accelerator: each slab is copied while the step before is still running.
+"""Batches on an accelerator: each buffer is copied while the step before is still running.
 
 ::
 
-    reader thread   slab arrives in pinned memory --> copy and widening on a side stream --> event
+    reader thread   buffer arrives in pinned memory --> copy and widening on a side stream --> event
     trainer         next(feed): its stream waits for the event, the host does not
-    pinned slab     returns to the pool once its event is over: a copy may still read it when the batch is handed out
+    pinned buffer     returns to the pool once its event is over: a copy may still read it when the batch is handed out
 
 And how long work took there: an accelerator's own clock, since the host only enqueues it.
 
-Whatever ``torch.accelerator`` knows will do. Not here: what a slab is (``wire``), when it arrives (``transport``).
+Whatever ``torch.accelerator`` knows will do. Not here: what a buffer is (``wire``), when it arrives (``transport``).
 """
 
 from __future__ import annotations
@@ -85,30 +85,30 @@ class _AcceleratorStreams:
 
 
 class Uploader:
-    """Decodes slabs into batches on a device. Safe to use from the reader's and the trainer's thread."""
+    """Decodes buffers into batches on a device. Safe to use from the reader's and the trainer's thread."""
 
     def __init__(self, device: torch.device, streams: Streams | None = None) -> None:
         self._device = device
         self._streams = _AcceleratorStreams(device) if streams is None else streams
         self._lock = threading.Lock()
-        self._arrived: dict[int, tuple[Event, Tensor]] = {}  # step -> end of its copy, slab on the device
-        self._reading: deque[tuple[Event, Tensor]] = deque()  # slabs on the host that copies may still read
+        self._arrived: dict[int, tuple[Event, Tensor]] = {}  # step -> end of its copy, buffer on the device
+        self._reading: deque[tuple[Event, Tensor]] = deque()  # buffers on the host that copies may still read
 
-    def decode(self, frame: wire.Frame | Batch, slab: Tensor) -> RankBatch:
-        """The batch in ``slab``, on the device; nothing has been waited for. See :func:`wire.decode`."""
+    def decode(self, frame: wire.Frame | Batch, buffer: Tensor) -> RankBatch:
+        """The batch in ``buffer``, on the device; nothing has been waited for. See :func:`wire.decode`."""
         self._release()
         with self._streams.side():
-            there = torch.empty(slab.numel(), dtype=torch.uint8, device=self._device)
+            there = torch.empty(buffer.numel(), dtype=torch.uint8, device=self._device)
 
             def copy(here: Tensor) -> Tensor:
                 there[: frame.wire_bytes].copy_(here[: frame.wire_bytes], non_blocking=True)
                 return there
 
-            batch = wire.decode(frame, slab, on_device=copy)
+            batch = wire.decode(frame, buffer, on_device=copy)
             event = self._streams.record()
         with self._lock:
             self._arrived[batch.step] = event, there
-            self._reading.append((event, slab))
+            self._reading.append((event, buffer))
         return batch
 
     def hand_over(self, batch: RankBatch) -> None:

@@ -4,7 +4,7 @@
 
     producer    encode_rollout(kept)   --> controller   decode_kept(): all but the tokens; see ``rollouts``
     controller  encode_skeleton(share) --> rank         read_skeleton() -> Skeleton: what to fetch, from whom
-    producer    payload(rollout)       --> rank         the slab that the controller would have sent, and its frame
+    producer    payload(rollout)       --> rank         the buffer that the controller would have sent, and its frame
 
 A RemoteRollout's columns are tensors on torch's meta device: name, dtype and shape without a byte behind them, so that
 planning, limits and checks see no difference. Its ``lease`` is what keeps the payload alive: once nobody on the
@@ -99,7 +99,7 @@ def payload(rollout: Rollout) -> list[Tensor]:
 
 class _Skeleton(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
     share: bytes
-    """The description of the whole share, as at the start of a BATCH slab."""
+    """The description of the whole share, as at the start of a BATCH buffer."""
     owners: list[Owner]
     sources: list[tuple[int, int, int]]
     """Per rollout: (index of the owner, key, index of the reference); owner -1: its payload follows this; reference
@@ -144,14 +144,14 @@ class EncodedSkeleton:
             total_bytes=size,
         )
 
-    def fill(self, slab: Tensor) -> Iterator[int]:
-        """Write everything into ``slab``; yields how many leading bytes are final."""
+    def fill(self, buffer: Tensor) -> Iterator[int]:
+        """Write everything into ``buffer``; yields how many leading bytes are final."""
         at = len(self._packed)
-        slab[:at] = torch.frombuffer(bytearray(self._packed), dtype=torch.uint8)
+        buffer[:at] = torch.frombuffer(bytearray(self._packed), dtype=torch.uint8)
         for rollout in self._here:
             yield at
             for part in payload(rollout):
-                slab[at : at + part.numel()] = part
+                buffer[at : at + part.numel()] = part
                 at += part.numel()
         yield at
 
@@ -163,7 +163,7 @@ def encode_skeleton(share: RankBatch, *, max_bytes: int) -> EncodedSkeleton:
 
 @dataclass(frozen=True, slots=True)
 class Skeleton:
-    """A received skeleton: what is missing, and where in the slab of the whole share it belongs."""
+    """A received skeleton: what is missing, and where in the buffer of the whole share it belongs."""
 
     batch: Batch
     """The message of the whole rank batch; the buffer needs its ``total_bytes``."""
@@ -194,31 +194,33 @@ class Skeleton:
         """``rollout_id`` of the rollout at this place."""
         return self._meta.ids[place]
 
-    def targets(self, slab: Tensor, places: Sequence[int]) -> list[Tensor]:
-        """Where in ``slab`` the payloads of these rollouts belong, piece by piece, as :func:`payload` gives them."""
-        return [piece for pieces in self.targets_of(slab, places) for piece in pieces]
+    def targets(self, buffer: Tensor, places: Sequence[int]) -> list[Tensor]:
+        """Where in ``buffer`` the payloads of these rollouts belong, piece by piece, as :func:`payload` gives them."""
+        return [piece for pieces in self.targets_of(buffer, places) for piece in pieces]
 
-    def targets_of(self, slab: Tensor, places: Sequence[int]) -> list[list[Tensor]]:
+    def targets_of(self, buffer: Tensor, places: Sequence[int]) -> list[list[Tensor]]:
         """:meth:`targets` of each."""
         rows = self._rows()
-        return [self._pieces(slab, place, *rows[place]) for place in places]
+        return [self._pieces(buffer, place, *rows[place]) for place in places]
 
-    def finish(self, slab: Tensor) -> None:
+    def finish(self, buffer: Tensor) -> None:
         """Write the rest, once all that is :meth:`missing` was written to its targets: the description, what came
         with the skeleton, and what padding copies differ in. Raises WireError if the sizes do not fit."""
         packed = self._described.share
-        slab[: len(packed)] = torch.frombuffer(bytearray(packed), dtype=torch.uint8)
-        targets = self.targets(slab, [place for place, (owner, *_) in enumerate(self._described.sources) if owner < 0])
+        buffer[: len(packed)] = torch.frombuffer(bytearray(packed), dtype=torch.uint8)
+        targets = self.targets(
+            buffer, [place for place, (owner, *_) in enumerate(self._described.sources) if owner < 0]
+        )
         if sum(target.numel() for target in targets) != self._here.numel():
             raise WireError(f"step {self.batch.step}: the payload that came with the description has another size")
         at = 0
         for target in targets:
             target.copy_(self._here[at : at + target.numel()])
             at += target.numel()
-        self._mask_padding(slab)
+        self._mask_padding(buffer)
 
     def amend(
-        self, slab: Tensor, missing: Sequence[int], divisors: Denominators, lend: Callable[[int], Tensor]
+        self, buffer: Tensor, missing: Sequence[int], divisors: Denominators, lend: Callable[[int], Tensor]
     ) -> tuple[Batch, Tensor]:
         """Turn the rollouts at these places into padding copies of zeros, and have the step divide by ``divisors``: the
         message and the buffer of what is to be trained on. O(1) where nothing is ``missing`` anywhere.
@@ -227,7 +229,7 @@ class Skeleton:
         a buffer that ``lend`` gives.
         """
         meta = self._meta
-        for target in self.targets(slab, missing):
+        for target in self.targets(buffer, missing):
             target.zero_()
         meta.padding = sorted({*meta.padding, *missing})
         for place in missing:
@@ -236,14 +238,14 @@ class Skeleton:
         meta.global_num_loss_tokens = divisors.loss_tokens
         packed = _ENCODER.encode(meta)
         if packed == self._described.share:
-            return self.batch, slab
+            return self.batch, buffer
         plan = _plan(meta, len(packed), 2**62)
         before, start = _align(self.batch.meta_bytes), _align(len(packed))
         if start != before:
             moved = lend(plan.total_bytes)
-            moved[start : plan.wire_bytes] = slab[before : self.batch.wire_bytes]
-            slab = moved
-        slab[: len(packed)] = torch.frombuffer(bytearray(packed), dtype=torch.uint8)
+            moved[start : plan.wire_bytes] = buffer[before : self.batch.wire_bytes]
+            buffer = moved
+        buffer[: len(packed)] = torch.frombuffer(bytearray(packed), dtype=torch.uint8)
         batch = msgspec.structs.replace(
             self.batch,
             meta_bytes=len(packed),
@@ -251,7 +253,7 @@ class Skeleton:
             wire_bytes=plan.wire_bytes,
             total_bytes=plan.total_bytes,
         )
-        return batch, slab
+        return batch, buffer
 
     def _rows(self) -> list[tuple[int, int]]:
         """Per rollout: its micro-batch, and the row there at which it begins."""
@@ -262,23 +264,23 @@ class Skeleton:
             rows += [(number, start) for _, start in zip(range(first, stop), starts, strict=False)]
         return rows
 
-    def _pieces(self, slab: Tensor, place: int, micro_batch: int, row: int) -> list[Tensor]:
+    def _pieces(self, buffer: Tensor, place: int, micro_batch: int, row: int) -> list[Tensor]:
         length = self._meta.lengths[place]
         spans = [
             (piece.start + row * piece.what.row_bytes, length * piece.what.row_bytes)
             for _, piece in sorted(self._plan.columns[micro_batch].items())
         ]
         spans += [(piece.start, piece.what.row_bytes) for _, piece in sorted(self._plan.tensors[place].items())]
-        return [slab[start : start + size] for start, size in spans if size]
+        return [buffer[start : start + size] for start, size in spans if size]
 
-    def _mask_padding(self, slab: Tensor) -> None:
+    def _mask_padding(self, buffer: Tensor) -> None:
         rows = self._rows()
         for place in self._meta.padding:
             micro_batch, row = rows[place]
             mask = self._plan.columns[micro_batch].get("loss_mask")
             if mask is not None:
                 first, size = mask.start + row * mask.what.row_bytes, mask.what.row_bytes
-                slab[first : first + self._meta.lengths[place] * size] = 0
+                buffer[first : first + self._meta.lengths[place] * size] = 0
 
 
 def read_skeleton(frame: Frame | PartialBatch, body: Tensor, *, max_bytes: int, num_references: int = 0) -> Skeleton:

@@ -1,13 +1,13 @@
-"""RankBatch <-> bytes: a small header, and one flat slab per share. Pure; no pickle anywhere.
+"""RankBatch <-> bytes: a small header, and one flat buffer per share. Pure; no pickle anywhere.
 
 What crosses a channel, behind a Batch message, and what lies on a disk, behind a frame::
 
     frame   16 int64 words: magic, format, the fields of a Batch message, a checksum of itself
-    slab    | meta (msgpack) | micro-batch 0: column a | column b | ... | micro-batch 1: ... | rollouts' own tensors |
+    buffer    | meta (msgpack) | micro-batch 0: column a | column b | ... | micro-batch 1: ... | rollouts' own tensors |
 
-Every piece of the slab starts at a multiple of 64 bytes. Offsets are not announced, they follow from what meta says
+Every piece of the buffer starts at a multiple of 64 bytes. Offsets are not announced, they follow from what meta says
 (both sides run :func:`_plan`), so no announced offset can point outside; the size that follows must be the size that
-came. Within a slab a micro-batch's column is one contiguous slice, so on the rank a
+came. Within a buffer a micro-batch's column is one contiguous slice, so on the rank a
 :class:`~stream_balancer.types.MicroBatch` is a set of views and ``packed()`` copies no token.
 
 A receiver checks a message before it allocates, and meta before it makes a view: what is wrong raises
@@ -175,7 +175,7 @@ class _Meta(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
 
 
 class _Slice(NamedTuple):
-    """Where a piece lies in the slab. Offsets in bytes."""
+    """Where a piece lies in the buffer. Offsets in bytes."""
 
     what: _Tensor
     start: int
@@ -202,7 +202,7 @@ def _align(n: int) -> int:
 
 
 def _plan(meta: _Meta, meta_bytes: int, max_bytes: int) -> _Plan:
-    """Lay out a slab. Every piece takes at least 64 bytes, so the work is bounded by ``max_bytes``. O(pieces)."""
+    """Lay out a buffer. Every piece takes at least 64 bytes, so the work is bounded by ``max_bytes``. O(pieces)."""
     at = _align(meta_bytes)
     columns: list[dict[str, _Slice]] = []
     first = 0
@@ -240,7 +240,7 @@ def _plan(meta: _Meta, meta_bytes: int, max_bytes: int) -> _Plan:
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
-    """A share, ready to be written into a slab of ``frame.wire_bytes`` bytes."""
+    """A share, ready to be written into a buffer of ``frame.wire_bytes`` bytes."""
 
     frame: Frame
     """The BATCH frame, with ``seen`` and ``chunk_bytes`` still to be set."""
@@ -248,19 +248,19 @@ class Encoded:
     _meta: bytes
     _layout: _Plan
 
-    def fill(self, slab: Tensor) -> Iterator[int]:
-        """Write piece by piece into ``slab`` (``[>= wire_bytes]`` uint8); yields how many leading bytes are final.
+    def fill(self, buffer: Tensor) -> Iterator[int]:
+        """Write piece by piece into ``buffer`` (``[>= wire_bytes]`` uint8); yields how many leading bytes are final.
         O(bytes)."""
-        slab[: len(self._meta)] = torch.frombuffer(bytearray(self._meta), dtype=torch.uint8)
+        buffer[: len(self._meta)] = torch.frombuffer(bytearray(self._meta), dtype=torch.uint8)
         for micro_batch, pieces in zip(self._share.micro_batches, self._layout.columns, strict=True):
             for name, piece in pieces.items():
                 yield piece.start
-                _concatenate([r.tokens[name] for r in micro_batch.rollouts], _wire_view(slab, piece))
+                _concatenate([r.tokens[name] for r in micro_batch.rollouts], _wire_view(buffer, piece))
         rollouts = self._share.rollouts if any(self._layout.tensors) else ()
         for rollout, pieces in zip(rollouts, self._layout.tensors, strict=False):
             for name, piece in pieces.items():
                 yield piece.start
-                _wire_view(slab, piece).copy_(rollout.tensors[name])
+                _wire_view(buffer, piece).copy_(rollout.tensors[name])
         yield self._layout.wire_bytes
 
 
@@ -280,23 +280,23 @@ def _concatenate(parts: list[Tensor], out: Tensor) -> None:
         torch.cat(parts, out=out)
 
 
-def _view(slab: Tensor, start: int, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+def _view(buffer: Tensor, start: int, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
     count = prod(shape)
     if count == 0:
-        return torch.empty(shape, dtype=dtype, device=slab.device)
-    return slab[start : start + count * dtype.itemsize].view(dtype).view(shape)
+        return torch.empty(shape, dtype=dtype, device=buffer.device)
+    return buffer[start : start + count * dtype.itemsize].view(dtype).view(shape)
 
 
 def _shape(piece: _Slice) -> tuple[int, ...]:
     return piece.what.shape if piece.rows < 0 else (piece.rows, *piece.what.shape)
 
 
-def _wire_view(slab: Tensor, piece: _Slice) -> Tensor:
-    return _view(slab, piece.start, SUPPORTED_DTYPES[piece.what.wire_dtype], _shape(piece))
+def _wire_view(buffer: Tensor, piece: _Slice) -> Tensor:
+    return _view(buffer, piece.start, SUPPORTED_DTYPES[piece.what.wire_dtype], _shape(piece))
 
 
-def _user_view(slab: Tensor, piece: _Slice) -> Tensor:
-    return _view(slab, piece.restored, SUPPORTED_DTYPES[piece.what.dtype], _shape(piece))
+def _user_view(buffer: Tensor, piece: _Slice) -> Tensor:
+    return _view(buffer, piece.restored, SUPPORTED_DTYPES[piece.what.dtype], _shape(piece))
 
 
 def encode(share: RankBatch, *, max_bytes: int = 2**62, narrow: bool = True) -> Encoded:
@@ -435,34 +435,37 @@ def _fits_int32(part: Tensor) -> bool:
 
 def decode(
     frame: Frame | Batch,
-    slab: Tensor,
+    buffer: Tensor,
     *,
     on_device: Callable[[Tensor], Tensor] | None = None,
     check_rollouts: bool = True,
 ) -> RankBatch:
-    """A received slab (``[total_bytes]`` uint8 on the CPU, the first ``wire_bytes`` filled) -> the share, as views of
+    """A received buffer (``[total_bytes]`` uint8 on the CPU, the first ``wire_bytes`` filled) -> the share, as views of
     it.
 
-    Nothing is copied but columns that travelled narrowed. ``on_device`` moves the whole slab once, for accelerators.
+    Nothing is copied but columns that travelled narrowed. ``on_device`` moves the whole buffer once, for accelerators.
     ``check_rollouts`` False: only what they share is checked; :func:`checked` must follow for each, so that one bad
     rollout does not spoil the others. Raises WireError for anything :func:`encode` would not have made. O(rollouts +
     pieces).
     """
-    packed = slab[: frame.meta_bytes].numpy().tobytes()  # a copy: in shared memory it could change
+    packed = buffer[: frame.meta_bytes].numpy().tobytes()  # a copy: in shared memory it could change
     meta = _read_meta(packed, frame.meta_crc, f"step {frame.step}", check_rollouts=check_rollouts)
     plan = _plan(meta, frame.meta_bytes, frame.total_bytes)
-    if (plan.wire_bytes, plan.total_bytes) != (frame.wire_bytes, frame.total_bytes) or slab.numel() < plan.total_bytes:
+    if (plan.wire_bytes, plan.total_bytes) != (
+        frame.wire_bytes,
+        frame.total_bytes,
+    ) or buffer.numel() < plan.total_bytes:
         raise WireError(
             f"step {frame.step}: the description needs {plan.wire_bytes} ({plan.total_bytes}) bytes, "
             f"but {frame.wire_bytes} ({frame.total_bytes}) came"
         )
     if on_device is not None:
-        slab = on_device(slab)
+        buffer = on_device(buffer)
     for pieces in plan.columns:
         for piece in pieces.values():
             if piece.restored != piece.start:
-                _user_view(slab, piece).copy_(_wire_view(slab, piece))
-    return _share(frame, meta, plan, slab)
+                _user_view(buffer, piece).copy_(_wire_view(buffer, piece))
+    return _share(frame, meta, plan, buffer)
 
 
 def checked(rollout: Rollout) -> Rollout:
@@ -555,12 +558,12 @@ _INTEGERS = frozenset({torch.uint8, torch.int8, torch.int16, torch.int32, torch.
 
 @dataclass(frozen=True, slots=True)
 class _Received:
-    """A checked slab and its description; makes views when asked."""
+    """A checked buffer and its description; makes views when asked."""
 
     frame: Frame | Batch
     meta: _Meta
     plan: _Plan
-    slab: Tensor
+    buffer: Tensor
     padding: frozenset[int]
 
     def flat(self, micro_batch: int, first: int, stop: int) -> layout.FlatColumns:
@@ -568,13 +571,13 @@ class _Received:
         scalars = self.meta.scalars[first:stop]
         names = [name for name in scalars[0] if all(name in row for row in scalars)]
         return layout.FlatColumns(
-            tokens={name: _user_view(self.slab, piece) for name, piece in self.plan.columns[micro_batch].items()},
+            tokens={name: _user_view(self.buffer, piece) for name, piece in self.plan.columns[micro_batch].items()},
             lengths=tuple(self.meta.lengths[first:stop]),
             scalars={name: [row[name] for row in scalars] for name in names},
             weights=torch.tensor(
                 [0.0 if i in self.padding else 1.0 for i in range(first, stop)],
                 dtype=torch.float32,
-                device=self.slab.device,
+                device=self.buffer.device,
             ),
         )
 
@@ -584,9 +587,9 @@ class _Received:
         stop = start + meta.lengths[index]
         version: Version | None = meta.versions[index]
         return _trusted_rollout(
-            tokens={name: _user_view(self.slab, p)[start:stop] for name, p in self.plan.columns[micro_batch].items()},
+            tokens={name: _user_view(self.buffer, p)[start:stop] for name, p in self.plan.columns[micro_batch].items()},
             scalars=meta.scalars[index],
-            tensors={name: _user_view(self.slab, piece) for name, piece in self.plan.tensors[index].items()},
+            tensors={name: _user_view(self.buffer, piece) for name, piece in self.plan.tensors[index].items()},
             metadata=meta.metadata[index],
             rollout_id=meta.ids[index],
             group_id=meta.group_ids[index],
@@ -634,13 +637,13 @@ class _Rollouts(Sequence[Rollout]):
         return f"<{len(self)} rollouts>"
 
 
-def checksum(frame: Frame | Batch, slab: Tensor) -> int:
-    """Of all that travels of a slab; never 0. O(bytes)."""
-    return zlib.crc32(slab[: frame.wire_bytes].numpy().data) or 1
+def checksum(frame: Frame | Batch, buffer: Tensor) -> int:
+    """Of all that travels of a buffer; never 0. O(bytes)."""
+    return zlib.crc32(buffer[: frame.wire_bytes].numpy().data) or 1
 
 
-def _share(frame: Frame | Batch, meta: _Meta, plan: _Plan, slab: Tensor) -> RankBatch:
-    received = _Received(frame, meta, plan, slab, frozenset(meta.padding))
+def _share(frame: Frame | Batch, meta: _Meta, plan: _Plan, buffer: Tensor) -> RankBatch:
+    received = _Received(frame, meta, plan, buffer, frozenset(meta.padding))
     micro_batches = []
     for number, (first, stop) in enumerate(pairwise(accumulate(meta.micro_batches, initial=0))):
         lengths = tuple(meta.lengths[first:stop])

@@ -69,10 +69,10 @@ def uploader(streams: FakeStreams) -> Uploader:
 
 def arrive(step: int, pool: BufferPool) -> tuple[wire.Frame, Tensor]:
     encoded = wire.encode(make_batch(step, 1, num_tokens=1000).ranks[0])
-    slab = pool.lend(encoded.frame.total_bytes)
-    for _ in encoded.fill(slab):
+    buffer = pool.lend(encoded.frame.total_bytes)
+    for _ in encoded.fill(buffer):
         pass
-    return encoded.frame, slab
+    return encoded.frame, buffer
 
 
 def assert_is_step(batch: RankBatch, step: int) -> None:
@@ -95,7 +95,7 @@ def test_a_batch_is_copied_when_it_arrives_and_waited_for_when_it_is_taken(
         assert kept.untyped_storage().data_ptr() == ids.untyped_storage().data_ptr(), "kept is what the batch lies in"
 
 
-def test_a_slab_returns_to_the_pool_only_when_its_copy_is_done(streams: FakeStreams, uploader: Uploader) -> None:
+def test_a_buffer_returns_to_the_pool_only_when_its_copy_is_done(streams: FakeStreams, uploader: Uploader) -> None:
     pool = BufferPool(keep=4)
     batch = uploader.decode(*arrive(0, pool))
     uploader.hand_over(batch)
@@ -109,21 +109,21 @@ def test_a_slab_returns_to_the_pool_only_when_its_copy_is_done(streams: FakeStre
     assert pool.num_idle == 1
     streams.events[1].done = True
     uploader.decode(*arrive(2, pool))
-    assert pool.allocated_bytes == 2 * 2**20, "two slabs for three batches"
+    assert pool.allocated_bytes == 2 * 2**20, "two buffers for three batches"
 
 
 def test_only_what_travelled_is_copied(streams: FakeStreams, uploader: Uploader) -> None:
-    frame, slab = arrive(0, BufferPool(keep=1))
+    frame, buffer = arrive(0, BufferPool(keep=1))
     assert frame.total_bytes > frame.wire_bytes, "columns that travel narrowed are widened on the device"
-    slab[frame.wire_bytes :] = 255
-    assert_is_step(uploader.decode(frame, slab), 0)
+    buffer[frame.wire_bytes :] = 255
+    assert_is_step(uploader.decode(frame, buffer), 0)
 
 
-def test_a_damaged_slab_leaves_nothing_behind(streams: FakeStreams, uploader: Uploader) -> None:
-    frame, slab = arrive(0, BufferPool(keep=1))
-    slab[3] ^= 1
+def test_a_damaged_buffer_leaves_nothing_behind(streams: FakeStreams, uploader: Uploader) -> None:
+    frame, buffer = arrive(0, BufferPool(keep=1))
+    buffer[3] ^= 1
     with pytest.raises(wire.WireError):
-        uploader.decode(frame, slab)
+        uploader.decode(frame, buffer)
     assert not streams.log
     assert not uploader._arrived
     assert not uploader._reading

@@ -73,21 +73,21 @@ def share(micro_batches: list[list[Rollout]]) -> RankBatch:
 
 def sent(one: RankBatch) -> tuple[Frame, torch.Tensor]:
     encoded = encode_skeleton(one, max_bytes=MAX_BYTES)
-    slab = torch.zeros(encoded.frame.wire_bytes, dtype=torch.uint8)
-    assert list(encoded.fill(slab))[-1] == encoded.frame.wire_bytes
-    return encoded.frame, slab
+    buffer = torch.zeros(encoded.frame.wire_bytes, dtype=torch.uint8)
+    assert list(encoded.fill(buffer))[-1] == encoded.frame.wire_bytes
+    return encoded.frame, buffer
 
 
 def completed(frame: Frame, body: torch.Tensor, held: dict[tuple[str, int], Rollout]) -> RankBatch:
     """What a rank does, with producers at hand."""
     skeleton = read_skeleton(frame, body, max_bytes=MAX_BYTES)
-    slab = torch.full((skeleton.batch.total_bytes,), 255, dtype=torch.uint8)
+    buffer = torch.full((skeleton.batch.total_bytes,), 255, dtype=torch.uint8)
     for owner, places in skeleton.missing():
         parts = [part for place in places for part in payload(held[owner.label, skeleton.key(place)])]
-        for part, target in zip(parts, skeleton.targets(slab, places), strict=True):
+        for part, target in zip(parts, skeleton.targets(buffer, places), strict=True):
             target.copy_(part)
-    skeleton.finish(slab)
-    return wire.decode(skeleton.batch, slab)
+    skeleton.finish(buffer)
+    return wire.decode(skeleton.batch, buffer)
 
 
 def test_a_description_is_the_rollout_without_a_byte_of_its_tokens() -> None:
@@ -173,11 +173,13 @@ def hostile_skeletons(cases: int, seed: int) -> tuple[int, int]:
                 raise WireError("a rank's port refuses it")
             received = torch.frombuffer(bytearray(raw), dtype=torch.uint8)
             skeleton = read_skeleton(mutated, received, max_bytes=MAX_BYTES)
-            slab = torch.zeros(skeleton.batch.total_bytes, dtype=torch.uint8)
+            buffer = torch.zeros(skeleton.batch.total_bytes, dtype=torch.uint8)
             for _, places in skeleton.missing():
-                assert sum(target.numel() for target in skeleton.targets(slab, places)) <= slab.numel() * len(places)
-            skeleton.finish(slab)
-            _use(wire.decode(skeleton.batch, slab))
+                assert sum(target.numel() for target in skeleton.targets(buffer, places)) <= buffer.numel() * len(
+                    places
+                )
+            skeleton.finish(buffer)
+            _use(wire.decode(skeleton.batch, buffer))
         except WireError:
             refused += 1
     assert completed(frame, whole, held).num_rollouts == 4
@@ -227,8 +229,8 @@ def test_hostile_descriptions_are_refused_or_harmless() -> None:
     ],
 )
 def test_a_wrong_list_of_sources_is_refused(sources: list[list[int]]) -> None:
-    frame, slab = sent(share([[described(rollout(0), A, 0), described(rollout(1), B, 1)]]))
-    tree = msgspec.msgpack.decode(slab[: frame.meta_bytes].numpy().tobytes())
+    frame, buffer = sent(share([[described(rollout(0), A, 0), described(rollout(1), B, 1)]]))
+    tree = msgspec.msgpack.decode(buffer[: frame.meta_bytes].numpy().tobytes())
     tree[2] = sources
     packed = msgspec.msgpack.encode(tree)
     frame = frame._replace(meta_bytes=len(packed), wire_bytes=len(packed), meta_crc=wire.zlib.crc32(packed))
@@ -237,8 +239,8 @@ def test_a_wrong_list_of_sources_is_refused(sources: list[list[int]]) -> None:
 
 
 def test_a_share_above_max_batch_bytes_is_refused_before_anything_is_allocated() -> None:
-    frame, slab = sent(share([[described(rollout(3), A, 0)]]))
+    frame, buffer = sent(share([[described(rollout(3), A, 0)]]))
     with pytest.raises(WireError, match="need more than"):
-        read_skeleton(frame, slab, max_bytes=64)
+        read_skeleton(frame, buffer, max_bytes=64)
     with pytest.raises(ValueError, match="max_batch_bytes"):
         encode_skeleton(share([[described(rollout(3), A, 0)]]), max_bytes=64)

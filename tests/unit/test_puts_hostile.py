@@ -51,7 +51,7 @@ def _use(offer: Offer) -> None:
 def _spoil(
     message: Put | PutGroup, buffers: list[torch.Tensor], chance: random.Random
 ) -> tuple[Put | PutGroup, list[torch.Tensor]]:
-    """One header, and the buffer it belongs to, changed as a batch's frame and slab are."""
+    """One header, and the buffer it belongs to, changed as a batch's frame and buffer are."""
     headers = list((message.rollout,) if isinstance(message, Put) else message.rollouts)
     place = chance.randrange(len(headers))
     header, body = headers[place], buffers[place].numpy().tobytes()

@@ -35,11 +35,11 @@ def share_of(*micro_batches: list[Rollout], step: int = 0) -> RankBatch:
 def carry(share: RankBatch, *, narrow: bool = True) -> tuple[RankBatch, torch.Tensor]:
     encoded = wire.encode(share, narrow=narrow)
     frame = wire.read_frame(encoded.frame.pack())
-    slab = torch.empty(frame.total_bytes, dtype=torch.uint8)
-    marks = list(encoded.fill(slab))
+    buffer = torch.empty(frame.total_bytes, dtype=torch.uint8)
+    marks = list(encoded.fill(buffer))
     assert marks == sorted(marks)
     assert marks[-1] == frame.wire_bytes
-    return wire.decode(frame, slab), slab
+    return wire.decode(frame, buffer), buffer
 
 
 def a_share() -> RankBatch:
@@ -69,13 +69,13 @@ def test_every_field_of_a_rollout_is_filled() -> None:
 
 
 def test_packed_copies_no_token_and_is_aligned() -> None:
-    got, slab = carry(a_share())
+    got, buffer = carry(a_share())
     for mb in got.micro_batches:
         for name, column in mb.packed().columns.items():
-            assert column.untyped_storage().data_ptr() == slab.untyped_storage().data_ptr(), name
-            assert (column.data_ptr() - slab.data_ptr()) % 64 == 0, name
+            assert column.untyped_storage().data_ptr() == buffer.untyped_storage().data_ptr(), name
+            assert (column.data_ptr() - buffer.data_ptr()) % 64 == 0, name
     first = got.micro_batches[0].rollouts[1]
-    assert first.tokens["input_ids"].untyped_storage().data_ptr() == slab.untyped_storage().data_ptr()
+    assert first.tokens["input_ids"].untyped_storage().data_ptr() == buffer.untyped_storage().data_ptr()
 
 
 def test_int64_ids_travel_narrowed_where_they_fit() -> None:
@@ -127,11 +127,11 @@ def test_a_share_that_is_too_large_says_what_to_do() -> None:
 @pytest.mark.parametrize("change", [-64, 64])
 def test_the_size_that_came_must_be_the_size_described(field: str, change: int) -> None:
     encoded = wire.encode(a_share())
-    slab = torch.zeros(encoded.frame.total_bytes + 64, dtype=torch.uint8)
-    assert list(encoded.fill(slab))
+    buffer = torch.zeros(encoded.frame.total_bytes + 64, dtype=torch.uint8)
+    assert list(encoded.fill(buffer))
     odd: dict[str, Any] = {field: getattr(encoded.frame, field) + change}
     with pytest.raises(WireError, match="bytes"):
-        wire.decode(encoded.frame._replace(**odd), slab)
+        wire.decode(encoded.frame._replace(**odd), buffer)
 
 
 @pytest.mark.parametrize(("word", "problem"), [(0, "wrong magic"), (1, "format"), (5, "checksum")])

@@ -1,4 +1,4 @@
-"""Hostile bytes: a clear error, never a crash, a hang, or a view outside the slab.
+"""Hostile bytes: a clear error, never a crash, a hang, or a view outside the buffer.
 
 Mutated messages carry a fresh checksum, so that what is tested is the checking, not the checksum. The full number of
 cases (10^5) is the soak form: ``pytest -m soak``.
@@ -49,9 +49,9 @@ def _valid() -> Message:
         global_num_loss_tokens=22,
     )
     encoded = wire.encode(share)
-    slab = torch.zeros(encoded.frame.wire_bytes, dtype=torch.uint8)
-    assert list(encoded.fill(slab))
-    return encoded.frame, slab.numpy().tobytes()
+    buffer = torch.zeros(encoded.frame.wire_bytes, dtype=torch.uint8)
+    assert list(encoded.fill(buffer))
+    return encoded.frame, buffer.numpy().tobytes()
 
 
 def _feed(words: torch.Tensor, body: bytes) -> RankBatch:
@@ -60,17 +60,17 @@ def _feed(words: torch.Tensor, body: bytes) -> RankBatch:
     message = Batch(**frame._asdict())
     port = RankPort(Wire().ends[1], JoinRank(1, 2, 0, 1, MAX_BYTES))
     (size,) = port.admit(message, (frame.wire_bytes,))
-    slab = torch.zeros(size, dtype=torch.uint8)
+    buffer = torch.zeros(size, dtype=torch.uint8)
     body = body[: frame.wire_bytes].ljust(frame.wire_bytes, b"\0")
-    slab[: frame.wire_bytes] = torch.frombuffer(bytearray(body), dtype=torch.uint8)
-    port.receive(message, [slab], ())
+    buffer[: frame.wire_bytes] = torch.frombuffer(bytearray(body), dtype=torch.uint8)
+    port.receive(message, [buffer], ())
     batch = port.take()
     assert batch is not None
     return batch
 
 
 def _use(batch: RankBatch) -> None:
-    """Whatever was accepted must be usable, and must lie inside its slab (torch would raise RuntimeError)."""
+    """Whatever was accepted must be usable, and must lie inside its buffer (torch would raise RuntimeError)."""
     for mb in batch.micro_batches:
         packed = mb.packed()
         assert int(packed.cu_seqlens[-1]) == mb.num_tokens
