@@ -8,7 +8,7 @@ and nothing unsendable ever reaches a batch. Nothing here waits, decides or send
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
@@ -119,8 +119,8 @@ class Rollout:
     """Work to train on it, in the cost model's unit, where it does not follow from the length (images), at most 1e100;
     None = ask the cost model."""
     is_padding: bool = False
-    """True for a zero-weight copy the balancer made because a step had fewer rollouts than ranks. Its ``loss_mask`` and
-    ``rollout_weights`` are zero in every layout. Never set it yourself."""
+    """True for a stand-in of weight zero, which the balancer made for a micro-batch that would be empty. Its
+    ``loss_mask`` and ``rollout_weights`` are zero in every layout. Never set it yourself."""
     num_tokens: int = field(init=False)
     """L, in tokens."""
     num_loss_tokens: int = field(init=False)
@@ -197,11 +197,25 @@ class Rollout:
         return replace(self, tokens=tokens)
 
     def padding_copy(self, rollout_id: str) -> Rollout:
-        """A zero-weight stand-in with the same tokens, for a rank that would otherwise have nothing to run."""
-        tokens = dict(self.tokens)
-        if "loss_mask" in tokens:
-            tokens["loss_mask"] = torch.zeros_like(tokens["loss_mask"])
-        return replace(self, tokens=tokens, rollout_id=rollout_id, is_padding=True)
+        """A stand-in of weight zero, for a micro-batch that would be empty: one token, zero in every column; scalars
+        and metadata as here.
+
+        A rollout with ``tensors`` is copied whole: images belong to the tokens that stand for them.
+        """
+        if self.tensors:
+            tokens = dict(self.tokens)
+            if "loss_mask" in tokens:
+                tokens["loss_mask"] = torch.zeros_like(tokens["loss_mask"])
+            return replace(self, tokens=tokens, rollout_id=rollout_id, is_padding=True)
+        return Rollout(
+            tokens={name: _one_of_zeros(column) for name, column in self.tokens.items()},
+            scalars=self.scalars,
+            metadata=self.metadata,
+            rollout_id=rollout_id,
+            group_id=self.group_id,
+            version=self.version,
+            is_padding=True,
+        )
 
     def __repr__(self) -> str:
         return (
@@ -383,7 +397,8 @@ class Batch:
     oldest_wait_s: float = 0.0
     """Seconds that its oldest rollout had waited when it left; 0.0 in a batch restored from a checkpoint."""
     num_padding: int = 0
-    """Zero-weight padding copies made because the step had fewer rollouts than ranks (or micro-batches to fill)."""
+    """Padding copies of weight zero, each a micro-batch that would be empty: a step has fewer rollouts than ranks, or a
+    rank fewer than micro-batches."""
     incomplete_groups: tuple[str, ...] = ()
     """``group_id`` of groups sent before all their siblings had come."""
 
@@ -413,6 +428,17 @@ class Batch:
             f"Batch(step={self.step}, reason={self.reason!r}, num_rollouts={self.num_rollouts}, "
             f"num_tokens={self.num_tokens}, imbalance={self.imbalance:.4f})"
         )
+
+
+def cheapest_to_copy(rollouts: Iterable[Rollout]) -> Rollout:
+    """The rollout whose :meth:`Rollout.padding_copy` costs least: one without ``tensors``, else the shortest. The first
+    of several, so that a plan that is read back has the same copies."""
+    return min(rollouts, key=lambda rollout: rollout.num_tokens if rollout.tensors else 0)
+
+
+def _one_of_zeros(column: Tensor) -> Tensor:
+    """``[1, ...]``. Of a column that lies with its producer, here: there is nothing to fetch."""
+    return column.new_zeros((1, *column.shape[1:]), device="cpu" if column.is_meta else column.device)
 
 
 def _excess(value: float, base: float) -> float:

@@ -16,7 +16,7 @@ from stream_balancer.core.buffer import Buffer
 from stream_balancer.core.state import State
 from stream_balancer.planning import Plan, PlanKnobs, Waiting, plan_batch
 from stream_balancer.planning.baselines import plan_fifo, plan_round_robin
-from stream_balancer.types import Batch, MicroBatch, RankBatch, Reason, Rollout
+from stream_balancer.types import Batch, MicroBatch, RankBatch, Reason, Rollout, cheapest_to_copy
 from stream_balancer.values import PADDING_PREFIX
 
 __all__ = ["make_batch", "make_plan", "rows_of"]
@@ -102,17 +102,13 @@ def _micro_batches(plan: Plan, rollouts: list[Rollout], lengths: list[int]) -> l
 
 
 def _add_padding(micro_batches: list[list[MicroBatch]], real: Sequence[Rollout], step: int) -> int:
-    """Every rank gets the same number of micro-batches, in place: zero-weight copies of the shortest rollout where it
-    has fewer. -> how many.
-
-    Only the drain, a deadline or a large ``micro_batch_multiple`` can leave a rank short: planning never makes an empty
-    micro-batch while there are rollouts to split.
-    """
+    """Every rank gets the same number of micro-batches, in place: a padding copy each where it has fewer. -> how
+    many."""
     most = max(map(len, micro_batches))
     missing = [(rank, index) for rank, of_rank in enumerate(micro_batches) for index in range(len(of_rank), most)]
     if missing:
-        shortest = min(real, key=lambda r: r.num_tokens)
+        original = cheapest_to_copy(real)
         for rank, index in missing:
-            copy = shortest.padding_copy(f"{PADDING_PREFIX}{step}-{rank}-{index}")
+            copy = original.padding_copy(f"{PADDING_PREFIX}{step}-{rank}-{index}")
             micro_batches[rank].append(MicroBatch.of([copy]))
     return len(missing)

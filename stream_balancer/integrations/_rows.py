@@ -7,6 +7,7 @@ in the window must not keep the whole batch's memory.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -14,7 +15,19 @@ from torch import Tensor
 
 from stream_balancer.types import Rollout
 
-__all__ = ["Side", "cut", "lengths_mask", "mask_of", "numbers", "padded", "same_columns", "spans", "stacked"]
+__all__ = [
+    "Side",
+    "cut",
+    "lengths_mask",
+    "mask_of",
+    "numbers",
+    "padded",
+    "same_columns",
+    "spans",
+    "stacked",
+    "with_prompt",
+    "within",
+]
 
 Side = Literal["left", "right"]
 
@@ -101,6 +114,22 @@ def same_columns(rollouts: Sequence[Rollout]) -> Rollout:
                     f"and {sorted(theirs)}"
                 )
     return first
+
+
+def with_prompt(rollouts: Iterable[Rollout]) -> list[Rollout]:
+    """The rollouts; a padding copy of one token has two, a prompt and a response. A trainer that scores each token of
+    the response by the one before it has nothing to score otherwise, and some fail then."""
+    return [
+        replace(rollout, tokens={name: torch.cat([column, column]) for name, column in rollout.tokens.items()})
+        if rollout.is_padding and rollout.num_tokens == 1
+        else rollout
+        for rollout in rollouts
+    ]
+
+
+def within(rollout: Rollout, noted: int) -> int:
+    """Tokens of its prompt, or of its response, that metadata says: of a padding copy's two tokens, one."""
+    return min(noted, rollout.num_tokens - 1) if rollout.is_padding else noted
 
 
 def _differ(one: Tensor, other: Tensor) -> str:

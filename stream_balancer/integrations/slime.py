@@ -27,6 +27,7 @@ from numpy.typing import ArrayLike
 from torch import Tensor
 
 from stream_balancer import planning
+from stream_balancer.integrations import _rows
 from stream_balancer.integrations.partitions import replace
 from stream_balancer.types import Batch, Rollout, Version
 
@@ -197,7 +198,7 @@ def rank_data_from(batch: Batch) -> list[dict[str, Any]]:
     ``rollout_ids`` are numbered anew, from 0, over the step. A padding copy has a zero loss mask and counts in no
     rollout: it keeps its rollout's id and mask sum, so it adds nothing.
     """
-    rollouts = list(batch.rollouts)
+    rollouts = _rows.with_prompt(batch.rollouts)
     columns = _columns(rollouts)
     whole: dict[str, Any] = {key: columns[key] for key in ("raw_reward", "total_lengths") if key in columns}
     data = []
@@ -218,7 +219,7 @@ def rank_data_from(batch: Batch) -> list[dict[str, Any]]:
 
 def _columns(rollouts: Sequence[Rollout]) -> dict[str, list[Any]]:
     """slime's dict of lists, of all ranks' rollouts one after the other."""
-    lengths = [rollout.metadata["response_length"] for rollout in rollouts]
+    lengths = [_rows.within(rollout, rollout.metadata["response_length"]) for rollout in rollouts]
     numbers: dict[str, int] = {}
     columns: dict[str, list[Any]] = {
         "tokens": [rollout.tokens["input_ids"] for rollout in rollouts],

@@ -125,9 +125,9 @@ def _items(count: int) -> dict[str, Any]:
 
 
 def _inputs(micro_batch: MicroBatch, pad_token_id: int) -> dict[str, Any]:
-    rollouts = list(micro_batch.rollouts)
+    rollouts = _rows.with_prompt(micro_batch.rollouts)
     first = _rows.same_columns(rollouts)
-    before = [rollout.metadata["prompt_tokens"] for rollout in rollouts]
+    before = [_rows.within(rollout, rollout.metadata["prompt_tokens"]) for rollout in rollouts]
     after = [rollout.num_tokens - tokens for rollout, tokens in zip(rollouts, before, strict=True)]
     wide, long = max(before), max(after)
     ids = [rollout.tokens["input_ids"] for rollout in rollouts]
@@ -294,7 +294,7 @@ def _rows_of(batch: Batch) -> list[list[Any]]:
     for of_ranks in zip(*(share.micro_batches for share in batch.ranks), strict=True):
         rows.append([TreeRow() for _ in of_ranks])
         for row, micro_batch in zip(rows[-1], of_ranks, strict=True):
-            for rollout in micro_batch.rollouts:
+            for rollout in _rows.with_prompt(micro_batch.rollouts):
                 row.add(_sample(rollout))
     return rows
 

@@ -209,7 +209,8 @@ def test_ranks_get_their_own_and_the_whole_steps_rewards_and_lengths() -> None:
     assert one["micro_batch_indices"] == [[0], [1]]
     assert zero["num_microbatches"] == one["num_microbatches"] == [2]
     assert zero["global_batch_sizes"] == [4]  # distinct rollouts: the padding copy counts in none
-    assert zero["total_lengths"] == one["total_lengths"] == [5, 2, 3, 4, 4]
+    assert zero["total_lengths"] == one["total_lengths"] == [5, 2, 3, 4, 2]  # a prompt and a response of one token
     assert zero["raw_reward"] == one["raw_reward"] == [5.0, 2.0, 3.0, 4.0, 4.0]
     assert (zero["rollout_ids"], one["rollout_ids"]) == ([0, 1, 2], [3, 3])
-    assert [int(mask.sum()) for mask in one["loss_masks"]] == [3, 0]
+    assert [mask.tolist() for mask in one["loss_masks"]] == [[1, 1, 1], [0]]
+    assert one["response_lengths"] == [3, 1]

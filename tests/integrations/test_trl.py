@@ -140,7 +140,8 @@ def test_a_padding_copy_trains_nothing_and_the_denominator_is_the_steps() -> Non
     one, other = inputs_from(share_of([[made[0]], [made[1].padding_copy("p")]]), pad_token_id=PAD)
     assert one["completion_mask"].sum() == 3
     assert other["completion_mask"].sum() == 0
-    assert other["prompt_ids"].tolist() == [[2, 3]]
+    assert other["prompt_ids"].shape == other["completion_ids"].shape == (1, 1)  # one scores the other
+    assert other["prompt_mask"].tolist() == [[1]]
     assert one["num_items_in_batch"] == other["num_items_in_batch"] == made[0].num_loss_tokens == 2
 
 

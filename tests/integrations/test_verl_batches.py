@@ -292,7 +292,9 @@ def test_padding_copies_have_no_response() -> None:
     back = dataproto_from_share([rollout, rollout.padding_copy("copy")])
     assert back.batch["response_mask"].tolist() == [[1, 1, 1, 0, 0], [0] * 5]
     assert back.batch["loss_mask"].tolist() == [[1, 1, 1, 0, 0], [0] * 5]
-    assert back.batch["responses"][0].tolist() == back.batch["responses"][1].tolist()
+    assert back.batch["attention_mask"].sum(1).tolist() == [5, 2]  # a prompt and a response of one token
+    jagged = tensordict_from_share([rollout.padding_copy("copy")])
+    assert [jagged[name].offsets().tolist() for name in ("prompts", "responses")] == [[0, 1], [0, 1]]
 
 
 async def test_through_a_balancer_and_onto_ranks() -> None:

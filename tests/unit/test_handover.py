@@ -102,6 +102,17 @@ def test_a_description_is_the_rollout_without_a_byte_of_its_tokens() -> None:
     assert (padding.num_loss_tokens, padding.key, padding.lease) == (0, 5, remote.lease)
 
 
+def test_nobody_is_asked_for_a_padding_copy_of_one_token() -> None:
+    bare = Rollout(tokens={"input_ids": torch.arange(1, 6), "hidden": torch.ones(5, 3, dtype=torch.bfloat16)})
+    one = share([[described(bare, A, 5).padding_copy("padding")]])
+    assert not is_remote(one)
+    got = completed(*sent(one), {}).rollouts[0]
+    assert {name: (c.dtype, c.tolist()) for name, c in got.tokens.items()} == {
+        "input_ids": (torch.int64, [0]),
+        "hidden": (torch.bfloat16, [[0.0, 0.0, 0.0]]),
+    }
+
+
 def test_a_share_of_many_holders_is_completed_as_if_it_had_been_sent() -> None:
     r = [rollout(n) for n in range(6)]
     held = {("a", 0): r[0], ("b", 0): r[1], ("a", 7): r[3], ("b", 9): r[4]}

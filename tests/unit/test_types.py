@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import stream_balancer as sb
-from stream_balancer.types import SUPPORTED_DTYPES
+from stream_balancer.types import SUPPORTED_DTYPES, cheapest_to_copy
 
 IDS = torch.arange(5)
 
@@ -98,8 +98,36 @@ def test_a_padding_copy_has_no_weight_anywhere() -> None:
     bare = sb.Rollout(tokens={"input_ids": IDS}).padding_copy("q")
     for rollout in (copy, bare):
         packed = sb.MicroBatch.of([rollout]).packed()
-        assert packed["loss_mask"].sum() == 0
+        assert packed["loss_mask"].tolist() == [0]
         assert packed.rollout_weights.tolist() == [0.0]
+
+
+@pytest.mark.parametrize("dtype", SUPPORTED_DTYPES, ids=str)
+def test_a_padding_copy_is_one_token_of_zeros(dtype: torch.dtype) -> None:
+    columns = {"input_ids": IDS + 7, "of": torch.ones(5, 3, 2).to(dtype), "empty": torch.ones(5, 0).to(dtype)}
+    real = sb.Rollout(tokens=columns, scalars={"advantage": 2.0}, metadata={"a": [1]}, version=(1, 2), cost=3.0)
+    copy = real.padding_copy("padding-1")
+    assert (copy.num_tokens, copy.cost, copy.tokens.keys()) == (1, None, real.tokens.keys())
+    assert (copy.scalars, copy.metadata, copy.version) == (real.scalars, real.metadata, real.version)
+    for name, column in copy.tokens.items():
+        assert (column.dtype, column.shape) == (columns[name].dtype, (1, *columns[name].shape[1:]))
+        assert not column.to(torch.float32).any()
+
+
+def test_images_are_copied_with_the_tokens_that_stand_for_them() -> None:
+    real = sb.Rollout(tokens={"input_ids": IDS, "loss_mask": torch.ones(5)}, tensors={"pixels": torch.ones(2)})
+    copy = real.padding_copy("padding-1")
+    assert copy.tokens["input_ids"].tolist() == IDS.tolist()
+    assert copy.tensors.keys() == {"pixels"}
+    assert (copy.tokens["loss_mask"].sum(), copy.num_loss_tokens) == (0, 0)
+
+
+def test_the_rollout_without_images_is_copied_if_there_is_one() -> None:
+    image = {"pixels": torch.ones(2)}
+    short, long = (sb.Rollout(tokens={"input_ids": IDS[:n]}, tensors=image) for n in (1, 4))
+    plain = sb.Rollout(tokens={"input_ids": IDS})
+    assert cheapest_to_copy([long, short]) is short
+    assert cheapest_to_copy([short, plain, sb.Rollout(tokens={"input_ids": IDS})]) is plain
 
 
 def test_reprs_are_short_and_telling() -> None:

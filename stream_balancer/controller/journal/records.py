@@ -22,7 +22,7 @@ import torch
 
 from stream_balancer.controller.checkpoint import read_rollouts, write_rollouts
 from stream_balancer.errors import WireError
-from stream_balancer.types import Batch, EvictReason, MicroBatch, RankBatch, Reason, Rollout
+from stream_balancer.types import Batch, EvictReason, MicroBatch, RankBatch, Reason, Rollout, cheapest_to_copy
 from stream_balancer.wire.share import FRAME_BYTES
 
 __all__ = [
@@ -209,8 +209,8 @@ def batch_of(plan: Plan, rollouts: Mapping[str, Rollout]) -> Batch:
     real = [rollouts[name] for name in plan.ids]
     found = dict(rollouts)
     if plan.padding:
-        shortest = min(real, key=lambda r: r.num_tokens)  # as the core chose it
-        found |= {name: shortest.padding_copy(name) for name in plan.padding}
+        original = cheapest_to_copy(real)  # as the core chose it
+        found |= {name: original.padding_copy(name) for name in plan.padding}
     tokens, loss_tokens = sum(r.num_tokens for r in real), sum(r.num_loss_tokens for r in real)
     return Batch(
         step=plan.step,

@@ -16,6 +16,7 @@ import numpy as np
 from torch import Tensor
 
 from stream_balancer.errors import RolloutError
+from stream_balancer.integrations import _rows
 from stream_balancer.integrations.verl.columns import Column
 from stream_balancer.integrations.verl.plain import decode, encode, objects
 from stream_balancer.types import MicroBatch, RankBatch, Rollout, Version
@@ -137,7 +138,7 @@ def read_share(share: RankBatch | MicroBatch | Iterable[Rollout]) -> Share:
     Raises ValueError for no rollouts at all, for some that were not made there, and for batches that do not have the
     same columns.
     """
-    rollouts = share.rollouts if isinstance(share, (RankBatch, MicroBatch)) else tuple(share)
+    rollouts = _rows.with_prompt(share.rollouts if isinstance(share, (RankBatch, MicroBatch)) else share)
     if not rollouts:
         raise ValueError("there is no rollout to make a batch of")
     forms: list[tuple[Any, Form]] = []  # nearly always one; on a rank every rollout has a copy of its own
@@ -153,7 +154,7 @@ def read_share(share: RankBatch | MicroBatch | Iterable[Rollout]) -> Share:
     form = _together([form for _, form in forms])
     return Share(
         rollouts=rollouts,
-        offsets=[rollout.metadata["verl_row"]["offset"] for rollout in rollouts],
+        offsets=[-_rows.within(rollout, -rollout.metadata["verl_row"]["offset"]) for rollout in rollouts],
         form=form,
         non_tensor={name: _array(name, rollouts, form) for name in form.non_tensor},
         meta_info=decode(form.meta_info, {}),
