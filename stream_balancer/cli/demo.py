@@ -2,65 +2,45 @@
 
 from __future__ import annotations
 
-from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
-from stream_balancer.cli._options import fail, one_line_errors
+from stream_balancer.cli._options import one_line_errors
+from stream_balancer.demo.options import Backend, DemoOptions
 
 __all__ = ["demo"]
 
-
-class Backend(StrEnum):
-    asyncio = "asyncio"
-    trio = "trio"
+_Option = typer.Option
 
 
 def demo(
-    ranks: Annotated[int | None, typer.Option(help="Trainer ranks, each a process. (default: 4)")] = None,
-    workers: Annotated[int | None, typer.Option(help="Concurrent rollout workers. (default: 64)")] = None,
-    rollouts: Annotated[int | None, typer.Option(help="Rollouts in each of the two runs.")] = None,
-    batch_size: Annotated[int | None, typer.Option(help="Rollouts per step, over all ranks.")] = None,
-    window: Annotated[int | None, typer.Option(help="Rollouts to wait for. (default: 2 x batch size)")] = None,
-    deadline_s: Annotated[float | None, typer.Option(help="Longest wait of a rollout before a batch leaves.")] = None,
-    trace: Annotated[Path | None, typer.Option(help="Length trace, csv or csv.gz. (default: generated)")] = None,
+    ranks: Annotated[int, _Option(help="Trainer ranks, each a process.")] = DemoOptions.ranks,
+    workers: Annotated[int, _Option(help="Concurrent rollout workers.")] = DemoOptions.workers,
+    rollouts: Annotated[int, _Option(help="Rollouts in each of the two runs.")] = DemoOptions.rollouts,
+    batch_size: Annotated[int, _Option(help="Rollouts per step, over all ranks.")] = DemoOptions.batch_size,
+    window: Annotated[int | None, _Option(help="Rollouts to wait for. (default: 2 x batch size)")] = None,
+    deadline_s: Annotated[
+        float, _Option(help="Longest wait of a rollout before a batch leaves.")
+    ] = DemoOptions.deadline_s,
+    trace: Annotated[Path | None, _Option(help="Length trace, csv or csv.gz. (default: generated)")] = None,
     scale: Annotated[
-        float | None, typer.Option(help="Multiply lengths by this. (default: so that a CPU can train on them)")
+        float | None, _Option(help="Multiply lengths by this. (default: so that a CPU can train on them)")
     ] = None,
-    generator: Annotated[
-        str | None, typer.Option(help="Length model, where there is no --trace. (default: lrm)")
-    ] = None,
-    backend: Annotated[Backend | None, typer.Option(help="Event loop of the controller. (default: asyncio)")] = None,
-    seed: Annotated[int | None, typer.Option(help="Seed of lengths, order and model. (default: 0)")] = None,
-    json_: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")] = False,
+    generator: Annotated[str, _Option(help="Length model, where there is no --trace.")] = DemoOptions.generator,
+    backend: Annotated[Backend, _Option(help="Event loop of the controller.")] = DemoOptions.backend,
+    seed: Annotated[int, _Option(help="Seed of lengths, order and model.")] = DemoOptions.seed,
+    json: Annotated[bool, _Option("--json", help="Print one JSON object instead of tables.")] = False,
 ) -> None:
     """Watch real processes train the same rollouts twice: in the usual way (arrival order, round-robin), then balanced.
 
-    Starts a controller with rollout workers and one trainer process per rank, connected by torch.distributed over gloo.
+    Starts one trainer process per rank, connected by torch.distributed over gloo to a controller with rollout workers.
     """
-    from stream_balancer.demo.options import DemoOptions
-
-    given: dict[str, Any] = {
-        "ranks": ranks,
-        "workers": workers,
-        "rollouts": rollouts,
-        "batch_size": batch_size,
-        "window": window,
-        "deadline_s": deadline_s,
-        "trace": trace,
-        "scale": scale,
-        "generator": generator,
-        "backend": None if backend is None else backend.value,
-        "seed": seed,
-    }
-    try:
-        options = DemoOptions(json=json_, **{name: value for name, value in given.items() if value is not None})
-    except ValueError as error:
-        fail(str(error))
-    from stream_balancer.demo.main import run_demo
-
+    given = locals()
     with one_line_errors():
+        options = DemoOptions(**given)
+        from stream_balancer.demo.main import run_demo
+
         code = run_demo(options)
     raise typer.Exit(code)

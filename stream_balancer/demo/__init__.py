@@ -1,6 +1,12 @@
 """``stream-balancer demo``: the whole route with real processes, first round-robin, then balanced.
 
-One file per question: ``options`` (which knobs), ``lengths`` (which rollouts), ``model`` (what is trained), ``worker``
-(the controller process: rollout workers and the balancer), ``rank`` (one trainer rank), ``processes`` (children that
-never outlive their parent), ``report`` (what was measured), ``main`` (the two runs, one after the other).
+    options      which knobs
+    rollouts     what is generated: lengths, and tokens that both sides can check
+    model        what is trained
+    rank         a trainer rank, a process of its own
+    main         the controller (this process: workers and balancer), and the two runs, one after the other
+    report       what was measured, and whether every rollout was trained on exactly once
+    view         how that looks on a terminal
+
+The library is used as anybody uses it: ``serve``, ``RankFeed``, ``sb.Observer``. What may not enter: a way around it.
 """

@@ -1,106 +1,120 @@
-"""The demo: two runs, one after the other, and the comparison."""
+"""The demo: two runs, one after the other, and the comparison.
+
+::
+
+    worker 1 --.                                     .--> rank 0, a process (torch.multiprocessing), gloo
+    worker 2 ---> balancer.put --> serve() ---------+---> rank 1 ...
+    ...        |   (a full buffer makes workers wait)     their gradients: an all-reduce of their own
+    worker 64 -'   record and progress are observers
+"""
 
 from __future__ import annotations
 
+import math
+import os
 import secrets
 import signal
 import sys
-import threading
-import time
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from functools import partial
+from multiprocessing import resource_tracker
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import anyio
 import msgspec
 from rich.console import Console
+from torch.multiprocessing.spawn import ProcessContext, ProcessException, spawn
 
-from stream_balancer.demo.lengths import Workload, load_workload
-from stream_balancer.demo.meeting import host_store
-from stream_balancer.demo.messages import Message, Put, StepDone, Task
+from stream_balancer.config import BalancerConfig, Policy
+from stream_balancer.controller.balancer import StreamBalancer
+from stream_balancer.controller.serve import serve
+from stream_balancer.demo.model import training_cost
 from stream_balancer.demo.options import DemoOptions
-from stream_balancer.demo.processes import ChildError, run_children
-from stream_balancer.demo.report import RunRecord, RunReport, summarize
-from stream_balancer.demo.view import RunProgress, comparison
+from stream_balancer.demo.rank import RankRun, run_rank
+from stream_balancer.demo.report import ControllerRun, Figures, summarize
+from stream_balancer.demo.rollouts import Workload, load_workload
+from stream_balancer.demo.view import NAMES, RunProgress, comparison
+from stream_balancer.transport.gloo.torch_dist import TorchTransport
 
 __all__ = ["run_demo"]
 
-_POLICIES = ("round_robin", "window")
 _INTERRUPTED = 130  # what a shell expects after Ctrl-C
-
-
-@dataclass(frozen=True, slots=True)
-class _Setting:
-    """Common to both runs."""
-
-    options: DemoOptions
-    workload: Workload
+_ENVIRONMENT = {
+    "GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo",  # they share a machine
+    "TORCH_CPP_LOG_LEVEL": "ERROR",  # c10d warns where a loopback address has no host name; errors are enough
+    # glibc: keep freed memory, so that CPU seconds measure the model and not page faults
+    "MALLOC_MMAP_THRESHOLD_": str(2**30),
+    "MALLOC_TRIM_THRESHOLD_": str(2**32),
+}
+_ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}  # ranks share cores
 
 
 def run_demo(options: DemoOptions) -> int:
-    """Run the demo; returns the exit code of the process. Blocks until done; leaves no process behind.
+    """Run the demo; returns the exit code of the process. Blocks until done; call it in the main thread. Leaves no
+    process.
 
-    0: every rollout was trained on exactly once, in both runs. 1: it was not, or a process died. 2: the lengths could
-    not be read. 130: interrupted. Tables go to stdout, or one JSON object if ``options.json``; progress and errors to
-    stderr.
+    0: every rollout was trained on exactly once, in both runs. 1: it was not, or a rank died. 130: interrupted. Tables
+    go to stdout, or one JSON object if ``options.json``; progress and errors to stderr. Raises ValueError for options
+    that cannot be, before anything starts.
     """
+    workload = load_workload(options)
+    configs = [_config(options, policy) for policy in NAMES]
     console = Console(stderr=True)
-    try:
-        workload = load_workload(options)
-        _check_cap(options, workload)
-        _introduce(console, options, workload)
-        setting = _Setting(options, workload)
-        usual, balanced = anyio.run(_run_both, setting, console, backend=options.backend)
-    except ValueError as error:
-        _complain(console, f"demo: {error}")
-        return 2
-    except ChildError as error:
-        _complain(console, f"demo: {error}")
-        return 1
-    except KeyboardInterrupt:
-        _complain(console, "demo: interrupted; all its processes have been ended")
-        return _INTERRUPTED
-    _print_report(setting, usual, balanced)
-    return 0 if usual.exactly_once and balanced.exactly_once else 1
-
-
-def _complain(console: Console, text: str) -> None:
-    console.print(text, style="red", markup=False, highlight=False, soft_wrap=True)
-
-
-def _check_cap(options: DemoOptions, workload: Workload) -> None:
-    cap = options.max_tokens_per_micro_batch
-    if cap is not None and cap < workload.longest:
-        raise ValueError(
-            f"max_tokens_per_micro_batch ({cap}) must be >= the longest rollout ({workload.longest} tokens). Raise it, "
-            "or shorten rollouts with scale"
-        )
-
-
-def _introduce(console: Console, options: DemoOptions, workload: Workload) -> None:
     console.print(
-        f"{len(workload.specs)} rollouts, {workload.num_tokens:,} tokens, longest {workload.longest}: lengths of "
+        f"{len(workload.rollouts)} rollouts, {workload.num_tokens:,} tokens, longest {workload.longest}: lengths of "
         f"{workload.source} × {workload.scale:.4g}\n"
         f"{options.workers} workers → controller → {options.ranks} ranks over gloo, {options.batch_size} a step",
         highlight=False,
     )
+    runs: list[Figures] = []
+    code, problem = _INTERRUPTED, "interrupted; all its processes have been ended"
+    try:
+        runs = anyio.run(_run_all, options, workload, configs, console, backend=options.backend.value)
+    except* ProcessException as group:
+        error: BaseException = group
+        while isinstance(error, BaseExceptionGroup):
+            error = error.exceptions[0]
+        assert isinstance(error, ProcessException)
+        code, problem = 1, f"rank {error.error_index} (process {error.error_pid}) failed: {str(error).strip()}"
+    if len(runs) < len(configs):
+        console.print(f"demo: {problem}", style="red", markup=False, highlight=False, soft_wrap=True)
+        return code
+    if options.json:
+        sys.stdout.buffer.write(msgspec.json.encode(_as_json(options, workload, *runs)) + b"\n")
+    else:
+        Console().print(comparison(*runs), _notes(options, workload), highlight=False)
+    return 0 if all(run["exactly_once"] for run in runs) else 1
 
 
-async def _run_both(setting: _Setting, console: Console) -> tuple[RunReport, RunReport]:
-    """Both runs, unless SIGINT or SIGTERM ends them: then KeyboardInterrupt, once every child has been ended."""
-    outcome: list[RunReport] | ChildError | None = None
+def _config(options: DemoOptions, policy: Policy) -> BalancerConfig:
+    """The usual way sends rollouts ``batch_size`` by ``batch_size`` as they come; the balanced one has a window to
+    choose from."""
+    window = 2 * options.batch_size if options.window is None else options.window
+    return BalancerConfig(
+        dp_size=options.ranks,
+        batch_size=options.batch_size,
+        window=options.batch_size if policy == "round_robin" else window,
+        deadline_s=options.deadline_s,
+        cost=training_cost(options),
+        policy=policy,
+    )
+
+
+async def _run_all(
+    options: DemoOptions, workload: Workload, configs: Sequence[BalancerConfig], console: Console
+) -> list[Figures]:
+    """One run after another; fewer if SIGINT or SIGTERM came. ProcessException (in a group) if a rank dies."""
+    runs: list[Figures] = []
     async with anyio.create_task_group() as group:
-        if threading.current_thread() is threading.main_thread():
-            group.start_soon(_cancel_on_signal, group.cancel_scope)
-        try:
-            with RunProgress(console) as progress:
-                outcome = [await _run(setting, policy, progress) for policy in _POLICIES]
-        except ChildError as error:
-            outcome = error
+        group.start_soon(_cancel_on_signal, group.cancel_scope)
+        with RunProgress(console) as progress:
+            for config in configs:
+                runs.append(await _run(options, workload, config, progress))  # noqa: PERF401  # kept if a signal comes
         group.cancel_scope.cancel()
-    if outcome is None:
-        raise KeyboardInterrupt
-    if isinstance(outcome, ChildError):
-        raise outcome
-    return outcome[0], outcome[1]
+    return runs
 
 
 async def _cancel_on_signal(scope: anyio.CancelScope) -> None:
@@ -109,87 +123,91 @@ async def _cancel_on_signal(scope: anyio.CancelScope) -> None:
             scope.cancel()
 
 
-async def _run(setting: _Setting, policy: str, progress: RunProgress) -> RunReport:
-    """One run, in processes of its own."""
-    options, workload = setting.options, setting.workload
-    record, clock = RunRecord(), _Wall()
-    progress.begin(policy, len(workload.specs))
-
-    def on_message(message: Message) -> None:
-        record.add(message)
-        clock.note(message)
-        progress.show(message)
-
-    store, port = host_store()
-    await run_children(_tasks(setting, policy, port), on_message)
-    del store  # not before the last child is done with it
-    ids = [spec.rollout_id for spec in workload.specs]
-    return summarize(record, policy=policy, ranks=options.ranks, expected=ids, wall_s=clock.seconds)
-
-
-def _tasks(setting: _Setting, policy: str, port: int) -> list[Task]:
-    """The controller's task, then each rank's."""
-    rank_task = Task(
-        rank=0,
-        policy=policy,
-        options=replace(setting.options, trace=None),
-        store_port=port,
-        token=secrets.token_hex(16),
-        longest=setting.workload.longest,
-    )
-    ranks = [msgspec.structs.replace(rank_task, rank=rank) for rank in range(setting.options.ranks)]
-    return [msgspec.structs.replace(rank_task, rank=None, specs=setting.workload.specs), *ranks]
+async def _run(options: DemoOptions, workload: Workload, config: BalancerConfig, progress: RunProgress) -> Figures:
+    """One run, with ranks of its own."""
+    token, record = secrets.token_hex(16), ControllerRun()
+    progress.begin(config.policy, len(workload.rollouts))
+    with TemporaryDirectory() as name:
+        folder = Path(name)
+        async with (
+            StreamBalancer(config) as balancer,
+            TorchTransport.listen(dp_size=options.ranks, token=token) as transport,
+        ):
+            balancer.observers += [record, progress]
+            with _started((options, transport.address, token, workload.longest, folder), options.ranks) as ranks:
+                async with anyio.create_task_group() as group:
+                    for rank in range(options.ranks):
+                        group.start_soon(_watch, ranks, rank)
+                    # for ever: `_watch` knows better than the transport what happened to a rank that is gone
+                    group.start_soon(partial(serve, balancer, transport, rejoin_timeout_s=math.inf))
+                    await _generate(options, workload, balancer)
+                    balancer.end()
+        done = [msgspec.json.decode((folder / f"{n}.json").read_bytes(), type=RankRun) for n in range(options.ranks)]
+    return summarize(config.policy, record, done, [rollout.rollout_id for rollout in workload.rollouts])
 
 
-class _Wall:
-    """Seconds from the first put to the last step, as seen from here."""
-
-    def __init__(self) -> None:
-        self._first = self._last = 0.0
-
-    @property
-    def seconds(self) -> float:
-        return self._last - self._first
-
-    def note(self, message: Message) -> None:
-        if isinstance(message, Put) and not self._first:
-            self._first = time.monotonic()
-        elif isinstance(message, StepDone):
-            self._last = time.monotonic()
-
-
-def _print_report(setting: _Setting, usual: RunReport, balanced: RunReport) -> None:
-    if setting.options.json:
-        sys.stdout.write(msgspec.json.encode(_as_json(setting, usual, balanced)).decode() + "\n")
-        return
-    console = Console()
-    console.print(comparison(usual, balanced))
-    console.print(_notes(setting), highlight=False)
+@contextmanager
+def _started(arguments: tuple[object, ...], ranks: int) -> Iterator[ProcessContext]:
+    """The ranks' processes; none is left when the block ends."""
+    before = dict(os.environ)
+    resource_tracker.ensure_running()  # here: it would unblock what is blocked next
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # ranks inherit it: Ctrl-C is for us alone
+    os.environ.update(_ENVIRONMENT | before | _ONE_THREAD)
+    try:
+        processes: ProcessContext = spawn(run_rank, arguments, ranks, join=False, daemon=True)  # type: ignore[no-untyped-call]
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+    try:
+        yield processes
+    finally:
+        for process in processes.processes:
+            process.kill()
+            process.join()
 
 
-def _as_json(setting: _Setting, usual: RunReport, balanced: RunReport) -> dict[str, object]:
-    options = {k: str(v) if k == "trace" and v else v for k, v in asdict(setting.options).items()}
+async def _watch(ranks: ProcessContext, rank: int) -> None:
+    """Wait for a rank's end. Raises ProcessException, with its traceback, unless it ended well."""
+    await anyio.wait_readable(ranks.processes[rank].sentinel)
+    ranks.join(timeout=0)
+
+
+async def _generate(options: DemoOptions, workload: Workload, balancer: StreamBalancer) -> None:
+    """Workers, until every rollout was put: pick one, take as long over it as its output is long, put it, and again."""
+    todo = iter(workload.rollouts)
+
+    async def work() -> None:
+        for rollout in todo:
+            await anyio.sleep(rollout.num_loss_tokens / options.tokens_per_second)
+            await balancer.put(rollout)
+
+    async with anyio.create_task_group() as workers:
+        for _ in range(options.workers):
+            workers.start_soon(work)
+
+
+def _as_json(options: DemoOptions, workload: Workload, usual: Figures, balanced: Figures) -> dict[str, object]:
     return {
         "lengths": {
-            "source": setting.workload.source,
-            "scale": setting.workload.scale,
-            "rollouts": len(setting.workload.specs),
-            "tokens": setting.workload.num_tokens,
-            "longest": setting.workload.longest,
+            "source": workload.source,
+            "scale": workload.scale,
+            "rollouts": len(workload.rollouts),
+            "tokens": workload.num_tokens,
+            "longest": workload.longest,
         },
-        "options": options,
-        "round_robin": usual.to_json(),
-        "balanced": balanced.to_json(),
-        "idle_ratio": balanced.idle_fraction / usual.idle_fraction if usual.idle_fraction else None,
-        "exactly_once": usual.exactly_once and balanced.exactly_once,
+        "options": asdict(options) | {"trace": options.trace and str(options.trace)},
+        "round_robin": usual,
+        "balanced": balanced,
+        "idle_ratio": balanced["idle_fraction"] / usual["idle_fraction"] if usual["idle_fraction"] else None,
+        "exactly_once": usual["exactly_once"] and balanced["exactly_once"],
     }
 
 
-def _notes(setting: _Setting) -> str:
-    options, workload = setting.options, setting.workload
+def _notes(options: DemoOptions, workload: Workload) -> str:
     return (
         f"Lengths: {workload.source}, multiplied by {workload.scale:.4g}; longest rollout {workload.longest} tokens, "
-        f"{workload.num_tokens / len(workload.specs):.0f} on average. Generation is pretended, at "
+        f"{workload.num_tokens / len(workload.rollouts):.0f} on average. Generation is pretended, at "
         f"{options.tokens_per_second:g} tokens/s per worker.\n"
         "Compute is CPU time of forward and backward on the training thread of each rank, in every step (after "
         "a warm-up).\nIdle = 1 - sum over steps of the ranks' mean / sum over steps of the slowest rank.\n"

@@ -8,7 +8,6 @@ slices is the fastest form, because nothing is computed for pairs of tokens of d
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor, nn
@@ -23,39 +22,25 @@ __all__ = ["Decoder", "build_model", "loss_sum", "training_cost"]
 _MLP_FACTOR = 4  # width of the MLP, in hidden sizes
 
 
-class Attention(nn.Module):
-    """Causal self-attention within each rollout, with rotary positions."""
+class Block(nn.Module):
+    """Causal self-attention within each rollout, with rotary positions, and an MLP; each behind a layer norm and a
+    residual."""
 
     def __init__(self, hidden_size: int, num_heads: int) -> None:
         super().__init__()
         self.num_heads = num_heads
+        self.norm1, self.norm2 = nn.LayerNorm(hidden_size), nn.LayerNorm(hidden_size)
         self.qkv = nn.Linear(hidden_size, 3 * hidden_size, bias=False)
         self.out = nn.Linear(hidden_size, hidden_size, bias=False)
-
-    def forward(self, x: Tensor, rotation: tuple[Tensor, Tensor], lengths: Sequence[int]) -> Tensor:
-        """``x`` [T, hidden], ``rotation`` cos and sin [T, 1, head_dim / 2], ``lengths`` per rollout -> [T, hidden]."""
-        q, k, v = self.qkv(x).view(x.shape[0], 3, self.num_heads, -1).unbind(1)
-        q, k = _rotate(q, rotation), _rotate(k, rotation)
-        bounds = list(accumulate(lengths, initial=0))
-        heads = [_attend(q[a:b], k[a:b], v[a:b]) for a, b in pairwise(bounds)]
-        out: Tensor = self.out(torch.cat(heads).reshape(x.shape))
-        return out
-
-
-class Block(nn.Module):
-    """Attention and an MLP, each behind a layer norm and a residual."""
-
-    def __init__(self, hidden_size: int, num_heads: int) -> None:
-        super().__init__()
-        self.norm1 = nn.LayerNorm(hidden_size)
-        self.attention = Attention(hidden_size, num_heads)
-        self.norm2 = nn.LayerNorm(hidden_size)
         self.up = nn.Linear(hidden_size, _MLP_FACTOR * hidden_size)
         self.down = nn.Linear(_MLP_FACTOR * hidden_size, hidden_size)
 
     def forward(self, x: Tensor, rotation: tuple[Tensor, Tensor], lengths: Sequence[int]) -> Tensor:
-        """[T, hidden] -> [T, hidden]."""
-        x = x + self.attention(self.norm1(x), rotation, lengths)
+        """``x`` [T, hidden], ``rotation`` cos and sin [T, 1, head_dim / 2], ``lengths`` per rollout -> [T, hidden]."""
+        q, k, v = self.qkv(self.norm1(x)).view(x.shape[0], 3, self.num_heads, -1).unbind(1)
+        q, k = _rotate(q, rotation), _rotate(k, rotation)
+        of_each = zip(*(torch.split(of_all, list(lengths)) for of_all in (q, k, v)), strict=True)
+        x = x + self.out(torch.cat([_attend(*qkv) for qkv in of_each]).reshape(x.shape))
         out: Tensor = x + self.down(functional.relu(self.up(self.norm2(x))))
         return out
 
@@ -63,18 +48,22 @@ class Block(nn.Module):
 class Decoder(nn.Module):
     """Embedding, blocks, and a projection back to the vocabulary."""
 
-    def __init__(self, *, hidden_size: int, num_layers: int, num_heads: int, vocab_size: int) -> None:
+    def __init__(self, options: DemoOptions) -> None:
         super().__init__()
-        self.head_dim = hidden_size // num_heads
-        self.embedding = nn.Embedding(vocab_size, hidden_size)
-        self.blocks = nn.ModuleList(Block(hidden_size, num_heads) for _ in range(num_layers))
+        hidden_size = options.hidden_size
+        self.head_dim = hidden_size // options.num_heads
+        self.embedding = nn.Embedding(options.vocab_size, hidden_size)
+        self.blocks = nn.ModuleList(Block(hidden_size, options.num_heads) for _ in range(options.num_layers))
         self.norm = nn.LayerNorm(hidden_size)
-        self.head = nn.Linear(hidden_size, vocab_size, bias=False)
+        self.head = nn.Linear(hidden_size, options.vocab_size, bias=False)
 
     def forward(self, input_ids: Tensor, position_ids: Tensor, lengths: Sequence[int]) -> Tensor:
         """Packed ``input_ids`` and ``position_ids`` [T] of rollouts of ``lengths`` tokens -> logits [T, vocabulary]."""
         x = self.embedding(input_ids)
-        rotation = _rotation(position_ids, self.head_dim, x.dtype)
+        half = self.head_dim // 2
+        frequency = 10_000.0 ** (-torch.arange(half, dtype=torch.float64, device=x.device) / half)
+        angle = (position_ids.to(torch.float64)[:, None] * frequency)[:, None, :]
+        rotation = angle.cos().to(x.dtype), angle.sin().to(x.dtype)
         for block in self.blocks:
             x = block(x, rotation, lengths)
         logits: Tensor = self.head(self.norm(x))
@@ -85,13 +74,7 @@ def build_model(options: DemoOptions, dtype: torch.dtype = torch.float32) -> Dec
     """The demo's model, with the same weights in every process that asks with the same options."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(options.seed)
-        model = Decoder(
-            hidden_size=options.hidden_size,
-            num_layers=options.num_layers,
-            num_heads=options.num_heads,
-            vocab_size=options.vocab_size,
-        )
-    return model.to(dtype)
+        return Decoder(options).to(dtype)
 
 
 def loss_sum(model: Decoder, micro_batch: MicroBatch) -> Tensor:
@@ -129,14 +112,6 @@ def _attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Causal attention of one rollout: [L, heads, head_dim] each -> [L, heads, head_dim]."""
     q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))  # the kernel wants a batch, then heads
     return functional.scaled_dot_product_attention(q, k, v, is_causal=True).squeeze(0).transpose(0, 1)
-
-
-def _rotation(position_ids: Tensor, head_dim: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Cosine and sine [T, 1, head_dim / 2] of the rotary angles."""
-    half = head_dim // 2
-    frequency = 10_000.0 ** (-torch.arange(half, dtype=torch.float64) / half)
-    angle = (position_ids.to(torch.float64)[:, None] * frequency)[:, None, :]
-    return angle.cos().to(dtype), angle.sin().to(dtype)
 
 
 def _rotate(x: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:

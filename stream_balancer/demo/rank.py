@@ -1,56 +1,85 @@
-"""One trainer rank: forward and backward on its part of every batch, gradients all-reduced with the other ranks."""
+"""A trainer rank, a process of its own: forward and backward on its part of every batch, gradients all-reduced."""
 
 from __future__ import annotations
 
 import time
 import zlib
 from collections.abc import Callable, Iterable
+from pathlib import Path
 
+import msgspec
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from stream_balancer.demo.meeting import FEED_NAME, connect_store, join_trainers
-from stream_balancer.demo.messages import Message, StepDone, Task, Trained
 from stream_balancer.demo.model import Decoder, build_model, loss_sum
+from stream_balancer.demo.options import DemoOptions
 from stream_balancer.demo.rollouts import checksum
 from stream_balancer.rank.feed import RankFeed
 from stream_balancer.types import MicroBatch, RankBatch, Rollout
 
-__all__ = ["run_rank", "train"]
+__all__ = ["RankRun", "StepDone", "run_rank", "train"]
 
 _LEARNING_RATE = 1e-3
 
 
-def run_rank(task: Task, say: Callable[[Message], None]) -> None:
-    """Train on whatever the feed brings, until it ends."""
-    assert task.rank is not None
-    store = connect_store(task)
-    join_trainers(task, store)
-    model = build_model(task.options)
-    _warm_up(model, task.longest)
-    with RankFeed(store, rank=task.rank, dp_size=task.options.ranks, name=FEED_NAME, token=task.token) as feed:
-        train(feed, model, dist.all_reduce, say)
+class StepDone(msgspec.Struct, frozen=True):
+    """What a rank did in one step."""
+
+    step: int
+    compute_s: float
+    """CPU seconds of forward and backward on the training thread."""
+    micro_batches: int
+    loss: float
+    """This rank's part of the step's mean loss per trained token: the sum over ranks is the step's loss."""
+    trained: list[tuple[str, int]]
+    """``(rollout_id, checksum)`` of every rollout trained on in this step, padding copies left out."""
+
+
+class RankRun(msgspec.Struct, frozen=True):
+    """What a rank did in a run."""
+
+    steps: list[StepDone]
+    parameters_checksum: int
+    """CRC-32 of the final parameters: the same on every rank, or the gradients were not shared."""
+
+
+def run_rank(rank: int, options: DemoOptions, address: str, token: str, longest: int, folder: Path) -> None:
+    """Train on whatever the feed brings, until it ends; then write a RankRun to ``folder``, where the ranks also meet.
+
+    Never outlives the controller for long: the feed notices that it is gone.
+    """
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/ranks", rank=rank, world_size=options.ranks)
+    model = build_model(options)
+    _warm_up(model, longest)
+    with RankFeed(address, rank=rank, dp_size=options.ranks, token=token, connect_timeout_s=15.0) as feed:
+        steps = train(feed, model, dist.all_reduce)
     flat = torch.cat([p.detach().flatten() for p in model.parameters()])
-    say(Trained(task.rank, zlib.crc32(flat.numpy().tobytes())))
+    run = RankRun(steps, zlib.crc32(flat.numpy().tobytes()))
+    (folder / f"{rank}.json").write_bytes(msgspec.json.encode(run))
     dist.destroy_process_group()
 
 
-def train(
-    batches: Iterable[RankBatch], model: Decoder, all_reduce: Callable[[Tensor], None], say: Callable[[Message], None]
-) -> None:
+def train(batches: Iterable[RankBatch], model: Decoder, all_reduce: Callable[[Tensor], None]) -> list[StepDone]:
     """The training loop. ``all_reduce`` sums a flat tensor over the ranks, in place."""
     parameters = list(model.parameters())
     optimizer = torch.optim.Adam(parameters, lr=_LEARNING_RATE)
-    gradient = _flat_gradient(parameters)
+    # all gradients are views of one tensor, so that one all-reduce carries them
+    gradient = torch.zeros(sum(p.numel() for p in parameters), dtype=parameters[0].dtype)
+    for p, part in zip(parameters, torch.split(gradient, [p.numel() for p in parameters]), strict=True):
+        p.grad = part.view_as(p)
+    steps = []
     for batch in batches:
         gradient.zero_()
-        start = time.thread_time()  # CPU time, not wall time: the ranks share cores
+        began = time.thread_time()  # CPU time, not wall time: the ranks share cores
         loss = _forward_backward(model, batch)
-        compute_s = time.thread_time() - start
+        compute_s = time.thread_time() - began
         all_reduce(gradient)
         optimizer.step()
-        say(_step_done(batch, compute_s, loss))
+        trained = [(r.rollout_id, checksum(r)) for r in batch.rollouts if not r.is_padding]
+        steps.append(StepDone(batch.step, compute_s, len(batch.micro_batches), loss, trained))
+    return steps
 
 
 def _forward_backward(model: Decoder, batch: RankBatch) -> float:
@@ -67,30 +96,8 @@ def _forward_backward(model: Decoder, batch: RankBatch) -> float:
     return total
 
 
-def _flat_gradient(parameters: list[torch.nn.Parameter]) -> Tensor:
-    """One flat tensor that all gradients are views of, so that one all-reduce carries them."""
-    flat = torch.zeros(sum(p.numel() for p in parameters), dtype=parameters[0].dtype)
-    offset = 0
-    for p in parameters:
-        p.grad = flat[offset : offset + p.numel()].view_as(p)
-        offset += p.numel()
-    return flat
-
-
-def _step_done(batch: RankBatch, compute_s: float, loss: float) -> StepDone:
-    return StepDone(
-        rank=batch.rank,
-        step=batch.step,
-        compute_s=compute_s,
-        num_tokens=batch.num_tokens,
-        micro_batches=len(batch.micro_batches),
-        loss=loss,
-        trained=tuple((r.rollout_id, checksum(r)) for r in batch.rollouts if not r.is_padding),
-    )
-
-
 def _warm_up(model: Decoder, longest: int) -> None:
     """Two passes on made-up tokens, not measured: the first pays for allocations and kernel choices."""
-    rollouts = [Rollout(tokens={"input_ids": torch.zeros(n, dtype=torch.int64)}) for n in (longest, longest)]
+    rollout = Rollout(tokens={"input_ids": torch.zeros(longest, dtype=torch.int64)})
     for _ in range(2):
-        loss_sum(model, MicroBatch.of(rollouts)).backward()  # type: ignore[no-untyped-call]
+        loss_sum(model, MicroBatch.of([rollout, rollout])).backward()  # type: ignore[no-untyped-call]

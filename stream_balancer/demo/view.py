@@ -2,25 +2,26 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
-from typing import Any, Self
+from collections.abc import Sequence
+from typing import Self
 
 from rich.console import Console, Group, RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
-from stream_balancer.demo.messages import Dispatched, Message, Put, StepDone
-from stream_balancer.demo.report import RunReport
+from stream_balancer.config import Policy
+from stream_balancer.core.observer import Observer
+from stream_balancer.demo.report import Figures
+from stream_balancer.types import Batch, Rollout
 
 __all__ = ["NAMES", "RunProgress", "comparison"]
 
-NAMES = {"round_robin": "round-robin", "window": "balanced"}
-"""What the two policies are called on the screen."""
+NAMES: dict[Policy, str] = {"round_robin": "round-robin", "window": "balanced"}
+"""What the two policies are called on the screen, in the order of their runs."""
 
 
-class RunProgress:
+class RunProgress(Observer):
     """Two bars per run, on the given console: rollouts put, and rollouts trained on."""
 
     def __init__(self, console: Console) -> None:
@@ -35,78 +36,77 @@ class RunProgress:
     def __exit__(self, *_: object) -> None:
         self._progress.stop()
 
-    def begin(self, policy: str, num_rollouts: int) -> None:
+    def begin(self, policy: Policy, num_rollouts: int) -> None:
         """Show the bars of the next run."""
         name = f"{NAMES[policy]:>12}"
         self._put = self._progress.add_task(f"{name}  generated", total=num_rollouts, note="")
         self._trained = self._progress.add_task(f"{'':>12}  trained  ", total=num_rollouts, note="starting processes")
 
-    def show(self, message: Message) -> None:
-        """Move the bars."""
-        match message:
-            case Put():
-                self._progress.advance(self._put)
-            case Dispatched():
-                self._progress.update(self._trained, note=f"step {message.step} ({message.reason})")
-            case StepDone():
-                self._progress.advance(self._trained, len(message.trained))
-            case _:
-                pass
+    def accepted(self, rollouts: Sequence[Rollout], now: float) -> None:
+        """Move the first bar."""
+        self._progress.advance(self._put, len(rollouts))
+
+    def dispatched(self, batch: Batch) -> None:
+        """Say what left, and why."""
+        self._progress.update(self._trained, note=f"step {batch.step} ({batch.reason})")
+
+    def acknowledged(self, batch: Batch) -> None:
+        """Move the second bar."""
+        self._progress.advance(self._trained, sum(not r.is_padding for r in batch.rollouts))
 
 
-def comparison(usual: RunReport, balanced: RunReport) -> RenderableType:
+def comparison(usual: Figures, balanced: Figures) -> RenderableType:
     """The side-by-side tables."""
     return Group(_figures(usual, balanced), _per_rank(usual, balanced), _exactly_once(usual, balanced))
 
 
-_ROWS: tuple[tuple[str, Callable[[RunReport], Any], str, bool], ...] = (
-    ("idle fraction, measured", lambda r: r.idle_fraction * 100, "{:.1f} %", True),
-    ("idle fraction, predicted by the cost model", lambda r: r.predicted_idle_fraction * 100, "{:.1f} %", True),
-    ("sum over steps of the slowest rank, CPU s", lambda r: r.slowest_s, "{:.2f}", True),
-    ("tokens/s, each rank on a device of its own", lambda r: r.tokens_per_second, "{:,.0f}", True),
-    ("variance of rank time within a step, s²", lambda r: r.step_variance_s2, "{:.2g}", True),
-    ("delay from put to dispatch, p50, s", lambda r: r.delay_p50_s, "{:.2f}", True),
-    ("delay from put to dispatch, p99, s", lambda r: r.delay_p99_s, "{:.2f}", True),
-    ("optimizer steps", lambda r: r.num_steps, "{}", False),
-    ("batches left because of", lambda r: ", ".join(f"{k} {n}" for k, n in r.reasons.items()), "{}", False),
-    ("wall time, all ranks sharing these cores, s", lambda r: r.wall_s, "{:.1f}", True),
-    ("loss per trained token, last step", lambda r: r.final_loss, "{:.2f}", False),
+_ROWS = (  # what, its name in the figures, its format, whether a ratio says something
+    ("idle fraction, measured", "idle_fraction", "{:.1%}", True),
+    ("idle fraction, predicted by the cost model", "predicted_idle_fraction", "{:.1%}", True),
+    ("sum over steps of the slowest rank, CPU s", "slowest_s", "{:.2f}", True),
+    ("tokens/s, each rank on a device of its own", "tokens_per_second", "{:,.0f}", True),
+    ("variance of rank time within a step, s²", "step_variance_s2", "{:.2g}", True),
+    ("delay from put to dispatch, p50, s", "delay_p50_s", "{:.2f}", True),
+    ("delay from put to dispatch, p99, s", "delay_p99_s", "{:.2f}", True),
+    ("optimizer steps", "num_steps", "{}", False),
+    ("batches left because of", "reasons", "{}", False),
+    ("wall time, all ranks sharing these cores, s", "wall_s", "{:.1f}", True),
+    ("loss per trained token, last step", "final_loss", "{:.2f}", False),
 )
 
 
-def _figures(usual: RunReport, balanced: RunReport) -> Table:
-    table = Table(title="The same rollouts, twice", title_justify="left")
-    table.add_column("")
-    table.add_column(NAMES[usual.policy], justify="right")
-    table.add_column(NAMES[balanced.policy], justify="right", style="bold")
-    table.add_column("ratio", justify="right")
-    for name, value, form, compare in _ROWS:
-        a, b = value(usual), value(balanced)
-        table.add_row(name, form.format(a), form.format(b), _ratio(a, b) if compare else "")
+def _figures(usual: Figures, balanced: Figures) -> Table:
+    table = Table("", title="The same rollouts, twice", title_justify="left")
+    for name in (NAMES[usual["policy"]], NAMES[balanced["policy"]], "ratio"):
+        table.add_column(name, justify="right", style="bold" if name == "balanced" else None)
+    for what, name, form, compare in _ROWS:
+        a, b = usual[name], balanced[name]
+        ratio = f"× {b / a:.2f}" if compare and a and b is not None else ""
+        table.add_row(what, _shown(a, form), _shown(b, form), ratio)
     return table
 
 
-def _per_rank(usual: RunReport, balanced: RunReport) -> Table:
-    table = Table(title="Compute per rank, CPU s, all steps", title_justify="left")
-    table.add_column("")
-    for rank in range(len(usual.compute_s)):
-        table.add_column(f"rank {rank}", justify="right")
-    table.add_column("all", justify="right")
+def _shown(value: object, form: str) -> str:
+    if isinstance(value, dict):
+        return ", ".join(f"{key} {count}" for key, count in value.items())
+    return "?" if value is None else form.format(value)
+
+
+def _per_rank(usual: Figures, balanced: Figures) -> Table:
+    table = Table("", title="Compute per rank, CPU s, all steps", title_justify="left")
+    for name in (*(f"rank {rank}" for rank in range(len(usual["compute_s"]))), "all"):
+        table.add_column(name, justify="right")
     for run in (usual, balanced):
-        table.add_row(NAMES[run.policy], *(f"{s:.2f}" for s in run.compute_s), f"{sum(run.compute_s):.2f}")
+        seconds = run["compute_s"]
+        table.add_row(NAMES[run["policy"]], *(f"{s:.2f}" for s in (*seconds, sum(seconds))))
     return table
 
 
-def _exactly_once(usual: RunReport, balanced: RunReport) -> Text:
-    if usual.exactly_once and balanced.exactly_once:
-        return Text(
-            f"Exactly once: in both runs all {usual.num_rollouts} rollouts put were trained on, once each; ids and "
-            "token checksums are equal on both sides, and the ranks ended with the same parameters.",
-            style="green",
-        )
-    lines = [f"{NAMES[run.policy]}: {problem}" for run in (usual, balanced) for problem in run.problems]
-    return Text("\n".join(["EXACTLY ONCE FAILED", *lines]), style="bold red")
-
-
-def _ratio(a: float, b: float) -> str:
-    return f"× {b / a:.2f}" if a and math.isfinite(a) and math.isfinite(b) else ""
+def _exactly_once(usual: Figures, balanced: Figures) -> Text:
+    if lines := [f"{NAMES[run['policy']]}: {problem}" for run in (usual, balanced) for problem in run["problems"]]:
+        return Text("\n".join(["EXACTLY ONCE FAILED", *lines]), style="bold red")
+    return Text(
+        f"Exactly once: in both runs all {usual['num_rollouts']} rollouts put were trained on, once each; ids and "
+        "token checksums are equal on both sides, and the ranks ended with the same parameters.",
+        style="green",
+    )

@@ -1,5 +1,7 @@
 """The demo's model: packed evaluation is one-by-one evaluation."""
 
+from dataclasses import replace
+
 import torch
 
 from stream_balancer.demo.model import build_model, loss_sum, training_cost
@@ -80,14 +82,10 @@ def test_every_process_builds_the_same_model_and_leaves_the_global_seed_alone():
     a, b = build_model(OPTIONS), build_model(OPTIONS)
     assert torch.equal(torch.rand(1), expected)
     assert all(torch.equal(p, q) for p, q in zip(a.parameters(), b.parameters(), strict=True))
-    assert not torch.equal(a.head.weight, build_model(DemoOptions(**{**_sizes(), "seed": 1})).head.weight)
+    assert not torch.equal(a.head.weight, build_model(replace(OPTIONS, seed=1)).head.weight)
 
 
 def test_the_cost_model_counts_every_weight_of_the_model():
     model = build_model(OPTIONS)
     matrices = sum(p.numel() for name, p in model.named_parameters() if p.ndim == 2 and "embedding" not in name)
     assert training_cost(OPTIONS).flops_per_token == 6 * matrices
-
-
-def _sizes() -> dict[str, int]:
-    return {"hidden_size": 32, "num_layers": 2, "num_heads": 2, "vocab_size": 64}

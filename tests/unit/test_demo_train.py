@@ -2,7 +2,6 @@
 
 import torch
 
-from stream_balancer.demo.messages import RolloutSpec, StepDone
 from stream_balancer.demo.model import build_model
 from stream_balancer.demo.options import DemoOptions
 from stream_balancer.demo.rank import train
@@ -10,10 +9,10 @@ from stream_balancer.demo.rollouts import checksum, make_rollout
 from stream_balancer.types import MicroBatch, RankBatch
 
 OPTIONS = DemoOptions(hidden_size=16, num_layers=1, num_heads=2, vocab_size=32)
-ROLLOUTS = [make_rollout(RolloutSpec(f"r{i}", "g", 2, n), 32) for i, n in enumerate((3, 20, 7, 11))]
+ROLLOUTS = [make_rollout(f"r{i}", 2 + n, 2, "g", 32) for i, n in enumerate((3, 20, 7, 11))]
 
 
-def share(rank, *micro_batches):
+def rank_batch(rank, *micro_batches):
     return RankBatch(
         step=0,
         rank=rank,
@@ -27,35 +26,33 @@ def share(rank, *micro_batches):
 
 
 def gradient_of(batch):
-    """The flat gradient a rank brings to the all-reduce, and what it says afterwards."""
-    gradients, said = [], []
-    train([batch], build_model(OPTIONS, torch.float64), lambda g: gradients.append(g.clone()), said.append)
-    return gradients[0], said[0]
+    """The flat gradient a rank brings to the all-reduce, and its step."""
+    gradients = []
+    (done,) = train([batch], build_model(OPTIONS, torch.float64), lambda g: gradients.append(g.clone()))
+    return gradients[0], done
 
 
-def test_uneven_shares_sum_to_the_gradient_of_the_whole_batch():
+def test_uneven_rank_batches_sum_to_the_gradient_of_the_whole_batch():
     a, b, c, d = ROLLOUTS
-    first, said_first = gradient_of(share(0, [a], [b, c]))
-    second, said_second = gradient_of(share(1, [d]))
-    whole, said_whole = gradient_of(share(0, [d, c, b, a]))
+    first, done_first = gradient_of(rank_batch(0, [a], [b, c]))
+    second, done_second = gradient_of(rank_batch(1, [d]))
+    whole, done_whole = gradient_of(rank_batch(0, [d, c, b, a]))
     torch.testing.assert_close(first + second, whole, rtol=1e-10, atol=1e-14)
-    assert abs(said_first.loss + said_second.loss - said_whole.loss) < 1e-12
+    assert abs(done_first.loss + done_second.loss - done_whole.loss) < 1e-12
 
 
 def test_padding_copies_add_nothing_and_are_not_reported():
     a, b, *_ = ROLLOUTS
-    plain, _ = gradient_of(share(0, [a]))
-    padded, said = gradient_of(share(0, [a], [b.padding_copy("pad")]))
+    plain, _ = gradient_of(rank_batch(0, [a]))
+    padded, done = gradient_of(rank_batch(0, [a], [b.padding_copy("pad")]))
     torch.testing.assert_close(padded, plain, rtol=1e-12, atol=0)
-    assert isinstance(said, StepDone)
-    assert said.trained == ((a.rollout_id, checksum(a)),)
-    assert said.micro_batches == 2
+    assert done.trained == [(a.rollout_id, checksum(a))]
+    assert done.micro_batches == 2
 
 
 def test_the_optimizer_steps_on_the_shared_gradient():
     trained, untouched = build_model(OPTIONS), build_model(OPTIONS)
-    said = []
-    train([share(0, ROLLOUTS)] * 30, trained, lambda g: None, said.append)
+    steps = train([rank_batch(0, ROLLOUTS)] * 30, trained, lambda g: None)
     assert not torch.equal(trained.head.weight, untouched.head.weight)
-    assert said[-1].loss < said[0].loss
-    assert all(done.compute_s >= 0 for done in said)
+    assert steps[-1].loss < steps[0].loss
+    assert all(done.compute_s >= 0 for done in steps)
