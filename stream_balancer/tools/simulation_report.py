@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
 import numpy as np
@@ -14,7 +14,7 @@ from stream_balancer.config import BalancerConfig, Policy
 from stream_balancer.planning import LengthBiasSummary
 from stream_balancer.planning.arrays import Floats, Ints
 
-__all__ = ["Quantiles", "Segment", "SimulationReport", "Steps"]
+__all__ = ["Quantiles", "Segment", "SimulationReport", "Steps", "to_plain"]
 
 LEAST_STEADY = 8  # dispatches; fewer are no steady state
 
@@ -223,22 +223,13 @@ class SimulationReport:
         return self.delay_s.max
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-ready: every figure, without the columns (``steps``, ``step_of``) and without the config's derived
-        parts."""
-        plain: dict[str, Any] = {name: getattr(self, name) for name in _PLAIN}
-        plain["reasons"] = dict(self.reasons)
-        plain |= {name: _fields(getattr(self, name)) for name in _RECORDS}
-        return plain
+        """JSON-ready: every figure, without the columns (``steps``, ``step_of``) and without the config."""
+        names = [f.name for f in fields(self) if f.name not in ("config", "steps", "step_of")]
+        return {name: to_plain(getattr(self, name)) for name in (*names, *_PROPERTIES)}
 
 
-_PLAIN = (
-    "trace_name",
-    "policy",
-    "num_rollouts",
-    "num_tokens",
+_PROPERTIES = (
     "num_batches",
-    "evicted",
-    "padding_copies",
     "is_steady",
     "idle_fraction",
     "avoidable_idle",
@@ -246,31 +237,15 @@ _PLAIN = (
     "delay_p50",
     "delay_p99",
     "delay_max",
-    "max_skips_seen",
-    "elapsed_s",
-    "trainer_busy",
-    "blocked_s",
-)
-_RECORDS = (
-    "warm_up",
-    "steady",
-    "tail",
-    "overall",
-    "delay_s",
-    "delay_dispatches",
-    "staleness",
-    "arrived_lengths",
-    "dispatched_lengths",
-    "length_bias",
 )
 
 
-def _fields(record: Any) -> dict[str, Any]:
-    return {name: _or_none(getattr(record, name)) for name in record.__slots__}
-
-
-def _or_none(value: Any) -> Any:
-    """JSON has no NaN, and lists where Python has tuples."""
+def to_plain(value: Any) -> Any:
+    """As JSON has it: records as dicts, tuples as lists, no NaN."""
+    if is_dataclass(value):
+        return {f.name: to_plain(getattr(value, f.name)) for f in fields(value)}
+    if isinstance(value, Mapping):
+        return {key: to_plain(item) for key, item in value.items()}
     if isinstance(value, tuple):
-        return [_or_none(item) for item in value]
+        return [to_plain(item) for item in value]
     return None if isinstance(value, float) and math.isnan(value) else value

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any
@@ -11,7 +10,7 @@ import numpy as np
 
 from stream_balancer.config import BalancerConfig
 from stream_balancer.planning.arrays import Floats
-from stream_balancer.tools.simulation_report import SimulationReport
+from stream_balancer.tools.simulation_report import SimulationReport, to_plain
 
 __all__ = ["Outcome", "TuneReport", "outcome_of", "pareto_front"]
 
@@ -62,9 +61,7 @@ class Outcome:
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready, without ``rank_work``."""
-        values = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "rank_work"}
-        values["delay_per_decile"] = [_or_none(value) for value in self.delay_per_decile]
-        return {name: _or_none(value) for name, value in values.items()}
+        return {f.name: to_plain(getattr(self, f.name)) for f in fields(self) if f.name != "rank_work"}
 
 
 @dataclass(frozen=True, eq=False, slots=True, kw_only=True)
@@ -167,7 +164,3 @@ def pareto_front(outcomes: Sequence[Outcome]) -> tuple[Outcome, ...]:
         if not front or outcome.idle_fraction < front[-1].idle_fraction:
             front.append(outcome)
     return tuple(front)
-
-
-def _or_none(value: Any) -> Any:
-    return None if isinstance(value, float) and math.isnan(value) else value
