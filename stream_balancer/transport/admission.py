@@ -7,13 +7,17 @@ to the event loop; no socket, no clock.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Self
+from weakref import WeakSet
 
 from stream_balancer.errors import ClosedResourceError
+from stream_balancer.transport import Transport
 from stream_balancer.transport.event_loop import Arrivals
+from stream_balancer.transport.producer_session import ProducerSession
 from stream_balancer.transport.rank_session import RankSession
 from stream_balancer.wire.messages import JoinRank, Refused
 
-__all__ = ["Admission"]
+__all__ = ["Admission", "AdmittingTransport"]
 
 
 class Admission:
@@ -92,3 +96,44 @@ class Admission:
         held, self._on_hold = self._on_hold, []
         for _, again in held:  # to be refused
             again()
+
+
+class AdmittingTransport(Transport):
+    """What all transports have in common: who has come in is handed to ``serve`` and to ``attend``."""
+
+    def __init__(self, dp_size: int) -> None:
+        self.dp_size = dp_size
+        self._admission = Admission(dp_size)
+        self._producers: Arrivals[ProducerSession] = Arrivals()
+        self._producer_sessions: WeakSet[ProducerSession] = WeakSet()
+
+    def _open(self) -> None:
+        """The event loop runs now."""
+
+    async def accept(self) -> RankSession:
+        self._open()
+        return await self._admission.accept()
+
+    async def accept_producer(self) -> ProducerSession:
+        """The next producer. If cancelled, none is lost. Raises ClosedResourceError once closed."""
+        self._open()
+        return await self._producers.next()
+
+    def readmit(self, session: ProducerSession) -> None:
+        """Give a producer back, for the next ``attend``."""
+        self._producers.add(session)
+
+    async def aclose(self) -> None:
+        self._admission.close()
+        self._producers.fail(ClosedResourceError())
+        for rank in self._admission.sessions.values():
+            await rank.aclose()
+        for producer in [*self._producer_sessions]:
+            await producer.aclose()
+
+    async def __aenter__(self) -> Self:
+        self._open()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.aclose()

@@ -13,11 +13,16 @@ import trio
 
 from stream_balancer.errors import to_raise
 
-__all__ = ["Arrivals", "InLoop", "beside_the_loop", "loop_caller"]
+__all__ = ["Arrivals", "InLoop", "at_once", "beside_the_loop", "loop_caller"]
 
 T = TypeVar("T")
 InLoop: TypeAlias = Callable[[Callable[[], object]], None]
 """Runs a function in the event loop, in the order of the calls."""
+
+
+def at_once(function: Callable[[], object]) -> None:
+    """The :data:`InLoop` of a channel that lives in the event loop: it is there already."""
+    function()
 
 
 async def beside_the_loop(function: Callable[[], object], *, threads: bool) -> None:

@@ -8,14 +8,10 @@ Its ends are the sessions of every transport, its channels carry bytes: what is 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Self
-
-from stream_balancer.errors import ClosedResourceError
-from stream_balancer.transport import Transport, handshake
-from stream_balancer.transport.admission import Admission
+from stream_balancer.transport import handshake
+from stream_balancer.transport.admission import AdmittingTransport
 from stream_balancer.transport.channel import PayloadSource
-from stream_balancer.transport.event_loop import Arrivals
+from stream_balancer.transport.event_loop import at_once
 from stream_balancer.transport.memory_channel import Wire
 from stream_balancer.transport.producer_port import ProducerPort
 from stream_balancer.transport.producer_session import ProducerSession
@@ -37,34 +33,23 @@ class MemoryProducerPort(ProducerPort):
         self.wire = wire
 
 
-class MemoryTransport(Transport):
+class MemoryTransport(AdmittingTransport):
     """The controller's side, and where ranks and producers of the same event loop connect."""
 
     def __init__(self, *, dp_size: int) -> None:
-        self.dp_size = dp_size
-        self._admission = Admission(dp_size)
-        self._producers: Arrivals[ProducerSession] = Arrivals()
-        self._producer_sessions: list[ProducerSession] = []
+        super().__init__(dp_size)
 
     def connect_producer(self, **limits: int) -> MemoryProducerPort:
         """A producer's port; give it to ``sb.connect``. ``limits``: ``staged_bytes``, ``max_put_bytes``."""
         wire, allowed = Wire(), Limits(**limits).check()
         here, there = wire.ends
-        session = ProducerSession(here, JoinProducer("memory"), allowed, _at_once)
+        session = ProducerSession(here, JoinProducer("memory"), allowed, at_once)
         here.start(session)
         port = MemoryProducerPort(wire)
         port.opened(there, WelcomeProducer(*allowed))
-        self._producer_sessions.append(session)
+        self._producer_sessions.add(session)
         self.readmit(session)
         return port
-
-    def readmit(self, session: ProducerSession) -> None:
-        """Give a producer back, for the next ``attend``."""
-        self._producers.add(session)
-
-    async def accept_producer(self) -> ProducerSession:
-        """The next producer. If cancelled, none is lost."""
-        return await self._producers.next()
 
     def connect(
         self,
@@ -83,30 +68,8 @@ class MemoryTransport(Transport):
         if refused is not None:
             port.ended(handshake.error_of(refused))
             return port
-        session = RankSession(here, request, _at_once)
+        session = RankSession(here, request, at_once)
         here.start(session)
         port.start()
         self._admission.admit(session)
         return port
-
-    async def accept(self) -> RankSession:
-        return await self._admission.accept()
-
-    async def aclose(self) -> None:
-        self._admission.close()
-        for rank in self._admission.sessions.values():
-            await rank.aclose()
-        for producer in self._producer_sessions:
-            await producer.aclose()
-        self._producers.fail(ClosedResourceError())
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self.aclose()
-
-
-def _at_once(function: Callable[[], object]) -> None:
-    """All of it is in one event loop."""
-    function()

@@ -92,6 +92,11 @@ class ProducerSession(Session):
 
     # the controller's side; in the event loop
 
+    @property
+    def live(self) -> bool:
+        """False once the producer has closed or was lost."""
+        return self._error is None
+
     def subscribe(
         self, callback: Callable[[], object] = lambda: None, at_once: Callable[[Offer], object] | None = None
     ) -> None:

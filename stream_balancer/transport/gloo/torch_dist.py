@@ -27,17 +27,15 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
 from stream_balancer.errors import BrokenResourceError, ClosedResourceError, RankLostError, WireError
-from stream_balancer.transport import Transport
-from stream_balancer.transport.admission import Admission
+from stream_balancer.transport.admission import AdmittingTransport
 from stream_balancer.transport.buffers import BufferPool
 from stream_balancer.transport.channel import PayloadSource
-from stream_balancer.transport.event_loop import Arrivals, InLoop, loop_caller
+from stream_balancer.transport.event_loop import InLoop, loop_caller
 from stream_balancer.transport.gloo.channel import GlooChannel, LinkOptions
 from stream_balancer.transport.gloo.packets import Pair
 from stream_balancer.transport.gloo.pair import PAIR_TIMEOUT_S, meet
 from stream_balancer.transport.handshake import pack, token_bytes
 from stream_balancer.transport.producer_port import ProducerPort
-from stream_balancer.transport.producer_session import ProducerSession
 from stream_balancer.transport.put_ledger import Limits
 from stream_balancer.transport.rank_port import Decode, RankPort
 from stream_balancer.transport.rank_session import RankSession
@@ -70,7 +68,7 @@ def current_world() -> tuple[Store, int, int]:
 # --- the controller --------------------------------------------------------------------------------------------------
 
 
-class TorchTransport(Transport):
+class TorchTransport(AdmittingTransport):
     """Where ranks connect: ``async with TorchTransport.listen(dp_size=8) as transport: await serve(balancer,
     transport)``."""
 
@@ -108,15 +106,13 @@ class TorchTransport(Transport):
         producer that have arrived and are not accepted yet; ``max_put_bytes``: the largest single put, which may exceed
         that if it travels alone.
         """
+        super().__init__(dp_size)
         self._limits = Limits(staged_bytes, max_put_bytes).check()
-        self.dp_size = dp_size
         self._token = token_bytes(token)
         self._connect_timeout_s = connect_timeout_s
         self._options = LinkOptions(keepalive_s, linger_s, narrow, shared_memory)
         self._pool = BufferPool(keep=2 * dp_size)  # per rank one on its way and one being packed
-        self._admission = Admission(dp_size)
         self._joining: set[RankSession] = set()
-        self._producers: Arrivals[ProducerSession] = Arrivals()
         self._in_loop: InLoop | None = None
         self._early: list[Callable[[], None]] = []  # who came before there was an event loop
         host_for_others = _advertised(host, advertise)
@@ -164,19 +160,6 @@ class TorchTransport(Transport):
         store, _, world_size = current_world()
         return cls(store, **{"dp_size": world_size, "host": _own_address(_master()), **options})
 
-    async def accept_producer(self) -> ProducerSession:
-        """The next producer. If cancelled, none is lost. Raises ClosedResourceError once closed."""
-        self._open()
-        return await self._producers.next()
-
-    def readmit(self, session: ProducerSession) -> None:
-        """Give a producer back, for the next ``attend``."""
-        self._producers.add(session)
-
-    async def accept(self) -> RankSession:
-        self._open()
-        return await self._admission.accept()
-
     @property
     def sessions(self) -> Mapping[int, RankSession]:
         """By rank, the newest incarnation that has come in, lost or not."""
@@ -192,13 +175,6 @@ class TorchTransport(Transport):
                 group.start_soon(
                     functools.partial(anyio.to_thread.run_sync, self._leave, limiter=anyio.CapacityLimiter(1))
                 )
-
-    async def __aenter__(self) -> Self:
-        self._open()
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self.aclose()
 
     def _open(self) -> None:
         if self._in_loop is None:

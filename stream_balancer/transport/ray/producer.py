@@ -187,11 +187,6 @@ def _columns(put: _StoredPut) -> tuple[Any, ...]:
 class RayProducerSession(ProducerSession):
     """The actor's end. Belongs to the actor's event loop."""
 
-    @property
-    def live(self) -> bool:
-        """False once the producer has closed or was lost."""
-        return self._error is None
-
     def admit(self, message: Message, sizes: Sequence[int]) -> Sequence[int]:
         if not isinstance(message, PutBundle):
             return super().admit(message, sizes)

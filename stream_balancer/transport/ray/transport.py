@@ -13,16 +13,12 @@ rank reads what its batch needs. ``integrations/ray.py`` starts the actor.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, Self
 
 from torch import Tensor
 
-from stream_balancer.errors import ClosedResourceError
-from stream_balancer.transport import Transport
-from stream_balancer.transport.admission import Admission
-from stream_balancer.transport.event_loop import Arrivals
+from stream_balancer.transport.admission import AdmittingTransport
+from stream_balancer.transport.event_loop import at_once
 from stream_balancer.transport.put_ledger import Limits
 from stream_balancer.transport.rank_session import RankSession
 from stream_balancer.transport.ray.actor import ActorChannel, ActorChannels
@@ -51,7 +47,7 @@ class _RankSession(RankSession):
         super().receive(message, buffers, references)
 
 
-class RayTransport(Transport):
+class RayTransport(AdmittingTransport):
     """The controller's side, inside the actor. ``serve`` delivers to its ranks and takes its producers' puts."""
 
     def __init__(
@@ -61,11 +57,8 @@ class RayTransport(Transport):
         staged_bytes: int = Limits._field_defaults["staged_bytes"],
         max_put_bytes: int = Limits._field_defaults["max_put_bytes"],
     ) -> None:
-        self.dp_size = dp_size
+        super().__init__(dp_size)
         self._limits = Limits(staged_bytes, max_put_bytes).check()
-        self._admission = Admission(dp_size)
-        self._sessions: weakref.WeakSet[RayProducerSession] = weakref.WeakSet()
-        self._producers: Arrivals[RayProducerSession] = Arrivals()
         self.channels = ActorChannels(self._judge)
         """For the actor's methods."""
         self.on_missing: Callable[[PayloadsFetched], object] = lambda fetched: None
@@ -74,7 +67,7 @@ class RayTransport(Transport):
     @property
     def producers(self) -> list[str]:
         """Labels of those who are connected."""
-        return [session.name for session in self._sessions if session.live]
+        return [session.name for session in self._producer_sessions if session.live]
 
     def _judge(self, channel: ActorChannel, request: Join) -> Welcome | Refused:
         if isinstance(request, JoinRank):
@@ -83,47 +76,15 @@ class RayTransport(Transport):
             return Refused("value", f"a {type(request).__name__} cannot be answered here")
         if self._admission.closed:
             return Refused("closed", "the transport is closed")
-        session = RayProducerSession(channel, request, self._limits, _at_once)
+        session = RayProducerSession(channel, request, self._limits, at_once)
         channel.start(session)
-        self._sessions.add(session)
+        self._producer_sessions.add(session)
         self._producers.add(session)
         return WelcomeProducer(*self._limits)
 
     def _admit_rank(self, channel: ActorChannel, request: JoinRank) -> WelcomeRank:
-        session = _RankSession(channel, request, _at_once)
+        session = _RankSession(channel, request, at_once)
         session.on_missing = lambda fetched: self.on_missing(fetched)
         channel.start(session)
         self._admission.admit(session)
         return WelcomeRank()
-
-    # for serve
-
-    async def accept(self) -> RankSession:
-        return await self._admission.accept()
-
-    async def accept_producer(self) -> RayProducerSession:
-        """The next producer. If cancelled, none is lost."""
-        return await self._producers.next()
-
-    def readmit(self, link: Any) -> None:
-        """Give a producer back, for the next ``attend``."""
-        self._producers.add(link)
-
-    async def aclose(self) -> None:
-        self._admission.close()
-        for rank in self._admission.sessions.values():
-            await rank.aclose()
-        for producer in list(self._sessions):
-            await producer.aclose()
-        self._producers.fail(ClosedResourceError())
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self.aclose()
-
-
-def _at_once(function: Callable[[], object]) -> None:
-    """The channels live in the actor's event loop."""
-    function()
