@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 
 __all__ = ["watch"]
 
+_POLL_S = 0.25  # a new picture is there twice a second at most
 _RATE_OVER = 20  # pictures: rates are means of about ten seconds
 
 
@@ -28,6 +30,7 @@ def watch(
     record: Annotated[Path | None, typer.Option(help="Also write every picture to this file, one JSON a line.")] = None,
     once: Annotated[bool, typer.Option(help="Print one picture (of a recording: the last) and exit.")] = False,
     speed: Annotated[float, typer.Option(min=0.01, help="How fast to play a recording.")] = 1.0,
+    json: Annotated[bool, typer.Option("--json", help="Print pictures as JSON, one a line.")] = False,
 ) -> None:
     """Look at a running balancer: what waits, by length and waiting time, the next batch's balance, ranks, rates,
     warnings.
@@ -35,75 +38,88 @@ def watch(
     Shows a process of yours on this machine that runs `async with publish_status(balancer)`; see docs/observing.md.
     """
     try:
-        path, recorded = _find(source)
-        pictures = _pictures(path, recorded=recorded, speed=speed, paced=recorded and not once)
+        path = _find(source)
+        live = path.is_socket()
+        pictures = _live(path) if live else _played(path, float("inf") if once else speed)
         if once:
-            _print_one(pictures, last=recorded)
-        else:
-            _show(pictures if record is None else _recorded(pictures, record))
-    except (OSError, ValueError) as error:
+            shown = next(pictures, None) if live else next(iter(deque(pictures, maxlen=1)), None)
+            pictures = iter([shown] if shown is not None else [])
+        _show(pictures, record, json=json, once=once)
+    except (OSError, ValueError, LookupError) as error:
         fail(str(error))
     except KeyboardInterrupt:
         raise typer.Exit from None
 
 
-def _find(source: str | None) -> tuple[Path, bool]:
-    """-> (where the pictures come from, whether that is a recording)."""
-    from stream_balancer.watch.status import publishing
+def _find(source: str | None) -> Path:
+    """Where the pictures come from. Removes what dead processes have left."""
+    from stream_balancer.watch.status import SUFFIX, fetch, folder
 
     if source is not None and not source.isdecimal():
-        path = Path(source)
-        return path, not path.is_socket()
-    found = publishing()
-    mine = [path for path in found if source is None or path.name.startswith(f"{source}-")]
-    if not mine:
-        who = "no balancer publishes" if source is None else f"process {source} does not publish a balancer"
-        fail(f"{who} here: run `async with publish_status(balancer)` in it (stream_balancer.watch.publish)")
-    return mine[-1], False
+        return Path(source)
+    found = folder().glob(f"{'*' if source is None else source}-*{SUFFIX}")
+    for path in sorted(found, key=lambda p: p.stat().st_mtime, reverse=True):
+        try:
+            fetch(path)
+        except ConnectionRefusedError:
+            path.unlink(missing_ok=True)
+        else:
+            return path
+    who = "no balancer publishes" if source is None else f"process {source} does not publish a balancer"
+    fail(f"{who} here: run `async with publish_status(balancer)` in it (stream_balancer.watch.publish)")
 
 
-def _pictures(path: Path, *, recorded: bool, speed: float, paced: bool) -> Iterator[Status]:
-    from stream_balancer.watch.status import attach, recording
+def _live(path: Path) -> Iterator[Status]:
+    """Each new picture, until the balancer is gone."""
+    from stream_balancer.watch.status import fetch
+
+    last: Status | None = None
+    while True:
+        try:
+            status = fetch(path)
+        except (ConnectionError, FileNotFoundError):
+            if last is None:
+                raise
+            return
+        if last is None or status.time_s != last.time_s:
+            yield status
+        last = status
+        time.sleep(_POLL_S)
+
+
+def _played(path: Path, speed: float) -> Iterator[Status]:
+    from stream_balancer.watch.status import recording
 
     before: Status | None = None
-    for status in recording(path) if recorded else attach(path):
-        if paced and before is not None:
+    for status in recording(path):
+        if before is not None:
             time.sleep(max(status.time_s - before.time_s, 0.0) / speed)
         yield status
         before = status
 
 
-def _recorded(pictures: Iterator[Status], record: Path) -> Iterator[Status]:
-    with record.open("ab", buffering=0) as file:
-        for status in pictures:
-            file.write(status.line())
-            yield status
-
-
-def _print_one(pictures: Iterator[Status], *, last: bool) -> None:
+def _show(pictures: Iterator[Status], record: Path | None, *, json: bool, once: bool) -> None:
     from rich.console import Console
-
-    from stream_balancer.watch.view import picture
-
-    shown: Status | None = None
-    before: Status | None = None
-    for status in pictures:
-        before, shown = shown, status
-        if not last:
-            break
-    if shown is None:
-        fail("the recording holds no picture")
-    Console().print(picture(shown, before))
-
-
-def _show(pictures: Iterator[Status]) -> None:
     from rich.live import Live
 
     from stream_balancer.watch.view import picture
 
     recent: deque[Status] = deque(maxlen=_RATE_OVER)
-    with Live(auto_refresh=False, screen=False) as live:
+    with (
+        nullcontext() if record is None else record.open("ab", buffering=0) as file,
+        nullcontext() if json or once else Live(auto_refresh=False, screen=False) as screen,
+    ):
         for status in pictures:
-            live.update(picture(status, recent[0] if recent else None), refresh=True)
+            if file is not None:
+                file.write(status.line())
+            if json:
+                typer.echo(status.line(), nl=False)
+            elif screen is None:
+                Console().print(picture(status))
+            else:
+                screen.update(picture(status, recent[0] if recent else None), refresh=True)
             recent.append(status)
-    typer.echo("the balancer is gone" if recent else "there was nothing to see")
+    if not recent:
+        fail("the recording holds no picture")
+    if not json and not once:
+        typer.echo("the balancer is gone")

@@ -5,26 +5,27 @@
     async with sb.StreamBalancer(config) as balancer, publish_status(balancer):
         ...
 
-A thread listens on a Unix socket (mode 0600, in a folder of mode 0700). While a viewer is connected it asks the event
-loop for a picture, at most twice a second and never so often that pictures take more than half a percent of the loop's
-time; JSON is written in the thread. While nobody looks nothing happens at all.
+Whoever connects to the Unix socket (mode 0600, in a folder of mode 0700) gets one line of JSON. A new picture is taken
+at most twice a second, and never so often that pictures take more than half a percent of the event loop's time; in
+between all get the same. While nobody looks nothing happens at all.
 """
 
 from __future__ import annotations
 
 import itertools
+import logging
 import os
-import socket
-import threading
 import time
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import anyio
+import msgspec
 import numpy as np
-from anyio.from_thread import BlockingPortal
+from anyio.abc import SocketListener, SocketStream
 
 from stream_balancer.controller.balancer import StreamBalancer
 from stream_balancer.core.diagnosis import RankState
@@ -32,7 +33,7 @@ from stream_balancer.core.report import preview
 from stream_balancer.core.state import State
 from stream_balancer.statistics import Statistics
 from stream_balancer.types import Batch
-from stream_balancer.watch.status import SUFFIX, InFlight, LengthRow, NextBatch, RankRow, Status, folder
+from stream_balancer.watch.status import SUFFIX, RankRow, Status, folder
 
 __all__ = ["publish_status", "status_of"]
 
@@ -41,7 +42,9 @@ _MOST_LOOP_TIME = 0.005
 _MOST_PREVIEWED = 16_384
 """Waiting rollouts; beyond, planning the next batch only to show it would hold the loop up."""
 _SEND_TIMEOUT_S = 10.0
+_CONFIG = ("dp_size", "batch_size", "window", "deadline_s", "policy")
 _numbers = itertools.count()
+_log = logging.getLogger("stream_balancer.watch")
 
 
 @asynccontextmanager
@@ -55,187 +58,113 @@ async def publish_status(
     """
     if not interval_s > 0:
         raise ValueError(f"interval_s must be > 0, not {interval_s}")
-    socket_path = Path(path) if path is not None else folder() / f"{os.getpid()}-{next(_numbers)}{SUFFIX}"
-    portal = BlockingPortal()
-    await portal.__aenter__()
-    try:
-        # The first picture takes longest, imports and all. Taken here, it does not stretch the interval of the second.
-        _timed_status(balancer, name)
-        publisher = _Publisher(partial(portal.call, _timed_status, balancer, name), socket_path, interval_s)
+    where = Path(path) if path is not None else folder() / f"{os.getpid()}-{next(_numbers)}{SUFFIX}"
+    latest = _Latest(balancer, name, interval_s)
+    failed: Exception | None = None
+    async with await anyio.create_unix_listener(where, mode=0o600) as listener:
         try:
-            yield socket_path
+            async with anyio.create_task_group() as viewers:
+                viewers.start_soon(_serve, listener, latest)
+                try:
+                    yield where
+                except Exception as error:  # noqa: BLE001  # raised below as it is: a task group would wrap it
+                    failed = error
+                viewers.cancel_scope.cancel()
         finally:
-            with anyio.CancelScope(shield=True):  # in a thread: a viewer may be waiting for the loop
-                await anyio.to_thread.run_sync(publisher.close)
-    finally:
-        await portal.__aexit__(None, None, None)  # not by `async with`, which wraps the block's errors in a group
+            where.unlink(missing_ok=True)
+    if failed is not None:
+        raise failed
 
 
-def _timed_status(balancer: StreamBalancer, name: str) -> tuple[Status, float]:
-    """A picture, and the seconds of the event loop that it took."""
-    began = time.perf_counter()
-    status = status_of(balancer, name)
-    return status, time.perf_counter() - began
-
-
-class _Publisher:
-    """Threads: one that accepts viewers, one for each viewer."""
-
-    def __init__(self, take: Callable[[], tuple[Status, float]], path: Path, interval_s: float) -> None:
-        self._take = take
-        self._path = path
-        self._least_interval_s = interval_s
-        self._interval_s = interval_s
-        self._line = b""
-        self._taken_at = -float("inf")
-        self._taking = threading.Lock()
-        self._closing = threading.Event()
-        self._viewers: list[threading.Thread] = []
-        self._socket = _listen(path)
-        self._acceptor = threading.Thread(target=self._accept_all, name="stream_balancer watch", daemon=True)
-        self._acceptor.start()
-
-    def _accept_all(self) -> None:
-        while True:
-            viewer, _ = self._socket.accept()
-            if self._closing.is_set():
-                viewer.close()
-                return
-            self._viewers = [thread for thread in self._viewers if thread.is_alive()]
-            thread = threading.Thread(target=self._serve, args=[viewer], name="stream_balancer viewer", daemon=True)
-            self._viewers.append(thread)
-            thread.start()
-
-    def _serve(self, viewer: socket.socket) -> None:
-        viewer.settimeout(_SEND_TIMEOUT_S)
-        with viewer, suppress(OSError):  # it left, or does not read
-            while not self._closing.is_set():
-                viewer.sendall(self._latest())
-                self._closing.wait(self._interval_s)
-
-    def _latest(self) -> bytes:
-        """The picture of this moment; all viewers get the same."""
-        with self._taking:  # viewers that ask at the same time wait for one picture, and all get it
-            # 0.9: a thread that woke a little early must not get the old picture and wait a whole interval more
-            if time.monotonic() - self._taken_at >= 0.9 * self._interval_s:
-                status, seconds = self._take()
-                self._interval_s = max(self._least_interval_s, seconds / _MOST_LOOP_TIME)
-                self._line, self._taken_at = status.line(), time.monotonic()
-            return self._line
-
-    def close(self) -> None:
-        """No more viewers; those there see the end of their stream. Blocks until the threads have ended."""
-        self._closing.set()
-        # accept() has no other portable way out than a connection
-        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as waker, suppress(OSError):
-            waker.connect(str(self._path))
-        self._acceptor.join()
-        for thread in self._viewers:
-            thread.join()
-        self._socket.close()
-        self._path.unlink(missing_ok=True)
-
-
-def _listen(path: Path) -> socket.socket:
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+async def _serve(listener: SocketListener, latest: _Latest) -> None:
     try:
-        listener.bind(str(path))
-        path.chmod(0o600)  # before listen(): until then nobody can connect
-        listener.listen()
-    except BaseException:
-        listener.close()
-        raise
-    return listener
+        await listener.serve(partial(_answer, latest))
+    except Exception:  # noqa: BLE001  # no descriptors left, say: the balancer must not stop for that
+        _log.exception("the balancer is no longer published; it goes on")
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The picture; in the event loop's thread
-# ---------------------------------------------------------------------------------------------------------------------
+async def _answer(latest: _Latest, viewer: SocketStream) -> None:
+    async with viewer:
+        try:
+            with anyio.move_on_after(_SEND_TIMEOUT_S):  # of a viewer that does not read
+                await viewer.send(latest.line())
+        except (anyio.BrokenResourceError, anyio.ClosedResourceError):
+            pass  # it left
+        except Exception:  # noqa: BLE001  # nor for that
+            _log.exception("no picture of the balancer could be taken")
+
+
+class _Latest:
+    """The last picture, taken anew when it is old enough."""
+
+    def __init__(self, balancer: StreamBalancer, name: str, interval_s: float) -> None:
+        self._balancer, self._name, self._interval_s = balancer, name, interval_s
+        self._line = b""
+        self._old_at = -float("inf")
+        status_of(balancer, name)  # the first takes longest, imports and all, and would put off the second
+
+    def line(self) -> bytes:
+        """Of now, or almost."""
+        now = time.monotonic()
+        if now >= self._old_at:
+            self._line = status_of(self._balancer, self._name).line()
+            self._old_at = now + max(self._interval_s, (time.monotonic() - now) / _MOST_LOOP_TIME)
+        return self._line
 
 
 def status_of(balancer: StreamBalancer, name: str = "") -> Status:
     """A picture of this moment. O(waiting + ranks), and a plan of the next batch where few enough wait."""
-    statistics = balancer.statistics()
-    state, config = balancer.parts.core.state, balancer.config
-    buffer = state.buffer
+    statistics, now, states = balancer.statistics(), anyio.current_time(), balancer.rank_states()
+    state = balancer.parts.core.state
     return Status(
         time_s=time.time(),
         pid=os.getpid(),
         name=name,
-        dp_size=config.dp_size,
-        batch_size=config.batch_size,
-        window=config.window,
-        deadline_s=config.deadline_s,
-        policy=config.policy,
+        config={knob: getattr(balancer.config, knob) for knob in _CONFIG},
         ended=balancer.ended,
-        waiting=statistics.waiting,
-        waiting_tokens=statistics.waiting_tokens,
-        oldest_wait_s=statistics.oldest_wait_s,
-        lengths=_by_length(buffer.lengths, anyio.current_time() - buffer.arrived_at),
-        blocked_puts=statistics.blocked_puts,
-        reserved=statistics.reserved,
-        accepted=statistics.accepted,
-        acknowledged=statistics.acknowledged,
-        dispatched_tokens=statistics.dispatched_tokens,
-        evicted={str(reason): count for reason, count in statistics.evicted.items()},
-        batches={str(reason): count for reason, count in statistics.batches.items()},
-        idle_fraction=statistics.idle_fraction,
-        unavoidable_idle_fraction=statistics.unavoidable_idle_fraction,
-        measured_idle_fraction=statistics.measured_idle_fraction,
-        next_batch=_next_batch(state) if statistics.waiting <= _MOST_PREVIEWED else None,
-        in_flight=[_in_flight(batch) for batch in balancer.in_flight()],
-        ranks=_ranks(statistics, state.idle.last_s, balancer.rank_states()),
         waits_for=balancer.why_no_batch(),
-        warnings=_warnings(statistics, balancer.rank_states()),
+        statistics={field: getattr(statistics, field) for field in Statistics.__dataclass_fields__},
+        lengths=_by_length(state.buffer.lengths, now - state.buffer.arrived_at),
+        next_batch=_next_batch(state, now) if statistics.waiting <= _MOST_PREVIEWED else None,
+        in_flight=[_in_flight(batch) for batch in balancer.in_flight()],
+        ranks=_ranks(balancer.config.dp_size, state.idle.last_s, states),
+        warnings=_warnings(statistics, states),
     )
 
 
-def _by_length(lengths: np.ndarray, ages_s: np.ndarray) -> list[LengthRow]:
-    if not lengths.size:
-        return []
+def _by_length(lengths: np.ndarray, ages_s: np.ndarray) -> list[tuple[int, int, float]]:
     octaves = np.frexp(lengths.astype(np.float64))[1] - 1  # 2**octave <= length < 2**(octave + 1)
-    counts = np.bincount(octaves)
-    oldest = np.zeros(counts.size)
-    np.maximum.at(oldest, octaves, ages_s)
-    return [
-        LengthRow(1 << octave, int(counts[octave]), float(oldest[octave])) for octave in np.flatnonzero(counts).tolist()
-    ]
+    rows = ((octave, octaves == octave) for octave in np.unique(octaves).tolist())
+    return [(1 << octave, int(of_it.sum()), float(ages_s[of_it].max())) for octave, of_it in rows]
 
 
-def _next_batch(state: State) -> NextBatch | None:
-    plan = preview(state, anyio.current_time())
-    if plan is None:
+def _next_batch(state: State, now: float) -> dict[str, Any] | None:
+    previewed = preview(state, now)
+    if previewed is None:
         return None
-    plan_, tokens = plan
-    return NextBatch(
-        rollouts=sum(len(one) for of_rank in plan_.ranks for one in of_rank),
-        tokens=tokens,
-        imbalance=plan_.imbalance,
-        unavoidable_imbalance=plan_.unavoidable_imbalance,
-    )
+    plan, tokens = previewed
+    return {
+        "rollouts": sum(len(one) for of_rank in plan.ranks for one in of_rank),
+        "tokens": tokens,
+        "imbalance": plan.imbalance,
+        "unavoidable_imbalance": plan.unavoidable_imbalance,
+    }
 
 
-def _in_flight(batch: Batch) -> InFlight:
-    return InFlight(batch.step, batch.reason, batch.num_rollouts, batch.num_tokens, batch.imbalance)
+def _in_flight(batch: Batch) -> dict[str, Any]:
+    return {
+        "step": batch.step,
+        "reason": batch.reason,
+        "rollouts": batch.num_rollouts,
+        "imbalance": batch.imbalance,
+    }
 
 
-def _ranks(statistics: Statistics, last_s: tuple[float, ...], states: list[RankState]) -> list[RankRow]:
-    by_rank: dict[int, RankState] = {state.rank: state for state in states}
-    rows = []
-    for rank, (busy_s, idle_s) in enumerate(
-        zip(statistics.rank_busy_seconds, statistics.rank_idle_seconds, strict=True)
-    ):
-        state = by_rank.get(rank)
-        rows.append(
-            RankRow(
-                rank=rank,
-                busy_s=busy_s,
-                idle_s={str(cause): seconds for cause, seconds in idle_s.items() if seconds},
-                last_step_s=last_s[rank] if last_s else None,
-                queue=None if state is None else state.queue,
-                state="" if state is None else _in_words(state),
-            )
-        )
+def _ranks(dp_size: int, last_s: tuple[float, ...], states: list[RankState]) -> list[RankRow]:
+    rows = [RankRow(last_step_s=seconds) for seconds in last_s or [None] * dp_size]
+    for state in states:
+        row = rows[state.rank]
+        rows[state.rank] = msgspec.structs.replace(row, state=_in_words(state), queue=state.queue)
     return rows
 
 

@@ -11,100 +11,57 @@ import stat
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
-__all__ = ["InFlight", "LengthRow", "NextBatch", "RankRow", "Status", "attach", "folder", "publishing", "recording"]
+__all__ = ["SUFFIX", "RankRow", "Status", "fetch", "folder", "recording"]
 
 SUFFIX = ".sock"
 _FOLDER_MODE = 0o700
-_CONNECT_TIMEOUT_S = 2.0
+_TIMEOUT_S = 60.0
 _MOST_LINE_BYTES = 2**24  # 4,096 ranks are 1 MB
 
 
-class LengthRow(msgspec.Struct, frozen=True):
-    """Waiting rollouts of one length: from ``least`` tokens to below twice that."""
-
-    least: int
-    rollouts: int
-    oldest_s: float
-
-
-class NextBatch(msgspec.Struct, frozen=True):
-    """Batch that would leave now, with predicted loads."""
-
-    rollouts: int
-    tokens: int
-    imbalance: float
-    unavoidable_imbalance: float
-
-
-class InFlight(msgspec.Struct, frozen=True):
-    """A batch that was dispatched and is not yet acknowledged."""
-
-    step: int
-    reason: str
-    rollouts: int
-    tokens: int
-    imbalance: float
-
-
 class RankRow(msgspec.Struct, frozen=True):
-    """One DP rank."""
+    """One DP rank, besides what ``statistics`` says of it."""
 
-    rank: int
-    busy_s: float
-    idle_s: dict[str, float]
-    """By cause."""
-    last_step_s: float | None = None
-    queue: int | None = None
-    """Shares it was sent and has not acknowledged; None unless ``serve()`` runs."""
     state: str = ""
     """"step 7" (it has that, or it is on the way), "waiting", "not connected", "lost: ..."; "" unless ``serve()``
     runs."""
+    queue: int | None = None
+    """Rank batches it was sent and has not acknowledged; None unless ``serve()`` runs."""
+    last_step_s: float | None = None
 
 
-class Status(msgspec.Struct, frozen=True):
+class Status(msgspec.Struct, frozen=True, kw_only=True):
     """A balancer at one moment."""
 
     time_s: float
     """Seconds since 1970."""
     pid: int
     name: str
-    dp_size: int
-    batch_size: int
-    window: int
-    deadline_s: float | None
-    policy: str
+    config: dict[str, Any]
+    """The knobs that are shown."""
     ended: bool
-    waiting: int
-    waiting_tokens: int
-    oldest_wait_s: float
-    lengths: list[LengthRow]
-    blocked_puts: int
-    reserved: int
-    accepted: int
-    acknowledged: int
-    dispatched_tokens: int
-    evicted: dict[str, int]
-    batches: dict[str, int]
-    idle_fraction: float | None
-    unavoidable_idle_fraction: float | None
-    measured_idle_fraction: float | None
-    """None where nothing is known yet."""
-    next_batch: NextBatch | None
-    in_flight: list[InFlight]
-    ranks: list[RankRow]
     waits_for: str
     """What dispatching waits for, in a sentence."""
+    statistics: dict[str, Any]
+    """``sb.Statistics``; None where nothing is known yet."""
+    lengths: list[tuple[int, int, float]]
+    """Waiting rollouts by length: from so many tokens to below twice that; rollouts; seconds the oldest has waited."""
+    next_batch: dict[str, Any] | None
+    """Batch that would leave now: rollouts, tokens, imbalance, unavoidable_imbalance (predicted)."""
+    in_flight: list[dict[str, Any]]
+    """Batches dispatched and not yet acknowledged: step, reason, rollouts, imbalance."""
+    ranks: list[RankRow]
     warnings: list[str]
 
     def line(self) -> bytes:
         """As one line of JSON."""
-        return _ENCODER.encode(self) + b"\n"
+        return msgspec.json.encode(self) + b"\n"
 
 
-_ENCODER = msgspec.json.Encoder()
 _DECODER = msgspec.json.Decoder(Status)
 
 
@@ -122,53 +79,33 @@ def folder() -> Path:
     return path
 
 
-def publishing() -> list[Path]:
-    """Sockets of the balancers that publish now, oldest first. Removes what dead processes have left."""
-    found = []
-    for path in sorted(folder().glob(f"*{SUFFIX}"), key=lambda p: p.stat().st_mtime):
+def fetch(path: Path) -> Status:
+    """The picture of this moment. Raises OSError if nobody answers there, ValueError for what is no picture."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+        connection.settimeout(_TIMEOUT_S)
+        connection.connect(str(path))
         try:
-            _connect(path).close()
-        except ConnectionRefusedError:
-            path.unlink(missing_ok=True)
-        except OSError:
-            continue
-        else:
-            found.append(path)
-    return found
-
-
-def attach(path: Path) -> Iterator[Status]:
-    """Pictures as they come, until the balancer is gone. Raises OSError if nobody listens there, ValueError for what
-    is no picture."""
-    with _connect(path) as connection, connection.makefile("rb") as lines:
-        connection.settimeout(None)
-        yield from _read(lines, str(path))
+            with connection.makefile("rb") as lines:
+                return next(_read(lines, path))
+        except TimeoutError:
+            raise TimeoutError(
+                f"{path}: no answer for {_TIMEOUT_S:g} s: the balancer's event loop is held up"
+            ) from None
+        except StopIteration:
+            raise ConnectionResetError(f"{path}: the balancer went away before it answered") from None
 
 
 def recording(path: Path) -> Iterator[Status]:
     """The pictures of a file, one a line. Raises OSError, and ValueError with the line for what is no picture."""
     with path.open("rb") as lines:
-        yield from _read(lines, str(path))
+        yield from _read(lines, path)
 
 
-def _read(lines: object, where: str) -> Iterator[Status]:
+def _read(lines: Any, where: Path) -> Iterator[Status]:
     number = 0
-    while line := lines.readline(_MOST_LINE_BYTES):  # type: ignore[attr-defined]
+    while (line := lines.readline(_MOST_LINE_BYTES)).endswith(b"\n"):  # otherwise cut off: the writer was killed
         number += 1
-        if not line.endswith(b"\n"):
-            return  # cut off in the middle: the writer was killed
         try:
             yield _DECODER.decode(line)
         except msgspec.DecodeError as error:
             raise ValueError(f"{where}, line {number}, is no picture of a balancer: {error}") from None
-
-
-def _connect(path: Path) -> socket.socket:
-    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    connection.settimeout(_CONNECT_TIMEOUT_S)
-    try:
-        connection.connect(str(path))
-    except BaseException:
-        connection.close()
-        raise
-    return connection
