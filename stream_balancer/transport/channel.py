@@ -25,7 +25,8 @@ import torch
 from torch import Tensor
 
 from stream_balancer.errors import WireError
-from stream_balancer.wire.messages import Message, Owner
+from stream_balancer.wire.messages import Message
+from stream_balancer.wire.partial_share import WantedPayload
 
 __all__ = [
     "Channel",
@@ -103,7 +104,9 @@ class Channel(Protocol):
 
     @property
     def threads(self) -> bool:
-        """False: lives in one event loop, and every call is made there."""
+        """False: lives in one event loop, and every call is made there, but for :meth:`send` to a producer that keeps
+        payloads. That comes from any thread: a finalizer calls it, wherever the last reference to a rollout dies,
+        perhaps inside a garbage collection in the middle of another :meth:`send`."""
         ...
 
     @property
@@ -143,18 +146,12 @@ class PayloadSource(Protocol):
     """Where payloads lie that did not come with their batch, and how to read them: a producer's socket, the memory of
     this process, an object store. Used by one thread, but for :meth:`close`."""
 
-    def read(
-        self,
-        owner: Owner,
-        keys: Sequence[int],
-        targets: Sequence[Sequence[Tensor]],
-        references: Sequence[object],
-    ) -> Mapping[int, str]:
-        """Read what ``owner`` keeps under ``keys`` into ``targets``: for each key its pieces, ``[n]`` uint8 each.
+    def read(self, wanted: Sequence[WantedPayload]) -> Mapping[int, str]:
+        """Read all payloads of a batch into their places, whoever keeps them: it is called once a batch, so that no
+        owner has to wait for another.
 
-        Blocks for as long as the owner takes. Returns why, by index into ``keys``, for each payload that is gone.
-        ``references``: for each key the handle that came with the batch, or None. Raises WireError if the owner answers
-        something else, ClosedResourceError once closed.
+        Blocks for as long as the slowest owner takes. Returns why, by index into ``wanted``, for each payload that is
+        gone. Raises WireError if an owner answers something else, ClosedResourceError once closed.
         """
         ...
 

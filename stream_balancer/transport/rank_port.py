@@ -15,7 +15,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from queue import SimpleQueue
@@ -358,20 +358,15 @@ class RankPort(Session, Port):
     ) -> None:
         skeleton = read_skeleton(message, body, max_bytes=self._max_bytes, num_references=len(references))
         buffer = self._pool.lend(skeleton.batch.total_bytes)
-        missing: list[MissingRollout] = []
-        for owner, indices in skeleton.missing():
-            keys = [skeleton.key(index) for index in indices]
-            targets = skeleton.targets_of(buffer, indices)
-            if self._payloads is None:
-                gone = dict.fromkeys(range(len(keys)), "this rank cannot fetch payloads")
-            else:
-                handles = [skeleton.reference(index, references) for index in indices]
-                gone = dict(self._payloads.read(owner, keys, targets, handles))
-            missing += [
-                MissingRollout(indices[i], skeleton.name(indices[i]), owner.label, gone[i]) for i in sorted(gone)
-            ]
+        wanted = skeleton.wanted(buffer, references)
+        gone: Mapping[int, str] = dict.fromkeys(range(len(wanted)), "this rank cannot fetch payloads")
+        if self._payloads is not None and wanted:
+            gone = self._payloads.read(wanted)
+        missing = [
+            MissingRollout(wanted[i].place, skeleton.name(wanted[i].place), wanted[i].owner.label, gone[i])
+            for i in sorted(gone)
+        ]
         skeleton.finish(buffer)
-        missing.sort(key=lambda one: one.index)
         with self._lock:
             arriving.fetched = skeleton, buffer, [one.index for one in missing]
         self._channel.send(Outgoing(PayloadsFetched(message.step, tuple(missing))))

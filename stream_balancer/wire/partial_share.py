@@ -17,6 +17,7 @@ import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
+from typing import NamedTuple
 
 import msgspec
 import torch
@@ -42,6 +43,7 @@ __all__ = [
     "Lease",
     "RemoteRollout",
     "Skeleton",
+    "WantedPayload",
     "encode_skeleton",
     "is_remote",
     "payload",
@@ -114,6 +116,20 @@ def is_remote(share: RankBatch) -> bool:
     return any(isinstance(r, RemoteRollout) for mb in share.micro_batches for r in mb.rollouts)
 
 
+class WantedPayload(NamedTuple):
+    """A payload that did not come with its batch."""
+
+    place: int
+    """Of its rollout in the rank batch."""
+    owner: Owner
+    key: int
+    """What its owner calls it."""
+    pieces: Sequence[Tensor]
+    """Where it belongs, ``[n]`` uint8 each, in the order of :func:`payload`."""
+    reference: object = None
+    """The handle that came with the batch, where its owner's kind of channel has such (Ray)."""
+
+
 class EncodedSkeleton:
     """A share without what producers hold; used like :class:`stream_balancer.wire.share.Encoded`."""
 
@@ -173,22 +189,21 @@ class Skeleton:
     _meta: _Meta
     _plan: _Plan
 
-    def missing(self) -> list[tuple[Owner, list[int]]]:
-        """(who, the places in the share of the rollouts it has), a pair for each owner."""
-        places: list[list[int]] = [[] for _ in self._described.owners]
-        for place, (owner, _, _) in enumerate(self._described.sources):
-            if owner >= 0:
-                places[owner].append(place)
-        return [(owner, here) for owner, here in zip(self._described.owners, places, strict=True) if here]
-
-    def key(self, place: int) -> int:
-        """What its owner calls the rollout at this place."""
-        return self._described.sources[place][1]
-
-    def reference(self, place: int, references: Sequence[object]) -> object:
-        """Which of the references that came with it belongs to the rollout at this place; None if it has none."""
-        number = self._described.sources[place][2]
-        return None if number < 0 else references[number]
+    def wanted(self, buffer: Tensor, references: Sequence[object] = ()) -> list[WantedPayload]:
+        """What did not come along, and where in ``buffer`` (``[batch.total_bytes]``) it belongs. ``references``: those
+        that came with the skeleton."""
+        rows, owners = self._rows(), self._described.owners
+        return [
+            WantedPayload(
+                place,
+                owners[owner],
+                key,
+                self._pieces(buffer, place, *rows[place]),
+                None if number < 0 else references[number],
+            )
+            for place, (owner, key, number) in enumerate(self._described.sources)
+            if owner >= 0
+        ]
 
     def name(self, place: int) -> str:
         """``rollout_id`` of the rollout at this place."""
@@ -196,15 +211,11 @@ class Skeleton:
 
     def targets(self, buffer: Tensor, places: Sequence[int]) -> list[Tensor]:
         """Where in ``buffer`` the payloads of these rollouts belong, piece by piece, as :func:`payload` gives them."""
-        return [piece for pieces in self.targets_of(buffer, places) for piece in pieces]
-
-    def targets_of(self, buffer: Tensor, places: Sequence[int]) -> list[list[Tensor]]:
-        """:meth:`targets` of each."""
         rows = self._rows()
-        return [self._pieces(buffer, place, *rows[place]) for place in places]
+        return [piece for place in places for piece in self._pieces(buffer, place, *rows[place])]
 
     def finish(self, buffer: Tensor) -> None:
-        """Write the rest, once all that is :meth:`missing` was written to its targets: the description, what came
+        """Write the rest, once all that is :meth:`wanted` was written to its places: the description, what came
         with the skeleton, and what padding copies differ in. Raises WireError if the sizes do not fit."""
         packed = self._described.share
         buffer[: len(packed)] = torch.frombuffer(bytearray(packed), dtype=torch.uint8)

@@ -17,7 +17,7 @@ from stream_balancer.testing import make_rollouts
 from stream_balancer.transport.memory import MemoryTransport
 from stream_balancer.types import RankBatch, Rollout
 from stream_balancer.wire.messages import Owner, RolloutHeader
-from stream_balancer.wire.partial_share import Lease, payload
+from stream_balancer.wire.partial_share import Lease, WantedPayload, payload
 from stream_balancer.wire.rollouts import decode_kept, encode_rollout
 
 pytestmark = pytest.mark.anyio
@@ -44,17 +44,15 @@ class Kept:
         named = RolloutHeader(header.meta_bytes, header.meta_crc, header.wire_bytes, header.total_bytes, key)
         return decode_kept(named, buffer, OWNER, Lease())
 
-    def read(
-        self, owner: Owner, keys: Sequence[int], targets: Sequence[Sequence[Tensor]], references: Sequence[object]
-    ) -> Mapping[int, str]:
+    def read(self, wanted: Sequence[WantedPayload]) -> Mapping[int, str]:
         """See PayloadSource."""
         self.num_reads += 1
         gone = {}
-        for index, (key, pieces) in enumerate(zip(keys, targets, strict=True)):
-            if key in self.gone:
+        for index, one in enumerate(wanted):
+            if one.key in self.gone:
                 gone[index] = "connection closed by peer"
                 continue
-            for piece, data in zip(pieces, self.payloads[key], strict=True):
+            for piece, data in zip(one.pieces, self.payloads[one.key], strict=True):
                 piece.copy_(data)
         return gone
 
@@ -226,9 +224,7 @@ class _Stuck(Kept):
         super().__init__()
         self._kept, self._die = kept, die
 
-    def read(
-        self, owner: Owner, keys: Sequence[int], targets: Sequence[Sequence[Tensor]], references: Sequence[object]
-    ) -> Mapping[int, str]:
+    def read(self, wanted: Sequence[WantedPayload]) -> Mapping[int, str]:
         """See PayloadSource."""
         self._die()  # type: ignore[operator]
         raise sb.ClosedResourceError

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from stream_balancer.transport.sockets import payloads
 from stream_balancer.transport.sockets.hub import Hub
 from stream_balancer.transport.sockets.payloads import Fetcher, PayloadServer
 from stream_balancer.wire.messages import Owner
-from stream_balancer.wire.partial_share import payload
+from stream_balancer.wire.partial_share import WantedPayload, payload
 
 ROLLOUTS = {key: make_rollout(5 + key, f"r{key}", seed=key) for key in range(4)}
 
@@ -44,16 +45,20 @@ def places(key: int, *, spare: int = 0) -> list[torch.Tensor]:
     return [torch.zeros(piece.numel() + spare, dtype=torch.uint8) for piece in payload(ROLLOUTS[key])]
 
 
+def wanted(owner: Owner, keys: Iterable[int], targets: Sequence[Sequence[torch.Tensor]]) -> list[WantedPayload]:
+    return [WantedPayload(key, owner, key, pieces) for key, pieces in zip(keys, targets, strict=True)]
+
+
 def test_payloads_are_read_into_their_places_and_missing_ones_are_named(owner: tuple[PayloadServer, Owner]) -> None:
     server, where = owner
     fetcher, targets = Fetcher(), [places(key) for key in range(4)]
     for _ in range(2):
-        assert fetcher.read(where, range(4), targets) == {}
+        assert fetcher.read(wanted(where, range(4), targets)) == {}
         for key, pieces in enumerate(targets):
             assert all(a.equal(b) for a, b in zip(pieces, payload(ROLLOUTS[key]), strict=True))
     server.drop([1, 3])
     targets = [places(key) for key in range(4)]
-    gone = fetcher.read(where, range(4), targets)
+    gone = fetcher.read(wanted(where, range(4), targets))
     assert gone == {1: "it does not have payload 1", 3: "it does not have payload 3"}
     assert all(a.equal(b) for a, b in zip(targets[2], payload(ROLLOUTS[2]), strict=True))
     assert not any(piece.any() for piece in targets[1])
@@ -63,14 +68,14 @@ def test_payloads_are_read_into_their_places_and_missing_ones_are_named(owner: t
 def test_other_sizes_than_were_described_are_refused(owner: tuple[PayloadServer, Owner]) -> None:
     fetcher = Fetcher()
     with pytest.raises(WireError, match=r"other sizes|another size"):
-        fetcher.read(owner[1], [0], [places(0, spare=8)])
-    assert fetcher.read(owner[1], [0], [places(0)]) == {}, "the next one is asked for over a new connection"
+        fetcher.read(wanted(owner[1], [0], [places(0, spare=8)]))
+    assert fetcher.read(wanted(owner[1], [0], [places(0)])) == {}, "the next one is asked for over a new connection"
     fetcher.close()
 
 
 def test_an_owner_that_is_gone_has_nothing() -> None:
     fetcher = Fetcher()
-    gone = fetcher.read(Owner("127.0.0.1", 1, "a token of nobody", "it"), [4, 7], [places(0), places(1)])
+    gone = fetcher.read(wanted(Owner("127.0.0.1", 1, "a token of nobody", "it"), [4, 7], [places(0), places(1)]))
     assert sorted(gone) == [0, 1]
     assert "refused" in gone[0]
     fetcher.close()
@@ -92,7 +97,7 @@ def test_who_waits_for_an_owner_that_does_not_answer_is_woken_by_close(
 
     def read() -> None:
         try:
-            fetcher.read(where, [0], [places(0)])
+            fetcher.read(wanted(where, [0], [places(0)]))
         except ClosedResourceError as error:
             errors.append(error)
 
@@ -103,3 +108,64 @@ def test_who_waits_for_an_owner_that_does_not_answer_is_woken_by_close(
     thread.join(20)
     answers.set()
     assert len(errors) == 1
+
+
+@pytest.mark.parametrize("owner", ["a socket"], indirect=True)
+def test_the_number_of_a_socket_that_is_read_is_not_given_to_another_file(
+    owner: tuple[PayloadServer, Owner], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """close() comes from another thread, perhaps just before a read: that must not read from another file."""
+    about_to_read, go_on = threading.Event(), threading.Event()
+    numbers: list[int] = []
+
+    def stopped(sock: socket.socket, views: object) -> None:
+        numbers.append(sock.fileno())
+        about_to_read.set()
+        go_on.wait(20)
+        raise ConnectionResetError
+
+    monkeypatch.setattr(payloads, "_receive", stopped)
+    fetcher = Fetcher()
+
+    def read() -> None:
+        with pytest.raises(ClosedResourceError):
+            fetcher.read(wanted(owner[1], [0], [places(0)]))
+
+    thread = threading.Thread(target=read)
+    thread.start()
+    assert about_to_read.wait(20)
+    fetcher.close()
+    with socket.socket() as other:
+        assert other.fileno() != numbers[0]
+    go_on.set()
+    thread.join(20)
+    with socket.socket() as other:
+        assert other.fileno() <= numbers[0], "it was closed after all"
+
+
+def test_all_owners_are_asked_before_the_first_answer_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that a batch waits for the slowest of them, not for one after the other."""
+    asked = threading.Barrier(3)
+    servers = [PayloadServer() for _ in range(3)]
+    monkeypatch.setattr(payloads, "_HERE", {})  # else they are found in this process, without a socket
+    hubs, owners = [], []
+    for key, server in enumerate(servers):
+
+        def get(key: int, get: Callable[[int], object] = server.get) -> object:
+            asked.wait(20)
+            return get(key)
+
+        monkeypatch.setattr(server, "get", get)
+        server.keep(key, ROLLOUTS[key])
+        owners.append(server.listen("127.0.0.1", f"owner {key}"))
+        hubs.append(Hub("sb-owner", lambda: True))
+        hubs[-1].start()
+        hubs[-1].do(lambda server=server, hub=hubs[-1]: server.serve(hub))  # type: ignore[misc]
+    fetcher = Fetcher()
+    want = [WantedPayload(key, owners[key], key, places(key)) for key in range(3)]
+    assert fetcher.read(want) == {}
+    for one in want:
+        assert all(a.equal(b) for a, b in zip(one.pieces, payload(ROLLOUTS[one.key]), strict=True))
+    fetcher.close()
+    for hub in hubs:
+        hub.close()

@@ -82,10 +82,9 @@ def completed(frame: Frame, body: torch.Tensor, held: dict[tuple[str, int], Roll
     """What a rank does, with producers at hand."""
     skeleton = read_skeleton(frame, body, max_bytes=MAX_BYTES)
     buffer = torch.full((skeleton.batch.total_bytes,), 255, dtype=torch.uint8)
-    for owner, places in skeleton.missing():
-        parts = [part for place in places for part in payload(held[owner.label, skeleton.key(place)])]
-        for part, target in zip(parts, skeleton.targets(buffer, places), strict=True):
-            target.copy_(part)
+    for one in skeleton.wanted(buffer):
+        for part, piece in zip(payload(held[one.owner.label, one.key]), one.pieces, strict=True):
+            piece.copy_(part)
     skeleton.finish(buffer)
     return wire.decode(skeleton.batch, buffer)
 
@@ -185,10 +184,8 @@ def hostile_skeletons(cases: int, seed: int) -> tuple[int, int]:
             received = torch.frombuffer(bytearray(raw), dtype=torch.uint8)
             skeleton = read_skeleton(mutated, received, max_bytes=MAX_BYTES)
             buffer = torch.zeros(skeleton.batch.total_bytes, dtype=torch.uint8)
-            for _, places in skeleton.missing():
-                assert sum(target.numel() for target in skeleton.targets(buffer, places)) <= buffer.numel() * len(
-                    places
-                )
+            for one in skeleton.wanted(buffer):
+                assert sum(piece.numel() for piece in one.pieces) <= buffer.numel()
             skeleton.finish(buffer)
             _use(wire.decode(skeleton.batch, buffer))
         except WireError:

@@ -9,7 +9,6 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from torch import Tensor
 
 import stream_balancer as sb
 from stream_balancer.errors import WireError, WouldBlock
@@ -21,6 +20,7 @@ from stream_balancer.transport.rank_session import RankSession
 from stream_balancer.types import RankBatch
 from stream_balancer.wire import messages as m
 from stream_balancer.wire.messages import Message
+from stream_balancer.wire.partial_share import WantedPayload
 
 JOIN = m.JoinRank(0, 1, 0, depth=2, max_batch_bytes=2**20)
 
@@ -367,11 +367,9 @@ class _Source:
     def __init__(self, gone: Mapping[int, str]) -> None:
         self.gone, self.closed = gone, threading.Event()
 
-    def read(
-        self, owner: m.Owner, keys: Sequence[int], targets: Sequence[Sequence[Tensor]], references: Sequence[object]
-    ) -> Mapping[int, str]:
-        for pieces in targets:
-            for piece in pieces:
+    def read(self, wanted: Sequence[WantedPayload]) -> Mapping[int, str]:
+        for one in wanted:
+            for piece in one.pieces:
                 piece.fill_(1)
         return self.gone
 

@@ -29,7 +29,7 @@ from stream_balancer.transport.ray.bundles import (
 )
 from stream_balancer.types import Rollout
 from stream_balancer.wire.messages import Owner
-from stream_balancer.wire.partial_share import RemoteRollout, payload
+from stream_balancer.wire.partial_share import RemoteRollout, WantedPayload, payload
 
 OWNER = Owner("node", 0, "", "worker 7 on node abc")
 Objects = dict[str, NDArray[np.uint8]]
@@ -105,6 +105,13 @@ def test_what_is_described_is_all_that_the_balancer_asks_about() -> None:
         )
 
 
+def wanted(stored: Sequence[RemoteRollout], targets: Sequence[Sequence[torch.Tensor]]) -> list[WantedPayload]:
+    return [
+        WantedPayload(place, one.owner, one.key, pieces, one.lease.reference)
+        for place, (one, pieces) in enumerate(zip(stored, targets, strict=True))
+    ]
+
+
 @given(
     st.lists(st.lists(st.integers(1, 40), min_size=1, max_size=4), min_size=1, max_size=4),
     st.randoms(use_true_random=False),
@@ -118,8 +125,7 @@ def test_payloads_are_read_out_of_many_objects(lengths: list[list[int]], choose:
     choose.shuffle(pairs)
     targets = [[torch.zeros_like(piece) for piece in payload(real)] for real, _ in pairs]
     store = ObjectStore(fetch_from(objects))
-    missing = store.read(OWNER, [s.key for _, s in pairs], targets, [s.lease.reference for _, s in pairs])
-    assert not missing
+    assert not store.read(wanted([stored for _, stored in pairs], targets))
     for (real, _), pieces in zip(pairs, targets, strict=True):
         assert [piece.tolist() for piece in pieces] == [piece.tolist() for piece in payload(real)]
 
@@ -132,9 +138,7 @@ def test_what_is_gone_is_named_and_the_rest_is_read() -> None:
     order = [stored[2], stored[0], stored[3], stored[1]]
     real = {r.rollout_id: r for r in (*kept, *gone)}
     targets = [[torch.zeros_like(piece) for piece in payload(real[s.rollout_id])] for s in order]
-    missing = ObjectStore(fetch_from(objects)).read(
-        OWNER, [s.key for s in order], targets, [s.lease.reference for s in order]
-    )
+    missing = ObjectStore(fetch_from(objects)).read(wanted(order, targets))
     assert missing == {0: "KeyError", 2: "KeyError"}
     assert all(torch.equal(a, b) for a, b in zip(targets[1], payload(kept[0]), strict=True))
     assert all(torch.equal(a, b) for a, b in zip(targets[3], payload(kept[1]), strict=True))

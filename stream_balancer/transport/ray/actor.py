@@ -32,8 +32,8 @@ _MAX_OVER = 1000  # channels that are over; each asks a last time within millise
 
 
 class ActorChannel(ChannelEnd):
-    """The actor's end. Belongs to its event loop, but :meth:`send` may be called from any thread: a finalizer calls it,
-    wherever the last reference to a rollout dies."""
+    """The actor's end. Belongs to its event loop, but :meth:`send` may be called from any thread: see
+    :attr:`~stream_balancer.transport.channel.Channel.threads`."""
 
     threads = False
 

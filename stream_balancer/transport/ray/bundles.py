@@ -29,7 +29,7 @@ from torch import Tensor
 from stream_balancer.transport.channel import PayloadSource, Source
 from stream_balancer.types import SUPPORTED_DTYPES, MicroBatch, RankBatch, Rollout
 from stream_balancer.wire.messages import Owner, RolloutHeader
-from stream_balancer.wire.partial_share import Lease, RemoteRollout
+from stream_balancer.wire.partial_share import Lease, RemoteRollout, WantedPayload
 from stream_balancer.wire.share import _DECODER, ALIGNMENT, Encoded, Frame, _Meta, decode, encode
 
 __all__ = [
@@ -236,24 +236,18 @@ class ObjectStore(PayloadSource):
     def __init__(self, fetch: Fetch = fetch_objects) -> None:
         self._fetch = fetch
 
-    def read(
-        self,
-        owner: Owner,
-        keys: Sequence[int],
-        targets: Sequence[Sequence[Tensor]],
-        references: Sequence[object],
-    ) -> Mapping[int, str]:
-        """``keys`` are places in the objects."""
-        distinct = list(dict.fromkeys(references))
+    def read(self, wanted: Sequence[WantedPayload]) -> Mapping[int, str]:
+        """Keys are places in the objects. Asks Ray once: it brings what lies on other nodes side by side."""
+        distinct = list(dict.fromkeys(one.reference for one in wanted))
         found = dict(zip(distinct, self._fetch(distinct), strict=True))
         opened = {one: _Object(array) for one, array in found.items() if not isinstance(array, Exception)}
-        missing: dict[int, str] = {}
-        for number, (key, pieces, reference) in enumerate(zip(keys, targets, references, strict=True)):
-            if reference in opened:
-                opened[reference].read(key, pieces)
+        gone: dict[int, str] = {}
+        for number, one in enumerate(wanted):
+            if one.reference in opened:
+                opened[one.reference].read(one.key, one.pieces)
             else:
-                missing[number] = type(found[reference]).__name__
-        return missing
+                gone[number] = type(found[one.reference]).__name__
+        return gone
 
     def close(self) -> None:
         """Nothing to release; a fetch ends when Ray has found the object, or given it up."""

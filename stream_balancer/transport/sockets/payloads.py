@@ -17,7 +17,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from itertools import chain, islice
 
 from torch import Tensor
@@ -40,7 +40,7 @@ from stream_balancer.wire.messages import (
     WantPayloads,
     WelcomeProducer,
 )
-from stream_balancer.wire.partial_share import payload
+from stream_balancer.wire.partial_share import WantedPayload, payload
 
 __all__ = ["Fetcher", "PayloadServer"]
 
@@ -143,46 +143,86 @@ def _source(pieces: Sequence[Tensor]) -> Source:
 
 
 class Fetcher(PayloadSource):
-    """Reads payloads of any owner."""
+    """Reads payloads of any owner: all are asked before the first answer is read."""
 
     def __init__(self) -> None:
         self._open: dict[Owner, socket.socket] = {}
         self._lock = threading.Lock()
-        self._closed = False
+        self._closed = self._reading = False
 
-    def read(
-        self,
-        owner: Owner,
-        keys: Sequence[int],
-        targets: Sequence[Sequence[Tensor]],
-        references: Sequence[object] = (),
-    ) -> Mapping[int, str]:
-        here = _HERE.get(owner.token)
-        if here is not None:
-            return _copy(here, keys, targets)
+    def read(self, wanted: Sequence[WantedPayload]) -> Mapping[int, str]:
         gone: dict[int, str] = {}
-        try:
-            for first in range(0, len(keys), MAX_ENTRIES):
-                part = slice(first, first + MAX_ENTRIES)
-                gone |= {first + index: why for index, why in self._fetch(owner, keys[part], targets[part]).items()}
-        except OSError as error:
-            self._forget(owner)
-            if self._closed:
-                raise ClosedResourceError from None
-            gone = dict.fromkeys(range(len(keys)), str(error))
-        except WireError:
-            self._forget(owner)
-            raise
+        by_owner: dict[Owner, dict[int, WantedPayload]] = {}
+        for number, one in enumerate(wanted):
+            here = _HERE.get(one.owner.token)
+            if here is None:
+                by_owner.setdefault(one.owner, {})[number] = one
+            elif (why := _copy(here, one)) is not None:
+                gone[number] = why
+        with self._using_sockets(by_owner):
+            gone |= self._read_over_sockets(by_owner)
         return gone
 
     def close(self) -> None:
-        self._closed = True
         with self._lock:
+            self._closed = True
             for sock in self._open.values():
                 with suppress(OSError):
                     sock.shutdown(socket.SHUT_RDWR)  # wakes a thread that reads; closing would not
-                sock.close()
-            self._open.clear()
+            if not self._reading:
+                self._close_all()
+
+    @contextmanager
+    def _using_sockets(self, owners: Iterable[Owner]) -> Iterator[None]:
+        """A thread that reads closes its sockets by itself: were they closed under it, their numbers could be those of
+        other files by the time it asks the system to read."""
+        with self._lock:
+            if self._closed:
+                raise ClosedResourceError
+            self._reading = True
+        try:
+            yield
+        except BaseException:
+            for owner in owners:  # what some of them send by now answers nothing
+                self._forget(owner)
+            raise
+        finally:
+            self._stop_reading()
+
+    def _stop_reading(self) -> None:
+        with self._lock:
+            self._reading = False
+            if self._closed:
+                self._close_all()
+
+    def _close_all(self) -> None:
+        for sock in self._open.values():
+            sock.close()
+        self._open.clear()
+
+    def _read_over_sockets(self, by_owner: Mapping[Owner, Mapping[int, WantedPayload]]) -> dict[int, str]:
+        requests = [
+            (owner, part)
+            for owner, theirs in by_owner.items()
+            for first in range(0, len(theirs), MAX_ENTRIES)
+            if (part := dict(islice(theirs.items(), first, first + MAX_ENTRIES)))
+        ]
+        gone: dict[int, str] = {}
+        lost: dict[Owner, str] = {}
+        for act in (self._ask, self._receive):
+            for owner, part in requests:
+                if owner in lost:
+                    continue
+                try:
+                    gone |= act(owner, part)
+                except OSError as error:
+                    if self._closed:
+                        raise ClosedResourceError from None
+                    self._forget(owner)
+                    lost[owner] = str(error)
+        for owner, why in lost.items():
+            gone |= dict.fromkeys(by_owner[owner], why)
+        return gone
 
     def _forget(self, owner: Owner) -> None:
         with self._lock:
@@ -190,9 +230,13 @@ class Fetcher(PayloadSource):
         if sock is not None:
             sock.close()
 
-    def _fetch(self, owner: Owner, keys: Sequence[int], targets: Sequence[Sequence[Tensor]]) -> dict[int, str]:
+    def _ask(self, owner: Owner, part: Mapping[int, WantedPayload]) -> dict[int, str]:
+        keys = tuple(one.key for one in part.values())
+        self._connected(owner).sendall(frame(WantPayloads(0, keys)))
+        return {}
+
+    def _receive(self, owner: Owner, part: Mapping[int, WantedPayload]) -> dict[int, str]:
         sock = self._connected(owner)
-        sock.sendall(frame(WantPayloads(0, tuple(keys))))
         header = bytearray(HEADER_BYTES)
         _receive(sock, [memoryview(header)])
         size, crc = read_header(header)
@@ -202,14 +246,14 @@ class Fetcher(PayloadSource):
         if not isinstance(answer, Payloads):
             raise WireError(f"producer {owner.label} sent a {type(answer).__name__} message instead of payloads")
         missing = set(answer.missing)
-        wanted = [pieces for key, pieces in zip(keys, targets, strict=True) if key not in missing]
-        if list(sizes) != [sum(piece.numel() for piece in pieces) for pieces in wanted]:
+        coming = [one.pieces for one in part.values() if one.key not in missing]
+        if list(sizes) != [sum(piece.numel() for piece in pieces) for pieces in coming]:
             raise WireError(
                 f"producer {owner.label} sends payloads of other sizes than it described. Install one stream_balancer "
                 "everywhere"
             )
-        _receive(sock, [piece.numpy().data for piece in chain.from_iterable(wanted)])
-        return {index: f"it does not have payload {key}" for index, key in enumerate(keys) if key in missing}
+        _receive(sock, [piece.numpy().data for piece in chain.from_iterable(coming)])
+        return {number: _does_not_have(one.key) for number, one in part.items() if one.key in missing}
 
     def _connected(self, owner: Owner) -> socket.socket:
         sock = self._open.get(owner)
@@ -228,18 +272,20 @@ class Fetcher(PayloadSource):
         return sock
 
 
-def _copy(here: PayloadServer, keys: Sequence[int], targets: Sequence[Sequence[Tensor]]) -> dict[int, str]:
-    gone: dict[int, str] = {}
-    for index, (key, pieces) in enumerate(zip(keys, targets, strict=True)):
-        kept = here.get(key)
-        if kept is None:
-            gone[index] = f"it does not have payload {key}"
-            continue
-        if [part.numel() for part in kept] != [piece.numel() for piece in pieces]:
-            raise WireError("a producer in this process keeps a payload of another size than was described")
-        for part, piece in zip(kept, pieces, strict=True):
-            piece.copy_(part)
-    return gone
+def _copy(here: PayloadServer, one: WantedPayload) -> str | None:
+    """Why it is gone, if it is."""
+    kept = here.get(one.key)
+    if kept is None:
+        return _does_not_have(one.key)
+    if [part.numel() for part in kept] != [piece.numel() for piece in one.pieces]:
+        raise WireError("a producer in this process keeps a payload of another size than was described")
+    for part, piece in zip(kept, one.pieces, strict=True):
+        piece.copy_(part)
+    return None
+
+
+def _does_not_have(key: int) -> str:
+    return f"it does not have payload {key}"
 
 
 def _receive(sock: socket.socket, views: Iterable[memoryview]) -> None:
