@@ -204,6 +204,7 @@ _OPTIONAL_INTS = (
     "max_tokens_per_micro_batch",
     "group_size",
 )
+_MAY_BE_AUTO = ("window", "max_skips")
 _CHOICES = {
     "counts": get_args(Counts),
     "sync": get_args(Sync),
@@ -217,7 +218,8 @@ _CHOICES = {
 
 def _check_int(name: str, value: object, *, least: int = 1) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ConfigError(f"{name} must be an int >= {least}, not {value!r}")
+        also = ' or "auto"' if name in _MAY_BE_AUTO else ""
+        raise ConfigError(f"{name} must be an int >= {least}{also}, not {value!r}")
 
 
 def _check_values(config: BalancerConfig) -> None:
@@ -225,7 +227,7 @@ def _check_values(config: BalancerConfig) -> None:
     for name in _POSITIVE_INTS:
         _check_int(name, getattr(config, name))
     for name in _OPTIONAL_INTS:
-        auto = name in ("window", "max_skips") and getattr(config, name) == "auto"
+        auto = name in _MAY_BE_AUTO and getattr(config, name) == "auto"
         if getattr(config, name) is not None and not auto:
             _check_int(name, getattr(config, name))
     for name in ("max_staleness", "remember_ids"):

@@ -87,6 +87,12 @@ def test_what_is_no_address_is_an_error_at_once(tries: Tries, address: str) -> N
 
 
 @pytest.mark.parametrize("tries", TRIES)
+def test_a_source_of_another_kind_is_an_error_at_once(tries: Tries) -> None:
+    with pytest.raises(TypeError, match="29400 says nothing of a controller: expected its address"):
+        tries(29400)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("tries", TRIES)
 @pytest.mark.parametrize("says", [b"SSH-2.0-OpenSSH_9.6\r\n", b"HTTP/1.1 400 Bad Request\r\n\r\n", bytes(100)])
 def test_something_else_that_answers_is_an_error(tries: Tries, says: bytes) -> None:
     with foreign_server(says) as address:

@@ -119,7 +119,7 @@ class Joiner:
 
     def __init__(self, source: Where, *, name: str, token: str | None, connect_timeout_s: float | None = None) -> None:
         """``connect_timeout_s``: for the first connection; None = as long as it takes. Raises ValueError for a bad
-        address or token."""
+        address or token, TypeError for a source of another kind."""
         if connect_timeout_s is not None and not connect_timeout_s > 0:
             raise ValueError(f"connect_timeout_s must be > 0 or None, not {connect_timeout_s}")
         self._address = parse_address(source) if isinstance(source, str) else None
@@ -235,7 +235,14 @@ class Joiner:
 def _lookup(source: Where, name: str) -> Lookup | None:
     if isinstance(source, str):
         return None
-    return Directory(source, name) if isinstance(source, Store) else source
+    if isinstance(source, Store):
+        return Directory(source, name)
+    if not hasattr(source, "read"):  # here, or it would be an AttributeError in a thread, long after the mistake
+        raise TypeError(
+            f"{source!r} says nothing of a controller: expected its address 'tcp://host:port', the store of "
+            "torch.distributed that it is in, or a RayBalancer"
+        )
+    return source
 
 
 def receive_message(sock: socket.socket) -> Message:
