@@ -17,6 +17,7 @@ import time
 import anyio
 import torch
 import torch.distributed as dist
+from _common import Rows
 
 from stream_balancer.controller.serve import serve
 from stream_balancer.rank.feed import RankFeed
@@ -76,7 +77,7 @@ def rank_main(rank: int, address: str, port: int, rounds: int, shared_memory: bo
     print(json.dumps({"times": times, "equal": sums["quiet"] == sums["beside"]}))
 
 
-async def measure(num_tokens: int, rounds: int, shared_memory: bool) -> dict[str, object]:
+async def measure(rows: Rows, num_tokens: int, rounds: int, shared_memory: bool) -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     balancer = Repeating(num_tokens, rounds * STEPS_PER_ROUND)
@@ -89,16 +90,15 @@ async def measure(num_tokens: int, rounds: int, shared_memory: bool) -> dict[str
     median = {kind: statistics.median(told[0]["times"][kind]) for kind in ("quiet", "beside")}
     if not all(one["equal"] for one in told):
         raise SystemExit("FAILED: sums beside the feed differ from sums without it")
-    return {
-        "name": f"all_reduce_4MB_beside_{'shared' if shared_memory else 'sockets'}",
-        "quiet_ms": round(1e3 * median["quiet"], 2),
-        "beside_ms": round(1e3 * median["beside"], 2),
-        "value": round(median["beside"] / median["quiet"], 3),
-        "unit": "ratio",
-        "results": "bit-equal",
-        "bar": BAR,
-        "holds": median["beside"] <= BAR * median["quiet"],
-    }
+    rows.add(
+        f"all_reduce_4MB_beside_{'shared' if shared_memory else 'sockets'}",
+        median["beside"] / median["quiet"],
+        "ratio",
+        BAR,
+        quiet_ms=round(1e3 * median["quiet"], 2),
+        beside_ms=round(1e3 * median["beside"], 2),
+        results="bit-equal",
+    )
 
 
 def main() -> None:
@@ -115,12 +115,7 @@ def main() -> None:
     torch.set_num_threads(1)
     num_tokens = int(options.megabytes * 1e6 / 4 / 8)  # four rollouts a rank, 8 bytes a token on the wire
     for shared_memory in (False, True):
-        row = anyio.run(measure, num_tokens, options.rounds, shared_memory)
-        verdict = "holds" if row["holds"] else "MISSED"
-        text = "{name:30} {quiet_ms} ms alone, {beside_ms} ms beside, ratio {value}, {results}, bar {bar}: ".format(
-            **row
-        )
-        print(json.dumps(row) if options.json else text + verdict)
+        anyio.run(measure, Rows(options.json), num_tokens, options.rounds, shared_memory)
 
 
 if __name__ == "__main__":

@@ -5,9 +5,7 @@
 
 from __future__ import annotations
 
-import argparse
 import io
-import json
 import statistics
 import time
 from collections.abc import Awaitable, Callable, Iterator
@@ -15,6 +13,7 @@ from typing import Any
 
 import anyio
 import torch
+from _common import Rows, arguments
 
 import stream_balancer as sb
 from stream_balancer.controller.checkpoint import state_dict
@@ -82,16 +81,9 @@ def small(number: int) -> sb.Rollout:
     )
 
 
-async def measure(gigabytes: float, repeats: int) -> list[dict[str, Any]]:
+async def measure(rows: Rows, gigabytes: float, repeats: int) -> None:
     count = int(gigabytes * 1e9 / TOKENS / BYTES_PER_TOKEN)
     config = sb.BalancerConfig(dp_size=8, batch_size=256, window=4 * count, capacity=8 * count)
-    rows: list[dict[str, Any]] = []
-
-    def row(name: str, value: float, unit: str, bar: float | None = None) -> None:
-        rows.append({"name": name, "value": round(value, 2), "unit": unit})
-        if bar is not None:
-            rows[-1] |= {"bar": f"<= {bar:g}", "holds": value <= bar}
-
     async with sb.StreamBalancer(config) as balancer:
         for number in range(count):
             balancer.put_nowait(rollout(number))
@@ -114,39 +106,31 @@ async def measure(gigabytes: float, repeats: int) -> list[dict[str, Any]]:
             beside.append(await longest_stall_ms(balancer, spare, in_a_thread))
         began = time.perf_counter()
         balancer.snapshot()
-        row(f"snapshot() of {held:.2f} GB in {count} rollouts", 1e3 * (time.perf_counter() - began), "ms")
-        row("loop stall without a checkpoint, median", statistics.median(quiet), "ms")
-        row("loop stall during a checkpoint in a thread, median", statistics.median(beside), "ms", 20.0)
-        row("loop stall during a checkpoint in a thread, worst", max(beside), "ms")
-        row("checkpoint in a thread", statistics.median(took), "s")
+        rows.add(f"snapshot() of {held:.2f} GB in {count} rollouts", 1e3 * (time.perf_counter() - began), "ms")
+        rows.add("loop stall without a checkpoint, median", statistics.median(quiet), "ms")
+        rows.add("loop stall during a checkpoint in a thread, median", statistics.median(beside), "ms", 20.0)
+        rows.add("loop stall during a checkpoint in a thread, worst", max(beside), "ms")
+        rows.add("checkpoint in a thread", statistics.median(took), "s")
         began = time.perf_counter()
         state_dict(balancer.snapshot())
-        row("state_dict() in the loop's thread: the loop stands still for", 1e3 * (time.perf_counter() - began), "ms")
+        rows.add(
+            "state_dict() in the loop's thread: the loop stands still for", 1e3 * (time.perf_counter() - began), "ms"
+        )
     file = io.BytesIO()
     began = time.perf_counter()
     torch.save(states[0], file)
-    row("torch.save to memory", time.perf_counter() - began, "s")
+    rows.add("torch.save to memory", time.perf_counter() - began, "s")
     file.seek(0)
     began = time.perf_counter()
     async with sb.StreamBalancer(config) as balancer:
         balancer.load_state_dict(torch.load(file, weights_only=True))
-        row("torch.load and load_state_dict", time.perf_counter() - began, "s")
-    return rows
+        rows.add("torch.load and load_state_dict", time.perf_counter() - began, "s")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", action="store_true", help="one JSON object a row")
-    parser.add_argument("--gigabytes", type=float, default=1.0)
-    parser.add_argument("--repeats", type=int, default=5)
-    options = parser.parse_args()
+    options = arguments(__doc__, gigabytes=1.0, repeats=5)
     torch.set_num_threads(1)
-    for row in anyio.run(measure, options.gigabytes, options.repeats):
-        if options.json:
-            print(json.dumps(row), flush=True)
-        else:
-            bar = f"   bar {row['bar']}: {'holds' if row['holds'] else 'MISSED'}" if "bar" in row else ""
-            print(f"{row['name']:<70} {row['value']:>10} {row['unit']}{bar}", flush=True)
+    anyio.run(measure, Rows(options.json), options.gigabytes, options.repeats)
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ from typing import Any, cast
 import anyio
 import torch
 import torch.distributed as dist
+from _common import Rows
 
 import stream_balancer as sb
 from stream_balancer.controller.producers import attend
@@ -244,11 +245,7 @@ def main() -> None:
         as_peer(*json.loads(options.as_peer))
         return
     torch.set_num_threads(1)
-    rows: list[dict[str, Any]] = []
-
-    def row(name: str, value: float, unit: str) -> None:
-        rows.append({"name": name, "value": round(value, 4), "unit": unit})
-
+    row = Rows(options.json).add
     rates = raw(ROUNDS)
     for megabytes, rate in rates.items():
         row(f"raw_gloo_{megabytes}{'' if megabytes == 'ping' else 'MB'}", rate, "ms" if megabytes == "ping" else "MB/s")
@@ -271,8 +268,6 @@ def main() -> None:
         rest = payload * (1 - 64 / (2 * STREAM_PUTS))  # timed from the 64th rollout on
         row(f"2x2_{name}", rest / 1e6 / statistics.median(seconds for seconds, _ in runs), "MB/s")
         row(f"2x2_{name}_controller_bytes", statistics.median(total for _, total in runs) / payload, "of payload")
-    for one in rows:
-        print(json.dumps(one) if options.json else f"{one['name']:48} {one['value']:12} {one['unit']}")
 
 
 if __name__ == "__main__":

@@ -6,16 +6,13 @@ Run: ``python bench/engine.py [--json]``.
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
 import time
-from collections.abc import Iterator
-from itertools import chain
 
 import anyio
 import numpy as np
 import torch
+from _common import Rows, arguments
 
 import stream_balancer as sb
 
@@ -118,73 +115,41 @@ async def window_latency_s() -> float:
     return taken[0] - start
 
 
-def latency_rows(repeats: int) -> Iterator[dict[str, object]]:
+def latency(rows: Rows, repeats: int) -> None:
     """Deadline lateness and window latency on both loops; medians and worst of ten times ``repeats``."""
     for backend in ("asyncio", "trio"):
         anyio.run(deadline_lateness_s, backend=backend)  # imports and first-time costs
         late = sorted(anyio.run(deadline_lateness_s, backend=backend) for _ in range(10 * repeats))
-        yield {
-            "name": f"deadline lateness, worst of {len(late)}, {backend}",
-            "value": round(late[-1] * 1e3, 2),
-            "unit": "ms",
-            "bar": "<= 5",
-            "holds": late[-1] <= 0.005,
-        }
-        yield {
-            "name": f"deadline lateness, median, {backend}",
-            "value": round(late[len(late) // 2] * 1e3, 2),
-            "unit": "ms",
-        }
+        rows.add(f"deadline lateness, worst of {len(late)}, {backend}", late[-1] * 1e3, "ms", 5.0)
+        rows.add(f"deadline lateness, median, {backend}", late[len(late) // 2] * 1e3, "ms")
         full = statistics.median(anyio.run(window_latency_s, backend=backend) for _ in range(10 * repeats))
-        yield {
-            "name": f"full window to batch in hand (plan of 256 of 512 on 8 ranks included), {backend}",
-            "value": round(full * 1e3, 2),
-            "unit": "ms",
-        }
+        name = f"full window to batch in hand (plan of 256 of 512 on 8 ranks included), {backend}"
+        rows.add(name, full * 1e3, "ms")
 
 
-def rows(repeats: int) -> Iterator[dict[str, object]]:
-    """One row per figure; medians of ``repeats``, sides interleaved."""
+def rates(rows: Rows, repeats: int) -> None:
+    """Medians of ``repeats``, sides interleaved."""
     waiting = 16384
     rollouts = make_rollouts(waiting + 12 * BATCH_SIZE, 0)
     for backend in ("asyncio", "trio"):
-        rates = [anyio.run(throughput, rollouts, waiting, backend=backend) for _ in range(repeats)]
-        rate = statistics.median(rates)
-        yield {
-            "name": f"await put to dispatch, {waiting} waiting, {NUM_PRODUCERS} producers, {backend}",
-            "value": round(rate),
-            "unit": "rollouts/s",
-            "bar": ">= 20000",
-            "holds": rate >= 20_000,
-        }
+        rate = statistics.median(anyio.run(throughput, rollouts, waiting, backend=backend) for _ in range(repeats))
+        name = f"await put to dispatch, {waiting} waiting, {NUM_PRODUCERS} producers, {backend}"
+        rows.add(name, rate, "rollouts/s", 20_000, at_least=True)
     sizes = (1024, 16384, 131072)
     runs = [[put_seconds(size) for size in sizes] for _ in range(repeats)]
     for k, size in enumerate(sizes):
         for name, of in (("put", 0), ("slowest put", 1)):
-            value = statistics.median(run[k][of] for run in runs)
-            yield {"name": f"{name} with {size} waiting", "value": round(value * 1e6, 2), "unit": "us"}
+            rows.add(f"{name} with {size} waiting", statistics.median(run[k][of] for run in runs) * 1e6, "us")
     ratio = statistics.median(run[-1][0] / run[0][0] for run in runs)
-    yield {
-        "name": "put with 131072 waiting / put with 1024 waiting",
-        "value": round(ratio, 2),
-        "unit": "ratio",
-        "bar": "<= 2",
-        "holds": ratio <= 2,
-    }
+    rows.add("put with 131072 waiting / put with 1024 waiting", ratio, "ratio", 2)
 
 
 def main() -> None:
     """Print the rows, as a table or one JSON object a line."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--json", action="store_true", help="one JSON object a row")
-    parser.add_argument("--repeats", type=int, default=5)
-    args = parser.parse_args()
-    for row in chain(latency_rows(args.repeats), rows(args.repeats)):  # latencies before the heap is large
-        if args.json:
-            print(json.dumps(row), flush=True)
-        else:
-            bar = f"   bar {row['bar']}: {'holds' if row['holds'] else 'MISSED'}" if "bar" in row else ""
-            print(f"{row['name']:<70} {row['value']:>10} {row['unit']}{bar}", flush=True)
+    options = arguments(__doc__, repeats=5)
+    rows = Rows(options.json)
+    latency(rows, options.repeats)  # before the heap is large
+    rates(rows, options.repeats)
 
 
 if __name__ == "__main__":

@@ -5,11 +5,11 @@ python bench/micro_batches.py [--json] [--seeds 20]
 
 from __future__ import annotations
 
-import argparse
 import time
 
 import numpy as np
-from peers import Floats, Ints, Partitioner, Rows, flops, lognormal, peers, trace_folder, traces
+from _common import Rows, arguments
+from peers import Floats, Ints, Partitioner, flops, lognormal, peers, trace_folder, traces
 
 from stream_balancer.planning import form_micro_batches
 
@@ -118,20 +118,16 @@ def compare(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--json", action="store_true")
-    parser.add_argument("--seeds", type=int, default=20)
-    parser.add_argument("--traces")
-    arguments = parser.parse_args()
-    rows = Rows(arguments.json)
+    options = arguments(__doc__, seeds=20, traces=None)
+    rows = Rows(options.json)
     kk = peers().get("verl (list)")
     for size, num_ranks, cap, bar in CELLS:
-        inputs = [lognormal(size, seed) for seed in range(arguments.seeds)]
+        inputs = [lognormal(size, seed) for seed in range(options.seeds)]
         compare(rows, f"ln {size}/{num_ranks} cap {cap}", kk, inputs, num_ranks, cap, bar)
-    for trace in traces(trace_folder(arguments.traces)):
+    for trace in traces(trace_folder(options.traces)):
         whole = trace.prompt + trace.output
         cap = int(2 * whole.max())
-        inputs = [np.random.default_rng(seed).choice(whole, 256) for seed in range(arguments.seeds)]
+        inputs = [np.random.default_rng(seed).choice(whole, 256) for seed in range(options.seeds)]
         if whole.mean() * 256 > 8 * cap:  # else one micro-batch holds everything
             compare(rows, f"{trace.name} 256/8 cap {cap}", kk, inputs, 8, cap, None)
 

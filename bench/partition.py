@@ -5,12 +5,12 @@ python bench/partition.py [--json] [--seeds 20] [--quick]      table, or one JSO
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import time
 
 import numpy as np
-from peers import COSTS, SUPPORT_EQUAL, Floats, Partitioner, Rows, flops, lognormal, peers, trace_folder, traces
+from _common import Rows, arguments
+from peers import COSTS, SUPPORT_EQUAL, Floats, Partitioner, flops, lognormal, peers, trace_folder, traces
 
 from stream_balancer.planning import lower_bound, partition
 
@@ -153,18 +153,13 @@ def on_traces(rows: Rows, folder: str | None, seeds: int) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--json", action="store_true")
-    parser.add_argument("--seeds", type=int, default=20)
-    parser.add_argument("--quick", action="store_true", help="small sizes, no exact solver")
-    parser.add_argument("--traces")
-    arguments = parser.parse_args()
-    rows = Rows(arguments.json)
+    options = arguments(__doc__, seeds=20, quick=False, traces=None)
+    rows = Rows(options.json)
     partition(lognormal(64, 0), 8)  # warm up
-    side_by_side(rows, peers(), arguments.seeds, SIZES[:3] if arguments.quick else SIZES)
-    on_traces(rows, arguments.traces, arguments.seeds)
-    if not arguments.quick:
-        against_exact(rows, min(arguments.seeds, 8))
+    side_by_side(rows, peers(), options.seeds, SIZES[:3] if options.quick else SIZES)
+    on_traces(rows, options.traces, options.seeds)
+    if not options.quick:
+        against_exact(rows, min(options.seeds, 8))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Common to the three planning benchmarks: length streams, other projects' partitioners, and rows of results.
+"""Common to the planning benchmarks: length streams and other projects' partitioners.
 
 Peers are optional: those that do not import are left out, and the benchmark says so. Environment: bench/peers.txt.
 """
@@ -9,11 +9,10 @@ import csv
 import gzip
 import heapq
 import importlib
-import json
 import os
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -189,33 +188,3 @@ _LOADERS: dict[str, Callable[[], Partitioner]] = {
     "numberpartitioning kk": _numberpartitioning,
 }
 SUPPORT_EQUAL = {"verl (list)", "verl (as called)", "openrlhf", "transferqueue", "areal greedy"}
-
-
-# --- results ---------------------------------------------------------------------------------------------------------
-
-
-@dataclass
-class Rows:
-    """Prints one row after the other: a table line, or a JSON object."""
-
-    as_json: bool
-    failed: list[str] = field(default_factory=list)
-
-    def add(self, name: str, value: float, unit: str, bar: float | None = None, *, at_least: bool = False) -> None:
-        """One figure; with `bar`, whether it is at most (or at least) that."""
-        row: dict[str, Any] = {"name": name, "value": float(f"{value:.5g}"), "unit": unit}
-        if bar is not None:
-            row["bar"] = bar
-            row["holds"] = bool(value >= bar if at_least else value <= bar)
-            if not row["holds"]:
-                self.failed.append(name)
-        if self.as_json:
-            print(json.dumps(row), flush=True)
-        else:
-            sign = ">=" if at_least else "<="
-            verdict = "" if bar is None else f"  {sign} {bar:g}: {'yes' if row['holds'] else 'NO'}"
-            print(f"{name:<64} {value:>12.4f} {unit:<6}{verdict}", flush=True)
-
-    def text(self, line: str) -> None:
-        if not self.as_json:
-            print(f"\n{line}", flush=True)

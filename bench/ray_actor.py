@@ -26,7 +26,7 @@ os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
 
 import ray
 import torch
-from peers import Rows
+from _common import Rows
 from ray.cluster_utils import Cluster
 
 import stream_balancer as sb

@@ -20,9 +20,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
+from _common import Rows
 from micro_batches import verl_layout
 from numpy.typing import NDArray
-from peers import Floats, Rows, finish_order, peers
+from peers import Floats, finish_order, peers
 
 from stream_balancer import BalancerConfig, Rollout, StreamBalancer
 from stream_balancer.core.step_times import StepTiming

@@ -21,7 +21,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-from peers import Floats, Ints, Rows, trace_folder
+from _common import Rows
+from peers import Floats, Ints, trace_folder
 
 import stream_balancer as sb
 from stream_balancer.core.auto_window import AutoWindow

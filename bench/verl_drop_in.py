@@ -9,15 +9,15 @@ all_reduce is replaced by calling again with the neediest rank's count; only tha
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import time
 from typing import Any
 
 import numpy as np
 import torch
+from _common import Rows, arguments
 from micro_batches import CELLS, Layout, Tally, report
-from peers import Ints, Rows, lognormal, trace_folder, traces
+from peers import Ints, lognormal, trace_folder, traces
 
 from stream_balancer.integrations import verl as ours
 
@@ -79,20 +79,16 @@ def compare(rows: Rows, label: str, inputs: list[Ints], num_ranks: int, cap: int
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--json", action="store_true")
-    parser.add_argument("--seeds", type=int, default=20)
-    parser.add_argument("--traces")
-    arguments = parser.parse_args()
-    rows = Rows(arguments.json)
+    options = arguments(__doc__, seeds=20, traces=None)
+    rows = Rows(options.json)
     for size, num_ranks, cap, _ in CELLS:
-        inputs = [lognormal(size, seed).astype(np.int64) for seed in range(arguments.seeds)]
+        inputs = [lognormal(size, seed).astype(np.int64) for seed in range(options.seeds)]
         compare(rows, f"ln {size}/{num_ranks} cap {cap}", inputs, num_ranks, cap)
-    for trace in traces(trace_folder(arguments.traces)):
+    for trace in traces(trace_folder(options.traces)):
         whole = (trace.prompt + trace.output).astype(np.int64)
         cap = int(2 * whole.max())
         if whole.mean() * 256 > 8 * cap:  # else one micro-batch holds everything
-            inputs = [np.random.default_rng(seed).choice(whole, 256) for seed in range(arguments.seeds)]
+            inputs = [np.random.default_rng(seed).choice(whole, 256) for seed in range(options.seeds)]
             compare(rows, f"{trace.name} 256/8 cap {cap}", inputs, 8, cap)
 
 

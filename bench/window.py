@@ -8,24 +8,13 @@ of highest loads. The first 50 dispatches are left out: they are short, because 
 
 from __future__ import annotations
 
-import argparse
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
-from peers import (
-    Floats,
-    Ints,
-    Rows,
-    Trace,
-    finish_order,
-    flops,
-    lognormal,
-    peers,
-    trace_folder,
-    traces,
-)
+from _common import Rows, arguments
+from peers import Floats, Ints, Trace, finish_order, flops, lognormal, peers, trace_folder, traces
 
 from stream_balancer.planning import LengthBias, PlanKnobs, Waiting, partition, plan_batch
 
@@ -343,20 +332,14 @@ def capped_and_slowed(rows: Rows, seeds: int, steps: int) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--json", action="store_true")
-    parser.add_argument("--seeds", type=int, default=20)
-    parser.add_argument("--steps", type=int, default=250)
-    parser.add_argument("--traces")
-    parser.add_argument("--only", default="", help="only streams and traces whose name contains this")
-    arguments = parser.parse_args()
-    rows = Rows(arguments.json)
-    if not arguments.only:
+    options = arguments(__doc__, seeds=20, steps=250, traces=None, only="")
+    rows = Rows(options.json)
+    if not options.only:
         cost_of_a_dispatch(rows)
-        lockstep_from_the_window(rows, arguments.seeds, arguments.steps)
-        capped_and_slowed(rows, arguments.seeds, arguments.steps)
-    synthetic(rows, arguments.seeds, arguments.steps, arguments.only)
-    real(rows, arguments.traces, arguments.seeds, arguments.steps, arguments.only)
+        lockstep_from_the_window(rows, options.seeds, options.steps)
+        capped_and_slowed(rows, options.seeds, options.steps)
+    synthetic(rows, options.seeds, options.steps, options.only)
+    real(rows, options.traces, options.seeds, options.steps, options.only)
 
 
 if __name__ == "__main__":

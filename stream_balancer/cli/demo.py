@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Annotated
 
@@ -42,5 +43,7 @@ def demo(
         options = DemoOptions(**given)
         from stream_balancer.demo.main import run_demo
 
+        # ranks share cores here: one that looks slow, of which the log would warn, waits for its turn
+        logging.getLogger("stream_balancer").setLevel(logging.ERROR)
         code = run_demo(options)
     raise typer.Exit(code)
