@@ -1,0 +1,216 @@
+"""Clauses of the transports' contract: what arrives, in which order, against which credits; what is acknowledged."""
+
+from __future__ import annotations
+
+import anyio
+import torch
+
+from stream_balancer.controller.serve import serve
+from stream_balancer.errors import WouldBlock
+from stream_balancer.testing.harness import CLAUSE_TIMEOUT_S, Opener, accepted, collect, drain, raises, until
+from stream_balancer.testing.scripted import (
+    ScriptedBalancer,
+    awkward_micro_batches,
+    make_batch,
+    rank_batch,
+    same_rollout,
+    same_tensors,
+)
+from stream_balancer.transport import Report
+from stream_balancer.types import RankBatch
+from stream_balancer.wire.messages import StepHeld, StepReport
+
+__all__ = ["CLAUSES"]
+
+
+async def every_share_arrives_once_and_in_order(open_harness: Opener) -> None:
+    """Twenty steps to two ranks through ``serve``."""
+    async with open_harness(2) as harness:
+        balancer = ScriptedBalancer([make_batch(step, 2) for step in range(20)])
+        got: dict[int, list[RankBatch]] = {}
+
+        async def train(rank: int) -> None:
+            got[rank] = await drain(harness.connect(rank))
+
+        async with anyio.create_task_group() as tasks:
+            for rank in range(2):
+                tasks.start_soon(train, rank)
+            await serve(balancer, harness.transport)
+        for rank in range(2):
+            assert [b.step for b in got[rank]] == list(range(20))
+            for batch in got[rank]:
+                sent = make_batch(batch.step, 2).ranks[rank]
+                assert all(same_rollout(a, b) for a, b in zip(sent.rollouts, batch.rollouts, strict=True))
+                assert (batch.rank, batch.dp_size, batch.load) == (rank, 2, sent.load)
+                assert batch.global_num_loss_tokens == sent.global_num_loss_tokens
+        assert balancer.acknowledged == list(range(20))
+        assert sorted(s[:2] for s in balancer.step_seconds) == [(s, r) for s in range(20) for r in range(2)]
+        assert all(seconds >= 0 for _, _, seconds in balancer.step_seconds)
+
+
+async def steps_may_skip_numbers(open_harness: Opener) -> None:
+    """Steps increase and need not be consecutive: one between them may have been given up. Also after a restart."""
+    async with open_harness(1) as harness:
+        steps = [1, 4, 5, 11, 12]
+        balancer = ScriptedBalancer([make_batch(step, 1) for step in steps])
+        got: list[int] = []
+
+        async def train() -> None:
+            first = harness.connect(0)
+            got.extend([(await anext(first)).step, (await anext(first)).step])
+            await until(lambda: balancer.acknowledged == [1])
+            harness.kill(first)
+            got.pop()  # what it was working on comes again
+            got.extend([batch.step async for batch in harness.connect(0, incarnation=1)])
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(train)
+            await serve(balancer, harness.transport, rejoin_timeout_s=CLAUSE_TIMEOUT_S)
+        assert got == steps
+        assert balancer.acknowledged == steps
+
+
+async def credits_bound_the_queue(open_harness: Opener) -> None:
+    """A rank with depth 3 is never sent a fourth batch until it takes one."""
+    async with open_harness(1) as harness:
+        feed = harness.connect(0, depth=3)
+        link = await accepted(harness.transport)
+        calls: list[int] = []
+        link.subscribe(lambda: calls.append(link.credits))
+        for step in range(3):
+            link.send(make_batch(step, 1).ranks[0])
+        assert link.credits == 0
+        with raises(WouldBlock):
+            link.send(make_batch(3, 1).ranks[0])
+        assert (await anext(feed)).step == 0
+        await until(lambda: link.credits == 1)
+        assert calls, "subscribe() was not called back"
+        assert link.report() is None, "taking a batch is not acknowledging it"
+        link.send(make_batch(3, 1).ranks[0])
+        assert [(await anext(feed)).step for _ in range(3)] == [1, 2, 3]
+        await feed.aclose()
+
+
+async def asking_for_the_next_acknowledges(open_harness: Opener) -> None:
+    """Not the taking, not the leaving; or ``batch.ack()``, once."""
+    async with open_harness(1) as harness:
+        feed = harness.connect(0)
+        link = await accepted(harness.transport)
+        link.send(make_batch(0, 1).ranks[0])
+        link.send(make_batch(1, 1).ranks[0])
+        await anext(feed)
+        feed.add_compute_s(1.5)
+        feed.add_compute_s(2.0)
+        batch = await anext(feed)
+        reports: list[Report] = []
+        await until(lambda: collect(link, reports))
+        assert [done.step for done in reports] == [0]
+        done = reports[0]
+        assert isinstance(done, StepReport)
+        assert done.compute_s is not None, "the trainer's own seconds were lost"
+        assert abs(done.compute_s - 3.5) < 1e-6
+        assert done.seconds >= 0.0
+        assert done.waited_s >= 0.0
+        batch.ack()
+        batch.ack()
+        await until(lambda: collect(link, reports) and len(reports) == 2)
+        assert [done.step for done in reports] == [0, 1]
+        last = reports[1]
+        assert isinstance(last, StepReport)
+        assert last.compute_s is None, "nothing was timed"
+        await feed.aclose()
+
+
+async def asking_for_more_is_told_without_an_acknowledgement(open_harness: Opener) -> None:
+    """``auto_ack=False``: the controller knows that the trainer is through with a batch before it is acknowledged."""
+    async with open_harness(1) as harness:
+        feed = harness.connect(0, auto_ack=False)
+        link = await accepted(harness.transport)
+        link.send(make_batch(0, 1).ranks[0])
+        link.send(make_batch(1, 1).ranks[0])
+        first = await anext(feed)
+        await anext(feed)
+        reports: list[Report] = []
+        await until(lambda: collect(link, reports))
+        first.ack()
+        await until(lambda: collect(link, reports) and len(reports) == 2)
+        assert [(done.step, type(done)) for done in reports] == [(0, StepHeld), (0, StepReport)]
+        await feed.aclose()
+
+
+async def a_commit_acknowledges_all_before_it(open_harness: Opener) -> None:
+    """``auto_ack=False``: nothing is acknowledged by asking for more, and what was not is delivered again."""
+    async with open_harness(1) as harness:
+        balancer = ScriptedBalancer([make_batch(step, 1) for step in range(8)])
+        async with anyio.create_task_group() as tasks:
+
+            async def control() -> None:
+                await serve(balancer, harness.transport, rejoin_timeout_s=CLAUSE_TIMEOUT_S)
+
+            tasks.start_soon(control)
+            feed = harness.connect(0, auto_ack=False)
+            taken = [await anext(feed) for _ in range(6)]
+            assert balancer.acknowledged == [], "asking for the next batch acknowledged one"
+            taken[3].ack()
+            taken[1].ack()
+            await until(lambda: balancer.acknowledged == [0, 1, 2, 3])
+            harness.kill(feed)
+            again = harness.connect(0, incarnation=1, auto_ack=False)
+            taken = [batch async for batch in again]
+            assert [batch.step for batch in taken] == [4, 5, 6, 7]
+            assert balancer.acknowledged == [0, 1, 2, 3]
+            taken[-1].ack()  # serve returns: the feed has taken its leave
+        assert balancer.acknowledged == list(range(8))
+        assert sorted(step for step, _, _ in balancer.step_seconds) == list(range(8))
+
+
+async def bytes_are_identical(open_harness: Opener) -> None:
+    """Every dtype, awkward shapes, all of the metadata."""
+    sent = rank_batch(0, 0, 1, awkward_micro_batches())
+    async with open_harness(1) as harness:
+        feed = harness.connect(0)
+        link = await accepted(harness.transport)
+        link.send(sent)
+        got = await anext(feed)
+        assert len(got.micro_batches) == len(sent.micro_batches)
+        for ours, theirs in zip(sent.micro_batches, got.micro_batches, strict=True):
+            assert ours.lengths == theirs.lengths
+            for a, b in zip(ours.rollouts, theirs.rollouts, strict=True):
+                assert same_rollout(a, b), f"rollout {a.rollout_id} changed on its way"
+            mine, other = ours.packed(), theirs.packed()
+            assert same_tensors(dict(mine.columns), dict(other.columns))
+            assert torch.equal(mine.cu_seqlens, other.cu_seqlens)
+            assert torch.equal(mine.rollout_weights, other.rollout_weights)
+        await feed.aclose()
+
+
+async def held_batches_are_never_overwritten(open_harness: Opener) -> None:
+    """A trainer that keeps tensors of old batches keeps what it saw."""
+    async with open_harness(1) as harness:
+        balancer = ScriptedBalancer([make_batch(step, 1, num_tokens=300) for step in range(12)])
+        kept = []
+
+        async def train() -> None:
+            feed = harness.connect(0)
+            kept.extend([(batch.step, batch.micro_batches[1].packed()["input_ids"]) async for batch in feed])
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(train)
+            await serve(balancer, harness.transport)
+        for step, ids in kept:
+            rollouts = make_batch(step, 1, num_tokens=300).ranks[0].micro_batches[1].rollouts
+            assert torch.equal(ids, torch.cat([r.tokens["input_ids"] for r in rollouts])), (
+                f"step {step} was overwritten"
+            )
+
+
+CLAUSES = (
+    every_share_arrives_once_and_in_order,
+    steps_may_skip_numbers,
+    credits_bound_the_queue,
+    asking_for_the_next_acknowledges,
+    asking_for_more_is_told_without_an_acknowledgement,
+    a_commit_acknowledges_all_before_it,
+    bytes_are_identical,
+    held_batches_are_never_overwritten,
+)

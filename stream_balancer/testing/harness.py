@@ -1,0 +1,94 @@
+"""What a clause of the transports' contract is given, and the few things that every clause does with it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
+from typing import Protocol, Self
+
+import anyio
+
+from stream_balancer.errors import RankLostError
+from stream_balancer.rank.feed import RankFeed
+from stream_balancer.transport import Link, Report, Transport
+from stream_balancer.types import RankBatch
+
+__all__ = ["CLAUSE_TIMEOUT_S", "Harness", "Opener", "accepted", "collect", "drain", "loss_of", "raises", "until"]
+
+CLAUSE_TIMEOUT_S = 30.0  # a guard against hangs, not a measurement
+
+
+class Harness(Protocol):
+    """One transport under test, and ways to reach it."""
+
+    @property
+    def transport(self) -> Transport:
+        """The controller's side."""
+        ...
+
+    def connect(
+        self,
+        rank: int,
+        *,
+        dp_size: int | None = None,
+        incarnation: int = 0,
+        depth: int = 2,
+        auto_ack: bool = True,
+    ) -> RankFeed:
+        """A rank's feed, as a trainer would open it."""
+        ...
+
+    def kill(self, feed: RankFeed) -> None:
+        """Let the rank be gone without a word."""
+        ...
+
+
+Opener = Callable[[int], AbstractAsyncContextManager[Harness]]
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    while not condition():  # noqa: ASYNC110 - a transport has no event for everything a test may want to see
+        await anyio.sleep(0.005)
+
+
+async def accepted(transport: Transport, *, ready: bool = True) -> Link:
+    link = await transport.accept()
+    if ready:
+        await until(lambda: link.credits > 0)
+    return link
+
+
+async def drain(feed: RankFeed) -> list[RankBatch]:
+    return [batch async for batch in feed]
+
+
+def collect(link: Link, into: list[Report]) -> bool:
+    done = link.report()
+    if done is not None:
+        into.append(done)
+    return bool(into)
+
+
+async def loss_of(link: Link) -> RankLostError:
+    try:
+        while True:
+            link.report()
+            await anyio.sleep(0.005)
+    except RankLostError as error:
+        return error
+
+
+class raises:  # noqa: N801 - reads like pytest.raises, which a library cannot depend on
+    """Asserts that its block raises ``kind``."""
+
+    def __init__(self, kind: type[Exception]) -> None:
+        self._kind = kind
+        self.error: BaseException | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> bool:
+        self.error = error
+        assert error is not None, f"{self._kind.__name__} was not raised"
+        return isinstance(error, self._kind)

@@ -1,0 +1,168 @@
+"""Batches to send, a balancer that gives them in a fixed order, and whether what arrived is what was sent.
+
+For tests of whatever is between ``serve`` and a trainer. No plan is made here and no transport is known.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import AsyncIterator
+
+import anyio
+import anyio.lowlevel
+import torch
+from torch import Tensor
+
+from stream_balancer.types import SUPPORTED_DTYPES, Batch, MicroBatch, RankBatch, Rollout
+
+__all__ = ["ScriptedBalancer", "awkward_micro_batches", "make_batch", "rank_batch", "same_rollout", "same_tensors"]
+
+
+def make_batch(step: int, dp_size: int, *, num_tokens: int = 5, micro_batches: int = 2) -> Batch:
+    """A small batch whose every token tells its step and rank; two rollouts in each micro-batch."""
+    shares = []
+    for rank in range(dp_size):
+        cut = []
+        for m in range(micro_batches):
+            rollouts = [_small_rollout(step, rank, f"{step}.{rank}.{m}.{i}", num_tokens + i) for i in range(2)]
+            cut.append(MicroBatch.of(rollouts))
+        shares.append(rank_batch(step, rank, dp_size, tuple(cut)))
+    tokens = sum(share.num_tokens for share in shares)
+    count = sum(share.num_rollouts for share in shares)
+    return Batch(
+        step=step,
+        reason="window",
+        ranks=tuple(shares),
+        num_rollouts=count,
+        num_tokens=tokens,
+        loads=tuple(share.load for share in shares),
+        lower_bound=tokens / dp_size,
+    )
+
+
+def _small_rollout(step: int, rank: int, name: str, length: int) -> Rollout:
+    return Rollout(
+        tokens={"input_ids": torch.arange(length) + 1000 * step, "logprobs": torch.full((length,), float(rank))},
+        scalars={"advantage": float(step)},
+        rollout_id=name,
+    )
+
+
+def rank_batch(step: int, rank: int, dp_size: int, micro_batches: tuple[MicroBatch, ...]) -> RankBatch:
+    return RankBatch(
+        step=step,
+        rank=rank,
+        dp_size=dp_size,
+        micro_batches=micro_batches,
+        load=float(sum(mb.num_tokens for mb in micro_batches)),
+        global_num_rollouts=4 * dp_size,
+        global_num_tokens=100,
+        global_num_loss_tokens=50,
+    )
+
+
+def awkward_micro_batches() -> tuple[MicroBatch, ...]:
+    generator = torch.Generator().manual_seed(0)
+    rollouts = []
+    for number, length in enumerate((1, 3, 64, 2, 129)):
+        tokens = {"input_ids": torch.arange(length) * (2**40 if number == 2 else 1)}
+        for dtype in SUPPORTED_DTYPES:
+            name = str(dtype).removeprefix("torch.")
+            raw = torch.randint(0, 256, (length * 3 * dtype.itemsize,), dtype=torch.uint8, generator=generator)
+            tokens[name] = (raw % 2 if dtype is torch.bool else raw).view(dtype).view(length, 3)
+        tokens["strided"] = torch.randn(7, 2 * length, generator=generator).T[::2, 3:5]
+        tokens["nothing"] = torch.empty(length, 2, 0)
+        rollouts.append(
+            Rollout(
+                tokens=tokens,
+                scalars={"reward": float("inf"), "count": 2**53 + number, "flag": True},
+                tensors={"pixels": torch.randn(2, number, 3, generator=generator), "one": torch.tensor(number)},
+                metadata={"text": "Größe\x00", "deep": [{"a": None, "b": [1.5, -(2**63), b"\xff"]}]},
+                rollout_id=f"r{number} \N{SNOWMAN}",
+                group_id="g" if number % 2 else None,
+                version=(number, number + 1) if number % 2 else number,
+                cost=1.5 if number else None,
+            )
+        )
+    rollouts.append(rollouts[0].padding_copy("padding"))
+    return MicroBatch.of(rollouts[:1]), MicroBatch.of(rollouts[1:4]), MicroBatch.of(rollouts[4:])
+
+
+class ScriptedBalancer:
+    """Answers ``serve`` from a list of batches; remembers what was acknowledged. With ``hold``, waits after the
+    last."""
+
+    def __init__(self, batches: list[Batch], *, hold: bool = False) -> None:
+        self._left = deque(batches)
+        self._hold = hold
+        self._in_flight: dict[int, Batch] = {}
+        self.acknowledged: list[int] = []
+        """Steps, in the order they were acknowledged."""
+        self.step_seconds: list[tuple[int, int, float]] = []
+        """(step, rank, seconds)."""
+
+    def batches(self, *, auto_ack: bool = True) -> AsyncIterator[Batch]:
+        """One after the other."""
+        assert not auto_ack, "serve acknowledges by itself"
+        return self
+
+    def __aiter__(self) -> AsyncIterator[Batch]:
+        return self
+
+    async def __anext__(self) -> Batch:
+        await anyio.lowlevel.checkpoint()
+        if not self._left:
+            if self._hold:
+                await anyio.sleep_forever()
+            raise StopAsyncIteration
+        batch = self._left.popleft()
+        self._in_flight[batch.step] = batch
+        return batch
+
+    def acknowledge(self, step: int) -> None:
+        """Every rank is done with ``step``."""
+        del self._in_flight[step]
+        self.acknowledged.append(step)
+
+    def nack(self, step: int) -> None:
+        """``step`` comes again, next."""
+        self._left = deque(sorted([self._in_flight.pop(step), *self._left], key=lambda batch: batch.step))
+
+    def record_step_seconds(
+        self,
+        step: int,
+        rank: int,
+        seconds: float,
+        *,
+        own: bool = True,
+        waited_s: float | None = None,
+        ready_s: float = 0.0,
+    ) -> None:
+        """``rank`` took so long for ``step``."""
+        self.step_seconds.append((step, rank, seconds))
+
+    def in_flight(self) -> tuple[Batch, ...]:
+        """Taken and not acknowledged."""
+        return tuple(self._in_flight.values())
+
+
+def same_rollout(one: Rollout, other: Rollout) -> bool:
+    """Equal in every field, tensors bit by bit."""
+    plain = ["rollout_id", "group_id", "version", "cost", "is_padding", "num_tokens", "num_loss_tokens"]
+    plain += ["scalars", "metadata"]
+    return (
+        all(getattr(one, name) == getattr(other, name) for name in plain)
+        and same_tensors(dict(one.tokens), dict(other.tokens))
+        and same_tensors(dict(one.tensors), dict(other.tensors))
+    )
+
+
+def same_tensors(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
+    return list(one) == list(other) and all(
+        a.dtype == b.dtype and a.shape == b.shape and _bits(a) == _bits(b)
+        for a, b in zip(one.values(), other.values(), strict=True)
+    )
+
+
+def _bits(tensor: Tensor) -> bytes:
+    return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() if tensor.numel() else b""
