@@ -19,11 +19,10 @@ import math
 from collections import deque
 from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
-from typing import Protocol, runtime_checkable
+from typing import Protocol
 
 import anyio
 
-from stream_balancer.config import BalancerConfig
 from stream_balancer.controller.balancer import StreamBalancer
 from stream_balancer.controller.denominators import StepAgreement
 from stream_balancer.core.diagnosis import RankState
@@ -33,21 +32,22 @@ from stream_balancer.types import Batch, RankBatch
 from stream_balancer.wire.messages import PayloadsFetched, StepHeld, StepReport
 from stream_balancer.wire.partial_share import is_remote
 
-__all__ = ["Delivery", "Explaining", "Resumable", "Source"]
+__all__ = ["Delivery", "Source"]
 
 logger = logging.getLogger("stream_balancer.dispatch")
 
 
 class Source(Protocol):
-    """What ``serve`` asks of a balancer."""
+    """What ``serve`` asks of a balancer: of a :class:`StreamBalancer`, or of a script of batches in tests."""
 
     def batches(self, *, auto_ack: bool = True) -> AsyncIterator[Batch]: ...
 
     def acknowledge(self, step: int) -> None: ...
 
+    def nack(self, step: int) -> None: ...
 
-@runtime_checkable
-class Timed(Protocol):
+    def in_flight(self) -> tuple[Batch, ...]: ...
+
     def record_step_seconds(
         self,
         step: int,
@@ -58,19 +58,6 @@ class Timed(Protocol):
         waited_s: float | None = None,
         ready_s: float = 0.0,
     ) -> None: ...
-
-
-@runtime_checkable
-class Resumable(Protocol):
-    def in_flight(self) -> tuple[Batch, ...]: ...
-    def nack(self, step: int) -> None: ...
-
-
-@runtime_checkable
-class Explaining(Protocol):
-    @property
-    def config(self) -> BalancerConfig: ...
-    def why_no_batch(self) -> str: ...
 
 
 class _RankQueue:
@@ -258,8 +245,6 @@ class Delivery:
 
     def _drop_acknowledged(self, rank: _RankQueue) -> None:
         """A rank that comes back does not get what the user has acknowledged meanwhile: its checkpoint holds it."""
-        if not isinstance(self._balancer, Resumable):
-            return
         in_flight = {batch.step for batch in self._balancer.in_flight()}
         for rank_batch in [one for one in rank.unacknowledged if one.step not in in_flight]:
             rank.unacknowledged.remove(rank_batch)
@@ -285,15 +270,14 @@ class Delivery:
             raise _broke_protocol(rank.rank, report.step, text)
         rank.unacknowledged.popleft()
         rank.sent -= 1
-        if isinstance(self._balancer, Timed):
-            self._balancer.record_step_seconds(
-                report.step,
-                rank.rank,
-                report.seconds if report.compute_s is None else report.compute_s,
-                own=report.compute_s is not None,
-                waited_s=report.waited_s,
-                ready_s=self._steps[report.step].ready_s[rank.rank],
-            )
+        self._balancer.record_step_seconds(
+            report.step,
+            rank.rank,
+            report.seconds if report.compute_s is None else report.compute_s,
+            own=report.compute_s is not None,
+            waited_s=report.waited_s,
+            ready_s=self._steps[report.step].ready_s[rank.rank],
+        )
         self._settle(rank.rank, report.step)
 
     def _note_worked(self, rank: int, number: int) -> None:

@@ -34,7 +34,7 @@ from functools import partial
 import anyio
 
 from stream_balancer.controller.balancer import StreamBalancer
-from stream_balancer.controller.delivery import Delivery, Explaining, Resumable, Source
+from stream_balancer.controller.delivery import Delivery, Source
 from stream_balancer.controller.producers import ProducerTransport, attend
 from stream_balancer.controller.stall_reporter import StallReporter
 from stream_balancer.core.diagnosis import why_ranks_wait
@@ -68,7 +68,7 @@ async def serve(
     """
     if not rejoin_timeout_s >= 0:
         raise ValueError(f"rejoin_timeout_s must be >= 0 (math.inf = wait for ever), not {rejoin_timeout_s}")
-    if isinstance(balancer, Explaining) and balancer.config.dp_size != transport.dp_size:
+    if isinstance(balancer, StreamBalancer) and balancer.config.dp_size != transport.dp_size:
         raise ValueError(
             f"the transport is for dp_size={transport.dp_size} ranks, but the balancer plans for "
             f"dp_size={balancer.config.dp_size}. Give both the same number of data-parallel ranks"
@@ -90,9 +90,8 @@ class _Server:
         self._failure: Exception | None = None
 
     async def run(self) -> None:
-        if isinstance(self._balancer, Resumable):
-            for batch in self._balancer.in_flight():
-                self._balancer.nack(batch.step)  # batches() gives all of them again, in the order of their steps
+        for batch in self._balancer.in_flight():
+            self._balancer.nack(batch.step)  # batches() gives all of them again, in the order of their steps
         if isinstance(self._balancer, StreamBalancer):
             self._balancer.parts.consumer.rank_states = self._delivery.states
         try:
@@ -185,6 +184,6 @@ class _Server:
         if owing is not None:
             return f"all batches were sent {seconds:.0f} s ago; not yet done with them: ranks {owing}"
         reasons = [why_ranks_wait(self._delivery.states())]
-        if isinstance(self._balancer, Explaining):
+        if isinstance(self._balancer, StreamBalancer):
             reasons.append(self._balancer.why_no_batch())
         return f"no batch for {seconds:.0f} s: " + "; ".join(filter(None, reasons))
