@@ -16,7 +16,7 @@ from stream_balancer.tools.plot import page, ticks, write_plot
 
 @pytest.fixture(scope="module")
 def report(short_sweeps: None) -> sb.TuneReport:
-    trace = sb.generate_trace(400, LengthModel(mu=5.0, sigma_between=0.0, sigma_within=1.4))
+    trace = sb.generate_trace(120, LengthModel(mu=5.0, sigma_between=0.0, sigma_within=1.4))
     config = sb.BalancerConfig(dp_size=2, batch_size=4)
     return sb.tune(trace, config, windows=[4, 8], max_skips=[8], deadlines_s=[None, 90.0])
 
