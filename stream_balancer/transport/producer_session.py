@@ -76,6 +76,7 @@ class ProducerSession(Session):
         self._next = 0
         self._kept: set[int] = set()  # payloads the producer must keep
         self._dropped: deque[int] = deque()
+        self._drop_is_queued = False
         self._lock = threading.Lock()  # of the next three, which the loop and the channel's thread share
         self._sizes: dict[int, int] = {}  # bytes of puts without a reply
         self._staged = 0
@@ -221,16 +222,20 @@ class ProducerSession(Session):
         """Runs wherever the last reference to a rollout dies, perhaps inside a garbage collection: takes no lock."""
         self._kept.discard(key)
         self._dropped.append(key)
-        if len(self._dropped) == 1:
+        if not self._drop_is_queued:
+            self._drop_is_queued = True
             self._channel.send(self._take_dropped)
 
-    def _take_dropped(self, channel: Channel) -> Outgoing:
+    def _take_dropped(self, channel: Channel) -> Outgoing | None:
+        # First of all: whoever sees it set has appended before this, and whoever does not queues another call. To look
+        # whether the own key is the only one would not do: two threads that append at the same time both see two.
+        self._drop_is_queued = False
         keys: list[int] = []
         while self._dropped and len(keys) < MAX_ENTRIES:
             keys.append(self._dropped.popleft())
         if self._dropped:
             channel.send(self._take_dropped)
-        return Outgoing(DropPayloads(tuple(keys)))
+        return Outgoing(DropPayloads(tuple(keys))) if keys else None
 
     def _take_accepted(self, channel: Channel) -> Outgoing:
         with self._lock:

@@ -8,8 +8,10 @@ import struct
 import zlib
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
+from functools import partial
 
 import pytest
+from lockstep import in_lockstep
 
 from stream_balancer.errors import WireError
 from stream_balancer.testing.channels import Recorder, check_channel
@@ -94,6 +96,18 @@ async def test_messages_arrive_however_they_are_cut(hubs: Hubs) -> None:
         await recorder.arrived(120)
     assert recorder.buffers[1::2] == [[bytes([n] * n)] for n in range(60)]
     channel.abort()
+
+
+async def test_threads_that_send_at_the_same_time_wake_the_channel(hubs: Hubs) -> None:
+    recorder = Recorder()
+    one, other = (SocketChannel(hub, sock) for hub, sock in zip(hubs, connected(), strict=True))
+    one.start(Recorder())
+    other.start(recorder)
+    in_lockstep(SocketChannel.send, *(partial(one.send, Outgoing(Taken(n))) for n in range(2)))
+    await recorder.arrived(2)
+    assert sorted(m.total for m in recorder.messages if isinstance(m, Taken)) == [0, 1]
+    one.abort()
+    other.abort()
 
 
 async def test_what_cannot_be_sent_ends_it_with_its_own_error(hubs: Hubs) -> None:

@@ -12,6 +12,7 @@ import anyio
 import msgspec
 import pytest
 import torch
+from lockstep import in_lockstep
 from sessions import OWNER, FakeChannel, outgoing, producer_session, send
 
 import stream_balancer as sb
@@ -183,6 +184,19 @@ def test_the_end_comes_after_what_arrived(
 
 
 # --- payloads that stay with their producer ---------------------------------------------------------------------------
+
+
+def test_payloads_that_two_threads_release_at_the_same_time_are_dropped() -> None:
+    channel = FakeChannel(at_once=False)
+    session = producer_session(channel, owner=OWNER)
+    held: list[list[object]] = []
+    for number in range(2):
+        put_into(session, number, f"r{number}", key=number)
+        held.append([session.take()])
+        session.answer(number, None)
+    in_lockstep(ProducerSession._on_released, *(one.clear for one in held))
+    channel.turn()
+    assert sorted(key for one in channel.sent if isinstance(one, m.DropPayloads) for key in one.keys) == [0, 1]
 
 
 def test_a_kept_payload_is_dropped_once_nobody_holds_its_rollout() -> None:

@@ -50,6 +50,7 @@ class SocketChannel(Served, Channel):
         keep_alive(sock)
         self._receiver: Receiver
         self._items: deque[Sendable] = deque()
+        self._pump_is_queued = False
         self._outgoing: deque[_Piece] = deque()
         self._started = self._closed = self._close_sent = self._end_reported = False
         self._finished = ThreadEvent()
@@ -65,7 +66,8 @@ class SocketChannel(Served, Channel):
         if self._closed:
             return
         self._items.append(item)
-        if len(self._items) == 1:  # else the thread has been woken for those before
+        if not self._pump_is_queued:
+            self._pump_is_queued = True
             self.hub.do(self._pump)
 
     def close(self, reason: str = "") -> None:
@@ -102,6 +104,9 @@ class SocketChannel(Served, Channel):
             self.fail(error)
 
     def _pump(self) -> None:
+        # First of all: whoever sees it set has appended before this, and whoever does not queues another call. To look
+        # whether the own item is the only one would not do: two threads that append at the same time both see two.
+        self._pump_is_queued = False
         if self.open:
             self._guarded(self._pack_all)
 
