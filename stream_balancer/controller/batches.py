@@ -62,6 +62,7 @@ class Consumer:
             self._checked_world = True
             self._warn_where_every_rank_balances()
         asked_at = anyio.current_time()
+        # before the poll: what is awaited after it must give the batch back if it is cancelled
         await anyio.lowlevel.checkpoint()
         while True:
             self._check(iterator)
@@ -172,6 +173,7 @@ class Batches:
 
     async def __anext__(self) -> Batch:
         """The next batch. If cancelled, none was taken."""
+        # first of all: if this call is cancelled, the next one must not acknowledge the step again
         step, self._last_step = self._last_step, None
         if step is not None and self._auto_ack:
             self._consumer.acknowledge(step)

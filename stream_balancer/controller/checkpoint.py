@@ -109,6 +109,7 @@ def _recounted(snapshot: Snapshot, void: Sequence[Rollout]) -> Snapshot:
     """With rollouts of batches that cannot be given again waiting as the oldest, and totals that add up."""
     oldest = float(snapshot.waited_s.max()) if len(snapshot.waited_s) else 0.0
     counts = dict(snapshot.counts)
+    # what was set aside was never accepted here, or the totals would not add up again
     counts["accepted"] = (
         len(snapshot.waiting)
         + len(void)

@@ -205,9 +205,11 @@ class Delivery:
     def advance(self, link: Link) -> None:
         """Take in what a rank reports, and send what it has room for."""
         rank = self._ranks[link.rank]
+        # another incarnation of the rank has come since: what this link still says is void
         if rank.link is not link:
             return
         try:
+            # a loss is raised behind the last report, so no acknowledgement is dropped with its rank
             while (report := link.report()) is not None:
                 self._take_in(rank, report)
             self._send(rank, link)
@@ -233,13 +235,14 @@ class Delivery:
             link.send(rank_batch, confirm=self._steps[rank_batch.step].agreement is not None)
             rank.sent += 1
         if self._ending and rank.sent == len(rank.unacknowledged):
-            link.end()
+            link.end()  # behind the last batch, so that the rank still gets that
 
     def _lose(self, rank: _RankQueue, error: RankLostError) -> None:
         rank.link, rank.error, rank.since = None, error, anyio.current_time()
         for step in self._steps.values():
             if step.agreement is not None:
                 step.agreement.lost(rank.rank)
+        # a rank that owes nothing after the end need not come back
         if not (self._ending and rank.finished):
             rank.give_up_at = anyio.current_time() + self._rejoin_timeout_s
 

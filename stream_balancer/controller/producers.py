@@ -71,6 +71,7 @@ class _Attended:
             async with anyio.create_task_group() as tasks:
                 try:
                     while True:
+                        # before looking: what comes while an item is handled must set this one
                         self._news = anyio.Event()
                         while (item := self._session.take()) is not None:
                             self._handle(item, tasks.start_soon)
@@ -83,6 +84,7 @@ class _Attended:
                 if gone:
                     self._evict_what_it_kept()
                     await self._session.aclose()
+                # one that keeps payloads must stay: ranks may still fetch from it
                 elif self._balancer.ended and not self._session.keeps_payloads:
                     self._session.end()
                     await self._session.aclose()

@@ -141,7 +141,7 @@ class PendingPut(Waiter):
             self.stage, self._asked, self._answer = "filtering", _ids(question or ()), answer
         else:
             if inspect.iscoroutine(answer):
-                answer.close()
+                answer.close()  # or Python warns of a coroutine that was never awaited
             raise WouldBlock("put_nowait() cannot wait for an accept= that is async: use put()")
 
     async def _finish_filter(self) -> None:
@@ -188,6 +188,7 @@ class PendingPut(Waiter):
 
     def _take_or_queue(self, now: float, may_wait: bool) -> None:
         core, queue = self._puts.core, self._puts.wakeups.puts
+        # those who wait go first; but a sibling needs no room, and may be what a full buffer waits for
         if queue and not core.state.admission.is_sibling(self._rollouts[0]):
             core.check(self._rollouts)  # a bad rollout is refused now, not after a long wait
         elif self._take(now):

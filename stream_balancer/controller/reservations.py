@@ -53,6 +53,7 @@ class Reservations:
         """Wait until ``count`` more may begin. If cancelled, nothing was reserved."""
         self._lifetime.enter("reserve")
         await anyio.lowlevel.checkpoint()
+        # nobody overtakes those who wait
         if not self._wakeups.reserves and (slot := self._try_admit(count)) is not None:
             return slot
         pending = PendingReserve(count)

@@ -59,6 +59,7 @@ class WaitQueue(Generic[_W]):
         queue in any case: also if it raises, or the task is cancelled."""
         try:
             while True:
+                # one report for the whole queue: the others wait for the same
                 if waiter is self.first:
                     await self._reporter.wait(waiter.wake)
                 else:

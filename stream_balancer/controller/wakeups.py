@@ -80,6 +80,7 @@ class Wakeups:
     def wake_consumer(self) -> None:
         """A batch may be able to leave earlier than the consumer knows."""
         self.flush_if_stuck()
+        # most of the puts between two batches change nothing for it: no task switch for them
         if self._consumer is not None and (self._core.next_wakeup() < self._consumer_wakes_at or self._core.finished):
             self._consumer.set()
 

@@ -41,6 +41,7 @@ class Admission:
             self._check_alone(rollout)
         if len(rollouts) > 1:
             self._check_together(rollouts)
+        # until a rollout is held, those of one put must at least fit each other
         schema = self.schema or schema_of(rollouts[0])
         for rollout in rollouts:
             _check_schema(rollout, schema)
@@ -76,8 +77,10 @@ class Admission:
             return True
         places = len(rollouts)
         if rollouts[0].group_id is not None:
+            # its place has been counted since the first of its group came in
             if self.is_sibling(rollouts[0]):
                 return True
+            # room for the whole group, or groups that lack siblings could fill the buffer and wait for ever
             places = max(places, buffer.groups.size or 1)
         if len(buffer) + buffer.groups.num_awaited + places > config.capacity:
             return False
@@ -140,6 +143,7 @@ def _check_fits(rollout: Rollout, config: BalancerConfig) -> None:
         )
 
 
+# as verl, TRL, OpenRLHF, chat templates, slime and Hugging Face call theirs
 _LOOK_LIKE_MASKS = frozenset(
     {"response_mask", "completion_mask", "action_mask", "assistant_mask", "assistant_masks", "loss_masks", "labels"}
 )

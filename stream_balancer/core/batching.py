@@ -53,6 +53,7 @@ def make_batch(state: State, plan: Plan, reason: Reason, now: float) -> Batch:
     micro_batches = _micro_batches(plan, rollouts, lengths.tolist())
     num_padding = _add_padding(micro_batches, rollouts, step)
     loads: list[float] = (plan.loads if plan.rates is None else plan.loads / plan.rates).tolist()
+    # of real rollouts only: a padding copy must not count in any mean
     tokens, loss_tokens = int(lengths.sum()), int(buffer.loss_tokens[rows].sum())
     return Batch(
         step=step,
@@ -105,6 +106,7 @@ def _add_padding(micro_batches: list[list[MicroBatch]], real: Sequence[Rollout],
     """Every rank gets the same number of micro-batches, in place: a padding copy each where it has fewer. -> how
     many."""
     most = max(map(len, micro_batches))
+    # a rank that ran fewer would leave the others waiting in a collective for ever
     missing = [(rank, index) for rank, of_rank in enumerate(micro_batches) for index in range(len(of_rank), most)]
     if missing:
         original = cheapest_to_copy(real)

@@ -159,6 +159,7 @@ class Calibration:
     def _learn_parts(self, features: Floats, measured: Floats) -> None:
         assert self._typical is not None
         residuals = np.abs(self._residuals(features, measured))
+        # a median deviation x 1.4826 is a normal standard deviation; one strange step must not widen it much
         usual = min(1.4826 * float(np.median(residuals)), 3.0 * self._spread)
         self._spread = max(0.9 * self._spread + 0.1 * usual, _LEAST_SPREAD)
         weights = np.minimum(1.0, _HUBER * self._spread / np.maximum(residuals, 1e-12))

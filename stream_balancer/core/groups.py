@@ -68,6 +68,7 @@ class Groups:
             group.arrived -= 1
             self._arrived_by_label[group.label] = group.arrived
         self.num_awaited += self._lacks(group)
+        # done, or as if it had never begun; else the count must outlive the siblings that have left
         if group.waiting == 0 and (group.arrived >= self.size or group.arrived == 0):
             self.forget(group_id)
 
@@ -170,5 +171,6 @@ class Groups:
     def _new_label(self) -> int:
         label = self._free_labels.pop() if self._free_labels else len(self._groups)
         if label >= len(self._arrived_by_label):
+            # what stands behind is old numbers: a label is written before it is read
             self._arrived_by_label = np.resize(self._arrived_by_label, 2 * label)
         return label

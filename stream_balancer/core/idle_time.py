@@ -102,6 +102,7 @@ class IdleTimes:
 
     def _record_waits(self, waits: dict[IdleCause, float], timings: Sequence[StepTiming]) -> None:
         of_balancer = sum(waits.values())
+        # a rank that does not measure its waits is taken to have waited as long as the balancer did
         waited = np.array([of_balancer if t.waited_s is None else t.waited_s for t in timings], dtype=np.float64)
         for_rollouts = np.minimum(waited, of_balancer)
         for cause, cause_s in waits.items():

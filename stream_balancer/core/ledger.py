@@ -92,7 +92,7 @@ class Ledger:
                 f"In flight: {sorted(self._in_flight) or 'nothing'}"
             )
         if batch in self._to_redeliver:
-            return 0
+            return 0  # asked for twice, by a rank and by the user: it comes again once
         self._to_redeliver = deque(sorted([*self._to_redeliver, batch], key=lambda one: one.step))
         self._forget_training(step)
         return batch.num_rollouts
@@ -100,6 +100,7 @@ class Ledger:
     def restore(self, batches: Sequence[Batch], next_step: int) -> None:
         """Another balancer's batches in flight, all to be delivered again."""
         self._in_flight = {batch.step: batch for batch in batches}
+        # how far ranks had come with them, nobody here knows
         self._to_redeliver = deque(batches)
         self.next_step = next_step
 
@@ -137,7 +138,7 @@ class Ledger:
                 f"In flight: {sorted(self._in_flight) or 'nothing'}"
             )
         if batch in self._to_redeliver:
-            self._to_redeliver.remove(batch)
+            self._to_redeliver.remove(batch)  # a checkpoint held it after all
         self._forget_training(step)
         return batch, self._missing.pop(step, set())
 

@@ -134,7 +134,7 @@ class BalancerCore:
         state = self.state
         batch = state.ledger.next_redelivery()
         if batch is None:
-            if now < state.triggers.next_wakeup():
+            if now < state.triggers.next_wakeup():  # O(1), for the many polls between two batches
                 return None
             due = state.triggers.due(now)
             reason, num_rollouts = state.triggers.reason(now, due)
@@ -179,7 +179,7 @@ class BalancerCore:
             lost = [r for r in batch.rollouts if not r.is_padding and r.rollout_id in missing]
             state.evict(lost, "lost")
             for rollout in lost:
-                state.buffer.expect_again(rollout.group_id)
+                state.buffer.expect_again(rollout.group_id)  # generated anew, it completes its group again
         state.advance()
         self._publish("acknowledged", batch)
         return batch
@@ -210,6 +210,7 @@ class BalancerCore:
         seconds = [one.seconds for one in timings]
         state.counts.record_seconds(seconds)
         calibration, slowness, factor = state.pricing.calibration, None, 1.0
+        # seconds that hold waiting for other ranks say nothing of what this rank's lengths cost
         if calibration is not None and all(one.own for one in timings):
             if calibration.observe(timing.step, seconds):
                 factor = state.pricing.reprice(state.buffer)

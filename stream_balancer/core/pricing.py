@@ -67,6 +67,7 @@ class Pricing:
 
     def expect(self, batch: Batch, plan: Plan, lengths: Ints) -> None:
         """A batch leaves: its seconds will say what its lengths cost. O(rollouts)."""
+        # seconds of copies, or of costs that are not the model's, would teach it something else
         if self.calibration is not None and not batch.num_padding and not self.has_own_costs:
             self.calibration.expect(batch.step, [[lengths[rows] for rows in one] for one in plan.ranks])
 

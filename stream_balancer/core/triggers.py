@@ -87,7 +87,9 @@ class Triggers:
         if self._window_is_full(ready) and available:
             return "window", min(size, available)
         deadline = self.config.deadline_s
-        if deadline is not None and now >= self._oldest_arrival() + deadline:
+        if (
+            deadline is not None and now >= self._oldest_arrival() + deadline
+        ):  # =, not >: who was woken exactly then would be told to wake then, again and again
             if available >= self.config.min_batch_size:
                 return "deadline", min(size, available)
             # past the deadline, and yet too few: without this the caller would be told to poll again at once

@@ -62,6 +62,7 @@ def swap_with_waiting(
         return shares
     loads = loads_of(costs, shares).tolist()
     total_rate = sum(rate)
+    # no choice of the same work ends earlier than its mean, or than its heaviest rollout on the fastest rank
     level = max(sum(loads) / total_rate, float(costs[chosen].max()) / max(rate))
     before = max(load / speed for load, speed in zip(loads, rate, strict=True))
     if before <= level * _EVEN:
@@ -111,11 +112,13 @@ class _Rank:
     def fit(self, fixed: Bools, by_cost: list[tuple[float, int]], level: float) -> None:
         """The one swap that brings this rank closest to `level` from below, if there is one."""
         costs, load = self._costs, self.load
+        # a rank above the level must come down, whatever it then reaches
         best = (load if load <= level else -1.0, -1, -1)
         for place, position in enumerate(self._positions):
             if fixed[position]:
                 continue
             without = load - float(costs[position])
+            # costs.size is above every position, so candidates of exactly this cost are included
             at = bisect_right(by_cost, (level - without, costs.size)) - 1
             for candidate in range(at, max(at - _TOO_LONG, -1), -1):
                 if without + by_cost[candidate][0] <= best[0]:
