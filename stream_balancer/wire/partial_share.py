@@ -26,18 +26,10 @@ from torch import Tensor
 from stream_balancer.errors import RolloutError, WireError
 from stream_balancer.types import RankBatch, Rollout
 from stream_balancer.values import plain_tensor
+from stream_balancer.wire.description import Description, encode_description, read_description
 from stream_balancer.wire.messages import Batch, Denominators, Owner, PartialBatch
-from stream_balancer.wire.share import (
-    _ENCODER,
-    Frame,
-    _align,
-    _Meta,
-    _Plan,
-    _plan,
-    _read_meta,
-    bytes_of,
-    encode,
-)
+from stream_balancer.wire.share import Frame, bytes_of, encode
+from stream_balancer.wire.share_layout import Layout, align, lay_out
 
 __all__ = [
     "Lease",
@@ -186,8 +178,8 @@ class Skeleton:
     _here: Tensor
     """Payloads that came with the skeleton."""
     _described: _Skeleton
-    _meta: _Meta
-    _plan: _Plan
+    _meta: Description
+    _plan: Layout
 
     def wanted(self, buffer: Tensor, references: Sequence[object] = ()) -> list[WantedPayload]:
         """What did not come along, and where in ``buffer`` (``[batch.total_bytes]``) it belongs. ``references``: those
@@ -247,11 +239,11 @@ class Skeleton:
             meta.loss_tokens[place] = 0
         meta.global_num_rollouts, meta.global_num_tokens = divisors.rollouts, divisors.tokens
         meta.global_num_loss_tokens = divisors.loss_tokens
-        packed = _ENCODER.encode(meta)
+        packed = encode_description(meta)
         if packed == self._described.share:
             return self.batch, buffer
-        plan = _plan(meta, len(packed), 2**62)
-        before, start = _align(self.batch.meta_bytes), _align(len(packed))
+        plan = lay_out(meta, len(packed), 2**62)
+        before, start = align(self.batch.meta_bytes), align(len(packed))
         if start != before:
             moved = lend(plan.total_bytes)
             moved[start : plan.wire_bytes] = buffer[before : self.batch.wire_bytes]
@@ -305,7 +297,7 @@ def read_skeleton(frame: Frame | PartialBatch, body: Tensor, *, max_bytes: int, 
         raise WireError(f"step {frame.step}: the batch's description cannot be read: {error}") from None
     crc = zlib.crc32(described.share)
     batch = Batch(frame.step, frame.rank, frame.dp_size, len(described.share), crc, 0, 0)
-    meta = _read_meta(described.share, crc, f"step {frame.step}")
+    meta = read_description(described.share, crc, f"step {frame.step}")
     if len(described.sources) != len(meta.ids) or any(
         not -1 <= owner < len(described.owners) or key < 0 or not -1 <= number < num_references
         for owner, key, number in described.sources
@@ -313,6 +305,6 @@ def read_skeleton(frame: Frame | PartialBatch, body: Tensor, *, max_bytes: int, 
         raise WireError(f"step {frame.step}: the list of who holds what is wrong")
     if any(column.dtype != column.wire_dtype for column in meta.columns):
         raise WireError(f"step {frame.step}: what producers hold is not narrowed")
-    plan = _plan(meta, len(described.share), max_bytes)
+    plan = lay_out(meta, len(described.share), max_bytes)
     batch = msgspec.structs.replace(batch, wire_bytes=plan.wire_bytes, total_bytes=plan.total_bytes)
     return Skeleton(batch, body[frame.meta_bytes : frame.wire_bytes], described, meta, plan)

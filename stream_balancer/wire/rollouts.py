@@ -25,21 +25,17 @@ from torch import Tensor
 
 from stream_balancer.errors import WireError
 from stream_balancer.types import SUPPORTED_DTYPES, Rollout
+from stream_balancer.wire.description import (
+    Description,
+    TensorSpec,
+    description_of,
+    pack_description,
+    read_description,
+)
 from stream_balancer.wire.messages import Owner, RolloutHeader
 from stream_balancer.wire.partial_share import Lease, RemoteRollout
-from stream_balancer.wire.share import (
-    ALIGNMENT,
-    _align,
-    _Meta,
-    _meta_of,
-    _pack_meta,
-    _Plan,
-    _plan,
-    _read_meta,
-    _Tensor,
-    _user_view,
-    bytes_of,
-)
+from stream_balancer.wire.share import bytes_of
+from stream_balancer.wire.share_layout import ALIGNMENT, Layout, align, lay_out, user_view
 
 __all__ = ["EncodedRollout", "check_header", "decode_kept", "decode_rollout", "encode_rollout"]
 
@@ -88,10 +84,10 @@ def encode_rollout(rollout: Rollout, *, kept: bool = False) -> EncodedRollout:
         >>> decode_rollout(encoded.header, torch.cat(encoded.pieces())).tokens["input_ids"]
         tensor([0, 1, 2])
     """
-    meta = _meta_of([rollout], [1], narrow=False)
-    packed = _pack_meta(meta, [rollout])
-    total = _plan(meta, len(packed), _MAX_BYTES).total_bytes
-    wire = _align(len(packed)) if kept else total
+    meta = description_of([rollout], [1], narrow=False)
+    packed = pack_description(meta, [rollout])
+    total = lay_out(meta, len(packed), _MAX_BYTES).total_bytes
+    wire = align(len(packed)) if kept else total
     header = RolloutHeader(len(packed), zlib.crc32(packed), wire, total)
     return EncodedRollout(header, packed, None if kept else rollout)
 
@@ -107,9 +103,9 @@ def decode_rollout(header: RolloutHeader, buffer: Tensor) -> Rollout:
     """The rollout that a checked header and its buffer hold, with every check that a Rollout makes. O(columns)."""
     meta, plan = _described(header, buffer)
     return Rollout(
-        tokens={name: _user_view(buffer, piece) for name, piece in plan.columns[0].items()},
+        tokens={name: user_view(buffer, piece) for name, piece in plan.columns[0].items()},
         scalars=meta.scalars[0],
-        tensors={name: _user_view(buffer, piece) for name, piece in plan.tensors[0].items()},
+        tensors={name: user_view(buffer, piece) for name, piece in plan.tensors[0].items()},
         metadata=meta.metadata[0],
         rollout_id=meta.ids[0],
         group_id=meta.group_ids[0],
@@ -142,12 +138,12 @@ def decode_kept(header: RolloutHeader, buffer: Tensor, owner: Owner, lease: Leas
     )
 
 
-def _described(header: RolloutHeader, buffer: Tensor) -> tuple[_Meta, _Plan]:
+def _described(header: RolloutHeader, buffer: Tensor) -> tuple[Description, Layout]:
     packed = buffer[: header.meta_bytes].numpy().tobytes()
-    meta = _read_meta(packed, header.meta_crc, "a put", check_rollouts=False)
+    meta = read_description(packed, header.meta_crc, "a put", check_rollouts=False)
     if len(meta.ids) != 1 or any(column.dtype != column.wire_dtype for column in meta.columns):
         raise WireError("a put holds one rollout, and nothing of it is narrowed")
-    plan = _plan(meta, header.meta_bytes, header.total_bytes)
+    plan = lay_out(meta, header.meta_bytes, header.total_bytes)
     if plan.total_bytes != header.total_bytes:
         raise WireError(f"a put's description needs {plan.total_bytes} bytes, but it announced {header.total_bytes}")
     return meta, plan
@@ -158,5 +154,5 @@ def _padding(size: int) -> list[Tensor]:
     return [_ZEROS[: -size % ALIGNMENT]] if size % ALIGNMENT else []
 
 
-def _on_meta(described: _Tensor, shape: tuple[int, ...]) -> Tensor:
+def _on_meta(described: TensorSpec, shape: tuple[int, ...]) -> Tensor:
     return torch.empty(shape, dtype=SUPPORTED_DTYPES[described.dtype], device="meta")

@@ -28,9 +28,11 @@ from torch import Tensor
 
 from stream_balancer.transport.channel import PayloadSource, Source
 from stream_balancer.types import SUPPORTED_DTYPES, MicroBatch, RankBatch, Rollout
+from stream_balancer.wire.description import unchecked_description
 from stream_balancer.wire.messages import Owner, RolloutHeader
 from stream_balancer.wire.partial_share import Lease, RemoteRollout, WantedPayload
-from stream_balancer.wire.share import _DECODER, ALIGNMENT, Encoded, Frame, _Meta, decode, encode
+from stream_balancer.wire.share import Encoded, Frame, decode, encode
+from stream_balancer.wire.share_layout import ALIGNMENT
 
 __all__ = [
     "ObjectStore",
@@ -168,7 +170,7 @@ def read_stored_bundle(header: RolloutHeader, buffer: Tensor, stored: Stored, ow
 
     Not checked again: it was where the rollouts were made, and whoever can call an actor can run code in it.
     """
-    meta: _Meta = _DECODER.decode(buffer[: header.meta_bytes].numpy().tobytes())
+    meta = unchecked_description(buffer[: header.meta_bytes].numpy().tobytes())
     longest = max(meta.lengths)
     columns = {column.name: _on_meta(column.dtype, (longest, *column.shape)) for column in meta.columns}
     padding = frozenset(meta.padding)

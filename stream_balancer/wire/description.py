@@ -1,0 +1,290 @@
+"""All of a rank batch, or of a put, that is not in columns: made from rollouts, packed, read with every check. Pure.
+
+A description says which columns there are, and of each rollout its length, ids, scalars, metadata and the shapes of its
+own tensors. It says no offset: where a piece lies follows from it (:mod:`stream_balancer.wire.share_layout`). A reader
+checks it before it makes a view: what is wrong raises :class:`~stream_balancer.errors.WireError`. Work and memory spent
+on hostile bytes are proportional to the bytes received.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping, Sequence
+from math import isfinite, prod
+from typing import Any, NoReturn
+
+import msgspec
+import torch
+from torch import Tensor
+
+from stream_balancer.errors import RolloutError, WireError
+from stream_balancer.types import Rollout
+from stream_balancer.values import (
+    MAX_COLUMNS,
+    MAX_DIMENSIONS,
+    MAX_ELEMENTS,
+    SUPPORTED_DTYPES,
+    plain_cost,
+    plain_name,
+    plain_version,
+)
+
+__all__ = [
+    "Description",
+    "TensorSpec",
+    "description_of",
+    "encode_description",
+    "pack_description",
+    "read_description",
+    "unchecked_description",
+]
+
+
+class TensorSpec(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    """A column's or a tensor's name, type and shape."""
+
+    name: str
+    dtype: int
+    """Index into SUPPORTED_DTYPES: what the user put in and gets out."""
+    wire_dtype: int
+    """Index into SUPPORTED_DTYPES: what travels."""
+    shape: tuple[int, ...]
+    """Of one row of a column (without the leading L); of the whole tensor in ``tensors``."""
+
+    @property
+    def row_bytes(self) -> int:
+        return prod(self.shape) * SUPPORTED_DTYPES[self.dtype].itemsize
+
+    @property
+    def wire_row_bytes(self) -> int:
+        return prod(self.shape) * SUPPORTED_DTYPES[self.wire_dtype].itemsize
+
+    def check(self) -> None:
+        if not (0 <= self.dtype < len(SUPPORTED_DTYPES) and 0 <= self.wire_dtype < len(SUPPORTED_DTYPES)):
+            raise WireError(f"{self.name!r} has an unknown dtype ({self.dtype}, {self.wire_dtype})")
+        if self.dtype != self.wire_dtype and (self.dtype, self.wire_dtype) != (_INT64, _INT32):
+            raise WireError(f"{self.name!r}: only int64 may travel narrowed, and only as int32")
+        elements = prod(max(n, 1) for n in self.shape)
+        if len(self.shape) > MAX_DIMENSIONS or elements > MAX_ELEMENTS or any(n < 0 for n in self.shape):
+            raise WireError(f"{self.name!r} has an impossible shape: {self.shape[: MAX_DIMENSIONS + 1]}")
+
+
+_INT64 = SUPPORTED_DTYPES.index(torch.int64)
+_INT32 = SUPPORTED_DTYPES.index(torch.int32)
+
+
+class Description(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
+    """All of a share that is not in columns. Lists are per rollout unless said otherwise."""
+
+    load: float
+    global_num_rollouts: int
+    global_num_tokens: int
+    global_num_loss_tokens: int
+    columns: list[TensorSpec]
+    """Per column; every rollout of the share has all of them."""
+    micro_batches: list[int]
+    """Rollouts in each micro-batch."""
+    lengths: list[int]
+    loss_tokens: list[int]
+    ids: list[str]
+    group_ids: list[str | None]
+    versions: list[int | tuple[int, int] | None]
+    costs: list[float | None]
+    scalars: list[Mapping[str, int | float | bool]]
+    metadata: list[Mapping[str, Any]]
+    tensors: list[list[TensorSpec]]
+    padding: list[int]
+    """Indices of padding copies."""
+
+
+def description_of(
+    rollouts: Sequence[Rollout],
+    micro_batches: list[int],
+    *,
+    narrow: bool,
+    load: float = 0.0,
+    denominators: tuple[int, int, int] = (0, 0, 0),
+) -> Description:
+    """Describe rollouts that lie in micro-batches of these sizes. ``narrow``: int64 columns whose values fit travel as
+    int32. ``denominators``: rollouts, tokens, loss tokens. Raises RolloutError if they do not share one set of
+    columns."""
+    return Description(
+        load,
+        *denominators,
+        columns=_columns(rollouts, narrow),
+        micro_batches=micro_batches,
+        lengths=[r.num_tokens for r in rollouts],
+        loss_tokens=[r.num_loss_tokens for r in rollouts],
+        ids=[r.rollout_id for r in rollouts],
+        group_ids=[r.group_id for r in rollouts],
+        versions=[r.version for r in rollouts],
+        costs=[r.cost for r in rollouts],
+        scalars=[r.scalars for r in rollouts],
+        metadata=[r.metadata for r in rollouts],
+        tensors=[[_describe(k, t, tuple(t.shape)) for k, t in r.tensors.items()] for r in rollouts],
+        padding=[i for i, r in enumerate(rollouts) if r.is_padding],
+    )
+
+
+def _columns(rollouts: Sequence[Rollout], narrow: bool) -> list[TensorSpec]:
+    first = rollouts[0]
+    described: list[TensorSpec] = []
+    for name, tensor in first.tokens.items():
+        parts = [_column_of(r, name, tensor, first) for r in rollouts]
+        fits = narrow and tensor.dtype is torch.int64 and all(_fits_int32(part) for part in parts)
+        described.append(_describe(name, tensor, tuple(tensor.shape[1:]), torch.int32 if fits else None))
+    for r in rollouts:
+        if len(r.tokens) != len(first.tokens):
+            raise RolloutError(_differ(r, first, f"has columns {sorted(r.tokens)}", f"{sorted(first.tokens)}"))
+    return described
+
+
+def _column_of(rollout: Rollout, name: str, like: Tensor, first: Rollout) -> Tensor:
+    part = rollout.tokens.get(name)
+    if part is None:
+        raise RolloutError(_differ(rollout, first, f"has no column {name!r}", "that one does"))
+    if part.dtype != like.dtype or (part.ndim + like.ndim > 2 and part.shape[1:] != like.shape[1:]):
+        mine, other = f"{part.dtype} {list(part.shape)}", f"{like.dtype} {list(like.shape)}"
+        raise RolloutError(_differ(rollout, first, f"has column {name!r} as {mine}", other))
+    return part
+
+
+def _differ(rollout: Rollout, first: Rollout, mine: str, other: str) -> str:
+    return (
+        f"rollout {rollout.rollout_id!r} {mine}, but rollout {first.rollout_id!r} of the same batch: {other}. "
+        "Give every rollout the same columns, with the same dtype and trailing shape"
+    )
+
+
+def _fits_int32(part: Tensor) -> bool:
+    if part.numel() == 0:
+        return True
+    low, high = torch.aminmax(part)
+    return int(low) >= -(2**31) and int(high) < 2**31
+
+
+def _describe(name: str, tensor: Tensor, shape: tuple[int, ...], wire: torch.dtype | None = None) -> TensorSpec:
+    index = SUPPORTED_DTYPES.index(tensor.dtype)
+    return TensorSpec(name, index, index if wire is None else SUPPORTED_DTYPES.index(wire), shape)
+
+
+def pack_description(meta: Description, rollouts: Sequence[Rollout]) -> bytes:
+    """As msgpack. Raises RolloutError, naming the one of ``rollouts`` that cannot be written."""
+    try:
+        return _ENCODER.encode(meta)
+    except (TypeError, ValueError, OverflowError, RecursionError) as error:
+        raise _changed(rollouts, error) from None
+
+
+def _changed(rollouts: Sequence[Rollout], error: Exception) -> RolloutError:
+    """Every field could be written when the rollout was made."""
+    for rollout in rollouts:
+        try:
+            _ENCODER.encode((rollout.rollout_id, rollout.scalars, rollout.metadata))
+        except Exception as its_own:  # noqa: BLE001 - it becomes the message
+            return RolloutError(
+                f"rollout {rollout.rollout_id!r} was changed after it was made, and cannot be written any more: "
+                f"{its_own}. Make a new Rollout instead"
+            )
+    return RolloutError(f"a rollout cannot be written: {error}")
+
+
+def _refuse_others(value: object) -> NoReturn:
+    raise TypeError(f"it holds a {type(value).__name__}")
+
+
+def encode_description(meta: Description) -> bytes:
+    """As msgpack; for one whose fields could all be written before."""
+    return _ENCODER.encode(meta)
+
+
+def unchecked_description(packed: bytes) -> Description:
+    """What :func:`encode_description` made, where whoever made it is trusted: only its types are checked."""
+    return _DECODER.decode(packed)
+
+
+_ENCODER = msgspec.msgpack.Encoder(enc_hook=_refuse_others)
+_DECODER = msgspec.msgpack.Decoder(Description)
+
+
+def read_description(packed: bytes, crc: int, what: str, *, check_rollouts: bool = True) -> Description:
+    """The description of ``what``, a step or a put."""
+    if zlib.crc32(packed) != crc:
+        raise WireError(f"{what}: the checksum of its description is wrong: damaged on its way")
+    try:
+        meta = _DECODER.decode(packed)
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError, ValueError) as error:
+        raise WireError(f"{what}: its description cannot be read: {error}") from None
+    _check_meta(meta)
+    if check_rollouts:
+        try:
+            _check_rollouts(meta)
+        except RolloutError as error:
+            raise WireError(f"a rollout is wrong: {error}") from None
+    return meta
+
+
+def _check_meta(meta: Description) -> None:
+    n = len(meta.lengths)
+    per_rollout = (
+        meta.loss_tokens, meta.ids, meta.group_ids, meta.versions, meta.costs, meta.scalars, meta.metadata, meta.tensors
+    )  # fmt: skip
+    if any(len(column) != n for column in per_rollout):
+        raise WireError("the batch's description has lists of different lengths")
+    if not meta.micro_batches or min(meta.micro_batches) < 1 or sum(meta.micro_batches) != n:
+        raise WireError(f"micro-batches must hold all {n} rollouts and none be empty")
+    if min(meta.lengths) < 1 or max(meta.lengths) > MAX_ELEMENTS:
+        raise WireError("a rollout has an impossible number of tokens")
+    if any(not 0 <= loss <= length for loss, length in zip(meta.loss_tokens, meta.lengths, strict=True)):
+        raise WireError("a rollout has an impossible number of loss tokens")
+    if len(set(meta.ids)) != n:
+        raise WireError("two rollouts of a batch have one rollout_id")
+    if len(set(meta.padding)) != len(meta.padding) or any(not 0 <= i < n or meta.loss_tokens[i] for i in meta.padding):
+        raise WireError("the list of padding copies is wrong")
+    if (
+        not isfinite(meta.load)
+        or min(meta.global_num_rollouts, meta.global_num_tokens, meta.global_num_loss_tokens) < 0
+    ):
+        raise WireError("the step's denominators are wrong")
+    _check_tensors(meta)
+
+
+def _check_rollouts(meta: Description) -> None:
+    """What of a Rollout's own checks lies in ``meta``. Metadata and values of scalars are nobody's index or size."""
+    for name in meta.ids:
+        plain_name(name)
+    for group in meta.group_ids:
+        if group is not None:
+            plain_name(group)
+    for version in meta.versions:
+        if version is not None:
+            plain_version(version)
+    for cost in meta.costs:
+        if cost is not None:
+            plain_cost(cost)
+
+
+def _check_tensors(meta: Description) -> None:
+    names = {column.name for column in meta.columns}
+    if len(names) != len(meta.columns) or len(names) > MAX_COLUMNS:
+        raise WireError("the column table is wrong: a name occurs twice, or there are too many")
+    for column in meta.columns:
+        column.check()
+        if column.name in ("input_ids", "loss_mask") and column.shape:
+            raise WireError(f"{column.name} must have one number per token")
+        if column.name == "input_ids" and SUPPORTED_DTYPES[column.dtype] not in _INTEGERS:
+            raise WireError("input_ids must be integers")
+    if "input_ids" not in names:
+        raise WireError("there is no column 'input_ids'")
+    if any(not names.isdisjoint(scalars) for scalars in meta.scalars):
+        raise WireError("a name is both a column and a scalar")
+    for own in meta.tensors:
+        if len({tensor.name for tensor in own}) != len(own):
+            raise WireError("a rollout has two tensors of one name")
+        for tensor in own:
+            tensor.check()
+            if tensor.dtype != tensor.wire_dtype:
+                raise WireError("only columns may travel narrowed")
+
+
+_INTEGERS = frozenset({torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64})
