@@ -15,7 +15,7 @@ import stat
 import struct
 from contextlib import suppress
 
-__all__ = ["keep_from_children", "keep_sockets_from_children", "sockets_at"]
+__all__ = ["keep_from_children", "keep_sockets_from_children", "packed_ends", "sockets_at"]
 
 _ours: dict[int, tuple[int, int]] = {}  # descriptor -> device and inode of what it refers to
 
@@ -44,7 +44,7 @@ def sockets_at(addresses: bytes) -> list[int]:
     with suppress(OSError):
         for name in os.listdir("/proc/self/fd"):
             with suppress(OSError):  # no socket, or closed by another thread meanwhile
-                if any(end in addresses for end in _ends(int(name))):
+                if any(end in addresses for end in packed_ends(int(name))):
                     found.append(int(name))
     return found
 
@@ -54,8 +54,9 @@ def _identity(fd: int) -> tuple[int, int]:
     return status.st_dev, status.st_ino
 
 
-def _ends(fd: int) -> list[bytes]:
-    """The packed addresses of a TCP socket, its own and its peer's. Raises OSError for anything else."""
+def packed_ends(fd: int) -> list[bytes]:
+    """The addresses of a TCP socket as the system packs them, its own and its peer's: the start of a ``sockaddr_in`` or
+    ``sockaddr_in6``. Empty for anything else. Raises OSError if ``fd`` is not open."""
     if not stat.S_ISSOCK(os.fstat(fd).st_mode):
         return []
     sock = socket.socket(fileno=fd)

@@ -29,6 +29,7 @@ from stream_balancer.wire.messages import (
     Hello,
     Join,
     PairAddress,
+    PairReady,
     Refused,
     Welcome,
 )
@@ -54,7 +55,7 @@ _NONCE_BYTES = 16
 _LEAST_TOKEN_BYTES = 16
 
 
-Message: TypeAlias = Hello | Challenge | Join | Welcome | Refused | PairAddress
+Message: TypeAlias = Hello | Challenge | Join | Welcome | Refused | PairAddress | PairReady
 
 _decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
 

@@ -45,6 +45,7 @@ __all__ = [
     "MissingRollout",
     "Owner",
     "PairAddress",
+    "PairReady",
     "PartialBatch",
     "Payloads",
     "PayloadsFetched",
@@ -70,7 +71,7 @@ __all__ = [
     "encode_message",
 ]
 
-PROTOCOL = 4
+PROTOCOL = 5
 """Version of everything that crosses a channel. Peers that differ refuse each other in the handshake."""
 MAX_TEXT = 65_536
 """Characters of a text in a message."""
@@ -151,6 +152,11 @@ class PairAddress(Message, frozen=True, tag=9):
     address: bytes
     """What gloo calls it."""
     nonce: bytes
+
+
+class PairReady(Message, frozen=True, tag=8):
+    """Either end, whenever it has done its next step of building the pair: connected its half, sent its proof, checked
+    the other's. So the other end can wait for that here, where a wait can be ended, and not in gloo."""
 
 
 class Hello(Message, frozen=True, tag=10):

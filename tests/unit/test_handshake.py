@@ -31,6 +31,7 @@ from stream_balancer.wire.messages import (
     JoinRank,
     Owner,
     PairAddress,
+    PairReady,
     Refused,
     WelcomePeer,
     WelcomeProducer,
@@ -42,6 +43,7 @@ RANK = JoinRank(0, 1, 10**9, 2, 2**30)
 ALL_JOINS: tuple[type[Join], ...] = (JoinRank, JoinProducer, JoinFetcher, JoinPeer)
 MESSAGES: list[Message] = [
     PairAddress(b"address", b"nonce"),
+    PairReady(),
     Hello(PROTOCOL, bytes(16)),
     Challenge(bytes(16), bytes(32)),
     RANK,

@@ -52,7 +52,8 @@ def test_a_message_comes_back_as_it_was(kind: type[m.Message]) -> None:
 
 
 def test_tags_are_distinct() -> None:
-    every = [*CHANNEL_MESSAGES, *get_args(m.Join), *get_args(m.Welcome), m.Hello, m.Challenge, m.Refused, m.PairAddress]
+    pair = [m.PairAddress, m.PairReady]
+    every = [*CHANNEL_MESSAGES, *get_args(m.Join), *get_args(m.Welcome), m.Hello, m.Challenge, m.Refused, *pair]
     tags = [kind.__struct_config__.tag for kind in every]
     assert len(set(tags)) == len(tags)
 

@@ -4,6 +4,18 @@ gloo's ends find each other through a c10d store and listen on ports of their ow
 So the store is one whose two values go over the connection that both have proven themselves on (:class:`_Exchange`);
 the first message on the pair, either way, is a proof that only the other end of that connection can make; and once the
 pair is up, the kernel drops whoever else comes to gloo's port (:func:`_shut_out`).
+
+No wait of gloo's can be ended from outside, and for a peer that never connects it is most of a minute. So every wait is
+made on the authenticated connection, which ends when the peer dies or when it is shut down here; gloo is let in once
+what it waits for has happened ::
+
+    connecting end   PairAddress ---->  <---- PairAddress   listening end
+                     gloo connects: the kernel accepts for the other one, which need not wait yet
+                     PairReady -------------------------->  gloo finds the connection there
+                     <-------------------------- PairReady
+    member 0         proof, PairReady ----------------->    member 1
+                     <----------------- proof, PairReady
+                     PairReady ------------------------>
 """
 
 from __future__ import annotations
@@ -13,6 +25,7 @@ import hmac
 import secrets
 import socket
 import struct
+import sys
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any, Literal, cast
@@ -23,18 +36,23 @@ from torch import Tensor
 from torch._C._distributed_c10d import Store, Work
 
 from stream_balancer.errors import WireError
-from stream_balancer.transport.descriptors import keep_sockets_from_children, sockets_at
+from stream_balancer.transport.descriptors import keep_sockets_from_children, packed_ends, sockets_at
 from stream_balancer.transport.gloo.packets import Pending
 from stream_balancer.transport.handshake import pack, proof_of
 from stream_balancer.transport.sockets.joiner import receive_message
-from stream_balancer.wire.messages import PairAddress
+from stream_balancer.wire.messages import PairAddress, PairReady
 
 __all__ = ["GlooPair", "gloo", "meet"]
 
 FOR_EVER = timedelta(days=3650)  # timedelta.max overflows in gloo
 PAIR_TIMEOUT_S = 10.0  # both are known to be there and take milliseconds; later waits have their own limit: none
+GLOO_TIMEOUT_S = 2.0  # gloo waits five times as long for a connection; a failed pair is built again
+HOLD_S = 5.0
+"""How long a listening end waits to hear that the other one has connected. Then it goes in: gloo may choose ends by
+another rule than :func:`_listens` knows."""
 _SPARE_TAG, _TAG = 7, 1
 _PROOF_BYTES = 32
+_IPV4_END_BYTES = 8  # family, port, host
 gloo = cast("Any", dist).ProcessGroupGloo  # its options are missing from torch's type stubs
 
 
@@ -54,7 +72,7 @@ class GlooPair:
 
     def __init__(self, store: Store, me: Literal[0, 1], hostname: str) -> None:
         options = gloo._Options()
-        options._timeout = timedelta(seconds=PAIR_TIMEOUT_S)
+        options._timeout = timedelta(seconds=GLOO_TIMEOUT_S)
         options._devices = [gloo.create_device(hostname=hostname)]
         options._threads = 1
         self._store = store  # the group keeps only its C++ half
@@ -75,40 +93,47 @@ class GlooPair:
             with suppress(RuntimeError):
                 self._group.recv([torch.zeros(1)], self._peer, _SPARE_TAG).wait(timedelta(milliseconds=1))
 
-    def prove(self, mine: bytes, theirs: bytes) -> None:
-        """The pair's first message, either way. Member 0 speaks first, so that it takes the pair for built only once
-        member 1 does. Raises RuntimeError unless the other's proof is ``theirs``."""
-        works = []
-        if self._peer == 1:
-            works.append(self._send_proof(mine))
+    def send_proof(self, mine: bytes) -> Work:
+        """The pair's first message; wait for what is returned once the other end has checked it."""
+        sent = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
+        return cast("Work", self._group.send([sent], self._peer, _TAG))
+
+    def check_proof(self, theirs: bytes) -> None:
+        """Wait for the other's. Raises RuntimeError unless it is ``theirs``."""
         received = torch.zeros(_PROOF_BYTES, dtype=torch.uint8)
         self._group.recv([received], self._peer, _TAG).wait(timedelta(seconds=PAIR_TIMEOUT_S))
         if not hmac.compare_digest(received.numpy().tobytes(), theirs):
             self.poison()
             raise RuntimeError("somebody else has connected to the pair")
-        if self._peer == 0:
-            works.append(self._send_proof(mine))
-        for work in works:
-            work.wait(timedelta(seconds=PAIR_TIMEOUT_S))
-
-    def _send_proof(self, mine: bytes) -> Work:
-        sent = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
-        return cast("Work", self._group.send([sent], self._peer, _TAG))
 
 
 def meet(sock: socket.socket, me: Literal[0, 1], *, token: bytes, hostname: str) -> GlooPair:
     """The pair with who is at the other end of ``sock``, which has been authenticated and is about to call this too.
 
-    Blocks for milliseconds; a ``sock`` that is shut down ends it. ``hostname``: where this end listens. Raises OSError
-    or RuntimeError if it did not work out, which a new connection may; WireError if the other end says something else.
+    Blocks for milliseconds; a ``sock`` that is shut down, or whose other end dies, ends it. ``hostname``: where this
+    end listens. Raises OSError or RuntimeError if it did not work out, which a new connection may; WireError if the
+    other end says something else.
     """
     store = _Exchange(sock, me)
     pair = GlooPair(store, me, hostname)
+    store.notify_ready()  # connected
     _shut_out(store.addresses[me])
     keep_sockets_from_children(store.addresses[0] + store.addresses[1])
     nonces = store.nonces[0], store.nonces[1]
     mine, theirs = (proof_of(token, b"pair", bytes([side]), *nonces) for side in (me, 1 - me))
-    pair.prove(mine, theirs)
+    if me == 0:  # speaks first, so that it takes the pair for built only once member 1 does
+        sent = pair.send_proof(mine)
+        store.notify_ready()
+        store.wait_ready(2)
+        pair.check_proof(theirs)
+        store.notify_ready()
+    else:
+        store.wait_ready(2)
+        pair.check_proof(theirs)
+        sent = pair.send_proof(mine)
+        store.notify_ready()
+        store.wait_ready(3)
+    sent.wait(timedelta(seconds=PAIR_TIMEOUT_S))
     return pair
 
 
@@ -118,6 +143,7 @@ class _Exchange(Store):
     def __init__(self, sock: socket.socket, me: Literal[0, 1]) -> None:
         super().__init__()
         self._sock, self._me = sock, me
+        self._num_ready = 0  # PairReady messages that have come
         self.addresses: dict[int, bytes] = {}
         self.nonces: dict[int, bytes] = {me: secrets.token_bytes(16)}
 
@@ -139,7 +165,50 @@ class _Exchange(Store):
             if not isinstance(message, PairAddress) or side == self._me:
                 raise WireError(f"a {type(message).__name__} message came instead of the address of the pair")
             self.addresses[side], self.nonces[side] = message.address, message.nonce
+            if _listens(self.addresses[self._me], message.address):
+                self._hold()
         return self.addresses[side]
+
+    def notify_ready(self) -> None:
+        """One step of this end's is done. Raises OSError."""
+        self._sock.sendall(pack(PairReady()))
+
+    def wait_ready(self, steps: int) -> None:
+        """Until so many steps of the other end's are done. Raises OSError, WireError."""
+        while self._num_ready < steps:
+            message = receive_message(self._sock)
+            if not isinstance(message, PairReady):
+                raise WireError(f"a {type(message).__name__} message came while a pair was built")
+            self._num_ready += 1
+
+    def _hold(self) -> None:
+        """Until the other end has connected; but for ``HOLD_S`` at most."""
+        timeout_s = self._sock.gettimeout()
+        self._sock.settimeout(HOLD_S)
+        try:
+            self._sock.recv(1, socket.MSG_PEEK)  # the other end's PairReady, or its end
+        except TimeoutError:
+            return
+        finally:
+            self._sock.settimeout(timeout_s)
+        self.wait_ready(1)
+
+
+def _listens(mine: bytes, theirs: bytes) -> bool:
+    """Whether gloo will wait for the other end to connect: it does at the lower address, and of one address at the
+    lower port, as the system's integer. ``mine``, ``theirs``: what gloo calls the ends. False if that is not known."""
+    with suppress(OSError):
+        for fd in sockets_at(mine):  # gloo's listening socket, whose address is somewhere in ``mine``
+            end = packed_ends(fd)[0]
+            at = mine.index(end)
+            return _order(end) < _order(theirs[at : at + len(end)])
+    return False
+
+
+def _order(end: bytes) -> tuple[bytes, int]:
+    """``end``: family, port, IPv6's flow label, host, as a ``sockaddr`` begins."""
+    host = end[4:] if len(end) == _IPV4_END_BYTES else end[8:]
+    return host, int.from_bytes(end[2:4], sys.byteorder)
 
 
 # --- who else comes to gloo's port --------------------------------------------------------------------------------
