@@ -80,7 +80,7 @@ def tune(
     trace = trace.repeated(times)
     arrivals = finish_times(trace, slots, tokens_per_second, seed)
     batch_s = float(arrivals.max() - arrivals.min()) * config.batch_size / len(trace)
-    settings = list(_settings(base, config, batch_s, windows, max_skips, deadlines_s))
+    settings = list(_settings(base, batch_s, windows, max_skips, deadlines_s))
     if not settings:
         raise ConfigError("no combination of these windows, max_skips and deadlines_s works with the other knobs")
     runs = [as_policy(base, "round_robin"), as_policy(base, "fifo"), *settings]
@@ -128,7 +128,6 @@ def _check(max_added_age: float, tolerance: float) -> None:
 
 def _settings(
     base: BalancerConfig,
-    config: BalancerConfig,
     batch_s: float,
     windows: Sequence[int] | None,
     max_skips: Sequence[int | None] | None,

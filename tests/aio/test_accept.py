@@ -4,24 +4,20 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import anyio
+import helpers
 import pytest
 import torch
 from anyio.lowlevel import checkpoint
+from helpers import settle, waiting
 
 import stream_balancer as sb
 from stream_balancer.testing import make_rollout, make_rollouts
 
-
-def config(**knobs: Any) -> sb.BalancerConfig:
-    return sb.BalancerConfig(**{"dp_size": 2, "batch_size": 4, "window": 4, "capacity": 4, **knobs})
-
-
-async def settle() -> None:
-    for _ in range(20):
-        await checkpoint()
+config = partial(helpers.config, window=4, capacity=4)
 
 
 def rewarded(rollout_id: str, reward: float, group: str | None = None) -> sb.Rollout:
@@ -33,10 +29,6 @@ def rewarded(rollout_id: str, reward: float, group: str | None = None) -> sb.Rol
 def has_signal(rollouts: Sequence[sb.Rollout]) -> bool:
     """As users write it: a tensor of one bool."""
     return torch.tensor([r.scalars["reward"] for r in rollouts]).std() > 0  # type: ignore[return-value]
-
-
-def waiting(balancer: sb.StreamBalancer) -> list[str]:
-    return [r.rollout_id for r in balancer.snapshot().waiting]
 
 
 async def test_what_is_turned_down_is_counted_and_told() -> None:

@@ -10,19 +10,10 @@ from typing import Any
 import anyio
 import pytest
 from anyio.lowlevel import checkpoint
+from helpers import config, settle
 
 import stream_balancer as sb
 from stream_balancer.testing import count_wakeups, make_rollout, make_rollouts
-
-
-def config(**knobs: Any) -> sb.BalancerConfig:
-    return sb.BalancerConfig(**{"dp_size": 2, "batch_size": 4, **knobs})
-
-
-async def settle() -> None:
-    """Let every task run until it waits, without moving the clock."""
-    for _ in range(20):
-        await checkpoint()
 
 
 async def fill(balancer: sb.StreamBalancer, count: int, start: int = 0) -> None:

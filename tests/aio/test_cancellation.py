@@ -4,29 +4,26 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Any, Literal
 
 import anyio
+import helpers
 import pytest
 from anyio.lowlevel import checkpoint
+from helpers import settle
 
 import stream_balancer as sb
 from stream_balancer.testing import make_rollout, make_rollouts
 
 How = Literal["scope", "native", "timeout"]
 # native task.cancel() and asyncio.timeout are asyncio's own
+config = partial(helpers.config, window=4, capacity=4)
+
+
 CASES = [("asyncio", "scope"), ("asyncio", "native"), ("asyncio", "timeout"), ("trio", "scope")]
 ways = pytest.mark.parametrize(("anyio_backend", "how"), CASES, indirect=["anyio_backend"])
 MAX_PASSES = 12
-
-
-def config(**knobs: Any) -> sb.BalancerConfig:
-    return sb.BalancerConfig(**{"dp_size": 2, "batch_size": 4, "window": 4, "capacity": 4, **knobs})
-
-
-async def settle() -> None:
-    for _ in range(20):
-        await checkpoint()
 
 
 class Outcome:

@@ -4,11 +4,14 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any, Literal
+from functools import partial
+from typing import Literal
 
 import anyio
+import helpers
 import pytest
 from anyio.lowlevel import checkpoint
+from helpers import settle
 
 import stream_balancer as sb
 from stream_balancer.controller.producers import attend
@@ -17,17 +20,11 @@ from stream_balancer.testing import make_rollout, make_rollouts
 from stream_balancer.transport.memory import MemoryTransport
 
 How = Literal["scope", "native", "timeout"]
+config = partial(helpers.config, window=4, capacity=4)
+
+
 CASES = [("asyncio", "scope"), ("asyncio", "native"), ("asyncio", "timeout"), ("trio", "scope")]
 ways = pytest.mark.parametrize(("anyio_backend", "how"), CASES, indirect=["anyio_backend"])
-
-
-def config(**knobs: Any) -> sb.BalancerConfig:
-    return sb.BalancerConfig(**{"dp_size": 2, "batch_size": 4, "window": 4, "capacity": 4, **knobs})
-
-
-async def settle() -> None:
-    for _ in range(20):
-        await checkpoint()
 
 
 async def test_put_waits_while_the_balancer_is_full_and_errors_keep_their_words() -> None:

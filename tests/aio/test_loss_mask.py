@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import anyio
+import helpers
 import pytest
 import torch
 
@@ -14,9 +16,7 @@ from stream_balancer.controller.producers import attend
 from stream_balancer.transport.memory import MemoryTransport
 from stream_balancer.types import Batch
 
-
-def config(**knobs: Any) -> sb.BalancerConfig:
-    return sb.BalancerConfig(**{"dp_size": 2, "batch_size": 4, "window": 4, **knobs})
+config = partial(helpers.config, window=4)
 
 
 def rollout(name: str, **columns: Any) -> sb.Rollout:

@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 
 import anyio
 import pytest
-from anyio.lowlevel import checkpoint
+from helpers import settle
 
 import stream_balancer as sb
 from stream_balancer.controller.producers import attend
@@ -17,11 +17,6 @@ from stream_balancer.transport.memory import MemoryTransport
 
 WAYS = ["put", "put_group", "slot", "slot_group", "producer", "producer_group"]
 LATE = ["late0", "late1"]
-
-
-async def settle() -> None:
-    for _ in range(20):
-        await checkpoint()
 
 
 @asynccontextmanager

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import logging
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import anyio
+import helpers
 import pytest
 
 import stream_balancer as sb
 import stream_balancer.controller.recorder as record_room
 from stream_balancer.testing import make_rollout, make_rollouts
 
-
-def config(**knobs: Any) -> sb.BalancerConfig:
-    return sb.BalancerConfig(**{"dp_size": 2, "batch_size": 4, "window": 8, **knobs})
+config = partial(helpers.config, window=8)
 
 
 async def read(path: Path) -> sb.Trace:

@@ -4,23 +4,19 @@ from __future__ import annotations
 
 import math
 import random
+from functools import partial
 from typing import Any
 
 import anyio
+import helpers
 import pytest
 from anyio.lowlevel import checkpoint
+from helpers import settle
 
 import stream_balancer as sb
 from stream_balancer.testing import count_wakeups, make_rollout
 
-
-def config(**knobs: Any) -> sb.BalancerConfig:
-    return sb.BalancerConfig(**{"dp_size": 2, "batch_size": 4, "window": 8, "max_staleness": 1, **knobs})
-
-
-async def settle() -> None:
-    for _ in range(20):
-        await checkpoint()
+config = partial(helpers.config, window=8, max_staleness=1)
 
 
 @pytest.mark.parametrize("max_staleness", [0, 1, 3])

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from functools import partial
 
 import anyio
+import helpers
 import pytest
 
 import stream_balancer as sb
 from stream_balancer.testing import make_rollout, make_rollouts
 from stream_balancer.transport.memory import MemoryTransport
 
-
-def config(**knobs: Any) -> sb.BalancerConfig:
-    return sb.BalancerConfig(**{"dp_size": 2, "batch_size": 4, "window": 4, "capacity": 4, **knobs})
+config = partial(helpers.config, window=4, capacity=4)
 
 
 def reports(caplog: pytest.LogCaptureFixture) -> list[str]:

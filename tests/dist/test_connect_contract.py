@@ -9,6 +9,7 @@ from typing import Any
 
 import anyio
 import pytest
+from helpers import until
 from remote_producer import GUARD_S, RemoteProducer, make, names, start_controller, verdict_of
 
 import stream_balancer as sb
@@ -37,11 +38,6 @@ async def served(*, attended: bool = True, limits: dict[str, int] | None = None,
 
 def waiting(balancer: sb.StreamBalancer) -> list[str]:
     return names(balancer.snapshot().waiting)
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    while not condition():
-        await anyio.sleep(0.002)
 
 
 def refusal(put: Callable[[], object]) -> tuple[str, str]:

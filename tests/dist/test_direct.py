@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 import random
 import signal
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import ExitStack, asynccontextmanager
 from functools import partial
 from pathlib import Path
@@ -15,6 +15,7 @@ from typing import Any
 import anyio
 import pytest
 import torch
+from helpers import until
 from remote_producer import GUARD_S, Rank, RemoteProducer, fingerprint, make, names
 from test_connect_hostile import attack as assault
 
@@ -40,11 +41,6 @@ async def served(dp_size: int, *, rejoin_timeout_s: float = 0.0, **knobs: Any) -
         ):
             tasks.start_soon(lambda: sb.serve(balancer, transport, rejoin_timeout_s=rejoin_timeout_s))
             yield balancer, transport
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    while not condition():
-        await anyio.sleep(0.002)
 
 
 def specs(producer: str, count: int, seed: int) -> list[tuple[Any, ...]]:

@@ -14,13 +14,10 @@ from typing import Any
 import anyio
 import anyio.lowlevel
 import pytest
+from helpers import config
 
 import stream_balancer as sb
 from stream_balancer.testing import BACKENDS, make_rollout, make_rollouts
-
-
-def config(**knobs: Any) -> sb.BalancerConfig:
-    return sb.BalancerConfig(**{"dp_size": 2, "batch_size": 4, **knobs})
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

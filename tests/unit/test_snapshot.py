@@ -11,15 +11,12 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from evictions import Evictions
+from helpers import config
 
 import stream_balancer as sb
 from stream_balancer.controller.checkpoint import read_state_dict, state_dict
 from stream_balancer.core.machine import BalancerCore
 from stream_balancer.testing import make_rollouts
-
-
-def config(**knobs: Any) -> sb.BalancerConfig:
-    return sb.BalancerConfig(**{"dp_size": 2, "batch_size": 4, **knobs})
 
 
 def rich_rollout(n: int) -> sb.Rollout:

@@ -11,15 +11,12 @@ from typing import Any
 import anyio
 import anyio.to_thread
 import pytest
+from helpers import config
 
 import stream_balancer as sb
 from stream_balancer.testing import BACKENDS, make_rollout, make_rollouts
 from stream_balancer.transport.memory import MemoryTransport
 from stream_balancer.transport.threads import ThreadEvent
-
-
-def config(**knobs: Any) -> sb.BalancerConfig:
-    return sb.BalancerConfig(**{"dp_size": 2, "batch_size": 4, **knobs})
 
 
 def test_an_event_wakes_all_who_wait_and_those_who_come_later() -> None:

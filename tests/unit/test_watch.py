@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import anyio
 import msgspec
 import pytest
+from helpers import until
 from rich.console import Console
 from typer.testing import CliRunner, Result
 
@@ -44,11 +45,6 @@ def private_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 async def put_some(balancer: sb.StreamBalancer, count: int = 6) -> None:
     for number in range(count):
         await balancer.put(make_rollout(1 + 3 * number))
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    while not condition():  # noqa: ASYNC110  # tasks that notify nobody
-        await anyio.sleep(0.001)
 
 
 def text_of(status: Status, before: Status | None = None, *, width: int = 120) -> str:
