@@ -105,6 +105,7 @@ class ProducerSession(Session):
         the last subscriber left unanswered come again. ``at_once``: who puts without waiting in this same loop can be
         answered only here and now. Without arguments: nobody takes any more."""
         self._callback, self._at_once = callback, at_once
+        # in front, and in their order: they came before what waits
         self._inbox.extendleft(reversed(self._taken.values()))
         self._taken.clear()
 
@@ -169,6 +170,7 @@ class ProducerSession(Session):
             raise WireError(f"expected put number {self._next} and a buffer for each rollout, got {message}"[:500])
         with self._lock:
             staged = self._staged
+        # one put may be larger than all that may be staged: it travels alone, or it never could
         bound = self._limits.staged_bytes - staged if staged else max(self._limits)
         if sum(sizes) > bound:
             raise WireError(

@@ -203,7 +203,7 @@ class PutLedger(Generic[P]):
                     refused.append(put)
                     del self._waiting[put]
                     continue
-                if self._staged and self._staged + put.size > limits.staged_bytes:
+                if self._staged and self._staged + put.size > limits.staged_bytes:  # always one, however large
                     break
                 if taken and (size + put.size > self._bundle_bytes or len(taken) == self._bundle_puts):
                     break
@@ -236,6 +236,7 @@ class PutLedger(Generic[P]):
         for here, if not for room."""
         with self._lock:
             put.cancelled = True
+            # every value is None. One that was sent before may have been accepted: only the controller can say
             here = not put.sent_before and self._waiting.pop(put, self) is None
             if put.number in self._sent:
                 self._cancelled.append(put.number)
