@@ -106,7 +106,7 @@ class TestSettings:
     def settings(self, config: sb.BalancerConfig, **chosen: Any) -> list[sb.BalancerConfig]:
         base = config.replace(window=None, max_skips=None, capacity=None)
         lists = {"windows": None, "max_skips": None, "deadlines_s": None, **chosen}
-        return list(_settings(base, config, 10.0, **lists))
+        return list(_settings(base, 10.0, **lists))
 
     def test_thirty_or_more_each_once(self) -> None:
         found = self.settings(sb.BalancerConfig(dp_size=8, batch_size=32))
