@@ -22,6 +22,7 @@ from functools import partial
 from typing import Any, cast
 
 import anyio
+import msgspec
 import torch
 import torch.distributed as dist
 
@@ -30,7 +31,6 @@ from stream_balancer.transport.channel import Outgoing, Source
 from stream_balancer.transport.gloo.torch_dist import TorchTransport
 from stream_balancer.types import MicroBatch, RankBatch, Rollout
 from stream_balancer.wire import share as wire
-from stream_balancer.wire.messages import Batch
 
 ROLLOUTS = 64
 LATENCY_MEGABYTES = (0.02, 1.0, 10.0)
@@ -209,18 +209,16 @@ def memory(feed: RankFeed) -> None:
 # --- the controller --------------------------------------------------------------------------------------------------
 
 
-def send_packed(link: Any, frame: Any, buffer: torch.Tensor, step: int) -> None:
+def send_packed(link: Any, packed: Any, buffer: torch.Tensor, step: int) -> None:
     """As ``link.send()``, but packed before: sent from where it lies, or copied into shared memory."""
 
     def fill(target: torch.Tensor) -> Iterator[int]:
         target.copy_(buffer)
         yield buffer.numel()
 
-    message = Batch(
-        step, frame.rank, frame.dp_size, frame.meta_bytes, frame.meta_crc, frame.wire_bytes, frame.total_bytes
-    )
+    message = msgspec.structs.replace(packed, step=step)
     link._use_credit(step)
-    link.channel.send(Outgoing(message, [Source(frame.wire_bytes, fill, lambda: [buffer])]))
+    link.channel.send(Outgoing(message, [Source(packed.wire_bytes, fill, lambda: [buffer])]))
 
 
 class Bench:
@@ -269,10 +267,10 @@ class Bench:
         buffers, frames = [], []
         for one in shares:
             encoded = wire.encode(one, narrow=False)
-            buffer = torch.zeros(encoded.frame.wire_bytes, dtype=torch.uint8)
+            buffer = torch.zeros(encoded.message.wire_bytes, dtype=torch.uint8)
             list(encoded.fill(buffer))
             buffers.append(buffer)
-            frames.append(encoded.frame)
+            frames.append(encoded.message)
         for rank, buffer in enumerate(buffers):
             await in_thread(dist.send, torch.tensor([buffer.numel()]), rank + 1)
         repeats = self.plan.repeats(megabytes)
@@ -331,7 +329,7 @@ class Bench:
         sent: dict[str, list[float]] = {"raw": [], "feed": [], "shared": []}
         shares = [share(rank, len(self.links), megabytes) for rank in range(len(self.links))]
         encoded = [wire.encode(one, narrow=False) for one in shares]
-        buffers = [torch.zeros(one.frame.wire_bytes, dtype=torch.uint8) for one in encoded]
+        buffers = [torch.zeros(one.message.wire_bytes, dtype=torch.uint8) for one in encoded]
         for one, buffer in zip(encoded, buffers, strict=True):
             list(one.fill(buffer))
         for rank, buffer in enumerate(buffers):
@@ -347,7 +345,7 @@ class Bench:
                     dist.recv(answer, rank + 1)
 
         def prepacked(link: Any, step: int) -> None:
-            send_packed(link, encoded[link.rank].frame, buffers[link.rank], step)
+            send_packed(link, encoded[link.rank].message, buffers[link.rank], step)
 
         await in_thread(dist.barrier)
         await in_thread(raw)
@@ -371,7 +369,7 @@ class Bench:
     async def memory(self, *, shared: bool) -> None:
         await in_thread(dist.barrier)
         shares = [share(rank, len(self.links), 4) for rank in range(len(self.links))]
-        buffer = wire.encode(shares[0]).frame.total_bytes
+        buffer = wire.encode(shares[0]).message.total_bytes
         await self.drive(1000, lambda link, n: link.send(at_step(shares[link.rank], n)), shared=shared)
         got: list[Any] = [None] * (len(self.links) + 1)
         await in_thread(dist.gather_object, None, got, 0)

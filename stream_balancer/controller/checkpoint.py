@@ -248,10 +248,10 @@ def _write_rank_batch(rank_batch: RankBatch) -> list[Tensor]:
     """[frame [16] int64, buffer [bytes] uint8]. Not narrowed: what is read back is a view of it."""
     _check_here(rank_batch.rollouts)
     encoded = wire.encode(rank_batch, narrow=False)
-    buffer = torch.empty(encoded.frame.wire_bytes, dtype=torch.uint8)
+    buffer = torch.empty(encoded.message.wire_bytes, dtype=torch.uint8)
     for _ in encoded.fill(buffer):
         pass
-    return [encoded.frame.pack(), buffer]
+    return [wire.pack_frame(encoded.message), buffer]
 
 
 def _check_here(rollouts: Sequence[Rollout]) -> None:

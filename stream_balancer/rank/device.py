@@ -94,17 +94,17 @@ class Uploader:
         self._arrived: dict[int, tuple[Event, Tensor]] = {}  # step -> end of its copy, buffer on the device
         self._reading: deque[tuple[Event, Tensor]] = deque()  # buffers on the host that copies may still read
 
-    def decode(self, frame: wire.Frame | Batch, buffer: Tensor) -> RankBatch:
+    def decode(self, message: Batch, buffer: Tensor) -> RankBatch:
         """The batch in ``buffer``, on the device; nothing has been waited for. See :func:`wire.decode`."""
         self._release()
         with self._streams.side():
             there = torch.empty(buffer.numel(), dtype=torch.uint8, device=self._device)
 
             def copy(here: Tensor) -> Tensor:
-                there[: frame.wire_bytes].copy_(here[: frame.wire_bytes], non_blocking=True)
+                there[: message.wire_bytes].copy_(here[: message.wire_bytes], non_blocking=True)
                 return there
 
-            batch = wire.decode(frame, buffer, on_device=copy)
+            batch = wire.decode(message, buffer, on_device=copy)
             event = self._streams.record()
         with self._lock:
             self._arrived[batch.step] = event, there

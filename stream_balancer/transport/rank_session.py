@@ -28,12 +28,10 @@ from stream_balancer.transport.channel import Channel, Outgoing, PeerClosed, Ses
 from stream_balancer.transport.event_loop import InLoop, beside_the_loop
 from stream_balancer.types import RankBatch
 from stream_balancer.wire.messages import (
-    Batch,
     Denominators,
     End,
     JoinRank,
     Message,
-    PartialBatch,
     PayloadsFetched,
     StepHeld,
     StepReport,
@@ -214,30 +212,10 @@ def check_report(report: StepReport | StepHeld) -> None:
 def pack_whole(batch: RankBatch, max_bytes: int, channel: Channel) -> Outgoing:
     """A rank batch, for :meth:`Channel.send`. Raises RolloutError or ValueError, naming the rollout or the step."""
     encoded = encode(batch, max_bytes=max_bytes, narrow=channel.narrow)
-    frame = encoded.frame
-    message = Batch(
-        frame.step,
-        frame.rank,
-        frame.dp_size,
-        frame.meta_bytes,
-        frame.meta_crc,
-        frame.wire_bytes,
-        frame.total_bytes,
-    )
-    return Outgoing(message, [Source(frame.wire_bytes, encoded.fill)])
+    return Outgoing(encoded.message, [Source(encoded.message.wire_bytes, encoded.fill)])
 
 
 def pack_partial(batch: RankBatch, max_bytes: int, channel: Channel) -> Outgoing:
     """A rank batch some of whose payloads lie elsewhere, or that waits for what its step divides by."""
     encoded = encode_skeleton(batch, max_bytes=max_bytes)
-    frame = encoded.frame
-    message = PartialBatch(
-        frame.step,
-        frame.rank,
-        frame.dp_size,
-        frame.meta_bytes,
-        frame.meta_crc,
-        frame.wire_bytes,
-        encoded.num_elsewhere,
-    )
-    return Outgoing(message, [Source(frame.wire_bytes, encoded.fill)], encoded.references)
+    return Outgoing(encoded.message, [Source(encoded.message.wire_bytes, encoded.fill)], encoded.references)

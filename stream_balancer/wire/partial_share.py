@@ -28,7 +28,7 @@ from stream_balancer.types import RankBatch, Rollout
 from stream_balancer.values import plain_tensor
 from stream_balancer.wire.description import Description, encode_description, read_description
 from stream_balancer.wire.messages import Batch, Denominators, Owner, PartialBatch
-from stream_balancer.wire.share import Frame, bytes_of, encode
+from stream_balancer.wire.share import bytes_of, encode
 from stream_balancer.wire.share_layout import Layout, align, lay_out
 
 __all__ = [
@@ -139,18 +139,20 @@ class EncodedSkeleton:
             else:
                 sources.append((-1, 0, -1))
                 self._here.append(rollout)
-        self.num_elsewhere = len(sources) - len(self._here)
-        """Rollouts whose payload is not here."""
         self.references = list(references)
         """What goes with it, for the rank to fetch with."""
         self._packed = msgspec.msgpack.encode(_Skeleton(encoded._meta, list(owners), sources))
         size = len(self._packed) + sum(rollout.nbytes for rollout in self._here)
-        self.frame = encoded.frame._replace(
+        self.message = PartialBatch(
+            share.step,
+            share.rank,
+            share.dp_size,
             meta_bytes=len(self._packed),
             meta_crc=zlib.crc32(self._packed),
             wire_bytes=size,
-            total_bytes=size,
+            num_elsewhere=len(sources) - len(self._here),
         )
+        """What goes before the buffer."""
 
     def fill(self, buffer: Tensor) -> Iterator[int]:
         """Write everything into ``buffer``; yields how many leading bytes are final."""
@@ -286,25 +288,25 @@ class Skeleton:
                 buffer[first : first + self._meta.lengths[place] * size] = 0
 
 
-def read_skeleton(frame: Frame | PartialBatch, body: Tensor, *, max_bytes: int, num_references: int = 0) -> Skeleton:
+def read_skeleton(message: PartialBatch, body: Tensor, *, max_bytes: int, num_references: int = 0) -> Skeleton:
     """What :func:`encode_skeleton` made. Raises WireError for anything else, and for a share above ``max_bytes``."""
-    packed = body[: frame.meta_bytes].numpy().tobytes()
-    if zlib.crc32(packed) != frame.meta_crc:
-        raise WireError(f"step {frame.step}: the checksum of the batch's description is wrong: damaged on its way")
+    packed = body[: message.meta_bytes].numpy().tobytes()
+    if zlib.crc32(packed) != message.meta_crc:
+        raise WireError(f"step {message.step}: the checksum of the batch's description is wrong: damaged on its way")
     try:
         described = _DECODER.decode(packed)
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError, ValueError) as error:
-        raise WireError(f"step {frame.step}: the batch's description cannot be read: {error}") from None
+        raise WireError(f"step {message.step}: the batch's description cannot be read: {error}") from None
     crc = zlib.crc32(described.share)
-    batch = Batch(frame.step, frame.rank, frame.dp_size, len(described.share), crc, 0, 0)
-    meta = read_description(described.share, crc, f"step {frame.step}")
+    batch = Batch(message.step, message.rank, message.dp_size, len(described.share), crc, 0, 0)
+    meta = read_description(described.share, crc, f"step {message.step}")
     if len(described.sources) != len(meta.ids) or any(
         not -1 <= owner < len(described.owners) or key < 0 or not -1 <= number < num_references
         for owner, key, number in described.sources
     ):
-        raise WireError(f"step {frame.step}: the list of who holds what is wrong")
+        raise WireError(f"step {message.step}: the list of who holds what is wrong")
     if any(column.dtype != column.wire_dtype for column in meta.columns):
-        raise WireError(f"step {frame.step}: what producers hold is not narrowed")
+        raise WireError(f"step {message.step}: what producers hold is not narrowed")
     plan = lay_out(meta, len(described.share), max_bytes)
     batch = msgspec.structs.replace(batch, wire_bytes=plan.wire_bytes, total_bytes=plan.total_bytes)
-    return Skeleton(batch, body[frame.meta_bytes : frame.wire_bytes], described, meta, plan)
+    return Skeleton(batch, body[message.meta_bytes : message.wire_bytes], described, meta, plan)

@@ -23,7 +23,7 @@ from stream_balancer.errors import WireError
 from stream_balancer.types import MicroBatch, RankBatch, Rollout
 from stream_balancer.values import Version
 from stream_balancer.wire.description import Description, description_of, pack_description, read_description
-from stream_balancer.wire.frame import FORMAT, FRAME_BYTES, FRAME_WORDS, Frame, OtherProtocolError, read_frame
+from stream_balancer.wire.frame import FORMAT, FRAME_BYTES, FRAME_WORDS, OtherProtocolError, pack_frame, read_frame
 from stream_balancer.wire.messages import Batch
 from stream_balancer.wire.share_layout import Layout, lay_out, user_view, wire_view
 
@@ -32,12 +32,12 @@ __all__ = [
     "FRAME_BYTES",
     "FRAME_WORDS",
     "Encoded",
-    "Frame",
     "OtherProtocolError",
     "checked",
     "checksum",
     "decode",
     "encode",
+    "pack_frame",
     "read_frame",
 ]
 
@@ -46,10 +46,10 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
-    """A share, ready to be written into a buffer of ``frame.wire_bytes`` bytes."""
+    """A share, ready to be written into a buffer of ``message.wire_bytes`` bytes."""
 
-    frame: Frame
-    """The BATCH frame, with ``seen`` and ``chunk_bytes`` still to be set."""
+    message: Batch
+    """What goes before the buffer."""
     _share: RankBatch
     _meta: bytes
     _layout: Layout
@@ -109,7 +109,7 @@ def encode(share: RankBatch, *, max_bytes: int = 2**62, narrow: bool = True) -> 
             f"rank {share.rank}, step {share.step}: {share.num_tokens} tokens do not fit: {error}. "
             "Raise max_batch_bytes of RankFeed, or lower batch_size"
         ) from None
-    frame = Frame(
+    message = Batch(
         step=share.step,
         rank=share.rank,
         dp_size=share.dp_size,
@@ -118,14 +118,14 @@ def encode(share: RankBatch, *, max_bytes: int = 2**62, narrow: bool = True) -> 
         total_bytes=plan.total_bytes,
         meta_crc=zlib.crc32(packed),
     )
-    return Encoded(frame, share, packed, plan)
+    return Encoded(message, share, packed, plan)
 
 
 # --- receiving -------------------------------------------------------------------------------------------------------
 
 
 def decode(
-    frame: Frame | Batch,
+    message: Batch,
     buffer: Tensor,
     *,
     on_device: Callable[[Tensor], Tensor] | None = None,
@@ -139,16 +139,16 @@ def decode(
     rollout does not spoil the others. Raises WireError for anything :func:`encode` would not have made. O(rollouts +
     pieces).
     """
-    packed = buffer[: frame.meta_bytes].numpy().tobytes()  # a copy: in shared memory it could change
-    meta = read_description(packed, frame.meta_crc, f"step {frame.step}", check_rollouts=check_rollouts)
-    plan = lay_out(meta, frame.meta_bytes, frame.total_bytes)
+    packed = buffer[: message.meta_bytes].numpy().tobytes()  # a copy: in shared memory it could change
+    meta = read_description(packed, message.meta_crc, f"step {message.step}", check_rollouts=check_rollouts)
+    plan = lay_out(meta, message.meta_bytes, message.total_bytes)
     if (plan.wire_bytes, plan.total_bytes) != (
-        frame.wire_bytes,
-        frame.total_bytes,
+        message.wire_bytes,
+        message.total_bytes,
     ) or buffer.numel() < plan.total_bytes:
         raise WireError(
-            f"step {frame.step}: the description needs {plan.wire_bytes} ({plan.total_bytes}) bytes, "
-            f"but {frame.wire_bytes} ({frame.total_bytes}) came"
+            f"step {message.step}: the description needs {plan.wire_bytes} ({plan.total_bytes}) bytes, "
+            f"but {message.wire_bytes} ({message.total_bytes}) came"
         )
     if on_device is not None:
         buffer = on_device(buffer)
@@ -156,7 +156,7 @@ def decode(
         for piece in pieces.values():
             if piece.restored != piece.start:
                 user_view(buffer, piece).copy_(wire_view(buffer, piece))
-    return _share(frame, meta, plan, buffer)
+    return _share(message, meta, plan, buffer)
 
 
 def checked(rollout: Rollout) -> Rollout:
@@ -168,7 +168,7 @@ def checked(rollout: Rollout) -> Rollout:
 class _Received:
     """A checked buffer and its description; makes views when asked."""
 
-    frame: Frame | Batch
+    message: Batch
     meta: Description
     plan: Layout
     buffer: Tensor
@@ -245,13 +245,13 @@ class _Rollouts(Sequence[Rollout]):
         return f"<{len(self)} rollouts>"
 
 
-def checksum(frame: Frame | Batch, buffer: Tensor) -> int:
+def checksum(message: Batch, buffer: Tensor) -> int:
     """Of all that travels of a buffer; never 0. O(bytes)."""
-    return zlib.crc32(buffer[: frame.wire_bytes].numpy().data) or 1
+    return zlib.crc32(buffer[: message.wire_bytes].numpy().data) or 1
 
 
-def _share(frame: Frame | Batch, meta: Description, plan: Layout, buffer: Tensor) -> RankBatch:
-    received = _Received(frame, meta, plan, buffer, frozenset(meta.padding))
+def _share(message: Batch, meta: Description, plan: Layout, buffer: Tensor) -> RankBatch:
+    received = _Received(message, meta, plan, buffer, frozenset(meta.padding))
     micro_batches = []
     for number, (first, stop) in enumerate(pairwise(accumulate(meta.micro_batches, initial=0))):
         lengths = tuple(meta.lengths[first:stop])
@@ -259,9 +259,9 @@ def _share(frame: Frame | Batch, meta: Description, plan: Layout, buffer: Tensor
         rollouts = _Rollouts(received, number, first, starts)
         micro_batches.append(MicroBatch(rollouts, lengths, partial(received.flat, number, first, stop)))
     return RankBatch(
-        step=frame.step,
-        rank=frame.rank,
-        dp_size=frame.dp_size,
+        step=message.step,
+        rank=message.rank,
+        dp_size=message.dp_size,
         micro_batches=tuple(micro_batches),
         load=meta.load,
         global_num_rollouts=meta.global_num_rollouts,

@@ -81,10 +81,10 @@ def through_the_wire(rollouts: list[sb.Rollout]) -> list[sb.Rollout]:
 
 def sent(share: sb.RankBatch) -> sb.RankBatch:
     encoded = wire.encode(share)
-    buffer = torch.empty(encoded.frame.total_bytes, dtype=torch.uint8)
+    buffer = torch.empty(encoded.message.total_bytes, dtype=torch.uint8)
     for _ in encoded.fill(buffer):
         pass
-    return wire.decode(encoded.frame, buffer)
+    return wire.decode(encoded.message, buffer)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -246,10 +246,10 @@ def delivered(rollout: Rollout) -> Rollout:
     assert batch is not None
     core.verify()
     encoded = wire.encode(batch.ranks[0])
-    buffer = torch.empty(encoded.frame.total_bytes, dtype=torch.uint8)
+    buffer = torch.empty(encoded.message.total_bytes, dtype=torch.uint8)
     for _ in encoded.fill(buffer):
         pass
-    return wire.decode(wire.read_frame(encoded.frame.pack()), buffer).rollouts[0]
+    return wire.decode(wire.read_frame(wire.pack_frame(encoded.message)), buffer).rollouts[0]
 
 
 def put_elsewhere(rollout: Rollout) -> Rollout:

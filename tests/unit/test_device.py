@@ -20,6 +20,7 @@ from stream_balancer.transport.buffers import BufferPool
 from stream_balancer.transport.gloo.torch_dist import TorchTransport
 from stream_balancer.types import RankBatch
 from stream_balancer.wire import share as wire
+from stream_balancer.wire.messages import Batch
 
 
 class FakeEvent:
@@ -67,12 +68,12 @@ def uploader(streams: FakeStreams) -> Uploader:
     return Uploader(torch.device("cpu"), streams)
 
 
-def arrive(step: int, pool: BufferPool) -> tuple[wire.Frame, Tensor]:
+def arrive(step: int, pool: BufferPool) -> tuple[Batch, Tensor]:
     encoded = wire.encode(make_batch(step, 1, num_tokens=1000).ranks[0])
-    buffer = pool.lend(encoded.frame.total_bytes)
+    buffer = pool.lend(encoded.message.total_bytes)
     for _ in encoded.fill(buffer):
         pass
-    return encoded.frame, buffer
+    return encoded.message, buffer
 
 
 def assert_is_step(batch: RankBatch, step: int) -> None:

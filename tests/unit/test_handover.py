@@ -17,7 +17,7 @@ from stream_balancer.core.machine import BalancerCore
 from stream_balancer.errors import RolloutError, WireError
 from stream_balancer.types import MicroBatch, RankBatch, Rollout
 from stream_balancer.wire import share as wire
-from stream_balancer.wire.messages import Owner, RolloutHeader
+from stream_balancer.wire.messages import Batch, Owner, PartialBatch, RolloutHeader
 from stream_balancer.wire.partial_share import (
     Lease,
     RemoteRollout,
@@ -27,7 +27,6 @@ from stream_balancer.wire.partial_share import (
     read_skeleton,
 )
 from stream_balancer.wire.rollouts import check_header, decode_kept, encode_rollout
-from stream_balancer.wire.share import Frame
 
 A, B = Owner("127.0.0.1", 1, "secret", "a"), Owner("127.0.0.1", 2, "secret", "b")
 MAX_BYTES = 2**20
@@ -71,14 +70,14 @@ def share(micro_batches: list[list[Rollout]]) -> RankBatch:
     )
 
 
-def sent(one: RankBatch) -> tuple[Frame, torch.Tensor]:
+def sent(one: RankBatch) -> tuple[PartialBatch, torch.Tensor]:
     encoded = encode_skeleton(one, max_bytes=MAX_BYTES)
-    buffer = torch.zeros(encoded.frame.wire_bytes, dtype=torch.uint8)
-    assert list(encoded.fill(buffer))[-1] == encoded.frame.wire_bytes
-    return encoded.frame, buffer
+    buffer = torch.zeros(encoded.message.wire_bytes, dtype=torch.uint8)
+    assert list(encoded.fill(buffer))[-1] == encoded.message.wire_bytes
+    return encoded.message, buffer
 
 
-def completed(frame: Frame, body: torch.Tensor, held: dict[tuple[str, int], Rollout]) -> RankBatch:
+def completed(frame: PartialBatch, body: torch.Tensor, held: dict[tuple[str, int], Rollout]) -> RankBatch:
     """What a rank does, with producers at hand."""
     skeleton = read_skeleton(frame, body, max_bytes=MAX_BYTES)
     buffer = torch.full((skeleton.batch.total_bytes,), 255, dtype=torch.uint8)
@@ -174,10 +173,12 @@ def hostile_skeletons(cases: int, seed: int) -> tuple[int, int]:
     body = whole.numpy().tobytes()
     refused = 0
     for _ in range(cases):
-        mutated, raw = chance.choice(_KINDS)(frame, body, chance)
+        whole_frame = Batch(0, 0, 1, frame.meta_bytes, frame.meta_crc, frame.wire_bytes, frame.wire_bytes)
+        odd, raw = chance.choice(_KINDS)(whole_frame, body, chance)
+        mutated = PartialBatch(0, 0, 1, odd.meta_bytes, odd.meta_crc, odd.wire_bytes, 3)
         if chance.random() < 0.7 and mutated.meta_bytes <= len(raw):  # what does not fit is refused too soon to matter
             raw = raw[: mutated.meta_bytes] + body[frame.meta_bytes :]
-            mutated = mutated._replace(wire_bytes=len(raw), total_bytes=len(raw))
+            mutated = msgspec.structs.replace(mutated, wire_bytes=len(raw))
         try:
             if not 0 < mutated.meta_bytes <= mutated.wire_bytes == len(raw):
                 raise WireError("a rank's port refuses it")
@@ -209,7 +210,7 @@ def test_hostile_descriptions_are_refused_or_harmless() -> None:
     chance = random.Random(0)
     encoded = encode_rollout(rollout(2), kept=True)
     meta_bytes, crc, wire_bytes, total_bytes, _ = msgspec.structs.astuple(encoded.header)
-    frame = Frame(meta_bytes=meta_bytes, meta_crc=crc, wire_bytes=wire_bytes, total_bytes=total_bytes)
+    frame = Batch(0, 0, 1, meta_bytes, crc, wire_bytes, total_bytes)
     body = torch.cat(encoded.pieces()).numpy().tobytes()
     refused = 0
     for _ in range(2000):
@@ -241,7 +242,9 @@ def test_a_wrong_list_of_sources_is_refused(sources: list[list[int]]) -> None:
     tree = msgspec.msgpack.decode(buffer[: frame.meta_bytes].numpy().tobytes())
     tree[2] = sources
     packed = msgspec.msgpack.encode(tree)
-    frame = frame._replace(meta_bytes=len(packed), wire_bytes=len(packed), meta_crc=wire.zlib.crc32(packed))
+    frame = msgspec.structs.replace(
+        frame, meta_bytes=len(packed), wire_bytes=len(packed), meta_crc=wire.zlib.crc32(packed)
+    )
     with pytest.raises(WireError, match="who holds what"):
         read_skeleton(frame, torch.frombuffer(bytearray(packed), dtype=torch.uint8), max_bytes=MAX_BYTES)
 

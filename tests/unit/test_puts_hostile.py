@@ -16,8 +16,7 @@ from stream_balancer.transport.producer_port import EncodedPut
 from stream_balancer.transport.producer_session import Offer
 from stream_balancer.transport.put_ledger import Mode
 from stream_balancer.types import Rollout
-from stream_balancer.wire.messages import Put, PutGroup, RolloutHeader
-from stream_balancer.wire.share import Frame
+from stream_balancer.wire.messages import Batch, Put, PutGroup, RolloutHeader
 
 
 def _rollout(n: int, group: str | None = None) -> Rollout:
@@ -55,7 +54,10 @@ def _spoil(
     headers = list((message.rollout,) if isinstance(message, Put) else message.rollouts)
     place = chance.randrange(len(headers))
     header, body = headers[place], buffers[place].numpy().tobytes()
-    frame = Frame(
+    frame = Batch(
+        step=0,
+        rank=0,
+        dp_size=1,
         meta_bytes=header.meta_bytes,
         wire_bytes=header.wire_bytes,
         total_bytes=header.total_bytes,

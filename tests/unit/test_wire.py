@@ -7,6 +7,7 @@ import zlib
 from typing import Any
 
 import hypothesis.strategies as st
+import msgspec
 import pytest
 import torch
 from hypothesis import given
@@ -16,6 +17,7 @@ from stream_balancer.testing import make_rollout
 from stream_balancer.testing.transports import same_rollout
 from stream_balancer.types import MicroBatch, RankBatch, Rollout
 from stream_balancer.wire import share as wire
+from stream_balancer.wire.messages import Batch
 from stream_balancer.wire.rollouts import decode_rollout, encode_rollout
 
 
@@ -34,7 +36,7 @@ def share_of(*micro_batches: list[Rollout], step: int = 0) -> RankBatch:
 
 def carry(share: RankBatch, *, narrow: bool = True) -> tuple[RankBatch, torch.Tensor]:
     encoded = wire.encode(share, narrow=narrow)
-    frame = wire.read_frame(encoded.frame.pack())
+    frame = wire.read_frame(wire.pack_frame(encoded.message))
     buffer = torch.empty(frame.total_bytes, dtype=torch.uint8)
     marks = list(encoded.fill(buffer))
     assert marks == sorted(marks)
@@ -82,7 +84,7 @@ def test_int64_ids_travel_narrowed_where_they_fit() -> None:
     small = share_of([Rollout(tokens={"input_ids": torch.arange(1000)}, rollout_id="a")])
     large = share_of([Rollout(tokens={"input_ids": torch.arange(1000) + 2**31 - 500}, rollout_id="a")])
     lowest = share_of([Rollout(tokens={"input_ids": torch.tensor([-(2**31), 2**31 - 1])}, rollout_id="a")])
-    assert wire.encode(small).frame.wire_bytes < 4000 + 400 < 8000 < wire.encode(large).frame.wire_bytes
+    assert wire.encode(small).message.wire_bytes < 4000 + 400 < 8000 < wire.encode(large).message.wire_bytes
     for share in (small, large, lowest):
         got, _ = carry(share)
         assert got.rollouts[0].tokens["input_ids"].dtype is torch.int64
@@ -127,16 +129,16 @@ def test_a_share_that_is_too_large_says_what_to_do() -> None:
 @pytest.mark.parametrize("change", [-64, 64])
 def test_the_size_that_came_must_be_the_size_described(field: str, change: int) -> None:
     encoded = wire.encode(a_share())
-    buffer = torch.zeros(encoded.frame.total_bytes + 64, dtype=torch.uint8)
+    buffer = torch.zeros(encoded.message.total_bytes + 64, dtype=torch.uint8)
     assert list(encoded.fill(buffer))
-    odd: dict[str, Any] = {field: getattr(encoded.frame, field) + change}
+    odd: dict[str, Any] = {field: getattr(encoded.message, field) + change}
     with pytest.raises(WireError, match="bytes"):
-        wire.decode(encoded.frame._replace(**odd), buffer)
+        wire.decode(msgspec.structs.replace(encoded.message, **odd), buffer)
 
 
 @pytest.mark.parametrize(("word", "problem"), [(0, "wrong magic"), (1, "format"), (5, "checksum")])
 def test_a_damaged_frame_is_refused(word: int, problem: str) -> None:
-    words = wire.Frame(step=3).pack()
+    words = wire.pack_frame(Batch(3, 0, 1, 1, 0, 1, 1))
     words[word] += 1
     if problem == "format":  # written so, not damaged
         words[-1] = zlib.crc32(words[:-1].numpy().tobytes())
@@ -146,7 +148,7 @@ def test_a_damaged_frame_is_refused(word: int, problem: str) -> None:
 
 def test_an_unknown_kind_and_negative_counters_are_refused() -> None:
     for position, value, problem in ((2, 99, "unknown kind"), (5, -1, "negative"), (10, -5, "negative")):
-        words = wire.Frame().pack()
+        words = wire.pack_frame(Batch(0, 0, 1, 1, 0, 1, 1))
         words[position] = value
         words[-1] = zlib.crc32(words[:-1].numpy().tobytes())
         with pytest.raises(WireError, match=problem):

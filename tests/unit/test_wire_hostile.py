@@ -23,7 +23,7 @@ from stream_balancer.wire import share as wire
 from stream_balancer.wire.messages import Batch, JoinRank
 
 MAX_BYTES = 2**20
-Message = tuple[wire.Frame, bytes]
+Message = tuple[Batch, bytes]
 
 
 def _valid() -> Message:
@@ -49,15 +49,14 @@ def _valid() -> Message:
         global_num_loss_tokens=22,
     )
     encoded = wire.encode(share)
-    buffer = torch.zeros(encoded.frame.wire_bytes, dtype=torch.uint8)
+    buffer = torch.zeros(encoded.message.wire_bytes, dtype=torch.uint8)
     assert list(encoded.fill(buffer))
-    return encoded.frame, buffer.numpy().tobytes()
+    return encoded.message, buffer.numpy().tobytes()
 
 
 def _feed(words: torch.Tensor, body: bytes) -> RankBatch:
     """What a rank does with a message, in the order it does it."""
-    frame = wire.read_frame(words)
-    message = Batch(**frame._asdict())
+    frame = message = wire.read_frame(words)
     port = RankPort(Wire().ends[1], JoinRank(1, 2, 0, 1, MAX_BYTES))
     (size,) = port.admit(message, (frame.wire_bytes,))
     buffer = torch.zeros(size, dtype=torch.uint8)
@@ -125,7 +124,7 @@ def _mutate_tree(tree: Any, chance: random.Random) -> Any:
     return chance.choice(_ODD)
 
 
-def _mutated_meta(frame: wire.Frame, body: bytes, chance: random.Random) -> Message:
+def _mutated_meta(frame: Batch, body: bytes, chance: random.Random) -> Message:
     tree = msgspec.msgpack.decode(body[: frame.meta_bytes])
     for _ in range(chance.choice([1, 1, 2])):
         tree = _mutate_tree(tree, chance)
@@ -133,7 +132,8 @@ def _mutated_meta(frame: wire.Frame, body: bytes, chance: random.Random) -> Mess
     rest = body[-(-frame.meta_bytes // 64) * 64 :]
     body = meta + b"\0" * (-len(meta) % 64) + rest
     grown = len(body) - frame.wire_bytes
-    frame = frame._replace(
+    frame = msgspec.structs.replace(
+        frame,
         meta_bytes=len(meta),
         meta_crc=zlib.crc32(meta),
         wire_bytes=len(body),
@@ -142,23 +142,23 @@ def _mutated_meta(frame: wire.Frame, body: bytes, chance: random.Random) -> Mess
     return frame, body
 
 
-def _flipped(frame: wire.Frame, body: bytes, chance: random.Random) -> Message:
+def _flipped(frame: Batch, body: bytes, chance: random.Random) -> Message:
     damaged = bytearray(body)
     for _ in range(chance.randint(1, 4)):
         damaged[chance.randrange(frame.meta_bytes)] = chance.randrange(256)
-    return frame._replace(meta_crc=zlib.crc32(damaged[: frame.meta_bytes])), bytes(damaged)
+    return msgspec.structs.replace(frame, meta_crc=zlib.crc32(damaged[: frame.meta_bytes])), bytes(damaged)
 
 
-def _odd_frame(frame: wire.Frame, body: bytes, chance: random.Random) -> Message:
-    names = wire.Frame._fields
+def _odd_frame(frame: Batch, body: bytes, chance: random.Random) -> Message:
+    names = Batch.__struct_fields__[:-1]  # all but the checksum of a leader
     numbers = [n for n in _ODD if type(n) is int]
     values: dict[str, Any] = {chance.choice(names): chance.choice(numbers) for _ in range(chance.randint(1, 3))}
-    return frame._replace(**values), body
+    return msgspec.structs.replace(frame, **values), body
 
 
-def _truncated(frame: wire.Frame, body: bytes, chance: random.Random) -> Message:
+def _truncated(frame: Batch, body: bytes, chance: random.Random) -> Message:
     size = chance.randrange(1, frame.meta_bytes + 1)
-    return frame._replace(meta_bytes=size, meta_crc=zlib.crc32(body[:size])), body
+    return msgspec.structs.replace(frame, meta_bytes=size, meta_crc=zlib.crc32(body[:size])), body
 
 
 _KINDS = [_mutated_meta, _mutated_meta, _mutated_meta, _flipped, _odd_frame, _truncated]
@@ -167,12 +167,12 @@ _KINDS = [_mutated_meta, _mutated_meta, _mutated_meta, _flipped, _odd_frame, _tr
 def _attack(cases: int, seed: int) -> tuple[int, int]:
     chance = random.Random(seed)
     frame, body = _valid()
-    _use(_feed(frame.pack(), body))
+    _use(_feed(wire.pack_frame(frame), body))
     refused = accepted = 0
     for _ in range(cases):
         message = chance.choice(_KINDS)(frame, body, chance)
         try:
-            batch = _feed(message[0].pack(), message[1])
+            batch = _feed(wire.pack_frame(message[0]), message[1])
         except WireError:
             refused += 1
             continue
@@ -212,9 +212,11 @@ def test_a_frame_of_the_wrong_shape_or_dtype_is_refused() -> None:
 def test_deep_nesting_is_no_way_in(depth: int) -> None:
     frame, body = _valid()
     meta = b"\x91" * depth
-    frame = frame._replace(meta_bytes=len(meta), meta_crc=zlib.crc32(meta), wire_bytes=2**18, total_bytes=2**18)
+    frame = msgspec.structs.replace(
+        frame, meta_bytes=len(meta), meta_crc=zlib.crc32(meta), wire_bytes=2**18, total_bytes=2**18
+    )
     with pytest.raises(WireError, match="cannot be read"):
-        _feed(frame.pack(), meta.ljust(2**18, b"\0"))
+        _feed(wire.pack_frame(frame), meta.ljust(2**18, b"\0"))
     assert body
 
 

@@ -29,9 +29,9 @@ from torch import Tensor
 from stream_balancer.transport.channel import PayloadSource, Source
 from stream_balancer.types import SUPPORTED_DTYPES, MicroBatch, RankBatch, Rollout
 from stream_balancer.wire.description import unchecked_description
-from stream_balancer.wire.messages import Owner, RolloutHeader
+from stream_balancer.wire.messages import Batch, Owner, RolloutHeader
 from stream_balancer.wire.partial_share import Lease, RemoteRollout, WantedPayload
-from stream_balancer.wire.share import Encoded, Frame, decode, encode
+from stream_balancer.wire.share import Encoded, decode, encode
 from stream_balancer.wire.share_layout import ALIGNMENT
 
 __all__ = [
@@ -99,9 +99,9 @@ def encode_bundle(rollouts: Sequence[Rollout]) -> Encoded:
 
 def header_of(encoded: Encoded, payload: int | None) -> RolloutHeader:
     """``payload``: the number of the object that the columns lie in; None: they follow the description."""
-    frame = encoded.frame
-    size = frame.wire_bytes if payload is None else frame.meta_bytes
-    return RolloutHeader(frame.meta_bytes, frame.meta_crc, size, frame.total_bytes, payload)
+    whole = encoded.message
+    size = whole.wire_bytes if payload is None else whole.meta_bytes
+    return RolloutHeader(whole.meta_bytes, whole.meta_crc, size, whole.total_bytes, payload)
 
 
 def description_of(encoded: Encoded) -> Source:
@@ -119,7 +119,7 @@ def write_object(encoded: Encoded, lend: Callable[[int], Tensor]) -> NDArray[np.
     """``[n]``: what goes into the store. O(bytes)."""
     index = _index_bytes(encoded)
     first = _first_byte(len(index))
-    size = first + encoded.frame.wire_bytes
+    size = first + encoded.message.wire_bytes
     buffer = lend(size)
     for _ in encoded.fill(buffer[first:]):
         pass
@@ -154,15 +154,16 @@ def _index_bytes(encoded: Encoded) -> bytes:
 
 def read_bundle(header: RolloutHeader, buffer: Tensor) -> list[Rollout]:
     """The rollouts of a bundle whose columns follow the description, as views of ``buffer`` (``[total_bytes]``)."""
-    frame = Frame(
+    message = Batch(
         step=0,
+        rank=0,
         dp_size=1,
         meta_bytes=header.meta_bytes,
         meta_crc=header.meta_crc,
         wire_bytes=header.wire_bytes,
         total_bytes=header.total_bytes,
     )
-    return list(decode(frame, buffer).rollouts)
+    return list(decode(message, buffer).rollouts)
 
 
 def read_stored_bundle(header: RolloutHeader, buffer: Tensor, stored: Stored, owner: Owner) -> list[Rollout]:

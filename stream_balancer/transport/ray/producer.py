@@ -143,7 +143,7 @@ class RayProducerPort(ProducerPort):
             BundledPut(put.number or 0, len(put.rollouts), put.mode is Mode.GROUP, put.mode is not Mode.NOWAIT)
             for put in puts
         )
-        if self._kept is None or encoded.frame.wire_bytes <= INLINE_BYTES:
+        if self._kept is None or encoded.message.wire_bytes <= INLINE_BYTES:
             header = header_of(encoded, payload=None)
             return Outgoing(PutBundle(bundled, header), [Source(header.wire_bytes, encoded.fill)])
         import ray
