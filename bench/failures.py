@@ -8,8 +8,6 @@ sockets and through shared memory.
 
 from __future__ import annotations
 
-import argparse
-import json
 import multiprocessing
 import os
 import random
@@ -23,6 +21,7 @@ from typing import Any
 
 import anyio
 import torch
+from _common import Rows, arguments
 
 from stream_balancer.controller.serve import serve
 from stream_balancer.errors import RankLostError
@@ -184,38 +183,20 @@ def check(steps: list[int], total: int) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--json", action="store_true", help="one JSON object a row")
-    parser.add_argument("--kills", type=int, default=50)
-    options = parser.parse_args()
+    options = arguments(__doc__, kills=50)
+    rows = Rows(options.json)
     torch.set_num_threads(1)
-    report({"controller_noticed": controller_drill(options.kills)}, options.kills, options.json)
+    report(rows, {"controller_noticed": controller_drill(options.kills)}, options.kills)
     for how in ("sockets", "shared"):
         times = anyio.run(drill, options.kills, how == "shared")
-        report({f"{name}_{how}": values for name, values in times.items()}, options.kills, options.json)
+        report(rows, {f"{name}_{how}": values for name, values in times.items()}, options.kills)
 
 
-def report(times: dict[str, list[float]], kills: int, as_json: bool) -> None:
-    """Print a row for each."""
+def report(rows: Rows, times: dict[str, list[float]], kills: int) -> None:
+    """A row for each: the worst of all kills is what the bar is about."""
     for name, values in times.items():
-        row = summary(name, values, kills)
-        verdict = "holds" if row["holds"] else "MISSED"
-        text = f"{name:24} median {row['median']:8} worst {row['worst']:8} ms, bar {row['bar']}: {verdict}"
-        print(json.dumps(row) if as_json else text, flush=True)
-
-
-def summary(name: str, values: list[float], kills: int) -> dict[str, Any]:
-    """A row: the worst of all kills is what the bar is about."""
-    bar, worst = BARS_MS[name.removesuffix("_sockets").removesuffix("_shared")], max(values)
-    return {
-        "name": name,
-        "median": round(statistics.median(values), 2),
-        "worst": round(worst, 2),
-        "unit": "ms",
-        "kills": kills,
-        "bar": bar,
-        "holds": worst <= bar,
-    }
+        bar = BARS_MS[name.removesuffix("_sockets").removesuffix("_shared")]
+        rows.add(f"{name}, worst", max(values), "ms", bar, median=round(statistics.median(values), 2), kills=kills)
 
 
 if __name__ == "__main__":

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Iterator
-from contextlib import nullcontext
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -40,15 +41,20 @@ def watch(
     try:
         path = _find(source)
         live = path.is_socket()
-        pictures = _live(path) if live else _played(path, float("inf") if once else speed)
+        pictures = _live(path) if live else _played(path, math.inf if once else speed)
         if once:
-            shown = next(pictures, None) if live else next(iter(deque(pictures, maxlen=1)), None)
-            pictures = iter([shown] if shown is not None else [])
-        _show(pictures, record, json=json, once=once)
+            pictures = islice(pictures, 1) if live else iter(deque(pictures, maxlen=1))
+        if record is not None:
+            pictures = _recorded(pictures, record)
+        found = _print(pictures) if json else _show(pictures)
     except (OSError, ValueError, LookupError) as error:
         fail(str(error))
     except KeyboardInterrupt:
         raise typer.Exit from None
+    if not found:
+        fail(f"{path} holds no picture")
+    if live and not (once or json):
+        typer.echo("the balancer is gone")
 
 
 def _find(source: str | None) -> Path:
@@ -98,28 +104,31 @@ def _played(path: Path, speed: float) -> Iterator[Status]:
         before = status
 
 
-def _show(pictures: Iterator[Status], record: Path | None, *, json: bool, once: bool) -> None:
-    from rich.console import Console
+def _recorded(pictures: Iterator[Status], record: Path) -> Iterator[Status]:
+    with record.open("ab", buffering=0) as file:
+        for status in pictures:
+            file.write(status.line())
+            yield status
+
+
+def _print(pictures: Iterator[Status]) -> bool:
+    """As JSON; whether there was any."""
+    found = False
+    for status in pictures:
+        typer.echo(status.line(), nl=False)
+        found = True
+    return found
+
+
+def _show(pictures: Iterator[Status]) -> bool:
+    """Each in the place of the one before; whether there was any."""
     from rich.live import Live
 
     from stream_balancer.watch.view import picture
 
     recent: deque[Status] = deque(maxlen=_RATE_OVER)
-    with (
-        nullcontext() if record is None else record.open("ab", buffering=0) as file,
-        nullcontext() if json or once else Live(auto_refresh=False, screen=False) as screen,
-    ):
+    with Live(auto_refresh=False, screen=False) as live:
         for status in pictures:
-            if file is not None:
-                file.write(status.line())
-            if json:
-                typer.echo(status.line(), nl=False)
-            elif screen is None:
-                Console().print(picture(status))
-            else:
-                screen.update(picture(status, recent[0] if recent else None), refresh=True)
+            live.update(picture(status, recent[0] if recent else None), refresh=True)
             recent.append(status)
-    if not recent:
-        fail("the recording holds no picture")
-    if not json and not once:
-        typer.echo("the balancer is gone")
+    return bool(recent)
