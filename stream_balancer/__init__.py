@@ -27,8 +27,10 @@ if TYPE_CHECKING:
     from stream_balancer.controller.journal import Recovered as Recovered
     from stream_balancer.controller.serve import serve as serve
     from stream_balancer.core.observer import Observer as Observer
+    from stream_balancer.cost import AttentionPairs as AttentionPairs
     from stream_balancer.cost import CalibratedCost as CalibratedCost
     from stream_balancer.cost import CostModel as CostModel
+    from stream_balancer.cost import LayerSumCost as LayerSumCost
     from stream_balancer.cost import PaddedCost as PaddedCost
     from stream_balancer.cost import QuadraticCost as QuadraticCost
     from stream_balancer.cost import TokenCost as TokenCost
@@ -73,7 +75,7 @@ _NAMES_OF = {
     "controller.blocking": "BlockingBalancer blocking",
     "config": "BalancerConfig",
     "producer.client": "BlockingProducer Producer connect",
-    "cost": "CalibratedCost CostModel PaddedCost QuadraticCost TokenCost TransformerCost",
+    "cost": "AttentionPairs CalibratedCost CostModel LayerSumCost PaddedCost QuadraticCost TokenCost TransformerCost",
     "controller.serve": "serve",
     "core.observer": "Observer",
     "errors": "AlreadyInUseError BrokenResourceError BusyResourceError ClosedResourceError ConfigError "

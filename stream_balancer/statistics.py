@@ -36,7 +36,8 @@ class CostFit:
     seconds_per_token: float
     """Of compute, on a rank of speed 1."""
     seconds_per_token_pair: float
-    """Of compute per token squared of a rollout."""
+    """Of compute per token pair, as the prior counts pairs: those that its layers attend to (``TransformerCost``,
+    ``LayerSumCost``), else a rollout's tokens squared."""
     seconds_per_micro_batch: float
     """What a micro-batch costs whatever is in it."""
     seconds_per_step: float

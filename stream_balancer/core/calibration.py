@@ -2,8 +2,9 @@
 
 The seconds that a rank computed on its rank batch are taken to be
 
-    seconds[rank] = (a * tokens + b * sum(length^2) + c * micro_batches + d) / speed[rank]
+    seconds[rank] = (a * tokens + b * pairs + c * micro_batches + d) / speed[rank]
 
+with the token pairs that the prior counts (``CalibratedCost.pairs``: those that a model's layers attend to, or L^2),
 and ``a, b, c, d >= 0`` are fitted by recursive least squares with forgetting, in information form: the sums of products
 fade by a constant factor per step, and a prior that does not fade (the FLOPs model's mix of a and b, weak c and d) is
 added before each solve. So a direction that balanced rank batches never excite stays where the prior put it instead of
@@ -46,6 +47,7 @@ _SPEED_CHANGE = 0.01  # a smaller change of a speed is not worth another plan
 _MIX_CHANGE = 0.005  # nor is a smaller change of the mix of a and b
 _ERROR_STEPS = 10.0  # the prediction error in the statistics is that of about so many steps
 _MOST_PENDING = 64  # steps whose seconds may be missing
+_PROBE = (1000, 30_000)  # tokens; priors that count as many pairs of these count pairs alike
 
 
 class Calibration:
@@ -85,15 +87,10 @@ class Calibration:
 
     def _features(self, micro_batches: Sequence[Ints]) -> tuple[float, float, float, float]:
         if self._model.padded:
-            longest = [(len(one), float(one.max())) for one in micro_batches]
-            return (
-                sum(n * most for n, most in longest),
-                sum(n * most * most for n, most in longest),
-                float(len(micro_batches)),
-                1.0,
-            )
-        lengths = np.concatenate(micro_batches).astype(np.float64)
-        return float(lengths.sum()), float(lengths @ lengths), float(len(micro_batches)), 1.0
+            lengths = np.concatenate([np.full(len(one), one.max()) for one in micro_batches])
+        else:
+            lengths = np.concatenate(micro_batches)
+        return float(lengths.sum()), float(self._model.pairs(lengths).sum()), float(len(micro_batches)), 1.0
 
     def observe(self, step: int, seconds: Sequence[float]) -> bool:
         """Every rank's seconds for a step. True if ``cost`` or ``speeds`` are now others. O(ranks)."""
@@ -180,7 +177,8 @@ class Calibration:
             return self._model(lengths)
         x = np.asarray(lengths, dtype=np.float64)
         unit = self._model.linear * self._typical[0] + self._model.quadratic * self._typical[1]
-        cost: Floats = unit * x * ((1.0 - self._mix) / self._typical[0] + self._mix / self._typical[1] * x)
+        tokens, pairs = x / self._typical[0], self._model.pairs(x) / self._typical[1]
+        cost: Floats = unit * ((1.0 - self._mix) * tokens + self._mix * pairs)
         return cost
 
     @property
@@ -249,10 +247,17 @@ class Calibration:
             name: value.tolist() if isinstance(value, np.ndarray) else value
             for name, value in vars(self).items()
             if name in _STATE
-        } | {"_recent": [list(recent) for recent in self._recent], "_num_ranks": self._num_ranks}
+        } | {
+            "_recent": [list(recent) for recent in self._recent],
+            "_num_ranks": self._num_ranks,
+            "_pairs": self._model.pairs(_PROBE).tolist(),
+        }
 
     def take_over(self, state: Mapping[str, Any]) -> None:
-        """Continue from another's :meth:`state`; with another number of ranks, their speeds are learned anew."""
+        """Continue from another's :meth:`state`; with another number of ranks, their speeds are learned anew. What was
+        learned of other pairs (another model) is left."""
+        if not np.allclose(state.get("_pairs", 0.0), self._model.pairs(_PROBE)):
+            return
         arrays = {name for name, value in vars(self).items() if isinstance(value, np.ndarray)} | {"_typical"}
         same_ranks = state["_num_ranks"] == self._num_ranks
         for name in _STATE:

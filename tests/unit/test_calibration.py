@@ -312,6 +312,56 @@ def test_the_weights_of_a_prior_are_read_exactly(prior: sb.CostModel) -> None:
     assert model.linear * lengths + model.quadratic * lengths**2 == pytest.approx(prior(lengths), rel=1e-9)
 
 
+WINDOWED = sb.LayerSumCost(
+    flops_per_token=1e10, attention=(sb.AttentionPairs(1e6), sb.AttentionPairs(5e6, window=1024))
+)
+
+
+@pytest.mark.parametrize(
+    "prior",
+    [
+        WINDOWED,
+        sb.LayerSumCost(flops_per_token=1.0, attention=(sb.AttentionPairs(2.0, chunk=100),)),
+        sb.LayerSumCost(flops_per_token=1.0, attention=(sb.AttentionPairs(2.0, causal=False),)),
+        sb.LayerSumCost(flops_per_token=3.0),
+        sb.TransformerCost(hidden_size=8, num_layers=1, num_heads=2, intermediate_size=16, vocab_size=10),
+    ],
+)
+def test_a_layer_sum_is_taken_apart_into_tokens_and_pairs(prior: sb.CostModel) -> None:
+    model = sb.CalibratedCost(prior)
+    lengths = np.array([1.0, 17.0, 999.0, 30000.0])
+    assert model.linear * lengths + model.quadratic * model.pairs(lengths) == pytest.approx(prior(lengths), rel=1e-12)
+
+
+def test_pairs_within_a_window_are_learned() -> None:
+    """Kernels compute attention at a third of the rate of matmuls: no other sum of tokens and L^2 fits."""
+    true = sb.LayerSumCost(
+        flops_per_token=1e10, attention=(sb.AttentionPairs(3e6), sb.AttentionPairs(15e6, window=1024))
+    )
+    learned = Calibration(sb.CalibratedCost(WINDOWED), 4)
+    random = np.random.default_rng(0)
+    for step in range(60):
+        shares = [[random.integers(100, 20000, 4)] for _ in range(4)]
+        learned.expect(step, shares)
+        learned.observe(step, [1e-15 * float(true(one).sum()) for (one,) in shares])
+    lengths = np.array([100, 500, 1000, 2000, 8000, 20000])
+    assert learned.cost(lengths) / learned.cost([4000]) == pytest.approx(true(lengths) / true(4000), rel=0.02)
+    assert learned.fit().prediction_error < 1e-3
+    assert learned.fit().seconds_per_token_pair == pytest.approx(1e-15 * true.flops_per_pair, rel=0.01)
+
+
+def test_what_was_learned_of_another_models_pairs_is_left() -> None:
+    learned = Calibration(sb.CalibratedCost(sb.QuadraticCost()), 1)
+    for step in range(3):
+        learned.expect(step, [[np.array([100 + step])]])
+        learned.observe(step, [1.0])
+    other, alike = Calibration(sb.CalibratedCost(WINDOWED), 1), Calibration(sb.CalibratedCost(sb.TokenCost()), 1)
+    other.take_over(learned.state())
+    assert other.fit() == Calibration(sb.CalibratedCost(WINDOWED), 1).fit()
+    alike.take_over(learned.state())
+    assert alike.fit() == learned.fit()
+
+
 @given(st.integers(0, 2**32))
 def test_the_least_squares_solution_is_the_best_allowed_one(seed: int) -> None:
     random = np.random.default_rng(seed)

@@ -143,7 +143,7 @@ class TestReplay:
     def test_costs(self, tmp_path: Path) -> None:
         model = tmp_path / "config.json"
         sizes = {"hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 2, "intermediate_size": 128}
-        model.write_text(json.dumps(sizes | {"vocab_size": 1000}))
+        model.write_text(json.dumps(sizes | {"vocab_size": 1000, "model_type": "llama"}))
         idle = set()
         for cost in ("tokens", "quadratic", "quadratic:0:1", "padded", str(model)):
             result = run("replay", "generate:rg:400", "--cost", cost, "--json")
@@ -204,8 +204,8 @@ class TestMistakes:
 
     def test_a_config_json_that_lacks_a_size(self, tmp_path: Path) -> None:
         model = tmp_path / "config.json"
-        model.write_text('{"hidden_size": 64}')
-        assert "the configuration has no 'num_attention_heads'" in refused("replay", "generate:rg:50", "--cost", model)
+        model.write_text('{"model_type": "llama", "hidden_size": 64}')
+        assert "the configuration has no 'vocab_size'" in refused("replay", "generate:rg:50", "--cost", model)
         model.write_text("{")
         assert f"--cost {model}: " in refused("replay", "generate:rg:50", "--cost", model)
 

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import json
 import math
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 import stream_balancer as sb
 from stream_balancer.cost import CostModel
 
 LLAMA_7B = {
+    "model_type": "llama",
     "hidden_size": 4096,
     "num_hidden_layers": 32,
     "num_attention_heads": 32,
@@ -39,42 +47,95 @@ def test_token_and_quadratic() -> None:
     assert sb.QuadraticCost(linear=2.0, quadratic=3.0)([1, 10]).tolist() == [5.0, 320.0]
 
 
+SIZES: dict[str, int] = {
+    "hidden_size": 4096,
+    "num_layers": 32,
+    "num_heads": 32,
+    "intermediate_size": 11008,
+    "vocab_size": 32000,
+}
+
+
 def test_transformer_flops_match_six_times_the_parameters() -> None:
-    model = sb.TransformerCost.from_hf_config(LLAMA_7B)
+    model = sb.TransformerCost(**SIZES)
     parameters = 32 * (4 * 4096**2 + 3 * 4096 * 11008) + 4096 * 32000  # matrices a token goes through
     assert model.flops_per_token == pytest.approx(6 * parameters)
-    assert model.flops_per_token_pair == pytest.approx(12 * 32 * 4096)  # QK and AV, forward and backward
+    assert model.flops_per_token_pair == pytest.approx(14 * 32 * 4096)  # QK and AV, forward, and backward 2.5 times
     assert model([2])[0] == pytest.approx(2 * model.flops_per_token + 3 * model.flops_per_token_pair)
+    assert model.layer_sum == sb.TransformerCost.from_hf_config(LLAMA_7B)
 
 
-def test_full_attention_counts_every_pair() -> None:
-    sizes = {
-        "hidden_size": 8,
-        "num_layers": 1,
-        "num_heads": 2,
-        "intermediate_size": 16,
-        "vocab_size": 10,
-    }
-    causal, full = sb.TransformerCost(**sizes), sb.TransformerCost(**sizes, causal=False)
-    assert full([4])[0] - causal([4])[0] == pytest.approx(6 * causal.flops_per_token_pair)
+def allowed(window: int | None, chunk: int | None, length: int) -> int:
+    """By looking at every pair."""
+    query, key = np.ogrid[:length, :length]
+    mask = key <= query
+    if window is not None:
+        mask &= key > query - window
+    if chunk is not None:
+        mask &= key // chunk == query // chunk
+    return int(mask.sum())
 
 
-def test_hf_config_knows_grouped_queries_experts_and_multimodal() -> None:
-    moe = {
-        **LLAMA_7B,
-        "num_key_value_heads": 8,
-        "head_dim": 64,
-        "num_experts_per_tok": 8,
-        "moe_intermediate_size": 1536,
-        "n_shared_experts": 1,
-    }
-    model = sb.TransformerCost.from_hf_config({"text_config": moe})
-    assert (model.num_kv_heads, model.head_dim, model.active_experts, model.intermediate_size) == (8, 64, 9, 1536)
+@given(st.integers(1, 40), st.sampled_from(["whole", "window", "chunk"]), st.lists(st.integers(0, 90), max_size=4))
+def test_the_pairs_are_those_that_the_mask_allows(size: int, reach: str, lengths: list[int]) -> None:
+    limits = {} if reach == "whole" else {reach: size}
+    part = sb.AttentionPairs(2.0, **limits)
+    assert part(lengths).tolist() == [2.0 * allowed(part.window, part.chunk, length) for length in lengths]
+    full = sb.AttentionPairs(2.0, **limits, causal=False)
+    assert full(lengths).tolist() == [2.0 * length**2 for length in lengths]
 
+
+def test_a_layer_sum_is_a_plain_value() -> None:
+    cost = sb.LayerSumCost(flops_per_token=5.0, attention=(sb.AttentionPairs(1.0), sb.AttentionPairs(2.0, window=3)))
+    assert pickle.loads(pickle.dumps(cost)) == cost  # noqa: S301 - our own bytes
+    assert hash(cost) == hash(sb.LayerSumCost(flops_per_token=5.0, attention=cost.attention))
+    assert cost.flops_per_pair == 3.0
+    assert cost(4) == 4 * 5 + 10 + 2 * 9
+    assert sb.LayerSumCost(flops_per_token=2.0)([3, 5]).tolist() == [6.0, 10.0], "no attention at all"
+
+
+# -- configurations ----------------------------------------------------------------------------------------------------
+
+MEASURED = json.loads((Path(__file__).parent / "model_shapes.json").read_text())
+
+
+@pytest.mark.parametrize("name", MEASURED)
+def test_the_layer_sum_is_what_the_real_model_computes(name: str) -> None:
+    """Counted by tests/integrations/test_model_shapes.py, which says how; here no transformers is needed."""
+    shape = MEASURED[name]
+    cost = sb.TransformerCost.from_hf_config(shape["config"])
+    assert cost.flops_per_token / 3 == pytest.approx(shape["per_token"], rel=0.015)
+    for length, flops in shape["attention"].items():
+        assert cost.attention_flops(int(length)) / 3.5 == pytest.approx(flops, rel=1e-3)
+
+
+def test_an_object_is_read_like_a_dict_and_its_text_part_alone() -> None:
     class Config:
+        model_type = "llama"
         hidden_size, num_hidden_layers, num_attention_heads, intermediate_size, vocab_size = 64, 2, 4, 128, 100
 
-    assert sb.TransformerCost.from_hf_config(Config()).num_layers == 2
+    fields = {name: value for name, value in vars(Config).items() if not name.startswith("_")}
+    cost = sb.TransformerCost.from_hf_config(fields)
+    assert sb.TransformerCost.from_hf_config(Config()) == cost
+    assert sb.TransformerCost.from_hf_config({"model_type": "seen", "text_config": Config()}) == cost
+
+
+def test_kernels_that_skip_nothing_compute_every_pair_of_a_window_too() -> None:
+    gemma = MEASURED["Gemma-3-12B"]["config"]
+    (part,) = sb.TransformerCost.from_hf_config(gemma, causal=False).attention
+    assert part.flops == sb.TransformerCost.from_hf_config(gemma).flops_per_pair
+    assert part(1000) == part.flops * 1000**2
+
+
+def refused(config: dict[str, Any], **changes: Any) -> Callable[[], object]:
+    """Without what is changed to None."""
+    changed = {name: value for name, value in {**config, **changes}.items() if value is not None}
+    return lambda: sb.TransformerCost.from_hf_config(changed)
+
+
+def shape(name: str) -> dict[str, Any]:
+    config: dict[str, Any] = MEASURED[name]["config"]
+    return config
 
 
 @pytest.mark.parametrize(
@@ -83,7 +144,35 @@ def test_hf_config_knows_grouped_queries_experts_and_multimodal() -> None:
         (lambda: sb.QuadraticCost(linear=-1.0), "QuadraticCost.linear must be"),
         (lambda: sb.QuadraticCost(quadratic=math.nan), "QuadraticCost.quadratic must be"),
         (lambda: sb.QuadraticCost(linear=0, quadratic=0), "would cost nothing"),
-        (lambda: sb.TransformerCost.from_hf_config({"hidden_size": 8}), "has no 'num_attention_heads'"),
+        (lambda: sb.AttentionPairs(-1.0), "AttentionPairs.flops must be"),
+        (lambda: sb.AttentionPairs(1.0, window=0), "AttentionPairs.window must be"),
+        (lambda: sb.AttentionPairs(1.0, chunk=True), "AttentionPairs.chunk must be"),
+        (lambda: sb.AttentionPairs(1.0, window=3, chunk=4), "exclude each other"),
+        (lambda: sb.LayerSumCost(flops_per_token=math.inf), "LayerSumCost.flops_per_token must be"),
+        (lambda: sb.LayerSumCost(flops_per_token=0.0), "would cost nothing"),
+        (refused(LLAMA_7B, model_type=None), "has no 'model_type'; give the cost model by hand: sb.LayerSumCost"),
+        (refused(LLAMA_7B, model_type="rwkv"), "model_type 'rwkv' is not known"),
+        (refused(LLAMA_7B, num_attention_heads=None), "has no 'num_attention_heads'"),
+        (refused(LLAMA_7B, vocab_size="many"), "'vocab_size' must be an int >= 1, not 'many'"),
+        (refused(LLAMA_7B, intermediate_size=[1, 2]), r"'intermediate_size' must be an int >= 1, not \[1, 2\]"),
+        (refused(LLAMA_7B, num_attention_heads=48), "has no 'head_dim'"),
+        (refused(LLAMA_7B, sliding_window=4096), "has no 'layer_types'.*transformers.AutoConfig"),
+        (refused(LLAMA_7B, layer_types=["full_attention"]), "1 entries for num_hidden_layers=32"),
+        (refused(LLAMA_7B, layer_types=["lightning"] * 32), "layer 0 is of kind 'lightning', which is not known"),
+        (refused(LLAMA_7B, layer_types=["linear_attention"] * 32), "of kind 'linear_attention', which is not known"),
+        (refused(LLAMA_7B, layer_types=["mlp"] * 32), "of kind 'mlp', which is not known"),
+        (refused(LLAMA_7B, per_layer_config={"1": {"head_dim": 64}}), "per_layer_config"),
+        (refused(LLAMA_7B, is_causal=False), "is_causal=False is not known"),
+        (refused(shape("Gemma-3-12B"), layer_types=None), "has no 'layer_types'"),
+        (refused(shape("Gemma-3-12B"), sliding_window=None), "has no 'sliding_window'"),
+        (refused(shape("Gemma-3-12B"), use_bidirectional_attention=True), "use_bidirectional_attention=True"),
+        (refused(shape("DeepSeek-V3"), moe_layer_freq=2), "moe_layer_freq=2"),
+        (refused(shape("DeepSeek-V3"), qk_rope_head_dim=None), "has no 'qk_rope_head_dim'"),
+        (refused(shape("Qwen3-30B-A3B"), decoder_sparse_step=None), "no 'decoder_sparse_step', so which layers"),
+        (refused(shape("Qwen3-30B-A3B"), num_experts=None), "has no 'num_experts'"),
+        (refused(shape("Qwen3-30B-A3B"), num_experts_per_tok=None), "'num_experts_per_tok' must be"),
+        (refused(shape("Kimi-Linear-48B"), mlp_layer_types=["dense", "new"] * 4), r"mlp_layer_types\[1\] is 'new'"),
+        (refused(shape("Nemotron-3-Nano-30B-A3B"), moe_latent_size=1024), "moe_latent_size=1024"),
         (
             lambda: sb.TransformerCost(hidden_size=8, num_layers=0, num_heads=1, intermediate_size=1, vocab_size=1),
             "num_layers must be",

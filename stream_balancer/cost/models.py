@@ -1,11 +1,9 @@
-"""Cost models: how much work a length is.
-
-A cost model turns lengths (tokens) into predicted work, one float per rollout; ranks are balanced by the sum. Pure
-numpy: no torch, no clock, no waiting. Write your own by giving a callable with the two members of :class:`CostModel`.
+"""The cost models: tokens, tokens squared, FLOPs of a decoder, padded, calibrated. Pure numpy.
 
 FLOP counts follow the usual accounting (2 FLOPs per multiply-add, backward = 2x forward), as in Narayanan et al.
 2021, "Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM", appendix, generalised to
-grouped-query attention, gated MLPs and mixture-of-experts layers.
+grouped-query attention, gated MLPs and mixture-of-experts layers. The backward of attention counts 2.5x its forward,
+as its kernels compute the scores a second time (Dao 2023, "FlashAttention-2", section 4.1).
 """
 
 from __future__ import annotations
@@ -16,6 +14,9 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
+
+from stream_balancer.cost.flops import ATTENTION_PASSES, MATMUL_PASSES, AttentionPairs, LayerSumCost
+from stream_balancer.cost.hf_config import layer_sum_of
 
 __all__ = ["CalibratedCost", "CostModel", "PaddedCost", "QuadraticCost", "TokenCost", "TransformerCost"]
 
@@ -92,20 +93,20 @@ class QuadraticCost:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransformerCost:
-    """FLOPs of one training step (forward and backward) of a decoder over a rollout of L tokens, attention within the
-    rollout.
+    """FLOPs of one training step (forward and backward) of a decoder whose layers are alike and attend to the whole
+    rollout, of L tokens, by its sizes. For other models see :meth:`from_hf_config`.
 
     Per layer and token, forward: 2 FLOPs per weight of the projections and the (active) MLP, and ``4 * heads *
-    head_dim`` per attended token pair; L^2/2 pairs under a causal mask. The vocabulary projection counts once per
-    token.
+    head_dim`` per attended token pair; L(L+1)/2 pairs under a causal mask. The vocabulary projection counts once per
+    token. A training step is 3 times the forward pass, and 3.5 times for attention.
 
     Examples:
         >>> llama_8b = TransformerCost(
         ...     hidden_size=4096, num_layers=32, num_heads=32, num_kv_heads=8,
         ...     intermediate_size=14336, vocab_size=128256,
         ... )
-        >>> (llama_8b([1000, 2000, 4000, 8000, 32000]) / 1e12).round()  # TFLOPs: 32 times the tokens, 49 times the work
-        array([  46.,   93.,  193.,  411., 2246.])
+        >>> (llama_8b([1000, 2000, 4000, 8000, 32000]) / 1e12).round()  # TFLOPs: 32 times the tokens, 52 times the work
+        array([  46.,   94.,  195.,  419., 2380.])
     """
 
     hidden_size: int
@@ -125,6 +126,9 @@ class TransformerCost:
     causal: bool = True
     """Count half of the token pairs, as kernels that skip masked blocks do; False for kernels that do not."""
 
+    layer_sum: LayerSumCost = field(init=False, repr=False, compare=False)
+    """The same, by its parts."""
+
     def __post_init__(self) -> None:
         for name in ("hidden_size", "num_layers", "num_heads", "intermediate_size", "vocab_size", "active_experts"):
             value = getattr(self, name)
@@ -136,37 +140,35 @@ class TransformerCost:
                 raise ValueError(f"TransformerCost.{name} must be an int >= 1 or None, not {value!r}")
         if self.num_heads % self._kv_heads:
             raise ValueError(f"num_heads ({self.num_heads}) must be a multiple of num_kv_heads ({self._kv_heads})")
+        pairs = AttentionPairs(self.flops_per_token_pair, causal=self.causal)
+        layer_sum = LayerSumCost(flops_per_token=self.flops_per_token, attention=(pairs,))
+        object.__setattr__(self, "layer_sum", layer_sum)
 
-    @classmethod
-    def from_hf_config(cls, config: Any) -> TransformerCost:
-        """Read a Hugging Face ``PretrainedConfig`` (or a dict of one). Raises ValueError naming what is missing.
+    @staticmethod
+    def from_hf_config(config: Any, *, causal: bool = True) -> LayerSumCost:
+        """The sum over the layers that a Hugging Face configuration describes, exact for the model types of
+        docs/cost.md: windows, chunks, latent, sparse and linear attention, state spaces, experts.
 
-        Knows the names of Llama, Qwen, Mistral, Mixtral, DeepSeek and alike; takes ``text_config`` of multimodal
-        models.
+        ``config``: a ``PretrainedConfig``, or a dict of one; of a multimodal model its ``text_config`` is read. An
+        object is the better source, as transformers fills in what a ``config.json`` leaves out. ``causal``: as the
+        field of that name.
+
+        Raises ValueError naming what it does not know; nothing is guessed. Images are not tokens of the decoder
+        alone: a rollout with images brings its own ``Rollout(cost=...)``.
+
+        Examples:
+            >>> gpt_oss_20b = TransformerCost.from_hf_config({
+            ...     "model_type": "gpt_oss", "hidden_size": 2880, "vocab_size": 201088, "num_hidden_layers": 24,
+            ...     "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 64,
+            ...     "layer_types": ["sliding_attention", "full_attention"] * 12, "sliding_window": 128,
+            ...     "intermediate_size": 2880, "num_local_experts": 32, "num_experts_per_tok": 4,
+            ... })
+            >>> [(part.window, part.flops) for part in gpt_oss_20b.attention]
+            [(128, 688128.0), (None, 688128.0)]
+            >>> (gpt_oss_20b([1000, 2000, 4000, 8000, 32000]) / 1e12).round(1)  # TFLOPs
+            array([  22.1,   44.8,   92.4,  195.9, 1047.7])
         """
-        if not isinstance(config, dict):
-            config = {k: getattr(config, k) for k in dir(config) if k in _HF_NAMES}
-        if config.get("text_config") is not None:
-            return cls.from_hf_config(config["text_config"])
-        try:
-            hidden, heads = int(config["hidden_size"]), int(config["num_attention_heads"])
-            routed = config.get("num_experts_per_tok") or config.get("moe_topk")
-            # beside it, intermediate_size is the width of the few dense layers, or of none
-            width = config.get("moe_intermediate_size") if routed else None
-            return cls(
-                hidden_size=hidden,
-                num_layers=int(config["num_hidden_layers"]),
-                num_heads=heads,
-                num_kv_heads=config.get("num_key_value_heads"),
-                intermediate_size=int(width or config["intermediate_size"]),
-                vocab_size=int(config["vocab_size"]),
-                head_dim=config.get("head_dim"),
-                active_experts=int(routed or 1) + int((config.get("n_shared_experts") if routed else 0) or 0),
-            )
-        except KeyError as error:
-            raise ValueError(
-                f"from_hf_config: the configuration has no {error.args[0]!r}; give TransformerCost its sizes by hand"
-            ) from None
+        return layer_sum_of(config, causal=causal)
 
     @property
     def padded(self) -> bool:
@@ -184,38 +186,18 @@ class TransformerCost:
         attention = 2 * self.hidden_size * head_dim * (self.num_heads + self._kv_heads)
         mlp = (3 if self.gated_mlp else 2) * self.hidden_size * self.intermediate_size * self.active_experts
         weights = self.num_layers * (attention + mlp) + self.hidden_size * self.vocab_size
-        return 3.0 * 2.0 * weights  # forward and backward, multiply and add
+        return MATMUL_PASSES * 2.0 * weights  # 2: a multiply and an add
 
     @property
     def flops_per_token_pair(self) -> float:
         """FLOPs per attended pair of tokens, forward and backward."""
         head_dim = self.head_dim or self.hidden_size // self.num_heads
         # 4: a multiply and an add for the score, and again for the weighted value
-        return 3.0 * 4.0 * self.num_layers * self.num_heads * head_dim
+        return ATTENTION_PASSES * 4.0 * self.num_layers * self.num_heads * head_dim
 
     def __call__(self, lengths: ArrayLike) -> NDArray[np.float64]:
         """``[n]`` lengths -> ``[n]`` float64 FLOPs."""
-        x = _float_lengths(lengths)
-        pairs = x * (x + 1) / 2 if self.causal else x * x  # a token attends to itself, too
-        return self.flops_per_token * x + self.flops_per_token_pair * pairs
-
-
-_HF_NAMES = frozenset(
-    {
-        "hidden_size",
-        "num_attention_heads",
-        "num_hidden_layers",
-        "num_key_value_heads",
-        "intermediate_size",
-        "vocab_size",
-        "head_dim",
-        "num_experts_per_tok",
-        "moe_topk",
-        "moe_intermediate_size",
-        "n_shared_experts",
-        "text_config",
-    }
-)
+        return self.layer_sum(lengths)
 
 
 @dataclass(frozen=True, slots=True)
@@ -268,14 +250,15 @@ class CalibratedCost:
 
     prior: CostModel = field(default_factory=QuadraticCost)
     """What to believe before the first measurements, and about what they do not show: ``TransformerCost`` for the
-    FLOPs of your model. Must be of the form ``linear * L + quadratic * L^2``."""
+    FLOPs of your model. A sum over layers (``TransformerCost``, ``LayerSumCost``), or of the form
+    ``linear * L + quadratic * L^2``."""
     half_life_steps: float = 30.0
     """A measurement counts half after this many steps. Shorter follows changes sooner, longer averages more noise."""
 
     linear: float = field(init=False)
     """The prior's weight of a token."""
     quadratic: float = field(init=False)
-    """The prior's weight of a token pair."""
+    """The prior's weight of a token pair, as :meth:`pairs` counts them."""
 
     def __post_init__(self) -> None:
         half_life = self.half_life_steps
@@ -286,7 +269,11 @@ class CalibratedCost:
                 f"CalibratedCost.prior must be a cost model that does not learn itself, not {self.prior!r}; use "
                 "QuadraticCost(), TransformerCost(...), TokenCost() or PaddedCost()"
             )
-        linear, quadratic = _weights_of(self.prior)
+        layers = self._layers
+        if layers is None:
+            linear, quadratic = _weights_of(self.prior)
+        else:
+            linear, quadratic = layers.flops_per_token, layers.flops_per_pair
         object.__setattr__(self, "linear", linear)
         object.__setattr__(self, "quadratic", quadratic)
 
@@ -294,6 +281,22 @@ class CalibratedCost:
     def padded(self) -> bool:
         """As the prior."""
         return self.prior.padded
+
+    @property
+    def _layers(self) -> LayerSumCost | None:
+        prior = self.prior.layer_sum if isinstance(self.prior, TransformerCost) else self.prior
+        return prior if isinstance(prior, LayerSumCost) else None
+
+    def pairs(self, lengths: ArrayLike) -> NDArray[np.float64]:
+        """``[n]`` lengths -> ``[n]`` float64 token pairs: the prior is ``linear * L + quadratic * pairs(L)``.
+
+        Of a sum over layers those that attention reaches, the mean over its layers by their FLOPs; else L^2.
+        """
+        layers = self._layers
+        if layers is not None and self.quadratic:
+            return layers.attention_flops(lengths) / self.quadratic
+        x = _float_lengths(lengths)
+        return x * x
 
     def __call__(self, lengths: ArrayLike) -> NDArray[np.float64]:
         """``[n]`` lengths -> ``[n]`` float64 work before anything was learned: the prior's."""
@@ -312,6 +315,6 @@ def _weights_of(prior: CostModel) -> tuple[float, float]:
     if not math.isclose(linear + quadratic * _PROBES[2], float(three), rel_tol=1e-6):
         raise ValueError(
             f"CalibratedCost: {prior!r} is not of the form linear * L + quadratic * L^2, which is what is fitted. Use "
-            "QuadraticCost or TransformerCost as the prior"
+            "QuadraticCost, TransformerCost or LayerSumCost as the prior"
         )
     return linear, quadratic

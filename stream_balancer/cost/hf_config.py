@@ -1,0 +1,372 @@
+"""The layer sum of a Hugging Face configuration. Nothing is guessed: a model type, a kind of layer or a size that is
+not known here is refused by name. No transformers in here: fields are read off an object or a dict.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from stream_balancer.cost.flops import ATTENTION_PASSES, MATMUL_PASSES, AttentionPairs, LayerSumCost
+
+__all__ = ["FAMILIES", "layer_sum_of"]
+
+INSTEAD = "give the cost model by hand: sb.LayerSumCost, or sb.TransformerCost for a plain decoder"
+
+
+class _Reach(NamedTuple):
+    """How far attention reaches back, in tokens: a window, its chunk, or, with neither, the whole rollout."""
+
+    window: int | None = None
+    chunk: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """Attention, or an MLP, of one layer: multiply-adds of a forward pass."""
+
+    weights: float = 0.0
+    """Per token: the weights it passes through, and what else is linear in the length."""
+    pairs: tuple[tuple[_Reach, int], ...] = ()
+    """Per attended pair, by reach."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Family:
+    """What the fields of a configuration do not say."""
+
+    mlp_matrices: int = 3
+    """Three in a gated MLP (SwiGLU), two in one that is not."""
+    layers: str = "alike"
+    """Without ``layer_types`` layers are ``"alike"``, all with ``sliding_window`` if that is set (``"window"``), or all
+    attention beside a state space (``"hybrid"``); or they differ, so the list is needed (``"listed"``)."""
+    query_gate: bool = False
+    """The query projection is twice as wide: half of it gates the output."""
+    recurrent: Callable[[_Fields], float] | None = None
+    """Weights of a layer of linear attention, or of a state-space layer."""
+    one_block: bool = False
+    """A layer is a mixer or an MLP, not both."""
+    experts: tuple[str, ...] | None = None
+    """None: an MLP in every layer. Else a mixture of experts, in every layer if empty, or in those that the first of
+    these fields that is there says."""
+    shared_experts: int = 0
+    """Experts that every token passes through, where no field has their number."""
+    window_kv_heads: int = 1
+    """Key/value heads of a layer with a window, over those of the others."""
+    dense_width: str = "intermediate_size"
+    """Field with the width of an MLP that is no mixture of experts."""
+
+
+class _Fields:
+    """Fields of a configuration, an object or a dict."""
+
+    def __init__(self, config: Any) -> None:
+        self._config = config
+
+    def get(self, *names: str) -> Any:
+        """The first of these that is there and is not None."""
+        for name in names:
+            value = self._config.get(name) if isinstance(self._config, Mapping) else getattr(self._config, name, None)
+            if value is not None:
+                return value
+        return None
+
+    def size(self, *names: str) -> int:
+        """A size that is needed."""
+        value = self.get(*names)
+        if value is None:
+            raise ValueError(f"the configuration has no {names[0]!r}; {INSTEAD}")
+        return _size(names[0], value)
+
+    def optional(self, *names: str) -> int:
+        """A size, or 0."""
+        value = self.get(*names)
+        return 0 if value is None or value == 0 else _size(names[0], value)
+
+    @property
+    def differ_by_layer(self) -> bool:
+        """Sizes are given for each layer by itself."""
+        return bool(self.get("per_layer_config" if isinstance(self._config, Mapping) else "is_heterogeneous"))
+
+
+def _size(name: str, value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(f"the configuration's {name!r} must be an int >= 1, not {value!r}; {INSTEAD}")
+    return value
+
+
+def layer_sum_of(config: Any, *, causal: bool = True) -> LayerSumCost:
+    """Raises ValueError naming what is not known."""
+    fields = _text(config)
+    family = _family_of(fields)
+    weights = float(fields.size("hidden_size") * fields.size("vocab_size"))
+    pairs: Counter[_Reach] = Counter()
+    for part in _parts(fields, family):
+        weights += part.weights
+        for reach, multiply_adds in part.pairs:
+            pairs[reach if causal else _Reach()] += multiply_adds
+    return LayerSumCost(
+        flops_per_token=MATMUL_PASSES * 2.0 * weights,
+        attention=tuple(
+            AttentionPairs(ATTENTION_PASSES * 2.0 * multiply_adds, *reach, causal=causal)
+            for reach, multiply_adds in pairs.items()
+        ),
+    )
+
+
+def _text(config: Any) -> _Fields:
+    fields = _Fields(config)
+    text = fields.get("text_config")
+    return fields if text is None else _text(text)
+
+
+_MUST_BE = {"is_causal": True, "moe_latent_size": None, "moe_layer_freq": 1, "use_bidirectional_attention": False}
+"""Fields whose other values are not known here."""
+
+
+def _family_of(fields: _Fields) -> _Family:
+    name = fields.get("model_type")
+    if name not in FAMILIES:
+        what = "the configuration has no 'model_type'" if name is None else f"model_type {name!r} is not known"
+        raise ValueError(f"{what}; {INSTEAD}")
+    if fields.differ_by_layer:
+        raise ValueError(f"per_layer_config gives sizes of single layers, which are not known here; {INSTEAD}")
+    for field, known in _MUST_BE.items():
+        if fields.get(field) not in (None, known):
+            raise ValueError(f"{field}={fields.get(field)!r} is not known here; {INSTEAD}")
+    return FAMILIES[name]
+
+
+# -- layers ------------------------------------------------------------------------------------------------------------
+
+
+def _parts(fields: _Fields, family: _Family) -> Iterator[_Part]:
+    for index, kind in enumerate(_kinds(fields, family)):
+        if kind in _REACHES:
+            yield _attention(fields, family, kind, index)
+        elif kind == "conv":
+            yield _Part(4.0 * fields.size("hidden_size") ** 2)
+        elif kind == "hybrid" and family.recurrent:
+            yield _attention(fields, family, "full_attention", index)
+            yield _Part(family.recurrent(fields))
+        elif kind in ("linear_attention", "mamba") and family.recurrent:
+            yield _Part(family.recurrent(fields))
+        elif not family.one_block or kind not in ("mlp", "moe"):
+            raise ValueError(f"layer {index} is of kind {kind!r}, which is not known here; {INSTEAD}")
+        if kind == "moe" or (not family.one_block and _has_experts(fields, family, index)):
+            yield _Part(_experts(fields, family, index))
+        elif kind == "mlp" or not family.one_block:
+            yield _Part(_mlp(fields, family))
+
+
+_REACHES: dict[str, Callable[[_Fields], _Reach]] = {
+    "full_attention": lambda _: _Reach(),
+    "attention": lambda _: _Reach(),
+    "sliding_attention": lambda fields: _Reach(window=fields.size("sliding_window")),
+    "chunked_attention": lambda fields: _Reach(chunk=fields.size("attention_chunk_size")),
+    "indexed_attention": lambda fields: _Reach(window=fields.size("index_topk")),  # it chooses so many
+}
+
+
+def _kinds(fields: _Fields, family: _Family) -> list[str]:
+    listed = fields.get("layer_types", "layers_block_type")
+    if listed is not None:
+        kinds = list(listed)
+        number = fields.get("num_hidden_layers")
+        if number is not None and number != len(kinds):
+            raise ValueError(f"layer_types has {len(kinds)} entries for num_hidden_layers={number}; {INSTEAD}")
+        return kinds
+    window = fields.get("sliding_window") if fields.get("use_sliding_window") in (None, True) else None
+    if family.layers == "listed" or (window and family.layers != "window"):
+        raise ValueError(
+            "the configuration has no 'layer_types', and this model's layers differ: read it with "
+            f"transformers.AutoConfig, which fills them in, or {INSTEAD}"
+        )
+    kind = "sliding_attention" if window else "hybrid" if family.layers == "hybrid" else "full_attention"
+    return [kind] * fields.size("num_hidden_layers")
+
+
+def _attention(fields: _Fields, family: _Family, kind: str, index: int) -> _Part:
+    hidden, heads = fields.size("hidden_size"), fields.size("num_attention_heads")
+    reach = _REACHES[kind](fields)
+    if fields.get("kv_lora_rank") is not None:
+        return _latent_attention(fields, reach, kind, index)
+    kv_heads = fields.optional("num_key_value_heads") or heads
+    if kind == "sliding_attention":
+        kv_heads *= family.window_kv_heads
+    key = fields.optional("head_dim") or _quotient(hidden, heads)
+    value = fields.optional("v_head_dim") or key
+    queries = (2 if family.query_gate else 1) * heads * key
+    weights = hidden * (queries + kv_heads * (key + value) + heads * value)
+    return _Part(weights, ((reach, heads * (key + value)),))
+
+
+def _quotient(hidden: int, heads: int) -> int:
+    if hidden % heads:
+        raise ValueError(f"the configuration has no 'head_dim', and hidden_size / heads = {hidden / heads}; {INSTEAD}")
+    return hidden // heads
+
+
+def _latent_attention(fields: _Fields, reach: _Reach, kind: str, index: int) -> _Part:
+    """Multi-head latent attention: keys and values are computed from a small vector per token."""
+    hidden, heads = fields.size("hidden_size"), fields.size("num_attention_heads")
+    latent, rope = fields.size("kv_lora_rank"), fields.size("qk_rope_head_dim")
+    key, value = fields.size("qk_nope_head_dim") + rope, fields.size("v_head_dim")
+    query_latent = fields.optional("q_lora_rank")
+    weights = query_latent * (hidden + heads * key) if query_latent else hidden * heads * key
+    weights += hidden * (latent + rope) + latent * heads * (key - rope + value) + heads * value * hidden
+    pairs = [(reach, heads * (key + value))]
+    if kind == "indexed_attention" and _has_indexer(fields, index):
+        indexer_heads, size = fields.size("index_n_heads"), fields.size("index_head_dim")
+        weights += fields.size("q_lora_rank") * indexer_heads * size + hidden * (size + indexer_heads)
+        pairs.append((_Reach(), indexer_heads * (size + 1)))
+    return _Part(weights, tuple(pairs))
+
+
+def _has_indexer(fields: _Fields, index: int) -> bool:
+    kinds = fields.get("indexer_types")
+    return kinds is None or kinds[index] == "full"
+
+
+# -- linear attention and state spaces ---------------------------------------------------------------------------------
+
+_DELTA_CHUNK = 64  # tokens, in every kernel of the delta rule
+
+
+def _gated_delta(fields: _Fields) -> float:
+    hidden, heads = fields.size("hidden_size"), fields.size("linear_num_value_heads")
+    key, value = fields.size("linear_key_head_dim"), fields.size("linear_value_head_dim")
+    keys, values = fields.size("linear_num_key_heads") * key, heads * value
+    projections = hidden * (2 * keys + 2 * values + 2 * heads) + values * hidden
+    return projections + heads * (3 * key * value + _DELTA_CHUNK * (3 * key + 2 * value))
+
+
+def _kimi_delta(fields: _Fields) -> float:
+    hidden, size, heads = fields.size("hidden_size"), fields.size("linear_head_dim"), fields.size("linear_num_heads")
+    width = size * heads
+    projections = 4 * hidden * width + 2 * (hidden * size + size * width) + hidden * heads
+    return projections + heads * (3 * size * size + _DELTA_CHUNK * 2.5 * size)
+
+
+def _mamba2(fields: _Fields) -> float:
+    hidden = fields.size("hidden_size")
+    heads, size = fields.size("mamba_n_heads", "mamba_num_heads"), fields.size("mamba_d_head", "mamba_head_dim")
+    state, groups = fields.size("mamba_d_state", "ssm_state_size"), fields.size("mamba_n_groups", "n_groups")
+    chunk, inner = fields.size("mamba_chunk_size", "chunk_size"), heads * size
+    projections = hidden * (2 * inner + 2 * groups * state + heads) + inner * hidden
+    return projections + chunk * (heads * state + inner) + 2 * state * inner
+
+
+# -- MLPs and experts --------------------------------------------------------------------------------------------------
+
+_TOP_K = ("num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk")
+_NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+_SHARED_WIDTH = (
+    "shared_expert_intermediate_size",
+    "moe_shared_expert_intermediate_size",
+    "shared_intermediate_size",
+)
+_NUM_SHARED = ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts", "num_shared_expert")
+
+
+def _has_experts(fields: _Fields, family: _Family, index: int) -> bool:
+    """Whether the MLP of this layer is a mixture of experts."""
+    if family.experts is None or fields.get(*_NUM_EXPERTS) == 0:
+        return False
+    if family.experts and fields.get(*family.experts) is None:
+        raise ValueError(f"the configuration has no {family.experts[0]!r}, so which layers have experts? {INSTEAD}")
+    listed = fields.get("mlp_layer_types")
+    if listed is not None:
+        if listed[index] not in ("dense", "sparse"):
+            raise ValueError(f"mlp_layer_types[{index}] is {listed[index]!r}, which is not known here; {INSTEAD}")
+        return bool(listed[index] == "sparse")
+    chosen = fields.get("moe_layers")
+    if chosen is not None:
+        return index in chosen
+    first = fields.optional("first_k_dense_replace", "moe_layer_start_index", "num_dense_layers")
+    last = fields.get("moe_layer_end_index")
+    if index < first or (last is not None and 0 <= last < index) or index in (fields.get("mlp_only_layers") or ()):
+        return False
+    step = fields.optional("decoder_sparse_step", "moe_layer_interval") or 1
+    return (index + 1) % step == 0
+
+
+def _mlp(fields: _Fields, family: _Family) -> float:
+    return float(family.mlp_matrices * fields.size("hidden_size") * _dense_width(fields, family))
+
+
+def _experts(fields: _Fields, family: _Family, index: int) -> float:
+    """The experts of a token, those that every token passes through, and the choice."""
+    hidden = fields.size("hidden_size")
+    width = fields.optional("moe_intermediate_size") or fields.size("intermediate_size")
+    shared = fields.optional(*_SHARED_WIDTH)
+    if not shared:
+        number = fields.get(*_NUM_SHARED)
+        shared = (family.shared_experts if number is None else number) * width
+    top_k = fields.get(*_TOP_K)
+    chosen = _size(_TOP_K[0], top_k[index] if isinstance(top_k, list | tuple) else top_k)
+    return float(hidden * (family.mlp_matrices * (chosen * width + shared) + fields.size(*_NUM_EXPERTS)))
+
+
+def _dense_width(fields: _Fields, family: _Family) -> int:
+    width = fields.size(family.dense_width)
+    if not fields.get("block_auto_adjust_ff_dim"):
+        return width
+    adjusted = int((fields.get("block_ffn_dim_multiplier") or 1.0) * int(2 * width / 3))
+    multiple = fields.size("block_multiple_of")
+    return multiple * math.ceil(adjusted / multiple)
+
+
+# -- what is known -----------------------------------------------------------------------------------------------------
+
+_AFTER_DENSE_ONES = ("mlp_layer_types", "first_k_dense_replace")
+
+_TABLE: tuple[tuple[str, _Family], ...] = (
+    # layers alike, or, where layer_types is there, as it says
+    (
+        "cohere ernie4_5 gemma glm glm4 granite helium hunyuan_v1_dense llama minicpm3 olmo olmo2 qwen2 qwen3 "
+        "qwen3_vl_text seed_oss smollm3 stablelm",
+        _Family(),
+    ),
+    ("apertus arcee gpt_neox nemotron phi", _Family(mlp_matrices=2)),
+    ("mistral phi3", _Family(layers="window")),
+    ("starcoder2", _Family(layers="window", mlp_matrices=2)),
+    ("granitemoe granitemoeshared minimax_m2 olmoe", _Family(experts=())),
+    ("mixtral phimoe", _Family(layers="window", experts=())),
+    ("hunyuan_v1_moe", _Family(experts=(), shared_experts=1)),
+    ("qwen2_moe qwen3_moe qwen3_vl_moe_text", _Family(experts=("decoder_sparse_step",))),
+    ("ernie4_5_moe", _Family(experts=("moe_layer_start_index",))),
+    ("deepseek_v2 deepseek_v3 dots1 glm4_moe glm4_moe_lite", _Family(experts=_AFTER_DENSE_ONES)),
+    # layers of several kinds: windows, chunks, sparse attention, convolutions
+    ("cohere2 exaone4 gemma2 gemma3_text lfm2 ministral olmo3", _Family(layers="listed")),
+    ("gpt_oss", _Family(layers="listed", experts=())),
+    ("lfm2_moe", _Family(layers="listed", experts=("num_dense_layers",))),
+    ("deepseek_v32 exaone_moe glm_moe_dsa", _Family(layers="listed", experts=_AFTER_DENSE_ONES)),
+    ("mimo_v2_flash", _Family(layers="listed", experts=_AFTER_DENSE_ONES, window_kv_heads=2)),
+    (
+        "llama4_text",
+        _Family(layers="listed", experts=("moe_layers",), shared_experts=1, dense_width="intermediate_size_mlp"),
+    ),
+    # linear attention and state spaces beside attention
+    ("qwen3_5_text", _Family(layers="listed", recurrent=_gated_delta, query_gate=True)),
+    ("qwen3_5_moe_text", _Family(layers="listed", recurrent=_gated_delta, query_gate=True, experts=())),
+    (
+        "qwen3_next",
+        _Family(layers="listed", recurrent=_gated_delta, query_gate=True, experts=("decoder_sparse_step",)),
+    ),
+    ("olmo_hybrid", _Family(layers="listed", recurrent=_gated_delta)),
+    ("kimi_linear", _Family(layers="listed", recurrent=_kimi_delta, experts=_AFTER_DENSE_ONES)),
+    ("bamba", _Family(layers="listed", recurrent=_mamba2)),
+    ("falcon_h1", _Family(layers="hybrid", recurrent=_mamba2)),
+    (
+        "granitemoehybrid",
+        _Family(layers="listed", recurrent=_mamba2, experts=(), dense_width="shared_intermediate_size"),
+    ),
+    ("nemotron_h", _Family(layers="listed", recurrent=_mamba2, one_block=True, mlp_matrices=2)),
+)
+
+FAMILIES = {name: family for names, family in _TABLE for name in names.split()}
+"""By ``model_type``. Each is measured beside the real model by the integration tests."""
