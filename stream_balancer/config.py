@@ -90,6 +90,13 @@ class BalancerConfig:
     micro-batch."""
     oversize: Oversize = "refuse"
     """A rollout above the cap is refused at put, or goes in a micro-batch "alone"."""
+    micro_batch_counts: Counts = "equal"
+    """"equal": as many micro-batches on every rank. "free": each rank its own number, where ranks meet once per step
+    (DDP with ``no_sync``, HSDP): fewer padding copies, less ``micro_batch_overhead_cost``."""
+    micro_batch_overhead_cost: float | None = None
+    """Work of a micro-batch beside that of its rollouts (launching kernels, reading the weights), in the cost model's
+    unit. With ``sync="step"`` one more micro-batch is taken where it saves more by balance. None = what a
+    ``CalibratedCost`` has learned; 0 with any other cost."""
     micro_batch_multiple: int = 1
     """The number of micro-batches is a multiple of this (virtual pipeline stages)."""
     micro_batch_order: MicroBatchOrder = "heavy_first"
@@ -207,6 +214,7 @@ _OPTIONAL_INTS = (
 _MAY_BE_AUTO = ("window", "max_skips")
 _CHOICES = {
     "counts": get_args(Counts),
+    "micro_batch_counts": get_args(Counts),
     "sync": get_args(Sync),
     "oversize": get_args(Oversize),
     "micro_batch_order": get_args(MicroBatchOrder),
@@ -242,6 +250,14 @@ def _check_values(config: BalancerConfig) -> None:
     ):
         raise ConfigError(
             f"deadline_s must be a finite number of seconds > 0, or None to wait for the window, not {deadline!r}"
+        )
+    overhead = config.micro_batch_overhead_cost
+    if overhead is not None and (
+        isinstance(overhead, bool) or not isinstance(overhead, (int, float)) or not 0 <= overhead < math.inf
+    ):
+        raise ConfigError(
+            "micro_batch_overhead_cost must be a finite number >= 0 in the cost model's unit, or None for what is "
+            f"learned, not {overhead!r}"
         )
     _check_loss_mask(config.loss_mask_column)
     _check_cost(config.cost)
@@ -342,6 +358,11 @@ def _check_combinations(c: BalancerConfig) -> None:
             f"Use max_skips >= {c.least_max_skips}, or a smaller window or capacity"
         )
     _check_groups(c)
+    if c.micro_batch_counts == "free" and c.sync == "micro_batch":
+        raise ConfigError(
+            "micro_batch_counts='free' needs sync='step': ranks that meet at every micro-batch would wait for ever for "
+            "one that has fewer. Leave micro_batch_counts out"
+        )
     if c.micro_batch_multiple > 1 and c.batch_size < c.dp_size * c.micro_batch_multiple:
         raise ConfigError(
             f"micro_batch_multiple ({c.micro_batch_multiple}) x dp_size ({c.dp_size}) is more than batch_size "

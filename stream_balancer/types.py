@@ -314,9 +314,9 @@ class MicroBatch:
 class RankBatch:
     """Rank batch: the micro-batches of one rank in one step.
 
-    Every rank of a step has the same number of micro-batches, none of them empty. Numbers of rollouts and tokens
-    differ from rank to rank, so a mean of the ranks' means is wrong: divide the *sum* of the loss by one of the
-    ``global_`` denominators.
+    Every rank of a step has the same number of micro-batches (its own with ``micro_batch_counts="free"``), none of them
+    empty. Numbers of rollouts and tokens differ from rank to rank, so a mean of the ranks' means is wrong: divide the
+    *sum* of the loss by one of the ``global_`` denominators.
     """
 
     step: int
@@ -328,8 +328,8 @@ class RankBatch:
     micro_batches: tuple[MicroBatch, ...]
     """In the order they should run."""
     load: float
-    """Predicted work, in the cost model's unit; divided by the rank's speed where ``speeds`` are
-    given."""
+    """Predicted work, in the cost model's unit, with the overhead of its micro-batches; divided by the rank's speed
+    where ``speeds`` are given."""
     global_num_rollouts: int
     """Rollouts in the step over all ranks, padding copies not counted."""
     global_num_tokens: int
@@ -391,7 +391,7 @@ class Batch:
     num_tokens: int
     """Tokens over all ranks, padding copies not counted."""
     loads: tuple[float, ...]
-    """Predicted work per rank, in the cost model's unit; divided by the rank's speed where ``speeds`` are given."""
+    """``load`` of each rank batch."""
     lower_bound: float
     """No assignment of these rollouts to the ranks can have a smaller heaviest load (cost model's unit)."""
     oldest_wait_s: float = 0.0

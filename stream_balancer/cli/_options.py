@@ -97,6 +97,8 @@ class Simulated:
     counts: Annotated[Counts, knob("counts")] = "free"
     sync: Annotated[Sync, knob("sync")] = "step"
     max_tokens_per_micro_batch: Annotated[int | None, knob("max_tokens_per_micro_batch")] = None
+    micro_batch_counts: Annotated[Counts, knob("micro_batch_counts")] = "equal"
+    micro_batch_overhead_cost: Annotated[float | None, knob("micro_batch_overhead_cost")] = None
     group_size: Annotated[int | None, knob("group_size", "(default: groups play no part)")] = None
     groups: Annotated[Groups, knob("groups", "With --group-size.")] = "same_batch"
     slots: Annotated[int, typer.Option(help="Rollouts generated at a time (where no arrivals were recorded).")] = 128
@@ -130,6 +132,8 @@ class Simulated:
             counts=self.counts,
             sync=self.sync,
             max_tokens_per_micro_batch=self.max_tokens_per_micro_batch,
+            micro_batch_counts=self.micro_batch_counts,
+            micro_batch_overhead_cost=self.micro_batch_overhead_cost,
             group_size=self.group_size,
             groups=self.groups,
             **{name: value for name, value in knobs.items() if value is not None},

@@ -12,6 +12,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from stream_balancer.config import BalancerConfig
 from stream_balancer.core.buffer import Buffer
 from stream_balancer.core.state import State
 from stream_balancer.planning import Plan, PlanKnobs, Waiting, plan_batch
@@ -51,7 +52,7 @@ def make_batch(state: State, plan: Plan, reason: Reason, now: float) -> Batch:
     rows = rows_of(plan)
     rollouts, lengths = buffer.rollouts(rows), buffer.lengths[rows]  # both in the plan's order
     micro_batches = _micro_batches(plan, rollouts, lengths.tolist())
-    num_padding = _add_padding(micro_batches, rollouts, step)
+    num_padding = _add_padding(micro_batches, _num_micro_batches(plan, state.config), rollouts, step)
     loads: list[float] = (plan.loads if plan.rates is None else plan.loads / plan.rates).tolist()
     # of real rollouts only: a padding copy must not count in any mean
     tokens, loss_tokens = int(lengths.sum()), int(buffer.loss_tokens[rows].sum())
@@ -102,12 +103,23 @@ def _micro_batches(plan: Plan, rollouts: list[Rollout], lengths: list[int]) -> l
     ]
 
 
-def _add_padding(micro_batches: list[list[MicroBatch]], real: Sequence[Rollout], step: int) -> int:
-    """Every rank gets the same number of micro-batches, in place: a padding copy each where it has fewer. -> how
-    many."""
-    most = max(map(len, micro_batches))
-    # a rank that ran fewer would leave the others waiting in a collective for ever
-    missing = [(rank, index) for rank, of_rank in enumerate(micro_batches) for index in range(len(of_rank), most)]
+def _num_micro_batches(plan: Plan, config: BalancerConfig) -> list[int]:
+    """[rank] how many it runs: the same on all ranks, or at least one where each may have its own number."""
+    multiple = config.micro_batch_multiple
+    # a rank that ran fewer where all meet would leave the others waiting in a collective for ever
+    numbers = [max(-(-len(of_rank) // multiple), 1) * multiple for of_rank in plan.ranks]
+    return numbers if config.micro_batch_counts == "free" else [max(numbers)] * len(numbers)
+
+
+def _add_padding(
+    micro_batches: list[list[MicroBatch]], numbers: Sequence[int], real: Sequence[Rollout], step: int
+) -> int:
+    """Every rank gets its number of micro-batches, in place: a padding copy each where it has fewer. -> how many."""
+    missing = [
+        (rank, index)
+        for rank, (of_rank, number) in enumerate(zip(micro_batches, numbers, strict=True))
+        for index in range(len(of_rank), number)
+    ]
     if missing:
         original = cheapest_to_copy(real)
         for rank, index in missing:

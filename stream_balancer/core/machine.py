@@ -153,7 +153,7 @@ class BalancerCore:
         state, buffer, rows = self.state, self.state.buffer, rows_of(plan)
         enough = min(state.config.min_batch_size, len(buffer)) - 1  # of all that came, held back or not
         state.idle.dispatched(batch, asked_at=asked_at, enough_at=float(buffer.arrived_at[enough]), now=now)
-        state.pricing.expect(batch, plan, buffer.lengths)
+        state.pricing.expect(batch, plan)
         state.see_arrivals()
         state.length_bias.record(buffer.lengths[rows], buffer.skips[rows])
         # those held back for their age could not have gone, so they were not passed over

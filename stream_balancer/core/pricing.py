@@ -15,6 +15,7 @@ from stream_balancer.cost import CalibratedCost
 from stream_balancer.errors import RolloutError
 from stream_balancer.planning import Plan, PlanKnobs
 from stream_balancer.planning.arrays import Floats, Ints
+from stream_balancer.planning.rank_speeds import NO_FIXED_COSTS, FixedCosts
 from stream_balancer.types import Batch, Rollout
 from stream_balancer.values import MAX_COST
 
@@ -53,7 +54,7 @@ class Pricing:
             self.knobs = replace(
                 self.knobs,
                 speeds=None if speeds is None else np.array(speeds, dtype=np.float64),
-                fixed_costs=self.calibration.fixed_costs,
+                fixed_costs=_fixed_costs(self._config, self.calibration.fixed_costs),
             )
         return factor
 
@@ -65,11 +66,13 @@ class Pricing:
         self._config = config
         self.knobs = _plan_knobs(config, self._tolerance)
 
-    def expect(self, batch: Batch, plan: Plan, lengths: Ints) -> None:
+    def expect(self, batch: Batch, plan: Plan) -> None:
         """A batch leaves: its seconds will say what its lengths cost. O(rollouts)."""
-        # seconds of copies, or of costs that are not the model's, would teach it something else
-        if self.calibration is not None and not batch.num_padding and not self.has_own_costs:
-            self.calibration.expect(batch.step, [[lengths[rows] for rows in one] for one in plan.ranks])
+        # costs that are not the model's would teach it something else, and a rank with nothing but padding copies is
+        # done before any work could be measured
+        if self.calibration is not None and not self.has_own_costs and all(plan.ranks):
+            lengths = [[np.array(mb.lengths) for mb in one.micro_batches] for one in batch.ranks]
+            self.calibration.expect(batch.step, lengths)
 
 
 def costs_of(rollouts: Sequence[Rollout], model: CostFunction) -> list[float]:
@@ -104,6 +107,11 @@ def _calibration_of(config: BalancerConfig) -> Calibration | None:
     return Calibration(config.cost, config.dp_size, config.speeds)
 
 
+def _fixed_costs(config: BalancerConfig, learned: FixedCosts) -> FixedCosts:
+    given = config.micro_batch_overhead_cost
+    return learned if given is None else learned._replace(micro_batch=float(given))
+
+
 def _plan_knobs(config: BalancerConfig, tolerance: float) -> PlanKnobs:
     return PlanKnobs(
         num_ranks=config.dp_size,
@@ -117,6 +125,8 @@ def _plan_knobs(config: BalancerConfig, tolerance: float) -> PlanKnobs:
         speeds=None if config.speeds is None else np.array(config.speeds, dtype=np.float64),
         micro_batch_multiple=config.micro_batch_multiple,
         pipeline_order=config.micro_batch_order == "pipeline",
+        fixed_costs=_fixed_costs(config, NO_FIXED_COSTS),
+        micro_batch_counts=config.micro_batch_counts,
         oversize=config.oversize,
         group_size=config.group_size,
         tolerance=tolerance,

@@ -230,6 +230,8 @@ class RolloutSource:
                 f"the balancer balances for dp_size={self._balancer.config.dp_size}, but TRL trains on {num_processes} "
                 "processes. Give BalancerConfig dp_size=accelerator.num_processes"
             )
+        if self._balancer.config.micro_batch_counts == "free":
+            raise ValueError("TRL deals out a micro-batch to every rank at a time: leave micro_batch_counts at 'equal'")
         fetched: deque[int | None] = deque()  # the step that is over with each micro-batch in the trainer's hands
         for batch in self._balancer.batches(auto_ack=False):
             rows = _rows_of(batch)

@@ -12,8 +12,9 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
+from .arrays import loads_of
 from .bounds import lower_bound
-from .plan import Plan, PlanKnobs, Waiting
+from .plan import Plan, PlanKnobs, Waiting, micro_batch_overheads
 from .planner import plan_batch
 
 __all__ = ["plan_fifo", "plan_round_robin"]
@@ -48,7 +49,7 @@ def plan_round_robin(waiting: Waiting, knobs: PlanKnobs, *, num_rollouts: int, s
     most = -(-most // multiple) * multiple
     ranks = [_cut(share, waiting.lengths[share], most, knobs) for share in shares]
     speeds = np.ones(knobs.num_ranks) if knobs.speeds is None else np.asarray(knobs.speeds, dtype=np.float64)
-    loads = np.array([waiting.costs[share].sum() for share in shares])
+    loads = loads_of(waiting.costs, ranks) + micro_batch_overheads(knobs, ranks)
     finish = loads / speeds
     bound = lower_bound(waiting.costs[oldest], knobs.num_ranks, "free", knobs.speeds)
     mean = float(loads.sum() / speeds.sum()) or 1.0
@@ -97,7 +98,7 @@ def _cut(
     while len(bins) < num_micro_batches:
         widest = max(range(len(bins)), key=lambda b: len(bins[b]), default=None)
         if widest is None or len(bins[widest]) < 2:
-            break  # fewer rollouts than micro-batches: the caller fills up with zero-weight copies
+            break  # fewer rollouts than micro-batches: the caller fills up with padding copies
         half = len(bins[widest]) // 2
         bins[widest : widest + 1] = [bins[widest][:half], bins[widest][half:]]
     return [share[np.array(one, dtype=np.int64)] for one in bins]

@@ -1,12 +1,12 @@
 """In which micro-batch: the same number of micro-batches on every rank, under a hard token cap.
 
-    sync="step"         ranks meet once per step: rank totals first (partition.py), then each rank packs its own
+    sync="step"         ranks meet once per step: the last one is to be done as early as possible (capped.py)
     sync="micro_batch"  ranks meet at every micro-batch: all ranks x number bins are packed at once and laid out in
                         lockstep (lockstep.py)
     padded              a bin costs rollouts x longest: neighbours in length share a bin, and the cuts are such that
                         the costliest bin is as cheap as can be (packing.py)
 
-This module finds the number of micro-batches; packing.py fills them. Pure and deterministic.
+packing.py fills the micro-batches. Pure and deterministic.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Literal, TypeVar
 
 import numpy as np
 
+from .capped import bins_to_ranks, least_finish
 from .lockstep import assign_lockstep
 from .packing import Packer
 from .partition import partition, partition_together
@@ -45,6 +46,8 @@ def form_micro_batches(
     sync: Sync = "step",
     counts: Counts = "free",
     padded: bool = False,
+    micro_batch_counts: Counts = "equal",
+    overhead: float = 0.0,
     multiple_of: int = 1,
     order: Order = "heaviest_first",
     speeds: ArrayLike | None = None,
@@ -63,6 +66,10 @@ def form_micro_batches(
             micro-batch, so micro-batches of the same index are made alike.
         counts: "equal": rollouts per rank differ by at most one.
         padded: a micro-batch costs rollouts x its costliest, and the cap counts the padding.
+        micro_batch_counts: "equal": as many micro-batches on every rank; "free": each rank its own number, where ranks
+            meet once per step.
+        overhead: work of a micro-batch beside its rollouts', in the unit of `costs`. With "step" the latest
+            `work + overhead * micro-batches` is made as early as it can be.
         multiple_of: the number of micro-batches is a multiple of this (virtual pipelines).
         order: "heaviest_first", or "pipeline": the smaller ones at both ends, where the pipeline is filling or
             draining.
@@ -72,9 +79,8 @@ def form_micro_batches(
         rotation: rotates rank labels (pass the step).
 
     Returns:
-        Every rank has the same number of micro-batches, none is empty, and the number is the least that was found, if
-        there are rollouts enough for it. With fewer rollouts than ranks x micro-batches (or, with keep_together or
-        equal counts, on one rank), some lists are shorter: the caller completes them with zero-weight padding copies.
+        No micro-batch is empty. With "equal" every rank has the same number of them, but a rank with fewer rollouts
+        than that: its list is shorter, and the caller completes it with padding copies, one token of weight zero each.
 
     Raises:
         OversizeError: a rollout is longer than max_tokens and oversize="refuse".
@@ -88,6 +94,11 @@ def form_micro_batches(
         [[array([0]), array([3, 5])], [array([2, 4]), array([1])]]
         >>> form_micro_batches(lengths, lengths, num_ranks=2, max_tokens=1800, padded=True)  # rollouts x longest
         [[array([2, 3]), array([4, 5])], [array([0]), array([1])]]
+        >>> lengths = [900, 500, 500, 500]
+        >>> form_micro_batches(lengths, lengths, num_ranks=2, max_tokens=1000)  # as many on both
+        [[array([0]), array([3])], [array([1]), array([2])]]
+        >>> form_micro_batches(lengths, lengths, num_ranks=2, max_tokens=1000, micro_batch_counts="free")
+        [[array([0]), array([3])], [array([1, 2])]]
     """
     tokens = np.asarray(lengths, dtype=np.int64)
     work = np.asarray(costs, dtype=np.float64)
@@ -105,13 +116,22 @@ def form_micro_batches(
     packer = Packer(tokens, work, max_tokens, padded)
     if keep_together is not None:
         shares = partition_together(work, keep_together, num_ranks, counts, speeds, rotation=rotation)
-        ranks = _packed_shares(packer, shares, multiple_of, limit=None)
+        ranks = _packed_shares(packer, shares, multiple_of, micro_batch_counts)
     elif counts == "equal":
         shares = partition(work, num_ranks, counts, speeds, rotation=rotation)
-        ranks = _packed_shares(packer, shares, multiple_of, limit=None)
+        ranks = _packed_shares(packer, shares, multiple_of, micro_batch_counts)
+    elif sync == "step" and not padded:
+        ranks = least_finish(
+            packer,
+            num_ranks,
+            counts=micro_batch_counts,
+            overhead=overhead,
+            multiple_of=multiple_of,
+            speeds=speeds,
+            rotation=rotation,
+        )
     else:
         ranks = _least_number(packer, num_ranks, sync, multiple_of, speeds, rotation)
-    assert ranks is not None  # only a limit can make packing fail
     return [[np.array(sorted(one), dtype=np.int64) for one in in_order(bins, packer.cost, order)] for bins in ranks]
 
 
@@ -127,46 +147,27 @@ def _least_number(
     # fewest first: every micro-batch pays its fixed cost, on all ranks
     everything = np.arange(packer.tokens.size)
     number = _round_up(-(-packer.least_bins(everything) // num_ranks), multiple_of)
-    shares = None
-    if sync == "step" and not packer.padded:
-        shares = partition(packer.work, num_ranks, "free", speeds, rotation=rotation)
-    while True:
-        if shares is not None:
-            ranks = _packed_shares(packer, shares, multiple_of, limit=number)
-            if ranks is not None:
-                return ranks
-        # Ranks that meet at every micro-batch, or balanced ranks of which one cannot be packed (its tokens and its work
-        # disagree too much): all bins at once, then spread over the ranks.
-        bins = packer.pack(everything, num_ranks * number)
-        if bins is not None:
-            if sync == "step":
-                return _bins_to_ranks(packer, bins, num_ranks, speeds, rotation)
-            return assign_lockstep(packer, bins, num_ranks, number, speeds, rotation)
+    while (bins := packer.pack(everything, num_ranks * number)) is None:
         number += multiple_of
+    if sync == "step":
+        return bins_to_ranks(packer, bins, num_ranks, speeds, rotation)
+    return assign_lockstep(packer, bins, num_ranks, number, speeds, rotation)
 
 
 def _round_up(number: int, multiple_of: int) -> int:
     return -(-number // multiple_of) * multiple_of
 
 
-def _packed_shares(packer: Packer, shares: list[Ints], multiple_of: int, limit: int | None) -> list[Bins] | None:
-    """Every rank packs its own share, all into the same number of bins. None if that takes more than `limit`."""
+def _packed_shares(packer: Packer, shares: list[Ints], multiple_of: int, counts: Counts) -> list[Bins]:
+    """Every rank packs its own share: all into the same number of bins, or each into as few as it needs."""
+    if counts == "free":
+        return [packed for share in shares for packed in _packed_shares(packer, [share], multiple_of, "equal")]
     number = _round_up(max(packer.least_bins(share) for share in shares), multiple_of)
-    while limit is None or number <= limit:
-        if limit is not None and any(share.size < number for share in shares) and packer.tokens.size >= number:
-            return None  # some rank could not fill its micro-batches: pack over all ranks instead
+    while True:
         packed = [packer.pack(share, number) for share in shares]
         if all(bins is not None for bins in packed):
             return [bins for bins in packed if bins is not None]
         number += multiple_of
-    return None
-
-
-def _bins_to_ranks(packer: Packer, bins: Bins, num_ranks: int, speeds: ArrayLike | None, rotation: int) -> list[Bins]:
-    """The same number of bins to every rank, rank totals balanced."""
-    costs = np.array([packer.cost(one) for one in bins])
-    shares = partition(costs, num_ranks, "equal", speeds, rotation=rotation)
-    return [[bins[one] for one in share] for share in shares]
 
 
 def in_order(bins: list[_Bin], cost: Callable[[_Bin], float], order: Order) -> list[_Bin]:

@@ -15,6 +15,12 @@ if TYPE_CHECKING:
 
 Bins: TypeAlias = list[list[int]]
 
+_DEPTH_FIRST_UP_TO = 14
+"""Rollouts that are packed depth first where nothing simpler succeeds."""
+
+_DEPTH_FIRST_NODES = 200
+"""Places tried before it gives up."""
+
 
 class Packer:
     """Rollouts into a given number of bins, never over the cap; a rollout over the cap sits alone."""
@@ -39,6 +45,24 @@ class Packer:
         held: int = sum(self.token_list[i] for i in share.tolist())
         return max(1, -(-held // self.cap))
 
+    def least_bins_of_all(self) -> int:
+        """The same for all rollouts, and sharper: Martello and Toth's L2. O(n log n).
+
+        For every size s up to half the cap: a rollout above ``cap - s`` leaves no room for one of s or more; each of
+        the others above half the cap needs a bin of its own; and what the rollouts from s to half the cap have too much
+        for the room in these needs more.
+        """
+        sizes = np.sort(np.array(self.token_list, dtype=np.int64))
+        sums = np.concatenate(([0], np.cumsum(sizes)))  # [n+1]
+        half = int(np.searchsorted(sizes, self.cap // 2, side="right"))
+        least = np.concatenate(([0], sizes[:half]))  # every s that makes a difference
+        small = np.searchsorted(sizes, least)
+        filled = np.searchsorted(sizes, self.cap - least, side="right")
+        room = (filled - half) * self.cap - (sums[filled] - sums[half])
+        beyond = np.maximum(sums[half] - sums[small] - room, 0)
+        bound: int = (sizes.size - half - (-beyond // self.cap)).max()
+        return max(1, int(bound))
+
     def pack(self, share: Ints, number: int) -> Bins | None:
         """`number` bins, all of them used if there are rollouts enough; None if no way was found."""
         if share.size <= number:  # no empty bin is made: the caller fills up with padding copies
@@ -53,6 +77,76 @@ class Packer:
             by_tokens = share[np.lexsort((-self.work[share], -self.tokens[share]))].tolist()
             bins = self._pack_lightest(by_tokens, number, self.token_list) or self._pack_best_fit(by_tokens, number)
         return bins
+
+    def fewest(self, items: list[int]) -> Bins:
+        """In as few bins as are found."""
+        bins = self.tight(items)
+        assert bins is not None  # only a limit can make it fail
+        share = np.array(items, dtype=np.int64)
+        for number in range(self.least_bins(share), len(bins)):
+            fewer = self.pack(share, number) or self._depth_first(items, number)
+            if fewer is not None:
+                return fewer
+        return bins
+
+    def tight(self, items: list[int], number: int | None = None) -> Bins | None:
+        """Best-fit decreasing; if that takes more than `number` bins, depth first. None if no way was found."""
+        tokens, cap = self.token_list, self.cap
+        if number is not None and sum(tokens[i] for i in items) > number * cap:
+            return None
+        room: list[int] = []
+        bins: Bins = []
+        for i in sorted(items, key=tokens.__getitem__, reverse=True):
+            size, best, least = tokens[i], -1, cap + 1
+            for one, left in enumerate(room):
+                if size <= left < least:
+                    best, least = one, left
+            if best < 0:
+                room.append(cap - size)
+                bins.append([i])
+            else:
+                room[best] -= size
+                bins[best].append(i)
+        return bins if number is None or len(bins) <= number else self._depth_first(items, number)
+
+    def _depth_first(self, items: list[int], number: int) -> Bins | None:
+        """Few rollouts into `number` bins, largest first, each into every distinct room in turn; gives up early."""
+        if len(items) > _DEPTH_FIRST_UP_TO:
+            return None
+        order = sorted(items, key=self.token_list.__getitem__, reverse=True)
+        room = [self.cap] * number
+        bins: Bins = [[] for _ in range(number)]
+        left = _DEPTH_FIRST_NODES
+
+        def place(at: int) -> bool:
+            nonlocal left
+            if at == len(order):
+                return True
+            left -= 1
+            size, tried = self.token_list[order[at]], set()
+            for one in range(number):
+                if room[one] < size or room[one] in tried:
+                    continue
+                tried.add(room[one])
+                room[one] -= size
+                bins[one].append(order[at])
+                if place(at + 1):
+                    return True
+                bins[one].pop()
+                room[one] += size
+                if left <= 0:
+                    return False
+            return False
+
+        return [one for one in bins if one] if place(0) else None
+
+    def spread(self, bins: Bins, number: int) -> Bins:
+        """What these bins hold, evened out over `number` of them; one rollout in each if there are not more."""
+        items = [i for one in bins for i in one]
+        evened = self.pack(np.array(items, dtype=np.int64), number)
+        if evened is not None:
+            return evened
+        return self._fill_empty([list(one) for one in bins] + [[] for _ in range(number - len(bins))])
 
     def _pack_lightest(self, order: list[int], number: int, weight: list[float] | list[int]) -> Bins | None:
         """Each to the lightest bin that has room (LPT with a second, hard dimension). O(n log n), rarely more."""

@@ -56,7 +56,8 @@ class PlanKnobs:
     padded: bool = False
     speeds: Floats | None = None
     fixed_costs: FixedCosts = NO_FIXED_COSTS
-    """Fixed costs of every rank; they matter only where speeds differ."""
+    """Fixed costs of every rank; they matter where speeds differ, and a micro-batch's under a token cap."""
+    micro_batch_counts: Counts = "equal"
     micro_batch_multiple: int = 1
     pipeline_order: bool = False
     oversize: Oversize = "refuse"
@@ -66,16 +67,32 @@ class PlanKnobs:
     """How near to the lower bound a partition is sought (relatively)."""
 
 
+def has_micro_batches(knobs: PlanKnobs) -> bool:
+    """A rank's share may be more than one micro-batch."""
+    return knobs.max_tokens_per_micro_batch is not None or knobs.micro_batch_multiple > 1 or knobs.padded
+
+
+def micro_batch_overheads(knobs: PlanKnobs, ranks: list[list[Ints]]) -> Floats:
+    """[num_ranks] what their micro-batches cost beside their rollouts, padding copies counted. 0 where speeds are
+    given: those have the fixed costs in them."""
+    if knobs.speeds is not None or not has_micro_batches(knobs):
+        return np.zeros(knobs.num_ranks)
+    numbers = np.array([max(len(one), 1) for one in ranks])
+    if knobs.micro_batch_counts == "equal":
+        numbers[:] = numbers.max()
+    overheads: Floats = knobs.fixed_costs.micro_batch * (-(-numbers // knobs.micro_batch_multiple))
+    return overheads * knobs.micro_batch_multiple
+
+
 @dataclass(frozen=True, slots=True)
 class Plan:
     """Plan of a batch: who goes, on which rank, in which micro-batch."""
 
     ranks: list[list[Ints]]
-    """``[rank][micro_batch]`` -> positions into the `Waiting` columns. With fewer rollouts than ranks (or than
-    micro-batches) the last ranks' lists are shorter than the longest: the caller completes them with zero-weight
-    padding copies."""
+    """``[rank][micro_batch]`` -> positions into the `Waiting` columns. A rank with fewer rollouts than micro-batches
+    has a shorter list: the caller completes it with padding copies."""
     loads: Floats
-    """[num_ranks] work per rank."""
+    """[num_ranks] work per rank, :func:`micro_batch_overheads` counted."""
     rates: Floats | None
     """[num_ranks] work per time; a rank finishes at load / rate. None = all alike."""
     lower_bound: float

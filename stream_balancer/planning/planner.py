@@ -18,9 +18,11 @@ import numpy as np
 
 from .arrays import loads_of
 from .bounds import lower_bound
+from .capped import least_finish_bound
 from .micro_batches import form_micro_batches, in_order
+from .packing import Packer
 from .partition import partition, partition_together
-from .plan import Plan, PlanKnobs, Waiting
+from .plan import Plan, PlanKnobs, Waiting, has_micro_batches, micro_batch_overheads
 from .rank_speeds import work_rates
 from .selection import Units, select
 from .swaps import swap_with_waiting
@@ -34,7 +36,7 @@ def plan_batch(waiting: Waiting, knobs: PlanKnobs, *, num_rollouts: int, step: i
     """Choose `num_rollouts` of the waiting rollouts and lay them out on ranks and micro-batches.
 
     Fewer are chosen only if whole groups do not add up to that number, or if the rest waits for siblings.
-    With fewer chosen than ranks, the last ranks stay empty: the caller adds zero-weight padding copies.
+    With fewer chosen than ranks, the last ranks stay empty: the caller adds padding copies.
 
     Args:
         waiting: the columns; nothing is changed in them.
@@ -105,7 +107,7 @@ def _shares(
     picked = np.flatnonzero(chosen)
     costs = waiting.costs[picked]
     together = units.unit_of[picked] if knobs.groups == "same_rank" else None
-    if _one_micro_batch(knobs):
+    if not has_micro_batches(knobs):
         if together is not None:
             whole = partition_together(costs, together, knobs.num_ranks, knobs.counts, knobs.speeds, rotation=step)
             return [[picked[share]] if share.size else [] for share in whole]
@@ -121,6 +123,8 @@ def _shares(
         sync=knobs.sync,
         counts=knobs.counts,
         padded=knobs.padded,
+        micro_batch_counts=knobs.micro_batch_counts,
+        overhead=knobs.fixed_costs.micro_batch,
         multiple_of=knobs.micro_batch_multiple,
         order=order,
         speeds=knobs.speeds,
@@ -144,7 +148,7 @@ def _swapped(
     # A swap of single rollouts would tear a group apart; and with an empty rank there is no finish to even out.
     if knobs.groups != "free" or not all(shares):
         return shares
-    return swap_with_waiting(
+    swapped = swap_with_waiting(
         waiting.costs,
         shares,
         fixed,
@@ -153,20 +157,41 @@ def _swapped(
         waiting.lengths,
         knobs.max_tokens_per_micro_batch,
     )
+    # what evens out the work alone may not pay where ranks run different numbers of micro-batches
+    return min(shares, swapped, key=lambda one: _idle(waiting, knobs, one))
 
 
-def _one_micro_batch(knobs: PlanKnobs) -> bool:
-    """Every rank's share is one micro-batch."""
-    return knobs.max_tokens_per_micro_batch is None and knobs.micro_batch_multiple == 1 and not knobs.padded
+def _idle(waiting: Waiting, knobs: PlanKnobs, shares: list[list[Ints]]) -> float:
+    rate = np.ones(knobs.num_ranks) if knobs.speeds is None else knobs.speeds
+    work = loads_of(waiting.costs, shares)
+    finish = float(((work + micro_batch_overheads(knobs, shares)) / rate).max())
+    return -float(work.sum()) / finish if finish else 0.0
+
+
+def _lower_bound(waiting: Waiting, knobs: PlanKnobs, picked: Ints) -> float:
+    """No plan of these rollouts is done before this."""
+    costs = waiting.costs[picked]
+    bound = lower_bound(costs, knobs.num_ranks, knobs.counts, knobs.speeds)
+    if knobs.speeds is not None or not knobs.fixed_costs.micro_batch or not has_micro_batches(knobs):
+        return bound
+    packer = Packer(waiting.lengths[picked], costs, knobs.max_tokens_per_micro_batch, knobs.padded)
+    return least_finish_bound(
+        packer,
+        knobs.num_ranks,
+        counts=knobs.micro_batch_counts,
+        overhead=knobs.fixed_costs.micro_batch,
+        multiple_of=knobs.micro_batch_multiple,
+        work_bound=bound,
+    )
 
 
 def _finish(waiting: Waiting, knobs: PlanKnobs, shares: list[list[Ints]]) -> Plan:
     """The plan with its figures."""
     everything = [one for share in shares for one in share]
     picked = np.concatenate(everything) if everything else np.empty(0, dtype=np.int64)
-    loads = loads_of(waiting.costs, shares)
+    loads = loads_of(waiting.costs, shares) + micro_batch_overheads(knobs, shares)
     rate = np.ones(knobs.num_ranks) if knobs.speeds is None else np.asarray(knobs.speeds, dtype=np.float64)
-    bound = lower_bound(waiting.costs[picked], knobs.num_ranks, knobs.counts, knobs.speeds)
+    bound = _lower_bound(waiting, knobs, picked)
     mean = float(loads.sum() / rate.sum())
     finish = float((loads / rate).max())
     flagged = waiting.groups[picked][~waiting.group_complete[picked]]

@@ -52,7 +52,9 @@ def test_bad_deadlines(value: object) -> None:
         config(deadline_s=value)
 
 
-@pytest.mark.parametrize("name", ["counts", "sync", "groups", "on_stale", "policy", "oversize", "micro_batch_order"])
+@pytest.mark.parametrize(
+    "name", ["counts", "micro_batch_counts", "sync", "groups", "on_stale", "policy", "oversize", "micro_batch_order"]
+)
 def test_bad_choices_list_the_good_ones(name: str) -> None:
     with pytest.raises(sb.ConfigError, match=f"{name} must be one of '.*, not 'nope'"):
         config(**{name: "nope"})
@@ -86,6 +88,11 @@ class NanCost:
             "multiple of dp_size",
         ),
         ({"micro_batch_multiple": 5}, "some micro-batches would be empty"),
+        ({"micro_batch_counts": "free", "sync": "micro_batch"}, "needs sync='step'"),
+        *[
+            ({"micro_batch_overhead_cost": bad}, "must be a finite number >= 0")
+            for bad in (-1.0, float("nan"), True, "1")
+        ],
         ({"speeds": (1.0, 1.0)}, "speeds must be 4 finite numbers"),
         ({"speeds": (1.0, 1.0, 1.0, 0.0)}, "speeds must be 4 finite numbers"),
         ({"cost": "tokens"}, "cost must be a cost model"),

@@ -51,6 +51,7 @@ def configs(draw: st.DrawFn) -> sb.BalancerConfig:
     window = batch_size + draw(st.integers(0, 2)) * unit
     cap = draw(st.sampled_from([None, None, 40]))
     counts = "free" if group_size and groups == "same_rank" else draw(st.sampled_from(["free", "equal"]))
+    sync = draw(st.sampled_from(["step", "step", "micro_batch"]))
     config = sb.BalancerConfig(
         dp_size=dp_size,
         batch_size=batch_size,
@@ -63,7 +64,10 @@ def configs(draw: st.DrawFn) -> sb.BalancerConfig:
         counts=counts,
         max_tokens_per_micro_batch=cap,
         oversize="alone",
-        sync=draw(st.sampled_from(["step", "step", "micro_batch"])),
+        sync=sync,
+        micro_batch_counts=draw(st.sampled_from(["equal", "free"])) if sync == "step" else "equal",
+        micro_batch_overhead_cost=draw(st.sampled_from([None, 0.0, 7.0, 1e4])),
+        micro_batch_multiple=draw(st.sampled_from([1, 2])) if batch_size >= 2 * dp_size else 1,
         max_staleness=draw(st.sampled_from([1, None, 0])),
         on_stale=draw(st.sampled_from(["evict", "send"])),
         cost=draw(st.sampled_from(COSTS)),
@@ -415,14 +419,15 @@ class CoreMachine(RuleBasedStateMachine):
         if batch.reason == "deadline":
             assert before.oldest_wait_s >= (c.deadline_s or math.inf) - 1e-9
         self.check_shares(batch)
-        if batch.num_padding and (free or c.groups != "same_rank"):
-            assert batch.num_rollouts < c.dp_size * len(batch.ranks[0].micro_batches)
+        assert batch.num_padding == sum(r.is_padding for r in batch.rollouts)
         if not free:
             self.check_groups(batch)
 
     def check_shares(self, batch: sb.Batch) -> None:
         c = self.core.config
-        assert len({len(share.micro_batches) for share in batch.ranks}) == 1
+        numbers = {len(share.micro_batches) for share in batch.ranks}
+        assert len(numbers) == 1 or c.micro_batch_counts == "free"
+        assert not any(number % c.micro_batch_multiple for number in numbers)
         real = [r for r in batch.rollouts if not r.is_padding]
         assert batch.num_tokens == sum(r.num_tokens for r in real)
         for rank, share in enumerate(batch.ranks):
@@ -431,6 +436,10 @@ class CoreMachine(RuleBasedStateMachine):
             assert share.global_num_tokens == batch.num_tokens
             for mb in share.micro_batches:
                 assert mb.rollouts
+                # a padding copy fills a micro-batch of its own, where every rollout of the rank has one already
+                if mb.rollouts[0].is_padding:
+                    assert mb.lengths == (1,)
+                    assert all(len(other.rollouts) == 1 for other in share.micro_batches)
                 cap = c.max_tokens_per_micro_batch
                 size = max(mb.lengths) * len(mb.lengths) if c.cost.padded else mb.num_tokens
                 assert cap is None or size <= cap or len(mb.rollouts) == 1

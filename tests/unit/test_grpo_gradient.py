@@ -111,6 +111,19 @@ async def test_padding_copies_weigh_nothing():
     assert relative_difference(gradient_of_shares(batch), whole) <= 1e-10
 
 
+@pytest.mark.parametrize("micro_batch_counts", ["equal", "free"])
+async def test_ranks_with_one_outlier_and_many_micro_batches_elsewhere(micro_batch_counts):
+    rollouts = sorted(make_rollouts(48), key=lambda r: r.num_tokens)[-12:]
+    longest = rollouts[-1].num_tokens
+    cost = sb.QuadraticCost(linear=1.0, quadratic=1.0)
+    knobs = {"batch_size": 12, "max_tokens_per_micro_batch": longest, "micro_batch_counts": micro_batch_counts}
+    (batch,) = await plan(rollouts, dp_size=4, cost=cost, **knobs)
+    numbers = [len(share.micro_batches) for share in batch.ranks]
+    assert (batch.num_padding > 0) == (micro_batch_counts == "equal") == (len(set(numbers)) == 1)
+    whole = gradient_of_padded_batch([r for r in batch.rollouts if not r.is_padding])
+    assert relative_difference(gradient_of_shares(batch), whole) <= 1e-10
+
+
 async def test_the_mean_of_the_ranks_means_would_be_another_gradient():
     (batch,) = await plan(make_rollouts(32), dp_size=2, batch_size=32, policy="round_robin")
     parts = [gradient_of_padded_batch(list(share.rollouts)) for share in batch.ranks]
