@@ -84,14 +84,14 @@ async def _serve(listener: SocketListener, latest: _Latest) -> None:
 
 
 async def _answer(latest: _Latest, viewer: SocketStream) -> None:
-    async with viewer:
-        try:
+    try:
+        async with viewer:
             with anyio.move_on_after(_SEND_TIMEOUT_S):  # of a viewer that does not read
                 await viewer.send(latest.line())
-        except (anyio.BrokenResourceError, anyio.ClosedResourceError):
-            pass  # it left
-        except Exception:  # noqa: BLE001  # nor for that
-            _log.exception("no picture of the balancer could be taken")
+    except (anyio.BrokenResourceError, anyio.ClosedResourceError):
+        pass  # it left
+    except Exception:  # noqa: BLE001  # nor for that
+        _log.exception("no picture of the balancer could be taken")
 
 
 class _Latest:
