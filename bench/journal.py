@@ -1,8 +1,8 @@
 """The journal: what a durable put costs, how fast a crash is recovered from, and what other stores make of the same.
 
 64 concurrent putters, rollouts of 1,000 tokens (21 kB of columns), one commit and one real fsync for all who wait.
-``stores`` runs that workload on the journal's own log, on SQLite (WAL, synchronous=FULL) and on LMDB, with the same
-encoded bytes, then damages each store's files byte by byte and opens them again. Run it on a real disk:
+``stores`` runs that workload on the journal's database (SQLite), on LMDB, and on a file that is only appended to, with
+the same bytes; ``damage`` changes bytes of what a crash left, and opens it again. Run it on a real disk:
 ``python bench/journal.py [--folder DIR] [--json] [throughput recovery stores damage]``.
 """
 
@@ -13,10 +13,10 @@ import json
 import os
 import shutil
 import signal
-import sqlite3
 import statistics
 import tempfile
 import time
+import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Protocol
@@ -26,9 +26,9 @@ import numpy as np
 import torch
 
 import stream_balancer as sb
-from stream_balancer.controller.journal import records
-from stream_balancer.controller.journal.records import Put, payload_of
-from stream_balancer.controller.journal.segments import Damage, Segments, salt_of
+from stream_balancer.controller.checkpoint import bytes_of_rollout
+from stream_balancer.controller.journal.rows import RolloutRow, rollout_row
+from stream_balancer.controller.journal.store import Store as Database
 
 NUM_PUTTERS = 64
 NUM_TOKENS = 1000
@@ -127,26 +127,23 @@ def throughput(folder: Path, repeats: int) -> Iterator[dict[str, object]]:
         for key in ("median", "p99"):
             value = statistics.median(run[key] for run in runs)
             yield {"name": f"one put, {key}, {backend}", "value": round(value * 1e3, 2), "unit": "ms"}
-        left = sum(path.stat().st_size for path in (folder / "journal").glob("*.journal"))
+        left = sum(path.stat().st_size for path in (folder / "journal").iterdir())
         yield {"name": f"folder after 20,000 puts (430 MB), {backend}", "value": round(left / 1e6, 1), "unit": "MB"}
 
 
 def recovery(folder: Path, num_tokens: int = NUM_TOKENS, count: int = 100_000) -> Iterator[dict[str, object]]:
     """Seconds from opening a journal of ``count`` waiting rollouts to a balancer that holds them."""
     shutil.rmtree(folder / "journal", ignore_errors=True)
-    segments = Segments(folder / "journal")
-    segments.open()
+    database = Database(folder / "journal")
+    database.open()
+    database.begin()
     for first in range(0, count, 1000):
-        if not segments.sizes or segments.sizes[segments.last] >= 64 * 2**20:
-            segments.begin()
-        pieces: list[memoryview | bytes] = []
-        for number in range(first, min(first + 1000, count)):
-            rollout = make_rollout(number, num_tokens)
-            put = Put(number, [rollout.rollout_id], time.time(), 0)
-            pieces += records.pack(salt_of(segments.last), put, payload_of([rollout]))
-        segments.append(pieces)
-    size = segments.total_bytes
-    segments.close()
+        rollouts = (make_rollout(number, num_tokens) for number in range(first, min(first + 1000, count)))
+        rows = [rollout_row(number, rollout, time.time(), 0) for number, rollout in enumerate(rollouts, first)]
+        database.commit([("insert into rollouts values ?", rows)])
+        database.checkpoint()
+    size = database.used_bytes
+    database.close()
 
     async def enter() -> tuple[float, float]:
         start = time.perf_counter()
@@ -172,56 +169,40 @@ class Store(Protocol):
     def close(self) -> None: ...
 
 
-class Log:
-    """The journal's own segments, dropped from the front."""
+class Journal:
+    """The journal's own database: rows with an index and a checksum."""
 
     def __init__(self, folder: Path) -> None:
-        self._segments = Segments(folder)
-        self._segments.open()
-        self._segments.begin()
-        self._last_of: dict[int, int] = {}
+        self._database = Database(folder)
+        self._database.open()
+        self._database.begin()
 
     def commit(self, added: list[tuple[int, bytes]], removed: list[int]) -> None:
-        segments = self._segments
-        if segments.sizes[segments.last] >= 64 * 2**20:
-            segments.begin()
-        pieces: list[memoryview | bytes] = []
-        for number, data in added:
-            pieces += records.pack(salt_of(segments.last), Put(number, [str(number)], 0.0, 0), [data])
-            self._last_of[segments.last] = number
-        if removed:
-            done = records.Done(0, [str(number) for number in removed])
-            pieces += records.pack(salt_of(segments.last), done)
-        segments.append(pieces)
-        while removed and len(segments.sizes) > 2 and self._last_of[segments.first] <= removed[-1]:
-            segments.drop_first()
+        rows = [RolloutRow(number, str(number), 0.0, 0, data, zlib.crc32(data)) for number, data in added]
+        gone = [(str(number),) for number in removed]
+        self._database.commit(
+            [("insert into rollouts values ?", rows), ("delete from rollouts where id in (values ?)", gone)]
+        )
+        if self._database.log_bytes > 32 * 2**20:
+            self._database.checkpoint()
 
     def close(self) -> None:
-        self._segments.close()
+        self._database.close()
 
 
-class Sqlite:
-    """A table of blobs; write-ahead log, fsync at every commit."""
+class Appended:
+    """A file, from which nothing is ever removed: the floor."""
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir(parents=True)
-        self._db = sqlite3.connect(folder / "db", isolation_level=None, check_same_thread=False)
-        self._db.execute("pragma page_size=16384")
-        self._db.execute("pragma auto_vacuum=incremental")
-        self._db.execute("pragma journal_mode=wal")
-        self._db.execute("pragma synchronous=full")
-        self._db.execute("create table puts(number integer primary key, crc integer, data blob)")
+        self._fd = os.open(folder / "file", os.O_CREAT | os.O_WRONLY)
 
-    def commit(self, added: list[tuple[int, bytes]], removed: list[int]) -> None:
-        db = self._db
-        db.execute("begin immediate")
-        db.executemany("insert into puts values(?, 0, ?)", added)
-        if removed:
-            db.execute("delete from puts where number between ? and ?", (removed[0], removed[-1]))
-        db.execute("commit")
+    def commit(self, added: list[tuple[int, bytes]], _: list[int]) -> None:
+        os.write(self._fd, b"".join([data for _, data in added]))
+        os.fdatasync(self._fd)
 
     def close(self) -> None:
-        self._db.close()
+        os.close(self._fd)
 
 
 class Lmdb:
@@ -243,7 +224,7 @@ class Lmdb:
         self._env.close()
 
 
-STORES: dict[str, Callable[[Path], Store]] = {"own log": Log, "SQLite": Sqlite, "LMDB": Lmdb}
+STORES: dict[str, Callable[[Path], Store]] = {"journal": Journal, "LMDB": Lmdb, "append only": Appended}
 
 
 def store_rate(make: Callable[[Path], Store], folder: Path, payloads: list[bytes], count: int) -> tuple[float, float]:
@@ -262,7 +243,7 @@ def store_rate(make: Callable[[Path], Store], folder: Path, payloads: list[bytes
 
 def stores(folder: Path, repeats: int) -> Iterator[dict[str, object]]:
     """The stores by themselves, in turn."""
-    payloads = [b"".join(bytes(piece) for piece in payload_of([make_rollout(n)])) for n in range(256)]
+    payloads = [bytes_of_rollout(make_rollout(n)) for n in range(256)]
     runs: dict[str, list[tuple[float, float]]] = {name: [] for name in STORES}
     for _ in range(repeats):
         for name, make in STORES.items():
@@ -310,32 +291,15 @@ def in_child(function: Callable[..., Any], *args: Any) -> Any:
     return json.loads(text) if text else None
 
 
-def read_log(folder: Path) -> tuple[dict[int, bytes], bool]:
-    """Undamaged records, and whether damage was noticed."""
-    segments = Segments(folder)
-    segments.open()
-    found: dict[int, bytes] = {}
-    told = False
-    for number in list(segments.sizes):
-        for item in segments.scan(number):
-            if isinstance(item, Damage):
-                told = True
-            elif isinstance(item[1].head, Put):
-                found[item[1].head.number] = bytes(item[1].payload)
-    segments.close()
+def read_journal(folder: Path) -> tuple[dict[int, bytes], bool]:
+    """Rows whose checksum is right, and whether damage was noticed."""
+    database = Database(folder)
+    database.open()
+    rows = list(database.rollouts())
+    found = {row[0]: row[4] for row in rows if zlib.crc32(row[4]) == row[5]}
+    told = bool(database.damage or database.torn_bytes or len(found) < len(rows))
+    database.close()
     return found, told
-
-
-def read_sqlite(folder: Path) -> tuple[dict[int, bytes], bool]:
-    """What SQLite gives, and whether it complained (integrity_check included)."""
-    found: dict[int, bytes] = {}
-    try:
-        db = sqlite3.connect(folder / "db")
-        for number, data in db.execute("select number, data from puts order by number"):
-            found[number] = bytes(data)
-        return found, db.execute("pragma integrity_check").fetchall() != [("ok",)]
-    except sqlite3.DatabaseError:
-        return found, True
 
 
 def read_lmdb(folder: Path) -> tuple[dict[int, bytes], bool]:
@@ -353,8 +317,7 @@ def read_lmdb(folder: Path) -> tuple[dict[int, bytes], bool]:
 
 
 READERS: dict[str, Callable[[Path], tuple[dict[int, bytes], bool]]] = {
-    "own log": read_log,
-    "SQLite": read_sqlite,
+    "journal": read_journal,
     "LMDB": read_lmdb,
 }
 
@@ -373,12 +336,12 @@ def damage(folder: Path, places: int = 512) -> Iterator[dict[str, object]]:
     """One byte changed in a copy of what SIGKILL left, which is then opened: over the last 4 KiB of each file, and over
     all of it."""
     base, copy = folder / "base", folder / "copy"
-    for name, make in STORES.items():
+    for name in READERS:
         shutil.rmtree(base, ignore_errors=True)
-        in_child(fill, make, base)
+        in_child(fill, STORES[name], base)
         for path in sorted(base.iterdir()):
             size = path.stat().st_size
-            if path.name in ("lock", "lock.mdb", "db-shm") or size < 4096:
+            if path.name in ("lock", "lock.mdb") or size < 4096:
                 continue
             for where, first in (("last 4 KiB", size - 4096), ("whole", 0)):
                 offsets = np.linspace(first, size - 1, places).astype(int).tolist()

@@ -23,7 +23,7 @@ from stream_balancer.errors import RolloutError
 from stream_balancer.types import Batch, MicroBatch, RankBatch, Reason, Rollout
 from stream_balancer.wire import share as wire
 
-__all__ = ["read_rollouts", "read_state_dict", "state_dict", "write_rollouts"]
+__all__ = ["bytes_of_rollout", "read_rollouts", "read_state_dict", "state_dict", "write_rollouts"]
 
 FORMAT = 1
 """Version of the dict below; a later library reads all earlier ones."""
@@ -173,9 +173,18 @@ def _as_arrays(value: Any) -> Any:
 def write_rollouts(rollouts: Sequence[Rollout]) -> list[Tensor]:
     """No tensors for no rollouts, else frame and buffer of a rank batch that holds them all."""
     _check_here(rollouts)
-    if not rollouts:
-        return []
-    rank_batch = RankBatch(
+    return _write_rank_batch(_together(rollouts)) if rollouts else []
+
+
+def bytes_of_rollout(rollout: Rollout) -> bytes:
+    """The same of one, for a file."""
+    _check_here([rollout])
+    encoded = wire.encode(_together([rollout]), narrow=False)
+    return wire.pack_frame(encoded.message).numpy().tobytes() + encoded.to_bytes()
+
+
+def _together(rollouts: Sequence[Rollout]) -> RankBatch:
+    return RankBatch(
         step=0,
         rank=0,
         dp_size=1,
@@ -185,7 +194,6 @@ def write_rollouts(rollouts: Sequence[Rollout]) -> list[Tensor]:
         global_num_tokens=0,
         global_num_loss_tokens=0,
     )
-    return _write_rank_batch(rank_batch)
 
 
 def _is_writable(rollout: Rollout, bad: list[str]) -> bool:

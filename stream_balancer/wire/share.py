@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate, pairwise
@@ -25,7 +26,7 @@ from stream_balancer.values import Version
 from stream_balancer.wire.description import Description, description_of, pack_description, read_description
 from stream_balancer.wire.frame import FORMAT, FRAME_BYTES, FRAME_WORDS, OtherProtocolError, pack_frame, read_frame
 from stream_balancer.wire.messages import Batch
-from stream_balancer.wire.share_layout import Layout, lay_out, user_view, wire_view
+from stream_balancer.wire.share_layout import Layout, Piece, lay_out, user_view, wire_view
 
 __all__ = [
     "FORMAT",
@@ -58,16 +59,31 @@ class Encoded:
         """Write piece by piece into ``buffer`` (``[>= wire_bytes]`` uint8); yields how many leading bytes are final.
         O(bytes)."""
         buffer[: len(self._meta)] = torch.frombuffer(bytearray(self._meta), dtype=torch.uint8)
+        for piece, parts in self._pieces():
+            yield piece.start
+            _concatenate(parts, wire_view(buffer, piece))
+        yield self._layout.wire_bytes
+
+    def to_bytes(self) -> bytes:
+        """What :meth:`fill` writes, for a disk: the rest is 0. In one copy. Not of what is narrowed."""
+        written: list[bytes | memoryview] = [self._meta]
+        at = len(self._meta)
+        for piece, parts in self._pieces():
+            views = [_memory_of(part) for part in parts]
+            written += [bytes(piece.start - at), *views]
+            at = piece.start + sum(view.nbytes for view in views)
+        written.append(bytes(self._layout.wire_bytes - at))
+        return b"".join(written)
+
+    def _pieces(self) -> Iterator[tuple[Piece, list[Tensor]]]:
+        """Where each column and each tensor lies, and of what it is made."""
         for micro_batch, pieces in zip(self._share.micro_batches, self._layout.columns, strict=True):
             for name, piece in pieces.items():
-                yield piece.start
-                _concatenate([r.tokens[name] for r in micro_batch.rollouts], wire_view(buffer, piece))
+                yield piece, [r.tokens[name] for r in micro_batch.rollouts]
         rollouts = self._share.rollouts if any(self._layout.tensors) else ()
         for rollout, pieces in zip(rollouts, self._layout.tensors, strict=False):
             for name, piece in pieces.items():
-                yield piece.start
-                wire_view(buffer, piece).copy_(rollout.tensors[name])
-        yield self._layout.wire_bytes
+                yield piece, [rollout.tensors[name]]
 
 
 def bytes_of(tensor: Tensor) -> Tensor:
@@ -75,6 +91,14 @@ def bytes_of(tensor: Tensor) -> Tensor:
     flat = tensor.cpu().contiguous()
     count = flat.numel()
     return flat.as_strided((count,), (1,)).view(torch.uint8)  # one element is contiguous at any stride; view asks for 1
+
+
+def _memory_of(tensor: Tensor) -> memoryview:
+    """Its bytes, contiguous. Not copied if they lie so on the CPU."""
+    if tensor.is_contiguous():
+        with suppress(TypeError):  # bfloat16, or another device
+            return tensor.numpy().data
+    return bytes_of(tensor).numpy().data
 
 
 def _concatenate(parts: list[Tensor], out: Tensor) -> None:

@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import stream_balancer as sb
 from stream_balancer.controller.checkpoint import read_state_dict, state_dict
-from stream_balancer.controller.journal import records
+from stream_balancer.controller.journal.rows import rollout_of, rollout_row
 from stream_balancer.core.machine import BalancerCore
 from stream_balancer.types import Rollout
 from stream_balancer.wire import share as wire
@@ -276,15 +276,8 @@ def checkpointed(rollout: Rollout) -> Rollout:
 
 
 def journalled(rollout: Rollout) -> Rollout:
-    """Written as a record of a journal, and read from it."""
-    head = records.Put(0, [rollout.rollout_id], 0.0, 0)
-    data = b"".join(records.pack(7, head, records.payload_of([rollout])))
-    found = records.read(7, memoryview(data), 0)
-    assert found is not None
-    assert found.head == head
-    (read,) = records.rollouts_of(found.payload).values()
-    assert isinstance(read, Rollout), read
-    return read
+    """Written as a row of a journal, and read from it."""
+    return rollout_of(tuple(rollout_row(7, rollout, 0.0, 0)))
 
 
 WAYS = (delivered, put_elsewhere, checkpointed, journalled)

@@ -38,7 +38,8 @@ PURE_MODULES = [
     for name in ("generation", "length_models", "simulate", "simulation_report", "trace", "tune", "tune_report")
 ]
 PURE_MODULES += ["watch.status", "watch.view"]
-PURE_MODULES += ["controller.checkpoint", "controller.journal.records", "controller.journal.contents"]
+PURE_MODULES += ["controller.checkpoint", "controller.journal.rows", "controller.journal.contents"]
+PURE_MODULES += ["controller.journal.changes"]
 """Pure modules in folders that are not."""
 WITHOUT_TORCH = {"errors", "field_docs", "cost", "planning", "config", "core", "watch"}
 

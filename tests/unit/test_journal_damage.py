@@ -1,13 +1,14 @@
-"""The journal's folder: one owner, and what damage does: noticed wherever it is, nothing before it lost."""
+"""The journal's folder: one owner, and what damage does: noticed wherever it is, named, and the rest is there."""
 
 from __future__ import annotations
 
 import logging
-import multiprocessing
 import os
 import shutil
+import sqlite3
 import threading
-import time
+from collections.abc import Iterator
+from contextlib import closing, suppress
 from pathlib import Path
 
 import anyio
@@ -16,16 +17,23 @@ from forked import Python, run_python
 
 import stream_balancer as sb
 from stream_balancer.controller.journal import Journal, Recovered
-from stream_balancer.controller.journal.segments import Damage, Segments
+from stream_balancer.controller.journal.store import PAGE_BYTES, Store
 from stream_balancer.core.snapshot import Snapshot
 from stream_balancer.testing import make_rollout, token_checksum
 
 CONFIG = sb.BalancerConfig(dp_size=2, batch_size=4, window=8, capacity=1000)
 TAIL_BYTES = 4096
+FRAME_BYTES = PAGE_BYTES + 24
+EVERY = {f"r{number}" for number in range(61)}
+
+
+def expected(name: str) -> sb.Rollout:
+    number = int(name[1:])
+    return make_rollout(3 + 300 * (number % 7), name, seed=number)
 
 
 def reopened(folder: Path) -> tuple[Snapshot, Recovered]:
-    """What a journal holds. Writes a segment, as every opening does."""
+    """What a journal holds."""
     journal = Journal(folder)
     try:
         return journal.open(100)
@@ -33,153 +41,232 @@ def reopened(folder: Path) -> tuple[Snapshot, Recovered]:
         anyio.run(journal.aclose)
 
 
-def last_segment(folder: Path) -> Path:
-    return max(folder.glob("*.journal"))
-
-
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A journal as a crash leaves it: 60 puts, two steps in flight, one acknowledged, all in its last segment."""
+    """A journal as a crash leaves it, all in its write-ahead log: 61 puts, two steps in flight, one acknowledged."""
     folder = tmp_path_factory.mktemp("journal")
 
     async def write() -> None:
         async with sb.StreamBalancer(CONFIG, journal=folder / "live") as balancer:
             batches = balancer.batches(auto_ack=False)
             for number in range(60):
-                await balancer.put(make_rollout(3 + number % 7, f"r{number}", seed=number))
+                await balancer.put(expected(f"r{number}"))
                 if number in (20, 30, 40):
                     await anext(batches)
             balancer.acknowledge(0)
-            await balancer.put(make_rollout(5, "r60", seed=60))
-            shutil.copytree(folder / "live", folder / "crashed")  # what a kill leaves: nothing was said at the end
+            await balancer.put(expected("r60"))
+            shutil.copytree(folder / "live", folder / "crashed")  # what a kill leaves
 
     anyio.run(write)
     return folder / "crashed"
 
 
-def records_of(folder: Path) -> list[tuple[int, int, list[str]]]:
-    """(offset, end, ids put) of every record of the last segment."""
-    segments = Segments(folder)
-    segments.sizes = {1: last_segment(folder).stat().st_size}
-    found = []
-    for item in segments.scan(1):
-        assert not isinstance(item, Damage)
-        at, record = item
-        found.append((at, at + record.size, getattr(record.head, "ids", [])))
-    return found
+@pytest.fixture(scope="module")
+def closed(written: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same, all in its database."""
+    folder = tmp_path_factory.mktemp("closed") / "journal"
+    shutil.copytree(written, folder)
+    reopened(folder)
+    assert not (folder / "journal.db-wal").exists()
+    return folder
 
 
-def check_damage_at(written: Path, folder: Path, offset: int, damage: str) -> None:
-    """Damage one byte, or cut there; everything in records before it must be there, whole, and the damage told."""
-    folder.mkdir()
-    path = folder / "00000001.journal"
-    data = bytearray(last_segment(written).read_bytes())
+def damaged(source: Path, folder: Path, file: str, offset: int, damage: str) -> Path:
+    """A copy in which one byte is changed, or all from there on is cut."""
+    shutil.rmtree(folder, ignore_errors=True)
+    shutil.copytree(source, folder)
+    data = bytearray((folder / file).read_bytes())
     if damage == "cut":
         del data[offset:]
     else:
         data[offset] ^= 0xFF
-    path.write_bytes(data)
-    records = records_of(written)
-    before = [name for _, end, ids in records if end <= offset for name in ids if name.startswith("r")]
-    done = next(ids for at, _, ids in records if len(ids) == 4)
+    (folder / file).write_bytes(data)
+    return folder
+
+
+def held_in(snapshot: Snapshot) -> set[str]:
+    """Ids that are held or done; what is held is as it was put."""
+    held = [*snapshot.waiting, *(r for batch in snapshot.in_flight for r in batch.rollouts)]
+    for rollout in held:
+        assert token_checksum(rollout) == token_checksum(expected(rollout.rollout_id))
+    return {r.rollout_id for r in held} | set(snapshot.past_ids)
+
+
+def check_database(closed: Path, folder: Path, offset: int) -> int:
+    """Whatever byte of the database is changed: what is lost is named, all else is there, and the next time all is
+    well. -> rollouts lost."""
+    damaged(closed, folder, "journal.db", offset, "flip")
+    before = (folder / "journal.db").read_bytes()
+    try:
+        snapshot, recovered = reopened(folder)
+    except (sb.JournalError, sb.WireError) as error:
+        refusal = str(error)
+    else:
+        refusal = ""
+    if refusal:  # it was told, and nothing was changed
+        assert "journal.db" in refusal
+        assert offset < PAGE_BYTES
+        assert (folder / "journal.db").read_bytes() == before
+        return len(EVERY)
+    lost = EVERY - held_in(snapshot)
+    unnamed = {name for name in lost if not any(repr(name) in sentence for sentence in recovered.damage)}
+    assert not unnamed or any(sentence.startswith(("done", "facts")) for sentence in recovered.damage)
+    assert not lost or recovered.damage
+    if recovered.damage:
+        assert (folder / "damaged-1.db").read_bytes() == before
+        again, after = reopened(folder)
+        assert not after.damage
+        assert held_in(again) == held_in(snapshot)
+    return len(lost)
+
+
+def test_a_changed_byte_of_the_database(closed: Path, tmp_path: Path) -> None:
+    size = (closed / "journal.db").stat().st_size
+    for offset in (40, 100, 2000, *range(PAGE_BYTES, size, size // 12)):
+        lost = check_database(closed, tmp_path / "journal", offset)
+        assert lost == len(EVERY) if offset == 100 else lost < len(EVERY)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("part", ["first", "last", "spread"])
+def test_many_changed_bytes_of_the_database(closed: Path, tmp_path: Path, part: str) -> None:
+    size = (closed / "journal.db").stat().st_size
+    places = {
+        "first": range(TAIL_BYTES),
+        "last": range(size - TAIL_BYTES, size),
+        "spread": range(0, size, size // TAIL_BYTES),
+    }
+    for offset in places[part]:
+        check_database(closed, tmp_path / "journal", offset)
+
+
+def check_log(written: Path, folder: Path, offset: int, damage: str) -> None:
+    """Whatever byte of the log is changed: commits before it are there, and it is told what became of those after."""
+    damaged(written, folder, "journal.db-wal", offset, damage)
+    size = (folder / "journal.db-wal").stat().st_size
     snapshot, recovered = reopened(folder)
-    at_a_boundary = damage == "cut" and any(offset == at for at, _, _ in records)
-    assert (recovered.torn_bytes > 0 or bool(recovered.damage)) != at_a_boundary
-    held = {r.rollout_id: r for r in snapshot.waiting}
-    held |= {r.rollout_id: r for batch in snapshot.in_flight for r in batch.rollouts}
-    assert held.keys() | set(snapshot.past_ids) >= set(before)
-    assert snapshot.past_ids in ((), tuple(done))
-    for name, rollout in held.items():
-        number = int(name[1:])
-        expected = make_rollout(5 if number == 60 else 3 + number % 7, name, seed=number)
-        assert token_checksum(rollout) == token_checksum(expected)
+    held = held_in(snapshot)
+    lost = EVERY - held
+    assert held >= {f"r{number}" for number in range(60 - len(lost) + 1)}
+    if damage == "flip":
+        assert recovered.torn_bytes > 0
+        assert bool(recovered.damage) == (len(lost) > 1 or recovered.torn_bytes > 10 * FRAME_BYTES)
+        if recovered.damage:
+            assert "commits" in recovered.damage[0]
+            assert (folder / "damaged-1.db-wal").stat().st_size == size
+    else:  # cut where one ends, it is a shorter log
+        assert not recovered.damage
+        assert recovered.torn_bytes < 10 * FRAME_BYTES
 
 
-def offsets(written: Path, step: int) -> range:
-    size = last_segment(written).stat().st_size
-    assert size > TAIL_BYTES
-    return range(size - TAIL_BYTES, size, step)
-
-
-@pytest.mark.parametrize("damage", ["flip", pytest.param("cut", marks=pytest.mark.slow)])
-def test_damage_in_the_last_4_kib(written: Path, tmp_path: Path, damage: str) -> None:
-    for offset in offsets(written, 41):
-        check_damage_at(written, tmp_path / str(offset), offset, damage)
+@pytest.mark.parametrize("damage", ["flip", "cut"])
+def test_a_damaged_log(written: Path, tmp_path: Path, damage: str) -> None:
+    size = (written / "journal.db-wal").stat().st_size
+    for offset in (*range(0, size, size // 8), *range(size - TAIL_BYTES, size, 1001)):
+        check_log(written, tmp_path / "journal", offset, damage)
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("damage", ["flip", "cut"])
 def test_damage_at_every_byte_of_the_last_4_kib(written: Path, tmp_path: Path, damage: str) -> None:
-    for offset in offsets(written, 1):
-        check_damage_at(written, tmp_path / "journal", offset, damage)
-        shutil.rmtree(tmp_path / "journal")
+    size = (written / "journal.db-wal").stat().st_size
+    for offset in range(size - TAIL_BYTES, size):
+        check_log(written, tmp_path / "journal", offset, damage)
+        assert EVERY - held_in(reopened(tmp_path / "journal")[0]) <= {"r60"}
 
 
-def test_damage_is_told(written: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    shutil.copytree(written, tmp_path / "j")
-    path = last_segment(tmp_path / "j")
-    data = bytearray(path.read_bytes())
-    (_, _, _), (start, stop, ids), *_ = records_of(written)
-    data[start + 30] ^= 1
-    path.write_bytes(data + b"half a record")
-    snapshot, recovered = reopened(tmp_path / "j")
-    assert recovered.damage[0] == f"bytes {start} to {stop} of segment 1"
-    assert recovered.torn_bytes == 13
-    assert ids[0] not in {r.rollout_id for r in snapshot.waiting}
-    errors = [r for r in caplog.records if r.levelno == logging.ERROR]
-    assert errors[0].getMessage().endswith(f"records are lost: bytes {start} to {stop} of segment 1")
-    assert any("the last 13 bytes are no whole record. Taken off" in r.getMessage() for r in caplog.records)
-    again, told = reopened(tmp_path / "j")
-    assert told.torn_bytes == 0  # it was taken off
-    assert told.damage[0] == recovered.damage[0]  # this stays until its segment goes
-    assert len(again.waiting) == len(snapshot.waiting)
+def test_damage_is_told(closed: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    shutil.copytree(closed, tmp_path / "j")
+    with closing(sqlite3.connect(tmp_path / "j" / "journal.db")) as db, db:
+        db.execute("update rollouts set data = zeroblob(5) where id = 'r50'")
+        db.execute("update rollouts set arrived_at = 0 where id = 'r51'")
+        db.execute("update facts set data = zeroblob(5) where kind = 'plan' and key = 1")
+    _, recovered = reopened(tmp_path / "j")
+    sentences = ["plan 1: its bytes were damaged"]
+    sentences += [f"row {n}: rollout 'r{n}': its bytes were damaged" for n in (50, 51)]
+    assert list(recovered.damage) == sentences
+    assert (recovered.waiting, recovered.in_flight) == (61 - 4 - 4 - 2, 4)
+    errors = [r.getMessage() for r in caplog.records if r.levelno == logging.ERROR]
+    assert [message.split("rows are lost: ")[1] for message in errors] == sentences
 
 
-def test_a_damaged_start_of_the_last_segment_costs_nothing(written: Path, tmp_path: Path) -> None:
-    """All but the puts is said again at the start of each segment; the one before is kept in case that is damaged."""
-    shutil.copytree(written, tmp_path / "j")
-    before, _ = reopened(tmp_path / "j")
-    path = last_segment(tmp_path / "j")
-    path.write_bytes(bytes(path.stat().st_size))
-    after, recovered = reopened(tmp_path / "j")
-    assert recovered.torn_bytes > 0
-    assert (after.past_ids, after.next_step, after.counts) == (before.past_ids, before.next_step, before.counts)
-    assert [b.step for b in after.in_flight] == [b.step for b in before.in_flight] == [1, 2]
+def test_a_row_that_is_missing_is_noticed(closed: Path, tmp_path: Path) -> None:
+    """As when a page of the table was replaced by an older one: the index still has it."""
+    shutil.copytree(closed, tmp_path / "j")
+    with closing(sqlite3.connect(tmp_path / "j" / "journal.db")) as db, db:
+        db.execute("pragma writable_schema=on")
+        ((sql,),) = db.execute("select sql from sqlite_master where name = 'ids'").fetchall()
+        db.execute("update sqlite_master set sql = sql || ' where id = null' where name = 'ids'")
+        db.execute("pragma writable_schema=reset")
+        db.execute("delete from rollouts where id = 'r50'")
+        db.execute("pragma writable_schema=on")
+        db.execute("update sqlite_master set sql = ? where name = 'ids'", (sql,))
+    _, recovered = reopened(tmp_path / "j")
+    assert any("rollout 'r50' cannot be reached" in sentence for sentence in recovered.damage)
 
 
-def test_a_drained_journal_still_knows_what_is_done_when_its_start_is_damaged(written: Path, tmp_path: Path) -> None:
-    async def drain() -> None:
-        async with sb.StreamBalancer(CONFIG, journal=tmp_path / "j") as balancer:
-            balancer.end()
-            async for batch in balancer.batches(auto_ack=False):
-                balancer.acknowledge(batch.step)
-
-    shutil.copytree(written, tmp_path / "j")
-    anyio.run(drain)
-    for _ in range(3):  # only what is said at the start of segments is left
-        before, _ = reopened(tmp_path / "j")
-    path = last_segment(tmp_path / "j")
-    path.write_bytes(bytes(path.stat().st_size))
-    after, _ = reopened(tmp_path / "j")
-    assert len(after.past_ids) == 61
-    assert (after.past_ids, after.next_step) == (before.past_ids, before.next_step)
+# -- what is not a journal ---------------------------------------------------------------------------------------------
 
 
-def test_bytes_of_another_segment_are_not_records_of_this_one(written: Path, tmp_path: Path) -> None:
-    """As when a disk gives old blocks for new ones."""
-    shutil.copytree(written, tmp_path / "j")
-    shutil.copy(tmp_path / "j" / "00000001.journal", tmp_path / "j" / "00000002.journal")
-    snapshot, recovered = reopened(tmp_path / "j")
-    assert recovered.torn_bytes == last_segment(written).stat().st_size
-    assert len(snapshot.waiting) + recovered.in_flight == 61 - 4
+@pytest.mark.parametrize(
+    ("sql", "kind", "message"),
+    [
+        ("pragma user_version=2", sb.WireError, "was written in format 2, and this version reads 1"),
+        ("pragma application_id=7", sb.WireError, "is not a stream_balancer's journal"),
+        ("create trigger t after insert on rollouts begin delete from facts; end", sb.JournalError, "its tables"),
+        ("create view v as select * from facts", sb.JournalError, "its tables"),
+        ("drop index ids", sb.JournalError, "its tables"),
+        ("alter table facts add column more", sb.JournalError, "its tables"),
+    ],
+)
+def test_another_database_is_refused_by_name(
+    closed: Path, tmp_path: Path, sql: str, kind: type[Exception], message: str
+) -> None:
+    shutil.copytree(closed, tmp_path / "j")
+    with closing(sqlite3.connect(tmp_path / "j" / "journal.db")) as db, db:
+        db.execute(sql)
+    with pytest.raises(kind, match=message) as told:
+        reopened(tmp_path / "j")
+    assert str(tmp_path / "j" / "journal.db") in str(told.value)
 
 
-def test_an_empty_segment_is_as_good_as_none(tmp_path: Path) -> None:
+def test_segments_of_an_earlier_version_are_refused(tmp_path: Path) -> None:
     (tmp_path / "00000003.journal").touch()
+    with pytest.raises(sb.WireError, match=r"has 00000003\.journal, .* use another path"):
+        reopened(tmp_path)
+    (tmp_path / "00000003.journal").unlink()
+    (tmp_path / "notes.journal").touch()  # not one of those
+    assert not reopened(tmp_path)[1].found
+
+
+def test_what_is_no_database_is_refused_and_left_as_it_is(tmp_path: Path) -> None:
+    (tmp_path / "journal.db").write_bytes(b"notes" * 1000)
+    with pytest.raises(sb.JournalError, match=r"cannot be read .* Nothing in it was changed"):
+        reopened(tmp_path)
+    assert (tmp_path / "journal.db").read_bytes() == b"notes" * 1000
+
+
+def test_a_journal_that_was_not_begun_is_as_good_as_none(tmp_path: Path) -> None:
+    (tmp_path / "journal.db").touch()
     snapshot, recovered = reopened(tmp_path)
     assert not recovered.found
     assert not snapshot.waiting
-    assert last_segment(tmp_path).name == "00000004.journal"
+
+
+def test_a_database_may_be_large(closed: Path, tmp_path: Path) -> None:
+    shutil.copytree(closed, tmp_path / "j")
+    os.truncate(tmp_path / "j" / "journal.db", 2**32)
+    assert held_in(reopened(tmp_path / "j")[0]) == EVERY
+
+
+def test_every_commit_is_synced(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    store.open()
+    pragmas = ["synchronous", "journal_mode", "locking_mode", "trusted_schema", "cell_size_check", "wal_autocheckpoint"]
+    assert [value for name in pragmas for (value,) in store.db.execute(f"pragma {name}")] == [
+        2, "wal", "exclusive", 0, 1, 0
+    ]  # fmt: skip
+    store.close()
 
 
 # -- one owner ---------------------------------------------------------------------------------------------------------
@@ -187,12 +274,17 @@ def test_an_empty_segment_is_as_good_as_none(tmp_path: Path) -> None:
 HOLD = """
 import os, shutil, sys, time
 from pathlib import Path
-from stream_balancer.controller.journal.segments import Segments
+from stream_balancer.controller.journal.store import Store
 os.setsid()
-segments = Segments(Path(sys.argv[1]))
-segments.open()
+store = Store(Path(sys.argv[1]))
+store.open()
+store.commit([("insert into facts values ?", [("x", 1, b"", 0)])])
 if sys.argv[2] == "fork" and os.fork():
     time.sleep(60)  # the child reports, once it runs
+if sys.argv[2] == "exit" and not os.fork():
+    sys.exit()  # the interpreter ends, and closes what it has
+elif sys.argv[2] == "exit":
+    os.wait()
 if sys.argv[2] == "copy":
     shutil.copytree(sys.argv[1], sys.argv[1] + "-copy")
 print(os.getpid(), flush=True)
@@ -200,74 +292,71 @@ time.sleep(60)
 """
 
 
-def holder(folder: Path, how: str = "") -> Python:
-    process = Python("-c", HOLD, folder, how)
+@pytest.fixture
+def holder(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Python]:
+    """Another process that has the journal."""
+    process = Python("-c", HOLD, tmp_path / "journal", request.param)
     process.stdout.readline()
-    return process
+    yield process
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, 9)
+    process.communicate()
 
 
-@pytest.mark.parametrize("how", ["", "copy"])
-def test_a_second_process_is_refused_until_the_first_is_dead(tmp_path: Path, how: str) -> None:
-    """Also once the first has opened and closed every file in the folder, as a copy does."""
+def facts_of(folder: Path) -> int:
+    store = Store(folder)
+    store.open()
+    try:
+        return len(list(store.facts()))
+    finally:
+        store.close()
+
+
+@pytest.mark.parametrize("holder", ["", "copy", "exit"], indirect=True)
+def test_a_second_process_is_refused_until_the_first_is_dead(tmp_path: Path, holder: Python) -> None:
+    """Also once the first has opened and closed every file in the folder, as a copy does, or a child has ended."""
     tmp_path /= "journal"
-    process = holder(tmp_path, how)
-    try:
-        with pytest.raises(sb.AlreadyInUseError, match=f"{tmp_path} is in use by process {process.pid}"):
-            Segments(tmp_path).open()
-    finally:
-        process.kill()
-        process.communicate()
-    segments = Segments(tmp_path)
-    segments.open()
-    segments.close()
+    with pytest.raises(sb.AlreadyInUseError, match=f"{tmp_path} is in use by process {holder.pid}"):
+        Store(tmp_path).open()
+    assert (tmp_path / "journal.db-wal").stat().st_size
+    holder.kill()
+    holder.wait()
+    assert facts_of(tmp_path) == 1
 
 
-def test_a_child_forked_by_a_dead_controller_does_not_keep_the_lock(tmp_path: Path) -> None:
-    process = holder(tmp_path, "fork")
-    process.kill()
-    process.wait()
-    try:
-        segments = Segments(tmp_path)
-        segments.open()
-        segments.close()
-    finally:
-        os.killpg(process.pid, 9)  # the child
-        process.communicate()
+@pytest.mark.parametrize("holder", ["copy"], indirect=True)
+def test_a_copy_made_by_the_owner_is_a_journal(tmp_path: Path, holder: Python) -> None:
+    assert facts_of(tmp_path / "journal-copy") == 1
+
+
+@pytest.mark.parametrize("holder", ["fork"], indirect=True)
+def test_a_child_forked_by_a_dead_controller_does_not_keep_the_lock(tmp_path: Path, holder: Python) -> None:
+    holder.kill()
+    holder.wait()
+    assert facts_of(tmp_path / "journal") == 1
 
 
 def test_the_same_process_is_refused_too_and_the_lock_outlives_the_attempt(tmp_path: Path) -> None:
-    first = Segments(tmp_path)
+    first = Store(tmp_path)
     first.open()
     with pytest.raises(sb.AlreadyInUseError, match=f"in use by process {os.getpid()} \\(this one\\)"):
-        Segments(tmp_path / "." / "x" / "..").open()
-    code = "import sys; from pathlib import Path; from stream_balancer.controller.journal.segments import Segments; "
-    code += "Segments(Path(sys.argv[1])).open()"
+        Store(tmp_path / "." / "x" / "..").open()
+    code = "import sys; from pathlib import Path; from stream_balancer.controller.journal.store import Store; "
+    code += "Store(Path(sys.argv[1])).open()"
     refused = run_python("-c", code, tmp_path)
     assert f"in use by process {os.getpid()}" in refused.stderr
     first.close()
     first.close()
 
 
-def test_a_child_that_ends_does_not_release_the_lock(tmp_path: Path) -> None:
-    segments = Segments(tmp_path)
-    segments.open()
-    child = multiprocessing.get_context("fork").Process(target=segments.close)
-    child.start()
-    child.join()
-    with pytest.raises(sb.AlreadyInUseError):
-        Segments(tmp_path).open()
-    segments.close()
-
-
 def test_a_failed_opening_releases_the_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "notes.journal").touch()  # not one of ours
-    (tmp_path / "00000001.journal").symlink_to("nowhere")
+    (tmp_path / "journal.db").mkdir()
     journal = Journal(tmp_path)
-    with pytest.raises(FileNotFoundError):
+    with pytest.raises(sb.JournalError, match="unable to open"):
         journal.open(100)
-    (tmp_path / "00000001.journal").unlink()
+    (tmp_path / "journal.db").rmdir()
     with monkeypatch.context() as patch:
-        patch.setattr(Segments, "begin", lambda self: 1 / 0)
+        patch.setattr(Store, "begin", lambda self: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             journal.open(100)
     again = Journal(tmp_path)
@@ -291,5 +380,4 @@ def test_threads_end(tmp_path: Path) -> None:
             assert any(thread.name.startswith("sb-journal") for thread in threading.enumerate())
 
     anyio.run(run)
-    time.sleep(0)
     assert not any(thread.name.startswith("sb-journal") for thread in threading.enumerate())

@@ -29,6 +29,7 @@ class JournalObserver(Observer):
         self.recovered: Recovered | None = None
         """What the journal held; None before :meth:`recover`."""
         self._core = core
+        self._changes = journal.changes
         self._restoring: Snapshot | None = None  # what the journal held, while the core takes it over
 
     async def recover(self, wake_consumer: Callable[[], object]) -> None:
@@ -68,19 +69,23 @@ class JournalObserver(Observer):
 
     def dispatched(self, batch: Batch) -> None:
         """See :class:`Observer`."""
-        self.journal.dispatched(batch, self._core.state.counts.totals(), self._core.state.buffer.groups.departed())
+        counts, departed = self._core.state.counts.totals(), self._core.state.buffer.groups.departed()
+        self.journal.change(self._changes.dispatched(batch, counts, departed))
 
     def acknowledged(self, batch: Batch) -> None:
-        """See :class:`Observer`."""
-        self.journal.acknowledged(batch)
+        """See :class:`Observer`. Rollouts that no rank could get were lost: they may be put again."""
+        state = self._core.state
+        done = [r.rollout_id for r in batch.rollouts if r.rollout_id in state.ids.past]
+        self.journal.change(self._changes.acknowledged(batch, done, state.counts.acknowledged))
 
     def evicted(self, rollout: Rollout, reason: EvictReason) -> None:
         """See :class:`Observer`."""
-        self.journal.evicted([rollout.rollout_id], reason, self._core.state.buffer.groups.departed())
+        departed = self._core.state.buffer.groups.departed()
+        self.journal.change(self._changes.evicted(rollout.rollout_id, reason, departed))
 
     def version_set(self, version: int) -> None:
         """See :class:`Observer`."""
-        self.journal.versioned(version)
+        self.journal.change(self._changes.versioned(version))
 
     def restored(self, snapshot: Snapshot) -> None:
         """A checkpoint is taken over. Of what the journal itself held, plans for other ranks are void."""
@@ -89,4 +94,4 @@ class JournalObserver(Observer):
             return
         for batch in snapshot.in_flight:
             if len(batch.ranks) != self._core.config.dp_size:
-                self.journal.returned(batch.step)  # its rollouts wait again
+                self.journal.change(self._changes.returned(batch.step))  # its rollouts wait again

@@ -1,0 +1,194 @@
+"""What the journal's rows say, and their bytes: rollouts, plans, ids that are done, how things stood. Pure.
+
+Every row has a checksum of all its values, its number included. A rollout's bytes are in the wire's own format: nothing
+is unpickled, every size is checked.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping
+from typing import Any, NamedTuple, TypeAlias, TypeVar
+
+import msgspec
+import torch
+
+from stream_balancer.controller.checkpoint import bytes_of_rollout, read_rollouts
+from stream_balancer.errors import RolloutError, WireError
+from stream_balancer.types import Batch, EvictReason, MicroBatch, RankBatch, Reason, Rollout, cheapest_to_copy
+from stream_balancer.wire.share import FRAME_BYTES
+
+__all__ = [
+    "Done", "Fact", "FactRow", "Plan", "RolloutRow", "State", "batch_of", "fact_of", "fact_row", "plan_of",
+    "rollout_of", "rollout_row",
+]  # fmt: skip
+
+
+class RolloutRow(NamedTuple):
+    """A rollout that waits, or is in flight."""
+
+    number: int
+    """In the order of the puts."""
+    rollout_id: str
+    arrived_at: float
+    """Seconds since the epoch."""
+    step: int
+    """Number of the next dispatch when it came: how many have passed it over follows."""
+    data: bytes
+    crc: int
+
+
+class FactRow(NamedTuple):
+    """Anything else."""
+
+    kind: str
+    key: int
+    data: bytes
+    crc: int
+
+
+class Plan(msgspec.Struct, array_like=True, tag="plan"):
+    """A batch in flight: what every rank gets. Its key is the step."""
+
+    step: int
+    reason: Reason
+    ranks: list[list[list[str]]]
+    """``[rank][micro_batch][place]`` rollout ids."""
+    padding: list[str]
+    """Those of the ids that are padding copies."""
+    loads: list[float]
+    lower_bound: float
+    incomplete_groups: list[str]
+
+    @property
+    def ids(self) -> list[str]:
+        """Rollouts of the step, padding copies left out."""
+        padding = set(self.padding)
+        return [name for rank in self.ranks for mb in rank for name in mb if name not in padding]
+
+
+class Done(msgspec.Struct, array_like=True, tag="done"):
+    """Ids that are refused: their rollouts were trained on, or evicted. Keys count up."""
+
+    ids: list[str]
+    next_step: int
+    """As in :class:`State`."""
+
+
+class State(msgspec.Struct, array_like=True, tag="state"):
+    """How things stand. One row, key 0."""
+
+    next_step: int = 0
+    """Number of the next new batch."""
+    version: int | None = None
+    counts: dict[str, Any] = msgspec.field(default_factory=dict)
+    """Running totals behind ``Statistics``, at the last dispatch."""
+    departed: dict[str, int] = msgspec.field(default_factory=dict)
+    """Siblings that have left, of groups that are not done."""
+    acknowledged: int = 0
+    evicted: dict[EvictReason, int] = msgspec.field(default_factory=dict)
+
+
+Fact: TypeAlias = Plan | Done | State
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(Fact)
+
+
+def rollout_row(number: int, rollout: Rollout, arrived_at: float, step: int) -> RolloutRow:
+    """A rollout as a row. O(bytes). Raises RolloutError for one that was changed after it was made."""
+    data = bytes_of_rollout(rollout)
+    values = number, rollout.rollout_id, arrived_at, step
+    return RolloutRow(*values, data, _crc(values, data))
+
+
+def rollout_of(row: object) -> Rollout:
+    """The way back, copied. Raises WireError for damaged bytes, RolloutError for what no Rollout may be."""
+    number, rollout_id, arrived_at, step, data, crc = _typed(row, RolloutRow)
+    if crc != _crc((number, rollout_id, arrived_at, step), data) or len(data) <= FRAME_BYTES:
+        raise WireError("its bytes were damaged")
+    frame = torch.frombuffer(bytearray(data[:FRAME_BYTES]), dtype=torch.int64)
+    buffer = torch.frombuffer(bytearray(data[FRAME_BYTES:]), dtype=torch.uint8)
+    one = read_rollouts([frame, buffer]).get(rollout_id)
+    if not isinstance(one, Rollout):
+        raise RolloutError(one or "it holds another rollout")
+    return one
+
+
+def fact_row(fact: Fact, key: int) -> FactRow:
+    """Anything else as a row."""
+    data, kind = _encoder.encode(fact), type(fact).__name__.lower()
+    return FactRow(kind, key, data, _crc((kind, key), data))
+
+
+def fact_of(row: object) -> Fact:
+    """The way back. Raises WireError for damaged bytes."""
+    kind, key, data, crc = _typed(row, FactRow)
+    if crc != _crc((kind, key), data):
+        raise WireError("its bytes were damaged")
+    try:
+        fact: Fact = _decoder.decode(data)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise WireError(f"it cannot be read: {error}") from None
+    return fact
+
+
+R = TypeVar("R", RolloutRow, FactRow)
+
+
+def _typed(row: object, kind: type[R]) -> R:
+    """A column of a database may hold a value of any type."""
+    try:
+        return msgspec.convert(row, kind)
+    except msgspec.ValidationError as error:
+        raise WireError(f"its bytes were damaged: {error}") from None
+
+
+def _crc(values: tuple[object, ...], data: bytes) -> int:
+    return zlib.crc32(data, zlib.crc32(_encoder.encode(values)))
+
+
+def plan_of(batch: Batch) -> Plan:
+    """A batch without its rollouts' contents."""
+    return Plan(
+        step=batch.step,
+        reason=batch.reason,
+        ranks=[[[r.rollout_id for r in mb.rollouts] for mb in rank_batch.micro_batches] for rank_batch in batch.ranks],
+        padding=[r.rollout_id for r in batch.rollouts if r.is_padding],
+        loads=list(batch.loads),
+        lower_bound=batch.lower_bound,
+        incomplete_groups=list(batch.incomplete_groups),
+    )
+
+
+def batch_of(plan: Plan, rollouts: Mapping[str, Rollout]) -> Batch:
+    """The batch again, from its rollouts. Raises KeyError for one that is missing."""
+    real = [rollouts[name] for name in plan.ids]
+    found = dict(rollouts)
+    if plan.padding:
+        original = cheapest_to_copy(real)  # as the core chose it
+        found |= {name: original.padding_copy(name) for name in plan.padding}
+    tokens, loss_tokens = sum(r.num_tokens for r in real), sum(r.num_loss_tokens for r in real)
+    return Batch(
+        step=plan.step,
+        reason=plan.reason,
+        ranks=tuple(
+            RankBatch(
+                step=plan.step,
+                rank=rank,
+                dp_size=len(plan.ranks),
+                micro_batches=tuple(MicroBatch.of([found[name] for name in mb]) for mb in micro_batches),
+                load=plan.loads[rank],
+                global_num_rollouts=len(real),
+                global_num_tokens=tokens,
+                global_num_loss_tokens=loss_tokens,
+            )
+            for rank, micro_batches in enumerate(plan.ranks)
+        ),
+        num_rollouts=len(real),
+        num_tokens=tokens,
+        loads=tuple(plan.loads),
+        lower_bound=plan.lower_bound,
+        num_padding=len(plan.padding),
+        incomplete_groups=tuple(plan.incomplete_groups),
+    )
