@@ -87,6 +87,7 @@ class AutoWindow:
 
     def _move(self, waiting: Waiting, knobs: PlanKnobs) -> None:
         if self._turn == 0:
+            # the same arrivals for all of them, or their idle shares could not be compared
             self._chunk = self._arrivals(waiting)
         self._shadows[self._turn].feed(*self._chunk, knobs)
         self._turn = (self._turn + 1) % len(self._shadows)
@@ -117,6 +118,8 @@ class AutoWindow:
         enough = min(window for window, share in idle.items() if share <= best + TARGET)
         sure = min(window for window, share in idle.items() if share <= best + SHRINK)
         self._agreed = self._agreed + 1 if sure < self.window else 0
+        # Larger at once, smaller only when several fits agree: too small a window idles all ranks, too large a one
+        # only makes rollouts wait.
         if enough > self.window:
             self.window = enough
         elif self._agreed >= AGREE:

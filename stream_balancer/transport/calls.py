@@ -176,6 +176,7 @@ class CallLoop:
 
     def post(self, call: Call[Any]) -> None:
         """Have it run, without waiting for it."""
+        # first: who ends the loop in this moment fails what it finds there
         self._inbox.append(call)
         if self._over:
             call.fail()
@@ -216,6 +217,7 @@ class CallLoop:
         async with self._resource, anyio.create_task_group() as tasks:
             self._opened.set()
             while not self._stopping:
+                # before looking: what is posted from here on sets this one
                 woken = anyio.Event()
                 while self._inbox:
                     call = self._inbox.popleft()
