@@ -8,37 +8,25 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import anyio
 
 from stream_balancer.controller.balancer import StreamBalancer
 from stream_balancer.controller.puts import PendingPut
 from stream_balancer.errors import BrokenResourceError, ClosedResourceError, EndOfStream, RolloutError
+from stream_balancer.transport.admission import AdmittingTransport
 from stream_balancer.transport.producer_session import Offer, ProducerSession
 from stream_balancer.transport.put_ledger import Mode, PutCancelled
 from stream_balancer.wire.messages import Cancel
 from stream_balancer.wire.partial_share import RemoteRollout
 
-__all__ = ["ProducerTransport", "attend"]
+__all__ = ["attend"]
 
 logger = logging.getLogger("stream_balancer.transport")
 
 
-@runtime_checkable
-class ProducerTransport(Protocol):
-    """Where producers connect."""
-
-    async def accept_producer(self) -> ProducerSession:
-        """The next producer. Raises ClosedResourceError once closed."""
-        ...
-
-    def readmit(self, session: ProducerSession) -> None:
-        """Give a producer back, for the next ``attend``."""
-        ...
-
-
-async def attend(balancer: StreamBalancer, transport: ProducerTransport, *, direct: bool = False) -> None:
+async def attend(balancer: StreamBalancer, transport: AdmittingTransport, *, direct: bool = False) -> None:
     """Put what producers offer, until cancelled or the transport is closed.
 
     ``direct``: producers may keep the payloads; True in ``serve``, whose ranks fetch them.
@@ -58,7 +46,7 @@ class _Attended:
     """One producer's puts."""
 
     def __init__(
-        self, balancer: StreamBalancer, transport: ProducerTransport, session: ProducerSession, direct: bool
+        self, balancer: StreamBalancer, transport: AdmittingTransport, session: ProducerSession, direct: bool
     ) -> None:
         self._balancer, self._transport, self._session, self._direct = balancer, transport, session, direct
         self._waiting: dict[int, anyio.CancelScope] = {}

@@ -35,10 +35,11 @@ import anyio
 
 from stream_balancer.controller.balancer import StreamBalancer
 from stream_balancer.controller.delivery import Delivery, Source
-from stream_balancer.controller.producers import ProducerTransport, attend
+from stream_balancer.controller.producers import attend
 from stream_balancer.controller.stall_reporter import StallReporter
 from stream_balancer.core.diagnosis import why_ranks_wait
 from stream_balancer.transport import Link, Transport
+from stream_balancer.transport.admission import AdmittingTransport
 
 __all__ = ["serve"]
 
@@ -98,7 +99,7 @@ class _Server:
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(self._watch, tasks.cancel_scope)
                 tasks.start_soon(self._reporter.wait, anyio.Event())
-                if isinstance(self._balancer, StreamBalancer) and isinstance(self._transport, ProducerTransport):
+                if isinstance(self._balancer, StreamBalancer) and isinstance(self._transport, AdmittingTransport):
                     tasks.start_soon(partial(attend, direct=True), self._balancer, self._transport)
                 tasks.start_soon(self._or_fail, self._accept_all, tasks.cancel_scope)
                 await self._or_fail(self._deliver_all, tasks.cancel_scope)

@@ -369,7 +369,6 @@ class _PeerLookup:
         self._actor, self._restarts = actor, restarts
 
     def read(self) -> Entry | None:
-        """See :class:`~stream_balancer.transport.sockets.joiner.Lookup`."""
         import ray
 
         try:

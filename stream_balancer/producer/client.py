@@ -14,9 +14,9 @@ forget it. The contract is :class:`~stream_balancer.StreamBalancer`'s: returning
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
-from typing import Any, Literal, Protocol, Self, cast
+from typing import Any, Literal, Self
 
 import anyio
 import anyio.lowlevel
@@ -25,52 +25,12 @@ import sniffio
 from stream_balancer.core.admission import check_group
 from stream_balancer.errors import BrokenResourceError, WouldBlock
 from stream_balancer.transport.event_loop import loop_caller
+from stream_balancer.transport.producer_port import ProducerPort
 from stream_balancer.transport.put_ledger import Mode, PendingPut, PutCancelled
 from stream_balancer.transport.threads import Errand, OfOneProcess, ThreadEvent, refuse_in_event_loop
 from stream_balancer.types import Rollout
 
 __all__ = ["BlockingProducer", "Producer", "connect"]
-
-
-class Port(Protocol):
-    """The producer's end of a connection, as :class:`~stream_balancer.transport.producer_port.ProducerPort`."""
-
-    threads: bool
-    """Whether threads may use it."""
-
-    @property
-    def direct(self) -> bool:
-        """Whether payloads stay with the producer until a rank fetches them."""
-        ...
-
-    @property
-    def linger_s(self) -> float:
-        """Seconds the reply to a cancelled put is waited for."""
-        ...
-
-    def pending(self, rollouts: Sequence[Rollout], mode: Mode, callback: Callable[[], object]) -> PendingPut:
-        """A put, as this transport sends it. ``callback()`` is called, in any thread, once there is a reply."""
-        ...
-
-    def put(self, put: Any) -> None:
-        """Have one of its pending puts sent when there is room. Never blocks."""
-        ...
-
-    def cancel(self, put: Any) -> None:
-        """Ask for it back; its reply says whether that was in time. Never blocks."""
-        ...
-
-    def when_released(self, callback: Callable[[], object]) -> None:
-        """Call ``callback()``, in any thread, once no payload is kept here any more."""
-        ...
-
-    def close(self) -> None:
-        """Cancel what has no reply, and leave. Idempotent."""
-        ...
-
-    async def aclose(self) -> None:
-        """:meth:`close`, without blocking the event loop."""
-        ...
 
 
 def connect(
@@ -101,8 +61,8 @@ def connect(
     """
     if hand_over not in ("balancer", "direct"):
         raise ValueError(f"hand_over must be 'balancer' or 'direct', not {hand_over!r}")
-    if hasattr(source, "when_released"):
-        return Producer(cast("Port", source), loss_mask_column)
+    if isinstance(source, ProducerPort):
+        return Producer(source, loss_mask_column)
     from stream_balancer.transport.gloo import torch_dist
 
     if source is None:
@@ -119,7 +79,7 @@ class Producer(OfOneProcess):
 
     _in_another_process = "call sb.connect(address) there"
 
-    def __init__(self, port: Port, loss_mask_column: str | None = "loss_mask") -> None:
+    def __init__(self, port: ProducerPort, loss_mask_column: str | None = "loss_mask") -> None:
         self._port = port
         self._loss_mask_column = loss_mask_column
 

@@ -103,7 +103,8 @@ class AdmittingTransport(Transport):
 
     def __init__(self, dp_size: int) -> None:
         self.dp_size = dp_size
-        self._admission = Admission(dp_size)
+        self.admission = Admission(dp_size)
+        """Judges ranks: ``refusal`` before a session is made, ``admit`` once it is."""
         self._producers: Arrivals[ProducerSession] = Arrivals()
         self._producer_sessions: WeakSet[ProducerSession] = WeakSet()
 
@@ -112,7 +113,7 @@ class AdmittingTransport(Transport):
 
     async def accept(self) -> RankSession:
         self._open()
-        return await self._admission.accept()
+        return await self.admission.accept()
 
     async def accept_producer(self) -> ProducerSession:
         """The next producer. If cancelled, none is lost. Raises ClosedResourceError once closed."""
@@ -124,9 +125,9 @@ class AdmittingTransport(Transport):
         self._producers.add(session)
 
     async def aclose(self) -> None:
-        self._admission.close()
+        self.admission.close()
         self._producers.fail(ClosedResourceError())
-        for rank in self._admission.sessions.values():
+        for rank in self.admission.sessions.values():
             await rank.aclose()
         for producer in [*self._producer_sessions]:
             await producer.aclose()

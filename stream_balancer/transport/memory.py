@@ -64,12 +64,12 @@ class MemoryTransport(AdmittingTransport):
         request = JoinRank(rank, self.dp_size if dp_size is None else dp_size, incarnation, depth, _MAX_BATCH_BYTES)
         here, there = Wire().ends
         port = RankPort(there, request, payloads=payloads)
-        refused = self._admission.refusal(request)
+        refused = self.admission.refusal(request)
         if refused is not None:
             port.ended(handshake.error_of(refused))
             return port
         session = RankSession(here, request, at_once)
         here.start(session)
         port.start()
-        self._admission.admit(session)
+        self.admission.admit(session)
         return port

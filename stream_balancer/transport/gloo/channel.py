@@ -24,7 +24,7 @@ from torch import Tensor
 
 from stream_balancer.errors import WireError
 from stream_balancer.transport.buffers import BufferPool
-from stream_balancer.transport.channel import Outgoing, PeerClosed, Receiver, Sendable, Source
+from stream_balancer.transport.channel import Channel, Outgoing, PeerClosed, Receiver, Sendable, Source
 from stream_balancer.transport.gloo.packets import CHUNK_BYTES, Packet, Packets, Pair
 from stream_balancer.transport.gloo.process_end import end_with_the_process, has_ended
 from stream_balancer.transport.gloo.sharing import Maps, Offers, offers_or_none
@@ -48,8 +48,8 @@ class LinkOptions(NamedTuple):
     """Buffers are read where they were packed, if both ends are on one machine."""
 
 
-class GlooChannel:
-    """One end of a pair. See :class:`~stream_balancer.transport.channel.Channel`."""
+class GlooChannel(Channel):
+    """One end of a pair."""
 
     threads = True
 
@@ -101,20 +101,17 @@ class GlooChannel:
         return self._offers is not None and bool(self._offers.accepted)
 
     def start(self, receiver: Receiver) -> None:
-        """See :class:`~stream_balancer.transport.channel.Channel`."""
         self._receiver = receiver
         end_with_the_process(self)
         self._reader.start()
 
     def send(self, item: Sendable) -> None:
-        """See :class:`~stream_balancer.transport.channel.Channel`."""
         with self._changed:
             if not (self._close_queued or self._over):
                 self._outbox.append(item)
                 self._changed.notify_all()
 
     def close(self, reason: str = "") -> None:
-        """See :class:`~stream_balancer.transport.channel.Channel`."""
         with self._changed:
             if not (self._close_queued or self._over):
                 self._outbox.append(Outgoing(Close(reason)))
@@ -122,12 +119,11 @@ class GlooChannel:
                 self._changed.notify_all()
 
     def wait_closed(self, timeout_s: float) -> None:
-        """See :class:`~stream_balancer.transport.channel.Channel`. Does not wait for a peer that was never there."""
+        """Does not wait for a peer that was never there."""
         with self._changed:
             self._changed.wait_for(lambda: self._over or self._packets is None, timeout_s)
 
     def abort(self) -> None:
-        """See :class:`~stream_balancer.transport.channel.Channel`."""
         with self._changed:
             self._aborting = self._close_queued = True
             self._changed.notify_all()

@@ -163,10 +163,10 @@ class TorchTransport(AdmittingTransport):
     @property
     def sessions(self) -> Mapping[int, RankSession]:
         """By rank, the newest incarnation that has come in, lost or not."""
-        return self._admission.sessions
+        return self.admission.sessions
 
     async def aclose(self) -> None:
-        self._admission.close()
+        self.admission.close()
         self._producers.fail(ClosedResourceError())
         with anyio.CancelScope(shield=True):
             async with anyio.create_task_group() as group:
@@ -229,12 +229,12 @@ class TorchTransport(AdmittingTransport):
     # in the loop
 
     def _judge(self, sock: socket.socket, request: JoinRank) -> None:
-        refused = self._admission.refusal(request)
-        if self._admission.closed or self._in_loop is None:
+        refused = self.admission.refusal(request)
+        if self.admission.closed or self._in_loop is None:
             sock.close()
         elif refused is not None:
             refuse(sock, refused)
-        elif self._admission.begin(request, functools.partial(self._judge, sock, request)):
+        elif self.admission.begin(request, functools.partial(self._judge, sock, request)):
             self._begin(sock, request, self._in_loop)
 
     def _begin(self, sock: socket.socket, request: JoinRank, in_loop: InLoop) -> None:
@@ -263,9 +263,9 @@ class TorchTransport(AdmittingTransport):
 
     def _on_connected(self, session: RankSession, request: JoinRank, *, ready: bool) -> None:
         self._joining.discard(session)
-        if not (ready and self._admission.admit(session)):
+        if not (ready and self.admission.admit(session)):
             threading.Thread(target=session.channel.abort, name="sb-errand", daemon=True).start()
-        self._admission.settle(request)
+        self.admission.settle(request)
 
     # in a channel's thread
 

@@ -71,10 +71,10 @@ class RayTransport(AdmittingTransport):
 
     def _judge(self, channel: ActorChannel, request: Join) -> Welcome | Refused:
         if isinstance(request, JoinRank):
-            return self._admission.refusal(request) or self._admit_rank(channel, request)
+            return self.admission.refusal(request) or self._admit_rank(channel, request)
         if not isinstance(request, JoinProducer):
             return Refused("value", f"a {type(request).__name__} cannot be answered here")
-        if self._admission.closed:
+        if self.admission.closed:
             return Refused("closed", "the transport is closed")
         session = RayProducerSession(channel, request, self._limits, at_once)
         channel.start(session)
@@ -86,5 +86,5 @@ class RayTransport(AdmittingTransport):
         session = _RankSession(channel, request, at_once)
         session.on_missing = lambda fetched: self.on_missing(fetched)
         channel.start(session)
-        self._admission.admit(session)
+        self.admission.admit(session)
         return WelcomeRank()
