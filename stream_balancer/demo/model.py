@@ -7,7 +7,8 @@ slices is the fastest form, because nothing is computed for pairs of tokens of d
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -17,64 +18,87 @@ from stream_balancer.cost import TransformerCost
 from stream_balancer.demo.options import DemoOptions
 from stream_balancer.types import MicroBatch
 
-__all__ = ["Decoder", "build_model", "loss_sum", "training_cost"]
+__all__ = ["Block", "Decoder", "build_model", "loss_sum", "training_cost"]
 
 _MLP_FACTOR = 4  # width of the MLP, in hidden sizes
 
 
 class Block(nn.Module):
-    """Causal self-attention within each rollout, with rotary positions, and an MLP; each behind a layer norm and a
-    residual."""
+    """Causal self-attention with rotary positions, and an MLP; each behind a layer norm and a residual."""
 
-    def __init__(self, hidden_size: int, num_heads: int) -> None:
+    def __init__(self, hidden_size: int, num_heads: int, activation: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
-        self.num_heads = num_heads
+        self.num_heads, self.activation = num_heads, activation
         self.norm1, self.norm2 = nn.LayerNorm(hidden_size), nn.LayerNorm(hidden_size)
         self.qkv = nn.Linear(hidden_size, 3 * hidden_size, bias=False)
         self.out = nn.Linear(hidden_size, hidden_size, bias=False)
         self.up = nn.Linear(hidden_size, _MLP_FACTOR * hidden_size)
         self.down = nn.Linear(_MLP_FACTOR * hidden_size, hidden_size)
 
-    def forward(self, x: Tensor, rotation: tuple[Tensor, Tensor], lengths: Sequence[int]) -> Tensor:
-        """``x`` [T, hidden], ``rotation`` cos and sin [T, 1, head_dim / 2], ``lengths`` per rollout -> [T, hidden]."""
+    def project(self, x: Tensor, rotation: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        """[T, hidden] and cos and sin [T, 1, head_dim / 2] -> queries, keys, values, each [T, heads, head_dim]."""
         q, k, v = self.qkv(self.norm1(x)).view(x.shape[0], 3, self.num_heads, -1).unbind(1)
-        q, k = _rotate(q, rotation), _rotate(k, rotation)
-        of_each = zip(*(torch.split(of_all, list(lengths)) for of_all in (q, k, v)), strict=True)
-        x = x + self.out(torch.cat([_attend(*qkv) for qkv in of_each]).reshape(x.shape))
-        out: Tensor = x + self.down(functional.relu(self.up(self.norm2(x))))
+        return _rotate(q, rotation), _rotate(k, rotation), v
+
+    def finish(self, x: Tensor, attended: Tensor) -> Tensor:
+        """``x`` [T, hidden] and what its tokens attended to [T, heads, head_dim] -> [T, hidden]."""
+        x = x + self.out(attended.reshape(x.shape))
+        out: Tensor = x + self.down(self.activation(self.up(self.norm2(x))))
         return out
 
 
 class Decoder(nn.Module):
-    """Embedding, blocks, and a projection back to the vocabulary."""
+    """Embedding, blocks, and a projection back to the vocabulary. ReLU is what a CPU does fastest."""
 
-    def __init__(self, options: DemoOptions) -> None:
+    def __init__(
+        self,
+        *,
+        vocab_size: int,
+        hidden_size: int = 128,
+        num_layers: int = 2,
+        num_heads: int = 4,
+        activation: Callable[[Tensor], Tensor] = functional.relu,
+    ) -> None:
         super().__init__()
-        hidden_size = options.hidden_size
-        self.head_dim = hidden_size // options.num_heads
-        self.embedding = nn.Embedding(options.vocab_size, hidden_size)
-        self.blocks = nn.ModuleList(Block(hidden_size, options.num_heads) for _ in range(options.num_layers))
+        self.num_heads, self.head_dim = num_heads, hidden_size // num_heads
+        self.embedding = nn.Embedding(vocab_size, hidden_size)
+        self.blocks = nn.ModuleList(Block(hidden_size, num_heads, activation) for _ in range(num_layers))
         self.norm = nn.LayerNorm(hidden_size)
-        self.head = nn.Linear(hidden_size, options.vocab_size, bias=False)
+        self.head = nn.Linear(hidden_size, vocab_size, bias=False)
 
-    def forward(self, input_ids: Tensor, position_ids: Tensor, lengths: Sequence[int]) -> Tensor:
-        """Packed ``input_ids`` and ``position_ids`` [T] of rollouts of ``lengths`` tokens -> logits [T, vocabulary]."""
+    def forward(self, input_ids: Tensor, position_ids: Tensor, cu_seqlens: Tensor) -> Tensor:
+        """Packed ``input_ids`` and ``position_ids`` [T], rollout ``i`` at ``cu_seqlens[i]:cu_seqlens[i + 1]`` -> logits
+        [T, vocabulary]."""
         x = self.embedding(input_ids)
+        rotation, lengths = self.rotation(position_ids, x), cu_seqlens.diff().tolist()
+        for block in self.layers():
+            x = block.finish(x, _attend_packed(*block.project(x, rotation), lengths))
+        logits: Tensor = self.head(self.norm(x))
+        return logits
+
+    def layers(self) -> Iterator[Block]:
+        """The blocks in their order."""
+        return cast("Iterator[Block]", iter(self.blocks))
+
+    def rotation(self, position_ids: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Cosine and sine [T, 1, head_dim / 2] of the rotary angles, for ``x``."""
         half = self.head_dim // 2
         frequency = 10_000.0 ** (-torch.arange(half, dtype=torch.float64, device=x.device) / half)
         angle = (position_ids.to(torch.float64)[:, None] * frequency)[:, None, :]
-        rotation = angle.cos().to(x.dtype), angle.sin().to(x.dtype)
-        for block in self.blocks:
-            x = block(x, rotation, lengths)
-        logits: Tensor = self.head(self.norm(x))
-        return logits
+        return angle.cos().to(x.dtype), angle.sin().to(x.dtype)
 
 
 def build_model(options: DemoOptions, dtype: torch.dtype = torch.float32) -> Decoder:
     """The demo's model, with the same weights in every process that asks with the same options."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(options.seed)
-        return Decoder(options).to(dtype)
+        model = Decoder(
+            vocab_size=options.vocab_size,
+            hidden_size=options.hidden_size,
+            num_layers=options.num_layers,
+            num_heads=options.num_heads,
+        )
+    return model.to(dtype)
 
 
 def loss_sum(model: Decoder, micro_batch: MicroBatch) -> Tensor:
@@ -86,7 +110,7 @@ def loss_sum(model: Decoder, micro_batch: MicroBatch) -> Tensor:
     """
     packed = micro_batch.packed()
     ids = packed["input_ids"]
-    logits = model(ids, packed.position_ids, micro_batch.lengths)
+    logits = model(ids, packed.position_ids, packed.cu_seqlens)
     trained = (packed["loss_mask"] != 0) & (packed.position_ids > 0)
     targets = torch.where(trained, ids, -100)[1:]
     return functional.cross_entropy(logits[:-1], targets.long(), reduction="sum", ignore_index=-100)
@@ -108,10 +132,14 @@ def training_cost(options: DemoOptions) -> TransformerCost:
     )
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Causal attention of one rollout: [L, heads, head_dim] each -> [L, heads, head_dim]."""
-    q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))  # the kernel wants a batch, then heads
-    return functional.scaled_dot_product_attention(q, k, v, is_causal=True).squeeze(0).transpose(0, 1)
+def _attend_packed(q: Tensor, k: Tensor, v: Tensor, lengths: list[int]) -> Tensor:
+    """Causal attention within each rollout: [T, heads, head_dim] each -> [T, heads, head_dim]."""
+    # the kernel wants a batch, then heads
+    split = [torch.split(x.transpose(0, 1).unsqueeze(0), lengths, dim=2) for x in (q, k, v)]
+    attended = [
+        functional.scaled_dot_product_attention(q_, k_, v_, is_causal=True) for q_, k_, v_ in zip(*split, strict=True)
+    ]
+    return torch.cat(attended, dim=2).squeeze(0).transpose(0, 1)
 
 
 def _rotate(x: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:

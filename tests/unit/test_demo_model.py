@@ -24,12 +24,16 @@ def rollouts(*lengths: int) -> list[Rollout]:
     ]
 
 
+def bounds(*lengths: int) -> torch.Tensor:
+    return torch.tensor([0, *lengths]).cumsum(0)
+
+
 def test_packed_logits_are_one_by_one_logits():
     model = build_model(OPTIONS, torch.float64)
     batch = rollouts(7, 1, 20, 3)
     packed = MicroBatch.of(batch).packed()
-    together = model(packed["input_ids"], packed.position_ids, (7, 1, 20, 3))
-    alone = [model(r.tokens["input_ids"], torch.arange(r.num_tokens), (r.num_tokens,)) for r in batch]
+    together = model(packed["input_ids"], packed.position_ids, packed.cu_seqlens)
+    alone = [model(r.tokens["input_ids"], torch.arange(r.num_tokens), bounds(r.num_tokens)) for r in batch]
     torch.testing.assert_close(together, torch.cat(alone), rtol=1e-12, atol=1e-12)
 
 
@@ -49,10 +53,10 @@ def test_no_token_sees_another_rollout_or_the_future():
     model = build_model(OPTIONS, torch.float64)
     ids = torch.arange(12)
     positions = torch.cat([torch.arange(5), torch.arange(7)])
-    before = model(ids, positions, (5, 7))
+    before = model(ids, positions, bounds(5, 7))
     changed = ids.clone()
     changed[3] = 50  # in the first rollout, its second to last token
-    after = model(changed, positions, (5, 7))
+    after = model(changed, positions, bounds(5, 7))
     differs = (before != after).any(dim=1)
     assert differs.tolist() == [False] * 3 + [True] * 2 + [False] * 7
 
@@ -61,7 +65,7 @@ def test_loss_matches_a_plain_formula_and_counts_only_trained_tokens():
     model = build_model(OPTIONS, torch.float64)
     (rollout,) = rollouts(9)
     ids = rollout.tokens["input_ids"]
-    log_p = model(ids, torch.arange(9), (9,)).log_softmax(-1)
+    log_p = model(ids, torch.arange(9), bounds(9)).log_softmax(-1)
     expected = -sum(log_p[t - 1, ids[t]] for t in range(3, 9))
     torch.testing.assert_close(loss_sum(model, MicroBatch.of([rollout])), expected)
 
