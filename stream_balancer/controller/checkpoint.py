@@ -20,7 +20,7 @@ from torch import Tensor
 
 from stream_balancer.core.snapshot import Snapshot
 from stream_balancer.errors import RolloutError
-from stream_balancer.types import Batch, MicroBatch, RankBatch, Reason, Rollout
+from stream_balancer.types import Batch, RankBatch, Reason, Rollout
 from stream_balancer.wire import share as wire
 
 __all__ = ["bytes_of_rollout", "read_rollouts", "read_state_dict", "state_dict", "write_rollouts"]
@@ -173,27 +173,14 @@ def _as_arrays(value: Any) -> Any:
 def write_rollouts(rollouts: Sequence[Rollout]) -> list[Tensor]:
     """No tensors for no rollouts, else frame and buffer of a rank batch that holds them all."""
     _check_here(rollouts)
-    return _write_rank_batch(_together(rollouts)) if rollouts else []
+    return _write_rank_batch(wire.batch_of(rollouts)) if rollouts else []
 
 
 def bytes_of_rollout(rollout: Rollout) -> bytes:
     """The same of one, for a file."""
     _check_here([rollout])
-    encoded = wire.encode(_together([rollout]), narrow=False)
+    encoded = wire.encode(wire.batch_of([rollout]), narrow=False)
     return wire.pack_frame(encoded.message).numpy().tobytes() + encoded.to_bytes()
-
-
-def _together(rollouts: Sequence[Rollout]) -> RankBatch:
-    return RankBatch(
-        step=0,
-        rank=0,
-        dp_size=1,
-        micro_batches=(MicroBatch.of(rollouts),),
-        load=0.0,
-        global_num_rollouts=len(rollouts),
-        global_num_tokens=0,
-        global_num_loss_tokens=0,
-    )
 
 
 def _is_writable(rollout: Rollout, bad: list[str]) -> bool:

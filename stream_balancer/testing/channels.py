@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from stream_balancer.errors import WireError
+from stream_balancer.testing.harness import check
 from stream_balancer.transport.channel import Channel, Outgoing, PeerClosed, Receiver, Source
 from stream_balancer.wire.messages import Accepted, Message, Payloads, PutRefused, Taken
 
@@ -393,11 +394,4 @@ CLAUSES: tuple[Callable[[Opener], Awaitable[None]], ...] = (
 
 async def check_channel(open_pair: Opener) -> None:
     """Check every clause. Raises AssertionError, naming the clause, for the first that does not hold."""
-    for clause in CLAUSES:
-        try:
-            with anyio.fail_after(CLAUSE_TIMEOUT_S):
-                await clause(open_pair)
-        except TimeoutError as error:
-            raise AssertionError(f"{clause.__name__}: not done within {CLAUSE_TIMEOUT_S} s") from error
-        except AssertionError as error:
-            raise AssertionError(f"{clause.__name__}: {error}") from error
+    await check(CLAUSES, open_pair, CLAUSE_TIMEOUT_S)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager
-from typing import Protocol, Self
+from typing import Protocol, Self, TypeVar
 
 import anyio
 
@@ -13,9 +13,21 @@ from stream_balancer.rank.feed import RankFeed
 from stream_balancer.transport import Link, Report, Transport
 from stream_balancer.types import RankBatch
 
-__all__ = ["CLAUSE_TIMEOUT_S", "Harness", "Opener", "accepted", "collect", "drain", "loss_of", "raises", "until"]
+__all__ = [
+    "CLAUSE_TIMEOUT_S",
+    "Harness",
+    "Opener",
+    "accepted",
+    "check",
+    "collect",
+    "drain",
+    "loss_of",
+    "raises",
+    "until",
+]
 
 CLAUSE_TIMEOUT_S = 30.0  # a guard against hangs, not a measurement
+T = TypeVar("T")
 
 
 class Harness(Protocol):
@@ -44,6 +56,18 @@ class Harness(Protocol):
 
 
 Opener = Callable[[int], AbstractAsyncContextManager[Harness]]
+
+
+async def check(clauses: Sequence[Callable[[T], Awaitable[None]]], opener: T, timeout_s: float) -> None:
+    """Check every clause. Raises AssertionError, naming the clause, for the first that does not hold."""
+    for clause in clauses:
+        try:
+            with anyio.fail_after(timeout_s):
+                await clause(opener)
+        except TimeoutError as error:
+            raise AssertionError(f"{clause.__name__}: not done within {timeout_s} s") from error
+        except AssertionError as error:
+            raise AssertionError(f"{clause.__name__}: {error}") from error
 
 
 async def until(condition: Callable[[], bool]) -> None:

@@ -13,10 +13,8 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 
-import anyio
-
 from stream_balancer.testing import delivery_clauses, ending_clauses
-from stream_balancer.testing.harness import CLAUSE_TIMEOUT_S, Harness, Opener
+from stream_balancer.testing.harness import CLAUSE_TIMEOUT_S, Harness, Opener, check
 from stream_balancer.testing.scripted import ScriptedBalancer, make_batch, same_rollout
 
 __all__ = [
@@ -36,11 +34,4 @@ CLAUSES: tuple[Callable[[Opener], Awaitable[None]], ...] = (*delivery_clauses.CL
 
 async def check_transport(open_harness: Opener) -> None:
     """Check every clause. Raises AssertionError, naming the clause, for the first that does not hold."""
-    for clause in CLAUSES:
-        try:
-            with anyio.fail_after(CLAUSE_TIMEOUT_S):
-                await clause(open_harness)
-        except TimeoutError as error:
-            raise AssertionError(f"{clause.__name__}: not done within {CLAUSE_TIMEOUT_S} s") from error
-        except AssertionError as error:
-            raise AssertionError(f"{clause.__name__}: {error}") from error
+    await check(CLAUSES, open_harness, CLAUSE_TIMEOUT_S)

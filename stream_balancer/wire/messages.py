@@ -271,8 +271,8 @@ class Taken(Message, frozen=True, tag=22):
     total: Count
 
 
-class StepReport(Message, frozen=True, tag=23):
-    """R to C: the step is done. Acknowledgement and timing."""
+class _StepTimes(Message, frozen=True):
+    """What a rank says of a step that its trainer has worked through."""
 
     step: Count
     seconds: Seconds
@@ -283,14 +283,13 @@ class StepReport(Message, frozen=True, tag=23):
     """From the trainer asking for the batch to its taking it."""
 
 
-class StepHeld(Message, frozen=True, tag=29):
-    """R to C: the trainer is through with the step and asks for more, but acknowledges it later
-    (``auto_ack=False``). Fields as in :class:`StepReport`."""
+class StepReport(_StepTimes, frozen=True, tag=23):
+    """R to C: the step is done. Acknowledgement and timing."""
 
-    step: Count
-    seconds: Seconds
-    compute_s: Seconds | None = None
-    waited_s: Seconds = 0.0
+
+class StepHeld(_StepTimes, frozen=True, tag=29):
+    """R to C: the trainer is through with the step and asks for more, but acknowledges it later
+    (``auto_ack=False``)."""
 
 
 class MissingRollout(msgspec.Struct, frozen=True, array_like=True):

@@ -19,6 +19,7 @@ import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import chain
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -104,14 +105,8 @@ def decode_rollout(header: RolloutHeader, buffer: Tensor) -> Rollout:
     meta, plan = _described(header, buffer)
     return Rollout(
         tokens={name: user_view(buffer, piece) for name, piece in plan.columns[0].items()},
-        scalars=meta.scalars[0],
         tensors={name: user_view(buffer, piece) for name, piece in plan.tensors[0].items()},
-        metadata=meta.metadata[0],
-        rollout_id=meta.ids[0],
-        group_id=meta.group_ids[0],
-        version=meta.versions[0],
-        cost=meta.costs[0],
-        is_padding=bool(meta.padding),
+        **_plain_fields(meta),
     )
 
 
@@ -123,19 +118,26 @@ def decode_kept(header: RolloutHeader, buffer: Tensor, owner: Owner, lease: Leas
     length = meta.lengths[0]
     return RemoteRollout(
         tokens={column.name: _on_meta(column, (length, *column.shape)) for column in meta.columns},
-        scalars=meta.scalars[0],
         tensors={tensor.name: _on_meta(tensor, tensor.shape) for tensor in meta.tensors[0]},
-        metadata=meta.metadata[0],
-        rollout_id=meta.ids[0],
-        group_id=meta.group_ids[0],
-        version=meta.versions[0],
-        cost=meta.costs[0],
-        is_padding=bool(meta.padding),
+        **_plain_fields(meta),
         owner=owner,
         key=header.payload,
         lease=lease,
         loss_tokens=meta.loss_tokens[0],
     )
+
+
+def _plain_fields(meta: Description) -> dict[str, Any]:
+    """All but columns and tensors, of the one rollout described."""
+    return {
+        "scalars": meta.scalars[0],
+        "metadata": meta.metadata[0],
+        "rollout_id": meta.ids[0],
+        "group_id": meta.group_ids[0],
+        "version": meta.versions[0],
+        "cost": meta.costs[0],
+        "is_padding": bool(meta.padding),
+    }
 
 
 def _described(header: RolloutHeader, buffer: Tensor) -> tuple[Description, Layout]:

@@ -34,6 +34,7 @@ __all__ = [
     "FRAME_WORDS",
     "Encoded",
     "OtherProtocolError",
+    "batch_of",
     "checked",
     "checksum",
     "decode",
@@ -143,6 +144,20 @@ def encode(share: RankBatch, *, max_bytes: int = 2**62, narrow: bool = True) -> 
         meta_crc=zlib.crc32(packed),
     )
     return Encoded(message, share, packed, plan)
+
+
+def batch_of(rollouts: Sequence[Rollout]) -> RankBatch:
+    """Rollouts as one rank batch that nobody trains on: to be written, or put, together."""
+    return RankBatch(
+        step=0,
+        rank=0,
+        dp_size=1,
+        micro_batches=(MicroBatch.of(rollouts),),
+        load=0.0,
+        global_num_rollouts=len(rollouts),
+        global_num_tokens=0,
+        global_num_loss_tokens=0,
+    )
 
 
 # --- receiving -------------------------------------------------------------------------------------------------------

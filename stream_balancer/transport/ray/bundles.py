@@ -27,11 +27,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from stream_balancer.transport.channel import PayloadSource, Source
-from stream_balancer.types import SUPPORTED_DTYPES, MicroBatch, RankBatch, Rollout
+from stream_balancer.types import SUPPORTED_DTYPES, Rollout
 from stream_balancer.wire.description import unchecked_description
 from stream_balancer.wire.messages import Batch, Owner, RolloutHeader
 from stream_balancer.wire.partial_share import Lease, RemoteRollout, WantedPayload
-from stream_balancer.wire.share import Encoded, decode, encode
+from stream_balancer.wire.share import Encoded, batch_of, decode, encode
 from stream_balancer.wire.share_layout import ALIGNMENT
 
 __all__ = [
@@ -83,18 +83,7 @@ _WORD = 8
 
 def encode_bundle(rollouts: Sequence[Rollout]) -> Encoded:
     """Describe rollouts that share one set of columns. Raises RolloutError if they do not."""
-    return encode(
-        RankBatch(
-            step=0,
-            rank=0,
-            dp_size=1,
-            micro_batches=(MicroBatch.of(rollouts),),
-            load=0.0,
-            global_num_rollouts=len(rollouts),
-            global_num_tokens=0,
-            global_num_loss_tokens=0,
-        )
-    )
+    return encode(batch_of(rollouts))
 
 
 def header_of(encoded: Encoded, payload: int | None) -> RolloutHeader:
