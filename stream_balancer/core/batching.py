@@ -5,7 +5,7 @@ padding copies. Pure: reads the state, changes nothing. When a batch leaves is d
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from itertools import islice
 from typing import Protocol
 
@@ -39,23 +39,22 @@ def make_plan(state: State, due: NDArray[np.bool_], num_rollouts: int) -> tuple[
     waiting = state.buffer.waiting(due)
     if not state.staleness.num_held_back:
         return waiting, planner(waiting, knobs, num_rollouts=num_rollouts, step=step)
-    rows = np.flatnonzero(~state.staleness.held_back())
-    waiting = Waiting(**{column.name: getattr(waiting, column.name)[rows] for column in fields(waiting)})
+    free = ~state.staleness.held_back()
+    waiting, rows = waiting.among(free), np.flatnonzero(free)
     plan = planner(waiting, knobs, num_rollouts=num_rollouts, step=step)
     # the planner counts in the rows that it was shown: back to those of the buffer
     return waiting, replace(plan, ranks=[[rows[one] for one in micro_batches] for micro_batches in plan.ranks])
 
 
-def make_batch(state: State, plan: Plan, reason: Reason, now: float) -> Batch:
-    """The batch of the next step; its rollouts are still in the buffer. O(rollouts in it)."""
+def make_batch(state: State, plan: Plan, rows: NDArray[np.int64], reason: Reason, now: float) -> Batch:
+    """The batch of the next step, from a plan and its rows; its rollouts are still in the buffer. O(rollouts in it)."""
     buffer, dp_size, step = state.buffer, state.config.dp_size, state.ledger.next_step
-    rows = rows_of(plan)
     rollouts, lengths = buffer.rollouts(rows), buffer.lengths[rows]  # both in the plan's order
     micro_batches = _micro_batches(plan, rollouts, lengths.tolist())
     num_padding = _add_padding(micro_batches, _num_micro_batches(plan, state.config), rollouts, step)
     loads: list[float] = (plan.loads if plan.rates is None else plan.loads / plan.rates).tolist()
     # of real rollouts only: a padding copy must not count in any mean
-    tokens, loss_tokens = int(lengths.sum()), int(buffer.loss_tokens[rows].sum())
+    tokens, loss_tokens = int(lengths.sum()), sum(rollout.num_loss_tokens for rollout in rollouts)
     return Batch(
         step=step,
         reason=reason,

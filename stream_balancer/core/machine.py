@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from stream_balancer.config import BalancerConfig
 from stream_balancer.core import report
@@ -129,7 +130,7 @@ class BalancerCore:
         """A batch, if one leaves now; then it is in flight until ``acknowledge(batch.step)``. ``asked_at``: since when
         somebody waits for it.
 
-        O(n) in waiting rollouts for the columns, plus the plan. If the planner raises, nothing has changed.
+        A few vector operations of O(n) in waiting rollouts, plus the plan. If the planner raises, nothing has changed.
         """
         state = self.state
         batch = state.ledger.next_redelivery()
@@ -141,16 +142,17 @@ class BalancerCore:
             if reason is None:
                 return None
             waiting, plan = make_plan(state, due, num_rollouts)
-            batch = make_batch(state, plan, reason, now)
+            rows = rows_of(plan)
+            batch = make_batch(state, plan, rows, reason, now)
             # before the dispatch, which moves the rows that these columns are views of
             self.observers.emit("planned", waiting, state.pricing.knobs, reason)
-            self._dispatch(batch, plan, now, now if asked_at is None else asked_at)
+            self._dispatch(batch, plan, rows, now, now if asked_at is None else asked_at)
         state.ledger.begin_training(state.staleness.version)
         self._publish("dispatched", batch)
         return batch
 
-    def _dispatch(self, batch: Batch, plan: Plan, now: float, asked_at: float) -> None:
-        state, buffer, rows = self.state, self.state.buffer, rows_of(plan)
+    def _dispatch(self, batch: Batch, plan: Plan, rows: NDArray[np.int64], now: float, asked_at: float) -> None:
+        state, buffer = self.state, self.state.buffer
         enough = min(state.config.min_batch_size, len(buffer)) - 1  # of all that came, held back or not
         state.idle.dispatched(batch, asked_at=asked_at, enough_at=float(buffer.arrived_at[enough]), now=now)
         state.pricing.expect(batch, plan)

@@ -53,7 +53,7 @@ class State:
         self.length_bias = LengthBias()
         self.evicted: list[tuple[Rollout, EvictReason]] = []
         """Rollouts evicted by the call that is running, which no observer was notified of yet."""
-        self._arrivals_seen = 0  # of the buffer's sequence numbers, how many the length figures have
+        self._arrivals_seen = 0  # of the rollouts ever added to the buffer, how many the length figures have
 
     def use(self, config: BalancerConfig) -> None:
         """Other knobs are in force for every part but :attr:`pricing`, which must be repriced."""
@@ -88,8 +88,9 @@ class State:
 
     def see_arrivals(self) -> None:
         """The length figures learn what has come since the last time, before any of it leaves. O(arrivals)."""
-        self.length_bias.arrived(self.buffer.lengths_since(self._arrivals_seen))
-        self._arrivals_seen = self.buffer.next_seq
+        came = self.buffer.index.num_added - self._arrivals_seen  # all of them still wait, since this comes first
+        self.length_bias.arrived(self.buffer.youngest(came))
+        self._arrivals_seen += came
 
     def evict(self, rollouts: Sequence[Rollout], reason: EvictReason) -> None:
         """These do not wait any more, and will not be trained on. Lost ones may be put again. O(1) each."""

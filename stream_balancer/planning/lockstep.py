@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from .cost_order import CostOrder
+
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike
 
@@ -42,31 +44,31 @@ _TRY_WORK = 4_000
 
 
 def choose_lockstep(
-    costs: Floats, must: Bools, remaining: Ints, num_rollouts: int, num_ranks: int, number: int
+    by_cost: CostOrder, must: Bools, remaining: Ints, num_rollouts: int, num_ranks: int, number: int
 ) -> Bools:
     """-> [W] mask of `num_rollouts` rollouts that go: all of `must`, as far as possible in `number` runs of neighbours.
 
     Least waste, less a reward for the wait, by dynamic programming over the sorted window.
 
     Args:
-        costs: [W] work of each, oldest first.
+        by_cost: the order of all W by their work; positions are oldest first.
         must: [W] goes in any case; at most num_rollouts of them.
         remaining: [W] dispatches that may still pass it over.
         num_rollouts: how many go, < W.
         num_ranks: micro-batches in a lockstep.
         number: micro-batches per rank, so the number of locksteps.
 
-    Complexity: O(W log W + W * number), vectorised over W.
+    Complexity: O(W * number), vectorised over W.
 
     Examples:
         >>> costs = np.array([100.0, 900.0, 120.0, 880.0, 110.0, 300.0, 910.0, 90.0])  # oldest first
         >>> must, remaining = np.zeros(8, dtype=np.bool_), np.full(8, 8)
-        >>> go = choose_lockstep(costs, must, remaining, num_rollouts=4, num_ranks=2, number=2)
+        >>> go = choose_lockstep(CostOrder(costs), must, remaining, num_rollouts=4, num_ranks=2, number=2)
         >>> np.flatnonzero(go)  # two locksteps of two ranks: 120 beside 110, 900 beside 910
         array([1, 2, 4, 6])
     """
     length = num_rollouts // number
-    order = np.argsort(costs, kind="stable")
+    costs, order = by_cost.costs, by_cost.ascending()
     sorted_costs = costs[order]
     longest_wait = max(1, int(remaining.max()))
     wait = 1.0 - remaining[order] / longest_wait  # [W] 0.0 = new, 1.0 = must go now

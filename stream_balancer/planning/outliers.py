@@ -16,11 +16,12 @@ Plain arrays, oldest first, nothing of rollouts or groups here. Pure and determi
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from .bounds import pigeonhole_bound, running_sums
+from .cost_order import CostOrder
 
 if TYPE_CHECKING:
     from .arrays import Bools, Floats, Ints
@@ -62,11 +63,8 @@ class Candidates:
     """Number of ranks (with speeds: their sum over the fastest)."""
     filler: float = 0.0
     """The least work that must lie beside a part on its rank (equal counts)."""
-
-    @property
-    def peaks(self) -> Floats:
-        """[U] work of the rank that gets the heaviest part of each, at least."""
-        return self.parts + self.filler
+    order: CostOrder | None = None
+    """The order of the costs, where it is kept and the parts are the costs; None: sort."""
 
     def fair_share(self, go: Bools) -> float:
         """Work of a rank if those that go were spread evenly, and 2 % more: no rollout above it, no waste."""
@@ -74,7 +72,9 @@ class Candidates:
 
 
 def choose(units: Candidates) -> Bools:
-    """-> [U] mask of the units that go: all of `must` and `num_more` others. O(U log U), few passes.
+    """-> [U] mask of the units that go: all of `must` and `num_more` others.
+
+    Complexity, for n that go: O(n log n), and a few vector operations of O(U); where no order is given, O(U log U).
 
     Examples:
         >>> costs = np.array([500.0, 400.0, 2400.0, 300.0, 450.0, 350.0, 420.0, 380.0])  # oldest first
@@ -87,46 +87,59 @@ def choose(units: Candidates) -> Bools:
         array([0, 2, 4, 6])
     """
     must, num_more = units.must, units.num_more
-    others = np.flatnonzero(~must)
+    num_others = must.size - int(np.count_nonzero(must))
+    if num_more >= num_others:
+        return np.ones_like(must)
     go = must.copy()
-    if num_more >= others.size:
-        go[others] = True
-        return go
     if num_more == 0:
         return go
-    go[others[:num_more]] = True
+    go[np.flatnonzero(~must)[:num_more]] = True
     fair = units.fair_share(go)
-    peaks = units.peaks
-    if float(peaks.max()) <= fair and _crowding(units.parts[go], units.ranks) <= fair:
+    by_part = CostOrder(units.parts) if units.order is None else units.order
+    if by_part.heaviest + units.filler <= fair and _crowding(units.parts[go], units.ranks) <= fair:
         return go  # most steps end here: a window must not reorder what balances anyway
-    by_peak = others[np.argsort(peaks[others], kind="stable")]
+    others, must_peak = by_part.ascending(), 0.0  # those that need not go, in the order of their heaviest parts
+    if num_others < must.size:
+        others, must_peak = others[~must[others]], float(units.parts[must].max()) + units.filler
     lightest = must.copy()
-    lightest[by_peak[:num_more]] = True
-    must_peak = float(peaks[must].max(initial=0.0))
-    if must_peak <= max(units.fair_share(lightest), float(peaks[by_peak[num_more - 1]])):
-        without = _without_outliers(units, by_peak, fair)
+    lightest[others[:num_more]] = True
+    most = float(units.parts[others[num_more - 1]]) + units.filler
+    if must_peak <= most or must_peak <= units.fair_share(lightest):
+        without = _without_outliers(units, others, by_part.heaviest + units.filler, must_peak, fair)
         return lightest if without is None else without
-    return _outlier_batch(units, by_peak, must_peak)
+    return _outlier_batch(units, others, must_peak)
 
 
-def _without_outliers(units: Candidates, by_peak: Ints, fair: float) -> Bools | None:
+class _Reserve(NamedTuple):
+    """A threshold in the order of parts: all units from this one on are held back, unless they must go."""
+
+    part: float = np.inf
+    unit: int = 0
+
+    def holds(self, parts: Floats, units: Ints) -> Bools:
+        """[n] for n units and their parts."""
+        held: Bools = (parts > self.part) | ((parts == self.part) & (units >= self.unit))
+        return held
+
+
+def _without_outliers(units: Candidates, others: Ints, peak: float, must_peak: float, fair: float) -> Bools | None:
     """A step without the outliers: the oldest that balance, and enough heavy ones left behind to fill the outliers'
     step. None if no such step balances.
 
     Without that reserve the fillers leave first, and every outlier later goes alone: measured, 18 % idle instead of
     12 % on the heaviest recorded tail.
     """
-    peaks = units.peaks
-    outliers = peaks > fair
+    outliers = units.parts + units.filler > fair
     patience = max(1, int(units.remaining[outliers].min())) if outliers.any() else 1
-    needed = units.ranks * float(peaks.max())
+    needed = units.ranks * peak
     forecast = _Forecast(units, patience)
-    spare = by_peak.size - units.num_more
+    spare = others.size - units.num_more
     best = None
     # the smallest reserve that suffices: all beyond it would only delay heavy rollouts
     for size in sorted({spare * attempt // _RESERVE_STEPS for attempt in range(_RESERVE_STEPS + 1)}):
-        reserve = by_peak[by_peak.size - size :]
-        go = _oldest_balanced(units, reserve)
+        first = int(others[-size]) if size else 0
+        reserve = _Reserve(float(units.parts[first]), first) if size else _Reserve()
+        go = _oldest_balanced(units, reserve, must_peak)
         if go is None:
             continue
         best = go
@@ -135,32 +148,46 @@ def _without_outliers(units: Candidates, by_peak: Ints, fair: float) -> Bools | 
     return best
 
 
-def _oldest_balanced(units: Candidates, reserve: Ints) -> Bools | None:
+def _oldest_balanced(units: Candidates, reserve: _Reserve, must_peak: float) -> Bools | None:
     """`must` and the oldest others outside the reserve, below the highest level at which such a step balances.
 
     The level falls until it is a fixed point: work of the oldest below it >= ranks * level. None if there is none.
+    Looks only as far back from the oldest as it has to: what is rejected never depends on what is newer.
     """
-    costs, peaks, must, num_more = units.costs, units.peaks, units.must, units.num_more
-    open_to = ~must
-    open_to[reserve] = False
-    pool = np.flatnonzero(open_to)
-    must_work = float(costs[must].sum())
-    must_peak = float(peaks[must].max(initial=0.0))
+    must = units.must
+    num_must = int(np.count_nonzero(must))
+    seen = 2 * (num_must + units.num_more)
+    while True:
+        parts = units.parts[:seen]
+        pool = np.flatnonzero(~(must[:seen] | reserve.holds(parts, np.arange(parts.size))))
+        taken, short = _highest_level(units, pool, must_peak)
+        if not short or seen >= must.size:
+            break
+        seen *= 2
+    if taken is None:
+        return None
+    go = must.copy()
+    go[taken] = True
+    return go
+
+
+def _highest_level(units: Candidates, pool: Ints, must_peak: float) -> tuple[Ints | None, bool]:
+    """-> (those of the pool, oldest first, that go beside `must`, or None; whether a longer pool might have some)."""
+    costs, parts, num_more = units.costs, units.parts, units.num_more
+    must_work, must_parts = float(costs[units.must].sum()), parts[units.must]
     for _ in range(_FIXPOINT_ROUNDS):
         if pool.size < num_more:
-            return None
+            return None, True
         taken = pool[:num_more]
         level = _BALANCED * (must_work + float(costs[taken].sum())) / units.ranks
         if must_peak > level:
-            return None
-        if float(peaks[taken].max()) <= level:
-            go = must.copy()
-            go[taken] = True
-            if _crowding(peaks[go] - units.filler, units.ranks) <= level:
-                return go
-            pool = _thinned(units, peaks - units.filler, pool, level)
-        pool = pool[peaks[pool] <= level]
-    return None
+            return None, False
+        if float(parts[taken].max()) + units.filler <= level:
+            if _crowding(np.concatenate((must_parts, parts[taken])), units.ranks) <= level:
+                return taken, False
+            pool = _thinned(units, must_parts, pool, level)
+        pool = pool[parts[pool] + units.filler <= level]
+    return None, False
 
 
 def _crowding(parts: Floats, ranks: float) -> float:
@@ -168,13 +195,14 @@ def _crowding(parts: Floats, ranks: float) -> float:
     return pigeonhole_bound(running_sums(-np.sort(-parts)), max(round(ranks), 1))
 
 
-def _thinned(units: Candidates, parts: Floats, pool: Ints, level: float) -> Ints:
+def _thinned(units: Candidates, must_parts: Floats, pool: Ints, level: float) -> Ints:
     """The pool without the newest of those too many: at most i * ranks parts above an (i+1)-th of the level fit."""
     num_ranks = max(round(units.ranks), 1)
-    for i in range(1, (units.num_more + int(units.must.sum()) - 1) // num_ranks + 1):
-        heavy = parts > level / (i + 1)
-        in_pool = np.flatnonzero(heavy[pool])
-        pool = np.delete(pool, in_pool[max(i * num_ranks - int(heavy[units.must].sum()), 0) :])
+    for i in range(1, (units.num_more + must_parts.size - 1) // num_ranks + 1):
+        heavy = level / (i + 1)
+        in_pool = np.flatnonzero(units.parts[pool] > heavy)
+        room = max(i * num_ranks - int(np.count_nonzero(must_parts > heavy)), 0)
+        pool = np.delete(pool, in_pool[room:])
     return pool
 
 
@@ -187,46 +215,60 @@ class _Forecast:
     """
 
     def __init__(self, units: Candidates, patience: int) -> None:
-        costs, remaining = units.costs, units.remaining
-        new = np.flatnonzero(remaining == remaining.max())
-        self._size = units.num_more + int(units.must.sum())
-        self._num_units = costs.size
+        self._units = units
+        order = CostOrder(units.costs) if units.order is None else units.order
+        self._heaviest_first = order.ascending()[::-1]
+        self._size = units.num_more + int(np.count_nonzero(units.must))
+        self._new = units.remaining == units.remaining.max()
         self._kept_weight = 1.0 / patience
-        self._arrival_weight = _SUPPLY * patience * units.num_more / new.size
-        pool = np.concatenate((costs, costs[new]))  # [U + new] what stays, then what is to arrive
-        self._order = np.argsort(-pool, kind="stable")
-        self._pool = pool[self._order]
+        self._arrival_weight = _SUPPLY * patience * units.num_more / int(np.count_nonzero(self._new))
 
-    def __call__(self, go: Bools, reserve: Ints) -> float:
-        weight = np.full(self._pool.size, self._arrival_weight)  # [U + new] how many of each there will be
-        weight[: self._num_units] = self._kept_weight
-        weight[reserve] = 1.0
-        weight[: self._num_units][go] = 0.0
-        weight = weight[self._order]
-        taken = np.minimum(np.cumsum(weight), self._size)
-        return float(np.diff(taken, prepend=0.0) @ self._pool)
+    def __call__(self, go: Bools, reserve: _Reserve) -> float:
+        units, seen = self._units, 2 * self._size
+        while True:
+            heaviest = self._heaviest_first[:seen]
+            # how many of each there will be: of what stays, and of what is to arrive and is like it
+            weight = np.where(reserve.holds(units.parts[heaviest], heaviest), 1.0, self._kept_weight)
+            weight[go[heaviest]] = 0.0
+            weight += self._arrival_weight * self._new[heaviest]
+            total = np.cumsum(weight)
+            if total[-1] >= self._size or heaviest.size < seen:
+                break
+            seen *= 2
+        taken = np.minimum(total, self._size)
+        return float(np.diff(taken, prepend=0.0) @ units.costs[heaviest])
 
 
-def _outlier_batch(units: Candidates, by_peak: Ints, must_peak: float) -> Bools:
+def _outlier_batch(units: Candidates, others: Ints, must_peak: float) -> Bools:
     """A step as long as its heaviest `must`, or longer where that wastes little more, filled up to that level."""
-    costs, peaks, must, num_more = units.costs, units.peaks, units.must, units.num_more
-    prefix = running_sums(costs[by_peak])
-    below = np.arange(num_more, by_peak.size + 1)  # level j: the num_more heaviest of the `below[j]` lightest
-    levels = np.maximum(must_peak, peaks[by_peak][below - 1])  # ascending
+    costs, parts, must, num_more = units.costs, units.parts, units.must, units.num_more
+    prefix = running_sums(costs[others])
+    below = np.arange(num_more, others.size + 1)  # level j: the num_more heaviest of the `below[j]` lightest
+    levels = np.maximum(must_peak, parts[others][below - 1] + units.filler)  # ascending
     most_work = float(costs[must].sum()) + prefix[below] - prefix[below - num_more]
     waste = np.maximum(1.0 - most_work / (units.ranks * levels), 0.0)
     level = float(levels[np.flatnonzero(waste <= waste.min() + _LEVEL_SLACK)[-1]])
-    pool = np.flatnonzero(~must & (peaks <= level))
-    taken, left = pool[:num_more], pool[num_more:]
+    open_to = ~must & (parts + units.filler <= level)
+    taken = np.flatnonzero(open_to)[:num_more]
     go = must.copy()
     go[taken] = True
     missing = units.ranks * level - float(costs[go].sum())
+    open_to[taken] = False
+    left = others[open_to[others]]
     if missing > 0.0 and left.size:  # the oldest do not fill the step: swap the shortest of them for the longest left
         shortest = taken[np.argsort(costs[taken], kind="stable")]
-        longest = left[np.argsort(-costs[left], kind="stable")]
-        count = min(shortest.size, longest.size)
-        gain = np.maximum(costs[longest[:count]] - costs[shortest[:count]], 0.0)
+        longest = _heaviest_first(costs, left, min(shortest.size, left.size))
+        gain = np.maximum(costs[longest] - costs[shortest[: longest.size]], 0.0)
         swaps = min(int(np.searchsorted(np.cumsum(gain), missing)) + 1, int((gain > 0.0).sum()))
         go[shortest[:swaps]] = False
         go[longest[:swaps]] = True
     return go
+
+
+def _heaviest_first(costs: Floats, units: Ints, count: int) -> Ints:
+    """[count] of these units that cost most, heaviest first; of equal ones the older first. O(n), and a sort of
+    those."""
+    cost = costs[units]
+    least = np.partition(cost, -count)[-count]
+    top = np.sort(units[cost >= least])  # all that cost as much as the last one taken, so that the older are taken
+    return top[np.argsort(-costs[top], kind="stable")][:count]

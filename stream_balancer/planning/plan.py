@@ -12,6 +12,7 @@ from .rank_speeds import NO_FIXED_COSTS, FixedCosts
 
 if TYPE_CHECKING:
     from .arrays import Bools, Counts, Floats, Ints, Oversize, Sync
+    from .cost_order import CostOrder
 
 Groups: TypeAlias = Literal["free", "same_batch", "same_rank"]
 
@@ -32,6 +33,8 @@ class Waiting:
     """[W] label of its sibling group; -1 for none."""
     group_complete: Bools
     """[W] False while siblings are missing (then it waits, unless due); True without a group."""
+    order: CostOrder | None = None
+    """Their order by cost, where it is kept; None: the planner sorts them if it has to."""
 
     @classmethod
     def of(cls, costs: Floats) -> Waiting:
@@ -39,6 +42,18 @@ class Waiting:
         none = np.zeros(costs.size, dtype=np.bool_)
         zero = np.zeros(costs.size, dtype=np.int64)
         return cls(costs, np.maximum(costs, 1).astype(np.int64), zero, none, zero - 1, ~none)
+
+    def among(self, keep: Bools) -> Waiting:
+        """Only those to keep ([W]), in positions among them. O(W)."""
+        return Waiting(
+            costs=self.costs[keep],
+            lengths=self.lengths[keep],
+            skips=self.skips[keep],
+            due=self.due[keep],
+            groups=self.groups[keep],
+            group_complete=self.group_complete[keep],
+            order=None if self.order is None else self.order.among(keep),
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,6 +19,7 @@ import numpy as np
 from .arrays import loads_of
 from .bounds import lower_bound
 from .capped import least_finish_bound
+from .cost_order import CostOrder
 from .micro_batches import form_micro_batches, in_order
 from .packing import Packer
 from .partition import partition, partition_together
@@ -47,7 +48,8 @@ def plan_batch(waiting: Waiting, knobs: PlanKnobs, *, num_rollouts: int, step: i
     Raises:
         OversizeError: a rollout is above the token cap and oversize="refuse".
 
-    Complexity: O(W log W + n log n), refinement within a fixed work budget. Deterministic.
+    Complexity: O(n log W) with `waiting.order`, and O(W) in a few vector operations; else O(W log W). Refinement within
+    a fixed work budget. Deterministic.
 
     Examples:
         >>> costs = np.array([500.0, 400.0, 2400.0, 300.0, 450.0, 350.0, 420.0, 380.0])  # oldest first
@@ -66,8 +68,7 @@ def plan_batch(waiting: Waiting, knobs: PlanKnobs, *, num_rollouts: int, step: i
     # in for the choice first; what was really chosen then decides.
     at_first = _with_rates(waiting, knobs, np.arange(min(num_rollouts, waiting.costs.size)))
     fixed, go = select(waiting, units, at_first, min(num_rollouts, knobs.batch_size))
-    chosen = go[units.unit_of]
-    fixed_rollouts = fixed[units.unit_of]
+    chosen, fixed_rollouts = units.of_rollouts(go), units.of_rollouts(fixed)
     knobs = _with_rates(waiting, knobs, np.flatnonzero(chosen))
     shares = _shares(waiting, knobs, units, chosen, fixed_rollouts, step)
     return _finish(waiting, knobs, shares)
@@ -87,7 +88,7 @@ def _with_rates(waiting: Waiting, knobs: PlanKnobs, picked: Ints) -> PlanKnobs:
 
 def choose_batch(waiting: Waiting, knobs: PlanKnobs, *, num_rollouts: int) -> Bools:
     """[W] who would go: `plan_batch` without the ranks, and without the swaps that follow from them.
-    O(W log W).
+    Complexity as of `plan_batch`.
 
     Examples:
         >>> costs = np.array([500.0, 400.0, 2400.0, 300.0, 450.0, 350.0, 420.0, 380.0])
@@ -97,7 +98,7 @@ def choose_batch(waiting: Waiting, knobs: PlanKnobs, *, num_rollouts: int) -> Bo
     """
     units = Units.of(waiting, knobs)
     _, go = select(waiting, units, knobs, min(num_rollouts, knobs.batch_size))
-    return go[units.unit_of]
+    return units.of_rollouts(go)
 
 
 def _shares(
@@ -106,14 +107,14 @@ def _shares(
     """[rank][micro_batch] -> positions."""
     picked = np.flatnonzero(chosen)
     costs = waiting.costs[picked]
-    together = units.unit_of[picked] if knobs.groups == "same_rank" else None
+    together = units.labels(picked) if knobs.groups == "same_rank" else None
     if not has_micro_batches(knobs):
         if together is not None:
             whole = partition_together(costs, together, knobs.num_ranks, knobs.counts, knobs.speeds, rotation=step)
             return [[picked[share]] if share.size else [] for share in whole]
         parts = partition(costs, knobs.num_ranks, knobs.counts, knobs.speeds, rotation=step, tolerance=knobs.tolerance)
         shares = [[picked[part]] if part.size else [] for part in parts]
-        return _swapped(waiting, knobs, shares, chosen, fixed)
+        return _swapped(waiting, knobs, shares, fixed)
     order: Order = "pipeline" if knobs.pipeline_order else "heaviest_first"
     formed = form_micro_batches(
         waiting.lengths[picked],
@@ -135,15 +136,13 @@ def _shares(
     shares = [[picked[one] for one in share] for share in formed]
     if knobs.padded or knobs.sync == "micro_batch":  # there the peaks decide, not the sums that a swap evens out
         return shares
-    swapped = _swapped(waiting, knobs, shares, chosen, fixed)
+    swapped = _swapped(waiting, knobs, shares, fixed)
     if swapped is shares:
         return shares
     return [in_order(share, lambda one: float(waiting.costs[one].sum()), order) for share in swapped]
 
 
-def _swapped(
-    waiting: Waiting, knobs: PlanKnobs, shares: list[list[Ints]], chosen: Bools, fixed: Bools
-) -> list[list[Ints]]:
+def _swapped(waiting: Waiting, knobs: PlanKnobs, shares: list[list[Ints]], fixed: Bools) -> list[list[Ints]]:
     """The shares after the swaps with the window, where rollouts may be chosen one by one."""
     # A swap of single rollouts would tear a group apart; and with an empty rank there is no finish to even out.
     if knobs.groups != "free" or not all(shares):
@@ -152,7 +151,7 @@ def _swapped(
         waiting.costs,
         shares,
         fixed,
-        np.flatnonzero(~chosen),
+        CostOrder(waiting.costs) if waiting.order is None else waiting.order,
         knobs.speeds,
         waiting.lengths,
         knobs.max_tokens_per_micro_batch,

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from .cost_order import CostOrder
 from .lockstep import choose_lockstep
 from .outliers import Candidates, choose
 
@@ -35,8 +36,8 @@ _UNBOUNDED = 2**62
 class Units:
     """Rollouts, or whole groups where siblings stay together; in order of their oldest member."""
 
-    unit_of: Ints
-    """[W] unit of each waiting rollout."""
+    unit_of: Ints | None
+    """[W] unit of each waiting rollout; None: each is a unit of its own."""
     sizes: Ints
     """[U] rollouts."""
     costs: Floats
@@ -51,39 +52,65 @@ class Units:
     """[U] the heaviest rollout of each."""
     slack: int
     """Rollouts by which a full batch may fall short of batch_size because units are chosen whole."""
+    order: CostOrder | None
+    """Their order by cost, where each is a rollout and it is kept; None: sort."""
 
     @staticmethod
     def of(waiting: Waiting, knobs: PlanKnobs) -> Units:
-        num_waiting = waiting.costs.size
-        unit_of = np.arange(num_waiting)
-        if knobs.groups != "free" and bool((waiting.groups >= 0).any()):
-            labels = np.where(waiting.groups >= 0, waiting.groups, waiting.groups.max() + 1 + unit_of)
-            # numbered by arrival, so that "the oldest units" are the first ones, as with single rollouts
-            unit_of = _by_first_member(_in_pieces(labels, knobs.batch_size))
-        num_units = int(unit_of.max(initial=-1)) + 1
+        patience = _UNBOUNDED if knobs.max_skips is None else min(knobs.max_skips, _UNBOUNDED)
+        remaining = np.maximum(patience - waiting.skips, 0)  # [W]
+        if knobs.groups == "free" or not bool((waiting.groups >= 0).any()):
+            due = waiting.due | (remaining == 0)
+            ready = np.ones_like(due) if knobs.groups == "free" else waiting.group_complete | due
+            return Units(
+                unit_of=None,
+                sizes=np.ones(waiting.costs.size, dtype=np.int64),
+                costs=waiting.costs,
+                remaining=remaining,
+                due=due,
+                ready=ready,
+                peaks=waiting.costs,
+                slack=_slack(1, knobs),
+                order=waiting.order,
+            )
+        labels = np.where(waiting.groups >= 0, waiting.groups, waiting.groups.max() + 1 + np.arange(remaining.size))
+        # numbered by arrival, so that "the oldest units" are the first ones, as with single rollouts
+        unit_of = _by_first_member(_in_pieces(labels, knobs.batch_size))
+        num_units = int(unit_of.max()) + 1
         sizes = np.bincount(unit_of, minlength=num_units)  # [U]
         peaks = np.zeros(num_units)
         np.maximum.at(peaks, unit_of, waiting.costs)
-        patience = _UNBOUNDED if knobs.max_skips is None else min(knobs.max_skips, _UNBOUNDED)
-        remaining = np.full(num_units, patience, dtype=np.int64)
-        np.minimum.at(remaining, unit_of, np.maximum(patience - waiting.skips, 0))
+        least = np.full(num_units, patience, dtype=np.int64)  # [U]
+        np.minimum.at(least, unit_of, remaining)
         due = np.zeros(num_units, dtype=np.bool_)
         due[unit_of[waiting.due]] = True
+        due |= least == 0
         ready = np.ones(num_units, dtype=np.bool_)
-        if knobs.groups != "free":
-            ready[unit_of[~waiting.group_complete]] = False
-        due |= remaining == 0
-        largest_group = 1 if knobs.groups == "free" or knobs.group_size is None else knobs.group_size
+        ready[unit_of[~waiting.group_complete]] = False
         return Units(
             unit_of=unit_of,
             sizes=sizes,
             costs=np.bincount(unit_of, weights=waiting.costs, minlength=num_units).astype(np.float64),
-            remaining=remaining,
+            remaining=least,
             due=due,
             ready=ready | due,
             peaks=peaks,
-            slack=min(max(int(sizes.max(initial=1)), largest_group), knobs.batch_size) - 1,
+            slack=_slack(int(sizes.max()), knobs),
+            order=None,
         )
+
+    def of_rollouts(self, units: Bools) -> Bools:
+        """[U] -> [W]: what holds for a unit holds for its rollouts."""
+        return units if self.unit_of is None else units[self.unit_of]
+
+    def labels(self, rollouts: Ints) -> Ints:
+        """[n] positions -> [n] which unit each belongs to."""
+        return rollouts if self.unit_of is None else self.unit_of[rollouts]
+
+
+def _slack(largest_unit: int, knobs: PlanKnobs) -> int:
+    largest_group = 1 if knobs.groups == "free" or knobs.group_size is None else knobs.group_size
+    return min(max(largest_unit, largest_group), knobs.batch_size) - 1
 
 
 def _by_first_member(labels: Ints) -> Ints:
@@ -109,37 +136,52 @@ def select(waiting: Waiting, units: Units, knobs: PlanKnobs, num_rollouts: int) 
     """-> ([U] goes in any case, [U] goes)."""
     must = _must_go(units, knobs, num_rollouts)
     room = num_rollouts - int(units.sizes[must].sum())
-    others = np.flatnonzero(units.ready & ~must)
-    if room == 0 or others.size == 0:
+    others = units.ready & ~must
+    if room == 0 or not others.any():
         return must, must
-    # The choice below counts units, so they must be of one size. Nearly always they are; else it is made among the size
-    # that most rollouts belong to, and the others fill up.
-    size = int(np.bincount(units.sizes[others], weights=units.sizes[others]).argmax())
-    alike = others[units.sizes[others] == size]
-    candidates = np.sort(np.concatenate((np.flatnonzero(must), alike)))  # oldest first
-    go = np.zeros(units.sizes.size, dtype=np.bool_)
+    size, alike = _most_common_size(units, others)
+    candidates = must | alike
+    # nearly always everybody is a candidate: then the columns, and their order, are taken as they are
+    everybody = bool(candidates.all())
+    among = slice(None) if everybody else candidates
+    costs, order = units.costs[among], units.order if everybody else None
+    go = np.zeros_like(must)
     number = _num_locksteps(waiting, knobs, num_rollouts)
-    single = size == 1 and candidates.size == int(units.sizes[candidates].sum())
-    if single and number > 1 and candidates.size > num_rollouts > number:
-        costs, remaining = units.costs[candidates], units.remaining[candidates]
-        go[candidates] = choose_lockstep(costs, must[candidates], remaining, num_rollouts, knobs.num_ranks, number)
+    single = size == 1 and costs.size == int(units.sizes[among].sum())
+    if single and number > 1 and costs.size > num_rollouts > number:
+        by_cost = CostOrder(costs) if order is None else order
+        remaining = units.remaining[among]
+        go[among] = choose_lockstep(by_cost, must[among], remaining, num_rollouts, knobs.num_ranks, number)
         return must, go
     rate = np.ones(knobs.num_ranks) if knobs.speeds is None else np.asarray(knobs.speeds, dtype=np.float64)
-    go[candidates] = choose(
+    go[among] = choose(
         Candidates(
-            costs=units.costs[candidates],
-            parts=(units.costs if knobs.groups == "same_rank" else units.peaks)[candidates],
-            must=must[candidates],
-            remaining=units.remaining[candidates],
-            num_more=min(room // size, alike.size),
+            costs=costs,
+            parts=costs if knobs.groups == "same_rank" else units.peaks[among],
+            must=must[among],
+            remaining=units.remaining[among],
+            num_more=min(room // size, int(np.count_nonzero(alike))),
             ranks=float(rate.sum() / rate.max()),
-            filler=_filler_of_outlier(units, candidates, knobs, num_rollouts),
+            filler=_filler_of_outlier(costs, units.sizes[among], order, knobs, num_rollouts),
+            order=order,
         )
     )
     room = num_rollouts - int(units.sizes[go].sum())
     if room:
-        _take(go, others[~go[others]], units.sizes, room)
+        _take(go, np.flatnonzero(others & ~go), units.sizes, room)
     return must, go
+
+
+def _most_common_size(units: Units, others: Bools) -> tuple[int, Bools]:
+    """-> (a size, [U] the others that have it).
+
+    The choice counts units, so they must be of one size. Nearly always they are; else it is made among the size that
+    most rollouts belong to, and the others fill up.
+    """
+    if units.unit_of is None:
+        return 1, others
+    size = int(np.bincount(units.sizes[others], weights=units.sizes[others]).argmax())
+    return size, others & (units.sizes == size)
 
 
 def _must_go(units: Units, knobs: PlanKnobs, num_rollouts: int) -> Bools:
@@ -165,13 +207,19 @@ def _num_locksteps(waiting: Waiting, knobs: PlanKnobs, num_rollouts: int) -> int
     return -(-number // knobs.micro_batch_multiple) * knobs.micro_batch_multiple
 
 
-def _filler_of_outlier(units: Units, candidates: Ints, knobs: PlanKnobs, num_rollouts: int) -> float:
-    """Equal counts: the least work of the rollouts that must lie beside an outlier; they are taken to be light ones."""
+def _filler_of_outlier(
+    costs: Floats, sizes: Ints, order: CostOrder | None, knobs: PlanKnobs, num_rollouts: int
+) -> float:
+    """Equal counts: the least work of the rollouts that must lie beside an outlier; they are taken to be light ones.
+
+    ``costs``, ``sizes``: [U] of the units that may go; ``order``: theirs by cost, where it is known.
+    """
     if knobs.counts == "free":
         return 0.0
-    each = np.sort(units.costs[candidates] / units.sizes[candidates])
+    each = costs / sizes  # [U] mean cost of a unit's rollouts
+    light = (CostOrder(each) if order is None else order).ascending()[: max(1, each.size // _LIGHT_SHARE)]
     beside = num_rollouts // knobs.num_ranks - 1
-    return max(beside, 0) * float(each[: max(1, each.size // _LIGHT_SHARE)].mean())
+    return max(beside, 0) * float(each[light].mean())
 
 
 def _take(go: Bools, candidates: Ints, sizes: Ints, room: int) -> int:
@@ -193,21 +241,23 @@ def _forced(units: Units, knobs: PlanKnobs) -> Bools:
     """Units that must go so that nobody is ever passed over by more than max_skips dispatches.
 
     Of the units with at most j skips left, at most j * batch_size rollouts may stay behind: the next j dispatches take
-    them (earliest deadline first: Liu and Layland 1973; proof in docs/planning.md). From j = ready / batch_size on that
-    is all of them: O(W), however large max_skips is.
+    them (earliest deadline first: Liu and Layland 1973; proof in docs/planning.md). From j = waiting / batch_size on
+    that is all of them: O(W), however large max_skips is.
     """
     forced = np.zeros(units.sizes.size, dtype=np.bool_)
     # What a batch holds for sure. Units are taken whole, so up to `slack` places may stay empty.
     sent = knobs.batch_size - units.slack
-    ready = np.flatnonzero(units.ready)  # an incomplete group's patience starts when it is complete
-    soon = ready[units.remaining[ready] <= int(units.sizes[ready].sum()) // sent]
+    ready = units.ready  # an incomplete group's patience starts when it is complete
+    soon = np.flatnonzero(ready & (units.remaining <= int(units.sizes.sum()) // sent))
+    if not soon.size:
+        return forced
     waiting_by_deadline = np.cumsum(np.bincount(units.remaining[soon], weights=units.sizes[soon], minlength=1))
     taken = 0  # rollouts forced so far; all of them have at most j skips left
     for j in range(waiting_by_deadline.size):
         need = int(waiting_by_deadline[j]) - j * sent - taken
         if need <= 0:
             continue
-        candidates = np.flatnonzero(units.ready & (units.remaining <= j) & ~forced)
+        candidates = np.flatnonzero(ready & (units.remaining <= j) & ~forced)
         candidates = candidates[np.argsort(~units.due[candidates], kind="stable")]  # if one must, then one that is due
         enough = int(np.searchsorted(np.cumsum(units.sizes[candidates]), need)) + 1
         forced[candidates[:enough]] = True

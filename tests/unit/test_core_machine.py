@@ -10,6 +10,7 @@ import io
 import itertools
 import math
 
+import numpy as np
 import pytest
 import torch
 from evictions import Evictions
@@ -29,6 +30,7 @@ from stream_balancer.controller.checkpoint import read_state_dict, state_dict
 from stream_balancer.core.auto_window import AutoWindowObserver
 from stream_balancer.core.machine import BalancerCore
 from stream_balancer.core.step_times import StepTiming
+from stream_balancer.planning import PlanKnobs, Waiting
 
 IDS = torch.zeros(64, dtype=torch.int64)
 COSTS = [
@@ -79,6 +81,21 @@ def configs(draw: st.DrawFn) -> sb.BalancerConfig:
     return config
 
 
+class Orders(sb.Observer):
+    """What the planner is shown is in the order of its costs, each time. Notes it, since what an observer raises is
+    only logged."""
+
+    def __init__(self) -> None:
+        self.wrong: list[object] = []
+
+    def planned(self, waiting: Waiting, knobs: PlanKnobs, reason: sb.Reason) -> None:
+        assert waiting.order is not None
+        in_order = np.argsort(waiting.costs, kind="stable").tolist()
+        shown = waiting.order.ascending().tolist()
+        if shown != in_order or waiting.order.heaviest != waiting.costs.max() or (waiting.skips < 0).any():
+            self.wrong.append((waiting, shown))
+
+
 def core_of(config: sb.BalancerConfig) -> BalancerCore:
     core = BalancerCore(config)
     core.observers.append(AutoWindowObserver(core))
@@ -94,6 +111,8 @@ class CoreMachine(RuleBasedStateMachine):
     def start(self, config: sb.BalancerConfig, version: int | None, first: list[int]) -> None:
         self.core = core_of(config)
         self.evictions = Evictions(self.core)
+        self.orders = Orders()
+        self.core.observers.append(self.orders)
         self.now = 0.0
         self.names = itertools.count()
         self.accepted: dict[str, sb.Rollout] = {}
@@ -180,6 +199,7 @@ class CoreMachine(RuleBasedStateMachine):
             assert not (self.ended and before.waiting) or self.too_old_now()
             return
         assert ready <= self.now
+        assert not self.orders.wrong
         self.check_batch(batch, before)
         real = {r.rollout_id for r in batch.rollouts if not r.is_padding}
         assert len(real) == batch.num_rollouts
@@ -345,6 +365,7 @@ class CoreMachine(RuleBasedStateMachine):
         before = self.core.statistics(self.now)
         self.core = core_of(config)
         self.evictions = Evictions(self.core)
+        self.core.observers.append(self.orders)
         self.now += 3.0  # the clock of the new process is another one
         self.core.restore(snapshot, self.now)
         self.ended = False

@@ -1,0 +1,131 @@
+"""What the planner's rules say, in the plainest words: everything is sorted whenever it is asked for.
+
+docs/planning.md has the rules; `outliers.choose` and `swaps.swap_with_waiting` read an order instead, and only as much
+of it as they need. The tests compare the two.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right, insort
+
+import numpy as np
+
+from stream_balancer.planning.bounds import pigeonhole_bound, running_sums
+from stream_balancer.planning.outliers import Candidates
+
+
+def chosen(units: Candidates) -> set[int]:
+    """`outliers.choose`."""
+    everybody = list(range(units.costs.size))
+    must = [i for i in everybody if units.must[i]]
+    others = [i for i in everybody if not units.must[i]]
+    peak = [float(part) + units.filler for part in units.parts]
+    if units.num_more >= len(others):
+        return {*everybody}
+    if units.num_more == 0:
+        return {*must}
+    oldest = {*must, *others[: units.num_more]}
+    fair = _fair(units, oldest)
+    if max(peak) <= fair and _crowding(units, oldest) <= fair:
+        return oldest
+    others.sort(key=lambda i: (peak[i], i))
+    lightest = {*must, *others[: units.num_more]}
+    must_peak = max((peak[i] for i in must), default=0.0)
+    if must_peak > max(_fair(units, lightest), peak[others[units.num_more - 1]]):
+        return _outlier_batch(units, must, others, must_peak)
+    outliers = [i for i in everybody if peak[i] > fair]
+    patience = max(1, min((int(units.remaining[i]) for i in outliers), default=1))
+    best, spare = lightest, len(others) - units.num_more
+    for attempt in range(7):
+        reserve = {*others[len(others) - spare * attempt // 6 :]}
+        go = _oldest_balanced(units, must, [i for i in sorted(others) if i not in reserve], must_peak)
+        if go is not None:
+            best = go
+            if _forecast(units, go, reserve, patience) >= units.ranks * max(peak):
+                break
+    return best
+
+
+def _fair(units: Candidates, go: set[int]) -> float:
+    return 1.02 * float(units.costs[sorted(go)].sum()) / units.ranks
+
+
+def _crowding(units: Candidates, go: set[int]) -> float:
+    return pigeonhole_bound(running_sums(-np.sort(-units.parts[sorted(go)])), max(round(units.ranks), 1))
+
+
+def _oldest_balanced(units: Candidates, must: list[int], pool: list[int], must_peak: float) -> set[int] | None:
+    for _ in range(24):
+        if len(pool) < units.num_more:
+            return None
+        taken = pool[: units.num_more]
+        level = 1.02 * (float(units.costs[must].sum()) + float(units.costs[taken].sum())) / units.ranks
+        if must_peak > level:
+            return None
+        if max(units.parts[taken]) + units.filler <= level:
+            if _crowding(units, {*must, *taken}) <= level:
+                return {*must, *taken}
+            ranks = max(round(units.ranks), 1)
+            for i in range(1, (len(must) + units.num_more - 1) // ranks + 1):
+                heavy = [j for j in pool if units.parts[j] > level / (i + 1)]
+                room = max(i * ranks - sum(units.parts[j] > level / (i + 1) for j in must), 0)
+                pool = [j for j in pool if j not in heavy[room:]]
+        pool = [j for j in pool if units.parts[j] + units.filler <= level]
+    return None
+
+
+def _forecast(units: Candidates, go: set[int], reserve: set[int], patience: int) -> float:
+    """Work of the heaviest of a later step: of what stays, and of what is still to arrive and is like the newest."""
+    new = [i for i in range(units.costs.size) if units.remaining[i] == units.remaining.max()]
+    stays = [
+        (float(units.costs[i]), 1.0 if i in reserve else 1.0 / patience) for i in range(units.costs.size) if i not in go
+    ]
+    arrives = [(float(units.costs[i]), 0.7 * patience * units.num_more / len(new)) for i in new]
+    room, work = float(units.num_more + int(units.must.sum())), 0.0
+    for cost, number in sorted(stays + arrives, reverse=True):
+        work += min(number, room) * cost
+        room -= min(number, room)
+    return work
+
+
+def _outlier_batch(units: Candidates, must: list[int], others: list[int], must_peak: float) -> set[int]:
+    costs, more = units.costs, units.num_more
+    levels, wastes = [], []
+    for end in range(more, len(others) + 1):  # the `more` heaviest of the `end` lightest
+        levels.append(max(must_peak, float(units.parts[others[end - 1]]) + units.filler))
+        work = float(costs[must].sum()) + float(costs[others[end - more : end]].sum())
+        wastes.append(max(1.0 - work / (units.ranks * levels[-1]), 0.0))
+    level = max(level for level, waste in zip(levels, wastes, strict=True) if waste <= min(wastes) + 0.2)
+    pool = [i for i in sorted(others) if units.parts[i] + units.filler <= level]
+    taken, left = pool[:more], pool[more:]
+    go = {*must, *taken}
+    missing = units.ranks * level - float(costs[sorted(go)].sum())
+    shortest = sorted(taken, key=lambda i: (costs[i], i))
+    for give, take in zip(shortest, sorted(left, key=lambda i: (-costs[i], i)), strict=False):
+        if missing <= 0.0 or costs[take] <= costs[give]:
+            break
+        go = go - {give} | {take}
+        missing -= float(costs[take] - costs[give])
+    return go
+
+
+def best_swap(
+    costs: np.ndarray,
+    positions: list[int],
+    fixed: np.ndarray,
+    shelf: list[tuple[float, int]],
+    load: float,
+    level: float,
+) -> float:
+    """Of one rank: its load after the one swap that brings it closest to a level from below; both lists are changed."""
+    best, place, at = load if load <= level else -1.0, -1, -1
+    for number, position in enumerate(positions):
+        without = load - float(costs[position])
+        candidate = bisect_right(shelf, (level - without, costs.size)) - 1
+        if not fixed[position] and candidate >= 0 and without + shelf[candidate][0] > best:
+            best, place, at = without + shelf[candidate][0], number, candidate
+    if place < 0:
+        return load
+    given, positions[place] = positions[place], shelf.pop(at)[1]
+    insort(shelf, (float(costs[given]), given))
+    return best
