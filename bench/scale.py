@@ -3,7 +3,8 @@
 
 A dispatch is the whole ``core.poll``: columns, plan, batch, commit. All rollouts have the same payload, so that what is
 measured is the balancer and Python, never tokens. Each part runs in a process of its own, with a clean heap.
-Run: ``python bench/scale.py [--json] [--part memory|block|dispatch|simulate|shard]``.
+Run: ``python bench/scale.py [--json] [--part memory|block|dispatch|simulate|shard]``, or beside another checkout, in
+turns: ``python bench/scale.py --beside PATH``.
 """
 
 from __future__ import annotations
@@ -47,7 +48,8 @@ def config_of(num_ranks: int, batch_size: int, waiting: int) -> sb.BalancerConfi
 
 
 def dispatch_times(num_ranks: int, batch_size: int, waiting: int, dispatches: int) -> dict[str, float]:
-    """Seconds of a poll and of its acknowledgement with so many waiting at each, and what a put takes between them."""
+    """CPU time of a poll and of its acknowledgement with so many waiting at each, and of the puts between them. The
+    batch before has been dropped by then: its rollouts are the caller's to free."""
     core = BalancerCore(config_of(num_ranks, batch_size, waiting))
     source = make_rollouts(waiting + (dispatches + 2) * batch_size)
     now = 0.0
@@ -55,27 +57,28 @@ def dispatch_times(num_ranks: int, batch_size: int, waiting: int, dispatches: in
     def fill(count: int) -> float:
         nonlocal now
         rollouts = [next(source) for _ in range(count)]
-        start = time.perf_counter()
+        start = time.process_time()
         for rollout in rollouts:
             now += 1e-4
             core.add(rollout, now)
-        return (time.perf_counter() - start) / count
+        return (time.process_time() - start) / count
 
     fill(waiting)
     polls, acknowledgements, puts, excess = [], [], [], []
     for number in range(dispatches + 2):
-        start = time.perf_counter()
+        start = time.process_time()
         batch = core.poll(now)
-        middle = time.perf_counter()
+        middle = time.process_time()
         assert batch is not None
         core.acknowledge(batch.step)
-        end = time.perf_counter()
+        end = time.process_time()
         if number >= 2:  # after first-time costs
             polls.append(middle - start)
             acknowledgements.append(end - middle)
             excess.append(batch.imbalance)
-        put_s = fill(batch.num_rollouts)
-        puts.append(put_s)
+        size = batch.num_rollouts
+        del batch
+        puts.append(fill(size))
     return {
         "poll_ms": statistics.median(polls) * 1e3,
         "worst_poll_ms": max(polls) * 1e3,
@@ -110,19 +113,42 @@ def dispatch_rows(dispatches: int) -> Iterator[Row]:
         row: Row = {"name": f"dispatch of {batch} of {waiting} on {ranks} ranks", "unit": "ms"}
         row |= {"value": round(known[size]["poll_ms"], 2)}
         row |= {key: round(value, 3) for key, value in known[size].items() if key != "poll_ms"}
-        if size == (512, 16384, 131072):
-            row |= {"bar": "<= 60", "holds": known[size]["poll_ms"] <= 60}
+        most = {(512, 4096, 131072): 20, (512, 16384, 131072): 60}.get(size)
+        if most is not None:
+            row |= {"bar": f"<= {most}", "holds": known[size]["poll_ms"] <= most}
         yield row
-    for name, series, column in (
-        ("waiting, 4096 to 512 ranks", WINDOW_GROWS, 2),
-        ("the batch, of 131072 to 512 ranks", BATCH_GROWS, 1),
-        ("everything, 16 rollouts a rank", ALL_GROW, 0),
-        ("everything, 4 rollouts a rank", FEW_EACH, 0),
+    for name, series, column, most_power in (
+        ("waiting, 4096 to 512 ranks", WINDOW_GROWS, 2, 0.3),
+        ("the batch, of 131072 to 512 ranks", BATCH_GROWS, 1, 1.2),
+        ("everything, 16 rollouts a rank", ALL_GROW, 0, 1.2),
+        ("everything, 4 rollouts a rank", FEW_EACH, 0, 1.2),
     ):
         fitted = [size for size in series if size[0] >= SMALLEST_FITTED]
         power = exponent([size[column] for size in fitted], [known[size]["poll_ms"] for size in fitted])
         row = {"name": f"time of a dispatch grows with {name}: power", "value": round(power, 2), "unit": "power"}
-        yield row | {"bar": "<= 1.2", "holds": power <= 1.2}
+        yield row | {"bar": f"<= {most_power}", "holds": power <= most_power}
+
+
+def beside_rows(other: Path, dispatches: int) -> Iterator[Row]:
+    """Dispatches and puts of this checkout and of another one, each time in a process of its own, in turns."""
+    here = Path(__file__).resolve().parent.parent
+    for size in dict.fromkeys([*WINDOW_GROWS, *BATCH_GROWS, (64, 1024, 2048), (32, 256, 512)]):
+        found: dict[Path, list[dict[str, float]]] = {here: [], other: []}
+        for where in (here, other, other, here, here, other):
+            command = [sys.executable, __file__, "--size", *map(str, size), "--dispatches", str(dispatches)]
+            done = subprocess.run(
+                command, check=True, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": str(where)}
+            )
+            found[where].append(json.loads(done.stdout))
+        for what, unit in (("poll_ms", "ms"), ("put_us", "us")):
+            ours, theirs = (statistics.median(one[what] for one in found[where]) for where in (here, other))
+            yield {
+                "name": f"{what.split('_')[0]}, {size[1]} of {size[2]} on {size[0]} ranks",
+                "value": round(ours, 2),
+                "unit": unit,
+                "other": round(theirs, 2),
+                "ratio": round(ours / theirs, 2),
+            }
 
 
 async def longest_block_s(num_ranks: int, batch_size: int, waiting: int, dispatches: int) -> tuple[list[float], float]:
@@ -325,7 +351,20 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="one JSON object a row")
     parser.add_argument("--part", choices=PARTS, help="one of the parts, in this process")
     parser.add_argument("--dispatches", type=int, default=9)
+    parser.add_argument("--beside", type=Path, metavar="PATH", help="another checkout, measured in turns with this one")
+    parser.add_argument(
+        "--size", type=int, nargs=3, metavar=("RANKS", "BATCH", "WAITING"), help="only this one, as JSON"
+    )
     args = parser.parse_args()
+    if args.size is not None:
+        gc.disable()
+        ranks, batch, waiting = args.size
+        print(json.dumps(dispatch_times(ranks, batch, waiting, args.dispatches)))
+        return
+    if args.beside is not None:
+        for row in beside_rows(args.beside.resolve(), args.dispatches):
+            print(json.dumps(row) if args.json else show(row), flush=True)
+        return
     if args.part is None:
         for part in PARTS:
             subprocess.run([sys.executable, *sys.argv, "--part", part], check=True)

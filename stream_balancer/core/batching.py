@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import islice
+from operator import attrgetter
 from typing import Protocol
 
 import numpy as np
@@ -54,7 +55,7 @@ def make_batch(state: State, plan: Plan, rows: NDArray[np.int64], reason: Reason
     num_padding = _add_padding(micro_batches, _num_micro_batches(plan, state.config), rollouts, step)
     loads: list[float] = (plan.loads if plan.rates is None else plan.loads / plan.rates).tolist()
     # of real rollouts only: a padding copy must not count in any mean
-    tokens, loss_tokens = int(lengths.sum()), sum(rollout.num_loss_tokens for rollout in rollouts)
+    tokens, loss_tokens = int(lengths.sum()), sum(map(attrgetter("num_loss_tokens"), rollouts))
     return Batch(
         step=step,
         reason=reason,

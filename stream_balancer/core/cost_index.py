@@ -4,13 +4,14 @@ The record is a ``sortedcontainers.SortedList`` of one integer a rollout, ``bits
 The bits of floats >= 0 sort as the floats do, so this is the order by (cost, arrival), and an integer is three times
 cheaper to keep than a pair.
 
-An outlier batch, and swaps with the window, need the order as a whole: an array of rows. It is made when it is first
-asked for, and carried forward from then on: what came is merged in, what left is taken out, nothing is sorted again.
+Vector work reads the same order as an array of rows. It is carried forward: what came since is merged in when somebody
+asks for it, what leaves is taken out, and nothing is sorted again.
 """
 
 from __future__ import annotations
 
 import struct
+from itertools import compress
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -27,8 +28,8 @@ __all__ = ["CostIndex"]
 _ARRIVAL_BITS = 40
 _ARRIVAL_MASK = (1 << _ARRIVAL_BITS) - 1
 _COST, _NUMBER = range(2)
-_REBUILD_SHARE = 8
-"""From an eighth of all on, to take keys out of the list one by one costs more than to build it anew without them."""
+_REBUILD_SHARE = 16
+"""From a sixteenth of all on, to take keys out of the list one by one costs more than to build it anew without them."""
 
 _to_bytes, _to_bits = struct.Struct("<d").pack, struct.Struct("<q").unpack
 
@@ -71,18 +72,15 @@ class CostIndex(CostOrder):
 
     def remove(self, keep: Bools) -> None:
         """All rows leave but those to keep ([n]); these keep their order, and count from 0 again."""
-        if self._ascending is None:
-            gone = np.flatnonzero(~keep)
-        else:  # what leaves is read in its order, since neighbours lie in the same part of the list
-            ascending = self.ascending()
-            gone = ascending[~keep[ascending]]
-            self._ascending = kept(ascending, keep)
+        ascending = self.ascending()
+        stays = keep[ascending]  # [n] in the order of the list
+        gone = ascending[~stays]
         if gone.size * _REBUILD_SHARE >= keep.size:
-            left_over = set(self._keys_of(gone))
-            self._keys = SortedList(key for key in self._keys if key not in left_over)
+            self._keys = SortedList(compress(self._keys, stays.tolist()))
         else:
-            for key in self._keys_of(gone):
+            for key in self._keys_of(gone):  # in their order, since neighbours lie in the same part of the list
                 self._keys.remove(key)
+        self._ascending = kept(ascending, keep)
         self._columns.remove(keep)
 
     def reprice(self, costs: Floats) -> None:
