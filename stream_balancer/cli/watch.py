@@ -131,4 +131,6 @@ def _show(pictures: Iterator[Status]) -> bool:
         for status in pictures:
             live.update(picture(status, recent[0] if recent else None), refresh=True)
             recent.append(status)
+    if not live.console.is_terminal:
+        typer.echo()  # rich ends the line on a terminal only
     return bool(recent)

@@ -331,6 +331,7 @@ def test_the_command_finds_the_balancer(published: Published) -> None:
         result = run("--once", *arguments)
         assert result.exit_code == 0, result.output
         assert "mine (pid" in result.stdout
+        assert result.stdout.endswith("\n")
 
 
 def test_the_command_shows_and_records_until_the_balancer_is_gone(published: Published, tmp_path: Path) -> None:
