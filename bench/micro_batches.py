@@ -1,20 +1,32 @@
-"""Micro-batches under a token cap: idle time if ranks meet at every one, side by side with verl's procedure.
+"""Micro-batches under a token cap: idle time if ranks meet at every one, or once per step, beside verl's procedure.
 
 python bench/micro_batches.py [--json] [--seeds 20]
+
+The second part has the cap at the longest rollout and few rollouts a rank, the case in which the least number of
+micro-batches and balance are at odds. Idle time counts the overhead of a micro-batch as idle, and padding copies too.
 """
 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 import numpy as np
 from _common import Rows, arguments
 from peers import Floats, Ints, Partitioner, flops, lognormal, peers, trace_folder, traces
 
-from stream_balancer.planning import form_micro_batches
+from stream_balancer.planning import form_micro_batches, lower_bound, partition
+from stream_balancer.planning.arrays import Counts
+from stream_balancer.planning.capped import least_finish_bound
+from stream_balancer.planning.packing import Packer
 
 Layout = list[list[list[int]]]
 """[rank][micro_batch] -> positions."""
+
+CostsOf = Callable[[Ints], Floats]
+
+COUNTS: tuple[Counts, ...] = ("equal", "free")
+"""Of micro-batches on the ranks."""
 
 CELLS = [(1024, 32, 49152, 7.7), (256, 8, 65536, 3.5)]
 """(rollouts, ranks, token cap, most idle % allowed)"""
@@ -117,6 +129,124 @@ def compare(
             rows.add(f"{label}: idle over verl's", tally.idle / verl.idle, "x", 0.65 if bar is not None else None)
 
 
+# --- ranks meet once per step, cap = longest --------------------------------------------------------------------------
+
+LIKE = {"like LongAlign": (14_000, 0.55, 65_536), "like SWE-smith": (30_000, 0.7, 131_072)}
+"""Lognormal lengths: median, sigma, longest; 8,192 at least."""
+
+SIZES = [(16, 8), (32, 8), (64, 8), (128, 32), (256, 32)]
+PERCENT = (0, 1, 2, 5)
+"""What a micro-batch costs whatever is in it, in percent of a rank's mean work."""
+
+FIRST_SEED = 9_000
+"""Of draws that nothing was tuned on."""
+
+
+def odc_seconds(lengths: Ints) -> Floats:
+    """The fit of On-Demand Communication's authors for a 7B model, seconds of forward and backward."""
+    x = lengths / 32_000.0
+    seconds: Floats = 4.348 * x * x + 8.768 * x
+    return seconds
+
+
+def trace_flops(lengths: Ints) -> Floats:
+    return flops(lengths.astype(np.float64))
+
+
+def like(name: str, size: int, seed: int) -> Ints:
+    median, sigma, longest = LIKE[name]
+    drawn = np.random.default_rng(seed).lognormal(np.log(median), sigma, size)
+    return np.clip(drawn, 8_192, longest).astype(np.int64)
+
+
+def least_number_first(lengths: Ints, costs: Floats, num_ranks: int, cap: int) -> Layout:
+    """The least number of micro-batches that is found, then balance under it: what seems obvious."""
+    packer = Packer(lengths, costs, cap, padded=False)
+    shares = partition(costs, num_ranks)
+    number = -(-int(lengths.sum()) // (num_ranks * cap))
+    while True:
+        packed = [packer.pack(share, number) for share in shares]
+        if all(bins is not None for bins in packed) and all(share.size >= number for share in shares):
+            return [bins for bins in packed if bins is not None]
+        bins = packer.pack(np.arange(lengths.size), num_ranks * number)
+        if bins is not None:
+            parts = partition([packer.cost(one) for one in bins], num_ranks, "equal")
+            return [[bins[one] for one in part.tolist()] for part in parts]
+        number += 1
+
+
+def finish_of(layout: Layout, costs: Floats, overhead: float, counts: Counts) -> float:
+    """When the last rank is done. A padding copy is a micro-batch without work."""
+    most = max(map(len, layout))
+    return max(
+        sum(float(costs[one].sum()) for one in share) + overhead * (most if counts == "equal" else max(len(share), 1))
+        for share in layout
+    )
+
+
+class Finish:
+    """Sums over draws of when the last rank is done, and of what could be."""
+
+    def __init__(self, kk: Partitioner | None, num_ranks: int, percent: int, counts: Counts) -> None:
+        self._kk, self._num_ranks, self._percent, self._counts = kk, num_ranks, percent, counts
+        self.mean = self.ours = self.least_first = self.verl = self.bound = self.ms = 0.0
+        self.later = self.count = 0
+
+    def add(self, lengths: Ints, costs: Floats) -> None:
+        counts, num_ranks, cap = self._counts, self._num_ranks, int(lengths.max())
+        overhead = self._percent / 100.0 * float(costs.sum()) / num_ranks
+        start = time.process_time()
+        ranks = form_micro_batches(
+            lengths, costs, num_ranks, max_tokens=cap, micro_batch_counts=counts, overhead=overhead
+        )
+        self.ms += 1e3 * (time.process_time() - start)
+        ours = finish_of([[one.tolist() for one in share] for share in ranks], costs, overhead, counts)
+        least_first = finish_of(least_number_first(lengths, costs, num_ranks, cap), costs, overhead, counts)
+        self.mean += float(costs.sum()) / num_ranks
+        self.ours += ours
+        self.least_first += least_first
+        self.later += ours > least_first * (1.0 + 1e-9)
+        self.count += 1
+        self.bound += least_finish_bound(
+            Packer(lengths, costs, cap, padded=False),
+            num_ranks,
+            counts=counts,
+            overhead=overhead,
+            multiple_of=1,
+            work_bound=lower_bound(costs, num_ranks),
+        )
+        if self._kk is not None:
+            self.verl += finish_of(verl_layout(self._kk, lengths, costs, num_ranks, cap)[0], costs, overhead, counts)
+
+    def idle(self, finish: float) -> float:
+        """Percent, the overhead counted."""
+        return 100.0 * (1.0 - self.mean / finish)
+
+
+def cap_at_longest(
+    rows: Rows, label: str, kk: Partitioner | None, drawn: list[Ints], costs_of: CostsOf, num_ranks: int
+) -> None:
+    for percent in PERCENT:
+        for counts in COUNTS:
+            tally = Finish(kk, num_ranks, percent, counts)
+            for lengths in drawn:
+                tally.add(lengths, costs_of(lengths))
+            name = f"{label} cap = longest, overhead {percent} %, {counts} numbers"
+            bound = tally.idle(tally.bound)
+            bar = bound + (2.5 if counts == "free" and percent else 1.0)
+            rows.add(
+                f"{name}: idle",
+                tally.idle(tally.ours),
+                "%",
+                bar if num_ranks == 8 else None,
+                later_than_least_number_first=tally.later,
+                ms=round(tally.ms / tally.count, 2),
+                bound=round(bound, 2),
+                least_number_first=round(tally.idle(tally.least_first), 2),
+                verl=None if kk is None else round(tally.idle(tally.verl), 2),
+            )
+
+
 def main() -> None:
     options = arguments(__doc__, seeds=20, traces=None)
     rows = Rows(options.json)
@@ -130,6 +260,15 @@ def main() -> None:
         inputs = [np.random.default_rng(seed).choice(whole, 256) for seed in range(options.seeds)]
         if whole.mean() * 256 > 8 * cap:  # else one micro-batch holds everything
             compare(rows, f"{trace.name} 256/8 cap {cap}", kk, inputs, 8, cap, None)
+    seeds = range(FIRST_SEED, FIRST_SEED + options.seeds)
+    for name in LIKE:
+        for size, num_ranks in SIZES:
+            few = [like(name, size, seed) for seed in (seeds if num_ranks == 8 else seeds[:6])]
+            cap_at_longest(rows, f"{name} {size}/{num_ranks}", kk, few, odc_seconds, num_ranks)
+    for trace in traces(trace_folder(options.traces)):
+        lengths = (trace.prompt + trace.output).astype(np.int64)
+        few = [np.random.default_rng(seed).choice(lengths, 32) for seed in seeds[:6]]
+        cap_at_longest(rows, f"{trace.name} 32/8", kk, few, trace_flops, 8)
 
 
 if __name__ == "__main__":

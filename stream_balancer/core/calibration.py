@@ -44,7 +44,8 @@ _MEDIAN_NOISE = 1.2533  # of a median, over that of a mean
 _SPEED_STEPS = 5  # before that many, all ranks count as alike
 _SPEED_LEAST = 0.02  # ranks within this of each other are alike: noise is not a slow rank
 _SPEED_CHANGE = 0.01  # a smaller change of a speed is not worth another plan
-_MIX_CHANGE = 0.005  # nor is a smaller change of the mix of a and b
+_MIX_CHANGE = 0.005  # nor is a smaller change of the mix of a and b, or of the fixed costs in parts of a step
+_TOLD_APART = 0.1  # of the prior's variance; where all ranks always run as many micro-batches, half of it stays
 _ERROR_STEPS = 10.0  # the prediction error in the statistics is that of about so many steps
 _MOST_PENDING = 64  # steps whose seconds may be missing
 _PROBE = (1000, 30_000)  # tokens; priors that count as many pairs of these count pairs alike
@@ -176,7 +177,7 @@ class Calibration:
         if self._mix is None or self._typical is None:
             return self._model(lengths)
         x = np.asarray(lengths, dtype=np.float64)
-        unit = self._model.linear * self._typical[0] + self._model.quadratic * self._typical[1]
+        unit = float(self._model.linear * self._typical[0] + self._model.quadratic * self._typical[1])
         tokens, pairs = x / self._typical[0], self._model.pairs(x) / self._typical[1]
         cost: Floats = unit * ((1.0 - self._mix) * tokens + self._mix * pairs)
         return cost
@@ -199,10 +200,20 @@ class Calibration:
         if changed:
             self._mix = mix
         assert self._typical is not None
-        unit = self._model.linear * self._typical[0] + self._model.quadratic * self._typical[1]
-        micro_batch, step = self._parts[2:] / self._typical[2:] * (unit / work)
-        self._overhead = float(step), float(micro_batch)
-        return self._apply_speeds() or changed or self._speeds is not None
+        unit = float(self._model.linear * self._typical[0] + self._model.quadratic * self._typical[1])
+        of_micro_batches, of_step = self._parts[2:].tolist()
+        if not self._tells_micro_batches():
+            of_micro_batches, of_step = 0.0, of_micro_batches + of_step
+        overhead = of_step * unit / work, of_micro_batches / float(self._typical[2]) * unit / work
+        if self._speeds is not None or math.dist(overhead, self._overhead) > _MIX_CHANGE * unit:
+            self._overhead, changed = overhead, True
+        return self._apply_speeds() or changed
+
+    def _tells_micro_batches(self) -> bool:
+        """Numbers of micro-batches have differed by enough to tell what one costs from what a step costs."""
+        certainty = (self._spread / _PRIOR_SPREAD) ** 2
+        variance = np.linalg.inv(self._products + np.diag(certainty))[2, 2]
+        return bool(variance * certainty[2] < _TOLD_APART)
 
     def _apply_speeds(self) -> bool:
         if len(self._recent[0]) < _SPEED_STEPS:

@@ -409,6 +409,31 @@ def test_fixed_costs_are_told_apart() -> None:
     assert fixed.micro_batch == pytest.approx(in_cost_units, rel=0.02)
 
 
+@pytest.mark.parametrize("numbers", [(2, 2), (2, 3)])
+def test_a_micro_batchs_overhead_is_learned_where_their_numbers_differ(numbers: tuple[int, int]) -> None:
+    learned, machine = Calibration(sb.CalibratedCost(sb.QuadraticCost(2000.0, 1.0)), 2), Machine(12, c=0.02, d=0.03)
+    for step in range(60):
+        shares = [[machine.random.integers(100, 4000, 3) for _ in range(machine.random.choice(numbers))] for _ in "ab"]
+        learned.expect(step, shares)
+        learned.observe(step, machine.measured(np.array([machine.work_s(one) for one in shares])))
+    seconds = float(learned.cost([2000])[0]) / (1e-5 * 2000 + 5e-9 * 2000**2)  # work in a second
+    step_s, micro_batch_s = (fixed / seconds for fixed in learned.fixed_costs)
+    if numbers == (2, 2):
+        assert (step_s, micro_batch_s) == (pytest.approx(0.07, rel=0.2), 0.0)
+    else:
+        assert micro_batch_s == pytest.approx(0.02, rel=0.25)
+
+
+@pytest.mark.parametrize("given", [None, 0.0])
+def test_what_is_learned_of_micro_batches_is_planned_with_unless_it_is_given(given: float | None) -> None:
+    knobs = {"max_tokens_per_micro_batch": 8000, "micro_batch_overhead_cost": given}
+    core, machine = BalancerCore(config(**knobs)), Machine(13, c=0.05, d=0.01, noise=0.01)
+    train(core, machine, 60)
+    learned = core.state.pricing.knobs.fixed_costs.micro_batch
+    seconds = float(core.state.pricing.model(np.array([2000]))[0]) / (1e-5 * 2000 + 5e-9 * 2000**2)
+    assert learned / seconds == (pytest.approx(0.05, rel=0.3) if given is None else 0.0)
+
+
 def test_ranks_that_never_tell_cost_no_memory() -> None:
     core = BalancerCore(config(dp_size=2, batch_size=2))
     for step in range(2000):
