@@ -24,7 +24,8 @@ from stream_balancer.transport.gloo import pair as _pair
 from stream_balancer.transport.gloo.torch_dist import TorchTransport
 
 TOKEN = b"a token of sixteen or more"
-GUARD_S = 15  # gloo's own wait takes 50
+GUARD_S = 30
+GLOO_TIMEOUT_S = 20  # gloo itself waits five times as long
 PAIRS = 4
 
 
@@ -47,28 +48,30 @@ def _meet_and_be_killed(sock: socket.socket, me: Literal[0, 1]) -> None:
 
 
 @pytest.mark.parametrize("me", [0, 1])
-@pytest.mark.timeout(GUARD_S)
-def test_an_end_whose_peer_is_killed_in_the_middle_raises(me: Literal[0, 1]) -> None:
+def test_an_end_whose_peer_is_killed_in_the_middle_raises(me: Literal[0, 1], monkeypatch: pytest.MonkeyPatch) -> None:
     def meet(sock: socket.socket) -> None:
         with sock, pytest.raises((OSError, RuntimeError)):
             _pair.meet(sock, me, token=TOKEN, hostname="127.0.0.1")
 
+    monkeypatch.setattr(_pair, "GLOO_TIMEOUT_S", GLOO_TIMEOUT_S)
+    socks = []
+    for _ in range(PAIRS):
+        mine, theirs = socket.socketpair()
+        PROCESSES.Process(target=_meet_and_be_killed, args=(theirs, 1 - me), daemon=True).start()
+        theirs.close()
+        socks.append(mine)
     with ThreadPoolExecutor(PAIRS) as threads:
-        met = []
-        for _ in range(PAIRS):
-            mine, theirs = socket.socketpair()
-            PROCESSES.Process(target=_meet_and_be_killed, args=(theirs, 1 - me), daemon=True).start()
-            theirs.close()
-            met.append(threads.submit(meet, mine))
-        for one in met:
-            one.result()
+        for one in [threads.submit(meet, sock) for sock in socks]:
+            one.result(GUARD_S)
 
 
 def _feed_and_end(address: str, rank: int, may_end: Connection) -> None:
+    _pair.GLOO_TIMEOUT_S = GLOO_TIMEOUT_S
     _feed = RankFeed(address, rank=rank, dp_size=PAIRS)
     may_end.recv()
 
 
+@pytest.mark.processes
 async def test_a_process_ends_while_its_feed_builds_the_pair(monkeypatch: pytest.MonkeyPatch) -> None:
     stuck, test_is_over = threading.Semaphore(0), threading.Event()
 
@@ -78,18 +81,19 @@ async def test_a_process_ends_while_its_feed_builds_the_pair(monkeypatch: pytest
 
     monkeypatch.setattr(_pair._Exchange, "get", _pair._Exchange.get)  # so that it is put back
     _after_the_addresses(stop_here)
+    transport = TorchTransport.listen(dp_size=PAIRS)
+    ranks = []
+    for rank in range(PAIRS):
+        mine, theirs = PROCESSES.Pipe()
+        process = PROCESSES.Process(target=_feed_and_end, args=(transport.address, rank, theirs), daemon=True)
+        process.start()
+        theirs.close()
+        ranks.append((process, mine))
     with anyio.fail_after(GUARD_S):
-        async with TorchTransport.listen(dp_size=PAIRS) as transport:
-            ranks = []
-            for rank in range(PAIRS):
-                mine, theirs = PROCESSES.Pipe()
-                process = PROCESSES.Process(target=_feed_and_end, args=(transport.address, rank, theirs), daemon=True)
-                process.start()
-                theirs.close()
-                ranks.append((process, mine))
+        async with transport:
             try:
                 for _ in ranks:
-                    await anyio.to_thread.run_sync(stuck.acquire)
+                    await anyio.to_thread.run_sync(stuck.acquire, abandon_on_cancel=True)
                 await anyio.sleep(0.2)  # the controller's address is on its way to them
                 for _, may_end in ranks:
                     may_end.send(None)
@@ -103,7 +107,6 @@ async def test_a_process_ends_while_its_feed_builds_the_pair(monkeypatch: pytest
 
 
 @pytest.mark.parametrize("listens", [True, False])
-@pytest.mark.timeout(GUARD_S)
 def test_a_pair_is_built_though_it_is_not_known_which_end_listens(
     monkeypatch: pytest.MonkeyPatch, listens: bool
 ) -> None:
