@@ -8,7 +8,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from stream_balancer.cost.flops import ATTENTION_PASSES, MATMUL_PASSES, AttentionPairs, LayerSumCost
 
@@ -40,7 +40,7 @@ class _Family:
 
     mlp_matrices: int = 3
     """Three in a gated MLP (SwiGLU), two in one that is not."""
-    layers: str = "alike"
+    layers: Literal["alike", "window", "hybrid", "listed"] = "alike"
     """Without ``layer_types`` layers are ``"alike"``, all with ``sliding_window`` if that is set (``"window"``), or all
     attention beside a state space (``"hybrid"``); or they differ, so the list is needed (``"listed"``)."""
     query_gate: bool = False

@@ -33,6 +33,7 @@ IN_UNIT_TESTS = (
     "MiMo-V2-Flash",
     "Qwen3-30B-A3B",
     "Qwen1.5-MoE-A2.7B",
+    "Qwen2-MoE with dense layers",
     "ERNIE-4.5-21B-A3B",
     "Hunyuan-A13B",
     "DeepSeek-V3",
@@ -48,7 +49,7 @@ IN_UNIT_TESTS = (
 LENGTHS = (512, 4096, 16384, 65536)
 LAYERS = 8
 RATIO_ERROR = 0.015  # of the work of one length over that of another
-RECURRENT_ERROR = 0.015  # linear attention and state spaces: kernels differ in what they compute once more
+RECURRENT_ERROR = 0.005  # linear attention and state spaces: kernels differ in what they compute once more
 OTHER_ERROR = 1e-3
 WITHOUT_DEFAULTS = {"gemma4_assistant"}
 CAUSAL_MODELS = sorted(set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES) - WITHOUT_DEFAULTS)
@@ -135,7 +136,7 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
         sizes(2048, 32, 4, 6144, 151936, head_dim=128, num_experts=128, moe_intermediate_size=768),
     ),
     "Qwen1.5-MoE-A2.7B": ("qwen2_moe", {}),
-    "Qwen2-MoE with dense layers": ("qwen2_moe", {"decoder_sparse_step": 2, "mlp_only_layers": [1, 2]}),
+    "Qwen2-MoE with dense layers": ("qwen2_moe", {"decoder_sparse_step": 2, "mlp_only_layers": [1, 3]}),
     "Mixtral-8x7B": ("mixtral", sizes(4096, 32, 8, 14336, 32000, sliding_window=None)),
     "GLM-4.5-Air": ("glm4_moe", sizes(4096, 96, 8, 10944, 151552, head_dim=128)),
     "ERNIE-4.5-21B-A3B": ("ernie4_5_moe", {}),
