@@ -86,7 +86,7 @@ class ActorChannel(ChannelEnd):
 
     async def exchange(self, number: int, messages: list[Packed]) -> Reply:
         """Its messages in, what is answered at once out."""
-        self._answering += 1
+        self._answering += 1  # polls hold back: an answer costs nothing in this call, and a round trip in theirs
         try:
             for ready in self._inbox.add(number, messages):
                 for packed in ready:
@@ -118,6 +118,7 @@ class ActorChannel(ChannelEnd):
         if self._broken:
             raise ConnectionError("the other end has released this channel")
         try:
+            # Numbered before anything is awaited: another call may take what comes up meanwhile, and return first.
             taken = [outgoing for outgoing in self._outgoing() if outgoing is not None]
             first, self._first = self._first, self._first + len(taken)
             return first, [await _packed(outgoing) for outgoing in taken]

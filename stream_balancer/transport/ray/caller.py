@@ -64,6 +64,7 @@ class CallingChannel(ChannelEnd):
         self._threads = [
             threading.Thread(target=run, name=name, daemon=True) for run in (self._receive_all, self._send_all)
         ]
+        # First of all: the actor watches it from the join on, and learns by it if this process dies.
         self._lifeline = actor._hold.remote(self._key)
         self._await(actor._join.remote(self._key, _encode(request), [self._lifeline]), self._on_joined)
 
@@ -93,7 +94,7 @@ class CallingChannel(ChannelEnd):
             self._broken = self._broken or not self.over
             self._changed.notify_all()
         if self._receiver is None:
-            self._cut()
+            self._cut()  # it was never started: no thread does
         for thread in self._threads:
             if thread.ident is not None and thread is not threading.current_thread():
                 thread.join()
@@ -126,7 +127,7 @@ class CallingChannel(ChannelEnd):
         welcome = _answers.decode(answer)
         if isinstance(welcome, Refused):
             raise error_of(welcome)
-        self._poll()
+        self._poll()  # from now on one is always there for the actor to answer, and to fail if the actor dies
         self._on_welcome(welcome)
         with self._changed:
             self._joined = True
