@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import ctypes
+import functools
 import multiprocessing
 import os
 import runpy
@@ -34,6 +35,14 @@ PROCESSES.set_forkserver_preload(
         *(f"stream_balancer.{name}" for name in ("rank.feed", "controller.journal", "transport.gloo.torch_dist")),
     ]
 )
+
+
+@functools.cache
+def start_server() -> None:
+    """Loads torch, which takes most of a minute where the machine has much else to do: not inside a test's guard."""
+    first = PROCESSES.Process(target=int)
+    first.start()
+    first.join()
 
 
 class Python:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 
 
@@ -9,6 +11,12 @@ import pytest
 def anyio_backend(request: pytest.FixtureRequest) -> str:
     """Virtual time does not know what a socket or a thread is busy with."""
     return str(request.param)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _server_that_forks() -> None:
+    if (forked := sys.modules.get("forked")) is not None:  # some test here starts processes
+        forked.start_server()
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest looks at -m
