@@ -153,6 +153,22 @@ def test_a_damaged_packet_ends_the_channel(pair: FakePair, channel: GlooChannel,
     assert recorder.messages == []
 
 
+def test_a_pair_that_is_broken_when_a_receive_is_posted_is_a_lost_connection(
+    recorder: Recorder,
+) -> None:
+    class Broken(FakePair):
+        def receive(self, tensor: Tensor) -> _Pending:
+            raise RuntimeError("Connection closed by peer")
+
+    connected = threading.Event()
+    connected.set()
+    channel = a_channel(Broken(), connected)
+    channel.start(recorder)
+    channel.wait_closed(10)
+    assert isinstance(recorder.error, ConnectionResetError)
+    channel.abort()
+
+
 def test_a_peer_that_has_seen_more_than_was_sent_is_refused(
     pair: FakePair, channel: GlooChannel, recorder: Recorder
 ) -> None:

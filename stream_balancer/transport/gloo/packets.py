@@ -24,7 +24,7 @@ import struct
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -33,6 +33,7 @@ from stream_balancer.errors import WireError
 
 __all__ = ["CHUNK_BYTES", "INSTALL", "PACKET_BYTES", "Packet", "Packets", "Pair", "Pending"]
 
+T = TypeVar("T")
 CHUNK_BYTES = 16 * 2**20
 """Bulk travels in pieces of this size: packing one overlaps with sending the one before."""
 MAX_MESSAGE_BYTES = 2**26
@@ -117,11 +118,11 @@ class Packets:
 
     def receive_bulk(self, targets: Sequence[Tensor]) -> None:
         """Fill ``targets``, ``[n]`` uint8 each, with the bulk behind the message that came last."""
-        posted = [self._pair.receive(piece) for target in targets for piece in _pieces(target)]
+        posted = [_or_lost(self._pair.receive, piece) for target in targets for piece in _pieces(target)]
         if self._receive_packet()[0]:  # behind it on the same tag: once it is here, so is the bulk
             raise WireError(f"bulk was followed by a message, not by an empty packet. {INSTALL}")
         for piece in posted:
-            _wait(piece)
+            _or_lost(piece.wait)
         self._bulk_received = True
 
     def acted(self, *, confirm: bool = False) -> bool:
@@ -137,7 +138,7 @@ class Packets:
 
     def _receive_packet(self) -> tuple[int, bytes]:
         """Bytes of messages, and those bytes if they are in the packet. Drops what the peer has seen."""
-        _wait(self._pair.receive(self._incoming))
+        _or_lost(_or_lost(self._pair.receive, self._incoming).wait)
         raw = bytearray(self._incoming.numpy().data)
         magic, seen, size, crc = _HEADER.unpack_from(raw)
         _HEADER.pack_into(raw, 0, magic, seen, size, 0)
@@ -182,10 +183,7 @@ class Packets:
 
     def post(self, piece: Tensor) -> object:
         """Send bulk; what is returned must be kept until the packet behind it was seen."""
-        try:
-            return self._pair.send(piece)
-        except RuntimeError as error:
-            raise ConnectionResetError(_short(error)) from error
+        return _or_lost(self._pair.send, piece)
 
     def let_go_of_all(self) -> None:
         """The peer is gone: nothing needs to be kept for it."""
@@ -243,9 +241,10 @@ def _pieces(tensor: Tensor) -> list[Tensor]:
     return [tensor[at : at + CHUNK_BYTES] for at in range(0, tensor.numel(), CHUNK_BYTES)]
 
 
-def _wait(pending: Pending) -> None:
+def _or_lost(call: Callable[..., T], *args: Tensor) -> T:
+    """All calls of a pair raise RuntimeError once it is broken, those that only post included."""
     try:
-        pending.wait()
+        return call(*args)
     except RuntimeError as error:
         raise ConnectionResetError(_short(error)) from error
 
