@@ -14,7 +14,6 @@ import torch
 
 from stream_balancer.controller.serve import serve
 from stream_balancer.rank.feed import RankFeed
-from stream_balancer.testing import check_transport
 from stream_balancer.testing.transports import CLAUSES, Opener, ScriptedBalancer, make_batch, same_rollout
 from stream_balancer.transport.gloo import shared_memory as _shared
 from stream_balancer.transport.gloo.shared_memory import available
@@ -84,11 +83,6 @@ OPENERS = {
 async def test_clause(clause: Callable[[Opener], Awaitable[None]], opener: Opener) -> None:
     with anyio.fail_after(30):
         await clause(opener)
-
-
-@pytest.mark.parametrize("opener", OPENERS.values(), ids=OPENERS)
-async def test_contract(opener: Opener) -> None:
-    await check_transport(opener)
 
 
 async def _first_batch(harness: _Harness, feed: RankFeed, **batch: int) -> RankBatch:
