@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stream_balancer.planning import OversizeError, form_micro_batches, lower_bound, partition
+from stream_balancer.planning import (
+    OversizeError,
+    PlanKnobs,
+    Waiting,
+    form_micro_batches,
+    lower_bound,
+    partition,
+    plan_batch,
+    planner,
+)
 from stream_balancer.planning.capped import least_finish_bound
 from stream_balancer.planning.packing import Packer
+from stream_balancer.planning.rank_speeds import FixedCosts
 
 lengths_of_any_kind = st.lists(
     st.one_of(st.integers(1, 100), st.just(100), st.just(1), st.integers(48, 52)), min_size=1, max_size=40
@@ -92,9 +104,10 @@ def test_equal_counts_and_labels_and_speeds(lengths, num_ranks, cap, sync_and_co
     homes = [{int(labels[i]) for one in share for i in one} for share in ranks]
     assert sum(map(len, homes)) == len(set(labels.tolist()))
     assert all(np.asarray(lengths)[one].sum() <= cap for share in ranks for one in share)
-    speeds = np.arange(1.0, num_ranks + 1)
+    speeds = 30.0 ** np.arange(num_ranks)  # so unlike that a rank with nothing to do would pay
     ranks = form_micro_batches(lengths, lengths, num_ranks, speeds=speeds, overhead=9.0, **knobs)
     check(lengths, ranks, num_ranks, cap, micro_batch_counts=micro_batch_counts)
+    assert all(ranks) or n < num_ranks
 
 
 def test_the_example_that_exceeds_the_cap_elsewhere():
@@ -204,6 +217,47 @@ def test_the_bound_on_bins_is_one(lengths, cap):
     optimum = least(sorted(lengths, reverse=True), [])
     assert -(-sum(lengths) // cap) <= packer.least_bins_of_all() <= optimum
     assert optimum == len(packer.fewest(list(range(len(lengths)))))
+
+
+@pytest.mark.parametrize(("overhead", "numbers"), [(0.0, {2}), (5.0, {2}), (20.0, {1})])
+def test_one_more_micro_batch_is_taken_where_it_saves_more_than_it_costs(overhead, numbers):
+    lengths, costs = np.array([10, 5, 5]), np.array([2.0, 10.0, 10.0])  # in one each: 2 and 20; in two: 12 and 10
+    ranks = form_micro_batches(lengths, costs, 2, max_tokens=10, overhead=overhead)
+    assert {max(map(len, ranks))} == numbers
+
+
+def test_few_rollouts_are_packed_into_fewer_bins_than_by_size():
+    packer = Packer(np.array([2, 3, 5, 7, 3, 2]), np.ones(6), 11, padded=False)
+    assert sorted(sum(packer.token_list[i] for i in one) for one in packer.fewest(list(range(6)))) == [11, 11]
+
+
+def test_free_numbers_start_from_the_best_equal_ones():
+    lengths = np.array([2, 2, 11, 11, 9, 13, 16, 8, 2, 1, 12, 9, 3])
+    costs = np.array([13.0, 26, 28, 3, 16, 15, 6, 22, 16, 26, 16, 19, 6])
+    ranks = form_micro_batches(lengths, costs, 2, max_tokens=16, overhead=10.0, micro_batch_counts="free")
+    assert finish_of(costs, ranks, 10.0, "free") <= 146.0  # 151 from the balanced shares alone
+
+
+@given(st.lists(st.integers(1, 100), min_size=12, max_size=24), st.sampled_from([3.0, 30.0, 300.0]))
+def test_loads_count_the_overhead_and_swaps_with_the_window_never_make_it_worse(lengths, overhead):
+    costs = np.array(lengths, dtype=float)
+    waiting = Waiting.of(costs)
+    knobs = PlanKnobs(
+        num_ranks=3,
+        batch_size=9,
+        max_skips=8,
+        max_tokens_per_micro_batch=100,
+        micro_batch_counts="free",
+        fixed_costs=FixedCosts(micro_batch=overhead),
+    )
+    plan = plan_batch(waiting, knobs, num_rollouts=9, step=0)
+    work = np.array([sum(costs[one].sum() for one in share) for share in plan.ranks])
+    assert plan.loads == pytest.approx(work + overhead * np.array([len(share) for share in plan.ranks]))
+    assert plan.lower_bound <= plan.loads.max() * (1 + 1e-9)
+    with mock.patch.object(planner, "swap_with_waiting", lambda costs, shares, *_: shares):
+        unswapped = plan_batch(waiting, knobs, num_rollouts=9, step=0)
+    work_before = sum(float(costs[one].sum()) for share in unswapped.ranks for one in share)
+    assert work.sum() / plan.loads.max() >= work_before / unswapped.loads.max() * (1 - 1e-9)
 
 
 # (lengths are lognormal round the median, with sigma, up to the longest; 4 rollouts a rank, cap = longest)
