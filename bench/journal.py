@@ -142,7 +142,7 @@ def recovery(folder: Path, num_tokens: int = NUM_TOKENS, count: int = 100_000) -
         rows = [rollout_row(number, rollout, time.time(), 0) for number, rollout in enumerate(rollouts, first)]
         database.commit([("insert into rollouts values ?", rows)])
         database.checkpoint()
-    size = database.used_bytes
+    size = database.total_bytes
     database.close()
 
     async def enter() -> tuple[float, float]:

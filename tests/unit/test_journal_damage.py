@@ -114,6 +114,7 @@ def check_database(closed: Path, folder: Path, offset: int) -> int:
     assert not lost or recovered.damage
     if recovered.damage:
         assert (folder / "damaged-1.db").read_bytes() == before
+        assert not (folder / "damaged-1.db-wal").exists()
         again, after = reopened(folder)
         assert not after.damage
         assert held_in(again) == held_in(snapshot)
@@ -125,6 +126,13 @@ def test_a_changed_byte_of_the_database(closed: Path, tmp_path: Path) -> None:
     for offset in (40, 100, 2000, *range(PAGE_BYTES, size, size // 12)):
         lost = check_database(closed, tmp_path / "journal", offset)
         assert lost == len(EVERY) if offset == 100 else lost < len(EVERY)
+
+
+def test_rows_before_and_behind_damage_are_there(closed: Path, tmp_path: Path) -> None:
+    size = (closed / "journal.db").stat().st_size
+    lost = [check_database(closed, tmp_path / "journal", at) for at in range(PAGE_BYTES * 8, size, PAGE_BYTES * 7)]
+    assert any(lost)
+    assert max(lost) < 10
 
 
 @pytest.mark.soak
@@ -188,6 +196,17 @@ def test_damage_is_told(closed: Path, tmp_path: Path, caplog: pytest.LogCaptureF
     assert (recovered.waiting, recovered.in_flight) == (61 - 4 - 4 - 2, 4)
     errors = [r.getMessage() for r in caplog.records if r.levelno == logging.ERROR]
     assert [message.split("rows are lost: ")[1] for message in errors] == sentences
+
+
+def test_damage_is_told_once(written: Path, tmp_path: Path) -> None:
+    """The same object opens what it has set right."""
+    journal = Journal(damaged(written, tmp_path / "j", "journal.db-wal", 20 * FRAME_BYTES, "flip"))
+    for is_damaged in (True, False):
+        snapshot, recovered = journal.open(100)
+        assert bool(recovered.damage) == is_damaged
+        assert (recovered.torn_bytes > 0) == is_damaged
+        assert snapshot.waiting
+        anyio.run(journal.aclose)
 
 
 def test_a_row_that_is_missing_is_noticed(closed: Path, tmp_path: Path) -> None:
@@ -295,7 +314,7 @@ time.sleep(60)
 @pytest.fixture
 def holder(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Python]:
     """Another process that has the journal."""
-    process = Python("-c", HOLD, tmp_path / "journal", request.param)
+    process = Python("-c", HOLD, tmp_path / "journal", request.param, finalize=request.param == "exit")
     process.stdout.readline()
     yield process
     with suppress(ProcessLookupError):

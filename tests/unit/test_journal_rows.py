@@ -216,9 +216,11 @@ def held(*ids: str) -> Contents:
 
 
 def test_a_second_put_of_an_id_does_not_hide_the_first() -> None:
-    contents = held("a", "a")
+    contents = held("a")
+    contents.hold(1, Held(make_rollout(5, "a"), 0.0, 2))
     snapshot, _ = contents.snapshot(0.0, 0)
-    assert [r.rollout_id for r in snapshot.waiting] == ["a"]
+    assert [(r.rollout_id, r.num_tokens) for r in snapshot.waiting] == [("a", 3)]
+    assert snapshot.skips.tolist() == [2]
     assert contents.next_number == 2
 
 

@@ -25,7 +25,7 @@ from functools import partial
 from itertools import islice
 from operator import itemgetter
 from pathlib import Path
-from typing import TypeAlias
+from typing import TypeAlias, TypeGuard
 
 import anyio
 import anyio.lowlevel
@@ -36,7 +36,7 @@ from stream_balancer.controller.journal.contents import Contents, Held, contents
 from stream_balancer.controller.journal.rows import fact_of, rollout_of, rollout_row
 from stream_balancer.controller.journal.store import DiskFullError, Store
 from stream_balancer.core.snapshot import Snapshot
-from stream_balancer.errors import ClosedResourceError, ConfigError, JournalError, RolloutError
+from stream_balancer.errors import ClosedResourceError, ConfigError, JournalError, RolloutError, to_raise
 from stream_balancer.field_docs import documented
 from stream_balancer.transport.event_loop import InLoop, loop_caller
 from stream_balancer.types import Rollout
@@ -96,7 +96,6 @@ class Writing:
     settled: anyio.Event | None
     """None: nobody waits, and it may not be refused."""
     error: Exception | None = None
-    taken: bool = False
     withdrawn: bool = False
 
     @property
@@ -295,14 +294,11 @@ class Journal:
         try:
             await item.settled.wait()
         except BaseException:
-            with self._queued:
-                item.withdrawn = True
-                taken = item.taken
-            if taken:
-                self.retract(item)
+            item.withdrawn = True  # if it is still in time; else it is written, and deleted again
+            self.retract(item)
             raise
         if item.error is not None:
-            raise _fresh(item.error)
+            raise to_raise(item.error)
 
     def _check_fits(self, rollouts: Sequence[Rollout]) -> None:
         size, most = sum(r.nbytes for r in rollouts), self._max_bytes
@@ -344,7 +340,7 @@ class Journal:
         self._enqueue(item)
         await item.settled.wait()
         if item.error is not None:
-            raise _fresh(item.error)
+            raise to_raise(item.error)
 
     def _enqueue(self, item: _Item) -> None:
         with self._queued:
@@ -384,9 +380,7 @@ class Journal:
             while self._queue and size < self._commit_bytes:
                 item = self._queue.popleft()
                 items.append(item)
-                if isinstance(item, Writing):
-                    item.taken = True
-                    size += item.nbytes
+                size += item.nbytes if isinstance(item, Writing) else 0
         return items
 
     def _write(self, items: Sequence[_Item]) -> None:
@@ -399,12 +393,9 @@ class Journal:
             self._note_full(False)
         except DiskFullError as error:
             self._note_full(True)
-            rest = []
-            for item in items:
-                if isinstance(item, Writing) and item.settled is not None:
-                    item.error = error
-                else:
-                    rest.append(item)
+            rest = [item for item in items if not _may_be_refused(item)]
+            for item in filter(_may_be_refused, items):
+                item.error = JournalError(*error.args)
             try:
                 self._commit(rest)
             except DiskFullError:
@@ -436,25 +427,23 @@ class Journal:
         admitted: list[_Item] = []
         size, blocked = 0, False
         for item in items:
-            if isinstance(item, Writing):
-                if self._refusing and item.settled is not None:
+            if _may_be_refused(item):
+                if self._refusing:
                     item.error = ClosedResourceError("the journal was closed before this put was written")
                 if item.withdrawn or item.error is not None:
                     continue
-                if item.settled is not None and not self._has_room(size + item.nbytes):
+                size += item.nbytes
+                if blocked or not self._has_room(size):
                     blocked = True
                     self._kept.append(item)
                     continue
-                size += item.nbytes
             admitted.append(item)
         if blocked:
             self._in_loop(self._on_blocked)
         if blocked and not self._blocked:
             _log.warning(
-                "journal %s: puts wait, %d bytes of max_bytes (%d) belong to rollouts that wait, or were not "
-                "acknowledged",
+                "journal %s: puts wait, most of max_bytes (%d) belongs to rollouts that wait, or were not acknowledged",
                 self.path,
-                self._store.used_bytes,
                 self._max_bytes,
             )
         self._blocked = blocked
@@ -462,22 +451,20 @@ class Journal:
 
     def _has_room(self, num_bytes: int) -> bool:
         """A quarter is left for what is written beside puts. Every byte is written to the log, then to the database."""
-        limit, store = self._max_bytes, self._store
-        if limit is None or store.total_bytes + 2 * num_bytes <= limit * 3 // 4:
+        if self._max_bytes is None:
             return True
-        if store.log_bytes or store.free_bytes:
-            store.vacuum()
-            store.checkpoint()
-        return store.total_bytes + 2 * num_bytes <= limit * 3 // 4
+        most = self._max_bytes * 3 // 4 - 2 * num_bytes
+        if self._store.total_bytes > most:
+            self._store.checkpoint(vacuum_pages=2**30)
+        return self._store.total_bytes <= most
 
     def _tidy(self) -> None:
         """Nobody waits for this: take the log over into the database, and give back what is free there."""
         store = self._store
         try:
             if self._broken is None and store.log_bytes > self._log_bytes:
-                if store.free_bytes > max(FREE_BYTES, store.used_bytes):
-                    store.vacuum(VACUUM_PAGES)
-                store.checkpoint()
+                much = max(FREE_BYTES, store.total_bytes // 2)
+                store.checkpoint(vacuum_pages=VACUUM_PAGES if store.free_bytes > much else 0)
         except DiskFullError:
             self._note_full(True)
         except Exception as error:  # noqa: BLE001 - as in _run
@@ -516,10 +503,8 @@ class Journal:
             self._in_loop(partial(_set_all, events))
 
 
-def _fresh(error: Exception) -> Exception:
-    """The same error for one of those who get it."""
-    kind = JournalError if isinstance(error, JournalError) else type(error)
-    return kind(*error.args)
+def _may_be_refused(item: _Item) -> TypeGuard[Writing]:
+    return isinstance(item, Writing) and item.settled is not None
 
 
 def _set_all(events: Sequence[anyio.Event]) -> None:

@@ -100,6 +100,7 @@ class Store:
     def connect(self, name: str) -> None:
         """Open a database of this name, or make it."""
         self.path, self._log_path = self.folder / name, self.folder / f"{name}-wal"
+        self.damage, self.torn_bytes = [], 0
         log_bytes = self.log_bytes
         try:
             self._db = db = sqlite3.connect(self.path, isolation_level=None, check_same_thread=False, timeout=0)
@@ -251,15 +252,13 @@ class Store:
                     db.rollback()
                 raise
 
-    def checkpoint(self) -> None:
-        """Take the write-ahead log over into the database, and cut it to nothing. Raises like :meth:`commit`."""
+    def checkpoint(self, vacuum_pages: int = 0) -> None:
+        """Take the write-ahead log over into the database, and cut it to nothing; give so many free pages back to the
+        file system. Raises like :meth:`commit`."""
         with self._told_as_full(self.log_bytes):
+            if vacuum_pages:
+                self.db.execute(f"pragma incremental_vacuum({vacuum_pages})").fetchall()
             self.db.execute("pragma wal_checkpoint(truncate)").fetchall()
-
-    def vacuum(self, num_pages: int = 0) -> None:
-        """Give free pages back to the file system with the next checkpoint; 0: all. Raises like :meth:`commit`."""
-        with self._told_as_full(self.log_bytes):
-            self.db.execute(f"pragma incremental_vacuum({num_pages})").fetchall()
 
     @property
     def log_bytes(self) -> int:
@@ -273,11 +272,6 @@ class Store:
     def free_bytes(self) -> int:
         """Of pages of the database that hold nothing."""
         return self._number("pragma freelist_count") * PAGE_BYTES
-
-    @property
-    def used_bytes(self) -> int:
-        """Of pages that hold something."""
-        return self._number("pragma page_count") * PAGE_BYTES - self.free_bytes
 
     @property
     def total_bytes(self) -> int:
