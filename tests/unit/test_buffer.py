@@ -120,3 +120,13 @@ def test_rollouts_without_scalars_share_one_empty_mapping_that_nobody_can_fill()
             change()
     assert type(pickle.loads(pickle.dumps(one.metadata))) is dict  # noqa: S301  # our own bytes
     assert (one.metadata | {"key": 1}) == {"key": 1}
+
+
+def test_each_arrival_counts_once_in_the_lengths() -> None:
+    core = BalancerCore(sb.BalancerConfig(dp_size=1, batch_size=2, window=2))
+    for number, length in enumerate((2, 60)):
+        core.add(rollout(length, str(number)), float(number))
+    batch = core.poll(3.0)
+    assert batch is not None
+    core.acknowledge(batch.step)
+    assert core.statistics(3.0).length_bias.arrived_quantiles[1] == pytest.approx(2, rel=0.05)  # the median
