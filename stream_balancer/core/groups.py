@@ -80,7 +80,8 @@ class Groups:
         if group is None:  # the whole group has left, and was forgotten as done
             group = self._groups[group_id] = _Group(self._new_label(), arrived=self.size)
         self.num_awaited -= self._lacks(group)
-        group.arrived -= 1
+        # Those that wait have come: the one that may come again may be of an earlier group of this name, done since.
+        group.arrived = max(group.arrived - 1, group.waiting)
         self._arrived_by_label[group.label] = group.arrived
         self.num_awaited += self._lacks(group)
         if group.arrived == 0:
