@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -14,6 +15,7 @@ from stream_balancer.errors import WireError
 from stream_balancer.testing.channels import Recorder, source_of
 from stream_balancer.transport.buffers import BufferPool
 from stream_balancer.transport.channel import Outgoing
+from stream_balancer.transport.gloo import pair as pair_module
 from stream_balancer.transport.gloo.channel import GlooChannel, LinkOptions
 from stream_balancer.transport.gloo.packets import PACKET_BYTES
 from stream_balancer.wire.messages import Message, Payloads, PutRefused, StepReport, Taken
@@ -264,3 +266,11 @@ def is_empty(packet: bytes) -> bool:
 
 def seen_in(packet: bytes) -> int:
     return int.from_bytes(packet[8:16], "little")
+
+
+def test_a_descriptor_that_is_another_sockets_by_now_says_nothing_of_who_listens(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        monkeypatch.setattr(pair_module, "sockets_at", lambda end: [other.fileno()])
+        assert not pair_module._listens(b"an address that is not the other's", b"")

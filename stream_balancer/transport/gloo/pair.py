@@ -200,7 +200,9 @@ def _listens(mine: bytes, theirs: bytes) -> bool:
     with suppress(OSError):
         for fd in sockets_at(mine):  # gloo's listening socket, whose address is somewhere in ``mine``
             end = packed_ends(fd)[0]
-            at = mine.index(end)
+            at = mine.find(end)
+            if at < 0:  # the descriptor was closed meanwhile, and is another socket's now
+                continue
             return _order(end) < _order(theirs[at : at + len(end)])
     return False
 
