@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,8 @@ _TRACES = Path(__file__).resolve().parents[2] / "shared" / "traces"
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # under nohup or '&', and tests of Ctrl-C would wait for ever
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     config.option.anyio_mode = "auto"  # every async test is an anyio test, without a marker of its own
 
 

@@ -43,7 +43,12 @@ def demo(
         options = DemoOptions(**given)
         from stream_balancer.demo.main import run_demo
 
+        log = logging.getLogger("stream_balancer")
+        level = log.level
         # ranks share cores here: one that looks slow, of which the log would warn, waits for its turn
-        logging.getLogger("stream_balancer").setLevel(logging.ERROR)
-        code = run_demo(options)
+        log.setLevel(logging.ERROR)
+        try:
+            code = run_demo(options)
+        finally:
+            log.setLevel(level)
     raise typer.Exit(code)

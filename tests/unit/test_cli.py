@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import subprocess
 import sys
 from pathlib import Path
@@ -231,6 +232,7 @@ class TestDemo:
         assert (options.seed, options.backend, options.json) == (7, "trio", True)
         assert run("demo").exit_code == 0
         assert seen[1] == type(options)()
+        assert logging.getLogger("stream_balancer").level == logging.NOTSET  # as it was
 
     def test_exit_code_is_the_demo_s(self, monkeypatch: pytest.MonkeyPatch) -> None:
         main = pytest.importorskip("stream_balancer.demo.main")

@@ -48,8 +48,12 @@ async def fresh_statistics() -> sb.Statistics:
 
 
 def fetch(port: int, path: str = "/metrics") -> str:
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=30) as response:
-        return str(response.read().decode())
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=30) as response:
+            return str(response.read().decode())
+    except urllib.error.HTTPError as error:
+        error.close()  # it holds the connection
+        raise
 
 
 def test_every_figure_of_statistics_is_told() -> None:
