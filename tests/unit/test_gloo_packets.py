@@ -202,6 +202,7 @@ def test_a_packet_counts_as_seen_once_all_that_is_in_it_was_acted_on(
     """Of what it kept for a packet the sender lets go then: a file that the packet's last message asks to be mapped."""
     (packet,) = packets_of(Taken(1), Taken(2))
     told: list[int] = []
+    has_told = threading.Event()
 
     def send_something(message: Message) -> None:
         if message == Taken(2):
@@ -211,11 +212,11 @@ def test_a_packet_counts_as_seen_once_all_that_is_in_it_was_acted_on(
             assert done.wait(10)
             told.append(seen_in(pair.sent[-1]))
 
+            has_told.set()
+
     recorder.on_message = send_something
     pair.give(packet)
-    recorder_has_both = threading.Event()
-    while len(recorder.messages) < 2:
-        recorder_has_both.wait(0.001)
+    assert has_told.wait(10)
     assert told == [0]
 
 
