@@ -142,6 +142,11 @@ def test_a_message_larger_than_a_packet_travels_behind_one(
     assert recorder.messages == [message]
 
 
+def wait_for_end(recorder: Recorder) -> None:
+    while recorder.error is None:
+        time.sleep(0.001)
+
+
 def damaged(packet: bytes, at: int) -> bytes:
     return packet[:at] + bytes([packet[at] ^ 1]) + packet[at + 1 :]
 
@@ -150,7 +155,7 @@ def damaged(packet: bytes, at: int) -> bytes:
 def test_a_damaged_packet_ends_the_channel(pair: FakePair, channel: GlooChannel, recorder: Recorder, at: int) -> None:
     (packet,) = packets_of(Taken(1))
     pair.give(damaged(packet, at))
-    channel.wait_closed(10)
+    wait_for_end(recorder)  # wait_closed() would not wait before the pair is there
     assert isinstance(recorder.error, WireError)
     assert recorder.messages == []
 
@@ -166,8 +171,7 @@ def test_a_pair_that_is_broken_when_a_receive_is_posted_is_a_lost_connection(
     connected.set()
     channel = a_channel(Broken(), connected)
     channel.start(recorder)
-    while recorder.error is None:
-        time.sleep(0.001)
+    wait_for_end(recorder)
     assert isinstance(recorder.error, ConnectionResetError)
     channel.abort()
 
@@ -191,7 +195,7 @@ def test_a_peer_that_has_seen_more_than_was_sent_is_refused(
     assert done.wait(10)
     peer.abort()
     pair.give(other.sent[-1])  # an empty packet that has seen three
-    channel.wait_closed(10)
+    wait_for_end(recorder)  # wait_closed() would not wait before the pair is there
     assert isinstance(recorder.error, WireError)
     assert "has seen" in str(recorder.error)
 
