@@ -212,8 +212,9 @@ class Calibration:
     def _tells_micro_batches(self) -> bool:
         """Numbers of micro-batches have differed by enough to tell what one costs from what a step costs."""
         certainty = (self._spread / _PRIOR_SPREAD) ** 2
-        variance = np.linalg.inv(self._products + np.diag(certainty))[2, 2]
-        return bool(variance * certainty[2] < _TOLD_APART)
+        # [4], of which [2] is the variance of a micro-batch's cost: that column of the inverse
+        variances = _solve(self._products + np.diag(certainty), np.eye(_FEATURES)[2])
+        return bool(0.0 < variances[2] * certainty[2] < _TOLD_APART)
 
     def _apply_speeds(self) -> bool:
         if len(self._recent[0]) < _SPEED_STEPS:
@@ -298,6 +299,16 @@ _STATE = _PER_RANK | {
 }
 
 
+def _solve(products: Floats, answers: Floats) -> Floats:
+    """[n] of [n, n] and [n]. Clocks that differ by twelve orders of magnitude leave digits for only one of them: then
+    the shortest of all solutions, because a step's report must never end the controller."""
+    try:
+        solved = np.linalg.solve(products, answers)
+    except np.linalg.LinAlgError:
+        solved = np.linalg.lstsq(products, answers, rcond=None)[0]
+    return np.asarray(solved, dtype=np.float64)
+
+
 def _non_negative(products: Floats, answers: Floats) -> Floats:
     """[4] argmin of ``x @ products @ x / 2 - answers @ x`` over ``x >= 0``; ``products`` positive definite. By trying
     every set of positive unknowns: 15 small solves."""
@@ -305,7 +316,7 @@ def _non_negative(products: Floats, answers: Floats) -> Floats:
     for size in range(_FEATURES, 0, -1):
         for chosen in combinations(range(_FEATURES), size):
             some = list(chosen)
-            solved = np.linalg.solve(products[np.ix_(some, some)], answers[some])
+            solved = _solve(products[np.ix_(some, some)], answers[some])
             value = -0.5 * float(answers[some] @ solved)
             if (solved >= 0).all() and value < least:
                 best, least = np.zeros(_FEATURES), value

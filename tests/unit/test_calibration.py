@@ -441,3 +441,17 @@ def test_ranks_that_never_tell_cost_no_memory() -> None:
     assert len(core.state.step_times) < 300
     core.record_step(StepTiming(1999, 1, 3.0), 0.0)
     assert core.statistics(0.0).measured_idle_fraction == pytest.approx(1 / 3)
+
+
+def test_clocks_that_no_trainer_has_end_nothing() -> None:
+    """Twelve orders of magnitude between two ranks leave digits for one of them only: the sums become singular."""
+    learned = Calibration(sb.CalibratedCost(sb.TokenCost(), half_life_steps=2), 2)
+    one = np.array([1, 1])
+    for step, seconds in enumerate([[1e-6, 1e-6], [1e-6, 1e-6], [1e-6, 1e6], [1e6, 1e-6]] * 5):
+        learned.expect(step, [[one], [one]])
+        learned.observe(step, seconds)
+    fit = learned.fit()
+    assert np.isfinite([fit.seconds_per_token, fit.seconds_per_micro_batch, fit.seconds_per_step]).all()
+    singular = np.zeros((4, 4))
+    singular[0, 0] = 1.0
+    assert _non_negative(singular, np.array([2.0, 0.0, 0.0, 0.0])).tolist() == [2.0, 0.0, 0.0, 0.0]
