@@ -128,6 +128,13 @@ def test_a_changed_byte_of_the_database(closed: Path, tmp_path: Path) -> None:
         assert lost == len(EVERY) if offset == 100 else lost < len(EVERY)
 
 
+def test_a_changed_byte_of_the_schema(closed: Path, tmp_path: Path) -> None:
+    """SQLite's message quotes the damaged name, which may be no text."""
+    start = (closed / "journal.db").read_bytes().lower().index(b"create")
+    for offset in range(start - 60, start + 40, 2):
+        check_database(closed, tmp_path / "journal", offset)
+
+
 def test_rows_before_and_behind_damage_are_there(closed: Path, tmp_path: Path) -> None:
     size = (closed / "journal.db").stat().st_size
     lost = [check_database(closed, tmp_path / "journal", at) for at in range(PAGE_BYTES * 8, size, PAGE_BYTES * 7)]

@@ -69,6 +69,9 @@ def execute(db: sqlite3.Connection, sql: str, rows: Sequence[Sequence[Any]]) -> 
         db.execute(sql.replace("?", ",".join([marks] * len(some))), [value for row in some for value in row])
 
 
+_UNREADABLE = (sqlite3.Error, UnicodeDecodeError)  # the latter: SQLite's message quotes a damaged name that is no text
+
+
 class Store:
     """Rows in ``journal.db`` of one folder, opened by one process at a time."""
 
@@ -110,7 +113,7 @@ class Store:
                     db.execute(f"pragma {pragma}").fetchall()
                 self._check_log(log_bytes)
                 self._check(log_bytes)
-        except sqlite3.Error as error:
+        except _UNREADABLE as error:
             raise JournalError(
                 errno.EIO,
                 f"{self.path} cannot be read ({error}). Nothing in it was changed. `sqlite3 {self.path} .recover` may "
@@ -223,7 +226,7 @@ class Store:
                     seen.add(row[:2])
                     yield row
                 return
-            except sqlite3.Error as error:
+            except _UNREADABLE as error:
                 self.damage.append(f"{sql.split()[3]} in {self.path.name}: {error}")
 
     def _number(self, sql: str) -> int:
