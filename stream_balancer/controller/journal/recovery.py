@@ -68,23 +68,20 @@ class JournalObserver(Observer):
             )
 
     def dispatched(self, batch: Batch) -> None:
-        """See :class:`Observer`."""
         counts, departed = self._core.state.counts.totals(), self._core.state.buffer.groups.departed()
         self.journal.change(self._changes.dispatched(batch, counts, departed))
 
     def acknowledged(self, batch: Batch) -> None:
-        """See :class:`Observer`. Rollouts that no rank could get were lost: they may be put again."""
+        # rollouts that no rank could get are not among the past ids: they may be put again
         state = self._core.state
         done = [r.rollout_id for r in batch.rollouts if r.rollout_id in state.ids.past]
         self.journal.change(self._changes.acknowledged(batch, done, state.counts.acknowledged))
 
     def evicted(self, rollout: Rollout, reason: EvictReason) -> None:
-        """See :class:`Observer`."""
         departed = self._core.state.buffer.groups.departed()
         self.journal.change(self._changes.evicted(rollout.rollout_id, reason, departed))
 
     def version_set(self, version: int) -> None:
-        """See :class:`Observer`."""
         self.journal.change(self._changes.versioned(version))
 
     def restored(self, snapshot: Snapshot) -> None:

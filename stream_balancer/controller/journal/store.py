@@ -47,6 +47,7 @@ _PRAGMAS = (
 )
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _FAILED_WRITES = {sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR_WRITE}
+_UNREADABLE = (sqlite3.Error, UnicodeDecodeError)  # the latter: SQLite's message quotes a damaged name that is no text
 _MAX_VALUE_BYTES = 10**9  # SQLite's default
 _MAX_VARIABLES = 999  # SQLite's default before 3.32
 
@@ -67,9 +68,6 @@ def execute(db: sqlite3.Connection, sql: str, rows: Sequence[Sequence[Any]]) -> 
     for first in range(0, len(rows), most):
         some = rows[first : first + most]
         db.execute(sql.replace("?", ",".join([marks] * len(some))), [value for row in some for value in row])
-
-
-_UNREADABLE = (sqlite3.Error, UnicodeDecodeError)  # the latter: SQLite's message quotes a damaged name that is no text
 
 
 class Store:
