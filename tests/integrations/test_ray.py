@@ -260,8 +260,13 @@ async def test_a_full_balancer_holds_puts_back() -> None:
         async with balancer.feed(rank=0, depth=1) as feed:
             await anext(feed)
             await anext(feed)
-            await until(lambda: _blocked(balancer, 0))
+            await until(lambda: _all_done(done, 9))
             assert sorted(done) == [f"b{n}" for n in range(9)]
+            assert await _blocked(balancer, 0)
+
+
+async def _all_done(done: list[str], count: int) -> bool:
+    return len(done) == count
 
 
 async def _blocked(balancer: RayBalancer, count: int) -> bool:
