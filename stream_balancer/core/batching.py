@@ -25,7 +25,8 @@ __all__ = ["make_batch", "make_plan", "rows_of"]
 
 
 class Planner(Protocol):
-    """Chooses ``num_rollouts`` of the waiting ones and lays them out on ranks and micro-batches."""
+    """Chooses among the waiting rollouts, ``num_rollouts`` of which could go, and lays those chosen out on ranks and
+    micro-batches."""
 
     def __call__(self, waiting: Waiting, knobs: PlanKnobs, *, num_rollouts: int, step: int) -> Plan: ...
 
@@ -34,8 +35,8 @@ _PLANNERS: dict[str, Planner] = {"window": plan_batch, "fifo": plan_fifo, "round
 
 
 def make_plan(state: State, due: NDArray[np.bool_], num_rollouts: int) -> tuple[Waiting, Plan]:
-    """What the planner is shown, and its plan, in rows of the buffer. ``due`` [n] must go; what is held back for its
-    age is not shown. O(n), plus the planner's time."""
+    """What the planner is shown, and its plan, in rows of the buffer. ``due`` [n] must go; ``num_rollouts`` could; what
+    is held back for its age is not shown. O(n), plus the planner's time."""
     planner, knobs, step = _PLANNERS[state.config.policy], state.pricing.knobs, state.ledger.next_step
     waiting = state.buffer.waiting(due)
     if not state.staleness.num_held_back:

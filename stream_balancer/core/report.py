@@ -67,7 +67,7 @@ def preview(state: State, now: float) -> tuple[Plan, int] | None:
     if not len(state.buffer):
         return None
     due = state.triggers.due(now)
-    num_rollouts = min(state.config.batch_size, state.triggers.num_available(due))
+    num_rollouts = state.triggers.num_available(due)
     if not num_rollouts:
         return None
     _, plan = make_plan(state, due, num_rollouts)

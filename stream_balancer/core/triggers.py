@@ -80,22 +80,22 @@ class Triggers:
         return max(self._oldest_arrival() + self.config.deadline_s, self._not_before)
 
     def reason(self, now: float, due: NDArray[np.bool_]) -> tuple[Reason | None, int]:
-        """Why a batch leaves now, and how many rollouts it takes; None if none does. O(n)."""
-        size, (_, ready), available = self.config.batch_size, self.num_sendable(), self.num_available(due)
+        """Why a batch leaves now, and how many rollouts could go with it; None if none does. O(n)."""
+        (_, ready), available = self.num_sendable(), self.num_available(due)
         if self.ended:
-            return ("drain", min(size, available)) if available else (None, 0)
+            return ("drain", available) if available else (None, 0)
         if self._window_is_full(ready) and available:
-            return "window", min(size, available)
+            return "window", available
         deadline = self.config.deadline_s
         if (
             deadline is not None and now >= self._oldest_arrival() + deadline
         ):  # =, not >: who was woken exactly then would be told to wake then, again and again
             if available >= self.config.min_batch_size:
-                return "deadline", min(size, available)
+                return "deadline", available
             # past the deadline, and yet too few: without this the caller would be told to poll again at once
             self._not_before = self._next_group_deadline(due, deadline)
         if self._full_batch_is_due(ready):
-            return "age", min(size, ready)
+            return "age", available
         return None, 0
 
     def _window_is_full(self, ready: int) -> bool:

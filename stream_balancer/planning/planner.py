@@ -1,6 +1,7 @@
 """Who goes now, on which rank, in which micro-batch: the plan of a batch, from the parts that decide each question.
 
-    Waiting, PlanKnobs --> selection.py       who goes: what must, then who makes a step without waste
+    Waiting, PlanKnobs --> step_size.py       how many go
+                       --> selection.py       who goes: what must, then who makes a step without waste
                        --> partition.py       on which rank, or
                            micro_batches.py   on which rank and in which micro-batch, under a token cap
                        --> swaps.py           the last percent: chosen against waiting rollouts
@@ -25,7 +26,8 @@ from .packing import Packer
 from .partition import partition, partition_together
 from .plan import Plan, PlanKnobs, Waiting, has_micro_batches, micro_batch_overheads
 from .rank_speeds import work_rates
-from .selection import Units, select
+from .selection import Units
+from .step_size import select_step, usual_size
 from .swaps import swap_with_waiting
 
 if TYPE_CHECKING:
@@ -34,15 +36,16 @@ if TYPE_CHECKING:
 
 
 def plan_batch(waiting: Waiting, knobs: PlanKnobs, *, num_rollouts: int, step: int) -> Plan:
-    """Choose `num_rollouts` of the waiting rollouts and lay them out on ranks and micro-batches.
+    """Choose `batch_size` of the waiting rollouts and lay them out on ranks and micro-batches.
 
-    Fewer are chosen only if whole groups do not add up to that number, or if the rest waits for siblings.
+    Fewer are chosen if `num_rollouts` are fewer, if whole groups do not add up to that number, or if the rest waits for
+    siblings.
     With fewer chosen than ranks, the last ranks stay empty: the caller adds padding copies.
 
     Args:
         waiting: the columns; nothing is changed in them.
         knobs: taken as checked.
-        num_rollouts: how many to send: `batch_size`, or fewer for a deadline or the drain.
+        num_rollouts: how many could go: a deadline or the drain may have fewer than `batch_size`.
         step: counts the batches; rotates which rank gets the heaviest share.
 
     Raises:
@@ -66,8 +69,8 @@ def plan_batch(waiting: Waiting, knobs: PlanKnobs, *, num_rollouts: int, step: i
     units = Units.of(waiting, knobs)
     # How the work is best split depends on how much is chosen, and the choice on the split. The oldest rollouts stand
     # in for the choice first; what was really chosen then decides.
-    at_first = _with_rates(waiting, knobs, np.arange(min(num_rollouts, waiting.costs.size)))
-    fixed, go = select(waiting, units, at_first, min(num_rollouts, knobs.batch_size))
+    at_first = _with_rates(waiting, knobs, np.arange(min(usual_size(knobs, num_rollouts), waiting.costs.size)))
+    fixed, go = select_step(waiting, units, at_first, num_rollouts)
     chosen, fixed_rollouts = units.of_rollouts(go), units.of_rollouts(fixed)
     knobs = _with_rates(waiting, knobs, np.flatnonzero(chosen))
     shares = _shares(waiting, knobs, units, chosen, fixed_rollouts, step)
@@ -97,7 +100,7 @@ def choose_batch(waiting: Waiting, knobs: PlanKnobs, *, num_rollouts: int) -> Bo
         array([1, 3, 4, 5])
     """
     units = Units.of(waiting, knobs)
-    _, go = select(waiting, units, knobs, min(num_rollouts, knobs.batch_size))
+    _, go = select_step(waiting, units, knobs, num_rollouts)
     return units.of_rollouts(go)
 
 
