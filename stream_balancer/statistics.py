@@ -110,6 +110,9 @@ class Statistics:
     """Dispatches by reason, ever."""
     dispatched_tokens: int
     """Tokens dispatched, ever, padding copies not counted."""
+    token_variation: float | None
+    """Coefficient of variation of the tokens of a step: their standard deviation over their mean, over all steps ever.
+    0.0 = every step trains on as many tokens; what varies is noise in the gradient. None before the first dispatch."""
     padding_copies: int
     """Zero-weight copies made, ever."""
     nacked: int

@@ -135,6 +135,7 @@ def _table(reports: Reports, *, instant: bool) -> Table:
     row("  no assignment can save", lambda r: f"{_segment(r, steady).unavoidable_idle:.2%}")
     if steady:
         row("  with warm-up and tail", lambda r: f"{r.overall.idle_fraction:.2%}")
+    row("tokens of a step, std / mean", lambda r: f"{_segment(r, steady).token_variation:.2f}")
     row("trainer time, round-robin = 1", lambda r: f"{r.overall.work_s / usual if usual else 1.0:.3f}")
     if not instant:
         row("end to end, s", lambda r: f"{r.elapsed_s:,.0f}")

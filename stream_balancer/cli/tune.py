@@ -144,7 +144,18 @@ def _table(report: TuneReport) -> Table:
 
     table = Table()
     table.add_column("")
-    for name in ("window", "max_skips", "deadline", "idle", "+-", "added age", "p99", "wait p99, s", "short"):
+    for name in (
+        "window",
+        "max_skips",
+        "deadline",
+        "idle",
+        "+-",
+        "added age",
+        "p99",
+        "tokens +-",
+        "wait p99, s",
+        "short",
+    ):
         table.add_column(name, justify="right")
     table.add_row("round-robin", "-", "-", "-", *_figures(report.round_robin))
     table.add_row("arrival order", "-", "-", "-", *_figures(report.fifo))
@@ -168,6 +179,7 @@ def _figures(o: Outcome) -> list[str]:
         f"{o.idle_error:.2%}",
         f"{o.added_age:.2f}",
         f"{o.age_p99:.0f}",
+        f"{o.token_variation:.0%}",
         f"{o.wait_p99_s:,.0f}",
         f"{o.short_batches:.0%}" if o.short_batches else "",
     ]

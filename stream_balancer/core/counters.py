@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, get_args
@@ -9,7 +10,7 @@ from typing import Any, get_args
 from stream_balancer.statistics import TrainingAge
 from stream_balancer.types import Batch, EvictReason, Reason
 
-__all__ = ["Counts", "TrainingAges", "idle", "unavoidable"]
+__all__ = ["Counts", "TrainingAges", "idle", "token_variation", "unavoidable"]
 
 _OLDEST = 1_000  # versions; what is older counts as this old
 
@@ -19,8 +20,8 @@ class Counts:
 
     def __init__(self) -> None:
         self.accepted = self.acknowledged = self.nacked = self.peak_waiting = self.dispatched_tokens = (
-            self.padding_copies
-        ) = 0
+            self.squared_tokens
+        ) = self.padding_copies = 0
         self.evicted: Counter[EvictReason] = Counter(dict.fromkeys(get_args(EvictReason), 0))
         self.batches: Counter[Reason] = Counter(dict.fromkeys(get_args(Reason), 0))
         self.mean_loads = self.max_loads = self.lower_bounds = self.mean_seconds = self.max_seconds = 0.0
@@ -28,6 +29,7 @@ class Counts:
     def record(self, batch: Batch) -> None:
         self.batches[batch.reason] += 1
         self.dispatched_tokens += batch.num_tokens
+        self.squared_tokens += batch.num_tokens**2
         self.padding_copies += batch.num_padding
         self.mean_loads += sum(batch.loads) / len(batch.loads)
         self.max_loads += max(batch.loads)
@@ -84,3 +86,9 @@ def unavoidable(mean: float, bound: float, highest: float) -> float | None:
 def idle(mean: float, highest: float) -> float | None:
     """None where nothing is known."""
     return 1.0 - mean / highest if highest > 0 else None
+
+
+def token_variation(steps: int, tokens: int, squared_tokens: int) -> float | None:
+    """Coefficient of variation of the tokens of a step: standard deviation over mean, of so many steps with so many
+    tokens in all, whose squares sum to this. None where nothing is known. Exact but for the last rounding."""
+    return math.sqrt(steps * squared_tokens - tokens**2) / tokens if tokens else None

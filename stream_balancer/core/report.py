@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from stream_balancer.core.batching import make_plan, rows_of
-from stream_balancer.core.counters import idle, unavoidable
+from stream_balancer.core.counters import idle, token_variation, unavoidable
 from stream_balancer.core.state import State
 from stream_balancer.planning import Plan
 from stream_balancer.statistics import Statistics
@@ -39,6 +39,7 @@ def statistics(state: State, now: float, shell: ShellFigures) -> Statistics:
         evicted=dict(counts.evicted),
         batches=dict(counts.batches),
         dispatched_tokens=counts.dispatched_tokens,
+        token_variation=token_variation(counts.batches.total(), counts.dispatched_tokens, counts.squared_tokens),
         padding_copies=counts.padding_copies,
         nacked=counts.nacked,
         blocked_puts=shell.blocked_puts,

@@ -103,6 +103,11 @@ METRICS: tuple[Metric, ...] = (
     Metric("evicted_rollouts", "Rollouts given up, by reason.", _dict("evicted"), "counter", "reason"),
     Metric("dispatches", "Batches, by the reason they left.", _dict("batches"), "counter", "reason"),
     Metric("dispatched_tokens", "Tokens dispatched, padding not counted.", _one("dispatched_tokens"), "counter"),
+    Metric(
+        "token_variation",
+        "Coefficient of variation (standard deviation / mean) of the tokens of a step.",
+        _one("token_variation"),
+    ),
     Metric("padding_copies", "Zero-weight copies made.", _one("padding_copies"), "counter"),
     Metric("idle_fraction", "Predicted part of rank time spent waiting for the slowest.", _one("idle_fraction")),
     Metric(

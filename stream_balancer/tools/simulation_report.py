@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stream_balancer.config import BalancerConfig, Policy
+from stream_balancer.core.counters import token_variation
 from stream_balancer.planning import LengthBiasSummary
 from stream_balancer.planning.arrays import Floats, Ints
 
@@ -31,6 +32,9 @@ class Segment:
     """Their tokens."""
     mean_length: float
     """Tokens per rollout; 0.0 without rollouts."""
+    token_variation: float
+    """Coefficient of variation of the tokens of a dispatch: their standard deviation over their mean; 0.0 without
+    tokens."""
     idle_fraction: float
     """1 - sum(mean load) / sum(step time): the part of rank time spent waiting for the slowest rank, predicted."""
     avoidable_idle: float
@@ -96,12 +100,14 @@ class Steps:
         mean, bound = float(self.mean_load[chosen].sum()), float(self.lower_bound[chosen].sum())
         idle = max(1.0 - mean / total, 0.0) if total > 0 else 0.0
         avoidable = min(max(1.0 - bound / total, 0.0), idle) if total > 0 else 0.0
-        rollouts, tokens = int(self.rollouts[chosen].sum()), int(self.tokens[chosen].sum())
+        each: list[int] = self.tokens[chosen].tolist()
+        rollouts, tokens = int(self.rollouts[chosen].sum()), sum(each)
         return Segment(
-            batches=int(np.count_nonzero(chosen)),
+            batches=len(each),
             rollouts=rollouts,
             tokens=tokens,
             mean_length=tokens / rollouts if rollouts else 0.0,
+            token_variation=token_variation(len(each), tokens, sum(one * one for one in each)) or 0.0,
             idle_fraction=idle,
             avoidable_idle=avoidable,
             unavoidable_idle=idle - avoidable,
@@ -208,6 +214,11 @@ class SimulationReport:
         return self.figures.unavoidable_idle
 
     @property
+    def token_variation(self) -> float:
+        """Coefficient of variation of the tokens of a dispatch: standard deviation over mean."""
+        return self.figures.token_variation
+
+    @property
     def delay_p50(self) -> float:
         """Median seconds in the window."""
         return self.delay_s.p50
@@ -234,6 +245,7 @@ _PROPERTIES = (
     "idle_fraction",
     "avoidable_idle",
     "unavoidable_idle",
+    "token_variation",
     "delay_p50",
     "delay_p99",
     "delay_max",

@@ -40,6 +40,8 @@ class Outcome:
     age_p99: float
     """99th percentile of the dispatches that a rollout waited through."""
     age_max: float
+    token_variation: float
+    """Coefficient of variation of the tokens of a dispatch: their standard deviation over their mean."""
     wait_p99_s: float
     """99th percentile of the seconds that a rollout waited."""
     wait_max_s: float
@@ -136,6 +138,7 @@ def outcome_of(report: SimulationReport) -> Outcome:
         added_age=delay.mean,
         age_p99=delay.p99,
         age_max=delay.max,
+        token_variation=report.token_variation,
         wait_p99_s=report.delay_s.p99,
         wait_max_s=report.delay_s.max,
         short_batches=float(np.mean(steps.rollouts[shown] < least)) if count else 0.0,

@@ -93,6 +93,9 @@ def _totals(status: Status, before: Status | None) -> Table:
     names = ("idle_fraction", "unavoidable_idle_fraction", "measured_idle_fraction")
     idle = ["?" if now[name] is None else f"{now[name]:.1%}" for name in names]
     table.add_row("idle", f"{idle[0]} predicted ({idle[1]} unavoidable), {idle[2]} measured")
+    if (variation := now["token_variation"]) is not None:
+        mean = now["dispatched_tokens"] / sum(now["batches"].values())
+        table.add_row("tokens a step", f"{mean:,.0f}, standard deviation {variation:.0%} of that")
     if before is not None and (seconds := status.time_s - before.time_s) > 0:
         names = ("accepted", "acknowledged", "dispatched_tokens")
         put, trained, tokens = ((now[name] - before.statistics[name]) / seconds for name in names)

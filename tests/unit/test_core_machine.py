@@ -120,6 +120,7 @@ class CoreMachine(RuleBasedStateMachine):
         self.evicted: set[str] = set()
         self.acknowledged: set[int] = set()
         self.passed_over: dict[str, int] = {}
+        self.step_tokens: list[int] = []
         self.ended = False
         self.version: int | None = None
         if version is not None:
@@ -201,6 +202,9 @@ class CoreMachine(RuleBasedStateMachine):
         assert ready <= self.now
         assert not self.orders.wrong
         self.check_batch(batch, before)
+        self.step_tokens.append(batch.num_tokens)
+        varies = np.std(self.step_tokens) / np.mean(self.step_tokens)
+        assert self.core.statistics(self.now).token_variation == pytest.approx(varies, abs=1e-9)
         real = {r.rollout_id for r in batch.rollouts if not r.is_padding}
         assert len(real) == batch.num_rollouts
         assert not real & self.dispatched

@@ -195,6 +195,8 @@ class TestSegments:
         check_report(report, trace)
         assert report.is_steady
         assert report.idle_fraction == report.steady.idle_fraction
+        tokens = report.steps.tokens[report.shown_steps]
+        assert report.token_variation == pytest.approx(tokens.std() / tokens.mean())
         assert report.warm_up.batches == (report.warm_up.batches + report.steady.batches) // 4
         assert report.warm_up.mean_length < report.overall.mean_length < report.tail.mean_length
         assert 3 <= report.tail.batches <= 8
@@ -227,6 +229,7 @@ class TestSegments:
         assert report.idle_fraction == pytest.approx(1 - 9.5 / 12)
         assert report.avoidable_idle == 0.0
         assert report.steps.idle_fraction.tolist() == pytest.approx([1 - 5.5 / 8, 0.0])
+        assert report.token_variation == pytest.approx(1.5 / 9.5), "11 and 8 tokens: 9.5 give or take 1.5"
         dealt = simulate(trace_of([4, 1, 4, 1], arrival=[0.0] * 4), knobs(policy="round_robin"), warm_up=0)
         assert dealt.idle_fraction == pytest.approx(1 - 5 / 8)
         assert dealt.avoidable_idle == pytest.approx(1 - 5 / 8)

@@ -37,6 +37,7 @@ def outcome(window: int = 8, idle: float = 0.1, age: float = 1.0, **changes: Any
         "added_age": age,
         "age_p99": age,
         "age_max": age,
+        "token_variation": 0.2,
         "wait_p99_s": 1.0,
         "wait_max_s": 1.0,
         "short_batches": 0.0,

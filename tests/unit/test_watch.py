@@ -254,6 +254,8 @@ def test_the_view_says_it_all() -> None:
         rank_idle_seconds=[{"no_data": 0.0, "window": 30.0, "transport": 10.0}] * 2,
         batches={"window": 12, "deadline": 0},
         evicted={"stale": 3},
+        dispatched_tokens=14_400,
+        token_variation=0.24,
     )
     before = with_statistics(status, accepted=1)
     text = text_of(status, msgspec.structs.replace(before, time_s=status.time_s - 10.0))
@@ -266,6 +268,7 @@ def test_the_view_says_it_all() -> None:
         "window 30.0%, transport 10.0%",
         "60.0%",
         "12 window",
+        "1,200, standard deviation 24% of that",
         "evicted: 3 stale",
         "0.5 rollouts put",
         "! rank 1 takes 1.40 times as long",
