@@ -71,7 +71,7 @@ class BalancerConfig:
     max_skips: MaxSkips = _AUTO
     """No rollout is passed over by more dispatches than this. "auto" (read back, it is the number): 8, or what the
     window and the capacity need. None = no bound: outliers may wait for the drain. Holds while no more than
-    ``capacity`` wait: see docs/planning.md."""
+    ``capacity`` wait: see docs/planning_proofs.md."""
     capacity: int = _DERIVED
     """``put()`` waits once this many rollouts wait, places kept for siblings of waiting groups counted in. Default
     ``2 * window``."""

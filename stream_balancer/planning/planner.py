@@ -7,7 +7,7 @@
                        --> swaps.py           the last percent: chosen against waiting rollouts
                        --> Plan
 
-Pure: numpy in, positions out. See docs/planning.md for the proofs.
+Pure: numpy in, positions out. docs/planning_proofs.md has the rules and the proofs.
 """
 
 from __future__ import annotations

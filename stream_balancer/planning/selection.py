@@ -4,8 +4,8 @@
     may go     first in, first out, while that balances; outliers wait, then go together (outliers.py), or runs of
                neighbours in lockstep (lockstep.py)
 
-What is chosen is a unit: a rollout, or a whole group where siblings stay together. Pure; docs/planning.md has the proof
-of the guarantee.
+What is chosen is a unit: a rollout, or a whole group where siblings stay together. Pure;
+docs/planning_proofs.md has the proof of the guarantee.
 """
 
 from __future__ import annotations
@@ -241,8 +241,8 @@ def _forced(units: Units, knobs: PlanKnobs) -> Bools:
     """Units that must go so that nobody is ever passed over by more than max_skips dispatches.
 
     Of the units with at most j skips left, at most j * batch_size rollouts may stay behind: the next j dispatches take
-    them (earliest deadline first: Liu and Layland 1973; proof in docs/planning.md). From j = waiting / batch_size on
-    that is all of them: O(W), however large max_skips is.
+    them (earliest deadline first: Liu and Layland 1973; proof in docs/planning_proofs.md). From
+    j = waiting / batch_size on that is all of them: O(W), however large max_skips is.
     """
     forced = np.zeros(units.sizes.size, dtype=np.bool_)
     # What a batch holds for sure. Units are taken whole, so up to `slack` places may stay empty.
