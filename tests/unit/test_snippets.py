@@ -78,7 +78,7 @@ def test_every_stage_has_its_snippet() -> None:
     assert len(ALL) >= 20
 
 
-PROGRAM = ".venv/bin/stream-balancer "
+PROGRAM = "stream-balancer "
 COMMANDS = [line.removeprefix(PROGRAM) for line in PAGES[0].read_text().splitlines() if line.startswith(PROGRAM)]
 
 
