@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from typing import Any
 
 import anyio
 import pytest
@@ -19,17 +20,8 @@ class _Harness:
     def __init__(self, dp_size: int) -> None:
         self.transport = MemoryTransport(dp_size=dp_size)
 
-    def connect(
-        self,
-        rank: int,
-        *,
-        dp_size: int | None = None,
-        incarnation: int = 0,
-        depth: int = 2,
-        auto_ack: bool = True,
-    ) -> RankFeed:
-        port = self.transport.connect(rank, dp_size=dp_size, incarnation=incarnation, depth=depth)
-        return RankFeed(port, auto_ack=auto_ack)
+    def connect(self, rank: int, *, auto_ack: bool = True, **join: Any) -> RankFeed:
+        return RankFeed(self.transport.connect(rank, **join), auto_ack=auto_ack)
 
     def kill(self, feed: RankFeed) -> None:
         port = feed._port

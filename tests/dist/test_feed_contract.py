@@ -7,6 +7,7 @@ import functools
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import anyio
 import pytest
@@ -29,28 +30,10 @@ class _Harness:
         self.transport = TorchTransport.listen(dp_size=dp_size, linger_s=LINGER_S, shared_memory=shared_memory)
         self.feeds: list[RankFeed] = []
 
-    def connect(
-        self,
-        rank: int,
-        *,
-        dp_size: int | None = None,
-        incarnation: int = 0,
-        depth: int = 2,
-        auto_ack: bool = True,
-        shared_memory: bool = True,
-    ) -> RankFeed:
-        feed = RankFeed(
-            self.transport.address,
-            rank=rank,
-            dp_size=dp_size or self.transport.dp_size,
-            incarnation=incarnation,
-            depth=depth,
-            auto_ack=auto_ack,
-            linger_s=LINGER_S,
-            shared_memory=shared_memory,
-        )
-        self.feeds.append(feed)
-        return feed
+    def connect(self, rank: int, *, dp_size: int | None = None, **options: Any) -> RankFeed:
+        dp_size = dp_size or self.transport.dp_size
+        self.feeds.append(RankFeed(self.transport.address, rank=rank, dp_size=dp_size, linger_s=LINGER_S, **options))
+        return self.feeds[-1]
 
     def kill(self, feed: RankFeed) -> None:
         port = feed._port

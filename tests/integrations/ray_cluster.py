@@ -130,22 +130,13 @@ class _Harness:
         self.transport, self._actor = transport, actor
         self.feeds: list[RankFeed] = []
 
-    def connect(
-        self,
-        rank: int,
-        *,
-        dp_size: int | None = None,
-        incarnation: int = 0,
-        depth: int = 2,
-        auto_ack: bool = True,
-    ) -> RankFeed:
+    def connect(self, rank: int, *, dp_size: int | None = None, auto_ack: bool = True, **options: Any) -> RankFeed:
         port = open_port(
             self._actor,
             rank=rank,
             dp_size=dp_size or self.transport.dp_size,
-            depth=depth,
-            incarnation=incarnation,
             linger_s=CLAUSE_TIMEOUT_S + 5,  # a good-bye that is not answered shows as a hang
+            **options,
         )
         self.feeds.append(RankFeed(port, auto_ack=auto_ack))
         return self.feeds[-1]
