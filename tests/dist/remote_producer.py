@@ -197,7 +197,7 @@ def run_rank(pipe: Any, address: str, rank: int, dp_size: int, incarnation: int,
         for batch in sb.RankFeed(address, rank=rank, dp_size=dp_size, incarnation=incarnation):
             for mb in batch.micro_batches:
                 packed = mb.packed()
-                assert packed["input_ids"].tolist() == [i for r in mb.rollouts for i in r.tokens["input_ids"].tolist()]
+                assert packed["input_ids"].equal(torch.cat([r.tokens["input_ids"] for r in mb.rollouts]))
             padding = [r for r in batch.rollouts if r.is_padding]
             assert all(not r.tokens["loss_mask"].any() for r in padding if "loss_mask" in r.tokens)
             real = {r.rollout_id: fingerprint(r) for r in batch.rollouts if not r.is_padding}
@@ -218,9 +218,9 @@ class Rank:
         self.process.start()
         theirs.close()
 
-    def kill(self) -> None:
+    def kill(self, number: int = signal.SIGKILL) -> None:
         assert self.process.pid
-        os.kill(self.process.pid, signal.SIGKILL)
+        os.kill(self.process.pid, number)
 
     def told(self) -> list[Any]:
         """All it has said, once it has ended: steps, then ("end", "") or an error's (type, text); neither if killed."""

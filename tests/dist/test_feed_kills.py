@@ -3,18 +3,15 @@ nothing."""
 
 from __future__ import annotations
 
-import os
 import random
 import signal
-import time
 from itertools import pairwise
-from multiprocessing.connection import Connection
-from multiprocessing.process import BaseProcess
+from typing import Any
 
 import anyio
 import pytest
-import torch
 from forked import PROCESSES
+from remote_producer import GUARD_S, Rank, fingerprint
 
 from stream_balancer.controller.serve import serve
 from stream_balancer.errors import RankLostError
@@ -22,50 +19,12 @@ from stream_balancer.rank.feed import RankFeed
 from stream_balancer.testing.transports import ScriptedBalancer, make_batch
 from stream_balancer.transport.gloo.torch_dist import TorchTransport
 
-GUARD_S = 50
+END = ("end", "")
 
 
-def _train(address: str, rank: int, incarnation: int, step_s: float, told: Connection) -> None:
-    torch.set_num_threads(1)
-    for batch in RankFeed(address, rank=rank, dp_size=2, incarnation=incarnation):
-        ids = [r.rollout_id for r in batch.rollouts]
-        checksum = sum(int(mb.packed()["input_ids"].sum()) for mb in batch.micro_batches)
-        time.sleep(step_s)
-        told.send((batch.step, ids, checksum))
-    told.send(None)
-
-
-class Rank:
-    """A rank's process and what it has told."""
-
-    def __init__(self, address: str, rank: int, incarnation: int = 0, step_s: float = 0.0) -> None:
-        self.told, theirs = PROCESSES.Pipe(duplex=False)
-        self.process: BaseProcess = PROCESSES.Process(
-            target=_train, args=(address, rank, incarnation, step_s, theirs), daemon=True
-        )
-        self.process.start()
-        theirs.close()
-
-    def signal(self, number: signal.Signals) -> None:
-        assert self.process.pid
-        os.kill(self.process.pid, number)
-
-    def trained(self) -> list[tuple[int, list[str], int]]:
-        """What it has said so far; waits until it has ended."""
-        got = []
-        try:
-            while (said := self.told.recv()) is not None:
-                got.append(said)
-        except EOFError:
-            pass
-        self.process.join(GUARD_S)
-        return got
-
-
-def _expected(step: int, rank: int, num_tokens: int) -> tuple[int, list[str], int]:
+def _expected(step: int, rank: int, num_tokens: int) -> tuple[int, dict[str, Any]]:
     share = make_batch(step, 2, num_tokens=num_tokens).ranks[rank]
-    checksum = sum(int(r.tokens["input_ids"].sum()) for r in share.rollouts)
-    return step, [r.rollout_id for r in share.rollouts], checksum
+    return step, {rollout.rollout_id: fingerprint(rollout) for rollout in share.rollouts}
 
 
 async def _drill(
@@ -76,22 +35,23 @@ async def _drill(
     balancer = ScriptedBalancer([make_batch(step, 2, num_tokens=num_tokens) for step in range(steps)])
     async with TorchTransport.listen(dp_size=2, shared_memory=shared_memory) as transport:
         address = transport.address or ""
-        healthy = Rank(address, 0, step_s=step_s)
+        healthy = Rank(address, 0, 2, step_s=step_s)
         lives: list[Rank] = []
 
         async def reaper() -> None:
             for incarnation in range(kills):
-                lives.append(Rank(address, 1, incarnation, step_s))
+                lives.append(Rank(address, 1, 2, incarnation, step_s))
                 await anyio.sleep(chance.uniform(0.0, 0.3))
-                lives[-1].signal(signal.SIGKILL)
-            lives.append(Rank(address, 1, kills, step_s))
+                lives[-1].kill()
+            lives.append(Rank(address, 1, 2, kills, step_s))
 
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(reaper)
             await serve(balancer, transport, rejoin_timeout_s=30)
-        told_healthy = await anyio.to_thread.run_sync(healthy.trained)
-        told = [await anyio.to_thread.run_sync(rank.trained) for rank in lives]
-    assert told_healthy == [_expected(step, 0, num_tokens) for step in range(steps)]
+        told_healthy = await anyio.to_thread.run_sync(healthy.told)
+        told = [await anyio.to_thread.run_sync(rank.told) for rank in lives]
+    assert told_healthy == [*(_expected(step, 0, num_tokens) for step in range(steps)), END]
+    assert told[-1].pop() == END
     assert balancer.acknowledged == list(range(steps))
     flat = [said for life in told for said in life]
     by_step = {said[0]: said for said in flat}
@@ -130,19 +90,19 @@ async def _stop() -> None:
     with anyio.fail_after(GUARD_S):
         async with TorchTransport.listen(dp_size=2, keepalive_s=0.4) as transport:
             address = transport.address or ""
-            ranks = [Rank(address, rank, step_s=0.05) for rank in range(2)]
+            ranks = [Rank(address, rank, 2, step_s=0.05) for rank in range(2)]
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(serve, balancer, transport)
                 while not balancer.step_seconds:
                     await anyio.sleep(0.005)
-                ranks[1].signal(signal.SIGSTOP)
+                ranks[1].kill(signal.SIGSTOP)
                 while not transport.sessions[1].stalled_s > 1.5:
                     await anyio.sleep(0.02)
                 assert transport.sessions[0].live
-                ranks[1].signal(signal.SIGCONT)
-            told = [await anyio.to_thread.run_sync(rank.trained) for rank in ranks]
+                ranks[1].kill(signal.SIGCONT)
+            told = [await anyio.to_thread.run_sync(rank.told) for rank in ranks]
     for rank in range(2):
-        assert [said[0] for said in told[rank]] == list(range(steps))
+        assert [said[0] for said in told[rank]] == [*range(steps), END[0]]
     assert balancer.acknowledged == list(range(steps))
 
 
