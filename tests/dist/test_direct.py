@@ -203,24 +203,6 @@ async def test_tokens_in_flight_that_died_with_their_producer_are_masked_and_cou
     assert "the victim" in caplog.text
 
 
-async def test_a_feed_can_be_closed_while_it_waits_for_a_producer_that_does_not_answer() -> None:
-    async with served(1, batch_size=4, window=4, rejoin_timeout_s=30) as (balancer, transport):
-        with RemoteProducer(transport.address, hand_over="direct") as stopped:
-            await puts_all(stopped, [(9, f"v{n}") for n in range(4)])
-            assert stopped.process.pid
-            os.kill(stopped.process.pid, signal.SIGSTOP)
-            feed = sb.RankFeed(transport.address, rank=0, dp_size=1, linger_s=0.1)
-            fetcher = feed._port._payloads  # type: ignore[attr-defined]
-            await until(lambda: fetcher._open)
-            await feed.aclose()
-            assert fetcher._open == {}
-            os.kill(stopped.process.pid, signal.SIGCONT)
-            rank = Rank(transport.address, 0, 1, incarnation=1)
-            balancer.end()
-            told = await anyio.to_thread.run_sync(rank.told)
-            assert trained([told]).keys() == {f"v{n}" for n in range(4)}
-
-
 async def test_hostile_bytes_at_a_producer_s_port_disturb_nobody() -> None:
     async with served(1, batch_size=4, window=4) as (balancer, transport):
         async with sb.connect(transport.address, hand_over="direct") as producer:

@@ -6,12 +6,10 @@ import errno
 import functools
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from pathlib import Path
 from typing import Any
 
 import anyio
 import pytest
-import torch
 
 from stream_balancer.controller.serve import serve
 from stream_balancer.rank.feed import RankFeed
@@ -85,44 +83,6 @@ async def test_shared_memory_is_chosen_by_itself_and_may_be_refused(refused_by: 
             feed = harness.connect(0, shared_memory=refused_by != "rank")
             await _first_batch(harness, feed)
             assert harness.transport.sessions[0].channel.shares_memory == (refused_by == "nobody")
-
-
-def mapped_files() -> set[str]:
-    """Inodes of the shared buffers that this process has mapped."""
-    lines = Path("/proc/self/maps").read_text().splitlines()
-    return {line.split()[4] for line in lines if "memfd:stream_balancer" in line}
-
-
-@pytest.mark.skipif(not available(), reason="needs memfd")
-async def test_a_buffer_is_used_again_only_when_its_last_tensor_is_gone() -> None:
-    with anyio.fail_after(30):
-        mapped_before = mapped_files()
-        async with _open(1, shared_memory=True) as harness:
-            feed = harness.connect(0)
-            first = await _first_batch(harness, feed, num_tokens=1000)
-            kept = [mb.packed()["input_ids"][3:9] for mb in first.micro_batches]
-            before = [tensor.clone() for tensor in kept]
-            del first
-            link = harness.transport.sessions[0]
-            for step in range(1, 12):
-                while not link.credits:
-                    await anyio.sleep(0.001)
-                link.send(make_batch(step, 1, num_tokens=1000).ranks[0])
-                assert (await anext(feed)).step == step
-            assert all(torch.equal(a, b) for a, b in zip(kept, before, strict=True))
-            assert link.channel.shares_memory
-            # The kept one, depth + 1, and one on its way back.
-            assert 0 < len(mapped_files() - mapped_before) <= 5
-
-
-@pytest.mark.skipif(not available(), reason="needs memfd")
-async def test_tensors_outlive_the_feed_and_the_controller() -> None:
-    with anyio.fail_after(30):
-        async with _open(1, shared_memory=True) as harness:
-            batch = await _first_batch(harness, harness.connect(0), num_tokens=1000)
-        expected = make_batch(0, 1, num_tokens=1000).ranks[0]
-        for mine, theirs in zip(batch.rollouts, expected.rollouts, strict=True):
-            assert torch.equal(mine.tokens["input_ids"], theirs.tokens["input_ids"])
 
 
 async def test_without_a_descriptor_for_shared_memory_a_batch_goes_through_the_socket(

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import signal
-import socket
 import threading
-import time
 from pathlib import Path
 
 import anyio
 import pytest
 from forked import Python, run_world, started
 
-from stream_balancer.controller.serve import serve
 from stream_balancer.errors import RankLostError
 from stream_balancer.rank.feed import RankFeed
-from stream_balancer.testing.transports import ScriptedBalancer, make_batch
+from stream_balancer.testing.transports import make_batch
 from stream_balancer.transport.gloo import pair as _gloo
 from stream_balancer.transport.gloo.torch_dist import TorchTransport
 
@@ -92,22 +89,6 @@ def test_the_end_of_the_controller_is_told(mode: str, how: signal.Signals | None
         code, out, errors = ended(controller)
         assert code == (-signal.SIGKILL if how is signal.SIGKILL else 0), errors
         assert out == (["interrupted"] if how is signal.SIGINT else [])
-
-
-def test_ranks_and_controller_may_start_in_any_order() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    feed = RankFeed(f"tcp://127.0.0.1:{port}", rank=0, dp_size=1)
-    time.sleep(0.1)
-
-    async def control() -> None:
-        async with TorchTransport.listen(dp_size=1, port=port) as transport:
-            await serve(ScriptedBalancer([make_batch(step, 1) for step in range(3)]), transport)
-
-    controller = threading.Thread(target=anyio.run, args=(control,))
-    controller.start()
-    assert [batch.step for batch in feed] == [0, 1, 2]
-    controller.join()
 
 
 @pytest.mark.processes

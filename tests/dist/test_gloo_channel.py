@@ -10,7 +10,6 @@ import anyio
 import pytest
 import torch.distributed as dist
 
-from stream_balancer.testing import check_channel
 from stream_balancer.testing.channels import CLAUSES, Opener
 from stream_balancer.transport.buffers import BufferPool
 from stream_balancer.transport.channel import Channel
@@ -49,7 +48,3 @@ OPENERS = {f"shared_memory={shared}": functools.partial(open_pair, shared_memory
 async def test_clause(clause: Callable[[Opener], Awaitable[None]], opener: Opener) -> None:
     with anyio.fail_after(20):
         await clause(opener)
-
-
-async def test_contract() -> None:
-    await check_channel(OPENERS["shared_memory=True"])

@@ -252,36 +252,6 @@ def is_shut(port: int) -> bool:
         return True
 
 
-async def test_who_recorded_a_handshake_may_play_it_back_in_vain() -> None:
-    """A relay between a producer and the controller writes down all that is said, and says it again later."""
-    said: list[bytes] = []
-
-    def relay(server: socket.socket, port: int) -> None:
-        with closing(server.accept()[0]) as joiner, closing(socket.create_connection(("127.0.0.1", port))) as acceptor:
-            for source, sink in ((joiner, acceptor), (acceptor, joiner), (joiner, acceptor), (acceptor, joiner)):
-                data = source.recv(8192)
-                said.append(data)
-                sink.sendall(data)
-
-    def play_back(port: int) -> bytes:
-        with stranger(port) as sock:
-            sock.sendall(said[0])
-            sock.recv(8192)
-            sock.sendall(said[2])
-            return answers(sock)
-
-    async with training() as (transport, _, train):
-        port = parse_address(transport.address)[1]
-        with socket.create_server(("127.0.0.1", 0)) as server:
-            relaying = threading.Thread(target=relay, args=(server, port))
-            relaying.start()
-            there = f"tcp://127.0.0.1:{server.getsockname()[1]}"
-            async with sb.connect(there, token=TOKEN):
-                await anyio.to_thread.run_sync(relaying.join)
-        assert b"same token" in await anyio.to_thread.run_sync(play_back, port)
-        await train(1)
-
-
 async def test_strangers_who_stay_make_room_for_who_belongs_here() -> None:
     """More of them than there are places; some say a little and nothing more."""
     with anyio.fail_after(GUARD_S):
