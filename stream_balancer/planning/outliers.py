@@ -34,10 +34,8 @@ _SUPPLY = 0.7
 """How much of the arrivals still to come is trusted to fill an outlier's step. 0.25-1 all work; less means more is
 held back, hence more delay for heavy rollouts and 1-3 points less idle time on the heaviest tails."""
 
-_LEVEL_SLACK = 0.2
-"""An outlier batch goes at the highest level that wastes at most this share more than the best one: a level left unused
-now returns later. Measured, idle time of lognormal lengths, 64 rollouts on 32 ranks: 0 gives 14.8 %, 0.2 gives 11.5 %,
-1 gives 18.5 %."""
+_ROUNDING = 1e-9
+"""Scores of levels this near to each other (as a part of the highest level) are equal."""
 
 _RESERVE_STEPS = 6
 """Sizes of the reserve that are tried, from none to the whole window."""
@@ -239,15 +237,36 @@ class _Forecast:
         return float(np.diff(taken, prepend=0.0) @ units.costs[heaviest])
 
 
+def _best_level(units: Candidates, others: Ints, must_peak: float) -> float:
+    """How long the step should be: least is to be wasted, by this step and by those of the outliers that it leaves.
+
+    Each outlier left will need a step as long as itself, the more surely the fewer dispatches it may still wait. Such a
+    step serves all that are lower: so one adds only its height above the next lower one left (above the fair share, if
+    it is the lowest), times the greatest urgency of itself and those above. O(n) for n others, which are sorted.
+    """
+    costs, num_more = units.costs, units.num_more
+    heights = units.parts[others] + units.filler  # ascending
+    # from the lowest level with all that fit below it; each later one takes in one outlier more
+    first = max(num_more, int(np.searchsorted(heights, must_peak, side="right")))
+    below = np.arange(first, others.size + 1)
+    levels = np.maximum(heights[below - 1], must_peak)
+    prefix = running_sums(costs[others])
+    most_work = float(costs[units.must].sum()) + prefix[below] - prefix[below - num_more]
+    wasted = np.maximum(levels - most_work / units.ranks, 0.0)
+    fair = float(costs.mean()) * (num_more + np.count_nonzero(units.must)) / units.ranks
+    left = np.maximum(heights[first:], fair)
+    urgency = 1.0 - units.remaining[others[first:]] / (float(units.remaining.max()) + 1.0)
+    urgency = np.maximum.accumulate(urgency[::-1])[::-1]
+    later = running_sums((np.diff(left, prepend=fair) * urgency)[::-1])[::-1]  # by level; the last leaves nobody
+    later[1:-1] += (left[:-1] - fair) * urgency[1:]  # where it is the lowest left, a rise begins at the fair share
+    score = wasted + later
+    return float(levels[np.flatnonzero(score <= score.min() + _ROUNDING * levels[-1])[-1]])  # of equal ones the highest
+
+
 def _outlier_batch(units: Candidates, others: Ints, must_peak: float) -> Bools:
     """A step as long as its heaviest `must`, or longer where that wastes little more, filled up to that level."""
     costs, parts, must, num_more = units.costs, units.parts, units.must, units.num_more
-    prefix = running_sums(costs[others])
-    below = np.arange(num_more, others.size + 1)  # level j: the num_more heaviest of the `below[j]` lightest
-    levels = np.maximum(must_peak, parts[others][below - 1] + units.filler)  # ascending
-    most_work = float(costs[must].sum()) + prefix[below] - prefix[below - num_more]
-    waste = np.maximum(1.0 - most_work / (units.ranks * levels), 0.0)
-    level = float(levels[np.flatnonzero(waste <= waste.min() + _LEVEL_SLACK)[-1]])
+    level = _best_level(units, others, must_peak)
     open_to = ~must & (parts + units.filler <= level)
     taken = np.flatnonzero(open_to)[:num_more]
     go = must.copy()

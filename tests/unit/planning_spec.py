@@ -90,12 +90,14 @@ def _forecast(units: Candidates, go: set[int], reserve: set[int], patience: int)
 
 def _outlier_batch(units: Candidates, must: list[int], others: list[int], must_peak: float) -> set[int]:
     costs, more = units.costs, units.num_more
-    levels, wastes = [], []
+    scores = []
     for end in range(more, len(others) + 1):  # the `more` heaviest of the `end` lightest
-        levels.append(max(must_peak, float(units.parts[others[end - 1]]) + units.filler))
+        level = max(must_peak, float(units.parts[others[end - 1]]) + units.filler)
         work = float(costs[must].sum()) + float(costs[others[end - more : end]].sum())
-        wastes.append(max(1.0 - work / (units.ranks * levels[-1]), 0.0))
-    level = max(level for level, waste in zip(levels, wastes, strict=True) if waste <= min(wastes) + 0.2)
+        left = [i for i in others if float(units.parts[i]) + units.filler > level]
+        scores.append((max(level - work / units.ranks, 0.0) + _wasted_later(units, left, len(must)), level))
+    rounding = 1e-9 * max(level for _, level in scores)
+    level = max(level for score, level in scores if score <= min(scores)[0] + rounding)
     pool = [i for i in sorted(others) if units.parts[i] + units.filler <= level]
     taken, left = pool[:more], pool[more:]
     go = {*must, *taken}
@@ -107,6 +109,18 @@ def _outlier_batch(units: Candidates, must: list[int], others: list[int], must_p
         go = go - {give} | {take}
         missing -= float(costs[take] - costs[give])
     return go
+
+
+def _wasted_later(units: Candidates, left: list[int], num_must: int) -> float:
+    """Of outliers that stay, lightest first: how far each rises above the next lower one, the more the sooner it, or
+    one above it, must go."""
+    wasted, urgency = 0.0, 0.0
+    fair = float(units.costs.mean()) * (units.num_more + num_must) / units.ranks
+    heights = [fair, *(max(float(units.parts[i]) + units.filler, fair) for i in left)]
+    for number in reversed(range(len(left))):
+        urgency = max(urgency, 1.0 - units.remaining[left[number]] / (units.remaining.max() + 1.0))
+        wasted += (heights[number + 1] - heights[number]) * urgency
+    return wasted
 
 
 def best_swap(

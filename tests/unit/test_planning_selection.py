@@ -187,6 +187,16 @@ def test_outliers_wait_and_then_go_together():
     assert min(alone) >= 4  # one for every rank, never one for a step
 
 
+@pytest.mark.parametrize(("skips", "goes"), [(0, False), (3, False), (8, True)])
+def test_an_outlier_goes_with_another_once_it_is_urgent(skips: int, goes: bool) -> None:
+    """A step as long as the heavier one wastes more now, and saves a step of its own: the sooner the surer."""
+    costs = [1000.0, 2000.0] + [100.0] * 30
+    columns = waiting(costs, skips=[9, skips] + [0] * 30)
+    plan = plan_batch(columns, PlanKnobs(num_ranks=4, batch_size=16, max_skips=9), num_rollouts=16, step=0)
+    assert 0 in picked(plan)
+    assert (1 in picked(plan)) == goes
+
+
 @pytest.mark.parametrize("cap", [None, 400])
 def test_one_heavy_rollout_more_than_ranks_waits(cap):
     """Five alike on four ranks: none is an outlier by itself, yet one rank would take two of them."""
