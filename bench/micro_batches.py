@@ -255,7 +255,7 @@ def main() -> None:
         inputs = [lognormal(size, seed) for seed in range(options.seeds)]
         compare(rows, f"ln {size}/{num_ranks} cap {cap}", kk, inputs, num_ranks, cap, bar)
     for trace in traces(trace_folder(options.traces)):
-        whole = trace.prompt + trace.output
+        whole = trace.lengths.astype(np.float64)
         cap = int(2 * whole.max())
         inputs = [np.random.default_rng(seed).choice(whole, 256) for seed in range(options.seeds)]
         if whole.mean() * 256 > 8 * cap:  # else one micro-batch holds everything
@@ -266,8 +266,7 @@ def main() -> None:
             few = [like(name, size, seed) for seed in (seeds if num_ranks == 8 else seeds[:6])]
             cap_at_longest(rows, f"{name} {size}/{num_ranks}", kk, few, odc_seconds, num_ranks)
     for trace in traces(trace_folder(options.traces)):
-        lengths = (trace.prompt + trace.output).astype(np.int64)
-        few = [np.random.default_rng(seed).choice(lengths, 32) for seed in seeds[:6]]
+        few = [np.random.default_rng(seed).choice(trace.lengths, 32) for seed in seeds[:6]]
         cap_at_longest(rows, f"{trace.name} 32/8", kk, few, trace_flops, 8)
 
 

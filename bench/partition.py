@@ -144,7 +144,7 @@ def on_traces(rows: Rows, folder: str | None, seeds: int) -> None:
         rows.text(f"trace {trace.name}")
         for size, num_ranks in ((32, 8), (256, 8), (1024, 64)):
             for equal in (False, True):
-                lengths = trace.prompt + trace.output
+                lengths = trace.lengths.astype(np.float64)
                 drawn = [np.random.default_rng(seed).choice(lengths, size) for seed in range(seeds)]
                 mean, ms = measure(ours(1e-4), [flops(one) for one in drawn], num_ranks, equal)
                 label = f"{trace.name} {size}/{num_ranks} {'equal' if equal else 'free'} flops"

@@ -5,19 +5,17 @@ Peers are optional: those that do not import are left out, and the benchmark say
 
 from __future__ import annotations
 
-import csv
-import gzip
-import heapq
 import importlib
 import os
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+from stream_balancer.tools.trace import Trace, load_trace
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -44,16 +42,6 @@ def flops(lengths: Floats) -> Floats:
 COSTS: dict[str, Callable[[Floats], Floats]] = {"tok": lambda lengths: lengths, "flops": flops}
 
 
-@dataclass(frozen=True)
-class Trace:
-    """A recorded set of rollouts."""
-
-    name: str
-    prompt: Floats
-    output: Floats
-    group: Ints
-
-
 def trace_folder(given: str | None) -> Path | None:
     """Where the traces are: --traces, STREAM_BALANCER_TRACES, or ../shared/traces if present."""
     for folder in (given, os.environ.get("STREAM_BALANCER_TRACES"), REPOSITORY.parent / "shared" / "traces"):
@@ -64,29 +52,7 @@ def trace_folder(given: str | None) -> Path | None:
 
 def traces(folder: Path | None) -> Iterator[Trace]:
     for path in sorted(folder.glob("*.csv.gz")) if folder else []:
-        with gzip.open(path, "rt") as lines:
-            rows = list(csv.DictReader(lines))
-        names: dict[str, int] = {}
-        yield Trace(
-            name=path.name.removesuffix(".csv.gz"),
-            prompt=np.array([float(row["prompt_tokens"]) for row in rows]),
-            output=np.array([float(row["output_tokens"]) for row in rows]),
-            group=np.array([names.setdefault(row["group_id"], len(names)) for row in rows], dtype=np.int64),
-        )
-
-
-def finish_order(output: Floats, slots: int = 128) -> Ints:
-    """Rollouts start in the order given in `slots` generation slots and finish after as long as their output is."""
-    running: list[tuple[float, int]] = []
-    done: list[int] = []
-    now = 0.0
-    for index, duration in enumerate(output.tolist()):
-        if len(running) == slots:
-            now, finished = heapq.heappop(running)
-            done.append(finished)
-        heapq.heappush(running, (now + duration, index))
-    done += [index for _, index in sorted(running)]
-    return np.array(done, dtype=np.int64)
+        yield load_trace(path)
 
 
 # --- peers -----------------------------------------------------------------------------------------------------------

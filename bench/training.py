@@ -23,13 +23,14 @@ import torch
 from _common import Rows
 from micro_batches import verl_layout
 from numpy.typing import NDArray
-from peers import Floats, finish_order, peers
+from peers import Floats, peers
 
 from stream_balancer import BalancerConfig, Rollout, StreamBalancer
 from stream_balancer.core.step_times import StepTiming
 from stream_balancer.cost import CalibratedCost, CostModel, TokenCost
 from stream_balancer.demo.model import build_model, loss_sum, training_cost
 from stream_balancer.demo.options import DemoOptions
+from stream_balancer.tools.generation import finish_times
 from stream_balancer.tools.length_models import generate_trace
 from stream_balancer.tools.trace import load_trace
 from stream_balancer.types import MicroBatch
@@ -42,7 +43,7 @@ MODELS = {
 }
 Layouts = Generator[Layout, Floats, None]
 """Layouts out, every rank's seconds for the last one in."""
-SLOTS = 64  # rollouts that are generated at the same time; the shortest finish first
+SLOTS = 64  # rollouts that are generated at the same time
 
 
 @dataclass(frozen=True)
@@ -59,10 +60,10 @@ def stream(options: argparse.Namespace) -> list[Rollout]:
     """Rollouts in the order in which they finish."""
     count = (options.steps + 5) * options.batch
     trace = load_trace(options.trace) if options.trace else generate_trace(count, "lrm", seed=options.seed)
-    trace = trace.resampled(count, options.seed) if len(trace) < count else trace
+    trace = trace.resampled(count, options.seed) if len(trace) < count else trace.head(count)
     trace = trace.scaled(options.max_length / int(trace.lengths.max()))
-    lengths = trace.lengths[:count]
-    order = finish_order(trace.output_tokens[:count].astype(np.float64), SLOTS)
+    lengths = trace.lengths
+    order = np.argsort(finish_times(trace, SLOTS, seed=options.seed), kind="stable")
     random = torch.Generator().manual_seed(options.seed)
     vocab = MODELS[options.model].vocab_size
     return [

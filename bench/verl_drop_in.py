@@ -85,7 +85,7 @@ def main() -> None:
         inputs = [lognormal(size, seed).astype(np.int64) for seed in range(options.seeds)]
         compare(rows, f"ln {size}/{num_ranks} cap {cap}", inputs, num_ranks, cap)
     for trace in traces(trace_folder(options.traces)):
-        whole = (trace.prompt + trace.output).astype(np.int64)
+        whole = trace.lengths
         cap = int(2 * whole.max())
         if whole.mean() * 256 > 8 * cap:  # else one micro-batch holds everything
             inputs = [np.random.default_rng(seed).choice(whole, 256) for seed in range(options.seeds)]

@@ -3,7 +3,8 @@
 python bench/window.py [--json] [--seeds 20] [--steps 250] [--traces DIR] [--only TEXT]
 
 `plan_batch` is driven directly: the window fills up, one batch leaves, and so on. Idle = 1 - sum of mean loads over sum
-of highest loads. The first 50 dispatches are left out: they are short, because short rollouts finish first.
+of highest loads. Streams begin in mid-run, see docs/simulation.md; the first 50 dispatches are left out: a window that
+has just been filled has not put any outlier off yet.
 """
 
 from __future__ import annotations
@@ -14,9 +15,11 @@ from dataclasses import dataclass
 
 import numpy as np
 from _common import Rows, arguments
-from peers import Floats, Ints, Trace, finish_order, flops, lognormal, peers, trace_folder, traces
+from peers import Floats, Ints, flops, lognormal, peers, trace_folder, traces
 
 from stream_balancer.planning import LengthBias, PlanKnobs, Waiting, partition, plan_batch
+from stream_balancer.tools.generation import finish_times
+from stream_balancer.tools.trace import Trace
 
 WARM_UP = 50
 
@@ -207,30 +210,12 @@ TRACE_BARS = {  # W2 D8, W3 D16
 }
 
 
-def independent(trace: Trace, n: int, seed: int) -> Stream:
-    """Rollouts drawn with replacement, finishing shortest first in 128 slots."""
-    drawn = np.random.default_rng(seed).integers(0, trace.output.size, n)
-    order = drawn[finish_order(trace.output[drawn])]
-    lengths = trace.prompt[order] + trace.output[order]
-    return Stream(lengths, flops(lengths))
-
-
-def in_groups(trace: Trace, n: int, seed: int) -> Stream:
-    """Whole groups drawn with replacement, siblings issued together."""
-    rng = np.random.default_rng(seed)
-    members: list[Ints] = np.split(np.argsort(trace.group, kind="stable"), np.cumsum(np.bincount(trace.group))[:-1])
-    drawn = rng.integers(0, len(members), n)
-    issued, labels, total = [], [], 0
-    for label, group in enumerate(drawn.tolist()):
-        issued.append(members[group])
-        labels.append(np.full(members[group].size, label))
-        total += members[group].size
-        if total >= n:
-            break
-    rollouts, group_of = np.concatenate(issued), np.concatenate(labels)
-    order = finish_order(trace.output[rollouts])
-    lengths = (trace.prompt + trace.output)[rollouts[order]]
-    return Stream(lengths, flops(lengths), group_of[order])
+def in_mid_run(trace: Trace, n: int, seed: int, *, by_group: bool) -> Stream:
+    """Rollouts, or whole groups whose siblings are issued together, drawn with replacement; 128 generation slots."""
+    drawn = trace.resampled(n, seed, by_group=by_group)
+    order = np.argsort(finish_times(drawn, seed=seed, whole_groups=by_group), kind="stable")
+    lengths = drawn.lengths[order].astype(np.float64)
+    return Stream(lengths, flops(lengths), drawn.group_ids[order] if by_group else None)
 
 
 def real(rows: Rows, folder: str | None, seeds: int, steps: int, only: str) -> None:
@@ -240,7 +225,7 @@ def real(rows: Rows, folder: str | None, seeds: int, steps: int, only: str) -> N
         rows.text(f"trace {trace.name}, 32/8, flops")
 
         def make(seed: int, trace: Trace = trace) -> Stream:
-            return independent(trace, 32 * (steps + 10), seed)
+            return in_mid_run(trace, 32 * (steps + 10), seed, by_group=False)
 
         baselines(rows, trace.name, make, 32, 8, min(seeds, 5), steps)
         bars = TRACE_BARS.get(trace.name, (None, None))
@@ -248,14 +233,14 @@ def real(rows: Rows, folder: str | None, seeds: int, steps: int, only: str) -> N
             knobs = PlanKnobs(8, 32, max_skips)
             outcomes = [drive(make(seed), knobs, width * 32, steps) for seed in range(seeds)]
             average(rows, f"{trace.name} W{width} D{max_skips}", outcomes, None if bar is None else bar + 0.5)
-        sizes = np.bincount(trace.group)
+        sizes = np.bincount(trace.group_ids)
         if sizes.max() > 1:
             group_size = int(np.bincount(sizes).argmax())
             batch = 32 - 32 % group_size
             for width, max_skips in ((2, 8), (3, 16)):
                 knobs = PlanKnobs(8, batch, max_skips, groups="same_batch", group_size=int(sizes.max()))
                 outcomes = [
-                    drive(in_groups(trace, batch * (steps + 30), seed), knobs, width * batch, steps)
+                    drive(in_mid_run(trace, batch * (steps + 30), seed, by_group=True), knobs, width * batch, steps)
                     for seed in range(max(2, seeds // 2))
                 ]
                 label = f"{trace.name} W{width} D{max_skips} groups of {group_size} in one batch of {batch}"

@@ -35,7 +35,8 @@ class Replay(Simulated):
     max_skips: Annotated[str | None, knob("max_skips", "'none' = no bound. (default: 8)", metavar="N")] = None
     capacity: Annotated[int | None, knob("capacity", "(default: 2 x window)")] = None
     warm_up: Annotated[
-        int | None, typer.Option(help="Dispatches to leave out of the figures. (default: 50, at most a quarter)")
+        int | None,
+        typer.Option(help="Dispatches to leave out of the figures. (default: 3 x max skips, at most a quarter)"),
     ] = None
 
     def run(self) -> None:

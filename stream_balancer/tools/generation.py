@@ -1,10 +1,14 @@
-"""Generation of rollouts in virtual time: which one finishes next, and when. Pure: seeded, no clock."""
+"""Generation of rollouts in virtual time: which one finishes next, and when. Pure: seeded, no clock.
+
+Every stream begins in mid-run. Slots that all begin at once finish their short rollouts first, and no outlier until it
+is done: on heavy tails that takes more than 100 steps, and is no picture of a run of weeks.
+"""
 
 from __future__ import annotations
 
 import heapq
 import math
-from collections import deque
+from collections.abc import Iterator
 
 import numpy as np
 
@@ -12,7 +16,7 @@ from stream_balancer.errors import ConfigError
 from stream_balancer.planning.arrays import Floats, Ints
 from stream_balancer.tools.trace import Trace, rows_by_group
 
-__all__ = ["Generation", "check_generation", "finish_times", "issue_order"]
+__all__ = ["Generation", "check_generation", "finish_times", "issue_order", "seconds_per_rollout"]
 
 
 def issue_order(trace: Trace, seed: int) -> Ints:
@@ -25,25 +29,34 @@ def issue_order(trace: Trace, seed: int) -> Ints:
     return np.concatenate([order[starts[g] : starts[g] + sizes[g]] for g in shuffled.tolist()])
 
 
-def finish_times(trace: Trace, slots: int = 128, tokens_per_second: float = 30.0, seed: int = 0) -> Floats:
+def finish_times(
+    trace: Trace, slots: int = 128, tokens_per_second: float = 30.0, seed: int = 0, *, whole_groups: bool = False
+) -> Floats:
     """[n] seconds at which each row's rollout is finished, from 0; the recorded arrivals where there are any.
 
     Otherwise ``slots`` rollouts are generated at a time, groups in shuffled order with siblings together, each taking
-    output_tokens / tokens_per_second once it got a slot. The finish order is then length-biased, as it is in life:
-    short rollouts come first, and the last tenth to come may be three times as long as the mean.
+    output_tokens / tokens_per_second once it got a slot. Second 0 is in mid-run, see :class:`Generation`, also for
+    ``whole_groups``.
     """
     check_generation(slots, tokens_per_second)
     if trace.arrival_s is not None:
         since_first: Floats = trace.arrival_s - trace.arrival_s[0]
         return since_first
-    duration = (trace.output_tokens / tokens_per_second).tolist()
-    free_at = [0.0] * min(slots, len(trace))
+    generation = Generation(trace, slots, tokens_per_second, seed, whole_groups=whole_groups)
     finish = np.empty(len(trace))
-    for row in issue_order(trace, seed).tolist():
-        done = free_at[0] + duration[row]
-        heapq.heapreplace(free_at, done)
-        finish[row] = done
+    while (now := generation.next_finish) < math.inf:
+        row = generation.pop(0)
+        if row is not None:
+            finish[row] = now
+            generation.release(now, 0)
     return finish
+
+
+def seconds_per_rollout(trace: Trace, slots: int, tokens_per_second: float) -> float:
+    """Mean seconds between two finished rollouts, in the long run."""
+    if trace.arrival_s is not None:
+        return float(trace.arrival_s[-1] - trace.arrival_s[0]) / len(trace)
+    return float(trace.output_tokens.mean()) / tokens_per_second / slots
 
 
 def check_generation(slots: int, tokens_per_second: float) -> None:
@@ -57,43 +70,115 @@ def check_generation(slots: int, tokens_per_second: float) -> None:
 
 
 class Generation:
-    """Generation slots: which row's rollout finishes next, and when. A slot is taken until ``release``."""
+    """Generation slots: which row's rollout finishes next, and when. A slot is taken until ``release``.
 
-    def __init__(self, trace: Trace, slots: int, tokens_per_second: float, seed: int) -> None:
-        self._todo: deque[int] = deque(issue_order(trace, seed).tolist())
-        self._running: list[tuple[float, int, int]] = []  # (finish, issued as the n-th, row), a heap
-        self._issued = 0
+    Second 0 is a moment of a run that generates the trace over and over, in the same order: slots hold what they hold
+    there, mostly long rollouts, each partly done. From then on every row counts the first time it finishes. What was
+    in flight at second 0 comes up in the order again, near its end: it is generated once more, as it would be there,
+    and not counted. Without recorded arrivals, then, neither the first rollouts are short nor the last ones long.
+
+    ``whole_groups``: siblings of what is in flight at second 0 that are finished by then come at second 0, since a
+    balancer that sends groups whole holds them. ``step_s``: seconds between two dispatches before second 0.
+    """
+
+    def __init__(
+        self,
+        trace: Trace,
+        slots: int,
+        tokens_per_second: float,
+        seed: int,
+        *,
+        whole_groups: bool = False,
+        step_s: float = math.inf,
+    ) -> None:
+        num = len(trace)
         self.dry_step: int | None = None
         """Dispatches made when a slot first found no prompt; None before, and with recorded arrivals."""
-        self.started_step = np.zeros(len(trace), dtype=np.int64)
+        self.started_step = np.zeros(num, dtype=np.int64)
+        """[n] dispatches made when each row's rollout began (when it arrived, where arrivals are recorded): below 0 for
+        those that were in flight at second 0."""
+        self._running: list[tuple[float, int, int]] = []  # (finish, issued as the n-th, row), a heap
+        self._todo: Iterator[int] = iter(())
+        self._finished = np.zeros(num, dtype=np.bool_)
+        self._num_left = num
+        self._num_unissued = 0
+        self._without_slot = 0
+        self._issued = num
         self._recorded = trace.arrival_s is not None
         if self._recorded:
             times = finish_times(trace)
             self._running = [(float(t), row, row) for row, t in enumerate(times.tolist())]  # sorted: a heap as it is
-            self._todo.clear()
-        else:
-            self._duration: list[float] = (trace.output_tokens / tokens_per_second).tolist()
-            for _ in range(min(slots, len(trace))):
-                self.release(0.0, 0)
+            return
+        self._duration: list[float] = (trace.output_tokens / tokens_per_second).tolist()
+        order = issue_order(trace, seed).tolist()
+        self._running = _in_mid_run(self._duration, order, slots, seed)
+        self._todo = iter(order)
+        for finish, _, row in reversed(self._running):  # of a row that several slots hold the first to finish counts
+            begun_s = finish - self._duration[row]
+            self.started_step[row] = math.floor(begun_s / step_s) if begun_s < 0 else 0
+        in_flight = np.zeros(num, dtype=np.bool_)
+        in_flight[[row for _, _, row in self._running]] = True
+        self._unissued = ~in_flight
+        if whole_groups:
+            begun = np.isin(trace.group_ids, trace.group_ids[in_flight])
+            before = np.flatnonzero(begun & ~in_flight).tolist()
+            self._running = [*((0.0, -2, row) for row in before), *self._running]
+            self._without_slot = len(before)
+            self._unissued &= ~begun
+        self._num_unissued = int(np.count_nonzero(self._unissued))
 
     @property
     def next_finish(self) -> float:
-        """Seconds; inf if nothing runs."""
-        return self._running[0][0] if self._running else math.inf
+        """Seconds; inf when every row has finished, or every slot waits for ``release``."""
+        return self._running[0][0] if self._num_left and self._running else math.inf
 
-    def pop(self, step: int) -> int:
-        """The row that finishes next. Its slot stays taken."""
-        row = heapq.heappop(self._running)[2]
+    def pop(self, step: int) -> int | None:
+        """The row that finishes next, whose slot stays taken; None if it has finished before: its slot takes the next
+        prompt."""
+        now, _, row = heapq.heappop(self._running)
+        if self._finished[row]:
+            self.release(now, step)
+            return None
+        self._finished[row] = True
+        self._num_left -= 1
         if self._recorded:
             self.started_step[row] = step
         return row
 
     def release(self, now: float, step: int) -> None:
         """A slot is free: it takes the next prompt."""
-        if self._todo:
-            row = self._todo.popleft()
+        if self._recorded:
+            return
+        if self._without_slot:  # these come first
+            self._without_slot -= 1
+            return
+        if not self._num_unissued:
+            self.dry_step = step if self.dry_step is None else self.dry_step
+            return
+        row = next(self._todo)
+        if self._unissued[row]:
+            self._unissued[row] = False
+            self._num_unissued -= 1
             self.started_step[row] = step
-            heapq.heappush(self._running, (now + self._duration[row], self._issued, row))
-            self._issued += 1
-        elif self.dry_step is None and not self._recorded:
-            self.dry_step = step
+        heapq.heappush(self._running, (now + self._duration[row], self._issued, row))
+        self._issued += 1
+
+
+def _in_mid_run(duration: list[float], order: list[int], slots: int, seed: int) -> list[tuple[float, int, int]]:
+    """What the slots hold at a moment of a long run: (seconds to go, issued as the n-th, row), sorted.
+
+    A slot is found with a rollout in proportion to how long that takes, and any part of it may be over. From there the
+    trace is generated once, so that what is in flight is what the order has left there.
+    """
+    random = np.random.default_rng((seed, slots))
+    weights = np.array(duration)
+    total = weights.sum()
+    rows = random.choice(weights.size, slots, p=weights / total if total > 0 else None)
+    to_go = weights[rows] * random.random(slots)
+    running = [(one, -1, row) for one, row in zip(to_go.tolist(), rows.tolist(), strict=True)]
+    heapq.heapify(running)
+    now = 0.0
+    for number, row in enumerate(order):
+        now = running[0][0]
+        heapq.heapreplace(running, (now + duration[row], number, row))
+    return sorted((finish - now, number, row) for finish, number, row in running)

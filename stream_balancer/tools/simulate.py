@@ -28,7 +28,7 @@ from stream_balancer.errors import ConfigError, WouldBlock
 from stream_balancer.planning import LengthBias, LengthBiasSummary
 from stream_balancer.planning.arrays import Ints
 from stream_balancer.planning.partition import TOLERANCE
-from stream_balancer.tools.generation import Generation, check_generation, finish_times
+from stream_balancer.tools.generation import Generation, check_generation, seconds_per_rollout
 from stream_balancer.tools.simulation_report import LEAST_STEADY, Quantiles, SimulationReport, Steps
 from stream_balancer.tools.trace import Trace
 from stream_balancer.types import Batch, EvictReason, Rollout
@@ -40,8 +40,12 @@ TrainerSpeed: TypeAlias = float | Literal["instant", "matched"]
 is ready, so that exactly the window waits at each dispatch; ``"matched"``: perfectly balanced ranks would just keep up
 with generation, so that all imbalance shows as time."""
 
-MAX_WARM_UP = 50  # dispatches: several windows' worth of length-biased first arrivals
-WARM_UP_PART = 4  # ... but never more than a quarter of a short run
+WARM_UP_SKIPS = 3
+"""Dispatches of warm-up, in ``max_skips``: until then the window holds fewer outliers than in the long run."""
+UNBOUNDED_WARM_UP = 50
+"""The same without ``max_skips``."""
+WARM_UP_PART = 4
+"""But never more than a quarter of a short run."""
 
 
 def as_policy(config: BalancerConfig, policy: Policy) -> BalancerConfig:
@@ -71,7 +75,8 @@ def simulate(
     :param slots: rollouts generated at a time. Ignored where arrivals are recorded.
     :param tokens_per_second: of one slot. Ignored where arrivals are recorded.
     :param trainer: ``"instant"``, ``"matched"``, or work per second and rank: see :data:`TrainerSpeed`.
-    :param warm_up: dispatches left out of the figures; None = 50, but at most a quarter of those before the tail.
+    :param warm_up: dispatches left out of the figures; None = 3 x ``max_skips``, but at most a quarter of those before
+        the tail.
     :param seed: for the order in which groups are generated.
     :param tolerance: how near to the lower bound partitions are sought; 0.003 takes three fifths of the time, and shows
         up to 0.1 points more idle time.
@@ -83,25 +88,27 @@ def simulate(
     check_generation(slots, tokens_per_second)
     if warm_up is not None and warm_up < 0:
         raise ConfigError(f"warm_up must be >= 0 dispatches, not {warm_up!r}")
-    rate = _work_per_second(trainer, trace, config, slots, tokens_per_second, seed)
+    rollout_s = seconds_per_rollout(trace, slots, tokens_per_second)
+    rate = _work_per_second(trainer, trace, config, rollout_s)
     core = BalancerCore(config, tolerance=tolerance)
     core.observers.append(AutoWindowObserver(core))
-    run = _Run(trace, core, Generation(trace, slots, tokens_per_second, seed), rate)
+    whole_groups = config.group_size is not None and config.groups != "free"
+    generation = Generation(
+        trace, slots, tokens_per_second, seed, whole_groups=whole_groups, step_s=config.batch_size * rollout_s
+    )
+    run = _Run(trace, core, generation, rate)
     run.to_the_end(progress)
     return run.report(warm_up)
 
 
-def _work_per_second(
-    trainer: TrainerSpeed, trace: Trace, config: BalancerConfig, slots: int, tokens_per_second: float, seed: int
-) -> float:
+def _work_per_second(trainer: TrainerSpeed, trace: Trace, config: BalancerConfig, rollout_s: float) -> float:
     """Work per second of a rank of speed 1; inf = instant."""
     if trainer == "instant":
         return math.inf
     if trainer == "matched":
-        generation_s = float(finish_times(trace, slots, tokens_per_second, seed).max())
         speeds = config.speeds or (1.0,) * config.dp_size
-        work = float(np.asarray(config.cost(trace.lengths)).sum())
-        return work / sum(speeds) / generation_s if generation_s > 0 and work > 0 else math.inf
+        work = float(np.asarray(config.cost(trace.lengths)).mean())
+        return work / sum(speeds) / rollout_s if rollout_s > 0 and work > 0 else math.inf
     if not isinstance(trainer, (int, float)) or not trainer > 0:
         raise ConfigError(
             f"trainer must be 'instant', 'matched' or work units per second (a number > 0), not {trainer!r}"
@@ -161,6 +168,9 @@ class _Run(Observer):
         self.group_names = [str(g) for g in trace.group_ids.tolist()]
         self.groups_count = config.group_size is not None and config.groups != "free"
         self.versioned = config.max_staleness is not None
+        self.first_version = -int(generation.started_step.min())  # the oldest in flight began with version 0
+        if self.versioned:
+            core.set_version(self.first_version)
         self.ids = torch.zeros(max(self.lengths), dtype=torch.int64)  # one buffer: every rollout is a view of it
         self.blocked = _Blocked(trace.group_ids)
         self.now = 0.0
@@ -199,8 +209,9 @@ class _Run(Observer):
             self.now = max(self.now, moment)
             if self.generation.next_finish <= self.now:
                 row = self.generation.pop(self.step)
-                self.finished_s[row] = self.now
-                self._offer(row)
+                if row is not None:
+                    self.finished_s[row] = self.now
+                    self._offer(row)
 
     def _train(self, progress: Callable[[int], None] | None) -> None:
         """Finish the step that is over, and begin the next if the core gives one; as often as possible now."""
@@ -209,7 +220,7 @@ class _Run(Observer):
                 if self.busy_until > self.now:
                     return
                 if self.versioned:  # before the acknowledgement, as a trainer should
-                    self.core.set_version(self.step)
+                    self.core.set_version(self.first_version + self.step)
                 self.core.acknowledge(self.step - 1)
                 self.busy_until = None
                 if self.versioned:
@@ -290,7 +301,7 @@ class _Run(Observer):
             tokens={"input_ids": self.ids[: self.lengths[row]]},
             rollout_id=str(row),
             group_id=self.group_names[row] if self.groups_count else None,
-            version=int(self.generation.started_step[row]) if self.versioned else None,
+            version=self.first_version + int(self.generation.started_step[row]) if self.versioned else None,
             cost=self.cost_list[row],
         )
 
@@ -324,11 +335,11 @@ class _Run(Observer):
         )
         number = np.arange(self.step)
         # The steady state ends with the drain, or before, when a slot finds no prompt any more: then fewer are
-        # generated at a time, and the longest come last.
+        # generated at a time.
         last = sum(r != "drain" for r in reason)
         if self.generation.dry_step is not None:
             last = min(last, self.generation.dry_step)
-        first = min(MAX_WARM_UP, last // WARM_UP_PART) if warm_up is None else min(warm_up, last)
+        first = min(self._warm_up(), last // WARM_UP_PART) if warm_up is None else min(warm_up, last)
         warming, steady, tail = number < first, (number >= first) & (number < last), number >= last
         enough = np.count_nonzero(steady) >= LEAST_STEADY
         shown = steady if enough else np.ones(self.step, dtype=bool)
@@ -365,6 +376,11 @@ class _Run(Observer):
             steps=steps,
             step_of=self.step_of,
         )
+
+    def _warm_up(self) -> int:
+        """Dispatches until the window is in its steady state; generation is from the first."""
+        skips = self.config.max_skips
+        return UNBOUNDED_WARM_UP if skips is None else WARM_UP_SKIPS * skips
 
     def _ready_step(self) -> Ints:
         """[n] dispatches made when a rollout could go: when it was accepted, or the last of its siblings was."""

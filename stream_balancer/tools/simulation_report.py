@@ -119,10 +119,9 @@ class Steps:
 class SimulationReport:
     """Figures of a balancer's run over a trace.
 
-    Figures at the top level are of the steady state: without the warm-up (its batches are short, because short rollouts
-    finish first) and without the tail (its batches are long, because the last to finish are the longest, and hold what
-    the window had put off). Both are shown beside it, and ``overall`` is everything. If the run is too short for a
-    steady state, ``overall`` stands in: see ``is_steady``.
+    Figures at the top level are of the steady state: without the warm-up (a window that has just been filled holds no
+    outliers yet that it put off) and without the tail (which holds what it has put off). Both are shown beside it, and
+    ``overall`` is everything. If the run is too short for a steady state, ``overall`` stands in: see ``is_steady``.
     """
 
     trace_name: str
@@ -167,7 +166,7 @@ class SimulationReport:
     """Tokens of the rollouts in those dispatches. Where it differs from ``arrived_lengths``, the window holds them
     back."""
     elapsed_s: float
-    """Virtual seconds from the first token to the end of the last step."""
+    """Virtual seconds from second 0, which is in mid-run, to the end of the last step."""
     trainer_busy: float
     """Fraction of ``elapsed_s`` in which a step ran; 0.0 with an instant trainer."""
     blocked_s: float

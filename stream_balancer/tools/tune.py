@@ -16,7 +16,7 @@ import numpy as np
 
 from stream_balancer.config import BalancerConfig
 from stream_balancer.errors import ConfigError
-from stream_balancer.tools.generation import finish_times
+from stream_balancer.tools.generation import seconds_per_rollout
 from stream_balancer.tools.simulate import TrainerSpeed, as_policy
 from stream_balancer.tools.sweep import Progress, run_all
 from stream_balancer.tools.trace import Trace
@@ -78,8 +78,7 @@ def tune(
     base = config.replace(policy="window", window=None, max_skips="auto", deadline_s=None, capacity=None)
     times = math.ceil(LEAST_BATCHES * config.batch_size / len(trace))
     trace = trace.repeated(times)
-    arrivals = finish_times(trace, slots, tokens_per_second, seed)
-    batch_s = float(arrivals.max() - arrivals.min()) * config.batch_size / len(trace)
+    batch_s = seconds_per_rollout(trace, slots, tokens_per_second) * config.batch_size
     settings = list(_settings(base, batch_s, windows, max_skips, deadlines_s))
     if not settings:
         raise ConfigError("no combination of these windows, max_skips and deadlines_s works with the other knobs")

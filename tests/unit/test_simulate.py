@@ -197,9 +197,22 @@ class TestSegments:
         assert report.idle_fraction == report.steady.idle_fraction
         tokens = report.steps.tokens[report.shown_steps]
         assert report.token_variation == pytest.approx(tokens.std() / tokens.mean())
-        assert report.warm_up.batches == (report.warm_up.batches + report.steady.batches) // 4
-        assert report.warm_up.mean_length < report.overall.mean_length < report.tail.mean_length
-        assert 3 <= report.tail.batches <= 8
+        assert report.warm_up.batches == 3 * report.config.max_skips
+        assert 2 <= report.tail.batches <= 4
+        short = simulate(trace.head(800), report.config, slots=64)
+        assert short.warm_up.batches == (short.warm_up.batches + short.steady.batches) // 4
+        assert simulate(trace_of([5] * 1_200), knobs(max_skips=None)).warm_up.batches == 50
+
+    def test_the_first_dispatches_are_as_stale_as_all(self) -> None:
+        """Every rollout takes 10 dispatches to generate, also those that are in flight at the beginning."""
+        config = knobs(policy="fifo")
+        report = simulate(trace_of([10] * 800), config, slots=40, tokens_per_second=1.0, warm_up=0)
+        assert (report.staleness.p10, report.staleness.p90) == (10.0, 10.0)
+        evicting = simulate(
+            trace_of([10] * 800), config.replace(max_staleness=4), slots=40, tokens_per_second=1.0, warm_up=0
+        )
+        assert evicting.evicted > 100
+        assert evicting.staleness.max <= 4
 
     def test_recorded_arrivals_have_no_tail_but_the_drain(self) -> None:
         report = simulate(trace_of([5] * 42, arrival=[float(i) for i in range(42)]), knobs(window=8))
@@ -368,16 +381,16 @@ def test_fifo_beats_round_robin_and_the_window_beats_fifo() -> None:
     assert idle["window"] < 0.03
 
 
-# Idle % of arrival order with the best partition, from the measurements the library is designed against
-# (flops, B=32, K=8, lengths drawn with replacement, 128 slots, dispatches 50..200).
+# Idle % of 3,000 independent draws of 32 lengths, each partitioned over 8 ranks as well as can be, flops: what arrival
+# order idles in mid-run.
 MEASURED = {
-    "rg_qwen3b_rl_g3": 44.4,
-    "lrm_token_economy_g5": 31.5,
-    "misguided_thinking_g3": 37.7,
-    "tau_airline_gpt4o_g4": 0.5,
-    "azure_2023_conv": 2.7,
-    "mooncake_conversation": 60.3,
-    "nemo_gym_mixed_envs": 70.4,
+    "rg_qwen3b_rl_g3": 44.7,
+    "lrm_token_economy_g5": 31.2,
+    "misguided_thinking_g3": 38.9,
+    "tau_airline_gpt4o_g4": 1.5,
+    "azure_2023_conv": 4.0,
+    "mooncake_conversation": 60.7,
+    "nemo_gym_mixed_envs": 75.0,
 }
 
 
@@ -391,6 +404,21 @@ def test_real_traces_reproduce_what_was_measured(traces_dir: Path, name: str) ->
     number = np.arange(220)
     idle = simulate(trace, config).steps.segment((number >= 50) & (number < 200)).idle_fraction
     assert 100 * idle == pytest.approx(MEASURED[name], abs=4.0, rel=0.05)
+
+
+@pytest.mark.slow
+def test_a_run_is_in_its_steady_state_after_the_warm_up(traces_dir: Path) -> None:
+    """The first 30 steps against the rest; with slots that begin empty they idle 4 %, and the rest 10 %."""
+    trace = load_trace(traces_dir / f"{_FIRST}.csv.gz")
+    config = BalancerConfig(dp_size=8, batch_size=32, cost=QuadraticCost(), max_skips=8)
+    work = np.zeros((2, 2))
+    for seed in range(24):
+        report = simulate(trace.resampled(32 * 130, seed, by_group=False), config, seed=seed, tolerance=0.05)
+        first = report.shown_steps.start + 30
+        for part, chosen in enumerate((slice(report.shown_steps.start, first), slice(first, report.shown_steps.stop))):
+            work[part] += report.steps.mean_load[chosen].sum(), report.steps.step_work[chosen].sum()
+    early, late = 100 * (1 - work[:, 0] / work[:, 1])
+    assert early == pytest.approx(late, abs=3.0)
 
 
 @pytest.mark.parametrize("policy", ["round_robin", "fifo", "window"])

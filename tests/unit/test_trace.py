@@ -5,7 +5,6 @@ from __future__ import annotations
 import gzip
 import math
 from collections.abc import Callable
-from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -13,8 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stream_balancer.errors import ConfigError, TraceError
-from stream_balancer.tools.generation import finish_times, issue_order
+from stream_balancer.errors import TraceError
 from stream_balancer.tools.length_models import PRESETS, LengthModel, generate_trace
 from stream_balancer.tools.trace import Trace, load_trace
 
@@ -304,56 +302,6 @@ class TestGenerate:
     def test_a_model_that_describes_no_lengths(self, changes: dict[str, float], message: str) -> None:
         with pytest.raises(ValueError, match=message):
             LengthModel(**({"mu": 5.0, "sigma_between": 1.0, "sigma_within": 1.0} | changes))  # type: ignore[arg-type]
-
-
-class TestFinishTimes:
-    def test_by_hand(self) -> None:
-        """Two slots at 1 token/s, groups in a known order."""
-        trace = trace_of([4, 1, 2, 5], groups=[0, 0, 0, 0])
-        assert finish_times(trace, slots=2, tokens_per_second=1.0).tolist() == [4.0, 1.0, 3.0, 8.0]
-        assert finish_times(trace, slots=1, tokens_per_second=2.0).tolist() == [2.0, 2.5, 3.5, 6.0]
-        assert finish_times(trace, slots=9, tokens_per_second=1.0).tolist() == [4.0, 1.0, 2.0, 5.0]
-
-    def test_prompts_cost_no_time(self) -> None:
-        assert finish_times(trace_of([3], prompt=1000), 1, 1.0).tolist() == [3.0]
-
-    def test_recorded_arrivals_are_used_from_the_first(self) -> None:
-        assert finish_times(trace_of([9, 1], arrival=[100.0, 101.5]), slots=1).tolist() == [0.0, 1.5]
-
-    def test_finish_order_is_length_biased(self) -> None:
-        trace = generate_trace(2_000, "lrm", seed=1)
-        order = np.argsort(finish_times(trace, slots=256), kind="stable")
-        tenth = len(trace) // 10
-        mean = trace.lengths.mean()
-        assert trace.lengths[order[:tenth]].mean() < 0.6 * mean
-        assert trace.lengths[order[-tenth:]].mean() > 1.5 * mean
-
-    @given(st.lists(st.integers(0, 5), min_size=1, max_size=30), st.integers(0, 99))
-    def test_groups_are_issued_whole_in_some_order(self, groups: list[int], seed: int) -> None:
-        trace = trace_of([1] * len(groups), groups=groups)
-        order = issue_order(trace, seed)
-        assert sorted(order.tolist()) == list(range(len(groups)))
-        issued = [groups[row] for row in order.tolist()]
-        assert sum(a != b for a, b in pairwise(issued)) == len(set(groups)) - 1
-        rows = {g: [r for r in order.tolist() if groups[r] == g] for g in groups}
-        assert all(found == sorted(found) for found in rows.values())
-
-    @given(st.lists(st.integers(0, 50), min_size=1, max_size=40), st.integers(1, 8))
-    def test_slots_are_never_overbooked_and_never_idle(self, output: list[int], slots: int) -> None:
-        trace = trace_of(output, prompt=1)
-        finish = finish_times(trace, slots, tokens_per_second=1.0)
-        begin = finish - trace.output_tokens
-        assert (begin >= 0).all()
-        for moment in np.unique(begin):
-            assert np.count_nonzero((begin <= moment) & (finish > moment)) <= slots
-        assert finish.max() <= sum(output) / min(slots, len(output)) + max(output)
-
-    @pytest.mark.parametrize(
-        ("slots", "speed", "knob"), [(0, 1.0, "slots"), (1, 0.0, "tokens"), (1, math.nan, "tokens")]
-    )
-    def test_generation_that_never_ends_is_refused(self, slots: int, speed: float, knob: str) -> None:
-        with pytest.raises(ConfigError, match=rf"{knob}.*no rollout would ever finish"):
-            finish_times(trace_of([1]), slots, speed)
 
 
 class TestRealTraces:

@@ -1,0 +1,137 @@
+"""Simulated generation: begins in mid-run, every row once, slots never overbooked."""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from stream_balancer.errors import ConfigError
+from stream_balancer.tools.generation import Generation, finish_times, issue_order, seconds_per_rollout
+from stream_balancer.tools.length_models import generate_trace
+from stream_balancer.tools.trace import Trace
+
+
+def trace_of(output: list[int], arrival: list[float] | None = None, groups: list[int] | None = None) -> Trace:
+    return Trace(
+        prompt_tokens=np.ones(len(output), dtype=np.int64),
+        output_tokens=np.array(output),
+        group_ids=np.arange(len(output)) if groups is None else np.array(groups),
+        arrival_s=None if arrival is None else np.array(arrival),
+    )
+
+
+HEAVY = [1] * 396 + [400] * 4
+"""Half of all generation time is four rollouts'."""
+
+
+@given(st.lists(st.integers(0, 5), min_size=1, max_size=30), st.integers(0, 99))
+def test_groups_are_issued_whole_in_some_order(groups: list[int], seed: int) -> None:
+    trace = trace_of([1] * len(groups), groups=groups)
+    order = issue_order(trace, seed)
+    assert sorted(order.tolist()) == list(range(len(groups)))
+    issued = [groups[row] for row in order.tolist()]
+    assert sum(a != b for a, b in pairwise(issued)) == len(set(groups)) - 1
+    rows = {g: [r for r in order.tolist() if groups[r] == g] for g in groups}
+    assert all(found == sorted(found) for found in rows.values())
+
+
+@pytest.mark.parametrize(("slots", "speed", "knob"), [(0, 1.0, "slots"), (1, 0.0, "tokens"), (1, math.nan, "tokens")])
+def test_generation_that_never_ends_is_refused(slots: int, speed: float, knob: str) -> None:
+    with pytest.raises(ConfigError, match=rf"{knob}.*no rollout would ever finish"):
+        finish_times(trace_of([1]), slots, speed)
+
+
+class TestByHand:
+    def test_one_slot(self) -> None:
+        """The last one of the round before has just begun; it is not generated again at the end of this one."""
+        trace = trace_of([4, 1, 2, 5], groups=[0, 0, 0, 0])
+        assert finish_times(trace, slots=1, tokens_per_second=2.0).tolist() == [4.5, 5.0, 6.0, 2.5]
+
+    def test_recorded_arrivals_are_used_from_the_first(self) -> None:
+        trace = trace_of([9, 1, 1], arrival=[100.0, 101.5, 103.0])
+        assert finish_times(trace, slots=1).tolist() == [0.0, 1.5, 3.0]
+        assert seconds_per_rollout(trace, 1, 1.0) == 1.0
+
+    def test_rollouts_without_output_are_finished_at_once(self) -> None:
+        assert finish_times(trace_of([0, 0, 0]), slots=2).tolist() == [0.0, 0.0, 0.0]
+
+    def test_equal_rollouts_come_evenly(self) -> None:
+        """Slots that all began at once would finish 40 together, and then none for 10 s."""
+        finish = np.sort(finish_times(trace_of([10] * 4_000), slots=40, tokens_per_second=1.0))
+        assert np.histogram(finish, bins=10, range=(0.0, 10.0))[0].max() < 15
+
+    def test_in_flight_at_second_0_began_steps_ago(self) -> None:
+        """Each takes 10 s, and a batch leaves every second."""
+        generation = Generation(trace_of([10] * 400), 40, 1.0, seed=0, step_s=1.0)
+        begun = np.sort(generation.started_step)[:40]
+        assert begun.min() == -10
+        assert begun.mean() == pytest.approx(-5.5, abs=1.5)
+
+
+class TestEveryStream:
+    @given(st.lists(st.integers(0, 50), min_size=1, max_size=40), st.integers(1, 50), st.integers(0, 9))
+    def test_every_row_once_and_slots_never_overbooked(self, output: list[int], slots: int, seed: int) -> None:
+        trace = trace_of(output)
+        finish = finish_times(trace, slots, tokens_per_second=1.0, seed=seed)
+        assert (finish >= 0).all()
+        begin = finish - trace.output_tokens
+        for moment in np.unique(begin):
+            assert np.count_nonzero((begin <= moment) & (finish > moment + 1e-9)) <= slots
+        assert finish.max() <= sum(output) / min(slots, len(output)) + 2 * max(output)
+        assert finish.tolist() == finish_times(trace, slots, tokens_per_second=1.0, seed=seed).tolist()
+
+    def test_a_slot_that_waits_takes_no_prompt(self) -> None:
+        generation = Generation(trace_of([3, 3, 3, 3]), 2, 1.0, seed=0)
+        first, second = (_next_row(generation) for _ in range(2))
+        assert first != second
+        assert generation.next_finish == math.inf, "both slots wait"
+        generation.release(50.0, 0)
+        assert generation.next_finish == 53.0
+
+
+class TestMidRun:
+    """The first rollouts are like all others, and so are the last."""
+
+    @pytest.mark.parametrize("slots", [16, 64, 256])
+    def test_lengths_and_their_rate_are_the_same_from_beginning_to_end(self, slots: int) -> None:
+        lengths, rates = np.zeros(8), np.zeros(8)
+        for seed in range(6):
+            trace = generate_trace(3_000, "tau", seed=seed)
+            finish = finish_times(trace, slots, seed=seed)
+            edges = np.linspace(0.0, len(trace) * seconds_per_rollout(trace, slots, 30.0), 9)
+            part = np.clip(np.digitize(finish, edges) - 1, 0, 7)
+            rates += np.bincount(part, minlength=8) / len(trace) * 8 / 6
+            lengths += np.bincount(part, weights=trace.output_tokens, minlength=8) / trace.output_tokens.sum() * 8 / 6
+        assert rates == pytest.approx(np.ones(8), abs=0.12)
+        assert lengths == pytest.approx(np.ones(8), abs=0.2)
+
+    def test_outliers_are_in_flight_from_the_first(self) -> None:
+        """A run that began with empty slots would finish none for 400 s, a quarter of it."""
+        early = [finish_times(trace_of(HEAVY), 2, 1.0, seed)[396:].min() for seed in range(12)]
+        assert np.median(early) < 200
+
+    def test_groups_are_not_torn_at_second_0(self) -> None:
+        """Without, a group in flight would wait for its siblings until they are generated again, at the end."""
+        trace = generate_trace(2_000, "lrm", seed=3)
+        finish = finish_times(trace, 64, seed=1, whole_groups=True)
+        spans = [np.ptp(finish[trace.group_ids == group]) for group in range(trace.num_groups)]
+        assert max(spans) <= trace.output_tokens.max() / 30.0
+        assert np.count_nonzero(finish == 0.0) < 64
+        assert np.ptp(finish_times(trace, 64, seed=1)) < 1.2 * np.ptp(finish)
+
+    def test_few_rollouts_in_many_slots(self) -> None:
+        """As if the trace were generated over and over: its rollouts come at the rate of the slots."""
+        finish = finish_times(trace_of([100] * 10), slots=100, tokens_per_second=1.0)
+        assert finish.max() < 60
+
+
+def _next_row(generation: Generation) -> int:
+    while True:
+        row = generation.pop(0)
+        if row is not None:
+            return row
