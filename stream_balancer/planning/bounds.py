@@ -16,7 +16,7 @@ from .arrays import check_ranks, checked_costs, checked_speeds
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike
 
-    from .arrays import Counts, Floats
+    from .arrays import Counts, Floats, Ints
 
 
 def lower_bound(costs: ArrayLike, num_ranks: int, counts: Counts = "free", speeds: ArrayLike | None = None) -> float:
@@ -56,14 +56,19 @@ def lower_bound_of(work: Floats, num_ranks: int, counts: Counts, rate: Floats | 
         bound = max(total / num_ranks, float(prefix[1]), pigeonhole_bound(prefix, num_ranks))
         if counts == "equal" and n >= num_ranks:
             bound = max(bound, _equal_counts_bound(prefix, num_ranks))
-        # float64 holds integers exactly up to 2**52: the finish of integral costs is integral, so round up
-        if total < 2.0**52 and bool((work == np.floor(work)).all()):
-            return float(np.ceil(bound * (1.0 - 1e-14)))
     else:
         fastest = np.cumsum(np.sort(rate)[::-1])
         j = np.arange(1, min(n, num_ranks) + 1)
         bound = max(total / float(fastest[-1]), float((prefix[j] / fastest[j - 1]).max()))
-    return bound * (1.0 - 4e-16 * n)  # sums of n floats are off by at most n units in the last place
+    return _below_any_finish(bound, work, rate)
+
+
+def _below_any_finish(bound: float, work: Floats, rate: Floats | None) -> float:
+    """The bound, rounded so that it is one in floating point, too."""
+    # float64 holds integers exactly up to 2**52: the finish of integral costs is integral, so round up
+    if rate is None and float(work.sum()) < 2.0**52 and bool((work == np.floor(work)).all()):
+        return float(np.ceil(bound * (1.0 - 1e-14)))
+    return bound * (1.0 - 4e-16 * work.size)  # sums of n floats are off by at most n units in the last place
 
 
 def running_sums(costs: Floats) -> Floats:
@@ -99,3 +104,78 @@ def _equal_counts_bound(prefix: Floats, num_ranks: int) -> float:
         carried = (prefix[j] + smallest[np.maximum(m * q - j, 0)]) / m
         best = max(best, float(carried.min()))
     return best
+
+
+def lockstep_bound(
+    costs: ArrayLike, lengths: ArrayLike, num_ranks: int, max_tokens: int, speeds: ArrayLike | None = None
+) -> float:
+    """A time that no step can beat whose ranks meet at every micro-batch, under a token cap. O(n log n).
+
+    For every j the sum of: the costliest rollout, the (num_ranks + 1)-th, ..., of j in all, as long as those down to it
+    cannot share micro-batches, for each is the time of another lockstep (the micro-batches of one index); and the mean
+    time of what the tokens of j locksteps cannot hold, even if they hold the densest work. Never less than the mean.
+
+    Args:
+        costs: [n] work of each rollout.
+        lengths: [n] tokens of each; one longer than max_tokens counts as max_tokens.
+        num_ranks: number of ranks.
+        max_tokens: no micro-batch holds more tokens.
+        speeds: [num_ranks] relative speeds.
+
+    Raises:
+        ValueError: as for `partition`.
+
+    Examples:
+        >>> costs, lengths = [10.0] * 4 + [1.0] * 10, [100] * 4 + [20] * 10
+        >>> lockstep_bound(costs, lengths, num_ranks=2, max_tokens=100)  # 10 and 10 twice, then 5 and 5
+        25.0
+        >>> lockstep_bound(costs[1:], lengths[1:], num_ranks=2, max_tokens=100)  # 10 and 10, 10 and 5, then 3 and 2
+        23.0
+    """
+    work = checked_costs(costs)
+    check_ranks(num_ranks, "free")
+    rate = checked_speeds(speeds, num_ranks)
+    if work.size == 0:
+        return 0.0
+    tokens = np.minimum(np.asarray(lengths, dtype=np.int64), max_tokens)
+    costliest, densest = np.argsort(-work, kind="stable"), np.argsort(-work / tokens, kind="stable")
+    bounds = lockstep_bounds(
+        work[costliest][None],
+        tokens[costliest][None],
+        num_ranks,
+        max_tokens,
+        rate,
+        by_density=(work[densest][None], tokens[densest][None]),
+    )
+    return _below_any_finish(float(bounds[0]), work, rate)
+
+
+def lockstep_bounds(
+    costs: Floats,
+    tokens: Ints,
+    num_ranks: int,
+    max_tokens: int,
+    rate: Floats | None,
+    by_density: tuple[Floats, Ints] | None = None,
+) -> Floats:
+    """[k] `lockstep_bound` of k batches of n rollouts. ``costs``, ``tokens``: [k, n], costliest first, tokens at most
+    max_tokens. ``by_density``: both in descending order of costs / tokens; None: the costliest are the densest, as
+    with every model by which a token more costs more the longer the rollout. O(k n) for each lockstep that counts."""
+    fastest, together = (1.0, float(num_ranks)) if rate is None else (float(rate.max()), float(rate.sum()))
+    dense_costs, dense_tokens = (costs, tokens) if by_density is None else by_density
+    before = np.cumsum(dense_tokens, axis=1) - dense_tokens  # [k, n]
+    work = costs.sum(axis=1)  # [k]
+    bounds: Floats = work / together
+    least = np.zeros(work.size)  # [k] time of the locksteps so far
+    apart = np.ones(work.size, dtype=np.bool_)  # [k] no two of the rollouts so far fit into one micro-batch
+    for first in range(0, costs.shape[1], num_ranks):
+        if first:
+            two_shortest = np.partition(tokens[:, : first + 1], 1, axis=1)[:, :2].sum(axis=1)
+            apart &= two_shortest > max_tokens
+            if not apart.any():
+                break
+        least += costs[:, first] / fastest
+        room = (first + num_ranks) * max_tokens
+        held = (np.clip((room - before) / dense_tokens, 0.0, 1.0) * dense_costs).sum(axis=1)  # [k] at most
+        bounds = np.where(apart, np.maximum(bounds, least + (work - held) / together), bounds)
+    return bounds

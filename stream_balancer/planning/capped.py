@@ -100,6 +100,29 @@ def least_finish(
     return best.micro_batches()
 
 
+def one_micro_batch_each(
+    packer: Packer, num_ranks: int, *, speeds: ArrayLike | None, rotation: int
+) -> list[Bins] | None:
+    """`least_finish` with a micro-batch a rank; None if no way is found to fit everything into so many. O(n log n), and
+    exchanges within a fixed work budget where the partition that ignores the cap does not fit."""
+    rate = checked_speeds(speeds, num_ranks)
+    shares = partition(packer.work, num_ranks, "free", speeds, rotation=rotation)
+    if all(packer.least_bins(share) == 1 for share in shares):
+        return [[share.tolist()] if share.size else [] for share in shares]
+    bins = packer.pack(np.arange(packer.tokens.size), num_ranks)
+    if bins is None:
+        return None
+    task = _Task(
+        packer,
+        np.ones(num_ranks) if rate is None else rate,
+        overhead=0.0,
+        multiple_of=1,
+        work_bound=lower_bound(packer.work, num_ranks, "free", speeds),
+        least_bins=num_ranks,
+    )
+    return _Layout(task, bins_to_ranks(packer, bins, num_ranks, speeds, rotation), 1).improved(_BUDGET).ranks
+
+
 def least_finish_bound(
     packer: Packer, num_ranks: int, *, counts: Counts, overhead: float, multiple_of: int, work_bound: float
 ) -> float:

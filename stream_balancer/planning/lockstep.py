@@ -1,12 +1,8 @@
-"""Ranks that meet at every micro-batch (FSDP, ZeRO-3): which rollouts go now, and which micro-batches run together.
+"""Ranks that meet at every micro-batch (FSDP, ZeRO-3): which micro-batches run together.
 
 A *lockstep* is the micro-batches of one index, one per rank: all ranks run them at the same time, and the costliest
-one sets the time. The step takes the sum of these, so what counts is that the rollouts of one lockstep are alike.
-
-    choose_lockstep    from the window: runs of neighbours in the order by cost, one run per lockstep
-    assign_lockstep    bins onto ranks: bins of one lockstep alike, improved by moves and swaps
-
-Pure and deterministic.
+one sets the time. The step takes the sum of these, so what counts is that the bins of one lockstep are alike. Pure and
+deterministic.
 """
 
 from __future__ import annotations
@@ -15,118 +11,17 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from .cost_order import CostOrder
-
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike
 
-    from .arrays import Bools, Floats, Ints
+    from .arrays import Ints
     from .packing import Bins, Packer
-
-_AGE_REWARD = 1.0
-"""A rollout at the end of its patience is worth this many rollouts of its lockstep's level: dispatched a little early,
-at some waste, rather than late as a must. It grows with the fourth power of the wait (1, 2, 3: worse at one of the
-ends)."""
-
-_MUST_REWARD = 2.0
-"""A rollout that must go pulls its neighbours along rather than going alone."""
 
 _SEARCH_WORK = 3_200_000
 """Elementary operations that the search for swaps may spend: about 5 ms."""
 
 _TRY_WORK = 4_000
 """What one try costs beside that: its fixed part, in the same unit."""
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Which rollouts go now
-# ---------------------------------------------------------------------------------------------------------------------
-
-
-def choose_lockstep(
-    by_cost: CostOrder, must: Bools, remaining: Ints, num_rollouts: int, num_ranks: int, number: int
-) -> Bools:
-    """-> [W] mask of `num_rollouts` rollouts that go: all of `must`, as far as possible in `number` runs of neighbours.
-
-    Least waste, less a reward for the wait, by dynamic programming over the sorted window.
-
-    Args:
-        by_cost: the order of all W by their work; positions are oldest first.
-        must: [W] goes in any case; at most num_rollouts of them.
-        remaining: [W] dispatches that may still pass it over.
-        num_rollouts: how many go, < W.
-        num_ranks: micro-batches in a lockstep.
-        number: micro-batches per rank, so the number of locksteps.
-
-    Complexity: O(W * number), vectorised over W.
-
-    Examples:
-        >>> costs = np.array([100.0, 900.0, 120.0, 880.0, 110.0, 300.0, 910.0, 90.0])  # oldest first
-        >>> must, remaining = np.zeros(8, dtype=np.bool_), np.full(8, 8)
-        >>> go = choose_lockstep(CostOrder(costs), must, remaining, num_rollouts=4, num_ranks=2, number=2)
-        >>> np.flatnonzero(go)  # two locksteps of two ranks: 120 beside 110, 900 beside 910
-        array([1, 2, 4, 6])
-    """
-    length = num_rollouts // number
-    costs, order = by_cost.costs, by_cost.ascending()
-    sorted_costs = costs[order]
-    longest_wait = max(1, int(remaining.max()))
-    wait = 1.0 - remaining[order] / longest_wait  # [W] 0.0 = new, 1.0 = must go now
-    work = np.concatenate(([0.0], np.cumsum(sorted_costs)))  # [W+1]
-    ends = np.arange(length, costs.size + 1)  # every run of `length` neighbours, by the place after its last
-    peak = sorted_costs[ends - 1]  # [W-length+1] its costliest, for the order ascends
-    # `length / num_ranks` rollouts share a micro-batch, which evens them out: only an outlier among them wastes time
-    waste = np.maximum(num_ranks * peak - (work[ends] - work[ends - length]), 0.0)
-    reward = np.concatenate(([0.0], np.cumsum(_AGE_REWARD * wait**4 + _MUST_REWARD * must[order])))
-    # waste is time on all ranks; a rollout fills num_ranks / length of a micro-batch of that level
-    value = (reward[ends] - reward[ends - length]) * (num_ranks / length) * peak - waste
-    go = np.zeros(costs.size, dtype=np.bool_)
-    go[order[_best_runs(value, length, costs.size, number)]] = True
-    missing = num_rollouts - int(go.sum())  # where `number` does not divide it
-    if missing:
-        go[np.flatnonzero(~go)[:missing]] = True
-    return _with_must(sorted_costs, order, go, must)
-
-
-def _best_runs(value: Floats, length: int, size: int, number: int) -> Ints:
-    """Sorted places covered by the `number` disjoint runs of greatest total value; value[e] is of the run that ends
-    before place `length + e`."""
-    best = np.zeros(size + 1)  # best[e]: the greatest value of the runs so far within the first e places
-    taken = []
-    for _ in range(number):
-        with_run = np.full(size + 1, -np.inf)
-        with_run[length:] = best[: size + 1 - length] + value
-        after = np.maximum.accumulate(with_run)
-        taken.append(with_run == after)  # the best for this prefix ends with a run here
-        best = after
-    places = []
-    end = size
-    for ends_here in reversed(taken):
-        candidates = np.flatnonzero(ends_here[: end + 1])
-        end = int(candidates[-1])
-        places.append(np.arange(end - length, end))
-        end -= length
-    return np.concatenate(places)
-
-
-def _with_must(sorted_costs: Floats, order: Ints, go: Bools, must: Bools) -> Bools:
-    """Whoever must go and was not chosen takes the place of the chosen one nearest to it in cost. O(must * W).
-
-    Pulling a whole run of neighbours along was measured: one lone rollout wastes less than a bad run.
-    """
-    place_of = np.empty(order.size, dtype=np.int64)
-    place_of[order] = np.arange(order.size)
-    for one in np.flatnonzero(must & ~go).tolist():
-        free = np.flatnonzero(go & ~must)
-        nearest = free[np.abs(sorted_costs[place_of[free]] - sorted_costs[place_of[one]]).argmin()]
-        go[nearest] = False
-        go[one] = True
-    return go
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Which micro-batches run together
-# ---------------------------------------------------------------------------------------------------------------------
 
 
 def assign_lockstep(

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Literal, TypeVar
 
 import numpy as np
 
-from .capped import bins_to_ranks, least_finish
+from .capped import bins_to_ranks, least_finish, one_micro_batch_each
 from .lockstep import assign_lockstep
 from .packing import Packer
 from .partition import partition, partition_together
@@ -147,6 +147,11 @@ def _least_number(
     # fewest first: every micro-batch pays its fixed cost, on all ranks
     everything = np.arange(packer.tokens.size)
     number = _round_up(-(-packer.least_bins(everything) // num_ranks), multiple_of)
+    if number == 1 and not packer.padded:  # then it does not matter how often ranks meet
+        ranks = one_micro_batch_each(packer, num_ranks, speeds=speeds, rotation=rotation)
+        if ranks is not None:
+            return ranks
+        number = 2
     while (bins := packer.pack(everything, num_ranks * number)) is None:
         number += multiple_of
     if sync == "step":

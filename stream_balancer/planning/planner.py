@@ -137,7 +137,8 @@ def _shares(
         rotation=step,
     )
     shares = [[picked[one] for one in share] for share in formed]
-    if knobs.padded or knobs.sync == "micro_batch":  # there the peaks decide, not the sums that a swap evens out
+    in_rows = knobs.sync == "micro_batch" and max(map(len, shares), default=0) > 1
+    if knobs.padded or in_rows:  # there the peaks decide, not the sums that a swap evens out
         return shares
     swapped = _swapped(waiting, knobs, shares, fixed)
     if swapped is shares:

@@ -1,8 +1,8 @@
 """Who goes now: which of the waiting rollouts make the next batch.
 
     must go    due rollouts, and as many more as the skip guarantee needs
-    may go     first in, first out, while that balances; outliers wait, then go together (outliers.py), or runs of
-               neighbours in lockstep (lockstep.py)
+    may go     first in, first out, while that balances; outliers wait, then go together (outliers.py), where ranks
+               meet at every micro-batch as many as ranks (lockstep_choice.py)
 
 What is chosen is a unit: a rollout, or a whole group where siblings stay together. Pure;
 docs/planning_proofs.md has the proof of the guarantee.
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from .cost_order import CostOrder
-from .lockstep import choose_lockstep
+from .lockstep_choice import CappedStep, choose_lockstep, choose_neighbours
 from .outliers import Candidates, choose
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ class Units:
 
     @staticmethod
     def of(waiting: Waiting, knobs: PlanKnobs) -> Units:
-        patience = _UNBOUNDED if knobs.max_skips is None else min(knobs.max_skips, _UNBOUNDED)
+        patience = _patience(knobs)
         remaining = np.maximum(patience - waiting.skips, 0)  # [W]
         if knobs.groups == "free" or not bool((waiting.groups >= 0).any()):
             due = waiting.due | (remaining == 0)
@@ -108,6 +108,10 @@ class Units:
         return rollouts if self.unit_of is None else self.unit_of[rollouts]
 
 
+def _patience(knobs: PlanKnobs) -> int:
+    return _UNBOUNDED if knobs.max_skips is None else min(knobs.max_skips, _UNBOUNDED)
+
+
 def _slack(largest_unit: int, knobs: PlanKnobs) -> int:
     largest_group = 1 if knobs.groups == "free" or knobs.group_size is None else knobs.group_size
     return min(max(largest_unit, largest_group), knobs.batch_size) - 1
@@ -146,13 +150,12 @@ def select(waiting: Waiting, units: Units, knobs: PlanKnobs, num_rollouts: int) 
     among = slice(None) if everybody else candidates
     costs, order = units.costs[among], units.order if everybody else None
     go = np.zeros_like(must)
-    number = _num_locksteps(waiting, knobs, num_rollouts)
-    single = size == 1 and costs.size == int(units.sizes[among].sum())
-    if single and number > 1 and costs.size > num_rollouts > number:
+    if units.sizes.size == waiting.costs.size and costs.size > num_rollouts:  # each is one rollout
         by_cost = CostOrder(costs) if order is None else order
-        remaining = units.remaining[among]
-        go[among] = choose_lockstep(by_cost, must[among], remaining, num_rollouts, knobs.num_ranks, number)
-        return must, go
+        chosen = _in_lockstep(waiting.lengths[among], knobs, num_rollouts, by_cost, must[among], units.remaining[among])
+        if chosen is not None:
+            go[among] = chosen
+            return must, go
     rate = np.ones(knobs.num_ranks) if knobs.speeds is None else np.asarray(knobs.speeds, dtype=np.float64)
     go[among] = choose(
         Candidates(
@@ -196,15 +199,35 @@ def _must_go(units: Units, knobs: PlanKnobs, num_rollouts: int) -> Bools:
     return must
 
 
-def _num_locksteps(waiting: Waiting, knobs: PlanKnobs, num_rollouts: int) -> int:
-    """Micro-batches per rank to expect; 1 where ranks meet once per step."""
+def _in_lockstep(
+    lengths: Ints, knobs: PlanKnobs, num_rollouts: int, order: CostOrder, must: Bools, remaining: Ints
+) -> Bools | None:
+    """[n] which of these single rollouts go, where it is the micro-batches that decide; None where it is the sums of
+    the ranks: these meet once a step, or one micro-batch holds a rank's share, or enough rollouts to even it out."""
     if not (knobs.padded or knobs.sync == "micro_batch"):
-        return 1
-    number = 1
-    if knobs.max_tokens_per_micro_batch is not None:
-        expected = float(waiting.lengths.mean()) * num_rollouts
-        number = int(np.ceil(expected / (knobs.num_ranks * knobs.max_tokens_per_micro_batch)))
-    return -(-number // knobs.micro_batch_multiple) * knobs.micro_batch_multiple
+        return None
+    cap, number = knobs.max_tokens_per_micro_batch, 1
+    if cap is not None:
+        number = int(np.ceil(float(lengths.mean()) * num_rollouts / (knobs.num_ranks * cap)))
+        if number > 1 and not knobs.padded:
+            return choose_lockstep(
+                CappedStep(
+                    order=order,
+                    tokens=np.minimum(lengths, cap),
+                    must=must,
+                    remaining=remaining,
+                    patience=_patience(knobs),
+                    num_rollouts=num_rollouts,
+                    num_ranks=knobs.num_ranks,
+                    max_tokens=cap,
+                    rate=knobs.speeds,
+                )
+            )
+    number = -(-number // knobs.micro_batch_multiple) * knobs.micro_batch_multiple
+    alone = num_rollouts < 2 * knobs.num_ranks * number  # most rollouts have a micro-batch of their own
+    if not number < num_rollouts or number == 1 or not (knobs.padded or alone):
+        return None
+    return choose_neighbours(order, must, remaining, num_rollouts, knobs.num_ranks, number)
 
 
 def _filler_of_outlier(

@@ -1,0 +1,278 @@
+"""Ranks that meet at every micro-batch under a token cap: who goes, in how long a step, and what no step can beat."""
+
+from __future__ import annotations
+
+from itertools import permutations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from stream_balancer.planning import PlanKnobs, Waiting, form_micro_batches, plan_batch
+from stream_balancer.planning.bounds import lockstep_bound, lockstep_bounds
+from stream_balancer.planning.cost_order import CostOrder
+from stream_balancer.planning.lockstep_choice import CappedStep, choose_lockstep
+
+
+def step_time(costs, ranks, speeds=None):
+    """Sum over locksteps of the rank that is done last."""
+    rate = np.ones(len(ranks)) if speeds is None else speeds
+    works = np.zeros((max(map(len, ranks)), len(ranks)))
+    for rank, share in enumerate(ranks):
+        works[: len(share), rank] = [costs[one].sum() / rate[rank] for one in share]
+    return float(works.max(axis=1).sum())
+
+
+def optimum(costs, tokens, num_ranks, cap, speeds):
+    """By trying everything: all ways to fill bins, and all ways to put them into locksteps."""
+    rate = np.ones(num_ranks) if speeds is None else np.array(speeds)
+
+    def time_of(loads):
+        fill = loads + [0.0] * (-len(loads) % num_ranks)
+        orders = [sorted(fill, reverse=True)] if speeds is None else permutations(fill)
+        return min(float(np.max(np.reshape(order, (-1, num_ranks)) / rate, axis=1).sum()) for order in orders)
+
+    def least(i, rooms, loads):
+        if i == len(costs):
+            return time_of(loads)
+        ways = [least(i + 1, [*rooms, cap - tokens[i]], [*loads, costs[i]])]
+        for one, room in enumerate(rooms):
+            if room >= tokens[i]:
+                into = [r - tokens[i] * (n == one) for n, r in enumerate(rooms)]
+                ways.append(least(i + 1, into, [load + costs[i] * (n == one) for n, load in enumerate(loads)]))
+        return min(ways)
+
+    return least(0, [], [])
+
+
+@given(st.data())
+def test_no_step_beats_the_bound(data):
+    speeds = data.draw(st.sampled_from([None, None, (2.0, 1.0), (0.3, 1.0, 1.7)]))
+    num_ranks = len(speeds) if speeds else data.draw(st.integers(1, 3))
+    cap = data.draw(st.integers(6, 12))
+    tokens = data.draw(st.lists(st.integers(1, 14), min_size=1, max_size=4 if speeds else 6))
+    power = data.draw(st.sampled_from([0, 1, 2, None]))
+    costs = [data.draw(st.integers(0, 20)) for _ in tokens] if power is None else [t**power for t in tokens]
+    bound = lockstep_bound(costs, tokens, num_ranks, cap, speeds)
+    held = [min(one, cap) for one in tokens]  # alone in its micro-batch above the cap
+    assert bound <= optimum(costs, held, num_ranks, cap, speeds) * (1 + 1e-12)
+    assert bound >= sum(costs) / (num_ranks if speeds is None else sum(speeds)) * (1 - 1e-12)
+
+
+def test_the_bound_is_nearly_always_the_optimum():
+    rng = np.random.default_rng(5)
+    gaps = []
+    for _ in range(60):
+        tokens = rng.integers(1, 31, 6)
+        costs = tokens * tokens
+        gaps.append(1 - lockstep_bound(costs, tokens, 2, 30) / optimum(costs.tolist(), tokens.tolist(), 2, 30, None))
+    assert np.mean(np.array(gaps) == 0.0) >= 0.6
+    assert np.mean(gaps) <= 0.03
+
+
+def test_bounds_of_several_batches_are_those_of_each():
+    rng = np.random.default_rng(6)
+    tokens = -np.sort(-rng.integers(1, 1000, (5, 40)), axis=1)
+    costs = tokens * (tokens + 300.5)
+    one_by_one = [lockstep_bound(cost, size, 4, 1000) for cost, size in zip(costs, tokens, strict=True)]
+    np.testing.assert_allclose(lockstep_bounds(costs, tokens, 4, 1000, None), one_by_one, rtol=1e-12)
+
+
+def test_the_bound_of_nothing_and_bad_arguments():
+    assert lockstep_bound([], [], 2, 100) == 0.0
+    with pytest.raises(ValueError, match="num_ranks"):
+        lockstep_bound([1.0], [1], 0, 100)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Who goes
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def run(lengths, knobs, window, steps, warm_up=0):
+    """Dispatch after dispatch from a full window. -> [steps] (work per rank, time, tokens) of the steps after the
+    warm-up; the guarantees are checked on the way."""
+    held, skips, taken = np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64), 0
+    figures = []
+    for step in range(steps):
+        new = lengths[taken : taken + window - held.size]
+        taken += new.size
+        held, skips = np.concatenate((held, new)), np.concatenate((skips, np.zeros(new.size, dtype=np.int64)))
+        costs = held * (held + 24576.0)
+        none = np.zeros(held.size, dtype=np.bool_)
+        waiting = Waiting(costs, held, skips, none, np.full(held.size, -1), ~none)
+        ranks = plan_batch(waiting, knobs, num_rollouts=knobs.batch_size, step=step).ranks
+        chosen = np.concatenate([one for share in ranks for one in share])
+        assert np.unique(chosen).size == chosen.size == knobs.batch_size
+        assert all(held[one].sum() <= knobs.max_tokens_per_micro_batch for share in ranks for one in share)
+        assert len({len(share) for share in ranks}) == 1
+        if step >= warm_up:
+            figures.append((costs[chosen].sum() / knobs.num_ranks, step_time(costs, ranks), held[chosen].sum()))
+        stays = np.ones(held.size, dtype=np.bool_)
+        stays[chosen] = False
+        held, skips = held[stays], skips[stays] + 1
+        assert (skips <= knobs.max_skips).all()
+    return np.array(figures)
+
+
+def idle(figures):
+    return 100 * (1 - figures[:, 0].sum() / figures[:, 1].sum())
+
+
+def capped(num_ranks, batch_size, cap, max_skips=8, **more):
+    return PlanKnobs(
+        num_ranks=num_ranks,
+        batch_size=batch_size,
+        max_skips=max_skips,
+        sync="micro_batch",
+        max_tokens_per_micro_batch=cap,
+        **more,
+    )
+
+
+def tails(seed, n, sigma=1.2, longest=32768):
+    drawn = np.random.default_rng(seed).lognormal(np.log(3000), sigma, n)
+    return np.clip(drawn, 64, longest).astype(np.int64)
+
+
+@pytest.mark.parametrize(
+    ("sigma", "longest", "room", "batch", "ranks"),
+    [(1.2, 32768, 1.0, 64, 8), (0.6, 32768, 1.0, 64, 4), (1.5, 65536, 2.0, 64, 8), (0.1, 4096, 1.3, 64, 8)],
+)
+def test_a_window_is_never_worse_than_first_in_first_out(sigma, longest, room, batch, ranks):
+    cap, steps = int(room * longest), 24
+    figures = {1: [], 2: []}
+    for seed in (41, 42):
+        lengths = tails(seed, batch * (steps + 4), sigma, longest)
+        for width, max_skips in ((1, 0), (2, 8)):
+            figures[width].append(run(lengths, capped(ranks, batch, cap, max_skips), width * batch, steps, warm_up=8))
+    first, window = (idle(np.concatenate(figures[width])) for width in (1, 2))
+    assert window <= first + 0.1
+
+
+def test_outliers_go_as_many_as_ranks_and_tokens_vary_little():
+    lengths = tails(43, 128 * 30, sigma=0.9, longest=24576)
+    figures = run(lengths, capped(8, 128, 24576), 256, 28, warm_up=8)
+    before = run(lengths, capped(8, 128, 24576, 0), 128, 28, warm_up=8)
+    assert idle(figures) <= 0.5 * idle(before)
+    assert figures[:, 2].std() / figures[:, 2].mean() <= 0.2
+
+
+@given(st.data())
+def test_nobody_is_passed_over_too_often_whatever_the_knobs(data):
+    ranks = data.draw(st.integers(1, 3))
+    batch = data.draw(st.integers(ranks, 9))
+    max_skips = data.draw(st.integers(0, 4))
+    knobs = capped(
+        ranks,
+        batch,
+        data.draw(st.sampled_from([100, 140, 300])),
+        max_skips,
+        counts=data.draw(st.sampled_from(["free", "equal"])),
+        micro_batch_multiple=data.draw(st.integers(1, 2)),
+    )
+    if data.draw(st.booleans()):
+        object.__setattr__(knobs, "speeds", np.arange(1.0, ranks + 1))
+    some = st.sampled_from([1, 1, 2, 5, 10, 50, 60, 99, 100])
+    lengths, skips = np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64)
+    for step in range(data.draw(st.integers(1, 8))):
+        new = data.draw(st.lists(some, max_size=(max_skips + 1) * batch - lengths.size))
+        lengths = np.concatenate((lengths, np.array(new, dtype=np.int64)))
+        skips = np.concatenate((skips, np.zeros(len(new), dtype=np.int64)))
+        if lengths.size < batch:
+            continue
+        none = np.zeros(lengths.size, dtype=np.bool_)
+        waiting = Waiting(lengths**2.0, lengths, skips, none, np.full(lengths.size, -1), ~none)
+        plan = plan_batch(waiting, knobs, num_rollouts=batch, step=step)
+        chosen = np.concatenate([one for share in plan.ranks for one in share])
+        assert np.unique(chosen).size == chosen.size == batch
+        assert all(lengths[one].sum() <= knobs.max_tokens_per_micro_batch for share in plan.ranks for one in share)
+        stays = np.ones(lengths.size, dtype=np.bool_)
+        stays[chosen] = False
+        lengths, skips = lengths[stays], skips[stays] + 1
+        assert (skips <= max_skips).all()
+
+
+def step_of(tokens, must=(), remaining=8, **knobs):
+    tokens = np.array(tokens)
+    given = {"patience": 8, "num_rollouts": 12, "num_ranks": 2, "max_tokens": 100, **knobs}
+    going = np.zeros(tokens.size, dtype=np.bool_)
+    going[list(must)] = True
+    left = np.where(going, 0, remaining)
+    return CappedStep(CostOrder(tokens**2.0), tokens, going, left, **given)
+
+
+ORDINARY = [20] * 12
+
+
+def chosen(step):
+    go = choose_lockstep(step)
+    assert go.sum() == step.num_rollouts
+    assert go[step.must].all()
+    return np.flatnonzero(go).tolist()
+
+
+def test_the_oldest_go_where_they_waste_nothing():
+    assert chosen(step_of(ORDINARY + [20] * 12)) == list(range(12))  # nobody is an outlier
+    assert chosen(step_of([100, 100] + [20] * 22)) == list(range(12))  # two are a lockstep
+
+
+def test_a_lone_outlier_waits_for_company():
+    assert chosen(step_of([100] + [20] * 23)) == list(range(1, 13))
+    assert chosen(step_of([100] + [20] * 20 + [100] + [20] * 2))[:2] == [1, 2]  # no need to go yet
+    assert 0 in chosen(step_of([100] + [20] * 23, must=[0]))
+
+
+def test_an_outlier_that_must_go_takes_its_like_along():
+    together = chosen(step_of([20, 100, *[20] * 19, 95, 20, 60], must=[1]))
+    assert {1, 21} <= set(together)
+    completed = chosen(step_of([20, 100, *[20] * 19, 60, 20, 20], must=[1]))  # or else the longest of the others
+    assert {1, 21} <= set(completed)
+
+
+def test_of_equal_outliers_the_older_go():
+    tokens = [100] * 6 + [20] * 20
+    remaining = np.array([1] * 6 + [8] * 20)
+    assert chosen(step_of(tokens, remaining=remaining, num_rollouts=8))[:2] == [0, 1]
+
+
+def test_more_outliers_than_a_batch_holds():
+    assert len(chosen(step_of([100] * 30 + [1, 1], num_rollouts=4))) == 4
+
+
+def test_groups_and_those_that_miss_siblings_are_chosen_by_sums():
+    lengths = np.array([100, 20, 20, 20] * 6)
+    groups = np.where(np.arange(24) % 4 < 2, np.arange(24) // 4, -1)
+    none = np.zeros(24, dtype=np.bool_)
+    complete = groups != 5
+    knobs = capped(2, 10, 100, groups="same_batch", group_size=2)
+    waiting = Waiting(lengths**2.0, lengths, np.zeros(24, dtype=np.int64), none, groups, complete)
+    plan = plan_batch(waiting, knobs, num_rollouts=10, step=0)
+    going = np.concatenate([one for share in plan.ranks for one in share])
+    assert going.size == 10
+    assert complete[going].all()
+    assert set(groups[going]).isdisjoint(set(groups[np.setdiff1d(np.arange(24), going)]) - {-1})
+
+
+def test_without_a_cap_a_micro_batch_of_several_is_evened_out_and_the_oldest_go():
+    lengths = tails(44, 128, sigma=0.5)
+    costs = lengths.astype(float)
+    none = np.zeros(128, dtype=np.bool_)
+    waiting = Waiting(costs, lengths, np.zeros(128, dtype=np.int64), none, np.full(128, -1), ~none)
+    knobs = PlanKnobs(4, 64, 8, sync="micro_batch", micro_batch_multiple=2)
+    ranks = plan_batch(waiting, knobs, num_rollouts=64, step=0).ranks
+    assert sorted(i for share in ranks for one in share for i in one.tolist()) == list(range(64))
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_one_micro_batch_a_rank_is_as_even_as_without_a_cap(seed):
+    lengths = tails(seed, 64, longest=8192)
+    costs = lengths * (lengths + 24576.0)
+    cap = int(lengths.sum() / 8 * 1.3)
+    ranks = form_micro_batches(lengths, costs, 8, max_tokens=cap, sync="micro_batch")
+    assert {len(share) for share in ranks} == {1}
+    assert step_time(costs, ranks) <= lockstep_bound(costs, lengths, 8, cap) * 1.002
+    tight = int(lengths.sum() / 8 * 1.05)  # the partition alone breaks this cap
+    ranks = form_micro_batches(lengths, costs, 8, max_tokens=tight, sync="micro_batch")
+    assert all(lengths[one].sum() <= tight for share in ranks for one in share)
