@@ -11,8 +11,8 @@
 
 Asking for a micro-batch says "done with the one before", and asking for the first of a step acknowledges the step
 before: that is true of ``DataLoader(num_workers=0)`` and a plain loop. It is false of a loader that looks one batch
-ahead, so those are refused here with what to do instead; with ``RankFeed(auto_ack=False)`` the loop acknowledges with
-:meth:`RolloutDataset.acknowledge_through`.
+ahead, so those are refused here with what to do instead; with ``RankFeed(auto_ack=False)`` the loop says what it
+trained on: :meth:`RolloutDataset.acknowledge`.
 
 Only dicts are made here: what a batch is and when it comes is the feed's.
 """
@@ -74,10 +74,13 @@ class RolloutDataset(IterableDataset[dict[str, Any]]):
         self._waiting: deque[int] = deque()
         self._ended = False
 
-    def acknowledge_through(self, step: int) -> None:
-        """Your checkpoint contains all steps up to this one. For ``RankFeed(auto_ack=False)``; see
-        :meth:`~stream_balancer.RankFeed.acknowledge_through`."""
-        self._feed.acknowledge_through(step)
+    def acknowledge(self, item: Mapping[str, Any]) -> None:
+        """Your weights, or your checkpoint, contain this dict and all before it. For ``RankFeed(auto_ack=False)``.
+
+        A step is acknowledged with its last micro-batch and not before: a crash in between delivers it again, whole.
+        From any thread, never blocks, idempotent. Raises ClosedResourceError if the feed was closed before.
+        """
+        self._feed.acknowledge_through(item["step"] if item.get("is_last_micro_batch", True) else item["step"] - 1)
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         if get_worker_info() is not None:
@@ -169,7 +172,7 @@ def _refuse_looking_ahead(auto_ack: bool) -> None:
             raise RuntimeError(
                 "Lightning fetches one batch ahead of training_step(self, batch). Write training_step(self, "
                 "dataloader_iter) with batch, _, _ = next(dataloader_iter), which does not; or give RankFeed "
-                "auto_ack=False and call dataset.acknowledge_through(batch['step']) in on_train_batch_end"
+                "auto_ack=False and call dataset.acknowledge(batch) in on_train_batch_end"
             )
         frame = frame.f_back  # type: ignore[assignment]
 

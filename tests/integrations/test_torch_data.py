@@ -153,11 +153,26 @@ def test_a_loop_may_acknowledge_for_itself() -> None:
     for item in loader(dataset):
         assert port_of(dataset).reported == ([0, 1] if item["step"] == 2 else [])
         if item["step"] == 1:
-            dataset.acknowledge_through(1)
+            dataset.acknowledge(item)
     assert port_of(dataset).reported == [0, 1]
-    dataset.acknowledge_through(2)
-    dataset.acknowledge_through(2)
+    dataset.acknowledge(item)
+    dataset.acknowledge(item)
     assert port_of(dataset).reported == [0, 1, 2]
+
+
+def test_a_step_is_acknowledged_with_its_last_micro_batch() -> None:
+    dataset = dataset_of(STEPS, auto_ack=False)
+    for item in loader(dataset):
+        dataset.acknowledge(item)
+        through = item["step"] + item["is_last_micro_batch"]
+        assert port_of(dataset).reported == list(range(through))
+
+
+def test_a_whole_share_is_acknowledged_at_once() -> None:
+    dataset = dataset_of(STEPS, auto_ack=False, whole_shares=True)
+    for item in loader(dataset):
+        dataset.acknowledge(item)
+        assert port_of(dataset).reported == list(range(item["step"] + 1))
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
@@ -313,8 +328,8 @@ def lightning_module(dataset: RolloutDataset, *, prefetch: bool) -> Any:
             return self.train_on(batch)
 
         def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-            if batch["is_last_micro_batch"] and not dataset._feed.auto_ack:
-                dataset.acknowledge_through(batch["step"])
+            if not dataset._feed.auto_ack:
+                dataset.acknowledge(batch)
 
     class ByItself(Base):
         def training_step(self, dataloader_iter: Any) -> Any:

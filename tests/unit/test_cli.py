@@ -66,7 +66,7 @@ class TestHelp:
 
     def test_module_runs(self) -> None:
         done = subprocess.run(
-            [sys.executable, "-m", "stream_balancer.cli", "--version"], capture_output=True, text=True, check=False
+            [sys.executable, "-m", "stream_balancer", "--version"], capture_output=True, text=True, check=False
         )
         assert (done.returncode, done.stdout) == (0, f"stream-balancer {stream_balancer.__version__}\n")
 

@@ -99,7 +99,7 @@ def test_the_readmes_commands_run_on_few_rollouts(
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("command", COMMANDS)
 def test_the_readmes_commands_run(command: str, tmp_path: Path) -> None:
-    done = run_python("-m", "stream_balancer.cli", *command.split(), cwd=tmp_path, timeout_s=380)
+    done = run_python("-m", "stream_balancer", *command.split(), cwd=tmp_path, timeout_s=380)
     assert done.returncode == 0, done.stderr
     assert "idle" in done.stdout
 

@@ -1,5 +1,0 @@
-"""``python -m stream_balancer.cli``."""
-
-from stream_balancer.cli import main
-
-main()
