@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import weakref
+from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Generic, TypeAlias, TypeVar
+from typing import Any, Generic, TypeAlias, TypeVar
 
 import anyio
 import anyio.lowlevel
@@ -38,24 +40,57 @@ async def beside_the_loop(function: Callable[[], object], *, threads: bool) -> N
 def loop_caller() -> InLoop:
     """A function that runs a function in the current event loop soon, callable from any thread without waiting for it.
 
-    Calls are run in order. Once the loop has ended they are dropped.
+    Calls are run in order, whoever of this loop's callers makes them, and those that come together cost it one wake-up.
+    Once the loop has ended they are dropped.
     """
     try:
-        loop = asyncio.get_running_loop()
+        loop: Any = asyncio.get_running_loop()
     except RuntimeError:
-        token = trio.lowlevel.current_trio_token()
+        loop = trio.lowlevel.current_trio_token()
+    caller = _CALLERS.get(loop)
+    if caller is None:
+        caller = _CALLERS[loop] = _LoopCaller(loop)
+    return caller
 
-        def call_trio(function: Callable[[], object]) -> None:
-            with suppress(trio.RunFinishedError):
-                token.run_sync_soon(function)
 
-        return call_trio
+class _LoopCaller:
+    """The one queue of calls into one event loop."""
 
-    def call_asyncio(function: Callable[[], object]) -> None:
-        with suppress(RuntimeError):
-            loop.call_soon_threadsafe(function)
+    def __init__(self, loop: asyncio.AbstractEventLoop | trio.lowlevel.TrioToken) -> None:
+        self._loop = weakref.ref(loop)  # or it would keep itself alive in _CALLERS
+        self._calls: deque[Callable[[], object]] = deque()
+        self._is_woken = False
 
-    return call_asyncio
+    def __call__(self, function: Callable[[], object]) -> None:
+        self._calls.append(function)
+        if not self._is_woken:
+            self._is_woken = True
+            self._wake()
+
+    def _wake(self) -> None:
+        loop = self._loop()
+        with suppress(RuntimeError):  # it has ended
+            if isinstance(loop, asyncio.AbstractEventLoop):
+                loop.call_soon_threadsafe(self._run)
+                return
+            if loop is not None:
+                loop.run_sync_soon(self._run)
+                return
+        self._calls.clear()
+        self._is_woken = False
+
+    def _run(self) -> None:
+        # First of all: whoever sees it set has appended before this, and whoever does not wakes the loop again.
+        self._is_woken = False
+        try:
+            for _ in range(len(self._calls)):  # what these add comes after the loop's other tasks
+                self._calls.popleft()()
+        finally:
+            if self._calls:  # one has raised; or a wake-up too many
+                self._wake()
+
+
+_CALLERS: weakref.WeakKeyDictionary[Any, _LoopCaller] = weakref.WeakKeyDictionary()
 
 
 class Arrivals(Generic[T]):

@@ -5,7 +5,9 @@ from __future__ import annotations
 import gc
 import logging
 import queue
+import socket
 import threading
+from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
 import anyio
@@ -23,6 +25,9 @@ from stream_balancer.transport.event_loop import loop_caller
 from stream_balancer.transport.producer_port import EncodedPut, ProducerPort
 from stream_balancer.transport.producer_session import Offer, ProducerSession
 from stream_balancer.transport.put_ledger import Limits, Mode, PutCancelled
+from stream_balancer.transport.sockets.framing import frame
+from stream_balancer.transport.sockets.hub import Hub
+from stream_balancer.transport.sockets.producers import welcome_producer
 from stream_balancer.wire import messages as m
 from stream_balancer.wire.partial_share import RemoteRollout
 
@@ -524,3 +529,47 @@ def test_a_session_lives_in_two_threads(backend: Literal["asyncio", "trio"]) -> 
     seen: list[int] = []
     anyio.run(main, backend=backend)
     assert seen == list(range(count))
+
+
+@pytest.fixture
+def hub() -> Iterator[Hub]:
+    hub = Hub("sb-hub", lambda: True)
+    hub.start()
+    yield hub
+    hub.close()
+
+
+def connected() -> tuple[socket.socket, socket.socket]:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        one = socket.create_connection(server.getsockname())
+        return one, server.accept()[0]
+
+
+def test_puts_that_are_read_together_cost_the_event_loop_one_call(hub: Hub) -> None:
+    """Were it woken for each, the loop's thread and the hub's would take turns at every put."""
+    calls: list[None] = []
+    in_turns = threading.Event()
+
+    def in_loop(function: Callable[[], object]) -> None:
+        function()
+        calls.append(None)
+        in_turns.set()
+
+    one, other = connected()
+    with other:
+        for number in range(10):
+            message, [buffer] = outgoing(a_put(f"r{number}"), number)
+            other.sendall(frame(message, (buffer.numel(),)) + bytes(buffer.numpy()))
+        session = welcome_producer(hub, one, m.JoinProducer("a producer"), Limits(), in_loop, linger_s=1.0)
+        assert in_turns.wait(10)
+        taken = [offer.number for offer in iter(session.take, None) if isinstance(offer, Offer)]
+        assert (taken, len(calls)) == (list(range(10)), 1)
+
+
+def test_whom_a_hub_has_served_learns_that_it_is_closed(hub: Hub) -> None:
+    one, other = connected()
+    with other:
+        session = welcome_producer(hub, one, m.JoinProducer("a producer"), Limits(), lambda f: f(), linger_s=1.0)
+        hub.close()
+        with pytest.raises(sb.BrokenResourceError, match="closed on this side"):
+            session.take()

@@ -100,11 +100,13 @@ class Hub:
             logger.exception("the thread %s ends", self._thread.name)
             error = bug
         finally:
+            self._jobs.clear()  # of connections that are over now
             for served in list(self._sockets):
                 served.fail(error)
             self._selector.close()
             self._waker.close()
             self._wakes.close()
+            self._run_jobs()  # who uses them learns it this way
 
     def _run_jobs(self) -> None:
         for _ in range(len(self._jobs)):  # what these add comes after the sockets' turn

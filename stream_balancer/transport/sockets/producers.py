@@ -12,6 +12,8 @@ minute, and a peer that is merely slow is waited for.
 from __future__ import annotations
 
 import socket
+from collections.abc import Callable
+from functools import partial
 
 from stream_balancer.errors import WireError
 from stream_balancer.transport.event_loop import InLoop
@@ -34,9 +36,15 @@ def welcome_producer(
     """The session of a producer that has proven itself. In the hub's thread; raises OSError if it is gone."""
     send_now(sock, WelcomeProducer(*limits))
     channel = SocketChannel(hub, sock)
-    session = ProducerSession(channel, request, limits, in_loop, linger_s=linger_s)
+    session = ProducerSession(channel, request, limits, partial(_after_reading, hub, in_loop), linger_s=linger_s)
     channel.start(session)
     return session
+
+
+def _after_reading(hub: Hub, in_loop: InLoop, function: Callable[[], object]) -> None:
+    """Into the event loop once all that has come is read: woken for each put, the loop and the hub's thread would take
+    turns."""
+    hub.do(partial(in_loop, function))
 
 
 def connect_producer(
