@@ -152,11 +152,27 @@ def on_traces(rows: Rows, folder: str | None, seeds: int) -> None:
                 rows.add(f"{label}: time", ms, "ms")
 
 
+def odd_costs(rows: Rows, seeds: int) -> None:
+    """A part of the rollouts that costs nothing; two kinds, where light ones must lie beside heavy ones."""
+    rows.text("rollouts of zero cost; a few heavy ones under equal counts")
+    for zero in (0.25, 0.5, 0.75):
+        inputs = [lognormal(4096, seed) * (np.random.default_rng(seed).random(4096) >= zero) for seed in range(seeds)]
+        mean, ms = measure(ours(1e-4), inputs, 128, equal=False)
+        rows.add(f"4096/128 free tok, {zero:.0%} zero: excess", mean, "%", 0.05)
+        rows.add(f"4096/128 free tok, {zero:.0%} zero: time", ms, "ms")
+    for heavy in (9, 12, 17, 20):
+        drawn = [np.random.default_rng(seed).normal(1.0, 0.01, 64) for seed in range(seeds)]
+        inputs = [(one * np.repeat([30_000.0, 500.0], [heavy, 64 - heavy])).round() for one in drawn]
+        mean, _ = measure(ours(1e-4), inputs, 8, equal=True)
+        rows.add(f"64/8 equal, {heavy} of 30,000 and the rest of 500: excess", mean, "%", 0.5)
+
+
 def main() -> None:
     options = arguments(__doc__, seeds=20, quick=False, traces=None)
     rows = Rows(options.json)
     partition(lognormal(64, 0), 8)  # warm up
     side_by_side(rows, peers(), options.seeds, SIZES[:3] if options.quick else SIZES)
+    odd_costs(rows, options.seeds)
     on_traces(rows, options.traces, options.seeds)
     if not options.quick:
         against_exact(rows, min(options.seeds, 8))

@@ -52,7 +52,7 @@ def plan_round_robin(waiting: Waiting, knobs: PlanKnobs, *, num_rollouts: int, s
     speeds = np.ones(knobs.num_ranks) if knobs.speeds is None else np.asarray(knobs.speeds, dtype=np.float64)
     loads = loads_of(waiting.costs, ranks) + micro_batch_overheads(knobs, ranks)
     finish = loads / speeds
-    bound = lower_bound(waiting.costs[oldest], knobs.num_ranks, "free", knobs.speeds)
+    bound = lower_bound(waiting.costs[oldest], knobs.num_ranks, knobs.counts, knobs.speeds)
     mean = float(loads.sum() / speeds.sum()) or 1.0
     return Plan(
         ranks=ranks,

@@ -74,7 +74,7 @@ def plan_batch(waiting: Waiting, knobs: PlanKnobs, *, num_rollouts: int, step: i
     chosen, fixed_rollouts = units.of_rollouts(go), units.of_rollouts(fixed)
     knobs = _with_rates(waiting, knobs, np.flatnonzero(chosen))
     shares = _shares(waiting, knobs, units, chosen, fixed_rollouts, step)
-    return _finish(waiting, knobs, shares)
+    return _finish(waiting, knobs, units, shares)
 
 
 def _with_rates(waiting: Waiting, knobs: PlanKnobs, picked: Ints) -> PlanKnobs:
@@ -171,10 +171,12 @@ def _idle(waiting: Waiting, knobs: PlanKnobs, shares: list[list[Ints]]) -> float
     return -float(work.sum()) / finish if finish else 0.0
 
 
-def _lower_bound(waiting: Waiting, knobs: PlanKnobs, picked: Ints) -> float:
+def _lower_bound(waiting: Waiting, knobs: PlanKnobs, units: Units, picked: Ints) -> float:
     """No plan of these rollouts is done before this."""
     costs = waiting.costs[picked]
-    bound = lower_bound(costs, knobs.num_ranks, knobs.counts, knobs.speeds)
+    whole = None if knobs.groups != "same_rank" else np.unique(units.labels(picked), return_inverse=True)[1]
+    indivisible = costs if whole is None else np.bincount(whole, weights=costs)
+    bound = lower_bound(indivisible, knobs.num_ranks, knobs.counts, knobs.speeds)
     if knobs.speeds is not None or not knobs.fixed_costs.micro_batch or not has_micro_batches(knobs):
         return bound
     packer = Packer(waiting.lengths[picked], costs, knobs.max_tokens_per_micro_batch, knobs.padded)
@@ -188,13 +190,13 @@ def _lower_bound(waiting: Waiting, knobs: PlanKnobs, picked: Ints) -> float:
     )
 
 
-def _finish(waiting: Waiting, knobs: PlanKnobs, shares: list[list[Ints]]) -> Plan:
+def _finish(waiting: Waiting, knobs: PlanKnobs, units: Units, shares: list[list[Ints]]) -> Plan:
     """The plan with its figures."""
     everything = [one for share in shares for one in share]
     picked = np.concatenate(everything) if everything else np.empty(0, dtype=np.int64)
     loads = loads_of(waiting.costs, shares) + micro_batch_overheads(knobs, shares)
     rate = np.ones(knobs.num_ranks) if knobs.speeds is None else np.asarray(knobs.speeds, dtype=np.float64)
-    bound = _lower_bound(waiting, knobs, picked)
+    bound = _lower_bound(waiting, knobs, units, picked)
     mean = float(loads.sum() / rate.sum())
     finish = float((loads / rate).max())
     flagged = waiting.groups[picked][~waiting.group_complete[picked]]

@@ -74,10 +74,15 @@ def test_the_bound_is_below_the_optimum_and_the_partition_near_it(costs, num_ran
     assert finish(costs, partition(costs, num_ranks, counts)) <= optimum * (7 / 6) + 1e-9
 
 
-@given(few_costs, st.lists(st.sampled_from([0.5, 1.0, 2.0, 3.0]), min_size=2, max_size=3))
-def test_the_bound_with_speeds_is_below_the_optimum(costs, speeds):
-    optimum = exact(costs, len(speeds), "free", speeds)
-    assert lower_bound(costs, len(speeds), "free", speeds) <= optimum * (1 + 1e-12)
+@given(few_costs, st.lists(st.sampled_from([0.5, 1.0, 2.0, 3.0]), min_size=2, max_size=3), kinds)
+def test_the_bound_with_speeds_is_below_the_optimum(costs, speeds, counts):
+    optimum = exact(costs, len(speeds), counts, speeds)
+    assert lower_bound(costs, len(speeds), counts, speeds) <= optimum * (1 + 1e-12)
+
+
+def test_equal_counts_bound_sees_what_the_slowest_rank_has_to_hold():
+    assert lower_bound([5.0] * 8, 4, "equal", [1.0, 1.0, 1.0, 0.5]) == pytest.approx(20.0)
+    assert lower_bound([90.0] + [5.0] * 7, 4, "equal", [1.0, 1.0, 1.0, 0.5]) == pytest.approx(95.0)
 
 
 @given(st.lists(st.integers(1, 60).map(float), min_size=12, max_size=30), st.integers(2, 5))
@@ -86,6 +91,50 @@ def test_equal_counts_bound_sees_the_fillers_of_the_heaviest(costs, num_ranks):
     least = len(costs) // num_ranks
     fillers = sum(sorted(costs)[: least - 1])
     assert lower_bound(costs, num_ranks, "equal") >= 1000.0 + fillers - 1e-6
+
+
+@pytest.mark.parametrize(("n", "num_ranks"), [(6, 2), (9, 2), (7, 3), (9, 3), (8, 4)])
+@pytest.mark.parametrize("counts", ["free", "equal"])
+def test_the_bound_is_below_the_optimum_of_every_layout(n, num_ranks, counts):
+    """Few heavy ones, or two kinds: where some ranks hold one more than others. All layouts are tried."""
+    labels = np.indices((num_ranks,) * (n - 1)).reshape(n - 1, -1).T  # the last rollout stays on rank 0
+    on = np.append(labels, np.zeros((len(labels), 1), dtype=int), axis=1)[:, None] == np.arange(num_ranks)[:, None]
+    held = on.sum(axis=2)
+    if counts == "equal":
+        on = on[held.max(axis=1) - held.min(axis=1) <= 1]
+    rng = np.random.default_rng(n * num_ranks)
+    gaps = []
+    for draw in range(60):
+        of_kind = (rng.integers(0, 60, n), rng.choice([1, 2, 30, 31], n), rng.choice([0, 3, 5, 100], n))
+        costs = of_kind[draw % 3].astype(float)
+        optimum = (on @ costs).max(axis=1).min()
+        assert lower_bound(costs, num_ranks, counts) <= optimum * (1 + 1e-12)
+        gaps.append(optimum / max(lower_bound(costs, num_ranks, counts), 1e-9) - 1)
+    assert np.mean(gaps) < 0.015
+
+
+@pytest.mark.parametrize("heavy", [9, 17])
+def test_equal_counts_bound_sees_the_company_of_heavy_ones_that_share_a_rank(heavy):
+    """One rank holds two (three) of them, and six (five) light ones."""
+    costs = np.repeat([30_000.0, 500.0], [heavy, 64 - heavy])
+    each = heavy // 8 + 1
+    assert lower_bound(costs, 8, "equal") == each * 30_000 + (8 - each) * 500
+    assert finish(costs, partition(costs, 8, "equal")) == lower_bound(costs, 8, "equal")
+
+
+@pytest.mark.parametrize(("n", "num_ranks"), [(4096, 128), (256, 8)])
+@pytest.mark.parametrize("share", [0.1, 0.5, 0.9])
+@pytest.mark.parametrize("light", [0.0, 1e-6])
+@pytest.mark.parametrize("counts", ["free", "equal"])
+def test_rollouts_that_weigh_nothing_do_not_spoil_the_partition(n, num_ranks, share, light, counts):
+    rng = np.random.default_rng(3)
+    lengths = np.clip(rng.lognormal(np.log(4096) - 0.5, 1, n), 64, 32768).round()
+    lengths[rng.random(n) < share] = light
+    shares = partition(lengths, num_ranks, counts)
+    check(lengths, shares, num_ranks, counts)
+    few = int((lengths > light).sum()) < 6 * num_ranks  # so few do not reach the bound
+    assert finish(lengths, shares) <= lower_bound(lengths, num_ranks, counts) * (1.01 if few else 1 + 1.1e-4)
+    assert max(map(len, shares)) <= 2 * n / num_ranks
 
 
 @given(many_costs, st.integers(1, 6), kinds)
@@ -134,6 +183,7 @@ ADVERSARIES = {
     "one": np.array([3.0]),
     "tiny": np.full(100, 1e-300),
     "huge": np.full(100, 1e300),
+    "sums overflow": np.array([1.7e308] * 60 + [0.0] * 40),
 }
 
 

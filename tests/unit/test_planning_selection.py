@@ -257,6 +257,15 @@ def test_imbalance_is_split():
     assert plan.avoidable_imbalance == 0.0
 
 
+def test_what_a_group_on_one_rank_weighs_is_unavoidable():
+    columns = waiting([9.0, 9.0, 9.0, 1.0, 1.0, 1.0], groups=[0, 0, 0, 1, 1, 1])
+    plan = plan_batch(
+        columns, PlanKnobs(num_ranks=2, batch_size=6, max_skips=0, groups="same_rank"), num_rollouts=6, step=0
+    )
+    assert plan.lower_bound == 27.0
+    assert (plan.avoidable_imbalance, plan.unavoidable_imbalance) == (0.0, pytest.approx(0.8))
+
+
 @pytest.mark.parametrize(
     ("window", "batch", "capacity", "group", "least"),
     [
