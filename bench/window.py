@@ -1,303 +1,273 @@
-"""The window: idle time in the long run, its price in delay, and what a dispatch costs.
+"""The window: idle time in the long run, with its price in delay in the same row, and what a plan costs.
 
-python bench/window.py [--json] [--seeds 20] [--steps 250] [--traces DIR] [--only TEXT]
+python bench/window.py [--json] [--seeds 20] [--trace-seeds 6] [--steps 200] [--traces DIR] [--only TEXT]
 
-`plan_batch` is driven directly: the window fills up, one batch leaves, and so on. Idle = 1 - sum of mean loads over sum
-of highest loads. Streams begin in mid-run, see docs/simulation.md; the first 50 dispatches are left out: a window that
-has just been filled has not put any outlier off yet.
+A row is a setting of the knobs over a stream of lengths, run by `sb.simulate` in mid-run: mean over seeds, its standard
+deviation, delays in dispatches (mean and p99 over seeds, the longest of all), the correlation of length and delay, and
+by how much the tokens of a step vary. The warm-up and the tail are left out. A new setting is one more line of MODES.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 from _common import Rows, arguments
-from peers import Floats, Ints, flops, lognormal, peers, trace_folder, traces
+from peers import Floats, Ints, Partitioner, flops, lognormal, peers, trace_folder, traces
 
-from stream_balancer.planning import LengthBias, PlanKnobs, Waiting, partition, plan_batch
+import stream_balancer as sb
+from stream_balancer.config import Policy
+from stream_balancer.planning import PlanKnobs, Waiting, plan_batch
 from stream_balancer.tools.generation import finish_times
-from stream_balancer.tools.trace import Trace
+from stream_balancer.tools.simulate import as_policy
 
-WARM_UP = 50
+SLOTS = 128
+"""Rollouts generated at a time."""
 
-
-@dataclass
-class Stream:
-    """Rollouts in the order they finish."""
-
-    lengths: Floats
-    costs: Floats
-    groups: Ints | None = None
+Make = Callable[[int], sb.Trace]
+"""seed -> a stream of rollouts."""
 
 
-@dataclass
-class Outcome:
-    idle: float
-    unavoidable: float
-    """Idle time if every batch had been partitioned at its lower bound."""
-    delay_p99: float
-    delay_max: float
-    correlation: float
-    least_decile: float
-    most_decile: float
-    batch_spread: float
-    milliseconds: float
-    broken: int
-    """Rollouts passed over more than max_skips times: must be 0."""
+@dataclass(frozen=True)
+class Mode:
+    """A setting of the knobs."""
 
+    name: str
+    width: float
+    """The window, in batches."""
+    knobs: Mapping[str, Any] = field(default_factory=dict)
+    """Further knobs of a `BalancerConfig`."""
+    batch: int = 32
+    ranks: int = 8
+    whole_groups: bool = False
+    """Siblings leave in one batch, of as many whole groups as fit."""
+    capped: bool = False
+    """`max_tokens_per_micro_batch` is the longest rollout."""
 
-def drive(stream: Stream, knobs: PlanKnobs, window: int, steps: int, lockstep: bool = False) -> Outcome:
-    size = knobs.batch_size
-    held = np.empty(0, dtype=np.int64)
-    skips = np.empty(0, dtype=np.int64)
-    taken = 0
-    mean = highest = bounds = spent = 0.0
-    delays: list[Ints] = []
-    bias = LengthBias()
-    broken = 0
-    missing = _missing_siblings(stream.groups)
-    for step in range(steps):
-        start_of_new = taken
-        while _num_ready(held, start_of_new, taken, missing) < window and taken < stream.costs.size:
-            taken += 1
-        new = np.arange(start_of_new, taken)
-        held, skips = np.concatenate((held, new)), np.concatenate((skips, np.zeros(new.size, dtype=np.int64)))
-        groups = np.full(held.size, -1) if stream.groups is None else stream.groups[held]
-        complete = np.ones(held.size, dtype=np.bool_) if missing is None else missing[held] < taken
-        columns = Waiting(
-            costs=stream.costs[held],
-            lengths=np.maximum(stream.lengths[held], 1).astype(np.int64),
-            skips=skips,
-            due=np.zeros(held.size, dtype=np.bool_),
-            groups=groups,
-            group_complete=complete,
+    def config(self, trace: sb.Trace, cost: sb.CostModel) -> sb.BalancerConfig:
+        size = int(np.bincount(trace.group_ids).max()) if self.whole_groups else 1
+        batch = self.batch // size * size
+        knobs: dict[str, Any] = {"group_size": size if self.whole_groups else None}
+        if self.capped:
+            knobs["max_tokens_per_micro_batch"] = int(trace.lengths.max())
+        window = round(self.width * batch / size) * size
+        if self.whole_groups:
+            knobs["capacity"] = 2 * window + SLOTS  # else siblings that wait for others keep the window from filling
+        return sb.BalancerConfig(
+            dp_size=self.ranks, batch_size=batch, window=window, cost=cost, **{**knobs, **self.knobs}
         )
-        number = min(size, int(complete.sum()))
-        start = time.process_time()
-        plan = plan_batch(columns, knobs, num_rollouts=number, step=step)
-        elapsed = time.process_time() - start
-        chosen = np.concatenate([one for share in plan.ranks for one in share])
-        stays = np.ones(held.size, dtype=np.bool_)
-        stays[chosen] = False
-        broken += int((skips[stays & complete] >= (knobs.max_skips or np.inf)).sum())
-        if step >= WARM_UP:
-            spent += elapsed
-            rate = np.ones(knobs.num_ranks) if knobs.speeds is None else knobs.speeds
-            mean += float(plan.loads.sum() / rate.sum())
-            bounds += plan.lower_bound
-            if lockstep:
-                table = [[columns.costs[one].sum() for one in share] for share in plan.ranks]
-                highest += float(np.array(table).max(axis=0).sum())
-            else:
-                highest += float((plan.loads / rate).max())
-            delays.append(skips[chosen])
-            bias.record(columns.lengths[chosen], skips[chosen])
-        held, skips = held[stays], skips[stays] + complete[stays]
-    summary = bias.summary()
-    delay = np.concatenate(delays)
-    return Outcome(
-        idle=100.0 * (1.0 - mean / highest),
-        unavoidable=100.0 * (1.0 - mean / max(bounds, mean)),
-        delay_p99=float(np.quantile(delay, 0.99)),
-        delay_max=float(delay.max()),
-        correlation=summary.length_delay_correlation,
-        least_decile=min(summary.delay_per_decile),
-        most_decile=max(summary.delay_per_decile),
-        batch_spread=summary.batch_mean_spread,
-        milliseconds=1e3 * spent / (steps - WARM_UP),
-        broken=broken,
+
+
+def lockstep(name: str, width: float, batch: int, ranks: int) -> Mode:
+    return Mode(f"locksteps {batch}/{ranks} {name}", width, {"sync": "micro_batch"}, batch, ranks, capped=True)
+
+
+MODES = (
+    Mode("W1.5 D16", 1.5, {"max_skips": 16}),
+    Mode("W2 D8", 2, {"max_skips": 8}),
+    Mode("W2 D16", 2, {"max_skips": 16}),
+    Mode("W2 D32", 2, {"max_skips": 32}),
+    Mode("W3 D16", 3, {"max_skips": 16}),
+    Mode("W2 D16 equal counts", 2, {"max_skips": 16, "counts": "equal"}),
+    Mode("W2 D16 whole groups", 2, {"max_skips": 16}, whole_groups=True),
+    lockstep("W1", 1, 128, 8),
+    lockstep("W2", 2, 128, 8),
+)
+"""Over the recorded traces."""
+
+
+def measure(rows: Rows, label: str, runs: Sequence[sb.SimulationReport], bar: float | None = None) -> None:
+    """One row of a setting: a run a seed."""
+
+    def mean(of: Callable[[sb.SimulationReport], float]) -> float:
+        return round(float(np.mean([of(run) for run in runs])), 2)
+
+    idle = [100 * run.idle_fraction for run in runs]
+    for run in runs:
+        most = run.config.max_skips
+        assert most is None or run.max_skips_seen <= most, f"{label}: passed over {run.max_skips_seen} times"
+    rows.add(
+        f"{label}: idle",
+        float(np.mean(idle)),
+        "%",
+        bar,
+        sd=round(float(np.std(idle, ddof=1)), 2) if len(idle) > 1 else 0.0,
+        bound=mean(lambda run: 100 * run.unavoidable_idle),
+        delay=mean(lambda run: run.delay_dispatches.mean),
+        p99=mean(lambda run: run.delay_dispatches.p99),
+        longest=int(max(run.delay_dispatches.max for run in runs)),
+        correlation=mean(lambda run: run.length_bias.length_delay_correlation),
+        token_variation=mean(lambda run: run.token_variation or 0.0),
     )
 
 
-def _num_ready(held: Ints, start: int, taken: int, missing: Ints | None) -> int:
-    """Waiting rollouts whose group is complete: incomplete ones wait beside the window, or might fill it alone."""
-    if missing is None:
-        return held.size + taken - start
-    return int((missing[held] < taken).sum() + (missing[start:taken] < taken).sum())
+def run(make: Make, seeds: int, mode: Mode, cost: sb.CostModel, policy: Policy = "window") -> list[sb.SimulationReport]:
+    def one(seed: int) -> sb.SimulationReport:
+        stream = make(seed)
+        return sb.simulate(stream, as_policy(mode.config(stream, cost), policy), slots=SLOTS, seed=seed)
+
+    return [one(seed) for seed in range(seeds)]
 
 
-def _missing_siblings(groups: Ints | None) -> Ints | None:
-    """[n] the place in the stream at which each rollout's group is complete."""
-    if groups is None:
-        return None
-    last = np.zeros(int(groups.max()) + 1, dtype=np.int64)
-    last[groups] = np.arange(groups.size)  # later ones overwrite earlier ones
-    return last[groups]
+def baselines(rows: Rows, name: str, make: Make, seeds: int, mode: Mode, cost: sb.CostModel) -> None:
+    """The same stream without a window: first in, first out."""
+    measure(rows, f"{name}: round-robin", run(make, seeds, mode, cost, "round_robin"))
+    measure(rows, f"{name}: fifo + this partition", run(make, seeds, mode, cost, "fifo"))
+    if (verl := VERL.get("verl (list)")) is not None:
+        rows.add(f"{name}: fifo + verl equal: idle", _idle_of(verl, make, seeds, mode, cost), "%")
 
 
-def average(rows: Rows, label: str, outcomes: list[Outcome], bar: float | None, *, prices: bool = True) -> None:
-    def mean(of: Callable[[Outcome], float]) -> float:
-        return float(np.mean([of(outcome) for outcome in outcomes]))
+def _idle_of(partition: Partitioner, make: Make, seeds: int, mode: Mode, cost: sb.CostModel) -> float:
+    mean = slowest = 0.0
+    for seed in range(seeds):
+        trace = make(seed)
+        order = np.argsort(finish_times(trace, SLOTS, seed=seed), kind="stable")
+        costs = np.asarray(cost(trace.lengths[order]), dtype=np.float64)
+        for first in range(0, costs.size - mode.batch + 1, mode.batch):
+            batch = costs[first : first + mode.batch]
+            mean += float(batch.sum()) / mode.ranks
+            slowest += max(float(batch[np.asarray(one)].sum()) for one in partition(batch, mode.ranks, True))
+    return 100 * (1 - mean / slowest)
 
-    rows.add(f"{label}: idle", mean(lambda o: o.idle), "%", bar)
-    if prices:
-        rows.add(f"{label}: idle at the bound of each batch", mean(lambda o: o.unavoidable), "%")
-        rows.add(f"{label}: delay p99", mean(lambda o: o.delay_p99), "disp.")
-        rows.add(f"{label}: delay max", max(o.delay_max for o in outcomes), "disp.")
-        rows.add(f"{label}: length-delay correlation", mean(lambda o: o.correlation), "r")
-        rows.add(f"{label}: mean delay, least decile", mean(lambda o: o.least_decile), "disp.")
-        rows.add(f"{label}: mean delay, most decile", mean(lambda o: o.most_decile), "disp.")
-        rows.add(f"{label}: spread of batch means", mean(lambda o: o.batch_spread), "x iid")
-        rows.add(f"{label}: plan", mean(lambda o: o.milliseconds), "ms")
-    rows.add(f"{label}: passed over too often", float(sum(o.broken for o in outcomes)), "n", 0.0)
+
+VERL = {name: method for name, method in peers().items() if name == "verl (list)"}
 
 
 # --- synthetic streams -----------------------------------------------------------------------------------------------
 
-STREAMS: list[tuple[str, bool, int, int, list[tuple[float, int, float | None]]]] = [
-    # name, quadratic cost, batch, ranks, (window in batches, max_skips, bar)
-    ("ln tok 64/8", False, 64, 8, [(1.25, 4, None), (2, 4, None), (2, 8, None), (3, 16, None)]),
-    ("ln flops 64/8", True, 64, 8, [(1.25, 4, None), (2, 4, None), (2, 8, 0.3), (3, 16, None)]),
-    ("ln flops 256/32", True, 256, 32, [(1.25, 4, None), (2, 4, None), (2, 8, 0.3), (3, 16, None)]),
-    ("ln tok 64/32", False, 64, 32, [(1.25, 4, None), (2, 4, None), (2, 8, 18.0), (3, 16, 4.5)]),
-]
+
+def independent(lengths: Floats) -> sb.Trace:
+    """Lengths that arrive in the order given."""
+    whole = lengths.astype(np.int64)
+    zero, number = np.zeros_like(whole), np.arange(whole.size)
+    return sb.Trace(prompt_tokens=zero, output_tokens=whole, group_ids=number, arrival_s=number.astype(np.float64))
 
 
-def baselines(
-    rows: Rows, name: str, make: Callable[[int], Stream], batch: int, ranks: int, seeds: int, steps: int
-) -> None:
-    """The same stream, first in, first out, with other partitions."""
-    verl = {label: method for label, method in peers().items() if label == "verl (list)"}
-    sums = {"round-robin": 0.0, "fifo + this partition": 0.0, **{f"fifo + {label} equal": 0.0 for label in verl}}
-    work = 0.0
-    for seed in range(seeds):
-        stream = make(seed)
-        for step in range(WARM_UP, steps):
-            costs = stream.costs[step * batch : (step + 1) * batch]
-            work += float(costs.sum()) / ranks
-            sums["round-robin"] += max(float(costs[rank::ranks].sum()) for rank in range(ranks))
-            sums["fifo + this partition"] += max(float(costs[share].sum()) for share in partition(costs, ranks))
-            for label, method in verl.items():
-                shares = method(costs, ranks, True)
-                sums[f"fifo + {label} equal"] += max(float(costs[np.asarray(share)].sum()) for share in shares)
-    for label, total in sums.items():
-        rows.add(f"{name}: {label}: idle", 100.0 * (1.0 - work / total), "%")
+SIZES = (("tok", 64, 8, None), ("flops", 64, 8, 0.3), ("flops", 256, 32, 0.3), ("tok", 64, 32, 18.0))
+"""Cost, rollouts, ranks, and the most that W2 D8 may idle."""
 
 
 def synthetic(rows: Rows, seeds: int, steps: int, only: str) -> None:
-    for name, quadratic, batch, ranks, cells in STREAMS:
+    """Independent lognormal lengths: mean 4096, sigma 1, clipped to 64..32768."""
+    for kind, batch, ranks, bar in SIZES:
+        name = f"ln {kind} {batch}/{ranks}"
         if only not in name:
             continue
         rows.text(name)
+        cost: sb.CostModel = sb.TokenCost() if kind == "tok" else sb.QuadraticCost()
 
-        def make(seed: int, batch: int = batch, quadratic: bool = quadratic) -> Stream:
-            lengths = lognormal(batch * (steps + 5), seed)
-            return Stream(lengths, flops(lengths) if quadratic else lengths)
+        def make(seed: int, batch: int = batch) -> sb.Trace:
+            return independent(lognormal(batch * (steps + 64), seed))
 
-        count = seeds if batch <= 64 else max(2, seeds // 4)
-        baselines(rows, name, make, batch, ranks, min(count, 3), steps)
+        baselines(rows, name, make, min(seeds, 5), Mode("", 2, {}, batch, ranks), cost)
         for counts in ("free", "equal"):
-            for width, max_skips, bar in cells:
-                knobs = PlanKnobs(ranks, batch, max_skips, counts=counts)
-                outcomes = [drive(make(seed), knobs, int(width * batch), steps) for seed in range(count)]
-                label = f"{name} W{width:g} D{max_skips} {counts}"
-                average(rows, label, outcomes, bar if counts == "free" else None, prices=counts == "free")
+            for width, skips in ((1.5, 16), (2, 8), (2, 16), (3, 16)):
+                label = f"W{width:g} D{skips} {counts}"
+                mode = Mode(label, width, {"max_skips": skips, "counts": counts}, batch, ranks)
+                measure(rows, f"{name} {label}", run(make, seeds, mode, cost), bar if label == "W2 D8 free" else None)
 
 
 # --- real traces -----------------------------------------------------------------------------------------------------
 
-TRACE_BARS = {  # W2 D8, W3 D16
-    "rg_qwen3b_rl_g3": (18.2, 9.6),
-    "lrm_token_economy_g5": (1.2, 0.5),
-    "misguided_thinking_g3": (7.7, 2.8),
-    "tau_airline_gpt4o_g4": (0.3, 0.3),
-    "azure_2023_conv": (0.5, 0.4),
-    "mooncake_conversation": (9.9, 4.1),
-    "nemo_gym_mixed_envs": (32.3, 25.5),
-}
-
-
-def in_mid_run(trace: Trace, n: int, seed: int, *, by_group: bool) -> Stream:
-    """Rollouts, or whole groups whose siblings are issued together, drawn with replacement; 128 generation slots."""
-    drawn = trace.resampled(n, seed, by_group=by_group)
-    order = np.argsort(finish_times(drawn, seed=seed, whole_groups=by_group), kind="stable")
-    lengths = drawn.lengths[order].astype(np.float64)
-    return Stream(lengths, flops(lengths), drawn.group_ids[order] if by_group else None)
-
 
 def real(rows: Rows, folder: str | None, seeds: int, steps: int, only: str) -> None:
+    cost = sb.QuadraticCost()
     for trace in traces(trace_folder(folder)):
         if only not in trace.name:
             continue
-        rows.text(f"trace {trace.name}, 32/8, flops")
-
-        def make(seed: int, trace: Trace = trace) -> Stream:
-            return in_mid_run(trace, 32 * (steps + 10), seed, by_group=False)
-
-        baselines(rows, trace.name, make, 32, 8, min(seeds, 5), steps)
-        bars = TRACE_BARS.get(trace.name, (None, None))
-        for (width, max_skips), bar in zip(((2, 8), (3, 16)), bars, strict=True):
-            knobs = PlanKnobs(8, 32, max_skips)
-            outcomes = [drive(make(seed), knobs, width * 32, steps) for seed in range(seeds)]
-            average(rows, f"{trace.name} W{width} D{max_skips}", outcomes, None if bar is None else bar + 0.5)
-        sizes = np.bincount(trace.group_ids)
-        if sizes.max() > 1:
-            group_size = int(np.bincount(sizes).argmax())
-            batch = 32 - 32 % group_size
-            for width, max_skips in ((2, 8), (3, 16)):
-                knobs = PlanKnobs(8, batch, max_skips, groups="same_batch", group_size=int(sizes.max()))
-                outcomes = [
-                    drive(in_mid_run(trace, batch * (steps + 30), seed, by_group=True), knobs, width * batch, steps)
-                    for seed in range(max(2, seeds // 2))
-                ]
-                label = f"{trace.name} W{width} D{max_skips} groups of {group_size} in one batch of {batch}"
-                average(rows, label, outcomes, None)
+        rows.text(f"trace {trace.name}, 32/8 unless said, flops")
+        grouped = of_usual_size(trace)
+        baselines(rows, trace.name, drawn(trace, MODES[0], steps), min(seeds, 5), MODES[0], cost)
+        for mode in MODES:
+            source = grouped if mode.whole_groups else trace
+            if source is not None:
+                measure(rows, f"{trace.name} {mode.name}", run(drawn(source, mode, steps), seeds, mode, cost))
 
 
-# --- cost of a dispatch, and lockstep --------------------------------------------------------------------------------
+def drawn(trace: sb.Trace, mode: Mode, steps: int) -> Make:
+    """Rollouts, or whole groups, drawn with replacement: enough for so many steps beside warm-up and tail."""
+    count = mode.batch * (steps + 3 * mode.knobs.get("max_skips", 16) + 10)
+    if mode.whole_groups:
+        size = int(np.bincount(trace.group_ids).max())
+        count = count // size * size
+    return lambda seed: trace.resampled(count, seed, by_group=mode.whole_groups)
 
 
-def cost_of_a_dispatch(rows: Rows) -> None:
-    """A steady stream at the sizes of the bars; the median of the later dispatches."""
-    rows.text("cost of a dispatch, whole plan")
-    for batch, ranks, window, bar in ((1024, 64, 4096, 2.0), (4096, 128, 16384, 6.0), (16384, 512, 131072, 60.0)):
+def of_usual_size(trace: sb.Trace) -> sb.Trace | None:
+    """The groups that have as many siblings as most have; None where rollouts have none."""
+    sizes = np.bincount(trace.group_ids)
+    usual = int(np.bincount(sizes).argmax())
+    chosen = sizes[trace.group_ids] == usual
+    if usual == 1:
+        return None
+    prompt, output, groups = (column[chosen] for column in (trace.prompt_tokens, trace.output_tokens, trace.group_ids))
+    return sb.Trace(prompt_tokens=prompt, output_tokens=output, group_ids=groups, name=trace.name)
+
+
+# --- cost of a plan, and lockstep ------------------------------------------------------------------------------------
+
+
+def cost_of_a_plan(rows: Rows) -> None:
+    """A steady stream; the median of the later dispatches."""
+    rows.text("cost of a plan")
+    for batch, ranks, window, bar in (
+        (32, 8, 64, 6.0),
+        (256, 32, 512, 8.0),
+        (1024, 64, 4096, 2.0),
+        (4096, 128, 16384, 6.0),
+        (16384, 512, 131072, 60.0),
+    ):
         for kind in ("tok", "flops"):
-            steps = 24
+            steps = 24 if batch > 256 else 200
             lengths = lognormal(window + steps * batch, 0)
             costs = flops(lengths) if kind == "flops" else lengths
-            held, skips, taken = np.arange(window), np.zeros(window, dtype=np.int64), window
-            times = []
-            for step in range(steps):
-                columns = Waiting(
-                    costs[held],
-                    lengths[held].astype(np.int64),
-                    skips,
-                    np.zeros(window, dtype=np.bool_),
-                    np.full(window, -1),
-                    np.ones(window, dtype=np.bool_),
-                )
-                knobs = PlanKnobs(ranks, batch, 3 * (window // batch))
-                start = time.process_time()
-                plan = plan_batch(columns, knobs, num_rollouts=batch, step=step)
-                times.append(1e3 * (time.process_time() - start))
-                stays = np.ones(window, dtype=np.bool_)
-                stays[np.concatenate([one for share in plan.ranks for one in share])] = False
-                held = np.concatenate((held[stays], np.arange(taken, taken + batch)))
-                skips = np.concatenate((skips[stays] + 1, np.zeros(batch, dtype=np.int64)))
-                taken += batch
-            rows.add(f"window {window}, {batch}/{ranks} {kind}: plan", float(np.median(times[4:])), "ms", bar)
+            name = f"window {window}, {batch}/{ranks} {kind}: plan"
+            rows.add(name, plan_ms(lengths, costs, batch, ranks, window, steps), "ms", bar)
+
+
+def plan_ms(lengths: Floats, costs: Floats, batch: int, ranks: int, window: int, steps: int) -> float:
+    held, skips, taken = np.arange(window), np.zeros(window, dtype=np.int64), window
+    knobs = PlanKnobs(ranks, batch, max(16, 3 * (window // batch)))
+    milliseconds = []
+    for step in range(steps):
+        columns = Waiting(
+            costs[held],
+            lengths[held].astype(np.int64),
+            skips,
+            np.zeros(window, dtype=np.bool_),
+            np.full(window, -1),
+            np.ones(window, dtype=np.bool_),
+        )
+        start = time.process_time()
+        plan = plan_batch(columns, knobs, num_rollouts=batch, step=step)
+        milliseconds.append(1e3 * (time.process_time() - start))
+        stays = np.ones(window, dtype=np.bool_)
+        stays[np.concatenate([one for share in plan.ranks for one in share])] = False
+        new: Ints = np.arange(taken, taken + batch)
+        held = np.concatenate((held[stays], new))
+        skips = np.concatenate((skips[stays] + 1, np.zeros(batch, dtype=np.int64)))
+        taken += batch
+    return float(np.median(milliseconds[steps // 6 :]))
 
 
 def lockstep_from_the_window(rows: Rows, seeds: int, steps: int) -> None:
     """Ranks that meet at every micro-batch; ln tok 64/8, one rollout per micro-batch."""
     rows.text("sync='micro_batch': ln tok 64/8, 8 micro-batches of one rollout")
-    for width, max_skips in ((1, 0), (2, 4), (2, 8), (4, 16)):
-        knobs = PlanKnobs(8, 64, max_skips, sync="micro_batch", micro_batch_multiple=8)
-        outcomes = []
-        for seed in range(min(seeds, 5)):
-            lengths = lognormal(64 * (steps + 5), seed)
-            outcomes.append(drive(Stream(lengths, lengths), knobs, width * 64, steps, lockstep=True))
-        average(rows, f"rows, ln tok 64/8 W{width} D{max_skips}", outcomes, None, prices=False)
+    for width, skips in ((1, 8), (2, 8), (2, 16), (4, 16)):
+        knobs = {"max_skips": skips, "sync": "micro_batch", "micro_batch_multiple": 8}
+        mode = Mode(f"W{width} D{skips}", width, knobs, 64, 8)
+        found = run(lambda seed: independent(lognormal(64 * (steps + 64), seed)), min(seeds, 5), mode, sb.TokenCost())
+        measure(rows, f"locksteps of one rollout, ln tok 64/8 {mode.name}", found)
 
 
 def capped_and_slowed(rows: Rows, seeds: int, steps: int) -> None:
-    """Cells with rank batches cut into micro-batches, or where one rank is slower; lengths stop at a maximum, as they
-    do under max_new_tokens."""
+    """Rank batches cut into micro-batches, or one slower rank; lengths stop at a maximum, as they do under
+    max_new_tokens."""
     rows.text("token cap; a rank slowed 1.5 x")
-    slowed = np.where(np.arange(32) == 1, 1 / 1.5, 1.0)
+    slowed = tuple(1 / 1.5 if rank == 1 else 1.0 for rank in range(32))
     for batch, ranks, longest, cap, speeds, quadratic in (
         (16, 4, 8000, 16000, None, True),
         (64, 32, 6000, 12000, None, False),
@@ -306,25 +276,26 @@ def capped_and_slowed(rows: Rows, seeds: int, steps: int) -> None:
         (64, 32, 32768, None, slowed, False),
     ):
         kind = ("flops" if quadratic else "tok") + (" slowed" if cap is None else f" cap {cap}")
-        for width, max_skips in ((2, 8), (3, 16)):
-            knobs = PlanKnobs(ranks, batch, max_skips, max_tokens_per_micro_batch=cap, speeds=speeds)
-            outcomes = []
-            for seed in range(min(seeds, 4)):
-                lengths = np.minimum(lognormal(batch * (steps + 5), seed), longest)
-                stream = Stream(lengths, flops(lengths) if quadratic else lengths)
-                outcomes.append(drive(stream, knobs, width * batch, steps))
-            average(rows, f"ln {kind} {batch}/{ranks} W{width} D{max_skips}", outcomes, None, prices=False)
+        cost: sb.CostModel = sb.QuadraticCost() if quadratic else sb.TokenCost()
+
+        def make(seed: int, batch: int = batch, longest: int = longest) -> sb.Trace:
+            return independent(np.minimum(lognormal(batch * (steps + 64), seed), longest))
+
+        for width, skips in ((2, 8), (2, 16)):
+            knobs = {"max_skips": skips, "max_tokens_per_micro_batch": cap, "speeds": speeds}
+            mode = Mode(f"W{width} D{skips}", width, knobs, batch, ranks)
+            measure(rows, f"ln {kind} {batch}/{ranks} {mode.name}", run(make, min(seeds, 4), mode, cost))
 
 
 def main() -> None:
-    options = arguments(__doc__, seeds=20, steps=250, traces=None, only="")
+    options = arguments(__doc__, seeds=20, trace_seeds=6, steps=200, traces=None, only="")
     rows = Rows(options.json)
     if not options.only:
-        cost_of_a_dispatch(rows)
+        cost_of_a_plan(rows)
         lockstep_from_the_window(rows, options.seeds, options.steps)
         capped_and_slowed(rows, options.seeds, options.steps)
     synthetic(rows, options.seeds, options.steps, options.only)
-    real(rows, options.traces, options.seeds, options.steps, options.only)
+    real(rows, options.traces, options.trace_seeds, options.steps, options.only)
 
 
 if __name__ == "__main__":

@@ -92,9 +92,9 @@ def simulate(
     rate = _work_per_second(trainer, trace, config, rollout_s)
     core = BalancerCore(config, tolerance=tolerance)
     core.observers.append(AutoWindowObserver(core))
-    whole_groups = config.group_size is not None and config.groups != "free"
+    grouped = config.tracked_group_size is not None
     generation = Generation(
-        trace, slots, tokens_per_second, seed, whole_groups=whole_groups, step_s=config.batch_size * rollout_s
+        trace, slots, tokens_per_second, seed, whole_groups=grouped, step_s=config.batch_size * rollout_s
     )
     run = _Run(trace, core, generation, rate)
     run.to_the_end(progress)
@@ -166,7 +166,7 @@ class _Run(Observer):
         self.costs = np.asarray(config.cost(trace.lengths), dtype=np.float64)
         self.cost_list: list[float] = self.costs.tolist()
         self.group_names = [str(g) for g in trace.group_ids.tolist()]
-        self.groups_count = config.group_size is not None and config.groups != "free"
+        self.groups_count = config.tracked_group_size is not None
         self.versioned = config.max_staleness is not None
         self.first_version = -int(generation.started_step.min())  # the oldest in flight began with version 0
         if self.versioned:
@@ -383,12 +383,15 @@ class _Run(Observer):
         return UNBOUNDED_WARM_UP if skips is None else WARM_UP_SKIPS * skips
 
     def _ready_step(self) -> Ints:
-        """[n] dispatches made when a rollout could go: when it was accepted, or the last of its siblings was."""
-        if not self.groups_count:
+        """[n] dispatches made when a rollout could go: when it was accepted, or the last of its siblings was. For one
+        whose group stayed short, the dispatch that took it."""
+        size = self.config.tracked_group_size
+        if size is None:
             return self.accepted_step
-        last = np.zeros(int(self.trace.group_ids.max()) + 1, dtype=np.int64)
-        np.maximum.at(last, self.trace.group_ids, self.accepted_step)
-        return last[self.trace.group_ids]
+        groups = self.trace.group_ids
+        last = np.zeros(int(groups.max()) + 1, dtype=np.int64)
+        np.maximum.at(last, groups, self.accepted_step)
+        return np.where(np.bincount(groups)[groups] < size, self.step_of, last[groups])
 
 
 def _padded_work(costs: list[float]) -> float:

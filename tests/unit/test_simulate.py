@@ -307,6 +307,14 @@ class TestKnobs:
         steps = report.step_of.reshape(-1, 3)
         assert (steps == steps[:, :1]).all()
 
+    def test_a_group_that_stays_short_is_passed_over_by_nobody(self) -> None:
+        """It could never have gone: it leaves at the drain."""
+        groups = [0, *(1 + i // 2 for i in range(80))]
+        report = simulate(trace_of([1] * 81, [float(i) for i in range(81)], groups), knobs(group_size=2, max_skips=8))
+        assert report.reasons["drain"] == 2
+        assert report.step_of[0] >= report.num_batches - 2 > 8
+        assert report.max_skips_seen <= 8
+
     def test_siblings_pass_those_who_wait_for_room(self) -> None:
         trace = trace_of([1] * 32, arrival=[0.0] * 32, groups=[i // 4 for i in range(32)])
         config = knobs(window=4, capacity=4, group_size=4)
