@@ -38,10 +38,7 @@ class _Docstring:
 
 
 def _fields_of(owner: type) -> str:
-    found: dict[str, str] = {}
-    for cls in reversed(owner.__mro__):
-        if "__dataclass_fields__" in vars(cls):
-            found |= texts_below_fields(cls)
+    found = texts_below_fields(owner)
     if not found:
         return ""
     entries = (f"{name}:\n{textwrap.indent(text, '    ')}" for name, text in found.items())
@@ -49,7 +46,16 @@ def _fields_of(owner: type) -> str:
 
 
 def texts_below_fields(cls: type) -> dict[str, str]:
-    """Text of each public field that the class itself declares, in order; empty where the source is not there."""
+    """Text of each public field of a dataclass, in order, those of its bases first; empty where the source is not
+    there."""
+    found: dict[str, str] = {}
+    for declaring in reversed(cls.__mro__):
+        if "__dataclass_fields__" in vars(declaring):
+            found |= _texts_in(declaring)
+    return found
+
+
+def _texts_in(cls: type) -> dict[str, str]:
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(cls)))
     except (OSError, TypeError, SyntaxError):

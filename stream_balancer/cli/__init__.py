@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from stream_balancer.cli._options import as_command
-from stream_balancer.cli.demo import demo
+from stream_balancer.cli.demo import Demo
 from stream_balancer.cli.replay import Replay
 from stream_balancer.cli.tune import Tune
 from stream_balancer.cli.watch import watch
@@ -48,5 +48,5 @@ def _root(
     pass
 
 
-for command in (demo, as_command(Replay), as_command(Tune), watch):
+for command in (as_command(Demo), as_command(Replay), as_command(Tune), watch):
     app.command()(command)

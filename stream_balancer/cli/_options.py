@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn, Protocol, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn, Protocol, get_origin, get_type_hints
 
 import typer
 
@@ -53,17 +53,29 @@ class Command(Protocol):
 
 
 def as_command(options: type[Command]) -> Callable[..., None]:
-    """A function for typer: it takes the fields of the dataclass as options, and calls ``run()``."""
+    """A function for typer: it takes the fields of the dataclass as options, and calls ``run()``. Help of a field that
+    is not ``Annotated`` is the text below it."""
 
     def command(**given: Any) -> None:
-        options(**given).run()
+        with one_line_errors():
+            options(**given).run()
 
-    types = get_type_hints(options, include_extras=True)
-    parameters = inspect.signature(options).parameters.values()
-    signature = inspect.Signature([one.replace(annotation=types[one.name]) for one in parameters])
-    setattr(command, "__signature__", signature)  # noqa: B010 - functions have none for type checkers
+    types, texts = get_type_hints(options, include_extras=True), texts_below_fields(options)
+    signature = inspect.signature(options)
+    parameters = [
+        one.replace(annotation=_option(one.name, types[one.name], texts.get(one.name)))
+        for one in signature.parameters.values()
+    ]
+    setattr(command, "__signature__", signature.replace(parameters=parameters))  # noqa: B010 - functions have none for type checkers
     command.__name__, command.__doc__ = options.__name__.lower(), options.__doc__
     return command
+
+
+def _option(name: str, kind: Any, text: str | None) -> Any:
+    if get_origin(kind) is Annotated:
+        return kind
+    flag = [f"--{name}"] if kind is bool else []  # else there would be --no-json
+    return Annotated[kind, typer.Option(*flag, help=text)]
 
 
 def knob(name: str, note: str = "", **shown: Any) -> Any:
@@ -101,8 +113,10 @@ class Simulated:
     micro_batch_overhead_cost: Annotated[float | None, knob("micro_batch_overhead_cost")] = None
     group_size: Annotated[int | None, knob("group_size", "(default: groups play no part)")] = None
     groups: Annotated[Groups, knob("groups", "With --group-size.")] = "same_batch"
-    slots: Annotated[int, typer.Option(help="Rollouts generated at a time (where no arrivals were recorded).")] = 128
-    tokens_per_second: Annotated[float, typer.Option(help="Generation speed of one slot.")] = 30.0
+    slots: int = 128
+    """Rollouts generated at a time (where no arrivals were recorded)."""
+    tokens_per_second: float = 30.0
+    """Generation speed of one slot."""
     trainer: Annotated[
         str,
         typer.Option(
@@ -111,10 +125,14 @@ class Simulated:
             "Or work per second and rank, in the cost model's unit.",
         ),
     ] = "instant"
-    rollouts: Annotated[int | None, typer.Option(help="Draw so many rollouts with replacement, whole groups.")] = None
-    scale: Annotated[float, typer.Option(help="Multiply lengths by this.")] = 1.0
-    seed: Annotated[int, typer.Option(help="Seed of the generator, of the draw and of the order of generation.")] = 0
-    json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of the table.")] = False
+    rollouts: int | None = None
+    """Draw so many rollouts with replacement, whole groups."""
+    scale: float = 1.0
+    """Multiply lengths by this."""
+    seed: int = 0
+    """Seed of the generator, of the draw and of the order of generation."""
+    json: bool = False
+    """Print one JSON object instead of the table."""
 
     def lengths(self) -> Trace:
         """The trace that ``--rollouts`` and ``--scale`` make of it."""

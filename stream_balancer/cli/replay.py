@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
 import typer
 
-from stream_balancer.cli._options import Simulated, deadline_text, knob, one_line_errors, progress, skips_of, stdout
+from stream_balancer.cli._options import Simulated, deadline_text, knob, progress, skips_of, stdout
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -34,23 +34,20 @@ class Replay(Simulated):
     deadline_s: Annotated[float | None, knob("deadline_s", "(default: wait for the window)")] = None
     max_skips: Annotated[str | None, knob("max_skips", "'none' = no bound. (default: 8)", metavar="N")] = None
     capacity: Annotated[int | None, knob("capacity", "(default: 2 x window)")] = None
-    warm_up: Annotated[
-        int | None,
-        typer.Option(help="Dispatches to leave out of the figures. (default: 3 x max skips, at most a quarter)"),
-    ] = None
+    warm_up: int | None = None
+    """Dispatches to leave out of the figures. (default: 3 x max skips, at most a quarter)"""
 
     def run(self) -> None:
-        with one_line_errors():
-            from stream_balancer.tools.simulate import as_policy
+        from stream_balancer.tools.simulate import as_policy
 
-            lengths = self.lengths()
-            config = self.config(window=self.window, deadline_s=self.deadline_s, capacity=self.capacity)
-            if self.max_skips is not None:
-                config = config.replace(max_skips=skips_of(self.max_skips))
-            policies: tuple[Policy, ...] = ("round_robin", "fifo", "window")
-            runs = {policy: as_policy(config, policy) for policy in policies}
-            how = self.simulation() | {"warm_up": self.warm_up}
-            reports = _simulate_all(lengths, runs, how)
+        lengths = self.lengths()
+        config = self.config(window=self.window, deadline_s=self.deadline_s, capacity=self.capacity)
+        if self.max_skips is not None:
+            config = config.replace(max_skips=skips_of(self.max_skips))
+        policies: tuple[Policy, ...] = ("round_robin", "fifo", "window")
+        runs = {policy: as_policy(config, policy) for policy in policies}
+        how = self.simulation() | {"warm_up": self.warm_up}
+        reports = _simulate_all(lengths, runs, how)
         if self.json:
             typer.echo(json.dumps(_as_json(lengths, config, self.cost, how, reports)))
         else:

@@ -14,7 +14,6 @@ from stream_balancer.cli._options import (
     Simulated,
     deadline_text,
     fail,
-    one_line_errors,
     progress,
     skips_of,
     stdout,
@@ -40,10 +39,10 @@ class Tune(Simulated):
     of your own with balancer.record("lengths.csv").
     """
 
-    max_age: Annotated[
-        float, typer.Option(help="Most added mean delay to recommend, in dispatches: an extra batch of window is one.")
-    ] = 2.0
-    tolerance: Annotated[float, typer.Option(help="Idle fraction that is not worth a larger window.")] = 0.0025
+    max_age: float = 2.0
+    """Most added mean delay to recommend, in dispatches: an extra batch of window is one."""
+    tolerance: float = 0.0025
+    """Idle fraction that is not worth a larger window."""
     windows: Annotated[
         str | None, typer.Option(metavar="N,N,...", help="Windows to try. (default: 1 to 4 batches)")
     ] = None
@@ -55,28 +54,26 @@ class Tune(Simulated):
         str | None,
         typer.Option(metavar="S,S,...", help="deadline_s to try; 'none' too. (default: none, and two for each window)"),
     ] = None
-    processes: Annotated[
-        int | None, typer.Option(help="Simulate in so many processes. (default: all cores, where it pays)")
-    ] = None
+    processes: int | None = None
+    """Simulate in so many processes. (default: all cores, where it pays)"""
     plot: Annotated[Path | None, typer.Option(metavar="FILE.html", help="Write a page with pictures.")] = None
 
     def run(self) -> None:
-        with one_line_errors():
-            from stream_balancer.tools.plot import check_plot
+        from stream_balancer.tools.plot import check_plot
 
-            if self.plot is not None:
-                check_plot(self.plot)
-            report = _tune(
-                self.lengths(),
-                self.config(),
-                self.processes,
-                max_added_age=self.max_age,
-                tolerance=self.tolerance,
-                windows=_ints("--windows", self.windows),
-                max_skips=None if self.max_skips is None else [skips_of(part) for part in self.max_skips.split(",")],
-                deadlines_s=_deadlines(self.deadlines),
-                **self.simulation(),
-            )
+        if self.plot is not None:
+            check_plot(self.plot)
+        report = _tune(
+            self.lengths(),
+            self.config(),
+            self.processes,
+            max_added_age=self.max_age,
+            tolerance=self.tolerance,
+            windows=_ints("--windows", self.windows),
+            max_skips=None if self.max_skips is None else [skips_of(part) for part in self.max_skips.split(",")],
+            deadlines_s=_deadlines(self.deadlines),
+            **self.simulation(),
+        )
         if self.plot is not None:
             _write(report, self.plot)
         if self.json:

@@ -72,7 +72,7 @@ def run_demo(options: DemoOptions) -> int:
     runs: list[Figures] = []
     code, problem = _INTERRUPTED, "interrupted; all its processes have been ended"
     try:
-        runs = anyio.run(_run_all, options, workload, configs, console, backend=str(options.backend))
+        runs = anyio.run(_run_all, options, workload, configs, console, backend=options.backend)
     except* KeyboardInterrupt:  # before the signal was waited for
         pass
     except* ProcessException as group:

@@ -1,51 +1,59 @@
-"""Options of the demo. Nothing here imports torch: the command line is built from them."""
+"""Options of the demo, which are those of its command line. Nothing here imports torch."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import StrEnum
 from pathlib import Path
+from typing import Literal
 
 from stream_balancer.errors import ConfigError
 
-__all__ = ["Backend", "DemoOptions"]
-
-
-class Backend(StrEnum):
-    """An event loop."""
-
-    asyncio = "asyncio"
-    trio = "trio"
+__all__ = ["DemoOptions"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class DemoOptions:
-    """Options of ``run_demo``; ``stream-balancer demo --help`` says what the first ones do.
+    """Options of ``run_demo``.
 
     Raises ConfigError where nothing would ever run. What the balancer is given, ``BalancerConfig`` checks.
     """
 
     ranks: int = 4
+    """Trainer ranks, each a process."""
     workers: int = 64
+    """Concurrent rollout workers."""
     rollouts: int = 960
+    """Rollouts in each of the two runs."""
     batch_size: int = 20
+    """Rollouts per step, over all ranks."""
     window: int | None = None
+    """Rollouts to wait for. (default: 2 x batch size)"""
     deadline_s: float = 60.0
+    """Longest wait of a rollout before a batch leaves."""
     trace: Path | None = None
-    scale: float | None = None
+    """Length trace, csv or csv.gz. (default: generated)"""
     generator: str = "lrm"  # fitted to reasoning models' answers
-    backend: Backend = Backend.asyncio
-    seed: int = 0
-    json: bool = False
+    """Length model, where there is no trace."""
+    scale: float | None = None
+    """Multiply lengths by this. (default: so that the longest rollout has max_length tokens)"""
     max_length: int = 1536
-    """Tokens of the longest rollout when ``scale`` is None: what a CPU can train on."""
+    """Tokens of the longest rollout, where there is no scale: what a CPU can train on."""
     tokens_per_second: float = 400.0
-    """Speed at which one worker pretends to generate, in (scaled) output tokens per second."""
+    """Speed at which a worker pretends to generate, in (scaled) output tokens."""
     hidden_size: int = 128
-    """Width of the demo model; a multiple of ``2 * num_heads``."""
+    """Width of the model; a multiple of 2 x num_heads."""
     num_layers: int = 5
+    """Layers of the model."""
     num_heads: int = 4
+    """Attention heads of a layer."""
     vocab_size: int = 512
+    """Tokens that the model knows."""
+    backend: Literal["asyncio", "trio"] = "asyncio"
+    """Event loop of the controller."""
+    seed: int = 0
+    """Seed of lengths, order and model."""
+    json: bool = False
+    """Print one JSON object instead of tables."""
 
     def __post_init__(self) -> None:
         for name in ("ranks", "workers", "rollouts"):

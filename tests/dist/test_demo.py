@@ -34,7 +34,7 @@ def started(**options):
     """The demo in a process of its own."""
     imports = "from stream_balancer.demo.main import run_demo; from stream_balancer.demo.options import *"
     command = f"import sys, pathlib; {imports}; PosixPath = pathlib.Path; "
-    command += f"sys.exit(run_demo(DemoOptions(backend=Backend({options.pop('backend')!r}), **{TINY | options!r})))"
+    command += f"sys.exit(run_demo(DemoOptions(**{TINY | options!r})))"
     return subprocess.Popen([sys.executable, "-c", command], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
