@@ -1,17 +1,44 @@
-"""Common to the benchmarks: their options, and how a figure is printed."""
+"""Common to the benchmarks: their options, their other processes, rollouts, and how a figure is printed."""
 
 from __future__ import annotations
 
 import argparse
 import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
+import stream_balancer as sb
+
+BYTES_PER_TOKEN = 21
+
+
+def rollout(num_tokens: int, name: str) -> sb.Rollout:
+    """21 bytes a token: ids, log-probabilities, advantages, versions and a mask."""
+    return sb.Rollout(tokens=columns(num_tokens), rollout_id=name)
+
+
+def columns(num_tokens: int) -> dict[str, torch.Tensor]:
+    return {
+        "input_ids": torch.randint(0, 150_000, (num_tokens,)),
+        "logprobs": torch.rand(num_tokens),
+        "advantages": torch.rand(num_tokens),
+        "versions": torch.ones(num_tokens, dtype=torch.int32),
+        "loss_mask": torch.ones(num_tokens, dtype=torch.bool),
+    }
+
 
 def arguments(doc: str | None, **defaults: Any) -> argparse.Namespace:
-    """The command line: ``--json``, and an option for each default, of its type (None: text; False: a flag)."""
+    """The command line: ``--json``, and an option for each default, of its type (None: text; False: a flag). In a
+    process that :func:`peer` has started ``as_peer`` is what it is to do, otherwise None."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true", help="one JSON object a row")
+    parser.add_argument("--as-peer", type=json.loads, help=argparse.SUPPRESS)
     for name, default in defaults.items():
         option = "--" + name.replace("_", "-")
         if default is False:
@@ -20,6 +47,18 @@ def arguments(doc: str | None, **defaults: Any) -> argparse.Namespace:
             kind = str if default is None else type(default)
             parser.add_argument(option, type=kind, default=default, help=f"default: {default}")
     return parser.parse_args()
+
+
+@contextmanager
+def peer(*what: Any) -> Iterator[subprocess.Popen[str]]:
+    """The same benchmark in a process of its own, which is to do this."""
+    command = [sys.executable, sys.argv[0], "--as-peer", json.dumps(what)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
 
 
 @dataclass

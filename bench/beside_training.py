@@ -6,18 +6,15 @@ own sum 4 MB again and again; in every second round they also take batches. A st
 
 from __future__ import annotations
 
-import argparse
 import json
 import socket
 import statistics
-import subprocess
-import sys
 import time
 
 import anyio
 import torch
 import torch.distributed as dist
-from _common import Rows
+from _common import Rows, arguments, peer
 
 from stream_balancer.controller.serve import serve
 from stream_balancer.rank.feed import RankFeed
@@ -82,11 +79,10 @@ async def measure(rows: Rows, num_tokens: int, rounds: int, shared_memory: bool)
         port = free.getsockname()[1]
     balancer = Repeating(num_tokens, rounds * STEPS_PER_ROUND)
     async with TorchTransport.listen(dp_size=2, shared_memory=shared_memory) as transport:
-        plan = json.dumps([transport.address, port, rounds, shared_memory])
-        command = [sys.executable, __file__, "--as-rank", plan]
-        ranks = [subprocess.Popen([*command, str(rank)], stdout=subprocess.PIPE, text=True) for rank in range(2)]  # noqa: ASYNC220
-        await serve(balancer, transport)
-        told = [json.loads((await anyio.to_thread.run_sync(rank.communicate))[0]) for rank in ranks]
+        plan = (transport.address, port, rounds, shared_memory)
+        with peer(0, *plan) as first, peer(1, *plan) as second:
+            await serve(balancer, transport)
+            told = [json.loads((await anyio.to_thread.run_sync(rank.communicate))[0]) for rank in (first, second)]
     median = {kind: statistics.median(told[0]["times"][kind]) for kind in ("quiet", "beside")}
     if not all(one["equal"] for one in told):
         raise SystemExit("FAILED: sums beside the feed differ from sums without it")
@@ -102,15 +98,9 @@ async def measure(rows: Rows, num_tokens: int, rounds: int, shared_memory: bool)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--json", action="store_true", help="one JSON object a row")
-    parser.add_argument("--megabytes", type=float, default=10, help="of a batch, per rank")
-    parser.add_argument("--rounds", type=int, default=6)
-    parser.add_argument("--as-rank", nargs=2, help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if options.as_rank:
-        address, port, rounds, shared_memory = json.loads(options.as_rank[0])
-        rank_main(int(options.as_rank[1]), address, port, rounds, shared_memory)
+    options = arguments(__doc__, megabytes=10.0, rounds=6)
+    if options.as_peer:
+        rank_main(*options.as_peer)
         return
     torch.set_num_threads(1)
     num_tokens = int(options.megabytes * 1e6 / 4 / 8)  # four rollouts a rank, 8 bytes a token on the wire

@@ -13,27 +13,12 @@ from typing import Any
 
 import anyio
 import torch
-from _common import Rows, arguments
+from _common import BYTES_PER_TOKEN, Rows, arguments, rollout
 
 import stream_balancer as sb
 from stream_balancer.controller.checkpoint import state_dict
 
 TOKENS = 4096
-BYTES_PER_TOKEN = 21
-
-
-def rollout(number: int) -> sb.Rollout:
-    return sb.Rollout(
-        tokens={
-            "input_ids": torch.randint(0, 150_000, (TOKENS,)),
-            "logprobs": torch.rand(TOKENS),
-            "advantages": torch.rand(TOKENS),
-            "versions": torch.ones(TOKENS, dtype=torch.int32),
-            "loss_mask": torch.ones(TOKENS, dtype=torch.bool),
-        },
-        rollout_id=f"r{number}",
-        metadata={"prompt": "p" * 40},
-    )
 
 
 async def longest_stall_ms(
@@ -53,7 +38,7 @@ async def longest_stall_ms(
 
     async def put() -> None:
         while not done.is_set():
-            await balancer.put(small(next(spare)))
+            await balancer.put(rollout(8, f"s{next(spare)}"))
             await anyio.sleep(0.002)
 
     async with anyio.create_task_group() as tasks:
@@ -67,26 +52,12 @@ async def longest_stall_ms(
     return 1e3 * max(late)
 
 
-def small(number: int) -> sb.Rollout:
-    one = torch.ones(8)
-    return sb.Rollout(
-        tokens={
-            "input_ids": torch.ones(8, dtype=torch.int64),
-            "logprobs": one,
-            "advantages": one,
-            "versions": torch.ones(8, dtype=torch.int32),
-            "loss_mask": torch.ones(8, dtype=torch.bool),
-        },
-        rollout_id=f"s{number}",
-    )
-
-
 async def measure(rows: Rows, gigabytes: float, repeats: int) -> None:
     count = int(gigabytes * 1e9 / TOKENS / BYTES_PER_TOKEN)
     config = sb.BalancerConfig(dp_size=8, batch_size=256, window=4 * count, capacity=8 * count)
     async with sb.StreamBalancer(config) as balancer:
         for number in range(count):
-            balancer.put_nowait(rollout(number))
+            balancer.put_nowait(rollout(TOKENS, f"r{number}"))
         held = balancer.statistics().waiting_bytes / 1e9
         spare = iter(range(10**9))
         quiet, beside, took = [], [], []

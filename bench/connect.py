@@ -6,22 +6,19 @@ the other. Rollouts have 21 bytes a token.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import socket
 import statistics
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any, cast
 
 import anyio
 import torch
 import torch.distributed as dist
-from _common import Rows
+from _common import BYTES_PER_TOKEN, Rows, arguments, columns, peer
 
 import stream_balancer as sb
 from stream_balancer.controller.producers import attend
@@ -29,7 +26,6 @@ from stream_balancer.transport.channel import Source
 from stream_balancer.transport.gloo.channel import GlooChannel
 from stream_balancer.transport.gloo.packets import Packets
 
-BYTES_PER_TOKEN = 21
 SMALL, MEDIUM, LARGE = 1_000, 50_000, 500_000  # tokens: 21 kB, 1 MB, 10 MB
 PUTS = {  # name -> (tokens, puts at a time, puts)
     "one_at_a_time_21kB": (SMALL, 1, 1500),
@@ -41,17 +37,10 @@ STREAM_TOKENS, STREAM_PUTS, STREAM_AT_A_TIME = 20_000, 400, 16  # of each of the
 ROUNDS = 3
 
 
-def rollouts(tokens: int, name: str, count: int) -> Iterator[sb.Rollout]:
+def rollouts(tokens: int, name: str, count: int) -> list[sb.Rollout]:
     """Rollouts that share their columns."""
-    columns = {
-        "input_ids": torch.randint(0, 150_000, (tokens,)),
-        "logprobs": torch.rand(tokens),
-        "advantages": torch.rand(tokens),
-        "versions": torch.ones(tokens, dtype=torch.int32),
-        "loss_mask": torch.ones(tokens, dtype=torch.bool),
-    }
-    for n in range(count):
-        yield sb.Rollout(tokens=columns, rollout_id=f"{name}.{n}")
+    common = columns(tokens)
+    return [sb.Rollout(tokens=common, rollout_id=f"{name}.{n}") for n in range(count)]
 
 
 # --- the other processes ---------------------------------------------------------------------------------------------
@@ -79,7 +68,7 @@ async def put_peer(address: str, rounds: int) -> dict[str, list[list[float]]]:
     async with sb.connect(address) as producer:
         for number in range(rounds + 1):  # the first one warms up
             for name, (tokens, at_a_time, count) in PUTS.items():
-                todo = iter(list(rollouts(tokens, f"{name}.{number}", count)))
+                todo = iter(rollouts(tokens, f"{name}.{number}", count))
                 each: list[float] = []
 
                 async def put_all(todo: Iterator[sb.Rollout], each: list[float]) -> None:
@@ -98,7 +87,7 @@ async def put_peer(address: str, rounds: int) -> dict[str, list[list[float]]]:
 
 
 async def stream_peer(address: str, name: str, hand_over: Any) -> None:
-    todo = iter(list(rollouts(STREAM_TOKENS, name, STREAM_PUTS)))
+    todo = iter(rollouts(STREAM_TOKENS, name, STREAM_PUTS))
     async with sb.connect(address, hand_over=hand_over) as producer, anyio.create_task_group() as tasks:
 
         async def put_all() -> None:
@@ -125,18 +114,6 @@ def as_peer(what: str, *args: Any) -> None:
         anyio.run(stream_peer, *args)
     else:
         stream_rank(*args)
-
-
-@contextmanager
-def peer(*what: Any) -> Iterator[subprocess.Popen[str]]:
-    process = subprocess.Popen(
-        [sys.executable, __file__, "--as-peer", json.dumps(what)], stdout=subprocess.PIPE, text=True
-    )
-    try:
-        yield process
-    finally:
-        process.kill()
-        process.wait()
 
 
 async def output(process: subprocess.Popen[str]) -> str:
@@ -237,12 +214,9 @@ async def stream(hand_over: str, shared_memory: bool) -> tuple[float, int]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--json", action="store_true", help="one JSON object a row")
-    parser.add_argument("--as-peer", help=argparse.SUPPRESS)
-    options = parser.parse_args()
+    options = arguments(__doc__)
     if options.as_peer:
-        as_peer(*json.loads(options.as_peer))
+        as_peer(*options.as_peer)
         return
     torch.set_num_threads(1)
     row = Rows(options.json).add

@@ -3,12 +3,11 @@
 64 concurrent putters, rollouts of 1,000 tokens (21 kB of columns), one commit and one real fsync for all who wait.
 ``stores`` runs that workload on the journal's database (SQLite), on LMDB, and on a file that is only appended to, with
 the same bytes; ``damage`` changes bytes of what a crash left, and opens it again. Run it on a real disk:
-``python bench/journal.py [--folder DIR] [--json] [throughput recovery stores damage]``.
+``python bench/journal.py [--folder DIR] [--json] [--parts throughput,recovery,stores,damage]``.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import shutil
@@ -17,13 +16,14 @@ import statistics
 import tempfile
 import time
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
 import anyio
 import numpy as np
 import torch
+from _common import Rows, arguments
 
 import stream_balancer as sb
 from stream_balancer.controller.checkpoint import bytes_of_rollout
@@ -105,33 +105,21 @@ async def put_all(folder: Path, count: int) -> dict[str, float]:
     return {"rate": count / seconds, "median": times[len(times) // 2], "p99": times[len(times) * 99 // 100]}
 
 
-def throughput(folder: Path, repeats: int) -> Iterator[dict[str, object]]:
+def throughput(rows: Rows, folder: Path, repeats: int) -> None:
     """Puts per second, medians."""
-    yield {"name": "write + fdatasync of 4 kB", "value": round(fsync_seconds(folder, 4096) * 1e3, 3), "unit": "ms"}
-    batch = NUM_PUTTERS * 21_000
-    yield {
-        "name": "write + fdatasync of 64 x 21 kB",
-        "value": round(fsync_seconds(folder, batch) * 1e3, 3),
-        "unit": "ms",
-    }
+    for name, size in (("4 kB", 4096), (f"{NUM_PUTTERS} x 21 kB", NUM_PUTTERS * 21_000)):
+        rows.add(f"write + fdatasync of {name}", 1e3 * fsync_seconds(folder, size), "ms")
     for backend in ("asyncio", "trio"):
         runs = [anyio.run(put_all, folder / "journal", 20_000, backend=backend) for _ in range(repeats)]
-        rate = statistics.median(run["rate"] for run in runs)
-        yield {
-            "name": f"durable puts of 1,000 tokens, {NUM_PUTTERS} putters, {backend}",
-            "value": round(rate),
-            "unit": "rollouts/s",
-            "bar": ">= 5000",
-            "holds": rate >= 5000,
-        }
+        name = f"durable puts of 1,000 tokens, {NUM_PUTTERS} putters, {backend}"
+        rows.add(name, statistics.median(run["rate"] for run in runs), "rollouts/s", 5000, at_least=True)
         for key in ("median", "p99"):
-            value = statistics.median(run[key] for run in runs)
-            yield {"name": f"one put, {key}, {backend}", "value": round(value * 1e3, 2), "unit": "ms"}
+            rows.add(f"one put, {key}, {backend}", 1e3 * statistics.median(run[key] for run in runs), "ms")
         left = sum(path.stat().st_size for path in (folder / "journal").iterdir())
-        yield {"name": f"folder after 20,000 puts (430 MB), {backend}", "value": round(left / 1e6, 1), "unit": "MB"}
+        rows.add(f"folder after 20,000 puts (430 MB), {backend}", left / 1e6, "MB")
 
 
-def recovery(folder: Path, num_tokens: int = NUM_TOKENS, count: int = 100_000) -> Iterator[dict[str, object]]:
+def recovery(rows: Rows, folder: Path, num_tokens: int = NUM_TOKENS, count: int = 100_000) -> None:
     """Seconds from opening a journal of ``count`` waiting rollouts to a balancer that holds them."""
     shutil.rmtree(folder / "journal", ignore_errors=True)
     database = Database(folder / "journal")
@@ -139,23 +127,21 @@ def recovery(folder: Path, num_tokens: int = NUM_TOKENS, count: int = 100_000) -
     database.begin()
     for first in range(0, count, 1000):
         rollouts = (make_rollout(number, num_tokens) for number in range(first, min(first + 1000, count)))
-        rows = [rollout_row(number, rollout, time.time(), 0) for number, rollout in enumerate(rollouts, first)]
-        database.commit([("insert into rollouts values ?", rows)])
+        added = [rollout_row(number, rollout, time.time(), 0) for number, rollout in enumerate(rollouts, first)]
+        database.commit([("insert into rollouts values ?", added)])
         database.checkpoint()
     size = database.total_bytes
     database.close()
 
-    async def enter() -> tuple[float, float]:
+    async def enter() -> float:
         start = time.perf_counter()
         config = sb.BalancerConfig(dp_size=8, batch_size=256, capacity=2 * count, max_skips=None)
         async with sb.StreamBalancer(config, journal=folder / "journal") as balancer:
             assert balancer.statistics().waiting == count
-            assert balancer.recovered
-            return time.perf_counter() - start, balancer.recovered.seconds
+            return time.perf_counter() - start
 
-    seconds, _ = anyio.run(enter)
     name = f"recovery of {count:,} waiting rollouts of {num_tokens:,} tokens ({size / 1e9:.2f} GB)"
-    yield {"name": name, "value": round(seconds, 2), "unit": "s"}
+    rows.add(name, anyio.run(enter), "s")
     shutil.rmtree(folder / "journal")
 
 
@@ -241,7 +227,7 @@ def store_rate(make: Callable[[Path], Store], folder: Path, payloads: list[bytes
     return count / seconds, sum(path.stat().st_blocks * 512 for path in folder.iterdir())
 
 
-def stores(folder: Path, repeats: int) -> Iterator[dict[str, object]]:
+def stores(rows: Rows, folder: Path, repeats: int) -> None:
     """The stores by themselves, in turn."""
     payloads = [bytes_of_rollout(make_rollout(n)) for n in range(256)]
     runs: dict[str, list[tuple[float, float]]] = {name: [] for name in STORES}
@@ -249,10 +235,9 @@ def stores(folder: Path, repeats: int) -> Iterator[dict[str, object]]:
         for name, make in STORES.items():
             runs[name].append(store_rate(make, folder / "store", payloads, 64 * 300))
     for name, of in runs.items():
-        rate = statistics.median(rate for rate, _ in of)
-        yield {"name": f"{name}: 64 rollouts a commit, encoded before", "value": round(rate), "unit": "rollouts/s"}
-        size = statistics.median(size for _, size in of) / 1e6
-        yield {"name": f"{name}: on the disk with 1,024 held (22 MB)", "value": round(size), "unit": "MB"}
+        rate, size = (statistics.median(column) for column in zip(*of, strict=True))
+        rows.add(f"{name}: {NUM_PUTTERS} rollouts a commit, encoded before", rate, "rollouts/s")
+        rows.add(f"{name}: on the disk with 1,024 held (22 MB)", size / 1e6, "MB")
     shutil.rmtree(folder / "store")
 
 
@@ -332,7 +317,7 @@ def look(name: str, folder: Path) -> tuple[int, int, bool]:
     return intact, len(found) - intact, told
 
 
-def damage(folder: Path, places: int = 512) -> Iterator[dict[str, object]]:
+def damage(rows: Rows, folder: Path, places: int = 512) -> None:
     """One byte changed in a copy of what SIGKILL left, which is then opened: over the last 4 KiB of each file, and over
     all of it."""
     base, copy = folder / "base", folder / "copy"
@@ -345,27 +330,24 @@ def damage(folder: Path, places: int = 512) -> Iterator[dict[str, object]]:
                 continue
             for where, first in (("last 4 KiB", size - 4096), ("whole", 0)):
                 offsets = np.linspace(first, size - 1, places).astype(int).tolist()
-                yield {
-                    "name": f"{name}: a byte of {path.name} changed, {where}",
-                    **damaged(name, base, copy, path, offsets),
-                }
+                damaged(rows, f"{name}: a byte of {path.name} changed, {where}", base, copy / path.name, offsets)
         shutil.rmtree(base)
     shutil.rmtree(copy, ignore_errors=True)
 
 
-def damaged(name: str, base: Path, copy: Path, path: Path, offsets: list[int]) -> dict[str, object]:
+def damaged(rows: Rows, name: str, base: Path, damaged: Path, offsets: list[int]) -> None:
     """What a store makes of each damage."""
     noticed = missing = wrong = died = 0
     fewest = NUM_RECORDS
     for offset in offsets:
-        shutil.rmtree(copy, ignore_errors=True)
-        shutil.copytree(base, copy)
-        with open(copy / path.name, "r+b") as file:
+        shutil.rmtree(damaged.parent, ignore_errors=True)
+        shutil.copytree(base, damaged.parent)
+        with damaged.open("r+b") as file:
             file.seek(offset)
             byte = file.read(1)[0]
             file.seek(offset)
             file.write(bytes([byte ^ 0xFF]))
-        seen = in_child(look, name, copy)
+        seen = in_child(look, name.partition(":")[0], damaged.parent)
         if seen is None:
             died += 1
             continue
@@ -374,48 +356,31 @@ def damaged(name: str, base: Path, copy: Path, path: Path, offsets: list[int]) -
         missing += intact + changed < NUM_RECORDS and not told
         wrong += changed > 0 and not told
         fewest = min(fewest, intact)
-    return {
-        "value": noticed,
-        "unit": f"of {len(offsets)} noticed",
+    silently: dict[str, Any] = {
         "records_missing_silently": missing,
         "records_wrong_silently": wrong,
-        "fewest_intact_records": fewest,
-        "records": NUM_RECORDS,
         "process_died": died,
     }
+    unit = f"of {len(offsets)} noticed"
+    rows.add(name, noticed, unit, fewest_intact_records=fewest, records=NUM_RECORDS, **silently)
 
 
-def rows(folder: Path, parts: list[str], repeats: int) -> Iterator[dict[str, object]]:
-    """What was asked for."""
-    if "throughput" in parts:
-        yield from throughput(folder, repeats)
-    if "recovery" in parts:
-        yield from recovery(folder)
-    if "stores" in parts:
-        yield from stores(folder, repeats)
-    if "damage" in parts:
-        yield from damage(folder)
+PARTS: dict[str, Callable[[Rows, Path, int], None]] = {
+    "throughput": throughput,
+    "recovery": lambda rows, folder, _: recovery(rows, folder),
+    "stores": stores,
+    "damage": lambda rows, folder, _: damage(rows, folder),
+}
 
 
 def main() -> None:
-    """Print the rows, as a table or one JSON object a line."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("parts", nargs="*", default=["throughput", "recovery", "stores", "damage"])
-    parser.add_argument("--folder", type=Path, default=None, help="on the disk to measure; default: a temporary one")
-    parser.add_argument("--json", action="store_true", help="one JSON object a row")
-    parser.add_argument("--repeats", type=int, default=3)
-    args = parser.parse_args()
-    with tempfile.TemporaryDirectory(dir=args.folder) as name:
+    options = arguments(__doc__, parts=",".join(PARTS), folder=None, repeats=3)
+    rows = Rows(options.json)
+    with tempfile.TemporaryDirectory(dir=options.folder) as name:
         folder = Path(name).resolve()
-        disk = kind_of_disk(folder)
-        for row in rows(folder, args.parts, args.repeats):
-            row["disk"] = disk
-            if args.json:
-                print(json.dumps(row), flush=True)
-            else:
-                bar = f"   bar {row['bar']}: {'holds' if row['holds'] else 'MISSED'}" if "bar" in row else ""
-                more = {k: v for k, v in row.items() if k not in ("name", "value", "unit", "bar", "holds", "disk")}
-                print(f"{row['name']:<74} {row['value']:>10} {row['unit']}{bar} {more or ''}", flush=True)
+        rows.text(kind_of_disk(folder))
+        for part in options.parts.split(","):
+            PARTS[part](rows, folder, options.repeats)
 
 
 if __name__ == "__main__":

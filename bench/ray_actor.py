@@ -8,7 +8,6 @@ rank's.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import gc
 import itertools
@@ -26,7 +25,7 @@ os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
 
 import ray
 import torch
-from _common import Rows
+from _common import Rows, arguments
 from ray.cluster_utils import Cluster
 
 import stream_balancer as sb
@@ -394,10 +393,7 @@ def compare(rows: Rows) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--json", action="store_true")
-    parser.add_argument("--part", choices=("all", "compare", "kill"), default="all")
-    options = parser.parse_args()
+    options = arguments(__doc__, part="all")
     rows = Rows(options.json)
     if options.part != "kill":
         compare(rows)

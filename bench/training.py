@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
-from _common import Rows
+from _common import Rows, arguments
 from micro_batches import verl_layout
 from numpy.typing import NDArray
 from peers import Floats, peers
@@ -206,19 +206,19 @@ def measure(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", action="store_true", help="one JSON object a row")
-    parser.add_argument("--steps", type=int, default=40)
-    parser.add_argument("--ranks", type=int, default=8)
-    parser.add_argument("--batch", type=int, default=32, help="rollouts per step")
-    parser.add_argument("--max-length", type=int, default=1536, help="tokens of the longest rollout")
-    parser.add_argument("--cap", type=int, default=1536, help="tokens per micro-batch")
-    parser.add_argument("--trace", help="length trace (csv or csv.gz); default: the built-in 'lrm' generator")
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--model", choices=sorted(MODELS), default="small")
-    parser.add_argument("--calibration-steps", type=int, default=60, help="0 leaves out CalibratedCost")
-    parser.add_argument("--seed", type=int, default=0)
-    options = parser.parse_args()
+    options = arguments(
+        __doc__,
+        steps=40,
+        ranks=8,
+        batch=32,
+        max_length=1536,
+        cap=1536,
+        trace=None,
+        device="cpu",
+        model="small",
+        calibration_steps=60,
+        seed=0,
+    )
     torch.set_num_threads(1)
     rows = Rows(options.json)
     setting = Setting(options.ranks, options.batch, options.cap, training_cost(MODELS[options.model]))

@@ -1,23 +1,21 @@
 """The feed against raw gloo and against what others do, in one run on one machine.
 
-``python bench/transport.py [--json] [--sizes 1,10,40] [--ranks 1,2] [--full]``. Read the ratios, not the rates: raw
+``python bench/transport.py [--json] [--sizes 1,10,40] [--ranks 1,2] [--full]``: megabytes per rank; ``--full`` is 1 to
+256 MB and 1 to 4 ranks. Read the ratios, not the rates: raw
 and ours run in the same processes, one after the other, alternating. One payload per rank: 64 rollouts, 21 bytes a
 token.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import resource
 import socket
 import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from typing import Any, cast
 
@@ -25,16 +23,16 @@ import anyio
 import msgspec
 import torch
 import torch.distributed as dist
+from _common import BYTES_PER_TOKEN, Rows, arguments, peer, rollout
 
 from stream_balancer.rank.feed import RankFeed
 from stream_balancer.transport.channel import Outgoing, Source
 from stream_balancer.transport.gloo.torch_dist import TorchTransport
-from stream_balancer.types import MicroBatch, RankBatch, Rollout
+from stream_balancer.types import MicroBatch, RankBatch
 from stream_balancer.wire import share as wire
 
 ROLLOUTS = 64
 LATENCY_MEGABYTES = (0.02, 1.0, 10.0)
-BYTES_PER_TOKEN = 21
 BARS = {  # from the issue: (name, megabytes) -> at least (or at most, for latencies)
     ("prepacked_over_raw", 10): 0.75,
     ("prepacked_over_raw", 40): 0.9,
@@ -44,19 +42,6 @@ BARS = {  # from the issue: (name, megabytes) -> at least (or at most, for laten
     ("shared_over_raw", 128): 2.0,
     ("shared_over_raw", 256): 2.0,
 }
-
-
-def rollout(tokens: int, name: str) -> Rollout:
-    return Rollout(
-        tokens={
-            "input_ids": torch.randint(0, 150_000, (tokens,)),
-            "logprobs": torch.rand(tokens),
-            "advantages": torch.rand(tokens),
-            "versions": torch.ones(tokens, dtype=torch.int32),
-            "loss_mask": torch.ones(tokens, dtype=torch.bool),
-        },
-        rollout_id=name,
-    )
 
 
 def share(rank: int, dp_size: int, megabytes: float, step: int = 0) -> RankBatch:
@@ -76,16 +61,7 @@ def share(rank: int, dp_size: int, megabytes: float, step: int = 0) -> RankBatch
 
 
 def at_step(batch: RankBatch, step: int) -> RankBatch:
-    return RankBatch(
-        step=step,
-        rank=batch.rank,
-        dp_size=batch.dp_size,
-        micro_batches=batch.micro_batches,
-        load=batch.load,
-        global_num_rollouts=batch.global_num_rollouts,
-        global_num_tokens=batch.global_num_tokens,
-        global_num_loss_tokens=batch.global_num_loss_tokens,
-    )
+    return replace(batch, step=step)
 
 
 class Plan:
@@ -224,16 +200,12 @@ def send_packed(link: Any, packed: Any, buffer: torch.Tensor, step: int) -> None
 class Bench:
     """Walks the plan on the controller's side; torch.distributed calls of the bench itself run in a thread."""
 
-    def __init__(self, links: list[Any], plan: Plan, shared_links: list[Any] | None = None) -> None:
-        self.links, self.plan, self.steps = links, plan, {False: 0, True: 0}
+    def __init__(self, rows: Rows, links: list[Any], plan: Plan, shared_links: list[Any] | None = None) -> None:
+        self.rows, self.links, self.plan, self.steps = rows, links, plan, {False: 0, True: 0}
         self.shared_links = shared_links or []
-        self.rows: list[dict[str, Any]] = []
 
-    def row(self, name: str, value: float, unit: str, bar: float | None = None, *, at_most: bool = False) -> None:
-        row: dict[str, Any] = {"name": name, "value": round(value, 4), "unit": unit}
-        if bar is not None:
-            row |= {"bar": bar, "holds": value <= bar if at_most else value >= bar}
-        self.rows.append(row)
+    def row(self, name: str, value: float, unit: str, bar: float | None = None, *, at_least: bool = False) -> None:
+        self.rows.add(name, value, unit, bar, at_least=at_least, ranks=len(self.links))
 
     async def drive(self, repeats: int, send: Callable[[Any, int], None], *, shared: bool = False) -> float:
         """Send ``repeats`` steps against credits, wait for every acknowledgement; seconds."""
@@ -303,7 +275,7 @@ class Bench:
         for kind in ("prepacked", "full", "shared"):
             ratio = statistics.median(r / o for r, o in zip(times["raw"], times[kind], strict=True))
             name = f"{kind}_over_raw"
-            self.row(f"{name}_{where}", ratio, "ratio", BARS.get((name, int(megabytes))))
+            self.row(f"{name}_{where}", ratio, "ratio", BARS.get((name, int(megabytes))), at_least=True)
 
     async def others(self, megabytes: float, shares: list[RankBatch], ours: float) -> None:
         where = f"{megabytes:g}MB_x{len(self.links)}"
@@ -320,7 +292,7 @@ class Bench:
             began = time.perf_counter()
             await in_thread(job)
             await in_thread(dist.barrier)
-            self.row(f"{name}_over_feed_{where}", (time.perf_counter() - began) / ours, "ratio", bar)
+            self.row(f"{name}_over_feed_{where}", (time.perf_counter() - began) / ours, "ratio", bar, at_least=True)
 
     async def latency(self, megabytes: float) -> None:
         """From the moment a packed batch is handed to the wire until the trainer has it, over a blocking recv of as
@@ -364,7 +336,7 @@ class Bench:
         where = f"{megabytes:g}MB"
         self.row(f"arrival_raw_{where}", 1e3 * median["raw"], "ms")
         for kind in ("feed", "shared"):
-            self.row(f"arrival_{kind}_over_raw_{where}", median[kind] / median["raw"], "ratio", 2.0, at_most=True)
+            self.row(f"arrival_{kind}_over_raw_{where}", median[kind] / median["raw"], "ratio", 2.0)
 
     async def memory(self, *, shared: bool) -> None:
         await in_thread(dist.barrier)
@@ -374,7 +346,7 @@ class Bench:
         got: list[Any] = [None] * (len(self.links) + 1)
         await in_thread(dist.gather_object, None, got, 0)
         kind = "shared" if shared else "feed"
-        self.row(f"receiver_growth_{kind}", max(g for g, _ in got[1:]) / buffer, "buffers", 1.0, at_most=True)
+        self.row(f"receiver_growth_{kind}", max(g for g, _ in got[1:]) / buffer, "buffers", 1.0)
 
 
 async def in_thread(function: Callable[..., object], *args: object) -> None:
@@ -401,13 +373,8 @@ async def stall(links: list[Any], bench: Bench) -> None:
         gaps.clear()
         await bench.drive(2, lambda link, n: link.send(at_step(big, n)))
         bench.row("loop_stall_quiet", 1e3 * quiet, "ms")
-        bench.row(
-            f"loop_stall_256MB{'_shared' if links[0].channel.shares_memory else ''}",
-            1e3 * max(gaps),
-            "ms",
-            20.0,
-            at_most=True,
-        )
+        how = "_shared" if links[0].channel.shares_memory else ""
+        bench.row(f"loop_stall_256MB{how}", 1e3 * max(gaps), "ms", 20.0)
         tasks.cancel_scope.cancel()
 
 
@@ -416,7 +383,7 @@ def stall_rank(address: str) -> None:
         pass
 
 
-async def run(dp_size: int, plan: Plan) -> list[dict[str, Any]]:
+async def run(rows: Rows, dp_size: int, plan: Plan) -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
@@ -425,15 +392,14 @@ async def run(dp_size: int, plan: Plan) -> list[dict[str, Any]]:
         TorchTransport.listen(dp_size=dp_size) as shared,
     ):
         addresses = [transport.address, shared.address]
-        command = [sys.executable, __file__, "--as-rank", json.dumps([dp_size, addresses, vars(plan)])]
-        ranks = [subprocess.Popen([*command, str(rank)]) for rank in range(dp_size)]  # noqa: ASYNC220 - before anything runs
-        try:
+        with ExitStack() as stack:
+            ranks = [stack.enter_context(peer(rank, dp_size, addresses, vars(plan))) for rank in range(dp_size)]
             await anyio.to_thread.run_sync(
                 lambda: dist.init_process_group("gloo", rank=0, world_size=dp_size + 1), abandon_on_cancel=True
             )
             links = sorted([await transport.accept() for _ in ranks], key=lambda link: link.rank)
             shared_links = sorted([await shared.accept() for _ in ranks], key=lambda link: link.rank)
-            bench = Bench(links, plan, shared_links)
+            bench = Bench(rows, links, plan, shared_links)
             for megabytes in plan.sizes:
                 await bench.size(megabytes)
             for megabytes in LATENCY_MEGABYTES:
@@ -443,51 +409,35 @@ async def run(dp_size: int, plan: Plan) -> list[dict[str, Any]]:
             for process in ranks:
                 await anyio.to_thread.run_sync(process.wait)
             dist.destroy_process_group()
-        finally:
-            for process in ranks:
-                process.kill()
-    return bench.rows
 
 
-async def run_stall(shared: bool) -> list[dict[str, Any]]:
+async def run_stall(rows: Rows, shared: bool) -> None:
     async with TorchTransport.listen(dp_size=1, shared_memory=shared) as transport:
-        command = [sys.executable, __file__, "--as-rank", json.dumps(["stall", transport.address])]
-        process = subprocess.Popen(command)  # noqa: ASYNC220 - before anything runs
-        link = await transport.accept()
-        bench = Bench([link], Plan([], 0, 0))
-        await stall([link], bench)
-        link.end()
-        await anyio.to_thread.run_sync(process.wait)
-    return bench.rows
+        with peer("stall", transport.address) as process:
+            link = await transport.accept()
+            await stall([link], Bench(rows, [link], Plan([], 0, 0)))
+            link.end()
+            await anyio.to_thread.run_sync(process.wait)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--json", action="store_true", help="one JSON object a row")
-    parser.add_argument("--sizes", default="1,10,40", help="megabytes per rank")
-    parser.add_argument("--ranks", default="1,2")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--full", action="store_true", help="1 to 256 MB, 1 to 4 ranks")
-    parser.add_argument("--as-rank", nargs="+", help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if options.as_rank:
-        what = json.loads(options.as_rank[0])
-        if what[0] == "stall":
-            stall_rank(what[1])
+    options = arguments(__doc__, sizes="1,10,40", ranks="1,2", rounds=5, full=False)
+    if options.as_peer:
+        what, *rest = options.as_peer
+        if what == "stall":
+            stall_rank(*rest)
         else:
-            rank_main(int(options.as_rank[1]), what[0], what[1], Plan(**what[2]))
+            rank_main(what, rest[0], rest[1], Plan(**rest[2]))
         return
     sizes = "1,10,40,64,128,256" if options.full else options.sizes
     worlds = "1,2,4" if options.full else options.ranks
     plan = Plan([float(size) for size in sizes.split(",")], options.rounds, 200)
     torch.set_num_threads(1)
-    rows = anyio.run(run_stall, False) + anyio.run(run_stall, True)
+    rows = Rows(options.json)
+    for shared_memory in (False, True):
+        anyio.run(run_stall, rows, shared_memory)
     for dp_size in worlds.split(","):
-        with suppress(KeyboardInterrupt):
-            rows += [{**row, "ranks": int(dp_size)} for row in anyio.run(run, int(dp_size), plan)]
-    for row in rows:
-        print(json.dumps(row) if options.json else f"{row['name']:44} {row['value']:10} {row['unit']:6}"
-              + (f" bar {row['bar']}: {'holds' if row['holds'] else 'MISSED'}" if "bar" in row else ""))  # fmt: skip
+        anyio.run(run, rows, int(dp_size), plan)
 
 
 if __name__ == "__main__":

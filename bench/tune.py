@@ -14,14 +14,13 @@ cost: seconds that `AutoWindow.observe` takes, over those of the plan it precede
 
 from __future__ import annotations
 
-import argparse
 import math
 import time
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-from _common import Rows
+from _common import Rows, arguments
 from peers import Floats, Ints, trace_folder
 
 import stream_balancer as sb
@@ -147,14 +146,7 @@ SIZES = ((32, 8, True), (64, 8, True), (64, 32, False), (256, 32, True), (1024, 
 
 def cost(rows: Rows, steps: int) -> None:
     rows.text("window='auto': what it adds to a dispatch (CPU time)")
-    for batch, ranks, flops in (
-        (32, 8, True),
-        (64, 8, True),
-        (64, 32, False),
-        (256, 32, True),
-        (1024, 64, True),
-        (4096, 128, True),
-    ):
+    for batch, ranks, flops in SIZES:
         windows = tuple(round(width * batch) for width in (1.0, 1.25, 1.5, 2.0, 3.0))
         knobs = PlanKnobs(ranks, batch, 8)
         chooser = AutoWindow(batch, windows, 2 * batch)
@@ -199,25 +191,18 @@ def _drive(costs: Floats, knobs: PlanKnobs, chooser: AutoWindow, steps: int) -> 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", action="store_true")
-    parser.add_argument("--traces")
-    parser.add_argument("--only", choices=["sweep", "halves", "auto", "cost"])
-    parser.add_argument("--processes", type=int, default=2)
-    parser.add_argument("--seeds", type=int, default=4)
-    parser.add_argument("--steps", type=int, default=400)
-    arguments = parser.parse_args()
-    rows = Rows(arguments.json)
-    wanted = arguments.only
+    options = arguments(__doc__, traces=None, only=None, processes=2, seeds=4, steps=400)
+    rows = Rows(options.json)
+    wanted = options.only
     if wanted in (None, "cost"):
-        cost(rows, arguments.steps)
+        cost(rows, options.steps)
     if wanted in (None, "sweep"):
-        sweep(rows, arguments.processes)
+        sweep(rows, options.processes)
     if wanted in (None, "auto"):
-        auto(rows, arguments.seeds, arguments.steps)
-    folder = trace_folder(arguments.traces)
+        auto(rows, options.seeds, options.steps)
+    folder = trace_folder(options.traces)
     if wanted in (None, "halves") and folder is not None:
-        halves(rows, folder, arguments.processes)
+        halves(rows, folder, options.processes)
 
 
 if __name__ == "__main__":
