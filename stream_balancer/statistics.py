@@ -118,6 +118,12 @@ class Statistics:
     nacked: int
     """Rollouts of batches that :meth:`StreamBalancer.nack` gave back, or that a later ``serve()`` delivered again,
     ever."""
+    open_groups: int
+    """Groups of which some rollouts wait for siblings to come."""
+    oldest_open_group_s: float
+    """Seconds the oldest of these rollouts has waited; 0.0 if there is none."""
+    short_groups: int
+    """Groups that were closed with fewer than ``group_size``, or sent before all their siblings had come, ever."""
     blocked_puts: int
     """Puts that are waiting for room now."""
     reserved: int

@@ -36,7 +36,7 @@ from stream_balancer.controller.checkpoint import read_state_dict, state_dict
 from stream_balancer.controller.journal import Journal, Recovered
 from stream_balancer.controller.journal.recovery import JournalObserver
 from stream_balancer.controller.lifetime import Lifetime
-from stream_balancer.controller.observers import CapacityWarning, EvictCallback
+from stream_balancer.controller.observers import CapacityWarning, EvictCallback, GroupLog
 from stream_balancer.controller.puts import Puts
 from stream_balancer.controller.recorder import Recorder
 from stream_balancer.controller.reservations import Reservation, Reservations
@@ -46,6 +46,7 @@ from stream_balancer.core.accept import Accept
 from stream_balancer.core.admission import check_group
 from stream_balancer.core.auto_window import AutoWindowObserver
 from stream_balancer.core.diagnosis import RankState, why_no_batch
+from stream_balancer.core.groups import GroupSize, closed
 from stream_balancer.core.machine import BalancerCore
 from stream_balancer.core.observer import Observer
 from stream_balancer.core.report import ShellFigures
@@ -128,7 +129,7 @@ class StreamBalancer(OfOneProcess):
         self.observers: list[Observer] = core.observers
         """Observers of what happens (:class:`Observer`), notified in this order in the event loop's thread. Append
         yours."""
-        self.observers += [self._auto_window, CapacityWarning(core)]
+        self.observers += [self._auto_window, CapacityWarning(core), GroupLog(core)]
         if self._journal is not None:
             self.observers.append(self._journal)
         if on_evict is not None:
@@ -162,13 +163,34 @@ class StreamBalancer(OfOneProcess):
         """
         await self.parts.puts.put([rollout])
 
-    async def put_group(self, rollouts: Sequence[Rollout]) -> None:
-        """Put all siblings of a group at once: all are accepted, or none. Otherwise like :meth:`put`.
+    async def put_group(self, rollouts: Sequence[Rollout], *, complete: bool = False) -> None:
+        """Put siblings of a group at once: all are accepted, or none. Otherwise like :meth:`put`.
+
+        ``complete``: no more will come; the group may leave with these and those that came before, however many
+        ``group_size`` says there are. A later put of the group raises :class:`RolloutError`.
 
         Raises :class:`RolloutError` if the rollouts do not share one ``group_id``.
         """
         check_group(rollouts)
-        await self.parts.puts.put(rollouts)
+        await self.parts.puts.put(rollouts, closed(rollouts[0].group_id) if complete else None)
+
+    async def expect_group(self, group_id: str, size: int) -> None:
+        """This group has ``size`` rollouts, not ``group_size``: it may leave once so many have come, and takes no more.
+
+        Before its first rollout or while some of it wait. With a journal it returns once that is on the disk. Raises
+        ValueError if another size was declared before, if more have come already, for a size above ``batch_size``, and
+        where groups play no part.
+        """
+        await self.parts.puts.put([], GroupSize(group_id, size))
+
+    async def close_group(self, group_id: str) -> None:
+        """What has come of a group is all of it: it leaves as a short group, and takes no more. What
+        ``put_group(..., complete=True)`` does with the last rollouts, for who has none: a supervisor that sees a worker
+        die. :meth:`abandon_group` throws the group away instead.
+
+        May be repeated. Raises ValueError where groups play no part.
+        """
+        await self.parts.puts.put([], GroupSize(group_id, None))
 
     def put_nowait(self, rollout: Rollout) -> None:
         """:meth:`put`, or WouldBlock if the buffer is full or others are waiting to put. O(log n)."""
@@ -272,9 +294,8 @@ class StreamBalancer(OfOneProcess):
         """Give a group up, of which a sibling will never come: what waits of it is evicted ("abandoned"), now, and what
         still comes of it when it comes (its put returns as usual). How many were evicted now.
 
-        To train on the rest of such groups instead, set ``deadline_s``. To sample the prompt again, give the new
-        siblings another ``group_id``. Not kept in checkpoints: what comes of the group after a restart waits. Raises
-        ValueError where groups play no part.
+        To train on the rest of it instead, call :meth:`close_group`, or set ``deadline_s``. To sample the prompt again,
+        give the new siblings another ``group_id``. Raises ValueError where groups play no part.
         """
         self._lifetime.check_thread("abandon_group")
         number = self.parts.core.abandon_group(group_id)

@@ -187,6 +187,8 @@ class BlockingBalancer(OfOneProcess):
 
     put = _waiting(StreamBalancer.put)
     put_group = _waiting(StreamBalancer.put_group)
+    expect_group = _waiting(StreamBalancer.expect_group)
+    close_group = _waiting(StreamBalancer.close_group)
     put_nowait = _calling(StreamBalancer.put_nowait)
     acknowledge = _calling(StreamBalancer.acknowledge)
     acknowledge_through = _calling(StreamBalancer.acknowledge_through)
@@ -300,9 +302,9 @@ class BlockingSlot:
         """As :meth:`Slot.put`."""
         self._owner._call(partial(self._slot.put, rollout)).take()
 
-    def put_group(self, rollouts: Sequence[Rollout]) -> None:
+    def put_group(self, rollouts: Sequence[Rollout], *, complete: bool = False) -> None:
         """As :meth:`Slot.put_group`."""
-        self._owner._call(partial(self._slot.put_group, rollouts)).take()
+        self._owner._call(partial(self._slot.put_group, rollouts, complete=complete)).take()
 
 
 class Background(Generic[T]):

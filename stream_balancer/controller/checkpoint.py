@@ -52,6 +52,8 @@ def _write(snapshot: Snapshot) -> dict[str, Any]:
         "skips": torch.from_numpy(np.ascontiguousarray(snapshot.skips)),
         "in_flight": [_write_batch(batch) for batch in snapshot.in_flight],
         "group_arrivals": dict(snapshot.group_arrivals),
+        "group_sizes": dict(snapshot.group_sizes),
+        "closed_groups": dict(snapshot.closed_groups),
         "past_ids": list(snapshot.past_ids),
         "version": snapshot.version,
         "next_step": snapshot.next_step,
@@ -89,6 +91,8 @@ def read_state_dict(state: Mapping[str, Any]) -> Snapshot:
             skips=state["skips"].numpy()[rows],
             in_flight=tuple(in_flight),
             group_arrivals=state["group_arrivals"],
+            group_sizes=state.get("group_sizes", {}),  # these two not before they could be declared
+            closed_groups=state.get("closed_groups", {}),
             past_ids=tuple(state["past_ids"]),
             version=state["version"],
             next_step=state["next_step"],

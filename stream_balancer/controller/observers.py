@@ -5,12 +5,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
+from stream_balancer.core.groups import Declared
 from stream_balancer.core.machine import BalancerCore
 from stream_balancer.core.observer import Observer
 from stream_balancer.core.snapshot import Snapshot
 from stream_balancer.types import EvictReason, Rollout
 
-__all__ = ["CapacityWarning", "EvictCallback"]
+__all__ = ["CapacityWarning", "EvictCallback", "GroupLog"]
 
 _log = logging.getLogger("stream_balancer.balancer")
 
@@ -44,3 +45,19 @@ class CapacityWarning(Observer):
                 config.capacity,
                 config.max_skips,
             )
+
+
+class GroupLog(Observer):
+    """A line in the log for each group that is closed short, or abandoned."""
+
+    def __init__(self, core: BalancerCore) -> None:
+        self._core = core
+
+    def group_declared(self, group_id: str, declared: Declared | None) -> None:
+        whole = self._core.config.group_size
+        if declared is None or not declared.closed or whole is None:
+            return
+        if declared.size is None:
+            _log.info("group %r was abandoned: what comes of it is evicted", group_id)
+        elif declared.size < whole:
+            _log.info("group %r is complete with %d of %d rollouts", group_id, declared.size, whole)

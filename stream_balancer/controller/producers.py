@@ -87,6 +87,8 @@ class _Attended:
                 scope.cancel()
         elif item.mode is Mode.NOWAIT:
             self._put_now(item)
+        elif item.mode is Mode.ABANDON:
+            self._abandon(item)
         else:
             self._put(item, start_soon)
 
@@ -128,12 +130,21 @@ class _Attended:
         else:
             self._session.answer(offer.number, None)
 
+    def _abandon(self, offer: Offer) -> None:
+        assert offer.declared is not None
+        try:
+            self._balancer.abandon_group(offer.declared.group_id)
+        except Exception as refusal:  # noqa: BLE001 - the reply to the producer
+            self._session.answer(offer.number, refusal)
+        else:
+            self._session.answer(offer.number, None)
+
     def _put(self, offer: Offer, start_soon: Callable[..., Any]) -> None:
         """What finds no room, or goes to a journal, takes its place in the balancer's queue now, and waits there in a
         task of its own."""
         try:
             self._check(offer)
-            pending = self._balancer.parts.puts.begin(offer.rollouts)
+            pending = self._balancer.parts.puts.begin(offer.rollouts, offer.declared)
         except Exception as refusal:  # noqa: BLE001 - the reply to the producer
             self._session.answer(offer.number, refusal)
             return

@@ -30,6 +30,7 @@ from stream_balancer.controller.wait_queues import Waiter
 from stream_balancer.controller.wakeups import Wakeups
 from stream_balancer.core.accept import Accept, call_accept, decision_of
 from stream_balancer.core.admission import check_group
+from stream_balancer.core.groups import GroupSize
 from stream_balancer.core.machine import BalancerCore
 from stream_balancer.errors import WouldBlock
 from stream_balancer.types import Rollout
@@ -60,11 +61,11 @@ class Puts:
         self.journal = journal
         """Where rollouts are written before their put returns; None without one."""
 
-    async def put(self, rollouts: Sequence[Rollout]) -> None:
-        """Return once all are accepted; see :meth:`StreamBalancer.put`."""
+    async def put(self, rollouts: Sequence[Rollout], size: GroupSize | None = None) -> None:
+        """Return once all are accepted, and ``size`` holds for their group; see :meth:`StreamBalancer.put`."""
         self.lifetime.enter("put")
         await anyio.lowlevel.checkpoint()  # before they are taken: nothing may be awaited after it
-        pending = self.begin(rollouts)
+        pending = self.begin(rollouts, size)
         if pending.stage != "done":
             await pending.finish()
 
@@ -78,10 +79,10 @@ class Puts:
         self.wakeups.changed()
         return ids
 
-    def begin(self, rollouts: Sequence[Rollout]) -> PendingPut:
-        """Begin a put of one rollout, or of siblings. Unless its stage is "done", :meth:`PendingPut.finish` must
-        follow. Raises like ``put``."""
-        pending = PendingPut(self, rollouts)
+    def begin(self, rollouts: Sequence[Rollout], size: GroupSize | None = None) -> PendingPut:
+        """Begin a put of one rollout, or of siblings; ``size``: what is declared of their group with them, or, without
+        rollouts, by itself. Unless its stage is "done", :meth:`PendingPut.finish` must follow. Raises like ``put``."""
+        pending = PendingPut(self, rollouts, size)
         pending.begin(anyio.current_time())
         return pending
 
@@ -89,7 +90,7 @@ class Puts:
 class PendingPut(Waiter):
     """One put on its way. All its rollouts are accepted, or none."""
 
-    __slots__ = ("_answer", "_asked", "_puts", "_rollouts", "_written", "stage")
+    __slots__ = ("_answer", "_asked", "_puts", "_rollouts", "_size", "_written", "stage")
 
     _asked: tuple[str, ...]
     """Ids of the rollouts that ``accept`` is asked about; while filtering."""
@@ -98,10 +99,12 @@ class PendingPut(Waiter):
     _written: Writing
     """The rollouts on their way to the disk; while journalling."""
 
-    def __init__(self, puts: Puts, rollouts: Sequence[Rollout]) -> None:
+    def __init__(self, puts: Puts, rollouts: Sequence[Rollout], size: GroupSize | None = None) -> None:
         self.stage = "done"
+        self.group_id = rollouts[0].group_id if size is None else size.group_id
         self._puts = puts
         self._rollouts = rollouts
+        self._size = size
 
     def begin(self, now: float, *, may_wait: bool = True) -> None:
         """Go as far as possible without waiting. Raises what refuses the rollouts; WouldBlock where it would have to
@@ -110,7 +113,7 @@ class PendingPut(Waiter):
         puts.lifetime.check_open("put")
         if puts.journal is not None and not may_wait:
             raise WouldBlock("put_nowait() cannot wait for the journal's disk, where accepted rollouts are: use put()")
-        if len(self._rollouts) != 1:
+        if len(self._rollouts) > 1:
             check_group(self._rollouts)
         self._rollouts = puts.core.state.admission.with_loss_masks(self._rollouts)
         if puts.accept is None:
@@ -132,8 +135,8 @@ class PendingPut(Waiter):
     def _filter(self, accept: Accept, now: float, may_wait: bool) -> None:
         """Ask ``accept``, unless others of the group must still come: then the last of them asks."""
         core = self._puts.core
-        core.check(self._rollouts)  # a bad rollout is refused, whatever accept= would say
-        question = core.state.admission.completed_by(self._rollouts)
+        core.check(self._rollouts, self._size)  # a bad rollout is refused, whatever accept= would say
+        question = core.state.admission.completed_by(self._rollouts, self._size)
         answer = True if question is None else call_accept(accept, question)
         if isinstance(answer, bool):
             self._filtered(answer, now, may_wait)
@@ -146,7 +149,7 @@ class PendingPut(Waiter):
 
     async def _finish_filter(self) -> None:
         keep, now = decision_of(await self._answer), anyio.current_time()
-        question = self._puts.core.state.admission.completed_by(self._rollouts)
+        question = self._puts.core.state.admission.completed_by(self._rollouts, self._size)
         if question is None or _ids(question) != self._asked:
             self.begin(now)  # siblings came or left meanwhile: ask again
         else:
@@ -157,7 +160,7 @@ class PendingPut(Waiter):
         if keep:
             self._after_filter(now, may_wait)
         else:
-            self._puts.core.filter_out(self._rollouts, now)
+            self._puts.core.filter_out(self._rollouts, now, self._size)
             self._puts.wakeups.changed()  # siblings that waited have made room
             self.stage = "done"
 
@@ -168,13 +171,18 @@ class PendingPut(Waiter):
         if journal is None:
             self._take_or_queue(now, may_wait)
         else:
-            core.check(self._rollouts)  # a bad rollout is not written
-            self.stage, self._written = "journalling", journal.write(self._rollouts, core.state.ledger.next_step)
+            core.check(self._rollouts, self._size)  # a bad rollout is not written
+            written = journal.write(self._rollouts, core.state.ledger.next_step, self._size)
+            self.stage, self._written = "journalling", written
 
     async def _finish_journal(self) -> None:
         journal, written = self._puts.journal, self._written
         assert journal is not None
-        await journal.written(written)
+        try:
+            await journal.written(written)
+        except BaseException:
+            self._retract_size(journal)
+            raise
         try:
             self._puts.lifetime.check_open("put")
             self._take_or_queue(anyio.current_time(), may_wait=True)
@@ -182,20 +190,27 @@ class PendingPut(Waiter):
                 await self._wait_for_room()
         except BaseException:
             journal.retract(written)
+            self._retract_size(journal)
             raise
+
+    def _retract_size(self, journal: Journal) -> None:
+        """What was declared of the group before holds still."""
+        if self._size is not None:
+            name, groups = self._size.group_id, self._puts.core.state.buffer.groups
+            journal.change(journal.changes.declared(name, groups.declared(name)))
 
     # -- waiting for room ----------------------------------------------------------------------------------------------
 
     def _take_or_queue(self, now: float, may_wait: bool) -> None:
         core, queue = self._puts.core, self._puts.wakeups.puts
         # those who wait go first; but a sibling needs no room, and may be what a full buffer waits for
-        if queue and not core.state.admission.is_sibling(self._rollouts[0]):
-            core.check(self._rollouts)  # a bad rollout is refused now, not after a long wait
+        if queue and self._rollouts and not core.state.admission.is_sibling(self._rollouts[0]):
+            core.check(self._rollouts, self._size)  # a bad rollout is refused now, not after a long wait
         elif self._take(now):
             return
         if not may_wait:
             raise WouldBlock
-        self.stage, self.group_id = "waiting", self._rollouts[0].group_id
+        self.stage = "waiting"
         queue.join(self)
 
     async def _wait_for_room(self) -> None:
@@ -209,11 +224,13 @@ class PendingPut(Waiter):
         """Into the buffer, if there is room. Nothing may be awaited after it."""
         wakeups = self._puts.wakeups
         try:
-            self._puts.core.add_all(self._rollouts, now)
+            self._puts.core.add_all(self._rollouts, now, self._size)
         except WouldBlock:
             wakeups.wake_consumer()  # no room means that the window counts as full
             return False
-        wakeups.added(self._rollouts[0].group_id)
+        if self._size is not None:
+            wakeups.changed()  # fewer places are kept for siblings
+        wakeups.added(self.group_id)
         self.stage = "done"
         return True
 

@@ -18,6 +18,7 @@ from stream_balancer.controller.lifetime import Lifetime
 from stream_balancer.controller.puts import Puts
 from stream_balancer.controller.wakeups import PendingReserve, Wakeups
 from stream_balancer.core.admission import check_group
+from stream_balancer.core.groups import GroupSize, closed
 from stream_balancer.core.machine import BalancerCore
 from stream_balancer.core.throttle import Throttle, check_reserve
 from stream_balancer.errors import ClosedResourceError, RolloutError
@@ -93,10 +94,10 @@ class Slot:
         kept. Raises ValueError for more rollouts than were reserved, RolloutError for one older than the slot."""
         await self._put([rollout])
 
-    async def put_group(self, rollouts: Sequence[Rollout]) -> None:
+    async def put_group(self, rollouts: Sequence[Rollout], *, complete: bool = False) -> None:
         """As :meth:`StreamBalancer.put_group`, in the places that were kept."""
         check_group(rollouts)
-        await self._put(rollouts)
+        await self._put(rollouts, closed(rollouts[0].group_id) if complete else None)
 
     def release(self) -> None:
         """Give back the places of rollouts that will not be put; leaving the block does it. May be called twice."""
@@ -105,7 +106,7 @@ class Slot:
             self._reservations.settle(self._number, self.left)
             self.left = 0
 
-    async def _put(self, rollouts: Sequence[Rollout]) -> None:
+    async def _put(self, rollouts: Sequence[Rollout], size: GroupSize | None = None) -> None:
         if not self._open:
             raise ClosedResourceError("put() on a slot whose 'async with' block was left: its place is given back")
         if len(rollouts) > self.left:
@@ -116,7 +117,7 @@ class Slot:
         dated = [self._dated(rollout) for rollout in rollouts]
         self.left -= len(dated)  # a put under way keeps its places, also if the block is left meanwhile
         try:
-            await self._reservations.puts.put(dated)
+            await self._reservations.puts.put(dated, size)
         except BaseException:
             self._take_back(len(dated))
             raise

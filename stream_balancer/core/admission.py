@@ -7,10 +7,12 @@ from collections.abc import Sequence
 
 from stream_balancer.config import BalancerConfig
 from stream_balancer.core.buffer import Buffer
+from stream_balancer.core.groups import GroupSize
 from stream_balancer.core.ledger import RolloutIds
 from stream_balancer.core.pricing import Pricing, costs_of
 from stream_balancer.errors import ConfigError, DuplicateRolloutError, RolloutError
 from stream_balancer.types import Rollout
+from stream_balancer.values import plain_name
 
 __all__ = ["Admission", "check_group", "schema_of"]
 
@@ -34,9 +36,45 @@ class Admission:
         column = self.config.loss_mask_column
         return [_with_loss_mask(r, column) if isinstance(r, Rollout) else r for r in rollouts]
 
+    def check_group(self, rollouts: Sequence[Rollout], size: GroupSize | None) -> None:
+        """Raise RolloutError if the group of a put does not take so many more, ValueError if it cannot have this size.
+        O(1)."""
+        groups = self._buffer.groups
+        if size is not None and not rollouts:
+            self.check_keeps_groups(size.group_id)
+            try:
+                plain_name(size.group_id)
+            except RolloutError as error:
+                raise ValueError(f"group_id {error}") from None
+        if size is not None and size.size is not None:
+            self._check_group_size(size.group_id, size.size)
+        if groups.size is None:
+            return
+        if rollouts and rollouts[0].group_id is not None:
+            groups.check_put(rollouts[0].group_id, len(rollouts))
+        if size is not None:
+            groups.check_size(size)
+
+    def check_keeps_groups(self, group_id: str) -> None:
+        """Raise ValueError where groups play no part."""
+        if self._buffer.groups.size is None:
+            raise ValueError(
+                f"group {group_id!r}: this balancer keeps no groups (group_size is {self.config.group_size}, groups "
+                f"{self.config.groups!r}), so no rollout waits for a sibling. Set group_size to keep them"
+            )
+
+    def _check_group_size(self, group_id: str, size: int) -> None:
+        if isinstance(size, bool) or not isinstance(size, int) or not 1 <= size <= self.config.batch_size:
+            raise ValueError(
+                f"expect_group({group_id!r}, {size!r}): a group has from 1 to batch_size ({self.config.batch_size}) "
+                "rollouts, or it could not leave in one batch"
+            )
+
     def check(self, rollouts: Sequence[Rollout]) -> list[float]:
         """Costs of the rollouts of one put. Raises TypeError, RolloutError or DuplicateRolloutError if one of them can
-        never be taken in. O(columns)."""
+        never be taken in, whatever its group. O(columns)."""
+        if not rollouts:
+            return []
         for rollout in rollouts:
             self._check_alone(rollout)
         if len(rollouts) > 1:
@@ -66,14 +104,15 @@ class Admission:
                 "never be let in together. Raise capacity"
             )
 
-    def has_room(self, rollouts: Sequence[Rollout]) -> bool:
-        """Room for all, counting the places kept for siblings of waiting groups. O(len(rollouts)).
+    def has_room(self, rollouts: Sequence[Rollout], size: GroupSize | None = None) -> bool:
+        """Room for all, counting the places kept for siblings of waiting groups; ``size`` is declared with them.
+        O(len(rollouts)).
 
         A put waits only while a batch could leave and make room: with fewer than ``min_batch_size`` ready (the rest
         wait for siblings) there is room even in a full buffer, since waiting might be for ever.
         """
         buffer, config = self._buffer, self.config
-        if buffer.num_ready < config.min_batch_size:
+        if not rollouts or buffer.num_ready < config.min_batch_size:
             return True
         places = len(rollouts)
         if rollouts[0].group_id is not None:
@@ -81,7 +120,8 @@ class Admission:
             if self.is_sibling(rollouts[0]):
                 return True
             # room for the whole group, or groups that lack siblings could fill the buffer and wait for ever
-            places = max(places, buffer.groups.size or 1)
+            if size is None:
+                places = max(places, buffer.groups.size_of(rollouts[0].group_id))
         if len(buffer) + buffer.groups.num_awaited + places > config.capacity:
             return False
         limit = config.capacity_bytes
@@ -109,15 +149,21 @@ class Admission:
         except RolloutError as error:
             raise ConfigError(f"this cost does not fit a rollout that waits: {error}") from None
 
-    def completed_by(self, rollouts: Sequence[Rollout]) -> list[Rollout] | None:
-        """What ``accept=`` is asked about: these rollouts and the waiting siblings whose group they complete; None
-        while others of the group must still come. O(n) for the last of a group, else O(1)."""
-        buffer, group_id = self._buffer, rollouts[0].group_id
+    def completed_by(self, rollouts: Sequence[Rollout], size: GroupSize | None = None) -> list[Rollout] | None:
+        """What ``accept=`` is asked about: these rollouts and the waiting siblings whose group they, and the size
+        declared with them, complete; None if nothing is completed. O(n) for the last of a group, else O(1)."""
+        buffer = self._buffer
+        group_id = rollouts[0].group_id if size is None else size.group_id
         if group_id is None or buffer.groups.size is None:
-            return list(rollouts)
-        if buffer.groups.num_arrived(group_id) + len(rollouts) < buffer.groups.size:
+            return list(rollouts) or None
+        arrived, wanted = buffer.groups.num_arrived(group_id), buffer.groups.size_of(group_id)
+        if not rollouts and (arrived >= wanted or not arrived):
+            return None  # it was asked about these, or there are none
+        if size is not None:
+            wanted = size.size or 0
+        if arrived + len(rollouts) < wanted:
             return None
-        return [*buffer.rollouts(buffer.siblings(group_id)), *rollouts]
+        return [*buffer.rollouts(buffer.siblings(group_id)), *rollouts] or None
 
 
 def _check_fits(rollout: Rollout, config: BalancerConfig) -> None:

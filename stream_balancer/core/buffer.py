@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from stream_balancer.core.columns import Columns
 from stream_balancer.core.cost_index import CostIndex
-from stream_balancer.core.groups import Groups
+from stream_balancer.core.groups import Groups, GroupSize
 from stream_balancer.planning import Waiting
 from stream_balancer.types import Rollout
 
@@ -28,8 +28,8 @@ _SLOT, _LENGTH, _SKIPS, _ARRIVED_AT, _VERSION, _LABEL = range(6)
 class Buffer:
     """Waiting rollouts. ``len()`` of them; row 0 is the oldest."""
 
-    def __init__(self, group_size: int | None) -> None:
-        self.groups = Groups(group_size)
+    def __init__(self, group_size: int | None, remember_groups: int = 100_000) -> None:
+        self.groups = Groups(group_size, remember_groups)
         """Their groups."""
         self._rows = 0
         self.index = CostIndex()
@@ -172,9 +172,20 @@ class Buffer:
         """[count] lengths of the rollouts that came last (a view)."""
         return self.lengths[len(self) - count :]
 
-    def restore_groups(self, arrived: Mapping[str, int]) -> None:
+    def restore_groups(self, arrived: Mapping[str, int], sizes: Mapping[str, int]) -> None:
         """After adding a snapshot's rollouts: see :meth:`Groups.restore`. O(n)."""
-        self.groups.restore(arrived)
+        self.groups.restore(arrived, sizes)
+        self._count_ready()
+
+    def set_group_size(self, wanted: GroupSize) -> None:
+        """See :meth:`Groups.set_size`. O(n)."""
+        self.groups.set_size(wanted)
+        self._count_ready()
+
+    def count_as_come(self, group_id: str) -> None:
+        """A sibling came and was given up at once: its group does not wait for it. O(n)."""
+        self.groups.join(group_id)
+        self.groups.leave(group_id)
         self._count_ready()
 
     def expect_again(self, group_id: str | None) -> None:
@@ -183,9 +194,11 @@ class Buffer:
         self._count_ready()
 
     def change_group_size(self, size: int | None) -> None:
-        """Count groups anew; only while nothing waits."""
+        """Count groups anew, but for what was declared; only while nothing waits."""
         assert not len(self)
-        self.groups = Groups(size)
+        before, self.groups = self.groups, Groups(size, self.groups.remember)
+        self.groups.restore_closed(before.closed())
+        self.groups.restore({}, before.open_sizes())
 
     @property
     def oldest_arrival(self) -> float:

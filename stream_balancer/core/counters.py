@@ -19,9 +19,8 @@ class Counts:
     """Running totals behind ``Statistics``."""
 
     def __init__(self) -> None:
-        self.accepted = self.acknowledged = self.nacked = self.peak_waiting = self.dispatched_tokens = (
-            self.squared_tokens
-        ) = self.padding_copies = 0
+        self.accepted = self.acknowledged = self.nacked = self.peak_waiting = self.dispatched_tokens = 0
+        self.squared_tokens = self.padding_copies = self.short_groups = 0
         self.evicted: Counter[EvictReason] = Counter(dict.fromkeys(get_args(EvictReason), 0))
         self.batches: Counter[Reason] = Counter(dict.fromkeys(get_args(Reason), 0))
         self.mean_loads = self.max_loads = self.lower_bounds = self.mean_seconds = self.max_seconds = 0.0
@@ -31,6 +30,7 @@ class Counts:
         self.dispatched_tokens += batch.num_tokens
         self.squared_tokens += batch.num_tokens**2
         self.padding_copies += batch.num_padding
+        self.short_groups += len(batch.incomplete_groups)
         self.mean_loads += sum(batch.loads) / len(batch.loads)
         self.max_loads += max(batch.loads)
         self.lower_bounds += batch.lower_bound

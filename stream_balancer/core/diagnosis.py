@@ -6,7 +6,7 @@ Not here: when that is logged (``controller.stall_reporter``), and how a stopped
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
@@ -64,7 +64,8 @@ def why_no_batch(
     if ready:
         reasons.append(_READY[taker])
     elif statistics.waiting:
-        reasons += _why_not_ready(config, statistics, state.buffer.groups.incomplete())
+        reasons += _why_not_ready(config, statistics)
+        reasons += _open_groups(state, statistics)
     if not ready and taker == "nobody":
         reasons.append("nobody iterates batches()")
     if evicted := [f"{number} {reason}" for reason, number in statistics.evicted.items() if number]:
@@ -80,7 +81,7 @@ def _what_waits(config: BalancerConfig, statistics: Statistics, ended: bool) -> 
     return "end() was called and nothing waits" if ended else f"no rollout waits; {config.window} make a window"
 
 
-def _why_not_ready(config: BalancerConfig, statistics: Statistics, incomplete: Mapping[str, int]) -> list[str]:
+def _why_not_ready(config: BalancerConfig, statistics: Statistics) -> list[str]:
     reasons = []
     if config.deadline_s is None:
         reasons.append("no deadline_s is set")
@@ -90,11 +91,18 @@ def _why_not_ready(config: BalancerConfig, statistics: Statistics, incomplete: M
         reasons.append(
             f"deadline_s ({config.deadline_s:g}) sends no fewer than min_batch_size ({config.min_batch_size})"
         )
-    if incomplete:
-        named = [f"{name!r} ({came} of {config.group_size})" for name, came in list(incomplete.items())[:_MOST_NAMED]]
-        more = f" and {len(incomplete) - _MOST_NAMED} more" if len(incomplete) > _MOST_NAMED else ""
-        reasons.append(f"groups that wait for siblings: {', '.join(named)}{more}")
     return reasons
+
+
+def _open_groups(state: State, statistics: Statistics) -> list[str]:
+    groups = state.buffer.groups
+    incomplete = list(groups.incomplete().items())
+    if not incomplete:
+        return []
+    named = [f"{name!r} ({came} of {groups.size_of(name)})" for name, came in incomplete[:_MOST_NAMED]]
+    more = f" and {len(incomplete) - _MOST_NAMED} more" if len(incomplete) > _MOST_NAMED else ""
+    since = f"groups that wait for siblings, the oldest for {statistics.oldest_open_group_s:.0f} s"
+    return [f"{since}: {', '.join(named)}{more}"]
 
 
 def why_ranks_wait(ranks: Sequence[RankState]) -> str:

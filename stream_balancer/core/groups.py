@@ -1,7 +1,14 @@
-"""Groups of siblings (GRPO): how many of each have come, how many wait, and which were abandoned. Pure counting.
+"""Groups of siblings (GRPO): how many of each have come, how many wait, how many there will be. Pure counting.
 
-A group may leave once ``size`` siblings have come. The rows of the siblings are the buffer's; here a group is a label,
-a small number that rows carry, so that completeness is one vector operation over them.
+::
+
+    (unknown) --sibling--> open --all have come--> complete --all have left--> (unknown)
+              --expect---> open --all have come, or close--> closed: takes no more, and is remembered
+                            `--abandon--> abandoned: what still comes is not wanted, and is remembered
+
+A group may leave once all its siblings have come: ``size`` of them, or as many as was declared for this group. The rows
+of the siblings are the buffer's; here a group is a label, a small number that rows carry, so that completeness is one
+vector operation over them.
 """
 
 from __future__ import annotations
@@ -9,83 +16,107 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Groups"]
+from stream_balancer.errors import RolloutError
+
+__all__ = ["Declared", "GroupSize", "Groups", "closed"]
 
 _FIRST_LABELS = 64
 
 
+class GroupSize(NamedTuple):
+    """How many siblings a group has, where that is not ``group_size``."""
+
+    group_id: str
+    size: int | None
+    """None: as many as have come; the group takes no more."""
+
+
+def closed(group_id: str | None) -> GroupSize | None:
+    """As many as have come; None where there is no group."""
+    return None if group_id is None else GroupSize(group_id, None)
+
+
+class Declared(NamedTuple):
+    """What was declared of a group, and is remembered."""
+
+    size: int | None
+    """Its siblings; None: it was abandoned."""
+    closed: bool
+    """It takes no more."""
+
+
 @dataclass(slots=True)
 class _Group:
-    """A group some of whose siblings have come."""
+    """A group some of whose siblings have come, or whose size was declared."""
 
     label: int
+    size: int
+    declared: bool = False
+    """``size`` was declared for this group: it takes no more than that."""
+    expected: bool = False
+    """... before they had come; a size that is only what had come is void if all of these are lost."""
     arrived: int = 0
     waiting: int = 0
 
+    @property
+    def lacks(self) -> int:
+        """Siblings it still lacks while others wait; 0 once none of it waits."""
+        return max(self.size - self.arrived, 0) if self.waiting else 0
+
 
 class Groups:
-    """The groups that are not done. ``size``: siblings that a group must have before it may leave; None where groups
-    play no part, and then only abandoned ones are kept."""
+    """The groups that are not done, and the last ``remember`` that take no more. ``size``: siblings that a group must
+    have before it may leave, unless another number is declared for it; None where groups play no part."""
 
-    def __init__(self, size: int | None) -> None:
+    def __init__(self, size: int | None, remember: int = 100_000) -> None:
         self.size = size
         """Siblings of a whole group; None where groups play no part."""
+        self.remember = remember
+        """How many groups that take no more are known."""
         self.num_awaited = 0
         """Siblings that waiting groups still lack."""
+        self.changed: list[str] = []
+        """Groups of which something else is :meth:`declared` now. Whoever notifies of it empties this list."""
         self._groups: dict[str, _Group] = {}
+        self._closed: OrderedDict[str, int | None] = OrderedDict()  # size of each that takes no more; None: abandoned
         self._free_labels: list[int] = []  # used again: the array by label stays small
-        self._arrived_by_label = np.zeros(_FIRST_LABELS, dtype=np.int64)
-        self._abandoned: OrderedDict[str, None] = OrderedDict()
+        self._lacking_by_label = np.zeros(_FIRST_LABELS, dtype=np.int64)
 
     # -- siblings come and leave ---------------------------------------------------------------------------------------
 
     def join(self, group_id: str) -> tuple[int, int]:
         """A sibling waits from now on. -> the group's label, and how many rollouts became ready by it. O(1)."""
-        group = self._groups.get(group_id)
-        if group is None:
-            group = self._groups[group_id] = _Group(self._new_label())
-        self.num_awaited -= self._lacks(group)  # and what it lacks then is added again: a sum kept in O(1)
-        group.arrived += 1
-        group.waiting += 1
-        self.num_awaited += self._lacks(group)
-        self._arrived_by_label[group.label] = group.arrived
-        size = self.size or 0
+        group = self._groups.get(group_id) or self._new(group_id)
+        self._update(group, arrived=1, waiting=1)
+        if group.declared and group.arrived == group.size:
+            self._close(group_id, group.size)
         # the last one makes all of them ready; one that comes beyond the size, itself
-        return group.label, group.waiting if group.arrived == size else int(group.arrived > size)
+        return group.label, group.waiting if group.arrived == group.size else int(group.arrived > group.size)
 
     def leave(self, group_id: str | None, *, never_came: bool = False) -> None:
         """A waiting sibling leaves; with ``never_came`` its group lacks it again. O(1)."""
         group = self._groups.get(group_id) if group_id is not None else None
-        if group is None or group_id is None or self.size is None:
+        if group is None or group_id is None:
             return
-        self.num_awaited -= self._lacks(group)
-        group.waiting -= 1
-        if never_came:
-            group.arrived -= 1
-            self._arrived_by_label[group.label] = group.arrived
-        self.num_awaited += self._lacks(group)
-        # done, or as if it had never begun; else the count must outlive the siblings that have left
-        if group.waiting == 0 and (group.arrived >= self.size or group.arrived == 0):
-            self.forget(group_id)
+        self._update(group, arrived=-1 if never_came else 0, waiting=-1)
+        self._forget_if_done(group_id, group)
 
     def expect_again(self, group_id: str | None) -> None:
         """A sibling that has left its group may come again. O(1)."""
-        if group_id is None or self.size is None:
+        if group_id is None or self.size is None or self.is_abandoned(group_id):
             return
         group = self._groups.get(group_id)
         if group is None:  # the whole group has left, and was forgotten as done
-            group = self._groups[group_id] = _Group(self._new_label(), arrived=self.size)
-        self.num_awaited -= self._lacks(group)
+            group = self._new(group_id)
+            self._update(group, arrived=group.size)
         # Those that wait have come: the one that may come again may be of an earlier group of this name, done since.
-        group.arrived = max(group.arrived - 1, group.waiting)
-        self._arrived_by_label[group.label] = group.arrived
-        self.num_awaited += self._lacks(group)
-        if group.arrived == 0:
-            self.forget(group_id)
+        self._update(group, arrived=max(-1, group.waiting - group.arrived))
+        self._forget_if_done(group_id, group)
 
     def forget(self, group_id: str) -> None:
         """None of it waits, and what came of it does not count any more. O(1)."""
@@ -93,25 +124,82 @@ class Groups:
         if group is not None:
             self._free_labels.append(group.label)
 
-    def abandon(self, group_id: str, remember: int) -> None:
-        """What still comes of this group is not wanted; the last ``remember`` abandoned groups are known. O(1)."""
+    def abandon(self, group_id: str) -> None:
+        """What still comes of this group is not wanted; none of it waits. O(1)."""
         self.forget(group_id)
-        self._abandoned[group_id] = None
-        while len(self._abandoned) > max(remember, 1):
-            self._abandoned.popitem(last=False)
+        self._close(group_id, None)
 
-    def restore(self, arrived: Mapping[str, int]) -> None:
-        """Take over :meth:`arrived` of a snapshot, after its waiting rollouts joined: siblings that had come before and
-        are not here any more count, too. O(groups)."""
+    def restore(self, arrived: Mapping[str, int], sizes: Mapping[str, int]) -> None:
+        """Take over :meth:`arrived` and :meth:`open_sizes` of a snapshot, after its waiting rollouts joined: siblings
+        that had come before and are not here any more count, too. O(groups)."""
         if self.size is None:
             return
+        for group_id, size in sizes.items():
+            group = self._groups.get(group_id) or self._new(group_id)
+            group.declared = group.expected = True
+            self._update(group, size=size)
         for group_id, number in arrived.items():
-            group = self._groups.get(group_id)
-            if group is None:
-                group = self._groups[group_id] = _Group(self._new_label())
-            group.arrived = number
-            self._arrived_by_label[group.label] = number
-        self.num_awaited = sum(self._lacks(group) for group in self._groups.values())
+            group = self._groups.get(group_id) or self._new(group_id)
+            self._update(group, arrived=number - group.arrived)
+            if group.declared and group.arrived >= group.size:
+                self._close(group_id, group.size)
+
+    def restore_closed(self, closed: Mapping[str, int | None]) -> None:
+        """Take over :meth:`closed` of a snapshot, before its rollouts join: what waits of a closed group is complete,
+        what waits of an abandoned one is not wanted. O(groups)."""
+        if self.size is not None:
+            for group_id, size in closed.items():
+                self._close(group_id, size)
+
+    # -- how many there are --------------------------------------------------------------------------------------------
+
+    def check_put(self, group_id: str, number: int) -> None:
+        """Raise RolloutError if a group does not take so many more. O(1)."""
+        group, size = self._groups.get(group_id), self._closed.get(group_id)
+        arrived = size if group is None else group.arrived
+        if group is not None and group.declared:
+            size = group.size
+        if size is None or arrived is None or arrived + number <= size:
+            return
+        raise RolloutError(
+            f"group {group_id!r} takes {max(size - arrived, 0)} more rollouts, not {number}: {arrived} have come, and "
+            f"by expect_group(), close_group() or put_group(complete=True) it has {size}. Give the siblings of another "
+            "prompt, or of the same one sampled again, another group_id"
+        )
+
+    def check_size(self, wanted: GroupSize) -> None:
+        """Raise ValueError for a size that contradicts what came, or what was declared before. O(1)."""
+        group_id, size = wanted
+        if size is None or self.is_abandoned(group_id):
+            return
+        group = self._groups.get(group_id)
+        before = group.size if group is not None and group.declared else self._closed.get(group_id)
+        if before is not None and before != size:
+            raise ValueError(
+                f"expect_group({group_id!r}, {size}): it was declared to have {before} before. To let it go with those "
+                "that have come, call close_group()"
+            )
+        if group is not None and group.arrived > size:
+            raise ValueError(
+                f"expect_group({group_id!r}, {size}): {group.arrived} of it have come already. Expect at least as many"
+            )
+
+    def set_size(self, wanted: GroupSize) -> None:
+        """Declare how many siblings a group has; :meth:`check_size` comes before. O(1)."""
+        group_id, size = wanted
+        group = self._groups.get(group_id)
+        if self.size is None or self.is_abandoned(group_id) or (group is None and group_id in self._closed):
+            return
+        if group is None:
+            group = self._new(group_id)
+        group.declared, group.expected = True, size is not None
+        self._update(group, size=group.arrived if size is None else size)
+        if group.arrived < group.size:
+            self.changed.append(group_id)
+            return
+        self._close(group_id, group.size)
+        if not group.waiting:
+            self.forget(group_id)
 
     # -- questions -----------------------------------------------------------------------------------------------------
 
@@ -119,7 +207,7 @@ class Groups:
         """[n] labels -> [n] False where siblings are still to come. O(n)."""
         if self.size is None:
             return np.ones(labels.size, dtype=bool)
-        complete: NDArray[np.bool_] = (labels < 0) | (self._arrived_by_label[labels] >= self.size)
+        complete: NDArray[np.bool_] = (labels < 0) | (self._lacking_by_label[labels] <= 0)
         return complete
 
     def has_waiting(self, group_id: str | None) -> bool:
@@ -129,7 +217,7 @@ class Groups:
 
     def is_abandoned(self, group_id: str | None) -> bool:
         """Whether what comes of this group is not wanted any more. O(1)."""
-        return group_id in self._abandoned
+        return group_id is not None and self._closed.get(group_id, 0) is None
 
     def label_of(self, group_id: str) -> int | None:
         """The label that rows of this group carry; None if none waits. O(1)."""
@@ -141,9 +229,29 @@ class Groups:
         group = self._groups.get(group_id)
         return group.arrived if group is not None else 0
 
+    def size_of(self, group_id: str) -> int:
+        """Siblings that a group must have before it may leave; 1 where groups play no part. O(1)."""
+        group = self._groups.get(group_id)
+        return group.size if group is not None else self._closed.get(group_id) or self.size or 1
+
+    def declared(self, group_id: str) -> Declared | None:
+        """What was declared of a group; None: nothing that is still known. O(1)."""
+        if group_id in self._closed:
+            return Declared(self._closed[group_id], closed=True)
+        group = self._groups.get(group_id)
+        return Declared(group.size, closed=False) if group is not None and group.declared else None
+
     def arrived(self) -> dict[str, int]:
         """Siblings that have come, of groups that are incomplete or still wait. O(groups)."""
         return {group_id: group.arrived for group_id, group in self._groups.items()}
+
+    def open_sizes(self) -> dict[str, int]:
+        """Declared sizes of groups that still take siblings. O(groups)."""
+        return {name: group.size for name, group in self._groups.items() if group.declared and name not in self._closed}
+
+    def closed(self) -> dict[str, int | None]:
+        """Groups that take no more, and the siblings each has (None: it was abandoned); the oldest first. O(groups)."""
+        return dict(self._closed)
 
     def departed(self) -> dict[str, int]:
         """Siblings that came and do not wait any more, of groups that are not done. O(groups)."""
@@ -152,26 +260,64 @@ class Groups:
 
     def incomplete(self) -> dict[str, int]:
         """Siblings that have come, of each group that waits for others, the first begun first. O(groups)."""
-        return {name: group.arrived for name, group in self._groups.items() if self._lacks(group)}
+        return {name: group.arrived for name, group in self._groups.items() if group.lacks}
 
     def check(self, labels: NDArray[np.int64], group_ids: list[str | None]) -> None:
         """Verify every invariant against the waiting rows; for tests. O(n groups)."""
-        assert self.num_awaited == sum(self._lacks(group) for group in self._groups.values())
+        assert self.num_awaited == sum(group.lacks for group in self._groups.values())
         if self.size is None:
             return
         for group_id, group in self._groups.items():
             assert group.waiting == group_ids.count(group_id) == int(np.count_nonzero(labels == group.label))
+            assert self._lacking_by_label[group.label] == group.size - group.arrived
+            assert group.declared >= group.expected
+            # one that has come, or of which all has left, is not kept
+            assert group.waiting or group.expected or 0 < group.arrived < group.size
+            assert not self.is_abandoned(group_id)
         used = [group.label for group in self._groups.values()]
         assert len(set(used)) == len(used)
         assert not set(used) & set(self._free_labels)
+        assert len(self._closed) <= max(self.remember, 1)
 
-    def _lacks(self, group: _Group) -> int:
-        """Siblings a waiting group still lacks; 0 once none of it waits."""
-        return max((self.size or 0) - group.arrived, 0) if group.waiting else 0
+    # -- counting ------------------------------------------------------------------------------------------------------
 
-    def _new_label(self) -> int:
+    def _update(self, group: _Group, *, arrived: int = 0, waiting: int = 0, size: int | None = None) -> None:
+        """So many more have come, and wait; what the groups lack follows, as a sum kept in O(1)."""
+        self.num_awaited -= group.lacks
+        group.arrived += arrived
+        group.waiting += waiting
+        if size is not None:
+            group.size = size
+        self.num_awaited += group.lacks
+        self._lacking_by_label[group.label] = group.size - group.arrived
+
+    def _forget_if_done(self, group_id: str, group: _Group) -> None:
+        if group.waiting:
+            return
+        if group.arrived >= group.size > 0:
+            self.forget(group_id)
+        elif group.arrived == 0:  # as if it had never begun; what was to be expected of it still is
+            if not group.expected:
+                self.forget(group_id)
+            if self._closed.pop(group_id, None) is not None:
+                self.changed.append(group_id)
+        # else the count must outlive the siblings that have left
+
+    def _close(self, group_id: str, size: int | None) -> None:
+        """It takes no more. So many such groups are known."""
+        self._closed[group_id] = size
+        self._closed.move_to_end(group_id)
+        self.changed.append(group_id)
+        while len(self._closed) > max(self.remember, 1):
+            self.changed.append(self._closed.popitem(last=False)[0])
+
+    def _new(self, group_id: str) -> _Group:
         label = self._free_labels.pop() if self._free_labels else len(self._groups)
-        if label >= len(self._arrived_by_label):
+        if label >= len(self._lacking_by_label):
             # what stands behind is old numbers: a label is written before it is read
-            self._arrived_by_label = np.resize(self._arrived_by_label, 2 * label)
-        return label
+            self._lacking_by_label = np.resize(self._lacking_by_label, 2 * label)
+        closed = self._closed.get(group_id)  # a sibling of it was lost, or is to be planned again
+        size = (self.size or 0) if closed is None else closed
+        group = self._groups[group_id] = _Group(label, size, declared=closed is not None)
+        self._lacking_by_label[label] = size
+        return group

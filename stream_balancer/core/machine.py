@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 from stream_balancer.config import BalancerConfig
 from stream_balancer.core import report
 from stream_balancer.core.batching import make_batch, make_plan, rows_of
+from stream_balancer.core.groups import GroupSize
 from stream_balancer.core.observer import Event, Observers
 from stream_balancer.core.report import ShellFigures
 from stream_balancer.core.snapshot import Snapshot, restored_state, take_snapshot
@@ -58,45 +59,56 @@ class BalancerCore:
 
     # -- in ------------------------------------------------------------------------------------------------------------
 
-    def check(self, rollouts: Sequence[Rollout]) -> list[float]:
+    def check(self, rollouts: Sequence[Rollout], size: GroupSize | None = None) -> list[float]:
         """Costs of the rollouts of one put. Raises what ``add_all`` would raise, except WouldBlock; changes nothing.
         O(columns)."""
         if self.ended:
             raise ClosedResourceError(
                 "put() after end(): the balancer takes no more rollouts. Put before calling end()"
             )
-        return self.state.admission.check(rollouts)
+        costs = self.state.admission.check(rollouts)  # first: a retry is a duplicate, whatever its group
+        self.state.admission.check_group(rollouts, size)
+        return costs
 
     def add(self, rollout: Rollout, now: float) -> None:
         """:meth:`add_all` of one rollout. O(columns), amortised."""
         self.add_all([rollout], now)
 
-    def add_all(self, rollouts: Sequence[Rollout], now: float) -> None:
-        """Finished rollouts are taken in: all of them, or none. O(k columns), amortised.
+    def add_all(self, rollouts: Sequence[Rollout], now: float, size: GroupSize | None = None) -> None:
+        """Finished rollouts are taken in: all of them, or none. ``size``: what is declared of their group with them;
+        without rollouts only that. O(k columns), amortised; O(n) with a size.
 
         Raises WouldBlock when full, ClosedResourceError after ``end()``, RolloutError (DuplicateRolloutError) for one
-        that cannot be dispatched. Whatever is raised, no rollout was taken in.
+        that cannot be dispatched, ValueError for an impossible size. Whatever is raised, nothing has changed.
         """
-        state, costs = self.state, self.check(rollouts)
-        if not state.admission.has_room(rollouts):
+        state, costs = self.state, self.check(rollouts, size)
+        if not state.admission.has_room(rollouts, size):
             state.triggers.force_flush()  # the window cannot fill any further
             raise WouldBlock
         # from here on nothing may raise: half of a group must not be held
         state.counts.accepted += len(rollouts)
         for rollout, cost in zip(rollouts, costs, strict=True):
             state.hold(rollout, cost, now)
-        self._publish("accepted", rollouts, now)
+        if size is not None:
+            state.set_group_size(size)
+        if rollouts:
+            self._publish("accepted", rollouts, now)
+        else:
+            self._publish()
 
-    def filter_out(self, rollouts: Sequence[Rollout], now: float) -> None:
+    def filter_out(self, rollouts: Sequence[Rollout], now: float, size: GroupSize | None = None) -> None:
         """Rollouts that ``accept=`` turned down are accepted and evicted at once, with the waiting siblings of their
         group. Raises like ``add_all``, but never for want of room. O(n)."""
-        state, costs, group_id = self.state, self.check(rollouts), rollouts[0].group_id
+        state, costs = self.state, self.check(rollouts, size)
+        group_id = rollouts[0].group_id if size is None else size.group_id
         state.counts.accepted += len(rollouts)
         if group_id is None or state.buffer.groups.size is None:
             state.evict(rollouts, "filtered")
         else:  # through the buffer, which counts then that all siblings have come
             for rollout, cost in zip(rollouts, costs, strict=True):
                 state.hold(rollout, cost, now)
+            if size is not None:
+                state.set_group_size(size)
             state.evict(state.remove(state.buffer.siblings(group_id)), "filtered")
             state.changed()
         self._publish()
@@ -254,25 +266,26 @@ class BalancerCore:
         """What waits of a group is evicted, and from now on what still comes of it. -> rollouts evicted now. Raises
         ValueError where groups play no part. O(n)."""
         state = self.state
-        if state.buffer.groups.size is None:
-            raise ValueError(
-                f"abandon_group({group_id!r}): this balancer keeps no groups (group_size is {self.config.group_size}, "
-                f"groups {self.config.groups!r}), so no rollout waits for a sibling"
-            )
+        state.admission.check_keeps_groups(group_id)
         rollouts = state.remove(state.buffer.siblings(group_id))
-        state.buffer.groups.abandon(group_id, state.config.remember_ids)
+        state.buffer.groups.abandon(group_id)
         state.evict(rollouts, "abandoned")
         state.changed()
         self._publish()
         return len(rollouts)
 
     def _publish(self, event: Event | None = None, *values: object) -> None:
-        """Notify of an event, and of what the call that ends here has evicted."""
-        evicted = self.state.evicted
+        """Notify of an event, of groups of which the call that ends here has declared something, and of what it has
+        evicted."""
+        evicted, groups = self.state.evicted, self.state.buffer.groups
         if evicted:  # taken first: an observer may call the core, which publishes then what that call evicts
             self.state.evicted = []
         if event is not None and self.observers:
             self.observers.emit(event, *values)
+        if groups.changed:
+            names, groups.changed = dict.fromkeys(groups.changed), []
+            for name in names:
+                self.observers.emit("group_declared", name, groups.declared(name))
         for rollout, reason in evicted:
             self.observers.emit("evicted", rollout, reason)
 

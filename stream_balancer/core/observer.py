@@ -24,6 +24,7 @@ from collections.abc import Callable, Sequence
 from typing import Literal, TypeAlias, get_args
 
 from stream_balancer.config import BalancerConfig
+from stream_balancer.core.groups import Declared
 from stream_balancer.core.snapshot import Snapshot
 from stream_balancer.planning import PlanKnobs, Waiting
 from stream_balancer.types import Batch, EvictReason, Reason, Rollout
@@ -38,6 +39,7 @@ Event: TypeAlias = Literal[
     "dispatched",
     "acknowledged",
     "evicted",
+    "group_declared",
     "version_set",
     "repriced",
     "reconfigured",
@@ -66,6 +68,10 @@ class Observer:
 
     def evicted(self, rollout: Rollout, reason: EvictReason) -> None:
         """A rollout was accepted and will not be trained on."""
+
+    def group_declared(self, group_id: str, declared: Declared | None) -> None:
+        """Something else is declared of a group than before: its size, that it takes no more, that it was abandoned;
+        None: what was is forgotten."""
 
     def version_set(self, version: int) -> None:
         """The policy moved on. What is too stale now is evicted after this event."""

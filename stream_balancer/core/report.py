@@ -42,6 +42,9 @@ def statistics(state: State, now: float, shell: ShellFigures) -> Statistics:
         token_variation=token_variation(counts.batches.total(), counts.dispatched_tokens, counts.squared_tokens),
         padding_copies=counts.padding_copies,
         nacked=counts.nacked,
+        open_groups=len(buffer.groups.incomplete()),
+        oldest_open_group_s=_oldest_open_group_s(state, now),
+        short_groups=counts.short_groups,
         blocked_puts=shell.blocked_puts,
         reserved=shell.reserved,
         blocked_reserves=shell.blocked_reserves,
@@ -61,6 +64,12 @@ def statistics(state: State, now: float, shell: ShellFigures) -> Statistics:
         window=state.config.window,
         idle_by_window=shell.idle_by_window,
     )
+
+
+def _oldest_open_group_s(state: State, now: float) -> float:
+    if not state.buffer.groups.num_awaited:
+        return 0.0
+    return max(now - float(state.buffer.arrived_at[~state.buffer.complete].min()), 0.0)
 
 
 def preview(state: State, now: float) -> tuple[Plan, int] | None:

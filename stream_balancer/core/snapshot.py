@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import numpy as np
@@ -40,6 +40,10 @@ class Snapshot:
     """Dispatched and not acknowledged, oldest first."""
     group_arrivals: Mapping[str, int]
     """Siblings that have come, of groups that are not done."""
+    group_sizes: Mapping[str, int] = field(default_factory=dict)
+    """Siblings of each group, where that was declared and the group still takes some."""
+    closed_groups: Mapping[str, int | None] = field(default_factory=dict)
+    """Groups that take no more, and how many siblings each has (None: it was abandoned), the oldest first."""
     past_ids: tuple[str, ...]
     """Ids of rollouts that are done, oldest first."""
     version: int | None
@@ -67,6 +71,8 @@ def take_snapshot(state: State, now: float, auto_window: Mapping[str, Any] | Non
         skips=buffer.skips.copy(),
         in_flight=ledger.batches(),
         group_arrivals=buffer.groups.arrived(),
+        group_sizes=buffer.groups.open_sizes(),
+        closed_groups=buffer.groups.closed(),
         past_ids=tuple(state.ids.past),
         version=state.staleness.version,
         next_step=ledger.next_step,
@@ -90,6 +96,7 @@ def restored_state(config: BalancerConfig, tolerance: float, snapshot: Snapshot,
     state.staleness.version = snapshot.version
     state.ids.past = OrderedDict.fromkeys(snapshot.past_ids)  # first: what is evicted below joins them
     state.counts.take_over(snapshot.counts)
+    state.buffer.groups.restore_closed(snapshot.closed_groups)
     if state.pricing.calibration is not None and snapshot.calibration is not None:
         state.pricing.calibration.take_over(snapshot.calibration)
         state.pricing.reprice(state.buffer)
@@ -100,7 +107,9 @@ def restored_state(config: BalancerConfig, tolerance: float, snapshot: Snapshot,
         most = int(skips) if config.max_skips is None else config.max_skips
         (cost,) = state.admission.check([rollout])
         state.hold(rollout, cost, now - float(waited_s), min(int(skips), most))
-    state.buffer.restore_groups(snapshot.group_arrivals)
+    state.buffer.restore_groups(snapshot.group_arrivals, snapshot.group_sizes)
+    groups = state.buffer.groups  # the snapshot has all that is declared; of what is not known any more it is said
+    groups.changed = [name for name in groups.changed if groups.declared(name) is None]
     state.ledger.restore(again, snapshot.next_step)
     state.ids.held.update(r.rollout_id for batch in again for r in batch.rollouts if not r.is_padding)
     state.changed()

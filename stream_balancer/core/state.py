@@ -22,6 +22,7 @@ from stream_balancer.config import BalancerConfig
 from stream_balancer.core.admission import Admission, schema_of
 from stream_balancer.core.buffer import Buffer
 from stream_balancer.core.counters import Counts
+from stream_balancer.core.groups import GroupSize
 from stream_balancer.core.idle_time import IdleTimes
 from stream_balancer.core.ledger import Ledger, RolloutIds
 from stream_balancer.core.pricing import Pricing
@@ -40,7 +41,7 @@ class State:
     def __init__(self, config: BalancerConfig, tolerance: float) -> None:
         self.config = config
         self.tolerance = tolerance
-        self.buffer = Buffer(config.tracked_group_size)
+        self.buffer = Buffer(config.tracked_group_size, config.remember_ids)
         self.ids = RolloutIds()
         self.ledger = Ledger()
         self.pricing = Pricing(config, tolerance)
@@ -58,6 +59,7 @@ class State:
     def use(self, config: BalancerConfig) -> None:
         """Other knobs are in force for every part but :attr:`pricing`, which must be repriced."""
         self.config = self.staleness.config = self.triggers.config = self.admission.config = config
+        self.buffer.groups.remember = config.remember_ids
 
     def hold(self, rollout: Rollout, cost: float, now: float, skips: int = 0) -> None:
         """A rollout waits from now on; or it is evicted at once, as too old or as one of an abandoned group. O(1),
@@ -69,6 +71,9 @@ class State:
             self.evict([rollout], "abandoned")
             return
         if rollout.version is not None and self.staleness.is_too_old(rollout):
+            if rollout.group_id is not None and buffer.groups.size is not None:
+                buffer.count_as_come(rollout.group_id)  # or its siblings would wait for it for ever
+                self.triggers.changed()
             self.evict([rollout], "stale")
             return
         if rollout.cost is not None:
@@ -80,6 +85,14 @@ class State:
         self.triggers.changed()
         if len(buffer) > self.counts.peak_waiting:
             self.counts.peak_waiting = len(buffer)
+
+    def set_group_size(self, wanted: GroupSize) -> None:
+        """How many siblings a group has is declared: it may be complete now. O(n)."""
+        groups = self.buffer.groups
+        self.buffer.set_group_size(wanted)
+        if groups.size is not None and wanted.size is None and groups.size_of(wanted.group_id) < groups.size:
+            self.counts.short_groups += 1
+        self.changed()
 
     def remove(self, rows: NDArray[np.int64], *, never_came: bool = False) -> list[Rollout]:
         """These wait no longer; ``never_came``: their groups lack them again. :meth:`changed` must follow. O(n)."""

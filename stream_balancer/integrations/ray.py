@@ -268,9 +268,21 @@ class RayBalancer:
         """As :meth:`stream_balancer.Producer.put`."""
         await self.producer.put(rollout)
 
-    async def put_group(self, rollouts: Sequence[Rollout]) -> None:
+    async def put_group(self, rollouts: Sequence[Rollout], *, complete: bool = False) -> None:
         """As :meth:`stream_balancer.Producer.put_group`."""
-        await self.producer.put_group(rollouts)
+        await self.producer.put_group(rollouts, complete=complete)
+
+    async def expect_group(self, group_id: str, size: int) -> None:
+        """As :meth:`stream_balancer.Producer.expect_group`."""
+        await self.producer.expect_group(group_id, size)
+
+    async def close_group(self, group_id: str) -> None:
+        """As :meth:`stream_balancer.Producer.close_group`."""
+        await self.producer.close_group(group_id)
+
+    async def abandon_group(self, group_id: str) -> None:
+        """As :meth:`stream_balancer.Producer.abandon_group`."""
+        await self.producer.abandon_group(group_id)
 
     def put_nowait(self, rollout: Rollout, *, timeout_s: float = 5.0) -> None:
         """As :meth:`stream_balancer.Producer.put_nowait`."""

@@ -23,12 +23,14 @@ import anyio.lowlevel
 import sniffio
 
 from stream_balancer.core.admission import check_group
+from stream_balancer.core.groups import GroupSize, closed
 from stream_balancer.errors import BrokenResourceError, WouldBlock
 from stream_balancer.transport.event_loop import loop_caller
 from stream_balancer.transport.producer_port import ProducerPort
 from stream_balancer.transport.put_ledger import Mode, PendingPut, PutCancelled
 from stream_balancer.transport.threads import Errand, OfOneProcess, ThreadEvent, refuse_in_event_loop
 from stream_balancer.types import Rollout
+from stream_balancer.values import plain_name
 
 __all__ = ["BlockingProducer", "Producer", "connect"]
 
@@ -92,11 +94,24 @@ class Producer(OfOneProcess):
         """
         await self._put(self._ready([rollout]), Mode.PUT)
 
-    async def put_group(self, rollouts: Sequence[Rollout]) -> None:
-        """Hand over all siblings of a group: all are accepted, or none. Otherwise like :meth:`put`."""
+    async def put_group(self, rollouts: Sequence[Rollout], *, complete: bool = False) -> None:
+        """Hand over siblings of a group: all are accepted, or none. Otherwise like :meth:`put`. ``complete``: no more
+        will come, as with :meth:`StreamBalancer.put_group`."""
         rollouts = self._ready(rollouts)
         check_group(rollouts)
-        await self._put(rollouts, Mode.GROUP)
+        await self._put(rollouts, Mode.GROUP, closed(rollouts[0].group_id) if complete else None)
+
+    async def expect_group(self, group_id: str, size: int) -> None:
+        """As :meth:`StreamBalancer.expect_group`."""
+        await self._put([], Mode.DECLARE, GroupSize(plain_name(group_id), size))
+
+    async def close_group(self, group_id: str) -> None:
+        """As :meth:`StreamBalancer.close_group`."""
+        await self._put([], Mode.DECLARE, GroupSize(plain_name(group_id), None))
+
+    async def abandon_group(self, group_id: str) -> None:
+        """As :meth:`StreamBalancer.abandon_group`; returns once that has happened."""
+        await self._put([], Mode.ABANDON, GroupSize(plain_name(group_id), None))
 
     def put_nowait(self, rollout: Rollout, *, timeout_s: float = 5.0) -> None:
         """One round trip, blocking this thread for at most ``timeout_s``: WouldBlock if the balancer is full.
@@ -119,11 +134,11 @@ class Producer(OfOneProcess):
             raise WouldBlock from None
         _raise(put)
 
-    async def _put(self, rollouts: Sequence[Rollout], mode: Mode) -> None:
+    async def _put(self, rollouts: Sequence[Rollout], mode: Mode, declared: GroupSize | None = None) -> None:
         await anyio.lowlevel.checkpoint()
         reply = anyio.Event()
         in_loop = loop_caller()
-        put = self._port.pending(rollouts, mode, lambda: in_loop(reply.set))
+        put = self._port.pending(rollouts, mode, lambda: in_loop(reply.set), declared)
         self._port.put(put)
         try:
             await reply.wait()
@@ -144,8 +159,8 @@ class Producer(OfOneProcess):
                     continue
         if not put.done:
             raise BrokenResourceError(
-                f"put() of rollout {put.rollouts[0].rollout_id!r} was cancelled, but the controller has not "
-                f"answered for {self._port.linger_s} s: whether it was accepted is not known. Put it again: a "
+                f"{put.what} was cancelled, but the controller has not answered "
+                f"for {self._port.linger_s} s: whether it was accepted is not known. Put it again: a "
                 "DuplicateRolloutError then means that it was"
             )
 
@@ -219,11 +234,23 @@ class BlockingProducer(OfOneProcess):
         """
         self._put(self._producer._ready([rollout]), Mode.PUT, timeout_s)
 
-    def put_group(self, rollouts: Sequence[Rollout], *, timeout_s: float | None = None) -> None:
+    def put_group(self, rollouts: Sequence[Rollout], *, complete: bool = False, timeout_s: float | None = None) -> None:
         """As :meth:`Producer.put_group`."""
         rollouts = self._producer._ready(rollouts)
         check_group(rollouts)
-        self._put(rollouts, Mode.GROUP, timeout_s)
+        self._put(rollouts, Mode.GROUP, timeout_s, closed(rollouts[0].group_id) if complete else None)
+
+    def expect_group(self, group_id: str, size: int, *, timeout_s: float | None = None) -> None:
+        """As :meth:`Producer.expect_group`."""
+        self._put([], Mode.DECLARE, timeout_s, GroupSize(plain_name(group_id), size))
+
+    def close_group(self, group_id: str, *, timeout_s: float | None = None) -> None:
+        """As :meth:`Producer.close_group`."""
+        self._put([], Mode.DECLARE, timeout_s, GroupSize(plain_name(group_id), None))
+
+    def abandon_group(self, group_id: str, *, timeout_s: float | None = None) -> None:
+        """As :meth:`Producer.abandon_group`."""
+        self._put([], Mode.ABANDON, timeout_s, GroupSize(plain_name(group_id), None))
 
     def put_nowait(self, rollout: Rollout, *, timeout_s: float = 5.0) -> None:
         """As :meth:`Producer.put_nowait`."""
@@ -243,10 +270,13 @@ class BlockingProducer(OfOneProcess):
         """As :meth:`Producer.close`."""
         self._producer.close()
 
-    def _put(self, rollouts: Sequence[Rollout], mode: Mode, timeout_s: float | None) -> None:
+    def _put(
+        self, rollouts: Sequence[Rollout], mode: Mode, timeout_s: float | None, declared: GroupSize | None = None
+    ) -> None:
         _refuse_in_event_loop()
         settled = ThreadEvent()
-        errand = Errand(partial(self._put_and_wait, rollouts, mode, timeout_s, settled))  # an interrupt must not cut it
+        # an interrupt must not cut it
+        errand = Errand(partial(self._put_and_wait, rollouts, mode, timeout_s, declared, settled))
         try:
             errand.wait()
         finally:
@@ -255,7 +285,12 @@ class BlockingProducer(OfOneProcess):
             raise errand.error
 
     def _put_and_wait(
-        self, rollouts: Sequence[Rollout], mode: Mode, timeout_s: float | None, settled: ThreadEvent
+        self,
+        rollouts: Sequence[Rollout],
+        mode: Mode,
+        timeout_s: float | None,
+        declared: GroupSize | None,
+        settled: ThreadEvent,
     ) -> None:
         reply = ThreadEvent()
 
@@ -263,7 +298,7 @@ class BlockingProducer(OfOneProcess):
             reply.set()
             settled.set()
 
-        put = self._port.pending(rollouts, mode, answer)
+        put = self._port.pending(rollouts, mode, answer, declared)
         self._port.put(put)
         settled.wait(timeout_s)
         if not put.done:

@@ -3,7 +3,8 @@
 ::
 
     joining  put             waits in the ledger
-    open     put, cancel     Put or PutGroup, in the order of their numbers, as many as staged_bytes allows; Cancel
+    open     put, cancel     Put, PutGroup, DeclareGroup, in the order of their numbers, as many as staged_bytes
+                             allows; Cancel
              Accepted, PutRefused   the put is done; there is room for more
              DropPayloads    these kept payloads are not needed any more
              End             every put ends with ClosedResourceError; then as close()
@@ -24,6 +25,7 @@ from typing import Any, Protocol
 import msgspec
 from torch import Tensor
 
+from stream_balancer.core.groups import GroupSize
 from stream_balancer.errors import BrokenResourceError, ClosedResourceError
 from stream_balancer.transport.channel import Channel, Outgoing, PeerClosed, Session, Source, unexpected
 from stream_balancer.transport.event_loop import beside_the_loop
@@ -32,6 +34,7 @@ from stream_balancer.types import Rollout
 from stream_balancer.wire.messages import (
     Accepted,
     Cancel,
+    DeclareGroup,
     DropPayloads,
     End,
     Message,
@@ -43,7 +46,7 @@ from stream_balancer.wire.messages import (
 )
 from stream_balancer.wire.rollouts import encode_rollout
 
-__all__ = ["EncodedPut", "KeptPayloads", "ProducerPort"]
+__all__ = ["EncodedPut", "KeptPayloads", "ProducerPort", "declaration"]
 
 
 class KeptPayloads(Protocol):
@@ -68,7 +71,13 @@ class EncodedPut(PendingPut):
     """A pending put as it travels: a buffer for each rollout."""
 
     def __init__(
-        self, rollouts: Sequence[Rollout], mode: Mode, callback: Callable[[], object], *, kept: bool = False
+        self,
+        rollouts: Sequence[Rollout],
+        mode: Mode,
+        callback: Callable[[], object],
+        *,
+        declared: GroupSize | None = None,
+        kept: bool = False,
     ) -> None:
         """``kept``: only descriptions are sent, the producer keeps the payloads."""
         self._encoded = [encode_rollout(rollout, kept=kept) for rollout in rollouts]
@@ -78,6 +87,7 @@ class EncodedPut(PendingPut):
             rollouts,
             mode,
             callback,
+            declared=declared,
             put_bytes=sum(header.total_bytes for header in headers),
             size=sum(header.wire_bytes for header in headers),
         )
@@ -85,9 +95,11 @@ class EncodedPut(PendingPut):
     def outgoing(self) -> Outgoing:
         """Its message and buffers, once it has its number."""
         assert self.number is not None
+        if self.mode in (Mode.DECLARE, Mode.ABANDON):
+            return declaration(self)
         sources = [Source(one.header.wire_bytes, one.fill, one.pieces) for one in self._encoded]
         if self.mode is Mode.GROUP:
-            return Outgoing(PutGroup(self.number, self._headers()), sources)
+            return Outgoing(PutGroup(self.number, self._headers(), self.declared is not None), sources)
         return Outgoing(Put(self.number, self._headers()[0], self.mode is Mode.PUT), sources)
 
     def _headers(self) -> tuple[RolloutHeader, ...]:
@@ -97,6 +109,18 @@ class EncodedPut(PendingPut):
             msgspec.structs.replace(one.header, payload=key)
             for one, key in zip(self._encoded, self.payloads, strict=True)
         )
+
+
+def declaration(put: PendingPut) -> Outgoing:
+    """What is declared of a group, without rollouts."""
+    assert put.number is not None
+    assert put.declared is not None
+    group_id, size = put.declared
+    if put.mode is Mode.ABANDON:
+        return Outgoing(DeclareGroup(put.number, group_id, "abandoned"))
+    if size is None:
+        return Outgoing(DeclareGroup(put.number, group_id, "closed"))
+    return Outgoing(DeclareGroup(put.number, group_id, "expected", size))
 
 
 class ProducerPort(Session):
@@ -129,9 +153,15 @@ class ProducerPort(Session):
 
     # the producer's side
 
-    def pending(self, rollouts: Sequence[Rollout], mode: Mode, callback: Callable[[], object]) -> PendingPut:
+    def pending(
+        self,
+        rollouts: Sequence[Rollout],
+        mode: Mode,
+        callback: Callable[[], object],
+        declared: GroupSize | None = None,
+    ) -> PendingPut:
         """A put, to be given to :meth:`put`. ``callback()`` is called, in any thread, once there is a reply."""
-        return EncodedPut(rollouts, mode, callback, kept=self.direct)
+        return EncodedPut(rollouts, mode, callback, declared=declared, kept=self.direct)
 
     def put(self, put: PendingPut) -> None:
         """Have it sent when there is room. Never blocks."""

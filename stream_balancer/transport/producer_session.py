@@ -3,6 +3,7 @@
 ::
 
     open     Put, PutGroup        their number is the next, their bytes fit staged_bytes: to be taken, then answered
+             DeclareGroup         as a put without bytes
              Cancel               of a number that was sent: to be taken; the put's reply comes all the same
              answer, end          Accepted (many in one message), PutRefused; End
     any      ended                the producer closed, or was lost: EndOfStream, BrokenResourceError
@@ -23,6 +24,7 @@ from typing import NamedTuple
 import anyio
 from torch import Tensor
 
+from stream_balancer.core.groups import GroupSize, closed
 from stream_balancer.errors import BrokenResourceError, EndOfStream, RolloutError, WireError, to_raise
 from stream_balancer.transport.channel import Channel, Outgoing, PeerClosed, Session, unexpected
 from stream_balancer.transport.event_loop import InLoop
@@ -33,6 +35,7 @@ from stream_balancer.wire.messages import (
     MAX_TEXT,
     Accepted,
     Cancel,
+    DeclareGroup,
     DropPayloads,
     End,
     JoinProducer,
@@ -59,6 +62,8 @@ class Offer(NamedTuple):
     refusal: str | None = None
     """Why it cannot be put: one of its rollouts is none. The connection is in order. (Text: an error would keep the
     frames it went through alive.)"""
+    declared: GroupSize | None = None
+    """Of its group, with or without rollouts."""
 
 
 class ProducerSession(Session):
@@ -196,6 +201,13 @@ class ProducerSession(Session):
                 self._sizes[message.number] = size
                 self._staged += size
             self._deliver(self._read(message, buffers))
+        elif isinstance(message, DeclareGroup) and message.number == self._next:
+            self._next += 1
+            with self._lock:
+                self._sizes[message.number] = 0
+            mode = Mode.ABANDON if message.fate == "abandoned" else Mode.DECLARE
+            declared = GroupSize(message.group_id, message.size if message.fate == "expected" else None)
+            self._deliver(Offer(message.number, mode, (), declared=declared))
         elif isinstance(message, Cancel) and message.number < self._next:
             self._deliver(message)
         else:
@@ -208,8 +220,10 @@ class ProducerSession(Session):
                 rollouts.append(self._rollout(header, buffer))
             except RolloutError as error:
                 refusal = refusal or str(error)
-        mode = Mode.GROUP if isinstance(message, PutGroup) else Mode.PUT if message.wait else Mode.NOWAIT
-        return Offer(message.number, mode, tuple(rollouts), refusal)
+        if isinstance(message, PutGroup):
+            declared = closed(rollouts[0].group_id) if rollouts and message.complete else None
+            return Offer(message.number, Mode.GROUP, tuple(rollouts), refusal, declared)
+        return Offer(message.number, Mode.PUT if message.wait else Mode.NOWAIT, tuple(rollouts), refusal)
 
     def _rollout(self, header: RolloutHeader, buffer: Tensor) -> Rollout:
         if header.payload is None or self.owner is None:

@@ -2,7 +2,7 @@
 
 ::
 
-    Producer --add--> PutLedger --take--> Put, PutGroup, Cancel --> ProducerSession --take--> attend() --put--> balancer
+    Producer --add--> PutLedger --take--> Put, ..., Cancel --> ProducerSession --take--> attend() --put--> balancer
     Producer <-reply- PutLedger <-resolve- Accepted, PutRefused <-- ProducerSession <-answer-'
 
 A pending put is waiting, then sent, then done; it can be cancelled at any time before it is done. Its bytes count
@@ -19,6 +19,7 @@ from enum import IntEnum
 from math import inf
 from typing import Generic, Literal, NamedTuple, TypeAlias, TypeVar, get_args
 
+from stream_balancer.core.groups import GroupSize
 from stream_balancer.errors import (
     BrokenResourceError,
     ClosedResourceError,
@@ -60,6 +61,10 @@ class Mode(IntEnum):
     PUT = 0
     GROUP = 1
     NOWAIT = 2
+    DECLARE = 3
+    """None: how many a group has."""
+    ABANDON = 4
+    """None: a group is not wanted."""
 
 
 class PutCancelled(Exception):  # noqa: N818 - a reply, not a fault
@@ -99,11 +104,20 @@ class PendingPut:
     """A put without a reply yet."""
 
     def __init__(
-        self, rollouts: Sequence[Rollout], mode: Mode, callback: Callable[[], object], *, put_bytes: int, size: int
+        self,
+        rollouts: Sequence[Rollout],
+        mode: Mode,
+        callback: Callable[[], object],
+        *,
+        declared: GroupSize | None = None,
+        put_bytes: int = 0,
+        size: int = 0,
     ) -> None:
         """``callback()`` is called, in any thread, once there is a reply."""
         self.rollouts = tuple(rollouts)
         self.mode = mode
+        self.declared = declared
+        """Of their group, with or without rollouts."""
         self.put_bytes = put_bytes
         """Bytes of the whole put, wherever its payloads are."""
         self.size = size
@@ -125,6 +139,13 @@ class PendingPut:
         """Numbers of its rollouts among all this producer sent."""
         return range(self.first_payload, self.first_payload + len(self.rollouts))
 
+    @property
+    def what(self) -> str:
+        """For errors: ``put() of rollout 'a'``."""
+        if self.declared is not None and not self.rollouts:
+            return f"what was declared of group {self.declared.group_id!r}"
+        return f"put() of rollout {', '.join(repr(r.rollout_id) for r in self.rollouts[:3])}"
+
     def resolve(self, error: Exception | None) -> None:
         """The reply; the first one counts. From any thread."""
         if not self.done:
@@ -134,15 +155,14 @@ class PendingPut:
 
     def lost(self, cause: str) -> BrokenResourceError:
         """What to raise when the controller is gone."""
-        names = ", ".join(repr(r.rollout_id) for r in self.rollouts[:3])
         fate = (
             "it had not been sent, so it was not accepted"
             if self.number is None and not self.sent_before
             else "whether it was accepted is not known"
         )
         return BrokenResourceError(
-            f"the controller was lost while put() of rollout {names} waited: {cause}; {fate}. Connect again and put "
-            "it again: a DuplicateRolloutError then means that the first put was accepted"
+            f"the controller was lost while {self.what} waited: {cause}; {fate}. Connect again and put it again: a "
+            "DuplicateRolloutError then means that the first put was accepted"
         )
 
 

@@ -31,6 +31,7 @@ __all__ = [
     "Cancel",
     "Challenge",
     "Close",
+    "DeclareGroup",
     "Denominators",
     "DropPayloads",
     "End",
@@ -71,7 +72,7 @@ __all__ = [
     "encode_message",
 ]
 
-PROTOCOL = 5
+PROTOCOL = 6
 """Version of everything that crosses a channel. Peers that differ refuse each other in the handshake."""
 MAX_TEXT = 65_536
 """Characters of a text in a message."""
@@ -340,7 +341,7 @@ class RolloutHeader(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class Put(Message, frozen=True, tag=40):
-    """P to C: one rollout. Puts and groups of a channel are numbered from 0, without gaps."""
+    """P to C: one rollout. Puts, groups and what is declared of groups are numbered from 0, without gaps."""
 
     number: Count
     rollout: RolloutHeader
@@ -353,6 +354,19 @@ class PutGroup(Message, frozen=True, tag=41):
 
     number: Count
     rollouts: Annotated[tuple[RolloutHeader, ...], msgspec.Meta(min_length=1, max_length=MAX_ENTRIES)]
+    complete: bool = False
+    """No more of their group will come."""
+
+
+class DeclareGroup(Message, frozen=True, tag=42):
+    """P to C: what is known of a group of rollouts. Numbered like a put, and answered like one."""
+
+    number: Count
+    group_id: Text
+    fate: Literal["expected", "closed", "abandoned"]
+    """It has ``size`` rollouts; what has come is all; nothing of it is wanted any more."""
+    size: Count = 0
+    """Of an expected one."""
 
 
 class BundledPut(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -364,6 +378,8 @@ class BundledPut(msgspec.Struct, frozen=True, array_like=True, gc=False):
     group: bool
     wait: bool
     """As in :class:`Put`."""
+    complete: bool = False
+    """As in :class:`PutGroup`."""
 
 
 class PutBundle(Message, frozen=True, tag=52):
@@ -432,6 +448,7 @@ Conversation: TypeAlias = (
     | End
     | Put
     | PutGroup
+    | DeclareGroup
     | PutBundle
     | Cancel
     | Accepted

@@ -835,3 +835,59 @@ async def test_max_bytes_holds_puts_back_until_acknowledgements_come(
     assert limit / 4 < largest <= limit
     async with sb.StreamBalancer(config(), journal=tmp_path / "j") as balancer:
         assert not waiting(balancer)
+
+
+async def test_groups_of_another_size_survive(tmp_path: Path) -> None:
+    """What was declared, closed and abandoned; and with the rollouts of the same put, never without them."""
+    knobs = config(group_size=4, window=4, capacity=16)
+    async with sb.StreamBalancer(knobs, journal=tmp_path / "j") as balancer:
+        await balancer.expect_group("e", 3)
+        await balancer.put_group([make_rollout(3, f"e{n}", group_id="e") for n in range(2)])
+        await balancer.put_group([make_rollout(3, f"c{n}", group_id="c") for n in range(2)], complete=True)
+        at_once = await kill(balancer)  # what has returned is on the disk
+        balancer.abandon_group("a")
+        batches = balancer.batches(auto_ack=False)
+        balancer.reconfigure(deadline_s=0.001)
+        assert (await anext(batches)).num_rollouts == 4
+        balancer.acknowledge(0)
+        await balancer.close_group("e")
+        after = await crash(balancer)
+    async with sb.StreamBalancer(knobs, journal=at_once) as balancer:
+        groups = balancer.parts.core.state.buffer.groups
+        assert (groups.open_sizes(), groups.closed()) == ({"e": 3}, {"c": 2})
+        assert groups.incomplete() == {"e": 2}
+        balancer.parts.core.verify()
+    for _ in range(2):
+        async with sb.StreamBalancer(knobs, journal=after) as balancer:
+            assert balancer.parts.core.state.buffer.groups.closed() == {"e": 2, "c": 2, "a": None}
+            for name in ("e", "c"):
+                with pytest.raises(sb.RolloutError, match="takes 0 more"):
+                    await balancer.put(make_rollout(3, group_id=name))
+            await balancer.put(make_rollout(3, group_id="a"))
+            assert not waiting(balancer)
+
+
+async def test_a_cancelled_put_declares_nothing(tmp_path: Path) -> None:
+    knobs = config(group_size=4, window=4, capacity=4)
+    async with sb.StreamBalancer(knobs, journal=tmp_path / "j") as balancer:
+        await balancer.put_group([make_rollout(3, f"f{n}", group_id="f") for n in range(4)])
+        await balancer.expect_group("g", 3)
+        with anyio.move_on_after(0.2):
+            await balancer.put_group([make_rollout(3, "g0", group_id="g")], complete=True)  # there is no room
+        after = await crash(balancer)
+    async with sb.StreamBalancer(knobs, journal=after) as balancer:
+        groups = balancer.parts.core.state.buffer.groups
+        assert (groups.open_sizes(), groups.closed()) == ({"g": 3}, {})
+        assert len(waiting(balancer)) == 4
+
+
+async def test_so_many_closed_groups_are_kept_in_a_journal(tmp_path: Path) -> None:
+    knobs = config(group_size=4, window=4, capacity=16, remember_ids=2)
+    async with sb.StreamBalancer(knobs, journal=tmp_path / "j") as balancer:
+        for name in "abcd":
+            await balancer.close_group(name)
+        after = await crash(balancer)
+    with closing(sqlite3.connect(after / "journal.db")) as db:
+        assert db.execute("select count(*) from facts where kind = 'group'").fetchone() == (2,)
+    async with sb.StreamBalancer(knobs, journal=after) as balancer:
+        assert balancer.parts.core.state.buffer.groups.closed() == {"c": 0, "d": 0}

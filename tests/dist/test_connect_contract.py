@@ -255,3 +255,44 @@ async def test_limits_are_told_and_kept() -> None:
 def test_limits_that_let_nothing_through_are_refused(knob: str) -> None:
     with pytest.raises(ValueError, match=knob):
         sb.TorchTransport.listen(dp_size=1, **{knob: 0})
+
+
+async def test_a_group_is_expected_closed_and_abandoned_from_afar() -> None:
+    async with served(group_size=4, capacity=16) as (balancer, transport):
+        async with sb.connect(transport.address) as producer:
+            await producer.expect_group("e", 2)
+            await producer.put_group([make(5, "e0", "e")])
+            await producer.put_group([make(5, f"c{i}", "c") for i in range(2)], complete=True)
+            await producer.abandon_group("a")
+            await producer.put(make(5, "a0", "a"))
+            assert balancer.statistics().open_groups == 1
+            with pytest.raises(sb.RolloutError, match="takes 0 more"):
+                await producer.put(make(5, "c2", "c"))
+            with pytest.raises(ValueError, match="declared to have 2 before"):
+                await producer.expect_group("e", 3)
+            await producer.close_group("e")
+            stats = balancer.statistics()
+            assert (stats.open_groups, stats.short_groups, stats.evicted["abandoned"]) == (0, 2, 1)
+            blocking = producer.blocking
+            await anyio.to_thread.run_sync(blocking.expect_group, "b", 1)
+            await anyio.to_thread.run_sync(blocking.put, make(5, "b0", "b"))
+            await anyio.to_thread.run_sync(blocking.close_group, "d")
+            await anyio.to_thread.run_sync(blocking.abandon_group, "f")
+            batch = await anext(balancer.batches())
+            assert sorted(names(batch.rollouts)) == ["b0", "c0", "c1", "e0"]
+
+
+async def test_a_producer_that_dies_with_an_open_group_leaves_it_to_be_closed() -> None:
+    """Its rollouts are here: the step goes without those that never came."""
+    async with served(group_size=4) as (balancer, transport):
+        with RemoteProducer(transport.address) as remote:
+            assert await remote.do("group", [(5, f"g{i}", "g") for i in range(3)]) == ("accepted", "")
+            remote.process.kill()
+        batches = balancer.batches()
+        with anyio.move_on_after(0.05):
+            await anext(batches)
+        assert balancer.statistics().open_groups == 1
+        assert "'g' (3 of 4)" in balancer.why_no_batch()
+        await balancer.close_group("g")
+        await balancer.put_group([make(5, "h0", "h")], complete=True)
+        assert sorted(names((await anext(batches)).rollouts)) == ["g0", "g1", "g2", "h0"]

@@ -243,6 +243,24 @@ async def test_every_refusal_is_the_balancer_s_own() -> None:
         assert closed[0] == "ClosedResourceError"
 
 
+async def test_groups_of_another_size() -> None:
+    async with hosted(group_size=4, batch_size=4, window=4, capacity=16) as balancer:
+        await balancer.expect_group("e", 2)
+        for n in range(2):
+            await balancer.put(make_rollout(3, f"e{n}", group_id="e"))
+        await balancer.put_group([make_rollout(3, "c0", group_id="c")], complete=True)
+        await balancer.abandon_group("a")
+        await balancer.put(make_rollout(3, "a0", group_id="a"))
+        await balancer.put(make_rollout(3, "o0", group_id="o"))
+        for name in ("e", "c"):
+            with pytest.raises(sb.RolloutError, match="takes 0 more"):
+                await balancer.put(make_rollout(3, group_id=name))
+        assert (await balancer.statistics()).open_groups == 1
+        await balancer.close_group("o")
+        stats = await balancer.statistics()
+        assert (stats.waiting, stats.open_groups, stats.short_groups, stats.evicted["abandoned"]) == (4, 0, 2, 1)
+
+
 async def test_a_full_balancer_holds_puts_back() -> None:
     async with hosted() as balancer, anyio.create_task_group() as tasks:
         done: list[str] = []

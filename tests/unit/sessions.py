@@ -13,7 +13,7 @@ from stream_balancer.transport.event_loop import InLoop
 from stream_balancer.transport.producer_port import EncodedPut
 from stream_balancer.transport.producer_session import ProducerSession
 from stream_balancer.transport.put_ledger import Limits
-from stream_balancer.wire.messages import JoinProducer, Message, Owner, Put, PutGroup
+from stream_balancer.wire.messages import DeclareGroup, JoinProducer, Message, Owner, Put, PutGroup
 
 OWNER = Owner("127.0.0.1", 1, "secret", "the owner")
 
@@ -74,7 +74,7 @@ def outgoing(put: EncodedPut, number: int, first_payload: int = 0) -> tuple[Any,
     """The message of a put that is sent under this number, and its buffers."""
     put.number, put.first_payload = number, first_payload
     message, sources, _ = put.outgoing()[:3]
-    assert isinstance(message, (Put, PutGroup))
+    assert isinstance(message, (Put, PutGroup, DeclareGroup))
     return message, [torch.cat(list(source.pieces())) for source in sources if source.pieces is not None]
 
 

@@ -6,6 +6,8 @@ import pytest
 from evictions import Evictions
 
 import stream_balancer as sb
+from stream_balancer.controller.checkpoint import read_state_dict, state_dict
+from stream_balancer.core.groups import Declared, GroupSize
 from stream_balancer.core.machine import BalancerCore
 from stream_balancer.testing import make_rollout, make_rollouts
 
@@ -115,3 +117,218 @@ def test_the_loss_of_a_group_that_was_done_takes_nothing_from_the_next_of_its_na
     core.acknowledge(batch.step)
     assert core.state.buffer.groups.incomplete() == {"g0": 1}
     core.verify()
+
+
+# -- groups of another size --------------------------------------------------------------------------------------------
+
+CLOSE = GroupSize("g0", None)
+
+
+def siblings(count: int, prefix: str = "r") -> list[sb.Rollout]:
+    return [make_rollout(3 + n, f"{prefix}{n}", group_id="g0") for n in range(count)]
+
+
+def sent(core: BalancerCore) -> tuple[int, tuple[str, ...]] | None:
+    core.force_flush()
+    batch = core.poll(0.0)
+    return None if batch is None else (batch.num_rollouts, batch.incomplete_groups)
+
+
+def test_a_group_that_is_put_complete_leaves_as_it_is() -> None:
+    core = core_of()
+    core.add_all(siblings(1), 0.0)
+    core.add_all(siblings(2, "s"), 0.0, CLOSE)
+    assert core.statistics(0.0).short_groups == 1
+    assert sent(core) == (3, ())
+    core.verify()
+    for late in (1, 4):  # it has left, and the name is not free
+        with pytest.raises(sb.RolloutError, match=r"group 'g0' takes 0 more rollouts, not .: 3 have come"):
+            core.add_all(siblings(late, "late"), 0.0)
+    with pytest.raises(sb.DuplicateRolloutError):  # a retry is one, whatever its group
+        core.add_all(siblings(2, "s"), 0.0, CLOSE)
+
+
+def test_a_group_without_its_crashed_sibling_leaves_once_it_is_closed() -> None:
+    core = core_of()
+    core.add_all(siblings(3), 0.0)
+    assert sent(core) is None
+    assert core.statistics(5.0).open_groups == 1
+    assert core.statistics(5.0).oldest_open_group_s == 5.0
+    core.add_all([], 1.0, CLOSE)
+    core.add_all([], 1.0, CLOSE)  # as often as wanted
+    assert (core.statistics(5.0).open_groups, core.statistics(5.0).oldest_open_group_s) == (0, 0.0)
+    assert sent(core) == (3, ())
+
+
+@pytest.mark.parametrize("before", [0, 2, 5])
+def test_an_expected_size_counts_whenever_it_is_told(before: int) -> None:
+    core = BalancerCore(sb.BalancerConfig(dp_size=1, batch_size=8, window=8, group_size=8))
+    rollouts = siblings(5)
+    for rollout in rollouts[:before]:
+        core.add(rollout, 0.0)
+    core.add_all([], 0.0, GroupSize("g0", 5))
+    for number, rollout in enumerate(rollouts[before:], before + 1):
+        assert sent(core) is None
+        assert core.state.buffer.groups.size_of("g0") == 5
+        core.add(rollout, 0.0)
+        assert core.state.buffer.groups.incomplete() == ({"g0": number} if number < 5 else {})
+        core.verify()
+    with pytest.raises(sb.RolloutError, match="takes 0 more"):
+        core.add_all(siblings(1, "more"), 0.0)
+    assert sent(core) == (5, ())
+    core.add_all([], 0.0, GroupSize("g0", 5))  # repeated by who does not know
+    core.verify()
+
+
+def test_sizes_that_cannot_be_are_refused_and_change_nothing() -> None:
+    core = core_of()
+    core.add_all(siblings(3), 0.0)
+    for size, text in (
+        (2, "3 of it have come already"),
+        (0, "from 1 to batch_size"),
+        (5, "from 1 to batch_size"),
+        (True, "from 1 to batch_size"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            core.add_all([], 0.0, GroupSize("g0", size))
+    core.add_all([], 0.0, GroupSize("g0", 4))
+    with pytest.raises(ValueError, match="declared to have 4 before"):
+        core.add_all([], 0.0, GroupSize("g0", 3))
+    with pytest.raises(sb.RolloutError, match="takes 1 more rollouts, not 2: 3 have come"):
+        core.add_all(siblings(2, "s"), 0.0)
+    core.add_all([], 0.0, CLOSE)
+    with pytest.raises(ValueError, match="declared to have 3 before"):
+        core.add_all([], 0.0, GroupSize("g0", 4))
+    with pytest.raises(ValueError, match="group_id"):
+        core.add_all([], 0.0, GroupSize(7, 4))  # type: ignore[arg-type]
+    free = BalancerCore(sb.BalancerConfig(dp_size=1, batch_size=4, group_size=4, groups="free"))
+    with pytest.raises(ValueError, match="keeps no groups"):
+        free.add_all([], 0.0, CLOSE)
+    free.add_all(siblings(2), 0.0, CLOSE)  # who puts need not know
+    assert free.statistics(0.0).waiting == 2
+
+
+def test_a_group_that_was_closed_before_anything_came_takes_nothing() -> None:
+    core = core_of()
+    core.add_all([], 0.0, CLOSE)
+    with pytest.raises(sb.RolloutError, match="takes 0 more"):
+        core.add_all(siblings(1), 0.0)
+    core.verify()
+
+
+def test_a_group_of_which_some_had_left_is_done_once_it_is_closed() -> None:
+    core = BalancerCore(sb.BalancerConfig(dp_size=1, batch_size=4, window=4, group_size=4, deadline_s=1.0))
+    core.add_all(siblings(3), 0.0)
+    batch = core.poll(1.0)
+    assert batch is not None
+    assert (batch.num_rollouts, batch.incomplete_groups, core.statistics(1.0).short_groups) == (3, ("g0",), 1)
+    core.add_all([], 1.0, CLOSE)
+    assert core.state.buffer.groups.departed() == {}
+    with pytest.raises(sb.RolloutError, match="takes 0 more"):
+        core.add_all(siblings(1, "s"), 1.0)
+
+
+def test_what_is_lost_of_a_closed_group_may_come_again_or_is_given_up_by_closing_it_again() -> None:
+    core = core_of()
+    core.add_all(siblings(3), 0.0, CLOSE)
+    core.evict_lost(lambda rollout: rollout.rollout_id == "r1")
+    assert sent(core) is None
+    core.add_all(siblings(2)[1:], 0.0)
+    core.evict_lost(lambda rollout: rollout.rollout_id == "r2")
+    core.verify()
+    core.add_all([], 0.0, CLOSE)
+    assert sent(core) == (2, ())
+    core.verify()
+
+
+def test_a_closed_group_of_which_all_is_lost_is_forgotten_and_an_expected_one_still_expected() -> None:
+    for size, after in ((CLOSE, 4), (GroupSize("g0", 3), 3)):
+        core = core_of()
+        core.add_all(siblings(3), 0.0, size)
+        core.evict_lost(lambda rollout: True)  # the producer that held all of it is gone
+        core.verify()
+        core.add_all(siblings(3), 0.0)
+        assert core.state.buffer.groups.size_of("g0") == after
+        assert sent(core) == ((3, ()) if after == 3 else None)
+        core.verify()
+
+
+def test_a_sibling_too_stale_to_be_let_in_is_not_waited_for() -> None:
+    """As one that grows too stale while it waits is not."""
+    core = BalancerCore(sb.BalancerConfig(dp_size=1, batch_size=4, window=4, group_size=4, max_staleness=1))
+    core.set_version(5)
+    core.add_all([make_rollout(3, f"r{n}", group_id="g0", version=5) for n in range(3)], 0.0)
+    core.add(make_rollout(3, "old", group_id="g0", version=1), 0.0)
+    assert core.statistics(0.0).evicted["stale"] == 1
+    assert sent(core) == (3, ())
+    core.verify()
+
+
+def test_so_many_closed_groups_are_remembered() -> None:
+    core = BalancerCore(sb.BalancerConfig(dp_size=1, batch_size=4, window=4, group_size=4, remember_ids=2))
+    for name in "abc":
+        core.add_all([make_rollout(3, name, group_id=name)], 0.0, GroupSize(name, None))
+    assert core.state.buffer.groups.closed() == {"b": 1, "c": 1}
+    core.verify()
+
+
+class Declarations(sb.Observer):
+    def __init__(self) -> None:
+        self.all: list[tuple[str, Declared | None]] = []
+
+    def group_declared(self, group_id: str, declared: Declared | None) -> None:
+        self.all.append((group_id, declared))
+
+
+def test_observers_are_notified_of_what_is_declared() -> None:
+    core = BalancerCore(sb.BalancerConfig(dp_size=1, batch_size=4, window=4, group_size=4, remember_ids=1))
+    seen = Declarations()
+    core.observers.append(seen)
+    core.add_all([], 0.0, GroupSize("g0", 2))
+    core.add_all(siblings(2), 0.0)
+    core.abandon_group("g1")
+    assert seen.all == [
+        ("g0", Declared(2, closed=False)),
+        ("g0", Declared(2, closed=True)),
+        ("g1", Declared(None, closed=True)),
+        ("g0", Declared(2, closed=False)),  # it waits still: what is forgotten is only that it was closed
+    ]
+
+
+def restored(core: BalancerCore, **knobs: int) -> BalancerCore:
+    other = BalancerCore(core.config.replace(**knobs))
+    other.restore(read_state_dict(state_dict(core.snapshot(0.0))), 0.0)
+    other.verify()
+    return other
+
+
+def test_sizes_closed_and_abandoned_groups_are_in_checkpoints() -> None:
+    core = BalancerCore(sb.BalancerConfig(dp_size=2, batch_size=4, window=4, capacity=16, group_size=4))
+    for name, size in (("closed", None), ("left", None), ("expected", 3), ("later", 2)):
+        core.add_all(
+            [make_rollout(3, f"{name}{n}", group_id=name) for n in range(0 if name == "later" else 2)],
+            0.0,
+            GroupSize(name, size),
+        )
+    core.abandon_group("abandoned")
+    core.evict_lost(lambda rollout: rollout.rollout_id == "closed1")  # may come again
+    for _ in range(2):
+        core = restored(core)
+        for name, number in (("closed", 2), ("left", 1), ("expected", 2), ("later", 3)):
+            with pytest.raises(sb.RolloutError, match=f"group '{name}' takes"):
+                core.add_all([make_rollout(3, f"more{n}", group_id=name) for n in range(number)], 0.0)
+        assert core.state.buffer.groups.incomplete() == {"closed": 1, "expected": 2}
+    core.add(make_rollout(3, "late", group_id="abandoned"), 0.0)
+    assert core.statistics(0.0).evicted["abandoned"] == 1
+    for name in ("closed", "expected", "later", "later"):
+        core.add(make_rollout(3, group_id=name), 0.0)
+    assert core.state.buffer.groups.incomplete() == {}
+    core.verify()
+
+
+def test_a_closed_group_in_flight_for_other_ranks_waits_again_as_complete() -> None:
+    core = BalancerCore(sb.BalancerConfig(dp_size=2, batch_size=4, window=4, group_size=4))
+    core.add_all(siblings(3), 0.0, CLOSE)
+    assert sent(core) == (3, ())
+    other = restored(core, dp_size=1)
+    assert sent(other) == (3, ())

@@ -28,11 +28,13 @@ from hypothesis.stateful import (
 import stream_balancer as sb
 from stream_balancer.controller.checkpoint import read_state_dict, state_dict
 from stream_balancer.core.auto_window import AutoWindowObserver
+from stream_balancer.core.groups import GroupSize
 from stream_balancer.core.machine import BalancerCore
 from stream_balancer.core.step_times import StepTiming
 from stream_balancer.planning import PlanKnobs, Waiting
 
 IDS = torch.zeros(64, dtype=torch.int64)
+LENGTHS = st.integers(1, 64)
 COSTS = [
     sb.TokenCost(),
     sb.QuadraticCost(),
@@ -139,7 +141,7 @@ class CoreMachine(RuleBasedStateMachine):
         rollout = sb.Rollout(
             tokens={"input_ids": IDS[:length]},
             rollout_id=str(next(self.names)),
-            group_id=f"g{group}" if grouped else None,
+            group_id=self.group_name(group) if grouped else None,
             version=version,
         )
         before = self.core.statistics(self.now)
@@ -155,6 +157,14 @@ class CoreMachine(RuleBasedStateMachine):
         else:
             self.accepted[rollout.rollout_id] = rollout
             self.take_evicted()
+
+    def group_name(self, group: int) -> str:
+        """Of a group that is not closed: what was is refused, see :meth:`declare_group`."""
+        name = f"g{group}"
+        closed = self.core.state.buffer.groups.closed()
+        while closed.get(name) is not None:
+            name += "'"
+        return name
 
     @precondition(lambda self: not self.ended)
     @rule(lengths=st.lists(st.integers(1, 64), min_size=2, max_size=12), group=st.integers(0, 3))
@@ -288,7 +298,7 @@ class CoreMachine(RuleBasedStateMachine):
         rollout = sb.Rollout(
             tokens={"input_ids": IDS[:length]},
             rollout_id=name,
-            group_id=f"g{group}" if grouped else None,
+            group_id=self.group_name(group) if grouped else None,
             version=version,
         )
         asked = self.core.state.admission.completed_by([rollout])
@@ -308,7 +318,7 @@ class CoreMachine(RuleBasedStateMachine):
     @rule(group=st.integers(0, 3))
     def abandon_group(self, group: int) -> None:
         """What waits of it goes; what comes of it later, too."""
-        config, name = self.core.config, f"g{group}"
+        config, name = self.core.config, self.group_name(group)
         if config.group_size is None or config.groups == "free":
             with pytest.raises(ValueError, match="keeps no groups"):
                 self.core.abandon_group(name)
@@ -322,6 +332,39 @@ class CoreMachine(RuleBasedStateMachine):
         if not self.ended and after.waiting < 3:
             self.add(3, group, 0)
             assert self.core.statistics(self.now).evicted["abandoned"] == after.evicted["abandoned"] + 1
+
+    @precondition(lambda self: not self.ended)
+    @rule(group=st.integers(0, 3), size=st.sampled_from([None, 1, 2, 3, 4]), lengths=st.lists(LENGTHS, max_size=3))
+    def declare_group(self, group: int, size: int | None, lengths: list[int]) -> None:
+        """How many siblings a group has is told, with its last ones or by itself."""
+        config, name, groups = self.core.config, self.group_name(group), self.core.state.buffer.groups
+        if config.tracked_group_size is None:
+            with pytest.raises(ValueError, match="keeps no groups"):
+                self.core.add_all([], self.now, GroupSize(name, size))
+            return
+        rollouts = [
+            sb.Rollout(tokens={"input_ids": IDS[:length]}, rollout_id=str(next(self.names)), group_id=name)
+            for length in (lengths if size is None else [])
+        ]
+        before, knew, arrived = self.core.statistics(self.now), groups.declared(name), groups.num_arrived(name)
+        try:
+            self.core.add_all(rollouts, self.now, GroupSize(name, size))
+        except (sb.WouldBlock, ValueError):  # a RolloutError is one
+            assert self.core.statistics(self.now) == before
+            assert groups.declared(name) == knew
+            return
+        self.accepted |= {rollout.rollout_id: rollout for rollout in rollouts}
+        self.take_evicted()
+        declared = groups.declared(name)
+        assert declared is not None
+        if knew is None or not knew.closed:
+            assert declared.size == (arrived + len(rollouts) if size is None else size)
+            assert declared.closed >= (size is None)
+        if declared.closed:
+            assert name not in groups.incomplete()
+        if declared.closed and declared.size is not None and not groups.incomplete().get(name) and not self.ended:
+            with pytest.raises(sb.RolloutError, match="takes 0 more"):
+                self.core.add(sb.Rollout(tokens={"input_ids": IDS[:3]}, group_id=name), self.now)
 
     @precondition(lambda self: not self.ended)
     @rule(data=st.data())
@@ -367,11 +410,16 @@ class CoreMachine(RuleBasedStateMachine):
         if dp_size_changes and config.dp_size > 1 and config.groups != "same_rank":
             config = config.replace(dp_size=1, min_batch_size=1)
         before = self.core.statistics(self.now)
+        groups = self.core.state.buffer.groups
+        incomplete, sizes, closed = groups.incomplete(), groups.open_sizes(), groups.closed()
         self.core = core_of(config)
         self.evictions = Evictions(self.core)
         self.core.observers.append(self.orders)
         self.now += 3.0  # the clock of the new process is another one
         self.core.restore(snapshot, self.now)
+        groups = self.core.state.buffer.groups
+        assert (groups.open_sizes(), groups.closed()) == (sizes, closed)
+        assert incomplete.items() <= groups.incomplete().items()
         self.ended = False
         flying = {r.rollout_id for b in snapshot.in_flight for r in b.rollouts if not r.is_padding}
         self.dispatched -= flying

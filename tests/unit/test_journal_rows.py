@@ -19,6 +19,7 @@ from stream_balancer.controller.journal.contents import Contents, Held
 from stream_balancer.controller.journal.rows import (
     Done,
     Fact,
+    Group,
     Plan,
     State,
     batch_of,
@@ -34,7 +35,12 @@ from stream_balancer.testing import make_rollout, make_rollouts
 from stream_balancer.types import Batch
 
 PLAN = Plan(3, "window", [[["a"], ["b", "c"]], [["d"], ["p"]]], ["p"], [1.0, 2.0], 1.5, ["g"])
-FACTS: list[Fact] = [PLAN, Done(["a"], 3), State(2, None, {"batches": {"window": 1}}, {"g": 2}, 4, {"stale": 1})]
+FACTS: list[Fact] = [
+    PLAN,
+    Done(["a"], 3),
+    Group("g", None, "abandoned"),
+    State(2, None, {"batches": {"window": 1}}, {"g": 2}, 4, {"stale": 1}),
+]
 
 
 @pytest.mark.parametrize("fact", FACTS, ids=lambda fact: type(fact).__name__)

@@ -26,7 +26,9 @@ def example_of(kind: type[m.Message]) -> m.Message:
             values.append("full")
         elif field.name in special and kind not in (m.Payloads, m.Denominators, m.PutBundle):
             values.append(special[field.name])
-        elif field.name in ("reason", "text"):
+        elif field.name == "fate":
+            values.append("closed")
+        elif field.name in ("reason", "text", "group_id"):
             values.append("why")
         elif field.name in ("numbers", "keys", "missing"):
             values.append((1, 2, 3))
@@ -36,8 +38,8 @@ def example_of(kind: type[m.Message]) -> m.Message:
             values.append(HEADER)
         elif field.name == "nonce":
             values.append(b"nonce")
-        elif field.name in ("ok", "wait"):
-            values.append(False)
+        elif field.name in ("ok", "wait", "complete"):
+            values.append(not field.default)
         elif field.name in ("seconds", "compute_s", "waited_s"):
             values.append(0.25)
         else:

@@ -18,6 +18,7 @@ from lockstep import in_lockstep
 from sessions import OWNER, FakeChannel, outgoing, producer_session, send
 
 import stream_balancer as sb
+from stream_balancer.core.groups import GroupSize
 from stream_balancer.errors import WireError
 from stream_balancer.testing import make_rollout
 from stream_balancer.transport.channel import PeerClosed
@@ -31,7 +32,7 @@ from stream_balancer.transport.sockets.producers import welcome_producer
 from stream_balancer.wire import messages as m
 from stream_balancer.wire.partial_share import RemoteRollout
 
-TO_CONTROLLER = (m.Put, m.PutGroup, m.Cancel)
+TO_CONTROLLER = (m.Put, m.PutGroup, m.DeclareGroup, m.Cancel)
 TO_PRODUCER = (m.Accepted, m.PutRefused, m.DropPayloads, m.End)
 
 
@@ -49,7 +50,8 @@ OTHERS: list[m.Message] = [
     m.ProbeMemory(1, 2, b""), m.MapBuffer(1, 2, 64), m.SharedBuffers((1,)), m.ReleaseBuffers((1,)),
     m.Batch(0, 0, 1, 8, 0, 64, 64), m.PartialBatch(0, 0, 1, 8, 0, 64, 1), m.Taken(1), m.StepReport(0, 1.0),
     m.StepHeld(0, 1.0), m.PayloadsFetched(0), m.Denominators(0, 1, 1, 1), m.WantPayloads(0, (1,)), m.Payloads(0),
-    m.Cancel(5), m.Accepted((5,)), m.PutRefused(5, "full", ""), m.DropPayloads((5,)), m.End(),
+    m.DeclareGroup(5, "g", "closed"), m.Cancel(5), m.Accepted((5,)), m.PutRefused(5, "full", ""),
+    m.DropPayloads((5,)), m.End(),
 ]  # fmt: skip
 
 
@@ -311,6 +313,34 @@ def test_how_it_was_put_travels() -> None:
     assert [header.total_bytes for header in first.rollouts] == [group.size // 2] * 2
     assert isinstance(second, m.Put)
     assert not second.wait
+
+
+def test_what_is_declared_of_a_group_travels_in_the_order_of_the_puts() -> None:
+    port, channel = opened()
+    session = producer_session(FakeChannel())
+    puts = [
+        a_put("a"),
+        EncodedPut([], Mode.DECLARE, lambda: None, declared=GroupSize("g", 3)),
+        EncodedPut([], Mode.DECLARE, lambda: None, declared=GroupSize("g", None)),
+        EncodedPut([], Mode.ABANDON, lambda: None, declared=GroupSize("g", None)),
+        EncodedPut([make_rollout(1, "c", group_id="g")], Mode.GROUP, lambda: None, declared=GroupSize("g", None)),
+    ]
+    for number, put in enumerate(puts):
+        port.put(put)
+        send(session, *outgoing(put, number, 0))
+        offer = session.take()
+        assert isinstance(offer, Offer)
+        assert (offer.number, offer.mode, offer.declared) == (number, put.mode, put.declared)
+        assert [r.rollout_id for r in offer.rollouts] == [r.rollout_id for r in put.rollouts]
+    assert channel.sent[1:4] == [
+        m.DeclareGroup(1, "g", "expected", 3),
+        m.DeclareGroup(2, "g", "closed"),
+        m.DeclareGroup(3, "g", "abandoned"),
+    ]
+    for number in (3, 6):  # twice, or one left out
+        with pytest.raises(WireError, match="DeclareGroup"):
+            send(session, m.DeclareGroup(number, "g", "closed"))
+    assert "what was declared of group 'g' waited: gone" in str(puts[1].lost("gone"))
 
 
 def test_a_cancel_follows_its_put_and_the_reply_decides() -> None:

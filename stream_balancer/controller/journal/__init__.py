@@ -20,7 +20,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
 from operator import itemgetter
@@ -33,8 +33,9 @@ import anyio.to_thread
 
 from stream_balancer.controller.journal.changes import Changes, Statement
 from stream_balancer.controller.journal.contents import Contents, Held, contents_of
-from stream_balancer.controller.journal.rows import fact_of, rollout_of, rollout_row
+from stream_balancer.controller.journal.rows import Group, fact_of, rollout_of, rollout_row
 from stream_balancer.controller.journal.store import DiskFullError, Store
+from stream_balancer.core.groups import GroupSize
 from stream_balancer.core.snapshot import Snapshot
 from stream_balancer.errors import ClosedResourceError, ConfigError, JournalError, RolloutError, to_raise
 from stream_balancer.field_docs import documented
@@ -95,6 +96,8 @@ class Writing:
     step: int
     settled: anyio.Event | None
     """None: nobody waits, and it may not be refused."""
+    declared: list[Statement] = field(default_factory=list)
+    """What is declared of their group with them."""
     error: Exception | None = None
     withdrawn: bool = False
 
@@ -268,13 +271,18 @@ class Journal:
 
     # -- enqueueing; in the event loop ---------------------------------------------------------------------------------
 
-    def write(self, rollouts: Sequence[Rollout], step: int) -> Writing:
-        """Rollouts that are about to be accepted take the last place in the queue; :meth:`written` must follow.
+    def write(self, rollouts: Sequence[Rollout], step: int, size: GroupSize | None = None) -> Writing:
+        """Rollouts that are about to be accepted take the last place in the queue, with the ``size`` that is declared
+        of their group; :meth:`written` must follow.
 
         Raises RolloutError if they could never fit, ClosedResourceError once closed.
         """
-        self._check_fits(rollouts)
+        if rollouts:
+            self._check_fits(rollouts)
         item = self._writing(rollouts, time.time(), step, anyio.Event())
+        if size is not None:
+            group = Group(size.group_id, size.size, "closed" if size.size is None else "open")
+            item.declared = self.changes.group(group)
         self._enqueue(item)
         return item
 
@@ -316,7 +324,8 @@ class Journal:
 
     def retract(self, item: Writing) -> None:
         """What was written has not been accepted after all."""
-        self.change(self.changes.retracted(range(item.number, item.number + len(item.rollouts))))
+        if item.rollouts:
+            self.change(self.changes.retracted(range(item.number, item.number + len(item.rollouts))))
 
     def change(self, statements: list[Statement]) -> None:
         """Something has happened. On the disk by the time the next put or :meth:`flush` returns."""
@@ -417,7 +426,7 @@ class Journal:
                 except Exception as error:  # noqa: BLE001 - the put is refused, and the journal goes on
                     item.error = error
                 else:
-                    statements += self.changes.added(rows)
+                    statements += [*(self.changes.added(rows) if rows else []), *item.declared]
             elif not isinstance(item, _Flush):
                 statements += item
         return statements

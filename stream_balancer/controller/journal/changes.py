@@ -10,7 +10,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any, TypeAlias
 
 from stream_balancer.controller.journal.contents import Contents
-from stream_balancer.controller.journal.rows import Done, Fact, State, fact_row, plan_of
+from stream_balancer.controller.journal.rows import Done, Fact, Group, State, fact_row, group_of, plan_of
+from stream_balancer.core.groups import Declared
 from stream_balancer.types import Batch, EvictReason
 
 __all__ = ["Changes", "Statement"]
@@ -29,11 +30,15 @@ class Changes:
         self._state = State()
         self._remember_ids = 0
         self._done: deque[tuple[int, int]] = deque()  # key of each row of ids that are done, and how many it has
+        self._groups: dict[str, int] = {}  # key of each group's row
+        self._next_group = 0
 
     def follow(self, contents: Contents, remember_ids: int) -> None:
         """What comes now follows these rows."""
         self.next_number, self._state, self._remember_ids = contents.next_number, contents.state, remember_ids
         self._done = deque(contents.done)
+        self._groups = {name: key for name, (key, _) in contents.groups.items()}
+        self._next_group = max(self._groups.values(), default=-1) + 1
 
     def added(self, rows: Sequence[Sequence[Any]]) -> list[Statement]:
         """Rows of rollouts."""
@@ -64,9 +69,24 @@ class Changes:
         filed = self._file([rollout_id] if reason != "lost" else [])
         return [_remove([rollout_id]), *filed, self._put_state()]
 
+    def declared(self, group_id: str, declared: Declared | None) -> list[Statement]:
+        """Of a group this is declared now; None: nothing any more."""
+        if declared is not None:
+            return self.group(group_of(group_id, declared))
+        key = self._groups.pop(group_id, None)
+        return [] if key is None else [_delete("group", key)]
+
+    def group(self, group: Group) -> list[Statement]:
+        """A group's row."""
+        key = self._groups.get(group.group_id)
+        if key is None:
+            key = self._groups[group.group_id] = self._next_group
+            self._next_group += 1
+        return [_put(group, key)]
+
     def returned(self, step: int) -> list[Statement]:
         """A batch's plan is void."""
-        return [("delete from facts where (kind, key) in (values ?)", [("plan", step)])]
+        return [_delete("plan", step)]
 
     def versioned(self, version: int) -> list[Statement]:
         """The policy moved on."""
@@ -81,6 +101,8 @@ class Changes:
         past = list(contents.past_ids)
         for first in range(0, len(past), _IDS_A_ROW):
             yield from self._file(past[first : first + _IDS_A_ROW])
+        for _, group in contents.groups.values():
+            yield from self.group(group)
         yield self._put_state()
 
     def _file(self, ids: Sequence[str]) -> Iterator[Statement]:
@@ -94,7 +116,7 @@ class Changes:
         while total - self._done[0][1] >= self._remember_ids:
             key, count = self._done.popleft()
             total -= count
-            yield "delete from facts where (kind, key) in (values ?)", [("done", key)]
+            yield _delete("done", key)
 
     def _put_state(self) -> Statement:
         return _put(self._state, 0)
@@ -102,6 +124,10 @@ class Changes:
 
 def _put(fact: Fact, key: int) -> Statement:
     return "replace into facts values ?", [fact_row(fact, key)]
+
+
+def _delete(kind: str, key: int) -> Statement:
+    return "delete from facts where (kind, key) in (values ?)", [(kind, key)]
 
 
 def _remove(ids: Sequence[str]) -> Statement:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple, get_args
 
 import numpy as np
 
-from stream_balancer.controller.journal.rows import Done, Fact, Plan, State, batch_of, plan_of
+from stream_balancer.controller.journal.rows import Done, Fact, Group, Plan, State, batch_of, group_of, plan_of
+from stream_balancer.core.groups import Declared
 from stream_balancer.core.snapshot import Snapshot
 from stream_balancer.types import EvictReason, Rollout
 
@@ -34,6 +35,8 @@ class Contents:
     past_ids: dict[str, None] = field(default_factory=dict)
     done: list[tuple[int, int]] = field(default_factory=list)
     """Key of each row of ids that are done, and how many it has; oldest first."""
+    groups: dict[str, tuple[int, Group]] = field(default_factory=dict)
+    """Key of the row of each group of which something was declared, and the row; oldest first."""
     state: State = field(default_factory=State)
     next_number: int = 0
 
@@ -48,6 +51,8 @@ class Contents:
                 self.past_ids |= dict.fromkeys(fact.ids)
                 self.done.append((key, len(fact.ids)))
                 state.next_step = max(state.next_step, fact.next_step)
+            case Group():
+                self.groups[fact.group_id] = key, fact
             case State():
                 fact.next_step = max(state.next_step, fact.next_step)
                 self.state = fact
@@ -78,18 +83,33 @@ class Contents:
         counts["accepted"] = len(waiting) + len(planned) + state.acknowledged + sum(state.evicted.values())
         groups = Counter(state.departed)
         groups.update(held.rollout.group_id for held in waiting if held.rollout.group_id is not None)
+        came = groups.copy()  # of those that are done, too
+        flying_groups = [rollouts[name].group_id for name in planned]
+        came.update(name for name in flying_groups if name is not None and name not in groups)
         return Snapshot(
             waiting=tuple(held.rollout for held in waiting),
             waited_s=np.maximum(now - arrived, 0.0),
             skips=np.array([max(state.next_step - held.step, 0) for held in waiting], dtype=np.int64),
             in_flight=tuple(flying),
             group_arrivals=groups,
+            group_sizes=self._open_groups(),
+            closed_groups=self._closed_groups(came),
             past_ids=tuple(self.past_ids)[-remember_ids:] if remember_ids else (),
             version=state.version,
             next_step=state.next_step,
             counts=counts,
             knobs={},
         ), broken
+
+    def _open_groups(self) -> dict[str, int]:
+        return {name: group.size for name, (_, group) in self.groups.items() if group.state == "open" and group.size}
+
+    def _closed_groups(self, came: Mapping[str, int]) -> dict[str, int | None]:
+        closed = {name: group for name, (_, group) in self.groups.items() if group.state != "open"}
+        return {
+            name: None if group.state == "abandoned" else came[name] if group.size is None else group.size
+            for name, group in closed.items()
+        }
 
 
 def contents_of(snapshot: Snapshot, now: float) -> Contents:
@@ -100,6 +120,7 @@ def contents_of(snapshot: Snapshot, now: float) -> Contents:
         held={held.rollout.rollout_id: held for held in _held(snapshot, now)},
         plans=[plan_of(batch) for batch in snapshot.in_flight],
         past_ids=dict.fromkeys(snapshot.past_ids),
+        groups={name: (key, group) for key, (name, group) in enumerate(_groups(snapshot).items())},
         state=State(
             next_step=snapshot.next_step,
             version=snapshot.version,
@@ -109,6 +130,11 @@ def contents_of(snapshot: Snapshot, now: float) -> Contents:
             evicted=dict(snapshot.counts["evicted"]),
         ),
     )
+
+
+def _groups(snapshot: Snapshot) -> dict[str, Group]:
+    closed = {name: group_of(name, Declared(size, closed=True)) for name, size in snapshot.closed_groups.items()}
+    return closed | {name: group_of(name, Declared(size, closed=False)) for name, size in snapshot.group_sizes.items()}
 
 
 def _held(snapshot: Snapshot, now: float) -> Iterator[Held]:

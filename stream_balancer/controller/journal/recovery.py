@@ -13,6 +13,7 @@ import anyio
 import anyio.to_thread
 
 from stream_balancer.controller.journal import Journal, Recovered
+from stream_balancer.core.groups import Declared
 from stream_balancer.core.machine import BalancerCore
 from stream_balancer.core.observer import Observer
 from stream_balancer.core.snapshot import Snapshot
@@ -80,6 +81,9 @@ class JournalObserver(Observer):
     def evicted(self, rollout: Rollout, reason: EvictReason) -> None:
         departed = self._core.state.buffer.groups.departed()
         self.journal.change(self._changes.evicted(rollout.rollout_id, reason, departed))
+
+    def group_declared(self, group_id: str, declared: Declared | None) -> None:
+        self.journal.change(self._changes.declared(group_id, declared))
 
     def version_set(self, version: int) -> None:
         self.journal.change(self._changes.versioned(version))

@@ -8,19 +8,20 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Mapping
-from typing import Any, NamedTuple, TypeAlias, TypeVar
+from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar
 
 import msgspec
 import torch
 
 from stream_balancer.controller.checkpoint import bytes_of_rollout, read_rollouts
+from stream_balancer.core.groups import Declared
 from stream_balancer.errors import RolloutError, WireError
 from stream_balancer.types import Batch, EvictReason, MicroBatch, RankBatch, Reason, Rollout, cheapest_to_copy
 from stream_balancer.wire.share import FRAME_BYTES
 
 __all__ = [
-    "Done", "Fact", "FactRow", "Plan", "RolloutRow", "State", "batch_of", "fact_of", "fact_row", "plan_of",
-    "rollout_of", "rollout_row",
+    "Done", "Fact", "FactRow", "Group", "Plan", "RolloutRow", "State", "batch_of", "fact_of", "fact_row", "group_of",
+    "plan_of", "rollout_of", "rollout_row",
 ]  # fmt: skip
 
 
@@ -75,6 +76,16 @@ class Done(msgspec.Struct, array_like=True, tag="done"):
     """As in :class:`State`."""
 
 
+class Group(msgspec.Struct, array_like=True, tag="group"):
+    """What was declared of a group. Keys count up."""
+
+    group_id: str
+    size: int | None
+    """Its siblings; None: as many as have come."""
+    state: Literal["open", "closed", "abandoned"]
+    """It takes more siblings, or no more, or they are not wanted."""
+
+
 class State(msgspec.Struct, array_like=True, tag="state"):
     """How things stand. One row, key 0."""
 
@@ -89,7 +100,7 @@ class State(msgspec.Struct, array_like=True, tag="state"):
     evicted: dict[EvictReason, int] = msgspec.field(default_factory=dict)
 
 
-Fact: TypeAlias = Plan | Done | State
+Fact: TypeAlias = Plan | Done | Group | State
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(Fact)
@@ -146,6 +157,12 @@ def _typed(row: object, kind: type[R]) -> R:
 
 def _crc(values: tuple[object, ...], data: bytes) -> int:
     return zlib.crc32(data, zlib.crc32(_encoder.encode(values)))
+
+
+def group_of(group_id: str, declared: Declared) -> Group:
+    """What was declared of a group, as a row."""
+    size, closed = declared
+    return Group(group_id, size, "open" if not closed else "abandoned" if size is None else "closed")
 
 
 def plan_of(batch: Batch) -> Plan:

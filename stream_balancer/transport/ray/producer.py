@@ -23,10 +23,11 @@ from typing import Any
 
 from torch import Tensor
 
+from stream_balancer.core.groups import GroupSize, closed
 from stream_balancer.errors import RolloutError, WireError
 from stream_balancer.transport.buffers import BufferPool
 from stream_balancer.transport.channel import Channel, Outgoing, PeerGone, Source
-from stream_balancer.transport.producer_port import ProducerPort
+from stream_balancer.transport.producer_port import ProducerPort, declaration
 from stream_balancer.transport.producer_session import Offer, ProducerSession
 from stream_balancer.transport.put_ledger import Limits, Mode, PendingPut, PutCancelled, PutLedger
 from stream_balancer.transport.ray.bundles import (
@@ -43,6 +44,7 @@ from stream_balancer.types import Rollout
 from stream_balancer.wire.messages import (
     BundledPut,
     Cancel,
+    DeclareGroup,
     JoinProducer,
     Message,
     Owner,
@@ -64,9 +66,11 @@ logger = logging.getLogger("stream_balancer.transport")
 class _StoredPut(PendingPut):
     """A pending put; it is encoded with those that leave at the same time."""
 
-    def __init__(self, rollouts: Sequence[Rollout], mode: Mode, callback: Callable[[], object]) -> None:
+    def __init__(
+        self, rollouts: Sequence[Rollout], mode: Mode, callback: Callable[[], object], declared: GroupSize | None
+    ) -> None:
         size = sum(rollout.nbytes for rollout in rollouts)
-        super().__init__(rollouts, mode, callback, put_bytes=size, size=size)
+        super().__init__(rollouts, mode, callback, declared=declared, put_bytes=size, size=size)
 
 
 class _Objects(dict[int, object]):
@@ -104,8 +108,14 @@ class RayProducerPort(ProducerPort):
         )
         self._joining.start(self)
 
-    def pending(self, rollouts: Sequence[Rollout], mode: Mode, callback: Callable[[], object]) -> _StoredPut:
-        return _StoredPut(rollouts, mode, callback)
+    def pending(
+        self,
+        rollouts: Sequence[Rollout],
+        mode: Mode,
+        callback: Callable[[], object],
+        declared: GroupSize | None = None,
+    ) -> _StoredPut:
+        return _StoredPut(rollouts, mode, callback, declared)
 
     # in the channel's threads
 
@@ -125,8 +135,12 @@ class RayProducerPort(ProducerPort):
         self._connect()
 
     def _send(self, channel: Channel, puts: Sequence[_StoredPut], cancelled: Sequence[int]) -> None:
-        for _, alike in groupby(puts, _columns):
-            channel.send(partial(self._bundle, list(alike)))
+        for columns, alike in groupby(puts, _columns):
+            if columns:
+                channel.send(partial(self._bundle, list(alike)))
+            else:
+                for put in alike:
+                    channel.send(declaration(put))
         for number in cancelled:
             channel.send(partial(self._cancel, number))
 
@@ -140,7 +154,13 @@ class RayProducerPort(ProducerPort):
             return None
         puts, encoded = found
         bundled = tuple(
-            BundledPut(put.number or 0, len(put.rollouts), put.mode is Mode.GROUP, put.mode is not Mode.NOWAIT)
+            BundledPut(
+                put.number or 0,
+                len(put.rollouts),
+                group=put.mode is Mode.GROUP,
+                wait=put.mode is not Mode.NOWAIT,
+                complete=put.declared is not None,
+            )
             for put in puts
         )
         if self._kept is None or encoded.message.wire_bytes <= INLINE_BYTES:
@@ -181,6 +201,9 @@ class RayProducerPort(ProducerPort):
 
 
 def _columns(put: _StoredPut) -> tuple[Any, ...]:
+    """Empty where there are no rollouts."""
+    if not put.rollouts:
+        return ()
     return tuple((name, column.dtype, column.shape[1:]) for name, column in put.rollouts[0].tokens.items())
 
 
@@ -197,6 +220,8 @@ class RayProducerSession(ProducerSession):
         return sizes if header.payload is not None else (header.total_bytes,)
 
     def receive(self, message: Message, buffers: Sequence[Tensor], references: Sequence[object]) -> None:
+        if isinstance(message, DeclareGroup):
+            self._next = max(self._next, message.number)  # puts before it may have been cancelled before they were sent
         if not isinstance(message, PutBundle):
             super().receive(message, buffers, references)
             return
@@ -208,7 +233,9 @@ class RayProducerSession(ProducerSession):
         for put in message.puts:
             mode = Mode.GROUP if put.group else Mode.PUT if put.wait else Mode.NOWAIT
             self._sizes[put.number] = 0  # staged in the store, which the producer bounds
-            self._deliver(Offer(put.number, mode, tuple(islice(each, put.count))))
+            its = tuple(islice(each, put.count))
+            declared = closed(its[0].group_id) if its and put.complete else None
+            self._deliver(Offer(put.number, mode, its, declared=declared))
 
     def _bundled(self, header: RolloutHeader, buffer: Tensor, references: Sequence[object]) -> list[Rollout]:
         key = header.payload

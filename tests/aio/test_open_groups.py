@@ -1,0 +1,163 @@
+"""Groups of another size than ``group_size``: told by who puts, from whichever process, and after a crash."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from functools import partial
+
+import anyio
+import helpers
+import pytest
+from helpers import settle, waiting
+
+import stream_balancer as sb
+from stream_balancer.controller.producers import attend
+from stream_balancer.producer.client import Producer, connect
+from stream_balancer.testing import make_rollout
+from stream_balancer.transport.memory import MemoryTransport
+
+config = partial(helpers.config, group_size=4, window=4, capacity=16)
+
+
+def siblings(count: int, prefix: str = "r") -> list[sb.Rollout]:
+    return [make_rollout(3 + n, f"{prefix}{n}", group_id="g") for n in range(count)]
+
+
+@asynccontextmanager
+async def attended(balancer: sb.StreamBalancer) -> AsyncIterator[Producer]:
+    async with MemoryTransport(dp_size=2) as transport, anyio.create_task_group() as tasks:
+        tasks.start_soon(attend, balancer, transport)
+        yield connect(transport.connect_producer())
+        tasks.cancel_scope.cancel()
+
+
+async def test_a_worker_that_lost_a_sibling_lets_the_step_go_without_it(caplog: pytest.LogCaptureFixture) -> None:
+    """Seven of eight would wait for ever: three of four here."""
+    caplog.set_level(logging.INFO, "stream_balancer.balancer")
+    async with (
+        sb.StreamBalancer(config()) as balancer,
+        attended(balancer) as producer,
+        anyio.create_task_group() as tasks,
+    ):
+        got: list[sb.Batch] = []
+
+        async def train() -> None:
+            got.append(await anext(balancer.batches()))
+
+        tasks.start_soon(train)
+        await producer.put_group(siblings(2))
+        await producer.put(make_rollout(9, "alone", group_id="h"))
+        await settle()
+        assert not got
+        await producer.put_group(siblings(1, "last"), complete=True)
+        await producer.close_group("h")
+        await settle()
+        (batch,) = got
+        assert (batch.num_rollouts, batch.incomplete_groups) == (4, ())
+        assert balancer.statistics().short_groups == 2
+        assert balancer.statistics().open_groups == 0
+        balancer.abandon_group("i")
+    assert caplog.messages == [
+        "group 'g' is complete with 3 of 4 rollouts",
+        "group 'h' is complete with 1 of 4 rollouts",
+        "group 'i' was abandoned: what comes of it is evicted",
+    ]
+
+
+async def test_every_producer_tells_what_the_balancer_is_told() -> None:
+    async with sb.StreamBalancer(config()) as balancer, attended(balancer) as producer:
+        await producer.expect_group("g", 3)
+        await producer.put_group(siblings(2))
+        for there, here in (
+            (producer.expect_group("g", 2), balancer.expect_group("g", 2)),
+            (producer.expect_group("g", 0), balancer.expect_group("g", 0)),
+            (producer.put_group(siblings(2, "s")), balancer.put_group(siblings(2, "s"))),
+        ):
+            with pytest.raises(ValueError, match="group") as one:
+                await there
+            with pytest.raises(ValueError, match="group") as other:
+                await here
+            assert (type(one.value), str(one.value)) == (type(other.value), str(other.value))
+        await producer.put_group(siblings(1, "third"))
+        with pytest.raises(sb.RolloutError, match="takes 0 more"):
+            await producer.put(make_rollout(3, group_id="g"))
+        await producer.abandon_group("h")
+        await producer.put(make_rollout(3, "unwanted", group_id="h"))
+        stats = balancer.statistics()
+        assert (stats.waiting, stats.evicted["abandoned"], stats.short_groups) == (3, 1, 0)
+        with pytest.raises(sb.RolloutError, match="must be a non-empty str"):
+            await producer.close_group(7)  # type: ignore[arg-type]
+
+
+async def test_a_balancer_that_keeps_no_groups_says_so() -> None:
+    async with sb.StreamBalancer(helpers.config()) as balancer, attended(balancer) as producer:
+        for tell in (producer.close_group("g"), producer.abandon_group("g"), producer.expect_group("g", 2)):
+            with pytest.raises(ValueError, match="keeps no groups"):
+                await tell
+        await producer.put_group(siblings(2), complete=True)  # a worker need not know
+
+
+async def test_a_put_that_waits_for_room_is_refused_once_its_group_is_closed() -> None:
+    async with sb.StreamBalancer(config(capacity=4)) as balancer, anyio.create_task_group() as tasks:
+        await balancer.put_group([make_rollout(3, f"full{n}", group_id="full") for n in range(4)])
+
+        async def late() -> None:
+            with pytest.raises(sb.RolloutError, match="takes 0 more"):
+                await balancer.put_group(siblings(4))
+
+        tasks.start_soon(late)
+        await settle()
+        assert balancer.statistics().blocked_puts == 1
+        await balancer.close_group("g")
+        await settle()
+        assert balancer.statistics().blocked_puts == 0
+
+
+async def test_closing_makes_room_for_those_who_wait() -> None:
+    async with sb.StreamBalancer(config(capacity=8, min_batch_size=2)) as balancer, anyio.create_task_group() as tasks:
+        await balancer.put_group([make_rollout(3, f"full{n}", group_id="full") for n in range(4)])
+        await balancer.put_group(siblings(1))  # and three places are kept
+        tasks.start_soon(balancer.put_group, [make_rollout(3, f"s{n}", group_id="s") for n in range(3)])
+        await settle()
+        assert len(waiting(balancer)) == 5
+        await balancer.expect_group("s", 3)
+        await balancer.close_group("g")
+        await settle()
+        assert len(waiting(balancer)) == 8
+
+
+@pytest.mark.parametrize("keep", [True, False])
+async def test_accept_judges_a_group_when_it_is_closed(keep: bool) -> None:
+    asked: list[list[str]] = []
+
+    async def accept(rollouts: Sequence[sb.Rollout]) -> bool:
+        asked.append([r.rollout_id for r in rollouts])
+        await anyio.sleep(1.0)
+        return keep
+
+    async with sb.StreamBalancer(config(), accept=accept) as balancer:
+        await balancer.put_group(siblings(2))
+        assert not asked
+        await balancer.close_group("g")
+        await balancer.close_group("g")
+        assert asked == [["r0", "r1"]]
+        assert waiting(balancer) == (["r0", "r1"] if keep else [])
+        await balancer.put_group([make_rollout(3, "h0", group_id="h")], complete=True)
+        await balancer.expect_group("i", 1)
+        await balancer.put(make_rollout(3, "i0", group_id="i"))
+        await balancer.close_group("nobody")
+        assert asked[1:] == [["h0"], ["i0"]]
+
+
+def test_a_blocking_balancer_has_the_same() -> None:
+    with sb.blocking(config()) as balancer:
+        balancer.expect_group("g", 3)
+        balancer.put_group(siblings(2))
+        balancer.put_group([make_rollout(3, "h", group_id="h")], complete=True)
+        assert balancer.statistics().open_groups == 1
+        balancer.put(make_rollout(3, "last", group_id="g"))
+        assert balancer.statistics().open_groups == 0
+        batch = next(iter(balancer.batches()))
+        assert (batch.num_rollouts, batch.incomplete_groups) == (4, ())
