@@ -26,9 +26,10 @@ import torch.distributed as dist
 from _common import BYTES_PER_TOKEN, Rows, arguments, peer, rollout
 
 from stream_balancer.rank.feed import RankFeed
+from stream_balancer.testing.scripted import rank_batch
 from stream_balancer.transport.channel import Outgoing, Source
 from stream_balancer.transport.gloo.torch_dist import TorchTransport
-from stream_balancer.types import MicroBatch, RankBatch
+from stream_balancer.types import RankBatch
 from stream_balancer.wire import share as wire
 
 ROLLOUTS = 64
@@ -44,20 +45,10 @@ BARS = {  # from the issue: (name, megabytes) -> at least (or at most, for laten
 }
 
 
-def share(rank: int, dp_size: int, megabytes: float, step: int = 0) -> RankBatch:
+def share(rank: int, dp_size: int, megabytes: float) -> RankBatch:
     tokens = max(int(megabytes * 1e6 / BYTES_PER_TOKEN / ROLLOUTS), 1)
     rollouts = [rollout(tokens, f"{rank}.{i}") for i in range(ROLLOUTS)]
-    total = tokens * ROLLOUTS
-    return RankBatch(
-        step=step,
-        rank=rank,
-        dp_size=dp_size,
-        micro_batches=tuple(MicroBatch.of(rollouts[i : i + 16]) for i in range(0, ROLLOUTS, 16)),
-        load=float(total),
-        global_num_rollouts=ROLLOUTS * dp_size,
-        global_num_tokens=total * dp_size,
-        global_num_loss_tokens=total * dp_size,
-    )
+    return rank_batch(*(rollouts[i : i + 16] for i in range(0, ROLLOUTS, 16)), rank=rank, dp_size=dp_size)
 
 
 def at_step(batch: RankBatch, step: int) -> RankBatch:

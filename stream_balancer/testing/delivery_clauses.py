@@ -166,7 +166,7 @@ async def a_commit_acknowledges_all_before_it(open_harness: Opener) -> None:
 
 async def bytes_are_identical(open_harness: Opener) -> None:
     """Every dtype, awkward shapes, all of the metadata."""
-    sent = rank_batch(0, 0, 1, awkward_micro_batches())
+    sent = rank_batch(*awkward_micro_batches())
     async with open_harness(1) as harness:
         feed = harness.connect(0)
         link = await accepted(harness.transport)

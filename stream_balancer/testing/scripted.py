@@ -6,7 +6,8 @@ For tests of whatever is between ``serve`` and a trainer. No plan is made here a
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
+from typing import Any
 
 import anyio
 import anyio.lowlevel
@@ -22,11 +23,21 @@ def make_batch(step: int, dp_size: int, *, num_tokens: int = 5, micro_batches: i
     """A small batch whose every token tells its step and rank; two rollouts in each micro-batch."""
     shares = []
     for rank in range(dp_size):
-        cut = []
-        for m in range(micro_batches):
-            rollouts = [_small_rollout(step, rank, f"{step}.{rank}.{m}.{i}", num_tokens + i) for i in range(2)]
-            cut.append(MicroBatch.of(rollouts))
-        shares.append(rank_batch(step, rank, dp_size, tuple(cut)))
+        cut = [
+            [_small_rollout(step, rank, f"{step}.{rank}.{m}.{i}", num_tokens + i) for i in range(2)]
+            for m in range(micro_batches)
+        ]
+        shares.append(
+            rank_batch(
+                *cut,
+                step=step,
+                rank=rank,
+                dp_size=dp_size,
+                global_num_rollouts=4 * dp_size,
+                global_num_tokens=100,
+                global_num_loss_tokens=50,
+            )
+        )
     tokens = sum(share.num_tokens for share in shares)
     count = sum(share.num_rollouts for share in shares)
     return Batch(
@@ -48,20 +59,24 @@ def _small_rollout(step: int, rank: int, name: str, length: int) -> Rollout:
     )
 
 
-def rank_batch(step: int, rank: int, dp_size: int, micro_batches: tuple[MicroBatch, ...]) -> RankBatch:
-    return RankBatch(
-        step=step,
-        rank=rank,
-        dp_size=dp_size,
-        micro_batches=micro_batches,
-        load=float(sum(mb.num_tokens for mb in micro_batches)),
-        global_num_rollouts=4 * dp_size,
-        global_num_tokens=100,
-        global_num_loss_tokens=50,
-    )
+def rank_batch(*micro_batches: Iterable[Rollout], **fields: Any) -> RankBatch:
+    """A step's only rank batch, of these rollouts; ``fields`` of it that matter."""
+    cut = tuple(MicroBatch.of(list(rollouts)) for rollouts in micro_batches)
+    rollouts = [rollout for micro_batch in cut for rollout in micro_batch.rollouts]
+    tokens = sum(rollout.num_tokens for rollout in rollouts)
+    ordinary = {
+        "step": 0,
+        "rank": 0,
+        "dp_size": 1,
+        "load": float(tokens),
+        "global_num_rollouts": len(rollouts),
+        "global_num_tokens": tokens,
+        "global_num_loss_tokens": sum(rollout.num_loss_tokens for rollout in rollouts),
+    }
+    return RankBatch(micro_batches=cut, **(ordinary | fields))
 
 
-def awkward_micro_batches() -> tuple[MicroBatch, ...]:
+def awkward_micro_batches() -> list[list[Rollout]]:
     generator = torch.Generator().manual_seed(0)
     rollouts = []
     for number, length in enumerate((1, 3, 64, 2, 129)):
@@ -85,7 +100,7 @@ def awkward_micro_batches() -> tuple[MicroBatch, ...]:
             )
         )
     rollouts.append(rollouts[0].padding_copy("padding"))
-    return MicroBatch.of(rollouts[:1]), MicroBatch.of(rollouts[1:4]), MicroBatch.of(rollouts[4:])
+    return [rollouts[:1], rollouts[1:4], rollouts[4:]]
 
 
 class ScriptedBalancer:

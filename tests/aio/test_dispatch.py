@@ -14,6 +14,7 @@ from stream_balancer.controller.serve import serve
 from stream_balancer.errors import RankLostError
 from stream_balancer.rank.feed import RankFeed
 from stream_balancer.testing import make_rollout
+from stream_balancer.testing.scripted import rank_batch
 from stream_balancer.testing.transports import ScriptedBalancer, make_batch
 from stream_balancer.transport.memory import MemoryTransport
 from stream_balancer.transport.rank_port import RankPort
@@ -173,16 +174,7 @@ async def test_a_share_that_cannot_be_sent_is_told_by_serve() -> None:
     batch = make_batch(0, 1)
     odd = make_rollout(3, "odd")
     first = batch.ranks[0].micro_batches[0]
-    mixed = sb.RankBatch(
-        step=0,
-        rank=0,
-        dp_size=1,
-        micro_batches=(sb.MicroBatch.of([first.rollouts[0], odd]),),
-        load=1.0,
-        global_num_rollouts=2,
-        global_num_tokens=8,
-        global_num_loss_tokens=8,
-    )
+    mixed = rank_batch([first.rollouts[0], odd])
     bad = Batch(step=0, reason="window", ranks=(mixed,), num_rollouts=2, num_tokens=8, loads=(1.0,), lower_bound=1.0)
     balancer = ScriptedBalancer([bad])
     transport = MemoryTransport(dp_size=1)

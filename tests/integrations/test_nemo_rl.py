@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 import stream_balancer as sb
 from stream_balancer import planning
 from stream_balancer.integrations.nemo_rl import BalancedSampler, batch_from, rollouts_from
+from stream_balancer.testing.scripted import rank_batch
 from stream_balancer.types import SUPPORTED_DTYPES
 
 REAL = importlib.util.find_spec("nemo_rl") is not None
@@ -322,26 +323,12 @@ def train_data(draw: Any) -> Any:
     return BatchedDataDict(rows)
 
 
-def share_of(micro_batches: list[list[sb.Rollout]]) -> sb.RankBatch:
-    count = sum(len(mb) for mb in micro_batches)
-    return sb.RankBatch(
-        step=0,
-        rank=0,
-        dp_size=1,
-        micro_batches=tuple(sb.MicroBatch.of(mb) for mb in micro_batches),
-        load=1.0,
-        global_num_rollouts=count,
-        global_num_tokens=1,
-        global_num_loss_tokens=1,
-    )
-
-
 @given(train_data())
 def test_every_entry_survives(data: Any) -> None:
     made = rollouts_from(data, version=2)
     masked = (data["token_mask"] * data["sample_mask"][:, None].to(data["token_mask"].dtype)) != 0
     assert [rollout.num_loss_tokens for rollout in made] == masked.sum(1).tolist()
-    back = batch_from(share_of([made]))
+    back = batch_from(rank_batch(made))
     images = data.get("pixel_values")
     expected = set(data.keys())
     if images is not None and all(image is None for image in images.tensors):
@@ -368,7 +355,7 @@ def plain(lengths: list[int]) -> list[sb.Rollout]:
 
 def test_micro_batches_are_set_for_nemo_rls_iterators() -> None:
     a, b, c, d = plain([3, 5, 4, 2])
-    share = share_of([[b], [a, c], [d]])
+    share = rank_batch([b], [a, c], [d])
     data = batch_from(share, multiple_of=4, pad_values={"input_ids": -1})
     assert data["input_ids"].shape == (4, 8)
     assert data["input_ids"][0].tolist() == [1, 2, 3, 4, 5, -1, -1, -1]
@@ -393,7 +380,7 @@ def test_groups_and_padding_copies() -> None:
     made = rollouts_from(data, group_size=2)
     assert made[0].group_id == made[1].group_id != made[2].group_id == made[3].group_id
     assert [r.group_id for r in rollouts_from(data, group_ids=list("aabb"))] == list("aabb")
-    back = batch_from(share_of([[made[0], made[1].padding_copy("p")]]))
+    back = batch_from(rank_batch([made[0], made[1].padding_copy("p")]))
     assert back["sample_mask"].tolist() == [1.0, 0.0]
 
 

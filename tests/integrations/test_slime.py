@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 import stream_balancer as sb
 from stream_balancer.integrations import slime
 from stream_balancer.integrations.slime import build_dp_schedule, rank_data_from, rollouts_from
+from stream_balancer.testing.scripted import rank_batch
 
 # --- the schedule -----------------------------------------------------------------------------------------------------
 
@@ -141,20 +142,7 @@ def train_data(draw: Any) -> dict[str, Any]:
 
 
 def batch_of(shares: list[list[list[sb.Rollout]]]) -> sb.Batch:
-    rollouts = [r for share in shares for mb in share for r in mb]
-    ranks = tuple(
-        sb.RankBatch(
-            step=0,
-            rank=rank,
-            dp_size=len(shares),
-            micro_batches=tuple(sb.MicroBatch.of(mb) for mb in share),
-            load=1.0,
-            global_num_rollouts=len(rollouts),
-            global_num_tokens=1,
-            global_num_loss_tokens=1,
-        )
-        for rank, share in enumerate(shares)
-    )
+    ranks = tuple(rank_batch(*share, rank=rank, dp_size=len(shares)) for rank, share in enumerate(shares))
     return sb.Batch(step=0, reason="drain", ranks=ranks, num_rollouts=1, num_tokens=1, loads=(1.0,), lower_bound=1.0)
 
 

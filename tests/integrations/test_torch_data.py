@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader
 import stream_balancer as sb
 from stream_balancer.integrations.torch_data import RolloutDataset
 from stream_balancer.testing import make_rollouts
+from stream_balancer.testing.scripted import rank_batch
 from stream_balancer.types import RankBatch
 from stream_balancer.wire.messages import StepHeld, StepReport
 
@@ -56,15 +57,10 @@ class Port:
 def shares_of(steps: Sequence[Sequence[Sequence[int]]]) -> list[RankBatch]:
     """``steps[step][micro_batch]``: lengths of its rollouts."""
     return [
-        RankBatch(
+        rank_batch(
+            *(make_rollouts(lengths, prefix=f"s{step}m{index}r") for index, lengths in enumerate(micro_batches)),
             step=step,
-            rank=0,
             dp_size=2,
-            micro_batches=tuple(
-                sb.MicroBatch.of(list(make_rollouts(lengths, prefix=f"s{step}m{index}r")))
-                for index, lengths in enumerate(micro_batches)
-            ),
-            load=1.0,
             global_num_rollouts=100 + step,
             global_num_tokens=200 + step,
             global_num_loss_tokens=300 + step,

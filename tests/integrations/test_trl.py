@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 import stream_balancer as sb
 from stream_balancer.integrations.trl import RolloutSource, inputs_from, patch, rollouts_from, rollouts_from_samples
+from stream_balancer.testing.scripted import rank_batch
 from stream_balancer.types import SUPPORTED_DTYPES
 
 pytest.importorskip("trl")
@@ -73,25 +74,11 @@ def grpo_inputs(draw: Any) -> dict[str, Any]:
     return inputs
 
 
-def share_of(micro_batches: list[list[sb.Rollout]]) -> sb.RankBatch:
-    rollouts = [rollout for micro_batch in micro_batches for rollout in micro_batch]
-    return sb.RankBatch(
-        step=0,
-        rank=0,
-        dp_size=1,
-        micro_batches=tuple(sb.MicroBatch.of(mb) for mb in micro_batches),
-        load=1.0,
-        global_num_rollouts=len(rollouts),
-        global_num_tokens=sum(rollout.num_tokens for rollout in rollouts),
-        global_num_loss_tokens=sum(rollout.num_loss_tokens for rollout in rollouts),
-    )
-
-
 @given(grpo_inputs())
 @settings(max_examples=80)
 def test_every_entry_survives(inputs: dict[str, Any]) -> None:
     made = rollouts_from(split_pixel_values_by_grid(inputs), version=4)
-    (back,) = inputs_from(share_of([made]), pad_token_id=PAD)
+    (back,) = inputs_from(rank_batch(made), pad_token_id=PAD)
     back = unsplit_pixel_values_by_grid(back)
     assert back.keys() == inputs.keys()
     for key, value in inputs.items():
@@ -131,13 +118,13 @@ def test_a_truncated_completion_trains_nothing() -> None:
     made = rollouts_from(inputs)
     assert made[1].tokens["input_ids"].tolist() == [2, 3]
     assert made[1].num_loss_tokens == 0
-    (back,) = inputs_from(share_of([made]), pad_token_id=PAD)
+    (back,) = inputs_from(rank_batch(made), pad_token_id=PAD)
     assert torch.equal(back["completion_mask"], inputs["completion_mask"])
 
 
 def test_a_padding_copy_trains_nothing_and_the_denominator_is_the_steps() -> None:
     made = rollouts_from(two_rows())
-    one, other = inputs_from(share_of([[made[0]], [made[1].padding_copy("p")]]), pad_token_id=PAD)
+    one, other = inputs_from(rank_batch([made[0]], [made[1].padding_copy("p")]), pad_token_id=PAD)
     assert one["completion_mask"].sum() == 3
     assert other["completion_mask"].sum() == 0
     assert other["prompt_ids"].shape == other["completion_ids"].shape == (1, 1)  # one scores the other

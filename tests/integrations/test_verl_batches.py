@@ -26,6 +26,7 @@ from stream_balancer.integrations.verl import (
     rollouts_from_tensordict,
     tensordict_from_share,
 )
+from stream_balancer.testing.scripted import rank_batch
 from stream_balancer.types import SUPPORTED_DTYPES
 from stream_balancer.wire import share as wire
 
@@ -65,18 +66,7 @@ def same_proto(one: DataProto, other: DataProto) -> bool:
 
 def through_the_wire(rollouts: list[sb.Rollout]) -> list[sb.Rollout]:
     """As a rank gets them: one share, to bytes and back."""
-    micro_batch = sb.MicroBatch.of(rollouts)
-    share = sb.RankBatch(
-        step=0,
-        rank=0,
-        dp_size=1,
-        micro_batches=(micro_batch,),
-        load=0.0,
-        global_num_rollouts=len(rollouts),
-        global_num_tokens=micro_batch.num_tokens,
-        global_num_loss_tokens=1,
-    )
-    return list(sent(share).rollouts)
+    return list(sent(rank_batch(rollouts)).rollouts)
 
 
 def sent(share: sb.RankBatch) -> sb.RankBatch:

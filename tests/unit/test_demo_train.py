@@ -6,23 +6,15 @@ from stream_balancer.demo.model import build_model
 from stream_balancer.demo.options import DemoOptions
 from stream_balancer.demo.rank import train
 from stream_balancer.demo.rollouts import checksum, make_rollout
-from stream_balancer.types import MicroBatch, RankBatch
+from stream_balancer.testing import scripted
 
 OPTIONS = DemoOptions(hidden_size=16, num_layers=1, num_heads=2, vocab_size=32)
 ROLLOUTS = [make_rollout(f"r{i}", 2 + n, 2, "g", 32) for i, n in enumerate((3, 20, 7, 11))]
 
 
 def rank_batch(rank, *micro_batches):
-    return RankBatch(
-        step=0,
-        rank=rank,
-        dp_size=2,
-        micro_batches=tuple(MicroBatch.of(m) for m in micro_batches),
-        load=1.0,
-        global_num_rollouts=4,
-        global_num_tokens=sum(r.num_tokens for r in ROLLOUTS),
-        global_num_loss_tokens=sum(r.num_loss_tokens for r in ROLLOUTS),
-    )
+    trained = sum(r.num_loss_tokens for r in ROLLOUTS)
+    return scripted.rank_batch(*micro_batches, rank=rank, dp_size=2, global_num_loss_tokens=trained)
 
 
 def gradient_of(batch):

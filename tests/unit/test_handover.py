@@ -15,6 +15,7 @@ from test_wire_hostile import _KINDS, _use
 from stream_balancer.config import BalancerConfig
 from stream_balancer.core.machine import BalancerCore
 from stream_balancer.errors import RolloutError, WireError
+from stream_balancer.testing.scripted import rank_batch
 from stream_balancer.types import MicroBatch, RankBatch, Rollout
 from stream_balancer.wire import share as wire
 from stream_balancer.wire.messages import Batch, Owner, PartialBatch, RolloutHeader
@@ -57,19 +58,6 @@ def described(local: Rollout, owner: Owner, key: int, lease: Lease | None = None
     return decode_kept(msgspec.structs.replace(encoded.header, payload=key), buffer, owner, lease or Lease())
 
 
-def share(micro_batches: list[list[Rollout]]) -> RankBatch:
-    return RankBatch(
-        step=3,
-        rank=0,
-        dp_size=1,
-        micro_batches=tuple(MicroBatch.of(rollouts) for rollouts in micro_batches),
-        load=1.0,
-        global_num_rollouts=1,
-        global_num_tokens=1,
-        global_num_loss_tokens=1,
-    )
-
-
 def sent(one: RankBatch) -> tuple[PartialBatch, torch.Tensor]:
     encoded = encode_skeleton(one, max_bytes=MAX_BYTES)
     buffer = torch.zeros(encoded.message.wire_bytes, dtype=torch.uint8)
@@ -102,7 +90,7 @@ def test_a_description_is_the_rollout_without_a_byte_of_its_tokens() -> None:
 
 def test_nobody_is_asked_for_a_padding_copy_of_one_token() -> None:
     bare = Rollout(tokens={"input_ids": torch.arange(1, 6), "hidden": torch.ones(5, 3, dtype=torch.bfloat16)})
-    one = share([[described(bare, A, 5).padding_copy("padding")]])
+    one = rank_batch([described(bare, A, 5).padding_copy("padding")])
     assert not is_remote(one)
     got = completed(*sent(one), {}).rollouts[0]
     assert {name: (c.dtype, c.tolist()) for name, c in got.tokens.items()} == {
@@ -118,9 +106,9 @@ def test_a_share_of_many_holders_is_completed_as_if_it_had_been_sent() -> None:
               ((0, "a", 0, A), (1, "b", 0, B), (3, "a", 7, A), (4, "b", 9, B))}  # fmt: skip
     plain = [[r[0], r[1], r[2]], [r[3], r[4].padding_copy("copy")], [r[5]]]
     mixed = [[remote[0], remote[1], r[2]], [remote[3], remote[4].padding_copy("copy")], [r[5]]]
-    assert is_remote(share(mixed))
-    assert not is_remote(share(plain))
-    got = completed(*sent(share(mixed)), held)
+    assert is_remote(rank_batch(*mixed))
+    assert not is_remote(rank_batch(*plain))
+    got = completed(*sent(rank_batch(*mixed)), held)
     for mine, theirs in zip(got.micro_batches, plain, strict=True):
         there = MicroBatch.of(theirs).packed()
         here = mine.packed()
@@ -169,7 +157,7 @@ def hostile_skeletons(cases: int, seed: int) -> tuple[int, int]:
     chance = random.Random(seed)
     r = [rollout(n) for n in range(4)]
     held = {("a", 0): r[0], ("b", 1): r[1], ("a", 2): r[2]}
-    frame, whole = sent(share([[described(r[0], A, 0), described(r[1], B, 1)], [described(r[2], A, 2), r[3]]]))
+    frame, whole = sent(rank_batch([described(r[0], A, 0), described(r[1], B, 1)], [described(r[2], A, 2), r[3]]))
     body = whole.numpy().tobytes()
     refused = 0
     for _ in range(cases):
@@ -238,7 +226,7 @@ def test_hostile_descriptions_are_refused_or_harmless() -> None:
     ],
 )
 def test_a_wrong_list_of_sources_is_refused(sources: list[list[int]]) -> None:
-    frame, buffer = sent(share([[described(rollout(0), A, 0), described(rollout(1), B, 1)]]))
+    frame, buffer = sent(rank_batch([described(rollout(0), A, 0), described(rollout(1), B, 1)]))
     tree = msgspec.msgpack.decode(buffer[: frame.meta_bytes].numpy().tobytes())
     tree[2] = sources
     packed = msgspec.msgpack.encode(tree)
@@ -250,8 +238,8 @@ def test_a_wrong_list_of_sources_is_refused(sources: list[list[int]]) -> None:
 
 
 def test_a_share_above_max_batch_bytes_is_refused_before_anything_is_allocated() -> None:
-    frame, buffer = sent(share([[described(rollout(3), A, 0)]]))
+    frame, buffer = sent(rank_batch([described(rollout(3), A, 0)]))
     with pytest.raises(WireError, match="need more than"):
         read_skeleton(frame, buffer, max_bytes=64)
     with pytest.raises(ValueError, match="max_batch_bytes"):
-        encode_skeleton(share([[described(rollout(3), A, 0)]]), max_bytes=64)
+        encode_skeleton(rank_batch([described(rollout(3), A, 0)]), max_bytes=64)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -434,16 +435,7 @@ def _with_a_payload_elsewhere() -> Outgoing:
     )
     first = batch(0)
     rollouts = [remote, *first.micro_batches[0].rollouts[1:]]
-    share = RankBatch(
-        step=0,
-        rank=0,
-        dp_size=1,
-        micro_batches=(sb.MicroBatch.of(rollouts), *first.micro_batches[1:]),
-        load=first.load,
-        global_num_rollouts=4,
-        global_num_tokens=100,
-        global_num_loss_tokens=50,
-    )
+    share = replace(first, micro_batches=(sb.MicroBatch.of(rollouts), *first.micro_batches[1:]))
     channel = FakeChannel()
     RankSession(channel, JOIN, at_once).send(share)
     return channel.sent[0]

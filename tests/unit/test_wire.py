@@ -14,24 +14,12 @@ from hypothesis import given
 
 from stream_balancer.errors import RolloutError, WireError
 from stream_balancer.testing import make_rollout
+from stream_balancer.testing.scripted import rank_batch
 from stream_balancer.testing.transports import same_rollout
-from stream_balancer.types import MicroBatch, RankBatch, Rollout
+from stream_balancer.types import RankBatch, Rollout
 from stream_balancer.wire import share as wire
 from stream_balancer.wire.messages import Batch
 from stream_balancer.wire.rollouts import decode_rollout, encode_rollout
-
-
-def share_of(*micro_batches: list[Rollout], step: int = 0) -> RankBatch:
-    return RankBatch(
-        step=step,
-        rank=1,
-        dp_size=2,
-        micro_batches=tuple(MicroBatch.of(rollouts) for rollouts in micro_batches),
-        load=1.5,
-        global_num_rollouts=7,
-        global_num_tokens=70,
-        global_num_loss_tokens=35,
-    )
 
 
 def carry(share: RankBatch, *, narrow: bool = True) -> tuple[RankBatch, torch.Tensor]:
@@ -45,9 +33,13 @@ def carry(share: RankBatch, *, narrow: bool = True) -> tuple[RankBatch, torch.Te
 
 
 def a_share() -> RankBatch:
-    return share_of(
+    return rank_batch(
         [make_rollout(5, "a", seed=1, group_id="g", version=(3, 4)), make_rollout(1, "b", seed=2)],
         [make_rollout(130, "c", seed=3, prompt_tokens=7, cost=2.5)],
+        rank=1,
+        dp_size=2,
+        load=1.5,
+        global_num_rollouts=7,
     )
 
 
@@ -81,9 +73,9 @@ def test_packed_copies_no_token_and_is_aligned() -> None:
 
 
 def test_int64_ids_travel_narrowed_where_they_fit() -> None:
-    small = share_of([Rollout(tokens={"input_ids": torch.arange(1000)}, rollout_id="a")])
-    large = share_of([Rollout(tokens={"input_ids": torch.arange(1000) + 2**31 - 500}, rollout_id="a")])
-    lowest = share_of([Rollout(tokens={"input_ids": torch.tensor([-(2**31), 2**31 - 1])}, rollout_id="a")])
+    small = rank_batch([Rollout(tokens={"input_ids": torch.arange(1000)}, rollout_id="a")])
+    large = rank_batch([Rollout(tokens={"input_ids": torch.arange(1000) + 2**31 - 500}, rollout_id="a")])
+    lowest = rank_batch([Rollout(tokens={"input_ids": torch.tensor([-(2**31), 2**31 - 1])}, rollout_id="a")])
     assert wire.encode(small).message.wire_bytes < 4000 + 400 < 8000 < wire.encode(large).message.wire_bytes
     for share in (small, large, lowest):
         got, _ = carry(share)
@@ -102,7 +94,7 @@ def test_rollouts_are_made_once_and_lazily() -> None:
 
 def test_padding_copies_keep_their_zero_weight() -> None:
     original = make_rollout(4, "a")
-    got, _ = carry(share_of([original, original.padding_copy("p")]))
+    got, _ = carry(rank_batch([original, original.padding_copy("p")]))
     packed = got.micro_batches[0].packed()
     assert packed.rollout_weights.tolist() == [1.0, 0.0]
     assert packed["loss_mask"].tolist() == [True] * 4 + [False]
@@ -112,12 +104,12 @@ def test_padding_copies_keep_their_zero_weight() -> None:
 def test_rollouts_with_different_columns_are_named() -> None:
     plain, other = make_rollout(3, "plain"), Rollout(tokens={"input_ids": torch.arange(2)}, rollout_id="other")
     with pytest.raises(RolloutError, match="'other' has no column 'logprobs'"):
-        wire.encode(share_of([plain, other]))
+        wire.encode(rank_batch([plain, other]))
     with pytest.raises(RolloutError, match="'plain' has columns"):
-        wire.encode(share_of([other, plain]))
+        wire.encode(rank_batch([other, plain]))
     wide = Rollout(tokens={"input_ids": torch.arange(2, dtype=torch.int32)}, rollout_id="wide")
     with pytest.raises(RolloutError, match=r"'wide' has column 'input_ids' as torch\.int32"):
-        wire.encode(share_of([other, wide]))
+        wire.encode(rank_batch([other, wide]))
 
 
 def test_a_share_that_is_too_large_says_what_to_do() -> None:
@@ -176,7 +168,7 @@ def test_any_shape_comes_back(cut: list[list[int]], dtype: torch.dtype, tail: li
         ]
         for m, lengths in enumerate(cut)
     ]
-    sent = share_of(*micro_batches)
+    sent = rank_batch(*micro_batches)
     got, _ = carry(sent)
     assert all(same_rollout(a, b) for a, b in zip(sent.rollouts, got.rollouts, strict=True))
 

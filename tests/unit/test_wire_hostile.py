@@ -16,9 +16,10 @@ import torch
 
 from stream_balancer.errors import WireError
 from stream_balancer.testing import make_rollout
+from stream_balancer.testing.scripted import rank_batch
 from stream_balancer.transport.memory_channel import Wire
 from stream_balancer.transport.rank_port import RankPort
-from stream_balancer.types import MicroBatch, RankBatch, Rollout
+from stream_balancer.types import RankBatch, Rollout
 from stream_balancer.wire import share as wire
 from stream_balancer.wire.messages import Batch, JoinRank
 
@@ -38,17 +39,7 @@ def _valid() -> Message:
         )
         for i in range(4)
     ]
-    share = RankBatch(
-        step=0,
-        rank=1,
-        dp_size=2,
-        micro_batches=(MicroBatch.of(rollouts[:1]), MicroBatch.of(rollouts[1:])),
-        load=1.0,
-        global_num_rollouts=4,
-        global_num_tokens=22,
-        global_num_loss_tokens=22,
-    )
-    encoded = wire.encode(share)
+    encoded = wire.encode(rank_batch(rollouts[:1], rollouts[1:], rank=1, dp_size=2))
     buffer = torch.zeros(encoded.message.wire_bytes, dtype=torch.uint8)
     assert list(encoded.fill(buffer))
     return encoded.message, buffer.numpy().tobytes()
