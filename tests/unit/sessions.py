@@ -26,6 +26,7 @@ class FakeChannel:
     def __init__(self, *, threads: bool = True, at_once: bool = True) -> None:
         self.threads, self._at_once = threads, at_once
         self._queue: list[Sendable] = []
+        self.outgoing: list[Outgoing] = []
         self.sent: list[Message] = []
         self.closed: str | None = None
         self.aborted = False
@@ -43,10 +44,11 @@ class FakeChannel:
             item = self._queue.pop(0)
             made = item(self) if callable(item) else item
             if isinstance(made, Outgoing):
+                self.outgoing.append(made)
                 self.sent.append(made.message)
 
     def close(self, reason: str = "") -> None:
-        self.closed = reason
+        self.closed = reason if self.closed is None else self.closed
 
     def wait_closed(self, timeout_s: float) -> None:
         pass
@@ -55,7 +57,7 @@ class FakeChannel:
         self.aborted = True
 
 
-def _at_once(function: Callable[[], object]) -> None:
+def at_once(function: Callable[[], object]) -> None:
     function()
 
 
@@ -65,7 +67,7 @@ def producer_session(
     in_loop: InLoop | None = None,
     owner: Owner | None = None,
 ) -> ProducerSession:
-    session = ProducerSession(channel, JoinProducer("a producer", owner), limits or Limits(), in_loop or _at_once)
+    session = ProducerSession(channel, JoinProducer("a producer", owner), limits or Limits(), in_loop or at_once)
     channel.start(session)
     return session
 

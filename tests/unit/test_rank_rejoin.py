@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
+from sessions import at_once
 
 import stream_balancer as sb
 from stream_balancer.errors import WireError
@@ -17,10 +16,6 @@ from stream_balancer.types import RankBatch
 from stream_balancer.wire import messages as m
 
 JOIN = m.JoinRank(0, 1, 0, depth=2, max_batch_bytes=2**20)
-
-
-def at_once(function: Callable[[], object]) -> None:
-    function()
 
 
 def batch(step: int, num_tokens: int = 5) -> RankBatch:

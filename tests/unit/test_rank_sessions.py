@@ -10,12 +10,13 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+from sessions import FakeChannel, at_once
 
 import stream_balancer as sb
 from stream_balancer.errors import WireError, WouldBlock
 from stream_balancer.testing.transports import make_batch, same_rollout
 from stream_balancer.transport.admission import Admission
-from stream_balancer.transport.channel import Outgoing, PeerClosed, Receiver, Sendable
+from stream_balancer.transport.channel import Outgoing, PeerClosed, Receiver
 from stream_balancer.transport.rank_port import RankPort
 from stream_balancer.transport.rank_session import RankSession
 from stream_balancer.types import RankBatch
@@ -24,38 +25,6 @@ from stream_balancer.wire.messages import Message
 from stream_balancer.wire.partial_share import WantedPayload
 
 JOIN = m.JoinRank(0, 1, 0, depth=2, max_batch_bytes=2**20)
-
-
-class FakeChannel:
-    """What was sent lies in ``sent``."""
-
-    threads, narrow = False, True
-
-    def __init__(self) -> None:
-        self.sent: list[Outgoing] = []
-        self.closed: str | None = None
-        self.aborted = False
-
-    def start(self, receiver: Receiver) -> None:
-        pass
-
-    def send(self, item: Sendable) -> None:
-        outgoing = item(self) if callable(item) else item
-        if outgoing is not None:
-            self.sent.append(outgoing)
-
-    def close(self, reason: str = "") -> None:
-        self.closed = reason if self.closed is None else self.closed
-
-    def wait_closed(self, timeout_s: float) -> None:
-        pass
-
-    def abort(self) -> None:
-        self.aborted = True
-
-    @property
-    def messages(self) -> list[Message]:
-        return [outgoing.message for outgoing in self.sent]
 
 
 def deliver(outgoing: Outgoing, receiver: Receiver) -> None:
@@ -68,13 +37,9 @@ def deliver(outgoing: Outgoing, receiver: Receiver) -> None:
     receiver.receive(outgoing.message, buffers, outgoing.references)
 
 
-def at_once(function: Callable[[], object]) -> None:
-    function()
-
-
 @pytest.fixture
 def channel() -> FakeChannel:
-    return FakeChannel()
+    return FakeChannel(threads=False)
 
 
 @pytest.fixture
@@ -95,7 +60,7 @@ def packed(step: int, *, confirm: bool = False) -> Outgoing:
     """What a session sends for a batch."""
     channel = FakeChannel()
     RankSession(channel, JOIN, at_once).send(batch(step), confirm=confirm)
-    return channel.sent[0]
+    return channel.outgoing[0]
 
 
 # --- the controller's end ---------------------------------------------------------------------------------------------
@@ -111,7 +76,7 @@ def test_credits_are_what_was_taken_and_not_sent_since(session: RankSession, cha
         session.send(batch(2))
     deliver(Outgoing(m.Taken(2)), session)
     assert (session.credits, changes) == (2, [2])
-    assert [type(message) for message in channel.messages] == [m.Batch, m.Batch]
+    assert [type(message) for message in channel.sent] == [m.Batch, m.Batch]
 
 
 @pytest.mark.parametrize("total", [0, 3, 2**40])
@@ -163,7 +128,7 @@ def test_no_rank_sends_buffers(session: RankSession) -> None:
 def test_after_the_end_nothing_is_sent_and_a_close_is_an_end(session: RankSession, channel: FakeChannel) -> None:
     session.end()
     session.end()
-    assert channel.messages == [m.End()]
+    assert channel.sent == [m.End()]
     with pytest.raises(sb.ClosedResourceError):
         session.send(batch(0))
     session.ended(PeerClosed())
@@ -233,7 +198,7 @@ def test_batches_are_taken_in_order_and_each_taking_is_told(port: RankPort, chan
         deliver(packed(step), port)
     taken = [port.take(), port.take()]
     assert [got and got.step for got in taken] == [3, 7]
-    assert channel.messages == [m.Taken(1), m.Taken(2)]
+    assert channel.sent == [m.Taken(1), m.Taken(2)]
     assert len(news) == 2
     for got in taken:
         assert got is not None
@@ -336,7 +301,7 @@ def agreed(step: int) -> m.Denominators:
 def test_a_batch_to_be_confirmed_is_held_with_all_behind_it(port: RankPort, channel: FakeChannel) -> None:
     deliver(packed(0, confirm=True), port)
     deliver(packed(1), port)
-    assert channel.messages == [m.PayloadsFetched(0)]
+    assert channel.sent == [m.PayloadsFetched(0)]
     assert port.take() is None
     deliver(Outgoing(agreed(0)), port)
     taken = [port.take(), port.take()]
@@ -401,7 +366,7 @@ def test_receiving_has_a_thread_and_all_else_another_one(channel: FakeChannel) -
 
 
 def test_a_rank_fetches_in_a_thread_of_its_own_and_is_closed_while_it_does(channel: FakeChannel) -> None:
-    channel.threads = True  # type: ignore[misc]
+    channel.threads = True
     reading, source = threading.Event(), _Source({})
 
     def read(*_: object) -> Mapping[int, str]:
@@ -438,7 +403,7 @@ def _with_a_payload_elsewhere() -> Outgoing:
     share = replace(first, micro_batches=(sb.MicroBatch.of(rollouts), *first.micro_batches[1:]))
     channel = FakeChannel()
     RankSession(channel, JOIN, at_once).send(share)
-    return channel.sent[0]
+    return channel.outgoing[0]
 
 
 def test_a_payload_that_is_gone_leaves_a_padding_copy(channel: FakeChannel) -> None:
@@ -446,7 +411,7 @@ def test_a_payload_that_is_gone_leaves_a_padding_copy(channel: FakeChannel) -> N
     deliver(_with_a_payload_elsewhere(), port)
     name = batch(0).rollouts[0].rollout_id
     missing = m.MissingRollout(0, name, "worker 3", "the process is gone")
-    assert channel.messages == [m.PayloadsFetched(0, (missing,))]
+    assert channel.sent == [m.PayloadsFetched(0, (missing,))]
     deliver(Outgoing(m.Denominators(0, 3, 95, 45)), port)
     got = port.take()
     assert got is not None
