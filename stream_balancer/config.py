@@ -95,7 +95,7 @@ class BalancerConfig:
     (DDP with ``no_sync``, HSDP): fewer padding copies, less ``micro_batch_overhead_cost``."""
     micro_batch_overhead_cost: float | None = None
     """Work of a micro-batch beside that of its rollouts (launching kernels, reading the weights), in the cost model's
-    unit. With ``sync="step"`` one more micro-batch is taken where it saves more by balance. None = what a
+    unit. One more micro-batch a rank is taken where it saves more by balance. None = what a
     ``CalibratedCost`` has learned; 0 with any other cost."""
     micro_batch_multiple: int = 1
     """The number of micro-batches is a multiple of this (virtual pipeline stages)."""

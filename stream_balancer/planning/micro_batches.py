@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Literal, TypeVar
 
 import numpy as np
 
+from .bounds import lockstep_bound
 from .capped import bins_to_ranks, least_finish, one_micro_batch_each
-from .lockstep import assign_lockstep
+from .lockstep import assign_lockstep, step_time
 from .packing import Packer
 from .partition import partition, partition_together
 
@@ -31,6 +32,10 @@ if TYPE_CHECKING:
 Order = Literal["heaviest_first", "pipeline"]
 
 _Bin = TypeVar("_Bin")
+
+_WORTH = 0.02
+"""By how much one lockstep more must shorten the step, beside its overhead: it costs something (FSDP gathers the
+parameters once more) even where nobody has said how much."""
 
 
 class OversizeError(ValueError):
@@ -132,6 +137,8 @@ def form_micro_batches(
         )
     else:
         ranks = _least_number(packer, num_ranks, sync, multiple_of, speeds, rotation)
+        if sync == "micro_batch" and not padded:
+            ranks = _one_lockstep_more(packer, ranks, overhead, multiple_of, speeds, rotation)
     return [[np.array(sorted(one), dtype=np.int64) for one in in_order(bins, packer.cost, order)] for bins in ranks]
 
 
@@ -157,6 +164,23 @@ def _least_number(
     if sync == "step":
         return bins_to_ranks(packer, bins, num_ranks, speeds, rotation)
     return assign_lockstep(packer, bins, num_ranks, number, speeds, rotation)
+
+
+def _one_lockstep_more(
+    packer: Packer, ranks: list[Bins], overhead: float, multiple_of: int, speeds: ArrayLike | None, rotation: int
+) -> list[Bins]:
+    """With bins that are nearly full of tokens there is no way to make them alike: then one more on every rank."""
+    took, num_ranks, number = step_time(packer, ranks, speeds), len(ranks), max(map(len, ranks)) + multiple_of
+    worth = took * (1.0 - _WORTH) - overhead * multiple_of
+    if packer.tokens.size < num_ranks * number or worth <= lockstep_bound(
+        packer.work, packer.tokens, num_ranks, packer.cap, speeds
+    ):
+        return ranks
+    bins = packer.pack(np.arange(packer.tokens.size), num_ranks * number)
+    if bins is None:
+        return ranks
+    more = assign_lockstep(packer, bins, num_ranks, number, speeds, rotation)
+    return more if step_time(packer, more, speeds) < worth else ranks
 
 
 def _round_up(number: int, multiple_of: int) -> int:
