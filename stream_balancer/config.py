@@ -36,6 +36,12 @@ if TYPE_CHECKING:
         def __get__(self, config: object, owner: object) -> int: ...
         def __set__(self, config: object, value: int | Literal["auto"]) -> None: ...
 
+    class BatchSize:
+        """A knob that may be left out under ``batch_tokens``, and is read as an int."""
+
+        def __get__(self, config: object, owner: object) -> int: ...
+        def __set__(self, config: object, value: int | None) -> None: ...
+
     class MaxSkips:
         """A knob that is given as an int, None or "auto", and read as an int or None."""
 
@@ -58,13 +64,21 @@ class BalancerConfig:
 
     dp_size: int
     """DP ranks that take part in every step."""
-    batch_size: int
-    """Rollouts per dispatch, over all ranks."""
+    batch_size: BatchSize = _DERIVED
+    """Rollouts per dispatch, over all ranks. Under ``batch_tokens``, which takes its place, it is read as the fewest
+    that a full dispatch has: one for each micro-batch that every rank must run, in whole groups."""
+    batch_tokens: int | None = None
+    """Tokens per dispatch, instead of ``batch_size``: so many rollouts (or whole groups) go that their tokens come
+    nearest to this. More go where ``max_skips`` demands it, or where some rank would get none. See docs/tuning.md for
+    what it costs."""
     window: Window = _DERIVED
     """Dispatch once this many rollouts wait. Default ``2 * batch_size``: most of the balance a window can buy, for
     one dispatch of mean queueing delay; every further ``batch_size`` adds another (Little's law). ``"auto"``: the
     smallest of :attr:`auto_windows` from which waiting longer would save hardly any idle time, fitted to the lengths
     that come; read back, it is the one in force. See docs/tuning.md."""
+    window_tokens: int | None = None
+    """Under ``batch_tokens``, instead of ``window``: dispatch once this many tokens wait. Default ``2 * batch_tokens``
+    if no ``window`` is given."""
     deadline_s: float | None = None
     """... or once the oldest has waited this long, in seconds. Then a batch may be smaller than ``batch_size``, which
     is why the default is None: wait for the window."""
@@ -75,9 +89,12 @@ class BalancerConfig:
     capacity: int = _DERIVED
     """``put()`` waits once this many rollouts wait, places kept for siblings of waiting groups counted in. Default
     ``2 * window``."""
+    capacity_tokens: int | None = None
+    """... or once this many tokens wait. Default ``2 * window_tokens``; with a ``window`` in rollouts under
+    ``batch_tokens`` as many as ``max_skips`` allows; else None = no such limit."""
     capacity_bytes: int | None = None
     """... or once the waiting rollouts' tensors are this many bytes. None = no such limit. While a put is held back
-    by either limit, the window counts as full; while fewer than ``min_batch_size`` could leave, neither limit holds a
+    by any limit, the window counts as full; while fewer than ``min_batch_size`` could leave, no limit holds a
     put back."""
     min_batch_size: int = _DERIVED
     """Smallest batch a deadline may send. Default ``dp_size``, so that every rank has something to run."""
@@ -163,17 +180,38 @@ class BalancerConfig:
             object.__setattr__(self, "auto_windows", _auto_windows(self))
             first = [window for window in self.auto_windows if window <= START * self.batch_size]
             object.__setattr__(self, "window", max(first, default=self.batch_size))
-        default("window", 2 * self.batch_size if self.policy == "window" else self.batch_size)
+        if self.batch_tokens is not None:
+            default("batch_size", self._least_batch_size())
+            if "window" not in self._given:
+                default("window_tokens", self._batches_of_window * self.batch_tokens)
+                default("window", self.batch_size)
+        default("window", self._batches_of_window * self.batch_size)
+        if self.window_tokens is not None:
+            default("capacity_tokens", 2 * self.window_tokens)
+            default("capacity", max(self.capacity_tokens or 0, self.window))  # no limit: every rollout has a token
         default("capacity", 2 * self._largest_window)
         default("min_batch_size", self.dp_size)
         if self._given["max_skips"] == "auto":
             object.__setattr__(self, "max_skips", max(8, self.least_max_skips))
+        if self.batch_tokens is not None and self.max_skips is not None:
+            default("capacity_tokens", self.max_skips * self.batch_tokens)
 
     def at_window(self, window: int) -> BalancerConfig:
         """The same knobs with another of :attr:`auto_windows` in force."""
         other = copy(self)
         object.__setattr__(other, "window", window)
         return other
+
+    @property
+    def _batches_of_window(self) -> int:
+        """How many batches a window holds by default."""
+        return 2 if self.policy == "window" else 1
+
+    def _least_batch_size(self) -> int:
+        """Rollouts of which every rank gets one for each micro-batch that it must run, in whole groups."""
+        least = max(self.dp_size * self.micro_batch_multiple, self.group_size or 1)
+        least = -(-least // self._whole) * self._whole
+        return max(least, self.dp_size * self._whole) if self.groups == "same_rank" else least
 
     @property
     def _largest_window(self) -> int:
@@ -195,17 +233,26 @@ class BalancerConfig:
 
         Below ``3 * (window / batch_size - 1)`` every rollout would always be due and the window could choose nothing;
         below ``ceil(capacity / batch_size) - 1`` a full buffer could not leave in time, whatever the order (with groups
-        kept whole a batch may be up to ``group_size - 1`` short, so a little more is needed).
+        kept whole a batch may be up to ``group_size - 1`` short, so a little more is needed). Under ``batch_tokens``
+        the same of ``window_tokens`` and ``capacity_tokens``; there it is the steps that would have too many tokens.
         """
+        if self.batch_tokens is not None:
+            window = self.window_tokens or self.batch_tokens
+            most = (self.capacity_tokens or window) + self.batch_tokens  # the last put may pass the limit
+            return max(smallest_max_skips(window, self.batch_tokens, most), 1)
         return max(smallest_max_skips(self._largest_window, self.batch_size, self.capacity, self._whole), 1)
 
 
 _NONE_IS_A_VALUE = ("max_skips", "loss_mask_column")
-_POSITIVE_INTS = ("dp_size", "batch_size", "micro_batch_multiple")
+_POSITIVE_INTS = ("dp_size", "micro_batch_multiple")
 _OPTIONAL_INTS = (
+    "batch_size",
+    "batch_tokens",
     "window",
+    "window_tokens",
     "max_skips",
     "capacity",
+    "capacity_tokens",
     "capacity_bytes",
     "min_batch_size",
     "max_tokens_per_micro_batch",
@@ -259,9 +306,31 @@ def _check_values(config: BalancerConfig) -> None:
             "micro_batch_overhead_cost must be a finite number >= 0 in the cost model's unit, or None for what is "
             f"learned, not {overhead!r}"
         )
+    _check_batch(config)
     _check_loss_mask(config.loss_mask_column)
     _check_cost(config.cost)
     _check_speeds(config)
+
+
+def _check_batch(c: BalancerConfig) -> None:
+    """How much a step takes, and what it waits for, is given in rollouts or in tokens."""
+    if "batch_size" not in c._given and c.batch_tokens is None:
+        raise ConfigError("give batch_size (rollouts per step) or batch_tokens (tokens per step)")
+    if "batch_size" in c._given and c.batch_tokens is not None:
+        raise ConfigError(
+            f"batch_size ({c.batch_size}) and batch_tokens ({c.batch_tokens}) exclude one another: a step has a fixed "
+            "number of rollouts, or about a fixed number of tokens. Leave one out"
+        )
+    if c.window_tokens is not None and c.batch_tokens is None:
+        raise ConfigError(
+            f"window_tokens ({c.window_tokens}) needs batch_tokens: a batch of batch_size rollouts might not be among "
+            "so many tokens. Give window, in rollouts, or batch_tokens instead of batch_size"
+        )
+    if c.window_tokens is not None and "window" in c._given:
+        raise ConfigError(
+            f"window ({c.window}) and window_tokens ({c.window_tokens}) exclude one another: a dispatch waits for "
+            "rollouts or for tokens. Leave one out"
+        )
 
 
 def _check_loss_mask(column: object) -> None:
@@ -315,6 +384,11 @@ def _check_auto(c: BalancerConfig) -> None:
     """Knobs that the estimate behind ``window="auto"`` does not cover."""
     if c.policy != "window":
         raise ConfigError(f"window='auto' needs policy='window': {c.policy!r} sends the oldest. Leave window out")
+    if c.batch_tokens is not None:
+        raise ConfigError(
+            "window='auto' does not work with batch_tokens: it compares windows by batches of one size. Leave window "
+            "out, or give window_tokens; `stream-balancer tune` finds one"
+        )
     if c.sync != "step" or c.cost.padded:
         what = "a padded cost" if c.cost.padded else f"sync={c.sync!r}"
         raise ConfigError(
@@ -341,10 +415,17 @@ def _check_combinations(c: BalancerConfig) -> None:
             f"window ({c.window}) must be <= capacity ({c.capacity}): it could never fill, and {then}. "
             "Raise capacity or lower window"
         )
-    if not c.dp_size <= c.min_batch_size <= c.batch_size:
+    _check_tokens(c)
+    if not c.dp_size <= c.min_batch_size <= (c.batch_size if c.batch_tokens is None else c.capacity):
         raise ConfigError(
-            f"min_batch_size ({c.min_batch_size}) must be between dp_size ({c.dp_size}) and batch_size "
-            f"({c.batch_size}): below, ranks would run padding only; above, a deadline could not be kept"
+            f"min_batch_size ({c.min_batch_size}) must be between dp_size ({c.dp_size}) and "
+            + (f"batch_size ({c.batch_size})" if c.batch_tokens is None else f"capacity ({c.capacity})")
+            + ": below, ranks would run padding only; above, a deadline could not be kept"
+        )
+    if c.policy != "window" and c.window_tokens is not None and c.window_tokens != c.batch_tokens:
+        raise ConfigError(
+            f"policy {c.policy!r} sends the oldest batch_tokens, so window_tokens ({c.window_tokens}) must equal "
+            f"batch_tokens ({c.batch_tokens}). Leave window_tokens out"
         )
     if c.policy != "window" and c.window != c.batch_size:
         raise ConfigError(
@@ -352,10 +433,15 @@ def _check_combinations(c: BalancerConfig) -> None:
             f"({c.batch_size}). Leave window out"
         )
     if c.max_skips is not None and c.max_skips < c.least_max_skips:
+        tokens = "" if c.window_tokens is None else "_tokens"
+        batch, window, capacity = (
+            f"{name} ({getattr(c, name)})"
+            for name in ("batch" + (tokens or "_size"), "window" + tokens, "capacity" + tokens)
+        )
         raise ConfigError(
-            f"max_skips ({c.max_skips}) is too small for window ({c.window}) and capacity ({c.capacity}) at batch_size "
-            f"({c.batch_size}): every rollout would always be due, or a full buffer could not leave in time. "
-            f"Use max_skips >= {c.least_max_skips}, or a smaller window or capacity"
+            f"max_skips ({c.max_skips}) is too small for {window} and {capacity} at {batch}: every rollout would "
+            f"always be due, or a full buffer could not leave in time. Use max_skips >= {c.least_max_skips}, or a "
+            "smaller window or capacity"
         )
     _check_groups(c)
     if c.micro_batch_counts == "free" and c.sync == "micro_batch":
@@ -367,6 +453,22 @@ def _check_combinations(c: BalancerConfig) -> None:
         raise ConfigError(
             f"micro_batch_multiple ({c.micro_batch_multiple}) x dp_size ({c.dp_size}) is more than batch_size "
             f"({c.batch_size}): some micro-batches would be empty. Lower micro_batch_multiple or raise batch_size"
+        )
+
+
+def _check_tokens(c: BalancerConfig) -> None:
+    """Limits in tokens: each at least what must fit into it."""
+    if c.window_tokens is not None and c.batch_tokens is not None and c.window_tokens < c.batch_tokens:
+        raise ConfigError(
+            f"window_tokens ({c.window_tokens}) must be >= batch_tokens ({c.batch_tokens}): it would fill before a "
+            "batch is there. Raise window_tokens, or lower batch_tokens"
+        )
+    least = c.batch_tokens if c.window_tokens is None else c.window_tokens
+    if least is not None and c.capacity_tokens is not None and c.capacity_tokens < least:
+        name = "batch_tokens" if c.window_tokens is None else "window_tokens"
+        raise ConfigError(
+            f"capacity_tokens ({c.capacity_tokens}) must be >= {name} ({least}): so many could never wait. Raise "
+            f"capacity_tokens or lower {name}"
         )
 
 

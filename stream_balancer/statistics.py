@@ -164,6 +164,8 @@ class Statistics:
     """How old rollouts were when they were trained on, since this balancer was made; None before any was."""
     window: int
     """Rollouts that a dispatch waits for: the knob, or what ``window="auto"`` has chosen."""
+    window_tokens: int | None
+    """Tokens that a dispatch waits for under ``batch_tokens``; None where it waits for rollouts only."""
     idle_by_window: Mapping[int, float]
     """Under ``window="auto"``: the idle fraction that each window would have, of the recent past; empty before the
     first fit, and where the window is fixed."""

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Simulated",
     "as_command",
+    "batch_text",
     "deadline_text",
     "fail",
     "knob",
@@ -40,9 +41,11 @@ __all__ = [
     "progress",
     "skips_of",
     "stdout",
+    "window_text",
 ]
 
 DEFAULT_GENERATED = 20_000  # rollouts of generate:NAME without a number: hundreds of dispatches, a second or two
+DEFAULT_BATCH_SIZE = 32
 GENERATE = "generate:"
 USER_ERROR = 2  # typer's own code for bad usage
 KNOBS = texts_below_fields(BalancerConfig)
@@ -97,7 +100,8 @@ class Simulated:
         ),
     ]
     dp_size: Annotated[int, knob("dp_size")] = 8
-    batch_size: Annotated[int, knob("batch_size")] = 32
+    batch_size: Annotated[int | None, knob("batch_size", "(default: 32)")] = None
+    batch_tokens: Annotated[int | None, knob("batch_tokens")] = None
     cost: Annotated[
         str,
         knob(
@@ -143,9 +147,11 @@ class Simulated:
 
     def config(self, **knobs: Any) -> BalancerConfig:
         """With ``knobs`` besides, those that were given."""
+        in_rollouts = self.batch_tokens is None and self.batch_size is None
         return BalancerConfig(
             dp_size=self.dp_size,
-            batch_size=self.batch_size,
+            batch_size=DEFAULT_BATCH_SIZE if in_rollouts else self.batch_size,
+            batch_tokens=self.batch_tokens,
             cost=cost_of(self.cost),
             counts=self.counts,
             sync=self.sync,
@@ -230,6 +236,14 @@ def skips_of(text: str) -> int | None:
         return None if text == "none" else int(text)
     except ValueError:
         fail(f"--max-skips {text}: write a whole number of dispatches, or none for no bound")
+
+
+def batch_text(config: BalancerConfig) -> str:
+    return f"{config.batch_size} rollouts" if config.batch_tokens is None else f"{config.batch_tokens:,} tokens"
+
+
+def window_text(config: BalancerConfig) -> str:
+    return str(config.window) if config.window_tokens is None else f"{config.window_tokens:,} tokens"
 
 
 def deadline_text(deadline_s: float | None) -> str:

@@ -10,7 +10,16 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
 import typer
 
-from stream_balancer.cli._options import Simulated, deadline_text, knob, progress, skips_of, stdout
+from stream_balancer.cli._options import (
+    Simulated,
+    batch_text,
+    deadline_text,
+    knob,
+    progress,
+    skips_of,
+    stdout,
+    window_text,
+)
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -31,6 +40,7 @@ class Replay(Simulated):
     """
 
     window: Annotated[int | None, knob("window", "(default: 2 x batch size)")] = None
+    window_tokens: Annotated[int | None, knob("window_tokens")] = None
     deadline_s: Annotated[float | None, knob("deadline_s", "(default: wait for the window)")] = None
     max_skips: Annotated[str | None, knob("max_skips", "'none' = no bound. (default: 8)", metavar="N")] = None
     capacity: Annotated[int | None, knob("capacity", "(default: 2 x window)")] = None
@@ -41,7 +51,12 @@ class Replay(Simulated):
         from stream_balancer.tools.simulate import as_policy
 
         lengths = self.lengths()
-        config = self.config(window=self.window, deadline_s=self.deadline_s, capacity=self.capacity)
+        config = self.config(
+            window=self.window,
+            window_tokens=self.window_tokens,
+            deadline_s=self.deadline_s,
+            capacity=self.capacity,
+        )
         if self.max_skips is not None:
             config = config.replace(max_skips=skips_of(self.max_skips))
         policies: tuple[Policy, ...] = ("round_robin", "fifo", "window")
@@ -107,7 +122,7 @@ def _print_replay(trace: Trace, config: BalancerConfig, cost: str, how: dict[str
         f"{lengths[len(lengths) // 2]:,}, longest {lengths[-1]:,}; {arrivals}; trainer {how['trainer']}"
     )
     stdout().print(
-        f"{config.dp_size} ranks, {config.batch_size} rollouts a dispatch, window {config.window}, max_skips "
+        f"{config.dp_size} ranks, {batch_text(config)} a dispatch, window {window_text(config)}, max_skips "
         f"{config.max_skips}, deadline {deadline_text(config.deadline_s)}, cost {cost}"
     )
     stdout().print(_table(reports, instant=how["trainer"] == "instant"))

@@ -12,6 +12,7 @@ import typer
 
 from stream_balancer.cli._options import (
     Simulated,
+    batch_text,
     deadline_text,
     fail,
     progress,
@@ -44,7 +45,10 @@ class Tune(Simulated):
     tolerance: float = 0.0025
     """Idle fraction that is not worth a larger window."""
     windows: Annotated[
-        str | None, typer.Option(metavar="N,N,...", help="Windows to try. (default: 1 to 4 batches)")
+        str | None,
+        typer.Option(
+            metavar="N,N,...", help="Windows to try; in tokens with --batch-tokens. (default: 1 to 4 batches)"
+        ),
     ] = None
     max_skips: Annotated[
         str | None,
@@ -126,12 +130,14 @@ def _print(report: TuneReport, cost: str, plot: Path | None) -> None:
     again = f", the trace {report.times} times over" if report.times > 1 else ""
     console.print(
         f"[bold]{report.trace_name}[/bold]: {report.num_rollouts:,} rollouts a run{again}; {config.dp_size} ranks, "
-        f"{config.batch_size} rollouts a dispatch, cost {cost}; {len(report.outcomes)} settings, those on the front:"
+        f"{batch_text(config)} a dispatch, cost {cost}; {len(report.outcomes)} settings, those on the front:"
     )
     console.print(_table(report))
     console.print(f"[bold]{report.reason}[/bold]")
     deadline = deadline_text(chosen.deadline_s)
-    console.print(f"Recommended: window={chosen.window}, max_skips={chosen.max_skips}, deadline {deadline}")
+    console.print(
+        f"Recommended: {chosen.window_knob}={chosen.window}, max_skips={chosen.max_skips}, deadline {deadline}"
+    )
     if plot is not None:
         console.print(f"Picture: {plot}")
 

@@ -124,6 +124,8 @@ class Admission:
                 places = max(places, buffer.groups.size_of(rollouts[0].group_id))
         if len(buffer) + buffer.groups.num_awaited + places > config.capacity:
             return False
+        if config.capacity_tokens is not None and buffer.num_tokens >= config.capacity_tokens:
+            return False
         limit = config.capacity_bytes
         return limit is None or buffer.num_bytes + sum(r.nbytes for r in rollouts) <= limit
 

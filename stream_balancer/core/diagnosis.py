@@ -76,9 +76,13 @@ def why_no_batch(
 
 
 def _what_waits(config: BalancerConfig, statistics: Statistics, ended: bool) -> str:
+    tokens, unit = config.window_tokens, "rollouts" if config.window_tokens is None else "tokens"
+    wait, window = (statistics.waiting, config.window) if tokens is None else (statistics.waiting_tokens, tokens)
     if statistics.waiting:
-        return f"{statistics.waiting} of {config.window} rollouts wait, the oldest for {statistics.oldest_wait_s:.0f} s"
-    return "end() was called and nothing waits" if ended else f"no rollout waits; {config.window} make a window"
+        return f"{wait} of {window} {unit} wait, the oldest for {statistics.oldest_wait_s:.0f} s"
+    if ended:
+        return "end() was called and nothing waits"
+    return f"no rollout waits; {window}{'' if tokens is None else ' tokens'} make a window"
 
 
 def _why_not_ready(config: BalancerConfig, statistics: Statistics) -> list[str]:

@@ -116,6 +116,7 @@ def _plan_knobs(config: BalancerConfig, tolerance: float) -> PlanKnobs:
     return PlanKnobs(
         num_ranks=config.dp_size,
         batch_size=config.batch_size,
+        batch_tokens=config.batch_tokens,
         max_skips=config.max_skips,
         counts=config.counts,
         sync=config.sync,

@@ -62,6 +62,7 @@ def statistics(state: State, now: float, shell: ShellFigures) -> Statistics:
         version=state.staleness.version,
         training_age=ledger.training_ages.summary(),
         window=state.config.window,
+        window_tokens=state.config.window_tokens,
         idle_by_window=shell.idle_by_window,
     )
 

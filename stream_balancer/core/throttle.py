@@ -17,6 +17,11 @@ __all__ = ["Throttle", "check_reserve"]
 def check_reserve(config: BalancerConfig, count: int) -> None:
     """Raise ConfigError for knobs under which the bound could not be kept, or the window never be filled; ValueError
     for a ``count`` that could never be admitted."""
+    if config.batch_tokens is not None:
+        raise ConfigError(
+            "reserve() admits as many rollouts as the batches to come take, which is not known in rollouts under "
+            "batch_tokens. Give batch_size, or do without reserve()"
+        )
     staleness = config.max_staleness
     limit = config.capacity if staleness is None else (staleness + 1) * config.batch_size
     if isinstance(count, bool) or not isinstance(count, int) or not 1 <= count <= limit:

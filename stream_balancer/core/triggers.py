@@ -3,7 +3,7 @@
 A batch leaves when it is asked for and one of these holds, in this order:
 
     drain     no more rollouts will come: whatever is left
-    window    ``window`` rollouts are ready, or a put found no room (force flush): waiting longer cannot improve it
+    window    ``window`` rollouts, or ``window_tokens``, are ready, or a put found no room (force flush)
     deadline  the oldest has waited ``deadline_s``, and ``min_batch_size`` are ready
     age       rollouts would be too old with one more step before them, and a full batch is ready
 
@@ -99,13 +99,27 @@ class Triggers:
         return None, 0
 
     def _window_is_full(self, ready: int) -> bool:
-        if ready >= self.config.window:
+        config = self.config
+        if ready >= config.window and self._has_tokens(config.window_tokens):
             return True
         # a short batch makes room only where nothing is held back: those leave, or are evicted, as the trainer goes on
-        return self._force_flush and ready >= max(min(self.config.batch_size, self._buffer.num_ready), 1)
+        return self._force_flush and ready > 0 and (ready >= self._buffer.num_ready or self._is_full_batch(ready))
 
     def _full_batch_is_due(self, ready: int) -> bool:
-        return self._staleness.num_due > self._staleness.num_held_back and ready >= self.config.batch_size
+        return self._staleness.num_due > self._staleness.num_held_back and self._is_full_batch(ready)
+
+    def _is_full_batch(self, ready: int) -> bool:
+        return ready >= self.config.batch_size and self._has_tokens(self.config.batch_tokens)
+
+    def _has_tokens(self, least: int | None) -> bool:
+        """Whether those that may leave now have at least so many tokens; None: no matter. O(1), and O(n) while some are
+        held back."""
+        if least is None:
+            return True
+        buffer = self._buffer
+        if buffer.num_tokens < least or (buffer.num_ready == len(buffer) and not self._staleness.num_held_back):
+            return buffer.num_tokens >= least
+        return int(buffer.lengths[buffer.complete & ~self._staleness.held_back()].sum()) >= least
 
     def _next_group_deadline(self, due: NDArray[np.bool_], deadline_s: float) -> float:
         """When the next incomplete group will have waited long enough; inf if only a put can help."""

@@ -156,6 +156,7 @@ METRICS: tuple[Metric, ...] = (
     Metric("training_age_versions", "How old rollouts were when trained on.", _training_age, label="statistic"),
     Metric("policy_version", "Policy version last set.", _one("version")),
     Metric("window_rollouts", "Rollouts that a dispatch waits for: the knob, or what auto chose.", _one("window")),
+    Metric("window_tokens", "Tokens that a dispatch waits for, under batch_tokens.", _one("window_tokens")),
     Metric("window_idle_fraction", "What each window of window='auto' would idle.", _idle_by_window, label="window"),
 )
 

@@ -23,7 +23,7 @@ __all__ = ["plan_fifo", "plan_round_robin"]
 
 def plan_fifo(waiting: Waiting, knobs: PlanKnobs, *, num_rollouts: int, step: int) -> Plan:
     """The oldest rollouts, partitioned as well as they can be: the window's planner, shown nothing else. O(n log n)."""
-    oldest = _oldest(waiting, usual_size(knobs, num_rollouts))
+    oldest = _oldest(waiting, usual_size(waiting, knobs, num_rollouts))
     visible = Waiting(
         costs=waiting.costs[oldest],
         lengths=waiting.lengths[oldest],
@@ -43,7 +43,7 @@ def plan_round_robin(waiting: Waiting, knobs: PlanKnobs, *, num_rollouts: int, s
 
     Ranks get as many micro-batches as the one that needs most, as trainers arrange by an all_reduce.
     """
-    oldest = _oldest(waiting, usual_size(knobs, num_rollouts))
+    oldest = _oldest(waiting, usual_size(waiting, knobs, num_rollouts))
     shares = [oldest[rank :: knobs.num_ranks] for rank in range(knobs.num_ranks)]
     most = max(_num_needed(waiting.lengths[share], knobs) for share in shares)
     multiple = knobs.micro_batch_multiple

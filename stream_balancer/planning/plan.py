@@ -62,8 +62,11 @@ class PlanKnobs:
 
     num_ranks: int
     batch_size: int
+    """Rollouts of a step; under ``batch_tokens`` the fewest of a full one."""
     max_skips: int | None
     """None = no bound."""
+    batch_tokens: int | None = None
+    """A step takes so many rollouts that their tokens come nearest to this; None = ``batch_size`` of them."""
     counts: Counts = "free"
     sync: Sync = "step"
     groups: Groups = "free"

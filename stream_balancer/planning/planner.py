@@ -69,7 +69,7 @@ def plan_batch(waiting: Waiting, knobs: PlanKnobs, *, num_rollouts: int, step: i
     units = Units.of(waiting, knobs)
     # How the work is best split depends on how much is chosen, and the choice on the split. The oldest rollouts stand
     # in for the choice first; what was really chosen then decides.
-    at_first = _with_rates(waiting, knobs, np.arange(min(usual_size(knobs, num_rollouts), waiting.costs.size)))
+    at_first = _with_rates(waiting, knobs, np.arange(min(usual_size(waiting, knobs, num_rollouts), waiting.costs.size)))
     fixed, go = select_step(waiting, units, at_first, num_rollouts)
     chosen, fixed_rollouts = units.of_rollouts(go), units.of_rollouts(fixed)
     knobs = _with_rates(waiting, knobs, np.flatnonzero(chosen))

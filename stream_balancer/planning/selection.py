@@ -50,8 +50,10 @@ class Units:
     """[U] complete, or going anyway."""
     peaks: Floats
     """[U] the heaviest rollout of each."""
-    slack: int
-    """Rollouts by which a full batch may fall short of batch_size because units are chosen whole."""
+    amounts: Ints
+    """[U] in what the skip guarantee counts: rollouts, or tokens under ``batch_tokens``."""
+    sent: int
+    """How much of that a full batch takes for sure."""
     order: CostOrder | None
     """Their order by cost, where each is a rollout and it is kept; None: sort."""
 
@@ -62,20 +64,23 @@ class Units:
         if knobs.groups == "free" or not bool((waiting.groups >= 0).any()):
             due = waiting.due | (remaining == 0)
             ready = np.ones_like(due) if knobs.groups == "free" else waiting.group_complete | due
+            ones = np.ones(waiting.costs.size, dtype=np.int64)
             return Units(
                 unit_of=None,
-                sizes=np.ones(waiting.costs.size, dtype=np.int64),
+                sizes=ones,
                 costs=waiting.costs,
                 remaining=remaining,
                 due=due,
                 ready=ready,
                 peaks=waiting.costs,
-                slack=_slack(1, knobs),
+                amounts=ones if knobs.batch_tokens is None else waiting.lengths,
+                sent=_sent(1, knobs),
                 order=waiting.order,
             )
         labels = np.where(waiting.groups >= 0, waiting.groups, waiting.groups.max() + 1 + np.arange(remaining.size))
         # numbered by arrival, so that "the oldest units" are the first ones, as with single rollouts
-        unit_of = _by_first_member(_in_pieces(labels, knobs.batch_size))
+        most = knobs.batch_size if knobs.batch_tokens is None else labels.size
+        unit_of = _by_first_member(_in_pieces(labels, most))
         num_units = int(unit_of.max()) + 1
         sizes = np.bincount(unit_of, minlength=num_units)  # [U]
         peaks = np.zeros(num_units)
@@ -95,7 +100,8 @@ class Units:
             due=due,
             ready=ready | due,
             peaks=peaks,
-            slack=_slack(int(sizes.max()), knobs),
+            amounts=sizes if knobs.batch_tokens is None else np.bincount(unit_of, waiting.lengths).astype(np.int64),
+            sent=_sent(int(sizes.max()), knobs),
             order=None,
         )
 
@@ -112,9 +118,12 @@ def _patience(knobs: PlanKnobs) -> int:
     return _UNBOUNDED if knobs.max_skips is None else min(knobs.max_skips, _UNBOUNDED)
 
 
-def _slack(largest_unit: int, knobs: PlanKnobs) -> int:
+def _sent(largest_unit: int, knobs: PlanKnobs) -> int:
+    if knobs.batch_tokens is not None:  # a step takes all that is forced, even if that is more
+        return knobs.batch_tokens
     largest_group = 1 if knobs.groups == "free" or knobs.group_size is None else knobs.group_size
-    return min(max(largest_unit, largest_group), knobs.batch_size) - 1
+    # units are taken whole, so one less than the largest may be missing
+    return knobs.batch_size - min(max(largest_unit, largest_group), knobs.batch_size) + 1
 
 
 def _by_first_member(labels: Ints) -> Ints:
@@ -138,7 +147,7 @@ def _in_pieces(labels: Ints, limit: int) -> Ints:
 
 def select(waiting: Waiting, units: Units, knobs: PlanKnobs, num_rollouts: int) -> tuple[Bools, Bools]:
     """-> ([U] goes in any case, [U] goes)."""
-    must = _must_go(units, knobs, num_rollouts)
+    must = _must_go(units, num_rollouts)
     room = num_rollouts - int(units.sizes[must].sum())
     others = units.ready & ~must
     if room == 0 or not others.any():
@@ -187,11 +196,11 @@ def _most_common_size(units: Units, others: Bools) -> tuple[int, Bools]:
     return size, others & (units.sizes == size)
 
 
-def _must_go(units: Units, knobs: PlanKnobs, num_rollouts: int) -> Bools:
+def _must_go(units: Units, num_rollouts: int) -> Bools:
     """[U] what the guarantee demands, then what is due; each earliest deadline first, as far as they fit."""
     must = np.zeros(units.sizes.size, dtype=np.bool_)
     room = num_rollouts
-    forced = _forced(units, knobs)
+    forced = forced_units(units)
     for wanted in (forced, units.due & ~forced):
         in_order = np.flatnonzero(wanted)
         in_order = in_order[np.lexsort((in_order, units.remaining[in_order]))]
@@ -260,31 +269,31 @@ def _take(go: Bools, candidates: Ints, sizes: Ints, room: int) -> int:
     return taken
 
 
-def _forced(units: Units, knobs: PlanKnobs) -> Bools:
-    """Units that must go so that nobody is ever passed over by more than max_skips dispatches.
+def forced_units(units: Units) -> Bools:
+    """[U] must go so that nobody is ever passed over by more than max_skips dispatches.
 
-    Of the units with at most j skips left, at most j * batch_size rollouts may stay behind: the next j dispatches take
-    them (earliest deadline first: Liu and Layland 1973; proof in docs/planning_proofs.md). From
-    j = waiting / batch_size on that is all of them: O(W), however large max_skips is.
+    Of the units with at most j skips left, at most j batches may stay behind: the next j dispatches take them (earliest
+    deadline first: Liu and Layland 1973; proof in docs/planning_proofs.md). From j = waiting / batch on that is all of
+    them: O(W), however large max_skips is.
     """
-    forced = np.zeros(units.sizes.size, dtype=np.bool_)
-    # What a batch holds for sure. Units are taken whole, so up to `slack` places may stay empty.
-    sent = knobs.batch_size - units.slack
+    amounts, sent = units.amounts, units.sent
+    forced = np.zeros(amounts.size, dtype=np.bool_)
     ready = units.ready  # an incomplete group's patience starts when it is complete
-    soon = np.flatnonzero(ready & (units.remaining <= int(units.sizes.sum()) // sent))
+    soon = np.flatnonzero(ready & (units.remaining <= int(amounts.sum()) // sent))
     if not soon.size:
         return forced
-    waiting_by_deadline = np.cumsum(np.bincount(units.remaining[soon], weights=units.sizes[soon], minlength=1))
-    taken = 0  # rollouts forced so far; all of them have at most j skips left
+    waiting_by_deadline = np.cumsum(np.bincount(units.remaining[soon], weights=amounts[soon], minlength=1))
+    taken = 0  # how much is forced so far; all of them have at most j skips left
     for j in range(waiting_by_deadline.size):
-        need = int(waiting_by_deadline[j]) - j * sent - taken
+        # more than a batch only where more waits than the guarantee is for: then as many as a batch takes
+        need = min(int(waiting_by_deadline[j]) - j * sent, sent) - taken
         if need <= 0:
             continue
         candidates = np.flatnonzero(ready & (units.remaining <= j) & ~forced)
         candidates = candidates[np.argsort(~units.due[candidates], kind="stable")]  # if one must, then one that is due
-        enough = int(np.searchsorted(np.cumsum(units.sizes[candidates]), need)) + 1
+        enough = int(np.searchsorted(np.cumsum(amounts[candidates]), need)) + 1
         forced[candidates[:enough]] = True
-        taken += int(units.sizes[candidates[:enough]].sum())
+        taken += int(amounts[candidates[:enough]].sum())
     return forced
 
 

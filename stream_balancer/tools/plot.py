@@ -49,10 +49,10 @@ def page(report: TuneReport) -> str:
     """The whole document."""
     chosen = report.recommended
     knobs = ", ".join(f"{name}={value}" for name, value in chosen.knobs.items())
-    ranks = report.config.dp_size
+    ranks, tokens = report.config.dp_size, report.config.batch_tokens
+    a_step = report.config.batch_size if tokens is None else f"{tokens:,} tokens"
     parts = [
-        f"<h1>{escape(report.trace_name)}: {report.num_rollouts:,} rollouts, {report.config.batch_size} a step on "
-        f"{ranks} ranks</h1>",
+        f"<h1>{escape(report.trace_name)}: {report.num_rollouts:,} rollouts, {a_step} a step on {ranks} ranks</h1>",
         f'<p class="reason">{escape(report.reason)}</p><p>Recommended: <code>{escape(knobs)}</code></p>',
         "<h2>Idle time against queueing delay</h2>",
         _front(report),
@@ -97,7 +97,7 @@ def _front(report: TuneReport) -> str:
 def _describe(o: Outcome) -> str:
     deadline = "none" if o.deadline_s is None else f"{o.deadline_s:g} s"
     return (
-        f"window {o.window}, max_skips {o.max_skips}, deadline {deadline}: idle {o.idle_fraction:.2%}, "
+        f"{o.window_knob} {o.window}, max_skips {o.max_skips}, deadline {deadline}: idle {o.idle_fraction:.2%}, "
         f"{o.added_age:.2f} dispatches"
     )
 

@@ -33,7 +33,7 @@ from stream_balancer.tools.simulation_report import LEAST_STEADY, Quantiles, Sim
 from stream_balancer.tools.trace import Trace
 from stream_balancer.types import Batch, EvictReason, Rollout
 
-__all__ = ["SimulationReport", "as_policy", "simulate"]
+__all__ = ["WINDOW_UNGIVEN", "SimulationReport", "as_policy", "rollouts_per_batch", "simulate"]
 
 TrainerSpeed: TypeAlias = float | Literal["instant", "matched"]
 """How fast a rank trains: work per second in the cost model's unit; ``"instant"``: it takes every batch the moment one
@@ -46,13 +46,28 @@ UNBOUNDED_WARM_UP = 50
 """The same without ``max_skips``."""
 WARM_UP_PART = 4
 """But never more than a quarter of a short run."""
+WINDOW_UNGIVEN = {
+    "window": None,
+    "window_tokens": None,
+    "max_skips": "auto",
+    "capacity": None,
+    "capacity_tokens": None,
+}
+"""The window and what follows from it, to be derived anew: changes for ``replace``."""
+
+
+def rollouts_per_batch(trace: Trace, config: BalancerConfig) -> float:
+    """Rollouts that a full batch has in the mean."""
+    if config.batch_tokens is None:
+        return config.batch_size
+    return max(config.batch_tokens * len(trace) / trace.num_tokens, config.batch_size)
 
 
 def as_policy(config: BalancerConfig, policy: Policy) -> BalancerConfig:
     """The same knobs under another policy, window and ``max_skips`` derived anew where the policy fixes the window."""
     if policy == config.policy:
         return config
-    return config.replace(policy=policy, window=None, max_skips="auto", capacity=None)
+    return config.replace(policy=policy, **WINDOW_UNGIVEN)
 
 
 def simulate(
@@ -94,7 +109,12 @@ def simulate(
     core.observers.append(AutoWindowObserver(core))
     grouped = config.tracked_group_size is not None
     generation = Generation(
-        trace, slots, tokens_per_second, seed, whole_groups=grouped, step_s=config.batch_size * rollout_s
+        trace,
+        slots,
+        tokens_per_second,
+        seed,
+        whole_groups=grouped,
+        step_s=rollouts_per_batch(trace, config) * rollout_s,
     )
     run = _Run(trace, core, generation, rate)
     run.to_the_end(progress)

@@ -17,7 +17,7 @@ import numpy as np
 from stream_balancer.config import BalancerConfig
 from stream_balancer.errors import ConfigError
 from stream_balancer.tools.generation import seconds_per_rollout
-from stream_balancer.tools.simulate import TrainerSpeed, as_policy
+from stream_balancer.tools.simulate import WINDOW_UNGIVEN, TrainerSpeed, as_policy, rollouts_per_batch
 from stream_balancer.tools.sweep import Progress, run_all
 from stream_balancer.tools.trace import Trace
 from stream_balancer.tools.tune_report import Outcome, TuneReport, outcome_of, pareto_front
@@ -65,8 +65,9 @@ def tune(
     :param config: the knobs that are not swept; ``capacity`` and what else is derived from the window follows it.
     :param max_added_age: the most mean dispatches of waiting to recommend, above those without a window.
     :param tolerance: idle fraction that is not worth a larger window, a looser ``max_skips`` or a longer deadline.
-    :param windows: rollouts; None = 1 to 4 batches. Then, for each, ``max_skips`` (None in it: no bound) and
-        ``deadlines_s`` (None in it: no deadline) in every combination that the config allows.
+    :param windows: rollouts, or tokens under ``batch_tokens``; None = 1 to 4 batches. Then, for each, ``max_skips``
+        (None in it: no bound) and ``deadlines_s`` (None in it: no deadline) in every combination that the config
+        allows.
     :param slots: and ``tokens_per_second``, ``trainer``, ``seed``: as in :func:`~stream_balancer.tools.simulate`.
     :param processes: simulate in so many processes, each importing ``__main__`` anew (guard it with
         ``if __name__ == "__main__"``); it pays from some seconds of work on.
@@ -75,10 +76,10 @@ def tune(
     Raises ConfigError for bounds or settings that make no sense, and what ``simulate`` raises.
     """
     _check(max_added_age, tolerance)
-    base = config.replace(policy="window", window=None, max_skips="auto", deadline_s=None, capacity=None)
-    times = math.ceil(LEAST_BATCHES * config.batch_size / len(trace))
+    base = config.replace(policy="window", deadline_s=None, **WINDOW_UNGIVEN)
+    times = math.ceil(LEAST_BATCHES * rollouts_per_batch(trace, config) / len(trace))
     trace = trace.repeated(times)
-    batch_s = seconds_per_rollout(trace, slots, tokens_per_second) * config.batch_size
+    batch_s = seconds_per_rollout(trace, slots, tokens_per_second) * rollouts_per_batch(trace, config)
     settings = list(_settings(base, batch_s, windows, max_skips, deadlines_s))
     if not settings:
         raise ConfigError("no combination of these windows, max_skips and deadlines_s works with the other knobs")
@@ -95,7 +96,7 @@ def tune(
     outcomes = [replace(outcome, added_age=outcome.age - fifo.age) for outcome in found]
     round_robin, fifo, swept = outcomes[0], outcomes[1], outcomes[2:]
     choice = _recommend(swept, fifo, max_added_age, tolerance, prefer_deadline=trace.arrival_s is not None)
-    pays = choice.window > config.batch_size
+    pays = choice.window > _one_batch(base)
     return TuneReport(
         trace_name=trace.name,
         num_rollouts=len(trace),
@@ -139,13 +140,25 @@ def _settings(
             setting = _or_refused(base, window, skips, deadline_s)
             if setting is None:
                 continue
-            key = (setting.window, setting.max_skips, setting.deadline_s)
+            key = (window, setting.max_skips, setting.deadline_s)
             if key not in seen:
                 seen.add(key)
                 yield setting
 
 
+def _window_knob(base: BalancerConfig) -> str:
+    """The knob that is swept."""
+    return "window" if base.batch_tokens is None else "window_tokens"
+
+
+def _one_batch(base: BalancerConfig) -> int:
+    """No window at all, in the unit of that knob."""
+    return base.batch_size if base.batch_tokens is None else base.batch_tokens
+
+
 def _windows(base: BalancerConfig) -> list[int]:
+    if base.batch_tokens is not None:
+        return [base.batch_tokens, *(math.ceil(width * base.batch_tokens) for width in WIDTHS)]
     size = base.group_size if base.group_size is not None and base.groups != "free" else 1
     wide = [math.ceil(width * base.batch_size / size) * size for width in WIDTHS]
     return [base.batch_size, *wide]
@@ -159,16 +172,16 @@ def _for_window(
     deadlines_s: Sequence[float | None] | None,
 ) -> Iterator[tuple[int | Literal["auto"] | None, float | None]]:
     """``max_skips`` and ``deadline_s`` to try: all combinations of what was asked for, else each around the middle."""
-    least = base.replace(window=window).least_max_skips
+    least = base.replace(**{_window_knob(base): window}).least_max_skips
     skips: Sequence[int | None] = max_skips or [max(at_least, times * least) for at_least, times in PATIENCE]
     if deadlines_s:
         yield from ((most, deadline_s) for most in skips for deadline_s in deadlines_s)
         return
-    if window == base.batch_size and not max_skips:
+    if window == _one_batch(base) and not max_skips:
         yield "auto", None  # nothing is ever passed over
         return
     yield from ((most, None) for most in skips)
-    fills_s = batch_s * window / base.batch_size
+    fills_s = batch_s * window / _one_batch(base)
     if fills_s > 0:
         yield from ((skips[len(skips) // 2], float(f"{times * fills_s:.2g}")) for times in DEADLINES)
 
@@ -177,7 +190,7 @@ def _or_refused(
     base: BalancerConfig, window: int, max_skips: int | Literal["auto"] | None, deadline_s: float | None
 ) -> BalancerConfig | None:
     try:
-        return base.replace(window=window, max_skips=max_skips, deadline_s=deadline_s)
+        return base.replace(**{_window_knob(base): window}, max_skips=max_skips, deadline_s=deadline_s)
     except ConfigError:
         return None
 
@@ -219,8 +232,9 @@ def _least_first(max_skips: int | None) -> float:
 
 def _why(choice: Outcome, outcomes: Sequence[Outcome], fifo: Outcome, max_added_age: float) -> str:
     said = (
-        f"window={choice.window} idles {choice.idle_fraction:.1%} of rank time where arrival order with the best "
-        f"partition idles {fifo.idle_fraction:.1%}, for {choice.added_age:.2f} dispatches of mean queueing delay"
+        f"{choice.window_knob}={choice.window} idles {choice.idle_fraction:.1%} of rank time where arrival order with "
+        f"the best partition idles {fifo.idle_fraction:.1%}, for {choice.added_age:.2f} dispatches of mean queueing "
+        "delay"
     )
     smaller = [o for o in outcomes if o.window < choice.window and o.short_batches <= FEW_SHORT]
     if smaller:
@@ -228,7 +242,8 @@ def _why(choice: Outcome, outcomes: Sequence[Outcome], fifo: Outcome, max_added_
         said += f"; a smaller one idles {best.idle_fraction:.1%} at best"
     longer = min((o for o in outcomes if o.short_batches <= FEW_SHORT), key=lambda o: o.idle_fraction, default=choice)
     if longer.added_age > max_added_age + AGE_SLACK and longer.idle_fraction < choice.idle_fraction:
-        said += f"; {longer.idle_fraction:.1%} would take window={longer.window} and {longer.added_age:.2f} dispatches"
+        window = f"{longer.window_knob}={longer.window}"
+        said += f"; {longer.idle_fraction:.1%} would take {window} and {longer.added_age:.2f} dispatches"
     return said + "."
 
 
@@ -239,11 +254,11 @@ def _why_not(
     saved = max(fifo.idle_fraction - best.idle_fraction, 0.0)
     noise = 2 * max(fifo.idle_error, best.idle_error)
     costs = np.asarray(config.cost(trace.lengths), dtype=np.float64)
-    fair = float(costs.mean()) * config.batch_size / config.dp_size
+    fair = float(costs.mean()) * rollouts_per_batch(trace, config) / config.dp_size
     said = (
         f"A window does not pay: arrival order with the best partition idles {fifo.idle_fraction:.1%}, and the best "
         f"window within the bounds saves {saved:.1%} of rank time (noise {noise:.1%})"
     )
     if fair >= float(costs.max()):
         said += f", because a mean batch is {fair / float(costs.max()):.1f} x dp_size x the longest rollout"
-    return said + "; use window=batch_size."
+    return said + f"; use {'window=batch_size' if config.batch_tokens is None else 'window_tokens=batch_tokens'}."

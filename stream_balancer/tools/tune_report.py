@@ -27,6 +27,9 @@ class Outcome:
     policy: str
     """"window", or what is usual elsewhere: "round_robin", "fifo"."""
     window: int
+    """Rollouts that a dispatch waits for, or tokens: in the unit of ``window_knob``."""
+    window_knob: str
+    """"window", or "window_tokens" under ``batch_tokens``."""
     max_skips: int | None
     deadline_s: float | None
     idle_fraction: float
@@ -59,7 +62,7 @@ class Outcome:
     @property
     def knobs(self) -> dict[str, Any]:
         """For ``config.replace(**outcome.knobs)``."""
-        return {"window": self.window, "max_skips": self.max_skips, "deadline_s": self.deadline_s}
+        return {self.window_knob: self.window, "max_skips": self.max_skips, "deadline_s": self.deadline_s}
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready, without ``rank_work``."""
@@ -123,13 +126,18 @@ def outcome_of(report: SimulationReport) -> Outcome:
     """The figures of a run that a sweep compares. ``added_age`` is not known here: it is the delay itself."""
     steps, shown = report.steps, report.shown_steps
     config = report.config
-    least = config.batch_size - (config.group_size or 1) + 1
+    if config.batch_tokens is None:
+        short = steps.rollouts[shown] < config.batch_size - (config.group_size or 1) + 1
+    else:  # with one rollout more it would still have too few tokens
+        late = np.array([reason == "deadline" for reason in steps.reason[shown]], dtype=np.bool_)
+        short = late & (steps.tokens[shown] + report.dispatched_lengths.max < config.batch_tokens)
     delay = report.delay_dispatches
     count = report.figures.batches
     middle = shown.start + max(count - STEPS_KEPT, 0) // 2
     return Outcome(
         policy=report.policy,
-        window=config.window,
+        window=config.window if config.window_tokens is None else config.window_tokens,
+        window_knob="window" if config.window_tokens is None else "window_tokens",
         max_skips=config.max_skips,
         deadline_s=config.deadline_s,
         idle_fraction=report.idle_fraction,
@@ -141,7 +149,7 @@ def outcome_of(report: SimulationReport) -> Outcome:
         token_variation=report.token_variation,
         wait_p99_s=report.delay_s.p99,
         wait_max_s=report.delay_s.max,
-        short_batches=float(np.mean(steps.rollouts[shown] < least)) if count else 0.0,
+        short_batches=float(np.mean(short)) if count else 0.0,
         evicted=report.evicted,
         length_delay_correlation=report.length_bias.length_delay_correlation,
         delay_per_decile=report.length_bias.delay_per_decile,

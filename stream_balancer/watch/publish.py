@@ -42,7 +42,7 @@ _MOST_LOOP_TIME = 0.005
 _MOST_PREVIEWED = 16_384
 """Waiting rollouts; beyond, planning the next batch only to show it would hold the loop up."""
 _SEND_TIMEOUT_S = 10.0
-_CONFIG = ("dp_size", "batch_size", "window", "deadline_s", "policy")
+_CONFIG = ("dp_size", "batch_size", "batch_tokens", "window", "window_tokens", "deadline_s", "policy")
 _numbers = itertools.count()
 _log = logging.getLogger("stream_balancer.watch")
 

@@ -28,8 +28,8 @@ def _headline(status: Status) -> Text:
     knobs = status.config
     parts = [
         f"{status.name or 'stream_balancer'} (pid {status.pid})   {knobs['dp_size']} ranks",
-        f"batch {knobs['batch_size']}",
-        f"window {knobs['window']}",
+        f"batch {knobs['batch_size']}" if knobs["batch_tokens"] is None else f"batch {knobs['batch_tokens']:,} tokens",
+        f"window {knobs['window']}" if knobs["window_tokens"] is None else f"window {knobs['window_tokens']:,} tokens",
         "no deadline" if knobs["deadline_s"] is None else f"deadline {knobs['deadline_s']:g} s",
         f"policy {knobs['policy']}" if knobs["policy"] != "window" else "",
         "draining" if status.ended else "",
@@ -38,14 +38,15 @@ def _headline(status: Status) -> Text:
 
 
 def _window(status: Status) -> RenderableType:
-    waiting, window = status.statistics["waiting"], status.config["window"]
+    waiting, tokens = status.statistics["waiting"], status.config["window_tokens"]
+    full = waiting / status.config["window"] if tokens is None else status.statistics["waiting_tokens"] / tokens
     oldest = _s(status.statistics["oldest_wait_s"])
     table = _table("tokens", "waiting", "<", "oldest")
     most = max((rollouts for _, rollouts, _ in status.lengths), default=1)
     for least, rollouts, oldest_s in status.lengths:
         lengths = f"{least:,} - {2 * least - 1:,}" if least > 1 else "1"
         table.add_row(lengths, f"{rollouts:,}", "█" * max(1, round(_BAR * rollouts / most)), _s(oldest_s))
-    title = f"{waiting:,} waiting ({100.0 * waiting / window:.0f} % of the window), oldest {oldest}"
+    title = f"{waiting:,} waiting ({100.0 * full:.0f} % of the window), oldest {oldest}"
     return Panel(table if status.lengths else Text("nothing waits"), title=title, title_align="left")
 
 

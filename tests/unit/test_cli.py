@@ -116,6 +116,15 @@ class TestReplay:
             "the same seed, the same figures"
         )
 
+    def test_a_budget_in_tokens(self, trace: Path) -> None:
+        result = run("replay", trace, "--batch-tokens", 9000, "--window-tokens", 20000)
+        assert result.exit_code == 0, result.output
+        assert "9,000 tokens a dispatch, window 20,000 tokens" in " ".join(result.stdout.split())
+        assert "tokens of a step, std / mean" in result.stdout
+        both = run("replay", trace, "--batch-tokens", 9000, "--batch-size", 32)
+        assert both.exit_code == 2
+        assert "exclude one another" in both.output
+
     def test_generated_traces(self) -> None:
         found = json.loads(run("replay", "generate:tau:500", "--json").stdout)
         assert (found["trace"]["name"], found["trace"]["rollouts"]) == ("tau", 500)

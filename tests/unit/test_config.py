@@ -24,6 +24,24 @@ def test_knobs_left_out_are_derived() -> None:
     assert config(policy="fifo").window == 16
 
 
+def test_a_budget_in_tokens_derives_the_rest() -> None:
+    c = config(batch_size=None, batch_tokens=1000)
+    assert (c.window_tokens, c.capacity_tokens, c.max_skips) == (2000, 4000, 8)
+    assert (c.batch_size, c.window, c.min_batch_size) == (4, 4, 4), "every rank gets one"
+    assert c.capacity >= c.capacity_tokens, "rollouts are not counted"
+    assert config(batch_size=None, batch_tokens=1000, window_tokens=5000).max_skips == 12  # (4 - 1) * 5 / 1, or 3 * 4
+    assert config(batch_size=None, batch_tokens=1000, micro_batch_multiple=3, group_size=8).batch_size == 16
+    assert config(batch_size=None, batch_tokens=1000, group_size=8, groups="same_rank").batch_size == 32
+    assert config(batch_size=None, batch_tokens=1000, group_size=5, groups="free").batch_size == 5
+    in_rollouts = config(batch_size=None, batch_tokens=1000, window=64)
+    assert (in_rollouts.window, in_rollouts.window_tokens, in_rollouts.capacity) == (64, None, 128)
+    assert in_rollouts.capacity_tokens == 8000  # as many as max_skips allows
+    assert config(batch_size=None, batch_tokens=1000, window=64, max_skips=None).capacity_tokens is None
+    assert config(batch_size=None, batch_tokens=1000, policy="fifo").window_tokens == 1000
+    assert config().replace(batch_size=None, batch_tokens=500).window_tokens == 1000
+    assert config().capacity_tokens is None
+
+
 def test_replace_derives_anew_what_was_not_given() -> None:
     c = config(capacity=64).replace(batch_size=8)
     assert (c.batch_size, c.window, c.capacity) == (8, 16, 64)
@@ -34,6 +52,7 @@ NUMBERS = [
     *[(name, 0) for name in ("dp_size", "batch_size", "window", "capacity", "min_batch_size", "max_skips")],
     *[(name, -3) for name in ("capacity_bytes", "max_tokens_per_micro_batch", "group_size", "micro_batch_multiple")],
     *[(name, math.nan) for name in ("batch_size", "window", "capacity", "max_skips", "max_staleness")],
+    *[(name, 0) for name in ("batch_tokens", "window_tokens", "capacity_tokens")],
     *[(name, 2.0) for name in ("dp_size", "window")],
     ("window", True),
     ("max_staleness", -1),
@@ -58,6 +77,9 @@ def test_bad_deadlines(value: object) -> None:
 def test_bad_choices_list_the_good_ones(name: str) -> None:
     with pytest.raises(sb.ConfigError, match=f"{name} must be one of '.*, not 'nope'"):
         config(**{name: "nope"})
+
+
+TOKENS = {"batch_size": None, "batch_tokens": 1000}
 
 
 class NanCost:
@@ -93,6 +115,20 @@ class NanCost:
             ({"micro_batch_overhead_cost": bad}, "must be a finite number >= 0")
             for bad in (-1.0, float("nan"), True, "1")
         ],
+        ({"batch_size": None}, r"give batch_size \(rollouts per step\) or batch_tokens"),
+        ({"batch_tokens": 1000}, r"batch_size \(16\) and batch_tokens \(1000\) exclude one another"),
+        ({"window_tokens": 1000}, r"window_tokens \(1000\) needs batch_tokens"),
+        ({**TOKENS, "window": 32, "window_tokens": 1000}, r"window \(32\) and window_tokens \(1000\) exclude"),
+        ({**TOKENS, "window_tokens": 999}, r"window_tokens \(999\) must be >= batch_tokens \(1000\)"),
+        ({**TOKENS, "capacity_tokens": 1999}, r"capacity_tokens \(1999\) must be >= window_tokens \(2000\)"),
+        ({**TOKENS, "window": 32, "capacity_tokens": 999}, r"capacity_tokens \(999\) must be >= batch_tokens \(1000\)"),
+        (
+            {**TOKENS, "max_skips": 3},
+            r"window_tokens \(2000\) and capacity_tokens \(4000\) at batch_tokens",
+        ),
+        ({**TOKENS, "window": "auto"}, "window='auto' does not work with batch_tokens"),
+        ({**TOKENS, "policy": "fifo", "window_tokens": 2000}, "Leave window_tokens out"),
+        ({**TOKENS, "min_batch_size": 3}, "must be between dp_size \\(4\\) and capacity"),
         ({"speeds": (1.0, 1.0)}, "speeds must be 4 finite numbers"),
         ({"speeds": (1.0, 1.0, 1.0, 0.0)}, "speeds must be 4 finite numbers"),
         ({"cost": "tokens"}, "cost must be a cost model"),

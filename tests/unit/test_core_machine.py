@@ -77,9 +77,15 @@ def configs(draw: st.DrawFn) -> sb.BalancerConfig:
         cost=draw(st.sampled_from(COSTS)),
         policy="window",
     )
-    if draw(st.booleans()):
+    kind = draw(st.sampled_from(["fixed", "auto", "tokens"]))
+    if kind == "auto":
         with contextlib.suppress(sb.ConfigError):  # padded, rows, or nothing to choose from
             return config.replace(window="auto")
+    if kind == "tokens":
+        budget = draw(st.integers(1, 150))
+        unbounded = {"batch_size": None, "window": None, "capacity": None, "min_batch_size": None}
+        waits_for = draw(st.sampled_from([{}, {"window_tokens": 3 * budget}, {"window": window}]))
+        return config.replace(**{**unbounded, "batch_tokens": budget, **waits_for})
     return config
 
 
@@ -391,6 +397,10 @@ class CoreMachine(RuleBasedStateMachine):
     @rule(extra=st.integers(0, 2), deadline=st.sampled_from([None, 2.0]))
     def reconfigure(self, extra: int, deadline: float | None) -> None:
         c = self.core.config
+        if c.batch_tokens is not None:
+            changes = {"batch_tokens": c.batch_tokens + 30 * extra, "window_tokens": None, "window": None}
+            self.core.reconfigure(c.replace(**changes, capacity_tokens=None, deadline_s=deadline))
+            return
         window = c.batch_size + extra * c.dp_size * (c.group_size or 1)
         held = max(self.core.statistics(self.now).waiting, window)
         # max_skips is a promise to those who already wait: it may grow here, not shrink
@@ -483,12 +493,16 @@ class CoreMachine(RuleBasedStateMachine):
     def check_batch(self, batch: sb.Batch, before: sb.Statistics) -> None:
         c = self.core.config
         assert len(batch.ranks) == c.dp_size
-        assert batch.num_rollouts <= c.batch_size
         free = c.group_size is None or c.groups == "free"
-        if free and batch.reason in ("window", "age") and before.waiting >= c.batch_size:
-            assert batch.num_rollouts == c.batch_size
-        if free and batch.reason in ("drain", "deadline") and not self.too_old_now():
-            assert batch.num_rollouts == min(c.batch_size, before.waiting)
+        full = batch.reason in ("window", "age") and before.waiting >= c.batch_size
+        if c.batch_tokens is not None:
+            assert not (free and full) or batch.num_rollouts >= c.batch_size
+        else:
+            assert batch.num_rollouts <= c.batch_size
+            if free and full:
+                assert batch.num_rollouts == c.batch_size
+            if free and batch.reason in ("drain", "deadline") and not self.too_old_now():
+                assert batch.num_rollouts == min(c.batch_size, before.waiting)
         if batch.reason == "deadline":
             assert before.oldest_wait_s >= (c.deadline_s or math.inf) - 1e-9
         self.check_shares(batch)

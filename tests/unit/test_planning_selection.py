@@ -8,6 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stream_balancer.planning import PlanKnobs, Waiting, plan_batch, smallest_max_skips
+from stream_balancer.planning.baselines import plan_fifo
+from stream_balancer.planning.selection import Units, forced_units
 
 
 def waiting(costs, *, lengths=None, skips=None, due=None, groups=None, complete=None):
@@ -116,6 +118,92 @@ def test_the_guarantee_with_groups_kept_whole(data):
             assert sum(map(len, homes)) == len(set().union(*homes))
         skips, costs, groups = skips[left] + 1, costs[left], groups[left]
         assert (skips <= max_skips).all()
+
+
+@given(st.data())
+def test_the_guarantee_under_a_token_budget(data):
+    """capacity_tokens <= (max_skips + 1) * batch_tokens: what must go has less tokens than the budget and one unit."""
+    budget = data.draw(st.integers(1, 60), "budget")
+    max_skips = data.draw(st.integers(0, 4), "max_skips")
+    group_size = data.draw(st.sampled_from([None, 1, 3]), "group_size")
+    ranks = data.draw(st.integers(1, 3), "ranks")
+    knobs = PlanKnobs(
+        num_ranks=ranks,
+        batch_size=ranks * (group_size or 1),
+        batch_tokens=budget,
+        max_skips=max_skips,
+        counts=data.draw(st.sampled_from(["free", "equal"])),
+        sync=data.draw(st.sampled_from(["step", "micro_batch"])),
+        groups="free" if group_size is None else data.draw(st.sampled_from(["same_batch", "same_rank"])),
+        group_size=group_size,
+        max_tokens_per_micro_batch=data.draw(st.sampled_from([None, 40])),
+        speeds=data.draw(st.sampled_from([None, np.arange(1.0, ranks + 1)])),
+    )
+    lengths, skips, groups = (np.empty(0, dtype=np.int64) for _ in range(3))
+    label, capacity = 0, (max_skips + 1) * budget
+    for step in range(data.draw(st.integers(1, 12), "steps")):
+        for size in data.draw(st.lists(st.integers(1, group_size or 1), max_size=8), "sizes"):
+            came = data.draw(st.lists(st.sampled_from([1, 2, 3, 5, 8, 40]), min_size=size, max_size=size))
+            if lengths.sum() + sum(came) > capacity:
+                break
+            lengths = np.concatenate((lengths, np.array(came)))
+            skips = np.concatenate((skips, np.zeros(size, dtype=np.int64)))
+            groups = np.concatenate((groups, np.full(size, label if group_size else -1)))
+            label += 1
+        if lengths.size < knobs.batch_size:
+            continue
+        columns = waiting(lengths**2, lengths=lengths, skips=skips, groups=groups)
+        units = Units.of(columns, knobs)
+        forced = int(units.amounts[forced_units(units)].sum())
+        assert forced < budget + int(units.amounts.max())
+        plan = plan_batch(columns, knobs, num_rollouts=lengths.size, step=step)
+        chosen = check(plan, columns, knobs)
+        assert chosen.size >= knobs.batch_size - (group_size or 1) + 1
+        left = np.ones(lengths.size, dtype=np.bool_)
+        left[chosen] = False
+        if group_size:
+            assert not set(groups[chosen]) & set(groups[left])
+        skips, lengths, groups = skips[left] + 1, lengths[left], groups[left]
+        assert (skips <= max_skips).all()
+
+
+@given(st.lists(st.integers(1, 40), min_size=3, max_size=24), st.integers(1, 200))
+def test_a_step_has_the_number_whose_tokens_are_nearest_to_the_budget(lengths, budget):
+    columns = waiting(lengths)
+    knobs = PlanKnobs(num_ranks=2, batch_size=3, batch_tokens=budget, max_skips=8)
+    number = picked(plan_fifo(columns, knobs, num_rollouts=len(lengths), step=0)).size
+    missed = {n: abs(sum(lengths[:n]) - budget) for n in range(3, len(lengths) + 1)}
+    assert missed[number] == min(missed.values())
+    alike = waiting([10] * 24)  # every choice has 10 tokens a rollout
+    number = picked(plan_batch(alike, knobs, num_rollouts=24, step=0)).size
+    assert abs(10 * number - min(max(budget, 30), 240)) <= 5
+
+
+def test_a_group_above_the_budget_goes_whole():
+    columns = waiting([30.0] * 12, groups=[0] * 8 + [1] * 4)
+    knobs = PlanKnobs(num_ranks=2, batch_size=4, batch_tokens=60, max_skips=8, groups="same_batch", group_size=4)
+    assert picked(plan_batch(columns, knobs, num_rollouts=12, step=0)).tolist() in ([*range(8)], [*range(8, 12)])
+    plan = plan_batch(waiting([30.0] * 8, groups=[0] * 8), knobs, num_rollouts=8, step=0)
+    assert picked(plan).size == 8
+    assert plan.incomplete_groups == ()
+
+
+def test_a_budget_holds_whatever_lengths_wait():
+    """Steps of many short rollouts and of few long ones, and nearly alike in tokens."""
+    rng = np.random.default_rng(5)
+    knobs = PlanKnobs(num_ranks=4, batch_size=4, batch_tokens=4_000, max_skips=8)
+    lengths, skips, steps = np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64), []
+    for step in range(60):
+        while lengths.sum() < 8_000:
+            lengths = np.append(lengths, int(rng.lognormal(4.0, 0.8)) + 1)
+            skips = np.append(skips, 0)
+        columns = waiting(lengths**2, lengths=lengths, skips=skips)
+        chosen = picked(plan_batch(columns, knobs, num_rollouts=lengths.size, step=step))
+        steps.append((chosen.size, int(lengths[chosen].sum())))
+        lengths, skips = np.delete(lengths, chosen), np.delete(skips, chosen) + 1
+    numbers, tokens = np.array(steps).T
+    assert numbers.min() < 0.8 * numbers.max()
+    assert tokens.std() / tokens.mean() < 0.05
 
 
 @given(st.data())

@@ -45,7 +45,7 @@ def check_report(report: SimulationReport, trace: Trace) -> None:
     tokens = np.bincount(report.step_of[went], weights=trace.lengths[went], minlength=report.num_batches)
     assert tokens.tolist() == steps.tokens.tolist()
     assert (steps.rollouts >= 1).all()
-    assert (steps.rollouts <= config.batch_size).all()
+    assert config.batch_tokens is not None or (steps.rollouts <= config.batch_size).all()
     assert (np.diff(steps.at_s) >= 0).all()
     assert sum(report.reasons.values()) == report.num_batches
     tolerance = 1e-9 * (1 + steps.step_work)
@@ -186,6 +186,22 @@ class TestTimes:
         report = simulate(generate_trace(4_000), knobs(batch_size=16, window=32), slots=32)
         assert report.delay_dispatches.mean == pytest.approx(1.0, abs=0.05)
         assert simulate(generate_trace(4_000), knobs(batch_size=16, policy="fifo")).delay_dispatches.max == 0
+
+
+class TestTokenBudgets:
+    def test_steps_of_alike_tokens_and_mean_delay_of_a_batch(self) -> None:
+        trace = generate_trace(4_000, "tau", seed=2)
+        tokens = round(16 * trace.num_tokens / len(trace))
+        report = simulate(trace, knobs(batch_size=None, batch_tokens=tokens), slots=64)
+        check_report(report, trace)
+        usual = simulate(trace, knobs(batch_size=16), slots=64)
+        assert report.token_variation < 0.05 < 0.1 < usual.token_variation
+        assert report.steady.tokens / report.steady.batches == pytest.approx(tokens, rel=0.02)
+        assert report.delay_dispatches.mean == pytest.approx(1.0, abs=0.1), "Little's law, in tokens"
+        assert report.max_skips_seen <= report.config.max_skips
+        fifo = simulate(trace, as_policy(report.config, "fifo"), slots=64)
+        assert fifo.token_variation < 0.05
+        assert fifo.delay_dispatches.max <= 1
 
 
 class TestSegments:

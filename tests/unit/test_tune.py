@@ -29,6 +29,7 @@ def outcome(window: int = 8, idle: float = 0.1, age: float = 1.0, **changes: Any
     values: dict[str, Any] = {
         "policy": "window",
         "window": window,
+        "window_knob": "window",
         "max_skips": 8,
         "deadline_s": None,
         "idle_fraction": idle,
@@ -146,6 +147,14 @@ class TestSweep:
         again = sb.simulate(trace, config, slots=16, tolerance=3e-3)
         assert again.idle_fraction == chosen.idle_fraction, "a figure of the sweep is the simulation's"
         assert chosen.rank_work.shape == (48, 2)
+
+    def test_windows_of_a_budget_are_in_tokens(self) -> None:
+        trace = sb.generate_trace(120, HEAVY, seed=1)
+        config = sb.BalancerConfig(dp_size=2, batch_tokens=2_000)
+        report = sb.tune(trace, config, windows=[2_000, 4_000], max_skips=[12], deadlines_s=[None], slots=16)
+        assert [o.knobs["window_tokens"] for o in report.outcomes] == [2_000, 4_000]
+        assert report.recommended_config.window_tokens == report.recommended.window
+        assert "window_tokens=" in report.reason
 
     def test_no_window_where_every_batch_balances(self) -> None:
         trace = sb.generate_trace(1600, LengthModel(mu=5.0, sigma_between=0.0, sigma_within=0.1))

@@ -1,0 +1,140 @@
+"""``batch_tokens``: when a step leaves, how much it takes, and when puts wait. Time is an argument."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+
+import stream_balancer as sb
+from stream_balancer.core.diagnosis import why_no_batch
+from stream_balancer.core.machine import BalancerCore
+from stream_balancer.core.throttle import check_reserve
+from stream_balancer.testing import make_rollout, make_rollouts
+
+
+def core_of(lengths: list[int] | None = None, *, siblings: int | None = None, **knobs: Any) -> BalancerCore:
+    core = BalancerCore(sb.BalancerConfig(**{"dp_size": 2, "batch_tokens": 100, **knobs}))
+    for rollout in make_rollouts(lengths or [], siblings=siblings):
+        core.add(rollout, 0.0)
+    return core
+
+
+def polled(core: BalancerCore, now: float = 0.0) -> sb.Batch:
+    batch = core.poll(now)
+    assert batch is not None
+    return batch
+
+
+def test_a_step_leaves_once_the_window_holds_its_tokens() -> None:
+    core = core_of([40] * 4)
+    assert core.next_wakeup() == math.inf
+    assert core.poll(0.0) is None
+    assert "160 of 200 tokens wait" in why_no_batch(core.state, core.statistics(0.0))
+    core.add(make_rollout(40), 0.0)
+    assert core.next_wakeup() == -math.inf
+    batch = polled(core)
+    assert (batch.reason, batch.num_rollouts, batch.num_tokens) == ("window", 2, 80)
+    assert (batch.ranks[0].global_num_tokens, batch.ranks[0].global_num_rollouts) == (80, 2)
+    assert core.poll(0.0) is None
+    core.add(make_rollout(90), 0.0)  # 210 tokens; 40, 40 and 40 are nearer to 100 than 40 and 90
+    assert polled(core).num_tokens in (80, 120)
+
+
+def test_a_window_in_rollouts_takes_as_many_as_the_budget_wants() -> None:
+    core = core_of([10] * 31, window=32)
+    assert core.poll(0.0) is None
+    core.add(make_rollout(10), 0.0)
+    assert polled(core).num_rollouts == 10
+    core = core_of([1] * 32, window=32)
+    assert polled(core).num_rollouts == 32, "the whole window has fewer tokens than the budget"
+
+
+def test_every_rank_gets_a_rollout_however_long_they_are() -> None:
+    core = core_of([500] * 3, dp_size=3)
+    batch = polled(core)
+    assert batch.num_rollouts == 3
+    assert batch.num_padding == 0
+
+
+def test_whole_groups_go_and_incomplete_ones_do_not_count() -> None:
+    core = core_of([25] * 8, siblings=4, group_size=4, window_tokens=150)
+    batch = polled(core)
+    assert (batch.num_rollouts, batch.num_tokens, batch.incomplete_groups) == (4, 100, ())
+    core.add_all(list(make_rollouts([40, 40], prefix="a", siblings=4)), 1.0)  # half a group: g0 is done, these are new
+    assert core.state.buffer.num_tokens == 180
+    assert core.poll(1.0) is None, "100 of these tokens are ready"
+    core.add_all(list(make_rollouts([10, 10], prefix="b", siblings=4)), 1.0)
+    assert polled(core, 1.0).num_rollouts == 4
+
+
+def test_a_deadline_sends_less_and_the_drain_the_rest() -> None:
+    core = core_of([10] * 5, deadline_s=5.0)
+    assert core.next_wakeup() == 5.0
+    batch = polled(core, 5.0)
+    assert (batch.reason, batch.num_tokens) == ("deadline", 50)
+    core = core_of([10] * 25 + [10] * 8, window_tokens=400)
+    core.end()
+    assert [polled(core).num_tokens for _ in range(4)] == [100, 100, 100, 30]
+    assert core.finished
+
+
+def test_puts_wait_once_the_tokens_are_there_and_the_window_is_full_then() -> None:
+    core = core_of([40] * 5, capacity_tokens=200)
+    with pytest.raises(sb.WouldBlock):
+        core.add(make_rollout(1), 0.0)
+    assert polled(core).reason == "window"
+    core.add(make_rollout(1), 0.0)
+    core = core_of([10] * 9, window=20, capacity_tokens=100)
+    core.add(make_rollout(300), 0.0)  # 90 wait: the last put may pass the limit
+    with pytest.raises(sb.WouldBlock):
+        core.add(make_rollout(1), 0.0)
+    assert polled(core).num_rollouts >= 2, "20 rollouts will never wait"
+
+
+def test_too_old_rollouts_are_not_counted_before_they_may_leave() -> None:
+    core = core_of(max_staleness=0, window_tokens=100)
+    core.set_version(0)
+    for number in range(4):
+        core.add(make_rollout(50, f"{number}", version=0), 0.0)
+    first = polled(core)
+    assert first.num_tokens == 100
+    assert core.poll(0.0) is None, "the rest may be too old once the first step has made a version"
+    assert core.next_wakeup() == math.inf
+    core.acknowledge(first.step)
+    assert polled(core).num_tokens == 100
+
+
+def test_a_full_step_leaves_before_it_is_too_old() -> None:
+    core = core_of([], max_staleness=0, window_tokens=500)
+    core.set_version(0)
+    core.add(make_rollout(60, version=0), 0.0)
+    assert core.poll(0.0) is None
+    core.add(make_rollout(60, version=0), 0.0)
+    assert polled(core).reason == "age"
+
+
+def test_tokens_may_limit_what_waits_under_batch_size_too() -> None:
+    core = BalancerCore(sb.BalancerConfig(dp_size=1, batch_size=2, window=8, capacity_tokens=100))
+    for rollout in make_rollouts([60, 60]):
+        core.add(rollout, 0.0)
+    with pytest.raises(sb.WouldBlock):
+        core.add(make_rollout(1), 0.0)
+    assert polled(core).num_rollouts == 2
+
+
+def test_knobs_may_change_from_rollouts_to_tokens_and_back() -> None:
+    core = BalancerCore(sb.BalancerConfig(dp_size=1, batch_size=2))
+    for rollout in make_rollouts([60, 60, 60]):
+        core.add(rollout, 0.0)
+    assert core.poll(0.0) is None
+    core.reconfigure(core.config.replace(batch_size=None, batch_tokens=60, window_tokens=120))
+    assert polled(core).num_rollouts == 1
+    core.reconfigure(sb.BalancerConfig(dp_size=1, batch_size=2, window=2))
+    assert polled(core).num_rollouts == 2
+
+
+def test_places_cannot_be_reserved() -> None:
+    with pytest.raises(sb.ConfigError, match="not known in rollouts under batch_tokens"):
+        check_reserve(sb.BalancerConfig(dp_size=1, batch_tokens=100), 1)
