@@ -699,7 +699,7 @@ async def test_a_full_disk_refuses_puts_and_recovers(
         await balancer.put(make_rollout(3, "refused0"))
         after = await crash(balancer)
     assert [r.getMessage().split(": ")[1] for r in caplog.records if "room" in r.getMessage()] == [
-        "the disk is full; puts are refused, batches wait until there is room",
+        "the disk is full; puts are refused until there is room",
         "there is room on the disk again",
     ]
     async with sb.StreamBalancer(config(), journal=during) as balancer:

@@ -398,6 +398,7 @@ class Journal:
             raise self._broken
         items = self._admit(items)
         try:
+            self._leave_room(items)
             self._commit(items)
             self._note_full(False)
         except DiskFullError as error:
@@ -409,6 +410,14 @@ class Journal:
                 self._commit(rest)
             except DiskFullError:
                 self._kept += rest
+
+    def _leave_room(self, items: Iterable[_Item]) -> None:
+        """Raise DiskFullError before rollouts fill the disk: plans and acknowledgements, which make room, need some."""
+        num_bytes = sum(item.nbytes for item in items if isinstance(item, Writing))
+        if not self._store.has_room(num_bytes):
+            self._store.checkpoint()
+            if not self._store.has_room(num_bytes):
+                raise self._store.full()
 
     def _commit(self, items: Iterable[_Item]) -> None:
         if statements := self._statements(items):
@@ -481,7 +490,7 @@ class Journal:
 
     def _note_full(self, full: bool) -> None:
         if full and not self._full:
-            _log.warning("journal %s: the disk is full; puts are refused, batches wait until there is room", self.path)
+            _log.warning("journal %s: the disk is full; puts are refused until there is room", self.path)
         if self._full and not full:
             _log.warning("journal %s: there is room on the disk again", self.path)
         self._full = full

@@ -36,6 +36,7 @@ SCHEMA = (
     "create index ids on rollouts (id)",  # holds ids and numbers a second time: what is lost can be named
     "create table facts (kind text, key integer, data blob, crc integer, primary key (kind, key)) without rowid",
 )
+RESERVED_BYTES = 4 * 2**20  # of the disk, for plans and acknowledgements: these make room
 PAGE_BYTES = 16384  # a rollout of 1,000 tokens touches few pages, a small one writes few bytes
 _PRAGMAS = (
     "trusted_schema=off",
@@ -274,6 +275,14 @@ class Store:
         """Of pages of the database that hold nothing."""
         return self._number("pragma freelist_count") * PAGE_BYTES
 
+    def has_room(self, num_bytes: int) -> bool:
+        """Whether the disk takes so many bytes of rollouts, and then what is written beside them. Every byte goes to
+        the log and, when that is taken over, to the database, where it first takes the pages that hold nothing."""
+        disk = os.statvfs(self.folder)
+        grows = self._number("pragma page_count") * PAGE_BYTES - self.path.stat().st_size
+        needed = num_bytes + max(grows, 0) + max(num_bytes - self.free_bytes, 0) + RESERVED_BYTES
+        return disk.f_bavail * disk.f_frsize >= needed
+
     @property
     def total_bytes(self) -> int:
         """Of the folder, once the log is taken over; and the log."""
@@ -315,11 +324,15 @@ class Store:
             full = self._refused(num_bytes) or (errno.ENOSPC if error.sqlite_errorcode == sqlite3.SQLITE_FULL else 0)
             if full not in _FULL:
                 raise
-            raise DiskFullError(
-                full,
-                f"the disk of the journal {self.folder} is full ({os.strerror(full)}): the rollout was not accepted. "
-                "Make room and put it again",
-            ) from None
+            raise self.full(full) from None
+
+    def full(self, number: int = errno.ENOSPC) -> DiskFullError:
+        """What a put is told that this disk has no room for."""
+        return DiskFullError(
+            number,
+            f"the disk of the journal {self.folder} is full ({os.strerror(number)}): the rollout was not accepted. "
+            "Make room and put it again",
+        )
 
     def _refused(self, num_bytes: int) -> int:
         """What the operating system says to so many bytes more, which SQLite does not pass on; 0: nothing."""
