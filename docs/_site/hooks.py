@@ -126,4 +126,5 @@ def _split(module: str, names: list[str]) -> tuple[list[str], list[str]]:
     path = ROOT / "stream_balancer" / module.replace(".", "/")
     tree = ast.parse((path / "__init__.py" if path.is_dir() else path.with_suffix(".py")).read_text())
     defined = {getattr(n, "name", None) for n in tree.body}
+    defined |= {getattr(n.targets[0], "id", None) for n in tree.body if isinstance(n, ast.Assign)}
     return [name for name in names if name in defined], [name for name in names if name not in defined]

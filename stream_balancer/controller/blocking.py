@@ -37,25 +37,6 @@ T = TypeVar("T")
 P = ParamSpec("P")
 
 
-def blocking(
-    config: BalancerConfig,
-    *,
-    on_evict: Callable[[Rollout, EvictReason], object] | None = None,
-    accept: Accept | None = None,
-    backend: Literal["asyncio", "trio"] = "asyncio",
-    journal: str | os.PathLike[str] | Journal | None = None,
-    report_after_s: float = 60.0,
-) -> BlockingBalancer:
-    """A balancer for threads and plain loops: ``with sb.blocking(config) as balancer``. Leaving the block closes it.
-
-    ``on_evict`` and ``accept`` run in the event loop's thread; keep them short. Raises RuntimeError where an event loop
-    runs already: there it is ``async with sb.StreamBalancer(config)``.
-    """
-    return BlockingBalancer(
-        config, on_evict=on_evict, accept=accept, backend=backend, journal=journal, report_after_s=report_after_s
-    )
-
-
 def _waiting(
     method: Callable[Concatenate[StreamBalancer, P], Awaitable[T]],
 ) -> Callable[Concatenate[BlockingBalancer, P], T]:
@@ -84,11 +65,15 @@ def _in_its_name(call: Callable[P, T], method: Callable[..., object]) -> Callabl
 
 
 class BlockingBalancer(OfOneProcess):
-    """:class:`StreamBalancer` with blocking methods, callable from any thread. Use it as a context manager.
+    """:class:`StreamBalancer` for threads and plain loops: ``with sb.blocking(config) as balancer``. Leaving the block
+    closes it.
 
-    Methods do what those of the same name do there, raise the same, and may be interrupted (KeyboardInterrupt) at any
-    moment. A ``put`` that was interrupted may have been accepted all the same: putting it again raises
-    :class:`DuplicateRolloutError` then. After the block they raise ClosedResourceError.
+    ``on_evict`` and ``accept`` run in the event loop's thread; keep them short. Entering raises RuntimeError where an
+    event loop runs already: there it is ``async with sb.StreamBalancer(config)``.
+
+    Methods may be called from any thread. They do what those of the same name do there, raise the same, and may be
+    interrupted (KeyboardInterrupt) at any moment. A ``put`` that was interrupted may have been accepted all the same:
+    putting it again raises :class:`DuplicateRolloutError` then. After the block they raise ClosedResourceError.
     """
 
     _in_another_process = StreamBalancer._in_another_process
@@ -239,6 +224,10 @@ class BlockingBalancer(OfOneProcess):
     def _check_running(self) -> None:
         if not self._entered:
             raise RuntimeError("this balancer is not running: use it as `with sb.blocking(config) as balancer`")
+
+
+blocking = BlockingBalancer
+"""What a program says: ``with sb.blocking(config) as balancer``."""
 
 
 class _BlockingBatches:
