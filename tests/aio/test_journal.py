@@ -12,14 +12,17 @@ import shutil
 import sqlite3
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import anyio
+import helpers
 import pytest
 from anyio.lowlevel import checkpoint
+from helpers import until, waiting
 from test_cancellation import How, cancelled_after, ways
 
 import stream_balancer as sb
@@ -42,16 +45,11 @@ def anyio_backend(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-def config(**knobs: Any) -> sb.BalancerConfig:
-    return sb.BalancerConfig(**{"dp_size": 2, "batch_size": 4, "window": 4, "capacity": 100, **knobs})
+config = partial(helpers.config, window=4, capacity=100)
 
 
 def ids_of(batch: Batch) -> list[list[list[str]]]:
     return [[[r.rollout_id for r in mb.rollouts] for mb in share.micro_batches] for share in batch.ranks]
-
-
-def waiting(balancer: sb.StreamBalancer) -> list[str]:
-    return [r.rollout_id for r in balancer.snapshot().waiting]
 
 
 crashes = iter(range(10**9))
@@ -114,12 +112,6 @@ def disk(monkeypatch: pytest.MonkeyPatch) -> Disk:
     monkeypatch.setattr(store, "_commit", disk.commit)
     monkeypatch.setattr(journal_module, "RETRY_S", 0.01)
     return disk
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    with anyio.fail_after(20):
-        while not condition():  # noqa: ASYNC110 - a test
-            await anyio.sleep(0.002)
 
 
 # -- durable -----------------------------------------------------------------------------------------------------------
