@@ -56,7 +56,10 @@ def connect(
     ``STREAM_BALANCER_TOKEN``), ``connect_timeout_s`` (for the first connection; by default it is tried for ever, with a
     warning now and then), ``label`` (for logs and errors; default host and process id), ``name`` (as the transport's),
     ``linger_s`` (seconds a graceful close, or the reply to a cancelled put, is waited for), ``host`` (for direct
-    hand-over: the address ranks reach this process under; default: the one it has on the way to the controller).
+    hand-over: the address ranks reach this process under; default: the one it has on the way to the controller),
+    ``rejoin`` (as a feed's: the controller is started again from its journal, or only the connection breaks. Then the
+    loss raises nothing: puts wait, with a warning, and what has no reply is put again; the balancer knows what it had
+    accepted among its last ``remember_ids``. Default: only over Ray. Not with direct hand-over).
 
     Raises ValueError for what is not an address. Puts raise ValueError if there is no such host or the tokens differ,
     WireError if something else listens there, BrokenResourceError after ``connect_timeout_s``.

@@ -38,6 +38,7 @@ __all__ = [
     "Sendable",
     "Session",
     "Source",
+    "may_come_back",
     "unexpected",
 ]
 
@@ -72,6 +73,12 @@ class PeerClosed(Exception):  # noqa: N818 - not a fault
 class PeerGone(ConnectionError):  # noqa: N818 - as PeerClosed
     """The connection is lost, and another one would find nobody: the peer has said so, or is known to be dead for good.
     Any other ``OSError`` may be a peer that is about to be started again."""
+
+
+def may_come_back(error: Exception) -> bool:
+    """Whether the peer of a channel that ended so may be there again: neither end has closed it, and nobody has said
+    that nothing will come."""
+    return isinstance(error, OSError) and not isinstance(error, PeerGone | ConnectionAbortedError)
 
 
 class Receiver(Protocol):

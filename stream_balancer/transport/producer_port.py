@@ -9,7 +9,8 @@
              DropPayloads    these kept payloads are not needed any more
              End             every put ends with ClosedResourceError; then as close()
              close           Cancel for all that is sent; once the replies are in, or after linger_s, Close
-    any      ended           every put ends with BrokenResourceError: not sent, so not accepted; or outcome not known
+    any      ended           every put ends with BrokenResourceError: not sent, so not accepted; or outcome not known;
+                             or joining once more: what has no reply waits to be sent again
 
 Public methods may be called from any thread, unless the channel lives in one event loop. ``receive`` runs in the
 channel's thread.
@@ -17,6 +18,7 @@ channel's thread.
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -27,7 +29,15 @@ from torch import Tensor
 
 from stream_balancer.core.groups import GroupSize
 from stream_balancer.errors import BrokenResourceError, ClosedResourceError
-from stream_balancer.transport.channel import Channel, Outgoing, PeerClosed, Session, Source, unexpected
+from stream_balancer.transport.channel import (
+    Channel,
+    Outgoing,
+    PeerClosed,
+    Session,
+    Source,
+    may_come_back,
+    unexpected,
+)
 from stream_balancer.transport.event_loop import beside_the_loop
 from stream_balancer.transport.put_ledger import ENDED, Limits, Mode, PendingPut, PutLedger, error_of
 from stream_balancer.types import Rollout
@@ -47,6 +57,8 @@ from stream_balancer.wire.messages import (
 from stream_balancer.wire.rollouts import encode_rollout
 
 __all__ = ["EncodedPut", "KeptPayloads", "ProducerPort", "declaration"]
+
+logger = logging.getLogger("stream_balancer.transport")
 
 
 class KeptPayloads(Protocol):
@@ -134,12 +146,15 @@ class ProducerPort(Session):
         kept: KeptPayloads | None = None,
         problem: Callable[[], str | None] = lambda: None,
         hang_up: Callable[[], object] = lambda: None,
+        reconnect: Callable[[], object] | None = None,
     ) -> None:
         """``threads``: as the channel's. ``linger_s``: how long :meth:`close` waits for replies, and for the
         controller to close too. ``kept``: where payloads stay; None: they travel with their puts. ``problem``: why
-        there is no channel yet. ``hang_up``: stop connecting, and release what connected."""
+        there is no channel yet. ``hang_up``: stop connecting, and release what connected. ``reconnect``: a controller
+        that is lost comes back and knows what it had accepted: begin to connect again. None: its loss ends this
+        port."""
         self.threads, self.linger_s = threads, linger_s
-        self._kept, self._problem, self._hang_up = kept, problem, hang_up
+        self._kept, self._problem, self._hang_up, self._reconnect = kept, problem, hang_up, reconnect
         self._ledger: PutLedger[Any] = PutLedger()
         self._channel: Channel | None = None
         self._changed = threading.Condition()
@@ -182,7 +197,8 @@ class ProducerPort(Session):
 
     def close(self) -> None:
         """Cancel what has no reply, close the channel, end its threads. Blocks for a moment. Idempotent."""
-        self._leaving = True
+        with self._changed:
+            self._leaving = True  # from now on it does not connect again
         self._ledger.close()
         self._flush()
         self._notify()
@@ -257,11 +273,24 @@ class ProducerPort(Session):
 
     def ended(self, error: Exception) -> None:
         """Or there will be no channel."""
+        if self._rejoin(error):
+            return
         if isinstance(error, (ValueError, BrokenResourceError, ClosedResourceError)):
             self._over(lambda _: error)
             return
         cause = str(error) or ("the controller closed the connection" if isinstance(error, PeerClosed) else repr(error))
         self._over(partial(_lost, cause=cause.split("\n", 1)[0][:200]))
+
+    def _rejoin(self, error: Exception) -> bool:
+        """Go on with the controller once it is there again, if it will be."""
+        with self._changed:
+            if self._reconnect is None or self._leaving or not may_come_back(error):
+                return False
+            self._channel = None
+            self._ledger.resend()
+            self._reconnect()
+        logger.warning("puts wait for the controller to be there again: %s", error)
+        return True
 
     def _over(self, error: Callable[[PendingPut], Exception]) -> None:
         self._channel = None

@@ -2,7 +2,7 @@
 
 ::
 
-    open     Put, PutGroup        their number is the next, their bytes fit staged_bytes: to be taken, then answered
+    open     Put, PutGroup        their numbers rise, their bytes fit staged_bytes: to be taken, then answered
              DeclareGroup         as a put without bytes
              Cancel               of a number that was sent: to be taken; the put's reply comes all the same
              answer, end          Accepted (many in one message), PutRefused; End
@@ -171,8 +171,10 @@ class ProducerSession(Session):
         if not isinstance(message, (Put, PutGroup)):
             return super().admit(message, sizes)
         headers = _headers(message)
-        if message.number != self._next or len(headers) != len(sizes):
-            raise WireError(f"expected put number {self._next} and a buffer for each rollout, got {message}"[:500])
+        if message.number < self._next or len(headers) != len(sizes):
+            raise WireError(
+                f"expected put number {self._next} or later and a buffer for each rollout, got {message}"[:500]
+            )
         with self._lock:
             staged = self._staged
         # one put may be larger than all that may be staged: it travels alone, or it never could
@@ -195,14 +197,14 @@ class ProducerSession(Session):
 
     def receive(self, message: Message, buffers: Sequence[Tensor], references: Sequence[object]) -> None:
         if isinstance(message, (Put, PutGroup)):
-            self._next += 1
+            self._next = message.number + 1  # one that has joined again goes on counting
             size = sum(buffer.numel() for buffer in buffers)
             with self._lock:
                 self._sizes[message.number] = size
                 self._staged += size
             self._deliver(self._read(message, buffers))
-        elif isinstance(message, DeclareGroup) and message.number == self._next:
-            self._next += 1
+        elif isinstance(message, DeclareGroup) and message.number >= self._next:
+            self._next = message.number + 1
             with self._lock:
                 self._sizes[message.number] = 0
             mode = Mode.ABANDON if message.fate == "abandoned" else Mode.DECLARE

@@ -32,7 +32,14 @@ from stream_balancer.errors import (
 )
 from stream_balancer.transport import Port
 from stream_balancer.transport.buffers import BufferPool
-from stream_balancer.transport.channel import Channel, Outgoing, PayloadSource, PeerGone, Session, unexpected
+from stream_balancer.transport.channel import (
+    Channel,
+    Outgoing,
+    PayloadSource,
+    Session,
+    may_come_back,
+    unexpected,
+)
 from stream_balancer.transport.event_loop import beside_the_loop
 from stream_balancer.transport.given_steps import GivenSteps
 from stream_balancer.types import RankBatch
@@ -284,9 +291,7 @@ class RankPort(Session, Port):
         has is not given to it again."""
         with self._lock:
             is_final = self._end is not None or self._leaving or any(one.batch is None for one in self._queue)
-            if self._given is None or self._reconnect is None or is_final:
-                return False
-            if not isinstance(error, OSError) or isinstance(error, PeerGone):
+            if self._given is None or self._reconnect is None or is_final or not may_come_back(error):
                 return False
             self._given.controller_lost()
             for arriving in self._queue:

@@ -21,7 +21,7 @@ import stream_balancer as sb
 from stream_balancer.core.groups import GroupSize
 from stream_balancer.errors import WireError
 from stream_balancer.testing import make_rollout
-from stream_balancer.transport.channel import PeerClosed
+from stream_balancer.transport.channel import PeerClosed, PeerGone
 from stream_balancer.transport.event_loop import loop_caller
 from stream_balancer.transport.producer_port import EncodedPut, ProducerPort
 from stream_balancer.transport.producer_session import Offer, ProducerSession
@@ -77,12 +77,12 @@ def test_puts_come_in_the_order_of_their_numbers_and_get_one_reply_each() -> Non
     assert channel.sent == [m.Accepted((2, 0, 3)), m.PutRefused(1, "full", ""), m.End()]
 
 
-@pytest.mark.parametrize("number", [0, 2])
-def test_a_number_twice_or_left_out_is_refused_before_anything_is_allocated(number: int) -> None:
+@pytest.mark.parametrize("number", [0, 6, 7])
+def test_a_number_twice_or_behind_is_refused_before_anything_is_allocated(number: int) -> None:
     session = producer_session(FakeChannel())
-    put_into(session, 0)
+    put_into(session, 7)
     message, buffers = outgoing(a_put(), number)
-    with pytest.raises(WireError, match="expected put number 1"):
+    with pytest.raises(WireError, match="expected put number 8 or later"):
         session.admit(message, [buffers[0].numel()])
 
 
@@ -337,7 +337,7 @@ def test_what_is_declared_of_a_group_travels_in_the_order_of_the_puts() -> None:
         m.DeclareGroup(2, "g", "closed"),
         m.DeclareGroup(3, "g", "abandoned"),
     ]
-    for number in (3, 6):  # twice, or one left out
+    for number in (0, 3):  # twice, or behind
         with pytest.raises(WireError, match="DeclareGroup"):
             send(session, m.DeclareGroup(number, "g", "closed"))
     assert "what was declared of group 'g' waited: gone" in str(puts[1].lost("gone"))
@@ -364,19 +364,43 @@ def test_a_cancel_follows_its_put_and_the_reply_decides() -> None:
 
 
 def test_puts_without_a_reply_go_to_the_next_controller_and_their_cancels_after_them() -> None:
-    port, channel = opened()
-    first, second = a_put("first"), a_put("second")
+    tries: list[None] = []
+    port, channel = ProducerPort(reconnect=lambda: tries.append(None)), FakeChannel()
+    port.opened(channel, WELCOME)
+    first, second, third = a_put("first"), a_put("second"), a_put("third")
     port.put(first)
     port.put(second)
     port.cancel(second)
     assert numbers(channel) == [(m.Put, 0), (m.Put, 1), (m.Cancel, 1)]
-    port._ledger.resend()
+    port.ended(ConnectionResetError("the network broke"))
+    port.put(third)
+    assert (len(tries), first.done, second.done) == (1, False, False)
     channel = FakeChannel()
     port.opened(channel, WELCOME)
     assert numbers(channel) == [(m.Put, 2), (m.Put, 3), (m.Cancel, 3)]
     port.receive(m.PutRefused(2, "duplicate", "it is held"), (), ())
     assert first.done
     assert first.error is None
+    assert numbers(channel)[3:] == [(m.Put, 4)]
+
+
+FINAL = [PeerGone("it is dead for good"), PeerClosed("it ends"), ConnectionAbortedError("closed here"), WireError()]
+
+
+@pytest.mark.parametrize("error", FINAL, ids=lambda error: type(error).__name__)
+def test_a_producer_joins_again_only_where_somebody_may_come_back(error: Exception) -> None:
+    port, put = ProducerPort(reconnect=lambda: pytest.fail("nobody is there")), a_put()
+    port.opened(FakeChannel(), WELCOME)
+    port.put(put)
+    port.ended(error)
+    assert isinstance(put.error, sb.BrokenResourceError)
+
+
+def test_a_producer_that_is_closed_does_not_join_again() -> None:
+    port, channel = ProducerPort(reconnect=lambda: pytest.fail("it leaves")), FakeChannel()
+    port.opened(channel, WELCOME)
+    port.close()
+    port.ended(ConnectionResetError())
 
 
 def test_a_cancel_while_nothing_is_connected_says_what_hinders() -> None:

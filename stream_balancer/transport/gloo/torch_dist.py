@@ -358,11 +358,12 @@ def open_producer(
     token: str | None = None,
     connect_timeout_s: float | None = None,
     linger_s: float = 5.0,
+    rejoin: bool = False,
 ) -> ProducerPort:
-    """A producer's end, over a store or the address of a controller."""
+    """A producer's end, over a store or the address of a controller. ``rejoin``: as :func:`open_port`'s."""
     joiner = Joiner(source, name=name, token=token, connect_timeout_s=connect_timeout_s)
     label = (label or f"{socket.gethostname()}:{os.getpid()}")[:_MAX_LABEL]
-    return connect_producer(joiner, label, linger_s=linger_s, direct=direct, host=host)
+    return connect_producer(joiner, label, linger_s=linger_s, direct=direct, host=host, rejoin=rejoin)
 
 
 def _advertised(host: str, advertise: str | None) -> str:

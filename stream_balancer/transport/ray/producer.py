@@ -12,7 +12,6 @@ The rest of the conversation is that of every other transport.
 
 from __future__ import annotations
 
-import logging
 import secrets
 import weakref
 from collections.abc import Callable, Iterable, Sequence
@@ -26,7 +25,7 @@ from torch import Tensor
 from stream_balancer.core.groups import GroupSize, closed
 from stream_balancer.errors import RolloutError, WireError
 from stream_balancer.transport.buffers import BufferPool
-from stream_balancer.transport.channel import Channel, Outgoing, PeerGone, Source
+from stream_balancer.transport.channel import Channel, Outgoing, Source
 from stream_balancer.transport.producer_port import ProducerPort, declaration
 from stream_balancer.transport.producer_session import Offer, ProducerSession
 from stream_balancer.transport.put_ledger import Limits, Mode, PendingPut, PutCancelled, PutLedger
@@ -60,8 +59,6 @@ INLINE_BYTES = 64 * 1024  # below that an object costs more than its bytes; Ray'
 BUNDLE_BYTES = 2 * 2**20  # what is larger travels alone: the next one is written while this one is taken in
 BUNDLE_PUTS = 1024
 
-logger = logging.getLogger("stream_balancer.transport")
-
 
 class _StoredPut(PendingPut):
     """A pending put; it is encoded with those that leave at the same time."""
@@ -94,9 +91,14 @@ class RayProducerPort(ProducerPort):
     ) -> None:
         """``direct``: payloads stay in this node's store, owned by this process; else they travel with their puts.
         ``restarts``: should the actor die, it comes back and knows what it had accepted: puts wait for it."""
-        super().__init__(linger_s=linger_s, kept=_Objects() if direct else None, hang_up=lambda: self._joining.abort())
+        super().__init__(
+            linger_s=linger_s,
+            kept=_Objects() if direct else None,
+            hang_up=lambda: self._joining.abort(),
+            reconnect=self._connect if restarts else None,
+        )
         self._ledger = PutLedger(bundle_bytes=BUNDLE_BYTES, bundle_puts=BUNDLE_PUTS)
-        self._actor, self._label, self._node, self._restarts = actor, label, node, restarts
+        self._actor, self._label, self._node = actor, label, node
         self._pool = BufferPool(2)
         self._num_objects = 0
         self._connect()
@@ -123,16 +125,6 @@ class RayProducerPort(ProducerPort):
         self._channel = self._joining
         self._ledger.open(Limits(welcome.staged_bytes, welcome.max_put_bytes))
         self._flush()
-
-    def ended(self, error: Exception) -> None:
-        may_come_back = isinstance(error, OSError) and not isinstance(error, PeerGone)
-        if not (self._restarts and may_come_back) or self._leaving:
-            super().ended(error)
-            return
-        logger.warning("puts wait for the controller to be started again: %s", error)
-        self._channel = None
-        self._ledger.resend()
-        self._connect()
 
     def _send(self, channel: Channel, puts: Sequence[_StoredPut], cancelled: Sequence[int]) -> None:
         for columns, alike in groupby(puts, _columns):

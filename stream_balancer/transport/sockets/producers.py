@@ -48,30 +48,54 @@ def _after_reading(hub: Hub, in_loop: InLoop, function: Callable[[], object]) ->
 
 
 def connect_producer(
-    joiner: Joiner, label: str, *, linger_s: float, direct: bool = False, host: str | None = None
+    joiner: Joiner, label: str, *, linger_s: float, direct: bool = False, host: str | None = None, rejoin: bool = False
 ) -> ProducerPort:
     """A port that connects in its own thread, for as long as ``joiner`` tries. ``direct``: payloads stay here until a
-    rank fetches them, from ``host`` (default: this machine's address on the way to the controller)."""
+    rank fetches them, from ``host`` (default: this machine's address on the way to the controller). ``rejoin``: connect
+    again to a controller that is lost. Raises ValueError for both: who loses a producer loses what it keeps."""
+    if direct and rejoin:
+        raise ValueError(
+            "rejoin=True needs hand_over='balancer': what a producer keeps is lost to the controller with their "
+            "connection. Drop one of them"
+        )
     connection = _Connection(joiner, label, PayloadServer() if direct else None, host)
     port = connection.port = ProducerPort(
-        linger_s=linger_s, kept=connection.payloads, problem=lambda: joiner.problem, hang_up=connection.hub.close
+        linger_s=linger_s,
+        kept=connection.payloads,
+        problem=lambda: joiner.problem,
+        hang_up=connection.close,
+        reconnect=connection.open if rejoin else None,
     )
-    connection.hub.start()
+    connection.open()
     return port
 
 
 class _Connection:
-    """What connects a port, and the thread that does."""
+    """What connects a port, and the thread that does: one for each time."""
 
     port: ProducerPort
+    hub: Hub | None = None
 
     def __init__(self, joiner: Joiner, label: str, payloads: PayloadServer | None, host: str | None) -> None:
         self.payloads = payloads
-        self.hub = Hub(f"sb-producer-{label}", self._connect, joiner.cancel)
         self._joiner, self._label, self._host = joiner, label, host
 
-    def _connect(self) -> bool:
+    def open(self) -> None:
+        """Begin to connect."""
+        before = self.hub
+        self.hub = hub = Hub(f"sb-producer-{self._label}", lambda: self._connect(hub, before), self._joiner.cancel)
+        hub.start()
+
+    def close(self) -> None:
+        """Stop connecting, or end the connection."""
+        if self.hub is not None:
+            self.hub.close()
+
+    def _connect(self, hub: Hub, before: Hub | None) -> bool:
         try:
+            if before is not None:
+                before.close()  # its thread has nothing left to do
+                self._joiner.pause()  # it may have joined, and been cut off at once
             sock, welcome = self._joiner.join(self._request)
             if not isinstance(welcome, WelcomeProducer):
                 raise WireError(f"the controller welcomes a producer with a {type(welcome).__name__} message")
@@ -81,8 +105,8 @@ class _Connection:
             self.port.ended(error)
             return False
         if self.payloads is not None:
-            self.payloads.serve(self.hub)
-        self.port.opened(SocketChannel(self.hub, sock), welcome)
+            self.payloads.serve(hub)
+        self.port.opened(SocketChannel(hub, sock), welcome)
         return True
 
     def _request(self, own_host: str) -> JoinProducer:
