@@ -83,9 +83,10 @@ class BalancerConfig:
     """... or once the oldest has waited this long, in seconds. Then a batch may be smaller than ``batch_size``, which
     is why the default is None: wait for the window."""
     max_skips: MaxSkips = _AUTO
-    """No rollout is passed over by more dispatches than this. "auto" (read back, it is the number): 8, or what the
-    window and the capacity need. None = no bound: outliers may wait for the drain. Holds while no more than
-    ``capacity`` wait: see docs/planning_proofs.md."""
+    """No rollout is passed over by more dispatches than this. "auto" (read back, it is the number): 16, or what the
+    window and the capacity need. The strong knob on heavy tails: twice as many halve the idle time, at the same mean
+    delay, and the longest wait is twice as long. None = no bound: outliers may wait for the drain. Holds while no more
+    than ``capacity`` wait: see docs/planning_proofs.md."""
     capacity: int = _DERIVED
     """``put()`` waits once this many rollouts wait, places kept for siblings of waiting groups counted in. Default
     ``2 * window``."""
@@ -192,7 +193,7 @@ class BalancerConfig:
         default("capacity", 2 * self._largest_window)
         default("min_batch_size", self.dp_size)
         if self._given["max_skips"] == "auto":
-            object.__setattr__(self, "max_skips", max(8, self.least_max_skips))
+            object.__setattr__(self, "max_skips", max(_USUAL_MAX_SKIPS, self.least_max_skips))
         if self.batch_tokens is not None and self.max_skips is not None:
             default("capacity_tokens", self.max_skips * self.batch_tokens)
 
@@ -243,6 +244,8 @@ class BalancerConfig:
         return max(smallest_max_skips(self._largest_window, self.batch_size, self.capacity, self._whole), 1)
 
 
+_USUAL_MAX_SKIPS = 16
+"""What "auto" takes unless more are needed; measured in docs/planning_measured.md."""
 _NONE_IS_A_VALUE = ("max_skips", "loss_mask_column")
 _POSITIVE_INTS = ("dp_size", "micro_batch_multiple")
 _OPTIONAL_INTS = (

@@ -42,7 +42,7 @@ class Replay(Simulated):
     window: Annotated[int | None, knob("window", "(default: 2 x batch size)")] = None
     window_tokens: Annotated[int | None, knob("window_tokens")] = None
     deadline_s: Annotated[float | None, knob("deadline_s", "(default: wait for the window)")] = None
-    max_skips: Annotated[str | None, knob("max_skips", "'none' = no bound. (default: 8)", metavar="N")] = None
+    max_skips: Annotated[str | None, knob("max_skips", "'none' = no bound. (default: 16)", metavar="N")] = None
     capacity: Annotated[int | None, knob("capacity", "(default: 2 x window)")] = None
     warm_up: int | None = None
     """Dispatches to leave out of the figures. (default: 3 x max skips, at most a quarter)"""

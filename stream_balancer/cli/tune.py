@@ -52,7 +52,7 @@ class Tune(Simulated):
     ] = None
     max_skips: Annotated[
         str | None,
-        typer.Option(metavar="N,N,...", help="max_skips to try; 'none' too. (default: three for each window)"),
+        typer.Option(metavar="N,N,...", help="max_skips to try; 'none' too. (default: 8, 16 and 32)"),
     ] = None
     deadlines: Annotated[
         str | None,
@@ -154,7 +154,7 @@ def _table(report: TuneReport) -> Table:
         "idle",
         "+-",
         "added age",
-        "p99",
+        "p99/max",
         "tokens +-",
         "wait p99, s",
         "short",
@@ -181,7 +181,7 @@ def _figures(o: Outcome) -> list[str]:
         f"{o.idle_fraction:.2%}",
         f"{o.idle_error:.2%}",
         f"{o.added_age:.2f}",
-        f"{o.age_p99:.0f}",
+        f"{o.age_p99:.0f}/{o.age_max:.0f}",
         f"{o.token_variation:.0%}",
         f"{o.wait_p99_s:,.0f}",
         f"{o.short_batches:.0%}" if o.short_batches else "",

@@ -24,10 +24,10 @@ from stream_balancer.tools.tune_report import Outcome, TuneReport, outcome_of, p
 
 __all__ = ["tune"]
 
-WIDTHS = (1.25, 1.5, 2.0, 2.5, 3.0, 4.0)
+WIDTHS = (1.25, 1.5, 2.0, 3.0)
 """Windows that are tried, in batches, besides one batch: no window at all."""
-PATIENCE = ((0, 1), (8, 2), (16, 4))
-"""``max_skips`` that are tried: at least so many, and at least so many times the least that works with the window."""
+PATIENCE = (8, 16, 32)
+"""``max_skips`` that are tried, or the least that works with the window and the capacity where that is more."""
 DEADLINES = (2.0, 4.0)
 """``deadline_s`` that are tried besides none, in times the window takes to fill."""
 LEAST_BATCHES = 400
@@ -65,7 +65,7 @@ def tune(
     :param config: the knobs that are not swept; ``capacity`` and what else is derived from the window follows it.
     :param max_added_age: the most mean dispatches of waiting to recommend, above those without a window.
     :param tolerance: idle fraction that is not worth a larger window, a looser ``max_skips`` or a longer deadline.
-    :param windows: rollouts, or tokens under ``batch_tokens``; None = 1 to 4 batches. Then, for each, ``max_skips``
+    :param windows: rollouts, or tokens under ``batch_tokens``; None = 1 to 3 batches. Then, for each, ``max_skips``
         (None in it: no bound) and ``deadlines_s`` (None in it: no deadline) in every combination that the config
         allows.
     :param slots: and ``tokens_per_second``, ``trainer``, ``seed``: as in :func:`~stream_balancer.tools.simulate`.
@@ -173,7 +173,7 @@ def _for_window(
 ) -> Iterator[tuple[int | Literal["auto"] | None, float | None]]:
     """``max_skips`` and ``deadline_s`` to try: all combinations of what was asked for, else each around the middle."""
     least = base.replace(**{_window_knob(base): window}).least_max_skips
-    skips: Sequence[int | None] = max_skips or [max(at_least, times * least) for at_least, times in PATIENCE]
+    skips: Sequence[int | None] = max_skips or sorted({max(skips, least) for skips in PATIENCE})
     if deadlines_s:
         yield from ((most, deadline_s) for most in skips for deadline_s in deadlines_s)
         return

@@ -43,6 +43,7 @@ class Outcome:
     age_p99: float
     """99th percentile of the dispatches that a rollout waited through."""
     age_max: float
+    """The most dispatches that a rollout waited through."""
     token_variation: float
     """Coefficient of variation of the tokens of a dispatch: their standard deviation over their mean."""
     wait_p99_s: float

@@ -81,7 +81,7 @@ class TestConfig:
     def test_windows_of_one_to_three_batches(self) -> None:
         c = config()
         assert c.auto_windows == (32, 40, 48, 64, 96)
-        assert (c.window, c.capacity, c.max_skips) == (64, 192, 8)
+        assert (c.window, c.capacity, c.max_skips) == (64, 192, 16)
         assert sb.BalancerConfig(dp_size=8, batch_size=32).auto_windows == ()
 
     @pytest.mark.parametrize(
@@ -169,9 +169,7 @@ class TestShadows:
             run(core, lengths)
             for window, idle in auto_of(core).idle_by_window.items():
                 foreseen[window].append(idle)
-                report = sb.simulate(
-                    trace_of(lengths), config(window=window, max_skips=8, capacity=192), tolerance=0.05
-                )
+                report = sb.simulate(trace_of(lengths), config(window=window, capacity=192), tolerance=0.05)
                 fixed[window].append(report.overall.unavoidable_idle)
         assert len(foreseen) == 5
         for window, idles in foreseen.items():

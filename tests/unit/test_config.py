@@ -17,25 +17,25 @@ def config(**knobs: Any) -> sb.BalancerConfig:
 
 def test_knobs_left_out_are_derived() -> None:
     c = config()
-    assert (c.window, c.capacity, c.min_batch_size, c.max_skips) == (32, 64, 4, 8)
+    assert (c.window, c.capacity, c.min_batch_size, c.max_skips) == (32, 64, 4, 16)
     assert config(window=64).capacity == 128
-    assert config(window=64).max_skips == 9  # 3 * (64 / 16 - 1)
+    assert config(window=128).max_skips == 21  # 3 * (128 / 16 - 1)
     assert config(capacity=1600).max_skips == 99  # 1600 / 16 - 1: a full buffer must be able to leave in time
     assert config(policy="fifo").window == 16
 
 
 def test_a_budget_in_tokens_derives_the_rest() -> None:
     c = config(batch_size=None, batch_tokens=1000)
-    assert (c.window_tokens, c.capacity_tokens, c.max_skips) == (2000, 4000, 8)
+    assert (c.window_tokens, c.capacity_tokens, c.max_skips) == (2000, 4000, 16)
     assert (c.batch_size, c.window, c.min_batch_size) == (4, 4, 4), "every rank gets one"
     assert c.capacity >= c.capacity_tokens, "rollouts are not counted"
-    assert config(batch_size=None, batch_tokens=1000, window_tokens=5000).max_skips == 12  # (4 - 1) * 5 / 1, or 3 * 4
+    assert config(batch_size=None, batch_tokens=1000, window_tokens=7000).max_skips == 18  # 3 * (7 - 1)
     assert config(batch_size=None, batch_tokens=1000, micro_batch_multiple=3, group_size=8).batch_size == 16
     assert config(batch_size=None, batch_tokens=1000, group_size=8, groups="same_rank").batch_size == 32
     assert config(batch_size=None, batch_tokens=1000, group_size=5, groups="free").batch_size == 5
     in_rollouts = config(batch_size=None, batch_tokens=1000, window=64)
     assert (in_rollouts.window, in_rollouts.window_tokens, in_rollouts.capacity) == (64, None, 128)
-    assert in_rollouts.capacity_tokens == 8000  # as many as max_skips allows
+    assert in_rollouts.capacity_tokens == 16000  # as many as max_skips allows
     assert config(batch_size=None, batch_tokens=1000, window=64, max_skips=None).capacity_tokens is None
     assert config(batch_size=None, batch_tokens=1000, policy="fifo").window_tokens == 1000
     assert config().replace(batch_size=None, batch_tokens=500).window_tokens == 1000

@@ -78,7 +78,7 @@ def test_no_bound_costs_nothing_and_plans_alike(max_skips: int | None) -> None:
 def test_no_bound_survives_replace_and_restore() -> None:
     core = core_of(max_skips=None)
     assert core.config.replace(window=6).max_skips is None
-    assert core.config.replace(max_skips="auto").max_skips == 8
+    assert core.config.replace(max_skips="auto").max_skips == 16
     core.add_all(list(make_rollouts([3, 70, 5, 6])), 0.0)
     core.poll(0.0)
     again = core_of(max_skips=None)

@@ -110,10 +110,11 @@ class TestSettings:
         lists = {"windows": None, "max_skips": None, "deadlines_s": None, **chosen}
         return list(_settings(base, 10.0, **lists))
 
-    def test_thirty_or_more_each_once(self) -> None:
+    def test_each_window_with_three_bounds_on_skips_and_two_deadlines(self) -> None:
         found = self.settings(sb.BalancerConfig(dp_size=8, batch_size=32))
-        assert len(found) >= 30
-        assert len({(c.window, c.max_skips, c.deadline_s) for c in found}) == len(found)
+        assert len({(c.window, c.max_skips, c.deadline_s) for c in found}) == len(found) == 21
+        grid = [(c.window, c.max_skips) for c in found if c.deadline_s is None]
+        assert grid[1:] == [(window, skips) for window in (40, 48, 64, 96) for skips in (8, 16, 32)]
         assert found[0].window == 32
         assert [c.window for c in found] == sorted(c.window for c in found)
         assert {c.deadline_s for c in found if c.window == 64} == {None, 40.0, 80.0}
@@ -121,6 +122,10 @@ class TestSettings:
     def test_whole_groups(self) -> None:
         found = self.settings(sb.BalancerConfig(dp_size=2, batch_size=12, group_size=6))
         assert {c.window % 6 for c in found} == {0}
+
+    def test_what_a_window_needs_where_that_is_more(self) -> None:
+        found = self.settings(sb.BalancerConfig(dp_size=8, batch_size=32), windows=[224])
+        assert [c.max_skips for c in found if c.deadline_s is None] == [18, 32]
 
     def test_what_was_asked_for_in_every_combination_that_works(self) -> None:
         found = self.settings(SMALL, windows=[16, 4], max_skips=[2, 9], deadlines_s=[None, 5.0])

@@ -37,7 +37,7 @@ class SamplerKnobs:
 
     dp_size: int
     """Data-parallel ranks that a batch is split over."""
-    max_skips: int = 8
+    max_skips: int = 16
     """No group is passed over by more batches than this, as long as no more than (max_skips + 1) batches wait. verl's
     ``max_off_policy_threshold`` holds besides: a group that would be dropped as stale at the next step goes now."""
     window: int | None = None
