@@ -19,7 +19,7 @@ from stream_balancer.errors import ConfigError
 from stream_balancer.field_docs import documented
 from stream_balancer.planning import smallest_max_skips
 from stream_balancer.planning.arrays import Counts, Oversize, Sync
-from stream_balancer.planning.plan import Groups
+from stream_balancer.planning.plan import Groups, step_multiple
 from stream_balancer.planning.windows import START, window_choices
 
 __all__ = ["BalancerConfig"]
@@ -65,8 +65,13 @@ class BalancerConfig:
     dp_size: int
     """DP ranks that take part in every step."""
     batch_size: BatchSize = _DERIVED
-    """Rollouts per dispatch, over all ranks. Under ``batch_tokens``, which takes its place, it is read as the fewest
-    that a full dispatch has: one for each micro-batch that every rank must run, in whole groups."""
+    """Rollouts per dispatch, over all ranks; with ``batch_size_range``, on average. Under ``batch_tokens``, which takes
+    its place, it is read as the fewest that a full dispatch has: one for each micro-batch that every rank must run, in
+    whole groups."""
+    batch_size_range: tuple[int, int] | None = None
+    """Least and most rollouts per dispatch, ``(16, 64)`` for example: a step that is long because of an outlier takes
+    more rollouts, so that all ranks have work, and later steps take fewer until the mean is ``batch_size`` again. What
+    a loss divides by varies with it: see docs/tuning.md. None = ``batch_size`` every time."""
     batch_tokens: int | None = None
     """Tokens per dispatch, instead of ``batch_size``: so many rollouts (or whole groups) go that their tokens come
     nearest to this. More go where ``max_skips`` demands it, or where some rank would get none. See docs/tuning.md for
@@ -234,14 +239,20 @@ class BalancerConfig:
 
         Below ``3 * (window / batch_size - 1)`` every rollout would always be due and the window could choose nothing;
         below ``ceil(capacity / batch_size) - 1`` a full buffer could not leave in time, whatever the order (with groups
-        kept whole a batch may be up to ``group_size - 1`` short, so a little more is needed). Under ``batch_tokens``
-        the same of ``window_tokens`` and ``capacity_tokens``; there it is the steps that would have too many tokens.
+        kept whole a batch may be up to ``group_size - 1`` short, so a little more is needed). With ``batch_size_range``
+        the second is of its least. Under ``batch_tokens`` the same of ``window_tokens`` and ``capacity_tokens``; there
+        it is the steps that would have too many tokens.
         """
         if self.batch_tokens is not None:
             window = self.window_tokens or self.batch_tokens
             most = (self.capacity_tokens or window) + self.batch_tokens  # the last put may pass the limit
             return max(smallest_max_skips(window, self.batch_tokens, most), 1)
-        return max(smallest_max_skips(self._largest_window, self.batch_size, self.capacity, self._whole), 1)
+        return max(_smallest_max_skips(self, self._largest_window, self.capacity), 1)
+
+    @property
+    def least_batch_size(self) -> int:
+        """Rollouts that every full batch has at least."""
+        return self.batch_size if self.batch_size_range is None else self.batch_size_range[0]
 
 
 _USUAL_MAX_SKIPS = 16
@@ -280,6 +291,13 @@ def _check_int(name: str, value: object, *, least: int = 1) -> None:
         raise ConfigError(f"{name} must be an int >= {least}{also}, not {value!r}")
 
 
+def _check_pair(value: object) -> None:
+    if not isinstance(value, (tuple, list)) or len(value) != 2:
+        raise ConfigError(f"batch_size_range must be two ints, the least and the most rollouts, not {value!r}")
+    for number in value:
+        _check_int("batch_size_range", number)
+
+
 def _check_values(config: BalancerConfig) -> None:
     """Each knob by itself."""
     for name in _POSITIVE_INTS:
@@ -288,6 +306,9 @@ def _check_values(config: BalancerConfig) -> None:
         auto = name in _MAY_BE_AUTO and getattr(config, name) == "auto"
         if getattr(config, name) is not None and not auto:
             _check_int(name, getattr(config, name))
+    if config.batch_size_range is not None:
+        _check_pair(config.batch_size_range)
+        object.__setattr__(config, "batch_size_range", tuple(config.batch_size_range))
     for name in ("max_staleness", "remember_ids"):
         if getattr(config, name) is not None:
             _check_int(name, getattr(config, name), least=0)
@@ -368,7 +389,7 @@ def _auto_windows(c: BalancerConfig) -> tuple[int, ...]:
     def legal(window: int) -> bool:
         capacity = 2 * window if c.capacity is None else c.capacity
         skips = c._given["max_skips"]
-        if isinstance(skips, int) and skips < smallest_max_skips(window, c.batch_size, capacity, c._whole):
+        if isinstance(skips, int) and skips < _smallest_max_skips(c, window, capacity):
             return False
         return c.max_staleness is None or window <= (c.max_staleness + 1) * c.batch_size
 
@@ -381,6 +402,10 @@ def _auto_windows(c: BalancerConfig) -> tuple[int, ...]:
             "window=batch_size"
         )
     return windows
+
+
+def _smallest_max_skips(c: BalancerConfig, window: int, capacity: int) -> int:
+    return smallest_max_skips(window, c.batch_size, capacity, c._whole, c.least_batch_size)
 
 
 def _check_auto(c: BalancerConfig) -> None:
@@ -447,6 +472,8 @@ def _check_combinations(c: BalancerConfig) -> None:
             "smaller window or capacity"
         )
     _check_groups(c)
+    if c.batch_size_range is not None:
+        _check_range(c, *c.batch_size_range)
     if c.micro_batch_counts == "free" and c.sync == "micro_batch":
         raise ConfigError(
             "micro_batch_counts='free' needs sync='step': ranks that meet at every micro-batch would wait for ever for "
@@ -472,6 +499,56 @@ def _check_tokens(c: BalancerConfig) -> None:
         raise ConfigError(
             f"capacity_tokens ({c.capacity_tokens}) must be >= {name} ({least}): so many could never wait. Raise "
             f"capacity_tokens or lower {name}"
+        )
+
+
+def _check_range(c: BalancerConfig, least: int, most: int) -> None:
+    """A number of rollouts per step that varies."""
+    given = f"batch_size_range ({least}, {most})"
+    if c.batch_tokens is not None:
+        raise ConfigError(
+            f"{given} and batch_tokens ({c.batch_tokens}) exclude one another: under batch_tokens a step has as many "
+            "rollouts as its tokens ask for. Leave one out"
+        )
+    if c.policy != "window":
+        raise ConfigError(f"{given} needs policy='window': {c.policy!r} sends the oldest batch_size. Leave it out")
+    if c.sync != "step" or c.cost.padded:
+        what = "a padded cost" if c.cost.padded else f"sync={c.sync!r}"
+        raise ConfigError(
+            f"{given} does not work with {what}: it looks for steps that are as long as the heaviest rank's sum. Leave "
+            "batch_size_range out"
+        )
+    if not least <= c.batch_size <= most or least == most:
+        raise ConfigError(
+            f"batch_size ({c.batch_size}) is the mean of {given}: it must lie in it, and the range must be one. Widen "
+            "batch_size_range, or leave it out for batch_size rollouts every time"
+        )
+    if most > c.capacity:
+        raise ConfigError(
+            f"{given} reaches above capacity ({c.capacity}): so many rollouts could never wait. Raise capacity, or "
+            "lower batch_size_range"
+        )
+    if least < c.dp_size * c.micro_batch_multiple:
+        raise ConfigError(
+            f"{given} begins below dp_size ({c.dp_size}) x micro_batch_multiple ({c.micro_batch_multiple}): some "
+            "micro-batches would be empty. Raise its least"
+        )
+    if c.min_batch_size > least:
+        raise ConfigError(
+            f"min_batch_size ({c.min_batch_size}) must be <= the least of {given}: a step that gives back what others "
+            "took beyond batch_size has so few. Lower min_batch_size, or raise the least"
+        )
+    multiple = step_multiple(c.dp_size, c.counts, c.groups, c.group_size)
+    if odd := [number for number in (least, c.batch_size, most) if number % multiple]:
+        raise ConfigError(
+            f"{given} and batch_size ({c.batch_size}) must be multiples of {multiple} with counts={c.counts!r}, "
+            f"dp_size {c.dp_size} and group_size {c.group_size}: whole groups leave, and as many on every rank where "
+            f"counts are equal. Change {' and '.join(map(str, odd))}"
+        )
+    if c.groups == "same_rank" and c.group_size is not None and least // c.group_size < c.dp_size:
+        raise ConfigError(
+            f"groups='same_rank' needs a group for every rank: {given} begins with {least // c.group_size} groups of "
+            f"{c.group_size}, and dp_size is {c.dp_size}. Raise its least"
         )
 
 

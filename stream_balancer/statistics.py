@@ -113,6 +113,9 @@ class Statistics:
     token_variation: float | None
     """Coefficient of variation of the tokens of a step: their standard deviation over their mean, over all steps ever.
     0.0 = every step trains on as many tokens; what varies is noise in the gradient. None before the first dispatch."""
+    surplus_rollouts: int
+    """Rollouts that steps took beyond ``batch_size`` so far, and later ones give back; 0 without
+    ``batch_size_range``."""
     padding_copies: int
     """Zero-weight copies made, ever."""
     nacked: int

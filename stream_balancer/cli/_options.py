@@ -39,6 +39,7 @@ __all__ = [
     "knob",
     "one_line_errors",
     "progress",
+    "range_of",
     "skips_of",
     "stdout",
     "window_text",
@@ -101,6 +102,7 @@ class Simulated:
     ]
     dp_size: Annotated[int, knob("dp_size")] = 8
     batch_size: Annotated[int | None, knob("batch_size", "(default: 32)")] = None
+    batch_size_range: Annotated[str | None, knob("batch_size_range", metavar="LEAST:MOST")] = None
     batch_tokens: Annotated[int | None, knob("batch_tokens")] = None
     cost: Annotated[
         str,
@@ -151,6 +153,7 @@ class Simulated:
         return BalancerConfig(
             dp_size=self.dp_size,
             batch_size=DEFAULT_BATCH_SIZE if in_rollouts else self.batch_size,
+            batch_size_range=None if self.batch_size_range is None else range_of(self.batch_size_range),
             batch_tokens=self.batch_tokens,
             cost=cost_of(self.cost),
             counts=self.counts,
@@ -230,6 +233,15 @@ def trainer_of(text: str) -> float | Literal["instant", "matched"]:
         raise ConfigError(f"--trainer {text}: use instant, matched, or a number of work units per second") from None
 
 
+def range_of(text: str) -> tuple[int, int]:
+    """``batch_size_range`` as a user writes it."""
+    try:
+        least, most = (int(part) for part in text.split(":"))
+    except ValueError:
+        fail(f"--batch-size-range {text}: write the least and the most rollouts of a step, 16:64 for example")
+    return least, most
+
+
 def skips_of(text: str) -> int | None:
     """``max_skips`` as a user writes it."""
     try:
@@ -239,7 +251,10 @@ def skips_of(text: str) -> int | None:
 
 
 def batch_text(config: BalancerConfig) -> str:
-    return f"{config.batch_size} rollouts" if config.batch_tokens is None else f"{config.batch_tokens:,} tokens"
+    if config.batch_tokens is not None:
+        return f"{config.batch_tokens:,} tokens"
+    least_most = config.batch_size_range
+    return f"{config.batch_size}" + ("" if least_most is None else " ({} to {})".format(*least_most)) + " rollouts"
 
 
 def window_text(config: BalancerConfig) -> str:

@@ -148,6 +148,8 @@ def _table(reports: Reports, *, instant: bool) -> Table:
     row("  no assignment can save", lambda r: f"{_segment(r, steady).unavoidable_idle:.2%}")
     if steady:
         row("  with warm-up and tail", lambda r: f"{r.overall.idle_fraction:.2%}")
+    if reports["window"].config.batch_size_range is not None:
+        row("rollouts of a step, least / mean / most", _rollouts_of_a_step)
     row("tokens of a step, std / mean", lambda r: f"{_segment(r, steady).token_variation:.2f}")
     row("trainer time, round-robin = 1", lambda r: f"{r.overall.work_s / usual if usual else 1.0:.3f}")
     if not instant:
@@ -171,6 +173,11 @@ def _table(reports: Reports, *, instant: bool) -> Table:
     if any(r.evicted for r in reports.values()):
         row("evicted", lambda r: f"{r.evicted}")
     return table
+
+
+def _rollouts_of_a_step(report: SimulationReport) -> str:
+    rollouts = report.steps.rollouts[report.shown_steps]
+    return f"{rollouts.min()} / {rollouts.mean():.1f} / {rollouts.max()}"
 
 
 def _or_dash(value: float) -> str:

@@ -26,6 +26,7 @@ from stream_balancer.core.observer import Observer
 from stream_balancer.core.snapshot import Snapshot
 from stream_balancer.planning import PlanKnobs, Waiting, choose_batch, lower_bound
 from stream_balancer.planning.arrays import Floats, Ints
+from stream_balancer.planning.step_size import surplus_after
 from stream_balancer.types import Reason
 
 __all__ = ["AutoWindow", "AutoWindowObserver"]
@@ -164,6 +165,7 @@ class _Shadow:
     def __init__(self, window: int) -> None:
         self.window = window
         self.dispatches = 0
+        self._surplus = 0
         self._mean = self._bound = 0.0
         self._costs, self._groups = _NOTHING, _NO_LABELS  # [held], then those that have not entered the window yet
         self._skips = _NO_LABELS  # [held]
@@ -192,7 +194,8 @@ class _Shadow:
             groups=groups,
             group_complete=np.ones(size, dtype=np.bool_),
         )
-        goes = choose_batch(waiting, knobs, num_rollouts=knobs.batch_size)
+        goes = choose_batch(waiting, knobs, num_rollouts=size, surplus=self._surplus)
+        self._surplus = surplus_after(knobs, self._surplus, int(np.count_nonzero(goes)))
         self._record(costs[goes], groups[goes], knobs)
         stays = np.concatenate((~goes, np.ones(self._costs.size - size, dtype=np.bool_)))
         self._costs, self._groups = self._costs[stays], self._groups[stays]
@@ -218,6 +221,7 @@ class _Shadow:
     def state(self) -> dict[str, Any]:
         return {
             "dispatches": self.dispatches,
+            "surplus": self._surplus,
             "mean": self._mean,
             "bound": self._bound,
             "costs": self._costs.copy(),
@@ -226,7 +230,7 @@ class _Shadow:
         }
 
     def take_over(self, state: Mapping[str, Any]) -> None:
-        self.dispatches = int(state["dispatches"])
+        self.dispatches, self._surplus = int(state["dispatches"]), int(state.get("surplus", 0))
         self._mean, self._bound = float(state["mean"]), float(state["bound"])
         self._costs, self._groups = np.asarray(state["costs"]), np.asarray(state["groups"])
         self._skips = np.asarray(state["skips"])
@@ -285,5 +289,8 @@ def _same_shadows(config: BalancerConfig, other: BalancerConfig) -> bool:
     """Whether what was learned for one says something about the other."""
     return all(
         getattr(config, name) == getattr(other, name)
-        for name in ("auto_windows", "batch_size", "max_skips", "cost", "speeds", "counts", "group_size", "groups")
+        for name in (
+            *("auto_windows", "batch_size", "batch_size_range", "max_skips"),
+            *("cost", "speeds", "counts", "group_size", "groups"),
+        )
     )

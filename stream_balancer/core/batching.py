@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import islice
 from operator import attrgetter
 from typing import Protocol
@@ -28,7 +29,7 @@ class Planner(Protocol):
     """Chooses among the waiting rollouts, ``num_rollouts`` of which could go, and lays those chosen out on ranks and
     micro-batches."""
 
-    def __call__(self, waiting: Waiting, knobs: PlanKnobs, *, num_rollouts: int, step: int) -> Plan: ...
+    def __call__(self, waiting: Waiting, knobs: PlanKnobs, *, num_rollouts: int, step: int, surplus: int) -> Plan: ...
 
 
 _PLANNERS: dict[str, Planner] = {"window": plan_batch, "fifo": plan_fifo, "round_robin": plan_round_robin}
@@ -37,13 +38,19 @@ _PLANNERS: dict[str, Planner] = {"window": plan_batch, "fifo": plan_fifo, "round
 def make_plan(state: State, due: NDArray[np.bool_], num_rollouts: int) -> tuple[Waiting, Plan]:
     """What the planner is shown, and its plan, in rows of the buffer. ``due`` [n] must go; ``num_rollouts`` could; what
     is held back for its age is not shown. O(n), plus the planner's time."""
-    planner, knobs, step = _PLANNERS[state.config.policy], state.pricing.knobs, state.ledger.next_step
+    planner = partial(
+        _PLANNERS[state.config.policy],
+        num_rollouts=num_rollouts,
+        step=state.ledger.next_step,
+        surplus=state.counts.surplus,
+    )
+    knobs = state.pricing.knobs
     waiting = state.buffer.waiting(due)
     if not state.staleness.num_held_back:
-        return waiting, planner(waiting, knobs, num_rollouts=num_rollouts, step=step)
+        return waiting, planner(waiting, knobs)
     free = ~state.staleness.held_back()
     waiting, rows = waiting.among(free), np.flatnonzero(free)
-    plan = planner(waiting, knobs, num_rollouts=num_rollouts, step=step)
+    plan = planner(waiting, knobs)
     # the planner counts in the rows that it was shown: back to those of the buffer
     return waiting, replace(plan, ranks=[[rows[one] for one in micro_batches] for micro_batches in plan.ranks])
 

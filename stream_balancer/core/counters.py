@@ -21,6 +21,8 @@ class Counts:
     def __init__(self) -> None:
         self.accepted = self.acknowledged = self.nacked = self.peak_waiting = self.dispatched_tokens = 0
         self.squared_tokens = self.padding_copies = self.short_groups = 0
+        self.surplus = 0
+        """Rollouts that steps took beyond ``batch_size``, and later ones give back."""
         self.evicted: Counter[EvictReason] = Counter(dict.fromkeys(get_args(EvictReason), 0))
         self.batches: Counter[Reason] = Counter(dict.fromkeys(get_args(Reason), 0))
         self.mean_loads = self.max_loads = self.lower_bounds = self.mean_seconds = self.max_seconds = 0.0

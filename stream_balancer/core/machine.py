@@ -34,6 +34,7 @@ from stream_balancer.core.step_times import StepTiming
 from stream_balancer.errors import ClosedResourceError, ConfigError, WouldBlock
 from stream_balancer.planning import Plan
 from stream_balancer.planning.partition import TOLERANCE
+from stream_balancer.planning.step_size import surplus_after
 from stream_balancer.statistics import Statistics
 from stream_balancer.types import Batch, Rollout
 
@@ -175,6 +176,7 @@ class BalancerCore:
         state.remove(rows)  # last of what needs the plan's rows: they are others now
         state.ledger.dispatch(batch)
         state.counts.record(batch)
+        state.counts.surplus = surplus_after(state.pricing.knobs, state.counts.surplus, batch.num_rollouts)
         state.triggers.dispatched()
         state.changed()
 

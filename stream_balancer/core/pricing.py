@@ -117,6 +117,7 @@ def _plan_knobs(config: BalancerConfig, tolerance: float) -> PlanKnobs:
         num_ranks=config.dp_size,
         batch_size=config.batch_size,
         batch_tokens=config.batch_tokens,
+        batch_size_range=config.batch_size_range,
         max_skips=config.max_skips,
         counts=config.counts,
         sync=config.sync,

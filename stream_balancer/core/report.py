@@ -40,6 +40,7 @@ def statistics(state: State, now: float, shell: ShellFigures) -> Statistics:
         batches=dict(counts.batches),
         dispatched_tokens=counts.dispatched_tokens,
         token_variation=token_variation(counts.batches.total(), counts.dispatched_tokens, counts.squared_tokens),
+        surplus_rollouts=counts.surplus,
         padding_copies=counts.padding_copies,
         nacked=counts.nacked,
         open_groups=len(buffer.groups.incomplete()),

@@ -13,6 +13,8 @@ from stream_balancer.errors import ConfigError
 
 __all__ = ["Throttle", "check_reserve"]
 
+_LIMIT = "(max_staleness + 1) * batch_size, or the least of batch_size_range"
+
 
 def check_reserve(config: BalancerConfig, count: int) -> None:
     """Raise ConfigError for knobs under which the bound could not be kept, or the window never be filled; ValueError
@@ -23,11 +25,11 @@ def check_reserve(config: BalancerConfig, count: int) -> None:
             "batch_tokens. Give batch_size, or do without reserve()"
         )
     staleness = config.max_staleness
-    limit = config.capacity if staleness is None else (staleness + 1) * config.batch_size
+    limit = config.capacity if staleness is None else (staleness + 1) * config.least_batch_size
     if isinstance(count, bool) or not isinstance(count, int) or not 1 <= count <= limit:
         raise ValueError(
             f"reserve({count!r}): between 1 and {limit} rollouts can be reserved at a time "
-            f"({'capacity' if staleness is None else '(max_staleness + 1) * batch_size'})"
+            f"({'capacity' if staleness is None else _LIMIT})"
         )
     if config.group_size is not None and config.groups != "free" and count % config.group_size:
         raise ValueError(
@@ -44,7 +46,7 @@ def check_reserve(config: BalancerConfig, count: int) -> None:
         )
     if config.window > limit:
         raise ConfigError(
-            f"reserve() admits (max_staleness + 1) * batch_size = {limit} rollouts at a time, so a window of "
+            f"reserve() admits {_LIMIT} = {limit} rollouts at a time, so a window of "
             f"{config.window} would never fill. Lower window to {limit}, or raise max_staleness"
         )
 
@@ -68,7 +70,7 @@ class Throttle:
         waiting = state.staleness.oldest_fresh_version()
         oldest = running if waiting is None else min(waiting, running)  # unknown versions are larger than any
         batches = oldest + config.max_staleness + 1 - version - state.ledger.steps_ahead
-        return batches * config.batch_size - held
+        return batches * config.least_batch_size - held
 
     def is_stuck(self, state: State) -> bool:
         """Whether the window cannot fill while nothing more may begin: not with what is running, though a full batch is

@@ -111,6 +111,7 @@ METRICS: tuple[Metric, ...] = (
         "Coefficient of variation (standard deviation / mean) of the tokens of a step.",
         _one("token_variation"),
     ),
+    Metric("surplus_rollouts", "Rollouts that later steps give back.", _one("surplus_rollouts")),
     Metric("padding_copies", "Zero-weight copies made.", _one("padding_copies"), "counter"),
     Metric("idle_fraction", "Predicted part of rank time spent waiting for the slowest.", _one("idle_fraction")),
     Metric(

@@ -21,9 +21,9 @@ from .step_size import usual_size
 __all__ = ["plan_fifo", "plan_round_robin"]
 
 
-def plan_fifo(waiting: Waiting, knobs: PlanKnobs, *, num_rollouts: int, step: int) -> Plan:
+def plan_fifo(waiting: Waiting, knobs: PlanKnobs, *, num_rollouts: int, step: int, surplus: int = 0) -> Plan:
     """The oldest rollouts, partitioned as well as they can be: the window's planner, shown nothing else. O(n log n)."""
-    oldest = _oldest(waiting, usual_size(waiting, knobs, num_rollouts))
+    oldest = _oldest(waiting, usual_size(waiting, knobs, num_rollouts, surplus))
     visible = Waiting(
         costs=waiting.costs[oldest],
         lengths=waiting.lengths[oldest],
@@ -38,12 +38,12 @@ def plan_fifo(waiting: Waiting, knobs: PlanKnobs, *, num_rollouts: int, step: in
     return replace(plan, ranks=ranks)
 
 
-def plan_round_robin(waiting: Waiting, knobs: PlanKnobs, *, num_rollouts: int, step: int) -> Plan:
+def plan_round_robin(waiting: Waiting, knobs: PlanKnobs, *, num_rollouts: int, step: int, surplus: int = 0) -> Plan:
     """The oldest rollouts, to the ranks in turn; each rank cuts its own into micro-batches in arrival order. O(n).
 
     Ranks get as many micro-batches as the one that needs most, as trainers arrange by an all_reduce.
     """
-    oldest = _oldest(waiting, usual_size(waiting, knobs, num_rollouts))
+    oldest = _oldest(waiting, usual_size(waiting, knobs, num_rollouts, surplus))
     shares = [oldest[rank :: knobs.num_ranks] for rank in range(knobs.num_ranks)]
     most = max(_num_needed(waiting.lengths[share], knobs) for share in shares)
     multiple = knobs.micro_batch_multiple

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
@@ -62,9 +63,11 @@ class PlanKnobs:
 
     num_ranks: int
     batch_size: int
-    """Rollouts of a step; under ``batch_tokens`` the fewest of a full one."""
+    """Rollouts of a step; with ``batch_size_range`` their mean, under ``batch_tokens`` the fewest of a full one."""
     max_skips: int | None
     """None = no bound."""
+    batch_size_range: tuple[int, int] | None = None
+    """Least and most rollouts of a step; None: ``batch_size`` every time."""
     batch_tokens: int | None = None
     """A step takes so many rollouts that their tokens come nearest to this; None = ``batch_size`` of them."""
     counts: Counts = "free"
@@ -83,6 +86,31 @@ class PlanKnobs:
     """Most rollouts in a group, where known: the skip guarantee keeps room for a whole one."""
     tolerance: float = TOLERANCE
     """How near to the lower bound a partition is sought (relatively)."""
+
+    @property
+    def least_batch_size(self) -> int:
+        """Rollouts that every full step takes at least."""
+        return self.batch_size if self.batch_size_range is None else self.batch_size_range[0]
+
+    @property
+    def step_multiple(self) -> int:
+        """A step whose number of rollouts is chosen has a multiple of this: whole groups, and as many on every rank."""
+        return step_multiple(self.num_ranks, self.counts, self.groups, self.group_size)
+
+
+def step_multiple(num_ranks: int, counts: Counts, groups: Groups, group_size: int | None) -> int:
+    """Of the rollouts of a step: whole groups, and under equal counts the same number on every rank.
+
+    Examples:
+        >>> step_multiple(8, "free", "same_batch", None), step_multiple(8, "equal", "same_batch", 6)
+        (1, 24)
+        >>> step_multiple(8, "equal", "same_rank", 6)  # whole groups on every rank
+        48
+    """
+    whole = 1 if groups == "free" or group_size is None else group_size
+    if counts == "free":
+        return whole
+    return whole * num_ranks if groups == "same_rank" else math.lcm(whole, num_ranks)
 
 
 def has_micro_batches(knobs: PlanKnobs) -> bool:

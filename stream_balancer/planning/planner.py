@@ -35,8 +35,9 @@ if TYPE_CHECKING:
     from .micro_batches import Order
 
 
-def plan_batch(waiting: Waiting, knobs: PlanKnobs, *, num_rollouts: int, step: int) -> Plan:
-    """Choose `batch_size` of the waiting rollouts and lay them out on ranks and micro-batches.
+def plan_batch(waiting: Waiting, knobs: PlanKnobs, *, num_rollouts: int, step: int, surplus: int = 0) -> Plan:
+    """Choose `batch_size` of the waiting rollouts (as many on average, with `batch_size_range`) and lay them out on
+    ranks and micro-batches.
 
     Fewer are chosen if `num_rollouts` are fewer, if whole groups do not add up to that number, or if the rest waits for
     siblings.
@@ -47,6 +48,7 @@ def plan_batch(waiting: Waiting, knobs: PlanKnobs, *, num_rollouts: int, step: i
         knobs: taken as checked.
         num_rollouts: how many could go: a deadline or the drain may have fewer than `batch_size`.
         step: counts the batches; rotates which rank gets the heaviest share.
+        surplus: with `batch_size_range`, rollouts that earlier steps took beyond `batch_size`: see `surplus_after`.
 
     Raises:
         OversizeError: a rollout is above the token cap and oversize="refuse".
@@ -69,8 +71,9 @@ def plan_batch(waiting: Waiting, knobs: PlanKnobs, *, num_rollouts: int, step: i
     units = Units.of(waiting, knobs)
     # How the work is best split depends on how much is chosen, and the choice on the split. The oldest rollouts stand
     # in for the choice first; what was really chosen then decides.
-    at_first = _with_rates(waiting, knobs, np.arange(min(usual_size(waiting, knobs, num_rollouts), waiting.costs.size)))
-    fixed, go = select_step(waiting, units, at_first, num_rollouts)
+    usual = usual_size(waiting, knobs, num_rollouts, surplus)
+    at_first = _with_rates(waiting, knobs, np.arange(min(usual, waiting.costs.size)))
+    fixed, go = select_step(waiting, units, at_first, num_rollouts, surplus)
     chosen, fixed_rollouts = units.of_rollouts(go), units.of_rollouts(fixed)
     knobs = _with_rates(waiting, knobs, np.flatnonzero(chosen))
     shares = _shares(waiting, knobs, units, chosen, fixed_rollouts, step)
@@ -89,7 +92,7 @@ def _with_rates(waiting: Waiting, knobs: PlanKnobs, picked: Ints) -> PlanKnobs:
     )
 
 
-def choose_batch(waiting: Waiting, knobs: PlanKnobs, *, num_rollouts: int) -> Bools:
+def choose_batch(waiting: Waiting, knobs: PlanKnobs, *, num_rollouts: int, surplus: int = 0) -> Bools:
     """[W] who would go: `plan_batch` without the ranks, and without the swaps that follow from them.
     Complexity as of `plan_batch`.
 
@@ -100,7 +103,7 @@ def choose_batch(waiting: Waiting, knobs: PlanKnobs, *, num_rollouts: int) -> Bo
         array([1, 3, 4, 5])
     """
     units = Units.of(waiting, knobs)
-    _, go = select_step(waiting, units, knobs, num_rollouts)
+    _, go = select_step(waiting, units, knobs, num_rollouts, surplus)
     return units.of_rollouts(go)
 
 

@@ -79,7 +79,7 @@ class Units:
             )
         labels = np.where(waiting.groups >= 0, waiting.groups, waiting.groups.max() + 1 + np.arange(remaining.size))
         # numbered by arrival, so that "the oldest units" are the first ones, as with single rollouts
-        most = knobs.batch_size if knobs.batch_tokens is None else labels.size
+        most = knobs.least_batch_size if knobs.batch_tokens is None else labels.size
         unit_of = _by_first_member(_in_pieces(labels, most))
         num_units = int(unit_of.max()) + 1
         sizes = np.bincount(unit_of, minlength=num_units)  # [U]
@@ -123,7 +123,8 @@ def _sent(largest_unit: int, knobs: PlanKnobs) -> int:
         return knobs.batch_tokens
     largest_group = 1 if knobs.groups == "free" or knobs.group_size is None else knobs.group_size
     # units are taken whole, so one less than the largest may be missing
-    return knobs.batch_size - min(max(largest_unit, largest_group), knobs.batch_size) + 1
+    least = knobs.least_batch_size
+    return least - min(max(largest_unit, largest_group), least) + 1
 
 
 def _by_first_member(labels: Ints) -> Ints:
@@ -297,12 +298,14 @@ def forced_units(units: Units) -> Bools:
     return forced
 
 
-def smallest_max_skips(window: int, batch_size: int, capacity: int, group_size: int = 1) -> int:
+def smallest_max_skips(
+    window: int, batch_size: int, capacity: int, group_size: int = 1, least_batch_size: int | None = None
+) -> int:
     """The least `max_skips` for which the skip guarantee is a theorem and the window is of use.
 
-    The guarantee needs capacity <= (max_skips + 1) * (batch_size - group_size + 1), where group_size is 1 unless groups
-    stay together; usefulness needs max_skips >= 3 * (window / batch_size - 1), else everything is always due and
-    nothing is left to choose.
+    The guarantee needs capacity <= (max_skips + 1) * (least_batch_size - group_size + 1), where least_batch_size is
+    batch_size unless that varies, and group_size is 1 unless groups stay together; usefulness needs
+    max_skips >= 3 * (window / batch_size - 1), else everything is always due and nothing is left to choose.
 
     Examples:
         >>> smallest_max_skips(window=64, batch_size=32, capacity=128)
@@ -312,7 +315,7 @@ def smallest_max_skips(window: int, batch_size: int, capacity: int, group_size: 
         >>> smallest_max_skips(window=64, batch_size=32, capacity=128, group_size=8)  # whole groups: 25 go for sure
         5
     """
-    sent = max(batch_size - group_size + 1, 1)
+    sent = max((batch_size if least_batch_size is None else least_batch_size) - group_size + 1, 1)
     guarantee = -(-capacity // sent) - 1
     useful = -(-3 * (window - batch_size) // batch_size)
     return max(guarantee, useful, 0)

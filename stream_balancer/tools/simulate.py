@@ -64,10 +64,11 @@ def rollouts_per_batch(trace: Trace, config: BalancerConfig) -> float:
 
 
 def as_policy(config: BalancerConfig, policy: Policy) -> BalancerConfig:
-    """The same knobs under another policy, window and ``max_skips`` derived anew where the policy fixes the window."""
+    """The same knobs under another policy, window and ``max_skips`` derived anew where the policy fixes the window, and
+    the number of rollouts of a step."""
     if policy == config.policy:
         return config
-    return config.replace(policy=policy, **WINDOW_UNGIVEN)
+    return config.replace(policy=policy, batch_size_range=None, **WINDOW_UNGIVEN)
 
 
 def simulate(

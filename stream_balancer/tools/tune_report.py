@@ -128,7 +128,7 @@ def outcome_of(report: SimulationReport) -> Outcome:
     steps, shown = report.steps, report.shown_steps
     config = report.config
     if config.batch_tokens is None:
-        short = steps.rollouts[shown] < config.batch_size - (config.group_size or 1) + 1
+        short = steps.rollouts[shown] < config.least_batch_size - (config.group_size or 1) + 1
     else:  # with one rollout more it would still have too few tokens
         late = np.array([reason == "deadline" for reason in steps.reason[shown]], dtype=np.bool_)
         short = late & (steps.tokens[shown] + report.dispatched_lengths.max < config.batch_tokens)

@@ -222,6 +222,22 @@ async def test_producers_elsewhere(tmp_path: Path, disk: Disk) -> None:
 # -- after a crash -----------------------------------------------------------------------------------------------------
 
 
+async def test_what_steps_are_to_give_back_survives(tmp_path: Path) -> None:
+    knobs = config(batch_size=8, batch_size_range=(4, 16), window=16, deadline_s=0.001)
+    async with sb.StreamBalancer(knobs, journal=tmp_path / "j") as balancer:
+        batches = balancer.batches(auto_ack=False)
+        for rollout in make_rollouts([150] + [10] * 15):
+            await balancer.put(rollout)
+        given = [await anext(batches)]
+        while balancer.statistics().waiting:
+            given.append(await anext(batches))
+        surplus = max(given[0].num_rollouts - 8, 0)
+        assert surplus == balancer.statistics().surplus_rollouts > 0
+        after = await crash(balancer)
+    async with sb.StreamBalancer(knobs, journal=after) as balancer:
+        assert balancer.statistics().surplus_rollouts == surplus
+
+
 async def test_the_same_steps_come_again(tmp_path: Path) -> None:
     """In flight: same step, same plan, padding copies too; waiting: still waits; done: refused as done."""
     async with sb.StreamBalancer(config(deadline_s=0.001, min_batch_size=2), journal=tmp_path / "j") as balancer:

@@ -72,6 +72,15 @@ class TestHelp:
 
 
 class TestReplay:
+    def test_a_batch_size_that_varies(self, trace: Path) -> None:
+        knobs = ("--dp-size", 4, "--batch-size", 8, "--batch-size-range", "4:16")
+        result = run("replay", trace, *knobs)
+        assert result.exit_code == 0, result.stderr
+        assert "4 ranks, 8 (4 to 16) rollouts a dispatch" in result.stdout
+        assert "rollouts of a step, least / mean / most" in result.stdout
+        result = run("tune", trace, *knobs, "--windows", "8,16", "--rollouts", 400, "--json")
+        assert result.exit_code == 0, result.stderr
+
     def test_table_of_three_policies(self, trace: Path) -> None:
         result = run("replay", trace, "--dp-size", 4, "--batch-size", 16, "--slots", 8)
         assert result.exit_code == 0, result.output
@@ -194,6 +203,9 @@ class TestMistakes:
             (("--window", 99, "--capacity", 64), "window (99) must be <= capacity (64)"),
             (("--deadline-s", "nan"), "deadline_s must be a finite number"),
             (("--max-skips", 1), "max_skips (1) is too small"),
+            (("--batch-size-range", "16"), "--batch-size-range 16: write the least and the most rollouts"),
+            (("--batch-size-range", "16:many"), "--batch-size-range 16:many: write the least"),
+            (("--batch-size-range", "4:64"), "begins below dp_size (8)"),
             (("--slots", 0), "slots must be >= 1, not 0"),
             (("--tokens-per-second", 0), "tokens_per_second must be a finite number > 0"),
             (("--warm-up", -1), "warm_up must be >= 0"),

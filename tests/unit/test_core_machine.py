@@ -77,8 +77,13 @@ def configs(draw: st.DrawFn) -> sb.BalancerConfig:
         cost=draw(st.sampled_from(COSTS)),
         policy="window",
     )
-    kind = draw(st.sampled_from(["fixed", "auto", "tokens"]))
-    if kind == "auto":
+    kind = draw(st.sampled_from(["fixed", "auto", "range", "auto and range", "tokens"]))
+    if "range" in kind:
+        more = draw(st.sampled_from([(1, 1), (0, 2), (2, 0), (2, 2)]))
+        steps = (max(batch_size - more[0] * unit, unit), batch_size + more[1] * unit)
+        with contextlib.suppress(sb.ConfigError):  # padded, rows, or above the capacity
+            config = config.replace(batch_size_range=steps)
+    if "auto" in kind:
         with contextlib.suppress(sb.ConfigError):  # padded, rows, or nothing to choose from
             return config.replace(window="auto")
     if kind == "tokens":
@@ -129,6 +134,7 @@ class CoreMachine(RuleBasedStateMachine):
         self.acknowledged: set[int] = set()
         self.passed_over: dict[str, int] = {}
         self.step_tokens: list[int] = []
+        self.surplus = 0
         self.ended = False
         self.version: int | None = None
         if version is not None:
@@ -402,7 +408,7 @@ class CoreMachine(RuleBasedStateMachine):
             self.core.reconfigure(c.replace(**changes, capacity_tokens=None, deadline_s=deadline))
             return
         window = c.batch_size + extra * c.dp_size * (c.group_size or 1)
-        held = max(self.core.statistics(self.now).waiting, window)
+        held = max(self.core.statistics(self.now).waiting, window, *(c.batch_size_range or ()))
         # max_skips is a promise to those who already wait: it may grow here, not shrink
         skips = max(c.max_skips, 3 * held, 12)
         self.core.reconfigure(
@@ -498,11 +504,15 @@ class CoreMachine(RuleBasedStateMachine):
         if c.batch_tokens is not None:
             assert not (free and full) or batch.num_rollouts >= c.batch_size
         else:
-            assert batch.num_rollouts <= c.batch_size
+            least, most = c.batch_size_range or (c.batch_size, c.batch_size)
+            assert batch.num_rollouts <= most
+            self.surplus = max(self.surplus + batch.num_rollouts - c.batch_size, 0)
+            assert self.surplus <= most - c.batch_size
             if free and full:
-                assert batch.num_rollouts == c.batch_size
+                assert batch.num_rollouts >= least
             if free and batch.reason in ("drain", "deadline") and not self.too_old_now():
-                assert batch.num_rollouts == min(c.batch_size, before.waiting)
+                assert batch.num_rollouts >= min(least, before.waiting)
+        assert self.core.statistics(self.now).surplus_rollouts == self.surplus
         if batch.reason == "deadline":
             assert before.oldest_wait_s >= (c.deadline_s or math.inf) - 1e-9
         self.check_shares(batch)
@@ -530,7 +540,7 @@ class CoreMachine(RuleBasedStateMachine):
                 cap = c.max_tokens_per_micro_batch
                 size = max(mb.lengths) * len(mb.lengths) if c.cost.padded else mb.num_tokens
                 assert cap is None or size <= cap or len(mb.rollouts) == 1
-        if c.counts == "equal" and not batch.num_padding and len(real) == c.batch_size:
+        if c.counts == "equal" and not batch.num_padding and len(real) >= c.least_batch_size:
             counts = {share.num_rollouts for share in batch.ranks}
             assert max(counts) - min(counts) <= 1
         assert batch.lower_bound <= max(batch.loads) * (1 + 1e-9)

@@ -24,12 +24,17 @@ IDS = torch.zeros(64, dtype=torch.int64)
 def configs(draw: st.DrawFn) -> sb.BalancerConfig:
     dp_size = draw(st.integers(1, 3))
     group = draw(st.sampled_from([None, None, 2, 3]))
-    batch = (group or 1) * dp_size * draw(st.integers(1, 3))
+    unit = (group or 1) * dp_size
+    batch = unit * draw(st.integers(1, 3))
     staleness = draw(st.integers(0, 4))
     window = min(batch * draw(st.integers(1, 3)), batch * (staleness + 1))
+    steps = None
+    if batch > unit and window <= (batch - unit) * (staleness + 1) and draw(st.booleans()):
+        steps = (batch - unit, window)
     return sb.BalancerConfig(
         dp_size=dp_size,
         batch_size=batch,
+        batch_size_range=steps,
         window=window,
         group_size=group,
         capacity=window + batch * draw(st.integers(0, 2)),

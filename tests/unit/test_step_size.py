@@ -1,0 +1,266 @@
+"""How many rollouts a step takes, where that varies round a mean (`batch_size_range`)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from helpers import config
+from hypothesis import given
+from hypothesis import strategies as st
+
+import stream_balancer as sb
+from stream_balancer.controller.checkpoint import read_state_dict, state_dict
+from stream_balancer.core.auto_window import AutoWindow
+from stream_balancer.core.machine import BalancerCore
+from stream_balancer.planning import PlanKnobs, Waiting, choose_batch, plan_batch, smallest_max_skips
+from stream_balancer.planning.step_size import surplus_after
+
+tails = st.sampled_from([0.0, 1.0, 1.0, 1.0, 2.0, 3.0, 5.0, 8.0, 40.0, 200.0])
+
+
+def waiting(costs: Any, *, skips: Any = 0, due: Any = False, groups: Any = -1) -> Waiting:
+    costs = np.asarray(costs, dtype=np.float64)
+    full = np.zeros(costs.size, dtype=np.int64)
+    return Waiting(
+        costs=costs,
+        lengths=np.maximum(costs, 1).astype(np.int64),
+        skips=full + skips,
+        due=full.astype(np.bool_) | due,
+        groups=full + groups,
+        group_complete=full == 0,
+    )
+
+
+@given(st.data())
+def test_the_mean_is_held_the_range_is_kept_and_nobody_waits_too_long(data: st.DataObject) -> None:
+    """Full steps, arrivals in bursts up to the capacity that the theorem allows."""
+    ranks = data.draw(st.integers(1, 3), "ranks")
+    group_size = data.draw(st.sampled_from([1, 2, 3]), "group_size")
+    counts = data.draw(st.sampled_from(["free", "equal"]), "counts")
+    groups = data.draw(st.sampled_from(["same_batch", "same_rank"]), "groups") if group_size > 1 else "free"
+    unit = group_size * ranks  # a multiple of what every combination of these asks for
+    least, mean, most = (unit * n for n in sorted(data.draw(st.lists(st.integers(1, 5), min_size=3, max_size=3))))
+    if least == most:
+        most += unit
+    capacity = most + data.draw(st.integers(0, 8), "capacity") * group_size
+    max_skips = smallest_max_skips(mean, mean, capacity, group_size, least)
+    knobs = PlanKnobs(
+        num_ranks=ranks,
+        batch_size=mean,
+        batch_size_range=(least, most),
+        max_skips=max_skips,
+        counts=counts,
+        groups=groups,
+        group_size=group_size,
+    )
+    costs, skips, labels = np.empty(0), np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64)
+    sent = surplus = steps = newest = 0
+    for step in range(data.draw(st.integers(1, 12), "steps")):
+        room = (capacity - costs.size) // group_size
+        arrivals = data.draw(st.lists(tails, max_size=room * group_size), "arrivals")
+        arrivals = arrivals[: len(arrivals) // group_size * group_size]
+        costs, skips = np.concatenate((costs, arrivals)), np.concatenate((skips, np.zeros(len(arrivals), np.int64)))
+        labels = np.concatenate((labels, newest + np.arange(len(arrivals)) // group_size))
+        newest += len(arrivals) // group_size
+        if costs.size < mean:
+            continue
+        columns = waiting(costs, skips=skips, groups=labels)
+        plan = plan_batch(columns, knobs, num_rollouts=costs.size, step=step, surplus=surplus)
+        chosen = np.concatenate([one for share in plan.ranks for one in share])
+        assert least <= chosen.size <= most
+        assert chosen.size % knobs.step_multiple == 0
+        if counts == "equal":
+            assert len({sum(one.size for one in share) for share in plan.ranks}) == 1
+        surplus = surplus_after(knobs, surplus, chosen.size)
+        sent, steps = sent + chosen.size, steps + 1
+        assert 0 <= sent - steps * mean == surplus <= most - mean
+        stays = np.ones(costs.size, dtype=np.bool_)
+        stays[chosen] = False
+        assert not set(labels[stays].tolist()) & set(labels[chosen].tolist())
+        costs, skips, labels = costs[stays], skips[stays] + 1, labels[stays]
+        assert (skips <= max_skips).all()
+
+
+KNOBS = PlanKnobs(num_ranks=4, batch_size=16, batch_size_range=(8, 32), max_skips=8)
+OUTLIER = [1_000.0] + [100.0] * 40
+
+
+def sizes(surplus: int, steps: int, costs: list[float], knobs: PlanKnobs = KNOBS) -> list[int]:
+    """Rollouts of so many steps from the same window."""
+    found = []
+    for _ in range(steps):
+        go = choose_batch(waiting(costs, due=np.array(costs) > 500), knobs, num_rollouts=len(costs), surplus=surplus)
+        found.append(int(go.sum()))
+        surplus = surplus_after(knobs, surplus, found[-1])
+    return found
+
+
+def test_an_outliers_step_takes_more_and_later_ones_give_it_back() -> None:
+    assert sizes(0, 1, OUTLIER) == [32]  # 1,000 on one rank: the three others have work with ten each
+    given_back = sizes(16, 12, np.linspace(50.0, 150.0, 40).tolist())
+    assert given_back == [12, 13, 13, 14, 15, 15, 15, 15, 16, 16, 16, 16]
+    assert sum(16 - size for size in given_back) == 16
+
+
+def test_steps_that_balance_do_not_vary() -> None:
+    assert sizes(0, 3, [100.0] * 40) == [16, 16, 16]
+
+
+def test_it_takes_no_more_than_pays() -> None:
+    """The other three ranks are as busy with 24 in all; with 32 the outlier would not be one any more."""
+    assert sizes(0, 1, [700.0] + [100.0] * 40) == [24]
+
+
+def test_one_outlier_after_another_takes_no_more_than_the_range() -> None:
+    taken = sizes(0, 8, OUTLIER)
+    assert sum(taken) - 8 * 16 <= 32 - 16
+    assert min(taken) >= 8
+
+
+def test_what_is_due_does_not_wait_for_a_step_that_gives_back() -> None:
+    columns = waiting([100.0] * 40, due=np.arange(40) >= 24)
+    go = choose_batch(columns, KNOBS, num_rollouts=40, surplus=16)  # 12 would give back; 16 are due
+    assert np.flatnonzero(go).tolist() == list(range(24, 40))
+    assert choose_batch(columns, KNOBS, num_rollouts=40, surplus=0).sum() == 16
+    columns = waiting([100.0] * 40, due=np.arange(40) >= 16)
+    assert choose_batch(columns, KNOBS, num_rollouts=40, surplus=0).sum() == 24  # all of them, since the range allows
+
+
+@pytest.mark.parametrize("available", [1, 5, 9])
+def test_fewer_than_a_step_go_all_together(available: int) -> None:
+    go = choose_batch(waiting([100.0] * available), KNOBS, num_rollouts=available, surplus=0)
+    assert go.all()
+
+
+# -- in a balancer -----------------------------------------------------------------------------------------------------
+
+
+def filled(core: BalancerCore, lengths: list[int], now: float = 0.0) -> None:
+    first = core.state.counts.accepted
+    for number, length in enumerate(lengths):
+        ids = {"input_ids": np.zeros(length, dtype=np.int64)}
+        core.add(sb.Rollout(tokens=ids, rollout_id=f"{first + number}"), now)
+
+
+def varied(**knobs: Any) -> BalancerCore:
+    return BalancerCore(config(**{"batch_size": 8, "batch_size_range": (4, 16), "window": 16, **knobs}))
+
+
+def size_of(core: BalancerCore, now: float = 0.0) -> int:
+    batch = core.poll(now)
+    assert batch is not None
+    assert batch.ranks[0].global_num_rollouts == batch.num_rollouts  # what a loss divides by
+    return batch.num_rollouts
+
+
+def surplus_of(core: BalancerCore) -> int:
+    return core.statistics(0.0).surplus_rollouts
+
+
+def after_an_outlier(**knobs: Any) -> BalancerCore:
+    """A balancer whose last step took eight more than it should on average."""
+    core = varied(deadline_s=10.0, **knobs)
+    filled(core, [150] + [10] * 15)
+    assert size_of(core, now=10.0) == 16  # all are past the deadline
+    assert surplus_of(core) == 8
+    return core
+
+
+def test_a_checkpoint_holds_what_is_to_be_given_back() -> None:
+    core = after_an_outlier()
+    fresh = varied(deadline_s=10.0)
+    fresh.restore(read_state_dict(state_dict(core.snapshot(0.0))), 0.0)
+    again = fresh.poll(0.0)
+    assert again is not None
+    assert surplus_of(fresh) == 8  # what is delivered again was counted before
+    for one in (core, fresh):
+        filled(one, [10] * 16)
+        assert size_of(one) == 6
+
+
+def test_a_short_step_gives_back_too_and_is_not_made_up_for() -> None:
+    core = after_an_outlier(min_batch_size=2)
+    filled(core, [10] * 3, now=10.0)
+    assert size_of(core, now=20.0) == 3
+    assert surplus_of(core) == 3
+    for _ in range(2):
+        filled(core, [10] * 2, now=20.0)
+        assert size_of(core, now=30.0) == 2
+    assert surplus_of(core) == 0
+    filled(core, [10] * 16)
+    assert size_of(core) == 8
+
+
+def test_the_drain_gives_back_too() -> None:
+    core = after_an_outlier()
+    filled(core, [10] * 15)
+    core.end()
+    taken = [size_of(core), size_of(core), size_of(core)]
+    assert taken == [6, 6, 3]
+    assert core.finished
+
+
+def test_knobs_change_live() -> None:
+    core = after_an_outlier()
+    filled(core, [10] * 15)
+    core.reconfigure(core.config.replace(batch_size_range=(6, 10)))  # now at most two may have been taken in advance
+    filled(core, [10])
+    assert size_of(core) == 7
+    assert surplus_of(core) == 2
+    core.reconfigure(core.config.replace(batch_size_range=None))
+    filled(core, [10] * 8)
+    assert size_of(core) == 8
+    assert surplus_of(core) == 0
+
+
+def test_the_automatic_window_foresees_it() -> None:
+    costs = np.where(np.arange(4_000) % 50 == 0, 2_000.0, 100.0)
+    foreseen = {}
+    for steps in (None, (8, 32)):
+        auto = AutoWindow(16, (16, 32), 32)
+        knobs = PlanKnobs(num_ranks=4, batch_size=16, batch_size_range=steps, max_skips=8)
+        for first in range(0, costs.size, 16):
+            auto.observe(waiting(costs[first : first + 16]), knobs)
+        foreseen[steps] = auto.idle_by_window[32]
+        copy = AutoWindow(16, (16, 32), 32)
+        copy.take_over(auto.state())
+        assert [one["surplus"] for one in copy.state()["shadows"]] == [
+            one["surplus"] for one in auto.state()["shadows"]
+        ]
+    assert any(one["surplus"] for one in auto.state()["shadows"])
+    assert foreseen[8, 32] < foreseen[None]
+
+
+@pytest.mark.parametrize(
+    ("knobs", "says"),
+    [
+        ({"batch_size_range": (4, 16), "batch_size": None, "batch_tokens": 90, "window": None}, "exclude one another"),
+        ({"batch_size_range": 16}, "must be two ints"),
+        ({"batch_size_range": (16,)}, "must be two ints"),
+        ({"batch_size_range": (4, 8.5)}, "batch_size_range must be an int >= 1, not 8.5"),
+        ({"batch_size_range": (9, 16)}, r"batch_size \(8\) is the mean of batch_size_range \(9, 16\)"),
+        ({"batch_size_range": (4, 7)}, "it must lie in it"),
+        ({"batch_size_range": (8, 8)}, "or leave it out for batch_size rollouts every time"),
+        ({"batch_size_range": (4, 33)}, r"reaches above capacity \(32\)"),
+        ({"batch_size_range": (1, 16)}, r"begins below dp_size \(2\) x micro_batch_multiple \(1\)"),
+        ({"batch_size_range": (4, 16), "micro_batch_multiple": 4}, "some micro-batches would be empty"),
+        ({"batch_size_range": (4, 16), "min_batch_size": 5}, r"min_batch_size \(5\) must be <= the least"),
+        ({"batch_size_range": (4, 15), "counts": "equal"}, "must be multiples of 2.* Change 15"),
+        ({"batch_size_range": (3, 15), "group_size": 2}, "must be multiples of 2.* Change 3 and 15"),
+        ({"batch_size_range": (2, 16), "group_size": 2, "groups": "same_rank"}, "begins with 1 groups of 2"),
+        ({"batch_size_range": (4, 16), "sync": "micro_batch"}, "does not work with sync='micro_batch'"),
+        ({"batch_size_range": (4, 16), "cost": sb.PaddedCost()}, "does not work with a padded cost"),
+        ({"batch_size_range": (4, 16), "policy": "fifo", "window": None}, "needs policy='window'"),
+        ({"batch_size_range": (4, 16), "max_skips": 6, "capacity": 32}, "Use max_skips >= 7"),
+    ],
+)
+def test_ranges_that_cannot_work(knobs: dict[str, Any], says: str) -> None:
+    with pytest.raises(sb.ConfigError, match=says):
+        config(**{"batch_size": 8, "window": 16, **knobs})
+
+
+def test_a_range_may_be_a_list_and_ends_may_be_the_mean() -> None:
+    assert config(batch_size=8, batch_size_range=[8, 16]).batch_size_range == (8, 16)
+    assert config(batch_size=8, batch_size_range=(4, 8), capacity=128).max_skips == 31  # 128 leave, 4 at a time
