@@ -49,7 +49,8 @@ class Admission:
                 f"from 0 to {self.dp_size - 1}, depth is at least 1 and incarnation at least 0",
             )
         before = self.sessions.get(request.rank)
-        if before is not None and before.live and before.incarnation >= request.incarnation:
+        is_there = before is not None and before.live and not before.is_of(request)
+        if before is not None and is_there and before.incarnation >= request.incarnation:
             return Refused(
                 "busy",
                 f"rank {request.rank} is already connected (incarnation {before.incarnation}). One RankFeed per rank: "

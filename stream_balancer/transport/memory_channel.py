@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -31,11 +31,12 @@ class Wire:
         self._held = False
         self._deliver()
 
-    def cut(self, cause: str) -> None:
-        """The connection breaks: what is in the wire is lost, both ends see the loss."""
+    def cut(self, cause: str, *, seen_by: Iterable[int] = (0, 1)) -> None:
+        """The connection breaks: what is in the wire is lost, and these ends see the loss. The other one does not yet
+        know that nothing arrives any more."""
         self._queue.clear()
-        for end in self.ends:
-            end._end(ConnectionResetError(cause))
+        for side in seen_by:
+            self.ends[side]._end(ConnectionResetError(cause))
 
     def _carry(self, deliver: Callable[[], None]) -> None:
         self._queue.append(deliver)

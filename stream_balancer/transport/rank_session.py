@@ -52,6 +52,7 @@ class RankSession(Session, Link):
         """``request``: what the rank asked for, judged by :class:`~stream_balancer.transport.admission.Admission`.
         ``in_loop`` runs a function in the event loop, in order; with a channel that has no threads, at once."""
         self.rank, self.incarnation = request.rank, request.incarnation
+        self._feed_id = request.feed_id
         self._who = f"rank {request.rank}"
         self.stalled_s = 0.0
         """Seconds without a sign of life, once the channel reports a stall; 0.0 while all is well."""
@@ -81,6 +82,10 @@ class RankSession(Session, Link):
     def channel(self) -> Channel:
         """What it talks through."""
         return self._channel
+
+    def is_of(self, request: JoinRank) -> bool:
+        """Whether it is a former connection of the feed that asks: the network broke, and only the rank knows yet."""
+        return bool(self._feed_id) and self._feed_id == request.feed_id
 
     def subscribe(self, callback: Callable[[], None]) -> None:
         self._callbacks.append(callback)
@@ -116,8 +121,9 @@ class RankSession(Session, Link):
             self._channel.send(Outgoing(End()))
 
     def supersede(self, incarnation: int) -> None:
-        """A newer incarnation of the rank has come: this one is over."""
-        cause = f"superseded by incarnation {incarnation}"
+        """A newer incarnation of the rank has come, or this one again: this connection is over."""
+        again = incarnation == self.incarnation
+        cause = "the rank has connected again" if again else f"superseded by incarnation {incarnation}"
         self._fail(self._lost(cause))
         self._channel.close(cause)
 

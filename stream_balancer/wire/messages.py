@@ -184,6 +184,9 @@ class JoinRank(Message, frozen=True, tag=12):
     """Batches it has room for: its credits."""
     max_batch_bytes: int
     proof: bytes = b""
+    feed_id: bytes = b""
+    """Random, and the same whenever this feed joins: it may take the place of its own connection, which the controller
+    may not know to be lost yet."""
 
 
 class JoinProducer(Message, frozen=True, tag=13):

@@ -16,9 +16,14 @@ from stream_balancer.rank.feed import RankFeed
 from stream_balancer.testing import make_rollout
 from stream_balancer.testing.scripted import rank_batch
 from stream_balancer.testing.transports import ScriptedBalancer, make_batch
+from stream_balancer.transport.channel import Channel
+from stream_balancer.transport.event_loop import at_once
 from stream_balancer.transport.memory import MemoryTransport
+from stream_balancer.transport.memory_channel import Wire
 from stream_balancer.transport.rank_port import RankPort
+from stream_balancer.transport.rank_session import RankSession
 from stream_balancer.types import Batch
+from stream_balancer.wire.messages import JoinRank
 
 
 class CountingBalancer(ScriptedBalancer):
@@ -34,6 +39,52 @@ class CountingBalancer(ScriptedBalancer):
 
 def feeds_of(transport: MemoryTransport, *, depth: int = 2) -> list[RankFeed]:
     return [RankFeed(transport.connect(rank, depth=depth)) for rank in range(transport.dp_size)]
+
+
+class NetworkThatBreaks:
+    """Joins a rank's port to a transport again, each time its connection is lost: as the controller lets it."""
+
+    def __init__(self, transport: MemoryTransport) -> None:
+        self._admission = transport.admission
+        self._request = JoinRank(0, 1, 0, depth=2, max_batch_bytes=2**20, feed_id=b"one feed")
+        self.joined = 0
+        self.port = RankPort(self._join(), self._request, reconnect=self._join)
+        self.port.start()
+
+    def _join(self) -> Channel:
+        self._wire = Wire()
+        here, there = self._wire.ends
+        assert self._admission.refusal(self._request) is None
+        session = RankSession(here, self._request, at_once)
+        here.start(session)
+        assert self._admission.admit(session)
+        self.joined += 1
+        return there
+
+    def break_for_the_rank(self) -> None:
+        """The controller has noticed nothing when the rank joins again."""
+        self._wire.cut("the network broke", seen_by=[1])
+
+
+async def test_a_rank_that_joins_again_before_its_loss_is_known_is_not_busy() -> None:
+    got: list[str] = []
+    config = sb.BalancerConfig(dp_size=1, batch_size=2, window=4)
+    async with sb.StreamBalancer(config) as balancer, MemoryTransport(dp_size=1) as transport:
+        network = NetworkThatBreaks(transport)
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(partial(serve, rejoin_timeout_s=1.0), balancer, transport)
+            for n in range(12):
+                tasks.start_soon(balancer.put, make_rollout(3, str(n)))
+            async for share in RankFeed(network.port):
+                got += [r.rollout_id for r in share.rollouts if not r.is_padding]
+                if share.step < 3:
+                    network.break_for_the_rank()
+                    await settle()
+                elif share.step == 3:
+                    balancer.end()
+    assert sorted(got, key=int) == [str(n) for n in range(12)]
+    assert network.joined == 4
+    assert balancer.statistics().acknowledged == 12
 
 
 def kill(feed: RankFeed) -> None:

@@ -163,6 +163,30 @@ def test_a_newer_incarnation_supersedes_an_older_one() -> None:
     assert not admission.admit(RankSession(FakeChannel(), JOIN, at_once)), "it was slower than a newer one"
 
 
+def test_a_feed_takes_the_place_of_its_own_connection_and_of_no_other() -> None:
+    admission, channels = Admission(1), [FakeChannel(), FakeChannel()]
+    join = msgspec.structs.replace(JOIN, feed_id=b"one feed")
+    sessions = [RankSession(channel, join, at_once) for channel in channels]
+    for session in sessions:
+        assert admission.refusal(join) is None
+        assert admission.admit(session)
+    assert channels[0].closed == "the rank has connected again"
+    with pytest.raises(sb.RankLostError, match="the rank has connected again"):
+        sessions[0].report()
+    for other in (b"another feed", b""):
+        refused = admission.refusal(msgspec.structs.replace(JOIN, feed_id=other))
+        assert refused is not None
+        assert refused.reason == "busy"
+
+
+def test_feeds_that_do_not_say_who_they_are_are_not_one(session: RankSession) -> None:
+    admission = Admission(1)
+    assert admission.admit(session)
+    refused = admission.refusal(JOIN)
+    assert refused is not None
+    assert refused.reason == "busy"
+
+
 @pytest.mark.parametrize(
     ("field", "value"), [("dp_size", 2), ("rank", 1), ("rank", -1), ("depth", 0), ("incarnation", -1)]
 )

@@ -319,7 +319,7 @@ def open_port(
 ) -> RankPort:
     """A rank's end, over a store or the address of a controller; connects in the background. ``rejoin``: the
     controller has a journal and is started again, should it die. ``options``: those of :class:`LinkOptions`."""
-    request = JoinRank(rank, dp_size, incarnation, depth, max_batch_bytes)
+    request = JoinRank(rank, dp_size, incarnation, depth, max_batch_bytes, feed_id=secrets.token_bytes(8))
     joiner = Joiner(source, name=name, token=token, connect_timeout_s=connect_timeout_s)
 
     def connect() -> Pair:

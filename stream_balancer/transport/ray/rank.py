@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from typing import Any
 
 from stream_balancer.transport.rank_port import Decode, RankPort
@@ -28,7 +29,7 @@ def open_port(
 ) -> RankPort:
     """A rank's port, for ``RankFeed``; connects in the background. ``actor``: a handle of the actor that hosts the
     balancer. ``rejoin``: it has a journal, so Ray starts it again should it die, and it goes on."""
-    request = JoinRank(rank, dp_size, incarnation, depth, max_batch_bytes)
+    request = JoinRank(rank, dp_size, incarnation, depth, max_batch_bytes, feed_id=secrets.token_bytes(8))
 
     def connect() -> CallingChannel:
         return CallingChannel(actor, request, name=f"sb-ray-rank-{rank}")
