@@ -133,6 +133,10 @@ class BalancerConfig:
     "free". None = groups play no part."""
     groups: Groups = "same_batch"
     """Siblings leave in the "same_batch", on the "same_rank" (costs balance), or "free". Only with ``group_size``."""
+    stratum_shares: Mapping[str, float] | None = None
+    """Least share of every step's rollouts for some strata (environments, data sets), as ``{"math": 0.25}``: at least
+    so many of those that wait go, oldest first, and one (or one group) at the least. What must go for its age comes
+    first. A rollout's stratum is its ``metadata["stratum"]``. None = no shares."""
     max_staleness: int | None = None
     """Most policy versions a rollout may lie behind *when it is trained on*. One leaves only if that holds though
     every batch before it, which the trainer is not through with, makes a version; one that cannot wait for another
@@ -165,6 +169,8 @@ class BalancerConfig:
         object.__setattr__(self, "_given", given)
         object.__setattr__(self, "auto_windows", ())
         _check_values(self)
+        if self.stratum_shares is not None:  # a dict of our own: nobody may change it later
+            object.__setattr__(self, "stratum_shares", dict(self.stratum_shares))
         self._derive()
         _check_combinations(self)
 
@@ -331,9 +337,24 @@ def _check_values(config: BalancerConfig) -> None:
             f"learned, not {overhead!r}"
         )
     _check_batch(config)
+    _check_shares(config.stratum_shares)
     _check_loss_mask(config.loss_mask_column)
     _check_cost(config.cost)
     _check_speeds(config)
+
+
+def _check_shares(shares: object) -> None:
+    if shares is None:
+        return
+    good = isinstance(shares, Mapping) and all(
+        isinstance(name, str) and not isinstance(share, bool) and isinstance(share, (int, float)) and 0 < share <= 1
+        for name, share in shares.items()
+    )
+    if not isinstance(shares, Mapping) or not good or sum(shares.values()) > 1 + 1e-9:
+        raise ConfigError(
+            "stratum_shares must be a dict from the name of a stratum to a share above 0, at most 1 all together, not "
+            f"{shares!r}"
+        )
 
 
 def _check_batch(c: BalancerConfig) -> None:
@@ -474,6 +495,7 @@ def _check_combinations(c: BalancerConfig) -> None:
     _check_groups(c)
     if c.batch_size_range is not None:
         _check_range(c, *c.batch_size_range)
+    _check_shares_fit(c)
     if c.micro_batch_counts == "free" and c.sync == "micro_batch":
         raise ConfigError(
             "micro_batch_counts='free' needs sync='step': ranks that meet at every micro-batch would wait for ever for "
@@ -483,6 +505,17 @@ def _check_combinations(c: BalancerConfig) -> None:
         raise ConfigError(
             f"micro_batch_multiple ({c.micro_batch_multiple}) x dp_size ({c.dp_size}) is more than batch_size "
             f"({c.batch_size}): some micro-batches would be empty. Lower micro_batch_multiple or raise batch_size"
+        )
+
+
+def _check_shares_fit(c: BalancerConfig) -> None:
+    smallest = c.batch_size if c.batch_size_range is None else c.batch_size_range[0]
+    shares = dict(c.stratum_shares or {})
+    least = sum(max(int(share * smallest) // c._whole, 1) * c._whole for share in shares.values())
+    if least > smallest:
+        raise ConfigError(
+            f"stratum_shares {shares} do not fit into a step of {smallest} rollouts: each takes at least one rollout, "
+            f"or group, of every step, {least} together. Leave some out, or raise batch_size"
         )
 
 

@@ -13,7 +13,7 @@ from stream_balancer.field_docs import documented
 from stream_balancer.planning.length_bias import LengthBiasSummary
 from stream_balancer.types import EvictReason, Reason
 
-__all__ = ["CostFit", "IdleCause", "Statistics", "Straggler", "TrainingAge"]
+__all__ = ["CostFit", "IdleCause", "Statistics", "Straggler", "StratumStatistics", "TrainingAge"]
 
 IdleCause: TypeAlias = Literal[
     "no_data", "window", "deadline", "imbalance_avoidable", "imbalance_unavoidable", "transport"
@@ -82,6 +82,19 @@ class TrainingAge:
     """99 % of them were at most this old."""
     max: int
     """The oldest; at most ``max_staleness`` where that is kept, see docs/staleness.md."""
+
+
+@documented
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StratumStatistics:
+    """One stratum: the rollouts of one environment or data set."""
+
+    waiting: int
+    """Its rollouts in the window now."""
+    mean_wait_s: float
+    """Seconds that these have waited, in the mean; 0.0 if none waits."""
+    share: float | None
+    """Its share of the rollouts of about the last 50 dispatches; None before the first."""
 
 
 @documented
@@ -169,6 +182,8 @@ class Statistics:
     """Rollouts that a dispatch waits for: the knob, or what ``window="auto"`` has chosen."""
     window_tokens: int | None
     """Tokens that a dispatch waits for under ``batch_tokens``; None where it waits for rollouts only."""
+    strata: Mapping[str, StratumStatistics]
+    """Of each stratum (environment, data set) that has come; empty where no rollout named one."""
     idle_by_window: Mapping[int, float]
     """Under ``window="auto"``: the idle fraction that each window would have, of the recent past; empty before the
     first fit, and where the window is fixed."""

@@ -10,6 +10,7 @@ from stream_balancer.core.buffer import Buffer
 from stream_balancer.core.groups import GroupSize
 from stream_balancer.core.ledger import RolloutIds
 from stream_balancer.core.pricing import Pricing, costs_of
+from stream_balancer.core.strata import MOST_STRATA, Strata
 from stream_balancer.errors import ConfigError, DuplicateRolloutError, RolloutError
 from stream_balancer.types import Rollout
 from stream_balancer.values import plain_name
@@ -92,6 +93,8 @@ class Admission:
             raise RolloutError(f"rollout {rollout.rollout_id!r} is a padding copy; only the balancer makes those")
         self._ids.check_new(rollout.rollout_id)
         _check_fits(rollout, self.config)
+        if rollout.metadata:
+            _check_stratum(rollout, self._buffer.strata)
 
     def _check_together(self, rollouts: Sequence[Rollout]) -> None:
         if len({r.rollout_id for r in rollouts}) < len(rollouts):
@@ -188,6 +191,17 @@ def _check_fits(rollout: Rollout, config: BalancerConfig) -> None:
             f"rollout {rollout.rollout_id!r} has {rollout.nbytes} bytes of tensors, above capacity_bytes "
             f"({limit}): it could "
             "never be let in. Raise capacity_bytes"
+        )
+
+
+def _check_stratum(rollout: Rollout, strata: Strata) -> None:
+    stratum: object = rollout.stratum
+    if stratum is None or (isinstance(stratum, str) and stratum in strata):
+        return
+    if not isinstance(stratum, str) or len(strata) >= MOST_STRATA:
+        raise RolloutError(
+            f"rollout {rollout.rollout_id!r} has metadata['stratum'] {stratum!r}: that must be a str, the name of one "
+            f"of at most {MOST_STRATA} environments or data sets. Call what it says of a single prompt something else"
         )
 
 

@@ -46,6 +46,8 @@ def make_plan(state: State, due: NDArray[np.bool_], num_rollouts: int) -> tuple[
     )
     knobs = state.pricing.knobs
     waiting = state.buffer.waiting(due)
+    if state.config.stratum_shares:
+        knobs = replace(knobs, stratum_shares=state.buffer.strata.least_shares(state.config.stratum_shares))
     if not state.staleness.num_held_back:
         return waiting, planner(waiting, knobs)
     free = ~state.staleness.held_back()

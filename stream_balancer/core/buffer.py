@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from stream_balancer.core.columns import Columns
 from stream_balancer.core.cost_index import CostIndex
 from stream_balancer.core.groups import Groups, GroupSize
+from stream_balancer.core.strata import Strata
 from stream_balancer.planning import Waiting
 from stream_balancer.types import Rollout
 
@@ -22,7 +23,7 @@ __all__ = ["Buffer"]
 
 NO_VERSION = 2**63 - 1  # a rollout of unknown version is never stale
 _FIRST_SLOTS = 64
-_SLOT, _LENGTH, _SKIPS, _ARRIVED_AT, _VERSION, _LABEL = range(6)
+_SLOT, _LENGTH, _SKIPS, _ARRIVED_AT, _VERSION, _LABEL, _STRATUM = range(7)
 
 
 class Buffer:
@@ -31,10 +32,12 @@ class Buffer:
     def __init__(self, group_size: int | None, remember_groups: int = 100_000) -> None:
         self.groups = Groups(group_size, remember_groups)
         """Their groups."""
+        self.strata = Strata()
+        """Their strata."""
         self._rows = 0
         self.index = CostIndex()
         """Their rows by cost."""
-        self._columns = Columns(0, 0, 0, 0.0, NO_VERSION, -1)
+        self._columns = Columns(0, 0, 0, 0.0, NO_VERSION, -1, -1)
         self._table: NDArray[np.object_] = np.empty(_FIRST_SLOTS, dtype=object)
         """Rollouts, each in a slot that it keeps: moving 100,000 references would touch as many objects."""
         self._bytes = np.empty(_FIRST_SLOTS, dtype=np.int64)  # of the rollout in each slot
@@ -59,7 +62,7 @@ class Buffer:
         self._table[slot] = rollout
         self._bytes[slot] = num_bytes
         row = self._columns.new_row()
-        slots, lengths, all_skips, arrived_at, versions, labels = self._columns.arrays
+        slots, lengths, all_skips, arrived_at, versions, labels, strata = self._columns.arrays
         slots[row] = slot
         lengths[row] = num_tokens
         arrived_at[row] = now
@@ -67,6 +70,8 @@ class Buffer:
             all_skips[row] = skips
         if rollout.version is not None:
             versions[row] = rollout.min_version
+        if rollout.metadata and (stratum := rollout.stratum) is not None:
+            strata[row] = self.strata.number_of(stratum)
         became_ready = 1
         if rollout.group_id is not None and self.groups.size is not None:
             labels[row], became_ready = self.groups.join(rollout.group_id)
@@ -119,6 +124,7 @@ class Buffer:
             groups=self.labels,
             group_complete=self.complete,
             order=self.index,
+            strata=self.stratum_numbers if len(self.strata) else None,
         )
 
     def rollouts(self, rows: NDArray[np.int64] | None = None) -> list[Rollout]:
@@ -166,6 +172,12 @@ class Buffer:
     def labels(self) -> NDArray[np.int64]:
         """[n] group label of each rollout, -1 = none (a view)."""
         column: NDArray[np.int64] = self._columns[_LABEL]
+        return column
+
+    @property
+    def stratum_numbers(self) -> NDArray[np.int64]:
+        """[n] number of each rollout's stratum, -1 = none (a view)."""
+        column: NDArray[np.int64] = self._columns[_STRATUM]
         return column
 
     def youngest(self, count: int) -> NDArray[np.int64]:
@@ -237,6 +249,8 @@ class Buffer:
         assert self.num_bytes == sum(r.nbytes for r in rollouts)
         assert len(self._columns) == self.index.costs.size == n
         self.index.check()
+        numbers = [-1 if r.stratum is None else self.strata.number_of(r.stratum) for r in rollouts]
+        assert self.stratum_numbers.tolist() == numbers
         assert np.all(np.diff(self.arrived_at) >= 0)
         assert sorted(self._columns[_SLOT].tolist() + self._free_slots) == list(range(len(self._table)))
         assert all(r is None for r in self._table[self._free_slots])

@@ -171,6 +171,7 @@ class BalancerCore:
         state.pricing.expect(batch, plan)
         state.see_arrivals()
         state.length_bias.record(buffer.lengths[rows], buffer.skips[rows])
+        buffer.strata.dispatched(buffer.stratum_numbers[rows])
         # those held back for their age could not have gone, so they were not passed over
         buffer.pass_over(~state.staleness.held_back())
         state.remove(rows)  # last of what needs the plan's rows: they are others now

@@ -65,6 +65,7 @@ def statistics(state: State, now: float, shell: ShellFigures) -> Statistics:
         window=state.config.window,
         window_tokens=state.config.window_tokens,
         idle_by_window=shell.idle_by_window,
+        strata=buffer.strata.figures(buffer.stratum_numbers, buffer.arrived_at, now),
     )
 
 

@@ -85,6 +85,14 @@ def _idle_by_window(statistics: Statistics) -> Mapping[str, float]:
     return {str(window): idle for window, idle in statistics.idle_by_window.items()}
 
 
+def _stratum(attribute: str) -> Callable[[Statistics], Mapping[str, float]]:
+    def read(statistics: Statistics) -> Mapping[str, float]:
+        found = {name: getattr(stratum, attribute) for name, stratum in statistics.strata.items()}
+        return {name: math.nan if value is None else float(value) for name, value in found.items()}
+
+    return read
+
+
 METRICS: tuple[Metric, ...] = (
     Metric("waiting_rollouts", "Rollouts in the window.", _one("waiting")),
     Metric("waiting_tokens", "Their tokens.", _one("waiting_tokens")),
@@ -154,6 +162,9 @@ METRICS: tuple[Metric, ...] = (
         "Pearson's r of length and delay: 0 is blind to length.",
         lambda s: s.length_bias.length_delay_correlation,
     ),
+    Metric("stratum_waiting_rollouts", "Rollouts of a stratum in the window.", _stratum("waiting"), label="stratum"),
+    Metric("stratum_mean_wait_seconds", "How long these have waited.", _stratum("mean_wait_s"), label="stratum"),
+    Metric("stratum_share", "Its share of the last dispatches.", _stratum("share"), label="stratum"),
     Metric("training_age_versions", "How old rollouts were when trained on.", _training_age, label="statistic"),
     Metric("policy_version", "Policy version last set.", _one("version")),
     Metric("window_rollouts", "Rollouts that a dispatch waits for: the knob, or what auto chose.", _one("window")),

@@ -36,6 +36,8 @@ class Waiting:
     """[W] False while siblings are missing (then it waits, unless due); True without a group."""
     order: CostOrder | None = None
     """Their order by cost, where it is kept; None: the planner sorts them if it has to."""
+    strata: Ints | None = None
+    """[W] number of the stratum of each, -1 for none; None where no rollout has one."""
 
     @classmethod
     def of(cls, costs: Floats) -> Waiting:
@@ -54,6 +56,7 @@ class Waiting:
             groups=self.groups[keep],
             group_complete=self.group_complete[keep],
             order=None if self.order is None else self.order.among(keep),
+            strata=None if self.strata is None else self.strata[keep],
         )
 
 
@@ -82,6 +85,8 @@ class PlanKnobs:
     micro_batch_multiple: int = 1
     pipeline_order: bool = False
     oversize: Oversize = "refuse"
+    stratum_shares: tuple[float, ...] = ()
+    """[strata] least share of a step's rollouts that each stratum gets, by its number; 0.0 for none."""
     group_size: int | None = None
     """Most rollouts in a group, where known: the skip guarantee keeps room for a whole one."""
     tolerance: float = TOLERANCE

@@ -54,6 +54,8 @@ class Units:
     """[U] in what the skip guarantee counts: rollouts, or tokens under ``batch_tokens``."""
     sent: int
     """How much of that a full batch takes for sure."""
+    strata: Ints | None
+    """[U] number of the stratum of each (of its oldest member), -1 for none; None where no stratum has a share."""
     order: CostOrder | None
     """Their order by cost, where each is a rollout and it is kept; None: sort."""
 
@@ -75,6 +77,7 @@ class Units:
                 peaks=waiting.costs,
                 amounts=ones if knobs.batch_tokens is None else waiting.lengths,
                 sent=_sent(1, knobs),
+                strata=waiting.strata if any(knobs.stratum_shares) else None,
                 order=waiting.order,
             )
         labels = np.where(waiting.groups >= 0, waiting.groups, waiting.groups.max() + 1 + np.arange(remaining.size))
@@ -90,6 +93,10 @@ class Units:
         due = np.zeros(num_units, dtype=np.bool_)
         due[unit_of[waiting.due]] = True
         due |= least == 0
+        strata = None
+        if waiting.strata is not None and any(knobs.stratum_shares):
+            strata = np.empty(num_units, dtype=np.int64)
+            strata[unit_of[::-1]] = waiting.strata[::-1]  # the oldest is written last
         ready = np.ones(num_units, dtype=np.bool_)
         ready[unit_of[~waiting.group_complete]] = False
         return Units(
@@ -102,6 +109,7 @@ class Units:
             peaks=peaks,
             amounts=sizes if knobs.batch_tokens is None else np.bincount(unit_of, waiting.lengths).astype(np.int64),
             sent=_sent(int(sizes.max()), knobs),
+            strata=strata,
             order=None,
         )
 
@@ -148,7 +156,7 @@ def _in_pieces(labels: Ints, limit: int) -> Ints:
 
 def select(waiting: Waiting, units: Units, knobs: PlanKnobs, num_rollouts: int) -> tuple[Bools, Bools]:
     """-> ([U] goes in any case, [U] goes)."""
-    must = _must_go(units, num_rollouts)
+    must = _must_go(units, knobs.stratum_shares, num_rollouts)
     room = num_rollouts - int(units.sizes[must].sum())
     others = units.ready & ~must
     if room == 0 or not others.any():
@@ -197,8 +205,9 @@ def _most_common_size(units: Units, others: Bools) -> tuple[int, Bools]:
     return size, others & (units.sizes == size)
 
 
-def _must_go(units: Units, num_rollouts: int) -> Bools:
-    """[U] what the guarantee demands, then what is due; each earliest deadline first, as far as they fit."""
+def _must_go(units: Units, shares: tuple[float, ...], num_rollouts: int) -> Bools:
+    """[U] what the guarantee demands, then what is due, each earliest deadline first, then what strata lack of their
+    shares; as far as they fit."""
     must = np.zeros(units.sizes.size, dtype=np.bool_)
     room = num_rollouts
     forced = forced_units(units)
@@ -206,6 +215,17 @@ def _must_go(units: Units, num_rollouts: int) -> Bools:
         in_order = np.flatnonzero(wanted)
         in_order = in_order[np.lexsort((in_order, units.remaining[in_order]))]
         room -= _take(must, in_order, units.sizes, room)
+    if units.strata is None:
+        return must
+    for stratum in np.flatnonzero(shares).tolist():
+        of_it = units.ready & (units.strata == stratum)
+        oldest = np.flatnonzero(of_it & ~must)
+        if oldest.size:
+            there = int(units.sizes[of_it & must].sum())
+            # one unit at least: a share of less than that would be none, step after step
+            least = 0 if there else int(units.sizes[oldest[0]])
+            lacking = max(int(shares[stratum] * num_rollouts) - there, least)
+            room -= _take(must, oldest, units.sizes, min(lacking, room))
     return must
 
 

@@ -129,6 +129,16 @@ class NanCost:
         ({**TOKENS, "window": "auto"}, "window='auto' does not work with batch_tokens"),
         ({**TOKENS, "policy": "fifo", "window_tokens": 2000}, "Leave window_tokens out"),
         ({**TOKENS, "min_batch_size": 3}, "must be between dp_size \\(4\\) and capacity"),
+        *[
+            ({"stratum_shares": bad}, "stratum_shares must be a dict from the name of a stratum to a share above 0")
+            for bad in ({"math": 0.0}, {"math": 1.5}, {"math": True}, {1: 0.5}, [0.5], {"a": 0.6, "b": 0.5}, {"a": "1"})
+        ],
+        (
+            {"stratum_shares": {f"{n}": 0.001 for n in range(17)}},
+            "do not fit into a step of 16 rollouts.* 17 together",
+        ),
+        ({"stratum_shares": {"a": 0.1, "b": 0.1, "c": 0.1}, "group_size": 8}, "24 together"),
+        ({"stratum_shares": {"a": 0.1, "b": 0.1, "c": 0.1}, "batch_size_range": (2, 24), "dp_size": 2}, "3 together"),
         ({"speeds": (1.0, 1.0)}, "speeds must be 4 finite numbers"),
         ({"speeds": (1.0, 1.0, 1.0, 0.0)}, "speeds must be 4 finite numbers"),
         ({"cost": "tokens"}, "cost must be a cost model"),

@@ -72,6 +72,7 @@ def configs(draw: st.DrawFn) -> sb.BalancerConfig:
         micro_batch_counts=draw(st.sampled_from(["equal", "free"])) if sync == "step" else "equal",
         micro_batch_overhead_cost=draw(st.sampled_from([None, 0.0, 7.0, 1e4])),
         micro_batch_multiple=draw(st.sampled_from([1, 2])) if batch_size >= 2 * dp_size else 1,
+        stratum_shares=draw(st.sampled_from([None, {"a": 0.3}])),
         max_staleness=draw(st.sampled_from([1, None, 0])),
         on_stale=draw(st.sampled_from(["evict", "send"])),
         cost=draw(st.sampled_from(COSTS)),
@@ -152,6 +153,7 @@ class CoreMachine(RuleBasedStateMachine):
         version = None if self.version is None else max(self.version - lag, 0)
         rollout = sb.Rollout(
             tokens={"input_ids": IDS[:length]},
+            metadata={"stratum": "ab"[length % 2]} if length % 3 else {},
             rollout_id=str(next(self.names)),
             group_id=self.group_name(group) if grouped else None,
             version=version,

@@ -12,7 +12,7 @@ from stream_balancer.planning.baselines import plan_fifo
 from stream_balancer.planning.selection import Units, forced_units
 
 
-def waiting(costs, *, lengths=None, skips=None, due=None, groups=None, complete=None):
+def waiting(costs, *, lengths=None, skips=None, due=None, groups=None, complete=None, strata=None):
     costs = np.asarray(costs, dtype=np.float64)
     n = costs.size
     return Waiting(
@@ -22,6 +22,7 @@ def waiting(costs, *, lengths=None, skips=None, due=None, groups=None, complete=
         due=np.zeros(n, dtype=np.bool_) if due is None else np.asarray(due, dtype=np.bool_),
         groups=np.full(n, -1, dtype=np.int64) if groups is None else np.asarray(groups, dtype=np.int64),
         group_complete=np.ones(n, dtype=np.bool_) if complete is None else np.asarray(complete, dtype=np.bool_),
+        strata=None if strata is None else np.asarray(strata, dtype=np.int64),
     )
 
 
@@ -204,6 +205,65 @@ def test_a_budget_holds_whatever_lengths_wait():
     numbers, tokens = np.array(steps).T
     assert numbers.min() < 0.8 * numbers.max()
     assert tokens.std() / tokens.mean() < 0.05
+
+
+@given(st.data())
+def test_every_stratum_gets_its_share_of_every_step(data):
+    """However long its rollouts are: the share of the step, or all that wait of it; and the skip guarantee holds."""
+    group_size = data.draw(st.sampled_from([1, 1, 2]), "group_size")
+    batch = 4 * group_size * data.draw(st.integers(1, 2))
+    shares = data.draw(st.sampled_from([(0.25, 0.0, 0.5), (0.0, 0.3, 0.05), (1.0, 0.0, 0.0), (0.25, 0.25, 0.5)]))
+    in_tokens = data.draw(st.booleans(), "in tokens")
+    max_skips = data.draw(st.integers(4, 9), "max_skips")
+    knobs = PlanKnobs(
+        num_ranks=data.draw(st.integers(1, 3)),
+        batch_size=batch,
+        batch_tokens=batch * 5 if in_tokens else None,
+        max_skips=max_skips,
+        sync=data.draw(st.sampled_from(["step", "micro_batch"])),
+        max_tokens_per_micro_batch=data.draw(st.sampled_from([None, 1000])),
+        groups="free" if group_size == 1 else "same_batch",
+        group_size=group_size,
+        stratum_shares=shares,
+    )
+    costs, (skips, groups, strata) = np.empty(0), (np.empty(0, dtype=np.int64) for _ in range(3))
+    label = 0
+    for step in range(data.draw(st.integers(1, 8), "steps")):
+        for stratum in data.draw(st.lists(st.integers(-1, 2), max_size=8), "strata"):
+            if costs.size + group_size > (max_skips + 1) * (batch - group_size + 1):
+                break
+            heavy = 1000.0 if stratum == 0 else 3.0  # one environment is long
+            costs = np.concatenate((costs, np.full(group_size, heavy)))
+            skips = np.concatenate((skips, np.zeros(group_size, dtype=np.int64)))
+            groups = np.concatenate((groups, np.full(group_size, label if group_size > 1 else -1)))
+            strata = np.concatenate((strata, np.full(group_size, stratum)))
+            label += 1
+        if costs.size < batch:
+            continue
+        columns = waiting(costs, skips=skips, groups=groups, strata=strata)
+        units = Units.of(columns, knobs)
+        plan = plan_batch(columns, knobs, num_rollouts=costs.size, step=step)
+        chosen = check(plan, columns, knobs)
+        if not forced_units(units).any():
+            for stratum, share in enumerate(shares):
+                due = int(share * chosen.size) // group_size * group_size
+                wanted = max(due, group_size) if share else 0
+                assert (strata[chosen] == stratum).sum() >= min(wanted, (strata == stratum).sum())
+        left = np.ones(costs.size, dtype=np.bool_)
+        left[chosen] = False
+        skips, costs, groups, strata = skips[left] + 1, costs[left], groups[left], strata[left]
+        assert in_tokens or (skips <= max_skips).all()
+
+
+def test_a_share_takes_the_oldest_and_outlasts_the_swaps():
+    costs = [500.0, 400.0, 2400.0, 300.0, 450.0, 350.0, 420.0, 2380.0]
+    columns = waiting(costs, strata=[-1, -1, 0, -1, -1, -1, -1, 0])
+    knobs = PlanKnobs(num_ranks=2, batch_size=4, max_skips=8)
+    assert not {2, 7} & set(picked(plan_batch(columns, knobs, num_rollouts=8, step=0)))
+    knobs = PlanKnobs(num_ranks=2, batch_size=4, max_skips=8, stratum_shares=(0.25,))
+    assert 2 in picked(plan_batch(columns, knobs, num_rollouts=8, step=0))
+    knobs = PlanKnobs(num_ranks=2, batch_size=4, max_skips=8, stratum_shares=(0.5,))
+    assert {2, 7} <= set(picked(plan_batch(columns, knobs, num_rollouts=8, step=0)))
 
 
 @given(st.data())

@@ -1,0 +1,71 @@
+"""Strata of rollouts (environments, data sets): which there are, who of them waits, and who goes. Pure; who must go is
+decided in ``planning.selection``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+from numpy.typing import NDArray
+
+from stream_balancer.statistics import StratumStatistics
+
+__all__ = ["MOST_STRATA", "Strata"]
+
+MEMORY = 50
+"""Dispatches after which one counts a third in the shares."""
+MOST_STRATA = 1_000
+"""Strata of a balancer. More are no environments but prompts, and would be figures and metrics without end."""
+
+
+class Strata:
+    """The strata that have come, by number, and their shares of the last dispatches."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[str, int] = {}
+        self._went = np.zeros(0)  # [strata] rollouts dispatched, the older the less
+        self._all_went = 0.0  # ... of all, those without a stratum too
+
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+    def __contains__(self, stratum: str) -> bool:
+        return stratum in self._numbers
+
+    def number_of(self, stratum: str) -> int:
+        """Its number; a new one for a stratum that has not come before. O(1)."""
+        return self._numbers.setdefault(stratum, len(self._numbers))
+
+    def least_shares(self, shares: Mapping[str, float]) -> tuple[float, ...]:
+        """[strata] these shares by number; 0.0 for those without. O(strata)."""
+        return tuple(shares.get(stratum, 0.0) for stratum in self._numbers)
+
+    def dispatched(self, numbers: NDArray[np.int64]) -> None:
+        """Rollouts of these strata ([n], -1 for none) have left in one batch. O(n)."""
+        if not self._numbers:
+            return
+        keep = 1.0 - 1.0 / MEMORY
+        went = np.bincount(numbers[numbers >= 0], minlength=len(self)).astype(np.float64)
+        went[: self._went.size] += keep * self._went
+        self._went, self._all_went = went, keep * self._all_went + numbers.size
+
+    def figures(
+        self, numbers: NDArray[np.int64], arrived_at: NDArray[np.float64], now: float
+    ) -> dict[str, StratumStatistics]:
+        """Of each stratum, given those that wait ([n]). O(n), and O(1) where there are none."""
+        if not self._numbers:
+            return {}
+        waits = numbers >= 0
+        waiting = np.bincount(numbers[waits], minlength=len(self))
+        waited_s = np.bincount(numbers[waits], weights=now - arrived_at[waits], minlength=len(self))
+        went = np.zeros(len(self))
+        went[: self._went.size] = self._went
+        return {
+            stratum: StratumStatistics(
+                waiting=int(waiting[number]),
+                mean_wait_s=float(waited_s[number] / waiting[number]) if waiting[number] else 0.0,
+                share=float(went[number] / self._all_went) if self._all_went else None,
+            )
+            for stratum, number in self._numbers.items()
+        }

@@ -1,0 +1,130 @@
+"""Strata (environments, data sets): who waits, who goes, and what each is promised."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import pytest
+import torch
+
+import stream_balancer as sb
+from stream_balancer.controller.checkpoint import read_state_dict, state_dict
+from stream_balancer.core.machine import BalancerCore
+from stream_balancer.metrics import figures
+
+
+def rollout(num_tokens: int, stratum: Any = None, **more: Any) -> sb.Rollout:
+    metadata = {} if stratum is None else {"stratum": stratum}
+    return sb.Rollout(tokens={"input_ids": torch.arange(num_tokens)}, metadata=metadata, **more)
+
+
+def core_of(**knobs: Any) -> BalancerCore:
+    return BalancerCore(sb.BalancerConfig(**{"dp_size": 2, "batch_size": 4, "cost": sb.QuadraticCost(), **knobs}))
+
+
+def strata_of_steps(core: BalancerCore, steps: int) -> list[int]:
+    """Long rollouts of "agent" in each step; they are an eighth of what comes."""
+    found, now = [], 0.0
+    for _ in range(steps):
+        while (batch := core.poll(now)) is None:
+            now += 1.0
+            number = core.state.counts.accepted
+            core.add(rollout(900 if number % 8 == 0 else 50, "agent" if number % 8 == 0 else "math"), now)
+        found.append(sum(one.stratum == "agent" for one in batch.rollouts))
+    return found
+
+
+def test_a_stratum_of_long_rollouts_is_in_every_step_while_it_waits() -> None:
+    assert 0 in strata_of_steps(core_of(max_skips=None), 20), "outliers wait for each other"
+    core = core_of(max_skips=None, stratum_shares={"agent": 0.1})
+    found = strata_of_steps(core, 40)
+    waits = core.statistics(0.0).strata["agent"].waiting
+    assert waits <= 1, "one goes with every step in which one waits"
+    assert sum(found) >= 20, "an eighth of 160"
+
+
+def test_statistics_say_who_waits_and_who_went() -> None:
+    core = core_of()
+    assert core.statistics(0.0).strata == {}
+    core.add(rollout(5), 0.0)
+    assert core.statistics(0.0).strata == {}
+    for number, stratum in enumerate(["math", "code", "math", "math", None, "code"]):
+        core.add(rollout(5, stratum), float(number))
+    told = core.statistics(10.0).strata
+    assert (told["math"].waiting, told["math"].mean_wait_s, told["math"].share) == (3, (10 + 8 + 7) / 3, None)
+    assert (told["code"].waiting, told["code"].mean_wait_s) == (2, (9 + 5) / 2)
+    core.add(rollout(5), 10.0)
+    batch = core.poll(10.0)
+    assert batch is not None
+    went = [one.stratum for one in batch.rollouts]
+    told = core.statistics(10.0).strata
+    assert {name: one.share for name, one in told.items()} == {name: went.count(name) / 4 for name in told}
+    said = figures(core.statistics(10.0), prefix="")
+    assert said["stratum_waiting_rollouts/math"] == told["math"].waiting
+    assert said["stratum_share/code"] == told["code"].share
+    assert "stratum_mean_wait_seconds/code" in said
+
+
+def test_shares_are_of_the_last_dispatches() -> None:
+    core = core_of(window=4)
+    for stratum in ["math"] * 4 + ["code"] * 400:
+        core.add(rollout(5, stratum), 0.0)
+        core.poll(0.0)
+    told = core.statistics(0.0).strata
+    assert told["math"].share < 0.05
+    assert told["math"].share + told["code"].share == pytest.approx(1.0)
+    assert told["math"].mean_wait_s == 0.0
+
+
+def test_a_checkpoint_and_a_redelivery_know_the_stratum() -> None:
+    core = core_of(stratum_shares={"agent": 0.25})
+    for number in range(8):
+        core.add(rollout(900 if number == 7 else 50, "agent" if number > 5 else "math"), 0.0)
+    assert core.poll(0.0) is not None
+    file = io.BytesIO()
+    torch.save(state_dict(core.snapshot(1.0)), file)
+    file.seek(0)
+    again = core_of(stratum_shares={"agent": 0.25})
+    again.restore(read_state_dict(torch.load(file, weights_only=True)), 5.0)
+    before, after = (one.statistics(5.0).strata for one in (core, again))
+    assert {name: one.waiting for name, one in after.items()} == {name: one.waiting for name, one in before.items()}
+    batch = again.poll(5.0)
+    assert batch is not None
+    assert "agent" in {one.stratum for one in batch.rollouts}
+
+
+def test_shares_may_change_and_name_what_has_not_come_yet() -> None:
+    core = core_of(max_skips=None, stratum_shares={"code": 0.25, "never": 0.25})
+    strata_of_steps(core, 5)
+    core.reconfigure(core.config.replace(stratum_shares={"agent": 0.25}))
+    strata_of_steps(core, 20)
+    assert core.statistics(0.0).strata["agent"].waiting <= 1
+    core.reconfigure(core.config.replace(policy="fifo", window=None, capacity=None, max_skips="auto"))
+    strata_of_steps(core, 3)
+
+
+def test_a_group_is_of_its_oldest_members_stratum() -> None:
+    core = core_of(group_size=2, stratum_shares={"agent": 0.25}, max_skips=None)
+    for number in range(4):
+        stratum = "agent" if number == 3 else "math"
+        core.add_all([rollout(900 if number == 3 else 50, stratum, group_id=f"{number}") for _ in range(2)], 0.0)
+    batch = core.poll(0.0)
+    assert batch is not None
+    assert [one.group_id for one in batch.rollouts].count("3") == 2
+
+
+@pytest.mark.parametrize("stratum", [7, ["math"], {"name": "math"}])
+def test_a_stratum_that_is_no_str_is_refused(stratum: Any) -> None:
+    with pytest.raises(sb.RolloutError, match="that must be a str"):
+        core_of().add(rollout(5, stratum), 0.0)
+
+
+def test_prompts_are_no_strata() -> None:
+    core = core_of(window=4)
+    for number in range(1_000):
+        core.add(rollout(1, f"{number}"), 0.0)
+        core.poll(0.0)
+    with pytest.raises(sb.RolloutError, match="at most 1000 environments"):
+        core.add(rollout(1, "one more"), 0.0)
+    core.add(rollout(1, "7"), 0.0)
