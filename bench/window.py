@@ -75,6 +75,8 @@ MODES = (
     Mode("W2 D16 whole groups", 2, {"max_skips": 16}, whole_groups=True),
     lockstep("W1", 1, 128, 8),
     lockstep("W2", 2, 128, 8),
+    lockstep("W1", 1, 256, 32),
+    lockstep("W2", 2, 256, 32),
 )
 """Over the recorded traces."""
 

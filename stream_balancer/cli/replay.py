@@ -185,6 +185,7 @@ def _or_dash(value: float) -> str:
 
 
 GOOD_ENOUGH = 0.02  # idle fraction of arrival order with a good partition below which a window has little left to win
+AT_BOUND = 0.002  # unavoidable idle fraction of arrival order up to which a window has nothing to win
 WORTH = 0.02  # idle fraction a window must save to be worth its wait
 
 
@@ -200,7 +201,11 @@ def _verdict(reports: Reports) -> Iterator[str]:
     idle = {policy: _segment(report, steady).idle_fraction for policy, report in reports.items()}
     arrival = f"Arrival order with a good partition idles {idle['fifo']:.1%}, the window {idle['window']:.1%}"
     if idle["fifo"] <= GOOD_ENOUGH or idle["fifo"] - idle["window"] < WORTH:
-        yield f"{arrival}: a window buys little here. Use policy='fifo', or other knobs."
+        at_bound = _segment(fifo, steady).unavoidable_idle <= AT_BOUND
+        earns = "a window buys little here"
+        if at_bound:
+            earns = "first in, first out is already at its bound, a window earns nothing here"
+        yield f"{arrival}: {earns}. Use policy='fifo', or other knobs."
         return
     waits = window.staleness.mean - fifo.staleness.mean
     yield f"{arrival} (round-robin {idle['round_robin']:.1%}), for {waits:.2f} more steps of mean staleness."

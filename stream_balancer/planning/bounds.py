@@ -127,7 +127,7 @@ def lockstep_bound(
 
     For every j the sum of: the costliest rollout, the (num_ranks + 1)-th, ..., of j in all, as long as those down to it
     cannot share micro-batches, for each is the time of another lockstep (the micro-batches of one index); and the mean
-    time of what the tokens of j locksteps cannot hold, even if they hold the densest work. Never less than the mean.
+    time of what the tokens of j locksteps cannot hold, even if they hold the densest work. And `lower_bound`.
 
     Args:
         costs: [n] work of each rollout.
@@ -161,7 +161,7 @@ def lockstep_bound(
         rate,
         by_density=(work[densest][None], tokens[densest][None]),
     )
-    return _below_any_finish(float(bounds[0]), work, rate)
+    return max(_below_any_finish(float(bounds[0]), work, rate), lower_bound_of(work, num_ranks, "free", rate))
 
 
 def lockstep_bounds(

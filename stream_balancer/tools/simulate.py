@@ -27,6 +27,7 @@ from stream_balancer.core.observer import Observer
 from stream_balancer.errors import ConfigError, WouldBlock
 from stream_balancer.planning import LengthBias, LengthBiasSummary
 from stream_balancer.planning.arrays import Ints
+from stream_balancer.planning.bounds import lockstep_bound
 from stream_balancer.planning.partition import TOLERANCE
 from stream_balancer.tools.generation import Generation, check_generation, seconds_per_rollout
 from stream_balancer.tools.simulation_report import LEAST_STEADY, Quantiles, SimulationReport, Steps
@@ -260,7 +261,7 @@ class _Run(Observer):
         self.dispatched_s[rows] = self.now
         self.num_gone += rows.size
         self.num_padding += batch.num_padding
-        mean, bound, slowest, ranks = self._loads(batch)
+        mean, bound, slowest, ranks = self._loads(batch, rows)
         self.records.append(
             (
                 self.now,
@@ -268,7 +269,7 @@ class _Run(Observer):
                 batch.num_rollouts,
                 batch.num_tokens,
                 mean,
-                min(max(bound, mean), slowest),  # padding and lockstep can put the bound outside: keep the parts >= 0
+                min(max(bound, mean), slowest),  # padding can put the bound outside: keep the parts >= 0
                 slowest,
                 ranks,
             )
@@ -278,7 +279,7 @@ class _Run(Observer):
         self.busy_until = self.now + duration
         self.step += 1
 
-    def _loads(self, batch: Batch) -> tuple[float, float, float, list[float]]:
+    def _loads(self, batch: Batch, rows: Ints) -> tuple[float, float, float, list[float]]:
         """Mean load, lower bound, step time and each rank's own time of a batch, in work of a rank of speed 1."""
         if self.config.sync == "step" and not self.config.cost.padded:
             return sum(batch.loads) / len(batch.loads), batch.lower_bound, max(batch.loads), list(batch.loads)
@@ -288,7 +289,11 @@ class _Run(Observer):
         pay = _padded_work if self.config.cost.padded else sum
         work = np.array([[pay(mb) for mb in one] for one in costs]) / speeds[:, None]
         slowest = work.max(axis=0).sum() if self.config.sync == "micro_batch" else work.sum(axis=1).max()
-        return float(useful.mean()), batch.lower_bound, float(slowest), work.sum(axis=1).tolist()
+        bound, cap = batch.lower_bound, self.config.max_tokens_per_micro_batch
+        if self.config.sync == "micro_batch" and cap is not None and not self.config.cost.padded:
+            lengths = self.trace.lengths[rows]
+            bound = lockstep_bound(self.costs[rows], lengths, self.config.dp_size, cap, self.config.speeds)
+        return float(useful.mean()), bound, float(slowest), work.sum(axis=1).tolist()
 
     def _cost(self, rollout: Rollout) -> float:
         return 0.0 if rollout.is_padding else self.cost_list[int(rollout.rollout_id)]

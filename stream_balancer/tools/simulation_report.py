@@ -81,7 +81,7 @@ class Steps:
     mean_load: Floats
     """Mean over ranks, in the cost model's unit."""
     lower_bound: Floats
-    """No assignment has a shorter step."""
+    """No assignment has a shorter step; where ranks meet at every micro-batch under a cap, no micro-batches have."""
     step_work: Floats
     """The slowest rank."""
     rank_work: Floats

@@ -30,6 +30,8 @@ PATIENCE = (8, 16, 32)
 """``max_skips`` that are tried, or the least that works with the window and the capacity where that is more."""
 DEADLINES = (2.0, 4.0)
 """``deadline_s`` that are tried besides none, in times the window takes to fill."""
+AT_BOUND = 0.002
+"""Unavoidable idle fraction of arrival order up to which a window has nothing to win."""
 LEAST_BATCHES = 400
 """A shorter trace is repeated until it is so many batches long: a run of 100 is 0.5 to 4 points off on heavy tails."""
 PARTITION_TOLERANCE = 3e-3
@@ -259,6 +261,8 @@ def _why_not(
         f"A window does not pay: arrival order with the best partition idles {fifo.idle_fraction:.1%}, and the best "
         f"window within the bounds saves {saved:.1%} of rank time (noise {noise:.1%})"
     )
-    if fair >= float(costs.max()):
+    if fair >= float(costs.max()) and config.sync == "step":
         said += f", because a mean batch is {fair / float(costs.max()):.1f} x dp_size x the longest rollout"
+    if fifo.unavoidable_idle <= AT_BOUND:
+        said += "; first in, first out is already at its bound: a window earns nothing here"
     return said + f"; use {'window=batch_size' if config.batch_tokens is None else 'window_tokens=batch_tokens'}."

@@ -36,6 +36,8 @@ class Outcome:
     """Fraction of rank time spent waiting for the slowest rank."""
     idle_error: float
     """Its standard error, from blocks of consecutive dispatches."""
+    unavoidable_idle: float
+    """The part of ``idle_fraction`` that no assignment of the same batches could save: what is left for a window."""
     age: float
     """Mean dispatches that a rollout waited through."""
     added_age: float
@@ -142,6 +144,7 @@ def outcome_of(report: SimulationReport) -> Outcome:
         max_skips=config.max_skips,
         deadline_s=config.deadline_s,
         idle_fraction=report.idle_fraction,
+        unavoidable_idle=report.unavoidable_idle,
         idle_error=_error_of_idle(steps.mean_load[shown], steps.step_work[shown]),
         age=delay.mean,
         added_age=delay.mean,

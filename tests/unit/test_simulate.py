@@ -296,6 +296,16 @@ class TestSegments:
         assert report.steps.step_work.tolist() == [work]
         assert report.steps.mean_load.tolist() == [7.0]
 
+    def test_what_a_lone_outlier_wastes_in_its_lockstep_is_unavoidable(self) -> None:
+        """36 beside 6 at most, for a micro-batch holds 6 tokens; then the other 4 on two ranks."""
+        trace = trace_of([6] + [1] * 10, arrival=[0.0] * 11)
+        config = knobs(
+            sync="micro_batch", max_tokens_per_micro_batch=6, batch_size=11, cost=QuadraticCost(0.0, 1.0), window=11
+        )
+        report = simulate(trace, config, warm_up=0)
+        assert report.steps.lower_bound.tolist() == report.steps.step_work.tolist() == [38.0]
+        assert report.steps.mean_load.tolist() == [23.0]
+
     def test_meeting_at_every_micro_batch_costs_the_sum_of_the_slowest(self) -> None:
         trace = generate_trace(2_000, "lognormal", seed=1)
         cap = {"max_tokens_per_micro_batch": 40_000, "batch_size": 32}

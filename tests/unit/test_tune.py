@@ -34,6 +34,7 @@ def outcome(window: int = 8, idle: float = 0.1, age: float = 1.0, **changes: Any
         "deadline_s": None,
         "idle_fraction": idle,
         "idle_error": 0.0,
+        "unavoidable_idle": idle / 2,
         "age": age,
         "added_age": age,
         "age_p99": age,
@@ -168,7 +169,7 @@ class TestSweep:
         assert not report.pays
         assert report.recommended.window == 16
         assert report.reason.startswith("A window does not pay: ")
-        assert "x dp_size x the longest rollout" in report.reason
+        assert "x dp_size x the longest rollout; first in, first out is already at its bound" in report.reason
         assert report.reason.endswith("use window=batch_size.")
 
     def test_a_short_trace_is_repeated(self) -> None:
