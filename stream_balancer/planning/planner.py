@@ -13,7 +13,8 @@ Pure: numpy in, positions out. docs/planning_proofs.md has the rules and the pro
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from itertools import islice
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -28,11 +29,16 @@ from .plan import Plan, PlanKnobs, Waiting, has_micro_batches, micro_batch_overh
 from .rank_speeds import work_rates
 from .selection import Units
 from .step_size import select_step, usual_size
-from .swaps import swap_with_waiting
+from .swaps import EVEN, swap_with_waiting, swaps_of_groups
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from .arrays import Bools, Ints
     from .micro_batches import Order
+
+_TRIED = 2
+"""Choices of other groups that are laid out on ranks."""
 
 
 def plan_batch(waiting: Waiting, knobs: PlanKnobs, *, num_rollouts: int, step: int, surplus: int = 0) -> Plan:
@@ -74,9 +80,8 @@ def plan_batch(waiting: Waiting, knobs: PlanKnobs, *, num_rollouts: int, step: i
     usual = usual_size(waiting, knobs, num_rollouts, surplus)
     at_first = _with_rates(waiting, knobs, np.arange(min(usual, waiting.costs.size)))
     fixed, go = select_step(waiting, units, at_first, num_rollouts, surplus)
-    chosen, fixed_rollouts = units.of_rollouts(go), units.of_rollouts(fixed)
-    knobs = _with_rates(waiting, knobs, np.flatnonzero(chosen))
-    shares = _shares(waiting, knobs, units, chosen, fixed_rollouts, step)
+    knobs = _with_rates(waiting, knobs, np.flatnonzero(units.of_rollouts(go)))
+    shares = _swapped(waiting, knobs, units, fixed, go, step)
     return _finish(waiting, knobs, units, shares)
 
 
@@ -107,21 +112,18 @@ def choose_batch(waiting: Waiting, knobs: PlanKnobs, *, num_rollouts: int, surpl
     return units.of_rollouts(go)
 
 
-def _shares(
-    waiting: Waiting, knobs: PlanKnobs, units: Units, chosen: Bools, fixed: Bools, step: int
-) -> list[list[Ints]]:
-    """[rank][micro_batch] -> positions."""
-    picked = np.flatnonzero(chosen)
+def _shares(waiting: Waiting, knobs: PlanKnobs, units: Units, go: Bools, step: int) -> list[list[Ints]]:
+    """[rank][micro_batch] -> positions of those that go."""
+    picked = np.flatnonzero(units.of_rollouts(go))
     costs = waiting.costs[picked]
     together = units.labels(picked) if knobs.groups == "same_rank" else None
     if not has_micro_batches(knobs):
         if together is not None:
-            whole = partition_together(costs, together, knobs.num_ranks, knobs.counts, knobs.speeds, rotation=step)
-            return [[picked[share]] if share.size else [] for share in whole]
-        parts = partition(costs, knobs.num_ranks, knobs.counts, knobs.speeds, rotation=step, tolerance=knobs.tolerance)
-        shares = [[picked[part]] if part.size else [] for part in parts]
-        return _swapped(waiting, knobs, shares, fixed)
-    order: Order = "pipeline" if knobs.pipeline_order else "heaviest_first"
+            parts = partition_together(costs, together, knobs.num_ranks, knobs.counts, knobs.speeds, rotation=step)
+        else:
+            tolerance = knobs.tolerance
+            parts = partition(costs, knobs.num_ranks, knobs.counts, knobs.speeds, rotation=step, tolerance=tolerance)
+        return [[picked[part]] if part.size else [] for part in parts]
     formed = form_micro_batches(
         waiting.lengths[picked],
         costs,
@@ -133,45 +135,106 @@ def _shares(
         micro_batch_counts=knobs.micro_batch_counts,
         overhead=knobs.fixed_costs.micro_batch,
         multiple_of=knobs.micro_batch_multiple,
-        order=order,
+        order=_order(knobs),
         speeds=knobs.speeds,
         keep_together=together,
         oversize=knobs.oversize,
         rotation=step,
     )
-    shares = [[picked[one] for one in share] for share in formed]
-    in_rows = knobs.sync == "micro_batch" and max(map(len, shares), default=0) > 1
-    if knobs.padded or in_rows:  # there the peaks decide, not the sums that a swap evens out
+    return [[picked[one] for one in share] for share in formed]
+
+
+def _order(knobs: PlanKnobs) -> Order:
+    return "pipeline" if knobs.pipeline_order else "heaviest_first"
+
+
+def _swapped(waiting: Waiting, knobs: PlanKnobs, units: Units, fixed: Bools, go: Bools, step: int) -> list[list[Ints]]:
+    """[rank][micro_batch] -> positions, after the swaps with the window."""
+    shares = _shares(waiting, knobs, units, go, step)
+    if not _sums_decide(knobs, shares):
         return shares
-    swapped = _swapped(waiting, knobs, shares, fixed)
+    if units.unit_of is not None:
+        return _groups_swapped(waiting, knobs, units, fixed, go, step, shares)
+    order = CostOrder(waiting.costs) if waiting.order is None else waiting.order
+    cap = knobs.max_tokens_per_micro_batch
+    swapped = swap_with_waiting(waiting.costs, shares, fixed, order, knobs.speeds, waiting.lengths, cap)
     if swapped is shares:
         return shares
-    return [in_order(share, lambda one: float(waiting.costs[one].sum()), order) for share in swapped]
-
-
-def _swapped(waiting: Waiting, knobs: PlanKnobs, shares: list[list[Ints]], fixed: Bools) -> list[list[Ints]]:
-    """The shares after the swaps with the window, where rollouts may be chosen one by one."""
-    # A swap of single rollouts would tear a group apart; and with an empty rank there is no finish to even out.
-    if knobs.groups != "free" or not all(shares):
-        return shares
-    swapped = swap_with_waiting(
-        waiting.costs,
-        shares,
-        fixed,
-        CostOrder(waiting.costs) if waiting.order is None else waiting.order,
-        knobs.speeds,
-        waiting.lengths,
-        knobs.max_tokens_per_micro_batch,
-    )
+    swapped = [in_order(share, lambda one: float(waiting.costs[one].sum()), _order(knobs)) for share in swapped]
     # what evens out the work alone may not pay where ranks run different numbers of micro-batches
-    return min(shares, swapped, key=lambda one: _idle(waiting, knobs, one))
+    return min(shares, swapped, key=lambda one: _Times.of(waiting, knobs, one).idle)
 
 
-def _idle(waiting: Waiting, knobs: PlanKnobs, shares: list[list[Ints]]) -> float:
-    rate = np.ones(knobs.num_ranks) if knobs.speeds is None else knobs.speeds
-    work = loads_of(waiting.costs, shares)
-    finish = float(((work + micro_batch_overheads(knobs, shares)) / rate).max())
-    return -float(work.sum()) / finish if finish else 0.0
+def _sums_decide(knobs: PlanKnobs, shares: list[list[Ints]]) -> bool:
+    """Whether the work of each rank, which a swap evens out, decides when the step is over: not where the peaks of
+    micro-batches do, or where a rank is empty."""
+    in_rows = knobs.sync == "micro_batch" and max(map(len, shares)) > 1
+    return not (knobs.padded or in_rows) and all(shares)
+
+
+def _groups_swapped(
+    waiting: Waiting, knobs: PlanKnobs, units: Units, fixed: Bools, go: Bools, step: int, shares: list[list[Ints]]
+) -> list[list[Ints]]:
+    """The shares, or those of another choice of groups that wastes less."""
+    if knobs.batch_tokens is not None:
+        return shares  # one group for another would miss the budget
+    times = _Times.of(waiting, knobs, shares)
+    best, least = shares, times.finish - times.fair
+    rough = replace(knobs, tolerance=max(knobs.tolerance, EVEN - 1.0))
+    choices = _other_groups(waiting, knobs, units, fixed, go, shares)
+    for choice, later in () if times.even else islice(choices, _TRIED):
+        other = _shares(waiting, rough, units, choice, step)
+        times = _Times.of(waiting, knobs, other)
+        if times.finish - times.fair + later < least and _sums_decide(knobs, other):
+            best, least = other, times.finish - times.fair + later
+            if times.even:
+                break
+    return best
+
+
+def _other_groups(
+    waiting: Waiting, knobs: PlanKnobs, units: Units, fixed: Bools, go: Bools, shares: list[list[Ints]]
+) -> Iterator[tuple[Bools, float]]:
+    """([U] who may go instead, and what that costs the next step), the most promising first."""
+    if knobs.groups == "same_batch":
+        rate = np.ones(knobs.num_ranks) if knobs.speeds is None else knobs.speeds
+        yield from swaps_of_groups(units, waiting.costs, fixed, go, rate, knobs.counts)
+        return
+    # what lies on one rank is swapped as a rollout is; who is not of the common size neither comes nor goes
+    alike = units.sizes == units.common_size(go)
+    may = go | (alike & units.ready)
+    among, place = np.flatnonzero(may), np.cumsum(may) - 1
+    costs = units.costs[among]
+    held = [[place[np.unique(units.labels(np.concatenate(share)))]] for share in shares]
+    swapped = swap_with_waiting(costs, held, (fixed | ~alike)[among], CostOrder(costs), knobs.speeds)
+    if swapped is not held:
+        choice = np.zeros_like(go)
+        choice[among[np.concatenate([one for share in swapped for one in share])]] = True
+        yield choice, 0.0
+
+
+class _Times(NamedTuple):
+    """When the ranks are done."""
+
+    finish: float
+    """The last one."""
+    fair: float
+    """All of them, if the work were spread evenly and micro-batches cost nothing."""
+    even: bool
+    """They are done at the same time, or nearly so."""
+
+    @classmethod
+    def of(cls, waiting: Waiting, knobs: PlanKnobs, shares: list[list[Ints]]) -> _Times:
+        rate = np.ones(knobs.num_ranks) if knobs.speeds is None else knobs.speeds
+        work = loads_of(waiting.costs, shares)
+        loads = work + micro_batch_overheads(knobs, shares)
+        finish, total_rate = float((loads / rate).max()), float(rate.sum())
+        return cls(finish, float(work.sum()) / total_rate, finish <= float(loads.sum()) / total_rate * EVEN)
+
+    @property
+    def idle(self) -> float:
+        """The part of the step that is not work."""
+        return 1.0 - self.fair / self.finish if self.finish else 0.0
 
 
 def _lower_bound(waiting: Waiting, knobs: PlanKnobs, units: Units, picked: Ints) -> float:

@@ -117,6 +117,10 @@ class Units:
         """[U] -> [W]: what holds for a unit holds for its rollouts."""
         return units if self.unit_of is None else units[self.unit_of]
 
+    def common_size(self, some: Bools) -> int:
+        """The size that most rollouts of these ([U], at least one) belong to."""
+        return int(np.bincount(self.sizes[some], weights=self.sizes[some]).argmax())
+
     def labels(self, rollouts: Ints) -> Ints:
         """[n] positions -> [n] which unit each belongs to."""
         return rollouts if self.unit_of is None else self.unit_of[rollouts]
@@ -201,7 +205,7 @@ def _most_common_size(units: Units, others: Bools) -> tuple[int, Bools]:
     """
     if units.unit_of is None:
         return 1, others
-    size = int(np.bincount(units.sizes[others], weights=units.sizes[others]).argmax())
+    size = units.common_size(others)
     return size, others & (units.sizes == size)
 
 

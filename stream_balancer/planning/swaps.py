@@ -1,7 +1,12 @@
-"""The last few percent: swap chosen rollouts with waiting ones until every rank finishes at the same time.
+"""The last few percent: swap what is chosen with what waits, so that every rank finishes at the same time.
 
 With few rollouts per rank no partition of a given batch is even, yet the window holds many a rollout that would fit
-better. Pure and deterministic.
+better.
+
+    swap_with_waiting    what lies on one rank (a rollout, or a group that stays on one): rank by rank
+    swaps_of_groups      groups whose rollouts lie on any ranks: one group for one, all pairs side by side
+
+Pure and deterministic.
 """
 
 from __future__ import annotations
@@ -18,9 +23,10 @@ from .cost_order import CostOrder
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from .arrays import Bools, Floats, Ints
+    from .arrays import Bools, Counts, Floats, Ints
+    from .selection import Units
 
-_EVEN = 1.003
+EVEN = 1.003
 """Ranks within 0.3 % of each other are left alone: the partition alone gets there from about 8 rollouts per rank on."""
 
 _TOO_LONG = 8
@@ -70,7 +76,7 @@ def swap_with_waiting(
     # no choice of the same work ends earlier than its mean, or than its heaviest rollout on the fastest rank
     level = max(sum(loads) / total_rate, float(costs[chosen].max()) / max(rate))
     before = max(load / speed for load, speed in zip(loads, rate, strict=True))
-    if before <= level * _EVEN:
+    if before <= level * EVEN:
         return shares
     idle_before = 1.0 - sum(loads) / total_rate / before
     # heavier ones would make some rank later than all are now
@@ -86,7 +92,7 @@ def swap_with_waiting(
             ranks[rank].fit(fixed, shelf, level * rate[rank])
     highest = max(map(finish, by_finish))
     for rank in sorted(by_finish, key=finish):
-        if finish(rank) * _EVEN < highest:
+        if finish(rank) * EVEN < highest:
             ranks[rank].fit(fixed, shelf, highest * rate[rank])
     work = sum(rank.load for rank in ranks)
     if 1.0 - work / total_rate / max(map(finish, by_finish)) >= idle_before:
@@ -206,3 +212,130 @@ class _Rank:
         for number, position in zip(self._bins, self._positions, strict=True):
             found[number].append(position)
         return [np.array(sorted(one), dtype=np.int64) for one in found]
+
+
+_NEXT_STEP = 0.25
+"""Weight of the next step's waste against this one's. Measured on groups of 8, 32 rollouts on 8 ranks: with 0 the swap
+spends what the next step needs, and heavy tails idle more than without any; with 1 it swaps too little."""
+
+_MANY_A_RANK = 8
+"""From so many rollouts a rank on the partition reaches its bound, so the bound says what a swap is worth."""
+
+_TABLE = 16_384
+"""Rollouts in all the batches that are compared side by side."""
+
+_TO_SWAP = 32
+"""Groups of a side that are compared, spread over their costs, where there are more."""
+
+
+def swaps_of_groups(
+    units: Units, costs: Floats, fixed: Bools, go: Bools, rate: Floats, counts: Counts
+) -> Iterator[tuple[Bools, float]]:
+    """One chosen group for one waiting group of the same size, the most promising swap first.
+
+    A swap is worth what the ranks idle less, by a partition largest first, and by what the next step, taken from the
+    oldest that stay, will wait for its heaviest rollout.
+
+    Args:
+        units: the groups; a rollout without one is a group of its own.
+        costs: [W] work of each waiting rollout.
+        fixed: [U] may not be swapped away (due, or forced by the skip guarantee).
+        go: [U] those chosen.
+        rate: [ranks] relative speeds.
+        counts: as for `partition`.
+
+    Yields:
+        ([U] those that go then, work per rate that it costs the next step or, negative, saves it).
+
+    Complexity: O(U log U), and a fixed number of rollouts in the batches that are compared.
+
+    Examples:
+        >>> from dataclasses import replace
+        >>> from stream_balancer.planning import PlanKnobs, Waiting
+        >>> from stream_balancer.planning.selection import Units
+        >>> costs = np.array([900.0, 100.0, 500.0, 100.0, 700.0, 100.0])  # three groups of two
+        >>> waiting = replace(Waiting.of(costs), groups=np.repeat([0, 1, 2], 2))
+        >>> units = Units.of(waiting, PlanKnobs(num_ranks=2, batch_size=4, max_skips=8, groups="same_batch"))
+        >>> fixed, go = np.zeros(3, dtype=np.bool_), np.array([True, True, False])  # 900, and 500 + 100 + 100
+        >>> choice, _ = next(swaps_of_groups(units, costs, fixed, go, np.ones(2), "free"))
+        >>> np.flatnonzero(choice)  # 900, and 700 + 100 + 100
+        array([0, 2])
+    """
+    stays = np.flatnonzero(units.ready & ~go)
+    gives, takes = _spread(np.flatnonzero(go & ~fixed), units.costs), _spread(stays, units.costs)
+    alike = np.nonzero(units.sizes[gives][:, None] == units.sizes[takes])
+    give, take = gives[alike[0]], takes[alike[1]]  # [pairs]
+    num_rollouts = int(units.sizes[go].sum())
+    later = _NEXT_STEP * (
+        _waste_of_next(units, _without(stays, take, give), num_rollouts, rate)
+        - _waste_of_next(units, stays[None], num_rollouts, rate)
+    )
+    work = float(units.costs[go].sum()) - units.costs[give] + units.costs[take]
+    waste = np.maximum(_peaks(units, go, give, take) / rate.max() - work / rate.sum(), 0.0) + later
+    if num_rollouts < _MANY_A_RANK * rate.size:
+        few = np.argsort(waste, kind="stable")[: max(_TABLE // num_rollouts, 1)]
+        give, take, later, work = give[few], take[few], later[few], work[few]
+        waste = _finish(_batches(units, costs, go, give, take), rate, counts) - work / rate.sum() + later
+    for pair in np.argsort(waste, kind="stable").tolist():
+        after = go.copy()
+        after[[give[pair], take[pair]]] = False, True
+        yield after, float(later[pair])
+
+
+def _spread(units: Ints, costs: Floats) -> Ints:
+    """Not too many of them, spread over their costs; ascending."""
+    if units.size <= _TO_SWAP:
+        return units
+    by_cost = units[np.argsort(costs[units], kind="stable")]
+    return np.sort(by_cost[np.linspace(0, units.size - 1, _TO_SWAP).round().astype(np.int64)])
+
+
+def _without(stays: Ints, take: Ints, give: Ints) -> Ints:
+    """[pairs, stays] who stays after each swap, oldest first."""
+    after: Ints = np.sort(np.where(stays == take[:, None], give[:, None], stays), axis=1)
+    return after
+
+
+def _waste_of_next(units: Units, stays: Ints, num_rollouts: int, rate: Floats) -> Floats:
+    """[pairs] by how much the heaviest of the oldest `num_rollouts` is above the fair share; `stays`: [pairs, m]."""
+    near = stays[:, :num_rollouts]
+    goes = np.cumsum(units.sizes[near], axis=1) <= num_rollouts
+    heaviest, work = (units.peaks[near] * goes).max(axis=1, initial=0.0), (units.costs[near] * goes).sum(axis=1)
+    waste: Floats = np.maximum(heaviest / rate.max() - work / rate.sum(), 0.0)
+    return waste
+
+
+def _peaks(units: Units, go: Bools, give: Ints, take: Ints) -> Floats:
+    """[pairs] the heaviest rollout of the batch after each swap."""
+    peaks = np.where(go, units.peaks, 0.0)
+    heaviest = int(peaks.argmax())
+    second = float(np.delete(peaks, heaviest).max(initial=0.0))
+    left: Floats = np.where(give == heaviest, second, peaks[heaviest])
+    return np.maximum(left, units.peaks[take])
+
+
+def _batches(units: Units, costs: Floats, go: Bools, give: Ints, take: Ints) -> Floats:
+    """[pairs, n] costs of the batch after each swap."""
+    unit_of = np.arange(go.size) if units.unit_of is None else units.unit_of
+    by_unit = np.argsort(unit_of, kind="stable")
+    ends = np.cumsum(units.sizes)
+    chosen = by_unit[go[unit_of[by_unit]]]
+    first = np.cumsum(np.where(go, units.sizes, 0)) - units.sizes  # [U] column of its first rollout, if it goes
+    table: Floats = np.tile(costs[chosen], (give.size, 1))
+    for batch, out, into, size in zip(table, first[give], ends[take], units.sizes[give], strict=True):
+        batch[out : out + size] = costs[by_unit[into - size : into]]
+    return table
+
+
+def _finish(batches: Floats, rate: Floats, counts: Counts) -> Floats:
+    """[pairs, n] -> [pairs] when the last rank is done, largest first onto the rank that is done first with it."""
+    num_batches, n = batches.shape
+    most = n if counts == "free" else -(-n // rate.size)
+    loads, held = np.zeros((num_batches, rate.size)), np.zeros((num_batches, rate.size), dtype=np.int64)
+    each = np.arange(num_batches)
+    for cost in -np.sort(-batches, axis=1).T:
+        rank = np.where(held < most, (loads + cost[:, None]) / rate, np.inf).argmin(axis=1)
+        loads[each, rank] += cost
+        held[each, rank] += 1
+    finish: Floats = (loads / rate).max(axis=1)
+    return finish
