@@ -9,11 +9,9 @@ turns: ``python bench/scale.py --beside PATH``.
 
 from __future__ import annotations
 
-import argparse
 import gc
 import heapq
 import json
-import math
 import os
 import statistics
 import subprocess
@@ -22,15 +20,15 @@ import time
 import tracemalloc
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import anyio
 import numpy as np
 import torch
+from _common import Rows, arguments
 
 import stream_balancer as sb
 from stream_balancer.core.machine import BalancerCore
-
-Row = dict[str, object]
 
 LONGEST = 8192
 BYTES_OF_A_PAGE = os.sysconf("SC_PAGE_SIZE")
@@ -93,9 +91,7 @@ WINDOW_GROWS = [(512, 4096, 32 * 1024), (512, 4096, 64 * 1024), (512, 4096, 128 
 BATCH_GROWS = [(512, 4096, 128 * 1024), (512, 16384, 128 * 1024), (512, 65536, 128 * 1024)]
 ALL_GROW = [(k, 16 * k, 32 * k) for k in (64, 256, 1024, 4096)]
 FEW_EACH = [(k, 4 * k, 32 * k) for k in (64, 256, 1024, 4096)]
-SMALLEST_FITTED = (
-    256  # fewer ranks than that are balanced in the first rounds, which would flatter nobody but the power
-)
+SMALLEST_FITTED = 256  # fewer ranks are balanced in the first rounds, which would flatter nobody but the power
 
 
 def exponent(sizes: list[int], seconds: list[float]) -> float:
@@ -103,20 +99,16 @@ def exponent(sizes: list[int], seconds: list[float]) -> float:
     return float(np.polyfit(np.log(sizes), np.log(seconds), 1)[0])
 
 
-def dispatch_rows(dispatches: int) -> Iterator[Row]:
+def dispatch_rows(rows: Rows, dispatches: int) -> None:
     """Time per dispatch at each size, and how it grows. Without Python's cycle collector: see the blocks for that."""
     gc.disable()
-    known: dict[tuple[int, int, int], dict[str, float]] = {}
+    known: dict[tuple[int, int, int], float] = {}
     for size in dict.fromkeys([*WINDOW_GROWS, *BATCH_GROWS, *ALL_GROW, *FEW_EACH]):
-        known[size] = dispatch_times(*size, dispatches)
+        found: dict[str, Any] = {name: round(value, 3) for name, value in dispatch_times(*size, dispatches).items()}
+        known[size] = found.pop("poll_ms")
         ranks, batch, waiting = size
-        row: Row = {"name": f"dispatch of {batch} of {waiting} on {ranks} ranks", "unit": "ms"}
-        row |= {"value": round(known[size]["poll_ms"], 2)}
-        row |= {key: round(value, 3) for key, value in known[size].items() if key != "poll_ms"}
         most = {(512, 4096, 131072): 20, (512, 16384, 131072): 60}.get(size)
-        if most is not None:
-            row |= {"bar": f"<= {most}", "holds": known[size]["poll_ms"] <= most}
-        yield row
+        rows.add(f"dispatch of {batch} of {waiting} on {ranks} ranks", known[size], "ms", most, **found)
     for name, series, column, most_power in (
         ("waiting, 4096 to 512 ranks", WINDOW_GROWS, 2, 0.3),
         ("the batch, of 131072 to 512 ranks", BATCH_GROWS, 1, 1.2),
@@ -124,31 +116,25 @@ def dispatch_rows(dispatches: int) -> Iterator[Row]:
         ("everything, 4 rollouts a rank", FEW_EACH, 0, 1.2),
     ):
         fitted = [size for size in series if size[0] >= SMALLEST_FITTED]
-        power = exponent([size[column] for size in fitted], [known[size]["poll_ms"] for size in fitted])
-        row = {"name": f"time of a dispatch grows with {name}: power", "value": round(power, 2), "unit": "power"}
-        yield row | {"bar": f"<= {most_power}", "holds": power <= most_power}
+        power = exponent([size[column] for size in fitted], [known[size] for size in fitted])
+        rows.add(f"time of a dispatch grows with {name}: power", power, "power", most_power)
 
 
-def beside_rows(other: Path, dispatches: int) -> Iterator[Row]:
+def beside_rows(rows: Rows, other: Path, dispatches: int) -> None:
     """Dispatches and puts of this checkout and of another one, each time in a process of its own, in turns."""
     here = Path(__file__).resolve().parent.parent
     for size in dict.fromkeys([*WINDOW_GROWS, *BATCH_GROWS, (64, 1024, 2048), (32, 256, 512)]):
         found: dict[Path, list[dict[str, float]]] = {here: [], other: []}
         for where in (here, other, other, here, here, other):
-            command = [sys.executable, __file__, "--size", *map(str, size), "--dispatches", str(dispatches)]
+            command = [sys.executable, __file__, "--as-peer", json.dumps([*size, dispatches])]
             done = subprocess.run(
                 command, check=True, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": str(where)}
             )
             found[where].append(json.loads(done.stdout))
         for what, unit in (("poll_ms", "ms"), ("put_us", "us")):
             ours, theirs = (statistics.median(one[what] for one in found[where]) for where in (here, other))
-            yield {
-                "name": f"{what.split('_')[0]}, {size[1]} of {size[2]} on {size[0]} ranks",
-                "value": round(ours, 2),
-                "unit": unit,
-                "other": round(theirs, 2),
-                "ratio": round(ours / theirs, 2),
-            }
+            name = f"{what.split('_')[0]}, {size[1]} of {size[2]} on {size[0]} ranks"
+            rows.add(name, ours, unit, other=round(theirs, 2), ratio=round(ours / theirs, 2))
 
 
 async def longest_block_s(num_ranks: int, batch_size: int, waiting: int, dispatches: int) -> tuple[list[float], float]:
@@ -193,43 +179,39 @@ async def longest_block_s(num_ranks: int, batch_size: int, waiting: int, dispatc
     return blocks, quiet
 
 
-def block_rows(dispatches: int) -> Iterator[Row]:
+def block_rows(rows: Rows, dispatches: int) -> None:
     """The longest block of the event loop per dispatch, under load, on asyncio."""
     for collector in ("on", "off"):
         gc.collect()
         gc.enable() if collector == "on" else gc.disable()
-        yield from _block_rows(dispatches, collector)
-
-
-def _block_rows(dispatches: int, collector: str) -> Iterator[Row]:
-    for ranks, batch, waiting in ((64, 4096, 16384), (512, 16384, 131072), (4096, 65536, 131072)):
-        blocks, quiet = anyio.run(longest_block_s, ranks, batch, waiting, dispatches)
-        yield {
-            "name": f"longest block of the loop per dispatch, {batch} of {waiting} on {ranks} ranks, gc {collector}",
-            "value": round(statistics.median(blocks) * 1e3, 2),
-            "unit": "ms",
-            "worst": round(max(blocks) * 1e3, 2),
-            "without_dispatches": round(quiet * 1e3, 2),
-        }
+        for ranks, batch, waiting in ((64, 4096, 16384), (512, 16384, 131072), (4096, 65536, 131072)):
+            blocks, quiet = anyio.run(longest_block_s, ranks, batch, waiting, dispatches)
+            rows.add(
+                f"longest block of the loop per dispatch, {batch} of {waiting} on {ranks} ranks, gc {collector}",
+                statistics.median(blocks) * 1e3,
+                "ms",
+                worst=round(max(blocks) * 1e3, 2),
+                without_dispatches=round(quiet * 1e3, 2),
+            )
 
 
 def resident_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * BYTES_OF_A_PAGE
 
 
-def memory_rows(dispatches: int) -> Iterator[Row]:
+def memory_rows(rows: Rows, dispatches: int) -> None:
     """Bytes for each waiting rollout besides its tensors: the balancer's own, and the Rollout object's. What a tensor
     weighs before it holds anything is torch's, and given beside."""
     ids = torch.zeros(LONGEST, dtype=torch.int64)
     before = resident_bytes()
     tensors = [ids[: 1 + number % LONGEST] for number in range(131_072)]
     handle = (resident_bytes() - before) / len(tensors)
-    yield {"name": "an empty handle of a torch tensor (resident)", "value": round(handle), "unit": "B"}
+    rows.add("an empty handle of a torch tensor (resident)", handle, "B")
     for waiting in (80_000, 131_072):  # in the middle between two doublings of the columns, and just before one
-        yield from _memory_of(tensors[:waiting])
+        _memory_of(rows, tensors[:waiting])
 
 
-def _memory_of(tensors: list[torch.Tensor]) -> Iterator[Row]:
+def _memory_of(rows: Rows, tensors: list[torch.Tensor]) -> None:
     waiting = len(tensors)
     tracemalloc.start()
     rollouts = [sb.Rollout(tokens={"input_ids": ids}, rollout_id=f"rollout-{i}") for i, ids in enumerate(tensors)]
@@ -244,23 +226,13 @@ def _memory_of(tensors: list[torch.Tensor]) -> Iterator[Row]:
     assert batch is not None
     planning = (tracemalloc.get_traced_memory()[1] - held) / waiting
     tracemalloc.stop()
-    yield {"name": f"balancer's book-keeping per waiting rollout, {waiting} waiting", "value": round(own), "unit": "B"}
-    yield {"name": f"Rollout object with its dict and id, {waiting} waiting", "value": round(of_rollout), "unit": "B"}
-    yield {
-        "name": f"both, per waiting rollout, {waiting} waiting",
-        "value": round(own + of_rollout),
-        "unit": "B",
-        "bar": "<= 1024",
-        "holds": own + of_rollout <= 1024,
-    }
-    yield {
-        "name": f"on top during a dispatch, per waiting rollout, {waiting} waiting",
-        "value": round(planning),
-        "unit": "B",
-    }
+    rows.add(f"balancer's book-keeping per waiting rollout, {waiting} waiting", own, "B")
+    rows.add(f"Rollout object with its dict and id, {waiting} waiting", of_rollout, "B")
+    rows.add(f"both, per waiting rollout, {waiting} waiting", own + of_rollout, "B", 1024)
+    rows.add(f"on top during a dispatch, per waiting rollout, {waiting} waiting", planning, "B")
 
 
-def simulate_rows(dispatches: int) -> Iterator[Row]:
+def simulate_rows(rows: Rows, dispatches: int) -> None:
     """Whole simulated runs with an instant trainer: every rollout through the core once."""
     for count, ranks, batch, waiting in (
         (100_000, 512, 4096, 8192),
@@ -272,14 +244,14 @@ def simulate_rows(dispatches: int) -> Iterator[Row]:
         report = sb.simulate(trace, config_of(ranks, batch, waiting), slots=batch)
         seconds = time.perf_counter() - start
         assert report.overall.rollouts == count
-        yield {
-            "name": f"simulated run: {count} rollouts, {batch} of {waiting} on {ranks} ranks",
-            "value": round(seconds, 2),
-            "unit": "s",
-            "us_per_rollout": round(seconds / count * 1e6, 1),
-            "dispatches": report.num_batches,
-            "idle_percent": round(100 * report.overall.idle_fraction, 3),
-        }
+        rows.add(
+            f"simulated run: {count} rollouts, {batch} of {waiting} on {ranks} ranks",
+            seconds,
+            "s",
+            us_per_rollout=round(seconds / count * 1e6, 1),
+            dispatches=report.num_batches,
+            idle_percent=round(100 * report.overall.idle_fraction, 3),
+        )
 
 
 def sharded(num_ranks: int, batch_size: int, waiting: int, num_cells: int, steps: int) -> tuple[float, float]:
@@ -317,20 +289,16 @@ def sharded(num_ranks: int, batch_size: int, waiting: int, num_cells: int, steps
     return 1.0 - mean / slowest, statistics.median(times) * 1e3
 
 
-def shard_rows(dispatches: int) -> Iterator[Row]:
+def shard_rows(rows: Rows, dispatches: int) -> None:
     """What cells with a planner of their own cost in balance, where all ranks meet at every step."""
     gc.disable()
     for cells in (1, 2, 8):
         idle, milliseconds = sharded(4096, 65536, 131072, cells, 9)
-        yield {
-            "name": f"65536 of 131072 on 4096 ranks in {cells} cells: idle share of rank time",
-            "value": round(100 * idle, 2),
-            "unit": "%",
-            "dispatch_of_a_cell_ms": round(milliseconds, 1),
-        }
+        name = f"65536 of 131072 on 4096 ranks in {cells} cells: idle share of rank time"
+        rows.add(name, 100 * idle, "%", dispatch_of_a_cell_ms=round(milliseconds, 1))
 
 
-PARTS: dict[str, Callable[[int], Iterator[Row]]] = {
+PARTS: dict[str, Callable[[Rows, int], None]] = {
     "memory": memory_rows,
     "block": block_rows,
     "dispatch": dispatch_rows,
@@ -339,39 +307,19 @@ PARTS: dict[str, Callable[[int], Iterator[Row]]] = {
 }
 
 
-def show(row: Row) -> str:
-    bar = f"   bar {row['bar']}: {'holds' if row['holds'] else 'MISSED'}" if "bar" in row else ""
-    rest = ", ".join(f"{k} {v}" for k, v in row.items() if k not in ("name", "value", "unit", "bar", "holds"))
-    return f"{row['name']:<80} {row['value']:>9} {row['unit']}{bar}   {rest}"
-
-
 def main() -> None:
-    """Print the rows, as a table or one JSON object a line."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--json", action="store_true", help="one JSON object a row")
-    parser.add_argument("--part", choices=PARTS, help="one of the parts, in this process")
-    parser.add_argument("--dispatches", type=int, default=9)
-    parser.add_argument("--beside", type=Path, metavar="PATH", help="another checkout, measured in turns with this one")
-    parser.add_argument(
-        "--size", type=int, nargs=3, metavar=("RANKS", "BATCH", "WAITING"), help="only this one, as JSON"
-    )
-    args = parser.parse_args()
-    if args.size is not None:
+    options = arguments(__doc__, part=None, dispatches=9, beside=None)
+    rows = Rows(options.json)
+    if options.as_peer:
         gc.disable()
-        ranks, batch, waiting = args.size
-        print(json.dumps(dispatch_times(ranks, batch, waiting, args.dispatches)))
-        return
-    if args.beside is not None:
-        for row in beside_rows(args.beside.resolve(), args.dispatches):
-            print(json.dumps(row) if args.json else show(row), flush=True)
-        return
-    if args.part is None:
+        print(json.dumps(dispatch_times(*options.as_peer)))
+    elif options.beside:
+        beside_rows(rows, Path(options.beside).resolve(), options.dispatches)
+    elif options.part:
+        PARTS[options.part](rows, options.dispatches)
+    else:
         for part in PARTS:
             subprocess.run([sys.executable, *sys.argv, "--part", part], check=True)
-        return
-    for row in PARTS[args.part](args.dispatches):
-        assert math.isfinite(float(str(row["value"])))
-        print(json.dumps(row) if args.json else show(row), flush=True)
 
 
 if __name__ == "__main__":
