@@ -101,7 +101,6 @@ class PendingPut(Waiter):
 
     def __init__(self, puts: Puts, rollouts: Sequence[Rollout], size: GroupSize | None = None) -> None:
         self.stage = "done"
-        self.group_id = rollouts[0].group_id if size is None else size.group_id
         self._puts = puts
         self._rollouts = rollouts
         self._size = size
@@ -113,7 +112,7 @@ class PendingPut(Waiter):
         puts.lifetime.check_open("put")
         if puts.journal is not None and not may_wait:
             raise WouldBlock("put_nowait() cannot wait for the journal's disk, where accepted rollouts are: use put()")
-        if len(self._rollouts) > 1:
+        if len(self._rollouts) > 1 or not (self._rollouts or self._size):
             check_group(self._rollouts)
         self._rollouts = puts.core.state.admission.with_loss_masks(self._rollouts)
         if puts.accept is None:
@@ -210,7 +209,7 @@ class PendingPut(Waiter):
             return
         if not may_wait:
             raise WouldBlock
-        self.stage = "waiting"
+        self.stage, self.group_id = "waiting", self._group()
         queue.join(self)
 
     async def _wait_for_room(self) -> None:
@@ -230,9 +229,12 @@ class PendingPut(Waiter):
             return False
         if self._size is not None:
             wakeups.changed()  # fewer places are kept for siblings
-        wakeups.added(self.group_id)
+        wakeups.added(self._group())
         self.stage = "done"
         return True
+
+    def _group(self) -> str | None:
+        return self._rollouts[0].group_id if self._size is None else self._size.group_id
 
 
 def _ids(rollouts: Sequence[Rollout]) -> tuple[str, ...]:
