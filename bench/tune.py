@@ -171,14 +171,7 @@ def _drive(costs: Floats, knobs: PlanKnobs, chooser: AutoWindow, steps: int) -> 
         held = np.concatenate((held, costs[taken : taken + more]))
         skips = np.concatenate((skips, np.zeros(more, dtype=np.int64)))
         taken += more
-        waiting = Waiting(
-            costs=held,
-            lengths=np.ones(held.size, dtype=np.int64),
-            skips=skips,
-            due=np.zeros(held.size, dtype=np.bool_),
-            groups=np.full(held.size, -1),
-            group_complete=np.ones(held.size, dtype=np.bool_),
-        )
+        waiting = replace(Waiting.of(held), skips=skips)
         start = time.process_time()
         plan = plan_batch(waiting, knobs, num_rollouts=batch, step=step)
         planned = time.process_time()

@@ -6,6 +6,7 @@ import io
 import itertools
 import math
 from collections import defaultdict
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -140,13 +141,11 @@ class TestShadows:
         knobs = PlanKnobs(4, 16, 9, groups="same_batch", group_size=1)  # groups of one: no swap follows
         for step in range(50):
             size = 48
-            waiting = Waiting(
-                costs=np.exp(rng.normal(0.0, 1.2, size)),
-                lengths=np.ones(size, dtype=np.int64),
+            waiting = replace(
+                Waiting.of(np.exp(rng.normal(0.0, 1.2, size))),
                 skips=np.sort(rng.integers(0, 9, size))[::-1],
                 due=rng.random(size) < 0.05,
                 groups=np.arange(size),
-                group_complete=np.ones(size, dtype=np.bool_),
             )
             plan = plan_batch(waiting, knobs, num_rollouts=16, step=step)
             sent = np.concatenate([one for share in plan.ranks for one in share])
@@ -180,26 +179,16 @@ class TestShadows:
         auto = AutoWindow(8, (8, 16), 8)
         rng = np.random.default_rng(0)
         for _ in range(80):
-            waiting = Waiting(
-                costs=np.exp(rng.normal(0.0, 1.0, 8)),
-                lengths=np.ones(8, dtype=np.int64),
-                skips=np.zeros(8, dtype=np.int64),
-                due=np.zeros(8, dtype=np.bool_),
-                groups=np.repeat([1, 0], 4),
-                group_complete=np.ones(8, dtype=np.bool_),
-            )
-            auto.observe(waiting, knobs)
+            auto.observe(replace(Waiting.of(np.exp(rng.normal(0.0, 1.0, 8))), groups=np.repeat([1, 0], 4)), knobs)
             for shadow in auto._shadows:
                 assert set(np.unique(shadow._groups, return_counts=True)[1].tolist()) <= {4}
         assert set(auto.idle_by_window) == {8, 16}
 
     def test_incomplete_groups_and_those_seen_before_are_no_arrivals(self) -> None:
         auto = AutoWindow(4, (4, 8), 4)
-        waiting = Waiting(
-            costs=np.arange(1.0, 9.0),
-            lengths=np.ones(8, dtype=np.int64),
+        waiting = replace(
+            Waiting.of(np.arange(1.0, 9.0)),
             skips=np.array([1, 1, 0, 0, 0, 0, 0, 0]),
-            due=np.zeros(8, dtype=np.bool_),
             groups=np.array([-1, -1, -1, 5, 5, 6, -1, -1]),
             group_complete=np.array([True, True, True, True, True, False, True, True]),
         )
@@ -268,15 +257,8 @@ class TestChoice:
                 unit *= 1e-3
                 other.rescale(1e-3)
             costs = np.exp(rng.normal(0.0, 1.0, 16))
-            columns = {
-                "lengths": np.ones(16, dtype=np.int64),
-                "skips": np.zeros(16, dtype=np.int64),
-                "due": np.zeros(16, dtype=np.bool_),
-                "groups": np.full(16, -1),
-                "group_complete": np.ones(16, dtype=np.bool_),
-            }
-            one.observe(Waiting(costs=costs, **columns), knobs)
-            other.observe(Waiting(costs=costs * unit, **columns), knobs)
+            one.observe(Waiting.of(costs), knobs)
+            other.observe(Waiting.of(costs * unit), knobs)
             assert one.window == other.window
         assert list(one.idle_by_window.values()) == pytest.approx(list(other.idle_by_window.values()))
 

@@ -115,11 +115,3 @@ def test_of_many_ranks_a_few_are_named() -> None:
         "rank 99 has not connected in 99 s; rank 98 has not connected in 98 s; rank 97 has not connected in 97 s; "
         "so do 97 more ranks"
     )
-
-
-async def test_a_balancer_says_it_of_itself() -> None:
-    async with sb.StreamBalancer(config_of()) as balancer:
-        await balancer.put(make_rollout(3, "one"))
-        assert balancer.why_no_batch() == (
-            "1 of 64 rollouts wait, the oldest for 0 s; no deadline_s is set; nobody iterates batches()"
-        )
