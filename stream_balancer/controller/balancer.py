@@ -271,8 +271,11 @@ class StreamBalancer(OfOneProcess):
         ``CalibratedCost``. ``waited_s``: how long it waited for its rank batch before; None = as long as the balancer
         waited for rollouts. ``ready_s``: how long it had been ready for more when the last rank was.
         """
-        now = self._lifetime.now("record_step_seconds")
-        self.parts.core.record_step(StepTiming(step, rank, seconds, own, waited_s, ready_s), now)
+        self.record_step(StepTiming(step, rank, seconds, own, waited_s, ready_s))
+
+    def record_step(self, timing: StepTiming) -> None:
+        """The same as one value: what ``serve()`` calls."""
+        self.parts.core.record_step(timing, self._lifetime.now("record_step_seconds"))
 
     def straggler(self) -> Straggler | None:
         """A rank that is slower than the others, step after step; ``serve()`` logs it when it is found. O(ranks)."""

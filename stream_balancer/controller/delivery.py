@@ -26,6 +26,7 @@ import anyio
 from stream_balancer.controller.balancer import StreamBalancer
 from stream_balancer.controller.denominators import StepAgreement
 from stream_balancer.core.diagnosis import RankState
+from stream_balancer.core.step_times import StepTiming
 from stream_balancer.errors import EndOfStream, RankLostError, WireError
 from stream_balancer.transport import Link, Report
 from stream_balancer.types import Batch, RankBatch
@@ -48,16 +49,7 @@ class Source(Protocol):
 
     def in_flight(self) -> tuple[Batch, ...]: ...
 
-    def record_step_seconds(
-        self,
-        step: int,
-        rank: int,
-        seconds: float,
-        *,
-        own: bool = True,
-        waited_s: float | None = None,
-        ready_s: float = 0.0,
-    ) -> None: ...
+    def record_step(self, timing: StepTiming) -> None: ...
 
 
 class _RankQueue:
@@ -273,13 +265,15 @@ class Delivery:
             raise _broke_protocol(rank.rank, report.step, text)
         rank.unacknowledged.popleft()
         rank.sent -= 1
-        self._balancer.record_step_seconds(
-            report.step,
-            rank.rank,
-            report.seconds if report.compute_s is None else report.compute_s,
-            own=report.compute_s is not None,
-            waited_s=report.waited_s,
-            ready_s=self._steps[report.step].ready_s[rank.rank],
+        self._balancer.record_step(
+            StepTiming(
+                report.step,
+                rank.rank,
+                report.seconds if report.compute_s is None else report.compute_s,
+                own=report.compute_s is not None,
+                waited_s=report.waited_s,
+                ready_s=self._steps[report.step].ready_s[rank.rank],
+            )
         )
         self._settle(rank.rank, report.step)
 

@@ -14,6 +14,7 @@ import anyio.lowlevel
 import torch
 from torch import Tensor
 
+from stream_balancer.core.step_times import StepTiming
 from stream_balancer.types import SUPPORTED_DTYPES, Batch, MicroBatch, RankBatch, Rollout
 
 __all__ = ["ScriptedBalancer", "awkward_micro_batches", "make_batch", "rank_batch", "same_rollout", "same_tensors"]
@@ -143,18 +144,9 @@ class ScriptedBalancer:
         """``step`` comes again, next."""
         self._left = deque(sorted([self._in_flight.pop(step), *self._left], key=lambda batch: batch.step))
 
-    def record_step_seconds(
-        self,
-        step: int,
-        rank: int,
-        seconds: float,
-        *,
-        own: bool = True,
-        waited_s: float | None = None,
-        ready_s: float = 0.0,
-    ) -> None:
-        """``rank`` took so long for ``step``."""
-        self.step_seconds.append((step, rank, seconds))
+    def record_step(self, timing: StepTiming) -> None:
+        """A rank took so long for a step."""
+        self.step_seconds.append(timing[:3])
 
     def in_flight(self) -> tuple[Batch, ...]:
         """Taken and not acknowledged."""

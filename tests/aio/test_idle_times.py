@@ -7,6 +7,7 @@ import pytest
 
 import stream_balancer as sb
 from stream_balancer.controller.serve import serve
+from stream_balancer.core.step_times import StepTiming
 from stream_balancer.rank.feed import RankFeed
 from stream_balancer.testing import make_rollout
 from stream_balancer.transport.memory import MemoryTransport
@@ -36,11 +37,9 @@ async def test_serve_hands_on_how_long_each_rank_had_been_ready() -> None:
     told: list[tuple[int, float]] = []
 
     class Listening(sb.StreamBalancer):
-        def record_step_seconds(  # type: ignore[override]
-            self, step: int, rank: int, seconds: float, *, ready_s: float = 0.0, **rest: object
-        ) -> None:
-            told.append((rank, ready_s))
-            super().record_step_seconds(step, rank, seconds, ready_s=ready_s)
+        def record_step(self, timing: StepTiming) -> None:
+            told.append((timing.rank, timing.ready_s))
+            super().record_step(timing)
 
     transport = MemoryTransport(dp_size=2)
     config = sb.BalancerConfig(dp_size=2, batch_size=2, window=2)

@@ -214,7 +214,12 @@ def test_places_are_reserved_by_threads(backend: Any) -> None:
             pass
 
 
-ASYNC_ONLY = {"aclose": "close", "async_state_dict": "state_dict", "parts": "balancer"}  # for the event loop
+ASYNC_ONLY = {  # for the event loop
+    "aclose": "close",
+    "async_state_dict": "state_dict",
+    "parts": "balancer",
+    "record_step": "record_step_seconds",
+}
 
 
 @pytest.mark.parametrize(
