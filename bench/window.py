@@ -46,19 +46,24 @@ class Mode:
     """Siblings leave in one batch, of as many whole groups as fit."""
     capped: bool = False
     """`max_tokens_per_micro_batch` is the longest rollout."""
+    in_tokens: bool = False
+    """Steps and window are as many tokens as so many rollouts have on average."""
 
     def config(self, trace: sb.Trace, cost: sb.CostModel) -> sb.BalancerConfig:
         size = int(np.bincount(trace.group_ids).max()) if self.whole_groups else 1
         batch = self.batch // size * size
-        knobs: dict[str, Any] = {"group_size": size if self.whole_groups else None}
+        window = round(self.width * batch / size) * size
+        knobs: dict[str, Any] = {"dp_size": self.ranks, "batch_size": batch, "window": window, "cost": cost}
+        if self.whole_groups:
+            # siblings that wait for others take places, too: without these the window would not fill
+            knobs |= {"group_size": size, "capacity": 2 * window + SLOTS}
         if self.capped:
             knobs["max_tokens_per_micro_batch"] = int(trace.lengths.max())
-        window = round(self.width * batch / size) * size
-        if self.whole_groups:
-            knobs["capacity"] = 2 * window + SLOTS  # else siblings that wait for others keep the window from filling
-        return sb.BalancerConfig(
-            dp_size=self.ranks, batch_size=batch, window=window, cost=cost, **{**knobs, **self.knobs}
-        )
+        if self.in_tokens:
+            tokens = round(batch * float(trace.lengths.mean()))
+            knobs |= {"batch_size": None, "window": None, "batch_tokens": tokens}
+            knobs["window_tokens"] = round(self.width * tokens)
+        return sb.BalancerConfig(**knobs | dict(self.knobs))
 
 
 def lockstep(name: str, width: float, batch: int, ranks: int) -> Mode:
@@ -66,13 +71,15 @@ def lockstep(name: str, width: float, batch: int, ranks: int) -> Mode:
 
 
 MODES = (
-    Mode("W1.5 D16", 1.5, {"max_skips": 16}),
-    Mode("W2 D8", 2, {"max_skips": 8}),
-    Mode("W2 D16", 2, {"max_skips": 16}),
-    Mode("W2 D32", 2, {"max_skips": 32}),
-    Mode("W3 D16", 3, {"max_skips": 16}),
+    *(
+        Mode(f"W{width:g} D{skips}", width, {"max_skips": skips})
+        for width in (1.25, 1.5, 2.0, 3.0)
+        for skips in (8, 16, 32)
+    ),
     Mode("W2 D16 equal counts", 2, {"max_skips": 16, "counts": "equal"}),
     Mode("W2 D16 whole groups", 2, {"max_skips": 16}, whole_groups=True),
+    Mode("W2 D16, 16 to 64", 2, {"max_skips": 16, "batch_size_range": (16, 64)}),
+    Mode("W2 D16 in tokens", 2, {"max_skips": 16}, in_tokens=True),
     lockstep("W1", 1, 128, 8),
     lockstep("W2", 2, 128, 8),
     lockstep("W1", 1, 256, 32),
@@ -164,12 +171,18 @@ def synthetic(rows: Rows, seeds: int, steps: int, only: str) -> None:
         def make(seed: int, batch: int = batch) -> sb.Trace:
             return independent(lognormal(batch * (steps + 64), seed))
 
+        count = seeds if batch <= 64 else max(2, seeds // 4)
         baselines(rows, name, make, min(seeds, 5), Mode("", 2, {}, batch, ranks), cost)
-        for counts in ("free", "equal"):
-            for width, skips in ((1.5, 16), (2, 8), (2, 16), (3, 16)):
-                label = f"W{width:g} D{skips} {counts}"
-                mode = Mode(label, width, {"max_skips": skips, "counts": counts}, batch, ranks)
-                measure(rows, f"{name} {label}", run(make, seeds, mode, cost), bar if label == "W2 D8 free" else None)
+        for counts, width, skips in (
+            ("free", 1.5, 16),
+            ("free", 2, 8),
+            ("free", 2, 16),
+            ("free", 3, 16),
+            ("equal", 2, 16),
+        ):
+            label = f"W{width:g} D{skips} {counts}"
+            mode = Mode(label, width, {"max_skips": skips, "counts": counts}, batch, ranks)
+            measure(rows, f"{name} {label}", run(make, count, mode, cost), bar if label == "W2 D8 free" else None)
 
 
 # --- real traces -----------------------------------------------------------------------------------------------------

@@ -89,9 +89,9 @@ class BalancerConfig:
     is why the default is None: wait for the window."""
     max_skips: MaxSkips = _AUTO
     """No rollout is passed over by more dispatches than this. "auto" (read back, it is the number): 16, or what the
-    window and the capacity need. The strong knob on heavy tails: twice as many halve the idle time, at the same mean
-    delay, and the longest wait is twice as long. None = no bound: outliers may wait for the drain. Holds while no more
-    than ``capacity`` wait: see docs/planning_proofs.md."""
+    window and the capacity need. The strong knob on heavy tails: twice as many leave a third to four fifths of the
+    idle time, at the same mean delay, and the longest wait is twice as long. None = no bound: outliers may wait for
+    the drain. Holds while no more than ``capacity`` wait: see docs/planning_proofs.md."""
     capacity: int = _DERIVED
     """``put()`` waits once this many rollouts wait, places kept for siblings of waiting groups counted in. Default
     ``2 * window``."""
