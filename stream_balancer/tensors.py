@@ -9,7 +9,7 @@ themselves. On a rank those flat columns are views of the received buffer, so :f
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Literal
@@ -44,6 +44,8 @@ class FlatColumns:
     """``n`` per-rollout numbers by name, as they were put."""
     weights: Tensor
     """``[n]`` float32: 1.0, or 0.0 for a padding copy."""
+    executions: Sequence[tuple[int, int]] | None = None
+    """``n`` times (rollouts, loss tokens) that a rollout's execution has in the step; None: each is one by itself."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,6 +58,21 @@ class _Columns(Mapping[str, Any]):
     """[n] per-rollout scalars by name, float32 unless ``scalar_dtype`` said otherwise."""
     rollout_weights: Tensor
     """[n] float32: 1.0, or 0.0 for a padding copy that must not count in any loss."""
+    executions: Sequence[tuple[int, int]] = field(repr=False)
+    """``n`` times (rollouts, loss tokens) that a rollout's execution has in the step, over all ranks."""
+
+    @cached_property
+    def execution_weights(self) -> Tensor:
+        """[n] float32: 1 / rollouts that its execution has in the step; 0.0 for a padding copy. Over all ranks they sum
+        to ``global_num_executions``."""
+        samples = torch.tensor([samples for samples, _ in self.executions], device=self.rollout_weights.device)
+        return self.rollout_weights / samples
+
+    @cached_property
+    def execution_loss_tokens(self) -> Tensor:
+        """[n] int64: loss tokens that its execution has in the step, over all ranks, to divide by: at least 1."""
+        tokens = [max(tokens, 1) for _, tokens in self.executions]
+        return torch.tensor(tokens, dtype=torch.int64, device=self.rollout_weights.device)
 
     def __getitem__(self, name: str) -> Tensor:
         if name in self.columns:
@@ -136,6 +153,13 @@ def _scalars(flat: FlatColumns, dtype: torch.dtype) -> dict[str, Tensor]:
     return {name: torch.tensor(values, dtype=dtype, device=device) for name, values in flat.scalars.items()}
 
 
+def _executions(flat: FlatColumns, columns: Mapping[str, Tensor]) -> Sequence[tuple[int, int]]:
+    if flat.executions is not None:
+        return flat.executions
+    masks = torch.split(columns["loss_mask"], list(flat.lengths))
+    return [(1, int(torch.count_nonzero(mask))) for mask in masks]
+
+
 def packed(flat: FlatColumns, *, scalar_dtype: torch.dtype = torch.float32) -> Packed:
     """The flat columns as they are, with the indices a variable-length kernel needs. No token is copied. O(n).
 
@@ -155,10 +179,12 @@ def packed(flat: FlatColumns, *, scalar_dtype: torch.dtype = torch.float32) -> P
         tensor([ 0.5000, -1.0000,  2.0000])
     """
     ends = list(accumulate(flat.lengths, initial=0))  # [n+1]
+    columns = _columns_with_loss_mask(flat)
     return Packed(
-        columns=_columns_with_loss_mask(flat),
+        columns=columns,
         scalars=_scalars(flat, scalar_dtype),
         rollout_weights=flat.weights,
+        executions=_executions(flat, columns),
         lengths=flat.lengths,
         cu_seqlens=torch.tensor(ends, dtype=torch.int32, device=flat.tokens["input_ids"].device),
         max_seqlen=max(flat.lengths),
@@ -218,6 +244,7 @@ def padded(
         columns=rows,
         scalars=_scalars(flat, scalar_dtype),
         rollout_weights=flat.weights,
+        executions=_executions(flat, columns),
         attention_mask=mask,
         position_ids=positions,
         lengths=n_tokens,
@@ -238,13 +265,20 @@ def nested(flat: FlatColumns, *, scalar_dtype: torch.dtype = torch.float32) -> N
     n_tokens = _lengths(flat)
     offsets = torch.zeros(len(flat.lengths) + 1, dtype=torch.int64, device=n_tokens.device)
     offsets[1:] = torch.cumsum(n_tokens, 0)  # one tensor for all columns: torch calls two jagged shapes equal only then
+    flat_columns = _columns_with_loss_mask(flat)
     columns = {
         name: torch.nested.nested_tensor_from_jagged(
             column, offsets, min_seqlen=min(flat.lengths), max_seqlen=max(flat.lengths)
         )
-        for name, column in _columns_with_loss_mask(flat).items()
+        for name, column in flat_columns.items()
     }
-    return Nested(columns=columns, scalars=_scalars(flat, scalar_dtype), rollout_weights=flat.weights, offsets=offsets)
+    return Nested(
+        columns=columns,
+        scalars=_scalars(flat, scalar_dtype),
+        rollout_weights=flat.weights,
+        executions=_executions(flat, flat_columns),
+        offsets=offsets,
+    )
 
 
 def tensordict(flat: FlatColumns, *, scalar_dtype: torch.dtype = torch.float32) -> TensorDict:

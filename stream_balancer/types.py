@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
-from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NoReturn, TypeAlias
 
 import torch
 from torch import Tensor
@@ -44,6 +44,7 @@ __all__ = [
     "SUPPORTED_DTYPES",
     "Batch",
     "EvictReason",
+    "ExecutionSize",
     "MicroBatch",
     "RankBatch",
     "Reason",
@@ -113,6 +114,10 @@ class Rollout:
     """Unique name; a fresh random one by default. At most 512 bytes of UTF-8."""
     group_id: str | None = None
     """Group (GRPO): siblings sampled from one prompt have the same."""
+    execution_id: str | None = None
+    """Execution: the run of an agent that this rollout is a sample of, where compaction, sub-agents or step-wise
+    training make several samples of one. Unique within its group. Put all samples of an execution in one ``put_group``.
+    None = the rollout is an execution by itself."""
     version: Version | None = None
     """Policy version the rollout was sampled with, or ``(oldest, newest)``; None = unknown, never stale."""
     cost: float | None = None
@@ -149,6 +154,9 @@ class Rollout:
             if self.group_id is not None:
                 what = "group_id"
                 put("group_id", plain_name(self.group_id))
+            if self.execution_id is not None:
+                what = "execution_id"
+                put("execution_id", plain_name(self.execution_id))
             if self.version is not None:
                 what = "version"
                 put("version", plain_version(self.version))
@@ -211,7 +219,7 @@ class Rollout:
             tokens = dict(self.tokens)
             if "loss_mask" in tokens:
                 tokens["loss_mask"] = torch.zeros_like(tokens["loss_mask"])
-            return replace(self, tokens=tokens, rollout_id=rollout_id, is_padding=True)
+            return replace(self, tokens=tokens, rollout_id=rollout_id, execution_id=None, is_padding=True)
         return Rollout(
             tokens={name: _one_of_zeros(column) for name, column in self.tokens.items()},
             scalars=self.scalars,
@@ -226,10 +234,20 @@ class Rollout:
         return (
             f"Rollout({self.rollout_id!r}, num_tokens={self.num_tokens}, columns={sorted(self.tokens)}"
             + (f", group_id={self.group_id!r}" if self.group_id is not None else "")
+            + (f", execution_id={self.execution_id!r}" if self.execution_id is not None else "")
             + (f", version={self.version}" if self.version is not None else "")
             + (", is_padding=True" if self.is_padding else "")
             + ")"
         )
+
+
+class ExecutionSize(NamedTuple):
+    """How much of an execution a step holds, over all ranks."""
+
+    samples: int
+    """Its rollouts."""
+    loss_tokens: int
+    """Their tokens with a non-zero ``loss_mask``."""
 
 
 @documented
@@ -262,14 +280,21 @@ class MicroBatch:
     flat: Callable[[], tensors.FlatColumns]
     """What the layouts start from. On a rank: views of the received buffer, nothing copied. On the controller:
     concatenated on use."""
+    execution_sizes: tuple[ExecutionSize, ...] | None = None
+    """[n] of the execution of each rollout, in the step; None where each is an execution by itself."""
 
     @classmethod
-    def of(cls, rollouts: Sequence[Rollout], lengths: tuple[int, ...] | None = None) -> MicroBatch:
+    def of(
+        cls,
+        rollouts: Sequence[Rollout],
+        lengths: tuple[int, ...] | None = None,
+        execution_sizes: tuple[ExecutionSize, ...] | None = None,
+    ) -> MicroBatch:
         """A micro-batch over rollouts at hand (``lengths``: their tokens, where known); their columns are concatenated
         when a layout is asked for."""
         if lengths is None:
             lengths = tuple(r.num_tokens for r in rollouts)
-        return cls(rollouts, lengths, partial(_concatenate, rollouts))
+        return cls(rollouts, lengths, partial(_concatenate, rollouts, execution_sizes), execution_sizes)
 
     @property
     def num_tokens(self) -> int:
@@ -341,6 +366,8 @@ class RankBatch:
     """Tokens in the step over all ranks, padding copies not counted."""
     global_num_loss_tokens: int
     """Tokens with a non-zero ``loss_mask`` in the step over all ranks."""
+    global_num_executions: int
+    """Executions in the step over all ranks: rollouts with one ``execution_id`` (and group) count as one."""
     on_ack: Callable[[], None] | None = field(default=None, repr=False)
     """Set by the :class:`RankFeed` it came from."""
 
@@ -408,6 +435,11 @@ class Batch:
     """``group_id`` of groups sent before all their siblings had come."""
 
     @property
+    def num_executions(self) -> int:
+        """Executions over all ranks: rollouts with one ``execution_id`` (and group) count as one."""
+        return self.ranks[0].global_num_executions
+
+    @property
     def imbalance(self) -> float:
         """Heaviest load over the mean load, minus one: 0.0 is perfect. Ranks idle ``imbalance / (1 + imbalance)`` of
         the step."""
@@ -450,7 +482,7 @@ def _excess(value: float, base: float) -> float:
     return max(value / base - 1.0, 0.0) if base > 0 else 0.0
 
 
-def _concatenate(rollouts: Sequence[Rollout]) -> tensors.FlatColumns:
+def _concatenate(rollouts: Sequence[Rollout], execution_sizes: tuple[ExecutionSize, ...] | None) -> tensors.FlatColumns:
     """Flat columns of rollouts at hand. Copies every token once. O(T)."""
     first = rollouts[0]
     return tensors.FlatColumns(
@@ -458,4 +490,5 @@ def _concatenate(rollouts: Sequence[Rollout]) -> tensors.FlatColumns:
         lengths=tuple(r.num_tokens for r in rollouts),
         scalars={name: [r.scalars[name] for r in rollouts] for name in first.scalars},
         weights=torch.tensor([0.0 if r.is_padding else 1.0 for r in rollouts], dtype=torch.float32),  # [n]
+        executions=execution_sizes or [(1, r.num_loss_tokens) for r in rollouts],
     )

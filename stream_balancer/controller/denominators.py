@@ -12,11 +12,12 @@ stay; what is subtracted here is what it would have contributed. Pure: no event 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
+from stream_balancer.core.executions import sizes_of
 from stream_balancer.errors import WireError
 from stream_balancer.types import Batch, Rollout
-from stream_balancer.wire.messages import Denominators, MissingRollout
+from stream_balancer.wire.messages import Denominators, MissingRollout, ResizedExecution
 
 __all__ = ["StepAgreement"]
 
@@ -35,6 +36,7 @@ class StepAgreement:
         self._missing: list[frozenset[int] | None] = [None] * len(batch.ranks)
         first = batch.ranks[0]
         self._planned = (first.global_num_rollouts, first.global_num_tokens, first.global_num_loss_tokens)
+        self._executions = first.global_num_executions
         self.final: Denominators | None = None
         """What every rank divides by; None until all have answered."""
 
@@ -68,10 +70,25 @@ class StepAgreement:
             if not rollouts[index].is_padding  # a padding copy was never counted
         ]
         rollouts, tokens, loss_tokens = self._planned
+        lost, left = sizes_of(gone), sizes_of(self._left(gone)) if gone else {}
+        alone = sum(rollout.execution_id is None for rollout in gone)
         # At least 1: where everything is gone the sums are 0, and 0 / 0 would put NaN into every weight.
         return Denominators(
             step=self.step,
             rollouts=max(rollouts - len(gone), 1),
             tokens=max(tokens - sum(rollout.num_tokens for rollout in gone), 1),
             loss_tokens=max(loss_tokens - sum(rollout.num_loss_tokens for rollout in gone), min(loss_tokens, 1)),
+            executions=max(self._executions - alone - len(lost.keys() - left.keys()), 1),
+            resized=tuple(
+                ResizedExecution(*key, *left[key]) for key in lost if key in left and not isinstance(key, str)
+            ),
         )
+
+    def _left(self, gone: Sequence[Rollout]) -> list[Rollout]:
+        names = {rollout.rollout_id for rollout in gone}
+        return [
+            rollout
+            for rollouts in self._rollouts
+            for rollout in rollouts
+            if rollout.rollout_id not in names and not rollout.is_padding
+        ]

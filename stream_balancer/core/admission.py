@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from stream_balancer.config import BalancerConfig
 from stream_balancer.core.buffer import Buffer
+from stream_balancer.core.executions import num_executions
 from stream_balancer.core.groups import GroupSize
 from stream_balancer.core.ledger import RolloutIds
 from stream_balancer.core.pricing import Pricing, costs_of
@@ -52,7 +53,7 @@ class Admission:
         if groups.size is None:
             return
         if rollouts and rollouts[0].group_id is not None:
-            groups.check_put(rollouts[0].group_id, len(rollouts))
+            groups.check_put(rollouts[0].group_id, num_executions(rollouts), (r.execution_id for r in rollouts))
         if size is not None:
             groups.check_size(size)
 
@@ -166,7 +167,7 @@ class Admission:
             return None  # it was asked about these, or there are none
         if size is not None:
             wanted = size.size or 0
-        if arrived + len(rollouts) < wanted:
+        if arrived + num_executions(rollouts) < wanted:
             return None
         return [*buffer.rollouts(buffer.siblings(group_id)), *rollouts] or None
 

@@ -4,7 +4,7 @@ padding copies. Pure: reads the state, changes nothing. When a batch leaves is d
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import islice
@@ -16,10 +16,11 @@ from numpy.typing import NDArray
 
 from stream_balancer.config import BalancerConfig
 from stream_balancer.core.buffer import Buffer
+from stream_balancer.core.executions import ExecutionKey, num_executions, sizes_in, sizes_of
 from stream_balancer.core.state import State
 from stream_balancer.planning import Plan, PlanKnobs, Waiting, plan_batch
 from stream_balancer.planning.baselines import plan_fifo, plan_round_robin
-from stream_balancer.types import Batch, MicroBatch, RankBatch, Reason, Rollout, cheapest_to_copy
+from stream_balancer.types import Batch, ExecutionSize, MicroBatch, RankBatch, Reason, Rollout, cheapest_to_copy
 from stream_balancer.values import PADDING_PREFIX
 
 __all__ = ["make_batch", "make_plan", "rows_of"]
@@ -61,7 +62,8 @@ def make_batch(state: State, plan: Plan, rows: NDArray[np.int64], reason: Reason
     """The batch of the next step, from a plan and its rows; its rollouts are still in the buffer. O(rollouts in it)."""
     buffer, dp_size, step = state.buffer, state.config.dp_size, state.ledger.next_step
     rollouts, lengths = buffer.rollouts(rows), buffer.lengths[rows]  # both in the plan's order
-    micro_batches = _micro_batches(plan, rollouts, lengths.tolist())
+    executions = sizes_of(rollouts)
+    micro_batches = _micro_batches(plan, rollouts, lengths.tolist(), executions)
     num_padding = _add_padding(micro_batches, _num_micro_batches(plan, state.config), rollouts, step)
     loads: list[float] = (plan.loads if plan.rates is None else plan.loads / plan.rates).tolist()
     # of real rollouts only: a padding copy must not count in any mean
@@ -79,6 +81,7 @@ def make_batch(state: State, plan: Plan, rows: NDArray[np.int64], reason: Reason
                 global_num_rollouts=len(rollouts),
                 global_num_tokens=tokens,
                 global_num_loss_tokens=loss_tokens,
+                global_num_executions=num_executions(rollouts),
             )
             for rank, of_rank in enumerate(micro_batches)
         ),
@@ -104,13 +107,17 @@ def _group_ids(buffer: Buffer, labels: Sequence[int]) -> tuple[str, ...]:
     return tuple(sorted({r.group_id for r in buffer.rollouts(rows) if r.group_id is not None}))
 
 
-def _micro_batches(plan: Plan, rollouts: list[Rollout], lengths: list[int]) -> list[list[MicroBatch]]:
+def _micro_batches(
+    plan: Plan, rollouts: list[Rollout], lengths: list[int], executions: Mapping[ExecutionKey, ExecutionSize]
+) -> list[list[MicroBatch]]:
     """[rank][micro_batch] of the rollouts, which come in the plan's order. O(n)."""
     going, of = iter(rollouts), iter(lengths)
-    return [
-        [MicroBatch.of(list(islice(going, rows.size)), tuple(islice(of, rows.size))) for rows in micro_batches]
-        for micro_batches in plan.ranks
-    ]
+
+    def micro_batch(size: int) -> MicroBatch:
+        its = list(islice(going, size))
+        return MicroBatch.of(its, tuple(islice(of, size)), sizes_in(executions, its))
+
+    return [[micro_batch(rows.size) for rows in micro_batches] for micro_batches in plan.ranks]
 
 
 def _num_micro_batches(plan: Plan, config: BalancerConfig) -> list[int]:

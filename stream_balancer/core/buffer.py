@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from stream_balancer.core.columns import Columns
 from stream_balancer.core.cost_index import CostIndex
+from stream_balancer.core.executions import execution_of
 from stream_balancer.core.groups import Groups, GroupSize
 from stream_balancer.core.strata import Strata
 from stream_balancer.planning import Waiting
@@ -74,7 +75,7 @@ class Buffer:
             strata[row] = self.strata.number_of(stratum)
         became_ready = 1
         if rollout.group_id is not None and self.groups.size is not None:
-            labels[row], became_ready = self.groups.join(rollout.group_id)
+            labels[row], became_ready = self.groups.join(rollout.group_id, rollout.execution_id)
         self.index.add(cost)
         self._rows += 1
         self.num_ready += became_ready
@@ -94,7 +95,7 @@ class Buffer:
         self.num_bytes -= int(self._bytes[slots].sum())
         if self.groups.size is not None:
             for rollout in removed:
-                self.groups.leave(rollout.group_id, never_came=never_came)
+                self.groups.leave(rollout.group_id, rollout.execution_id, never_came=never_came)
         keep = np.ones(len(self), dtype=bool)
         keep[rows] = False
         self.index.remove(keep)
@@ -194,15 +195,16 @@ class Buffer:
         self.groups.set_size(wanted)
         self._count_ready()
 
-    def count_as_come(self, group_id: str) -> None:
+    def count_as_come(self, group_id: str, execution_id: str | None) -> None:
         """A sibling came and was given up at once: its group does not wait for it. O(n)."""
-        self.groups.join(group_id)
-        self.groups.leave(group_id)
+        self.groups.join(group_id, execution_id)
+        self.groups.leave(group_id, execution_id)
         self._count_ready()
 
-    def expect_again(self, group_id: str | None) -> None:
-        """A sibling that has left its group may come again. O(n)."""
-        self.groups.expect_again(group_id)
+    def expect_again(self, rollouts: Sequence[Rollout]) -> None:
+        """Siblings that have left their groups may come again. O(n)."""
+        for one in {execution_of(rollout): rollout for rollout in rollouts}.values():
+            self.groups.expect_again(one.group_id, one.execution_id)
         self._count_ready()
 
     def change_group_size(self, size: int | None) -> None:

@@ -1,5 +1,8 @@
 """Groups of siblings (GRPO): how many of each have come, how many wait, how many there will be. Pure counting.
 
+A sibling is an execution: a rollout, or all rollouts with one ``execution_id``, which come in one put. So a group of
+eight is eight executions, however many rollouts they became.
+
 ::
 
     (unknown) --sibling--> open --all have come--> complete --all have left--> (unknown)
@@ -14,8 +17,8 @@ vector operation over them.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
@@ -61,12 +64,23 @@ class _Group:
     expected: bool = False
     """... before they had come; a size that is only what had come is void if all of these are lost."""
     arrived: int = 0
+    """Executions that have come."""
     waiting: int = 0
+    """Rollouts that wait."""
+    executions: dict[str, int] = field(default_factory=dict)
+    """Rollouts that wait, of each execution with an id that has come."""
 
     @property
     def lacks(self) -> int:
         """Siblings it still lacks while others wait; 0 once none of it waits."""
         return max(self.size - self.arrived, 0) if self.waiting else 0
+
+
+def _num_waiting(group: _Group) -> int:
+    """Executions of which rollouts wait. O(executions with an id)."""
+    if not group.executions:
+        return group.waiting
+    return group.waiting - sum(count - 1 for count in group.executions.values() if count)
 
 
 class Groups:
@@ -89,33 +103,44 @@ class Groups:
 
     # -- siblings come and leave ---------------------------------------------------------------------------------------
 
-    def join(self, group_id: str) -> tuple[int, int]:
-        """A sibling waits from now on. -> the group's label, and how many rollouts became ready by it. O(1)."""
+    def join(self, group_id: str, execution_id: str | None = None) -> tuple[int, int]:
+        """A rollout waits from now on. -> its group's label, and how many rollouts became ready by it. O(1)."""
         group = self._groups.get(group_id) or self._new(group_id)
-        self._update(group, arrived=1, waiting=1)
+        was_complete, is_new = group.arrived >= group.size, execution_id not in group.executions
+        self._update(group, arrived=int(is_new), waiting=1)
+        if execution_id is not None:
+            group.executions[execution_id] = group.executions.get(execution_id, 0) + 1
         if group.declared and group.arrived == group.size:
             self._close(group_id, group.size)
-        # the last one makes all of them ready; one that comes beyond the size, itself
-        return group.label, group.waiting if group.arrived == group.size else int(group.arrived > group.size)
+        # the last one makes all of them ready; one that comes after it, itself
+        return group.label, 1 if was_complete else group.waiting if group.arrived >= group.size else 0
 
-    def leave(self, group_id: str | None, *, never_came: bool = False) -> None:
-        """A waiting sibling leaves; with ``never_came`` its group lacks it again. O(1)."""
+    def leave(self, group_id: str | None, execution_id: str | None = None, *, never_came: bool = False) -> None:
+        """A waiting rollout leaves; with ``never_came`` its group lacks the execution again, once none of it waits.
+        O(1)."""
         group = self._groups.get(group_id) if group_id is not None else None
         if group is None or group_id is None:
             return
+        if execution_id in group.executions and execution_id is not None:
+            group.executions[execution_id] -= 1
+            never_came = never_came and not group.executions[execution_id]
+            if never_came:
+                del group.executions[execution_id]
         self._update(group, arrived=-1 if never_came else 0, waiting=-1)
         self._forget_if_done(group_id, group)
 
-    def expect_again(self, group_id: str | None) -> None:
-        """A sibling that has left its group may come again. O(1)."""
+    def expect_again(self, group_id: str | None, execution_id: str | None = None) -> None:
+        """An execution that has left its group may come again. O(1)."""
         if group_id is None or self.size is None or self.is_abandoned(group_id):
             return
         group = self._groups.get(group_id)
         if group is None:  # the whole group has left, and was forgotten as done
             group = self._new(group_id)
             self._update(group, arrived=group.size)
+        if execution_id is not None:
+            group.executions.pop(execution_id, None)
         # Those that wait have come: the one that may come again may be of an earlier group of this name, done since.
-        self._update(group, arrived=max(-1, group.waiting - group.arrived))
+        self._update(group, arrived=max(-1, _num_waiting(group) - group.arrived))
         self._forget_if_done(group_id, group)
 
     def forget(self, group_id: str) -> None:
@@ -153,9 +178,16 @@ class Groups:
 
     # -- how many there are --------------------------------------------------------------------------------------------
 
-    def check_put(self, group_id: str, number: int) -> None:
-        """Raise RolloutError if a group does not take so many more. O(1)."""
+    def check_put(self, group_id: str, number: int, execution_ids: Iterable[str | None] = ()) -> None:
+        """Raise RolloutError if a group does not take so many more executions, or has one of these. O(ids)."""
         group, size = self._groups.get(group_id), self._closed.get(group_id)
+        if group is not None and group.executions:
+            for execution_id in execution_ids:
+                if execution_id in group.executions:
+                    raise RolloutError(
+                        f"execution {execution_id!r} of group {group_id!r} has come already, and may have left. Put "
+                        "all of its rollouts in one put_group(), so that the group is not complete before"
+                    )
         arrived = size if group is None else group.arrived
         if group is not None and group.declared:
             size = group.size
@@ -255,7 +287,7 @@ class Groups:
 
     def departed(self) -> dict[str, int]:
         """Siblings that came and do not wait any more, of groups that are not done. O(groups)."""
-        gone = ((name, group.arrived - group.waiting) for name, group in self._groups.items())
+        gone = ((name, group.arrived - _num_waiting(group)) for name, group in self._groups.items())
         return {name: number for name, number in gone if number}
 
     def incomplete(self) -> dict[str, int]:
@@ -271,6 +303,7 @@ class Groups:
             assert group.waiting == group_ids.count(group_id) == int(np.count_nonzero(labels == group.label))
             assert self._lacking_by_label[group.label] == group.size - group.arrived
             assert group.declared >= group.expected
+            assert 0 <= _num_waiting(group) <= min(group.waiting, group.arrived)
             # one that has come, or of which all has left, is not kept
             assert group.waiting or group.expected or 0 < group.arrived < group.size
             assert not self.is_abandoned(group_id)

@@ -195,8 +195,7 @@ class BalancerCore:
         if missing:
             lost = [r for r in batch.rollouts if not r.is_padding and r.rollout_id in missing]
             state.evict(lost, "lost")
-            for rollout in lost:
-                state.buffer.expect_again(rollout.group_id)  # generated anew, it completes its group again
+            state.buffer.expect_again(lost)  # generated anew, they complete their groups again
         state.advance()
         self._publish("acknowledged", batch)
         return batch

@@ -72,7 +72,7 @@ class State:
             return
         if rollout.version is not None and self.staleness.is_too_old(rollout):
             if rollout.group_id is not None and buffer.groups.size is not None:
-                buffer.count_as_come(rollout.group_id)  # or its siblings would wait for it for ever
+                buffer.count_as_come(rollout.group_id, rollout.execution_id)  # else its siblings wait for ever
                 self.triggers.changed()
             self.evict([rollout], "stale")
             return

@@ -36,7 +36,13 @@ Layout = Callable[[MicroBatch], Mapping[str, Any]]
 """How a micro-batch becomes named tensors: ``sb.MicroBatch.packed``, ``sb.MicroBatch.nested``,
 ``functools.partial(sb.MicroBatch.padded, padding_side="left")``, or your own."""
 
-_SAYS_OF_THE_STEP = ("step", "global_num_rollouts", "global_num_tokens", "global_num_loss_tokens")
+_SAYS_OF_THE_STEP = (
+    "step",
+    "global_num_rollouts",
+    "global_num_tokens",
+    "global_num_loss_tokens",
+    "global_num_executions",
+)
 _IN_A_WORKER = (
     "RolloutDataset needs num_workers=0: its sockets belong to this process, and RankFeed(depth=...) already receives "
     "the next shares beside the step"
@@ -48,11 +54,12 @@ class RolloutDataset(IterableDataset[dict[str, Any]]):
     batch_size=None)`` on every rank, with ``num_workers=0``.
 
     A dict holds what ``layout`` makes (``input_ids``, your other columns and scalars, ``loss_mask``,
-    ``rollout_weights``, and of a packed micro-batch ``cu_seqlens``, ``max_seqlen``, ``position_ids``) and these ints:
+    ``rollout_weights``, ``execution_weights``, ``execution_loss_tokens``, and of a packed micro-batch ``cu_seqlens``,
+    ``max_seqlen``, ``position_ids``) and these ints:
 
     * ``step``; ``micro_batch``, from 0; ``is_last_micro_batch`` (bool): step the optimizer after this one;
-    * ``global_num_rollouts``, ``global_num_tokens``, ``global_num_loss_tokens``: divide the *sum* of your loss by one
-      of them (times dp_size under DDP and FSDP, which average gradients).
+    * ``global_num_rollouts``, ``global_num_tokens``, ``global_num_loss_tokens``, ``global_num_executions``: divide the
+      *sum* of your loss by one of them (times dp_size under DDP and FSDP, which average gradients).
 
     With ``whole_shares`` a dict is what a rank trains on in one step: the same ints, and ``micro_batches``, a list of
     the dicts above.
@@ -133,7 +140,8 @@ def _as_dict(rows: Mapping[str, Any]) -> dict[str, Any]:
     """A layout with the tensors it carries beside its columns."""
     if not isinstance(rows, (Packed, Padded, Nested)):
         return dict(rows.items())  # not dict(rows): a TensorDict iterates over its rows
-    beside: dict[str, Any] = {"rollout_weights": rows.rollout_weights}
+    names = ("rollout_weights", "execution_weights", "execution_loss_tokens")
+    beside: dict[str, Any] = {name: getattr(rows, name) for name in names}
     if isinstance(rows, Packed):
         beside |= {"cu_seqlens": rows.cu_seqlens, "max_seqlen": rows.max_seqlen}
     elif isinstance(rows, Padded):

@@ -37,6 +37,7 @@ def make_batch(step: int, dp_size: int, *, num_tokens: int = 5, micro_batches: i
                 global_num_rollouts=4 * dp_size,
                 global_num_tokens=100,
                 global_num_loss_tokens=50,
+                global_num_executions=3 * dp_size,
             )
         )
     tokens = sum(share.num_tokens for share in shares)
@@ -73,6 +74,7 @@ def rank_batch(*micro_batches: Iterable[Rollout], **fields: Any) -> RankBatch:
         "global_num_rollouts": len(rollouts),
         "global_num_tokens": tokens,
         "global_num_loss_tokens": sum(rollout.num_loss_tokens for rollout in rollouts),
+        "global_num_executions": len(rollouts),
     }
     return RankBatch(micro_batches=cut, **(ordinary | fields))
 
@@ -96,6 +98,7 @@ def awkward_micro_batches() -> list[list[Rollout]]:
                 metadata={"text": "Größe\x00", "deep": [{"a": None, "b": [1.5, -(2**63), b"\xff"]}]},
                 rollout_id=f"r{number} \N{SNOWMAN}",
                 group_id="g" if number % 2 else None,
+                execution_id=f"e{number}" if number > 2 else None,
                 version=(number, number + 1) if number % 2 else number,
                 cost=1.5 if number else None,
             )
@@ -155,7 +158,7 @@ class ScriptedBalancer:
 
 def same_rollout(one: Rollout, other: Rollout) -> bool:
     """Equal in every field, tensors bit by bit."""
-    plain = ["rollout_id", "group_id", "version", "cost", "is_padding", "num_tokens", "num_loss_tokens"]
+    plain = ["rollout_id", "group_id", "execution_id", "version", "cost", "is_padding", "num_tokens", "num_loss_tokens"]
     plain += ["scalars", "metadata"]
     return (
         all(getattr(one, name) == getattr(other, name) for name in plain)

@@ -34,6 +34,7 @@ __all__ = [
     "TensorSpec",
     "description_of",
     "encode_description",
+    "execution_id",
     "pack_description",
     "read_description",
     "unchecked_description",
@@ -95,6 +96,11 @@ class Description(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
     tensors: list[list[TensorSpec]]
     padding: list[int]
     """Indices of padding copies."""
+    global_num_executions: int = 0
+    execution_ids: list[str | None] = []
+    """Empty where none has one."""
+    execution_sizes: list[tuple[int, int]] = []
+    """(rollouts, loss tokens) that the execution of each has in the step; empty where each is one by itself."""
 
 
 def description_of(
@@ -103,14 +109,18 @@ def description_of(
     *,
     narrow: bool,
     load: float = 0.0,
-    denominators: tuple[int, int, int] = (0, 0, 0),
+    denominators: tuple[int, int, int, int] = (0, 0, 0, 0),
+    execution_sizes: Sequence[tuple[int, int]] = (),
 ) -> Description:
     """Describe rollouts that lie in micro-batches of these sizes. ``narrow``: int64 columns whose values fit travel as
-    int32. ``denominators``: rollouts, tokens, loss tokens. Raises RolloutError if they do not share one set of
-    columns."""
+    int32. ``denominators``: rollouts, tokens, loss tokens, executions. Raises RolloutError if they do not share one set
+    of columns."""
+    global_num_rollouts, global_num_tokens, global_num_loss_tokens, global_num_executions = denominators
     return Description(
         load,
-        *denominators,
+        global_num_rollouts,
+        global_num_tokens,
+        global_num_loss_tokens,
         columns=_columns(rollouts, narrow),
         micro_batches=micro_batches,
         lengths=[r.num_tokens for r in rollouts],
@@ -123,7 +133,14 @@ def description_of(
         metadata=[r.metadata for r in rollouts],
         tensors=[[_describe(k, t, tuple(t.shape)) for k, t in r.tensors.items()] for r in rollouts],
         padding=[i for i, r in enumerate(rollouts) if r.is_padding],
+        global_num_executions=global_num_executions,
+        execution_ids=_unless_all_none([r.execution_id for r in rollouts]),
+        execution_sizes=list(execution_sizes),
     )
+
+
+def _unless_all_none(names: list[str | None]) -> list[str | None]:
+    return names if any(name is not None for name in names) else []
 
 
 def _columns(rollouts: Sequence[Rollout], narrow: bool) -> list[TensorSpec]:
@@ -166,6 +183,11 @@ def _fits_int32(part: Tensor) -> bool:
 def _describe(name: str, tensor: Tensor, shape: tuple[int, ...], wire: torch.dtype | None = None) -> TensorSpec:
     index = SUPPORTED_DTYPES.index(tensor.dtype)
     return TensorSpec(name, index, index if wire is None else SUPPORTED_DTYPES.index(wire), shape)
+
+
+def execution_id(meta: Description, index: int) -> str | None:
+    """Of the rollout at this place."""
+    return meta.execution_ids[index] if meta.execution_ids else None
 
 
 def pack_description(meta: Description, rollouts: Sequence[Rollout]) -> bytes:
@@ -231,6 +253,10 @@ def _check_meta(meta: Description) -> None:
     )  # fmt: skip
     if any(len(column) != n for column in per_rollout):
         raise WireError("the batch's description has lists of different lengths")
+    if len(meta.execution_ids) not in (0, n) or len(meta.execution_sizes) not in (0, n):
+        raise WireError("the batch's executions are not as many as its rollouts")
+    if any(samples < 1 or tokens < 0 for samples, tokens in meta.execution_sizes):
+        raise WireError("an execution has an impossible size")
     if not meta.micro_batches or min(meta.micro_batches) < 1 or sum(meta.micro_batches) != n:
         raise WireError(f"micro-batches must hold all {n} rollouts and none be empty")
     if min(meta.lengths) < 1 or max(meta.lengths) > MAX_ELEMENTS:
@@ -244,6 +270,7 @@ def _check_meta(meta: Description) -> None:
     if (
         not isfinite(meta.load)
         or min(meta.global_num_rollouts, meta.global_num_tokens, meta.global_num_loss_tokens) < 0
+        or meta.global_num_executions < 0
     ):
         raise WireError("the step's denominators are wrong")
     _check_tensors(meta)
@@ -251,11 +278,11 @@ def _check_meta(meta: Description) -> None:
 
 def _check_rollouts(meta: Description) -> None:
     """What of a Rollout's own checks lies in ``meta``. Metadata and values of scalars are nobody's index or size."""
-    for name in meta.ids:
-        plain_name(name)
-    for group in meta.group_ids:
-        if group is not None:
-            plain_name(group)
+    for rollout_id in meta.ids:
+        plain_name(rollout_id)
+    for name in (*meta.group_ids, *meta.execution_ids):
+        if name is not None:
+            plain_name(name)
     for version in meta.versions:
         if version is not None:
             plain_version(version)

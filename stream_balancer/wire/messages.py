@@ -58,6 +58,7 @@ __all__ = [
     "PutRefused",
     "Refused",
     "ReleaseBuffers",
+    "ResizedExecution",
     "RolloutHeader",
     "SharedBuffers",
     "StepHeld",
@@ -313,6 +314,15 @@ class PayloadsFetched(Message, frozen=True, tag=24):
     missing: Annotated[tuple[MissingRollout, ...], msgspec.Meta(max_length=MAX_ENTRIES)] = ()
 
 
+class ResizedExecution(msgspec.Struct, frozen=True, array_like=True):
+    """How much is left of an execution."""
+
+    group_id: Text | None
+    execution_id: Text
+    samples: Count
+    loss_tokens: Count
+
+
 class Denominators(Message, frozen=True, tag=25):
     """C to R: what every rank divides by in this step. Final, and the same on all ranks."""
 
@@ -320,6 +330,9 @@ class Denominators(Message, frozen=True, tag=25):
     rollouts: Count
     tokens: Count
     loss_tokens: Count
+    executions: Count
+    resized: Annotated[tuple[ResizedExecution, ...], msgspec.Meta(max_length=MAX_ENTRIES)] = ()
+    """Executions of which some rollouts are gone, and some are not."""
 
 
 class End(Message, frozen=True, tag=27):

@@ -26,7 +26,7 @@ from torch import Tensor
 from stream_balancer.errors import RolloutError, WireError
 from stream_balancer.types import RankBatch, Rollout
 from stream_balancer.values import plain_tensor
-from stream_balancer.wire.description import Description, encode_description, read_description
+from stream_balancer.wire.description import Description, encode_description, execution_id, read_description
 from stream_balancer.wire.messages import Batch, Denominators, Owner, PartialBatch
 from stream_balancer.wire.share import bytes_of, encode
 from stream_balancer.wire.share_layout import Layout, align, lay_out
@@ -240,7 +240,10 @@ class Skeleton:
         for place in missing:
             meta.loss_tokens[place] = 0
         meta.global_num_rollouts, meta.global_num_tokens = divisors.rollouts, divisors.tokens
-        meta.global_num_loss_tokens = divisors.loss_tokens
+        meta.global_num_loss_tokens, meta.global_num_executions = divisors.loss_tokens, divisors.executions
+        resized = {(one.group_id, one.execution_id): (one.samples, one.loss_tokens) for one in divisors.resized}
+        for place, size in enumerate(meta.execution_sizes if resized else ()):
+            meta.execution_sizes[place] = resized.get((meta.group_ids[place], execution_id(meta, place) or ""), size)
         packed = encode_description(meta)
         if packed == self._described.share:
             return self.batch, buffer

@@ -30,6 +30,7 @@ from stream_balancer.wire.description import (
     Description,
     TensorSpec,
     description_of,
+    execution_id,
     pack_description,
     read_description,
 )
@@ -134,6 +135,7 @@ def _plain_fields(meta: Description) -> dict[str, Any]:
         "metadata": meta.metadata[0],
         "rollout_id": meta.ids[0],
         "group_id": meta.group_ids[0],
+        "execution_id": execution_id(meta, 0),
         "version": meta.versions[0],
         "cost": meta.costs[0],
         "is_padding": bool(meta.padding),

@@ -21,9 +21,15 @@ from torch import Tensor
 
 from stream_balancer import tensors as layout
 from stream_balancer.errors import WireError
-from stream_balancer.types import MicroBatch, RankBatch, Rollout
+from stream_balancer.types import ExecutionSize, MicroBatch, RankBatch, Rollout
 from stream_balancer.values import Version
-from stream_balancer.wire.description import Description, description_of, pack_description, read_description
+from stream_balancer.wire.description import (
+    Description,
+    description_of,
+    execution_id,
+    pack_description,
+    read_description,
+)
 from stream_balancer.wire.frame import FORMAT, FRAME_BYTES, FRAME_WORDS, OtherProtocolError, pack_frame, read_frame
 from stream_balancer.wire.messages import Batch
 from stream_balancer.wire.share_layout import Layout, Piece, lay_out, user_view, wire_view
@@ -124,7 +130,13 @@ def encode(share: RankBatch, *, max_bytes: int = 2**62, narrow: bool = True) -> 
         [len(mb.rollouts) for mb in share.micro_batches],
         narrow=narrow,
         load=float(share.load),
-        denominators=(share.global_num_rollouts, share.global_num_tokens, share.global_num_loss_tokens),
+        denominators=(
+            share.global_num_rollouts,
+            share.global_num_tokens,
+            share.global_num_loss_tokens,
+            share.global_num_executions,
+        ),
+        execution_sizes=_execution_sizes(share),
     )
     packed = pack_description(meta, rollouts)
     try:
@@ -157,7 +169,18 @@ def batch_of(rollouts: Sequence[Rollout]) -> RankBatch:
         global_num_rollouts=len(rollouts),
         global_num_tokens=0,
         global_num_loss_tokens=0,
+        global_num_executions=0,
     )
+
+
+def _execution_sizes(share: RankBatch) -> list[ExecutionSize]:
+    if all(micro_batch.execution_sizes is None for micro_batch in share.micro_batches):
+        return []
+    return [
+        size
+        for mb in share.micro_batches
+        for size in mb.execution_sizes or [ExecutionSize(1, r.num_loss_tokens) for r in mb.rollouts]
+    ]
 
 
 # --- receiving -------------------------------------------------------------------------------------------------------
@@ -226,7 +249,13 @@ class _Received:
                 dtype=torch.float32,
                 device=self.buffer.device,
             ),
+            executions=self.execution_sizes(first, stop)
+            or [(1, tokens) for tokens in self.meta.loss_tokens[first:stop]],
         )
+
+    def execution_sizes(self, first: int, stop: int) -> tuple[ExecutionSize, ...] | None:
+        """Of the executions of rollouts ``first:stop``; None where each is one by itself."""
+        return tuple(ExecutionSize(*size) for size in self.meta.execution_sizes[first:stop]) or None
 
     def rollout(self, index: int, micro_batch: int, start: int) -> Rollout:
         """Rollout ``index`` of the share, whose tokens begin at row ``start`` of its micro-batch. O(columns)."""
@@ -240,6 +269,7 @@ class _Received:
             metadata=meta.metadata[index],
             rollout_id=meta.ids[index],
             group_id=meta.group_ids[index],
+            execution_id=execution_id(meta, index),
             version=version,
             cost=meta.costs[index],
             is_padding=index in self.padding,
@@ -296,7 +326,8 @@ def _share(message: Batch, meta: Description, plan: Layout, buffer: Tensor) -> R
         lengths = tuple(meta.lengths[first:stop])
         starts = list(accumulate(lengths, initial=0))[:-1]
         rollouts = _Rollouts(received, number, first, starts)
-        micro_batches.append(MicroBatch(rollouts, lengths, partial(received.flat, number, first, stop)))
+        flat = partial(received.flat, number, first, stop)
+        micro_batches.append(MicroBatch(rollouts, lengths, flat, received.execution_sizes(first, stop)))
     return RankBatch(
         step=message.step,
         rank=message.rank,
@@ -306,4 +337,5 @@ def _share(message: Batch, meta: Description, plan: Layout, buffer: Tensor) -> R
         global_num_rollouts=meta.global_num_rollouts,
         global_num_tokens=meta.global_num_tokens,
         global_num_loss_tokens=meta.global_num_loss_tokens,
+        global_num_executions=meta.global_num_executions,
     )

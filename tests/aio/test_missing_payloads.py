@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import anyio
 import pytest
@@ -134,6 +135,36 @@ async def test_a_rollout_that_is_gone_has_no_weight() -> None:
     packed = batch.micro_batches[0].packed()
     assert packed["loss_mask"].sum() == 7 == batch.global_num_loss_tokens
     assert [r.num_tokens for r in batch.rollouts if r.is_padding] == [5]
+
+
+async def test_an_execution_of_which_a_sample_is_gone_still_weighs_one() -> None:
+    """The other samples weigh more, on whichever rank they are; one of which all is gone counts no more."""
+    run = Run()
+    async with run.balancer as balancer, anyio.create_task_group() as tasks:
+        for name, lengths in (("partly", [10, 20, 30]), ("gone", [40])):
+            for rollout in make_rollouts(lengths, prefix=name):
+                await balancer.put(run.kept.remote(replace(rollout, execution_id=name)))
+        balancer.end()
+        run.kept.gone = {1, 3}
+        for rank in range(2):
+            tasks.start_soon(run.train, run.feed(rank), rank)
+        await serve(balancer, run.transport)
+    batches = [batch for batches in run.seen for batch in batches]
+    assert [batch.global_num_executions for batch in batches] == [1, 1]
+    weights = {
+        (rollout.rollout_id, weight, tokens)
+        for batch in batches
+        for mb in batch.micro_batches
+        for rollout, weight, tokens in zip(
+            mb.rollouts,
+            mb.packed().execution_weights.tolist(),
+            mb.packed().execution_loss_tokens.tolist(),
+            strict=True,
+        )
+        if not rollout.is_padding
+    }
+    assert weights == {("partly0", 0.5, 40), ("partly2", 0.5, 40)}
+    assert sum(mb.packed().execution_weights.sum() for batch in batches for mb in batch.micro_batches) == 1
 
 
 async def test_every_rank_waits_until_all_have_fetched() -> None:

@@ -62,6 +62,7 @@ def shares_of(steps: Sequence[Sequence[Sequence[int]]]) -> list[RankBatch]:
             step=step,
             dp_size=2,
             global_num_rollouts=100 + step,
+            global_num_executions=100 + step,
             global_num_tokens=200 + step,
             global_num_loss_tokens=300 + step,
         )
@@ -106,9 +107,10 @@ def test_every_micro_batch_comes_once_with_its_boundaries_and_denominators(steps
         packed = next(expected).packed()
         assert set(item) == {
             *packed,
-            *("cu_seqlens", "max_seqlen", "position_ids", "rollout_weights"),
+            *("cu_seqlens", "max_seqlen", "position_ids"),
+            *("rollout_weights", "execution_weights", "execution_loss_tokens"),
             *("step", "micro_batch", "is_last_micro_batch"),
-            *("global_num_rollouts", "global_num_tokens", "global_num_loss_tokens"),
+            *("global_num_rollouts", "global_num_tokens", "global_num_loss_tokens", "global_num_executions"),
         }
         for name in packed:
             assert item[name].dtype == packed[name].dtype, name

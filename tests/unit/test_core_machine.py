@@ -186,6 +186,33 @@ class CoreMachine(RuleBasedStateMachine):
         for length in lengths:
             self.add(length, group, 0)
 
+    @precondition(lambda self: not self.ended)
+    @rule(lengths=st.lists(st.lists(LENGTHS, min_size=1, max_size=3), min_size=1, max_size=2), group=st.integers(1, 3))
+    def add_executions(self, lengths: list[list[int]], group: int) -> None:
+        """Each of several samples, in one put."""
+        name, first = self.group_name(group), next(self.names)
+        rollouts = [
+            sb.Rollout(
+                tokens={"input_ids": IDS[:length]},
+                rollout_id=str(next(self.names)),
+                group_id=name,
+                execution_id=f"e{first}-{number}",
+            )
+            for number, its in enumerate(lengths)
+            for length in its
+        ]
+        groups, before = self.core.state.buffer.groups, self.core.statistics(self.now)
+        arrived, new = groups.num_arrived(name), groups.label_of(name) is None
+        try:
+            self.core.add_all(rollouts, self.now)
+        except (sb.WouldBlock, sb.RolloutError):
+            assert self.core.statistics(self.now) == before
+            return
+        self.accepted |= {rollout.rollout_id: rollout for rollout in rollouts}
+        self.take_evicted()
+        if groups.size is not None and not groups.is_abandoned(name) and not new:
+            assert groups.num_arrived(name) == arrived + len(lengths)
+
     @rule(seconds=st.lists(st.sampled_from([0.0, 1e-6, 0.5, 1.0, 1e6]), min_size=3, max_size=3), own=st.booleans())
     def clocks_of_a_step(self, seconds: list[float], own: bool) -> None:
         for batch in self.core.in_flight()[:1]:
@@ -533,6 +560,7 @@ class CoreMachine(RuleBasedStateMachine):
             assert (share.rank, share.step, share.dp_size) == (rank, batch.step, c.dp_size)
             assert share.global_num_rollouts == len(real)
             assert share.global_num_tokens == batch.num_tokens
+            assert share.global_num_executions == len({(r.group_id, r.execution_id or r.rollout_id) for r in real})
             for mb in share.micro_batches:
                 assert mb.rollouts
                 # a padding copy fills a micro-batch of its own, where every rollout of the rank has one already
@@ -545,6 +573,8 @@ class CoreMachine(RuleBasedStateMachine):
         if c.counts == "equal" and not batch.num_padding and len(real) >= c.least_batch_size:
             counts = {share.num_rollouts for share in batch.ranks}
             assert max(counts) - min(counts) <= 1
+        weights = [mb.packed().execution_weights.sum().item() for share in batch.ranks for mb in share.micro_batches]
+        assert sum(weights) == pytest.approx(batch.num_executions, rel=1e-5)
         assert batch.lower_bound <= max(batch.loads) * (1 + 1e-9)
 
     def check_groups(self, batch: sb.Batch) -> None:

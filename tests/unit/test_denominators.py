@@ -44,6 +44,7 @@ def test_what_is_left_is_what_is_counted(data: st.DataObject, lengths: list[int]
         rollouts=max(len(left), 1),
         tokens=max(sum(r.num_tokens for r in left), 1),
         loss_tokens=max(sum(r.num_loss_tokens for r in left), 1),
+        executions=max(len(left), 1),
     )
 
 
@@ -54,7 +55,7 @@ def test_a_rank_that_comes_again_replaces_its_answer_until_the_step_is_final() -
     agreement.fetched(0, missing(batch, 0, 0))
     agreement.fetched(1, [])
     gone = batch.ranks[0].rollouts[0]
-    final = Denominators(0, rollouts=3, tokens=100 - gone.num_tokens, loss_tokens=100 - gone.num_tokens)
+    final = Denominators(0, rollouts=3, tokens=100 - gone.num_tokens, loss_tokens=100 - gone.num_tokens, executions=3)
     assert agreement.final == final
     assert agreement.fetched(0, missing(batch, 0, 0, 1)) == list(batch.ranks[0].rollouts)
     assert agreement.final == final
@@ -65,7 +66,7 @@ def test_nothing_is_divided_by_zero() -> None:
     agreement = StepAgreement(batch)
     agreement.fetched(0, missing(batch, 0, 0))
     agreement.fetched(1, missing(batch, 1, 0))
-    assert agreement.final == Denominators(0, rollouts=1, tokens=1, loss_tokens=1)
+    assert agreement.final == Denominators(0, rollouts=1, tokens=1, loss_tokens=1, executions=1)
 
 
 @pytest.mark.parametrize("named", [MissingRollout(9, "r1", "w", ""), MissingRollout(0, "another", "w", "")])

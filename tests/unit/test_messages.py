@@ -26,6 +26,8 @@ def example_of(kind: type[m.Message]) -> m.Message:
             values.append("full")
         elif field.name in special and kind not in (m.Payloads, m.Denominators, m.PutBundle):
             values.append(special[field.name])
+        elif field.name == "resized":
+            values.append((m.ResizedExecution("g", "e", 2, 30),))
         elif field.name == "fate":
             values.append("closed")
         elif field.name in ("reason", "text", "group_id"):

@@ -49,7 +49,7 @@ SIZE = a_put().size
 OTHERS: list[m.Message] = [
     m.ProbeMemory(1, 2, b""), m.MapBuffer(1, 2, 64), m.SharedBuffers((1,)), m.ReleaseBuffers((1,)),
     m.Batch(0, 0, 1, 8, 0, 64, 64), m.PartialBatch(0, 0, 1, 8, 0, 64, 1), m.Taken(1), m.StepReport(0, 1.0),
-    m.StepHeld(0, 1.0), m.PayloadsFetched(0), m.Denominators(0, 1, 1, 1), m.WantPayloads(0, (1,)), m.Payloads(0),
+    m.StepHeld(0, 1.0), m.PayloadsFetched(0), m.Denominators(0, 1, 1, 1, 1), m.WantPayloads(0, (1,)), m.Payloads(0),
     m.DeclareGroup(5, "g", "closed"), m.Cancel(5), m.Accepted((5,)), m.PutRefused(5, "full", ""),
     m.DropPayloads((5,)), m.End(),
 ]  # fmt: skip

@@ -114,7 +114,7 @@ def test_durations_that_no_clock_gives_are_refused(session: RankSession, report:
     assert session.report() is None
 
 
-@pytest.mark.parametrize("message", [m.End(), m.Denominators(0, 1, 1, 1), m.Cancel(0), m.Accepted((1,))])
+@pytest.mark.parametrize("message", [m.End(), m.Denominators(0, 1, 1, 1, 1), m.Cancel(0), m.Accepted((1,))])
 def test_what_only_others_may_send_is_refused(session: RankSession, message: Message) -> None:
     with pytest.raises(WireError, match=type(message).__name__):
         deliver(Outgoing(message), session)
@@ -272,7 +272,7 @@ def test_bytes_that_changed_on_their_way_are_refused(port: RankPort) -> None:
         deliver(replaced(packed(0), wire_crc=1), port)
 
 
-@pytest.mark.parametrize("message", [m.Taken(0), m.StepReport(0, 1.0), m.Accepted((1,)), m.Denominators(0, 1, 1, 1)])
+@pytest.mark.parametrize("message", [m.Taken(0), m.StepReport(0, 1.0), m.Accepted((1,)), m.Denominators(0, 1, 1, 1, 1)])
 def test_what_only_a_rank_may_send_is_refused(port: RankPort, message: Message) -> None:
     with pytest.raises(WireError, match=type(message).__name__):
         deliver(Outgoing(message), port)
@@ -319,7 +319,9 @@ def test_a_lost_controller_is_raised_after_what_had_come(
 
 def agreed(step: int) -> m.Denominators:
     one = batch(step)
-    return m.Denominators(step, one.global_num_rollouts, one.global_num_tokens, one.global_num_loss_tokens)
+    return m.Denominators(
+        step, one.global_num_rollouts, one.global_num_tokens, one.global_num_loss_tokens, one.global_num_executions
+    )
 
 
 def test_a_batch_to_be_confirmed_is_held_with_all_behind_it(port: RankPort, channel: FakeChannel) -> None:
@@ -436,7 +438,7 @@ def test_a_payload_that_is_gone_leaves_a_padding_copy(channel: FakeChannel) -> N
     name = batch(0).rollouts[0].rollout_id
     missing = m.MissingRollout(0, name, "worker 3", "the process is gone")
     assert channel.sent == [m.PayloadsFetched(0, (missing,))]
-    deliver(Outgoing(m.Denominators(0, 3, 95, 45)), port)
+    deliver(Outgoing(m.Denominators(0, 3, 95, 45, 3)), port)
     got = port.take()
     assert got is not None
     assert (got.global_num_rollouts, got.global_num_tokens, got.global_num_loss_tokens) == (3, 95, 45)
@@ -450,7 +452,7 @@ def test_a_payload_that_is_gone_leaves_a_padding_copy(channel: FakeChannel) -> N
 def test_a_payload_that_is_there_is_read_into_its_place(channel: FakeChannel) -> None:
     port = RankPort(channel, JOIN, payloads=_Source({}))
     deliver(_with_a_payload_elsewhere(), port)
-    deliver(Outgoing(m.Denominators(0, 4, 100, 50)), port)
+    deliver(Outgoing(m.Denominators(0, 4, 100, 50, 4)), port)
     got = port.take()
     assert got is not None
     assert not any(rollout.is_padding for rollout in got.rollouts)

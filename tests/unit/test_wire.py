@@ -40,6 +40,7 @@ def a_share() -> RankBatch:
         dp_size=2,
         load=1.5,
         global_num_rollouts=7,
+        global_num_executions=6,
     )
 
 

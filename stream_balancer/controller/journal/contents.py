@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple, get_args
 
 import numpy as np
 
 from stream_balancer.controller.journal.rows import Done, Fact, Group, Plan, State, batch_of, group_of, plan_of
+from stream_balancer.core.executions import execution_of
 from stream_balancer.core.groups import Declared
 from stream_balancer.core.snapshot import Snapshot
 from stream_balancer.types import EvictReason, Rollout
@@ -82,10 +83,9 @@ class Contents:
         counts["evicted"] = dict.fromkeys(get_args(EvictReason), 0) | state.evicted
         counts["accepted"] = len(waiting) + len(planned) + state.acknowledged + sum(state.evicted.values())
         groups = Counter(state.departed)
-        groups.update(held.rollout.group_id for held in waiting if held.rollout.group_id is not None)
+        groups.update(_groups_of(held.rollout for held in waiting))
         came = groups.copy()  # of those that are done, too
-        flying_groups = [rollouts[name].group_id for name in planned]
-        came.update(name for name in flying_groups if name is not None and name not in groups)
+        came.update(name for name in _groups_of(rollouts[name] for name in planned) if name not in groups)
         return Snapshot(
             waiting=tuple(held.rollout for held in waiting),
             waited_s=np.maximum(now - arrived, 0.0),
@@ -115,7 +115,7 @@ class Contents:
 def contents_of(snapshot: Snapshot, now: float) -> Contents:
     """The way back, of a checkpoint for example."""
     departed = Counter(snapshot.group_arrivals)
-    departed.subtract(r.group_id for r in snapshot.waiting if r.group_id is not None)
+    departed.subtract(_groups_of(snapshot.waiting))
     return Contents(
         held={held.rollout.rollout_id: held for held in _held(snapshot, now)},
         plans=[plan_of(batch) for batch in snapshot.in_flight],
@@ -130,6 +130,12 @@ def contents_of(snapshot: Snapshot, now: float) -> Contents:
             evicted=dict(snapshot.counts["evicted"]),
         ),
     )
+
+
+def _groups_of(rollouts: Iterable[Rollout]) -> list[str]:
+    """The group of each execution."""
+    executions = {execution_of(rollout): rollout.group_id for rollout in rollouts}
+    return [group_id for group_id in executions.values() if group_id is not None]
 
 
 def _groups(snapshot: Snapshot) -> dict[str, Group]:

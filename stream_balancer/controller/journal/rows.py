@@ -14,6 +14,7 @@ import msgspec
 import torch
 
 from stream_balancer.controller.checkpoint import bytes_of_rollout, read_rollouts
+from stream_balancer.core.executions import num_executions, sizes_in, sizes_of
 from stream_balancer.core.groups import Declared
 from stream_balancer.errors import RolloutError, WireError
 from stream_balancer.types import Batch, EvictReason, MicroBatch, RankBatch, Reason, Rollout, cheapest_to_copy
@@ -186,6 +187,12 @@ def batch_of(plan: Plan, rollouts: Mapping[str, Rollout]) -> Batch:
         original = cheapest_to_copy(real)  # as the core chose it
         found |= {name: original.padding_copy(name) for name in plan.padding}
     tokens, loss_tokens = sum(r.num_tokens for r in real), sum(r.num_loss_tokens for r in real)
+    executions = sizes_of(real)
+
+    def micro_batch(names: list[str]) -> MicroBatch:
+        its = [found[name] for name in names]
+        return MicroBatch.of(its, execution_sizes=sizes_in(executions, its))
+
     return Batch(
         step=plan.step,
         reason=plan.reason,
@@ -194,11 +201,12 @@ def batch_of(plan: Plan, rollouts: Mapping[str, Rollout]) -> Batch:
                 step=plan.step,
                 rank=rank,
                 dp_size=len(plan.ranks),
-                micro_batches=tuple(MicroBatch.of([found[name] for name in mb]) for mb in micro_batches),
+                micro_batches=tuple(micro_batch(names) for names in micro_batches),
                 load=plan.loads[rank],
                 global_num_rollouts=len(real),
                 global_num_tokens=tokens,
                 global_num_loss_tokens=loss_tokens,
+                global_num_executions=num_executions(real),
             )
             for rank, micro_batches in enumerate(plan.ranks)
         ),

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from stream_balancer.transport.channel import PayloadSource, Source
 from stream_balancer.types import SUPPORTED_DTYPES, Rollout
-from stream_balancer.wire.description import unchecked_description
+from stream_balancer.wire.description import execution_id, unchecked_description
 from stream_balancer.wire.messages import Batch, Owner, RolloutHeader
 from stream_balancer.wire.partial_share import Lease, RemoteRollout, WantedPayload
 from stream_balancer.wire.share import Encoded, batch_of, decode, encode
@@ -172,6 +172,7 @@ def read_stored_bundle(header: RolloutHeader, buffer: Tensor, stored: Stored, ow
             metadata=meta.metadata[index] or _NOTHING,
             rollout_id=meta.ids[index],
             group_id=meta.group_ids[index],
+            execution_id=execution_id(meta, index),
             version=meta.versions[index],
             cost=meta.costs[index],
             is_padding=index in padding,

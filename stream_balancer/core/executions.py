@@ -1,0 +1,45 @@
+"""Executions: one run of an agent, which may become several training samples. Who belongs together, and how much of it
+a step holds. Pure counting over rollouts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TypeAlias
+
+from stream_balancer.types import ExecutionSize, Rollout
+
+__all__ = ["ExecutionKey", "execution_of", "num_executions", "sizes_in", "sizes_of"]
+
+ExecutionKey: TypeAlias = str | tuple[str | None, str]
+"""A rollout that is one by itself; or group and ``execution_id``, which is unique within its group."""
+
+
+def execution_of(rollout: Rollout) -> ExecutionKey:
+    """The execution that a rollout is a sample of. O(1)."""
+    return rollout.rollout_id if rollout.execution_id is None else (rollout.group_id, rollout.execution_id)
+
+
+def num_executions(rollouts: Sequence[Rollout]) -> int:
+    """Of these rollouts. O(n)."""
+    if all(rollout.execution_id is None for rollout in rollouts):  # most runs know no executions
+        return len(rollouts)
+    return len({execution_of(rollout) for rollout in rollouts})
+
+
+def sizes_of(rollouts: Iterable[Rollout]) -> dict[ExecutionKey, ExecutionSize]:
+    """How much of each execution is among these rollouts; not of rollouts that are one by themselves. O(n)."""
+    sizes: dict[ExecutionKey, ExecutionSize] = {}
+    for rollout in rollouts:
+        if rollout.execution_id is not None:
+            samples, tokens = sizes.get(execution_of(rollout), (0, 0))
+            sizes[execution_of(rollout)] = ExecutionSize(samples + 1, tokens + rollout.num_loss_tokens)
+    return sizes
+
+
+def sizes_in(
+    sizes: Mapping[ExecutionKey, ExecutionSize], rollouts: Sequence[Rollout]
+) -> tuple[ExecutionSize, ...] | None:
+    """[n] of the execution of each rollout; None where all of a step are one by themselves. O(n)."""
+    if not sizes:
+        return None
+    return tuple(sizes.get(execution_of(rollout), ExecutionSize(1, rollout.num_loss_tokens)) for rollout in rollouts)

@@ -1,0 +1,356 @@
+"""Executions: several training samples of one agent's run leave together, and a loss can divide by executions."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+import stream_balancer as sb
+from stream_balancer.controller.checkpoint import read_state_dict, state_dict
+from stream_balancer.controller.denominators import StepAgreement
+from stream_balancer.controller.journal.rows import batch_of, plan_of
+from stream_balancer.core.groups import GroupSize
+from stream_balancer.core.machine import BalancerCore
+from stream_balancer.tensors import Packed
+from stream_balancer.testing import make_rollout
+from stream_balancer.testing.transports import same_rollout
+from stream_balancer.wire.messages import MissingRollout, ResizedExecution
+from stream_balancer.wire.share import decode, encode
+
+VOCAB_SIZE = 7
+
+
+def sample(
+    length: int, group: str | None, execution: str | None, *, trained: int | None = None, seed: int = 0
+) -> sb.Rollout:
+    generator = torch.Generator().manual_seed(seed)
+    return sb.Rollout(
+        tokens={
+            "input_ids": torch.randint(0, VOCAB_SIZE, (length,), generator=generator),
+            "loss_mask": torch.arange(length) < (length if trained is None else trained),
+        },
+        scalars={"advantage": float(torch.randn((), generator=generator))},
+        group_id=group,
+        execution_id=execution,
+        rollout_id=f"{group}/{execution}/{seed}",
+    )
+
+
+def some_executions(groups: int = 4, seed: int = 0) -> list[list[sb.Rollout]]:
+    """Of each group two executions of one to four samples; the ids of executions repeat from group to group."""
+    rng, number, made = random.Random(seed), 0, []
+    for group in range(groups):
+        for execution in range(2):
+            its = []
+            for _ in range(rng.choice((1, 1, 2, 4))):
+                length, number = rng.randint(1, 40), number + 1
+                its.append(sample(length, f"g{group}", f"e{execution}", trained=rng.randint(0, length), seed=number))
+            made.append(its)
+    return made
+
+
+def core_of(**knobs: object) -> BalancerCore:
+    return BalancerCore(
+        sb.BalancerConfig(**{"dp_size": 3, "batch_size": 24, "group_size": 2, "loss_mask_column": "loss_mask", **knobs})  # type: ignore[arg-type]
+    )
+
+
+def planned(executions: Sequence[Sequence[sb.Rollout]], **knobs: object) -> sb.Batch:
+    core = core_of(**knobs)
+    for its in executions:
+        core.add_all(its, 0.0)
+    core.end()
+    batch = core.poll(0.0)
+    assert batch is not None
+    assert core.finished
+    return batch
+
+
+# -- gradients ---------------------------------------------------------------------------------------------------------
+
+
+def token_losses(weights: Tensor, ids: Tensor, advantages: Tensor) -> Tensor:
+    """[T] of some model: the gradient of each token is another one."""
+    return advantages * (weights[ids] ** 2 + torch.sin(weights[ids]))
+
+
+Divide = Callable[[Packed, Tensor, sb.RankBatch], Tensor]
+
+
+def by_tokens(packed: Packed, sums: Tensor, batch: sb.RankBatch) -> Tensor:
+    return sums.sum() / batch.global_num_loss_tokens
+
+
+def by_rollouts(packed: Packed, sums: Tensor, batch: sb.RankBatch) -> Tensor:
+    return (sums * packed.rollout_weights).sum() / batch.global_num_rollouts
+
+
+def by_executions(packed: Packed, sums: Tensor, batch: sb.RankBatch) -> Tensor:
+    return sums.sum() / batch.global_num_executions
+
+
+def by_samples_of_executions(packed: Packed, sums: Tensor, batch: sb.RankBatch) -> Tensor:
+    return (sums * packed.execution_weights).sum() / batch.global_num_executions
+
+
+def by_tokens_of_executions(packed: Packed, sums: Tensor, batch: sb.RankBatch) -> Tensor:
+    return (sums / packed.execution_loss_tokens).sum() / batch.global_num_executions
+
+
+DIVISORS: list[Divide] = [by_tokens, by_rollouts, by_executions, by_samples_of_executions, by_tokens_of_executions]
+
+
+def gradient_of_ranks(batch: sb.Batch, divide: Divide) -> Tensor:
+    """Each rank's and micro-batch's by itself, then summed."""
+    weights = torch.linspace(-1, 1, VOCAB_SIZE, dtype=torch.float64, requires_grad=True)
+    for rank_batch in batch.ranks:
+        for micro_batch in rank_batch.micro_batches:
+            packed = micro_batch.packed(scalar_dtype=torch.float64)
+            advantages = packed["advantage"].repeat_interleave(torch.tensor(packed.lengths))
+            losses = token_losses(weights, packed["input_ids"], advantages) * packed["loss_mask"]
+            sums = torch.stack([one.sum() for one in losses.split(packed.lengths)])
+            divide(packed, sums, rank_batch).backward()
+    assert weights.grad is not None
+    return weights.grad
+
+
+def gradient_of_one_batch(executions: Sequence[Sequence[sb.Rollout]], divide: Divide) -> Tensor:
+    """The textbook, with everything in one padded batch, and Python's own idea of who belongs together."""
+    weights = torch.linspace(-1, 1, VOCAB_SIZE, dtype=torch.float64, requires_grad=True)
+    rollouts = [rollout for its in executions for rollout in its]
+    rows = sb.MicroBatch.of(rollouts).padded(scalar_dtype=torch.float64)
+    losses = token_losses(weights, rows["input_ids"], rows["advantage"][:, None]) * rows["loss_mask"]
+    sums, tokens = losses.sum(1), rows["loss_mask"].sum(1)
+    of_execution = torch.tensor([number for number, its in enumerate(executions) for _ in its])
+    each = [(sums[of_execution == n], tokens[of_execution == n]) for n in range(len(executions))]
+    loss = {
+        by_tokens: lambda: sums.sum() / tokens.sum(),
+        by_rollouts: lambda: sums.mean(),
+        by_executions: lambda: torch.stack([its.sum() for its, _ in each]).mean(),
+        by_samples_of_executions: lambda: torch.stack([its.mean() for its, _ in each]).mean(),
+        by_tokens_of_executions: lambda: torch.stack([its.sum() / t.sum().clamp(min=1) for its, t in each]).mean(),
+    }[divide]()
+    loss.backward()
+    assert weights.grad is not None
+    return weights.grad
+
+
+def over_the_wire(batch: sb.Batch) -> sb.Batch:
+    shares = []
+    for rank_batch in batch.ranks:
+        encoded = encode(rank_batch)
+        buffer = torch.zeros(encoded.message.total_bytes, dtype=torch.uint8)
+        for _ in encoded.fill(buffer):
+            pass
+        shares.append(decode(encoded.message, buffer))
+    return sb.Batch(
+        **{name: getattr(batch, name) for name in ("step", "reason", "num_rollouts", "num_tokens", "loads")},
+        lower_bound=batch.lower_bound,
+        ranks=tuple(shares),
+    )
+
+
+def from_the_journal(batch: sb.Batch) -> sb.Batch:
+    return batch_of(plan_of(batch), {r.rollout_id: r for r in batch.rollouts if not r.is_padding})
+
+
+def delivered_again(executions: Sequence[Sequence[sb.Rollout]], **knobs: object) -> sb.Batch:
+    """From a checkpoint, twice."""
+    core = core_of(**knobs)
+    for its in executions:
+        core.add_all(its, 0.0)
+    core.end()
+    core.poll(0.0)
+    for _ in range(2):
+        state, core = state_dict(core.snapshot(0.0)), core_of(**knobs)
+        core.restore(read_state_dict(state), 0.0)
+        batch = core.poll(0.0)
+        assert batch is not None
+    return batch
+
+
+@pytest.mark.parametrize("divide", DIVISORS)
+def test_gradient_equals_that_of_one_padded_batch(divide: Divide) -> None:
+    executions = some_executions()
+    knobs = {"max_tokens_per_micro_batch": 60, "micro_batch_multiple": 8, "oversize": "alone"}
+    batch = planned(executions, **knobs)
+    assert batch.num_padding
+    assert min(len(rank_batch.micro_batches) for rank_batch in batch.ranks) > 1
+    assert batch.num_executions == len(executions) < batch.num_rollouts
+    ranks_of = {
+        (r.group_id, r.execution_id): {
+            one.rank
+            for one in batch.ranks
+            for r1 in one.rollouts
+            if r1.execution_id == r.execution_id and r1.group_id == r.group_id
+        }
+        for r in batch.rollouts
+        if not r.is_padding
+    }
+    assert max(map(len, ranks_of.values())) > 1  # some are on several ranks
+    whole = gradient_of_one_batch(executions, divide)
+    ways = {
+        "planned": batch,
+        "over the wire": over_the_wire(batch),
+        "from the journal": from_the_journal(batch),
+        "from a checkpoint": delivered_again(executions, **knobs),
+    }
+    for name, way in ways.items():
+        assert (gradient_of_ranks(way, divide) - whole).abs().max() <= 1e-6 * whole.abs().max(), name
+
+
+def test_the_divisors_are_different_ones() -> None:
+    executions = some_executions()
+    found = torch.stack([gradient_of_one_batch(executions, divide) for divide in DIVISORS])
+    assert torch.pdist(found).min() > 1e-3
+
+
+def test_rollouts_without_executions_are_one_each_and_padding_none() -> None:
+    core = BalancerCore(sb.BalancerConfig(dp_size=3, batch_size=3))
+    core.add_all([make_rollout(3, "a")], 0.0)
+    core.add_all([make_rollout(5, "b")], 0.0)
+    core.end()
+    batch = core.poll(0.0)
+    assert batch is not None
+    assert (batch.num_executions, batch.num_padding) == (2, 1)
+    weights = [mb.packed().execution_weights.tolist() for share in batch.ranks for mb in share.micro_batches]
+    assert sorted(weights) == [[0.0], [1.0], [1.0]]
+    by_hand = sb.MicroBatch.of([sample(4, None, None, trained=0), sample(5, None, None, trained=2)])
+    assert by_hand.padded().execution_loss_tokens.tolist() == [1, 2]
+    assert by_hand.nested().execution_weights.tolist() == [1.0, 1.0]
+
+
+def test_every_field_of_an_execution_travels() -> None:
+    batch = planned(some_executions())
+    again = over_the_wire(batch)
+    assert all(same_rollout(a, b) for a, b in zip(batch.rollouts, again.rollouts, strict=True))
+    for a, b in zip(batch.ranks, again.ranks, strict=True):
+        assert a.global_num_executions == b.global_num_executions
+        for one, other in zip(a.micro_batches, b.micro_batches, strict=True):
+            assert one.execution_sizes is not None
+            assert list(one.execution_sizes) == list(other.execution_sizes or ())
+    assert "execution_id='e0'" in repr(sample(3, "g", "e0"))
+    with pytest.raises(sb.RolloutError, match="execution_id"):
+        sb.Rollout(tokens={"input_ids": [1]}, execution_id="")
+
+
+# -- groups of executions ----------------------------------------------------------------------------------------------
+
+
+def test_a_group_is_so_many_executions_however_many_rollouts_they_became() -> None:
+    core = core_of(dp_size=1, batch_size=8, window=8)
+    core.add_all([sample(3, "g", "e0", seed=n) for n in range(3)], 0.0)
+    core.force_flush()
+    assert core.poll(0.0) is None
+    assert core.state.buffer.groups.incomplete() == {"g": 1}
+    core.verify()
+    core.add_all([sample(3, "g", "e1", seed=n) for n in range(3, 5)], 0.0)
+    core.verify()
+    batch = core.poll(0.0)
+    assert batch is not None
+    assert (batch.num_rollouts, batch.num_executions, batch.incomplete_groups) == (5, 2, ())
+
+
+def test_an_execution_comes_in_one_put() -> None:
+    core = core_of(dp_size=1, batch_size=8, window=8)
+    core.add_all([sample(3, "g", "e0", seed=n) for n in range(2)], 0.0)
+    with pytest.raises(sb.RolloutError, match="execution 'e0' of group 'g' has come already"):
+        core.add(sample(3, "g", "e0", seed=9), 0.0)
+    core.add(sample(3, "h", "e0", seed=9), 0.0)  # another group's
+    core.add_all([], 0.0, GroupSize("g", 3))
+    core.add_all([sample(3, "g", f"e{n}", seed=10 + n) for n in (1, 1, 2, 2)][::2], 0.0)
+    with pytest.raises(sb.RolloutError, match="takes 0 more"):
+        core.add(sample(3, "g", "e3", seed=20), 0.0)
+    core.verify()
+
+
+def test_an_execution_that_is_lost_is_lacking_once() -> None:
+    core = core_of(dp_size=1, batch_size=8, window=8)
+    first = [sample(3, "g", "e0", seed=n) for n in range(3)]
+    core.add_all(first, 0.0)
+    core.add_all([sample(3, "g", "e1", seed=n) for n in range(3, 5)], 0.0)
+    core.evict_lost(lambda rollout: rollout.execution_id == "e0")
+    core.verify()
+    assert core.state.buffer.groups.incomplete() == {"g": 1}
+    core.add_all(first, 0.0)
+    core.force_flush()
+    batch = core.poll(0.0)
+    assert batch is not None
+    core.mark_missing(batch.step, [r.rollout_id for r in first[:2]])
+    core.acknowledge(batch.step)
+    core.verify()
+    core.add_all(first[:2], 0.0)  # generated anew, by themselves
+    core.force_flush()
+    again = core.poll(0.0)
+    assert again is not None
+    assert (again.num_rollouts, again.num_executions) == (2, 1)
+
+
+def test_open_groups_of_executions_survive_a_checkpoint() -> None:
+    core = core_of(dp_size=1, batch_size=8, window=8, deadline_s=1.0, group_size=4)
+    core.add_all([sample(3, "g", "e0", seed=n) for n in range(3)], 0.0)
+    left = core.poll(1.0)
+    assert left is not None
+    core.add_all([sample(3, "g", "e1", seed=n) for n in range(3, 5)], 1.0)
+    other = core_of(dp_size=1, batch_size=8, window=8, group_size=4)
+    other.restore(read_state_dict(state_dict(core.snapshot(1.0))), 1.0)
+    other.verify()
+    assert other.state.buffer.groups.incomplete() == {"g": 2}
+    assert other.state.buffer.groups.departed() == {"g": 1}
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_executions_leave_whole_whatever_they_became(data: st.DataObject) -> None:
+    """As long as a batch can hold the group; and every step counts those that are in it."""
+    groups = data.draw(st.sampled_from(["same_batch", "same_rank"]))
+    core = core_of(dp_size=2, batch_size=16, window=32, capacity=256, groups=groups)
+    seed, sizes = 0, data.draw(st.lists(st.tuples(st.integers(1, 4), st.integers(1, 4)), min_size=2, max_size=16))
+    for group, its in enumerate(sizes):
+        for execution, count in enumerate(its):
+            rollouts = [sample(1 + (seed + n) % 9, f"g{group}", f"e{execution}", seed=seed + n) for n in range(count)]
+            seed += count
+            core.add_all(rollouts, 0.0)
+            core.verify()
+    core.end()
+    while not core.finished:
+        batch = core.poll(0.0)
+        assert batch is not None
+        real = [r for r in batch.rollouts if not r.is_padding]
+        assert len(real) <= 16
+        assert batch.num_executions == len({(r.group_id, r.execution_id) for r in real})
+        for group in {r.group_id for r in real}:
+            assert sum(r.group_id == group for r in real) == sum(sizes[int(str(group)[1:])])
+        total = sum(
+            mb.packed().execution_weights.double().sum().item() for share in batch.ranks for mb in share.micro_batches
+        )
+        assert total == pytest.approx(batch.num_executions, rel=1e-5)
+
+
+# -- payloads that are gone --------------------------------------------------------------------------------------------
+
+
+def test_what_is_left_of_an_execution_is_agreed_upon() -> None:
+    executions = [
+        [sample(3, "g", "whole", seed=1), sample(4, "g", "whole", seed=2)],
+        [sample(5, "g", "partly", seed=3), sample(6, "g", "partly", seed=4), sample(7, "g", "partly", seed=5)],
+        [sample(8, "g", None, seed=6)],
+        [sample(9, "g", None, seed=7)],
+    ]
+    batch = planned(executions, dp_size=2, group_size=4, batch_size=8)
+    gone = {f"g/{name}" for name in ("whole/1", "whole/2", "partly/4", "None/6")}
+    agreement = StepAgreement(batch)
+    for rank_batch in batch.ranks:
+        missing = [
+            MissingRollout(i, r.rollout_id, "w", "") for i, r in enumerate(rank_batch.rollouts) if r.rollout_id in gone
+        ]
+        agreement.fetched(rank_batch.rank, missing)
+    assert agreement.final is not None
+    assert (agreement.final.rollouts, agreement.final.executions) == (3, 2)
+    assert agreement.final.resized == (ResizedExecution("g", "partly", 2, 12),)
