@@ -28,10 +28,10 @@ __all__ = ["Recorder"]
 
 _log = logging.getLogger("stream_balancer.record")
 
-HEADER = ("group_id", "prompt_tokens", "output_tokens", "arrival_seconds")
+HEADER = ("group_id", "prompt_tokens", "output_tokens", "arrival_seconds", "stratum")
 """What ``load_trace`` reads."""
 
-Row: TypeAlias = tuple[str, int, int, str]
+Row: TypeAlias = tuple[str, int, int, str, str]
 
 ROWS = 256  # handed to the thread at a time: waking it for every rollout would cost more than writing it
 SECONDS = 5.0  # ... or after so long, so that a file of a slow run is never far behind
@@ -73,7 +73,8 @@ class Recorder(Observer):
         for rollout in rollouts:
             prompt = _prompt_tokens(rollout)
             group = f"alone-{self.num_rollouts}" if rollout.group_id is None else rollout.group_id
-            self._rows.append((group, prompt, rollout.num_tokens - prompt, f"{now - self._first_s:.3f}"))
+            seconds = f"{now - self._first_s:.3f}"
+            self._rows.append((group, prompt, rollout.num_tokens - prompt, seconds, rollout.stratum or ""))
             self.num_rollouts += 1
         if len(self._rows) >= ROWS or now - self._handed_s >= SECONDS:
             self._hand_over(now)

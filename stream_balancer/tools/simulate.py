@@ -26,11 +26,11 @@ from stream_balancer.core.machine import BalancerCore
 from stream_balancer.core.observer import Observer
 from stream_balancer.errors import ConfigError, WouldBlock
 from stream_balancer.planning import LengthBias, LengthBiasSummary
-from stream_balancer.planning.arrays import Ints
+from stream_balancer.planning.arrays import Bools, Ints
 from stream_balancer.planning.bounds import lockstep_bound
 from stream_balancer.planning.partition import TOLERANCE
 from stream_balancer.tools.generation import Generation, check_generation, seconds_per_rollout
-from stream_balancer.tools.simulation_report import LEAST_STEADY, Quantiles, SimulationReport, Steps
+from stream_balancer.tools.simulation_report import LEAST_STEADY, Quantiles, SimulationReport, Steps, StratumReport
 from stream_balancer.tools.trace import Trace
 from stream_balancer.types import Batch, EvictReason, Rollout
 
@@ -187,6 +187,7 @@ class _Run(Observer):
         self.lengths: list[int] = trace.lengths.tolist()
         self.costs = np.asarray(config.cost(trace.lengths), dtype=np.float64)
         self.cost_list: list[float] = self.costs.tolist()
+        self.strata: list[str] = [""] * len(trace) if trace.strata is None else trace.strata.tolist()
         self.group_names = [str(g) for g in trace.group_ids.tolist()]
         self.groups_count = config.tracked_group_size is not None
         self.versioned = config.max_staleness is not None
@@ -329,6 +330,7 @@ class _Run(Observer):
             group_id=self.group_names[row] if self.groups_count else None,
             version=self.first_version + int(self.generation.started_step[row]) if self.versioned else None,
             cost=self.cost_list[row],
+            metadata={"stratum": self.strata[row]} if self.strata[row] else {},
         )
 
     def evicted(self, rollout: Rollout, reason: EvictReason) -> None:
@@ -396,6 +398,7 @@ class _Run(Observer):
             length_bias=_length_bias(lengths[came], lengths[chosen], skips[chosen], self.step_of[chosen]),
             arrived_lengths=Quantiles.of(lengths[came]),
             dispatched_lengths=Quantiles.of(lengths[chosen]),
+            strata=self._by_stratum(chosen, skips),
             elapsed_s=self.now,
             trainer_busy=self.busy_s / self.now if self.now > 0 else 0.0,
             blocked_s=float((self.accepted_s - self.finished_s).mean()),
@@ -407,6 +410,22 @@ class _Run(Observer):
         """Dispatches until the window is in its steady state; generation is from the first."""
         skips = self.config.max_skips
         return UNBOUNDED_WARM_UP if skips is None else WARM_UP_SKIPS * skips
+
+    def _by_stratum(self, chosen: Bools, delays: Ints) -> dict[str, StratumReport]:
+        """Of the rollouts chosen ([n] bool)."""
+        if self.trace.strata is None:
+            return {}
+        num_rollouts = max(int(np.count_nonzero(chosen)), 1)
+        num_steps = max(int(np.unique(self.step_of[chosen]).size), 1)
+        found = {}
+        for name in sorted(set(self.strata) - {""}):
+            of_it = chosen & (self.trace.strata == name)
+            found[name] = StratumReport(
+                share=int(np.count_nonzero(of_it)) / num_rollouts,
+                steps_without=1.0 - int(np.unique(self.step_of[of_it]).size) / num_steps,
+                delay_dispatches=Quantiles.of(delays[of_it]),
+            )
+        return found
 
     def _ready_step(self) -> Ints:
         """[n] dispatches made when a rollout could go: when it was accepted, or the last of its siblings was. For one

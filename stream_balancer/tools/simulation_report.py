@@ -15,7 +15,7 @@ from stream_balancer.core.counters import token_variation
 from stream_balancer.planning import LengthBiasSummary
 from stream_balancer.planning.arrays import Floats, Ints
 
-__all__ = ["Quantiles", "Segment", "SimulationReport", "Steps", "to_plain"]
+__all__ = ["Quantiles", "Segment", "SimulationReport", "Steps", "StratumReport", "to_plain"]
 
 LEAST_STEADY = 8  # dispatches; fewer are no steady state
 
@@ -64,6 +64,18 @@ class Quantiles:
             return Quantiles(mean=0.0, p10=0.0, p50=0.0, p90=0.0, p99=0.0, max=0.0)
         p10, p50, p90, p99 = np.quantile(values, (0.1, 0.5, 0.9, 0.99)).tolist()
         return Quantiles(mean=float(values.mean()), p10=p10, p50=p50, p90=p90, p99=p99, max=float(values.max()))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StratumReport:
+    """One environment or data set of the trace."""
+
+    share: float
+    """Of the rollouts dispatched."""
+    steps_without: float
+    """Fraction of the dispatches that had none of it."""
+    delay_dispatches: Quantiles
+    """Dispatches between its rollouts' accepted puts and their own."""
 
 
 @dataclass(frozen=True, eq=False, slots=True, kw_only=True)
@@ -165,6 +177,8 @@ class SimulationReport:
     dispatched_lengths: Quantiles
     """Tokens of the rollouts in those dispatches. Where it differs from ``arrived_lengths``, the window holds them
     back."""
+    strata: Mapping[str, StratumReport]
+    """Of each stratum that the trace names."""
     elapsed_s: float
     """Virtual seconds from second 0, which is in mid-run, to the end of the last step."""
     trainer_busy: float

@@ -6,6 +6,7 @@ A trace is a table with one row per rollout. Files are CSV, plain or gzipped, wi
     prompt_tokens   tokens, >= 0
     output_tokens   tokens, >= 0; everything after the prompt, tool output included
     arrival_seconds optional: when the rollout arrived, seconds, never decreasing
+    stratum         optional: its environment or data set; empty for none
 
 in any order; other columns are ignored. A rollout's length is prompt_tokens + output_tokens, at least 1. Pure numpy.
 """
@@ -23,6 +24,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from stream_balancer.errors import TraceError
 from stream_balancer.planning.arrays import Floats, Ints
@@ -31,6 +33,7 @@ __all__ = ["MAX_TOKENS", "Trace", "load_trace", "rows_by_group"]
 
 REQUIRED_COLUMNS = ("group_id", "prompt_tokens", "output_tokens")
 ARRIVAL_COLUMN = "arrival_seconds"
+STRATUM_COLUMN = "stratum"
 MAX_TOKENS = 2**31 - 1  # cu_seqlens is int32; a larger number in a file is a mistake, not a rollout
 
 
@@ -47,6 +50,8 @@ class Trace:
     """[n] label of the sibling group, numbered by first appearance."""
     arrival_s: Floats | None = None
     """[n] recorded arrival, seconds, never decreasing; None where none was recorded."""
+    strata: NDArray[np.object_] | None = None
+    """[n] name of each one's environment or data set, "" for none; None where none has one."""
     name: str = "trace"
     """Where it came from, for people."""
 
@@ -55,9 +60,10 @@ class Trace:
             object.__setattr__(self, column, np.asarray(getattr(self, column), dtype=np.int64))
         if self.arrival_s is not None:
             object.__setattr__(self, "arrival_s", np.asarray(self.arrival_s, dtype=np.float64))
-        shapes = {
-            a.shape for a in (self.prompt_tokens, self.output_tokens, self.group_ids, self.arrival_s) if a is not None
-        }
+        if self.strata is not None:
+            object.__setattr__(self, "strata", np.asarray(self.strata, dtype=np.object_))
+        columns = (self.prompt_tokens, self.output_tokens, self.group_ids, self.arrival_s, self.strata)
+        shapes = {column.shape for column in columns if column is not None}
         if len(shapes) != 1 or self.prompt_tokens.ndim != 1:
             raise TraceError(f"{self.name}: columns must all be [n], not {sorted(shapes)}")
         if len(self) == 0:
@@ -151,6 +157,7 @@ class Trace:
             output_tokens=self.output_tokens[rows],
             group_ids=labels,
             arrival_s=arrival_s,
+            strata=None if self.strata is None else self.strata[rows],
         )
 
     def _take(self, rows: Ints, labels: Ints, *, renumbered: bool = False) -> Trace:
@@ -159,6 +166,7 @@ class Trace:
             output_tokens=self.output_tokens[rows],
             group_ids=labels if renumbered else labels[rows],
             arrival_s=None if renumbered or self.arrival_s is None else self.arrival_s[rows],
+            strata=None if self.strata is None else self.strata[rows],
             name=self.name,
         )
 
@@ -214,12 +222,13 @@ def _parse(name: str, text: str) -> Trace:
         raise TraceError(f"{name}: the file is empty. Its first line names the columns: {','.join(REQUIRED_COLUMNS)}")
     where = _columns(name, header_line, header)
     group_at, prompt_at, output_at = (where[column] for column in REQUIRED_COLUMNS)
-    arrival_at = where.get(ARRIVAL_COLUMN)
+    arrival_at, stratum_at = where.get(ARRIVAL_COLUMN), where.get(STRATUM_COLUMN)
     labels: dict[str, int] = {}
     groups: list[int] = []
     prompts: list[int] = []
     outputs: list[int] = []
     arrivals: list[float] = []
+    strata: list[str] = []
     for line, row in rows:
         if len(row) != len(header):
             raise TraceError(f"{name}, line {line}: {len(row)} fields, but the first line names {len(header)} columns")
@@ -231,6 +240,8 @@ def _parse(name: str, text: str) -> Trace:
             )
         if arrival_at is not None:
             arrivals.append(_arrival(name, line, row[arrival_at], arrivals[-1] if arrivals else -math.inf))
+        if stratum_at is not None:
+            strata.append(row[stratum_at])
         prompts.append(prompt)
         outputs.append(output)
         groups.append(labels.setdefault(row[group_at], len(labels)))
@@ -241,6 +252,7 @@ def _parse(name: str, text: str) -> Trace:
         output_tokens=np.array(outputs, dtype=np.int64),
         group_ids=np.array(groups, dtype=np.int64),
         arrival_s=None if arrival_at is None else np.array(arrivals, dtype=np.float64),
+        strata=np.array(strata, dtype=np.object_) if any(strata) else None,
         name=os.path.basename(name).removesuffix(".gz").removesuffix(".csv"),
     )
 
@@ -264,7 +276,7 @@ def _columns(name: str, line: int, header: list[str]) -> dict[str, int]:
             f"{name}, line {line}: no column {', '.join(missing)}; the file has {', '.join(names)}. "
             f"The first line must name {', '.join(REQUIRED_COLUMNS)}, in any order; add what is missing{hint}"
         )
-    wanted = (*REQUIRED_COLUMNS, ARRIVAL_COLUMN)
+    wanted = (*REQUIRED_COLUMNS, ARRIVAL_COLUMN, STRATUM_COLUMN)
     doubled = [column for column in wanted if names.count(column) > 1]
     if doubled:
         raise TraceError(f"{name}, line {line}: two columns are called {doubled[0]}. Rename one")

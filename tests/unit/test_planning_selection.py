@@ -155,11 +155,12 @@ def test_the_guarantee_under_a_token_budget(data):
             continue
         columns = waiting(lengths**2, lengths=lengths, skips=skips, groups=groups)
         units = Units.of(columns, knobs)
-        forced = int(units.amounts[forced_units(units)].sum())
-        assert forced < budget + int(units.amounts.max())
+        forced = forced_units(units)
+        assert int(units.amounts[forced].sum()) < budget + int(units.amounts.max())
         plan = plan_batch(columns, knobs, num_rollouts=lengths.size, step=step)
         chosen = check(plan, columns, knobs)
         assert chosen.size >= knobs.batch_size - (group_size or 1) + 1
+        assert set(np.flatnonzero(units.of_rollouts(forced))) <= set(chosen)
         left = np.ones(lengths.size, dtype=np.bool_)
         left[chosen] = False
         if group_size:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -186,6 +187,20 @@ class TestTimes:
         report = simulate(generate_trace(4_000), knobs(batch_size=16, window=32), slots=32)
         assert report.delay_dispatches.mean == pytest.approx(1.0, abs=0.05)
         assert simulate(generate_trace(4_000), knobs(batch_size=16, policy="fifo")).delay_dispatches.max == 0
+
+
+class TestStrata:
+    def test_a_share_keeps_a_long_environment_in_every_step(self) -> None:
+        lengths = generate_trace(1_200, "tau", seed=3).lengths
+        agent = np.arange(1_200) % 8 == 0
+        trace = replace(trace_of(np.where(agent, 30_000, lengths).tolist()), strata=np.where(agent, "agent", ""))
+        config = knobs(batch_size=16, cost=QuadraticCost(), max_skips=16)
+        usual = simulate(trace, config, slots=32).strata["agent"]
+        shared = simulate(trace, config.replace(stratum_shares={"agent": 0.06}), slots=32).strata["agent"]
+        assert usual.share == pytest.approx(1 / 8, abs=0.03)
+        assert shared.steps_without < 0.1 < usual.steps_without
+        assert shared.delay_dispatches.mean < usual.delay_dispatches.mean
+        assert simulate(trace_of([5] * 40), knobs()).strata == {}
 
 
 class TestTokenBudgets:

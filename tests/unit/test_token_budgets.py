@@ -109,8 +109,9 @@ def test_too_old_rollouts_are_not_counted_before_they_may_leave() -> None:
 def test_a_full_step_leaves_before_it_is_too_old() -> None:
     core = core_of([], max_staleness=0, window_tokens=500)
     core.set_version(0)
-    core.add(make_rollout(60, version=0), 0.0)
-    assert core.poll(0.0) is None
+    core.add(make_rollout(30, version=0), 0.0)
+    core.add(make_rollout(30, version=0), 0.0)
+    assert core.poll(0.0) is None, "one for each rank, and too few tokens"
     core.add(make_rollout(60, version=0), 0.0)
     assert polled(core).reason == "age"
 
