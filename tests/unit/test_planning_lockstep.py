@@ -79,6 +79,12 @@ def test_bounds_of_several_batches_are_those_of_each():
     np.testing.assert_allclose(lockstep_bounds(costs, tokens, 4, 1000, None), one_by_one, rtol=1e-12)
 
 
+def test_the_densest_work_need_not_be_in_the_costliest_rollouts():
+    costs, tokens = [10.0, 7.0] + [2.5] * 7, [10, 10] + [1] * 7
+    assert optimum(costs[:6], tokens[:6], 2, 10, None) >= lockstep_bound(costs[:6], tokens[:6], 2, 10)
+    assert lockstep_bound(costs, tokens, 2, 10) <= 17.5  # 10 beside four of 2.5, then 7 beside three
+
+
 def test_the_bound_of_nothing_and_bad_arguments():
     assert lockstep_bound([], [], 2, 100) == 0.0
     with pytest.raises(ValueError, match="num_ranks"):
@@ -232,9 +238,8 @@ def test_an_outlier_that_must_go_takes_its_like_along():
 
 
 def test_of_equal_outliers_the_older_go():
-    tokens = [100] * 6 + [20] * 20
-    remaining = np.array([1] * 6 + [8] * 20)
-    assert chosen(step_of(tokens, remaining=remaining, num_rollouts=8))[:2] == [0, 1]
+    going = chosen(step_of([100] * 3 + [20] * 20, must=[0], num_rollouts=8))
+    assert going[:3] == [0, 1, 3]  # two make a lockstep, and a third would be alone
 
 
 def test_more_outliers_than_a_batch_holds():
