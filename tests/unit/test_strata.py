@@ -106,12 +106,29 @@ def test_shares_may_change_and_name_what_has_not_come_yet() -> None:
 
 def test_a_group_is_of_its_oldest_members_stratum() -> None:
     core = core_of(group_size=2, stratum_shares={"agent": 0.25}, max_skips=None)
+    core.add(rollout(5, "agent", group_id="half"), 0.0)
     for number in range(4):
         stratum = "agent" if number == 3 else "math"
         core.add_all([rollout(900 if number == 3 else 50, stratum, group_id=f"{number}") for _ in range(2)], 0.0)
     batch = core.poll(0.0)
     assert batch is not None
     assert [one.group_id for one in batch.rollouts].count("3") == 2
+    assert batch.incomplete_groups == ()
+    assert "half" not in {one.group_id for one in batch.rollouts}
+
+
+def test_what_is_held_back_for_its_age_lacks_in_no_share() -> None:
+    core = core_of(max_staleness=0, stratum_shares={"agent": 0.25})
+    core.set_version(0)
+    for _ in range(8):
+        core.add(rollout(50, "math", version=0), 0.0)
+    assert core.poll(0.0) is not None
+    for number in range(8):
+        core.add(rollout(900 if number == 6 else 50, "agent" if number == 6 else "math", version=2), 0.0)
+    batch = core.poll(0.0)
+    assert batch is not None
+    assert {one.version for one in batch.rollouts} == {2}
+    assert "agent" in {one.stratum for one in batch.rollouts}
 
 
 @pytest.mark.parametrize("stratum", [7, ["math"], {"name": "math"}])

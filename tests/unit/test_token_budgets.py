@@ -102,6 +102,9 @@ def test_too_old_rollouts_are_not_counted_before_they_may_leave() -> None:
     assert first.num_tokens == 100
     assert core.poll(0.0) is None, "the rest may be too old once the first step has made a version"
     assert core.next_wakeup() == math.inf
+    for _ in range(2):
+        core.add(make_rollout(10, version=1), 0.0)
+    assert core.poll(0.0) is None, "those that may leave have 20 tokens"
     core.acknowledge(first.step)
     assert polled(core).num_tokens == 100
 
