@@ -21,11 +21,12 @@ import threading
 import traceback
 import types
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 GUARD_S = 50
 PROCESSES = multiprocessing.get_context("forkserver")
@@ -115,11 +116,23 @@ def run_python(
     return subprocess.CompletedProcess(process.args, process.returncode, out, errors)
 
 
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        return int(free.getsockname()[1])
+
+
+def forked(target: Callable[..., object], *args: Any, daemon: bool = True) -> tuple[BaseProcess, Connection]:
+    """``target(*args, pipe)`` in a process of its own, which has begun, and the other end of that pipe."""
+    mine, theirs = PROCESSES.Pipe()
+    process = PROCESSES.Process(target=target, args=(*args, theirs), daemon=daemon)
+    process.start()
+    theirs.close()
+    return process, mine
+
+
 def run_world(size: int, *arguments: object) -> str:
     """``torchrun --nproc-per-node size *arguments`` without torchrun; what rank 0 printed."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    world = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(size)}
+    world = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(size)}
     with contextlib.ExitStack() as stack:
         ranks = [
             stack.enter_context(started(*arguments, environment={**os.environ, **world, "RANK": str(rank)}))

@@ -12,7 +12,7 @@ from typing import Any, Self
 
 import anyio
 import torch
-from forked import PROCESSES
+from forked import forked
 
 import stream_balancer as sb
 
@@ -117,7 +117,7 @@ async def _cancelled(producer: sb.Producer, how: str, spec: Spec, after_s: float
     return state
 
 
-def _main(address: str, pipe: Any, backend: str, options: dict[str, Any]) -> None:
+def _main(address: str, backend: str, options: dict[str, Any], pipe: Any) -> None:
     torch.set_num_threads(1)
 
     async def main() -> None:
@@ -141,10 +141,7 @@ class RemoteProducer:
     """The test's end. ``with RemoteProducer(address) as remote: remote.do("put", (5, "a"))``."""
 
     def __init__(self, address: str | None, *, backend: str = "asyncio", **options: Any) -> None:
-        self.pipe, theirs = PROCESSES.Pipe()
-        self.process = PROCESSES.Process(target=_main, args=(address, theirs, backend, options), daemon=True)
-        self.process.start()
-        theirs.close()
+        self.process, self.pipe = forked(_main, address, backend, options)
 
     async def do(self, *order: Any) -> Any:
         """Give an order and wait for what comes of it."""
@@ -190,7 +187,7 @@ def _hash(tensor: torch.Tensor) -> int:
     return zlib.crc32(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
 
 
-def run_rank(pipe: Any, address: str, rank: int, dp_size: int, incarnation: int, step_s: float) -> None:
+def run_rank(address: str, rank: int, dp_size: int, incarnation: int, step_s: float, pipe: Any) -> None:
     """A trainer: tells every step it has done, and how it ended."""
     torch.set_num_threads(1)
     try:
@@ -212,11 +209,7 @@ class Rank:
     """A rank's process, and what it has told."""
 
     def __init__(self, address: str | None, rank: int, dp_size: int, incarnation: int = 0, step_s: float = 0.0) -> None:
-        self.pipe, theirs = PROCESSES.Pipe(duplex=False)
-        args = (theirs, address, rank, dp_size, incarnation, step_s)
-        self.process = PROCESSES.Process(target=run_rank, args=args, daemon=True)
-        self.process.start()
-        theirs.close()
+        self.process, self.pipe = forked(run_rank, address, rank, dp_size, incarnation, step_s)
 
     def kill(self, number: int = signal.SIGKILL) -> None:
         assert self.process.pid
@@ -233,7 +226,7 @@ class Rank:
         return said
 
 
-def run_controller(pipe: Any, capacity: int) -> None:
+def run_controller(capacity: int, pipe: Any) -> None:
     """A controller in a process of its own, to be killed."""
 
     async def main() -> None:
@@ -247,10 +240,8 @@ def run_controller(pipe: Any, capacity: int) -> None:
 
 def start_controller(capacity: int) -> tuple[Any, str]:
     """The process and its address."""
-    ours, theirs = PROCESSES.Pipe()
-    process = PROCESSES.Process(target=run_controller, args=(theirs, capacity), daemon=True)
-    process.start()
-    return process, ours.recv()
+    process, pipe = forked(run_controller, capacity)
+    return process, pipe.recv()
 
 
 def names(rollouts: Sequence[sb.Rollout]) -> list[str]:

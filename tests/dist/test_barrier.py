@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import time
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
@@ -11,16 +10,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from forked import PROCESSES
+from forked import forked, free_port
 
 import stream_balancer as sb
 
 WORLD = 3
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        return int(free.getsockname()[1])
 
 
 def _run(job: Callable[[int], Any], rank: int, port: int, told: Connection) -> None:
@@ -33,13 +27,8 @@ def _run(job: Callable[[int], Any], rank: int, port: int, told: Connection) -> N
 def all_of(job: Callable[[int], Any]) -> list[Any]:
     """What each of three processes made of ``job``."""
     port = free_port()
-    pipes = [PROCESSES.Pipe(duplex=False) for _ in range(WORLD)]
-    processes = [
-        PROCESSES.Process(target=_run, args=(job, rank, port, pipes[rank][1]), daemon=True) for rank in range(WORLD)
-    ]
-    for process in processes:
-        process.start()
-    got = [theirs.recv() for theirs, _ in pipes]
+    processes, pipes = zip(*(forked(_run, job, rank, port) for rank in range(WORLD)), strict=True)
+    got = [pipe.recv() for pipe in pipes]
     for process in processes:
         process.join(30)
         assert process.exitcode == 0

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import socket
 import threading
 from typing import Any
 
 import anyio
+from forked import forked
 from torch._C._distributed_c10d import Store, TCPStore
 
 import stream_balancer as sb
 from stream_balancer.controller.serve import serve
 from stream_balancer.testing.transports import ScriptedBalancer, make_batch
-
-_PROCESSES = multiprocessing.get_context("forkserver")
 
 
 def test_a_rank_leaves_a_controller_that_died_while_it_connected() -> None:
@@ -50,9 +48,7 @@ def _host_store(pipe: Any) -> None:
 
 
 async def test_a_feed_goes_on_when_the_store_it_joined_through_has_died() -> None:
-    mine, theirs = _PROCESSES.Pipe()
-    host = _PROCESSES.Process(target=_host_store, args=(theirs,), daemon=True)
-    host.start()
+    host, mine = forked(_host_store)
     port = await anyio.to_thread.run_sync(mine.recv)
     stores: list[Store] = [TCPStore("127.0.0.1", port, is_master=False) for _ in range(2)]
     balancer = ScriptedBalancer([make_batch(step, 1) for step in range(5)])

@@ -14,7 +14,7 @@ from typing import Any
 
 import anyio
 import pytest
-from forked import GUARD_S, PROCESSES
+from forked import GUARD_S, forked
 
 import stream_balancer as sb
 from stream_balancer.controller.serve import serve
@@ -74,10 +74,7 @@ class Parent:
     """A process that has begun a child; ``kill`` ends it, and leaves the child."""
 
     def __init__(self, target: Callable[..., None], *args: Any) -> None:
-        self.told, theirs = PROCESSES.Pipe(duplex=False)
-        self._process = PROCESSES.Process(target=target, args=(*args, theirs))
-        self._process.start()
-        theirs.close()
+        self._process, self.told = forked(target, *args, daemon=False)
 
     def kill(self) -> None:
         """Once its child is there."""

@@ -13,7 +13,7 @@ from multiprocessing.connection import Connection
 
 import anyio
 import pytest
-from forked import PROCESSES
+from forked import forked
 
 from stream_balancer.controller.serve import serve
 from stream_balancer.errors import ClosedResourceError, RankLostError
@@ -123,9 +123,6 @@ def _holds_many(told: Connection) -> None:
 
 @pytest.mark.skipif(not available(), reason="needs memfd")
 def test_batches_that_a_trainer_holds_cost_no_descriptors() -> None:
-    told, theirs = PROCESSES.Pipe(duplex=False)
-    process = PROCESSES.Process(target=_holds_many, args=(theirs,))
-    process.start()
-    theirs.close()
+    process, told = forked(_holds_many)
     assert told.recv() == [1000 * step for step in range(200)]
     process.join()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -16,7 +15,7 @@ import anyio
 import pytest
 import torch
 import torch.distributed as dist
-from forked import PROCESSES
+from forked import forked, free_port
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from stream_balancer.controller.serve import serve
@@ -94,11 +93,7 @@ class Process:
 
     def __init__(self, address: str, world_rank: int, mode: str = "", *, port: int = 0, shape: Shape = DP_TP,
                  incarnation: int = 0) -> None:  # fmt: skip
-        self.told, theirs = PROCESSES.Pipe()
-        args = (address, port, shape, world_rank, incarnation, mode, theirs)
-        self.process = PROCESSES.Process(target=_train, args=args, daemon=True)
-        self.process.start()
-        theirs.close()
+        self.process, self.told = forked(_train, address, port, shape, world_rank, incarnation, mode)
 
     def kill(self) -> None:
         assert self.process.pid
@@ -138,8 +133,7 @@ async def in_thread(function: Callable[[], Any]) -> Any:
     "shape", [DP_TP, ((1, 2, 2), ("replicate", "shard", "tp"), ("replicate", "shard"))], ids=["dp_tp", "hsdp"]
 )
 async def test_all_peers_get_the_same_and_hear_the_end(shape: Shape) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     steps = range(0, 40, 2)  # those between were given up
     balancer = ScriptedBalancer([make_batch(step, 2, num_tokens=5000) for step in steps])
     with anyio.fail_after(GUARD_S):

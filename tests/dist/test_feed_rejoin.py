@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 from pathlib import Path
 
 import anyio
 import pytest
-from forked import PROCESSES
+from forked import PROCESSES, free_port
 
 import stream_balancer as sb
 from stream_balancer.testing import make_rollout
@@ -41,8 +40,7 @@ async def _controller(folder: Path, port: int) -> None:
 @pytest.mark.processes
 @pytest.mark.parametrize("auto_ack", [True, False], ids=["auto_ack", "every third step"])
 async def test_ranks_go_on_with_a_controller_that_comes_back(tmp_path: Path, auto_ack: bool) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     trained: list[list[str]] = [[], []]
     enough = anyio.Event()
 

@@ -17,7 +17,7 @@ from typing import Literal
 
 import anyio
 import pytest
-from forked import PROCESSES
+from forked import PROCESSES, forked
 
 from stream_balancer.rank.feed import RankFeed
 from stream_balancer.transport.gloo import pair as _pair
@@ -84,11 +84,7 @@ async def test_a_process_ends_while_its_feed_builds_the_pair(monkeypatch: pytest
     transport = TorchTransport.listen(dp_size=PAIRS)
     ranks = []
     for rank in range(PAIRS):
-        mine, theirs = PROCESSES.Pipe()
-        process = PROCESSES.Process(target=_feed_and_end, args=(transport.address, rank, theirs), daemon=True)
-        process.start()
-        theirs.close()
-        ranks.append((process, mine))
+        ranks.append(forked(_feed_and_end, transport.address, rank))
     with anyio.fail_after(GUARD_S):
         async with transport:
             try:

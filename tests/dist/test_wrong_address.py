@@ -10,6 +10,7 @@ from contextlib import closing, contextmanager, suppress
 
 import anyio
 import pytest
+from forked import free_port
 from torch._C._distributed_c10d import TCPStore
 
 import stream_balancer as sb
@@ -34,8 +35,7 @@ TRIES = [opens_a_feed, puts]
 
 
 def nobody_there() -> str:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        return f"tcp://127.0.0.1:{free.getsockname()[1]}"
+    return f"tcp://127.0.0.1:{free_port()}"
 
 
 @contextmanager

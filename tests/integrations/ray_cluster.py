@@ -18,7 +18,7 @@ from stream_balancer.integrations.ray import RayBalancer
 from stream_balancer.rank.feed import RankFeed
 from stream_balancer.testing import make_rollout
 from stream_balancer.testing.channels import CLAUSES as CHANNEL_CLAUSES
-from stream_balancer.testing.transports import CLAUSE_TIMEOUT_S, CLAUSES, check_transport
+from stream_balancer.testing.transports import CLAUSE_TIMEOUT_S, CLAUSES
 from stream_balancer.transport.channel import Channel
 from stream_balancer.transport.ray.actor import ActorChannel, ActorChannels
 from stream_balancer.transport.ray.caller import CallingChannel
@@ -185,10 +185,6 @@ class ContractHost:
         [clause] = [one for one in CLAUSES if one.__name__ == name]
         with anyio.fail_after(CLAUSE_TIMEOUT_S):
             await clause(self._open)
-
-    async def contract(self) -> None:
-        """All of them."""
-        await check_transport(self._open)
 
 
 class ChannelHost:

@@ -69,10 +69,6 @@ def test_clause(clause: Any, contract: Any) -> None:
     ray.get(contract.clause.remote(clause.__name__), timeout=GUARD_S)
 
 
-def test_contract(contract: Any) -> None:
-    ray.get(contract.contract.remote(), timeout=250)
-
-
 # --- puts and feeds --------------------------------------------------------------------------------------------------
 
 _NAMES = (f"r{n}" for n in itertools.count())
