@@ -125,9 +125,14 @@ class TestMidRun:
         assert np.ptp(finish_times(trace, 64, seed=1)) < 1.2 * np.ptp(finish)
 
     def test_few_rollouts_in_many_slots(self) -> None:
-        """As if the trace were generated over and over: its rollouts come at the rate of the slots."""
-        finish = finish_times(trace_of([100] * 10), slots=100, tokens_per_second=1.0)
-        assert finish.max() < 60
+        """As if the trace were generated over and over: its rollouts come at the rate of the slots, and of those that
+        several slots hold the first to finish counts."""
+        trace = trace_of([100] * 10)
+        assert finish_times(trace, slots=100, tokens_per_second=1.0).max() < 60
+        generation = Generation(trace, 100, 1.0, seed=0, step_s=1.0)
+        assert np.median(generation.started_step) < -70
+        assert sorted(_next_row(generation) for _ in range(10)) == list(range(10))
+        assert generation.next_finish == math.inf, "90 copies go on, and do not count"
 
 
 def _next_row(generation: Generation) -> int:
