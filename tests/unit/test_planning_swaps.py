@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from stream_balancer.planning import Plan, PlanKnobs, Waiting, plan_batch
 from stream_balancer.planning.cost_order import CostOrder
-from stream_balancer.planning.swaps import swap_with_waiting
+from stream_balancer.planning.selection import Units
+from stream_balancer.planning.swaps import swap_with_waiting, swaps_of_groups
 
 costs_lists = st.lists(
     st.sampled_from([0.04, 0.05, 0.06, 0.5, 1.0, 2.0]) | st.floats(0.01, 3.0), min_size=9, max_size=40
@@ -145,6 +146,33 @@ def test_whole_groups_on_one_rank_are_swapped_too() -> None:
     went, plan = plan_groups(groups, 2, 4, groups="same_rank", must=[0])
     assert went == {0, 3}
     assert plan.imbalance < 0.01
+
+
+def choices(costs_of: list[list[float]], goes: list[int], num_ranks: int) -> list[tuple[list[int], float]]:
+    """`swaps_of_groups` -> (the groups that go, what that costs the next step), in its order."""
+    costs = np.concatenate(costs_of)
+    labels = np.repeat(np.arange(len(costs_of)), [len(group) for group in costs_of])
+    units = Units.of(replace(Waiting.of(costs), groups=labels), PlanKnobs(num_ranks, 16, 8, groups="same_batch"))
+    go = np.isin(np.arange(len(costs_of)), goes)
+    found = swaps_of_groups(units, costs, np.zeros(go.size, dtype=bool), go, np.ones(num_ranks), "free")
+    return [(np.flatnonzero(choice).tolist(), later) for choice, later in found]
+
+
+def test_what_a_swap_costs_the_next_step_or_saves_it() -> None:
+    """A quarter of how far the heaviest that stays is above the fair share then, less how far it is now."""
+    groups = [[600.0, 200.0], [500.0, 280.0], [1000.0, 10.0], [1000.0, 10.0]]
+    costs = {tuple(went): later for went, later in choices(groups, [0, 1], 2)}
+    assert costs[1, 2] == pytest.approx((1000 - (800 + 1010) / 2) / 4)
+    assert costs[0, 2] == pytest.approx((1000 - (780 + 1010) / 2) / 4)
+    (_, saved), *_ = choices([[600.0, 200.0], [1000.0, 10.0], [100.0, 100.0]], [0], 2)
+    assert saved == pytest.approx((600 - 800 / 2 - (1000 - 1010 / 2)) / 4)  # as many rollouts as this step has
+
+
+def test_the_most_promising_swap_comes_first() -> None:
+    groups = [[900.0, 100.0], [500.0, 100.0], [890.0, 100.0], [700.0, 100.0], [300.0, 100.0]]
+    assert [went for went, _ in choices(groups, [0, 1], 2)[:2]] == [[1, 3], [1, 4]]  # 700 and 500 on both ranks
+    many = [[1000.0] + [10.0] * 7, [10.0] * 8, [20.0] * 8, [30.0] * 8]  # so many a rank that the bound is reached
+    assert 0 not in choices(many, [0, 1], 2)[0][0]
 
 
 @pytest.mark.parametrize("how", ["same_batch", "same_rank"])
