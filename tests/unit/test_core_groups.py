@@ -7,7 +7,7 @@ from evictions import Evictions
 
 import stream_balancer as sb
 from stream_balancer.controller.checkpoint import read_state_dict, state_dict
-from stream_balancer.core.groups import Declared, GroupSize
+from stream_balancer.core.groups import Declared, Groups, GroupSize
 from stream_balancer.core.machine import BalancerCore
 from stream_balancer.testing import make_rollout, make_rollouts
 
@@ -332,3 +332,12 @@ def test_a_closed_group_in_flight_for_other_ranks_waits_again_as_complete() -> N
     assert sent(core) == (3, ())
     other = restored(core, dp_size=1)
     assert sent(other) == (3, ())
+
+
+def test_an_expected_group_that_is_restored_with_all_it_expects_is_closed() -> None:
+    """A journal may have the rollouts, and not yet that they were the last."""
+    groups = Groups(4)
+    for _ in range(2):
+        groups.join("g")
+    groups.restore({"g": 2}, {"g": 2})
+    assert groups.closed() == {"g": 2}

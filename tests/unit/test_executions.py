@@ -354,3 +354,33 @@ def test_what_is_left_of_an_execution_is_agreed_upon() -> None:
     assert agreement.final is not None
     assert (agreement.final.rollouts, agreement.final.executions) == (3, 2)
     assert agreement.final.resized == (ResizedExecution("g", "partly", 2, 12),)
+
+
+def test_an_execution_of_an_open_group_that_was_lost_in_flight_may_come_again() -> None:
+    core = core_of(dp_size=1, batch_size=8, window=8, deadline_s=1.0)
+    first = [sample(3, "g", "e0", seed=n) for n in range(2)]
+    core.add_all(first, 0.0)
+    batch = core.poll(1.0)
+    assert batch is not None
+    assert batch.incomplete_groups == ("g",)
+    core.mark_missing(batch.step, [r.rollout_id for r in first])
+    core.acknowledge(batch.step)
+    core.add_all([sample(3, "g", "e1", seed=5)], 2.0)
+    assert core.state.buffer.groups.incomplete() == {"g": 1}
+    core.add_all(first, 2.0)
+    assert core.state.buffer.groups.incomplete() == {}
+    core.verify()
+
+
+def test_an_execution_lost_beside_others_that_wait_may_come_again() -> None:
+    core = core_of(dp_size=1, batch_size=8, window=8, deadline_s=1.0, group_size=4)
+    first = [sample(3, "g", "e0", seed=n) for n in range(2)]
+    core.add_all(first, 0.0)
+    batch = core.poll(1.0)
+    assert batch is not None
+    core.add_all([sample(3, "g", "e1", seed=5)], 1.5)
+    core.mark_missing(batch.step, [r.rollout_id for r in first])
+    core.acknowledge(batch.step)
+    core.add_all(first, 1.5)
+    assert core.state.buffer.groups.incomplete() == {"g": 2}
+    core.verify()
