@@ -14,6 +14,7 @@ import stream_balancer as sb
 from stream_balancer.controller.checkpoint import read_state_dict, state_dict
 from stream_balancer.core.auto_window import AutoWindow
 from stream_balancer.core.machine import BalancerCore
+from stream_balancer.core.throttle import Throttle
 from stream_balancer.planning import PlanKnobs, Waiting, choose_batch, plan_batch, smallest_max_skips
 from stream_balancer.planning.step_size import surplus_after
 
@@ -126,6 +127,28 @@ def test_what_is_due_does_not_wait_for_a_step_that_gives_back() -> None:
     assert choose_batch(columns, KNOBS, num_rollouts=40, surplus=0).sum() == 16
     columns = waiting([100.0] * 40, due=np.arange(40) >= 16)
     assert choose_batch(columns, KNOBS, num_rollouts=40, surplus=0).sum() == 24  # all of them, since the range allows
+
+
+def test_the_guarantee_counts_on_no_more_than_the_least() -> None:
+    """Of eight that one more step may leave behind, four must go now: the next may take four."""
+    knobs = PlanKnobs(num_ranks=2, batch_size=8, batch_size_range=(4, 16), max_skips=8)
+    columns = waiting([100.0] * 28, skips=np.where(np.arange(28) < 20, 0, 7))
+    go = choose_batch(columns, knobs, num_rollouts=28, surplus=8)
+    assert go[20:].sum() >= 4
+
+
+def test_generation_is_throttled_by_the_least() -> None:
+    knobs = sb.BalancerConfig(dp_size=1, batch_size=2, batch_size_range=(1, 4), window=2, max_staleness=1)
+    core = BalancerCore(knobs)
+    core.set_version(0)
+    assert Throttle().room(core.state) == 2  # two batches before they are too old, of one rollout at the least
+
+
+def test_groups_on_one_rank_are_as_heavy_as_their_sum() -> None:
+    knobs = PlanKnobs(2, 8, 8, batch_size_range=(4, 16), groups="same_rank", group_size=2)
+    costs = [450.0] * 2 + [100.0] * 30
+    go = choose_batch(waiting(costs, groups=np.arange(32) // 2, due=np.arange(32) < 2), knobs, num_rollouts=32)
+    assert go.sum() > 8  # each by itself would balance six others
 
 
 @pytest.mark.parametrize("available", [1, 5, 9])
