@@ -899,3 +899,21 @@ async def test_so_many_closed_groups_are_kept_in_a_journal(tmp_path: Path) -> No
         assert db.execute("select count(*) from facts where kind = 'group'").fetchone() == (2,)
     async with sb.StreamBalancer(knobs, journal=after) as balancer:
         assert balancer.parts.core.state.buffer.groups.closed() == {"c": 0, "d": 0}
+
+
+async def test_a_put_cancelled_on_its_way_to_the_disk_declares_nothing(tmp_path: Path, disk: Disk) -> None:
+    knobs = config(group_size=4, window=4, capacity=8)
+    async with sb.StreamBalancer(knobs, journal=tmp_path / "j") as balancer, anyio.create_task_group() as tasks:
+        await balancer.expect_group("g", 3)
+        with disk.stopped():
+            tasks.start_soon(partial(balancer.put_group, [make_rollout(3, "g0", group_id="g")], complete=True))
+            await disk.reached()
+            tasks.cancel_scope.cancel()
+            with anyio.CancelScope(shield=True):
+                for _ in range(20):
+                    await checkpoint()
+        with anyio.CancelScope(shield=True):
+            after = await crash(balancer)
+    async with sb.StreamBalancer(knobs, journal=after) as balancer:
+        groups = balancer.parts.core.state.buffer.groups
+        assert (groups.open_sizes(), groups.closed(), waiting(balancer)) == ({"g": 3}, {}, [])

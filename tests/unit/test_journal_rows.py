@@ -253,3 +253,13 @@ def test_ages_survive() -> None:
     snapshot, _ = contents.snapshot(11.0, 0)
     assert snapshot.waited_s.tolist() == [1.0, 1.0, 0.0]
     assert snapshot.skips.tolist() == [3, 1, 0]
+
+
+def test_a_group_closed_by_a_put_that_was_cut_short_has_what_is_there() -> None:
+    """The put's rows say that it is closed; with how many follows once they are held."""
+    contents = Contents()
+    for number in range(3):
+        contents.hold(number, Held(make_rollout(3, f"r{number}", group_id="g"), 0.0, 0))
+    contents.add(0, Group("g", None, "closed"))
+    snapshot, _ = contents.snapshot(1.0, 10)
+    assert snapshot.closed_groups == {"g": 3}
