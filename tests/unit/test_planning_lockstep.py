@@ -237,6 +237,14 @@ def test_an_outlier_that_must_go_takes_its_like_along():
     assert {1, 21} <= set(completed)
 
 
+def test_outliers_that_must_go_soon_do_not_wait_for_a_third():
+    tokens = [100, 100, *[20] * 20, 40, 20]
+    soon, later = (np.array([left, left, *[8] * 22]) for left in (1, 5))
+    going = chosen(step_of(tokens, remaining=soon, num_ranks=3))
+    assert {0, 1, 22} <= set(going)  # the third micro-batch takes the longest of the others
+    assert 0 not in chosen(step_of(tokens, remaining=later, num_ranks=3))
+
+
 def test_of_equal_outliers_the_older_go():
     going = chosen(step_of([100] * 3 + [20] * 20, must=[0], num_rollouts=8))
     assert going[:3] == [0, 1, 3]  # two make a lockstep, and a third would be alone
