@@ -110,8 +110,9 @@ def test_a_group_that_must_go_is_not_swapped_away() -> None:
     assert went == {0, 1}
 
 
-def test_an_incomplete_group_does_not_come_in() -> None:
-    went, _ = plan_groups(UNEVEN, 2, 4, incomplete=[2, 3, 4])
+@pytest.mark.parametrize("how", ["same_batch", "same_rank"])
+def test_an_incomplete_group_does_not_come_in(how: str) -> None:
+    went, _ = plan_groups(UNEVEN, 2, 4, incomplete=[2, 3, 4], groups=how)
     assert went == {0, 1}
 
 
