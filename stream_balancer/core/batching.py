@@ -68,6 +68,7 @@ def make_batch(state: State, plan: Plan, rows: NDArray[np.int64], reason: Reason
     loads: list[float] = (plan.loads if plan.rates is None else plan.loads / plan.rates).tolist()
     # of real rollouts only: a padding copy must not count in any mean
     tokens, loss_tokens = int(lengths.sum()), sum(map(attrgetter("num_loss_tokens"), rollouts))
+    executions_of_step = num_executions(rollouts)
     return Batch(
         step=step,
         reason=reason,
@@ -81,7 +82,7 @@ def make_batch(state: State, plan: Plan, rows: NDArray[np.int64], reason: Reason
                 global_num_rollouts=len(rollouts),
                 global_num_tokens=tokens,
                 global_num_loss_tokens=loss_tokens,
-                global_num_executions=num_executions(rollouts),
+                global_num_executions=executions_of_step,
             )
             for rank, of_rank in enumerate(micro_batches)
         ),
