@@ -7,6 +7,7 @@ share of real training steps, as bench/training.py measured them. ``sizes.svg``:
 from __future__ import annotations
 
 import json
+from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -119,27 +120,26 @@ def draw_headline() -> None:
 def draw_sizes() -> None:
     """Idle time over rollouts per rank: where arrival order suffices, and where the window earns its delay."""
     lines = (ROOT / "bench" / "results" / "sizes.jsonl").read_text().splitlines()
-    rows = [row for row in map(json.loads, lines) if "name" in row]
-    lengths = list(dict.fromkeys(row["name"].split()[0] for row in rows))
-    figure, axes = plt.subplots(1, len(lengths), figsize=(8.6, 2.6), sharey=True, layout="constrained")
+    idle: dict[tuple[str, str, int], list[tuple[float, float]]] = defaultdict(list)  # trace, policy, ranks
+    for row in (row for row in map(json.loads, lines) if "name" in row):
+        cell, policy, _ = row["name"].split(": ")
+        lengths, size = cell.split()
+        rollouts, ranks = map(int, size.split("/"))
+        idle[lengths, policy, ranks].append((rollouts / ranks, row["value"]))
+    lengths = list(dict.fromkeys(lengths for lengths, _, _ in idle))
+    figure, axes = plt.subplots(1, len(lengths), figsize=(8.6, 2.8), sharey=True, layout="constrained")
     for axis, name in zip(axes, lengths, strict=True):
         for policy, color in (("arrival order, best partition", STRONG), ("window", BUSY)):
-            found = sorted(
-                (int(size.split("/")[0]) / int(size.split("/")[1]), int(size.split("/")[1]), row["value"])
-                for row in rows
-                for size in [row["name"].split()[1].rstrip(":")]
-                if row["name"].startswith(f"{name} ") and f": {policy}: " in row["name"]
-            )
             for ranks, style in ((8, "-"), (32, "--"), (64, ":")):
-                mine = [(per_rank, idle) for per_rank, of, idle in found if of == ranks]
-                axis.plot(*zip(*mine, strict=True), style, color=color, marker=".", label=f"{policy}, {ranks} ranks")
-        axis.set_title(name, fontsize=10)
+                per_rank, shares = zip(*sorted(idle[name, policy, ranks]), strict=True)
+                axis.plot(per_rank, shares, style, color=color, marker=".", label=f"{policy}, {ranks} ranks")
+        axis.set_title(name.split("_")[0], fontsize=10)
         axis.set_xscale("log", base=2)
         axis.set_xticks([4, 16, 64], ["4", "16", "64"])
         axis.spines[["top", "right"]].set_visible(False)
     axes[0].set_ylabel("ranks wait, % of the time")
-    figure.supxlabel("rollouts per rank in a step (bench/sizes.py)", fontsize=10)
-    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=2, frameon=False, fontsize=8)
+    figure.supxlabel("rollouts per rank in a step; recorded lengths (bench/sizes.py)", fontsize=10)
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside upper center", ncols=2, frameon=False, fontsize=8)
     save(figure, "sizes.svg")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import weakref
 from collections import deque
 from collections.abc import Callable
@@ -63,7 +64,9 @@ class _LoopCaller:
 
     def __call__(self, function: Callable[[], object]) -> None:
         self._calls.append(function)
-        if not self._is_woken:
+        if threading.current_thread() is threading.main_thread():
+            self._wake()  # Ctrl-C may come between the flag and the wake-up, and nobody would wake the loop again
+        elif not self._is_woken:
             self._is_woken = True
             self._wake()
 

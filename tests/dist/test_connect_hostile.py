@@ -96,7 +96,6 @@ PRODUCERS = {
     "cancels what it has not sent": frame(Cancel(7)),
     "goes on after it has closed": frame(Close()) + put(),
     "number twice": put("once") + put("twice"),
-    "number left out": put("early", 1),
     "wrong dtype": wrong_dtype(),
 }
 CLOSED = "goes on after it has closed"

@@ -6,6 +6,7 @@ import asyncio
 import gc
 import threading
 import weakref
+from collections.abc import Callable
 from functools import partial
 from typing import Any, Literal
 
@@ -37,6 +38,13 @@ def count_wake_ups(patch: pytest.MonkeyPatch) -> list[None]:
     return wake_ups
 
 
+def in_a_thread(function: Callable[[], object]) -> None:
+    """While the loop stands still."""
+    thread = threading.Thread(target=function)
+    thread.start()
+    thread.join()
+
+
 @both
 def test_calls_that_come_together_wake_the_loop_once(backend: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also if each comes from a caller of its own, as the replies to many puts do."""
@@ -44,8 +52,8 @@ def test_calls_that_come_together_wake_the_loop_once(backend: Backend, monkeypat
 
     async def main() -> None:
         wake_ups = count_wake_ups(monkeypatch)
-        for n in range(100):
-            loop_caller()(partial(seen.append, n))
+        calls = [(loop_caller(), partial(seen.append, n)) for n in range(100)]
+        in_a_thread(lambda: [in_loop(call) for in_loop, call in calls])
         while len(seen) < 100:
             await anyio.lowlevel.checkpoint()
         assert len(wake_ups) == 1
@@ -55,6 +63,31 @@ def test_calls_that_come_together_wake_the_loop_once(backend: Backend, monkeypat
 
     anyio.run(main, backend=backend)
     assert seen == list(range(101))
+
+
+@both
+def test_a_call_that_ctrl_c_cuts_off_does_not_hold_up_the_next(
+    backend: Backend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The main thread, which alone gets interrupts, may be stopped just before it wakes the loop."""
+    seen: list[int] = []
+
+    async def main() -> None:
+        in_loop = loop_caller()
+        with monkeypatch.context() as patch:
+            patch.setattr(type(in_loop), "_wake", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                in_loop(partial(seen.append, 0))
+        in_a_thread(partial(in_loop, partial(seen.append, 1)))
+        with anyio.fail_after(5):
+            while len(seen) < 2:
+                await anyio.lowlevel.checkpoint()
+
+    def interrupted(_: object) -> None:
+        raise KeyboardInterrupt
+
+    anyio.run(main, backend=backend)
+    assert seen == [0, 1]
 
 
 @both
