@@ -26,7 +26,7 @@ from stream_balancer.wire.messages import Close
 
 __all__ = ["SocketChannel"]
 
-_TURN_BYTES = 256 * 1024  # read from one socket before the others, and replies, get their turn
+_TURN_BYTES = 4 * 2**20  # read from one socket before the others, and replies, get their turn
 _GATHER = 512  # pieces per sendmsg; the system's limit is 1024
 _COPY_BYTES = 64 * 1024  # below that a dozen pieces cost more than their bytes
 
