@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import shutil
 import sqlite3
 import threading
@@ -132,6 +133,15 @@ def test_a_changed_byte_of_the_schema(closed: Path, tmp_path: Path) -> None:
     """SQLite's message quotes the damaged name, which may be no text."""
     start = (closed / "journal.db").read_bytes().lower().index(b"create")
     for offset in range(start - 60, start + 40, 2):
+        check_database(closed, tmp_path / "journal", offset)
+
+
+def test_a_changed_byte_of_an_id(closed: Path, tmp_path: Path) -> None:
+    """The row is named by what it was called before."""
+    data = (closed / "journal.db").read_bytes()
+    places = [found.start() + 2 for found in re.finditer(rb"r42", data)]
+    assert len(places) >= 2  # its row, and the index
+    for offset in places:
         check_database(closed, tmp_path / "journal", offset)
 
 

@@ -206,7 +206,9 @@ class Store:
         """Every row of a rollout that can be reached, untrusted; the oldest first, what lies behind damage last."""
         names = dict(self._reached("select number, id from rollouts indexed by ids order by id {0}, number {0}"))
         for row in self._reached("select * from rollouts order by number {0}"):
-            names.pop(row[0], None)
+            name = names.pop(row[0], row[1])
+            if name != row[1]:
+                self.damage.append(f"row {row[0]}: rollout {name!r} in the index, {row[1]!r} in the row")
             yield row
         self.damage += [f"row {number}: rollout {name!r} cannot be reached" for number, name in names.items()]
 
