@@ -25,6 +25,7 @@ class World:
         self.config, self.random = config, random.Random(seed)
         self.ages: list[int] = []
         self.evicted = 0
+        self.trained: list[sb.RankBatch] = []
 
     async def run(self, *, depth: int, num_rollouts: int, accumulate: int = 1, direct: bool = False) -> sb.Statistics:
         """``accumulate``: batches an optimizer step, which is what acknowledges and makes a version."""
@@ -53,6 +54,8 @@ class World:
                 rollout = make_rollout(self.random.randint(1, 50), f"{group}.{n}", group_id=f"{group}", version=version)
                 await balancer.put(rollout)
         balancer.end()
+        for share in self.trained:  # no step will follow that acknowledges it
+            share.ack()
 
     async def train(self, balancer: sb.StreamBalancer, feeds: list[sb.RankFeed], accumulate: int) -> None:
         step = 0
@@ -76,6 +79,8 @@ class World:
             if accumulate > 1 and (step % accumulate == 0 or balancer.ended):
                 for share in last:
                     share.ack()
+            else:
+                self.trained = last
 
     async def train_locally(self, balancer: sb.StreamBalancer, accumulate: int) -> None:
         step = 0
