@@ -250,9 +250,12 @@ def _with_loss_mask(rollout: Rollout, column: str | None) -> Rollout:
 
 
 def check_group(rollouts: Sequence[Rollout]) -> None:
-    """Raise RolloutError unless they are siblings."""
+    """Raise RolloutError unless they are siblings, TypeError for what is no Rollout."""
     if not rollouts:
         raise RolloutError("put_group() takes at least one rollout")
+    for rollout in rollouts:
+        if not isinstance(rollout, Rollout):
+            raise TypeError(f"put_group() takes Rollouts, not {type(rollout).__name__}")
     ids = {r.group_id for r in rollouts}
     if len(ids) != 1 or None in ids:
         raise RolloutError(f"put_group() takes siblings that share one group_id, not {sorted(map(str, ids))}")

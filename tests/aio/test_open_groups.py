@@ -161,3 +161,10 @@ def test_a_blocking_balancer_has_the_same() -> None:
         assert balancer.statistics().open_groups == 0
         batch = next(iter(balancer.batches()))
         assert (batch.num_rollouts, batch.incomplete_groups) == (4, ())
+
+
+@pytest.mark.parametrize("complete", [False, True])
+async def test_a_group_of_what_is_no_rollout_is_refused_by_name(complete: bool) -> None:
+    async with sb.StreamBalancer(sb.BalancerConfig(dp_size=1, batch_size=4, group_size=2)) as balancer:
+        with pytest.raises(TypeError, match=r"put_group\(\) takes Rollouts, not dict"):
+            await balancer.put_group([{}], complete=complete)  # type: ignore[list-item]
