@@ -7,10 +7,10 @@ PYTEST := $(BIN)/python -m pytest -n 2 --dist worksteal
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-all lint types unit soak architecture docs pictures bench bench-peers test-integrations clean
+.PHONY: help install demo test test-all lint types unit soak architecture docs package pictures bench bench-gpu bench-peers bench-schedulers test-integrations test-integrations-long clean
 
 help:  ## list the targets
-	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-18s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-22s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 install: $(STAMP)  ## create .venv and install the project with its development tools (idempotent)
 
@@ -51,6 +51,10 @@ bench: install  ## every benchmark that needs nothing but the project
 		test ! -e bench/$$file.py || { echo "== bench/$$file.py"; $(BIN)/python bench/$$file.py $(ARGS) || exit 1; }; \
 	done
 
+bench-gpu: install  ## what one accelerator can measure, in under eight minutes; first the tests that need one
+	$(BIN)/python -m pytest -m accelerator tests/unit/test_device.py
+	$(BIN)/python bench/accelerator.py $(ARGS)
+
 PEERS := .venv-peers/bin/python
 
 .venv-peers/.installed: bench/peers-deps.txt bench/peers.txt
@@ -65,8 +69,14 @@ bench-peers: .venv-peers/.installed  ## the planning benchmarks beside verl, ARe
 		echo "== bench/$$file.py"; PYTHONPATH=. $(PEERS) bench/$$file.py $(ARGS) || exit 1; \
 	done
 
+bench-schedulers: .venv-peers/.installed  ## trainers' schedulers side by side, their real code; ARGS=--all for all sizes
+	PYTHONPATH=. $(PEERS) bench/schedulers.py --results bench/results/schedulers.jsonl $(ARGS)
+
 test-integrations: .venv-peers/.installed  ## the adapters against real trainers' packages, in the same environment
 	PYTHONPATH=. STREAM_BALANCER_REQUIRE_PEERS=1 $(PEERS) -m pytest tests/integrations $(ARGS)
+
+test-integrations-long: .venv-peers/.installed  ## ... and the longer of them
+	PYTHONPATH=. STREAM_BALANCER_REQUIRE_PEERS=1 $(PEERS) -m pytest tests/integrations -m "not soak" $(ARGS)
 
 $(VENV)/.docs-installed: $(STAMP)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
@@ -74,6 +84,17 @@ $(VENV)/.docs-installed: $(STAMP)
 
 docs: $(VENV)/.docs-installed  ## the documentation site, into site/; warnings are errors
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+EMPTY := $(VENV)/empty
+
+package: install  ## sdist and wheel into dist/; the wheel is tried in an empty environment, with the README's program
+	rm -rf dist $(EMPTY)
+	$(BIN)/python -m build --outdir dist .
+	$(PYTHON) -m venv $(EMPTY)
+	$(EMPTY)/bin/python -m pip install --quiet --disable-pip-version-check torch==2.13.0 dist/*.whl
+	cd $(EMPTY) && bin/stream-balancer --version && bin/python -m stream_balancer replay generate:lrm:2000 --dp-size 4 --batch-size 16
+	sed -n '/^```python$$/,/^```$$/{//!p}' README.md > $(EMPTY)/readme.py
+	cd $(EMPTY) && PYTHONPATH= bin/python readme.py
 
 pictures: $(VENV)/.docs-installed  ## draw docs/pictures/ anew, from the library and from bench/results/
 	$(BIN)/python docs/_site/pictures.py

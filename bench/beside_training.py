@@ -31,15 +31,15 @@ BAR = 1.5
 class Repeating(ScriptedBalancer):
     """The same batch under ever new step numbers: the controller's packing is measured, not the making."""
 
-    def __init__(self, num_tokens: int, steps: int) -> None:
+    def __init__(self, num_ranks: int, num_tokens: int, steps: int) -> None:
         super().__init__([])
-        self._tokens, self._steps, self._step = num_tokens, steps, 0
+        self._ranks, self._tokens, self._steps, self._step = num_ranks, num_tokens, steps, 0
 
     async def __anext__(self) -> Batch:
         await anyio.lowlevel.checkpoint()
         if self._step == self._steps:
             raise StopAsyncIteration
-        batch = make_batch(self._step, 2, num_tokens=self._tokens)
+        batch = make_batch(self._step, self._ranks, num_tokens=self._tokens)
         self._in_flight[batch.step] = batch
         self._step += 1
         return batch
@@ -77,7 +77,7 @@ def rank_main(rank: int, address: str, port: int, rounds: int, shared_memory: bo
 async def measure(rows: Rows, num_tokens: int, rounds: int, shared_memory: bool) -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    balancer = Repeating(num_tokens, rounds * STEPS_PER_ROUND)
+    balancer = Repeating(2, num_tokens, rounds * STEPS_PER_ROUND)
     async with TorchTransport.listen(dp_size=2, shared_memory=shared_memory) as transport:
         plan = (transport.address, port, rounds, shared_memory)
         with peer(0, *plan) as first, peer(1, *plan) as second:

@@ -28,7 +28,7 @@ from peers import Floats, peers
 from stream_balancer import BalancerConfig, Rollout, StreamBalancer
 from stream_balancer.core.step_times import StepTiming
 from stream_balancer.cost import CalibratedCost, CostModel, TokenCost
-from stream_balancer.demo.model import build_model, loss_sum, training_cost
+from stream_balancer.demo.model import Decoder, build_model, loss_sum, training_cost
 from stream_balancer.demo.options import DemoOptions
 from stream_balancer.tools.generation import finish_times
 from stream_balancer.tools.length_models import generate_trace
@@ -130,11 +130,17 @@ def verl(rollouts: Sequence[Rollout], setting: Setting) -> Layouts | None:
 class Trainer:
     """Runs micro-batches and says how long they took."""
 
-    def __init__(self, options: argparse.Namespace) -> None:
-        self.device = torch.device(options.device)
-        dtype = torch.float32 if self.device.type == "cpu" else torch.bfloat16
-        self.model = build_model(MODELS[options.model], dtype).to(self.device)
-        self.on_cpu = self.device.type == "cpu"
+    def __init__(self, model: Decoder, device: torch.device) -> None:
+        self.model = model.to(device)
+        self.device = device
+        self.on_cpu = device.type == "cpu"
+
+    @classmethod
+    def of(cls, options: argparse.Namespace) -> Trainer:
+        """What the command line asks for; float32 on a CPU, bfloat16 elsewhere."""
+        device = torch.device(options.device)
+        dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
+        return cls(build_model(MODELS[options.model], dtype), device)
 
     def seconds(self, rollouts: Sequence[Rollout], *, slow: float = 1.0) -> float:
         """Forward and backward of one micro-batch, drawn out to ``slow`` times as long."""
@@ -222,23 +228,30 @@ def main() -> None:
     torch.set_num_threads(1)
     rows = Rows(options.json)
     setting = Setting(options.ranks, options.batch, options.cap, training_cost(MODELS[options.model]))
-    rollouts = stream(options)
-    trainer = Trainer(options)
+    trainer = Trainer.of(options)
+    compare(rows, trainer, stream(options), setting, options.steps)
+    if options.calibration_steps:
+        calibration(rows, trainer, options, setting)
+
+
+def compare(rows: Rows, trainer: Trainer, rollouts: Sequence[Rollout], setting: Setting, steps: int) -> None:
+    """The same rollouts under every policy."""
     for _ in range(3):
         trainer.seconds(rollouts[:8])
+    batch = setting.batch
     policies: dict[str, Layouts | None] = {
         "round-robin": ours(rollouts, setting, policy="round_robin"),
         "verl KK": verl(rollouts, setting),
         "arrival order, best partition": ours(rollouts, setting, policy="fifo"),
-        "window 2x": ours(rollouts, setting, window=2 * options.batch),
-        "window 4x": ours(rollouts, setting, window=4 * options.batch),
-        "window 2x, sync=micro_batch": ours(rollouts, setting, window=2 * options.batch, sync="micro_batch"),
+        "window 2x": ours(rollouts, setting, window=2 * batch),
+        "window 4x": ours(rollouts, setting, window=4 * batch),
+        "window 2x, sync=micro_batch": ours(rollouts, setting, window=2 * batch, sync="micro_batch"),
     }
     done: dict[str, Measured] = {}
     for name, layouts in policies.items():
         if layouts is None:
             continue
-        one = done[name] = measure(trainer, layouts, setting, options.steps)
+        one = done[name] = measure(trainer, layouts, setting, steps)
         step_s = one.step_s() / len(one.seconds)
         rows.add(f"{name}: step", 1e3 * step_s, "ms")
         rows.add(f"{name}: idle, meeting once per step", one.idle(), "%")
@@ -250,8 +263,6 @@ def main() -> None:
     rows.add("idle, window 2x over round-robin", done["window 2x"].idle() / done["round-robin"].idle(), "ratio", 1 / 3)
     if "verl KK" in done:
         rows.add("idle, window 2x over verl KK", done["window 2x"].idle() / done["verl KK"].idle(), "ratio", 1.0)
-    if options.calibration_steps:
-        calibration(rows, trainer, options, setting)
 
 
 SLOW = 1.5

@@ -30,7 +30,7 @@ from stream_balancer.testing.scripted import rank_batch
 from stream_balancer.transport.channel import Outgoing, Source
 from stream_balancer.transport.gloo.torch_dist import TorchTransport
 from stream_balancer.types import RankBatch
-from stream_balancer.wire import share as wire
+from stream_balancer.wire import rank_batch as wire
 
 ROLLOUTS = 64
 LATENCY_MEGABYTES = (0.02, 1.0, 10.0)

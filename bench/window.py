@@ -55,8 +55,7 @@ class Mode:
         window = round(self.width * batch / size) * size
         knobs: dict[str, Any] = {"dp_size": self.ranks, "batch_size": batch, "window": window, "cost": cost}
         if self.whole_groups:
-            # siblings that wait for others take places, too: without these the window would not fill
-            knobs |= {"group_size": size, "capacity": 2 * window + SLOTS}
+            knobs["group_size"] = size
         if self.capped:
             knobs["max_tokens_per_micro_batch"] = int(trace.lengths.max())
         if self.in_tokens:

@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from stream_balancer.errors import EndOfStream as EndOfStream
     from stream_balancer.errors import JournalError as JournalError
     from stream_balancer.errors import RankLostError as RankLostError
+    from stream_balancer.errors import RefusedError as RefusedError
     from stream_balancer.errors import RolloutError as RolloutError
     from stream_balancer.errors import TraceError as TraceError
     from stream_balancer.errors import WireError as WireError
@@ -79,8 +80,8 @@ _NAMES_OF = {
     "controller.serve": "serve",
     "core.observer": "Observer",
     "errors": "AlreadyInUseError BrokenResourceError BusyResourceError ClosedResourceError ConfigError "
-    "DuplicateRolloutError EndOfStream JournalError RankLostError RolloutError TraceError WireError "
-    "WouldBlock",
+    "DuplicateRolloutError EndOfStream JournalError RankLostError RefusedError RolloutError TraceError "
+    "WireError WouldBlock",
     "rank.feed": "RankFeed",
     "controller.journal": "Journal Recovered",
     "tools.simulate": "simulate",

@@ -14,6 +14,9 @@ Most are the ones anyio and Python users already know; this module only adds wha
     anyio.BrokenResourceError     a peer went away
     |-- RankLostError             a rank (or, seen from a rank, the controller) is gone; .rank .step .cause
     `-- WireError                 a peer sent bytes that are not a valid message: refused before use
+    RefusedError                  a peer does not want this one; .reason says why, and is one of the errors above:
+                                  "authentication", "protocol", "value" a ValueError, "busy" an AlreadyInUseError,
+                                  "closed" a BrokenResourceError
     anyio.EndOfStream             the normal end of a link
     OSError
     `-- JournalError              the journal's disk is full (.errno ENOSPC: make room, put again) or failing
@@ -24,7 +27,7 @@ was not accepted, a batch whose delivery failed is still unacknowledged.
 
 from __future__ import annotations
 
-from typing import TypeVar
+from typing import Literal, TypeAlias, TypeVar
 
 from anyio import BrokenResourceError, BusyResourceError, ClosedResourceError, EndOfStream, WouldBlock
 
@@ -38,10 +41,13 @@ __all__ = [
     "EndOfStream",
     "JournalError",
     "RankLostError",
+    "RefusalReason",
+    "RefusedError",
     "RolloutError",
     "TraceError",
     "WireError",
     "WouldBlock",
+    "refused_error",
 ]
 
 
@@ -92,6 +98,40 @@ class RankLostError(BrokenResourceError):
 
 class WireError(BrokenResourceError):
     """A peer sent bytes that are not a valid message. They were refused before anything was allocated or run."""
+
+
+RefusalReason: TypeAlias = Literal["authentication", "protocol", "value", "busy", "closed"]
+
+
+class RefusedError(Exception):
+    """A peer refused this one: when it asked to join, or later, for what it had sent. Asking again changes nothing.
+
+    Raised the same over every transport. It is also what the mistake is, so ``except ValueError`` catches those that
+    are yours: another token or version of the library, another ``dp_size``.
+    """
+
+    def __init__(self, text: str, reason: RefusalReason = "value") -> None:
+        Exception.__init__(self, text)
+        self.reason = reason
+        """"authentication": the tokens differ. "protocol": the two ends have different versions of the library, or one
+        has sent what may not come. "value": something else does not fit, such as ``dp_size``. "busy": this rank is
+        connected already. "closed": the controller has closed its transport."""
+
+
+class _RefusedValueError(RefusedError, ValueError): ...
+
+
+class _RefusedBusyError(RefusedError, AlreadyInUseError): ...
+
+
+class _RefusedClosedError(RefusedError, BrokenResourceError): ...
+
+
+def refused_error(reason: RefusalReason, text: str) -> RefusedError:
+    """What a refusal raises."""
+    if reason == "busy":
+        return _RefusedBusyError(text, reason)
+    return _RefusedClosedError(text, reason) if reason == "closed" else _RefusedValueError(text, reason)
 
 
 class JournalError(OSError):

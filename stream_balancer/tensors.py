@@ -83,6 +83,39 @@ class _Columns(Mapping[str, Any]):
             f"no column or scalar {name!r}; columns: {sorted(self.columns)}, scalars: {sorted(self.scalars)}"
         )
 
+    def per_token(self, values: str | Tensor) -> Tensor:
+        """One number of each rollout on every one of its tokens, in the shape of ``input_ids``; 0 on padding and on
+        padding copies.
+
+        ``values``: the name of a scalar, or ``[n]`` numbers made of such. Dtype and device are theirs, and gradients
+        flow back to them. Raises KeyError for an unknown name, ValueError for one that is per token already or for
+        another shape. O(T).
+
+        Examples:
+            >>> ids = torch.tensor([11, 12, 21, 22, 23, 31])  # [T]: three rollouts of 2, 3 and 1 tokens
+            >>> weights = torch.tensor([1.0, 1.0, 0.0])  # [n]: the last one is a padding copy
+            >>> rollouts = packed(FlatColumns({"input_ids": ids}, (2, 3, 1), {"advantage": [0.5, -1.0, 2.0]}, weights))
+            >>> rollouts.per_token("advantage")  # [T]
+            tensor([ 0.5000,  0.5000, -1.0000, -1.0000, -1.0000,  0.0000])
+            >>> rollouts.per_token(rollouts["advantage"] > 0)
+            tensor([ True,  True, False, False, False, False])
+        """
+        if isinstance(values, str):
+            if values in self.columns:
+                raise ValueError(f"per_token(): column {values!r} is per token already; read it as [{values!r}]")
+            values = self[values]
+        if values.shape != self.rollout_weights.shape:
+            raise ValueError(
+                f"per_token() takes one number for each of the {len(self.rollout_weights)} rollouts, "
+                f"{list(self.rollout_weights.shape)}, not {list(values.shape)}"
+            )
+        # not a product: what a padding copy has from its original may be NaN or infinite
+        return self._spread(torch.where(self.rollout_weights != 0, values, values.new_zeros(())))
+
+    def _spread(self, values: Tensor) -> Tensor:
+        """[n] numbers over the tokens of each rollout."""
+        raise NotImplementedError
+
     def __iter__(self) -> Iterator[str]:
         yield from self.columns
         yield from self.scalars
@@ -114,6 +147,9 @@ class Packed(_Columns):
         count = torch.arange(self.max_seqlen, dtype=torch.int64, device=self.cu_seqlens.device)
         return torch.cat([count[:length] for length in self.lengths])
 
+    def _spread(self, values: Tensor) -> Tensor:
+        return torch.repeat_interleave(values, self.cu_seqlens.diff(), output_size=sum(self.lengths))
+
 
 @dataclass(frozen=True, eq=False)
 class Padded(_Columns):
@@ -126,6 +162,9 @@ class Padded(_Columns):
     lengths: Tensor
     """[n] int64 tokens per rollout."""
 
+    def _spread(self, values: Tensor) -> Tensor:
+        return torch.where(self.attention_mask, values[:, None], values.new_zeros(()))
+
 
 @dataclass(frozen=True, eq=False)
 class Nested(_Columns):
@@ -133,6 +172,11 @@ class Nested(_Columns):
 
     offsets: Tensor
     """[n+1] int64 offsets shared by every column."""
+
+    def _spread(self, values: Tensor) -> Tensor:
+        ids = self.columns["input_ids"]
+        flat = torch.repeat_interleave(values, self.offsets.diff(), output_size=ids.values().shape[0])
+        return torch.nested.nested_tensor_from_jagged(flat, self.offsets)
 
 
 def _lengths(flat: FlatColumns) -> Tensor:
@@ -143,6 +187,7 @@ def _columns_with_loss_mask(flat: FlatColumns) -> dict[str, Tensor]:
     """The columns, with a ``loss_mask`` in any case: a trainer that reads it never trains on a padding copy."""
     columns = dict(flat.tokens)
     if "loss_mask" not in columns:
+        # [T] one where the rollout counts, zero on every token of a padding copy
         columns["loss_mask"] = torch.repeat_interleave(flat.weights != 0, _lengths(flat), output_size=sum(flat.lengths))
     return columns
 
@@ -178,6 +223,7 @@ def packed(flat: FlatColumns, *, scalar_dtype: torch.dtype = torch.float32) -> P
         >>> rollouts["advantage"]  # [n]
         tensor([ 0.5000, -1.0000,  2.0000])
     """
+    # A list, made into a tensor once below: n small tensor operations on an accelerator would each be a kernel launch.
     ends = list(accumulate(flat.lengths, initial=0))  # [n+1]
     columns = _columns_with_loss_mask(flat)
     return Packed(
@@ -230,6 +276,7 @@ def padded(
     if unknown := (pad_values or {}).keys() - columns.keys():
         raise ValueError(f"pad_values names {sorted(unknown)}, but the columns are {sorted(columns)}")
     width = -(-max(flat.lengths) // multiple_of) * multiple_of
+    # [L_max], compared below with the [n, 1] lengths
     place = torch.arange(width, device=n_tokens.device)
     # [n, L_max]: row-major, and so are the flat columns; `rows[mask] = column` below is therefore one copy, in order
     mask = place < n_tokens[:, None] if padding_side == "right" else place >= width - n_tokens[:, None]
@@ -263,6 +310,7 @@ def nested(flat: FlatColumns, *, scalar_dtype: torch.dtype = torch.float32) -> N
         tensor([0, 2, 5, 6])
     """
     n_tokens = _lengths(flat)
+    # [n+1]; int64, as torch wants them for jagged tensors
     offsets = torch.zeros(len(flat.lengths) + 1, dtype=torch.int64, device=n_tokens.device)
     offsets[1:] = torch.cumsum(n_tokens, 0)  # one tensor for all columns: torch calls two jagged shapes equal only then
     flat_columns = _columns_with_loss_mask(flat)

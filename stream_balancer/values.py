@@ -39,6 +39,7 @@ __all__ = [
     "plain_policy_version",
     "plain_tensor",
     "plain_version",
+    "version_of",
 ]
 
 T = TypeVar("T")
@@ -313,6 +314,18 @@ def plain_policy_version(value: object) -> int:
     if not -MAX_VERSION <= plain < MAX_VERSION:
         raise RolloutError(f"must be an int from -2**62 to 2**62, not {_short(plain)}")
     return plain
+
+
+def version_of(versions: Tensor) -> Version | None:
+    """What a column ``[L]`` of policy versions per token says of its rollout: one version, or (oldest, newest).
+    Negative ones are of tokens that no policy sampled; None if all are. O(L)."""
+    if versions.ndim != 1 or versions.is_floating_point() or versions.dtype is torch.bool:
+        raise RolloutError(f"must be integers [L], not {versions.dtype} {list(versions.shape)}")
+    sampled = versions[versions >= 0]
+    if not sampled.numel():
+        return None
+    oldest, newest = (int(version) for version in torch.aminmax(sampled))
+    return plain_version(oldest if oldest == newest else (oldest, newest))
 
 
 def plain_bool(value: object) -> bool:

@@ -25,6 +25,8 @@ ELSEWHERE = {
     "examples/grpo": "grpo.md",
 }
 """Path in the repository -> page of the site."""
+_OPTIONS = {"BalancerConfig": ["    options: {inherited_members: true, show_bases: false}"]}
+"""What the API page shows otherwise than usual: a config's knobs are its base's."""
 _LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)\s#]+)(#[^)]*)?\)")
 
 
@@ -59,8 +61,8 @@ def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
 
 def knobs() -> str:
     """The knobs of BalancerConfig, from its source: name, type, default, what it does."""
-    tree = ast.parse((ROOT / "stream_balancer" / "config.py").read_text())
-    body = next(n for n in tree.body if isinstance(n, ast.ClassDef) and n.name == "BalancerConfig").body
+    tree = ast.parse((ROOT / "stream_balancer" / "config" / "knobs.py").read_text())
+    body = next(n for n in tree.body if isinstance(n, ast.ClassDef) and n.name == "Knobs").body
     choices = {
         n.target.id: ast.unparse(n.value)
         for n in tree.body
@@ -92,8 +94,10 @@ def _default(value: ast.expr | None) -> str:
     if value is None:
         return "required"
     text = ast.unparse(value)
-    if text == "_DERIVED":
+    if text == "DERIVED":
         return "derived from other knobs unless given"
+    if text == "AUTO":
+        return 'default `"auto"`'
     return f"default `{text.removeprefix('field(default_factory=').removesuffix(')')}`".replace("Cost`", "Cost()`")
 
 
@@ -114,7 +118,7 @@ def api() -> str:
         lines += [f"## {module.rpartition('.')[2].lstrip('_')}", ""]
         own, borrowed = _split(module, names.split())
         for name in own:
-            lines += [f"::: stream_balancer.{module}.{name}", ""]
+            lines += [f"::: stream_balancer.{module}.{name}", *_OPTIONS.get(name, ()), ""]
         if borrowed:
             lines += [f"Raised as they are in anyio: {', '.join(f'`{name}`' for name in borrowed)}.", ""]
     lines += ["## planning", "", "::: stream_balancer.planning", "    options: {show_root_heading: false}", ""]
@@ -122,9 +126,13 @@ def api() -> str:
 
 
 def _split(module: str, names: list[str]) -> tuple[list[str], list[str]]:
-    """Names that a module defines, and names that it passes on."""
+    """Names that are the project's own, and names that a module passes on from elsewhere."""
     path = ROOT / "stream_balancer" / module.replace(".", "/")
     tree = ast.parse((path / "__init__.py" if path.is_dir() else path.with_suffix(".py")).read_text())
-    defined = {getattr(n, "name", None) for n in tree.body}
-    defined |= {getattr(n.targets[0], "id", None) for n in tree.body if isinstance(n, ast.Assign)}
-    return [name for name in names if name in defined], [name for name in names if name not in defined]
+    elsewhere = {
+        alias.asname or alias.name
+        for node in tree.body
+        if isinstance(node, ast.ImportFrom) and not str(node.module).startswith("stream_balancer")
+        for alias in node.names
+    }
+    return [name for name in names if name not in elsewhere], [name for name in names if name in elsewhere]

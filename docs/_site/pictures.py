@@ -2,11 +2,14 @@
 
 ``ranks.svg``: what every rank does during the same rollouts, under three policies. ``headline.svg``: step time and idle
 share of real training steps, as bench/training.py measured them. ``sizes.svg``: idle time by the size of a step.
+``delay.svg``: idle time against delay for recorded lengths. ``timeline.svg`` and ``processes.svg`` are diagrams
+(``diagrams.py``).
 """
 
 from __future__ import annotations
 
 import json
+import re
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,6 +21,7 @@ import torch
 
 import stream_balancer as sb
 from stream_balancer.tools.generation import finish_times
+from stream_balancer.tools.plot import bars
 
 mpl.use("svg")
 mpl.rcParams |= {
@@ -27,6 +31,7 @@ mpl.rcParams |= {
     "font.size": 10,
 }
 import matplotlib.pyplot as plt  # noqa: E402 - after use()
+from diagrams import processes, timeline  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[2]
 PICTURES = ROOT / "docs" / "pictures"
@@ -143,6 +148,45 @@ def draw_sizes() -> None:
     save(figure, "sizes.svg")
 
 
+def draw_delay() -> None:
+    """Idle time over mean delay, a line for each bound on skips; with a window of one batch nobody is passed over."""
+    lines = (ROOT / "bench" / "results" / "planning-window.jsonl").read_text().splitlines()
+    idle: dict[tuple[str, str], dict[str, tuple[float, float]]] = defaultdict(dict)  # trace, max_skips -> by window
+    first_out: dict[str, float] = {}
+    found = re.compile(r"(\w+?)_\S+ W(1\.25|1\.5|2|3) (D\d+): idle")
+    for row in (row for row in map(json.loads, lines) if "name" in row):
+        if row["name"].endswith(": fifo + this partition: idle") and "_" in row["name"]:
+            first_out[row["name"].split("_")[0]] = row["value"]
+        elif match := found.fullmatch(row["name"]):
+            idle[match[1], match[3]][match[2]] = row["delay"], row["value"]
+    lengths = list(dict.fromkeys(name for name, _ in idle))
+    figure, axes = plt.subplots(1, len(lengths), figsize=(8.6, 2.8), layout="constrained")
+    for axis, name in zip(axes, lengths, strict=True):
+        for bound, style in (("D8", ":"), ("D16", "-"), ("D32", "--")):
+            delays, shares = zip(*sorted({(0.0, first_out[name]), *idle[name, bound].values()}), strict=True)
+            axis.plot(delays, shares, style, color=BUSY, marker=".", label=f"max_skips={bound[1:]}")
+        axis.set_title(name, fontsize=10)
+        axis.set_ylim(0, max(5.0, 1.05 * first_out[name]))
+        axis.spines[["top", "right"]].set_visible(False)
+    axes[0].set_ylabel("ranks wait, % of the time")
+    windows = "mean delay, steps: windows of 1, 1.25, 1.5, 2 and 3 batches"
+    figure.supxlabel(f"{windows}; 32 rollouts on 8 ranks (bench/window.py)", fontsize=10)
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside upper center", ncols=3, frameon=False, fontsize=8)
+    save(figure, "delay.svg")
+
+
+def draw_schedulers() -> None:
+    """Idle time under every scheduler of bench/schedulers.py: one stream, one size, both ways in which ranks meet."""
+    lines = (ROOT / "bench" / "results" / "schedulers.jsonl").read_text().splitlines()
+    idle: dict[str, dict[str, float]] = defaultdict(dict)
+    for row in map(json.loads, lines):
+        if (row.get("stream"), row.get("batch_size")) == ("lrm_token_economy_g5", 256):
+            idle[row["scheduler"]][row["sync"]] = row["idle"] / 100
+    rows = {name: (found["step"], found["micro_batch"]) for name, found in idle.items()}
+    best_first = dict(sorted(rows.items(), key=lambda row: row[1]))
+    (PICTURES / "schedulers.svg").write_text(bars(best_first, ["ranks meet once a step", "at every micro-batch"]))
+
+
 def save(figure: plt.Figure, name: str) -> None:
     """Without a date, so that the same figures make the same file."""
     PICTURES.mkdir(exist_ok=True)
@@ -154,3 +198,7 @@ if __name__ == "__main__":
     draw_ranks()
     draw_headline()
     draw_sizes()
+    draw_schedulers()
+    draw_delay()
+    save(timeline(), "timeline.svg")
+    save(processes(), "processes.svg")

@@ -15,6 +15,7 @@ import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean, pstdev
+from typing import TypeAlias
 
 import anyio
 import anyio.lowlevel
@@ -26,7 +27,9 @@ from torch.nn.utils import vector_to_parameters
 
 import stream_balancer as sb
 
-__all__ = ["Engine", "Sample", "generate_groups", "group_advantages"]
+__all__ = ["Balancer", "Engine", "Sample", "generate_groups", "group_advantages"]
+
+Balancer: TypeAlias = sb.StreamBalancer | sb.Producer  # in this process, or in another one
 
 
 @dataclass(eq=False)
@@ -128,9 +131,9 @@ class Engine:
 
 
 async def generate_groups(
-    engine: Engine, balancer: sb.StreamBalancer, *, num_groups: int, group_size: int, num_workers: int, seed: int
+    engine: Engine, balancer: Balancer, *, num_groups: int, group_size: int, num_workers: int, seed: int
 ) -> None:
-    """All workers at once, until ``num_groups`` groups were put; then nothing more will come."""
+    """All workers at once, until ``num_groups`` groups were put."""
     groups = iter(range(num_groups))
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(engine.run)
@@ -138,10 +141,9 @@ async def generate_groups(
             for _ in range(num_workers):
                 workers.start_soon(_work, engine, balancer, groups, group_size, seed)
         tasks.cancel_scope.cancel()
-    balancer.end()
 
 
-async def _work(engine: Engine, balancer: sb.StreamBalancer, groups: Iterator[int], group_size: int, seed: int) -> None:
+async def _work(engine: Engine, balancer: Balancer, groups: Iterator[int], group_size: int, seed: int) -> None:
     """One worker: sample all siblings of a prompt, compare their rewards, put the group, and again."""
     for group in groups:
         rng = random.Random(f"{seed}/{group}")

@@ -2,11 +2,10 @@
 
 ::
 
-    controller process                                           rank processes (torchrun)
-    workers --> engine        put_group                            .--> RankFeed --> Trainer (DDP) --.
-    (rollout.py)  ^  `-----> StreamBalancer --> serve -------------+--> RankFeed --> Trainer (DDP) --+ gradients
-                  |                                                                    |
-                  `------- version, weights (a pipe; NCCL in your cluster) <-----------' rank 0
+    rank processes (torchrun)                                  rollout worker's process (rollout.py)
+    RankFeed <--- serve, StreamBalancer (thread of rank 0) <-- put_group -- workers <-- Engine
+       `---> Trainer (DDP) --- set_version ---^       `------- version_after -------------^
+                      `------------ weights (a file; NCCL in your cluster) ---------------'
 
 `--single-process` runs the same workers, balancer and trainer in one process, rank after rank.
 """
@@ -17,19 +16,21 @@ import os
 import secrets
 import subprocess
 import sys
+import threading
 from dataclasses import replace
-from multiprocessing import get_context
-from multiprocessing.connection import Connection
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import anyio
+import anyio.to_process
 import anyio.to_thread
-import numpy as np
 import task
 import torch
 import torch.distributed as dist
 from model import Decoder
 from report import Options, Report, parse
-from rollout import Engine, generate_groups
+from rollout import Balancer, Engine, generate_groups
 from train import Trainer
 
 import stream_balancer as sb
@@ -39,9 +40,9 @@ TEMPERATURE = 1.0
 LEARNING_RATE = 2e-3
 
 
-def balancer_config(options: Options) -> sb.BalancerConfig:
+def new_balancer(options: Options, report: Report) -> sb.StreamBalancer:
     """The knobs, the same for every policy but for the window."""
-    return sb.BalancerConfig(
+    config = sb.BalancerConfig(
         dp_size=options.ranks,
         batch_size=options.batch_size,
         capacity=2 * options.batch_size,  # no more than the window needs: what waits grows stale
@@ -58,6 +59,7 @@ def balancer_config(options: Options) -> sb.BalancerConfig:
         ),
         policy=options.policy,
     )
+    return sb.StreamBalancer(config, on_evict=lambda r, _: report.evicted.append(r.rollout_id))
 
 
 def new_model(seed: int) -> Decoder:
@@ -79,7 +81,7 @@ def new_trainer(options: Options) -> Trainer:
     )
 
 
-async def generate(options: Options, engine: Engine, balancer: sb.StreamBalancer) -> None:
+async def generate(options: Options, engine: Engine, balancer: Balancer) -> None:
     """Everything the run will train on."""
     await generate_groups(
         engine,
@@ -98,9 +100,13 @@ async def run_alone(options: Options) -> None:
     """Workers in the event loop, training beside it in a thread."""
     report = Report(options)
     engine, trainer = new_engine(options), new_trainer(options)
-    balancer = sb.StreamBalancer(balancer_config(options), on_evict=lambda r, _: report.evicted.append(r.rollout_id))
-    async with balancer, anyio.create_task_group() as tasks:
-        tasks.start_soon(generate, options, engine, balancer)
+
+    async def work() -> None:
+        await generate(options, engine, balancer)
+        balancer.end()
+
+    async with new_balancer(options, report) as balancer, anyio.create_task_group() as tasks:
+        tasks.start_soon(work)
         async for batch in balancer.batches():
             report.add(await anyio.to_thread.run_sync(trainer.step, batch.ranks))
             engine.load(trainer.version, trainer.weights())
@@ -112,45 +118,41 @@ async def run_alone(options: Options) -> None:
 
 
 def run_rank(options: Options) -> None:
-    """Train on this rank's part of every step. Rank 0 starts the controller and sends it the weights."""
+    """Train on this rank's part of every step. Rank 0 hosts the controller too, and publishes the weights."""
     dist.init_process_group("gloo")
     rank, dp_size = dist.get_rank(), dist.get_world_size()
     options = replace(options, ranks=dp_size)
-    pipe = start_controller(options) if rank == 0 else None
-    address = [pipe.recv() if pipe else None]
-    dist.broadcast_object_list(address)
     trainer, report = new_trainer(options), Report(options)
-    feed = sb.RankFeed(address[0], rank=rank, dp_size=dp_size, depth=1)
-    for rank_batch in feed:
-        figures = trainer.step([rank_batch])
-        feed.add_compute_s(figures.compute_s[rank])
-        if pipe:
-            report.add(figures)
-            send_weights(pipe, trainer)
-    check_ranks_agree(trainer)
-    trained: list[list[str]] = [[] for _ in range(dp_size)]
-    dist.gather_object(trainer.trained_ids, trained if rank == 0 else None)
-    if pipe:
-        report.evicted = pipe.recv()
-        report.finish([rollout_id for ids in trained for rollout_id in ids])
-        pipe.close()
+    transport = sb.TorchTransport.listen(dp_size=dp_size) if rank == 0 else None
+    address = [transport and transport.address]
+    dist.broadcast_object_list(address)
+    with TemporaryDirectory() as directory:  # a shared one, if the rollout worker runs on another machine
+        path = Path(directory) / "weights.pt"
+        controller = threading.Thread(target=anyio.run, args=(control, options, transport, report, path), daemon=True)
+        if rank == 0:
+            controller.start()
+        feed = sb.RankFeed(address[0], rank=rank, dp_size=dp_size, depth=1)
+        for rank_batch in feed:
+            figures = trainer.step([rank_batch])
+            feed.add_compute_s(figures.compute_s[rank])
+            if rank == 0:
+                report.add(figures)
+                save_weights(trainer, path)
+                feed.set_version(trainer.version)  # after the weights are there, before the next batch is asked for
+        check_ranks_agree(trainer)
+        trained: list[list[str]] = [[] for _ in range(dp_size)]
+        dist.gather_object(trainer.trained_ids, trained if rank == 0 else None)
+        if rank == 0:
+            controller.join()
+            report.finish([rollout_id for ids in trained for rollout_id in ids])
     dist.destroy_process_group()
 
 
-def start_controller(options: Options) -> Connection:
-    """The controller in a process of its own, so that it and rank 0 do not compete for one interpreter. It ends with
-    us."""
-    context = get_context("spawn")
-    ours, theirs = context.Pipe()
-    context.Process(target=run_controller, args=(options, theirs), daemon=True).start()
-    theirs.close()  # the controller's end is the controller's: if it dies, ours reads EOF
-    return ours
-
-
-def send_weights(pipe: Connection, trainer: Trainer) -> None:
-    """A new policy version for the engine."""
-    pipe.send(trainer.version)
-    pipe.send_bytes(trainer.weights().numpy().tobytes())
+def save_weights(trainer: Trainer, path: Path) -> None:
+    """A new policy version for the engine. Who reads meanwhile reads the old one, whole."""
+    new = path.with_suffix(".new")
+    torch.save((trainer.version, trainer.weights()), new)
+    new.replace(path)
 
 
 def check_ranks_agree(trainer: Trainer) -> None:
@@ -162,41 +164,34 @@ def check_ranks_agree(trainer: Trainer) -> None:
         raise RuntimeError(f"rank {dist.get_rank()} ended with other weights than rank 0")
 
 
-# -- torchrun: the controller ------------------------------------------------------------------------------------------
+# -- torchrun: the controller, and the rollout worker ------------------------------------------------------------------
 
 
-def run_controller(options: Options, pipe: Connection) -> None:
-    """Main function of the controller process."""
-    anyio.run(control, options, pipe)
+async def control(options: Options, transport: sb.TorchTransport, report: Report, path: Path) -> None:
+    """The controller. If the rollout worker fails, so does it, and the ranks with it."""
+    async with new_balancer(options, report) as balancer, transport, anyio.create_task_group() as tasks:
+        tasks.start_soon(sb.serve, balancer, transport)
+        await anyio.to_process.run_sync(anyio.run, roll_out, options, transport.address, path)
 
 
-async def control(options: Options, pipe: Connection) -> None:
-    """Workers and balancer; every rank's batch over its link; new weights as they come."""
-    evicted: list[str] = []
-    balancer = sb.StreamBalancer(balancer_config(options), on_evict=lambda r, _: evicted.append(r.rollout_id))
+async def roll_out(options: Options, address: str, path: Path) -> None:
+    """Main function of the rollout worker's process."""
     engine = new_engine(options)
-    async with balancer, sb.TorchTransport.listen(dp_size=options.ranks) as transport:
-        pipe.send(transport.address)
+    async with sb.connect(address) as producer:
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(receive_weights, pipe, engine, balancer)
-            tasks.start_soon(generate, options, engine, balancer)
-            await sb.serve(balancer, transport)
-            pipe.send(evicted)
+            tasks.start_soon(follow, producer, engine, path)
+            await generate(options, engine, producer)
+            tasks.cancel_scope.cancel()
+        await producer.end()
 
 
-async def receive_weights(pipe: Connection, engine: Engine, balancer: sb.StreamBalancer) -> None:
-    """Until rank 0 hangs up."""
-
-    def receive() -> tuple[int, torch.Tensor] | None:
-        try:
-            return pipe.recv(), torch.from_numpy(np.frombuffer(bytearray(pipe.recv_bytes()), np.float32))
-        except EOFError:
-            return None
-
-    while (news := await anyio.to_thread.run_sync(receive)) is not None:
-        version, weights = news
+async def follow(producer: sb.Producer, engine: Engine, path: Path) -> None:
+    """New weights, as soon as rank 0 says that there are some; the file may hold newer ones by now."""
+    version = None
+    while True:
+        await producer.version_after(version)
+        version, weights = await anyio.to_thread.run_sync(partial(torch.load, path, weights_only=True))
         engine.load(version, weights)
-        balancer.set_version(version)
 
 
 def main() -> None:

@@ -37,8 +37,7 @@ def policy_loss_sum(model: nn.Module, micro_batch: sb.MicroBatch, temperature: f
     # prompt, which is not trained on.
     logprobs = (logits[:-1] / temperature).log_softmax(-1).gather(1, ids[1:, None])[:, 0]
     ratio = (logprobs - packed["logprobs"][1:]).exp()
-    lengths = packed.cu_seqlens.diff()
-    advantage = packed["advantage"].to(ratio.dtype).repeat_interleave(lengths)[1:]
+    advantage = packed.per_token("advantage")[1:].to(ratio.dtype)
     clipped = ratio.clamp(1 - CLIP_LOW, 1 + CLIP_HIGH)
     return -(torch.minimum(ratio * advantage, clipped * advantage) * trained[1:]).sum()
 

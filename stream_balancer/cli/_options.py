@@ -117,6 +117,7 @@ class Simulated:
     max_tokens_per_micro_batch: Annotated[int | None, knob("max_tokens_per_micro_batch")] = None
     micro_batch_counts: Annotated[Counts, knob("micro_batch_counts")] = "equal"
     micro_batch_overhead_cost: Annotated[float | None, knob("micro_batch_overhead_cost")] = None
+    mini_batches: Annotated[int, knob("mini_batches")] = 1
     group_size: Annotated[int | None, knob("group_size", "(default: groups play no part)")] = None
     groups: Annotated[Groups, knob("groups", "With --group-size.")] = "same_batch"
     slots: int = 128
@@ -161,6 +162,7 @@ class Simulated:
             max_tokens_per_micro_batch=self.max_tokens_per_micro_batch,
             micro_batch_counts=self.micro_batch_counts,
             micro_batch_overhead_cost=self.micro_batch_overhead_cost,
+            mini_batches=self.mini_batches,
             group_size=self.group_size,
             groups=self.groups,
             **{name: value for name, value in knobs.items() if value is not None},

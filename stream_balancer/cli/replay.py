@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
 import typer
@@ -165,6 +166,8 @@ def _table(reports: Reports, *, instant: bool) -> Table:
     row("length-wait correlation", lambda r: _or_dash(r.length_bias.length_delay_correlation))
     row("spread of batch means, i.i.d. = 1", lambda r: _or_dash(r.length_bias.batch_mean_spread))
     row("mean length, came / went", lambda r: f"{r.arrived_lengths.mean:,.0f} / {r.dispatched_lengths.mean:,.0f}")
+    for stratum in reports["window"].strata:
+        row(f"{stratum}: share / steps without", partial(_of_stratum, stratum))
     row("dispatches", lambda r: ", ".join(f"{n} {why}" for why, n in r.reasons.items()))
     if steady:
         row("  left out: warm-up, tail", lambda r: f"{r.warm_up.batches}, {r.tail.batches}")
@@ -178,6 +181,11 @@ def _table(reports: Reports, *, instant: bool) -> Table:
 def _rollouts_of_a_step(report: SimulationReport) -> str:
     rollouts = report.steps.rollouts[report.shown_steps]
     return f"{rollouts.min()} / {rollouts.mean():.1f} / {rollouts.max()}"
+
+
+def _of_stratum(stratum: str, report: SimulationReport) -> str:
+    of_it = report.strata[stratum]
+    return f"{of_it.share:.1%} / {of_it.steps_without:.0%}"
 
 
 def _or_dash(value: float) -> str:

@@ -8,10 +8,10 @@
        |  waiting put, which wakes the next         `--> the trainer, or serve() to the ranks
 
 What a user calls is here, and nothing else: every method asks one of the parts, which are made and connected in
-``__init__``. The core decides; ``puts``, ``reservations`` and ``batches`` are "decide, or wait and be woken";
-``wakeups`` knows whom a change wakes. Two rules keep rollouts safe on asyncio and trio alike, under native
-``task.cancel()`` and ``asyncio.timeout`` too: nothing is ever handed to a waiting task (it is woken, and takes for
-itself), and nothing is awaited after the taking.
+``__init__``. It is long because its docstrings are the reference of these calls. The core decides; ``puts``,
+``reservations`` and ``batches`` are "decide, or wait and be woken"; ``wakeups`` knows whom a change wakes. Two rules
+keep rollouts safe on asyncio and trio alike, under native ``task.cancel()`` and ``asyncio.timeout`` too: nothing is
+ever handed to a waiting task (it is woken, and takes for itself), and nothing is awaited after the taking.
 
 All methods belong to the event loop's thread; for threads and plain loops there is
 :func:`stream_balancer.blocking`.
@@ -37,10 +37,12 @@ from stream_balancer.controller.journal import Journal, Recovered
 from stream_balancer.controller.journal.recovery import JournalObserver
 from stream_balancer.controller.lifetime import Lifetime
 from stream_balancer.controller.observers import CapacityWarning, EvictCallback, GroupLog
+from stream_balancer.controller.producer_registry import ProducerRegistry
 from stream_balancer.controller.puts import Puts
 from stream_balancer.controller.recorder import Recorder
 from stream_balancer.controller.reservations import Reservation, Reservations
 from stream_balancer.controller.stall_reporter import StallReporter
+from stream_balancer.controller.versions import Versions
 from stream_balancer.controller.wakeups import Wakeups
 from stream_balancer.core.accept import Accept
 from stream_balancer.core.admission import check_group
@@ -72,6 +74,8 @@ class Parts:
     reservations: Reservations
     consumer: Consumer
     wakeups: Wakeups
+    versions: Versions
+    producers: ProducerRegistry
 
 
 class StreamBalancer(OfOneProcess):
@@ -94,6 +98,9 @@ class StreamBalancer(OfOneProcess):
     ``report_after_s``: when a trainer, puts or reservers have waited so long and no batch has left, a warning in the
     log says why (:meth:`why_no_batch`); again after twice that time, and so on (``math.inf`` = never). More than your
     longest step. While :func:`serve` runs it does so instead, knowing the ranks too.
+
+    ``num_producers``: how many producers in other processes (:func:`connect`) take part; once so many have called
+    ``end()``, this balancer ends. None: once one has, and no other is connected that has not.
     """
 
     _in_another_process = (
@@ -108,6 +115,7 @@ class StreamBalancer(OfOneProcess):
         accept: Accept | None = None,
         journal: str | os.PathLike[str] | Journal | None = None,
         report_after_s: float = 60.0,
+        num_producers: int | None = None,
     ) -> None:
         if journal is not None and not isinstance(journal, Journal):
             journal = Journal(journal)
@@ -120,6 +128,8 @@ class StreamBalancer(OfOneProcess):
             reservations=Reservations(core, lifetime, wakeups, throttle, puts),
             consumer=Consumer(core, lifetime, wakeups, journal),
             wakeups=wakeups,
+            versions=Versions(core, lifetime),
+            producers=ProducerRegistry(self.end, num_producers),
         )
         """What it is made of, for the rest of this package. No promise for users."""
         self._lifetime = lifetime
@@ -129,7 +139,7 @@ class StreamBalancer(OfOneProcess):
         self.observers: list[Observer] = core.observers
         """Observers of what happens (:class:`Observer`), notified in this order in the event loop's thread. Append
         yours."""
-        self.observers += [self._auto_window, CapacityWarning(core), GroupLog(core)]
+        self.observers += [self._auto_window, CapacityWarning(core), GroupLog(core), self.parts.versions]
         if self._journal is not None:
             self.observers.append(self._journal)
         if on_evict is not None:
@@ -283,6 +293,24 @@ class StreamBalancer(OfOneProcess):
 
     # -- control -------------------------------------------------------------------------------------------------------
 
+    @property
+    def version(self) -> int | None:
+        """Policy version last set; None before the first."""
+        return self.parts.versions.current
+
+    async def version_after(self, version: int | None) -> int:
+        """Wait for a policy version later than ``version`` (None: for any), and return the newest::
+
+            version = None
+            while True:
+                version = await balancer.version_after(version)
+                engine.load(version, weights_of(version))
+
+        At once where there is one: no version is missed between two calls but those that newer ones have replaced.
+        Raises ClosedResourceError once :meth:`aclose` was called.
+        """
+        return await self.parts.versions.after(version)
+
     def set_version(self, version: int) -> None:
         """The policy moved on. Rollouts more than ``max_staleness`` versions behind are evicted, or sent on, as
         configured.
@@ -308,7 +336,11 @@ class StreamBalancer(OfOneProcess):
     def reconfigure(self, /, **changes: Any) -> None:
         """Change knobs live: ``reconfigure(window=768, deadline_s=10.0)``. Knobs never given are derived anew.
 
-        Raises :class:`ConfigError`, changing nothing, for a value or combination that cannot work, and for ``dp_size``.
+        Another ``dp_size`` holds from the next batch on; give ``speeds`` with it if you gave them before. Batches that
+        were given out stay as they are; one that is to be given again is planned again: same step, same rollouts. What
+        ranks do under ``serve()``: docs/elastic.md.
+
+        Raises :class:`ConfigError`, changing nothing, for a value or combination that cannot work.
         """
         self._lifetime.check_thread("reconfigure")
         self.parts.core.reconfigure(self.config.replace(**changes))
@@ -328,6 +360,7 @@ class StreamBalancer(OfOneProcess):
         self._lifetime.check_thread("aclose")
         self._lifetime.closed = True
         self.parts.wakeups.close()
+        self.parts.versions.close()
         with anyio.CancelScope(shield=True):
             if self._journal is not None:
                 await self._journal.journal.aclose()
@@ -369,9 +402,9 @@ class StreamBalancer(OfOneProcess):
     def load_state_dict(self, state: Mapping[str, Any]) -> tuple[str, ...]:
         """Continue from a :meth:`state_dict`, under this balancer's own knobs; load before the first put.
 
-        Batches that were in flight come out of ``batches()`` again, first, with the same step and the same plan; if
-        they were planned for another ``dp_size``, their rollouts wait again as the oldest. Raises ValueError
-        (RolloutError for a rollout that these knobs refuse, saying which and why); nothing has changed then.
+        Batches that were in flight come out of ``batches()`` again, first, with the same step and the same plan; those
+        for another ``dp_size`` are planned again, with the same rollouts. Raises ValueError (RolloutError for a waiting
+        rollout that these knobs refuse, saying which and why); nothing has changed then.
 
         What is damaged does not spoil the rest. Returns what was set aside, one sentence each, which are logged too;
         empty if all is well.
@@ -425,7 +458,9 @@ class StreamBalancer(OfOneProcess):
         is set"``. ``serve()`` logs it, with the ranks' part, when nothing moves for long."""
         core, now = self.parts.core, self._lifetime.now("why_no_batch")
         ready, taker = core.next_wakeup() <= now, self.parts.consumer.taker
-        return why_no_batch(core.state, self.statistics(), taker=taker, ready=ready, ended=self.ended)
+        why = why_no_batch(core.state, self.statistics(), taker=taker, ready=ready, ended=self.ended)
+        producers = "" if self.ended else self.parts.producers.why_not_ended()
+        return "; ".join(filter(None, [why, producers]))
 
     def _why_stalled(self, seconds: float) -> str:
         """The line in the log; none where ``serve()`` writes it."""

@@ -69,12 +69,19 @@ class Consumer:
             self._wakeups.flush_if_stuck()
             batch = self._core.poll(anyio.current_time(), asked_at)
             if batch is not None:
+                # At once, before the disk is waited for: there is room in the buffer from here on, whatever becomes of
+                # the batch.
                 self._wakeups.batch_left()
                 if self._journal is not None:
                     await self._finish_plan(self._journal, batch)
-                return batch
+                # The disk was awaited above, and reconfigure(dp_size=...) may have come meanwhile.
+                if len(batch.ranks) == self._core.config.dp_size:
+                    return batch
+                self._core.redeliver(batch)  # there are other ranks since it was planned
+                continue
             if self._core.finished:
                 return None
+            # Nothing was awaited since the poll above, so what it saw still holds when the wait begins.
             await self._wakeups.wait_for_batch()
 
     async def _finish_plan(self, journal: Journal, batch: Batch) -> None:

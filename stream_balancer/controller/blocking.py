@@ -87,9 +87,15 @@ class BlockingBalancer(OfOneProcess):
         backend: Literal["asyncio", "trio"] = "asyncio",
         journal: str | os.PathLike[str] | Journal | None = None,
         report_after_s: float = 60.0,
+        num_producers: int | None = None,
     ) -> None:
         self._balancer = StreamBalancer(
-            config, on_evict=on_evict, accept=accept, journal=journal, report_after_s=report_after_s
+            config,
+            on_evict=on_evict,
+            accept=accept,
+            journal=journal,
+            report_after_s=report_after_s,
+            num_producers=num_producers,
         )
         self._calls = CallLoop(self._balancer, backend)
         self._entered = self._left = False
@@ -133,6 +139,11 @@ class BlockingBalancer(OfOneProcess):
         return self._balancer.ended
 
     @property
+    def version(self) -> int | None:
+        """As :attr:`StreamBalancer.version`."""
+        return self._balancer.version
+
+    @property
     def recovered(self) -> Recovered | None:
         """What the journal held; None without one."""
         return self._balancer.recovered
@@ -174,6 +185,7 @@ class BlockingBalancer(OfOneProcess):
     put_group = _waiting(StreamBalancer.put_group)
     expect_group = _waiting(StreamBalancer.expect_group)
     close_group = _waiting(StreamBalancer.close_group)
+    version_after = _waiting(StreamBalancer.version_after)
     put_nowait = _calling(StreamBalancer.put_nowait)
     acknowledge = _calling(StreamBalancer.acknowledge)
     acknowledge_through = _calling(StreamBalancer.acknowledge_through)

@@ -21,7 +21,7 @@ from torch import Tensor
 from stream_balancer.core.snapshot import Snapshot
 from stream_balancer.errors import RolloutError
 from stream_balancer.types import Batch, RankBatch, Reason, Rollout
-from stream_balancer.wire import share as wire
+from stream_balancer.wire import rank_batch as wire
 
 __all__ = ["bytes_of_rollout", "read_rollouts", "read_state_dict", "state_dict", "write_rollouts"]
 
@@ -37,6 +37,7 @@ def state_dict(snapshot: Snapshot) -> dict[str, Any]:
 
     A rollout that cannot be written (it was changed after it was made) is left out, and named in the log.
     """
+    # Asked before anything is written, so that the error is the real one and not of some tensor that has no bytes.
     _check_here(list(chain(snapshot.waiting, *(batch.rollouts for batch in snapshot.in_flight))))
     try:
         return _write(snapshot)
@@ -123,6 +124,7 @@ def _recounted(snapshot: Snapshot, void: Sequence[Rollout]) -> Snapshot:
     )
     return replace(
         snapshot,
+        # In front: they had been dispatched, so they came before all that wait.
         waiting=(*void, *snapshot.waiting),
         waited_s=np.concatenate([np.full(len(void), oldest), snapshot.waited_s]),
         skips=np.concatenate([np.zeros(len(void), dtype=np.int64), snapshot.skips]),
@@ -273,6 +275,7 @@ def _write_batch(batch: Batch) -> dict[str, Any]:
         "step": batch.step,
         "reason": batch.reason,
         "loads": list(batch.loads),
+        "finish": batch.finish,
         "lower_bound": batch.lower_bound,
         "num_padding": batch.num_padding,
         "incomplete_groups": list(batch.incomplete_groups),
@@ -303,6 +306,7 @@ def _read_batch(written: Mapping[str, Any]) -> tuple[Batch | None, list[Rollout]
             num_rollouts=rank_batches[0].global_num_rollouts,
             num_tokens=rank_batches[0].global_num_tokens,
             loads=tuple(written["loads"]),
+            finish=written["finish"],
             lower_bound=written["lower_bound"],
             num_padding=written["num_padding"],
             incomplete_groups=tuple(written["incomplete_groups"]),

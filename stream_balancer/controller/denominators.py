@@ -12,12 +12,12 @@ stay; what is subtracted here is what it would have contributed. Pure: no event 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
-from stream_balancer.core.executions import sizes_of
+from stream_balancer.core.executions import ExecutionKey, sizes_of
 from stream_balancer.errors import WireError
-from stream_balancer.types import Batch, Rollout
-from stream_balancer.wire.messages import Denominators, MissingRollout, ResizedExecution
+from stream_balancer.types import Batch, RankBatch, Rollout
+from stream_balancer.wire.messages import Denominators, MiniBatchDenominators, MissingRollout, ResizedExecution
 
 __all__ = ["StepAgreement"]
 
@@ -35,8 +35,12 @@ class StepAgreement:
         self._rollouts = [rank_batch.rollouts for rank_batch in batch.ranks]
         self._missing: list[frozenset[int] | None] = [None] * len(batch.ranks)
         first = batch.ranks[0]
-        self._planned = (first.global_num_rollouts, first.global_num_tokens, first.global_num_loss_tokens)
-        self._executions = first.global_num_executions
+        self._planned = _planned(first)
+        parts = [one.mini_batches for one in batch.ranks] if first.mini_batch_sizes else []
+        self._mini_batches = [
+            (_planned(of_ranks[0]), frozenset(r.rollout_id for part in of_ranks for r in part.rollouts))
+            for of_ranks in zip(*parts, strict=True)
+        ]
         self.final: Denominators | None = None
         """What every rank divides by; None until all have answered."""
 
@@ -69,18 +73,20 @@ class StepAgreement:
             for index in indices or ()
             if not rollouts[index].is_padding  # a padding copy was never counted
         ]
-        rollouts, tokens, loss_tokens = self._planned
         lost, left = sizes_of(gone), sizes_of(self._left(gone)) if gone else {}
-        alone = sum(rollout.execution_id is None for rollout in gone)
-        # At least 1: where everything is gone the sums are 0, and 0 / 0 would put NaN into every weight.
+        whole = _less(self._planned, gone, left.keys())
         return Denominators(
             step=self.step,
-            rollouts=max(rollouts - len(gone), 1),
-            tokens=max(tokens - sum(rollout.num_tokens for rollout in gone), 1),
-            loss_tokens=max(loss_tokens - sum(rollout.num_loss_tokens for rollout in gone), min(loss_tokens, 1)),
-            executions=max(self._executions - alone - len(lost.keys() - left.keys()), 1),
+            rollouts=whole.rollouts,
+            tokens=whole.tokens,
+            loss_tokens=whole.loss_tokens,
+            executions=whole.executions,
             resized=tuple(
                 ResizedExecution(*key, *left[key]) for key in lost if key in left and not isinstance(key, str)
+            ),
+            mini_batches=tuple(
+                _less(planned, [rollout for rollout in gone if rollout.rollout_id in names], left.keys())
+                for planned, names in self._mini_batches
             ),
         )
 
@@ -92,3 +98,25 @@ class StepAgreement:
             for rollout in rollouts
             if rollout.rollout_id not in names and not rollout.is_padding
         ]
+
+
+def _planned(batch: RankBatch) -> MiniBatchDenominators:
+    return MiniBatchDenominators(
+        batch.global_num_rollouts, batch.global_num_tokens, batch.global_num_loss_tokens, batch.global_num_executions
+    )
+
+
+def _less(
+    planned: MiniBatchDenominators, gone: Sequence[Rollout], left: Collection[ExecutionKey]
+) -> MiniBatchDenominators:
+    """Without what is gone of it. ``left``: executions of which something is left."""
+    alone = sum(rollout.execution_id is None for rollout in gone)
+    # At least 1: where everything is gone the sums are 0, and 0 / 0 would put NaN into every weight.
+    return MiniBatchDenominators(
+        rollouts=max(planned.rollouts - len(gone), 1),
+        tokens=max(planned.tokens - sum(rollout.num_tokens for rollout in gone), 1),
+        loss_tokens=max(
+            planned.loss_tokens - sum(rollout.num_loss_tokens for rollout in gone), min(planned.loss_tokens, 1)
+        ),
+        executions=max(planned.executions - alone - len(sizes_of(gone).keys() - left), 1),
+    )

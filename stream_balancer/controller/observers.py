@@ -37,12 +37,12 @@ class CapacityWarning(Observer):
 
     def restored(self, snapshot: Snapshot) -> None:
         waiting, config = len(self._core.state.buffer), self._core.config
-        if waiting > config.capacity and config.max_skips is not None and config.batch_tokens is None:
+        if waiting > config.most_waiting and config.max_skips is not None and config.batch_tokens is None:
             _log.warning(
-                "%d rollouts were recovered, above capacity (%d): until no more than that wait, some may be passed "
+                "%d rollouts were recovered, above most_waiting (%d): until no more than that wait, some may be passed "
                 "over by more dispatches than max_skips (%d). Use the capacity of before",
                 waiting,
-                config.capacity,
+                config.most_waiting,
                 config.max_skips,
             )
 

@@ -71,6 +71,7 @@ class Puts:
 
     def put_nowait(self, rollout: Rollout) -> None:
         """Accept it now, or raise; see :meth:`StreamBalancer.put_nowait`."""
+        # No checkpoint, unlike put(): it must be callable from a callback of the loop, where nothing can be awaited.
         PendingPut(self, [rollout]).begin(self.lifetime.now("put_nowait"), may_wait=False)
 
     def evict_lost(self, lost: Callable[[Rollout], bool]) -> list[str]:
@@ -112,6 +113,7 @@ class PendingPut(Waiter):
         puts.lifetime.check_open("put")
         if puts.journal is not None and not may_wait:
             raise WouldBlock("put_nowait() cannot wait for the journal's disk, where accepted rollouts are: use put()")
+        # One rollout alone cannot disagree with its group, and most puts are one rollout.
         if len(self._rollouts) > 1 or not (self._rollouts or self._size):
             check_group(self._rollouts)
         self._rollouts = puts.core.state.admission.with_loss_masks(self._rollouts)
@@ -122,6 +124,8 @@ class PendingPut(Waiter):
 
     async def finish(self) -> None:
         """Return once the rollouts are held. If cancelled, or it raises, they were not accepted."""
+        # In a loop: each answer may be void by the time it comes (see _finish_filter), and a put that passes the filter
+        # goes on to the disk or to the queue by itself, so the stage says what is left.
         while self.stage == "filtering":
             await self._finish_filter()
         if self.stage == "journalling":
@@ -149,6 +153,8 @@ class PendingPut(Waiter):
     async def _finish_filter(self) -> None:
         keep, now = decision_of(await self._answer), anyio.current_time()
         question = self._puts.core.state.admission.completed_by(self._rollouts, self._size)
+        # While an async accept= thought, any other task may have run: a sibling may have been put, evicted or
+        # abandoned, so that the answer is about a group that is no more.
         if question is None or _ids(question) != self._asked:
             self.begin(now)  # siblings came or left meanwhile: ask again
         else:
@@ -170,6 +176,7 @@ class PendingPut(Waiter):
         if journal is None:
             self._take_or_queue(now, may_wait)
         else:
+            # Checked again when it is taken: what is legal now may be a duplicate once the disk has answered.
             core.check(self._rollouts, self._size)  # a bad rollout is not written
             written = journal.write(self._rollouts, core.state.ledger.next_step, self._size)
             self.stage, self._written = "journalling", written
@@ -178,6 +185,8 @@ class PendingPut(Waiter):
         journal, written = self._puts.journal, self._written
         assert journal is not None
         try:
+            # Between here and the taking below the rollouts are on the disk and not in the buffer. A crash then brings
+            # back rollouts whose put had not returned, which a retry finds as duplicates: never lost, never doubled.
             await journal.written(written)
         except BaseException:
             self._retract_size(journal)
@@ -229,6 +238,7 @@ class PendingPut(Waiter):
             return False
         if self._size is not None:
             wakeups.changed()  # fewer places are kept for siblings
+        # Last: it may wake tasks, which find the rollouts held.
         wakeups.added(self._group())
         self.stage = "done"
         return True

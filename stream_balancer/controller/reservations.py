@@ -7,24 +7,24 @@ put is a put like any other (:mod:`stream_balancer.controller.puts`).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from types import TracebackType
 
 import anyio.lowlevel
 
 from stream_balancer.controller.lifetime import Lifetime
-from stream_balancer.controller.puts import Puts
+from stream_balancer.controller.puts import PendingPut, Puts
 from stream_balancer.controller.wakeups import PendingReserve, Wakeups
 from stream_balancer.core.admission import check_group
 from stream_balancer.core.groups import GroupSize, closed
 from stream_balancer.core.machine import BalancerCore
-from stream_balancer.core.throttle import Throttle, check_reserve
-from stream_balancer.errors import ClosedResourceError, RolloutError
+from stream_balancer.core.throttle import SLOT_CLOSED, TOO_MANY, Throttle, check_reserve, dated
+from stream_balancer.errors import ClosedResourceError
 from stream_balancer.types import Rollout
 
-__all__ = ["Reservation", "Reservations", "Slot"]
+__all__ = ["Reservation", "Reservations", "Slot", "SlotPut"]
 
 
 class Reservations:
@@ -54,20 +54,36 @@ class Reservations:
         """Wait until ``count`` more may begin. If cancelled, nothing was reserved."""
         self._lifetime.enter("reserve")
         await anyio.lowlevel.checkpoint()
+        begun = self.begin(count)
+        return begun if isinstance(begun, Slot) else await self.finish(begun)
+
+    def begin(self, count: int) -> Slot | PendingReserve:
+        """A slot; or a place in the queue, and then :meth:`finish` must follow. Raises as :meth:`admit`."""
         # nobody overtakes those who wait
         if not self._wakeups.reserves and (slot := self._try_admit(count)) is not None:
             return slot
         pending = PendingReserve(count)
         self._wakeups.reserves.join(pending)
         self._wakeups.wake_consumer()  # nobody may begin: the window may be as full as it gets
-        return await self._wakeups.reserves.wait(pending, partial(self._try_admit, count))
+        return pending
 
-    def _try_admit(self, count: int) -> Slot | None:
+    async def finish(self, pending: PendingReserve) -> Slot:
+        """Wait until it is admitted. If cancelled, nothing was reserved."""
+        return await self._wakeups.reserves.wait(pending, partial(self._try_admit, pending.count))
+
+    def resume(self, count: int, version: int) -> Slot | None:
+        """A slot that was admitted at ``version``, and given back because its producer was taken for lost, which has
+        generated on meanwhile. None if others have begun since, so that it would break the bound."""
+        return self._try_admit(count, version)
+
+    def _try_admit(self, count: int, began: int | None = None) -> Slot | None:
         if self._lifetime.closed or self._core.ended:
             raise ClosedResourceError("reserve() after end() or aclose(): the balancer takes no more rollouts")
-        check_reserve(self._core.config, count)  # the knobs may have changed while it waited
-        version = self._core.state.staleness.version or 0
-        if self._throttle.room(self._core.state) < count:
+        if began is None:
+            check_reserve(self._core.config, count)  # the knobs may have changed while it waited
+        now = self._core.state.staleness.version or 0
+        version = now if began is None else min(began, now)
+        if self._throttle.room(self._core.state, version) < count:
             self._wakeups.wake_consumer()
             return None
         return Slot(self, self._throttle.admit(version, count), version, count)
@@ -106,39 +122,66 @@ class Slot:
             self._reservations.settle(self._number, self.left)
             self.left = 0
 
+    def begin(self, rollouts: Sequence[Rollout], size: GroupSize | None = None) -> SlotPut:
+        """As :meth:`Puts.begin`, in the places that were kept: for producers in other processes."""
+        with self._holding(rollouts) as held:
+            pending = self._reservations.puts.begin(held, size)
+        return SlotPut(self, pending, len(held))
+
     async def _put(self, rollouts: Sequence[Rollout], size: GroupSize | None = None) -> None:
+        with self._holding(rollouts) as held:
+            await self._reservations.puts.put(held, size)
+        self.settle(len(held))
+
+    @contextmanager
+    def _holding(self, rollouts: Sequence[Rollout]) -> Iterator[list[Rollout]]:
+        """A put under way keeps its places, also if the block is left meanwhile; if it is not accepted, the slot gets
+        them back."""
         if not self._open:
-            raise ClosedResourceError("put() on a slot whose 'async with' block was left: its place is given back")
+            raise ClosedResourceError(SLOT_CLOSED)
         if len(rollouts) > self.left:
-            raise ValueError(
-                f"{len(rollouts)} rollouts for a slot with {self.left} places left. Reserve as many as are put: "
-                "reserve(n)"
-            )
-        dated = [self._dated(rollout) for rollout in rollouts]
-        self.left -= len(dated)  # a put under way keeps its places, also if the block is left meanwhile
+            raise ValueError(TOO_MANY.format(count=len(rollouts), left=self.left))
+        held = [dated(rollout, self.version) for rollout in rollouts]
+        self.left -= len(held)
         try:
-            await self._reservations.puts.put(dated, size)
+            yield held
         except BaseException:
-            self._take_back(len(dated))
+            self.take_back(len(held))
             raise
-        self._reservations.settle(self._number, len(dated))
 
-    def _dated(self, rollout: Rollout) -> Rollout:
-        if rollout.min_version is None:
-            return replace(rollout, version=self.version)
-        if rollout.min_version < self.version:
-            raise RolloutError(
-                f"rollout {rollout.rollout_id!r} began at version {rollout.min_version}, before its slot was admitted "
-                f"(version {self.version}): the staleness bound would not hold. Reserve before generating"
-            )
-        return rollout
+    def settle(self, count: int) -> None:
+        """So many of the rollouts that were put are accepted."""
+        self._reservations.settle(self._number, count)
 
-    def _take_back(self, count: int) -> None:
-        """So many rollouts were not put after all."""
+    def take_back(self, count: int) -> None:
+        """So many were not, after all."""
         if self._open:
             self.left += count
         else:
-            self._reservations.settle(self._number, count)
+            self.settle(count)
+
+
+class SlotPut:
+    """A put in a slot that has gone as far as it can without waiting."""
+
+    def __init__(self, slot: Slot, pending: PendingPut, count: int) -> None:
+        self._slot, self._pending, self._count = slot, pending, count
+        if pending.stage == "done":
+            slot.settle(count)
+
+    @property
+    def stage(self) -> str:
+        """As :attr:`PendingPut.stage`."""
+        return self._pending.stage
+
+    async def finish(self) -> None:
+        """As :meth:`PendingPut.finish`."""
+        try:
+            await self._pending.finish()
+        except BaseException:
+            self._slot.take_back(self._count)
+            raise
+        self._slot.settle(self._count)
 
 
 class Reservation:

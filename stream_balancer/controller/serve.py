@@ -30,14 +30,19 @@ from __future__ import annotations
 import logging
 from collections.abc import Awaitable, Callable
 from functools import partial
+from typing import Literal, TypeAlias
 
 import anyio
 
+from stream_balancer.config import BalancerConfig
 from stream_balancer.controller.balancer import StreamBalancer
+from stream_balancer.controller.batches import Batches
 from stream_balancer.controller.delivery import Delivery, Source
 from stream_balancer.controller.producers import attend
 from stream_balancer.controller.stall_reporter import StallReporter
 from stream_balancer.core.diagnosis import why_ranks_wait
+from stream_balancer.core.observer import Observer
+from stream_balancer.errors import ConfigError
 from stream_balancer.transport import Link, Transport
 from stream_balancer.transport.admission import AdmittingTransport
 
@@ -46,8 +51,16 @@ __all__ = ["serve"]
 logger = logging.getLogger("stream_balancer.dispatch")
 
 
+OnRankLoss: TypeAlias = Literal["raise", "replan"]
+
+
 async def serve(
-    balancer: Source, transport: Transport, *, rejoin_timeout_s: float = 0.0, report_after_s: float = 60.0
+    balancer: Source,
+    transport: Transport,
+    *,
+    rejoin_timeout_s: float = 0.0,
+    on_rank_loss: OnRankLoss = "raise",
+    report_after_s: float = 60.0,
 ) -> None:
     """Deliver every batch of ``balancer`` to the ranks that connect to ``transport``, until ``batches()`` ends.
 
@@ -57,11 +70,21 @@ async def serve(
     launcher nobody would come back. A rank that was lost before ``serve`` began is waited for without limit, as one
     that has not come yet.
 
+    ``on_rank_loss="replan"`` goes on without a rank that has not come back in that time: what it owed is planned again
+    over the ranks that are left, within the step, and they get it from :meth:`RankFeed.reassigned`, which every rank
+    must iterate in every step. The next batch is for one rank fewer; should the lost one come after all, for one more.
+    Raises ConfigError for ranks that meet at every micro-batch or mini-batch. The last rank's loss is raised, as is one
+    in a step whose payloads lie with producers. See docs/elastic.md.
+
     You may acknowledge too, with ``balancer.acknowledge_through(step)`` at a checkpoint: what ranks report of these
     steps later changes nothing, and a rank that comes back does not get them again.
 
     When nothing was dispatched for ``report_after_s``, a warning in the log says why: which rank gives no credit, or
     how many rollouts wait for what; again after twice that time, and so on (``math.inf`` = never).
+
+    Another ``dp_size`` (:meth:`StreamBalancer.reconfigure`) holds from the next batch on. A rank that is no more does
+    what it was given, and its iteration ends; a new one is waited for. The others go on, and ``batch.dp_size`` says
+    how many they are. See docs/elastic.md.
 
     If ``serve`` is cancelled or raises, nothing is lost: what was not acknowledged stays in flight in the balancer,
     and the next ``serve`` delivers it again. Raises ValueError at once if ``transport`` is for another number of ranks
@@ -72,16 +95,46 @@ async def serve(
     if isinstance(balancer, StreamBalancer) and balancer.config.dp_size != transport.dp_size:
         raise ValueError(
             f"the transport is for dp_size={transport.dp_size} ranks, but the balancer plans for "
-            f"dp_size={balancer.config.dp_size}. Give both the same number of data-parallel ranks"
+            f"dp_size={balancer.config.dp_size}. Give both the same number of data-parallel ranks; if that has "
+            "changed since the transport was made, call transport.resize() first"
         )
-    await _Server(balancer, transport, rejoin_timeout_s, report_after_s).run()
+    if on_rank_loss == "replan":
+        _check_may_replan(balancer)
+    elif on_rank_loss != "raise":
+        raise ValueError(f"on_rank_loss must be 'raise' or 'replan', not {on_rank_loss!r}")
+    await _Server(balancer, transport, rejoin_timeout_s, on_rank_loss, report_after_s).run()
 
 
-class _Server:
+def _check_may_replan(balancer: Source) -> None:
+    if not isinstance(balancer, StreamBalancer):
+        raise ValueError(f"on_rank_loss='replan' is for a StreamBalancer, which plans; not for {balancer!r}")
+    if balancer.config.sync == "micro_batch":
+        raise ConfigError(
+            "on_rank_loss='replan' with sync='micro_batch': ranks that meet at every micro-batch hold each other's "
+            "weights and cannot go on without one. Leave on_rank_loss out, and give a rejoin_timeout_s"
+        )
+    if balancer.config.mini_batches > 1:
+        raise ConfigError(
+            f"on_rank_loss='replan' with mini_batches={balancer.config.mini_batches}: ranks meet several times in a "
+            "step, and what a lost rank owed cannot join those that are over. Leave one of them out"
+        )
+
+
+class _Server(Observer):
     """One run of ``serve``. Links report through callbacks in the event loop; only :meth:`run` and its tasks wait."""
 
-    def __init__(self, balancer: Source, transport: Transport, rejoin_timeout_s: float, report_after_s: float) -> None:
+    def __init__(
+        self,
+        balancer: Source,
+        transport: Transport,
+        rejoin_timeout_s: float,
+        on_rank_loss: OnRankLoss,
+        report_after_s: float,
+    ) -> None:
         self._balancer = balancer
+        self._on_rank_loss = on_rank_loss
+        speeds = balancer.config.speeds if isinstance(balancer, StreamBalancer) else None
+        self._speeds = dict(enumerate(speeds or ()))  # by the rank's number
         self._transport = transport
         self._delivery = Delivery(balancer, transport.dp_size, rejoin_timeout_s, on_change=self._wake)
         self._reporter = StallReporter(report_after_s, self._why_stalled, logger)
@@ -95,24 +148,45 @@ class _Server:
             self._balancer.nack(batch.step)  # batches() gives all of them again, in the order of their steps
         if isinstance(self._balancer, StreamBalancer):
             self._balancer.parts.consumer.rank_states = self._delivery.states
+            self._balancer.observers.append(self)
         try:
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(self._watch, tasks.cancel_scope)
+                if isinstance(self._balancer, StreamBalancer):
+                    tasks.start_soon(self._push_versions, self._balancer)
                 tasks.start_soon(self._reporter.wait, anyio.Event())
                 if isinstance(self._balancer, StreamBalancer) and isinstance(self._transport, AdmittingTransport):
                     tasks.start_soon(partial(attend, direct=True), self._balancer, self._transport)
+                # Delivering is no task of its own: its end is the end of the others.
                 tasks.start_soon(self._or_fail, self._accept_all, tasks.cancel_scope)
                 await self._or_fail(self._deliver_all, tasks.cancel_scope)
                 tasks.cancel_scope.cancel()
         finally:
             if isinstance(self._balancer, StreamBalancer):
                 self._balancer.parts.consumer.rank_states = None
+                self._balancer.observers.remove(self)
             with anyio.CancelScope(shield=True):
                 async with anyio.create_task_group() as closing:
                     for link in self._links:
                         closing.start_soon(link.aclose)
         if self._failure is not None:
             raise self._failure
+
+    def reconfigured(self, before: BalancerConfig) -> None:
+        """An event of the balancer: perhaps there are more ranks from now on, or fewer."""
+        assert isinstance(self._balancer, StreamBalancer)
+        dp_size = self._balancer.config.dp_size
+        if dp_size == before.dp_size:
+            return
+        if isinstance(self._transport, AdmittingTransport):
+            self._delivery.resize(dp_size)
+            self._transport.resize(self._delivery.num_places)
+        else:
+            self._failure = ValueError(
+                f"dp_size is {dp_size} now, but {self._transport!r} is for {before.dp_size} ranks and no "
+                "AdmittingTransport, which could be for others. Serve the balancer through a new one"
+            )
+        self._wake()
 
     async def _or_fail(self, job: Callable[[], Awaitable[None]], scope: anyio.CancelScope) -> None:
         """An error of one task ends all, and is raised by ``serve`` as it is, not in a group."""
@@ -122,15 +196,26 @@ class _Server:
             self._failure = self._failure or error
             scope.cancel()
 
+    async def _push_versions(self, balancer: StreamBalancer) -> None:
+        with balancer.parts.versions.subscribed(self._delivery.push_version):
+            await anyio.sleep_forever()
+
     async def _deliver_all(self) -> None:
         batches = aiter(self._balancer.batches(auto_ack=False))
         while True:
+            # The batch is asked for as late as possible, when every rank has room: until then rollouts stay in the
+            # window, where later ones may still make a better step.
             await self._until(lambda: self._delivery.all_ready)
             all_ready_at = anyio.current_time()
-            try:  # no name for the batch: it must not outlive its acknowledgement here
-                self._delivery.add(await anext(batches), all_ready_at)
+            try:
+                batch = await anext(batches)
             except StopAsyncIteration:
                 break
+            if isinstance(batches, Batches) and not self._delivery.fits(batch):
+                batches.give_back(batch)  # there is a new rank, which it must not wait for
+            else:
+                self._delivery.add(batch, all_ready_at)
+            del batch  # it must not outlive its acknowledgement here
             self._reporter.moved()
         self._reporter.moved()
         self._delivery.end()
@@ -145,20 +230,52 @@ class _Server:
                 continue
             self._links = [old for old in self._links if self._delivery.uses(old)]
             self._links.append(link)
+            # Subscribed before it is attached: a report that comes in between is noted and read by _watch, not lost.
             link.subscribe(partial(self._on_change, link))
             self._delivery.attach(link)
+            self._follow_the_ranks()
 
     async def _watch(self, scope: anyio.CancelScope) -> None:
         """Act on what links report. End everything on a failure, or when a lost rank has not come back in time."""
         while self._failure is None:
+            # Nothing is awaited between the last look at the set and the event that _change() makes below: what is
+            # noted from then on sets it.
             while self._changed:
                 self._delivery.advance(self._changed.pop())
+            if self._delivery.broken:
+                await self._delivery.broken.pop().aclose()
+                continue
             give_up_at, lost = self._delivery.next_to_give_up
-            self._failure = self._delivery.failure or (lost if give_up_at <= anyio.current_time() else None)
+            if give_up_at <= anyio.current_time():
+                if self._go_on_without_it():
+                    continue
+                self._failure = lost
+            self._failure = self._delivery.failure or self._failure
             if self._failure is None:
                 with anyio.CancelScope(deadline=give_up_at):
                     await self._change()
         scope.cancel()
+
+    def _go_on_without_it(self) -> bool:
+        """A lost rank has not come back in time."""
+        if self._on_rank_loss == "raise" or not isinstance(self._balancer, StreamBalancer):
+            return False
+        if not self._delivery.give_up(self._balancer):
+            return False
+        self._follow_the_ranks()
+        self._wake()
+        return True
+
+    def _follow_the_ranks(self) -> None:
+        """The balancer plans for those that are left, and for one that has come back."""
+        if not isinstance(self._balancer, StreamBalancer) or self._delivery.dp_size == self._balancer.config.dp_size:
+            return
+        speeds = tuple(self._speeds.get(rank, 1.0) for rank in self._delivery.ranks) if self._speeds else None
+        try:
+            self._balancer.reconfigure(dp_size=self._delivery.dp_size, **({"speeds": speeds} if speeds else {}))
+        except ConfigError as error:
+            self._failure = error
+            self._wake()
 
     def _on_change(self, link: Link) -> None:
         """In the event loop but in no task, where few things may be done: note it, and wake the task that acts on

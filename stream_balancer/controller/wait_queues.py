@@ -64,6 +64,8 @@ class WaitQueue(Generic[_W]):
                     await self._reporter.wait(waiter.wake)
                 else:
                     await waiter.wake.wait()  # it is woken when it becomes the first
+                # Others may have run since it was woken, and have taken what it was woken for: so it looks for itself.
+                # Nothing is awaited between an attempt that succeeds and the return.
                 got = attempt()
                 if got is not None:
                     return got

@@ -65,6 +65,8 @@ class Wakeups:
 
     async def wait_for_batch(self) -> None:
         """Return when a batch may be able to leave. For the one consumer."""
+        # The event is in place before next_wakeup() is asked, and both in one pass of the loop: no put can fall between
+        # the question and the wait.
         self._consumer, self._consumer_wakes_at = anyio.Event(), self._core.next_wakeup()
         try:
             await self._reporter.wait(self._consumer, self._consumer_wakes_at)
@@ -73,9 +75,12 @@ class Wakeups:
 
     def flush_if_stuck(self) -> None:
         """While a reserver waits, only rollouts that are being generated can fill the window: if they are too few, let
-        a full batch go; if there are none, whatever waits."""
-        if self.reserves and self._throttle.is_stuck(self._core.state):
-            self._core.force_flush()
+        a full batch go; if there are none, whatever waits. Not past a reserver that can be admitted, and only for as
+        long as that is so: a short batch beside what is being generated would break the bound."""
+        first, state = self.reserves.first, self._core.state
+        self._core.set_stuck(
+            first is not None and self._throttle.is_stuck(state) and self._throttle.room(state) < first.count
+        )
 
     def wake_consumer(self) -> None:
         """A batch may be able to leave earlier than the consumer knows."""
@@ -88,6 +93,8 @@ class Wakeups:
         """The longest-waiting one, if it can be admitted now, or has to learn of the end. It wakes the next."""
         first = self.reserves.first
         if first is not None and (self._core.ended or self._throttle.room(self._core.state) >= first.count):
+            # One only: it wakes the next when it has been admitted, so a change costs one task switch however many
+            # wait.
             first.wake.set()
 
     # -- what changed --------------------------------------------------------------------------------------------------

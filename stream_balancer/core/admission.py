@@ -69,7 +69,7 @@ class Admission:
         if isinstance(size, bool) or not isinstance(size, int) or not 1 <= size <= self.config.batch_size:
             raise ValueError(
                 f"expect_group({group_id!r}, {size!r}): a group has from 1 to batch_size ({self.config.batch_size}) "
-                "rollouts, or it could not leave in one batch"
+                "executions, of a rollout each at least, or it could not leave in one batch"
             )
 
     def check(self, rollouts: Sequence[Rollout]) -> list[float]:
@@ -109,8 +109,7 @@ class Admission:
             )
 
     def has_room(self, rollouts: Sequence[Rollout], size: GroupSize | None = None) -> bool:
-        """Room for all, counting the places kept for siblings of waiting groups; ``size`` is declared with them.
-        O(len(rollouts)).
+        """Room for all; ``size`` is declared with them. O(len(rollouts)).
 
         A put waits only while a batch could leave and make room: with fewer than ``min_batch_size`` ready (the rest
         wait for siblings) there is room even in a full buffer, since waiting might be for ever.
@@ -120,13 +119,15 @@ class Admission:
             return True
         places = len(rollouts)
         if rollouts[0].group_id is not None:
-            # its place has been counted since the first of its group came in
+            # its place has been kept since the first of its group came in
             if self.is_sibling(rollouts[0]):
                 return True
             # room for the whole group, or groups that lack siblings could fill the buffer and wait for ever
             if size is None:
                 places = max(places, buffer.groups.size_of(rollouts[0].group_id))
-        if len(buffer) + buffer.groups.num_awaited + places > config.capacity:
+        if buffer.num_ready + places > config.capacity:
+            return False
+        if len(buffer) + buffer.groups.num_awaited + places > config.most_waiting:
             return False
         if config.capacity_tokens is not None and buffer.num_tokens >= config.capacity_tokens:
             return False

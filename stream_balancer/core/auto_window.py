@@ -81,6 +81,7 @@ class AutoWindow:
     def observe(self, waiting: Waiting, knobs: PlanKnobs) -> None:
         """A batch is about to leave: the next shadows see a chunk of arrivals, and after the last one the window is
         fitted anew. O(window log window)."""
+        # Half a move for each dispatch adds up, so a large batch moves a shadow every other time.
         self._credit += moves_per_dispatch(self._batch_size, knobs.num_ranks)
         while self._credit >= 1.0:
             self._credit -= 1.0
@@ -103,10 +104,13 @@ class AutoWindow:
 
     def _arrivals(self, waiting: Waiting) -> tuple[Floats, Ints]:
         """Costs and groups of what came, or became complete, since the last dispatch; of a batch of them at most."""
+        # [W] nobody has passed over what came since the last dispatch; what waits for siblings comes once it is
+        # complete
         new = np.flatnonzero((waiting.skips == 0) & waiting.group_complete)[-self._batch_size :]
         labels = waiting.groups[new]
         if (labels >= 0).any():
             _, numbers = np.unique(labels, return_inverse=True)
+            # labels of the buffer are used again, and a shadow holds rollouts for longer: numbers of its own
             labels = np.where(labels < 0, -1, numbers.astype(np.int64) + self._next_label)
             self._next_label += new.size
         return waiting.costs[new], labels
@@ -197,6 +201,7 @@ class _Shadow:
         goes = choose_batch(waiting, knobs, num_rollouts=size, surplus=self._surplus)
         self._surplus = surplus_after(knobs, self._surplus, int(np.count_nonzero(goes)))
         self._record(costs[goes], groups[goes], knobs)
+        # [held and to come] what is beyond the window has not been looked at, and stays
         stays = np.concatenate((~goes, np.ones(self._costs.size - size, dtype=np.bool_)))
         self._costs, self._groups = self._costs[stays], self._groups[stays]
         self._skips = skips[~goes] + 1
@@ -208,6 +213,7 @@ class _Shadow:
             alone = np.where(groups < 0, groups.max(initial=0) + 1 + np.arange(groups.size), groups)
             costs = np.bincount(np.unique(alone, return_inverse=True)[1], weights=costs).astype(np.float64)
         bound = lower_bound(costs, knobs.num_ranks, knobs.counts, knobs.speeds)
+        # Decayed sums, not means: the ratio of the two is the idle share over the recent past.
         keep = 1.0 - 1.0 / MEMORY
         self._mean = self._mean * keep + mean
         self._bound = self._bound * keep + max(bound, mean)

@@ -4,33 +4,35 @@ padding copies. Pure: reads the state, changes nothing. When a batch leaves is d
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import islice
-from operator import attrgetter
-from typing import Protocol
+from itertools import chain, islice
 
 import numpy as np
 from numpy.typing import NDArray
 
 from stream_balancer.config import BalancerConfig
 from stream_balancer.core.buffer import Buffer
-from stream_balancer.core.executions import ExecutionKey, num_executions, sizes_in, sizes_of
+from stream_balancer.core.executions import ExecutionKey, denominators_of, execution_of, sizes_in, sizes_of
+from stream_balancer.core.pricing import costs_of
 from stream_balancer.core.state import State
 from stream_balancer.planning import Plan, PlanKnobs, Waiting, plan_batch
 from stream_balancer.planning.baselines import plan_fifo, plan_round_robin
-from stream_balancer.types import Batch, ExecutionSize, MicroBatch, RankBatch, Reason, Rollout, cheapest_to_copy
+from stream_balancer.planning.mini_batches import Planner, in_mini_batches, joined
+from stream_balancer.types import (
+    Batch,
+    ExecutionSize,
+    MicroBatch,
+    MiniBatchSize,
+    RankBatch,
+    Reason,
+    Rollout,
+    cheapest_to_copy,
+)
 from stream_balancer.values import PADDING_PREFIX
 
-__all__ = ["make_batch", "make_plan", "rows_of"]
-
-
-class Planner(Protocol):
-    """Chooses among the waiting rollouts, ``num_rollouts`` of which could go, and lays those chosen out on ranks and
-    micro-batches."""
-
-    def __call__(self, waiting: Waiting, knobs: PlanKnobs, *, num_rollouts: int, step: int, surplus: int) -> Plan: ...
+__all__ = ["make_batch", "make_plan", "plan_again", "rank_batches", "reassign", "rows_of"]
 
 
 _PLANNERS: dict[str, Planner] = {"window": plan_batch, "fifo": plan_fifo, "round_robin": plan_round_robin}
@@ -49,56 +51,207 @@ def make_plan(state: State, due: NDArray[np.bool_], num_rollouts: int) -> tuple[
     waiting = state.buffer.waiting(due)
     if state.config.stratum_shares:
         knobs = replace(knobs, stratum_shares=state.buffer.strata.least_shares(state.config.stratum_shares))
-    if not state.staleness.num_held_back:
-        return waiting, planner(waiting, knobs)
-    free = ~state.staleness.held_back()
-    waiting, rows = waiting.among(free), np.flatnonzero(free)
-    plan = planner(waiting, knobs)
-    # the planner counts in the rows that it was shown: back to those of the buffer
-    return waiting, replace(plan, ranks=[[rows[one] for one in micro_batches] for micro_batches in plan.ranks])
+    if state.staleness.num_held_back:
+        free = ~state.staleness.held_back()
+        waiting, rows = waiting.among(free), np.flatnonzero(free)
+        # the planner counts in the rows that it was shown: back to those of the buffer
+        plan = _in_rows(planner(waiting, knobs), rows)
+    else:
+        plan = planner(waiting, knobs)
+    return waiting, plan if knobs.mini_batches == 1 else _cut(state, plan)
+
+
+def _in_rows(plan: Plan, rows: NDArray[np.int64]) -> Plan:
+    """A plan of rows among some, in rows of all."""
+    return replace(
+        plan,
+        ranks=[[rows[one] for one in micro_batches] for micro_batches in plan.ranks],
+        mini_batches=tuple(_in_rows(one, rows) for one in plan.mini_batches),
+    )
+
+
+def _cut(state: State, plan: Plan) -> Plan:
+    """The plan in mini-batches."""
+    rows = np.sort(rows_of(plan))  # oldest first
+    if not rows.size:
+        return plan
+    buffer, policy = state.buffer, state.config.policy
+    everybody = np.ones(rows.size, dtype=np.bool_)
+    step_of = Waiting(
+        costs=buffer.costs[rows],
+        lengths=buffer.lengths[rows],
+        skips=buffer.skips[rows],
+        due=everybody,
+        groups=buffer.labels[rows] if state.pricing.knobs.groups == "same_rank" else _executions(buffer, rows),
+        group_complete=everybody,
+    )
+    cut = in_mini_batches(
+        _PLANNERS[policy],
+        step_of,
+        state.pricing.knobs,
+        plan,
+        step=state.ledger.next_step,
+        in_order=policy != "window",
+    )
+    return _in_rows(cut, rows)
+
+
+def _executions(buffer: Buffer, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+    """[n] a label for the samples of one execution, which divide by what is in their mini-batch; -1 for the others."""
+    numbers: dict[ExecutionKey, int] = {}
+    labels = [
+        -1 if one.execution_id is None else numbers.setdefault(execution_of(one), len(numbers))
+        for one in buffer.rollouts(rows)
+    ]
+    return np.array(labels, dtype=np.int64)
 
 
 def make_batch(state: State, plan: Plan, rows: NDArray[np.int64], reason: Reason, now: float) -> Batch:
     """The batch of the next step, from a plan and its rows; its rollouts are still in the buffer. O(rollouts in it)."""
-    buffer, dp_size, step = state.buffer, state.config.dp_size, state.ledger.next_step
-    rollouts, lengths = buffer.rollouts(rows), buffer.lengths[rows]  # both in the plan's order
-    executions = sizes_of(rollouts)
-    micro_batches = _micro_batches(plan, rollouts, lengths.tolist(), executions)
-    num_padding = _add_padding(micro_batches, _num_micro_batches(plan, state.config), rollouts, step)
-    loads: list[float] = (plan.loads if plan.rates is None else plan.loads / plan.rates).tolist()
-    # of real rollouts only: a padding copy must not count in any mean
-    tokens, loss_tokens = int(lengths.sum()), sum(map(attrgetter("num_loss_tokens"), rollouts))
-    executions_of_step = num_executions(rollouts)
-    return Batch(
-        step=step,
+    buffer = state.buffer
+    return _batch(
+        state.config,
+        plan,
+        buffer.rollouts(rows),  # in the plan's order
+        step=state.ledger.next_step,
         reason=reason,
-        ranks=tuple(
-            RankBatch(
-                step=step,
-                rank=rank,
-                dp_size=dp_size,
-                micro_batches=tuple(of_rank),
-                load=loads[rank],
-                global_num_rollouts=len(rollouts),
-                global_num_tokens=tokens,
-                global_num_loss_tokens=loss_tokens,
-                global_num_executions=executions_of_step,
-            )
-            for rank, of_rank in enumerate(micro_batches)
-        ),
-        num_rollouts=len(rollouts),
-        num_tokens=tokens,
-        loads=tuple(loads),
-        lower_bound=plan.lower_bound,
         oldest_wait_s=max(now - float(buffer.arrived_at[rows].min()), 0.0),
-        num_padding=num_padding,
         incomplete_groups=_group_ids(buffer, plan.incomplete_groups),
     )
 
 
+def plan_again(state: State, batch: Batch) -> tuple[Batch, Plan]:
+    """A batch that was planned for another number of ranks, for those that there are now: the same step, rollouts and
+    denominators. As fast as a plan of so many."""
+    pieces = [
+        [rollout for part in of_ranks for rollout in part.rollouts if not rollout.is_padding]
+        for of_ranks in zip(*(one.mini_batches for one in batch.ranks), strict=True)
+    ]
+    rollouts = list(chain.from_iterable(pieces))
+    plan = _plan_of_all(state, rollouts, batch.step, state.pricing.knobs)
+    if len(pieces) > 1:  # each keeps its own: what an optimizer step is made on is the same
+        rows = np.split(np.arange(len(rollouts)), np.cumsum([len(its) for its in pieces])[:-1])
+        plans = [_plan_of_all(state, its, batch.step, state.pricing.knobs) for its in pieces]
+        plan = joined(plan, [_in_rows(one, its) for one, its in zip(plans, rows, strict=True)])
+    again = _batch(
+        state.config,
+        plan,
+        [rollouts[row] for row in rows_of(plan)],
+        step=batch.step,
+        reason=batch.reason,
+        oldest_wait_s=batch.oldest_wait_s,
+        incomplete_groups=batch.incomplete_groups,
+    )
+    return again, plan
+
+
+def reassign(state: State, batch: Batch, rollouts: Sequence[Rollout], ranks: Sequence[int]) -> dict[int, RankBatch]:
+    """What these ranks of a batch take over: all of these rollouts, which lost ranks owed, with the denominators of the
+    step. Who takes over nothing is not in it. As fast as a plan of so many."""
+    knobs = state.pricing.knobs
+    known = knobs.speeds is not None and len(knobs.speeds) == len(batch.ranks)
+    speeds = knobs.speeds[list(ranks)] if known and knobs.speeds is not None else None
+    # ranks that meet once a step may run different numbers
+    knobs = replace(knobs, num_ranks=len(ranks), speeds=speeds, counts="free", micro_batch_counts="free")
+    plan = _plan_of_all(state, rollouts, batch.step, knobs)
+    chosen = [rollouts[row] for row in rows_of(plan)]
+    executions = sizes_of([rollout for rollout in batch.rollouts if not rollout.is_padding])
+    micro_batches = _micro_batches(plan, iter(chosen), executions)
+    multiple = state.config.micro_batch_multiple
+    numbers = [-(-len(of_rank) // multiple) * multiple for of_rank in micro_batches]
+    _add_padding([micro_batches], [numbers], chosen, batch.step)
+    return {
+        rank: replace(batch.ranks[rank], micro_batches=tuple(its), load=load)
+        for rank, its, load in zip(ranks, micro_batches, plan.finishes.tolist(), strict=True)
+        if its
+    }
+
+
+def _plan_of_all(state: State, rollouts: Sequence[Rollout], step: int, knobs: PlanKnobs) -> Plan:
+    """On which rank and in which micro-batch each of these goes: nobody is chosen."""
+    number = len(rollouts)
+    everybody = np.ones(number, dtype=np.bool_)
+    # -1 = no group; the others are numbered as they come
+    labels: dict[str | None, int] = {None: -1}
+    waiting = Waiting(
+        costs=np.array(costs_of(rollouts, state.pricing.model), dtype=np.float64),
+        lengths=np.array([rollout.num_tokens for rollout in rollouts], dtype=np.int64),
+        skips=np.zeros(number, dtype=np.int64),
+        due=everybody,
+        groups=np.array([labels.setdefault(r.group_id, len(labels) - 1) for r in rollouts], dtype=np.int64),
+        group_complete=everybody,
+    )
+    # what was let in goes, though other knobs would refuse it now
+    sizes = replace(knobs, batch_size=number, batch_size_range=None, batch_tokens=None, max_skips=None)
+    knobs = replace(sizes, oversize="alone")
+    return _PLANNERS[state.config.policy](waiting, knobs, num_rollouts=number, step=step, surplus=0)
+
+
+def _batch(
+    config: BalancerConfig,
+    plan: Plan,
+    rollouts: list[Rollout],
+    *,
+    step: int,
+    reason: Reason,
+    oldest_wait_s: float,
+    incomplete_groups: tuple[str, ...],
+) -> Batch:
+    """A plan made into a batch; its rollouts in the plan's order. O(rollouts)."""
+    executions, going = sizes_of(rollouts), iter(rollouts)
+    mini_batches = [_micro_batches(one, going, executions) for one in plan.pieces]
+    numbers = [_num_micro_batches(one, config) for one in plan.pieces]
+    num_padding = _add_padding(mini_batches, numbers, rollouts, step)
+    # Of the planner, not summed anew: a rank batch says the work that the choice was made by.
+    ranks = rank_batches(step, mini_batches, [one.finishes.tolist() for one in plan.pieces])
+    return Batch(
+        step=step,
+        reason=reason,
+        ranks=ranks,
+        num_rollouts=ranks[0].global_num_rollouts,
+        num_tokens=ranks[0].global_num_tokens,
+        loads=tuple(one.load for one in ranks),
+        finish=plan.finish,
+        lower_bound=plan.lower_bound,
+        oldest_wait_s=oldest_wait_s,
+        num_padding=num_padding,
+        incomplete_groups=incomplete_groups,
+    )
+
+
+def rank_batches(
+    step: int, mini_batches: Sequence[Sequence[Sequence[MicroBatch]]], loads: Sequence[Sequence[float]]
+) -> tuple[RankBatch, ...]:
+    """[dp_size] rank batches of a step, from micro-batches ``[mini_batch][rank]`` and loads ``[mini_batch][rank]``.
+    O(rollouts)."""
+    real = [[r for of_rank in one for mb in of_rank for r in mb.rollouts if not r.is_padding] for one in mini_batches]
+    each = [denominators_of(rollouts) for rollouts in real]
+    whole = each[0] if len(each) == 1 else denominators_of(list(chain.from_iterable(real)))
+    return tuple(
+        RankBatch(
+            step=step,
+            rank=rank,
+            dp_size=len(mini_batches[0]),
+            micro_batches=tuple(chain.from_iterable(one[rank] for one in mini_batches)),
+            load=sum(of_ranks[rank] for of_ranks in loads),
+            global_num_rollouts=whole.rollouts,
+            global_num_tokens=whole.tokens,
+            global_num_loss_tokens=whole.loss_tokens,
+            global_num_executions=whole.executions,
+            mini_batch_sizes=()
+            if len(mini_batches) == 1
+            else tuple(
+                MiniBatchSize(len(one[rank]), of_ranks[rank], *sizes)
+                for one, of_ranks, sizes in zip(mini_batches, loads, each, strict=True)
+            ),
+        )
+        for rank in range(len(mini_batches[0]))
+    )
+
+
 def rows_of(plan: Plan) -> NDArray[np.int64]:
-    """Rows of the plan's rollouts, rank by rank, micro-batch by micro-batch."""
-    return np.concatenate([rows for micro_batches in plan.ranks for rows in micro_batches])
+    """Rows of the plan's rollouts, mini-batch by mini-batch, rank by rank, micro-batch by micro-batch."""
+    return np.concatenate([rows for one in plan.pieces for micro_batches in one.ranks for rows in micro_batches])
 
 
 def _group_ids(buffer: Buffer, labels: Sequence[int]) -> tuple[str, ...]:
@@ -109,14 +262,14 @@ def _group_ids(buffer: Buffer, labels: Sequence[int]) -> tuple[str, ...]:
 
 
 def _micro_batches(
-    plan: Plan, rollouts: list[Rollout], lengths: list[int], executions: Mapping[ExecutionKey, ExecutionSize]
+    plan: Plan, going: Iterator[Rollout], executions: Mapping[ExecutionKey, ExecutionSize]
 ) -> list[list[MicroBatch]]:
     """[rank][micro_batch] of the rollouts, which come in the plan's order. O(n)."""
-    going, of = iter(rollouts), iter(lengths)
 
     def micro_batch(size: int) -> MicroBatch:
+        # An iterator instead of slices by offset: the plan lists rows in exactly the order in which they are cut.
         its = list(islice(going, size))
-        return MicroBatch.of(its, tuple(islice(of, size)), sizes_in(executions, its))
+        return MicroBatch.of(its, execution_sizes=sizes_in(executions, its))
 
     return [[micro_batch(rows.size) for rows in micro_batches] for micro_batches in plan.ranks]
 
@@ -130,17 +283,18 @@ def _num_micro_batches(plan: Plan, config: BalancerConfig) -> list[int]:
 
 
 def _add_padding(
-    micro_batches: list[list[MicroBatch]], numbers: Sequence[int], real: Sequence[Rollout], step: int
+    mini_batches: Sequence[list[list[MicroBatch]]], numbers: Sequence[Sequence[int]], real: Sequence[Rollout], step: int
 ) -> int:
-    """Every rank gets its number of micro-batches, in place: a padding copy each where it has fewer. -> how many."""
+    """Every rank gets its number of micro-batches in every mini-batch, in place: a padding copy each where it has
+    fewer. -> how many."""
     missing = [
-        (rank, index)
-        for rank, (of_rank, number) in enumerate(zip(micro_batches, numbers, strict=True))
-        for index in range(len(of_rank), number)
+        (of_rank, rank)
+        for ranks, of_ranks in zip(mini_batches, numbers, strict=True)
+        for rank, (of_rank, number) in enumerate(zip(ranks, of_ranks, strict=True))
+        for _ in range(len(of_rank), number)
     ]
     if missing:
         original = cheapest_to_copy(real)
-        for rank, index in missing:
-            copy = original.padding_copy(f"{PADDING_PREFIX}{step}-{rank}-{index}")
-            micro_batches[rank].append(MicroBatch.of([copy]))
+        for place, (of_rank, rank) in enumerate(missing):
+            of_rank.append(MicroBatch.of([original.padding_copy(f"{PADDING_PREFIX}{step}-{rank}-{place}")]))
     return len(missing)

@@ -76,6 +76,7 @@ class Buffer:
         became_ready = 1
         if rollout.group_id is not None and self.groups.size is not None:
             labels[row], became_ready = self.groups.join(rollout.group_id, rollout.execution_id)
+        # The index numbers its rows itself, by how many were added: it must get every row, in this order.
         self.index.add(cost)
         self._rows += 1
         self.num_ready += became_ready
@@ -94,6 +95,7 @@ class Buffer:
         self.num_tokens -= int(self.lengths[rows].sum())
         self.num_bytes -= int(self._bytes[slots].sum())
         if self.groups.size is not None:
+            # One by one: which group is complete again, or forgotten, depends on the siblings before.
             for rollout in removed:
                 self.groups.leave(rollout.group_id, rollout.execution_id, never_came=never_came)
         keep = np.ones(len(self), dtype=bool)
@@ -107,6 +109,7 @@ class Buffer:
     def pass_over(self, could_go: NDArray[np.bool_]) -> None:
         """A dispatch leaves these ([n] bool) behind: count it, but not for incomplete groups, which could not go.
         O(n)."""
+        # [n] a bool adds 0 or 1
         self.skips[:] += self.complete & could_go
 
     def reprice(self, costs: NDArray[np.float64]) -> None:

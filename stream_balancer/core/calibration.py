@@ -45,7 +45,7 @@ _SPEED_STEPS = 5  # before that many, all ranks count as alike
 _SPEED_LEAST = 0.02  # ranks within this of each other are alike: noise is not a slow rank
 _SPEED_CHANGE = 0.01  # a smaller change of a speed is not worth another plan
 _MIX_CHANGE = 0.005  # nor is a smaller change of the mix of a and b, or of the fixed costs in parts of a step
-_TOLD_APART = 0.1  # of the prior's variance; where all ranks always run as many micro-batches, half of it stays
+_DISTINGUISHED = 0.1  # of the prior's variance; where all ranks always run as many micro-batches, half of it stays
 _ERROR_STEPS = 10.0  # the prediction error in the statistics is that of about so many steps
 _MOST_PENDING = 64  # steps whose seconds may be missing
 _PROBE = (1000, 30_000)  # tokens; priors that count as many pairs of these count pairs alike
@@ -103,6 +103,8 @@ class Calibration:
         if self._steps == 1:  # compilation, allocation, caches: says nothing about the next one
             return False
         if self._typical is None:
+            # The unit of all that follows: with features and seconds near 1 the normal equations below are well
+            # conditioned.
             self._typical = np.maximum(np.median(features, axis=0), 1.0)
             self._typical_s = float(np.median(measured))
             self._parts = self._prior()
@@ -143,6 +145,8 @@ class Calibration:
             recent.append(speed)
         if len(self._recent[0]) >= _SPEED_STEPS:
             self._forget_old_speeds()
+            # [ranks] medians, so that one slow step moves nothing; relative to the median rank, since all of them being
+            # faster makes nobody fast
             medians = np.array([np.median(recent) for recent in self._recent])
             self._log_speeds = medians - np.median(medians)
 
@@ -160,10 +164,13 @@ class Calibration:
         # a median deviation x 1.4826 is a normal standard deviation; one strange step must not widen it much
         usual = min(1.4826 * float(np.median(residuals)), 3.0 * self._spread)
         self._spread = max(0.9 * self._spread + 0.1 * usual, _LEAST_SPREAD)
+        # [ranks] Huber: a rank far off its prediction counts by its direction, not by its size
         weights = np.minimum(1.0, _HUBER * self._spread / np.maximum(residuals, 1e-12))
+        # [ranks, 4] scaled by the measured seconds, so that relative errors are minimised and the answer is 1 for each
         rows = features / self._typical * (self._typical_s / (measured * np.exp(self._log_speeds)))[:, None]
         self._products = self._keep * self._products + (rows * weights[:, None]).T @ rows
         self._answers = self._keep * self._answers + (rows * weights[:, None]).sum(axis=0)
+        # The prior as so many more rows: without them a stream of equal lengths could not tell tokens from pairs.
         certainty = np.diag((self._spread / _PRIOR_SPREAD) ** 2)
         parts = _non_negative(self._products + certainty, self._answers + certainty @ self._prior())
         if parts[0] + parts[1] > 0:  # else all seconds were fixed costs, and no cost would grow with length
@@ -202,19 +209,19 @@ class Calibration:
         assert self._typical is not None
         unit = float(self._model.linear * self._typical[0] + self._model.quadratic * self._typical[1])
         of_micro_batches, of_step = self._parts[2:].tolist()
-        if not self._tells_micro_batches():
+        if not self._distinguishes_micro_batches():
             of_micro_batches, of_step = 0.0, of_micro_batches + of_step
         overhead = of_step * unit / work, of_micro_batches / float(self._typical[2]) * unit / work
         if self._speeds is not None or math.dist(overhead, self._overhead) > _MIX_CHANGE * unit:
             self._overhead, changed = overhead, True
         return self._apply_speeds() or changed
 
-    def _tells_micro_batches(self) -> bool:
+    def _distinguishes_micro_batches(self) -> bool:
         """Numbers of micro-batches have differed by enough to tell what one costs from what a step costs."""
         certainty = (self._spread / _PRIOR_SPREAD) ** 2
         # [4], of which [2] is the variance of a micro-batch's cost: that column of the inverse
         variances = _solve(self._products + np.diag(certainty), np.eye(_FEATURES)[2])
-        return bool(0.0 < variances[2] * certainty[2] < _TOLD_APART)
+        return bool(0.0 < variances[2] * certainty[2] < _DISTINGUISHED)
 
     def _apply_speeds(self) -> bool:
         if len(self._recent[0]) < _SPEED_STEPS:

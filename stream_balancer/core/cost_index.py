@@ -73,6 +73,8 @@ class CostIndex(CostOrder):
     def remove(self, keep: Bools) -> None:
         """All rows leave but those to keep ([n]); these keep their order, and count from 0 again."""
         ascending = self.ascending()
+        # The list and this array have one order, so what is true of a place in one holds for the same place in the
+        # other.
         stays = keep[ascending]  # [n] in the order of the list
         gone = ascending[~stays]
         if gone.size * _REBUILD_SHARE >= keep.size:
@@ -112,6 +114,7 @@ class CostIndex(CostOrder):
         known = self._ascending.size
         if known < len(self._columns):  # those that came since: of equal costs they are the youngest
             young = known + np.argsort(self.costs[known:], kind="stable")
+            # [young] where each goes among the known; side="right": of equal costs the older comes first
             places = np.searchsorted(self.costs[self._ascending], self.costs[young], side="right")
             self._ascending = np.insert(self._ascending, places, young)
         return self._ascending

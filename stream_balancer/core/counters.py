@@ -34,7 +34,7 @@ class Counts:
         self.padding_copies += batch.num_padding
         self.short_groups += len(batch.incomplete_groups)
         self.mean_loads += sum(batch.loads) / len(batch.loads)
-        self.max_loads += max(batch.loads)
+        self.max_loads += batch.finish
         self.lower_bounds += batch.lower_bound
 
     def record_seconds(self, seconds: Sequence[float]) -> None:

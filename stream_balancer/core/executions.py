@@ -4,11 +4,12 @@ a step holds. Pure counting over rollouts."""
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TypeAlias
+from operator import attrgetter
+from typing import NamedTuple, TypeAlias
 
 from stream_balancer.types import ExecutionSize, Rollout
 
-__all__ = ["ExecutionKey", "execution_of", "num_executions", "sizes_in", "sizes_of"]
+__all__ = ["Denominators", "ExecutionKey", "denominators_of", "execution_of", "num_executions", "sizes_in", "sizes_of"]
 
 ExecutionKey: TypeAlias = str | tuple[str | None, str]
 """A rollout that is one by itself; or group and ``execution_id``, which is unique within its group."""
@@ -24,6 +25,25 @@ def num_executions(rollouts: Sequence[Rollout]) -> int:
     if all(rollout.execution_id is None for rollout in rollouts):  # most runs know no executions
         return len(rollouts)
     return len({execution_of(rollout) for rollout in rollouts})
+
+
+class Denominators(NamedTuple):
+    """What a loss over some rollouts may be divided by."""
+
+    rollouts: int
+    tokens: int
+    loss_tokens: int
+    executions: int
+
+
+def denominators_of(rollouts: Sequence[Rollout]) -> Denominators:
+    """Of these, none of which is a padding copy. O(n)."""
+    return Denominators(
+        len(rollouts),
+        sum(map(attrgetter("num_tokens"), rollouts)),
+        sum(map(attrgetter("num_loss_tokens"), rollouts)),
+        num_executions(rollouts),
+    )
 
 
 def sizes_of(rollouts: Iterable[Rollout]) -> dict[ExecutionKey, ExecutionSize]:

@@ -194,9 +194,10 @@ class Groups:
         if size is None or arrived is None or arrived + number <= size:
             return
         raise RolloutError(
-            f"group {group_id!r} takes {max(size - arrived, 0)} more rollouts, not {number}: {arrived} have come, and "
-            f"by expect_group(), close_group() or put_group(complete=True) it has {size}. Give the siblings of another "
-            "prompt, or of the same one sampled again, another group_id"
+            f"group {group_id!r} takes {max(size - arrived, 0)} more executions, not {number}: {arrived} have come, "
+            f"and by expect_group(), close_group() or put_group(complete=True) it has {size} (a rollout is one, and so "
+            "are all with one execution_id). Give the siblings of another prompt, or of the same one sampled again, "
+            "another group_id"
         )
 
     def check_size(self, wanted: GroupSize) -> None:

@@ -45,6 +45,17 @@ class IdleTimes:
         self.last_s: tuple[float, ...] = ()
         """Seconds each rank computed in the last step; empty before the first."""
         self._waits: OrderedDict[int, dict[IdleCause, float]] = OrderedDict()
+        self._suspect_nobody(num_ranks)
+
+    def resize(self, num_ranks: int) -> None:
+        """There are so many ranks from the next plan on. Totals are kept, also of ranks that are no more; who is slow
+        is found anew."""
+        more = max(num_ranks - len(self._busy), 0)
+        self._seconds = np.pad(self._seconds, ((0, more), (0, 0)))
+        self._busy = np.pad(self._busy, (0, more))
+        self._suspect_nobody(num_ranks)
+
+    def _suspect_nobody(self, num_ranks: int) -> None:
         self._evidence = np.zeros(num_ranks)
         self._slowness = np.zeros(num_ranks)  # log(slowdown), summed since the evidence was zero
         self._slow_steps = np.zeros(num_ranks, dtype=np.int64)
@@ -57,6 +68,7 @@ class IdleTimes:
         """A new batch leaves; somebody waited for it since ``asked_at``, and there was enough for one since
         ``enough_at``."""
         waited_s = max(now - asked_at, 0.0)
+        # Until enough had come nobody could have dispatched; what was waited after that was the choice of the window.
         no_data_s = min(max(enough_at - asked_at, 0.0), waited_s)
         held: IdleCause = "deadline" if batch.reason == "deadline" else "window"
         self._waits[batch.step] = {"no_data": no_data_s, held: waited_s - no_data_s}
@@ -77,13 +89,15 @@ class IdleTimes:
         """
         self.last_s = tuple(timing.seconds for timing in timings)
         busy = np.array(self.last_s, dtype=np.float64)
-        self._busy += busy
+        self._busy[: len(busy)] += busy
         self._record_imbalance(batch, busy)
         self._record_waits(self._waits.pop(batch.step, {}), timings)
         loads = np.array(batch.loads)
         if slowness is None and (loads > 0).all() and (busy > 0).all():
+            # [ranks] log of the seconds that each took for a unit of load
             slowness = np.log(busy) - np.log(loads)
-        if slowness is not None:
+        if slowness is not None and len(slowness) == len(busy) == len(self._evidence):
+            # relative to the median rank: a step in which all are slow accuses nobody
             slowness = slowness - np.median(slowness)
             worth_it = busy * -np.expm1(-np.maximum(slowness, 0.0)) >= _LEAST_LOSS_S
             self._note_slowness(batch.step, np.where(worth_it, slowness, np.minimum(slowness, 0.0)), now)
@@ -104,6 +118,7 @@ class IdleTimes:
         of_balancer = sum(waits.values())
         # a rank that does not measure its waits is taken to have waited as long as the balancer did
         waited = np.array([of_balancer if t.waited_s is None else t.waited_s for t in timings], dtype=np.float64)
+        # A rank cannot have waited longer for rollouts than the balancer did; the rest was the way.
         for_rollouts = np.minimum(waited, of_balancer)
         for cause, cause_s in waits.items():
             if of_balancer > 0:
@@ -112,11 +127,13 @@ class IdleTimes:
         self._add("transport", rest - np.minimum(rest, np.array([t.ready_s for t in timings], dtype=np.float64)))
 
     def _add(self, cause: IdleCause, seconds: Floats) -> None:
-        self._seconds[:, _CAUSES.index(cause)] += seconds
+        self._seconds[: len(seconds), _CAUSES.index(cause)] += seconds
 
     def _note_slowness(self, step: int, slowness: Floats, now: float) -> None:
+        # [ranks] evidence of this step; negative where a rank was no slower than the allowance
         more = np.minimum(slowness, _MOST_A_STEP) - _ALLOWANCE
         evidence = np.clip(self._evidence + more, 0.0, _MOST_EVIDENCE)
+        # the change point of CUSUM: the last time that the evidence was zero
         begins = (self._evidence == 0) & (evidence > 0)
         self._since_step[begins], self._since[begins] = step, now
         fresh = begins | (evidence == 0)

@@ -4,7 +4,7 @@
 
     dispatch --> in flight --acknowledge--> done
                  |   ^  `--mark_missing: some of it will count as evicted then
-                 |   `--next_redelivery--.
+                 |   `--redelivered------.
                  `--nack, redeliver------> to be delivered again, same plan
 
 A rollout that waits is the buffer's; here is what became of it. Nothing is decided in this module. Pure.
@@ -74,11 +74,17 @@ class Ledger:
         self.next_step += 1
 
     def next_redelivery(self) -> Batch | None:
-        """The oldest batch to be delivered again, which is then as if dispatched now."""
-        return self._to_redeliver.popleft() if self._to_redeliver else None
+        """The oldest batch to be delivered again; :meth:`redelivered` must follow."""
+        return self._to_redeliver[0] if self._to_redeliver else None
+
+    def redelivered(self, batch: Batch) -> None:
+        """That one, or what was planned of it for other ranks, is as if dispatched now."""
+        self._to_redeliver.popleft()
+        self._in_flight[batch.step] = batch
 
     def redeliver(self, batch: Batch) -> None:
         """A batch that reached nobody is delivered again, before any other."""
+        # In front: it was taken before all the others that wait here, or it would have been one of them.
         self._to_redeliver.appendleft(batch)
         self._forget_training(batch.step)
 
@@ -109,6 +115,7 @@ class Ledger:
     def begin_training(self, version: int | None) -> None:
         """The oldest batch that the trainer is not through with is trained on now: its age counts. O(batches in
         flight)."""
+        # A batch that nobody has is not trained on, however old it is.
         waits = {batch.step for batch in self._to_redeliver}
         step = min((step for step in self._in_flight if step not in self._trained and step not in waits), default=None)
         if step is not None and step not in self._begun:

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from stream_balancer.config import BalancerConfig
 from stream_balancer.core import report
-from stream_balancer.core.batching import make_batch, make_plan, rows_of
+from stream_balancer.core.batching import make_batch, make_plan, plan_again, reassign, rows_of
 from stream_balancer.core.groups import GroupSize
 from stream_balancer.core.observer import Event, Observers
 from stream_balancer.core.report import ShellFigures
@@ -36,7 +36,7 @@ from stream_balancer.planning import Plan
 from stream_balancer.planning.partition import TOLERANCE
 from stream_balancer.planning.step_size import surplus_after
 from stream_balancer.statistics import Statistics
-from stream_balancer.types import Batch, Rollout
+from stream_balancer.types import Batch, RankBatch, Rollout
 
 __all__ = ["BalancerCore"]
 
@@ -118,6 +118,10 @@ class BalancerCore:
         """The window counts as full until a batch leaves, since nothing more can come in."""
         self.state.triggers.force_flush()
 
+    def set_stuck(self, stuck: bool) -> None:
+        """Whether the window counts as full now, because throttled generation waits for a batch to leave."""
+        self.state.triggers.stuck = stuck
+
     def end(self) -> None:
         """No more rollouts will come: drain what is left, also if it is fewer than the ranks. May be called twice."""
         self.state.triggers.ended = True
@@ -147,9 +151,13 @@ class BalancerCore:
         """
         state = self.state
         batch = state.ledger.next_redelivery()
-        if batch is None:
+        if batch is not None:
+            batch = self._redeliver(batch)
+        else:
             if now < state.triggers.next_wakeup():  # O(1), for the many polls between two batches
                 return None
+            # next_wakeup() is a lower bound, made of counts; only now are columns looked at, and there may be no reason
+            # after all (past the deadline, but too few are in whole groups).
             due = state.triggers.due(now)
             reason, num_rollouts = state.triggers.reason(now, due)
             if reason is None:
@@ -164,11 +172,26 @@ class BalancerCore:
         self._publish("dispatched", batch)
         return batch
 
+    def _redeliver(self, batch: Batch) -> Batch:
+        """It leaves again, in the plan that it had; planned again if that was for another number of ranks."""
+        state = self.state
+        if len(batch.ranks) != state.config.dp_size:
+            batch, plan = plan_again(state, batch)
+            # Ranks of the old plan may have reported seconds: of other rollouts than those that carry this step now.
+            state.step_times.forget(batch.step)
+            state.pricing.expect(batch, plan)
+        state.ledger.redelivered(batch)
+        return batch
+
     def _dispatch(self, batch: Batch, plan: Plan, rows: NDArray[np.int64], now: float, asked_at: float) -> None:
         state, buffer = self.state, self.state.buffer
+        # The arrival from which on a batch of the least size could have left: what ranks waited before that is for want
+        # of rollouts, what they waited after it is the price of the window.
         enough = min(state.config.min_batch_size, len(buffer)) - 1  # of all that came, held back or not
         state.idle.dispatched(batch, asked_at=asked_at, enough_at=float(buffer.arrived_at[enough]), now=now)
         state.pricing.expect(batch, plan)
+        # What came and what goes are counted by the same rows, before any of them moves: else a rollout that leaves at
+        # once would have gone without ever having come.
         state.see_arrivals()
         state.length_bias.record(buffer.lengths[rows], buffer.skips[rows])
         buffer.strata.dispatched(buffer.stratum_numbers[rows])
@@ -178,6 +201,7 @@ class BalancerCore:
         state.ledger.dispatch(batch)
         state.counts.record(batch)
         state.counts.surplus = surplus_after(state.pricing.knobs, state.counts.surplus, batch.num_rollouts)
+        # The buffer has room again, so a put that forced a flush is answered by this batch.
         state.triggers.dispatched()
         state.changed()
 
@@ -190,6 +214,8 @@ class BalancerCore:
         flight."""
         state = self.state
         batch, missing = state.ledger.acknowledge(step)
+        # Missing rollouts are not remembered as done: their payloads are lost, and who generates them anew may put the
+        # same id.
         state.finish(r.rollout_id for r in batch.rollouts if not r.is_padding and r.rollout_id not in missing)
         state.counts.acknowledged += batch.num_rollouts - len(missing)
         if missing:
@@ -217,10 +243,16 @@ class BalancerCore:
         self.state.ledger.redeliver(batch)
         self.state.changed()
 
+    def reassign(self, batch: Batch, rollouts: Sequence[Rollout], ranks: Sequence[int]) -> dict[int, RankBatch]:
+        """What these ranks of a batch in flight take over of rollouts that a lost rank owed. Changes nothing: the batch
+        is acknowledged as a whole, or given again as it is."""
+        return reassign(self.state, batch, rollouts, ranks)
+
     def record_step(self, timing: StepTiming, now: float) -> None:
         """A rank reports the seconds of a step. When all ranks of the step have, the measured idle times move, and a
         calibrated cost learns; unless one of them may have waited for others in them."""
-        state, timings = self.state, self.state.step_times.add(timing)
+        state, batch = self.state, self.state.ledger.get(timing.step)
+        timings = state.step_times.add(timing, state.config.dp_size if batch is None else len(batch.ranks))
         if timings is None:
             return
         seconds = [one.seconds for one in timings]
@@ -231,7 +263,6 @@ class BalancerCore:
             if calibration.observe(timing.step, seconds):
                 factor = state.pricing.reprice(state.buffer)
             slowness = calibration.slowness()
-        batch = state.ledger.get(timing.step)
         if batch is not None:
             state.idle.record(batch, timings, now, slowness)
         if factor != 1.0:
@@ -294,12 +325,10 @@ class BalancerCore:
     # -- knobs and checkpoints -----------------------------------------------------------------------------------------
 
     def reconfigure(self, config: BalancerConfig) -> None:
-        """Take new knobs. Raises ConfigError, changing nothing, for one that cannot change while rollouts are held."""
+        """Take new knobs. Another ``dp_size`` holds from the next plan on: what was given out stays as it is, and is
+        planned again if it is to be given again. Raises ConfigError, changing nothing, for a knob that cannot change
+        while rollouts are held."""
         state, before = self.state, self.config
-        if config.dp_size != before.dp_size:
-            raise ConfigError(
-                f"dp_size cannot change live (it is {before.dp_size}): ranks are connected. Start a new balancer"
-            )
         regroups = config.tracked_group_size != before.tracked_group_size
         if regroups and len(state.buffer):
             raise ConfigError(
@@ -329,7 +358,7 @@ class BalancerCore:
 
     def restore(self, snapshot: Snapshot, now: float) -> None:
         """Take over a snapshot's state, under this balancer's own knobs. Batches in flight will be given again, same
-        plan; if that is for another ``dp_size``, their rollouts wait again instead, as the oldest.
+        plan; if that is for another ``dp_size``, planned again.
 
         Raises ValueError if this balancer already took rollouts, RolloutError if a rollout does not fit the knobs; then
         nothing has changed.

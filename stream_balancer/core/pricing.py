@@ -1,4 +1,4 @@
-"""What the waiting rollouts cost, and what the planner is told of the ranks: by the config's cost model, or by what a
+"""What the waiting rollouts cost, and what the planner is given of the ranks: by the config's cost model, or by what a
 ``CalibratedCost`` has learned. Pure; seconds come in as arguments."""
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Pricing:
         self._tolerance = tolerance
         self._config = config
         self.knobs = _plan_knobs(config, tolerance)
-        """What the planner is told."""
+        """What the planner is given."""
         self.calibration = _calibration_of(config)
         """What is learned from the ranks' seconds; None for a cost that does not learn."""
         self.model: CostFunction = config.cost if self.calibration is None else self.calibration.cost
@@ -47,6 +47,7 @@ class Pricing:
         else:
             costs = np.asarray(self.model(buffer.lengths), dtype=np.float64)
         before = float(buffer.costs.sum())  # 0 where nothing waits, or all of it is free
+        # observers keep costs of their own, and scale them by this
         factor = float(costs.sum()) / before if before > 0 else 1.0
         buffer.reprice(costs)
         if self.calibration is not None:
@@ -59,10 +60,14 @@ class Pricing:
         return factor
 
     def reconfigure(self, config: BalancerConfig) -> None:
-        """Other knobs; what was learned is kept while cost and speeds are the same. :meth:`reprice` must follow."""
-        if (config.cost, config.speeds) != (self._config.cost, self._config.speeds):
-            self.calibration = _calibration_of(config)
+        """Other knobs; what was learned is kept while cost and speeds are the same, and with another number of ranks
+        all but their speeds. :meth:`reprice` must follow."""
+        before, resized = self._config, config.dp_size != self._config.dp_size
+        if resized or (config.cost, config.speeds) != (before.cost, before.speeds):
+            learned, self.calibration = self.calibration, _calibration_of(config)
             self.model = config.cost if self.calibration is None else self.calibration.cost
+            if resized and config.cost == before.cost and learned is not None and self.calibration is not None:
+                self.calibration.take_over(learned.state())
         self._config = config
         self.knobs = _plan_knobs(config, self._tolerance)
 
@@ -126,6 +131,7 @@ def _plan_knobs(config: BalancerConfig, tolerance: float) -> PlanKnobs:
         padded=config.cost.padded,
         speeds=None if config.speeds is None else np.array(config.speeds, dtype=np.float64),
         micro_batch_multiple=config.micro_batch_multiple,
+        mini_batches=config.mini_batches,
         pipeline_order=config.micro_batch_order == "pipeline",
         fixed_costs=_fixed_costs(config, NO_FIXED_COSTS),
         micro_batch_counts=config.micro_batch_counts,

@@ -84,15 +84,10 @@ def take_snapshot(state: State, now: float, auto_window: Mapping[str, Any] | Non
 
 
 def restored_state(config: BalancerConfig, tolerance: float, snapshot: Snapshot, now: float) -> State:
-    """A snapshot's state under these knobs. Batches in flight are to be delivered again, same plan.
-
-    If their plan is for another ``dp_size``, their rollouts wait again instead, as the oldest. What is too old by now
-    is evicted. Raises RolloutError if a rollout does not fit the knobs. O(n).
+    """A snapshot's state under these knobs. Batches in flight are to be delivered again, and what waits and is too old
+    by now is evicted. Raises RolloutError if a waiting rollout does not fit the knobs. O(n).
     """
     state = State(config, tolerance)
-    again = [batch for batch in snapshot.in_flight if len(batch.ranks) == config.dp_size]
-    replan = [r for batch in snapshot.in_flight if batch not in again for r in batch.rollouts if not r.is_padding]
-    oldest = now - (float(snapshot.waited_s.max()) if len(snapshot.waited_s) else 0.0)
     state.staleness.version = snapshot.version
     state.ids.past = OrderedDict.fromkeys(snapshot.past_ids)  # first: what is evicted below joins them
     state.counts.take_over(snapshot.counts)
@@ -100,9 +95,6 @@ def restored_state(config: BalancerConfig, tolerance: float, snapshot: Snapshot,
     if state.pricing.calibration is not None and snapshot.calibration is not None:
         state.pricing.calibration.take_over(snapshot.calibration)
         state.pricing.reprice(state.buffer)
-    for rollout in replan:
-        (cost,) = state.admission.check([rollout])
-        state.hold(rollout, cost, oldest)
     for rollout, waited_s, skips in zip(snapshot.waiting, snapshot.waited_s, snapshot.skips, strict=True):
         most = int(skips) if config.max_skips is None else config.max_skips
         (cost,) = state.admission.check([rollout])
@@ -110,8 +102,8 @@ def restored_state(config: BalancerConfig, tolerance: float, snapshot: Snapshot,
     state.buffer.restore_groups(snapshot.group_arrivals, snapshot.group_sizes)
     groups = state.buffer.groups  # the snapshot has all that is declared; of what is not known any more it is said
     groups.changed = [name for name in groups.changed if groups.declared(name) is None]
-    state.ledger.restore(again, snapshot.next_step)
-    state.ids.held.update(r.rollout_id for batch in again for r in batch.rollouts if not r.is_padding)
+    state.ledger.restore(snapshot.in_flight, snapshot.next_step)
+    state.ids.held.update(r.rollout_id for batch in snapshot.in_flight for r in batch.rollouts if not r.is_padding)
     state.changed()
     return state
 

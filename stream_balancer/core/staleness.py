@@ -22,7 +22,18 @@ from stream_balancer.errors import RolloutError
 from stream_balancer.types import Rollout
 from stream_balancer.values import plain_policy_version
 
-__all__ = ["Staleness"]
+__all__ = ["Staleness", "next_version"]
+
+
+def next_version(current: int | None, version: object) -> int:
+    """The version to be set. Raises ValueError for what is none, and if it goes backwards."""
+    try:
+        plain = plain_policy_version(version)
+    except RolloutError as error:
+        raise ValueError(f"set_version(): version {error}") from None
+    if current is not None and plain < current:
+        raise ValueError(f"version must not go backwards: it is {current}, and set_version({plain}) was called")
+    return plain
 
 
 class Staleness:
@@ -41,15 +52,7 @@ class Staleness:
 
     def set_version(self, version: int) -> None:
         """The policy moved on. Raises ValueError if it goes backwards."""
-        try:
-            version = plain_policy_version(version)
-        except RolloutError as error:
-            raise ValueError(f"set_version(): version {error}") from None
-        if self.version is not None and version < self.version:
-            raise ValueError(
-                f"version must not go backwards: it is {self.version}, and set_version({version}) was called"
-            )
-        self.version = version
+        self.version = next_version(self.version, version)
 
     # -- one rollout ---------------------------------------------------------------------------------------------------
 

@@ -49,7 +49,7 @@ class State:
         self.triggers = Triggers(config, self.buffer, self.staleness)
         self.admission = Admission(config, self.buffer, self.ids, self.pricing)
         self.counts = Counts()
-        self.step_times = StepTimes(config.dp_size)
+        self.step_times = StepTimes()
         self.idle = IdleTimes(config.dp_size)
         self.length_bias = LengthBias()
         self.evicted: list[tuple[Rollout, EvictReason]] = []
@@ -58,6 +58,8 @@ class State:
 
     def use(self, config: BalancerConfig) -> None:
         """Other knobs are in force for every part but :attr:`pricing`, which must be repriced."""
+        if config.dp_size != self.config.dp_size:
+            self.idle.resize(config.dp_size)
         self.config = self.staleness.config = self.triggers.config = self.admission.config = config
         self.buffer.groups.remember = config.remember_ids
 
@@ -78,6 +80,7 @@ class State:
             return
         if rollout.cost is not None:
             self.pricing.has_own_costs = True
+        # From here on a second put of this id is refused.
         self.ids.held.add(rollout.rollout_id)
         buffer.add(rollout, cost, now, skips)
         if rollout.version is not None:
@@ -108,6 +111,8 @@ class State:
     def evict(self, rollouts: Sequence[Rollout], reason: EvictReason) -> None:
         """These do not wait any more, and will not be trained on. Lost ones may be put again. O(1) each."""
         self.counts.evicted[reason] += len(rollouts)
+        # Collected, not notified: an observer must not see the state in the middle of a change. The call that is
+        # running publishes them at its end.
         self.evicted += [(rollout, reason) for rollout in rollouts]
         if reason == "lost":  # not remembered: its producer, or another one, may generate and put it again
             self.ids.held.difference_update(rollout.rollout_id for rollout in rollouts)

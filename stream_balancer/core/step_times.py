@@ -28,20 +28,24 @@ class StepTiming(NamedTuple):
 class StepTimes:
     """The reports of steps that are not complete; of the newest ones, since some rank may never report."""
 
-    def __init__(self, num_ranks: int) -> None:
-        self._num_ranks = num_ranks
+    def __init__(self) -> None:
         self._pending: dict[int, dict[int, StepTiming]] = {}  # step, rank
 
     def __len__(self) -> int:
         return len(self._pending)
 
-    def add(self, timing: StepTiming) -> list[StepTiming] | None:
-        """-> what all ranks reported of this step, in rank order; None while one is missing. O(1)."""
+    def add(self, timing: StepTiming, num_ranks: int) -> list[StepTiming] | None:
+        """-> what all of its ``num_ranks`` ranks reported of this step, in rank order; None while one is missing.
+        O(1)."""
         of_step = self._pending.setdefault(timing.step, {})
         of_step[timing.rank] = timing
         if len(self._pending) > _MOST_PENDING:
             del self._pending[min(self._pending)]
-        if len(of_step) < self._num_ranks:
+        if len(of_step) < num_ranks:
             return None
         del self._pending[timing.step]
-        return [of_step[rank] for rank in range(self._num_ranks)]
+        return [of_step[rank] for rank in range(num_ranks)]
+
+    def forget(self, step: int) -> None:
+        """It is planned for other ranks now: what the former ones reported does not count."""
+        self._pending.pop(step, None)

@@ -7,11 +7,17 @@ then can take.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from stream_balancer.config import BalancerConfig
 from stream_balancer.core.state import State
-from stream_balancer.errors import ConfigError
+from stream_balancer.errors import ConfigError, RolloutError
+from stream_balancer.types import Rollout
 
-__all__ = ["Throttle", "check_reserve"]
+__all__ = ["SLOT_CLOSED", "TOO_MANY", "Throttle", "check_reserve", "dated"]
+
+SLOT_CLOSED = "put() on a slot whose 'with' block was left: its place is given back"
+TOO_MANY = "{count} rollouts for a slot with {left} places left. Reserve as many as are put: reserve(n)"
 
 _LIMIT = "(max_staleness + 1) * batch_size, or the least of batch_size_range"
 
@@ -51,22 +57,36 @@ def check_reserve(config: BalancerConfig, count: int) -> None:
         )
 
 
+def dated(rollout: Rollout, admitted: int) -> Rollout:
+    """With the version at which its slot was ``admitted``, if it has none. Raises RolloutError for an older one."""
+    if rollout.min_version is None:
+        return replace(rollout, version=admitted)
+    if rollout.min_version < admitted:
+        raise RolloutError(
+            f"rollout {rollout.rollout_id!r} began at version {rollout.min_version}, before its slot was admitted "
+            f"(version {admitted}): the staleness bound would not hold. Reserve before generating"
+        )
+    return rollout
+
+
 class Throttle:
     """Rollouts that were admitted and have not been put yet, by slot."""
 
     def __init__(self) -> None:
-        self._slots: dict[int, tuple[int, int]] = {}  # number -> (version, rollouts to come); versions never fall
+        self._slots: dict[int, tuple[int, int]] = {}  # number -> (version, rollouts to come)
         self._last = 0
         self.running = 0
         """Rollouts to come, over all slots."""
 
-    def room(self, state: State) -> int:
-        """How many more rollouts may begin now, over what a balancer holds. O(n) under ``max_staleness``."""
+    def room(self, state: State, began: int | None = None) -> int:
+        """How many more rollouts may begin now, over what a balancer holds; or have begun at version ``began`` already.
+        O(n) under ``max_staleness``."""
         config, held = state.config, self.running + len(state.buffer)
         if config.max_staleness is None:
             return config.capacity - held
         version = state.staleness.version or 0
-        running = next((version for version, _ in self._slots.values()), version)  # the first slot is the oldest
+        running = min((version for version, _ in self._slots.values()), default=version)
+        running = running if began is None else min(began, running)
         waiting = state.staleness.oldest_fresh_version()
         oldest = running if waiting is None else min(waiting, running)  # unknown versions are larger than any
         batches = oldest + config.max_staleness + 1 - version - state.ledger.steps_ahead

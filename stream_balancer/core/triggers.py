@@ -43,6 +43,8 @@ class Triggers:
         self.config = config
         self.ended = False
         """No more rollouts will come: drain."""
+        self.stuck = False
+        """The window counts as full for as long as this is so."""
         self._buffer = buffer
         self._staleness = staleness
         self._force_flush = False  # a put found no room since the last dispatch
@@ -60,7 +62,7 @@ class Triggers:
 
     def dispatched(self) -> None:
         """A batch has left: there is room."""
-        self._force_flush = False
+        self._force_flush = self.stuck = False
 
     # -- when ----------------------------------------------------------------------------------------------------------
 
@@ -75,6 +77,7 @@ class Triggers:
             return math.inf
         if self.ended or self._window_is_full(ready) or self._full_batch_is_due(ready):
             return -math.inf
+        # Only a put can help then, and a put wakes whoever waits.
         if self.config.deadline_s is None or waiting < self.config.min_batch_size:
             return math.inf
         return max(self._oldest_arrival() + self.config.deadline_s, self._not_before)
@@ -89,10 +92,10 @@ class Triggers:
         deadline = self.config.deadline_s
         if (
             deadline is not None and now >= self._oldest_arrival() + deadline
-        ):  # =, not >: who was woken exactly then would be told to wake then, again and again
+        ):  # =, not >: who was woken exactly then would be sent to sleep until then, again and again
             if available >= self.config.min_batch_size:
                 return "deadline", available
-            # past the deadline, and yet too few: without this the caller would be told to poll again at once
+            # past the deadline, and yet too few: without this next_wakeup() would have the caller poll again at once
             self._not_before = self._next_group_deadline(due, deadline)
         if self._full_batch_is_due(ready):
             return "age", available
@@ -103,7 +106,8 @@ class Triggers:
         if ready >= config.window and self._has_tokens(config.window_tokens):
             return True
         # a short batch makes room only where nothing is held back: those leave, or are evicted, as the trainer goes on
-        return self._force_flush and ready > 0 and (ready >= self._buffer.num_ready or self._is_full_batch(ready))
+        flush = self._force_flush or self.stuck
+        return flush and ready > 0 and (ready >= self._buffer.num_ready or self._is_full_batch(ready))
 
     def _full_batch_is_due(self, ready: int) -> bool:
         return self._staleness.num_due > self._staleness.num_held_back and self._is_full_batch(ready)

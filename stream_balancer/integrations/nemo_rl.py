@@ -3,6 +3,7 @@
 ::
 
     async_rl:
+      max_buffered_rollouts: 96          # prompt groups: steps' worth of max_staleness_versions + 1
       sampler:
         name: custom
         target: "stream_balancer.integrations.nemo_rl:BalancedSampler"

@@ -1,6 +1,6 @@
-"""The partition seam of verl, slime, OpenRLHF and TransferQueue: ``get_seqlen_balanced_partitions``.
+"""The partition seam of verl, slime, ROLL, OpenRLHF and TransferQueue: ``get_seqlen_balanced_partitions``.
 
-All four carry the same function, with the same Karmarkar-Karp behind it. Here is ours with their signature, and a patch
+All carry the same function, with the same Karmarkar-Karp behind it. Here is ours with their signature, and a patch
 that puts it in theirs::
 
     import openrlhf.utils.seqlen_balancing
@@ -28,7 +28,9 @@ __all__ = ["get_seqlen_balanced_partitions", "patch", "replace"]
 _NAME = "get_seqlen_balanced_partitions"
 
 
-def get_seqlen_balanced_partitions(seqlen_list: ArrayLike, k_partitions: int, equal_size: bool) -> list[list[int]]:
+def get_seqlen_balanced_partitions(
+    seqlen_list: ArrayLike, k_partitions: int, equal_size: bool = False
+) -> list[list[int]]:
     """Indices of ``seqlen_list`` in ``k_partitions`` ascending lists whose sums are alike; none is empty.
 
     ``seqlen_list``: [n] lengths or any other work, finite and >= 0. ``equal_size``: every list has the same number of

@@ -1,8 +1,9 @@
-"""slime: its schedule of ranks and micro-batches, its train data in and out of rollouts.
+"""slime: its schedule of ranks and micro-batches, its train data in and out of rollouts; miles: its schedule.
 
 ::
 
     patch()                                             # slime.ray.rollout.build_dp_schedule is then ours
+    patch("miles")                                      # or its fork's
 
     train_data = manager._convert_samples_to_train_data(group)          # a finished group, as a dict of lists
     for rollout in rollouts_from(train_data, group_id="g17", version=3):
@@ -17,6 +18,7 @@ rewards are already normalised over the group. Nothing of slime is imported but 
 
 from __future__ import annotations
 
+import importlib
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -51,16 +53,18 @@ def build_dp_schedule(
 
     ``cost``: work of lengths (``sb.TransformerCost...``); tokens by default. Arguments and answer are otherwise
     slime's: ``(partitions, micro_batch_indices, num_microbatches, global_batch_sizes)``, trailing rollouts that fill no
-    step dropped, samples of one rollout in one step.
+    step dropped, samples of one rollout in one step. With miles' ``allow_partial_train_step`` trailing rollouts are a
+    smaller step of their own, if they have a sample for every rank.
 
     Raises ValueError if the batches are not dynamic, for less than one step, or if a step has too few samples for its
     ranks and their virtual pipelines.
     """
     if not args.use_dynamic_batch_size:
         raise ValueError("there is nothing to plan with fixed micro-batches. Set --use-dynamic-batch-size")
-    steps = _steps(rollout_indices, global_batch_size)
     dp_size = train_parallel_config["dp_size"]
-    virtual = train_parallel_config["vpp_size"] > 1
+    partial = getattr(args, "allow_partial_train_step", False)  # miles only
+    steps = _steps(rollout_indices, global_batch_size, partial_from=dp_size if partial else None)
+    virtual = (train_parallel_config["vpp_size"] or 1) > 1
     # Megatron's interleaved schedule refuses any other number of micro-batches
     multiple_of = train_parallel_config["microbatch_group_size_per_vp_stage"] if virtual else 1
     partitions: list[list[int]] = [[] for _ in range(dp_size)]
@@ -84,14 +88,15 @@ def build_dp_schedule(
                 start = len(partitions[rank])
                 partitions[rank] += [positions[i] for i in micro_batch]
                 micro_batches[rank].append(list(range(start, len(partitions[rank]))))
-    return partitions, micro_batches, counts, [global_batch_size] * len(steps)
+    sizes = [len({rollout_indices[position] for position in positions}) for positions in steps]
+    return partitions, micro_batches, counts, sizes
 
 
-def patch(*, cost: Callable[[ArrayLike], ArrayLike] | None = None) -> Callable[[], None]:
-    """Put our schedule in place of slime's, in every module loaded so far that has it; fixed micro-batches remain
-    slime's. In the process of the rollout manager, after it was imported. Returns a function that puts it back."""
-    from slime.utils import dp_schedule
-
+def patch(package: str = "slime", *, cost: Callable[[ArrayLike], ArrayLike] | None = None) -> Callable[[], None]:
+    """Put our schedule in place of slime's, or its fork's with ``"miles"``, in every module loaded so far that has it;
+    fixed micro-batches remain theirs. In the process of the rollout manager, after it was imported. Returns a function
+    that puts it back."""
+    dp_schedule = importlib.import_module(f"{package}.utils.dp_schedule")
     original = dp_schedule.build_dp_schedule
 
     def ours(args: Any, *more: Any, **options: Any) -> Any:
@@ -102,16 +107,22 @@ def patch(*, cost: Callable[[ArrayLike], ArrayLike] | None = None) -> Callable[[
     return replace(dp_schedule, "build_dp_schedule", ours)
 
 
-def _steps(rollout_indices: Sequence[int], global_batch_size: int) -> list[list[int]]:
-    """Positions of each step's samples: ``global_batch_size`` rollouts, with all samples of each."""
+def _steps(
+    rollout_indices: Sequence[int], global_batch_size: int, *, partial_from: int | None = None
+) -> list[list[int]]:
+    """Positions of each step's samples: ``global_batch_size`` rollouts, with all samples of each. A last step of fewer
+    rollouts is one if it has ``partial_from`` samples."""
     samples_of: dict[int, list[int]] = {}
     for position, rollout in enumerate(rollout_indices):
         samples_of.setdefault(rollout, []).append(position)
     rollouts = list(samples_of.values())
     if len(rollouts) < global_batch_size:
         raise ValueError(f"{len(rollouts)} rollouts do not fill one step of global_batch_size={global_batch_size}")
-    whole = range(0, len(rollouts) // global_batch_size * global_batch_size, global_batch_size)
-    return [[i for samples in rollouts[at : at + global_batch_size] for i in samples] for at in whole]
+    starts = range(0, len(rollouts), global_batch_size)
+    steps = [[i for samples in rollouts[at : at + global_batch_size] for i in samples] for at in starts]
+    if len(rollouts) % global_batch_size and (partial_from is None or len(steps[-1]) < partial_from):
+        steps.pop()
+    return steps
 
 
 def _same_count(plan: Sequence[Sequence[Any]], step: int, multiple_of: int) -> int:

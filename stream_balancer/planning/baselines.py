@@ -13,9 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .arrays import loads_of
-from .bounds import lower_bound
-from .plan import Plan, PlanKnobs, Waiting, micro_batch_overheads
-from .planner import plan_batch
+from .plan import Plan, PlanKnobs, Waiting, finish_of, micro_batch_overheads
+from .planner import earliest_finish, plan_batch
 from .step_size import usual_size
 
 __all__ = ["plan_fifo", "plan_round_robin"]
@@ -51,16 +50,17 @@ def plan_round_robin(waiting: Waiting, knobs: PlanKnobs, *, num_rollouts: int, s
     ranks = [_cut(share, waiting.lengths[share], most, knobs) for share in shares]
     speeds = np.ones(knobs.num_ranks) if knobs.speeds is None else np.asarray(knobs.speeds, dtype=np.float64)
     loads = loads_of(waiting.costs, ranks) + micro_batch_overheads(knobs, ranks)
-    finish = loads / speeds
-    bound = lower_bound(waiting.costs[oldest], knobs.num_ranks, knobs.counts, knobs.speeds)
+    finish = finish_of(waiting, knobs, ranks)
+    bound = earliest_finish(waiting, knobs, oldest)
     mean = float(loads.sum() / speeds.sum()) or 1.0
     return Plan(
         ranks=ranks,
         loads=loads,
         rates=knobs.speeds,
+        finish=finish,
         lower_bound=bound,
         incomplete_groups=(),
-        avoidable_imbalance=(float(finish.max()) - bound) / mean,
+        avoidable_imbalance=(finish - bound) / mean,
         unavoidable_imbalance=(bound - mean) / mean,
     )
 

@@ -58,6 +58,7 @@ def lower_bound_of(work: Floats, num_ranks: int, counts: Counts, rate: Floats | 
         if counts == "equal" and n >= num_ranks:
             bound = max(bound, _equal_counts_bound(prefix, num_ranks))
     else:
+        # [ranks] the j fastest together
         fastest = np.cumsum(np.sort(rate)[::-1])
         j = np.arange(1, min(n, num_ranks) + 1)
         bound = max(total / float(fastest[-1]), float((prefix[j] / fastest[j - 1]).max()))
@@ -76,6 +77,7 @@ def _below_any_finish(bound: float, work: Floats, rate: Floats | None) -> float:
 
 def _equal_counts_bound_with_speeds(prefix: Floats, rate: Floats) -> float:
     """The slowest rank has q rollouts at least, and whoever has the heaviest has q - 1 others."""
+    # rollouts that every rank has at least
     q = (prefix.size - 1) // rate.size
     smallest = prefix[-1] - prefix[::-1]
     return max(float(smallest[q] / rate.min()), float((prefix[1] + smallest[q - 1]) / rate.max()))
@@ -92,6 +94,8 @@ def pigeonhole_bound(prefix: Floats, num_ranks: int, beside: Floats | None = Non
     `prefix`: `running_sums` of the costs, largest first. `beside`: [q] the least that lies beside 1, 2, ... rollouts on
     their rank; None: nothing. O(n / num_ranks).
     """
+    # [i] for every whole number of ranks: entries of `prefix` that bracket the lightest i + 1 of the i * num_ranks + 1
+    # largest
     i = np.arange(1, (prefix.size - 2) // num_ranks + 1)
     together = prefix[i * num_ranks + 1] - prefix[i * num_ranks - i]
     if beside is not None:
@@ -189,6 +193,7 @@ def lockstep_bounds(
             if not apart.any():
                 break
         least += costs[:, first] / fastest
+        # tokens that the locksteps up to this one hold at most
         room = (first + num_ranks) * max_tokens
         held = (np.clip((room - before) / dense_tokens, 0.0, 1.0) * dense_costs).sum(axis=1)  # [k] at most
         bounds = np.where(apart, np.maximum(bounds, least + (work - held) / together), bounds)

@@ -197,6 +197,7 @@ class _Share:
     def __init__(self, packer: Packer, bins: Bins) -> None:
         self.bins = bins
         self.items = [i for one in bins for i in one]
+        # place 0 is nobody: one who gives nothing back is in a pair with it
         works = np.array([0.0, *(packer.work_list[i] for i in self.items)])
         sizes = np.array([0, *(packer.token_list[i] for i in self.items)], dtype=np.int64)
         self.work, self.tokens = float(works.sum()), int(sizes.sum())
@@ -273,6 +274,7 @@ class _Layout:
         works, tokens, held = (
             np.concatenate([getattr(share, name) for share in theirs]) for name in ("works", "sizes", "held")
         )
+        # [theirs] the same figures of the whole rank that each subset belongs to
         their_work, their_tokens, their_number = (
             np.array(column)[place] for column in zip(*((s.work, s.tokens, len(s.items)) for s in theirs), strict=True)
         )
@@ -286,9 +288,11 @@ class _Layout:
         helps = (done < self._earlier) & (more < len(mine.items)) & (more > -their_number)
         found = np.flatnonzero(helps)
         spent = shift.size + _ROUND_WORK
+        # Whether both ranks can be packed then is the dear question: it is asked of the few best only.
         if found.size > _PACKED:
             found = found[np.argpartition(done.ravel()[found], _PACKED)[:_PACKED]]
         for one in found[np.argsort(done.ravel()[found], kind="stable")].tolist():
+            # row and column in [mine, theirs]
             gives, takes = divmod(one, works.size)
             at = int(place[takes])
             spent += _ROUND_WORK

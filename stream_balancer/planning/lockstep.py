@@ -50,6 +50,7 @@ def assign_lockstep(
 def step_time(packer: Packer, ranks: list[Bins], speeds: ArrayLike | None) -> float:
     """Sum over locksteps of the rank that is done last with its micro-batch; every rank has as many, or fewer."""
     rate = np.ones(len(ranks)) if speeds is None else np.asarray(speeds, dtype=np.float64)
+    # [locksteps, ranks]; 0.0 where a rank has none
     took = np.zeros((max(map(len, ranks)), len(ranks)))
     for rank, share in enumerate(ranks):
         took[: len(share), rank] = [packer.cost(one) for one in share]
@@ -92,6 +93,7 @@ def _level_by_level(packer: Packer, num_ranks: int, number: int, *, fullest_firs
     for index in range(number - 1):
         level = max(work[left[0]], sum(work[i] for i in left) / (num_ranks * (number - index)))
         room = np.full(num_ranks, packer.cap, dtype=np.int64)
+        # a little more than the level: a sum of floats that equals it must fit
         free = np.full(num_ranks, level * (1.0 + 1e-9))
         bins: Bins = [[] for _ in range(num_ranks)]
         rest = []
@@ -129,6 +131,7 @@ class _Search:
         self._bin_of = np.zeros(n + len(bins), dtype=np.int64)
         for number, members in enumerate(bins):
             self._bin_of[members] = number
+        # one dummy in every bin: a swap with it is a move into that bin
         self._bin_of[n:] = np.arange(len(bins))
         self._load = np.array([packer.cost(one) for one in bins])  # [bins]
         self._room = packer.cap - np.array([sum(packer.token_list[i] for i in one) for one in bins], dtype=np.int64)
@@ -141,8 +144,10 @@ class _Search:
         budget = _SEARCH_WORK
         idle = index = 0
         while budget > 0 and idle < number:
+            # [ranks] of the lockstep whose turn it is
             of_lockstep = self._load.reshape(number, self._num_ranks)[index]
             heaviest = index * self._num_ranks + int(of_lockstep.argmax())
+            # rollouts of the costliest bin, and its dummy
             mine = np.flatnonzero(self._bin_of == heaviest)
             budget -= mine.size * self._bin_of.size + _TRY_WORK
             swap = self._best_swap(mine, heaviest, runner_up=float(np.partition(of_lockstep, -2)[-2]))
@@ -168,9 +173,11 @@ class _Search:
         allowed &= real_j | (self._held[heaviest] > 1)  # a move may not empty the bin
         allowed &= real_i
         lockstep = heaviest // num_ranks
+        # [mine, n + bins] both bins after the swap
         new_heaviest = load[heaviest] - shift
         new_other = load[other] + shift
         same = other // num_ranks == lockstep
+        # the time of this lockstep afterwards; what another one loses by the swap is taken off below
         own = np.maximum(runner_up, new_heaviest)
         saved = peaks[lockstep] - np.where(same, np.maximum(own, new_other), own)
         saved -= np.where(same, 0.0, np.maximum(new_other - peaks[other // num_ranks], 0.0))

@@ -32,10 +32,10 @@ _SUPPLY = 0.7
 """How much of the arrivals still to come is trusted to complete a lockstep of outliers."""
 
 _AS_HEAVY = 0.8
-"""An arrival of this share of an outlier's cost can go beside it."""
+"""An arrival of this share of an outlier's cost can go beside it. Counting lighter ones, too: 0.1-0.2 points worse."""
 
 _SPREAD = 0.5
-"""How much unlike outliers in a lockstep count, for which better company may still come."""
+"""How much unlike outliers in a lockstep count, for which better fillers may still come."""
 
 _MOST_LOCKSTEPS = 3
 """Locksteps of outliers that one step may take."""

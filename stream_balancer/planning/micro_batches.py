@@ -191,6 +191,7 @@ def _packed_shares(packer: Packer, shares: list[Ints], multiple_of: int, counts:
     """Every rank packs its own share: all into the same number of bins, or each into as few as it needs."""
     if counts == "free":
         return [packed for share in shares for packed in _packed_shares(packer, [share], multiple_of, "equal")]
+    # The same number for all ranks from the start: the rank that needs most decides.
     number = _round_up(max(packer.least_bins(share) for share in shares), multiple_of)
     while True:
         packed = [packer.pack(share, number) for share in shares]

@@ -96,6 +96,8 @@ def choose(units: Candidates) -> Bools:
     by_part = CostOrder(units.parts) if units.order is None else units.order
     if by_part.heaviest + units.filler <= fair and _crowding(units.parts[go], units.ranks) <= fair:
         return go  # most steps end here: a window must not reorder what balances anyway
+    # [others] units, ascending by part: so the first num_more are the lightest step there is, which says whether any
+    # step beside what must go can balance
     others, must_peak = by_part.ascending(), 0.0  # those that need not go, in the order of their heaviest parts
     if num_others < must.size:
         others, must_peak = others[~must[others]], float(units.parts[must].max()) + units.filler
@@ -134,6 +136,7 @@ def _without_outliers(units: Candidates, others: Ints, peak: float, must_peak: f
     spare = others.size - units.num_more
     best = None
     # the smallest reserve that suffices: all beyond it would only delay heavy rollouts
+    # [others[-size]:] is the reserve: the heaviest that need not go
     for size in sorted({spare * attempt // _RESERVE_STEPS for attempt in range(_RESERVE_STEPS + 1)}):
         first = int(others[-size]) if size else 0
         reserve = _Reserve(float(units.parts[first]), first) if size else _Reserve()
@@ -156,6 +159,7 @@ def _oldest_balanced(units: Candidates, reserve: _Reserve, must_peak: float) -> 
     num_must = int(np.count_nonzero(must))
     seen = 2 * (num_must + units.num_more)
     while True:
+        # the oldest only; doubled until nothing is missing
         parts = units.parts[:seen]
         pool = np.flatnonzero(~(must[:seen] | reserve.holds(parts, np.arange(parts.size))))
         taken, short = _highest_level(units, pool, must_peak)
@@ -176,6 +180,8 @@ def _highest_level(units: Candidates, pool: Ints, must_peak: float) -> tuple[Int
     for _ in range(_FIXPOINT_ROUNDS):
         if pool.size < num_more:
             return None, True
+        # The pool is by age, so its first are the oldest that the level allows. Of single rollouts, what takes the
+        # place of those thrown out weighs less: so the level only falls, to a fixed point.
         taken = pool[:num_more]
         level = _BALANCED * (must_work + float(costs[taken].sum())) / units.ranks
         if must_peak > level:
@@ -218,6 +224,7 @@ class _Forecast:
         self._heaviest_first = order.ascending()[::-1]
         self._size = units.num_more + int(np.count_nonzero(units.must))
         self._new = units.remaining == units.remaining.max()
+        # what is not reserved is likely to leave by its age before: the longer the wait, the less of it counts
         self._kept_weight = 1.0 / patience
         self._arrival_weight = _SUPPLY * patience * units.num_more / int(np.count_nonzero(self._new))
 
@@ -229,10 +236,12 @@ class _Forecast:
             weight = np.where(reserve.holds(units.parts[heaviest], heaviest), 1.0, self._kept_weight)
             weight[go[heaviest]] = 0.0
             weight += self._arrival_weight * self._new[heaviest]
+            # [heaviest] how many units there will be from the heaviest down to each
             total = np.cumsum(weight)
             if total[-1] >= self._size or heaviest.size < seen:
                 break
             seen *= 2
+        # as many as a step takes: the last of them counts in part
         taken = np.minimum(total, self._size)
         return float(np.diff(taken, prepend=0.0) @ units.costs[heaviest])
 
@@ -248,14 +257,19 @@ def _best_level(units: Candidates, others: Ints, must_peak: float) -> float:
     heights = units.parts[others] + units.filler  # ascending
     # from the lowest level with all that fit below it; each later one takes in one outlier more
     first = max(num_more, int(np.searchsorted(heights, must_peak, side="right")))
+    # [levels] how many others lie below each level
     below = np.arange(first, others.size + 1)
     levels = np.maximum(heights[below - 1], must_peak)
+    # [others + 1]; a difference of two entries is the work of the units between
     prefix = running_sums(costs[others])
+    # [levels] what the step holds at most: what must go, and the num_more heaviest below the level
     most_work = float(costs[units.must].sum()) + prefix[below] - prefix[below - num_more]
     wasted = np.maximum(levels - most_work / units.ranks, 0.0)
     fair = float(costs.mean()) * (num_more + np.count_nonzero(units.must)) / units.ranks
+    # [outliers above the first level]
     left = np.maximum(heights[first:], fair)
     urgency = 1.0 - units.remaining[others[first:]] / (float(units.remaining.max()) + 1.0)
+    # of each and those above it: a step for a higher one serves the lower ones
     urgency = np.maximum.accumulate(urgency[::-1])[::-1]
     later = running_sums((np.diff(left, prepend=fair) * urgency)[::-1])[::-1]  # by level; the last leaves nobody
     later[1:-1] += (left[:-1] - fair) * urgency[1:]  # where it is the lowest left, a rise begins at the fair share
@@ -271,12 +285,14 @@ def _outlier_batch(units: Candidates, others: Ints, must_peak: float) -> Bools:
     taken = np.flatnonzero(open_to)[:num_more]
     go = must.copy()
     go[taken] = True
+    # work that a step of this length could hold besides
     missing = units.ranks * level - float(costs[go].sum())
     open_to[taken] = False
     left = others[open_to[others]]
     if missing > 0.0 and left.size:  # the oldest do not fill the step: swap the shortest of them for the longest left
         shortest = taken[np.argsort(costs[taken], kind="stable")]
         longest = _heaviest_first(costs, left, min(shortest.size, left.size))
+        # [swaps] shortest with longest, second with second: descending, so its running sum says how many are needed
         gain = np.maximum(costs[longest] - costs[shortest[: longest.size]], 0.0)
         swaps = min(int(np.searchsorted(np.cumsum(gain), missing)) + 1, int((gain > 0.0).sum()))
         go[shortest[:swaps]] = False

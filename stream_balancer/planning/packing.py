@@ -57,8 +57,10 @@ class Packer:
         half = int(np.searchsorted(sizes, self.cap // 2, side="right"))
         least = np.concatenate(([0], sizes[:half]))  # every s that makes a difference
         small = np.searchsorted(sizes, least)
+        # [sizes s] how many are at most cap - s: those from half the cap to there have a bin each, with room left
         filled = np.searchsorted(sizes, self.cap - least, side="right")
         room = (filled - half) * self.cap - (sums[filled] - sums[half])
+        # [sizes s] tokens of the rollouts from s to half the cap that find no room in these bins
         beyond = np.maximum(sums[half] - sums[small] - room, 0)
         bound: int = (sizes.size - half - (-beyond // self.cap)).max()
         return max(1, int(bound))
@@ -98,6 +100,7 @@ class Packer:
         bins: Bins = []
         for i in sorted(items, key=tokens.__getitem__, reverse=True):
             size, best, least = tokens[i], -1, cap + 1
+            # best fit: the fullest bin that still has room
             for one, left in enumerate(room):
                 if size <= left < least:
                     best, least = one, left

@@ -91,6 +91,7 @@ def partition_together(
         [array([0, 1]), array([2, 3, 4, 5])]
     """
     _, inverse = np.unique(np.asarray(labels), return_inverse=True)
+    # [labels] work of all rollouts of a label, which the partition places as one
     sums = np.bincount(inverse, weights=np.asarray(costs, dtype=np.float64))
     rank_of = np.empty(sums.size, dtype=np.int64)
     for rank, share in enumerate(partition(sums, num_ranks, counts, speeds, rotation=rotation)):
@@ -119,6 +120,7 @@ def _assign(work: Floats, num_ranks: int, counts: Counts, rate: Floats | None, t
 
 def _not_negligible(work: Floats) -> Bools:
     """[n] rollouts that weigh something; all of them, if none does."""
+    # zero costs, and what is so small beside the rest that moving it changes no finish
     nothing = _NOTHING * float(work.sum())
     if not nothing or float(work.min()) > nothing:
         return np.ones(work.size, dtype=np.bool_)

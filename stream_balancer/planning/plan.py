@@ -83,6 +83,8 @@ class PlanKnobs:
     """Fixed costs of every rank; they matter where speeds differ, and a micro-batch's under a token cap."""
     micro_batch_counts: Counts = "equal"
     micro_batch_multiple: int = 1
+    mini_batches: int = 1
+    """Pieces of a step, each with an optimizer step of its own; see :mod:`.mini_batches`."""
     pipeline_order: bool = False
     oversize: Oversize = "refuse"
     stratum_shares: tuple[float, ...] = ()
@@ -135,6 +137,29 @@ def micro_batch_overheads(knobs: PlanKnobs, ranks: list[list[Ints]]) -> Floats:
     return overheads * knobs.micro_batch_multiple
 
 
+def finish_of(waiting: Waiting, knobs: PlanKnobs, ranks: list[list[Ints]]) -> float:
+    """When the last of the ranks is done with its micro-batches; where they meet at every one, the sum of the costliest
+    of each index. What they cost is padded where the knobs say so, and overheads are counted. O(n).
+
+    Examples:
+        >>> waiting = Waiting.of(np.array([900.0, 100.0, 300.0, 700.0]))
+        >>> ranks = [[np.array([0]), np.array([1])], [np.array([2]), np.array([3])]]
+        >>> finish_of(waiting, PlanKnobs(2, 4, 8), ranks)  # 900 + 100, 300 + 700
+        1000.0
+        >>> finish_of(waiting, PlanKnobs(2, 4, 8, sync="micro_batch"), ranks)  # 900 beside 300, 100 beside 700
+        1600.0
+    """
+    took = np.zeros((max(map(len, ranks)), knobs.num_ranks))  # [micro-batches, ranks]
+    for rank, share in enumerate(ranks):
+        costs = [waiting.costs[one] for one in share]
+        took[: len(share), rank] = [one.size * one.max() if knobs.padded else one.sum() for one in costs]
+    rate = np.ones(knobs.num_ranks) if knobs.speeds is None else knobs.speeds
+    took, overheads = took / rate, micro_batch_overheads(knobs, ranks)  # with speeds these are 0
+    if knobs.sync == "micro_batch":
+        return float(took.max(axis=1).sum() + overheads.max())
+    return float((took.sum(axis=0) + overheads).max())
+
+
 @dataclass(frozen=True, slots=True)
 class Plan:
     """Plan of a batch: who goes, on which rank, in which micro-batch."""
@@ -146,8 +171,10 @@ class Plan:
     """[num_ranks] work per rank, :func:`micro_batch_overheads` counted."""
     rates: Floats | None
     """[num_ranks] work per time; a rank finishes at load / rate. None = all alike."""
+    finish: float
+    """When the last rank is done, see :func:`finish_of`."""
     lower_bound: float
-    """Latest finish that no partition of these rollouts can beat."""
+    """No plan of these rollouts is done before."""
     incomplete_groups: tuple[int, ...]
     """Labels of groups that had to go without all their siblings."""
     avoidable_imbalance: float
@@ -155,6 +182,19 @@ class Plan:
     unavoidable_imbalance: float
     """(lower bound - mean finish) / mean finish: the price of the heaviest rollout; only another choice from the window
     helps."""
+    mini_batches: tuple[Plan, ...] = ()
+    """Of each of its mini-batches, in the order they run in; ``ranks`` has theirs one after the other. Empty where the
+    step is in one piece."""
+
+    @property
+    def pieces(self) -> tuple[Plan, ...]:
+        """Its mini-batches, or itself."""
+        return self.mini_batches or (self,)
+
+    @property
+    def finishes(self) -> Floats:
+        """[num_ranks] when each rank is done, if it waits for no other."""
+        return self.loads if self.rates is None else self.loads / self.rates
 
     @property
     def imbalance(self) -> float:

@@ -19,13 +19,13 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from .arrays import loads_of
-from .bounds import lower_bound
+from .bounds import lockstep_bound, lower_bound
 from .capped import least_finish_bound
 from .cost_order import CostOrder
 from .micro_batches import form_micro_batches, in_order
 from .packing import Packer
 from .partition import partition, partition_together
-from .plan import Plan, PlanKnobs, Waiting, has_micro_batches, micro_batch_overheads
+from .plan import Plan, PlanKnobs, Waiting, finish_of, has_micro_batches, micro_batch_overheads
 from .rank_speeds import work_rates
 from .selection import Units
 from .step_size import select_step, usual_size
@@ -180,6 +180,8 @@ def _groups_swapped(
         return shares  # one group for another would miss the budget
     times = _Times.of(waiting, knobs, shares)
     best, least = shares, times.finish - times.fair
+    # Only which choice wins is asked here, and a choice that is even enough ends the search: a finer partition would
+    # cost more than it shows.
     rough = replace(knobs, tolerance=max(knobs.tolerance, EVEN - 1.0))
     choices = _other_groups(waiting, knobs, units, fixed, go, shares)
     for choice, later in () if times.even else islice(choices, _TRIED):
@@ -205,6 +207,7 @@ def _other_groups(
     may = go | (alike & units.ready)
     among, place = np.flatnonzero(may), np.cumsum(may) - 1
     costs = units.costs[among]
+    # [rank][0] -> units that lie there, counted among those that may go
     held = [[place[np.unique(units.labels(np.concatenate(share)))]] for share in shares]
     swapped = swap_with_waiting(costs, held, (fixed | ~alike)[among], CostOrder(costs), knobs.speeds)
     if swapped is not held:
@@ -237,15 +240,18 @@ class _Times(NamedTuple):
         return 1.0 - self.fair / self.finish if self.finish else 0.0
 
 
-def _lower_bound(waiting: Waiting, knobs: PlanKnobs, units: Units, picked: Ints) -> float:
-    """No plan of these rollouts is done before this."""
+def earliest_finish(waiting: Waiting, knobs: PlanKnobs, picked: Ints, whole: Ints | None = None) -> float:
+    """No plan of the rollouts ``picked`` is done before this; ``whole``: [n] numbers of those that go to one rank
+    together. O(n log n)."""
     costs = waiting.costs[picked]
-    whole = None if knobs.groups != "same_rank" else np.unique(units.labels(picked), return_inverse=True)[1]
     indivisible = costs if whole is None else np.bincount(whole, weights=costs)
     bound = lower_bound(indivisible, knobs.num_ranks, knobs.counts, knobs.speeds)
+    cap = knobs.max_tokens_per_micro_batch
+    if knobs.sync == "micro_batch" and cap is not None and not knobs.padded:
+        bound = max(bound, lockstep_bound(costs, waiting.lengths[picked], knobs.num_ranks, cap, knobs.speeds))
     if knobs.speeds is not None or not knobs.fixed_costs.micro_batch or not has_micro_batches(knobs):
         return bound
-    packer = Packer(waiting.lengths[picked], costs, knobs.max_tokens_per_micro_batch, knobs.padded)
+    packer = Packer(waiting.lengths[picked], costs, cap, knobs.padded)
     return least_finish_bound(
         packer,
         knobs.num_ranks,
@@ -262,9 +268,11 @@ def _finish(waiting: Waiting, knobs: PlanKnobs, units: Units, shares: list[list[
     picked = np.concatenate(everything) if everything else np.empty(0, dtype=np.int64)
     loads = loads_of(waiting.costs, shares) + micro_batch_overheads(knobs, shares)
     rate = np.ones(knobs.num_ranks) if knobs.speeds is None else np.asarray(knobs.speeds, dtype=np.float64)
-    bound = _lower_bound(waiting, knobs, units, picked)
+    whole = None if knobs.groups != "same_rank" else np.unique(units.labels(picked), return_inverse=True)[1]
+    bound = earliest_finish(waiting, knobs, picked, whole)
     mean = float(loads.sum() / rate.sum())
-    finish = float((loads / rate).max())
+    finish = finish_of(waiting, knobs, shares)
+    # labels of groups that leave before all their siblings have come
     flagged = waiting.groups[picked][~waiting.group_complete[picked]]
     if knobs.groups != "free":  # so are the pieces of a group that no batch can hold
         left = np.delete(waiting.groups, picked)
@@ -273,6 +281,7 @@ def _finish(waiting: Waiting, knobs: PlanKnobs, units: Units, shares: list[list[
         ranks=shares,
         loads=loads,
         rates=knobs.speeds,
+        finish=finish,
         lower_bound=bound,
         incomplete_groups=tuple(int(label) for label in np.unique(flagged) if label >= 0),
         avoidable_imbalance=max(finish - bound, 0.0) / mean if mean else 0.0,

@@ -47,9 +47,11 @@ one."""
 def refine(labels: Ints, work: Floats, num_ranks: int, counts: Counts, rate: Floats | None, target: float) -> None:
     """Swap rollouts between ranks until the latest finish is at the target or the work budget is spent."""
     slots = _in_slots(labels, num_ranks, counts, work.size)  # [num_ranks, width]
+    # The dummy is position n, behind all rollouts: it weighs 0.0, so a swap with it is a move.
     table = _Slots(slots, work, np.ones(num_ranks) if rate is None else rate, counts)
     if not _descend(table, target, _BUDGET + _BUDGET_EACH * work.size) and work.size <= _SMALL:
         table = _best_of_many(table, num_ranks, target)
+    # [num_ranks, width] which slots hold a rollout and not a dummy
     real = table.slots < work.size
     owner = np.broadcast_to(np.arange(num_ranks)[:, None], table.slots.shape)
     labels[table.slots[real]] = owner[real]
@@ -73,6 +75,8 @@ def _descend(table: _Slots, target: float, budget: int) -> bool:
             return True
         pairing = quiet <= _QUIET_ROUNDS
         if pairing:
+            # [pairs] the latest rank with the earliest, the second latest with the second earliest; each quiet round
+            # shifts the partners by one, so that other pairs meet
             late = order[::-1][:half]
             early = np.roll(order[: num_ranks - half], -quiet)[:half]
             above = finish[late] > target
@@ -110,14 +114,18 @@ def _best_of_many(table: _Slots, num_ranks: int, target: float) -> _Slots:
     start = table.slots
     if table.counts == "equal" and table._has_dummies:  # they are strewn about; in one column, no rank gets two
         start = np.sort(start, axis=1)
+    # [copies, num_ranks, width] for each copy and column: which rank gets which slot
     shuffle = np.random.default_rng(0).random((copies, *start.shape)).argsort(axis=1)
     shuffle[0] = np.arange(num_ranks)[:, None]
     slots = np.take_along_axis(np.broadcast_to(start, shuffle.shape), shuffle, axis=1)
+    # Copies stand below one another as if they were more ranks: one swap() moves pairs in all of them.
     slots = slots.reshape(copies * num_ranks, -1)
     many = _Slots(slots, work, np.tile(table.speed, copies), table.counts)
+    # [copies, 1] the first row of each copy
     base = (np.arange(copies) * num_ranks)[:, None]
     half = num_ranks // 2
     for rounds in range(min(_SMALL_ROUNDS, 512 // work.size)):
+        # [copies, num_ranks] ranks of each copy, the earliest to finish first
         order = (many.loads / many.speed).reshape(copies, num_ranks).argsort(axis=1)
         if rounds % 3 == 2:  # the latest with another one in turn
             late = (base[:, 0] + order[:, -1])[:, None]
@@ -144,6 +152,7 @@ def _in_slots(labels: Ints, num_ranks: int, counts: Counts, n: int) -> Ints:
     slots = np.full((num_ranks, width), n, dtype=np.int64)
     order = np.argsort(labels, kind="stable")
     starts = np.cumsum(held) - held
+    # sorted by rank, the place within a rank is the place in the order less the start of that rank
     slots[labels[order], np.arange(n) - starts[labels[order]]] = order
     return slots
 
@@ -178,7 +187,9 @@ class _Slots:
         if self.counts == "equal" and self._has_dummies:
             self._keep_one_dummy(late, early, sides, gives, takes)
         loads, speed = self.loads, self.speed
+        # [pairs] the shift d at which (load - d) / speed is the same on both: solved for d
         ideal = (loads[late] * speed[early] - loads[early] * speed[late]) / (speed[late] + speed[early])
+        # [pairs] the choice that the late rank gives, the one that the early rank gives, and the work that this shifts
         i, j, shifted = _closest(gives, takes, ideal)
         after = np.maximum((loads[late] - shifted) / speed[late], (loads[early] + shifted) / speed[early])
         # a gain within rounding is no gain: two ranks could swap the same rollouts to and fro until the budget is spent
@@ -190,6 +201,7 @@ class _Slots:
             helps = np.arange(helps.size) == best
         pairs = np.flatnonzero(helps)
         for side in sides:
+            # one slot of a choice at a time, for all pairs at once: no rank is in two of them
             here, there = (late[pairs], side[i[pairs]]), (early[pairs], side[j[pairs]])
             self.slots[here], self.slots[there] = self.slots[there], self.slots[here]
         loads[late[pairs]] -= shifted[pairs]
@@ -232,6 +244,7 @@ def _closest(gives: Floats, takes: Floats, ideal: Floats) -> tuple[Ints, Ints, F
     All rows are searched by one searchsorted: each row is lifted above the one before it.
     """
     num_pairs, width = gives.shape
+    # [pairs, choices] what the early rank may give, lightest first
     rank = np.argsort(takes, axis=1, kind="stable")
     ladder = np.take_along_axis(takes, rank, axis=1)  # [pairs, width] ascending; inf = may not be taken
     wanted = gives - ideal[:, None]  # [pairs, width] what each gift should be answered with
@@ -240,6 +253,7 @@ def _closest(gives: Floats, takes: Floats, ideal: Floats) -> tuple[Ints, Ints, F
     lift = (np.arange(num_pairs) * (3.0 * reach))[:, None]
     # Lifted by more than any row spans, the rows make one ascending array: one binary search for all pairs.
     flat = (np.minimum(ladder, reach) + lift).ravel()
+    # [pairs, choices] where in the ladder the answer to each gift would be; the nearest is there or one below
     place = np.searchsorted(flat, (np.minimum(wanted, reach) + lift).ravel()).reshape(num_pairs, width)
     start = (np.arange(num_pairs) * width)[:, None]
     above = np.clip(place - start, 0, width - 1)
@@ -249,7 +263,9 @@ def _closest(gives: Floats, takes: Floats, ideal: Floats) -> tuple[Ints, Ints, F
         miss_below = np.abs(np.take_along_axis(ladder, below, axis=1) - wanted)
     miss_above[np.isnan(miss_above)] = np.inf
     miss_below[np.isnan(miss_below)] = np.inf
+    # [pairs, choices] how far the best answer to each gift is from the ideal
     miss = np.minimum(miss_above, miss_below)
+    # [pairs] the gift whose answer comes nearest
     i = miss.argmin(axis=1)
     row = np.arange(num_pairs)
     use_above = miss_above[row, i] <= miss_below[row, i]

@@ -80,6 +80,7 @@ class Units:
                 strata=waiting.strata if any(knobs.stratum_shares) else None,
                 order=waiting.order,
             )
+        # [W] a rollout without a group is one by itself: a label of its own, above all that are taken
         labels = np.where(waiting.groups >= 0, waiting.groups, waiting.groups.max() + 1 + np.arange(remaining.size))
         # numbered by arrival, so that "the oldest units" are the first ones, as with single rollouts
         most = knobs.least_batch_size if knobs.batch_tokens is None else labels.size
@@ -87,10 +88,13 @@ class Units:
         num_units = int(unit_of.max()) + 1
         sizes = np.bincount(unit_of, minlength=num_units)  # [U]
         peaks = np.zeros(num_units)
+        # unbuffered: an index that comes several times counts each time
         np.maximum.at(peaks, unit_of, waiting.costs)
+        # a group must go when the first of its members must
         least = np.full(num_units, patience, dtype=np.int64)  # [U]
         np.minimum.at(least, unit_of, remaining)
         due = np.zeros(num_units, dtype=np.bool_)
+        # one member that is due takes its siblings along
         due[unit_of[waiting.due]] = True
         due |= least == 0
         strata = None
@@ -98,6 +102,7 @@ class Units:
             strata = np.empty(num_units, dtype=np.int64)
             strata[unit_of[::-1]] = waiting.strata[::-1]  # the oldest is written last
         ready = np.ones(num_units, dtype=np.bool_)
+        # an incomplete group waits for siblings, unless it is due
         ready[unit_of[~waiting.group_complete]] = False
         return Units(
             unit_of=unit_of,
@@ -154,6 +159,7 @@ def _in_pieces(labels: Ints, limit: int) -> Ints:
     if int(sizes.max(initial=0)) <= limit:
         return labels
     place = np.empty(labels.size, dtype=np.int64)
+    # [W] how many of its group are older: np.repeat gives each the start of its group
     place[order] = np.arange(labels.size) - np.repeat(np.cumsum(sizes) - sizes, sizes)
     return labels * (labels.size // limit + 1) + place // limit
 
@@ -161,6 +167,7 @@ def _in_pieces(labels: Ints, limit: int) -> Ints:
 def select(waiting: Waiting, units: Units, knobs: PlanKnobs, num_rollouts: int) -> tuple[Bools, Bools]:
     """-> ([U] goes in any case, [U] goes)."""
     must = _must_go(units, knobs.stratum_shares, num_rollouts)
+    # What must go is no choice, so it is settled first; balance is sought in the room that is left.
     room = num_rollouts - int(units.sizes[must].sum())
     others = units.ready & ~must
     if room == 0 or not others.any():
@@ -281,6 +288,7 @@ def _filler_of_outlier(
 
 def _take(go: Bools, candidates: Ints, sizes: Ints, room: int) -> int:
     """Mark candidates, in this order, while they fit. -> rollouts marked."""
+    # [candidates] rollouts of all up to this one
     fitting = np.cumsum(sizes[candidates])
     enough = int(np.searchsorted(fitting, room, side="right"))
     go[candidates[:enough]] = True
@@ -307,6 +315,7 @@ def forced_units(units: Units) -> Bools:
     soon = np.flatnonzero(ready & (units.remaining <= int(amounts.sum()) // sent))
     if not soon.size:
         return forced
+    # [j] what has at most j skips left; a bincount of the skips, summed up
     waiting_by_deadline = np.cumsum(np.bincount(units.remaining[soon], weights=amounts[soon], minlength=1))
     taken = 0  # how much is forced so far; all of them have at most j skips left
     for j in range(waiting_by_deadline.size):
@@ -339,7 +348,17 @@ def smallest_max_skips(
         >>> smallest_max_skips(window=64, batch_size=32, capacity=128, group_size=8)  # whole groups: 25 go for sure
         5
     """
-    sent = max((batch_size if least_batch_size is None else least_batch_size) - group_size + 1, 1)
+    sent = most_for_max_skips(0, batch_size if least_batch_size is None else least_batch_size, group_size)
     guarantee = -(-capacity // sent) - 1
     useful = -(-3 * (window - batch_size) // batch_size)
     return max(guarantee, useful, 0)
+
+
+def most_for_max_skips(max_skips: int, least_batch_size: int, group_size: int = 1) -> int:
+    """Rollouts that may wait at once so that the skip guarantee is a theorem; see `smallest_max_skips`.
+
+    Examples:
+        >>> most_for_max_skips(16, least_batch_size=32), most_for_max_skips(16, least_batch_size=32, group_size=8)
+        (544, 425)
+    """
+    return (max_skips + 1) * max(least_batch_size - group_size + 1, 1)

@@ -45,11 +45,13 @@ def usual_size(waiting: Waiting, knobs: PlanKnobs, num_available: int, surplus: 
     """Rollouts of a step that nothing makes longer, of ``num_available`` that could go; under ``batch_tokens`` if the
     oldest went. O(1), and O(W) under ``batch_tokens``."""
     if knobs.batch_tokens is not None:
+        # who may not go yet takes none of the budget
         ready = waiting.group_complete | waiting.due
         tokens = np.cumsum(waiting.lengths[ready])
         nearest = int(np.abs(tokens - knobs.batch_tokens).argmin()) + 1 if tokens.size else 0
         return min(max(nearest, knobs.batch_size), num_available)
     least, most = _bounds(knobs)
+    # rounded up, so that a small surplus does not stay for ever
     gives_back = -(-min(surplus, most - knobs.batch_size) // _GIVES_BACK)
     multiple = knobs.step_multiple if gives_back else 1
     return min(max((knobs.batch_size - gives_back) // multiple * multiple, least), num_available)

@@ -80,7 +80,7 @@ def swap_with_waiting(
         return shares
     idle_before = 1.0 - sum(loads) / total_rate / before
     # heavier ones would make some rank later than all are now
-    shelf = _Shelf(costs, order, chosen, heaviest=level * max(rate))
+    candidates = _Candidates(costs, order, chosen, heaviest=level * max(rate))
     ranks = [_Rank(costs, share, load, lengths, max_tokens) for share, load in zip(shares, loads, strict=True)]
 
     def finish(rank: int) -> float:
@@ -89,18 +89,18 @@ def swap_with_waiting(
     by_finish = sorted(range(len(ranks)), key=finish)
     for rank in reversed(by_finish):  # the latest first: they give back what the early ones lack
         if finish(rank) > level:
-            ranks[rank].fit(fixed, shelf, level * rate[rank])
+            ranks[rank].fit(fixed, candidates, level * rate[rank])
     highest = max(map(finish, by_finish))
     for rank in sorted(by_finish, key=finish):
         if finish(rank) * EVEN < highest:
-            ranks[rank].fit(fixed, shelf, highest * rate[rank])
+            ranks[rank].fit(fixed, candidates, highest * rate[rank])
     work = sum(rank.load for rank in ranks)
     if 1.0 - work / total_rate / max(map(finish, by_finish)) >= idle_before:
         return shares  # bringing several late ranks down can starve the others: then the batch was better as it was
     return [rank.micro_batches() for rank in ranks]
 
 
-class _Shelf:
+class _Candidates:
     """Rollouts that may come in, by cost; of equal ones the older first.
 
     An array that stays as it is, what was taken from it, and the few that came back: no swap moves the others.
@@ -108,8 +108,10 @@ class _Shelf:
 
     def __init__(self, costs: Floats, order: CostOrder, chosen: Ints, heaviest: float) -> None:
         may = costs <= heaviest  # [W]
+        # who is chosen comes back through swap() only, once it was given away
         may[chosen] = False
         ascending = order.ascending()
+        # [candidates], lightest first
         self._positions = ascending[may[ascending]]  # [candidates]
         self._costs = costs[self._positions]
         self._num_waiting = costs.size
@@ -173,18 +175,21 @@ class _Rank:
             else [max_tokens - int(lengths[one].sum()) for one in share]
         )
 
-    def fit(self, fixed: Bools, shelf: _Shelf, level: float) -> None:
+    def fit(self, fixed: Bools, candidates: _Candidates, level: float) -> None:
         """The one swap that brings this rank closest to `level` from below, if there is one."""
         costs = self._costs[self._positions]
         without = self.load - costs  # [places] of this rank
+        # [places] what may come in where this one goes, at most
         gaps = level - without
         # a rank above the level must come down, whatever it then reaches
         best, swap = self.load if self.load <= level else -1.0, None
-        places = zip(self._positions, without.tolist(), gaps.tolist(), shelf.tops(gaps), strict=True)
+        places = zip(self._positions, without.tolist(), gaps.tolist(), candidates.tops(gaps), strict=True)
         for place, (position, rest, gap, top) in enumerate(places):
             if fixed[position]:
                 continue
-            for cost, candidate in islice(shelf.down_from(top, gap), _TOO_LONG):
+            for cost, candidate in islice(candidates.down_from(top, gap), _TOO_LONG):
+                # The costliest that still fits comes first: whatever follows at this place is worse than what was
+                # found.
                 if rest + cost <= best:
                     break
                 if self._fits(place, candidate):
@@ -197,7 +202,7 @@ class _Rank:
         if self._room and self._lengths is not None:
             self._room[self._bins[place]] += int(self._lengths[given]) - int(self._lengths[taken[1]])
         self._positions[place] = taken[1]
-        shelf.swap(taken, (float(self._costs[given]), given))
+        candidates.swap(taken, (float(self._costs[given]), given))
         self.load = best
 
     def _fits(self, place: int, incoming: int) -> bool:
@@ -263,6 +268,7 @@ def swaps_of_groups(
     """
     stays = np.flatnonzero(units.ready & ~go)
     gives, takes = _spread(np.flatnonzero(go & ~fixed), units.costs), _spread(stays, units.costs)
+    # [gives, takes] -> the pairs of one size: a swap of unlike sizes would change the number of rollouts
     alike = np.nonzero(units.sizes[gives][:, None] == units.sizes[takes])
     give, take = gives[alike[0]], takes[alike[1]]  # [pairs]
     num_rollouts = int(units.sizes[go].sum())
@@ -270,6 +276,7 @@ def swaps_of_groups(
         _waste_of_next(units, _without(stays, take, give), num_rollouts, rate)
         - _waste_of_next(units, stays[None], num_rollouts, rate)
     )
+    # [pairs] work of the step after each swap
     work = float(units.costs[go].sum()) - units.costs[give] + units.costs[take]
     waste = np.maximum(_peaks(units, go, give, take) / rate.max() - work / rate.sum(), 0.0) + later
     if num_rollouts < _MANY_A_RANK * rate.size:
@@ -299,6 +306,7 @@ def _without(stays: Ints, take: Ints, give: Ints) -> Ints:
 def _waste_of_next(units: Units, stays: Ints, num_rollouts: int, rate: Floats) -> Floats:
     """[pairs] by how much the heaviest of the oldest `num_rollouts` is above the fair share; `stays`: [pairs, m]."""
     near = stays[:, :num_rollouts]
+    # [pairs, near] the oldest whole units that make a batch
     goes = np.cumsum(units.sizes[near], axis=1) <= num_rollouts
     heaviest, work = (units.peaks[near] * goes).max(axis=1, initial=0.0), (units.costs[near] * goes).sum(axis=1)
     waste: Floats = np.maximum(heaviest / rate.max() - work / rate.sum(), 0.0)
@@ -334,6 +342,7 @@ def _finish(batches: Floats, rate: Floats, counts: Counts) -> Floats:
     loads, held = np.zeros((num_batches, rate.size)), np.zeros((num_batches, rate.size), dtype=np.int64)
     each = np.arange(num_batches)
     for cost in -np.sort(-batches, axis=1).T:
+        # [pairs] the rank that is done first with the next rollout, in each batch; a rank that is full takes no more
         rank = np.where(held < most, (loads + cost[:, None]) / rate, np.inf).argmin(axis=1)
         loads[each, rank] += cost
         held[each, rank] += 1

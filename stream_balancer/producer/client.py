@@ -15,8 +15,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from functools import partial
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, cast
 
 import anyio
 import anyio.lowlevel
@@ -25,6 +24,9 @@ import sniffio
 from stream_balancer.core.admission import check_group
 from stream_balancer.core.groups import GroupSize, closed
 from stream_balancer.errors import BrokenResourceError, WouldBlock
+from stream_balancer.producer.requests import Request
+from stream_balancer.producer.slots import BlockingRemoteReservation, RemoteReservation
+from stream_balancer.statistics import Statistics
 from stream_balancer.transport.event_loop import loop_caller
 from stream_balancer.transport.producer_port import ProducerPort
 from stream_balancer.transport.put_ledger import Mode, PendingPut, PutCancelled
@@ -61,8 +63,9 @@ def connect(
     loss raises nothing: puts wait, with a warning, and what has no reply is put again; the balancer knows what it had
     accepted among its last ``remember_ids``. Default: only over Ray. Not with direct hand-over).
 
-    Raises ValueError for what is not an address. Puts raise ValueError if there is no such host or the tokens differ,
-    WireError if something else listens there, BrokenResourceError after ``connect_timeout_s``.
+    Raises ValueError for what is not an address. Puts raise ConfigError if there is no such host, RefusedError if the
+    controller refuses this producer or what it has sent, WireError if something else listens there,
+    BrokenResourceError after ``connect_timeout_s``.
     """
     if hand_over not in ("balancer", "direct"):
         raise ValueError(f"hand_over must be 'balancer' or 'direct', not {hand_over!r}")
@@ -95,26 +98,58 @@ class Producer(OfOneProcess):
         to have accepted it already, ``put`` returns normally and the cancellation comes at your next await. If no
         answer comes within ``linger_s``, BrokenResourceError: the outcome is not known.
         """
-        await self._put(self._ready([rollout]), Mode.PUT)
+        await self._ask(Request(Mode.PUT, self._ready([rollout])))
 
     async def put_group(self, rollouts: Sequence[Rollout], *, complete: bool = False) -> None:
         """Hand over siblings of a group: all are accepted, or none. Otherwise like :meth:`put`. ``complete``: no more
         will come, as with :meth:`StreamBalancer.put_group`."""
         rollouts = self._ready(rollouts)
         check_group(rollouts)
-        await self._put(rollouts, Mode.GROUP, closed(rollouts[0].group_id) if complete else None)
+        await self._ask(Request(Mode.GROUP, rollouts, closed(rollouts[0].group_id) if complete else None))
 
     async def expect_group(self, group_id: str, size: int) -> None:
         """As :meth:`StreamBalancer.expect_group`."""
-        await self._put([], Mode.DECLARE, GroupSize(plain_name(group_id), size))
+        await self._ask(Request(Mode.DECLARE, declared=GroupSize(plain_name(group_id), size)))
 
     async def close_group(self, group_id: str) -> None:
         """As :meth:`StreamBalancer.close_group`."""
-        await self._put([], Mode.DECLARE, GroupSize(plain_name(group_id), None))
+        await self._ask(Request(Mode.DECLARE, declared=GroupSize(plain_name(group_id), None)))
 
     async def abandon_group(self, group_id: str) -> None:
         """As :meth:`StreamBalancer.abandon_group`; returns once that has happened."""
-        await self._put([], Mode.ABANDON, GroupSize(plain_name(group_id), None))
+        await self._ask(Request(Mode.ABANDON, declared=GroupSize(plain_name(group_id), None)))
+
+    def reserve(self, count: int = 1) -> RemoteReservation:
+        """As :meth:`StreamBalancer.reserve`, with the same bound on staleness: ``async with producer.reserve() as
+        slot``, generate, ``await slot.put(rollout)``.
+
+        Entering raises what reserving raises there. A producer that dies or leaves gives back what it had reserved.
+        With ``rejoin=True`` a slot outlives its connection, unless others have begun in its place meanwhile: then its
+        puts raise BrokenResourceError, and a warning says so.
+        """
+        return RemoteReservation(self._port, self._ready, self._ask, count)
+
+    @property
+    def version(self) -> int | None:
+        """The newest policy version that has come from the controller, which passes on each; None before the first."""
+        return self._port.version
+
+    async def version_after(self, version: int | None) -> int:
+        """As :meth:`StreamBalancer.version_after`. Raises ClosedResourceError once the balancer takes no more."""
+        return cast("int", await self._ask(Request(Mode.VERSION, later_than=version)))
+
+    async def end(self) -> None:
+        """This producer puts no more. The balancer ends once as many producers have ended as its ``num_producers``
+        says; where that is None, once no other is connected that has not ended.
+
+        Returns once the puts before it have their reply; reservers that wait raise ClosedResourceError, later puts
+        too. May be called twice. To end the balancer whoever still puts: its own ``end()``, or a feed's.
+        """
+        await self._ask(Request(Mode.END))
+
+    async def statistics(self) -> Statistics:
+        """As :meth:`StreamBalancer.statistics`; a round trip. Raises ValueError for more than a mebibyte of them."""
+        return cast("Statistics", await self._ask(Request(Mode.STATISTICS)))
 
     def put_nowait(self, rollout: Rollout, *, timeout_s: float = 5.0) -> None:
         """One round trip, blocking this thread for at most ``timeout_s``: WouldBlock if the balancer is full.
@@ -137,21 +172,27 @@ class Producer(OfOneProcess):
             raise WouldBlock from None
         _raise(put)
 
-    async def _put(self, rollouts: Sequence[Rollout], mode: Mode, declared: GroupSize | None = None) -> None:
+    async def _ask(self, request: Request) -> Any:
+        """What the reply to it says besides yes."""
         await anyio.lowlevel.checkpoint()
         reply = anyio.Event()
         in_loop = loop_caller()
-        put = self._port.pending(rollouts, mode, lambda: in_loop(reply.set), declared)
+        # Encoded here, in the task of the caller: a bad rollout raises at its own line, and the channel thread sends
+        # bytes only.
+        put = request.pending(self._port, lambda: in_loop(reply.set))
         self._port.put(put)
         try:
             await reply.wait()
         except anyio.get_cancelled_exc_class():
             self._port.cancel(put)
+            # The put may be accepted while the cancellation is on its way. To return or raise without the reply would
+            # leave the caller not knowing which, so the reply is waited for, shielded.
             await self._reply_to_cancelled(put, reply)
             if isinstance(put.error, PutCancelled):
                 raise
             _cancel_at_next_await()
         _raise(put)
+        return put.result
 
     async def _reply_to_cancelled(self, put: PendingPut, reply: anyio.Event) -> None:
         with anyio.CancelScope(shield=True, deadline=anyio.current_time() + self._port.linger_s) as scope:
@@ -161,6 +202,7 @@ class Producer(OfOneProcess):
                 except anyio.get_cancelled_exc_class():  # asyncio's task.cancel() goes through shields
                     continue
         if not put.done:
+            self._port.abandon(put)
             raise BrokenResourceError(
                 f"{put.what} was cancelled, but the controller has not answered "
                 f"for {self._port.linger_s} s: whether it was accepted is not known. Put it again: a "
@@ -235,25 +277,48 @@ class BlockingProducer(OfOneProcess):
         If it is interrupted (KeyboardInterrupt) the rollout is cancelled, but may have been accepted all the same:
         putting it again raises DuplicateRolloutError then.
         """
-        self._put(self._producer._ready([rollout]), Mode.PUT, timeout_s)
+        self._ask(Request(Mode.PUT, self._producer._ready([rollout])), timeout_s)
 
     def put_group(self, rollouts: Sequence[Rollout], *, complete: bool = False, timeout_s: float | None = None) -> None:
         """As :meth:`Producer.put_group`."""
         rollouts = self._producer._ready(rollouts)
         check_group(rollouts)
-        self._put(rollouts, Mode.GROUP, timeout_s, closed(rollouts[0].group_id) if complete else None)
+        declared = closed(rollouts[0].group_id) if complete else None
+        self._ask(Request(Mode.GROUP, rollouts, declared), timeout_s)
 
     def expect_group(self, group_id: str, size: int, *, timeout_s: float | None = None) -> None:
         """As :meth:`Producer.expect_group`."""
-        self._put([], Mode.DECLARE, timeout_s, GroupSize(plain_name(group_id), size))
+        self._ask(Request(Mode.DECLARE, declared=GroupSize(plain_name(group_id), size)), timeout_s)
 
     def close_group(self, group_id: str, *, timeout_s: float | None = None) -> None:
         """As :meth:`Producer.close_group`."""
-        self._put([], Mode.DECLARE, timeout_s, GroupSize(plain_name(group_id), None))
+        self._ask(Request(Mode.DECLARE, declared=GroupSize(plain_name(group_id), None)), timeout_s)
 
     def abandon_group(self, group_id: str, *, timeout_s: float | None = None) -> None:
         """As :meth:`Producer.abandon_group`."""
-        self._put([], Mode.ABANDON, timeout_s, GroupSize(plain_name(group_id), None))
+        self._ask(Request(Mode.ABANDON, declared=GroupSize(plain_name(group_id), None)), timeout_s)
+
+    def reserve(self, count: int = 1, *, timeout_s: float | None = None) -> BlockingRemoteReservation:
+        """As :meth:`Producer.reserve`: ``with producer.reserve() as slot``. Entering raises TimeoutError after
+        ``timeout_s``."""
+        return BlockingRemoteReservation(self._port, self._producer._ready, self._ask, count, timeout_s)
+
+    @property
+    def version(self) -> int | None:
+        """As :attr:`Producer.version`."""
+        return self._port.version
+
+    def version_after(self, version: int | None, *, timeout_s: float | None = None) -> int:
+        """As :meth:`Producer.version_after`. TimeoutError if none came within ``timeout_s``."""
+        return cast("int", self._ask(Request(Mode.VERSION, later_than=version), timeout_s))
+
+    def end(self, *, timeout_s: float | None = None) -> None:
+        """As :meth:`Producer.end`."""
+        self._ask(Request(Mode.END), timeout_s)
+
+    def statistics(self, *, timeout_s: float | None = None) -> Statistics:
+        """As :meth:`Producer.statistics`."""
+        return cast("Statistics", self._ask(Request(Mode.STATISTICS), timeout_s))
 
     def put_nowait(self, rollout: Rollout, *, timeout_s: float = 5.0) -> None:
         """As :meth:`Producer.put_nowait`."""
@@ -273,45 +338,64 @@ class BlockingProducer(OfOneProcess):
         """As :meth:`Producer.close`."""
         self._producer.close()
 
-    def _put(
-        self, rollouts: Sequence[Rollout], mode: Mode, timeout_s: float | None, declared: GroupSize | None = None
-    ) -> None:
+    def _ask(self, request: Request, timeout_s: float | None) -> Any:
         _refuse_in_event_loop()
-        settled = ThreadEvent()
-        # an interrupt must not cut it
-        errand = Errand(partial(self._put_and_wait, rollouts, mode, timeout_s, declared, settled))
+        asked = _Asked(self._port, request, timeout_s)
+        errand = Errand(asked.run)  # an interrupt must not cut it
         try:
             errand.wait()
-        finally:
-            settled.set()  # an interrupted put is cancelled
+        except BaseException:
+            asked.interrupt()
+            raise
         if errand.error is not None:
             raise errand.error
+        return errand.result
 
-    def _put_and_wait(
-        self,
-        rollouts: Sequence[Rollout],
-        mode: Mode,
-        timeout_s: float | None,
-        declared: GroupSize | None,
-        settled: ThreadEvent,
-    ) -> None:
-        reply = ThreadEvent()
 
-        def answer() -> None:
-            reply.set()
-            settled.set()
+class _Asked:
+    """A request of a blocking producer, on its way in a thread that no signal interrupts."""
 
-        put = self._port.pending(rollouts, mode, answer, declared)
+    def __init__(self, port: ProducerPort, request: Request, timeout_s: float | None) -> None:
+        self._port, self._request, self._timeout_s = port, request, timeout_s
+        self._reply, self._settled, self._interrupted = ThreadEvent(), ThreadEvent(), ThreadEvent()
+        self._put: PendingPut | None = None
+
+    def run(self) -> Any:
+        """Ask, and wait for the reply; take it back once the time is over."""
+        put = self._put = self._request.pending(self._port, self._answer)
+        if self._interrupted.is_set():
+            self._port.abandon(put)
         self._port.put(put)
-        settled.wait(timeout_s)
+        self._settled.wait(self._timeout_s)
         if not put.done:
             self._port.cancel(put)
-        if not reply.wait(self._port.linger_s):
-            raise BrokenResourceError("the controller does not answer: whether the rollout was accepted is not known")
+        if not self._reply.wait(self._port.linger_s):
+            self._port.abandon(put)
+            raise BrokenResourceError(f"the controller does not answer: the outcome of {put.what} is not known")
         if isinstance(put.error, PutCancelled):
-            problem = str(put.error) or "the balancer is full"
-            raise TimeoutError(f"put() was not accepted within {timeout_s} s: {problem}")
+            call, reason = _IN_VAIN.get(put.mode, ("put() was not accepted", "the balancer is full"))
+            raise TimeoutError(f"{call} within {self._timeout_s} s: {str(put.error) or reason}")
         _raise(put)
+        return put.result
+
+    def interrupt(self) -> None:
+        """Nobody waits for it any more: it is cancelled, and what it still gets is given back."""
+        self._interrupted.set()
+        if self._put is not None:
+            self._port.abandon(self._put)
+        self._settled.set()
+
+    def _answer(self) -> None:
+        self._reply.set()
+        self._settled.set()
+
+
+_IN_VAIN = {
+    Mode.RESERVE: ("reserve() was not admitted", "no more may begin"),
+    Mode.END: ("end() had no answer", "puts wait"),
+    Mode.STATISTICS: ("statistics() had no answer", "the controller is busy"),
+    Mode.VERSION: ("version_after() had none", "no version was set"),
+}
 
 
 def _refuse_in_event_loop() -> None:

@@ -1,7 +1,7 @@
-"""The shares that are with a rank's trainer: what it did with them, and what it has acknowledged.
+"""The rank batches that are with a trainer: what it did with them, and what it has acknowledged.
 
-The feed puts shares in and says when the trainer moves on; ``batch.ack()`` ends here too. What is acknowledged goes to
-the port as one report a step. Not here: waiting for shares (``feed``), sending reports (``transport``).
+The feed puts them in, and notes when the trainer moves on; ``batch.ack()`` ends here too. What is acknowledged goes to
+the port as one report a step. Not here: waiting for rank batches (``feed``), sending reports (``transport``).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ __all__ = ["Taken"]
 
 @dataclass
 class _Step:
-    """A share the trainer has and did not acknowledge."""
+    """A rank batch that the trainer has and did not acknowledge."""
 
     number: int
     taken_at: float
@@ -42,8 +42,8 @@ class _Step:
 
 
 class Taken:
-    """The shares that are with the trainer, oldest first. From any thread: a checkpoint may be committed in one of its
-    own."""
+    """The rank batches that the trainer has, oldest first. From any thread: a checkpoint may be committed in one of
+    its own."""
 
     def __init__(self, port: Port) -> None:
         self._port = port
@@ -54,8 +54,20 @@ class Taken:
     def add(self, batch: RankBatch, now: float, waited_s: float) -> RankBatch:
         """``batch``, with its ``ack()`` wired to here."""
         with self._lock:
+            # Under the lock, since a thread that commits checkpoints may acknowledge while the trainer takes the next.
             self._steps.append(_Step(batch.step, now, waited_s))
         return replace(batch, on_ack=partial(self.acknowledge, batch.step))
+
+    @property
+    def step_in_hand(self) -> int:
+        """The last one taken. Raises ValueError if it was acknowledged, or there is none."""
+        with self._lock:
+            if not self._steps or self._steps[-1].seconds is not None:
+                raise ValueError(
+                    "reassigned() is for the batch in hand, and there is none: call it in the loop over the feed, "
+                    "before batch.ack()"
+                )
+            return self._steps[-1].number
 
     def computed(self, read: Callable[[], float]) -> None:
         """The trainer timed a part of what it did with the last one taken."""
@@ -85,7 +97,11 @@ class Taken:
                     f"batch.ack(): the feed is closed, so step {step} will be delivered again. Call ack() first"
                 )
             while self._steps and self._steps[0].number <= step:
+                # Oldest first, one report a step: the controller counts a step as done when each of its ranks has
+                # reported that step.
                 self._port.report(self._steps.popleft().report())
+            # With auto_ack=False the iteration may be over long before the last acknowledgement, which nobody would
+            # send later.
             if self._ended and not self._steps:
                 self._port.leave()
 

@@ -1,7 +1,7 @@
 """A barrier that names no device: on a gloo CPU group of its own, after the accelerator is done.
 
-``torch.distributed.barrier()`` in an NCCL group is a collective on a device, which it guesses unless told; a wrong
-guess hangs (AReaL #607).
+``torch.distributed.barrier()`` in an NCCL group is a collective on a device, which it guesses unless it is given; a
+wrong guess hangs (AReaL #607).
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from stream_balancer.types import RankBatch
-from stream_balancer.wire import share as wire
+from stream_balancer.wire import rank_batch as wire
 from stream_balancer.wire.messages import Batch
 
 __all__ = ["Event", "Stopwatch", "Streams", "Uploader", "stopwatch_on"]

@@ -1,4 +1,4 @@
-"""The rank's side: an iterator over this rank's shares, with its tensors on the device. Plain loop or ``async for``.
+"""The rank's side: an iterator over its rank batches, with their tensors on the device. ``for`` or ``async for``.
 
 ::
 
@@ -21,32 +21,37 @@ from __future__ import annotations
 
 import math
 import os
+import secrets
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Self, cast
+from dataclasses import replace
+from functools import partial
+from typing import Any, Self, TypeVar, cast
 
 import anyio
 import torch
 
 from stream_balancer.errors import AlreadyInUseError, ClosedResourceError, EndOfStream
+from stream_balancer.rank import opening
 from stream_balancer.rank.acknowledgements import Taken
 from stream_balancer.rank.device import Uploader, stopwatch_on
-from stream_balancer.transport import Port
+from stream_balancer.statistics import Statistics
 from stream_balancer.transport.event_loop import loop_caller
-from stream_balancer.transport.rank_port import Decode
 from stream_balancer.transport.threads import Errand, OfOneProcess, ThreadEvent, refuse_in_event_loop
 from stream_balancer.types import RankBatch
+from stream_balancer.wire.messages import JoinRank, StepComplete
 
-__all__ = ["RankFeed"]
+__all__ = ["RankFeed", "Reassigned"]
 
-DEFAULT_MAX_BATCH_BYTES = 4 * 2**30  # one rank's share; far above text, below what would take a trainer's host memory
-_LEADERS_OPTIONS = ("shared_memory", "connect_timeout_s", "rejoin")  # between leader and controller only
+T = TypeVar("T")
+
+DEFAULT_MAX_BATCH_BYTES = 4 * 2**30  # of one rank batch; far above text, below what would take a trainer's host memory
 
 
 class RankFeed(OfOneProcess):
-    """Iterates over one rank's shares, in step order, each exactly once. ``for`` and ``async for`` (asyncio, trio).
+    """Iterates over one rank's batches, in step order, each exactly once. ``for`` and ``async for`` (asyncio, trio).
 
     Tensors of a batch stay valid for as long as you hold them: their memory is reused only when the last of them is
     gone. Keep none beyond the step if you want the feed to stay within ``depth + 1`` batches of memory.
@@ -54,10 +59,9 @@ class RankFeed(OfOneProcess):
     When the last batch is acknowledged the iteration ends; with ``auto_ack=False`` it ends when the last batch was
     given, and the feed takes its leave with the last ``batch.ack()``.
 
-    Raises, from the iteration: RankLostError if the controller went away, AlreadyInUseError if this rank is already
-    connected or two threads iterate one feed, ValueError if the controller balances for another number of ranks or has
-    another token, or if there is no such host, WireError if something else listens there, ClosedResourceError after
-    :meth:`close`.
+    Raises, from the iteration: RankLostError if the controller went away, RefusedError if it does not let this rank in
+    or refuses what it has sent, AlreadyInUseError if two threads iterate one feed, ConfigError if there is no
+    such host, WireError if something else listens there, ClosedResourceError after :meth:`close`.
     """
 
     _in_another_process = "make it where the rank trains: RankFeed(address, rank=..., dp_size=...)"
@@ -101,15 +105,22 @@ class RankFeed(OfOneProcess):
         self._uploader = None if device.type == "cpu" else Uploader(device)
         if incarnation is None:
             incarnation = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
-        options |= {"incarnation": incarnation, "max_batch_bytes": max_batch_bytes}
+        request = partial(
+            JoinRank,
+            incarnation=incarnation,
+            depth=depth,
+            max_batch_bytes=max_batch_bytes,
+            feed_id=secrets.token_bytes(8),
+        )
         if hasattr(source, "take"):
-            self._port = _given_port(source, mesh, self._uploader)
+            self._port = opening.given_port(source, mesh, self._uploader)
         elif mesh is None:
-            self._port = _open_port(source, rank, dp_size, depth, self._uploader, options)
+            source, rank, dp_size = opening.in_world(source, rank, dp_size)
+            self._port = opening.open_port(source, request(rank, dp_size), self._uploader, options)
         elif rank is not None or dp_size is not None:
             raise ValueError("give RankFeed either mesh= or rank= and dp_size=: the mesh says both")
         else:
-            self._port = _open_in_mesh(source, mesh, dp_dim, depth, self._uploader, options)
+            self._port = opening.open_in_mesh(source, mesh, dp_dim, request, self._uploader, options)
         self._wake: Callable[[], object] | None = None
         self._errand: Errand[RankBatch] | None = None
         self._busy = threading.Lock()
@@ -145,8 +156,57 @@ class RankFeed(OfOneProcess):
         any thread, never blocks, idempotent. Raises ClosedResourceError if the feed was closed before."""
         self._taken.acknowledge(step)
 
+    @property
+    def version(self) -> int | None:
+        """The newest policy version: set here, or passed on by the controller; None before the first."""
+        return self._port.control.version
+
+    def set_version(self, version: int) -> None:
+        """The policy moved on, as :meth:`StreamBalancer.set_version`: call it after the optimizer step and before the
+        next batch is asked for. From any thread, never blocks.
+
+        One rank may say it, or all of them, each the same. Raises ValueError if it goes backwards, ClosedResourceError
+        if the feed was closed before; a lost controller is raised by the iteration.
+        """
+        self._port.control.set_version(version)
+
+    def end(self) -> None:
+        """No more rollouts are wanted, as :meth:`StreamBalancer.end`: producers' puts raise ClosedResourceError, what
+        waits is drained, then the iteration ends on all ranks. From any thread, never blocks, may be called twice."""
+        self._port.control.end()
+
+    def statistics(self, *, timeout_s: float | None = None) -> Statistics:
+        """As :meth:`StreamBalancer.statistics`, from the controller; blocks for a round trip. Raises TimeoutError after
+        ``timeout_s``, RankLostError if the controller goes away, ClosedResourceError if the feed was closed, ValueError
+        for more than a mebibyte of them."""
+        refuse_in_event_loop("statistics() of a feed", "There, await feed.async_statistics()")
+        answers: list[Statistics | Exception] = []
+        arrived = ThreadEvent()
+
+        def answer(statistics: Statistics | Exception) -> None:
+            answers.append(statistics)
+            arrived.set()
+
+        self._port.control.ask_statistics(answer)
+        if not arrived.wait(timeout_s):
+            raise TimeoutError(f"statistics() had no answer within {timeout_s} s: the controller is busy, or away")
+        return _statistics_of(answers[0])
+
+    async def async_statistics(self) -> Statistics:
+        """:meth:`statistics`, without blocking the event loop."""
+        answers: list[Statistics | Exception] = []
+        arrived, in_loop = anyio.Event(), loop_caller()
+
+        def answer(statistics: Statistics | Exception) -> None:
+            answers.append(statistics)
+            in_loop(arrived.set)
+
+        self._port.control.ask_statistics(answer)
+        await arrived.wait()
+        return _statistics_of(answers[0])
+
     def close(self) -> None:
-        """Leave: the controller is told, threads end. A batch that was not acknowledged will be delivered again.
+        """Leave: the controller is notified, threads end. A batch that was not acknowledged will be delivered again.
         Idempotent."""
         self._closed = True
         self._taken.close()
@@ -186,9 +246,9 @@ class RankFeed(OfOneProcess):
         return self
 
     def __next__(self) -> RankBatch:
-        """The next share. Blocks until there is one; Ctrl-C ends the wait, and the share comes from the next call."""
-        # Taking a share and acknowledging the last one change the port, which an interrupt must not cut in two. See
-        # _calls for why the result cannot get lost.
+        """The next rank batch. Blocks until there is one; Ctrl-C ends the wait, and the next call gives the batch."""
+        # Taking a batch and acknowledging the last one change the port, which an interrupt must not cut in two:
+        # an Errand does both in a thread, and transport/threads says why its result cannot get lost.
         refuse_in_event_loop("`for` over a RankFeed", "There, use `async for`")
         errand = self._errand
         if errand is None or errand.taken:
@@ -210,51 +270,97 @@ class RankFeed(OfOneProcess):
 
     def _next(self) -> RankBatch:
         with self._asking():
-            while True:
-                arrival = ThreadEvent()
-                self._wake = arrival.set
-                try:
-                    batch = self._take()
-                    if batch is not None:
-                        return batch
-                    arrival.wait()
-                except EndOfStream:
-                    if self._taken.end():
-                        self.close()
-                    raise StopIteration from None
-                finally:
-                    self._wake = None
+            try:
+                return self._wait_for(self._take)
+            except EndOfStream:
+                if self._taken.end():
+                    self.close()
+                raise StopIteration from None
+
+    def _wait_for(self, take: Callable[[], T | None]) -> T:
+        """What ``take`` gives, as soon as it gives something."""
+        while True:
+            # A new event each round, in place before take(): what comes between take() and wait() sets it.
+            arrival = ThreadEvent()
+            self._wake = arrival.set
+            try:
+                taken = take()
+                if taken is not None:
+                    return taken
+                arrival.wait()
+            finally:
+                self._wake = None
 
     def __aiter__(self) -> AsyncIterator[RankBatch]:
         return self
 
     async def __anext__(self) -> RankBatch:
-        """As ``next()``, without blocking the event loop. If cancelled, no share was taken."""
+        """As ``next()``, without blocking the event loop. If cancelled, no batch was taken."""
         await anyio.lowlevel.checkpoint()
         with self._asking():
-            in_loop = loop_caller()
-            while True:
-                arrival = anyio.Event()
-                self._wake = lambda: in_loop(arrival.set)  # noqa: B023 - each round's own event
-                try:
-                    batch = self._take()
-                    if batch is not None:
-                        if self._uploader is not None:
-                            self._uploader.hand_over(batch)
-                        return batch
-                    await arrival.wait()
-                except EndOfStream:
-                    if self._taken.end():
-                        await self.aclose()
-                    raise StopAsyncIteration from None
-                finally:
-                    self._wake = None
+            try:
+                batch = await self._wait_in_loop_for(self._take)
+            except EndOfStream:
+                if self._taken.end():
+                    await self.aclose()
+                raise StopAsyncIteration from None
+        if self._uploader is not None:
+            self._uploader.hand_over(batch)
+        return batch
+
+    async def _wait_in_loop_for(self, take: Callable[[], T | None]) -> T:
+        """:meth:`_wait_for`, without blocking the event loop. If cancelled, nothing was taken."""
+        in_loop = loop_caller()
+        while True:
+            # As in _wait_for(); the port notifies in a thread of its own, so the event is set through the loop.
+            arrival = anyio.Event()
+            self._wake = lambda: in_loop(arrival.set)  # noqa: B023 - each round's own event
+            try:
+                taken = take()
+                if taken is not None:
+                    return taken
+                await arrival.wait()
+            finally:
+                self._wake = None
+
+    # -- what lost ranks owed ------------------------------------------------------------------------------------------
+
+    def reassigned(self) -> Reassigned:
+        """What this rank takes over, in the step in hand, of ranks that were lost: rank batches, mostly none. For
+        ``serve(on_rank_loss="replan")``; under other policies it only waits until all ranks have come so far::
+
+            for batch in feed:
+                train(batch.micro_batches)                 # gradients of this rank alone
+                others = feed.reassigned()
+                for more in others:                        # the same step, the same denominators
+                    train(more.micro_batches)
+                all_reduce_gradients(others.ranks)         # those that are left, the same on each of them
+                optimizer.step()
+
+        Call it when all micro-batches are done, before the ranks meet; on every rank, in every step. It ends once every
+        rank that is left is there too. If the ranks cannot meet after all, because another one was lost, call it again.
+        ``for`` and ``async for``. Raises RankLostError as the feed does, ValueError without a batch in hand, and for a
+        model-parallel rank (``mesh=``).
+        """
+        return Reassigned(self, self._taken.step_in_hand)
+
+    def _take_part(self, step: int) -> RankBatch | StepComplete | None:
+        if self._closed:
+            raise ClosedResourceError
+        part = self._port.next_part(step)
+        if not isinstance(part, RankBatch):
+            return part
+        if self._uploader is not None:
+            self._uploader.hand_over(part)
+        return replace(part, on_ack=partial(self._taken.acknowledge, step))
 
     @contextmanager
     def _asking(self) -> Iterator[None]:
         """The trainer waits for the next batch: it is done with the one it has."""
         with _Busy(self._busy):
             self._asked_at = time.monotonic()
+            # First of all, before anything may wait or raise: asking is what acknowledges, whether or not a batch
+            # comes.
             self._taken.done(self._asked_at, acknowledge=self._auto_ack)
             try:
                 yield
@@ -277,6 +383,7 @@ class RankFeed(OfOneProcess):
         return self._taken.add(batch, now, 0.0 if asked_at is None else now - asked_at)
 
     def _on_news(self) -> None:
+        # Read once: the trainer clears it in another thread, and a wake-up too many does no harm.
         wake = self._wake
         if wake is not None:
             wake()
@@ -292,6 +399,43 @@ class RankFeed(OfOneProcess):
 
     async def __aexit__(self, *_: object) -> None:
         await self.aclose()
+
+
+class Reassigned:
+    """What a rank takes over in one step: an iterator over rank batches. See :meth:`RankFeed.reassigned`."""
+
+    def __init__(self, feed: RankFeed, step: int) -> None:
+        self._feed = feed
+        self._take: Callable[[], RankBatch | StepComplete | None] = partial(feed._take_part, step)
+        self.ranks: tuple[int, ...] = ()
+        """Once it has ended: the ranks that are left in the step, under the numbers that their feeds were opened with,
+        ascending."""
+
+    def __iter__(self) -> Iterator[RankBatch]:
+        return self
+
+    def __next__(self) -> RankBatch:
+        """The next part. Blocks until every rank is here."""
+        refuse_in_event_loop("`for` over reassigned()", "There, use `async for`")
+        with _Busy(self._feed._busy):
+            part = cast("RankBatch | StepComplete", self._feed._wait_for(self._take))
+        if isinstance(part, RankBatch):
+            return part
+        self.ranks = part.ranks
+        raise StopIteration
+
+    def __aiter__(self) -> AsyncIterator[RankBatch]:
+        return self
+
+    async def __anext__(self) -> RankBatch:
+        """As ``next()``, without blocking the event loop. If cancelled, no part was taken."""
+        await anyio.lowlevel.checkpoint()
+        with _Busy(self._feed._busy):
+            part = cast("RankBatch | StepComplete", await self._feed._wait_in_loop_for(self._take))
+        if isinstance(part, RankBatch):
+            return part
+        self.ranks = part.ranks
+        raise StopAsyncIteration
 
 
 _TWO_ITERATE = "two threads or tasks iterate one RankFeed. Each batch goes to one of them: let one iterate"
@@ -311,65 +455,7 @@ class _Busy:
         self._lock.release()
 
 
-def _given_port(port: Any, mesh: Any, uploader: Uploader | None) -> Port:
-    if mesh is not None or uploader is not None:
-        raise ValueError(
-            "mesh= and device= need the address of a controller or a store, not a port that is open already"
-        )
-    return cast("Port", port)
-
-
-def _open_port(
-    source: Any,
-    rank: int | None,
-    dp_size: int | None,
-    depth: int,
-    uploader: Uploader | None,
-    options: dict[str, Any],
-    decode: Decode | None = None,
-) -> Port:
-    from stream_balancer.transport.gloo import torch_dist
-    from stream_balancer.transport.sockets.payloads import Fetcher
-
-    if source is None:
-        source, world_rank, world_size = torch_dist.current_world()
-        rank = world_rank if rank is None else rank
-        dp_size = world_size if dp_size is None else dp_size
-    if rank is None or dp_size is None:
-        raise ValueError(
-            "RankFeed needs rank= and dp_size=, or mesh=, unless it runs inside an initialised torch.distributed world"
-        )
-    if not 0 <= rank < dp_size:
-        raise ValueError(f"rank must be in [0, dp_size): rank={rank}, dp_size={dp_size}")
-    options = {**options, **_decoding(uploader)} | ({} if decode is None else {"decode": decode})
-    if hasattr(source, "open_rank_port"):
-        return cast("Port", source.open_rank_port(rank=rank, dp_size=dp_size, depth=depth, **options))
-    if uploader is not None:
-        options["shared_memory"] = False  # an accelerator does not read it by itself
-    options["payloads"] = Fetcher()
-    return torch_dist.open_port(source, rank=rank, dp_size=dp_size, depth=depth, **options)
-
-
-def _open_in_mesh(
-    source: Any, mesh: Any, dp_dim: str | Sequence[str], depth: int, uploader: Uploader | None, options: dict[str, Any]
-) -> Port:
-    from stream_balancer.rank import mesh as _mesh
-    from stream_balancer.transport.gloo import torch_dist
-
-    place = _mesh.place_in(mesh, dp_dim)
-    if source is None:
-        source = torch_dist.current_world()[0]
-    if place.num_peers == 1:
-        return _open_port(source, place.rank, place.dp_size, depth, uploader, options)
-    among = {key: value for key, value in options.items() if key not in _LEADERS_OPTIONS}
-    meeting = source.peer_lookup() if hasattr(source, "peer_lookup") else source
-    if place.peer > 0:
-        return _mesh.PeerPort(meeting, place, **_decoding(uploader), **among)
-    received = _mesh.Received(**({} if uploader is None else {"decode": uploader.decode}))
-    inner = _open_port(source, place.rank, place.dp_size, max(depth - 1, 1), uploader, options, received.decode)
-    return _mesh.LeaderPort(inner, received, meeting, place, **among)
-
-
-def _decoding(uploader: Uploader | None) -> dict[str, Any]:
-    """An accelerator reads pinned memory by itself."""
-    return {} if uploader is None else {"decode": uploader.decode, "pinned": True}
+def _statistics_of(answer: Statistics | Exception) -> Statistics:
+    if isinstance(answer, Exception):
+        raise answer
+    return answer

@@ -25,18 +25,29 @@ import msgspec
 from torch import Tensor
 
 from stream_balancer.errors import ClosedResourceError, EndOfStream, RankLostError, to_raise
-from stream_balancer.transport import Port, Report
+from stream_balancer.transport import Asked, Port, Report
 from stream_balancer.transport.buffers import BufferPool
 from stream_balancer.transport.channel import Channel, Outgoing, Sendable, Source
 from stream_balancer.transport.event_loop import InLoop
-from stream_balancer.transport.gloo.channel import GlooChannel, LinkOptions
-from stream_balancer.transport.gloo.torch_dist import join_pair
+from stream_balancer.transport.gloo.channel import GlooChannel
+from stream_balancer.transport.gloo.torch_dist import join_pair, reach
 from stream_balancer.transport.rank_port import Decode, RankPort
 from stream_balancer.transport.rank_session import RankSession
-from stream_balancer.transport.sockets.joiner import Joiner, Where
+from stream_balancer.transport.sockets.joiner import Where
 from stream_balancer.types import RankBatch
-from stream_balancer.wire.messages import Batch, JoinPeer, JoinRank, StepHeld, StepReport
-from stream_balancer.wire.share import checksum, decode
+from stream_balancer.wire.messages import (
+    Batch,
+    EndBalancer,
+    JoinPeer,
+    JoinRank,
+    PolicyVersion,
+    StatisticsRequest,
+    StepComplete,
+    StepHeld,
+    StepReport,
+)
+from stream_balancer.wire.rank_batch import checksum, decode
+from stream_balancer.wire.statistics import reply_to
 
 __all__ = ["LeaderPort", "PeerPort", "Place", "Received", "place_in"]
 
@@ -86,15 +97,13 @@ def _channel(
 ) -> GlooChannel:
     """Between a leader (``side`` 0) and the peer at ``place``: they find each other at the controller, once per
     incarnation, however late one of them starts."""
-    given = dict(options)
-    host = given.pop("host", None)
-    joiner = Joiner(source, name=given.pop("name", "stream_balancer"), token=given.pop("token", None))
+    joiner, link = reach(source, {**options, "shared_memory": False})
     request = JoinPeer(f"{place.rank}/{incarnation}/{place.peer}", side)
     return GlooChannel(
         f"sb-peer{place.rank}.{incarnation}.{place.peer}",
-        partial(join_pair, joiner, request, side, host),
+        partial(join_pair, joiner, request, side),
         joiner.cancel,
-        LinkOptions(shared_memory=False, **given),
+        link,
         pool=BufferPool(keep=0),
         offer=None if side else 0,
     )
@@ -114,11 +123,14 @@ class PeerPort(RankPort):
         pinned: bool = False,
         **options: Any,
     ) -> None:
-        """``options``: ``host``, ``name``, ``token`` and :class:`LinkOptions`."""
+        """``options``: as for :func:`reach`."""
         channel = _channel(source, place, 1, incarnation=incarnation, options=options)
         request = JoinRank(place.rank, place.dp_size, incarnation, _PEER_DEPTH, max_batch_bytes)
         super().__init__(channel, request, decode=decode, pinned=pinned, linger_s=channel.options.linger_s)
         self.start()
+
+    def next_part(self, step: int) -> RankBatch | StepComplete | None:
+        return Port.next_part(self, step)
 
     def _explain_loss(self, cause: str) -> str:
         return (
@@ -203,12 +215,13 @@ class LeaderPort(Port):
         max_batch_bytes: int,
         **options: Any,
     ) -> None:
-        """``inner``: the port to the controller, which decodes with ``received``. ``options``: ``host``, ``name``,
-        ``token`` and :class:`LinkOptions`."""
-        self.rank, self.dp_size = inner.rank, inner.dp_size
+        """``inner``: the port to the controller, which decodes with ``received``. ``options``: as for
+        :func:`reach`."""
+        self.rank, self.dp_size, self.control = inner.rank, inner.dp_size, inner.control
         self._inner, self._received = inner, received
         self._open: deque[_Open] = deque()
         self._leaving = False
+        self._version: int | None = None  # that the peers know
         self._lock = threading.RLock()
         self._quiet = threading.Condition(self._lock)
         self._on_way: RankBatch | None = None
@@ -281,10 +294,14 @@ class LeaderPort(Port):
 
     def _pump(self) -> None:
         """Pass on what has come, hand out what has arrived everywhere. The lock is held."""
+        self._pass_version_on()
         for number, session in enumerate(self._sessions, start=1):
             try:
                 while (done := session.report()) is not None:
-                    self._note_done(number, done)
+                    if isinstance(done, PolicyVersion | EndBalancer | StatisticsRequest):
+                        self._ask_for(session, done)
+                    else:
+                        self._note_done(number, done)
             except EndOfStream:
                 pass
             except Exception as error:  # noqa: BLE001 - ends this feed, whatever it was
@@ -298,6 +315,24 @@ class LeaderPort(Port):
             self._tell()
         if self._end is None and self._on_way is None and not self._ready:
             self._pass_on()
+
+    def _pass_version_on(self) -> None:
+        version = self.control.version
+        if version is not None and version != self._version:
+            self._version = version
+            for session in self._sessions:
+                session.notify(PolicyVersion(version))
+
+    def _ask_for(self, session: _PeerSession, asked: Asked) -> None:
+        """What a peer sets, ends or asks for, in the name of the rank."""
+        if isinstance(asked, PolicyVersion):
+            if self.control.version is None or asked.version > self.control.version:
+                self.control.set_version(asked.version)
+        elif isinstance(asked, EndBalancer):
+            self.control.end()
+        else:
+            number = asked.number
+            self.control.ask_statistics(lambda statistics: session.notify(reply_to(number, statistics)))
 
     def _pass_on(self) -> None:
         if not all(session.credits for session in self._sessions):

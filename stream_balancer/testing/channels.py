@@ -20,7 +20,7 @@ import anyio
 import torch
 from torch import Tensor
 
-from stream_balancer.errors import WireError
+from stream_balancer.errors import RefusedError, WireError
 from stream_balancer.testing.harness import check
 from stream_balancer.transport.channel import Channel, Outgoing, PeerClosed, Receiver, Source
 from stream_balancer.wire.messages import Accepted, Message, Payloads, PutRefused, Taken
@@ -182,13 +182,19 @@ async def what_is_refused_is_not_allocated(open_pair: Opener) -> None:
         one.send(Outgoing(Taken(2)))
         error = await recorder.end()
         assert isinstance(error, WireError), error
-        assert not isinstance(await sender.end(), PeerClosed), "a failure looks like a graceful close"
+        await _knows_why(sender, "not now")
         assert recorder.messages == [Taken(1)]
         assert not any(event.startswith("allocate") for event in recorder.events), "allocated what was refused"
 
 
+async def _knows_why(refused: Recorder, why: str) -> None:
+    error = await refused.end()
+    assert isinstance(error, RefusedError), f"it does not know that it was refused: {error!r}"
+    assert (error.reason, why in str(error)) == ("protocol", True), error
+
+
 async def what_a_receiver_raises_ends_the_channel(open_pair: Opener) -> None:
-    """Both ends see it; the receiver gets its own error back."""
+    """The receiver gets its own error back, and its peer learns what it was refused for."""
     async with open_pair() as ends:
         sender, recorder = Recorder(), Recorder()
         one, _ = _start(ends, sender, recorder)
@@ -199,7 +205,7 @@ async def what_a_receiver_raises_ends_the_channel(open_pair: Opener) -> None:
         recorder.on_message = fail
         one.send(Outgoing(Taken(1)))
         assert "this may not come" in str(await recorder.end())
-        assert not isinstance(await sender.end(), PeerClosed)
+        await _knows_why(sender, "this may not come")
 
 
 async def a_message_is_whole_or_not_there(open_pair: Opener) -> None:

@@ -18,7 +18,7 @@ from stream_balancer.testing.scripted import (
 )
 from stream_balancer.transport import Report
 from stream_balancer.types import RankBatch
-from stream_balancer.wire.messages import StepHeld, StepReport
+from stream_balancer.wire.messages import PartsDone, StepComplete, StepHeld, StepReport
 
 __all__ = ["CLAUSES"]
 
@@ -204,6 +204,37 @@ async def held_batches_are_never_overwritten(open_harness: Opener) -> None:
             )
 
 
+async def what_a_lost_rank_owed_comes_beside_the_queue(open_harness: Opener) -> None:
+    """A part of a step that the rank has, without a credit and behind the end; and the reply that there is no more."""
+    async with open_harness(1) as harness:
+        feed = harness.connect(0, depth=1)
+        link = await accepted(harness.transport)
+        link.send(make_batch(0, 1).ranks[0])
+        await anext(feed)
+        await until(lambda: link.credits == 1)
+        link.send(make_batch(1, 1).ranks[0])
+        link.end()
+        parts: list[RankBatch] = []
+        reports: list[Report] = []
+        others = feed.reassigned()
+
+        async def take_over() -> None:
+            parts.extend([part async for part in others])
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(take_over)
+            await until(lambda: collect(link, reports))
+            link.reassign(make_batch(0, 1, num_tokens=300).ranks[0])
+            await until(lambda: collect(link, reports) and len(reports) == 2)
+            link.complete(StepComplete(0, (0, 5)))
+        assert reports == [PartsDone(0, 0), PartsDone(0, 1)]
+        sent = make_batch(0, 1, num_tokens=300).ranks[0]
+        assert [part.step for part in parts] == [0]
+        assert all(same_rollout(a, b) for a, b in zip(sent.rollouts, parts[0].rollouts, strict=True))
+        assert others.ranks == (0, 5)
+        assert [batch.step async for batch in feed] == [1]
+
+
 CLAUSES = (
     every_share_arrives_once_and_in_order,
     steps_may_skip_numbers,
@@ -213,4 +244,5 @@ CLAUSES = (
     a_commit_acknowledges_all_before_it,
     bytes_are_identical,
     held_batches_are_never_overwritten,
+    what_a_lost_rank_owed_comes_beside_the_queue,
 )

@@ -8,7 +8,7 @@ from contextlib import suppress
 import anyio
 
 from stream_balancer.controller.serve import serve
-from stream_balancer.errors import AlreadyInUseError, ClosedResourceError, EndOfStream, RankLostError
+from stream_balancer.errors import AlreadyInUseError, ClosedResourceError, EndOfStream, RankLostError, RefusedError
 from stream_balancer.testing.harness import CLAUSE_TIMEOUT_S, Opener, accepted, collect, drain, loss_of, raises, until
 from stream_balancer.testing.scripted import ScriptedBalancer, make_batch
 from stream_balancer.transport import Report
@@ -166,10 +166,13 @@ async def strangers_are_refused(open_harness: Opener) -> None:
         link = await accepted(harness.transport)
         with raises(AlreadyInUseError) as caught:
             await anext(harness.connect(0))
-        assert "rank 0" in str(caught.error)
+        assert isinstance(caught.error, RefusedError)
+        assert (caught.error.reason, "rank 0" in str(caught.error)) == ("busy", True)
         for rank, dp_size in ((1, 3), (1, 4)):
             with raises(ValueError) as refused:
                 await anext(harness.connect(rank, dp_size=dp_size))
+            assert isinstance(refused.error, RefusedError)
+            assert refused.error.reason == "value"
             assert f"dp_size={dp_size}" in str(refused.error)
             assert "dp_size=2" in str(refused.error)
         link.send(make_batch(0, 2).ranks[0])
@@ -217,7 +220,7 @@ async def cancelling_loses_nothing(open_harness: Opener) -> None:
 
 
 async def closing_is_idempotent_and_wakes(open_harness: Opener) -> None:
-    """A task that waits in ``accept`` or in the iteration is told, not left waiting."""
+    """A task that waits in ``accept`` or in the iteration is notified, not left waiting."""
     async with open_harness(1) as harness:
         feed = harness.connect(0)
         outcome: list[type[BaseException]] = []

@@ -12,6 +12,7 @@ from stream_balancer.errors import RankLostError
 from stream_balancer.rank.feed import RankFeed
 from stream_balancer.transport import Link, Report, Transport
 from stream_balancer.types import RankBatch
+from stream_balancer.wire.messages import EndBalancer, PolicyVersion, StatisticsRequest
 
 __all__ = [
     "CLAUSE_TIMEOUT_S",
@@ -88,7 +89,7 @@ async def drain(feed: RankFeed) -> list[RankBatch]:
 
 def collect(link: Link, into: list[Report]) -> bool:
     done = link.report()
-    if done is not None:
+    if done is not None and not isinstance(done, PolicyVersion | EndBalancer | StatisticsRequest):
         into.append(done)
     return bool(into)
 

@@ -49,6 +49,7 @@ def make_batch(step: int, dp_size: int, *, num_tokens: int = 5, micro_batches: i
         num_rollouts=count,
         num_tokens=tokens,
         loads=tuple(share.load for share in shares),
+        finish=max(share.load for share in shares),
         lower_bound=tokens / dp_size,
     )
 

@@ -24,6 +24,7 @@ def issue_order(trace: Trace, seed: int) -> Ints:
     known."""
     if trace.arrival_s is not None:
         return np.arange(len(trace))
+    # rows side by side by group; starts[g] is where group g begins among them
     order, starts, sizes = rows_by_group(trace.group_ids)
     shuffled = np.random.default_rng(seed).permutation(sizes.size)
     return np.concatenate([order[starts[g] : starts[g] + sizes[g]] for g in shuffled.tolist()])

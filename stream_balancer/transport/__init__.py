@@ -6,7 +6,8 @@
     serve() <-Link.report- |           | <-Port.report- RankFeed
 
 A transport delivers each rank's batches in order and exactly once per link, never more than the rank has given credit
-for, and tells a lost peer from a patient one. Steps increase, but need not be consecutive: one may have been given up.
+for, and distinguishes a lost peer from a patient one. Steps increase, but need not be consecutive: one may have been
+given up.
 Both ends are written once, :class:`~.rank_session.RankSession` and :class:`~.rank_port.RankPort`, above a
 :class:`~.channel.Channel`; what remains of a transport is how peers find each other. ``memory`` lives in one event
 loop; ``gloo`` joins processes. What all of them must do is written as a test:
@@ -18,13 +19,28 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol, TypeAlias
 
+from stream_balancer.transport.rank_control import RankControl
 from stream_balancer.types import RankBatch
-from stream_balancer.wire.messages import Denominators, PayloadsFetched, StepHeld, StepReport
+from stream_balancer.wire.messages import (
+    Denominators,
+    EndBalancer,
+    PartsDone,
+    PayloadsFetched,
+    PolicyVersion,
+    StatisticsReply,
+    StatisticsRequest,
+    StepComplete,
+    StepHeld,
+    StepReport,
+)
 
-__all__ = ["Link", "Port", "Report", "Transport"]
+__all__ = ["Asked", "Link", "Port", "Report", "Transport"]
 
-Report: TypeAlias = StepReport | StepHeld | PayloadsFetched
-"""What a rank says of a step: done; worked through, to be acknowledged later; or that its payloads are there."""
+Report: TypeAlias = StepReport | StepHeld | PayloadsFetched | PartsDone
+"""What a rank says of a step: done; worked through, to be acknowledged later; that its payloads are there; or that its
+parts are done, and whether there are more."""
+Asked: TypeAlias = PolicyVersion | EndBalancer | StatisticsRequest
+"""What a rank asks of the balancer: to set a version, to end, to report statistics."""
 
 
 class Link(Protocol):
@@ -55,13 +71,27 @@ class Link(Protocol):
         without a credit, RankLostError on a lost link."""
         ...
 
+    def reassign(self, part: RankBatch) -> None:
+        """Start sending a part that another rank owed, of a step that this one has; needs no credit. Never blocks.
+        Raises RankLostError on a lost link."""
+        ...
+
+    def complete(self, message: StepComplete) -> None:
+        """The reply to a rank whose parts are done, as are all others'. Never blocks."""
+        ...
+
     def denominators(self, message: Denominators) -> None:
         """What the step divides by, on all ranks: releases a batch that was sent to be confirmed. Never blocks."""
         ...
 
-    def report(self) -> Report | None:
-        """The next report, or None if there is none yet. Raises RankLostError once the link is lost and drained,
-        EndOfStream once the rank has closed after :meth:`end`."""
+    def notify(self, message: PolicyVersion | StatisticsReply) -> None:
+        """What it learns besides. Never blocks; dropped if the rank is gone."""
+        ...
+
+    def report(self) -> Report | Asked | None:
+        """The next report, or what the rank asks for, in the order in which they came; None if there is none yet.
+        Raises RankLostError once the link is lost and drained, EndOfStream once the rank has closed after
+        :meth:`end`."""
         ...
 
     def end(self) -> None:
@@ -95,6 +125,8 @@ class Port(Protocol):
     """This DP rank."""
     dp_size: int
     """DP ranks that take part."""
+    control: RankControl
+    """The policy version, the end, statistics."""
 
     def subscribe(self, callback: Callable[[], None]) -> None:
         """Call ``callback()``, in whichever thread notices, whenever :meth:`take` may have something new to say."""
@@ -107,6 +139,14 @@ class Port(Protocol):
         BusyResourceError or ValueError if the controller refused this rank.
         """
         ...
+
+    def next_part(self, step: int) -> RankBatch | StepComplete | None:
+        """What the rank takes over of lost ranks in this step, which it has; or that there is no more, on any rank.
+        None: asked, and no reply has come yet. Never blocks. Raises RankLostError if the controller went away."""
+        raise ValueError(
+            "reassigned() is for ranks of one process each: of a model-parallel rank (mesh=) the other processes would "
+            "not get the part. Let serve() wait for a lost rank instead"
+        )
 
     def report(self, done: StepReport | StepHeld) -> None:
         """Acknowledge ``done.step``, or say that this will follow. Never blocks; a lost controller is raised by

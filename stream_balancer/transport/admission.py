@@ -17,7 +17,10 @@ from stream_balancer.transport.producer_session import ProducerSession
 from stream_balancer.transport.rank_session import RankSession
 from stream_balancer.wire.messages import JoinRank, Refused
 
-__all__ = ["Admission", "AdmittingTransport"]
+__all__ = ["CLOSED", "Admission", "AdmittingTransport"]
+
+
+CLOSED = Refused("closed", "the controller has closed its transport. Start it again")
 
 
 class Admission:
@@ -35,8 +38,12 @@ class Admission:
     def refusal(self, request: JoinRank) -> Refused | None:
         """Why a rank may not come in, now."""
         if self.closed:
-            return Refused("closed", "the transport is closed")
-        if request.dp_size != self.dp_size:
+            return CLOSED
+        before = self.sessions.get(request.rank)
+        same_feed = before is not None and before.is_of(
+            request
+        )  # there may be more ranks since it came first, or fewer
+        if request.dp_size != self.dp_size and not same_feed:
             return Refused(
                 "value",
                 f"rank {request.rank} announces dp_size={request.dp_size}, but the controller balances for "
@@ -48,8 +55,7 @@ class Admission:
                 f"rank {request.rank} announces depth={request.depth}, incarnation={request.incarnation}, but ranks go "
                 f"from 0 to {self.dp_size - 1}, depth is at least 1 and incarnation at least 0",
             )
-        before = self.sessions.get(request.rank)
-        is_there = before is not None and before.live and not before.is_of(request)
+        is_there = before is not None and before.live and not same_feed
         if before is not None and is_there and before.incarnation >= request.incarnation:
             return Refused(
                 "busy",
@@ -108,6 +114,11 @@ class AdmittingTransport(Transport):
         """Judges ranks: ``refusal`` before a session is made, ``admit`` once it is."""
         self._producers: Arrivals[ProducerSession] = Arrivals()
         self._producer_sessions: WeakSet[ProducerSession] = WeakSet()
+
+    def resize(self, dp_size: int) -> None:
+        """There are so many ranks from now on; ``serve`` calls it when the balancer's ``dp_size`` changes. Who is in
+        stays so. In the event loop."""
+        self.dp_size = self.admission.dp_size = dp_size
 
     def _open(self) -> None:
         """The event loop runs now."""

@@ -51,6 +51,7 @@ class Pool(Generic[B]):
     def take(self, size: int) -> B:
         """The smallest idle buffer of at least ``size`` bytes, or a new one; contents undefined. O(idle buffers)."""
         with self._lock:
+            # Buffers come back in whichever thread drops the last view; they are sorted in here, under the lock.
             while self._returned:
                 self._idle.append(self._returned.popleft())
             self._let_go_of_oldest(max(len(self._idle) - self._keep, 0))
@@ -97,6 +98,7 @@ class BufferPool(Pool[Tensor]):
         """``[size]`` uint8, contents undefined; back in the pool once no tensor over it is left. O(idle buffers)."""
         buffer = self.take(size)
         lease = buffer.numpy()[:size]  # an object of its own: it dies with its last view, and the buffer lives on
+        # atexit False: at the end of the process buffers need not come back, and torch may be gone.
         weakref.finalize(lease, self.give_back, buffer).atexit = False
         return torch.frombuffer(lease, dtype=torch.uint8)
 

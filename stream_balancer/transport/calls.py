@@ -67,6 +67,7 @@ class Call(Generic[T]):
         try:
             with self._scope:
                 if before is not None:
+                    # Even if this call is withdrawn in its turn: two calls of one thread must not run side by side.
                     with anyio.CancelScope(shield=True):
                         await before._withdraw()
                 function, self._function = self._function, None  # it holds its arguments
@@ -140,6 +141,7 @@ class CallLoop:
     def stop(self) -> None:
         """Cancel the calls that have not ended, leave the resource, end the thread. Idempotent; raises what leaving the
         resource raised."""
+        # Set before the wake-up, which would otherwise find nothing new.
         self._stopping = True
         _in_spite_of_an_interrupt(self._wake)
         self._ended.wait()
@@ -204,6 +206,7 @@ class CallLoop:
             anyio.run(self._main, backend=self._backend)
         except BaseException as error:  # noqa: BLE001 - raised by start() or stop()
             self._error = error
+        # Before the inbox is emptied: post() appends first and looks second, so a call is failed by one of the two.
         self._over = True
         while self._inbox:
             self._inbox.popleft().fail()

@@ -10,8 +10,9 @@ written once and run over every kind of channel. A channel decides nothing; whoe
 of these and hands it to the acceptor.
 
 Rules that every channel keeps, and that :func:`stream_balancer.testing.check_channel` checks: messages arrive in order;
-``admit`` is asked before a byte is allocated; a message is delivered whole or not at all; ``ended`` is called once, and
-last; the memory of a source is held until the peer has it; no wait expires by itself; ``abort`` joins all threads.
+``admit`` is asked before a byte is allocated; a message is delivered whole or not at all; a peer that is refused learns
+why; ``ended`` is called once, and last; the memory of a source is held until the peer has it; no wait expires by
+itself; ``abort`` joins all threads.
 
 Only definitions: no socket, no thread.
 """
@@ -19,16 +20,18 @@ Only definitions: no socket, no thread.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import NamedTuple, Protocol, TypeAlias
+from enum import Enum
+from typing import ClassVar, NamedTuple, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
 
-from stream_balancer.errors import WireError
-from stream_balancer.wire.messages import Message
-from stream_balancer.wire.partial_share import WantedPayload
+from stream_balancer.errors import RefusedError, WireError
+from stream_balancer.wire.messages import Message, Refused
+from stream_balancer.wire.partial_batch import WantedPayload
 
 __all__ = [
+    "Actions",
     "Channel",
     "Outgoing",
     "PayloadSource",
@@ -38,9 +41,15 @@ __all__ = [
     "Sendable",
     "Session",
     "Source",
+    "State",
+    "either",
     "may_come_back",
+    "refusal",
     "unexpected",
 ]
+
+
+_MAX_REFUSAL = 1000  # characters
 
 
 class Source(NamedTuple):
@@ -81,9 +90,17 @@ def may_come_back(error: Exception) -> bool:
     return isinstance(error, OSError) and not isinstance(error, PeerGone | ConnectionAbortedError)
 
 
+def refusal(error: Exception) -> Refused | None:
+    """What a channel sends last when its receiver has raised: the peer must know why, or it would come again with the
+    same. None for an error that is the network's, or the peer's own refusal."""
+    if isinstance(error, OSError | RefusedError):
+        return None
+    return Refused("protocol", str(error).encode(errors="replace").decode()[:_MAX_REFUSAL])
+
+
 class Receiver(Protocol):
     """A session, as its channel sees it. Called in the channel's own thread, one call at a time (but for ``stalled``,
-    which may come from another); what it raises ends the channel."""
+    which may come from another); what it raises ends the channel, and is told to the peer."""
 
     def admit(self, message: Message, sizes: Sequence[int]) -> Sequence[int]:
         """The bytes to allocate for each buffer, at least its size. Raises WireError unless this may come now."""
@@ -98,7 +115,7 @@ class Receiver(Protocol):
         ...
 
     def ended(self, error: Exception) -> None:
-        """Nothing more comes: PeerClosed, WireError, or what the network says. Called once, and last."""
+        """Nothing more comes: PeerClosed, RefusedError, WireError, or what the network says. Called once, and last."""
         ...
 
     def stalled(self, seconds: float) -> None:
@@ -167,23 +184,62 @@ class PayloadSource(Protocol):
         ...
 
 
+class State(Enum):
+    """Of a session: what may come depends on it. The text is for the error of what may not."""
+
+    OPEN = "now"
+    ENDING = "after the end"
+    """End was sent, or has come."""
+    OVER = "any more"
+    """Lost or closed: what still comes changes nothing."""
+
+
+Actions: TypeAlias = dict[tuple[State, type[Message]], Callable[..., object]]
+"""``(state, message) -> action(session, message, buffers, references)``."""
+
+
 class Session(Receiver):
-    """What most receivers have in common: no buffers may come, and they are allocated as they are."""
+    """What sessions have in common: a table of what may come when; and buffers are allocated as they are."""
+
+    actions: ClassVar[Actions] = {}
+    """What each message does in each state. What is not in the table is refused, by name."""
+
+    @property
+    def state(self) -> State:
+        """Where the conversation stands."""
+        return State.OPEN
 
     def admit(self, message: Message, sizes: Sequence[int]) -> Sequence[int]:
         if sizes:
-            raise unexpected(message, "no buffers are expected")
+            raise WireError(f"a {type(message).__name__} message has no buffers behind it, not {len(sizes)}")
         return ()
 
     def allocate(self, size: int) -> Tensor:
         return torch.empty(size, dtype=torch.uint8)
 
+    def receive(self, message: Message, buffers: Sequence[Tensor], references: Sequence[object]) -> None:
+        state = self.state
+        if state is not State.OVER:
+            self.action(state, message)(self, message, buffers, references)
+
+    def action(self, state: State, message: Message) -> Callable[..., object]:
+        """The table's. Raises WireError if the message may not come in this state."""
+        action = self.actions.get((state, type(message)))
+        if action is None:
+            raise unexpected(message, state.value)
+        return action
+
     def stalled(self, seconds: float) -> None:
         pass
 
 
-def unexpected(message: Message, state: str) -> WireError:
-    """A message that may not come in this state."""
-    return WireError(
-        f"a {type(message).__name__} message may not come while {state}. Install one stream_balancer everywhere"
-    )
+def either(
+    *rows: tuple[type[Message], Callable[..., object]],
+) -> dict[tuple[State, type[Message]], Callable[..., object]]:
+    """Rows of a table, for messages that do the same before the end and after it."""
+    return {(state, message): action for message, action in rows for state in (State.OPEN, State.ENDING)}
+
+
+def unexpected(message: Message, when: str) -> WireError:
+    """A message that may not come ``when``."""
+    return WireError(f"a {type(message).__name__} message may not come {when}. Install one stream_balancer everywhere")

@@ -22,7 +22,7 @@ from typing import Literal, TypeAlias
 
 import msgspec
 
-from stream_balancer.errors import AlreadyInUseError, ClosedResourceError, WireError
+from stream_balancer.errors import WireError, refused_error
 from stream_balancer.wire.messages import (
     PROTOCOL,
     Challenge,
@@ -40,7 +40,6 @@ __all__ = [
     "Incoming",
     "Joining",
     "Message",
-    "error_of",
     "pack",
     "proof_of",
     "token_bytes",
@@ -154,7 +153,7 @@ class Joining:
         """What to answer; or, in the end, the welcome. ``Refused`` is for the acceptor, and the end. Raises what a
         refusal says; WireError if ``message`` may not come now."""
         if isinstance(message, Refused):
-            raise error_of(message)
+            raise refused_error(message.reason, message.text)
         if isinstance(message, Challenge) and not self.challenged:
             theirs = _checked(message.nonce)
             if not hmac.compare_digest(message.proof, proof_of(self._token, b"acceptor", self._nonce, theirs)):
@@ -176,12 +175,6 @@ def _checked(nonce: bytes) -> bytes:
     if len(nonce) != _NONCE_BYTES:
         raise WireError(f"a nonce has {_NONCE_BYTES} bytes, not {len(nonce)}")
     return nonce
-
-
-def error_of(refused: Refused) -> Exception:
-    """What a refusal raises at the joiner."""
-    kinds: dict[str, type[Exception]] = {"busy": AlreadyInUseError, "closed": ClosedResourceError}
-    return kinds.get(refused.reason, ValueError)(refused.text)
 
 
 def token_bytes(token: str | None) -> bytes:

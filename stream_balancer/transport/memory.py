@@ -8,7 +8,9 @@ Its ends are the sessions of every transport, its channels carry bytes: what is 
 
 from __future__ import annotations
 
-from stream_balancer.transport import handshake
+from collections.abc import Callable
+
+from stream_balancer.errors import refused_error
 from stream_balancer.transport.admission import AdmittingTransport
 from stream_balancer.transport.channel import PayloadSource
 from stream_balancer.transport.event_loop import at_once
@@ -26,11 +28,12 @@ _MAX_BATCH_BYTES = 2**40
 
 
 class MemoryProducerPort(ProducerPort):
-    """A producer's end; ``wire.hold()`` lets messages hang."""
+    """A producer's end; ``wire.hold()`` lets messages hang, ``wire.cut()`` breaks the connection."""
 
-    def __init__(self, wire: Wire) -> None:
-        super().__init__(threads=False)
-        self.wire = wire
+    wire: Wire
+
+    def __init__(self, reconnect: Callable[[MemoryProducerPort], object] | None) -> None:
+        super().__init__(threads=False, reconnect=None if reconnect is None else lambda: reconnect(self))
 
 
 class MemoryTransport(AdmittingTransport):
@@ -39,16 +42,23 @@ class MemoryTransport(AdmittingTransport):
     def __init__(self, *, dp_size: int) -> None:
         super().__init__(dp_size)
 
-    def connect_producer(self, **limits: int) -> MemoryProducerPort:
-        """A producer's port; give it to ``sb.connect``. ``limits``: ``staged_bytes``, ``max_put_bytes``."""
-        wire, allowed = Wire(), Limits(**limits).check()
-        here, there = wire.ends
-        session = ProducerSession(here, JoinProducer("memory"), allowed, at_once)
-        here.start(session)
-        port = MemoryProducerPort(wire)
-        port.opened(there, WelcomeProducer(*allowed))
-        self._producer_sessions.add(session)
-        self.readmit(session)
+    def connect_producer(self, *, rejoin: bool = False, **limits: int) -> MemoryProducerPort:
+        """A producer's port; give it to ``sb.connect``. ``rejoin``: it connects again if its wire is cut. ``limits``:
+        ``staged_bytes``, ``max_put_bytes``."""
+        allowed = Limits(**limits).check()
+
+        def join(port: MemoryProducerPort) -> None:
+            port.wire = Wire()
+            here, there = port.wire.ends
+            request = JoinProducer("memory", producer_id=port.producer_id)
+            session = ProducerSession(here, request, allowed, at_once)
+            here.start(session)
+            port.opened(there, WelcomeProducer(*allowed))
+            self._producer_sessions.add(session)
+            self.readmit(session)
+
+        port = MemoryProducerPort(join if rejoin else None)
+        join(port)
         return port
 
     def connect(
@@ -66,7 +76,7 @@ class MemoryTransport(AdmittingTransport):
         port = RankPort(there, request, payloads=payloads)
         refused = self.admission.refusal(request)
         if refused is not None:
-            port.ended(handshake.error_of(refused))
+            port.ended(refused_error(refused.reason, refused.text))
             return port
         session = RankSession(here, request, at_once)
         here.start(session)

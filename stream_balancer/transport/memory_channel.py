@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch import Tensor
 
-from stream_balancer.transport.channel import Channel, Outgoing, PeerClosed, Receiver, Sendable
+from stream_balancer.transport.channel import Channel, Outgoing, PeerClosed, Receiver, Sendable, refusal
 from stream_balancer.wire.messages import Close, decode_message, encode_message
 
 __all__ = ["MemoryChannel", "Wire"]
@@ -109,7 +109,11 @@ class MemoryChannel(Channel):
                 target[: buffer.numel()] = buffer
             self._receiver.receive(message, targets, references)
         except Exception as error:  # noqa: BLE001 - as in every channel: what a session raises ends it
-            self._fail(error)
+            if (refused := refusal(error)) is None:
+                self._fail(error)
+            else:
+                self.send(Outgoing(refused))
+                self._end(error)
 
     def _fail(self, error: Exception) -> None:
         self._end(error)

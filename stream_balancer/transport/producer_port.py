@@ -2,23 +2,22 @@
 
 ::
 
-    joining  put             waits in the ledger
-    open     put, cancel     Put, PutGroup, DeclareGroup, in the order of their numbers, as many as staged_bytes
-                             allows; Cancel
-             Accepted, PutRefused   the put is done; there is room for more
-             DropPayloads    these kept payloads are not needed any more
-             End             every put ends with ClosedResourceError; then as close()
-             close           Cancel for all that is sent; once the replies are in, or after linger_s, Close
-    any      ended           every put ends with BrokenResourceError: not sent, so not accepted; or outcome not known;
-                             or joining once more: what has no reply waits to be sent again
+    put, cancel     --ledger--> Put, PutGroup, DeclareGroup, Reserve, EndInput, StatisticsRequest, Cancel
+                                in the order of their numbers, as many as staged_bytes allows; before there is a channel
+                                they wait in the ledger
+    release         ReleaseSlot
+    close           Cancel for all that is sent; once the replies are in, or after linger_s, Close
+    ended           every put ends with BrokenResourceError: not sent, so not accepted; or outcome not known; or joining
+                    once more: slots are reserved again, at their version, and what has no reply waits to be sent again
 
 Public methods may be called from any thread, unless the channel lives in one event loop. ``receive`` runs in the
-channel's thread.
+channel's thread; :attr:`ProducerPort.actions` is the table of what may come.
 """
 
 from __future__ import annotations
 
 import logging
+import secrets
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -28,35 +27,51 @@ import msgspec
 from torch import Tensor
 
 from stream_balancer.core.groups import GroupSize
-from stream_balancer.errors import BrokenResourceError, ClosedResourceError
+from stream_balancer.errors import (
+    BrokenResourceError,
+    ClosedResourceError,
+    ConfigError,
+    RefusedError,
+    refused_error,
+)
 from stream_balancer.transport.channel import (
     Channel,
     Outgoing,
     PeerClosed,
     Session,
     Source,
+    State,
+    either,
     may_come_back,
     unexpected,
 )
 from stream_balancer.transport.event_loop import beside_the_loop
-from stream_balancer.transport.put_ledger import ENDED, Limits, Mode, PendingPut, PutLedger, error_of
+from stream_balancer.transport.put_ledger import HeldSlot, Limits, Mode, PendingPut, PutLedger, ended, error_of
 from stream_balancer.types import Rollout
 from stream_balancer.wire.messages import (
     Accepted,
+    Admitted,
     Cancel,
     DeclareGroup,
     DropPayloads,
     End,
+    EndInput,
     Message,
+    PolicyVersion,
     Put,
     PutGroup,
     PutRefused,
+    ReleaseSlot,
+    Reserve,
     RolloutHeader,
+    StatisticsReply,
+    StatisticsRequest,
     WelcomeProducer,
 )
 from stream_balancer.wire.rollouts import encode_rollout
+from stream_balancer.wire.statistics import read_reply
 
-__all__ = ["EncodedPut", "KeptPayloads", "ProducerPort", "declaration"]
+__all__ = ["EncodedPut", "KeptPayloads", "ProducerPort", "request_of"]
 
 logger = logging.getLogger("stream_balancer.transport")
 
@@ -89,6 +104,7 @@ class EncodedPut(PendingPut):
         callback: Callable[[], object],
         *,
         declared: GroupSize | None = None,
+        slot: HeldSlot | None = None,
         kept: bool = False,
     ) -> None:
         """``kept``: only descriptions are sent, the producer keeps the payloads."""
@@ -100,6 +116,7 @@ class EncodedPut(PendingPut):
             mode,
             callback,
             declared=declared,
+            slot=slot,
             put_bytes=sum(header.total_bytes for header in headers),
             size=sum(header.wire_bytes for header in headers),
         )
@@ -107,12 +124,13 @@ class EncodedPut(PendingPut):
     def outgoing(self) -> Outgoing:
         """Its message and buffers, once it has its number."""
         assert self.number is not None
-        if self.mode in (Mode.DECLARE, Mode.ABANDON):
-            return declaration(self)
+        if not self.rollouts:
+            return request_of(self)
         sources = [Source(one.header.wire_bytes, one.fill, one.pieces) for one in self._encoded]
+        slot = None if self.slot is None else self.slot.number
         if self.mode is Mode.GROUP:
-            return Outgoing(PutGroup(self.number, self._headers(), self.declared is not None), sources)
-        return Outgoing(Put(self.number, self._headers()[0], self.mode is Mode.PUT), sources)
+            return Outgoing(PutGroup(self.number, self._headers(), self.declared is not None, slot), sources)
+        return Outgoing(Put(self.number, self._headers()[0], self.mode is Mode.PUT, slot), sources)
 
     def _headers(self) -> tuple[RolloutHeader, ...]:
         if not self._kept:
@@ -123,9 +141,15 @@ class EncodedPut(PendingPut):
         )
 
 
-def declaration(put: PendingPut) -> Outgoing:
-    """What is declared of a group, without rollouts."""
+def request_of(put: PendingPut) -> Outgoing:
+    """The message of a put without rollouts, once it has its number."""
     assert put.number is not None
+    if put.mode is Mode.RESERVE:
+        return Outgoing(_reserve(put, put.number))
+    if put.mode is Mode.END:
+        return Outgoing(EndInput(put.number))
+    if put.mode is Mode.STATISTICS:
+        return Outgoing(StatisticsRequest(put.number))
     assert put.declared is not None
     group_id, size = put.declared
     if put.mode is Mode.ABANDON:
@@ -133,6 +157,14 @@ def declaration(put: PendingPut) -> Outgoing:
     if size is None:
         return Outgoing(DeclareGroup(put.number, group_id, "closed"))
     return Outgoing(DeclareGroup(put.number, group_id, "expected", size))
+
+
+def _reserve(put: PendingPut, number: int) -> Reserve:
+    slot = put.slot
+    if slot is None:
+        return Reserve(number, put.places)
+    slot.number = number  # for the puts in it, which are sent behind this
+    return Reserve(number, slot.missing, slot.version)
 
 
 class ProducerPort(Session):
@@ -154,12 +186,20 @@ class ProducerPort(Session):
         that is lost comes back and knows what it had accepted: begin to connect again. None: its loss ends this
         port."""
         self.threads, self.linger_s = threads, linger_s
+        self.producer_id = secrets.token_bytes(8)
+        """The same for every connection of this producer."""
         self._kept, self._problem, self._hang_up, self._reconnect = kept, problem, hang_up, reconnect
         self._ledger: PutLedger[Any] = PutLedger()
         self._channel: Channel | None = None
         self._changed = threading.Condition()
         self._sending = self._leaving = False
         self._when_released: list[Callable[[], object]] = []
+        self._slots: set[HeldSlot] = set()
+
+    @property
+    def version(self) -> int | None:
+        """The policy version that the controller has passed on last; None before the first."""
+        return self._ledger.version
 
     @property
     def direct(self) -> bool:
@@ -174,9 +214,10 @@ class ProducerPort(Session):
         mode: Mode,
         callback: Callable[[], object],
         declared: GroupSize | None = None,
+        slot: HeldSlot | None = None,
     ) -> PendingPut:
         """A put, to be given to :meth:`put`. ``callback()`` is called, in any thread, once there is a reply."""
-        return EncodedPut(rollouts, mode, callback, declared=declared, kept=self.direct)
+        return EncodedPut(rollouts, mode, callback, declared=declared, slot=slot, kept=self.direct)
 
     def put(self, put: PendingPut) -> None:
         """Have it sent when there is room. Never blocks."""
@@ -188,6 +229,24 @@ class ProducerPort(Session):
         problem = self._problem()
         self._ledger.cancel(put, f"not connected: {problem}" if problem else "")
         self._flush()
+
+    def abandon(self, put: PendingPut) -> None:
+        """Nobody waits for its reply any more. A slot that it has got, or still gets, is released."""
+        put.abandoned = True
+        if isinstance(put.result, HeldSlot):
+            self.release(put.result)
+
+    def release(self, slot: HeldSlot) -> None:
+        """Give back the places of what will not be put, once the puts on their way have their replies: to be called
+        again then. Never blocks, idempotent."""
+        slot.close()
+        if slot.missing:
+            return
+        with self._changed:
+            self._slots.discard(slot)
+            channel = self._channel
+        if channel is not None:
+            channel.send(Outgoing(ReleaseSlot(slot.number)))
 
     def when_released(self, callback: Callable[[], object]) -> None:
         """Call ``callback()``, in any thread, once no payload is kept here any more."""
@@ -254,28 +313,71 @@ class ProducerPort(Session):
         for number in cancelled:
             channel.send(Outgoing(Cancel(number)))
 
+    @property
+    def state(self) -> State:
+        return State.ENDING if self._leaving else State.OPEN
+
     def receive(self, message: Message, buffers: Sequence[Tensor], references: Sequence[object]) -> None:
-        if isinstance(message, Accepted):
-            for number in message.numbers:
-                self._ledger.resolve(number, None)
-        elif isinstance(message, PutRefused):
-            self._ledger.resolve(message.number, error_of(message.reason, message.text))
-        elif isinstance(message, DropPayloads) and self._kept is not None:
-            self._kept.drop(message.keys)
-            self._notify_released()
-        elif isinstance(message, End):
-            self._leaving = True
-            self._ledger.end(lambda _: ClosedResourceError(ENDED))
-        else:
-            raise unexpected(message, "puts are made")
+        super().receive(message, buffers, references)
         self._flush()
         self._notify()
+
+    def _on_accepted(self, message: Accepted, *_: object) -> None:
+        for number in message.numbers:
+            self._ledger.resolve(number, None)
+
+    def _on_refused(self, message: PutRefused, *_: object) -> None:
+        self._ledger.resolve(message.number, error_of(message.reason, message.text))
+
+    def _on_admitted(self, message: Admitted, *_: object) -> None:
+        put = self._ledger.sent(message.number)
+        slot = put.slot or HeldSlot(message.number, message.version, put.places)
+        with self._changed:
+            self._slots.add(slot)
+        self._ledger.resolve(message.number, None, slot)
+        if put.abandoned or not slot.open:
+            self.release(slot)
+
+    def _on_statistics(self, message: StatisticsReply, *_: object) -> None:
+        answer = read_reply(message)
+        if isinstance(answer, Exception):
+            self._ledger.resolve(message.number, answer)
+        else:
+            self._ledger.resolve(message.number, None, answer)
+
+    def _on_version(self, message: PolicyVersion, *_: object) -> None:
+        self._ledger.version_is(message.version)
+
+    def _on_dropped(self, message: DropPayloads, *_: object) -> None:
+        if self._kept is None:
+            raise unexpected(message, "to a producer that keeps nothing")
+        self._kept.drop(message.keys)
+        self._notify_released()
+
+    def _on_end(self, *_: object) -> None:
+        self._leaving = True
+        self._ledger.end(ended)
+
+    # An End and a close() may cross.
+    actions = either(
+        (Accepted, _on_accepted),
+        (PutRefused, _on_refused),
+        (Admitted, _on_admitted),
+        (StatisticsReply, _on_statistics),
+        (PolicyVersion, _on_version),
+        (DropPayloads, _on_dropped),
+        (End, _on_end),
+    )
 
     def ended(self, error: Exception) -> None:
         """Or there will be no channel."""
         if self._rejoin(error):
             return
-        if isinstance(error, (ValueError, BrokenResourceError, ClosedResourceError)):
+        if isinstance(error, RefusedError):
+            reason, text = error.reason, str(error)
+            self._over(lambda put: refused_error(reason, f"{text}; {put.fate}"))
+            return
+        if isinstance(error, (ConfigError, BrokenResourceError, ClosedResourceError)):
             self._over(lambda _: error)
             return
         cause = str(error) or ("the controller closed the connection" if isinstance(error, PeerClosed) else repr(error))
@@ -287,10 +389,20 @@ class ProducerPort(Session):
             if self._reconnect is None or self._leaving or not may_come_back(error):
                 return False
             self._channel = None
-            self._ledger.resend()
+            self._ledger.resend([self._again(slot) for slot in self._slots if slot.missing])
             self._reconnect()
         logger.warning("puts wait for the controller to be there again: %s", error)
         return True
+
+    def _again(self, slot: HeldSlot) -> PendingPut:
+        """To have a slot again, which the controller has given back with the connection."""
+
+        def check() -> None:
+            if again.error is not None and slot.missing:
+                logger.warning("a slot for %d rollouts was given back: %s", slot.missing, again.error)
+
+        again = self.pending((), Mode.RESERVE, check, slot=slot)
+        return again
 
     def _over(self, error: Callable[[PendingPut], Exception]) -> None:
         self._channel = None

@@ -2,31 +2,35 @@
 
 ::
 
-    open     Put, PutGroup        their numbers rise, their bytes fit staged_bytes: to be taken, then answered
-             DeclareGroup         as a put without bytes
-             Cancel               of a number that was sent: to be taken; the put's reply comes all the same
-             answer, end          Accepted (many in one message), PutRefused; End
-    any      ended                the producer closed, or was lost: EndOfStream, BrokenResourceError
+    Put, PutGroup, DeclareGroup, Cancel   --take--> puts     their numbers rise, their bytes fit staged_bytes
+    Reserve, EndInput, StatisticsRequest  --take--> requests, numbered and answered as puts are
+    ReleaseSlot                           --take--> places that are not needed
+    Accepted, PutRefused, End             <-answer, end--    one reply to each put, to a cancelled one too
+    Admitted, StatisticsReply             <-admit_slot, send_statistics--   as such a reply
+    PolicyVersion                         <-push_version--   the newest
 
 ``admit`` and ``receive`` run in the channel's thread and decode there; what a user of the session calls belongs to the
-event loop, and ``in_loop`` leads from the one to the other. Any other message is a WireError, which ends the channel.
+event loop, and ``in_loop`` leads from the one to the other.
+:attr:`ProducerSession.actions` is the table of what may come; the rest is a WireError, which ends the channel.
 """
 
 from __future__ import annotations
 
 import logging
+import secrets
 import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from functools import partial
+from typing import NamedTuple, TypeAlias
 
 import anyio
 from torch import Tensor
 
 from stream_balancer.core.groups import GroupSize, closed
 from stream_balancer.errors import BrokenResourceError, EndOfStream, RolloutError, WireError, to_raise
-from stream_balancer.transport.channel import Channel, Outgoing, PeerClosed, Session, unexpected
+from stream_balancer.transport.channel import Channel, Outgoing, PeerClosed, Session, State, either, unexpected
 from stream_balancer.transport.event_loop import InLoop
 from stream_balancer.transport.put_ledger import Limits, Mode, reason_of
 from stream_balancer.types import Rollout
@@ -34,21 +38,28 @@ from stream_balancer.wire.messages import (
     MAX_ENTRIES,
     MAX_TEXT,
     Accepted,
+    Admitted,
     Cancel,
     DeclareGroup,
     DropPayloads,
     End,
+    EndInput,
     JoinProducer,
     Message,
+    PolicyVersion,
     Put,
     PutGroup,
     PutRefused,
+    ReleaseSlot,
+    Reserve,
     RolloutHeader,
+    StatisticsReply,
+    StatisticsRequest,
 )
-from stream_balancer.wire.partial_share import Lease
+from stream_balancer.wire.partial_batch import Lease
 from stream_balancer.wire.rollouts import check_header, decode_kept, decode_rollout
 
-__all__ = ["Offer", "ProducerSession"]
+__all__ = ["Item", "Offer", "ProducerSession"]
 
 logger = logging.getLogger("stream_balancer.transport")
 
@@ -64,6 +75,13 @@ class Offer(NamedTuple):
     frames it went through alive.)"""
     declared: GroupSize | None = None
     """Of its group, with or without rollouts."""
+    slot: int | None = None
+    """The slot it is put in."""
+    reserve: Reserve | None = None
+    """What is asked for, if that is a slot."""
+
+
+Item: TypeAlias = Offer | Cancel | ReleaseSlot
 
 
 class ProducerSession(Session):
@@ -75,6 +93,8 @@ class ProducerSession(Session):
         """``in_loop`` calls a function in the event loop soon, and in order; where the channel lives in that loop, at
         once. To be given to ``channel.start``."""
         self.name = request.label
+        self.producer_id = request.producer_id or secrets.token_bytes(8)
+        """The same for every connection of this producer."""
         self.owner = request.owner
         """Where ranks fetch the payloads that this producer keeps; None if it keeps none."""
         self._channel, self._limits, self._in_loop, self._linger_s = channel, limits, in_loop, linger_s
@@ -86,22 +106,26 @@ class ProducerSession(Session):
         self._sizes: dict[int, int] = {}  # bytes of puts without a reply
         self._staged = 0
         self._accepted: list[int] = []
-        self._arrived: deque[Offer | Cancel] = deque()
         # in the loop
-        self._inbox: deque[Offer | Cancel] = deque()
+        self._inbox: deque[Item] = deque()
         self._taken: dict[int, Offer] = {}  # without a reply
-        self._error: Exception | None = None
+        self._state = State.OPEN
+        self._error: Exception = EndOfStream()  # why it is over
+        self._version: int | None = None  # to be sent
         self._gone = anyio.Event()
-        self._ended = False
         self._callback: Callable[[], object] = lambda: None
         self._at_once: Callable[[Offer], object] | None = None
 
     # the controller's side; in the event loop
 
     @property
+    def state(self) -> State:
+        return self._state
+
+    @property
     def live(self) -> bool:
         """False once the producer has closed or was lost."""
-        return self._error is None
+        return self._state is not State.OVER
 
     def subscribe(
         self, callback: Callable[[], object] = lambda: None, at_once: Callable[[Offer], object] | None = None
@@ -114,7 +138,7 @@ class ProducerSession(Session):
         self._inbox.extendleft(reversed(self._taken.values()))
         self._taken.clear()
 
-    def take(self) -> Offer | Cancel | None:
+    def take(self) -> Item | None:
         """The next event; None if there is none. Raises BrokenResourceError once the producer is lost, EndOfStream
         once it has closed."""
         if self._inbox:
@@ -122,33 +146,58 @@ class ProducerSession(Session):
             if isinstance(item, Offer):
                 self._taken[item.number] = item
             return item
-        if self._error is not None:
+        if self._state is State.OVER:
             raise to_raise(self._error)
         return None
 
     def answer(self, number: int, error: Exception | None) -> None:
         """The reply to a put: accepted, or why not. The first one counts. Never blocks."""
-        self._taken.pop(number, None)
-        with self._lock:
-            size = self._sizes.pop(number, None)
-            if size is None:
-                return
-            self._staged -= size
-            if error is None:
-                self._accepted.append(number)
-                if len(self._accepted) % MAX_ENTRIES != 1:
-                    return  # the message that is already queued will hold it
+        if not self._settle(number):
+            return
         if error is None:
-            self._channel.send(self._take_accepted)
+            with self._lock:
+                self._accepted.append(number)
+                is_queued = len(self._accepted) % MAX_ENTRIES != 1  # the message that will hold it
+            if not is_queued:
+                self._channel.send(self._take_accepted)
         else:
             reason, text = reason_of(error)
             text = text.encode(errors="replace").decode()[:MAX_TEXT]
             self._channel.send(Outgoing(PutRefused(number, reason, text)))
 
+    def admit_slot(self, number: int, version: int) -> None:
+        """The reply to a :class:`Reserve`: they may begin, at this version. Never blocks."""
+        if self._settle(number):
+            self._channel.send(Outgoing(Admitted(number, version)))
+
+    def send_statistics(self, reply: StatisticsReply) -> None:
+        """The reply to a :class:`StatisticsRequest`. Never blocks."""
+        if self._settle(reply.number):
+            self._channel.send(Outgoing(reply))
+
+    def push_version(self, version: int) -> None:
+        """The policy version in force; only the newest is sent. Never blocks."""
+        with self._lock:
+            is_queued, self._version = self._version is not None, version
+        if not is_queued:
+            self._channel.send(self._take_version)
+
+    def _settle(self, number: int) -> bool:
+        """It has its reply. False if it had one before."""
+        self._taken.pop(number, None)
+        with self._lock:
+            size = self._sizes.pop(number, None)
+            self._staged -= size or 0
+        return size is not None
+
+    def supersede(self) -> None:
+        """The producer has connected again: this connection is over."""
+        self._fail(BrokenResourceError(f"producer {self.name} has connected again"))
+
     def end(self) -> None:
         """Notify the producer that nothing is taken any more. Never blocks."""
-        if not self._ended:
-            self._ended = True
+        if self._state is State.OPEN:
+            self._state = State.ENDING
             self._channel.send(Outgoing(End()))
 
     @property
@@ -159,7 +208,7 @@ class ProducerSession(Session):
     async def aclose(self) -> None:
         """Release the connection; after :meth:`end`, wait a moment for the producer to close it."""
         with anyio.CancelScope(shield=True):
-            if self._ended:
+            if self._state is State.ENDING:
                 with anyio.move_on_after(self._linger_s):
                     await self._gone.wait()
             self._fail(BrokenResourceError(f"the connection to producer {self.name} was closed here"))
@@ -195,25 +244,60 @@ class ProducerSession(Session):
         ):
             raise WireError(f"it offers to keep payload {key} of {header.total_bytes} bytes, which it may not")
 
-    def receive(self, message: Message, buffers: Sequence[Tensor], references: Sequence[object]) -> None:
-        if isinstance(message, (Put, PutGroup)):
-            self._next = message.number + 1  # one that has joined again goes on counting
-            size = sum(buffer.numel() for buffer in buffers)
-            with self._lock:
-                self._sizes[message.number] = size
-                self._staged += size
-            self._deliver(self._read(message, buffers))
-        elif isinstance(message, DeclareGroup) and message.number >= self._next:
-            self._next = message.number + 1
-            with self._lock:
-                self._sizes[message.number] = 0
-            mode = Mode.ABANDON if message.fate == "abandoned" else Mode.DECLARE
-            declared = GroupSize(message.group_id, message.size if message.fate == "expected" else None)
-            self._deliver(Offer(message.number, mode, (), declared=declared))
-        elif isinstance(message, Cancel) and message.number < self._next:
-            self._deliver(message)
-        else:
-            raise unexpected(message, f"put number {self._next} is expected")
+    def _on_put(self, message: Put | PutGroup, buffers: Sequence[Tensor], _: object) -> None:
+        self._count(message, sum(buffer.numel() for buffer in buffers))
+        self._deliver(self._read(message, buffers))
+
+    def _on_declared(self, message: DeclareGroup, *_: object) -> None:
+        self._count(message)
+        mode = Mode.ABANDON if message.fate == "abandoned" else Mode.DECLARE
+        declared = GroupSize(message.group_id, message.size if message.fate == "expected" else None)
+        self._deliver(Offer(message.number, mode, (), declared=declared))
+
+    def _on_reserve(self, message: Reserve, *_: object) -> None:
+        self._count(message)
+        self._deliver(Offer(message.number, Mode.RESERVE, (), reserve=message))
+
+    def _on_end_input(self, message: EndInput, *_: object) -> None:
+        self._count(message)
+        self._deliver(Offer(message.number, Mode.END, ()))
+
+    def _on_statistics(self, message: StatisticsRequest, *_: object) -> None:
+        self._count(message)
+        self._deliver(Offer(message.number, Mode.STATISTICS, ()))
+
+    def _on_cancel(self, message: Cancel, *_: object) -> None:
+        if message.number >= self._next:
+            raise unexpected(message, f"while put number {self._next} is expected")
+        self._deliver(message)
+
+    def _on_release(self, message: ReleaseSlot, *_: object) -> None:
+        self._deliver(message)
+
+    def _count(
+        self, message: Put | PutGroup | DeclareGroup | Reserve | EndInput | StatisticsRequest, size: int = 0
+    ) -> None:
+        """It is on its way until its reply."""
+        if message.number < self._next:
+            raise unexpected(message, f"while put number {self._next} is expected")
+        self._next = message.number + 1  # one that has joined again goes on counting
+        with self._lock:
+            self._sizes[message.number] = size
+            self._staged += size
+
+    def _deliver(self, item: Item) -> None:
+        self._in_loop(partial(self._take_in, item))
+
+    actions = either(
+        (Put, _on_put),
+        (PutGroup, _on_put),
+        (DeclareGroup, _on_declared),
+        (Reserve, _on_reserve),
+        (EndInput, _on_end_input),
+        (StatisticsRequest, _on_statistics),
+        (Cancel, _on_cancel),
+        (ReleaseSlot, _on_release),
+    )
 
     def _read(self, message: Put | PutGroup, buffers: Sequence[Tensor]) -> Offer:
         rollouts, refusal = [], None
@@ -224,8 +308,9 @@ class ProducerSession(Session):
                 refusal = refusal or str(error)
         if isinstance(message, PutGroup):
             declared = closed(rollouts[0].group_id) if rollouts and message.complete else None
-            return Offer(message.number, Mode.GROUP, tuple(rollouts), refusal, declared)
-        return Offer(message.number, Mode.PUT if message.wait else Mode.NOWAIT, tuple(rollouts), refusal)
+            return Offer(message.number, Mode.GROUP, tuple(rollouts), refusal, declared, message.slot)
+        mode = Mode.PUT if message.wait else Mode.NOWAIT
+        return Offer(message.number, mode, tuple(rollouts), refusal, slot=message.slot)
 
     def _rollout(self, header: RolloutHeader, buffer: Tensor) -> Rollout:
         if header.payload is None or self.owner is None:
@@ -260,6 +345,11 @@ class ProducerSession(Session):
             numbers, self._accepted = self._accepted[:MAX_ENTRIES], self._accepted[MAX_ENTRIES:]
         return Outgoing(Accepted(tuple(numbers)))
 
+    def _take_version(self, _: Channel) -> Outgoing | None:
+        with self._lock:
+            version, self._version = self._version, None
+        return None if version is None else Outgoing(PolicyVersion(version))
+
     def ended(self, error: Exception) -> None:
         if isinstance(error, PeerClosed):
             self._in_loop(lambda: self._fail(EndOfStream()))
@@ -269,29 +359,21 @@ class ProducerSession(Session):
         lost = BrokenResourceError(f"producer {self.name} was lost: {error}")
         self._in_loop(lambda: self._fail(lost))
 
-    def _deliver(self, item: Offer | Cancel) -> None:
-        """To the loop, in one call with what else comes meanwhile."""
-        self._arrived.append(item)
-        if len(self._arrived) == 1:
-            self._in_loop(self._take_arrived)
-
     # in the loop, on behalf of that thread
 
-    def _take_arrived(self) -> None:
-        while self._arrived:
-            item = self._arrived.popleft()
-            if self._error is not None:
-                continue
-            at_once = None if self._channel.threads else self._at_once
-            if at_once is not None and isinstance(item, Offer) and item.mode is Mode.NOWAIT:
-                at_once(item)
-            else:
-                self._inbox.append(item)
+    def _take_in(self, item: Item) -> None:
+        if self._state is State.OVER:
+            return
+        at_once = None if self._channel.threads else self._at_once
+        if at_once is not None and isinstance(item, Offer) and item.mode is Mode.NOWAIT:
+            at_once(item)
+        else:
+            self._inbox.append(item)
         self._callback()
 
     def _fail(self, error: Exception) -> None:
-        if self._error is None:
-            self._error = error
+        if self._state is not State.OVER:
+            self._error, self._state = error, State.OVER
             self._gone.set()
             self._callback()
 

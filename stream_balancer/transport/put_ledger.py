@@ -1,5 +1,8 @@
 """The producer's ledger of pending puts: which wait here, which are sent, and the one reply to each. No event loop.
 
+What else a producer asks for (a slot, the end, statistics) is a put without rollouts: numbered, sent, answered,
+cancelled and sent again in the same way.
+
 ::
 
     Producer --add--> PutLedger --take--> Put, ..., Cancel --> ProducerSession --take--> attend() --put--> balancer
@@ -17,12 +20,14 @@ import threading
 from collections.abc import Callable, Sequence
 from enum import IntEnum
 from math import inf
-from typing import Generic, Literal, NamedTuple, TypeAlias, TypeVar, get_args
+from typing import Any, Generic, Literal, NamedTuple, TypeAlias, TypeVar, get_args
 
 from stream_balancer.core.groups import GroupSize
+from stream_balancer.core.throttle import SLOT_CLOSED, TOO_MANY
 from stream_balancer.errors import (
     BrokenResourceError,
     ClosedResourceError,
+    ConfigError,
     DuplicateRolloutError,
     JournalError,
     RolloutError,
@@ -31,10 +36,11 @@ from stream_balancer.errors import (
 )
 from stream_balancer.types import Rollout
 
-__all__ = ["Limits", "Mode", "PendingPut", "PutCancelled", "PutLedger", "error_of", "reason_of"]
+__all__ = ["HeldSlot", "Limits", "Mode", "PendingPut", "PutCancelled", "PutLedger", "ended", "error_of", "reason_of"]
 
 P = TypeVar("P", bound="PendingPut")
 ENDED = "put() after end(): the balancer takes no more rollouts. Put before calling end()"
+ENDED_HERE = "put() after end() of this producer: it puts no more. Put before calling end()"
 CLOSED = "put() on a closed producer: close() was called, or its 'with' block was left"
 
 
@@ -65,13 +71,31 @@ class Mode(IntEnum):
     """None: how many a group has."""
     ABANDON = 4
     """None: a group is not wanted."""
+    RESERVE = 5
+    """None yet: a slot for some."""
+    END = 6
+    """None any more."""
+    STATISTICS = 7
+    """None: what the balancer reports of itself."""
+    VERSION = 8
+    """None: a later policy version. Never sent: the controller passes on each by itself."""
+
+
+_WHAT = {
+    Mode.RESERVE: "reserve()",
+    Mode.END: "end()",
+    Mode.STATISTICS: "statistics()",
+    Mode.VERSION: "version_after()",
+}
 
 
 class PutCancelled(Exception):  # noqa: N818 - a reply, not a fault
     """The reply to a put that was cancelled before it was accepted."""
 
 
-Reason: TypeAlias = Literal["cancelled", "rollout", "duplicate", "ended", "full", "type", "value", "journal", "other"]
+Reason: TypeAlias = Literal[
+    "cancelled", "rollout", "duplicate", "ended", "full", "type", "value", "knobs", "journal", "lost", "other"
+]
 _ERRORS: dict[Reason, type[Exception]] = {
     "cancelled": PutCancelled,
     "rollout": RolloutError,
@@ -80,7 +104,9 @@ _ERRORS: dict[Reason, type[Exception]] = {
     "full": WouldBlock,
     "type": TypeError,
     "value": ValueError,
+    "knobs": ConfigError,
     "journal": JournalError,
+    "lost": BrokenResourceError,
 }
 
 
@@ -100,6 +126,50 @@ def error_of(reason: Reason, text: str) -> Exception:
     return kind(text) if text else kind()
 
 
+class HeldSlot:
+    """Places for rollouts that the controller has admitted, as their producer counts them. From any thread."""
+
+    def __init__(self, number: int, version: int, count: int) -> None:
+        self.number = number
+        """Of the request that reserved it; another one once the producer has joined again."""
+        self.version = version
+        """Policy version at which it was admitted."""
+        self.left = count
+        """Rollouts that may still be put."""
+        self.open = True
+        """Its block was not left."""
+        self._under_way = 0  # in puts without a reply
+        self._lock = threading.Lock()
+
+    @property
+    def missing(self) -> int:
+        """Rollouts that may still be put, or are on their way."""
+        with self._lock:
+            return self.left + self._under_way
+
+    def put(self, count: int) -> None:
+        """So many are on their way. Raises ClosedResourceError, and ValueError for more than are left."""
+        with self._lock:
+            if not self.open:
+                raise ClosedResourceError(SLOT_CLOSED)
+            if count > self.left:
+                raise ValueError(TOO_MANY.format(count=count, left=self.left))
+            self.left -= count
+            self._under_way += count
+
+    def settle(self, count: int, *, accepted: bool) -> None:
+        """They have their reply."""
+        with self._lock:
+            self._under_way -= count
+            if self.open and not accepted:
+                self.left += count
+
+    def close(self) -> None:
+        """No more will be put than are on their way."""
+        with self._lock:
+            self.open, self.left = False, 0
+
+
 class PendingPut:
     """A put without a reply yet."""
 
@@ -110,6 +180,7 @@ class PendingPut:
         callback: Callable[[], object],
         *,
         declared: GroupSize | None = None,
+        slot: HeldSlot | None = None,
         put_bytes: int = 0,
         size: int = 0,
     ) -> None:
@@ -118,6 +189,12 @@ class PendingPut:
         self.mode = mode
         self.declared = declared
         """Of their group, with or without rollouts."""
+        self.slot = slot
+        """The one they are put in; or, to reserve, the one to have again."""
+        self.places = 0
+        """Rollouts to reserve a slot for."""
+        self.later_than: int | None = None
+        """The policy version that a later one is waited for."""
         self.put_bytes = put_bytes
         """Bytes of the whole put, wherever its payloads are."""
         self.size = size
@@ -127,11 +204,15 @@ class PendingPut:
         self.number: int | None = None
         """Set once sent."""
         self.cancelled = False
+        self.abandoned = False
+        """Nobody waits for its reply any more: a slot that comes with it is released."""
         self.sent_before = False
         """To a controller that died before it replied."""
         self.done = False
         self.error: Exception | None = None
         """None = accepted, once ``done``."""
+        self.result: Any = None
+        """What else the reply says: the version of a slot, statistics."""
         self._callback = callback
 
     @property
@@ -142,26 +223,34 @@ class PendingPut:
     @property
     def what(self) -> str:
         """For errors: ``put() of rollout 'a'``."""
+        if self.mode in _WHAT:
+            return _WHAT[self.mode]
         if self.declared is not None and not self.rollouts:
             return f"what was declared of group {self.declared.group_id!r}"
         return f"put() of rollout {', '.join(repr(r.rollout_id) for r in self.rollouts[:3])}"
 
-    def resolve(self, error: Exception | None) -> None:
+    def resolve(self, error: Exception | None, result: Any = None) -> None:
         """The reply; the first one counts. From any thread."""
         if not self.done:
-            self.error = error
+            self.error, self.result = error, result
             self.done = True
             self._callback()
 
+    @property
+    def fate(self) -> str:
+        """What is known of it without a reply."""
+        if self.number is None and not self.sent_before:
+            return "it had not been sent, so it was not accepted"
+        return "whether it was accepted is not known"
+
     def lost(self, cause: str) -> BrokenResourceError:
         """What to raise when the controller is gone."""
-        fate = (
-            "it had not been sent, so it was not accepted"
-            if self.number is None and not self.sent_before
-            else "whether it was accepted is not known"
-        )
+        if self.mode in _WHAT:
+            return BrokenResourceError(
+                f"the controller was lost while {self.what} waited: {cause}. Connect again, and ask again"
+            )
         return BrokenResourceError(
-            f"the controller was lost while {self.what} waited: {cause}; {fate}. Connect again and put it again: a "
+            f"the controller was lost while {self.what} waited: {cause}; {self.fate}. Connect and put it again: a "
             "DuplicateRolloutError then means that the first put was accepted"
         )
 
@@ -175,16 +264,27 @@ class PutLedger(Generic[P]):
         self._lock = threading.Lock()
         self._waiting: dict[P, None] = {}
         self._sent: dict[int, P] = {}
+        self._watching: dict[P, None] = {}  # for a policy version
         self._cancelled: list[int] = []
         self._staged = 0
         self._limits: Limits | None = None
         self._next = self._next_payload = 0
-        self._end: Callable[[P], Exception] | None = None
+        self._end: Callable[[P], Exception | None] | None = None
+        self._ended_here = False
+        self.version: int | None = None
+        """The policy version that the controller has passed on last."""
 
     @property
     def num_sent(self) -> int:
         """Puts that are sent, and not done."""
         return len(self._sent)
+
+    def sent(self, number: int) -> P:
+        """The put of this number. Raises WireError if none waits for a reply."""
+        put = self._sent.get(number)
+        if put is None:
+            raise WireError(f"the controller replied to put number {number}, which is not on its way")
+        return put
 
     def is_sent(self, number: int) -> bool:
         """Whether the put of this number was sent, and is not done."""
@@ -203,10 +303,32 @@ class PutLedger(Generic[P]):
         """Enter a put. It may be done at once."""
         with self._lock:
             end = self._end
+            if end is None and self._ended_here and put.mode not in _WHAT:
+                end = _refuse_after_end
             if end is None:
-                self._waiting[put] = None
+                waiting = self._watching if put.mode is Mode.VERSION else self._waiting
+                waiting[put] = None
+                self._ended_here |= put.mode is Mode.END
         if end is not None:
             put.resolve(end(put))
+        elif put.mode is Mode.VERSION:
+            self._wake_watchers()
+
+    def version_is(self, version: int) -> None:
+        """The controller has passed it on."""
+        self.version = version
+        self._wake_watchers()
+
+    def _wake_watchers(self) -> None:
+        with self._lock:
+            version = self.version
+            if version is None:
+                return
+            news = [put for put in self._watching if put.later_than is None or put.later_than < version]
+            for put in news:
+                del self._watching[put]
+        for put in news:
+            put.resolve(None, version)
 
     def take(self) -> tuple[list[P], list[int]]:
         """The next puts to send, in order, as many as the limits allow; then the numbers of those to cancel."""
@@ -258,31 +380,33 @@ class PutLedger(Generic[P]):
             put.cancelled = True
             # every value is None. One that was sent before may have been accepted: only the controller can say
             here = not put.sent_before and self._waiting.pop(put, self) is None
+            here = here or self._watching.pop(put, self) is None
             if put.number in self._sent:
                 self._cancelled.append(put.number)
         if here:
             put.resolve(PutCancelled(why))
 
-    def resolve(self, number: int, error: Exception | None) -> None:
+    def resolve(self, number: int, error: Exception | None, result: Any = None) -> None:
         """A reply came. Raises WireError if there is no such put."""
         with self._lock:
-            put = self._sent.pop(number, None)
-            if put is None:
-                raise WireError(f"the controller replied to put number {number}, which is not on its way")
+            put = self.sent(number)
+            del self._sent[number]
             self._staged -= put.size
         if isinstance(error, DuplicateRolloutError) and put.sent_before:
             error = None  # the first time it was accepted, and the reply lost
         if isinstance(error, PutCancelled) and not put.cancelled:
             error = ClosedResourceError("the producer was closed while put() waited; the rollout was not accepted")
-        put.resolve(error)
+        put.resolve(error, result)
 
-    def resend(self) -> None:
-        """The controller was started again and knows only what it had accepted: what is sent waits again, first."""
+    def resend(self, before: Sequence[P] = ()) -> None:
+        """The controller was started again and knows only what it had accepted: what is sent waits again, first.
+        ``before``: what is to be asked for before that."""
         with self._lock:
             puts = list(self._sent.values())
             for put in puts:
                 put.sent_before, put.number = True, None
-            self._waiting = dict.fromkeys(puts) | self._waiting
+            later = [put for put in [*puts, *self._waiting] if put.mode is not Mode.RESERVE or put.slot is None]
+            self._waiting = dict.fromkeys([*before, *later])
             self._sent, self._cancelled, self._staged, self._limits = {}, [], 0, None
 
     def close(self) -> None:
@@ -291,18 +415,28 @@ class PutLedger(Generic[P]):
             if self._end is None:
                 self._end = lambda _: ClosedResourceError(CLOSED)
             end = self._end
-            waiting, self._waiting = list(self._waiting), {}
+            waiting = [*self._waiting, *self._watching]
+            self._waiting, self._watching = {}, {}
             self._cancelled += self._sent
         for put in waiting:
             put.resolve(end(put))
 
-    def end(self, error: Callable[[P], Exception]) -> None:
+    def end(self, error: Callable[[P], Exception | None]) -> None:
         """The connection is over: every put is done with ``error(put)``, later ones too."""
         with self._lock:
             if self._end is None:
                 self._end = error
-            puts = [*self._sent.values(), *self._waiting]
-            self._sent, self._waiting, self._cancelled = {}, {}, []
+            puts = [*self._sent.values(), *self._waiting, *self._watching]
+            self._sent, self._waiting, self._watching, self._cancelled = {}, {}, {}, []
             self._staged = 0
         for put in puts:
             put.resolve(error(put))
+
+
+def ended(put: PendingPut) -> Exception | None:
+    """What becomes of a put once the balancer takes no more: to end was what it asked for, or it is too late."""
+    return None if put.mode is Mode.END else ClosedResourceError(ENDED)
+
+
+def _refuse_after_end(_: PendingPut) -> Exception:
+    return ClosedResourceError(ENDED_HERE)

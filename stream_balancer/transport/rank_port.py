@@ -3,11 +3,12 @@
 ::
 
     channel's thread   Batch         -> decode -> queue                                     \
-    channel's thread   PartialBatch  -> fetching thread -> PayloadsFetched -> Denominators  -> queue --take--> trainer
+    channel's thread   PartialBatch  -> PartialReader  -> PayloadsFetched -> Denominators  -> queue --take--> trainer
 
 Batches leave in the order in which they came. A step whose payloads lie elsewhere is held until every rank has fetched
 its own and the controller has said what all divide by; a payload that is gone leaves a padding copy of weight 0 in its
 place. No socket, no clock; a lock, because the trainer's threads call :meth:`RankPort.take` and ``report``.
+:attr:`RankPort.actions` is the table of what may come.
 """
 
 from __future__ import annotations
@@ -15,18 +16,19 @@ from __future__ import annotations
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from itertools import takewhile
-from queue import SimpleQueue
 
 from torch import Tensor
 
 from stream_balancer.errors import (
-    AlreadyInUseError,
     ClosedResourceError,
+    ConfigError,
     EndOfStream,
     RankLostError,
+    RefusedError,
     WireError,
     to_raise,
 )
@@ -37,11 +39,16 @@ from stream_balancer.transport.channel import (
     Outgoing,
     PayloadSource,
     Session,
+    State,
+    either,
     may_come_back,
     unexpected,
 )
 from stream_balancer.transport.event_loop import beside_the_loop
 from stream_balancer.transport.given_steps import GivenSteps
+from stream_balancer.transport.partial_reader import Fetched, PartialReader
+from stream_balancer.transport.rank_control import RankControl
+from stream_balancer.transport.threads import ThreadEvent
 from stream_balancer.types import RankBatch
 from stream_balancer.wire.messages import (
     Batch,
@@ -49,15 +56,18 @@ from stream_balancer.wire.messages import (
     End,
     JoinRank,
     Message,
-    MissingRollout,
     PartialBatch,
+    PartsDone,
     PayloadsFetched,
+    PolicyVersion,
+    ReassignedPart,
+    StatisticsReply,
+    StepComplete,
     StepHeld,
     StepReport,
     Taken,
 )
-from stream_balancer.wire.partial_share import Skeleton, read_skeleton
-from stream_balancer.wire.share import checksum, decode
+from stream_balancer.wire.rank_batch import checksum, decode
 
 __all__ = ["Decode", "RankPort"]
 
@@ -73,11 +83,20 @@ class _Arriving:
 
     step: int
     batch: RankBatch | None = None
-    fetched: tuple[Skeleton, Tensor, Sequence[int]] | None = None
-    """The description, the buffer, and the indices of the rollouts that are missing."""
+    fetched: Fetched | None = None
     denominators: Denominators | None = None
     by_present: bool = True
     """The present controller has given it, and gets the credit back when it is taken."""
+
+
+@dataclass
+class _Parts:
+    """Of a step that the trainer has: what it takes over of lost ranks."""
+
+    arrived: deque[RankBatch] = field(default_factory=deque)
+    taken: int = 0
+    is_asking: bool = False
+    complete: StepComplete | None = None
 
 
 class RankPort(Session, Port):
@@ -100,8 +119,15 @@ class RankPort(Session, Port):
         its journal: go on with it through this channel. None: its loss ends this port."""
         self.rank, self.dp_size = request.rank, request.dp_size
         self._channel, self._depth, self._max_bytes = channel, request.depth, request.max_batch_bytes
-        self._decode, self._payloads, self._linger_s = decode, payloads, linger_s
+        self._decode, self._linger_s = decode, linger_s
         self._pool = BufferPool(keep=request.depth + 1, pinned=pinned)
+        self._reader = PartialReader(
+            payloads,
+            self._pool,
+            request.max_batch_bytes,
+            thread=f"sb-fetch{request.rank}" if channel.threads else None,
+            on_error=self._on_unreadable,
+        )
         self._queue: deque[_Arriving] = deque()
         self._lock = threading.RLock()
         self._end: Exception | None = None
@@ -110,10 +136,12 @@ class RankPort(Session, Port):
         self._taken_is_queued = False
         self._working_on: int | None = None
         self._callbacks: list[Callable[[], None]] = []
-        self._to_fetch: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-        self._fetching: threading.Thread | None = None
         self._reconnect, self._leaving = reconnect, False
+        self._end_due: ThreadEvent | None = None  # End has come, from a controller that was lost, and must come again
         self._given = None if reconnect is None else GivenSteps()
+        self._parts: dict[int, _Parts] = {}  # by step, from the first question to the acknowledgement
+        self._broken: Exception | None = None  # why nothing comes any more, also behind the end
+        self.control = RankControl(self._send)
 
     def start(self) -> None:
         """Begin to receive."""
@@ -134,38 +162,67 @@ class RankPort(Session, Port):
             self._queue.popleft()
             self._taken += first.by_present
             self._working_on = first.step
+            # One message for all that is taken until its turn comes: each wakes the controller.
             is_queued, self._taken_is_queued = self._taken_is_queued, True
         if not is_queued:
             self._channel.send(self._taken_so_far)
         return first.batch
 
-    def report(self, done: StepReport | StepHeld) -> None:
-        if isinstance(done, StepReport):
-            self._working_on = None
+    def next_part(self, step: int) -> RankBatch | StepComplete | None:
         with self._lock:
+            parts = self._parts.setdefault(step, _Parts())
+            if parts.arrived:
+                parts.taken += 1
+                return parts.arrived.popleft()
+            if parts.complete is not None:
+                complete, parts.complete = parts.complete, None
+                return complete
+            if self._broken is not None:
+                raise to_raise(self._broken)
+            # a controller that was started again is asked once it has given the step
+            if not parts.is_asking and not self._is_known(step):
+                parts.is_asking = True
+                self._channel.send(Outgoing(PartsDone(step, parts.taken)))
+            return None
+
+    def report(self, done: StepReport | StepHeld) -> None:
+        with self._lock:
+            if isinstance(done, StepReport):
+                self._working_on = None
+                self._parts.pop(done.step, None)
             if self._given is None or self._given.report(done):
                 self._channel.send(Outgoing(done))
 
+    def _send(self, message: Message) -> None:
+        with self._lock:
+            channel = self._channel
+        channel.send(Outgoing(message))
+
     def leave(self) -> None:
         with self._lock:
-            self._leaving = True
+            self._leaving = True  # whoever is lost from now on is not waited for
+            if self._awaits_end:
+                return  # the end closes it: reports are repeated before that
         self._channel.close()
 
     def close(self) -> None:
-        with self._lock:
-            self._leaving = True  # whoever is lost from now on is not waited for
-        self._stop_fetching()  # what it fetches would be thrown away
-        self._channel.close()
+        self.control.fail(ClosedResourceError("the feed was closed"))
+        self.leave()
+        self._reader.stop()  # what it fetches would be thrown away
+        if self._awaits_end and not self._channel.threads:
+            return
+        if self._end_due is not None:
+            self._end_due.wait(self._linger_s)
         self._channel.wait_closed(self._linger_s)
         self.abort()
 
     def abort(self) -> None:
         """Release everything without a word, as if the process were killed; threads have ended when this returns."""
         self._finish(ClosedResourceError())
-        self._stop_fetching()
+        self.control.fail(ClosedResourceError("the feed was closed"))
+        self._reader.stop()
         self._channel.abort()
-        if self._fetching is not None and self._fetching is not threading.current_thread():
-            self._fetching.join()
+        self._reader.join()
         with self._lock:
             self._queue.clear()
 
@@ -185,6 +242,10 @@ class RankPort(Session, Port):
                 self._queue = deque(takewhile(lambda arriving: arriving.batch is not None, self._queue))
                 self._end = None if isinstance(self._end, EndOfStream) else self._end
             self._end = self._end or error
+            if not isinstance(error, EndOfStream):
+                self._broken = self._broken or error
+        if self._end_due is not None:
+            self._end_due.set()
         self._notify()
 
     def _notify(self) -> None:
@@ -200,43 +261,105 @@ class RankPort(Session, Port):
             total_bytes = message.wire_bytes
         else:
             return super().admit(message, sizes)
+        self.action(self.state, message)
+        if isinstance(message, ReassignedPart):
+            if message.step > self._newest_step:
+                raise unexpected(message, f"before step {message.step} itself")
+            self._check_sizes(message, total_bytes, sizes)
+            return (total_bytes,)
         self._check(message, total_bytes, sizes)
         return (total_bytes,)
 
     def allocate(self, size: int) -> Tensor:
         return self._pool.lend(size)
 
-    def receive(self, message: Message, buffers: Sequence[Tensor], references: Sequence[object]) -> None:
-        if isinstance(message, Batch):
-            if message.wire_crc and message.wire_crc != checksum(message, buffers[0]):
-                raise WireError(f"rank {self.rank}: the checksum of step {message.step} is wrong: damaged on its way")
-            if self._is_known(message.step):
-                self._on_given_again(message, buffers[0])
-            else:
-                arriving, batch = _Arriving(message.step), self._decode(message, buffers[0])
-                self._add(arriving)
-                self._enter(arriving, batch)
-        elif isinstance(message, PartialBatch):
-            arriving = _Arriving(message.step)
-            self._add(arriving)
-            self._fetch(lambda: self._fetch_now(arriving, message, buffers[0], references))
-        elif isinstance(message, Denominators):
-            self._agree(message)
-        elif isinstance(message, End):
-            self._finish(EndOfStream())
+    @property
+    def state(self) -> State:
+        if self._end is None or self._awaits_end:
+            return State.OPEN
+        return State.ENDING if isinstance(self._end, EndOfStream) else State.OVER
+
+    def _on_batch(self, message: Batch, buffers: Sequence[Tensor], _: object) -> None:
+        if message.wire_crc and message.wire_crc != checksum(message, buffers[0]):
+            raise WireError(f"rank {self.rank}: the checksum of step {message.step} is wrong: damaged on its way")
+        if self._is_known(message.step):
+            self._on_given_again(message, buffers[0])
         else:
-            raise unexpected(message, "a rank trains")
+            arriving, batch = _Arriving(message.step), self._decode(message, buffers[0])
+            self._add(arriving)
+            self._enter(arriving, batch)
+
+    def _on_partial(self, message: PartialBatch, buffers: Sequence[Tensor], references: Sequence[object]) -> None:
+        arriving = _Arriving(message.step)
+        self._add(arriving)
+        self._reader.read(message, buffers[0], references, partial(self._on_fetched, arriving))
+
+    def _on_denominators(self, message: Denominators, *_: object) -> None:
+        with self._lock:
+            waiting = [a for a in self._queue if a.step == message.step and a.batch is None and a.denominators is None]
+            if not waiting:
+                raise unexpected(message, f"while step {message.step} does not wait for it")
+            waiting[0].denominators = message
+        self._complete(waiting[0])
+
+    def _on_part(self, message: ReassignedPart, buffers: Sequence[Tensor], _: object) -> None:
+        part = self._decode(message, buffers[0])
+        with self._lock:
+            # of one that is acknowledged: all ranks had met before the other one was lost
+            has_it = message.step == self._working_on or any(one.step == message.step for one in self._queue)
+            if has_it or message.step in self._parts:
+                parts = self._parts.setdefault(message.step, _Parts())
+                parts.arrived.append(part)
+                parts.is_asking, parts.complete = False, None
+        self._notify()
+
+    def _on_complete(self, message: StepComplete, *_: object) -> None:
+        with self._lock:
+            parts = self._parts.get(message.step)
+            if parts is not None:
+                parts.is_asking, parts.complete = False, message
+        self._notify()
+
+    def _on_end(self, *_: object) -> None:
+        self._finish(EndOfStream())
+        if self._leaving:
+            self._channel.close()
+
+    @property
+    def _awaits_end(self) -> bool:
+        return self._end_due is not None and not self._end_due.is_set()
+
+    def _on_version(self, message: PolicyVersion, *_: object) -> None:
+        self.control.version_is(message)
+        self._notify()
+
+    def _on_statistics(self, message: StatisticsReply, *_: object) -> None:
+        self.control.answered(message)
+
+    # What belongs to the last steps may come behind the end.
+    actions = either(
+        (Denominators, _on_denominators),
+        (ReassignedPart, _on_part),
+        (StepComplete, _on_complete),
+        (PolicyVersion, _on_version),
+        (StatisticsReply, _on_statistics),
+    ) | {
+        (State.OPEN, Batch): _on_batch,
+        (State.OPEN, PartialBatch): _on_partial,
+        (State.OPEN, End): _on_end,
+    }
 
     def ended(self, error: Exception) -> None:
         if self._rejoin(error):
             return
-        if not isinstance(error, AlreadyInUseError | ValueError | WireError | RankLostError | ClosedResourceError):
+        if not isinstance(error, RefusedError | ConfigError | WireError | RankLostError | ClosedResourceError):
             cause = str(error) or "it closed"
             lost = RankLostError(self._explain_loss(cause), rank=self.rank, step=self._working_on, cause=cause)
             lost.__cause__ = error
             error = lost
         self._finish(error)
-        self._stop_fetching()
+        self.control.fail(error)
+        self._reader.stop()
 
     def _explain_loss(self, cause: str) -> str:
         return (
@@ -248,16 +371,19 @@ class RankPort(Session, Port):
         """Before any allocation: this rank's, of a later step (one may have been given up), against a credit, and not
         larger than was allowed."""
         me, step = f"rank {self.rank}", message.step
-        if (message.rank, message.dp_size) != (self.rank, self.dp_size):
-            raise WireError(
-                f"got a batch for rank {message.rank} of {message.dp_size}, but this is {me} of {self.dp_size}"
-            )
+        self._check_sizes(message, total_bytes, sizes)
         known = isinstance(message, Batch) and self._is_known(step)
         if self._given is not None and step <= self._newest_step and not known:
             raise self._other_controller(f"step {step} comes after step {self._newest_step}")
-        if (step <= self._newest_step and not known) or self._end is not None:
-            after = "the end" if self._end is not None else f"step {self._newest_step}"
-            raise WireError(f"{me}: got step {step} after {after}")
+        if step <= self._newest_step and not known:
+            raise WireError(f"{me}: got step {step} after step {self._newest_step}")
+        if self._arrived - self._taken >= self._depth:
+            raise WireError(f"{me}: the controller sent step {step} without a credit")
+
+    def _check_sizes(self, message: Batch | PartialBatch, total_bytes: int, sizes: Sequence[int]) -> None:
+        me, step = f"rank {self.rank}", message.step
+        if not message.rank < message.dp_size:  # both are of the step: ranks may come and go while others stay
+            raise WireError(f"{me}: got a batch for rank {message.rank} of {message.dp_size}")
         if total_bytes > self._max_bytes:
             raise WireError(
                 f"{me}: step {step} announces {total_bytes} bytes, more than max_batch_bytes ({self._max_bytes}). "
@@ -265,8 +391,6 @@ class RankPort(Session, Port):
             )
         if tuple(sizes) != (message.wire_bytes,) or not 0 < message.meta_bytes <= message.wire_bytes <= total_bytes:
             raise WireError(f"{me}: step {step} announces impossible sizes: {message}, {sizes}")
-        if self._arrived - self._taken >= self._depth:
-            raise WireError(f"{me}: the controller sent step {step} without a credit")
 
     def _add(self, arriving: _Arriving) -> None:
         with self._lock:
@@ -290,11 +414,16 @@ class RankPort(Session, Port):
         """Go on with the next controller, if there will be one. What is in the queue stays there, and what the trainer
         has is not given to it again."""
         with self._lock:
-            is_final = self._end is not None or self._leaving or any(one.batch is None for one in self._queue)
+            is_final = self.state is State.OVER or self._leaving or any(one.batch is None for one in self._queue)
+            # the next controller does not know what was reassigned, and would have it trained on twice
+            is_final = is_final or bool(self._parts)
             if self._given is None or self._reconnect is None or is_final or not may_come_back(error):
                 return False
+            if self._end is not None:  # the controller may wait for what was reported, and lost on its way
+                self._end_due = ThreadEvent()
             self._given.controller_lost()
             for arriving in self._queue:
+                # Their credits died with the controller that gave them; the next one gives its own.
                 arriving.by_present = False
             self._arrived = self._taken = 0
             self._taken_is_queued = False
@@ -302,6 +431,7 @@ class RankPort(Session, Port):
         logger.warning("rank %d waits for its controller to be started again: %s", self.rank, error)
         old.abort()  # without the lock: its threads may wait for that
         self._channel.start(self)
+        self.control.repeat()
         return True
 
     def _is_known(self, step: int) -> bool:
@@ -324,6 +454,7 @@ class RankPort(Session, Port):
                 self._channel.send(self._taken_so_far)
             if report is not None:
                 self.report(report)
+        self._notify()
 
     def _other_controller(self, why: str) -> RankLostError:
         return RankLostError(
@@ -336,54 +467,15 @@ class RankPort(Session, Port):
 
     # payloads that lie elsewhere
 
-    def _fetch(self, fetch: Callable[[], None]) -> None:
-        if not self._channel.threads:
-            fetch()
-            return
-        if self._fetching is None:
-            self._fetching = threading.Thread(target=self._fetch_all, name=f"sb-fetch{self.rank}", daemon=True)
-            self._fetching.start()
-        self._to_fetch.put(fetch)
-
-    def _fetch_all(self) -> None:
-        """In a thread of its own: the channel's goes on reading meanwhile."""
-        while (fetch := self._to_fetch.get()) is not None:
-            try:
-                fetch()
-            except ClosedResourceError:
-                return
-            except Exception as error:  # noqa: BLE001 - raised by take()
-                self._finish(error)
-                self._channel.abort()
-                return
-            del fetch  # waiting for the next must not keep it alive
-
-    def _fetch_now(
-        self, arriving: _Arriving, message: PartialBatch, body: Tensor, references: Sequence[object]
-    ) -> None:
-        skeleton = read_skeleton(message, body, max_bytes=self._max_bytes, num_references=len(references))
-        buffer = self._pool.lend(skeleton.batch.total_bytes)
-        wanted = skeleton.wanted(buffer, references)
-        gone: Mapping[int, str] = dict.fromkeys(range(len(wanted)), "this rank cannot fetch payloads")
-        if self._payloads is not None and wanted:
-            gone = self._payloads.read(wanted)
-        missing = [
-            MissingRollout(wanted[i].place, skeleton.name(wanted[i].place), wanted[i].owner.label, gone[i])
-            for i in sorted(gone)
-        ]
-        skeleton.finish(buffer)
+    def _on_fetched(self, arriving: _Arriving, fetched: Fetched) -> None:
         with self._lock:
-            arriving.fetched = skeleton, buffer, [one.index for one in missing]
-        self._channel.send(Outgoing(PayloadsFetched(message.step, tuple(missing))))
+            arriving.fetched = fetched
+        self._channel.send(Outgoing(PayloadsFetched(arriving.step, fetched.missing)))
         self._complete(arriving)
 
-    def _agree(self, message: Denominators) -> None:
-        with self._lock:
-            waiting = [a for a in self._queue if a.step == message.step and a.batch is None and a.denominators is None]
-            if not waiting:
-                raise unexpected(message, f"step {message.step} does not wait for it")
-            waiting[0].denominators = message
-        self._complete(waiting[0])
+    def _on_unreadable(self, error: Exception) -> None:
+        self._finish(error)  # raised by take()
+        self._channel.abort()
 
     def _complete(self, arriving: _Arriving) -> None:
         """Called once when the payloads are here, and once when the denominators are: the later one completes."""
@@ -392,14 +484,8 @@ class RankPort(Session, Port):
             if fetched is None or denominators is None:
                 return
             arriving.fetched = None
-        skeleton, buffer, missing = fetched
-        message, buffer = skeleton.amend(buffer, missing, denominators, self._pool.lend)
+        message, buffer = fetched.complete(denominators, self._pool.lend)
         self._enter(arriving, self._decode(message, buffer))
-
-    def _stop_fetching(self) -> None:
-        if self._payloads is not None:
-            self._payloads.close()
-        self._to_fetch.put(None)
 
 
 def _ids(batch: RankBatch) -> tuple[str, ...]:

@@ -10,35 +10,43 @@ from __future__ import annotations
 import logging
 import math
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 
-from torch import Tensor
+import msgspec
 
+from stream_balancer.core.staleness import next_version
 from stream_balancer.errors import (
     ClosedResourceError,
     EndOfStream,
     RankLostError,
+    RefusedError,
     WireError,
     WouldBlock,
     to_raise,
 )
-from stream_balancer.transport import Link, Report
-from stream_balancer.transport.channel import Channel, Outgoing, PeerClosed, Session, Source, unexpected
+from stream_balancer.transport import Asked, Link, Report
+from stream_balancer.transport.channel import Channel, Outgoing, PeerClosed, Session, Source, State, either
 from stream_balancer.transport.event_loop import InLoop, beside_the_loop
 from stream_balancer.types import RankBatch
 from stream_balancer.wire.messages import (
     Denominators,
     End,
+    EndBalancer,
     JoinRank,
-    Message,
+    PartsDone,
     PayloadsFetched,
+    PolicyVersion,
+    ReassignedPart,
+    StatisticsReply,
+    StatisticsRequest,
+    StepComplete,
     StepHeld,
     StepReport,
     Taken,
 )
-from stream_balancer.wire.partial_share import encode_skeleton, is_remote
-from stream_balancer.wire.share import encode
+from stream_balancer.wire.partial_batch import encode_skeleton, is_remote
+from stream_balancer.wire.rank_batch import encode
 
 __all__ = ["RankSession"]
 
@@ -60,10 +68,9 @@ class RankSession(Session, Link):
         self._depth, self._max_bytes = request.depth, request.max_batch_bytes
         self._sent = self._taken = 0
         self._last_step: int | None = None
-        self._arrived: deque[Taken | Report] = deque()  # on its way into the loop
-        self._reports: deque[Report] = deque()
-        self._error: Exception | None = None
-        self._ended = False
+        self._reports: deque[Report | Asked] = deque()
+        self._state = State.OPEN
+        self._error: Exception = ClosedResourceError()  # why it is over
         self._callbacks: list[Callable[[], None]] = []
 
     # Link: in the event loop
@@ -71,12 +78,16 @@ class RankSession(Session, Link):
     @property
     def credits(self) -> int:
         """Batches the rank has room for now; 0 once lost or ended."""
-        return 0 if self._error is not None or self._ended else self._depth - (self._sent - self._taken)
+        return self._depth - (self._sent - self._taken) if self._state is State.OPEN else 0
+
+    @property
+    def state(self) -> State:
+        return self._state
 
     @property
     def live(self) -> bool:
         """False once lost or closed."""
-        return self._error is None
+        return self._state is not State.OVER
 
     @property
     def channel(self) -> Channel:
@@ -92,32 +103,44 @@ class RankSession(Session, Link):
 
     def send(self, batch: RankBatch, *, confirm: bool = False) -> None:
         self._use_credit(batch.step)
+        # Packed when its turn comes, in the channel's thread: whether memory is shared is known then, and the event
+        # loop copies no token.
         pack = pack_partial if confirm or is_remote(batch) else pack_whole
         self._channel.send(partial(pack, batch, self._max_bytes))
 
     def _use_credit(self, step: int) -> None:
-        if self._error is not None:
+        if self._state is State.OVER:
             raise to_raise(self._error)
-        if self._ended:
+        if self._state is State.ENDING:
             raise ClosedResourceError
         if self.credits == 0:
             raise WouldBlock
         self._sent, self._last_step = self._sent + 1, step
 
-    def denominators(self, message: Denominators) -> None:
-        if self._error is None:
-            self._channel.send(Outgoing(message))
+    def reassign(self, part: RankBatch) -> None:
+        if self._state is State.OVER:
+            raise to_raise(self._error)
+        self._channel.send(partial(pack_part, part, self._max_bytes))
 
-    def report(self) -> Report | None:
+    def complete(self, message: StepComplete) -> None:
+        self._channel.send(Outgoing(message))
+
+    def denominators(self, message: Denominators) -> None:
+        self._channel.send(Outgoing(message))
+
+    def notify(self, message: PolicyVersion | StatisticsReply) -> None:
+        self._channel.send(Outgoing(message))
+
+    def report(self) -> Report | Asked | None:
         if self._reports:
             return self._reports.popleft()
-        if self._error is not None:
+        if self._state is State.OVER:
             raise to_raise(self._error)
         return None
 
     def end(self) -> None:
-        if not self._ended:
-            self._ended = True
+        if self._state is State.OPEN:
+            self._state = State.ENDING
             self._channel.send(Outgoing(End()))
 
     def supersede(self, incarnation: int) -> None:
@@ -131,25 +154,23 @@ class RankSession(Session, Link):
         self._fail(ClosedResourceError())
         await beside_the_loop(self._channel.abort, threads=self._channel.threads)
 
-    def _take_arrived(self) -> None:
-        while self._arrived:
-            self._on_message(self._arrived[0])
-            self._arrived.popleft()  # only now: what comes meanwhile is taken by this loop
-        self._notify()
-
-    def _on_message(self, message: Taken | Report) -> None:
+    def _take_in(self, message: Taken | Report | Asked) -> None:
+        # Whatever it sends is a sign of life.
         if self.stalled_s:
             self._on_stalled(0.0)
         if isinstance(message, Taken):
             self._taken = message.total
-        elif self._error is None:
+        elif self._state is not State.OVER:
             self._reports.append(message)
+        self._notify()
 
     def _on_ended(self, error: Exception) -> None:
         if isinstance(error, PeerClosed):
-            self._fail(EndOfStream() if self._ended else self._lost("the rank closed its feed"))
+            self._fail(EndOfStream() if self._state is State.ENDING else self._lost("the rank closed its feed"))
         elif isinstance(error, WireError):
             self._fail(self._lost(f"it broke the protocol: {error}"), error)
+        elif isinstance(error, RefusedError):
+            self._fail(self._lost(f"it refused what it was sent: {error}"), error)
         elif isinstance(error, OSError):
             self._fail(self._lost(str(error)), error)
         else:  # a batch that could not be packed: its own error says which rollout
@@ -168,9 +189,9 @@ class RankSession(Session, Link):
         self._notify()
 
     def _fail(self, error: Exception, cause: Exception | None = None) -> None:
-        if self._error is None:
+        if self._state is not State.OVER:
             error.__cause__ = cause
-            self._error = error
+            self._error, self._state = error, State.OVER
             self._notify()
 
     def _notify(self) -> None:
@@ -190,17 +211,41 @@ class RankSession(Session, Link):
 
     # Receiver: in the channel's thread
 
-    def receive(self, message: Message, buffers: Sequence[Tensor], references: Sequence[object]) -> None:
-        if isinstance(message, Taken):
-            if not self._taken <= message.total <= self._sent:
-                raise WireError(f"{message.total} batches taken, where {self._taken} were and {self._sent} were sent")
-        elif isinstance(message, StepReport | StepHeld):
-            check_report(message)
-        elif not isinstance(message, PayloadsFetched):
-            raise unexpected(message, "a rank trains")
-        self._arrived.append(message)
-        if len(self._arrived) == 1:  # one wake-up of the loop for all that comes until it takes them
-            self._in_loop(self._take_arrived)
+    def _on_taken(self, message: Taken, *_: object) -> None:
+        if not self._taken <= message.total <= self._sent:
+            raise WireError(f"{message.total} batches taken, where {self._taken} were and {self._sent} were sent")
+        self._in_loop(partial(self._take_in, message))
+
+    def _on_done(self, message: StepReport | StepHeld, *_: object) -> None:
+        check_report(message)
+        self._in_loop(partial(self._take_in, message))
+
+    def _on_fetched(self, message: PayloadsFetched, *_: object) -> None:
+        self._in_loop(partial(self._take_in, message))
+
+    def _on_parts_done(self, message: PartsDone, *_: object) -> None:
+        self._in_loop(partial(self._take_in, message))
+
+    def _on_asked(self, message: EndBalancer | StatisticsRequest, *_: object) -> None:
+        self._in_loop(partial(self._take_in, message))
+
+    def _on_version(self, message: PolicyVersion, *_: object) -> None:
+        try:
+            next_version(None, message.version)
+        except ValueError as error:
+            raise WireError(str(error)) from None
+        self._in_loop(partial(self._take_in, message))
+
+    actions = either(
+        (Taken, _on_taken),
+        (StepReport, _on_done),
+        (StepHeld, _on_done),
+        (PayloadsFetched, _on_fetched),
+        (PartsDone, _on_parts_done),
+        (PolicyVersion, _on_version),
+        (EndBalancer, _on_asked),
+        (StatisticsRequest, _on_asked),
+    )
 
     def ended(self, error: Exception) -> None:
         self._in_loop(partial(self._on_ended, error))
@@ -219,6 +264,12 @@ def pack_whole(batch: RankBatch, max_bytes: int, channel: Channel) -> Outgoing:
     """A rank batch, for :meth:`Channel.send`. Raises RolloutError or ValueError, naming the rollout or the step."""
     encoded = encode(batch, max_bytes=max_bytes, narrow=channel.narrow)
     return Outgoing(encoded.message, [Source(encoded.message.wire_bytes, encoded.fill)])
+
+
+def pack_part(part: RankBatch, max_bytes: int, channel: Channel) -> Outgoing:
+    """What a lost rank owed, for one that is left. Raises like :func:`pack_whole`."""
+    whole = pack_whole(part, max_bytes, channel)
+    return whole._replace(message=ReassignedPart(**msgspec.structs.asdict(whole.message)))
 
 
 def pack_partial(batch: RankBatch, max_bytes: int, channel: Channel) -> Outgoing:

@@ -40,6 +40,7 @@ class ThreadEvent:
 
     def set(self) -> None:
         """It has happened. Idempotent, never blocks."""
+        # Before any lock is released: who appends a lock too late to be found below sees the flag instead.
         self._set = True
         with suppress(IndexError):
             while True:
@@ -50,6 +51,8 @@ class ThreadEvent:
         if not self._set:
             lock = threading.Lock()
             lock.acquire()
+            # Appended first, looked at second, as set() writes the flag first and pops second: one of the two must see
+            # the other.
             self._waiters.append(lock)
             if not self._set:
                 lock.acquire(timeout=-1 if timeout_s is None else min(max(timeout_s, 0.0), threading.TIMEOUT_MAX))
@@ -76,6 +79,7 @@ class Errand(Generic[T]):
         self._ended.wait()
 
     def _run(self) -> None:
+        # A wait that was interrupted and repeated may have started a second thread.
         if not self._begun.acquire(blocking=False):
             return
         try:

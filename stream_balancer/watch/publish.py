@@ -161,7 +161,8 @@ def _in_flight(batch: Batch) -> dict[str, Any]:
 
 
 def _ranks(dp_size: int, last_s: tuple[float, ...], states: list[RankState]) -> list[RankRow]:
-    rows = [RankRow(last_step_s=seconds) for seconds in last_s or [None] * dp_size]
+    number = max([dp_size, *(state.rank + 1 for state in states)])  # the last step may have been of fewer, or of more
+    rows = [RankRow(last_step_s=seconds) for seconds in [*last_s, *[None] * number][:number]]
     for state in states:
         row = rows[state.rank]
         rows[state.rank] = msgspec.structs.replace(row, state=_in_words(state), queue=state.queue)

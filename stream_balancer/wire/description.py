@@ -1,7 +1,7 @@
 """All of a rank batch, or of a put, that is not in columns: made from rollouts, packed, read with every check. Pure.
 
 A description says which columns there are, and of each rollout its length, ids, scalars, metadata and the shapes of its
-own tensors. It says no offset: where a piece lies follows from it (:mod:`stream_balancer.wire.share_layout`). A reader
+own tensors. It says no offset: where a piece lies follows from it (:mod:`stream_balancer.wire.buffer_layout`). A reader
 checks it before it makes a view: what is wrong raises :class:`~stream_balancer.errors.WireError`. Work and memory spent
 on hostile bytes are proportional to the bytes received.
 """
@@ -75,14 +75,14 @@ _INT32 = SUPPORTED_DTYPES.index(torch.int32)
 
 
 class Description(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
-    """All of a share that is not in columns. Lists are per rollout unless said otherwise."""
+    """All of a rank batch that is not in columns. Lists are per rollout unless said otherwise."""
 
     load: float
     global_num_rollouts: int
     global_num_tokens: int
     global_num_loss_tokens: int
     columns: list[TensorSpec]
-    """Per column; every rollout of the share has all of them."""
+    """Per column; every rollout of the rank batch has all of them."""
     micro_batches: list[int]
     """Rollouts in each micro-batch."""
     lengths: list[int]
@@ -101,6 +101,9 @@ class Description(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
     """Empty where none has one."""
     execution_sizes: list[tuple[int, int]] = []
     """(rollouts, loss tokens) that the execution of each has in the step; empty where each is one by itself."""
+    mini_batches: list[tuple[int, float, int, int, int, int]] = []
+    """Per mini-batch: micro-batches and load here; rollouts, tokens, loss tokens and executions over all ranks. Empty
+    where the step is in one piece."""
 
 
 def description_of(
@@ -111,6 +114,7 @@ def description_of(
     load: float = 0.0,
     denominators: tuple[int, int, int, int] = (0, 0, 0, 0),
     execution_sizes: Sequence[tuple[int, int]] = (),
+    mini_batches: Sequence[tuple[int, float, int, int, int, int]] = (),
 ) -> Description:
     """Describe rollouts that lie in micro-batches of these sizes. ``narrow``: int64 columns whose values fit travel as
     int32. ``denominators``: rollouts, tokens, loss tokens, executions. Raises RolloutError if they do not share one set
@@ -136,6 +140,7 @@ def description_of(
         global_num_executions=global_num_executions,
         execution_ids=_unless_all_none([r.execution_id for r in rollouts]),
         execution_sizes=list(execution_sizes),
+        mini_batches=list(mini_batches),
     )
 
 
@@ -273,6 +278,11 @@ def _check_meta(meta: Description) -> None:
         or meta.global_num_executions < 0
     ):
         raise WireError("the step's denominators are wrong")
+    if meta.mini_batches and sum(number for number, *_ in meta.mini_batches) != len(meta.micro_batches):
+        raise WireError("mini-batches must hold all micro-batches")
+    for number, load, *counts in meta.mini_batches:
+        if number < 1 or not isfinite(load) or min(counts) < 0:
+            raise WireError("a mini-batch has an impossible size")
     _check_tensors(meta)
 
 

@@ -8,9 +8,10 @@
 A message is an array whose first entry is its tag (:class:`Message`), so a message is a few dozen bytes. Anything else
 that a peer sends raises :class:`~stream_balancer.errors.WireError` in :func:`decode_message`. Texts and tuples are
 bounded here; numbers are checked by the session that receives them, which knows what may come now. What a batch or a
-put looks like inside its buffer is :mod:`stream_balancer.wire.share`.
+put looks like inside its buffer is :mod:`stream_balancer.wire.rank_batch`.
 
-Only definitions, and bytes to messages and back: no socket, thread, clock or torch.
+Only definitions, and bytes to messages and back: no socket, thread, clock or torch. One list, however long: tags are
+unique across all of it, and whoever changes one message compares it with its neighbours.
 """
 
 from __future__ import annotations
@@ -19,13 +20,15 @@ from typing import Annotated, Any, Literal, TypeAlias
 
 import msgspec
 
-from stream_balancer.errors import WireError
+from stream_balancer.errors import RefusalReason, WireError, refused_error
 
 __all__ = [
     "MAX_ENTRIES",
+    "MAX_STATISTICS_BYTES",
     "MAX_TEXT",
     "PROTOCOL",
     "Accepted",
+    "Admitted",
     "Batch",
     "BundledPut",
     "Cancel",
@@ -35,6 +38,8 @@ __all__ = [
     "Denominators",
     "DropPayloads",
     "End",
+    "EndBalancer",
+    "EndInput",
     "Hello",
     "Join",
     "JoinFetcher",
@@ -43,24 +48,33 @@ __all__ = [
     "JoinRank",
     "MapBuffer",
     "Message",
+    "MiniBatchDenominators",
     "MissingRollout",
     "Owner",
     "PairAddress",
     "PairReady",
     "PartialBatch",
+    "PartsDone",
     "Payloads",
     "PayloadsFetched",
+    "PolicyVersion",
     "ProbeMemory",
     "ProbeResult",
     "Put",
     "PutBundle",
     "PutGroup",
     "PutRefused",
+    "ReassignedPart",
     "Refused",
     "ReleaseBuffers",
+    "ReleaseSlot",
+    "Reserve",
     "ResizedExecution",
     "RolloutHeader",
     "SharedBuffers",
+    "StatisticsReply",
+    "StatisticsRequest",
+    "StepComplete",
     "StepHeld",
     "StepReport",
     "Taken",
@@ -73,12 +87,14 @@ __all__ = [
     "encode_message",
 ]
 
-PROTOCOL = 6
+PROTOCOL = 7
 """Version of everything that crosses a channel. Peers that differ refuse each other in the handshake."""
 MAX_TEXT = 65_536
 """Characters of a text in a message."""
 MAX_ENTRIES = 65_536
 """Entries of a tuple in a message; what is longer travels as several messages, or in a buffer."""
+MAX_STATISTICS_BYTES = 2**20
+"""Of a balancer's statistics in a message: thousands of ranks and strata."""
 
 Text: TypeAlias = Annotated[str, msgspec.Meta(max_length=MAX_TEXT)]
 Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0)]
@@ -197,6 +213,9 @@ class JoinProducer(Message, frozen=True, tag=13):
     owner: Owner | None = None
     """Where ranks fetch what it keeps; None: everything travels to the controller."""
     proof: bytes = b""
+    producer_id: bytes = b""
+    """Random, and the same whenever this producer joins: it may take the place of its own connection, which the
+    controller may not know to be lost yet."""
 
 
 class WelcomeRank(Message, frozen=True, tag=14):
@@ -211,9 +230,9 @@ class WelcomeProducer(Message, frozen=True, tag=15):
 
 
 class Refused(Message, frozen=True, tag=16):
-    """Either end: no, and why; the connection ends."""
+    """Either end, instead of a welcome or at any time later: no, and why; the connection ends."""
 
-    reason: Literal["busy", "value", "closed", "authentication", "protocol"]
+    reason: RefusalReason
     text: Text
 
 
@@ -267,6 +286,27 @@ class PartialBatch(Message, frozen=True, tag=21):
     wire_bytes: Count
     num_elsewhere: Count
     """Rollouts whose payload the rank fetches."""
+
+
+class ReassignedPart(Batch, frozen=True, tag=30):
+    """C to R: of a step that the rank has, a part that a lost rank owed. Uses no credit."""
+
+
+class PartsDone(Message, frozen=True, tag=31):
+    """R to C: the trainer has worked on all it was given of a step, and asks what it takes over of lost ranks before
+    the ranks meet. The reply is a :class:`ReassignedPart` or :class:`StepComplete`."""
+
+    step: Count
+    parts: Count
+    """Reassigned ones, so far."""
+
+
+class StepComplete(Message, frozen=True, tag=32):
+    """C to R: every rank that is left has worked on all it was given of the step."""
+
+    step: Count
+    ranks: Numbers
+    """Those that are left."""
 
 
 class Taken(Message, frozen=True, tag=22):
@@ -323,6 +363,15 @@ class ResizedExecution(msgspec.Struct, frozen=True, array_like=True):
     loss_tokens: Count
 
 
+class MiniBatchDenominators(msgspec.Struct, frozen=True, array_like=True):
+    """What every rank divides by in one mini-batch."""
+
+    rollouts: Count
+    tokens: Count
+    loss_tokens: Count
+    executions: Count
+
+
 class Denominators(Message, frozen=True, tag=25):
     """C to R: what every rank divides by in this step. Final, and the same on all ranks."""
 
@@ -333,10 +382,40 @@ class Denominators(Message, frozen=True, tag=25):
     executions: Count
     resized: Annotated[tuple[ResizedExecution, ...], msgspec.Meta(max_length=MAX_ENTRIES)] = ()
     """Executions of which some rollouts are gone, and some are not."""
+    mini_batches: Annotated[tuple[MiniBatchDenominators, ...], msgspec.Meta(max_length=MAX_ENTRIES)] = ()
+    """The same of each mini-batch; empty where the step is in one piece."""
 
 
 class End(Message, frozen=True, tag=27):
     """C to R: no more batches. C to P: no more puts are taken."""
+
+
+class EndBalancer(Message, frozen=True, tag=28):
+    """R to C: no more rollouts are wanted: drain what waits, then end."""
+
+
+# --- controller, and ranks as well as producers -----------------------------------------------------------------------
+
+
+class PolicyVersion(Message, frozen=True, tag=26):
+    """C to P, C to R: the policy version in force. R to C: the policy moved on to it."""
+
+    version: int
+
+
+class StatisticsRequest(Message, frozen=True, tag=51):
+    """P to C, numbered like a put; R to C, numbered by itself: what does the balancer report of itself?"""
+
+    number: Count
+
+
+class StatisticsReply(Message, frozen=True, tag=53):
+    """C to P, C to R: the answer, as :mod:`stream_balancer.wire.statistics` writes it."""
+
+    number: Count
+    values: Annotated[bytes, msgspec.Meta(max_length=MAX_STATISTICS_BYTES)]
+    problem: Text = ""
+    """Why there are no values."""
 
 
 # --- controller and producer ------------------------------------------------------------------------------------------
@@ -357,12 +436,14 @@ class RolloutHeader(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class Put(Message, frozen=True, tag=40):
-    """P to C: one rollout. Puts, groups and what is declared of groups are numbered from 0, without gaps."""
+    """P to C: one rollout. All that a producer asks for is numbered from 0, without gaps."""
 
     number: Count
     rollout: RolloutHeader
     wait: bool = True
     """False: ``put_nowait``, refused if there is no room."""
+    slot: Count | None = None
+    """Number of the :class:`Reserve` in whose place it is put."""
 
 
 class PutGroup(Message, frozen=True, tag=41):
@@ -372,6 +453,8 @@ class PutGroup(Message, frozen=True, tag=41):
     rollouts: Annotated[tuple[RolloutHeader, ...], msgspec.Meta(min_length=1, max_length=MAX_ENTRIES)]
     complete: bool = False
     """No more of their group will come."""
+    slot: Count | None = None
+    """As in :class:`Put`."""
 
 
 class DeclareGroup(Message, frozen=True, tag=42):
@@ -396,6 +479,8 @@ class BundledPut(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """As in :class:`Put`."""
     complete: bool = False
     """As in :class:`PutGroup`."""
+    slot: Count | None = None
+    """As in :class:`Put`."""
 
 
 class PutBundle(Message, frozen=True, tag=52):
@@ -423,8 +508,40 @@ class PutRefused(Message, frozen=True, tag=45):
     """C to P: the put was not accepted."""
 
     number: Count
-    reason: Literal["cancelled", "rollout", "duplicate", "ended", "full", "type", "value", "journal", "other"]
+    reason: Literal[
+        "cancelled", "rollout", "duplicate", "ended", "full", "type", "value", "knobs", "journal", "lost", "other"
+    ]
     text: Text
+
+
+class Reserve(Message, frozen=True, tag=46):
+    """P to C: may so many rollouts be begun? Numbered like a put; answered by Admitted or PutRefused, once they may."""
+
+    number: Count
+    count: Count
+    version: int | None = None
+    """They were begun at this version, under a slot of a connection that was lost: answered at once."""
+
+
+class Admitted(Message, frozen=True, tag=47):
+    """C to P: they may. The slot has the number of its :class:`Reserve`."""
+
+    number: Count
+    version: int
+    """Policy version at which they begin."""
+
+
+class ReleaseSlot(Message, frozen=True, tag=49):
+    """P to C: what was not put in this slot will not be. One that is not known needs no release."""
+
+    slot: Count
+
+
+class EndInput(Message, frozen=True, tag=50):
+    """P to C: this producer will put no more. Numbered like a put; accepted once the puts before it have their
+    reply."""
+
+    number: Count
 
 
 class DropPayloads(Message, frozen=True, tag=48):
@@ -452,16 +569,23 @@ class Payloads(Message, frozen=True, tag=61):
 
 Join: TypeAlias = JoinRank | JoinProducer | JoinFetcher | JoinPeer
 Welcome: TypeAlias = WelcomeRank | WelcomeProducer | WelcomePeer
-Control: TypeAlias = Close | ProbeMemory | ProbeResult | MapBuffer | SharedBuffers | ReleaseBuffers
+Control: TypeAlias = Close | Refused | ProbeMemory | ProbeResult | MapBuffer | SharedBuffers | ReleaseBuffers
 Conversation: TypeAlias = (
     Batch
     | PartialBatch
+    | ReassignedPart
+    | PartsDone
+    | StepComplete
     | Taken
     | StepReport
     | StepHeld
     | PayloadsFetched
     | Denominators
     | End
+    | EndBalancer
+    | PolicyVersion
+    | StatisticsRequest
+    | StatisticsReply
     | Put
     | PutGroup
     | DeclareGroup
@@ -469,6 +593,10 @@ Conversation: TypeAlias = (
     | Cancel
     | Accepted
     | PutRefused
+    | Reserve
+    | Admitted
+    | ReleaseSlot
+    | EndInput
     | DropPayloads
     | WantPayloads
     | Payloads
@@ -491,8 +619,12 @@ def encode_message(message: Message, sizes: tuple[int, ...] = ()) -> bytes:
 
 
 def decode_message(raw: bytes | memoryview) -> tuple[tuple[int, ...], Message]:
-    """What :func:`encode_message` made. Raises WireError for anything else."""
+    """What :func:`encode_message` made. Raises WireError for anything else; RefusedError if the peer has refused what
+    it was sent."""
     try:
-        return _decoder.decode(raw)
+        sizes, message = _decoder.decode(raw)
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError, ValueError) as error:
         raise WireError(f"a message that cannot be read: {error}. Install one stream_balancer everywhere") from None
+    if isinstance(message, Refused):
+        raise refused_error(message.reason, message.text)
+    return sizes, message

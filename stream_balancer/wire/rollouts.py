@@ -7,7 +7,7 @@
     controller  decode_rollout(header, buffer)      Rollout, its tensors are views of the buffer
                 decode_kept(header, buffer, ...)    RemoteRollout, all but the payload
 
-The buffer is laid out as that of a batch of one rollout (:mod:`stream_balancer.wire.share`). A receiver checks the
+The buffer is laid out as that of a batch of one rollout (:mod:`stream_balancer.wire.rank_batch`). A receiver checks the
 header before it allocates. A wrong description raises :class:`~stream_balancer.errors.WireError`; one that is in order,
 but describes what no Rollout may be, :class:`~stream_balancer.errors.RolloutError`: that rollout is refused, and the
 connection goes on.
@@ -26,6 +26,7 @@ from torch import Tensor
 
 from stream_balancer.errors import WireError
 from stream_balancer.types import SUPPORTED_DTYPES, Rollout
+from stream_balancer.wire.buffer_layout import ALIGNMENT, Layout, align, lay_out, user_view
 from stream_balancer.wire.description import (
     Description,
     TensorSpec,
@@ -35,9 +36,8 @@ from stream_balancer.wire.description import (
     read_description,
 )
 from stream_balancer.wire.messages import Owner, RolloutHeader
-from stream_balancer.wire.partial_share import Lease, RemoteRollout
-from stream_balancer.wire.share import bytes_of
-from stream_balancer.wire.share_layout import ALIGNMENT, Layout, align, lay_out, user_view
+from stream_balancer.wire.partial_batch import Lease, RemoteRollout
+from stream_balancer.wire.rank_batch import bytes_of
 
 __all__ = ["EncodedRollout", "check_header", "decode_kept", "decode_rollout", "encode_rollout"]
 

@@ -656,7 +656,7 @@ async def test_a_new_cost_model_reprices_what_waits() -> None:
     [
         ({"window": 0}, "window must be"),
         ({"windw": 8}, "no such knob"),
-        ({"dp_size": 1}, "dp_size cannot change live"),
+        ({"dp_size": 5}, r"must be >= dp_size \(5\)"),
         ({"group_size": 2}, "group_size cannot change while 3 rollouts wait"),
     ],
 )
@@ -735,4 +735,4 @@ async def test_recovering_more_than_the_capacity_is_warned_of(caplog: pytest.Log
     async with sb.StreamBalancer(config(window=4, capacity=8)) as balancer:
         balancer.load_state_dict(state)
         assert balancer.statistics().waiting == 20
-    assert "20 rollouts were recovered, above capacity (8)" in caplog.text
+    assert "20 rollouts were recovered, above most_waiting (8)" in caplog.text

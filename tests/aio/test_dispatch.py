@@ -52,8 +52,8 @@ class NetworkThatBreaks:
         self.port.start()
 
     def _join(self) -> Channel:
-        self._wire = Wire()
-        here, there = self._wire.ends
+        self.wire = Wire()
+        here, there = self.wire.ends
         assert self._admission.refusal(self._request) is None
         session = RankSession(here, self._request, at_once)
         here.start(session)
@@ -63,7 +63,7 @@ class NetworkThatBreaks:
 
     def break_for_the_rank(self) -> None:
         """The controller has noticed nothing when the rank joins again."""
-        self._wire.cut("the network broke", seen_by=[1])
+        self.wire.cut("the network broke", seen_by=[1])
 
 
 async def test_a_rank_that_joins_again_before_its_loss_is_known_is_not_busy() -> None:
@@ -85,6 +85,30 @@ async def test_a_rank_that_joins_again_before_its_loss_is_known_is_not_busy() ->
     assert sorted(got, key=int) == [str(n) for n in range(12)]
     assert network.joined == 4
     assert balancer.statistics().acknowledged == 12
+
+
+@pytest.mark.parametrize("report_is_lost", [False, True])
+async def test_a_connection_that_breaks_after_the_end_is_joined_again(report_is_lost: bool) -> None:
+    """Else ``serve`` would wait for ever for what the rank has done."""
+    got: list[int] = []
+    balancer = ScriptedBalancer([make_batch(step, 1) for step in range(3)])
+    async with MemoryTransport(dp_size=1) as transport:
+        network = NetworkThatBreaks(transport)
+        with anyio.fail_after(5):
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(partial(serve, rejoin_timeout_s=math.inf), balancer, transport)
+                async with RankFeed(network.port) as feed:
+                    async for share in feed:
+                        got.append(share.step)
+                        await settle()
+                        if share.step == 2:
+                            if report_is_lost:
+                                network.wire.hold()
+                                share.ack()
+                            network.break_for_the_rank()
+    assert got == [0, 1, 2]
+    assert balancer.acknowledged == [0, 1, 2]
+    assert network.joined == 2
 
 
 def kill(feed: RankFeed) -> None:
@@ -226,7 +250,9 @@ async def test_a_share_that_cannot_be_sent_is_told_by_serve() -> None:
     odd = make_rollout(3, "odd")
     first = batch.ranks[0].micro_batches[0]
     mixed = rank_batch([first.rollouts[0], odd])
-    bad = Batch(step=0, reason="window", ranks=(mixed,), num_rollouts=2, num_tokens=8, loads=(1.0,), lower_bound=1.0)
+    bad = Batch(
+        step=0, reason="window", ranks=(mixed,), num_rollouts=2, num_tokens=8, loads=(1.0,), finish=1.0, lower_bound=1.0
+    )
     balancer = ScriptedBalancer([bad])
     transport = MemoryTransport(dp_size=1)
     RankFeed(transport.connect(0))

@@ -26,8 +26,7 @@ from helpers import until, waiting
 from test_cancellation import How, cancelled_after, ways
 
 import stream_balancer as sb
-from stream_balancer.controller import journal as journal_module
-from stream_balancer.controller.journal import store
+from stream_balancer.controller.journal import store, writer
 from stream_balancer.controller.journal.rows import rollout_row
 from stream_balancer.controller.journal.store import Store
 from stream_balancer.controller.producers import attend
@@ -110,7 +109,7 @@ class Disk:
 def disk(monkeypatch: pytest.MonkeyPatch) -> Disk:
     disk = Disk()
     monkeypatch.setattr(store, "_commit", disk.commit)
-    monkeypatch.setattr(journal_module, "RETRY_S", 0.01)
+    monkeypatch.setattr(writer, "RETRY_S", 0.01)
     return disk
 
 
@@ -435,11 +434,32 @@ async def test_for_other_ranks_the_plan_is_made_anew(tmp_path: Path) -> None:
             await balancer.put(rollout)
         await anext(balancer.batches())
         after = await crash(balancer)
-    for dp_size in (4, 2):
+    for dp_size in (4, 3, 2):
         async with sb.StreamBalancer(config(dp_size=dp_size), journal=after) as balancer:
-            assert sorted(waiting(balancer)) == ["r0", "r1", "r2", "r3"]
-            assert balancer.statistics().in_flight == 0
-            after = await crash(balancer)
+            assert balancer.statistics().redelivering == 4
+            batch = await anext(balancer.batches())
+            assert (batch.step, len(batch.ranks)) == (0, dp_size)
+            assert sorted(r.rollout_id for r in batch.rollouts if not r.is_padding) == ["r0", "r1", "r2", "r3"]
+            after = await crash(balancer)  # with the plan for these ranks
+
+
+async def test_a_plan_that_is_on_its_way_to_the_disk_is_made_again_for_other_ranks(tmp_path: Path, disk: Disk) -> None:
+    """Who asked gets the batch for the ranks that there are when the disk has it."""
+    async with sb.StreamBalancer(config(), journal=tmp_path) as balancer:
+        for rollout in make_rollouts([3, 5, 4, 6]):
+            await balancer.put(rollout)
+        got: list[sb.Batch] = []
+
+        async def take() -> None:
+            got.append(await anext(balancer.batches()))
+
+        async with anyio.create_task_group() as tasks:
+            with disk.stopped():
+                tasks.start_soon(take)
+                await disk.reached()
+                balancer.reconfigure(dp_size=3)
+        assert [len(batch.ranks) for batch in got] == [3]
+        balancer.parts.core.verify()
 
 
 async def test_a_rollout_that_new_knobs_refuse_is_named_and_nothing_is_lost(tmp_path: Path) -> None:
@@ -778,8 +798,8 @@ def size_of(folder: Path) -> int:
 
 async def test_the_folder_stays_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Much goes through, one rollout stays; what a burst has left is given back."""
-    monkeypatch.setattr(journal_module, "LOG_BYTES", 400_000)
-    monkeypatch.setattr(journal_module, "FREE_BYTES", 100_000)
+    monkeypatch.setattr(writer, "LOG_BYTES", 400_000)
+    monkeypatch.setattr(writer, "FREE_BYTES", 100_000)
     knobs = config(group_size=2, groups="same_batch", remember_ids=10, capacity=1000, window=600)
     async with sb.StreamBalancer(knobs, journal=tmp_path / "j") as balancer:
         batches = balancer.batches()
@@ -810,7 +830,7 @@ async def test_the_folder_stays_small(tmp_path: Path, monkeypatch: pytest.Monkey
 async def test_max_bytes_holds_puts_back_until_acknowledgements_come(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(journal_module, "RETRY_S", 0.01)
+    monkeypatch.setattr(writer, "RETRY_S", 0.01)
     limit = 2**20
     journal = sb.Journal(tmp_path / "j", max_bytes=limit)
     knobs = config(remember_ids=0, window=1000, capacity=1000)  # the window could never fill

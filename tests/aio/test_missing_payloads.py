@@ -18,7 +18,7 @@ from stream_balancer.testing import make_rollouts
 from stream_balancer.transport.memory import MemoryTransport
 from stream_balancer.types import RankBatch, Rollout
 from stream_balancer.wire.messages import Owner, RolloutHeader
-from stream_balancer.wire.partial_share import Lease, WantedPayload, payload
+from stream_balancer.wire.partial_batch import Lease, WantedPayload, payload
 from stream_balancer.wire.rollouts import decode_kept, encode_rollout
 
 pytestmark = pytest.mark.anyio
@@ -64,11 +64,11 @@ class Kept:
 class Run:
     """Two ranks that fetch, and what their trainers saw."""
 
-    def __init__(self, *, dp_size: int = 2, batch_size: int = 4) -> None:
+    def __init__(self, *, dp_size: int = 2, batch_size: int = 4, mini_batches: int = 1) -> None:
         self.kept = Kept()
         self.evicted: list[tuple[str, str]] = []
         self.balancer = sb.StreamBalancer(
-            sb.BalancerConfig(dp_size=dp_size, batch_size=batch_size),
+            sb.BalancerConfig(dp_size=dp_size, batch_size=batch_size, mini_batches=mini_batches),
             on_evict=lambda rollout, reason: self.evicted.append((rollout.rollout_id, reason)),
         )
         self.transport = MemoryTransport(dp_size=dp_size)
@@ -259,3 +259,21 @@ class _Stuck(Kept):
         """See PayloadSource."""
         self._die()  # type: ignore[operator]
         raise sb.ClosedResourceError
+
+
+async def test_each_mini_batch_divides_by_what_is_left_of_it() -> None:
+    run = Run(batch_size=8, mini_batches=2)
+    async with run.balancer as balancer, anyio.create_task_group() as tasks:
+        await run.put([10, 20, 30, 40, 50, 60, 70, 80])
+        run.kept.gone = {0, 3, 7}
+        for rank in range(2):
+            tasks.start_soon(run.train, run.feed(rank), rank)
+        await serve(balancer, run.transport)
+    mini_batches = list(zip(*(batches[0].mini_batches for batches in run.seen), strict=True))
+    assert len(mini_batches) == 2
+    left = [real_rollouts(list(parts)) for parts in mini_batches]
+    assert sum(map(len, left)) == 5
+    for parts, rollouts in zip(mini_batches, left, strict=True):
+        tokens = sum(rollout.num_tokens for rollout in rollouts)
+        assert {denominators(part) for part in parts} == {(len(rollouts), tokens, tokens)}
+        assert {part.global_num_executions for part in parts} == {len(rollouts)}

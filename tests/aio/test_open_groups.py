@@ -116,7 +116,8 @@ async def test_a_put_that_waits_for_room_is_refused_once_its_group_is_closed() -
 
 
 async def test_closing_makes_room_for_those_who_wait() -> None:
-    async with sb.StreamBalancer(config(capacity=8, min_batch_size=2)) as balancer, anyio.create_task_group() as tasks:
+    knobs = config(capacity=8, max_skips=7, min_batch_size=2)
+    async with sb.StreamBalancer(knobs) as balancer, anyio.create_task_group() as tasks:
         await balancer.put_group([make_rollout(3, f"full{n}", group_id="full") for n in range(4)])
         await balancer.put_group(siblings(1))  # and three places are kept
         tasks.start_soon(balancer.put_group, [make_rollout(3, f"s{n}", group_id="s") for n in range(3)])

@@ -221,5 +221,36 @@ async def test_a_put_that_waits_while_its_slot_is_left_keeps_its_place(cancelled
         await settle()
         stats = balancer.statistics()
         assert (stats.reserved, stats.waiting, stats.accepted) == ((0, 4, 4) if cancelled else (0, 1, 5))
-        with pytest.raises(sb.ClosedResourceError, match="whose 'async with' block was left"):
+        with pytest.raises(sb.ClosedResourceError, match="whose 'with' block was left"):
             await slot.put(make_rollout(3))
+
+
+async def test_slots_that_are_given_back_together_send_no_short_batch_past_who_is_admitted_then() -> None:
+    """As when a worker dies. The reserver that waits is admitted, so what waits leaves with what it generates: a short
+    batch would make one version more than the bound allows for."""
+    async with sb.StreamBalancer(config()) as balancer, anyio.create_task_group() as tasks:
+        balancer.set_version(0)
+        batches = balancer.batches()
+        first, other = await balancer.reserve(4).__aenter__(), await balancer.reserve(4).__aenter__()
+        for n in range(3):
+            await first.put(make_rollout(3, f"r{n}"))
+        sizes: list[int] = []
+
+        async def train() -> None:
+            sizes.append((await anext(batches)).num_rollouts)
+
+        async def late() -> None:
+            async with balancer.reserve(5) as slot:
+                await anyio.sleep(1)
+                for n in range(5):
+                    await slot.put(make_rollout(3, f"late{n}"))
+
+        tasks.start_soon(late)
+        await settle()
+        other.release()
+        first.release()
+        tasks.start_soon(train)
+        await settle()
+        assert sizes == []
+        await anyio.sleep(2)
+        assert sizes == [4]

@@ -24,7 +24,7 @@ from stream_balancer.controller.producers import attend
 from stream_balancer.transport.handshake import Joining, pack
 from stream_balancer.transport.sockets.framing import frame
 from stream_balancer.wire.messages import PROTOCOL, Close, DropPayloads, Hello, JoinFetcher, WantPayloads
-from stream_balancer.wire.partial_share import RemoteRollout
+from stream_balancer.wire.partial_batch import RemoteRollout
 
 Served = tuple[sb.StreamBalancer, sb.TorchTransport]
 
@@ -237,7 +237,7 @@ async def test_payloads_are_held_until_acknowledged_and_then_dropped() -> None:
             batch = await anext(feed)
             assert {r.rollout_id: fingerprint(r) for r in batch.rollouts} == expected([(30, f"r{n}") for n in range(4)])
             assert len(held) == 4
-            assert feed._port._payloads._open == {}  # type: ignore[attr-defined]  # no socket: a copy
+            assert feed._port._reader._payloads._open == {}  # type: ignore[attr-defined]  # no socket: a copy
             batch.ack()
             await producer.released()
             assert len(held) == 0

@@ -29,20 +29,20 @@ def under_torchrun(*command: object) -> str:
 
 
 @pytest.mark.parametrize(
-    ("start", "options", "policy"),
+    ("start", "options", "policy", "steps"),
     [
-        (forked, ["--single-process"], "round_robin"),
-        pytest.param(under_torchrun, [], "window", marks=pytest.mark.slow),
+        (forked, ["--single-process"], "round_robin", 4),
+        pytest.param(under_torchrun, [], "window", 30, marks=pytest.mark.slow),
     ],
 )
 @pytest.mark.timeout(120)
-def test_a_few_steps(start, options, policy):
+def test_a_few_steps(start, options, policy, steps):
     """The run itself fails if the ranks' weights differ, or if a rollout is lost or trained on twice."""
-    small = ["--steps", "4", "--batch-size", "16", "--group-size", "4"]
+    small = ["--steps", str(steps), "--batch-size", "16", "--group-size", "4"]
     report = json.loads(start(RUN, *options, *small, "--policy", policy, "--json"))
     assert report["exactly_once"] is True
-    assert report["num_trained"] == 64
-    assert report["num_steps"] == len(report["rewards"]) == 4
+    assert report["num_trained"] + report["num_evicted"] == 16 * steps
+    assert steps / 2 < report["num_steps"] == len(report["rewards"]) <= steps  # 9 steps, if no new weights came
     assert (report["policy"], report["ranks"]) == (policy, 2)
     assert 0 < report["reward_start"] < 0.5
     assert 0 <= report["idle"] < 1

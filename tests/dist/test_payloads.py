@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import pytest
 import torch
 
+import stream_balancer as sb
 from stream_balancer.errors import ClosedResourceError, WireError
 from stream_balancer.testing import make_rollout
 from stream_balancer.transport.sockets import payloads
 from stream_balancer.transport.sockets.hub import Hub
 from stream_balancer.transport.sockets.payloads import Fetcher, PayloadServer
 from stream_balancer.wire.messages import Owner
-from stream_balancer.wire.partial_share import WantedPayload, payload
+from stream_balancer.wire.partial_batch import WantedPayload, payload
 
 ROLLOUTS = {key: make_rollout(5 + key, f"r{key}", seed=key) for key in range(4)}
 
@@ -118,13 +120,13 @@ def test_the_number_of_a_socket_that_is_read_is_not_given_to_another_file(
     about_to_read, go_on = threading.Event(), threading.Event()
     numbers: list[int] = []
 
-    def stopped(sock: socket.socket, views: object) -> None:
+    def stopped(_: object, sock: socket.socket) -> bool:
         numbers.append(sock.fileno())
         about_to_read.set()
         go_on.wait(20)
         raise ConnectionResetError
 
-    monkeypatch.setattr(payloads, "_receive", stopped)
+    monkeypatch.setattr(payloads._Reader, "read", stopped)
     fetcher = Fetcher()
 
     def read() -> None:
@@ -143,29 +145,71 @@ def test_the_number_of_a_socket_that_is_read_is_not_given_to_another_file(
         assert other.fileno() <= numbers[0], "it was closed after all"
 
 
-def test_all_owners_are_asked_before_the_first_answer_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+Servers = Callable[[Sequence[sb.Rollout]], tuple[list[PayloadServer], list[WantedPayload]]]
+
+
+@pytest.fixture
+def servers(monkeypatch: pytest.MonkeyPatch) -> Iterator[Servers]:
+    """Owners with one rollout each, and what a rank wants of them."""
+    hubs: list[Hub] = []
+
+    def start(rollouts: Sequence[sb.Rollout]) -> tuple[list[PayloadServer], list[WantedPayload]]:
+        made, want = [PayloadServer() for _ in rollouts], []
+        monkeypatch.setattr(payloads, "_HERE", {})  # else they are found in this process, without a socket
+        for key, (server, rollout) in enumerate(zip(made, rollouts, strict=True)):
+            server.keep(key, rollout)
+            where = server.listen("127.0.0.1", f"owner {key}")
+            pieces = [torch.zeros(piece.numel(), dtype=torch.uint8) for piece in payload(rollout)]
+            want.append(WantedPayload(key, where, key, pieces))
+            hubs.append(Hub("sb-owner", lambda: True))
+            hubs[-1].start()
+            hubs[-1].do(lambda server=server, hub=hubs[-1]: server.serve(hub))  # type: ignore[misc]
+        return made, want
+
+    yield start
+    for hub in hubs:
+        hub.close()
+
+
+def test_all_owners_are_asked_before_the_first_answer_is_read(
+    servers: Servers, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """So that a batch waits for the slowest of them, not for one after the other."""
     asked = threading.Barrier(3)
-    servers = [PayloadServer() for _ in range(3)]
-    monkeypatch.setattr(payloads, "_HERE", {})  # else they are found in this process, without a socket
-    hubs, owners = [], []
-    for key, server in enumerate(servers):
+    rollouts = [ROLLOUTS[key] for key in range(3)]
+    owners, want = servers(rollouts)
+    for server in owners:
 
         def get(key: int, get: Callable[[int], object] = server.get) -> object:
             asked.wait(20)
             return get(key)
 
         monkeypatch.setattr(server, "get", get)
-        server.keep(key, ROLLOUTS[key])
-        owners.append(server.listen("127.0.0.1", f"owner {key}"))
-        hubs.append(Hub("sb-owner", lambda: True))
-        hubs[-1].start()
-        hubs[-1].do(lambda server=server, hub=hubs[-1]: server.serve(hub))  # type: ignore[misc]
     fetcher = Fetcher()
-    want = [WantedPayload(key, owners[key], key, places(key)) for key in range(3)]
     assert fetcher.read(want) == {}
-    for one in want:
-        assert all(a.equal(b) for a, b in zip(one.pieces, payload(ROLLOUTS[one.key]), strict=True))
+    for one, rollout in zip(want, rollouts, strict=True):
+        assert all(a.equal(b) for a, b in zip(one.pieces, payload(rollout), strict=True))
     fetcher.close()
-    for hub in hubs:
-        hub.close()
+
+
+def test_an_answer_is_read_while_another_owner_has_not_begun_to_answer(
+    servers: Servers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A socket holds a few megabytes: its owner would wait for the end of the others before it."""
+    large = sb.Rollout(tokens={"input_ids": torch.ones(3 * 2**20, dtype=torch.int64)}, rollout_id="large")
+    [slow, _], want = servers([ROLLOUTS[0], large])
+    get, [last] = slow.get, [piece[-8:] for piece in want[1].pieces]
+    was_read: list[bool] = []
+
+    def wait_for_the_other(key: int) -> object:
+        deadline = time.monotonic() + 20
+        while not last.any() and time.monotonic() < deadline:
+            time.sleep(0.001)
+        was_read.append(bool(last.any()))
+        return get(key)
+
+    monkeypatch.setattr(slow, "get", wait_for_the_other)
+    fetcher = Fetcher()
+    assert fetcher.read(want) == {}
+    assert was_read == [True]
+    fetcher.close()

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
+import random
 import sys
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, suppress
 from typing import Any
 
 import anyio
@@ -14,6 +15,7 @@ import torch.distributed as dist
 from ray.cluster_utils import Cluster
 from torch.distributed.device_mesh import init_device_mesh
 
+from stream_balancer.errors import ClosedResourceError
 from stream_balancer.integrations.ray import RayBalancer
 from stream_balancer.rank.feed import RankFeed
 from stream_balancer.testing import make_rollout
@@ -24,7 +26,7 @@ from stream_balancer.transport.ray.actor import ActorChannel, ActorChannels
 from stream_balancer.transport.ray.caller import CallingChannel
 from stream_balancer.transport.ray.rank import open_port
 from stream_balancer.transport.ray.transport import RayTransport
-from stream_balancer.wire.messages import JoinPeer, WelcomePeer
+from stream_balancer.wire.messages import JoinPeer, JoinRank, WelcomePeer
 
 STORE_BYTES = 100 * 2**20
 HEALTH = {"health_check_initial_delay_ms": 500, "health_check_period_ms": 500, "health_check_failure_threshold": 4}
@@ -131,10 +133,11 @@ class _Harness:
         self.feeds: list[RankFeed] = []
 
     def connect(self, rank: int, *, dp_size: int | None = None, auto_ack: bool = True, **options: Any) -> RankFeed:
+        wanted = {"incarnation": 0, "depth": 2, "max_batch_bytes": 2**32}
+        wanted |= {name: options.pop(name) for name in wanted.keys() & options.keys()}
         port = open_port(
             self._actor,
-            rank=rank,
-            dp_size=dp_size or self.transport.dp_size,
+            JoinRank(rank, dp_size or self.transport.dp_size, **wanted),
             linger_s=CLAUSE_TIMEOUT_S + 5,  # a good-bye that is not answered shows as a hang
             **options,
         )
@@ -237,3 +240,35 @@ class ChannelHost:
 
             with anyio.fail_after(CLAUSE_TIMEOUT_S):
                 await clause(open_pair)
+
+
+class ReservingWorker:
+    """Reserves, generates and puts until the balancer has ended, or it is killed."""
+
+    def __init__(self, balancer: RayBalancer, number: int, delay_s: float) -> None:
+        self._balancer, self._number, self._delay_s = balancer, number, delay_s
+
+    def pid(self) -> int:
+        """Of its process."""
+        return os.getpid()
+
+    def work(self, workers: int) -> int:
+        """So many at the same time. -> rollouts put."""
+        chance, num_put = random.Random(self._number), 0
+
+        async def generate(worker: int) -> None:
+            nonlocal num_put
+            with suppress(ClosedResourceError):
+                while True:
+                    async with self._balancer.reserve() as slot:
+                        await anyio.sleep(min(self._delay_s * chance.paretovariate(1.2), 50 * self._delay_s))
+                        await slot.put(make_rollout(chance.randrange(1, 40), f"{self._number}.{worker}.{num_put}"))
+                        num_put += 1
+
+        async def main() -> None:
+            async with anyio.create_task_group() as tasks:
+                for worker in range(workers):
+                    tasks.start_soon(generate, worker)
+
+        anyio.run(main)
+        return num_put

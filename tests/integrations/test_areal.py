@@ -2,7 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import math
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,6 +31,7 @@ pytest.importorskip("areal")
 
 from areal.api.cli_args import MicroBatchSpec
 from areal.infra import dist_rollout
+from areal.infra.rpc.serialization import serialize_value
 from areal.infra.workflow_executor import check_trajectory_format
 from areal.utils import data, seqpack
 
@@ -49,7 +60,7 @@ def test_allocations_keep_the_contract_and_need_no_more_groups_than_ffd(argument
     assert sorted(i for group in ours for i in group) == list(range(len(values)))
     assert all(group and sum(values[i] for i in group) <= capacity for group in ours)
     assert len(ours) >= (min_groups or 1)
-    assert len(ours) % divisor == 0
+    assert len(ours) % divisor == 0 or len(ours) == len(values)  # one each: as kk has it
     assert theirs is None or len(ours) <= len(theirs)
     assert ours == allocate(np.array(values), capacity, min_groups, divisor)
 
@@ -57,8 +68,21 @@ def test_allocations_keep_the_contract_and_need_no_more_groups_than_ffd(argument
 def test_what_cannot_be_allocated_is_said() -> None:
     with pytest.raises(ValueError, match="a sequence of 9 tokens does not fit into a capacity of 8"):
         allocate([1, 9], 8, 1)
-    with pytest.raises(ValueError, match="2 sequences cannot be put into a multiple of 1 groups, at least 3"):
+    with pytest.raises(ValueError, match="2 sequences cannot be put into at least 3 groups"):
         allocate([1, 2], 8, 3)
+    with pytest.raises(ValueError, match="3 sequences cannot be put into at least 4 groups"):
+        allocate([1, 2, 3], 8, 1, 4)
+
+
+@given(st.lists(st.integers(1, 60), min_size=1, max_size=20), st.integers(60, 90), st.integers(1, 6), st.integers(1, 6))
+def test_what_kk_allocates_is_allocated(values: list[int], capacity: int, min_groups: int, divisor: int) -> None:
+    """Its number of groups is cut to the number of values, whatever the divisor."""
+    try:
+        theirs = seqpack.kk_allocate(values, capacity, min_groups, divisor)
+    except RuntimeError:
+        return
+    if max(sum(values[i] for i in group) for group in theirs) <= capacity:
+        assert len(allocate(values, capacity, min_groups, divisor)) <= len(values)
 
 
 def test_patched_areal_balances_ranks_and_micro_batches_by_name() -> None:
@@ -100,6 +124,53 @@ def test_areals_own_micro_batching_splits_what_we_give_out() -> None:
     assert sum(sums) == 31
     assert max(sums) <= 12
     assert len(sums) == 3
+
+
+@contextmanager
+def worker(module: str, folder: Path) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
+    """AReaL's worker process, as its local scheduler starts it, and its port."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    options = f"--experiment-name e --trial-name t --role actor --worker-index 0 --host 127.0.0.1 --port {port}"
+    folders = ["--nfs-record-root", str(folder / "names"), "--fileroot", str(folder / "files")]
+    process = subprocess.Popen([sys.executable, "-m", module, *options.split(), *folders], stderr=subprocess.DEVNULL)
+    try:
+        yield process, port
+    finally:
+        process.kill()
+        process.wait()
+
+
+def configured(process: subprocess.Popen[bytes], port: int, config: Any) -> str:
+    """The worker's answer to a config."""
+    body = json.dumps({"config": config, "rank": 0}).encode()
+    asked = urllib.request.Request(
+        f"http://127.0.0.1:{port}/configure", body, {"Content-Type": "application/json"}, method="POST"
+    )
+    while True:
+        assert process.poll() is None
+        try:
+            with urllib.request.urlopen(asked, timeout=30) as answer:
+                return str(answer.read().decode())
+        except urllib.error.HTTPError as error:
+            return error.read().decode()
+        except urllib.error.URLError:  # not listening yet
+            time.sleep(0.1)
+
+
+def test_a_worker_process_knows_the_algorithm(tmp_path: Path) -> None:
+    put_back = patch()
+    try:
+        config = serialize_value(MicroBatchSpec(packing_algorithm="balanced"))
+    finally:
+        put_back()
+    with (
+        worker("areal.infra.rpc.rpc_server", tmp_path / "theirs") as theirs,
+        worker("stream_balancer.integrations.areal.worker", tmp_path / "ours") as ours,
+    ):  # a config of an experiment has a seed; what lacks one is named by its type
+        assert "'dict' object has no attribute 'seed'" in configured(*theirs, config)
+        assert "'MicroBatchSpec' object has no attribute 'seed'" in configured(*ours, config)
 
 
 # --- trajectories -----------------------------------------------------------------------------------------------------

@@ -6,9 +6,11 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import random
+import re
 import sys
 from collections import UserDict
 from dataclasses import dataclass, replace
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -393,3 +395,17 @@ def test_a_packed_tensor_with_common_segments_is_refused() -> None:
     data = {"input_ids": torch.ones(1, 1).long(), "input_lengths": torch.ones(1).long(), "pixel_values": images}
     with pytest.raises(ValueError, match="the PackedTensor 'pixel_values' has segments common"):
         rollouts_from(data)
+
+
+def test_the_yaml_of_the_page_is_a_config_that_nemo_rl_starts_with() -> None:
+    """Its set-up refuses a buffer below what the sampler says it needs."""
+    yaml = pytest.importorskip("yaml")
+    page = Path(__file__).parents[2] / "docs" / "nemo_rl.md"
+    (block,) = re.findall(r"```yaml\n(.*?)```", page.read_text(), re.S)
+    config = yaml.safe_load(block)["async_rl"]
+    sampler = config["sampler"]
+    assert sampler.pop("name") == "custom"
+    assert sampler.pop("target") == f"{BalancedSampler.__module__}:{BalancedSampler.__name__}"
+    needed = BalancedSampler(None, **sampler).required_buffer_capacity(config["min_groups_for_streaming_train"])
+    assert needed is not None
+    assert config["max_buffered_rollouts"] >= needed

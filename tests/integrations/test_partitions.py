@@ -1,13 +1,17 @@
-"""Our partition in the seam that verl, slime, OpenRLHF and TransferQueue share."""
+"""Our partition in the seam that verl, slime, ROLL, OpenRLHF and TransferQueue share."""
 
 from __future__ import annotations
 
 import importlib
+import logging
 import sys
+from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import numpy as np
 import pytest
+import their_own_tests
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -134,3 +138,43 @@ def test_transfer_queues_own_sampler_deals_whole_groups_with_ours() -> None:
         assert all(len(share) == 8 and {i // 2 * 2 for i in share} <= set(share) for share in dealt)
     heaviest = [max(sum(lengths[i] for i in share) for share in dealt) for dealt in (theirs, ours)]
     assert heaviest[1] <= heaviest[0]
+
+
+class RollBatch:
+    """What ROLL's ``batch_balance`` uses of a DataProto."""
+
+    def __init__(self, lengths: Any) -> None:
+        self.batch = {"attention_mask": (torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]).long()}
+        self.order = torch.arange(len(lengths))
+
+    def reorder(self, places: torch.Tensor) -> None:
+        self.order = self.order[places]
+
+
+def test_rolls_batch_balance_gives_every_rank_alike(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    their_own_tests.checkout("alibaba/ROLL")
+    monkeypatch.setenv("ROLL_LOG_DIR", str(tmp_path))
+    monkeypatch.setattr(logging, "basicConfig", lambda **_: None)  # it would take pytest's handlers away
+    functionals = their_own_tests.peer_files.load("alibaba/ROLL", "roll.utils.functionals")
+    monkeypatch.setitem(sys.modules, functionals.__name__, functionals)
+    rng = np.random.default_rng(0)
+    batches = [np.minimum(rng.lognormal(7, 1, 128).astype(int) + 1, 8192) for _ in range(4)]
+
+    def idle(**options: Any) -> float:
+        shares = []
+        for lengths in batches:
+            batch = RollBatch(lengths.tolist())
+            metrics = functionals.batch_balance(batch, dp_size=8, **options)
+            assert sorted(batch.order.tolist()) == list(range(128))
+            tokens = lengths[batch.order].reshape(8, 16)
+            work = (24_576.0 * tokens + tokens**2).sum(axis=1)  # as it counts
+            assert metrics["global_seqlen/balanced_max"] == tokens.sum(axis=1).max()
+            shares.append(1 - work.mean() / work.max())
+        return float(np.mean(shares))
+
+    kinds: list[dict[str, Any]] = [{"minibatch_size": 128}, {"minibatch_size": 64, "keep_minibatch": True}]
+    theirs = [idle(**kind) for kind in kinds]
+    put_back = patch(functionals)
+    ours = [idle(**kind) for kind in kinds]
+    put_back()
+    assert all(after < before / 4 for before, after in zip(theirs, ours, strict=True)), (theirs, ours)

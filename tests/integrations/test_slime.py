@@ -1,13 +1,17 @@
-"""slime's schedule and its dict of lists. slime is in no registry: these run on its formats as its source has them;
-slimes_own_tests.py runs slime's own tests, from a checkout."""
+"""slime's schedule and its dict of lists, miles' schedule. They are in no registry: these run on slime's formats as its
+source has them, and on the schedules' pinned files with their own tests."""
 
 from __future__ import annotations
 
+import importlib
 import sys
+from collections.abc import Iterator
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
+import their_own_tests
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -107,6 +111,71 @@ def test_patch_leaves_fixed_micro_batches_to_slime_and_can_be_undone(monkeypatch
     assert user.build_dp_schedule is home.build_dp_schedule is original
 
 
+@pytest.mark.parametrize(("dp_size", "sizes"), [(2, [2, 2, 1]), (3, [2, 2])])
+def test_trailing_rollouts_are_a_partial_step_where_miles_allows_it(dp_size: int, sizes: list[int]) -> None:
+    rollouts = [0, 0, 1, 2, 2, 3, 4, 4]
+    partitions, _, counts, found = build_dp_schedule(
+        args_of(allow_partial_train_step=True),
+        {**parallel(dp_size), "vpp_size": None},  # type: ignore[dict-item]
+        [3] * 8,
+        global_batch_size=2,
+        rollout_indices=rollouts,
+    )
+    assert found == sizes
+    assert len(counts) == len(sizes)
+    trained = sorted(i for partition in partitions for i in partition)
+    assert trained == [i for i, rollout in enumerate(rollouts) if rollout < sum(sizes)]
+
+
+@pytest.mark.parametrize(("name", "passed"), [("slime", 8), ("miles", 14)])
+def test_their_own_tests_of_the_schedule_pass_on_ours(name: str, passed: int) -> None:
+    said = their_own_tests.run(name)
+    assert f"1 failed, {passed} passed" in said, said
+    assert "test_rejects_when_fewer_rollouts_than_gbs" in said  # it wants an AssertionError, ours is a ValueError
+
+
+@pytest.fixture
+def miles(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    monkeypatch.syspath_prepend(their_own_tests.checkout("radixark/miles"))
+    yield importlib.import_module("miles.utils.dp_schedule")
+    for name in [name for name in sys.modules if name.partition(".")[0] == "miles"]:
+        del sys.modules[name]
+
+
+MODEL = {"hidden_size": 2048, "num_attention_heads": 16, "num_query_groups": 8, "vocab_size": 151_936, "num_layers": 28}
+MODEL |= {"ffn_hidden_size": 6144, "num_experts": None, "kv_channels": 128, "q_lora_rank": None, "kv_lora_rank": None}
+MODEL |= {"qk_pos_emb_head_dim": 0, "qk_head_dim": 128, "v_head_dim": 128}
+
+
+@pytest.mark.parametrize("by_flops", [False, True])
+def test_ranks_wait_less_than_with_miles_schedule_and_no_cap_is_exceeded(miles: Any, *, by_flops: bool) -> None:
+    args = args_of(max_tokens_per_gpu=16_384, balance_data=not by_flops, balance_by_flops=by_flops, **MODEL)
+    lengths = np.minimum(np.random.default_rng(0).lognormal(7, 1, 128).astype(int) + 1, args.max_tokens_per_gpu)
+
+    def cost(of: Any) -> Any:
+        return np.array([miles.calculate_fwd_flops([int(length)], args) for length in of], dtype=float)
+
+    def measured() -> tuple[float, int, list[int]]:
+        partitions, micro_batches, counts, _ = miles.build_dp_schedule(
+            args, parallel(8), lengths.tolist(), global_batch_size=128, rollout_indices=list(range(128))
+        )
+        loads = [cost(lengths[share]).sum() for share in partitions]
+        shares = zip(partitions, micro_batches, strict=True)
+        tokens = [lengths[share][one].sum() for share, of_rank in shares for one in of_rank]
+        return (
+            1 - float(np.mean(loads) / np.max(loads)),
+            sum(count > args.max_tokens_per_gpu for count in tokens),
+            counts,
+        )
+
+    theirs = measured()
+    put_back = slime.patch("miles", cost=cost)
+    ours = measured()
+    put_back()
+    assert ours[0] < theirs[0] / 10
+    assert ours[1:] == (0, theirs[2])
+
+
 # --- train data -------------------------------------------------------------------------------------------------------
 
 
@@ -143,7 +212,9 @@ def train_data(draw: Any) -> dict[str, Any]:
 
 def batch_of(shares: list[list[list[sb.Rollout]]]) -> sb.Batch:
     ranks = tuple(rank_batch(*share, rank=rank, dp_size=len(shares)) for rank, share in enumerate(shares))
-    return sb.Batch(step=0, reason="drain", ranks=ranks, num_rollouts=1, num_tokens=1, loads=(1.0,), lower_bound=1.0)
+    return sb.Batch(
+        step=0, reason="drain", ranks=ranks, num_rollouts=1, num_tokens=1, loads=(1.0,), finish=1.0, lower_bound=1.0
+    )
 
 
 DTYPES = {"tokens": torch.int64, "loss_masks": torch.int32, "rollout_log_probs": torch.float32}

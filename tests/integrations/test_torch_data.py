@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import copy
 import functools
+import json
 import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +17,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader
+from two_ranks import HERE, torchrun
 
 import stream_balancer as sb
 from stream_balancer.integrations.torch_data import RolloutDataset
@@ -408,3 +411,18 @@ def test_accelerate_that_prepared_the_loader_is_refused(auto_ack: bool) -> None:
     with pytest.raises(RuntimeError, match=r"went through accelerator.prepare\(\)"):
         next(iter(prepared))
     assert port_of(dataset).taken == 0
+
+
+# --- both, on two ranks -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.timeout(300)
+def test_two_ranks_have_the_gradients_of_a_plain_loop_and_wait_less(tmp_path: Path) -> None:
+    """The loops of docs/torch_data.md; see torch_data_rank.py."""
+    for name in ("lightning", "accelerate"):
+        pytest.importorskip(name)
+    torchrun(HERE / "torch_data_rank.py", str(tmp_path))
+    found = json.loads((tmp_path / "found.json").read_text())
+    for of in ("by_accelerate", "by_lightning"):
+        assert found[of]["gradients_apart"] < 1e-5
+        assert found[of]["idle"] < found["plain"]["idle"] / 2

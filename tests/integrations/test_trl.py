@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import math
 import threading
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,15 +15,25 @@ import torch
 from any_rollouts import column
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from two_ranks import HERE, torchrun
 
 import stream_balancer as sb
-from stream_balancer.integrations.trl import RolloutSource, inputs_from, patch, rollouts_from, rollouts_from_samples
+from stream_balancer.integrations.trl import (
+    BalancedGRPO,
+    RolloutSource,
+    inputs_from,
+    patch,
+    rollouts_from,
+    rollouts_from_samples,
+)
 from stream_balancer.testing.scripted import rank_batch
 from stream_balancer.types import SUPPORTED_DTYPES
 
 pytest.importorskip("trl")
 
+import trl_tiny
 from accelerate import Accelerator
+from trl import GRPOConfig, GRPOTrainer
 from trl.experimental.async_grpo import async_grpo_trainer
 from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
 from trl.trainer.utils import pad, split_pixel_values_by_grid, unsplit_pixel_values_by_grid
@@ -132,6 +144,146 @@ def test_a_padding_copy_trains_nothing_and_the_denominator_is_the_steps() -> Non
     assert one["num_items_in_batch"] == other["num_items_in_batch"] == made[0].num_loss_tokens == 2
 
 
+@given(grpo_inputs(), st.integers(0, 7))
+@settings(max_examples=40)
+def test_padded_prompts_count_and_come_off_again(inputs: dict[str, Any], extra: int) -> None:
+    length = int(inputs["prompt_mask"].sum(1).max()) + extra
+    split = split_pixel_values_by_grid(inputs)
+    made = rollouts_from(split, prompt_length=length)
+    tokens = inputs["completion_mask"].sum(1) + length
+    assert [rollout.num_tokens for rollout in made] == tokens.tolist()
+    (back,) = inputs_from(rank_batch(made), pad_token_id=PAD)
+    assert torch.equal(back["prompt_ids"], inputs["prompt_ids"])
+    assert torch.equal(back["completion_mask"], inputs["completion_mask"])
+    with pytest.raises(ValueError, match=rf"a prompt has {length - extra} tokens, and prompt_length is"):
+        rollouts_from(split, prompt_length=length - extra - 1)
+
+
+def test_the_cap_bounds_what_is_padded_where_prompts_are_padded_too() -> None:
+    """Prompts and completions are padded apart: a long prompt beside a long completion is wider than either row."""
+    inputs = two_rows() | {
+        "prompt_ids": torch.tensor([[PAD] * 8 + [1], list(range(1, 10))]),
+        "prompt_mask": torch.tensor([[0] * 8 + [1], [1] * 9]),
+    }
+    rows = [rollout.num_tokens for rollout in rollouts_from(inputs)]
+    padded = [rollout.num_tokens for rollout in rollouts_from(inputs, prompt_length=9)]
+    (back,) = inputs_from(rank_batch(rollouts_from(inputs, prompt_length=9)), pad_token_id=PAD)
+    width = back["prompt_ids"].shape[1] + back["completion_ids"].shape[1]
+    assert max(rows) < width <= max(padded)
+
+
+# --- GRPOTrainer ------------------------------------------------------------------------------------------------------
+
+
+LOSS_TYPES = ("dapo", "cispo", "vespo", "grpo", "sapo", "dr_grpo", "luspo", "bnpo")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_grpo_stays_on_trls_own_course_for_thirty_steps(tmp_path: Path) -> None:
+    torchrun(HERE / "trl_grpo_rank.py", str(tmp_path), "30", "dapo", "grpo")
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert max(found["gradients_apart"].values()) < 1e-5, found
+
+
+@pytest.mark.timeout(300)
+def test_grpo_trains_on_two_ranks_with_trls_own_gradient(tmp_path: Path) -> None:
+    """Every loss type; see trl_grpo_rank.py."""
+    torchrun(HERE / "trl_grpo_rank.py", str(tmp_path), "2", *LOSS_TYPES)
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert set(found["gradients_apart"]) == set(LOSS_TYPES)
+    assert max(found["gradients_apart"].values()) < 1e-5, found
+    theirs, ours = found["theirs"], found["ours"]
+    assert [sum(rows for rows, _ in rank) for rank in theirs] == [24, 24]
+    assert sum(rows for rank in ours for rows, _ in rank) >= 48  # padding copies are rows
+    assert len(ours[0]) == len(ours[1])
+    assert any(one[0] != other[0] for one, other in zip(*ours, strict=True))  # what TRL could not gather
+    assert max(tokens for rank in ours for _, tokens in rank) <= 300
+    assert padded(ours) < 0.9 * padded(theirs)
+    assert lockstep(ours) < 0.9 * lockstep(theirs)
+    assert found["generations_for_two_steps"] == 1
+    assert sum(rows for rank in found["their_micro_batches"] for rows, _ in rank) >= 48
+
+
+def padded(ranks: list[list[tuple[int, int]]]) -> int:
+    """Tokens run through the model, padding counted."""
+    return sum(tokens for rank in ranks for _, tokens in rank)
+
+
+def lockstep(ranks: list[list[tuple[int, int]]]) -> int:
+    """The same of the heavier rank at each micro-batch, where ranks meet."""
+    return sum(max(tokens for _, tokens in place) for place in zip(*ranks, strict=True))
+
+
+@pytest.mark.timeout(300)
+def test_the_recipe_works_pasted(tmp_path: Path) -> None:
+    model = trl_tiny.saved_model(tmp_path / "model")
+    recipe = trl_tiny.recipe(
+        0,
+        {
+            "from datasets import load_dataset": "import trl_tiny",
+            "from trl.rewards import accuracy_reward\n": "",
+            '"Qwen/Qwen3-0.6B"': repr(model),
+            'GRPOConfig(output_dir="out", max_steps=100)': "GRPOConfig("
+            f"output_dir={str(tmp_path)!r}, max_steps=2, max_completion_length=24, **trl_tiny.COMMON)",
+            "accuracy_reward,": "trl_tiny.length_reward, processing_class=trl_tiny.tokenizer(),",
+            'load_dataset("trl-lib/DeepMath-103K", split="train")': "trl_tiny.prompts()",
+        },
+    )
+    program = tmp_path / "train.py"
+    program.write_text(f"{recipe}\nassert trainer.state.global_step == 2\nfrom two_ranks import leave\nleave()\n")
+    torchrun(program)
+
+
+class Trainer(BalancedGRPO, GRPOTrainer):
+    pass
+
+
+def grpo(folder: Path, **options: Any) -> Trainer:
+    sizes = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "num_generations": 4}
+    args = GRPOConfig(output_dir=str(folder), max_completion_length=8, max_steps=2, **trl_tiny.COMMON | sizes | options)
+    return Trainer(
+        trl_tiny.saved_model(folder / "model"),
+        reward_funcs=trl_tiny.length_reward,
+        args=args,
+        train_dataset=trl_tiny.prompts(),
+        processing_class=trl_tiny.tokenizer(),
+    )
+
+
+def test_grpo_trains_in_one_process_and_evaluates(tmp_path: Path) -> None:
+    trainer = grpo(tmp_path)
+    trainer.eval_dataset = trl_tiny.prompts(8)
+    with trainer.balanced(max_tokens_per_micro_batch=60):
+        assert trainer.train().global_step == 2
+        assert math.isfinite(trainer.evaluate()["eval_loss"])
+
+
+def test_what_cannot_be_balanced_is_refused_by_name(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match=r"with trainer.balanced\(...\): trainer.train\(\)"):
+        grpo(tmp_path).train()
+    with (
+        pytest.raises(ValueError, match="num_iterations must be 1, not 2"),
+        grpo(tmp_path, num_iterations=2).balanced(),
+    ):
+        pass
+    odd = grpo(tmp_path, steps_per_generation=3)
+    with pytest.raises(ValueError, match=r"steps_per_generation \(3\) must be a multiple"), odd.balanced():
+        pass
+    unknown = grpo(tmp_path)
+    unknown.loss_type = "newest"
+    with pytest.raises(ValueError, match="loss_type='newest' is not known"), unknown.balanced():
+        pass
+    unpadded = grpo(tmp_path).balanced(cost=sb.TokenCost(), max_tokens_per_micro_batch=60)
+    with pytest.raises(ValueError, match="does not count padding"), unpadded:
+        pass
+    with (
+        pytest.raises(ValueError, match="leave micro_batch_counts"),
+        grpo(tmp_path).balanced(micro_batch_counts="free", sync="step", cost=sb.TokenCost()),
+    ):
+        pass
+
+
 # --- the async trainer ------------------------------------------------------------------------------------------------
 
 
@@ -163,6 +315,7 @@ def trainer_of(source: Any, num_processes: int, **args: Any) -> Any:
         ),
         _metrics={"train": async_grpo_trainer.defaultdict(list)},
         _trained_groups=set(),
+        add_callback=lambda _: None,
         processing_class=SimpleNamespace(pad_token_id=0),
     )
 
@@ -200,14 +353,29 @@ def test_the_real_loader_and_collator_train_on_our_plan(token_budget: int) -> No
     assert sum(batch["advantages"].numel() for batch in batches) > 0
 
 
+@pytest.mark.timeout(300)
+def test_async_grpo_trains_on_two_ranks_and_ends_with_the_stream(tmp_path: Path) -> None:
+    """With TRL's own gradient, a rank of padding copies alone included; see trl_async_rank.py."""
+    torchrun(HERE / "trl_async_rank.py", str(tmp_path))
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert found["steps"] == 3
+    assert found["gradients_apart"] < 1e-5
+    assert found["acknowledged"] == [0, 1, 2]
+
+
 def test_other_workers_are_planned_by_trl_as_before_and_a_forgotten_patch_is_said() -> None:
-    originals = (async_grpo_trainer.TokenBudgetBatcher, async_grpo_trainer.FixedCountBatcher)
+    def patched() -> tuple[Any, ...]:
+        home, method = async_grpo_trainer, async_grpo_trainer.AsyncGRPOTrainer.get_train_dataloader
+        return home.TokenBudgetBatcher, home.FixedCountBatcher, home.DataCollatorForRollout, method
+
+    originals = patched()
     put_back = patch()
     dataset = SimpleNamespace(queue=object())
+    assert not {*originals} & {*patched()}
     assert isinstance(async_grpo_trainer.FixedCountBatcher(dataset, 2, 4), originals[1])
     assert isinstance(async_grpo_trainer.TokenBudgetBatcher(dataset, 2, 4, {}), originals[0])
     put_back()
-    assert originals == (async_grpo_trainer.TokenBudgetBatcher, async_grpo_trainer.FixedCountBatcher)
+    assert originals == patched()
     with sb.blocking(sb.BalancerConfig(dp_size=2, batch_size=8)) as balancer:
         source = RolloutSource(balancer, SimpleNamespace(gradient_accumulation_steps=1))
         loader = async_grpo_trainer.AsyncGRPOTrainer.get_train_dataloader(trainer_of(source, 2, token_budget=0))
@@ -223,12 +391,13 @@ def test_another_number_of_ranks_is_refused() -> None:
 
 
 @pytest.mark.parametrize("accumulation", [1, 2, 3])
-def test_a_step_is_acknowledged_only_when_accelerate_and_the_trainer_are_done_with_it(accumulation: int) -> None:
+def test_a_step_is_acknowledged_with_the_optimizer_step_that_has_the_last_of_it(accumulation: int) -> None:
     """Under accelerate's real loader, which looks one ahead, fetched as transformers' Trainer does: a whole
     accumulation before any of it is trained."""
     config = sb.BalancerConfig(dp_size=1, batch_size=2, window=2, max_tokens_per_micro_batch=9)
     steps: dict[int, int] = {}
     trained: set[int] = set()
+    of_micro_batches: list[int] = []
     acknowledged: list[int] = []
     with sb.blocking(config) as balancer:
         source = RolloutSource(balancer, SimpleNamespace(gradient_accumulation_steps=accumulation))
@@ -262,8 +431,12 @@ def test_a_step_is_acknowledged_only_when_accelerate_and_the_trainer_are_done_wi
         batches_of_trainer = iter(Accelerator(cpu=True).prepare(loader))
         while chunk := [one for one in (next(batches_of_trainer, None) for _ in range(accumulation)) if one]:
             for batch in chunk:
-                trained |= {label // 1000 for label in batch["shift_labels"].flatten().tolist() if label >= 0}
+                rollouts = {label // 1000 for label in batch["shift_labels"].flatten().tolist() if label >= 0}
+                trained |= rollouts
+                of_micro_batches += {steps[rollout] for rollout in rollouts}
+            if len(chunk) == accumulation:  # else the trainer does not step
+                source.stepped()
         producer.join()
         assert trained == set(range(len(LENGTHS)))
-        assert acknowledged == list(range(len(acknowledged)))
-        assert len(acknowledged) >= max(steps.values()) - accumulation - 1
+        whole = len(of_micro_batches) // accumulation * accumulation
+        assert acknowledged == sorted({*of_micro_batches[:whole]} - {*of_micro_batches[whole:]})

@@ -28,7 +28,7 @@ from stream_balancer.integrations.verl import (
 )
 from stream_balancer.testing.scripted import rank_batch
 from stream_balancer.types import SUPPORTED_DTYPES
-from stream_balancer.wire import share as wire
+from stream_balancer.wire import rank_batch as wire
 
 slow = settings(max_examples=120, deadline=None, suppress_health_check=list(HealthCheck))
 FLOATS = [dtype for dtype in SUPPORTED_DTYPES if dtype.is_floating_point]

@@ -50,8 +50,10 @@ def main(init_method: str, rank: int) -> None:
     assert raised(batch, 60, dp_group=world, num_batches_divided_by=2) is ValueError
     # the rows of one rank are too wide
     assert raised(batch, 55, dp_group=world) is (AssertionError if rank == 2 else ValueError)
-    # two rows that must stay together are too long on one rank
-    assert raised(batch_of(lengths[:4]), 65, dp_group=world, force_group_size=2) is ValueError
+    # two rows that must stay together are too long on one rank: alone there, and the ranks agree all the same
+    _, positions = ours.rearrange_micro_batches(batch_of(lengths[:4]), 65, dp_group=world, force_group_size=2)
+    assert counts(len(positions)) == [2, 2, 2], counts(len(positions))
+    assert all(len(one) == 2 for one in positions)
     assert counts(1) == [1, 1, 1]  # still in step
     dist.destroy_process_group()
     sys.stdout.write("all as it should be")

@@ -20,7 +20,7 @@ from stream_balancer.controller.checkpoint import read_state_dict, state_dict
 from stream_balancer.controller.journal.rows import rollout_of, rollout_row
 from stream_balancer.core.machine import BalancerCore
 from stream_balancer.types import Rollout
-from stream_balancer.wire import share as wire
+from stream_balancer.wire import rank_batch as wire
 from stream_balancer.wire.rollouts import check_header, decode_rollout, encode_rollout
 
 

@@ -127,7 +127,7 @@ def best_swap(
     costs: np.ndarray,
     positions: list[int],
     fixed: np.ndarray,
-    shelf: list[tuple[float, int]],
+    candidates: list[tuple[float, int]],
     load: float,
     level: float,
 ) -> float:
@@ -135,11 +135,11 @@ def best_swap(
     best, place, at = load if load <= level else -1.0, -1, -1
     for number, position in enumerate(positions):
         without = load - float(costs[position])
-        candidate = bisect_right(shelf, (level - without, costs.size)) - 1
-        if not fixed[position] and candidate >= 0 and without + shelf[candidate][0] > best:
-            best, place, at = without + shelf[candidate][0], number, candidate
+        candidate = bisect_right(candidates, (level - without, costs.size)) - 1
+        if not fixed[position] and candidate >= 0 and without + candidates[candidate][0] > best:
+            best, place, at = without + candidates[candidate][0], number, candidate
     if place < 0:
         return load
-    given, positions[place] = positions[place], shelf.pop(at)[1]
-    insort(shelf, (float(costs[given]), given))
+    given, positions[place] = positions[place], candidates.pop(at)[1]
+    insort(candidates, (float(costs[given]), given))
     return best

@@ -85,5 +85,5 @@ def send(receiver: Receiver, message: Message, buffers: Sequence[Tensor] = ()) -
     sizes = tuple(buffer.numel() for buffer in buffers)
     targets = [receiver.allocate(size) for size in receiver.admit(message, sizes)]
     for target, buffer in zip(targets, buffers, strict=True):
-        target.copy_(buffer)
+        target[: buffer.numel()] = buffer
     receiver.receive(message, targets, ())

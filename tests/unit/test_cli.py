@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import random
 import subprocess
 import sys
 from pathlib import Path
@@ -52,6 +53,19 @@ class TestHelp:
         assert "demo" in text
         assert "replay" in text
         assert "tune" in text
+
+    def test_replay_says_of_each_stratum_who_waits(self, tmp_path: Path) -> None:
+        trace = tmp_path / "strata.csv"
+        lengths = random.Random(0).choices([100, 200, 3000], [8, 8, 1], k=600)
+        rows = [f"{n},0,{tokens},{'agent' if tokens > 1000 else 'maths'}" for n, tokens in enumerate(lengths)]
+        trace.write_text("\n".join(["group_id,prompt_tokens,output_tokens,stratum", *rows]))
+        told = run("replay", trace, "--dp-size", 4, "--batch-size", 8, "--slots", 16).stdout
+        agent, maths = (
+            [part for part in line.split() if "%" in part] for line in told.splitlines() if " without" in line
+        )
+        assert all(float(agent[n][:-1]) < float(maths[n][:-1]) for n in (0, 2, 4)), told  # shares
+        assert all(float(agent[n][:-1]) > float(maths[n][:-1]) == 0.0 for n in (1, 3, 5)), told
+        assert "steps without" not in run("replay", "generate:rg:400").stdout
 
     def test_replay_help_names_its_options(self) -> None:
         text = run("replay", "--help").stdout

@@ -33,6 +33,10 @@ def test_a_budget_in_tokens_derives_the_rest() -> None:
     assert config(batch_size=None, batch_tokens=1000, micro_batch_multiple=3, group_size=8).batch_size == 16
     assert config(batch_size=None, batch_tokens=1000, group_size=8, groups="same_rank").batch_size == 32
     assert config(batch_size=None, batch_tokens=1000, group_size=5, groups="free").batch_size == 5
+    assert config(batch_size=None, batch_tokens=1000, mini_batches=3).batch_size == 12
+    assert config(batch_size=None, batch_tokens=1000, mini_batches=3, group_size=8).batch_size == 16
+    same_rank = config(batch_size=None, batch_tokens=1000, mini_batches=3, group_size=8, groups="same_rank")
+    assert same_rank.batch_size == 96
     in_rollouts = config(batch_size=None, batch_tokens=1000, window=64)
     assert (in_rollouts.window, in_rollouts.window_tokens, in_rollouts.capacity) == (64, None, 128)
     assert in_rollouts.capacity_tokens == 16000  # as many as max_skips allows
@@ -49,7 +53,10 @@ def test_replace_derives_anew_what_was_not_given() -> None:
 
 
 NUMBERS = [
-    *[(name, 0) for name in ("dp_size", "batch_size", "window", "capacity", "min_batch_size", "max_skips")],
+    *[
+        (name, 0)
+        for name in ("dp_size", "batch_size", "window", "capacity", "min_batch_size", "max_skips", "mini_batches")
+    ],
     *[(name, -3) for name in ("capacity_bytes", "max_tokens_per_micro_batch", "group_size", "micro_batch_multiple")],
     *[(name, math.nan) for name in ("batch_size", "window", "capacity", "max_skips", "max_staleness")],
     *[(name, 0) for name in ("batch_tokens", "window_tokens", "capacity_tokens")],
@@ -110,6 +117,14 @@ class NanCost:
             "multiple of dp_size",
         ),
         ({"micro_batch_multiple": 5}, "some micro-batches would be empty"),
+        ({"mini_batches": 5}, r"mini_batches \(5\) x 4 rollouts.* more than batch_size \(16\)"),
+        ({"mini_batches": 3, "micro_batch_multiple": 2}, r"mini_batches \(3\) x 8 rollouts"),
+        ({"batch_size": 32, "mini_batches": 3, "group_size": 4, "groups": "same_rank"}, "x 16 rollouts"),
+        ({"mini_batches": 2, "window": "auto"}, "window='auto' does not work with mini_batches=2"),
+        (
+            {"mini_batches": 2, "batch_size_range": (8, 24)},
+            r"batch_size_range \(8, 24\) does not work with mini_batches=2",
+        ),
         ({"micro_batch_counts": "free", "sync": "micro_batch"}, "needs sync='step'"),
         *[
             ({"micro_batch_overhead_cost": bad}, "must be a finite number >= 0")
@@ -157,3 +172,8 @@ def test_groups_may_be_any_size_when_free() -> None:
 def test_an_unknown_knob_lists_the_known_ones() -> None:
     with pytest.raises(sb.ConfigError, match=r"no such knob: windw\. The knobs are: .*window"):
         config().replace(windw=3)
+
+
+def test_a_misspelt_knob_is_an_error_of_the_config() -> None:
+    with pytest.raises(TypeError, match=r"BalancerConfig.__init__\(\) got an unexpected keyword argument 'windw'"):
+        sb.BalancerConfig(dp_size=2, batch_size=4, windw=8)  # type: ignore[call-arg]

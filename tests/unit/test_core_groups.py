@@ -74,11 +74,25 @@ def test_a_drain_takes_groups_that_will_never_be_complete() -> None:
 
 def test_places_are_kept_for_siblings_of_waiting_groups() -> None:
     core = BalancerCore(sb.BalancerConfig(dp_size=1, batch_size=4, window=8, capacity=11, group_size=4))
+    assert core.config.most_waiting == 17  # in as many steps of one rollout at least all have left by max_skips
     core.add_all(list(make_rollouts([3, 4, 5, 6], siblings=4)), 0.0)
-    core.add(make_rollout(7, "b0", group_id="b"), 0.0)
-    with pytest.raises(sb.WouldBlock):  # 5 wait, 3 are awaited, 4 would belong to this one's group
-        core.add(make_rollout(8, "c0", group_id="c"), 0.0)
+    for group in "bcd":
+        core.add(make_rollout(7, f"{group}0", group_id=group), 0.0)
+    with pytest.raises(sb.WouldBlock):  # 7 wait, 9 are awaited, 4 would belong to this one's group
+        core.add(make_rollout(8, "e0", group_id="e"), 0.0)
     core.add(make_rollout(9, "b1", group_id="b"), 0.0)
+
+
+def test_siblings_still_to_come_keep_no_whole_group_out() -> None:
+    core = BalancerCore(sb.BalancerConfig(dp_size=1, batch_size=8, window=8, capacity=16, group_size=2))
+    for number in range(8):  # each lacks a sibling, which takes no place before it comes
+        core.add(make_rollout(5, f"open{number}", group_id=f"open{number}"), 0.0)
+    for number in range(4):
+        assert core.poll(0.0) is None
+        core.add_all([make_rollout(5, f"w{number}-{n}", group_id=f"w{number}") for n in (0, 1)], 0.0)
+    batch = core.poll(0.0)
+    assert batch is not None
+    assert (batch.reason, batch.num_rollouts, batch.incomplete_groups) == ("window", 8, ())
 
 
 def test_an_abandoned_group_is_evicted_and_so_is_what_comes_of_it() -> None:
@@ -142,7 +156,7 @@ def test_a_group_that_is_put_complete_leaves_as_it_is() -> None:
     assert sent(core) == (3, ())
     core.verify()
     for late in (1, 4):  # it has left, and the name is not free
-        with pytest.raises(sb.RolloutError, match=r"group 'g0' takes 0 more rollouts, not .: 3 have come"):
+        with pytest.raises(sb.RolloutError, match=r"group 'g0' takes 0 more executions, not .: 3 have come"):
             core.add_all(siblings(late, "late"), 0.0)
     with pytest.raises(sb.DuplicateRolloutError):  # a retry is one, whatever its group
         core.add_all(siblings(2, "s"), 0.0, CLOSE)
@@ -194,7 +208,7 @@ def test_sizes_that_cannot_be_are_refused_and_change_nothing() -> None:
     core.add_all([], 0.0, GroupSize("g0", 4))
     with pytest.raises(ValueError, match="declared to have 4 before"):
         core.add_all([], 0.0, GroupSize("g0", 3))
-    with pytest.raises(sb.RolloutError, match="takes 1 more rollouts, not 2: 3 have come"):
+    with pytest.raises(sb.RolloutError, match="takes 1 more executions, not 2: 3 have come"):
         core.add_all(siblings(2, "s"), 0.0)
     core.add_all([], 0.0, CLOSE)
     with pytest.raises(ValueError, match="declared to have 3 before"):

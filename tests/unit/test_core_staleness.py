@@ -47,6 +47,17 @@ def test_only_those_too_old_for_the_step_ahead_are_held_back() -> None:
     assert old in {r.rollout_id for r in dispatch(core).rollouts}, "nothing is ahead of it any more"
 
 
+def test_the_oldest_of_the_versions_per_token_counts() -> None:
+    core = core_of()
+    for number in (0, 1):
+        tokens = {"input_ids": [7, 8, 9], "versions": [-1, number, 1]}
+        core.add(sb.Rollout(tokens=tokens), 0.0)
+    core.set_version(2)
+    stats = core.statistics(0.0)
+    assert (stats.evicted["stale"], stats.waiting) == (1, 1)
+    core.verify()
+
+
 def test_siblings_of_one_that_is_held_back_are_held_back() -> None:
     core = core_of(group_size=2)
     put(core, 1, 1, group_id="a")

@@ -167,12 +167,13 @@ def test_a_swap_takes_the_nearest_to_the_gap(data: st.DataObject) -> None:
         return  # even already, or no better
     ranks, loads = [one.tolist() for one in shares], [float(costs[one].sum()) for one in shares]
     level = max(sum(loads) / num_ranks, float(costs[order[: 2 * num_ranks]].max()))
-    shelf = sorted((float(costs[i]), int(i)) for i in order[2 * num_ranks :] if costs[i] <= level)
-    for rank in sorted(range(num_ranks), key=lambda one: loads[one])[::-1]:
+    candidates = sorted((float(costs[i]), int(i)) for i in order[2 * num_ranks :] if costs[i] <= level)
+    by_load = sorted(range(num_ranks), key=loads.__getitem__)
+    for rank in reversed(by_load):
         if loads[rank] > level:
-            loads[rank] = best_swap(costs, ranks[rank], fixed, shelf, loads[rank], level)
+            loads[rank] = best_swap(costs, ranks[rank], fixed, candidates, loads[rank], level)
     highest = max(loads)
-    for rank in sorted(range(num_ranks), key=loads.__getitem__):
+    for rank in sorted(by_load, key=loads.__getitem__):  # of equal ones the one that was earlier before
         if loads[rank] * 1.003 < highest:
-            loads[rank] = best_swap(costs, ranks[rank], fixed, shelf, loads[rank], highest)
+            loads[rank] = best_swap(costs, ranks[rank], fixed, candidates, loads[rank], highest)
     assert [one[0].tolist() for one in after] == [sorted(one) for one in ranks]

@@ -18,8 +18,8 @@ from stream_balancer.rank.feed import RankFeed
 from stream_balancer.testing.transports import ScriptedBalancer, make_batch, same_rollout
 from stream_balancer.transport.buffers import BufferPool
 from stream_balancer.transport.gloo.torch_dist import TorchTransport
-from stream_balancer.types import RankBatch
-from stream_balancer.wire import share as wire
+from stream_balancer.types import MicroBatch, RankBatch, Rollout
+from stream_balancer.wire import rank_batch as wire
 from stream_balancer.wire.messages import Batch
 
 
@@ -170,10 +170,16 @@ def test_a_port_that_is_open_already_brings_its_own_device() -> None:
         RankFeed(Port(), mesh=object())
 
 
-@pytest.mark.skipif(not torch.accelerator.is_available(), reason="needs an accelerator")
-def test_a_feed_to_a_real_accelerator() -> None:
-    accelerator = torch.accelerator.current_accelerator()
-    assert accelerator is not None
+@pytest.fixture
+def accelerator() -> torch.device:
+    found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    if found is None:
+        pytest.skip("needs an accelerator")
+    return found
+
+
+@pytest.mark.accelerator
+def test_a_feed_to_a_real_accelerator(accelerator: torch.device) -> None:
     got: list[RankBatch] = []
 
     async def main() -> None:
@@ -191,3 +197,27 @@ def test_a_feed_to_a_real_accelerator() -> None:
         for mine, theirs in zip(batch.rollouts, expected.rollouts, strict=True):
             assert mine.tokens["input_ids"].device.type == accelerator.type
             assert torch.equal(mine.tokens["input_ids"].cpu(), theirs.tokens["input_ids"])
+
+
+@pytest.mark.accelerator
+def test_layouts_are_made_where_the_rollouts_are(accelerator: torch.device) -> None:
+    here = make_batch(0, 1, num_tokens=300).ranks[0].micro_batches[0]
+    there = MicroBatch.of(
+        [Rollout(tokens={key: column.to(accelerator) for key, column in one.tokens.items()}) for one in here.rollouts]
+    )
+    for mine, theirs in ((there.packed(), here.packed()), (there.padded(), here.padded())):
+        assert mine["input_ids"].device.type == mine.position_ids.device.type == accelerator.type
+        assert torch.equal(mine["input_ids"].cpu(), theirs["input_ids"])
+        assert torch.equal(mine.position_ids.cpu(), theirs.position_ids)
+    assert torch.equal(there.packed().cu_seqlens.cpu(), here.packed().cu_seqlens)
+
+
+@pytest.mark.accelerator
+def test_an_accelerators_stopwatch_waits_for_its_work(accelerator: torch.device) -> None:
+    work = torch.rand(2048, 2048, device=accelerator)
+    stopwatch = stopwatch_on(accelerator)
+    with stopwatch:
+        for _ in range(20):
+            work = work @ work.T / 2048
+    assert stopwatch.seconds() > 0
+    assert work.isfinite().all()

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
+import sys
 from collections.abc import Callable, Sequence
+from types import FrameType
 
 import pytest
 import torch
@@ -21,7 +23,7 @@ from stream_balancer.tensors import Packed
 from stream_balancer.testing import make_rollout
 from stream_balancer.testing.transports import same_rollout
 from stream_balancer.wire.messages import MissingRollout, ResizedExecution
-from stream_balancer.wire.share import decode, encode
+from stream_balancer.wire.rank_batch import decode, encode
 
 VOCAB_SIZE = 7
 
@@ -112,8 +114,7 @@ def gradient_of_ranks(batch: sb.Batch, divide: Divide) -> Tensor:
     for rank_batch in batch.ranks:
         for micro_batch in rank_batch.micro_batches:
             packed = micro_batch.packed(scalar_dtype=torch.float64)
-            advantages = packed["advantage"].repeat_interleave(torch.tensor(packed.lengths))
-            losses = token_losses(weights, packed["input_ids"], advantages) * packed["loss_mask"]
+            losses = token_losses(weights, packed["input_ids"], packed.per_token("advantage")) * packed["loss_mask"]
             sums = torch.stack([one.sum() for one in losses.split(packed.lengths)])
             divide(packed, sums, rank_batch).backward()
     assert weights.grad is not None
@@ -151,6 +152,7 @@ def over_the_wire(batch: sb.Batch) -> sb.Batch:
         shares.append(decode(encoded.message, buffer))
     return sb.Batch(
         **{name: getattr(batch, name) for name in ("step", "reason", "num_rollouts", "num_tokens", "loads")},
+        finish=batch.finish,
         lower_bound=batch.lower_bound,
         ranks=tuple(shares),
     )
@@ -384,3 +386,29 @@ def test_an_execution_lost_beside_others_that_wait_may_come_again() -> None:
     core.add_all(first, 1.5)
     assert core.state.buffer.groups.incomplete() == {"g": 2}
     core.verify()
+
+
+def test_the_work_of_a_dispatch_follows_its_rollouts_not_ranks_times_rollouts() -> None:
+    """Executions were once counted for each rank anew, which at 512 ranks is most of a dispatch."""
+
+    def calls_per_rollout(ranks: int) -> float:
+        core = core_of(dp_size=ranks, batch_size=2 * ranks, window=2 * ranks, loss_mask_column=None, group_size=None)
+        for number in range(2 * ranks):
+            core.add(make_rollout(8, f"r{number}"), 0.0)
+        count = 0
+
+        def called(frame: FrameType, event: str, arg: object) -> None:
+            nonlocal count
+            count += event in ("call", "c_call")  # a generator that goes on is a call, too
+
+        before = sys.getprofile()
+        sys.setprofile(called)
+        try:
+            batch = core.poll(0.0)
+        finally:
+            sys.setprofile(before)
+        assert batch is not None
+        assert batch.ranks[-1].global_num_executions == 2 * ranks
+        return count / (2 * ranks)
+
+    assert calls_per_rollout(512) < 2 * calls_per_rollout(32)

@@ -49,6 +49,9 @@ class FakePair:
             self._poisoned = True
             self._changed.notify_all()
 
+    def wait_broken(self, timeout_s: float) -> None:
+        self.poison()
+
     def take(self, tensor: Tensor, number: int) -> None:
         with self._changed:
             self._changed.wait_for(lambda: len(self._incoming) >= number or self._poisoned)

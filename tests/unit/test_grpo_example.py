@@ -120,8 +120,13 @@ async def test_weights_may_change_within_a_rollout_and_its_versions_say_so():
 async def test_workers_put_whole_groups_with_what_training_needs():
     engine, _ = new_engine(slots=16)
     config = sb.BalancerConfig(dp_size=2, batch_size=8, group_size=4, capacity=16)
+
+    async def work():
+        await generate_groups(engine, balancer, num_groups=6, group_size=4, num_workers=3, seed=0)
+        balancer.end()
+
     async with sb.StreamBalancer(config) as balancer, anyio.create_task_group() as tasks:
-        tasks.start_soon(lambda: generate_groups(engine, balancer, num_groups=6, group_size=4, num_workers=3, seed=0))
+        tasks.start_soon(work)
         rollouts = [r async for batch in balancer.batches() for r in batch.rollouts if not r.is_padding]
     assert sorted(int(r.rollout_id) for r in rollouts) == list(range(24))
     for group in {r.group_id for r in rollouts}:

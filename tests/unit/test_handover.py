@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import random
 import weakref
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -17,9 +18,9 @@ from stream_balancer.core.machine import BalancerCore
 from stream_balancer.errors import RolloutError, WireError
 from stream_balancer.testing.scripted import rank_batch
 from stream_balancer.types import MicroBatch, RankBatch, Rollout
-from stream_balancer.wire import share as wire
+from stream_balancer.wire import rank_batch as wire
 from stream_balancer.wire.messages import Batch, Owner, PartialBatch, RolloutHeader
-from stream_balancer.wire.partial_share import (
+from stream_balancer.wire.partial_batch import (
     Lease,
     RemoteRollout,
     encode_skeleton,
@@ -56,6 +57,14 @@ def described(local: Rollout, owner: Owner, key: int, lease: Lease | None = None
     buffer = torch.cat(encoded.pieces())
     assert buffer.numel() == encoded.header.wire_bytes
     return decode_kept(msgspec.structs.replace(encoded.header, payload=key), buffer, owner, lease or Lease())
+
+
+def test_versions_per_token_are_known_where_the_tokens_are_not() -> None:
+    local = Rollout(tokens={"input_ids": [1, 2, 3], "versions": [-1, 4, 5]})
+    remote = described(local, A, 1)
+    assert remote.tokens["versions"].is_meta
+    assert (remote.version, replace(remote, group_id="g").version) == ((4, 5), (4, 5))
+    assert remote.padding_copy("padding-1").version == (4, 5)
 
 
 def sent(one: RankBatch) -> tuple[PartialBatch, torch.Tensor]:

@@ -34,7 +34,7 @@ from stream_balancer.core.machine import BalancerCore
 from stream_balancer.testing import make_rollout, make_rollouts
 from stream_balancer.types import Batch
 
-PLAN = Plan(3, "window", [[["a"], ["b", "c"]], [["d"], ["p"]]], ["p"], [1.0, 2.0], 1.5, ["g"])
+PLAN = Plan(3, "window", [[["a"], ["b", "c"]], [["d"], ["p"]]], ["p"], [1.0, 2.0], 2.0, 1.5, ["g"])
 FACTS: list[Fact] = [
     PLAN,
     Done(["a"], 3),
@@ -83,7 +83,8 @@ def test_plans_come_back_with_their_padding_copies() -> None:
     assert batch.num_padding == 2
     again = batch_of(plan_of(batch), rollouts)
     assert repr(again) == repr(batch)
-    assert (again.loads, again.lower_bound, again.num_padding) == (batch.loads, batch.lower_bound, batch.num_padding)
+    assert (again.loads, again.finish, again.lower_bound) == (batch.loads, batch.finish, batch.lower_bound)
+    assert again.num_padding == batch.num_padding
     for before, after in zip(batch.ranks, again.ranks, strict=True):
         assert repr(before) == repr(after)
         assert before.global_num_loss_tokens == after.global_num_loss_tokens
@@ -142,7 +143,7 @@ class Rows:
 
 def batch_with(step: int, ids: list[str]) -> Batch:
     """A batch for one rank."""
-    plan = Plan(step, "window", [[ids]], [], [1.0], 1.0, [])
+    plan = Plan(step, "window", [[ids]], [], [1.0], 1.0, 1.0, [])
     return batch_of(plan, {name: make_rollout(1, name) for name in ids})
 
 
@@ -232,7 +233,7 @@ def test_a_second_put_of_an_id_does_not_hide_the_first() -> None:
 
 def test_a_plan_whose_rollout_is_lost_is_not_kept() -> None:
     contents = held("a", "b")
-    contents.add(0, Plan(0, "window", [[["a"], ["lost"]]], [], [1.0], 1.0, []))
+    contents.add(0, Plan(0, "window", [[["a"], ["lost"]]], [], [1.0], 1.0, 1.0, []))
     snapshot, broken = contents.snapshot(0.0, 0)
     assert [r.rollout_id for r in snapshot.waiting] == ["a", "b"]
     assert [plan.step for plan in broken] == [0]
@@ -242,7 +243,7 @@ def test_a_plan_whose_rollout_is_lost_is_not_kept() -> None:
 def test_steps_go_on_though_the_state_is_lost() -> None:
     contents = held("a")
     contents.add(0, Done(["x"], 7))
-    contents.add(5, Plan(5, "window", [[["a"]]], [], [1.0], 1.0, []))
+    contents.add(5, Plan(5, "window", [[["a"]]], [], [1.0], 1.0, 1.0, []))
     assert contents.snapshot(0.0, 10)[0].next_step == 7
 
 
@@ -255,11 +256,15 @@ def test_ages_survive() -> None:
     assert snapshot.skips.tolist() == [3, 1, 0]
 
 
-def test_a_group_closed_by_a_put_that_was_cut_short_has_what_is_there() -> None:
+@pytest.mark.parametrize("planned", [False, True])
+def test_a_group_closed_by_a_put_that_was_cut_short_has_what_is_there(planned: bool) -> None:
     """The put's rows say that it is closed; with how many follows once they are held."""
     contents = Contents()
     for number in range(3):
         contents.hold(number, Held(make_rollout(3, f"r{number}", group_id="g"), 0.0, 0))
     contents.add(0, Group("g", None, "closed"))
+    if planned:
+        contents.add(1, Plan(0, "window", [[["r0"], ["r1", "r2"]]], [], [1.0], 1.0, 1.0, []))
     snapshot, _ = contents.snapshot(1.0, 10)
+    assert len(snapshot.in_flight) == int(planned)
     assert snapshot.closed_groups == {"g": 3}

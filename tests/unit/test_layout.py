@@ -8,6 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import stream_balancer as sb
+from stream_balancer import tensors
+from stream_balancer.tensors import FlatColumns
 
 lengths_lists = st.lists(st.integers(1, 9), min_size=1, max_size=6)
 
@@ -128,3 +130,69 @@ def test_a_scalar_does_not_turn_a_float32_loss_into_float64(layout: str) -> None
 def test_scalars_may_be_asked_for_in_another_dtype(layout: str) -> None:
     assert numbers(layout, scalar_dtype=torch.float64)["reward"].tolist() == [0.1, 0.2]
     assert numbers(layout, scalar_dtype=torch.int64)["seed"].tolist() == [2**53 + 1, 2**53 + 2]
+
+
+def spread_out(layout: str, name_or_values: str | torch.Tensor, rollouts: list[sb.Rollout]) -> list[list[float]]:
+    """Rollout by rollout, [n][L], whatever the layout; what lies on padding must be zero."""
+    laid_out = getattr(sb.MicroBatch.of(rollouts), layout)()
+    found = laid_out.per_token(name_or_values)
+    assert found.shape == laid_out["input_ids"].shape or layout == "nested"
+    if layout == "packed":
+        return [part.tolist() for part in found.split([r.num_tokens for r in rollouts])]
+    if layout == "padded":
+        assert not found[~laid_out.attention_mask].any()
+        return [row[mask].tolist() for row, mask in zip(found, laid_out.attention_mask, strict=True)]
+    assert torch.equal((found + laid_out["input_ids"]).offsets(), laid_out.offsets)  # torch takes their shapes for one
+    return [part.tolist() for part in found.unbind()]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_number_of_each_rollout_is_spread_over_its_tokens(layout: str) -> None:
+    rollouts = [sb.Rollout(tokens={"input_ids": range(n)}, scalars={"advantage": n / 2}) for n in (2, 3, 1)]
+    assert spread_out(layout, "advantage", rollouts) == [[1.0, 1.0], [1.5, 1.5, 1.5], [0.5]]
+    normalised = torch.tensor([7, 8, 9])
+    assert spread_out(layout, normalised, rollouts) == [[7, 7], [8, 8, 8], [9]]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("value", [2.0, float("nan"), float("inf")])
+def test_what_is_spread_is_zero_on_padding_copies(layout: str, value: float) -> None:
+    real = sb.Rollout(tokens={"input_ids": [1, 2]}, scalars={"advantage": 1.0})
+    copied = sb.Rollout(tokens={"input_ids": [1, 2]}, scalars={"advantage": value})
+    assert spread_out(layout, "advantage", [real, copied.padding_copy("p")]) == [[1.0, 1.0], [0.0]]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_dtype_and_gradient_of_what_is_spread(layout: str) -> None:
+    rollouts = [sb.Rollout(tokens={"input_ids": range(n)}, scalars={"seed": 2**53 + n}) for n in (2, 1)]
+    exact = getattr(sb.MicroBatch.of(rollouts), layout)(scalar_dtype=torch.int64)
+    assert exact.per_token("seed").dtype is torch.int64
+    assert exact.per_token(torch.tensor([True, False])).dtype is torch.bool
+    values = torch.tensor([1.0, 2.0], requires_grad=True)
+    spread = getattr(sb.MicroBatch.of(rollouts), layout)().per_token(values)
+    (spread.values() if layout == "nested" else spread).sum().backward()
+    assert values.grad is not None
+    assert values.grad.tolist() == [2.0, 1.0]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_what_cannot_be_spread_is_named(layout: str) -> None:
+    laid_out = getattr(micro_batch([1, 2]), layout)()
+    with pytest.raises(ValueError, match=r"'h' is per token already; read it as \['h'\]"):
+        laid_out.per_token("h")
+    with pytest.raises(KeyError, match="no column or scalar 'reward'; columns: "):
+        laid_out.per_token("reward")
+    with pytest.raises(ValueError, match=r"one number for each of the 2 rollouts, \[2\], not \[3\]"):
+        laid_out.per_token(torch.ones(3))
+
+
+@pytest.mark.parametrize("layout", ["packed", "nested"])  # meta tensors cannot be padded: no mask to choose by
+def test_what_is_spread_lies_where_the_tokens_do(layout: str) -> None:
+    flat = FlatColumns(
+        {"input_ids": torch.ones(3, device="meta"), "loss_mask": torch.ones(3, device="meta")},
+        (2, 1),
+        {"advantage": [1.0, 2.0]},
+        torch.ones(2, device="meta"),
+        [(1, 1), (1, 1)],
+    )
+    assert getattr(tensors, layout)(flat).per_token("advantage").device.type == "meta"

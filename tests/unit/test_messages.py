@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import pickle
 from typing import get_args
 
 import msgspec
@@ -10,10 +11,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stream_balancer.errors import WireError
+from stream_balancer.errors import (
+    AlreadyInUseError,
+    BrokenResourceError,
+    RefusalReason,
+    RefusedError,
+    WireError,
+    refused_error,
+    to_raise,
+)
 from stream_balancer.wire import messages as m
 
-CHANNEL_MESSAGES = [*get_args(m.Control), *get_args(m.Conversation)]
+CHANNEL_MESSAGES = [kind for kind in (*get_args(m.Control), *get_args(m.Conversation)) if kind is not m.Refused]
 HEADER = m.RolloutHeader(10, 2**32 - 1, 20_000, 20_000, payload=3)
 
 
@@ -28,18 +37,20 @@ def example_of(kind: type[m.Message]) -> m.Message:
             values.append(special[field.name])
         elif field.name == "resized":
             values.append((m.ResizedExecution("g", "e", 2, 30),))
+        elif field.name == "mini_batches":
+            values.append((m.MiniBatchDenominators(1, 20, 10, 1),))
         elif field.name == "fate":
             values.append("closed")
-        elif field.name in ("reason", "text", "group_id"):
+        elif field.name in ("reason", "text", "group_id", "problem"):
             values.append("why")
-        elif field.name in ("numbers", "keys", "missing"):
+        elif field.name in ("numbers", "keys", "missing", "ranks"):
             values.append((1, 2, 3))
         elif kind is m.PutBundle and field.name == "puts":
             values.append((m.BundledPut(7, 2, group=True, wait=False),))
         elif field.name == "rollout" or kind is m.PutBundle:
             values.append(HEADER)
-        elif field.name == "nonce":
-            values.append(b"nonce")
+        elif field.name in ("nonce", "values"):
+            values.append(field.name.encode())
         elif field.name in ("ok", "wait", "complete"):
             values.append(not field.default)
         elif field.name in ("seconds", "compute_s", "waited_s"):
@@ -101,3 +112,16 @@ def test_a_damaged_message_is_a_wire_error_or_a_message(data: st.DataObject) -> 
     raw[data.draw(st.integers(0, len(raw) - 1))] ^= data.draw(st.integers(1, 255))
     with contextlib.suppress(WireError):
         assert isinstance(m.decode_message(bytes(raw))[1], m.Message)
+
+
+def test_a_refusal_is_raised_where_it_is_read() -> None:
+    for reason in get_args(RefusalReason):
+        with pytest.raises(RefusedError, match="why") as caught:
+            m.decode_message(m.encode_message(m.Refused(reason, "why")))
+        again = pickle.loads(pickle.dumps(caught.value))  # noqa: S301 - as Ray brings it to another process
+        assert (again.reason, type(again)) == (reason, type(caught.value))
+        assert vars(to_raise(again)) == {"reason": reason}
+    assert isinstance(refused_error("busy", ""), AlreadyInUseError)
+    assert isinstance(refused_error("closed", ""), BrokenResourceError)
+    for mine in ("authentication", "protocol", "value"):
+        assert isinstance(refused_error(mine, ""), ValueError)

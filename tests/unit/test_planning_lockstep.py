@@ -9,10 +9,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import stream_balancer as sb
+from stream_balancer.core.machine import BalancerCore
 from stream_balancer.planning import PlanKnobs, Waiting, form_micro_batches, plan_batch
 from stream_balancer.planning.bounds import lockstep_bound, lockstep_bounds
 from stream_balancer.planning.cost_order import CostOrder
 from stream_balancer.planning.lockstep_choice import CappedStep, choose_lockstep
+from stream_balancer.testing import make_rollout
 
 
 def step_time(costs, ranks, speeds=None):
@@ -245,6 +248,16 @@ def test_outliers_that_must_go_soon_do_not_wait_for_a_third():
     assert 0 not in chosen(step_of(tokens, remaining=later, num_ranks=3))
 
 
+def test_an_outlier_waits_for_company_that_is_to_arrive():
+    """Those that came last foretell it: an outlier among them, and as many again are on their way."""
+    tokens = [100, *[20] * 7, 40, *[20] * 15]
+    remaining = np.array([2, *[5] * 11, *[8] * 12])
+    older, newer = list(tokens), list(tokens)
+    older[10] = newer[13] = 100
+    assert 0 in chosen(step_of(older, remaining=remaining, num_ranks=3))
+    assert 0 not in chosen(step_of(newer, remaining=remaining, num_ranks=3))
+
+
 def test_of_equal_outliers_the_older_go():
     going = chosen(step_of([100] * 3 + [20] * 20, must=[0], num_rollouts=8))
     assert going[:3] == [0, 1, 3]  # two make a lockstep, and a third would be alone
@@ -297,3 +310,27 @@ def test_and_nearly_so_where_the_partition_breaks_the_cap(seed):
     assert {len(share) for share in ranks} == {1}
     assert all(lengths[one].sum() <= cap for share in ranks for one in share)
     assert step_time(costs, ranks) <= lockstep_bound(costs, lengths, 8, cap) * 1.002
+
+
+@pytest.mark.parametrize("policy", ["window", "fifo", "round_robin"])
+@pytest.mark.parametrize("cost", [sb.QuadraticCost(), sb.PaddedCost()])
+def test_a_batchs_imbalance_is_that_of_its_micro_batches(policy, cost):
+    """Ranks of equal sums still wait for each other, micro-batch by micro-batch."""
+    knobs = {"sync": "micro_batch", "max_tokens_per_micro_batch": 100, "policy": policy, "cost": cost}
+    core = BalancerCore(sb.BalancerConfig(dp_size=2, batch_size=16, window=16, **knobs))
+    for number, length in enumerate([90, 70, 60, 10, 20, 30, 40, 50, 55, 45, 35, 25, 15, 5, 65, 12]):
+        core.add(make_rollout(length, f"r{number}"), 0.0)
+    batch = core.poll(0.0)
+
+    def time_of(micro_batch):
+        costs = [0.0 if r.is_padding else float(cost(r.num_tokens)) for r in micro_batch.rollouts]
+        return len(costs) * max(costs) if cost.padded else sum(costs)
+
+    micro_batches = [rank.micro_batches for rank in batch.ranks]
+    took = sum(max(map(time_of, together)) for together in zip(*micro_batches, strict=True))
+    mean = sum(batch.loads) / 2
+    assert batch.finish == pytest.approx(took)
+    assert batch.finish > max(batch.loads)
+    assert batch.lower_bound <= batch.finish * (1 + 1e-12)
+    assert batch.imbalance == pytest.approx(took / mean - 1)
+    assert core.statistics(0.0).idle_fraction == pytest.approx(1 - mean / took)

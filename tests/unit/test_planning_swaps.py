@@ -83,13 +83,14 @@ def test_idle_never_grows_and_nothing_is_lost(
 def plan_groups(
     costs_of: list[list[float]], num_ranks: int, batch_size: int, *, max_skips: int = 8, **more: Any
 ) -> tuple[set[int], Plan]:
-    """-> (the groups that go, the plan). ``more``: ``must``, ``incomplete``: groups; and knobs."""
+    """-> (the groups that go, the plan). ``more``: ``must``, ``incomplete``: groups; ``tokens``; and knobs."""
     costs = np.concatenate(costs_of)
     labels = np.repeat(np.arange(len(costs_of)), [len(group) for group in costs_of])
     of = {name: np.isin(labels, more.pop(name, [])) for name in ("must", "incomplete")}
     waiting = replace(
         Waiting.of(costs), groups=labels, skips=np.where(of["must"], max_skips, 0), group_complete=~of["incomplete"]
     )
+    waiting = replace(waiting, lengths=np.array(more.pop("tokens", waiting.lengths)))
     more = {"groups": "same_batch", **more}
     knobs = PlanKnobs(num_ranks, batch_size, max_skips, group_size=max(map(len, costs_of)), **more)
     plan = plan_batch(waiting, knobs, num_rollouts=int((~of["incomplete"]).sum()), step=0)
@@ -110,16 +111,35 @@ def test_a_group_that_must_go_is_not_swapped_away() -> None:
     assert went == {0, 1}
 
 
-@pytest.mark.parametrize("how", ["same_batch", "same_rank"])
-def test_an_incomplete_group_does_not_come_in(how: str) -> None:
-    went, _ = plan_groups(UNEVEN, 2, 4, incomplete=[2, 3, 4], groups=how)
+def test_an_incomplete_group_does_not_come_in() -> None:
+    went, _ = plan_groups(UNEVEN, 2, 4, incomplete=[2, 3, 4])
     assert went == {0, 1}
+    sums = [800.0, 650.0, 850.0, 650.0, 750.0, 600.0, 500.0, 700.0]  # of groups that stay on one rank each
+    whole: dict[str, Any] = {"groups": "same_rank", "incomplete": [5]}
+    assert 5 in plan_groups([[0.6 * one, 0.4 * one] for one in sums], 2, 8, groups="same_rank")[0]
+    assert 5 not in plan_groups([[0.6 * one, 0.4 * one] for one in sums], 2, 8, **whole)[0]
 
 
 def test_only_a_group_of_the_same_size_comes_in() -> None:
     went, plan = plan_groups([[900.0, 100.0], [500.0, 100.0], [700.0, 100.0, 0.0], [700.0, 110.0]], 2, 4, must=[0])
     assert went == {0, 3}
     assert 0.0 < plan.imbalance < 0.01
+
+
+ALMOST = [[400.0, 250.0], [400.0, 150.0], [400.0, 100.0], [600.0, 150.0]]
+"""The third group instead of the first makes the step even."""
+
+
+def test_no_group_comes_in_that_costs_ranks_in_step_a_micro_batch_more() -> None:
+    in_step: dict[str, Any] = {"sync": "micro_batch", "max_tokens_per_micro_batch": 100}
+    assert plan_groups(ALMOST, 2, 4, tokens=[50] * 8, **in_step)[0] == {1, 2}
+    assert plan_groups(ALMOST, 2, 4, tokens=[50, 50, 50, 50, 100, 50, 50, 50], **in_step)[0] == {0, 1}
+
+
+def test_a_token_budget_is_not_missed_for_an_even_step() -> None:
+    tokens = [10, 10, 10, 10, 30, 10, 10, 10]
+    assert plan_groups(ALMOST, 2, 4, tokens=tokens)[0] == {1, 2}
+    assert plan_groups(ALMOST, 2, 4, batch_tokens=40, tokens=tokens)[0] == {0, 1}
 
 
 def test_groups_that_are_even_stay_as_they_came() -> None:

@@ -19,7 +19,7 @@ from sessions import OWNER, FakeChannel, outgoing, producer_session, send
 
 import stream_balancer as sb
 from stream_balancer.core.groups import GroupSize
-from stream_balancer.errors import WireError
+from stream_balancer.errors import ConfigError, WireError, refused_error
 from stream_balancer.testing import make_rollout
 from stream_balancer.transport.channel import PeerClosed, PeerGone
 from stream_balancer.transport.event_loop import loop_caller
@@ -30,7 +30,7 @@ from stream_balancer.transport.sockets.framing import frame
 from stream_balancer.transport.sockets.hub import Hub
 from stream_balancer.transport.sockets.producers import welcome_producer
 from stream_balancer.wire import messages as m
-from stream_balancer.wire.partial_share import RemoteRollout
+from stream_balancer.wire.partial_batch import RemoteRollout
 
 TO_CONTROLLER = (m.Put, m.PutGroup, m.DeclareGroup, m.Cancel)
 TO_PRODUCER = (m.Accepted, m.PutRefused, m.DropPayloads, m.End)
@@ -452,7 +452,13 @@ LOSSES = [
     (ConnectionResetError("connection closed by peer"), sb.BrokenResourceError, "waited: connection closed by peer"),
     (PeerClosed(""), sb.BrokenResourceError, "waited: the controller closed the connection"),
     (PeerClosed("it was tired\nof it"), sb.BrokenResourceError, "waited: it was tired;"),
-    (ValueError("there is no host"), ValueError, "there is no host"),
+    (ConfigError("there is no host"), ValueError, "there is no host"),
+    (ValueError("a stray one is nobody's knob"), sb.BrokenResourceError, "waited: a stray one"),
+    (
+        refused_error("authentication", "another token"),
+        sb.RefusedError,
+        "another token; ",
+    ),
     (WireError("nonsense"), WireError, "nonsense"),
 ]
 
@@ -599,15 +605,24 @@ def connected() -> tuple[socket.socket, socket.socket]:
         return one, server.accept()[0]
 
 
-def test_puts_that_are_read_together_cost_the_event_loop_one_call(hub: Hub) -> None:
+def test_puts_that_are_read_together_wake_the_event_loop_together(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     """Were it woken for each, the loop's thread and the hub's would take turns at every put."""
-    calls: list[None] = []
-    in_turns = threading.Event()
+    received: list[m.Message] = []
+    receive = ProducerSession.receive
+
+    def note(session: ProducerSession, message: m.Message, *rest: Any) -> None:
+        received.append(message)
+        receive(session, message, *rest)
+
+    monkeypatch.setattr(ProducerSession, "receive", note)
+    received_by_then: list[int] = []
+    done = threading.Event()
 
     def in_loop(function: Callable[[], object]) -> None:
         function()
-        calls.append(None)
-        in_turns.set()
+        received_by_then.append(len(received))
+        if len(received_by_then) == 10:
+            done.set()
 
     one, other = connected()
     with other:
@@ -615,9 +630,9 @@ def test_puts_that_are_read_together_cost_the_event_loop_one_call(hub: Hub) -> N
             message, [buffer] = outgoing(a_put(f"r{number}"), number)
             other.sendall(frame(message, (buffer.numel(),)) + bytes(buffer.numpy()))
         session = welcome_producer(hub, one, m.JoinProducer("a producer"), Limits(), in_loop, linger_s=1.0)
-        assert in_turns.wait(10)
+        assert done.wait(10)
         taken = [offer.number for offer in iter(session.take, None) if isinstance(offer, Offer)]
-        assert (taken, len(calls)) == (list(range(10)), 1)
+        assert (taken, received_by_then) == (list(range(10)), [10] * 10)
 
 
 def test_whom_a_hub_has_served_learns_that_it_is_closed(hub: Hub) -> None:

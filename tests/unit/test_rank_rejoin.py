@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from sessions import at_once
 
@@ -56,9 +58,9 @@ def port(controllers: Controllers) -> RankPort:
     return port
 
 
-def taken(port: RankPort) -> list[int]:
-    steps = []
-    while (one := port.take()) is not None:
+def taken(port: RankPort, at_most: int = 100) -> list[int]:
+    steps: list[int] = []
+    while len(steps) < at_most and (one := port.take()) is not None:
         steps.append(one.step)
     return steps
 
@@ -130,8 +132,62 @@ def test_what_will_not_come_back_is_not_waited_for(controllers: Controllers, por
         port.take()
 
 
-def test_after_the_end_and_after_closing_nobody_is_joined(controllers: Controllers, port: RankPort) -> None:
+def test_after_the_end_the_next_controller_is_joined_to_hear_what_was_done(
+    controllers: Controllers, port: RankPort
+) -> None:
+    controllers.present.send(batch(0))
     controllers.present.end()
+    assert taken(port, 1) == [0]
+    controllers.present.channel.abort()  # so that the report below is lost
+    with pytest.raises(sb.EndOfStream):
+        port.take()
+    port.report(m.StepReport(0, 1.0))
+    port.leave()
+    controllers.present.send(batch(0))
+    controllers.present.end()
+    assert controllers.present.report() == m.StepReport(0, 1.0)
+    with pytest.raises(sb.EndOfStream):
+        controllers.present.report()
+
+
+def test_who_is_refused_for_what_it_sent_does_not_come_again_with_the_same(
+    controllers: Controllers, port: RankPort
+) -> None:
+    controllers.present.send(batch(0))
+    port.take()
+    port.report(m.StepReport(0, float("nan")))
+    assert len(controllers.sessions) == 1
+    with pytest.raises(sb.RefusedError, match="impossible durations") as refused:
+        port.take()
+    assert refused.value.reason == "protocol"
+    with pytest.raises(sb.RankLostError, match="broke the protocol"):
+        controllers.present.report()
+
+
+def test_the_controller_learns_why_a_rank_refuses_a_batch(controllers: Controllers, port: RankPort) -> None:
+    controllers.present.send(replace(make_batch(3, 2).ranks[1], dp_size=1))
+    with pytest.raises(WireError, match="got a batch for rank 1 of 1"):
+        port.take()
+    with pytest.raises(sb.RankLostError, match="it refused what it was sent: rank 0: got a batch for rank 1 of 1"):
+        controllers.present.report()
+
+
+def test_who_has_asked_what_it_takes_over_joins_nobody(controllers: Controllers, port: RankPort) -> None:
+    """The next controller does not know what was reassigned, and would have it trained on twice."""
+    controllers.present.send(make_batch(0, 1).ranks[0])
+    assert port.take() is not None
+    assert port.next_part(0) is None
+    controllers.present.reassign(make_batch(0, 1).ranks[0])
+    assert port.next_part(0) is not None
+    controllers.crash()
+    with pytest.raises(sb.RankLostError):
+        port.next_part(0)
+    assert len(controllers.sessions) == 1
+
+
+def test_who_has_left_joins_nobody(controllers: Controllers, port: RankPort) -> None:
+    controllers.present.end()
+    port.leave()
     controllers.crash()
     with pytest.raises(sb.EndOfStream):
         port.take()
@@ -146,3 +202,20 @@ def test_without_being_asked_to_a_rank_does_not_wait(controllers: Controllers) -
     with pytest.raises(sb.RankLostError, match="open a new RankFeed"):
         port.take()
     assert len(controllers.sessions) == 1
+
+
+def test_the_next_controller_is_asked_for_parts_once_it_has_given_the_step(
+    controllers: Controllers, port: RankPort
+) -> None:
+    """Before that it would break off: the rank owes it nothing yet."""
+    controllers.present.send(batch(0))
+    assert taken(port) == [0]
+    controllers.crash()
+    answers = [port.next_part(0)]
+    port.subscribe(lambda: answers.append(port.next_part(0)))  # as a feed that waits
+    assert controllers.present.report() is None
+    controllers.present.send(batch(0))
+    assert controllers.present.report() == m.PartsDone(0, 0), "the feed is woken, and asks again"
+    assert controllers.present.report() is None
+    controllers.present.complete(m.StepComplete(0, (0,)))
+    assert answers[-1] == m.StepComplete(0, (0,))

@@ -13,7 +13,7 @@ import torch
 from sessions import FakeChannel, at_once
 
 import stream_balancer as sb
-from stream_balancer.errors import WireError, WouldBlock
+from stream_balancer.errors import ConfigError, WireError, WouldBlock, refused_error
 from stream_balancer.testing.transports import make_batch, same_rollout
 from stream_balancer.transport.admission import Admission
 from stream_balancer.transport.channel import Outgoing, PeerClosed, Receiver
@@ -22,7 +22,7 @@ from stream_balancer.transport.rank_session import RankSession
 from stream_balancer.types import RankBatch
 from stream_balancer.wire import messages as m
 from stream_balancer.wire.messages import Message
-from stream_balancer.wire.partial_share import WantedPayload
+from stream_balancer.wire.partial_batch import WantedPayload
 
 JOIN = m.JoinRank(0, 1, 0, depth=2, max_batch_bytes=2**20)
 
@@ -121,7 +121,7 @@ def test_what_only_others_may_send_is_refused(session: RankSession, message: Mes
 
 
 def test_no_rank_sends_buffers(session: RankSession) -> None:
-    with pytest.raises(WireError, match="no buffers"):
+    with pytest.raises(WireError, match="no buffers behind it, not 1"):
         session.admit(m.Taken(0), (100,))
 
 
@@ -238,7 +238,7 @@ def replaced(outgoing: Outgoing, **fields: Any) -> Outgoing:
     ("fields", "text"),
     [
         ({"rank": 1}, "for rank 1 of 1"),
-        ({"dp_size": 2}, "for rank 0 of 2"),
+        ({"dp_size": 0}, "for rank 0 of 0"),
         ({"step": 4}, "got step 4 after step 4"),
         ({"wire_bytes": 64}, "impossible sizes"),
         ({"meta_bytes": 0}, "impossible sizes"),
@@ -296,8 +296,10 @@ def test_the_end_comes_after_what_was_sent(port: RankPort) -> None:
         (PeerClosed(), sb.RankLostError, "it closed"),
         (ConnectionResetError("connection reset"), sb.RankLostError, "connection reset"),
         (WireError("damaged"), WireError, "damaged"),
-        (sb.AlreadyInUseError("busy"), sb.AlreadyInUseError, "busy"),
-        (ValueError("dp_size"), ValueError, "dp_size"),
+        (refused_error("busy", "connected"), sb.AlreadyInUseError, "connected"),
+        (refused_error("value", "dp_size"), ValueError, "dp_size"),
+        (ConfigError("there is no host"), ValueError, "there is no host"),
+        (ValueError("a stray one is nobody's knob"), sb.RankLostError, "a stray one"),
     ],
 )
 def test_a_lost_controller_is_raised_after_what_had_come(
@@ -312,6 +314,20 @@ def test_a_lost_controller_is_raised_after_what_had_come(
         port.take()
     if isinstance(caught.value, sb.RankLostError):
         assert caught.value.step == 0, "it was working on step 0"
+
+
+def test_an_answer_that_nobody_took_does_not_outlive_a_part(port: RankPort, channel: FakeChannel) -> None:
+    """Another rank was lost after the answer, and this one takes over."""
+    deliver(packed(0), port)
+    assert port.take() is not None
+    assert port.next_part(0) is None
+    deliver(Outgoing(m.StepComplete(0, (0, 1))), port)
+    elsewhere = FakeChannel()
+    RankSession(elsewhere, JOIN, at_once).reassign(batch(0))
+    deliver(elsewhere.outgoing[0], port)
+    assert isinstance(port.next_part(0), RankBatch)
+    assert port.next_part(0) is None
+    assert channel.sent == [m.Taken(1), m.PartsDone(0, 0), m.PartsDone(0, 1)]
 
 
 # --- batches that are confirmed ---------------------------------------------------------------------------------------
@@ -410,7 +426,7 @@ def test_a_rank_fetches_in_a_thread_of_its_own_and_is_closed_while_it_does(chann
 
 
 def _with_a_payload_elsewhere() -> Outgoing:
-    from stream_balancer.wire.partial_share import Lease, RemoteRollout
+    from stream_balancer.wire.partial_batch import Lease, RemoteRollout
 
     whole = batch(0).rollouts[0]
     remote = RemoteRollout(

@@ -29,7 +29,7 @@ from stream_balancer.transport.ray.bundles import (
 )
 from stream_balancer.types import Rollout
 from stream_balancer.wire.messages import Owner
-from stream_balancer.wire.partial_share import RemoteRollout, WantedPayload, payload
+from stream_balancer.wire.partial_batch import RemoteRollout, WantedPayload, payload
 
 OWNER = Owner("node", 0, "", "worker 7 on node abc")
 Objects = dict[str, NDArray[np.uint8]]

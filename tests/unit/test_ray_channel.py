@@ -11,6 +11,7 @@ import msgspec
 import numpy as np
 import pytest
 
+from stream_balancer.errors import RefusedError
 from stream_balancer.testing import virtual_time_backend
 from stream_balancer.testing.channels import Recorder
 from stream_balancer.transport.channel import Outgoing, PeerClosed
@@ -120,7 +121,7 @@ async def test_calls_fail_once_the_channel_is_released() -> None:
 
 async def test_buffers_of_other_sizes_than_announced_end_the_channel() -> None:
     channel, recorder = opened()
-    with pytest.raises(ConnectionError):
+    with pytest.raises(RefusedError):
         await channel.exchange(0, [(encode_message(Payloads(0), (3,)), [np.zeros(2, np.uint8)], [])])
     assert "announces" in str(recorder.error)
     assert not recorder.messages

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stream_balancer.config import BalancerConfig
-from stream_balancer.cost import PaddedCost, QuadraticCost
+from stream_balancer.cost import PaddedCost, QuadraticCost, TokenCost
 from stream_balancer.errors import ConfigError, RolloutError
 from stream_balancer.tools.generation import finish_times
 from stream_balancer.tools.length_models import generate_trace
@@ -478,3 +478,10 @@ def test_the_last_few_are_fewer_than_the_ranks(policy: Any, sync: Any) -> None:
     check_report(report, trace)
     assert report.steps.rollouts.tolist() == [8, 1]
     assert report.padding_copies == 3
+
+
+@pytest.mark.parametrize("cost", [TokenCost(), PaddedCost()])
+def test_a_step_lasts_as_long_as_its_mini_batches_do_one_after_the_other(cost: TokenCost | PaddedCost) -> None:
+    config = knobs(policy="fifo", mini_batches=2, cost=cost)
+    report = simulate(trace_of([100, 1, 100, 1] * 4, arrival=list(range(16))), config)
+    assert set(report.steps.step_work.tolist()) == {200.0}, "each of the two waits for its longest rollout"

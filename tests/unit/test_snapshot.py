@@ -115,13 +115,17 @@ def test_a_restored_balancer_goes_on_where_the_other_stopped() -> None:
     assert rest.step == flying.step + 1
 
 
-def test_other_ranks_plan_anew() -> None:
+def test_what_was_in_flight_is_planned_again_for_other_ranks() -> None:
     core = busy_core()
     fresh = BalancerCore(config(dp_size=3, batch_size=6))
     fresh.restore(core.snapshot(20.0), 0.0)
     fresh.verify()
     stats = fresh.statistics(0.0)
-    assert (stats.waiting, stats.in_flight, stats.accepted, stats.acknowledged) == (9, 0, 13, 4)
+    assert (stats.waiting, stats.in_flight, stats.accepted, stats.acknowledged) == (5, 4, 13, 4)
+    (flying,), again = core.in_flight(), fresh.poll(0.0)
+    assert again is not None
+    assert (again.step, len(again.ranks)) == (flying.step, 3)
+    assert sorted(r.rollout_id for r in again.rollouts) == sorted(r.rollout_id for r in flying.rollouts)
 
 
 def test_length_figures_count_what_was_restored_as_arrived() -> None:

@@ -18,7 +18,15 @@ from stream_balancer.cli import app
 ROOT = Path(__file__).parents[2]
 STAGES = ROOT / "tests" / "snippets"
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "examples").glob("*/README.md"))]
-ELSEWHERE = {"trainers", "verl"}  # they need the trainers' packages: tests/integrations calls what they show
+ELSEWHERE = {
+    "areal",
+    "nemo_rl",
+    "slime",
+    "torch_data",
+    "trainers",
+    "trl",
+    "verl",
+}  # they need the trainers' packages: tests/integrations calls what they show
 _BLOCK = re.compile(r"(?:<!-- from (\S+) -->\n)?```python\n(.*?)```", re.S)
 _PLACE = re.compile(r"^( *)pass  # the snippet(?:: (.*?) -> (.*?))?$", re.M)
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -87,6 +89,49 @@ def test_a_version_range_counts_from_its_oldest() -> None:
     assert sb.Rollout(tokens={"input_ids": IDS}, version=(3, 5)).min_version == 3
     assert sb.Rollout(tokens={"input_ids": IDS}, version=4).min_version == 4
     assert sb.Rollout(tokens={"input_ids": IDS}).min_version is None
+
+
+@pytest.mark.parametrize(
+    ("versions", "version"),
+    [
+        ([-1, -1, 3, 3, 4], (3, 4)),
+        ([-1, 7, 7, -1, 7], 7),
+        ([5, 2, 4, 2, 3], (2, 5)),
+        ([-1] * 5, None),
+        ([0, 1, 0, 1, 0], (0, 1)),
+    ],
+)
+@pytest.mark.parametrize("dtype", [torch.int8, torch.int64])
+def test_versions_per_token_say_how_old_a_rollout_is(versions: list[int], version: object, dtype: torch.dtype) -> None:
+    tokens = {"input_ids": IDS, "versions": torch.tensor(versions, dtype=dtype)}
+    rollout = sb.Rollout(tokens=tokens)
+    assert rollout.version == version
+    assert rollout.min_version == min((v for v in versions if v >= 0), default=None)
+    again = replace(rollout, group_id="g")
+    assert (again.version, again.tokens["versions"].tolist()) == (version, versions)
+    copy = rollout.padding_copy("padding-1")
+    assert (copy.version, copy.tokens["versions"].dtype) == (version, dtype)
+
+
+@pytest.mark.parametrize(
+    ("column", "version", "says"),
+    [
+        (torch.ones(5), None, r"versions must be integers \[L\], not torch.float32 \[5\]"),
+        (torch.ones(5, dtype=torch.bool), None, r"versions must be integers \[L\]"),
+        (torch.ones(5, 1, dtype=torch.int64), None, r"versions must be integers \[L\]"),
+        (torch.full((5,), 2**62), None, "versions must be an int from"),
+        (torch.full((5,), 3), 4, r"versions: the column says 3, but version is 4. Leave version out where"),
+        (torch.tensor([1, 2, 3, 4, 5]), (2, 5), r"versions: the column says \(1, 5\), but version is \(2, 5\)"),
+    ],
+)
+def test_versions_per_token_that_contradict_are_refused(column: torch.Tensor, version: Any, says: str) -> None:
+    with pytest.raises(sb.RolloutError, match=f"rollout 'r1': {says}"):
+        sb.Rollout(tokens={"input_ids": IDS, "versions": column}, version=version, rollout_id="r1")
+
+
+def test_a_version_may_be_given_where_no_token_has_one() -> None:
+    rollout = sb.Rollout(tokens={"input_ids": IDS, "versions": torch.full((5,), -1)}, version=(3, 4))
+    assert rollout.version == (3, 4)
 
 
 def test_a_padding_copy_has_no_weight_anywhere() -> None:

@@ -75,6 +75,13 @@ def test_what_has_an_obvious_meaning_becomes_the_plain_value(field: str, value: 
         assert all_of(way(rollout)) == all_of(rollout), way
 
 
+def test_versions_per_token_come_through_every_way() -> None:
+    rollout = made(tokens={"input_ids": IDS, "versions": torch.tensor([-1, 4, 5])})
+    assert rollout.version == (4, 5)
+    for way in WAYS:
+        assert all_of(way(rollout)) == all_of(rollout), way
+
+
 def test_tensors_of_every_kind_become_plain_ones() -> None:
     tensors = {
         "negative": torch.imag(torch.ones(3, dtype=torch.complex64).conj()),

@@ -17,7 +17,7 @@ from stream_balancer.testing import make_rollout
 from stream_balancer.testing.scripted import rank_batch
 from stream_balancer.testing.transports import same_rollout
 from stream_balancer.types import RankBatch, Rollout
-from stream_balancer.wire import share as wire
+from stream_balancer.wire import rank_batch as wire
 from stream_balancer.wire.messages import Batch
 from stream_balancer.wire.rollouts import decode_rollout, encode_rollout
 

@@ -20,7 +20,7 @@ from stream_balancer.testing.scripted import rank_batch
 from stream_balancer.transport.memory_channel import Wire
 from stream_balancer.transport.rank_port import RankPort
 from stream_balancer.types import RankBatch, Rollout
-from stream_balancer.wire import share as wire
+from stream_balancer.wire import rank_batch as wire
 from stream_balancer.wire.messages import Batch, JoinRank
 
 MAX_BYTES = 2**20

@@ -40,7 +40,8 @@ class Changes:
         self._groups = {name: key for name, (key, _) in contents.groups.items()}
         self._next_group = max(self._groups.values(), default=-1) + 1
 
-    def added(self, rows: Sequence[Sequence[Any]]) -> list[Statement]:
+    @staticmethod
+    def added(rows: Sequence[Sequence[Any]]) -> list[Statement]:
         """Rows of rollouts."""
         return [("insert into rollouts values ?", rows)]
 

@@ -12,7 +12,7 @@ from collections.abc import Callable
 import anyio
 import anyio.to_thread
 
-from stream_balancer.controller.journal import Journal, Recovered
+from stream_balancer.controller.journal.journal import Journal, Recovered
 from stream_balancer.core.groups import Declared
 from stream_balancer.core.machine import BalancerCore
 from stream_balancer.core.observer import Observer
@@ -89,10 +89,6 @@ class JournalObserver(Observer):
         self.journal.change(self._changes.versioned(version))
 
     def restored(self, snapshot: Snapshot) -> None:
-        """A checkpoint is taken over. Of what the journal itself held, plans for other ranks are void."""
+        """A checkpoint is taken over."""
         if snapshot is not self._restoring:
             self.journal.adopt(snapshot)
-            return
-        for batch in snapshot.in_flight:
-            if len(batch.ranks) != self._core.config.dp_size:
-                self.journal.change(self._changes.returned(batch.step))  # its rollouts wait again

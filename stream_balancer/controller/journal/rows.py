@@ -8,17 +8,19 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Mapping
+from itertools import islice
 from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar
 
 import msgspec
 import torch
 
 from stream_balancer.controller.checkpoint import bytes_of_rollout, read_rollouts
-from stream_balancer.core.executions import num_executions, sizes_in, sizes_of
+from stream_balancer.core.batching import rank_batches
+from stream_balancer.core.executions import sizes_in, sizes_of
 from stream_balancer.core.groups import Declared
 from stream_balancer.errors import RolloutError, WireError
-from stream_balancer.types import Batch, EvictReason, MicroBatch, RankBatch, Reason, Rollout, cheapest_to_copy
-from stream_balancer.wire.share import FRAME_BYTES
+from stream_balancer.types import Batch, EvictReason, MicroBatch, Reason, Rollout, cheapest_to_copy
+from stream_balancer.wire.rank_batch import FRAME_BYTES
 
 __all__ = [
     "Done", "Fact", "FactRow", "Group", "Plan", "RolloutRow", "State", "batch_of", "fact_of", "fact_row", "group_of",
@@ -59,8 +61,11 @@ class Plan(msgspec.Struct, array_like=True, tag="plan"):
     padding: list[str]
     """Those of the ids that are padding copies."""
     loads: list[float]
+    finish: float
     lower_bound: float
     incomplete_groups: list[str]
+    mini_batches: list[list[tuple[int, float]]] = []
+    """``[rank][mini_batch]`` number of micro-batches and load; empty where the step is in one piece."""
 
     @property
     def ids(self) -> list[str]:
@@ -174,8 +179,10 @@ def plan_of(batch: Batch) -> Plan:
         ranks=[[[r.rollout_id for r in mb.rollouts] for mb in rank_batch.micro_batches] for rank_batch in batch.ranks],
         padding=[r.rollout_id for r in batch.rollouts if r.is_padding],
         loads=list(batch.loads),
+        finish=batch.finish,
         lower_bound=batch.lower_bound,
         incomplete_groups=list(batch.incomplete_groups),
+        mini_batches=[[size[:2] for size in one.mini_batch_sizes] for one in batch.ranks if one.mini_batch_sizes],
     )
 
 
@@ -186,33 +193,30 @@ def batch_of(plan: Plan, rollouts: Mapping[str, Rollout]) -> Batch:
     if plan.padding:
         original = cheapest_to_copy(real)  # as the core chose it
         found |= {name: original.padding_copy(name) for name in plan.padding}
-    tokens, loss_tokens = sum(r.num_tokens for r in real), sum(r.num_loss_tokens for r in real)
     executions = sizes_of(real)
 
     def micro_batch(names: list[str]) -> MicroBatch:
         its = [found[name] for name in names]
         return MicroBatch.of(its, execution_sizes=sizes_in(executions, its))
 
+    sizes = plan.mini_batches or [[(len(of_rank), load)] for of_rank, load in zip(plan.ranks, plan.loads, strict=True)]
+    micro_batches = [iter([micro_batch(names) for names in of_rank]) for of_rank in plan.ranks]
+    ranks = rank_batches(
+        plan.step,
+        [
+            [list(islice(going, number)) for going, (number, _) in zip(micro_batches, of_ranks, strict=True)]
+            for of_ranks in zip(*sizes, strict=True)
+        ],
+        [[load for _, load in of_ranks] for of_ranks in zip(*sizes, strict=True)],
+    )
     return Batch(
         step=plan.step,
         reason=plan.reason,
-        ranks=tuple(
-            RankBatch(
-                step=plan.step,
-                rank=rank,
-                dp_size=len(plan.ranks),
-                micro_batches=tuple(micro_batch(names) for names in micro_batches),
-                load=plan.loads[rank],
-                global_num_rollouts=len(real),
-                global_num_tokens=tokens,
-                global_num_loss_tokens=loss_tokens,
-                global_num_executions=num_executions(real),
-            )
-            for rank, micro_batches in enumerate(plan.ranks)
-        ),
-        num_rollouts=len(real),
-        num_tokens=tokens,
+        ranks=ranks,
+        num_rollouts=ranks[0].global_num_rollouts,
+        num_tokens=ranks[0].global_num_tokens,
         loads=tuple(plan.loads),
+        finish=plan.finish,
         lower_bound=plan.lower_bound,
         num_padding=len(plan.padding),
         incomplete_groups=tuple(plan.incomplete_groups),

@@ -23,7 +23,7 @@ from typing import Any
 from stream_balancer.controller.journal.changes import Statement
 from stream_balancer.controller.journal.lock import lock_folder
 from stream_balancer.errors import JournalError
-from stream_balancer.wire.share import OtherProtocolError
+from stream_balancer.wire.rank_batch import OtherProtocolError
 
 __all__ = ["SCHEMA", "DiskFullError", "Store", "execute"]
 
@@ -107,7 +107,7 @@ class Store:
         try:
             self._db = db = sqlite3.connect(self.path, isolation_level=None, check_same_thread=False, timeout=0)
             db.text_factory = _as_text
-            with self._told_as_full(0):
+            with self._raised_as_full(0):
                 for pragma in _PRAGMAS:
                     db.execute(f"pragma {pragma}").fetchall()
                 self._check_log(log_bytes)
@@ -219,6 +219,7 @@ class Store:
     def _reached(self, sql: str) -> Iterator[tuple[Any, ...]]:
         """From the first row to the first damage; then from the last."""
         seen = set()
+        # A damaged page ends a scan; what lies behind it is reached from the other end.
         for order in ("asc", "desc"):
             try:
                 for row in self.db.execute(sql.format(order)):
@@ -245,9 +246,11 @@ class Store:
         """Execute in this order, durably, all or none. Raises DiskFullError: then nothing was written; or OSError: then
         nobody knows, and nothing more may be written."""
         db = self.db
-        with self._told_as_full(sum(len(v) for _, rows in statements for row in rows for v in row if type(v) is bytes)):
+        num_bytes = sum(len(v) for _, rows in statements for row in rows for v in row if type(v) is bytes)
+        with self._raised_as_full(num_bytes):
             try:
                 db.execute("begin immediate")
+                # Neighbours with the same SQL become one statement of many rows, in the order in which they came.
                 for sql, same in groupby(statements, itemgetter(0)):
                     execute(db, sql, [row for _, rows in same for row in rows])
                 _commit(db)
@@ -259,7 +262,7 @@ class Store:
     def checkpoint(self, vacuum_pages: int = 0) -> None:
         """Take the write-ahead log over into the database, and cut it to nothing; give so many free pages back to the
         file system. Raises like :meth:`commit`."""
-        with self._told_as_full(self.log_bytes):
+        with self._raised_as_full(self.log_bytes):
             if vacuum_pages:
                 self.db.execute(f"pragma incremental_vacuum({vacuum_pages})").fetchall()
             self.db.execute("pragma wal_checkpoint(truncate)").fetchall()
@@ -306,6 +309,7 @@ class Store:
         finally:
             new.close()
         kept = next(path for n in count(1) if not (path := self.folder / f"damaged-{n}.db").exists())
+        # Links, not renames: at every moment there is a database under the usual name, the old one or the new.
         os.link(self.path, kept)
         if self.log_bytes:
             os.link(self._log_path, f"{kept}-wal")
@@ -316,7 +320,7 @@ class Store:
         self.connect(self.path.name)
 
     @contextmanager
-    def _told_as_full(self, num_bytes: int) -> Iterator[None]:
+    def _raised_as_full(self, num_bytes: int) -> Iterator[None]:
         """Out of space, out of quota, above the file size limit: DiskFullError. Other errors pass."""
         try:
             yield
@@ -329,7 +333,7 @@ class Store:
             raise self.full(full) from None
 
     def full(self, number: int = errno.ENOSPC) -> DiskFullError:
-        """What a put is told that this disk has no room for."""
+        """The error of a put that this disk has no room for."""
         return DiskFullError(
             number,
             f"the disk of the journal {self.folder} is full ({os.strerror(number)}): the rollout was not accepted. "

@@ -8,6 +8,7 @@ differ (one all_reduce instead of three and one more per retry).
 
 from __future__ import annotations
 
+import logging
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,6 +20,8 @@ from stream_balancer.integrations.partitions import get_seqlen_balanced_partitio
 from stream_balancer.planning import form_micro_batches, partition
 
 __all__ = ["get_seqlen_balanced_partitions", "rearrange_micro_batches"]
+
+logger = logging.getLogger("stream_balancer.verl")
 
 
 def rearrange_micro_batches(
@@ -36,13 +39,14 @@ def rearrange_micro_batches(
     Args:
         batch: a TensorDict with jagged ``input_ids``, or with ``attention_mask`` ``[B, S]``.
         max_token_len: most tokens in a micro-batch; at least the longest row (padding counted, as in verl).
-        dp_group: ranks that must agree on the number of micro-batches. Needs one all_reduce of four numbers.
+        dp_group: ranks that must agree on the number of micro-batches. Needs one all_reduce of three numbers.
         num_batches_divided_by: the number is a multiple of this (virtual pipelines).
         same_micro_num_in_dp: False: no agreement, `dp_group` is not used.
         min_num_micro_batch: at least so many.
         use_dynamic_bsz_balance: the smaller micro-batches at both ends, where a pipeline fills and drains; otherwise
             the heaviest first.
-        force_group_size: so many consecutive rows stay together.
+        force_group_size: so many consecutive rows stay together. A group longer than `max_token_len` is alone in its
+            micro-batch, and a warning is logged (as verl's main branch has it; 0.9.1 refuses it).
 
     Returns:
         The micro-batches, and the positions in `batch` of each one's rows. The least number of micro-batches that was
@@ -50,8 +54,8 @@ def rearrange_micro_batches(
 
     Raises:
         AssertionError: a row is wider than `max_token_len`, or B is no multiple of `force_group_size`.
-        ValueError: a group of rows is longer than `max_token_len`, or more micro-batches are needed than there are
-            groups. All ranks of `dp_group` raise together: none is left waiting in a collective.
+        ValueError: more micro-batches are needed than there are groups. All ranks of `dp_group` raise together: none is
+            left waiting in a collective.
     """
     from verl.utils import tensordict_utils
     from verl.utils.seqlen_balancing import calculate_workload
@@ -63,9 +67,18 @@ def rearrange_micro_batches(
     tokens = _numbers(lengths).astype(np.int64).reshape(-1, force_group_size).sum(axis=1)
     work = _numbers(calculate_workload(lengths.long())).reshape(-1, force_group_size).sum(axis=1)
     every = num_batches_divided_by or 1
-    fits = widest <= max_token_len and int(tokens.max()) <= max_token_len
-    bins = _pack(tokens, work, max_token_len, every) if fits else []
-    needs = _Needs(max(len(bins), min_num_micro_batch or 1), tokens.size, int(tokens.max()), widest)
+    if widest <= max_token_len < tokens.max():
+        logger.warning(
+            "%d of %d forced groups exceed max_token_len=%d (the longest has %d tokens): each is alone in its "
+            "micro-batch. Raise max_token_len to be sure of the memory",
+            int((tokens > max_token_len).sum()),
+            tokens.size,
+            max_token_len,
+            int(tokens.max()),
+        )
+    tokens = np.minimum(tokens, max_token_len)  # exactly full: nothing else goes with it
+    bins = _pack(tokens, work, max_token_len, every) if widest <= max_token_len else []
+    needs = _Needs(max(len(bins), min_num_micro_batch or 1), tokens.size, widest)
     agreed = needs
     if dp_group is not None and same_micro_num_in_dp and dist.is_initialized():
         agreed = _agree(needs, dp_group)
@@ -87,7 +100,6 @@ class _Needs(NamedTuple):
 
     micro_batches: int
     groups: int
-    longest_group: int
     widest: int
 
 
@@ -99,8 +111,8 @@ def _agree(needs: _Needs, group: dist.ProcessGroup) -> _Needs:
     numbers = torch.tensor(needs, dtype=torch.int64, device=device)
     numbers[1].neg_()
     dist.all_reduce(numbers, op=dist.ReduceOp.MAX, group=group)
-    micro_batches, groups, longest_group, widest = numbers.tolist()
-    return _Needs(micro_batches, -groups, longest_group, widest)
+    micro_batches, groups, widest = numbers.tolist()
+    return _Needs(micro_batches, -groups, widest)
 
 
 def _check(needs: _Needs, agreed: _Needs, number: int, max_token_len: int) -> None:
@@ -112,11 +124,6 @@ def _check(needs: _Needs, agreed: _Needs, number: int, max_token_len: int) -> No
         raise ValueError(
             f"another rank has rows of {agreed.widest} tokens, wider than {max_token_len=}. Raise max_token_len, or "
             "truncate there"
-        )
-    if agreed.longest_group > max_token_len:
-        raise ValueError(
-            "A forced group exceeds max_token_len and cannot be split. "
-            f"Got max_group_token_len={agreed.longest_group} and {max_token_len=}. Raise max_token_len"
         )
     if number > agreed.groups:
         raise ValueError(

@@ -24,13 +24,15 @@ from torch import Tensor
 
 from stream_balancer.errors import WireError
 from stream_balancer.transport.buffers import BufferPool
-from stream_balancer.transport.channel import Channel, Outgoing, PeerClosed, Receiver, Sendable, Source
+from stream_balancer.transport.channel import Channel, Outgoing, PeerClosed, Receiver, Sendable, Source, refusal
 from stream_balancer.transport.gloo.packets import CHUNK_BYTES, Packet, Packets, Pair
 from stream_balancer.transport.gloo.process_end import end_with_the_process, has_ended
 from stream_balancer.transport.gloo.sharing import Maps, Offers, offers_or_none
 from stream_balancer.wire.messages import Close, Message, decode_message, encode_message
 
 __all__ = ["GlooChannel", "LinkOptions"]
+
+_REFUSAL_S = 1.0  # for the peer to read why it is refused; it reads all the time
 
 logger = logging.getLogger("stream_balancer.transport")
 
@@ -127,9 +129,12 @@ class GlooChannel(Channel):
         with self._changed:
             self._aborting = self._close_queued = True
             self._changed.notify_all()
+        # Not connected yet: the reader waits in connect(), which only cancel() can end. Set before, `_aborting` stops a
+        # reader that is just through with it.
         if self._packets is None:
             self._cancel()
         self._break()
+        # Both end by themselves now: what they wait for was cancelled, poisoned or notified above.
         for thread in (self._reader, self._writer):
             if thread.ident is not None and thread is not threading.current_thread():
                 thread.join()
@@ -175,6 +180,8 @@ class GlooChannel(Channel):
             with self._changed:
                 self._packets = packets
                 if self._offers is not None:
+                    # In front: until the peer has answered the probe, no batch knows whether it goes through shared
+                    # memory.
                     self._outbox.appendleft(Outgoing(self._offers.probe()))
                 aborting = self._aborting
             if not aborting:
@@ -182,7 +189,10 @@ class GlooChannel(Channel):
                 self._writer.start()
                 self._read(packets)
         except Exception as error:  # noqa: BLE001 - gloo, stores and receivers raise errors of many kinds; all end it
+            # A writer that fails breaks the pair, which is what the reader then sees: the cause is the writer's.
             reason = self._failure or error
+            if packets is not None:
+                self._refuse(packets, reason)
             self._break()  # so that the peer learns at once that nobody reads any more
             if not self._aborting:
                 self._receiver.ended(reason)
@@ -192,6 +202,18 @@ class GlooChannel(Channel):
             with self._changed:
                 self._over = True
                 self._changed.notify_all()
+
+    def _refuse(self, packets: Packets, error: Exception) -> None:
+        """Let the peer know why it is refused, if that is so: it hangs up once it has read that."""
+        refused = refusal(error)
+        with self._changed:
+            if refused is None or error is self._failure or self._aborting:
+                return
+            self._outbox.clear()
+            self._outbox.append(Outgoing(refused))
+            self._close_queued = True
+            self._changed.notify_all()
+        packets.wait_broken(_REFUSAL_S)
 
     def _read(self, packets: Packets) -> None:
         while True:
@@ -209,6 +231,7 @@ class GlooChannel(Channel):
 
     def _receive_buffers(self, packets: Packets, message: Message, sizes: tuple[int, ...]) -> Sequence[Tensor]:
         wanted = self._receiver.admit(message, sizes)
+        # The receiver is asked before anything is allocated: it refuses what is too large or was not due.
         mapped = None if self._maps is None else self._maps.buffers(wanted)
         if mapped is not None:
             return mapped
@@ -282,6 +305,7 @@ class GlooChannel(Channel):
         packet = Packet(packets)
         wrote = False
         while (item := self._next_item()) is not None:
+            # A callable is an item that is made when its turn comes: of several reports that wait, the last says all.
             outgoing = item(self) if callable(item) else item
             if outgoing is not None:
                 self._write(outgoing, packets, packet)

@@ -69,6 +69,10 @@ class Pair(Protocol):
         """Break the pair: every queued receive ends with an error, here and at the peer."""
         ...
 
+    def wait_broken(self, timeout_s: float) -> None:
+        """Wait until the peer has broken the pair; after so long, break it."""
+        ...
+
 
 class _Sent(NamedTuple):
     """What must live until the peer has seen a packet."""
@@ -99,6 +103,11 @@ class Packets:
     def poison(self) -> None:
         """Break the pair, at both ends. From any thread."""
         self._pair.poison()
+
+    def wait_broken(self, timeout_s: float) -> None:
+        """Wait until the peer has broken the pair, or is gone; after so long, break it. Nothing is received any
+        more."""
+        self._pair.wait_broken(timeout_s)
 
     # receiving
 

@@ -90,8 +90,11 @@ class GlooPair:
         """An expired wait closes the pair; nothing else wakes a thread that waits in gloo."""
         if not self._poisoned:
             self._poisoned = True
-            with suppress(RuntimeError):
-                self._group.recv([torch.zeros(1)], self._peer, _SPARE_TAG).wait(timedelta(milliseconds=1))
+            self.wait_broken(0.001)
+
+    def wait_broken(self, timeout_s: float) -> None:
+        with suppress(RuntimeError):
+            self._group.recv([torch.zeros(1)], self._peer, _SPARE_TAG).wait(timedelta(seconds=timeout_s))
 
     def send_proof(self, mine: bytes) -> Work:
         """The pair's first message; wait for what is returned once the other end has checked it."""

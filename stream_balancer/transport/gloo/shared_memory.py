@@ -51,6 +51,7 @@ def _make(size: int) -> int:
     fd = os.memfd_create("stream_balancer", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.ftruncate(fd, size)
+        # A mapping beyond the end of a file that was cut short is a fatal fault for who reads it.
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
     except OSError:
         os.close(fd)
@@ -108,7 +109,7 @@ class OfferedBuffers:
         self._pool = Pool(keep, self._new, self._forget)
         self._last = 0
         self._lent: dict[int, _Shared] = {}
-        self._news: list[MapBuffer] = []  # what the rank has not been told
+        self._news: list[MapBuffer] = []  # not sent to the rank yet
         self._opened: _Descriptor | None = None  # of the buffer that was made last
         self._nonce = secrets.token_bytes(_NONCE_BYTES)
         self._probe_fd = _make(_NONCE_BYTES)
@@ -205,6 +206,7 @@ class SharedViews:
             raise WireError(f"buffer {number} cannot be opened: {error}{_advice(error)}") from None
         try:
             file = os.fstat(fd)
+            # Descriptor numbers are used again: by now this one may be another file.
             if file.st_ino != message.inode:
                 raise ConnectionResetError(f"the peer closed buffer {number} before it was mapped")
             sealed = fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK
@@ -223,6 +225,7 @@ class SharedViews:
         memory = self._maps.get(number)
         if memory is None or memory.size < size:
             raise WireError(f"there is no buffer {number} of {size} bytes")
+        # An array of its own, whose death is that of the last view; the mapping lives on in the table.
         lease = memory[:size]
         weakref.finalize(lease, self._on_free, number).atexit = False
         return torch.frombuffer(lease, dtype=torch.uint8)

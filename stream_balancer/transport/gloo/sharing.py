@@ -73,7 +73,7 @@ class Offers:
     def fill(self, sources: Sequence[Source], packet: Packet) -> None:
         """Write ``sources`` into shared memory, and what the peer must know before their message into ``packet``.
 
-        Raises OSError if there is no memory, or no descriptor, for all of them. Then the peer has been told nothing
+        Raises OSError if there is no memory, or no descriptor, for all of them. Then the peer has got nothing
         that it would wait for: it knows some buffers more, which are idle.
         """
         numbers = []

@@ -1,10 +1,10 @@
-"""Shares over torch.distributed: one two-member gloo group per (controller, rank, incarnation).
+"""Rank batches over torch.distributed: one two-member gloo group per (controller, rank, incarnation).
 
 ::
 
     rank, producer   find the controller's address (given, or in a c10d store), connect, prove themselves
-    controller       one listening socket and one thread for all who come (``_acceptor``); the event loop judges ranks
-    both             a rank's gloo pair meets over that connection (``_gloo``), which then ends
+    controller       one listening socket and one thread for all who come; the event loop judges ranks
+    both             a rank's gloo pair meets over that connection (``pair``), which then ends
 
 A group of its own for every pair: the controller need not belong to the trainer's world, a restarted rank joins under
 the next incarnation, and one death cannot break another rank's link.
@@ -26,8 +26,8 @@ import anyio
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
-from stream_balancer.errors import BrokenResourceError, ClosedResourceError, RankLostError, WireError
-from stream_balancer.transport.admission import AdmittingTransport
+from stream_balancer.errors import BrokenResourceError, ClosedResourceError, RankLostError, RefusedError, WireError
+from stream_balancer.transport.admission import CLOSED, AdmittingTransport
 from stream_balancer.transport.buffers import BufferPool
 from stream_balancer.transport.channel import PayloadSource
 from stream_balancer.transport.event_loop import InLoop, loop_caller
@@ -41,12 +41,12 @@ from stream_balancer.transport.rank_port import Decode, RankPort
 from stream_balancer.transport.rank_session import RankSession
 from stream_balancer.transport.sockets.acceptor import Acceptor, Meetings, refuse
 from stream_balancer.transport.sockets.hub import Hub, is_loopback, listen
-from stream_balancer.transport.sockets.joiner import Directory, Entry, Joiner
+from stream_balancer.transport.sockets.joiner import Directory, Entry, Joiner, Where
 from stream_balancer.transport.sockets.producers import connect_producer, welcome_producer
 from stream_balancer.wire.messages import Join, JoinPeer, JoinProducer, JoinRank, WelcomeRank
-from stream_balancer.wire.share import decode
+from stream_balancer.wire.rank_batch import decode
 
-__all__ = ["TorchTransport", "current_world", "join_pair", "open_port", "open_producer"]
+__all__ = ["TorchTransport", "current_world", "join_pair", "open_port", "open_producer", "reach"]
 
 _EVERYWHERE = ("", "0.0.0.0", "::")
 _MAX_LABEL = 200
@@ -216,6 +216,9 @@ class TorchTransport(AdmittingTransport):
 
     def _on_producer(self, sock: socket.socket, request: JoinProducer) -> None:
         in_loop = self._in_loop
+        if self.admission.closed:
+            refuse(sock, CLOSED)
+            return
         if in_loop is None:
             self._early.append(functools.partial(self._on_producer, sock, request))
             return
@@ -230,11 +233,9 @@ class TorchTransport(AdmittingTransport):
 
     def _judge(self, sock: socket.socket, request: JoinRank) -> None:
         refused = self.admission.refusal(request)
-        if self.admission.closed or self._in_loop is None:
-            sock.close()
-        elif refused is not None:
+        if refused is not None:
             refuse(sock, refused)
-        elif self.admission.begin(request, functools.partial(self._judge, sock, request)):
+        elif self._in_loop is not None and self.admission.begin(request, functools.partial(self._judge, sock, request)):
             self._begin(sock, request, self._in_loop)
 
     def _begin(self, sock: socket.socket, request: JoinRank, in_loop: InLoop) -> None:
@@ -285,7 +286,7 @@ def _shut_down(sock: socket.socket) -> None:
 # --- ranks and producers ---------------------------------------------------------------------------------------------
 
 
-def join_pair(joiner: Joiner, request: Join, side: Literal[0, 1], host: str | None) -> Pair:
+def join_pair(joiner: Joiner, request: Join, side: Literal[0, 1]) -> Pair:
     """Join, and build the pair with whom the controller says; again, if that did not work out. Raises as
     :meth:`Joiner.join` does."""
     while True:
@@ -293,24 +294,22 @@ def join_pair(joiner: Joiner, request: Join, side: Literal[0, 1], host: str | No
         with sock:
             try:
                 sock.settimeout(PAIR_TIMEOUT_S)
-                return meet(sock, side, token=joiner.token, hostname=host or sock.getsockname()[0])
+                return meet(sock, side, token=joiner.token, hostname=joiner.host or sock.getsockname()[0])
             except (RuntimeError, OSError) as error:
                 logger.warning("a link was not built, trying again: %s", str(error).split("\n", 1)[0])
-        joiner.pause()
+
+
+def reach(source: Where, options: Mapping[str, Any]) -> tuple[Joiner, LinkOptions]:
+    """How to find the controller, and how to talk with it, out of a feed's ``options``: those of :class:`Joiner` and of
+    :class:`LinkOptions`. Raises TypeError for any other."""
+    link = {key: value for key, value in options.items() if key in LinkOptions._fields}
+    return Joiner(source, **{key: value for key, value in options.items() if key not in link}), LinkOptions(**link)
 
 
 def open_port(
     source: Store | str,
+    request: JoinRank,
     *,
-    rank: int,
-    dp_size: int,
-    incarnation: int,
-    depth: int,
-    max_batch_bytes: int,
-    host: str | None = None,
-    name: str = "stream_balancer",
-    token: str | None = None,
-    connect_timeout_s: float | None = None,
     decode: Decode = decode,
     pinned: bool = False,
     payloads: PayloadSource | None = None,
@@ -318,22 +317,21 @@ def open_port(
     **options: Any,
 ) -> RankPort:
     """A rank's end, over a store or the address of a controller; connects in the background. ``rejoin``: the
-    controller has a journal and is started again, should it die. ``options``: those of :class:`LinkOptions`."""
-    request = JoinRank(rank, dp_size, incarnation, depth, max_batch_bytes, feed_id=secrets.token_bytes(8))
-    joiner = Joiner(source, name=name, token=token, connect_timeout_s=connect_timeout_s)
+    controller has a journal and is started again, should it die. ``options``: as for :func:`reach`."""
+    joiner, link = reach(source, options)
+    rank = request.rank
 
     def connect() -> Pair:
         try:
-            return join_pair(joiner, request, 1, host)
-        except WireError:
+            return join_pair(joiner, request, 1)
+        except (RefusedError, WireError):
             raise
         except BrokenResourceError as error:
             raise RankLostError(f"rank {rank}: {error}", rank=rank, cause=str(error)) from None
 
-    link = LinkOptions(**options)
-
     def channel() -> GlooChannel:
-        return GlooChannel(f"sb-feed{rank}.{incarnation}", connect, joiner.cancel, link, pool=BufferPool(keep=0))
+        name = f"sb-feed{rank}.{request.incarnation}"
+        return GlooChannel(name, connect, joiner.cancel, link, pool=BufferPool(keep=0))
 
     port = RankPort(
         channel(),
@@ -353,21 +351,19 @@ def open_producer(
     *,
     direct: bool = False,
     label: str | None = None,
-    host: str | None = None,
-    name: str = "stream_balancer",
-    token: str | None = None,
-    connect_timeout_s: float | None = None,
     linger_s: float = 5.0,
     rejoin: bool = False,
+    **options: Any,
 ) -> ProducerPort:
-    """A producer's end, over a store or the address of a controller. ``rejoin``: as :func:`open_port`'s."""
-    joiner = Joiner(source, name=name, token=token, connect_timeout_s=connect_timeout_s)
+    """A producer's end, over a store or the address of a controller. ``rejoin``: as :func:`open_port`'s. ``options``:
+    those of :class:`Joiner`."""
+    joiner = Joiner(source, **options)
     label = (label or f"{socket.gethostname()}:{os.getpid()}")[:_MAX_LABEL]
-    return connect_producer(joiner, label, linger_s=linger_s, direct=direct, host=host, rejoin=rejoin)
+    return connect_producer(joiner, label, linger_s=linger_s, direct=direct, rejoin=rejoin)
 
 
 def _advertised(host: str, advertise: str | None) -> str:
-    """The name or address others are told."""
+    """The name or address that others are given."""
     if advertise is None and host in _EVERYWHERE:
         raise ValueError(
             f"host={host!r} listens on every address of this machine, and ranks need one of them: pass "

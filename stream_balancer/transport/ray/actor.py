@@ -17,7 +17,8 @@ import anyio.lowlevel
 import anyio.to_thread
 import msgspec
 
-from stream_balancer.transport.channel import Outgoing, Receiver, Sendable
+from stream_balancer.errors import refused_error
+from stream_balancer.transport.channel import Outgoing, Receiver, Sendable, refusal
 from stream_balancer.transport.event_loop import loop_caller
 from stream_balancer.transport.ray.channel import ChannelEnd, Inbox, Packed, Reply, cause_of, pack
 from stream_balancer.wire.messages import Close, Join, Refused, Welcome
@@ -42,6 +43,7 @@ class ActorChannel(ChannelEnd):
         super().__init__()
         self._inbox: Inbox[list[Packed]] = Inbox()
         self._outbox: deque[Sendable] = deque()
+        self._refused: Refused | None = None  # why the caller is, if it is
         self._first = self._answering = 0
         self._in_loop, self._thread = loop_caller(), threading.get_ident()
         self._news = anyio.Event()
@@ -111,11 +113,14 @@ class ActorChannel(ChannelEnd):
         try:
             self._receive(packed)
         except Exception as error:  # noqa: BLE001 - as in every channel: what a session raises ends it
+            self._refused = refusal(error)
             self._break(error)
         self._check_over()
 
     async def _take_out(self) -> Reply:
         if self._broken:
+            if self._refused is not None:  # as an error: it comes whichever call returns first
+                raise refused_error(self._refused.reason, self._refused.text)
             raise ConnectionError("the other end has released this channel")
         try:
             # Numbered before anything is awaited: another call may take what comes up meanwhile, and return first.

@@ -6,7 +6,7 @@
     controller  read_bundle()           --> rollouts whose payload stays in the store
     rank        ObjectStore.read()      --> copied from the store's memory to where the batch wants it
 
-    object      size of the index | index (msgpack) | the rollouts, as wire.share lays out a batch
+    object      size of the index | index (msgpack) | the rollouts, as wire.rank_batch lays out a batch
 
 Rollouts that are put together lie in one object, for an object per rollout costs more than its bytes. It says itself
 what lies where, so a rollout is named by the object and its place there. On the controller a rollout's lease is the
@@ -28,11 +28,11 @@ from torch import Tensor
 
 from stream_balancer.transport.channel import PayloadSource, Source
 from stream_balancer.types import SUPPORTED_DTYPES, Rollout
+from stream_balancer.wire.buffer_layout import ALIGNMENT
 from stream_balancer.wire.description import execution_id, unchecked_description
 from stream_balancer.wire.messages import Batch, Owner, RolloutHeader
-from stream_balancer.wire.partial_share import Lease, RemoteRollout, WantedPayload
-from stream_balancer.wire.share import Encoded, batch_of, decode, encode
-from stream_balancer.wire.share_layout import ALIGNMENT
+from stream_balancer.wire.partial_batch import Lease, RemoteRollout, WantedPayload
+from stream_balancer.wire.rank_batch import Encoded, batch_of, decode, encode
 
 __all__ = [
     "ObjectStore",
@@ -124,13 +124,13 @@ def _first_byte(index_bytes: int) -> int:
 
 
 def _index_bytes(encoded: Encoded) -> bytes:
-    plan, share = encoded._layout, encoded._share
+    plan, batch = encoded._layout, encoded._batch
     columns = [
         _Column(piece.start, piece.what.wire_row_bytes, piece.restored != piece.start)
         for _, piece in sorted(plan.columns[0].items())
         if piece.what.row_bytes
     ]
-    rows = list(accumulate((rollout.num_tokens for rollout in share.rollouts), initial=0))
+    rows = list(accumulate((rollout.num_tokens for rollout in batch.rollouts), initial=0))
     tensors = [
         [(piece.start, piece.what.row_bytes) for _, piece in sorted(own.items()) if piece.what.row_bytes]
         for own in plan.tensors

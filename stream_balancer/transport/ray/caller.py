@@ -17,8 +17,8 @@ from typing import Any
 
 import msgspec
 
-from stream_balancer.transport.channel import Outgoing, PeerGone, Receiver, Sendable
-from stream_balancer.transport.handshake import error_of
+from stream_balancer.errors import RefusedError, refused_error
+from stream_balancer.transport.channel import Outgoing, PeerGone, Receiver, Sendable, refusal
 from stream_balancer.transport.ray.channel import ChannelEnd, Inbox, Packed, Reply, cause_of, pack
 from stream_balancer.wire.messages import Close, Join, Refused, Welcome
 
@@ -27,6 +27,7 @@ __all__ = ["CallingChannel"]
 _encode = msgspec.msgpack.Encoder().encode
 _answers: msgspec.msgpack.Decoder[Welcome | Refused] = msgspec.msgpack.Decoder(Welcome | Refused)
 _ALONE = 2**20  # bytes; what is larger, or has an object in the store, travels in a call of its own
+_REFUSAL_S = 1.0  # for the actor to hear why it is refused
 _RETRY_S = 0.1  # between attempts to write into a full object store
 
 logger = logging.getLogger("stream_balancer.transport")
@@ -54,6 +55,7 @@ class CallingChannel(ChannelEnd):
         self._actor, self._key, self._on_welcome = actor, secrets.token_hex(8), on_welcome
         self._changed = threading.Condition()
         self._receiving = threading.Lock()  # one call of the receiver at a time
+        self._sending = threading.Lock()  # one numbered call at a time
         self._outbox: deque[Sendable] = deque()
         self._arrived: deque[Callable[[], None]] = deque()
         self._unsent: list[Packed] = []
@@ -109,10 +111,19 @@ class CallingChannel(ChannelEnd):
                 with self._receiving:
                     self._receive_arrived()
         except Exception as error:  # noqa: BLE001 - Ray's errors come in many kinds; so do a session's
+            self._refuse(error)
             self._break(error)
         with self._changed:
             self._changed.notify_all()
         self._cut()
+
+    def _refuse(self, error: Exception) -> None:
+        refused = refusal(error)
+        if refused is not None and self._joined:
+            with suppress(Exception), self._sending:  # the actor may be dead, and answers with its own end
+                self._actor._exchange.remote(self._key, self._calls, [pack(Outgoing(refused))]).future().result(
+                    _REFUSAL_S
+                )
 
     def _receive_arrived(self) -> None:
         while self._arrived and not self.over:
@@ -126,7 +137,7 @@ class CallingChannel(ChannelEnd):
     def _on_joined(self, answer: bytes) -> None:
         welcome = _answers.decode(answer)
         if isinstance(welcome, Refused):
-            raise error_of(welcome)
+            raise refused_error(welcome.reason, welcome.text)
         self._poll()  # from now on one is always there for the actor to answer, and to fail if the actor dies
         self._on_welcome(welcome)
         with self._changed:
@@ -152,7 +163,8 @@ class CallingChannel(ChannelEnd):
                 self._changed.wait_for(lambda: self.over or (self._joined and self._outbox))
             try:
                 while (self._outbox or self._unsent) and not self._broken:
-                    self._send_some()
+                    with self._sending:
+                        self._send_some()
             except (_ray().exceptions.ObjectStoreFullError, _ray().exceptions.OutOfDiskError) as error:
                 self._wait_for_room(error)
             except Exception as error:  # noqa: BLE001 - what cannot be sent ends the channel
@@ -221,8 +233,10 @@ class CallingChannel(ChannelEnd):
             raise self._lost(error) from None
         then(reply)
 
-    def _lost(self, error: BaseException) -> ConnectionError:
+    def _lost(self, error: BaseException) -> Exception:
         cause = getattr(error, "cause", None)  # what the actor has raised
+        if isinstance(cause, RefusedError):
+            return refused_error(cause.reason, str(cause))
         if isinstance(cause, ConnectionError) and not isinstance(cause, ConnectionResetError):
             return PeerGone(str(cause))
         if isinstance(error, _ray().exceptions.ActorDiedError) and not self._joined:

@@ -25,10 +25,10 @@ from torch import Tensor
 from stream_balancer.core.groups import GroupSize, closed
 from stream_balancer.errors import RolloutError, WireError
 from stream_balancer.transport.buffers import BufferPool
-from stream_balancer.transport.channel import Channel, Outgoing, Source
-from stream_balancer.transport.producer_port import ProducerPort, declaration
+from stream_balancer.transport.channel import Channel, Outgoing, Source, either
+from stream_balancer.transport.producer_port import ProducerPort, request_of
 from stream_balancer.transport.producer_session import Offer, ProducerSession
-from stream_balancer.transport.put_ledger import Limits, Mode, PendingPut, PutCancelled, PutLedger
+from stream_balancer.transport.put_ledger import HeldSlot, Limits, Mode, PendingPut, PutCancelled, PutLedger
 from stream_balancer.transport.ray.bundles import (
     Stored,
     description_of,
@@ -43,7 +43,6 @@ from stream_balancer.types import Rollout
 from stream_balancer.wire.messages import (
     BundledPut,
     Cancel,
-    DeclareGroup,
     JoinProducer,
     Message,
     Owner,
@@ -51,7 +50,7 @@ from stream_balancer.wire.messages import (
     RolloutHeader,
     WelcomeProducer,
 )
-from stream_balancer.wire.share import Encoded
+from stream_balancer.wire.rank_batch import Encoded
 
 __all__ = ["INLINE_BYTES", "RayProducerPort", "RayProducerSession"]
 
@@ -64,10 +63,15 @@ class _StoredPut(PendingPut):
     """A pending put; it is encoded with those that leave at the same time."""
 
     def __init__(
-        self, rollouts: Sequence[Rollout], mode: Mode, callback: Callable[[], object], declared: GroupSize | None
+        self,
+        rollouts: Sequence[Rollout],
+        mode: Mode,
+        callback: Callable[[], object],
+        declared: GroupSize | None,
+        slot: HeldSlot | None,
     ) -> None:
         size = sum(rollout.nbytes for rollout in rollouts)
-        super().__init__(rollouts, mode, callback, declared=declared, put_bytes=size, size=size)
+        super().__init__(rollouts, mode, callback, declared=declared, slot=slot, put_bytes=size, size=size)
 
 
 class _Objects(dict[int, object]):
@@ -106,7 +110,10 @@ class RayProducerPort(ProducerPort):
     def _connect(self) -> None:
         owner = Owner(self._node, 0, secrets.token_hex(8), self._label) if self.direct else None
         self._joining = CallingChannel(
-            self._actor, JoinProducer(self._label, owner), on_welcome=self._on_welcome, name="sb-ray-producer"
+            self._actor,
+            JoinProducer(self._label, owner, producer_id=self.producer_id),
+            on_welcome=self._on_welcome,
+            name="sb-ray-producer",
         )
         self._joining.start(self)
 
@@ -116,8 +123,9 @@ class RayProducerPort(ProducerPort):
         mode: Mode,
         callback: Callable[[], object],
         declared: GroupSize | None = None,
+        slot: HeldSlot | None = None,
     ) -> _StoredPut:
-        return _StoredPut(rollouts, mode, callback, declared)
+        return _StoredPut(rollouts, mode, callback, declared, slot)
 
     # in the channel's threads
 
@@ -132,7 +140,7 @@ class RayProducerPort(ProducerPort):
                 channel.send(partial(self._bundle, list(alike)))
             else:
                 for put in alike:
-                    channel.send(declaration(put))
+                    channel.send(request_of(put))
         for number in cancelled:
             channel.send(partial(self._cancel, number))
 
@@ -152,6 +160,7 @@ class RayProducerPort(ProducerPort):
                 group=put.mode is Mode.GROUP,
                 wait=put.mode is not Mode.NOWAIT,
                 complete=put.declared is not None,
+                slot=None if put.slot is None else put.slot.number,
             )
             for put in puts
         )
@@ -211,12 +220,7 @@ class RayProducerSession(ProducerSession):
             raise WireError(f"expected puts from number {self._next} on and one buffer, got {message}"[:500])
         return sizes if header.payload is not None else (header.total_bytes,)
 
-    def receive(self, message: Message, buffers: Sequence[Tensor], references: Sequence[object]) -> None:
-        if isinstance(message, DeclareGroup):
-            self._next = max(self._next, message.number)  # puts before it may have been cancelled before they were sent
-        if not isinstance(message, PutBundle):
-            super().receive(message, buffers, references)
-            return
+    def _on_bundle(self, message: PutBundle, buffers: Sequence[Tensor], references: Sequence[object]) -> None:
         rollouts = self._bundled(message.rollouts, buffers[0], references)
         if sum(put.count for put in message.puts) != len(rollouts):
             raise WireError(f"producer {self.name} put {len(rollouts)} rollouts, and announced another number")
@@ -227,7 +231,9 @@ class RayProducerSession(ProducerSession):
             self._sizes[put.number] = 0  # staged in the store, which the producer bounds
             its = tuple(islice(each, put.count))
             declared = closed(its[0].group_id) if its and put.complete else None
-            self._deliver(Offer(put.number, mode, its, declared=declared))
+            self._deliver(Offer(put.number, mode, its, declared=declared, slot=put.slot))
+
+    actions = ProducerSession.actions | either((PutBundle, _on_bundle))
 
     def _bundled(self, header: RolloutHeader, buffer: Tensor, references: Sequence[object]) -> list[Rollout]:
         key = header.payload

@@ -2,26 +2,21 @@
 
 from __future__ import annotations
 
-import secrets
 from typing import Any
 
 from stream_balancer.transport.rank_port import Decode, RankPort
 from stream_balancer.transport.ray.bundles import ObjectStore
 from stream_balancer.transport.ray.caller import CallingChannel
 from stream_balancer.wire.messages import JoinRank
-from stream_balancer.wire.share import decode
+from stream_balancer.wire.rank_batch import decode
 
 __all__ = ["open_port"]
 
 
 def open_port(
     actor: Any,
+    request: JoinRank,
     *,
-    rank: int,
-    dp_size: int,
-    depth: int = 2,
-    incarnation: int = 0,
-    max_batch_bytes: int = 4 * 2**30,
     rejoin: bool = False,
     linger_s: float = 5.0,
     decode: Decode = decode,
@@ -29,10 +24,9 @@ def open_port(
 ) -> RankPort:
     """A rank's port, for ``RankFeed``; connects in the background. ``actor``: a handle of the actor that hosts the
     balancer. ``rejoin``: it has a journal, so Ray starts it again should it die, and it goes on."""
-    request = JoinRank(rank, dp_size, incarnation, depth, max_batch_bytes, feed_id=secrets.token_bytes(8))
 
     def connect() -> CallingChannel:
-        return CallingChannel(actor, request, name=f"sb-ray-rank-{rank}")
+        return CallingChannel(actor, request, name=f"sb-ray-rank-{request.rank}")
 
     port = RankPort(
         connect(),

@@ -8,16 +8,15 @@
 
 Sessions and ports are those of every transport, above :mod:`channel`. Payloads lie in the object store of the node
 where they were put, each object owned by the process that put it (:mod:`bundles`); the actor gets descriptions, and a
-rank reads what its batch needs. ``integrations/ray.py`` starts the actor.
+rank reads what its batch needs. ``integrations/ray`` starts the actor.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
-from torch import Tensor
-
-from stream_balancer.transport.admission import AdmittingTransport
+from stream_balancer.transport.admission import CLOSED, AdmittingTransport
+from stream_balancer.transport.channel import either
 from stream_balancer.transport.event_loop import at_once
 from stream_balancer.transport.put_ledger import Limits
 from stream_balancer.transport.rank_session import RankSession
@@ -27,7 +26,6 @@ from stream_balancer.wire.messages import (
     Join,
     JoinProducer,
     JoinRank,
-    Message,
     PayloadsFetched,
     Refused,
     Welcome,
@@ -41,10 +39,12 @@ __all__ = ["RayTransport"]
 class _RankSession(RankSession):
     on_missing: Callable[[PayloadsFetched], object]
 
-    def receive(self, message: Message, buffers: Sequence[Tensor], references: Sequence[object]) -> None:
-        if isinstance(message, PayloadsFetched) and message.missing:
+    def _on_fetched(self, message: PayloadsFetched, *_: object) -> None:
+        if message.missing:
             self.on_missing(message)
-        super().receive(message, buffers, references)
+        super()._on_fetched(message)
+
+    actions = RankSession.actions | either((PayloadsFetched, _on_fetched))
 
 
 class RayTransport(AdmittingTransport):
@@ -75,7 +75,7 @@ class RayTransport(AdmittingTransport):
         if not isinstance(request, JoinProducer):
             return Refused("value", f"a {type(request).__name__} cannot be answered here")
         if self.admission.closed:
-            return Refused("closed", "the transport is closed")
+            return CLOSED
         session = RayProducerSession(channel, request, self._limits, at_once)
         channel.start(session)
         self._producer_sessions.add(session)

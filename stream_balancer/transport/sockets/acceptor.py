@@ -65,6 +65,7 @@ class Acceptor:
 
     def _arrive(self, sock: socket.socket) -> None:
         if len(self._candidates) >= MAX_CANDIDATES:
+            # The oldest: a peer that means well has long been through with its handshake.
             next(iter(self._candidates)).fail(ConnectionAbortedError("newer connections need the room"))
         self._candidates[_Candidate(self, self._hub, sock)] = None
 

@@ -11,6 +11,7 @@ import selectors
 import socket
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from itertools import islice
 from typing import NamedTuple
 
@@ -18,7 +19,7 @@ import torch
 from torch import Tensor
 
 from stream_balancer.errors import WireError
-from stream_balancer.transport.channel import Channel, Outgoing, PeerClosed, Receiver, Sendable, Source
+from stream_balancer.transport.channel import Channel, Outgoing, PeerClosed, Receiver, Sendable, Source, refusal
 from stream_balancer.transport.sockets.framing import HEADER_BYTES, frame, read_header, read_message
 from stream_balancer.transport.sockets.hub import Hub, Served, keep_alive
 from stream_balancer.transport.threads import ThreadEvent
@@ -101,7 +102,18 @@ class SocketChannel(Served, Channel):
         except BlockingIOError:
             pass
         except Exception as error:  # noqa: BLE001 - the network's, or the session's: either way this one is over
+            self._refuse(error)
             self.fail(error)
+
+    def _refuse(self, error: Exception) -> None:
+        """Let the peer know, if that is what it is. What the system does not take at once is lost with the rest."""
+        refused = refusal(error)
+        if refused is not None and self.open and not self._close_sent:
+            self._close_sent = True
+            raw = frame(refused)
+            self._outgoing.append(_Piece(memoryview(raw), raw))
+            with suppress(OSError):
+                self._note_sent(self.sock.sendmsg([piece.view for piece in islice(self._outgoing, _GATHER)]))
 
     def _pump(self) -> None:
         # First of all: whoever sees it set has appended before this, and whoever does not queues another call. To look
@@ -131,6 +143,8 @@ class SocketChannel(Served, Channel):
         try:
             while self._outgoing and self.open:
                 self._note_sent(self.sock.sendmsg([piece.view for piece in islice(self._outgoing, _GATHER)]))
+        except ConnectionError:
+            self._drop_outgoing()  # reading sees it too, behind what has arrived: perhaps why this peer is refused
         finally:
             self.watch(writable=bool(self._outgoing))
         if self._close_sent and self._end_reported:
@@ -193,16 +207,19 @@ class SocketChannel(Served, Channel):
     def _over(self, error: Exception) -> None:
         self._closed = True
         self._items.clear()
-        for piece in self._outgoing:
-            if piece.sent is not None:
-                piece.sent()
-        self._outgoing.clear()
+        self._drop_outgoing()
         if isinstance(error, ConnectionError) and "closed" not in str(error):
             error = ConnectionResetError("connection reset by peer")
         if self._started and not self._end_reported:
             self._end_reported = True
             self._receiver.ended(error)
         self._finished.set()
+
+    def _drop_outgoing(self) -> None:
+        for piece in self._outgoing:
+            if piece.sent is not None:
+                piece.sent()
+        self._outgoing.clear()
 
 
 def _views(buffers: Sequence[Tensor], sizes: Sequence[int]) -> Iterator[memoryview]:

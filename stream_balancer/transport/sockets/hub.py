@@ -91,6 +91,8 @@ class Hub:
             while not self._closing:
                 self._run_jobs()
                 patience_s = self._patience()
+                # Order matters: cleared before the last look at the jobs below. A job that is added in between either
+                # is seen by that look or finds the flag cleared and writes to the socket pair.
                 self._awake = False  # from here on a job wakes it
                 ready = self._selector.select(0 if self._jobs or self._closing else patience_s)
                 self._awake = True
@@ -101,6 +103,7 @@ class Hub:
             error = bug
         finally:
             self._jobs.clear()  # of connections that are over now
+            # A copy: failing one releases it, and may fail others.
             for served in list(self._sockets):
                 served.fail(error)
             self._selector.close()
@@ -141,6 +144,7 @@ class Served:
 
     def watch(self, *, writable: bool) -> None:
         """Whether room to write into is news, beside something to read."""
+        # Writability is watched only while something waits to be written: else select() would return at once, always.
         events = selectors.EVENT_READ | (selectors.EVENT_WRITE if writable else 0)
         if self.open and self.hub._selector.get_key(self.sock).events != events:
             self.hub._selector.modify(self.sock, events, self._ready)

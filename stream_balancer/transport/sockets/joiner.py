@@ -18,7 +18,7 @@ from typing import Any, Protocol, TypeAlias, cast
 import msgspec
 from torch._C._distributed_c10d import PrefixStore, Store
 
-from stream_balancer.errors import BrokenResourceError, ClosedResourceError, WireError
+from stream_balancer.errors import BrokenResourceError, ClosedResourceError, ConfigError, WireError, refused_error
 from stream_balancer.transport.handshake import Incoming, Joining, Message, pack, token_bytes
 from stream_balancer.transport.sockets.hub import keep_alive
 from stream_balancer.wire.messages import Join, Refused, Welcome
@@ -28,6 +28,7 @@ __all__ = ["Directory", "Entry", "Joiner", "Lookup", "Where", "join_over", "pars
 ANSWER_S = 10.0  # a controller answers in milliseconds
 CONNECT_S = 5.0
 FOREIGN_S = 30.0  # so long may a port that accepts connections not answer as a controller does
+_PAUSE_S = 0.1
 WARN_AFTER_S = 5.0
 WARN_AGAIN_S = 60.0
 _STORE_TIMEOUT = timedelta(seconds=5)  # nobody waits in a store, so every answer comes at once
@@ -117,17 +118,28 @@ class _NotYetError(Exception):
 class Joiner:
     """Joins one controller, as often as needed."""
 
-    def __init__(self, source: Where, *, name: str, token: str | None, connect_timeout_s: float | None = None) -> None:
-        """``connect_timeout_s``: for the first connection; None = as long as it takes. Raises ValueError for a bad
-        address or token, TypeError for a source of another kind."""
+    def __init__(
+        self,
+        source: Where,
+        *,
+        name: str = "stream_balancer",
+        token: str | None = None,
+        connect_timeout_s: float | None = None,
+        host: str | None = None,
+    ) -> None:
+        """``name``, ``token``: the transport's. ``connect_timeout_s``: for the first connection; None = as long as it
+        takes. ``host``: this machine's address for what others connect to here; None = its address on the way to the
+        controller. Raises ValueError for a bad address or token, TypeError for a source of another kind."""
         if connect_timeout_s is not None and not connect_timeout_s > 0:
             raise ValueError(f"connect_timeout_s must be > 0 or None, not {connect_timeout_s}")
         self._address = parse_address(source) if isinstance(source, str) else None
         self._directory = _lookup(source, name)
         self.token = token_bytes(token)
+        self.host = host
         self._timeout_s = connect_timeout_s
         self._cancelled = threading.Event()
         self._sock: socket.socket | None = None
+        self._has_joined = False
         self.problem: str | None = "it has just begun to connect"
         """Why there is no connection yet; None once there was one."""
 
@@ -135,10 +147,12 @@ class Joiner:
         """A connection on which both ends have proven themselves, and the controller's welcome. ``request``: what to
         ask for, of who comes from this address of the machine.
 
-        Tries until it works. Raises what a refusal says; ValueError for a host that does not exist; WireError if
-        something else listens there; BrokenResourceError after ``connect_timeout_s``, or if the store is gone;
-        ClosedResourceError once cancelled.
+        Tries until it works; after a moment if it has worked before, for it may have been cut off at once. Raises what
+        a refusal says; ConfigError for a host that does not exist; WireError if something else listens there;
+        BrokenResourceError after ``connect_timeout_s``, or if the store is gone; ClosedResourceError once cancelled.
         """
+        if self._has_joined and self._cancelled.wait(_PAUSE_S):
+            raise ClosedResourceError
         began = time.monotonic()
         warn_at, foreign_since, delay_s = began + WARN_AFTER_S, None, 0.02
         while True:
@@ -167,11 +181,6 @@ class Joiner:
                 raise ClosedResourceError
             delay_s = min(2 * delay_s, 1.0)
 
-    def pause(self) -> None:
-        """Wait a moment before the next :meth:`join`. Raises ClosedResourceError once cancelled."""
-        if self._cancelled.wait(0.1):
-            raise ClosedResourceError
-
     def cancel(self) -> None:
         """Make :meth:`join`, and whatever waits on the connection it gave, raise. From any thread, idempotent."""
         self._cancelled.set()
@@ -188,7 +197,7 @@ class Joiner:
         except (socket.gaierror, UnicodeError) as error:
             if isinstance(error, socket.gaierror) and error.errno == socket.EAI_AGAIN:
                 raise _NotYetError(f"no name server answers for {host!r}") from None
-            raise ValueError(f"there is no host {host!r}: {error}. Check the address {where}") from None
+            raise ConfigError(f"there is no host {host!r}: {error}. Check the address {where}") from None
         except OSError as error:
             raise _NotYetError(
                 f"nobody answers at {where}: {os.strerror(error.errno) if error.errno else error}"
@@ -198,7 +207,9 @@ class Joiner:
             if self._cancelled.is_set():  # cancel() may have come too early to see the socket
                 raise ClosedResourceError
             keep_alive(sock)
-            return sock, self._shake_hands(sock, request(sock.getsockname()[0]), token, where)
+            welcome = self._shake_hands(sock, request(sock.getsockname()[0]), token, where)
+            self._has_joined = True
+            return sock, welcome
         except BaseException:
             sock.close()
             raise
@@ -271,6 +282,6 @@ def join_over(
             return answer
         sock.sendall(pack(answer))
         if isinstance(answer, Refused):
-            raise ValueError(answer.text)
+            raise refused_error(answer.reason, answer.text)
         on_challenged()
         sock.settimeout(None)

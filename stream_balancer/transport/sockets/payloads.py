@@ -12,6 +12,7 @@ place the tokens have in its batch. Where both are one process, there is no sock
 from __future__ import annotations
 
 import secrets
+import selectors
 import socket
 import threading
 import weakref
@@ -19,11 +20,12 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from itertools import chain, islice
+from typing import cast
 
 from torch import Tensor
 
 from stream_balancer.errors import ClosedResourceError, WireError
-from stream_balancer.transport.channel import Outgoing, PayloadSource, Session, Source, unexpected
+from stream_balancer.transport.channel import Outgoing, PayloadSource, Session, Source, either
 from stream_balancer.transport.handshake import Joining
 from stream_balancer.transport.sockets.acceptor import Acceptor, send_now
 from stream_balancer.transport.sockets.channel import SocketChannel
@@ -40,11 +42,12 @@ from stream_balancer.wire.messages import (
     WantPayloads,
     WelcomeProducer,
 )
-from stream_balancer.wire.partial_share import WantedPayload, payload
+from stream_balancer.wire.partial_batch import WantedPayload, payload
 
 __all__ = ["Fetcher", "PayloadServer"]
 
 _GATHER = 256  # buffers per recvmsg; the system's limit is 1024
+_TURN_BYTES = 2**20  # read from one owner before the others get their turn
 _CONNECT_S = 10.0
 
 
@@ -116,13 +119,14 @@ class _OwnerSession(Session):
     def __init__(self, payloads: PayloadServer, channel: SocketChannel) -> None:
         self._payloads, self._channel = payloads, channel
 
-    def receive(self, message: Message, buffers: Sequence[Tensor], references: Sequence[object]) -> None:
-        if not isinstance(message, WantPayloads):
-            raise unexpected(message, "payloads are fetched")
+    def _on_want(self, message: WantPayloads, *_: object) -> None:
+        # Looked up once: a key that is dropped meanwhile must not be named missing and sent as well.
         kept = {key: self._payloads.get(key) for key in message.keys}
         missing = tuple(key for key in message.keys if kept[key] is None)
         sources = [_source(pieces) for key in message.keys if (pieces := kept[key]) is not None]
         self._channel.send(Outgoing(Payloads(message.number, missing), sources))
+
+    actions = either((WantPayloads, _on_want))
 
     def ended(self, error: Exception) -> None:
         """The rank may come again."""
@@ -201,28 +205,32 @@ class Fetcher(PayloadSource):
         self._open.clear()
 
     def _read_over_sockets(self, by_owner: Mapping[Owner, Mapping[int, WantedPayload]]) -> dict[int, str]:
-        requests = [
-            (owner, part)
-            for owner, theirs in by_owner.items()
-            for first in range(0, len(theirs), MAX_ENTRIES)
-            if (part := dict(islice(theirs.items(), first, first + MAX_ENTRIES)))
-        ]
         gone: dict[int, str] = {}
-        lost: dict[Owner, str] = {}
-        for act in (self._ask, self._receive):
-            for owner, part in requests:
-                if owner in lost:
-                    continue
+        with selectors.DefaultSelector() as selector:
+            for owner, theirs in by_owner.items():
                 try:
-                    gone |= act(owner, part)
+                    selector.register(self._ask(owner, theirs), selectors.EVENT_READ, _Reader(owner, theirs))
                 except OSError as error:
-                    if self._closed:
-                        raise ClosedResourceError from None
-                    self._forget(owner)
-                    lost[owner] = str(error)
-        for owner, why in lost.items():
-            gone |= dict.fromkeys(by_owner[owner], why)
+                    gone |= self._lost(owner, theirs, error)
+            # Read as they send: what waits in the system's buffer for one owner's turn is soon all that it can send.
+            while selector.get_map():
+                for key, _ in selector.select():
+                    reader: _Reader = key.data
+                    try:
+                        if reader.read(cast("socket.socket", key.fileobj)):
+                            selector.unregister(key.fileobj)
+                            gone |= reader.missing
+                    except OSError as error:
+                        selector.unregister(key.fileobj)
+                        gone |= self._lost(reader.owner, reader.wanted, error)
         return gone
+
+    def _lost(self, owner: Owner, wanted: Iterable[int], error: OSError) -> dict[int, str]:
+        """Without its connection, all that is wanted of an owner is gone."""
+        if self._closed:
+            raise ClosedResourceError from None
+        self._forget(owner)
+        return dict.fromkeys(wanted, str(error))
 
     def _forget(self, owner: Owner) -> None:
         with self._lock:
@@ -230,30 +238,11 @@ class Fetcher(PayloadSource):
         if sock is not None:
             sock.close()
 
-    def _ask(self, owner: Owner, part: Mapping[int, WantedPayload]) -> dict[int, str]:
-        keys = tuple(one.key for one in part.values())
-        self._connected(owner).sendall(frame(WantPayloads(0, keys)))
-        return {}
-
-    def _receive(self, owner: Owner, part: Mapping[int, WantedPayload]) -> dict[int, str]:
+    def _ask(self, owner: Owner, wanted: Mapping[int, WantedPayload]) -> socket.socket:
         sock = self._connected(owner)
-        header = bytearray(HEADER_BYTES)
-        _receive(sock, [memoryview(header)])
-        size, crc = read_header(header)
-        raw = bytearray(size)
-        _receive(sock, [memoryview(raw)])
-        sizes, answer = read_message(raw, crc)
-        if not isinstance(answer, Payloads):
-            raise WireError(f"producer {owner.label} sent a {type(answer).__name__} message instead of payloads")
-        missing = set(answer.missing)
-        coming = [one.pieces for one in part.values() if one.key not in missing]
-        if list(sizes) != [sum(piece.numel() for piece in pieces) for pieces in coming]:
-            raise WireError(
-                f"producer {owner.label} sends payloads of other sizes than it described. Install one stream_balancer "
-                "everywhere"
-            )
-        _receive(sock, [piece.numpy().data for piece in chain.from_iterable(coming)])
-        return {number: _does_not_have(one.key) for number, one in part.items() if one.key in missing}
+        for part in _parts(wanted):
+            sock.sendall(frame(WantPayloads(0, tuple(one.key for one in part.values()))))
+        return sock
 
     def _connected(self, owner: Owner) -> socket.socket:
         sock = self._open.get(owner)
@@ -288,14 +277,66 @@ def _does_not_have(key: int) -> str:
     return f"it does not have payload {key}"
 
 
-def _receive(sock: socket.socket, views: Iterable[memoryview]) -> None:
-    spaces = deque(view for view in views if len(view))
-    while spaces:
-        count = sock.recvmsg_into(list(islice(spaces, _GATHER)))[0]
-        if not count:
-            raise ConnectionResetError("connection closed by peer")
+def _parts(wanted: Mapping[int, WantedPayload]) -> Iterator[dict[int, WantedPayload]]:
+    """As many as one message may ask for."""
+    for first in range(0, len(wanted), MAX_ENTRIES):
+        yield dict(islice(wanted.items(), first, first + MAX_ENTRIES))
+
+
+class _Reader:
+    """What one owner answers, straight into its places."""
+
+    def __init__(self, owner: Owner, wanted: Mapping[int, WantedPayload]) -> None:
+        self.owner, self.wanted = owner, wanted
+        self.missing: dict[int, str] = {}
+        self._parser = self._parse()
+        self._spaces = deque(next(self._parser))
+
+    def read(self, sock: socket.socket) -> bool:
+        """Read what is there, and no more than others may wait for; whether that was all. Raises OSError, WireError."""
+        left = _TURN_BYTES
+        while left > 0:
+            try:
+                count = sock.recvmsg_into(list(islice(self._spaces, _GATHER)), 0, socket.MSG_DONTWAIT)[0]
+            except BlockingIOError:
+                return False
+            if not count:
+                raise ConnectionResetError("connection closed by peer")
+            left -= count
+            self._fill(count)
+            while not self._spaces:
+                spaces = next(self._parser, None)
+                if spaces is None:
+                    return True
+                self._spaces += (space for space in spaces if len(space))
+        return False
+
+    def _fill(self, count: int) -> None:
         while count:
-            space = spaces.popleft()
+            space = self._spaces.popleft()
             if count < len(space):
-                spaces.appendleft(space[count:])
+                self._spaces.appendleft(space[count:])
             count -= min(count, len(space))
+
+    def _parse(self) -> Iterator[Sequence[memoryview]]:
+        """Yields what is to be filled next."""
+        for part in _parts(self.wanted):
+            header = memoryview(bytearray(HEADER_BYTES))
+            yield [header]
+            size, crc = read_header(header)
+            raw = memoryview(bytearray(size))
+            yield [raw]
+            yield self._places(part, *read_message(raw, crc))
+
+    def _places(self, part: Mapping[int, WantedPayload], sizes: Sequence[int], answer: Message) -> list[memoryview]:
+        if not isinstance(answer, Payloads):
+            raise WireError(f"producer {self.owner.label} sent a {type(answer).__name__} message instead of payloads")
+        missing = set(answer.missing)
+        self.missing |= {number: _does_not_have(one.key) for number, one in part.items() if one.key in missing}
+        coming = [one.pieces for one in part.values() if one.key not in missing]
+        if list(sizes) != [sum(piece.numel() for piece in pieces) for pieces in coming]:
+            raise WireError(
+                f"producer {self.owner.label} sends payloads of other sizes than it described. Install one "
+                "stream_balancer everywhere"
+            )
+        return [piece.numpy().data for piece in chain.from_iterable(coming)]

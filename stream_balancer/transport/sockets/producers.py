@@ -48,17 +48,17 @@ def _after_reading(hub: Hub, in_loop: InLoop, function: Callable[[], object]) ->
 
 
 def connect_producer(
-    joiner: Joiner, label: str, *, linger_s: float, direct: bool = False, host: str | None = None, rejoin: bool = False
+    joiner: Joiner, label: str, *, linger_s: float, direct: bool = False, rejoin: bool = False
 ) -> ProducerPort:
     """A port that connects in its own thread, for as long as ``joiner`` tries. ``direct``: payloads stay here until a
-    rank fetches them, from ``host`` (default: this machine's address on the way to the controller). ``rejoin``: connect
-    again to a controller that is lost. Raises ValueError for both: who loses a producer loses what it keeps."""
+    rank fetches them, from the joiner's ``host``. ``rejoin``: connect again to a controller that is lost. Raises
+    ValueError for both: who loses a producer loses what it keeps."""
     if direct and rejoin:
         raise ValueError(
             "rejoin=True needs hand_over='balancer': what a producer keeps is lost to the controller with their "
             "connection. Drop one of them"
         )
-    connection = _Connection(joiner, label, PayloadServer() if direct else None, host)
+    connection = _Connection(joiner, label, PayloadServer() if direct else None)
     port = connection.port = ProducerPort(
         linger_s=linger_s,
         kept=connection.payloads,
@@ -76,9 +76,9 @@ class _Connection:
     port: ProducerPort
     hub: Hub | None = None
 
-    def __init__(self, joiner: Joiner, label: str, payloads: PayloadServer | None, host: str | None) -> None:
+    def __init__(self, joiner: Joiner, label: str, payloads: PayloadServer | None) -> None:
         self.payloads = payloads
-        self._joiner, self._label, self._host = joiner, label, host
+        self._joiner, self._label = joiner, label
 
     def open(self) -> None:
         """Begin to connect."""
@@ -95,7 +95,6 @@ class _Connection:
         try:
             if before is not None:
                 before.close()  # its thread has nothing left to do
-                self._joiner.pause()  # it may have joined, and been cut off at once
             sock, welcome = self._joiner.join(self._request)
             if not isinstance(welcome, WelcomeProducer):
                 raise WireError(f"the controller welcomes a producer with a {type(welcome).__name__} message")
@@ -111,5 +110,6 @@ class _Connection:
 
     def _request(self, own_host: str) -> JoinProducer:
         if self.payloads is None:
-            return JoinProducer(self._label)
-        return JoinProducer(self._label, self.payloads.listen(self._host or own_host, self._label))
+            return JoinProducer(self._label, producer_id=self.port.producer_id)
+        owner = self.payloads.listen(self._joiner.host or own_host, self._label)
+        return JoinProducer(self._label, owner, producer_id=self.port.producer_id)

@@ -3,12 +3,12 @@
 ::
 
     producer    encode_rollout(kept)   --> controller   decode_kept(): all but the tokens; see ``rollouts``
-    controller  encode_skeleton(share) --> rank         read_skeleton() -> Skeleton: what to fetch, from whom
+    controller  encode_skeleton(batch) --> rank         read_skeleton() -> Skeleton: what to fetch, from whom
     producer    payload(rollout)       --> rank         the buffer that the controller would have sent, and its frame
 
 A RemoteRollout's columns are tensors on torch's meta device: name, dtype and shape without a byte behind them, so that
 planning, limits and checks see no difference. Its ``lease`` is what keeps the payload alive: once nobody on the
-controller holds the rollout any more (acknowledged, evicted, refused), the lease dies and the producer is told.
+controller holds the rollout any more (acknowledged, evicted, refused), the lease dies and the producer is notified.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from torch import Tensor
 from stream_balancer.errors import RolloutError, WireError
 from stream_balancer.types import RankBatch, Rollout
 from stream_balancer.values import plain_tensor
+from stream_balancer.wire.buffer_layout import Layout, align, lay_out
 from stream_balancer.wire.description import Description, encode_description, execution_id, read_description
 from stream_balancer.wire.messages import Batch, Denominators, Owner, PartialBatch
-from stream_balancer.wire.share import bytes_of, encode
-from stream_balancer.wire.share_layout import Layout, align, lay_out
+from stream_balancer.wire.rank_batch import bytes_of, encode
 
 __all__ = [
     "Lease",
@@ -92,8 +92,8 @@ def payload(rollout: Rollout) -> list[Tensor]:
 
 
 class _Skeleton(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
-    share: bytes
-    """The description of the whole share, as at the start of a BATCH buffer."""
+    description: bytes
+    """The description of the whole rank batch, as at the start of a BATCH buffer."""
     owners: list[Owner]
     sources: list[tuple[int, int, int]]
     """Per rollout: (index of the owner, key, index of the reference); owner -1: its payload follows this; reference
@@ -103,9 +103,9 @@ class _Skeleton(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
 _DECODER = msgspec.msgpack.Decoder(_Skeleton)
 
 
-def is_remote(share: RankBatch) -> bool:
+def is_remote(batch: RankBatch) -> bool:
     """Whether a producer holds any of its rollouts."""
-    return any(isinstance(r, RemoteRollout) for mb in share.micro_batches for r in mb.rollouts)
+    return any(isinstance(r, RemoteRollout) for mb in batch.micro_batches for r in mb.rollouts)
 
 
 class WantedPayload(NamedTuple):
@@ -123,15 +123,15 @@ class WantedPayload(NamedTuple):
 
 
 class EncodedSkeleton:
-    """A share without what producers hold; used like :class:`stream_balancer.wire.share.Encoded`."""
+    """A rank batch without what producers hold; used like :class:`stream_balancer.wire.rank_batch.Encoded`."""
 
-    def __init__(self, share: RankBatch, max_bytes: int) -> None:
-        encoded = encode(share, max_bytes=max_bytes, narrow=False)
+    def __init__(self, batch: RankBatch, max_bytes: int) -> None:
+        encoded = encode(batch, max_bytes=max_bytes, narrow=False)
         owners: dict[Owner, int] = {}
         references: dict[object, int] = {}
         sources = []
         self._here: list[Rollout] = []
-        for rollout in share.rollouts:
+        for rollout in batch.rollouts:
             if isinstance(rollout, RemoteRollout):
                 reference = rollout.lease.reference
                 number = -1 if reference is None else references.setdefault(reference, len(references))
@@ -144,9 +144,9 @@ class EncodedSkeleton:
         self._packed = msgspec.msgpack.encode(_Skeleton(encoded._meta, list(owners), sources))
         size = len(self._packed) + sum(rollout.nbytes for rollout in self._here)
         self.message = PartialBatch(
-            share.step,
-            share.rank,
-            share.dp_size,
+            batch.step,
+            batch.rank,
+            batch.dp_size,
             meta_bytes=len(self._packed),
             meta_crc=zlib.crc32(self._packed),
             wire_bytes=size,
@@ -166,14 +166,14 @@ class EncodedSkeleton:
         yield at
 
 
-def encode_skeleton(share: RankBatch, *, max_bytes: int) -> EncodedSkeleton:
-    """Describe a share some of whose rollouts producers hold. Raises like :func:`stream_balancer.wire.share.encode`."""
-    return EncodedSkeleton(share, max_bytes)
+def encode_skeleton(batch: RankBatch, *, max_bytes: int) -> EncodedSkeleton:
+    """Describe a rank batch some of whose rollouts producers hold. Raises as :func:`.rank_batch.encode` does."""
+    return EncodedSkeleton(batch, max_bytes)
 
 
 @dataclass(frozen=True, slots=True)
 class Skeleton:
-    """A received skeleton: what is missing, and where in the buffer of the whole share it belongs."""
+    """A received skeleton: what is missing, and where in the buffer of the whole rank batch it belongs."""
 
     batch: Batch
     """The message of the whole rank batch; the buffer needs its ``total_bytes``."""
@@ -211,7 +211,7 @@ class Skeleton:
     def finish(self, buffer: Tensor) -> None:
         """Write the rest, once all that is :meth:`wanted` was written to its places: the description, what came
         with the skeleton, and what padding copies differ in. Raises WireError if the sizes do not fit."""
-        packed = self._described.share
+        packed = self._described.description
         buffer[: len(packed)] = torch.frombuffer(bytearray(packed), dtype=torch.uint8)
         targets = self.targets(
             buffer, [place for place, (owner, *_) in enumerate(self._described.sources) if owner < 0]
@@ -241,11 +241,19 @@ class Skeleton:
             meta.loss_tokens[place] = 0
         meta.global_num_rollouts, meta.global_num_tokens = divisors.rollouts, divisors.tokens
         meta.global_num_loss_tokens, meta.global_num_executions = divisors.loss_tokens, divisors.executions
+        if len(divisors.mini_batches) != len(meta.mini_batches):
+            raise WireError(
+                f"step {self.batch.step}: the denominators are of {len(divisors.mini_batches)} mini-batches"
+            )
+        meta.mini_batches = [
+            (number, load, *msgspec.structs.astuple(left))
+            for (number, load, *_), left in zip(meta.mini_batches, divisors.mini_batches, strict=True)
+        ]
         resized = {(one.group_id, one.execution_id): (one.samples, one.loss_tokens) for one in divisors.resized}
         for place, size in enumerate(meta.execution_sizes if resized else ()):
             meta.execution_sizes[place] = resized.get((meta.group_ids[place], execution_id(meta, place) or ""), size)
         packed = encode_description(meta)
-        if packed == self._described.share:
+        if packed == self._described.description:
             return self.batch, buffer
         plan = lay_out(meta, len(packed), 2**62)
         before, start = align(self.batch.meta_bytes), align(len(packed))
@@ -292,7 +300,7 @@ class Skeleton:
 
 
 def read_skeleton(message: PartialBatch, body: Tensor, *, max_bytes: int, num_references: int = 0) -> Skeleton:
-    """What :func:`encode_skeleton` made. Raises WireError for anything else, and for a share above ``max_bytes``."""
+    """What :func:`encode_skeleton` made. Raises WireError for anything else, and for a batch above ``max_bytes``."""
     packed = body[: message.meta_bytes].numpy().tobytes()
     if zlib.crc32(packed) != message.meta_crc:
         raise WireError(f"step {message.step}: the checksum of the batch's description is wrong: damaged on its way")
@@ -300,9 +308,9 @@ def read_skeleton(message: PartialBatch, body: Tensor, *, max_bytes: int, num_re
         described = _DECODER.decode(packed)
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError, ValueError) as error:
         raise WireError(f"step {message.step}: the batch's description cannot be read: {error}") from None
-    crc = zlib.crc32(described.share)
-    batch = Batch(message.step, message.rank, message.dp_size, len(described.share), crc, 0, 0)
-    meta = read_description(described.share, crc, f"step {message.step}")
+    crc = zlib.crc32(described.description)
+    batch = Batch(message.step, message.rank, message.dp_size, len(described.description), crc, 0, 0)
+    meta = read_description(described.description, crc, f"step {message.step}")
     if len(described.sources) != len(meta.ids) or any(
         not -1 <= owner < len(described.owners) or key < 0 or not -1 <= number < num_references
         for owner, key, number in described.sources
@@ -310,6 +318,6 @@ def read_skeleton(message: PartialBatch, body: Tensor, *, max_bytes: int, num_re
         raise WireError(f"step {message.step}: the list of who holds what is wrong")
     if any(column.dtype != column.wire_dtype for column in meta.columns):
         raise WireError(f"step {message.step}: what producers hold is not narrowed")
-    plan = lay_out(meta, len(described.share), max_bytes)
+    plan = lay_out(meta, len(described.description), max_bytes)
     batch = msgspec.structs.replace(batch, wire_bytes=plan.wire_bytes, total_bytes=plan.total_bytes)
     return Skeleton(batch, body[message.meta_bytes : message.wire_bytes], described, meta, plan)

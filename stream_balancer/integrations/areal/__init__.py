@@ -30,14 +30,12 @@ from torch import Tensor
 from stream_balancer import planning
 from stream_balancer.integrations import _rows
 from stream_balancer.integrations.partitions import replace
-from stream_balancer.types import Rollout, Version
+from stream_balancer.types import Rollout
 
 __all__ = ["ALGORITHM", "allocate", "patch", "rollouts_from", "trajectories_from"]
 
 ALGORITHM = "balanced"
 """The name under which :func:`patch` registers :func:`allocate`."""
-
-_FIRST_VERSION = 0  # AReaL writes -1 for tokens that no policy sampled: prompts
 
 
 # --- the allocation seam ----------------------------------------------------------------------------------------------
@@ -49,15 +47,22 @@ def allocate(
     """Indices of ``values`` in groups with sums alike and at most ``capacity``: AReaL's ``ffd_allocate`` by planning.
 
     The number of groups is at least ``min_groups``, a multiple of ``n_groups_divisor``, and the least that was found.
-    None is empty. Deterministic, so ranks that allocate the same values agree.
+    If the next multiple is more than there are values, every value is a group of its own, as AReaL's ``kk_allocate``
+    has it. None is empty. Deterministic, so ranks that allocate the same values agree.
 
     Raises ValueError (AReaL: RuntimeError) if a value is larger than ``capacity``, or there are fewer values than
-    groups.
+    ``min_groups`` or ``n_groups_divisor``.
     """
     work = np.asarray(values, dtype=np.float64)
     if work.size and work.max() > capacity:
         raise ValueError(f"a sequence of {int(work.max())} tokens does not fit into a capacity of {capacity}. Raise it")
-    at_least = max(min_groups or 1, -(-int(work.sum()) // int(capacity)), 1)
+    asked = max(min_groups or 1, n_groups_divisor)
+    if work.size < asked:
+        raise ValueError(
+            f"{work.size} sequences cannot be put into at least {asked} groups, none of them empty. Lower n_mbs or "
+            "n_mbs_divisor, or give more sequences"
+        )
+    at_least = max(asked, -(-int(work.sum()) // int(capacity)))
     for groups in range(-(-at_least // n_groups_divisor) * n_groups_divisor, work.size + 1, n_groups_divisor):
         shares = planning.partition(work, groups)
         if max(float(work[share].sum()) for share in shares) > capacity:
@@ -66,15 +71,13 @@ def allocate(
             )  # a tight cap is a packing problem, not a balancing one
         if len(shares) == groups and max(float(work[share].sum()) for share in shares) <= capacity:
             return [share.tolist() for share in shares]
-    raise ValueError(
-        f"{work.size} sequences cannot be put into a multiple of {n_groups_divisor} groups, at least {at_least}, of at "
-        f"most {capacity} tokens. Lower n_mbs or n_mbs_divisor, raise max_tokens_per_mb, or give more sequences"
-    )
+    return [[index] for index in range(work.size)]
 
 
 def patch() -> Callable[[], None]:
     """Have AReaL know the algorithm ``"balanced"``: ``MicroBatchSpec(packing_algorithm="balanced")`` then allocates
-    both ranks and micro-batches with :func:`allocate`. In every process that trains, before its first batch.
+    both ranks and micro-batches with :func:`allocate`. In every process that trains, before its first batch:
+    ``stream_balancer.integrations.areal.worker`` does it in workers that AReaL starts.
 
     Returns a function that undoes it.
     """
@@ -104,8 +107,8 @@ def rollouts_from(
     """One rollout per row of AReaL's trajectory dicts: what a workflow returns, padded on either side.
 
     ``[bs, S, ...]`` tensors become ``tokens``; float32 ``[bs]`` (``rewards``) ``scalars``; other ``[bs, ...]`` and what
-    ``multi_modal_input`` holds ``tensors``; anything else ``metadata``. ``version`` is (oldest, newest) of ``versions``
-    over the tokens that a policy sampled. ``group_ids``: one per dict; by default a dict of several rows gets a fresh
+    ``multi_modal_input`` holds ``tensors``; anything else ``metadata``. AReaL's column ``versions`` is ours, and says
+    ``version``. ``group_ids``: one per dict; by default a dict of several rows gets a fresh
     one.
 
     Raises ValueError for a dict without ``input_ids`` and ``attention_mask``, or a mask with holes; RolloutError for
@@ -145,7 +148,7 @@ def _rows_of(trajectory: Mapping[str, Any], group_id: str | None) -> list[Rollou
                     row["metadata"].setdefault(kind, {})[key] = of_row
                 else:
                     row[kind][key] = of_row
-    return [Rollout(**row, version=_version(row["tokens"].get("versions"))) for row in rows]
+    return [Rollout(**row) for row in rows]
 
 
 def _sorted_out(value: Any, where: list[slice], shape: tuple[int, ...]) -> tuple[str, Sequence[Any]]:
@@ -159,16 +162,6 @@ def _sorted_out(value: Any, where: list[slice], shape: tuple[int, ...]) -> tuple
     if isinstance(value, list) and len(value) == len(where):
         return ("inputs" if all(isinstance(item, Mapping) for item in value) else "each"), value
     return "shared", [value] * len(where)
-
-
-def _version(versions: Tensor | None) -> Version | None:
-    if versions is None:
-        return None
-    sampled = versions[versions >= _FIRST_VERSION]
-    if sampled.numel() == 0:
-        return None
-    oldest, newest = int(sampled.min()), int(sampled.max())
-    return oldest if oldest == newest else (oldest, newest)
 
 
 # --- trajectories out -------------------------------------------------------------------------------------------------

@@ -1,174 +1,34 @@
-"""The balancer as a Ray actor: put from any worker on any node, iterate on any trainer rank.
-
-::
-
-    balancer = host(sb.BalancerConfig(dp_size=8, batch_size=256), name="balancer")     # once, anywhere
-    await balancer.put(rollout)                 # in any task or actor: the handle travels as an argument
-    for batch in balancer.feed(rank=3): ...     # in each trainer rank
-    balancer = find("balancer")                 # where nobody passed the handle
-
-The contract of ``put`` is StreamBalancer's. docs/ray.md says what happens when a worker, a node, a rank or the actor
-dies. The transport itself is ``transport.ray``.
-"""
+"""The handle of a balancer in an actor: what workers, ranks and whoever steers it hold, in any process."""
 
 from __future__ import annotations
 
-import asyncio
-import gc
-import logging
 import os
 import socket
 import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import anyio
 
 from stream_balancer.config import BalancerConfig
-from stream_balancer.controller.balancer import StreamBalancer
-from stream_balancer.controller.serve import serve
-from stream_balancer.errors import BrokenResourceError
+from stream_balancer.core.accept import Accept
+from stream_balancer.integrations.ray.actor import Host, LostRollout, Options
 from stream_balancer.producer.client import BlockingProducer, Producer
+from stream_balancer.producer.slots import RemoteReservation
 from stream_balancer.rank.feed import RankFeed
 from stream_balancer.statistics import Statistics
 from stream_balancer.transport.event_loop import loop_caller
-from stream_balancer.types import EvictReason, Rollout
-from stream_balancer.wire.partial_share import RemoteRollout
+from stream_balancer.types import Rollout
 
 if TYPE_CHECKING:
     from stream_balancer.transport.producer_port import ProducerPort
-    from stream_balancer.transport.sockets.acceptor import MeetingPoint
     from stream_balancer.transport.sockets.joiner import Entry, Lookup
-    from stream_balancer.wire.messages import PayloadsFetched
+    from stream_balancer.wire.messages import JoinRank
 
-__all__ = ["LostRollout", "RayBalancer", "find", "host"]
+__all__ = ["RayBalancer", "find", "host"]
 
 _MAX_CALLS = 10_000  # pending at a time; each rank and producer keeps two
-_MAX_LOST = 100_000  # names kept
-
-logger = logging.getLogger("stream_balancer.ray")
-
-
-class LostRollout(NamedTuple):
-    """An accepted rollout that will not be trained on, because its tokens are gone."""
-
-    rollout_id: str
-    holder: str
-    """Who had put it: host, process and Ray node."""
-    step: int | None
-    """The step it was dispatched in; None if it still waited."""
-
-
-@dataclass(frozen=True)
-class _Options:
-    config: BalancerConfig
-    journal: str | None
-    rejoin_timeout_s: float
-    report_after_s: float
-    staged_bytes: int
-    max_put_bytes: int
-
-
-class _Host:
-    """The actor. Its event loop runs the balancer and ``serve``."""
-
-    def __init__(self, options: _Options) -> None:
-        from stream_balancer.transport.ray.transport import RayTransport
-
-        # A hundred thousand waiting rollouts are a million objects without cycles: looking through them again and again
-        # takes three times as long as making them.
-        gc.freeze()
-        gc.set_threshold(100_000, 20, 20)
-        self._options = options
-        self._balancer = StreamBalancer(options.config, journal=options.journal, on_evict=self._on_evict)
-        self._transport = RayTransport(
-            dp_size=options.config.dp_size,
-            staged_bytes=options.staged_bytes,
-            max_put_bytes=options.max_put_bytes,
-        )
-        self._transport.on_missing = self._on_missing
-        self._lost: dict[str, LostRollout] = {}
-        self._serving: asyncio.Task[None] | None = None
-        self._up = asyncio.Event()
-        self._peers: MeetingPoint | None = None
-        self._failure: Exception | None = None
-
-    async def _ready(self) -> None:
-        """Begin with the first call, after a restart too."""
-        if self._serving is None:
-            self._serving = asyncio.create_task(self._serve())
-        await self._up.wait()
-
-    async def _serve(self) -> None:
-        options = self._options
-        try:
-            async with self._balancer as balancer, self._transport as transport:
-                self._up.set()
-                await serve(
-                    balancer,
-                    transport,
-                    rejoin_timeout_s=options.rejoin_timeout_s,
-                    report_after_s=options.report_after_s,
-                )
-        except Exception as error:
-            self._failure = error
-            logger.exception("the balancer stopped")
-        finally:
-            self._up.set()
-
-    def _on_evict(self, rollout: Rollout, reason: EvictReason) -> None:
-        if reason == "lost" and isinstance(rollout, RemoteRollout):
-            self._name_lost(LostRollout(rollout.rollout_id, rollout.owner.label, None))
-
-    def _on_missing(self, fetched: PayloadsFetched) -> None:
-        for one in fetched.missing:
-            self._name_lost(LostRollout(one.rollout_id, one.owner, fetched.step))
-
-    def _name_lost(self, lost: LostRollout) -> None:
-        if len(self._lost) < _MAX_LOST:
-            self._lost.setdefault(lost.rollout_id, lost)
-
-    def _peer_entry(self) -> Entry:
-        """Where a rank's leader and its model-parallel peers find each other. Batches go from one to the other by gloo,
-        whose ends meet over a connection of their own; without a mesh no port is opened."""
-        import ray
-
-        from stream_balancer.transport.sockets.acceptor import MeetingPoint
-
-        if self._peers is None:
-            self._peers = MeetingPoint(ray.util.get_node_ip_address())
-        return self._peers.entry
-
-    async def _join(self, *call: Any) -> Any:
-        await self._ready()
-        return await self._transport.channels.join(*call)
-
-    async def _exchange(self, *call: Any) -> Any:
-        return await self._transport.channels.exchange(*call)
-
-    async def _poll(self, *call: Any) -> Any:
-        return await self._transport.channels.poll(*call)
-
-    async def _hold(self, *call: Any) -> None:
-        await self._transport.channels.hold(*call)
-
-    async def _call(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        await self._ready()
-        if method == "lost_rollouts":
-            return list(self._lost.values())
-        if method == "about":
-            config = self._options.config
-            return config.dp_size, config.loss_mask_column, self._options.journal is not None
-        if method == "producers":
-            return self._transport.producers
-        if method == "peer_entry":
-            return self._peer_entry()
-        if self._failure is not None:
-            raise BrokenResourceError(f"the balancer stopped: {self._failure}")
-        answer = getattr(self._balancer, method)(*args, **kwargs)
-        return await answer if asyncio.iscoroutine(answer) else answer
 
 
 def host(
@@ -176,6 +36,8 @@ def host(
     *,
     name: str | None = None,
     journal: str | os.PathLike[str] | None = None,
+    accept: Accept | None = None,
+    num_producers: int | None = None,
     rejoin_timeout_s: float = float("inf"),
     report_after_s: float = 60.0,
     staged_bytes: int = 64 * 2**20,
@@ -186,8 +48,10 @@ def host(
 
     ``name``: under which :func:`find` finds it, within Ray's namespace. ``journal``: a folder that the actor writes
     what it accepts to; then tokens travel through the actor, it restarts by itself after a crash, and goes on where it
-    was. ``rejoin_timeout_s``, ``report_after_s``: as for :func:`stream_balancer.serve`; by default a lost rank is
-    waited for.
+    was. ``accept``, ``num_producers``: as for :class:`stream_balancer.StreamBalancer`. ``accept`` runs in the actor,
+    so Ray pickles it; with tokens in the object store it sees a rollout's scalars, metadata and lengths, and no values
+    of its columns. ``rejoin_timeout_s``, ``report_after_s``: as for :func:`stream_balancer.serve`; by default a lost
+    rank is waited for.
     ``staged_bytes``, ``max_put_bytes``: what one worker may have on its way, and the largest put. ``actor_options``:
     for ``Actor.options(...)``: its namespace, its lifetime, another place than the caller's node
     (``scheduling_strategy``).
@@ -195,13 +59,15 @@ def host(
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-    options = _Options(
+    options = Options(
         config=config,
         journal=None if journal is None else os.fspath(journal),
         rejoin_timeout_s=rejoin_timeout_s,
         report_after_s=report_after_s,
         staged_bytes=staged_bytes,
         max_put_bytes=max_put_bytes,
+        accept=accept,
+        num_producers=num_producers,
     )
     settings: dict[str, Any] = {
         "num_cpus": 0,
@@ -210,7 +76,7 @@ def host(
         "max_restarts": 0 if journal is None else -1,
         "scheduling_strategy": NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False),
     }
-    actor = ray.remote(_Host).options(**settings | dict(actor_options or {})).remote(options)
+    actor = ray.remote(Host).options(**settings | dict(actor_options or {})).remote(options)
     balancer = RayBalancer(actor, config.dp_size, config.loss_mask_column, restarts=journal is not None)
     ray.get(actor._call.remote("statistics"))
     return balancer
@@ -237,7 +103,7 @@ class RayBalancer:
         self.actor = actor
         """The actor's handle."""
         self.dp_size = dp_size
-        """DP ranks that take part."""
+        """DP ranks that take part, as this handle knows: if another one changes it, find the balancer again."""
         self.loss_mask_column = loss_mask_column
         """The balancer's knob: masks are counted where the tokens are put."""
         self.restarts = restarts
@@ -288,6 +154,19 @@ class RayBalancer:
         """As :meth:`stream_balancer.Producer.put_nowait`."""
         self.producer.put_nowait(rollout, timeout_s=timeout_s)
 
+    def reserve(self, count: int = 1) -> RemoteReservation:
+        """As :meth:`stream_balancer.Producer.reserve`."""
+        return self.producer.reserve(count)
+
+    @property
+    def version(self) -> int | None:
+        """As :attr:`stream_balancer.Producer.version`: of this process's link."""
+        return self.producer.version
+
+    async def version_after(self, version: int | None) -> int:
+        """As :meth:`stream_balancer.Producer.version_after`."""
+        return await self.producer.version_after(version)
+
     @property
     def blocking(self) -> BlockingProducer:
         """``put``, ``put_group`` and ``put_nowait`` for threads and plain tasks."""
@@ -310,11 +189,11 @@ class RayBalancer:
             options |= {"rank": rank, "dp_size": self.dp_size}
         return RankFeed(self, auto_ack=auto_ack, depth=depth, incarnation=incarnation, **options)
 
-    def open_rank_port(self, **options: Any) -> Any:
+    def open_rank_port(self, request: JoinRank, **options: Any) -> Any:
         """For RankFeed."""
         from stream_balancer.transport.ray.rank import open_port
 
-        return open_port(self.actor, **{"rejoin": self.restarts, **options})
+        return open_port(self.actor, request, **{"rejoin": self.restarts, **options})
 
     def peer_lookup(self) -> Lookup:
         """For RankFeed: where model-parallel peers of a rank find each other."""
@@ -352,6 +231,7 @@ class RayBalancer:
     async def reconfigure(self, **changes: Any) -> None:
         """As :meth:`stream_balancer.StreamBalancer.reconfigure`."""
         await self._call("reconfigure", **changes)
+        self.dp_size = changes.get("dp_size", self.dp_size)
 
     async def acknowledge_through(self, step: int) -> None:
         """As :meth:`stream_balancer.StreamBalancer.acknowledge_through`."""
@@ -367,7 +247,8 @@ class RayBalancer:
         await self._call("load_state_dict", state)
 
     async def end(self) -> None:
-        """As :meth:`stream_balancer.StreamBalancer.end`."""
+        """As :meth:`stream_balancer.StreamBalancer.end`, whoever still puts. ``balancer.producer.end()`` says that
+        this process puts no more."""
         await self._call("end")
 
     async def _call(self, method: str, *args: Any, **kwargs: Any) -> Any:

@@ -1,7 +1,7 @@
 """RankBatch <-> one flat buffer. Pure; no pickle anywhere.
 
 What crosses a channel behind a Batch message, and what lies on a disk behind a frame (:mod:`.frame`): a description
-(:mod:`.description`), then the columns, laid out by :mod:`.share_layout`. On the rank a
+(:mod:`.description`), then the columns, laid out by :mod:`.buffer_layout`. On the rank a
 :class:`~stream_balancer.types.MicroBatch` is a set of views of that buffer, and ``packed()`` copies no token. A
 receiver checks the message before it allocates, and the description before it makes a view.
 """
@@ -21,8 +21,9 @@ from torch import Tensor
 
 from stream_balancer import tensors as layout
 from stream_balancer.errors import WireError
-from stream_balancer.types import ExecutionSize, MicroBatch, RankBatch, Rollout
+from stream_balancer.types import ExecutionSize, MicroBatch, MiniBatchSize, RankBatch, Rollout
 from stream_balancer.values import Version
+from stream_balancer.wire.buffer_layout import Layout, Piece, lay_out, user_view, wire_view
 from stream_balancer.wire.description import (
     Description,
     description_of,
@@ -32,7 +33,6 @@ from stream_balancer.wire.description import (
 )
 from stream_balancer.wire.frame import FORMAT, FRAME_BYTES, FRAME_WORDS, OtherProtocolError, pack_frame, read_frame
 from stream_balancer.wire.messages import Batch
-from stream_balancer.wire.share_layout import Layout, Piece, lay_out, user_view, wire_view
 
 __all__ = [
     "FORMAT",
@@ -54,11 +54,11 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
-    """A share, ready to be written into a buffer of ``message.wire_bytes`` bytes."""
+    """A rank batch, ready to be written into a buffer of ``message.wire_bytes`` bytes."""
 
     message: Batch
     """What goes before the buffer."""
-    _share: RankBatch
+    _batch: RankBatch
     _meta: bytes
     _layout: Layout
 
@@ -67,6 +67,7 @@ class Encoded:
         O(bytes)."""
         buffer[: len(self._meta)] = torch.frombuffer(bytearray(self._meta), dtype=torch.uint8)
         for piece, parts in self._pieces():
+            # Everything before this piece is final now: the channel may send it while this piece is being copied.
             yield piece.start
             _concatenate(parts, wire_view(buffer, piece))
         yield self._layout.wire_bytes
@@ -84,10 +85,10 @@ class Encoded:
 
     def _pieces(self) -> Iterator[tuple[Piece, list[Tensor]]]:
         """Where each column and each tensor lies, and of what it is made."""
-        for micro_batch, pieces in zip(self._share.micro_batches, self._layout.columns, strict=True):
+        for micro_batch, pieces in zip(self._batch.micro_batches, self._layout.columns, strict=True):
             for name, piece in pieces.items():
                 yield piece, [r.tokens[name] for r in micro_batch.rollouts]
-        rollouts = self._share.rollouts if any(self._layout.tensors) else ()
+        rollouts = self._batch.rollouts if any(self._layout.tensors) else ()
         for rollout, pieces in zip(rollouts, self._layout.tensors, strict=False):
             for name, piece in pieces.items():
                 yield piece, [rollout.tensors[name]]
@@ -117,45 +118,46 @@ def _concatenate(parts: list[Tensor], out: Tensor) -> None:
         torch.cat(parts, out=out)
 
 
-def encode(share: RankBatch, *, max_bytes: int = 2**62, narrow: bool = True) -> Encoded:
-    """Describe ``share`` for the wire. Copies no token yet (:meth:`Encoded.fill` does).
+def encode(batch: RankBatch, *, max_bytes: int = 2**62, narrow: bool = True) -> Encoded:
+    """Describe ``batch`` for the wire. Copies no token yet (:meth:`Encoded.fill` does).
 
     ``narrow``: int64 columns whose values fit travel as int32 and are widened again on the rank. Raises RolloutError,
     naming the rollout, if the rollouts do not share one set of columns, and ValueError if more than ``max_bytes``
     would be needed.
     """
-    rollouts = share.rollouts
+    rollouts = batch.rollouts
     meta = description_of(
         rollouts,
-        [len(mb.rollouts) for mb in share.micro_batches],
+        [len(mb.rollouts) for mb in batch.micro_batches],
         narrow=narrow,
-        load=float(share.load),
+        load=float(batch.load),
         denominators=(
-            share.global_num_rollouts,
-            share.global_num_tokens,
-            share.global_num_loss_tokens,
-            share.global_num_executions,
+            batch.global_num_rollouts,
+            batch.global_num_tokens,
+            batch.global_num_loss_tokens,
+            batch.global_num_executions,
         ),
-        execution_sizes=_execution_sizes(share),
+        execution_sizes=_execution_sizes(batch),
+        mini_batches=batch.mini_batch_sizes,
     )
     packed = pack_description(meta, rollouts)
     try:
         plan = lay_out(meta, len(packed), max_bytes)
     except WireError as error:
         raise ValueError(
-            f"rank {share.rank}, step {share.step}: {share.num_tokens} tokens do not fit: {error}. "
+            f"rank {batch.rank}, step {batch.step}: {batch.num_tokens} tokens do not fit: {error}. "
             "Raise max_batch_bytes of RankFeed, or lower batch_size"
         ) from None
     message = Batch(
-        step=share.step,
-        rank=share.rank,
-        dp_size=share.dp_size,
+        step=batch.step,
+        rank=batch.rank,
+        dp_size=batch.dp_size,
         meta_bytes=len(packed),
         wire_bytes=plan.wire_bytes,
         total_bytes=plan.total_bytes,
         meta_crc=zlib.crc32(packed),
     )
-    return Encoded(message, share, packed, plan)
+    return Encoded(message, batch, packed, plan)
 
 
 def batch_of(rollouts: Sequence[Rollout]) -> RankBatch:
@@ -173,12 +175,12 @@ def batch_of(rollouts: Sequence[Rollout]) -> RankBatch:
     )
 
 
-def _execution_sizes(share: RankBatch) -> list[ExecutionSize]:
-    if all(micro_batch.execution_sizes is None for micro_batch in share.micro_batches):
+def _execution_sizes(batch: RankBatch) -> list[ExecutionSize]:
+    if all(micro_batch.execution_sizes is None for micro_batch in batch.micro_batches):
         return []
     return [
         size
-        for mb in share.micro_batches
+        for mb in batch.micro_batches
         for size in mb.execution_sizes or [ExecutionSize(1, r.num_loss_tokens) for r in mb.rollouts]
     ]
 
@@ -193,8 +195,8 @@ def decode(
     on_device: Callable[[Tensor], Tensor] | None = None,
     check_rollouts: bool = True,
 ) -> RankBatch:
-    """A received buffer (``[total_bytes]`` uint8 on the CPU, the first ``wire_bytes`` filled) -> the share, as views of
-    it.
+    """A received buffer (``[total_bytes]`` uint8 on the CPU, the first ``wire_bytes`` filled) -> the rank batch,
+    as views of it.
 
     Nothing is copied but columns that travelled narrowed. ``on_device`` moves the whole buffer once, for accelerators.
     ``check_rollouts`` False: only what they share is checked; :func:`checked` must follow for each, so that one bad
@@ -212,13 +214,16 @@ def decode(
             f"step {message.step}: the description needs {plan.wire_bytes} ({plan.total_bytes}) bytes, "
             f"but {message.wire_bytes} ({message.total_bytes}) came"
         )
+    # One copy of the whole buffer instead of one for each column.
     if on_device is not None:
         buffer = on_device(buffer)
     for pieces in plan.columns:
         for piece in pieces.values():
+            # It travelled narrowed, and there is room behind for what it was: widened here, so that views show its own
+            # dtype.
             if piece.restored != piece.start:
                 user_view(buffer, piece).copy_(wire_view(buffer, piece))
-    return _share(message, meta, plan, buffer)
+    return _rank_batch(message, meta, plan, buffer)
 
 
 def checked(rollout: Rollout) -> Rollout:
@@ -237,8 +242,9 @@ class _Received:
     padding: frozenset[int]
 
     def flat(self, micro_batch: int, first: int, stop: int) -> layout.FlatColumns:
-        """Views of one micro-batch's columns; rollouts ``first:stop`` of the share. O(columns + rollouts)."""
+        """Views of one micro-batch's columns; rollouts ``first:stop`` of the rank batch. O(columns + rollouts)."""
         scalars = self.meta.scalars[first:stop]
+        # Scalars that only some rollouts have make no column.
         names = [name for name in scalars[0] if all(name in row for row in scalars)]
         return layout.FlatColumns(
             tokens={name: user_view(self.buffer, piece) for name, piece in self.plan.columns[micro_batch].items()},
@@ -258,7 +264,7 @@ class _Received:
         return tuple(ExecutionSize(*size) for size in self.meta.execution_sizes[first:stop]) or None
 
     def rollout(self, index: int, micro_batch: int, start: int) -> Rollout:
-        """Rollout ``index`` of the share, whose tokens begin at row ``start`` of its micro-batch. O(columns)."""
+        """Rollout ``index`` of the rank batch, whose tokens begin at row ``start`` of its micro-batch. O(columns)."""
         meta = self.meta
         stop = start + meta.lengths[index]
         version: Version | None = meta.versions[index]
@@ -282,6 +288,7 @@ def _trusted_rollout(**fields: object) -> Rollout:
     """A Rollout from fields that were checked where it was put, and again by :func:`decode`: no second validation."""
     rollout = Rollout.__new__(Rollout)
     for name, value in fields.items():
+        # The dataclass is frozen; this is how its own __init__ does it.
         object.__setattr__(rollout, name, value)
     return rollout
 
@@ -319,7 +326,7 @@ def checksum(message: Batch, buffer: Tensor) -> int:
     return zlib.crc32(buffer[: message.wire_bytes].numpy().data) or 1
 
 
-def _share(message: Batch, meta: Description, plan: Layout, buffer: Tensor) -> RankBatch:
+def _rank_batch(message: Batch, meta: Description, plan: Layout, buffer: Tensor) -> RankBatch:
     received = _Received(message, meta, plan, buffer, frozenset(meta.padding))
     micro_batches = []
     for number, (first, stop) in enumerate(pairwise(accumulate(meta.micro_batches, initial=0))):
@@ -338,4 +345,5 @@ def _share(message: Batch, meta: Description, plan: Layout, buffer: Tensor) -> R
         global_num_tokens=meta.global_num_tokens,
         global_num_loss_tokens=meta.global_num_loss_tokens,
         global_num_executions=meta.global_num_executions,
+        mini_batch_sizes=tuple(MiniBatchSize(*size) for size in meta.mini_batches),
     )

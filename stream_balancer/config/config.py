@@ -1,0 +1,115 @@
+"""The configuration of a balancer: its knobs, complete and checked."""
+
+from __future__ import annotations
+
+from copy import copy
+from dataclasses import FrozenInstanceError, fields
+from typing import Any, Never, NoReturn
+
+from stream_balancer.config.checks import check_auto, check_combinations, check_values
+from stream_balancer.config.knobs import USUAL_MAX_SKIPS, Knobs
+from stream_balancer.errors import ConfigError
+from stream_balancer.field_docs import documented
+from stream_balancer.planning.windows import START, window_choices
+
+__all__ = ["BalancerConfig"]
+
+_NONE_IS_A_VALUE = ("max_skips", "loss_mask_column")
+
+
+@documented
+class BalancerConfig(Knobs):
+    """The knobs of a balancer. Raises :class:`ConfigError` (a ValueError) for a value or a combination that cannot
+    work.
+
+    Knobs left out are derived from the others; :meth:`replace` derives them anew.
+    """
+
+    def __post_init__(self) -> None:
+        given = {f.name: getattr(self, f.name) for f in fields(self) if f.init}
+        # What was given, without what is derived: replace() starts from it, so a knob left out follows the others.
+        given = {k: v for k, v in given.items() if v is not None or k in _NONE_IS_A_VALUE}
+        object.__setattr__(self, "_given", given)
+        object.__setattr__(self, "auto_windows", ())
+        check_values(self, self._given)
+        if self.batch_size_range is not None:
+            object.__setattr__(self, "batch_size_range", tuple(self.batch_size_range))
+        if self.stratum_shares is not None:  # a dict of our own: nobody may change it later
+            object.__setattr__(self, "stratum_shares", dict(self.stratum_shares))
+        self._derive()
+        check_combinations(self)
+
+    def __setattr__(self, name: str, value: Never) -> NoReturn:
+        raise FrozenInstanceError(f"{name} cannot be set: use replace(), or reconfigure() of the balancer")
+
+    def replace(self, **changes: Any) -> BalancerConfig:
+        """A config with some knobs changed; knobs that were never given are derived anew. Raises
+        :class:`ConfigError`."""
+        known = {f.name for f in fields(self) if f.init}
+        if unknown := changes.keys() - known:
+            raise ConfigError(f"no such knob: {', '.join(sorted(unknown))}. The knobs are: {', '.join(sorted(known))}")
+        return BalancerConfig(**{**self._given, **changes})
+
+    def _derive(self) -> None:
+        def default(name: str, value: int) -> None:
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, value)
+
+        if self._given.get("window") == "auto":
+            check_auto(self)
+            object.__setattr__(self, "auto_windows", self._legal_windows())
+            first = [window for window in self.auto_windows if window <= START * self.batch_size]
+            object.__setattr__(self, "window", max(first, default=self.batch_size))
+        if self.batch_tokens is not None:
+            default("batch_size", self._least_batch_size())
+            if "window" not in self._given:
+                default("window_tokens", self._batches_of_window * self.batch_tokens)
+                default("window", self.batch_size)
+        default("window", self._batches_of_window * self.batch_size)
+        if self.window_tokens is not None:
+            default("capacity_tokens", 2 * self.window_tokens)
+            default("capacity", max(self.capacity_tokens or 0, self.window))  # no limit: every rollout has a token
+        default("capacity", 2 * self._largest_window)
+        default("min_batch_size", self.dp_size)
+        if self._given["max_skips"] == "auto":
+            object.__setattr__(self, "max_skips", max(USUAL_MAX_SKIPS, self.least_max_skips))
+        if self.batch_tokens is not None and self.max_skips is not None:
+            default("capacity_tokens", self.max_skips * self.batch_tokens)
+
+    def at_window(self, window: int) -> BalancerConfig:
+        """The same knobs with another of :attr:`auto_windows` in force."""
+        other = copy(self)
+        object.__setattr__(other, "window", window)
+        return other
+
+    def _least_batch_size(self) -> int:
+        """Rollouts of which every rank gets one for each micro-batch that it must run in each mini-batch, in whole
+        groups."""
+        least = max(self.dp_size * self.micro_batch_multiple * self.mini_batches, self.group_size or 1)
+        least = -(-least // self._whole) * self._whole
+        return max(least, self.dp_size * self._whole * self.mini_batches) if self.groups == "same_rank" else least
+
+    def _legal_windows(self) -> tuple[int, ...]:
+        """Windows that the knobs allow which were given; capacity and ``max_skips`` follow where they were not."""
+
+        def legal(window: int) -> bool:
+            capacity = 2 * window if self.capacity is None else self.capacity
+            skips = self._given["max_skips"]
+            if isinstance(skips, int) and skips < self._least_max_skips_at(window, capacity):
+                return False
+            return self.max_staleness is None or window <= (self.max_staleness + 1) * self.batch_size
+
+        whole = self._whole
+        limit = 3 * self.batch_size + whole if self.capacity is None else self.capacity // whole * whole
+        windows = tuple(window for window in window_choices(self.batch_size, whole, limit) if legal(window))
+        if len(windows) < 2:
+            raise ConfigError(
+                f"window='auto' has nothing to choose from: capacity ({self.capacity}), max_skips ({self.max_skips}) "
+                f"and max_staleness ({self.max_staleness}) leave no window above batch_size ({self.batch_size}). "
+                "Loosen them, or set window=batch_size"
+            )
+        return windows
+
+
+# a misspelt knob is an error of the class that was called, not of its base
+Knobs.__init__.__qualname__ = "BalancerConfig.__init__"

@@ -1,0 +1,298 @@
+"""The journal's thread: what is enqueued in the event loop, onto the disk.
+
+All that waits goes into one transaction, and whoever waits for it is woken together. The queue is what both threads
+touch, under its lock; everything else belongs to one of them. ``changes`` has what the rows are.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TypeAlias, TypeGuard
+
+import anyio
+
+from stream_balancer.controller.journal.changes import Changes, Statement
+from stream_balancer.controller.journal.rows import rollout_row
+from stream_balancer.controller.journal.store import DiskFullError, Store
+from stream_balancer.errors import ClosedResourceError, JournalError
+from stream_balancer.transport.event_loop import loop_caller
+from stream_balancer.types import Rollout
+
+__all__ = ["Flush", "Item", "Writer", "Writing", "statements_of"]
+
+COMMIT_BYTES = 64 * 2**20  # most that is written together
+LOG_BYTES = 32 * 2**20  # of the write-ahead log before it is taken over
+FREE_BYTES = 64 * 2**20  # of free pages in the database before some are given back
+VACUUM_PAGES = 512  # how much is moved at a time, so that puts wait for less
+RETRY_S = 0.5  # how often to try again on a full disk, if nothing else happens
+
+CLOSED = "the journal is closed, or not open yet: use `async with` on the balancer"
+
+_log = logging.getLogger("stream_balancer.journal")
+
+
+@dataclass(slots=True, eq=False)
+class Writing:
+    """A put on its way to the disk."""
+
+    number: int
+    """Of its first row."""
+    rollouts: Sequence[Rollout]
+    arrived_at: float
+    step: int
+    settled: anyio.Event | None
+    """None: nobody waits, and it may not be refused."""
+    declared: list[Statement] = field(default_factory=list)
+    """What is declared of their group with them."""
+    error: Exception | None = None
+    withdrawn: bool = False
+
+    @property
+    def nbytes(self) -> int:
+        return sum(r.nbytes + 1024 for r in self.rollouts)
+
+
+@dataclass(slots=True, eq=False)
+class Flush:
+    """Somebody waits until all that was enqueued before is on the disk."""
+
+    settled: anyio.Event
+    error: Exception | None = None
+
+
+Item: TypeAlias = Writing | Flush | list[Statement]
+
+
+class Writer:
+    """Writes one journal, from :meth:`start` to :meth:`close`. Made in the event loop."""
+
+    def __init__(self, store: Store, max_bytes: int | None, on_blocked: Callable[[], object]) -> None:
+        self._store, self._path, self._max_bytes = store, store.folder, max_bytes
+        self._commit_bytes = COMMIT_BYTES if max_bytes is None else min(COMMIT_BYTES, max_bytes // 8)
+        self._log_bytes = LOG_BYTES if max_bytes is None else min(LOG_BYTES, max_bytes // 8)
+        self._queued = threading.Condition()
+        self._queue: deque[Item] = deque()  # guarded by _queued
+        self._refusing = self._closing = False  # guarded by _queued
+        # the event loop's own
+        self._in_loop, self._on_blocked = loop_caller(), on_blocked
+        self._waking = False
+        # the thread's own
+        self._kept: list[Item] = []  # could not be written yet: no room
+        self._full = self._blocked = False
+        self._broken: JournalError | None = None
+        self._thread = threading.Thread(target=self._run, name=f"sb-journal-{self._path.name}", daemon=True)
+
+    def start(self) -> None:
+        """Begin to write."""
+        self._thread.start()
+
+    @property
+    def closed(self) -> bool:
+        """True once :meth:`close` was called."""
+        return self._closing
+
+    def refuse(self) -> None:
+        """Refuse puts that are not being written yet."""
+        with self._queued:
+            self._refusing = True
+
+    def close(self) -> None:
+        """Write what is enqueued, and end the thread. Blocks; idempotent."""
+        with self._queued:
+            self._closing = True
+            self._queued.notify()
+        self._thread.join()
+
+    def enqueue(self, item: Item) -> None:
+        """Take the last place in the queue; from the event loop. Raises ClosedResourceError once closed."""
+        with self._queued:
+            if self._closing:
+                raise ClosedResourceError(CLOSED)
+            self._queue.append(item)
+        if not self._waking:  # once all tasks that can run now have put theirs
+            self._waking = True
+            self._in_loop(self._wake)
+
+    def _wake(self) -> None:
+        self._waking = False
+        with self._queued:
+            self._queued.notify()
+
+    # -- in the thread -------------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while (items := self._take()) is not None:
+            try:
+                self._write(items)
+            except Exception as error:  # noqa: BLE001 - whatever it is: nothing may be promised any more
+                self._break(error, items)
+            # Woken before the log is tidied: nobody has to wait for that.
+            self._settle(items)
+            self._tidy()
+
+    def _take(self) -> list[Item] | None:
+        """All that is to be written next; None at the end."""
+        with self._queued:
+            # In a loop, since a condition may wake for nothing.
+            while not self._queue and not self._closing:
+                if not self._queued.wait(RETRY_S if self._kept else None):
+                    break  # try again what there was no room for
+            if self._closing and not self._queue:
+                return None
+            items, self._kept = self._kept, []
+            size = 0
+            while self._queue and size < self._commit_bytes:
+                item = self._queue.popleft()
+                items.append(item)
+                size += item.nbytes if isinstance(item, Writing) else 0
+        return items
+
+    def _write(self, items: Sequence[Item]) -> None:
+        """Write, sync, take in. What there is no room for is refused (puts, on a full disk) or kept."""
+        if self._broken is not None:
+            raise self._broken
+        items = self._admit(items)
+        try:
+            self._leave_room(items)
+            self._commit(items)
+            self._note_full(False)
+        except DiskFullError as error:
+            self._note_full(True)
+            # Plans, acknowledgements and evictions describe what has happened: they cannot be refused, and they make
+            # room. There are bytes in reserve for them.
+            rest = [item for item in items if not _may_be_refused(item)]
+            for item in filter(_may_be_refused, items):
+                item.error = JournalError(*error.args)
+            try:
+                self._commit(rest)
+            except DiskFullError:
+                self._kept += rest
+
+    def _leave_room(self, items: Iterable[Item]) -> None:
+        """Raise DiskFullError before rollouts fill the disk: plans and acknowledgements, which make room, need some."""
+        num_bytes = sum(item.nbytes for item in items if isinstance(item, Writing))
+        if not self._store.has_room(num_bytes):
+            self._store.checkpoint()
+            if not self._store.has_room(num_bytes):
+                raise self._store.full()
+
+    def _commit(self, items: Iterable[Item]) -> None:
+        if statements := statements_of(items):
+            self._store.commit(statements)
+
+    def _admit(self, items: Sequence[Item]) -> list[Item]:
+        """Without the puts that were withdrawn, and those that ``max_bytes`` holds back."""
+        admitted: list[Item] = []
+        size, blocked = 0, False
+        for item in items:
+            if _may_be_refused(item):
+                if self._refusing:
+                    item.error = ClosedResourceError("the journal was closed before this put was written")
+                if item.withdrawn or item.error is not None:
+                    continue
+                size += item.nbytes
+                if blocked or not self._has_room(size):
+                    blocked = True
+                    self._kept.append(item)
+                    continue
+            admitted.append(item)
+        if blocked:
+            self._in_loop(self._on_blocked)
+        if blocked and not self._blocked:
+            _log.warning(
+                "journal %s: puts wait, most of max_bytes (%d) belongs to rollouts that wait, or were not acknowledged",
+                self._path,
+                self._max_bytes,
+            )
+        self._blocked = blocked
+        return admitted
+
+    def _has_room(self, num_bytes: int) -> bool:
+        """A quarter is left for what is written beside puts. Every byte is written to the log, then to the database."""
+        if self._max_bytes is None:
+            return True
+        most = self._max_bytes * 3 // 4 - 2 * num_bytes
+        if self._store.total_bytes > most:
+            self._store.checkpoint(vacuum_pages=2**30)
+        return self._store.total_bytes <= most
+
+    def _tidy(self) -> None:
+        """Nobody waits for this: take the log over into the database, and give back what is free there."""
+        store = self._store
+        try:
+            if self._broken is None and store.log_bytes > self._log_bytes:
+                much = max(FREE_BYTES, store.total_bytes // 2)
+                store.checkpoint(vacuum_pages=VACUUM_PAGES if store.free_bytes > much else 0)
+        except DiskFullError:
+            self._note_full(True)
+        except Exception as error:  # noqa: BLE001 - as in _run
+            self._break(error, ())
+
+    def _note_full(self, full: bool) -> None:
+        if full and not self._full:
+            _log.warning("journal %s: the disk is full; puts are refused until there is room", self._path)
+        if self._full and not full:
+            _log.warning("journal %s: there is room on the disk again", self._path)
+        self._full = full
+
+    def _break(self, error: Exception, items: Sequence[Item]) -> None:
+        if self._broken is None:
+            number = error.errno if isinstance(error, OSError) and error.errno else errno.EIO
+            self._broken = JournalError(
+                number,
+                f"the journal {self._path} cannot be written any more ({error}): after a failed write nobody knows "
+                "what is on the disk. Start the balancer again, with a disk that works",
+            )
+            _log.error("%s", self._broken, exc_info=error)
+        for item in (*items, *self._kept):
+            if not isinstance(item, list):
+                # The first error is the cause; what was refused before stays refused for its own reason.
+                item.error = item.error or self._broken
+        self._kept = []
+
+    def _settle(self, items: Sequence[Item]) -> None:
+        """Wake whoever waits for these, in one go."""
+        # At the end nobody is left waiting, not even for a disk that is full.
+        kept = set() if self._refusing else set(map(id, self._kept))
+        events = [
+            item.settled
+            for item in items
+            if isinstance(item, (Writing, Flush)) and item.settled is not None and id(item) not in kept
+        ]
+        if events:
+            # One call into the loop for all of them: each would be a wake-up of it.
+            self._in_loop(partial(_set_all, events))
+
+
+def statements_of(items: Iterable[Item]) -> list[Statement]:
+    """Of all items that have any; one whose rollouts cannot be written gets its ``error`` instead."""
+    statements: list[Statement] = []
+    for item in items:
+        if isinstance(item, Writing):
+            try:
+                rows = [
+                    rollout_row(number, rollout, item.arrived_at, item.step)
+                    for number, rollout in enumerate(item.rollouts, item.number)
+                ]
+            except Exception as error:  # noqa: BLE001 - the put is refused, and the journal goes on
+                item.error = error
+            else:
+                statements += [*(Changes.added(rows) if rows else []), *item.declared]
+        elif not isinstance(item, Flush):
+            statements += item
+    return statements
+
+
+def _may_be_refused(item: Item) -> TypeGuard[Writing]:
+    return isinstance(item, Writing) and item.settled is not None
+
+
+def _set_all(events: Sequence[anyio.Event]) -> None:
+    for event in events:
+        event.set()

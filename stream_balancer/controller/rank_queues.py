@@ -1,0 +1,173 @@
+"""What the parts of a delivery are: the queue of one rank, and a step that some rank has not done.
+
+Data, and questions about one of them. What follows from a report, or from a loss, for all of them is decided in
+:mod:`stream_balancer.controller.delivery`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Sequence
+from operator import attrgetter
+
+import anyio
+
+from stream_balancer.controller.denominators import StepAgreement
+from stream_balancer.core.diagnosis import RankState
+from stream_balancer.errors import RankLostError
+from stream_balancer.transport import Link
+from stream_balancer.types import Batch, RankBatch, Rollout
+from stream_balancer.wire.messages import PartsDone, StepComplete
+from stream_balancer.wire.partial_batch import is_remote
+
+__all__ = ["OpenStep", "RankQueue"]
+
+
+class RankQueue:
+    """One rank: its batches that are not acknowledged, and the link they go through, if there is one."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self.link: Link | None = None
+        self.unacknowledged: deque[RankBatch] = deque()
+        self.sent = 0
+        """How many of ``unacknowledged``, from the front, the present link has been given."""
+        self.fetched: set[int] = set()
+        """Steps that the present link has fetched the payloads of, and does not know the denominators of."""
+        self.sent_parts: dict[int, int] = {}
+        """By step, how many of the parts that it takes over the present link has been given."""
+        self.leaving = False
+        """No more batches come for it: it learns of the end behind its last one."""
+        self.end_sent = False
+        """Its present link knows that no more batches come."""
+        self.left = False
+        """It closed its feed after the end."""
+        self.error: RankLostError | None = None
+        """Why it is missing, if it was there before."""
+        self.give_up_at = math.inf
+        """When to give up on it, on the event loop's clock."""
+        self.since = anyio.current_time()
+        """When it last became ready, or ceased to be."""
+        self._was_ready = False
+
+    @property
+    def ready(self) -> bool:
+        """It has a link, everything was sent, and there is room for one more."""
+        return self.link is not None and self.sent == len(self.unacknowledged) and self.link.credits > 0
+
+    @property
+    def finished(self) -> bool:
+        """Nothing is left to deliver and nobody is left to notify of the end."""
+        return not self.unacknowledged and (self.left or self.error is not None)
+
+    def note_readiness(self) -> None:
+        """Remember since when it is ready, or is not."""
+        if self.ready != self._was_ready:
+            self._was_ready, self.since = self.ready, anyio.current_time()
+
+    def state(self, now: float) -> RankState:
+        """For the report of a stall."""
+        return RankState(
+            rank=self.rank,
+            ready=self.ready,
+            since_s=now - self.since,
+            connected=self.link is not None,
+            lost=None if self.error is None else self.error.cause,
+            queue=len(self.unacknowledged),
+            step=self.unacknowledged[0].step if self.unacknowledged else None,
+        )
+
+    def attach(self, link: Link) -> None:
+        """It has come, or come again: everything is to be sent, from the front."""
+        self.link, self.sent, self.left, self.end_sent = link, 0, False, False
+        self.error, self.give_up_at, self.since = None, math.inf, anyio.current_time()
+        self.fetched.clear()
+        self.sent_parts.clear()
+
+
+class OpenStep:
+    """A step that some rank has not done."""
+
+    def __init__(self, batch: Batch, ranks: Sequence[RankQueue], ready_s: Sequence[float]) -> None:
+        """``ready_s``: for each rank, seconds it had been ready when the last one was."""
+        self.batch = batch
+        self.position = {rank: number for number, rank in enumerate(ranks)}
+        """Of each rank in the batch."""
+        self.owing = set(ranks)
+        """Ranks that have not acknowledged it."""
+        self.busy = set(ranks)
+        """Ranks whose trainer is not through with it."""
+        self.ready_s = dict(zip(ranks, ready_s, strict=True))
+        elsewhere = any(is_remote(rank_batch) for rank_batch in batch.ranks)
+        self.agreement = StepAgreement(batch) if elsewhere else None
+        """What the ranks have fetched, where payloads lie with producers."""
+        self._reassigned: dict[RankQueue, list[RankBatch]] = {}  # what ranks have taken over
+        self._through: set[RankQueue] = set()
+        self._asking: set[RankQueue] = set()
+
+    @property
+    def may_be_reassigned(self) -> bool:
+        """Ranks meet once in it, and all of it is here."""
+        return self.agreement is None and not self.batch.ranks[0].mini_batch_sizes
+
+    def parts_of(self, rank: RankQueue) -> list[RankBatch]:
+        """What it has taken over of lost ranks."""
+        return self._reassigned.get(rank, [])
+
+    def take_over(self, rank: RankQueue, part: RankBatch) -> None:
+        """It is given more; what it has asked before is answered by that."""
+        self._reassigned.setdefault(rank, []).append(part)
+        self._asking.discard(rank)
+
+    def owed_by(self, rank: RankQueue) -> list[Rollout]:
+        """Rollouts that it was given, or has taken over."""
+        own = self.batch.ranks[self.position[rank]]
+        return [one for given in (own, *self.parts_of(rank)) for one in given.rollouts if not one.is_padding]
+
+    def asks(self, rank: RankQueue, report: PartsDone) -> None:
+        """Its trainer has worked on so many parts, and asks for more."""
+        if report.parts == len(self.parts_of(rank)):  # else the next one is on its way
+            self._asking.add(rank)
+
+    def stops_asking(self, rank: RankQueue) -> None:
+        """It is lost."""
+        self._asking.discard(rank)
+
+    def begins_again(self, rank: RankQueue) -> None:
+        """Its next incarnation works on all of it, from the beginning."""
+        self._asking.discard(rank)
+        if rank in self.owing:
+            self._through.discard(rank)
+
+    def is_through(self, rank: RankQueue) -> None:
+        """Its trainer asks for the next step, or has acknowledged this one."""
+        self.busy.discard(rank)
+        self._asking.discard(rank)
+        self._through.add(rank)
+
+    @property
+    def asking(self) -> list[RankQueue]:
+        """Ranks that wait for the others before they meet."""
+        return sorted(self._asking, key=attrgetter("rank"))
+
+    @property
+    def met(self) -> bool:
+        """Some rank is through with it, so all ranks had met: what each of them owed is in the weights."""
+        return bool(self._through)
+
+    def leave(self, rank: RankQueue) -> None:
+        """It has done the step, or will not do it."""
+        self.owing.discard(rank)
+        self.busy.discard(rank)
+        self._asking.discard(rank)
+        self._reassigned.pop(rank, None)
+
+    def replies(self) -> list[tuple[RankQueue, StepComplete]]:
+        """Once all that owe the step ask: that it is complete."""
+        if not self.owing <= self._asking:
+            return []
+        self._asking.clear()
+        left = sorted(self.owing, key=attrgetter("rank"))
+        complete = StepComplete(self.batch.step, tuple(rank.rank for rank in left))
+        return [(rank, complete) for rank in left]

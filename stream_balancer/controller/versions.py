@@ -1,0 +1,78 @@
+"""Who waits for the next policy version, and whom each new one is passed on to. No version is decided on here.
+
+An :class:`~stream_balancer.core.observer.Observer`: a version comes by ``set_version()``, with a checkpoint, or out of
+a journal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import anyio
+import anyio.lowlevel
+
+from stream_balancer.controller.lifetime import Lifetime
+from stream_balancer.core.machine import BalancerCore
+from stream_balancer.core.observer import Observer
+from stream_balancer.core.snapshot import Snapshot
+
+__all__ = ["Versions"]
+
+
+class Versions(Observer):
+    """The policy version of one balancer, as it changes. Belongs to the event loop."""
+
+    def __init__(self, core: BalancerCore, lifetime: Lifetime) -> None:
+        self._core, self._lifetime = core, lifetime
+        self._changed = anyio.Event()
+        self._callbacks: dict[int, Callable[[int], object]] = {}
+        self._num_subscribed = 0
+
+    @property
+    def current(self) -> int | None:
+        """The one last set; None before the first."""
+        return self._core.state.staleness.version
+
+    async def after(self, version: int | None) -> int:
+        """See :meth:`StreamBalancer.version_after`."""
+        self._lifetime.enter("version_after")
+        await anyio.lowlevel.checkpoint()
+        while (current := self.current) is None or (version is not None and current <= version):
+            self._lifetime.check_open("version_after")
+            await self._changed.wait()
+        return current
+
+    @contextmanager
+    def subscribed(self, callback: Callable[[int], object]) -> Iterator[None]:
+        """Within the block ``callback(version)`` is called for the present version, if there is one, and for every
+        later one."""
+        self._num_subscribed += 1
+        number = self._num_subscribed
+        self._callbacks[number] = callback
+        if self.current is not None:
+            callback(self.current)
+        try:
+            yield
+        finally:
+            del self._callbacks[number]
+
+    def version_set(self, version: int) -> None:
+        self._notify()
+
+    def restored(self, snapshot: Snapshot) -> None:
+        self._notify()
+
+    def close(self) -> None:
+        """Who waits raises ClosedResourceError."""
+        self._wake()
+
+    def _notify(self) -> None:
+        self._wake()
+        if self.current is not None:
+            for callback in [*self._callbacks.values()]:
+                callback(self.current)
+
+    def _wake(self) -> None:
+        self._changed.set()
+        self._changed = anyio.Event()

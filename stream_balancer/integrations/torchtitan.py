@@ -1,0 +1,47 @@
+"""torchtitan's RL experiment: which samples of a step share a row of its Batcher.
+
+::
+
+    from stream_balancer.integrations.torchtitan import patch
+
+    patch()                                     # in the controller's process, before it builds its Batcher
+
+Rows are padded to ``seq_len``, and ranks meet at every micro-batch: fewer rows are less work, and what differs between
+two rows is their attention. Nothing of torchtitan is imported but in :func:`patch`.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from stream_balancer import planning
+
+__all__ = ["patch"]
+
+
+def patch() -> Callable[[], None]:
+    """Put our plan behind ``Batcher``, for all of them: the same samples in as few rows as fit them, dealt so that the
+    ranks' rows of a micro-batch have alike sums of squared lengths. With fewer samples than ranks its own way remains.
+    Returns a function that puts torchtitan's back."""
+    batcher = importlib.import_module("torchtitan.experiments.rl.components.batcher").Batcher
+    theirs = batcher._assign_training_samples_to_rows
+
+    def ours(self: Any, training_samples: list[Any]) -> list[list[Any]]:
+        lengths = np.array([max(self.num_tokens_to_pack(sample), 1) for sample in training_samples], dtype=np.int64)
+        plan = planning.form_micro_batches(
+            lengths, lengths.astype(float) ** 2, self._dp_degree, max_tokens=self.seq_len, sync="micro_batch"
+        )
+        if len({len(of_rank) for of_rank in plan}) > 1:
+            return theirs(self, training_samples)  # type: ignore[no-any-return]
+        # it deals rows to the ranks in turn
+        return [[training_samples[i] for i in row] for of_ranks in zip(*plan, strict=True) for row in of_ranks]
+
+    def put_back() -> None:
+        batcher._assign_training_samples_to_rows = theirs
+
+    batcher._assign_training_samples_to_rows = ours
+    return put_back

@@ -1,0 +1,214 @@
+"""One simulated run: the moves between two moments.
+
+Three clocks move it: a generation slot finishes a rollout, the trainer finishes a step, the core's deadline passes. The
+next of them is the next moment simulated, so a run of hours takes seconds, and the same seed gives the same run.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import NoReturn
+
+import numpy as np
+import torch
+
+from stream_balancer.core.machine import BalancerCore
+from stream_balancer.core.observer import Observer
+from stream_balancer.errors import WouldBlock
+from stream_balancer.planning.arrays import Ints
+from stream_balancer.tools.generation import Generation
+from stream_balancer.tools.trace import Trace
+from stream_balancer.types import Batch, EvictReason, Rollout
+
+__all__ = ["Run"]
+
+
+class _Blocked:
+    """Finished rollouts whose put waits for room: first come, first served, but siblings of a waiting group may
+    pass."""
+
+    def __init__(self, group_ids: Ints) -> None:
+        self._group_ids: list[int] = group_ids.tolist()
+        self._rows: dict[int, None] = {}
+        self._by_group: dict[int, dict[int, None]] = {}
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __contains__(self, row: int) -> bool:
+        return row in self._rows
+
+    def push(self, row: int) -> None:
+        """As the last, unless it is here."""
+        self._rows[row] = None
+        self._by_group.setdefault(self._group_ids[row], {})[row] = None
+
+    def discard(self, row: int) -> None:
+        """Forget it, if it is here."""
+        if row not in self._rows:
+            return
+        del self._rows[row]
+        siblings = self._by_group[self._group_ids[row]]
+        del siblings[row]
+        if not siblings:
+            del self._by_group[self._group_ids[row]]
+
+    def first(self) -> int:
+        return next(iter(self._rows))
+
+    def siblings(self, row: int) -> list[int]:
+        return list(self._by_group.get(self._group_ids[row], ()))
+
+
+class Run(Observer):
+    """A run over a trace, and what is recorded of it, by rollout and by step."""
+
+    def __init__(self, trace: Trace, core: BalancerCore, generation: Generation, work_per_second: float) -> None:
+        config = core.config
+        self.trace, self.config, self.generation = trace, config, generation
+        self.core = core
+        core.observers.append(self)
+        self.rate = work_per_second
+        self.lengths: list[int] = trace.lengths.tolist()
+        self.cost_list: list[float] = np.asarray(config.cost(trace.lengths), dtype=np.float64).tolist()
+        self.strata: list[str] = [""] * len(trace) if trace.strata is None else trace.strata.tolist()
+        self.group_names = [str(g) for g in trace.group_ids.tolist()]
+        self.groups_count = config.tracked_group_size is not None
+        self.versioned = config.max_staleness is not None
+        self.first_version = -int(generation.started_step.min())  # the oldest in flight began with version 0
+        if self.versioned:
+            core.set_version(self.first_version)
+        self.ids = torch.zeros(max(self.lengths), dtype=torch.int64)  # one buffer: every rollout is a view of it
+        self.blocked = _Blocked(trace.group_ids)
+        self.now = 0.0
+        self.step = 0
+        self.busy_until: float | None = None
+        self.busy_s = 0.0
+        self.ended = False
+        num = len(trace)
+        self.finished_s, self.accepted_s, self.dispatched_s = np.zeros(num), np.zeros(num), np.zeros(num)
+        self.accepted_step = np.zeros(num, dtype=np.int64)
+        self.step_of = np.full(num, -1, dtype=np.int64)
+        self.num_gone = 0
+        self.num_evicted = 0
+        self.num_padding = 0
+        self.last_arrival_step = 0
+        self.records: list[tuple[float, str, int, int, float, float, float, list[float]]] = []
+
+    def to_the_end(self, progress: Callable[[int], None] | None) -> None:
+        while True:
+            self._train(progress)
+            if self.num_gone == len(self.trace) and self.busy_until is None:
+                return
+            if not self.ended and self.generation.next_finish == math.inf and not self.blocked:
+                self.core.end()  # the trace is over: what still waits leaves as the drain
+                self.ended = True
+                continue
+            # while a step runs the trainer asks for nothing, so the core's own wake-up does not count
+            moment = min(
+                self.generation.next_finish,
+                self.core.next_wakeup() if self.busy_until is None else self.busy_until,
+            )
+            if moment == math.inf:
+                self._stand_still()
+            self.now = max(self.now, moment)
+            # One rollout at a time, then the trainer again: a window that fills in the middle of a burst leaves there,
+            # as it would live.
+            if self.generation.next_finish <= self.now:
+                row = self.generation.pop(self.step)
+                if row is not None:
+                    self.finished_s[row] = self.now
+                    self._offer(row)
+
+    def _train(self, progress: Callable[[int], None] | None) -> None:
+        """Finish the step that is over, and begin the next if the core gives one; as often as possible now."""
+        while True:
+            if self.busy_until is not None:
+                if self.busy_until > self.now:
+                    return
+                if self.versioned:  # before the acknowledgement, as a trainer should
+                    self.core.set_version(self.first_version + self.step)
+                self.core.acknowledge(self.step - 1)
+                self.busy_until = None
+                if self.versioned:
+                    self._let_in()
+            batch = self.core.poll(self.now)
+            if batch is None:
+                return
+            self._dispatch(batch)
+            self._let_in()
+            if progress is not None:
+                progress(self.num_gone)
+
+    def _dispatch(self, batch: Batch) -> None:
+        # a rollout is called by the number of its row in the trace
+        rows = np.array([int(r.rollout_id) for r in batch.rollouts if not r.is_padding], dtype=np.int64)
+        self.step_of[rows] = batch.step
+        self.dispatched_s[rows] = self.now
+        self.num_gone += rows.size
+        self.num_padding += batch.num_padding
+        mean, slowest = sum(batch.loads) / len(batch.loads), batch.finish
+        self.records.append(
+            (
+                self.now,
+                batch.reason,
+                batch.num_rollouts,
+                batch.num_tokens,
+                mean,
+                min(max(batch.lower_bound, mean), slowest),  # padding can put the bound outside: keep the parts >= 0
+                slowest,
+                list(batch.loads),
+            )
+        )
+        duration = slowest / self.rate  # 0.0 for an instant trainer, whose rate is inf
+        self.busy_s += duration
+        self.busy_until = self.now + duration
+        self.step += 1
+
+    def _offer(self, row: int) -> bool:
+        """A rollout is finished, or may find room again: put it. False if its put waits for room."""
+        try:
+            self.core.add(self._rollout(row), self.now)
+        except WouldBlock:
+            self.blocked.push(row)
+            return False
+        self.blocked.discard(row)
+        self.accepted_s[row] = self.now
+        self.accepted_step[row] = self.step
+        self.generation.release(self.now, self.step)
+        if self.groups_count and self.blocked:  # siblings of a waiting group are let in beyond the capacity
+            for sibling in self.blocked.siblings(row):
+                if sibling in self.blocked:  # not let in by one before it
+                    self._offer(sibling)
+        return True
+
+    def _let_in(self) -> None:
+        """There may be room again."""
+        while self.blocked:
+            if not self._offer(self.blocked.first()):
+                return
+
+    def _rollout(self, row: int) -> Rollout:
+        """A rollout as light as a valid one can be: its ids are a view of one buffer. Its ``nbytes`` are 8 a token."""
+        return Rollout(
+            tokens={"input_ids": self.ids[: self.lengths[row]]},
+            rollout_id=str(row),
+            group_id=self.group_names[row] if self.groups_count else None,
+            version=self.first_version + int(self.generation.started_step[row]) if self.versioned else None,
+            cost=self.cost_list[row],
+            metadata={"stratum": self.strata[row]} if self.strata[row] else {},
+        )
+
+    def evicted(self, rollout: Rollout, reason: EvictReason) -> None:
+        self.num_evicted += 1
+        self.num_gone += 1
+
+    def _stand_still(self) -> NoReturn:
+        """Nothing can ever happen again, and rollouts are left: the core promises that this cannot be."""
+        stats = self.core.statistics(self.now)
+        raise RuntimeError(
+            f"the run came to a standstill after {self.step} dispatches: {stats.waiting} rollouts wait, "
+            f"{len(self.blocked)} more wait for room, and nothing can leave. This is a bug of stream_balancer: please "
+            f"report it with {self.config!r}"
+        )

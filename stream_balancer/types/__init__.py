@@ -1,0 +1,19 @@
+"""What travels: rollouts in, batches out. Frozen values; nothing here waits, decides or sends."""
+
+from stream_balancer.types.batch import Batch, ExecutionSize, MicroBatch, MiniBatchSize, RankBatch, Reason
+from stream_balancer.types.rollout import EvictReason, Rollout, cheapest_to_copy
+from stream_balancer.values import SUPPORTED_DTYPES, Version
+
+__all__ = [
+    "SUPPORTED_DTYPES",
+    "Batch",
+    "EvictReason",
+    "ExecutionSize",
+    "MicroBatch",
+    "MiniBatchSize",
+    "RankBatch",
+    "Reason",
+    "Rollout",
+    "Version",
+    "cheapest_to_copy",
+]

@@ -1,0 +1,343 @@
+"""The batch: what a step trains on, by rank and by micro-batch.
+
+:mod:`stream_balancer.tensors` has the layouts of a micro-batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import chain
+from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias
+
+import torch
+
+from stream_balancer import tensors
+from stream_balancer.field_docs import documented
+from stream_balancer.types.rollout import Rollout
+
+if TYPE_CHECKING:
+    from tensordict import TensorDict
+
+__all__ = ["Batch", "ExecutionSize", "MicroBatch", "RankBatch", "Reason"]
+
+Reason: TypeAlias = Literal["window", "deadline", "age", "drain"]
+"""Why a batch left: the window filled, the oldest rollout had waited ``deadline_s``, rollouts were about to go stale,
+or ``end()`` drained what was left."""
+
+
+class ExecutionSize(NamedTuple):
+    """How much of an execution a step holds, over all ranks."""
+
+    samples: int
+    """Its rollouts."""
+    loss_tokens: int
+    """Their tokens with a non-zero ``loss_mask``."""
+
+
+@documented
+@dataclass(frozen=True, eq=False, slots=True)
+class MicroBatch:
+    """Micro-batch: rollouts that go through the model together, on one rank. Lay them out with one of the four methods.
+
+    Examples:
+        >>> micro_batch = MicroBatch.of([Rollout(tokens={"input_ids": ids}) for ids in ([11, 12], [21, 22, 23], [31])])
+        >>> micro_batch
+        MicroBatch(num_rollouts=3, num_tokens=6)
+        >>> packed = micro_batch.packed()
+        >>> packed["input_ids"]  # [T]
+        tensor([11, 12, 21, 22, 23, 31])
+        >>> packed.cu_seqlens, packed.position_ids  # [n+1], [T]
+        (tensor([0, 2, 5, 6], dtype=torch.int32), tensor([0, 1, 0, 1, 2, 0]))
+        >>> micro_batch.padded(pad_values={"input_ids": -1})["input_ids"]  # [n, L_max]
+        tensor([[11, 12, -1],
+                [21, 22, 23],
+                [31, -1, -1]])
+        >>> [row.tolist() for row in micro_batch.nested()["input_ids"].unbind()]  # [n, j]
+        [[11, 12], [21, 22, 23], [31]]
+    """
+
+    rollouts: Sequence[Rollout]
+    """The rollouts, in the order of every layout. On a rank these are views of the received buffer, made when asked
+    for."""
+    lengths: tuple[int, ...]
+    """Tokens per rollout, ``n`` of them."""
+    flat: Callable[[], tensors.FlatColumns]
+    """What the layouts start from. On a rank: views of the received buffer, nothing copied. On the controller:
+    concatenated on use."""
+    execution_sizes: tuple[ExecutionSize, ...] | None = None
+    """[n] of the execution of each rollout, in the step; None where each is an execution by itself."""
+
+    @classmethod
+    def of(
+        cls,
+        rollouts: Sequence[Rollout],
+        lengths: tuple[int, ...] | None = None,
+        execution_sizes: tuple[ExecutionSize, ...] | None = None,
+    ) -> MicroBatch:
+        """A micro-batch over rollouts at hand (``lengths``: their tokens, where known); their columns are concatenated
+        when a layout is asked for."""
+        if lengths is None:
+            lengths = tuple([r.num_tokens for r in rollouts])
+        return cls(rollouts, lengths, partial(_concatenate, rollouts, execution_sizes), execution_sizes)
+
+    @property
+    def num_tokens(self) -> int:
+        """T: tokens without padding."""
+        return sum(self.lengths)
+
+    def packed(self, *, scalar_dtype: torch.dtype = torch.float32) -> tensors.Packed:
+        """Flat ``[T, ...]`` columns, ``position_ids [T]``, ``cu_seqlens`` int32 ``[n+1]``, ``max_seqlen``.
+
+        Always has a ``loss_mask`` (ones where the rollouts brought none; zeros for padding copies). On a rank no
+        token is copied. Scalars become ``[n]`` of ``scalar_dtype``, here and in the other layouts: float32, so that a
+        float32 loss stays one; torch.int64 where ints above 2^24 must stay exact.
+        """
+        return tensors.packed(self.flat(), scalar_dtype=scalar_dtype)
+
+    def padded(
+        self,
+        *,
+        padding_side: Literal["left", "right"] = "right",
+        pad_values: Mapping[str, float | int | bool] | None = None,
+        multiple_of: int = 1,
+        scalar_dtype: torch.dtype = torch.float32,
+    ) -> tensors.Padded:
+        """``[n, L_max, ...]`` columns and ``attention_mask``, padded on the chosen side. Copies every token once."""
+        return tensors.padded(
+            self.flat(),
+            padding_side=padding_side,
+            pad_values=pad_values,
+            multiple_of=multiple_of,
+            scalar_dtype=scalar_dtype,
+        )
+
+    def nested(self, *, scalar_dtype: torch.dtype = torch.float32) -> tensors.Nested:
+        """Torch jagged nested tensors ``[n, j, ...]`` over the flat columns; no token is copied on a rank."""
+        return tensors.nested(self.flat(), scalar_dtype=scalar_dtype)
+
+    def tensordict(self, *, scalar_dtype: torch.dtype = torch.float32) -> TensorDict:
+        """A ``TensorDict`` of jagged columns and scalars, batch size ``[n]``. Needs the ``tensordict`` extra."""
+        return tensors.tensordict(self.flat(), scalar_dtype=scalar_dtype)
+
+    def __repr__(self) -> str:
+        return f"MicroBatch(num_rollouts={len(self.lengths)}, num_tokens={self.num_tokens})"
+
+
+class MiniBatchSize(NamedTuple):
+    """How much of a step one of its mini-batches is."""
+
+    micro_batches: int
+    """Of this rank."""
+    load: float
+    """Of this rank, as :attr:`RankBatch.load`."""
+    rollouts: int
+    """Over all ranks, and so are the following: what its loss is divided by. Padding copies are not counted."""
+    tokens: int
+    loss_tokens: int
+    executions: int
+
+
+@documented
+@dataclass(frozen=True, eq=False, slots=True, kw_only=True)
+class RankBatch:
+    """Rank batch: the micro-batches of one rank in one step, or in one of its mini-batches.
+
+    Every rank of a step has the same number of micro-batches (its own with ``micro_batch_counts="free"``), none of them
+    empty. Numbers of rollouts and tokens differ from rank to rank, so a mean of the ranks' means is wrong: divide the
+    *sum* of the loss by one of the ``global_`` denominators.
+    """
+
+    step: int
+    """Step number, from 0, the same on every rank."""
+    rank: int
+    """DP rank that trains on it."""
+    dp_size: int
+    """DP ranks in the step."""
+    micro_batches: tuple[MicroBatch, ...]
+    """In the order they should run."""
+    load: float
+    """Predicted work, in the cost model's unit, with the overhead of its micro-batches; divided by the rank's speed
+    where ``speeds`` are given."""
+    global_num_rollouts: int
+    """Rollouts in the step over all ranks, padding copies not counted."""
+    global_num_tokens: int
+    """Tokens in the step over all ranks, padding copies not counted."""
+    global_num_loss_tokens: int
+    """Tokens with a non-zero ``loss_mask`` in the step over all ranks."""
+    global_num_executions: int
+    """Executions in the step over all ranks: rollouts with one ``execution_id`` (and group) count as one."""
+    mini_batch_sizes: tuple[MiniBatchSize, ...] = ()
+    """Of the mini-batches that ``micro_batches`` has one after the other; empty where the step is in one piece."""
+    on_ack: Callable[[], None] | None = field(default=None, repr=False)
+    """Set by the :class:`RankFeed` it came from."""
+
+    @property
+    def mini_batches(self) -> tuple[RankBatch, ...]:
+        """What an optimizer step each is made on: this rank's part of ``BalancerConfig(mini_batches=)`` pieces of the
+        step, which all ranks have in the same order. The ``global_`` denominators of each are its own, over all ranks.
+
+        Acknowledge the rank batch, after the last of them. O(micro-batches).
+        """
+        made, stop = [], 0
+        for size in self.mini_batch_sizes:
+            start, stop = stop, stop + size.micro_batches
+            made.append(
+                replace(
+                    self,
+                    micro_batches=self.micro_batches[start:stop],
+                    load=size.load,
+                    global_num_rollouts=size.rollouts,
+                    global_num_tokens=size.tokens,
+                    global_num_loss_tokens=size.loss_tokens,
+                    global_num_executions=size.executions,
+                    mini_batch_sizes=(),
+                    on_ack=_refuse_to_acknowledge_a_part,
+                )
+            )
+        return tuple(made) or (self,)
+
+    def epochs(self, num_epochs: int) -> Iterator[RankBatch]:
+        """All mini-batches, so many times over. Every epoch begins with another one, which is the same on all ranks.
+
+        Raises ValueError for a number below 1.
+
+        Examples:
+            >>> rollouts = [Rollout(tokens={"input_ids": [n] * n}) for n in (1, 2, 3)]
+            >>> sizes = (MiniBatchSize(1, 3.0, 2, 3, 3, 2), MiniBatchSize(1, 3.0, 1, 3, 3, 1))
+            >>> whole = RankBatch(
+            ...     step=0, rank=0, dp_size=1, load=6.0, mini_batch_sizes=sizes,
+            ...     micro_batches=(MicroBatch.of(rollouts[:2]), MicroBatch.of(rollouts[2:])),
+            ...     global_num_rollouts=3, global_num_tokens=6, global_num_loss_tokens=6, global_num_executions=3,
+            ... )
+            >>> [mini_batch.global_num_rollouts for mini_batch in whole.epochs(2)]
+            [2, 1, 1, 2]
+        """
+        if num_epochs < 1:
+            raise ValueError(f"epochs() takes a number of epochs >= 1, not {num_epochs!r}")
+        mini_batches = self.mini_batches
+        number = len(mini_batches)
+        return (mini_batches[(epoch + place) % number] for epoch in range(num_epochs) for place in range(number))
+
+    def ack(self) -> None:
+        """Acknowledge this batch and every earlier one of its feed: committed, and not to be delivered again.
+
+        For ``RankFeed(auto_ack=False)``, at an optimizer step or a checkpoint; otherwise before leaving a loop early.
+        From any thread, never blocks, idempotent. Raises ClosedResourceError if the feed was closed before, ValueError
+        for a batch that did not come from a feed.
+        """
+        if self.on_ack is None:
+            raise ValueError(
+                f"batch.ack(): this rank batch of step {self.step} did not come from a RankFeed. Where you iterate the "
+                "balancer itself, call balancer.acknowledge(step)"
+            )
+        self.on_ack()
+
+    @property
+    def rollouts(self) -> tuple[Rollout, ...]:
+        """This rank's rollouts, micro-batch by micro-batch; padding copies (``is_padding``) included."""
+        return tuple(chain.from_iterable(mb.rollouts for mb in self.micro_batches))
+
+    @property
+    def num_rollouts(self) -> int:
+        """Rollouts on this rank, padding copies included. O(micro-batches)."""
+        return sum(len(mb.lengths) for mb in self.micro_batches)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens on this rank, padding copies included. O(micro-batches)."""
+        return sum(mb.num_tokens for mb in self.micro_batches)
+
+    def __repr__(self) -> str:
+        return (
+            f"RankBatch(step={self.step}, rank={self.rank}/{self.dp_size}, num_rollouts={self.num_rollouts}, "
+            f"num_tokens={self.num_tokens}, micro_batches={len(self.micro_batches)})"
+        )
+
+
+@documented
+@dataclass(frozen=True, eq=False, slots=True, kw_only=True)
+class Batch:
+    """Batch: the rank batches of one step, planned once."""
+
+    step: int
+    """Step number, from 0."""
+    reason: Reason
+    """Why it left now."""
+    ranks: tuple[RankBatch, ...]
+    """[dp_size] ``ranks[k]`` is what DP rank ``k`` trains on."""
+    num_rollouts: int
+    """Rollouts over all ranks, padding copies not counted."""
+    num_tokens: int
+    """Tokens over all ranks, padding copies not counted."""
+    loads: tuple[float, ...]
+    """``load`` of each rank batch."""
+    finish: float
+    """Predicted time of the step, in the unit of ``loads``: the heaviest of them; where ranks meet at every micro-batch
+    the sum of the costliest of each index, and in mini-batches the sum of theirs; with a padded cost, padding
+    counted."""
+    lower_bound: float
+    """No assignment of these rollouts to ranks and micro-batches can finish earlier."""
+    oldest_wait_s: float = 0.0
+    """Seconds that its oldest rollout had waited when it left; 0.0 in a batch restored from a checkpoint."""
+    num_padding: int = 0
+    """Padding copies of weight zero, each a micro-batch that would be empty: a step has fewer rollouts than ranks, or a
+    rank fewer than micro-batches."""
+    incomplete_groups: tuple[str, ...] = ()
+    """``group_id`` of groups sent before all their siblings had come."""
+
+    @property
+    def num_executions(self) -> int:
+        """Executions over all ranks: rollouts with one ``execution_id`` (and group) count as one."""
+        return self.ranks[0].global_num_executions
+
+    @property
+    def imbalance(self) -> float:
+        """``finish`` over the mean load, minus one: 0.0 is perfect. Ranks idle ``imbalance / (1 + imbalance)`` of the
+        step."""
+        return _excess(self.finish, sum(self.loads) / len(self.loads))
+
+    @property
+    def avoidable_imbalance(self) -> float:
+        """The part of ``imbalance`` a better assignment might remove: ``finish`` over ``lower_bound``, minus one."""
+        return _excess(self.finish, self.lower_bound)
+
+    @property
+    def unavoidable_imbalance(self) -> float:
+        """The part no assignment of these rollouts can remove: ``lower_bound`` over the mean load, minus one."""
+        return _excess(self.lower_bound, sum(self.loads) / len(self.loads))
+
+    @property
+    def rollouts(self) -> tuple[Rollout, ...]:
+        """All rollouts, rank by rank, padding copies included."""
+        return tuple(chain.from_iterable(rank_batch.rollouts for rank_batch in self.ranks))
+
+    def __repr__(self) -> str:
+        return (
+            f"Batch(step={self.step}, reason={self.reason!r}, num_rollouts={self.num_rollouts}, "
+            f"num_tokens={self.num_tokens}, imbalance={self.imbalance:.4f})"
+        )
+
+
+def _refuse_to_acknowledge_a_part() -> None:
+    raise ValueError(
+        "batch.ack(): this is a mini-batch, and what is acknowledged is the whole step. Call ack() of the rank batch "
+        "that it is a part of, after the last mini-batch of the last epoch"
+    )
+
+
+def _excess(value: float, base: float) -> float:
+    return max(value / base - 1.0, 0.0) if base > 0 else 0.0
+
+
+def _concatenate(rollouts: Sequence[Rollout], execution_sizes: tuple[ExecutionSize, ...] | None) -> tensors.FlatColumns:
+    """Flat columns of rollouts at hand. Copies every token once. O(T)."""
+    first = rollouts[0]
+    return tensors.FlatColumns(
+        tokens={name: torch.cat([r.tokens[name] for r in rollouts]) for name in first.tokens},  # [T, ...]
+        lengths=tuple(r.num_tokens for r in rollouts),
+        scalars={name: [r.scalars[name] for r in rollouts] for name in first.scalars},
+        weights=torch.tensor([0.0 if r.is_padding else 1.0 for r in rollouts], dtype=torch.float32),  # [n]
+        executions=execution_sizes or [(1, r.num_loss_tokens) for r in rollouts],
+    )

@@ -1,0 +1,247 @@
+"""The rollout: what a worker puts.
+
+Checked where it is made, so that a worker that builds a bad one gets the error at its own line and nothing unsendable
+ever reaches a batch. :mod:`stream_balancer.values` has the checks.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, Literal, NoReturn, TypeAlias
+
+import torch
+from torch import Tensor
+
+from stream_balancer.errors import RolloutError
+from stream_balancer.field_docs import documented
+from stream_balancer.values import (
+    PADDING_PREFIX,
+    Version,
+    by_name,
+    check_disjoint,
+    check_tokens,
+    join,
+    plain_bool,
+    plain_cost,
+    plain_metadata,
+    plain_name,
+    plain_number,
+    plain_tensor,
+    plain_version,
+    version_of,
+)
+
+__all__ = ["EvictReason", "Rollout", "cheapest_to_copy"]
+
+EvictReason: TypeAlias = Literal["stale", "lost", "filtered", "abandoned"]
+"""Why a rollout was given up instead of dispatched: it was too old, the producer that held its tokens is gone,
+``accept=`` turned it down, or :meth:`StreamBalancer.abandon_group` gave its group up."""
+
+
+def _new_id() -> str:
+    return uuid.uuid4().hex
+
+
+class _Nothing(dict[str, Any]):
+    """The empty mapping of all rollouts without scalars, tensors or metadata: three dicts of their own would be a
+    quarter of what a rollout weighs beside its payload."""
+
+    __slots__ = ()
+
+    def _refuse(self, *_: object, **__: object) -> NoReturn:
+        raise TypeError("a Rollout is frozen: give scalars, tensors and metadata when you make it")
+
+    __setitem__ = setdefault = update = __ior__ = _refuse
+
+    def __reduce__(self) -> tuple[type[dict[str, Any]], tuple[()]]:
+        return dict, ()
+
+
+_NOTHING = _Nothing()
+
+
+def _nothing() -> Mapping[str, Any]:
+    return _NOTHING
+
+
+@documented
+@dataclass(frozen=True, eq=False, slots=True, kw_only=True)
+class Rollout:
+    """Finished rollout (trajectory, sample): its per-token columns and what belongs to it.
+
+    Columns may be given as torch tensors, numpy arrays or sequences of numbers; they are kept as torch tensors
+    **without a copy** where possible, so do not write to them afterwards. Numpy scalars and subclasses of str, int,
+    float and bytes become the plain value, and metadata is copied. Raises :class:`RolloutError` (a ValueError) that
+    names the field for anything that could not be dispatched, sent or saved later: no tokens, columns of different
+    lengths, an unsupported dtype, a non-finite cost.
+    """
+
+    tokens: Mapping[str, Tensor]
+    """Per-token columns ``[L, ...]``. ``input_ids`` ``[L]`` (any integer dtype) is required; ``loss_mask`` ``[L]``, if
+    present, marks the tokens that are trained on (non-zero = trained); ``BalancerConfig(loss_mask_column=...)`` where
+    it has another name. ``versions`` ``[L]``, if present, is the policy version that sampled each token, in integers;
+    negative where no policy did (prompts, answers of tools)."""
+    scalars: Mapping[str, float | int] = field(default_factory=_nothing)
+    """One number each: advantage, reward."""
+    tensors: Mapping[str, Tensor] = field(default_factory=_nothing)
+    """Tensors of any shape that are not per-token: pixel values, image grids."""
+    metadata: Mapping[str, Any] = field(default_factory=_nothing)
+    """JSON-like: str, int (64 bit), float, bool, None, bytes, and lists and str-keyed dicts of these, at most 64 deep.
+    Tuples become lists. A str called ``stratum`` names the environment or data set; see ``stratum_shares``."""
+    rollout_id: str = field(default_factory=_new_id)
+    """Unique name; a fresh random one by default. At most 512 bytes of UTF-8."""
+    group_id: str | None = None
+    """Group (GRPO): siblings sampled from one prompt have the same."""
+    execution_id: str | None = None
+    """Execution: the run of an agent that this rollout is a sample of, where compaction, sub-agents or step-wise
+    training make several samples of one. Unique within its group. Put all samples of an execution in one ``put_group``.
+    None = the rollout is an execution by itself."""
+    version: Version | None = None
+    """Policy version the rollout was sampled with, or ``(oldest, newest)``; None = unknown, never stale. Where there is
+    a column ``versions`` it comes from that."""
+    cost: float | None = None
+    """Work to train on it, in the cost model's unit, where it does not follow from the length (images), at most 1e100;
+    None = ask the cost model."""
+    is_padding: bool = False
+    """True for a stand-in of weight zero, which the balancer made for a micro-batch that would be empty. Its
+    ``loss_mask`` and ``rollout_weights`` are zero in every layout. Never set it yourself."""
+    num_tokens: int = field(init=False)
+    """L, in tokens."""
+    num_loss_tokens: int = field(init=False)
+    """Tokens with a non-zero ``loss_mask``; L if there is no such column; 0 for a padding copy."""
+
+    def __post_init__(self) -> None:
+        put = partial(object.__setattr__, self)
+        what = "rollout_id"  # the field that an error below is about; a message is formatted only if there is one
+        try:
+            put("rollout_id", plain_name(self.rollout_id))
+            what = "tokens"
+            put("tokens", by_name(self.tokens, self._plain_tensor))
+            what = ""
+            put("num_tokens", check_tokens(self.tokens))
+            # most rollouts leave these three out, and a put should not pay for checking empty dicts
+            if self.tensors is not _NOTHING:
+                what = "tensors"
+                put("tensors", by_name(self.tensors, self._plain_tensor) or _NOTHING)
+            if self.scalars is not _NOTHING:
+                what = "scalars"
+                put("scalars", by_name(self.scalars, plain_number) or _NOTHING)
+                check_disjoint(self.tokens, self.scalars)
+            if self.metadata is not _NOTHING:
+                what = "metadata"
+                put("metadata", plain_metadata(self.metadata) or _NOTHING)
+            if self.group_id is not None:
+                what = "group_id"
+                put("group_id", plain_name(self.group_id))
+            if self.execution_id is not None:
+                what = "execution_id"
+                put("execution_id", plain_name(self.execution_id))
+            if self.version is not None:
+                what = "version"
+                put("version", plain_version(self.version))
+            if "versions" in self.tokens and not self.is_padding:
+                what = "versions"
+                put("version", self._version_of_tokens(self.tokens["versions"]))
+            if self.cost is not None:
+                what = "cost"
+                put("cost", plain_cost(self.cost))
+            if self.is_padding is not False:
+                what = "is_padding"
+                put("is_padding", plain_bool(self.is_padding))
+            if not self.is_padding and self.rollout_id.startswith(PADDING_PREFIX):
+                what = "rollout_id"
+                raise RolloutError(f"must not begin with {PADDING_PREFIX!r}: so the balancer names its padding copies")
+        except RolloutError as error:
+            whose = "" if what == "rollout_id" else f"rollout {self.rollout_id!r}: "
+            raise RolloutError(f"{whose}{join(what, error)}") from None
+        put("num_loss_tokens", self._count_loss_tokens())  # once, here: every step's denominators are sums of these
+
+    @staticmethod
+    def _plain_tensor(value: object) -> Tensor:
+        return plain_tensor(value)
+
+    def _count_loss_tokens(self) -> int:
+        if self.is_padding:
+            return 0
+        mask = self.tokens.get("loss_mask")
+        return self.num_tokens if mask is None else int(torch.count_nonzero(mask))
+
+    def _version_of_tokens(self, versions: Tensor) -> Version | None:
+        """``version``, by the column where that says it. With tokens that lie elsewhere it came with the rest."""
+        found = None if versions.is_meta else version_of(versions)
+        if self.version not in (None, found) and found is not None:
+            raise RolloutError(
+                f": the column says {found}, but version is {self.version}. Leave version out where tokens have their "
+                "own"
+            )
+        return self.version if found is None else found
+
+    @property
+    def min_version(self) -> int | None:
+        """Oldest policy version any of its tokens was sampled with; None if unknown."""
+        return self.version[0] if isinstance(self.version, tuple) else self.version
+
+    @property
+    def stratum(self) -> str | None:
+        """What it was sampled from (environment, data set): its ``metadata["stratum"]``; None without one."""
+        return self.metadata.get("stratum")
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its tensors (columns and ``tensors``), metadata not counted. O(number of columns)."""
+        num_bytes: int = 0
+        for tensor in self.tokens.values():  # plain loops: every put comes here
+            num_bytes += tensor.nbytes
+        for tensor in self.tensors.values():
+            num_bytes += tensor.nbytes
+        return num_bytes
+
+    def with_loss_mask(self, column: str) -> Rollout:
+        """The same, with this column called ``loss_mask``: it says which tokens are trained on. Shares the tensors."""
+        tokens = {"loss_mask" if name == column else name: values for name, values in self.tokens.items()}
+        return replace(self, tokens=tokens)
+
+    def padding_copy(self, rollout_id: str) -> Rollout:
+        """A stand-in of weight zero, for a micro-batch that would be empty: one token, zero in every column; scalars
+        and metadata as here.
+
+        A rollout with ``tensors`` is copied whole: images belong to the tokens that stand for them.
+        """
+        if self.tensors:
+            tokens = dict(self.tokens)
+            if "loss_mask" in tokens:
+                tokens["loss_mask"] = torch.zeros_like(tokens["loss_mask"])
+            return replace(self, tokens=tokens, rollout_id=rollout_id, execution_id=None, is_padding=True)
+        return Rollout(
+            tokens={name: _one_of_zeros(column) for name, column in self.tokens.items()},
+            scalars=self.scalars,
+            metadata=self.metadata,
+            rollout_id=rollout_id,
+            group_id=self.group_id,
+            version=self.version,
+            is_padding=True,
+        )
+
+    def __repr__(self) -> str:
+        return (
+            f"Rollout({self.rollout_id!r}, num_tokens={self.num_tokens}, columns={sorted(self.tokens)}"
+            + (f", group_id={self.group_id!r}" if self.group_id is not None else "")
+            + (f", execution_id={self.execution_id!r}" if self.execution_id is not None else "")
+            + (f", version={self.version}" if self.version is not None else "")
+            + (", is_padding=True" if self.is_padding else "")
+            + ")"
+        )
+
+
+def cheapest_to_copy(rollouts: Iterable[Rollout]) -> Rollout:
+    """The rollout whose :meth:`Rollout.padding_copy` costs least: one without ``tensors``, else the shortest. The first
+    of several, so that a plan that is read back has the same copies."""
+    return min(rollouts, key=lambda rollout: rollout.num_tokens if rollout.tensors else 0)
+
+
+def _one_of_zeros(column: Tensor) -> Tensor:
+    """``[1, ...]``. Of a column that lies with its producer, here: there is nothing to fetch."""
+    return column.new_zeros((1, *column.shape[1:]), device="cpu" if column.is_meta else column.device)

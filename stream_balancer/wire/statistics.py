@@ -1,0 +1,58 @@
+"""A balancer's statistics as bytes, for a producer or rank in another process: plain values, bounded in size."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from stream_balancer.errors import WireError
+from stream_balancer.statistics import Statistics
+from stream_balancer.wire.messages import MAX_STATISTICS_BYTES, MAX_TEXT, StatisticsReply
+
+__all__ = ["decode_statistics", "encode_statistics", "read_reply", "reply_to"]
+
+
+def reply_to(number: int, statistics: Statistics | Exception) -> StatisticsReply:
+    """The answer to a request; to one that failed, or of statistics that are too large, why."""
+    try:
+        if isinstance(statistics, Exception):
+            raise statistics
+        return StatisticsReply(number, encode_statistics(statistics))
+    except Exception as error:  # noqa: BLE001 - for who has asked
+        return StatisticsReply(number, b"", str(error).encode(errors="replace").decode()[:MAX_TEXT])
+
+
+def read_reply(reply: StatisticsReply) -> Statistics | Exception:
+    """The statistics, or why there are none. Raises WireError for bytes that cannot be read."""
+    return ValueError(reply.problem) if reply.problem else decode_statistics(reply.values)
+
+
+def encode_statistics(statistics: Statistics) -> bytes:
+    """As msgpack. Raises ValueError for more than ``MAX_STATISTICS_BYTES``."""
+    raw = _encoder.encode(statistics)
+    if len(raw) > MAX_STATISTICS_BYTES:
+        raise ValueError(
+            f"statistics() of {len(statistics.rank_busy_seconds)} ranks and {len(statistics.strata)} strata take "
+            f"{len(raw)} bytes, more than the {MAX_STATISTICS_BYTES} that travel to other processes. Ask for them "
+            "where the balancer is, or name fewer strata"
+        )
+    return raw
+
+
+def decode_statistics(raw: bytes) -> Statistics:
+    """What :func:`encode_statistics` made. Raises WireError for anything else."""
+    try:
+        return _decoder.decode(raw)
+    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError, ValueError) as error:
+        raise WireError(f"statistics that cannot be read: {error}. Install one stream_balancer everywhere") from None
+
+
+def _plain(value: Any) -> Any:
+    """Views of mappings, and numpy's numbers."""
+    return dict(value) if isinstance(value, Mapping) else value.item()
+
+
+_encoder = msgspec.msgpack.Encoder(enc_hook=_plain)
+_decoder = msgspec.msgpack.Decoder(Statistics)

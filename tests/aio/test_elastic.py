@@ -1,0 +1,680 @@
+"""The number of ranks changes while ``serve`` runs: nothing is lost, nothing is trained on twice."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections import Counter
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import anyio
+import pytest
+from helpers import settle
+
+import stream_balancer as sb
+from stream_balancer.controller.serve import serve
+from stream_balancer.rank.feed import RankFeed
+from stream_balancer.testing import make_rollout
+from stream_balancer.transport.memory import MemoryTransport
+from stream_balancer.transport.rank_port import RankPort
+from stream_balancer.wire.messages import PartsDone, PayloadsFetched, StepReport
+
+
+def knobs(dp_size: int, **more: object) -> sb.BalancerConfig:
+    return sb.BalancerConfig(**{"dp_size": dp_size, "batch_size": 12, "window": 12, **more})  # type: ignore[arg-type]
+
+
+def kill(feed: RankFeed) -> None:
+    port = feed._port
+    assert isinstance(port, RankPort)
+    port.abort()
+
+
+class Trainers:
+    """Ranks that train, each until its iteration ends; what they have trained on."""
+
+    def __init__(self, transport: MemoryTransport) -> None:
+        self.transport = transport
+        self.trained: Counter[str] = Counter()
+        self.sizes: dict[int, list[int]] = {}
+        """By rank, ``dp_size`` of each step."""
+        self.ended: list[int] = []
+
+    async def train(self, rank: int, seconds: float = 0.0, *, incarnation: int = 0) -> None:
+        async for share in RankFeed(self.transport.connect(rank, incarnation=incarnation)):
+            await anyio.sleep(seconds)
+            assert (share.rank, share.dp_size > rank) == (rank, True)
+            self.trained.update(r.rollout_id for r in share.rollouts if not r.is_padding)
+            self.sizes.setdefault(rank, []).append(share.dp_size)
+        self.ended.append(rank)
+
+
+async def put(balancer: sb.StreamBalancer, name: str, number: int) -> None:
+    for n in range(number):
+        await balancer.put(make_rollout(1 + 7 * n % 30, f"{name}{n}"))
+
+
+async def test_fewer_ranks_from_the_next_batch_on() -> None:
+    async with sb.StreamBalancer(knobs(3)) as balancer, MemoryTransport(dp_size=3) as transport:
+        trainers = Trainers(transport)
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(serve, balancer, transport)
+            for rank in range(3):
+                tasks.start_soon(trainers.train, rank, 1.0)
+            await put(balancer, "a", 12)
+            await settle()
+            balancer.reconfigure(dp_size=2)
+            await anyio.sleep(10.0)
+            assert trainers.ended == [2], "a rank that is no more sees the end, behind what it was given"
+            await put(balancer, "b", 24)
+            balancer.end()
+        assert trainers.sizes == {0: [3, 2, 2], 1: [3, 2, 2], 2: [3]}
+        assert sum(trainers.trained.values()) == len(trainers.trained) == 36
+        assert balancer.statistics().acknowledged == 36
+        assert [len(balancer.statistics().rank_busy_seconds), transport.dp_size] == [3, 2]
+
+
+async def test_more_ranks_once_they_are_wanted() -> None:
+    async with sb.StreamBalancer(knobs(2)) as balancer, MemoryTransport(dp_size=2) as transport:
+        trainers = Trainers(transport)
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(serve, balancer, transport)
+            for rank in range(2):
+                tasks.start_soon(trainers.train, rank)
+            await put(balancer, "a", 12)
+            await settle()
+            with pytest.raises(ValueError, match="announces dp_size=3, but the controller balances for dp_size=2"):
+                await anext(RankFeed(transport.connect(2, dp_size=3)))
+            balancer.reconfigure(dp_size=3)
+            await put(balancer, "b", 12)
+            await settle()
+            assert [state.connected for state in balancer.rank_states()] == [True, True, False]
+            assert balancer.statistics().redelivering == 12, "what was asked for before is for whoever is there"
+            tasks.start_soon(trainers.train, 2)
+            await settle()
+            balancer.end()
+        assert trainers.sizes == {0: [2, 3], 1: [2, 3], 2: [3]}
+        assert sum(trainers.trained.values()) == len(trainers.trained) == 24
+
+
+async def test_a_rank_that_is_no_more_may_be_one_again() -> None:
+    async with sb.StreamBalancer(knobs(2)) as balancer, MemoryTransport(dp_size=2) as transport:
+        trainers = Trainers(transport)
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(serve, balancer, transport)
+            for rank in range(2):
+                tasks.start_soon(trainers.train, rank, 1.0)
+            await put(balancer, "a", 12)
+            await settle()
+            balancer.reconfigure(dp_size=1)
+            balancer.reconfigure(dp_size=2)  # it has not done what it was given, and goes back to its place
+            await put(balancer, "b", 12)
+            await anyio.sleep(10.0)
+            assert trainers.ended == [1], "it was told of the end"
+            assert trainers.sizes == {0: [2], 1: [2]}
+            tasks.start_soon(trainers.train, 1, 1.0)
+            await anyio.sleep(10.0)
+            balancer.end()
+        assert trainers.sizes == {0: [2, 2], 1: [2, 2]}
+        assert sum(trainers.trained.values()) == len(trainers.trained) == 24
+
+
+async def test_speeds_must_be_given_anew() -> None:
+    async with sb.StreamBalancer(knobs(2, speeds=(1.0, 0.5))) as balancer:
+        with pytest.raises(sb.ConfigError, match="speeds must be 3 finite numbers"):
+            balancer.reconfigure(dp_size=3)
+        balancer.reconfigure(dp_size=3, speeds=(1.0, 0.5, 0.5))
+        await put(balancer, "a", 12)
+        batch = await anext(balancer.batches())
+        work = [share.num_tokens for share in batch.ranks]
+        assert work[0] > 1.5 * max(work[1:])
+
+
+async def test_a_batch_that_is_given_again_is_planned_for_the_ranks_there_are() -> None:
+    async with sb.StreamBalancer(knobs(3)) as balancer:
+        await put(balancer, "a", 12)
+        batches = balancer.batches(auto_ack=False)
+        first = await anext(batches)
+        balancer.reconfigure(dp_size=2)
+        balancer.nack(first.step)
+        again = await anext(batches)
+        assert (again.step, [share.dp_size for share in again.ranks]) == (0, [2, 2])
+        assert sorted(r.rollout_id for r in again.rollouts) == sorted(r.rollout_id for r in first.rollouts)
+        assert again.ranks[0].global_num_loss_tokens == first.ranks[0].global_num_loss_tokens
+        assert again.imbalance < 0.05
+        balancer.acknowledge(0)
+        assert balancer.statistics().acknowledged == 12
+
+
+@pytest.mark.parametrize("resized_first", [True, False])
+async def test_a_lost_rank_that_is_no_more_is_not_waited_for(resized_first: bool) -> None:
+    """``serve`` raises, and the next one has the steps planned for the others."""
+    async with sb.StreamBalancer(knobs(2)) as balancer, MemoryTransport(dp_size=2) as transport:
+        feeds = [RankFeed(transport.connect(rank)) for rank in range(2)]
+        await put(balancer, "a", 12)
+        failures: list[sb.RankLostError] = []
+
+        async def serve_alone() -> None:
+            try:
+                await serve(balancer, transport, rejoin_timeout_s=math.inf)
+            except sb.RankLostError as error:
+                failures.append(error)
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(serve_alone)
+            for feed in feeds:
+                await anext(feed)
+            if resized_first:
+                balancer.reconfigure(dp_size=1)
+            kill(feeds[1])
+            await settle()
+            balancer.reconfigure(dp_size=1)
+        assert [error.rank for error in failures] == [1]
+        assert balancer.statistics().in_flight == 12
+        with pytest.raises(sb.RankLostError):
+            await anext(feeds[0])
+        trainers = Trainers(transport)
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(serve, balancer, transport)
+            tasks.start_soon(trainers.train, 0)
+            balancer.end()
+        assert trainers.sizes == {0: [1]}
+        assert len(trainers.trained) == balancer.statistics().acknowledged == 12
+
+
+@pytest.mark.parametrize("seed", range(5))
+async def test_whatever_the_order_of_changes_every_rollout_is_trained_on_once(seed: int) -> None:
+    chance = random.Random(seed)
+    async with sb.StreamBalancer(knobs(2, capacity=48)) as balancer, MemoryTransport(dp_size=2) as transport:
+        trained: Counter[str] = Counter()
+
+        async def train(rank: int) -> None:
+            """As a launcher keeps it: whenever its place is wanted, a rank is there."""
+            while not balancer.ended or balancer.statistics().waiting:
+                if (rank < transport.dp_size and not (session := transport.admission.sessions.get(rank))) or (
+                    rank < transport.dp_size and session is not None and not session.live
+                ):
+                    async for share in RankFeed(transport.connect(rank, depth=chance.randint(1, 3))):
+                        await anyio.sleep(chance.choice([0.0, 0.5, 3.0]))
+                        trained.update(r.rollout_id for r in share.rollouts if not r.is_padding)
+                await anyio.sleep(1.0)
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(partial(serve, report_after_s=math.inf), balancer, transport)
+            for rank in range(4):
+                tasks.start_soon(train, rank)
+            for n in range(200):
+                await balancer.put(make_rollout(1 + chance.randrange(50), f"r{n}"))
+                if chance.random() < 0.1:
+                    await anyio.sleep(chance.choice([0.0, 0.2, 5.0]))
+                    balancer.reconfigure(dp_size=chance.randint(1, 4))
+            await anyio.sleep(100.0)
+            balancer.end()
+        assert sum(trained.values()) == len(trained) == 200
+        assert balancer.statistics().acknowledged == 200
+
+
+# -- a lost rank's part is planned again ------------------------------------------------------------------------------
+
+
+class KilledError(Exception):
+    """The trainer's process is gone."""
+
+
+class Team:
+    """Ranks that meet once a step, as under DDP: with those that are left, or not at all.
+
+    ``die[rank]`` is ``(step, when)``: before its "work", "asking" what it takes over, before it is "meeting" the
+    others, or having "met" them, before it acknowledges.
+    """
+
+    def __init__(self, transport: MemoryTransport, die: dict[int, tuple[int, str]] | None = None) -> None:
+        self.transport, self.die = transport, die or {}
+        self.feeds: dict[int, RankFeed] = {}
+        self.met: dict[int, Counter[str]] = {}
+        """By step: how often each rollout is in the gradient, after all denominators."""
+        self.denominators: dict[int, set[tuple[int, int]]] = {}
+        self.present: dict[int, tuple[int, ...]] = {}
+        self.dp_sizes: dict[int, int] = {}
+        self.errors: list[sb.RankLostError] = []
+        self._here: dict[tuple[int, tuple[int, ...]], dict[int, Counter[str]]] = {}
+
+    async def train(self, rank: int, *, incarnation: int = 0, seconds: float = 1.0) -> None:
+        feed = self.feeds[rank] = RankFeed(self.transport.connect(rank, incarnation=incarnation))
+        try:
+            async for batch in feed:
+                gradient: Counter[str] = Counter()
+                self.dies(rank, batch.step, "work")
+                await anyio.sleep(seconds * (1 + rank / 10))
+                self.add(batch, gradient)
+                for _ in range(5):
+                    self.dies(rank, batch.step, "asking")
+                    others = feed.reassigned()
+                    async for more in others:
+                        await anyio.sleep(seconds / 2)
+                        self.add(more, gradient)
+                    if await self.meet(batch.step, rank, others.ranks, gradient):
+                        break
+                else:
+                    raise AssertionError("the ranks never met")
+                self.dies(rank, batch.step, "met")
+        except KilledError:
+            kill(feed)
+        except sb.RankLostError as error:
+            self.errors.append(error)
+
+    def dies(self, rank: int, step: int, when: str) -> None:
+        if self.die.get(rank) == (step, when):
+            del self.die[rank]
+            raise KilledError
+
+    def add(self, batch: sb.RankBatch, gradient: Counter[str]) -> None:
+        gradient.update(r.rollout_id for r in batch.rollouts if not r.is_padding)
+        self.denominators.setdefault(batch.step, set()).add((batch.global_num_rollouts, batch.global_num_loss_tokens))
+        self.dp_sizes[batch.step] = batch.dp_size
+
+    async def meet(self, step: int, rank: int, ranks: tuple[int, ...], gradient: Counter[str]) -> bool:
+        """An all_reduce among these ranks; False if one of them does not come."""
+        assert rank in ranks
+        self.dies(rank, step, "meeting")
+        here = self._here.setdefault((step, ranks), {})
+        here[rank] = gradient
+        if len(here) == len(ranks):
+            total: Counter[str] = sum(here.values(), Counter())
+            assert step not in self.met
+            self.met[step], self.present[step] = total, ranks
+        with anyio.move_on_after(5.0):
+            while step not in self.met:  # noqa: ASYNC110
+                await anyio.sleep(0.01)
+        if step not in self.met:
+            del here[rank]
+        return step in self.met and rank in self.present[step]
+
+
+async def run_team(
+    balancer: sb.StreamBalancer, transport: MemoryTransport, team: Team, *, rollouts: int = 60, **options: Any
+) -> None:
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(partial(serve, on_rank_loss="replan", **options), balancer, transport)
+        for rank in range(transport.dp_size):
+            tasks.start_soon(team.train, rank)
+        await put(balancer, "r", rollouts)
+        balancer.end()
+
+
+def check_exact(balancer: sb.StreamBalancer, team: Team, rollouts: int = 60) -> None:
+    """Every rollout is in one step's gradient, once; and acknowledged, once."""
+    total: Counter[str] = sum(team.met.values(), Counter())
+    assert set(total.values()) == {1}
+    assert len(total) == balancer.statistics().acknowledged == rollouts
+    assert balancer.statistics().in_flight == balancer.statistics().waiting == 0
+    assert all(len(found) == 1 for found in team.denominators.values()), "all ranks divide by the same"
+    assert all(sum(team.met[step].values()) == number for step, ((number, _),) in team.denominators.items())
+    balancer.parts.core.verify()
+
+
+WHENS = ["work", "asking", "meeting", "met"]
+
+
+@pytest.mark.parametrize("when", WHENS)
+@pytest.mark.parametrize("step", [0, 2, 4])
+async def test_what_a_lost_rank_owed_is_trained_on_by_the_others_in_the_same_step(step: int, when: str) -> None:
+    async with sb.StreamBalancer(knobs(4)) as balancer, MemoryTransport(dp_size=4) as transport:
+        team = Team(transport, {1: (step, when)})
+        await run_team(balancer, transport, team)
+        check_exact(balancer, team)
+        lost_before_they_met = step if when != "met" else step + 1
+        assert [number for number, ranks in team.present.items() if ranks == (0, 2, 3)] == list(
+            range(lost_before_they_met, 5)
+        )
+        assert balancer.config.dp_size == 3
+        assert team.dp_sizes[0] == 4
+        assert not team.errors
+
+
+async def test_healthy_ranks_take_over_nothing_and_agree_who_is_there() -> None:
+    async with sb.StreamBalancer(knobs(3)) as balancer, MemoryTransport(dp_size=3) as transport:
+        team = Team(transport)
+        await run_team(balancer, transport, team)
+        check_exact(balancer, team)
+        assert set(team.present.values()) == {(0, 1, 2)}
+
+
+@pytest.mark.parametrize("second", WHENS)
+@pytest.mark.parametrize("first", WHENS)
+async def test_two_ranks_are_lost_in_one_step(first: str, second: str) -> None:
+    async with sb.StreamBalancer(knobs(4)) as balancer, MemoryTransport(dp_size=4) as transport:
+        team = Team(transport, {0: (1, first), 2: (1, second)})
+        await run_team(balancer, transport, team)
+        check_exact(balancer, team)
+        assert team.present[4] == (1, 3)
+
+
+async def test_who_took_over_is_lost_too_and_the_last_one_does_it_all() -> None:
+    async with sb.StreamBalancer(knobs(4)) as balancer, MemoryTransport(dp_size=4) as transport:
+        team = Team(transport, {0: (0, "work"), 1: (1, "asking"), 2: (1, "meeting")})
+        await run_team(balancer, transport, team)
+        check_exact(balancer, team)
+        assert team.present[1] == team.present[4] == (3,)
+
+
+@pytest.mark.parametrize("lost", range(3))
+async def test_a_rank_that_owed_nothing_but_padding_is_given_up_while_the_others_ask(lost: int) -> None:
+    async with sb.StreamBalancer(knobs(3)) as balancer, MemoryTransport(dp_size=3) as transport:
+        team = Team(transport, {lost: (0, "work")})
+        with anyio.fail_after(300.0):
+            await run_team(balancer, transport, team, rollouts=2, rejoin_timeout_s=30.0)
+        check_exact(balancer, team, 2)
+        assert team.present == {0: tuple(rank for rank in range(3) if rank != lost)}
+
+
+async def test_the_loss_of_the_last_rank_is_raised_and_the_next_serve_goes_on() -> None:
+    async with sb.StreamBalancer(knobs(2)) as balancer, MemoryTransport(dp_size=2) as transport:
+        team = Team(transport, {0: (1, "work"), 1: (1, "meeting")})
+        with pytest.raises(BaseExceptionGroup) as caught:
+            await run_team(balancer, transport, team)
+        assert caught.group_contains(sb.RankLostError)
+        assert balancer.statistics().in_flight == 48 - balancer.statistics().waiting
+        balancer.reconfigure(dp_size=2)
+        team.die.clear()
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(partial(serve, on_rank_loss="replan"), balancer, transport)
+            for rank in range(2):
+                tasks.start_soon(partial(team.train, rank, incarnation=1))
+            balancer.end()
+        check_exact(balancer, team)
+
+
+async def test_a_rank_that_is_back_in_time_is_waited_for() -> None:
+    async with sb.StreamBalancer(knobs(3)) as balancer, MemoryTransport(dp_size=3) as transport:
+        team = Team(transport, {1: (1, "work")})
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(partial(serve, on_rank_loss="replan", rejoin_timeout_s=100.0), balancer, transport)
+            for rank in range(3):
+                tasks.start_soon(team.train, rank)
+            await put(balancer, "r", 60)
+            balancer.end()
+            await anyio.sleep(50.0)
+            await team.train(1, incarnation=1)
+        check_exact(balancer, team)
+        assert set(team.present.values()) == {(0, 1, 2)}
+
+
+async def test_a_rank_that_was_given_up_takes_part_again_from_a_later_step() -> None:
+    async with sb.StreamBalancer(knobs(3)) as balancer, MemoryTransport(dp_size=3) as transport:
+        team = Team(transport, {1: (1, "work")})
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(partial(serve, on_rank_loss="replan"), balancer, transport)
+            for rank in range(3):
+                tasks.start_soon(team.train, rank)
+            await put(balancer, "r", 60)
+            await anyio.sleep(100.0)
+            assert balancer.config.dp_size == 2
+            tasks.start_soon(partial(team.train, 1, incarnation=1))
+            await put(balancer, "s", 24)
+            balancer.end()
+        check_exact(balancer, team, 84)
+        assert balancer.config.dp_size == 3
+        assert team.present[6] == (0, 1, 2)
+        assert team.present[1] == (0, 2)
+
+
+async def test_speeds_stay_with_their_ranks() -> None:
+    async with (
+        sb.StreamBalancer(knobs(3, speeds=(1.0, 1.0, 0.5))) as balancer,
+        MemoryTransport(dp_size=3) as transport,
+    ):
+        team = Team(transport, {1: (1, "work")})
+        await run_team(balancer, transport, team)
+        check_exact(balancer, team)
+        assert balancer.config.speeds == (1.0, 0.5)
+
+
+async def test_a_rank_without_whom_the_others_have_met_learns_it() -> None:
+    """It asks again because its own all_reduce failed, though that of the others was through."""
+    async with sb.StreamBalancer(knobs(2)) as balancer, MemoryTransport(dp_size=2) as transport:
+        await put(balancer, "r", 24)
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(partial(serve, on_rank_loss="replan"), balancer, transport)
+            feeds = [RankFeed(transport.connect(rank)) for rank in range(2)]
+
+            async def step(feed: RankFeed) -> list[sb.RankBatch]:
+                own = await anext(feed)
+                return [own, *[part async for part in feed.reassigned()]]
+
+            async with anyio.create_task_group() as both:
+                for feed in feeds:
+                    both.start_soon(step, feed)
+            done: list[sb.RankBatch] = []
+
+            async def next_step() -> None:
+                done.extend(await step(feeds[0]))
+
+            async with anyio.create_task_group() as rest:
+                rest.start_soon(next_step)  # acknowledges step 0
+                await settle()
+                with pytest.raises(sb.RankLostError):
+                    [part async for part in feeds[1].reassigned()]
+            assert sum(one.num_rollouts for one in done) == 12, "of the next step, in which nobody has met"
+            balancer.end()
+            assert [batch async for batch in feeds[0]] == []
+        assert balancer.statistics().acknowledged == 24
+
+
+@pytest.mark.parametrize("report", [StepReport(7, 1.0), PayloadsFetched(0), PartsDone(7, 0), PartsDone(0, 1)], ids=str)
+async def test_a_rank_that_breaks_the_protocol_learns_that_it_is_lost(report: Any) -> None:
+    """Also where its next incarnation is waited for: it must not wait for batches that never come."""
+    async with sb.StreamBalancer(knobs(1)) as balancer, MemoryTransport(dp_size=1) as transport:
+        await put(balancer, "r", 12)
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(partial(serve, rejoin_timeout_s=math.inf), balancer, transport)
+            port = transport.connect(0)
+            feed = RankFeed(port)
+            await anext(feed)
+            port.report(report)
+            with pytest.raises(sb.RankLostError), anyio.fail_after(60.0):
+                await anext(feed)
+            tasks.start_soon(partial(Trainers(transport).train, 0, incarnation=1))
+            balancer.end()
+        assert balancer.statistics().acknowledged == 12
+
+
+@pytest.mark.parametrize("asks", ["before the loss", "while its part is on its way"])
+async def test_who_has_a_part_to_do_has_asked_for_nothing(asks: str) -> None:
+    """Its question is older than the part: the others would meet without what the part holds."""
+    async with sb.StreamBalancer(knobs(3)) as balancer, MemoryTransport(dp_size=3) as transport:
+        await put(balancer, "r", 12)
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(partial(serve, on_rank_loss="replan"), balancer, transport)
+            ports = [transport.connect(rank) for rank in range(3)]
+            feeds = [RankFeed(port) for port in ports]
+            for feed in feeds:
+                await anext(feed)
+            if asks == "before the loss":
+                ports[0].report(PartsDone(0, 0))
+                await settle()
+            kill(feeds[2])
+            await settle()
+            if asks != "before the loss":
+                ports[0].report(PartsDone(0, 0))
+            others, done = feeds[1].reassigned(), anyio.Event()
+
+            async def ask() -> None:
+                assert len([part async for part in others]) == 1
+                done.set()
+
+            tasks.start_soon(ask)
+            await settle()
+            assert not done.is_set()
+            ports[0].report(PartsDone(0, 1))
+            await settle()
+            assert others.ranks == (0, 1)
+            tasks.cancel_scope.cancel()
+
+
+async def test_who_is_lost_while_it_asks_is_waited_for_or_given_up() -> None:
+    async with sb.StreamBalancer(knobs(2)) as balancer, MemoryTransport(dp_size=2) as transport:
+        await put(balancer, "r", 12)
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(partial(serve, on_rank_loss="replan", rejoin_timeout_s=60.0), balancer, transport)
+            ports = [transport.connect(rank) for rank in range(2)]
+            feeds = [RankFeed(port) for port in ports]
+            for feed in feeds:
+                await anext(feed)
+            ports[1].report(PartsDone(0, 0))
+            await settle()
+            kill(feeds[1])
+            await settle()
+            others = feeds[0].reassigned()
+            assert len([part async for part in others]) == 1
+            assert others.ranks == (0,)
+            balancer.end()
+            assert [batch async for batch in feeds[0]] == []
+        assert balancer.statistics().acknowledged == 12
+
+
+@pytest.mark.parametrize("back", [False, True])
+@pytest.mark.parametrize("asks_first", [False, True])
+async def test_who_asks_in_a_step_that_another_rank_has_done_learns_that_they_have_met(
+    asks_first: bool, back: bool
+) -> None:
+    """Whichever message comes first, and though the other one is lost and back."""
+    async with sb.StreamBalancer(knobs(3)) as balancer, MemoryTransport(dp_size=3) as transport:
+        await put(balancer, "r", 12)
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(partial(serve, on_rank_loss="replan", rejoin_timeout_s=60.0), balancer, transport)
+            ports = [transport.connect(rank) for rank in range(3)]
+            feeds = [RankFeed(port) for port in ports]
+            for feed in feeds:
+                await anext(feed)
+
+            async def ask() -> None:
+                with pytest.raises(sb.RankLostError), anyio.fail_after(30.0):
+                    assert [part async for part in feeds[1].reassigned()] == []
+                tasks.cancel_scope.cancel()
+
+            if asks_first:
+                tasks.start_soon(ask)
+            await settle()
+            ports[0].report(StepReport(0, 1.0))
+            await settle()
+            if back:
+                kill(feeds[0])
+                RankFeed(transport.connect(0, incarnation=1))
+                await settle()
+            if not asks_first:
+                tasks.start_soon(ask)
+
+
+async def test_a_rank_that_begins_a_step_again_has_not_met_in_it() -> None:
+    """It was through with the step, and had not acknowledged it: its checkpoint is older."""
+    async with sb.StreamBalancer(knobs(1)) as balancer, MemoryTransport(dp_size=1) as transport:
+        await put(balancer, "r", 12)
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(partial(serve, on_rank_loss="replan", rejoin_timeout_s=60.0), balancer, transport)
+            feed = RankFeed(transport.connect(0), auto_ack=False)
+            await anext(feed)
+            with anyio.move_on_after(1.0):
+                await anext(feed)
+            kill(feed)
+            feed = RankFeed(transport.connect(0, incarnation=1))
+            assert (await anext(feed)).step == 0
+            assert [part async for part in feed.reassigned()] == []
+            balancer.end()
+            assert [batch async for batch in feed] == []
+        assert balancer.statistics().acknowledged == 12
+
+
+async def test_reassigned_needs_a_batch_in_hand() -> None:
+    async with (
+        sb.StreamBalancer(knobs(1)) as balancer,
+        MemoryTransport(dp_size=1) as transport,
+        anyio.create_task_group() as tasks,
+    ):
+        tasks.start_soon(serve, balancer, transport)
+        feed = RankFeed(transport.connect(0))
+        with pytest.raises(ValueError, match="the batch in hand, and there is none"):
+            feed.reassigned()
+        await put(balancer, "r", 12)
+        batch = await anext(feed)
+        assert [part async for part in feed.reassigned()] == [], "under every policy"
+        batch.ack()
+        with pytest.raises(ValueError, match=r"before batch.ack\(\)"):
+            feed.reassigned()
+        balancer.end()
+        assert [batch async for batch in feed] == []
+
+
+async def test_what_replanning_is_not_for_is_refused() -> None:
+    with pytest.raises(ValueError, match="must be 'raise' or 'replan'"):
+        await serve(sb.StreamBalancer(knobs(1)), MemoryTransport(dp_size=1), on_rank_loss="wait")  # type: ignore[arg-type]
+    rows = knobs(2, sync="micro_batch", max_tokens_per_micro_batch=100)
+    with pytest.raises(sb.ConfigError, match="meet at every micro-batch"):
+        await serve(sb.StreamBalancer(rows), MemoryTransport(dp_size=2), on_rank_loss="replan")
+    with pytest.raises(sb.ConfigError, match="ranks meet several times in a step"):
+        await serve(sb.StreamBalancer(knobs(2, mini_batches=2)), MemoryTransport(dp_size=2), on_rank_loss="replan")
+
+
+@pytest.mark.parametrize("seed", range(10))
+async def test_whoever_is_lost_and_whenever(seed: int) -> None:
+    """Ranks are lost, come back, or are no more, at random moments, while others take over."""
+    chance = random.Random(seed)
+    size = chance.randint(2, 5)
+    more = chance.choice([{}, {"max_tokens_per_micro_batch": 40}, {"group_size": 3}, {"speeds": (1.0,) * size}])
+    more = {**more, **({"max_tokens_per_micro_batch": 40, "micro_batch_multiple": 2} if seed % 3 == 1 else {})}
+    async with sb.StreamBalancer(knobs(size, **more)) as balancer, MemoryTransport(dp_size=size) as transport:
+        die = {rank: (chance.randrange(5), chance.choice(WHENS)) for rank in range(1, size)}
+        team = Team(transport, die)
+        timeout_s = chance.choice([0.0, 0.0, 7.0])
+
+        async def launch(rank: int) -> None:
+            await team.train(rank)
+            if rank and chance.random() < 0.5:
+                await anyio.sleep(chance.choice([3.0, 30.0]))
+                if not balancer.ended:
+                    await team.train(rank, incarnation=1)
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(partial(serve, on_rank_loss="replan", rejoin_timeout_s=timeout_s), balancer, transport)
+            for rank in range(size):
+                tasks.start_soon(launch, rank)
+            for n in range(96):
+                group = f"g{n // 3}" if "group_size" in more else None
+                await balancer.put(make_rollout(1 + 7 * n % 30, f"r{n}", group_id=group))
+            await anyio.sleep(300.0)
+            balancer.end()
+        check_exact(balancer, team, 96)
+
+
+@pytest.mark.parametrize("seconds", [0.0, 1.05, 1.3, 1.7, 2.2])
+async def test_the_controller_is_lost_while_others_take_over(tmp_path: Path, seconds: float) -> None:
+    """Its journal knows the step whole, or not at all: the next one gives it again as it was planned."""
+    async with sb.StreamBalancer(knobs(4), journal=tmp_path / "j") as balancer, MemoryTransport(dp_size=4) as transport:
+        team = Team(transport, {1: (1, "work")})
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(partial(serve, on_rank_loss="replan"), balancer, transport)
+            for rank in range(4):
+                tasks.start_soon(team.train, rank)
+            await put(balancer, "r", 36)
+            with anyio.fail_after(60):
+                while team.die:  # noqa: ASYNC110
+                    await anyio.sleep(0.05)
+            await anyio.sleep(seconds)
+            tasks.cancel_scope.cancel()
+        done = balancer.statistics().acknowledged
+    trained = [step for step in team.met if step < done // 12]
+    before: Counter[str] = sum((team.met[step] for step in trained), Counter())
+    async with sb.StreamBalancer(knobs(3), journal=tmp_path / "j") as balancer, MemoryTransport(dp_size=3) as transport:
+        again = Team(transport)
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(partial(serve, on_rank_loss="replan"), balancer, transport)
+            for rank in range(3):
+                tasks.start_soon(partial(again.train, rank, incarnation=1))
+            balancer.end()
+        after: Counter[str] = sum(again.met.values(), Counter())
+        assert len(before) == done
+        assert before + after == Counter(f"r{n}" for n in range(36))
+        assert balancer.statistics().acknowledged == 36
+        assert sorted([*trained, *again.met]) == [0, 1, 2], "the same steps"

@@ -1,0 +1,225 @@
+"""Remote control over sockets: the clauses of every transport, and workers, a rank and a controller that are killed."""
+
+from __future__ import annotations
+
+import logging
+import os
+import random
+import signal
+import threading
+import time
+from collections import Counter
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from typing import Any
+
+import anyio
+import pytest
+from forked import forked
+
+import stream_balancer as sb
+from stream_balancer.testing import make_rollout
+from stream_balancer.testing.control_clauses import CLAUSES, KNOBS
+
+logger = logging.getLogger("tests")
+
+GUARD_S = 50
+WORKERS, THREADS = 2, 8
+BATCH_SIZE = 8
+
+
+class Harness:
+    def __init__(self, transport: sb.TorchTransport) -> None:
+        self.address = transport.address
+        self.producers: list[sb.Producer] = []
+        self.feeds: list[sb.RankFeed] = []
+
+    def producer(self) -> sb.Producer:
+        self.producers.append(sb.connect(self.address))
+        return self.producers[-1]
+
+    def feed(self) -> sb.RankFeed:
+        self.feeds.append(sb.RankFeed(self.address, rank=0, dp_size=1))
+        return self.feeds[-1]
+
+    async def kill(self, producer: sb.Producer) -> None:
+        await anyio.to_thread.run_sync(producer._port._hang_up)  # the socket closes without a word
+
+
+@asynccontextmanager
+async def over_sockets(**knobs: Any) -> AsyncIterator[Harness]:
+    config = sb.BalancerConfig(**{"dp_size": 1, **knobs})
+    async with (
+        sb.StreamBalancer(config) as balancer,
+        sb.TorchTransport.listen(dp_size=1) as transport,
+        anyio.create_task_group() as tasks,
+    ):
+        tasks.start_soon(sb.serve, balancer, transport)
+        harness = Harness(transport)
+        try:
+            yield harness
+        finally:
+            tasks.cancel_scope.cancel()
+            with anyio.CancelScope(shield=True):
+                for one in (*harness.producers, *harness.feeds):
+                    await one.aclose()
+
+
+@pytest.mark.parametrize("clause", CLAUSES, ids=lambda clause: clause.__name__)
+async def test_clause(clause: Any) -> None:
+    with anyio.fail_after(GUARD_S):
+        await clause(over_sockets)
+
+
+async def test_threads_reserve_wait_and_ask_with_blocking_methods() -> None:
+    async with over_sockets(**KNOBS) as harness:
+        feed, producer = harness.feed(), harness.producer()
+        feed.set_version(2)
+
+        def work() -> sb.Statistics:
+            blocking = producer.blocking
+            assert blocking.version_after(None, timeout_s=GUARD_S) == blocking.version == 2
+            with pytest.raises(TimeoutError, match=r"version_after\(\) had none within 0.01 s: no version was set"):
+                blocking.version_after(2, timeout_s=0.01)
+            with blocking.reserve(2) as slot:
+                slot.put(make_rollout(3, "a"))
+                assert (slot.version, slot.left) == (2, 1)
+                assert feed.statistics(timeout_s=GUARD_S).waiting == 1
+            with blocking.reserve(8), pytest.raises(TimeoutError, match=r"reserve\(\) was not admitted within 0.05 s"):
+                blocking.reserve(8, timeout_s=0.05).__enter__()
+            statistics = blocking.statistics()
+            blocking.end()
+            return statistics
+
+        statistics = await anyio.to_thread.run_sync(work)
+        assert (statistics.accepted, statistics.reserved, statistics.version) == (1, 0, 2)
+        assert [r.rollout_id async for batch in feed for r in batch.rollouts] == ["a"]
+
+
+# -- workers, rank and controller in processes of their own ------------------------------------------------------------
+
+
+def run_worker(address: str, number: int, delay_s: float, pipe: Any) -> None:
+    """Generates until the balancer has ended, or it is killed."""
+
+    def generate(producer: Any, thread: int) -> None:
+        chance, turn = random.Random(f"{number}/{thread}"), 0
+        with suppress(sb.ClosedResourceError):
+            while True:
+                with producer.reserve() as slot:
+                    time.sleep(min(delay_s * chance.paretovariate(1.2), 50 * delay_s))
+                    slot.put(make_rollout(chance.randrange(1, 40), f"{number}.{thread}.{turn}"))
+                turn += 1
+
+    with sb.connect(address, connect_timeout_s=GUARD_S) as producer:
+        threads = [threading.Thread(target=generate, args=(producer, n)) for n in range(THREADS)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+
+
+def run_rank(address: str, incarnation: int, total: int, step_s: float, pipe: Any) -> None:
+    """Trains, and makes a version with every step, until ``total`` rollouts were trained on."""
+    chance, seen = random.Random(incarnation), 0
+    with sb.RankFeed(address, rank=0, dp_size=1, incarnation=incarnation, auto_ack=False) as feed:
+        for batch in feed:
+            version = feed.version or 0
+            time.sleep(chance.uniform(0, 2 * step_s))
+            ages = [version - (r.min_version or 0) for r in batch.rollouts if not r.is_padding]
+            pipe.send((batch.step, ages, [r.rollout_id for r in batch.rollouts if not r.is_padding]))
+            seen = pipe.recv()  # what the test has counted over all incarnations; it may kill us now
+            feed.set_version(version + 1)
+            batch.ack()
+            if seen >= total:
+                feed.end()
+    pipe.send("ended")
+
+
+class Drill:
+    """Counts what is trained on, and kills at random moments."""
+
+    def __init__(self, address: str, *, total: int, kill_every: int, delay_s: float, seed: int) -> None:
+        self.address, self.total, self.delay_s = address, total, delay_s
+        self._chance, self._kill_every, self._next_kill = random.Random(seed), kill_every, kill_every
+        self.ages: Counter[int] = Counter()
+        self.ids: list[str] = []
+        self.killed: Counter[str] = Counter()
+        self._num_workers = self._incarnation = 0
+        self.workers = [self._worker() for _ in range(WORKERS)]
+
+    def _worker(self) -> Any:
+        self._num_workers += 1
+        return forked(run_worker, self.address, self._num_workers, self.delay_s)[0]
+
+    def run(self) -> None:
+        """Until the rank has trained on everything."""
+        process, pipe = forked(run_rank, self.address, 0, self.total, self.delay_s)
+        told: dict[int, Any] = {}
+        while (news := pipe.recv()) != "ended":
+            step, ages, ids = news
+            is_new, told[step] = step not in told, (ages, ids)
+            if is_new:
+                self.ages.update(ages)
+                self.ids += ids
+                self._kill_a_worker()
+            self.ages.update([age for age in ages if age > 1])  # of a step that came again, too
+            if self._chance.random() < 0.2 * BATCH_SIZE / self._kill_every:
+                self.killed["rank"] += 1
+                os.kill(process.pid, signal.SIGKILL)
+                process.join()
+                self._incarnation += 1
+                process, pipe = forked(run_rank, self.address, self._incarnation, self.total, self.delay_s)
+            else:
+                pipe.send(len(self.ids))
+        for worker in self.workers:
+            worker.join(GUARD_S)
+            assert worker.exitcode == 0
+
+    def _kill_a_worker(self) -> None:
+        if len(self.ids) < self._next_kill or len(self.ids) >= self.total - self._kill_every:
+            return
+        self._next_kill += self._kill_every
+        self.killed["worker"] += 1
+        victim = self.workers.pop(self._chance.randrange(WORKERS))
+        os.kill(victim.pid, signal.SIGKILL)
+        self.workers.append(self._worker())
+
+
+async def _drill(**options: Any) -> Drill:
+    config = sb.BalancerConfig(dp_size=1, batch_size=BATCH_SIZE, window=2 * BATCH_SIZE, max_staleness=1)
+    async with (
+        sb.StreamBalancer(config) as balancer,
+        sb.TorchTransport.listen(dp_size=1) as transport,
+        anyio.create_task_group() as tasks,
+    ):
+        balancer.set_version(0)
+        drill = Drill(transport.address or "", **options)
+        tasks.start_soon(anyio.to_thread.run_sync, drill.run)
+        await sb.serve(balancer, transport, rejoin_timeout_s=GUARD_S)
+    statistics = balancer.statistics()
+    assert sum(statistics.evicted.values()) == 0
+    assert (statistics.reserved, statistics.waiting, statistics.in_flight) == (0, 0, 0)
+    assert statistics.training_age is not None
+    assert statistics.training_age.max <= 1
+    assert max(drill.ages) <= 1
+    assert len(set(drill.ids)) == len(drill.ids) == statistics.accepted >= options["total"]
+    return drill
+
+
+@pytest.mark.processes
+@pytest.mark.timeout(90)
+async def test_nothing_older_than_max_staleness_is_trained_on_though_workers_and_the_rank_are_killed() -> None:
+    with anyio.fail_after(GUARD_S):
+        drill = await _drill(total=240, kill_every=60, delay_s=0.002, seed=1)
+    assert drill.killed["worker"] >= 2
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3000)
+async def test_nothing_of_ten_thousand_rollouts_is_older_than_max_staleness() -> None:
+    with anyio.fail_after(2900):
+        drill = await _drill(total=10_000, kill_every=200, delay_s=0.003, seed=2)
+    logger.info("ages at training: %s; killed: %s", sorted(drill.ages.items()), dict(drill.killed))
+    assert drill.killed["worker"] >= 48
+    assert drill.killed["rank"] >= 1

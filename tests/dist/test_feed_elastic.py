@@ -1,0 +1,157 @@
+"""One of several real ranks is killed: the others complete its step, with the gradient that it would have had."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import anyio
+import pytest
+import torch
+import torch.distributed as dist
+from remote_producer import GUARD_S, forked
+
+import stream_balancer as sb
+from stream_balancer.testing import make_rollout
+
+ROLLOUTS, BATCH = 96, 24
+
+
+class Gradient:
+    """Of a small model, summed over what was added."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        self.model = torch.nn.Sequential(torch.nn.Embedding(64, 8), torch.nn.Linear(8, 8), torch.nn.Tanh())
+        self.head = torch.nn.Linear(8, 64)
+        self.ids: list[str] = []
+
+    def add(self, batch: sb.RankBatch) -> None:
+        for micro_batch in batch.micro_batches:
+            packed = micro_batch.packed()
+            ids = packed["input_ids"] % 64
+            loss = torch.nn.functional.cross_entropy(self.head(self.model(ids)), ids, reduction="none")
+            ((loss * packed["loss_mask"]).sum() / batch.global_num_loss_tokens).backward()
+        self.ids += [r.rollout_id for r in batch.rollouts if not r.is_padding]
+
+    def flat(self) -> torch.Tensor:
+        parameters = [*self.model.parameters(), *self.head.parameters()]
+        return torch.cat([torch.zeros_like(p).flatten() if p.grad is None else p.grad.flatten() for p in parameters])
+
+
+class World:
+    """A process group of those that are left, made anew when they are others."""
+
+    def __init__(self, port: int, rank: int) -> None:
+        self._store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
+        self._rank = rank
+        self._ranks: tuple[int, ...] = ()
+
+    def all_reduce(self, tensor: torch.Tensor, ranks: tuple[int, ...]) -> None:
+        if ranks != self._ranks:
+            if self._ranks:
+                dist.destroy_process_group()
+            store = dist.PrefixStore(str(ranks), self._store)
+            dist.init_process_group("gloo", store=store, rank=ranks.index(self._rank), world_size=len(ranks))
+            self._ranks = ranks
+        dist.all_reduce(tensor)
+
+
+def run_rank(address: str, port: int, rank: int, dp_size: int, dies_at: dict[int, str], pipe: Any) -> None:
+    world = World(port, rank)
+    feed = sb.RankFeed(address, rank=rank, dp_size=dp_size)
+    for batch in feed:
+        gradient, resumed_at = Gradient(), 0.0
+        die(pipe, dies_at, batch.step, "work")
+        gradient.add(batch)
+        die(pipe, dies_at, batch.step, "asking")
+        others = feed.reassigned()
+        for more in others:
+            resumed_at = time.monotonic()
+            gradient.add(more)
+        total = gradient.flat()
+        world.all_reduce(total, others.ranks)
+        pipe.send((batch.step, others.ranks, gradient.ids, total.tolist(), resumed_at))
+        die(pipe, dies_at, batch.step, "met")
+
+
+def die(pipe: Any, dies_at: dict[int, str], step: int, when: str) -> None:
+    if dies_at.get(step) == when:
+        pipe.send(("dies", time.monotonic()))
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+async def drill(
+    dp_size: int, deaths: dict[int, dict[int, str]], journal: Path
+) -> tuple[sb.Statistics, list[list[Any]]]:
+    """``deaths[rank]``: in which step, and when. -> what each rank has said."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    config = sb.BalancerConfig(dp_size=dp_size, batch_size=BATCH, window=BATCH)
+    async with (
+        sb.StreamBalancer(config, journal=journal) as balancer,
+        sb.TorchTransport.listen(dp_size=dp_size) as transport,
+    ):
+        ranks = [
+            forked(run_rank, transport.address, store.port, rank, dp_size, deaths.get(rank, {}))
+            for rank in range(dp_size)
+        ]
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(partial(sb.serve, on_rank_loss="replan"), balancer, transport)
+            for n in range(ROLLOUTS):
+                await balancer.put(make_rollout(1 + 7 * n % 50, f"r{n}"))
+            balancer.end()
+        said = [await anyio.to_thread.run_sync(all_said, process, pipe) for process, pipe in ranks]
+        return balancer.statistics(), said
+
+
+def all_said(process: Any, pipe: Any) -> list[Any]:
+    said = []
+    try:
+        while True:
+            said.append(pipe.recv())
+    except EOFError:
+        process.join(GUARD_S)
+    return said
+
+
+def check(statistics: sb.Statistics, said: list[list[Any]], lost: set[int]) -> list[float]:
+    """Every rollout is in one gradient, once, and the gradient is that of the step. -> seconds from death to the part
+    that another rank took over."""
+    assert (statistics.acknowledged, statistics.in_flight, statistics.waiting) == (ROLLOUTS, 0, 0)
+    steps: dict[int, list[tuple[Any, ...]]] = {}
+    died = [one[1] for words in said for one in words if one[0] == "dies"]
+    for words in said:
+        for step, *rest in words:
+            if step != "dies":
+                steps.setdefault(step, []).append(tuple(rest))
+    trained: list[str] = []
+    for heard in steps.values():
+        ranks = heard[0][0]
+        assert all(one[0] == ranks for one in heard)
+        ids = [name for one in heard for name in one[1]]
+        trained += ids
+        reference = Gradient()
+        of_step = [make_rollout(1 + 7 * int(name[1:]) % 50, name) for name in ids]
+        reference.add(sb.testing.scripted.rank_batch(of_step))
+        assert all(torch.allclose(torch.tensor(one[2]), reference.flat(), atol=1e-5) for one in heard)
+    assert sorted(trained) == sorted(f"r{n}" for n in range(ROLLOUTS))
+    last = steps[max(steps)][0][0]
+    assert set(last) == set(range(len(said))) - lost
+    return [min(r for heard in steps.values() for *_, r in heard if r > at) - at for at in died]
+
+
+@pytest.mark.parametrize("when", ["work", "asking"])
+def test_one_of_three_is_killed(when: str, tmp_path: Path) -> None:
+    statistics, said = anyio.run(drill, 3, {1: {1: when}}, tmp_path)
+    check(statistics, said, {1})
+
+
+@pytest.mark.slow
+def test_one_of_eight_is_killed_then_another(tmp_path: Path) -> None:
+    statistics, said = anyio.run(drill, 8, {3: {1: "work"}, 0: {2: "asking"}}, tmp_path)
+    seconds = check(statistics, said, {0, 3})
+    print("resumed after", [f"{s * 1000:.0f} ms" for s in seconds])  # noqa: T201

@@ -1,0 +1,135 @@
+"""Remote control over Ray: the clauses of every transport, and workers that are killed while they hold slots."""
+
+from __future__ import annotations
+
+import logging
+import os
+import random
+import signal
+from collections import Counter
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from typing import Any
+
+import anyio
+import pytest
+
+ray = pytest.importorskip("ray")
+
+from ray_cluster import ReservingWorker, cluster  # noqa: E402
+
+import stream_balancer as sb  # noqa: E402
+from stream_balancer.integrations.ray import RayBalancer, host  # noqa: E402
+from stream_balancer.testing import make_rollout  # noqa: E402
+from stream_balancer.testing.control_clauses import CLAUSES  # noqa: E402
+
+logger = logging.getLogger("tests")
+pytestmark = pytest.mark.timeout(120)
+GUARD_S = 60
+BATCH_SIZE = 8
+
+
+@pytest.fixture
+def anyio_backend() -> str:
+    return "asyncio"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def nodes() -> Iterator[Any]:
+    with cluster() as started:
+        yield started
+
+
+class Harness:
+    def __init__(self, balancer: RayBalancer) -> None:
+        self.balancer = balancer
+        self.opened: list[Any] = []
+
+    def producer(self) -> sb.Producer:
+        handle = RayBalancer(self.balancer.actor, self.balancer.dp_size)  # as another process would have it
+        self.opened.append(handle.producer)
+        return handle.producer
+
+    def feed(self) -> sb.RankFeed:
+        self.opened.append(self.balancer.feed(rank=0))
+        return self.opened[-1]
+
+    async def kill(self, producer: sb.Producer) -> None:
+        await anyio.to_thread.run_sync(producer._port._hang_up)  # nothing is said to the actor
+        producer._port.ended(ConnectionResetError("killed"))  # nor does its own channel say anything here
+
+
+@asynccontextmanager
+async def over_ray(**knobs: Any) -> AsyncIterator[Harness]:
+    balancer = host(sb.BalancerConfig(**{"dp_size": 1, **knobs}))
+    harness = Harness(balancer)
+    try:
+        yield harness
+    finally:
+        with anyio.CancelScope(shield=True):
+            for one in harness.opened:
+                await one.aclose()
+        ray.kill(balancer.actor)
+
+
+@pytest.mark.parametrize("clause", CLAUSES, ids=lambda clause: clause.__name__)
+async def test_clause(clause: Any) -> None:
+    with anyio.fail_after(GUARD_S):
+        await clause(over_ray)
+
+
+async def test_accept_runs_in_the_actor_and_the_last_of_so_many_producers_ends_it() -> None:
+    def is_rewarded(rollouts: Sequence[sb.Rollout]) -> bool:
+        return rollouts[0].scalars["reward"] > 0
+
+    balancer = host(sb.BalancerConfig(dp_size=1, batch_size=2, window=2), accept=is_rewarded, num_producers=1)
+    for reward in (0.0, 1.0, 2.0):
+        await balancer.put(replace(make_rollout(3, f"r{reward}"), scalars={"reward": reward}))
+    assert (await balancer.statistics()).evicted["filtered"] == 1
+    await balancer.producer.end()
+    assert sorted([r.rollout_id async for batch in balancer.feed(rank=0) for r in batch.rollouts]) == ["r1.0", "r2.0"]
+    await balancer.producer.aclose()
+
+
+def _drill(total: int, kill_every: int, delay_s: float) -> tuple[Counter[int], int]:
+    """Trains here, and kills workers, each in a process of its own. -> ages at training, and how many were killed."""
+    balancer = host(sb.BalancerConfig(dp_size=1, batch_size=BATCH_SIZE, window=2 * BATCH_SIZE, max_staleness=1))
+    chance, ages, ids, numbers = random.Random(3), Counter[int](), [], iter(range(10_000))
+
+    def started() -> tuple[int, Any]:
+        worker = ray.remote(ReservingWorker).options(num_cpus=0).remote(balancer, next(numbers), delay_s)
+        return ray.get(worker.pid.remote()), (worker, worker.work.remote(BATCH_SIZE))
+
+    workers, num_killed = [started() for _ in range(2)], 0
+    with balancer.feed(rank=0) as feed:
+        feed.set_version(0)
+        for batch in feed:
+            ages.update((feed.version or 0) - (r.min_version or 0) for r in batch.rollouts if not r.is_padding)
+            ids += [r.rollout_id for r in batch.rollouts if not r.is_padding]
+            if len(ids) // kill_every > num_killed and len(ids) < total:
+                num_killed += 1
+                os.kill(workers.pop(chance.randrange(2))[0], signal.SIGKILL)
+                workers.append(started())
+            feed.set_version((feed.version or 0) + 1)
+            if len(ids) >= total:
+                feed.end()
+    for _, (_, work) in workers:
+        assert ray.get(work) >= 0
+    assert len(set(ids)) == len(ids) >= total
+    ray.kill(balancer.actor)
+    return ages, num_killed
+
+
+def test_nothing_older_than_max_staleness_is_trained_on_though_workers_are_killed() -> None:
+    ages, num_killed = _drill(total=240, kill_every=100, delay_s=0.002)
+    assert max(ages) <= 1
+    assert num_killed == 2
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3000)
+def test_nothing_of_ten_thousand_rollouts_is_older_than_max_staleness() -> None:
+    ages, num_killed = _drill(total=10_000, kill_every=500, delay_s=0.003)
+    logger.info("ages at training: %s; workers killed: %d", sorted(ages.items()), num_killed)
+    assert max(ages) <= 1

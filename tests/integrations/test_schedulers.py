@@ -1,0 +1,32 @@
+"""Every scheduler of bench/schedulers.py whose code is here, in a small run."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("verl")
+sys.path.append(str(Path(__file__).parents[2] / "bench"))
+import scheduler_runs
+import schedulers
+
+import stream_balancer as sb
+
+PLANS, MISSING = schedulers.available("")
+FROM_PACKAGES = {"verl 0.9.1", "AReaL 1.0.4", "OpenRLHF 0.11.2", "TRL 1.16.0"}
+
+
+def test_those_of_packages_are_there() -> None:
+    assert {one.name for one in PLANS} >= FROM_PACKAGES, MISSING
+
+
+@pytest.mark.parametrize("scheduler", [one for one in PLANS if not one.groups], ids=lambda one: one.name)
+def test_plans_have_every_rollout_once_and_keep_the_cap(scheduler: schedulers.Scheduler) -> None:
+    trace = sb.generate_trace(2_000, "lognormal", seed=3)
+    run = scheduler_runs.Run.of(scheduler_runs.Stream("small", trace, schedulers.trace_flops), 32, 4, steps=4)
+    for row in scheduler_runs.measure(run, scheduler, PLANS[scheduler], 20.0):  # refuses a plan that is none
+        assert row.steps == 4
+        assert 0.0 <= row.idle < 100.0
+        assert row.over_cap == 0 or scheduler.name.startswith("OpenRLHF")

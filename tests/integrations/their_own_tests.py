@@ -1,0 +1,60 @@
+"""A project's own tests of a function, run on ours in its place: ``python their_own_tests.py NAME [pytest options]``.
+
+From the pinned files of bench/peers-files.txt, for projects that are in no package registry.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+sys.path.append(str(Path(__file__).parents[2] / "bench"))
+import peer_files
+
+from stream_balancer.integrations import prime_rl, slime
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+
+
+class Theirs(NamedTuple):
+    repository: str
+    root: str
+    tests: str
+
+
+THEIRS = {
+    "prime-rl": Theirs("PrimeIntellect-ai/prime-rl", "src", "tests/unit/orchestrator/test_batch.py"),
+    "slime": Theirs("THUDM/slime", ".", "tests/test_dp_schedule.py"),
+    "miles": Theirs("radixark/miles", ".", "tests/fast/utils/test_dp_schedule.py"),
+}
+PATCHES = {"prime-rl": prime_rl.patch, "slime": slime.patch, "miles": lambda: slime.patch("miles")}
+
+
+def checkout(repository: str) -> Path:
+    """The folder of a project's pinned files; skips where they cannot be had."""
+    pytest.importorskip("verl", reason="the pinned files belong to the environment of `make test-integrations`")
+    try:
+        return peer_files.checkout(repository)
+    except OSError as reason:
+        pytest.skip(f"pinned files of {repository} are neither here nor can they be fetched: {reason}")
+
+
+def run(name: str) -> str:
+    """The last lines of pytest: which of its tests failed, and how many passed."""
+    checkout(THEIRS[name].repository)
+    command = [sys.executable, __file__, name, "--no-header", "--tb=no", "-p", "no:cacheprovider"]
+    environment = {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
+    return subprocess.run(command, env=environment, capture_output=True, text=True, check=False).stdout
+
+
+if __name__ == "__main__":
+    theirs = THEIRS[sys.argv[1]]
+    source = peer_files.checkout(theirs.repository)
+    sys.path.insert(0, str(source / theirs.root))
+    PATCHES[sys.argv[1]]()  # before its tests import the function by name
+    options = ["-q", "-c", "/dev/null", "--rootdir", str(source), "-W", "ignore", *sys.argv[2:]]
+    sys.exit(pytest.main([*options, str(source / theirs.tests)]))

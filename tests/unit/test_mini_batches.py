@@ -1,0 +1,304 @@
+"""A step in mini-batches: each is balanced over the ranks by itself, and divides by what is in it."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_executions import (
+    DIVISORS,
+    Divide,
+    delivered_again,
+    from_the_journal,
+    gradient_of_one_batch,
+    gradient_of_ranks,
+    over_the_wire,
+    planned,
+    some_executions,
+)
+
+import stream_balancer as sb
+from stream_balancer.controller.denominators import StepAgreement
+from stream_balancer.core.executions import denominators_of, execution_of
+from stream_balancer.core.machine import BalancerCore
+from stream_balancer.errors import WireError
+from stream_balancer.planning import PlanKnobs, Waiting, plan_batch
+from stream_balancer.planning.mini_batches import in_mini_batches
+from stream_balancer.testing import make_rollout
+from stream_balancer.types import MiniBatchSize, RankBatch, Rollout
+from stream_balancer.wire.messages import MiniBatchDenominators, MissingRollout
+
+
+def of_ranks(batch: sb.Batch) -> list[tuple[RankBatch, ...]]:
+    """[mini_batch][rank]"""
+    return list(zip(*(one.mini_batches for one in batch.ranks), strict=True))
+
+
+def real(parts: tuple[RankBatch, ...]) -> list[Rollout]:
+    return [r for part in parts for r in part.rollouts if not r.is_padding]
+
+
+# -- gradients ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("divide", DIVISORS)
+def test_the_gradient_of_each_equals_that_of_one_padded_batch_of_its_rollouts(divide: Divide) -> None:
+    executions = some_executions(seed=3)
+    knobs: dict[str, Any] = {"max_tokens_per_micro_batch": 60, "oversize": "alone", "mini_batches": 2}
+    batch = planned(executions, **knobs)
+    ways = [batch, over_the_wire(batch), from_the_journal(batch), delivered_again(executions, **knobs)]
+    for way in ways:
+        pieces = of_ranks(way)
+        assert len(pieces) == 2
+        for parts in pieces:
+            its = {(r.group_id, r.execution_id) for r in real(parts)}
+            together = [one for one in executions if (one[0].group_id, one[0].execution_id) in its]
+            assert sum(map(len, together)) == len(real(parts)), "samples of an execution are in one mini-batch"
+            whole = gradient_of_one_batch(together, divide)
+            found = gradient_of_ranks(replace(batch, ranks=parts), divide)
+            assert (found - whole).abs().max() <= 1e-6 * whole.abs().max()
+        whole = gradient_of_one_batch(executions, divide)
+        assert (gradient_of_ranks(way, divide) - whole).abs().max() <= 1e-6 * whole.abs().max(), "as is the step's"
+
+
+# -- what holds for every cut ------------------------------------------------------------------------------------------
+
+
+@st.composite
+def steps(draw: st.DrawFn) -> tuple[sb.BalancerConfig, list[Rollout]]:
+    dp_size, mini_batches = draw(st.integers(1, 4)), draw(st.integers(1, 5))
+    group_size = draw(st.sampled_from([None, None, 2, 3]))
+    knobs: dict[str, Any] = {
+        "dp_size": dp_size,
+        "mini_batches": mini_batches,
+        "batch_size": dp_size * mini_batches * (group_size or 1) * draw(st.integers(1, 3)),
+        "group_size": group_size,
+        "groups": draw(st.sampled_from(["same_batch", "same_rank"])),
+        "policy": draw(st.sampled_from(["window", "window", "fifo", "round_robin"])),
+        "counts": draw(st.sampled_from(["free", "free", "equal"])),
+        "speeds": draw(st.sampled_from([None, None, tuple(1.0 + rank / 2 for rank in range(dp_size))])),
+    }
+    if draw(st.booleans()):
+        knobs["max_tokens_per_micro_batch"] = 100
+        knobs["sync"] = draw(st.sampled_from(["step", "micro_batch"]))
+        knobs["micro_batch_counts"] = draw(st.sampled_from(["equal", "free"])) if knobs["sync"] == "step" else "equal"
+        knobs["cost"] = draw(st.sampled_from([sb.TokenCost(), sb.PaddedCost()]))
+    config = sb.BalancerConfig(**knobs)
+    rng = random.Random(draw(st.integers(0, 2**32)))
+    rollouts = []
+    for number in range(draw(st.integers(1, config.batch_size))):
+        group = None if group_size is None else f"g{number // group_size}"
+        execution = f"e{rng.randrange(6)}" if group is None and draw(st.integers(0, 3)) == 0 else None
+        length = min(int(rng.lognormvariate(2.5, 1.2)) + 1, 100)
+        tokens = {"input_ids": torch.arange(length), "loss_mask": torch.arange(length) % 3 > 0}
+        rollouts.append(Rollout(tokens=tokens, rollout_id=f"r{number}", group_id=group, execution_id=execution))
+    return config, rollouts
+
+
+@settings(deadline=None, max_examples=150)
+@given(steps())
+def test_what_holds_for_every_step(given: tuple[sb.BalancerConfig, list[Rollout]]) -> None:
+    config, rollouts = given
+    core = BalancerCore(config)
+    for rollout in rollouts:
+        core.add(rollout, 0.0)
+    core.end()
+    batch = core.poll(0.0)
+    assert batch is not None
+    core.verify()
+    pieces = of_ranks(batch)  # as many on every rank
+    assert 1 <= len(pieces) <= config.mini_batches
+    if config.group_size is None:
+        indivisible = len({execution_of(r) for r in batch.rollouts if not r.is_padding})
+        assert len(pieces) == max(min(config.mini_batches, batch.num_rollouts // config.dp_size, indivisible), 1)
+        if indivisible == batch.num_rollouts:
+            assert max(len(real(parts)) for parts in pieces) - min(len(real(parts)) for parts in pieces) <= 1
+    assert [mb for one in batch.ranks for part in one.mini_batches for mb in part.micro_batches] == [
+        mb for one in batch.ranks for mb in one.micro_batches
+    ]
+    assert Counter(r.rollout_id for parts in pieces for r in real(parts)) == Counter(
+        r.rollout_id for r in batch.rollouts if not r.is_padding
+    )
+    assert len({r.rollout_id for r in batch.rollouts}) == len(batch.rollouts), "padding copies have names of their own"
+    whole = batch.ranks[0]
+    for parts in pieces:
+        _check_piece(config, parts)
+    for name in ("rollouts", "tokens", "loss_tokens", "executions"):
+        total = sum(getattr(parts[0], f"global_num_{name}") for parts in pieces)
+        assert total == getattr(whole, f"global_num_{name}")
+    assert [sum(part.load for part in one.mini_batches) for one in batch.ranks] == pytest.approx(batch.loads)
+    by_pieces = sum(max(part.load for part in parts) for parts in pieces)
+    if config.sync == "step" and not config.cost.padded:
+        assert batch.finish == pytest.approx(by_pieces)
+    else:  # ranks wait for each other more often, or pad
+        assert batch.finish >= by_pieces * (1 - 1e-9)
+    where: dict[Any, set[tuple[int, int]]] = {}
+    for place, parts in enumerate(pieces):
+        for part in parts:
+            for r in part.rollouts:
+                if not r.is_padding:
+                    where.setdefault(("execution", execution_of(r)), set()).add((place, 0))
+                    where.setdefault(("group", r.group_id or r.rollout_id), set()).add((place, part.rank))
+    for (kind, _), places in where.items():
+        if kind == "execution" or (config.groups == "same_rank" and config.policy != "round_robin"):
+            assert len(places) == 1
+    sizes = [one.mini_batch_sizes for one in batch.ranks]
+    assert [one.mini_batch_sizes for one in over_the_wire(batch).ranks] == sizes
+    assert [one.mini_batch_sizes for one in from_the_journal(batch).ranks] == sizes
+
+
+def _check_piece(config: sb.BalancerConfig, parts: tuple[RankBatch, ...]) -> None:
+    numbers = {len(part.micro_batches) for part in parts}
+    assert min(numbers) >= 1
+    assert len(numbers) == 1 or config.micro_batch_counts == "free"
+    for part in parts:
+        assert (part.step, part.dp_size, part.mini_batch_sizes) == (0, config.dp_size, ())
+        found = part.global_num_rollouts, part.global_num_tokens, part.global_num_loss_tokens
+        assert (*found, part.global_num_executions) == denominators_of(real(parts))
+        for micro_batch in part.micro_batches:
+            rows = len(micro_batch.lengths) * max(micro_batch.lengths)
+            tokens = rows if config.cost.padded else micro_batch.num_tokens
+            assert tokens <= (config.max_tokens_per_micro_batch or tokens)
+    if config.counts == "equal" and config.groups != "same_rank":
+        counts = [sum(not r.is_padding for r in part.rollouts) for part in parts]
+        assert max(counts) - min(counts) <= 1
+
+
+# -- balance -----------------------------------------------------------------------------------------------------------
+
+
+def chosen(rng: np.random.Generator, knobs: PlanKnobs) -> tuple[Waiting, Any]:
+    """A step that the window chose, and its plan in one piece."""
+    waiting = Waiting.of(np.minimum(rng.lognormal(6, 1, 2 * knobs.batch_size), 16384).round() + 1)
+    plan = plan_batch(waiting, knobs, num_rollouts=knobs.batch_size, step=0)
+    rows = np.sort(np.concatenate([one for of_rank in plan.ranks for one in of_rank]))
+    return Waiting.of(waiting.costs[rows]), plan
+
+
+@pytest.mark.parametrize("mini_batches", [2, 4])
+def test_outliers_are_gathered_so_that_the_other_mini_batches_need_not_wait(mini_batches: int) -> None:
+    knobs = PlanKnobs(num_ranks=8, batch_size=128, max_skips=16, mini_batches=mini_batches)
+    rng = np.random.default_rng(11)
+    idle = {True: 0.0, False: 0.0}
+    for _ in range(5):
+        step_of, plan = chosen(rng, knobs)
+        for in_order in idle:
+            cut = in_mini_batches(plan_batch, step_of, knobs, plan, step=0, in_order=in_order)
+            finish = sum(float(one.finishes.max()) for one in cut.mini_batches)
+            assert cut.imbalance == pytest.approx(finish / step_of.costs.sum() * knobs.num_ranks - 1)
+            idle[in_order] += cut.imbalance / (1 + cut.imbalance) / 5
+    assert idle[False] < idle[True] / 4, idle
+
+
+def test_those_that_need_no_gathering_are_spread_evenly() -> None:
+    knobs = PlanKnobs(num_ranks=2, batch_size=128, max_skips=16, mini_batches=4)
+    step_of, plan = chosen(np.random.default_rng(5), knobs)
+    cut = in_mini_batches(plan_batch, step_of, knobs, plan, step=0, in_order=False)
+    means = [np.mean(step_of.costs[np.concatenate([*one.ranks[0], *one.ranks[1]])]) for one in cut.mini_batches]
+    assert cut.imbalance < 0.02
+    by_cost = [np.mean(quarter) for quarter in np.split(np.sort(step_of.costs), 4)]
+    assert np.std(means) < np.std(by_cost) / 3
+
+
+def test_the_mini_batch_with_the_outliers_is_another_one_in_every_step() -> None:
+    knobs = PlanKnobs(num_ranks=2, batch_size=8, max_skips=16, mini_batches=2)
+    step_of = Waiting.of(np.array([100.0, 100.0, *[1.0] * 6]))
+    plan = plan_batch(step_of, knobs, num_rollouts=8, step=0)
+    cuts = [in_mini_batches(plan_batch, step_of, knobs, plan, step=step, in_order=False) for step in range(4)]
+    assert [int(one.mini_batches[0].loads.max()) >= 100 for one in cuts] == [True, False, True, False]
+
+
+# -- what a rank does with them ----------------------------------------------------------------------------------------
+
+
+def a_batch(lengths: list[int], **knobs: Any) -> sb.Batch:
+    core = BalancerCore(sb.BalancerConfig(**{"dp_size": 2, "batch_size": len(lengths), **knobs}))
+    for number, length in enumerate(lengths):
+        core.add(make_rollout(length, f"r{number}"), 0.0)
+    core.end()
+    batch = core.poll(0.0)
+    assert batch is not None
+    return batch
+
+
+def test_a_step_in_one_piece_is_its_own_mini_batch() -> None:
+    rank_batch = a_batch([1, 2, 3, 4]).ranks[0]
+    assert rank_batch.mini_batches == (rank_batch,)
+    assert list(rank_batch.epochs(2)) == [rank_batch, rank_batch]
+
+
+def test_every_epoch_has_every_mini_batch_and_begins_with_another() -> None:
+    batch = a_batch([9, 8, 7, 6, 5, 4, 3, 2], mini_batches=4)
+    orders = []
+    for rank_batch in batch.ranks:
+        names = [part.micro_batches[0].rollouts[0].rollout_id for part in rank_batch.mini_batches]
+        order = [names.index(part.micro_batches[0].rollouts[0].rollout_id) for part in rank_batch.epochs(5)]
+        orders.append([order[start : start + 4] for start in range(0, 20, 4)])
+    assert orders[0] == orders[1]
+    assert [sorted(epoch) for epoch in orders[0]] == [[0, 1, 2, 3]] * 5
+    assert [epoch[0] for epoch in orders[0]] == [0, 1, 2, 3, 0]
+    with pytest.raises(ValueError, match=r"epochs\(\) takes a number of epochs >= 1, not 0"):
+        batch.ranks[0].epochs(0)
+
+
+def test_a_mini_batch_cannot_be_acknowledged() -> None:
+    part = replace(a_batch([1, 2, 3, 4], mini_batches=2).ranks[0], on_ack=lambda: None).mini_batches[0]
+    with pytest.raises(ValueError, match=r"this is a mini-batch.* Call ack\(\) of the rank batch"):
+        part.ack()
+
+
+def test_what_is_gone_with_its_producer_is_taken_from_the_mini_batch_that_had_it() -> None:
+    batch = a_batch([10, 20, 30, 40], mini_batches=2)
+    agreement = StepAgreement(batch)
+    gone = batch.ranks[0].mini_batches[1].rollouts[0]
+    index = batch.ranks[0].rollouts.index(gone)
+    agreement.fetched(0, [MissingRollout(index, gone.rollout_id, "worker", "gone")])
+    agreement.fetched(1, [])
+    assert agreement.final is not None
+    assert agreement.final.tokens == 100 - gone.num_tokens
+    planned = [size[2:] for size in batch.ranks[0].mini_batch_sizes]
+    tokens = planned[1][1] - gone.num_tokens
+    assert agreement.final.mini_batches == (
+        MiniBatchDenominators(*planned[0]),
+        MiniBatchDenominators(1, tokens, tokens, 1),
+    )
+
+
+@pytest.mark.parametrize(
+    ("sizes", "says"),
+    [
+        ([(1, 1.0, 1, 1, 1, 1)], "mini-batches must hold all micro-batches"),
+        ([(3, 1.0, 1, 1, 1, 1), (-1, 1.0, 1, 1, 1, 1)], "a mini-batch has an impossible size"),
+        ([(2, float("nan"), 1, 1, 1, 1)], "a mini-batch has an impossible size"),
+        ([(2, 1.0, 1, -1, 1, 1)], "a mini-batch has an impossible size"),
+    ],
+)
+def test_what_does_not_fit_is_refused_by_the_reader(sizes: list[Any], says: str) -> None:
+    rank_batch = a_batch([1, 2, 3, 4], mini_batches=2).ranks[0]
+    bad = replace(rank_batch, mini_batch_sizes=tuple(MiniBatchSize(*size) for size in sizes))
+    with pytest.raises(WireError, match=says):
+        over_the_wire(replace(a_batch([1, 2, 3, 4]), ranks=(bad,)))
+
+
+@pytest.mark.parametrize("dp_size", [1, 3])
+def test_planned_again_for_other_ranks_each_keeps_its_rollouts_and_denominators(dp_size: int) -> None:
+    core = BalancerCore(sb.BalancerConfig(dp_size=2, batch_size=12, mini_batches=4, capacity=48))
+    for number in range(24):
+        core.add(make_rollout(1 + number * number % 50), 0.0)
+    before = core.poll(0.0)
+    assert before is not None
+    core.nack(before.step)
+    core.reconfigure(core.config.replace(dp_size=dp_size))
+    after = core.poll(0.0)
+    assert after is not None
+    assert len(after.ranks) == dp_size
+    for old, new in zip(of_ranks(before), of_ranks(after), strict=True):
+        assert {r.rollout_id for r in real(old)} == {r.rollout_id for r in real(new)}
+        _check_piece(core.config, new)
