@@ -1,7 +1,7 @@
 """What the parts of a delivery are: the queue of one rank, and a step that some rank has not done.
 
 Data, and questions about one of them. What follows from a report, or from a loss, for all of them is decided in
-:mod:`stream_balancer.controller.delivery`.
+:mod:`stream_balancer.controller.delivery` and :mod:`stream_balancer.controller.open_steps`.
 """
 
 from __future__ import annotations

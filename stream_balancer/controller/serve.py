@@ -22,7 +22,8 @@ What waits for what: ``serve`` takes a batch only when every rank has a credit (
 choice late), each link sends as soon as it has both a rank batch and a credit, and a step is acknowledged to the
 balancer when its last rank is done.
 
-What is decided on the way is in :mod:`stream_balancer.controller.delivery`; here is only who waits for what.
+What is decided on the way is in :mod:`stream_balancer.controller.delivery` and
+:mod:`~stream_balancer.controller.open_steps`; here is only who waits for what.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ import anyio
 from stream_balancer.config import BalancerConfig
 from stream_balancer.controller.balancer import StreamBalancer
 from stream_balancer.controller.batches import Batches
-from stream_balancer.controller.delivery import Delivery, Source
+from stream_balancer.controller.delivery import Delivery
+from stream_balancer.controller.open_steps import Source
 from stream_balancer.controller.producers import attend
 from stream_balancer.controller.stall_reporter import StallReporter
 from stream_balancer.core.diagnosis import why_ranks_wait

@@ -1,0 +1,280 @@
+"""The steps that some rank has not done, and what follows from what the ranks report of them.
+
+::
+
+    StepHeld         a rank's trainer is through with a step; with the last rank's, the next may be as old
+    StepReport       a rank has done a step; with the last rank's, the step is acknowledged to the balancer
+    PartsDone        a rank asks what it takes over of lost ranks, before the ranks meet
+    PayloadsFetched  a rank has the payloads that lay with producers; with the last rank's, all learn what to divide by
+
+A report that is against the protocol raises RankLostError: its rank counts as lost. What is given to which rank, and
+when, is decided in :mod:`stream_balancer.controller.delivery`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import suppress
+from typing import Protocol
+
+from stream_balancer.controller.balancer import StreamBalancer
+from stream_balancer.controller.rank_queues import OpenStep, RankQueue
+from stream_balancer.core.step_times import StepTiming
+from stream_balancer.errors import RankLostError, WireError
+from stream_balancer.transport import Asked, Report
+from stream_balancer.types import Batch
+from stream_balancer.wire.messages import (
+    EndBalancer,
+    PartsDone,
+    PayloadsFetched,
+    StatisticsRequest,
+    StepHeld,
+    StepReport,
+)
+from stream_balancer.wire.statistics import reply_to
+
+__all__ = ["OpenSteps", "Source"]
+
+logger = logging.getLogger("stream_balancer.dispatch")
+
+
+class Source(Protocol):
+    """What ``serve`` asks of a balancer: of a :class:`StreamBalancer`, or of a script of batches in tests."""
+
+    def batches(self, *, auto_ack: bool = True) -> AsyncIterator[Batch]: ...
+
+    def acknowledge(self, step: int) -> None: ...
+
+    def nack(self, step: int) -> None: ...
+
+    def in_flight(self) -> tuple[Batch, ...]: ...
+
+    def record_step(self, timing: StepTiming) -> None: ...
+
+
+class OpenSteps:
+    """All steps that some rank has not done, in one run of ``serve``."""
+
+    def __init__(self, balancer: Source, lose: Callable[[RankQueue, RankLostError], None]) -> None:
+        """``lose(rank, error)`` is called for a rank that cannot do its step any more, though it is connected."""
+        self._balancer = balancer
+        self._lose = lose
+        self._steps: dict[int, OpenStep] = {}
+        self._slow: tuple[int, int] | None = None  # rank and step of the straggler that was logged
+
+    def __getitem__(self, number: int) -> OpenStep:
+        """Raises KeyError for a step that all ranks have done."""
+        return self._steps[number]
+
+    def add(self, batch: Batch, ranks: Sequence[RankQueue], ready_s: Sequence[float]) -> None:
+        """These ranks are given a batch; ``ready_s``: for each, seconds it had been ready when the last one was."""
+        self._steps[batch.step] = OpenStep(batch, ranks, ready_s)
+
+    def of_rank(self, rank: RankQueue) -> list[OpenStep]:
+        """Those it was given and has not acknowledged, oldest first."""
+        return [self._steps[rank_batch.step] for rank_batch in rank.unacknowledged]
+
+    # ranks that are lost, and that come again
+
+    def lost(self, rank: RankQueue) -> None:
+        """The others go on with their steps; what this rank owes of them waits for its next incarnation."""
+        for step in self.of_rank(rank):
+            step.stops_asking(rank)
+            if step.agreement is not None:
+                step.agreement.lost(step.position[rank])
+
+    def begins_again(self, rank: RankQueue) -> None:
+        """It has come, or come again: it works on all that it owes from the beginning."""
+        for step in self._steps.values():
+            step.begins_again(rank)
+
+    def drop_acknowledged(self, rank: RankQueue) -> None:
+        """A rank that comes back does not get what the user has acknowledged meanwhile: its checkpoint holds it."""
+        in_flight = {batch.step for batch in self._balancer.in_flight()}
+        for rank_batch in [one for one in rank.unacknowledged if one.step not in in_flight]:
+            rank.unacknowledged.remove(rank_batch)
+            step = self._steps[rank_batch.step]
+            if step.agreement is not None:  # the others wait for its answer, which will not come
+                step.agreement.fetched(step.position[rank], ())
+                self._release(step)
+            self._settle(rank, step)
+
+    def hand_over(self, balancer: StreamBalancer, lost: RankQueue) -> list[int]:
+        """What a rank owed is for the others: planned over them where they have not met yet, dropped where they have.
+        -> the numbers of the steps that were planned again."""
+        owed = self.of_rank(lost)
+        unmet = [step for step in owed if not step.met]
+        for step in unmet:
+            takers = {step.position[rank]: rank for rank in step.owing if rank is not lost}
+            rollouts = step.owed_by(lost)
+            parts = balancer.parts.core.reassign(step.batch, rollouts, sorted(takers)) if rollouts else {}
+            for position, part in parts.items():
+                step.take_over(takers[position], part)
+        for step in owed:
+            self._settle(lost, step)
+        lost.unacknowledged.clear()
+        return [step.batch.step for step in unmet]
+
+    # reports
+
+    def take_in(self, rank: RankQueue, report: Report | Asked) -> None:
+        if isinstance(report, StepHeld):
+            self._worked_through(rank, report.step)
+        elif isinstance(report, StepReport):
+            self._acknowledge(rank, report)
+        elif isinstance(report, PartsDone):
+            self._parts_done(rank, report)
+        elif isinstance(report, PayloadsFetched):
+            self._fetched(rank, report)
+        elif isinstance(self._balancer, StreamBalancer):
+            self._control(self._balancer, rank, report)
+
+    def _control(self, balancer: StreamBalancer, rank: RankQueue, asked: Asked) -> None:
+        """A rank sets, ends or asks, as the controller's own process could."""
+        if isinstance(asked, EndBalancer):
+            balancer.end()
+        elif isinstance(asked, StatisticsRequest):
+            if rank.link is not None:
+                rank.link.notify(reply_to(asked.number, balancer.statistics()))
+        elif balancer.version is None or asked.version >= balancer.version:
+            balancer.set_version(asked.version)
+        else:  # where all ranks set the same, one may be late
+            logger.warning(
+                "rank %d set version %d, which is %d by now: passed over", rank.rank, asked.version, balancer.version
+            )
+
+    def _acknowledge(self, rank: RankQueue, report: StepReport) -> None:
+        if rank.sent == 0 or rank.unacknowledged[0].step != report.step:
+            text = f"rank {rank.rank} acknowledged step {report.step}, which it was not working on"
+            raise _broke_protocol(rank.rank, report.step, text)
+        # The report is checked above to be of the first: ranks work in order, so anything else would acknowledge what
+        # nobody has trained on.
+        rank.unacknowledged.popleft()
+        rank.sent -= 1
+        rank.sent_parts.pop(report.step, None)
+        step = self._steps[report.step]
+        self._balancer.record_step(
+            StepTiming(
+                report.step,
+                step.position[rank],
+                report.seconds if report.compute_s is None else report.compute_s,
+                own=report.compute_s is not None,
+                waited_s=report.waited_s,
+                ready_s=step.ready_s[rank],
+            )
+        )
+        self._is_through(rank, step)
+        self._settle(rank, step)
+
+    def _worked_through(self, rank: RankQueue, number: int) -> None:
+        step = self._steps.get(number)
+        if step is not None:
+            self._is_through(rank, step)
+            self._note_worked(step)
+
+    def _is_through(self, rank: RankQueue, step: OpenStep) -> None:
+        step.is_through(rank)
+        for other in step.asking:
+            self._lose(other, _met_without(other.rank, step.batch.step))
+
+    def _note_worked(self, step: OpenStep) -> None:
+        """Once all ranks are through with a step, and ask for the next, another may leave that is as old."""
+        if not step.busy and isinstance(self._balancer, StreamBalancer):
+            self._balancer.parts.consumer.worked_through(step.batch.step)
+
+    def _settle(self, rank: RankQueue, step: OpenStep) -> None:
+        """A rank has done a step, or need not do it. Once that is so for all, the balancer need not keep it."""
+        number = step.batch.step
+        step.leave(rank)
+        if step.owing:
+            self._note_worked(step)
+            self._reply(step)
+            return
+        del self._steps[number]
+        with suppress(ValueError):  # the user was first: acknowledge_through() at a checkpoint
+            self._balancer.acknowledge(number)
+        self._log_straggler()
+
+    def _parts_done(self, rank: RankQueue, report: PartsDone) -> None:
+        """A rank asks what it takes over in a step, before the ranks meet."""
+        step = self._steps.get(report.step)
+        if step is None or rank not in step.owing:
+            text = f"rank {rank.rank} asks for more of step {report.step}, which it does not owe"
+            raise _broke_protocol(rank.rank, report.step, text)
+        if report.parts > len(step.parts_of(rank)):
+            text = f"rank {rank.rank} has done {report.parts} parts of step {report.step}, which it was not given"
+            raise _broke_protocol(rank.rank, report.step, text)
+        if step.met:
+            raise _met_without(rank.rank, report.step)
+        step.asks(rank, report)
+        self._reply(step)
+
+    def _reply(self, step: OpenStep) -> None:
+        for rank, complete in step.replies():
+            if rank.link is not None:
+                rank.link.complete(complete)
+
+    def _log_straggler(self) -> None:
+        """Once for each that is found."""
+        straggler = self._balancer.straggler() if isinstance(self._balancer, StreamBalancer) else None
+        slow = None if straggler is None else (straggler.rank, straggler.since_step)
+        if slow is not None and slow != self._slow:
+            logger.warning("%s", straggler)
+        self._slow = slow
+
+    # payloads that lie with producers
+
+    def _fetched(self, rank: RankQueue, report: PayloadsFetched) -> None:
+        """A rank has the payloads of a step, but for those that are gone with their producer. Once all ranks have, each
+        learns what to divide by; a rank that comes again, once it has fetched again."""
+        step = self._steps.get(report.step)
+        agreement = None if step is None else step.agreement
+        try:
+            if step is None or agreement is None or report.step in rank.fetched:
+                raise WireError(f"rank {rank.rank} says that it has fetched step {report.step}, which it need not")
+            gone = agreement.fetched(step.position[rank], report.missing)
+        except WireError as error:
+            raise _broke_protocol(rank.rank, report.step, str(error)) from error
+        rank.fetched.add(report.step)
+        if gone:
+            self._mask(rank.rank, report, {rollout.rollout_id for rollout in gone})
+        self._release(step)
+
+    def _release(self, step: OpenStep) -> None:
+        """Once it is final what the step divides by, send it to all who wait for it."""
+        final = None if step.agreement is None else step.agreement.final
+        for rank in step.position:
+            if final is not None and rank.link is not None and final.step in rank.fetched:
+                rank.fetched.discard(final.step)
+                rank.link.denominators(final)
+
+    def _mask(self, rank: int, report: PayloadsFetched, rollout_ids: set[str]) -> None:
+        """Rollouts take part as padding copies of weight 0: logged here, counted with the step's acknowledgement."""
+        if isinstance(self._balancer, StreamBalancer):
+            self._balancer.parts.core.mark_missing(report.step, rollout_ids)
+        named = [one for one in report.missing if one.rollout_id in rollout_ids]
+        text = ", ".join(f"{one.rollout_id!r} (put by {one.owner}: {one.cause})" for one in named[:5])
+        more = f" and {len(named) - 5} more" if len(named) > 5 else ""
+        logger.warning(
+            "step %d, rank %d: %d rollouts are gone with their producer and are masked: %s%s",
+            report.step,
+            rank,
+            len(named),
+            text,
+            more,
+        )
+
+
+def _met_without(rank: int, step: int) -> RankLostError:
+    return RankLostError(
+        f"rank {rank} asks what it takes over in step {step}, with which another rank is through: the ranks have met "
+        "without it. Restart it, with the weights of another rank",
+        rank=rank,
+        step=step,
+        cause="the ranks have met without it",
+    )
+
+
+def _broke_protocol(rank: int, step: int, text: str) -> RankLostError:
+    return RankLostError(f"{text}. Restart it", rank=rank, step=step, cause="broke the protocol")
