@@ -17,6 +17,8 @@ import torch.distributed as dist
 import stream_balancer as sb
 from stream_balancer.transport.gloo.torch_dist import current_world
 
+GUARD_S = 120.0  # against hangs
+
 
 def block(page: str, number: int) -> str:
     """A Python block of a page of the docs, for the one that goes on from it."""
@@ -35,6 +37,7 @@ def controller(
     """A balancer in a thread, with rollouts; the address for its ranks and producers. ``stay_s``: so long can one more
     rank come in after the end."""
     address: SimpleQueue[str] = SimpleQueue()
+    done = threading.Event()
 
     async def main() -> None:
         config = sb.BalancerConfig(dp_size=dp_size, batch_size=2, capacity=64, max_skips=32)
@@ -49,16 +52,16 @@ def controller(
                 await balancer.put(rollout(n))
             if rollouts:
                 balancer.end()
-            else:  # producers bring them
-                with anyio.fail_after(20):
-                    while not balancer.statistics().accepted:  # noqa: ASYNC110
-                        await anyio.sleep(0.01)
+            else:  # producers bring them; none may lose its controller before it knows that a rollout was accepted
+                await anyio.to_thread.run_sync(done.wait, GUARD_S)
+                assert balancer.statistics().accepted
                 tasks.cancel_scope.cancel()
 
     thread = threading.Thread(target=anyio.run, args=(main,), daemon=True)
     thread.start()
-    yield address.get(timeout=20)
-    thread.join(20)
+    yield address.get(timeout=GUARD_S)
+    done.set()
+    thread.join(GUARD_S)
     assert not thread.is_alive(), "the controller did not end"
 
 
