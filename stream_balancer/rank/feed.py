@@ -24,11 +24,11 @@ import os
 import secrets
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import Any, Self, TypeVar, cast
+from typing import Any, Self, cast
 
 import anyio
 import torch
@@ -36,16 +36,16 @@ import torch
 from stream_balancer.errors import AlreadyInUseError, ClosedResourceError, EndOfStream
 from stream_balancer.rank import opening
 from stream_balancer.rank.acknowledgements import Taken
+from stream_balancer.rank.arrivals import TWO_ITERATE, Arrivals
 from stream_balancer.rank.device import Uploader, stopwatch_on
+from stream_balancer.rank.reassigned import Reassigned
 from stream_balancer.statistics import Statistics
 from stream_balancer.transport.event_loop import loop_caller
 from stream_balancer.transport.threads import Errand, OfOneProcess, ThreadEvent, refuse_in_event_loop
 from stream_balancer.types import RankBatch
 from stream_balancer.wire.messages import JoinRank, StepComplete
 
-__all__ = ["RankFeed", "Reassigned"]
-
-T = TypeVar("T")
+__all__ = ["RankFeed"]
 
 DEFAULT_MAX_BATCH_BYTES = 4 * 2**30  # of one rank batch; far above text, below what would take a trainer's host memory
 
@@ -121,14 +121,13 @@ class RankFeed(OfOneProcess):
             raise ValueError("give RankFeed either mesh= or rank= and dp_size=: the mesh says both")
         else:
             self._port = opening.open_in_mesh(source, mesh, dp_dim, request, self._uploader, options)
-        self._wake: Callable[[], object] | None = None
+        self._arrivals = Arrivals()
         self._errand: Errand[RankBatch] | None = None
-        self._busy = threading.Lock()
         self._auto_ack = auto_ack
         self._taken = Taken(self._port)
         self._closed = False
         self._asked_at: float | None = None
-        self._port.subscribe(self._on_news)
+        self._port.subscribe(self._arrivals.notify)
 
     @property
     def rank(self) -> int:
@@ -211,7 +210,7 @@ class RankFeed(OfOneProcess):
         self._closed = True
         self._taken.close()
         self._port.close()
-        self._on_news()
+        self._arrivals.notify()
 
     @contextmanager
     def timed(self, device: str | torch.device | None = None) -> Iterator[None]:
@@ -240,7 +239,7 @@ class RankFeed(OfOneProcess):
         self._closed = True
         self._taken.close()
         await self._port.aclose()
-        self._on_news()
+        self._arrivals.notify()
 
     def __iter__(self) -> Iterator[RankBatch]:
         return self
@@ -254,7 +253,7 @@ class RankFeed(OfOneProcess):
         if errand is None or errand.taken:
             errand = self._errand = Errand(self._next)
         elif errand.thread != threading.get_ident():
-            raise AlreadyInUseError(_TWO_ITERATE)
+            raise AlreadyInUseError(TWO_ITERATE)
         errand.wait()
         error = errand.error
         if error is not None:
@@ -271,25 +270,11 @@ class RankFeed(OfOneProcess):
     def _next(self) -> RankBatch:
         with self._asking():
             try:
-                return self._wait_for(self._take)
+                return self._arrivals.wait_for(self._take)
             except EndOfStream:
                 if self._taken.end():
                     self.close()
                 raise StopIteration from None
-
-    def _wait_for(self, take: Callable[[], T | None]) -> T:
-        """What ``take`` gives, as soon as it gives something."""
-        while True:
-            # A new event each round, in place before take(): what comes between take() and wait() sets it.
-            arrival = ThreadEvent()
-            self._wake = arrival.set
-            try:
-                taken = take()
-                if taken is not None:
-                    return taken
-                arrival.wait()
-            finally:
-                self._wake = None
 
     def __aiter__(self) -> AsyncIterator[RankBatch]:
         return self
@@ -299,7 +284,7 @@ class RankFeed(OfOneProcess):
         await anyio.lowlevel.checkpoint()
         with self._asking():
             try:
-                batch = await self._wait_in_loop_for(self._take)
+                batch = await self._arrivals.wait_in_loop_for(self._take)
             except EndOfStream:
                 if self._taken.end():
                     await self.aclose()
@@ -307,21 +292,6 @@ class RankFeed(OfOneProcess):
         if self._uploader is not None:
             self._uploader.hand_over(batch)
         return batch
-
-    async def _wait_in_loop_for(self, take: Callable[[], T | None]) -> T:
-        """:meth:`_wait_for`, without blocking the event loop. If cancelled, nothing was taken."""
-        in_loop = loop_caller()
-        while True:
-            # As in _wait_for(); the port notifies in a thread of its own, so the event is set through the loop.
-            arrival = anyio.Event()
-            self._wake = lambda: in_loop(arrival.set)  # noqa: B023 - each round's own event
-            try:
-                taken = take()
-                if taken is not None:
-                    return taken
-                await arrival.wait()
-            finally:
-                self._wake = None
 
     # -- what lost ranks owed ------------------------------------------------------------------------------------------
 
@@ -342,7 +312,7 @@ class RankFeed(OfOneProcess):
         ``for`` and ``async for``. Raises RankLostError as the feed does, ValueError without a batch in hand, and for a
         model-parallel rank (``mesh=``).
         """
-        return Reassigned(self, self._taken.step_in_hand)
+        return Reassigned(self._arrivals, partial(self._take_part, self._taken.step_in_hand))
 
     def _take_part(self, step: int) -> RankBatch | StepComplete | None:
         if self._closed:
@@ -357,7 +327,7 @@ class RankFeed(OfOneProcess):
     @contextmanager
     def _asking(self) -> Iterator[None]:
         """The trainer waits for the next batch: it is done with the one it has."""
-        with _Busy(self._busy):
+        with self._arrivals.one_user:
             self._asked_at = time.monotonic()
             # First of all, before anything may wait or raise: asking is what acknowledges, whether or not a batch
             # comes.
@@ -367,12 +337,6 @@ class RankFeed(OfOneProcess):
             finally:
                 self._asked_at = None
 
-    def _leave(self) -> None:
-        """No more will come: close gracefully once all is acknowledged, so that the last acknowledgement arrives
-        though the process may end now."""
-        if self._taken.end():
-            self._port.leave()
-
     def _take(self) -> RankBatch | None:
         if self._closed:
             raise ClosedResourceError
@@ -381,12 +345,6 @@ class RankFeed(OfOneProcess):
             return None
         asked_at, now = self._asked_at, time.monotonic()
         return self._taken.add(batch, now, 0.0 if asked_at is None else now - asked_at)
-
-    def _on_news(self) -> None:
-        # Read once: the trainer clears it in another thread, and a wake-up too many does no harm.
-        wake = self._wake
-        if wake is not None:
-            wake()
 
     def __enter__(self) -> Self:
         return self
@@ -399,60 +357,6 @@ class RankFeed(OfOneProcess):
 
     async def __aexit__(self, *_: object) -> None:
         await self.aclose()
-
-
-class Reassigned:
-    """What a rank takes over in one step: an iterator over rank batches. See :meth:`RankFeed.reassigned`."""
-
-    def __init__(self, feed: RankFeed, step: int) -> None:
-        self._feed = feed
-        self._take: Callable[[], RankBatch | StepComplete | None] = partial(feed._take_part, step)
-        self.ranks: tuple[int, ...] = ()
-        """Once it has ended: the ranks that are left in the step, under the numbers that their feeds were opened with,
-        ascending."""
-
-    def __iter__(self) -> Iterator[RankBatch]:
-        return self
-
-    def __next__(self) -> RankBatch:
-        """The next part. Blocks until every rank is here."""
-        refuse_in_event_loop("`for` over reassigned()", "There, use `async for`")
-        with _Busy(self._feed._busy):
-            part = cast("RankBatch | StepComplete", self._feed._wait_for(self._take))
-        if isinstance(part, RankBatch):
-            return part
-        self.ranks = part.ranks
-        raise StopIteration
-
-    def __aiter__(self) -> AsyncIterator[RankBatch]:
-        return self
-
-    async def __anext__(self) -> RankBatch:
-        """As ``next()``, without blocking the event loop. If cancelled, no part was taken."""
-        await anyio.lowlevel.checkpoint()
-        with _Busy(self._feed._busy):
-            part = cast("RankBatch | StepComplete", await self._feed._wait_in_loop_for(self._take))
-        if isinstance(part, RankBatch):
-            return part
-        self.ranks = part.ranks
-        raise StopAsyncIteration
-
-
-_TWO_ITERATE = "two threads or tasks iterate one RankFeed. Each batch goes to one of them: let one iterate"
-
-
-class _Busy:
-    """Refuses a second user instead of making it wait."""
-
-    def __init__(self, lock: threading.Lock) -> None:
-        self._lock = lock
-
-    def __enter__(self) -> None:
-        if not self._lock.acquire(blocking=False):
-            raise AlreadyInUseError(_TWO_ITERATE)
-
-    def __exit__(self, *_: object) -> None:
-        self._lock.release()
 
 
 def _statistics_of(answer: Statistics | Exception) -> Statistics:
