@@ -32,7 +32,7 @@ _SUPPLY = 0.7
 """How much of the arrivals still to come is trusted to complete a lockstep of outliers."""
 
 _AS_HEAVY = 0.8
-"""An arrival of this share of an outlier's cost can go beside it. Counting lighter ones, too: 0.1-0.2 points worse."""
+"""An arrival of this share of an outlier's cost can go beside it. Counting lighter ones, too: 0.05-0.2 points worse."""
 
 _SPREAD = 0.5
 """How much unlike outliers in a lockstep count, for which better fillers may still come."""

@@ -258,6 +258,14 @@ def test_an_outlier_waits_for_company_that_is_to_arrive():
     assert 0 not in chosen(step_of(newer, remaining=remaining, num_ranks=3))
 
 
+def test_arrivals_much_lighter_than_an_outlier_are_no_company_for_it():
+    """An outlier waits for a second. Two that came last may go, if others like them will do as well; else they stay."""
+    remaining = np.array([3, *[5] * 11, *[8] * 12])
+    light, heavy = ([100, *[20] * 12, size, size, *[20] * 9] for size in (65, 90))  # 0.42 and 0.81 of its cost
+    assert {0, 13, 14}.isdisjoint(chosen(step_of(light, remaining=remaining)))
+    assert chosen(step_of(heavy, remaining=remaining))[-2:] == [13, 14]
+
+
 def test_of_equal_outliers_the_older_go():
     going = chosen(step_of([100] * 3 + [20] * 20, must=[0], num_rollouts=8))
     assert going[:3] == [0, 1, 3]  # two make a lockstep, and a third would be alone
