@@ -23,6 +23,7 @@ import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from types import TracebackType
 from typing import Any, Self
 
@@ -120,7 +121,7 @@ class StreamBalancer(OfOneProcess):
         if journal is not None and not isinstance(journal, Journal):
             journal = Journal(journal)
         core, throttle, lifetime = BalancerCore(config), Throttle(), Lifetime()
-        wakeups = Wakeups(core, throttle, StallReporter(report_after_s, self._why_stalled, _log))
+        wakeups = Wakeups(core, throttle, StallReporter(report_after_s, partial(_why_stalled, self), _log))
         puts = Puts(core, lifetime, wakeups, accept=accept, journal=journal)
         self.parts = Parts(
             core=core,
@@ -462,7 +463,8 @@ class StreamBalancer(OfOneProcess):
         producers = "" if self.ended else self.parts.producers.why_not_ended()
         return "; ".join(filter(None, [why, producers]))
 
-    def _why_stalled(self, seconds: float) -> str:
-        """The line in the log; none where ``serve()`` writes it."""
-        serving = self.parts.consumer.rank_states is not None
-        return "" if serving else f"no batch for {seconds:.0f} s: {self.why_no_batch()}"
+
+def _why_stalled(balancer: StreamBalancer, seconds: float) -> str:
+    """The line in the log after so long without a batch; none where ``serve()`` writes it, which knows the ranks."""
+    serving = balancer.parts.consumer.rank_states is not None
+    return "" if serving else f"no batch for {seconds:.0f} s: {balancer.why_no_batch()}"

@@ -20,6 +20,7 @@ from typing import Protocol
 
 from stream_balancer.controller.balancer import StreamBalancer
 from stream_balancer.controller.rank_queues import OpenStep, RankQueue
+from stream_balancer.core.batching import reassign
 from stream_balancer.core.step_times import StepTiming
 from stream_balancer.errors import RankLostError, WireError
 from stream_balancer.transport import Asked, Report
@@ -108,7 +109,7 @@ class OpenSteps:
         for step in unmet:
             takers = {step.position[rank]: rank for rank in step.owing if rank is not lost}
             rollouts = step.owed_by(lost)
-            parts = balancer.parts.core.reassign(step.batch, rollouts, sorted(takers)) if rollouts else {}
+            parts = reassign(balancer.parts.core.state, step.batch, rollouts, sorted(takers)) if rollouts else {}
             for position, part in parts.items():
                 step.take_over(takers[position], part)
         for step in owed:

@@ -146,8 +146,11 @@ def plan_again(state: State, batch: Batch) -> tuple[Batch, Plan]:
 
 
 def reassign(state: State, batch: Batch, rollouts: Sequence[Rollout], ranks: Sequence[int]) -> dict[int, RankBatch]:
-    """What these ranks of a batch take over: all of these rollouts, which lost ranks owed, with the denominators of the
-    step. Who takes over nothing is not in it. As fast as a plan of so many."""
+    """By rank, what these ranks of a batch in flight take over: all of these rollouts, which lost ranks owed, with the
+    denominators of the step. Who takes over nothing is not in it. As fast as a plan of so many.
+
+    Nothing changes by it: the batch is acknowledged as a whole, or given again as it is.
+    """
     knobs = state.pricing.knobs
     known = knobs.speeds is not None and len(knobs.speeds) == len(batch.ranks)
     speeds = knobs.speeds[list(ranks)] if known and knobs.speeds is not None else None

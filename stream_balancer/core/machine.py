@@ -20,11 +20,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from stream_balancer.config import BalancerConfig
 from stream_balancer.core import report
-from stream_balancer.core.batching import make_batch, make_plan, plan_again, reassign, rows_of
+from stream_balancer.core.batching import make_batch, make_plan, plan_again, rows_of
 from stream_balancer.core.groups import GroupSize
 from stream_balancer.core.observer import Event, Observers
 from stream_balancer.core.report import ShellFigures
@@ -32,11 +31,9 @@ from stream_balancer.core.snapshot import Snapshot, restored_state, take_snapsho
 from stream_balancer.core.state import State
 from stream_balancer.core.step_times import StepTiming
 from stream_balancer.errors import ClosedResourceError, ConfigError, WouldBlock
-from stream_balancer.planning import Plan
 from stream_balancer.planning.partition import TOLERANCE
-from stream_balancer.planning.step_size import surplus_after
 from stream_balancer.statistics import Statistics
-from stream_balancer.types import Batch, RankBatch, Rollout
+from stream_balancer.types import Batch, Rollout
 
 __all__ = ["BalancerCore"]
 
@@ -167,7 +164,7 @@ class BalancerCore:
             batch = make_batch(state, plan, rows, reason, now)
             # before the dispatch, which moves the rows that these columns are views of
             self.observers.emit("planned", waiting, state.pricing.knobs, reason)
-            self._dispatch(batch, plan, rows, now, now if asked_at is None else asked_at)
+            state.dispatch(batch, plan, rows, asked_at=now if asked_at is None else asked_at, now=now)
         state.ledger.begin_training(state.staleness.version)
         self._publish("dispatched", batch)
         return batch
@@ -182,28 +179,6 @@ class BalancerCore:
             state.pricing.expect(batch, plan)
         state.ledger.redelivered(batch)
         return batch
-
-    def _dispatch(self, batch: Batch, plan: Plan, rows: NDArray[np.int64], now: float, asked_at: float) -> None:
-        state, buffer = self.state, self.state.buffer
-        # The arrival from which on a batch of the least size could have left: what ranks waited before that is for want
-        # of rollouts, what they waited after it is the price of the window.
-        enough = min(state.config.min_batch_size, len(buffer)) - 1  # of all that came, held back or not
-        state.idle.dispatched(batch, asked_at=asked_at, enough_at=float(buffer.arrived_at[enough]), now=now)
-        state.pricing.expect(batch, plan)
-        # What came and what goes are counted by the same rows, before any of them moves: else a rollout that leaves at
-        # once would have gone without ever having come.
-        state.see_arrivals()
-        state.length_bias.record(buffer.lengths[rows], buffer.skips[rows])
-        buffer.strata.dispatched(buffer.stratum_numbers[rows])
-        # those held back for their age could not have gone, so they were not passed over
-        buffer.pass_over(~state.staleness.held_back())
-        state.remove(rows)  # last of what needs the plan's rows: they are others now
-        state.ledger.dispatch(batch)
-        state.counts.record(batch)
-        state.counts.surplus = surplus_after(state.pricing.knobs, state.counts.surplus, batch.num_rollouts)
-        # The buffer has room again, so a put that forced a flush is answered by this batch.
-        state.triggers.dispatched()
-        state.changed()
 
     def in_flight(self) -> tuple[Batch, ...]:
         """Batches given out and not yet acknowledged, oldest first; not those that ``poll`` will give again."""
@@ -242,11 +217,6 @@ class BalancerCore:
         """A batch in flight reached nobody: the next ``poll`` gives it."""
         self.state.ledger.redeliver(batch)
         self.state.changed()
-
-    def reassign(self, batch: Batch, rollouts: Sequence[Rollout], ranks: Sequence[int]) -> dict[int, RankBatch]:
-        """What these ranks of a batch in flight take over of rollouts that a lost rank owed. Changes nothing: the batch
-        is acknowledged as a whole, or given again as it is."""
-        return reassign(self.state, batch, rollouts, ranks)
 
     def record_step(self, timing: StepTiming, now: float) -> None:
         """A rank reports the seconds of a step. When all ranks of the step have, the measured idle times move, and a

@@ -29,8 +29,10 @@ from stream_balancer.core.pricing import Pricing
 from stream_balancer.core.staleness import Staleness
 from stream_balancer.core.step_times import StepTimes
 from stream_balancer.core.triggers import Triggers
+from stream_balancer.planning import Plan
 from stream_balancer.planning.length_bias import LengthBias
-from stream_balancer.types import EvictReason, Rollout
+from stream_balancer.planning.step_size import surplus_after
+from stream_balancer.types import Batch, EvictReason, Rollout
 
 __all__ = ["State"]
 
@@ -107,6 +109,30 @@ class State:
         came = self.buffer.index.num_added - self._arrivals_seen  # all of them still wait, since this comes first
         self.length_bias.arrived(self.buffer.youngest(came))
         self._arrivals_seen += came
+
+    def dispatch(self, batch: Batch, plan: Plan, rows: NDArray[np.int64], *, asked_at: float, now: float) -> None:
+        """A batch leaves: these rows of the buffer, in the plan's order. ``asked_at``: since when somebody has waited
+        for it. O(n)."""
+        buffer = self.buffer
+        # The arrival from which on a batch of the least size could have left: what ranks waited before that is for want
+        # of rollouts, what they waited after it is the price of the window.
+        enough = min(self.config.min_batch_size, len(buffer)) - 1  # of all that came, held back or not
+        self.idle.dispatched(batch, asked_at=asked_at, enough_at=float(buffer.arrived_at[enough]), now=now)
+        self.pricing.expect(batch, plan)
+        # What came and what goes are counted by the same rows, before any of them moves: else a rollout that leaves at
+        # once would have gone without ever having come.
+        self.see_arrivals()
+        self.length_bias.record(buffer.lengths[rows], buffer.skips[rows])
+        buffer.strata.dispatched(buffer.stratum_numbers[rows])
+        # those held back for their age could not have gone, so they were not passed over
+        buffer.pass_over(~self.staleness.held_back())
+        self.remove(rows)  # last of what needs the plan's rows: they are others now
+        self.ledger.dispatch(batch)
+        self.counts.record(batch)
+        self.counts.surplus = surplus_after(self.pricing.knobs, self.counts.surplus, batch.num_rollouts)
+        # The buffer has room again, so a put that forced a flush is answered by this batch.
+        self.triggers.dispatched()
+        self.changed()
 
     def evict(self, rollouts: Sequence[Rollout], reason: EvictReason) -> None:
         """These do not wait any more, and will not be trained on. Lost ones may be put again. O(1) each."""

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import stream_balancer as sb
+from stream_balancer.core.batching import reassign
 from stream_balancer.core.machine import BalancerCore
 from stream_balancer.core.step_times import StepTiming
 from stream_balancer.testing import make_rollout
@@ -88,7 +89,7 @@ def test_the_gradient_is_the_same_without_the_ranks_that_are_lost(more: dict[str
     for lost in (3, 0, 6):  # the third takes with it what it had taken over
         left.remove(lost)
         owed = [r for share in shares.pop(lost) for r in share.rollouts if not r.is_padding]
-        for rank, part in core.reassign(batch, owed, left).items():
+        for rank, part in reassign(core.state, batch, owed, left).items():
             shares[rank].append(part)
             cap = more.get("max_tokens_per_micro_batch", 10**9)
             assert all(one.num_tokens <= cap for one in part.micro_batches)
@@ -108,7 +109,7 @@ def test_what_was_let_in_goes_though_a_later_cap_would_refuse_it() -> None:
     batch = core.poll(0.0)
     assert batch is not None
     core.reconfigure(replace(config, max_tokens_per_micro_batch=50, dp_size=2))
-    parts = core.reassign(batch, batch.ranks[0].rollouts, [1, 2])
+    parts = reassign(core.state, batch, batch.ranks[0].rollouts, [1, 2])
     assert [len(one.rollouts) for part in parts.values() for one in part.micro_batches] == [1, 1]
     core.nack(batch.step)
     again = core.poll(0.0)
