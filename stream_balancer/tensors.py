@@ -8,6 +8,7 @@ themselves. On a rank those flat columns are views of the received buffer, so :f
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -112,9 +113,9 @@ class _Columns(Mapping[str, Any]):
         # not a product: what a padding copy has from its original may be NaN or infinite
         return self._spread(torch.where(self.rollout_weights != 0, values, values.new_zeros(())))
 
+    @abstractmethod
     def _spread(self, values: Tensor) -> Tensor:
         """[n] numbers over the tokens of each rollout."""
-        raise NotImplementedError
 
     def __iter__(self) -> Iterator[str]:
         yield from self.columns

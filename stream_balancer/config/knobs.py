@@ -5,6 +5,7 @@ Values only: nothing that decides at run time may enter, and nothing that refuse
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
@@ -50,7 +51,7 @@ AUTO: Any = "auto"  # the same, for a knob whose None is a value: no bound
 
 
 @dataclass(frozen=True, kw_only=True)
-class Knobs:
+class Knobs(ABC):
     """Knobs, and the figures that follow from them: what ``checks`` judges. Users make a :class:`BalancerConfig`."""
 
     dp_size: int
@@ -158,8 +159,9 @@ class Knobs:
 
     _given: Mapping[str, Any] = field(init=False, repr=False, compare=False)
 
+    @abstractmethod
     def __post_init__(self) -> None:
-        raise NotImplementedError("knobs alone are not checked: make a BalancerConfig")
+        """Derive and check them. Declared here, since a dataclass calls it only if it is there when it is made."""
 
     @property
     def _batches_of_window(self) -> int:

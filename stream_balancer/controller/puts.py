@@ -101,7 +101,7 @@ class PendingPut(Waiter):
     """The rollouts on their way to the disk; while journalling."""
 
     def __init__(self, puts: Puts, rollouts: Sequence[Rollout], size: GroupSize | None = None) -> None:
-        self.stage = "done"
+        self.stage: Stage = "done"
         self._puts = puts
         self._rollouts = rollouts
         self._size = size

@@ -15,7 +15,7 @@ from types import TracebackType
 import anyio.lowlevel
 
 from stream_balancer.controller.lifetime import Lifetime
-from stream_balancer.controller.puts import PendingPut, Puts
+from stream_balancer.controller.puts import PendingPut, Puts, Stage
 from stream_balancer.controller.wakeups import PendingReserve, Wakeups
 from stream_balancer.core.admission import check_group
 from stream_balancer.core.groups import GroupSize, closed
@@ -170,7 +170,7 @@ class SlotPut:
             slot.settle(count)
 
     @property
-    def stage(self) -> str:
+    def stage(self) -> Stage:
         """As :attr:`PendingPut.stage`."""
         return self._pending.stage
 

@@ -64,7 +64,6 @@ class Calibration:
         self._pending: OrderedDict[int, Floats] = OrderedDict()
         given = np.log(np.ones(num_ranks) if speeds is None else np.array(speeds, dtype=np.float64))
         self._log_speeds: Floats = given - np.median(given)
-        self._given_speeds = speeds is not None
         self._recent: list[deque[float]] = [deque(maxlen=_SPEED_WINDOW) for _ in range(num_ranks)]
         self._steps = 0  # observed, the first included
         self._typical: Floats | None = None  # [4] a rank's features at the first step that counted

@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 __all__ = ["CostIndex"]
 
 _ARRIVAL_BITS = 40
-_ARRIVAL_MASK = (1 << _ARRIVAL_BITS) - 1
 _COST, _NUMBER = range(2)
 _REBUILD_SHARE = 16
 """From a sixteenth of all on, to take keys out of the list one by one costs more than to build it anew without them."""

@@ -166,7 +166,6 @@ class _Rank:
         self.load = load
         self._costs = costs
         self._lengths = lengths
-        self._max_tokens = max_tokens
         self._positions = [position for one in share for position in one.tolist()]
         self._bins = [number for number, one in enumerate(share) for _ in range(one.size)]
         self._room = (

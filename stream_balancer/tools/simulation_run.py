@@ -93,7 +93,6 @@ class Run(Observer):
         self.num_gone = 0
         self.num_evicted = 0
         self.num_padding = 0
-        self.last_arrival_step = 0
         self.records: list[tuple[float, str, int, int, float, float, float, list[float]]] = []
 
     def to_the_end(self, progress: Callable[[int], None] | None) -> None:

@@ -115,11 +115,6 @@ class OfferedBuffers:
         self._probe_fd = _make(_NONCE_BYTES)
         os.pwrite(self._probe_fd, self._nonce, 0)
 
-    @property
-    def allocated(self) -> int:
-        """Buffers that exist."""
-        return self._pool.num_idle + len(self._lent)
-
     def probe(self) -> ProbeMemory:
         """Asks the rank whether it can share memory with this process."""
         return ProbeMemory(os.getpid(), self._probe_fd, self._nonce)
