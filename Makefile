@@ -7,7 +7,7 @@ PYTEST := $(BIN)/python -m pytest -n 2 --dist worksteal
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-all lint types unit soak architecture docs package pictures bench bench-gpu bench-peers bench-schedulers test-integrations test-integrations-long clean
+.PHONY: help install demo test test-all lint types unit soak architecture docs package pictures bench bench-gpu bench-peers bench-schedulers test-integrations test-integrations-long test-browser clean
 
 help:  ## list the targets
 	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-22s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -28,7 +28,7 @@ test: lint  ## ruff, the strict type checker, the tests: every promise once, in 
 	$(MAKE) --no-print-directory -j2 types unit # tests wait for processes half of the time
 
 test-all: lint types install  ## the same with the slow tests, which CI runs
-	$(PYTEST) -m "not soak" --hypothesis-profile thorough $(ARGS)
+	$(PYTEST) -m "not soak and not browser" --hypothesis-profile thorough $(ARGS)
 
 lint: install
 	$(BIN)/ruff check .
@@ -84,6 +84,13 @@ $(VENV)/.docs-installed: $(STAMP)
 
 docs: $(VENV)/.docs-installed  ## the documentation site, into site/; warnings are errors
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+$(VENV)/.browser-installed: $(VENV)/.docs-installed
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[browser]'
+	touch $@
+
+test-browser: $(VENV)/.browser-installed  ## the site and tune's page in headless Chromium; skipped by name where there is none
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m pytest -m browser tests/browser $(ARGS)
 
 EMPTY := $(VENV)/empty
 

@@ -6,6 +6,7 @@ The Markdown is written to be read in the repository; here it is only moved and 
 from __future__ import annotations
 
 import ast
+import os
 import re
 from itertools import pairwise
 from pathlib import Path, PurePosixPath
@@ -30,6 +31,13 @@ _OPTIONS = {"BalancerConfig": ["    options: {inherited_members: true, show_base
 _LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)\s#]+)(#[^)]*)?\)")
 
 
+def on_config(config: MkDocsConfig) -> MkDocsConfig:
+    """Ask for the list of versions only where mike has put one."""
+    if "MIKE_DOCS_VERSION" not in os.environ:
+        config.extra.pop("version", None)
+    return config
+
+
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add the pages that are not in docs/."""
     for source, page in ELSEWHERE.items():
@@ -44,6 +52,8 @@ def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
     """Turn links of the repository into links of the site; a link to a file that has no page becomes its path."""
     origin = next((src for src, to in ELSEWHERE.items() if to == page.file.src_uri), f"docs/{page.file.src_uri}")
     folder = PurePosixPath(origin).parent
+    if origin == "README.md":
+        page.meta["hide"] = ["toc"]  # its diagram is as wide as that column and the text together
 
     def turn(match: re.Match[str]) -> str:
         image, text, target, anchor = match[1], match[2], match[3], match[4] or ""

@@ -23,11 +23,21 @@ WIDTH, HEIGHT = 640.0, 360.0
 LEFT, RIGHT, TOP, BOTTOM = 64.0, 16.0, 16.0, 48.0
 GREY, BLUE, RED, LINE = "#9aa5b1", "#2563eb", "#dc2626", "#d8dee6"
 
-_STYLE = """
-body { font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 44rem; color: #1f2933; background: #fff }
-h1 { font-size: 1.3rem } h2 { font-size: 1.05rem; margin-top: 2rem } svg { width: 100%; height: auto }
-p.reason { font-weight: 600 }
+_STYLE = f"""
+:root {{ color-scheme: light dark }}
+body {{ font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; padding: 0 1rem; max-width: 44rem }}
+body {{ color: #1f2933; background: #fff }}
+h1 {{ font-size: 1.3rem }} h2 {{ font-size: 1.05rem; margin-top: 2rem }} h1, p {{ overflow-wrap: anywhere }}
+p.reason {{ font-weight: 600 }}
+figure {{ margin: 0; overflow-x: auto }} svg {{ width: 100%; min-width: 34rem; height: auto }}
+svg text {{ paint-order: stroke; stroke: #fff; stroke-width: 4px }}
+@media (prefers-color-scheme: dark) {{
+  body {{ color: #e4e7eb; background: #1a1f27 }} svg text {{ fill: #b8c2cc; stroke: #1a1f27 }}
+  line[stroke="{LINE}"] {{ stroke: #3a4450 }}
+  [fill="{BLUE}"] {{ fill: #60a5fa }} [stroke="{BLUE}"] {{ stroke: #60a5fa }} [fill="{RED}"] {{ fill: #f87171 }}
+}}
 """
+_PHONE = '<meta name="viewport" content="width=device-width"/>'
 
 
 def check_plot(path: str | os.PathLike[str]) -> None:
@@ -55,18 +65,18 @@ def page(report: TuneReport) -> str:
         f"<h1>{escape(report.trace_name)}: {report.num_rollouts:,} rollouts, {a_step} a step on {ranks} ranks</h1>",
         f'<p class="reason">{escape(report.reason)}</p><p>Recommended: <code>{escape(knobs)}</code></p>',
         "<h2>Idle time against queueing delay</h2>",
-        _front(report),
+        f"<figure>{_front(report)}</figure>",
         "<h2>Delay by length</h2>",
-        _deciles(chosen),
+        f"<figure>{_deciles(chosen)}</figure>",
         "<h2>Every rank's work, step by step</h2>",
-        "<p>One row per rank, one column per step; dark is busy, white waits for the slowest rank.</p>",
-        _heat("round-robin", report.round_robin),
-        _heat("recommended", chosen),
+        "<p>One row per rank, one column per step; the fainter, the longer it waits for the slowest.</p>",
+        f"<figure>{_heat('round-robin', report.round_robin)}</figure>",
+        f"<figure>{_heat('recommended', chosen)}</figure>",
     ]
     title = escape(f"stream-balancer tune {report.trace_name}")
     return (
-        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{title}</title><style>{_STYLE}</style>'
-        f"</head><body>\n{chr(10).join(parts)}\n</body></html>\n"
+        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8">{_PHONE}<title>{title}</title>'
+        f"<style>{_STYLE}</style></head><body>\n{chr(10).join(parts)}\n</body></html>\n"
     )
 
 
@@ -85,7 +95,7 @@ def _front(report: TuneReport) -> str:
     path = " ".join(f"{x(o.added_age):.1f},{y(o.idle_fraction):.1f}" for o in report.front)
     parts.append(f'<polyline points="{path}" fill="none" stroke="{BLUE}" stroke-width="1.5"/>')
     front = {id(o) for o in report.front}
-    for o in report.outcomes:
+    for o in sorted(report.outcomes, key=lambda o: o is report.recommended):  # on top of those that lie close by
         colour, size = (RED, 6) if o is report.recommended else (BLUE, 4) if id(o) in front else (GREY, 3)
         parts.append(
             f'<circle cx="{x(o.added_age):.1f}" cy="{y(o.idle_fraction):.1f}" r="{size}" fill="{colour}">'

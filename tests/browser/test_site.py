@@ -1,0 +1,140 @@
+"""The documentation site in a browser: at a desk and on a phone, by day and by night, without a network."""
+
+from __future__ import annotations
+
+from typing import Any
+from urllib.parse import unquote
+
+import pytest
+from chromium import VIEWS, Browser
+from conftest import HERE, ROOT, Served, Visit, broken, visit
+
+pytestmark = [pytest.mark.browser, pytest.mark.timeout(900)]
+
+FAULTS = """<!doctype html><meta name="viewport" content="width=device-width"><title>faults</title>
+<style>body { color: #222; background: #fff }</style>
+<p style="width: 2000px">too wide</p>
+<div style="overflow: hidden"><p style="position: relative; left: 1290px; white-space: nowrap">cut off</p></div>
+<p style="color: #ccc">faint</p><p style="font-size: 6px">small</p>
+<p><a href="nowhere.html">no page</a> <a href="#nowhere">no anchor</a> <a href="#here" id="here">right</a></p>
+<p><a href="other.svg">a file</a></p>
+<script>console.error("a complaint"); fetch("https://example.invalid/font.woff2").catch(() => 0)</script>
+<img src="missing.png"><img src="other.svg">
+"""
+OTHER = """<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 4000 400" width="400">
+<text x="9" y="50" font-size="30">words on no background</text></svg>"""
+
+
+def stumbles(visits: dict[str, Visit], *kinds: str) -> list[str]:
+    """Page, view and what was found there of these kinds."""
+    return [
+        f"{page} {view.width_px} px {view.scheme}: {kind}: {what}"
+        for page, about in visits.items()
+        for view, found in about.seen.items()
+        for kind in kinds
+        for what in found[kind]
+    ]
+
+
+def test_each_fault_is_found(browser: Browser, serve: Any, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Of a page that has one of each: otherwise the tests below could not fail."""
+    folder = tmp_path_factory.mktemp("faults")
+    (folder / "page.html").write_text(FAULTS)
+    (folder / "other.svg").write_text(OTHER)
+    served = serve(folder)
+    page = served.url + "page.html"
+    found = visit(browser, page)
+    for view, seen in found.seen.items():
+        assert seen["scroll"] == [f"the page is 2008 px wide on {view.width_px} px"]
+        assert any("cut off" in what for what in seen["cut"])
+        assert [what for what in seen["faint"] if "faint" in what]
+        assert len(seen["faint"]) == len(seen["small"]) == 1
+        assert seen["pictures"] == [served.url + "missing.png"]
+    assert any("a complaint" in said for said in found.complaints)
+    assert [url for url in found.requests if not url.startswith(served.url)] == ["https://example.invalid/font.woff2"]
+    assert len(broken({page: found}, served)) == 2
+    browser.ask("document.querySelector('img').remove()")
+    (picture,) = browser.ask((HERE / "pictures.js").read_text())
+    assert picture["words"] == pytest.approx(3.0)
+    assert picture["clear"] > 0.9
+
+
+def test_every_page_is_opened_and_nothing_complains(visits: dict[str, Visit]) -> None:
+    assert len(visits) > len(list((ROOT / "docs").glob("*.md")))
+    assert [f"{page}: {said}" for page, about in visits.items() for said in about.complaints] == []
+
+
+def test_nothing_is_asked_of_another_machine(visits: dict[str, Visit], site: Served) -> None:
+    asked = {url for about in visits.values() for url in about.requests}
+    assert len(asked) > len(visits)
+    assert sorted(url for url in asked if not url.startswith(site.url)) == []
+
+
+def test_every_link_and_anchor_leads_somewhere(visits: dict[str, Visit], site: Served) -> None:
+    unquoted = {page: about._replace(links=[unquote(link) for link in about.links]) for page, about in visits.items()}
+    assert broken(unquoted, site) == []
+
+
+def test_no_page_scrolls_sideways_and_nothing_is_cut_off(visits: dict[str, Visit]) -> None:
+    assert stumbles(visits, "scroll", "cut") == []
+
+
+def test_words_can_be_read(visits: dict[str, Visit]) -> None:
+    assert stumbles(visits, "faint", "small") == []
+
+
+def test_the_site_is_as_light_or_dark_as_the_system(visits: dict[str, Visit]) -> None:
+    schemes = {(view.scheme, found["scheme"]) for about in visits.values() for view, found in about.seen.items()}
+    assert schemes == {("light", "default"), ("dark", "slate")}
+
+
+def test_pictures_load_and_can_be_read_by_day_and_night(
+    browser: Browser, visits: dict[str, Visit], site: Served
+) -> None:
+    """A picture knows nothing of the page's colours, so it needs a background of its own."""
+    assert stumbles(visits, "pictures") == []
+    shown = set()
+    for page, about in visits.items():
+        if not any(url.endswith((".svg", ".png")) and "/pictures/" in url for url in about.requests):
+            continue
+        browser.open(page)
+        for view in VIEWS:
+            browser.look(view)
+            for picture in browser.ask((HERE / "pictures.js").read_text()):
+                shown.add(picture["src"].rpartition("/")[2])
+                assert picture["clear"] == 0.0, f"{picture['src']} shows what is behind it"
+                assert picture["strong"] > 0.005, f"{picture['src']}: nothing stands out"
+                assert picture["words"] is None or picture["words"] >= 8.0, (view, picture)
+    assert shown == {path.name for path in (ROOT / "docs" / "pictures").iterdir()}
+
+
+def test_the_search_finds_a_knob(browser: Browser, visits: dict[str, Visit], site: Served) -> None:
+    browser.look(VIEWS[0])
+    browser.open(site.url)
+    browser.ask(
+        "const field = document.querySelector('[data-md-component=search-query]'); field.focus();"
+        "field.value = 'max_skips'; field.dispatchEvent(new Event('keyup', {bubbles: true}));"
+    )
+    found = browser.ask(
+        "for (;;) { const links = [...document.querySelectorAll('.md-search-result__link')].map(a => a.href);"
+        "if (links.length) return links; await new Promise(resolve => setTimeout(resolve, 50)) }"
+    )
+    assert any("/knobs/" in link for link in found)
+    assert browser.complaints() == []
+
+
+def test_the_switch_of_colours_works(browser: Browser, visits: dict[str, Visit], site: Served) -> None:
+    browser.look(VIEWS[0])
+    browser.open(site.url)
+    script = (
+        "const before = document.body.dataset.mdColorScheme;"
+        "const label = [...document.querySelectorAll('[data-md-component=palette] label')].find(l => !l.hidden);"
+        "label.click(); return [label.title, before, document.body.dataset.mdColorScheme]"
+    )
+    pressed = [browser.ask(script) for _ in range(3)]
+    assert pressed == [
+        ["Light", "default", "default"],
+        ["Dark", "default", "slate"],
+        ["As the system", "slate", "default"],
+    ]
+    assert browser.complaints() == []
