@@ -18,8 +18,9 @@ from stream_balancer.controller.balancer import StreamBalancer
 from stream_balancer.controller.reservations import Slot
 from stream_balancer.errors import BrokenResourceError, ClosedResourceError, EndOfStream, RolloutError
 from stream_balancer.transport.admission import AdmittingTransport
-from stream_balancer.transport.producer_session import Item, Offer, ProducerSession
-from stream_balancer.transport.put_ledger import Mode, PutCancelled
+from stream_balancer.transport.offers import Item, Offer
+from stream_balancer.transport.producer_session import ProducerSession
+from stream_balancer.transport.requests import Mode, RequestCancelled
 from stream_balancer.wire.messages import Cancel, ReleaseSlot
 from stream_balancer.wire.partial_batch import RemoteRollout
 from stream_balancer.wire.statistics import reply_to
@@ -263,6 +264,6 @@ class _Attended:
             if done:
                 accepted(number, result)
             elif scope.cancel_called and not refused:
-                self._session.answer(number, PutCancelled())
+                self._session.answer(number, RequestCancelled())
             if done or refused or scope.cancel_called:  # else the producer is gone, or this task's time is over
                 self._end_if_settled()

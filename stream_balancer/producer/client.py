@@ -24,12 +24,11 @@ import sniffio
 from stream_balancer.core.admission import check_group
 from stream_balancer.core.groups import GroupSize, closed
 from stream_balancer.errors import BrokenResourceError, WouldBlock
-from stream_balancer.producer.requests import Request
 from stream_balancer.producer.slots import BlockingRemoteReservation, RemoteReservation
 from stream_balancer.statistics import Statistics
 from stream_balancer.transport.event_loop import loop_caller
 from stream_balancer.transport.producer_port import ProducerPort
-from stream_balancer.transport.put_ledger import Mode, PendingPut, PutCancelled
+from stream_balancer.transport.requests import Mode, PendingRequest, Request, RequestCancelled
 from stream_balancer.transport.threads import Errand, OfOneProcess, ThreadEvent, refuse_in_event_loop
 from stream_balancer.types import Rollout
 from stream_balancer.values import plain_name
@@ -157,20 +156,20 @@ class Producer(OfOneProcess):
         TimeoutError: no answer came; put it again, DuplicateRolloutError then means that it was accepted.
         """
         reply = ThreadEvent()
-        put = self._port.pending(self._ready([rollout]), Mode.NOWAIT, reply.set)
-        self._port.put(put)
+        pending = self._port.pending(Request(Mode.NOWAIT, self._ready([rollout])), reply.set)
+        self._port.ask(pending)
         if not reply.wait(timeout_s if self._port.threads else 0):
-            self._port.cancel(put)
-            if not put.done:
+            self._port.cancel(pending)
+            if not pending.done:
                 raise TimeoutError(
                     f"put_nowait() of rollout {rollout.rollout_id!r} had no answer in {timeout_s} s. Put it again: a "
                     "DuplicateRolloutError then means that it was accepted"
                 )
-        if isinstance(put.error, PutCancelled):
-            if problem := str(put.error):
+        if isinstance(pending.error, RequestCancelled):
+            if problem := str(pending.error):
                 raise TimeoutError(f"put_nowait() was not accepted within {timeout_s} s: {problem}")
             raise WouldBlock from None
-        _raise(put)
+        _raise(pending)
 
     async def _ask(self, request: Request) -> Any:
         """What the reply to it says besides yes."""
@@ -179,32 +178,32 @@ class Producer(OfOneProcess):
         in_loop = loop_caller()
         # Encoded here, in the task of the caller: a bad rollout raises at its own line, and the channel thread sends
         # bytes only.
-        put = request.pending(self._port, lambda: in_loop(reply.set))
-        self._port.put(put)
+        pending = self._port.pending(request, lambda: in_loop(reply.set))
+        self._port.ask(pending)
         try:
             await reply.wait()
         except anyio.get_cancelled_exc_class():
-            self._port.cancel(put)
+            self._port.cancel(pending)
             # The put may be accepted while the cancellation is on its way. To return or raise without the reply would
             # leave the caller not knowing which, so the reply is waited for, shielded.
-            await self._reply_to_cancelled(put, reply)
-            if isinstance(put.error, PutCancelled):
+            await self._reply_to_cancelled(pending, reply)
+            if isinstance(pending.error, RequestCancelled):
                 raise
             _cancel_at_next_await()
-        _raise(put)
-        return put.result
+        _raise(pending)
+        return pending.result
 
-    async def _reply_to_cancelled(self, put: PendingPut, reply: anyio.Event) -> None:
+    async def _reply_to_cancelled(self, pending: PendingRequest, reply: anyio.Event) -> None:
         with anyio.CancelScope(shield=True, deadline=anyio.current_time() + self._port.linger_s) as scope:
-            while not put.done and not scope.cancel_called:
+            while not pending.done and not scope.cancel_called:
                 try:
                     await reply.wait()
                 except anyio.get_cancelled_exc_class():  # asyncio's task.cancel() goes through shields
                     continue
-        if not put.done:
-            self._port.abandon(put)
+        if not pending.done:
+            self._port.abandon(pending)
             raise BrokenResourceError(
-                f"{put.what} was cancelled, but the controller has not answered "
+                f"{pending.request.name} was cancelled, but the controller has not answered "
                 f"for {self._port.linger_s} s: whether it was accepted is not known. Put it again: a "
                 "DuplicateRolloutError then means that it was"
             )
@@ -358,31 +357,33 @@ class _Asked:
     def __init__(self, port: ProducerPort, request: Request, timeout_s: float | None) -> None:
         self._port, self._request, self._timeout_s = port, request, timeout_s
         self._reply, self._settled, self._interrupted = ThreadEvent(), ThreadEvent(), ThreadEvent()
-        self._put: PendingPut | None = None
+        self._pending: PendingRequest | None = None
 
     def run(self) -> Any:
         """Ask, and wait for the reply; take it back once the time is over."""
-        put = self._put = self._request.pending(self._port, self._answer)
+        pending = self._pending = self._port.pending(self._request, self._answer)
         if self._interrupted.is_set():
-            self._port.abandon(put)
-        self._port.put(put)
+            self._port.abandon(pending)
+        self._port.ask(pending)
         self._settled.wait(self._timeout_s)
-        if not put.done:
-            self._port.cancel(put)
+        if not pending.done:
+            self._port.cancel(pending)
         if not self._reply.wait(self._port.linger_s):
-            self._port.abandon(put)
-            raise BrokenResourceError(f"the controller does not answer: the outcome of {put.what} is not known")
-        if isinstance(put.error, PutCancelled):
-            call, reason = _IN_VAIN.get(put.mode, ("put() was not accepted", "the balancer is full"))
-            raise TimeoutError(f"{call} within {self._timeout_s} s: {str(put.error) or reason}")
-        _raise(put)
-        return put.result
+            self._port.abandon(pending)
+            raise BrokenResourceError(
+                f"the controller does not answer: the outcome of {pending.request.name} is not known"
+            )
+        if isinstance(pending.error, RequestCancelled):
+            call, reason = _IN_VAIN.get(pending.request.mode, ("put() was not accepted", "the balancer is full"))
+            raise TimeoutError(f"{call} within {self._timeout_s} s: {str(pending.error) or reason}")
+        _raise(pending)
+        return pending.result
 
     def interrupt(self) -> None:
         """Nobody waits for it any more: it is cancelled, and what it still gets is given back."""
         self._interrupted.set()
-        if self._put is not None:
-            self._port.abandon(self._put)
+        if self._pending is not None:
+            self._port.abandon(self._pending)
         self._settled.set()
 
     def _answer(self) -> None:
@@ -404,9 +405,9 @@ def _refuse_in_event_loop() -> None:
     )
 
 
-def _raise(put: PendingPut) -> None:
-    if put.error is not None:
-        raise put.error
+def _raise(pending: PendingRequest) -> None:
+    if pending.error is not None:
+        raise pending.error
 
 
 def _cancel_at_next_await() -> None:

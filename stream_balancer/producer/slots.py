@@ -13,9 +13,8 @@ from typing import Any, TypeAlias
 from stream_balancer.core.admission import check_group
 from stream_balancer.core.groups import GroupSize, closed
 from stream_balancer.core.throttle import dated
-from stream_balancer.producer.requests import Request
 from stream_balancer.transport.producer_port import ProducerPort
-from stream_balancer.transport.put_ledger import HeldSlot, Mode
+from stream_balancer.transport.requests import HeldSlot, Mode, Request
 from stream_balancer.types import Rollout
 
 __all__ = ["BlockingRemoteReservation", "BlockingRemoteSlot", "RemoteReservation", "RemoteSlot"]

@@ -17,9 +17,9 @@ from stream_balancer.transport.event_loop import at_once
 from stream_balancer.transport.memory_channel import Wire
 from stream_balancer.transport.producer_port import ProducerPort
 from stream_balancer.transport.producer_session import ProducerSession
-from stream_balancer.transport.put_ledger import Limits
 from stream_balancer.transport.rank_port import RankPort
 from stream_balancer.transport.rank_session import RankSession
+from stream_balancer.transport.request_ledger import Limits
 from stream_balancer.wire.messages import JoinProducer, JoinRank, WelcomeProducer
 
 __all__ = ["MemoryTransport"]

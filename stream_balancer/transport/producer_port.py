@@ -1,14 +1,15 @@
-"""The producer's end, over any channel: its ledger of pending puts, and the payloads it keeps.
+"""The producer's end, over any channel: its ledger of requests, and the payloads it keeps.
 
 ::
 
-    put, cancel     --ledger--> Put, PutGroup, DeclareGroup, Reserve, EndInput, StatisticsRequest, Cancel
+    ask, cancel     --ledger--> Put, PutGroup, DeclareGroup, Reserve, EndInput, StatisticsRequest, Cancel
                                 in the order of their numbers, as many as staged_bytes allows; before there is a channel
                                 they wait in the ledger
     release         ReleaseSlot
     close           Cancel for all that is sent; once the replies are in, or after linger_s, Close
-    ended           every put ends with BrokenResourceError: not sent, so not accepted; or outcome not known; or joining
-                    once more: slots are reserved again, at their version, and what has no reply waits to be sent again
+    ended           every request ends with BrokenResourceError (not sent, so not accepted; or outcome not known); or
+                    joining once more: slots are reserved again, at their version, and what has no reply waits to be
+                    sent again
 
 Public methods may be called from any thread, unless the channel lives in one event loop. ``receive`` runs in the
 channel's thread; :attr:`ProducerPort.actions` is the table of what may come.
@@ -23,10 +24,8 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, Protocol
 
-import msgspec
 from torch import Tensor
 
-from stream_balancer.core.groups import GroupSize
 from stream_balancer.errors import (
     BrokenResourceError,
     ClosedResourceError,
@@ -39,39 +38,33 @@ from stream_balancer.transport.channel import (
     Outgoing,
     PeerClosed,
     Session,
-    Source,
     State,
     either,
     may_come_back,
     unexpected,
 )
 from stream_balancer.transport.event_loop import beside_the_loop
-from stream_balancer.transport.put_ledger import HeldSlot, Limits, Mode, PendingPut, PutLedger, ended, error_of
+from stream_balancer.transport.replies import error_of
+from stream_balancer.transport.request_ledger import Limits, RequestLedger, ended
+from stream_balancer.transport.request_messages import EncodedRequest
+from stream_balancer.transport.requests import HeldSlot, Mode, PendingRequest, Request
 from stream_balancer.types import Rollout
 from stream_balancer.wire.messages import (
     Accepted,
     Admitted,
     Cancel,
-    DeclareGroup,
     DropPayloads,
     End,
-    EndInput,
     Message,
     PolicyVersion,
-    Put,
-    PutGroup,
     PutRefused,
     ReleaseSlot,
-    Reserve,
-    RolloutHeader,
     StatisticsReply,
-    StatisticsRequest,
     WelcomeProducer,
 )
-from stream_balancer.wire.rollouts import encode_rollout
 from stream_balancer.wire.statistics import read_reply
 
-__all__ = ["EncodedPut", "KeptPayloads", "ProducerPort", "request_of"]
+__all__ = ["KeptPayloads", "ProducerPort"]
 
 logger = logging.getLogger("stream_balancer.transport")
 
@@ -92,79 +85,6 @@ class KeptPayloads(Protocol):
     def clear(self) -> None:
         """Nothing is needed any more."""
         ...
-
-
-class EncodedPut(PendingPut):
-    """A pending put as it travels: a buffer for each rollout."""
-
-    def __init__(
-        self,
-        rollouts: Sequence[Rollout],
-        mode: Mode,
-        callback: Callable[[], object],
-        *,
-        declared: GroupSize | None = None,
-        slot: HeldSlot | None = None,
-        kept: bool = False,
-    ) -> None:
-        """``kept``: only descriptions are sent, the producer keeps the payloads."""
-        self._encoded = [encode_rollout(rollout, kept=kept) for rollout in rollouts]
-        self._kept = kept
-        headers = [one.header for one in self._encoded]
-        super().__init__(
-            rollouts,
-            mode,
-            callback,
-            declared=declared,
-            slot=slot,
-            put_bytes=sum(header.total_bytes for header in headers),
-            size=sum(header.wire_bytes for header in headers),
-        )
-
-    def outgoing(self) -> Outgoing:
-        """Its message and buffers, once it has its number."""
-        assert self.number is not None
-        if not self.rollouts:
-            return request_of(self)
-        sources = [Source(one.header.wire_bytes, one.fill, one.pieces) for one in self._encoded]
-        slot = None if self.slot is None else self.slot.number
-        if self.mode is Mode.GROUP:
-            return Outgoing(PutGroup(self.number, self._headers(), self.declared is not None, slot), sources)
-        return Outgoing(Put(self.number, self._headers()[0], self.mode is Mode.PUT, slot), sources)
-
-    def _headers(self) -> tuple[RolloutHeader, ...]:
-        if not self._kept:
-            return tuple(one.header for one in self._encoded)
-        return tuple(
-            msgspec.structs.replace(one.header, payload=key)
-            for one, key in zip(self._encoded, self.payloads, strict=True)
-        )
-
-
-def request_of(put: PendingPut) -> Outgoing:
-    """The message of a put without rollouts, once it has its number."""
-    assert put.number is not None
-    if put.mode is Mode.RESERVE:
-        return Outgoing(_reserve(put, put.number))
-    if put.mode is Mode.END:
-        return Outgoing(EndInput(put.number))
-    if put.mode is Mode.STATISTICS:
-        return Outgoing(StatisticsRequest(put.number))
-    assert put.declared is not None
-    group_id, size = put.declared
-    if put.mode is Mode.ABANDON:
-        return Outgoing(DeclareGroup(put.number, group_id, "abandoned"))
-    if size is None:
-        return Outgoing(DeclareGroup(put.number, group_id, "closed"))
-    return Outgoing(DeclareGroup(put.number, group_id, "expected", size))
-
-
-def _reserve(put: PendingPut, number: int) -> Reserve:
-    slot = put.slot
-    if slot is None:
-        return Reserve(number, put.places)
-    slot.number = number  # for the puts in it, which are sent behind this
-    return Reserve(number, slot.missing, slot.version)
 
 
 class ProducerPort(Session):
@@ -189,7 +109,7 @@ class ProducerPort(Session):
         self.producer_id = secrets.token_bytes(8)
         """The same for every connection of this producer."""
         self._kept, self._problem, self._hang_up, self._reconnect = kept, problem, hang_up, reconnect
-        self._ledger: PutLedger[Any] = PutLedger()
+        self._ledger: RequestLedger[Any] = RequestLedger()
         self._channel: Channel | None = None
         self._changed = threading.Condition()
         self._sending = self._leaving = False
@@ -208,33 +128,27 @@ class ProducerPort(Session):
 
     # the producer's side
 
-    def pending(
-        self,
-        rollouts: Sequence[Rollout],
-        mode: Mode,
-        callback: Callable[[], object],
-        declared: GroupSize | None = None,
-        slot: HeldSlot | None = None,
-    ) -> PendingPut:
-        """A put, to be given to :meth:`put`. ``callback()`` is called, in any thread, once there is a reply."""
-        return EncodedPut(rollouts, mode, callback, declared=declared, slot=slot, kept=self.direct)
+    def pending(self, request: Request, callback: Callable[[], object]) -> PendingRequest:
+        """A request, to be given to :meth:`ask`. ``callback()`` is called, in any thread, once there is a reply.
+        Raises RolloutError for what cannot be sent."""
+        return EncodedRequest(request, callback, kept=self.direct)
 
-    def put(self, put: PendingPut) -> None:
+    def ask(self, pending: PendingRequest) -> None:
         """Have it sent when there is room. Never blocks."""
-        self._ledger.add(put)
+        self._ledger.add(pending)
         self._flush()
 
-    def cancel(self, put: PendingPut) -> None:
+    def cancel(self, pending: PendingRequest) -> None:
         """Ask for it back; its reply says whether that was in time. Never blocks."""
         problem = self._problem()
-        self._ledger.cancel(put, f"not connected: {problem}" if problem else "")
+        self._ledger.cancel(pending, f"not connected: {problem}" if problem else "")
         self._flush()
 
-    def abandon(self, put: PendingPut) -> None:
+    def abandon(self, pending: PendingRequest) -> None:
         """Nobody waits for its reply any more. A slot that it has got, or still gets, is released."""
-        put.abandoned = True
-        if isinstance(put.result, HeldSlot):
-            self.release(put.result)
+        pending.abandoned = True
+        if isinstance(pending.result, HeldSlot):
+            self.release(pending.result)
 
     def release(self, slot: HeldSlot) -> None:
         """Give back the places of what will not be put, once the puts on their way have their replies: to be called
@@ -271,7 +185,7 @@ class ProducerPort(Session):
             channel.wait_closed(self.linger_s)
             channel.abort()
         self._hang_up()
-        self._over(lambda put: put.lost("the connection was closed here"))
+        self._over(lambda pending: pending.lost("the connection was closed here"))
 
     async def aclose(self) -> None:
         """:meth:`close`, without blocking the event loop."""
@@ -298,18 +212,18 @@ class ProducerPort(Session):
             return  # from within ``send`` below, in memory: sent next, not in between
         self._sending = True
         while True:
-            puts, numbers = self._ledger.take()
-            self._send(channel, puts, numbers)
-            if not puts and not numbers:
+            pending, cancelled = self._ledger.take()
+            self._send(channel, pending, cancelled)
+            if not pending and not cancelled:
                 break
         self._sending = False
 
-    def _send(self, channel: Channel, puts: Sequence[Any], cancelled: Sequence[int]) -> None:
-        for put in puts:
+    def _send(self, channel: Channel, pending: Sequence[Any], cancelled: Sequence[int]) -> None:
+        for one in pending:
             if self._kept is not None:
-                for key, rollout in zip(put.payloads, put.rollouts, strict=True):
+                for key, rollout in zip(one.payloads, one.request.rollouts, strict=True):
                     self._kept.keep(key, rollout)
-            channel.send(put.outgoing())
+            channel.send(one.outgoing())
         for number in cancelled:
             channel.send(Outgoing(Cancel(number)))
 
@@ -330,12 +244,12 @@ class ProducerPort(Session):
         self._ledger.resolve(message.number, error_of(message.reason, message.text))
 
     def _on_admitted(self, message: Admitted, *_: object) -> None:
-        put = self._ledger.sent(message.number)
-        slot = put.slot or HeldSlot(message.number, message.version, put.places)
+        pending = self._ledger.sent(message.number)
+        slot = pending.request.slot or HeldSlot(message.number, message.version, pending.request.places)
         with self._changed:
             self._slots.add(slot)
         self._ledger.resolve(message.number, None, slot)
-        if put.abandoned or not slot.open:
+        if pending.abandoned or not slot.open:
             self.release(slot)
 
     def _on_statistics(self, message: StatisticsReply, *_: object) -> None:
@@ -375,7 +289,7 @@ class ProducerPort(Session):
             return
         if isinstance(error, RefusedError):
             reason, text = error.reason, str(error)
-            self._over(lambda put: refused_error(reason, f"{text}; {put.fate}"))
+            self._over(lambda pending: refused_error(reason, f"{text}; {pending.fate}"))
             return
         if isinstance(error, (ConfigError, BrokenResourceError, ClosedResourceError)):
             self._over(lambda _: error)
@@ -394,17 +308,17 @@ class ProducerPort(Session):
         logger.warning("puts wait for the controller to be there again: %s", error)
         return True
 
-    def _again(self, slot: HeldSlot) -> PendingPut:
+    def _again(self, slot: HeldSlot) -> PendingRequest:
         """To have a slot again, which the controller has given back with the connection."""
 
         def check() -> None:
             if again.error is not None and slot.missing:
                 logger.warning("a slot for %d rollouts was given back: %s", slot.missing, again.error)
 
-        again = self.pending((), Mode.RESERVE, check, slot=slot)
+        again = self.pending(Request(Mode.RESERVE, slot=slot), check)
         return again
 
-    def _over(self, error: Callable[[PendingPut], Exception]) -> None:
+    def _over(self, error: Callable[[PendingRequest], Exception]) -> None:
         self._channel = None
         self._ledger.end(error)
         if self._kept is not None:
@@ -429,5 +343,5 @@ class ProducerPort(Session):
             callback()
 
 
-def _lost(put: PendingPut, cause: str) -> Exception:
-    return put.lost(cause)
+def _lost(pending: PendingRequest, cause: str) -> Exception:
+    return pending.lost(cause)

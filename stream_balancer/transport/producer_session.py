@@ -19,21 +19,22 @@ from __future__ import annotations
 import logging
 import secrets
 import threading
-import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import NamedTuple, TypeAlias
 
 import anyio
 from torch import Tensor
 
-from stream_balancer.core.groups import GroupSize, closed
-from stream_balancer.errors import BrokenResourceError, EndOfStream, RolloutError, WireError, to_raise
-from stream_balancer.transport.channel import Channel, Outgoing, PeerClosed, Session, State, either, unexpected
+from stream_balancer.errors import BrokenResourceError, EndOfStream, WireError, to_raise
+from stream_balancer.transport.channel import Channel, Outgoing, PeerClosed, Session, State, either
 from stream_balancer.transport.event_loop import InLoop
-from stream_balancer.transport.put_ledger import Limits, Mode, reason_of
-from stream_balancer.types import Rollout
+from stream_balancer.transport.leases import Leases
+from stream_balancer.transport.offers import Item, Offer, RequestMessage, headers_of, offer_of
+from stream_balancer.transport.replies import reason_of
+from stream_balancer.transport.request_ledger import Limits
+from stream_balancer.transport.requests import Mode
+from stream_balancer.transport.unanswered import Unanswered
 from stream_balancer.wire.messages import (
     MAX_ENTRIES,
     MAX_TEXT,
@@ -41,7 +42,6 @@ from stream_balancer.wire.messages import (
     Admitted,
     Cancel,
     DeclareGroup,
-    DropPayloads,
     End,
     EndInput,
     JoinProducer,
@@ -52,36 +52,14 @@ from stream_balancer.wire.messages import (
     PutRefused,
     ReleaseSlot,
     Reserve,
-    RolloutHeader,
     StatisticsReply,
     StatisticsRequest,
 )
-from stream_balancer.wire.partial_batch import Lease
-from stream_balancer.wire.rollouts import check_header, decode_kept, decode_rollout
+from stream_balancer.wire.rollouts import check_header
 
-__all__ = ["Item", "Offer", "ProducerSession"]
+__all__ = ["ProducerSession"]
 
 logger = logging.getLogger("stream_balancer.transport")
-
-
-class Offer(NamedTuple):
-    """A put that has arrived at the controller."""
-
-    number: int
-    mode: Mode
-    rollouts: tuple[Rollout, ...]
-    refusal: str | None = None
-    """Why it cannot be put: one of its rollouts is none. The connection is in order. (Text: an error would keep the
-    frames it went through alive.)"""
-    declared: GroupSize | None = None
-    """Of its group, with or without rollouts."""
-    slot: int | None = None
-    """The slot it is put in."""
-    reserve: Reserve | None = None
-    """What is asked for, if that is a slot."""
-
-
-Item: TypeAlias = Offer | Cancel | ReleaseSlot
 
 
 class ProducerSession(Session):
@@ -97,21 +75,17 @@ class ProducerSession(Session):
         """The same for every connection of this producer."""
         self.owner = request.owner
         """Where ranks fetch the payloads that this producer keeps; None if it keeps none."""
-        self._channel, self._limits, self._in_loop, self._linger_s = channel, limits, in_loop, linger_s
-        self._next = 0
-        self._kept: set[int] = set()  # payloads the producer must keep
-        self._dropped: deque[int] = deque()
-        self._drop_is_queued = False
-        self._lock = threading.Lock()  # of the next three, which the loop and the channel's thread share
-        self._sizes: dict[int, int] = {}  # bytes of puts without a reply
-        self._staged = 0
-        self._accepted: list[int] = []
+        self._channel, self._in_loop, self._linger_s = channel, in_loop, linger_s
+        self._leases = Leases(request.owner, limits.max_put_bytes, channel)
+        self._unanswered = Unanswered(limits)
+        self._lock = threading.Lock()  # of the next two, which the loop and the channel's thread share
+        self._accepted: list[int] = []  # to be sent
+        self._version: int | None = None  # to be sent
         # in the loop
         self._inbox: deque[Item] = deque()
         self._taken: dict[int, Offer] = {}  # without a reply
         self._state = State.OPEN
         self._error: Exception = EndOfStream()  # why it is over
-        self._version: int | None = None  # to be sent
         self._gone = anyio.Event()
         self._callback: Callable[[], object] = lambda: None
         self._at_once: Callable[[Offer], object] | None = None
@@ -185,10 +159,7 @@ class ProducerSession(Session):
     def _settle(self, number: int) -> bool:
         """It has its reply. False if it had one before."""
         self._taken.pop(number, None)
-        with self._lock:
-            size = self._sizes.pop(number, None)
-            self._staged -= size or 0
-        return size is not None
+        return self._unanswered.settle(number)
 
     def supersede(self) -> None:
         """The producer has connected again: this connection is over."""
@@ -203,7 +174,7 @@ class ProducerSession(Session):
     @property
     def keeps_payloads(self) -> bool:
         """Whether this producer still keeps payloads that are needed."""
-        return bool(self._kept)
+        return bool(self._leases)
 
     async def aclose(self) -> None:
         """Release the connection; after :meth:`end`, wait a moment for the producer to close it."""
@@ -219,126 +190,41 @@ class ProducerSession(Session):
     def admit(self, message: Message, sizes: Sequence[int]) -> Sequence[int]:
         if not isinstance(message, (Put, PutGroup)):
             return super().admit(message, sizes)
-        headers = _headers(message)
-        if message.number < self._next or len(headers) != len(sizes):
+        headers, expected = headers_of(message), self._unanswered.next_number
+        if message.number < expected or len(headers) != len(sizes):
             raise WireError(
-                f"expected put number {self._next} or later and a buffer for each rollout, got {message}"[:500]
+                f"expected put number {expected} or later and a buffer for each rollout, got {message}"[:500]
             )
-        with self._lock:
-            staged = self._staged
-        # one put may be larger than all that may be staged: it travels alone, or it never could
-        bound = self._limits.staged_bytes - staged if staged else max(self._limits)
-        if sum(sizes) > bound:
-            raise WireError(
-                f"it announces {sum(sizes)} bytes, but may stage {bound} now. Install one stream_balancer everywhere"
-            )
+        self._unanswered.check_room(sizes)
         for header, size in zip(headers, sizes, strict=True):
             check_header(header, size)
-            self._check_kept(header)
+            self._leases.check(header)
         return sizes
 
-    def _check_kept(self, header: RolloutHeader) -> None:
-        key = header.payload
-        if key is not None and (
-            self.owner is None or key in self._kept or header.total_bytes > self._limits.max_put_bytes
-        ):
-            raise WireError(f"it offers to keep payload {key} of {header.total_bytes} bytes, which it may not")
-
-    def _on_put(self, message: Put | PutGroup, buffers: Sequence[Tensor], _: object) -> None:
-        self._count(message, sum(buffer.numel() for buffer in buffers))
-        self._deliver(self._read(message, buffers))
-
-    def _on_declared(self, message: DeclareGroup, *_: object) -> None:
-        self._count(message)
-        mode = Mode.ABANDON if message.fate == "abandoned" else Mode.DECLARE
-        declared = GroupSize(message.group_id, message.size if message.fate == "expected" else None)
-        self._deliver(Offer(message.number, mode, (), declared=declared))
-
-    def _on_reserve(self, message: Reserve, *_: object) -> None:
-        self._count(message)
-        self._deliver(Offer(message.number, Mode.RESERVE, (), reserve=message))
-
-    def _on_end_input(self, message: EndInput, *_: object) -> None:
-        self._count(message)
-        self._deliver(Offer(message.number, Mode.END, ()))
-
-    def _on_statistics(self, message: StatisticsRequest, *_: object) -> None:
-        self._count(message)
-        self._deliver(Offer(message.number, Mode.STATISTICS, ()))
+    def _on_request(self, message: RequestMessage, buffers: Sequence[Tensor], _: object) -> None:
+        self._unanswered.add(message, message.number, sum(buffer.numel() for buffer in buffers))
+        self._deliver(offer_of(message, buffers, self._leases))
 
     def _on_cancel(self, message: Cancel, *_: object) -> None:
-        if message.number >= self._next:
-            raise unexpected(message, f"while put number {self._next} is expected")
+        self._unanswered.check_sent(message, message.number)
         self._deliver(message)
 
     def _on_release(self, message: ReleaseSlot, *_: object) -> None:
         self._deliver(message)
 
-    def _count(
-        self, message: Put | PutGroup | DeclareGroup | Reserve | EndInput | StatisticsRequest, size: int = 0
-    ) -> None:
-        """It is on its way until its reply."""
-        if message.number < self._next:
-            raise unexpected(message, f"while put number {self._next} is expected")
-        self._next = message.number + 1  # one that has joined again goes on counting
-        with self._lock:
-            self._sizes[message.number] = size
-            self._staged += size
-
     def _deliver(self, item: Item) -> None:
         self._in_loop(partial(self._take_in, item))
 
     actions = either(
-        (Put, _on_put),
-        (PutGroup, _on_put),
-        (DeclareGroup, _on_declared),
-        (Reserve, _on_reserve),
-        (EndInput, _on_end_input),
-        (StatisticsRequest, _on_statistics),
+        (Put, _on_request),
+        (PutGroup, _on_request),
+        (DeclareGroup, _on_request),
+        (Reserve, _on_request),
+        (EndInput, _on_request),
+        (StatisticsRequest, _on_request),
         (Cancel, _on_cancel),
         (ReleaseSlot, _on_release),
     )
-
-    def _read(self, message: Put | PutGroup, buffers: Sequence[Tensor]) -> Offer:
-        rollouts, refusal = [], None
-        for header, buffer in zip(_headers(message), buffers, strict=True):
-            try:
-                rollouts.append(self._rollout(header, buffer))
-            except RolloutError as error:
-                refusal = refusal or str(error)
-        if isinstance(message, PutGroup):
-            declared = closed(rollouts[0].group_id) if rollouts and message.complete else None
-            return Offer(message.number, Mode.GROUP, tuple(rollouts), refusal, declared, message.slot)
-        mode = Mode.PUT if message.wait else Mode.NOWAIT
-        return Offer(message.number, mode, tuple(rollouts), refusal, slot=message.slot)
-
-    def _rollout(self, header: RolloutHeader, buffer: Tensor) -> Rollout:
-        if header.payload is None or self.owner is None:
-            return decode_rollout(header, buffer)
-        self._check_kept(header)  # again: one group may name a payload twice
-        lease = Lease()
-        self._kept.add(header.payload)
-        weakref.finalize(lease, self._on_released, header.payload).atexit = False
-        return decode_kept(header, buffer, self.owner, lease)
-
-    def _on_released(self, key: int) -> None:
-        """Runs wherever the last reference to a rollout dies, perhaps inside a garbage collection: takes no lock."""
-        self._kept.discard(key)
-        self._dropped.append(key)
-        if not self._drop_is_queued:
-            self._drop_is_queued = True
-            self._channel.send(self._take_dropped)
-
-    def _take_dropped(self, channel: Channel) -> Outgoing | None:
-        # First of all: whoever sees it set has appended before this, and whoever does not queues another call. To look
-        # whether the own key is the only one would not do: two threads that append at the same time both see two.
-        self._drop_is_queued = False
-        keys: list[int] = []
-        while self._dropped and len(keys) < MAX_ENTRIES:
-            keys.append(self._dropped.popleft())
-        if self._dropped:
-            channel.send(self._take_dropped)
-        return Outgoing(DropPayloads(tuple(keys))) if keys else None
 
     def _take_accepted(self, channel: Channel) -> Outgoing:
         with self._lock:
@@ -376,7 +262,3 @@ class ProducerSession(Session):
             self._error, self._state = error, State.OVER
             self._gone.set()
             self._callback()
-
-
-def _headers(message: Put | PutGroup) -> Sequence[RolloutHeader]:
-    return (message.rollout,) if isinstance(message, Put) else message.rollouts

@@ -14,8 +14,8 @@ from remote_producer import GUARD_S, RemoteProducer, make, names, start_controll
 
 import stream_balancer as sb
 from stream_balancer.controller.producers import attend
-from stream_balancer.transport.producer_port import EncodedPut
-from stream_balancer.transport.put_ledger import Mode
+from stream_balancer.transport.request_messages import EncodedRequest
+from stream_balancer.transport.requests import Mode, Request
 
 Served = tuple[sb.StreamBalancer, sb.TorchTransport]
 
@@ -233,7 +233,7 @@ async def test_a_retry_after_reconnecting_is_accepted_once_and_says_so() -> None
 
 
 def size_of(rollout: sb.Rollout) -> int:
-    return EncodedPut([rollout], Mode.PUT, lambda: None).size
+    return EncodedRequest(Request(Mode.PUT, [rollout]), lambda: None).wire_bytes
 
 
 async def test_limits_are_told_and_kept() -> None:

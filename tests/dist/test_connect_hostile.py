@@ -19,8 +19,8 @@ import stream_balancer as sb
 from stream_balancer.controller.producers import attend
 from stream_balancer.testing import make_rollout
 from stream_balancer.transport.handshake import Joining, pack
-from stream_balancer.transport.producer_port import EncodedPut
-from stream_balancer.transport.put_ledger import Mode
+from stream_balancer.transport.request_messages import EncodedRequest
+from stream_balancer.transport.requests import Mode, Request
 from stream_balancer.transport.sockets.framing import frame
 from stream_balancer.transport.sockets.joiner import join_over, parse_address
 from stream_balancer.wire.messages import (
@@ -43,7 +43,7 @@ TOKEN = "a token of the test"
 
 def put(name: str = "half", number: int = 0, **header: int) -> bytes:
     """A put as bytes; ``header`` is what its header should not say."""
-    one = EncodedPut([make_rollout(9, name)], Mode.PUT, lambda: None)
+    one = EncodedRequest(Request(Mode.PUT, [make_rollout(9, name)]), lambda: None)
     one.number = number
     message, (source,), _ = one.outgoing()
     assert isinstance(message, Put)

@@ -22,8 +22,9 @@ from stream_balancer.transport.channel import Outgoing
 from stream_balancer.transport.gloo.torch_dist import open_port, open_producer
 from stream_balancer.transport.handshake import Accepting, pack
 from stream_balancer.transport.memory import MemoryTransport
-from stream_balancer.transport.producer_port import EncodedPut
-from stream_balancer.transport.put_ledger import Limits, Mode
+from stream_balancer.transport.request_ledger import Limits
+from stream_balancer.transport.request_messages import EncodedRequest
+from stream_balancer.transport.requests import Mode, Request
 from stream_balancer.transport.sockets.acceptor import send_now
 from stream_balancer.transport.sockets.joiner import Joiner, receive_message
 from stream_balancer.transport.sockets.producers import connect_producer
@@ -134,7 +135,7 @@ async def test_a_rank_whose_report_is_refused_raises_why(rejoin: bool, shared_me
                 link.report()
 
 
-class NumberedBehind(EncodedPut):
+class NumberedBehind(EncodedRequest):
     """A put that no controller takes."""
 
     def outgoing(self) -> Outgoing:
@@ -148,8 +149,8 @@ async def test_a_producer_whose_put_is_refused_raises_why(rejoin: bool) -> None:
     async with controller() as transport:
         port = open_producer(transport.address, token=TOKEN, rejoin=rejoin)
         done = threading.Event()
-        put = NumberedBehind([make_rollout(3, "r")], Mode.PUT, done.set)
-        port.put(put)
+        put = NumberedBehind(Request(Mode.PUT, [make_rollout(3, "r")]), done.set)
+        port.ask(put)
         await anyio.to_thread.run_sync(done.wait)
         await port.aclose()
     assert isinstance(put.error, sb.RefusedError)

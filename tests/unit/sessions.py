@@ -10,9 +10,9 @@ from torch import Tensor
 
 from stream_balancer.transport.channel import Outgoing, Receiver, Sendable
 from stream_balancer.transport.event_loop import InLoop
-from stream_balancer.transport.producer_port import EncodedPut
 from stream_balancer.transport.producer_session import ProducerSession
-from stream_balancer.transport.put_ledger import Limits
+from stream_balancer.transport.request_ledger import Limits
+from stream_balancer.transport.request_messages import EncodedRequest
 from stream_balancer.wire.messages import DeclareGroup, JoinProducer, Message, Owner, Put, PutGroup
 
 OWNER = Owner("127.0.0.1", 1, "secret", "the owner")
@@ -72,7 +72,7 @@ def producer_session(
     return session
 
 
-def outgoing(put: EncodedPut, number: int, first_payload: int = 0) -> tuple[Any, list[Tensor]]:
+def outgoing(put: EncodedRequest, number: int, first_payload: int = 0) -> tuple[Any, list[Tensor]]:
     """The message of a put that is sent under this number, and its buffers."""
     put.number, put.first_payload = number, first_payload
     message, sources, _ = put.outgoing()[:3]

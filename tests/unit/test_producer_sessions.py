@@ -23,9 +23,13 @@ from stream_balancer.errors import ConfigError, WireError, refused_error
 from stream_balancer.testing import make_rollout
 from stream_balancer.transport.channel import PeerClosed, PeerGone
 from stream_balancer.transport.event_loop import loop_caller
-from stream_balancer.transport.producer_port import EncodedPut, ProducerPort
-from stream_balancer.transport.producer_session import Offer, ProducerSession
-from stream_balancer.transport.put_ledger import Limits, Mode, PutCancelled
+from stream_balancer.transport.leases import Leases
+from stream_balancer.transport.offers import Offer
+from stream_balancer.transport.producer_port import ProducerPort
+from stream_balancer.transport.producer_session import ProducerSession
+from stream_balancer.transport.request_ledger import Limits
+from stream_balancer.transport.request_messages import EncodedRequest
+from stream_balancer.transport.requests import Mode, Request, RequestCancelled
 from stream_balancer.transport.sockets.framing import frame
 from stream_balancer.transport.sockets.hub import Hub
 from stream_balancer.transport.sockets.producers import welcome_producer
@@ -36,8 +40,8 @@ TO_CONTROLLER = (m.Put, m.PutGroup, m.DeclareGroup, m.Cancel)
 TO_PRODUCER = (m.Accepted, m.PutRefused, m.DropPayloads, m.End)
 
 
-def a_put(name: str = "r", *, tokens: int = 3, kept: bool = False, mode: Mode = Mode.PUT) -> EncodedPut:
-    return EncodedPut([make_rollout(tokens, name)], mode, lambda: None, kept=kept)
+def a_put(name: str = "r", *, tokens: int = 3, kept: bool = False, mode: Mode = Mode.PUT) -> EncodedRequest:
+    return EncodedRequest(Request(mode, [make_rollout(tokens, name)]), lambda: None, kept=kept)
 
 
 def put_into(session: ProducerSession, number: int, name: str = "r", *, key: int | None = None, **options: Any) -> None:
@@ -45,7 +49,7 @@ def put_into(session: ProducerSession, number: int, name: str = "r", *, key: int
     send(session, *outgoing(put, number, key or 0))
 
 
-SIZE = a_put().size
+SIZE = a_put().wire_bytes
 OTHERS: list[m.Message] = [
     m.ProbeMemory(1, 2, b""), m.MapBuffer(1, 2, 64), m.SharedBuffers((1,)), m.ReleaseBuffers((1,)),
     m.Batch(0, 0, 1, 8, 0, 64, 64), m.PartialBatch(0, 0, 1, 8, 0, 64, 1), m.Taken(1), m.StepReport(0, 1.0),
@@ -95,7 +99,7 @@ def test_staged_bytes_are_bounded_until_the_reply_and_one_larger_put_comes_alone
     session.answer(0, None)
     session.answer(1, sb.RolloutError("no"))
     large = a_put(tokens=60)
-    assert 2 * SIZE < large.size < 5 * SIZE
+    assert 2 * SIZE < large.wire_bytes < 5 * SIZE
     send(session, *outgoing(large, 2))
     with pytest.raises(WireError, match="may stage"):
         put_into(session, 3)
@@ -201,7 +205,7 @@ def test_payloads_that_two_threads_release_at_the_same_time_are_dropped() -> Non
         put_into(session, number, f"r{number}", key=number)
         held.append([session.take()])
         session.answer(number, None)
-    in_lockstep(ProducerSession._on_released, *(one.clear for one in held))
+    in_lockstep(Leases._on_released, *(one.clear for one in held))
     channel.turn()
     assert sorted(key for one in channel.sent if isinstance(one, m.DropPayloads) for key in one.keys) == [0, 1]
 
@@ -256,7 +260,9 @@ def test_payloads_are_kept_only_by_who_can_be_reached_once_each_and_up_to_a_size
         put_into(session, 1, key=7)
     with pytest.raises(WireError, match="may not"):
         put_into(producer_session(FakeChannel(), Limits(2**20, SIZE), owner=OWNER), 0, key=0, tokens=200)
-    group = EncodedPut([make_rollout(3, f"g{n}", group_id="g") for n in range(2)], Mode.GROUP, lambda: None, kept=True)
+    group = EncodedRequest(
+        Request(Mode.GROUP, [make_rollout(3, f"g{n}", group_id="g") for n in range(2)]), lambda: None, kept=True
+    )
     message, buffers = outgoing(group, 0)
     twice = tuple(msgspec.structs.replace(header, payload=3) for header in message.rollouts)
     with pytest.raises(WireError, match="may not"):
@@ -293,7 +299,7 @@ def test_puts_wait_for_the_channel_and_for_room_and_keep_their_order() -> None:
     port, channel = ProducerPort(), FakeChannel()
     puts = [a_put(f"r{n}") for n in range(3)]
     for put in puts:
-        port.put(put)
+        port.ask(put)
     assert channel.sent == []
     port.opened(channel, WELCOME)
     assert numbers(channel) == [(m.Put, 0), (m.Put, 1)]
@@ -304,13 +310,15 @@ def test_puts_wait_for_the_channel_and_for_room_and_keep_their_order() -> None:
 
 def test_how_it_was_put_travels() -> None:
     port, channel = opened()
-    group = EncodedPut([make_rollout(1, f"g{n}", group_id="g") for n in range(2)], Mode.GROUP, lambda: None)
-    port.put(group)
+    group = EncodedRequest(
+        Request(Mode.GROUP, [make_rollout(1, f"g{n}", group_id="g") for n in range(2)]), lambda: None
+    )
+    port.ask(group)
     port.receive(m.Accepted((0,)), (), ())
-    port.put(a_put("n", mode=Mode.NOWAIT))
+    port.ask(a_put("n", mode=Mode.NOWAIT))
     first, second = channel.sent
     assert isinstance(first, m.PutGroup)
-    assert [header.total_bytes for header in first.rollouts] == [group.size // 2] * 2
+    assert [header.total_bytes for header in first.rollouts] == [group.wire_bytes // 2] * 2
     assert isinstance(second, m.Put)
     assert not second.wait
 
@@ -320,13 +328,15 @@ def test_what_is_declared_of_a_group_travels_in_the_order_of_the_puts() -> None:
     session = producer_session(FakeChannel())
     puts = [
         a_put("a"),
-        EncodedPut([], Mode.DECLARE, lambda: None, declared=GroupSize("g", 3)),
-        EncodedPut([], Mode.DECLARE, lambda: None, declared=GroupSize("g", None)),
-        EncodedPut([], Mode.ABANDON, lambda: None, declared=GroupSize("g", None)),
-        EncodedPut([make_rollout(1, "c", group_id="g")], Mode.GROUP, lambda: None, declared=GroupSize("g", None)),
+        EncodedRequest(Request(Mode.DECLARE, declared=GroupSize("g", 3)), lambda: None),
+        EncodedRequest(Request(Mode.DECLARE, declared=GroupSize("g", None)), lambda: None),
+        EncodedRequest(Request(Mode.ABANDON, declared=GroupSize("g", None)), lambda: None),
+        EncodedRequest(
+            Request(Mode.GROUP, [make_rollout(1, "c", group_id="g")], declared=GroupSize("g", None)), lambda: None
+        ),
     ]
     for number, put in enumerate(puts):
-        port.put(put)
+        port.ask(put)
         send(session, *outgoing(put, number, 0))
         offer = session.take()
         assert isinstance(offer, Offer)
@@ -347,12 +357,12 @@ def test_a_cancel_follows_its_put_and_the_reply_decides() -> None:
     port, channel = opened(at_once=False)
     sent, waits, third = a_put("sent"), a_put("waits", tokens=20), a_put("third")
     for put in (sent, waits, third):
-        port.put(put)
+        port.ask(put)
     port.cancel(sent)
     port.cancel(waits)
     channel.turn()
-    assert isinstance(sent.error, PutCancelled), "not sent yet: it is done at once"
-    assert isinstance(waits.error, PutCancelled)
+    assert isinstance(sent.error, RequestCancelled), "not sent yet: it is done at once"
+    assert isinstance(waits.error, RequestCancelled)
     assert numbers(channel) == [(m.Put, 0)]
     port.cancel(third)
     channel.turn()
@@ -368,12 +378,12 @@ def test_puts_without_a_reply_go_to_the_next_controller_and_their_cancels_after_
     port, channel = ProducerPort(reconnect=lambda: tries.append(None)), FakeChannel()
     port.opened(channel, WELCOME)
     first, second, third = a_put("first"), a_put("second"), a_put("third")
-    port.put(first)
-    port.put(second)
+    port.ask(first)
+    port.ask(second)
     port.cancel(second)
     assert numbers(channel) == [(m.Put, 0), (m.Put, 1), (m.Cancel, 1)]
     port.ended(ConnectionResetError("the network broke"))
-    port.put(third)
+    port.ask(third)
     assert (len(tries), first.done, second.done) == (1, False, False)
     channel = FakeChannel()
     port.opened(channel, WELCOME)
@@ -391,7 +401,7 @@ FINAL = [PeerGone("it is dead for good"), PeerClosed("it ends"), ConnectionAbort
 def test_a_producer_joins_again_only_where_somebody_may_come_back(error: Exception) -> None:
     port, put = ProducerPort(reconnect=lambda: pytest.fail("nobody is there")), a_put()
     port.opened(FakeChannel(), WELCOME)
-    port.put(put)
+    port.ask(put)
     port.ended(error)
     assert isinstance(put.error, sb.BrokenResourceError)
 
@@ -406,7 +416,7 @@ def test_a_producer_that_is_closed_does_not_join_again() -> None:
 def test_a_cancel_while_nothing_is_connected_says_what_hinders() -> None:
     port = ProducerPort(problem=lambda: "nobody answers")
     put = a_put()
-    port.put(put)
+    port.ask(put)
     port.cancel(put)
     assert str(put.error) == "not connected: nobody answers"
 
@@ -431,11 +441,11 @@ def test_what_a_controller_never_sends_is_refused(message: m.Message) -> None:
 def test_the_end_ends_every_put_and_closes_once_nothing_is_kept() -> None:
     kept = Kept()
     port, channel = opened(kept=kept)
-    put = EncodedPut([make_rollout(3, "r")], Mode.PUT, lambda: None, kept=True)
-    port.put(put)
+    put = EncodedRequest(Request(Mode.PUT, [make_rollout(3, "r")]), lambda: None, kept=True)
+    port.ask(put)
     port.receive(m.Accepted((0,)), (), ())
-    late = EncodedPut([make_rollout(3, "late")], Mode.PUT, lambda: None, kept=True)
-    port.put(late)
+    late = EncodedRequest(Request(Mode.PUT, [make_rollout(3, "late")]), lambda: None, kept=True)
+    port.ask(late)
     released: list[int] = []
     port.when_released(lambda: released.append(1))
     port.receive(m.End(), (), ())
@@ -467,10 +477,10 @@ LOSSES = [
 def test_a_loss_says_what_became_of_each_put(cause: Exception, kind: type[Exception], text: str) -> None:
     port, _ = opened(kept=Kept())
     sent, waits, later = a_put("sent", tokens=20), a_put("waits"), a_put("later")
-    port.put(sent)
-    port.put(waits)
+    port.ask(sent)
+    port.ask(waits)
     port.ended(cause)
-    port.put(later)
+    port.ask(later)
     for put in (sent, waits, later):
         assert isinstance(put.error, kind)
         assert text in str(put.error)
@@ -487,8 +497,8 @@ def test_closing_cancels_what_is_sent_waits_for_the_replies_and_releases_all() -
     hung_up: list[int] = []
     port, channel = opened(hang_up=lambda: hung_up.append(1))
     sent, waits = a_put("sent", tokens=20), a_put("waits")
-    port.put(sent)
-    port.put(waits)
+    port.ask(sent)
+    port.ask(waits)
     closing = threading.Thread(target=port.close)
     closing.start()
     while (m.Cancel, 0) not in numbers(channel):
@@ -505,14 +515,14 @@ def test_closing_cancels_what_is_sent_waits_for_the_replies_and_releases_all() -
 def test_closing_does_not_wait_longer_than_linger_s_or_for_a_channel_that_never_came() -> None:
     port, channel = opened(linger_s=0.01)
     put = a_put()
-    port.put(put)
+    port.ask(put)
     port.close()
     assert channel.aborted
     assert "is not known" in str(put.error)
     hung_up: list[int] = []
     port = ProducerPort(hang_up=lambda: hung_up.append(1))
     put = a_put()
-    port.put(put)
+    port.ask(put)
     port.close()
     assert hung_up == [1]
     assert isinstance(put.error, sb.ClosedResourceError)
@@ -536,7 +546,7 @@ def test_a_reply_from_within_send_does_not_overtake_the_puts_in_hand() -> None:
     channel = Answering(threads=False)
     puts = [a_put(f"r{n}") for n in range(6)]
     for put in puts:
-        port.put(put)
+        port.ask(put)
     port.opened(channel, WELCOME)
     assert [put.number for put in channel.sent if isinstance(put, m.Put)] == list(range(6))
     assert all(put.done for put in puts)

@@ -12,9 +12,9 @@ from test_wire_hostile import _KINDS
 
 from stream_balancer.errors import RolloutError, WireError
 from stream_balancer.testing import make_rollout
-from stream_balancer.transport.producer_port import EncodedPut
-from stream_balancer.transport.producer_session import Offer
-from stream_balancer.transport.put_ledger import Mode
+from stream_balancer.transport.offers import Offer
+from stream_balancer.transport.request_messages import EncodedRequest
+from stream_balancer.transport.requests import Mode, Request
 from stream_balancer.types import Rollout
 from stream_balancer.wire.messages import Batch, Put, PutGroup, RolloutHeader
 
@@ -32,9 +32,9 @@ def _rollout(n: int, group: str | None = None) -> Rollout:
 
 
 PUTS = [
-    outgoing(EncodedPut([_rollout(0)], Mode.PUT, lambda: None), 0),
-    outgoing(EncodedPut([_rollout(n, "g") for n in (1, 2, 3)], Mode.GROUP, lambda: None), 1),
-    outgoing(EncodedPut([_rollout(4)], Mode.NOWAIT, lambda: None), 2),
+    outgoing(EncodedRequest(Request(Mode.PUT, [_rollout(0)]), lambda: None), 0),
+    outgoing(EncodedRequest(Request(Mode.GROUP, [_rollout(n, "g") for n in (1, 2, 3)]), lambda: None), 1),
+    outgoing(EncodedRequest(Request(Mode.NOWAIT, [_rollout(4)]), lambda: None), 2),
 ]
 
 
@@ -142,7 +142,7 @@ def test_what_no_rollout_may_be_is_refused_and_the_others_are_put(field: str, va
         )
     ):
         mode = Mode.PUT if len(rollouts) == 1 else Mode.GROUP
-        send(session, *outgoing(EncodedPut(rollouts, mode, lambda: None), number))
+        send(session, *outgoing(EncodedRequest(Request(mode, rollouts), lambda: None), number))
     offers = [session.take() for _ in range(4)]
     assert [offer.number for offer in offers if offer] == [0, 1, 2, 3]
     assert [offer.refusal is None for offer in offers if isinstance(offer, Offer)] == [True, False, False, True]

@@ -16,11 +16,12 @@ from stream_balancer.errors import WireError
 from stream_balancer.testing import make_rollout
 from stream_balancer.testing.transports import make_batch
 from stream_balancer.transport.channel import PeerClosed, Session
-from stream_balancer.transport.producer_port import EncodedPut, ProducerPort
+from stream_balancer.transport.producer_port import ProducerPort
 from stream_balancer.transport.producer_session import ProducerSession
-from stream_balancer.transport.put_ledger import Mode
 from stream_balancer.transport.rank_port import RankPort
 from stream_balancer.transport.rank_session import RankSession
+from stream_balancer.transport.request_messages import EncodedRequest
+from stream_balancer.transport.requests import Mode, Request
 from stream_balancer.wire import messages as m
 
 JOIN = m.JoinRank(0, 1, 0, depth=1000, max_batch_bytes=2**20)
@@ -217,7 +218,9 @@ class ProducerSessions(Conversation):
             return kind(self.step - 1), []
         mode = Mode.PUT if kind is m.Put else Mode.GROUP
         name = f"r{self.step}"
-        return outgoing(EncodedPut([make_rollout(3, name, group_id="g")], mode, lambda: None), self.step - 1)
+        return outgoing(
+            EncodedRequest(Request(mode, [make_rollout(3, name, group_id="g")]), lambda: None), self.step - 1
+        )
 
     @precondition(lambda self: self.state == "open")
     @rule()
@@ -255,15 +258,15 @@ class ProducerPorts(Conversation):
         if kind in (m.Accepted, m.PutRefused):
             if self.ended_by_peer:  # every put is done
                 return m.Accepted(()), []
-            self.session.put(EncodedPut([make_rollout(3, f"r{self.step}")], Mode.PUT, lambda: None))
+            self.session.ask(EncodedRequest(Request(Mode.PUT, [make_rollout(3, f"r{self.step}")]), lambda: None))
             self.step += 1
             number = self.step - 1
             return (m.Accepted((number,)) if kind is m.Accepted else m.PutRefused(number, "full", "")), []
         if kind in (m.Admitted, m.StatisticsReply):
             if self.ended_by_peer:
                 return m.Accepted(()), []
-            asked = EncodedPut([], Mode.RESERVE if kind is m.Admitted else Mode.STATISTICS, lambda: None)
-            self.session.put(asked)
+            asked = EncodedRequest(Request(Mode.RESERVE if kind is m.Admitted else Mode.STATISTICS), lambda: None)
+            self.session.ask(asked)
             self.step += 1
             number = self.step - 1
             return (m.Admitted(number, 3) if kind is m.Admitted else m.StatisticsReply(number, b"", "none")), []

@@ -36,9 +36,9 @@ from stream_balancer.transport.gloo.packets import Pair
 from stream_balancer.transport.gloo.pair import PAIR_TIMEOUT_S, meet
 from stream_balancer.transport.handshake import pack, token_bytes
 from stream_balancer.transport.producer_port import ProducerPort
-from stream_balancer.transport.put_ledger import Limits
 from stream_balancer.transport.rank_port import Decode, RankPort
 from stream_balancer.transport.rank_session import RankSession
+from stream_balancer.transport.request_ledger import Limits
 from stream_balancer.transport.sockets.acceptor import Acceptor, Meetings, refuse
 from stream_balancer.transport.sockets.hub import Hub, is_loopback, listen
 from stream_balancer.transport.sockets.joiner import Directory, Entry, Joiner, Where

@@ -13,7 +13,6 @@ The rest of the conversation is that of every other transport.
 from __future__ import annotations
 
 import secrets
-import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import partial
@@ -22,13 +21,13 @@ from typing import Any
 
 from torch import Tensor
 
-from stream_balancer.core.groups import GroupSize, closed
+from stream_balancer.core.groups import closed
 from stream_balancer.errors import RolloutError, WireError
 from stream_balancer.transport.buffers import BufferPool
 from stream_balancer.transport.channel import Channel, Outgoing, Source, either
-from stream_balancer.transport.producer_port import ProducerPort, request_of
-from stream_balancer.transport.producer_session import Offer, ProducerSession
-from stream_balancer.transport.put_ledger import HeldSlot, Limits, Mode, PendingPut, PutCancelled, PutLedger
+from stream_balancer.transport.offers import Offer
+from stream_balancer.transport.producer_port import ProducerPort
+from stream_balancer.transport.producer_session import ProducerSession
 from stream_balancer.transport.ray.bundles import (
     Stored,
     description_of,
@@ -39,6 +38,9 @@ from stream_balancer.transport.ray.bundles import (
     write_object,
 )
 from stream_balancer.transport.ray.caller import CallingChannel
+from stream_balancer.transport.request_ledger import Limits, RequestLedger
+from stream_balancer.transport.request_messages import message_of
+from stream_balancer.transport.requests import Mode, PendingRequest, Request, RequestCancelled
 from stream_balancer.types import Rollout
 from stream_balancer.wire.messages import (
     BundledPut,
@@ -59,19 +61,12 @@ BUNDLE_BYTES = 2 * 2**20  # what is larger travels alone: the next one is writte
 BUNDLE_PUTS = 1024
 
 
-class _StoredPut(PendingPut):
-    """A pending put; it is encoded with those that leave at the same time."""
+class _StoredRequest(PendingRequest):
+    """A request whose rollouts are encoded with those that leave at the same time."""
 
-    def __init__(
-        self,
-        rollouts: Sequence[Rollout],
-        mode: Mode,
-        callback: Callable[[], object],
-        declared: GroupSize | None,
-        slot: HeldSlot | None,
-    ) -> None:
-        size = sum(rollout.nbytes for rollout in rollouts)
-        super().__init__(rollouts, mode, callback, declared=declared, slot=slot, put_bytes=size, size=size)
+    def __init__(self, request: Request, callback: Callable[[], object]) -> None:
+        num_bytes = sum(rollout.nbytes for rollout in request.rollouts)
+        super().__init__(request, callback, total_bytes=num_bytes, wire_bytes=num_bytes)
 
 
 class _Objects(dict[int, object]):
@@ -101,7 +96,7 @@ class RayProducerPort(ProducerPort):
             hang_up=lambda: self._joining.abort(),
             reconnect=self._connect if restarts else None,
         )
-        self._ledger = PutLedger(bundle_bytes=BUNDLE_BYTES, bundle_puts=BUNDLE_PUTS)
+        self._ledger = RequestLedger(bundle_bytes=BUNDLE_BYTES, bundle_puts=BUNDLE_PUTS)
         self._actor, self._label, self._node = actor, label, node
         self._pool = BufferPool(2)
         self._num_objects = 0
@@ -117,15 +112,8 @@ class RayProducerPort(ProducerPort):
         )
         self._joining.start(self)
 
-    def pending(
-        self,
-        rollouts: Sequence[Rollout],
-        mode: Mode,
-        callback: Callable[[], object],
-        declared: GroupSize | None = None,
-        slot: HeldSlot | None = None,
-    ) -> _StoredPut:
-        return _StoredPut(rollouts, mode, callback, declared, slot)
+    def pending(self, request: Request, callback: Callable[[], object]) -> _StoredRequest:
+        return _StoredRequest(request, callback)
 
     # in the channel's threads
 
@@ -134,20 +122,20 @@ class RayProducerPort(ProducerPort):
         self._ledger.open(Limits(welcome.staged_bytes, welcome.max_put_bytes))
         self._flush()
 
-    def _send(self, channel: Channel, puts: Sequence[_StoredPut], cancelled: Sequence[int]) -> None:
-        for columns, alike in groupby(puts, _columns):
+    def _send(self, channel: Channel, pending: Sequence[_StoredRequest], cancelled: Sequence[int]) -> None:
+        for columns, alike in groupby(pending, _columns):
             if columns:
                 channel.send(partial(self._bundle, list(alike)))
             else:
-                for put in alike:
-                    channel.send(request_of(put))
+                for one in alike:
+                    channel.send(message_of(one))
         for number in cancelled:
             channel.send(partial(self._cancel, number))
 
     def _cancel(self, number: int, _: Channel) -> Outgoing | None:
         return Outgoing(Cancel(number)) if self._ledger.is_sent(number) else None  # the store was full
 
-    def _bundle(self, puts: Sequence[_StoredPut], _: Channel) -> Outgoing | None:
+    def _bundle(self, puts: Sequence[_StoredRequest], _: Channel) -> Outgoing | None:
         """Called again, should the store be full."""
         found = self._encoded(puts)
         if found is None:
@@ -156,11 +144,11 @@ class RayProducerPort(ProducerPort):
         bundled = tuple(
             BundledPut(
                 put.number or 0,
-                len(put.rollouts),
-                group=put.mode is Mode.GROUP,
-                wait=put.mode is not Mode.NOWAIT,
-                complete=put.declared is not None,
-                slot=None if put.slot is None else put.slot.number,
+                len(put.request.rollouts),
+                group=put.request.mode is Mode.GROUP,
+                wait=put.request.mode is not Mode.NOWAIT,
+                complete=put.request.declared is not None,
+                slot=None if put.request.slot is None else put.request.slot.number,
             )
             for put in puts
         )
@@ -176,36 +164,39 @@ class RayProducerPort(ProducerPort):
         description = description_of(encoded)
         return Outgoing(PutBundle(bundled, header), [description], [reference])
 
-    def _encoded(self, puts: Sequence[_StoredPut]) -> tuple[Sequence[_StoredPut], Encoded] | None:
+    def _encoded(self, puts: Sequence[_StoredRequest]) -> tuple[Sequence[_StoredRequest], Encoded] | None:
         """Those that are still wanted and can be written; None if there are none."""
         for put in puts:
             if put.cancelled or self._ledger.closed:
-                self._done(put, PutCancelled())
+                self._done(put, RequestCancelled())
         puts = [put for put in puts if not put.done]
         try:
-            return (puts, encode_bundle([rollout for put in puts for rollout in put.rollouts])) if puts else None
+            return (
+                (puts, encode_bundle([rollout for put in puts for rollout in put.request.rollouts])) if puts else None
+            )
         except RolloutError:
             for put in puts:
                 try:
-                    encode_bundle(put.rollouts)
+                    encode_bundle(put.request.rollouts)
                 except RolloutError as error:
                     self._done(put, error)
             if not any(put.done for put in puts):
                 raise
             return self._encoded(puts)
 
-    def _done(self, put: _StoredPut, error: Exception) -> None:
+    def _done(self, put: _StoredRequest, error: Exception) -> None:
         """Before it was sent."""
         with suppress(WireError):  # it is done already
             if put.number is not None:
                 self._ledger.resolve(put.number, error)
 
 
-def _columns(put: _StoredPut) -> tuple[Any, ...]:
+def _columns(pending: _StoredRequest) -> tuple[Any, ...]:
     """Empty where there are no rollouts."""
-    if not put.rollouts:
+    rollouts = pending.request.rollouts
+    if not rollouts:
         return ()
-    return tuple((name, column.dtype, column.shape[1:]) for name, column in put.rollouts[0].tokens.items())
+    return tuple((name, column.dtype, column.shape[1:]) for name, column in rollouts[0].tokens.items())
 
 
 class RayProducerSession(ProducerSession):
@@ -216,19 +207,19 @@ class RayProducerSession(ProducerSession):
             return super().admit(message, sizes)
         numbers = [put.number for put in message.puts]
         header = message.rollouts
-        if numbers[0] < self._next or sorted(set(numbers)) != numbers or tuple(sizes) != (header.wire_bytes,):
-            raise WireError(f"expected puts from number {self._next} on and one buffer, got {message}"[:500])
+        expected = self._unanswered.next_number
+        if numbers[0] < expected or sorted(set(numbers)) != numbers or tuple(sizes) != (header.wire_bytes,):
+            raise WireError(f"expected puts from number {expected} on and one buffer, got {message}"[:500])
         return sizes if header.payload is not None else (header.total_bytes,)
 
     def _on_bundle(self, message: PutBundle, buffers: Sequence[Tensor], references: Sequence[object]) -> None:
         rollouts = self._bundled(message.rollouts, buffers[0], references)
         if sum(put.count for put in message.puts) != len(rollouts):
             raise WireError(f"producer {self.name} put {len(rollouts)} rollouts, and announced another number")
-        self._next = message.puts[-1].number + 1
         each = iter(rollouts)
         for put in message.puts:
             mode = Mode.GROUP if put.group else Mode.PUT if put.wait else Mode.NOWAIT
-            self._sizes[put.number] = 0  # staged in the store, which the producer bounds
+            self._unanswered.add(message, put.number)  # staged in the store, which the producer bounds
             its = tuple(islice(each, put.count))
             declared = closed(its[0].group_id) if its and put.complete else None
             self._deliver(Offer(put.number, mode, its, declared=declared, slot=put.slot))
@@ -242,6 +233,5 @@ class RayProducerSession(ProducerSession):
         if self.owner is None or len(references) != 1:
             raise WireError(f"producer {self.name} keeps what it puts, which it may not")
         stored = Stored(references[0])
-        self._kept.add(key)
-        weakref.finalize(stored, self._on_released, key).atexit = False
+        self._leases.hold(stored, key)
         return read_stored_bundle(header, buffer, stored, self.owner)

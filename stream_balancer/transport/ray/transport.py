@@ -18,10 +18,10 @@ from collections.abc import Callable
 from stream_balancer.transport.admission import CLOSED, AdmittingTransport
 from stream_balancer.transport.channel import either
 from stream_balancer.transport.event_loop import at_once
-from stream_balancer.transport.put_ledger import Limits
 from stream_balancer.transport.rank_session import RankSession
 from stream_balancer.transport.ray.actor import ActorChannel, ActorChannels
 from stream_balancer.transport.ray.producer import RayProducerSession
+from stream_balancer.transport.request_ledger import Limits
 from stream_balancer.wire.messages import (
     Join,
     JoinProducer,

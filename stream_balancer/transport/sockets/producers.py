@@ -19,7 +19,7 @@ from stream_balancer.errors import WireError
 from stream_balancer.transport.event_loop import InLoop
 from stream_balancer.transport.producer_port import ProducerPort
 from stream_balancer.transport.producer_session import ProducerSession
-from stream_balancer.transport.put_ledger import Limits
+from stream_balancer.transport.request_ledger import Limits
 from stream_balancer.transport.sockets.acceptor import send_now
 from stream_balancer.transport.sockets.channel import SocketChannel
 from stream_balancer.transport.sockets.hub import Hub

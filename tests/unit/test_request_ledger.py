@@ -1,4 +1,4 @@
-"""The ledger of pending puts: one reply each, in order, within the limits, whatever happens to the controller."""
+"""The ledger of requests: one reply each, in order, within the limits, whatever happens to the controller."""
 
 from __future__ import annotations
 
@@ -7,25 +7,19 @@ import pytest
 import stream_balancer as sb
 from stream_balancer.errors import WireError
 from stream_balancer.testing import make_rollout
-from stream_balancer.transport.put_ledger import (
-    Limits,
-    Mode,
-    PendingPut,
-    PutCancelled,
-    PutLedger,
-    error_of,
-    reason_of,
-)
+from stream_balancer.transport.replies import error_of, reason_of
+from stream_balancer.transport.request_ledger import Limits, RequestLedger
+from stream_balancer.transport.requests import Mode, PendingRequest, Request, RequestCancelled
 
 LIMITS = Limits(staged_bytes=30, max_put_bytes=100)
 
 
-def a_put(name: str, size: int = 10) -> PendingPut:
-    return PendingPut([make_rollout(1, name)], Mode.PUT, lambda: None, put_bytes=size, size=size)
+def a_put(name: str, size: int = 10) -> PendingRequest:
+    return PendingRequest(Request(Mode.PUT, [make_rollout(1, name)]), lambda: None, total_bytes=size, wire_bytes=size)
 
 
-def ledger(*puts: PendingPut, limits: Limits = LIMITS) -> PutLedger[PendingPut]:
-    book = PutLedger[PendingPut]()
+def ledger(*puts: PendingRequest, limits: Limits = LIMITS) -> RequestLedger[PendingRequest]:
+    book = RequestLedger[PendingRequest]()
     book.open(limits)
     for put in puts:
         book.add(put)
@@ -57,7 +51,7 @@ def test_a_larger_put_travels_alone_and_one_above_max_put_bytes_not_at_all() -> 
 
 def test_a_bundle_ends_at_its_bytes_and_puts() -> None:
     puts = [a_put(f"r{n}", 1) for n in range(5)]
-    book = PutLedger[PendingPut](bundle_bytes=3, bundle_puts=2)
+    book = RequestLedger[PendingRequest](bundle_bytes=3, bundle_puts=2)
     book.open(LIMITS)
     for put in puts:
         book.add(put)
@@ -69,7 +63,7 @@ def test_cancelled_while_it_waits_it_is_done_once_sent_the_reply_decides() -> No
     book = ledger(sent, waits, late)
     assert book.take() == ([sent], [])
     book.cancel(waits, "why")
-    assert isinstance(waits.error, PutCancelled)
+    assert isinstance(waits.error, RequestCancelled)
     assert str(waits.error) == "why"
     book.cancel(sent)
     book.cancel(sent)
@@ -95,10 +89,10 @@ def test_what_has_no_reply_is_sent_again_and_first() -> None:
     assert book.take() == ([sent[0], sent[2], waits], [3, 4]), "cancelled under their new numbers"
     duplicate = sb.DuplicateRolloutError("it is held")
     book.resolve(3, duplicate)
-    book.resolve(4, PutCancelled())
+    book.resolve(4, RequestCancelled())
     book.resolve(5, duplicate)
     assert sent[0].error is None, "the first time it was accepted, and the reply lost"
-    assert isinstance(sent[2].error, PutCancelled)
+    assert isinstance(sent[2].error, RequestCancelled)
     assert waits.error is duplicate
 
 
@@ -112,7 +106,7 @@ def test_closed_it_cancels_what_is_sent_and_takes_no_more() -> None:
     book.add(late)
     for put in (waits, late):
         assert isinstance(put.error, sb.ClosedResourceError)
-    book.resolve(0, PutCancelled())
+    book.resolve(0, RequestCancelled())
     assert isinstance(sent.error, sb.ClosedResourceError), "nobody cancelled it but the closing"
 
 
@@ -139,7 +133,7 @@ def test_a_reply_that_was_not_asked_for_is_refused() -> None:
 
 
 ERRORS = [
-    (PutCancelled(), "cancelled"),
+    (RequestCancelled(), "cancelled"),
     (sb.RolloutError("a"), "rollout"),
     (sb.DuplicateRolloutError("b"), "duplicate"),
     (sb.ClosedResourceError("c"), "ended"),
