@@ -340,7 +340,7 @@ def test_what_is_declared_of_a_group_travels_in_the_order_of_the_puts() -> None:
         send(session, *outgoing(put, number, 0))
         offer = session.take()
         assert isinstance(offer, Offer)
-        assert (offer.number, offer.mode, offer.declared) == (number, put.mode, put.declared)
+        assert (offer.number, offer.mode, offer.declared) == (number, put.request.mode, put.request.declared)
         assert [r.rollout_id for r in offer.rollouts] == [r.rollout_id for r in put.rollouts]
     assert channel.sent[1:4] == [
         m.DeclareGroup(1, "g", "expected", 3),
