@@ -128,6 +128,7 @@ async def test_a_rank_whose_report_is_refused_raises_why(rejoin: bool, shared_me
             port.report(m.StepReport(0, math.nan))
             await until(lambda: refused_by(port.take) is not None)
             await port.aclose()
+            await until(lambda: not link.live)
             error = refused_by(port.take)
             assert error is not None
             assert "impossible durations" in str(error)

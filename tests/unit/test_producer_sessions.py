@@ -341,7 +341,7 @@ def test_what_is_declared_of_a_group_travels_in_the_order_of_the_puts() -> None:
         offer = session.take()
         assert isinstance(offer, Offer)
         assert (offer.number, offer.mode, offer.declared) == (number, put.request.mode, put.request.declared)
-        assert [r.rollout_id for r in offer.rollouts] == [r.rollout_id for r in put.rollouts]
+        assert [r.rollout_id for r in offer.rollouts] == [r.rollout_id for r in put.request.rollouts]
     assert channel.sent[1:4] == [
         m.DeclareGroup(1, "g", "expected", 3),
         m.DeclareGroup(2, "g", "closed"),
