@@ -1,8 +1,11 @@
-"""What many tests begin with: a small balancer's knobs, and waits for what tasks and threads do."""
+"""What many tests begin with: a small balancer's knobs, waits for what tasks and threads do, a port that answers."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import anyio
@@ -31,3 +34,26 @@ async def until(condition: Callable[[], bool]) -> None:
 def waiting(balancer: sb.StreamBalancer) -> list[str]:
     """Ids of the waiting rollouts, oldest first."""
     return [rollout.rollout_id for rollout in balancer.snapshot().waiting]
+
+
+@contextmanager
+def answering(handle: Callable[[socket.socket], object]) -> Iterator[str]:
+    """The address of a port in whose thread ``handle`` is called with every connection, one after the other."""
+    server = socket.create_server(("127.0.0.1", 0))
+
+    def serve() -> None:
+        while True:
+            try:
+                sock = server.accept()[0]
+            except OSError:
+                return
+            handle(sock)
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    try:
+        yield f"tcp://127.0.0.1:{server.getsockname()[1]}"
+    finally:
+        server.shutdown(socket.SHUT_RDWR)
+        server.close()
+        thread.join()

@@ -5,12 +5,15 @@ from __future__ import annotations
 import math
 import random
 from collections import Counter
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import anyio
 import pytest
+from anyio.abc import TaskGroup
 from helpers import settle
 
 import stream_balancer as sb
@@ -56,69 +59,60 @@ async def put(balancer: sb.StreamBalancer, name: str, number: int) -> None:
         await balancer.put(make_rollout(1 + 7 * n % 30, f"{name}{n}"))
 
 
-async def test_fewer_ranks_from_the_next_batch_on() -> None:
-    async with sb.StreamBalancer(knobs(3)) as balancer, MemoryTransport(dp_size=3) as transport:
+@asynccontextmanager
+async def training(dp_size: int, seconds: float = 0.0) -> AsyncIterator[tuple[sb.StreamBalancer, Trainers, TaskGroup]]:
+    """So many ranks train, ``seconds`` a step, and have been given the first; on leaving, until the end."""
+    async with sb.StreamBalancer(knobs(dp_size)) as balancer, MemoryTransport(dp_size=dp_size) as transport:
         trainers = Trainers(transport)
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(serve, balancer, transport)
-            for rank in range(3):
-                tasks.start_soon(trainers.train, rank, 1.0)
+            for rank in range(dp_size):
+                tasks.start_soon(trainers.train, rank, seconds)
             await put(balancer, "a", 12)
             await settle()
-            balancer.reconfigure(dp_size=2)
-            await anyio.sleep(10.0)
-            assert trainers.ended == [2], "a rank that is no more sees the end, behind what it was given"
-            await put(balancer, "b", 24)
+            yield balancer, trainers, tasks
             balancer.end()
-        assert trainers.sizes == {0: [3, 2, 2], 1: [3, 2, 2], 2: [3]}
-        assert sum(trainers.trained.values()) == len(trainers.trained) == 36
-        assert balancer.statistics().acknowledged == 36
-        assert [len(balancer.statistics().rank_busy_seconds), transport.dp_size] == [3, 2]
+
+
+async def test_fewer_ranks_from_the_next_batch_on() -> None:
+    async with training(3, 1.0) as (balancer, trainers, _):
+        balancer.reconfigure(dp_size=2)
+        await anyio.sleep(10.0)
+        assert trainers.ended == [2], "a rank that is no more sees the end, behind what it was given"
+        await put(balancer, "b", 24)
+    assert trainers.sizes == {0: [3, 2, 2], 1: [3, 2, 2], 2: [3]}
+    assert sum(trainers.trained.values()) == len(trainers.trained) == 36
+    assert balancer.statistics().acknowledged == 36
+    assert [len(balancer.statistics().rank_busy_seconds), trainers.transport.dp_size] == [3, 2]
 
 
 async def test_more_ranks_once_they_are_wanted() -> None:
-    async with sb.StreamBalancer(knobs(2)) as balancer, MemoryTransport(dp_size=2) as transport:
-        trainers = Trainers(transport)
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(serve, balancer, transport)
-            for rank in range(2):
-                tasks.start_soon(trainers.train, rank)
-            await put(balancer, "a", 12)
-            await settle()
-            with pytest.raises(ValueError, match="announces dp_size=3, but the controller balances for dp_size=2"):
-                await anext(RankFeed(transport.connect(2, dp_size=3)))
-            balancer.reconfigure(dp_size=3)
-            await put(balancer, "b", 12)
-            await settle()
-            assert [state.connected for state in balancer.rank_states()] == [True, True, False]
-            assert balancer.statistics().redelivering == 12, "what was asked for before is for whoever is there"
-            tasks.start_soon(trainers.train, 2)
-            await settle()
-            balancer.end()
-        assert trainers.sizes == {0: [2, 3], 1: [2, 3], 2: [3]}
-        assert sum(trainers.trained.values()) == len(trainers.trained) == 24
+    async with training(2) as (balancer, trainers, tasks):
+        with pytest.raises(ValueError, match="announces dp_size=3, but the controller balances for dp_size=2"):
+            await anext(RankFeed(trainers.transport.connect(2, dp_size=3)))
+        balancer.reconfigure(dp_size=3)
+        await put(balancer, "b", 12)
+        await settle()
+        assert [state.connected for state in balancer.rank_states()] == [True, True, False]
+        assert balancer.statistics().redelivering == 12, "what was asked for before is for whoever is there"
+        tasks.start_soon(trainers.train, 2)
+        await settle()
+    assert trainers.sizes == {0: [2, 3], 1: [2, 3], 2: [3]}
+    assert sum(trainers.trained.values()) == len(trainers.trained) == 24
 
 
 async def test_a_rank_that_is_no_more_may_be_one_again() -> None:
-    async with sb.StreamBalancer(knobs(2)) as balancer, MemoryTransport(dp_size=2) as transport:
-        trainers = Trainers(transport)
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(serve, balancer, transport)
-            for rank in range(2):
-                tasks.start_soon(trainers.train, rank, 1.0)
-            await put(balancer, "a", 12)
-            await settle()
-            balancer.reconfigure(dp_size=1)
-            balancer.reconfigure(dp_size=2)  # it has not done what it was given, and goes back to its place
-            await put(balancer, "b", 12)
-            await anyio.sleep(10.0)
-            assert trainers.ended == [1], "it was told of the end"
-            assert trainers.sizes == {0: [2], 1: [2]}
-            tasks.start_soon(trainers.train, 1, 1.0)
-            await anyio.sleep(10.0)
-            balancer.end()
-        assert trainers.sizes == {0: [2, 2], 1: [2, 2]}
-        assert sum(trainers.trained.values()) == len(trainers.trained) == 24
+    async with training(2, 1.0) as (balancer, trainers, tasks):
+        balancer.reconfigure(dp_size=1)
+        balancer.reconfigure(dp_size=2)  # it has not done what it was given, and goes back to its place
+        await put(balancer, "b", 12)
+        await anyio.sleep(10.0)
+        assert trainers.ended == [1], "it was told of the end"
+        assert trainers.sizes == {0: [2], 1: [2]}
+        tasks.start_soon(trainers.train, 1, 1.0)
+        await anyio.sleep(10.0)
+    assert trainers.sizes == {0: [2, 2], 1: [2, 2]}
+    assert sum(trainers.trained.values()) == len(trainers.trained) == 24
 
 
 async def test_speeds_must_be_given_anew() -> None:

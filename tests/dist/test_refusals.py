@@ -13,6 +13,7 @@ from typing import Any
 import anyio
 import anyio.to_thread
 import pytest
+from helpers import answering
 
 import stream_balancer as sb
 from stream_balancer.controller.producers import attend
@@ -165,27 +166,15 @@ async def test_a_producer_whose_put_is_refused_raises_why(rejoin: bool) -> None:
 @contextmanager
 def listening(on_join: Callable[[socket.socket, m.Join], object]) -> Iterator[str]:
     """A controller that lets everybody in, calls ``on_join``, and hangs up."""
-    server = socket.create_server(("127.0.0.1", 0))
 
-    def serve() -> None:
-        while True:
-            try:
-                sock = server.accept()[0]
-            except OSError:
-                return
-            with sock:
-                accepting = Accepting(b"", (m.JoinRank, m.JoinProducer))
-                sock.sendall(pack(accepting.receive(receive_message(sock))))  # type: ignore[arg-type]
-                on_join(sock, accepting.receive(receive_message(sock)))  # type: ignore[arg-type]
+    def let_in(sock: socket.socket) -> None:
+        with sock:
+            accepting = Accepting(b"", (m.JoinRank, m.JoinProducer))
+            sock.sendall(pack(accepting.receive(receive_message(sock))))  # type: ignore[arg-type]
+            on_join(sock, accepting.receive(receive_message(sock)))  # type: ignore[arg-type]
 
-    thread = threading.Thread(target=serve)
-    thread.start()
-    try:
-        yield f"tcp://127.0.0.1:{server.getsockname()[1]}"
-    finally:
-        server.shutdown(socket.SHUT_RDWR)
-        server.close()
-        thread.join()
+    with answering(let_in) as address:
+        yield address
 
 
 def test_a_feed_says_who_it_is_each_time_that_it_joins() -> None:

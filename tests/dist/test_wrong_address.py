@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import logging
 import socket
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
 
 import anyio
 import pytest
 from forked import free_port
+from helpers import answering
 from torch._C._distributed_c10d import TCPStore
 
 import stream_balancer as sb
@@ -41,27 +41,19 @@ def nobody_there() -> str:
 @contextmanager
 def foreign_server(says: bytes | None) -> Iterator[str]:
     """Something else on the port; ``None`` says nothing and stays."""
-    server = socket.create_server(("127.0.0.1", 0))
     stayed = []
 
-    def serve() -> None:
-        with suppress(OSError):
-            while True:
-                peer = server.accept()[0]
-                stayed.append(peer)
-                if says is not None:
-                    peer.sendall(says)
-                    peer.recv(4096)
-                    peer.close()
+    def answer(peer: socket.socket) -> None:
+        stayed.append(peer)
+        if says is not None:
+            with suppress(OSError), peer:
+                peer.sendall(says)
+                peer.recv(4096)
 
-    thread = threading.Thread(target=serve)
-    thread.start()
     try:
-        yield f"tcp://127.0.0.1:{server.getsockname()[1]}"
+        with answering(answer) as address:
+            yield address
     finally:
-        server.shutdown(socket.SHUT_RDWR)
-        server.close()
-        thread.join()
         for peer in stayed:
             peer.close()
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
@@ -13,9 +13,11 @@ from queue import SimpleQueue
 import anyio
 import torch
 import torch.distributed as dist
+from anyio.abc import TaskGroup
 
 import stream_balancer as sb
 from stream_balancer.transport.gloo.torch_dist import current_world
+from stream_balancer.transport.memory import MemoryTransport
 
 GUARD_S = 120.0  # against hangs
 
@@ -63,6 +65,18 @@ def controller(
     done.set()
     thread.join(GUARD_S)
     assert not thread.is_alive(), "the controller did not end"
+
+
+@asynccontextmanager
+async def in_memory(dp_size: int) -> AsyncIterator[tuple[sb.StreamBalancer, MemoryTransport, TaskGroup]]:
+    """A balancer that has ended, with rollouts for two steps; a transport for its ranks; who trains and serves."""
+    config = sb.BalancerConfig(dp_size=dp_size, batch_size=2)
+    async with sb.StreamBalancer(config) as balancer, MemoryTransport(dp_size=dp_size) as transport:
+        for n in range(4):
+            await balancer.put(rollout(n))
+        balancer.end()
+        async with anyio.create_task_group() as tasks:
+            yield balancer, transport, tasks
 
 
 @contextmanager

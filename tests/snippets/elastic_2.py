@@ -1,9 +1,8 @@
 import anyio
-import torch
 
 import stream_balancer as sb
 from stream_balancer.controller.serve import serve
-from stream_balancer.transport.memory import MemoryTransport
+from tests.snippets._stage import in_memory
 
 
 async def train(feed):
@@ -12,14 +11,9 @@ async def train(feed):
 
 
 async def main():
-    config = sb.BalancerConfig(dp_size=1, batch_size=2)
-    async with sb.StreamBalancer(config) as balancer, MemoryTransport(dp_size=1) as transport:
-        for _ in range(4):
-            await balancer.put(sb.Rollout(tokens={"input_ids": torch.arange(5)}))
-        balancer.end()
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(train, sb.RankFeed(transport.connect(0)))
-            pass  # the snippet
+    async with in_memory(dp_size=1) as (balancer, transport, tasks):  # noqa: RUF059 - the snippet serves it
+        tasks.start_soon(train, sb.RankFeed(transport.connect(0)))
+        pass  # the snippet
 
 
 anyio.run(main)
