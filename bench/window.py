@@ -1,6 +1,7 @@
-"""The window: idle time in the long run, with its price in delay in the same row, and what a plan costs.
+"""The window: idle time in the long run, with its price in delay in the same row.
 
 python bench/window.py [--json] [--seeds 20] [--trace-seeds 6] [--steps 200] [--traces DIR] [--only TEXT]
+                       [--only-mode TEXT]
 
 A row is a setting of the knobs over a stream of lengths, run by `sb.simulate` in mid-run: mean over seeds, its standard
 deviation, delays in dispatches (mean and p99 over seeds, the longest of all), the correlation of length and delay, and
@@ -9,23 +10,28 @@ by how much the tokens of a step vary. The warm-up and the tail are left out. A 
 
 from __future__ import annotations
 
-import time
+import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 from _common import Rows, arguments
-from peers import Floats, Ints, Partitioner, flops, lognormal, peers, trace_folder, traces
+from peers import Floats, Partitioner, lognormal, peers, trace_folder, traces
 
 import stream_balancer as sb
 from stream_balancer.config import Policy
-from stream_balancer.planning import PlanKnobs, Waiting, plan_batch
-from stream_balancer.tools.generation import finish_times
-from stream_balancer.tools.simulate import as_policy
+from stream_balancer.core.groups import GroupSize
+from stream_balancer.core.machine import BalancerCore
+from stream_balancer.tools.generation import Generation, finish_times
+from stream_balancer.tools.simulate import as_policy, report_of
+from stream_balancer.tools.simulation_run import Run
 
 SLOTS = 128
-"""Rollouts generated at a time."""
+"""Rollouts generated at a time, where a mode does not say otherwise."""
+
+TOKENS_PER_SECOND = 30.0
+"""Of a slot."""
 
 Make = Callable[[int], sb.Trace]
 """seed -> a stream of rollouts."""
@@ -33,7 +39,7 @@ Make = Callable[[int], sb.Trace]
 
 @dataclass(frozen=True)
 class Mode:
-    """A setting of the knobs."""
+    """A setting of the knobs, and what it is run over."""
 
     name: str
     width: float
@@ -42,12 +48,22 @@ class Mode:
     """Further knobs of a `BalancerConfig`."""
     batch: int = 32
     ranks: int = 8
-    whole_groups: bool = False
-    """Siblings leave in one batch, of as many whole groups as fit."""
+    policy: Policy = "window"
     capped: bool = False
     """`max_tokens_per_micro_batch` is the longest rollout."""
-    in_tokens: bool = False
-    """Steps and window are as many tokens as so many rollouts have on average."""
+    in_tokens: float = 0.0
+    """Steps and window are as many tokens as so many batches have on average; 0: they are rollouts."""
+    whole_groups: bool = False
+    """Siblings leave in one batch, of as many whole groups as fit."""
+    group_sizes: tuple[int, ...] = ()
+    """... and these are the sizes, each as often; else those of the trace that most have."""
+    by_prompt: bool = False
+    """Rollouts that leave one by one are drawn by whole prompts, as they were generated."""
+    stratum: float = 0.0
+    """So many of the rollouts, any of them, are the stratum "a"."""
+    slots: int = SLOTS
+    bars: Mapping[str, float] = field(default_factory=dict)
+    """The most that it may idle, by how the name of a trace begins."""
 
     def config(self, trace: sb.Trace, cost: sb.CostModel) -> sb.BalancerConfig:
         size = int(np.bincount(trace.group_ids).max()) if self.whole_groups else 1
@@ -59,14 +75,21 @@ class Mode:
         if self.capped:
             knobs["max_tokens_per_micro_batch"] = int(trace.lengths.max())
         if self.in_tokens:
-            tokens = round(batch * float(trace.lengths.mean()))
+            tokens = round(self.in_tokens * batch * float(trace.lengths.mean()))
             knobs |= {"batch_size": None, "window": None, "batch_tokens": tokens}
             knobs["window_tokens"] = round(self.width * tokens)
-        return sb.BalancerConfig(**knobs | dict(self.knobs))
+        return as_policy(sb.BalancerConfig(**knobs | dict(self.knobs)), self.policy)
 
 
-def lockstep(name: str, width: float, batch: int, ranks: int) -> Mode:
-    return Mode(f"locksteps {batch}/{ranks} {name}", width, {"sync": "micro_batch"}, batch, ranks, capped=True)
+def locksteps(batch: int, ranks: int, bars: Mapping[str, float]) -> tuple[Mode, ...]:
+    """Ranks that meet at every micro-batch, as large as the longest rollout."""
+    kind: dict[str, Any] = {"batch": batch, "ranks": ranks, "capped": True, "slots": 4 * batch}
+    one = {"sync": "micro_batch"}
+    return (
+        Mode(f"locksteps {batch}/{ranks} W1", 1, one, policy="fifo", **kind),
+        Mode(f"locksteps {batch}/{ranks} W2 D8", 2, one | {"max_skips": 8}, bars=bars, **kind),
+        Mode(f"locksteps {batch}/{ranks} W2 D16", 2, one | {"max_skips": 16}, **kind),
+    )
 
 
 MODES = (
@@ -76,13 +99,32 @@ MODES = (
         for skips in (8, 16, 32)
     ),
     Mode("W2 D16 equal counts", 2, {"max_skips": 16, "counts": "equal"}),
+    *(
+        Mode(f"W2 D{skips}, 16 to 64", 2, {"max_skips": skips, "batch_size_range": (16, 64)}, bars=bars)
+        for skips, bars in ((8, {}), (16, {"rg": 3.5, "mooncake": 2.2, "misguided": 0.9, "nemo": 32.9}), (32, {}))
+    ),
+    Mode("W2 D16 in tokens", 2, {"max_skips": 16}, in_tokens=1.0),
     Mode("W2 D16 whole groups", 2, {"max_skips": 16}, whole_groups=True),
-    Mode("W2 D16, 16 to 64", 2, {"max_skips": 16, "batch_size_range": (16, 64)}),
-    Mode("W2 D16 in tokens", 2, {"max_skips": 16}, in_tokens=True),
-    lockstep("W1", 1, 128, 8),
-    lockstep("W2", 2, 128, 8),
-    lockstep("W1", 1, 256, 32),
-    lockstep("W2", 2, 256, 32),
+    Mode(
+        "W2 D8 groups of 8",
+        2,
+        {"max_skips": 8},
+        whole_groups=True,
+        group_sizes=(8,),
+        bars={"rg": 0.7, "lrm": 0.7, "misguided": 0.6, "nemo": 3.0},
+    ),
+    Mode("W2 D8 groups of 16", 2, {"max_skips": 8}, whole_groups=True, group_sizes=(16,)),
+    Mode("W2 D8 groups of 4 and 16", 2, {"max_skips": 8}, whole_groups=True, group_sizes=(4, 16)),
+    Mode("W2 D16 groups of 4 and 16", 2, {"max_skips": 16}, whole_groups=True, group_sizes=(4, 16)),
+    Mode("prompts fifo", 1, policy="fifo", by_prompt=True),
+    Mode("prompts W2 D8", 2, {"max_skips": 8}, by_prompt=True),
+    Mode("prompts in tokens fifo", 1, policy="fifo", in_tokens=1.0, by_prompt=True),
+    Mode("prompts in tokens W2 D8", 2, {"max_skips": 8}, in_tokens=1.0, by_prompt=True),
+    Mode("prompts in twice the tokens W2 D16", 2, {"max_skips": 16}, in_tokens=2.0, by_prompt=True, slots=256),
+    Mode("W2 D16 stratum of 10 %, no share", 2, {"max_skips": 16}, stratum=0.1),
+    Mode("W2 D16 stratum of 10 %, one in every step", 2, {"max_skips": 16, "stratum_shares": {"a": 0.03}}, stratum=0.1),
+    *locksteps(128, 8, {"lrm": 1.6, "misguided": 1.6, "tau": 1.0, "mooncake": 4.0}),
+    *locksteps(256, 32, {"lrm": 3.5, "tau": 2.2, "mooncake": 8.0}),
 )
 """Over the recorded traces."""
 
@@ -94,6 +136,10 @@ def measure(rows: Rows, label: str, runs: Sequence[sb.SimulationReport], bar: fl
         return round(float(np.mean([of(run) for run in runs])), 2)
 
     idle = [100 * run.idle_fraction for run in runs]
+    of_the_stratum: dict[str, Any] = {}
+    if runs[0].strata:
+        of_the_stratum["steps_without"] = mean(lambda run: 100 * run.strata["a"].steps_without)
+        of_the_stratum["delay_of_stratum"] = mean(lambda run: run.strata["a"].delay_dispatches.mean)
     for run in runs:
         most = run.config.max_skips
         assert most is None or run.max_skips_seen <= most, f"{label}: passed over {run.max_skips_seen} times"
@@ -109,21 +155,31 @@ def measure(rows: Rows, label: str, runs: Sequence[sb.SimulationReport], bar: fl
         longest=int(max(run.delay_dispatches.max for run in runs)),
         correlation=mean(lambda run: run.length_bias.length_delay_correlation),
         token_variation=mean(lambda run: run.token_variation or 0.0),
+        **of_the_stratum,
     )
 
 
-def run(make: Make, seeds: int, mode: Mode, cost: sb.CostModel, policy: Policy = "window") -> list[sb.SimulationReport]:
-    def one(seed: int) -> sb.SimulationReport:
-        stream = make(seed)
-        return sb.simulate(stream, as_policy(mode.config(stream, cost), policy), slots=SLOTS, seed=seed)
+def run(make: Make, seeds: int, mode: Mode, cost: sb.CostModel) -> list[sb.SimulationReport]:
+    return [one(make(seed), mode, cost, seed) for seed in range(seeds)]
 
-    return [one(seed) for seed in range(seeds)]
+
+def one(stream: sb.Trace, mode: Mode, cost: sb.CostModel, seed: int) -> sb.SimulationReport:
+    config = mode.config(stream, cost)
+    if len(mode.group_sizes) < 2:
+        return sb.simulate(stream, config, slots=mode.slots, seed=seed)
+    core = BalancerCore(config)
+    for group, size in enumerate(np.bincount(stream.group_ids).tolist()):
+        core.add_all([], 0.0, GroupSize(str(group), size))  # what expect_group() does
+    generation = Generation(stream, mode.slots, TOKENS_PER_SECOND, seed, whole_groups=True)
+    simulated = Run(stream, core, generation, math.inf)
+    simulated.to_the_end(None)
+    return report_of(simulated, None)
 
 
 def baselines(rows: Rows, name: str, make: Make, seeds: int, mode: Mode, cost: sb.CostModel) -> None:
     """The same stream without a window: first in, first out."""
-    measure(rows, f"{name}: round-robin", run(make, seeds, mode, cost, "round_robin"))
-    measure(rows, f"{name}: fifo + this partition", run(make, seeds, mode, cost, "fifo"))
+    measure(rows, f"{name}: round-robin", run(make, seeds, replace(mode, policy="round_robin"), cost))
+    measure(rows, f"{name}: fifo + this partition", run(make, seeds, replace(mode, policy="fifo"), cost))
     if (verl := VERL.get("verl (list)")) is not None:
         rows.add(f"{name}: fifo + verl equal: idle", _idle_of(verl, make, seeds, mode, cost), "%")
 
@@ -187,7 +243,7 @@ def synthetic(rows: Rows, seeds: int, steps: int, only: str) -> None:
 # --- real traces -----------------------------------------------------------------------------------------------------
 
 
-def real(rows: Rows, folder: str | None, seeds: int, steps: int, only: str) -> None:
+def real(rows: Rows, folder: str | None, seeds: int, steps: int, only: str, only_mode: str) -> None:
     cost = sb.QuadraticCost()
     for trace in traces(trace_folder(folder)):
         if only not in trace.name:
@@ -197,17 +253,45 @@ def real(rows: Rows, folder: str | None, seeds: int, steps: int, only: str) -> N
         baselines(rows, trace.name, drawn(trace, MODES[0], steps), min(seeds, 5), MODES[0], cost)
         for mode in MODES:
             source = grouped if mode.whole_groups else trace
-            if source is not None:
-                measure(rows, f"{trace.name} {mode.name}", run(drawn(source, mode, steps), seeds, mode, cost))
+            if source is not None and only_mode in mode.name:
+                bar = next((most for name, most in mode.bars.items() if trace.name.startswith(name)), None)
+                measure(rows, f"{trace.name} {mode.name}", run(drawn(source, mode, steps), seeds, mode, cost), bar)
 
 
 def drawn(trace: sb.Trace, mode: Mode, steps: int) -> Make:
     """Rollouts, or whole groups, drawn with replacement: enough for so many steps beside warm-up and tail."""
     count = mode.batch * (steps + 3 * mode.knobs.get("max_skips", 16) + 10)
+    if mode.in_tokens:
+        count = round(mode.in_tokens * count)
+    if mode.group_sizes:
+        return lambda seed: of_sizes(trace, mode.group_sizes, count, seed)
     if mode.whole_groups:
         size = int(np.bincount(trace.group_ids).max())
         count = count // size * size
-    return lambda seed: trace.resampled(count, seed, by_group=mode.whole_groups)
+
+    def make(seed: int) -> sb.Trace:
+        found = trace.resampled(count, seed, by_group=mode.whole_groups or mode.by_prompt)
+        if not mode.stratum:
+            return found
+        of_it = np.random.default_rng(seed).random(count) < mode.stratum
+        return replace(found, strata=np.where(of_it, "a", "").astype(np.object_))
+
+    return make
+
+
+def of_sizes(trace: sb.Trace, sizes: tuple[int, ...], count: int, seed: int) -> sb.Trace:
+    """Groups of these sizes, each as often; a group's members are drawn from one recorded group."""
+    rng = np.random.default_rng(seed)
+    members = np.split(np.argsort(trace.group_ids, kind="stable"), np.cumsum(np.bincount(trace.group_ids))[:-1])
+    drawn_sizes = rng.choice(sizes, round(count / float(np.mean(sizes))))
+    rows = np.concatenate([rng.choice(members[rng.integers(len(members))], size) for size in drawn_sizes])
+    groups = np.repeat(np.arange(drawn_sizes.size), drawn_sizes)
+    return sb.Trace(
+        prompt_tokens=trace.prompt_tokens[rows],
+        output_tokens=trace.output_tokens[rows],
+        group_ids=groups,
+        name=trace.name,
+    )
 
 
 def of_usual_size(trace: sb.Trace) -> sb.Trace | None:
@@ -221,50 +305,7 @@ def of_usual_size(trace: sb.Trace) -> sb.Trace | None:
     return sb.Trace(prompt_tokens=prompt, output_tokens=output, group_ids=groups, name=trace.name)
 
 
-# --- cost of a plan, and lockstep ------------------------------------------------------------------------------------
-
-
-def cost_of_a_plan(rows: Rows) -> None:
-    """A steady stream; the median of the later dispatches."""
-    rows.text("cost of a plan")
-    for batch, ranks, window, bar in (
-        (32, 8, 64, 6.0),
-        (256, 32, 512, 8.0),
-        (1024, 64, 4096, 2.0),
-        (4096, 128, 16384, 6.0),
-        (16384, 512, 131072, 60.0),
-    ):
-        for kind in ("tok", "flops"):
-            steps = 24 if batch > 256 else 200
-            lengths = lognormal(window + steps * batch, 0)
-            costs = flops(lengths) if kind == "flops" else lengths
-            name = f"window {window}, {batch}/{ranks} {kind}: plan"
-            rows.add(name, plan_ms(lengths, costs, batch, ranks, window, steps), "ms", bar)
-
-
-def plan_ms(lengths: Floats, costs: Floats, batch: int, ranks: int, window: int, steps: int) -> float:
-    held, skips, taken = np.arange(window), np.zeros(window, dtype=np.int64), window
-    knobs = PlanKnobs(ranks, batch, max(16, 3 * (window // batch)))
-    milliseconds = []
-    for step in range(steps):
-        columns = Waiting(
-            costs[held],
-            lengths[held].astype(np.int64),
-            skips,
-            np.zeros(window, dtype=np.bool_),
-            np.full(window, -1),
-            np.ones(window, dtype=np.bool_),
-        )
-        start = time.process_time()
-        plan = plan_batch(columns, knobs, num_rollouts=batch, step=step)
-        milliseconds.append(1e3 * (time.process_time() - start))
-        stays = np.ones(window, dtype=np.bool_)
-        stays[np.concatenate([one for share in plan.ranks for one in share])] = False
-        new: Ints = np.arange(taken, taken + batch)
-        held = np.concatenate((held[stays], new))
-        skips = np.concatenate((skips[stays] + 1, np.zeros(batch, dtype=np.int64)))
-        taken += batch
-    return float(np.median(milliseconds[steps // 6 :]))
+# --- locksteps of one rollout, caps, slow ranks ----------------------------------------------------------------------
 
 
 def lockstep_from_the_window(rows: Rows, seeds: int, steps: int) -> None:
@@ -302,14 +343,14 @@ def capped_and_slowed(rows: Rows, seeds: int, steps: int) -> None:
 
 
 def main() -> None:
-    options = arguments(__doc__, seeds=20, trace_seeds=6, steps=200, traces=None, only="")
+    options = arguments(__doc__, seeds=20, trace_seeds=6, steps=200, traces=None, only="", only_mode="")
     rows = Rows(options.json)
-    if not options.only:
-        cost_of_a_plan(rows)
+    if not options.only and not options.only_mode:
         lockstep_from_the_window(rows, options.seeds, options.steps)
         capped_and_slowed(rows, options.seeds, options.steps)
-    synthetic(rows, options.seeds, options.steps, options.only)
-    real(rows, options.traces, options.trace_seeds, options.steps, options.only)
+    if not options.only_mode:
+        synthetic(rows, options.seeds, options.steps, options.only)
+    real(rows, options.traces, options.trace_seeds, options.steps, options.only, options.only_mode)
 
 
 if __name__ == "__main__":

@@ -116,7 +116,7 @@ def simulate(
     )
     run = Run(trace, core, generation, rate)
     run.to_the_end(progress)
-    return _report(run, warm_up)
+    return report_of(run, warm_up)
 
 
 def _work_per_second(trainer: TrainerSpeed, trace: Trace, config: BalancerConfig, rollout_s: float) -> float:
@@ -134,7 +134,7 @@ def _work_per_second(trainer: TrainerSpeed, trace: Trace, config: BalancerConfig
     return trainer
 
 
-def _report(run: Run, warm_up: int | None) -> SimulationReport:
+def report_of(run: Run, warm_up: int | None) -> SimulationReport:
     """What a run that has ended comes to."""
     columns = list(zip(*run.records, strict=True)) or [()] * 8
     at_s, reason, rollouts, tokens, mean, bound, slowest, ranks = columns
