@@ -120,6 +120,13 @@ MODES = (
     Mode("prompts W2 D8", 2, {"max_skips": 8}, by_prompt=True),
     Mode("prompts in tokens fifo", 1, policy="fifo", in_tokens=1.0, by_prompt=True),
     Mode("prompts in tokens W2 D8", 2, {"max_skips": 8}, in_tokens=1.0, by_prompt=True),
+    Mode(
+        "prompts in tokens, window of 64 rollouts, D8",
+        2,
+        {"max_skips": 8, "window_tokens": None, "window": 64},
+        in_tokens=1.0,
+        by_prompt=True,
+    ),
     Mode("prompts in twice the tokens W2 D16", 2, {"max_skips": 16}, in_tokens=2.0, by_prompt=True, slots=256),
     Mode("W2 D16 stratum of 10 %, no share", 2, {"max_skips": 16}, stratum=0.1),
     Mode("W2 D16 stratum of 10 %, one in every step", 2, {"max_skips": 16, "stratum_shares": {"a": 0.03}}, stratum=0.1),

@@ -11,6 +11,7 @@ Pure and deterministic: a budget of elementary operations, and a seeded generato
 
 from __future__ import annotations
 
+from functools import cache
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -182,7 +183,7 @@ class _Slots:
         # two for two compares pairs of columns: half the columns keep the work of a round about the same
         columns = self._columns(rounds, _MAX_COLUMNS if size == 1 else _MAX_COLUMNS // 2)
         # one array of columns per swapped slot; of two, every pair once
-        sides = (columns,) if size == 1 else tuple(columns[side] for side in np.triu_indices(columns.size, 1))
+        sides = (columns,) if size == 1 else tuple(columns[side] for side in _pairs_of(columns.size))
         gives, takes = self._sums(late, sides), self._sums(early, sides)  # [pairs, choices] each
         if self.counts == "equal" and self._has_dummies:
             self._keep_one_dummy(late, early, sides, gives, takes)
@@ -238,31 +239,42 @@ class _Slots:
         return keeps
 
 
+@cache
+def _pairs_of(size: int) -> tuple[Ints, Ints]:
+    """Every pair of so many once; small, and asked for in every round."""
+    return np.triu_indices(size, 1)
+
+
 def _closest(gives: Floats, takes: Floats, ideal: Floats) -> tuple[Ints, Ints, Floats]:
     """Per row p the (i, j) whose gives[p, i] - takes[p, j] is closest to ideal[p]. O(size log size).
 
     All rows are searched by one searchsorted: each row is lifted above the one before it.
     """
     num_pairs, width = gives.shape
+    start = (np.arange(num_pairs) * width)[:, None]  # of each row, in one flat array of all
     # [pairs, choices] what the early rank may give, lightest first
     rank = np.argsort(takes, axis=1, kind="stable")
-    ladder = np.take_along_axis(takes, rank, axis=1)  # [pairs, width] ascending; inf = may not be taken
+    ladder = takes.ravel()[rank + start]  # [pairs, width] ascending; inf = may not be taken
     wanted = gives - ideal[:, None]  # [pairs, width] what each gift should be answered with
-    highest = float(ladder[np.isfinite(ladder)].max(initial=0.0))
-    reach = 1.0 + 2.0 * max(highest, float(np.abs(np.where(np.isfinite(wanted), wanted, 0.0)).max()))
+    highest, most = float(ladder.max()), float(np.abs(wanted).max())
+    finite = highest + most < np.inf
+    if not finite:
+        highest = float(ladder[np.isfinite(ladder)].max(initial=0.0))
+        most = float(np.abs(np.where(np.isfinite(wanted), wanted, 0.0)).max())
+    reach = 1.0 + 2.0 * max(highest, most)
     lift = (np.arange(num_pairs) * (3.0 * reach))[:, None]
     # Lifted by more than any row spans, the rows make one ascending array: one binary search for all pairs.
     flat = (np.minimum(ladder, reach) + lift).ravel()
     # [pairs, choices] where in the ladder the answer to each gift would be; the nearest is there or one below
     place = np.searchsorted(flat, (np.minimum(wanted, reach) + lift).ravel()).reshape(num_pairs, width)
-    start = (np.arange(num_pairs) * width)[:, None]
-    above = np.clip(place - start, 0, width - 1)
-    below = np.clip(place - start - 1, 0, width - 1)
+    above = np.minimum(np.maximum(place, start), start + (width - 1))
+    below = np.minimum(np.maximum(place - 1, start), start + (width - 1))
+    steps = ladder.ravel()
     with np.errstate(invalid="ignore"):
-        miss_above = np.abs(np.take_along_axis(ladder, above, axis=1) - wanted)
-        miss_below = np.abs(np.take_along_axis(ladder, below, axis=1) - wanted)
-    miss_above[np.isnan(miss_above)] = np.inf
-    miss_below[np.isnan(miss_below)] = np.inf
+        miss_above, miss_below = np.abs(steps[above] - wanted), np.abs(steps[below] - wanted)
+    if not finite:
+        miss_above[np.isnan(miss_above)] = np.inf
+        miss_below[np.isnan(miss_below)] = np.inf
     # [pairs, choices] how far the best answer to each gift is from the ideal
     miss = np.minimum(miss_above, miss_below)
     # [pairs] the gift whose answer comes nearest
@@ -270,7 +282,7 @@ def _closest(gives: Floats, takes: Floats, ideal: Floats) -> tuple[Ints, Ints, F
     row = np.arange(num_pairs)
     use_above = miss_above[row, i] <= miss_below[row, i]
     step = np.where(use_above, above[row, i], below[row, i])
-    j = rank[row, step]
+    j = rank.ravel()[step]
     with np.errstate(invalid="ignore"):
         shifted = gives[row, i] - takes[row, j]
     return i, j, shifted
