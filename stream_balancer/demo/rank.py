@@ -16,6 +16,7 @@ from stream_balancer.demo.model import Decoder, build_model, loss_sum
 from stream_balancer.demo.options import DemoOptions
 from stream_balancer.demo.rollouts import checksum
 from stream_balancer.rank.feed import RankFeed
+from stream_balancer.tools.processes import exit_with_parent
 from stream_balancer.types import MicroBatch, RankBatch, Rollout
 
 __all__ = ["RankRun", "StepDone", "run_rank", "train"]
@@ -47,8 +48,9 @@ class RankRun(msgspec.Struct, frozen=True):
 def run_rank(rank: int, options: DemoOptions, address: str, token: str, longest: int, folder: Path) -> None:
     """Train on whatever the feed brings, until it ends; then write a RankRun to ``folder``, where the ranks also meet.
 
-    Never outlives the controller for long: the feed notices that it is gone.
+    Never outlives the controller: until the feed is connected, nothing else would notice that it is gone.
     """
+    exit_with_parent()
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/ranks", rank=rank, world_size=options.ranks)
     model = build_model(options)

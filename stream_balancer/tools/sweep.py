@@ -7,14 +7,13 @@ its report, in the order of the settings, so the result does not depend on the n
 from __future__ import annotations
 
 import multiprocessing
-import os
-import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from typing import Any, TypeAlias, TypeVar
 
 from stream_balancer.config import BalancerConfig
 from stream_balancer.errors import ConfigError
+from stream_balancer.tools.processes import exit_with_parent
 from stream_balancer.tools.simulate import simulate
 from stream_balancer.tools.simulation_report import SimulationReport
 from stream_balancer.tools.trace import Trace
@@ -78,18 +77,10 @@ _HOW: dict[str, Any] = {}
 
 def _begin(trace: Trace, how: dict[str, Any]) -> None:
     """In a child, once: what all its simulations share."""
-    threading.Thread(target=_exit_with_parent, name="exit-with-parent", daemon=True).start()
+    exit_with_parent()
     global _TRACE
     _TRACE = trace
     _HOW.update(how)
-
-
-def _exit_with_parent() -> None:
-    """A pool whose owner is killed would wait for work for ever: each child holds the other end of its own queue."""
-    parent = multiprocessing.parent_process()
-    if parent is not None:
-        parent.join()
-        os._exit(1)
 
 
 def _one(digest: Callable[[SimulationReport], T], config: BalancerConfig) -> T:
