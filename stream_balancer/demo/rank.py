@@ -55,7 +55,7 @@ def run_rank(rank: int, options: DemoOptions, address: str, token: str, longest:
     dist.init_process_group("gloo", init_method=f"file://{folder}/ranks", rank=rank, world_size=options.ranks)
     model = build_model(options)
     _warm_up(model, longest)
-    with RankFeed(address, rank=rank, dp_size=options.ranks, token=token, connect_timeout_s=15.0) as feed:
+    with RankFeed(address, rank=rank, dp_size=options.ranks, token=token) as feed:
         steps = train(feed, model, dist.all_reduce)
     flat = torch.cat([p.detach().flatten() for p in model.parameters()])
     run = RankRun(steps, zlib.crc32(flat.numpy().tobytes()))

@@ -26,7 +26,7 @@ from stream_balancer.testing import BACKENDS, make_rollout
 
 CONFIG = sb.BalancerConfig(dp_size=2, batch_size=4, window=8, capacity=16)
 ROLLOUTS = 80
-RUN_TIMEOUT_S = 30.0
+RUN_TIMEOUT_S = 150.0
 PRODUCERS = 2
 
 

@@ -13,10 +13,9 @@ from typing import Any, Self
 import anyio
 import torch
 from forked import forked
+from guard import GUARD_S
 
 import stream_balancer as sb
-
-GUARD_S = 50
 
 Spec = tuple[Any, ...]
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from forked import forked, free_port
+from guard import GUARD_S
 
 import stream_balancer as sb
 
@@ -30,7 +31,7 @@ def all_of(job: Callable[[int], Any]) -> list[Any]:
     processes, pipes = zip(*(forked(_run, job, rank, port) for rank in range(WORLD)), strict=True)
     got = [pipe.recv() for pipe in pipes]
     for process in processes:
-        process.join(30)
+        process.join(GUARD_S)
         assert process.exitcode == 0
     return got
 

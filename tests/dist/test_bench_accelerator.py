@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from guard import GUARD_S
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -18,7 +19,7 @@ def test_every_part_of_the_benchmark_prints_its_rows() -> None:
     command = [sys.executable, "bench/accelerator.py", "--device", "cpu", "--json"]
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     done = subprocess.run(
-        command, cwd=ROOT, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True, timeout=110
+        command, cwd=ROOT, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True, timeout=GUARD_S
     )
     assert done.returncode == 0, done.stderr[-2000:]
     rows = {row["name"]: row["value"] for row in map(json.loads, done.stdout.splitlines())}

@@ -9,8 +9,9 @@ from typing import Any
 
 import anyio
 import pytest
+from guard import GUARD_S
 from helpers import until
-from remote_producer import GUARD_S, RemoteProducer, make, names, start_controller, verdict_of
+from remote_producer import RemoteProducer, make, names, start_controller, verdict_of
 
 import stream_balancer as sb
 from stream_balancer.controller.producers import attend

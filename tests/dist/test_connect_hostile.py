@@ -14,6 +14,7 @@ import anyio
 import msgspec
 import pytest
 import torch
+from guard import GUARD_S
 
 import stream_balancer as sb
 from stream_balancer.controller.producers import attend
@@ -106,7 +107,7 @@ async def test_hostile_producers_are_sent_away_and_others_notice_nothing(caplog:
     """They know the token, and break the protocol."""
     caplog.set_level(logging.WARNING, "stream_balancer.transport")
     config = sb.BalancerConfig(dp_size=1, batch_size=4, window=64)
-    with anyio.fail_after(50):
+    with anyio.fail_after(GUARD_S):
         async with (
             sb.TorchTransport.listen(dp_size=1, token=TOKEN, max_put_bytes=2**20, staged_bytes=2**19) as transport,
             sb.StreamBalancer(config) as balancer,
@@ -133,7 +134,7 @@ def attack(address: tuple[str, int], message: bytes, wait: bool, joining: Joinin
     """Join, send it all, and wait to be thrown out."""
     with closing(socket.create_connection(address)) as peer:
         join_over(peer, joining or Joining(TOKEN.encode(), JoinProducer("hostile")))
-        peer.settimeout(20)
+        peer.settimeout(GUARD_S)
         try:
             peer.sendall(message)
             while wait and peer.recv(4096):

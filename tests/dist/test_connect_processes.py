@@ -5,6 +5,7 @@ from __future__ import annotations
 import anyio
 import pytest
 from forked import Python
+from guard import GUARD_S
 
 import stream_balancer as sb
 from stream_balancer.controller.producers import attend
@@ -23,7 +24,7 @@ except sb.BrokenResourceError:
 
 @pytest.mark.processes
 async def test_an_unclosed_producer_ends_with_its_process() -> None:
-    with anyio.fail_after(50):
+    with anyio.fail_after(GUARD_S):
         async with sb.TorchTransport.listen(dp_size=1) as transport:
             async with (
                 sb.StreamBalancer(sb.BalancerConfig(dp_size=1, batch_size=8)) as balancer,

@@ -10,13 +10,13 @@ from contextlib import contextmanager, suppress
 
 import anyio
 import pytest
+from guard import GUARD_S
 
 import stream_balancer as sb
 from stream_balancer.controller.producers import attend
 from stream_balancer.testing import make_rollout
 from stream_balancer.transport.sockets.joiner import parse_address
 
-GUARD_S = 50
 NUM_ROLLOUTS = 4
 JOINED_BYTES = 400  # of the handshake, both ways together: about 350
 EVERY_BYTES = 151  # a put has 500, the reply to it 40

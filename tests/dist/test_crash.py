@@ -244,7 +244,6 @@ def _opened(folder: Path) -> Any:
         anyio.run(journal.aclose)
 
 
-@pytest.mark.timeout(110)
 def test_what_was_accepted_is_trained_on_once_whatever_is_killed(tmp_path: Path) -> None:
     _crash_test(tmp_path, kills=8, least=600, seed=1, interval_s=1.0)
 
@@ -341,7 +340,6 @@ def _checkpoint_test(folder: Path, kills: int, least: int, retry: bool, interval
 
 
 @pytest.mark.parametrize("retry", [True, pytest.param(False, marks=pytest.mark.slow)])
-@pytest.mark.timeout(110)
 def test_without_a_journal_what_the_checkpoint_promised_is_trained_on(tmp_path: Path, retry: bool) -> None:
     _checkpoint_test(tmp_path, kills=5, least=200, retry=retry, interval_s=1.0)
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from forked import run_python, run_world
+from guard import GUARD_S
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -18,7 +19,9 @@ def run(example):
 
 def torchrun(ranks, *command):
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks]
-    done = subprocess.run([*map(str, [*launch, *command])], capture_output=True, text=True, timeout=100, check=False)
+    done = subprocess.run(
+        [*map(str, [*launch, *command])], capture_output=True, text=True, timeout=GUARD_S, check=False
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout
 

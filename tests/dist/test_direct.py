@@ -15,8 +15,9 @@ from typing import Any
 import anyio
 import pytest
 import torch
+from guard import GUARD_S
 from helpers import until
-from remote_producer import GUARD_S, Rank, RemoteProducer, fingerprint, make, names
+from remote_producer import Rank, RemoteProducer, fingerprint, make, names
 from test_connect_hostile import attack as assault
 
 import stream_balancer as sb
@@ -127,7 +128,7 @@ async def test_groups_refusals_and_padding_are_as_ever() -> None:
 async def test_a_rank_that_is_killed_and_rejoins_gets_the_same_tokens_again() -> None:
     orders = [specs(name, 60, seed) for seed, name in enumerate("ab")]
     with ExitStack() as stack:
-        async with served(2, rejoin_timeout_s=30) as (balancer, transport):
+        async with served(2, rejoin_timeout_s=GUARD_S) as (balancer, transport):
             healthy = Rank(transport.address, 0, 2, step_s=0.005)
             lives = [Rank(transport.address, 1, 2, 0, 0.005)]
             remotes = [stack.enter_context(RemoteProducer(transport.address, hand_over="direct")) for _ in orders]

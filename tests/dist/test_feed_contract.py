@@ -10,6 +10,7 @@ from typing import Any
 
 import anyio
 import pytest
+from guard import GUARD_S
 
 from stream_balancer.controller.serve import serve
 from stream_balancer.rank.feed import RankFeed
@@ -62,7 +63,7 @@ OPENERS = {
 @pytest.mark.parametrize("opener", OPENERS.values(), ids=OPENERS)
 @pytest.mark.parametrize("clause", CLAUSES, ids=lambda clause: clause.__name__)
 async def test_clause(clause: Callable[[Opener], Awaitable[None]], opener: Opener) -> None:
-    with anyio.fail_after(30):
+    with anyio.fail_after(GUARD_S):
         await clause(opener)
 
 
@@ -78,7 +79,7 @@ async def _first_batch(harness: _Harness, feed: RankFeed, **batch: int) -> RankB
 @pytest.mark.skipif(not available(), reason="needs memfd")
 @pytest.mark.parametrize("refused_by", ["nobody", "controller", "rank"])
 async def test_shared_memory_is_chosen_by_itself_and_may_be_refused(refused_by: str) -> None:
-    with anyio.fail_after(30):
+    with anyio.fail_after(GUARD_S):
         async with _open(1, shared_memory=refused_by != "controller") as harness:
             feed = harness.connect(0, shared_memory=refused_by != "rank")
             await _first_batch(harness, feed)
@@ -92,7 +93,7 @@ async def test_without_a_descriptor_for_shared_memory_a_batch_goes_through_the_s
         raise OSError(errno.EMFILE, "Too many open files")
 
     balancer = ScriptedBalancer([make_batch(step, 1) for step in range(6)])
-    with anyio.fail_after(30):
+    with anyio.fail_after(GUARD_S):
         async with OPENERS["shared_memory"](1) as harness, anyio.create_task_group() as tasks:
             tasks.start_soon(serve, balancer, harness.transport)
             held = []

@@ -8,6 +8,7 @@ from typing import Any
 
 import anyio
 from forked import forked
+from guard import GUARD_S
 from torch._C._distributed_c10d import Store, TCPStore
 
 import stream_balancer as sb
@@ -31,10 +32,10 @@ def test_a_rank_leaves_a_controller_that_died_while_it_connected() -> None:
     acceptor = threading.Thread(target=dying, daemon=True)
     acceptor.start()
     feed = sb.RankFeed(f"tcp://127.0.0.1:{server.getsockname()[1]}", rank=0, dp_size=1)
-    assert probed.wait(20)
+    assert probed.wait(GUARD_S)
     closer = threading.Thread(target=feed.close)
     closer.start()
-    closer.join(20)
+    closer.join(GUARD_S)
     assert not closer.is_alive()
     server.shutdown(socket.SHUT_RDWR)
     server.close()
@@ -52,7 +53,7 @@ async def test_a_feed_goes_on_when_the_store_it_joined_through_has_died() -> Non
     port = await anyio.to_thread.run_sync(mine.recv)
     stores: list[Store] = [TCPStore("127.0.0.1", port, is_master=False) for _ in range(2)]
     balancer = ScriptedBalancer([make_batch(step, 1) for step in range(5)])
-    with anyio.fail_after(50):
+    with anyio.fail_after(GUARD_S):
         async with sb.TorchTransport(stores[0], dp_size=1) as transport, anyio.create_task_group() as tasks:
             tasks.start_soon(serve, balancer, transport)
             feed = sb.RankFeed(stores[1], rank=0, dp_size=1)
@@ -65,7 +66,7 @@ async def test_a_feed_goes_on_when_the_store_it_joined_through_has_died() -> Non
 
 async def test_ranks_wait_in_a_store_for_one_controller_after_the_other() -> None:
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    with anyio.fail_after(50):
+    with anyio.fail_after(GUARD_S):
         for life in range(2):
             feed = sb.RankFeed(store, rank=0, dp_size=1)
             async with sb.TorchTransport(store, dp_size=1) as transport:

@@ -13,7 +13,8 @@ import anyio
 import pytest
 import torch
 import torch.distributed as dist
-from remote_producer import GUARD_S, forked
+from guard import GUARD_S
+from remote_producer import forked
 
 import stream_balancer as sb
 from stream_balancer.testing import make_rollout

@@ -14,7 +14,8 @@ from typing import Any
 
 import anyio
 import pytest
-from forked import GUARD_S, forked
+from forked import forked
+from guard import GUARD_S
 
 import stream_balancer as sb
 from stream_balancer.controller.serve import serve

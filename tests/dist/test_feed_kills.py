@@ -11,7 +11,8 @@ from typing import Any
 import anyio
 import pytest
 from forked import PROCESSES
-from remote_producer import GUARD_S, Rank, fingerprint
+from guard import GUARD_S
+from remote_producer import Rank, fingerprint
 
 from stream_balancer.controller.serve import serve
 from stream_balancer.errors import RankLostError
@@ -47,7 +48,7 @@ async def _drill(
 
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(reaper)
-            await serve(balancer, transport, rejoin_timeout_s=30)
+            await serve(balancer, transport, rejoin_timeout_s=GUARD_S)
         told_healthy = await anyio.to_thread.run_sync(healthy.told)
         told = [await anyio.to_thread.run_sync(rank.told) for rank in lives]
     assert told_healthy == [*(_expected(step, 0, num_tokens) for step in range(steps)), END]
@@ -64,7 +65,6 @@ async def _drill(
 
 
 @pytest.mark.processes
-@pytest.mark.timeout(90)
 @pytest.mark.parametrize("shared_memory", [False, True])
 async def test_kills_at_random_moments(shared_memory: bool) -> None:
     with anyio.fail_after(GUARD_S):
@@ -72,14 +72,12 @@ async def test_kills_at_random_moments(shared_memory: bool) -> None:
 
 
 @pytest.mark.soak
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize("shared_memory", [False, True])
 async def test_fifty_kills_in_a_row(shared_memory: bool) -> None:
     with anyio.fail_after(500):
         await _drill(2, kills=50, steps=150, num_tokens=100_000, step_s=0.1, shared_memory=shared_memory)
 
 
-@pytest.mark.timeout(90)
 def test_a_stopped_rank_is_reported_and_goes_on() -> None:
     anyio.run(_stop)
 

@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from forked import forked, free_port
+from guard import GUARD_S
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from stream_balancer.controller.serve import serve
@@ -29,7 +30,6 @@ from stream_balancer.transport.sockets.acceptor import MeetingPoint
 from stream_balancer.transport.sockets.joiner import Entry, Joiner
 from stream_balancer.wire.messages import Batch, JoinPeer, WelcomePeer
 
-GUARD_S = 50
 Shape = tuple[tuple[int, ...], tuple[str, ...], Any]  # sizes, names, dp_dim
 DP_TP: Shape = ((2, 2), ("dp", "tp"), "dp")
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import anyio
 import pytest
 from forked import Python, run_world, started
+from guard import GUARD_S
 
 from stream_balancer.errors import RankLostError
 from stream_balancer.rank.feed import RankFeed
@@ -17,7 +18,6 @@ from stream_balancer.transport.gloo import pair as _gloo
 from stream_balancer.transport.gloo.torch_dist import TorchTransport
 
 SCRIPT = str(Path(__file__).with_name("feed_rank.py"))
-GUARD_S = 55
 
 
 def ended(process: Python) -> tuple[int | None, list[str], str]:

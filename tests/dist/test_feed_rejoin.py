@@ -9,11 +9,11 @@ from pathlib import Path
 import anyio
 import pytest
 from forked import PROCESSES, free_port
+from guard import GUARD_S
 
 import stream_balancer as sb
 from stream_balancer.testing import make_rollout
 
-GUARD_S = 50
 NUM_ROLLOUTS = 48
 
 

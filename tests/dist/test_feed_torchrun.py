@@ -10,18 +10,17 @@ from pathlib import Path
 
 import anyio
 import pytest
+from guard import GUARD_S
 
 from stream_balancer.controller.serve import serve
 from stream_balancer.testing.transports import ScriptedBalancer, make_batch
 from stream_balancer.transport.gloo.torch_dist import TorchTransport
 
 SCRIPT = str(Path(__file__).with_name("torchrun_rank.py"))
-GUARD_S = 100
 STEPS = 10
 
 
 @pytest.mark.slow  # torchrun and six ranks import torch; test_crash.py kills forked ranks that checkpoint
-@pytest.mark.timeout(120)
 def test_restarts_under_torchrun_train_on_everything_once(tmp_path: Path) -> None:
     anyio.run(_drill, tmp_path)  # it is about the trainer's processes: one loop will do
 

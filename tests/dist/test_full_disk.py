@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from guard import GUARD_S
 
 PROGRAM = Path(__file__).parent / "full_disk.py"
 MOUNTED = 'mount -t tmpfs -o size=48m tmpfs "$1" && shift && exec "$@"'
@@ -22,7 +23,7 @@ def with_a_small_disk(folder: Path, *command: str) -> subprocess.CompletedProces
         allowed = False
     if not allowed:
         pytest.skip("no mount of its own is allowed here")
-    return subprocess.run([*unshare, *command], capture_output=True, text=True, check=False, timeout=120)
+    return subprocess.run([*unshare, *command], capture_output=True, text=True, check=False, timeout=GUARD_S)
 
 
 @pytest.mark.parametrize("backend", ["asyncio", "trio"])

@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager
 import anyio
 import pytest
 import torch.distributed as dist
+from guard import GUARD_S
 
 from stream_balancer.testing.channels import CLAUSES, Opener
 from stream_balancer.transport.buffers import BufferPool
@@ -46,5 +47,5 @@ OPENERS = {f"shared_memory={shared}": functools.partial(open_pair, shared_memory
 @pytest.mark.parametrize("opener", OPENERS.values(), ids=OPENERS)
 @pytest.mark.parametrize("clause", CLAUSES, ids=lambda clause: clause.__name__)
 async def test_clause(clause: Callable[[Opener], Awaitable[None]], opener: Opener) -> None:
-    with anyio.fail_after(20):
+    with anyio.fail_after(GUARD_S):
         await clause(opener)

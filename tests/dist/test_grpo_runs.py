@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from forked import run_python, run_world
+from guard import GUARD_S
 
 ROOT = Path(__file__).parents[2]
 RUN = ROOT / "examples" / "grpo" / "run.py"
@@ -23,7 +24,7 @@ def forked(*command: object) -> str:
 def under_torchrun(*command: object) -> str:
     """run.py starts torchrun on itself."""
     command = tuple(map(str, (sys.executable, *command)))
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=GUARD_S, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -35,7 +36,6 @@ def under_torchrun(*command: object) -> str:
         pytest.param(under_torchrun, [], "window", 30, marks=pytest.mark.slow),
     ],
 )
-@pytest.mark.timeout(120)
 def test_a_few_steps(start, options, policy, steps):
     """The run itself fails if the ranks' weights differ, or if a rollout is lost or trained on twice."""
     small = ["--steps", str(steps), "--batch-size", "16", "--group-size", "4"]

@@ -18,13 +18,13 @@ from typing import Literal
 import anyio
 import pytest
 from forked import PROCESSES, forked
+from guard import GUARD_S
 
 from stream_balancer.rank.feed import RankFeed
 from stream_balancer.transport.gloo import pair as _pair
 from stream_balancer.transport.gloo.torch_dist import TorchTransport
 
 TOKEN = b"a token of sixteen or more"
-GUARD_S = 30
 GLOO_TIMEOUT_S = 20  # gloo itself waits five times as long
 PAIRS = 4
 

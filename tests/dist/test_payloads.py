@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import pytest
 import torch
+from guard import GUARD_S
 
 import stream_balancer as sb
 from stream_balancer.errors import ClosedResourceError, WireError
@@ -92,7 +93,7 @@ def test_who_waits_for_an_owner_that_does_not_answer_is_woken_by_close(
 
     def stuck(key: int) -> None:
         asked.set()
-        answers.wait(20)
+        answers.wait(GUARD_S)
 
     monkeypatch.setattr(server, "get", stuck)
     fetcher, errors = Fetcher(), list[Exception]()
@@ -105,9 +106,9 @@ def test_who_waits_for_an_owner_that_does_not_answer_is_woken_by_close(
 
     thread = threading.Thread(target=read)
     thread.start()
-    assert asked.wait(20)
+    assert asked.wait(GUARD_S)
     fetcher.close()
-    thread.join(20)
+    thread.join(GUARD_S)
     answers.set()
     assert len(errors) == 1
 
@@ -123,7 +124,7 @@ def test_the_number_of_a_socket_that_is_read_is_not_given_to_another_file(
     def stopped(_: object, sock: socket.socket) -> bool:
         numbers.append(sock.fileno())
         about_to_read.set()
-        go_on.wait(20)
+        go_on.wait(GUARD_S)
         raise ConnectionResetError
 
     monkeypatch.setattr(payloads._Reader, "read", stopped)
@@ -135,12 +136,12 @@ def test_the_number_of_a_socket_that_is_read_is_not_given_to_another_file(
 
     thread = threading.Thread(target=read)
     thread.start()
-    assert about_to_read.wait(20)
+    assert about_to_read.wait(GUARD_S)
     fetcher.close()
     with socket.socket() as other:
         assert other.fileno() != numbers[0]
     go_on.set()
-    thread.join(20)
+    thread.join(GUARD_S)
     with socket.socket() as other:
         assert other.fileno() <= numbers[0], "it was closed after all"
 
@@ -181,7 +182,7 @@ def test_all_owners_are_asked_before_the_first_answer_is_read(
     for server in owners:
 
         def get(key: int, get: Callable[[int], object] = server.get) -> object:
-            asked.wait(20)
+            asked.wait(GUARD_S)
             return get(key)
 
         monkeypatch.setattr(server, "get", get)

@@ -14,6 +14,7 @@ import anyio
 import anyio.to_thread
 import pytest
 from helpers import answering
+from guard import GUARD_S
 
 import stream_balancer as sb
 from stream_balancer.controller.producers import attend
@@ -31,7 +32,6 @@ from stream_balancer.transport.sockets.joiner import Joiner, receive_message
 from stream_balancer.transport.sockets.producers import connect_producer
 from stream_balancer.wire import messages as m
 
-GUARD_S = 30
 TOKEN = "a token of sixteen or more"
 
 

@@ -18,6 +18,7 @@ from typing import Any
 import anyio
 import msgspec
 import pytest
+from guard import GUARD_S
 from torch._C._distributed_c10d import TCPStore
 
 import stream_balancer as sb
@@ -45,7 +46,6 @@ from stream_balancer.wire.messages import (
 )
 
 TOKEN = "the token of the test"
-GUARD_S = 50
 SUPERSEDES = JoinRank(0, 1, 10**9, 2, 2**30)
 REQUESTS: list[Join] = [
     SUPERSEDES,
@@ -265,7 +265,7 @@ async def test_strangers_who_stay_make_room_for_who_belongs_here() -> None:
             feed = sb.RankFeed(transport.address, rank=0, dp_size=1, token=TOKEN)
             assert (await transport.accept()).incarnation == 0
             for sock in crowd[:40]:  # the oldest had to go
-                sock.settimeout(20)
+                sock.settimeout(GUARD_S)
                 assert await anyio.to_thread.run_sync(answers, sock) == b""
             await feed.aclose()
             for sock in crowd:

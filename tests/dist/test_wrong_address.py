@@ -11,23 +11,23 @@ import anyio
 import pytest
 from forked import free_port
 from helpers import answering
+from guard import GUARD_S
 from torch._C._distributed_c10d import TCPStore
 
 import stream_balancer as sb
 from stream_balancer.testing import make_rollout
 from stream_balancer.transport.sockets import joiner as _joiner
 
-GUARD_S = 50
 Tries = Callable[[str], object]
 
 
 def opens_a_feed(address: str) -> object:
-    with sb.RankFeed(address, rank=0, dp_size=1, connect_timeout_s=20) as feed:
+    with sb.RankFeed(address, rank=0, dp_size=1, connect_timeout_s=GUARD_S) as feed:
         return next(feed)
 
 
 def puts(address: str) -> object:
-    with sb.connect(address, connect_timeout_s=20) as producer:
+    with sb.connect(address, connect_timeout_s=GUARD_S) as producer:
         return producer.put(make_rollout(3))
 
 

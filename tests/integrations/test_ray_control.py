@@ -14,6 +14,7 @@ from typing import Any
 
 import anyio
 import pytest
+from guard import GUARD_S
 
 ray = pytest.importorskip("ray")
 
@@ -25,8 +26,6 @@ from stream_balancer.testing import make_rollout  # noqa: E402
 from stream_balancer.testing.control_clauses import CLAUSES  # noqa: E402
 
 logger = logging.getLogger("tests")
-pytestmark = pytest.mark.timeout(120)
-GUARD_S = 60
 BATCH_SIZE = 8
 
 

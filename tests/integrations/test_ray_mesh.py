@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from guard import GUARD_S
 
 ray = pytest.importorskip("ray")
 
@@ -20,8 +21,6 @@ from stream_balancer.integrations.ray import RayBalancer, host  # noqa: E402
 from stream_balancer.testing import make_rollout  # noqa: E402
 from stream_balancer.transport.ray.producer import INLINE_BYTES  # noqa: E402
 
-pytestmark = pytest.mark.timeout(120)
-GUARD_S = 60
 LENGTHS = [1 + 37 * n for n in range(14)] + [INLINE_BYTES, INLINE_BYTES + 7]  # two go to the object store
 
 

@@ -179,14 +179,12 @@ LOSS_TYPES = ("dapo", "cispo", "vespo", "grpo", "sapo", "dr_grpo", "luspo", "bnp
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 def test_grpo_stays_on_trls_own_course_for_thirty_steps(tmp_path: Path) -> None:
     torchrun(HERE / "trl_grpo_rank.py", str(tmp_path), "30", "dapo", "grpo")
     found = json.loads((tmp_path / "found.json").read_text())
     assert max(found["gradients_apart"].values()) < 1e-5, found
 
 
-@pytest.mark.timeout(300)
 def test_grpo_trains_on_two_ranks_with_trls_own_gradient(tmp_path: Path) -> None:
     """Every loss type; see trl_grpo_rank.py."""
     torchrun(HERE / "trl_grpo_rank.py", str(tmp_path), "2", *LOSS_TYPES)
@@ -215,7 +213,6 @@ def lockstep(ranks: list[list[tuple[int, int]]]) -> int:
     return sum(max(tokens for _, tokens in place) for place in zip(*ranks, strict=True))
 
 
-@pytest.mark.timeout(300)
 def test_the_recipe_works_pasted(tmp_path: Path) -> None:
     model = trl_tiny.saved_model(tmp_path / "model")
     recipe = trl_tiny.recipe(
@@ -353,7 +350,6 @@ def test_the_real_loader_and_collator_train_on_our_plan(token_budget: int) -> No
     assert sum(batch["advantages"].numel() for batch in batches) > 0
 
 
-@pytest.mark.timeout(300)
 def test_async_grpo_trains_on_two_ranks_and_ends_with_the_stream(tmp_path: Path) -> None:
     """With TRL's own gradient, a rank of padding copies alone included; see trl_async_rank.py."""
     torchrun(HERE / "trl_async_rank.py", str(tmp_path))

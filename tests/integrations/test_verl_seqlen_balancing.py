@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from guard import GUARD_S
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -261,7 +262,7 @@ def test_verl_patches_itself_where_the_environment_says_so() -> None:
     )
     environment = {**os.environ, "VERL_USE_EXTERNAL_MODULES": "stream_balancer.integrations.verl.autopatch"}
     said = subprocess.run(
-        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60, check=True
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=GUARD_S, check=True
     )
     assert said.stdout.split() == ["True"]
 
@@ -272,7 +273,7 @@ def test_the_ranks_of_a_group_agree(tmp_path: Path) -> None:
     command = [sys.executable, str(script), f"file://{tmp_path}/rendezvous"]
     ranks = [subprocess.Popen([*command, str(rank)], stdout=subprocess.PIPE, text=True) for rank in range(3)]
     try:
-        said = [rank.communicate(timeout=55)[0].strip() for rank in ranks]
+        said = [rank.communicate(timeout=GUARD_S)[0].strip() for rank in ranks]
     finally:
         for rank in ranks:
             rank.kill()

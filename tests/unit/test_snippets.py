@@ -104,7 +104,6 @@ def test_the_readmes_commands_run_on_few_rollouts(
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(400)
 @pytest.mark.parametrize("command", COMMANDS)
 def test_the_readmes_commands_run(command: str, tmp_path: Path) -> None:
     done = run_python("-m", "stream_balancer", *command.split(), cwd=tmp_path, timeout_s=380)
