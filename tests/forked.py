@@ -13,6 +13,7 @@ import functools
 import multiprocessing
 import os
 import runpy
+import secrets
 import signal
 import socket
 import subprocess
@@ -118,8 +119,14 @@ def run_python(
 
 
 def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        return int(free.getsockname()[1])
+    """Of those that a system does not give away by itself: it would to the next that connects somewhere, before whoever
+    is told of this one has imported torch and listens."""
+    while True:
+        with (
+            contextlib.suppress(OSError),
+            socket.create_server(("127.0.0.1", 10_000 + secrets.randbelow(22_000))) as free,
+        ):
+            return int(free.getsockname()[1])
 
 
 def forked(target: Callable[..., object], *args: Any, daemon: bool = True) -> tuple[BaseProcess, Connection]:

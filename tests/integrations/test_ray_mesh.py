@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from forked import free_port
 from guard import GUARD_S
 
 ray = pytest.importorskip("ray")
@@ -30,14 +30,8 @@ def nodes() -> Iterator[Any]:
         yield started
 
 
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port: int = free.getsockname()[1]
-        return port
-
-
 def _train(balancer: RayBalancer, incarnation: int = 0) -> list[Any]:
-    port = _free_port()
+    port = free_port()
     ranks = [ray.remote(MeshRank).options(num_cpus=0).remote(balancer, port, number) for number in range(4)]
     return [rank.train.remote(incarnation) for rank in ranks]
 
