@@ -13,8 +13,8 @@ from typing import Any
 import anyio
 import anyio.to_thread
 import pytest
-from helpers import answering
 from guard import GUARD_S
+from helpers import answering
 
 import stream_balancer as sb
 from stream_balancer.controller.producers import attend

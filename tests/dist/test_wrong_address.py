@@ -10,8 +10,8 @@ from contextlib import closing, contextmanager, suppress
 import anyio
 import pytest
 from forked import free_port
-from helpers import answering
 from guard import GUARD_S
+from helpers import answering
 from torch._C._distributed_c10d import TCPStore
 
 import stream_balancer as sb
