@@ -54,8 +54,6 @@ class Delivery:
         self._version: int | None = None
         self.num_places = 0
         """Ranks have numbers below this; some may be missing, where a lost rank was given up."""
-        self.broken: list[Link] = []
-        """Links of ranks that are lost though they are connected, to be closed: else they would wait for ever."""
         self.failure: Exception | None = None
         """A rank batch that cannot be sent: its own error."""
         self.resize(dp_size)
@@ -228,7 +226,7 @@ class Delivery:
     def _lose(self, rank: RankQueue, error: RankLostError) -> None:
         if rank.link is not None:
             if rank.link.live:
-                self.broken.append(rank.link)
+                rank.link.close(error)
             del self._of_link[rank.link]
         rank.link, rank.error, rank.since = None, error, anyio.current_time()
         self._steps.lost(rank)

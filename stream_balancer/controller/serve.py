@@ -244,9 +244,6 @@ class _Server(Observer):
             # noted from then on sets it.
             while self._changed:
                 self._delivery.advance(self._changed.pop())
-            if self._delivery.broken:
-                await self._delivery.broken.pop().aclose()
-                continue
             give_up_at, lost = self._delivery.next_to_give_up
             if give_up_at <= anyio.current_time():
                 if self._go_on_without_it():

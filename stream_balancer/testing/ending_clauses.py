@@ -187,6 +187,25 @@ async def strangers_are_refused(open_harness: Opener) -> None:
         await newer.aclose()
 
 
+async def a_rank_that_cannot_go_on_learns_why(open_harness: Opener) -> None:
+    """Though it is connected; after what it was sent."""
+    async with open_harness(1) as harness:
+        feed = harness.connect(0)
+        link = await accepted(harness.transport)
+        link.send(make_batch(0, 1).ranks[0])
+        assert (await anext(feed)).step == 0
+        why = "rank 0 acknowledged step 7, which it was not working on"
+        link.close(RankLostError(why, rank=0, step=7, cause="broke the protocol"))
+        assert not link.live
+        assert str(await loss_of(link)) == why
+        with raises(RankLostError) as caught:
+            await anext(feed)
+        assert why in str(caught.error)
+        await feed.aclose()
+        link.close(RankLostError("too late", rank=0, step=7, cause="broke the protocol"))
+        assert str(await loss_of(link)) == why
+
+
 async def cancelling_loses_nothing(open_harness: Opener) -> None:
     """``accept``, the iteration and ``serve``, at their awaits."""
     async with open_harness(1) as harness:
@@ -253,6 +272,7 @@ CLAUSES = (
     a_rank_lost_before_serve_has_not_come_yet,
     a_lost_controller_is_noticed,
     strangers_are_refused,
+    a_rank_that_cannot_go_on_learns_why,
     cancelling_loses_nothing,
     closing_is_idempotent_and_wakes,
 )

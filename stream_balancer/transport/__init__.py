@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol, TypeAlias
 
+from stream_balancer.errors import RankLostError
 from stream_balancer.transport.rank_control import RankControl
 from stream_balancer.types import RankBatch
 from stream_balancer.wire.messages import (
@@ -98,8 +99,15 @@ class Link(Protocol):
         """Notify the rank that no more batches come; its iterator ends after the ones on their way. Never blocks."""
         ...
 
+    def close(self, error: RankLostError) -> None:
+        """The rank cannot go on, though it is connected: this link is over with ``error``, and the rank raises
+        RankLostError with the same text. It does not join again (``rejoin=True``), or it would come with the same for
+        ever. Never blocks; without effect on a link that is over."""
+        ...
+
     async def aclose(self) -> None:
-        """Release everything; threads have ended when this returns, even if it is cancelled. Idempotent."""
+        """Release everything; threads have ended when this returns, even if it is cancelled. The rank sees a loss, and
+        may come again. Idempotent."""
         ...
 
 

@@ -38,6 +38,7 @@ from stream_balancer.transport.channel import (
     Channel,
     Outgoing,
     PayloadSource,
+    PeerClosed,
     Session,
     State,
     either,
@@ -328,7 +329,11 @@ class RankPort(Session, Port):
             return
         if not isinstance(error, RefusedError | ConfigError | WireError | RankLostError | ClosedResourceError):
             cause = str(error) or "it closed"
-            lost = RankLostError(self._explain_loss(cause), rank=self.rank, step=self._queue.working_on, cause=cause)
+            is_told = isinstance(error, PeerClosed) and str(error)
+            text = f"the controller has closed the link to rank {self.rank}: {cause}"
+            lost = RankLostError(
+                text if is_told else self._explain_loss(cause), rank=self.rank, step=self._queue.working_on, cause=cause
+            )
             lost.__cause__ = error
             error = lost
         self._break(error)

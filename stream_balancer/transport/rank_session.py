@@ -30,6 +30,7 @@ from stream_balancer.transport.channel import Channel, Outgoing, PeerClosed, Ses
 from stream_balancer.transport.event_loop import InLoop, beside_the_loop
 from stream_balancer.types import RankBatch
 from stream_balancer.wire.messages import (
+    MAX_TEXT,
     Denominators,
     End,
     EndBalancer,
@@ -149,6 +150,11 @@ class RankSession(Session, Link):
         cause = "the rank has connected again" if again else f"superseded by incarnation {incarnation}"
         self._fail(self._lost(cause))
         self._channel.close(cause)
+
+    def close(self, error: RankLostError) -> None:
+        if self._state is not State.OVER:
+            self._fail(error)
+            self._channel.close(str(error).encode(errors="replace").decode()[:MAX_TEXT])
 
     async def aclose(self) -> None:
         self._fail(ClosedResourceError())

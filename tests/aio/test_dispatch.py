@@ -16,14 +16,14 @@ from stream_balancer.rank.feed import RankFeed
 from stream_balancer.testing import make_rollout
 from stream_balancer.testing.scripted import rank_batch
 from stream_balancer.testing.transports import ScriptedBalancer, make_batch
-from stream_balancer.transport.channel import Channel
+from stream_balancer.transport.channel import Channel, Outgoing
 from stream_balancer.transport.event_loop import at_once
 from stream_balancer.transport.memory import MemoryTransport
 from stream_balancer.transport.memory_channel import Wire
 from stream_balancer.transport.rank_port import RankPort
 from stream_balancer.transport.rank_session import RankSession
 from stream_balancer.types import Batch
-from stream_balancer.wire.messages import JoinRank
+from stream_balancer.wire.messages import JoinRank, StepReport
 
 
 class CountingBalancer(ScriptedBalancer):
@@ -109,6 +109,24 @@ async def test_a_connection_that_breaks_after_the_end_is_joined_again(report_is_
     assert got == [0, 1, 2]
     assert balancer.acknowledged == [0, 1, 2]
     assert network.joined == 2
+
+
+async def test_a_rank_that_breaks_the_protocol_does_not_come_again() -> None:
+    """Else it would do the same for ever: the connection that ends looks like one that broke."""
+    balancer = ScriptedBalancer([make_batch(step, 1) for step in range(3)])
+    async with MemoryTransport(dp_size=1) as transport:
+        network = NetworkThatBreaks(transport)
+        with anyio.move_on_after(60) as scope:
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(partial(serve, rejoin_timeout_s=math.inf), balancer, transport)
+                async with RankFeed(network.port) as feed:
+                    await anext(feed)
+                    network.wire.ends[1].send(Outgoing(StepReport(7, 1.0)))
+                    with pytest.raises(sb.RankLostError, match="acknowledged step 7, which it was not working on"):
+                        [one async for one in feed]
+                tasks.cancel_scope.cancel()
+    assert not scope.cancelled_caught
+    assert network.joined == 1
 
 
 def kill(feed: RankFeed) -> None:
