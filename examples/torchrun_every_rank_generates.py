@@ -38,9 +38,9 @@ def main() -> None:
     all_put, trained = threading.Event(), torch.zeros(1)
     with sb.connect(hand_over="balancer" if "balancer" in sys.argv else "direct") as producer:
         group = dist.new_group(backend="gloo")
-        threads = [threading.Thread(target=generate, args=(producer, group, all_put))]
+        threads = [threading.Thread(target=generate, args=(producer, group, all_put), daemon=True)]
         if dist.get_rank() == 0:
-            threads.append(threading.Thread(target=anyio.run, args=(control, all_put)))
+            threads.append(threading.Thread(target=anyio.run, args=(control, all_put), daemon=True))
         for thread in threads:
             thread.start()
         for batch in sb.RankFeed():

@@ -8,7 +8,6 @@ import torch
 import torch.distributed as dist
 
 import stream_balancer as sb
-from stream_balancer.transport.gloo.torch_dist import current_world
 
 NUM_ROLLOUTS = 96
 
@@ -23,9 +22,8 @@ async def generate(balancer: sb.StreamBalancer) -> None:
 
 async def control() -> None:
     """The controller: an event loop in a thread of rank 0, meeting the ranks in torchrun's own store."""
-    store, _, dp_size = current_world()
-    config = sb.BalancerConfig(dp_size=dp_size, batch_size=16)
-    transport = sb.TorchTransport(store, dp_size=dp_size)
+    transport = sb.TorchTransport.in_world()
+    config = sb.BalancerConfig(dp_size=transport.dp_size, batch_size=16)
     async with sb.StreamBalancer(config) as balancer, transport, anyio.create_task_group() as group:
         group.start_soon(sb.serve, balancer, transport)
         await generate(balancer)
@@ -34,7 +32,7 @@ async def control() -> None:
 def main() -> None:
     """Every rank trains on its own part of every step."""
     dist.init_process_group("gloo")
-    controller = threading.Thread(target=anyio.run, args=(control,))
+    controller = threading.Thread(target=anyio.run, args=(control,), daemon=True)  # an error below ends rank 0
     if dist.get_rank() == 0:
         controller.start()
     trained = torch.zeros(1)

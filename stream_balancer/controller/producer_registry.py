@@ -47,6 +47,7 @@ class ProducerRegistry:
         self._end, self._num_producers = end, num_producers
         self._connected: dict[bytes, ConnectedProducer] = {}
         self._ended: set[bytes] = set()
+        self._any_came = False
 
     def join(self, session: ProducerSession) -> ConnectedProducer:
         """It is connected; or attended to again, with what it has reserved."""
@@ -57,6 +58,7 @@ class ProducerRegistry:
             before.release_all()
             before.session.supersede()
         producer = self._connected[session.producer_id] = ConnectedProducer(session)
+        self._any_came = True
         return producer
 
     def leave(self, producer: ConnectedProducer, *, lost: bool) -> None:
@@ -80,9 +82,10 @@ class ProducerRegistry:
         self._end_if_last()
 
     def why_not_ended(self) -> str:
-        """Which producers the end waits for, once one has ended; empty before."""
+        """Which producers the end waits for, once one has ended, or all have left without; empty before."""
         if not self._ended:
-            return ""
+            left = self._any_came and not self._connected
+            return "no producer is connected any more, and none has called end()" if left else ""
         names = [one.session.name for one in self._connected.values() if one.session.producer_id not in self._ended]
         of = "" if self._num_producers is None else f" of num_producers={self._num_producers}"
         others = f"connected and not ended: {', '.join(names[:5])}" if names else "no other one is connected"

@@ -233,6 +233,26 @@ async def test_the_balancer_ends_once_as_many_producers_have_ended_as_take_part(
         assert harness.balancer.ended
 
 
+@pytest.mark.parametrize("lost", [False, True])
+async def test_producers_that_left_without_an_end_are_named_as_what_is_waited_for(lost: bool) -> None:
+    """A worker that forgot end(), or failed: its trainer waits, and must be able to see for what."""
+    told = "no producer is connected any more, and none has called end()"
+    async with over_memory(**KNOBS) as harness:
+        assert told not in harness.balancer.why_no_batch()  # none has come yet
+        producer = harness.producer()
+        await settle()
+        assert told not in harness.balancer.why_no_batch()
+        if lost:
+            port_of(producer).wire.cut("killed")
+        else:
+            await producer.aclose()
+        await settle()
+        assert not harness.balancer.ended
+        assert told in harness.balancer.why_no_batch()
+        harness.balancer.end()
+        assert told not in harness.balancer.why_no_batch()
+
+
 async def test_without_a_number_the_last_one_that_is_connected_ends_the_balancer() -> None:
     async with over_memory(**KNOBS) as harness:
         first, last = harness.producer(), harness.producer()
