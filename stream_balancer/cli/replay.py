@@ -154,6 +154,7 @@ def _table(reports: Reports, *, instant: bool) -> Table:
     row("tokens of a step, std / mean", lambda r: f"{_segment(r, steady).token_variation:.2f}")
     row("trainer time, round-robin = 1", lambda r: f"{r.overall.work_s / usual if usual else 1.0:.3f}")
     if not instant:
+        row("idle, the wait for rollouts included", lambda r: f"{r.whole_idle_fraction:.2%}")
         row("end to end, s", lambda r: f"{r.elapsed_s:,.0f}")
         row("trainer busy", lambda r: f"{r.trainer_busy:.1%}")
         row("put waited, mean s", lambda r: f"{r.blocked_s:,.1f}")

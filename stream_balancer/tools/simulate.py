@@ -188,6 +188,7 @@ def report_of(run: Run, warm_up: int | None) -> SimulationReport:
         strata=_by_stratum(run, chosen, skips),
         elapsed_s=run.now,
         trainer_busy=run.busy_s / run.now if run.now > 0 else 0.0,
+        work_per_second=run.rate,
         blocked_s=float((run.accepted_s - run.finished_s).mean()),
         steps=steps,
         step_of=run.step_of,

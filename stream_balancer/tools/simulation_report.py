@@ -183,6 +183,8 @@ class SimulationReport:
     """Virtual seconds from second 0, which is in mid-run, to the end of the last step."""
     trainer_busy: float
     """Fraction of ``elapsed_s`` in which a step ran; 0.0 with an instant trainer."""
+    work_per_second: float
+    """What a rank trains in a second, in the cost model's unit; inf: an instant trainer."""
     blocked_s: float
     """Mean seconds a finished rollout waited for ``put`` to accept it."""
     steps: Steps
@@ -215,6 +217,18 @@ class SimulationReport:
     def idle_fraction(self) -> float:
         """Predicted part of rank time spent waiting for the slowest rank: 1 - sum(mean load) / sum(slowest)."""
         return self.figures.idle_fraction
+
+    @property
+    def whole_idle_fraction(self) -> float:
+        """Part of rank time without work, the wait for rollouts included: 1 - work / (ranks x time). Without that wait
+        it is :attr:`idle_fraction`; NaN with an instant trainer, which has nothing to do but wait."""
+        shown, at_s = self.shown_steps, self.steps.at_s
+        if self.num_batches == 0 or math.isinf(self.work_per_second):
+            return math.nan
+        end_s = float(at_s[shown.stop]) if shown.stop < self.num_batches else self.elapsed_s
+        time_s = end_s - float(at_s[shown.start])
+        work_s = float(self.steps.mean_load[shown].sum()) / self.work_per_second
+        return max(1.0 - work_s / time_s, 0.0) if time_s > 0 else 0.0
 
     @property
     def avoidable_idle(self) -> float:
@@ -256,6 +270,7 @@ _PROPERTIES = (
     "num_batches",
     "is_steady",
     "idle_fraction",
+    "whole_idle_fraction",
     "avoidable_idle",
     "unavoidable_idle",
     "token_variation",
@@ -266,11 +281,11 @@ _PROPERTIES = (
 
 
 def to_plain(value: Any) -> Any:
-    """As JSON has it: records as dicts, tuples as lists, no NaN."""
+    """As JSON has it: records as dicts, tuples as lists; None for what is no number in JSON."""
     if is_dataclass(value):
         return {f.name: to_plain(getattr(value, f.name)) for f in fields(value)}
     if isinstance(value, Mapping):
         return {key: to_plain(item) for key, item in value.items()}
     if isinstance(value, tuple):
         return [to_plain(item) for item in value]
-    return None if isinstance(value, float) and math.isnan(value) else value
+    return None if isinstance(value, float) and not math.isfinite(value) else value

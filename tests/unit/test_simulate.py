@@ -155,6 +155,21 @@ class TestTimes:
         assert report.elapsed_s == 8.0
         assert report.trainer_busy == 1.0
 
+    def test_whole_idle_time_counts_the_wait_for_rollouts_too(self) -> None:
+        """Four more every 4 s, of which a step takes 2; and all at once: then only the slowest rank is waited for."""
+        even = trace_of([1] * 8, arrival=[0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0])
+        report = simulate(even, knobs(window=4, capacity=8), trainer=1.0, warm_up=0)
+        assert (report.idle_fraction, report.whole_idle_fraction) == (0.0, pytest.approx(1 - 4 / 6))
+        uneven = trace_of([10, 1, 1, 1] * 2, arrival=[0.0] * 8)
+        report = simulate(uneven, knobs(window=4), trainer=1.0, warm_up=0)
+        assert report.whole_idle_fraction == pytest.approx(report.idle_fraction)
+        assert report.idle_fraction > 0.3
+
+    def test_an_instant_trainer_has_no_idle_time_of_its_own(self) -> None:
+        report = simulate(trace_of([1] * 8, arrival=[0.0] * 8), knobs(window=4))
+        assert math.isnan(report.whole_idle_fraction)
+        assert report.to_dict()["whole_idle_fraction"] is None
+
     def test_a_full_buffer_blocks_puts_and_slots(self) -> None:
         """One slot, a token each at 1 token/s, room for four: the slot starts anew only when its put returned."""
         trace = trace_of([1] * 12)
