@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import errno
 import functools
+import os
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 import anyio
@@ -13,7 +14,9 @@ import pytest
 from guard import GUARD_S
 
 from stream_balancer.controller.serve import serve
+from stream_balancer.errors import RankLostError
 from stream_balancer.rank.feed import RankFeed
+from stream_balancer.testing.harness import until
 from stream_balancer.testing.transports import CLAUSES, Opener, ScriptedBalancer, make_batch, same_rollout
 from stream_balancer.transport.gloo import shared_memory as _shared
 from stream_balancer.transport.gloo.shared_memory import available
@@ -84,6 +87,35 @@ async def test_shared_memory_is_chosen_by_itself_and_may_be_refused(refused_by: 
             feed = harness.connect(0, shared_memory=refused_by != "rank")
             await _first_batch(harness, feed)
             assert harness.transport.sessions[0].channel.shares_memory == (refused_by == "nobody")
+
+
+def _memory_files() -> int:
+    """Shared memory of this process, in pieces."""
+    links = []
+    for number in os.listdir("/proc/self/fd"):
+        with suppress(OSError):  # that of this listing
+            links.append(os.readlink(f"/proc/self/fd/{number}"))
+    return sum(link.startswith("/memfd:") for link in links)
+
+
+@pytest.mark.skipif(not available(), reason="needs memfd")
+@pytest.mark.parametrize("how", ["killed", "closed"])
+async def test_shared_memory_of_a_lost_rank_is_released(how: str) -> None:
+    """While its controller goes on: ranks that are lost now and then must not fill the machine."""
+    before = _memory_files()
+    with anyio.fail_after(120):
+        async with OPENERS["shared_memory"](1) as harness:
+            feed = harness.connect(0)
+            await _first_batch(harness, feed)
+            assert _memory_files() > before
+            if how == "killed":
+                harness.kill(feed)
+            else:
+                harness.transport.sessions[0].close(RankLostError("go", rank=0, step=0, cause="a test"))
+                with pytest.raises(RankLostError, match="go"):
+                    await anext(feed)
+                await feed.aclose()
+            await until(lambda: _memory_files() == before)
 
 
 async def test_without_a_descriptor_for_shared_memory_a_batch_goes_through_the_socket(

@@ -202,6 +202,11 @@ class GlooChannel(Channel):
             with self._changed:
                 self._over = True
                 self._changed.notify_all()
+            if self._offers is not None:
+                # The size of whole batches: nobody may abort() this channel before all is closed.
+                if self._writer.ident is not None:
+                    self._writer.join()
+                self._offers.close()
 
     def _refuse(self, packets: Packets, error: Exception) -> None:
         """Let the peer know why it is refused, if that is so: it hangs up once it has read that."""
