@@ -88,8 +88,8 @@ class Knobs(ABC):
     """``put()`` waits once this many rollouts could leave. Those whose groups lack siblings do not count: with what
     they lack they are limited by :attr:`most_waiting`. Default ``2 * window``."""
     capacity_tokens: int | None = None
-    """... or once this many tokens wait. Default ``2 * window_tokens``; with a ``window`` in rollouts under
-    ``batch_tokens`` as many as ``max_skips`` allows; else None = no such limit."""
+    """... or once rollouts of this many tokens could leave. Default ``2 * window_tokens``; with a ``window`` in
+    rollouts under ``batch_tokens`` as many as ``max_skips`` allows; else None = no such limit."""
     capacity_bytes: int | None = None
     """... or once the waiting rollouts' tensors are this many bytes. None = no such limit. While a put is held back
     by any limit, the window counts as full; while fewer than ``min_batch_size`` could leave, no limit holds a
@@ -212,6 +212,17 @@ class Knobs(ABC):
             return self.capacity
         skips = USUAL_MAX_SKIPS if self.max_skips is None else self.max_skips
         return max(self.capacity, most_for_max_skips(skips, self.least_batch_size, self._whole))
+
+    @property
+    def most_waiting_tokens(self) -> int | None:
+        """Tokens from which on nothing more is let in but siblings of what waits: ``capacity_tokens``, or where
+        siblings leave together as many as ``max_skips`` (None: as 16) is a guarantee for; None = no such limit.
+        """
+        if self.capacity_tokens is None or self.tracked_group_size is None:
+            return self.capacity_tokens
+        if self.batch_tokens is None:
+            return None  # the guarantee counts rollouts: see most_waiting
+        return max(self.capacity_tokens, (self.max_skips or USUAL_MAX_SKIPS) * self.batch_tokens)
 
     @property
     def least_batch_size(self) -> int:

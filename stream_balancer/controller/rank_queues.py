@@ -160,7 +160,6 @@ class OpenStep:
         """It has done the step, or will not do it."""
         self.owing.discard(rank)
         self.busy.discard(rank)
-        self._asking.discard(rank)
         self._reassigned.pop(rank, None)
 
     def replies(self) -> list[tuple[RankQueue, StepComplete]]:

@@ -117,22 +117,35 @@ class Admission:
         buffer, config = self._buffer, self.config
         if not rollouts or buffer.num_ready < config.min_batch_size:
             return True
-        places = len(rollouts)
+        wanted = len(rollouts)
         if rollouts[0].group_id is not None:
             # its place has been kept since the first of its group came in
             if self.is_sibling(rollouts[0]):
                 return True
             # room for the whole group, or groups that lack siblings could fill the buffer and wait for ever
             if size is None:
-                places = max(places, buffer.groups.size_of(rollouts[0].group_id))
-        if buffer.num_ready + places > config.capacity:
+                wanted = max(wanted, buffer.groups.size_of(rollouts[0].group_id))
+        if wanted > self.num_places() or self._has_all_tokens():
             return False
-        if len(buffer) + buffer.groups.num_awaited + places > config.most_waiting:
-            return False
-        if config.capacity_tokens is not None and buffer.num_tokens >= config.capacity_tokens:
-            return False
-        limit = config.capacity_bytes
+        limit = config.capacity_bytes  # of memory, so what waits for siblings counts
         return limit is None or buffer.num_bytes + sum(r.nbytes for r in rollouts) <= limit
+
+    def num_places(self) -> int:
+        """How many more rollouts may come, but for tokens and bytes: up to ``capacity`` that could leave, and up to
+        ``most_waiting`` together with those that wait for siblings and the siblings that they lack. While too few could
+        leave to make room, the second does not count: it would be waited for in vain. O(1)."""
+        buffer, config = self._buffer, self.config
+        places = config.capacity - buffer.num_ready
+        if buffer.num_ready < config.min_batch_size:
+            return places
+        return min(places, config.most_waiting - len(buffer) - buffer.groups.num_awaited)
+
+    def _has_all_tokens(self) -> bool:
+        """The same of tokens, which are counted before a put. O(1), and O(n) while groups are incomplete."""
+        least, most, buffer = self.config.capacity_tokens, self.config.most_waiting_tokens, self._buffer
+        if least is None or buffer.num_tokens < least:
+            return False
+        return (most is not None and buffer.num_tokens >= most) or buffer.num_ready_tokens >= least
 
     def is_sibling(self, rollout: Rollout) -> bool:
         """Whether it belongs to a group that waits for it, or was abandoned; such a rollout always has room. O(1)."""

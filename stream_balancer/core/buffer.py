@@ -222,6 +222,11 @@ class Buffer:
         """Arrival time of the oldest waiting rollout, in seconds; inf if none waits. O(1)."""
         return float(self.arrived_at[0]) if len(self) else float("inf")
 
+    @property
+    def num_ready_tokens(self) -> int:
+        """Tokens of the rollouts that are not held back by an incomplete group. O(1), and O(n) while one is."""
+        return self.num_tokens if self.num_ready == len(self) else int(self.lengths[self.complete].sum())
+
     def length_quantiles(self, fractions: Sequence[float]) -> tuple[int, ...]:
         """Lengths at the given fractions of their order, in tokens; empty if none waits. O(n log n)."""
         in_order, last = np.sort(self.lengths), len(self) - 1

@@ -83,7 +83,7 @@ class Throttle:
         O(n) under ``max_staleness``."""
         config, held = state.config, self.running + len(state.buffer)
         if config.max_staleness is None:
-            return config.capacity - held
+            return state.admission.num_places() - self.running
         version = state.staleness.version or 0
         running = min((version for version, _ in self._slots.values()), default=version)
         running = running if began is None else min(began, running)

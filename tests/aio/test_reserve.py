@@ -166,6 +166,17 @@ async def test_groups_go_into_one_slot() -> None:
         assert balancer.statistics().waiting == 2
 
 
+async def test_groups_that_lack_a_sibling_do_not_hold_up_those_who_would_begin_others() -> None:
+    """A worker that dies leaves a group short; nothing could leave to make room."""
+    async with sb.StreamBalancer(config(group_size=4, capacity=8, max_staleness=None)) as balancer:
+        for group in "abc":
+            with anyio.fail_after(10.0):
+                async with balancer.reserve(4) as slot:
+                    for _ in range(3):
+                        await slot.put(sb.Rollout(tokens={"input_ids": [1]}, group_id=group))
+        assert balancer.statistics().waiting == 9
+
+
 @pytest.mark.parametrize("how", ["end", "aclose"])
 async def test_ending_tells_reservers(how: str) -> None:
     async with sb.StreamBalancer(config(batch_size=2, window=2, max_staleness=0)) as balancer:

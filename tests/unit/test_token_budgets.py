@@ -128,6 +128,31 @@ def test_tokens_may_limit_what_waits_under_batch_size_too() -> None:
     assert polled(core).num_rollouts == 2
 
 
+def test_tokens_of_siblings_that_wait_for_others_do_not_make_a_put_wait() -> None:
+    knobs: dict[str, Any] = {"dp_size": 1, "batch_size": 2, "window": 8, "group_size": 2, "capacity_tokens": 100}
+    core = BalancerCore(sb.BalancerConfig(**knobs))
+    for number in range(3):
+        core.add(make_rollout(40, f"open{number}", group_id=f"open{number}"), 0.0)
+    for pair in ("a", "b"):  # 120 tokens wait for siblings
+        core.add_all([make_rollout(25, f"{pair}{n}", group_id=pair) for n in (0, 1)], 0.0)
+    with pytest.raises(sb.WouldBlock):  # 100 could leave
+        core.add_all([make_rollout(1, f"c{n}", group_id="c") for n in (0, 1)], 0.0)
+    assert sorted(r.rollout_id for r in polled(core).rollouts) == ["a0", "a1"]
+    core.add_all([make_rollout(1, f"c{n}", group_id="c") for n in (0, 1)], 0.0)
+
+
+def test_no_more_tokens_wait_than_max_skips_is_a_guarantee_for() -> None:
+    """Though they wait for siblings: these may come all at once."""
+    core = core_of(group_size=2, window_tokens=100, max_skips=8)
+    assert (core.config.capacity_tokens, core.config.most_waiting_tokens) == (200, 800)
+    core.add_all([make_rollout(50, f"a{n}", group_id="a") for n in (0, 1)], 0.0)
+    for number in range(10):
+        core.add(make_rollout(70, f"open{number}", group_id=f"open{number}"), 0.0)
+    with pytest.raises(sb.WouldBlock):
+        core.add(make_rollout(1, "one more", group_id="more"), 0.0)
+    core.add(make_rollout(70, "sibling", group_id="open0"), 0.0)  # its place was kept
+
+
 def test_knobs_may_change_from_rollouts_to_tokens_and_back() -> None:
     core = BalancerCore(sb.BalancerConfig(dp_size=1, batch_size=2))
     for rollout in make_rollouts([60, 60, 60]):
