@@ -24,7 +24,7 @@ from operator import attrgetter
 import anyio
 
 from stream_balancer.controller.balancer import StreamBalancer
-from stream_balancer.controller.open_steps import OpenSteps, Source
+from stream_balancer.controller.open_steps import Acknowledged, OpenSteps, RoleSource
 from stream_balancer.controller.rank_queues import RankQueue
 from stream_balancer.core.diagnosis import RankState
 from stream_balancer.errors import EndOfStream, RankLostError
@@ -38,13 +38,21 @@ logger = logging.getLogger("stream_balancer.dispatch")
 
 
 class Delivery:
-    """All ranks of one run of ``serve``."""
+    """All ranks of the trainer, or of a role, in one run of ``serve``."""
 
     def __init__(
-        self, balancer: Source, dp_size: int, rejoin_timeout_s: float, *, on_change: Callable[[], None]
+        self,
+        balancer: Acknowledged,
+        dp_size: int,
+        rejoin_timeout_s: float,
+        *,
+        on_change: Callable[[], None],
+        role: RoleSource | None = None,
     ) -> None:
-        """``on_change()`` is called when a condition that somebody waits for may hold now."""
-        self._steps = OpenSteps(balancer, self._lose)
+        """``balancer``: whom steps are reported to, the ``role`` if the ranks have one. ``on_change()`` is called when
+        a condition that somebody waits for may hold now."""
+        self._steps = OpenSteps(balancer, role, self._lose)
+        self._role_name = "" if role is None else role.name
         self._rejoin_timeout_s = rejoin_timeout_s
         self._on_change = on_change
         self._ranks: list[RankQueue] = []  # those of the next batch, ascending
@@ -60,10 +68,9 @@ class Delivery:
 
     # questions
 
-    @property
-    def all_ready(self) -> bool:
-        """Every rank has everything, and room for one more."""
-        return all(rank.ready for rank in self._ranks)
+    def has_room(self, num_held: int = 0) -> bool:
+        """Every rank has everything, and room for one more than so many."""
+        return all(rank.room > num_held for rank in self._ranks)
 
     def fits(self, batch: Batch) -> bool:
         """Whether it is for as many ranks as there are, and all of them have come at some time."""
@@ -133,7 +140,7 @@ class Delivery:
         one."""
         back = [rank for rank in self._leaving if rank.rank == number and not rank.end_sent]
         self._leaving = [rank for rank in self._leaving if rank not in back]
-        rank = back[0] if back else RankQueue(number)
+        rank = back[0] if back else RankQueue(number, self._role_name)
         rank.leaving = False
         insort(self._ranks, rank, key=attrgetter("rank"))
         return rank
@@ -160,7 +167,7 @@ class Delivery:
         if rank is None and link.rank < self.num_places and not self._ending:
             rank = self._insert(link.rank)
         if rank is None:
-            rank = RankQueue(link.rank)
+            rank = RankQueue(link.rank, self._role_name)
             rank.leaving = True
             self._leaving.append(rank)
         if rank.link is not None:

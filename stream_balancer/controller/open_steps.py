@@ -4,6 +4,7 @@
 
     StepHeld         a rank's trainer is through with a step; with the last rank's, the next may be as old
     StepReport       a rank has done a step; with the last rank's, the step is acknowledged to the balancer
+    GivenColumns     the same of a rank that has a role, with what it has computed
     PartsDone        a rank asks what it takes over of lost ranks, before the ranks meet
     PayloadsFetched  a rank has the payloads that lay with producers; with the last rank's, all learn what to divide by
 
@@ -14,9 +15,11 @@ when, is decided in :mod:`stream_balancer.controller.delivery`.
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Protocol
+
+from torch import Tensor
 
 from stream_balancer.controller.balancer import StreamBalancer
 from stream_balancer.controller.rank_queues import OpenStep, RankQueue
@@ -24,42 +27,65 @@ from stream_balancer.core.batching import reassign
 from stream_balancer.core.step_times import StepTiming
 from stream_balancer.errors import RankLostError, WireError
 from stream_balancer.transport import Asked, Report
+from stream_balancer.transport.late_columns import GivenColumns
 from stream_balancer.types import Batch
 from stream_balancer.wire.messages import (
     EndBalancer,
+    MissingRollout,
     PartsDone,
     PayloadsFetched,
     StatisticsRequest,
+    StepColumns,
     StepHeld,
     StepReport,
 )
 from stream_balancer.wire.statistics import reply_to
 
-__all__ = ["OpenSteps", "Source"]
+__all__ = ["Acknowledged", "OpenSteps", "RoleSource", "Source"]
 
 logger = logging.getLogger("stream_balancer.dispatch")
 
 
-class Source(Protocol):
-    """What ``serve`` asks of a balancer: of a :class:`StreamBalancer`, or of a script of batches in tests."""
-
-    def batches(self, *, auto_ack: bool = True) -> AsyncIterator[Batch]: ...
+class Acknowledged(Protocol):
+    """Whom steps are reported to: a balancer, or a role."""
 
     def acknowledge(self, step: int) -> None: ...
-
-    def nack(self, step: int) -> None: ...
 
     def in_flight(self) -> tuple[Batch, ...]: ...
 
     def record_step(self, timing: StepTiming) -> None: ...
 
 
-class OpenSteps:
-    """All steps that some rank has not done, in one run of ``serve``."""
+class Source(Acknowledged, Protocol):
+    """What ``serve`` asks of a balancer: of a :class:`StreamBalancer`, or of a script of batches in tests."""
 
-    def __init__(self, balancer: Source, lose: Callable[[RankQueue, RankLostError], None]) -> None:
-        """``lose(rank, error)`` is called for a rank that cannot do its step any more, though it is connected."""
-        self._balancer = balancer
+    def batches(self, *, auto_ack: bool = True) -> AsyncIterator[Batch]: ...
+
+    def nack(self, step: int) -> None: ...
+
+
+class RoleSource(Acknowledged, Protocol):
+    """What is reported to a role besides: see :mod:`stream_balancer.controller.roles`."""
+
+    name: str
+    balancer: Source
+
+    def give(self, step: int, position: int, columns: Mapping[str, Tensor]) -> None: ...
+
+    def missed(self, step: int, missing: Sequence[MissingRollout]) -> None: ...
+
+
+class OpenSteps:
+    """All steps that some rank of the trainer, or of a role, has not done, in one run of ``serve``."""
+
+    def __init__(
+        self, balancer: Acknowledged, role: RoleSource | None, lose: Callable[[RankQueue, RankLostError], None]
+    ) -> None:
+        """``balancer``: whom steps are reported to, the ``role`` if there is one. ``lose(rank, error)`` is called for a
+        rank that cannot do its step any more, though it is connected."""
+        self._balancer, self._role = balancer, role
+        asked = balancer if role is None else role.balancer
+        self._asked = asked if isinstance(asked, StreamBalancer) else None  # what ranks set, end and ask
         self._lose = lose
         self._steps: dict[int, OpenStep] = {}
         self._slow: tuple[int, int] | None = None  # rank and step of the straggler that was logged
@@ -124,12 +150,14 @@ class OpenSteps:
             self._worked_through(rank, report.step)
         elif isinstance(report, StepReport):
             self._acknowledge(rank, report)
+        elif isinstance(report, GivenColumns):
+            self._take_columns(rank, report)
         elif isinstance(report, PartsDone):
             self._parts_done(rank, report)
         elif isinstance(report, PayloadsFetched):
             self._fetched(rank, report)
-        elif isinstance(self._balancer, StreamBalancer):
-            self._control(self._balancer, rank, report)
+        elif self._asked is not None:
+            self._control(self._asked, rank, report)
 
     def _control(self, balancer: StreamBalancer, rank: RankQueue, asked: Asked) -> None:
         """A rank sets, ends or asks, as the controller's own process could."""
@@ -145,10 +173,17 @@ class OpenSteps:
                 "rank %d set version %d, which is %d by now: passed over", rank.rank, asked.version, balancer.version
             )
 
-    def _acknowledge(self, rank: RankQueue, report: StepReport) -> None:
-        if rank.sent == 0 or rank.unacknowledged[0].step != report.step:
-            text = f"rank {rank.rank} acknowledged step {report.step}, which it was not working on"
-            raise _broke_protocol(rank.rank, report.step, text)
+    def _take_columns(self, rank: RankQueue, report: GivenColumns) -> None:
+        assert self._role is not None  # the session of a trainer's rank takes none
+        _check_works_on(rank, report.step)
+        try:
+            self._role.give(report.step, self._steps[report.step].position[rank], report.columns)
+        except ValueError as error:
+            raise _broke_protocol(rank.rank, report.step, str(error)) from error
+        self._acknowledge(rank, report.done)
+
+    def _acknowledge(self, rank: RankQueue, report: StepReport | StepColumns) -> None:
+        _check_works_on(rank, report.step)
         # The report is checked above to be of the first: ranks work in order, so anything else would acknowledge what
         # nobody has trained on.
         rank.unacknowledged.popleft()
@@ -239,7 +274,7 @@ class OpenSteps:
             raise _broke_protocol(rank.rank, report.step, str(error)) from error
         rank.fetched.add(report.step)
         if gone:
-            self._mask(rank.rank, report, {rollout.rollout_id for rollout in gone})
+            self._mask(rank, report, {rollout.rollout_id for rollout in gone})
         self._release(step)
 
     def _release(self, step: OpenStep) -> None:
@@ -250,21 +285,29 @@ class OpenSteps:
                 rank.fetched.discard(final.step)
                 rank.link.denominators(final)
 
-    def _mask(self, rank: int, report: PayloadsFetched, rollout_ids: set[str]) -> None:
+    def _mask(self, rank: RankQueue, report: PayloadsFetched, rollout_ids: set[str]) -> None:
         """Rollouts take part as padding copies of weight 0: logged here, counted with the step's acknowledgement."""
-        if isinstance(self._balancer, StreamBalancer):
-            self._balancer.parts.core.mark_missing(report.step, rollout_ids)
+        if self._asked is not None:
+            self._asked.parts.core.mark_missing(report.step, rollout_ids)
         named = [one for one in report.missing if one.rollout_id in rollout_ids]
+        if self._role is not None:
+            self._role.missed(report.step, named)
         text = ", ".join(f"{one.rollout_id!r} (put by {one.owner}: {one.cause})" for one in named[:5])
         more = f" and {len(named) - 5} more" if len(named) > 5 else ""
         logger.warning(
-            "step %d, rank %d: %d rollouts are gone with their producer and are masked: %s%s",
+            "step %d, %s: %d rollouts are gone with their producer and are masked: %s%s",
             report.step,
-            rank,
+            rank.name,
             len(named),
             text,
             more,
         )
+
+
+def _check_works_on(rank: RankQueue, step: int) -> None:
+    if rank.sent == 0 or rank.unacknowledged[0].step != step:
+        text = f"{rank.name} acknowledged step {step}, which it was not working on"
+        raise _broke_protocol(rank.rank, step, text)
 
 
 def _met_without(rank: int, step: int) -> RankLostError:

@@ -15,7 +15,7 @@ import anyio
 
 from stream_balancer.controller.denominators import StepAgreement
 from stream_balancer.core.diagnosis import RankState
-from stream_balancer.errors import RankLostError
+from stream_balancer.errors import RankLostError, rank_name
 from stream_balancer.transport import Link
 from stream_balancer.types import Batch, RankBatch, Rollout
 from stream_balancer.wire.messages import PartsDone, StepComplete
@@ -27,8 +27,8 @@ __all__ = ["OpenStep", "RankQueue"]
 class RankQueue:
     """One rank: its batches that are not acknowledged, and the link they go through, if there is one."""
 
-    def __init__(self, rank: int) -> None:
-        self.rank = rank
+    def __init__(self, rank: int, role: str = "") -> None:
+        self.rank, self.role = rank, role
         self.link: Link | None = None
         self.unacknowledged: deque[RankBatch] = deque()
         self.sent = 0
@@ -52,9 +52,19 @@ class RankQueue:
         self._was_ready = False
 
     @property
+    def name(self) -> str:
+        """What people read."""
+        return rank_name(self.rank, self.role)
+
+    @property
+    def room(self) -> int:
+        """Batches that could be sent to it at once; 0 without a link, and while others are still to be sent."""
+        return 0 if self.link is None or self.sent < len(self.unacknowledged) else self.link.credits
+
+    @property
     def ready(self) -> bool:
-        """It has a link, everything was sent, and there is room for one more."""
-        return self.link is not None and self.sent == len(self.unacknowledged) and self.link.credits > 0
+        """There is room for one more."""
+        return self.room > 0
 
     @property
     def finished(self) -> bool:
@@ -76,6 +86,7 @@ class RankQueue:
             lost=None if self.error is None else self.error.cause,
             queue=len(self.unacknowledged),
             step=self.unacknowledged[0].step if self.unacknowledged else None,
+            role=self.role,
         )
 
     def attach(self, link: Link) -> None:

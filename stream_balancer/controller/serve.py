@@ -29,8 +29,9 @@ What is decided on the way is in :mod:`stream_balancer.controller.delivery` and
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
+from operator import itemgetter
 from typing import Literal, TypeAlias
 
 import anyio
@@ -41,6 +42,7 @@ from stream_balancer.controller.batches import Batches
 from stream_balancer.controller.delivery import Delivery
 from stream_balancer.controller.open_steps import Source
 from stream_balancer.controller.producers import attend
+from stream_balancer.controller.roles import Roles, check_roles
 from stream_balancer.controller.stall_reporter import StallReporter
 from stream_balancer.core.diagnosis import why_ranks_wait
 from stream_balancer.core.observer import Observer
@@ -63,6 +65,7 @@ async def serve(
     rejoin_timeout_s: float = 0.0,
     on_rank_loss: OnRankLoss = "raise",
     report_after_s: float = 60.0,
+    roles: Mapping[str, Sequence[str]] | None = None,
 ) -> None:
     """Deliver every batch of ``balancer`` to the ranks that connect to ``transport``, until ``batches()`` ends.
 
@@ -84,6 +87,12 @@ async def serve(
     When nothing was dispatched for ``report_after_s``, a warning in the log says why: which rank gives no credit, or
     how many rollouts wait for what; again after twice that time, and so on (``math.inf`` = never).
 
+    ``roles={"ref": ["ref_logprobs"]}``: another model computes these columns, on ``dp_size`` ranks of its own, which
+    open ``RankFeed(..., role="ref")`` and give them with ``batch.ack(columns=...)``. They have the trainer's plan; its
+    ranks get a step once all roles are through with it, with the columns joined. A step that is with a role holds a
+    credit of the trainer's ranks, so memory is bounded as without. A lost rank of a role is waited for as any other.
+    Not together with ``on_rank_loss="replan"`` (ConfigError), nor with another ``dp_size`` while it runs (ValueError).
+
     Another ``dp_size`` (:meth:`StreamBalancer.reconfigure`) holds from the next batch on. A rank that is no more does
     what it was given, and its iteration ends; a new one is waited for. The others go on, and ``batch.dp_size`` says
     how many they are. See docs/elastic.md.
@@ -104,7 +113,13 @@ async def serve(
         _check_may_replan(balancer)
     elif on_rank_loss != "raise":
         raise ValueError(f"on_rank_loss must be 'raise' or 'replan', not {on_rank_loss!r}")
-    await _Server(balancer, transport, rejoin_timeout_s, on_rank_loss, report_after_s).run()
+    check_roles(roles or {})
+    if roles and on_rank_loss == "replan":
+        raise ConfigError(
+            f"on_rank_loss='replan' with roles {list(roles)}: what they compute for a rank cannot be planned again "
+            "over others. Leave on_rank_loss out, and give a rejoin_timeout_s"
+        )
+    await _Server(balancer, transport, rejoin_timeout_s, on_rank_loss, report_after_s, roles or {}).run()
 
 
 def _check_may_replan(balancer: Source) -> None:
@@ -132,13 +147,19 @@ class _Server(Observer):
         rejoin_timeout_s: float,
         on_rank_loss: OnRankLoss,
         report_after_s: float,
+        roles: Mapping[str, Sequence[str]],
     ) -> None:
         self._balancer = balancer
         self._on_rank_loss = on_rank_loss
         speeds = balancer.config.speeds if isinstance(balancer, StreamBalancer) else None
         self._speeds = dict(enumerate(speeds or ()))  # by the rank's number
         self._transport = transport
-        self._delivery = Delivery(balancer, transport.dp_size, rejoin_timeout_s, on_change=self._wake)
+        make_delivery = partial(
+            Delivery, dp_size=transport.dp_size, rejoin_timeout_s=rejoin_timeout_s, on_change=self._wake
+        )
+        self._delivery = make_delivery(balancer)
+        self._roles = Roles(roles, balancer, lambda role: make_delivery(role, role=role), self._delivery.add)
+        self._deliveries = {"": self._delivery, **self._roles.deliveries}
         self._reporter = StallReporter(report_after_s, self._why_stalled, logger)
         self._links: list[Link] = []
         self._changed: set[Link] = set()
@@ -180,7 +201,12 @@ class _Server(Observer):
         dp_size = self._balancer.config.dp_size
         if dp_size == before.dp_size:
             return
-        if isinstance(self._transport, AdmittingTransport):
+        if self._roles.deliveries:
+            self._failure = ValueError(
+                f"dp_size is {dp_size} now, but steps for {before.dp_size} ranks may be with roles "
+                f"{list(self._roles.deliveries)}. Serve the balancer anew, through a transport for {dp_size}"
+            )
+        elif isinstance(self._transport, AdmittingTransport):
             self._delivery.resize(dp_size)
             self._transport.resize(self._delivery.num_places)
         else:
@@ -199,7 +225,11 @@ class _Server(Observer):
             scope.cancel()
 
     async def _push_versions(self, balancer: StreamBalancer) -> None:
-        with balancer.parts.versions.subscribed(self._delivery.push_version):
+        def push(version: int) -> None:
+            for delivery in self._deliveries.values():
+                delivery.push_version(version)
+
+        with balancer.parts.versions.subscribed(push):
             await anyio.sleep_forever()
 
     async def _deliver_all(self) -> None:
@@ -207,7 +237,7 @@ class _Server(Observer):
         while True:
             # The batch is asked for as late as possible, when every rank has room: until then rollouts stay in the
             # window, where later ones may still make a better step.
-            await self._until(lambda: self._delivery.all_ready)
+            await self._until(self._all_ready)
             all_ready_at = anyio.current_time()
             try:
                 batch = await anext(batches)
@@ -216,12 +246,20 @@ class _Server(Observer):
             if isinstance(batches, Batches) and not self._delivery.fits(batch):
                 batches.give_back(batch)  # there is a new rank, which it must not wait for
             else:
-                self._delivery.add(batch, all_ready_at)
+                self._roles.add(batch, all_ready_at)
             del batch  # it must not outlive its acknowledgement here
             self._reporter.moved()
         self._reporter.moved()
+        self._roles.end()
+        await self._until(lambda: self._roles.num_held == 0)
         self._delivery.end()
-        await self._until(lambda: self._delivery.all_finished)
+        await self._until(lambda: all(delivery.all_finished for delivery in self._deliveries.values()))
+
+    def _all_ready(self) -> bool:
+        """Everybody has room for one more. A step that waits for columns holds a place at the trainer's ranks, so that
+        roles do not run ahead of them without bound."""
+        roles = self._roles
+        return self._delivery.has_room(roles.num_held) and all(role.has_room() for role in roles.deliveries.values())
 
     async def _accept_all(self) -> None:
         while True:
@@ -230,11 +268,16 @@ class _Server(Observer):
                 logger.warning("rank %d connected and was lost before serve() took notice: waiting for it", link.rank)
                 await link.aclose()
                 continue
-            self._links = [old for old in self._links if self._delivery.uses(old)]
+            deliveries = self._deliveries.values()
+            self._links = [old for old in self._links if any(delivery.uses(old) for delivery in deliveries)]
             self._links.append(link)
+            delivery = self._deliveries.get(link.role)
+            if delivery is None:
+                link.close(self._roles.not_asked(link))
+                continue
             # Subscribed before it is attached: a report that comes in between is noted and read by _watch, not lost.
             link.subscribe(partial(self._on_change, link))
-            self._delivery.attach(link)
+            delivery.attach(link)
             self._follow_the_ranks()
 
     async def _watch(self, scope: anyio.CancelScope) -> None:
@@ -243,13 +286,15 @@ class _Server(Observer):
             # Nothing is awaited between the last look at the set and the event that _change() makes below: what is
             # noted from then on sets it.
             while self._changed:
-                self._delivery.advance(self._changed.pop())
-            give_up_at, lost = self._delivery.next_to_give_up
+                link = self._changed.pop()
+                self._deliveries[link.role].advance(link)
+            deliveries = self._deliveries.values()
+            give_up_at, lost = min((delivery.next_to_give_up for delivery in deliveries), key=itemgetter(0))
             if give_up_at <= anyio.current_time():
                 if self._go_on_without_it():
                     continue
                 self._failure = lost
-            self._failure = self._delivery.failure or self._failure
+            self._failure = next(filter(None, (delivery.failure for delivery in deliveries)), self._failure)
             if self._failure is None:
                 with anyio.CancelScope(deadline=give_up_at):
                     await self._change()
@@ -299,8 +344,9 @@ class _Server(Observer):
     def _why_stalled(self, seconds: float) -> str:
         owing = self._delivery.owing
         if owing is not None:
-            return f"all batches were sent {seconds:.0f} s ago; not yet done with them: ranks {owing}"
-        reasons = [why_ranks_wait(self._delivery.states())]
+            who = ", ".join([f"ranks {owing}", *self._roles.owing()])
+            return f"all batches were sent {seconds:.0f} s ago; not yet done with them: {who}"
+        reasons = [why_ranks_wait([*self._delivery.states(), *self._roles.states()]), self._roles.why_held()]
         if isinstance(self._balancer, StreamBalancer):
             reasons.append(self._balancer.why_no_batch())
         return f"no batch for {seconds:.0f} s: " + "; ".join(filter(None, reasons))

@@ -9,12 +9,15 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
+from torch import Tensor
+
 from stream_balancer.errors import ClosedResourceError
 from stream_balancer.transport import Port
+from stream_balancer.transport.late_columns import flat_columns
 from stream_balancer.types import RankBatch
 from stream_balancer.wire.messages import StepHeld, StepReport
 
@@ -31,6 +34,8 @@ class _Step:
     """From asking for it to taking it."""
     seconds: float | None = None
     """From taking it to asking for the next."""
+    num_tokens: tuple[int, ...] = ()
+    """Of each micro-batch."""
     computed: list[Callable[[], float]] = field(default_factory=list)
     """Seconds the trainer timed, to be read when it is acknowledged."""
 
@@ -55,7 +60,8 @@ class Taken:
         """``batch``, with its ``ack()`` wired to here."""
         with self._lock:
             # Under the lock, since a thread that commits checkpoints may acknowledge while the trainer takes the next.
-            self._steps.append(_Step(batch.step, now, waited_s))
+            num_tokens = tuple(micro_batch.num_tokens for micro_batch in batch.micro_batches)
+            self._steps.append(_Step(batch.step, now, waited_s, num_tokens=num_tokens))
         return replace(batch, on_ack=partial(self.acknowledge, batch.step))
 
     @property
@@ -87,8 +93,8 @@ class Taken:
         if last is not None and acknowledge:
             self.acknowledge(last.number)
 
-    def acknowledge(self, step: int) -> None:
-        """Report ``step`` and all before it, in order."""
+    def acknowledge(self, step: int, columns: Mapping[str, Sequence[Tensor]] | None = None) -> None:
+        """Report ``step`` and all before it, in order; with its ``columns``, where the rank has a role."""
         with self._lock:
             if not self._steps or self._steps[0].number > step:
                 return  # it was acknowledged before
@@ -96,14 +102,29 @@ class Taken:
                 raise ClosedResourceError(
                     f"batch.ack(): the feed is closed, so step {step} will be delivered again. Call ack() first"
                 )
+            flat = self._late_columns(step, columns)
             while self._steps and self._steps[0].number <= step:
                 # Oldest first, one report a step: the controller counts a step as done when each of its ranks has
                 # reported that step.
-                self._port.report(self._steps.popleft().report())
+                self._port.report(self._steps.popleft().report(), flat)
             # With auto_ack=False the iteration may be over long before the last acknowledgement, which nobody would
             # send later.
             if self._ended and not self._steps:
                 self._port.leave()
+
+    def _late_columns(self, step: int, columns: Mapping[str, Sequence[Tensor]] | None) -> dict[str, Tensor] | None:
+        role = self._port.role
+        if not role:
+            if columns is not None:
+                raise ValueError("batch.ack(columns=): only a feed with a role gives columns: RankFeed(..., role=...)")
+            return None
+        oldest = self._steps[0]
+        if columns is None or oldest.number != step:
+            raise ValueError(
+                f"role {role!r} owes the columns of step {oldest.number}: call batch.ack(columns={{...}}) for each "
+                "batch, in order, before asking for the next"
+            )
+        return flat_columns(columns, oldest.num_tokens)
 
     def end(self) -> bool:
         """No more will come. True if nothing is left to acknowledge."""

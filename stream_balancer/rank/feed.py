@@ -79,6 +79,7 @@ class RankFeed(OfOneProcess):
         device: str | torch.device = "cpu",
         max_batch_bytes: int = DEFAULT_MAX_BATCH_BYTES,
         incarnation: int | None = None,
+        role: str = "",
         **options: Any,
     ) -> None:
         """Connect in the background; returns at once.
@@ -91,12 +92,14 @@ class RankFeed(OfOneProcess):
         than ``dp_dim`` (tensor, context, pipeline parallel) get the same batches, and all of them iterate.
         ``dp_dim`` may name several dimensions (HSDP). ``device``: where batches are wanted; copies run beside the
         step before. ``incarnation``: how often this rank was started before (default:
-        TORCHELASTIC_RESTART_COUNT, else 0). ``options``: ``token`` (as the transport's; default: the environment's
-        ``STREAM_BALANCER_TOKEN``), ``connect_timeout_s`` (for the first connection; by default it is tried for ever,
-        with a warning now and then), ``host``, ``name``, ``keepalive_s``, ``linger_s`` of the transport, ``rejoin``:
-        the controller has a journal, and whoever watches over it starts it again under the same address, or in the same
-        store. Then the loss of the controller raises nothing: the feed waits for the next one, with a warning, and no
-        step that it gave is given twice (default: only over Ray, where the balancer's actor has a journal).
+        TORCHELASTIC_RESTART_COUNT, else 0). ``role``: this rank computes columns that the trainer's ranks wait for,
+        and gives them with ``batch.ack(columns=...)``: see ``serve(roles=)``. ``options``: ``token`` (as the
+        transport's; default: the environment's ``STREAM_BALANCER_TOKEN``), ``connect_timeout_s`` (for the
+        first connection; by default it is tried for ever, with a warning now and then), ``host``, ``name``,
+        ``keepalive_s``, ``linger_s`` of the transport, ``rejoin``: the controller has a journal, and whoever watches
+        over it starts it again under the same address, or in the same store. Then the loss of the controller raises
+        nothing: the feed waits for the next one, with a warning, and no step that it gave is given twice (default: only
+        over Ray, where the balancer's actor has a journal).
         """
         if depth < 1:
             raise ValueError(f"depth must be >= 1, not {depth}: with no room for a batch none could ever be sent")
@@ -111,7 +114,13 @@ class RankFeed(OfOneProcess):
             depth=depth,
             max_batch_bytes=max_batch_bytes,
             feed_id=secrets.token_bytes(8),
+            role=role,
         )
+        if role and options.get("rejoin"):
+            raise ValueError(
+                f"role {role!r} with rejoin=True: a controller that was started again asks for columns again, of steps "
+                "that this feed has given. Leave rejoin out, and start this rank again"
+            )
         if hasattr(source, "take"):
             self._port = opening.given_port(source, mesh, self._uploader)
         elif mesh is None:
@@ -331,8 +340,8 @@ class RankFeed(OfOneProcess):
             self._asked_at = time.monotonic()
             # First of all, before anything may wait or raise: asking is what acknowledges, whether or not a batch
             # comes.
-            self._taken.done(self._asked_at, acknowledge=self._auto_ack)
             try:
+                self._taken.done(self._asked_at, acknowledge=self._auto_ack)
                 yield
             finally:
                 self._asked_at = None

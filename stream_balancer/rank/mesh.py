@@ -259,7 +259,7 @@ class LeaderPort(Port):
                 raise to_raise(self._end)
             return None
 
-    def report(self, done: StepReport | StepHeld) -> None:
+    def report(self, done: StepReport | StepHeld, columns: Mapping[str, Tensor] | None = None) -> None:
         with self._lock:
             self._note_done(0, done)
 

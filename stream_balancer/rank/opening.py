@@ -76,6 +76,11 @@ def open_in_mesh(
         source = torch_dist.current_world()[0]
     if place.num_peers == 1:
         return open_port(source, request, uploader, options)
+    if request.role:
+        raise ValueError(
+            f"role {request.role!r} over a mesh with {place.num_peers} processes to a DP rank: a role is for ranks of "
+            "one process each. Let one process of each open the feed, with rank= and dp_size="
+        )
     among = {key: value for key, value in options.items() if key not in _LEADERS_OPTIONS}
     among |= {"incarnation": request.incarnation, "max_batch_bytes": request.max_batch_bytes}
     meeting = source.peer_lookup() if hasattr(source, "peer_lookup") else source

@@ -47,6 +47,7 @@ class Harness(Protocol):
         incarnation: int = 0,
         depth: int = 2,
         auto_ack: bool = True,
+        role: str = "",
     ) -> RankFeed:
         """A rank's feed, as a trainer would open it."""
         ...

@@ -16,10 +16,13 @@ loop; ``gloo`` joins processes. What all of them must do is written as a test:
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Protocol, TypeAlias
 
+from torch import Tensor
+
 from stream_balancer.errors import RankLostError
+from stream_balancer.transport.late_columns import GivenColumns
 from stream_balancer.transport.rank_control import RankControl
 from stream_balancer.types import RankBatch
 from stream_balancer.wire.messages import (
@@ -37,9 +40,9 @@ from stream_balancer.wire.messages import (
 
 __all__ = ["Asked", "Link", "Port", "Report", "Transport"]
 
-Report: TypeAlias = StepReport | StepHeld | PayloadsFetched | PartsDone
-"""What a rank says of a step: done; worked through, to be acknowledged later; that its payloads are there; or that its
-parts are done, and whether there are more."""
+Report: TypeAlias = StepReport | GivenColumns | StepHeld | PayloadsFetched | PartsDone
+"""What a rank says of a step: done, with its columns where it has a role; worked through, to be acknowledged later;
+that its payloads are there; or that its parts are done, and whether there are more."""
 Asked: TypeAlias = PolicyVersion | EndBalancer | StatisticsRequest
 """What a rank asks of the balancer: to set a version, to end, to report statistics."""
 
@@ -49,6 +52,8 @@ class Link(Protocol):
 
     rank: int
     """DP rank at the other end."""
+    role: str
+    """Which columns it computes; empty: it is the trainer's."""
     incarnation: int
     """How often that rank was started before."""
 
@@ -133,6 +138,8 @@ class Port(Protocol):
     """This DP rank."""
     dp_size: int
     """DP ranks that take part."""
+    role: str = ""
+    """Which columns this rank computes; empty: it is the trainer's."""
     control: RankControl
     """The policy version, the end, statistics."""
 
@@ -156,8 +163,9 @@ class Port(Protocol):
             "not get the part. Let serve() wait for a lost rank instead"
         )
 
-    def report(self, done: StepReport | StepHeld) -> None:
-        """Acknowledge ``done.step``, or say that this will follow. Never blocks; a lost controller is raised by
+    def report(self, done: StepReport | StepHeld, columns: Mapping[str, Tensor] | None = None) -> None:
+        """Acknowledge ``done.step``, or say that this will follow. ``columns``: ``[T]`` each of the rank batch, on the
+        CPU, from a rank that has a role. Never blocks; a lost controller is raised by
         :meth:`take`."""
         ...
 

@@ -7,10 +7,10 @@ to the event loop; no socket, no clock.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Self
+from typing import Self, TypeAlias
 from weakref import WeakSet
 
-from stream_balancer.errors import ClosedResourceError
+from stream_balancer.errors import ClosedResourceError, rank_name
 from stream_balancer.transport import Transport
 from stream_balancer.transport.event_loop import Arrivals
 from stream_balancer.transport.producer_session import ProducerSession
@@ -23,43 +23,48 @@ __all__ = ["CLOSED", "Admission", "AdmittingTransport"]
 CLOSED = Refused("closed", "the controller has closed its transport. Start it again")
 
 
+Place: TypeAlias = tuple[str, int]
+"""Role and rank."""
+
+
 class Admission:
     """Judges the ranks of one transport, and hands their sessions to ``accept()``."""
 
     def __init__(self, dp_size: int) -> None:
         self.dp_size = dp_size
-        self.sessions: dict[int, RankSession] = {}
+        self.sessions: dict[Place, RankSession] = {}
         """The newest one of each rank, lost or not."""
         self.closed = False
         self._arrived: Arrivals[RankSession] = Arrivals()
-        self._connecting: set[tuple[int, int]] = set()  # rank and incarnation
+        self._connecting: set[tuple[Place, int]] = set()  # and incarnation
         self._on_hold: list[tuple[JoinRank, Callable[[], object]]] = []
 
     def refusal(self, request: JoinRank) -> Refused | None:
         """Why a rank may not come in, now."""
         if self.closed:
             return CLOSED
-        before = self.sessions.get(request.rank)
+        before, who = self.sessions.get(_place_of(request)), rank_name(request.rank, request.role)
         same_feed = before is not None and before.is_of(
             request
         )  # there may be more ranks since it came first, or fewer
         if request.dp_size != self.dp_size and not same_feed:
             return Refused(
                 "value",
-                f"rank {request.rank} announces dp_size={request.dp_size}, but the controller balances for "
-                f"dp_size={self.dp_size}. Give both the same number of data-parallel ranks",
+                f"{who} announces dp_size={request.dp_size}, but the controller balances for "
+                f"dp_size={self.dp_size}. Give both the same number of data-parallel ranks"
+                + (": those of a role work on the trainer's plan" if request.role else ""),
             )
         if not 0 <= request.rank < self.dp_size or request.depth < 1 or request.incarnation < 0:
             return Refused(
                 "value",
-                f"rank {request.rank} announces depth={request.depth}, incarnation={request.incarnation}, but ranks go "
+                f"{who} announces depth={request.depth}, incarnation={request.incarnation}, but ranks go "
                 f"from 0 to {self.dp_size - 1}, depth is at least 1 and incarnation at least 0",
             )
         is_there = before is not None and before.live and not same_feed
         if before is not None and is_there and before.incarnation >= request.incarnation:
             return Refused(
                 "busy",
-                f"rank {request.rank} is already connected (incarnation {before.incarnation}). One RankFeed per rank: "
+                f"{who} is already connected (incarnation {before.incarnation}). One RankFeed per rank: "
                 "close the other one first, or start the rank again under a higher incarnation",
             )
         return None
@@ -67,26 +72,29 @@ class Admission:
     def begin(self, request: JoinRank, again: Callable[[], object]) -> bool:
         """Whether a rank that is not refused may build its connection now, which :meth:`settle` must follow. If one of
         at least its incarnation is about to, ``again`` is called once that one has settled."""
-        if any(rank == request.rank and number >= request.incarnation for rank, number in self._connecting):
+        place = _place_of(request)
+        if any(other == place and number >= request.incarnation for other, number in self._connecting):
             self._on_hold.append((request, again))
             return False
-        self._connecting.add((request.rank, request.incarnation))
+        self._connecting.add((place, request.incarnation))
         return True
 
     def settle(self, request: JoinRank) -> None:
         """Its connection was built, or could not be. If it was, :meth:`admit` comes before this."""
-        self._connecting.discard((request.rank, request.incarnation))
-        held = [again for waiting, again in self._on_hold if waiting.rank == request.rank]
-        self._on_hold = [(waiting, again) for waiting, again in self._on_hold if waiting.rank != request.rank]
+        place = _place_of(request)
+        self._connecting.discard((place, request.incarnation))
+        held = [again for waiting, again in self._on_hold if _place_of(waiting) == place]
+        self._on_hold = [(waiting, again) for waiting, again in self._on_hold if _place_of(waiting) != place]
         for again in held:
             again()
 
     def admit(self, session: RankSession) -> bool:
         """It is in, in place of an older incarnation. False if a newer one was faster, or all is closed."""
-        before = self.sessions.get(session.rank)
+        place = _place_of(session)
+        before = self.sessions.get(place)
         if self.closed or (before is not None and before.live and before.incarnation > session.incarnation):
             return False
-        self.sessions[session.rank] = session
+        self.sessions[place] = session
         if before is not None:
             before.supersede(session.incarnation)
         self._arrived.add(session)
@@ -103,6 +111,10 @@ class Admission:
         held, self._on_hold = self._on_hold, []
         for _, again in held:  # to be refused
             again()
+
+
+def _place_of(one: JoinRank | RankSession) -> Place:
+    return one.role, one.rank
 
 
 class AdmittingTransport(Transport):

@@ -68,10 +68,12 @@ class MemoryTransport(AdmittingTransport):
         dp_size: int | None = None,
         incarnation: int = 0,
         depth: int = 2,
+        role: str = "",
         payloads: PayloadSource | None = None,
     ) -> RankPort:
         """A rank's port; give it to RankFeed. A refused one raises in the feed's iteration, as between processes."""
-        request = JoinRank(rank, self.dp_size if dp_size is None else dp_size, incarnation, depth, _MAX_BATCH_BYTES)
+        dp_size = self.dp_size if dp_size is None else dp_size
+        request = JoinRank(rank, dp_size, incarnation, depth, _MAX_BATCH_BYTES, role=role)
         here, there = Wire().ends
         port = RankPort(there, request, payloads=payloads)
         refused = self.admission.refusal(request)

@@ -142,9 +142,10 @@ class PartialReader:
         gone: Mapping[int, str] = dict.fromkeys(range(len(wanted)), "this rank cannot fetch payloads")
         if self._payloads is not None and wanted:
             gone = self._payloads.read(wanted)
+        causes = skeleton.gone | {wanted[index].place: cause for index, cause in gone.items()}
         missing = tuple(
-            MissingRollout(wanted[i].place, skeleton.name(wanted[i].place), wanted[i].owner.label, gone[i])
-            for i in sorted(gone)
+            MissingRollout(place, skeleton.name(place), skeleton.owner(place).label, causes[place])
+            for place in sorted(causes)
         )
         skeleton.finish(buffer)
         return _Fetched(skeleton, buffer, missing)

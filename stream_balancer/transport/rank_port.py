@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 from torch import Tensor
@@ -46,6 +46,7 @@ from stream_balancer.transport.channel import (
     unexpected,
 )
 from stream_balancer.transport.event_loop import beside_the_loop
+from stream_balancer.transport.late_columns import pack_columns
 from stream_balancer.transport.partial_reader import PartialReader
 from stream_balancer.transport.rank_control import RankControl
 from stream_balancer.transport.reassigned_parts import ReassignedParts
@@ -94,7 +95,9 @@ class RankPort(Session, Port):
         an accelerator reads by itself. ``payloads``: reads what does not come with its batch. ``linger_s``: how long
         :meth:`close` waits for the controller's answer. ``reconnect``: a controller that is lost is started again, from
         its journal: go on with it through this channel. None: its loss ends this port."""
-        self.rank, self.dp_size = request.rank, request.dp_size
+        self.rank, self.dp_size, self.role = request.rank, request.dp_size, request.role
+        if request.role:
+            reconnect = None  # the next controller asks for columns again that the last one had
         self._channel, self._decode, self._linger_s = channel, decode, linger_s
         self._pool = BufferPool(keep=request.depth + 1, pinned=pinned)
         self._reader = PartialReader(
@@ -152,12 +155,12 @@ class RankPort(Session, Port):
                 self._channel.send(Outgoing(question))
             return None
 
-    def report(self, done: StepReport | StepHeld) -> None:
+    def report(self, done: StepReport | StepHeld, columns: Mapping[str, Tensor] | None = None) -> None:
         with self._lock:
             if isinstance(done, StepReport):
                 self._parts.done(done.step)
             if self._queue.report(done):
-                self._channel.send(Outgoing(done))
+                self._channel.send(Outgoing(done) if columns is None else pack_columns(done, columns))
 
     def _send(self, message: Message) -> None:
         with self._lock:

@@ -10,10 +10,11 @@ from __future__ import annotations
 import logging
 import math
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import msgspec
+from torch import Tensor
 
 from stream_balancer.core.staleness import next_version
 from stream_balancer.errors import (
@@ -23,11 +24,13 @@ from stream_balancer.errors import (
     RefusedError,
     WireError,
     WouldBlock,
+    rank_name,
     to_raise,
 )
 from stream_balancer.transport import Asked, Link, Report
-from stream_balancer.transport.channel import Channel, Outgoing, PeerClosed, Session, Source, State, either
+from stream_balancer.transport.channel import Channel, Outgoing, PeerClosed, Session, Source, State, either, unexpected
 from stream_balancer.transport.event_loop import InLoop, beside_the_loop
+from stream_balancer.transport.late_columns import check_columns, read_columns
 from stream_balancer.types import RankBatch
 from stream_balancer.wire.messages import (
     MAX_TEXT,
@@ -35,12 +38,14 @@ from stream_balancer.wire.messages import (
     End,
     EndBalancer,
     JoinRank,
+    Message,
     PartsDone,
     PayloadsFetched,
     PolicyVersion,
     ReassignedPart,
     StatisticsReply,
     StatisticsRequest,
+    StepColumns,
     StepComplete,
     StepHeld,
     StepReport,
@@ -60,9 +65,10 @@ class RankSession(Session, Link):
     def __init__(self, channel: Channel, request: JoinRank, in_loop: InLoop) -> None:
         """``request``: what the rank asked for, judged by :class:`~stream_balancer.transport.admission.Admission`.
         ``in_loop`` runs a function in the event loop, in order; with a channel that has no threads, at once."""
-        self.rank, self.incarnation = request.rank, request.incarnation
+        self.rank, self.incarnation, self.role = request.rank, request.incarnation, request.role
         self._feed_id = request.feed_id
-        self._who = f"rank {request.rank}"
+        self._who = rank_name(request.rank, request.role)
+        self._num_tokens: dict[int, int] = {}  # of steps whose columns it has not given
         self.stalled_s = 0.0
         """Seconds without a sign of life, once the channel reports a stall; 0.0 while all is well."""
         self._channel, self._in_loop = channel, in_loop
@@ -104,6 +110,8 @@ class RankSession(Session, Link):
 
     def send(self, batch: RankBatch, *, confirm: bool = False) -> None:
         self._use_credit(batch.step)
+        if self.role:
+            self._num_tokens[batch.step] = batch.num_tokens
         # Packed when its turn comes, in the channel's thread: whether memory is shared is known then, and the event
         # loop copies no token.
         pack = pack_partial if confirm or is_remote(batch) else pack_whole
@@ -208,7 +216,7 @@ class RankSession(Session, Link):
         step = self._last_step
         doing = "nothing had been sent to it" if step is None else f"the last step sent to it was {step}"
         return RankLostError(
-            f"rank {self.rank} (incarnation {self.incarnation}) was lost: {cause}; {doing}. What it has not "
+            f"{self._who} (incarnation {self.incarnation}) was lost: {cause}; {doing}. What it has not "
             "acknowledged is still held. Restart the rank under a new incarnation, or give serve() a rejoin_timeout_s",
             rank=self.rank,
             step=step,
@@ -217,6 +225,15 @@ class RankSession(Session, Link):
 
     # Receiver: in the channel's thread
 
+    def admit(self, message: Message, sizes: Sequence[int]) -> Sequence[int]:
+        if not isinstance(message, StepColumns):
+            return super().admit(message, sizes)
+        num_tokens = self._num_tokens.get(message.step)
+        if num_tokens is None:
+            raise unexpected(message, f"for step {message.step}, whose columns are not asked for")
+        check_columns(message, sizes, num_tokens)
+        return sizes
+
     def _on_taken(self, message: Taken, *_: object) -> None:
         if not self._taken <= message.total <= self._sent:
             raise WireError(f"{message.total} batches taken, where {self._taken} were and {self._sent} were sent")
@@ -224,7 +241,14 @@ class RankSession(Session, Link):
 
     def _on_done(self, message: StepReport | StepHeld, *_: object) -> None:
         check_report(message)
+        if self.role and isinstance(message, StepReport):
+            raise unexpected(message, "from a rank with a role, which gives columns")
         self._in_loop(partial(self._take_in, message))
+
+    def _on_columns(self, message: StepColumns, buffers: Sequence[Tensor], _: object) -> None:
+        check_report(message)
+        del self._num_tokens[message.step]
+        self._in_loop(partial(self._take_in, read_columns(message, buffers)))
 
     def _on_fetched(self, message: PayloadsFetched, *_: object) -> None:
         self._in_loop(partial(self._take_in, message))
@@ -245,6 +269,7 @@ class RankSession(Session, Link):
     actions = either(
         (Taken, _on_taken),
         (StepReport, _on_done),
+        (StepColumns, _on_columns),
         (StepHeld, _on_done),
         (PayloadsFetched, _on_fetched),
         (PartsDone, _on_parts_done),
@@ -260,7 +285,7 @@ class RankSession(Session, Link):
         self._in_loop(partial(self._on_stalled, seconds))
 
 
-def check_report(report: StepReport | StepHeld) -> None:
+def check_report(report: StepReport | StepColumns | StepHeld) -> None:
     """Raise WireError for seconds that no clock gives: a rank's timing must not spoil what is learnt from all."""
     if not all(0.0 <= s < math.inf for s in (report.seconds, report.compute_s or 0.0, report.waited_s)):
         raise WireError(f"a report of impossible durations: {report}")

@@ -170,7 +170,7 @@ class RankBatch:
     """Executions in the step over all ranks: rollouts with one ``execution_id`` (and group) count as one."""
     mini_batch_sizes: tuple[MiniBatchSize, ...] = ()
     """Of the mini-batches that ``micro_batches`` has one after the other; empty where the step is in one piece."""
-    on_ack: Callable[[], None] | None = field(default=None, repr=False)
+    on_ack: Callable[..., None] | None = field(default=None, repr=False)
     """Set by the :class:`RankFeed` it came from."""
 
     @property
@@ -220,19 +220,25 @@ class RankBatch:
         number = len(mini_batches)
         return (mini_batches[(epoch + place) % number] for epoch in range(num_epochs) for place in range(number))
 
-    def ack(self) -> None:
+    def ack(self, columns: Mapping[str, Sequence[torch.Tensor]] | None = None) -> None:
         """Acknowledge this batch and every earlier one of its feed: committed, and not to be delivered again.
+
+        ``columns``: of a feed with a role, what it has computed: by name, ``[T]`` of each micro-batch, on any device.
+        They are copied, and each step is acknowledged by itself.
 
         For ``RankFeed(auto_ack=False)``, at an optimizer step or a checkpoint; otherwise before leaving a loop early.
         From any thread, never blocks, idempotent. Raises ClosedResourceError if the feed was closed before, ValueError
-        for a batch that did not come from a feed.
+        for a batch that did not come from a feed, and for columns that do not fit.
         """
         if self.on_ack is None:
             raise ValueError(
                 f"batch.ack(): this rank batch of step {self.step} did not come from a RankFeed. Where you iterate the "
                 "balancer itself, call balancer.acknowledge(step)"
             )
-        self.on_ack()
+        if columns is None:
+            self.on_ack()
+        else:
+            self.on_ack(columns)
 
     @property
     def rollouts(self) -> tuple[Rollout, ...]:
@@ -320,7 +326,7 @@ class Batch:
         )
 
 
-def _refuse_to_acknowledge_a_part() -> None:
+def _refuse_to_acknowledge_a_part(*_: object) -> None:
     raise ValueError(
         "batch.ack(): this is a mini-batch, and what is acknowledged is the whole step. Call ack() of the rank batch "
         "that it is a part of, after the last mini-batch of the last epoch"

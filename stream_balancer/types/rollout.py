@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Iterable, Mapping
+from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal, NoReturn, TypeAlias
@@ -203,6 +204,13 @@ class Rollout:
         """The same, with this column called ``loss_mask``: it says which tokens are trained on. Shares the tensors."""
         tokens = {"loss_mask" if name == column else name: values for name, values in self.tokens.items()}
         return replace(self, tokens=tokens)
+
+    def with_late_columns(self, columns: Mapping[str, Tensor]) -> Rollout:
+        """The same with these columns ``[L]`` too, which are known to fit: nothing is checked again. Shares the
+        tensors."""
+        same = copy(self)
+        object.__setattr__(same, "tokens", {**self.tokens, **columns})
+        return same
 
     def padding_copy(self, rollout_id: str) -> Rollout:
         """A stand-in of weight zero, for a micro-batch that would be empty: one token, zero in every column; scalars

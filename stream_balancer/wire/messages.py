@@ -24,6 +24,7 @@ from stream_balancer.errors import RefusalReason, WireError, refused_error
 
 __all__ = [
     "MAX_ENTRIES",
+    "MAX_LATE_COLUMNS",
     "MAX_STATISTICS_BYTES",
     "MAX_TEXT",
     "PROTOCOL",
@@ -46,6 +47,7 @@ __all__ = [
     "JoinPeer",
     "JoinProducer",
     "JoinRank",
+    "LateColumn",
     "MapBuffer",
     "Message",
     "MiniBatchDenominators",
@@ -74,6 +76,7 @@ __all__ = [
     "SharedBuffers",
     "StatisticsReply",
     "StatisticsRequest",
+    "StepColumns",
     "StepComplete",
     "StepHeld",
     "StepReport",
@@ -87,12 +90,14 @@ __all__ = [
     "encode_message",
 ]
 
-PROTOCOL = 7
+PROTOCOL = 8
 """Version of everything that crosses a channel. Peers that differ refuse each other in the handshake."""
 MAX_TEXT = 65_536
 """Characters of a text in a message."""
 MAX_ENTRIES = 65_536
 """Entries of a tuple in a message; what is longer travels as several messages, or in a buffer."""
+MAX_LATE_COLUMNS = 64
+"""That a role computes."""
 MAX_STATISTICS_BYTES = 2**20
 """Of a balancer's statistics in a message: thousands of ranks and strata."""
 
@@ -204,6 +209,8 @@ class JoinRank(Message, frozen=True, tag=12):
     feed_id: bytes = b""
     """Random, and the same whenever this feed joins: it may take the place of its own connection, which the controller
     may not know to be lost yet."""
+    role: Text = ""
+    """Which columns it computes for the trainer; empty: it is the trainer's."""
 
 
 class JoinProducer(Message, frozen=True, tag=13):
@@ -330,6 +337,21 @@ class _StepTimes(Message, frozen=True):
 
 class StepReport(_StepTimes, frozen=True, tag=23):
     """R to C: the step is done. Acknowledgement and timing."""
+
+
+class LateColumn(msgspec.Struct, frozen=True, array_like=True):
+    """A column that a role's rank has computed: a number for each token of its rank batch."""
+
+    name: Text
+    dtype: Count
+    """Index into SUPPORTED_DTYPES."""
+
+
+class StepColumns(_StepTimes, frozen=True, tag=33):
+    """R to C, in place of :class:`StepReport` where the rank has a role: the step is done, and here are its columns.
+    One buffer each, the micro-batches one after the other."""
+
+    columns: Annotated[tuple[LateColumn, ...], msgspec.Meta(min_length=1, max_length=MAX_LATE_COLUMNS)] = ()
 
 
 class StepHeld(_StepTimes, frozen=True, tag=29):
@@ -578,6 +600,7 @@ Conversation: TypeAlias = (
     | StepComplete
     | Taken
     | StepReport
+    | StepColumns
     | StepHeld
     | PayloadsFetched
     | Denominators

@@ -7,7 +7,8 @@
     producer    payload(rollout)       --> rank         the buffer that the controller would have sent, and its frame
 
 A RemoteRollout's columns are tensors on torch's meta device: name, dtype and shape without a byte behind them, so that
-planning, limits and checks see no difference. Its ``lease`` is what keeps the payload alive: once nobody on the
+planning, limits and checks see no difference. Late columns, which were computed on the way, are here and travel with
+the skeleton. Its ``lease`` is what keeps the payload alive: once nobody on the
 controller holds the rollout any more (acknowledged, evicted, refused), the lease dies and the producer is notified.
 """
 
@@ -65,6 +66,8 @@ class RemoteRollout(Rollout):
     """Must live as long as the payload is needed."""
     loss_tokens: int = field(repr=False)
     """``num_loss_tokens``, as the producer counted them."""
+    gone: str = field(default="", repr=False)
+    """Why no rank is to fetch it: a rank that computed late columns could not."""
 
     @staticmethod
     def _plain_tensor(value: object) -> Tensor:
@@ -98,9 +101,17 @@ class _Skeleton(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
     sources: list[tuple[int, int, int]]
     """Per rollout: (index of the owner, key, index of the reference); owner -1: its payload follows this; reference
     -1: it has none."""
+    late: list[str] = []
+    """Columns that come along of all rollouts, behind the payloads that do."""
+    gone: list[tuple[int, str]] = []
+    """Rollouts that are not to be fetched, and why."""
 
 
 _DECODER = msgspec.msgpack.Decoder(_Skeleton)
+
+
+def _late_columns(rollout: RemoteRollout) -> list[str]:
+    return sorted(name for name, column in rollout.tokens.items() if not column.is_meta)
 
 
 def is_remote(batch: RankBatch) -> bool:
@@ -131,18 +142,25 @@ class EncodedSkeleton:
         references: dict[object, int] = {}
         sources = []
         self._here: list[Rollout] = []
-        for rollout in batch.rollouts:
+        late: list[list[Tensor]] = []
+        gone = []
+        for place, rollout in enumerate(batch.rollouts):
             if isinstance(rollout, RemoteRollout):
                 reference = rollout.lease.reference
                 number = -1 if reference is None else references.setdefault(reference, len(references))
                 sources.append((owners.setdefault(rollout.owner, len(owners)), rollout.key, number))
+                late.append([bytes_of(rollout.tokens[name]) for name in _late_columns(rollout)])
+                if rollout.gone:
+                    gone.append((place, rollout.gone))
             else:
                 sources.append((-1, 0, -1))
                 self._here.append(rollout)
         self.references = list(references)
         """What goes with it, for the rank to fetch with."""
-        self._packed = msgspec.msgpack.encode(_Skeleton(encoded._meta, list(owners), sources))
-        size = len(self._packed) + sum(rollout.nbytes for rollout in self._here)
+        names = next((_late_columns(rollout) for rollout in batch.rollouts if isinstance(rollout, RemoteRollout)), [])
+        self._packed = msgspec.msgpack.encode(_Skeleton(encoded._meta, list(owners), sources, names, gone))
+        self._parts = [payload(rollout) for rollout in self._here] + late
+        size = len(self._packed) + sum(part.numel() for parts in self._parts for part in parts)
         self.message = PartialBatch(
             batch.step,
             batch.rank,
@@ -158,9 +176,9 @@ class EncodedSkeleton:
         """Write everything into ``buffer``; yields how many leading bytes are final."""
         at = len(self._packed)
         buffer[:at] = torch.frombuffer(bytearray(self._packed), dtype=torch.uint8)
-        for rollout in self._here:
+        for parts in self._parts:
             yield at
-            for part in payload(rollout):
+            for part in parts:
                 buffer[at : at + part.numel()] = part
                 at += part.numel()
         yield at
@@ -192,12 +210,21 @@ class Skeleton:
                 place,
                 owners[owner],
                 key,
-                self._pieces(buffer, place, *rows[place]),
+                self._pieces(buffer, place, *rows[place], late=False),
                 None if number < 0 else references[number],
             )
             for place, (owner, key, number) in enumerate(self._described.sources)
-            if owner >= 0
+            if owner >= 0 and place not in self.gone
         ]
+
+    @property
+    def gone(self) -> dict[int, str]:
+        """Places of rollouts that are not to be fetched, and why."""
+        return dict(self._described.gone)
+
+    def owner(self, place: int) -> Owner:
+        """Who has the payload of this rollout."""
+        return self._described.owners[self._described.sources[place][0]]
 
     def name(self, place: int) -> str:
         """``rollout_id`` of the rollout at this place."""
@@ -213,9 +240,11 @@ class Skeleton:
         with the skeleton, and what padding copies differ in. Raises WireError if the sizes do not fit."""
         packed = self._described.description
         buffer[: len(packed)] = torch.frombuffer(bytearray(packed), dtype=torch.uint8)
-        targets = self.targets(
-            buffer, [place for place, (owner, *_) in enumerate(self._described.sources) if owner < 0]
-        )
+        sources, rows = self._described.sources, self._rows()
+        targets = self.targets(buffer, [place for place, (owner, *_) in enumerate(sources) if owner < 0])
+        for place, (owner, *_) in enumerate(sources):
+            if owner >= 0:
+                targets += self._pieces(buffer, place, *rows[place], late=True)
         if sum(target.numel() for target in targets) != self._here.numel():
             raise WireError(f"step {self.batch.step}: the payload that came with the description has another size")
         at = 0
@@ -280,13 +309,18 @@ class Skeleton:
             rows += [(number, start) for _, start in zip(range(first, stop), starts, strict=False)]
         return rows
 
-    def _pieces(self, buffer: Tensor, place: int, micro_batch: int, row: int) -> list[Tensor]:
+    def _pieces(
+        self, buffer: Tensor, place: int, micro_batch: int, row: int, *, late: bool | None = None
+    ) -> list[Tensor]:
+        """``late``: only the columns that came along; or all but these."""
         length = self._meta.lengths[place]
         spans = [
             (piece.start + row * piece.what.row_bytes, length * piece.what.row_bytes)
-            for _, piece in sorted(self._plan.columns[micro_batch].items())
+            for name, piece in sorted(self._plan.columns[micro_batch].items())
+            if late is None or (name in self._described.late) is late
         ]
-        spans += [(piece.start, piece.what.row_bytes) for _, piece in sorted(self._plan.tensors[place].items())]
+        if not late:
+            spans += [(piece.start, piece.what.row_bytes) for _, piece in sorted(self._plan.tensors[place].items())]
         return [buffer[start : start + size] for start, size in spans if size]
 
     def _mask_padding(self, buffer: Tensor) -> None:
@@ -316,6 +350,10 @@ def read_skeleton(message: PartialBatch, body: Tensor, *, max_bytes: int, num_re
         for owner, key, number in described.sources
     ):
         raise WireError(f"step {message.step}: the list of who holds what is wrong")
+    if not {column.name for column in meta.columns}.issuperset(described.late) or any(
+        not 0 <= place < len(described.sources) or described.sources[place][0] < 0 for place, _ in described.gone
+    ):
+        raise WireError(f"step {message.step}: the list of what came along or is gone is wrong")
     if any(column.dtype != column.wire_dtype for column in meta.columns):
         raise WireError(f"step {message.step}: what producers hold is not narrowed")
     plan = lay_out(meta, len(described.description), max_bytes)

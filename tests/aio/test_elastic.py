@@ -187,7 +187,7 @@ async def test_whatever_the_order_of_changes_every_rollout_is_trained_on_once(se
         async def train(rank: int) -> None:
             """As a launcher keeps it: whenever its place is wanted, a rank is there."""
             while not balancer.ended or balancer.statistics().waiting:
-                if (rank < transport.dp_size and not (session := transport.admission.sessions.get(rank))) or (
+                if (rank < transport.dp_size and not (session := transport.admission.sessions.get(("", rank)))) or (
                     rank < transport.dp_size and session is not None and not session.live
                 ):
                     async for share in RankFeed(transport.connect(rank, depth=chance.randint(1, 3))):

@@ -133,7 +133,7 @@ class _Harness:
         self.feeds: list[RankFeed] = []
 
     def connect(self, rank: int, *, dp_size: int | None = None, auto_ack: bool = True, **options: Any) -> RankFeed:
-        wanted = {"incarnation": 0, "depth": 2, "max_batch_bytes": 2**32}
+        wanted: dict[str, Any] = {"incarnation": 0, "depth": 2, "max_batch_bytes": 2**32, "role": ""}
         wanted |= {name: options.pop(name) for name in wanted.keys() & options.keys()}
         port = open_port(
             self._actor,

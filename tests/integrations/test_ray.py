@@ -76,7 +76,7 @@ _NAMES = (f"r{n}" for n in itertools.count())
 @asynccontextmanager
 async def hosted(**knobs: Any) -> AsyncIterator[RayBalancer]:
     """A balancer, full at four."""
-    options = {key: knobs.pop(key) for key in ("journal", "staged_bytes", "rejoin_timeout_s") if key in knobs}
+    options = {key: knobs.pop(key) for key in ("journal", "roles", "staged_bytes", "rejoin_timeout_s") if key in knobs}
     config = sb.BalancerConfig(**{"dp_size": 1, "batch_size": 4, "window": 4, "capacity": 4, **knobs})
     with anyio.fail_after(GUARD_S):
         balancer = await anyio.to_thread.run_sync(lambda: host(config, **options))
@@ -97,6 +97,28 @@ async def train(balancer: RayBalancer, rank: int = 0) -> list[sb.Rollout]:
     """Everything this rank gets."""
     async with balancer.feed(rank=rank) as feed:
         return [rollout async for batch in feed for rollout in batch.rollouts if not rollout.is_padding]
+
+
+async def test_columns_of_a_role_join_tokens_in_the_object_store() -> None:
+    rollouts, trained = rollouts_of_all_sizes(), []
+
+    async def compute(balancer: RayBalancer) -> None:
+        async for batch in balancer.feed(rank=0, role="ref"):
+            ids = [micro_batch.packed()["input_ids"] for micro_batch in batch.micro_batches]
+            batch.ack(columns={"ref_logprobs": [one.double() / 7 for one in ids]})
+
+    async def train_all(balancer: RayBalancer) -> None:
+        trained.extend(await train(balancer))
+
+    async with hosted(roles={"ref": ["ref_logprobs"]}) as balancer, anyio.create_task_group() as tasks:
+        tasks.start_soon(compute, balancer)
+        tasks.start_soon(train_all, balancer)
+        for rollout in rollouts:
+            await balancer.put(rollout)
+        await balancer.end()
+    assert sorted(r.rollout_id for r in trained) == sorted(r.rollout_id for r in rollouts)
+    for rollout in trained:
+        assert torch.equal(rollout.tokens["ref_logprobs"], rollout.tokens["input_ids"].double() / 7)
 
 
 async def verdict(put: Awaitable[object]) -> tuple[str, str]:

@@ -108,13 +108,25 @@ def test_nobody_is_asked_for_a_padding_copy_of_one_token() -> None:
     }
 
 
-def test_a_share_of_many_holders_is_completed_as_if_it_had_been_sent() -> None:
+def with_late(rollouts: list[list[Any]]) -> list[list[Any]]:
+    """With columns that were computed on the way; one sorts between those of the producers, one behind them."""
+
+    def late(n: int) -> dict[str, torch.Tensor]:
+        return {"values": torch.arange(n) * 2**40, "inputs_ref": torch.arange(n).double() / 3}
+
+    return [[one.with_late_columns(late(one.num_tokens)) for one in micro_batch] for micro_batch in rollouts]
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_a_share_of_many_holders_is_completed_as_if_it_had_been_sent(late: bool) -> None:
     r = [rollout(n) for n in range(6)]
     held = {("a", 0): r[0], ("b", 0): r[1], ("a", 7): r[3], ("b", 9): r[4]}
     remote = {n: described(held[label, key], owner, key) for n, label, key, owner in
               ((0, "a", 0, A), (1, "b", 0, B), (3, "a", 7, A), (4, "b", 9, B))}  # fmt: skip
     plain = [[r[0], r[1], r[2]], [r[3], r[4].padding_copy("copy")], [r[5]]]
     mixed = [[remote[0], remote[1], r[2]], [remote[3], remote[4].padding_copy("copy")], [r[5]]]
+    if late:
+        plain, mixed = with_late(plain), with_late(mixed)
     assert is_remote(rank_batch(*mixed))
     assert not is_remote(rank_batch(*plain))
     got = completed(*sent(rank_batch(*mixed)), held)
@@ -166,7 +178,8 @@ def hostile_skeletons(cases: int, seed: int) -> tuple[int, int]:
     chance = random.Random(seed)
     r = [rollout(n) for n in range(4)]
     held = {("a", 0): r[0], ("b", 1): r[1], ("a", 2): r[2]}
-    frame, whole = sent(rank_batch([described(r[0], A, 0), described(r[1], B, 1)], [described(r[2], A, 2), r[3]]))
+    there = [[described(r[0], A, 0), described(r[1], B, 1)], [described(r[2], A, 2), r[3]]]
+    frame, whole = sent(rank_batch(*(with_late(there) if seed % 2 else there)))
     body = whole.numpy().tobytes()
     refused = 0
     for _ in range(cases):
@@ -193,8 +206,9 @@ def hostile_skeletons(cases: int, seed: int) -> tuple[int, int]:
 
 
 def test_hostile_skeletons_are_refused_or_harmless() -> None:
-    refused, cases = hostile_skeletons(3000, seed=0)
-    assert 0.3 * cases < refused < cases
+    for seed in (0, 1):
+        refused, cases = hostile_skeletons(1500, seed)
+        assert 0.3 * cases < refused < cases
 
 
 @pytest.mark.soak
@@ -243,6 +257,30 @@ def test_a_wrong_list_of_sources_is_refused(sources: list[list[int]]) -> None:
         frame, meta_bytes=len(packed), wire_bytes=len(packed), meta_crc=wire.zlib.crc32(packed)
     )
     with pytest.raises(WireError, match="who holds what"):
+        read_skeleton(frame, torch.frombuffer(bytearray(packed), dtype=torch.uint8), max_bytes=MAX_BYTES)
+
+
+def test_what_is_gone_is_not_asked_for() -> None:
+    r = [rollout(n) for n in range(3)]
+    there = [described(r[0], A, 0), replace(described(r[1], B, 1), gone="no route to host"), r[2]]
+    skeleton = read_skeleton(*sent(rank_batch(there)), max_bytes=MAX_BYTES)
+    buffer = torch.zeros(skeleton.batch.total_bytes, dtype=torch.uint8)
+    assert [one.place for one in skeleton.wanted(buffer)] == [0]
+    assert (skeleton.gone, skeleton.owner(1)) == ({1: "no route to host"}, B)
+
+
+@pytest.mark.parametrize(
+    ("late", "gone"), [(["nothing"], []), ([], [[2, "why"]]), ([], [[-1, "why"]]), ([], [[1, "it came along"]])]
+)
+def test_a_wrong_list_of_what_came_along_or_is_gone_is_refused(late: list[str], gone: list[Any]) -> None:
+    frame, buffer = sent(rank_batch([described(rollout(0), A, 0), rollout(1)]))
+    tree = msgspec.msgpack.decode(buffer[: frame.meta_bytes].numpy().tobytes())
+    assert tree[3:] == [[], []]
+    packed = msgspec.msgpack.encode([*tree[:3], late, gone])
+    frame = msgspec.structs.replace(
+        frame, meta_bytes=len(packed), wire_bytes=len(packed), meta_crc=wire.zlib.crc32(packed)
+    )
+    with pytest.raises(WireError, match="came along or is gone"):
         read_skeleton(frame, torch.frombuffer(bytearray(packed), dtype=torch.uint8), max_bytes=MAX_BYTES)
 
 

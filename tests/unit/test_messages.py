@@ -39,6 +39,8 @@ def example_of(kind: type[m.Message]) -> m.Message:
             values.append((m.ResizedExecution("g", "e", 2, 30),))
         elif field.name == "mini_batches":
             values.append((m.MiniBatchDenominators(1, 20, 10, 1),))
+        elif kind is m.StepColumns and field.name == "columns":
+            values.append((m.LateColumn("ref_logprobs", 9), m.LateColumn("values", 10)))
         elif field.name == "fate":
             values.append("closed")
         elif field.name in ("reason", "text", "group_id", "problem"):

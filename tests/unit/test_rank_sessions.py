@@ -16,7 +16,8 @@ import stream_balancer as sb
 from stream_balancer.errors import ConfigError, WireError, WouldBlock, refused_error
 from stream_balancer.testing.transports import make_batch, same_rollout
 from stream_balancer.transport.admission import Admission
-from stream_balancer.transport.channel import Outgoing, PeerClosed, Receiver
+from stream_balancer.transport.channel import Outgoing, PeerClosed, Receiver, Source
+from stream_balancer.transport.late_columns import GivenColumns, pack_columns
 from stream_balancer.transport.rank_port import RankPort
 from stream_balancer.transport.rank_session import RankSession
 from stream_balancer.types import RankBatch
@@ -155,7 +156,7 @@ def test_a_newer_incarnation_supersedes_an_older_one() -> None:
         assert admission.refusal(join) is None
         assert admission.admit(RankSession(channel, join, at_once))
     assert channels[0].closed == "superseded by incarnation 1"
-    assert admission.sessions[0].incarnation == 1
+    assert admission.sessions["", 0].incarnation == 1
     for incarnation in (0, 1):
         refused = admission.refusal(msgspec.structs.replace(JOIN, incarnation=incarnation))
         assert refused is not None
@@ -209,6 +210,40 @@ def test_who_is_held_is_judged_again_once_the_other_has_settled() -> None:
     refused = admission.refusal(JOIN)
     assert refused is not None
     assert refused.reason == "closed"
+
+
+@pytest.mark.parametrize(
+    ("message", "sizes", "text"),
+    [
+        (m.StepColumns(7, 1.0, columns=(m.LateColumn("x", 9),)), [88], "step 7, whose columns are not asked for"),
+        (m.StepColumns(0, 1.0, columns=(m.LateColumn("x", 5),)), [2**40], r"columns of \[1099511627776\] bytes"),
+        (m.StepColumns(0, 1.0, columns=(m.LateColumn("x", 5),)), [], "columns of"),
+        (m.StepColumns(0, 1.0, columns=(m.LateColumn("x", 99),)), [176], "unknown dtype"),
+        (m.StepColumns(0, 1.0, columns=(m.LateColumn("x", 5),) * 2), [176, 176], "a column comes twice"),
+        (m.StepColumns(0, float("nan"), columns=(m.LateColumn("x", 5),)), [176], "impossible durations"),
+        (m.StepReport(0, 1.0), [], "StepReport message may not come from a rank with a role"),
+    ],
+)
+def test_columns_that_were_not_asked_for_are_refused_before_anything_is_allocated(
+    channel: FakeChannel, message: Message, sizes: list[int], text: str
+) -> None:
+    session = RankSession(channel, msgspec.structs.replace(JOIN, role="ref"), at_once)
+    session.send(batch(0))
+    assert batch(0).num_tokens * 8 == 176
+    with pytest.raises(WireError, match=text):
+        deliver(Outgoing(message, [Source(size, lambda _: iter(())) for size in sizes]), session)
+
+
+def test_columns_come_once(channel: FakeChannel) -> None:
+    session = RankSession(channel, msgspec.structs.replace(JOIN, role="ref"), at_once)
+    session.send(batch(0))
+    done = pack_columns(m.StepReport(0, 1.0), {"x": torch.arange(22)})
+    deliver(done, session)
+    report = session.report()
+    assert isinstance(report, GivenColumns)
+    assert torch.equal(report.columns["x"], torch.arange(22))
+    with pytest.raises(WireError, match="step 0, whose columns are not asked for"):
+        deliver(done, session)
 
 
 # --- the rank's end ---------------------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 import hypothesis.strategies as st
+import msgspec
 import pytest
 import torch
 from hypothesis import settings
@@ -22,6 +23,7 @@ from stream_balancer.transport.rank_port import RankPort
 from stream_balancer.transport.rank_session import RankSession
 from stream_balancer.transport.request_messages import EncodedRequest
 from stream_balancer.transport.requests import Mode, Request
+from stream_balancer.values import SUPPORTED_DTYPES
 from stream_balancer.wire import messages as m
 
 JOIN = m.JoinRank(0, 1, 0, depth=1000, max_batch_bytes=2**20)
@@ -29,7 +31,8 @@ BEFORE_AND_AFTER, BEFORE = {"open", "ending"}, {"open"}
 EXAMPLES: dict[type[m.Message], m.Message] = {
     type(message): message
     for message in (
-        m.Taken(0), m.StepReport(0, 1.0), m.StepHeld(0, 1.0), m.PayloadsFetched(0), m.Denominators(0, 1, 1, 1, 1),
+        m.Taken(0), m.StepReport(0, 1.0), m.StepColumns(0, 1.0, columns=(m.LateColumn("x", 5),)),
+        m.StepHeld(0, 1.0), m.PayloadsFetched(0), m.Denominators(0, 1, 1, 1, 1),
         m.End(), m.DeclareGroup(0, "g", "closed"), m.Cancel(0), m.Accepted((0,)), m.PutRefused(0, "full", ""),
         m.DropPayloads((0,)), m.WantPayloads(0, (1,)), m.Payloads(0), m.ProbeMemory(1, 2, b""), m.ProbeResult(True),
         m.MapBuffer(1, 2, 64), m.SharedBuffers((1,)), m.ReleaseBuffers((1,)),
@@ -116,19 +119,22 @@ class Conversation(RuleBasedStateMachine):
 
 
 class RankSessions(Conversation):
-    may_come: ClassVar = dict.fromkeys(
-        (
-            m.Taken,
-            m.StepReport,
-            m.StepHeld,
-            m.PayloadsFetched,
-            m.PartsDone,
-            m.PolicyVersion,
-            m.EndBalancer,
-            m.StatisticsRequest,
+    may_come: ClassVar = {
+        m.StepColumns: set(),
+        **dict.fromkeys(
+            (
+                m.Taken,
+                m.StepReport,
+                m.StepHeld,
+                m.PayloadsFetched,
+                m.PartsDone,
+                m.PolicyVersion,
+                m.EndBalancer,
+                m.StatisticsRequest,
+            ),
+            BEFORE_AND_AFTER,
         ),
-        BEFORE_AND_AFTER,
-    )
+    }
 
     def __init__(self) -> None:
         super().__init__()
@@ -153,6 +159,33 @@ class RankSessions(Conversation):
     @invariant()
     def is_live_until_it_is_over(self) -> None:
         assert self.session.live == (self.state != "over")
+
+
+class RolesRankSessions(RankSessions):
+    """Of a rank that has a role: the same, but its reports have columns, once for each step."""
+
+    may_come: ClassVar = {**RankSessions.may_come, m.StepReport: set(), m.StepColumns: BEFORE_AND_AFTER}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.session = RankSession(FakeChannel(threads=False), msgspec.structs.replace(JOIN, role="ref"), at_once)
+        self.owed: list[int] = []
+
+    @rule()
+    def send_one(self) -> None:
+        self.owed += [self.step] * (self.state == "open")
+        super().send_one()
+
+    def is_wanted(self, kind: type[m.Message]) -> bool:
+        return super().is_wanted(kind) and (kind is not m.StepColumns or bool(self.owed))
+
+    def example(self, kind: type[m.Message]) -> tuple[m.Message, list[Any]]:
+        if kind is not m.StepColumns:
+            return super().example(kind)
+        step = self.owed.pop()
+        num_tokens = make_batch(step, 1).ranks[0].num_tokens
+        message = m.StepColumns(step, 1.0, None, 0.0, (m.LateColumn("x", SUPPORTED_DTYPES.index(torch.int64)),))
+        return message, [torch.zeros(8 * num_tokens, dtype=torch.uint8)]
 
 
 class RankPorts(Conversation):
@@ -277,13 +310,13 @@ class ProducerPorts(Conversation):
             self.state, self.ended_by_peer = "ending", True
 
 
-@pytest.mark.parametrize("conversation", [RankSessions, RankPorts, ProducerSessions, ProducerPorts])
+@pytest.mark.parametrize("conversation", [RankSessions, RolesRankSessions, RankPorts, ProducerSessions, ProducerPorts])
 def test_every_message_in_every_state(conversation: type[Conversation]) -> None:
     few = settings(max_examples=25, stateful_step_count=25, deadline=None)
     run_state_machine_as_test(conversation, settings=few)
 
 
-@pytest.mark.parametrize("conversation", [RankSessions, RankPorts, ProducerSessions, ProducerPorts])
+@pytest.mark.parametrize("conversation", [RankSessions, RolesRankSessions, RankPorts, ProducerSessions, ProducerPorts])
 def test_no_pair_of_state_and_message_is_left_to_chance(conversation: type[Conversation]) -> None:
     for kind in EXAMPLES:
         conversation().message(kind)

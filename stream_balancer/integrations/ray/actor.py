@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -50,6 +51,7 @@ class Options:
     max_put_bytes: int
     accept: Accept | None
     num_producers: int | None
+    roles: Mapping[str, Sequence[str]] | None
 
 
 class Host:
@@ -98,6 +100,7 @@ class Host:
                     transport,
                     rejoin_timeout_s=options.rejoin_timeout_s,
                     report_after_s=options.report_after_s,
+                    roles=options.roles,
                 )
         except Exception as error:
             self._failure = error

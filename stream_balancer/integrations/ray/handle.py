@@ -38,6 +38,7 @@ def host(
     journal: str | os.PathLike[str] | None = None,
     accept: Accept | None = None,
     num_producers: int | None = None,
+    roles: Mapping[str, Sequence[str]] | None = None,
     rejoin_timeout_s: float = float("inf"),
     report_after_s: float = 60.0,
     staged_bytes: int = 64 * 2**20,
@@ -50,8 +51,8 @@ def host(
     what it accepts to; then tokens travel through the actor, it restarts by itself after a crash, and goes on where it
     was. ``accept``, ``num_producers``: as for :class:`stream_balancer.StreamBalancer`. ``accept`` runs in the actor,
     so Ray pickles it; with tokens in the object store it sees a rollout's scalars, metadata and lengths, and no values
-    of its columns. ``rejoin_timeout_s``, ``report_after_s``: as for :func:`stream_balancer.serve`; by default a lost
-    rank is waited for.
+    of its columns. ``roles``, ``rejoin_timeout_s``, ``report_after_s``: as for :func:`stream_balancer.serve`; by
+    default a lost rank is waited for.
     ``staged_bytes``, ``max_put_bytes``: what one worker may have on its way, and the largest put. ``actor_options``:
     for ``Actor.options(...)``: its namespace, its lifetime, another place than the caller's node
     (``scheduling_strategy``).
@@ -68,6 +69,7 @@ def host(
         max_put_bytes=max_put_bytes,
         accept=accept,
         num_producers=num_producers,
+        roles=roles,
     )
     settings: dict[str, Any] = {
         "num_cpus": 0,

@@ -162,15 +162,15 @@ class TorchTransport(AdmittingTransport):
 
     @property
     def sessions(self) -> Mapping[int, RankSession]:
-        """By rank, the newest incarnation that has come in, lost or not."""
-        return self.admission.sessions
+        """By the trainer's rank, the newest incarnation that has come in, lost or not."""
+        return {rank: session for (role, rank), session in self.admission.sessions.items() if not role}
 
     async def aclose(self) -> None:
         self.admission.close()
         self._producers.fail(ClosedResourceError())
         with anyio.CancelScope(shield=True):
             async with anyio.create_task_group() as group:
-                for session in [*self.sessions.values(), *self._joining]:
+                for session in [*self.admission.sessions.values(), *self._joining]:
                     group.start_soon(session.aclose)
                 group.start_soon(
                     functools.partial(anyio.to_thread.run_sync, self._leave, limiter=anyio.CapacityLimiter(1))

@@ -179,6 +179,7 @@ def read_stored_bundle(header: RolloutHeader, buffer: Tensor, stored: Stored, ow
             num_tokens=length,
             num_loss_tokens=meta.loss_tokens[index],
             loss_tokens=meta.loss_tokens[index],
+            gone="",
             owner=owner,
             key=index,
             lease=stored,

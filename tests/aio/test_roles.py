@@ -1,0 +1,474 @@
+"""Columns that other models compute on ranks of their own, before the trainer's ranks get the step."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import anyio
+import pytest
+import torch
+from test_missing_payloads import Kept
+from torch import Tensor
+
+import stream_balancer as sb
+from stream_balancer.controller.serve import serve
+from stream_balancer.testing import make_rollouts
+from stream_balancer.transport.memory import MemoryTransport
+from stream_balancer.types import MicroBatch, RankBatch, Rollout
+
+pytestmark = pytest.mark.anyio
+ROLES = {"ref": ["ref_logprobs"], "value": ["values", "value_ranks"]}
+
+
+def computed(role: str, micro_batches: Sequence[MicroBatch]) -> dict[str, list[Tensor]]:
+    """What the role's model says of each micro-batch; each value follows from its token alone."""
+    ids = [micro_batch.packed()["input_ids"] for micro_batch in micro_batches]
+    if role == "ref":
+        return {"ref_logprobs": [-one.float() / 7 for one in ids]}
+    return {"values": [one.double() * 3 for one in ids], "value_ranks": [one % 5 for one in ids]}
+
+
+class Run:
+    """A balancer, ``dp_size`` ranks of the trainer and of each role, and what they saw."""
+
+    def __init__(self, *, roles: Mapping[str, Sequence[str]] = ROLES, dp_size: int = 2, **config: Any) -> None:
+        self.roles = roles
+        self.balancer = sb.StreamBalancer(sb.BalancerConfig(dp_size=dp_size, **({"batch_size": 8} | config)))
+        self.transport = MemoryTransport(dp_size=dp_size)
+        self.ranks = range(dp_size)
+        self.kept = Kept()
+        self.trained: list[RankBatch] = []
+        self.computed: list[tuple[str, int, int]] = []
+        """Role, rank and step, as they were given."""
+
+    def feed(self, rank: int, **join: Any) -> sb.RankFeed:
+        return sb.RankFeed(self.transport.connect(rank, payloads=self.kept, **join))
+
+    async def compute(self, role: str, rank: int, *, dies_at: int | None = None, **join: Any) -> None:
+        """A rank of a role; ``dies_at``: step, before it gives its columns."""
+        feed = self.feed(rank, role=role, **join)
+        async for batch in feed:
+            if batch.step == dies_at:
+                feed._port.abort()  # type: ignore[attr-defined]
+                return
+            self.computed.append((role, rank, batch.step))
+            batch.ack(columns=computed(role, batch.micro_batches))
+
+    async def train(self, rank: int) -> None:
+        async for batch in self.feed(rank):
+            self.trained.append(batch)
+
+    async def serve(self, **options: Any) -> None:
+        with anyio.fail_after(3600):  # virtual
+            await serve(self.balancer, self.transport, **({"roles": self.roles} | options))
+
+    async def put(self, lengths: Sequence[int], *, remote: bool = False) -> list[Rollout]:
+        rollouts = list(make_rollouts(list(lengths)))
+        for rollout in rollouts:
+            await self.balancer.put(self.kept.remote(rollout) if remote else rollout)
+        return rollouts
+
+    def check(self) -> None:
+        """Every token has its columns, on every rank."""
+        assert self.trained
+        for batch in self.trained:
+            for micro_batch in batch.micro_batches:
+                packed = micro_batch.packed()
+                for role in self.roles:
+                    for name, (expected,) in computed(role, [micro_batch]).items():
+                        assert packed[name].dtype == expected.dtype
+                        assert torch.equal(packed[name], expected), name
+            late = {name for names in self.roles.values() for name in names}
+            assert all(late < set(rollout.tokens) for rollout in batch.rollouts)
+
+
+async def test_a_step_has_the_columns_of_all_roles() -> None:
+    run = Run()
+    async with run.balancer, anyio.create_task_group() as tasks:
+        for rank in run.ranks:
+            tasks.start_soon(run.train, rank)
+            for role in ROLES:
+                tasks.start_soon(run.compute, role, rank)
+        tasks.start_soon(run.serve)
+        rollouts = await run.put([3 * n % 50 + 1 for n in range(43)])
+        run.balancer.end()
+    run.check()
+    trained = [r.rollout_id for batch in run.trained for r in batch.rollouts if not r.is_padding]
+    assert sorted(trained) == sorted(r.rollout_id for r in rollouts)
+    steps = sorted({batch.step for batch in run.trained})
+    assert sorted(run.computed) == sorted((role, rank, step) for role in ROLES for rank in run.ranks for step in steps)
+    assert run.balancer.in_flight() == ()
+    assert run.balancer.statistics().acknowledged == 43
+
+
+async def test_denominators_and_plan_are_those_of_the_batch() -> None:
+    plain, late = Run(roles={}), Run()
+    for run in (plain, late):
+        async with run.balancer, anyio.create_task_group() as tasks:
+            for rank in run.ranks:
+                tasks.start_soon(run.train, rank)
+                for role in run.roles:
+                    tasks.start_soon(run.compute, role, rank)
+            tasks.start_soon(run.serve)
+            await run.put([7 * n % 40 + 1 for n in range(24)])
+            run.balancer.end()
+
+    def plan(run: Run) -> list[Any]:
+        return sorted(
+            (
+                *(batch.step, batch.rank, batch.load, batch.global_num_rollouts, batch.global_num_tokens),
+                *(batch.global_num_loss_tokens, batch.global_num_executions),
+                [micro_batch.lengths for micro_batch in batch.micro_batches],
+            )
+            for batch in run.trained
+        )
+
+    assert plan(late) == plan(plain)
+
+
+async def test_a_rank_of_a_role_that_dies_gets_its_step_again_and_nobody_computes_twice() -> None:
+    run = Run()
+    async with run.balancer, anyio.create_task_group() as tasks:
+
+        async def dying() -> None:
+            await run.compute("ref", 1, dies_at=2)
+            await anyio.sleep(5)
+            assert {batch.step for batch in run.trained} == {0, 1}, "step 2 waits"
+            await run.compute("ref", 1, incarnation=1)
+
+        tasks.start_soon(dying)
+        tasks.start_soon(run.compute, "ref", 0)
+        for rank in run.ranks:
+            tasks.start_soon(run.train, rank)
+            tasks.start_soon(run.compute, "value", rank)
+        tasks.start_soon(partial(run.serve, rejoin_timeout_s=60))
+        await run.put(range(1, 41))
+        run.balancer.end()
+    run.check()
+    assert len(run.computed) == len(set(run.computed)) == 2 * 2 * 5
+
+
+async def test_a_rank_of_the_trainer_that_dies_gets_the_columns_again_without_computing_them_again() -> None:
+    run = Run()
+    async with run.balancer, anyio.create_task_group() as tasks:
+
+        async def dying() -> None:
+            feed = run.feed(0)
+            for _ in range(2):
+                await anext(feed)
+            feed._port.abort()  # type: ignore[attr-defined]
+            async for batch in run.feed(0, incarnation=1):
+                run.trained.append(batch)
+
+        tasks.start_soon(dying)
+        tasks.start_soon(run.train, 1)
+        for rank in run.ranks:
+            for role in ROLES:
+                tasks.start_soon(run.compute, role, rank)
+        tasks.start_soon(partial(run.serve, rejoin_timeout_s=60))
+        await run.put(range(1, 41))
+        run.balancer.end()
+    run.check()
+    assert [batch.step for batch in run.trained if batch.rank == 0] == [1, 2, 3, 4]
+    assert len(run.computed) == len(set(run.computed))
+
+
+async def test_a_lost_rank_of_a_role_ends_serve_by_name_when_nobody_waits_for_it() -> None:
+    run = Run(roles={"ref": ["ref_logprobs"]})
+    async with run.balancer:
+        trainers = [run.feed(rank) for rank in run.ranks]
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(partial(run.compute, "ref", 1, dies_at=0))
+            waiting = run.feed(0, role="ref")
+            await run.put(range(1, 17))
+            with pytest.raises(sb.RankLostError, match="rank 1 of role 'ref'") as raised:
+                await run.serve()
+        assert raised.value.rank == 1
+        assert [batch.step for batch in run.balancer.in_flight()] == [0]
+        assert (waiting.rank, [feed.waiting_s for feed in trainers]) == (0, [0.0, 0.0])
+
+
+async def test_what_was_computed_is_asked_for_again_by_the_next_serve() -> None:
+    run = Run(roles={"ref": ["ref_logprobs"]})
+    async with run.balancer:
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(run.serve)
+            await run.put(range(1, 17))
+            trainers = [run.feed(rank) for rank in run.ranks]
+            for feed in [run.feed(rank, role="ref") for rank in run.ranks]:
+                batch = await anext(feed)
+                batch.ack(columns=computed("ref", batch.micro_batches))
+            for feed in trainers:
+                assert (await anext(feed)).step == 0
+            tasks.cancel_scope.cancel()
+        run.transport = MemoryTransport(dp_size=2)
+        run.balancer.end()
+        async with anyio.create_task_group() as tasks:
+            for rank in run.ranks:
+                tasks.start_soon(run.train, rank)
+                tasks.start_soon(run.compute, "ref", rank)
+            tasks.start_soon(run.serve)
+    run.check()
+    assert sorted(run.computed) == [("ref", rank, step) for rank in (0, 1) for step in (0, 1)]
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+async def test_roles_run_ahead_of_the_trainer_by_its_credits_and_no_further(depth: int) -> None:
+    run = Run(roles={"ref": ["ref_logprobs"]}, dp_size=1, batch_size=2)
+    async with run.balancer, anyio.create_task_group() as tasks:
+        tasks.start_soon(run.serve)
+        tasks.start_soon(partial(run.compute, "ref", 0, depth=8))
+        trainer = run.feed(0, depth=depth)
+        tasks.start_soon(run.put, range(1, 61))
+        await anyio.sleep(10)
+        assert len(run.computed) == depth
+        await anext(trainer)
+        await anyio.sleep(10)
+        assert len(run.computed) == depth + 1
+        tasks.cancel_scope.cancel()
+
+
+async def test_a_slow_role_holds_no_more_steps_than_the_trainer_has_room_for() -> None:
+    run = Run(roles={"ref": ["ref_logprobs"]}, dp_size=1, batch_size=2)
+    async with run.balancer, anyio.create_task_group() as tasks:
+        tasks.start_soon(run.serve)
+        slow, trainer = run.feed(0, role="ref", depth=8), run.feed(0, depth=3)
+        tasks.start_soon(run.put, range(1, 61))
+        await anext(slow)
+        await anyio.sleep(10)
+        assert [batch.step for batch in run.balancer.in_flight()] == [0, 1, 2]
+        assert trainer._port.take() is None
+        tasks.cancel_scope.cancel()
+
+
+@pytest.mark.parametrize(
+    ("broken", "text"),
+    [
+        (lambda batch: batch.ack(), r"role 'ref' owes the columns of step 0: call batch.ack\(columns="),
+        (lambda batch: batch.ack(columns={}), "1 to 64 columns, not 0"),
+        (lambda batch: batch.ack(columns={"ref_logprobs": [torch.zeros(3)]}), "'ref_logprobs' has shapes"),
+        (lambda batch: batch.ack(columns={"ref_logprobs": torch.zeros(batch.num_tokens)}), "'ref_logprobs' has shapes"),
+    ],
+)
+async def test_columns_that_do_not_fit_are_refused_where_they_are_given(
+    broken: Callable[[RankBatch], None], text: str
+) -> None:
+    run = Run(roles={"ref": ["ref_logprobs"]})
+    async with run.balancer, anyio.create_task_group() as tasks:
+        tasks.start_soon(run.serve)
+        feed, _ = run.feed(0, role="ref"), run.feed(1, role="ref")
+        trainers = [run.feed(rank) for rank in run.ranks]
+        await run.put(range(1, 17))
+        run.balancer.end()
+        batch = await anext(feed)
+        with pytest.raises(ValueError, match=text):
+            broken(batch)
+        with pytest.raises(ValueError, match="owes the columns of step 0"):
+            await anext(feed)
+        assert feed.waiting_s == 0.0
+        batch.ack(columns=computed("ref", batch.micro_batches))
+        assert (await anext(feed)).step == 1
+        assert [feed.waiting_s for feed in trainers] == [0.0, 0.0]
+        tasks.cancel_scope.cancel()
+
+
+async def test_other_columns_than_were_asked_for_are_refused_at_both_ends() -> None:
+    run = Run(roles={"ref": ["ref_logprobs"]}, dp_size=1)
+    async with run.balancer:
+        feed, _ = run.feed(0, role="ref"), run.feed(0)
+        await run.put(range(1, 17))
+
+        async def compute() -> None:
+            batch = await anext(feed)
+            batch.ack(columns={"logprobs": [micro_batch.packed()["input_ids"] for micro_batch in batch.micro_batches]})
+            with pytest.raises(
+                sb.RankLostError, match=r"is to give the columns \['ref_logprobs'\], not \['logprobs'\]"
+            ):
+                await anext(feed)
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(compute)
+            with pytest.raises(sb.RankLostError, match=r"not \['logprobs'\]"):
+                await run.serve()
+
+
+async def test_a_role_does_not_join_again() -> None:
+    with pytest.raises(ValueError, match="role 'ref' with rejoin=True"):
+        sb.RankFeed("tcp://127.0.0.1:1", rank=0, dp_size=1, role="ref", rejoin=True)
+
+
+async def test_a_trainer_gives_no_columns() -> None:
+    run = Run(roles={}, dp_size=1)
+    async with run.balancer, anyio.create_task_group() as tasks:
+        tasks.start_soon(run.serve)
+        await run.put(range(1, 17))
+        batch = await anext(run.feed(0))
+        with pytest.raises(ValueError, match="only a feed with a role gives columns"):
+            batch.ack(columns={"ref_logprobs": [torch.zeros(1)]})
+        tasks.cancel_scope.cancel()
+
+
+async def test_a_role_that_is_not_asked_for_anything_learns_so() -> None:
+    run = Run(roles={"ref": ["ref_logprobs"]}, dp_size=1)
+    async with run.balancer, anyio.create_task_group() as tasks:
+        tasks.start_soon(run.serve)
+        with pytest.raises(sb.RankLostError, match=r"rank 0 of role 'critic' .* has the roles \['ref'\]"):
+            await anext(run.feed(0, role="critic"))
+        with pytest.raises(ValueError, match=r"rank 0 of role 'ref' announces dp_size=3.*the trainer's plan"):
+            await anext(run.feed(0, role="ref", dp_size=3))
+        tasks.start_soon(run.compute, "ref", 0)
+        tasks.start_soon(run.train, 0)
+        await run.put(range(1, 17))
+        run.balancer.end()
+    run.check()
+
+
+@pytest.mark.parametrize(
+    ("roles", "text"),
+    [
+        ({"": ["x"]}, "a role has a name"),
+        ({"ref": []}, "a list of 1 to 64 names"),
+        ({"ref": "ref_logprobs"}, "a list of 1 to 64 names"),
+        ({"ref": ["x"], "value": ["x"]}, "give one column twice"),
+        ({"ref": ["loss_mask", "x"]}, r"\['loss_mask'\] cannot come late"),
+    ],
+)
+async def test_roles_that_nobody_could_have_are_refused(roles: Any, text: str) -> None:
+    run = Run(roles={}, dp_size=1)
+    async with run.balancer:
+        with pytest.raises(ValueError, match=text):
+            await run.serve(roles=roles)
+        with pytest.raises(sb.ConfigError, match="replan"):
+            await run.serve(roles=ROLES, on_rank_loss="replan")
+
+
+async def test_a_column_that_rollouts_have_already_is_refused() -> None:
+    run = Run(roles={"ref": ["input_ids2"]}, dp_size=1)
+    async with run.balancer as balancer, anyio.create_task_group() as tasks:
+        for n in range(16):
+            await balancer.put(sb.Rollout(tokens={"input_ids": [1, n]}, scalars={"input_ids2": 3.0}))
+        run.feed(0), run.feed(0, role="ref")
+        with pytest.raises(ValueError, match=r"role 'ref' is to give 'input_ids2', which rollout .* has already"):
+            await run.serve()
+        tasks.cancel_scope.cancel()
+
+
+async def test_another_dp_size_ends_serve_by_name() -> None:
+    run = Run(roles={"ref": ["ref_logprobs"]}, dp_size=1)
+    async with run.balancer as balancer, anyio.create_task_group() as tasks:
+
+        async def change() -> None:
+            await anyio.sleep(1)
+            balancer.reconfigure(dp_size=2)
+
+        tasks.start_soon(change)
+        with pytest.raises(ValueError, match=r"dp_size is 2 now, but steps for 1 ranks may be with roles \['ref'\]"):
+            await run.serve()
+
+
+async def test_a_stall_names_the_role(caplog: pytest.LogCaptureFixture) -> None:
+    run = Run()
+    caplog.set_level(logging.WARNING, "stream_balancer.dispatch")
+    async with run.balancer, anyio.create_task_group() as tasks:
+        tasks.start_soon(partial(run.serve, report_after_s=30))
+        feeds = [run.feed(rank) for rank in run.ranks] + [run.feed(rank, role="value") for rank in run.ranks]
+        ref = run.feed(0, role="ref")
+        tasks.start_soon(run.put, range(1, 61))
+        await anyio.sleep(31)
+        assert "rank 1 of role 'ref' has not connected in" in caplog.text
+        late = run.feed(1, role="ref")
+        batch = await anext(ref)
+        batch.ack(columns=computed("ref", batch.micro_batches))
+        for feed in feeds[2:]:
+            batch = await anext(feed)
+            batch.ack(columns=computed("value", batch.micro_batches))
+        caplog.clear()
+        await anyio.sleep(100)
+        assert "step 0 waits for the columns of rank 1 of role 'ref'" in caplog.text
+        assert late.waiting_s == 0.0
+        tasks.cancel_scope.cancel()
+
+
+async def test_a_role_that_does_not_leave_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    run = Run(roles={"ref": ["ref_logprobs"]}, dp_size=1)
+    caplog.set_level(logging.WARNING, "stream_balancer.dispatch")
+    async with run.balancer, anyio.create_task_group() as tasks:
+        tasks.start_soon(partial(run.serve, report_after_s=30))
+        tasks.start_soon(run.train, 0)
+        feed = run.feed(0, role="ref")
+        await run.put(range(1, 9))
+        run.balancer.end()
+        batch = await anext(feed)
+        await anyio.sleep(31)
+        assert "step 0 waits for the columns of rank 0 of role 'ref'" in caplog.text
+        batch.ack(columns=computed("ref", batch.micro_batches))
+        await anyio.sleep(100)
+        assert "not yet done with them: ranks [], rank 0 of role 'ref'" in caplog.text
+        assert [batch async for batch in feed] == []
+
+
+async def test_a_role_learns_versions_and_may_ask() -> None:
+    run = Run(roles={"ref": ["ref_logprobs"]}, dp_size=1)
+    async with run.balancer, anyio.create_task_group() as tasks:
+        tasks.start_soon(run.serve)
+        feed = run.feed(0, role="ref")
+        run.balancer.set_version(3)
+        await anyio.sleep(1)
+        assert feed.version == 3
+        assert (await feed.async_statistics()).waiting == 0
+        feed.end()
+        tasks.start_soon(run.train, 0)
+        async for batch in feed:
+            raise AssertionError(batch)
+
+
+# --- payloads that lie with producers ---------------------------------------------------------------------------------
+
+
+async def _run(run: Run, lengths: Sequence[int], *before: Callable[[], Awaitable[None]]) -> list[Rollout]:
+    async with run.balancer, anyio.create_task_group() as tasks:
+        for rank in run.ranks:
+            tasks.start_soon(run.train, rank)
+            for role in run.roles:
+                tasks.start_soon(run.compute, role, rank)
+        rollouts = await run.put(lengths, remote=True)
+        run.balancer.end()
+        await run.serve(rejoin_timeout_s=math.inf)
+    return rollouts
+
+
+async def test_late_columns_join_tokens_that_lie_with_their_producer() -> None:
+    run = Run()
+    rollouts = await _run(run, [5 * n % 33 + 1 for n in range(26)])
+    run.check()
+    trained = {r.rollout_id: r for batch in run.trained for r in batch.rollouts if not r.is_padding}
+    assert len(trained) == 26
+    for rollout in rollouts:
+        assert torch.equal(trained[rollout.rollout_id].tokens["input_ids"], rollout.tokens["input_ids"])
+
+
+async def test_what_a_role_could_not_fetch_is_masked_for_the_trainer_though_that_could() -> None:
+    """Else it would train on columns of nothing."""
+    run = Run(roles={"ref": ["ref_logprobs"]}, batch_size=4)
+    read = run.kept.read
+
+    def read_once_gone(wanted: Sequence[Any]) -> Mapping[int, str]:
+        gone = dict(read(wanted))
+        for index, one in enumerate(wanted):
+            if one.key == 1 and not run.computed:  # the role's rank, which fetches first
+                gone[index] = "no route to host"
+        return gone
+
+    run.kept.read = read_once_gone  # type: ignore[method-assign]
+    rollouts = await _run(run, [10, 20, 30, 40])
+    left = [rollout for rollout in rollouts if rollout is not rollouts[1]]
+    trained = [r for batch in run.trained for r in batch.rollouts if not r.is_padding]
+    assert sorted(r.rollout_id for r in trained) == sorted(r.rollout_id for r in left)
+    assert {(b.global_num_rollouts, b.global_num_tokens, b.global_num_loss_tokens) for b in run.trained} == {
+        (3, 80, 80)
+    }
+    assert run.balancer.statistics().evicted["lost"] == 1
