@@ -7,7 +7,7 @@ PYTEST := $(BIN)/python -m pytest -n 2 --dist worksteal
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-all lint types unit soak architecture docs package pictures bench bench-gpu bench-peers bench-schedulers test-integrations test-integrations-long test-browser clean
+.PHONY: help install demo test test-all lint types unit soak architecture docs package pictures screenshots bench bench-gpu bench-peers bench-schedulers test-integrations test-integrations-long test-browser clean
 
 help:  ## list the targets
 	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-22s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -105,6 +105,9 @@ package: install  ## sdist and wheel into dist/; the wheel is tried in an empty 
 
 pictures: $(VENV)/.docs-installed  ## draw docs/pictures/ anew, from the library and from bench/results/
 	$(BIN)/python docs/_site/pictures.py
+
+screenshots: $(VENV)/.browser-installed  ## picture tune, watch and the dashboard anew, in three minutes; needs Chromium and Prometheus
+	$(BIN)/python docs/_site/screenshots.py
 
 clean:  ## remove .venv and caches
 	rm -rf $(VENV) .venv-peers site .mypy_cache .ruff_cache .pytest_cache .hypothesis

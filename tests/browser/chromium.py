@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import shutil
 from collections.abc import Iterator
@@ -69,6 +70,11 @@ class Browser:
         self.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
         features = [{"name": "prefers-color-scheme", "value": view.scheme}]
         self.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": features})
+
+    def screenshot(self) -> bytes:
+        """The whole page as PNG, also what lies below."""
+        how = {"format": "png", "captureBeyondViewport": True}
+        return base64.b64decode(self.driver.execute_cdp_cmd("Page.captureScreenshot", how)["data"])
 
     def ask(self, script: str, *arguments: Any) -> Any:
         """What the body of a JavaScript function, which may be awaited in, returns."""
