@@ -126,6 +126,6 @@ def draw(answered: list[tuple[Panel, list[Series]]], since_s: float) -> plt.Figu
             axis.locator_params(nbins=5)
             columns = 2 if max(len(line.name) for line in lines) > 20 else 4
             axis.legend(
-                frameon=False, fontsize=7, ncols=columns, loc="upper left", bbox_to_anchor=(0, -0.08), labelcolor=INK
+                frameon=False, fontsize=7.5, ncols=columns, loc="upper left", bbox_to_anchor=(0, -0.08), labelcolor=INK
             )
     return figure

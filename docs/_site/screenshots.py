@@ -74,7 +74,7 @@ def draw_tune(browser: Browser, folder: Path) -> None:
     browser.look(View(760, 800, "light"))
     browser.open((folder / "front.html").as_uri())
     with Image.open(io.BytesIO(browser.screenshot())) as shot:
-        shot.convert("RGB").save(PICTURES / "tune_page.png", optimize=True)
+        shot.convert("RGB").quantize(128, kmeans=1).save(PICTURES / "tune_page.png", optimize=True)
 
 
 async def draw_run(folder: Path) -> None:

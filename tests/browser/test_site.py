@@ -15,6 +15,7 @@ FAULTS = """<!doctype html><meta name="viewport" content="width=device-width"><t
 <style>body { color: #222; background: #fff }</style>
 <p style="width: 2000px">too wide</p>
 <div style="overflow: hidden"><p style="position: relative; left: 1290px; white-space: nowrap">cut off</p></div>
+<table><td style="max-width: 40px; word-break: break-all"><code>a_name_that_is_broken</code></table>
 <p style="color: #ccc">faint</p><p style="font-size: 6px">small</p>
 <p><a href="nowhere.html">no page</a> <a href="#nowhere">no anchor</a> <a href="#here" id="here">right</a></p>
 <p><a href="other.svg">a file</a></p>
@@ -49,6 +50,7 @@ def test_each_fault_is_found(browser: Browser, serve: Any, tmp_path_factory: pyt
         assert any("cut off" in what for what in seen["cut"])
         assert [what for what in seen["faint"] if "faint" in what]
         assert len(seen["faint"]) == len(seen["small"]) == 1
+        assert seen["split"] == ["<code> a_name_that_is_broken"]
         assert seen["pictures"] == [served.url + "missing.png"]
     assert any("a complaint" in said for said in found.complaints)
     assert [url for url in found.requests if not url.startswith(served.url)] == ["https://example.invalid/font.woff2"]
@@ -80,7 +82,7 @@ def test_no_page_scrolls_sideways_and_nothing_is_cut_off(visits: dict[str, Visit
 
 
 def test_words_can_be_read(visits: dict[str, Visit]) -> None:
-    assert stumbles(visits, "faint", "small") == []
+    assert stumbles(visits, "faint", "small", "split") == []
 
 
 def test_the_site_is_as_light_or_dark_as_the_system(visits: dict[str, Visit]) -> None:
