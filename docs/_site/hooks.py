@@ -83,7 +83,7 @@ def knobs() -> str:
         "",
         "Every field of `sb.BalancerConfig`, made from its source. All are keyword arguments; a value or a combination "
         "that cannot work is refused with a `ConfigError` (a ValueError) that says what to do. "
-        "`balancer.reconfigure(...)` changes them live, except `dp_size`.",
+        "`balancer.reconfigure(...)` changes them live; another `dp_size` holds [from the next batch on](elastic.md).",
         "",
     ]
     for field, doc in pairwise(body):

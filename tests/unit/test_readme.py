@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+import stream_balancer as sb
+
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
@@ -31,3 +33,26 @@ def test_commands_name_targets_and_files_that_exist(page: Path) -> None:
 @pytest.mark.parametrize("page", PAGES[1:], ids=lambda p: p.name)
 def test_every_page_is_in_the_sites_navigation(page: Path) -> None:
     assert f": {page.name}\n" in (ROOT / "mkdocs.yml").read_text(), f"add {page.name} to nav in mkdocs.yml"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+def test_names_of_the_library_exist(page: Path) -> None:
+    text = page.read_text()
+    for name in set(re.findall(r"\bsb\.([A-Za-z]\w+)", text)):
+        assert hasattr(sb, name), f"sb.{name}"
+    for name in set(re.findall(r"statistics\(\)\.(\w+)", text)):
+        assert name in sb.Statistics.__dataclass_fields__ or hasattr(sb.Statistics, name), f"statistics().{name}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+def test_anchors_of_links_are_headings(page: Path) -> None:
+    for target, anchor in re.findall(r"\]\(([^)#:]*)#([^)]+)\)", page.read_text()):
+        linked = page.parent / target if target else page
+        headings = re.findall(r"^#+ (.*)$", re.sub(r"```.*?```", "", linked.read_text(), flags=re.S), re.M)
+        assert anchor in map(_anchor, headings), f"{page.name} links to {target}#{anchor}"
+
+
+def _anchor(heading: str) -> str:
+    """As the site and GitHub make it."""
+    words = re.sub(r"[`*]", "", re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading)).strip().lower()
+    return re.sub(r"\s", "-", re.sub(r"[^\w\s-]", "", words))

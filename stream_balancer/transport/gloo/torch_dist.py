@@ -90,7 +90,8 @@ class TorchTransport(AdmittingTransport):
         staged_bytes: int = Limits().staged_bytes,
         max_put_bytes: int = Limits().max_put_bytes,
     ) -> None:
-        """Serve ranks that find this process through ``store`` (any c10d store; in a trainer's world, that world's).
+        """Serve ranks that find this process through ``store`` (any c10d store; in a trainer's world, that world's), or
+        are given :attr:`address` (None; see :meth:`listen`).
 
         The store holds one key, the address, and is not needed once a rank has joined. ``host``, ``port``: where to
         listen for ranks and producers; loopback and any free port unless you say otherwise. ``advertise``: the name or
@@ -118,10 +119,9 @@ class TorchTransport(AdmittingTransport):
         host_for_others = _advertised(host, advertise)
         self._socket = listen(host, port)
         port = self._socket.getsockname()[1]
-        self.address = (
+        self._address = (
             f"tcp://[{host_for_others}]:{port}" if ":" in host_for_others else f"tcp://{host_for_others}:{port}"
         )
-        """``tcp://host:port``, for ranks and producers."""
         self._directory = None if store is None else Directory(store, name)
         self._entry = Entry(host_for_others, port)
         if self._directory is not None:
@@ -159,6 +159,11 @@ class TorchTransport(AdmittingTransport):
         """
         store, _, world_size = current_world()
         return cls(store, **{"dp_size": world_size, "host": _own_address(_master()), **options})
+
+    @property
+    def address(self) -> str:
+        """``"tcp://host:port"``, for ranks (``RankFeed(address, ...)``) and producers (``connect(address)``)."""
+        return self._address
 
     @property
     def sessions(self) -> Mapping[int, RankSession]:
