@@ -5,7 +5,6 @@ Values only: nothing that decides at run time may enter, and nothing that refuse
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
@@ -51,7 +50,7 @@ AUTO: Any = "auto"  # the same, for a knob whose None is a value: no bound
 
 
 @dataclass(frozen=True, kw_only=True)
-class Knobs(ABC):
+class Knobs:
     """Knobs, and the figures that follow from them: what ``checks`` judges. Users make a :class:`BalancerConfig`."""
 
     dp_size: int
@@ -159,9 +158,8 @@ class Knobs(ABC):
 
     _given: Mapping[str, Any] = field(init=False, repr=False, compare=False)
 
-    @abstractmethod
-    def __post_init__(self) -> None:
-        """Derive and check them. Declared here, since a dataclass calls it only if it is there when it is made."""
+    def __post_init__(self) -> None:  # no abstract method: with a metaclass help() would not show the fields' texts
+        raise NotImplementedError("knobs alone are not checked: make a BalancerConfig")
 
     @property
     def _batches_of_window(self) -> int:
