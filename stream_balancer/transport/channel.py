@@ -193,6 +193,8 @@ class State(Enum):
     OVER = "any more"
     """Lost or closed: what still comes changes nothing."""
 
+    __hash__ = object.__hash__  # Enum's own is Python code, which would run for every message
+
 
 Actions: TypeAlias = dict[tuple[State, type[Message]], Callable[..., object]]
 """``(state, message) -> action(session, message, buffers, references)``."""

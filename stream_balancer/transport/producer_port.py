@@ -211,11 +211,11 @@ class ProducerPort(Session):
         if self._sending:
             return  # from within ``send`` below, in memory: sent next, not in between
         self._sending = True
-        while True:
+        while self._ledger.has_news:  # often not: an earlier call has sent all
             pending, cancelled = self._ledger.take()
-            self._send(channel, pending, cancelled)
             if not pending and not cancelled:
                 break
+            self._send(channel, pending, cancelled)
         self._sending = False
 
     def _send(self, channel: Channel, pending: Sequence[Any], cancelled: Sequence[int]) -> None:

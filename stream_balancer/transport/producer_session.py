@@ -21,7 +21,6 @@ import secrets
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from functools import partial
 
 import anyio
 from torch import Tensor
@@ -81,6 +80,8 @@ class ProducerSession(Session):
         self._lock = threading.Lock()  # of the next two, which the loop and the channel's thread share
         self._accepted: list[int] = []  # to be sent
         self._version: int | None = None  # to be sent
+        self._arrived: deque[Item] = deque()  # from the channel's thread, on its way into the loop
+        self._is_on_its_way = False
         # in the loop
         self._inbox: deque[Item] = deque()
         self._taken: dict[int, Offer] = {}  # without a reply
@@ -202,7 +203,7 @@ class ProducerSession(Session):
         return sizes
 
     def _on_request(self, message: RequestMessage, buffers: Sequence[Tensor], _: object) -> None:
-        self._unanswered.add(message, message.number, sum(buffer.numel() for buffer in buffers))
+        self._unanswered.add(message, message.number, sum(map(Tensor.numel, buffers)))
         self._deliver(offer_of(message, buffers, self._leases))
 
     def _on_cancel(self, message: Cancel, *_: object) -> None:
@@ -213,7 +214,11 @@ class ProducerSession(Session):
         self._deliver(message)
 
     def _deliver(self, item: Item) -> None:
-        self._in_loop(partial(self._take_in, item))
+        """One call into the loop for all that comes until that runs."""
+        self._arrived.append(item)
+        if not self._is_on_its_way:
+            self._is_on_its_way = True
+            self._in_loop(self._take_in_arrived)
 
     actions = either(
         (Put, _on_request),
@@ -247,14 +252,19 @@ class ProducerSession(Session):
 
     # in the loop, on behalf of that thread
 
-    def _take_in(self, item: Item) -> None:
+    def _take_in_arrived(self) -> None:
+        # First of all: whoever sees it set has appended before this, and whoever does not queues another call.
+        self._is_on_its_way = False
         if self._state is State.OVER:
+            self._arrived.clear()
             return
         at_once = None if self._channel.threads else self._at_once
-        if at_once is not None and isinstance(item, Offer) and item.mode is Mode.NOWAIT:
-            at_once(item)
-        else:
-            self._inbox.append(item)
+        while self._arrived:
+            item = self._arrived.popleft()
+            if at_once is not None and isinstance(item, Offer) and item.mode is Mode.NOWAIT:
+                at_once(item)
+            else:
+                self._inbox.append(item)
         self._callback()
 
     def _fail(self, error: Exception) -> None:

@@ -82,6 +82,11 @@ class RequestLedger(Generic[P]):
         return number in self._sent
 
     @property
+    def has_news(self) -> bool:
+        """Whether :meth:`take` may have something to send or to cancel."""
+        return bool(self._waiting or self._cancelled)
+
+    @property
     def closed(self) -> bool:
         """No more requests are taken."""
         return self._end is not None
