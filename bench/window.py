@@ -257,7 +257,8 @@ def real(rows: Rows, folder: str | None, seeds: int, steps: int, only: str, only
             continue
         rows.text(f"trace {trace.name}, 32/8 unless said, flops")
         grouped = of_usual_size(trace)
-        baselines(rows, trace.name, drawn(trace, MODES[0], steps), min(seeds, 5), MODES[0], cost)
+        if not only_mode:
+            baselines(rows, trace.name, drawn(trace, MODES[0], steps), min(seeds, 5), MODES[0], cost)
         for mode in MODES:
             source = grouped if mode.whole_groups else trace
             if source is not None and only_mode in mode.name:
