@@ -290,7 +290,8 @@ def drawn(trace: sb.Trace, mode: Mode, steps: int) -> Make:
 def of_sizes(trace: sb.Trace, sizes: tuple[int, ...], count: int, seed: int) -> sb.Trace:
     """Groups of these sizes, each as often; a group's members are drawn from one recorded group."""
     rng = np.random.default_rng(seed)
-    members = np.split(np.argsort(trace.group_ids, kind="stable"), np.cumsum(np.bincount(trace.group_ids))[:-1])
+    _, siblings = np.unique(trace.group_ids, return_counts=True)
+    members = np.split(np.argsort(trace.group_ids, kind="stable"), np.cumsum(siblings)[:-1])
     drawn_sizes = rng.choice(sizes, round(count / float(np.mean(sizes))))
     rows = np.concatenate([rng.choice(members[rng.integers(len(members))], size) for size in drawn_sizes])
     groups = np.repeat(np.arange(drawn_sizes.size), drawn_sizes)
