@@ -131,8 +131,8 @@ class Knobs:
     """Siblings leave in the "same_batch", on the "same_rank" (costs balance), or "free". Only with ``group_size``."""
     stratum_shares: Mapping[str, float] | None = None
     """Least share of every step's rollouts for some strata (environments, data sets), as ``{"math": 0.25}``: at least
-    so many of those that wait go, oldest first, and one (or one group) at the least. What must go for its age comes
-    first. A rollout's stratum is its ``metadata["stratum"]``. None = no shares."""
+    so many of those that wait go, and one (or one group) at the least. What must go for its age comes first. A
+    rollout's stratum is its ``metadata["stratum"]``. None = no shares."""
     max_staleness: int | None = None
     """Most policy versions a rollout may lie behind *when it is trained on*. One leaves only if that holds though
     every batch before it, which the trainer is not through with, makes a version; one that cannot wait for another

@@ -166,12 +166,22 @@ def _in_pieces(labels: Ints, limit: int) -> Ints:
 
 def select(waiting: Waiting, units: Units, knobs: PlanKnobs, num_rollouts: int) -> tuple[Bools, Bools]:
     """-> ([U] goes in any case, [U] goes)."""
-    must = _must_go(units, knobs.stratum_shares, num_rollouts)
-    # What must go is no choice, so it is settled first; balance is sought in the room that is left.
+    must = _must_go(units, num_rollouts)
+    go = _with_others(waiting, units, knobs, num_rollouts, must)
+    if units.strata is None:
+        return must, go
+    # Balance is sought first: in most steps it takes of every stratum what that was promised, and the rest may wait.
+    promised = _promised(units, knobs, num_rollouts, must, go)
+    must = must | promised
+    return must, go if bool(go[promised].all()) else _with_others(waiting, units, knobs, num_rollouts, must)
+
+
+def _with_others(waiting: Waiting, units: Units, knobs: PlanKnobs, num_rollouts: int, must: Bools) -> Bools:
+    """[U] goes: what must, and in the room that is left what makes the best step with it."""
     room = num_rollouts - int(units.sizes[must].sum())
     others = units.ready & ~must
     if room == 0 or not others.any():
-        return must, must
+        return must
     size, alike = _most_common_size(units, others)
     candidates = must | alike
     # nearly always everybody is a candidate: then the columns, and their order, are taken as they are
@@ -184,8 +194,7 @@ def select(waiting: Waiting, units: Units, knobs: PlanKnobs, num_rollouts: int) 
         chosen = _in_lockstep(waiting.lengths[among], knobs, num_rollouts, by_cost, must[among], units.remaining[among])
         if chosen is not None:
             go[among] = chosen
-            return must, go
-    rate = np.ones(knobs.num_ranks) if knobs.speeds is None else np.asarray(knobs.speeds, dtype=np.float64)
+            return go
     go[among] = choose(
         Candidates(
             costs=costs,
@@ -193,7 +202,7 @@ def select(waiting: Waiting, units: Units, knobs: PlanKnobs, num_rollouts: int) 
             must=must[among],
             remaining=units.remaining[among],
             num_more=min(room // size, int(np.count_nonzero(alike))),
-            ranks=float(rate.sum() / rate.max()),
+            ranks=_ranks(knobs),
             filler=_filler_of_outlier(costs, units.sizes[among], order, knobs, num_rollouts),
             order=order,
         )
@@ -201,7 +210,7 @@ def select(waiting: Waiting, units: Units, knobs: PlanKnobs, num_rollouts: int) 
     room = num_rollouts - int(units.sizes[go].sum())
     if room:
         _take(go, np.flatnonzero(others & ~go), units.sizes, room)
-    return must, go
+    return go
 
 
 def _most_common_size(units: Units, others: Bools) -> tuple[int, Bools]:
@@ -216,9 +225,14 @@ def _most_common_size(units: Units, others: Bools) -> tuple[int, Bools]:
     return size, others & (units.sizes == size)
 
 
-def _must_go(units: Units, shares: tuple[float, ...], num_rollouts: int) -> Bools:
-    """[U] what the guarantee demands, then what is due, each earliest deadline first, then what strata lack of their
-    shares; as far as they fit."""
+def _ranks(knobs: PlanKnobs) -> float:
+    """Number of ranks; with speeds, as many of the fastest as would do the same work."""
+    rate = np.ones(knobs.num_ranks) if knobs.speeds is None else np.asarray(knobs.speeds, dtype=np.float64)
+    return float(rate.sum() / rate.max())
+
+
+def _must_go(units: Units, num_rollouts: int) -> Bools:
+    """[U] what the guarantee demands, then what is due, each earliest deadline first, as far as they fit."""
     must = np.zeros(units.sizes.size, dtype=np.bool_)
     room = num_rollouts
     forced = forced_units(units)
@@ -226,18 +240,29 @@ def _must_go(units: Units, shares: tuple[float, ...], num_rollouts: int) -> Bool
         in_order = np.flatnonzero(wanted)
         in_order = in_order[np.lexsort((in_order, units.remaining[in_order]))]
         room -= _take(must, in_order, units.sizes, room)
-    if units.strata is None:
-        return must
-    for stratum in np.flatnonzero(shares).tolist():
-        of_it = units.ready & (units.strata == stratum)
-        oldest = np.flatnonzero(of_it & ~must)
-        if oldest.size:
-            there = int(units.sizes[of_it & must].sum())
-            # one unit at least: a share of less than that would be none, step after step
-            least = 0 if there else int(units.sizes[oldest[0]])
-            lacking = max(int(shares[stratum] * num_rollouts) - there, least)
-            room -= _take(must, oldest, units.sizes, min(lacking, room))
     return must
+
+
+def _promised(units: Units, knobs: PlanKnobs, num_rollouts: int, must: Bools, go: Bools) -> Bools:
+    """[U] what goes of each stratum besides what ``must``, so that it has its share, as far as it fits: first what
+    would ``go`` anyway, then what is no outlier, each the oldest first."""
+    assert units.strata is not None
+    promised = np.zeros_like(must)
+    room = num_rollouts - int(units.sizes[must].sum())
+    # Work of a rank in a step of mean rollouts. What is heavier has all other ranks wait, unless it has company.
+    mean = float(units.costs[units.ready].sum()) / max(int(units.sizes[units.ready].sum()), 1)
+    is_outlier = units.peaks > mean * num_rollouts / _ranks(knobs)
+    for stratum in np.flatnonzero(knobs.stratum_shares).tolist():
+        of_it = units.ready & (units.strata == stratum)
+        others = np.flatnonzero(of_it & ~must)
+        if others.size:
+            there = int(units.sizes[of_it & must].sum())
+            in_order = others[np.lexsort((others, is_outlier[others], ~go[others]))]
+            # one unit at least: a share of less than that would be none, step after step
+            least = 0 if there else int(units.sizes[in_order[0]])
+            lacking = max(int(knobs.stratum_shares[stratum] * num_rollouts) - there, least)
+            room -= _take(promised, in_order, units.sizes, min(lacking, room))
+    return promised
 
 
 def _in_lockstep(
