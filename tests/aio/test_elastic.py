@@ -15,24 +15,18 @@ import anyio
 import pytest
 from anyio.abc import TaskGroup
 from helpers import settle
+from team import Team, check_exact, kill
 
 import stream_balancer as sb
 from stream_balancer.controller.serve import serve
 from stream_balancer.rank.feed import RankFeed
 from stream_balancer.testing import make_rollout
 from stream_balancer.transport.memory import MemoryTransport
-from stream_balancer.transport.rank_port import RankPort
 from stream_balancer.wire.messages import PartsDone, PayloadsFetched, StepReport
 
 
 def knobs(dp_size: int, **more: object) -> sb.BalancerConfig:
     return sb.BalancerConfig(**{"dp_size": dp_size, "batch_size": 12, "window": 12, **more})  # type: ignore[arg-type]
-
-
-def kill(feed: RankFeed) -> None:
-    port = feed._port
-    assert isinstance(port, RankPort)
-    port.abort()
 
 
 class Trainers:
@@ -213,80 +207,6 @@ async def test_whatever_the_order_of_changes_every_rollout_is_trained_on_once(se
 # -- a lost rank's part is planned again ------------------------------------------------------------------------------
 
 
-class KilledError(Exception):
-    """The trainer's process is gone."""
-
-
-class Team:
-    """Ranks that meet once a step, as under DDP: with those that are left, or not at all.
-
-    ``die[rank]`` is ``(step, when)``: before its "work", "asking" what it takes over, before it is "meeting" the
-    others, or having "met" them, before it acknowledges.
-    """
-
-    def __init__(self, transport: MemoryTransport, die: dict[int, tuple[int, str]] | None = None) -> None:
-        self.transport, self.die = transport, die or {}
-        self.feeds: dict[int, RankFeed] = {}
-        self.met: dict[int, Counter[str]] = {}
-        """By step: how often each rollout is in the gradient, after all denominators."""
-        self.denominators: dict[int, set[tuple[int, int]]] = {}
-        self.present: dict[int, tuple[int, ...]] = {}
-        self.dp_sizes: dict[int, int] = {}
-        self.errors: list[sb.RankLostError] = []
-        self._here: dict[tuple[int, tuple[int, ...]], dict[int, Counter[str]]] = {}
-
-    async def train(self, rank: int, *, incarnation: int = 0, seconds: float = 1.0) -> None:
-        feed = self.feeds[rank] = RankFeed(self.transport.connect(rank, incarnation=incarnation))
-        try:
-            async for batch in feed:
-                gradient: Counter[str] = Counter()
-                self.dies(rank, batch.step, "work")
-                await anyio.sleep(seconds * (1 + rank / 10))
-                self.add(batch, gradient)
-                for _ in range(5):
-                    self.dies(rank, batch.step, "asking")
-                    others = feed.reassigned()
-                    async for more in others:
-                        await anyio.sleep(seconds / 2)
-                        self.add(more, gradient)
-                    if await self.meet(batch.step, rank, others.ranks, gradient):
-                        break
-                else:
-                    raise AssertionError("the ranks never met")
-                self.dies(rank, batch.step, "met")
-        except KilledError:
-            kill(feed)
-        except sb.RankLostError as error:
-            self.errors.append(error)
-
-    def dies(self, rank: int, step: int, when: str) -> None:
-        if self.die.get(rank) == (step, when):
-            del self.die[rank]
-            raise KilledError
-
-    def add(self, batch: sb.RankBatch, gradient: Counter[str]) -> None:
-        gradient.update(r.rollout_id for r in batch.rollouts if not r.is_padding)
-        self.denominators.setdefault(batch.step, set()).add((batch.global_num_rollouts, batch.global_num_loss_tokens))
-        self.dp_sizes[batch.step] = batch.dp_size
-
-    async def meet(self, step: int, rank: int, ranks: tuple[int, ...], gradient: Counter[str]) -> bool:
-        """An all_reduce among these ranks; False if one of them does not come."""
-        assert rank in ranks
-        self.dies(rank, step, "meeting")
-        here = self._here.setdefault((step, ranks), {})
-        here[rank] = gradient
-        if len(here) == len(ranks):
-            total: Counter[str] = sum(here.values(), Counter())
-            assert step not in self.met
-            self.met[step], self.present[step] = total, ranks
-        with anyio.move_on_after(5.0):
-            while step not in self.met:  # noqa: ASYNC110
-                await anyio.sleep(0.01)
-        if step not in self.met:
-            del here[rank]
-        return step in self.met and rank in self.present[step]
-
-
 async def run_team(
     balancer: sb.StreamBalancer, transport: MemoryTransport, team: Team, *, rollouts: int = 60, **options: Any
 ) -> None:
@@ -296,17 +216,6 @@ async def run_team(
             tasks.start_soon(team.train, rank)
         await put(balancer, "r", rollouts)
         balancer.end()
-
-
-def check_exact(balancer: sb.StreamBalancer, team: Team, rollouts: int = 60) -> None:
-    """Every rollout is in one step's gradient, once; and acknowledged, once."""
-    total: Counter[str] = sum(team.met.values(), Counter())
-    assert set(total.values()) == {1}
-    assert len(total) == balancer.statistics().acknowledged == rollouts
-    assert balancer.statistics().in_flight == balancer.statistics().waiting == 0
-    assert all(len(found) == 1 for found in team.denominators.values()), "all ranks divide by the same"
-    assert all(sum(team.met[step].values()) == number for step, ((number, _),) in team.denominators.items())
-    balancer.parts.core.verify()
 
 
 WHENS = ["work", "asking", "meeting", "met"]
