@@ -48,10 +48,11 @@ class Delivery:
         *,
         on_change: Callable[[], None],
         role: RoleSource | None = None,
+        move_late: bool = False,
     ) -> None:
         """``balancer``: whom steps are reported to, the ``role`` if the ranks have one. ``on_change()`` is called when
-        a condition that somebody waits for may hold now."""
-        self._steps = OpenSteps(balancer, role, self._lose)
+        a condition that somebody waits for may hold now. ``move_late``: as :func:`serve`'s."""
+        self._steps = OpenSteps(balancer, role, self._lose, self._send_parts, move_late=move_late)
         self._role_name = "" if role is None else role.name
         self._rejoin_timeout_s = rejoin_timeout_s
         self._on_change = on_change
@@ -217,8 +218,8 @@ class Delivery:
 
     def _send(self, rank: RankQueue, link: Link) -> None:
         while link.credits > 0 and rank.sent < len(rank.unacknowledged):
-            rank_batch = rank.unacknowledged[rank.sent]
-            link.send(rank_batch, confirm=self._steps[rank_batch.step].agreement is not None)
+            step = self._steps[rank.unacknowledged[rank.sent].step]
+            link.send(step.own_of(rank), confirm=step.agreement is not None)
             # Counted after send(), which raises if the link is lost: then this one is still to be sent.
             rank.sent += 1
         for rank_batch in islice(rank.unacknowledged, rank.sent):
@@ -229,6 +230,11 @@ class Delivery:
         if rank.leaving and rank.sent == len(rank.unacknowledged):
             rank.end_sent = True
             link.end()  # behind the last batch, so that the rank still gets that
+
+    def _send_parts(self, rank: RankQueue) -> None:
+        # a lost link says so itself, behind what it still reports
+        if rank.link is not None and rank.link.live:
+            self._send(rank, rank.link)
 
     def _lose(self, rank: RankQueue, error: RankLostError) -> None:
         if rank.link is not None:

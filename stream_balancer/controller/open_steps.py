@@ -5,7 +5,8 @@
     StepHeld         a rank's trainer is through with a step; with the last rank's, the next may be as old
     StepReport       a rank has done a step; with the last rank's, the step is acknowledged to the balancer
     GivenColumns     the same of a rank that has a role, with what it has computed
-    PartsDone        a rank asks what it takes over of lost ranks, before the ranks meet
+    PartsDone        a rank asks what it takes over of others, before the ranks meet
+    Released         a rank spares micro-batches that it has not begun, since others have nothing left to do
     PayloadsFetched  a rank has the payloads that lay with producers; with the last rank's, all learn what to divide by
 
 A report that is against the protocol raises RankLostError: its rank counts as lost. What is given to which rank, and
@@ -28,12 +29,14 @@ from stream_balancer.core.step_times import StepTiming
 from stream_balancer.errors import RankLostError, WireError
 from stream_balancer.transport import Asked, Report
 from stream_balancer.transport.late_columns import GivenColumns
-from stream_balancer.types import Batch
+from stream_balancer.types import Batch, Rollout
 from stream_balancer.wire.messages import (
     EndBalancer,
     MissingRollout,
     PartsDone,
     PayloadsFetched,
+    Release,
+    Released,
     StatisticsRequest,
     StepColumns,
     StepHeld,
@@ -79,14 +82,23 @@ class OpenSteps:
     """All steps that some rank of the trainer, or of a role, has not done, in one run of ``serve``."""
 
     def __init__(
-        self, balancer: Acknowledged, role: RoleSource | None, lose: Callable[[RankQueue, RankLostError], None]
+        self,
+        balancer: Acknowledged,
+        role: RoleSource | None,
+        lose: Callable[[RankQueue, RankLostError], None],
+        send_parts: Callable[[RankQueue], None],
+        *,
+        move_late: bool,
     ) -> None:
         """``balancer``: whom steps are reported to, the ``role`` if there is one. ``lose(rank, error)`` is called for a
-        rank that cannot do its step any more, though it is connected."""
+        rank that cannot do its step any more, though it is connected; ``send_parts(rank)`` for one that has taken over
+        something. ``move_late``: as :func:`serve`'s."""
         self._balancer, self._role = balancer, role
         asked = balancer if role is None else role.balancer
         self._asked = asked if isinstance(asked, StreamBalancer) else None  # what ranks set, end and ask
         self._lose = lose
+        self._send_parts = send_parts
+        self._move_late = move_late
         self._steps: dict[int, OpenStep] = {}
         self._slow: tuple[int, int] | None = None  # rank and step of the straggler that was logged
 
@@ -133,11 +145,7 @@ class OpenSteps:
         owed = self.of_rank(lost)
         unmet = [step for step in owed if not step.met]
         for step in unmet:
-            takers = {step.position[rank]: rank for rank in step.owing if rank is not lost}
-            rollouts = step.owed_by(lost)
-            parts = reassign(balancer.parts.core.state, step.batch, rollouts, sorted(takers)) if rollouts else {}
-            for position, part in parts.items():
-                step.take_over(takers[position], part)
+            _reassign(balancer, step, step.owed_by(lost), [rank for rank in step.owing if rank is not lost])
         for step in owed:
             self._settle(lost, step)
         lost.unacknowledged.clear()
@@ -154,6 +162,8 @@ class OpenSteps:
             self._take_columns(rank, report)
         elif isinstance(report, PartsDone):
             self._parts_done(rank, report)
+        elif isinstance(report, Released):
+            self._released(rank, report)
         elif isinstance(report, PayloadsFetched):
             self._fetched(rank, report)
         elif self._asked is not None:
@@ -190,6 +200,7 @@ class OpenSteps:
         rank.sent -= 1
         rank.sent_parts.pop(report.step, None)
         step = self._steps[report.step]
+        planned, work = (step.batch.ranks[step.position[rank]],), step.work_of(rank)
         self._balancer.record_step(
             StepTiming(
                 report.step,
@@ -198,6 +209,7 @@ class OpenSteps:
                 own=report.compute_s is not None,
                 waited_s=report.waited_s,
                 ready_s=step.ready_s[rank],
+                worked_on=None if work == planned else work,
             )
         )
         self._is_through(rank, step)
@@ -246,7 +258,30 @@ class OpenSteps:
         step.asks(rank, report)
         self._reply(step)
 
+    def _released(self, rank: RankQueue, report: Released) -> None:
+        """A rank spares micro-batches of a step, or says that it has begun all."""
+        step = self._steps.get(report.step)
+        if step is None or rank not in step.owing:  # it was through with the step before it was asked
+            return
+        try:
+            step.spares(rank, report)
+        except WireError as error:
+            raise _broke_protocol(rank.rank, report.step, str(error)) from error
+        self._reply(step)
+
+    def _move(self, balancer: StreamBalancer, step: OpenStep) -> None:
+        """Whoever has nothing left to do takes over what others have not begun."""
+        for rank in step.late():
+            if rank.link is not None:
+                rank.link.notify(Release(step.batch.step, len(step.asking)))
+        moved, takers = step.take_moved()
+        _reassign(balancer, step, moved, takers)
+        for rank in takers:
+            self._send_parts(rank)
+
     def _reply(self, step: OpenStep) -> None:
+        if self._move_late and isinstance(self._balancer, StreamBalancer) and step.may_be_reassigned:
+            self._move(self._balancer, step)
         for rank, complete in step.replies():
             if rank.link is not None:
                 rank.link.complete(complete)
@@ -308,6 +343,14 @@ def _check_works_on(rank: RankQueue, step: int) -> None:
     if rank.sent == 0 or rank.unacknowledged[0].step != step:
         text = f"{rank.name} acknowledged step {step}, which it was not working on"
         raise _broke_protocol(rank.rank, step, text)
+
+
+def _reassign(balancer: StreamBalancer, step: OpenStep, rollouts: list[Rollout], takers: list[RankQueue]) -> None:
+    """These ranks take over what others had: planned over them, within the step."""
+    by_position = {step.position[rank]: rank for rank in takers}
+    parts = reassign(balancer.parts.core.state, step.batch, rollouts, sorted(by_position)) if rollouts else {}
+    for position, part in parts.items():
+        step.take_over(by_position[position], part)
 
 
 def _met_without(rank: int, step: int) -> RankLostError:

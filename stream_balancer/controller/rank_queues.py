@@ -9,16 +9,17 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import replace
 from operator import attrgetter
 
 import anyio
 
 from stream_balancer.controller.denominators import StepAgreement
 from stream_balancer.core.diagnosis import RankState
-from stream_balancer.errors import RankLostError, rank_name
+from stream_balancer.errors import RankLostError, WireError, rank_name
 from stream_balancer.transport import Link
 from stream_balancer.types import Batch, RankBatch, Rollout
-from stream_balancer.wire.messages import PartsDone, StepComplete
+from stream_balancer.wire.messages import PartsDone, Released, StepComplete
 from stream_balancer.wire.partial_batch import is_remote
 
 __all__ = ["OpenStep", "RankQueue"]
@@ -116,14 +117,24 @@ class OpenStep:
         self._reassigned: dict[RankQueue, list[RankBatch]] = {}  # what ranks have taken over
         self._through: set[RankQueue] = set()
         self._asking: set[RankQueue] = set()
+        self._spares: dict[RankQueue, int] = {}  # how many of its own micro-batches were moved to others
+        self._was_asked: set[RankQueue] = set()  # what it can spare; or it has nothing left that it could
+        self._may_spare: set[RankQueue] = set()
+        self._answers_due: set[RankQueue] = set()
+        self._moved: list[Rollout] = []  # what no rank has now: moved from one, and not yet to another
 
     @property
     def may_be_reassigned(self) -> bool:
         """Ranks meet once in it, and all of it is here."""
         return self.agreement is None and not self.batch.ranks[0].mini_batch_sizes
 
+    def own_of(self, rank: RankQueue) -> RankBatch:
+        """Of what it was given in the plan, all that was not moved to others."""
+        given, spares = self.batch.ranks[self.position[rank]], self._spares.get(rank, 0)
+        return replace(given, micro_batches=given.micro_batches[:-spares]) if spares else given
+
     def parts_of(self, rank: RankQueue) -> list[RankBatch]:
-        """What it has taken over of lost ranks."""
+        """What it has taken over of other ranks."""
         return self._reassigned.get(rank, [])
 
     def take_over(self, rank: RankQueue, part: RankBatch) -> None:
@@ -133,17 +144,23 @@ class OpenStep:
 
     def owed_by(self, rank: RankQueue) -> list[Rollout]:
         """Rollouts that it was given, or has taken over."""
-        own = self.batch.ranks[self.position[rank]]
-        return [one for given in (own, *self.parts_of(rank)) for one in given.rollouts if not one.is_padding]
+        return [one for given in self.work_of(rank) for one in given.rollouts if not one.is_padding]
+
+    def work_of(self, rank: RankQueue) -> tuple[RankBatch, ...]:
+        """All that it works on in the step."""
+        return (self.own_of(rank), *self.parts_of(rank))
 
     def asks(self, rank: RankQueue, report: PartsDone) -> None:
         """Its trainer has worked on so many parts, and asks for more."""
         if report.parts == len(self.parts_of(rank)):  # else the next one is on its way
             self._asking.add(rank)
+        self._was_asked.add(rank)
+        self._spares_no_more(rank)
 
     def stops_asking(self, rank: RankQueue) -> None:
         """It is lost."""
         self._asking.discard(rank)
+        self._spares_no_more(rank)
 
     def begins_again(self, rank: RankQueue) -> None:
         """Its next incarnation works on all of it, from the beginning."""
@@ -173,9 +190,47 @@ class OpenStep:
         self.busy.discard(rank)
         self._reassigned.pop(rank, None)
 
+    # micro-batches that are moved late
+
+    def late(self) -> list[RankQueue]:
+        """Ranks to be asked what they have not begun: once half of those that owe the step have nothing left to do, all
+        others that are there, each once."""
+        if not self._asking or 2 * len(self._asking) < len(self.owing):
+            return []
+        late = {rank for rank in self.owing - self._was_asked if rank.link is not None}
+        self._was_asked |= late
+        self._may_spare |= late
+        self._answers_due |= late
+        return sorted(late, key=attrgetter("rank"))
+
+    def _spares_no_more(self, rank: RankQueue) -> None:
+        self._may_spare.discard(rank)
+        self._answers_due.discard(rank)
+
+    def spares(self, rank: RankQueue, report: Released) -> None:
+        """It was asked, and will not begin the last ones of its own. Raises WireError for more than it may spare."""
+        own = self.own_of(rank).micro_batches
+        if report.moved and (rank not in self._may_spare or report.moved >= len(own)):
+            raise WireError(
+                f"rank {rank.rank} gives back {report.moved} of {len(own)} micro-batches of step {report.step}, which "
+                "it need not"
+            )
+        self._answers_due.discard(rank)
+        if report.moved:
+            self._spares_no_more(rank)
+            self._spares[rank] = report.moved
+            self._moved += [one for each in own[-report.moved :] for one in each.rollouts if not one.is_padding]
+
+    def take_moved(self) -> tuple[list[Rollout], list[RankQueue]]:
+        """What is to be planned again, and the ranks that take it over; once all have answered, and some rank asks."""
+        if self._answers_due or not self._moved or not self._asking:
+            return [], []
+        moved, self._moved = self._moved, []
+        return moved, self.asking
+
     def replies(self) -> list[tuple[RankQueue, StepComplete]]:
-        """Once all that owe the step ask: that it is complete."""
-        if not self.owing <= self._asking:
+        """Once all that owe the step ask, and nothing is left to be taken over: that it is complete."""
+        if self._moved or not self.owing <= self._asking:
             return []
         self._asking.clear()
         left = sorted(self.owing, key=attrgetter("rank"))

@@ -32,7 +32,7 @@ import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from operator import itemgetter
-from typing import Literal, TypeAlias
+from typing import Literal, NamedTuple, TypeAlias
 
 import anyio
 
@@ -64,6 +64,7 @@ async def serve(
     *,
     rejoin_timeout_s: float = 0.0,
     on_rank_loss: OnRankLoss = "raise",
+    move_late: bool = False,
     report_after_s: float = 60.0,
     roles: Mapping[str, Sequence[str]] | None = None,
 ) -> None:
@@ -80,6 +81,11 @@ async def serve(
     must iterate in every step. The next batch is for one rank fewer; should the lost one come after all, for one more.
     Raises ConfigError for ranks that meet at every micro-batch or mini-batch. The last rank's loss is raised, as is one
     in a step whose payloads lie with producers. See docs/elastic.md.
+
+    ``move_late=True`` is for a rank that is slow without notice: once half of the ranks have nothing left to do in a
+    step, they take over the micro-batches that the others have not begun. For ranks that iterate
+    :meth:`RankFeed.micro_batches`; from others nothing is taken. Raises ConfigError unless ranks meet once a step, each
+    with its own number of micro-batches, and rollouts may go to any rank. See docs/elastic.md.
 
     You may acknowledge too, with ``balancer.acknowledge_through(step)`` at a checkpoint: what ranks report of these
     steps later changes nothing, and a rank that comes back does not get them again.
@@ -119,7 +125,50 @@ async def serve(
             f"on_rank_loss='replan' with roles {list(roles)}: what they compute for a rank cannot be planned again "
             "over others. Leave on_rank_loss out, and give a rejoin_timeout_s"
         )
-    await _Server(balancer, transport, rejoin_timeout_s, on_rank_loss, report_after_s, roles or {}).run()
+    if move_late:
+        _check_may_move_late(balancer, roles or {})
+    care = _Care(rejoin_timeout_s, on_rank_loss, move_late)
+    await _Server(balancer, transport, care, report_after_s, roles or {}).run()
+
+
+class _Care(NamedTuple):
+    """What is done for ranks that are lost, or slow: see :func:`serve`."""
+
+    rejoin_timeout_s: float
+    on_rank_loss: OnRankLoss
+    move_late: bool
+
+
+def _check_may_move_late(balancer: Source, roles: Mapping[str, Sequence[str]]) -> None:
+    if not isinstance(balancer, StreamBalancer):
+        raise ValueError(f"move_late=True is for a StreamBalancer, which plans; not for {balancer!r}")
+    if roles:
+        raise ConfigError(
+            f"move_late=True with roles {list(roles)}: what they compute for a rank cannot go to another one. Leave "
+            "one of them out"
+        )
+    config = balancer.config
+    if config.micro_batch_counts != "free":
+        raise ConfigError(
+            f"move_late=True with sync={config.sync!r} and micro_batch_counts={config.micro_batch_counts!r}: ranks "
+            "must meet once a step, and each may do its own number of micro-batches. Give BalancerConfig(sync='step', "
+            "micro_batch_counts='free'), or leave move_late out"
+        )
+    if config.mini_batches > 1:
+        raise ConfigError(
+            f"move_late=True with mini_batches={config.mini_batches}: ranks meet several times in a step. Leave one of "
+            "them out"
+        )
+    if config.micro_batch_multiple > 1:
+        raise ConfigError(
+            f"move_late=True with micro_batch_multiple={config.micro_batch_multiple}: a rank that some are moved from "
+            "is left with any number. Leave one of them out"
+        )
+    if config.group_size is not None and config.groups == "same_rank":
+        raise ConfigError(
+            "move_late=True with groups='same_rank': a micro-batch that is moved takes part of a group away. Leave one "
+            "of them out"
+        )
 
 
 def _check_may_replan(balancer: Source) -> None:
@@ -144,20 +193,19 @@ class _Server(Observer):
         self,
         balancer: Source,
         transport: Transport,
-        rejoin_timeout_s: float,
-        on_rank_loss: OnRankLoss,
+        care: _Care,
         report_after_s: float,
         roles: Mapping[str, Sequence[str]],
     ) -> None:
         self._balancer = balancer
-        self._on_rank_loss = on_rank_loss
+        self._on_rank_loss = care.on_rank_loss
         speeds = balancer.config.speeds if isinstance(balancer, StreamBalancer) else None
         self._speeds = dict(enumerate(speeds or ()))  # by the rank's number
         self._transport = transport
         make_delivery = partial(
-            Delivery, dp_size=transport.dp_size, rejoin_timeout_s=rejoin_timeout_s, on_change=self._wake
+            Delivery, dp_size=transport.dp_size, rejoin_timeout_s=care.rejoin_timeout_s, on_change=self._wake
         )
-        self._delivery = make_delivery(balancer)
+        self._delivery = make_delivery(balancer, move_late=care.move_late)
         self._roles = Roles(roles, balancer, lambda role: make_delivery(role, role=role), self._delivery.add)
         self._deliveries = {"": self._delivery, **self._roles.deliveries}
         self._reporter = StallReporter(report_after_s, self._why_stalled, logger)

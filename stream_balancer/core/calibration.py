@@ -85,6 +85,10 @@ class Calibration:
         while len(self._pending) > _MOST_PENDING:
             self._pending.popitem(last=False)
 
+    def expects(self, step: int) -> bool:
+        """Whether the seconds of this step will say something."""
+        return step in self._pending
+
     def _features(self, micro_batches: Sequence[Ints]) -> tuple[float, float, float, float]:
         if self._model.padded:
             lengths = np.concatenate([np.full(len(one), one.max()) for one in micro_batches])

@@ -225,6 +225,10 @@ class BalancerCore:
         timings = state.step_times.add(timing, state.config.dp_size if batch is None else len(batch.ranks))
         if timings is None:
             return
+        if batch is not None and any(one.worked_on for one in timings):
+            planned = [(rank_batch,) for rank_batch in batch.ranks]
+            work = [one.worked_on or planned[one.rank] for one in timings]
+            batch = state.pricing.worked_on(batch, work)
         seconds = [one.seconds for one in timings]
         state.counts.record_seconds(seconds)
         calibration, slowness, factor = state.pricing.calibration, None, 1.0

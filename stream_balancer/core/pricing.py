@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import numpy as np
+from numpy.typing import NDArray
 
 from stream_balancer.config import BalancerConfig
 from stream_balancer.core.buffer import Buffer
@@ -16,7 +17,7 @@ from stream_balancer.errors import RolloutError
 from stream_balancer.planning import Plan, PlanKnobs
 from stream_balancer.planning.arrays import Floats, Ints
 from stream_balancer.planning.rank_speeds import NO_FIXED_COSTS, FixedCosts
-from stream_balancer.types import Batch, Rollout
+from stream_balancer.types import Batch, RankBatch, Rollout
 from stream_balancer.values import MAX_COST
 
 __all__ = ["Pricing", "costs_of"]
@@ -76,8 +77,27 @@ class Pricing:
         # costs that are not the model's would teach it something else, and a rank with nothing but padding copies is
         # done before any work could be measured
         if self.calibration is not None and not self.has_own_costs and all(plan.ranks):
-            lengths = [[np.array(mb.lengths) for mb in one.micro_batches] for one in batch.ranks]
-            self.calibration.expect(batch.step, lengths)
+            self.calibration.expect(batch.step, [_lengths_of((one,)) for one in batch.ranks])
+
+    def worked_on(self, batch: Batch, work: Sequence[tuple[RankBatch, ...]]) -> Batch:
+        """``batch``, with the loads that its ranks had in the end: ``work[rank]`` is what each trained on, after some
+        was moved between them. Its seconds will be compared with that. O(rollouts)."""
+        if self.calibration is not None and self.calibration.expects(batch.step):
+            self.calibration.expect(batch.step, [_lengths_of(one) for one in work])
+        costs = [_cost_of_all(one, self.model) for one in work]
+        planned = [_cost_of_all((one,), self.model) for one in batch.ranks]
+        loads = zip(batch.loads, costs, planned, strict=True)
+        return replace(batch, loads=tuple(load * cost / before if before else load for load, cost, before in loads))
+
+
+def _lengths_of(work: tuple[RankBatch, ...]) -> list[NDArray[np.int64]]:
+    """[micro_batch] lengths of its rollouts."""
+    return [np.array(one.lengths, dtype=np.int64) for rank_batch in work for one in rank_batch.micro_batches]
+
+
+def _cost_of_all(work: tuple[RankBatch, ...], model: CostFunction) -> float:
+    rollouts = [one for rank_batch in work for one in rank_batch.rollouts if not one.is_padding]
+    return sum(costs_of(rollouts, model)) if rollouts else 0.0
 
 
 def costs_of(rollouts: Sequence[Rollout], model: CostFunction) -> list[float]:

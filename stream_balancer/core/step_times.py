@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from stream_balancer.types import RankBatch
+
 __all__ = ["StepTimes", "StepTiming"]
 
 _MOST_PENDING = 256
@@ -23,6 +25,8 @@ class StepTiming(NamedTuple):
     """From asking for its rank batch to taking it; None = as long as the balancer waited for rollouts."""
     ready_s: float = 0.0
     """How long it had been ready for more when the last rank was."""
+    worked_on: tuple[RankBatch, ...] | None = None
+    """What it trained on, where that is another part of the step than was planned for it."""
 
 
 class StepTimes:

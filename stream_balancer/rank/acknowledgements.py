@@ -70,8 +70,8 @@ class Taken:
         with self._lock:
             if not self._steps or self._steps[-1].seconds is not None:
                 raise ValueError(
-                    "reassigned() is for the batch in hand, and there is none: call it in the loop over the feed, "
-                    "before batch.ack()"
+                    "reassigned() and micro_batches() are for the batch in hand, and there is none: call them in the "
+                    "loop over the feed, before batch.ack()"
                 )
             return self._steps[-1].number
 

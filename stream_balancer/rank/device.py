@@ -27,7 +27,7 @@ from stream_balancer.types import RankBatch
 from stream_balancer.wire import rank_batch as wire
 from stream_balancer.wire.messages import Batch
 
-__all__ = ["Event", "Stopwatch", "Streams", "Uploader", "stopwatch_on"]
+__all__ = ["Event", "Pace", "Stopwatch", "Streams", "Uploader", "stopwatch_on"]
 
 
 class Event(Protocol):
@@ -172,3 +172,27 @@ class _AcceleratorStopwatch:
     def seconds(self) -> float:
         self._ended.synchronize()
         return float(self._began.elapsed_time(self._ended)) / 1e3
+
+
+class Pace:
+    """Keeps the host at most one micro-batch ahead of the device that it enqueues them for: what is begun cannot be
+    moved to another rank, so no more than that is to be begun."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._ends: deque[torch.Event] = deque()
+
+    def keep(self) -> None:
+        """Another one is going to be begun: wait for the end of the last but one before it."""
+        if self._device.type == "cpu":
+            return
+        end = torch.Event(self._device)
+        end.record()
+        self._ends.append(end)
+        while len(self._ends) > 1:
+            self._ends.popleft().synchronize()
+
+    def finish(self) -> None:
+        """Wait for all that was enqueued."""
+        while self._ends:
+            self._ends.popleft().synchronize()

@@ -37,8 +37,8 @@ from stream_balancer.errors import AlreadyInUseError, ClosedResourceError, EndOf
 from stream_balancer.rank import opening
 from stream_balancer.rank.acknowledgements import Taken
 from stream_balancer.rank.arrivals import TWO_ITERATE, Arrivals
-from stream_balancer.rank.device import Uploader, stopwatch_on
-from stream_balancer.rank.reassigned import Reassigned
+from stream_balancer.rank.device import Pace, Uploader, stopwatch_on
+from stream_balancer.rank.reassigned import MicroBatches, Reassigned
 from stream_balancer.statistics import Statistics
 from stream_balancer.transport.event_loop import loop_caller
 from stream_balancer.transport.threads import Errand, OfOneProcess, ThreadEvent, refuse_in_event_loop
@@ -302,11 +302,11 @@ class RankFeed(OfOneProcess):
             self._uploader.hand_over(batch)
         return batch
 
-    # -- what lost ranks owed ------------------------------------------------------------------------------------------
+    # -- what others owed ----------------------------------------------------------------------------------------------
 
     def reassigned(self) -> Reassigned:
-        """What this rank takes over, in the step in hand, of ranks that were lost: rank batches, mostly none. For
-        ``serve(on_rank_loss="replan")``; under other policies it only waits until all ranks have come so far::
+        """What this rank takes over, in the step in hand, of ranks that were lost or are slow: rank batches, mostly
+        none. For ``serve(on_rank_loss="replan")``; otherwise it only waits until all ranks have come so far::
 
             for batch in feed:
                 train(batch.micro_batches)                 # gradients of this rank alone
@@ -322,6 +322,38 @@ class RankFeed(OfOneProcess):
         model-parallel rank (``mesh=``).
         """
         return Reassigned(self._arrivals, partial(self._take_part, self._taken.step_in_hand))
+
+    def micro_batches(self, batch: RankBatch, device: str | torch.device | None = None) -> MicroBatches:
+        """All that this rank works on in the step in hand: the micro-batches of ``batch``, but for those that others
+        take over because this rank is slow, and then those that it takes over itself. For ``serve(move_late=True)``,
+        and it is :meth:`reassigned` as well::
+
+            for batch in feed:
+                mine = feed.micro_batches(batch)
+                for micro_batch in mine:                   # divide by batch.global_num_loss_tokens and the like
+                    with feed.timed():
+                        train(micro_batch)                 # gradients of this rank alone
+                all_reduce_gradients(mine.ranks)
+                optimizer.step()
+
+        What it has given is begun and stays with this rank, so ask for one at a time. ``device``: where the work runs,
+        if it is not the feed's; on an accelerator the host waits so that it is at most one micro-batch ahead. It ends
+        when no rank has anything left to do. Called again in the same step, it goes on where it was. ``for`` and
+        ``async for``; raises as :meth:`reassigned`, and ValueError if ``batch`` is not the one in hand.
+        """
+        if batch.step != self._taken.step_in_hand:
+            raise ValueError(
+                f"micro_batches() is for the batch in hand, of step {self._taken.step_in_hand}; this one is of step "
+                f"{batch.step}"
+            )
+        begin = partial(self._begin, batch.step, len(batch.micro_batches))
+        pace = Pace(self._device if device is None else torch.device(device))
+        return MicroBatches(batch, begin, self.reassigned(), pace)
+
+    def _begin(self, step: int, number: int) -> int | None:
+        if self._closed:
+            raise ClosedResourceError
+        return self._port.begin(step, number)
 
     def _take_part(self, step: int) -> RankBatch | StepComplete | None:
         if self._closed:

@@ -132,6 +132,9 @@ class PeerPort(RankPort):
     def next_part(self, step: int) -> RankBatch | StepComplete | None:
         return Port.next_part(self, step)
 
+    def begin(self, step: int, number: int) -> int | None:
+        return Port.begin(self, step, number)
+
     def _explain_loss(self, cause: str) -> str:
         return (
             f"rank {self.rank} lost its leader, the process that receives for its model-parallel peers: {cause}. What "

@@ -1,4 +1,5 @@
-"""What a rank takes over in a step, of ranks that were lost: the iterator behind ``RankFeed.reassigned()``."""
+"""What a rank takes over in a step, of ranks that were lost or are slow: the iterators behind ``RankFeed.reassigned()``
+and ``RankFeed.micro_batches()``."""
 
 from __future__ import annotations
 
@@ -8,11 +9,12 @@ from typing import cast
 import anyio
 
 from stream_balancer.rank.arrivals import Arrivals
+from stream_balancer.rank.device import Pace
 from stream_balancer.transport.threads import refuse_in_event_loop
-from stream_balancer.types import RankBatch
+from stream_balancer.types import MicroBatch, RankBatch
 from stream_balancer.wire.messages import StepComplete
 
-__all__ = ["Reassigned"]
+__all__ = ["MicroBatches", "Reassigned"]
 
 
 class Reassigned:
@@ -51,3 +53,47 @@ class Reassigned:
             return part
         self.ranks = part.ranks
         raise StopAsyncIteration
+
+
+class MicroBatches:
+    """All that a rank works on in one step, micro-batch by micro-batch: see :meth:`RankFeed.micro_batches`."""
+
+    def __init__(self, batch: RankBatch, begin: Callable[[], int | None], others: Reassigned, pace: Pace) -> None:
+        """``begin()`` gives the index of the next one in ``batch`` that is this rank's; None when no more are."""
+        self._batch = batch
+        self._begin = begin
+        self._others = others
+        self._part: Iterator[MicroBatch] = iter(())  # what is left of the part that was taken over last
+        self._pace = pace
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """As :attr:`Reassigned.ranks`: once it has ended, who meets."""
+        return self._others.ranks
+
+    def __iter__(self) -> Iterator[MicroBatch]:
+        return self
+
+    def __next__(self) -> MicroBatch:
+        """The next one to work on. Blocks, once this rank has nothing left to do, until every rank has not."""
+        refuse_in_event_loop("`for` over micro_batches()", "There, use `async for`")
+        while (found := self._next_at_hand()) is None:
+            self._part = iter(next(self._others).micro_batches)
+        return found
+
+    def __aiter__(self) -> AsyncIterator[MicroBatch]:
+        return self
+
+    async def __anext__(self) -> MicroBatch:
+        """As ``next()``, without blocking the event loop. If cancelled, none was begun."""
+        while (found := self._next_at_hand()) is None:
+            self._part = iter((await anext(self._others)).micro_batches)
+        return found
+
+    def _next_at_hand(self) -> MicroBatch | None:
+        self._pace.keep()
+        index = self._begin()
+        found = next(self._part, None) if index is None else self._batch.micro_batches[index]
+        if found is None:
+            self._pace.finish()  # idle is who has nothing left to compute, not who has nothing left to enqueue
+        return found

@@ -31,6 +31,8 @@ from stream_balancer.wire.messages import (
     PartsDone,
     PayloadsFetched,
     PolicyVersion,
+    Release,
+    Released,
     StatisticsReply,
     StatisticsRequest,
     StepComplete,
@@ -40,9 +42,14 @@ from stream_balancer.wire.messages import (
 
 __all__ = ["Asked", "Link", "Port", "Report", "Transport"]
 
-Report: TypeAlias = StepReport | GivenColumns | StepHeld | PayloadsFetched | PartsDone
+_NOT_FOR_MESH = (
+    "{} is for ranks of one process each: of a model-parallel rank (mesh=) the other processes would not get the part. "
+    "Let serve() wait for a lost rank instead, and leave move_late out"
+)
+Report: TypeAlias = StepReport | GivenColumns | StepHeld | PayloadsFetched | PartsDone | Released
 """What a rank says of a step: done, with its columns where it has a role; worked through, to be acknowledged later;
-that its payloads are there; or that its parts are done, and whether there are more."""
+that its payloads are there; that its parts are done, and whether there are more; or which micro-batches it can
+spare."""
 Asked: TypeAlias = PolicyVersion | EndBalancer | StatisticsRequest
 """What a rank asks of the balancer: to set a version, to end, to report statistics."""
 
@@ -90,7 +97,7 @@ class Link(Protocol):
         """What the step divides by, on all ranks: releases a batch that was sent to be confirmed. Never blocks."""
         ...
 
-    def notify(self, message: PolicyVersion | StatisticsReply) -> None:
+    def notify(self, message: PolicyVersion | StatisticsReply | Release) -> None:
         """What it learns besides. Never blocks; dropped if the rank is gone."""
         ...
 
@@ -158,10 +165,12 @@ class Port(Protocol):
     def next_part(self, step: int) -> RankBatch | StepComplete | None:
         """What the rank takes over of lost ranks in this step, which it has; or that there is no more, on any rank.
         None: asked, and no reply has come yet. Never blocks. Raises RankLostError if the controller went away."""
-        raise ValueError(
-            "reassigned() is for ranks of one process each: of a model-parallel rank (mesh=) the other processes would "
-            "not get the part. Let serve() wait for a lost rank instead"
-        )
+        raise ValueError(_NOT_FOR_MESH.format("reassigned()"))
+
+    def begin(self, step: int, number: int) -> int | None:
+        """The trainer begins the next of the ``number`` micro-batches that its rank batch of this step has: that one's
+        index, from 0. None: no more of them are its own. What it has begun stays with it. Never blocks."""
+        raise ValueError(_NOT_FOR_MESH.format("micro_batches()"))
 
     def report(self, done: StepReport | StepHeld, columns: Mapping[str, Tensor] | None = None) -> None:
         """Acknowledge ``done.step``, or say that this will follow. ``columns``: ``[T]`` each of the rank batch, on the

@@ -61,6 +61,8 @@ from stream_balancer.wire.messages import (
     PartialBatch,
     PolicyVersion,
     ReassignedPart,
+    Release,
+    Released,
     StatisticsReply,
     StepComplete,
     StepHeld,
@@ -154,6 +156,13 @@ class RankPort(Session, Port):
             if not self._queue.is_known(step) and (question := self._parts.ask(step)) is not None:
                 self._channel.send(Outgoing(question))
             return None
+
+    def begin(self, step: int, number: int) -> int | None:
+        with self._lock:
+            index, spared = self._parts.begin(step, number)
+            if spared is not None:
+                self._channel.send(Outgoing(spared))
+            return index
 
     def report(self, done: StepReport | StepHeld, columns: Mapping[str, Tensor] | None = None) -> None:
         with self._lock:
@@ -285,6 +294,11 @@ class RankPort(Session, Port):
                 self._parts.add(part)
         self._notify()
 
+    def _on_release(self, message: Release, *_: object) -> None:
+        with self._lock:  # sent under it, too: behind what was asked before, and before what is asked later
+            has_it = self._queue.has(message.step) or message.step in self._parts
+            self._channel.send(Outgoing(self._parts.release(message) if has_it else Released(message.step, 0)))
+
     def _on_complete(self, message: StepComplete, *_: object) -> None:
         with self._lock:
             self._parts.complete(message)
@@ -315,6 +329,7 @@ class RankPort(Session, Port):
         (Denominators, _on_denominators),
         (ReassignedPart, _on_part),
         (StepComplete, _on_complete),
+        (Release, _on_release),
         (PolicyVersion, _on_version),
         (StatisticsReply, _on_statistics),
     ) | {
@@ -356,8 +371,8 @@ class RankPort(Session, Port):
         has is not given to it again."""
         with self._lock:
             is_final = self._broken is not None or self._leaving or not self._queue.is_complete
-            # the next controller does not know what was reassigned, and would have it trained on twice
-            if self._reconnect is None or is_final or self._parts or not may_come_back(error):
+            # the next controller does not know what was reassigned, and would have it trained on twice, or not at all
+            if self._reconnect is None or is_final or self._parts.any_reassigned or not may_come_back(error):
                 return False
             if self._has_ended:  # the controller may wait for what was reported, and lost on its way
                 self._end_due = ThreadEvent()

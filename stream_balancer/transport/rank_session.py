@@ -43,6 +43,8 @@ from stream_balancer.wire.messages import (
     PayloadsFetched,
     PolicyVersion,
     ReassignedPart,
+    Release,
+    Released,
     StatisticsReply,
     StatisticsRequest,
     StepColumns,
@@ -137,7 +139,7 @@ class RankSession(Session, Link):
     def denominators(self, message: Denominators) -> None:
         self._channel.send(Outgoing(message))
 
-    def notify(self, message: PolicyVersion | StatisticsReply) -> None:
+    def notify(self, message: PolicyVersion | StatisticsReply | Release) -> None:
         self._channel.send(Outgoing(message))
 
     def report(self) -> Report | Asked | None:
@@ -253,7 +255,7 @@ class RankSession(Session, Link):
     def _on_fetched(self, message: PayloadsFetched, *_: object) -> None:
         self._in_loop(partial(self._take_in, message))
 
-    def _on_parts_done(self, message: PartsDone, *_: object) -> None:
+    def _on_asks_or_spares(self, message: PartsDone | Released, *_: object) -> None:
         self._in_loop(partial(self._take_in, message))
 
     def _on_asked(self, message: EndBalancer | StatisticsRequest, *_: object) -> None:
@@ -272,7 +274,8 @@ class RankSession(Session, Link):
         (StepColumns, _on_columns),
         (StepHeld, _on_done),
         (PayloadsFetched, _on_fetched),
-        (PartsDone, _on_parts_done),
+        (PartsDone, _on_asks_or_spares),
+        (Released, _on_asks_or_spares),
         (PolicyVersion, _on_version),
         (EndBalancer, _on_asked),
         (StatisticsRequest, _on_asked),
@@ -298,7 +301,7 @@ def pack_whole(batch: RankBatch, max_bytes: int, channel: Channel) -> Outgoing:
 
 
 def pack_part(part: RankBatch, max_bytes: int, channel: Channel) -> Outgoing:
-    """What a lost rank owed, for one that is left. Raises like :func:`pack_whole`."""
+    """What another rank owed, for one that takes it over. Raises like :func:`pack_whole`."""
     whole = pack_whole(part, max_bytes, channel)
     return whole._replace(message=ReassignedPart(**msgspec.structs.asdict(whole.message)))
 

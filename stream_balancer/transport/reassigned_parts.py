@@ -1,7 +1,9 @@
-"""What a rank takes over of lost ranks: parts of steps that its trainer has, one after the other, until all are done.
+"""What a rank takes over of others, and what others take over of it: parts of steps that its trainer has.
 
 ::
 
+    trainer: begin(step) is the next micro-batch of its own, until none is left: local, no message
+                                       controller --Release--> release() --Released--> the last ones are not begun
     trainer: next(step) --PartsDone--> controller --ReassignedPart--> next(step) is that part
                                                   --StepComplete----> next(step) says that no rank has more
 
@@ -15,7 +17,7 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from stream_balancer.types import RankBatch
-from stream_balancer.wire.messages import PartsDone, StepComplete
+from stream_balancer.wire.messages import PartsDone, Release, Released, StepComplete
 
 __all__ = ["ReassignedParts"]
 
@@ -28,10 +30,17 @@ class _Parts:
     taken: int = 0
     is_asking: bool = False
     complete: StepComplete | None = None
+    begun: int = 0
+    own: int | None = None
+    """Of its rank batch, the micro-batches that stay with it. None: all, for its trainer does not begin them here."""
+    idle: int = 0
+    """Ranks that have nothing left to do, as far as the controller has said."""
+    is_reassigned: bool = False
+    """The controller was asked, has asked, or has sent a part."""
 
 
 class ReassignedParts:
-    """One rank's, of each step from its first question to its acknowledgement."""
+    """One rank's, of each step from the first micro-batch begun, or the first question, to its acknowledgement."""
 
     def __init__(self) -> None:
         self._by_step: dict[int, _Parts] = {}
@@ -39,12 +48,33 @@ class ReassignedParts:
     def __contains__(self, step: object) -> bool:
         return step in self._by_step
 
-    def __len__(self) -> int:
-        return len(self._by_step)
+    @property
+    def any_reassigned(self) -> bool:
+        """Of some step it may have to do more, or less, than its rank batch."""
+        return any(parts.is_reassigned for parts in self._by_step.values())
+
+    def begin(self, step: int, number: int) -> tuple[int | None, Released | None]:
+        """The trainer begins the next of the ``number`` micro-batches that it was given: the index; None: no more. With
+        the first, what the controller has asked for before."""
+        parts = self._by_step.setdefault(step, _Parts())
+        is_first = parts.own is None
+        if parts.own is None:
+            parts.own = number
+        if parts.begun == parts.own:
+            return None, None
+        parts.begun += 1
+        return parts.begun - 1, _spared(step, parts) if is_first and parts.idle else None
+
+    def release(self, message: Release) -> Released:
+        """Which ones this rank can spare. None before it has begun any, for its trainer may want them all at once."""
+        parts = self._by_step.setdefault(message.step, _Parts())
+        parts.idle, parts.is_reassigned = message.idle, True
+        return _spared(message.step, parts)
 
     def next(self, step: int) -> RankBatch | StepComplete | None:
         """The next part; or that there is no more, on any rank. Each is given once; None: neither has come."""
         parts = self._by_step.setdefault(step, _Parts())
+        parts.is_reassigned = True
         if parts.arrived:
             parts.taken += 1
             return parts.arrived.popleft()
@@ -63,7 +93,7 @@ class ReassignedParts:
         """One has come, of a step that the rank has."""
         parts = self._by_step.setdefault(part.step, _Parts())
         parts.arrived.append(part)
-        parts.is_asking, parts.complete = False, None
+        parts.is_asking, parts.complete, parts.is_reassigned = False, None, True
 
     def complete(self, message: StepComplete) -> None:
         """There is no more. Without effect on a step that is acknowledged, or was not asked for."""
@@ -74,3 +104,13 @@ class ReassignedParts:
     def done(self, step: int) -> None:
         """It is acknowledged."""
         self._by_step.pop(step, None)
+
+
+def _spared(step: int, parts: _Parts) -> Released:
+    """The last of those that are not begun; the rank keeps as many as each idle one gets, rounded down."""
+    if parts.own is None:
+        return Released(step, 0)
+    left = parts.own - parts.begun
+    moved = left - left // (parts.idle + 1)
+    parts.own -= moved
+    return Released(step, moved)

@@ -68,8 +68,10 @@ __all__ = [
     "PutRefused",
     "ReassignedPart",
     "Refused",
+    "Release",
     "ReleaseBuffers",
     "ReleaseSlot",
+    "Released",
     "Reserve",
     "ResizedExecution",
     "RolloutHeader",
@@ -314,6 +316,21 @@ class StepComplete(Message, frozen=True, tag=32):
     step: Count
     ranks: Numbers
     """Those that are left."""
+
+
+class Release(Message, frozen=True, tag=34):
+    """C to R: so many ranks have nothing left to do in the step. Which of its micro-batches can this one spare?"""
+
+    step: Count
+    idle: Count
+
+
+class Released(Message, frozen=True, tag=35):
+    """R to C: its trainer will not begin the last ``moved`` of the micro-batches that are its own. The reply to
+    :class:`Release`, and once more with the first micro-batch that it begins later than that."""
+
+    step: Count
+    moved: Count
 
 
 class Taken(Message, frozen=True, tag=22):
@@ -598,6 +615,8 @@ Conversation: TypeAlias = (
     | ReassignedPart
     | PartsDone
     | StepComplete
+    | Release
+    | Released
     | Taken
     | StepReport
     | StepColumns

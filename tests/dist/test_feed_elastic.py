@@ -1,10 +1,12 @@
-"""One of several real ranks is killed: the others complete its step, with the gradient that it would have had."""
+"""One of several real ranks is killed, or slow: others do its part of the step, with the gradient that it would have
+had."""
 
 from __future__ import annotations
 
 import os
 import signal
 import time
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -33,11 +35,14 @@ class Gradient:
 
     def add(self, batch: sb.RankBatch) -> None:
         for micro_batch in batch.micro_batches:
-            packed = micro_batch.packed()
-            ids = packed["input_ids"] % 64
-            loss = torch.nn.functional.cross_entropy(self.head(self.model(ids)), ids, reduction="none")
-            ((loss * packed["loss_mask"]).sum() / batch.global_num_loss_tokens).backward()
-        self.ids += [r.rollout_id for r in batch.rollouts if not r.is_padding]
+            self.add_one(micro_batch, batch.global_num_loss_tokens)
+
+    def add_one(self, micro_batch: sb.MicroBatch, global_num_loss_tokens: int) -> None:
+        packed = micro_batch.packed()
+        ids = packed["input_ids"] % 64
+        loss = torch.nn.functional.cross_entropy(self.head(self.model(ids)), ids, reduction="none")
+        ((loss * packed["loss_mask"]).sum() / global_num_loss_tokens).backward()
+        self.ids += [r.rollout_id for r in micro_batch.rollouts if not r.is_padding]
 
     def flat(self) -> torch.Tensor:
         parameters = [*self.model.parameters(), *self.head.parameters()]
@@ -48,7 +53,7 @@ class World:
     """A process group of those that are left, made anew when they are others."""
 
     def __init__(self, port: int, rank: int) -> None:
-        self._store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
+        self.store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
         self._rank = rank
         self._ranks: tuple[int, ...] = ()
 
@@ -56,7 +61,7 @@ class World:
         if ranks != self._ranks:
             if self._ranks:
                 dist.destroy_process_group()
-            store = dist.PrefixStore(str(ranks), self._store)
+            store = dist.PrefixStore(str(ranks), self.store)
             dist.init_process_group("gloo", store=store, rank=ranks.index(self._rank), world_size=len(ranks))
             self._ranks = ranks
         dist.all_reduce(tensor)
@@ -80,6 +85,32 @@ def run_rank(address: str, port: int, rank: int, dp_size: int, dies_at: dict[int
         die(pipe, dies_at, batch.step, "met")
 
 
+SLOW = 1
+
+
+def run_late_rank(address: str, port: int, rank: int, dp_size: int, dies_at: dict[int, str], pipe: Any) -> None:
+    """``SLOW`` is not through with its first micro-batch of a step before another rank works on what it has not
+    begun."""
+    world = World(port, rank)
+    feed = sb.RankFeed(address, rank=rank, dp_size=dp_size)
+    for batch in feed:
+        gradient, resumed_at = Gradient(), 0.0
+        mine = feed.micro_batches(batch)
+        for number, micro_batch in enumerate(mine):
+            if rank == SLOW and number == 0:
+                world.store.wait([f"step {batch.step}"], timedelta(minutes=5))
+                die(pipe, dies_at, batch.step, "slow")
+            if number >= len(batch.micro_batches):
+                resumed_at = time.monotonic()
+                world.store.set(f"step {batch.step}", "others are at work")
+                die(pipe, dies_at, batch.step, "taking over")
+            gradient.add_one(micro_batch, batch.global_num_loss_tokens)
+        total = gradient.flat()
+        world.all_reduce(total, mine.ranks)
+        pipe.send((batch.step, mine.ranks, gradient.ids, total.tolist(), resumed_at))
+        die(pipe, dies_at, batch.step, "met")
+
+
 def die(pipe: Any, dies_at: dict[int, str], step: int, when: str) -> None:
     if dies_at.get(step) == when:
         pipe.send(("dies", time.monotonic()))
@@ -87,21 +118,22 @@ def die(pipe: Any, dies_at: dict[int, str], step: int, when: str) -> None:
 
 
 async def drill(
-    dp_size: int, deaths: dict[int, dict[int, str]], journal: Path
+    dp_size: int, deaths: dict[int, dict[int, str]], journal: Path, *, move_late: bool = False
 ) -> tuple[sb.Statistics, list[list[Any]]]:
     """``deaths[rank]``: in which step, and when. -> what each rank has said."""
+    run = run_late_rank if move_late else run_rank
+    more: dict[str, Any] = {"max_tokens_per_micro_batch": 60, "micro_batch_counts": "free"} if move_late else {}
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    config = sb.BalancerConfig(dp_size=dp_size, batch_size=BATCH, window=BATCH)
+    config = sb.BalancerConfig(dp_size=dp_size, batch_size=BATCH, window=BATCH, **more)
     async with (
         sb.StreamBalancer(config, journal=journal) as balancer,
         sb.TorchTransport.listen(dp_size=dp_size) as transport,
     ):
         ranks = [
-            forked(run_rank, transport.address, store.port, rank, dp_size, deaths.get(rank, {}))
-            for rank in range(dp_size)
+            forked(run, transport.address, store.port, rank, dp_size, deaths.get(rank, {})) for rank in range(dp_size)
         ]
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(partial(sb.serve, on_rank_loss="replan"), balancer, transport)
+            tasks.start_soon(partial(sb.serve, on_rank_loss="replan", move_late=move_late), balancer, transport)
             for n in range(ROLLOUTS):
                 await balancer.put(make_rollout(1 + 7 * n % 50, f"r{n}"))
             balancer.end()
@@ -149,6 +181,14 @@ def check(statistics: sb.Statistics, said: list[list[Any]], lost: set[int]) -> l
 def test_one_of_three_is_killed(when: str, tmp_path: Path) -> None:
     statistics, said = anyio.run(drill, 3, {1: {1: when}}, tmp_path)
     check(statistics, said, {1})
+
+
+@pytest.mark.parametrize("deaths", [{}, {SLOW: {1: "slow"}}, {0: {1: "taking over"}}], ids=str)
+def test_others_do_what_a_slow_rank_has_not_begun(deaths: dict[int, dict[int, str]], tmp_path: Path) -> None:
+    statistics, said = anyio.run(partial(drill, move_late=True), 3, deaths, tmp_path)
+    died = {rank for rank, words in enumerate(said) if any(one[0] == "dies" for one in words)}
+    assert bool(died) == bool(deaths)
+    check(statistics, said, died)
 
 
 @pytest.mark.slow

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from stream_balancer.controller.serve import serve
-from stream_balancer.rank.device import Uploader, stopwatch_on
+from stream_balancer.rank.device import Pace, Uploader, stopwatch_on
 from stream_balancer.rank.feed import RankFeed
 from stream_balancer.testing.transports import ScriptedBalancer, make_batch, same_rollout
 from stream_balancer.transport.buffers import BufferPool
@@ -162,6 +162,35 @@ def test_an_accelerators_own_clock_counts(monkeypatch: pytest.MonkeyPatch) -> No
     assert stopwatch.seconds() == 1.5
 
 
+def test_the_host_is_at_most_one_micro_batch_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it has begun stays with this rank: with all of them enqueued nothing could be moved any more."""
+    ends: list[int] = []
+
+    class End:
+        def __init__(self, device: torch.device) -> None:
+            assert device.type == "cuda"
+
+        def record(self) -> None:
+            self.begun = begun
+
+        def synchronize(self) -> None:
+            ends.append(self.begun)
+
+    monkeypatch.setattr(torch, "Event", End)
+    pace = Pace(torch.device("cuda", 0))
+    waited = []
+    for begun in range(4):  # noqa: B007 - read by the event
+        pace.keep()
+        waited.append(list(ends))
+    assert waited == [[], [0], [0, 1], [0, 1, 2]], "the third is not begun before the first is over"
+    pace.finish()
+    assert ends == [0, 1, 2, 3]
+    here = Pace(torch.device("cpu"))
+    here.keep()
+    here.finish()
+    assert ends == [0, 1, 2, 3], "the host itself is never ahead"
+
+
 def test_a_port_that_is_open_already_brings_its_own_device() -> None:
     class Port:
         take = None
@@ -210,6 +239,21 @@ def test_layouts_are_made_where_the_rollouts_are(accelerator: torch.device) -> N
         assert torch.equal(mine["input_ids"].cpu(), theirs["input_ids"])
         assert torch.equal(mine.position_ids.cpu(), theirs.position_ids)
     assert torch.equal(there.packed().cu_seqlens.cpu(), here.packed().cu_seqlens)
+
+
+@pytest.mark.accelerator
+def test_the_host_waits_for_an_accelerator(accelerator: torch.device) -> None:
+    pace, work, ends = Pace(accelerator), torch.rand(2048, 2048, device=accelerator), []
+    for begun in range(5):
+        pace.keep()
+        assert all(end.query() for end in ends[: max(begun - 1, 0)])
+        for _ in range(20):
+            work = work @ work.T / 2048
+        ends.append(torch.Event(accelerator))
+        ends[-1].record()
+    pace.keep()
+    pace.finish()
+    assert all(end.query() for end in ends)
 
 
 @pytest.mark.accelerator

@@ -185,6 +185,23 @@ def test_who_has_asked_what_it_takes_over_joins_nobody(controllers: Controllers,
     assert len(controllers.sessions) == 1
 
 
+@pytest.mark.parametrize("was_asked", [False, True])
+def test_who_was_asked_what_it_can_spare_joins_nobody(
+    was_asked: bool, controllers: Controllers, port: RankPort
+) -> None:
+    """The next controller knows the step as it was planned; nobody would train on what was given back."""
+    controllers.present.send(make_batch(0, 1).ranks[0])
+    assert port.take() is not None
+    assert port.begin(0, 3) == 0
+    if was_asked:
+        controllers.present.notify(m.Release(0, 1))
+        assert controllers.present.report() == m.Released(0, 1)
+    controllers.crash()
+    assert len(controllers.sessions) == (1 if was_asked else 2)
+    if not was_asked:
+        assert port.begin(0, 3) == 1, "all of them are its own, under the next controller, too"
+
+
 def test_who_has_left_joins_nobody(controllers: Controllers, port: RankPort) -> None:
     controllers.present.end()
     port.leave()

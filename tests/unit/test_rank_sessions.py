@@ -7,9 +7,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import hypothesis.strategies as st
 import msgspec
 import pytest
 import torch
+from hypothesis import given
 from sessions import FakeChannel, at_once
 
 import stream_balancer as sb
@@ -363,6 +365,38 @@ def test_an_answer_that_nobody_took_does_not_outlive_a_part(port: RankPort, chan
     assert isinstance(port.next_part(0), RankBatch)
     assert port.next_part(0) is None
     assert channel.sent == [m.Taken(1), m.PartsDone(0, 0), m.PartsDone(0, 1)]
+
+
+@given(st.lists(st.one_of(st.just("begin"), st.integers(0, 9)), max_size=30), st.integers(1, 12))
+def test_a_micro_batch_is_begun_here_or_given_back_and_never_both(moves: list[str | int], number: int) -> None:
+    channel = FakeChannel(threads=False)
+    port = RankPort(channel, JOIN)
+    deliver(packed(0), port)
+    port.take()
+    begun: list[int] = []
+    idle, left = 0, number  # as the controller counts
+    for move in moves:
+        channel.sent.clear()
+        spare = 0
+        if move == "begin":
+            index = port.begin(0, number)
+            assert (index is None) == (len(begun) == left)
+            begun += [] if index is None else [index]
+            if idle and len(begun) == 1 and index == 0:
+                spare = left - 1
+        elif isinstance(move, int):
+            idle = move
+            deliver(Outgoing(m.Release(0, idle)), port)
+            spare = left - len(begun) if begun else 0
+        moved = spare - spare // (idle + 1)  # each idle rank gets as many as it keeps, or one more
+        if move != "begin" or (idle and begun == [0] and spare):
+            assert channel.sent == [m.Released(0, moved)]
+        left -= moved
+    channel.sent.clear()
+    while (index := port.begin(0, number)) is not None:
+        begun.append(index)
+    left -= sum(one.moved for one in channel.sent if isinstance(one, m.Released))
+    assert begun == list(range(left))
 
 
 # --- batches that are confirmed ---------------------------------------------------------------------------------------

@@ -36,7 +36,8 @@ EXAMPLES: dict[type[m.Message], m.Message] = {
         m.End(), m.DeclareGroup(0, "g", "closed"), m.Cancel(0), m.Accepted((0,)), m.PutRefused(0, "full", ""),
         m.DropPayloads((0,)), m.WantPayloads(0, (1,)), m.Payloads(0), m.ProbeMemory(1, 2, b""), m.ProbeResult(True),
         m.MapBuffer(1, 2, 64), m.SharedBuffers((1,)), m.ReleaseBuffers((1,)),
-        m.PartsDone(0, 0), m.StepComplete(0, (0,)), m.ReassignedPart(0, 0, 1, 8, 0, 64, 64),
+        m.PartsDone(0, 0), m.StepComplete(0, (0,)), m.Release(0, 1), m.Released(0, 0),
+        m.ReassignedPart(0, 0, 1, 8, 0, 64, 64),
         m.Batch(0, 0, 1, 8, 0, 64, 64), m.PartialBatch(0, 0, 1, 8, 0, 64, 1),
         m.Reserve(0, 1), m.Admitted(0, 3), m.ReleaseSlot(0), m.EndInput(0), m.EndBalancer(), m.PolicyVersion(3),
         m.StatisticsRequest(0), m.StatisticsReply(0, b"", "none"),
@@ -128,6 +129,7 @@ class RankSessions(Conversation):
                 m.StepHeld,
                 m.PayloadsFetched,
                 m.PartsDone,
+                m.Released,
                 m.PolicyVersion,
                 m.EndBalancer,
                 m.StatisticsRequest,
@@ -192,7 +194,8 @@ class RankPorts(Conversation):
     may_come: ClassVar = {
         **dict.fromkeys((m.Batch, m.PartialBatch, m.End), BEFORE),
         **dict.fromkeys(
-            (m.Denominators, m.ReassignedPart, m.StepComplete, m.PolicyVersion, m.StatisticsReply), BEFORE_AND_AFTER
+            (m.Denominators, m.ReassignedPart, m.StepComplete, m.Release, m.PolicyVersion, m.StatisticsReply),
+            BEFORE_AND_AFTER,
         ),
     }
 
