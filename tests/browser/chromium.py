@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import base64
+import importlib.util
 import json
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import urlsplit
 
-from selenium import webdriver
-from selenium.webdriver.chrome.service import Service
+if TYPE_CHECKING:
+    from selenium import webdriver
 
 __all__ = ["VIEWS", "Browser", "View", "chromium", "missing"]
 
@@ -49,9 +50,13 @@ VIEWS = (View(1280, 800, "light"), View(1280, 800, "dark"), View(390, 844, "dark
 
 def missing() -> str | None:
     """What is not installed here, or None."""
+    if importlib.util.find_spec("selenium") is None:
+        return "Selenium is not installed (pip install -e '.[browser]')"
     if not any(map(shutil.which, _BROWSERS)):
         return "Chromium is not installed (Debian: apt-get install chromium chromium-driver)"
-    return None if shutil.which("chromedriver") else "ChromeDriver is not installed (Debian: chromium-driver)"
+    if not shutil.which("chromedriver"):
+        return "ChromeDriver is not installed (Debian: apt-get install chromium-driver)"
+    return None if shutil.which("setpriv") else "setpriv of util-linux is not installed"
 
 
 class Browser:
@@ -96,15 +101,27 @@ class Browser:
         return [url for url in asked if urlsplit(url).scheme not in _WITHIN]
 
 
+def _ending_with_its_parent(program: str, folder: Path) -> str:
+    """A command that runs the program, which is killed when whoever started it dies."""
+    command = folder / f"{program}_for_tests"
+    command.write_text(f'#!/bin/sh\nexec setpriv --pdeathsig KILL {program} "$@"\n')
+    command.chmod(0o700)
+    return str(command)
+
+
 @contextmanager
 def chromium(profile: Path) -> Iterator[Browser]:
     """A browser of its own, with an empty ``profile``; closed afterwards."""
+    from selenium import webdriver
+    from selenium.webdriver.chrome.service import Service
+
     options = webdriver.ChromeOptions()
-    options.binary_location = next(filter(None, map(shutil.which, _BROWSERS)))
+    options.binary_location = _ending_with_its_parent(next(filter(shutil.which, _BROWSERS)), profile.parent)
     for flag in (*_FLAGS, f"--user-data-dir={profile}"):
         options.add_argument(flag)
     options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
-    driver = webdriver.Chrome(options, Service(shutil.which("chromedriver")))  # named: else Selenium downloads one
+    service = Service(_ending_with_its_parent("chromedriver", profile.parent))  # named: else Selenium downloads one
+    driver = webdriver.Chrome(options, service)
     try:
         driver.set_page_load_timeout(_TIMEOUT_S)
         driver.set_script_timeout(_TIMEOUT_S)

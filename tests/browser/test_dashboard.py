@@ -14,7 +14,7 @@ from typing import Any
 
 import anyio
 import pytest
-from conftest import ROOT
+from visits import ROOT
 
 pytestmark = [pytest.mark.browser, pytest.mark.timeout(900)]
 

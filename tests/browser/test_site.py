@@ -7,7 +7,7 @@ from urllib.parse import unquote
 
 import pytest
 from chromium import VIEWS, Browser
-from conftest import HERE, ROOT, Served, Visit, broken, visit
+from visits import HERE, ROOT, Served, Visit, broken, visit
 
 pytestmark = [pytest.mark.browser, pytest.mark.timeout(900)]
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from chromium import VIEWS, Browser
-from conftest import Visit, visit
+from visits import Visit, visit
 
 import stream_balancer as sb
 from stream_balancer.tools.plot import write_plot
