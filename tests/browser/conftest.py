@@ -54,7 +54,9 @@ def site(browser: Browser, serve: Any, tmp_path_factory: pytest.TempPathFactory)
     if importlib.util.find_spec("mkdocs") is None:
         pytest.skip("mkdocs is not installed (pip install -e '.[docs]')")
     folder = tmp_path_factory.mktemp("site")
-    subprocess.run([sys.executable, "-m", "mkdocs", "build", "--strict", "-q", "-d", folder], cwd=ROOT, check=True)
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "-d", str(folder)]  # with -q it counts no warnings
+    built = subprocess.run(command, cwd=ROOT, stderr=subprocess.PIPE, text=True, timeout=600)
+    assert built.returncode == 0, built.stderr
     served: Served = serve(folder)
     return served
 
