@@ -119,8 +119,11 @@ class Delivery:
     # what happens
 
     def resize(self, dp_size: int) -> None:
-        """The next batch is for so many ranks. One that is no more does what it was given, and learns of the end then;
-        a new one begins with the next batch. After the end there is none."""
+        """The next batch is for so many ranks.
+
+        The highest ranks leave: they do what they were given, and are told of the end behind it. New ones begin with
+        the next batch. After :meth:`end` nothing changes: there is no next batch.
+        """
         if self._ending or dp_size == len(self._ranks):
             return
         while len(self._ranks) > dp_size:
@@ -137,8 +140,8 @@ class Delivery:
         self._advance_all()
 
     def _insert(self, number: int) -> RankQueue:
-        """A rank of this number takes part in the next batch: one that is leaving and does not know it yet, or a new
-        one."""
+        """A rank of this number takes part in the next batch. One that is leaving stays, unless it knows already that
+        it leaves; else the rank is new."""
         back = [rank for rank in self._leaving if rank.rank == number and not rank.end_sent]
         self._leaving = [rank for rank in self._leaving if rank not in back]
         rank = back[0] if back else RankQueue(number, self._role_name)
@@ -162,8 +165,11 @@ class Delivery:
         self._advance_all()
 
     def attach(self, link: Link) -> None:
-        """A rank has come, or come again; perhaps one that was given up, which takes part from the next batch on; or
-        there is no such rank any more, which it learns."""
+        """A rank has come, or come again: it is sent what it owes, from the front.
+
+        One that was given up takes part again from the next batch on. One for which there is no place any more is told
+        of the end.
+        """
         rank = next((one for one in self._ranks if one.rank == link.rank), None)
         if rank is None and link.rank < self.num_places and not self._ending:
             rank = self._insert(link.rank)

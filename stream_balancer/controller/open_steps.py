@@ -297,12 +297,16 @@ class OpenSteps:
     # payloads that lie with producers
 
     def _fetched(self, rank: RankQueue, report: PayloadsFetched) -> None:
-        """A rank has the payloads of a step, but for those that are gone with their producer. Once all ranks have, each
-        learns what to divide by; a rank that comes again, once it has fetched again."""
+        """A rank has the payloads of a step, but for those that are gone with their producer.
+
+        Once all ranks have theirs, each of them learns what to divide by. A rank that comes again fetches again, and
+        learns it then.
+        """
         step = self._steps.get(report.step)
         agreement = None if step is None else step.agreement
         try:
-            if step is None or agreement is None or report.step in rank.fetched:
+            # a rank that has come since the step was given out has no part in it
+            if step is None or agreement is None or rank not in step.position or report.step in rank.fetched:
                 raise WireError(f"rank {rank.rank} says that it has fetched step {report.step}, which it need not")
             gone = agreement.fetched(step.position[rank], report.missing)
         except WireError as error:
@@ -313,7 +317,7 @@ class OpenSteps:
         self._release(step)
 
     def _release(self, step: OpenStep) -> None:
-        """Once it is final what the step divides by, send it to all who wait for it."""
+        """Send to all who wait for it what the step divides by, once that is final."""
         final = None if step.agreement is None else step.agreement.final
         for rank in step.position:
             if final is not None and rank.link is not None and final.step in rank.fetched:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 
 import anyio
 import pytest
@@ -17,7 +19,7 @@ from stream_balancer.rank.feed import RankFeed
 from stream_balancer.testing import make_rollouts
 from stream_balancer.transport.memory import MemoryTransport
 from stream_balancer.types import RankBatch, Rollout
-from stream_balancer.wire.messages import Owner, RolloutHeader
+from stream_balancer.wire.messages import Owner, PayloadsFetched, RolloutHeader
 from stream_balancer.wire.partial_batch import Lease, WantedPayload, payload
 from stream_balancer.wire.rollouts import decode_kept, encode_rollout
 
@@ -277,3 +279,23 @@ async def test_each_mini_batch_divides_by_what_is_left_of_it() -> None:
         tokens = sum(rollout.num_tokens for rollout in rollouts)
         assert {denominators(part) for part in parts} == {(len(rollouts), tokens, tokens)}
         assert {part.global_num_executions for part in parts} == {len(rollouts)}
+
+
+async def test_a_rank_that_has_fetched_what_is_of_others_alone_is_lost_and_no_other() -> None:
+    """It has come since that step was given out."""
+    run = Run()
+    async with run.balancer as balancer, anyio.create_task_group() as tasks:
+        for rollout in make_rollouts([10] * 8):
+            await balancer.put(run.kept.remote(rollout))
+        tasks.start_soon(partial(serve, rejoin_timeout_s=math.inf), balancer, run.transport)
+        first = [run.feed(rank) for rank in range(2)]
+        for feed in first:
+            assert (await anext(feed)).step == 0
+        balancer.reconfigure(dp_size=3)
+        port = run.transport.connect(2, payloads=run.kept)
+        stranger = RankFeed(port)
+        port.report(PayloadsFetched(0))
+        with pytest.raises(sb.RankLostError), anyio.fail_after(60.0):
+            await anext(stranger)
+        assert [state.connected for state in balancer.rank_states()] == [True, True, False]
+        tasks.cancel_scope.cancel()
