@@ -85,7 +85,7 @@ async def serve(
     ``move_late=True`` is for a rank that is slow without notice: once half of the ranks have nothing left to do in a
     step, they take over the micro-batches that the others have not begun. For ranks that iterate
     :meth:`RankFeed.micro_batches`; from others nothing is taken. Raises ConfigError unless ranks meet once a step, each
-    with its own number of micro-batches, and rollouts may go to any rank. See docs/elastic.md.
+    with its own number of micro-batches, and rollouts may go to any rank. See docs/slow_ranks.md.
 
     You may acknowledge too, with ``balancer.acknowledge_through(step)`` at a checkpoint: what ranks report of these
     steps later changes nothing, and a rank that comes back does not get them again.

@@ -7,17 +7,22 @@ import random
 from collections import Counter
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import anyio
 import pytest
 from team import Team, check_exact, kill
 
 import stream_balancer as sb
+from stream_balancer.controller.rank_queues import OpenStep, RankQueue
 from stream_balancer.controller.serve import serve
+from stream_balancer.errors import WireError
 from stream_balancer.rank.feed import RankFeed
 from stream_balancer.testing import make_rollout
+from stream_balancer.testing.transports import make_batch
+from stream_balancer.transport import Link
 from stream_balancer.transport.memory import MemoryTransport
+from stream_balancer.wire.messages import PartsDone, Released
 
 TOKEN_S = 0.01
 CAP = 40
@@ -182,6 +187,48 @@ async def test_whoever_is_slow_and_whoever_is_lost_each_rollout_is_in_the_gradie
             await anyio.sleep(100.0)
             balancer.end()
         check_exact(balancer, team, 48 * size)
+
+
+async def test_nothing_is_shared_out_before_all_have_answered_or_are_lost() -> None:
+    ranks = [RankQueue(number) for number in range(4)]
+    for rank in ranks:
+        rank.link = cast("Link", object())
+    step = OpenStep(make_batch(0, 4), ranks, [0.0] * 4)
+    step.asks(ranks[0], PartsDone(0, 0))
+    assert step.late() == []
+    step.asks(ranks[1], PartsDone(0, 0))
+    assert step.late() == ranks[2:]
+    assert step.late() == [], "each is asked once"
+    step.spares(ranks[2], Released(0, 1))
+    assert step.take_moved() == ([], [])
+    step.stops_asking(ranks[3])
+    moved, takers = step.take_moved()
+    own = make_batch(0, 4).ranks[2].micro_batches
+    assert [one.rollout_id for one in moved] == [one.rollout_id for one in own[-1].rollouts if not one.is_padding]
+    assert takers == ranks[:2]
+    assert len(step.own_of(ranks[2]).micro_batches) == len(own) - 1
+    assert step.take_moved() == ([], []), "each goes to one rank"
+
+
+@pytest.mark.parametrize("when", ["never asked", "twice", "all of it", "has begun all", "lost"])
+async def test_a_rank_gives_back_what_it_was_asked_for_or_nothing(when: str) -> None:
+    ranks = [RankQueue(number) for number in range(4)]
+    for rank in ranks[: 3 if when == "never asked" else 4]:
+        rank.link = cast("Link", object())
+    step = OpenStep(make_batch(0, 4), ranks, [0.0] * 4)
+    for rank in ranks[:2]:
+        step.asks(rank, PartsDone(0, 0))
+    step.late()
+    own = len(step.own_of(ranks[3]).micro_batches)
+    if when == "twice":
+        step.spares(ranks[3], Released(0, 1))
+    elif when == "has begun all":
+        step.asks(ranks[3], PartsDone(0, 0))
+    elif when == "lost":
+        step.stops_asking(ranks[3])
+    step.spares(ranks[3], Released(0, 0))
+    with pytest.raises(WireError, match="micro-batches of step 0, which it need not"):
+        step.spares(ranks[3], Released(0, own if when == "all of it" else 1))
 
 
 async def test_seconds_are_learned_from_what_each_rank_did() -> None:
