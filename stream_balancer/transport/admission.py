@@ -44,9 +44,8 @@ class Admission:
         if self.closed:
             return CLOSED
         before, who = self.sessions.get(_place_of(request)), rank_name(request.rank, request.role)
-        same_feed = before is not None and before.is_of(
-            request
-        )  # there may be more ranks since it came first, or fewer
+        same_feed = before is not None and before.is_of(request)
+        # of a feed that was in before: there may be more ranks since, or fewer
         if request.dp_size != self.dp_size and not same_feed:
             return Refused(
                 "value",

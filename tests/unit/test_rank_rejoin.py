@@ -212,6 +212,23 @@ def test_who_has_left_joins_nobody(controllers: Controllers, port: RankPort) -> 
     assert len(controllers.sessions) == 1
 
 
+def test_who_has_left_without_an_answer_joins_nobody(controllers: Controllers, port: RankPort) -> None:
+    controllers.wires[-1].hold()
+    port.leave()
+    controllers.crash()
+    assert len(controllers.sessions) == 1
+
+
+@pytest.mark.parametrize("ended", [False, True])
+def test_who_was_aborted_joins_nobody(controllers: Controllers, port: RankPort, ended: bool) -> None:
+    """Its channel may report its end all the same."""
+    if ended:
+        controllers.present.end()
+    port.abort()
+    port.ended(ConnectionResetError("the process is dead"))
+    assert len(controllers.sessions) == 1
+
+
 def test_without_being_asked_to_a_rank_does_not_wait(controllers: Controllers) -> None:
     port = RankPort(controllers.connect(), JOIN)
     port.start()

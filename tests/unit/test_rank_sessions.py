@@ -399,6 +399,20 @@ def test_a_micro_batch_is_begun_here_or_given_back_and_never_both(moves: list[st
     assert begun == list(range(left))
 
 
+def test_who_has_done_a_part_asks_again(port: RankPort, channel: FakeChannel) -> None:
+    """Though its first question had no other reply than that part."""
+    deliver(packed(0), port)
+    assert port.take() is not None
+    assert port.next_part(0) is None
+    elsewhere = FakeChannel()
+    RankSession(elsewhere, JOIN, at_once).reassign(batch(0))
+    deliver(elsewhere.outgoing[0], port)
+    assert isinstance(port.next_part(0), RankBatch)
+    assert port.next_part(0) is None
+    assert port.next_part(0) is None, "asked, and no reply has come yet"
+    assert channel.sent == [m.Taken(1), m.PartsDone(0, 0), m.PartsDone(0, 1)]
+
+
 # --- batches that are confirmed ---------------------------------------------------------------------------------------
 
 
@@ -532,6 +546,21 @@ def test_a_payload_that_is_gone_leaves_a_padding_copy(channel: FakeChannel) -> N
     assert got.micro_batches[0].packed().rollout_weights.tolist() == [0.0, 1.0]
     for a, b in zip(got.rollouts[1:], batch(0).rollouts[1:], strict=True):
         assert same_rollout(a, b)
+
+
+def test_denominators_come_once_also_while_payloads_are_read(channel: FakeChannel) -> None:
+    class Slow(_Source):
+        def read(self, wanted: Sequence[WantedPayload]) -> Mapping[int, str]:
+            deliver(Outgoing(m.Denominators(0, 4, 100, 50, 4)), port)
+            with pytest.raises(WireError, match="does not wait for it"):
+                deliver(Outgoing(m.Denominators(0, 1, 1, 1, 1)), port)
+            return super().read(wanted)
+
+    port = RankPort(channel, JOIN, payloads=Slow({}))
+    deliver(_with_a_payload_elsewhere(), port)
+    got = port.take()
+    assert got is not None
+    assert got.global_num_tokens == 100
 
 
 def test_a_payload_that_is_there_is_read_into_its_place(channel: FakeChannel) -> None:
