@@ -301,6 +301,20 @@ async def test_a_role_does_not_join_again() -> None:
         sb.RankFeed("tcp://127.0.0.1:1", rank=0, dp_size=1, role="ref", rejoin=True)
 
 
+async def test_a_role_is_for_ranks_of_one_process() -> None:
+    class Mesh:
+        mesh_dim_names = ("dp", "tp")
+
+        def get_coordinate(self) -> list[int]:
+            return [1, 0]
+
+        def size(self, dim: int) -> int:
+            return 2
+
+    with pytest.raises(ValueError, match="role 'ref' over a mesh with 2 processes to a DP rank"):
+        sb.RankFeed("tcp://127.0.0.1:1", mesh=Mesh(), role="ref")
+
+
 async def test_a_trainer_gives_no_columns() -> None:
     run = Run(roles={}, dp_size=1)
     async with run.balancer, anyio.create_task_group() as tasks:
