@@ -135,6 +135,9 @@ class PeerPort(RankPort):
     def begin(self, step: int, number: int) -> int | None:
         return Port.begin(self, step, number)
 
+    def _explain_close(self, cause: str) -> str:
+        return self._explain_loss(cause)  # a leader closes when it is lost itself
+
     def _explain_loss(self, cause: str) -> str:
         return (
             f"rank {self.rank} lost its leader, the process that receives for its model-parallel peers: {cause}. What "

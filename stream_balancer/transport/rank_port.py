@@ -348,15 +348,16 @@ class RankPort(Session, Port):
         if not isinstance(error, RefusedError | ConfigError | WireError | RankLostError | ClosedResourceError):
             cause = str(error) or "it closed"
             is_told = isinstance(error, PeerClosed) and str(error)
-            text = f"the controller has closed the link to rank {self.rank}: {cause}"
-            lost = RankLostError(
-                text if is_told else self._explain_loss(cause), rank=self.rank, step=self._queue.working_on, cause=cause
-            )
+            text = self._explain_close(cause) if is_told else self._explain_loss(cause)
+            lost = RankLostError(text, rank=self.rank, step=self._queue.working_on, cause=cause)
             lost.__cause__ = error
             error = lost
         self._break(error)
         self.control.fail(error)
         self._reader.stop()
+
+    def _explain_close(self, cause: str) -> str:
+        return f"the controller has closed the link to rank {self.rank}: {cause}"
 
     def _explain_loss(self, cause: str) -> str:
         return (
