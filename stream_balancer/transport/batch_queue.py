@@ -36,7 +36,7 @@ class Arriving:
 
 
 class BatchQueue:
-    """One rank's."""
+    """Of one rank: what has come and was not taken, and what it was given by controllers before the present one."""
 
     def __init__(self, request: JoinRank, *, rejoins: bool) -> None:
         """``request``: how many batches the controller may send before the trainer takes one, and how large they may

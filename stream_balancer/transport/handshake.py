@@ -50,8 +50,8 @@ MAX_BYTES = 4096
 TOKEN_VARIABLE = "STREAM_BALANCER_TOKEN"
 _MAGIC = b"strmbal\x02"
 _HEADER = struct.Struct("<8sI")
-_NONCE_BYTES = 16
-_LEAST_TOKEN_BYTES = 16
+_NONCE_BYTES = 16  # 128 bits: no two handshakes have the same
+_LEAST_TOKEN_BYTES = 16  # what is shorter can be guessed
 
 
 Message: TypeAlias = Hello | Challenge | Join | Welcome | Refused | PairAddress | PairReady

@@ -24,7 +24,7 @@ from stream_balancer.wire.messages import JoinProducer, JoinRank, WelcomeProduce
 
 __all__ = ["MemoryTransport"]
 
-_MAX_BATCH_BYTES = 2**40
+_MAX_BATCH_BYTES = 2**40  # no bound: nothing is received from another process
 
 
 class MemoryProducerPort(ProducerPort):

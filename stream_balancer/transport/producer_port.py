@@ -88,7 +88,7 @@ class KeptPayloads(Protocol):
 
 
 class ProducerPort(Session):
-    """One producer. What it is asked to put waits until there is a channel."""
+    """The connection of one producer. What it asks waits here until there is a channel."""
 
     def __init__(
         self,

@@ -62,7 +62,7 @@ logger = logging.getLogger("stream_balancer.transport")
 
 
 class ProducerSession(Session):
-    """One producer."""
+    """The connection to one producer: what it asks, in the order of its numbers, and one reply to each."""
 
     def __init__(
         self, channel: Channel, request: JoinProducer, limits: Limits, in_loop: InLoop, *, linger_s: float = 5.0

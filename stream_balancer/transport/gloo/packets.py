@@ -37,7 +37,10 @@ T = TypeVar("T")
 CHUNK_BYTES = 16 * 2**20
 """Bulk travels in pieces of this size: packing one overlaps with sending the one before."""
 MAX_MESSAGE_BYTES = 2**26
+"""Bytes of a message without its buffers. Checked before they are allocated."""
 PACKET_BYTES = 256
+"""gloo must know the size of what it receives before it comes, so every packet has this one. Most messages fit in;
+others follow as bulk."""
 INSTALL = "Install one stream_balancer everywhere"
 
 _HEADER = struct.Struct("<8sQII")  # magic, packets seen, bytes of messages, CRC of the packet with this field 0

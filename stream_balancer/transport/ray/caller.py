@@ -55,7 +55,8 @@ class CallingChannel(ChannelEnd):
         self._actor, self._key, self._on_welcome = actor, secrets.token_hex(8), on_welcome
         self._changed = threading.Condition()
         self._receiving = threading.Lock()  # one call of the receiver at a time
-        self._sending = threading.Lock()  # one numbered call at a time
+        # One numbered call at a time: the receiving thread makes one, too, to say why it refuses the actor.
+        self._sending = threading.Lock()
         self._outbox: deque[Sendable] = deque()
         self._arrived: deque[Callable[[], None]] = deque()
         self._unsent: list[Packed] = []

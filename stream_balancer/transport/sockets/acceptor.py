@@ -23,9 +23,10 @@ from stream_balancer.wire.messages import Challenge, Join, JoinPeer, Refused, We
 
 __all__ = ["Acceptor", "MeetingPoint", "Meetings", "refuse", "send_now"]
 
-MAX_CANDIDATES = 64
-CANDIDATE_S = 10.0
+MAX_CANDIDATES = 64  # connections that have proven nothing yet; a flood of them costs no more memory than that
+CANDIDATE_S = 10.0  # for a handshake of two round trips, which takes milliseconds
 _MEET_S = 10.0  # two peers that are both here exchange two messages
+# Who is refused is logged. At once so many lines, then one every so many seconds: a stranger must not fill a disk.
 _WARNING_S = 10.0
 _MOST_WARNINGS = 10
 

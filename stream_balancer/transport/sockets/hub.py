@@ -26,7 +26,7 @@ from stream_balancer.transport.descriptors import keep_from_children
 
 __all__ = ["Hub", "Listener", "Served", "is_loopback", "keep_alive", "listen"]
 
-_SCRATCH_BYTES = 2**18
+_SCRATCH_BYTES = 2**18  # a dozen puts of 21 kB in one system call; larger buffers are read where they belong
 _KEEPALIVE = {
     "TCP_KEEPIDLE": 10,
     "TCP_KEEPINTVL": 10,

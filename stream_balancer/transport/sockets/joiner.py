@@ -26,10 +26,10 @@ from stream_balancer.wire.messages import Join, Refused, Welcome
 __all__ = ["Directory", "Entry", "Joiner", "Lookup", "Where", "join_over", "parse_address", "receive_message"]
 
 ANSWER_S = 10.0  # a controller answers in milliseconds
-CONNECT_S = 5.0
+CONNECT_S = 5.0  # for TCP to connect; then it is tried again
 FOREIGN_S = 30.0  # so long may a port that accepts connections not answer as a controller does
-_PAUSE_S = 0.1
-WARN_AFTER_S = 5.0
+_PAUSE_S = 0.1  # before a connection that was lost is built again: ten tries a second at most
+WARN_AFTER_S = 5.0  # controllers often start after their ranks and producers; imports of torch take seconds
 WARN_AGAIN_S = 60.0
 _STORE_TIMEOUT = timedelta(seconds=5)  # nobody waits in a store, so every answer comes at once
 

@@ -48,7 +48,7 @@ __all__ = ["Fetcher", "PayloadServer"]
 
 _GATHER = 256  # buffers per recvmsg; the system's limit is 1024
 _TURN_BYTES = 2**20  # read from one owner before the others get their turn
-_CONNECT_S = 10.0
+_CONNECT_S = 10.0  # to a producer, which listens from its join on; then its payloads count as gone
 
 
 # --- the producer ----------------------------------------------------------------------------------------------------
