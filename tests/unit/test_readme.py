@@ -44,7 +44,7 @@ def test_names_of_the_library_exist(page: Path) -> None:
         assert name in sb.Statistics.__dataclass_fields__ or hasattr(sb.Statistics, name), f"statistics().{name}"
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+@pytest.mark.parametrize("page", [*PAGES, ROOT / "CHANGELOG.md", ROOT / "CONTRIBUTING.md"], ids=lambda p: p.name)
 def test_anchors_of_links_are_headings(page: Path) -> None:
     for target, anchor in re.findall(r"\]\(([^)#:]*)#([^)]+)\)", page.read_text()):
         linked = page.parent / target if target else page
