@@ -6,6 +6,7 @@ import math
 import random
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, cast
 
@@ -215,7 +216,9 @@ async def test_a_rank_gives_back_what_it_was_asked_for_or_nothing(when: str) -> 
     ranks = [RankQueue(number) for number in range(4)]
     for rank in ranks[: 3 if when == "never asked" else 4]:
         rank.link = cast("Link", object())
-    step = OpenStep(make_batch(0, 4), ranks, [0.0] * 4)
+    batch = make_batch(0, 4)
+    long = tuple(replace(one, micro_batches=one.micro_batches * 2) for one in batch.ranks)
+    step = OpenStep(replace(batch, ranks=long), ranks, [0.0] * 4)
     for rank in ranks[:2]:
         step.asks(rank, PartsDone(0, 0))
     step.late()

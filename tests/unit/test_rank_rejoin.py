@@ -199,6 +199,10 @@ def test_who_was_asked_what_it_can_spare_joins_nobody(
     controllers.crash()
     assert len(controllers.sessions) == (1 if was_asked else 2)
     if not was_asked:
+        controllers.present.notify(m.Release(9, 1))
+        assert controllers.present.report() == m.Released(9, 0)
+        controllers.crash()
+        assert len(controllers.sessions) == 3, "of a step that it does not have nothing is kept"
         assert port.begin(0, 3) == 1, "all of them are its own, under the next controller, too"
 
 
