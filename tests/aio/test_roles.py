@@ -296,6 +296,25 @@ async def test_other_columns_than_were_asked_for_are_refused_at_both_ends() -> N
                 await run.serve()
 
 
+async def test_columns_of_several_steps_are_given_in_order() -> None:
+    run = Run(roles={"ref": ["ref_logprobs"]}, dp_size=1, batch_size=4)
+    async with run.balancer, anyio.create_task_group() as tasks:
+        tasks.start_soon(run.serve)
+        tasks.start_soon(run.train, 0)
+        await run.put(range(1, 9))
+        run.balancer.end()
+        feed = sb.RankFeed(run.transport.connect(0, role="ref"), auto_ack=False)
+        batches = [await anext(feed), await anext(feed)]
+        columns = [computed("ref", batch.micro_batches) for batch in batches]
+        with pytest.raises(ValueError, match="owes the columns of step 0"):
+            batches[1].ack(columns=columns[1])
+        for batch, given in zip(batches, columns, strict=True):
+            batch.ack(columns=given)
+        assert [batch async for batch in feed] == []
+    run.check()
+    assert [batch.step for batch in run.trained] == [0, 1]
+
+
 async def test_a_role_does_not_join_again() -> None:
     with pytest.raises(ValueError, match="role 'ref' with rejoin=True"):
         sb.RankFeed("tcp://127.0.0.1:1", rank=0, dp_size=1, role="ref", rejoin=True)
