@@ -91,7 +91,8 @@ class Uploader:
         self._device = device
         self._streams = _AcceleratorStreams(device) if streams is None else streams
         self._lock = threading.Lock()
-        self._arrived: dict[int, tuple[Event, Tensor]] = {}  # step -> end of its copy, buffer on the device
+        # step -> of each of its parts the end of its copy, and the buffer on the device
+        self._arrived: dict[int, list[tuple[Event, Tensor]]] = {}
         self._reading: deque[tuple[Event, Tensor]] = deque()  # buffers on the host that copies may still read
 
     def decode(self, message: Batch, buffer: Tensor) -> RankBatch:
@@ -107,7 +108,7 @@ class Uploader:
             batch = wire.decode(message, buffer, on_device=copy)
             event = self._streams.record()
         with self._lock:
-            self._arrived[batch.step] = event, there
+            self._arrived.setdefault(batch.step, []).append((event, there))
             self._reading.append((event, buffer))
         return batch
 
@@ -115,12 +116,16 @@ class Uploader:
         """The calling thread's stream is going to use ``batch``: order it behind the copy. May be interrupted and
         repeated."""
         self._release()
-        if (copied := self._arrived.get(batch.step)) is not None:
-            event, there = copied
+        # all of the step that has come: a part of it that is used later is then behind its copy, too
+        while copied := self._arrived.get(batch.step):
+            event, there = copied[0]
             self._streams.wait(event)
             self._streams.keep(there)
             with self._lock:
-                self._arrived.pop(batch.step, None)
+                if len(copied) == 1:
+                    self._arrived.pop(batch.step, None)
+                else:
+                    del copied[0]
 
     def _release(self) -> None:
         with self._lock:

@@ -96,6 +96,19 @@ def test_a_batch_is_copied_when_it_arrives_and_waited_for_when_it_is_taken(
         assert kept.untyped_storage().data_ptr() == ids.untyped_storage().data_ptr(), "kept is what the batch lies in"
 
 
+def test_parts_of_one_step_are_each_waited_for_and_kept(streams: FakeStreams, uploader: Uploader) -> None:
+    """What a rank takes over of others comes under the number of the step that it has."""
+    pool = BufferPool(keep=4)
+    parts = [uploader.decode(*arrive(0, pool)) for _ in range(2)]
+    for part in parts:
+        uploader.hand_over(part)
+        uploader.hand_over(part)  # after an interrupt
+    assert sorted(set(streams.log[2:])) == ["wait 0", "wait 1"]
+    kept = {tensor.untyped_storage().data_ptr() for tensor in streams.kept}
+    assert kept == {part.micro_batches[0].packed()["input_ids"].untyped_storage().data_ptr() for part in parts}
+    assert not uploader._arrived
+
+
 def test_a_buffer_returns_to_the_pool_only_when_its_copy_is_done(streams: FakeStreams, uploader: Uploader) -> None:
     pool = BufferPool(keep=4)
     batch = uploader.decode(*arrive(0, pool))
