@@ -18,7 +18,7 @@ import os
 import platform
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from datetime import date
 from html import escape
@@ -45,7 +45,7 @@ TRL_RECIPE = LengthModel(mu=math.log(700), sigma_between=0.0, sigma_within=0.9, 
 MOST_ROLLOUTS, LEAST_STEPS = 8_192, 12
 """Rollouts that are enough for the figures of a run, but so many steps at least."""
 SLOW_MS = 1_000.0
-"""A scheduler whose plan takes longer is not run at larger sizes."""
+"""A scheduler whose plan takes longer is not run at larger sizes; the table says so."""
 
 MEETINGS = ("ranks meet once a step", "at every micro-batch")
 
@@ -83,11 +83,12 @@ def ranked(rows: Sequence[Figures]) -> list[tuple[Figures, Figures]]:
     return sorted(zip(rows[::2], rows[1::2], strict=True), key=lambda pair: pair[0].idle)
 
 
-def table(rows: Sequence[Figures]) -> str:
-    """The figures of one run: a line a scheduler, those of the step first, the fastest on top."""
+def table(rows: Sequence[Figures], left_out: Mapping[str, str]) -> str:
+    """The figures of one run: a line a scheduler, those of the step first, the fastest on top; then why others have
+    none."""
     lines = [f"{'':<40} {'meet once a step':>16} {'at micro-batches':>17} {'delay':>11} {'tokens':>7} {'plan':>9}"]
     lines += [f"{'':<40} {'idle':>8} {'time':>7} {'idle':>9} {'time':>7} {'mean  most':>11} {'vary':>7} {'ms':>9}"]
-    steps = max(row.steps for row in rows)
+    steps = max((row.steps for row in rows), default=0)
     for once, often in ranked(rows):
         ms = "-" if once.plan_ms is None else f"{once.plan_ms:.1f}"
         marks = f"  {once.over_cap} micro-batches over the cap" if once.over_cap else ""
@@ -96,26 +97,38 @@ def table(rows: Sequence[Figures]) -> str:
             f"{once.scheduler:<40} {once.idle:>6.1f} % {once.time:>7.3f} {often.idle:>7.1f} % {often.time:>7.3f} "
             f"{once.delay:>5.2f} {once.longest_delay:>5} {once.token_variation:>7.2f} {ms:>9}{marks}"
         )
+    lines += [f"{name:<40} {why}" for name, why in left_out.items()]
     return "\n".join(lines)
 
 
-def chart(rows: Sequence[Figures]) -> str:
+def chart(run: Run, rows: Sequence[Figures]) -> str:
     """The same as bars, and what the table is headed with."""
     drawn = bars({once.scheduler: (once.idle / 100, often.idle / 100) for once, often in ranked(rows)}, MEETINGS)
-    first = rows[0]
-    return f"<h2>{escape(first.stream)}, {first.batch_size:,} rollouts on {first.ranks} ranks: idle</h2>{drawn}"
+    return f"<h2>{escape(run.stream)}, {run.batch_size:,} rollouts on {run.ranks} ranks: idle</h2>{drawn}"
 
 
-def compare(run: Run, plans: dict[Scheduler, Plan], seconds: float, too_slow: set[Scheduler]) -> list[Figures]:
-    """Every scheduler in one run, but those that were too slow in a smaller one."""
+def compare(
+    run: Run, plans: dict[Scheduler, Plan], seconds: float, too_slow: dict[Scheduler, str]
+) -> tuple[list[Figures], dict[str, str]]:
+    """Every scheduler in one run; and why one has no figures: too slow in a smaller run, or it failed."""
     rows: list[Figures] = []
+    left_out: dict[str, str] = {}
     for scheduler, plan in plans.items():
-        if scheduler in too_slow or (scheduler.groups and run.groups[0] < 0):
+        if scheduler.groups and run.groups[0] < 0:
             continue
-        rows += measure(run, scheduler, plan, seconds)
-        if (rows[-1].plan_ms or 0.0) > SLOW_MS:
-            too_slow.add(scheduler)
-    return rows
+        if scheduler in too_slow:
+            left_out[scheduler.name] = too_slow[scheduler]
+            continue
+        try:
+            found = list(measure(run, scheduler, plan, seconds))
+        except Exception as reason:  # noqa: BLE001 - another project's code may fail in any way, and the others go on
+            left_out[scheduler.name] = f"failed: {type(reason).__name__}: {str(reason)[:160]}"
+            continue
+        rows += found
+        if (ms := max(row.plan_ms or 0.0 for row in found)) > SLOW_MS:
+            size = f"{run.batch_size} rollouts on {run.ranks} ranks"
+            too_slow[scheduler] = f"not run: a plan took {ms / 1e3:.1f} s for {size}"
+    return rows, left_out
 
 
 def origin(about: str) -> dict[str, Any]:
@@ -158,19 +171,22 @@ def main() -> None:
         for one in SCHEDULERS:
             write({"scheduler": one.name, "where": one.where, "missing": missing.get(one)})
         for stream in streams(options.traces, every=options.all or options.traces is not None):
-            too_slow: set[Scheduler] = set()
+            too_slow: dict[Scheduler, str] = {}
             for batch_size, ranks in SIZES if options.all else QUICK_SIZES:
                 if not any(one in f"{stream.name} {batch_size}/{ranks}" for one in options.stream.split(",")):
                     continue
                 steps = min(options.steps, max(LEAST_STEPS, MOST_ROLLOUTS // batch_size))
                 run = Run.of(stream, batch_size, ranks, steps, options.seed)
-                found = compare(run, plans, options.seconds, too_slow)
+                found, left_out = compare(run, plans, options.seconds, too_slow)
                 for figures in found:
                     write(asdict(figures))
-                charts.append(chart(found))
+                for name, why in left_out.items():
+                    size = {"stream": stream.name, "batch_size": batch_size, "ranks": ranks}
+                    write({"scheduler": name, **size, "left_out": why})
+                charts.append(chart(run, found))
                 if not options.json:
                     print(f"\n{stream.name}, {batch_size} rollouts on {ranks} ranks, cap {run.max_tokens:,} tokens")
-                    print(table(found), flush=True)
+                    print(table(found, left_out), flush=True)
     if options.plot is not None:
         head = '<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>Schedulers</title></head>'
         Path(options.plot).write_text(f"{head}<body>{''.join(charts)}</body></html>\n", encoding="utf-8")

@@ -180,7 +180,7 @@ def draw_schedulers() -> None:
     lines = (ROOT / "bench" / "results" / "schedulers.jsonl").read_text().splitlines()
     idle: dict[str, dict[str, float]] = defaultdict(dict)
     for row in map(json.loads, lines):
-        if (row.get("stream"), row.get("batch_size")) == ("lrm_token_economy_g5", 256):
+        if (row.get("stream"), row.get("batch_size")) == ("lrm_token_economy_g5", 256) and "idle" in row:
             idle[row["scheduler"]][row["sync"]] = row["idle"] / 100
     rows = {name: (found["step"], found["micro_batch"]) for name, found in idle.items()}
     best_first = dict(sorted(rows.items(), key=lambda row: row[1]))

@@ -39,7 +39,8 @@ def stream(siblings: int = 1, longest: int = 8_000) -> scheduler_runs.Stream:
 
 def test_ours_are_faster_with_a_window_and_every_figure_is_there() -> None:
     run = scheduler_runs.Run.of(stream(siblings=4), batch_size=16, ranks=4, steps=6)
-    rows = schedulers.compare(run, {one: one.load() for one in OWN}, 10.0, set())
+    rows, left_out = schedulers.compare(run, {one: one.load() for one in OWN}, 10.0, {})
+    assert not left_out
     assert [(row.scheduler, row.sync) for row in rows] == [
         (one.name, sync) for one in OWN for sync in scheduler_runs.SYNCS
     ]
@@ -52,9 +53,9 @@ def test_ours_are_faster_with_a_window_and_every_figure_is_there() -> None:
     assert 0.5 < groups.delay < 1.5
     assert all(row.time >= 1.0 for row in rows[:2])
     assert fifo.token_variation < window.token_variation
-    shown = schedulers.table(rows).splitlines()
+    shown = schedulers.table(rows, left_out).splitlines()
     assert len(shown) == 2 + len(OWN)
-    drawn = schedulers.chart(rows)
+    drawn = schedulers.chart(run, rows)
     assert all(one.name in "\n".join(shown) and one.name in drawn for one in OWN)
 
 
@@ -184,10 +185,32 @@ def test_one_that_cannot_be_imported_is_reported_and_a_slow_one_is_left_out_late
     monkeypatch.setattr(schedulers, "SCHEDULERS", [Scheduler("gone", "", absent), Scheduler("slow", "", slow)])
     plans, missing = schedulers.available("")
     assert list(missing.values()) == ["ImportError: no module called there"]
-    too_slow: set[Scheduler] = set()
+    too_slow: dict[Scheduler, str] = {}
     run = scheduler_runs.Run.of(stream(), batch_size=4, ranks=2, steps=1)
-    assert len(schedulers.compare(run, plans, 1.0, too_slow)) == 2
-    assert not schedulers.compare(run, plans, 1.0, too_slow)
+    rows, left_out = schedulers.compare(run, plans, 1.0, too_slow)
+    assert len(rows) == 2
+    assert not left_out
+    rows, left_out = schedulers.compare(run, plans, 1.0, too_slow)
+    assert not rows
+    assert left_out["slow"].startswith("not run: a plan took")
+    assert left_out["slow"].endswith("for 4 rollouts on 2 ranks")
+    assert schedulers.table(rows, left_out).splitlines()[2:] == [f"{'slow':<40} {left_out['slow']}"]
+    assert "4 rollouts on 2 ranks" in schedulers.chart(run, rows)
+
+
+def test_one_that_fails_is_shown_and_the_others_go_on() -> None:
+    def fails() -> Plan:
+        def plan(step: Step) -> Any:
+            raise RuntimeError(f"{step.lengths.size} rollouts are too many")
+
+        return plan
+
+    run = scheduler_runs.Run.of(stream(), batch_size=4, ranks=2, steps=1)
+    plans = {one: one.load() for one in (Scheduler("fails", "", fails), FIFO)}
+    rows, left_out = schedulers.compare(run, plans, 1.0, {})
+    assert {row.scheduler for row in rows} == {FIFO.name}
+    assert left_out == {"fails": "failed: RuntimeError: 4 rollouts are too many"}
+    assert "failed: RuntimeError" in schedulers.table(rows, left_out)
 
 
 # --- others' files ----------------------------------------------------------------------------------------------------
