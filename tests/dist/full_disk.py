@@ -7,7 +7,6 @@ import sys
 
 import anyio
 import torch
-from guard import GUARD_S
 
 import stream_balancer as sb
 
@@ -44,7 +43,7 @@ async def main(folder: str) -> None:
             more, first = await fill(balancer, first)
             accepted.append(more)
             for _ in range(8):
-                with anyio.fail_after(GUARD_S):
+                with anyio.fail_after(150):
                     batch = await anext(batches)
                 trained += ids(batch)
                 balancer.acknowledge_through(batch.step)

@@ -30,7 +30,7 @@ from stream_balancer.wire.messages import StepHeld, StepReport
 class Port:
     """A rank's end that has all its shares already, and remembers what was reported."""
 
-    rank, dp_size = 0, 2
+    rank, dp_size, role = 0, 2, ""
 
     def __init__(self, shares: Sequence[RankBatch]) -> None:
         self._left = deque(shares)
@@ -46,7 +46,7 @@ class Port:
         self.taken += 1
         return self._left.popleft()
 
-    def report(self, done: StepReport | StepHeld) -> None:
+    def report(self, done: StepReport | StepHeld, columns: object = None) -> None:
         if isinstance(done, StepReport):
             self.reported.append(done.step)
 
