@@ -5,8 +5,10 @@ Deterministic but for the time that planning takes. Which schedulers there are: 
 
 from __future__ import annotations
 
+import signal
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
 
@@ -25,6 +27,9 @@ FIRST_SEED = 7_000
 """Nothing was tuned on it."""
 WARM_UP = 48
 """Steps, three times the most that ours passes a rollout over."""
+
+MOST_PLAN_S = 20.0
+"""Of CPU time: a plan that takes longer is given up."""
 
 SYNCS: tuple[Sync, ...] = ("step", "micro_batch")
 
@@ -151,7 +156,11 @@ class Record:
 
 
 def planned(run: Run, scheduler: Scheduler, plan: Plan, sync: Sync, seconds: float) -> Record:
-    """Step after step, until the run is over or so many seconds of planning are."""
+    """Step after step, until the run is over or so many seconds of planning are.
+
+    Raises:
+        TimeoutError: one plan took more than MOST_PLAN_S.
+    """
     shown = round(scheduler.shown * run.batch_size)
     first = WARM_UP if scheduler.in_order else 0  # what keeps nothing back needs no warm-up
     taken = first * run.batch_size
@@ -166,7 +175,8 @@ def planned(run: Run, scheduler: Scheduler, plan: Plan, sync: Sync, seconds: flo
             break  # it took more a step than others do
         step = run.step(waiting, skips, number, sync)
         begin = time.process_time()
-        layout = plan(step)
+        with _at_most(MOST_PLAN_S):
+            layout = plan(step)
         ms = 1e3 * (time.process_time() - begin)
         gone = checked(scheduler, layout, step)
         if number >= WARM_UP:
@@ -177,6 +187,22 @@ def planned(run: Run, scheduler: Scheduler, plan: Plan, sync: Sync, seconds: flo
         if sum(record.ms) > 1e3 * seconds:
             break
     return record
+
+
+@contextmanager
+def _at_most(cpu_s: float) -> Iterator[None]:
+    """Raises TimeoutError in what takes more of this process's time, before its next line of Python."""
+
+    def give_up(*_: object) -> None:
+        raise TimeoutError(f"a plan took more than {cpu_s:g} s")
+
+    before = signal.signal(signal.SIGVTALRM, give_up)
+    signal.setitimer(signal.ITIMER_VIRTUAL, cpu_s)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0.0)
+        signal.signal(signal.SIGVTALRM, before)
 
 
 def checked(scheduler: Scheduler, layout: Layout, step: Step) -> Ints:

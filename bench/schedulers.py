@@ -119,15 +119,18 @@ def compare(
         if scheduler in too_slow:
             left_out[scheduler.name] = too_slow[scheduler]
             continue
+        size = f"for {run.batch_size} rollouts on {run.ranks} ranks"
         try:
             found = list(measure(run, scheduler, plan, seconds))
+        except TimeoutError as reason:
+            left_out[scheduler.name] = too_slow[scheduler] = f"not run: {reason} {size}"
+            continue
         except Exception as reason:  # noqa: BLE001 - another project's code may fail in any way, and the others go on
             left_out[scheduler.name] = f"failed: {type(reason).__name__}: {str(reason)[:160]}"
             continue
         rows += found
         if (ms := max(row.plan_ms or 0.0 for row in found)) > SLOW_MS:
-            size = f"{run.batch_size} rollouts on {run.ranks} ranks"
-            too_slow[scheduler] = f"not run: a plan took {ms / 1e3:.1f} s for {size}"
+            too_slow[scheduler] = f"not run: a plan took {ms / 1e3:.1f} s {size}"
     return rows, left_out
 
 

@@ -201,16 +201,38 @@ def test_one_that_cannot_be_imported_is_reported_and_a_slow_one_is_left_out_late
 def test_one_that_fails_is_shown_and_the_others_go_on() -> None:
     def fails() -> Plan:
         def plan(step: Step) -> Any:
-            raise RuntimeError(f"{step.lengths.size} rollouts are too many")
+            if step.sync == "micro_batch":
+                raise RuntimeError(f"{step.lengths.size} rollouts are too many")
+            return [[list(range(step.lengths.size))], [[]]]
 
         return plan
 
     run = scheduler_runs.Run.of(stream(), batch_size=4, ranks=2, steps=1)
-    plans = {one: one.load() for one in (Scheduler("fails", "", fails), FIFO)}
+    plans = {one: one.load() for one in (Scheduler("fails", "", fails, by_sync=True), FIFO)}
     rows, left_out = schedulers.compare(run, plans, 1.0, {})
     assert {row.scheduler for row in rows} == {FIFO.name}
     assert left_out == {"fails": "failed: RuntimeError: 4 rollouts are too many"}
     assert "failed: RuntimeError" in schedulers.table(rows, left_out)
+
+
+def test_a_plan_that_takes_for_ever_is_given_up_and_not_tried_at_larger_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scheduler_runs, "MOST_PLAN_S", 0.01)
+
+    def endless() -> Plan:
+        def plan(step: Step) -> Any:
+            while True:
+                pass
+
+        return plan
+
+    one = Scheduler("endless", "", endless)
+    run = scheduler_runs.Run.of(stream(), batch_size=4, ranks=2, steps=1)
+    too_slow: dict[Scheduler, str] = {}
+    rows, left_out = schedulers.compare(run, {one: one.load()}, 1.0, too_slow)
+    assert not rows
+    assert left_out == {"endless": "not run: a plan took more than 0.01 s for 4 rollouts on 2 ranks"}
+    larger = scheduler_runs.Run.of(stream(), batch_size=8, ranks=2, steps=1)
+    assert schedulers.compare(larger, {one: one.load()}, 1.0, too_slow) == ([], left_out)
 
 
 # --- others' files ----------------------------------------------------------------------------------------------------
