@@ -215,6 +215,12 @@ def test_one_that_fails_is_shown_and_the_others_go_on() -> None:
     assert "failed: RuntimeError" in schedulers.table(rows, left_out)
 
 
+def test_short_plans_are_timed_though_long_ones_are_given_up() -> None:
+    run = scheduler_runs.Run.of(stream(), batch_size=16, ranks=4, steps=16)
+    record = scheduler_runs.planned(run, FIFO, FIFO.load(), "step", 10.0)
+    assert all(record.ms)
+
+
 def test_a_plan_that_takes_for_ever_is_given_up_and_not_tried_at_larger_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scheduler_runs, "MOST_PLAN_S", 0.01)
 
