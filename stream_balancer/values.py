@@ -323,8 +323,6 @@ def version_of(versions: Tensor) -> Version | None:
         raise RolloutError(f"must be integers [L], not {versions.dtype} {list(versions.shape)}")
     if not versions.numel():
         return None
-    if not versions.is_signed() and versions.dtype is not torch.uint8:
-        versions = versions.to(torch.int64)  # torch has no comparison for the wider unsigned ones
     # No boolean index: it takes forty times as long, and every rollout comes here again wherever it is decoded.
     oldest, newest = (int(version) for version in torch.aminmax(versions))
     if newest < 0:

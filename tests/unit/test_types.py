@@ -85,12 +85,6 @@ def test_every_supported_dtype_is_taken(dtype: torch.dtype) -> None:
     assert rollout.tokens["x"].dtype == dtype
 
 
-@pytest.mark.parametrize("dtype", [torch.uint8, torch.uint16, torch.uint32, torch.uint64])
-def test_versions_may_be_unsigned(dtype: torch.dtype) -> None:
-    tokens = {"input_ids": IDS, "versions": torch.tensor([5, 2, 4, 2, 3]).to(dtype)}
-    assert sb.Rollout(tokens=tokens).version == (2, 5)
-
-
 def test_a_version_range_counts_from_its_oldest() -> None:
     assert sb.Rollout(tokens={"input_ids": IDS}, version=(3, 5)).min_version == 3
     assert sb.Rollout(tokens={"input_ids": IDS}, version=4).min_version == 4
