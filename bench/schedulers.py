@@ -25,6 +25,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+import torch
 from _common import arguments
 from micro_batches import LIKE, odc_seconds, trace_flops
 from peers import Floats, Ints, trace_folder, traces
@@ -158,6 +159,7 @@ def main() -> None:
         seconds=15.0,
         seed=FIRST_SEED,
     )
+    torch.set_num_threads(1)  # plans are timed on one core: waiting threads would count as work, or not at all
     plans, missing = available(options.only)
     for one, why in missing.items():
         print(f"not available: {one.name}: {why}", file=sys.stderr)
