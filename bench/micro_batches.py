@@ -72,7 +72,9 @@ class Tally:
         self.least = self.over_cap = self.count = 0
 
     def add(self, layout: Layout, lengths: Ints, costs: Floats, num_ranks: int, cap: int, ms: float) -> None:
-        loads = np.array([[costs[one].sum() for one in share] for share in layout])
+        loads = np.zeros((num_ranks, max(map(len, layout))))  # where counts are free, a rank may have fewer
+        for rank, share in enumerate(layout):
+            loads[rank, : len(share)] = [costs[one].sum() for one in share]
         self.mean += float(loads.sum()) / num_ranks
         self.highest += float(loads.max(axis=0).sum())
         self.step_highest += float(loads.sum(axis=1).max())
