@@ -118,6 +118,9 @@ class Simulated:
     micro_batch_counts: Annotated[Counts, knob("micro_batch_counts")] = "equal"
     micro_batch_overhead_cost: Annotated[float | None, knob("micro_batch_overhead_cost")] = None
     mini_batches: Annotated[int, knob("mini_batches")] = 1
+    cp_sizes: Annotated[str, knob("cp_sizes", metavar="N,N,...")] = "1"
+    cp_overhead: Annotated[float, knob("cp_overhead")] = 0.15
+    cp_min_tokens: Annotated[int, knob("cp_min_tokens")] = 2048
     group_size: Annotated[int | None, knob("group_size", "(default: groups play no part)")] = None
     groups: Annotated[Groups, knob("groups", "With --group-size.")] = "same_batch"
     slots: int = 128
@@ -163,6 +166,9 @@ class Simulated:
             micro_batch_counts=self.micro_batch_counts,
             micro_batch_overhead_cost=self.micro_batch_overhead_cost,
             mini_batches=self.mini_batches,
+            cp_sizes=sizes_of(self.cp_sizes),
+            cp_overhead=self.cp_overhead,
+            cp_min_tokens=self.cp_min_tokens,
             group_size=self.group_size,
             groups=self.groups,
             **{name: value for name, value in knobs.items() if value is not None},
@@ -242,6 +248,14 @@ def range_of(text: str) -> tuple[int, int]:
     except ValueError:
         fail(f"--batch-size-range {text}: write the least and the most rollouts of a step, 16:64 for example")
     return least, most
+
+
+def sizes_of(text: str) -> tuple[int, ...]:
+    """``cp_sizes`` as a user writes them."""
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        fail(f"--cp-sizes {text}: write numbers of ranks with commas between, as in --cp-sizes 1,2,4,8")
 
 
 def skips_of(text: str) -> int | None:

@@ -12,6 +12,7 @@ from typing import Any, get_args
 
 import numpy as np
 
+from stream_balancer.config.check_cp import check_cp, check_cp_combinations
 from stream_balancer.config.knobs import Knobs, MicroBatchOrder, OnStale, Policy
 from stream_balancer.cost import CostModel
 from stream_balancer.errors import ConfigError
@@ -20,7 +21,7 @@ from stream_balancer.planning.plan import Groups, step_multiple
 
 __all__ = ["check_auto", "check_combinations", "check_values"]
 
-_POSITIVE_INTS = ("dp_size", "micro_batch_multiple", "mini_batches")
+_POSITIVE_INTS = ("dp_size", "micro_batch_multiple", "mini_batches", "cp_min_tokens")
 _OPTIONAL_INTS = (
     "batch_size",
     "batch_tokens",
@@ -91,6 +92,7 @@ def check_values(c: Knobs, given: Mapping[str, Any]) -> None:
             "micro_batch_overhead_cost must be a finite number >= 0 in the cost model's unit, or None for what is "
             f"learned, not {overhead!r}"
         )
+    check_cp(c)
     _check_batch(c, given)
     _check_shares(c.stratum_shares)
     _check_loss_mask(c.loss_mask_column)
@@ -167,6 +169,11 @@ def check_auto(c: Knobs) -> None:
         raise ConfigError(
             "window='auto' does not work with batch_tokens: it compares windows by batches of one size. Leave window "
             "out, or give window_tokens; `stream-balancer tune` finds one"
+        )
+    if len(c.cp_sizes) > 1:
+        raise ConfigError(
+            f"window='auto' does not work with cp_sizes={c.cp_sizes}: it foresees steps in which no rollout is shared. "
+            "Give a number; `stream-balancer tune` finds one"
         )
     if (what := _no_sums(c)) is not None:
         raise ConfigError(
@@ -245,6 +252,7 @@ def check_combinations(c: Knobs) -> None:
             f"({c.batch_size}): some micro-batches would be empty. Lower micro_batch_multiple or raise batch_size"
         )
     _check_mini_batches(c)
+    check_cp_combinations(c)
 
 
 def _check_mini_batches(c: Knobs) -> None:

@@ -34,6 +34,7 @@ class BalancerConfig(Knobs):
         check_values(self, self._given)
         if self.batch_size_range is not None:
             object.__setattr__(self, "batch_size_range", tuple(self.batch_size_range))
+        object.__setattr__(self, "cp_sizes", tuple(self.cp_sizes))
         if self.stratum_shares is not None:  # a dict of our own: nobody may change it later
             object.__setattr__(self, "stratum_shares", dict(self.stratum_shares))
         self._derive()

@@ -120,6 +120,16 @@ class Knobs:
     :attr:`RankBatch.mini_batches`. Each has ``batch_size / mini_batches`` rollouts, and as many micro-batches on every
     rank. Samples of an execution stay together in one, and so do groups on the "same_rank"; others are cut. A step of
     too few rollouts for all ranks in so many has fewer."""
+    cp_sizes: tuple[int, ...] = (1,)
+    """By how many ranks a rollout may be shared (context parallelism), ``(1, 2, 4, 8)`` for example: powers of two,
+    ascending, from 1. A rollout that is longer than a rank's fair share of the step goes to a block of so many
+    neighbouring ranks, each with a slice of its tokens. Sizes above ``dp_size`` are not used. ``(1,)`` = each rollout
+    on one rank. See docs/planning.md."""
+    cp_overhead: float = 0.15
+    """What sharing costs: a rollout of cost c on g ranks costs each ``c / g * (1 + cp_overhead * log2(g))``."""
+    cp_min_tokens: int = 2048
+    """A rollout is shared by at most ``num_tokens / cp_min_tokens`` ranks, or by so many as it takes to bring it within
+    ``max_tokens_per_micro_batch``."""
     cost: CostModel = field(default_factory=TokenCost)
     """How much work is a length."""
     speeds: tuple[float, ...] | None = None

@@ -157,5 +157,8 @@ def _plan_knobs(config: BalancerConfig, tolerance: float) -> PlanKnobs:
         micro_batch_counts=config.micro_batch_counts,
         oversize=config.oversize,
         group_size=config.group_size,
+        cp_sizes=config.cp_sizes,
+        cp_overhead=config.cp_overhead,
+        cp_min_tokens=config.cp_min_tokens,
         tolerance=tolerance,
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
 import numpy as np
@@ -91,6 +91,12 @@ class PlanKnobs:
     """[strata] least share of a step's rollouts that each stratum gets, by its number; 0.0 for none."""
     group_size: int | None = None
     """Most rollouts in a group, where known: the skip guarantee keeps room for a whole one."""
+    cp_sizes: tuple[int, ...] = (1,)
+    """Degrees: by how many ranks a rollout may be shared. Powers of two, ascending, 1 among them."""
+    cp_overhead: float = 0.15
+    """A rollout of cost c shared by g ranks costs each ``c / g * (1 + cp_overhead * log2(g))``."""
+    cp_min_tokens: int = 2048
+    """Least tokens of a rank's part, but for rollouts above the token cap."""
     tolerance: float = TOLERANCE
     """How near to the lower bound a partition is sought (relatively)."""
 
@@ -182,6 +188,11 @@ class Plan:
     unavoidable_imbalance: float
     """(lower bound - mean finish) / mean finish: the price of the heaviest rollout; only another choice from the window
     helps."""
+    degrees: list[list[int]] = field(default_factory=list)
+    """``[rank][micro_batch]`` -> by how many ranks its rollouts are shared; empty where all are 1. A micro-batch of
+    degree g stands in ``ranks[r]`` of every rank r of an aligned block, ``[b * g, (b + 1) * g)``. Where ranks meet once
+    a step they run their micro-batches by descending degree, and the members of a block theirs in the same order: then
+    nobody waits for another within the step. Where they meet at every micro-batch it has the same index on all."""
     mini_batches: tuple[Plan, ...] = ()
     """Of each of its mini-batches, in the order they run in; ``ranks`` has theirs one after the other. Empty where the
     step is in one piece."""

@@ -89,6 +89,9 @@ def test_bad_choices_list_the_good_ones(name: str) -> None:
 TOKENS = {"batch_size": None, "batch_tokens": 1000}
 
 
+CP = {"cp_sizes": (1, 2)}
+
+
 class NanCost:
     padded = False
 
@@ -157,12 +160,29 @@ class NanCost:
         ({"speeds": (1.0, 1.0)}, "speeds must be 4 finite numbers"),
         ({"speeds": (1.0, 1.0, 1.0, 0.0)}, "speeds must be 4 finite numbers"),
         ({"cost": "tokens"}, "cost must be a cost model"),
+        *[
+            ({"cp_sizes": bad}, "cp_sizes must be powers of two in ascending order, beginning with 1")
+            for bad in ((), (2,), (1, 3), (1, 4, 2), (1, 1, 2), (0, 1), (1, 2.0), (True, 2), 4, "12")
+        ],
+        *[({"cp_overhead": bad}, "cp_overhead must be a finite number >= 0") for bad in (-0.1, math.nan, True, "0.1")],
+        ({"cp_min_tokens": 0}, "cp_min_tokens must be an int >= 1"),
+        ({**CP, "counts": "equal"}, r"cp_sizes=\(1, 2\) does not work with counts='equal'"),
+        ({**CP, "group_size": 4, "groups": "same_rank"}, "does not work with groups='same_rank'"),
+        ({**CP, "cost": sb.PaddedCost()}, "does not work with a padded cost"),
+        ({**CP, "speeds": (1.0, 1.0, 1.0, 0.5)}, "does not work with speeds"),
+        ({**CP, "mini_batches": 2}, "does not work with mini_batches=2"),
+        ({**CP, "window": "auto"}, r"window='auto' does not work with cp_sizes=\(1, 2\)"),
         ({"cost": NanCost()}, "two finite numbers"),
     ],
 )
 def test_combinations_that_cannot_work(knobs: dict[str, Any], says: str) -> None:
     with pytest.raises(sb.ConfigError, match=says):
         config(**knobs)
+
+
+def test_sizes_of_shared_rollouts_may_be_above_the_number_of_ranks() -> None:
+    assert config(cp_sizes=[1, 2, 16], cp_overhead=0).cp_sizes == (1, 2, 16)  # an elastic run may have more ranks
+    assert config(group_size=4, groups="same_rank").cp_sizes == (1,)
 
 
 def test_groups_may_be_any_size_when_free() -> None:
