@@ -37,6 +37,7 @@ __all__ = [
     "plain_name",
     "plain_number",
     "plain_policy_version",
+    "plain_prefix",
     "plain_tensor",
     "plain_version",
     "version_of",
@@ -330,6 +331,24 @@ def version_of(versions: Tensor) -> Version | None:
     if oldest < 0:
         oldest = int(torch.where(versions < 0, newest, versions).min())
     return plain_version(oldest if oldest == newest else (oldest, newest))
+
+
+def plain_prefix(value: object, num_tokens: int, group_id: str | None) -> int:
+    """How many leading tokens a rollout of so many shares with its group: it has one of its own, at least."""
+    if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
+        raise RolloutError(f"must be an int, not {_short(value)}")
+    plain = int(value)
+    if not 0 <= plain < num_tokens:
+        raise RolloutError(
+            f"must be from 0 to {num_tokens - 1}, not {_short(plain)}: of {num_tokens} tokens at least one is the "
+            "rollout's own"
+        )
+    if plain and group_id is None:
+        raise RolloutError(
+            f"is {plain}, but there is no group_id: nobody shares these tokens. Give all siblings of a prompt one "
+            "group_id"
+        )
+    return plain
 
 
 def plain_bool(value: object) -> bool:

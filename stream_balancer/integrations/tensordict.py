@@ -15,7 +15,7 @@
 | jagged, as long as ``input_ids``; or ``[n, S, ...]`` with an attention mask ``[n, S]`` | ``tokens`` |
 | named in ``scalars=`` | ``scalars`` |
 | any other tensor | ``tensors``, without the batch dimension |
-| ``rollout_id``, ``group_id``, ``version``, ``cost`` | these |
+| ``rollout_id``, ``group_id``, ``version``, ``cost``, ``prefix`` | these |
 | ``rollout_weights`` | 0.0 where ``is_padding`` |
 | any other non-tensor | ``metadata``, under its name |
 """
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 __all__ = ["rollouts_from", "tensordict_from"]
 
-_FIELDS = ("rollout_id", "group_id", "version", "cost")
+_FIELDS = ("rollout_id", "group_id", "version", "cost", "prefix")
 _WEIGHTS = "rollout_weights"
 
 
@@ -170,6 +170,8 @@ def _non_tensors(rollouts: Sequence[Rollout], taken: Collection[str]) -> dict[st
 
     found = {name: [getattr(rollout, name) for rollout in rollouts] for name in _FIELDS}
     kept = {name: values for name, values in found.items() if any(value is not None for value in values)}
+    if not any(kept["prefix"]):
+        del kept["prefix"]
     common = set.intersection(*(set(r.metadata) for r in rollouts)) - {*taken, *_FIELDS, "metadata", _WEIGHTS}
     kept |= {name: [rollout.metadata[name] for rollout in rollouts] for name in sorted(common)}
     rest = [{key: value for key, value in r.metadata.items() if key not in common} for r in rollouts]

@@ -102,6 +102,7 @@ def awkward_micro_batches() -> list[list[Rollout]]:
                 execution_id=f"e{number}" if number > 2 else None,
                 version=(number, number + 1) if number % 2 else number,
                 cost=1.5 if number else None,
+                prefix=length - 1 if number % 2 else 0,
             )
         )
     rollouts.append(rollouts[0].padding_copy("padding"))
@@ -160,7 +161,7 @@ class ScriptedBalancer:
 def same_rollout(one: Rollout, other: Rollout) -> bool:
     """Equal in every field, tensors bit by bit."""
     plain = ["rollout_id", "group_id", "execution_id", "version", "cost", "is_padding", "num_tokens", "num_loss_tokens"]
-    plain += ["scalars", "metadata"]
+    plain += ["scalars", "metadata", "prefix"]
     return (
         all(getattr(one, name) == getattr(other, name) for name in plain)
         and same_tensors(dict(one.tokens), dict(other.tokens))

@@ -30,6 +30,7 @@ from stream_balancer.values import (
     plain_metadata,
     plain_name,
     plain_number,
+    plain_prefix,
     plain_tensor,
     plain_version,
     version_of,
@@ -106,6 +107,11 @@ class Rollout:
     cost: float | None = None
     """Work to train on it, in the cost model's unit, where it does not follow from the length (images), at most 1e100;
     None = ask the cost model."""
+    prefix: int = 0
+    """Leading tokens that are the same as its siblings' (those of one ``group_id``), 0 to L - 1; 0 = none. A prompt:
+    its length. Siblings that declare different numbers share the least of them; one that declares 0 shares nothing, and
+    the others still do. What is declared is not checked before :meth:`MicroBatch.tree` is made, which compares the
+    tokens; see ``share_prefixes``."""
     is_padding: bool = False
     """True for a stand-in of weight zero, which the balancer made for a micro-batch that would be empty. Its
     ``loss_mask`` and ``rollout_weights`` are zero in every layout. Never set it yourself."""
@@ -152,6 +158,9 @@ class Rollout:
             if self.is_padding is not False:
                 what = "is_padding"
                 put("is_padding", plain_bool(self.is_padding))
+            if self.prefix or type(self.prefix) is not int:
+                what = "prefix"
+                put("prefix", plain_prefix(self.prefix, self.num_tokens, self.group_id))
             if not self.is_padding and self.rollout_id.startswith(PADDING_PREFIX):
                 what = "rollout_id"
                 raise RolloutError(f"must not begin with {PADDING_PREFIX!r}: so the balancer names its padding copies")
@@ -214,7 +223,7 @@ class Rollout:
 
     def padding_copy(self, rollout_id: str) -> Rollout:
         """A stand-in of weight zero, for a micro-batch that would be empty: one token, zero in every column; scalars
-        and metadata as here.
+        and metadata as here. It shares no prefix.
 
         A rollout with ``tensors`` is copied whole: images belong to the tokens that stand for them.
         """
@@ -222,7 +231,7 @@ class Rollout:
             tokens = dict(self.tokens)
             if "loss_mask" in tokens:
                 tokens["loss_mask"] = torch.zeros_like(tokens["loss_mask"])
-            return replace(self, tokens=tokens, rollout_id=rollout_id, execution_id=None, is_padding=True)
+            return replace(self, tokens=tokens, rollout_id=rollout_id, execution_id=None, prefix=0, is_padding=True)
         return Rollout(
             tokens={name: _one_of_zeros(column) for name, column in self.tokens.items()},
             scalars=self.scalars,
@@ -239,6 +248,7 @@ class Rollout:
             + (f", group_id={self.group_id!r}" if self.group_id is not None else "")
             + (f", execution_id={self.execution_id!r}" if self.execution_id is not None else "")
             + (f", version={self.version}" if self.version is not None else "")
+            + (f", prefix={self.prefix}" if self.prefix else "")
             + (", is_padding=True" if self.is_padding else "")
             + ")"
         )

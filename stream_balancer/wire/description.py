@@ -26,6 +26,7 @@ from stream_balancer.values import (
     SUPPORTED_DTYPES,
     plain_cost,
     plain_name,
+    plain_prefix,
     plain_version,
 )
 
@@ -36,6 +37,7 @@ __all__ = [
     "encode_description",
     "execution_id",
     "pack_description",
+    "prefix",
     "read_description",
     "unchecked_description",
 ]
@@ -104,6 +106,8 @@ class Description(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
     mini_batches: list[tuple[int, float, int, int, int, int]] = []
     """Per mini-batch: micro-batches and load here; rollouts, tokens, loss tokens and executions over all ranks. Empty
     where the step is in one piece."""
+    prefixes: list[int] = []
+    """Leading tokens that each shares with its siblings; empty where none shares any."""
 
 
 def description_of(
@@ -141,6 +145,7 @@ def description_of(
         execution_ids=_unless_all_none([r.execution_id for r in rollouts]),
         execution_sizes=list(execution_sizes),
         mini_batches=list(mini_batches),
+        prefixes=[r.prefix for r in rollouts] if any(r.prefix for r in rollouts) else [],
     )
 
 
@@ -193,6 +198,11 @@ def _describe(name: str, tensor: Tensor, shape: tuple[int, ...], wire: torch.dty
 def execution_id(meta: Description, index: int) -> str | None:
     """Of the rollout at this place."""
     return meta.execution_ids[index] if meta.execution_ids else None
+
+
+def prefix(meta: Description, index: int) -> int:
+    """Of the rollout at this place."""
+    return meta.prefixes[index] if meta.prefixes else 0
 
 
 def pack_description(meta: Description, rollouts: Sequence[Rollout]) -> bytes:
@@ -260,6 +270,8 @@ def _check_meta(meta: Description) -> None:
         raise WireError("the batch's description has lists of different lengths")
     if len(meta.execution_ids) not in (0, n) or len(meta.execution_sizes) not in (0, n):
         raise WireError("the batch's executions are not as many as its rollouts")
+    if len(meta.prefixes) not in (0, n):
+        raise WireError("the batch's prefixes are not as many as its rollouts")
     if any(samples < 1 or tokens < 0 for samples, tokens in meta.execution_sizes):
         raise WireError("an execution has an impossible size")
     if not meta.micro_batches or min(meta.micro_batches) < 1 or sum(meta.micro_batches) != n:
@@ -299,6 +311,8 @@ def _check_rollouts(meta: Description) -> None:
     for cost in meta.costs:
         if cost is not None:
             plain_cost(cost)
+    for index, its in enumerate(meta.prefixes):
+        plain_prefix(its, meta.lengths[index], meta.group_ids[index])
 
 
 def _check_tensors(meta: Description) -> None:

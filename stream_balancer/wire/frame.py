@@ -21,7 +21,7 @@ from stream_balancer.wire.messages import Batch
 
 __all__ = ["FORMAT", "FRAME_BYTES", "FRAME_WORDS", "OtherProtocolError", "pack_frame", "read_frame"]
 
-FORMAT = 3
+FORMAT = 4
 """Version of what this file writes to a disk."""
 FRAME_WORDS = 16
 """int64 words in a frame."""

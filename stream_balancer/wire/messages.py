@@ -92,7 +92,7 @@ __all__ = [
     "encode_message",
 ]
 
-PROTOCOL = 8
+PROTOCOL = 9
 """Version of everything that crosses a channel. Peers that differ refuse each other in the handshake."""
 MAX_TEXT = 65_536
 """Characters of a text in a message."""

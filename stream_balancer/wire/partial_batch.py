@@ -268,6 +268,8 @@ class Skeleton:
         meta.padding = sorted({*meta.padding, *missing})
         for place in missing:
             meta.loss_tokens[place] = 0
+            if meta.prefixes:
+                meta.prefixes[place] = 0  # zeros are nobody's prompt
         meta.global_num_rollouts, meta.global_num_tokens = divisors.rollouts, divisors.tokens
         meta.global_num_loss_tokens, meta.global_num_executions = divisors.loss_tokens, divisors.executions
         if len(divisors.mini_batches) != len(meta.mini_batches):

@@ -29,6 +29,7 @@ from stream_balancer.wire.description import (
     description_of,
     execution_id,
     pack_description,
+    prefix,
     read_description,
 )
 from stream_balancer.wire.frame import FORMAT, FRAME_BYTES, FRAME_WORDS, OtherProtocolError, pack_frame, read_frame
@@ -278,6 +279,7 @@ class _Received:
             execution_id=execution_id(meta, index),
             version=version,
             cost=meta.costs[index],
+            prefix=prefix(meta, index),
             is_padding=index in self.padding,
             num_tokens=meta.lengths[index],
             num_loss_tokens=meta.loss_tokens[index],

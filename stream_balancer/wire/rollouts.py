@@ -33,6 +33,7 @@ from stream_balancer.wire.description import (
     description_of,
     execution_id,
     pack_description,
+    prefix,
     read_description,
 )
 from stream_balancer.wire.messages import Owner, RolloutHeader
@@ -138,6 +139,7 @@ def _plain_fields(meta: Description) -> dict[str, Any]:
         "execution_id": execution_id(meta, 0),
         "version": meta.versions[0],
         "cost": meta.costs[0],
+        "prefix": prefix(meta, 0),
         "is_padding": bool(meta.padding),
     }
 

@@ -139,6 +139,20 @@ async def test_a_rollout_that_is_gone_has_no_weight() -> None:
     assert [r.num_tokens for r in batch.rollouts if r.is_padding] == [5]
 
 
+async def test_a_rollout_that_is_gone_shares_its_prompt_with_nobody() -> None:
+    """There are zeros in its place; the others still share theirs."""
+    run = Run(dp_size=1, batch_size=3)
+    async with run.balancer as balancer, anyio.create_task_group() as tasks:
+        for rollout in make_rollouts([5, 7, 9]):
+            await balancer.put(run.kept.remote(replace(rollout, group_id="g", prefix=4)))
+        balancer.end()
+        run.kept.gone = {1}
+        tasks.start_soon(run.train, run.feed(0), 0)
+        await serve(balancer, run.transport)
+    (batch,) = run.seen[0]
+    assert sorted((r.num_tokens, r.prefix) for r in batch.rollouts) == [(5, 4), (7, 0), (9, 4)]
+
+
 async def test_an_execution_of_which_a_sample_is_gone_still_weighs_one() -> None:
     """The other samples weigh more, on whichever rank they are; one of which all is gone counts no more."""
     run = Run()

@@ -38,6 +38,7 @@ def rollouts(draw: Any, *, max_rollouts: int = 5, max_tokens: int = 7, tensors: 
     scalars = draw(st.sets(st.sampled_from(["advantage", "reward"])))
     shapes = draw(st.dictionaries(st.sampled_from(["image", "grid"]), st.sampled_from([(), (1,), (2, 3)])))
     dtypes = {name: draw(st.sampled_from(SUPPORTED_DTYPES)) for name in shapes}
+    groups = [draw(st.none() | st.sampled_from(["g0", "g1"])) for _ in lengths]
     return [
         sb.Rollout(
             tokens={name: column(draw, (length, *trailing), dtype) for name, (dtype, trailing) in columns.items()},
@@ -45,7 +46,8 @@ def rollouts(draw: Any, *, max_rollouts: int = 5, max_tokens: int = 7, tensors: 
             tensors={name: column(draw, shape, dtypes[name]) for name, shape in shapes.items()} if tensors else {},
             metadata=draw(st.dictionaries(st.sampled_from(["source", "turns"]), json_like)),
             rollout_id=f"r{index}",
-            group_id=draw(st.none() | st.sampled_from(["g0", "g1"])),
+            group_id=groups[index],
+            prefix=draw(st.integers(0, length - 1)) if groups[index] else 0,
             version=draw(versions),
             cost=draw(st.none() | st.floats(0, 9)),
         )

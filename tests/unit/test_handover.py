@@ -86,10 +86,11 @@ def completed(frame: PartialBatch, body: torch.Tensor, held: dict[tuple[str, int
 
 
 def test_a_description_is_the_rollout_without_a_byte_of_its_tokens() -> None:
-    local = rollout(2, group_id="g", cost=7.5)
+    local = rollout(2, group_id="g", cost=7.5, prefix=3)
     remote = described(local, A, 5)
     assert all(tensor.is_meta for tensor in (*remote.tokens.values(), *remote.tensors.values()))
-    for name in ("num_tokens", "num_loss_tokens", "nbytes", "rollout_id", "group_id", "version", "cost", "scalars"):
+    for name in ("num_tokens", "num_loss_tokens", "nbytes", "rollout_id", "group_id", "version", "cost", "scalars",
+                 "prefix"):  # fmt: skip
         assert getattr(remote, name) == getattr(local, name)
     assert (remote.owner, remote.key, remote.metadata) == (A, 5, {"n": 2})
     padding = remote.padding_copy("padding")
@@ -119,7 +120,7 @@ def with_late(rollouts: list[list[Any]]) -> list[list[Any]]:
 
 @pytest.mark.parametrize("late", [False, True])
 def test_a_share_of_many_holders_is_completed_as_if_it_had_been_sent(late: bool) -> None:
-    r = [rollout(n) for n in range(6)]
+    r = [rollout(n, group_id="g", prefix=n) for n in range(6)]
     held = {("a", 0): r[0], ("b", 0): r[1], ("a", 7): r[3], ("b", 9): r[4]}
     remote = {n: described(held[label, key], owner, key) for n, label, key, owner in
               ((0, "a", 0, A), (1, "b", 0, B), (3, "a", 7, A), (4, "b", 9, B))}  # fmt: skip
@@ -139,6 +140,7 @@ def test_a_share_of_many_holders_is_completed_as_if_it_had_been_sent(late: bool)
         for a, b in zip(mine.rollouts, theirs, strict=True):
             assert {k: v.tolist() for k, v in a.tensors.items()} == {k: v.tolist() for k, v in b.tensors.items()}
             assert (a.num_loss_tokens, a.is_padding, a.metadata) == (b.num_loss_tokens, b.is_padding, b.metadata)
+            assert a.prefix == b.prefix
 
 
 def test_a_lease_lives_exactly_as_long_as_the_balancer_needs_the_rollout() -> None:

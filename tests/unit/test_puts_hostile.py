@@ -124,6 +124,8 @@ SPOILED = [
     ("rollout_id", "padding-0-0-0", "must not begin with"),
     ("group_id", "", "group_id must be a non-empty str"),
     ("metadata", {"a": {7: 1}}, "keys must be str"),
+    ("prefix", 2**40, "prefix must be from 0"),
+    ("prefix", -1, "prefix must be from 0"),
     ("metadata", {"a": 2**63}, "64 bits"),
     ("scalars", {"": 1.0}, "scalars: a name in it"),
     ("tokens", {"input_ids": torch.arange(3), "": torch.arange(3)}, "tokens: a name in it"),

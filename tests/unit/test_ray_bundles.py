@@ -54,6 +54,7 @@ def rollouts(lengths: Sequence[int], name: str) -> list[Rollout]:
             rollout_id=r.rollout_id,
             group_id=r.group_id,
             metadata={"n": n},
+            prefix=r.num_tokens // 2 if n % 2 else 0,
         )
         for n, r in enumerate(made)
     ]
@@ -97,9 +98,10 @@ def test_what_is_described_is_all_that_the_balancer_asks_about() -> None:
             assert {k: (v.dtype, v.shape) for k, v in mine.items()} == {
                 k: (v.dtype, v.shape) for k, v in theirs.items()
             }
-        assert (stored.rollout_id, stored.group_id, stored.scalars, stored.metadata) == (
+        assert (stored.rollout_id, stored.group_id, stored.prefix, stored.scalars, stored.metadata) == (
             real.rollout_id,
             real.group_id,
+            real.prefix,
             real.scalars,
             real.metadata,
         )

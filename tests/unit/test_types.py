@@ -72,6 +72,13 @@ def test_ids_are_made_up_when_missing() -> None:
         ({"version": (3, 2)}, "version must be"),
         ({"cost": math.nan}, "cost must be"),
         ({"cost": -1.0}, "cost must be"),
+        ({"group_id": "g", "prefix": 5}, "prefix must be from 0 to 4, not 5: of 5 tokens"),
+        ({"group_id": "g", "prefix": -1}, "prefix must be from 0"),
+        ({"group_id": "g", "prefix": 2**70}, "prefix must be from 0"),
+        ({"group_id": "g", "prefix": True}, "prefix must be an int, not True"),
+        ({"group_id": "g", "prefix": 2.0}, "prefix must be an int"),
+        ({"group_id": "g", "prefix": None}, "prefix must be an int"),
+        ({"prefix": 2}, "prefix is 2, but there is no group_id"),
     ],
 )
 def test_a_bad_rollout_says_what_and_why(fields: dict[str, object], says: str) -> None:
@@ -173,6 +180,16 @@ def test_the_rollout_without_images_is_copied_if_there_is_one() -> None:
     plain = sb.Rollout(tokens={"input_ids": IDS})
     assert cheapest_to_copy([long, short]) is short
     assert cheapest_to_copy([short, plain, sb.Rollout(tokens={"input_ids": IDS})]) is plain
+
+
+@pytest.mark.parametrize("tensors", [{}, {"pixels": torch.ones(2)}], ids=["plain", "with images"])
+def test_a_prefix_is_of_a_rollout_and_not_of_its_padding_copy(tensors: dict[str, torch.Tensor]) -> None:
+    real = sb.Rollout(tokens={"input_ids": IDS}, tensors=tensors, group_id="g", prefix=np.int64(4))  # type: ignore[arg-type]
+    assert (real.prefix, type(real.prefix)) == (4, int)
+    assert real.padding_copy("padding-1").prefix == 0
+    assert real.with_late_columns({"ref": torch.zeros(5)}).prefix == 4
+    assert "prefix=4" in repr(real)
+    assert sb.Rollout(tokens={"input_ids": IDS}).prefix == 0
 
 
 def test_reprs_are_short_and_telling() -> None:

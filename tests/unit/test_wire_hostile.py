@@ -36,6 +36,8 @@ def _valid() -> Message:
             metadata={"deep": [1, {"a": b"\x00"}]},
             rollout_id=f"r{i}",
             version=(1, 2) if i else 7,
+            group_id="g" if i else None,
+            prefix=i,
         )
         for i in range(4)
     ]
@@ -69,6 +71,8 @@ def _use(batch: RankBatch) -> None:
             column.clone()
         for rollout in mb.rollouts:
             assert 0 <= rollout.num_loss_tokens <= rollout.num_tokens
+            assert 0 <= rollout.prefix < rollout.num_tokens
+            assert not rollout.prefix or rollout.group_id is not None
             for tensor in (*rollout.tokens.values(), *rollout.tensors.values()):
                 tensor.clone()
 

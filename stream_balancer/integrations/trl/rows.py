@@ -69,13 +69,15 @@ def _padded_before(rollout: Rollout, prompt_length: int) -> Rollout:
         name: torch.cat([column.new_zeros(missing, *column.shape[1:]), column])
         for name, column in rollout.tokens.items()
     }
-    return replace(rollout, tokens=tokens, metadata={**rollout.metadata, _PADDING: missing})
+    prefix = missing + rollout.prefix if rollout.prefix else 0
+    return replace(rollout, tokens=tokens, prefix=prefix, metadata={**rollout.metadata, _PADDING: missing})
 
 
 def _without_padding(rollout: Rollout) -> Rollout:
     """As it was before :func:`_padded_before`; a padding copy keeps what it has."""
     missing = 0 if rollout.is_padding else rollout.metadata.get(_PADDING, 0)
-    return replace(rollout, tokens={name: column[missing:] for name, column in rollout.tokens.items()})
+    tokens = {name: column[missing:] for name, column in rollout.tokens.items()}
+    return replace(rollout, tokens=tokens, prefix=max(rollout.prefix - missing, 0))
 
 
 class _Row:

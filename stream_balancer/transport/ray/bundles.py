@@ -29,7 +29,7 @@ from torch import Tensor
 from stream_balancer.transport.channel import PayloadSource, Source
 from stream_balancer.types import SUPPORTED_DTYPES, Rollout
 from stream_balancer.wire.buffer_layout import ALIGNMENT
-from stream_balancer.wire.description import execution_id, unchecked_description
+from stream_balancer.wire.description import execution_id, prefix, unchecked_description
 from stream_balancer.wire.messages import Batch, Owner, RolloutHeader
 from stream_balancer.wire.partial_batch import Lease, RemoteRollout, WantedPayload
 from stream_balancer.wire.rank_batch import Encoded, batch_of, decode, encode
@@ -175,6 +175,7 @@ def read_stored_bundle(header: RolloutHeader, buffer: Tensor, stored: Stored, ow
             execution_id=execution_id(meta, index),
             version=meta.versions[index],
             cost=meta.costs[index],
+            prefix=prefix(meta, index),
             is_padding=index in padding,
             num_tokens=length,
             num_loss_tokens=meta.loss_tokens[index],
