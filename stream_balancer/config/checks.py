@@ -13,6 +13,7 @@ from typing import Any, get_args
 import numpy as np
 
 from stream_balancer.config.check_cp import check_cp, check_cp_combinations
+from stream_balancer.config.check_prefixes import check_sharing, check_sharing_combinations
 from stream_balancer.config.knobs import Knobs, MicroBatchOrder, OnStale, Policy
 from stream_balancer.cost import CostModel
 from stream_balancer.errors import ConfigError
@@ -93,6 +94,7 @@ def check_values(c: Knobs, given: Mapping[str, Any]) -> None:
             f"learned, not {overhead!r}"
         )
     check_cp(c)
+    check_sharing(c)
     _check_batch(c, given)
     _check_shares(c.stratum_shares)
     _check_loss_mask(c.loss_mask_column)
@@ -188,6 +190,8 @@ def _no_sums(c: Knobs) -> str | None:
         return "a padded cost"
     if c.mini_batches > 1:
         return f"mini_batches={c.mini_batches}"
+    if c.share_prefixes:
+        return "share_prefixes"
     return f"sync={c.sync!r}" if c.sync != "step" else None
 
 
@@ -253,6 +257,7 @@ def check_combinations(c: Knobs) -> None:
         )
     _check_mini_batches(c)
     check_cp_combinations(c)
+    check_sharing_combinations(c)
 
 
 def _check_mini_batches(c: Knobs) -> None:

@@ -38,6 +38,13 @@ class Waiting:
     """Their order by cost, where it is kept; None: the planner sorts them if it has to."""
     strata: Ints | None = None
     """[W] number of the stratum of each, -1 for none; None where no rollout has one."""
+    prefix_costs: Floats | None = None
+    """[W] work of each one's prefix alone, at most that of the whole; siblings in one micro-batch pay it once. 0.0
+    where it shares none. None: nobody shares."""
+    prefix_lengths: Ints | None = None
+    """[W] tokens of each one's prefix; given with ``prefix_costs``."""
+    siblings: Ints | None = None
+    """[W] label of those whose prefix is the same; -1 for none. None: ``groups`` says it."""
 
     @classmethod
     def of(cls, costs: Floats) -> Waiting:
@@ -57,6 +64,9 @@ class Waiting:
             group_complete=self.group_complete[keep],
             order=None if self.order is None else self.order.among(keep),
             strata=None if self.strata is None else self.strata[keep],
+            prefix_costs=None if self.prefix_costs is None else self.prefix_costs[keep],
+            prefix_lengths=None if self.prefix_lengths is None else self.prefix_lengths[keep],
+            siblings=None if self.siblings is None else self.siblings[keep],
         )
 
 

@@ -160,6 +160,21 @@ class NanCost:
         ({"speeds": (1.0, 1.0)}, "speeds must be 4 finite numbers"),
         ({"speeds": (1.0, 1.0, 1.0, 0.0)}, "speeds must be 4 finite numbers"),
         ({"cost": "tokens"}, "cost must be a cost model"),
+        ({"share_prefixes": 1}, "share_prefixes must be True or False"),
+        *[
+            ({"share_prefixes": True, **knobs}, f"share_prefixes does not work with {says}")
+            for knobs, says in (
+                ({"cost": sb.PaddedCost()}, "a padded cost"),
+                ({"cost": sb.CalibratedCost()}, "CalibratedCost"),
+                ({"sync": "micro_batch"}, "sync='micro_batch'"),
+                ({"counts": "equal"}, "counts='equal'"),
+                ({"speeds": (1.0, 1.0, 1.0, 0.5)}, "speeds"),
+                ({"mini_batches": 2}, "mini_batches=2"),
+                ({"micro_batch_multiple": 2, "counts": "equal"}, "counts='equal'.* and micro_batch_multiple=2"),
+                ({"cp_sizes": (1, 2)}, r"cp_sizes=\(1, 2\)"),
+            )
+        ],
+        ({"share_prefixes": True, "window": "auto"}, "window='auto' does not work with share_prefixes"),
         *[
             ({"cp_sizes": bad}, "cp_sizes must be powers of two in ascending order, beginning with 1")
             for bad in ((), (2,), (1, 3), (1, 4, 2), (1, 1, 2), (0, 1), (1, 2.0), (True, 2), 4, "12")
