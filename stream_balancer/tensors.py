@@ -1,9 +1,9 @@
 """Layouts of a micro-batch as tensors: packed, padded, nested, TensorDict.
 
-Torch functions on plain tensors; this module imports nothing of the project, and nothing that waits, sends or decides
-may enter. Everything starts from *flat columns*: for each per-token column one tensor ``[T, ...]`` in which the ``n``
-rollouts of a micro-batch lie one after the other (``T`` = sum of their lengths), together with the lengths
-themselves. On a rank those flat columns are views of the received buffer, so :func:`packed` copies no token.
+Torch functions on plain tensors; nothing that waits, sends or decides may enter. Everything starts from *flat columns*:
+for each per-token column one tensor ``[T, ...]`` in which the ``n`` rollouts of a micro-batch lie one after the other
+(``T`` = sum of their lengths), together with the lengths themselves. On a rank those flat columns are views of the
+received buffer, so :func:`packed` copies no token.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
+
+from stream_balancer.shared_columns import SharedColumns
 
 if TYPE_CHECKING:
     from tensordict import TensorDict
@@ -47,6 +49,8 @@ class FlatColumns:
     """``[n]`` float32: 1.0, or 0.0 for a padding copy."""
     executions: Sequence[tuple[int, int]] | None = None
     """``n`` times (rollouts, loss tokens) that a rollout's execution has in the step; None: each is one by itself."""
+    shared: SharedColumns | None = None
+    """Where several ranks share each of the rollouts: what this one's part of their tokens is."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -135,21 +139,65 @@ class Packed(_Columns):
     """[n+1] int32: rollout ``i`` is tokens ``cu_seqlens[i]:cu_seqlens[i+1]``."""
     max_seqlen: int
     """Length of the longest rollout, in tokens."""
+    shared: SharedColumns | None = field(default=None, repr=False)
+    """Where several ranks share each of the rollouts; then all above is of this rank's part of them."""
 
     @cached_property
     def position_ids(self) -> Tensor:
-        """[T] int64: 0, 1, 2, ... restarting at every rollout (or the caller's own ``position_ids`` column).
+        """[T] int64: 0, 1, 2, ... restarting at every rollout (or the caller's own ``position_ids`` column). Of a part,
+        positions in the whole rollout, which go on beyond its end.
 
         Made when first asked for: as many bytes as the tokens themselves, which not every trainer needs. O(T).
         """
         own = self.columns.get("position_ids")
         if own is not None:
             return own
+        if self.shared is not None:
+            return self.shared.positions(self.lengths, self.cu_seqlens.device)
         count = torch.arange(self.max_seqlen, dtype=torch.int64, device=self.cu_seqlens.device)
         return torch.cat([count[:length] for length in self.lengths])
 
+    @property
+    def whole_lengths(self) -> tuple[int, ...]:
+        """Tokens per whole rollout, ``n`` of them; ``lengths`` where nobody shares them."""
+        return self.lengths if self.shared is None else self.shared.whole_lengths
+
+    @cached_property
+    def whole_cu_seqlens(self) -> Tensor:
+        """[n+1] int32: ``cu_seqlens`` of the whole rollouts; the same where nobody shares them."""
+        return self._boundaries(self.whole_lengths)
+
+    @cached_property
+    def whole_cu_seqlens_padded(self) -> Tensor:
+        """[n+1] int32: with the zeros behind each rollout, too: two chunks on each rank that shares it."""
+        return self._boundaries([length * (self.shared.degree if self.shared else 1) for length in self.lengths])
+
+    def _boundaries(self, lengths: Sequence[int]) -> Tensor:
+        return torch.tensor(list(accumulate(lengths, initial=0)), dtype=torch.int32, device=self.cu_seqlens.device)
+
+    def next(self, name: str) -> Tensor:
+        """[T, ...] a column's value at the token that follows in the same rollout, also in another rank's part of it; 0
+        at a rollout's last token. Raises KeyError for an unknown column. O(T).
+
+        Examples:
+            >>> ids = torch.tensor([11, 12, 21, 22, 23, 31])  # [T]: three rollouts of 2, 3 and 1 tokens
+            >>> packed(FlatColumns({"input_ids": ids}, (2, 3, 1), {}, torch.ones(3))).next("input_ids")
+            tensor([12,  0, 22, 23,  0,  0])
+        """
+        if name not in self.columns:
+            raise KeyError(f"no column {name!r}; columns: {sorted(self.columns)}")
+        column = self.columns[name]
+        if self.shared is not None:
+            return self.shared.next(name, column, self.lengths)
+        following = torch.roll(column, -1, 0)
+        following[(self.cu_seqlens[1:] - 1).to(torch.int64)] = 0
+        return following
+
     def _spread(self, values: Tensor) -> Tensor:
-        return torch.repeat_interleave(values, self.cu_seqlens.diff(), output_size=sum(self.lengths))
+        spread = torch.repeat_interleave(values, self.cu_seqlens.diff(), output_size=sum(self.lengths))
+        if self.shared is None:
+            return spread
+        return torch.where(self.shared.has_token(self.lengths, spread.device), spread, spread.new_zeros(()))
 
 
 @dataclass(frozen=True, eq=False)
@@ -189,7 +237,9 @@ def _columns_with_loss_mask(flat: FlatColumns) -> dict[str, Tensor]:
     columns = dict(flat.tokens)
     if "loss_mask" not in columns:
         # [T] one where the rollout counts, zero on every token of a padding copy
-        columns["loss_mask"] = torch.repeat_interleave(flat.weights != 0, _lengths(flat), output_size=sum(flat.lengths))
+        counts = torch.repeat_interleave(flat.weights != 0, _lengths(flat), output_size=sum(flat.lengths))
+        shared = flat.shared
+        columns["loss_mask"] = counts if shared is None else counts & shared.has_token(flat.lengths, counts.device)
     return columns
 
 
@@ -226,7 +276,9 @@ def packed(flat: FlatColumns, *, scalar_dtype: torch.dtype = torch.float32) -> P
     """
     # A list, made into a tensor once below: n small tensor operations on an accelerator would each be a kernel launch.
     ends = list(accumulate(flat.lengths, initial=0))  # [n+1]
-    columns = _columns_with_loss_mask(flat)
+    columns, shared = _columns_with_loss_mask(flat), flat.shared
+    if shared is not None and "loss_mask" not in flat.tokens:
+        shared = shared.with_loss_mask(flat.lengths, flat.weights)
     return Packed(
         columns=columns,
         scalars=_scalars(flat, scalar_dtype),
@@ -235,6 +287,7 @@ def packed(flat: FlatColumns, *, scalar_dtype: torch.dtype = torch.float32) -> P
         lengths=flat.lengths,
         cu_seqlens=torch.tensor(ends, dtype=torch.int32, device=flat.tokens["input_ids"].device),
         max_seqlen=max(flat.lengths),
+        shared=shared,
     )
 
 
@@ -272,6 +325,8 @@ def padded(
         raise ValueError(f"padding_side must be 'left' or 'right', not {padding_side!r}")
     if multiple_of < 1:
         raise ValueError(f"multiple_of must be >= 1, not {multiple_of}")
+    if flat.shared is not None:
+        raise flat.shared.not_as("padded")
     n_tokens = _lengths(flat)
     columns = _columns_with_loss_mask(flat)
     if unknown := (pad_values or {}).keys() - columns.keys():
@@ -310,6 +365,8 @@ def nested(flat: FlatColumns, *, scalar_dtype: torch.dtype = torch.float32) -> N
         >>> rollouts.offsets  # [n+1]
         tensor([0, 2, 5, 6])
     """
+    if flat.shared is not None:
+        raise flat.shared.not_as("nested")
     n_tokens = _lengths(flat)
     # [n+1]; int64, as torch wants them for jagged tensors
     offsets = torch.zeros(len(flat.lengths) + 1, dtype=torch.int64, device=n_tokens.device)

@@ -2,6 +2,7 @@
 
 from stream_balancer.types.batch import Batch, ExecutionSize, MicroBatch, MiniBatchSize, RankBatch, Reason
 from stream_balancer.types.rollout import EvictReason, Rollout, cheapest_to_copy
+from stream_balancer.types.shared import SharedRollout
 from stream_balancer.values import SUPPORTED_DTYPES, Version
 
 __all__ = [
@@ -14,6 +15,7 @@ __all__ = [
     "RankBatch",
     "Reason",
     "Rollout",
+    "SharedRollout",
     "Version",
     "cheapest_to_copy",
 ]

@@ -15,7 +15,9 @@ import torch
 
 from stream_balancer import tensors
 from stream_balancer.field_docs import documented
+from stream_balancer.shared_columns import SharedColumns
 from stream_balancer.types.rollout import Rollout
+from stream_balancer.types.shared import SharedRollout, loss_tokens_of, part_of, rows_behind, rows_of, whole_rollouts
 
 if TYPE_CHECKING:
     from tensordict import TensorDict
@@ -62,12 +64,17 @@ class MicroBatch:
     """The rollouts, in the order of every layout. On a rank these are views of the received buffer, made when asked
     for."""
     lengths: tuple[int, ...]
-    """Tokens per rollout, ``n`` of them."""
+    """Tokens per rollout, ``n`` of them; where ranks share it, of this rank's part, zeros beyond its end included."""
     flat: Callable[[], tensors.FlatColumns]
     """What the layouts start from. On a rank: views of the received buffer, nothing copied. On the controller:
     concatenated on use."""
     execution_sizes: tuple[ExecutionSize, ...] | None = None
     """[n] of the execution of each rollout, in the step; None where each is an execution by itself."""
+    cp_group: tuple[int, ...] = ()
+    """DP ranks that share its rollouts by context parallelism, in ring order, this one among them; () = nobody shares
+    them. Each member has a part of every rollout: see docs/context_parallel.md."""
+    cp_rank: int = 0
+    """Place of this rank in ``cp_group``."""
 
     @classmethod
     def of(
@@ -81,6 +88,18 @@ class MicroBatch:
         if lengths is None:
             lengths = tuple([r.num_tokens for r in rollouts])
         return cls(rollouts, lengths, partial(_concatenate, rollouts, execution_sizes), execution_sizes)
+
+    @classmethod
+    def shared(
+        cls,
+        wholes: Sequence[Rollout],
+        cp_group: tuple[int, ...],
+        cp_rank: int,
+        execution_sizes: tuple[ExecutionSize, ...] | None = None,
+    ) -> MicroBatch:
+        """The part of these rollouts that the member at ``cp_rank`` of ``cp_group`` holds."""
+        parts = [part_of(rollout, len(cp_group), cp_rank) for rollout in wholes]
+        return replace(cls.of(parts, None, execution_sizes), cp_group=cp_group, cp_rank=cp_rank)
 
     @property
     def num_tokens(self) -> int:
@@ -122,7 +141,8 @@ class MicroBatch:
         return tensors.tensordict(self.flat(), scalar_dtype=scalar_dtype)
 
     def __repr__(self) -> str:
-        return f"MicroBatch(num_rollouts={len(self.lengths)}, num_tokens={self.num_tokens})"
+        shared = f", cp_group={self.cp_group}, cp_rank={self.cp_rank}" if self.cp_group else ""
+        return f"MicroBatch(num_rollouts={len(self.lengths)}, num_tokens={self.num_tokens}{shared})"
 
 
 class MiniBatchSize(NamedTuple):
@@ -316,8 +336,8 @@ class Batch:
 
     @property
     def rollouts(self) -> tuple[Rollout, ...]:
-        """All rollouts, rank by rank, padding copies included."""
-        return tuple(chain.from_iterable(rank_batch.rollouts for rank_batch in self.ranks))
+        """All rollouts, rank by rank, padding copies included. One that several ranks share is there once, whole."""
+        return tuple(whole_rollouts(chain.from_iterable(rank_batch.rollouts for rank_batch in self.ranks)))
 
     def __repr__(self) -> str:
         return (
@@ -341,9 +361,19 @@ def _concatenate(rollouts: Sequence[Rollout], execution_sizes: tuple[ExecutionSi
     """Flat columns of rollouts at hand. Copies every token once. O(T)."""
     first = rollouts[0]
     return tensors.FlatColumns(
-        tokens={name: torch.cat([r.tokens[name] for r in rollouts]) for name in first.tokens},  # [T, ...]
+        tokens={name: torch.cat([rows for r in rollouts for rows in rows_of(r, name)]) for name in first.tokens},
         lengths=tuple(r.num_tokens for r in rollouts),
         scalars={name: [r.scalars[name] for r in rollouts] for name in first.scalars},
         weights=torch.tensor([0.0 if r.is_padding else 1.0 for r in rollouts], dtype=torch.float32),  # [n]
-        executions=execution_sizes or [(1, r.num_loss_tokens) for r in rollouts],
+        executions=execution_sizes or [(1, loss_tokens_of(r)) for r in rollouts],
+        shared=_shared_columns(rollouts),
     )
+
+
+def _shared_columns(rollouts: Sequence[Rollout]) -> SharedColumns | None:
+    parts = [rollout for rollout in rollouts if isinstance(rollout, SharedRollout)]
+    if not parts:
+        return None
+    behind = {name: torch.cat([one for part in parts for one in rows_behind(part, name)]) for name in parts[0].tokens}
+    lengths = tuple(part.whole_tokens for part in parts)
+    return SharedColumns(parts[0].cp_degree, parts[0].cp_rank, lengths, behind)

@@ -1,0 +1,235 @@
+"""Rollouts that several ranks share: who holds which tokens. Pure.
+
+``g`` members share a rollout of ``L`` tokens. It is cut into ``2g`` chunks of ``c = ceil(L / 2g)`` tokens. Member
+``j`` holds chunks ``j`` and ``2g - 1 - j``, in this order: a token attends to those before it, so the first and the
+last chunk together are as much work as any other such pair. What lies beyond ``L`` is zeros.
+
+::
+
+    L = 8, g = 2        0 1 | 2 3 | 4 5 | 6 7          c = 2
+    member 0            0 1             6 7            next tokens: 1 2, 7 -
+    member 1                  2 3   4 5                next tokens: 3 4, 5 6
+
+A token is trained to predict the one after it, which another member may hold. So a part also has, of every column, the
+row behind each of its two chunks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from stream_balancer.field_docs import documented
+from stream_balancer.types.rollout import Rollout
+
+__all__ = [
+    "SharedRollout",
+    "chunk_tokens",
+    "join_column",
+    "join_rollout",
+    "loss_tokens_of",
+    "part_of",
+    "rows_behind",
+    "rows_of",
+    "slice_column",
+    "whole_rollouts",
+]
+
+
+def chunk_tokens(num_tokens: int, degree: int) -> int:
+    """c: tokens of each chunk of a rollout that so many ranks share; each of them holds two.
+
+    Examples:
+        >>> chunk_tokens(8, 2), chunk_tokens(9, 2)
+        (2, 3)
+    """
+    return -(-num_tokens // (2 * degree))
+
+
+def slice_column(column: Tensor, degree: int, place: int) -> tuple[Tensor, Tensor]:
+    """What the member at this place holds of a column ``[L, ...]``: its rows ``[2c, ...]``, and the row behind each of
+    its two chunks ``[2, ...]``. O(rows).
+
+    Examples:
+        >>> slice_column(torch.arange(1, 9), 2, 0)
+        (tensor([1, 2, 7, 8]), tensor([3, 0]))
+        >>> slice_column(torch.arange(1, 8), 2, 1)
+        (tensor([3, 4, 5, 6]), tensor([5, 7]))
+    """
+    return torch.cat(_chunks(column, degree, place)), torch.cat(_behind(column, degree, place))
+
+
+def join_column(parts: Sequence[Tensor], num_tokens: int) -> Tensor:
+    """The way back: the rows of all members, ``[2c, ...]`` each in the order of their places, as the whole column
+    ``[L, ...]``. O(L).
+
+    Examples:
+        >>> join_column([torch.tensor([1, 2, 7, 8]), torch.tensor([3, 4, 5, 6])], 8)
+        tensor([1, 2, 3, 4, 5, 6, 7, 8])
+    """
+    chunk = chunk_tokens(num_tokens, len(parts))
+    first = [part[:chunk] for part in parts]
+    second = [part[chunk:] for part in reversed(parts)]
+    return torch.cat(first + second)[:num_tokens]
+
+
+def _chunks(column: Tensor, degree: int, place: int) -> list[Tensor]:
+    """Views of its two chunks, and zeros where they go beyond the end."""
+    chunk = chunk_tokens(len(column), degree)
+    rows = []
+    for number in (place, 2 * degree - 1 - place):
+        there = column[number * chunk : (number + 1) * chunk]
+        rows += [there, column.new_zeros((chunk - len(there), *column.shape[1:]))]
+    return rows
+
+
+def _behind(column: Tensor, degree: int, place: int) -> list[Tensor]:
+    """A view of the row behind each of them, or a row of zeros."""
+    chunk = chunk_tokens(len(column), degree)
+    ends = ((number + 1) * chunk for number in (place, 2 * degree - 1 - place))
+    return [column[end : end + 1] if end < len(column) else column.new_zeros((1, *column.shape[1:])) for end in ends]
+
+
+class _MadeColumns(Mapping[str, Tensor]):
+    """Of each column the ``rows`` of a member, made when asked for: a part must not hold its rollout's memory a second
+    time."""
+
+    def __init__(self, whole: Mapping[str, Tensor], rows: _Rows, degree: int, place: int) -> None:
+        self._whole, self._rows, self._member = whole, rows, (degree, place)
+
+    def __getitem__(self, name: str) -> Tensor:
+        return torch.cat(self._rows(self._whole[name], *self._member))
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._whole)
+
+    def __len__(self) -> int:
+        return len(self._whole)
+
+
+_Rows: TypeAlias = Callable[[Tensor, int, int], list[Tensor]]
+
+
+@documented
+@dataclass(frozen=True, eq=False, slots=True, kw_only=True)
+class SharedRollout(Rollout):
+    """One member's part of a rollout that several ranks share. :func:`part_of` makes it.
+
+    ``tokens`` and ``num_tokens`` are of the part, 2c rows; all else is the rollout's: ids, scalars, ``tensors``,
+    metadata. The ``num_loss_tokens`` of all parts sum up to the whole's.
+    """
+
+    cp_degree: int
+    """g: ranks that share it."""
+    cp_rank: int
+    """j: place of this one among them."""
+    whole_tokens: int
+    """L: tokens of the whole."""
+    whole_loss_tokens: int
+    """``num_loss_tokens`` of the whole."""
+    behind: Mapping[str, Tensor] = field(repr=False)
+    """Of every column, the row behind each of the two chunks ``[2, ...]``; zeros behind the last token."""
+    whole: Rollout | None = field(default=None, repr=False)
+    """What it is a part of, where that is at hand: on the controller. None on a rank."""
+
+    def __post_init__(self) -> None:
+        # the whole was checked; its parts need not be
+        object.__setattr__(self, "num_tokens", 2 * chunk_tokens(self.whole_tokens, self.cp_degree))
+        object.__setattr__(self, "num_loss_tokens", self._count_loss_tokens())
+
+    def _count_loss_tokens(self) -> int:
+        if self.is_padding:
+            return 0
+        if self.tokens["input_ids"].is_meta:
+            # the mask lies with its producer: nobody here can tell whose they are
+            return self.whole_loss_tokens if self.cp_rank == 0 else 0
+        if "loss_mask" in self.tokens:
+            return sum(int(torch.count_nonzero(rows)) for rows in rows_of(self, "loss_mask"))
+        chunk = self.num_tokens // 2
+        starts = (self.cp_rank * chunk, (2 * self.cp_degree - 1 - self.cp_rank) * chunk)
+        return sum(min(max(self.whole_tokens - start, 0), chunk) for start in starts)
+
+
+def part_of(rollout: Rollout, degree: int, place: int) -> SharedRollout:
+    """The part that the member at this place of ``degree`` ranks holds. Copies no token before a column is asked for.
+
+    Raises ValueError for a place that is not below ``degree``, for a degree below 2, and for a padding copy.
+
+    Examples:
+        >>> rollout = Rollout(tokens={"input_ids": torch.arange(1, 8)}, rollout_id="r")
+        >>> parts = [part_of(rollout, 2, place) for place in range(2)]
+        >>> [part.tokens["input_ids"].tolist() for part in parts]
+        [[1, 2, 7, 0], [3, 4, 5, 6]]
+        >>> [part.num_loss_tokens for part in parts]
+        [3, 4]
+    """
+    if not 0 <= place < degree or degree < 2:
+        raise ValueError(f"part_of(): place {place} of {degree} ranks; degree must be >= 2, and 0 <= place < degree")
+    if rollout.is_padding or isinstance(rollout, SharedRollout):
+        raise ValueError(f"part_of(): {rollout!r} cannot be shared: it is a padding copy, or a part already")
+    return SharedRollout(
+        **(_fields_of(rollout) | {"tokens": _MadeColumns(rollout.tokens, _chunks, degree, place)}),
+        cp_degree=degree,
+        cp_rank=place,
+        whole_tokens=rollout.num_tokens,
+        whole_loss_tokens=rollout.num_loss_tokens,
+        behind=_MadeColumns(rollout.tokens, _behind, degree, place),
+        whole=rollout,
+    )
+
+
+def join_rollout(parts: Sequence[SharedRollout]) -> Rollout:
+    """The way back: the whole, of the parts of all its members in the order of their places. O(tokens).
+
+    Raises ValueError where they are not all parts of one rollout.
+
+    Examples:
+        >>> rollout = Rollout(tokens={"input_ids": torch.arange(1, 8)}, rollout_id="r")
+        >>> join_rollout([part_of(rollout, 2, place) for place in range(2)]).tokens["input_ids"]
+        tensor([1, 2, 3, 4, 5, 6, 7])
+    """
+    first = parts[0]
+    here = [(part.rollout_id, part.cp_degree, part.cp_rank, part.whole_tokens) for part in parts]
+    if here != [(first.rollout_id, len(parts), place, first.whole_tokens) for place in range(len(parts))]:
+        raise ValueError(f"join_rollout(): these are not all parts of one rollout, in order: {here}")
+    if first.whole is not None:
+        return first.whole
+    columns = {name: join_column([part.tokens[name] for part in parts], first.whole_tokens) for name in first.tokens}
+    return Rollout(**(_fields_of(first) | {"tokens": columns}))
+
+
+def _fields_of(rollout: Rollout) -> dict[str, Any]:
+    """What a Rollout is made of."""
+    return {one.name: getattr(rollout, one.name) for one in fields(Rollout) if one.init}
+
+
+def rows_of(rollout: Rollout, name: str) -> list[Tensor]:
+    """Views that are the rows of its column, one after the other: nothing is copied to slice a part. O(1)."""
+    if isinstance(rollout, SharedRollout) and rollout.whole is not None:
+        return _chunks(rollout.whole.tokens[name], rollout.cp_degree, rollout.cp_rank)
+    return [rollout.tokens[name]]
+
+
+def rows_behind(rollout: SharedRollout, name: str) -> list[Tensor]:
+    """The same of the rows behind its two chunks."""
+    if rollout.whole is not None:
+        return _behind(rollout.whole.tokens[name], rollout.cp_degree, rollout.cp_rank)
+    return [rollout.behind[name]]
+
+
+def loss_tokens_of(rollout: Rollout) -> int:
+    """Of the whole, which a loss over one rollout is divided by."""
+    return rollout.whole_loss_tokens if isinstance(rollout, SharedRollout) else rollout.num_loss_tokens
+
+
+def whole_rollouts(rollouts: Iterable[Rollout]) -> Iterator[Rollout]:
+    """Of several ranks' rollouts each one once: instead of the parts of one, the whole. O(n)."""
+    for rollout in rollouts:
+        if not isinstance(rollout, SharedRollout):
+            yield rollout
+        elif rollout.cp_rank == 0:
+            yield rollout if rollout.whole is None else rollout.whole

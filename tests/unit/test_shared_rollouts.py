@@ -1,0 +1,221 @@
+"""Rollouts that several ranks share: which tokens each holds, and that nothing is lost or counted twice."""
+
+from __future__ import annotations
+
+import pickle
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import given
+
+import stream_balancer as sb
+from stream_balancer.testing import make_rollout
+from stream_balancer.types import MicroBatch, Rollout, SharedRollout
+from stream_balancer.types.shared import (
+    chunk_tokens,
+    join_column,
+    join_rollout,
+    part_of,
+    rows_behind,
+    rows_of,
+    slice_column,
+    whole_rollouts,
+)
+
+DEGREES = (2, 4, 8, 3)
+LENGTHS = (1, 2, 3, 7, 8, 9, 64, 129)
+
+
+def a_rollout(num_tokens: int, name: str = "r", *, mask: bool = True) -> Rollout:
+    generator = torch.Generator().manual_seed(num_tokens)
+    tokens = {
+        "input_ids": torch.randint(1, 2**40, (num_tokens,), generator=generator),
+        "hidden": torch.randn(num_tokens, 2, 3, generator=generator).to(torch.bfloat16),
+        "nothing": torch.empty(num_tokens, 0),
+    }
+    if mask:
+        tokens["loss_mask"] = torch.rand(num_tokens, generator=generator) < 0.5
+    return Rollout(tokens=tokens, scalars={"advantage": 2.0}, rollout_id=name, group_id="g", execution_id="e")
+
+
+def shared(wholes: list[Rollout], degree: int) -> list[MicroBatch]:
+    return [MicroBatch.shared(wholes, tuple(range(degree)), place) for place in range(degree)]
+
+
+def naive_part(column: torch.Tensor, degree: int, place: int) -> torch.Tensor:
+    """By the definition, token by token."""
+    chunk = -(-len(column) // (2 * degree))
+    long = torch.cat([column, column.new_zeros((2 * degree * chunk - len(column), *column.shape[1:]))])
+    chunks = long.split(chunk)
+    return torch.cat([chunks[place], chunks[2 * degree - 1 - place]])
+
+
+def shifted(column: torch.Tensor) -> torch.Tensor:
+    return torch.cat([column[1:], column.new_zeros((1, *column.shape[1:]))])
+
+
+@pytest.mark.parametrize("degree", DEGREES)
+@pytest.mark.parametrize("num_tokens", LENGTHS)
+def test_each_member_holds_its_two_chunks(num_tokens: int, degree: int) -> None:
+    rollout = a_rollout(num_tokens)
+    for place in range(degree):
+        part = part_of(rollout, degree, place)
+        assert part.num_tokens == 2 * chunk_tokens(num_tokens, degree)
+        for name, column in rollout.tokens.items():
+            assert torch.equal(part.tokens[name], naive_part(column, degree, place))
+            assert torch.equal(torch.cat(rows_of(part, name)), part.tokens[name])
+            assert torch.equal(torch.cat(rows_behind(part, name)), part.behind[name])
+            rows, behind = slice_column(column, degree, place)
+            assert torch.equal(rows, part.tokens[name])
+            assert torch.equal(behind, part.behind[name])
+
+
+@given(
+    lengths=st.lists(st.integers(1, 200), min_size=1, max_size=3),
+    degree=st.sampled_from(DEGREES),
+    mask=st.booleans(),
+)
+def test_joined_they_are_the_whole(lengths: list[int], degree: int, mask: bool) -> None:
+    wholes = [a_rollout(length, f"r{i}", mask=mask) for i, length in enumerate(lengths)]
+    members = shared(wholes, degree)
+    layouts = [member.packed() for member in members]
+    offsets = layouts[0].cu_seqlens.tolist()
+    assert [one.cu_seqlens.tolist() for one in layouts] == [offsets] * degree
+    unsplit = MicroBatch.of(wholes).packed()
+    assert {*layouts[0]} == {*unsplit}
+    for number, whole in enumerate(wholes):
+        rows = slice(offsets[number], offsets[number + 1])
+        tokens = slice(*unsplit.cu_seqlens[number : number + 2].tolist())
+        for name in unsplit.columns:
+            joined = join_column([one[name][rows] for one in layouts], whole.num_tokens)
+            assert torch.equal(joined, unsplit[name][tokens])
+            following = join_column([one.next(name)[rows] for one in layouts], whole.num_tokens)
+            assert torch.equal(following, shifted(unsplit[name][tokens]))
+            assert torch.equal(following, unsplit.next(name)[tokens])
+        positions = torch.cat([one.position_ids[rows] for one in layouts])
+        assert sorted(positions.tolist()) == list(range(len(positions)))
+        assert join_column([one.position_ids[rows] for one in layouts], whole.num_tokens).tolist() == list(
+            range(whole.num_tokens)
+        )
+        parts = [member.rollouts[number] for member in members]
+        assert sum(part.num_loss_tokens for part in parts) == whole.num_loss_tokens
+        assert sum(int(one["loss_mask"][rows].count_nonzero()) for one in layouts) == whole.num_loss_tokens
+
+
+@pytest.mark.parametrize("mask", [True, False])
+def test_nothing_beyond_the_end_counts(mask: bool) -> None:
+    wholes = [a_rollout(9, mask=mask), a_rollout(1, "s", mask=mask)]
+    for member in shared(wholes, 4):
+        packed = member.packed()
+        rows = torch.repeat_interleave(torch.tensor([9, 1]), torch.tensor(packed.lengths))
+        beyond = packed.position_ids >= rows
+        assert beyond.any()
+        assert not packed["loss_mask"][beyond].any()
+        assert not packed["input_ids"][beyond].any()
+        assert not packed.per_token("advantage")[beyond].any()
+        assert packed.per_token("advantage")[~beyond].eq(2.0).all()
+
+
+def test_a_loss_divides_by_the_whole() -> None:
+    """Per-rollout means: the parts of each, divided by the loss tokens of the whole, sum up to its mean."""
+    wholes = [a_rollout(40), a_rollout(17, "s")]
+    loss = {whole.rollout_id: torch.rand(whole.num_tokens, dtype=torch.float64) for whole in wholes}
+    expected = sum(float(loss[w.rollout_id][w.tokens["loss_mask"]].mean()) for w in wholes)
+    total = 0.0
+    for member in shared(wholes, 2):
+        packed = member.packed()
+        assert packed.execution_loss_tokens.tolist() == [w.num_loss_tokens for w in wholes]
+        mine = torch.cat([slice_column(loss[w.rollout_id], 2, member.cp_rank)[0] for w in wholes])
+        total += float((mine * packed["loss_mask"] * packed.per_token(1 / packed.execution_loss_tokens)).sum())
+    assert total == pytest.approx(expected)
+
+
+def test_where_the_whole_rollouts_lie() -> None:
+    packed = MicroBatch.shared([a_rollout(9), a_rollout(8, "s")], (4, 5), 1).packed()
+    assert packed.cu_seqlens.tolist() == [0, 6, 10]
+    assert packed.whole_lengths == (9, 8)
+    assert packed.whole_cu_seqlens.tolist() == [0, 9, 17]
+    assert packed.whole_cu_seqlens_padded.tolist() == [0, 12, 20]
+    assert packed.whole_cu_seqlens.dtype == packed.whole_cu_seqlens_padded.dtype == torch.int32
+    unsplit = MicroBatch.of([a_rollout(9), a_rollout(8, "s")]).packed()
+    assert unsplit.whole_cu_seqlens.tolist() == unsplit.whole_cu_seqlens_padded.tolist() == [0, 9, 17]
+
+
+def test_own_position_ids_are_sliced() -> None:
+    own = torch.arange(7) * 3
+    whole = Rollout(tokens={"input_ids": torch.arange(7), "position_ids": own}, rollout_id="r")
+    for member in shared([whole], 2):
+        assert torch.equal(member.packed().position_ids, naive_part(own, 2, member.cp_rank))
+
+
+@pytest.mark.parametrize("layout", ["padded", "nested"])
+def test_layouts_of_rows_are_refused(layout: str) -> None:
+    with pytest.raises(ValueError, match=rf"{layout}\(\): 2 ranks share .* Take packed\(\)"):
+        getattr(shared([a_rollout(9)], 2)[0], layout)()
+
+
+def test_next_of_an_unknown_column_is_named() -> None:
+    with pytest.raises(KeyError, match="no column 'logits'"):
+        MicroBatch.of([make_rollout(3)]).packed().next("logits")
+    with pytest.raises(KeyError, match="no column 'logits'"):
+        shared([make_rollout(3)], 2)[0].packed().next("logits")
+
+
+def test_a_part_is_the_rollouts_in_all_else() -> None:
+    whole = make_rollout(9, "r", group_id="g", version=(1, 2), cost=3.0)
+    part = part_of(whole, 4, 3)
+    assert isinstance(part, SharedRollout)
+    assert (part.cp_degree, part.cp_rank, part.whole_tokens, part.whole) == (4, 3, 9, whole)
+    same = ("rollout_id", "group_id", "execution_id", "version", "cost", "scalars", "metadata", "tensors", "prefix")
+    assert all(getattr(part, name) == getattr(whole, name) for name in same)
+    again = pickle.loads(pickle.dumps(part))  # noqa: S301 - our own bytes
+    assert torch.equal(again.tokens["input_ids"], part.tokens["input_ids"])
+
+
+def test_what_cannot_be_shared() -> None:
+    whole = make_rollout(9, "r")
+    for degree, place in ((2, 2), (1, 0), (2, -1)):
+        with pytest.raises(ValueError, match="degree must be >= 2"):
+            part_of(whole, degree, place)
+    with pytest.raises(ValueError, match="cannot be shared"):
+        part_of(whole.padding_copy("p"), 2, 0)
+    with pytest.raises(ValueError, match="cannot be shared"):
+        part_of(part_of(whole, 2, 0), 2, 0)
+
+
+def test_parts_without_their_whole_are_joined_again() -> None:
+    whole = a_rollout(33)
+    alone = [_without_whole(part_of(whole, 4, place)) for place in range(4)]
+    again = join_rollout(alone)
+    assert again.num_loss_tokens == whole.num_loss_tokens
+    assert again.scalars == whole.scalars
+    for name, column in whole.tokens.items():
+        assert torch.equal(again.tokens[name], column)
+    with pytest.raises(ValueError, match="not all parts"):
+        join_rollout(alone[:3])
+    with pytest.raises(ValueError, match="not all parts"):
+        join_rollout([alone[1], alone[0], alone[2], alone[3]])
+
+
+def _without_whole(part: SharedRollout) -> SharedRollout:
+    fields = {name: getattr(part, name) for name in ("scalars", "rollout_id", "group_id", "execution_id")}
+    return SharedRollout(
+        **fields,
+        tokens=dict(part.tokens),
+        behind=dict(part.behind),
+        cp_degree=part.cp_degree,
+        cp_rank=part.cp_rank,
+        whole_tokens=part.whole_tokens,
+        whole_loss_tokens=part.whole_loss_tokens,
+    )
+
+
+def test_a_batch_has_each_whole_rollout_once() -> None:
+    long, short = make_rollout(9, "long"), make_rollout(2, "short")
+    ranks = [[MicroBatch.shared([long], (0, 1), place)] for place in range(2)]
+    ranks[1].append(MicroBatch.of([short]))
+    rollouts = [rollout for of_rank in ranks for mb in of_rank for rollout in mb.rollouts]
+    assert list(whole_rollouts(rollouts)) == [long, short]
+    assert sb.MicroBatch.of([short]).cp_group == ()
+    assert repr(ranks[1][0]) == "MicroBatch(num_rollouts=1, num_tokens=6, cp_group=(0, 1), cp_rank=1)"
