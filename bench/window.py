@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -187,7 +188,7 @@ def baselines(rows: Rows, name: str, make: Make, seeds: int, mode: Mode, cost: s
     """The same stream without a window: first in, first out."""
     measure(rows, f"{name}: round-robin", run(make, seeds, replace(mode, policy="round_robin"), cost))
     measure(rows, f"{name}: fifo + this partition", run(make, seeds, replace(mode, policy="fifo"), cost))
-    if (verl := VERL.get("verl (list)")) is not None:
+    if (verl := _verl()) is not None:
         rows.add(f"{name}: fifo + verl equal: idle", _idle_of(verl, make, seeds, mode, cost), "%")
 
 
@@ -204,7 +205,9 @@ def _idle_of(partition: Partitioner, make: Make, seeds: int, mode: Mode, cost: s
     return 100 * (1 - mean / slowest)
 
 
-VERL = {name: method for name, method in peers().items() if name == "verl (list)"}
+@cache
+def _verl() -> Partitioner | None:
+    return peers().get("verl (list)")
 
 
 # --- synthetic streams -----------------------------------------------------------------------------------------------
