@@ -32,6 +32,8 @@ os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
 
 MAX_SKIPS = 16
 """Of ours: the default."""
+MOST_SHARE = 8
+"""Most ranks that share a rollout, of ours."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +57,8 @@ class Step:
     """When the ranks meet."""
     costs_of: CostsOf
     """lengths -> work."""
+    overhead: float = 0.0
+    """Work that every doubling of the ranks that share a rollout adds, as a part of its own."""
 
     def total(self, lengths: Iterable[int]) -> int:
         """Work of rollouts of these lengths."""
@@ -84,6 +88,8 @@ class Scheduler:
     """It plans otherwise where ranks meet at every micro-batch."""
     splits: bool = False
     """It puts a rollout on several ranks, which share its work."""
+    alone: bool = False
+    """Its trainer runs the rollouts of a micro-batch one after another: the token cap is of each."""
     groups: bool = False
     """Only for streams whose rollouts have siblings."""
     timed: bool = True
@@ -104,7 +110,7 @@ def scheduler(name: str, where: str, **more: Any) -> Callable[[Callable[[], Plan
 # --- ours ------------------------------------------------------------------------------------------------------------
 
 
-def _own(step: Step, *, fifo: bool = False, group_size: int | None = None) -> Layout:
+def _own(step: Step, *, fifo: bool = False, group_size: int | None = None, most_share: int = 1) -> Layout:
     knobs = PlanKnobs(
         step.ranks,
         step.batch_size,
@@ -113,6 +119,9 @@ def _own(step: Step, *, fifo: bool = False, group_size: int | None = None) -> La
         groups="free" if group_size is None else "same_batch",
         group_size=group_size,
         max_tokens_per_micro_batch=step.max_tokens,
+        cp_sizes=tuple(2**doublings for doublings in range(min(most_share, step.ranks).bit_length())),
+        cp_overhead=step.overhead,
+        cp_min_tokens=1,  # nobody else knows a least part either
     )
     never, always = np.zeros(step.lengths.size, dtype=np.bool_), np.ones(step.lengths.size, dtype=np.bool_)
     waiting = Waiting(step.costs, step.lengths, step.skips, never, step.groups, always)
@@ -135,6 +144,23 @@ def _own_window() -> Plan:
 )
 def _own_groups() -> Plan:
     return lambda step: _own(step, group_size=int(np.bincount(step.groups - step.groups.min()).max()))
+
+
+@scheduler("stream_balancer, window 1, cp_sizes", "policy='fifo', cp_sizes=(1, 2, 4, 8)", by_sync=True, splits=True)
+def _own_fifo_shared() -> Plan:
+    return lambda step: _own(step, fifo=True, most_share=MOST_SHARE)
+
+
+@scheduler(
+    "stream_balancer, window 2, cp_sizes",
+    "cp_sizes=(1, 2, 4, 8)",
+    by_sync=True,
+    shown=2.0,
+    in_order=False,
+    splits=True,
+)
+def _own_window_shared() -> Plan:
+    return lambda step: _own(step, most_share=MOST_SHARE)
 
 
 # --- what all ranks do together --------------------------------------------------------------------------------------
@@ -379,6 +405,52 @@ def _megatron_packing() -> Plan:
 )
 def _megatron_dynamic() -> Plan:
     return _megatron("DefaultDynamicCPScheduler")
+
+
+@scheduler(
+    f"Megatron-core {commit_of(MEGATRON)}, hybrid CP",
+    "megatron/core/pipeline_parallel/hybrid_cp_schedule.py: BalancedCPScheduler",
+    splits=True,
+    alone=True,
+)
+def _megatron_hybrid() -> Plan:
+    schedule = load(MEGATRON, "megatron.core.pipeline_parallel.hybrid_cp_schedule", absent=("transformer_engine",))
+
+    def plan(step: Step) -> Layout:
+        ranks = SimpleNamespace(size=lambda: step.ranks)
+        rollouts = list(enumerate(step.lengths.tolist()))
+        _, found = schedule.BalancedCPScheduler(step.max_tokens, ranks).get_groups_and_subsamples(rollouts, None)
+        return [[list(of_ranks[rank]) for of_ranks in found] for rank in range(step.ranks)]
+
+    return plan
+
+
+@scheduler(
+    "verl 0.9.1, dynamic CP",
+    "verl/utils/dynamic_cp_scheduler.py: DynamicCPScheduler, with Megatron-core's DefaultDynamicCPScheduler",
+    splits=True,
+    timed=False,
+)
+def _verl_dynamic() -> Plan:
+    adapter = importlib.import_module("verl.utils.dynamic_cp_scheduler")
+    megatron = load(MEGATRON, "megatron.core.datasets.data_schedule", absent=("transformer_engine",))
+
+    def plan(step: Step) -> Layout:
+        """Each rank calls it for itself."""
+        rows = rows_of(step.lengths)
+        of_verl = adapter.DynamicCPScheduler(step.max_tokens, dp_size=step.ranks, cp_size=1)
+
+        def of_rank(rank: int) -> list[list[int]]:
+            group = SimpleNamespace(size=lambda: step.ranks, rank=lambda: rank)
+            found = of_verl.schedule(rows, group, tp_size=1)
+            return [list(one[adapter.DCP_SAMPLE_IDS]) for one in found]
+
+        with mock.patch.object(
+            adapter, "get_megatron_dynamic_cp_scheduler_cls", return_value=megatron.DefaultDynamicCPScheduler
+        ):
+            return [of_rank(rank) for rank in range(step.ranks)]
+
+    return plan
 
 
 @scheduler(

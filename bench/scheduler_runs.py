@@ -72,6 +72,8 @@ class Run:
     max_tokens: int
     steps: int
     """That are measured, after the warm-up."""
+    overhead: float = 0.0
+    """Work that every doubling of the ranks that share a rollout adds, as a part of its own."""
 
     @classmethod
     def of(cls, stream: Stream, batch_size: int, ranks: int, steps: int, seed: int = FIRST_SEED) -> Run:
@@ -92,6 +94,7 @@ class Run:
             max_tokens=self.max_tokens,
             sync=sync,
             costs_of=self.costs_of,
+            overhead=self.overhead,
         )
 
     @cache  # noqa: B019 - a run is as long as the benchmark
@@ -227,10 +230,12 @@ def figures_of(run: Run, scheduler: Scheduler, record: Record, sync: Sync) -> Fi
         lengths = run.lengths[places]
         costs = run.costs_of(lengths)
         gone = np.unique([place for rank in layout for one in rank for place in one])
-        elapsed += finish(layout, costs, sync)
+        elapsed += finish(layout, costs, sync, run.overhead)
         work += float(costs[gone].sum())
         tokens.append(int(lengths[gone].sum()))
-        over_cap += sum(int(lengths[one].sum()) > run.max_tokens for rank in layout for one in rank if one)
+        parts = lengths / np.maximum(sharers(layout, lengths.size), 1)
+        held = [parts[one].max() if scheduler.alone else parts[one].sum() for rank in layout for one in rank if one]
+        over_cap += int((np.array(held) > run.max_tokens * (1.0 + 1e-9)).sum())  # thirds do not sum up exactly
     return Figures(
         scheduler=scheduler.name,
         stream=run.stream,
@@ -248,17 +253,23 @@ def figures_of(run: Run, scheduler: Scheduler, record: Record, sync: Sync) -> Fi
     )
 
 
-def finish(layout: Layout, costs: Floats, sync: Sync) -> float:
-    """When the last rank is done. Ranks that share a rollout wait for each other, and for nobody else where ranks meet
-    once a step; what they then say to each other takes no time here."""
+def sharers(layout: Layout, num_rollouts: int) -> Ints:
+    """[num_rollouts] ranks that have each one."""
     places = np.array([place for rank in layout for one in rank for place in one], dtype=np.int64)
-    each = costs / np.maximum(np.bincount(places, minlength=costs.size), 1)
+    return np.bincount(places, minlength=num_rollouts)
+
+
+def finish(layout: Layout, costs: Floats, sync: Sync, overhead: float = 0.0) -> float:
+    """When the last rank is done. Ranks that share a rollout wait for each other, and for nobody else where ranks meet
+    once a step; every doubling of them adds so much of the rollout's own work."""
+    ranks = np.maximum(sharers(layout, costs.size), 1)
+    each = costs / ranks * (1.0 + overhead * np.log2(ranks))
     loads = np.zeros((len(layout), max(map(len, layout))))
     for rank, of_rank in enumerate(layout):
         loads[rank, : len(of_rank)] = [float(each[one].sum()) if one else 0.0 for one in of_rank]
     if sync == "micro_batch":
         return float(loads.max(axis=0).sum())
-    if np.unique(places).size == places.size:
+    if ranks.max() == 1:
         return float(loads.sum(axis=1).max())
     free = np.zeros(len(layout))
     for index in range(loads.shape[1]):
@@ -266,6 +277,8 @@ def finish(layout: Layout, costs: Floats, sync: Sync) -> float:
         for rank, of_rank in enumerate(layout):
             if index < len(of_rank) and of_rank[index]:
                 together.setdefault(tuple(of_rank[index]), []).append(rank)
-        for ranks in together.values():
-            free[ranks] = free[ranks].max() + loads[ranks, index]
+        for rollouts, members in together.items():
+            if len(members) != ranks[rollouts[0]]:
+                raise ValueError(f"rollouts {rollouts} are not the same micro-batch of all ranks that share them")
+            free[members] = free[members].max() + loads[members, index]
     return float(free.max())

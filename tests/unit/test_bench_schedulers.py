@@ -23,7 +23,7 @@ import schedulers
 from scheduler_list import SCHEDULERS, Plan, Scheduler, Step
 
 OWN = [one for one in SCHEDULERS if one.name.startswith("stream_balancer")]
-FIFO, WINDOW, GROUPS = OWN
+FIFO, WINDOW, GROUPS, FIFO_SHARED, WINDOW_SHARED = OWN
 
 
 @pytest.fixture(autouse=True)
@@ -45,12 +45,15 @@ def test_ours_are_faster_with_a_window_and_every_figure_is_there() -> None:
         (one.name, sync) for one in OWN for sync in scheduler_runs.SYNCS
     ]
     assert all(row.steps == 6 and row.over_cap == 0 for row in rows)
-    fifo, window, groups = rows[::2]
+    fifo, window, groups, fifo_shared, window_shared = rows[::2]
     assert fifo.delay == fifo.longest_delay == 0
     assert window.idle < fifo.idle
     assert window.time < fifo.time
     assert window.longest_delay <= 16
     assert 0.5 < groups.delay < 1.5
+    assert fifo_shared.delay == 0
+    assert fifo_shared.idle <= fifo.idle
+    assert window_shared.idle <= window.idle
     assert all(row.time >= 1.0 for row in rows[:2])
     assert fifo.token_variation < window.token_variation
     shown = schedulers.table(rows, left_out).splitlines()
@@ -98,6 +101,33 @@ def test_ranks_that_share_a_rollout_wait_for_each_other_and_for_nobody_else() ->
     layout = [[[1], [0]], [[3], [0]], [[], [], [2]], [[4], []]]
     assert scheduler_runs.finish(layout, costs, "step") == 7.0
     assert scheduler_runs.finish(layout, costs, "micro_batch") == 7.0 + 3.0 + 4.0
+
+
+def test_every_doubling_of_the_ranks_that_share_a_rollout_adds_its_overhead() -> None:
+    costs = np.array([8.0, 1.0])
+    layout = [[[0], [1]], [[0]], [[0]], [[0]]]
+    assert scheduler_runs.finish(layout, costs, "step") == 2.0 + 1.0
+    assert scheduler_runs.finish(layout, costs, "step", 0.25) == 2.0 * 1.5 + 1.0
+    assert scheduler_runs.finish(layout, costs, "micro_batch", 0.25) == 2.0 * 1.5 + 1.0
+
+
+def test_a_shared_rollout_in_different_places_of_its_ranks_is_refused() -> None:
+    with pytest.raises(ValueError, match="not the same micro-batch"):
+        scheduler_runs.finish([[[0], [1]], [[2], [0]]], np.ones(3), "step")
+
+
+def test_a_part_of_a_shared_rollout_is_what_counts_towards_the_cap() -> None:
+    run = replace(scheduler_runs.Run.of(stream(), 2, 2, steps=1), max_tokens=600)
+    run.lengths[8:10] = [1_200, 100]
+
+    def plan(step: Step) -> Any:
+        return [[[0], [1]], [[0], []]]
+
+    shared = Scheduler("shared", "", lambda: plan, splits=True)
+    once, _ = scheduler_runs.measure(run, shared, plan, 10.0)
+    assert once.over_cap == 0
+    once, _ = scheduler_runs.measure(replace(run, max_tokens=599), shared, plan, 10.0)
+    assert once.over_cap == 2
 
 
 def test_figures_of_a_layout_made_by_hand() -> None:
