@@ -24,6 +24,17 @@ from stream_balancer.types import Batch, EvictReason, Rollout
 __all__ = ["Run"]
 
 
+def shared_prefixes(trace: Trace) -> Ints:
+    """[n] tokens of the prompt that each one shares with its siblings; 0 where it has none, or theirs differ."""
+    num_groups = int(trace.group_ids.max()) + 1
+    least, most = np.full(num_groups, np.iinfo(np.int64).max), np.zeros(num_groups, dtype=np.int64)
+    np.minimum.at(least, trace.group_ids, trace.prompt_tokens)
+    np.maximum.at(most, trace.group_ids, trace.prompt_tokens)
+    shared = (least == most) & (np.bincount(trace.group_ids) > 1)
+    prefixes: Ints = np.where(shared[trace.group_ids], trace.prompt_tokens, 0)
+    return np.minimum(prefixes, trace.lengths - 1)  # a rollout has at least one token of its own
+
+
 class _Blocked:
     """Finished rollouts whose put waits for room: first come, first served, but siblings of a waiting group may
     pass."""
@@ -75,6 +86,7 @@ class Run(Observer):
         self.strata: list[str] = [""] * len(trace) if trace.strata is None else trace.strata.tolist()
         self.group_names = [str(g) for g in trace.group_ids.tolist()]
         self.groups_count = config.tracked_group_size is not None
+        self.prefixes: list[int] = shared_prefixes(trace).tolist() if config.share_prefixes else [0] * len(trace)
         self.versioned = config.max_staleness is not None
         self.first_version = -int(generation.started_step.min())  # the oldest in flight began with version 0
         if self.versioned:
@@ -147,7 +159,7 @@ class Run(Observer):
         self.dispatched_s[rows] = self.now
         self.num_gone += rows.size
         self.num_padding += batch.num_padding
-        mean, slowest = sum(batch.loads) / len(batch.loads), batch.finish
+        mean, slowest = self._mean_load(batch, rows), batch.finish
         self.records.append(
             (
                 self.now,
@@ -164,6 +176,12 @@ class Run(Observer):
         self.busy_s += duration
         self.busy_until = self.now + duration
         self.step += 1
+
+    def _mean_load(self, batch: Batch, rows: Ints) -> float:
+        """Mean over ranks; what sharing a rollout adds is no work: it counts as idle."""
+        shared = len(self.config.cp_sizes) > 1
+        works = [self.cost_list[row] for row in rows.tolist()] if shared else batch.loads
+        return sum(works) / len(batch.loads)
 
     def _offer(self, row: int) -> bool:
         """A rollout is finished, or may find room again: put it. False if its put waits for room."""
@@ -193,9 +211,10 @@ class Run(Observer):
         return Rollout(
             tokens={"input_ids": self.ids[: self.lengths[row]]},
             rollout_id=str(row),
-            group_id=self.group_names[row] if self.groups_count else None,
+            group_id=self.group_names[row] if self.groups_count or self.prefixes[row] else None,
             version=self.first_version + int(self.generation.started_step[row]) if self.versioned else None,
-            cost=self.cost_list[row],
+            prefix=self.prefixes[row],
+            cost=None if self.config.share_prefixes else self.cost_list[row],  # one of its own would hide the prefix's
             metadata={"stratum": self.strata[row]} if self.strata[row] else {},
         )
 
