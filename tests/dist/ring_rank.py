@@ -16,6 +16,8 @@ from torch.distributed.tensor.experimental import context_parallel
 from torch.distributed.tensor.experimental._context_parallel import _attention as of_torch
 from torch.nn import functional
 
+from stream_balancer import MicroBatch, Rollout
+
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "context_parallel"))
 from ring import Ring, ring_attention
 
@@ -23,10 +25,9 @@ LENGTHS = (1, 5, 16, 63, 64, 200)  # tokens of a rollout: some leave whole membe
 
 
 def zigzag(length: int, size: int, place: int) -> Tensor:
-    """[2 c] places in the whole rollout of the tokens that a member holds."""
-    chunk = -(-length // (2 * size))
-    early, late = place * chunk, (2 * size - 1 - place) * chunk
-    return torch.cat((torch.arange(early, early + chunk), torch.arange(late, late + chunk)))
+    """[2 c] places in the whole rollout of the tokens that a member holds; they go on beyond its end."""
+    rollout = Rollout(tokens={"input_ids": torch.zeros(length, dtype=torch.int64)})
+    return MicroBatch.shared([rollout], tuple(range(size)), place).packed().position_ids
 
 
 def whole_attention(length: int, dtype: torch.dtype) -> tuple[Tensor, list[Tensor]]:
