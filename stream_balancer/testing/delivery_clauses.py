@@ -17,7 +17,7 @@ from stream_balancer.testing.scripted import (
     same_tensors,
 )
 from stream_balancer.transport import Report
-from stream_balancer.types import RankBatch
+from stream_balancer.types import RankBatch, Rollout
 from stream_balancer.wire.messages import PartsDone, StepComplete, StepHeld, StepReport
 
 __all__ = ["CLAUSES"]
@@ -184,6 +184,34 @@ async def bytes_are_identical(open_harness: Opener) -> None:
         await feed.aclose()
 
 
+async def siblings_share_their_prefix_on_the_rank(open_harness: Opener) -> None:
+    """A micro-batch has the same unique tokens there; a padding copy shares nothing."""
+
+    def sibling(group: str, number: int) -> Rollout:
+        own = torch.full((number + 1,), number)
+        return Rollout(
+            tokens={"input_ids": torch.cat([torch.arange(5) + len(group), own])},
+            rollout_id=f"{group}{number}",
+            group_id=group,
+            prefix=5,
+        )
+
+    first = [sibling(group, number) for group in ("g", "long") for number in range(3)]
+    sent = rank_batch(first, [sibling("g", 3), sibling("g", 4).padding_copy("padding-1")])
+    async with open_harness(1) as harness:
+        feed = harness.connect(0)
+        link = await accepted(harness.transport)
+        link.send(sent)
+        got = await anext(feed)
+        for ours, theirs, saved in zip(sent.micro_batches, got.micro_batches, (20, 0), strict=True):
+            here, there = ours.tree(), theirs.tree()
+            assert here.nodes == there.nodes
+            assert here.index.equal(there.index)
+            assert here["input_ids"].equal(there["input_ids"])
+            assert there.num_tokens == theirs.num_tokens - saved
+        await feed.aclose()
+
+
 async def held_batches_are_never_overwritten(open_harness: Opener) -> None:
     """A trainer that keeps tensors of old batches keeps what it saw."""
     async with open_harness(1) as harness:
@@ -243,6 +271,7 @@ CLAUSES = (
     asking_for_more_is_told_without_an_acknowledgement,
     a_commit_acknowledges_all_before_it,
     bytes_are_identical,
+    siblings_share_their_prefix_on_the_rank,
     held_batches_are_never_overwritten,
     what_a_lost_rank_owed_comes_beside_the_queue,
 )

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias
 
 import torch
 
-from stream_balancer import tensors
+from stream_balancer import tensors, trees
 from stream_balancer.field_docs import documented
 from stream_balancer.shared_columns import SharedColumns
 from stream_balancer.types.rollout import Rollout
@@ -41,7 +41,8 @@ class ExecutionSize(NamedTuple):
 @documented
 @dataclass(frozen=True, eq=False, slots=True)
 class MicroBatch:
-    """Micro-batch: rollouts that go through the model together, on one rank. Lay them out with one of the four methods.
+    """Micro-batch: rollouts that go through the model together, on one rank. Lay them out with one of the four methods
+    (or as a :meth:`tree`).
 
     Examples:
         >>> micro_batch = MicroBatch.of([Rollout(tokens={"input_ids": ids}) for ids in ([11, 12], [21, 22, 23], [31])])
@@ -139,6 +140,39 @@ class MicroBatch:
     def tensordict(self, *, scalar_dtype: torch.dtype = torch.float32) -> TensorDict:
         """A ``TensorDict`` of jagged columns and scalars, batch size ``[n]``. Needs the ``tensordict`` extra."""
         return tensors.tensordict(self.flat(), scalar_dtype=scalar_dtype)
+
+    def tree(self, columns: Collection[str] = ("input_ids",), *, check: bool = True) -> trees.Tree:
+        """Unique tokens, each shared prefix once, for a model that computes it once: ``[U, ...]`` of these columns,
+        ``position_ids``, masks, and ``index`` ``[T]``, by which what the model says of each token comes to the dense
+        layout.
+
+        Siblings are rollouts of one ``group_id`` with a ``prefix``; they share the least of theirs. ``columns``: what
+        the model reads. All others are used as :meth:`packed` has them: the last token of a prefix predicts another
+        token for each sibling, and each has its own mask and advantage. Where nobody shares, nothing is copied; else
+        U tokens of each column. O(T); see :class:`stream_balancer.trees.Tree`.
+
+        Raises RolloutError, naming them, where the prefixes of two siblings differ in one of ``columns`` (one
+        comparison of T tokens, and a wait for the device; ``check=False`` leaves it out), KeyError for a column that is
+        not there, ValueError where several ranks share the rollouts.
+
+        Examples:
+            >>> prompt = [7, 8, 9]
+            >>> rollouts = [
+            ...     Rollout(tokens={"input_ids": prompt + answer}, group_id="g", prefix=3) for answer in ([1, 2], [3])
+            ... ]
+            >>> tree = MicroBatch.of(rollouts).tree()
+            >>> tree["input_ids"], tree.position_ids  # [U]
+            (tensor([7, 8, 9, 1, 2, 3]), tensor([0, 1, 2, 3, 4, 3]))
+            >>> tree["input_ids"][tree.index]  # [T]: as packed() has them
+            tensor([7, 8, 9, 1, 2, 7, 8, 9, 3])
+        """
+        if self.cp_group:
+            raise ValueError(
+                f"tree(): ranks {self.cp_group} share these rollouts, and none has a whole prefix. Use packed()"
+            )
+        return trees.tree(
+            self.flat(), columns, check=check, name_of=lambda place: f"rollout {self.rollouts[place].rollout_id!r}"
+        )
 
     def __repr__(self) -> str:
         shared = f", cp_group={self.cp_group}, cp_rank={self.cp_rank}" if self.cp_group else ""
@@ -367,6 +401,7 @@ def _concatenate(rollouts: Sequence[Rollout], execution_sizes: tuple[ExecutionSi
         weights=torch.tensor([0.0 if r.is_padding else 1.0 for r in rollouts], dtype=torch.float32),  # [n]
         executions=execution_sizes or [(1, loss_tokens_of(r)) for r in rollouts],
         shared=_shared_columns(rollouts),
+        prefixes=[(r.group_id, r.prefix) for r in rollouts] if any(r.prefix for r in rollouts) else None,
     )
 
 

@@ -119,8 +119,8 @@ _Rows: TypeAlias = Callable[[Tensor, int, int], list[Tensor]]
 class SharedRollout(Rollout):
     """One member's part of a rollout that several ranks share. :func:`part_of` makes it.
 
-    ``tokens`` and ``num_tokens`` are of the part, 2c rows; all else is the rollout's: ids, scalars, ``tensors``,
-    metadata. The ``num_loss_tokens`` of all parts sum up to the whole's.
+    ``tokens`` and ``num_tokens`` are of the part, 2c rows, and ``prefix`` is 0; all else is the rollout's: ids,
+    scalars, ``tensors``, metadata. The ``num_loss_tokens`` of all parts sum up to the whole's.
     """
 
     cp_degree: int
@@ -172,7 +172,7 @@ def part_of(rollout: Rollout, degree: int, place: int) -> SharedRollout:
     if rollout.is_padding or isinstance(rollout, SharedRollout):
         raise ValueError(f"part_of(): {rollout!r} cannot be shared: it is a padding copy, or a part already")
     return SharedRollout(
-        **(_fields_of(rollout) | {"tokens": _MadeColumns(rollout.tokens, _chunks, degree, place)}),
+        **(_fields_of(rollout) | {"tokens": _MadeColumns(rollout.tokens, _chunks, degree, place), "prefix": 0}),
         cp_degree=degree,
         cp_rank=place,
         whole_tokens=rollout.num_tokens,

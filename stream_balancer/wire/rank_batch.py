@@ -258,6 +258,7 @@ class _Received:
             ),
             executions=self.execution_sizes(first, stop)
             or [(1, tokens) for tokens in self.meta.loss_tokens[first:stop]],
+            prefixes=list(zip(self.meta.group_ids[first:stop], self.meta.prefixes[first:stop], strict=False)) or None,
         )
 
     def execution_sizes(self, first: int, stop: int) -> tuple[ExecutionSize, ...] | None:

@@ -9,7 +9,7 @@ import pytest
 from architecture import modules
 
 import stream_balancer as sb
-from stream_balancer import tensors
+from stream_balancer import tensors, trees
 
 WITH_EXAMPLES = [module for module, path in modules().items() if ">>> " in path.read_text()]
 VALUES = {"OversizeError", "Plan", "PlanKnobs", "Waiting", "LengthBiasSummary"}  # shown where they are made
@@ -17,6 +17,7 @@ MUST_HAVE = [
     *(getattr(sb.planning, name) for name in sb.planning.__all__ if name not in VALUES),
     *(getattr(sb, name) for name in sb.__all__ if name.endswith("Cost")),
     *(getattr(tensors, name) for name in ("packed", "padded", "nested")),
+    trees.tree,
     sb.MicroBatch,
 ]
 

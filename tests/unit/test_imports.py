@@ -14,7 +14,7 @@ import pytest
 from architecture import NAME, ROOT, circles, edges, folder_of, imports, imports_in, modules
 
 LAYERS = [
-    {"errors", "values", "field_docs", "tensors", "shared_columns", "cost"},
+    {"errors", "values", "field_docs", "tensors", "trees", "shared_columns", "cost"},
     {"planning"},
     {"types", "statistics", "config"},
     {"core", "wire"},
@@ -33,7 +33,18 @@ EXCEPTIONS: dict[tuple[str, str], str] = {}
 
 WAITING = {"anyio", "asyncio", "trio", "time", "threading", "random", "datetime", "concurrent", "multiprocessing"}
 """An event loop, a clock, a thread, or chance."""
-PURE = {"values", "field_docs", "tensors", "shared_columns", "cost", "planning", "types", "statistics", "config"}
+PURE = {
+    "values",
+    "field_docs",
+    "tensors",
+    "trees",
+    "shared_columns",
+    "cost",
+    "planning",
+    "types",
+    "statistics",
+    "config",
+}
 PURE |= {"core", "wire"}
 PURE_MODULES = [
     f"tools.{name}"

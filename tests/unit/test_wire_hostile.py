@@ -65,6 +65,8 @@ def _use(batch: RankBatch) -> None:
     """Whatever was accepted must be usable, and must lie inside its buffer (torch would raise RuntimeError)."""
     for mb in batch.micro_batches:
         packed = mb.packed()
+        tree = mb.tree(check=False)
+        assert tree["input_ids"][tree.index].shape == packed["input_ids"].shape
         assert int(packed.cu_seqlens[-1]) == mb.num_tokens
         for column in packed.columns.values():
             assert column.shape[0] == mb.num_tokens

@@ -1,0 +1,286 @@
+"""Rollouts of a micro-batch with each shared prefix once: a tree of tokens, and the way back to the dense layout.
+
+::
+
+    dense (packed)   p p p p a a a | p p p p b b | c c c c c    T = 18: two siblings of one prompt, and another rollout
+    unique           p p p p a a a   b b   c c c c c            U = 14
+    nodes            `--0--' `-1-'   `2'   `---3---'            parents -1, 0, 0, -1
+
+A node's tokens attend to those before them in the node, and to all of its parents'. Nodes are in depth-first order, so
+a token is attended to by one run of rows that begins with itself: :attr:`Tree.reach` says where that ends, and every
+mask follows from it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+from stream_balancer.errors import RolloutError
+from stream_balancer.tensors import FlatColumns
+
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask
+
+__all__ = ["Node", "Tree", "VarlenKeys", "tree"]
+
+
+class Node(NamedTuple):
+    """A run of unique tokens."""
+
+    start: int
+    stop: int
+    """Rows ``start:stop`` of the unique tokens."""
+    parent: int
+    """The node that comes before it in its rollouts; -1: none."""
+    position: int
+    """Of its first token in its rollouts."""
+
+
+class VarlenKeys(NamedTuple):
+    """What a variable-length kernel takes beside queries that are the unique tokens; see :meth:`Tree.varlen_keys`."""
+
+    rows: Tensor
+    """``[S]`` int64: the unique row of each key. ``k[keys.rows]``, ``v[keys.rows]``."""
+    cu_seqlens_q: Tensor
+    """``[N+1]`` int32: node ``i``'s queries are unique rows ``cu_seqlens_q[i]:cu_seqlens_q[i+1]``."""
+    cu_seqlens_k: Tensor
+    """``[N+1]`` int32: its keys are ``rows[cu_seqlens_k[i]:cu_seqlens_k[i+1]]``, its parents' first."""
+    max_seqlen_q: int
+    max_seqlen_k: int
+
+
+@dataclass(frozen=True, eq=False)
+class Tree:
+    """Unique tokens of a micro-batch: what a model computes, where siblings share their prefix.
+
+    ``U`` unique tokens in ``N`` nodes, of ``T`` tokens in the dense layout (:meth:`MicroBatch.packed`), which has the
+    columns that a loss reads: masks and advantages differ from sibling to sibling.
+    """
+
+    columns: dict[str, Tensor]
+    """``[U, ...]`` what the model reads, by name."""
+    position_ids: Tensor
+    """``[U]`` int64 position in the rollout (or ``[U, ...]`` of the rollouts' own column of that name)."""
+    index: Tensor
+    """``[T]`` int64: the unique row of every token of the dense layout. ``hidden[tree.index]`` is ``[T, ...]``, and on
+    the way back the gradients of a prefix are summed."""
+    nodes: tuple[Node, ...]
+    """In the order of their rows: depth first, a rollout without siblings here is one node."""
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self.columns[name]
+
+    @property
+    def num_tokens(self) -> int:
+        """U: unique tokens."""
+        return self.nodes[-1].stop
+
+    @cached_property
+    def spans(self) -> Tensor:
+        """``[N, 3]`` int32 start, stop and parent (-1: none) of each node, on the tokens' device."""
+        return torch.tensor([node[:3] for node in self.nodes], dtype=torch.int32, device=self.index.device)
+
+    @cached_property
+    def reach(self) -> Tensor:
+        """``[U]`` int32: row ``u`` is attended to by rows ``u`` to ``reach[u] - 1``, and by no other. O(N + U)."""
+        ends = [node.stop for node in self.nodes]
+        for number in range(len(ends) - 1, -1, -1):  # children come behind their parents
+            parent = self.nodes[number].parent
+            if parent >= 0:
+                ends[parent] = max(ends[parent], ends[number])
+        sizes = torch.tensor([node.stop - node.start for node in self.nodes], device=self.index.device)
+        of_node = torch.tensor(ends, dtype=torch.int32, device=self.index.device)
+        return torch.repeat_interleave(of_node, sizes, output_size=self.num_tokens)
+
+    def attention_mask(self) -> Tensor:
+        """``[U, U]`` bool, True where the row's token attends to the column's: for small batches, and tests. O(U^2)."""
+        row = torch.arange(self.num_tokens, device=self.index.device)
+        return (row <= row[:, None]) & (row[:, None] < self.reach)
+
+    @cached_property
+    def mask_mod(self) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
+        """The same as a function for torch's FlexAttention."""
+        reach = self.reach
+
+        def attends(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+            return (key <= query) & (query < reach[key])
+
+        return attends
+
+    def block_mask(self, block_size: int = 128) -> BlockMask:
+        """The same for ``flex_attention(q, k, v, block_mask=...)``, with q, k and v ``[1, heads, U, head_dim]``.
+
+        Equal to ``create_block_mask(tree.mask_mod, None, None, U, U)``, which evaluates all U^2 pairs; here the blocks
+        follow from the nodes. O(U + (U / block_size)^2).
+        """
+        from torch.nn.attention.flex_attention import BlockMask
+
+        size, device = self.num_tokens, self.index.device
+        number = -(-size // block_size)
+        reach = self.reach.new_zeros(number * block_size)  # [blocks x block_size]; 0 beyond the tokens: never whole
+        reach[:size] = self.reach
+        most, least = (bound(reach.view(number, block_size), 1) for bound in (torch.amax, torch.amin))  # [blocks]
+        block = torch.arange(number, device=device)
+        first = block[:, None] * block_size
+        before = block < block[:, None]  # [query block, key block]
+        whole = before & (least >= first + block_size)
+        partly = ((before & (most > first)) | (block == block[:, None])) & ~whole
+        return BlockMask.from_kv_blocks(
+            *_ordered(partly), *_ordered(whole), BLOCK_SIZE=block_size, mask_mod=self.mask_mod, seq_lengths=(size, size)
+        )
+
+    def varlen_keys(self) -> VarlenKeys:
+        """For kernels that know no mask, but queries and keys of different lengths, the last query aligned with the
+        last key (FlashAttention's ``flash_attn_varlen_func(..., causal=True)``): queries by node, keys gathered.
+
+        Copies the rows of the keys, ``S <= T + U`` of them, and computes each pair of tokens once. O(N depth + S).
+        """
+        spans: list[tuple[int, int]] = []
+        counts = []
+        for node in self.nodes:
+            chain = [node]
+            while chain[-1].parent >= 0:
+                chain.append(self.nodes[chain[-1].parent])
+            spans += [(one.start, one.stop - one.start) for one in reversed(chain)]
+            counts.append(node.position + node.stop - node.start)
+        ends = list(accumulate(counts, initial=0))
+        device = self.index.device
+        return VarlenKeys(
+            rows=_runs(spans, device),
+            cu_seqlens_q=torch.tensor([0, *(node.stop for node in self.nodes)], dtype=torch.int32, device=device),
+            cu_seqlens_k=torch.tensor(ends, dtype=torch.int32, device=device),
+            max_seqlen_q=max(node.stop - node.start for node in self.nodes),
+            max_seqlen_k=max(counts),
+        )
+
+    def __repr__(self) -> str:
+        return f"Tree(num_tokens={self.num_tokens}, nodes={len(self.nodes)}, dense_tokens={self.index.shape[0]})"
+
+
+def _ordered(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """[query blocks, key blocks] bool -> how many key blocks each query block has, and these first: ``[1, 1, ...]``."""
+    counts = blocks.sum(1, dtype=torch.int32)
+    return counts[None, None], blocks.to(torch.int8).argsort(dim=1, descending=True, stable=True).int()[None, None]
+
+
+def tree(
+    flat: FlatColumns,
+    columns: Collection[str] = ("input_ids",),
+    *,
+    check: bool = True,
+    name_of: Callable[[int], str] = "rollout {}".format,
+) -> Tree:
+    """The unique tokens of flat columns, by ``flat.prefixes``. See :meth:`MicroBatch.tree`.
+
+    Examples:
+        >>> ids = torch.tensor([7, 8, 1, 7, 8, 2, 3, 9])  # [T]: two siblings of the prompt 7 8, and another rollout
+        >>> siblings = [("g", 2), ("g", 2), (None, 0)]
+        >>> flat = FlatColumns({"input_ids": ids}, (3, 4, 1), {}, torch.ones(3), prefixes=siblings)
+        >>> unique = tree(flat)
+        >>> unique["input_ids"], unique.position_ids  # [U]
+        (tensor([7, 8, 1, 2, 3, 9]), tensor([0, 1, 2, 2, 3, 0]))
+        >>> unique.index  # [T]
+        tensor([0, 1, 2, 0, 1, 3, 4, 5])
+        >>> unique.spans  # [N, 3]
+        tensor([[ 0,  2, -1],
+                [ 2,  3,  0],
+                [ 3,  5,  0],
+                [ 5,  6, -1]], dtype=torch.int32)
+        >>> unique.attention_mask().int()  # [U, U]
+        tensor([[1, 0, 0, 0, 0, 0],
+                [1, 1, 0, 0, 0, 0],
+                [1, 1, 1, 0, 0, 0],
+                [1, 1, 0, 1, 0, 0],
+                [1, 1, 0, 1, 1, 0],
+                [0, 0, 0, 0, 0, 1]], dtype=torch.int32)
+    """
+    names = dict.fromkeys([*columns, *({"position_ids"} & flat.tokens.keys())])
+    if unknown := names.keys() - flat.tokens.keys():
+        raise KeyError(f"tree(): no column {sorted(unknown)}; there are {sorted(flat.tokens)}")
+    plan = _laid_out(flat.lengths, flat.prefixes or ())
+    device = flat.tokens["input_ids"].device
+    found = {name: flat.tokens[name] for name in names}
+    index = _runs(plan.of_rollouts, device)
+    if plan.nodes[-1].stop < index.shape[0]:
+        rows = _runs(plan.dense, device)  # [U] the dense row of each unique token
+        if check and not rows.is_meta:
+            _check_same(found, rows[index], flat.lengths, name_of)
+        found = {name: column[rows] for name, column in found.items()}
+    positions = found.get("position_ids")
+    if positions is None:
+        positions = _runs([(node.position, node.stop - node.start) for node in plan.nodes], device)
+    return Tree({name: found[name] for name in columns}, positions, index, plan.nodes)
+
+
+class _Layout(NamedTuple):
+    nodes: tuple[Node, ...]
+    dense: list[tuple[int, int]]
+    """(first dense row, tokens) of each node."""
+    of_rollouts: list[tuple[int, int]]
+    """(first unique row, tokens) of each run of the dense layout."""
+
+
+def _laid_out(lengths: Sequence[int], prefixes: Sequence[tuple[str | None, int]]) -> _Layout:
+    """Where the tokens of each rollout lie. O(n)."""
+    siblings: dict[str | None, list[int]] = {}
+    for place, (group, prefix) in enumerate(prefixes):
+        if prefix:
+            siblings.setdefault(group, []).append(place)
+    starts = list(accumulate(lengths, initial=0))
+    nodes: list[Node] = []
+    dense: list[tuple[int, int]] = []
+    runs: list[list[tuple[int, int]]] = [[] for _ in lengths]
+
+    def add(place: int, first: int, stop: int, parent: int) -> tuple[int, int]:
+        """Tokens ``first:stop`` of a rollout as a node of their own."""
+        row = nodes[-1].stop if nodes else 0
+        nodes.append(Node(row, row + stop - first, parent, first))
+        dense.append((starts[place] + first, stop - first))
+        return row, stop - first
+
+    for place, length in enumerate(lengths):
+        its = siblings.get(prefixes[place][0], []) if prefixes and prefixes[place][1] else []
+        if len(its) < 2:
+            runs[place] = [add(place, 0, length, -1)]
+        elif its[0] == place:
+            prefix = min(prefixes[one][1] for one in its)
+            root, shared = len(nodes), add(place, 0, prefix, -1)
+            for one in its:
+                runs[one] = [shared, add(one, prefix, lengths[one], root)]
+    return _Layout(tuple(nodes), dense, [run for of_rollout in runs for run in of_rollout])
+
+
+def _runs(spans: Sequence[tuple[int, int]], device: torch.device) -> Tensor:
+    """(start, count) of each -> [sum of counts] int64: start, start + 1, ... of one after the other. Two small copies
+    to the device, whatever the number of tokens."""
+    counts = torch.tensor([count for _, count in spans], device=device)
+    before = accumulate((count for _, count in spans), initial=0)
+    offsets = torch.tensor([start - at for (start, _), at in zip(spans, before, strict=False)], device=device)
+    total = sum(count for _, count in spans)
+    return torch.arange(total, device=device) + torch.repeat_interleave(offsets, counts, output_size=total)
+
+
+def _check_same(
+    columns: dict[str, Tensor], first: Tensor, lengths: Sequence[int], name_of: Callable[[int], str]
+) -> None:
+    """Raise RolloutError unless every token [T] is that of the dense row ``first`` [T]. One wait for the device."""
+    differs = torch.zeros_like(first, dtype=torch.bool)
+    for column in columns.values():
+        differs |= (column != column[first]).flatten(1).any(1) if column.ndim > 1 else column != column[first]
+    if not differs.any():
+        return
+    row = int(differs.nonzero()[0])
+    starts = list(accumulate(lengths, initial=0))
+    mine, other = (max(n for n, start in enumerate(starts[:-1]) if start <= at) for at in (row, int(first[row])))
+    wrong = [name for name, column in columns.items() if (column[row] != column[first[row]]).any()]
+    raise RolloutError(
+        f"{name_of(mine)} and its sibling {name_of(other)} say that they share a prefix, but differ in {wrong[0]!r} at "
+        f"token {row - starts[mine]}. Declare no more leading tokens than are the same (Rollout.prefix)"
+    )
