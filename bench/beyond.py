@@ -2,23 +2,29 @@
 
 python bench/beyond.py [--json] [--seeds 6] [--steps 200] [--traces DIR] [--only TEXT] [--only-mode TEXT]
 
-Recorded lengths in mid-run, drawn with seeds that nothing was tuned on; quadratic cost; 32 rollouts on 8 ranks unless
-said. Idle is what is not the plain work of the rollouts: waiting for the slowest rank, and any overhead. The bound is
-the idle below which no plan of the same batches gets under the same rules. Time is that of a step, for the same work,
-over that of the first row. Whole is the ranks' idle by the clock, waiting for rollouts included, where balanced ranks
-would train just as fast as rollouts are generated.
+Recorded lengths in mid-run, drawn with seeds that nothing was tuned on; quadratic cost. A row is of all seeds together:
+
+    idle    percent of rank time that is not the plain work of the rollouts: waiting for the slowest rank, any overhead
+    bound   the idle that no plan of the same batches gets below under the same rules
+    time    of a step, for the same work, over that of the first row
+    step    its time over that of ranks that are all alike, and share no prompt
+    whole   percent of rank time without plain work by the clock, waiting for rollouts included, where such ranks would
+            train just as fast as rollouts are generated
+
+First in, first out, and the window (two batches, nobody left behind more than 8 times), each by itself and with another
+means. Rollouts one by one are 32 on 8 ranks; where siblings share their prompt they leave in whole groups.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 from _common import Rows, arguments
 from peers import trace_folder, traces
-from window import Mode, drawn
+from window import Mode, drawn, of_usual_size
 
 import stream_balancer as sb
 
@@ -26,117 +32,193 @@ COST = sb.QuadraticCost()
 FIRST_SEED = 17_000
 """Nothing was tuned on it."""
 
+Bars = Mapping[str, float]
+"""The most that is allowed, by how the name of a trace begins."""
+
 
 @dataclass(frozen=True)
 class Means:
-    """What is done about idle ranks."""
+    """What is done about idle ranks, and what was promised of it."""
 
     mode: Mode
-    bars: Mapping[str, float]
-    """The most that it may idle, in percent, by how the name of a trace begins."""
-    whole: Mapping[str, float]
-    """The same by the clock, as a multiple of what the window idles."""
+    idle: Bars = field(default_factory=dict)
+    step: Bars = field(default_factory=dict)
+    whole: Bars = field(default_factory=dict)
+    """As a multiple of what the window alone idles by the clock."""
+    dense: str = ""
+    """The row that has the same, but shares no prompt: its step is at most 0.002 shorter."""
 
 
-def means(name: str, width: float = 1.0, knobs: Mapping[str, Any] | None = None, **more: Any) -> Means:
-    """First in, first out with a `width` of one batch; else the window, which leaves nobody behind more than 8
-    times."""
-    bars, whole = more.pop("bars", {}), more.pop("whole", {})
-    if width == 1.0:
-        return Means(Mode(name, 1.0, knobs or {}, policy="fifo", **more), bars, whole)
-    return Means(Mode(name, width, {"max_skips": 8} | dict(knobs or {}), **more), bars, whole)
+# --- rollouts one by one ---------------------------------------------------------------------------------------------
+
+FIRST, WINDOW = "first in, first out", "window"
+BATCH_SIZE = 32
 
 
-FIRST, WINDOW = "first in, first out", "the window"
-MEANS = (
-    means(FIRST),
-    means(WINDOW, 2.0),
-    means("a batch leaves at 1.5, up to 3 are kept", 1.5, {"capacity": 96}),
+def fifo(name: str, **knobs: Any) -> Mode:
+    return Mode(name, 1.0, knobs, policy="fifo")
+
+
+def window(name: str, width: float = 2.0, **knobs: Any) -> Mode:
+    return Mode(name, width, {"max_skips": 8} | knobs)
+
+
+FIVE: dict[str, Any] = {"cp_sizes": (1, 2, 4, 8), "cp_overhead": 0.05}
+FIFTEEN: dict[str, Any] = {"cp_sizes": (1, 2, 4, 8), "cp_overhead": 0.15}
+ONE_BY_ONE = (
+    Means(fifo(FIRST)),
+    Means(window(WINDOW)),
+    Means(fifo("shared at 5 %", **FIVE)),
+    Means(fifo("shared at 15 %", **FIFTEEN)),
+    Means(fifo("shared at 15 %, parts of any length", cp_min_tokens=1, **FIFTEEN)),
+    Means(window("window, shared at 5 %", **FIVE), idle={"rg": 0.8, "mooncake": 1.1, "nemo": 3.0}),
+    Means(
+        window("window, shared at 15 %", **FIFTEEN),
+        idle={"rg": 1.5, "mooncake": 2.0, "nemo": 7.0, "misguided": 0.7, "lrm": 0.4},
+    ),
+    Means(
+        window("window of 1.5 batches, max_skips=16, shared at 15 %", 1.5, **FIFTEEN | {"max_skips": 16}),
+        idle={"rg": 1.0, "mooncake": 1.5},
+    ),
+    Means(
+        window("leave at 1.5 batches, keep up to 3", 1.5, capacity=3 * BATCH_SIZE),
+        whole={"rg": 0.9, "mooncake": 0.9, "misguided": 0.9},
+    ),
 )
+
+
+# --- siblings that share their prompt --------------------------------------------------------------------------------
+
+GROUPS = {"rg": ((48, 8), (192, 8)), "tau": ((32, 4),), "lrm": ((40, 8),), "misguided": ((48, 8),), "nemo": ((40, 4),)}
+"""Rollouts of a step and ranks, of the traces that have siblings."""
+FIRST_STEP = {"rg 48/8": 1.0, "rg 192/8": 0.74, "tau 32/4": 0.83}
+WINDOW_STEP = {"rg 48/8": 0.76, "rg 192/8": 0.7, "tau 32/4": 0.83}
+
+
+def of_groups(batch: int, ranks: int) -> Iterator[Means]:
+    size: dict[str, Any] = {"batch": batch, "ranks": ranks, "slots": 4 * batch, "whole_groups": True}
+    shared: dict[str, Any] = {"share_prefixes": True}
+    yield Means(Mode(FIRST, 1.0, {}, policy="fifo", **size))
+    yield Means(Mode(WINDOW, 2.0, {"max_skips": 16}, **size))
+    yield Means(Mode("prompts once", 1.0, shared, policy="fifo", **size), step=FIRST_STEP, dense=FIRST)
+    once = Mode("window, prompts once", 2.0, shared | {"max_skips": 16}, **size)
+    yield Means(once, step=WINDOW_STEP, dense=WINDOW)
+
+
+def prompts_alike(trace: sb.Trace) -> sb.Trace:
+    """tau's counts are approximate, and differ by a few tokens between siblings: the least counts as their prompt."""
+    least = np.full(trace.num_groups, np.iinfo(np.int64).max)
+    np.minimum.at(least, trace.group_ids, trace.prompt_tokens)
+    prompt = least[trace.group_ids]
+    return replace(trace, prompt_tokens=prompt, output_tokens=trace.lengths - prompt)
+
+
+# --- what a run comes to ---------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """Of one run, in the cost model's unit."""
+    """Of runs, in the cost model's unit."""
 
     work: float
-    """Of a rank, were all alike."""
+    """Plain work of a rank, were all alike."""
     time: float
     """Of the steps."""
     bound: float
     """No plan of the same batches takes less."""
-    delay: float
-    """Mean, dispatches."""
+
+    @classmethod
+    def of(cls, stream: sb.Trace, report: sb.SimulationReport) -> Outcome:
+        shown = report.shown_steps
+        return cls(
+            plain_work(stream, report),
+            float(report.steps.step_work[shown].sum()),
+            float(report.steps.lower_bound[shown].sum()),
+        )
 
     @property
     def idle(self) -> float:
         return 100.0 * (1.0 - self.work / self.time)
 
 
-def outcome(stream: sb.Trace, mode: Mode, seed: int) -> Outcome:
-    report = sb.simulate(stream, mode.config(stream, COST), slots=mode.slots, seed=seed)
-    shown = report.shown_steps
-    return Outcome(
-        work=plain_work(stream, report),
-        time=float(report.steps.step_work[shown].sum()),
-        bound=float(report.steps.lower_bound[shown].sum()),
-        delay=report.delay_dispatches.mean,
-    )
-
-
 def plain_work(stream: sb.Trace, report: sb.SimulationReport) -> float:
-    """Work of a rank in the steps that are shown, were all alike, without the overhead of sharing a rollout."""
     shown = report.shown_steps
     went = (report.step_of >= shown.start) & (report.step_of < shown.stop)
     return float(COST(stream.lengths[went]).sum()) / report.config.dp_size
 
 
-def whole_idle(stream: sb.Trace, mode: Mode, seed: int) -> float:
-    """Percent by the clock."""
-    report = sb.simulate(stream, mode.config(stream, COST), slots=mode.slots, seed=seed, trainer="matched")
-    worked = 1.0 - report.whole_idle_fraction  # any overhead counts as work there
-    return 100.0 * (1.0 - worked * plain_work(stream, report) / float(report.steps.mean_load[report.shown_steps].sum()))
+class Table:
+    """The rows of a trace."""
 
+    def __init__(self, rows: Rows, name: str, seeds: range) -> None:
+        self._rows, self._name, self._seeds = rows, name, seeds
+        self._steps: dict[str, float] = {}
+        self._whole: dict[str, float] = {}
 
-def measure(rows: Rows, trace: sb.Trace, chosen: Sequence[Means], seeds: range, steps: int, only_mode: str) -> None:
-    """A row each; the first one's step is what the others' are compared with."""
-    first_time = window_whole = 0.0
-    for one in chosen:
-        mode = one.mode
-        if mode is not chosen[0].mode and only_mode not in mode.name and mode.name != WINDOW:
-            continue
-        make = drawn(trace, mode, steps)
-        runs = [outcome(make(seed), mode, seed) for seed in seeds]
-        work, time = sum(run.work for run in runs), sum(run.time for run in runs)
-        first_time = first_time or time / work
-        whole = float(np.mean([whole_idle(make(seed), mode, seed) for seed in seeds]))
-        window_whole = whole if mode.name == WINDOW else window_whole
-        rows.add(
-            f"{trace.name} {mode.name}: idle",
-            100.0 * (1.0 - work / time),
+    def add(self, means: Means, streams: list[sb.Trace]) -> None:
+        mode = means.mode
+        reports = [
+            sb.simulate(stream, mode.config(stream, COST), slots=mode.slots, seed=seed)
+            for seed, stream in zip(self._seeds, streams, strict=True)
+        ]
+        runs = [Outcome.of(stream, report) for stream, report in zip(streams, reports, strict=True)]
+        each = [run.idle for run in runs]
+        whole = Outcome(*(sum(getattr(run, name) for run in runs) for name in ("work", "time", "bound")))
+        step = self._steps[mode.name] = whole.time / whole.work
+        self._rows.add(
+            f"{self._name}: {mode.name}: idle",
+            whole.idle,
             "%",
-            _of(one.bars, trace),
-            sd=round(float(np.std([run.idle for run in runs], ddof=min(1, len(runs) - 1))), 2),
-            bound=round(100.0 * (1.0 - work / sum(run.bound for run in runs)), 2),
-            delay=round(float(np.mean([run.delay for run in runs])), 2),
-            time=round(time / work / first_time, 4),
+            self._bar(means.idle),
+            sd=round(float(np.std(each, ddof=min(1, len(each) - 1))), 2),
+            bound=round(100.0 * (1.0 - whole.work / whole.bound), 2),
+            delay=round(float(np.mean([report.delay_dispatches.mean for report in reports])), 2),
+            time=round(step / next(iter(self._steps.values())), 4),
         )
-        most = _of(one.whole, trace)
-        rows.add(f"{trace.name} {mode.name}: whole", whole, "%", most and most * window_whole)
+        if mode.whole_groups:
+            bar = self._bar(means.step)
+            if bar is None and means.dense:
+                bar = self._steps[means.dense] + 0.002
+            self._rows.add(f"{self._name}: {mode.name}: step", step, "x", bar)
+        else:
+            self._by_the_clock(means, streams)
 
+    def _by_the_clock(self, means: Means, streams: list[sb.Trace]) -> None:
+        mode, idle = means.mode, []
+        for seed, stream in zip(self._seeds, streams, strict=True):
+            report = sb.simulate(stream, mode.config(stream, COST), slots=mode.slots, seed=seed, trainer="matched")
+            idle.append(100.0 * report.whole_idle_fraction)
+        self._whole[mode.name] = float(np.mean(idle))
+        most = self._bar(means.whole)
+        bar = None if most is None else most * self._whole[WINDOW]
+        sd = round(float(np.std(idle, ddof=min(1, len(idle) - 1))), 2)
+        self._rows.add(f"{self._name}: {mode.name}: whole", self._whole[mode.name], "%", bar, sd=sd)
 
-def _of(bars: Mapping[str, float], trace: sb.Trace) -> float | None:
-    return next((most for name, most in bars.items() if trace.name.startswith(name)), None)
+    def _bar(self, bars: Bars) -> float | None:
+        return next((most for name, most in bars.items() if self._name.startswith(name)), None)
 
 
 def main() -> None:
     options = arguments(__doc__, seeds=6, steps=200, traces=None, only="", only_mode="")
     rows = Rows(options.json)
     seeds = range(FIRST_SEED, FIRST_SEED + options.seeds)
+
+    def show(trace: sb.Trace, name: str, all_means: list[Means]) -> None:
+        table = Table(rows, name, seeds)
+        rows.text(name)
+        for means in all_means:
+            if options.only_mode in means.mode.name or means.mode.name in (FIRST, WINDOW):
+                make = drawn(trace, means.mode, options.steps)
+                table.add(means, [make(seed) for seed in seeds])
+
     for trace in traces(trace_folder(options.traces)):
-        if options.only in trace.name:
-            rows.text(f"trace {trace.name}")
-            measure(rows, trace, MEANS, seeds, options.steps, options.only_mode)
+        short = trace.name.split("_")[0]
+        if options.only in (name := f"{short} one by one"):
+            show(trace, name, list(ONE_BY_ONE))
+        for batch, ranks in GROUPS.get(short, ()):
+            grouped = of_usual_size(prompts_alike(trace) if short == "tau" else trace)
+            if options.only in (name := f"{short} {batch}/{ranks}") and grouped is not None:
+                show(grouped, name, list(of_groups(batch, ranks)))
 
 
 if __name__ == "__main__":
