@@ -8,10 +8,13 @@ from typing import TYPE_CHECKING, Literal, TypeAlias
 
 import numpy as np
 
+from .arrays import loads_of
 from .partition import TOLERANCE
 from .rank_speeds import NO_FIXED_COSTS, FixedCosts
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from .arrays import Bools, Counts, Floats, Ints, Oversize, Sync
     from .cost_order import CostOrder
 
@@ -116,6 +119,11 @@ class PlanKnobs:
         return self.batch_size if self.batch_size_range is None else self.batch_size_range[0]
 
     @property
+    def degrees(self) -> tuple[int, ...]:
+        """By how many ranks a rollout may be shared: those of ``cp_sizes`` for which there are ranks enough."""
+        return tuple(size for size in self.cp_sizes if size <= self.num_ranks)
+
+    @property
     def step_multiple(self) -> int:
         """A step whose number of rollouts is chosen has a multiple of this: whole groups, and as many on every rank."""
         return step_multiple(self.num_ranks, self.counts, self.groups, self.group_size)
@@ -141,10 +149,33 @@ def has_micro_batches(knobs: PlanKnobs) -> bool:
     return knobs.max_tokens_per_micro_batch is not None or knobs.micro_batch_multiple > 1 or knobs.padded
 
 
+def part_cost(costs: Floats, degrees: Ints, overhead: float) -> Floats:
+    """[n] what each costs every one of the ranks that share it.
+
+    Examples:
+        >>> part_cost(np.array([1000.0, 1000.0, 1000.0]), np.array([1, 2, 4]), overhead=0.15)
+        array([1000.,  575.,  325.])
+    """
+    cost: Floats = costs / degrees * (1.0 + overhead * np.log2(degrees))
+    return cost
+
+
+def work_of(waiting: Waiting, knobs: PlanKnobs, ranks: list[list[Ints]], degrees: Sequence[list[int]]) -> Floats:
+    """[num_ranks] work of each, what sharing adds counted. O(n)."""
+    if not degrees:
+        return loads_of(waiting.costs, ranks)
+    work = np.zeros(len(ranks))
+    for rank, (share, of_rank) in enumerate(zip(ranks, degrees, strict=True)):
+        costs = np.array([waiting.costs[one].sum() for one in share])
+        # one after the other, as they are run: so all ranks of a block come to the same sum
+        work[rank] = sum(part_cost(costs, np.array(of_rank, dtype=np.int64), knobs.cp_overhead).tolist())
+    return work
+
+
 def micro_batch_overheads(knobs: PlanKnobs, ranks: list[list[Ints]]) -> Floats:
     """[num_ranks] what their micro-batches cost beside their rollouts, padding copies counted. 0 where speeds are
     given: those have the fixed costs in them."""
-    if knobs.speeds is not None or not has_micro_batches(knobs):
+    if knobs.speeds is not None or not (has_micro_batches(knobs) or len(knobs.degrees) > 1):
         return np.zeros(knobs.num_ranks)
     numbers = np.array([max(len(one), 1) for one in ranks])
     if knobs.micro_batch_counts == "equal":
@@ -153,9 +184,9 @@ def micro_batch_overheads(knobs: PlanKnobs, ranks: list[list[Ints]]) -> Floats:
     return overheads * knobs.micro_batch_multiple
 
 
-def finish_of(waiting: Waiting, knobs: PlanKnobs, ranks: list[list[Ints]]) -> float:
+def finish_of(waiting: Waiting, knobs: PlanKnobs, ranks: list[list[Ints]], degrees: Sequence[list[int]] = ()) -> float:
     """When the last of the ranks is done with its micro-batches; where they meet at every one, the sum of the costliest
-    of each index. What they cost is padded where the knobs say so, and overheads are counted. O(n).
+    of each index. What they cost is padded where the knobs say so; overheads are counted, of sharing too. O(n).
 
     Examples:
         >>> waiting = Waiting.of(np.array([900.0, 100.0, 300.0, 700.0]))
@@ -169,6 +200,9 @@ def finish_of(waiting: Waiting, knobs: PlanKnobs, ranks: list[list[Ints]]) -> fl
     for rank, share in enumerate(ranks):
         costs = [waiting.costs[one] for one in share]
         took[: len(share), rank] = [one.size * one.max() if knobs.padded else one.sum() for one in costs]
+        if degrees:
+            of_rank = np.array(degrees[rank], dtype=np.int64)
+            took[: len(share), rank] = part_cost(took[: len(share), rank], of_rank, knobs.cp_overhead)
     rate = np.ones(knobs.num_ranks) if knobs.speeds is None else knobs.speeds
     took, overheads = took / rate, micro_batch_overheads(knobs, ranks)  # with speeds these are 0
     if knobs.sync == "micro_batch":
@@ -203,6 +237,8 @@ class Plan:
     degree g stands in ``ranks[r]`` of every rank r of an aligned block, ``[b * g, (b + 1) * g)``. Where ranks meet once
     a step they run their micro-batches by descending degree, and the members of a block theirs in the same order: then
     nobody waits for another within the step. Where they meet at every micro-batch it has the same index on all."""
+    sharing_cost: float = 0.0
+    """Work that sharing adds: in ``loads``, over all ranks, beside that of the rollouts."""
     mini_batches: tuple[Plan, ...] = ()
     """Of each of its mini-batches, in the order they run in; ``ranks`` has theirs one after the other. Empty where the
     step is in one piece."""

@@ -5,6 +5,7 @@
                        --> partition.py       on which rank, or
                            micro_batches.py   on which rank and in which micro-batch, under a token cap
                        --> swaps.py           the last percent: chosen against waiting rollouts
+                       --> shared_layout.py   who is shared by several ranks, where the knobs allow it
                        --> Plan
 
 Pure: numpy in, positions out. docs/planning_proofs.md has the rules and the proofs.
@@ -25,14 +26,15 @@ from .cost_order import CostOrder
 from .micro_batches import form_micro_batches, in_order
 from .packing import Packer
 from .partition import partition, partition_together
-from .plan import Plan, PlanKnobs, Waiting, finish_of, has_micro_batches, micro_batch_overheads
+from .plan import Plan, PlanKnobs, Waiting, finish_of, has_micro_batches, micro_batch_overheads, work_of
 from .rank_speeds import work_rates
 from .selection import Units
+from .shared_layout import shared_layout
 from .step_size import select_step, usual_size
 from .swaps import EVEN, swap_with_waiting, swaps_of_groups
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     from .arrays import Bools, Ints
     from .micro_batches import Order
@@ -81,8 +83,13 @@ def plan_batch(waiting: Waiting, knobs: PlanKnobs, *, num_rollouts: int, step: i
     at_first = _with_rates(waiting, knobs, np.arange(min(usual, waiting.costs.size)))
     fixed, go = select_step(waiting, units, at_first, num_rollouts, surplus)
     knobs = _with_rates(waiting, knobs, np.flatnonzero(units.of_rollouts(go)))
-    shares = _swapped(waiting, knobs, units, fixed, go, step)
-    return _finish(waiting, knobs, units, shares)
+    if len(knobs.degrees) == 1:
+        shares = _swapped(waiting, knobs, units, fixed, go, step)
+        return _finish(waiting, knobs, units, shares)
+    # Who goes, and who is exchanged with the window, is decided as if nobody could be shared: a choice that counts on
+    # it keeps fewer fillers for the outliers.
+    shares = _swapped(waiting, replace(knobs, oversize="alone"), units, fixed, go, step)
+    return _finish(waiting, knobs, units, *shared_layout(waiting, knobs, shares, _order(knobs), step))
 
 
 def _with_rates(waiting: Waiting, knobs: PlanKnobs, picked: Ints) -> PlanKnobs:
@@ -262,16 +269,27 @@ def earliest_finish(waiting: Waiting, knobs: PlanKnobs, picked: Ints, whole: Int
     )
 
 
-def _finish(waiting: Waiting, knobs: PlanKnobs, units: Units, shares: list[list[Ints]]) -> Plan:
-    """The plan with its figures."""
+def _finish(
+    waiting: Waiting,
+    knobs: PlanKnobs,
+    units: Units,
+    shares: list[list[Ints]],
+    degrees: Sequence[list[int]] = (),
+    bound: float | None = None,
+) -> Plan:
+    """The plan with its figures; ``bound``: None where nobody may be shared."""
     everything = [one for share in shares for one in share]
     picked = np.concatenate(everything) if everything else np.empty(0, dtype=np.int64)
-    loads = loads_of(waiting.costs, shares) + micro_batch_overheads(knobs, shares)
+    if degrees:
+        picked = np.unique(picked)
+    work = work_of(waiting, knobs, shares, degrees)
+    loads = work + micro_batch_overheads(knobs, shares)
     rate = np.ones(knobs.num_ranks) if knobs.speeds is None else np.asarray(knobs.speeds, dtype=np.float64)
-    whole = None if knobs.groups != "same_rank" else np.unique(units.labels(picked), return_inverse=True)[1]
-    bound = earliest_finish(waiting, knobs, picked, whole)
+    if bound is None:
+        whole = None if knobs.groups != "same_rank" else np.unique(units.labels(picked), return_inverse=True)[1]
+        bound = earliest_finish(waiting, knobs, picked, whole)
     mean = float(loads.sum() / rate.sum())
-    finish = finish_of(waiting, knobs, shares)
+    finish = finish_of(waiting, knobs, shares, degrees)
     # labels of groups that leave before all their siblings have come
     flagged = waiting.groups[picked][~waiting.group_complete[picked]]
     if knobs.groups != "free":  # so are the pieces of a group that no batch can hold
@@ -286,4 +304,6 @@ def _finish(waiting: Waiting, knobs: PlanKnobs, units: Units, shares: list[list[
         incomplete_groups=tuple(int(label) for label in np.unique(flagged) if label >= 0),
         avoidable_imbalance=max(finish - bound, 0.0) / mean if mean else 0.0,
         unavoidable_imbalance=max(bound - mean, 0.0) / mean if mean else 0.0,
+        degrees=list(degrees),
+        sharing_cost=float(work.sum() - waiting.costs[picked].sum()) if degrees else 0.0,
     )

@@ -1,0 +1,123 @@
+"""From the ranks' shares, in which nobody shares a rollout, to a layout in which some do, if that is done earlier.
+
+    shares --> shareable.py            by how many ranks each may be shared; the bound
+           --> context_parallel.py     ranks that meet once a step: who is shared, and by which ranks
+               shared_locksteps.py     ranks that meet at every micro-batch: the same, and in which lockstep
+           --> [rank][micro-batch] -> positions, and the degree of each
+
+The unsplit shares are always a candidate: no layout is done later than they are. Pure and deterministic.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from .context_parallel import place
+from .micro_batches import in_order
+from .packing import Packer
+from .plan import finish_of
+from .shareable import Shareable
+from .shared_locksteps import in_locksteps
+
+if TYPE_CHECKING:
+    from .arrays import Ints
+    from .micro_batches import Order
+    from .packing import Bins
+    from .plan import PlanKnobs, Waiting
+
+
+class Layout(NamedTuple):
+    """``[rank][micro_batch]``; see `Plan`."""
+
+    ranks: list[list[Ints]]
+    """Positions."""
+    degrees: list[list[int]]
+    """By how many ranks each micro-batch is shared; empty: none is."""
+    bound: float
+    """No layout is done before this."""
+
+
+def shared_layout(waiting: Waiting, knobs: PlanKnobs, shares: list[list[Ints]], order: Order, step: int) -> Layout:
+    """The layout that is done first of those tried, the shares among them unless a rollout must be shared for the token
+    cap.
+
+    Args:
+        waiting: the columns.
+        knobs: with ``degrees`` beyond 1.
+        shares: [rank][micro_batch] -> positions of the step's rollouts.
+        order: of a rank's micro-batches that nobody shares.
+        step: its number; rotates which ranks get what.
+
+    Raises:
+        OversizeError: a rollout is above the token cap at every degree, and the knobs refuse it.
+
+    Complexity: O(n log n), and a search within a fixed work budget.
+    """
+    picked = np.sort(np.concatenate([one for share in shares for one in share] or [np.empty(0, dtype=np.int64)]))
+    rollouts = Shareable.of(waiting.costs[picked], waiting.lengths[picked], knobs)
+    bound = rollouts.bound()
+    unsplit = finish_of(waiting, knobs, shares) if rollouts.may_stay_whole else np.inf
+    packer = Packer(waiting.lengths[picked], waiting.costs[picked], knobs.max_tokens_per_micro_batch, padded=False)
+    if not picked.size:
+        return Layout(shares, [], bound)
+    found = (
+        in_locksteps(rollouts, packer, knobs, unsplit)
+        if knobs.sync == "micro_batch"
+        else _in_any_order(rollouts, packer, knobs, unsplit, order)
+    )
+    if found is None:
+        return Layout(shares, [], bound)
+    ranks = [[picked[np.array(sorted(one), dtype=np.int64)] for one, _ in of_rank] for of_rank in found]
+    degrees = [[degree for _, degree in of_rank] for of_rank in found]
+    ranks, degrees = _rotated(ranks, degrees, step)
+    if finish_of(waiting, knobs, ranks, degrees) >= unsplit:
+        return Layout(shares, [], bound)
+    return Layout(ranks, degrees, bound)
+
+
+def _in_any_order(
+    rollouts: Shareable, packer: Packer, knobs: PlanKnobs, unsplit: float, order: Order
+) -> list[list[tuple[list[int], int]]] | None:
+    """[rank][micro_batch] (rollouts, degree) of ranks that meet once a step; None if no better placement is found."""
+    overhead, multiple = knobs.fixed_costs.micro_batch, knobs.micro_batch_multiple
+    least = -(-packer.least_bins(np.arange(packer.tokens.size)) // knobs.num_ranks)
+    found = place(rollouts, unsplit - overhead * least)
+    if found is None:
+        return None
+    degrees = rollouts.sizes[found.rows]
+    shared = np.flatnonzero(degrees > 1)
+    parts = rollouts.parts[found.rows, np.arange(degrees.size)]
+    # by descending degree, and the members of a block all in one order: then nobody waits
+    shared = shared[np.lexsort((-parts[shared], -degrees[shared]))]
+    ranks: list[list[tuple[list[int], int]]] = [[] for _ in range(knobs.num_ranks)]
+    for one in shared.tolist():
+        size = int(degrees[one])
+        for rank in range(int(found.blocks[one]) * size, (int(found.blocks[one]) + 1) * size):
+            ranks[rank].append(([one], size))
+    own = [np.flatnonzero((degrees == 1) & (found.blocks == rank)).tolist() for rank in range(knobs.num_ranks)]
+    packed: list[Bins] = [packer.fewest(items) if items else [] for items in own]
+    numbers = [-(-(len(done) + len(bins)) // multiple) * multiple for done, bins in zip(ranks, packed, strict=True)]
+    if knobs.micro_batch_counts == "equal":
+        numbers = [max(numbers)] * len(numbers)
+    for done, bins, number in zip(ranks, packed, numbers, strict=True):
+        if bins:
+            done += [(one, 1) for one in in_order(packer.spread(bins, number - len(done)), packer.cost, order)]
+    return ranks
+
+
+def _rotated(ranks: list[list[Ints]], degrees: list[list[int]], step: int) -> tuple[list[list[Ints]], list[list[int]]]:
+    """The same on other ranks, so that no rank always has the heaviest. Aligned blocks become aligned blocks: ranks
+    change places within the largest ones, and these among each other, where they cover all ranks.
+
+    Examples:
+        >>> _rotated([[0], [1], [2], [3]], [[2], [2], [1], [1]], step=3)[0]
+        [[3], [2], [1], [0]]
+    """
+    number, largest = len(ranks), max(degree for of_rank in degrees for degree in of_rank)
+    if number % largest:
+        return ranks, degrees
+    within, among = step % largest, step // largest * largest
+    source = [((rank - among) % number) ^ within for rank in range(number)]
+    return [ranks[rank] for rank in source], [degrees[rank] for rank in source]

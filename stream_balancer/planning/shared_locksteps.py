@@ -1,0 +1,139 @@
+"""Ranks that meet at every micro-batch, and share rollouts: which are shared, by which ranks, and in which lockstep.
+
+In a lockstep every rank runs one micro-batch, alone or with the others of its block, and the longest sets the time.
+
+    numbers of locksteps, and longest parts, that are tried:
+    rollouts --> parts no longer than that; a shared one is a micro-batch by itself
+             --> the others packed into the places that are left
+             --> the longest into one lockstep, the next into the next
+             --> each lockstep planned once more by itself
+
+Pure and deterministic.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from .arrays import Ints
+    from .packing import Packer
+    from .plan import PlanKnobs
+    from .shareable import Shareable
+
+_LEVELS = (1.0, 1.02, 1.05, 1.1, 1.2, 1.35, 1.6, 2.0)
+"""Longest parts that are tried, as multiples of the bound of so many locksteps."""
+
+_MORE = 3
+"""Locksteps beyond the fewest that are tried."""
+
+_WORTH = 0.02
+"""By how much a lockstep more must shorten the step, beside its overhead."""
+
+
+class _Bin(NamedTuple):
+    """A micro-batch."""
+
+    took: float
+    degree: int
+    items: list[int]
+
+
+Locksteps = list[list[_Bin]]
+
+
+def in_locksteps(
+    step: Shareable, packer: Packer, knobs: PlanKnobs, finish: float
+) -> list[list[tuple[list[int], int]]] | None:
+    """[rank][micro_batch] (rollouts, degree) that is done before ``finish``, as early as one is found; None if none is
+    found. A micro-batch of several ranks has the same place on all of them.
+
+    Complexity: O(n log n) for each of some levels of some numbers of locksteps.
+    """
+    everybody = np.arange(packer.tokens.size)
+    overhead, multiple = knobs.fixed_costs.micro_batch, knobs.micro_batch_multiple
+    best, least = None, finish
+    fewest = -(-_least_places(step, packer, everybody) // step.num_ranks)
+    for number in range(fewest, fewest + _MORE + 1):
+        run = -(-number // multiple) * multiple
+        for bins in _packed(step, packer, everybody, number * step.num_ranks):
+            locksteps = [_by_itself(step, packer, one) for one in _in_rows(bins, step.num_ranks)]
+            took = sum(max(one.took for one in bins) for bins in locksteps) + overhead * run
+            more = best is not None and len(locksteps) > len(best)
+            if took < least * (1.0 - _WORTH if more else 1.0):
+                best, least = locksteps, took
+    return None if best is None else _on_ranks(best, step.num_ranks)
+
+
+def _least_places(step: Shareable, packer: Packer, items: Ints) -> int:
+    """Micro-batches, each counted as often as ranks share it, that these take at least."""
+    rows = np.isfinite(step.parts[:, items]).argmax(axis=0)
+    return int(step.sizes[rows[rows > 0]].sum()) + (packer.least_bins(items[rows == 0]) if (rows == 0).any() else 0)
+
+
+def _packed(step: Shareable, packer: Packer, items: Ints, places: int) -> list[list[_Bin]]:
+    """These in micro-batches that take no more than so many places, for each level at which that is possible."""
+    found, tried = [], set()
+    bound = step.among(items).bound(places)
+    for level in _LEVELS:
+        rows = step.fitting(bound * level * (1.0 + 1e-9))[items]
+        if (key := rows.tobytes()) in tried:
+            continue
+        tried.add(key)
+        shared, own = items[rows > 0], items[rows == 0]
+        left = places - int(step.sizes[rows[rows > 0]].sum())
+        bins = packer.pack(own, left) if left > 0 and own.size else []
+        if bins is None or left < 0 or (own.size and not bins):
+            continue
+        parts = step.parts[rows[rows > 0], shared].tolist()
+        alone = [
+            _Bin(part, degree, [one])
+            for part, degree, one in zip(parts, step.sizes[rows[rows > 0]].tolist(), shared.tolist(), strict=True)
+        ]
+        found.append(alone + [_Bin(packer.cost(one), 1, one) for one in bins])
+    return found
+
+
+def _in_rows(bins: list[_Bin], num_ranks: int) -> Locksteps:
+    """The longest into one lockstep, as far as there are ranks, the next into the next."""
+    left = sorted(bins, key=lambda one: -one.took)
+    rows = []
+    while left:
+        room, taken, rest = num_ranks, [], []
+        for one in left:
+            if one.degree <= room:
+                taken.append(one)
+                room -= one.degree
+            else:
+                rest.append(one)
+        rows.append(taken)
+        left = rest
+    return rows
+
+
+def _by_itself(step: Shareable, packer: Packer, bins: list[_Bin]) -> list[_Bin]:
+    """The micro-batches of a lockstep, or others of the same rollouts if the longest is shorter then."""
+    items = np.array(sorted(i for one in bins for i in one.items), dtype=np.int64)
+    return min([bins, *_packed(step, packer, items, step.num_ranks)], key=lambda some: max(one.took for one in some))
+
+
+def _on_ranks(locksteps: Locksteps, num_ranks: int) -> list[list[tuple[list[int], int]]]:
+    """[rank][micro_batch] (rollouts, degree). Locksteps in which all ranks have something come first; what is in the
+    others is laid out by descending degree, so that the members of a block have as many before it and none is missing
+    in between."""
+    ranks: list[list[tuple[list[int], int]]] = [[] for _ in range(num_ranks)]
+    full = [bins for bins in locksteps if sum(one.degree for one in bins) == num_ranks]
+    for bins in sorted(full, key=lambda some: -max(one.took for one in some)):
+        first = 0
+        for one in sorted(bins, key=lambda some: (-some.degree, -some.took)):
+            for rank in range(first, first + one.degree):
+                ranks[rank].append((one.items, one.degree))
+            first += one.degree
+    rest = [one for bins in locksteps if sum(one.degree for one in bins) < num_ranks for one in bins]
+    for one in sorted(rest, key=lambda some: (-some.degree, -some.took)):
+        first = min(range(0, num_ranks // one.degree * one.degree, one.degree), key=lambda rank: len(ranks[rank]))
+        for rank in range(first, first + one.degree):
+            ranks[rank].append((one.items, one.degree))
+    return ranks

@@ -1,0 +1,372 @@
+"""Rollouts that several ranks share: nobody waits within a step, no plan is worse than without, the bound is one."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from stream_balancer.planning import OversizeError, Plan, PlanKnobs, Waiting, partition, plan_batch
+from stream_balancer.planning.arrays import Floats, Ints
+from stream_balancer.planning.baselines import plan_fifo
+from stream_balancer.planning.context_parallel import place
+from stream_balancer.planning.plan import part_cost
+from stream_balancer.planning.shareable import Shareable, part_tokens
+from stream_balancer.planning.shared_layout import _rotated
+
+SIZES = (1, 2, 4, 8)
+
+
+def heavy_tail(number: int, seed: int, sigma: float = 1.5) -> tuple[Floats, Ints]:
+    """(costs, lengths) [n]: some are far above a rank's fair share."""
+    lengths = np.random.default_rng(seed).lognormal(8.0, sigma, number).clip(16, 300_000).astype(np.int64)
+    return lengths * (lengths + 24_576.0), lengths
+
+
+def window(costs: Floats, lengths: Ints) -> Waiting:
+    return replace(Waiting.of(costs), lengths=lengths)
+
+
+def knobs_of(num_ranks: int, batch_size: int, **others: Any) -> PlanKnobs:
+    own = {"cp_sizes": SIZES, "cp_min_tokens": 256, "max_skips": 8}
+    return PlanKnobs(num_ranks=num_ranks, batch_size=batch_size, **own | others)
+
+
+def planned(costs: Floats, lengths: Ints, knobs: PlanKnobs, step: int = 0) -> Plan:
+    return plan_batch(window(costs, lengths), knobs, num_rollouts=min(knobs.batch_size, costs.size), step=step)
+
+
+def degrees_of(plan: Plan) -> list[list[int]]:
+    return plan.degrees or [[1] * len(of_rank) for of_rank in plan.ranks]
+
+
+# --- what a plan has to be like --------------------------------------------------------------------------------------
+
+
+def check_degrees(plan: Plan, *, locksteps: bool = False) -> None:
+    """Raises ValueError unless a shared micro-batch is on all ranks of an aligned block and nowhere else, at one index
+    (locksteps) or by descending degree and in one order."""
+    degrees = degrees_of(plan)
+    found: dict[tuple[int, int, tuple[int, ...]], list[tuple[int, int]]] = {}
+    for rank, (its, of_rank) in enumerate(zip(plan.ranks, degrees, strict=True)):
+        for index, (one, degree) in enumerate(zip(its, of_rank, strict=True)):
+            found.setdefault((degree, rank // degree, tuple(one.tolist())), []).append((rank, index))
+    for (degree, block, rollouts), places in found.items():
+        if [rank for rank, _ in places] != list(range(block * degree, (block + 1) * degree)):
+            raise ValueError(f"{rollouts} of degree {degree} is on {places}")
+        if len({index for _, index in places}) > 1:  # the same number of others is before it, everywhere
+            raise ValueError(f"{rollouts} of degree {degree} is at unlike places: {places}")
+        if degree > 1 and len(rollouts) > 1:
+            raise ValueError(f"{rollouts} are shared together")
+    everybody = [one for _, _, rollouts in found for one in rollouts]
+    if len(set(everybody)) < len(everybody):
+        raise ValueError("some rollout is in two micro-batches")
+    for of_rank in degrees:
+        if not locksteps and of_rank != sorted(of_rank, reverse=True):
+            raise ValueError(f"a rank does not run by descending degree: {of_rank}")
+
+
+def gang(plan: Plan, parts: list[list[float]]) -> list[float]:
+    """[rank] when it is done. Every rank runs its micro-batches in order, and begins a shared one when all others of
+    the block have come to it."""
+    degrees, at, now = degrees_of(plan), [0] * len(plan.ranks), [0.0] * len(plan.ranks)
+    while any(at[rank] < len(its) for rank, its in enumerate(plan.ranks)):
+        begun = False
+        for rank, its in enumerate(plan.ranks):
+            if at[rank] == len(its):
+                continue
+            degree, rollouts = degrees[rank][at[rank]], its[at[rank]].tolist()
+            block = range(rank // degree * degree, (rank // degree + 1) * degree)
+            if not all(
+                at[other] < len(plan.ranks[other])
+                and degrees[other][at[other]] == degree
+                and plan.ranks[other][at[other]].tolist() == rollouts
+                for other in block
+            ):
+                continue  # some rank is not there yet
+            begins = max(now[other] for other in block)
+            for other in block:
+                now[other] = begins + parts[other][at[other]]
+                at[other] += 1
+            begun = True
+        assert begun, "every rank waits for another"
+    return now
+
+
+def parts_of(plan: Plan, costs: Floats, overhead: float) -> list[list[float]]:
+    """[rank][micro_batch] what it takes."""
+    return [
+        [
+            float(part_cost(costs[one].sum(), np.int64(degree), overhead))
+            for one, degree in zip(its, of_rank, strict=True)
+        ]
+        for its, of_rank in zip(plan.ranks, degrees_of(plan), strict=True)
+    ]
+
+
+@st.composite
+def steps(draw: st.DrawFn, *, most_ranks: int = 12) -> tuple[Floats, Ints, PlanKnobs]:
+    num_ranks = draw(st.integers(1, most_ranks))
+    number = draw(st.integers(1, 5 * num_ranks))
+    lengths = np.array(draw(st.lists(st.integers(1, 40_000), min_size=number, max_size=number)))
+    own = draw(st.booleans())
+    costs = np.array(draw(st.lists(st.floats(0, 1e6), min_size=number, max_size=number))) if own else lengths**1.7
+    knobs = knobs_of(
+        num_ranks,
+        max(number, num_ranks),
+        cp_sizes=draw(st.sampled_from([(1, 2), (1, 4), (1, 2, 4), (1, 2, 4, 8), (1, 8, 16)])),
+        cp_overhead=draw(st.sampled_from([0.0, 0.05, 0.15, 1.0, 3.0])),
+        cp_min_tokens=draw(st.sampled_from([1, 64, 2048])),
+    )
+    return costs, lengths, knobs
+
+
+@given(steps(), st.integers(0, 30))
+def test_nobody_waits_within_a_step_to_the_last_digit(step: tuple[Floats, Ints, PlanKnobs], number: int) -> None:
+    costs, lengths, knobs = step
+    plan = planned(costs, lengths, knobs, number)
+    check_degrees(plan)
+    if plan.degrees:
+        assert gang(plan, parts_of(plan, costs, knobs.cp_overhead)) == plan.loads.tolist()
+    assert plan.finish == plan.loads.max()
+    assert plan.loads.sum() - plan.sharing_cost == pytest.approx(costs.sum())
+
+
+@given(steps(), st.integers(0, 10_000))
+def test_whoever_is_shared_nobody_waits_if_ranks_run_by_descending_degree(
+    step: tuple[Floats, Ints, PlanKnobs], seed: int
+) -> None:
+    """Any degrees on any blocks, not only those that the planner takes."""
+    costs, _, knobs = step
+    rng = np.random.default_rng(seed)
+    degrees = rng.choice(np.array(knobs.degrees), costs.size)
+    ranks: list[list[tuple[int, int]]] = [[] for _ in range(knobs.num_ranks)]
+    for one in np.lexsort((rng.random(costs.size), -degrees)).tolist():
+        block = int(rng.integers(knobs.num_ranks // degrees[one]))
+        for rank in range(block * degrees[one], (block + 1) * degrees[one]):
+            ranks[rank].append((one, int(degrees[one])))
+    plan = replace(
+        planned(costs, np.ones(costs.size, dtype=np.int64), replace(knobs, cp_sizes=(1,))),
+        ranks=[[np.array([one]) for one, _ in of_rank] for of_rank in ranks],
+        degrees=[[degree for _, degree in of_rank] for of_rank in ranks],
+    )
+    check_degrees(plan)
+    parts = parts_of(plan, costs, knobs.cp_overhead)
+    assert gang(plan, parts) == [sum(of_rank) for of_rank in parts]
+
+
+def test_a_wrong_order_is_refused_and_waits() -> None:
+    costs, lengths = np.array([800.0, 300.0, 100.0, 200.0, 200.0]), np.array([800, 300, 100, 200, 200])
+    plan = planned(costs, lengths, knobs_of(4, 5, cp_overhead=0.0, cp_min_tokens=1, cp_sizes=(1, 2, 4)))
+    assert plan.finish == 400.0
+    ranks, degrees = [list(its) for its in plan.ranks], [list(its) for its in plan.degrees]
+    # the 800 on two ranks; one of them runs a rollout of its own first
+    one = next(rank for rank, its in enumerate(degrees) if its[0] == 2)
+    ranks[one].append(np.array([], dtype=np.int64))
+    alone = next(rank for rank, its in enumerate(ranks) if degrees[rank] == [1])
+    ranks[one], degrees[one] = [ranks[alone][0], ranks[one][0]], [1, 2]
+    ranks[alone], degrees[alone] = [], []
+    wrong = replace(plan, ranks=ranks, degrees=degrees)
+    with pytest.raises(ValueError, match="at unlike places"):
+        check_degrees(wrong)
+    other = next(rank for rank in range(one // 2 * 2, one // 2 * 2 + 2) if rank != one)
+    done = gang(wrong, parts_of(wrong, costs, 0.0))
+    assert done[other] > sum(parts_of(wrong, costs, 0.0)[other])
+    ranks[other], degrees[other] = [np.array([], dtype=np.int64), *ranks[other]], [1, *degrees[other]]
+    with pytest.raises(ValueError, match="descending degree"):
+        check_degrees(wrong)
+    check_degrees(wrong, locksteps=True)
+
+
+# --- never worse, and near the bound ---------------------------------------------------------------------------------
+
+
+@given(steps(), st.integers(0, 3), st.sampled_from(["step", "micro_batch"]), st.integers(0, 40_000))
+def test_never_later_than_without_sharing(
+    step: tuple[Floats, Ints, PlanKnobs], number: int, sync: Any, cap: int
+) -> None:
+    costs, lengths, knobs = step
+    knobs = replace(knobs, sync=sync, max_tokens_per_micro_batch=max(cap, 40_000) if cap else None)
+    whole = planned(costs, lengths, replace(knobs, cp_sizes=(1,)), number)
+    plan = planned(costs, lengths, knobs, number)
+    check_degrees(plan, locksteps=sync == "micro_batch")
+    assert plan.finish <= whole.finish * (1 + 1e-12)
+    assert plan.lower_bound <= plan.finish * (1 + 1e-12)
+    assert sorted({i for its in plan.ranks for one in its for i in one.tolist()}) == list(range(costs.size))
+    if not plan.degrees:
+        assert [[one.tolist() for one in its] for its in plan.ranks] == [
+            [one.tolist() for one in its] for its in whole.ranks
+        ]
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_the_choice_from_the_window_knows_nothing_of_sharing(seed: int) -> None:
+    costs, lengths = heavy_tail(64, seed, 2.0)
+    knobs = knobs_of(8, 32)
+    chosen = [
+        sorted({int(i) for its in planned(costs, lengths, one).ranks for mb in its for i in mb})
+        for one in (knobs, replace(knobs, cp_sizes=(1,)))
+    ]
+    assert chosen[0] == chosen[1]
+
+
+@pytest.mark.parametrize("overhead", [0.0, 0.15, 1.2])
+@pytest.mark.parametrize("seed", range(8))
+def test_no_plan_beats_the_bound(seed: int, overhead: float) -> None:
+    """All plans of five rollouts on four ranks, by brute force."""
+    rng = np.random.default_rng(seed)
+    costs = rng.lognormal(3.0, 1.3, 5)
+    knobs = knobs_of(4, 5, cp_sizes=(1, 2, 4), cp_overhead=overhead, cp_min_tokens=1)
+    step = Shareable.of(costs, np.full(5, 10_000), knobs)
+    nodes = [(row, block) for row in range(3) for block in range(4 >> row)]
+    best = np.inf
+    for chosen in itertools.product(nodes, repeat=5):
+        loads = np.zeros(4)
+        for one, (row, block) in enumerate(chosen):
+            loads[block << row : (block + 1) << row] += step.parts[row, one]
+        best = min(best, loads.max())
+    assert step.bound() <= best * (1 + 1e-9)
+    found = planned(costs, np.full(5, 10_000), knobs)
+    assert best * (1 - 1e-9) <= found.finish <= 1.1 * best
+    assert found.lower_bound == step.bound()
+
+
+@given(steps())
+def test_the_bound_is_the_least_finish_that_its_conditions_allow(step: tuple[Floats, Ints, PlanKnobs]) -> None:
+    costs, lengths, knobs = step
+    rollouts = Shareable.of(costs, lengths, knobs)
+    bound = rollouts.bound()
+
+    def possible(finish: float) -> bool:
+        rows, each = rollouts.fitting(finish), np.arange(costs.size)
+        parts = rollouts.parts[rows, each]
+        return bool(parts.max() <= finish) and (parts * rollouts.sizes[rows]).sum() <= finish * knobs.num_ranks
+
+    assert possible(bound * (1 + 1e-9) + 1e-300)
+    assert bound == 0.0 or not possible(bound * (1 - 1e-9))
+
+
+@pytest.mark.parametrize(("num_ranks", "batch_size"), [(8, 32), (32, 128), (64, 1024), (12, 60)])
+def test_plans_come_near_the_bound_where_there_are_four_rollouts_a_rank(num_ranks: int, batch_size: int) -> None:
+    finish = bound = 0.0
+    for seed in range(8):
+        costs, lengths = heavy_tail(batch_size, seed, 1.2)
+        plan = planned(costs, lengths, knobs_of(num_ranks, batch_size, cp_min_tokens=1))
+        finish, bound = finish + plan.finish, bound + plan.lower_bound
+    assert finish <= 1.015 * bound
+
+
+def test_an_outlier_is_shared_by_no_more_ranks_than_its_pieces_are_worth() -> None:
+    costs, lengths = np.full(20, 100.0), np.full(20, 100)
+    costs[7], lengths[7] = 4000.0, 4000
+    for least, most in ((4000, 1), (2001, 1), (2000, 2), (1000, 4), (500, 8)):
+        plan = planned(costs, lengths, knobs_of(8, 20, cp_min_tokens=least))
+        assert max(max(its) for its in degrees_of(plan)) == most
+
+
+def test_degrees_above_the_number_of_ranks_are_not_used() -> None:
+    costs, lengths = np.array([9000.0, 10.0, 10.0]), np.array([9000, 10, 10])
+    plan = planned(costs, lengths, knobs_of(3, 3, cp_sizes=(1, 2, 4), cp_min_tokens=1))
+    assert {degree for its in plan.degrees for degree in its} == {1, 2}
+    assert planned(costs[:1], lengths[:1], knobs_of(1, 1)).degrees == []
+
+
+def test_the_same_rollouts_give_the_same_plan() -> None:
+    costs, lengths = heavy_tail(32, 3, 2.0)
+    first, second = (planned(costs, lengths, knobs_of(8, 32), 5) for _ in range(2))
+    assert first.degrees
+    assert first.degrees == second.degrees
+    assert str(first.ranks) == str(second.ranks)
+
+
+def test_first_in_first_out_shares_too_and_round_robin_does_not() -> None:
+    costs, lengths = heavy_tail(32, 3, 2.0)
+    knobs = knobs_of(8, 32)
+    fifo = plan_fifo(window(costs, lengths), knobs, num_rollouts=32, step=0)
+    assert fifo.degrees == planned(costs, lengths, knobs).degrees != []
+
+
+# --- under a token cap -----------------------------------------------------------------------------------------------
+
+
+@given(steps(), st.integers(200, 60_000), st.sampled_from(["step", "micro_batch"]), st.sampled_from(["equal", "free"]))
+def test_no_part_is_above_the_token_cap_if_any_degree_keeps_it_below(
+    step: tuple[Floats, Ints, PlanKnobs], cap: int, sync: Any, counts: Any
+) -> None:
+    costs, lengths, knobs = step
+    knobs = replace(
+        knobs,
+        max_tokens_per_micro_batch=cap,
+        sync=sync,
+        oversize="alone",
+        micro_batch_counts="equal" if sync == "micro_batch" else counts,
+    )
+    plan = planned(costs, lengths, knobs)
+    check_degrees(plan, locksteps=sync == "micro_batch")
+    fits = [[int(part_tokens(np.int64(n), np.int64(g))) <= cap for g in knobs.degrees] for n in lengths.tolist()]
+    for its, of_rank in zip(plan.ranks, degrees_of(plan), strict=True):
+        for one, degree in zip(its, of_rank, strict=True):
+            tokens = int(part_tokens(lengths[one], np.int64(degree)).sum())
+            if tokens > cap:  # nothing could hold it
+                assert one.size == 1
+                assert not any(fits[int(one[0])])
+
+
+def test_what_no_degree_can_hold_is_refused() -> None:
+    costs, lengths = np.full(8, 100.0), np.full(8, 100)
+    knobs = knobs_of(4, 8, cp_sizes=(1, 2, 4), max_tokens_per_micro_batch=500, cp_min_tokens=2048)
+    lengths[3], costs[3] = 2000, 1e6
+    plan = planned(costs, lengths, knobs)
+    assert max(max(its) for its in plan.degrees) == 4, "it must be shared, however short its parts"
+    lengths[3] = 2001
+    with pytest.raises(OversizeError, match=r"of 2001 tokens is above max_tokens \(500\) even if 4 ranks share"):
+        planned(costs, lengths, knobs)
+    lengths[3] = 501
+    costs[3] = 1.0
+    assert sorted(max(its) for its in planned(costs, lengths, knobs).degrees)[-1] == 2
+
+
+def test_ranks_with_equal_numbers_of_micro_batches_need_no_padding_where_they_have_rollouts_enough() -> None:
+    costs, lengths = heavy_tail(64, 5, 1.8)
+    plan = planned(costs, lengths, knobs_of(8, 64, max_tokens_per_micro_batch=60_000))
+    assert plan.degrees
+    assert len({len(its) for its in plan.ranks}) == 1
+
+
+# --- ranks that meet at every micro-batch ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("cap", [None, 60_000])
+def test_locksteps_with_an_outlier_are_shorter_where_it_is_shared(cap: int | None) -> None:
+    shorter = 0
+    for seed in range(6):
+        lengths = heavy_tail(64, seed, 2.0)[1].clip(16, 60_000)
+        knobs = knobs_of(8, 64, sync="micro_batch", max_tokens_per_micro_batch=cap)
+        whole = planned(lengths**2.0, lengths, replace(knobs, cp_sizes=(1,)))
+        plan = planned(lengths**2.0, lengths, knobs)
+        shorter += plan.finish < 0.9 * whole.finish
+    assert shorter >= 3
+
+
+def test_ranks_change_places_without_leaving_their_blocks() -> None:
+    costs, lengths = heavy_tail(32, 3, 2.0)
+    seen = set()
+    for number in range(16):
+        plan = planned(costs, lengths, knobs_of(8, 32), number)
+        check_degrees(plan)
+        seen.add(tuple(plan.loads.argsort(kind="stable").tolist()))
+    assert len(seen) >= 8
+    assert _rotated([[0], [1], [2]], [[2], [2], [1]], 1)[0] == [[0], [1], [2]], "blocks of two do not cover three ranks"
+
+
+def test_an_even_step_stays_as_it_is() -> None:
+    costs = np.full(32, 1e8)
+    plan = planned(costs, np.full(32, 9000), knobs_of(8, 32))
+    assert not plan.degrees
+    step = Shareable.of(costs, np.full(32, 9000), knobs_of(8, 32))
+    assert place(step, max(costs[one].sum() for one in partition(costs, 8))) is None
