@@ -103,7 +103,8 @@ class Knobs:
     """Hard cap on the tokens of a micro-batch, never exceeded (padding counts under a padded cost). None = one
     micro-batch."""
     oversize: Oversize = "refuse"
-    """A rollout above the cap is refused at put, or goes in a micro-batch "alone"."""
+    """A rollout above the cap, if not even sharing it by ``cp_sizes`` keeps it below, is refused at put, or goes in a
+    micro-batch "alone"."""
     micro_batch_counts: Counts = "equal"
     """"equal": as many micro-batches on every rank. "free": each rank its own number, where ranks meet once per step
     (DDP with ``no_sync``, HSDP): fewer padding copies, less ``micro_batch_overhead_cost``."""
@@ -236,6 +237,15 @@ class Knobs:
         if self.batch_tokens is None:
             return None  # the guarantee counts rollouts: see most_waiting
         return max(self.capacity_tokens, (self.max_skips or USUAL_MAX_SKIPS) * self.batch_tokens)
+
+    @property
+    def longest_rollout(self) -> int | None:
+        """Tokens that a rollout may have to stay within ``max_tokens_per_micro_batch``, shared by as many ranks as may
+        (two equal chunks a rank); None = no cap."""
+        cap = self.max_tokens_per_micro_batch
+        if cap is None:
+            return None
+        return max(cap, *(2 * size * (cap // 2) for size in self.cp_sizes if size <= self.dp_size))
 
     @property
     def least_batch_size(self) -> int:

@@ -156,11 +156,11 @@ class Admission:
 
     def check_waiting(self, config: BalancerConfig) -> None:
         """Raise ConfigError if a rollout that waits could not leave under these knobs. O(n)."""
-        cap, lengths = config.max_tokens_per_micro_batch, self._buffer.lengths
-        if cap is not None and config.oversize == "refuse" and int(lengths.max(initial=0)) > cap:
+        most, lengths = config.longest_rollout, self._buffer.lengths
+        if most is not None and config.oversize == "refuse" and int(lengths.max(initial=0)) > most:
             longest = self._buffer.rollouts(lengths.argmax(0, keepdims=True))[0]
             raise ConfigError(
-                f"max_tokens_per_micro_batch ({cap}) with oversize='refuse' is below rollout {longest.rollout_id!r}, "
+                f"{_cap_text(config)} with oversize='refuse' is below rollout {longest.rollout_id!r}, "
                 f"which waits and has {longest.num_tokens} tokens: no batch could take it. Use a cap >= "
                 f"{longest.num_tokens} until it has left, or set oversize='alone'"
             )
@@ -193,11 +193,10 @@ def _check_fits(rollout: Rollout, config: BalancerConfig) -> None:
             f"config has group_size={config.group_size}, but rollout {rollout.rollout_id!r} has no group_id: it would "
             "count as a group of its own. Give the siblings of one prompt the same group_id, or leave group_size out"
         )
-    cap = config.max_tokens_per_micro_batch
-    if cap is not None and rollout.num_tokens > cap and config.oversize == "refuse":
+    most = config.longest_rollout
+    if most is not None and rollout.num_tokens > most and config.oversize == "refuse":
         raise RolloutError(
-            f"rollout {rollout.rollout_id!r} has {rollout.num_tokens} tokens, above "
-            f"max_tokens_per_micro_batch ({cap}). "
+            f"rollout {rollout.rollout_id!r} has {rollout.num_tokens} tokens, above {_cap_text(config)}. "
             "Raise the cap, truncate the rollout, or set oversize='alone' to run it in a micro-batch of its own"
         )
     limit = config.capacity_bytes
@@ -207,6 +206,13 @@ def _check_fits(rollout: Rollout, config: BalancerConfig) -> None:
             f"({limit}): it could "
             "never be let in. Raise capacity_bytes"
         )
+
+
+def _cap_text(config: BalancerConfig) -> str:
+    cap = f"max_tokens_per_micro_batch ({config.max_tokens_per_micro_batch})"
+    if len(config.cp_sizes) == 1:
+        return cap
+    return f"{cap} on each of {max(size for size in config.cp_sizes if size <= config.dp_size)} ranks"
 
 
 def _check_stratum(rollout: Rollout, strata: Strata) -> None:

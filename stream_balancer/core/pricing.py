@@ -52,7 +52,8 @@ class Pricing:
         factor = float(costs.sum()) / before if before > 0 else 1.0
         buffer.reprice(costs)
         if self.calibration is not None:
-            speeds = self.calibration.speeds
+            # ranks that share a rollout are planned as if they were alike
+            speeds = None if len(self._config.cp_sizes) > 1 else self.calibration.speeds
             self.knobs = replace(
                 self.knobs,
                 speeds=None if speeds is None else np.array(speeds, dtype=np.float64),

@@ -16,6 +16,21 @@ def core_of(**knobs: Any) -> BalancerCore:
     return BalancerCore(sb.BalancerConfig(**{"dp_size": 1, "batch_size": 2, "window": 4, **knobs}))
 
 
+def test_a_rollout_above_the_cap_comes_in_if_ranks_may_share_it() -> None:
+    config = sb.BalancerConfig(
+        dp_size=4, batch_size=4, cp_sizes=(1, 2, 4, 8), max_tokens_per_micro_batch=51, cost=sb.QuadraticCost()
+    )
+    assert config.longest_rollout == 200, "four ranks with two chunks of 25 tokens each"
+    assert config.replace(cp_sizes=(1,)).longest_rollout == 51
+    assert config.replace(max_tokens_per_micro_batch=None).longest_rollout is None
+    core = BalancerCore(config)
+    core.add(make_rollout(200), 0.0)
+    with pytest.raises(sb.RolloutError, match=r"201 tokens, above .*batch \(51\) on each of 4 ranks"):
+        core.add(make_rollout(201), 0.0)
+    with pytest.raises(sb.ConfigError, match=r"\(51\) on each of 2 ranks with oversize='refuse' is below rollout"):
+        core.reconfigure(config.replace(cp_sizes=(1, 2)))
+
+
 @pytest.mark.parametrize("before", [{"max_tokens_per_micro_batch": 100}, {}, {"oversize": "alone"}])
 def test_a_token_cap_below_a_waiting_rollout_is_refused(before: dict[str, Any]) -> None:
     core = core_of(**before)
