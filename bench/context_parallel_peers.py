@@ -67,7 +67,8 @@ def main() -> None:
             for overhead in OVERHEADS:
                 label = f"{trace.name}, cap longest / {parts}, overhead {100 * overhead:g} %"
                 rows.text(label)
-                capped = replace(run, max_tokens=-(-run.max_tokens // parts), overhead=overhead)
+                cap = 2 * -(-run.max_tokens // (2 * parts))  # a part is of two chunks of equal size
+                capped = replace(run, max_tokens=cap, overhead=overhead)
                 for scheduler in compared(overhead, parts):
                     if scheduler in plans:
                         show(rows, f"{label}: {scheduler.name}", *measure(capped, scheduler, plans[scheduler], SECONDS))
