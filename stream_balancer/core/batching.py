@@ -15,7 +15,6 @@ from numpy.typing import NDArray
 from stream_balancer.config import BalancerConfig
 from stream_balancer.core.buffer import Buffer
 from stream_balancer.core.executions import ExecutionKey, denominators_of, execution_of, sizes_in, sizes_of
-from stream_balancer.core.pricing import costs_of
 from stream_balancer.core.state import State
 from stream_balancer.planning import Plan, PlanKnobs, Waiting, plan_batch
 from stream_balancer.planning.baselines import plan_fifo, plan_round_robin
@@ -49,6 +48,8 @@ def make_plan(state: State, due: NDArray[np.bool_], num_rollouts: int) -> tuple[
     )
     knobs = state.pricing.knobs
     waiting = state.buffer.waiting(due)
+    if state.config.share_prefixes:
+        waiting = state.pricing.with_prefixes(waiting, state.buffer.rollouts())
     if state.config.stratum_shares:
         knobs = replace(knobs, stratum_shares=state.buffer.strata.least_shares(state.config.stratum_shares))
     if state.staleness.num_held_back:
@@ -173,21 +174,11 @@ def reassign(state: State, batch: Batch, rollouts: Sequence[Rollout], ranks: Seq
 def _plan_of_all(state: State, rollouts: Sequence[Rollout], step: int, knobs: PlanKnobs) -> Plan:
     """On which rank and in which micro-batch each of these goes: nobody is chosen."""
     number = len(rollouts)
-    everybody = np.ones(number, dtype=np.bool_)
-    # -1 = no group; the others are numbered as they come
-    labels: dict[str | None, int] = {None: -1}
-    waiting = Waiting(
-        costs=np.array(costs_of(rollouts, state.pricing.model), dtype=np.float64),
-        lengths=np.array([rollout.num_tokens for rollout in rollouts], dtype=np.int64),
-        skips=np.zeros(number, dtype=np.int64),
-        due=everybody,
-        groups=np.array([labels.setdefault(r.group_id, len(labels) - 1) for r in rollouts], dtype=np.int64),
-        group_complete=everybody,
-    )
     # what was let in goes, though other knobs would refuse it now
     sizes = replace(knobs, batch_size=number, batch_size_range=None, batch_tokens=None, max_skips=None)
     knobs = replace(sizes, oversize="alone")
-    return _PLANNERS[state.config.policy](waiting, knobs, num_rollouts=number, step=step, surplus=0)
+    planner = _PLANNERS[state.config.policy]
+    return planner(state.pricing.waiting_of(rollouts), knobs, num_rollouts=number, step=step, surplus=0)
 
 
 def _batch(

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import chain
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,8 +15,9 @@ from stream_balancer.core.buffer import Buffer
 from stream_balancer.core.calibration import Calibration
 from stream_balancer.cost import CalibratedCost
 from stream_balancer.errors import RolloutError
-from stream_balancer.planning import Plan, PlanKnobs
+from stream_balancer.planning import Plan, PlanKnobs, Waiting
 from stream_balancer.planning.arrays import Floats, Ints
+from stream_balancer.planning.plan import work_in
 from stream_balancer.planning.rank_speeds import NO_FIXED_COSTS, FixedCosts
 from stream_balancer.types import Batch, RankBatch, Rollout
 from stream_balancer.values import MAX_COST
@@ -85,20 +87,70 @@ class Pricing:
         was moved between them. Its seconds will be compared with that. O(rollouts)."""
         if self.calibration is not None and self.calibration.expects(batch.step):
             self.calibration.expect(batch.step, [_lengths_of(one) for one in work])
-        costs = [_cost_of_all(one, self.model) for one in work]
-        planned = [_cost_of_all((one,), self.model) for one in batch.ranks]
+        costs = self._work_of(work)
+        planned = self._work_of([(one,) for one in batch.ranks])
         loads = zip(batch.loads, costs, planned, strict=True)
         return replace(batch, loads=tuple(load * cost / before if before else load for load, cost, before in loads))
+
+    def _work_of(self, work: Sequence[tuple[RankBatch, ...]]) -> list[float]:
+        """[rank] work of all its micro-batches. O(rollouts)."""
+        real: list[Rollout] = []
+        ranks: list[list[Ints]] = []
+        for of_rank in work:
+            ranks.append([])
+            for one in chain.from_iterable(rank_batch.micro_batches for rank_batch in of_rank):
+                rollouts = [rollout for rollout in one.rollouts if not rollout.is_padding]
+                ranks[-1].append(np.arange(len(real), len(real) + len(rollouts)))
+                real += rollouts
+        return [float(of_rank.sum()) for of_rank in work_in(self.waiting_of(real), ranks)]
+
+    def waiting_of(self, rollouts: Sequence[Rollout]) -> Waiting:
+        """The planner's columns of rollouts that all go, oldest first. O(n)."""
+        number = len(rollouts)
+        everybody = np.ones(number, dtype=np.bool_)
+        # -1 = no group; the others are numbered as they come
+        labels: dict[str | None, int] = {None: -1}
+        waiting = Waiting(
+            costs=np.array(costs_of(rollouts, self.model) if rollouts else (), dtype=np.float64),
+            lengths=np.array([rollout.num_tokens for rollout in rollouts], dtype=np.int64),
+            skips=np.zeros(number, dtype=np.int64),
+            due=everybody,
+            groups=np.array([labels.setdefault(r.group_id, len(labels) - 1) for r in rollouts], dtype=np.int64),
+            group_complete=everybody,
+        )
+        return self.with_prefixes(waiting, rollouts)
+
+    def with_prefixes(self, waiting: Waiting, rollouts: Sequence[Rollout]) -> Waiting:
+        """The columns of these rollouts, with what the prefix of each costs alone, where prefixes are shared. O(n).
+
+        Of siblings that disagree the least prefix counts. A rollout with a cost of its own has no price for its prefix:
+        what it costs does not follow from lengths.
+        """
+        if not self._config.share_prefixes:
+            return waiting
+        numbers: dict[str | None, int] = {}
+        lengths = np.array([0 if r.cost is not None else r.prefix for r in rollouts], dtype=np.int64)
+        siblings = np.array(
+            [
+                numbers.setdefault(r.group_id, len(numbers)) if length else -1
+                for r, length in zip(rollouts, lengths, strict=True)
+            ],
+            dtype=np.int64,
+        )
+        costs, shares = np.zeros(lengths.size), np.flatnonzero(lengths)
+        if shares.size:
+            least = np.full(len(numbers), lengths.max())
+            np.minimum.at(least, siblings[shares], lengths[shares])
+            lengths[shares] = least[siblings[shares]]
+            priced = np.nan_to_num(np.asarray(self.model(lengths[shares]), dtype=np.float64))
+            # a model that is not monotone: at most the whole
+            costs[shares] = np.clip(priced, 0.0, waiting.costs[shares])
+        return replace(waiting, prefix_costs=costs, prefix_lengths=lengths, siblings=siblings)
 
 
 def _lengths_of(work: tuple[RankBatch, ...]) -> list[NDArray[np.int64]]:
     """[micro_batch] lengths of its rollouts."""
     return [np.array(one.lengths, dtype=np.int64) for rank_batch in work for one in rank_batch.micro_batches]
-
-
-def _cost_of_all(work: tuple[RankBatch, ...], model: CostFunction) -> float:
-    rollouts = [one for rank_batch in work for one in rank_batch.rollouts if not one.is_padding]
-    return sum(costs_of(rollouts, model)) if rollouts else 0.0
 
 
 def costs_of(rollouts: Sequence[Rollout], model: CostFunction) -> list[float]:

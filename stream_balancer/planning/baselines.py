@@ -12,8 +12,7 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from .arrays import loads_of
-from .plan import Plan, PlanKnobs, Waiting, finish_of, micro_batch_overheads
+from .plan import Plan, PlanKnobs, Waiting, finish_of, micro_batch_overheads, work_of
 from .planner import earliest_finish, plan_batch
 from .step_size import usual_size
 
@@ -23,14 +22,9 @@ __all__ = ["plan_fifo", "plan_round_robin"]
 def plan_fifo(waiting: Waiting, knobs: PlanKnobs, *, num_rollouts: int, step: int, surplus: int = 0) -> Plan:
     """The oldest rollouts, partitioned as well as they can be: the window's planner, shown nothing else. O(n log n)."""
     oldest = _oldest(waiting, usual_size(waiting, knobs, num_rollouts, surplus))
-    visible = Waiting(
-        costs=waiting.costs[oldest],
-        lengths=waiting.lengths[oldest],
-        skips=waiting.skips[oldest],
-        due=np.ones(len(oldest), dtype=bool),
-        groups=waiting.groups[oldest],
-        group_complete=waiting.group_complete[oldest],
-    )
+    shown = np.zeros(waiting.costs.size, dtype=np.bool_)
+    shown[oldest] = True
+    visible = replace(waiting.among(shown), due=np.ones(len(oldest), dtype=np.bool_), strata=None)
     plan = plan_batch(visible, knobs, num_rollouts=len(oldest), step=step)
     # the plan's positions are into what it was shown: back into the whole window
     ranks = [[oldest[positions] for positions in micro_batches] for micro_batches in plan.ranks]
@@ -49,7 +43,7 @@ def plan_round_robin(waiting: Waiting, knobs: PlanKnobs, *, num_rollouts: int, s
     most = -(-most // multiple) * multiple
     ranks = [_cut(share, waiting.lengths[share], most, knobs) for share in shares]
     speeds = np.ones(knobs.num_ranks) if knobs.speeds is None else np.asarray(knobs.speeds, dtype=np.float64)
-    loads = loads_of(waiting.costs, ranks) + micro_batch_overheads(knobs, ranks)
+    loads = work_of(waiting, knobs, ranks, ()) + micro_batch_overheads(knobs, ranks)
     finish = finish_of(waiting, knobs, ranks)
     bound = earliest_finish(waiting, knobs, oldest)
     mean = float(loads.sum() / speeds.sum()) or 1.0

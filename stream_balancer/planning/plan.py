@@ -11,6 +11,7 @@ import numpy as np
 from .arrays import loads_of
 from .partition import TOLERANCE
 from .rank_speeds import NO_FIXED_COSTS, FixedCosts
+from .siblings import Siblings
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -55,6 +56,16 @@ class Waiting:
         none = np.zeros(costs.size, dtype=np.bool_)
         zero = np.zeros(costs.size, dtype=np.int64)
         return cls(costs, np.maximum(costs, 1).astype(np.int64), zero, none, zero - 1, ~none)
+
+    def sets(self, rows: Ints | None = None) -> Siblings:
+        """Those in these rows ([n]; None: all) by whose prefix they share, where prefixes are given. O(n log n)."""
+        assert self.prefix_costs is not None
+        assert self.prefix_lengths is not None
+        pick = slice(None) if rows is None else rows
+        labels = self.groups if self.siblings is None else self.siblings
+        return Siblings.of(
+            self.costs[pick], self.lengths[pick], labels[pick], self.prefix_costs[pick], self.prefix_lengths[pick]
+        )
 
     def among(self, keep: Bools) -> Waiting:
         """Only those to keep ([W]), in positions among them. O(W)."""
@@ -160,8 +171,20 @@ def part_cost(costs: Floats, degrees: Ints, overhead: float) -> Floats:
     return cost
 
 
+def work_in(waiting: Waiting, ranks: list[list[Ints]]) -> list[Floats]:
+    """[rank][micro_batch] work of each, a prefix counted once in it. O(n); with prefixes O(n log n)."""
+    if waiting.prefix_costs is None:
+        return [np.array([waiting.costs[one].sum() for one in share]) for share in ranks]
+    ones = [one for share in ranks for one in share]
+    place = np.repeat(np.arange(len(ones)), [one.size for one in ones])
+    work = waiting.sets(np.concatenate([*ones, np.empty(0, dtype=np.int64)])).loads(place, len(ones))
+    return np.split(work, np.cumsum([len(share) for share in ranks])[:-1])
+
+
 def work_of(waiting: Waiting, knobs: PlanKnobs, ranks: list[list[Ints]], degrees: Sequence[list[int]]) -> Floats:
-    """[num_ranks] work of each, what sharing adds counted. O(n)."""
+    """[num_ranks] work of each, what sharing a rollout adds, and a prefix saves, counted. O(n log n)."""
+    if waiting.prefix_costs is not None:
+        return np.array([float(work.sum()) for work in work_in(waiting, ranks)])
     if not degrees:
         return loads_of(waiting.costs, ranks)
     work = np.zeros(len(ranks))
@@ -197,12 +220,13 @@ def finish_of(waiting: Waiting, knobs: PlanKnobs, ranks: list[list[Ints]], degre
         1600.0
     """
     took = np.zeros((max(map(len, ranks)), knobs.num_ranks))  # [micro-batches, ranks]
-    for rank, share in enumerate(ranks):
-        costs = [waiting.costs[one] for one in share]
-        took[: len(share), rank] = [one.size * one.max() if knobs.padded else one.sum() for one in costs]
-        if degrees:
-            of_rank = np.array(degrees[rank], dtype=np.int64)
-            took[: len(share), rank] = part_cost(took[: len(share), rank], of_rank, knobs.cp_overhead)
+    if knobs.padded:
+        works = [np.array([one.size * waiting.costs[one].max() for one in share]) for share in ranks]
+    else:
+        works = work_in(waiting, ranks)
+    for rank, work in enumerate(works):
+        of_rank = np.array(degrees[rank] if degrees else 1, dtype=np.int64)
+        took[: work.size, rank] = part_cost(work, of_rank, knobs.cp_overhead) if degrees else work
     rate = np.ones(knobs.num_ranks) if knobs.speeds is None else knobs.speeds
     took, overheads = took / rate, micro_batch_overheads(knobs, ranks)  # with speeds these are 0
     if knobs.sync == "micro_batch":

@@ -6,6 +6,7 @@
                            micro_batches.py   on which rank and in which micro-batch, under a token cap
                        --> swaps.py           the last percent: chosen against waiting rollouts
                        --> shared_layout.py   who is shared by several ranks, where the knobs allow it
+                           prefixes.py        instead of both, where siblings share a prefix: where they pay for it
                        --> Plan
 
 Pure: numpy in, positions out. docs/planning_proofs.md has the rules and the proofs.
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import islice
+from operator import itemgetter
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -26,7 +28,8 @@ from .cost_order import CostOrder
 from .micro_batches import form_micro_batches, in_order
 from .packing import Packer
 from .partition import partition, partition_together
-from .plan import Plan, PlanKnobs, Waiting, finish_of, has_micro_batches, micro_batch_overheads, work_of
+from .plan import Plan, PlanKnobs, Waiting, finish_of, has_micro_batches, micro_batch_overheads, work_in, work_of
+from .prefixes import prefix_bound, with_shared_prefixes
 from .rank_speeds import work_rates
 from .selection import Units
 from .shared_layout import shared_layout
@@ -83,6 +86,8 @@ def plan_batch(waiting: Waiting, knobs: PlanKnobs, *, num_rollouts: int, step: i
     at_first = _with_rates(waiting, knobs, np.arange(min(usual, waiting.costs.size)))
     fixed, go = select_step(waiting, units, at_first, num_rollouts, surplus)
     knobs = _with_rates(waiting, knobs, np.flatnonzero(units.of_rollouts(go)))
+    if waiting.prefix_costs is not None:
+        return _finish(waiting, knobs, units, _with_prefixes(waiting, knobs, units, go, step))
     if len(knobs.degrees) == 1:
         shares = _swapped(waiting, knobs, units, fixed, go, step)
         return _finish(waiting, knobs, units, shares)
@@ -149,6 +154,17 @@ def _shares(waiting: Waiting, knobs: PlanKnobs, units: Units, go: Bools, step: i
         rotation=step,
     )
     return [[picked[one] for one in share] for share in formed]
+
+
+def _with_prefixes(waiting: Waiting, knobs: PlanKnobs, units: Units, go: Bools, step: int) -> list[list[Ints]]:
+    """The same where siblings share a prefix. Nothing is swapped: what a group saves depends on who goes with it."""
+    whole = units.unit_of if knobs.groups == "same_rank" else None
+    shares = with_shared_prefixes(waiting, knobs, _shares(waiting, knobs, units, go, step), whole, step)
+    each = [
+        list(zip(work.tolist(), share, strict=True))
+        for work, share in zip(work_in(waiting, shares), shares, strict=True)
+    ]
+    return [[one for _, one in in_order(pairs, itemgetter(0), _order(knobs))] for pairs in each]
 
 
 def _order(knobs: PlanKnobs) -> Order:
@@ -250,15 +266,20 @@ class _Times(NamedTuple):
 def earliest_finish(waiting: Waiting, knobs: PlanKnobs, picked: Ints, whole: Ints | None = None) -> float:
     """No plan of the rollouts ``picked`` is done before this; ``whole``: [n] numbers of those that go to one rank
     together. O(n log n)."""
-    costs = waiting.costs[picked]
-    indivisible = costs if whole is None else np.bincount(whole, weights=costs)
-    bound = lower_bound(indivisible, knobs.num_ranks, knobs.counts, knobs.speeds)
+    costs, lengths = waiting.costs[picked], waiting.lengths[picked]
+    if waiting.prefix_costs is None:
+        indivisible = costs if whole is None else np.bincount(whole, weights=costs)
+        bound = lower_bound(indivisible, knobs.num_ranks, knobs.counts, knobs.speeds)
+    else:
+        siblings = waiting.sets(picked)
+        bound = prefix_bound(siblings, knobs.num_ranks, whole)
+        costs, lengths = siblings.apart()
     cap = knobs.max_tokens_per_micro_batch
     if knobs.sync == "micro_batch" and cap is not None and not knobs.padded:
-        bound = max(bound, lockstep_bound(costs, waiting.lengths[picked], knobs.num_ranks, cap, knobs.speeds))
+        bound = max(bound, lockstep_bound(costs, lengths, knobs.num_ranks, cap, knobs.speeds))
     if knobs.speeds is not None or not knobs.fixed_costs.micro_batch or not has_micro_batches(knobs):
         return bound
-    packer = Packer(waiting.lengths[picked], costs, cap, knobs.padded)
+    packer = Packer(lengths, costs, cap, knobs.padded)
     return least_finish_bound(
         packer,
         knobs.num_ranks,

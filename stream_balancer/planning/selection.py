@@ -87,9 +87,10 @@ class Units:
         unit_of = _by_first_member(_in_pieces(labels, most))
         num_units = int(unit_of.max()) + 1
         sizes = np.bincount(unit_of, minlength=num_units)  # [U]
+        costs, parts = _with_prefix_once(waiting)
         peaks = np.zeros(num_units)
         # unbuffered: an index that comes several times counts each time
-        np.maximum.at(peaks, unit_of, waiting.costs)
+        np.maximum.at(peaks, unit_of, parts)
         # a group must go when the first of its members must
         least = np.full(num_units, patience, dtype=np.int64)  # [U]
         np.minimum.at(least, unit_of, remaining)
@@ -107,7 +108,7 @@ class Units:
         return Units(
             unit_of=unit_of,
             sizes=sizes,
-            costs=np.bincount(unit_of, weights=waiting.costs, minlength=num_units).astype(np.float64),
+            costs=np.bincount(unit_of, weights=costs, minlength=num_units).astype(np.float64),
             remaining=least,
             due=due,
             ready=ready | due,
@@ -129,6 +130,14 @@ class Units:
     def labels(self, rollouts: Ints) -> Ints:
         """[n] positions -> [n] which unit each belongs to."""
         return rollouts if self.unit_of is None else self.unit_of[rollouts]
+
+
+def _with_prefix_once(waiting: Waiting) -> tuple[Floats, Floats]:
+    """-> ([W] work of each rollout in its group, [W] work that lies on one rank because of it)."""
+    if waiting.prefix_costs is None:
+        return waiting.costs, waiting.costs
+    siblings = waiting.sets()
+    return siblings.even_costs(), siblings.peaks()[siblings.set_of]
 
 
 def _patience(knobs: PlanKnobs) -> int:

@@ -1,0 +1,266 @@
+"""On which rank siblings go that share a prefix: so that the last rank is done as early as possible.
+
+A group on one rank pays its prefix once, but is a lump; spread over the ranks it balances, and pays it on every one.
+
+    partition of whole costs ---> counted with sharing: on every rank at most what it was
+    groups whole, and cut where a rank would pass 1, 1.02, 1.05, 1.1 times the bound
+                             ---> parts, single siblings and halves of parts exchanged with the rank that is done last
+    the best of them all     ---> under a cap, every part whole into a micro-batch
+
+The plan without sharing is always among those compared, so none is worse. Pure and deterministic.
+"""
+
+from __future__ import annotations
+
+import math
+from itertools import chain
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from .bounds import lower_bound
+from .packing import Packer
+from .partition import partition_together
+from .plan import finish_of
+from .siblings import Siblings
+
+if TYPE_CHECKING:
+    from .arrays import Floats, Ints
+    from .packing import Bins
+    from .plan import PlanKnobs, Waiting
+
+_NEAR = 0.005
+"""A plan this near to its bound (relatively) is good enough."""
+
+_LEVELS = (math.inf, 1.0, 1.02, 1.05, 1.1)
+"""Up to which work a rank takes whole groups in the starts that are tried, in bounds."""
+
+_ROUNDS = 80
+"""Exchanges of a descent, at most."""
+
+_WITH = 12
+"""Ranks that the one that is done last is compared with: those that are done first."""
+
+_HALVED_FROM = 4
+"""Siblings of a part whose half is exchanged, too."""
+
+
+def with_shared_prefixes(
+    waiting: Waiting, knobs: PlanKnobs, dense: list[list[Ints]], whole: Ints | None, step: int
+) -> list[list[Ints]]:
+    """``[rank][micro_batch]`` -> positions of the rollouts of ``dense``, a plan that knows nothing of prefixes.
+    Siblings lie side by side. Never done later than that one, where a micro-batch pays a prefix once.
+
+    Args:
+        waiting: with prefixes.
+        knobs: ranks meet once a step, and are alike.
+        dense: ``[rank][micro_batch]`` -> positions.
+        whole: [W] numbers of those that go to one rank together; None: siblings may be parted.
+        step: rotates which rank is the heaviest.
+
+    Complexity: as of `place_siblings`, and packing the parts under the cap.
+    """
+    ranks, cap = knobs.num_ranks, knobs.max_tokens_per_micro_batch
+    picked = np.sort(np.concatenate([one for share in dense for one in share] or [np.empty(0, dtype=np.int64)]))
+    siblings = waiting.sets(picked)
+    parts = siblings if cap is None else siblings.cut_to(cap)
+    if whole is None:
+        rank_of = np.empty(waiting.costs.size, dtype=np.int64)
+        for rank, share in enumerate(dense):
+            rank_of[np.concatenate([*share, picked[:0]])] = rank
+        places = place_siblings(parts, ranks, rank_of[picked], rotation=step)
+    else:
+        places = np.empty(picked.size, dtype=np.int64)
+        for rank, those in enumerate(partition_together(parts.even_costs(), whole[picked], ranks, rotation=step)):
+            places[those] = rank
+    packed = pack_siblings(parts, places, ranks, cap, even=knobs.micro_batch_counts == "equal")
+    planned = [[picked[one] for one in share] for share in packed]
+    beside = [[one[np.argsort(waiting.sets(one).set_of, kind="stable")] for one in share] for share in dense]
+    return min(beside, planned, key=lambda shares: finish_of(waiting, knobs, shares))
+
+
+def prefix_bound(siblings: Siblings, num_ranks: int, whole: Ints | None = None) -> float:
+    """No plan of these is done before this; ``whole``: [n] numbers of those that go to one rank. O(n log n)."""
+    if whole is not None:
+        return lower_bound(np.bincount(whole, weights=siblings.even_costs()), num_ranks)
+    return max(lower_bound(siblings.apart()[0], num_ranks), siblings.heaviest_alone())
+
+
+def place_siblings(siblings: Siblings, num_ranks: int, dense: Ints, *, rotation: int = 0) -> Ints:
+    """[n] the rank of each, never later than with the ranks ``dense`` ([n]), of a partition of the whole costs.
+
+    Complexity: O(n ranks) for each of six starts at most, and a fixed number of exchanges, each O(n + S) times what a
+    rank holds.
+
+    Examples:
+        >>> from stream_balancer.planning.siblings import Siblings
+        >>> added, group, tokens = np.array([5.0, 4.0, 3.0, 2.0, 2.0, 2.0]), np.array([0, 0, 0, 1, 1, 1]), np.ones(6)
+        >>> siblings = Siblings(added, group, np.array([4.0, 4.0]), tokens, tokens[:2])
+        >>> place_siblings(siblings, 2, dense=np.array([0, 1, 0, 1, 0, 1]))  # 16 and 10; whole groups, 16 and 10
+        array([0, 0, 0, 1, 1, 1])
+    """
+    bound = prefix_bound(siblings, num_ranks)
+    enough = bound * (1.0 + _NEAR)
+    best, least = dense, float(siblings.loads(dense, num_ranks).max(initial=0.0))
+    starts = (_whole_sets(siblings, num_ranks, level * bound, rotation) for level in _LEVELS)
+    for start in chain(starts, [dense]):
+        if least <= enough:
+            break
+        layout = _Layout(siblings, num_ranks, start)
+        layout.improve(enough)
+        if layout.finish < least:
+            best, least = layout.rank_of, layout.finish
+    return best
+
+
+def _whole_sets(siblings: Siblings, num_ranks: int, level: float, rotation: int) -> Ints:
+    """[n] ranks: the sets by weight, each whole on the least loaded rank, or where that would pass the level sibling by
+    sibling, each where it adds least below it."""
+    rank_of = np.empty(siblings.added.size, dtype=np.int64)
+    by_set = np.argsort(siblings.set_of, kind="stable")
+    sizes = np.bincount(siblings.set_of, minlength=siblings.prefixes.size)
+    ends = np.cumsum(sizes)
+    totals = np.bincount(siblings.set_of, weights=siblings.added, minlength=sizes.size) + siblings.prefixes
+    load = np.zeros(num_ranks)
+    for one in np.argsort(-totals, kind="stable").tolist():
+        members = by_set[ends[one] - sizes[one] : ends[one]]
+        rank = int(load.argmin())
+        if load[rank] + totals[one] <= level:
+            rank_of[members] = rank
+            load[rank] += totals[one]
+            continue
+        prefix = np.full(num_ranks, siblings.prefixes[one])  # what the first sibling on a rank adds
+        for member in members[np.argsort(-siblings.added[members], kind="stable")].tolist():
+            after = load + siblings.added[member] + prefix
+            fits = after <= level
+            here = fits & (prefix == 0.0)
+            if here.any():
+                fits = here
+            rank = int(np.where(fits, after, np.inf).argmin()) if fits.any() else int(after.argmin())
+            rank_of[member], load[rank], prefix[rank] = rank, after[rank], 0.0
+    return (rank_of + rotation) % num_ranks
+
+
+class _Pieces(NamedTuple):
+    """What a rank could give away at once: parts (all that it has of a set), single siblings, every second sibling."""
+
+    rollouts: list[Ints]
+    sets: Ints
+    """[pieces] whose siblings they are."""
+    added: Floats
+    """[pieces] their work without the prefix."""
+    freed: Floats
+    """[pieces] work of the prefix, which leaves with a whole part."""
+
+
+class _Layout:
+    """Siblings on ranks, and when each rank is done."""
+
+    def __init__(self, siblings: Siblings, num_ranks: int, rank_of: Ints) -> None:
+        self._siblings = siblings
+        self.rank_of = rank_of.copy()
+        self._there = np.zeros((siblings.prefixes.size, num_ranks), dtype=np.int64)
+        np.add.at(self._there, (siblings.set_of, rank_of), 1)
+        self._loads = siblings.loads(rank_of, num_ranks)
+        self._pieces: dict[int, _Pieces] = {}
+
+    @property
+    def finish(self) -> float:
+        """When the last rank is done."""
+        return float(self._loads.max())
+
+    def improve(self, enough: float) -> None:
+        """Exchange pieces with the rank that is done last, until that is early enough, or nothing helps."""
+        for _ in range(_ROUNDS):
+            last = int(self._loads.argmax())
+            if self._loads[last] <= enough or not self._exchange(last):
+                return
+
+    def _exchange(self, last: int) -> bool:
+        """The best exchange of a piece of the last rank for one of another rank, or for nothing; False: none helps."""
+        others = [rank for rank in np.argsort(self._loads, kind="stable")[:_WITH].tolist() if rank != last]
+        give = self._pieces_of(last)
+        theirs = [self._pieces_of(rank) for rank in others]
+        # nothing is a piece, too: of no set, and of every rank
+        nothing = np.zeros(len(others))
+        sets = np.concatenate([np.full(len(others), -1), *(one.sets for one in theirs)])
+        added = np.concatenate([nothing, *(one.added for one in theirs)])
+        freed = np.concatenate([nothing, *(one.freed for one in theirs)])
+        number = [len(one.rollouts) for one in theirs]
+        rank = np.concatenate((others, np.repeat(others, number)))
+        # [give, take] what the prefix costs where a piece comes in, and frees where it goes
+        prefixes, same = self._siblings.prefixes, give.sets[:, None] == sets
+        comes = np.where((sets >= 0) & (self._there[sets, last] == 0), prefixes[sets], 0.0)
+        goes = np.where(self._there[give.sets][:, rank] == 0, prefixes[give.sets][:, None], 0.0)
+        mine = np.where(same, 0.0, comes - give.freed[:, None])
+        other = np.where(same, 0.0, goes - freed)
+        shift = give.added[:, None] - added
+        mine += self._loads[last] - shift
+        other += self._loads[rank] + shift
+        latest = np.maximum(mine, other)
+        best = int((latest + 1e-6 * (mine + other)).argmin())
+        gives, takes = divmod(best, rank.size)
+        if not latest[gives, takes] < self._loads[last] * (1.0 - 1e-9):
+            return False
+        self._move(give.rollouts[gives], last, int(rank[takes]))
+        if takes >= len(others):
+            pieces = [piece for one in theirs for piece in one.rollouts]
+            self._move(pieces[takes - len(others)], int(rank[takes]), last)
+        self._loads[[last, rank[takes]]] = mine[gives, takes], other[gives, takes]
+        return True
+
+    def _move(self, rollouts: Ints, source: int, target: int) -> None:
+        self.rank_of[rollouts] = target
+        one = self._siblings.set_of[rollouts[0]]
+        self._there[one, source] -= rollouts.size
+        self._there[one, target] += rollouts.size
+        self._pieces.pop(source, None)
+        self._pieces.pop(target, None)
+
+    def _pieces_of(self, rank: int) -> _Pieces:
+        if rank not in self._pieces:
+            self._pieces[rank] = self._cut(np.flatnonzero(self.rank_of == rank))
+        return self._pieces[rank]
+
+    def _cut(self, held: Ints) -> _Pieces:
+        siblings = self._siblings
+        rollouts: list[Ints] = []
+        sets: list[int] = []
+        added: list[float] = []
+        freed: list[float] = []
+        by_set = held[np.lexsort((-siblings.added[held], siblings.set_of[held]))]
+        numbers, first = np.unique(siblings.set_of[by_set], return_index=True)
+        for one, part in zip(numbers.tolist(), np.split(by_set, first[1:]), strict=bool(held.size)):
+            pieces = [part]
+            if part.size > 1:
+                pieces.extend(part.reshape(-1, 1))
+            if part.size >= _HALVED_FROM:
+                pieces.append(part[::2])
+            rollouts += pieces
+            sets += [one] * len(pieces)
+            added += [float(siblings.added[piece].sum()) for piece in pieces]
+            freed += [float(siblings.prefixes[one]), *(0.0 for _ in pieces[1:])]
+        return _Pieces(rollouts, np.array(sets, dtype=np.int64), np.array(added), np.array(freed))
+
+
+def pack_siblings(siblings: Siblings, rank_of: Ints, num_ranks: int, max_tokens: int | None, even: bool) -> list[Bins]:
+    """``[rank][micro-batch]`` -> positions, siblings side by side; what a rank has of a set lies in one micro-batch.
+    No more unique tokens than ``max_tokens`` in any, given sets that are cut to it. ``even``: a rank that could do with
+    fewer micro-batches than another fills as many."""
+    parts, part_of = np.unique(siblings.set_of * num_ranks + rank_of, return_inverse=True)
+    of_part = siblings.prefix_tokens[parts // num_ranks] + np.bincount(part_of, weights=siblings.tokens).astype(
+        np.int64
+    )
+    packer = Packer(of_part, siblings.loads(part_of, parts.size), max_tokens, padded=False)
+    held = [np.flatnonzero(parts % num_ranks == rank).tolist() for rank in range(num_ranks)]
+    packed = [packer.fewest(items) if items else [] for items in held]
+    most = max(map(len, packed))
+    by_part = np.argsort(part_of, kind="stable")
+    members = np.split(by_part, np.cumsum(np.bincount(part_of))[:-1])
+    return [
+        [
+            [i for part in one for i in members[part].tolist()]
+            for one in (packer.spread(bins, most) if even and bins else bins)
+        ]
+        for bins in packed
+    ]

@@ -1,0 +1,236 @@
+"""Plans where siblings of a micro-batch pay their prefix once: what they cost, and that none is worse than without."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise, product
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from stream_balancer.planning import PlanKnobs, Waiting, plan_batch
+from stream_balancer.planning.baselines import plan_fifo, plan_round_robin
+from stream_balancer.planning.plan import work_in
+from stream_balancer.planning.prefixes import place_siblings, prefix_bound
+from stream_balancer.planning.selection import Units
+from stream_balancer.planning.siblings import Siblings
+
+
+def cost(tokens):
+    return tokens * (tokens + 50.0)
+
+
+def columns(prompts, answers, groups, *, share=True):
+    """Rollouts by the tokens of their prompt and of their answer; group -1 shares nothing."""
+    prompts, answers, groups = (np.asarray(one, dtype=np.int64) for one in (prompts, answers, groups))
+    shared = np.where(groups >= 0, prompts, 0)
+    waiting = replace(Waiting.of(cost(prompts + answers)), lengths=prompts + answers, groups=groups)
+    return replace(waiting, prefix_costs=cost(shared), prefix_lengths=shared) if share else waiting
+
+
+def micro_batch_cost(waiting, rows):
+    """In the plainest words."""
+    paid = {int(waiting.groups[i]): waiting.prefix_costs[i] for i in rows if waiting.prefix_lengths[i]}
+    return sum(waiting.costs[i] - waiting.prefix_costs[i] for i in rows) + sum(paid.values())
+
+
+def unique_tokens(waiting, rows):
+    own = sum(int(waiting.lengths[i] - waiting.prefix_lengths[i]) for i in rows)
+    return own + sum({int(waiting.groups[i]): int(waiting.prefix_lengths[i]) for i in rows}.values())
+
+
+answers = st.sampled_from([1, 1, 3, 10, 30, 100, 300, 1000])
+
+
+@st.composite
+def steps(draw, most_groups=10, most_siblings=6):
+    """Groups of siblings, and some rollouts without."""
+    sizes = draw(st.lists(st.integers(1, most_siblings), min_size=1, max_size=most_groups))
+    prompt = [draw(st.sampled_from([1, 5, 50, 500])) for _ in sizes]
+    groups = [draw(st.just(g) | st.just(-1)) if size == 1 else g for g, size in enumerate(sizes) for _ in range(size)]
+    prompts = [p for p, size in zip(prompt, sizes, strict=True) for _ in range(size)]
+    waiting = columns(prompts, [draw(answers) for _ in prompts], groups)
+    order = np.array(draw(st.permutations(range(len(prompts)))), dtype=np.int64)
+    return replace(
+        waiting,
+        **{
+            name: getattr(waiting, name)[order]
+            for name in ("costs", "lengths", "groups", "prefix_costs", "prefix_lengths")
+        },
+    )
+
+
+def without_sharing(waiting):
+    return replace(waiting, prefix_costs=None, prefix_lengths=None)
+
+
+def knobs_of(waiting, ranks, **more):
+    return PlanKnobs(**{"num_ranks": ranks, "batch_size": waiting.costs.size, "max_skips": 8, **more})
+
+
+def plan(waiting, knobs, step=0):
+    return plan_batch(waiting, knobs, num_rollouts=waiting.costs.size, step=step)
+
+
+def check(found, waiting, knobs):
+    rows = [one for share in found.ranks for one in share]
+    assert np.sort(np.concatenate(rows)).tolist() == list(range(waiting.costs.size))  # everybody, once
+    loads = [sum(micro_batch_cost(waiting, one) for one in share) for share in found.ranks]
+    overheads = np.zeros(knobs.num_ranks)
+    if knobs.max_tokens_per_micro_batch is not None:
+        numbers = np.array([max(len(share), 1) for share in found.ranks])
+        most = numbers.max() if knobs.micro_batch_counts == "equal" else numbers
+        overheads = overheads + knobs.fixed_costs.micro_batch * most
+        for one in rows:
+            fits = unique_tokens(waiting, one) <= knobs.max_tokens_per_micro_batch
+            assert fits or (len(one) == 1 and knobs.oversize == "alone")
+    np.testing.assert_allclose(found.loads, loads + overheads)
+    assert found.finish == pytest.approx((loads + overheads).max())
+    assert found.lower_bound <= found.finish * (1 + 1e-9)
+    for one in rows:  # siblings lie side by side
+        labels = [g for g in waiting.groups[one].tolist() if g >= 0]
+        assert sum(a != b for a, b in pairwise(labels)) == max(len(set(labels)) - 1, 0)
+
+
+@given(steps(), st.integers(1, 6), st.integers(0, 7))
+def test_a_step_is_never_longer_than_without_sharing(waiting, ranks, step):
+    knobs = knobs_of(waiting, ranks)
+    found = plan(waiting, knobs, step)
+    check(found, waiting, knobs)
+    dense = plan(without_sharing(waiting), knobs, step)
+    # the dense plan counted with sharing is no worse than itself, and one of those compared
+    counted = max(work.sum() for work in work_in(waiting, dense.ranks))
+    assert found.finish <= counted * (1 + 1e-9) <= dense.finish * (1 + 2e-9)
+
+
+@given(
+    steps(),
+    st.integers(1, 4),
+    st.integers(0, 7),
+    st.sampled_from([1100, 1600, 3000]),
+    st.sampled_from(["equal", "free"]),
+    st.sampled_from([0.0, 1e4, 1e6]),
+    st.sampled_from(["same_batch", "same_rank", "free"]),
+)
+def test_a_cap_holds_in_unique_tokens_and_no_step_is_longer(waiting, ranks, step, cap, counts, overhead, groups):
+    knobs = knobs_of(
+        waiting,
+        ranks,
+        max_tokens_per_micro_batch=cap,
+        micro_batch_counts=counts,
+        fixed_costs=PlanKnobs(1, 1, 1).fixed_costs._replace(micro_batch=overhead),
+        groups=groups,
+        oversize="alone",
+    )
+    found = plan(waiting, knobs, step)
+    check(found, waiting, knobs)
+    assert found.finish <= plan(without_sharing(waiting), knobs, step).finish * (1 + 1e-9)
+    if groups == "same_rank":
+        rank_of = {int(row): rank for rank, share in enumerate(found.ranks) for one in share for row in one}
+        for group in np.unique(waiting.groups[waiting.groups >= 0]):
+            assert len({rank_of[row] for row in np.flatnonzero(waiting.groups == group).tolist()}) == 1
+
+
+def optimum(waiting, ranks):
+    number = waiting.costs.size
+    return min(
+        max(micro_batch_cost(waiting, [i for i in range(number) if place[i] == rank]) for rank in range(ranks))
+        for place in product(range(ranks), repeat=number)
+    )
+
+
+@settings(max_examples=150)
+@given(steps(most_groups=3, most_siblings=3).filter(lambda waiting: waiting.costs.size <= 7), st.integers(1, 3))
+def test_no_layout_at_all_is_done_before_the_bound(waiting, ranks):
+    best = optimum(waiting, ranks)
+    assert prefix_bound(waiting.sets(), ranks) <= best * (1 + 1e-9)
+    assert best <= plan(waiting, knobs_of(waiting, ranks)).finish * (1 + 1e-9) <= 1.5 * best
+
+
+def test_a_group_is_split_only_where_that_makes_the_last_rank_earlier():
+    # two groups of long prompts: whole, one on each rank
+    waiting = columns([500] * 4, [10, 20, 30, 40], [0, 0, 1, 1])
+    ranks = plan(waiting, knobs_of(waiting, 2)).ranks
+    assert sorted(one[0].tolist() for one in ranks) == [[0, 1], [2, 3]]
+    # a group of long answers beside three rollouts of next to nothing: its prompt is paid twice
+    waiting = columns([50] * 5, [1000, 900, 10, 10, 10], [0, 0, -1, -1, -1])
+    ranks = plan(waiting, knobs_of(waiting, 2)).ranks
+    assert {tuple(np.intersect1d(np.concatenate(share), [0, 1])) for share in ranks} == {(0,), (1,)}
+
+
+def test_a_group_longer_than_the_cap_is_cut_before_it_is_placed():
+    group, tokens = np.zeros(5, dtype=np.int64), np.array([400, 300, 300, 200, 100])
+    siblings = Siblings(tokens * 1.0, group, np.array([100.0]), tokens, np.array([100]))
+    parts = siblings.cut_to(800)  # 400 + 300 and 300 + 200 + 100, each with the prompt of 100
+    assert parts.set_of.tolist() == [0, 0, 1, 1, 1]
+    assert parts.prefixes.tolist() == [100.0, 100.0]
+    assert parts.prefix_tokens.tolist() == [100, 100]
+    assert siblings.cut_to(1400) is siblings
+
+
+@given(steps(), st.integers(1, 1500))
+def test_parts_of_a_cut_hold_all_siblings_and_no_more_than_the_cap(waiting, cap):
+    siblings = waiting.sets()
+    parts = siblings.cut_to(cap)
+    for part in range(parts.prefixes.size):
+        members = np.flatnonzero(parts.set_of == part)
+        assert members.size
+        assert np.unique(siblings.set_of[members]).size == 1
+        whole = siblings.set_of[members[0]]
+        assert parts.prefixes[part] == siblings.prefixes[whole]
+        assert parts.prefix_tokens[part] == siblings.prefix_tokens[whole]
+        assert members.size == 1 or parts.tokens[members].sum() + parts.prefix_tokens[part] <= cap
+
+
+def finest_cut(waiting, rows):
+    """The peak of a group, in the plainest words."""
+    added = sorted((waiting.costs[rows] - waiting.prefix_costs[rows]).tolist(), reverse=True)
+    prefix = float(waiting.prefix_costs[rows[0]])
+    number = max(k for k in range(1, len(rows) + 1) if k == 1 or k * prefix <= 0.05 * (sum(added) + prefix) + prefix)
+    parts = [0.0] * number
+    for one in added:
+        parts[parts.index(min(parts))] += one
+    return max(parts) + prefix
+
+
+@given(steps())
+def test_a_group_weighs_in_the_choice_what_it_costs_with_its_prefix_once(waiting):
+    units = Units.of(waiting, knobs_of(waiting, 2, groups="same_batch"))
+    for unit in range(units.sizes.size):
+        rows = np.flatnonzero(units.labels(np.arange(waiting.costs.size)) == unit)
+        assert units.costs[unit] == pytest.approx(micro_batch_cost(waiting, rows))
+        assert units.peaks[unit] == pytest.approx(finest_cut(waiting, rows))
+
+
+def test_siblings_that_stay_may_go_one_by_one():
+    """groups="free": each rollout is chosen by what it costs alone."""
+    waiting = columns([500, 500, 500], [10, 20, 30], [0, 0, 0])
+    units = Units.of(waiting, knobs_of(waiting, 2, groups="free"))
+    assert units.costs.tolist() == waiting.costs.tolist()
+    labels = replace(waiting, groups=np.full(3, -1), siblings=np.zeros(3, dtype=np.int64))
+    assert plan(labels, knobs_of(labels, 2, groups="free")).finish == plan(waiting, knobs_of(waiting, 2)).finish
+
+
+def test_the_usual_policies_are_counted_with_sharing_too():
+    waiting = columns([500] * 6, [10, 20, 30, 40, 50, 60], [0, 0, 0, 1, 1, 1])
+    knobs = knobs_of(waiting, 2)
+    fifo = plan_fifo(waiting, knobs, num_rollouts=6, step=0)
+    check(fifo, waiting, knobs)
+    in_turn = plan_round_robin(waiting, knobs, num_rollouts=6, step=0)
+    assert [one[0].tolist() for one in in_turn.ranks] == [[0, 2, 4], [1, 3, 5]]
+    np.testing.assert_allclose(in_turn.loads, [micro_batch_cost(waiting, one[0]) for one in in_turn.ranks])
+    assert fifo.finish < in_turn.finish
+    assert fifo.lower_bound == in_turn.lower_bound
+
+
+def test_the_heaviest_share_is_not_on_the_same_rank_in_every_step():
+    waiting = columns([500] * 4, [1000, 1, 1, 1], [0, 1, 2, 3])
+    assert len({int(plan(waiting, knobs_of(waiting, 4), step).loads.argmax()) for step in range(4)}) == 4
+
+
+def test_ranks_of_a_good_start_are_kept():
+    siblings = Siblings(np.ones(4), np.arange(4), np.zeros(4), np.ones(4, dtype=np.int64), np.zeros(4, dtype=np.int64))
+    dense = np.array([1, 0, 1, 0])
+    assert place_siblings(siblings, 2, dense).tolist() == dense.tolist()
