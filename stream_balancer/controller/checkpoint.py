@@ -20,7 +20,8 @@ from torch import Tensor
 
 from stream_balancer.core.snapshot import Snapshot
 from stream_balancer.errors import RolloutError
-from stream_balancer.types import Batch, RankBatch, Reason, Rollout
+from stream_balancer.types import Batch, MicroBatch, RankBatch, Reason, Rollout, SharedRollout
+from stream_balancer.types.shared import join_rollout
 from stream_balancer.wire import rank_batch as wire
 
 __all__ = ["bytes_of_rollout", "read_rollouts", "read_state_dict", "state_dict", "write_rollouts"]
@@ -296,8 +297,15 @@ def _read_batch(written: Mapping[str, Any]) -> tuple[Batch | None, list[Rollout]
             raise
         except Exception as error:  # noqa: BLE001 - damaged bytes may be anything
             bad.append(f"step {written['step']}, rank {rank}: its rank batch cannot be read: {error}")
+    if not bad:
+        try:
+            rank_batches = _joined(rank_batches)
+        except ValueError as error:
+            bad.append(f"step {written['step']}: the parts of a shared rollout cannot be joined: {error}")
     if bad:
-        return None, [rollout for rollout in rollouts if not rollout.is_padding], bad
+        # parts of shared ones are of no use without the others
+        alone = [one for one in rollouts if not one.is_padding and not isinstance(one, SharedRollout)]
+        return None, alone, bad
     return (
         Batch(
             step=written["step"],
@@ -314,3 +322,25 @@ def _read_batch(written: Mapping[str, Any]) -> tuple[Batch | None, list[Rollout]
         [],
         [],
     )
+
+
+def _joined(rank_batches: list[RankBatch]) -> list[RankBatch]:
+    """With each shared rollout whole again: its parts are all that was written. O(tokens of these)."""
+    parts: dict[str, list[SharedRollout]] = {}
+    for rollout in chain.from_iterable(one.rollouts for one in rank_batches):
+        if isinstance(rollout, SharedRollout):
+            parts.setdefault(rollout.rollout_id, []).append(rollout)
+    if not parts:
+        return rank_batches
+    wholes = {name: join_rollout(its) for name, its in parts.items()}
+    return [
+        replace(one, micro_batches=tuple(_with_wholes(micro_batch, wholes) for micro_batch in one.micro_batches))
+        for one in rank_batches
+    ]
+
+
+def _with_wholes(micro_batch: MicroBatch, wholes: Mapping[str, Rollout]) -> MicroBatch:
+    if not micro_batch.cp_group:
+        return micro_batch
+    its = [wholes[rollout.rollout_id] for rollout in micro_batch.rollouts]
+    return MicroBatch.shared(its, micro_batch.cp_group, micro_batch.cp_rank, micro_batch.execution_sizes)

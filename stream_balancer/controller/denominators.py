@@ -7,16 +7,19 @@
     serve       Denominators(step)  -->  every rank        once all have answered: final, the same on all
 
 A rollout whose payload is gone takes part as a padding copy of weight 0, so the plan and the number of micro-batches
-stay; what is subtracted here is what it would have contributed. Pure: no event loop, no clock, nothing is sent.
+stay; what is subtracted here is what it would have contributed. Of a shared rollout no rank trains on its part when
+another has none. Pure: no event loop, no clock, nothing is sent.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from itertools import chain
 
 from stream_balancer.core.executions import ExecutionKey, sizes_of
 from stream_balancer.errors import WireError
-from stream_balancer.types import Batch, RankBatch, Rollout
+from stream_balancer.types import Batch, RankBatch, Rollout, SharedRollout
+from stream_balancer.types.shared import whole_rollouts
 from stream_balancer.wire.messages import Denominators, MiniBatchDenominators, MissingRollout, ResizedExecution
 
 __all__ = ["StepAgreement"]
@@ -67,12 +70,15 @@ class StepAgreement:
             self._missing[rank] = None
 
     def _agreed(self) -> Denominators:
-        gone = [
+        missing = [
             rollouts[index]
             for rollouts, indices in zip(self._rollouts, self._missing, strict=True)
             for index in indices or ()
             if not rollouts[index].is_padding  # a padding copy was never counted
         ]
+        shared = {rollout.rollout_id for rollout in missing if isinstance(rollout, SharedRollout)}
+        names = {rollout.rollout_id for rollout in missing}
+        gone = [rollout for rollout in self._all() if rollout.rollout_id in names]  # each once, however many miss it
         lost, left = sizes_of(gone), sizes_of(self._left(gone)) if gone else {}
         whole = _less(self._planned, gone, left.keys())
         return Denominators(
@@ -88,16 +94,15 @@ class StepAgreement:
                 _less(planned, [rollout for rollout in gone if rollout.rollout_id in names], left.keys())
                 for planned, names in self._mini_batches
             ),
+            gone=tuple(sorted(shared)),
         )
+
+    def _all(self) -> Iterator[Rollout]:
+        return (one for one in whole_rollouts(chain.from_iterable(self._rollouts)) if not one.is_padding)
 
     def _left(self, gone: Sequence[Rollout]) -> list[Rollout]:
         names = {rollout.rollout_id for rollout in gone}
-        return [
-            rollout
-            for rollouts in self._rollouts
-            for rollout in rollouts
-            if rollout.rollout_id not in names and not rollout.is_padding
-        ]
+        return [rollout for rollout in self._all() if rollout.rollout_id not in names]
 
 
 def _planned(batch: RankBatch) -> MiniBatchDenominators:

@@ -114,6 +114,7 @@ class OpenStep:
         elsewhere = any(is_remote(rank_batch) for rank_batch in batch.ranks)
         self.agreement = StepAgreement(batch) if elsewhere else None
         """What the ranks have fetched, where payloads lie with producers."""
+        self._has_shared = batch.has_shared
         self._reassigned: dict[RankQueue, list[RankBatch]] = {}  # what ranks have taken over
         self._through: set[RankQueue] = set()
         self._asking: set[RankQueue] = set()
@@ -125,8 +126,8 @@ class OpenStep:
 
     @property
     def may_be_reassigned(self) -> bool:
-        """Ranks meet once in it, and all of it is here."""
-        return self.agreement is None and not self.batch.ranks[0].mini_batch_sizes
+        """Ranks meet once in it, all of it is here, and nobody shares a rollout with another."""
+        return self.agreement is None and not self.batch.ranks[0].mini_batch_sizes and not self._has_shared
 
     def own_of(self, rank: RankQueue) -> RankBatch:
         """Of what it was given in the plan, all that was not moved to others."""

@@ -12,7 +12,7 @@ kept nowhere else: whoever serves next asks for them again.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 
@@ -26,6 +26,7 @@ from stream_balancer.core.step_times import StepTiming
 from stream_balancer.errors import RankLostError, rank_name
 from stream_balancer.transport import Link
 from stream_balancer.types import Batch, MicroBatch, RankBatch, Rollout
+from stream_balancer.types.shared import join_column
 from stream_balancer.wire.messages import MAX_LATE_COLUMNS, MissingRollout
 from stream_balancer.wire.partial_batch import RemoteRollout
 
@@ -176,30 +177,39 @@ class Roles:
 
 def _joined(held: _HeldStep) -> Batch:
     """The step with its late columns. Shares all tensors. O(rollouts)."""
-    ranks = zip(held.batch.ranks, held.columns, strict=True)
-    return replace(held.batch, ranks=tuple(_joined_rank(rank, columns, held.gone) for rank, columns in ranks))
+    given: dict[str, list[Mapping[str, Tensor]]] = {}  # by rollout: columns of each rank that has a part of it
+    for rank_batch, columns in zip(held.batch.ranks, held.columns, strict=True):
+        lengths = [rollout.num_tokens for rollout in rank_batch.rollouts]
+        parts = {name: iter(torch.split(column, lengths)) for name, column in columns.items()}
+        for rollout in rank_batch.rollouts:
+            given.setdefault(rollout.rollout_id, []).append({name: next(part) for name, part in parts.items()})
+    whole = {
+        rollout.rollout_id: _joined_rollout(rollout, given[rollout.rollout_id], held.gone)
+        for rollout in held.batch.rollouts
+    }
+    return replace(held.batch, ranks=tuple(_joined_rank(rank_batch, whole) for rank_batch in held.batch.ranks))
 
 
-def _joined_rank(rank_batch: RankBatch, columns: Mapping[str, Tensor], gone: Mapping[str, str]) -> RankBatch:
-    lengths = [rollout.num_tokens for rollout in rank_batch.rollouts]
-    parts = {name: iter(torch.split(column, lengths)) for name, column in columns.items()}
-    return replace(
-        rank_batch,
-        micro_batches=tuple(
-            MicroBatch.of(
-                [_joined_rollout(rollout, parts, gone) for rollout in micro_batch.rollouts],
-                micro_batch.lengths,
-                micro_batch.execution_sizes,
-            )
-            for micro_batch in rank_batch.micro_batches
-        ),
-    )
+def _joined_rank(rank_batch: RankBatch, whole: Mapping[str, Rollout]) -> RankBatch:
+    return replace(rank_batch, micro_batches=tuple(_joined_micro_batch(one, whole) for one in rank_batch.micro_batches))
 
 
-def _joined_rollout(rollout: Rollout, parts: Mapping[str, Iterator[Tensor]], gone: Mapping[str, str]) -> Rollout:
+def _joined_micro_batch(micro_batch: MicroBatch, whole: Mapping[str, Rollout]) -> MicroBatch:
+    its = [whole[rollout.rollout_id] for rollout in micro_batch.rollouts]
+    if micro_batch.cp_group:
+        return MicroBatch.shared(its, micro_batch.cp_group, micro_batch.cp_rank, micro_batch.execution_sizes)
+    return MicroBatch.of(its, micro_batch.lengths, micro_batch.execution_sizes)
+
+
+def _joined_rollout(rollout: Rollout, given: Sequence[Mapping[str, Tensor]], gone: Mapping[str, str]) -> Rollout:
+    """``given``: of each rank that has a part of it, in the order of their places."""
     if rollout.rollout_id in gone and isinstance(rollout, RemoteRollout):
         rollout = replace(rollout, gone=gone[rollout.rollout_id])
-    return rollout.with_late_columns({name: next(part) for name, part in parts.items()})
+    if len(given) == 1:
+        return rollout.with_late_columns(given[0])
+    return rollout.with_late_columns(
+        {name: join_column([one[name] for one in given], rollout.num_tokens) for name in given[0]}
+    )
 
 
 def check_roles(roles: Mapping[str, Sequence[str]]) -> None:

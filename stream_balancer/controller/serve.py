@@ -148,6 +148,11 @@ def _check_may_move_late(balancer: Source, roles: Mapping[str, Sequence[str]]) -
             "one of them out"
         )
     config = balancer.config
+    if len(config.cp_sizes) > 1:
+        raise ConfigError(
+            f"move_late=True with cp_sizes={config.cp_sizes}: ranks that share a rollout must run it together, so none "
+            "of them can give it away. Leave one of them out"
+        )
     if config.micro_batch_counts != "free":
         raise ConfigError(
             f"move_late=True with sync={config.sync!r} and micro_batch_counts={config.micro_batch_counts!r}: ranks "
@@ -178,6 +183,12 @@ def _check_may_replan(balancer: Source) -> None:
         raise ConfigError(
             "on_rank_loss='replan' with sync='micro_batch': ranks that meet at every micro-batch hold each other's "
             "weights and cannot go on without one. Leave on_rank_loss out, and give a rejoin_timeout_s"
+        )
+    if len(balancer.config.cp_sizes) > 1:
+        raise ConfigError(
+            f"on_rank_loss='replan' with cp_sizes={balancer.config.cp_sizes}: ranks that share a rollout with a lost "
+            "one cannot go on within it, and what they have done of it would count twice. Leave one out; with a "
+            "rejoin_timeout_s the lost rank may come back"
         )
     if balancer.config.mini_batches > 1:
         raise ConfigError(

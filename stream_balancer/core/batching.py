@@ -4,10 +4,10 @@ padding copies. Pure: reads the state, changes nothing. When a batch leaves is d
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import chain, islice
+from itertools import chain
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,9 +29,10 @@ from stream_balancer.types import (
     Rollout,
     cheapest_to_copy,
 )
+from stream_balancer.types.shared import block_of, whole_rollouts
 from stream_balancer.values import PADDING_PREFIX
 
-__all__ = ["make_batch", "make_plan", "plan_again", "rank_batches", "reassign", "rows_of"]
+__all__ = ["make_batch", "make_plan", "micro_batch_of", "plan_again", "rank_batches", "reassign", "rows_of"]
 
 
 _PLANNERS: dict[str, Planner] = {"window": plan_batch, "fifo": plan_fifo, "round_robin": plan_round_robin}
@@ -113,7 +114,7 @@ def make_batch(state: State, plan: Plan, rows: NDArray[np.int64], reason: Reason
     return _batch(
         state.config,
         plan,
-        buffer.rollouts(rows),  # in the plan's order
+        dict(zip(rows.tolist(), buffer.rollouts(rows), strict=True)),
         step=state.ledger.next_step,
         reason=reason,
         oldest_wait_s=max(now - float(buffer.arrived_at[rows].min()), 0.0),
@@ -125,7 +126,7 @@ def plan_again(state: State, batch: Batch) -> tuple[Batch, Plan]:
     """A batch that was planned for another number of ranks, for those that there are now: the same step, rollouts and
     denominators. As fast as a plan of so many."""
     pieces = [
-        [rollout for part in of_ranks for rollout in part.rollouts if not rollout.is_padding]
+        _real(chain.from_iterable(part.rollouts for part in of_ranks))
         for of_ranks in zip(*(one.mini_batches for one in batch.ranks), strict=True)
     ]
     rollouts = list(chain.from_iterable(pieces))
@@ -137,7 +138,7 @@ def plan_again(state: State, batch: Batch) -> tuple[Batch, Plan]:
     again = _batch(
         state.config,
         plan,
-        [rollouts[row] for row in rows_of(plan)],
+        {row: rollouts[row] for row in rows_of(plan).tolist()},
         step=batch.step,
         reason=batch.reason,
         oldest_wait_s=batch.oldest_wait_s,
@@ -156,14 +157,15 @@ def reassign(state: State, batch: Batch, rollouts: Sequence[Rollout], ranks: Seq
     known = knobs.speeds is not None and len(knobs.speeds) == len(batch.ranks)
     speeds = knobs.speeds[list(ranks)] if known and knobs.speeds is not None else None
     # ranks that meet once a step may run different numbers
-    knobs = replace(knobs, num_ranks=len(ranks), speeds=speeds, counts="free", micro_batch_counts="free")
+    # and what they take over is not shared anew: their numbers may not be those of an aligned block
+    knobs = replace(knobs, num_ranks=len(ranks), speeds=speeds, counts="free", micro_batch_counts="free", cp_sizes=(1,))
     plan = _plan_of_all(state, rollouts, batch.step, knobs)
-    chosen = [rollouts[row] for row in rows_of(plan)]
-    executions = sizes_of([rollout for rollout in batch.rollouts if not rollout.is_padding])
-    micro_batches = _micro_batches(plan, iter(chosen), executions)
+    chosen = {row: rollouts[row] for row in rows_of(plan).tolist()}
+    executions = sizes_of(_real(batch.rollouts))
+    micro_batches = _micro_batches(plan, chosen, executions)
     multiple = state.config.micro_batch_multiple
     numbers = [-(-len(of_rank) // multiple) * multiple for of_rank in micro_batches]
-    _add_padding([micro_batches], [numbers], chosen, batch.step)
+    _add_padding([micro_batches], [numbers], list(chosen.values()), batch.step)
     return {
         rank: replace(batch.ranks[rank], micro_batches=tuple(its), load=load)
         for rank, its, load in zip(ranks, micro_batches, plan.finishes.tolist(), strict=True)
@@ -184,16 +186,17 @@ def _plan_of_all(state: State, rollouts: Sequence[Rollout], step: int, knobs: Pl
 def _batch(
     config: BalancerConfig,
     plan: Plan,
-    rollouts: list[Rollout],
+    chosen: Mapping[int, Rollout],
     *,
     step: int,
     reason: Reason,
     oldest_wait_s: float,
     incomplete_groups: tuple[str, ...],
 ) -> Batch:
-    """A plan made into a batch; its rollouts in the plan's order. O(rollouts)."""
-    executions, going = sizes_of(rollouts), iter(rollouts)
-    mini_batches = [_micro_batches(one, going, executions) for one in plan.pieces]
+    """A plan made into a batch. ``chosen``: its rollouts by their rows, in the plan's order. O(rollouts)."""
+    rollouts = list(chosen.values())
+    executions = sizes_of(rollouts)
+    mini_batches = [_micro_batches(one, chosen, executions) for one in plan.pieces]
     numbers = [_num_micro_batches(one, config) for one in plan.pieces]
     num_padding = _add_padding(mini_batches, numbers, rollouts, step)
     # Of the planner, not summed anew: a rank batch says the work that the choice was made by.
@@ -218,7 +221,7 @@ def rank_batches(
 ) -> tuple[RankBatch, ...]:
     """[dp_size] rank batches of a step, from micro-batches ``[mini_batch][rank]`` and loads ``[mini_batch][rank]``.
     O(rollouts)."""
-    real = [[r for of_rank in one for mb in of_rank for r in mb.rollouts if not r.is_padding] for one in mini_batches]
+    real = [_real(r for of_rank in one for mb in of_rank for r in mb.rollouts) for one in mini_batches]
     each = [denominators_of(rollouts) for rollouts in real]
     whole = each[0] if len(each) == 1 else denominators_of(list(chain.from_iterable(real)))
     return tuple(
@@ -244,8 +247,17 @@ def rank_batches(
 
 
 def rows_of(plan: Plan) -> NDArray[np.int64]:
-    """Rows of the plan's rollouts, mini-batch by mini-batch, rank by rank, micro-batch by micro-batch."""
-    return np.concatenate([rows for one in plan.pieces for micro_batches in one.ranks for rows in micro_batches])
+    """Rows of the plan's rollouts, mini-batch by mini-batch, rank by rank, micro-batch by micro-batch; of one that
+    several ranks share only the first time."""
+    rows = np.concatenate([rows for one in plan.pieces for micro_batches in one.ranks for rows in micro_batches])
+    if not any(one.degrees for one in plan.pieces):
+        return rows
+    return np.array(list(dict.fromkeys(rows.tolist())), dtype=np.int64)
+
+
+def _real(rollouts: Iterable[Rollout]) -> list[Rollout]:
+    """Each whole rollout once, without padding copies."""
+    return [rollout for rollout in whole_rollouts(rollouts) if not rollout.is_padding]
 
 
 def _group_ids(buffer: Buffer, labels: Sequence[int]) -> tuple[str, ...]:
@@ -256,16 +268,28 @@ def _group_ids(buffer: Buffer, labels: Sequence[int]) -> tuple[str, ...]:
 
 
 def _micro_batches(
-    plan: Plan, going: Iterator[Rollout], executions: Mapping[ExecutionKey, ExecutionSize]
+    plan: Plan, chosen: Mapping[int, Rollout], executions: Mapping[ExecutionKey, ExecutionSize]
 ) -> list[list[MicroBatch]]:
-    """[rank][micro_batch] of the rollouts, which come in the plan's order. O(n)."""
+    """[rank][micro_batch] of the rollouts, by their rows. O(n)."""
 
-    def micro_batch(size: int) -> MicroBatch:
-        # An iterator instead of slices by offset: the plan lists rows in exactly the order in which they are cut.
-        its = list(islice(going, size))
-        return MicroBatch.of(its, execution_sizes=sizes_in(executions, its))
+    def micro_batch(rank: int, rows: NDArray[np.int64], degree: int) -> MicroBatch:
+        its = [chosen[row] for row in rows.tolist()]
+        return micro_batch_of(its, rank, degree, sizes_in(executions, its))
 
-    return [[micro_batch(rows.size) for rows in micro_batches] for micro_batches in plan.ranks]
+    degrees = plan.degrees or [[1] * len(of_rank) for of_rank in plan.ranks]
+    return [
+        [micro_batch(rank, rows, degree) for rows, degree in zip(of_rank, its, strict=True)]
+        for rank, (of_rank, its) in enumerate(zip(plan.ranks, degrees, strict=True))
+    ]
+
+
+def micro_batch_of(
+    rollouts: Sequence[Rollout], rank: int, degree: int, sizes: tuple[ExecutionSize, ...] | None
+) -> MicroBatch:
+    """What a rank trains on of whole rollouts that so many ranks share."""
+    if degree == 1:
+        return MicroBatch.of(rollouts, execution_sizes=sizes)
+    return MicroBatch.shared(rollouts, *block_of(rank, degree), sizes)
 
 
 def _num_micro_batches(plan: Plan, config: BalancerConfig) -> list[int]:

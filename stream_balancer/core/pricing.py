@@ -79,7 +79,9 @@ class Pricing:
         """A batch leaves: its seconds will say what its lengths cost. O(rollouts)."""
         # costs that are not the model's would teach it something else, and a rank with nothing but padding copies is
         # done before any work could be measured
-        if self.calibration is not None and not self.has_own_costs and all(plan.ranks):
+        # nor do seconds of a rank that has shared a rollout say what one of its length costs
+        shared = any(degree > 1 for of_rank in plan.degrees for degree in of_rank)
+        if self.calibration is not None and not self.has_own_costs and all(plan.ranks) and not shared:
             self.calibration.expect(batch.step, [_lengths_of((one,)) for one in batch.ranks])
 
     def worked_on(self, batch: Batch, work: Sequence[tuple[RankBatch, ...]]) -> Batch:

@@ -62,9 +62,9 @@ def _small_rollout(step: int, rank: int, name: str, length: int) -> Rollout:
     )
 
 
-def rank_batch(*micro_batches: Iterable[Rollout], **fields: Any) -> RankBatch:
+def rank_batch(*micro_batches: MicroBatch | Iterable[Rollout], **fields: Any) -> RankBatch:
     """A step's only rank batch, of these rollouts; ``fields`` of it that matter."""
-    cut = tuple(MicroBatch.of(list(rollouts)) for rollouts in micro_batches)
+    cut = tuple(one if isinstance(one, MicroBatch) else MicroBatch.of(list(one)) for one in micro_batches)
     rollouts = [rollout for micro_batch in cut for rollout in micro_batch.rollouts]
     tokens = sum(rollout.num_tokens for rollout in rollouts)
     ordinary = {

@@ -28,7 +28,9 @@ from stream_balancer.types.rollout import Rollout
 
 __all__ = [
     "SharedRollout",
+    "block_of",
     "chunk_tokens",
+    "columns_of",
     "join_column",
     "join_rollout",
     "loss_tokens_of",
@@ -36,6 +38,8 @@ __all__ = [
     "rows_behind",
     "rows_of",
     "slice_column",
+    "spans_of",
+    "tokens_of",
     "whole_rollouts",
 ]
 
@@ -75,6 +79,23 @@ def join_column(parts: Sequence[Tensor], num_tokens: int) -> Tensor:
     first = [part[:chunk] for part in parts]
     second = [part[chunk:] for part in reversed(parts)]
     return torch.cat(first + second)[:num_tokens]
+
+
+def spans_of(num_tokens: int, degree: int, place: int) -> list[tuple[int, int, int]]:
+    """What a member holds as spans of the whole's rows: ``(at, start, stop)`` says that rows ``start:stop`` lie from
+    ``at`` on, among its 2c rows and the 2 behind these. All others are zeros. For bytes that nobody has as a tensor.
+
+    Examples:
+        >>> spans_of(7, 2, 0)  # 0 1 | 6, and behind the first chunk 2
+        [(0, 0, 2), (2, 6, 7), (4, 2, 3)]
+    """
+    chunk = chunk_tokens(num_tokens, degree)
+    starts = [number * chunk for number in (place, 2 * degree - 1 - place)]
+    own = [(half * chunk, start, min(start + chunk, num_tokens)) for half, start in enumerate(starts)]
+    behind = [
+        (2 * chunk + half, start + chunk, min(start + chunk + 1, num_tokens)) for half, start in enumerate(starts)
+    ]
+    return [(at, start, stop) for at, start, stop in own + behind if start < stop]
 
 
 def _chunks(column: Tensor, degree: int, place: int) -> list[Tensor]:
@@ -119,8 +140,8 @@ _Rows: TypeAlias = Callable[[Tensor, int, int], list[Tensor]]
 class SharedRollout(Rollout):
     """One member's part of a rollout that several ranks share. :func:`part_of` makes it.
 
-    ``tokens`` and ``num_tokens`` are of the part, 2c rows, and ``prefix`` is 0; all else is the rollout's: ids,
-    scalars, ``tensors``, metadata. The ``num_loss_tokens`` of all parts sum up to the whole's.
+    ``tokens`` and ``num_tokens`` are of the part, 2c rows; all else is the rollout's: ids, scalars, ``tensors``,
+    metadata. The ``num_loss_tokens`` of all parts sum up to the whole's.
     """
 
     cp_degree: int
@@ -144,7 +165,7 @@ class SharedRollout(Rollout):
     def _count_loss_tokens(self) -> int:
         if self.is_padding:
             return 0
-        if self.tokens["input_ids"].is_meta:
+        if columns_of(self)["input_ids"].is_meta:
             # the mask lies with its producer: nobody here can tell whose they are
             return self.whole_loss_tokens if self.cp_rank == 0 else 0
         if "loss_mask" in self.tokens:
@@ -172,7 +193,7 @@ def part_of(rollout: Rollout, degree: int, place: int) -> SharedRollout:
     if rollout.is_padding or isinstance(rollout, SharedRollout):
         raise ValueError(f"part_of(): {rollout!r} cannot be shared: it is a padding copy, or a part already")
     return SharedRollout(
-        **(_fields_of(rollout) | {"tokens": _MadeColumns(rollout.tokens, _chunks, degree, place), "prefix": 0}),
+        **(_fields_of(rollout) | {"tokens": _MadeColumns(rollout.tokens, _chunks, degree, place)}),
         cp_degree=degree,
         cp_rank=place,
         whole_tokens=rollout.num_tokens,
@@ -221,9 +242,31 @@ def rows_behind(rollout: SharedRollout, name: str) -> list[Tensor]:
     return [rollout.behind[name]]
 
 
+def columns_of(rollout: Rollout) -> Mapping[str, Tensor]:
+    """Its columns, or of a part the whole's: to ask for names, dtypes and trailing shapes. Copies nothing."""
+    whole = rollout.whole if isinstance(rollout, SharedRollout) else None
+    return rollout.tokens if whole is None else whole.tokens
+
+
+def tokens_of(rollout: Rollout) -> int:
+    """``num_tokens`` of the whole."""
+    return rollout.whole_tokens if isinstance(rollout, SharedRollout) else rollout.num_tokens
+
+
 def loss_tokens_of(rollout: Rollout) -> int:
     """Of the whole, which a loss over one rollout is divided by."""
     return rollout.whole_loss_tokens if isinstance(rollout, SharedRollout) else rollout.num_loss_tokens
+
+
+def block_of(rank: int, degree: int) -> tuple[tuple[int, ...], int]:
+    """The ranks of the aligned block of so many that this one is in, and its place there.
+
+    Examples:
+        >>> block_of(6, 4)
+        ((4, 5, 6, 7), 2)
+    """
+    first = rank // degree * degree
+    return tuple(range(first, first + degree)), rank - first
 
 
 def whole_rollouts(rollouts: Iterable[Rollout]) -> Iterator[Rollout]:

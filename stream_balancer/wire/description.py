@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from stream_balancer.errors import RolloutError, WireError
-from stream_balancer.types import Rollout
+from stream_balancer.types import Rollout, SharedRollout
+from stream_balancer.types.shared import columns_of, loss_tokens_of, rows_behind, rows_of, tokens_of
 from stream_balancer.values import (
     MAX_COLUMNS,
     MAX_DIMENSIONS,
@@ -32,7 +33,9 @@ from stream_balancer.values import (
 
 __all__ = [
     "Description",
+    "SharedMicroBatch",
     "TensorSpec",
+    "check_members",
     "description_of",
     "encode_description",
     "execution_id",
@@ -76,6 +79,17 @@ _INT64 = SUPPORTED_DTYPES.index(torch.int64)
 _INT32 = SUPPORTED_DTYPES.index(torch.int32)
 
 
+class SharedMicroBatch(msgspec.Struct, array_like=True, frozen=True):
+    """A micro-batch of which this rank holds a part: of each rollout two chunks, and the rows behind these."""
+
+    index: int
+    """Among the micro-batches."""
+    cp_group: tuple[int, ...]
+    """Ranks that share it."""
+    cp_rank: int
+    """Place of this one among them."""
+
+
 class Description(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
     """All of a rank batch that is not in columns. Lists are per rollout unless said otherwise."""
 
@@ -108,6 +122,9 @@ class Description(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
     where the step is in one piece."""
     prefixes: list[int] = []
     """Leading tokens that each shares with its siblings; empty where none shares any."""
+    shared: list[SharedMicroBatch] = []
+    """Micro-batches of which each of several ranks holds a part. ``lengths`` and ``loss_tokens`` are of the whole
+    rollouts: how many rows are here follows from them."""
 
 
 def description_of(
@@ -119,6 +136,7 @@ def description_of(
     denominators: tuple[int, int, int, int] = (0, 0, 0, 0),
     execution_sizes: Sequence[tuple[int, int]] = (),
     mini_batches: Sequence[tuple[int, float, int, int, int, int]] = (),
+    shared: Sequence[SharedMicroBatch] = (),
 ) -> Description:
     """Describe rollouts that lie in micro-batches of these sizes. ``narrow``: int64 columns whose values fit travel as
     int32. ``denominators``: rollouts, tokens, loss tokens, executions. Raises RolloutError if they do not share one set
@@ -131,8 +149,8 @@ def description_of(
         global_num_loss_tokens,
         columns=_columns(rollouts, narrow),
         micro_batches=micro_batches,
-        lengths=[r.num_tokens for r in rollouts],
-        loss_tokens=[r.num_loss_tokens for r in rollouts],
+        lengths=[tokens_of(r) for r in rollouts],
+        loss_tokens=[loss_tokens_of(r) for r in rollouts],
         ids=[r.rollout_id for r in rollouts],
         group_ids=[r.group_id for r in rollouts],
         versions=[r.version for r in rollouts],
@@ -146,6 +164,7 @@ def description_of(
         execution_sizes=list(execution_sizes),
         mini_batches=list(mini_batches),
         prefixes=[r.prefix for r in rollouts] if any(r.prefix for r in rollouts) else [],
+        shared=list(shared),
     )
 
 
@@ -156,9 +175,10 @@ def _unless_all_none(names: list[str | None]) -> list[str | None]:
 def _columns(rollouts: Sequence[Rollout], narrow: bool) -> list[TensorSpec]:
     first = rollouts[0]
     described: list[TensorSpec] = []
-    for name, tensor in first.tokens.items():
-        parts = [_column_of(r, name, tensor, first) for r in rollouts]
-        fits = narrow and tensor.dtype is torch.int64 and all(_fits_int32(part) for part in parts)
+    for name, tensor in columns_of(first).items():
+        for rollout in rollouts:
+            _check_column(rollout, name, tensor, first)
+        fits = narrow and tensor.dtype is torch.int64 and all(_fits_int32(r, name) for r in rollouts)
         described.append(_describe(name, tensor, tuple(tensor.shape[1:]), torch.int32 if fits else None))
     for r in rollouts:
         if len(r.tokens) != len(first.tokens):
@@ -166,14 +186,13 @@ def _columns(rollouts: Sequence[Rollout], narrow: bool) -> list[TensorSpec]:
     return described
 
 
-def _column_of(rollout: Rollout, name: str, like: Tensor, first: Rollout) -> Tensor:
-    part = rollout.tokens.get(name)
+def _check_column(rollout: Rollout, name: str, like: Tensor, first: Rollout) -> None:
+    part = columns_of(rollout).get(name)
     if part is None:
         raise RolloutError(_differ(rollout, first, f"has no column {name!r}", "that one does"))
     if part.dtype != like.dtype or (part.ndim + like.ndim > 2 and part.shape[1:] != like.shape[1:]):
         mine, other = f"{part.dtype} {list(part.shape)}", f"{like.dtype} {list(like.shape)}"
         raise RolloutError(_differ(rollout, first, f"has column {name!r} as {mine}", other))
-    return part
 
 
 def _differ(rollout: Rollout, first: Rollout, mine: str, other: str) -> str:
@@ -183,11 +202,14 @@ def _differ(rollout: Rollout, first: Rollout, mine: str, other: str) -> str:
     )
 
 
-def _fits_int32(part: Tensor) -> bool:
-    if part.numel() == 0:
-        return True
-    low, high = torch.aminmax(part)
-    return int(low) >= -(2**31) and int(high) < 2**31
+def _fits_int32(rollout: Rollout, name: str) -> bool:
+    behind = rows_behind(rollout, name) if isinstance(rollout, SharedRollout) else []
+    for rows in (*rows_of(rollout, name), *behind):
+        if rows.numel():
+            low, high = torch.aminmax(rows)
+            if int(low) < -(2**31) or int(high) >= 2**31:
+                return False
+    return True
 
 
 def _describe(name: str, tensor: Tensor, shape: tuple[int, ...], wire: torch.dtype | None = None) -> TensorSpec:
@@ -295,7 +317,27 @@ def _check_meta(meta: Description) -> None:
     for number, load, *counts in meta.mini_batches:
         if number < 1 or not isfinite(load) or min(counts) < 0:
             raise WireError("a mini-batch has an impossible size")
+    _check_shared(meta)
     _check_tensors(meta)
+
+
+def _check_shared(meta: Description) -> None:
+    places = [one.index for one in meta.shared]
+    if len(set(places)) != len(places) or any(not 0 <= place < len(meta.micro_batches) for place in places):
+        raise WireError("the list of shared micro-batches is wrong")
+    for one in meta.shared:
+        members = one.cp_group
+        if len(set(members)) != len(members) or len(members) < 2 or not 0 <= one.cp_rank < len(members):
+            raise WireError(f"a micro-batch is shared by ranks {list(members[:8])}, which is impossible")
+
+
+def check_members(meta: Description, rank: int, dp_size: int) -> None:
+    """Raise WireError where a micro-batch is shared by others than this rank and its peers."""
+    for one in meta.shared:
+        if one.cp_group[one.cp_rank] != rank or min(one.cp_group) < 0 or max(one.cp_group) >= dp_size:
+            raise WireError(
+                f"rank {rank} of {dp_size} is sent a part for place {one.cp_rank} among {list(one.cp_group[:8])}"
+            )
 
 
 def _check_rollouts(meta: Description) -> None:

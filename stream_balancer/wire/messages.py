@@ -423,6 +423,8 @@ class Denominators(Message, frozen=True, tag=25):
     """Executions of which some rollouts are gone, and some are not."""
     mini_batches: Annotated[tuple[MiniBatchDenominators, ...], msgspec.Meta(max_length=MAX_ENTRIES)] = ()
     """The same of each mini-batch; empty where the step is in one piece."""
+    gone: Annotated[tuple[Text, ...], msgspec.Meta(max_length=MAX_ENTRIES)] = ()
+    """Ids of shared rollouts that some rank has no part of: no other rank is to train on its part."""
 
 
 class End(Message, frozen=True, tag=27):
@@ -597,6 +599,9 @@ class WantPayloads(Message, frozen=True, tag=60):
 
     number: Count
     keys: Numbers
+    parts: Annotated[tuple[tuple[Count, Count], ...], msgspec.Meta(max_length=MAX_ENTRIES)] = ()
+    """Of each, by how many ranks it is shared and the place of this one among them; 1 and 0: all of it is wanted. Empty
+    where that is so for all."""
 
 
 class Payloads(Message, frozen=True, tag=61):

@@ -17,7 +17,6 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import msgspec
@@ -25,12 +24,19 @@ import torch
 from torch import Tensor
 
 from stream_balancer.errors import RolloutError, WireError
-from stream_balancer.types import RankBatch, Rollout
+from stream_balancer.types import RankBatch, Rollout, SharedRollout
 from stream_balancer.values import plain_tensor
 from stream_balancer.wire.buffer_layout import Layout, align, lay_out
-from stream_balancer.wire.description import Description, encode_description, execution_id, read_description
+from stream_balancer.wire.description import (
+    Description,
+    check_members,
+    encode_description,
+    execution_id,
+    read_description,
+)
 from stream_balancer.wire.messages import Batch, Denominators, Owner, PartialBatch
 from stream_balancer.wire.rank_batch import bytes_of, encode
+from stream_balancer.wire.slices import Slice
 
 __all__ = [
     "Lease",
@@ -86,9 +92,15 @@ class RemoteRollout(Rollout):
 
 def payload(rollout: Rollout) -> list[Tensor]:
     """``[n]`` uint8 each: every column's bytes, then every tensor's, by name. Not copied where they lie contiguous
-    on the CPU."""
-    parts = [columns[name] for columns in (rollout.tokens, rollout.tensors) for name in sorted(columns)]
+    on the CPU. Of a part, behind each column the rows behind its chunks."""
+    parts = [rows for name in sorted(rollout.tokens) for rows in _held(rollout, name)]
+    parts += [rollout.tensors[name] for name in sorted(rollout.tensors)]
     return [bytes_of(part) for part in parts if part.numel()]
+
+
+def _held(rollout: Rollout, name: str) -> list[Tensor]:
+    behind = [rollout.behind[name]] if isinstance(rollout, SharedRollout) else []
+    return [rollout.tokens[name], *behind]
 
 
 # --- controller to rank ----------------------------------------------------------------------------------------------
@@ -114,9 +126,15 @@ def _late_columns(rollout: RemoteRollout) -> list[str]:
     return sorted(name for name, column in rollout.tokens.items() if not column.is_meta)
 
 
+def _remote(rollout: Rollout) -> RemoteRollout | None:
+    """Itself, or what it is a part of, if a producer holds that."""
+    whole = rollout.whole if isinstance(rollout, SharedRollout) else rollout
+    return whole if isinstance(whole, RemoteRollout) else None
+
+
 def is_remote(batch: RankBatch) -> bool:
     """Whether a producer holds any of its rollouts."""
-    return any(isinstance(r, RemoteRollout) for mb in batch.micro_batches for r in mb.rollouts)
+    return any(_remote(r) is not None for mb in batch.micro_batches for r in mb.rollouts)
 
 
 class WantedPayload(NamedTuple):
@@ -131,6 +149,8 @@ class WantedPayload(NamedTuple):
     """Where it belongs, ``[n]`` uint8 each, in the order of :func:`payload`."""
     reference: object = None
     """The handle that came with the batch, where its owner's kind of channel has such (Ray)."""
+    part: Slice | None = None
+    """What is wanted of it; None: all."""
 
 
 class EncodedSkeleton:
@@ -145,19 +165,20 @@ class EncodedSkeleton:
         late: list[list[Tensor]] = []
         gone = []
         for place, rollout in enumerate(batch.rollouts):
-            if isinstance(rollout, RemoteRollout):
-                reference = rollout.lease.reference
+            remote = _remote(rollout)
+            if remote is not None:
+                reference = remote.lease.reference
                 number = -1 if reference is None else references.setdefault(reference, len(references))
-                sources.append((owners.setdefault(rollout.owner, len(owners)), rollout.key, number))
-                late.append([bytes_of(rollout.tokens[name]) for name in _late_columns(rollout)])
-                if rollout.gone:
-                    gone.append((place, rollout.gone))
+                sources.append((owners.setdefault(remote.owner, len(owners)), remote.key, number))
+                late.append([bytes_of(rows) for name in _late_columns(remote) for rows in _held(rollout, name)])
+                if remote.gone:
+                    gone.append((place, remote.gone))
             else:
                 sources.append((-1, 0, -1))
                 self._here.append(rollout)
         self.references = list(references)
         """What goes with it, for the rank to fetch with."""
-        names = next((_late_columns(rollout) for rollout in batch.rollouts if isinstance(rollout, RemoteRollout)), [])
+        names = next((_late_columns(r) for r in map(_remote, batch.rollouts) if r is not None), [])
         self._packed = msgspec.msgpack.encode(_Skeleton(encoded._meta, list(owners), sources, names, gone))
         self._parts = [payload(rollout) for rollout in self._here] + late
         size = len(self._packed) + sum(part.numel() for parts in self._parts for part in parts)
@@ -204,16 +225,19 @@ class Skeleton:
     def wanted(self, buffer: Tensor, references: Sequence[object] = ()) -> list[WantedPayload]:
         """What did not come along, and where in ``buffer`` (``[batch.total_bytes]``) it belongs. ``references``: those
         that came with the skeleton."""
-        rows, owners = self._rows(), self._described.owners
+        owners = self._described.owners
+        members = {one.index: one for one in self._meta.shared}
         return [
             WantedPayload(
                 place,
                 owners[owner],
                 key,
-                self._pieces(buffer, place, *rows[place], late=False),
+                self._pieces(buffer, place, late=False),
                 None if number < 0 else references[number],
+                None if member is None else Slice(len(member.cp_group), member.cp_rank, self._meta.lengths[place]),
             )
             for place, (owner, key, number) in enumerate(self._described.sources)
+            for member in [members.get(self._plan.rows[place].micro_batch)]
             if owner >= 0 and place not in self.gone
         ]
 
@@ -232,19 +256,18 @@ class Skeleton:
 
     def targets(self, buffer: Tensor, places: Sequence[int]) -> list[Tensor]:
         """Where in ``buffer`` the payloads of these rollouts belong, piece by piece, as :func:`payload` gives them."""
-        rows = self._rows()
-        return [piece for place in places for piece in self._pieces(buffer, place, *rows[place])]
+        return [piece for place in places for piece in self._pieces(buffer, place)]
 
     def finish(self, buffer: Tensor) -> None:
         """Write the rest, once all that is :meth:`wanted` was written to its places: the description, what came
         with the skeleton, and what padding copies differ in. Raises WireError if the sizes do not fit."""
         packed = self._described.description
         buffer[: len(packed)] = torch.frombuffer(bytearray(packed), dtype=torch.uint8)
-        sources, rows = self._described.sources, self._rows()
+        sources = self._described.sources
         targets = self.targets(buffer, [place for place, (owner, *_) in enumerate(sources) if owner < 0])
         for place, (owner, *_) in enumerate(sources):
             if owner >= 0:
-                targets += self._pieces(buffer, place, *rows[place], late=True)
+                targets += self._pieces(buffer, place, late=True)
         if sum(target.numel() for target in targets) != self._here.numel():
             raise WireError(f"step {self.batch.step}: the payload that came with the description has another size")
         at = 0
@@ -256,13 +279,17 @@ class Skeleton:
     def amend(
         self, buffer: Tensor, missing: Sequence[int], divisors: Denominators, lend: Callable[[int], Tensor]
     ) -> tuple[Batch, Tensor]:
-        """Turn the rollouts at these places into padding copies of zeros, and have the step divide by ``divisors``: the
-        message and the buffer of what is to be trained on. O(1) where nothing is ``missing`` anywhere.
+        """Turn the rollouts at these places, and those that ``divisors`` names, into padding copies of zeros, and have
+        the step divide by ``divisors``: the message and the buffer of what is to be trained on. O(1) where nothing is
+        ``missing`` anywhere.
 
         Call it once, after :meth:`finish`. A description that grew or shrank past an alignment moves the columns, into
         a buffer that ``lend`` gives.
         """
         meta = self._meta
+        if divisors.gone:
+            gone = set(divisors.gone)
+            missing = sorted({*missing, *(place for place, name in enumerate(meta.ids) if name in gone)})
         for target in self.targets(buffer, missing):
             target.zero_()
         meta.padding = sorted({*meta.padding, *missing})
@@ -302,37 +329,27 @@ class Skeleton:
         )
         return batch, buffer
 
-    def _rows(self) -> list[tuple[int, int]]:
-        """Per rollout: its micro-batch, and the row there at which it begins."""
-        meta = self._meta
-        rows = []
-        for number, (first, stop) in enumerate(pairwise(accumulate(meta.micro_batches, initial=0))):
-            starts = accumulate(meta.lengths[first:stop], initial=0)
-            rows += [(number, start) for _, start in zip(range(first, stop), starts, strict=False)]
-        return rows
-
-    def _pieces(
-        self, buffer: Tensor, place: int, micro_batch: int, row: int, *, late: bool | None = None
-    ) -> list[Tensor]:
+    def _pieces(self, buffer: Tensor, place: int, *, late: bool | None = None) -> list[Tensor]:
         """``late``: only the columns that came along; or all but these."""
-        length = self._meta.lengths[place]
+        rows = self._plan.rows[place]
         spans = [
-            (piece.start + row * piece.what.row_bytes, length * piece.what.row_bytes)
-            for name, piece in sorted(self._plan.columns[micro_batch].items())
+            (piece.start + first * piece.what.row_bytes, count * piece.what.row_bytes)
+            for name, piece in sorted(self._plan.columns[rows.micro_batch].items())
             if late is None or (name in self._described.late) is late
+            for first, count in rows.spans
         ]
         if not late:
             spans += [(piece.start, piece.what.row_bytes) for _, piece in sorted(self._plan.tensors[place].items())]
         return [buffer[start : start + size] for start, size in spans if size]
 
     def _mask_padding(self, buffer: Tensor) -> None:
-        rows = self._rows()
         for place in self._meta.padding:
-            micro_batch, row = rows[place]
-            mask = self._plan.columns[micro_batch].get("loss_mask")
+            rows = self._plan.rows[place]
+            mask = self._plan.columns[rows.micro_batch].get("loss_mask")
             if mask is not None:
-                first, size = mask.start + row * mask.what.row_bytes, mask.what.row_bytes
-                buffer[first : first + self._meta.lengths[place] * size] = 0
+                for first, count in rows.spans:
+                    start, size = mask.start + first * mask.what.row_bytes, mask.what.row_bytes
+                    buffer[start : start + count * size] = 0
 
 
 def read_skeleton(message: PartialBatch, body: Tensor, *, max_bytes: int, num_references: int = 0) -> Skeleton:
@@ -347,6 +364,7 @@ def read_skeleton(message: PartialBatch, body: Tensor, *, max_bytes: int, num_re
     crc = zlib.crc32(described.description)
     batch = Batch(message.step, message.rank, message.dp_size, len(described.description), crc, 0, 0)
     meta = read_description(described.description, crc, f"step {message.step}")
+    check_members(meta, message.rank, message.dp_size)
     if len(described.sources) != len(meta.ids) or any(
         not -1 <= owner < len(described.owners) or key < 0 or not -1 <= number < num_references
         for owner, key, number in described.sources

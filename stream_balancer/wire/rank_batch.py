@@ -9,23 +9,27 @@ receiver checks the message before it allocates, and the description before it m
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate, pairwise
-from typing import overload
+from typing import Any, overload
 
 import torch
 from torch import Tensor
 
 from stream_balancer import tensors as layout
 from stream_balancer.errors import WireError
-from stream_balancer.types import ExecutionSize, MicroBatch, MiniBatchSize, RankBatch, Rollout
+from stream_balancer.shared_columns import SharedColumns
+from stream_balancer.types import ExecutionSize, MicroBatch, MiniBatchSize, RankBatch, Rollout, SharedRollout
+from stream_balancer.types.shared import loss_tokens_of, rows_behind, rows_of
 from stream_balancer.values import Version
 from stream_balancer.wire.buffer_layout import Layout, Piece, lay_out, user_view, wire_view
 from stream_balancer.wire.description import (
     Description,
+    SharedMicroBatch,
+    check_members,
     description_of,
     execution_id,
     pack_description,
@@ -87,8 +91,13 @@ class Encoded:
     def _pieces(self) -> Iterator[tuple[Piece, list[Tensor]]]:
         """Where each column and each tensor lies, and of what it is made."""
         for micro_batch, pieces in zip(self._batch.micro_batches, self._layout.columns, strict=True):
+            parts = [r for r in micro_batch.rollouts if isinstance(r, SharedRollout)]
             for name, piece in pieces.items():
-                yield piece, [r.tokens[name] for r in micro_batch.rollouts]
+                yield (
+                    piece,
+                    [rows for r in micro_batch.rollouts for rows in rows_of(r, name)]
+                    + [rows for part in parts for rows in rows_behind(part, name)],
+                )
         rollouts = self._batch.rollouts if any(self._layout.tensors) else ()
         for rollout, pieces in zip(rollouts, self._layout.tensors, strict=False):
             for name, piece in pieces.items():
@@ -140,6 +149,9 @@ def encode(batch: RankBatch, *, max_bytes: int = 2**62, narrow: bool = True) -> 
         ),
         execution_sizes=_execution_sizes(batch),
         mini_batches=batch.mini_batch_sizes,
+        shared=[
+            SharedMicroBatch(i, mb.cp_group, mb.cp_rank) for i, mb in enumerate(batch.micro_batches) if mb.cp_group
+        ],
     )
     packed = pack_description(meta, rollouts)
     try:
@@ -182,7 +194,7 @@ def _execution_sizes(batch: RankBatch) -> list[ExecutionSize]:
     return [
         size
         for mb in batch.micro_batches
-        for size in mb.execution_sizes or [ExecutionSize(1, r.num_loss_tokens) for r in mb.rollouts]
+        for size in mb.execution_sizes or [ExecutionSize(1, loss_tokens_of(r)) for r in mb.rollouts]
     ]
 
 
@@ -206,6 +218,7 @@ def decode(
     """
     packed = buffer[: message.meta_bytes].numpy().tobytes()  # a copy: in shared memory it could change
     meta = read_description(packed, message.meta_crc, f"step {message.step}", check_rollouts=check_rollouts)
+    check_members(meta, message.rank, message.dp_size)
     plan = lay_out(meta, message.meta_bytes, message.total_bytes)
     if (plan.wire_bytes, plan.total_bytes) != (
         message.wire_bytes,
@@ -241,15 +254,21 @@ class _Received:
     plan: Layout
     buffer: Tensor
     padding: frozenset[int]
+    members: Mapping[int, SharedMicroBatch]
+    """Which place this rank has among those that share a micro-batch; of those that are shared."""
 
     def flat(self, micro_batch: int, first: int, stop: int) -> layout.FlatColumns:
         """Views of one micro-batch's columns; rollouts ``first:stop`` of the rank batch. O(columns + rollouts)."""
         scalars = self.meta.scalars[first:stop]
         # Scalars that only some rollouts have make no column.
         names = [name for name in scalars[0] if all(name in row for row in scalars)]
+        rows = self.plan.rows[first:stop]
+        own = rows[-1].stop  # behind them are the rows behind the chunks
+        tokens = {name: user_view(self.buffer, piece) for name, piece in self.plan.columns[micro_batch].items()}
+        member = self.members.get(micro_batch)
         return layout.FlatColumns(
-            tokens={name: user_view(self.buffer, piece) for name, piece in self.plan.columns[micro_batch].items()},
-            lengths=tuple(self.meta.lengths[first:stop]),
+            tokens={name: column[:own] for name, column in tokens.items()},
+            lengths=tuple(one.stop - one.start for one in rows),
             scalars={name: [row[name] for row in scalars] for name in names},
             weights=torch.tensor(
                 [0.0 if i in self.padding else 1.0 for i in range(first, stop)],
@@ -259,31 +278,48 @@ class _Received:
             executions=self.execution_sizes(first, stop)
             or [(1, tokens) for tokens in self.meta.loss_tokens[first:stop]],
             prefixes=list(zip(self.meta.group_ids[first:stop], self.meta.prefixes[first:stop], strict=False)) or None,
+            shared=None
+            if member is None
+            else SharedColumns(
+                len(member.cp_group),
+                member.cp_rank,
+                tuple(self.meta.lengths[first:stop]),
+                {name: column[own:] for name, column in tokens.items()},
+            ),
         )
 
     def execution_sizes(self, first: int, stop: int) -> tuple[ExecutionSize, ...] | None:
         """Of the executions of rollouts ``first:stop``; None where each is one by itself."""
         return tuple(ExecutionSize(*size) for size in self.meta.execution_sizes[first:stop]) or None
 
-    def rollout(self, index: int, micro_batch: int, start: int) -> Rollout:
-        """Rollout ``index`` of the rank batch, whose tokens begin at row ``start`` of its micro-batch. O(columns)."""
-        meta = self.meta
-        stop = start + meta.lengths[index]
+    def rollout(self, index: int) -> Rollout:
+        """Rollout ``index`` of the rank batch. O(columns)."""
+        meta, rows = self.meta, self.plan.rows[index]
         version: Version | None = meta.versions[index]
-        return _trusted_rollout(
-            tokens={name: user_view(self.buffer, p)[start:stop] for name, p in self.plan.columns[micro_batch].items()},
-            scalars=meta.scalars[index],
-            tensors={name: user_view(self.buffer, piece) for name, piece in self.plan.tensors[index].items()},
-            metadata=meta.metadata[index],
-            rollout_id=meta.ids[index],
-            group_id=meta.group_ids[index],
-            execution_id=execution_id(meta, index),
-            version=version,
-            cost=meta.costs[index],
-            prefix=prefix(meta, index),
-            is_padding=index in self.padding,
-            num_tokens=meta.lengths[index],
-            num_loss_tokens=meta.loss_tokens[index],
+        columns = {name: user_view(self.buffer, p) for name, p in self.plan.columns[rows.micro_batch].items()}
+        fields: dict[str, Any] = {
+            "tokens": {name: column[rows.start : rows.stop] for name, column in columns.items()},
+            "scalars": meta.scalars[index],
+            "tensors": {name: user_view(self.buffer, piece) for name, piece in self.plan.tensors[index].items()},
+            "metadata": meta.metadata[index],
+            "rollout_id": meta.ids[index],
+            "group_id": meta.group_ids[index],
+            "execution_id": execution_id(meta, index),
+            "version": version,
+            "cost": meta.costs[index],
+            "prefix": prefix(meta, index),
+            "is_padding": index in self.padding,
+        }
+        member = self.members.get(rows.micro_batch)
+        if member is None:
+            return _trusted_rollout(**fields, num_tokens=meta.lengths[index], num_loss_tokens=meta.loss_tokens[index])
+        return SharedRollout(
+            **fields,
+            cp_degree=len(member.cp_group),
+            cp_rank=member.cp_rank,
+            whole_tokens=meta.lengths[index],
+            whole_loss_tokens=meta.loss_tokens[index],
+            behind={name: column[rows.behind : rows.behind + 2] for name, column in columns.items()},
         )
 
 
@@ -299,12 +335,13 @@ def _trusted_rollout(**fields: object) -> Rollout:
 class _Rollouts(Sequence[Rollout]):
     """The rollouts of a micro-batch, made when asked for. About 10 us each; each is made once."""
 
-    def __init__(self, received: _Received, micro_batch: int, first: int, starts: Sequence[int]) -> None:
-        self._received, self._micro_batch, self._first, self._starts = received, micro_batch, first, starts
+    def __init__(self, received: _Received, places: range) -> None:
+        """``places``: of them in the rank batch."""
+        self._received, self._places = received, places
         self._made: dict[int, Rollout] = {}
 
     def __len__(self) -> int:
-        return len(self._starts)
+        return len(self._places)
 
     @overload
     def __getitem__(self, index: int) -> Rollout: ...
@@ -313,11 +350,10 @@ class _Rollouts(Sequence[Rollout]):
     def __getitem__(self, index: int | slice) -> Rollout | list[Rollout]:
         if isinstance(index, slice):
             return [self[i] for i in range(*index.indices(len(self)))]
-        place = range(len(self))[index]
+        place = self._places[index]
         made = self._made.get(place)
         if made is None:
-            made = self._received.rollout(self._first + place, self._micro_batch, self._starts[place])
-            self._made[place] = made
+            made = self._made[place] = self._received.rollout(place)
         return made
 
     def __repr__(self) -> str:
@@ -330,14 +366,21 @@ def checksum(message: Batch, buffer: Tensor) -> int:
 
 
 def _rank_batch(message: Batch, meta: Description, plan: Layout, buffer: Tensor) -> RankBatch:
-    received = _Received(message, meta, plan, buffer, frozenset(meta.padding))
+    received = _Received(message, meta, plan, buffer, frozenset(meta.padding), {one.index: one for one in meta.shared})
     micro_batches = []
     for number, (first, stop) in enumerate(pairwise(accumulate(meta.micro_batches, initial=0))):
-        lengths = tuple(meta.lengths[first:stop])
-        starts = list(accumulate(lengths, initial=0))[:-1]
-        rollouts = _Rollouts(received, number, first, starts)
-        flat = partial(received.flat, number, first, stop)
-        micro_batches.append(MicroBatch(rollouts, lengths, flat, received.execution_sizes(first, stop)))
+        lengths = tuple(rows.stop - rows.start for rows in plan.rows[first:stop])
+        member = received.members.get(number)
+        micro_batches.append(
+            MicroBatch(
+                _Rollouts(received, range(first, stop)),
+                lengths,
+                partial(received.flat, number, first, stop),
+                received.execution_sizes(first, stop),
+                () if member is None else member.cp_group,
+                0 if member is None else member.cp_rank,
+            )
+        )
     return RankBatch(
         step=message.step,
         rank=message.rank,

@@ -18,6 +18,7 @@ from stream_balancer.core.machine import BalancerCore
 from stream_balancer.errors import RolloutError, WireError
 from stream_balancer.testing.scripted import rank_batch
 from stream_balancer.types import MicroBatch, RankBatch, Rollout
+from stream_balancer.types.shared import part_of
 from stream_balancer.wire import rank_batch as wire
 from stream_balancer.wire.messages import Batch, Owner, PartialBatch, RolloutHeader
 from stream_balancer.wire.partial_batch import (
@@ -79,7 +80,10 @@ def completed(frame: PartialBatch, body: torch.Tensor, held: dict[tuple[str, int
     skeleton = read_skeleton(frame, body, max_bytes=MAX_BYTES)
     buffer = torch.full((skeleton.batch.total_bytes,), 255, dtype=torch.uint8)
     for one in skeleton.wanted(buffer):
-        for part, piece in zip(payload(held[one.owner.label, one.key]), one.pieces, strict=True):
+        kept = held[one.owner.label, one.key]
+        if one.part is not None:
+            kept = part_of(kept, one.part.degree, one.part.place)
+        for part, piece in zip(payload(kept), one.pieces, strict=True):
             piece.copy_(part)
     skeleton.finish(buffer)
     return wire.decode(skeleton.batch, buffer)

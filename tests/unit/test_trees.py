@@ -184,7 +184,6 @@ def test_prefixes_that_differ_are_refused_by_name(place: int, carry: Any) -> Non
 
 def test_where_ranks_share_a_rollout_nobody_shares_its_prefix() -> None:
     part = MicroBatch.shared([sibling("g", 20, 2)], (0, 1), 0)
-    assert [one.prefix for one in part.rollouts] == [0]
     with pytest.raises(ValueError, match=r"tree\(\): ranks \(0, 1\) share these rollouts"):
         part.tree()
 

@@ -19,7 +19,8 @@ from stream_balancer.testing import make_rollout
 from stream_balancer.testing.scripted import rank_batch
 from stream_balancer.transport.memory_channel import Wire
 from stream_balancer.transport.rank_port import RankPort
-from stream_balancer.types import RankBatch, Rollout
+from stream_balancer.types import MicroBatch, RankBatch, Rollout
+from stream_balancer.types.shared import tokens_of
 from stream_balancer.wire import rank_batch as wire
 from stream_balancer.wire.messages import Batch, JoinRank
 
@@ -41,7 +42,8 @@ def _valid() -> Message:
         )
         for i in range(4)
     ]
-    encoded = wire.encode(rank_batch(rollouts[:1], rollouts[1:], rank=1, dp_size=2))
+    shared = MicroBatch.shared(rollouts[:1], (0, 1), 1)
+    encoded = wire.encode(rank_batch(shared, rollouts[1:], rank=1, dp_size=2))
     buffer = torch.zeros(encoded.message.wire_bytes, dtype=torch.uint8)
     assert list(encoded.fill(buffer))
     return encoded.message, buffer.numpy().tobytes()
@@ -65,15 +67,18 @@ def _use(batch: RankBatch) -> None:
     """Whatever was accepted must be usable, and must lie inside its buffer (torch would raise RuntimeError)."""
     for mb in batch.micro_batches:
         packed = mb.packed()
-        tree = mb.tree(check=False)
-        assert tree["input_ids"][tree.index].shape == packed["input_ids"].shape
+        if not mb.cp_group:
+            tree = mb.tree(check=False)
+            assert tree["input_ids"][tree.index].shape == packed["input_ids"].shape
         assert int(packed.cu_seqlens[-1]) == mb.num_tokens
-        for column in packed.columns.values():
+        for name, column in packed.columns.items():
             assert column.shape[0] == mb.num_tokens
             column.clone()
+            assert packed.next(name).shape == column.shape
+        assert packed.position_ids.shape[0] == mb.num_tokens
         for rollout in mb.rollouts:
             assert 0 <= rollout.num_loss_tokens <= rollout.num_tokens
-            assert 0 <= rollout.prefix < rollout.num_tokens
+            assert 0 <= rollout.prefix < tokens_of(rollout)
             assert not rollout.prefix or rollout.group_id is not None
             for tensor in (*rollout.tokens.values(), *rollout.tensors.values()):
                 tensor.clone()

@@ -15,7 +15,7 @@ import msgspec
 import torch
 
 from stream_balancer.controller.checkpoint import bytes_of_rollout, read_rollouts
-from stream_balancer.core.batching import rank_batches
+from stream_balancer.core.batching import micro_batch_of, rank_batches
 from stream_balancer.core.executions import sizes_in, sizes_of
 from stream_balancer.core.groups import Declared
 from stream_balancer.errors import RolloutError, WireError
@@ -66,12 +66,14 @@ class Plan(msgspec.Struct, array_like=True, tag="plan"):
     incomplete_groups: list[str]
     mini_batches: list[list[tuple[int, float]]] = []
     """``[rank][mini_batch]`` number of micro-batches and load; empty where the step is in one piece."""
+    degrees: list[list[int]] = []
+    """``[rank][micro_batch]`` by how many ranks its rollouts are shared; empty where all are 1."""
 
     @property
     def ids(self) -> list[str]:
-        """Rollouts of the step, padding copies left out."""
+        """Rollouts of the step, each once, padding copies left out."""
         padding = set(self.padding)
-        return [name for rank in self.ranks for mb in rank for name in mb if name not in padding]
+        return list(dict.fromkeys(n for rank in self.ranks for mb in rank for n in mb if n not in padding))
 
 
 class Done(msgspec.Struct, array_like=True, tag="done"):
@@ -183,6 +185,9 @@ def plan_of(batch: Batch) -> Plan:
         lower_bound=batch.lower_bound,
         incomplete_groups=list(batch.incomplete_groups),
         mini_batches=[[size[:2] for size in one.mini_batch_sizes] for one in batch.ranks if one.mini_batch_sizes],
+        degrees=[[max(len(mb.cp_group), 1) for mb in one.micro_batches] for one in batch.ranks]
+        if batch.has_shared
+        else [],
     )
 
 
@@ -195,12 +200,16 @@ def batch_of(plan: Plan, rollouts: Mapping[str, Rollout]) -> Batch:
         found |= {name: original.padding_copy(name) for name in plan.padding}
     executions = sizes_of(real)
 
-    def micro_batch(names: list[str]) -> MicroBatch:
+    def micro_batch(names: list[str], rank: int, degree: int) -> MicroBatch:
         its = [found[name] for name in names]
-        return MicroBatch.of(its, execution_sizes=sizes_in(executions, its))
+        return micro_batch_of(its, rank, degree, sizes_in(executions, its))
 
     sizes = plan.mini_batches or [[(len(of_rank), load)] for of_rank, load in zip(plan.ranks, plan.loads, strict=True)]
-    micro_batches = [iter([micro_batch(names) for names in of_rank]) for of_rank in plan.ranks]
+    degrees = plan.degrees or [[1] * len(of_rank) for of_rank in plan.ranks]
+    micro_batches = [
+        iter([micro_batch(names, rank, degree) for names, degree in zip(of_rank, its, strict=True)])
+        for rank, (of_rank, its) in enumerate(zip(plan.ranks, degrees, strict=True))
+    ]
     ranks = rank_batches(
         plan.step,
         [

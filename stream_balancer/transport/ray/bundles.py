@@ -33,6 +33,7 @@ from stream_balancer.wire.description import execution_id, prefix, unchecked_des
 from stream_balancer.wire.messages import Batch, Owner, RolloutHeader
 from stream_balancer.wire.partial_batch import Lease, RemoteRollout, WantedPayload
 from stream_balancer.wire.rank_batch import Encoded, batch_of, decode, encode
+from stream_balancer.wire.slices import Slice
 
 __all__ = [
     "ObjectStore",
@@ -239,7 +240,7 @@ class ObjectStore(PayloadSource):
         gone: dict[int, str] = {}
         for number, one in enumerate(wanted):
             if one.reference in opened:
-                opened[one.reference].read(one.key, one.pieces)
+                opened[one.reference].read(one.key, one.pieces, one.part)
             else:
                 gone[number] = type(found[one.reference]).__name__
         return gone
@@ -256,15 +257,29 @@ class _Object:
         self._index = _decode_index(array[_WORD : _WORD + size].tobytes())
         self._bytes = array[_first_byte(size) :]
 
-    def read(self, place: int, targets: Sequence[Tensor]) -> None:
-        """Copy a rollout's columns, then its tensors, each by name. O(bytes)."""
+    def read(self, place: int, targets: Sequence[Tensor], part: Slice | None = None) -> None:
+        """Copy a rollout's columns, or a part of them, then its tensors, each by name. O(bytes)."""
         row, end = self._index.rows[place : place + 2]
         columns = self._index.columns
-        for target, column in zip(targets, columns, strict=False):
+        left = iter(targets)
+        for column in columns:
             start, stop = (column.start + at * column.row_bytes for at in (row, end))
-            if column.narrowed:
-                np.copyto(target.numpy().view(np.int64), self._bytes[start:stop].view(np.int32))
+            rows = self._bytes[start:stop].reshape(end - row, column.row_bytes)
+            if part is not None:
+                held = np.zeros((part.num_rows, column.row_bytes), np.uint8)
+                for at, first, last in part.spans:
+                    held[at : at + last - first] = rows[first:last]
+                _copy(held[:-2], next(left), column)
+                _copy(held[-2:], next(left), column)
             else:
-                np.copyto(target.numpy(), self._bytes[start:stop])
-        for target, (start, size) in zip(targets[len(columns) :], self._index.tensors[place], strict=True):
+                _copy(rows, next(left), column)
+        for target, (start, size) in zip(left, self._index.tensors[place], strict=True):
             np.copyto(target.numpy(), self._bytes[start : start + size])
+
+
+def _copy(rows: NDArray[np.uint8], target: Tensor, column: _Column) -> None:
+    """``[n, row_bytes]`` -> the bytes of the same rows as they are trained on."""
+    if column.narrowed:
+        np.copyto(target.numpy().view(np.int64), rows.reshape(-1).view(np.int32))
+    else:
+        np.copyto(target.numpy(), rows.reshape(-1))

@@ -20,7 +20,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from itertools import chain, islice
-from typing import cast
+from typing import NamedTuple, cast
 
 from torch import Tensor
 
@@ -43,6 +43,7 @@ from stream_balancer.wire.messages import (
     WelcomeProducer,
 )
 from stream_balancer.wire.partial_batch import WantedPayload, payload
+from stream_balancer.wire.slices import Slice, sliced
 
 __all__ = ["Fetcher", "PayloadServer"]
 
@@ -62,7 +63,7 @@ class PayloadServer:
     def __init__(self) -> None:
         self.token = secrets.token_hex(16)
         self._socket: socket.socket | None = None
-        self._kept: dict[int, list[Tensor]] = {}
+        self._kept: dict[int, _Kept] = {}
         _HERE[self.token] = self
 
     def __len__(self) -> int:
@@ -97,7 +98,8 @@ class PayloadServer:
 
     def keep(self, key: int, rollout: Rollout) -> None:
         """Hold a rollout's tokens and tensors until :meth:`drop`."""
-        self._kept[key] = payload(rollout)
+        num_columns = sum(column.numel() > 0 for column in rollout.tokens.values())
+        self._kept[key] = _Kept(payload(rollout), num_columns, rollout.num_tokens)
 
     def drop(self, keys: Iterable[int]) -> None:
         """They are not needed any more; unknown ones are fine."""
@@ -108,9 +110,22 @@ class PayloadServer:
         """Nothing is needed any more."""
         self._kept.clear()
 
-    def get(self, key: int) -> list[Tensor] | None:
-        """The bytes kept under this number, piece by piece; None if there are none."""
-        return self._kept.get(key)
+    def get(self, key: int, degree: int = 1, place: int = 0) -> list[Tensor] | None:
+        """The bytes kept under this number, piece by piece; None if there are none. With a degree the part of the rank
+        at this place, copied."""
+        kept = self._kept.get(key)
+        if kept is None or degree == 1:
+            return None if kept is None else kept.pieces
+        return sliced(kept.pieces, kept.num_columns, Slice(degree, place, kept.num_tokens))
+
+
+class _Kept(NamedTuple):
+    """A payload, and what is needed to slice it."""
+
+    pieces: list[Tensor]
+    num_columns: int
+    """Of the pieces; the others are tensors."""
+    num_tokens: int
 
 
 class _OwnerSession(Session):
@@ -120,8 +135,11 @@ class _OwnerSession(Session):
         self._payloads, self._channel = payloads, channel
 
     def _on_want(self, message: WantPayloads, *_: object) -> None:
+        parts = message.parts or ((1, 0),) * len(message.keys)
+        if len(parts) != len(message.keys) or any(place >= degree for degree, place in parts):
+            raise WireError("a rank wants parts of payloads that there cannot be")
         # Looked up once: a key that is dropped meanwhile must not be named missing and sent as well.
-        kept = {key: self._payloads.get(key) for key in message.keys}
+        kept = {key: self._payloads.get(key, *part) for key, part in zip(message.keys, parts, strict=True)}
         missing = tuple(key for key in message.keys if kept[key] is None)
         sources = [_source(pieces) for key in message.keys if (pieces := kept[key]) is not None]
         self._channel.send(Outgoing(Payloads(message.number, missing), sources))
@@ -241,7 +259,9 @@ class Fetcher(PayloadSource):
     def _ask(self, owner: Owner, wanted: Mapping[int, WantedPayload]) -> socket.socket:
         sock = self._connected(owner)
         for part in _parts(wanted):
-            sock.sendall(frame(WantPayloads(0, tuple(one.key for one in part.values()))))
+            parts = tuple((1, 0) if one.part is None else one.part[:2] for one in part.values())
+            keys = tuple(one.key for one in part.values())
+            sock.sendall(frame(WantPayloads(0, keys, parts if set(parts) != {(1, 0)} else ())))
         return sock
 
     def _connected(self, owner: Owner) -> socket.socket:
@@ -263,7 +283,7 @@ class Fetcher(PayloadSource):
 
 def _copy(here: PayloadServer, one: WantedPayload) -> str | None:
     """Why it is gone, if it is."""
-    kept = here.get(one.key)
+    kept = here.get(one.key, *(one.part or ())[:2])
     if kept is None:
         return _does_not_have(one.key)
     if [part.numel() for part in kept] != [piece.numel() for piece in one.pieces]:

@@ -1,0 +1,316 @@
+"""A plan in which ranks share rollouts, made into a batch: every rollout once in all that counts."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from typing import Any
+
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from test_wire import carry
+
+import stream_balancer as sb
+from stream_balancer.controller.checkpoint import read_state_dict, state_dict
+from stream_balancer.controller.journal.rows import batch_of, fact_of, fact_row, plan_of
+from stream_balancer.core import batching
+from stream_balancer.core.machine import BalancerCore
+from stream_balancer.planning import Plan, PlanKnobs, Waiting
+from stream_balancer.testing import make_rollout
+from stream_balancer.testing.scripted import same_rollout
+from stream_balancer.types import Batch, MicroBatch, Rollout, SharedRollout
+from stream_balancer.types.shared import join_column, join_rollout
+
+
+def core_of(lengths: list[int], *, dp_size: int = 4, **knobs: Any) -> BalancerCore:
+    """Rollouts r0, r1, ... of these lengths; every second one has no loss on its first half."""
+    knobs = {"cp_sizes": (1, 2, 4), "cp_min_tokens": 1, "sync": "step"} | knobs
+    config = sb.BalancerConfig(dp_size=dp_size, batch_size=len(lengths), window=len(lengths), **knobs)
+    core = BalancerCore(config)
+    for number, length in enumerate(lengths):
+        prompt = length // 2 if number % 2 else 0
+        core.add(make_rollout(length, f"r{number}", prompt_tokens=prompt, seed=number), now=0.0)
+    return core
+
+
+def polled(core: BalancerCore) -> Batch:
+    batch = core.poll(now=1.0)
+    assert batch is not None
+    return batch
+
+
+def by_hand(monkeypatch: pytest.MonkeyPatch, ranks: list[list[list[int]]], degrees: list[list[int]]) -> None:
+    """This plan, whatever the planner would do."""
+
+    def plan(waiting: Waiting, knobs: PlanKnobs, **_: Any) -> Plan:
+        cost = waiting.costs
+        its = [[np.array(one, dtype=np.int64) for one in of_rank] for of_rank in ranks]
+        parts = [
+            sum(float(cost[one].sum()) / degree for one, degree in zip(of_rank, of, strict=True))
+            for of_rank, of in zip(its, degrees, strict=True)
+        ]
+        return Plan(
+            ranks=its,
+            degrees=degrees,
+            loads=np.array(parts),
+            rates=None,
+            finish=max(parts),
+            lower_bound=1.0,
+            incomplete_groups=(),
+            avoidable_imbalance=0.0,
+            unavoidable_imbalance=0.0,
+        )
+
+    monkeypatch.setitem(batching._PLANNERS, "window", plan)
+
+
+RANKS = [[[0], [2], [4]], [[0], [2], [5]], [[0], [6]], [[0], [1, 3]]]
+DEGREES = [[4, 2, 1], [4, 2, 1], [4, 1], [4, 1]]
+LENGTHS = [401, 7, 130, 9, 31, 33, 40]
+
+
+def names(batch: Batch) -> list[list[list[str]]]:
+    return [
+        [[r.rollout_id for r in mb.rollouts if not r.is_padding] for mb in one.micro_batches] for one in batch.ranks
+    ]
+
+
+def check_whole(batch: Batch, rollouts: dict[str, Rollout]) -> None:
+    """Each rollout is somewhere once, or in parts that join to it, at the ranks that they name."""
+    parts: dict[str, dict[int, SharedRollout]] = {}
+    alone: Counter[str] = Counter()
+    for one in batch.ranks:
+        assert one.global_num_rollouts == len(rollouts)
+        assert one.global_num_tokens == sum(r.num_tokens for r in rollouts.values())
+        assert one.global_num_loss_tokens == sum(r.num_loss_tokens for r in rollouts.values())
+        assert one.global_num_executions == len(rollouts)
+        for mb in one.micro_batches:
+            assert not mb.cp_group or mb.cp_group[mb.cp_rank] == one.rank
+            for rollout in mb.rollouts:
+                if isinstance(rollout, SharedRollout):
+                    assert len(mb.cp_group) == rollout.cp_degree
+                    parts.setdefault(rollout.rollout_id, {})[one.rank] = rollout
+                elif not rollout.is_padding:
+                    assert not mb.cp_group
+                    alone[rollout.rollout_id] += 1
+    assert alone.keys().isdisjoint(parts)
+    assert alone.keys() | parts.keys() == rollouts.keys()
+    assert set(alone.values()) <= {1}
+    for name, its in parts.items():
+        members = sorted(its)
+        assert members == list(range(members[0], members[0] + len(members)))
+        assert members[0] % len(members) == 0, "not an aligned block"
+        assert same_rollout(join_rollout([its[rank] for rank in members]), rollouts[name])
+        assert sum(one.num_loss_tokens for one in its.values()) == rollouts[name].num_loss_tokens
+    assert sorted(r.rollout_id for r in batch.rollouts if not r.is_padding) == sorted(rollouts)
+    assert batch.num_rollouts == len(rollouts)
+
+
+def test_a_batch_of_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    core = core_of(LENGTHS, micro_batch_counts="equal")
+    rollouts = {r.rollout_id: r for r in core.state.buffer.rollouts()}
+    by_hand(monkeypatch, RANKS, DEGREES)
+    batch = polled(core)
+    core.verify()
+    check_whole(batch, rollouts)
+    assert names(batch) == [
+        [["r0"], ["r2"], ["r4"]],
+        [["r0"], ["r2"], ["r5"]],
+        [["r0"], ["r6"], []],
+        [["r0"], ["r1", "r3"], []],
+    ]
+    assert [[mb.cp_group for mb in one.micro_batches] for one in batch.ranks] == [
+        [(0, 1, 2, 3), (0, 1), ()],
+        [(0, 1, 2, 3), (0, 1), ()],
+        [(0, 1, 2, 3), (), ()],
+        [(0, 1, 2, 3), (), ()],
+    ]
+    assert batch.num_padding == 2
+    assert all(not mb.cp_group for one in batch.ranks for mb in one.micro_batches if mb.rollouts[0].is_padding)
+    assert batch.loads == tuple(core.in_flight()[0].ranks[rank].load for rank in range(4))
+    assert batch.finish == max(batch.loads)
+    statistics = core.statistics(2.0)
+    assert statistics.in_flight == len(LENGTHS)
+    core.acknowledge(0)
+    core.verify()
+    statistics = core.statistics(2.0)
+    assert (statistics.acknowledged, statistics.waiting, statistics.in_flight) == (len(LENGTHS), 0, 0)
+    with pytest.raises(sb.DuplicateRolloutError):
+        core.add(make_rollout(3, "r0"), now=3.0)
+
+
+def test_a_nacked_step_comes_again_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    core = core_of(LENGTHS)
+    by_hand(monkeypatch, RANKS, DEGREES)
+    batch = polled(core)
+    core.nack(0)
+    core.verify()
+    assert core.statistics(2.0).redelivering == len(LENGTHS)
+    assert polled(core) is batch
+    core.acknowledge(0)
+
+
+def test_per_rollout_means_come_out_right(monkeypatch: pytest.MonkeyPatch) -> None:
+    core = core_of(LENGTHS)
+    rollouts = {r.rollout_id: r for r in core.state.buffer.rollouts()}
+    by_hand(monkeypatch, RANKS, DEGREES)
+    batch = polled(core)
+    expected = sum(float(r.tokens["logprobs"][r.tokens["loss_mask"]].double().mean()) for r in rollouts.values())
+    total = 0.0
+    for one in batch.ranks:
+        got, _ = carry(one)
+        for mb in got.micro_batches:
+            packed = mb.packed()
+            weight = packed.per_token(packed.execution_weights / packed.execution_loss_tokens)
+            total += float((packed["logprobs"].double() * packed["loss_mask"] * weight).sum())
+    assert total == pytest.approx(expected)
+
+
+def test_executions_are_sized_by_whole_rollouts(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = sb.BalancerConfig(dp_size=2, batch_size=3, window=3, cp_sizes=(1, 2), cp_min_tokens=1)
+    core = BalancerCore(config)
+    for number, length in enumerate((90, 10, 20)):
+        rollout = replace(make_rollout(length, f"r{number}"), group_id="g", execution_id="e" if number < 2 else "f")
+        core.add(rollout, now=0.0)
+    by_hand(monkeypatch, [[[0], [1]], [[0], [2]]], [[2, 1], [2, 1]])
+    batch = polled(core)
+    assert batch.num_executions == 2
+    for one in batch.ranks:
+        got, _ = carry(one)
+        packed = got.micro_batches[0].packed()
+        assert packed.execution_weights.tolist() == [0.5]
+        assert packed.execution_loss_tokens.tolist() == [100]
+    again = batch_of(
+        plan_of(batch), {f"r{n}": r for n, r in enumerate(sorted(batch.rollouts, key=lambda r: r.rollout_id))}
+    )
+    assert [[mb.execution_sizes for mb in one.micro_batches] for one in again.ranks] == [
+        [mb.execution_sizes for mb in one.micro_batches] for one in batch.ranks
+    ]
+
+
+def same_batch(one: Batch, other: Batch) -> None:
+    assert names(one) == names(other)
+    assert one.loads == other.loads
+    assert one.num_padding == other.num_padding
+    for mine, theirs in zip(one.ranks, other.ranks, strict=True):
+        assert [(mb.cp_group, mb.cp_rank, mb.lengths) for mb in mine.micro_batches] == [
+            (mb.cp_group, mb.cp_rank, mb.lengths) for mb in theirs.micro_batches
+        ]
+        assert all(same_rollout(a, b) for a, b in zip(mine.rollouts, theirs.rollouts, strict=True))
+
+
+def test_a_checkpoint_has_a_step_in_flight_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    core = core_of(LENGTHS)
+    rollouts = {r.rollout_id: r for r in core.state.buffer.rollouts()}
+    by_hand(monkeypatch, RANKS, DEGREES)
+    batch = polled(core)
+    written = state_dict(core.snapshot(2.0))
+    size = sum(t.numel() * t.element_size() for one in written["in_flight"] for pair in one["ranks"] for t in pair)
+    whole = sum(r.nbytes for r in rollouts.values())
+    assert size < 1.2 * whole + 4096 * len(batch.ranks), "a shared rollout is written once"
+    other = BalancerCore(core.config)
+    other.restore(read_state_dict(written), now=3.0)
+    other.verify()
+    again = polled(other)
+    same_batch(batch, again)
+    check_whole(again, rollouts)
+    assert other.acknowledge(0).num_rollouts == len(LENGTHS)
+    other.verify()
+
+
+def test_a_damaged_part_spoils_its_rollout_and_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    core = core_of(LENGTHS)
+    by_hand(monkeypatch, RANKS, DEGREES)
+    polled(core)
+    written = state_dict(core.snapshot(2.0))
+    written["in_flight"][0]["ranks"][1][1][0] ^= 255
+    snapshot = read_state_dict(written)
+    assert len(snapshot.set_aside) == 1
+    assert not snapshot.in_flight
+    # r5 was on the damaged rank; r0 and r2 were shared with it
+    assert {r.rollout_id for r in snapshot.waiting} == {"r1", "r3", "r4", "r6"}
+    other = BalancerCore(core.config)
+    other.restore(snapshot, now=3.0)
+    other.verify()
+
+
+def test_the_journal_has_each_rollout_once_and_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    core = core_of(LENGTHS)
+    rollouts = {r.rollout_id: r for r in core.state.buffer.rollouts()}
+    by_hand(monkeypatch, RANKS, DEGREES)
+    batch = polled(core)
+    plan = fact_of(fact_row(plan_of(batch), 0))
+    assert isinstance(plan, type(plan_of(batch)))
+    assert sorted(plan.ids) == sorted(rollouts)
+    again = batch_of(plan, rollouts)
+    same_batch(batch, again)
+    check_whole(again, rollouts)
+
+
+def test_a_plan_without_degrees_is_what_it_was() -> None:
+    core = core_of([5, 6, 7, 8], cp_sizes=(1,))
+    plan = plan_of(polled(core))
+    assert plan.degrees == []
+
+
+@pytest.mark.parametrize("dp_size", [2, 1, 6, 3])
+def test_other_ranks_get_another_plan_of_the_same_rollouts(monkeypatch: pytest.MonkeyPatch, dp_size: int) -> None:
+    core = core_of(LENGTHS)
+    rollouts = {r.rollout_id: r for r in core.state.buffer.rollouts()}
+    with monkeypatch.context() as patch:
+        by_hand(patch, RANKS, DEGREES)
+        polled(core)
+    core.nack(0)
+    core.reconfigure(replace(core.config, dp_size=dp_size, min_batch_size=dp_size))
+    again = polled(core)
+    assert len(again.ranks) == dp_size
+    check_whole(again, rollouts)
+    core.verify()
+    core.acknowledge(0)
+    core.verify()
+
+
+@given(
+    lengths=st.lists(st.integers(1, 300), min_size=8, max_size=14),
+    long=st.lists(st.integers(400, 4000), min_size=0, max_size=2),
+    sync=st.sampled_from(["step", "micro_batch"]),
+    dp_size=st.sampled_from([2, 4, 8]),
+)
+def test_whatever_the_planner_shares(lengths: list[int], long: list[int], sync: Any, dp_size: int) -> None:
+    core = core_of(long + lengths, dp_size=dp_size, sync=sync, cp_sizes=(1, 2, 4, 8), max_tokens_per_micro_batch=5000)
+    rollouts = {r.rollout_id: r for r in core.state.buffer.rollouts()}
+    batch = polled(core)
+    check_whole(batch, rollouts)
+    core.verify()
+    got = [carry(one)[0] for one in batch.ranks]
+    for name, whole in rollouts.items():
+        layouts = [mb for one in got for mb in one.micro_batches if name in [r.rollout_id for r in mb.rollouts]]
+        if layouts[0].cp_group:
+            _joins_to(layouts, whole)
+    if sync == "step":
+        for one in got:
+            degrees = [max(len(mb.cp_group), 1) for mb in one.micro_batches]
+            assert degrees == sorted(degrees, reverse=True)
+    core.acknowledge(0)
+    core.verify()
+
+
+def _joins_to(members: list[MicroBatch], whole: Rollout) -> None:
+    place = [r.rollout_id for r in members[0].rollouts].index(whole.rollout_id)
+    layouts = [mb.packed() for mb in members]
+    rows = slice(*layouts[0].cu_seqlens[place : place + 2].tolist())
+    for name, column in whole.tokens.items():
+        assert torch.equal(join_column([one[name][rows] for one in layouts], whole.num_tokens), column)
+        following = join_column([one.next(name)[rows] for one in layouts], whole.num_tokens)
+        assert torch.equal(following[:-1], column[1:])
+        assert not following[-1].any()
+
+
+def test_the_planner_shares_a_rollout_above_the_fair_share() -> None:
+    """Else the property above says nothing."""
+    batch = polled(core_of([4000, *[100] * 12]))
+    assert batch.has_shared
+    assert "r0" in {r.rollout_id for one in batch.ranks for mb in one.micro_batches if mb.cp_group for r in mb.rollouts}
