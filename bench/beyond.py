@@ -12,7 +12,8 @@ Recorded lengths in mid-run, drawn with seeds that nothing was tuned on; quadrat
             train just as fast as rollouts are generated
 
 First in, first out, and the window (two batches, nobody left behind more than 8 times), each by itself and with another
-means. Rollouts one by one are 32 on 8 ranks; where siblings share their prompt they leave in whole groups.
+means. "Any choice" is what no choice of whole rollouts from that window gets below in those steps (any_choice.py).
+Rollouts one by one are 32 on 8 ranks; where siblings share their prompt they leave in whole groups.
 """
 
 from __future__ import annotations
@@ -23,10 +24,12 @@ from typing import Any
 
 import numpy as np
 from _common import Rows, arguments
+from any_choice import least_waste
 from peers import trace_folder, traces
 from window import Mode, drawn, of_usual_size
 
 import stream_balancer as sb
+from stream_balancer.tools.generation import finish_times
 
 COST = sb.QuadraticCost()
 FIRST_SEED = 17_000
@@ -44,14 +47,15 @@ class Means:
     idle: Bars = field(default_factory=dict)
     step: Bars = field(default_factory=dict)
     whole: Bars = field(default_factory=dict)
-    """As a multiple of what the window alone idles by the clock."""
-    dense: str = ""
-    """The row that has the same, but shares no prompt: its step is at most 0.002 shorter."""
+    """As a multiple of what the row `against` idles by the clock."""
+    against: str = ""
+    """A row above; one that shares prompts has a step at most 0.002 longer than that."""
 
 
 # --- rollouts one by one ---------------------------------------------------------------------------------------------
 
-FIRST, WINDOW = "first in, first out", "window"
+FIRST, WINDOW, KEEPS_TWO = "first in, first out", "window", "window, keep up to 2 batches"
+"""The window leaves at 2 batches, and keeps up to 4."""
 BATCH_SIZE = 32
 
 
@@ -80,10 +84,13 @@ ONE_BY_ONE = (
         window("window of 1.5 batches, max_skips=16, shared at 15 %", 1.5, **FIFTEEN | {"max_skips": 16}),
         idle={"rg": 1.0, "mooncake": 1.5},
     ),
+    Means(window(KEEPS_TWO, capacity=2 * BATCH_SIZE)),
     Means(
         window("leave at 1.5 batches, keep up to 3", 1.5, capacity=3 * BATCH_SIZE),
         whole={"rg": 0.9, "mooncake": 0.9, "misguided": 0.9},
+        against=KEEPS_TWO,
     ),
+    Means(window("leave at 1.5 batches, keep up to 4", 1.5, capacity=4 * BATCH_SIZE)),
 )
 
 
@@ -100,9 +107,9 @@ def of_groups(batch: int, ranks: int) -> Iterator[Means]:
     shared: dict[str, Any] = {"share_prefixes": True}
     yield Means(Mode(FIRST, 1.0, {}, policy="fifo", **size))
     yield Means(Mode(WINDOW, 2.0, {"max_skips": 16}, **size))
-    yield Means(Mode("prompts once", 1.0, shared, policy="fifo", **size), step=FIRST_STEP, dense=FIRST)
+    yield Means(Mode("prompts once", 1.0, shared, policy="fifo", **size), step=FIRST_STEP, against=FIRST)
     once = Mode("window, prompts once", 2.0, shared | {"max_skips": 16}, **size)
-    yield Means(once, step=WINDOW_STEP, dense=WINDOW)
+    yield Means(once, step=WINDOW_STEP, against=WINDOW)
 
 
 def prompts_alike(trace: sb.Trace) -> sb.Trace:
@@ -147,6 +154,21 @@ def plain_work(stream: sb.Trace, report: sb.SimulationReport) -> float:
     return float(COST(stream.lengths[went]).sum()) / report.config.dp_size
 
 
+def least_of_any_choice(stream: sb.Trace, report: sb.SimulationReport, slots: int, seed: int) -> float:
+    """Time that a rank loses in the steps that are shown, whatever whole rollouts are taken from the window."""
+    config, shown = report.config, report.shown_steps
+    order = np.argsort(finish_times(stream, slots, seed=seed), kind="stable")
+    assert config.max_skips is not None
+    return least_waste(
+        np.asarray(COST(stream.lengths[order]), dtype=np.float64),
+        config.batch_size,
+        config.window,
+        config.max_skips,
+        config.dp_size,
+        range(shown.start, shown.stop),
+    )
+
+
 class Table:
     """The rows of a trace."""
 
@@ -177,22 +199,30 @@ class Table:
         )
         if mode.whole_groups:
             bar = self._bar(means.step)
-            if bar is None and means.dense:
-                bar = self._steps[means.dense] + 0.002
+            if bar is None and means.against:
+                bar = self._steps[means.against] + 0.002
             self._rows.add(f"{self._name}: {mode.name}: step", step, "x", bar)
         else:
             self._by_the_clock(means, streams)
+        if mode.name == WINDOW and not mode.whole_groups:
+            lost = sum(
+                least_of_any_choice(stream, report, mode.slots, seed)
+                for seed, stream, report in zip(self._seeds, streams, reports, strict=True)
+            )
+            self._rows.add(f"{self._name}: any choice: idle", 100.0 * lost / (lost + whole.work), "%")
 
     def _by_the_clock(self, means: Means, streams: list[sb.Trace]) -> None:
-        mode, idle = means.mode, []
+        mode, idle, delay = means.mode, [], []
         for seed, stream in zip(self._seeds, streams, strict=True):
             report = sb.simulate(stream, mode.config(stream, COST), slots=mode.slots, seed=seed, trainer="matched")
             idle.append(100.0 * report.whole_idle_fraction)
+            delay.append(report.delay_dispatches.mean)
         self._whole[mode.name] = float(np.mean(idle))
         most = self._bar(means.whole)
-        bar = None if most is None else most * self._whole[WINDOW]
+        bar = None if most is None else most * self._whole[means.against]
         sd = round(float(np.std(idle, ddof=min(1, len(idle) - 1))), 2)
-        self._rows.add(f"{self._name}: {mode.name}: whole", self._whole[mode.name], "%", bar, sd=sd)
+        waited = round(float(np.mean(delay)), 2)
+        self._rows.add(f"{self._name}: {mode.name}: whole", self._whole[mode.name], "%", bar, sd=sd, delay=waited)
 
     def _bar(self, bars: Bars) -> float | None:
         return next((most for name, most in bars.items() if self._name.startswith(name)), None)
@@ -207,7 +237,7 @@ def main() -> None:
         table = Table(rows, name, seeds)
         rows.text(name)
         for means in all_means:
-            if options.only_mode in means.mode.name or means.mode.name in (FIRST, WINDOW):
+            if options.only_mode in means.mode.name or means.mode.name in (FIRST, WINDOW, KEEPS_TWO):
                 make = drawn(trace, means.mode, options.steps)
                 table.add(means, [make(seed) for seed in seeds])
 
