@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-__all__ = ["Ring", "ring_attention"]
+__all__ = ["Ring", "attend", "attend_backward", "merge", "ring_attention"]
 
 
 @dataclass(frozen=True)
@@ -71,11 +71,8 @@ class _RingAttention(torch.autograd.Function):
         for turn in range(ring.size):
             coming = ring.pass_on(block) if turn + 1 < ring.size else None  # while this turn computes
             queries, keys = _needed(ring, turn, q.shape[2])
-            part, part_lse = _attend(q[:, :, queries], block[0][:, :, keys], block[1][:, :, keys], causal=turn == 0)
-            together = torch.logaddexp(lse[:, :, queries], part_lse)
-            weight = (lse[:, :, queries] - together).exp()[..., None], (part_lse - together).exp()[..., None]
-            out[:, :, queries] = out[:, :, queries] * weight[0] + part * weight[1]
-            lse[:, :, queries] = together
+            part = attend(q[:, :, queries], block[0][:, :, keys], block[1][:, :, keys], causal=turn == 0)
+            merge((out[:, :, queries], lse[:, :, queries]), part)
             if coming is not None:
                 block = _arrived(*coming)
         ctx.ring = ring
@@ -91,7 +88,7 @@ class _RingAttention(torch.autograd.Function):
         for turn in range(ring.size):
             coming = ring.pass_on(block) if turn + 1 < ring.size else None
             queries, keys = _needed(ring, turn, q.shape[2])
-            part_q, *part_kv = _attend_backward(
+            part_q, *part_kv = attend_backward(
                 gradients[0][:, :, queries],
                 q[:, :, queries],
                 (block[0][:, :, keys], block[1][:, :, keys]),
@@ -122,16 +119,24 @@ def _arrived(block: Tensor, works: list[dist.Work]) -> Tensor:
     return block
 
 
+def merge(total: tuple[Tensor, Tensor], part: tuple[Tensor, Tensor]) -> None:
+    """Outputs and log-sum-exps of the same queries on further keys, into the first in place."""
+    (out, lse), (part_out, part_lse) = total, part
+    together = torch.logaddexp(lse, part_lse)
+    out.mul_((lse - together).exp()[..., None]).add_(part_out * (part_lse - together).exp()[..., None])
+    lse.copy_(together)
+
+
 # The CPU's own kernels, by the names under which torch has them: a GPU's are called the same without `_for_cpu`.
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> tuple[Tensor, Tensor]:
+def attend(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> tuple[Tensor, Tensor]:
     """``[1, heads, queries, head_dim]`` and the log-sum-exp of its scores ``[1, heads, queries]``."""
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal)
     return out, lse
 
 
-def _attend_backward(
+def attend_backward(
     grad: Tensor, q: Tensor, kv: tuple[Tensor, Tensor], whole: tuple[Tensor, Tensor], *, causal: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """What these keys contribute to the gradients of q, k and v, given the output and log-sum-exp over *all* keys."""
