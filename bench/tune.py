@@ -1,6 +1,6 @@
 """Tuning: does a recommendation hold on lengths it has not seen, does window="auto" follow a drift, and what both cost.
 
-python bench/tune.py [--json] [--traces DIR] [--only sweep|halves|auto|cost] [--processes 2] [--seeds 4] [--steps 400]
+python bench/tune.py [--json] [--traces DIR] [--only sweep|halves|auto|cost|kept] [--processes 2] [--seeds 4]
 
 halves: `sb.tune` on the first half of each recorded trace; what it recommends is run afresh on the second half, and the
 same sweep is made there. "gap" is the idle share of the recommended knobs, less that of the best setting there within
@@ -8,6 +8,10 @@ the same bound on age (and batches not cut short). A half is repeated until it i
 
 auto: streams whose medians fall by a third while their tails grow. window="auto" against every fixed window it could
 have chosen; the best one is known only in hindsight.
+
+kept: how many must wait (window) and how many may (capacity), both in batches, with a trainer that takes time:
+generation 0.7, 1 and 1.4 times as fast as balanced ranks train. Whole idle time, the wait for rollouts included; beside
+it the idle time of the steps, and the mean and 99th percentile of the delay in dispatches.
 
 cost: seconds that `AutoWindow.observe` takes, over those of the plan it precedes, and the longest single call.
 """
@@ -26,6 +30,7 @@ from peers import Floats, Ints, trace_folder
 import stream_balancer as sb
 from stream_balancer.core.auto_window import AutoWindow
 from stream_balancer.planning import PlanKnobs, Waiting, plan_batch
+from stream_balancer.tools.generation import seconds_per_rollout
 from stream_balancer.tools.tune import AGE_SLACK, FEW_SHORT, PARTITION_TOLERANCE
 from stream_balancer.tools.tune_report import TuneReport
 
@@ -77,7 +82,7 @@ def halves(rows: Rows, folder: Path, processes: int) -> None:
 
 def _best_within(report: TuneReport, max_added_age: float) -> float:
     return min(
-        o.idle_fraction
+        o.compared_idle
         for o in report.outcomes
         if o.added_age <= max_added_age + AGE_SLACK and o.short_batches <= FEW_SHORT
     )
@@ -138,6 +143,46 @@ def _figures(trace: sb.Trace, config: sb.BalancerConfig) -> tuple[float, float]:
     return 100 * report.idle_fraction, report.delay_dispatches.mean
 
 
+# --- how many must wait, and how many may ----------------------------------------------------------------------------
+
+
+KEPT = ((2, 2), (2, 4), (2, 6), (1.5, 3), (1.5, 4), (1.25, 2.5), (1, 4))
+SPEEDS = (0.7, 1.0, 1.4)
+KEPT_BATCHES, KEPT_SLOTS, KEPT_TOLERANCE, FIRST_SEED = 300, 128, 0.02, 10
+
+
+def kept(rows: Rows, folder: Path, seeds: int) -> None:
+    rows.text("whole idle time by how many must wait / how many may, in batches")
+    for path in sorted(folder.glob("*.csv.gz")):
+        trace = sb.load_trace(path)
+        for skips in (8, 16):
+            for speed in SPEEDS:
+                for window, capacity in KEPT:
+                    runs = [_in_time(trace, window, capacity, skips, speed, FIRST_SEED + seed) for seed in range(seeds)]
+                    whole = np.array([100 * run.whole_idle_fraction for run in runs])
+                    rows.add(
+                        f"{trace.name} D{skips}, speed {speed:g}: {window:g} / {capacity:g}",
+                        float(whole.mean()),
+                        "%",
+                        deviation=round(float(whole.std(ddof=1)), 2) if seeds > 1 else None,
+                        of_steps=round(100 * float(np.mean([run.idle_fraction for run in runs])), 2),
+                        delay=round(float(np.mean([run.delay_dispatches.mean for run in runs])), 2),
+                        delay_p99=round(float(np.mean([run.delay_dispatches.p99 for run in runs])), 1),
+                    )
+
+
+def _in_time(
+    trace: sb.Trace, window: float, capacity: float, skips: int, speed: float, seed: int
+) -> sb.SimulationReport:
+    """One run over rollouts drawn one by one."""
+    size = CONFIG.batch_size
+    drawn = replace(trace, arrival_s=None).resampled(KEPT_BATCHES * size, seed, by_group=False)
+    config = CONFIG.replace(window=round(window * size), capacity=round(capacity * size), max_skips=skips)
+    seconds = seconds_per_rollout(drawn, KEPT_SLOTS, 30.0) * speed
+    balanced = float(np.asarray(config.cost(drawn.lengths)).mean()) / config.dp_size
+    return sb.simulate(drawn, config, slots=KEPT_SLOTS, trainer=balanced / seconds, seed=seed, tolerance=KEPT_TOLERANCE)
+
+
 # --- what it costs ---------------------------------------------------------------------------------------------------
 
 
@@ -194,6 +239,8 @@ def main() -> None:
     if wanted in (None, "auto"):
         auto(rows, options.seeds, options.steps)
     folder = trace_folder(options.traces)
+    if wanted in (None, "kept") and folder is not None:
+        kept(rows, folder, options.seeds)
     if wanted in (None, "halves") and folder is not None:
         halves(rows, folder, options.processes)
 

@@ -47,7 +47,13 @@ class Tune(Simulated):
     windows: Annotated[
         str | None,
         typer.Option(
-            metavar="N,N,...", help="Windows to try; in tokens with --batch-tokens. (default: 1 to 4 batches)"
+            metavar="N,N,...", help="Windows to try; in tokens with --batch-tokens. (default: 1 to 3 batches)"
+        ),
+    ] = None
+    capacities: Annotated[
+        str | None,
+        typer.Option(
+            metavar="N,N,...", help="Capacities to try, with --trainer other than instant. (default: 2 to 6 batches)"
         ),
     ] = None
     max_skips: Annotated[
@@ -74,6 +80,7 @@ class Tune(Simulated):
             max_added_age=self.max_age,
             tolerance=self.tolerance,
             windows=_ints("--windows", self.windows),
+            capacities=_ints("--capacities", self.capacities),
             max_skips=None if self.max_skips is None else [skips_of(part) for part in self.max_skips.split(",")],
             deadlines_s=_deadlines(self.deadlines),
             **self.simulation(),
@@ -135,9 +142,7 @@ def _print(report: TuneReport, cost: str, plot: Path | None) -> None:
     console.print(_table(report))
     console.print(f"[bold]{report.reason}[/bold]")
     deadline = deadline_text(chosen.deadline_s)
-    console.print(
-        f"Recommended: {chosen.window_knob}={chosen.window}, max_skips={chosen.max_skips}, deadline {deadline}"
-    )
+    console.print(f"Recommended: {chosen.knobs_of_size}, max_skips={chosen.max_skips}, deadline {deadline}")
     if plot is not None:
         console.print(f"Picture: {plot}")
 
@@ -145,13 +150,13 @@ def _print(report: TuneReport, cost: str, plot: Path | None) -> None:
 def _table(report: TuneReport) -> Table:
     from rich.table import Table
 
-    table = Table()
+    table, in_time = Table(), report.fifo.in_time
     table.add_column("")
     for name in (
-        "window",
+        "window / capacity" if in_time else "window",
         "max_skips",
         "deadline",
-        "idle",
+        "whole idle" if in_time else "idle",
         "+-",
         "added age",
         "p99/max",
@@ -170,7 +175,8 @@ def _table(report: TuneReport) -> Table:
         chosen = o is report.recommended
         table.add_row(
             "recommended" if chosen else "",
-            *(str(o.window), str(o.max_skips), deadline_text(o.deadline_s), *_figures(o)),
+            f"{o.window} / {o.capacity}" if in_time else str(o.window),
+            *(str(o.max_skips), deadline_text(o.deadline_s), *_figures(o)),
             style="bold" if chosen else None,
         )
     return table
@@ -178,7 +184,7 @@ def _table(report: TuneReport) -> Table:
 
 def _figures(o: Outcome) -> list[str]:
     return [
-        f"{o.idle_fraction:.2%}",
+        f"{o.compared_idle:.2%}",
         f"{o.idle_error:.2%}",
         f"{o.added_age:.2f}",
         f"{o.age_p99:.0f}/{o.age_max:.0f}",

@@ -62,16 +62,16 @@ class Knobs:
     batch_size_range: tuple[int, int] | None = None
     """Least and most rollouts per dispatch, ``(16, 64)`` for example: a step that is long because of an outlier takes
     more rollouts, so that all ranks have work, and later steps take fewer until the mean is ``batch_size`` again. What
-    a loss divides by varies with it: see docs/tuning.md. None = ``batch_size`` every time."""
+    a loss divides by varies with it: see docs/step_size.md. None = ``batch_size`` every time."""
     batch_tokens: int | None = None
     """Tokens per dispatch, instead of ``batch_size``: so many rollouts (or whole groups) go that their tokens come
-    nearest to this. More go where ``max_skips`` demands it, or where some rank would get none. See docs/tuning.md for
-    what it costs."""
+    nearest to this. More go where ``max_skips`` demands it, or where some rank would get none. See
+    docs/step_size.md for what it costs."""
     window: Window = DERIVED
-    """Dispatch once this many rollouts wait. Default ``2 * batch_size``: most of the balance a window can buy, for
-    one dispatch of mean queueing delay; every further ``batch_size`` adds another (Little's law). ``"auto"``: the
-    smallest of :attr:`auto_windows` from which waiting longer would save hardly any idle time, fitted to the lengths
-    that come; read back, it is the one in force. See docs/tuning.md."""
+    """How many must wait: dispatch once this many rollouts do, chosen from all that wait. Default ``2 * batch_size``:
+    most of the balance a window can buy, for one dispatch of mean queueing delay; every further ``batch_size`` adds
+    another (Little's law). ``"auto"``: the smallest of :attr:`auto_windows` from which waiting longer would save hardly
+    any idle time, fitted to the lengths that come; read back, it is the one in force. See docs/tuning.md."""
     window_tokens: int | None = None
     """Under ``batch_tokens``, instead of ``window``: dispatch once this many tokens wait. Default ``2 * batch_tokens``
     if no ``window`` is given."""
@@ -84,8 +84,10 @@ class Knobs:
     idle time, at the same mean delay, and the longest wait is twice as long. None = no bound: outliers may wait for
     the drain. Holds while no more than ``capacity`` wait: see docs/planning_proofs.md."""
     capacity: int = DERIVED
-    """``put()`` waits once this many rollouts could leave. Those whose groups lack siblings do not count: with what
-    they lack they are limited by :attr:`most_waiting`. Default ``2 * window``."""
+    """How many may wait: ``put()`` waits once this many rollouts could leave. While the trainer is busy more than
+    ``window`` wait, so a larger one gives more to choose from, and older rollouts: see docs/tuning.md. Those whose
+    groups lack siblings do not count: with what they lack they are limited by :attr:`most_waiting`. Default
+    ``2 * window``."""
     capacity_tokens: int | None = None
     """... or once rollouts of this many tokens could leave. Default ``2 * window_tokens``; with a ``window`` in
     rollouts under ``batch_tokens`` as many as ``max_skips`` allows; else None = no such limit."""

@@ -84,21 +84,22 @@ def _front(report: TuneReport) -> str:
     usual = (report.round_robin, report.fifo)
     shown = (*report.outcomes, *usual)
     most_age = max(1.0, *(o.added_age for o in shown)) * 1.05
-    most_idle = max(0.01, *(o.idle_fraction for o in shown)) * 1.05
-    x = _scale(0.0, most_age, LEFT, WIDTH - RIGHT)
+    most_idle = max(0.01, *(o.compared_idle for o in shown)) * 1.05
+    least_age = min(0.0, *(o.added_age for o in shown))  # a small capacity can make less delay than no window
+    x = _scale(least_age, most_age, LEFT, WIDTH - RIGHT)
     y = _scale(0.0, most_idle, HEIGHT - BOTTOM, TOP)
     parts = _axes(x, y, most_age, most_idle, "added mean queueing delay, dispatches", "idle fraction of rank time")
     for outcome, name in zip(usual, ("round-robin", "arrival order, best partition"), strict=True):
-        at = y(outcome.idle_fraction)
+        at = y(outcome.compared_idle)
         parts.append(_line(LEFT, at, WIDTH - RIGHT, at, GREY, dashed=True))
-        parts.append(_text(WIDTH - RIGHT, at - 4, f"{name}: {outcome.idle_fraction:.1%}", anchor="end"))
-    path = " ".join(f"{x(o.added_age):.1f},{y(o.idle_fraction):.1f}" for o in report.front)
+        parts.append(_text(WIDTH - RIGHT, at - 4, f"{name}: {outcome.compared_idle:.1%}", anchor="end"))
+    path = " ".join(f"{x(o.added_age):.1f},{y(o.compared_idle):.1f}" for o in report.front)
     parts.append(f'<polyline points="{path}" fill="none" stroke="{BLUE}" stroke-width="1.5"/>')
     front = {id(o) for o in report.front}
     for o in sorted(report.outcomes, key=lambda o: o is report.recommended):  # on top of those that lie close by
         colour, size = (RED, 6) if o is report.recommended else (BLUE, 4) if id(o) in front else (GREY, 3)
         parts.append(
-            f'<circle cx="{x(o.added_age):.1f}" cy="{y(o.idle_fraction):.1f}" r="{size}" fill="{colour}">'
+            f'<circle cx="{x(o.added_age):.1f}" cy="{y(o.compared_idle):.1f}" r="{size}" fill="{colour}">'
             f"<title>{_describe(o)}</title></circle>"
         )
     return _svg(parts)
@@ -107,7 +108,7 @@ def _front(report: TuneReport) -> str:
 def _describe(o: Outcome) -> str:
     deadline = "none" if o.deadline_s is None else f"{o.deadline_s:g} s"
     return (
-        f"{o.window_knob} {o.window}, max_skips {o.max_skips}, deadline {deadline}: idle {o.idle_fraction:.2%}, "
+        f"{o.knobs_of_size}, max_skips {o.max_skips}, deadline {deadline}: idle {o.compared_idle:.2%}, "
         f"{o.added_age:.2f} dispatches"
     )
 
@@ -136,7 +137,7 @@ def _heat(name: str, outcome: Outcome) -> str:
     steps, ranks = work.shape
     busy = work / work.max(axis=1, keepdims=True).clip(min=1e-300)
     wide, tall = (WIDTH - LEFT - RIGHT) / steps, min(160.0 / ranks, 20.0)
-    parts = [_text(LEFT, 12, f"{name}: {outcome.idle_fraction:.1%} idle in the long run")]
+    parts = [_text(LEFT, 12, f"{name}: {outcome.compared_idle:.1%} idle in the long run")]
     parts += [
         f'<rect x="{LEFT + step * wide:.1f}" y="{20 + rank * tall:.1f}" width="{wide:.1f}" height="{tall:.1f}" '
         f'fill="{BLUE}" fill-opacity="{busy[step, rank]:.2f}"/>'

@@ -1,4 +1,5 @@
-"""Tuning of knobs to given lengths: a sweep over window, ``max_skips`` and ``deadline_s``, and what it recommends.
+"""Tuning of knobs to given lengths: a sweep over window, ``max_skips`` and ``deadline_s``, where the trainer takes time
+over ``capacity`` too, and what it recommends.
 
 Every setting is a run of ``simulate``, hence of the very core a balancer runs. This module decides which settings are
 tried, which of them are on the front of idle time against queueing delay, and which one to take. The rule is in
@@ -9,8 +10,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
-from typing import Literal
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 import numpy as np
 
@@ -26,6 +27,10 @@ __all__ = ["tune"]
 
 WIDTHS = (1.25, 1.5, 2.0, 3.0)
 """Windows that are tried, in batches, besides one batch: no window at all."""
+WIDTHS_IN_TIME = (1.5, 2.0)
+"""The same with a trainer that takes time: there more than a window waits whenever that trains, up to ``capacity``."""
+ROOMS = (2, 3, 4, 6)
+"""Capacities that are tried then, in batches. An instant trainer finds exactly the window, whatever the capacity."""
 PATIENCE = (8, 16, 32)
 """``max_skips`` that are tried, or the least that works with the window and the capacity where that is more."""
 DEADLINES = (2.0, 4.0)
@@ -50,6 +55,7 @@ def tune(
     max_added_age: float = 2.0,
     tolerance: float = 0.0025,
     windows: Sequence[int] | None = None,
+    capacities: Sequence[int] | None = None,
     max_skips: Sequence[int | None] | None = None,
     deadlines_s: Sequence[float | None] | None = None,
     slots: int = 128,
@@ -59,32 +65,38 @@ def tune(
     processes: int = 1,
     progress: Progress | None = None,
 ) -> TuneReport:
-    """Sweep window, ``max_skips`` and ``deadline_s`` over a trace, and recommend. Deterministic, whatever the number of
-    processes.
+    """Sweep window, ``max_skips`` and ``deadline_s`` over a trace, with a trainer that takes time ``capacity`` too, and
+    recommend. Deterministic, whatever the number of processes.
 
     :param trace: best one of your own: ``balancer.record("lengths.csv")``, then ``load_trace``. One of less than 400
         batches is repeated until it is as long.
-    :param config: the knobs that are not swept; ``capacity`` and what else is derived from the window follows it.
+    :param config: the knobs that are not swept; what is derived from the window follows it.
     :param max_added_age: the most mean dispatches of waiting to recommend, above those without a window.
     :param tolerance: idle fraction that is not worth a larger window, a looser ``max_skips`` or a longer deadline.
-    :param windows: rollouts, or tokens under ``batch_tokens``; None = 1 to 3 batches. Then, for each, ``max_skips``
-        (None in it: no bound) and ``deadlines_s`` (None in it: no deadline) in every combination that the config
-        allows.
-    :param slots: and ``tokens_per_second``, ``trainer``, ``seed``: as in :func:`~stream_balancer.tools.simulate`.
+    :param windows: rollouts, or tokens under ``batch_tokens``; None = 1 to 3 batches. Then, for each, ``capacities``,
+        ``max_skips`` (None in it: no bound) and ``deadlines_s`` (None in it: no deadline) in every combination that the
+        config allows.
+    :param capacities: rollouts or tokens, as ``windows``; None = 2 to 6 batches where the trainer takes time, else two
+        windows.
+    :param slots: and ``tokens_per_second``, ``trainer``, ``seed``: as in :func:`~stream_balancer.tools.simulate`. With
+        a trainer that takes time, settings are compared by ``whole_idle_fraction``.
     :param processes: simulate in so many processes, each importing ``__main__`` anew (guard it with
         ``if __name__ == "__main__"``); it pays from some seconds of work on.
     :param progress: called with the settings done and their number.
 
     Raises ConfigError for bounds or settings that make no sense, and what ``simulate`` raises.
     """
-    _check(max_added_age, tolerance)
+    asked = _Asked(trainer != "instant", windows, capacities, max_skips, deadlines_s)
+    _check(max_added_age, tolerance, asked)
     base = config.replace(policy="window", deadline_s=None, **WINDOW_UNGIVEN)
     times = math.ceil(LEAST_BATCHES * rollouts_per_batch(trace, config) / len(trace))
     trace = trace.repeated(times)
     batch_s = seconds_per_rollout(trace, slots, tokens_per_second) * rollouts_per_batch(trace, config)
-    settings = list(_settings(base, batch_s, windows, max_skips, deadlines_s))
+    settings = list(_settings(base, batch_s, asked))
     if not settings:
-        raise ConfigError("no combination of these windows, max_skips and deadlines_s works with the other knobs")
+        raise ConfigError(
+            "no combination of these windows, capacities, max_skips and deadlines_s works with the other knobs"
+        )
     runs = [as_policy(base, "round_robin"), as_policy(base, "fifo"), *settings]
     how = {
         "slots": slots,
@@ -98,7 +110,7 @@ def tune(
     outcomes = [replace(outcome, added_age=outcome.age - fifo.age) for outcome in found]
     round_robin, fifo, swept = outcomes[0], outcomes[1], outcomes[2:]
     choice = _recommend(swept, fifo, max_added_age, tolerance, prefer_deadline=trace.arrival_s is not None)
-    pays = choice.window > _one_batch(base)
+    pays = choice.window > _one_batch(base) or fifo.compared_idle - choice.compared_idle > tolerance
     return TuneReport(
         trace_name=trace.name,
         num_rollouts=len(trace),
@@ -116,11 +128,28 @@ def tune(
     )
 
 
-def _check(max_added_age: float, tolerance: float) -> None:
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """What the caller wants to have tried; None: what is usual."""
+
+    in_time: bool
+    """The trainer takes time."""
+    windows: Sequence[int] | None = None
+    capacities: Sequence[int] | None = None
+    max_skips: Sequence[int | None] | None = None
+    deadlines_s: Sequence[float | None] | None = None
+
+
+def _check(max_added_age: float, tolerance: float, asked: _Asked) -> None:
     if not (math.isfinite(max_added_age) and max_added_age >= 0):
         raise ConfigError(f"max_added_age must be a finite number of dispatches >= 0, not {max_added_age!r}")
     if not 0 <= tolerance < 1:
         raise ConfigError(f"tolerance must be an idle fraction in 0..1, not {tolerance!r}")
+    if asked.capacities and not asked.in_time:
+        raise ConfigError(
+            "capacities need a trainer that takes time: an instant one finds exactly the window, whatever the "
+            "capacity. Set trainer to 'matched' or to work units per second, or leave capacities out"
+        )
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -128,71 +157,68 @@ def _check(max_added_age: float, tolerance: float) -> None:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def _settings(
-    base: BalancerConfig,
-    batch_s: float,
-    windows: Sequence[int] | None,
-    max_skips: Sequence[int | None] | None,
-    deadlines_s: Sequence[float | None] | None,
-) -> Iterator[BalancerConfig]:
+def _settings(base: BalancerConfig, batch_s: float, asked: _Asked) -> Iterator[BalancerConfig]:
     """Each once, smallest window first, without what the config refuses."""
     seen = set()
-    for window in sorted(set(windows or _windows(base))):
-        for skips, deadline_s in _for_window(base, window, batch_s, max_skips, deadlines_s):
-            setting = _or_refused(base, window, skips, deadline_s)
-            if setting is None:
-                continue
-            key = (window, setting.max_skips, setting.deadline_s)
-            if key not in seen:
-                seen.add(key)
-                yield setting
+    window_knob, capacity_knob = _knobs(base)
+    for window in sorted(set(asked.windows or _windows(base, asked))):
+        for capacity in sorted(set(asked.capacities or _capacities(base, window, asked))):
+            both = {window_knob: window, capacity_knob: capacity}
+            for skips, deadline_s in _for_both(base, both, batch_s, asked):
+                setting = _or_refused(base, **both, max_skips=skips, deadline_s=deadline_s)
+                if setting is None:
+                    continue
+                key = (window, capacity, setting.max_skips, setting.deadline_s)
+                if key not in seen:
+                    seen.add(key)
+                    yield setting
 
 
-def _window_knob(base: BalancerConfig) -> str:
-    """The knob that is swept."""
-    return "window" if base.batch_tokens is None else "window_tokens"
+def _knobs(base: BalancerConfig) -> tuple[str, str]:
+    """Window and capacity, in the unit that is swept."""
+    return ("window", "capacity") if base.batch_tokens is None else ("window_tokens", "capacity_tokens")
 
 
 def _one_batch(base: BalancerConfig) -> int:
-    """No window at all, in the unit of that knob."""
+    """No window at all, in that unit."""
     return base.batch_size if base.batch_tokens is None else base.batch_tokens
 
 
-def _windows(base: BalancerConfig) -> list[int]:
-    if base.batch_tokens is not None:
-        return [base.batch_tokens, *(math.ceil(width * base.batch_tokens) for width in WIDTHS)]
-    size = base.group_size if base.group_size is not None and base.groups != "free" else 1
-    wide = [math.ceil(width * base.batch_size / size) * size for width in WIDTHS]
-    return [base.batch_size, *wide]
+def _windows(base: BalancerConfig, asked: _Asked) -> list[int]:
+    widths = WIDTHS_IN_TIME if asked.in_time else WIDTHS
+    size = 1 if base.batch_tokens is not None or base.groups == "free" else base.group_size or 1
+    wide = [math.ceil(width * _one_batch(base) / size) * size for width in widths]
+    return [_one_batch(base), *wide]
 
 
-def _for_window(
-    base: BalancerConfig,
-    window: int,
-    batch_s: float,
-    max_skips: Sequence[int | None] | None,
-    deadlines_s: Sequence[float | None] | None,
+def _capacities(base: BalancerConfig, window: int, asked: _Asked) -> list[int]:
+    return [room * _one_batch(base) for room in ROOMS] if asked.in_time else [2 * window]
+
+
+def _for_both(
+    base: BalancerConfig, both: dict[str, int], batch_s: float, asked: _Asked
 ) -> Iterator[tuple[int | Literal["auto"] | None, float | None]]:
     """``max_skips`` and ``deadline_s`` to try: all combinations of what was asked for, else each around the middle."""
-    least = base.replace(**{_window_knob(base): window}).least_max_skips
-    skips: Sequence[int | None] = max_skips or sorted({max(skips, least) for skips in PATIENCE})
-    if deadlines_s:
-        yield from ((most, deadline_s) for most in skips for deadline_s in deadlines_s)
+    at = _or_refused(base, **both)
+    if at is None:
         return
-    if window == _one_batch(base) and not max_skips:
+    window, capacity = both.values()
+    skips: Sequence[int | None] = asked.max_skips or sorted({max(skips, at.least_max_skips) for skips in PATIENCE})
+    if asked.deadlines_s:
+        yield from ((most, deadline_s) for most in skips for deadline_s in asked.deadlines_s)
+        return
+    if window == _one_batch(base) and not asked.in_time and not asked.max_skips:
         yield "auto", None  # nothing is ever passed over
         return
     yield from ((most, None) for most in skips)
     fills_s = batch_s * window / _one_batch(base)
-    if fills_s > 0:
+    if fills_s > 0 and capacity == 2 * window:
         yield from ((skips[len(skips) // 2], float(f"{times * fills_s:.2g}")) for times in DEADLINES)
 
 
-def _or_refused(
-    base: BalancerConfig, window: int, max_skips: int | Literal["auto"] | None, deadline_s: float | None
-) -> BalancerConfig | None:
+def _or_refused(base: BalancerConfig, **knobs: Any) -> BalancerConfig | None:
     try:
-        return base.replace(**{_window_knob(base): window}, max_skips=max_skips, deadline_s=deadline_s)
+        return base.replace(**knobs)
     except ConfigError:
         return None
 
@@ -216,14 +242,19 @@ def _eligible(outcomes: Sequence[Outcome], fifo: Outcome, max_added_age: float) 
 def _recommend(
     outcomes: Sequence[Outcome], fifo: Outcome, max_added_age: float, tolerance: float, *, prefer_deadline: bool
 ) -> Outcome:
-    """Of those that idle hardly more than the best one: the smallest window, then the smallest ``max_skips``, then the
-    shortest deadline, or none where arrivals were not recorded: seconds that were made up are nobody's deadline."""
+    """Of those that idle hardly more than the best one: the smallest capacity, then the smallest window, then the
+    smallest ``max_skips``, then the shortest deadline, or none where arrivals were not recorded: seconds that were made
+    up are nobody's deadline."""
     eligible = _eligible(outcomes, fifo, max_added_age)
-    enough = min(o.idle_fraction for o in eligible) + tolerance
-    close = [o for o in eligible if o.idle_fraction <= enough]
+    enough = min(o.compared_idle for o in eligible) + tolerance
+    close = [o for o in eligible if o.compared_idle <= enough]
     none = math.inf if prefer_deadline else 0.0
     return min(
-        close, key=lambda o: (o.window, _least_first(o.max_skips), none if o.deadline_s is None else o.deadline_s)
+        close,
+        key=lambda o: (
+            *(o.capacity, o.window, _least_first(o.max_skips)),
+            none if o.deadline_s is None else o.deadline_s,
+        ),
     )
 
 
@@ -234,31 +265,35 @@ def _least_first(max_skips: int | None) -> float:
 
 def _why(choice: Outcome, outcomes: Sequence[Outcome], fifo: Outcome, max_added_age: float) -> str:
     said = (
-        f"{choice.window_knob}={choice.window} idles {choice.idle_fraction:.1%} of rank time where arrival order with "
-        f"the best partition idles {fifo.idle_fraction:.1%}, for {choice.added_age:.2f} dispatches of mean queueing "
+        f"{choice.knobs_of_size} idles {choice.compared_idle:.1%} of rank time"
+        f"{', the wait for rollouts included,' if choice.in_time else ''} where arrival order with "
+        f"the best partition idles {fifo.compared_idle:.1%}, for {choice.added_age:.2f} dispatches of mean queueing "
         "delay"
     )
-    smaller = [o for o in outcomes if o.window < choice.window and o.short_batches <= FEW_SHORT]
+    smaller = [
+        o
+        for o in outcomes
+        if (o.capacity, o.window) < (choice.capacity, choice.window) and o.short_batches <= FEW_SHORT
+    ]
     if smaller:
-        best = min(smaller, key=lambda o: o.idle_fraction)
-        said += f"; a smaller one idles {best.idle_fraction:.1%} at best"
-    longer = min((o for o in outcomes if o.short_batches <= FEW_SHORT), key=lambda o: o.idle_fraction, default=choice)
-    if longer.added_age > max_added_age + AGE_SLACK and longer.idle_fraction < choice.idle_fraction:
-        window = f"{longer.window_knob}={longer.window}"
-        said += f"; {longer.idle_fraction:.1%} would take {window} and {longer.added_age:.2f} dispatches"
+        best = min(smaller, key=lambda o: o.compared_idle)
+        said += f"; a smaller one idles {best.compared_idle:.1%} at best"
+    longer = min((o for o in outcomes if o.short_batches <= FEW_SHORT), key=lambda o: o.compared_idle, default=choice)
+    if longer.added_age > max_added_age + AGE_SLACK and longer.compared_idle < choice.compared_idle:
+        said += f"; {longer.compared_idle:.1%} would take {longer.knobs_of_size} and {longer.added_age:.2f} dispatches"
     return said + "."
 
 
 def _why_not(
     trace: Trace, config: BalancerConfig, outcomes: Sequence[Outcome], fifo: Outcome, max_added_age: float
 ) -> str:
-    best = min(_eligible(outcomes, fifo, max_added_age), key=lambda o: o.idle_fraction)
-    saved = max(fifo.idle_fraction - best.idle_fraction, 0.0)
+    best = min(_eligible(outcomes, fifo, max_added_age), key=lambda o: o.compared_idle)
+    saved = max(fifo.compared_idle - best.compared_idle, 0.0)
     noise = 2 * max(fifo.idle_error, best.idle_error)
     costs = np.asarray(config.cost(trace.lengths), dtype=np.float64)
     fair = float(costs.mean()) * rollouts_per_batch(trace, config) / config.dp_size
     said = (
-        f"A window does not pay: arrival order with the best partition idles {fifo.idle_fraction:.1%}, and the best "
+        f"A window does not pay: arrival order with the best partition idles {fifo.compared_idle:.1%}, and the best "
         f"window within the bounds saves {saved:.1%} of rank time (noise {noise:.1%})"
     )
     if fair >= float(costs.max()) and config.sync == "step":

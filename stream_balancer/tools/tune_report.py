@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any
@@ -30,12 +31,16 @@ class Outcome:
     """Rollouts that a dispatch waits for, or tokens: in the unit of ``window_knob``."""
     window_knob: str
     """"window", or "window_tokens" under ``batch_tokens``."""
+    capacity: int
+    """Rollouts, or tokens, from which on a put waits."""
     max_skips: int | None
     deadline_s: float | None
     idle_fraction: float
     """Fraction of rank time spent waiting for the slowest rank."""
+    whole_idle_fraction: float
+    """Fraction of rank time without work, the wait for rollouts included; NaN with an instant trainer."""
     idle_error: float
-    """Its standard error, from blocks of consecutive dispatches."""
+    """Standard error of ``compared_idle``, from blocks of consecutive dispatches."""
     unavoidable_idle: float
     """The part of ``idle_fraction`` that no assignment of the same batches could save: what is left for a window."""
     age: float
@@ -63,9 +68,34 @@ class Outcome:
     """[<= 48, dp_size] every rank's work in some consecutive dispatches, in the cost model's unit."""
 
     @property
+    def in_time(self) -> bool:
+        """The trainer took time."""
+        return not math.isnan(self.whole_idle_fraction)
+
+    @property
+    def compared_idle(self) -> float:
+        """What settings are compared by: ``whole_idle_fraction``, or ``idle_fraction`` with an instant trainer."""
+        return self.whole_idle_fraction if self.in_time else self.idle_fraction
+
+    @property
+    def knobs_of_size(self) -> str:
+        """The window, with a trainer that takes time the capacity too: ``window=48, capacity=96``."""
+        return f"{self.window_knob}={self.window}" + (f", {self.capacity_knob}={self.capacity}" if self.in_time else "")
+
+    @property
     def knobs(self) -> dict[str, Any]:
         """For ``config.replace(**outcome.knobs)``."""
-        return {self.window_knob: self.window, "max_skips": self.max_skips, "deadline_s": self.deadline_s}
+        return {
+            self.window_knob: self.window,
+            self.capacity_knob: self.capacity,
+            "max_skips": self.max_skips,
+            "deadline_s": self.deadline_s,
+        }
+
+    @property
+    def capacity_knob(self) -> str:
+        """ "capacity", or "capacity_tokens" under ``batch_tokens``."""
+        return self.window_knob.replace("window", "capacity")
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready, without ``rank_work``."""
@@ -105,7 +135,7 @@ class TuneReport:
     @property
     def recommended_config(self) -> BalancerConfig:
         """The config with the recommended knobs."""
-        return self.config.replace(**self.recommended.knobs, capacity=None)
+        return self.config.replace(**self.recommended.knobs)
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready."""
@@ -141,11 +171,13 @@ def outcome_of(report: SimulationReport) -> Outcome:
         policy=report.policy,
         window=config.window if config.window_tokens is None else config.window_tokens,
         window_knob="window" if config.window_tokens is None else "window_tokens",
+        capacity=config.capacity if config.window_tokens is None else config.capacity_tokens or config.capacity,
         max_skips=config.max_skips,
         deadline_s=config.deadline_s,
         idle_fraction=report.idle_fraction,
         unavoidable_idle=report.unavoidable_idle,
-        idle_error=_error_of_idle(steps.mean_load[shown], steps.step_work[shown]),
+        whole_idle_fraction=report.whole_idle_fraction,
+        idle_error=_error_of_idle(steps.mean_load[shown], _time_of_steps(report)),
         age=delay.mean,
         added_age=delay.mean,
         age_p99=delay.p99,
@@ -159,6 +191,15 @@ def outcome_of(report: SimulationReport) -> Outcome:
         delay_per_decile=report.length_bias.delay_per_decile,
         rank_work=steps.rank_work[middle : middle + min(count, STEPS_KEPT)],
     )
+
+
+def _time_of_steps(report: SimulationReport) -> Floats:
+    """[n] from each dispatch to the next, in units of work; with an instant trainer the work of the slowest rank."""
+    steps, shown = report.steps, report.shown_steps
+    if math.isinf(report.work_per_second):
+        return steps.step_work[shown]
+    ends = np.append(steps.at_s, report.elapsed_s)
+    return np.diff(ends)[shown] * report.work_per_second
 
 
 def _error_of_idle(mean_load: Floats, step_work: Floats) -> float:
@@ -175,7 +216,7 @@ def _error_of_idle(mean_load: Floats, step_work: Floats) -> float:
 def pareto_front(outcomes: Sequence[Outcome]) -> tuple[Outcome, ...]:
     """The outcomes that no other beats in idle time without a longer delay, shortest delay first. O(n log n)."""
     front: list[Outcome] = []
-    for outcome in sorted(outcomes, key=lambda o: (o.age, o.idle_fraction)):
-        if not front or outcome.idle_fraction < front[-1].idle_fraction:
+    for outcome in sorted(outcomes, key=lambda o: (o.age, o.compared_idle)):
+        if not front or outcome.compared_idle < front[-1].compared_idle:
             front.append(outcome)
     return tuple(front)

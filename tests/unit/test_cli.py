@@ -324,6 +324,14 @@ class TestTune:
         ]
         assert picture.read_text().startswith("<!doctype html>")
 
+    def test_with_a_trainer_that_takes_time_window_and_capacity(self, trace: Path) -> None:
+        result = run("tune", trace, *self.OPTIONS, "--trainer", "matched", "--capacities", "8,16")
+        assert result.exit_code == 0, result.output
+        for word in ("whole", "capacity", " / 16", "Recommended: window="):
+            assert word in result.stdout
+        assert "the wait for rollouts included" in " ".join(result.stdout.split())
+        assert refused("tune", trace, "--capacities", "8").startswith("capacities need a trainer that takes time")
+
     @pytest.mark.slow
     def test_short_runs_are_said_to_be_repeated(self, tmp_path: Path) -> None:
         path = tmp_path / "few.csv"

@@ -30,7 +30,7 @@ def test_a_page_is_well_formed_and_fetches_nothing(report: sb.TuneReport) -> Non
 
 
 def test_every_setting_is_a_dot_and_the_chosen_one_is_red(report: sb.TuneReport) -> None:
-    dots = re.findall(r'<circle [^>]*fill="([^"]+)"><title>window (\d+), max_skips (\d+)', page(report))
+    dots = re.findall(r'<circle [^>]*fill="([^"]+)"><title>window=(\d+), max_skips (\d+)', page(report))
     assert len(dots) == len(report.outcomes)
     red = [(int(window), int(skips)) for colour, window, skips in dots if colour == "#dc2626"]
     assert red == [(report.recommended.window, report.recommended.max_skips)]

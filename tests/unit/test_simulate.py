@@ -165,6 +165,19 @@ class TestTimes:
         assert report.whole_idle_fraction == pytest.approx(report.idle_fraction)
         assert report.idle_fraction > 0.3
 
+    def test_a_batch_is_chosen_from_all_that_wait_not_from_a_window_of_them(self) -> None:
+        """While the first step runs four come, twice the window: the long two go together, the first and the last."""
+        trace = trace_of([50, 50, 100, 1, 1, 100], arrival=[0.0, 0.0, 1.0, 1.0, 1.0, 1.0])
+        report = simulate(trace, knobs(batch_size=2, window=2, capacity=8), trainer=1.0, warm_up=0)
+        assert report.step_of.tolist()[2] == report.step_of.tolist()[5]
+        assert report.idle_fraction == report.whole_idle_fraction == 0.0
+
+    def test_a_capacity_of_one_window_leaves_no_more_to_choose_from(self) -> None:
+        trace = trace_of([50, 50, 100, 1, 1, 100], arrival=[0.0, 0.0, 1.0, 1.0, 1.0, 1.0])
+        report = simulate(trace, knobs(batch_size=2, window=2, capacity=2), trainer=1.0, warm_up=0)
+        assert report.step_of.tolist() == [0, 0, 1, 1, 2, 2]
+        assert report.idle_fraction > 0.3
+
     def test_an_instant_trainer_has_no_idle_time_of_its_own(self) -> None:
         report = simulate(trace_of([1] * 8, arrival=[0.0] * 8), knobs(window=4))
         assert math.isnan(report.whole_idle_fraction)

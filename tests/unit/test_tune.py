@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 import stream_balancer as sb
 from stream_balancer.tools.length_models import LengthModel
-from stream_balancer.tools.tune import AGE_SLACK, _recommend, _settings
-from stream_balancer.tools.tune_report import Outcome, _error_of_idle, pareto_front
+from stream_balancer.tools.tune import AGE_SLACK, _Asked, _recommend, _settings
+from stream_balancer.tools.tune_report import Outcome, _error_of_idle, _time_of_steps, pareto_front
 
 SMALL = sb.BalancerConfig(dp_size=2, batch_size=4)
 HEAVY = LengthModel(mu=5.0, sigma_between=0.0, sigma_within=1.4, cap=20_000)
@@ -30,9 +30,11 @@ def outcome(window: int = 8, idle: float = 0.1, age: float = 1.0, **changes: Any
         "policy": "window",
         "window": window,
         "window_knob": "window",
+        "capacity": 2 * window,
         "max_skips": 8,
         "deadline_s": None,
         "idle_fraction": idle,
+        "whole_idle_fraction": math.nan,
         "idle_error": 0.0,
         "unavoidable_idle": idle / 2,
         "age": age,
@@ -100,16 +102,24 @@ class TestRecommendation:
         assert recommend(without, within) is without
         assert recommend(without, within, recorded=True) is within
 
+    def test_with_a_trainer_that_takes_time_the_wait_for_rollouts_counts(self) -> None:
+        """The smallest capacity that idles hardly more in all, then the smallest window, whatever the steps idle."""
+        few = outcome(6, 0.03, capacity=16, whole_idle_fraction=0.1)
+        more = outcome(8, 0.01, capacity=16, whole_idle_fraction=0.104)
+        fuller = outcome(6, 0.0, capacity=24, whole_idle_fraction=0.099)
+        tight = outcome(4, 0.0, capacity=8, whole_idle_fraction=0.2)
+        assert recommend(tight, fuller, more, few) is few
+        assert pareto_front([replace(one, age=1.0) for one in (tight, few, fuller)])[0].capacity == 24
+
     def test_the_smallest_window_where_nothing_keeps_the_bounds(self) -> None:
         least = outcome(4, 0.2, evicted=3)
         assert recommend(least, outcome(8, 0.1, evicted=5)) is least
 
 
 class TestSettings:
-    def settings(self, config: sb.BalancerConfig, **chosen: Any) -> list[sb.BalancerConfig]:
+    def settings(self, config: sb.BalancerConfig, *, in_time: bool = False, **chosen: Any) -> list[sb.BalancerConfig]:
         base = config.replace(window=None, max_skips=None, capacity=None)
-        lists = {"windows": None, "max_skips": None, "deadlines_s": None, **chosen}
-        return list(_settings(base, 10.0, **lists))
+        return list(_settings(base, 10.0, _Asked(in_time, **chosen)))
 
     def test_each_window_with_three_bounds_on_skips_and_two_deadlines(self) -> None:
         found = self.settings(sb.BalancerConfig(dp_size=8, batch_size=32))
@@ -119,6 +129,24 @@ class TestSettings:
         assert found[0].window == 32
         assert [c.window for c in found] == sorted(c.window for c in found)
         assert {c.deadline_s for c in found if c.window == 64} == {None, 40.0, 80.0}
+
+    def test_each_window_with_each_capacity_where_the_trainer_takes_time(self) -> None:
+        found = self.settings(sb.BalancerConfig(dp_size=8, batch_size=32), in_time=True)
+        grid = [(c.window, c.capacity, c.max_skips) for c in found if c.deadline_s is None]
+        pairs = [(window, capacity) for window in (32, 48, 64) for capacity in (64, 96, 128, 192)]
+        assert grid == [(*pair, skips) for pair in pairs for skips in (8, 16, 32)]
+        assert len(found) == 42
+        timed = [(c.window, c.capacity) for c in found if c.deadline_s is not None]
+        assert timed == [(32, 64)] * 2 + [(48, 96)] * 2 + [(64, 128)] * 2
+
+    def test_no_window_that_a_capacity_could_not_fill(self) -> None:
+        found = self.settings(SMALL, in_time=True, windows=[4, 8, 12], capacities=[8, 6], max_skips=[9])
+        assert [(c.window, c.capacity) for c in found if c.deadline_s is None] == [(4, 6), (4, 8), (8, 8)]
+        budget = sb.BalancerConfig(dp_size=2, batch_tokens=1_000)
+        found = self.settings(budget, in_time=True, windows=[1_500], max_skips=[9], deadlines_s=[None])
+        assert [(c.window_tokens, c.capacity_tokens) for c in found] == [
+            (1_500, capacity) for capacity in (2_000, 3_000, 4_000, 6_000)
+        ]
 
     def test_whole_groups(self) -> None:
         found = self.settings(sb.BalancerConfig(dp_size=2, batch_size=12, group_size=6))
@@ -187,7 +215,30 @@ class TestSweep:
         report = sb.tune(sb.generate_trace(400, HEAVY), SMALL, **{**FEW, "windows": [4]})
         found = json.loads(json.dumps(report.to_dict()))
         assert found["recommended"]["window"] == 4
-        assert found["front"] == [{"window": 4, "max_skips": 12, "deadline_s": None}]
+        assert found["front"] == [{"window": 4, "capacity": 8, "max_skips": 12, "deadline_s": None}]
+
+    @pytest.mark.slow
+    def test_a_trainer_that_takes_time_is_given_two_numbers(self) -> None:
+        trace = sb.generate_trace(400, HEAVY, seed=1)
+        how: dict[str, Any] = {"slots": 16, "trainer": "matched"}
+        few: dict[str, Any] = {"windows": [4, 6, 8], "max_skips": [12], "deadlines_s": [None]}
+        report = sb.tune(trace, SMALL, capacities=[8, 12, 16], **few, **how)
+        assert {(o.window, o.capacity) for o in report.outcomes} == {(w, c) for w in (4, 6, 8) for c in (8, 12, 16)}
+        chosen = report.recommended
+        assert report.pays
+        assert chosen.capacity > 8, "more to choose from saves idle time"
+        assert f"window={chosen.window}, capacity={chosen.capacity} idles" in report.reason
+        assert "the wait for rollouts included, where" in report.reason
+        config = report.recommended_config
+        assert (config.window, config.capacity, config.max_skips) == (chosen.window, chosen.capacity, 12)
+        again = sb.simulate(trace, config, tolerance=0.05, **how)
+        assert again.whole_idle_fraction == chosen.whole_idle_fraction == chosen.compared_idle
+        assert chosen.compared_idle >= chosen.idle_fraction
+        # what the standard error is taken of comes to the same figure
+        time, shown = _time_of_steps(again), again.shown_steps
+        assert 1 - again.steps.mean_load[shown].sum() / time.sum() == pytest.approx(again.whole_idle_fraction)
+        assert (time >= again.steps.step_work[shown] * (1 - 1e-9)).all()
+        assert json.loads(json.dumps(report.to_dict()))["recommended"]["capacity"] == chosen.capacity
 
     @pytest.mark.slow
     def test_the_number_of_processes_changes_nothing(self) -> None:
@@ -202,7 +253,11 @@ class TestSweep:
             ({"max_added_age": math.inf}, "max_added_age must be a finite number of dispatches >= 0"),
             ({"tolerance": 1.0}, "tolerance must be an idle fraction in 0..1"),
             ({"processes": 0}, "processes must be an int >= 1"),
-            ({"windows": [64], "max_skips": [1]}, "no combination of these windows, max_skips and deadlines_s works"),
+            (
+                {"windows": [64], "max_skips": [1]},
+                "no combination of these windows, capacities, max_skips and deadlines_s works",
+            ),
+            ({"capacities": [8]}, "capacities need a trainer that takes time"),
         ],
     )
     def test_what_makes_no_sense_is_refused(self, wrong: dict[str, Any], said: str) -> None:
