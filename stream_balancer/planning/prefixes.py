@@ -35,6 +35,9 @@ _NEAR = 0.005
 _LEVELS = (math.inf, 1.0, 1.02, 1.05, 1.1)
 """Up to which work a rank takes whole groups in the starts that are tried, in bounds."""
 
+_WORTH = 1.1
+"""The dense partition is a start if it is done at most this much later than what was found without it."""
+
 _ROUNDS = 80
 """Exchanges of a descent, at most."""
 
@@ -102,9 +105,11 @@ def place_siblings(siblings: Siblings, num_ranks: int, dense: Ints, *, rotation:
     bound = prefix_bound(siblings, num_ranks)
     enough = bound * (1.0 + _NEAR)
     best, least = dense, float(siblings.loads(dense, num_ranks).max(initial=0.0))
+    of_dense = least
     starts = (_whole_sets(siblings, num_ranks, level * bound, rotation) for level in _LEVELS)
     for start in chain(starts, [dense]):
-        if least <= enough:
+        # exchanges that gather what is spread all over are many, and end above a start that has it together
+        if least <= enough or (start is dense and of_dense > least * _WORTH):
             break
         layout = _Layout(siblings, num_ranks, start)
         layout.improve(enough)
@@ -144,13 +149,43 @@ def _whole_sets(siblings: Siblings, num_ranks: int, level: float, rotation: int)
 class _Pieces(NamedTuple):
     """What a rank could give away at once: parts (all that it has of a set), single siblings, every second sibling."""
 
-    rollouts: list[Ints]
+    held: Ints
+    """All that it has, set by set, the heaviest sibling first."""
+    slices: Ints
+    """[pieces, 3] where each piece lies in it: start, stop, step."""
     sets: Ints
     """[pieces] whose siblings they are."""
     added: Floats
     """[pieces] their work without the prefix."""
     freed: Floats
     """[pieces] work of the prefix, which leaves with a whole part."""
+
+    @staticmethod
+    def of(siblings: Siblings, held: Ints) -> _Pieces:
+        held = held[np.lexsort((-siblings.added[held], siblings.set_of[held]))]
+        work, sets = siblings.added[held], siblings.set_of[held]
+        first = np.flatnonzero(np.diff(sets, prepend=-1))  # of each part
+        ends = np.append(first, held.size)[1:]
+        sizes = ends - first
+        one = np.flatnonzero(np.repeat(sizes > 1, sizes))  # of a part of one it is the part
+        half = np.flatnonzero(sizes >= _HALVED_FROM)
+        sums = np.add.reduceat(work, first) if held.size else work
+        halves = [float(work[start:end:2].sum()) for start, end in zip(first[half], ends[half], strict=True)]
+        start = np.concatenate((first, one, first[half]))
+        stop = np.concatenate((ends, one + 1, ends[half]))
+        step = np.repeat([1, 2], [first.size + one.size, half.size])
+        return _Pieces(
+            held,
+            np.stack((start, stop, step), axis=1),
+            sets[start],
+            np.concatenate((sums, work[one], halves)),
+            np.concatenate((siblings.prefixes[sets[first]], np.zeros(one.size + half.size))),
+        )
+
+    def rollouts(self, piece: int) -> Ints:
+        """Of one of them."""
+        start, stop, step = self.slices[piece].tolist()
+        return self.held[start:stop:step]
 
 
 class _Layout:
@@ -186,7 +221,7 @@ class _Layout:
         sets = np.concatenate([np.full(len(others), -1), *(one.sets for one in theirs)])
         added = np.concatenate([nothing, *(one.added for one in theirs)])
         freed = np.concatenate([nothing, *(one.freed for one in theirs)])
-        number = [len(one.rollouts) for one in theirs]
+        number = [one.sets.size for one in theirs]
         rank = np.concatenate((others, np.repeat(others, number)))
         # [give, take] what the prefix costs where a piece comes in, and frees where it goes
         prefixes, same = self._siblings.prefixes, give.sets[:, None] == sets
@@ -202,11 +237,12 @@ class _Layout:
         gives, takes = divmod(best, rank.size)
         if not latest[gives, takes] < self._loads[last] * (1.0 - 1e-9):
             return False
-        self._move(give.rollouts[gives], last, int(rank[takes]))
+        there = int(rank[takes])
+        self._move(give.rollouts(gives), last, there)
         if takes >= len(others):
-            pieces = [piece for one in theirs for piece in one.rollouts]
-            self._move(pieces[takes - len(others)], int(rank[takes]), last)
-        self._loads[[last, rank[takes]]] = mine[gives, takes], other[gives, takes]
+            place = others.index(there)
+            self._move(theirs[place].rollouts(takes - len(others) - sum(number[:place])), there, last)
+        self._loads[[last, there]] = mine[gives, takes], other[gives, takes]
         return True
 
     def _move(self, rollouts: Ints, source: int, target: int) -> None:
@@ -219,28 +255,8 @@ class _Layout:
 
     def _pieces_of(self, rank: int) -> _Pieces:
         if rank not in self._pieces:
-            self._pieces[rank] = self._cut(np.flatnonzero(self.rank_of == rank))
+            self._pieces[rank] = _Pieces.of(self._siblings, np.flatnonzero(self.rank_of == rank))
         return self._pieces[rank]
-
-    def _cut(self, held: Ints) -> _Pieces:
-        siblings = self._siblings
-        rollouts: list[Ints] = []
-        sets: list[int] = []
-        added: list[float] = []
-        freed: list[float] = []
-        by_set = held[np.lexsort((-siblings.added[held], siblings.set_of[held]))]
-        numbers, first = np.unique(siblings.set_of[by_set], return_index=True)
-        for one, part in zip(numbers.tolist(), np.split(by_set, first[1:]), strict=bool(held.size)):
-            pieces = [part]
-            if part.size > 1:
-                pieces.extend(part.reshape(-1, 1))
-            if part.size >= _HALVED_FROM:
-                pieces.append(part[::2])
-            rollouts += pieces
-            sets += [one] * len(pieces)
-            added += [float(siblings.added[piece].sum()) for piece in pieces]
-            freed += [float(siblings.prefixes[one]), *(0.0 for _ in pieces[1:])]
-        return _Pieces(rollouts, np.array(sets, dtype=np.int64), np.array(added), np.array(freed))
 
 
 def pack_siblings(siblings: Siblings, rank_of: Ints, num_ranks: int, max_tokens: int | None, even: bool) -> list[Bins]:
