@@ -1,6 +1,7 @@
 """Every example runs as its first line says."""
 
 import os
+import re
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -32,7 +33,7 @@ def test_every_example_is_tested_and_short():
     files = {path.name: path.read_text() for path in EXAMPLES.glob("*.py")}
     torchrun = {"torchrun_single_controller.py", "torchrun_every_rank_generates.py", "torchrun_and_workers.py"}
     elsewhere = {"torchspec_dispatch.py", "ray_cluster.py"}  # tests/unit, tests/integrations
-    assert files.keys() == {"single_process.py", "blocking_loop.py", *elsewhere, *torchrun}
+    assert files.keys() == {"single_process.py", "blocking_loop.py", "shared_prefixes.py", *elsewhere, *torchrun}
     assert all(text.count("\n") < 90 for text in files.values())
 
 
@@ -45,6 +46,10 @@ def test_single_process():
 def test_blocking_loop():
     out = run("blocking_loop.py")
     assert out.endswith("200 rollouts accepted\n")
+
+
+def test_shared_prefixes():
+    assert re.fullmatch(r"dense \S+ s, with shared prefixes \S+ s: \S+ of it\n", run("shared_prefixes.py"))
 
 
 WORLDS = [(1, run_world), (2, run_world), pytest.param(2, torchrun, marks=pytest.mark.slow)]
