@@ -136,7 +136,12 @@ def add_rows(rows: Rows, name: str, whole: Sequence[Step], shared: Sequence[Step
 # --- ranks that share a rollout: a process for each ------------------------------------------------------------------
 
 RANKS, BATCH_SIZE = 2, 6
-GANG = {"dp_size": RANKS, "batch_size": BATCH_SIZE}
+GANG = {
+    "dp_size": RANKS,
+    "batch_size": BATCH_SIZE,
+    "max_tokens_per_micro_batch": 4096,  # numbers of micro-batches differ, so what one costs is learned
+    "micro_batch_counts": "free",
+}
 SHARING = {"cp_sizes": (1, 2), "cp_min_tokens": 256}
 
 
@@ -221,7 +226,12 @@ def ranks(rows: Rows, count: int) -> None:
 # --- siblings that share a prefix ------------------------------------------------------------------------------------
 
 SIBLINGS = 6
-PREFIXES = {"dp_size": 2, "batch_size": 2 * SIBLINGS, "max_tokens_per_micro_batch": 4096}
+PREFIXES = {
+    "dp_size": 2,
+    "batch_size": 2 * SIBLINGS,
+    "max_tokens_per_micro_batch": 4096,
+    "micro_batch_counts": "free",
+}
 
 
 def siblings(count: int) -> list[sb.Rollout]:
