@@ -187,3 +187,38 @@ class Statistics:
     idle_by_window: Mapping[int, float]
     """Under ``window="auto"``: the idle fraction that each window would have, of the recent past; empty before the
     first fit, and where the window is fixed."""
+
+    def __str__(self) -> str:
+        """A line each for rollouts, batches, idle time, and what is known besides; for people, and it may change."""
+        lines = {
+            "rollouts": f"{self.waiting:,} wait ({self.waiting_tokens:,} tokens, "
+            f"the oldest {self.oldest_wait_s:.1f} s; window {self._window_text()}), {self.in_flight:,} in flight, "
+            f"{self.acknowledged:,} acknowledged",
+            "evicted": _counts(self.evicted),
+            "held back": _counts(
+                {"puts wait for room": self.blocked_puts, "calls of reserve()": self.blocked_reserves}
+            ),
+            "batches": _counts(self.batches) or "none yet",
+            "idle": f"{_percent(self.idle_fraction)} predicted ({_percent(self.unavoidable_idle_fraction)} "
+            f"unavoidable), {_percent(self.measured_idle_fraction)} measured",
+            "idle seconds": ", ".join(f"{s:,.1f} {cause}" for cause, s in self.idle_seconds.items() if s >= 0.05),
+            "versions": self._versions_text(),
+            "slow": "" if self.straggler is None else str(self.straggler),
+        }
+        return "\n".join(f"{name:<13}{said}" for name, said in lines.items() if said)
+
+    def _window_text(self) -> str:
+        return f"{self.window:,}" if self.window_tokens is None else f"{self.window_tokens:,} tokens"
+
+    def _versions_text(self) -> str:
+        age = self.training_age
+        last = "" if self.version is None else f"policy version {self.version}; "
+        return last + ("" if age is None else f"trained on at age {age.mean:.2f}, at most {age.max}")
+
+
+def _counts(by_name: Mapping[str, int] | Mapping[EvictReason, int] | Mapping[Reason, int]) -> str:
+    return ", ".join(f"{count:,} {name}" for name, count in by_name.items() if count)
+
+
+def _percent(fraction: float | None) -> str:
+    return "?" if fraction is None else f"{fraction:.1%}"
