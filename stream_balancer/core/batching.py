@@ -213,6 +213,7 @@ def _batch(
         oldest_wait_s=oldest_wait_s,
         num_padding=num_padding,
         incomplete_groups=incomplete_groups,
+        sharing_cost=plan.sharing_cost,
     )
 
 

@@ -36,7 +36,8 @@ class Segment:
     """Coefficient of variation of the tokens of a dispatch: their standard deviation over their mean; 0.0 without
     tokens."""
     idle_fraction: float
-    """1 - sum(mean load) / sum(step time): the part of rank time spent waiting for the slowest rank, predicted."""
+    """1 - sum(mean load) / sum(step time): the part of rank time spent waiting for the slowest rank, predicted, and on
+    what it adds to share rollouts (``cp_sizes``)."""
     avoidable_idle: float
     """Part of ``idle_fraction`` that a better assignment of the same rollouts might remove: above the lower bound."""
     unavoidable_idle: float
@@ -91,7 +92,7 @@ class Steps:
     tokens: Ints
     """Their tokens."""
     mean_load: Floats
-    """Mean over ranks, in the cost model's unit."""
+    """Mean over ranks, in the cost model's unit; without what it adds to share rollouts."""
     lower_bound: Floats
     """No assignment has a shorter step; where ranks meet at every micro-batch under a cap, no micro-batches have."""
     step_work: Floats

@@ -159,7 +159,8 @@ class Run(Observer):
         self.dispatched_s[rows] = self.now
         self.num_gone += rows.size
         self.num_padding += batch.num_padding
-        mean, slowest = self._mean_load(batch, rows), batch.finish
+        # what it adds to share a rollout is no work: it counts as idle
+        mean, slowest = (sum(batch.loads) - batch.sharing_cost) / len(batch.loads), batch.finish
         self.records.append(
             (
                 self.now,
@@ -176,12 +177,6 @@ class Run(Observer):
         self.busy_s += duration
         self.busy_until = self.now + duration
         self.step += 1
-
-    def _mean_load(self, batch: Batch, rows: Ints) -> float:
-        """Mean over ranks; what sharing a rollout adds is no work: it counts as idle."""
-        shared = len(self.config.cp_sizes) > 1
-        works = [self.cost_list[row] for row in rows.tolist()] if shared else batch.loads
-        return sum(works) / len(batch.loads)
 
     def _offer(self, row: int) -> bool:
         """A rollout is finished, or may find room again: put it. False if its put waits for room."""

@@ -346,6 +346,9 @@ class Batch:
     rank fewer than micro-batches."""
     incomplete_groups: tuple[str, ...] = ()
     """``group_id`` of groups sent before all their siblings had come."""
+    sharing_cost: float = 0.0
+    """What ``loads`` have, over all ranks, beyond the work of the rollouts, because ranks share some; 0.0 in a batch
+    restored from a checkpoint."""
 
     @property
     def num_executions(self) -> int:
