@@ -82,11 +82,12 @@ def _option(name: str, kind: Any, text: str | None) -> Any:
     return Annotated[kind, typer.Option(*flag, help=text)]
 
 
-def knob(name: str, note: str = "", **shown: Any) -> Any:
-    """An option for a knob of ``BalancerConfig``. Its help: the knob's first sentence, and ``note``."""
+def knob(name: str, note: str = "", *flags: str, **shown: Any) -> Any:
+    """An option for a knob of ``BalancerConfig``. Its help: the knob's first sentence, and ``note``. ``flags``: how it
+    is called, where that is not the knob's name."""
     text = " ".join(KNOBS.get(name, "").replace("``", "").split())
     first, *_ = re.split(r"(?<=[^.]\.) ", text)
-    return typer.Option(help=f"{first} {note}".strip(), rich_help_panel="Knobs", **shown)
+    return typer.Option(*flags, help=f"{first} {note}".strip(), rich_help_panel="Knobs", **shown)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,6 +124,9 @@ class Simulated:
     cp_min_tokens: Annotated[int, knob("cp_min_tokens")] = 2048
     group_size: Annotated[int | None, knob("group_size", "(default: groups play no part)")] = None
     groups: Annotated[Groups, knob("groups", "With --group-size.")] = "same_batch"
+    share_prefixes: Annotated[
+        bool, knob("share_prefixes", "Where all of a group have one prompt length.", "--share-prefixes")
+    ] = False
     slots: int = 128
     """Rollouts generated at a time (where no arrivals were recorded)."""
     tokens_per_second: float = 30.0
@@ -171,6 +175,7 @@ class Simulated:
             cp_min_tokens=self.cp_min_tokens,
             group_size=self.group_size,
             groups=self.groups,
+            share_prefixes=self.share_prefixes,
             **{name: value for name, value in knobs.items() if value is not None},
         )
 

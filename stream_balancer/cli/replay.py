@@ -9,6 +9,7 @@ from dataclasses import dataclass, fields
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
+import numpy as np
 import typer
 
 from stream_balancer.cli._options import (
@@ -126,12 +127,14 @@ def _print_replay(trace: Trace, config: BalancerConfig, cost: str, how: dict[str
         f"{config.dp_size} ranks, {batch_text(config)} a dispatch, window {window_text(config)}, max_skips "
         f"{config.max_skips}, deadline {deadline_text(config.deadline_s)}, cost {cost}"
     )
-    stdout().print(_table(reports, instant=how["trainer"] == "instant"))
+    nothing_shared = float(np.asarray(config.cost(trace.lengths)).sum()) / config.dp_size
+    stdout().print(_table(reports, nothing_shared, instant=how["trainer"] == "instant"))
     for line in _verdict(reports):
         stdout().print(line)
 
 
-def _table(reports: Reports, *, instant: bool) -> Table:
+def _table(reports: Reports, nothing_shared: float, *, instant: bool) -> Table:
+    """``nothing_shared``: work of a rank if all are alike, and every rollout pays its own prefix."""
     from rich.table import Table
 
     table = Table()
@@ -153,6 +156,8 @@ def _table(reports: Reports, *, instant: bool) -> Table:
         row("rollouts of a step, least / mean / most", _rollouts_of_a_step)
     row("tokens of a step, std / mean", lambda r: f"{_segment(r, steady).token_variation:.2f}")
     row("trainer time, round-robin = 1", lambda r: f"{r.overall.work_s / usual if usual else 1.0:.3f}")
+    if reports["window"].config.share_prefixes:
+        row("trainer time, nothing shared and no idle = 1", lambda r: f"{r.overall.work_s / nothing_shared:.3f}")
     if not instant:
         row("idle, the wait for rollouts included", lambda r: f"{r.whole_idle_fraction:.2%}")
         row("end to end, s", lambda r: f"{r.elapsed_s:,.0f}")

@@ -73,6 +73,17 @@ class TestHelp:
             assert option in text
         assert "Rollouts per dispatch" in text, "what BalancerConfig says"
 
+    def test_replay_says_what_shared_prompts_save(self, tmp_path: Path) -> None:
+        trace = tmp_path / "prompts.csv"
+        answers = random.Random(0).choices([10, 20, 30], k=400)
+        trace.write_text(HEADER + "\n".join(f"p{n // 4},100,{answer}" for n, answer in enumerate(answers)))
+        how = ("replay", trace, "--dp-size", 2, "--batch-size", 16, "--group-size", 4, "--slots", 16)
+        name = "nothing shared and no idle"
+        (line,) = (line for line in run(*how, "--share-prefixes").stdout.splitlines() if name in line)
+        *_, once = (float(part) for part in line.replace("│", " ").split()[-3:])
+        assert once == pytest.approx((100 / 4 + 20) / 120, rel=0.05)  # a quarter of the prompts, all of the answers
+        assert name not in run(*how).stdout
+
     def test_unknown_option(self) -> None:
         result = run("replay", "generate:rg:50", "--windows", 9)
         assert result.exit_code == 2

@@ -234,3 +234,9 @@ def test_ranks_of_a_good_start_are_kept():
     siblings = Siblings(np.ones(4), np.arange(4), np.zeros(4), np.ones(4, dtype=np.int64), np.zeros(4, dtype=np.int64))
     dense = np.array([1, 0, 1, 0])
     assert place_siblings(siblings, 2, dense).tolist() == dense.tolist()
+
+
+def test_who_has_no_siblings_shares_nothing():
+    siblings = replace(columns([5, 5, 5], [1, 2, 3], [0, 0, 0]), groups=np.array([-1, -1, 4])).sets()
+    assert siblings.set_of.tolist() == [1, 2, 0]
+    assert siblings.prefixes.tolist() == [cost(5), 0.0, 0.0]
