@@ -47,7 +47,7 @@ architecture: install  ## lines, layers, circles, the way of a put, from the imp
 	$(BIN)/python tests/architecture.py $(ARGS)
 
 bench: install  ## every benchmark that needs nothing but the project
-	for file in engine partition plan_time window sizes micro_batches training transport connect failures beside_training journal checkpoint tune scale; do \
+	for file in engine partition plan_time window sizes beyond micro_batches training transport connect failures beside_training journal checkpoint tune scale; do \
 		test ! -e bench/$$file.py || { echo "== bench/$$file.py"; $(BIN)/python bench/$$file.py $(ARGS) || exit 1; }; \
 	done
 
@@ -65,7 +65,7 @@ PEERS := .venv-peers/bin/python
 	touch $@
 
 bench-peers: .venv-peers/.installed  ## the planning benchmarks beside verl, AReaL and others, in an environment of their own
-	for file in partition window micro_batches verl_drop_in training; do \
+	for file in partition window micro_batches verl_drop_in context_parallel_peers training; do \
 		echo "== bench/$$file.py"; PYTHONPATH=. $(PEERS) bench/$$file.py $(ARGS) || exit 1; \
 	done
 
