@@ -13,7 +13,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from stream_balancer.types import Rollout
+from stream_balancer.types import Rollout, SharedRollout
 
 __all__ = [
     "Side",
@@ -25,6 +25,7 @@ __all__ = [
     "same_columns",
     "spans",
     "stacked",
+    "unshared",
     "with_prompt",
     "within",
 ]
@@ -116,6 +117,19 @@ def same_columns(rollouts: Sequence[Rollout]) -> Rollout:
     return first
 
 
+def unshared(rollouts: Iterable[Rollout]) -> list[Rollout]:
+    """The rollouts. Raises ValueError for a part of one that several ranks share: no trainer here takes chunks."""
+    found = list(rollouts)
+    for rollout in found:
+        if isinstance(rollout, SharedRollout):
+            raise ValueError(
+                f"rollout {rollout.rollout_id!r} is shared by {rollout.cp_degree} ranks, and this one holds chunks of "
+                "it, which are no row of a trainer's batch. Leave cp_sizes out of BalancerConfig, or read "
+                "micro_batch.packed() yourself"
+            )
+    return found
+
+
 def with_prompt(rollouts: Iterable[Rollout]) -> list[Rollout]:
     """The rollouts; a padding copy of one token has two, a prompt and a response. A trainer that scores each token of
     the response by the one before it has nothing to score otherwise, and some fail then."""
@@ -123,7 +137,7 @@ def with_prompt(rollouts: Iterable[Rollout]) -> list[Rollout]:
         replace(rollout, tokens={name: torch.cat([column, column]) for name, column in rollout.tokens.items()})
         if rollout.is_padding and rollout.num_tokens == 1
         else rollout
-        for rollout in rollouts
+        for rollout in unshared(rollouts)
     ]
 
 

@@ -260,7 +260,7 @@ def batch_from(
 
     if micro_batches not in ("packed", "padded"):
         raise ValueError(f"micro_batches must be 'packed' or 'padded', not {micro_batches!r}")
-    data = BatchedDataDict(_entries(list(share.rollouts), pad_values or {}, multiple_of))
+    data = BatchedDataDict(_entries(_rows.unshared(share.rollouts), pad_values or {}, multiple_of))
     ends = list(accumulate((len(mb.lengths) for mb in share.micro_batches), initial=0))
     data.micro_batch_indices = [[[start, end] for start, end in pairwise(ends)]]
     size = sum if micro_batches == "packed" else max

@@ -209,7 +209,7 @@ def rank_data_from(batch: Batch) -> list[dict[str, Any]]:
     ``rollout_ids`` are numbered anew, from 0, over the step. A padding copy has a zero loss mask and counts in no
     rollout: it keeps its rollout's id and mask sum, so it adds nothing.
     """
-    rollouts = _rows.with_prompt(batch.rollouts)
+    rollouts = _rows.with_prompt(rollout for share in batch.ranks for rollout in share.rollouts)
     columns = _columns(rollouts)
     whole: dict[str, Any] = {key: columns[key] for key in ("raw_reward", "total_lengths") if key in columns}
     data = []

@@ -112,7 +112,7 @@ def tensordict_from(
         from tensordict import TensorDict
     except ImportError as error:
         raise ImportError("this needs the tensordict package: pip install 'stream-balancer[tensordict]'") from error
-    first = _rows.same_columns(rollouts)
+    first = _rows.same_columns(_rows.unshared(rollouts))
     entries: dict[str, Any] = {}
     lengths = [rollout.num_tokens for rollout in rollouts]
     if padding_side is None:

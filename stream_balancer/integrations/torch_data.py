@@ -140,6 +140,12 @@ def _as_dict(rows: Mapping[str, Any]) -> dict[str, Any]:
     """A layout with the tensors it carries beside its columns."""
     if not isinstance(rows, (Packed, Padded, Nested)):
         return dict(rows.items())  # not dict(rows): a TensorDict iterates over its rows
+    if isinstance(rows, Packed) and rows.shared is not None:
+        raise ValueError(
+            "ranks share the rollouts of this micro-batch, and its columns do not say with whom. Give layout= a "
+            "function that returns a dict of all that you need: micro_batch.cp_group and cp_rank, columns of "
+            'micro_batch.packed(), and its next("input_ids")'
+        )
     names = ("rollout_weights", "execution_weights", "execution_loss_tokens")
     beside: dict[str, Any] = {name: getattr(rows, name) for name in names}
     if isinstance(rows, Packed):

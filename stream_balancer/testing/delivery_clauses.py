@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import anyio
 import torch
 
@@ -12,12 +14,14 @@ from stream_balancer.testing.scripted import (
     ScriptedBalancer,
     awkward_micro_batches,
     make_batch,
+    make_shared_batch,
     rank_batch,
     same_rollout,
     same_tensors,
 )
 from stream_balancer.transport import Report
 from stream_balancer.types import RankBatch, Rollout
+from stream_balancer.types.shared import join_column
 from stream_balancer.wire.messages import PartsDone, StepComplete, StepHeld, StepReport
 
 __all__ = ["CLAUSES"]
@@ -212,6 +216,45 @@ async def siblings_share_their_prefix_on_the_rank(open_harness: Opener) -> None:
         await feed.aclose()
 
 
+async def members_hold_the_parts_of_a_shared_rollout(open_harness: Opener) -> None:
+    """Joined they are the whole, and what follows each part's chunks came with it. A rank that is killed in the middle
+    of a step gets its parts again; the other one notices nothing."""
+    async with open_harness(2) as harness:
+        made = [make_shared_batch(step, 2) for step in range(4)]
+        balancer = ScriptedBalancer([batch for batch, _ in made])
+        got: dict[int, dict[int, RankBatch]] = {0: {}, 1: {}}
+
+        async def train(rank: int, *, killed_at: int | None = None) -> None:
+            feed = harness.connect(rank)
+            async for batch in feed:
+                if batch.step == killed_at:
+                    harness.kill(feed)
+                    feed = harness.connect(rank, incarnation=1)
+                    # perhaps also the step before, if its report was lost
+                    got[rank].update({again.step: again async for again in feed})
+                    return
+                got[rank][batch.step] = batch
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(train, 0)
+            tasks.start_soon(partial(train, 1, killed_at=2))
+            await serve(balancer, harness.transport, rejoin_timeout_s=CLAUSE_TIMEOUT_S)
+        assert [sorted(got[rank]) for rank in range(2)] == [[0, 1, 2, 3]] * 2
+        assert balancer.acknowledged == [0, 1, 2, 3]
+        for step, (_, wholes) in enumerate(made):
+            members = [got[rank][step] for rank in range(2)]
+            for number, whole in enumerate(wholes):
+                parts = [member.micro_batches[number] for member in members]
+                assert [(part.cp_group, part.cp_rank) for part in parts] == [((0, 1), 0), ((0, 1), 1)]
+                layouts = [part.packed() for part in parts]
+                for name, column in whole.tokens.items():
+                    assert join_column([one[name] for one in layouts], whole.num_tokens).equal(column)
+                    following = join_column([one.next(name) for one in layouts], whole.num_tokens)
+                    assert following.equal(torch.cat([column[1:], column.new_zeros(1)]))
+                assert [one.execution_loss_tokens.tolist() for one in layouts] == [[whole.num_tokens]] * 2
+            assert all(not member.micro_batches[-1].cp_group for member in members)
+
+
 async def held_batches_are_never_overwritten(open_harness: Opener) -> None:
     """A trainer that keeps tensors of old batches keeps what it saw."""
     async with open_harness(1) as harness:
@@ -272,6 +315,7 @@ CLAUSES = (
     a_commit_acknowledges_all_before_it,
     bytes_are_identical,
     siblings_share_their_prefix_on_the_rank,
+    members_hold_the_parts_of_a_shared_rollout,
     held_batches_are_never_overwritten,
     what_a_lost_rank_owed_comes_beside_the_queue,
 )

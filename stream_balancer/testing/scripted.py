@@ -17,7 +17,15 @@ from torch import Tensor
 from stream_balancer.core.step_times import StepTiming
 from stream_balancer.types import SUPPORTED_DTYPES, Batch, MicroBatch, RankBatch, Rollout
 
-__all__ = ["ScriptedBalancer", "awkward_micro_batches", "make_batch", "rank_batch", "same_rollout", "same_tensors"]
+__all__ = [
+    "ScriptedBalancer",
+    "awkward_micro_batches",
+    "make_batch",
+    "make_shared_batch",
+    "rank_batch",
+    "same_rollout",
+    "same_tensors",
+]
 
 
 def make_batch(step: int, dp_size: int, *, num_tokens: int = 5, micro_batches: int = 2) -> Batch:
@@ -52,6 +60,41 @@ def make_batch(step: int, dp_size: int, *, num_tokens: int = 5, micro_batches: i
         finish=max(share.load for share in shares),
         lower_bound=tokens / dp_size,
     )
+
+
+def make_shared_batch(step: int, dp_size: int) -> tuple[Batch, list[Rollout]]:
+    """A batch of two rollouts that all its ranks share, each a micro-batch, and one of each rank's own. -> it, and the
+    two, whole."""
+    wholes = [_small_rollout(step, -1, f"{step}.shared.{i}", 8 * dp_size + 5 - i) for i in range(2)]
+    group = tuple(range(dp_size))
+    own = [_small_rollout(step, rank, f"{step}.{rank}", 3) for rank in range(dp_size)]
+    tokens = sum(rollout.num_tokens for rollout in (*wholes, *own))
+    ranks = tuple(
+        rank_batch(
+            *(MicroBatch.shared([whole], group, rank) for whole in wholes),
+            [own[rank]],
+            step=step,
+            rank=rank,
+            dp_size=dp_size,
+            global_num_rollouts=2 + dp_size,
+            global_num_tokens=tokens,
+            global_num_loss_tokens=tokens,
+            global_num_executions=2 + dp_size,
+        )
+        for rank in range(dp_size)
+    )
+    loads = tuple(share.load for share in ranks)
+    batch = Batch(
+        step=step,
+        reason="window",
+        ranks=ranks,
+        num_rollouts=2 + dp_size,
+        num_tokens=tokens,
+        loads=loads,
+        finish=max(loads),
+        lower_bound=tokens / dp_size,
+    )
+    return batch, wholes
 
 
 def _small_rollout(step: int, rank: int, name: str, length: int) -> Rollout:

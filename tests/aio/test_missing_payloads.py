@@ -11,7 +11,6 @@ from functools import partial
 import anyio
 import pytest
 import torch
-from torch import Tensor
 
 import stream_balancer as sb
 from stream_balancer.controller.serve import serve
@@ -19,6 +18,7 @@ from stream_balancer.rank.feed import RankFeed
 from stream_balancer.testing import make_rollouts
 from stream_balancer.transport.memory import MemoryTransport
 from stream_balancer.types import RankBatch, Rollout
+from stream_balancer.types.shared import part_of
 from stream_balancer.wire.messages import Owner, PayloadsFetched, RolloutHeader
 from stream_balancer.wire.partial_batch import Lease, WantedPayload, payload
 from stream_balancer.wire.rollouts import decode_kept, encode_rollout
@@ -31,9 +31,9 @@ class Kept:
     """A producer's payloads. ``gone`` are not there any more; a ``gate`` holds the fetching up."""
 
     def __init__(self) -> None:
-        self.payloads: list[list[Tensor]] = []
+        self.payloads: list[Rollout] = []
         self.gone: set[int] = set()
-        self.num_reads = 0
+        self.num_reads = self.num_bytes = 0
 
     def remote(self, rollout: Rollout) -> Rollout:
         """The rollout, as the controller has it."""
@@ -42,7 +42,7 @@ class Kept:
         buffer = torch.zeros(header.wire_bytes, dtype=torch.uint8)
         for _ in encoded.fill(buffer):
             pass
-        self.payloads.append(payload(rollout))
+        self.payloads.append(rollout)
         key = len(self.payloads) - 1
         named = RolloutHeader(header.meta_bytes, header.meta_crc, header.wire_bytes, header.total_bytes, key)
         return decode_kept(named, buffer, OWNER, Lease())
@@ -55,7 +55,11 @@ class Kept:
             if one.key in self.gone:
                 gone[index] = "connection closed by peer"
                 continue
-            for piece, data in zip(one.pieces, self.payloads[one.key], strict=True):
+            kept = self.payloads[one.key]
+            if one.part is not None:
+                kept = part_of(kept, one.part.degree, one.part.place)
+            self.num_bytes += sum(piece.numel() for piece in one.pieces)
+            for piece, data in zip(one.pieces, payload(kept), strict=True):
                 piece.copy_(data)
         return gone
 

@@ -6,6 +6,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import cast
 
 import pytest
 import torch
@@ -15,10 +16,13 @@ import stream_balancer as sb
 from stream_balancer.errors import ClosedResourceError, WireError
 from stream_balancer.testing import make_rollout
 from stream_balancer.transport.sockets import payloads
+from stream_balancer.transport.sockets.channel import SocketChannel
 from stream_balancer.transport.sockets.hub import Hub
-from stream_balancer.transport.sockets.payloads import Fetcher, PayloadServer
-from stream_balancer.wire.messages import Owner
+from stream_balancer.transport.sockets.payloads import Fetcher, PayloadServer, _OwnerSession
+from stream_balancer.types.shared import part_of
+from stream_balancer.wire.messages import Owner, WantPayloads
 from stream_balancer.wire.partial_batch import WantedPayload, payload
+from stream_balancer.wire.slices import Slice
 
 ROLLOUTS = {key: make_rollout(5 + key, f"r{key}", seed=key) for key in range(4)}
 
@@ -68,6 +72,33 @@ def test_payloads_are_read_into_their_places_and_missing_ones_are_named(owner: t
     fetcher.close()
 
 
+def test_a_part_is_cut_by_who_keeps_the_whole(owner: tuple[PayloadServer, Owner]) -> None:
+    """Between whole ones, and one that is gone."""
+    server, where = owner
+    server.drop([2])
+    parts = {1: part_of(ROLLOUTS[1], 4, 1), 3: part_of(ROLLOUTS[3], 2, 0)}
+    expected = [payload(parts.get(key, ROLLOUTS[key])) for key in range(4)]
+    asked = [
+        WantedPayload(
+            *(key, where, key, [torch.zeros_like(piece) for piece in pieces]),
+            part=Slice(part.cp_degree, part.cp_rank, part.whole_tokens) if (part := parts.get(key)) else None,
+        )
+        for key, pieces in enumerate(expected)
+    ]
+    fetcher = Fetcher()
+    assert fetcher.read(asked) == {2: "it does not have payload 2"}
+    for key in (0, 1, 3):
+        assert [piece.tolist() for piece in asked[key].pieces] == [piece.tolist() for piece in expected[key]]
+    fetcher.close()
+
+
+@pytest.mark.parametrize("parts", [((0, 0),), ((2, 2),), ((2, 0), (2, 1))])
+def test_impossible_parts_are_refused(parts: tuple[tuple[int, int], ...]) -> None:
+    session = _OwnerSession(PayloadServer(), cast("SocketChannel", None))
+    with pytest.raises(WireError, match="parts of payloads that there cannot be"):
+        session.receive(WantPayloads(0, (7,), parts), [], ())
+
+
 def test_other_sizes_than_were_described_are_refused(owner: tuple[PayloadServer, Owner]) -> None:
     fetcher = Fetcher()
     with pytest.raises(WireError, match=r"other sizes|another size"):
@@ -91,7 +122,7 @@ def test_who_waits_for_an_owner_that_does_not_answer_is_woken_by_close(
     server, where = owner
     asked, answers = threading.Event(), threading.Event()
 
-    def stuck(key: int) -> None:
+    def stuck(*_: int) -> None:
         asked.set()
         answers.wait(GUARD_S)
 
@@ -181,9 +212,9 @@ def test_all_owners_are_asked_before_the_first_answer_is_read(
     owners, want = servers(rollouts)
     for server in owners:
 
-        def get(key: int, get: Callable[[int], object] = server.get) -> object:
+        def get(*key: int, get: Callable[..., object] = server.get) -> object:
             asked.wait(GUARD_S)
-            return get(key)
+            return get(*key)
 
         monkeypatch.setattr(server, "get", get)
     fetcher = Fetcher()
@@ -202,12 +233,12 @@ def test_an_answer_is_read_while_another_owner_has_not_begun_to_answer(
     get, [last] = slow.get, [piece[-8:] for piece in want[1].pieces]
     was_read: list[bool] = []
 
-    def wait_for_the_other(key: int) -> object:
+    def wait_for_the_other(*key: int) -> object:
         deadline = time.monotonic() + 20
         while not last.any() and time.monotonic() < deadline:
             time.sleep(0.001)
         was_read.append(bool(last.any()))
-        return get(key)
+        return get(*key)
 
     monkeypatch.setattr(slow, "get", wait_for_the_other)
     fetcher = Fetcher()

@@ -28,8 +28,10 @@ from stream_balancer.transport.ray.bundles import (
     write_object,
 )
 from stream_balancer.types import Rollout
+from stream_balancer.types.shared import part_of
 from stream_balancer.wire.messages import Owner
 from stream_balancer.wire.partial_batch import RemoteRollout, WantedPayload, payload
+from stream_balancer.wire.slices import Slice
 
 OWNER = Owner("node", 0, "", "worker 7 on node abc")
 Objects = dict[str, NDArray[np.uint8]]
@@ -130,6 +132,23 @@ def test_payloads_are_read_out_of_many_objects(lengths: list[list[int]], choose:
     assert not store.read(wanted([stored for _, stored in pairs], targets))
     for (real, _), pieces in zip(pairs, targets, strict=True):
         assert [piece.tolist() for piece in pieces] == [piece.tolist() for piece in payload(real)]
+
+
+@given(st.lists(st.integers(1, 40), min_size=1, max_size=4), st.sampled_from([2, 4, 8]))
+def test_parts_are_read_out_of_an_object(lengths: list[int], degree: int) -> None:
+    objects: Objects = {}
+    made = rollouts(lengths, "r")
+    stored = put(objects, made, "o")
+    for place in range(degree):
+        expected = [payload(part_of(one, degree, place)) for one in made]
+        targets = [[torch.full_like(piece, 255) for piece in pieces] for pieces in expected]
+        asked = [
+            one._replace(part=Slice(degree, place, real.num_tokens))
+            for one, real in zip(wanted(stored, targets), made, strict=True)
+        ]
+        assert not ObjectStore(fetch_from(objects)).read(asked)
+        for pieces, theirs in zip(targets, expected, strict=True):
+            assert [piece.tolist() for piece in pieces] == [piece.tolist() for piece in theirs]
 
 
 def test_what_is_gone_is_named_and_the_rest_is_read() -> None:

@@ -10,6 +10,9 @@ import torch
 from hypothesis import given
 
 import stream_balancer as sb
+from stream_balancer.integrations import _rows
+from stream_balancer.integrations.areal import trajectories_from
+from stream_balancer.integrations.torch_data import _as_dict
 from stream_balancer.testing import make_rollout
 from stream_balancer.types import MicroBatch, Rollout, SharedRollout
 from stream_balancer.types.shared import (
@@ -219,3 +222,12 @@ def test_a_batch_has_each_whole_rollout_once() -> None:
     assert list(whole_rollouts(rollouts)) == [long, short]
     assert sb.MicroBatch.of([short]).cp_group == ()
     assert repr(ranks[1][0]) == "MicroBatch(num_rollouts=1, num_tokens=6, cp_group=(0, 1), cp_rank=1)"
+
+
+def test_adapters_refuse_chunks() -> None:
+    (part,) = shared([a_rollout(9)], 2)[0].rollouts
+    for convert in (trajectories_from, _rows.with_prompt, _rows.unshared):
+        with pytest.raises(ValueError, match="'r' is shared by 2 ranks"):
+            convert([part])
+    with pytest.raises(ValueError, match="Give layout= a function"):
+        _as_dict(shared([a_rollout(9)], 2)[0].packed())

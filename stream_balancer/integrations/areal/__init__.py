@@ -175,7 +175,7 @@ def trajectories_from(rollouts: Iterable[Rollout]) -> list[dict[str, Any]]:
     order of their first. A padding copy is a dict of its own, with a zero ``loss_mask``: it is nobody's sibling.
     """
     groups: dict[str, list[Rollout]] = {}
-    for rollout in rollouts:
+    for rollout in _rows.unshared(rollouts):
         alone = rollout.group_id is None or rollout.is_padding
         groups.setdefault(f"rollout {rollout.rollout_id}" if alone else f"group {rollout.group_id}", []).append(rollout)
     return [_trajectory(sorted(rows, key=_place)) for rows in groups.values()]

@@ -1,0 +1,328 @@
+"""Steps in which ranks share a rollout, from a put to the ranks and back: planned, delivered again, with payloads
+elsewhere, with columns of other models, through a crash."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import anyio
+import pytest
+import test_missing_payloads
+import test_roles
+import torch
+from test_journal import crash, ids_of
+
+import stream_balancer as sb
+from stream_balancer.controller.serve import serve
+from stream_balancer.rank.feed import RankFeed
+from stream_balancer.testing import make_rollout, make_rollouts
+from stream_balancer.testing.scripted import same_rollout
+from stream_balancer.transport.memory import MemoryTransport
+from stream_balancer.types import MicroBatch, RankBatch, Rollout, SharedRollout
+from stream_balancer.types.shared import join_column
+
+pytestmark = pytest.mark.anyio
+LENGTHS = [900, 12, 15, 11, 14, 16, 13, 10]
+"""The first is far above the fair share of any number of ranks."""
+
+
+def config(dp_size: int = 4, **knobs: Any) -> sb.BalancerConfig:
+    given = {
+        "batch_size": len(LENGTHS),
+        "window": len(LENGTHS),
+        "cp_sizes": (1, 2, 4),
+        "cp_min_tokens": 100,
+        "sync": "step",
+    } | knobs
+    return sb.BalancerConfig(dp_size=dp_size, **given)
+
+
+class Run:
+    """A balancer, its ranks over memory, and what they saw."""
+
+    def __init__(self, **knobs: Any) -> None:
+        self.balancer = sb.StreamBalancer(config(**knobs))
+        self.dp_size = self.balancer.config.dp_size
+        self.transport = MemoryTransport(dp_size=self.dp_size)
+        self.kept = test_missing_payloads.Kept()
+        self.seen: dict[int, dict[int, RankBatch]] = {rank: {} for rank in range(self.dp_size)}
+        """By rank and step."""
+        self.rollouts: dict[str, Rollout] = {}
+
+    def feed(self, rank: int, **join: Any) -> RankFeed:
+        return RankFeed(self.transport.connect(rank, payloads=self.kept, **join))
+
+    async def train(self, rank: int, *, dies_at: int | None = None) -> None:
+        feed = self.feed(rank)
+        async for batch in feed:
+            if batch.step == dies_at:
+                feed._port.abort()  # type: ignore[attr-defined]
+                await anyio.sleep(5)
+                async for again in self.feed(rank, incarnation=1):
+                    self.seen[rank][again.step] = again
+                return
+            self.seen[rank][batch.step] = batch
+
+    async def put(self, steps: int = 1, *, remote: bool = False) -> None:
+        for step in range(steps):
+            for rollout in make_rollouts(LENGTHS, prefix=f"{step}-"):
+                self.rollouts[rollout.rollout_id] = rollout
+                await self.balancer.put(self.kept.remote(rollout) if remote else rollout)
+
+    async def serve(self, **options: Any) -> None:
+        with anyio.fail_after(3600):  # virtual
+            await serve(self.balancer, self.transport, **options)
+
+    def check(self, gone: frozenset[str] = frozenset()) -> None:
+        """Every rollout was trained on once; of the shared ones all parts, which join to it."""
+        parts: dict[str, dict[int, MicroBatch]] = {}
+        alone = []
+        for rank, batches in self.seen.items():
+            for batch in batches.values():
+                for mb in batch.micro_batches:
+                    for rollout in mb.rollouts:
+                        if isinstance(rollout, SharedRollout) and not rollout.is_padding:
+                            parts.setdefault(rollout.rollout_id, {})[rank] = mb
+                        elif not rollout.is_padding:
+                            alone.append(rollout.rollout_id)
+                            assert same_rollout(rollout, self.rollouts[rollout.rollout_id])
+        assert sorted([*alone, *parts]) == sorted(self.rollouts.keys() - gone)
+        assert parts, "nothing was shared: the test says nothing"
+        for name, members in parts.items():
+            (group,) = {mb.cp_group for mb in members.values()}
+            assert sorted(members) == list(group)
+            for column, values in self.rollouts[name].tokens.items():
+                layouts = [members[rank].packed() for rank in group]
+                assert join_column([one[column] for one in layouts], len(values)).equal(values)
+                following = join_column([one.next(column) for one in layouts], len(values))
+                assert following.equal(torch.cat([values[1:], values.new_zeros(1)]))
+
+
+async def test_a_rank_that_is_killed_within_a_step_gets_its_parts_again() -> None:
+    run = Run()
+    async with run.balancer as balancer, anyio.create_task_group() as tasks:
+        for rank in range(4):
+            tasks.start_soon(partial(run.train, rank, dies_at=1 if rank == 2 else None))
+        tasks.start_soon(partial(run.serve, rejoin_timeout_s=60))
+        await run.put(steps=3)
+        balancer.end()
+    run.check()
+    assert run.balancer.in_flight() == ()
+    statistics = run.balancer.statistics()
+    assert (statistics.acknowledged, statistics.in_flight) == (3 * len(LENGTHS), 0)
+    run.balancer.parts.core.verify()
+
+
+async def test_the_next_serve_gives_the_same_parts() -> None:
+    run = Run()
+    async with run.balancer as balancer:
+        await run.put()
+        batch = await anext(balancer.batches(auto_ack=False))
+        async with anyio.create_task_group() as tasks:
+            for rank in range(4):
+                tasks.start_soon(run.train, rank)
+            balancer.end()
+            await run.serve()
+    run.check()
+    for rank, (got,) in ((rank, batches.values()) for rank, batches in run.seen.items()):
+        assert [mb.lengths for mb in got.micro_batches] == [mb.lengths for mb in batch.ranks[rank].micro_batches]
+
+
+@pytest.mark.parametrize("dp_size", [2, 8])
+async def test_other_ranks_share_anew(dp_size: int) -> None:
+    """What is in flight is planned again for them."""
+    run = Run()
+    async with run.balancer as balancer:
+        await run.put()
+        await anext(balancer.batches(auto_ack=False))
+        balancer.nack(0)
+        balancer.reconfigure(dp_size=dp_size, min_batch_size=dp_size)
+        run.transport, run.seen = MemoryTransport(dp_size=dp_size), {rank: {} for rank in range(dp_size)}
+        async with anyio.create_task_group() as tasks:
+            for rank in range(dp_size):
+                tasks.start_soon(run.train, rank)
+            balancer.end()
+            await run.serve()
+    run.check()
+
+
+async def test_an_elastic_run_shares_among_those_that_there_are() -> None:
+    run = Run(dp_size=4)
+    async with run.balancer as balancer, anyio.create_task_group() as tasks:
+        for rank in range(4):
+            tasks.start_soon(run.train, rank)
+        tasks.start_soon(run.serve)
+        await run.put()
+        await anyio.sleep(1)  # virtual: they have it
+        assert all(run.seen[rank] for rank in range(4))
+        balancer.reconfigure(dp_size=2, min_batch_size=2)
+        for rollout in make_rollouts(LENGTHS, prefix="later-"):
+            run.rollouts[rollout.rollout_id] = rollout
+            await balancer.put(rollout)
+        balancer.end()
+    run.check()
+    assert {len(mb.cp_group) for rank in (0, 1) for mb in run.seen[rank][1].micro_batches} == {0, 2}
+    assert all(list(run.seen[rank]) == [0] for rank in (2, 3))
+
+
+@pytest.mark.parametrize("gone", [False, True])
+async def test_parts_of_payloads_that_lie_with_producers(gone: bool) -> None:
+    run = Run()
+    lost = "0-0"
+    async with run.balancer as balancer, anyio.create_task_group() as tasks:
+        await run.put(remote=True)
+        balancer.end()
+        if gone:
+            run.kept.gone = {0}
+        for rank in range(4):
+            tasks.start_soon(run.train, rank)
+        await run.serve()
+        statistics = balancer.statistics()
+    if not gone:
+        run.check()
+        whole = sum(r.nbytes for r in run.rollouts.values())
+        row = sum(column[0].nbytes for column in run.rollouts[lost].tokens.values())
+        degree = next(len(mb.cp_group) for mb in run.seen[0][0].micro_batches if mb.cp_group)
+        assert run.kept.num_bytes <= whole + row * 4 * degree, "more than the parts, their halos and a chunk's rest"
+        return
+    with pytest.raises(AssertionError, match="nothing was shared"):
+        run.check(frozenset({lost}))
+    batches = [one[0] for one in run.seen.values()]
+    left = sum(length for length in LENGTHS[1:])
+    assert {(one.global_num_rollouts, one.global_num_tokens) for one in batches} == {(len(LENGTHS) - 1, left)}
+    shared = [mb for one in batches for mb in one.micro_batches if mb.cp_group]
+    assert len(shared) == len(shared[0].cp_group), "all members still meet"
+    for mb in shared:
+        assert not mb.packed()["loss_mask"].any()
+        assert not mb.packed().rollout_weights.any()
+    assert (statistics.evicted["lost"], statistics.acknowledged) == (1, len(LENGTHS) - 1)
+
+
+async def test_a_part_that_only_one_member_cannot_get_is_nobodys() -> None:
+    run = Run()
+
+    class Unlucky(test_missing_payloads.Kept):
+        """Of one rank."""
+
+    async with run.balancer as balancer, anyio.create_task_group() as tasks:
+        await run.put(remote=True)
+        balancer.end()
+        unlucky = Unlucky()
+        unlucky.payloads, unlucky.gone = run.kept.payloads, {0}
+
+        async def train(rank: int) -> None:
+            kept = unlucky if rank == 1 else run.kept
+            async for batch in RankFeed(run.transport.connect(rank, payloads=kept)):
+                run.seen[rank][batch.step] = batch
+
+        for rank in range(4):
+            tasks.start_soon(train, rank)
+        await run.serve()
+    shared = [mb for one in run.seen.values() for mb in one[0].micro_batches if mb.cp_group]
+    assert shared
+    assert all(not mb.packed()["loss_mask"].any() and not mb.packed()["input_ids"].any() for mb in shared)
+    assert {one[0].global_num_rollouts for one in run.seen.values()} == {len(LENGTHS) - 1}
+
+
+@pytest.mark.parametrize("remote", [False, True])
+async def test_columns_of_another_model_are_joined_and_cut_again(remote: bool) -> None:
+    """A value behind a chunk was computed by another rank of the role."""
+    run = test_roles.Run(dp_size=4, batch_size=len(LENGTHS), window=len(LENGTHS), cp_sizes=(1, 2, 4), cp_min_tokens=100)
+    async with run.balancer as balancer, anyio.create_task_group() as tasks:
+        for rank in run.ranks:
+            tasks.start_soon(run.train, rank)
+            for role in run.roles:
+                tasks.start_soon(run.compute, role, rank)
+        tasks.start_soon(run.serve)
+        await run.put(LENGTHS, remote=remote)
+        balancer.end()
+    run.check()
+    shared = [mb for batch in run.trained for mb in batch.micro_batches if mb.cp_group]
+    assert shared
+    for mb in shared:
+        packed = mb.packed()
+        there = packed.next("loss_mask")
+        assert there.any()
+        assert torch.equal(packed.next("ref_logprobs"), torch.where(there, -packed.next("input_ids").float() / 7, 0.0))
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"on_rank_loss": "replan"}, "on_rank_loss='replan' with cp_sizes="),
+        ({"move_late": True}, "move_late=True with cp_sizes="),
+    ],
+)
+async def test_what_would_take_a_part_away_is_refused_at_the_start(options: dict[str, Any], says: str) -> None:
+    balancer = sb.StreamBalancer(config(micro_batch_counts="free"))
+    with pytest.raises(sb.ConfigError, match=says):
+        await serve(balancer, MemoryTransport(dp_size=4), **options)
+
+
+async def test_knobs_that_come_later_do_not_take_a_part_away() -> None:
+    """serve() began without ``cp_sizes``; a step that is shared after all is not given to others."""
+    run = Run(cp_sizes=(1,), cp_min_tokens=2048)
+
+    async def rank(number: int) -> None:
+        feed = run.feed(number)
+        async for batch in feed:
+            run.seen[number][batch.step] = batch
+            if number == 1:
+                feed._port.abort()  # type: ignore[attr-defined]
+                return
+            with pytest.raises(sb.RankLostError):
+                async for _ in feed.reassigned():
+                    pass
+            return
+
+    async with run.balancer as balancer, anyio.create_task_group() as tasks:
+        for number in range(4):
+            tasks.start_soon(rank, number)
+
+        async def serving() -> None:
+            with pytest.raises(sb.RankLostError, match="rank 1"):
+                await run.serve(on_rank_loss="replan")
+
+        tasks.start_soon(serving)
+        await anyio.sleep(1)
+        balancer.reconfigure(cp_sizes=(1, 2, 4), cp_min_tokens=100)
+        await run.put()
+    assert any(mb.cp_group for batch in run.seen[0].values() for mb in batch.micro_batches)
+    assert len(balancer.in_flight()) == 1, "still held"
+
+
+@pytest.mark.parametrize("anyio_backend", ["asyncio", "trio"])
+async def test_a_crash_with_a_shared_step_in_flight(tmp_path: Path) -> None:
+    """Real time: the journal has a thread."""
+    rollouts = [replace(one) for one in make_rollouts(LENGTHS)]
+    async with sb.StreamBalancer(config(), journal=tmp_path / "j") as balancer:
+        for rollout in rollouts:
+            await balancer.put(rollout)
+        given = await anext(balancer.batches(auto_ack=False))
+        assert given.has_shared
+        await balancer.put(make_rollout(4, "waits"))
+        after = await crash(balancer)
+    async with sb.StreamBalancer(config(), journal=after) as balancer:
+        balancer.parts.core.verify()
+        statistics = balancer.statistics()
+        assert (statistics.waiting, statistics.in_flight, statistics.accepted) == (1, len(LENGTHS), len(LENGTHS) + 1)
+        again = await anext(balancer.batches(auto_ack=False))
+        assert ids_of(again) == ids_of(given)
+        for mine, theirs in zip(given.ranks, again.ranks, strict=True):
+            assert [(mb.cp_group, mb.cp_rank) for mb in mine.micro_batches] == [
+                (mb.cp_group, mb.cp_rank) for mb in theirs.micro_batches
+            ]
+            assert all(same_rollout(a, b) for a, b in zip(mine.rollouts, theirs.rollouts, strict=True))
+        balancer.acknowledge(0)
+        balancer.parts.core.verify()
+        twice = await crash(balancer)
+    async with sb.StreamBalancer(config(), journal=twice) as balancer:
+        statistics = balancer.statistics()
+        assert (statistics.waiting, statistics.in_flight, statistics.acknowledged) == (1, 0, len(LENGTHS))
+        with pytest.raises(sb.DuplicateRolloutError):
+            await balancer.put(rollouts[0])
+    assert math.isfinite(statistics.oldest_wait_s)
