@@ -1,6 +1,6 @@
 """The models behind shared rollouts and shared prefixes, against real training: predicted and measured step times.
 
-python bench/beyond_models.py [--json] [--steps 24] [--only ranks|prefixes]
+python bench/beyond_models.py [--json] [--steps 24] [--only ranks|prefixes] [--cpu]
 
 Ranks: two processes of one thread each, and ring attention between them. The cost model learns from steps of whole
 rollouts (CalibratedCost), the overhead of sharing from a few steps with shared ones. Then every further step is
@@ -11,7 +11,8 @@ Prefixes: this process trains the ranks' parts one after another, and computes a
 The cost model learns from steps that compute a prompt as often as it comes.
 
 The same steps run without sharing, too: the error there is that of the cost model alone. On a machine that does
-nothing else, with a core for each of the two ranks.
+nothing else, with a core for each of the two ranks; where others work, --cpu counts each rank's own CPU seconds, and
+so leaves out what they wait for one another.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ sys.path.append(str(Path(__file__).parents[1] / "examples" / "context_parallel")
 from ring_model import Decoder, aligned_groups, loss_sum, ring_of
 
 MODEL = DemoOptions(hidden_size=192, num_layers=3, num_heads=3, vocab_size=512)
-LEARNING_STEPS, OVERHEAD_STEPS = 16, 8
+LEARNING_STEPS, OVERHEAD_STEPS = 20, 12
 BAR = 10.0  # percent
 
 Seconds = list[list[float]]
@@ -76,7 +77,8 @@ class Learned(NamedTuple):
         """The plan's load, and what the planner does not know of: what a micro-batch and a step cost in any case."""
         fixed = (len(one.micro_batches) * self.micro_batch_s + self.step_s for one in batch.ranks)
         predicted = max(one.load + more for one, more in zip(batch.ranks, fixed, strict=True))
-        return Step(predicted, max(map(sum, seconds)))
+        shares = any(one.cp_group for share in batch.ranks for one in share.micro_batches)
+        return Step(predicted, max(map(sum, seconds)), shares)
 
 
 class Step(NamedTuple):
@@ -84,6 +86,8 @@ class Step(NamedTuple):
 
     predicted_s: float
     measured_s: float
+    shares: bool
+    """Whether ranks share a rollout in it."""
 
 
 class Run:
@@ -122,20 +126,27 @@ def learn(train: Train, rollouts: Sequence[sb.Rollout], **knobs: Any) -> Learned
     return run.learned()
 
 
-def add_rows(rows: Rows, name: str, whole: Sequence[Step], shared: Sequence[Step], **more: Any) -> None:
+def add_rows(rows: Rows, name: str, whole: Sequence[Step], shared: Sequence[Step]) -> None:
     """Of the same rollouts, without sharing and with it."""
-    for how, made, bar in (("whole", whole, None), ("shared", shared, BAR)):
+    sharing = [one for one in shared if one.shares] or shared
+    for how, made, bar in (("whole", whole, None), ("shared", sharing, BAR)):
         errors = [100 * abs(one.predicted_s / one.measured_s - 1) for one in made]
-        worst = f"{max(errors):.1f}"
-        rows.add(f"{name}, {how}: error of a step's predicted time", float(np.mean(errors)), "%", bar, worst=worst)
-    measured, predicted = (sum(one[which] for one in shared) / sum(one[which] for one in whole) for which in (1, 0))
-    rows.add(f"{name}: time of the steps, shared over whole, predicted", predicted, "ratio")
-    rows.add(f"{name}: time of the steps, shared over whole, measured", measured, "ratio", **more)
+        rows.add(
+            f"{name}, {how}: error of a step's predicted time",
+            float(np.mean(errors)),
+            "%",
+            bar,
+            worst=f"{max(errors):.1f}",
+            of=len(made),
+        )
+    for how, which in (("predicted", 0), ("measured", 1)):
+        ratio = sum(one[which] for one in shared) / sum(one[which] for one in whole)
+        rows.add(f"{name}: time of all steps, shared over whole, {how}", ratio, "ratio")
 
 
 # --- ranks that share a rollout: a process for each ------------------------------------------------------------------
 
-RANKS, BATCH_SIZE = 2, 6
+RANKS, BATCH_SIZE = 2, 4
 GANG = {
     "dp_size": RANKS,
     "batch_size": BATCH_SIZE,
@@ -146,9 +157,9 @@ SHARING = {"cp_sizes": (1, 2), "cp_min_tokens": 256}
 
 
 def long_tailed(count: int) -> list[sb.Rollout]:
-    """Lognormal lengths of 96 to 4,096 tokens: about every second batch has one that is longer than a fair share."""
+    """Lognormal lengths of 96 to 4,096 tokens: nearly every second batch has one that is longer than a fair share."""
     random = np.random.default_rng(0)
-    lengths = random.lognormal(np.log(400), 1.2, count).clip(96, 4096).astype(int)
+    lengths = random.lognormal(np.log(300), 1.4, count).clip(96, 4096).astype(int)
     ids = (random.integers(0, MODEL.vocab_size, length) for length in lengths)
     return [sb.Rollout(tokens={"input_ids": torch.tensor(one)}, rollout_id=f"r{n}") for n, one in enumerate(ids)]
 
@@ -158,6 +169,7 @@ class Rank:
     """One of the processes."""
 
     rank: int
+    clock: Callable[[], float]
 
     def __post_init__(self) -> None:
         self.model, self.groups = model(), aligned_groups((1, 2))
@@ -168,21 +180,21 @@ class Rank:
         times = []
         dist.barrier()
         for micro_batch in mine.micro_batches:
-            began = time.perf_counter()
+            began = self.clock()
             loss = loss_sum(self.model, micro_batch, ring_of(micro_batch, self.groups)) / mine.global_num_tokens
             loss.backward()  # type: ignore[no-untyped-call]
-            times.append(time.perf_counter() - began)
+            times.append(self.clock() - began)
         self.model.zero_grad(set_to_none=False)
         everyones: Seconds = [[] for _ in batch.ranks]
         dist.all_gather_object(everyones, times)
         return everyones
 
 
-def as_rank(rank: int, store: str, count: int) -> None:
+def as_rank(rank: int, store: str, count: int, cpu: bool) -> None:
     """What one of the processes does; the first prints what came out."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=RANKS)
-    train = Rank(rank).train
+    train = Rank(rank, time.thread_time if cpu else time.perf_counter).train
     rollouts = long_tailed((LEARNING_STEPS + OVERHEAD_STEPS + count) * BATCH_SIZE)
     first, then = LEARNING_STEPS * BATCH_SIZE, (LEARNING_STEPS + OVERHEAD_STEPS) * BATCH_SIZE
     learned = learn(train, rollouts[:first], **GANG)
@@ -190,12 +202,10 @@ def as_rank(rank: int, store: str, count: int) -> None:
     whole, shared = [], []
     for batch, seconds in Run(train, cost=learned.cost, **GANG).of(rollouts[then:]):
         whole.append(learned.step_of(batch, seconds))
-    num_shared = 0
     for batch, seconds in Run(train, cost=learned.cost, cp_overhead=overhead, **SHARING, **GANG).of(rollouts[then:]):
         shared.append(learned.step_of(batch, seconds))
-        num_shared += any(one.cp_group for one in batch.ranks[0].micro_batches)
     if rank == 0:
-        sys.stdout.write(json.dumps([whole, shared, overhead, num_shared]))
+        sys.stdout.write(json.dumps([whole, shared, overhead]))
     dist.destroy_process_group()
 
 
@@ -207,20 +217,20 @@ def overhead_of(train: Train, rollouts: Sequence[sb.Rollout], learned: Learned) 
             if one.cp_group:
                 took += its_s - learned.micro_batch_s
                 half += float(learned.cost(one.packed().whole_lengths).sum()) / RANKS
+    if not half:
+        sys.exit("no rollout was shared in the steps that the overhead is learned from: seconds say that none is long")
     return max(took / half - 1, 0.0)
 
 
-def ranks(rows: Rows, count: int) -> None:
+def ranks(rows: Rows, count: int, cpu: bool) -> None:
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
-        peers = [stack.enter_context(peer(rank, f"{folder}/store", count)) for rank in range(RANKS)]
+        peers = [stack.enter_context(peer(rank, f"{folder}/store", count, cpu)) for rank in range(RANKS)]
         said = peers[0].communicate()[0]
         if peers[0].returncode:
             sys.exit("a rank failed")
-    whole, shared, overhead, num_shared = json.loads(said)
+    whole, shared, overhead = json.loads(said)
     rows.add("ranks: overhead of two ranks, measured", 100 * overhead, "%")
-    add_rows(
-        rows, "ranks", [Step(*one) for one in whole], [Step(*one) for one in shared], with_shared=f"{num_shared} steps"
-    )
+    add_rows(rows, "ranks", [Step(*one) for one in whole], [Step(*one) for one in shared])
 
 
 # --- siblings that share a prefix ------------------------------------------------------------------------------------
@@ -264,7 +274,7 @@ def one_process(its_model: Decoder, sharing: bool) -> Train:
     return lambda batch: [[seconds(one) for one in share.micro_batches] for share in batch.ranks]
 
 
-def prefixes(rows: Rows, count: int) -> None:
+def prefixes(rows: Rows, count: int, _: bool) -> None:
     torch.set_num_threads(1)
     its_model = model()
     rollouts = siblings((LEARNING_STEPS + count) * 2 * SIBLINGS)
@@ -278,13 +288,13 @@ def prefixes(rows: Rows, count: int) -> None:
 
 
 def main() -> None:
-    options = arguments(__doc__, steps=24, only="")
+    options = arguments(__doc__, steps=24, only="", cpu=False)
     if options.as_peer:
         return as_rank(*options.as_peer)
     rows = Rows(options.json)
     for part in (ranks, prefixes):
         if part.__name__.startswith(options.only):
-            part(rows, options.steps)
+            part(rows, options.steps, options.cpu)
     if rows.failed:
         sys.exit(f"not within {BAR:g} %: {', '.join(rows.failed)}")
     return None
