@@ -16,11 +16,11 @@ from stream_balancer.types import EvictReason, Reason
 __all__ = ["CostFit", "IdleCause", "Statistics", "Straggler", "StratumStatistics", "TrainingAge"]
 
 IdleCause: TypeAlias = Literal[
-    "no_data", "window", "deadline", "imbalance_avoidable", "imbalance_unavoidable", "transport"
+    "no_data", "window", "deadline", "imbalance_avoidable", "imbalance_unavoidable", "roles", "transport"
 ]
 """Why a rank computed nothing: too few rollouts were there for any batch; there were enough, but the window was not
 full, or the deadline not reached; other ranks had more to do, which a better assignment might have avoided, or none
-could; or its batch was on the way."""
+could; other roles still computed columns for its batch; or that was on the way."""
 
 
 @documented

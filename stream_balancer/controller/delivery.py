@@ -149,10 +149,11 @@ class Delivery:
         insort(self._ranks, rank, key=attrgetter("rank"))
         return rank
 
-    def add(self, batch: Batch, all_ready_at: float) -> None:
-        """A batch for all ranks, the last of which was ready at ``all_ready_at``."""
+    def add(self, batch: Batch, all_ready_at: float, roles_s: float = 0.0) -> None:
+        """A batch for all ranks, the last of which was ready at ``all_ready_at``; it was with other roles for so
+        long."""
         ready_s = [max(all_ready_at - rank.since, 0.0) for rank in self._ranks]
-        self._steps.add(batch, self._ranks, ready_s)
+        self._steps.add(batch, self._ranks, ready_s, roles_s)
         for rank, rank_batch in zip(self._ranks, batch.ranks, strict=True):
             rank.unacknowledged.append(rank_batch)
         self._advance_all()

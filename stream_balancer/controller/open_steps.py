@@ -106,9 +106,10 @@ class OpenSteps:
         """Raises KeyError for a step that all ranks have done."""
         return self._steps[number]
 
-    def add(self, batch: Batch, ranks: Sequence[RankQueue], ready_s: Sequence[float]) -> None:
-        """These ranks are given a batch; ``ready_s``: for each, seconds it had been ready when the last one was."""
-        self._steps[batch.step] = OpenStep(batch, ranks, ready_s)
+    def add(self, batch: Batch, ranks: Sequence[RankQueue], ready_s: Sequence[float], roles_s: float) -> None:
+        """These ranks are given a batch; ``ready_s``: for each, seconds it had been ready when the last one was;
+        ``roles_s``: seconds it was with other roles."""
+        self._steps[batch.step] = OpenStep(batch, ranks, ready_s, roles_s)
 
     def of_rank(self, rank: RankQueue) -> list[OpenStep]:
         """Those it was given and has not acknowledged, oldest first."""
@@ -209,6 +210,7 @@ class OpenSteps:
                 own=report.compute_s is not None,
                 waited_s=report.waited_s,
                 ready_s=step.ready_s[rank],
+                roles_s=step.roles_s,
                 worked_on=None if work == planned else work,
             )
         )

@@ -101,8 +101,11 @@ class RankQueue:
 class OpenStep:
     """A step that some rank has not done."""
 
-    def __init__(self, batch: Batch, ranks: Sequence[RankQueue], ready_s: Sequence[float]) -> None:
-        """``ready_s``: for each rank, seconds it had been ready when the last one was."""
+    def __init__(
+        self, batch: Batch, ranks: Sequence[RankQueue], ready_s: Sequence[float], roles_s: float = 0.0
+    ) -> None:
+        """``ready_s``: for each rank, seconds it had been ready when the last one was; ``roles_s``: seconds that the
+        batch was with other roles."""
         self.batch = batch
         self.position = {rank: number for number, rank in enumerate(ranks)}
         """Of each rank in the batch."""
@@ -111,6 +114,7 @@ class OpenStep:
         self.busy = set(ranks)
         """Ranks whose trainer is not through with it."""
         self.ready_s = dict(zip(ranks, ready_s, strict=True))
+        self.roles_s = roles_s
         elsewhere = any(is_remote(rank_batch) for rank_batch in batch.ranks)
         self.agreement = StepAgreement(batch) if elsewhere else None
         """What the ranks have fetched, where payloads lie with producers."""

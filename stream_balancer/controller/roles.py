@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 
+import anyio
 import torch
 from torch import Tensor
 
@@ -41,6 +42,8 @@ class _HeldStep:
 
     batch: Batch
     all_ready_at: float
+    since: float
+    """When it was given to the roles."""
     waits_for: set[str]
     """Roles."""
     columns: list[dict[str, Tensor]]
@@ -85,10 +88,10 @@ class Roles:
         columns: Mapping[str, Sequence[str]],
         balancer: Source,
         make_delivery: Callable[[Role], Delivery],
-        on_joined: Callable[[Batch, float], None],
+        on_joined: Callable[[Batch, float, float], None],
     ) -> None:
-        """``columns``: of each role. ``on_joined``: called with each step that has all of them, and when all ranks were
-        ready for it."""
+        """``columns``: of each role. ``on_joined``: called with each step that has all of them, when all ranks were
+        ready for it, and how many seconds it was with the roles."""
         self._roles = [Role(name, names, self, balancer) for name, names in columns.items()]
         self._on_joined = on_joined
         self._held: dict[int, _HeldStep] = {}
@@ -107,11 +110,11 @@ class Roles:
     def add(self, batch: Batch, all_ready_at: float) -> None:
         """A step leaves: for the roles, and then for the trainer; at once where there is no role."""
         if not self._roles:
-            self._on_joined(batch, all_ready_at)
+            self._on_joined(batch, all_ready_at, 0.0)
             return
         self._check_names(batch)
         columns: list[dict[str, Tensor]] = [{} for _ in batch.ranks]
-        self._held[batch.step] = _HeldStep(batch, all_ready_at, set(self.deliveries), columns)
+        self._held[batch.step] = _HeldStep(batch, all_ready_at, anyio.current_time(), set(self.deliveries), columns)
         for delivery in self.deliveries.values():
             delivery.add(batch, all_ready_at)
 
@@ -172,7 +175,7 @@ class Roles:
         held.waits_for.discard(role)
         if not held.waits_for:
             del self._held[step]
-            self._on_joined(_joined(held), held.all_ready_at)
+            self._on_joined(_joined(held), held.all_ready_at, anyio.current_time() - held.since)
 
 
 def _joined(held: _HeldStep) -> Batch:

@@ -3,8 +3,9 @@
 Pure: seconds and steps come in as arguments; nothing here decides what leaves. For each step a rank's idle time has two
 parts. While it computes nothing because others still do, it is *imbalance*: the slowest rank's seconds less its own,
 split into what the lower bound says nobody could have avoided, and the rest. While it waits for its next rank batch,
-the balancer was waiting itself for rollouts (*no_data*), or held them for a better batch (*window*, *deadline*); what
-is left after that, and after waiting for other ranks to be ready (which the imbalance has counted), is *transport*.
+the balancer was waiting itself for rollouts (*no_data*), or held them for a better batch (*window*, *deadline*), or
+other roles computed columns for it (*roles*); what is left after that, and after waiting for other ranks to be ready
+(which the imbalance has counted), is *transport*.
 
 Only durations are used, no two clocks are compared.
 """
@@ -124,7 +125,10 @@ class IdleTimes:
             if of_balancer > 0:
                 self._add(cause, for_rollouts * (cause_s / of_balancer))
         rest = waited - for_rollouts
-        self._add("transport", rest - np.minimum(rest, np.array([t.ready_s for t in timings], dtype=np.float64)))
+        rest = rest - np.minimum(rest, np.array([t.ready_s for t in timings], dtype=np.float64))
+        for_roles = np.minimum(rest, np.array([t.roles_s for t in timings], dtype=np.float64))
+        self._add("roles", for_roles)
+        self._add("transport", rest - for_roles)
 
     def _add(self, cause: IdleCause, seconds: Floats) -> None:
         self._seconds[: len(seconds), _CAUSES.index(cause)] += seconds

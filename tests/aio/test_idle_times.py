@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import anyio
 import pytest
 
@@ -55,6 +57,33 @@ async def test_serve_hands_on_how_long_each_rank_had_been_ready() -> None:
         for feed in (early, late):
             tasks.start_soon(_train, feed)
     assert dict(told) == {0: pytest.approx(7.0, abs=0.01), 1: pytest.approx(0.0, abs=0.01)}
+
+
+async def test_serve_hands_on_how_long_a_step_was_with_other_roles() -> None:
+    told: list[tuple[int, float]] = []
+
+    class Listening(sb.StreamBalancer):
+        def record_step(self, timing: StepTiming) -> None:
+            told.append((timing.step, timing.roles_s))
+            super().record_step(timing)
+
+    async def compute(feed: RankFeed) -> None:
+        async for batch in feed:
+            await anyio.sleep(5.0 + batch.step)
+            batch.ack(columns={"ref_logprobs": [m.packed()["input_ids"] * 2.0 for m in batch.micro_batches]})
+
+    transport = MemoryTransport(dp_size=2)
+    config = sb.BalancerConfig(dp_size=2, batch_size=2, window=2)
+    async with Listening(config) as balancer, anyio.create_task_group() as tasks:
+        for length in (3, 4, 5, 6):
+            await balancer.put(make_rollout(length))
+        balancer.end()
+        tasks.start_soon(partial(serve, balancer, transport, roles={"ref": ["ref_logprobs"]}))
+        for rank in range(2):
+            tasks.start_soon(_train, RankFeed(transport.connect(rank, depth=1)))
+            tasks.start_soon(compute, RankFeed(transport.connect(rank, depth=1, role="ref")))
+    assert len(told) == 4
+    assert {step: round(seconds, 2) for step, seconds in told} == {0: 5.0, 1: 6.0}
 
 
 async def test_serve_names_a_slow_rank_once(caplog: pytest.LogCaptureFixture) -> None:

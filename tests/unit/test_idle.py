@@ -107,13 +107,27 @@ def test_a_rank_waits_for_rollouts_then_for_other_ranks_then_for_its_share_to_co
     assert causes(core) == {"window": pytest.approx(2 * 0.5)}
 
 
+def test_a_rank_waits_for_the_columns_of_other_roles() -> None:
+    for waited_s, roles, transport in ((9.0, 1.5, 0.5), (7.4, 0.4, 0.0), (6.0, 0.0, 0.0)):
+        core = core_with(CONFIG, [5] * 4, at=[0.0, 0.0, 0.0, 4.0])
+        batch = poll(core, 4.0, asked_at=0.0)
+        for rank in range(2):  # 4 s for rollouts, 3 s for other ranks
+            timing = StepTiming(batch.step, rank, 1.0, waited_s=waited_s, ready_s=3.0, roles_s=1.5)
+            core.record_step(timing, 20.0)
+        found = causes(core)
+        assert found.get("roles", 0.0) == pytest.approx(2 * roles)
+        assert (
+            found.get("transport", 0.0) == pytest.approx(2 * max(waited_s - 8.5, 0.0)) == pytest.approx(2 * transport)
+        )
+
+
 @given(
-    st.lists(st.tuples(st.integers(1, 50), SECONDS, st.none() | SECONDS, SECONDS), min_size=2, max_size=6),
+    st.lists(st.tuples(st.integers(1, 50), SECONDS, st.none() | SECONDS, SECONDS, SECONDS), min_size=2, max_size=6),
     SECONDS,
     SECONDS,
 )
 def test_every_second_has_one_cause(
-    ranks: list[tuple[int, float, float | None, float]], asked_at: float, enough_at: float
+    ranks: list[tuple[int, float, float | None, float, float]], asked_at: float, enough_at: float
 ) -> None:
     core = core_with(
         sb.BalancerConfig(dp_size=len(ranks), batch_size=len(ranks), window=len(ranks)), [one[0] for one in ranks]
@@ -126,20 +140,21 @@ def test_every_second_has_one_cause(
     ledger.record(
         batch,
         [
-            StepTiming(batch.step, rank, seconds, waited_s=waited, ready_s=ready)
-            for rank, (_, seconds, waited, ready) in enumerate(ranks)
+            StepTiming(batch.step, rank, seconds, waited_s=waited, ready_s=ready, roles_s=roles)
+            for rank, (_, seconds, waited, ready, roles) in enumerate(ranks)
         ],
         now,
     )
-    for of_rank, (_, seconds, waited, ready) in zip(ledger.by_rank(), ranks, strict=True):
+    for of_rank, (_, seconds, waited, ready, roles) in zip(ledger.by_rank(), ranks, strict=True):
         assert min(of_rank.values()) >= 0.0
         imbalance = of_rank["imbalance_avoidable"] + of_rank["imbalance_unavoidable"]
         assert imbalance == pytest.approx(max(busy) - seconds, abs=1e-6)
         for_rollouts = of_rank["no_data"] + of_rank["window"] + of_rank["deadline"]
         waited_s = now - asked_at if waited is None else waited
         assert for_rollouts == pytest.approx(min(waited_s, now - asked_at), abs=1e-6)
-        rest = waited_s - for_rollouts
-        assert of_rank["transport"] == pytest.approx(rest - min(rest, ready), abs=1e-6)
+        rest = max(waited_s - for_rollouts - ready, 0.0)
+        assert of_rank["roles"] == pytest.approx(min(rest, roles), abs=1e-6)
+        assert of_rank["transport"] == pytest.approx(max(rest - roles, 0.0), abs=1e-6)
     assert ledger.total() == {cause: pytest.approx(sum(r[cause] for r in ledger.by_rank())) for cause in ledger.total()}
 
 
