@@ -1,13 +1,16 @@
-"""Ranks share the longest rollouts: ``torchrun --nproc-per-node 4 examples/context_parallel/train.py``.
+"""Ranks share the longest rollouts: ``torchrun --nproc-per-node 4 examples/context_parallel/train_shared.py``.
 
 The plan says who: a rollout that exceeds a rank's fair share goes to 2 or 4 ranks that lie side by side, and each
 receives its own part of the tokens and no more. After every step rank 0 trains the same rollouts unsplit, by itself,
 and says how far loss and gradients are apart.
+
+With ``micro_batch`` behind the command: as planned for ranks that meet at every micro-batch (FSDP), not once a step.
 """
 
 from __future__ import annotations
 
 import json
+import sys
 import threading
 from collections import Counter
 
@@ -21,7 +24,7 @@ import stream_balancer as sb
 
 CP_SIZES = (1, 2, 4)
 NUM_STEPS, BATCH_SIZE, VOCABULARY = 4, 12, 97
-LENGTHS = (1200, 500, 64, 75, 41, 58, 36, 81, 47, 62, 55, 70)
+LENGTHS = (1400, 500, 64, 75, 41, 58, 36, 81, 47, 62, 55, 70)
 """Tokens of a step's rollouts: a rank's fair share is about 600."""
 
 
@@ -45,6 +48,7 @@ async def control() -> None:
     config = sb.BalancerConfig(
         dp_size=transport.dp_size,
         batch_size=BATCH_SIZE,
+        sync="micro_batch" if "micro_batch" in sys.argv else "step",
         policy="fifo",  # so that every step has some to share: the window leaves few
         cp_sizes=CP_SIZES,
         cp_min_tokens=64,  # of a piece: tiny, as the model is
@@ -60,7 +64,7 @@ async def control() -> None:
 def train(model: Decoder, batch: sb.RankBatch, groups: Groups) -> Tensor:
     """This rank's part of the step; returns the step's loss. Gradients are those of the whole step, on every rank.
 
-    Micro-batches run in the order in which they come: by descending degree, so no two members wait for one another.
+    Micro-batches run in the order in which they come: then no member waits for another.
     """
     total = torch.zeros((), dtype=torch.float64)
     for micro_batch in batch.micro_batches:

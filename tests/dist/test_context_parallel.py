@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
 from forked import run_world
 
 
@@ -20,9 +21,10 @@ def test_attention_around_a_ring_is_that_of_the_whole_and_torch_cuts_alike():
 EXAMPLE = Path(__file__).parents[2] / "examples" / "context_parallel" / "train_shared.py"
 
 
-def test_loss_and_gradients_of_a_shared_step_are_those_of_one_process():
+@pytest.mark.parametrize("sync", ["step", "micro_batch"])
+def test_loss_and_gradients_of_a_shared_step_are_those_of_one_process(sync):
     """The example: planned and delivered through the balancer, trained with rings of 2 and of 4, in float32."""
-    figures = json.loads(run_world(4, EXAMPLE))
+    figures = json.loads(run_world(4, EXAMPLE, sync))
     assert figures["loss_apart"] <= 1e-5
     assert figures["gradient_apart"] <= 1e-5
     by_degree = figures["rollouts_by_degree"]
