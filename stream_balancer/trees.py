@@ -72,14 +72,17 @@ class Tree:
     """``[T]`` int64: the unique row of every token of the dense layout. ``hidden[tree.index]`` is ``[T, ...]``, and on
     the way back the gradients of a prefix are summed."""
     nodes: tuple[Node, ...]
-    """In the order of their rows: depth first, a rollout without siblings here is one node."""
+    """In the order of their rows: depth first, a rollout without siblings here is one node. What fills up to
+    ``multiple_of`` is a node of its own at the end, and no rollout's."""
+    leaves: tuple[int, ...]
+    """The node of each rollout's last token."""
 
     def __getitem__(self, name: str) -> Tensor:
         return self.columns[name]
 
     @property
     def num_tokens(self) -> int:
-        """U: unique tokens."""
+        """U: unique tokens, and those that fill up to ``multiple_of``."""
         return self.nodes[-1].stop
 
     @cached_property
@@ -175,6 +178,7 @@ def tree(
     columns: Collection[str] = ("input_ids",),
     *,
     check: bool = True,
+    multiple_of: int = 1,
     name_of: Callable[[int], str] = "rollout {}".format,
 ) -> Tree:
     """The unique tokens of flat columns, by ``flat.prefixes``. See :meth:`MicroBatch.tree`.
@@ -202,6 +206,8 @@ def tree(
                 [0, 0, 0, 0, 0, 1]], dtype=torch.int32)
     """
     names = dict.fromkeys([*columns, *({"position_ids"} & flat.tokens.keys())])
+    if multiple_of < 1:
+        raise ValueError(f"tree(): multiple_of must be >= 1, not {multiple_of}")
     if unknown := names.keys() - flat.tokens.keys():
         raise KeyError(f"tree(): no column {sorted(unknown)}; there are {sorted(flat.tokens)}")
     plan = _laid_out(flat.lengths, flat.prefixes or ())
@@ -213,10 +219,16 @@ def tree(
         if check and not rows.is_meta:
             _check_same(found, rows[index], flat.lengths, name_of)
         found = {name: column[rows] for name, column in found.items()}
+    nodes, size = plan.nodes, plan.nodes[-1].stop
+    if missing := -size % multiple_of:
+        nodes += (Node(size, size + missing, -1, 0),)
+        found = {
+            name: torch.cat([column, column.new_zeros((missing, *column.shape[1:]))]) for name, column in found.items()
+        }
     positions = found.get("position_ids")
     if positions is None:
-        positions = _runs([(node.position, node.stop - node.start) for node in plan.nodes], device)
-    return Tree({name: found[name] for name in columns}, positions, index, plan.nodes)
+        positions = _runs([(node.position, node.stop - node.start) for node in nodes], device)
+    return Tree({name: found[name] for name in columns}, positions, index, nodes, plan.leaves)
 
 
 class _Layout(NamedTuple):
@@ -225,6 +237,7 @@ class _Layout(NamedTuple):
     """(first dense row, tokens) of each node."""
     of_rollouts: list[tuple[int, int]]
     """(first unique row, tokens) of each run of the dense layout."""
+    leaves: tuple[int, ...]
 
 
 def _laid_out(lengths: Sequence[int], prefixes: Sequence[tuple[str | None, int]]) -> _Layout:
@@ -237,10 +250,12 @@ def _laid_out(lengths: Sequence[int], prefixes: Sequence[tuple[str | None, int]]
     nodes: list[Node] = []
     dense: list[tuple[int, int]] = []
     runs: list[list[tuple[int, int]]] = [[] for _ in lengths]
+    leaves = [0] * len(lengths)
 
     def add(place: int, first: int, stop: int, parent: int) -> tuple[int, int]:
         """Tokens ``first:stop`` of a rollout as a node of their own."""
         row = nodes[-1].stop if nodes else 0
+        leaves[place] = len(nodes)
         nodes.append(Node(row, row + stop - first, parent, first))
         dense.append((starts[place] + first, stop - first))
         return row, stop - first
@@ -254,7 +269,7 @@ def _laid_out(lengths: Sequence[int], prefixes: Sequence[tuple[str | None, int]]
             root, shared = len(nodes), add(place, 0, prefix, -1)
             for one in its:
                 runs[one] = [shared, add(one, prefix, lengths[one], root)]
-    return _Layout(tuple(nodes), dense, [run for of_rollout in runs for run in of_rollout])
+    return _Layout(tuple(nodes), dense, [run for of_rollout in runs for run in of_rollout], tuple(leaves))
 
 
 def _runs(spans: Sequence[tuple[int, int]], device: torch.device) -> Tensor:

@@ -141,19 +141,22 @@ class MicroBatch:
         """A ``TensorDict`` of jagged columns and scalars, batch size ``[n]``. Needs the ``tensordict`` extra."""
         return tensors.tensordict(self.flat(), scalar_dtype=scalar_dtype)
 
-    def tree(self, columns: Collection[str] = ("input_ids",), *, check: bool = True) -> trees.Tree:
+    def tree(
+        self, columns: Collection[str] = ("input_ids",), *, check: bool = True, multiple_of: int = 1
+    ) -> trees.Tree:
         """Unique tokens, each shared prefix once, for a model that computes it once: ``[U, ...]`` of these columns,
         ``position_ids``, masks, and ``index`` ``[T]``, by which what the model says of each token comes to the dense
         layout.
 
         Siblings are rollouts of one ``group_id`` with a ``prefix``; they share the least of theirs. ``columns``: what
         the model reads. All others are used as :meth:`packed` has them: the last token of a prefix predicts another
-        token for each sibling, and each has its own mask and advantage. Where nobody shares, nothing is copied; else
-        U tokens of each column. O(T); see :class:`stream_balancer.trees.Tree`.
+        token for each sibling, and each has its own mask and advantage. ``multiple_of``: U is filled up to one with
+        zeros that are no rollout's (128 for compiled FlexAttention). Where nobody shares, nothing is copied; else U
+        tokens of each column. O(T); see :class:`stream_balancer.trees.Tree`.
 
         Raises RolloutError, naming them, where the prefixes of two siblings differ in one of ``columns`` (one
         comparison of T tokens, and a wait for the device; ``check=False`` leaves it out), KeyError for a column that is
-        not there, ValueError where several ranks share the rollouts.
+        not there, ValueError where several ranks share the rollouts, and for ``multiple_of < 1``.
 
         Examples:
             >>> prompt = [7, 8, 9]
@@ -171,7 +174,11 @@ class MicroBatch:
                 f"tree(): ranks {self.cp_group} share these rollouts, and none has a whole prefix. Use packed()"
             )
         return trees.tree(
-            self.flat(), columns, check=check, name_of=lambda place: f"rollout {self.rollouts[place].rollout_id!r}"
+            self.flat(),
+            columns,
+            check=check,
+            multiple_of=multiple_of,
+            name_of=lambda place: f"rollout {self.rollouts[place].rollout_id!r}",
         )
 
     def __repr__(self) -> str:

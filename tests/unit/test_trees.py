@@ -82,10 +82,11 @@ def test_the_dense_layout_comes_back_and_nothing_is_there_twice(micro_batch: Mic
     assert unique.index.unique().tolist() == list(range(unique.num_tokens))
     # every rollout of the micro-batch is a chain of nodes from a root
     starts = {node.start: node for node in unique.nodes}
-    for rows in torch.split(unique.index, list(micro_batch.lengths)):
+    for rows, leaf in zip(torch.split(unique.index, list(micro_batch.lengths)), unique.leaves, strict=True):
         chain = [starts[int(row)] for row in rows if int(row) in starts]
         assert [node.parent for node in chain] == [-1, *(unique.nodes.index(node) for node in chain[:-1])]
         assert sum(node.stop - node.start for node in chain) == len(rows)
+        assert chain[-1] == unique.nodes[leaf]
 
 
 @given(micro_batches())
@@ -133,6 +134,25 @@ def test_keys_of_each_node_are_all_that_its_tokens_attend_to(micro_batch: MicroB
     assert mask.equal(unique.attention_mask())
     assert keys.max_seqlen_q == int(keys.cu_seqlens_q.diff().max())
     assert keys.max_seqlen_k == int(keys.cu_seqlens_k.diff().max())
+
+
+@given(micro_batches(), st.integers(1, 9))
+def test_what_fills_up_to_a_multiple_is_nobodys(micro_batch: MicroBatch, multiple: int) -> None:
+    plain, filled = (micro_batch.tree(["input_ids", "pairs"], multiple_of=number) for number in (1, multiple))
+    size = plain.num_tokens
+    assert filled.num_tokens == -(-size // multiple) * multiple
+    assert filled.index.equal(plain.index)
+    assert filled.leaves == plain.leaves
+    for name in plain.columns:
+        assert filled[name][:size].equal(plain[name])
+        assert not filled[name][size:].any()
+    mask = filled.attention_mask()
+    assert mask[:size, :size].equal(plain.attention_mask())
+    assert not mask[:size, size:].any()
+    assert not mask[size:, :size].any()
+    assert mask.any(1).all(), "a row that attends to nothing has no softmax"
+    with pytest.raises(ValueError, match="multiple_of must be >= 1"):
+        micro_batch.tree(multiple_of=0)
 
 
 def test_without_prefixes_nothing_is_copied() -> None:
