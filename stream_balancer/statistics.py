@@ -44,6 +44,9 @@ class CostFit:
     """What a step costs whatever is in it."""
     speeds: tuple[float, ...]
     """Measured speed of each rank, the median rank's being 1.0."""
+    cp_overhead: float | None = None
+    """What sharing a rollout adds for each doubling of ranks (``cp_sizes``); None before a measured step in which ranks
+    shared one."""
 
 
 @documented

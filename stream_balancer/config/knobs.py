@@ -129,7 +129,8 @@ class Knobs:
     neighbouring ranks, each with a slice of its tokens. Sizes above ``dp_size`` are not used. ``(1,)`` = each rollout
     on one rank. See docs/planning.md."""
     cp_overhead: float = 0.15
-    """What sharing costs: a rollout of cost c on g ranks costs each ``c / g * (1 + cp_overhead * log2(g))``."""
+    """What sharing costs: a rollout of cost c on g ranks costs each ``c / g * (1 + cp_overhead * log2(g))``. A
+    ``CalibratedCost`` learns it from steps in which ranks share one, beginning with this."""
     cp_min_tokens: int = 2048
     """A rollout is shared by at most ``num_tokens / cp_min_tokens`` ranks, or by so many as it takes to bring it within
     ``max_tokens_per_micro_batch``."""

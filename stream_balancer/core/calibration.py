@@ -12,6 +12,9 @@ drifting off, which is how plain forgetting fails ("wind-up"; Astrom and Wittenm
 Errors are relative, and an observation far outside the usual spread counts less (Huber's weights), so that one
 checkpoint in the middle of a step does not spoil the fit. A rank's speed is the median of its last measured speeds.
 
+Where ranks share rollouts (``cp_sizes``), tokens and pairs are those of a rank's parts, 1 + overhead * log2(degree)
+times each. That overhead is fitted in turn with the rest, by the same least squares, from the configuration's on.
+
 Pure: seconds come in as an argument. What costs are for is decided elsewhere: ``pricing`` reprices, ``planning`` plans.
 """
 
@@ -47,6 +50,8 @@ _SPEED_CHANGE = 0.01  # a smaller change of a speed is not worth another plan
 _MIX_CHANGE = 0.005  # nor is a smaller change of the mix of a and b, or of the fixed costs in parts of a step
 _DISTINGUISHED = 0.1  # of the prior's variance; where all ranks always run as many micro-batches, half of it stays
 _ERROR_STEPS = 10.0  # the prediction error in the statistics is that of about so many steps
+_OVERHEAD_SPREAD = 0.2  # how far the overhead of sharing may lie from what was given
+_OVERHEAD_CHANGE = 0.01  # a smaller change of it is not worth another plan
 _MOST_PENDING = 64  # steps whose seconds may be missing
 _PROBE = (1000, 30_000)  # tokens; priors that count as many pairs of these count pairs alike
 
@@ -57,11 +62,18 @@ class Calibration:
     ``expect`` what a step holds, ``observe`` its seconds; ``cost`` and ``speeds`` are what to plan with now.
     """
 
-    def __init__(self, model: CalibratedCost, num_ranks: int, speeds: Sequence[float] | None = None) -> None:
+    def __init__(
+        self,
+        model: CalibratedCost,
+        num_ranks: int,
+        speeds: Sequence[float] | None = None,
+        *,
+        cp_overhead: float = 0.0,
+    ) -> None:
         self._model = model
         self._num_ranks = num_ranks
         self._keep = 0.5 ** (1.0 / model.half_life_steps)
-        self._pending: OrderedDict[int, Floats] = OrderedDict()
+        self._pending: OrderedDict[int, tuple[Floats, Floats]] = OrderedDict()
         given = np.log(np.ones(num_ranks) if speeds is None else np.array(speeds, dtype=np.float64))
         self._log_speeds: Floats = given - np.median(given)
         self._recent: list[deque[float]] = [deque(maxlen=_SPEED_WINDOW) for _ in range(num_ranks)]
@@ -76,12 +88,29 @@ class Calibration:
         self._mix: float | None = None  # part of token pairs in the costs given out
         self._overhead: tuple[float, ...] = (0.0, 0.0)  # d and c, in the prior's unit
         self._speeds: tuple[float, ...] | None = None if speeds is None else tuple(speeds)
+        self._slowness: Floats | None = None  # [ranks] of the last step
+        self._given_sharing = cp_overhead
+        self._sharing = np.zeros(2)  # sums of squares and of products
+        self._cp_overhead: float | None = None  # given out; None = nothing was learned
 
     # -- in ------------------------------------------------------------------------------------------------------------
 
-    def expect(self, step: int, rank_batches: Sequence[Sequence[Ints]]) -> None:
-        """A step leaves, with these lengths: ``rank_batches[rank][micro_batch]``. O(rollouts)."""
-        self._pending[step] = np.array([self._features(micro_batches) for micro_batches in rank_batches])
+    def expect(
+        self, step: int, rank_batches: Sequence[Sequence[Ints]], degrees: Sequence[Sequence[int]] | None = None
+    ) -> None:
+        """A step leaves, with these lengths of whole rollouts: ``rank_batches[rank][micro_batch]``, each shared by
+        ``degrees[rank][micro_batch]`` ranks; None: nobody shares. O(rollouts)."""
+        features = [self._features(micro_batches) for micro_batches in rank_batches]
+        sharing = np.zeros((len(features), 2))
+        for rank, its in enumerate(degrees or ()):
+            for lengths, degree in zip(rank_batches[rank], its, strict=True):
+                if degree > 1:
+                    tokens, pairs, *_ = self._features([lengths])
+                    others, others_pairs, *rest = features[rank]
+                    left = 1.0 - 1.0 / degree
+                    features[rank] = (others - tokens * left, others_pairs - pairs * left, *rest)
+                    sharing[rank] += np.array([tokens, pairs]) / degree * math.log2(degree)
+        self._pending[step] = np.array(features), sharing
         while len(self._pending) > _MOST_PENDING:
             self._pending.popitem(last=False)
 
@@ -89,7 +118,7 @@ class Calibration:
         """Whether the seconds of this step will say something."""
         return step in self._pending
 
-    def _features(self, micro_batches: Sequence[Ints]) -> tuple[float, float, float, float]:
+    def _features(self, micro_batches: Sequence[Ints]) -> tuple[float, ...]:
         if self._model.padded:
             lengths = np.concatenate([np.full(len(one), one.max()) for one in micro_batches])
         else:
@@ -97,14 +126,19 @@ class Calibration:
         return float(lengths.sum()), float(self._model.pairs(lengths).sum()), float(len(micro_batches)), 1.0
 
     def observe(self, step: int, seconds: Sequence[float]) -> bool:
-        """Every rank's seconds for a step. True if ``cost`` or ``speeds`` are now others. O(ranks)."""
-        features = self._pending.pop(step, None)
+        """Every rank's seconds for a step. True if ``cost``, ``speeds`` or ``cp_overhead`` are now others. O(ranks)."""
+        self._slowness = None
+        expected = self._pending.pop(step, None)
         measured = np.array(seconds, dtype=np.float64)
-        if features is None or not (np.isfinite(measured).all() and (measured > 0).all()):
+        if expected is None or not (np.isfinite(measured).all() and (measured > 0).all()):
             return False
+        features, sharing = expected
         self._steps += 1
         if self._steps == 1:  # compilation, allocation, caches: says nothing about the next one
             return False
+        if self._typical is not None and sharing.any():
+            self._learn_sharing(features, sharing, measured)
+        features[:, :2] += self._learned_sharing * sharing
         if self._typical is None:
             # The unit of all that follows: with features and seconds near 1 the normal equations below are well
             # conditioned.
@@ -144,7 +178,9 @@ class Calibration:
         self._error_weight = keep * self._error_weight + (1 - keep)
 
     def _learn_speeds(self, features: Floats, measured: Floats) -> None:
-        for recent, speed in zip(self._recent, np.log(self._predict(features) / measured).tolist(), strict=True):
+        speeds = np.log(self._predict(features) / measured)
+        self._slowness = -speeds
+        for recent, speed in zip(self._recent, speeds.tolist(), strict=True):
             recent.append(speed)
         if len(self._recent[0]) >= _SPEED_STEPS:
             self._forget_old_speeds()
@@ -178,6 +214,23 @@ class Calibration:
         parts = _non_negative(self._products + certainty, self._answers + certainty @ self._prior())
         if parts[0] + parts[1] > 0:  # else all seconds were fixed costs, and no cost would grow with length
             self._parts = parts
+
+    def _learn_sharing(self, features: Floats, sharing: Floats, measured: Floats) -> None:
+        assert self._typical is not None
+        actual = measured * np.exp(self._log_speeds)
+        # [ranks] of the seconds: what an overhead of 1 would add, and what was added
+        one = self._typical_s * ((sharing / self._typical[:2]) @ self._parts[:2]) / actual
+        added = 1.0 - self._predict(features) / actual
+        off = np.abs(added - self._learned_sharing * one)
+        weights = np.minimum(1.0, _HUBER * self._spread / np.maximum(off, 1e-12))
+        sums = np.array([(weights * one * one).sum(), (weights * one * added).sum()])
+        self._sharing = self._keep * self._sharing + sums
+
+    @property
+    def _learned_sharing(self) -> float:
+        certainty = (self._spread / _OVERHEAD_SPREAD) ** 2
+        squares, products = self._sharing
+        return float(max((products + certainty * self._given_sharing) / (squares + certainty), 0.0))
 
     # -- out -----------------------------------------------------------------------------------------------------------
 
@@ -217,6 +270,10 @@ class Calibration:
         overhead = of_step * unit / work, of_micro_batches / float(self._typical[2]) * unit / work
         if self._speeds is not None or math.dist(overhead, self._overhead) > _MIX_CHANGE * unit:
             self._overhead, changed = overhead, True
+        learned = self._learned_sharing
+        before = self._given_sharing if self._cp_overhead is None else self._cp_overhead
+        if self._sharing.any() and (self._cp_overhead is None or abs(learned - before) > _OVERHEAD_CHANGE):
+            self._cp_overhead, changed = learned, True
         return self._apply_speeds() or changed
 
     def _distinguishes_micro_batches(self) -> bool:
@@ -241,11 +298,15 @@ class Calibration:
         self._speeds = tuple(after.tolist()) if clear.any() else None
         return True
 
+    @property
+    def cp_overhead(self) -> float | None:
+        """What sharing a rollout adds for each doubling of ranks; None before a step in which ranks shared one."""
+        return self._cp_overhead
+
     def slowness(self) -> Floats | None:
-        """[ranks] log of each rank's slowdown in the last step, by the learned cost; None before there is one."""
-        if not self._recent[0]:
-            return None
-        return -np.array([recent[-1] for recent in self._recent])
+        """[ranks] log of each rank's slowdown in the last step, by the learned cost; None where it says nothing of
+        that step."""
+        return self._slowness
 
     # -- record --------------------------------------------------------------------------------------------------------
 
@@ -261,6 +322,7 @@ class Calibration:
             seconds_per_micro_batch=coefficients[2],
             seconds_per_step=coefficients[3],
             speeds=tuple(np.exp(self._log_speeds).tolist()),
+            cp_overhead=self._cp_overhead,
         )
 
     def state(self) -> dict[str, Any]:
@@ -306,6 +368,8 @@ _STATE = _PER_RANK | {
     "_error_weight",
     "_mix",
     "_overhead",
+    "_sharing",
+    "_cp_overhead",
 }
 
 

@@ -20,6 +20,7 @@ from stream_balancer.planning.arrays import Floats, Ints
 from stream_balancer.planning.plan import work_in
 from stream_balancer.planning.rank_speeds import NO_FIXED_COSTS, FixedCosts
 from stream_balancer.types import Batch, RankBatch, Rollout
+from stream_balancer.types.shared import SharedRollout
 from stream_balancer.values import MAX_COST
 
 __all__ = ["Pricing", "costs_of"]
@@ -60,6 +61,9 @@ class Pricing:
                 self.knobs,
                 speeds=None if speeds is None else np.array(speeds, dtype=np.float64),
                 fixed_costs=_fixed_costs(self._config, self.calibration.fixed_costs),
+                cp_overhead=(
+                    self._config.cp_overhead if self.calibration.cp_overhead is None else self.calibration.cp_overhead
+                ),
             )
         return factor
 
@@ -79,10 +83,9 @@ class Pricing:
         """A batch leaves: its seconds will say what its lengths cost. O(rollouts)."""
         # costs that are not the model's would teach it something else, and a rank with nothing but padding copies is
         # done before any work could be measured
-        # nor do seconds of a rank that has shared a rollout say what one of its length costs
-        shared = any(degree > 1 for of_rank in plan.degrees for degree in of_rank)
-        if self.calibration is not None and not self.has_own_costs and all(plan.ranks) and not shared:
-            self.calibration.expect(batch.step, [_lengths_of((one,)) for one in batch.ranks])
+        if self.calibration is not None and not self.has_own_costs and all(plan.ranks):
+            lengths = [_lengths_of((one,)) for one in batch.ranks]
+            self.calibration.expect(batch.step, lengths, _degrees_of(batch) if batch.has_shared else None)
 
     def worked_on(self, batch: Batch, work: Sequence[tuple[RankBatch, ...]]) -> Batch:
         """``batch``, with the loads that its ranks had in the end: ``work[rank]`` is what each trained on, after some
@@ -151,8 +154,19 @@ class Pricing:
 
 
 def _lengths_of(work: tuple[RankBatch, ...]) -> list[NDArray[np.int64]]:
-    """[micro_batch] lengths of its rollouts."""
-    return [np.array(one.lengths, dtype=np.int64) for rank_batch in work for one in rank_batch.micro_batches]
+    """[micro_batch] lengths of its rollouts, whole ones of those that it shares."""
+    return [
+        np.array(
+            [r.whole_tokens if isinstance(r, SharedRollout) else r.num_tokens for r in one.rollouts], dtype=np.int64
+        )
+        for rank_batch in work
+        for one in rank_batch.micro_batches
+    ]
+
+
+def _degrees_of(batch: Batch) -> list[list[int]]:
+    """[rank][micro_batch] how many ranks share it."""
+    return [[max(len(one.cp_group), 1) for one in rank_batch.micro_batches] for rank_batch in batch.ranks]
 
 
 def costs_of(rollouts: Sequence[Rollout], model: CostFunction) -> list[float]:
@@ -184,7 +198,7 @@ def _cost_of(rollout: Rollout, model: CostFunction) -> float:
 def _calibration_of(config: BalancerConfig) -> Calibration | None:
     if not isinstance(config.cost, CalibratedCost):
         return None
-    return Calibration(config.cost, config.dp_size, config.speeds)
+    return Calibration(config.cost, config.dp_size, config.speeds, cp_overhead=config.cp_overhead)
 
 
 def _fixed_costs(config: BalancerConfig, learned: FixedCosts) -> FixedCosts:

@@ -40,6 +40,54 @@ class Machine:
         return (seconds * np.exp(self.noise * self.random.standard_normal(len(seconds)))).tolist()
 
 
+SHARED = {"cp_sizes": (1, 2, 4, 8), "cp_min_tokens": 1, "max_tokens_per_micro_batch": None, "window": 32}
+
+
+def train_with_sharing(core: BalancerCore, machine: Machine, steps: int, overhead: float) -> int:
+    """-> in how many steps ranks shared a rollout."""
+    names: list[int] = [0] * core.statistics(0.0).accepted
+    num_shared = 0
+    for _ in range(steps):
+        batch = feed(core, machine, names)
+        num_shared += batch.has_shared
+        a, b, c, d = machine.law
+        seconds = np.full(len(batch.ranks), d)
+        for rank, its in enumerate(batch.ranks):
+            for mb in its.micro_batches:
+                degree = max(len(mb.cp_group), 1)
+                whole = np.array([getattr(r, "whole_tokens", r.num_tokens) for r in mb.rollouts], dtype=np.float64)
+                part = (a * whole.sum() + b * float(whole @ whole)) / degree
+                seconds[rank] += c + part * (1.0 + overhead * np.log2(degree))
+        for rank, one in enumerate(machine.measured(seconds)):
+            core.record_step(StepTiming(batch.step, rank, one), 0.0)
+        core.acknowledge(batch.step)
+        core.verify()
+    return num_shared
+
+
+@pytest.mark.parametrize("overhead", [0.0, 0.05, 0.4])
+def test_what_sharing_costs_is_learned_and_planned_with(overhead: float) -> None:
+    core, machine = BalancerCore(config(**SHARED, cp_overhead=0.15)), Machine(3, c=0.001, noise=0.01)
+    assert train_with_sharing(core, machine, 90, overhead) >= 10
+    assert core.state.pricing.knobs.cp_overhead == pytest.approx(overhead, abs=0.04)
+    fit = core.statistics(0.0).cost_fit
+    assert fit is not None
+    assert fit.cp_overhead == pytest.approx(overhead, abs=0.04)
+    assert fit.seconds_per_token_pair / fit.seconds_per_token == pytest.approx(5e-4, rel=0.15), "as without sharing"
+    again = BalancerCore(config(**SHARED, cp_overhead=0.15))
+    again.state.pricing.calibration.take_over(core.state.pricing.calibration.state())  # type: ignore[union-attr, arg-type]
+    again.state.pricing.reprice(again.state.buffer)
+    assert again.state.pricing.knobs.cp_overhead == fit.cp_overhead
+
+
+def test_nothing_is_said_of_sharing_where_nobody_shares() -> None:
+    core, machine = BalancerCore(config()), Machine(3)
+    train(core, machine, 10)
+    fit = core.statistics(0.0).cost_fit
+    assert fit is not None
+    assert fit.cp_overhead is None
+
+
 def lengths_of(share: sb.RankBatch) -> list[np.ndarray]:
     return [np.array([r.num_tokens for r in mb.rollouts], dtype=np.float64) for mb in share.micro_batches]
 

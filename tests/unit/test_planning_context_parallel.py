@@ -18,6 +18,7 @@ from stream_balancer.planning.context_parallel import place
 from stream_balancer.planning.plan import part_cost
 from stream_balancer.planning.shareable import Shareable, part_tokens
 from stream_balancer.planning.shared_layout import _rotated
+from stream_balancer.planning.shared_locksteps import _Bin, _on_ranks
 
 SIZES = (1, 2, 4, 8)
 
@@ -204,6 +205,20 @@ def test_never_later_than_without_sharing(
         ]
 
 
+@given(steps())
+def test_a_placement_knows_what_lies_on_each_rank(step: tuple[Floats, Ints, PlanKnobs]) -> None:
+    costs, lengths, knobs = step
+    rollouts = Shareable.of(costs, lengths, knobs)
+    found = place(rollouts, np.inf)
+    if found is None:
+        return
+    loads = np.zeros(knobs.num_ranks)
+    for one, (row, block) in enumerate(zip(found.rows.tolist(), found.blocks.tolist(), strict=True)):
+        size = int(rollouts.sizes[row])
+        loads[block * size : (block + 1) * size] += rollouts.parts[row, one]
+    assert found.loads == pytest.approx(loads)
+
+
 @pytest.mark.parametrize("seed", range(6))
 def test_the_choice_from_the_window_knows_nothing_of_sharing(seed: int) -> None:
     costs, lengths = heavy_tail(64, seed, 2.0)
@@ -351,6 +366,29 @@ def test_locksteps_with_an_outlier_are_shorter_where_it_is_shared(cap: int | Non
         plan = planned(lengths**2.0, lengths, knobs)
         shorter += plan.finish < 0.9 * whole.finish
     assert shorter >= 3
+
+
+@given(st.integers(1, 9), st.lists(st.lists(st.integers(0, 3), max_size=9), max_size=6))
+def test_a_shared_micro_batch_of_any_locksteps_has_one_place_on_all_its_ranks(
+    num_ranks: int, rows: list[list[int]]
+) -> None:
+    locksteps, count = [], 0
+    for row in rows:
+        bins: list[_Bin] = []
+        for exponent in row:
+            if sum(one.degree for one in bins) + 2**exponent <= num_ranks:
+                bins.append(_Bin(float(exponent * 7 % 5), 2**exponent, [count]))
+                count += 1
+        if bins:
+            locksteps.append(bins)
+    ranks = _on_ranks(locksteps, num_ranks)
+    plan = replace(
+        planned(np.ones(1), np.ones(1, dtype=np.int64), knobs_of(num_ranks, num_ranks)),
+        ranks=[[np.array(items) for items, _ in its] for its in ranks],
+        degrees=[[degree for _, degree in its] for its in ranks],
+    )
+    check_degrees(plan, locksteps=True)
+    assert {items[0] for its in ranks for items, _ in its} == set(range(count))
 
 
 def test_ranks_change_places_without_leaving_their_blocks() -> None:
