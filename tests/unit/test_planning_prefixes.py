@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from stream_balancer.planning import PlanKnobs, Waiting, plan_batch
 from stream_balancer.planning.baselines import plan_fifo, plan_round_robin
 from stream_balancer.planning.plan import work_in
-from stream_balancer.planning.prefixes import place_siblings, prefix_bound
+from stream_balancer.planning.prefixes import _Layout, pack_siblings, place_siblings, prefix_bound
 from stream_balancer.planning.selection import Units
 from stream_balancer.planning.siblings import Siblings
 
@@ -149,6 +149,43 @@ def test_no_layout_at_all_is_done_before_the_bound(waiting, ranks):
     assert best <= plan(waiting, knobs_of(waiting, ranks)).finish * (1 + 1e-9) <= 1.5 * best
 
 
+@given(steps(), st.integers(2, 6), st.integers(0, 7))
+def test_exchanges_end_with_the_loads_that_they_count_with(waiting, ranks, step):
+    siblings = waiting.sets()
+    dense = (np.arange(waiting.costs.size) * (step + 1) + step) % ranks
+    layout = _Layout(siblings, ranks, dense)
+    before = layout.finish
+    layout.improve(prefix_bound(siblings, ranks))
+    np.testing.assert_allclose(layout.finish, siblings.loads(layout.rank_of, ranks).max())
+    assert layout.finish <= before
+    placed = place_siblings(siblings, ranks, dense, rotation=step)
+    assert siblings.loads(placed, ranks).max() <= siblings.loads(dense, ranks).max()
+
+
+def test_the_bound_knows_that_the_heaviest_rollout_needs_its_prefix():
+    waiting = columns([500] * 4, [1000, 1, 1, 1], [0, 0, 0, 1])
+    assert prefix_bound(waiting.sets(), 4) == waiting.costs[0] == optimum(waiting, 4)
+
+
+def test_the_plan_without_sharing_is_taken_where_whole_parts_need_more_micro_batches():
+    waiting = columns([50, 50, 500, 500, 500], [1000, 300, 1000, 10, 10], [0, 0, 1, 1, 2])
+    overhead = PlanKnobs(1, 1, 1).fixed_costs._replace(micro_batch=1e6)
+    knobs = knobs_of(waiting, 2, max_tokens_per_micro_batch=1100, fixed_costs=overhead, oversize="alone")
+    found, dense = plan(waiting, knobs), plan(without_sharing(waiting), knobs)
+    check(found, waiting, knobs)
+    assert max(map(len, found.ranks)) == max(map(len, dense.ranks)) == 2
+    assert found.finish <= dense.finish
+
+
+@pytest.mark.parametrize(("even", "number"), [(True, 2), (False, 1)])
+def test_a_rank_fills_as_many_micro_batches_as_the_others_where_counts_are_equal(even, number):
+    waiting = columns([100] * 2 + [10] * 6, [800] * 2 + [200] * 6, [0, 1, 2, 2, 3, 3, 4, 4])
+    ranks = pack_siblings(waiting.sets(), np.array([0, 0, 1, 1, 1, 1, 1, 1]), 2, 1500, even=even)
+    assert [len(one) for one in ranks[0]] == [1, 1]
+    assert len(ranks[1]) == number
+    assert {tuple(pair) for one in ranks[1] for pair in np.reshape(one, (-1, 2)).tolist()} == {(2, 3), (4, 5), (6, 7)}
+
+
 def test_a_group_is_split_only_where_that_makes_the_last_rank_earlier():
     # two groups of long prompts: whole, one on each rank
     waiting = columns([500] * 4, [10, 20, 30, 40], [0, 0, 1, 1])
@@ -226,8 +263,10 @@ def test_the_usual_policies_are_counted_with_sharing_too():
 
 
 def test_the_heaviest_share_is_not_on_the_same_rank_in_every_step():
-    waiting = columns([500] * 4, [1000, 1, 1, 1], [0, 1, 2, 3])
-    assert len({int(plan(waiting, knobs_of(waiting, 4), step).loads.argmax()) for step in range(4)}) == 4
+    waiting = columns([500] * 8, [90, 80, 1, 1, 1, 1, 1, 1], [0, 0, 1, 1, 2, 2, 3, 3])
+    plans = [plan(waiting, knobs_of(waiting, 4), step) for step in range(4)]
+    assert {int(one.loads.argmax()) for one in plans} == {0, 1, 2, 3}
+    assert {one.finish for one in plans} == {micro_batch_cost(waiting, [0, 1])}
 
 
 def test_ranks_of_a_good_start_are_kept():
