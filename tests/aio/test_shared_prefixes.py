@@ -1,0 +1,109 @@
+"""What is planned with shared prefixes is what a rank's trees hold: through transport, journal and lost payloads."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import anyio
+import pytest
+import torch
+
+import stream_balancer as sb
+from stream_balancer.controller.serve import serve
+from stream_balancer.rank.feed import RankFeed
+from stream_balancer.transport.memory import MemoryTransport
+from stream_balancer.types import RankBatch, Rollout
+
+pytestmark = pytest.mark.anyio
+COST = sb.QuadraticCost(linear=50.0, quadratic=1.0)
+SIBLINGS = 3
+
+
+def config(groups: str, cap: int | None, share: bool = True) -> sb.BalancerConfig:
+    return sb.BalancerConfig(
+        dp_size=3, batch_size=12, group_size=SIBLINGS, groups=groups, cost=COST, share_prefixes=share,  # type: ignore[arg-type]
+        max_tokens_per_micro_batch=cap, max_skips=4,
+    )  # fmt: skip
+
+
+def some_rollouts(seed: int) -> Iterator[Rollout]:
+    """Eight groups in any order; every fourth has no common prompt."""
+    dice, made = random.Random(seed), []
+    for group in range(8):
+        prompt = torch.randint(1000, (dice.randint(2, 60),))
+        for number in range(SIBLINGS):
+            ids = torch.cat([prompt, torch.randint(1000, (min(int(dice.lognormvariate(3, 1)) + 1, 100),))])
+            name, prefix = f"{group}.{number}", 0 if group % 4 == 3 else len(prompt)
+            made.append(Rollout(tokens={"input_ids": ids}, rollout_id=name, group_id=f"g{group}", prefix=prefix))
+    yield from dice.sample(made, len(made))
+
+
+def work(rank_batch: RankBatch) -> float:
+    """Of its trees: each token once, at the price that it has at its place in the rollout."""
+    total = 0.0
+    for micro_batch in rank_batch.micro_batches:
+        if all(rollout.is_padding for rollout in micro_batch.rollouts):
+            continue
+        for node in micro_batch.tree().nodes:
+            before, until = COST([node.position, node.position + node.stop - node.start])
+            total += until - (before if node.position else 0.0)
+    return total
+
+
+async def train(feed: RankFeed, seen: list[RankBatch]) -> None:
+    seen.extend([batch async for batch in feed])
+
+
+@pytest.mark.parametrize("cap", [None, 170])
+@pytest.mark.parametrize("groups", ["same_batch", "free"])
+async def test_loads_are_the_work_of_the_trees_that_ranks_get(groups: str, cap: int | None) -> None:
+    for seed in range(4):
+        transport, seen = MemoryTransport(dp_size=3), [[], [], []]  # type: list[list[RankBatch]]
+        async with sb.StreamBalancer(config(groups, cap)) as balancer, anyio.create_task_group() as tasks:
+            for rollout in some_rollouts(seed):
+                await balancer.put(rollout)
+            balancer.end()
+            for rank in range(3):
+                tasks.start_soon(train, RankFeed(transport.connect(rank)), seen[rank])
+            await serve(balancer, transport)
+        batches = [batch for of_rank in seen for batch in of_rank]
+        assert sum(batch.num_rollouts for batch in batches) >= 24
+        assert any(one.tree().num_tokens < one.num_tokens for batch in batches for one in batch.micro_batches)
+        for batch in batches:
+            assert batch.load == pytest.approx(work(batch))
+            for one in batch.micro_batches:
+                assert cap is None or one.tree().num_tokens <= cap
+                names = [rollout.group_id for rollout in one.rollouts if rollout.prefix]
+                runs = [name for place, name in enumerate(names) if not place or names[place - 1] != name]
+                assert len(runs) == len(set(names)), "siblings are not neighbours"
+
+
+async def test_a_batch_that_a_journal_gives_again_has_the_same_trees(tmp_path: Path) -> None:
+    async with sb.StreamBalancer(config("same_batch", 170), journal=tmp_path / "a") as balancer:
+        for rollout in some_rollouts(0):
+            await balancer.put(rollout)
+        before = await anext(balancer.batches(auto_ack=False))
+        state = balancer.state_dict()
+    async with sb.StreamBalancer(config("same_batch", 170)) as balancer:
+        balancer.load_state_dict(state)
+        again = await anext(balancer.batches(auto_ack=False))
+    async with sb.StreamBalancer(config("same_batch", 170), journal=tmp_path / "a") as balancer:
+        recovered = await anext(balancer.batches(auto_ack=False))
+    for after in (again, recovered):
+        assert after.loads == before.loads
+        for mine, theirs in zip(before.ranks, after.ranks, strict=True):
+            for one, other in zip(mine.micro_batches, theirs.micro_batches, strict=True):
+                assert one.tree().nodes == other.tree().nodes
+                assert one.tree()["input_ids"].equal(other.tree()["input_ids"])
+
+
+async def test_no_step_is_longer_than_without_sharing() -> None:
+    finish = {}
+    for share in (False, True):
+        async with sb.StreamBalancer(config("same_batch", 170, share)) as balancer:
+            for rollout in some_rollouts(1):
+                await balancer.put(rollout)
+            finish[share] = (await anext(balancer.batches())).finish
+    assert finish[True] < 0.9 * finish[False]
