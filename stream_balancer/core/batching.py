@@ -232,10 +232,7 @@ def rank_batches(
             dp_size=len(mini_batches[0]),
             micro_batches=tuple(chain.from_iterable(one[rank] for one in mini_batches)),
             load=sum(of_ranks[rank] for of_ranks in loads),
-            global_num_rollouts=whole.rollouts,
-            global_num_tokens=whole.tokens,
-            global_num_loss_tokens=whole.loss_tokens,
-            global_num_executions=whole.executions,
+            denominators=whole,
             mini_batch_sizes=()
             if len(mini_batches) == 1
             else tuple(

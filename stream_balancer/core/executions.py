@@ -5,11 +5,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from operator import attrgetter
-from typing import NamedTuple, TypeAlias
+from typing import TypeAlias
 
-from stream_balancer.types import ExecutionSize, Rollout
+from stream_balancer.types import Denominators, ExecutionSize, Rollout
 
-__all__ = ["Denominators", "ExecutionKey", "denominators_of", "execution_of", "num_executions", "sizes_in", "sizes_of"]
+__all__ = ["ExecutionKey", "denominators_of", "execution_of", "num_executions", "sizes_in", "sizes_of"]
 
 ExecutionKey: TypeAlias = str | tuple[str | None, str]
 """A rollout that is one by itself; or group and ``execution_id``, which is unique within its group."""
@@ -25,15 +25,6 @@ def num_executions(rollouts: Sequence[Rollout]) -> int:
     if all(rollout.execution_id is None for rollout in rollouts):  # most runs know no executions
         return len(rollouts)
     return len({execution_of(rollout) for rollout in rollouts})
-
-
-class Denominators(NamedTuple):
-    """What a loss over some rollouts may be divided by."""
-
-    rollouts: int
-    tokens: int
-    loss_tokens: int
-    executions: int
 
 
 def denominators_of(rollouts: Sequence[Rollout]) -> Denominators:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from stream_balancer.core.step_times import StepTiming
-from stream_balancer.types import SUPPORTED_DTYPES, Batch, MicroBatch, RankBatch, Rollout
+from stream_balancer.types import SUPPORTED_DTYPES, Batch, Denominators, MicroBatch, RankBatch, Rollout
 
 __all__ = [
     "ScriptedBalancer",
@@ -42,10 +42,7 @@ def make_batch(step: int, dp_size: int, *, num_tokens: int = 5, micro_batches: i
                 step=step,
                 rank=rank,
                 dp_size=dp_size,
-                global_num_rollouts=4 * dp_size,
-                global_num_tokens=100,
-                global_num_loss_tokens=50,
-                global_num_executions=3 * dp_size,
+                denominators=Denominators(4 * dp_size, 100, 50, 3 * dp_size),
             )
         )
     tokens = sum(share.num_tokens for share in shares)
@@ -110,15 +107,14 @@ def rank_batch(*micro_batches: MicroBatch | Iterable[Rollout], **fields: Any) ->
     cut = tuple(one if isinstance(one, MicroBatch) else MicroBatch.of(list(one)) for one in micro_batches)
     rollouts = [rollout for micro_batch in cut for rollout in micro_batch.rollouts]
     tokens = sum(rollout.num_tokens for rollout in rollouts)
-    ordinary = {
+    ordinary: dict[str, Any] = {
         "step": 0,
         "rank": 0,
         "dp_size": 1,
         "load": float(tokens),
-        "global_num_rollouts": len(rollouts),
-        "global_num_tokens": tokens,
-        "global_num_loss_tokens": sum(rollout.num_loss_tokens for rollout in rollouts),
-        "global_num_executions": len(rollouts),
+        "denominators": Denominators(
+            len(rollouts), tokens, sum(rollout.num_loss_tokens for rollout in rollouts), len(rollouts)
+        ),
     }
     return RankBatch(micro_batches=cut, **(ordinary | fields))
 

@@ -1,6 +1,6 @@
 """What travels: rollouts in, batches out. Frozen values; nothing here waits, decides or sends."""
 
-from stream_balancer.types.batch import Batch, ExecutionSize, MicroBatch, MiniBatchSize, RankBatch, Reason
+from stream_balancer.types.batch import Batch, Denominators, ExecutionSize, MicroBatch, MiniBatchSize, RankBatch, Reason
 from stream_balancer.types.rollout import EvictReason, Rollout, cheapest_to_copy
 from stream_balancer.types.shared import SharedRollout
 from stream_balancer.values import SUPPORTED_DTYPES, Version
@@ -8,6 +8,7 @@ from stream_balancer.values import SUPPORTED_DTYPES, Version
 __all__ = [
     "SUPPORTED_DTYPES",
     "Batch",
+    "Denominators",
     "EvictReason",
     "ExecutionSize",
     "MicroBatch",

@@ -22,7 +22,7 @@ from stream_balancer.types.shared import SharedRollout, loss_tokens_of, part_of,
 if TYPE_CHECKING:
     from tensordict import TensorDict
 
-__all__ = ["Batch", "ExecutionSize", "MicroBatch", "RankBatch", "Reason"]
+__all__ = ["Batch", "Denominators", "ExecutionSize", "MicroBatch", "RankBatch", "Reason"]
 
 Reason: TypeAlias = Literal["window", "deadline", "age", "drain"]
 """Why a batch left: the window filled, the oldest rollout had waited ``deadline_s``, rollouts were about to go stale,
@@ -186,6 +186,15 @@ class MicroBatch:
         return f"MicroBatch(num_rollouts={len(self.lengths)}, num_tokens={self.num_tokens}{shared})"
 
 
+class Denominators(NamedTuple):
+    """What a loss over some rollouts may be divided by. Padding copies are not counted."""
+
+    rollouts: int
+    tokens: int
+    loss_tokens: int
+    executions: int
+
+
 class MiniBatchSize(NamedTuple):
     """How much of a step one of its mini-batches is."""
 
@@ -221,18 +230,49 @@ class RankBatch:
     load: float
     """Predicted work, in the cost model's unit, with the overhead of its micro-batches; divided by the rank's speed
     where ``speeds`` are given."""
-    global_num_rollouts: int
-    """Rollouts in the step over all ranks, padding copies not counted."""
-    global_num_tokens: int
-    """Tokens in the step over all ranks, padding copies not counted."""
-    global_num_loss_tokens: int
-    """Tokens with a non-zero ``loss_mask`` in the step over all ranks."""
-    global_num_executions: int
-    """Executions in the step over all ranks: rollouts with one ``execution_id`` (and group) count as one."""
+    denominators: Denominators | None
+    """Of the step over all ranks: what the ``global_`` numbers are. None in a row of an open step before its last one:
+    see :meth:`StreamBalancer.batches`."""
     mini_batch_sizes: tuple[MiniBatchSize, ...] = ()
     """Of the mini-batches that ``micro_batches`` has one after the other; empty where the step is in one piece."""
     on_ack: Callable[..., None] | None = field(default=None, repr=False)
     """Set by the :class:`RankFeed` it came from."""
+
+    @property
+    def is_last(self) -> bool:
+        """False in a row of an open step that more rows follow: go on adding to the gradients, and do not divide yet.
+        True in every other rank batch."""
+        return self.denominators is not None
+
+    @property
+    def global_num_rollouts(self) -> int:
+        """Rollouts in the step over all ranks, padding copies not counted. This one and the next three raise ValueError
+        in a row of an open step before its last one."""
+        return self._known.rollouts
+
+    @property
+    def global_num_tokens(self) -> int:
+        """Tokens in the step over all ranks, padding copies not counted."""
+        return self._known.tokens
+
+    @property
+    def global_num_loss_tokens(self) -> int:
+        """Tokens with a non-zero ``loss_mask`` in the step over all ranks."""
+        return self._known.loss_tokens
+
+    @property
+    def global_num_executions(self) -> int:
+        """Executions in the step over all ranks: rollouts with one ``execution_id`` (and group) count as one."""
+        return self._known.executions
+
+    @property
+    def _known(self) -> Denominators:
+        if self.denominators is None:
+            raise ValueError(
+                f"step {self.step} is open, and more rows of it come: what to divide by is known with its last one. "
+                "Add up the gradients of sums, and divide them once batch.is_last"
+            )
+        return self.denominators
 
     @property
     def mini_batches(self) -> tuple[RankBatch, ...]:
@@ -249,10 +289,7 @@ class RankBatch:
                     self,
                     micro_batches=self.micro_batches[start:stop],
                     load=size.load,
-                    global_num_rollouts=size.rollouts,
-                    global_num_tokens=size.tokens,
-                    global_num_loss_tokens=size.loss_tokens,
-                    global_num_executions=size.executions,
+                    denominators=Denominators(size.rollouts, size.tokens, size.loss_tokens, size.executions),
                     mini_batch_sizes=(),
                     on_ack=_refuse_to_acknowledge_a_part,
                 )
@@ -270,7 +307,7 @@ class RankBatch:
             >>> whole = RankBatch(
             ...     step=0, rank=0, dp_size=1, load=6.0, mini_batch_sizes=sizes,
             ...     micro_batches=(MicroBatch.of(rollouts[:2]), MicroBatch.of(rollouts[2:])),
-            ...     global_num_rollouts=3, global_num_tokens=6, global_num_loss_tokens=6, global_num_executions=3,
+            ...     denominators=Denominators(rollouts=3, tokens=6, loss_tokens=6, executions=3),
             ... )
             >>> [mini_batch.global_num_rollouts for mini_batch in whole.epochs(2)]
             [2, 1, 1, 2]
@@ -356,6 +393,11 @@ class Batch:
     sharing_cost: float = 0.0
     """What ``loads`` have, over all ranks, beyond the work of the rollouts, because ranks share some; 0.0 in a batch
     restored from a checkpoint."""
+
+    @property
+    def is_last(self) -> bool:
+        """False in a row of an open step that more rows follow; see :attr:`RankBatch.is_last`."""
+        return self.ranks[0].is_last
 
     @property
     def num_executions(self) -> int:

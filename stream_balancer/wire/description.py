@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from stream_balancer.errors import RolloutError, WireError
-from stream_balancer.types import Rollout, SharedRollout
+from stream_balancer.types import Denominators, Rollout, SharedRollout
 from stream_balancer.types.shared import columns_of, loss_tokens_of, rows_behind, rows_of, tokens_of
 from stream_balancer.values import (
     MAX_COLUMNS,
@@ -36,6 +36,7 @@ __all__ = [
     "SharedMicroBatch",
     "TensorSpec",
     "check_members",
+    "denominators",
     "description_of",
     "encode_description",
     "execution_id",
@@ -74,6 +75,8 @@ class TensorSpec(msgspec.Struct, array_like=True, frozen=True, gc=False):
         if len(self.shape) > MAX_DIMENSIONS or elements > MAX_ELEMENTS or any(n < 0 for n in self.shape):
             raise WireError(f"{self.name!r} has an impossible shape: {self.shape[: MAX_DIMENSIONS + 1]}")
 
+
+NOTHING = Denominators(0, 0, 0, 0)
 
 _INT64 = SUPPORTED_DTYPES.index(torch.int64)
 _INT32 = SUPPORTED_DTYPES.index(torch.int32)
@@ -125,6 +128,8 @@ class Description(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
     shared: list[SharedMicroBatch] = []
     """Micro-batches of which each of several ranks holds a part. ``lengths`` and ``loss_tokens`` are of the whole
     rollouts: how many rows are here follows from them."""
+    is_last: bool = True
+    """False in a row of an open step that more rows follow: what to divide by is not known, and 0 here."""
 
 
 def description_of(
@@ -133,15 +138,14 @@ def description_of(
     *,
     narrow: bool,
     load: float = 0.0,
-    denominators: tuple[int, int, int, int] = (0, 0, 0, 0),
+    denominators: Denominators | None = NOTHING,
     execution_sizes: Sequence[tuple[int, int]] = (),
     mini_batches: Sequence[tuple[int, float, int, int, int, int]] = (),
     shared: Sequence[SharedMicroBatch] = (),
 ) -> Description:
     """Describe rollouts that lie in micro-batches of these sizes. ``narrow``: int64 columns whose values fit travel as
-    int32. ``denominators``: rollouts, tokens, loss tokens, executions. Raises RolloutError if they do not share one set
-    of columns."""
-    global_num_rollouts, global_num_tokens, global_num_loss_tokens, global_num_executions = denominators
+    int32. Raises RolloutError if they do not share one set of columns."""
+    global_num_rollouts, global_num_tokens, global_num_loss_tokens, global_num_executions = denominators or (0, 0, 0, 0)
     return Description(
         load,
         global_num_rollouts,
@@ -165,6 +169,7 @@ def description_of(
         mini_batches=list(mini_batches),
         prefixes=[r.prefix for r in rollouts] if any(r.prefix for r in rollouts) else [],
         shared=list(shared),
+        is_last=denominators is not None,
     )
 
 
@@ -215,6 +220,15 @@ def _fits_int32(rollout: Rollout, name: str) -> bool:
 def _describe(name: str, tensor: Tensor, shape: tuple[int, ...], wire: torch.dtype | None = None) -> TensorSpec:
     index = SUPPORTED_DTYPES.index(tensor.dtype)
     return TensorSpec(name, index, index if wire is None else SUPPORTED_DTYPES.index(wire), shape)
+
+
+def denominators(meta: Description) -> Denominators | None:
+    """Of the step; None in a row before its last one."""
+    if not meta.is_last:
+        return None
+    return Denominators(
+        meta.global_num_rollouts, meta.global_num_tokens, meta.global_num_loss_tokens, meta.global_num_executions
+    )
 
 
 def execution_id(meta: Description, index: int) -> str | None:
@@ -312,6 +326,8 @@ def _check_meta(meta: Description) -> None:
         or meta.global_num_executions < 0
     ):
         raise WireError("the step's denominators are wrong")
+    if not meta.is_last and (meta.mini_batches or meta.global_num_rollouts):
+        raise WireError("a row before the last one has what is known with that")
     if meta.mini_batches and sum(number for number, *_ in meta.mini_batches) != len(meta.micro_batches):
         raise WireError("mini-batches must hold all micro-batches")
     for number, load, *counts in meta.mini_batches:

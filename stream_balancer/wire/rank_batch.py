@@ -22,7 +22,15 @@ from torch import Tensor
 from stream_balancer import tensors as layout
 from stream_balancer.errors import WireError
 from stream_balancer.shared_columns import SharedColumns
-from stream_balancer.types import ExecutionSize, MicroBatch, MiniBatchSize, RankBatch, Rollout, SharedRollout
+from stream_balancer.types import (
+    Denominators,
+    ExecutionSize,
+    MicroBatch,
+    MiniBatchSize,
+    RankBatch,
+    Rollout,
+    SharedRollout,
+)
 from stream_balancer.types.shared import loss_tokens_of, rows_behind, rows_of
 from stream_balancer.values import Version
 from stream_balancer.wire.buffer_layout import Layout, Piece, lay_out, user_view, wire_view
@@ -30,6 +38,7 @@ from stream_balancer.wire.description import (
     Description,
     SharedMicroBatch,
     check_members,
+    denominators,
     description_of,
     execution_id,
     pack_description,
@@ -141,12 +150,7 @@ def encode(batch: RankBatch, *, max_bytes: int = 2**62, narrow: bool = True) -> 
         [len(mb.rollouts) for mb in batch.micro_batches],
         narrow=narrow,
         load=float(batch.load),
-        denominators=(
-            batch.global_num_rollouts,
-            batch.global_num_tokens,
-            batch.global_num_loss_tokens,
-            batch.global_num_executions,
-        ),
+        denominators=batch.denominators,
         execution_sizes=_execution_sizes(batch),
         mini_batches=batch.mini_batch_sizes,
         shared=[
@@ -181,10 +185,7 @@ def batch_of(rollouts: Sequence[Rollout]) -> RankBatch:
         dp_size=1,
         micro_batches=(MicroBatch.of(rollouts),),
         load=0.0,
-        global_num_rollouts=len(rollouts),
-        global_num_tokens=0,
-        global_num_loss_tokens=0,
-        global_num_executions=0,
+        denominators=Denominators(len(rollouts), 0, 0, 0),
     )
 
 
@@ -387,9 +388,6 @@ def _rank_batch(message: Batch, meta: Description, plan: Layout, buffer: Tensor)
         dp_size=message.dp_size,
         micro_batches=tuple(micro_batches),
         load=meta.load,
-        global_num_rollouts=meta.global_num_rollouts,
-        global_num_tokens=meta.global_num_tokens,
-        global_num_loss_tokens=meta.global_num_loss_tokens,
-        global_num_executions=meta.global_num_executions,
+        denominators=denominators(meta),
         mini_batch_sizes=tuple(MiniBatchSize(*size) for size in meta.mini_batches),
     )

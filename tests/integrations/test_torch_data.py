@@ -23,7 +23,7 @@ import stream_balancer as sb
 from stream_balancer.integrations.torch_data import RolloutDataset
 from stream_balancer.testing import make_rollouts
 from stream_balancer.testing.scripted import rank_batch
-from stream_balancer.types import RankBatch
+from stream_balancer.types import Denominators, RankBatch
 from stream_balancer.wire.messages import StepHeld, StepReport
 
 
@@ -64,10 +64,7 @@ def shares_of(steps: Sequence[Sequence[Sequence[int]]]) -> list[RankBatch]:
             *(make_rollouts(lengths, prefix=f"s{step}m{index}r") for index, lengths in enumerate(micro_batches)),
             step=step,
             dp_size=2,
-            global_num_rollouts=100 + step,
-            global_num_executions=100 + step,
-            global_num_tokens=200 + step,
-            global_num_loss_tokens=300 + step,
+            denominators=Denominators(100 + step, 200 + step, 300 + step, 100 + step),
         )
         for step, micro_batches in enumerate(steps)
     ]

@@ -7,6 +7,7 @@ from stream_balancer.demo.options import DemoOptions
 from stream_balancer.demo.rank import train
 from stream_balancer.demo.rollouts import checksum, make_rollout
 from stream_balancer.testing import scripted
+from stream_balancer.types import Denominators
 
 OPTIONS = DemoOptions(hidden_size=16, num_layers=1, num_heads=2, vocab_size=32)
 ROLLOUTS = [make_rollout(f"r{i}", 2 + n, 2, "g", 32) for i, n in enumerate((3, 20, 7, 11))]
@@ -14,7 +15,7 @@ ROLLOUTS = [make_rollout(f"r{i}", 2 + n, 2, "g", 32) for i, n in enumerate((3, 2
 
 def rank_batch(rank, *micro_batches):
     trained = sum(r.num_loss_tokens for r in ROLLOUTS)
-    return scripted.rank_batch(*micro_batches, rank=rank, dp_size=2, global_num_loss_tokens=trained)
+    return scripted.rank_batch(*micro_batches, rank=rank, dp_size=2, denominators=Denominators(4, 0, trained, 4))
 
 
 def gradient_of(batch):

@@ -16,7 +16,7 @@ from stream_balancer.errors import RolloutError, WireError
 from stream_balancer.testing import make_rollout
 from stream_balancer.testing.scripted import rank_batch
 from stream_balancer.testing.transports import same_rollout
-from stream_balancer.types import RankBatch, Rollout
+from stream_balancer.types import Denominators, RankBatch, Rollout
 from stream_balancer.wire import rank_batch as wire
 from stream_balancer.wire.messages import Batch
 from stream_balancer.wire.rollouts import decode_rollout, encode_rollout
@@ -39,8 +39,7 @@ def a_share() -> RankBatch:
         rank=1,
         dp_size=2,
         load=1.5,
-        global_num_rollouts=7,
-        global_num_executions=6,
+        denominators=Denominators(7, 136, 136, 6),
     )
 
 
