@@ -227,17 +227,25 @@ class StreamBalancer(OfOneProcess):
 
     # -- batches out ---------------------------------------------------------------------------------------------------
 
-    def batches(self, *, auto_ack: bool = True) -> Batches:
+    def batches(self, *, auto_ack: bool = True, open: bool = False) -> Batches:
         """Iterate over batches: ``async for batch in balancer.batches()``. Ends once ``end()`` was called and all is
         drained.
 
         With ``auto_ack`` asking for the next batch acknowledges the last one; otherwise call :meth:`acknowledge`.
         Either way, who asks is through with the last one: under ``max_staleness`` that is what counts.
 
+        ``open=True``: a step begins before it is complete. It comes in rows, micro-batches for all ranks: one as soon
+        as it is asked for and a rollout waits for every rank, and the last one when a batch would leave. All of them
+        have one ``step``, and ``batch.is_last`` is False but in the last. Only that one knows what to divide by: add up
+        the gradients of sums, and divide in the end. It counts as the step, for :meth:`acknowledge` and the like, and
+        :meth:`in_flight` has the whole step then. Who makes a new iterator in the middle of a step gets all of it
+        again, from the first row on; so does who comes after a crash, since the gradients are lost, too. Raises
+        ConfigError where rows cannot respect a knob: ``window`` must be ``batch_size``. See docs/open_steps.md.
+
         One trainer iterates at a time. A new iterator takes over from an old one, whose next use raises
         :class:`AlreadyInUseError`; while a task is waiting in the old one, this call raises it instead.
         """
-        return self.parts.consumer.iterate(auto_ack=auto_ack)
+        return self.parts.consumer.iterate(auto_ack=auto_ack, open=open)
 
     def acknowledge(self, step: int) -> None:
         """A batch has been trained on; its rollouts need not be kept. Raises ValueError for a step that is not in

@@ -3,12 +3,16 @@
 A batch is made when it is asked for, not before: until then rollouts stay in the window, where there is most to choose
 from. If asking is cancelled, no batch was taken: with a journal a batch waits for the disk between leaving and being
 handed out, and one that is cancelled there is given again. When a batch can leave is decided in the core.
+
+With ``batches(open=True)`` what is given is a row of the step; only its last one is acknowledged. A row that did not
+reach the trainer is given again by itself, to the same iterator. A new iterator begins with the first row of a step.
 """
 
 from __future__ import annotations
 
 import logging
 import sys
+from collections import deque
 from collections.abc import Callable
 from typing import TypeAlias
 
@@ -39,11 +43,12 @@ class Consumer:
         self._wakeups = wakeups
         self._journal = journal
         self._iterator: Batches | None = None
+        self._undelivered: deque[Batch] = deque()  # rows that did not reach the trainer
         self._checked_world = False
         self.rank_states: RankStates | None = None
         """What ``serve()`` knows of each rank; it sets this while it runs."""
 
-    def iterate(self, *, auto_ack: bool) -> Batches:
+    def iterate(self, *, auto_ack: bool, open: bool = False) -> Batches:
         """The iterator that takes over; see :meth:`StreamBalancer.batches`."""
         self._lifetime.check_thread("batches")
         if self._wakeups.consumer_waits:
@@ -51,6 +56,11 @@ class Consumer:
                 "batches() was called while another task is waiting for this balancer's next batch. One trainer "
                 "iterates a balancer; to feed several ranks use serve() and RankFeed, or take batch.ranks[k]"
             )
+        self._core.open_steps(open)
+        for row in self._undelivered:
+            if row.is_last:
+                self._core.nack(row.step)  # the trainer that had the rows before it is gone: the step comes as a whole
+        self._undelivered.clear()
         self._iterator = Batches(self, auto_ack=auto_ack, ahead=self.rank_states is not None)
         return self._iterator
 
@@ -67,12 +77,13 @@ class Consumer:
         while True:
             self._check(iterator)
             self._wakeups.flush_if_stuck()
-            batch = self._core.poll(anyio.current_time(), asked_at)
+            again = self._undelivered.popleft() if self._undelivered else None
+            batch = again or self._core.poll(anyio.current_time(), asked_at)
             if batch is not None:
                 # At once, before the disk is waited for: there is room in the buffer from here on, whatever becomes of
                 # the batch.
                 self._wakeups.batch_left()
-                if self._journal is not None:
+                if self._journal is not None and batch.is_last:
                     await self._finish_plan(self._journal, batch)
                 # The disk was awaited above, and reconfigure(dp_size=...) may have come meanwhile.
                 if len(batch.ranks) == self._core.config.dp_size:
@@ -89,7 +100,7 @@ class Consumer:
         try:
             await journal.flush()
         except BaseException:
-            self._core.redeliver(batch)
+            self.give_again(batch)
             raise
 
     def acknowledge(self, step: int) -> None:
@@ -122,9 +133,12 @@ class Consumer:
 
     def give_again(self, batch: Batch) -> None:
         """Nobody got it: the next iteration gives it, unless it was acknowledged meanwhile."""
+        ledger = self._core.state.ledger
         if any(held is batch for held in self._core.in_flight()):
             self._core.redeliver(batch)
-            self._wakeups.wake_consumer()
+        elif self._core.state.open_step is not None and (ledger.get(batch.step) or batch.step == ledger.next_step):
+            self._undelivered.append(batch)
+        self._wakeups.wake_consumer()
 
     @property
     def taker(self) -> Taker:
@@ -189,7 +203,7 @@ class Batches:
         batch = await self._consumer.next_batch(self)
         if batch is None:
             raise StopAsyncIteration
-        if not self._ahead:
+        if not self._ahead and batch.is_last:
             self._last_step = batch.step
         return batch
 

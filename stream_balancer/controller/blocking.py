@@ -204,13 +204,15 @@ class BlockingBalancer(OfOneProcess):
     rank_states = _calling(StreamBalancer.rank_states)
     why_no_batch = _calling(StreamBalancer.why_no_batch)
 
-    def batches(self, *, auto_ack: bool = True) -> Iterator[Batch]:
+    def batches(self, *, auto_ack: bool = True, open: bool = False) -> Iterator[Batch]:
         """Iterate over batches in a plain ``for``. See :meth:`StreamBalancer.batches`.
 
         One thread iterates at a time; another one's iterator raises :class:`AlreadyInUseError`. An interrupted ``for``
         may be begun again, with this iterator or a new one: the batch that was on its way comes first.
         """
-        return _BlockingBatches(self, self._call(as_async(lambda: self._balancer.batches(auto_ack=auto_ack))).take())
+        return _BlockingBatches(
+            self, self._call(as_async(lambda: self._balancer.batches(auto_ack=auto_ack, open=open))).take()
+        )
 
     def reserve(self, count: int = 1) -> BlockingReservation:
         """A slot for rollouts that are still to be generated: ``with balancer.reserve() as slot:

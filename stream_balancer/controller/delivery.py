@@ -225,8 +225,9 @@ class Delivery:
 
     def _send(self, rank: RankQueue, link: Link) -> None:
         while link.credits > 0 and rank.sent < len(rank.unacknowledged):
-            step = self._steps[rank.unacknowledged[rank.sent].step]
-            link.send(step.own_of(rank), confirm=step.agreement is not None)
+            given = rank.unacknowledged[rank.sent]
+            step = self._steps[given.step]
+            link.send(step.own_of(rank, given), confirm=step.agreement is not None)
             # Counted after send(), which raises if the link is lost: then this one is still to be sent.
             rank.sent += 1
         for rank_batch in islice(rank.unacknowledged, rank.sent):

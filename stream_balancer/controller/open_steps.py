@@ -107,9 +107,10 @@ class OpenSteps:
         return self._steps[number]
 
     def add(self, batch: Batch, ranks: Sequence[RankQueue], ready_s: Sequence[float], roles_s: float) -> None:
-        """These ranks are given a batch; ``ready_s``: for each, seconds it had been ready when the last one was;
-        ``roles_s``: seconds it was with other roles."""
-        self._steps[batch.step] = OpenStep(batch, ranks, ready_s, roles_s)
+        """These ranks are given a batch, or another row of its step; ``ready_s``: for each, seconds it had been ready
+        when the last one was; ``roles_s``: seconds it was with other roles."""
+        step = self._steps.setdefault(batch.step, OpenStep(batch, ranks, ready_s, roles_s))
+        step.batch = batch
 
     def of_rank(self, rank: RankQueue) -> list[OpenStep]:
         """Those it was given and has not acknowledged, oldest first."""
@@ -132,9 +133,11 @@ class OpenSteps:
     def drop_acknowledged(self, rank: RankQueue) -> None:
         """A rank that comes back does not get what the user has acknowledged meanwhile: its checkpoint holds it."""
         in_flight = {batch.step for batch in self._balancer.in_flight()}
-        for rank_batch in [one for one in rank.unacknowledged if one.step not in in_flight]:
-            rank.unacknowledged.remove(rank_batch)
-            step = self._steps[rank_batch.step]
+        # a step is in flight once its last row has left; until then nobody can have acknowledged it
+        complete = [one.step for one in rank.unacknowledged if one.is_last]
+        for number in [one for one in complete if one not in in_flight]:
+            rank.drop(number)
+            step = self._steps[number]
             if step.agreement is not None:  # the others wait for its answer, which will not come
                 step.agreement.fetched(step.position[rank], ())
                 self._release(step)
@@ -197,8 +200,7 @@ class OpenSteps:
         _check_works_on(rank, report.step)
         # The report is checked above to be of the first: ranks work in order, so anything else would acknowledge what
         # nobody has trained on.
-        rank.unacknowledged.popleft()
-        rank.sent -= 1
+        rank.sent -= rank.drop(report.step)
         rank.sent_parts.pop(report.step, None)
         step = self._steps[report.step]
         planned, work = (step.batch.ranks[step.position[rank]],), step.work_of(rank)
@@ -346,7 +348,8 @@ class OpenSteps:
 
 
 def _check_works_on(rank: RankQueue, step: int) -> None:
-    if rank.sent == 0 or rank.unacknowledged[0].step != step:
+    rows = rank.rows_of(step)
+    if not rows or rank.sent < len(rows) or rank.unacknowledged[0].step != step or not rows[-1].is_last:
         text = f"{rank.name} acknowledged step {step}, which it was not working on"
         raise _broke_protocol(rank.rank, step, text)
 

@@ -52,6 +52,16 @@ class RankQueue:
         """When it last became ready, or ceased to be."""
         self._was_ready = False
 
+    def rows_of(self, step: int) -> list[RankBatch]:
+        """What it has not acknowledged of a step: one rank batch, or several where the step came in rows."""
+        return [one for one in self.unacknowledged if one.step == step]
+
+    def drop(self, step: int) -> int:
+        """It owes a step no more. -> rank batches that were of it."""
+        before = len(self.unacknowledged)
+        self.unacknowledged = deque(one for one in self.unacknowledged if one.step != step)
+        return before - len(self.unacknowledged)
+
     @property
     def name(self) -> str:
         """What people read."""
@@ -133,9 +143,9 @@ class OpenStep:
         """Ranks meet once in it, all of it is here, and nobody shares a rollout with another."""
         return self.agreement is None and not self.batch.ranks[0].mini_batch_sizes and not self._has_shared
 
-    def own_of(self, rank: RankQueue) -> RankBatch:
-        """Of what it was given in the plan, all that was not moved to others."""
-        given, spares = self.batch.ranks[self.position[rank]], self._spares.get(rank, 0)
+    def own_of(self, rank: RankQueue, given: RankBatch | None = None) -> RankBatch:
+        """Of what it was given in the plan, all that was not moved to others. ``given``: a row."""
+        given, spares = given or self.batch.ranks[self.position[rank]], self._spares.get(rank, 0)
         return replace(given, micro_batches=given.micro_batches[:-spares]) if spares else given
 
     def parts_of(self, rank: RankQueue) -> list[RankBatch]:

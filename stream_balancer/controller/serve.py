@@ -29,7 +29,7 @@ What is decided on the way is in :mod:`stream_balancer.controller.delivery` and
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from operator import itemgetter
 from typing import Literal, NamedTuple, TypeAlias
@@ -43,12 +43,15 @@ from stream_balancer.controller.delivery import Delivery
 from stream_balancer.controller.open_steps import Source
 from stream_balancer.controller.producers import attend
 from stream_balancer.controller.roles import Roles, check_roles
+from stream_balancer.controller.serve_checks import check_may_move_late, check_may_open, check_may_replan
 from stream_balancer.controller.stall_reporter import StallReporter
 from stream_balancer.core.diagnosis import why_ranks_wait
 from stream_balancer.core.observer import Observer
 from stream_balancer.errors import ConfigError
 from stream_balancer.transport import Link, Transport
 from stream_balancer.transport.admission import AdmittingTransport
+from stream_balancer.types import Batch
+from stream_balancer.wire.partial_batch import is_remote
 
 __all__ = ["serve"]
 
@@ -67,6 +70,7 @@ async def serve(
     move_late: bool = False,
     report_after_s: float = 60.0,
     roles: Mapping[str, Sequence[str]] | None = None,
+    open: bool = False,
 ) -> None:
     """Deliver every batch of ``balancer`` to the ranks that connect to ``transport``, until ``batches()`` ends.
 
@@ -99,6 +103,10 @@ async def serve(
     credit of the trainer's ranks, so memory is bounded as without. A lost rank of a role is waited for as any other.
     Not together with ``on_rank_loss="replan"`` (ConfigError), nor with another ``dp_size`` while it runs (ValueError).
 
+    ``open=True``: a step begins before it is complete, in rows; see :meth:`StreamBalancer.batches`. A rank that is lost
+    in the middle of a step gets it again from its first row on. Not together with ``roles``, ``move_late`` or
+    ``on_rank_loss="replan"``, nor with payloads that stay with their producers (ConfigError).
+
     Another ``dp_size`` (:meth:`StreamBalancer.reconfigure`) holds from the next batch on. A rank that is no more does
     what it was given, and its iteration ends; a new one is waited for. The others go on, and ``batch.dp_size`` says
     how many they are. See docs/elastic.md.
@@ -116,7 +124,7 @@ async def serve(
             "changed since the transport was made, call transport.resize() first"
         )
     if on_rank_loss == "replan":
-        _check_may_replan(balancer)
+        check_may_replan(balancer)
     elif on_rank_loss != "raise":
         raise ValueError(f"on_rank_loss must be 'raise' or 'replan', not {on_rank_loss!r}")
     check_roles(roles or {})
@@ -126,8 +134,10 @@ async def serve(
             "over others. Leave on_rank_loss out, and give a rejoin_timeout_s"
         )
     if move_late:
-        _check_may_move_late(balancer, roles or {})
-    care = _Care(rejoin_timeout_s, on_rank_loss, move_late)
+        check_may_move_late(balancer, roles or {})
+    if open:
+        check_may_open(balancer, {"roles": roles, "move_late": move_late, "on_rank_loss": on_rank_loss != "raise"})
+    care = _Care(rejoin_timeout_s, on_rank_loss, move_late, open)
     await _Server(balancer, transport, care, report_after_s, roles or {}).run()
 
 
@@ -137,64 +147,7 @@ class _Care(NamedTuple):
     rejoin_timeout_s: float
     on_rank_loss: OnRankLoss
     move_late: bool
-
-
-def _check_may_move_late(balancer: Source, roles: Mapping[str, Sequence[str]]) -> None:
-    if not isinstance(balancer, StreamBalancer):
-        raise ValueError(f"move_late=True is for a StreamBalancer, which plans; not for {balancer!r}")
-    if roles:
-        raise ConfigError(
-            f"move_late=True with roles {list(roles)}: what they compute for a rank cannot go to another one. Leave "
-            "one of them out"
-        )
-    config = balancer.config
-    if len(config.cp_sizes) > 1:
-        raise ConfigError(
-            f"move_late=True with cp_sizes={config.cp_sizes}: ranks that share a rollout must run it together, so none "
-            "of them can give it away. Leave one of them out"
-        )
-    if config.micro_batch_counts != "free":
-        raise ConfigError(
-            f"move_late=True with sync={config.sync!r} and micro_batch_counts={config.micro_batch_counts!r}: ranks "
-            "must meet once a step, and each may do its own number of micro-batches. Give BalancerConfig(sync='step', "
-            "micro_batch_counts='free'), or leave move_late out"
-        )
-    if config.mini_batches > 1:
-        raise ConfigError(
-            f"move_late=True with mini_batches={config.mini_batches}: ranks meet several times in a step. Leave one of "
-            "them out"
-        )
-    if config.micro_batch_multiple > 1:
-        raise ConfigError(
-            f"move_late=True with micro_batch_multiple={config.micro_batch_multiple}: a rank that some are moved from "
-            "is left with any number. Leave one of them out"
-        )
-    if config.group_size is not None and config.groups == "same_rank":
-        raise ConfigError(
-            "move_late=True with groups='same_rank': a micro-batch that is moved takes part of a group away. Leave one "
-            "of them out"
-        )
-
-
-def _check_may_replan(balancer: Source) -> None:
-    if not isinstance(balancer, StreamBalancer):
-        raise ValueError(f"on_rank_loss='replan' is for a StreamBalancer, which plans; not for {balancer!r}")
-    if balancer.config.sync == "micro_batch":
-        raise ConfigError(
-            "on_rank_loss='replan' with sync='micro_batch': ranks that meet at every micro-batch hold each other's "
-            "weights and cannot go on without one. Leave on_rank_loss out, and give a rejoin_timeout_s"
-        )
-    if len(balancer.config.cp_sizes) > 1:
-        raise ConfigError(
-            f"on_rank_loss='replan' with cp_sizes={balancer.config.cp_sizes}: ranks that share a rollout with a lost "
-            "one cannot go on within it, and what they have done of it would count twice. Leave one out; with a "
-            "rejoin_timeout_s the lost rank may come back"
-        )
-    if balancer.config.mini_batches > 1:
-        raise ConfigError(
-            f"on_rank_loss='replan' with mini_batches={balancer.config.mini_batches}: ranks meet several times in a "
-            "step, and what a lost rank owed cannot join those that are over. Leave one of them out"
-        )
+    open: bool
 
 
 class _Server(Observer):
@@ -209,7 +162,7 @@ class _Server(Observer):
         roles: Mapping[str, Sequence[str]],
     ) -> None:
         self._balancer = balancer
-        self._on_rank_loss = care.on_rank_loss
+        self._on_rank_loss, self._open = care.on_rank_loss, care.open
         speeds = balancer.config.speeds if isinstance(balancer, StreamBalancer) else None
         self._speeds = dict(enumerate(speeds or ()))  # by the rank's number
         self._transport = transport
@@ -292,7 +245,10 @@ class _Server(Observer):
             await anyio.sleep_forever()
 
     async def _deliver_all(self) -> None:
-        batches = aiter(self._balancer.batches(auto_ack=False))
+        if self._open and isinstance(self._balancer, StreamBalancer):
+            batches: AsyncIterator[Batch] = self._balancer.batches(auto_ack=False, open=True)
+        else:
+            batches = aiter(self._balancer.batches(auto_ack=False))
         while True:
             # The batch is asked for as late as possible, when every rank has room: until then rollouts stay in the
             # window, where later ones may still make a better step.
@@ -302,6 +258,11 @@ class _Server(Observer):
                 batch = await anext(batches)
             except StopAsyncIteration:
                 break
+            if self._open and any(is_remote(one) for one in batch.ranks):
+                raise ConfigError(
+                    "open=True with payloads that stay with their producers: what a step divides by is agreed before "
+                    "it begins. Connect producers without direct hand-over"
+                )
             if isinstance(batches, Batches) and not self._delivery.fits(batch):
                 batches.give_back(batch)  # there is a new rank, which it must not wait for
             else:

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from stream_balancer.config import BalancerConfig
 from stream_balancer.core.buffer import Buffer
 from stream_balancer.core.executions import ExecutionKey, denominators_of, execution_of, sizes_in, sizes_of
+from stream_balancer.core.open_step import OpenStep
 from stream_balancer.core.state import State
 from stream_balancer.planning import Plan, PlanKnobs, Waiting, plan_batch
 from stream_balancer.planning.baselines import plan_fifo, plan_round_robin
@@ -32,7 +33,10 @@ from stream_balancer.types import (
 from stream_balancer.types.shared import block_of, whole_rollouts
 from stream_balancer.values import PADDING_PREFIX
 
-__all__ = ["make_batch", "make_plan", "micro_batch_of", "plan_again", "rank_batches", "reassign", "rows_of"]
+__all__ = [
+    "batch_of_plan", "group_ids", "make_batch", "make_plan", "micro_batch_of", "plan_again", "plan_of_all",
+    "rank_batches", "reassign", "rows_of",
+]  # fmt: skip
 
 
 _PLANNERS: dict[str, Planner] = {"window": plan_batch, "fifo": plan_fifo, "round_robin": plan_round_robin}
@@ -111,14 +115,14 @@ def _executions(buffer: Buffer, rows: NDArray[np.int64]) -> NDArray[np.int64]:
 def make_batch(state: State, plan: Plan, rows: NDArray[np.int64], reason: Reason, now: float) -> Batch:
     """The batch of the next step, from a plan and its rows; its rollouts are still in the buffer. O(rollouts in it)."""
     buffer = state.buffer
-    return _batch(
+    return batch_of_plan(
         state.config,
         plan,
         dict(zip(rows.tolist(), buffer.rollouts(rows), strict=True)),
         step=state.ledger.next_step,
         reason=reason,
         oldest_wait_s=max(now - float(buffer.arrived_at[rows].min()), 0.0),
-        incomplete_groups=_group_ids(buffer, plan.incomplete_groups),
+        incomplete_groups=group_ids(buffer, plan.incomplete_groups),
     )
 
 
@@ -130,12 +134,12 @@ def plan_again(state: State, batch: Batch) -> tuple[Batch, Plan]:
         for of_ranks in zip(*(one.mini_batches for one in batch.ranks), strict=True)
     ]
     rollouts = list(chain.from_iterable(pieces))
-    plan = _plan_of_all(state, rollouts, batch.step, state.pricing.knobs)
+    plan = plan_of_all(state, rollouts, batch.step, state.pricing.knobs)
     if len(pieces) > 1:  # each keeps its own: what an optimizer step is made on is the same
         rows = np.split(np.arange(len(rollouts)), np.cumsum([len(its) for its in pieces])[:-1])
-        plans = [_plan_of_all(state, its, batch.step, state.pricing.knobs) for its in pieces]
+        plans = [plan_of_all(state, its, batch.step, state.pricing.knobs) for its in pieces]
         plan = joined(plan, [_in_rows(one, its) for one, its in zip(plans, rows, strict=True)])
-    again = _batch(
+    again = batch_of_plan(
         state.config,
         plan,
         {row: rollouts[row] for row in rows_of(plan).tolist()},
@@ -159,7 +163,7 @@ def reassign(state: State, batch: Batch, rollouts: Sequence[Rollout], ranks: Seq
     # ranks that meet once a step may run different numbers
     # and what they take over is not shared anew: their numbers may not be those of an aligned block
     knobs = replace(knobs, num_ranks=len(ranks), speeds=speeds, counts="free", micro_batch_counts="free", cp_sizes=(1,))
-    plan = _plan_of_all(state, rollouts, batch.step, knobs)
+    plan = plan_of_all(state, rollouts, batch.step, knobs)
     chosen = {row: rollouts[row] for row in rows_of(plan).tolist()}
     executions = sizes_of(_real(batch.rollouts))
     micro_batches = _micro_batches(plan, chosen, executions)
@@ -173,7 +177,7 @@ def reassign(state: State, batch: Batch, rollouts: Sequence[Rollout], ranks: Seq
     }
 
 
-def _plan_of_all(state: State, rollouts: Sequence[Rollout], step: int, knobs: PlanKnobs) -> Plan:
+def plan_of_all(state: State, rollouts: Sequence[Rollout], step: int, knobs: PlanKnobs) -> Plan:
     """On which rank and in which micro-batch each of these goes: nobody is chosen."""
     number = len(rollouts)
     # what was let in goes, though other knobs would refuse it now
@@ -183,7 +187,7 @@ def _plan_of_all(state: State, rollouts: Sequence[Rollout], step: int, knobs: Pl
     return planner(state.pricing.waiting_of(rollouts), knobs, num_rollouts=number, step=step, surplus=0)
 
 
-def _batch(
+def batch_of_plan(
     config: BalancerConfig,
     plan: Plan,
     chosen: Mapping[int, Rollout],
@@ -192,13 +196,16 @@ def _batch(
     reason: Reason,
     oldest_wait_s: float,
     incomplete_groups: tuple[str, ...],
+    before: OpenStep | None = None,
 ) -> Batch:
-    """A plan made into a batch. ``chosen``: its rollouts by their rows, in the plan's order. O(rollouts)."""
+    """A plan made into a batch. ``chosen``: its rollouts by their rows, in the plan's order. ``before``: it is a row, of
+    this step. O(rollouts)."""
     rollouts = list(chosen.values())
     executions = sizes_of(rollouts)
     mini_batches = [_micro_batches(one, chosen, executions) for one in plan.pieces]
     numbers = [_num_micro_batches(one, config) for one in plan.pieces]
-    num_padding = _add_padding(mini_batches, numbers, rollouts, step)
+    had, originals = (0, rollouts) if before is None else (before.num_padding, rollouts or [*before.taken.values()])
+    num_padding = _add_padding(mini_batches, numbers, originals, step, had)
     # Of the planner, not summed anew: a rank batch says the work that the choice was made by.
     ranks = rank_batches(step, mini_batches, [one.finishes.tolist() for one in plan.pieces])
     return Batch(
@@ -258,7 +265,7 @@ def _real(rollouts: Iterable[Rollout]) -> list[Rollout]:
     return [rollout for rollout in whole_rollouts(rollouts) if not rollout.is_padding]
 
 
-def _group_ids(buffer: Buffer, labels: Sequence[int]) -> tuple[str, ...]:
+def group_ids(buffer: Buffer, labels: Sequence[int]) -> tuple[str, ...]:
     if not labels:
         return ()
     rows = np.flatnonzero(np.isin(buffer.labels, labels))
@@ -299,10 +306,14 @@ def _num_micro_batches(plan: Plan, config: BalancerConfig) -> list[int]:
 
 
 def _add_padding(
-    mini_batches: Sequence[list[list[MicroBatch]]], numbers: Sequence[Sequence[int]], real: Sequence[Rollout], step: int
+    mini_batches: Sequence[list[list[MicroBatch]]],
+    numbers: Sequence[Sequence[int]],
+    real: Sequence[Rollout],
+    step: int,
+    had: int = 0,
 ) -> int:
     """Every rank gets its number of micro-batches in every mini-batch, in place: a padding copy each where it has
-    fewer. -> how many."""
+    fewer. ``had``: padding copies of the step before these. -> how many."""
     missing = [
         (of_rank, rank)
         for ranks, of_ranks in zip(mini_batches, numbers, strict=True)
@@ -311,6 +322,6 @@ def _add_padding(
     ]
     if missing:
         original = cheapest_to_copy(real)
-        for place, (of_rank, rank) in enumerate(missing):
+        for place, (of_rank, rank) in enumerate(missing, had):
             of_rank.append(MicroBatch.of([original.padding_copy(f"{PADDING_PREFIX}{step}-{rank}-{place}")]))
     return len(missing)

@@ -20,7 +20,7 @@ from stream_balancer.core.strata import Strata
 from stream_balancer.planning import Waiting
 from stream_balancer.types import Rollout
 
-__all__ = ["Buffer"]
+__all__ = ["NO_VERSION", "Buffer"]
 
 NO_VERSION = 2**63 - 1  # a rollout of unknown version is never stale
 _FIRST_SLOTS = 64

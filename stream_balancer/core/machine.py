@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -26,6 +27,8 @@ from stream_balancer.core import report
 from stream_balancer.core.batching import make_batch, make_plan, plan_again, rows_of
 from stream_balancer.core.groups import GroupSize
 from stream_balancer.core.observer import Event, Observers
+from stream_balancer.core.open_rows import make_row, make_whole, ready_rows
+from stream_balancer.core.open_step import OpenStep, check_open
 from stream_balancer.core.report import ShellFigures
 from stream_balancer.core.snapshot import Snapshot, restored_state, take_snapshot
 from stream_balancer.core.state import State
@@ -138,7 +141,10 @@ class BalancerCore:
     def next_wakeup(self) -> float:
         """When ``poll`` will give a batch if nothing else happens: ``-inf`` = now, ``inf`` = never. See
         :meth:`Triggers.next_wakeup`."""
-        return -math.inf if self.state.ledger.redelivers else self.state.triggers.next_wakeup()
+        opened, at = self.state.open_step, self.state.triggers.next_wakeup()
+        if self._gives_again or (opened is not None and at > -math.inf and ready_rows(self.state, opened).size):
+            return -math.inf
+        return at
 
     def poll(self, now: float, asked_at: float | None = None) -> Batch | None:
         """A batch, if one leaves now; then it is in flight until ``acknowledge(batch.step)``. ``asked_at``: since when
@@ -148,8 +154,10 @@ class BalancerCore:
         """
         state = self.state
         batch = state.ledger.next_redelivery()
-        if batch is not None:
+        if batch is not None and self._gives_again:
             batch = self._redeliver(batch)
+        elif state.open_step is not None:
+            return self._next_row(state.open_step, now, now if asked_at is None else asked_at)
         else:
             if now < state.triggers.next_wakeup():  # O(1), for the many polls between two batches
                 return None
@@ -168,6 +176,43 @@ class BalancerCore:
         state.ledger.begin_training(state.staleness.version)
         self._publish("dispatched", batch)
         return batch
+
+    @property
+    def _gives_again(self) -> bool:
+        """A batch in flight leaves again next. Not between two rows of a step: gradients would be added up of both."""
+        opened = self.state.open_step
+        return self.state.ledger.redelivers and not (opened is not None and opened.taken)
+
+    def open_steps(self, wanted: bool) -> None:
+        """Steps begin before they are complete from now on, or do not: ``poll`` gives their rows. A step that is under
+        way is forgotten, and all of its rollouts wait. Raises ConfigError for knobs that rows cannot respect."""
+        self.state.use_open_step(OpenStep(self.config) if wanted else None)
+        self.state.evict_too_old()
+        self._publish()
+
+    def _next_row(self, opened: OpenStep, now: float, asked_at: float) -> Batch | None:
+        """The next row of the step that is under way, if one leaves now. The step is complete when a batch would
+        leave, for the reasons that those have."""
+        state = self.state
+        due = state.triggers.due(now)
+        reason = state.triggers.reason(now, due)[0] if now >= state.triggers.next_wakeup() else None
+        if reason is None:
+            rows = ready_rows(state, opened)
+            if not rows.size:
+                return None
+            row = make_row(state, opened, rows, "window", now)
+            state.take(row, rows)
+            return row
+        rows = opened.choose(state.config, state.buffer, state.triggers.available(due), complete=True)
+        row = make_row(state, opened, rows, reason, now)
+        state.take(row, rows)
+        whole, plan = make_whole(state, opened, row, now)
+        state.open_step = OpenStep(state.config)
+        self.observers.emit("planned", state.buffer.waiting(due), state.pricing.knobs, reason)
+        state.dispatch(whole, plan, rows_of(plan), asked_at=asked_at, now=now)
+        state.ledger.begin_training(state.staleness.version)
+        self._publish("dispatched", whole)
+        return replace(row, ranks=tuple(replace(one, denominators=whole.ranks[0].denominators) for one in row.ranks))
 
     def _redeliver(self, batch: Batch) -> Batch:
         """It leaves again, in the plan that it had; planned again if that was for another number of ranks."""
@@ -255,7 +300,7 @@ class BalancerCore:
     def evict_lost(self, is_lost: Callable[[Rollout], bool]) -> list[str]:
         """Waiting rollouts whose payloads are lost are evicted. -> their ids, which may be put again. Those in flight
         stay. O(n)."""
-        rows = np.flatnonzero([is_lost(rollout) for rollout in self.state.buffer.rollouts()])
+        rows = self.state.not_taken(np.flatnonzero([is_lost(one) for one in self.state.buffer.rollouts()]))
         if not rows.size:
             return []
         rollouts = self.state.remove(rows, never_came=True)
@@ -274,7 +319,7 @@ class BalancerCore:
         ValueError where groups play no part. O(n)."""
         state = self.state
         state.admission.check_keeps_groups(group_id)
-        rollouts = state.remove(state.buffer.siblings(group_id))
+        rollouts = state.remove(state.not_taken(state.buffer.siblings(group_id)))
         state.buffer.groups.abandon(group_id)
         state.evict(rollouts, "abandoned")
         state.changed()
@@ -303,6 +348,13 @@ class BalancerCore:
         planned again if it is to be given again. Raises ConfigError, changing nothing, for a knob that cannot change
         while rollouts are held."""
         state, before = self.state, self.config
+        if state.open_step is not None:
+            check_open(config)
+            if config.dp_size != before.dp_size:
+                raise ConfigError(
+                    "dp_size cannot change under batches(open=True): ranks have gradients of a step that is not "
+                    "complete. Begin another iteration after it"
+                )
         regroups = config.tracked_group_size != before.tracked_group_size
         if regroups and len(state.buffer):
             raise ConfigError(
@@ -342,7 +394,8 @@ class BalancerCore:
                 "load_state_dict() needs a fresh balancer: this one has taken rollouts. Load before the first put"
             )
         # made aside, so that a snapshot that does not fit leaves this state as it was
-        self.state = restored_state(self.config, self.state.tolerance, snapshot, now)
+        opened, self.state = self.state.open_step, restored_state(self.config, self.state.tolerance, snapshot, now)
+        self.state.open_step = opened  # nothing has left, or this balancer were not fresh
         self._publish("restored", snapshot)
 
     # -- record --------------------------------------------------------------------------------------------------------

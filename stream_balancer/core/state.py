@@ -20,11 +20,12 @@ from numpy.typing import NDArray
 
 from stream_balancer.config import BalancerConfig
 from stream_balancer.core.admission import Admission, schema_of
-from stream_balancer.core.buffer import Buffer
+from stream_balancer.core.buffer import NO_VERSION, Buffer
 from stream_balancer.core.counters import Counts
 from stream_balancer.core.groups import GroupSize
 from stream_balancer.core.idle_time import IdleTimes
 from stream_balancer.core.ledger import Ledger, RolloutIds
+from stream_balancer.core.open_step import OpenStep
 from stream_balancer.core.pricing import Pricing
 from stream_balancer.core.staleness import Staleness
 from stream_balancer.core.step_times import StepTimes
@@ -54,6 +55,8 @@ class State:
         self.step_times = StepTimes()
         self.idle = IdleTimes(config.dp_size)
         self.length_bias = LengthBias()
+        self.open_step: OpenStep | None = None
+        """What has left in rows of the step that is under way; None where steps begin once they are complete."""
         self.evicted: list[tuple[Rollout, EvictReason]] = []
         """Rollouts evicted by the call that is running, which no observer was notified of yet."""
         self._arrivals_seen = 0  # of the rollouts ever added to the buffer, how many the length figures have
@@ -150,6 +153,27 @@ class State:
         rows = self.staleness.too_old()
         if rows.size:
             self.evict(self.remove(rows), "stale")
+
+    def take(self, row: Batch, rows: NDArray[np.int64]) -> None:
+        """A row of the open step leaves; ``rows`` of the buffer, which it goes on waiting in. O(n)."""
+        assert self.open_step is not None
+        self.open_step.add(row)
+        self.buffer.versions[rows] = NO_VERSION  # its training has begun: it cannot become too old for that
+        self.changed()
+
+    def use_open_step(self, opened: OpenStep | None) -> None:
+        """Another step is open from now on; None: none. What has left of the last one waits as before. O(n)."""
+        if self.open_step is not None and self.open_step.taken:
+            rows = np.flatnonzero(self.open_step.is_taken(self.buffer))
+            oldest = [rollout.min_version for rollout in self.buffer.rollouts(rows)]
+            self.buffer.versions[rows] = [NO_VERSION if version is None else version for version in oldest]
+            self.changed()
+        self.open_step = opened
+
+    def not_taken(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Those of these rows that no row of an open step has: what is being trained on is not given up. O(n)."""
+        opened = self.open_step
+        return rows if opened is None or not opened.taken else rows[~opened.is_taken(self.buffer)[rows]]
 
     def finish(self, rollout_ids: Iterable[str]) -> None:
         """These are done: trained on, or evicted. O(1) each."""

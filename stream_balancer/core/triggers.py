@@ -148,13 +148,17 @@ class Triggers:
         return due
 
     def num_available(self, due: NDArray[np.bool_]) -> int:
-        """Rollouts that may go: complete groups, and incomplete ones that have a due sibling; none held back for age.
-        O(n)."""
+        """Rollouts that may go. O(n)."""
+        return int(np.count_nonzero(self.available(due)))
+
+    def available(self, due: NDArray[np.bool_]) -> NDArray[np.bool_]:
+        """[n] which rollouts may go: complete groups, and incomplete ones that have a due sibling; none held back for
+        age. O(n)."""
         may = self._buffer.complete
         if not may.all():
             labels = self._buffer.labels  # [n]; a group goes as a whole if one of it is due
             may = may | np.isin(labels, np.unique(labels[due & ~may]))
-        return int(np.count_nonzero(may & ~self._staleness.held_back() if self._staleness.num_held_back else may))
+        return may & ~self._staleness.held_back() if self._staleness.num_held_back else may
 
     def num_sendable(self) -> tuple[int, int]:
         """Waiting rollouts that are not held back for their age, and how many of these are ready, since their groups

@@ -34,6 +34,10 @@ class _Step:
     """From asking for it to taking it."""
     seconds: float | None = None
     """From taking it to asking for the next."""
+    rows_s: float = 0.0
+    """The same of its rows before the one in hand."""
+    is_last: bool = True
+    """No more rows of it come."""
     num_tokens: tuple[int, ...] = ()
     """Of each micro-batch."""
     computed: list[Callable[[], float]] = field(default_factory=list)
@@ -41,7 +45,7 @@ class _Step:
 
     def report(self) -> StepReport:
         """What there is to say of it now."""
-        seconds = time.monotonic() - self.taken_at if self.seconds is None else self.seconds
+        seconds = time.monotonic() - self.taken_at + self.rows_s if self.seconds is None else self.seconds
         compute_s = sum(read() for read in self.computed) if self.computed else None
         return StepReport(self.number, seconds, compute_s, self.waited_s)
 
@@ -61,8 +65,13 @@ class Taken:
         with self._lock:
             # Under the lock, since a thread that commits checkpoints may acknowledge while the trainer takes the next.
             num_tokens = tuple(micro_batch.num_tokens for micro_batch in batch.micro_batches)
-            self._steps.append(_Step(batch.step, now, waited_s, num_tokens=num_tokens))
-        return replace(batch, on_ack=partial(self.acknowledge, batch.step))
+            if self._steps and not self._steps[-1].is_last:
+                step = self._steps[-1]
+                step.taken_at, step.seconds, step.is_last = now, None, batch.is_last
+                step.waited_s += waited_s
+            else:
+                self._steps.append(_Step(batch.step, now, waited_s, is_last=batch.is_last, num_tokens=num_tokens))
+        return replace(batch, on_ack=partial(self.acknowledge, batch.step) if batch.is_last else _refuse_row)
 
     @property
     def step_in_hand(self) -> int:
@@ -72,6 +81,11 @@ class Taken:
                 raise ValueError(
                     "reassigned() and micro_batches() are for the batch in hand, and there is none: call them in the "
                     "loop over the feed, before batch.ack()"
+                )
+            if not self._steps[-1].is_last:
+                raise ValueError(
+                    f"reassigned() and micro_batches() are for whole steps, and more rows of step "
+                    f"{self._steps[-1].number} come. Iterate batch.micro_batches"
                 )
             return self._steps[-1].number
 
@@ -87,10 +101,10 @@ class Taken:
             last = self._steps[-1] if self._steps else None
             first_time = last is not None and last.seconds is None
             if last is not None and first_time:
-                last.seconds = now - last.taken_at
-                if not acknowledge and not self._closed:
+                last.seconds = last.rows_s = last.rows_s + now - last.taken_at
+                if last.is_last and not acknowledge and not self._closed:
                     self._port.report(StepHeld(last.number, last.seconds))
-        if last is not None and acknowledge:
+        if last is not None and last.is_last and acknowledge:
             self.acknowledge(last.number)
 
     def acknowledge(self, step: int, columns: Mapping[str, Sequence[Tensor]] | None = None) -> None:
@@ -103,7 +117,7 @@ class Taken:
                     f"batch.ack(): the feed is closed, so step {step} will be delivered again. Call ack() first"
                 )
             flat = self._late_columns(step, columns)
-            while self._steps and self._steps[0].number <= step:
+            while self._steps and self._steps[0].number <= step and self._steps[0].is_last:
                 # Oldest first, one report a step: the controller counts a step as done when each of its ranks has
                 # reported that step.
                 self._port.report(self._steps.popleft().report(), flat)
@@ -136,3 +150,10 @@ class Taken:
         """From now on nothing can be acknowledged."""
         with self._lock:
             self._closed = True
+
+
+def _refuse_row(*_: object) -> None:
+    raise ValueError(
+        "batch.ack(): more rows of this step come, and what is acknowledged is the whole step. Call ack() of the row "
+        "that is_last"
+    )

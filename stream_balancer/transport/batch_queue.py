@@ -50,12 +50,18 @@ class BatchQueue:
         self._queue: deque[Arriving] = deque()
         self._arrived = 0  # from the present controller
         self._newest_step = -1
+        self._row_ids: tuple[str, ...] = ()  # of the newest step, while more rows of it come
         self._given = GivenSteps() if rejoins else None
 
     @property
     def is_complete(self) -> bool:
         """Whether no batch waits for its payloads or denominators."""
         return all(arriving.batch is not None for arriving in self._queue)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether rows of a step have come, and not its last one."""
+        return bool(self._row_ids)
 
     @property
     def is_empty(self) -> bool:
@@ -92,7 +98,10 @@ class BatchQueue:
 
     def _check_turn(self, message: Batch | PartialBatch) -> None:
         step = message.step
-        if step <= self._newest_step and not (isinstance(message, Batch) and self.is_known(step)):
+        next_row = self.is_open and step == self._newest_step
+        if self.is_open and not next_row:
+            raise WireError(f"rank {self._rank}: got step {step} before the last row of step {self._newest_step}")
+        if step <= self._newest_step and not next_row and not (isinstance(message, Batch) and self.is_known(step)):
             if self._given is not None:
                 raise self._other_controller(f"step {step} comes after step {self._newest_step}")
             raise WireError(f"rank {self._rank}: got step {step} after step {self._newest_step}")
@@ -105,15 +114,17 @@ class BatchQueue:
         self._arrived += 1
         self._newest_step = step
         self._queue.append(arriving)
-        if self._given is not None:
+        if self._given is not None and not self.is_open:
             self._given.add(step)
         return arriving
 
     def enter(self, arriving: Arriving, batch: RankBatch) -> None:
         """It is complete."""
         arriving.batch = batch
+        rollout_ids = self._row_ids + _ids(batch)
         if self._given is not None:
-            self._given.complete(arriving.step, _ids(batch))
+            self._given.complete(arriving.step, rollout_ids)
+        self._row_ids = () if batch.is_last else rollout_ids
 
     def take(self) -> RankBatch | None:
         """The next one; None if it is not complete, or there is none."""
@@ -141,7 +152,7 @@ class BatchQueue:
             raise self._other_controller(str(error)) from None
         self._arrived += 1
         waiting = [arriving for arriving in self._queue if arriving.step == batch.step]
-        for arriving in waiting:
+        for arriving in waiting[-1:]:  # of several rows the last: the step has come in one message this time
             arriving.by_present = True
         self.taken += not waiting
         return not waiting, report

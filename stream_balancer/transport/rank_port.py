@@ -372,6 +372,8 @@ class RankPort(Session, Port):
         has is not given to it again."""
         with self._lock:
             is_final = self._broken is not None or self._leaving or not self._queue.is_complete
+            # the next controller forms other rows, and what is trained on of a step cannot be taken back here
+            is_final = is_final or self._queue.is_open
             # the next controller does not know what was reassigned, and would have it trained on twice, or not at all
             if self._reconnect is None or is_final or self._parts.any_reassigned or not may_come_back(error):
                 return False

@@ -1,0 +1,122 @@
+"""A step that begins before it is complete: which rollouts leave in its next row, and what has left. Pure.
+
+A row is micro-batches for all ranks, at least one rollout for each. Example, 2 ranks, 6 rollouts a step::
+
+    a b c d wait, lengths 9 1 5 2       row 0: a, c         (the heaviest: there is work for everybody)
+    b d, and e f have come              row 1: b d e f      (the step is complete: all that is left of it)
+
+Rollouts of a row go on waiting in the buffer until the last row leaves. Then all of them leave as one batch, which is
+in flight, written to the journal, acknowledged and given again as any other. A step that is left in the middle, by a
+crash or by another iterator, is forgotten here, and its rollouts are there to be given again from the first row on:
+gradients of half a step are nowhere, either.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from stream_balancer.config import BalancerConfig
+from stream_balancer.core.buffer import Buffer
+from stream_balancer.errors import ConfigError
+from stream_balancer.planning import Plan
+from stream_balancer.planning.arrays import Bools, Floats, Ints
+from stream_balancer.types import Batch, MicroBatch, Rollout
+
+__all__ = ["OpenStep", "check_open"]
+
+
+class OpenStep:
+    """What has left of the step that is under way; nothing, between two steps."""
+
+    def __init__(self, config: BalancerConfig) -> None:
+        """Raises ConfigError for knobs that rows cannot respect."""
+        check_open(config)
+        self.micro_batches: list[list[MicroBatch]] = [[] for _ in range(config.dp_size)]
+        """[rank][micro_batch] of the rows that have left."""
+        self.loads: Floats = np.zeros(config.dp_size)
+        """[rank] work of these."""
+        self.finish = 0.0
+        """Of the rows one after the other."""
+        self.taken: dict[str, Rollout] = {}
+        """Rollouts that have left in rows, by id."""
+        self.num_padding = 0
+
+    def is_taken(self, buffer: Buffer) -> Bools:
+        """[n] which of those that wait have left in a row. O(n)."""
+        return np.array([one.rollout_id in self.taken for one in buffer.rollouts()], dtype=np.bool_)
+
+    def choose(self, config: BalancerConfig, buffer: Buffer, may: Bools, *, complete: bool) -> Ints:
+        """Rows of the buffer that leave next; ``may`` [n] could. Not ``complete``: the heaviest of those that the step
+        has room for, enough for every rank; none if these are too few. ``complete``: all that the step has room for,
+        oldest first. Groups are whole. O(n log n)."""
+        room, going = config.batch_size - len(self.taken), []
+        for unit in _units(np.flatnonzero(may & ~self.is_taken(buffer)), buffer.labels):
+            if unit.size <= room:
+                going.append(unit)
+                room -= unit.size
+        if not complete:
+            # heavy ones first: what is left for the end of the step is light, and balances what came before
+            going.sort(key=lambda unit: -float(buffer.costs[unit].sum()))
+            enough = np.flatnonzero(np.cumsum([unit.size for unit in going]) >= least_rollouts(config))
+            going = going[: enough[0] + 1] if enough.size else []
+        return np.concatenate(going) if going else np.empty(0, dtype=np.int64)
+
+    def spread(self, plan: Plan) -> Plan:
+        """The plan of a row, its heaviest share on the rank that has had the least work in the step."""
+        if plan.rates is not None:
+            return plan
+        share_of = np.empty(self.loads.size, dtype=np.int64)
+        share_of[np.argsort(self.loads, kind="stable")] = np.argsort(-plan.loads, kind="stable")
+        return Plan(
+            ranks=[plan.ranks[share] for share in share_of],
+            loads=plan.loads[share_of],
+            rates=None,
+            finish=plan.finish,
+            lower_bound=plan.lower_bound,
+            incomplete_groups=plan.incomplete_groups,
+            avoidable_imbalance=plan.avoidable_imbalance,
+            unavoidable_imbalance=plan.unavoidable_imbalance,
+        )
+
+    def add(self, row: Batch) -> None:
+        """It leaves. O(rollouts)."""
+        for its, one in zip(self.micro_batches, row.ranks, strict=True):
+            its += one.micro_batches
+        self.loads += row.loads
+        self.finish += row.finish
+        self.num_padding += row.num_padding
+        self.taken |= {one.rollout_id: one for one in row.rollouts if not one.is_padding}
+
+
+def least_rollouts(config: BalancerConfig) -> int:
+    """Of a row before the last: one for every micro-batch that every rank must have."""
+    return config.dp_size * config.micro_batch_multiple
+
+
+def _units(rows: Ints, labels: Ints) -> list[Ints]:
+    """The siblings of a group together, others alone; oldest first."""
+    names = np.where(labels[rows] >= 0, labels[rows], -1 - rows)
+    _, first, sizes = np.unique(names, return_index=True, return_counts=True)
+    together = np.split(rows[np.argsort(names, kind="stable")], np.cumsum(sizes)[:-1]) if rows.size else []
+    return [together[number] for number in np.argsort(first)]
+
+
+def check_open(config: BalancerConfig) -> None:
+    """Raise ConfigError for knobs that a step in rows cannot respect."""
+    refused: Sequence[tuple[str, bool, str]] = (
+        ("window", config.window != config.batch_size, "rows leave as they form, so nothing waits to be chosen from"),
+        ("batch_tokens", config.batch_tokens is not None, "how many rollouts a step has must be known when it begins"),
+        ("batch_size_range", config.batch_size_range is not None, "a step has batch_size rollouts"),
+        ("window='auto'", bool(config.auto_windows), "rows leave as they form"),
+        ("mini_batches", config.mini_batches > 1, "an optimizer step in the middle would move the policy"),
+        ("groups='same_rank'", config.groups == "same_rank", "a row has too few groups for that"),
+        ("stratum_shares", bool(config.stratum_shares), "a step has its oldest rollouts, whatever they are"),
+        ("cp_sizes", config.cp_sizes != (1,), "ranks that share a rollout would wait for each other in every row"),
+        ("share_prefixes", config.share_prefixes, "a row is planned without it"),
+    )
+    for name, is_given, why in refused:
+        if is_given:
+            then = f"Give window={config.batch_size}" if name == "window" else "Leave it out"
+            raise ConfigError(f"batches(open=True) cannot have {name}: {why}. {then}, or iterate batches()")

@@ -1,0 +1,345 @@
+"""Steps that begin before they are complete: rows as they form, denominators with the last, whole steps again."""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import anyio
+import pytest
+import torch
+from helpers import config, settle, waiting
+
+import stream_balancer as sb
+from stream_balancer.controller.serve import serve
+from stream_balancer.errors import ConfigError
+from stream_balancer.testing import make_rollout
+from stream_balancer.transport.memory import MemoryTransport
+from stream_balancer.types import Batch, RankBatch
+
+rows_of_six = partial(config, batch_size=6, window=6, cost=sb.TokenCost())
+LENGTHS = (9, 1, 5, 2, 4, 3)
+
+
+async def put(balancer: sb.StreamBalancer, *numbers: int, step: int = 0) -> None:
+    for number in numbers:
+        await balancer.put(make_rollout(LENGTHS[number], f"{step}.{number}"))
+
+
+def ids(batch: Batch | RankBatch) -> list[str]:
+    return sorted(r.rollout_id for r in batch.rollouts if not r.is_padding)
+
+
+async def test_rows_leave_as_they_form_and_the_denominators_come_with_the_last() -> None:
+    async with sb.StreamBalancer(rows_of_six()) as balancer:
+        rows = balancer.batches(open=True)
+        await put(balancer, 0, 1, 2, 3)
+        first = await anext(rows)
+        assert (first.step, first.is_last, ids(first)) == (0, False, ["0.0", "0.2"])  # the heaviest, one for each rank
+        with pytest.raises(ValueError, match=r"step 0 is open, and more rows of it come.*divide them once"):
+            _ = first.ranks[0].global_num_loss_tokens
+        assert balancer.in_flight() == ()
+        assert len(waiting(balancer)) == 4
+        await put(balancer, 4, 5)
+        last = await anext(rows)
+        assert (last.step, last.is_last, ids(last)) == (0, True, ["0.1", "0.3", "0.4", "0.5"])
+        assert [one.global_num_tokens for one in last.ranks] == [sum(LENGTHS)] * 2
+        assert last.ranks[0].global_num_rollouts == 6
+        assert last.num_rollouts == 4
+        (whole,) = balancer.in_flight()
+        assert ids(whole) == [f"0.{number}" for number in range(6)]
+        assert (sorted(whole.loads), whole.finish, whole.lower_bound) == ([10, 14], 14, 12)
+        await put(balancer, 0, 1, step=1)
+        assert (await anext(rows)).step == 1
+        assert balancer.in_flight() == ()
+        assert balancer.statistics().acknowledged == 6
+
+
+async def test_a_row_leaves_in_the_pass_of_the_loop_in_which_it_forms() -> None:
+    """Virtual time: nothing polls."""
+    came: list[tuple[float, int]] = []
+    async with sb.StreamBalancer(rows_of_six()) as balancer, anyio.create_task_group() as tasks:
+
+        async def train() -> None:
+            began = anyio.current_time()
+            rows = balancer.batches(open=True)
+            came.extend([(anyio.current_time() - began, row.num_rollouts) async for row in rows])
+
+        tasks.start_soon(train)
+        for number in range(6):
+            await anyio.sleep(1.0)
+            await put(balancer, number)
+        balancer.end()
+    assert came == [(2.0, 2), (4.0, 2), (6.0, 2)]
+
+
+async def test_the_end_closes_the_step_even_where_nothing_is_left_of_it() -> None:
+    async with sb.StreamBalancer(rows_of_six()) as balancer:
+        rows = balancer.batches(open=True)
+        await put(balancer, 0, 1)
+        assert ids(await anext(rows)) == ["0.0", "0.1"]
+        balancer.end()
+        last = await anext(rows)
+        assert last.is_last
+        assert last.reason == "drain"
+        assert ids(last) == []
+        assert [len(one.micro_batches) for one in last.ranks] == [1, 1]  # collectives: as many on every rank
+        assert all(r.is_padding for r in last.rollouts)
+        assert last.ranks[1].global_num_tokens == 10
+        assert await anext(rows, None) is None
+        assert balancer.statistics().acknowledged == 2
+
+
+async def test_the_deadline_closes_the_step() -> None:
+    async with sb.StreamBalancer(rows_of_six(deadline_s=5.0)) as balancer:
+        rows = balancer.batches(open=True)
+        began = anyio.current_time()
+        await put(balancer, 0, 1)
+        await anext(rows)
+        await anyio.sleep(3.0)
+        await put(balancer, 2)
+        last = await anext(rows)
+        assert (anyio.current_time() - began, last.is_last, last.reason) == (5.0, True, "deadline")
+        assert ids(last) == ["0.2"]
+        assert last.num_padding == 1
+        assert len({r.rollout_id for one in balancer.in_flight() for r in one.rollouts}) == 4
+
+
+async def test_a_new_iterator_gives_the_step_again_from_its_first_row() -> None:
+    async with sb.StreamBalancer(rows_of_six()) as balancer:
+        await put(balancer, 0, 1, 2)
+        assert ids(await anext(balancer.batches(open=True))) == ["0.0", "0.2"]
+        assert ids(await anext(balancer.batches(open=True))) == ["0.0", "0.2"]
+        await put(balancer, 3, 4, 5)
+        closed = await anext(balancer.batches())
+        assert closed.is_last
+        assert closed.step == 0
+        assert len(ids(closed)) == 6
+
+
+async def test_a_complete_step_that_is_given_again_comes_as_a_whole() -> None:
+    async with sb.StreamBalancer(rows_of_six()) as balancer:
+        rows = balancer.batches(auto_ack=False, open=True)
+        await put(balancer, *range(3))
+        await anext(rows)
+        await put(balancer, *range(3, 6))
+        last = await anext(rows)
+        await put(balancer, 0, 1, step=1)
+        assert not (await anext(rows)).is_last
+        balancer.nack(last.step)  # not between rows: gradients would be added up of two steps
+        await put(balancer, *range(2, 6), step=1)
+        assert (await anext(rows)).step == 1
+        again = await anext(rows)
+        assert again.is_last
+        assert again.step == 0
+        assert len(ids(again)) == 6
+        assert again.ranks[0].global_num_rollouts == 6
+
+
+async def test_nothing_of_an_open_step_is_given_up() -> None:
+    async with sb.StreamBalancer(rows_of_six(group_size=2, groups="same_batch", max_staleness=0)) as balancer:
+        rows = balancer.batches(open=True)
+        balancer.set_version(0)
+        group = [make_rollout(3, f"a{n}", group_id="a", version=0) for n in range(2)]
+        await balancer.put_group(group)
+        await balancer.put(make_rollout(9, "b0", group_id="b", version=0))
+        assert ids(await anext(rows)) == ["a0", "a1"]  # whole groups: b lacks a sibling
+        balancer.set_version(1)
+        assert balancer.abandon_group("a") == 0
+        assert waiting(balancer) == ["a0", "a1"]
+        balancer.end()
+        last = await anext(rows)
+        assert last.ranks[0].global_num_rollouts == 2
+        assert await anext(rows, None) is None
+        assert balancer.statistics().evicted["stale"] == 1
+
+
+async def test_on_policy_rows_of_the_next_step_wait_for_the_update() -> None:
+    async with sb.StreamBalancer(rows_of_six(max_staleness=0)) as balancer:
+        balancer.set_version(0)
+        rows = balancer.batches(open=True)
+        for number in range(6):
+            await balancer.put(make_rollout(1, f"0.{number}", version=0))
+        assert (await anext(rows)).is_last
+        await balancer.put(make_rollout(1, "late", version=0))
+        balancer.set_version(1)
+        assert waiting(balancer) == []
+        for number in range(2):
+            await balancer.put(make_rollout(1, f"1.{number}", version=1))
+        assert ids(await anext(rows)) == ["1.0", "1.1"]
+
+
+async def test_a_row_that_is_cancelled_on_its_way_is_given_again(tmp_path: Path) -> None:
+    async with sb.StreamBalancer(rows_of_six(), journal=tmp_path / "j") as balancer:
+        rows = balancer.batches(open=True)
+        await put(balancer, *range(3))
+        await anext(rows)
+        await put(balancer, *range(3, 6))
+        with anyio.CancelScope() as scope:
+            scope.cancel()
+            await anext(rows)
+        for passes in range(20):  # also while the disk is waited for
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(anext, rows)
+                for _ in range(passes):
+                    await anyio.lowlevel.checkpoint()
+                given = balancer.in_flight()
+                tasks.cancel_scope.cancel()
+            if given:
+                break
+        last = await anext(rows)
+        assert last.is_last
+        assert last.step == 0
+
+
+async def test_a_crash_in_the_middle_of_a_step_gives_all_of_it_again(tmp_path: Path) -> None:
+    async with sb.StreamBalancer(rows_of_six(), journal=tmp_path / "j") as balancer:
+        rows = balancer.batches(open=True)
+        await put(balancer, *range(4))
+        first = await anext(rows)
+        state = balancer.state_dict()
+    async with sb.StreamBalancer(rows_of_six(), journal=tmp_path / "j") as balancer:
+        rows = balancer.batches(open=True)
+        assert ids(await anext(rows)) == ids(first)
+    fresh = sb.StreamBalancer(rows_of_six())
+    async with fresh:
+        fresh.load_state_dict(state)
+        rows = fresh.batches(open=True)
+        assert ids(await anext(rows)) == ids(first)
+
+
+@pytest.mark.parametrize(
+    ("knobs", "why"),
+    [
+        ({"window": 12}, "window: rows leave as they form"),
+        ({"window": 6, "mini_batches": 2}, "mini_batches"),
+        ({"window": 6, "group_size": 3, "groups": "same_rank"}, "same_rank"),
+    ],
+)
+async def test_knobs_that_rows_cannot_respect_are_refused(knobs: dict[str, Any], why: str) -> None:
+    async with sb.StreamBalancer(config(batch_size=6, **knobs)) as balancer:
+        with pytest.raises(ConfigError, match=why):
+            balancer.batches(open=True)
+
+
+async def test_ranks_cannot_become_others_in_the_middle() -> None:
+    async with sb.StreamBalancer(rows_of_six()) as balancer:
+        balancer.batches(open=True)
+        with pytest.raises(ConfigError, match="dp_size cannot change"):
+            balancer.reconfigure(dp_size=3)
+
+
+async def test_executions_need_groups() -> None:
+    async with sb.StreamBalancer(rows_of_six()) as balancer:
+        rows = balancer.batches(open=True)
+        for number in range(2):
+            await balancer.put(sb.Rollout(tokens={"input_ids": [number]}, group_id="g", execution_id="e"))
+        with pytest.raises(ConfigError, match="execution_id needs group_size"):
+            await anext(rows)
+
+
+# -- through serve() ---------------------------------------------------------------------------------------------------
+
+
+async def train(transport: MemoryTransport, rank: int, got: list[tuple[int, bool, tuple[str, ...]]]) -> None:
+    async with sb.RankFeed(transport.connect(rank, depth=1)) as feed:
+        async for batch in feed:
+            got.append((batch.step, batch.is_last, tuple(ids(batch))))
+            if batch.is_last:
+                assert batch.global_num_rollouts == 6
+            else:
+                with pytest.raises(ValueError, match="more rows"):
+                    batch.ack()
+
+
+async def test_every_rank_gets_every_row_and_the_step_is_acknowledged_after_its_last() -> None:
+    got: list[list[Any]] = [[], []]
+    async with sb.StreamBalancer(rows_of_six()) as balancer, anyio.create_task_group() as tasks:
+        transport = MemoryTransport(dp_size=2)
+        tasks.start_soon(partial(serve, balancer, transport, open=True))
+        for rank in range(2):
+            tasks.start_soon(train, transport, rank, got[rank])
+        for step in range(3):
+            for number in range(6):
+                await put(balancer, number, step=step)
+                await settle()
+                if number < 5:
+                    assert balancer.in_flight() == () or step > 0
+        balancer.end()
+    for rank in range(2):
+        assert [(step, last) for step, last, _ in got[rank]] == [
+            (step, last) for step in range(3) for last in (False, False, True)
+        ]
+    for step in range(3):
+        its = sorted(name for rank in got for number, _, names in rank if number == step for name in names)
+        assert its == [f"{step}.{number}" for number in range(6)]
+    assert balancer.statistics().acknowledged == 18
+
+
+async def test_a_rank_killed_in_the_middle_of_a_step_gets_it_from_its_first_row() -> None:
+    got: list[Any] = []
+    again: list[Any] = []
+    async with sb.StreamBalancer(rows_of_six()) as balancer, anyio.create_task_group() as tasks:
+        transport = MemoryTransport(dp_size=2)
+        tasks.start_soon(partial(serve, balancer, transport, open=True, rejoin_timeout_s=math.inf))
+        tasks.start_soon(train, transport, 0, got)
+        killed = sb.RankFeed(transport.connect(1, depth=1))
+        await put(balancer, 0, 1)
+        first = await anext(killed)
+        await put(balancer, 2, 3)
+        second = await anext(killed)  # asking does not acknowledge what is no whole step
+        assert not first.is_last
+        assert not second.is_last
+        killed.close()
+        await settle()
+        tasks.start_soon(train, transport, 1, again)
+        await put(balancer, 4, 5)
+        balancer.end()
+    assert [names for _, _, names in again][:2] == [tuple(ids(first)), tuple(ids(second))]
+    assert [last for _, last, _ in again] == [last for _, last, _ in got] == [False, False, True]
+    assert balancer.statistics().acknowledged == 6
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"roles": {"ref": ["x"]}}, {"move_late": True}, {"on_rank_loss": "replan"}],
+    ids=lambda one: next(iter(one)),
+)
+async def test_what_goes_by_whole_steps_is_refused(options: dict[str, Any]) -> None:
+    knobs = rows_of_six(micro_batch_counts="free")
+    async with sb.StreamBalancer(knobs) as balancer:
+        with pytest.raises(ConfigError, match="open=True with"):
+            await serve(balancer, MemoryTransport(dp_size=2), open=True, **options)
+
+
+async def test_gradients_of_rows_are_those_of_the_whole_step() -> None:
+    lengths = [9, 1, 5, 2, 4, 3]
+    weight = torch.tensor([1.5], requires_grad=True, dtype=torch.float64)
+
+    def loss_sum(batch: RankBatch) -> torch.Tensor:
+        packed = [micro_batch.packed() for micro_batch in batch.micro_batches]
+        return sum(((weight * one["input_ids"].double()) ** 2 * one["loss_mask"]).sum() for one in packed)  # type: ignore[return-value]
+
+    async def gradient(*, open: bool) -> float:
+        weight.grad = None
+        async with sb.StreamBalancer(rows_of_six()) as balancer, anyio.create_task_group() as tasks:
+
+            async def producer() -> None:
+                for number, length in enumerate(lengths):
+                    await balancer.put(make_rollout(length, str(number), seed=number))
+                    await settle()
+                balancer.end()
+
+            tasks.start_soon(producer)
+            async for batch in balancer.batches(open=open):
+                for one in batch.ranks:
+                    loss_sum(one).backward()
+                if batch.is_last:
+                    assert weight.grad is not None
+                    weight.grad /= batch.ranks[0].global_num_loss_tokens
+        assert weight.grad is not None
+        return float(weight.grad)
+
+    assert await gradient(open=True) == pytest.approx(await gradient(open=False), rel=1e-12)
