@@ -198,8 +198,8 @@ def batch_of_plan(
     incomplete_groups: tuple[str, ...],
     before: OpenStep | None = None,
 ) -> Batch:
-    """A plan made into a batch. ``chosen``: its rollouts by their rows, in the plan's order. ``before``: it is a row, of
-    this step. O(rollouts)."""
+    """A plan made into a batch. ``chosen``: its rollouts by their rows, in the plan's order. ``before``: it is a row
+    of this step. O(rollouts)."""
     rollouts = list(chosen.values())
     executions = sizes_of(rollouts)
     mini_batches = [_micro_batches(one, chosen, executions) for one in plan.pieces]

@@ -14,6 +14,7 @@ from stream_balancer.testing.scripted import (
     ScriptedBalancer,
     awkward_micro_batches,
     make_batch,
+    make_rows,
     make_shared_batch,
     rank_batch,
     same_rollout,
@@ -306,7 +307,40 @@ async def what_a_lost_rank_owed_comes_beside_the_queue(open_harness: Opener) -> 
         assert [batch.step async for batch in feed] == [1]
 
 
+async def rows_of_an_open_step_are_acknowledged_together(open_harness: Opener) -> None:
+    """They come in order under one number, what to divide by with the last. Asking for the next row acknowledges
+    nothing: a rank that is lost among them gets all of them again."""
+    async with open_harness(2) as harness:
+        balancer = ScriptedBalancer([*make_rows(0, 2, 3), make_batch(1, 2), *make_rows(2, 2, 2)])
+        got: dict[int, list[tuple[int, int, bool]]] = {0: [], 1: []}
+
+        async def train(rank: int, incarnation: int) -> None:
+            async with harness.connect(rank, incarnation=incarnation) as feed:
+                async for batch in feed:
+                    got[rank].append((batch.step, batch.micro_batches[0].lengths[0], batch.is_last))
+                    if batch.is_last:
+                        assert batch.global_num_tokens == 100
+                    else:
+                        with raises(ValueError):
+                            _ = batch.global_num_tokens
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(partial(serve, balancer, harness.transport, rejoin_timeout_s=CLAUSE_TIMEOUT_S))
+            tasks.start_soon(train, 0, 0)
+            lost = harness.connect(1)
+            rows = [await anext(lost) for _ in range(2)]
+            assert [(one.step, one.is_last) for one in rows] == [(0, False), (0, False)]
+            assert balancer.acknowledged == []
+            harness.kill(lost)
+            await train(1, 1)
+        every = [(0, 5, False), (0, 15, False), (0, 25, True), (1, 5, True), (2, 5, False), (2, 15, True)]
+        assert got == {0: every, 1: every}
+        assert balancer.acknowledged == [0, 1, 2]
+        assert sorted(step for step, _, _ in balancer.step_seconds) == [0, 0, 1, 1, 2, 2]
+
+
 CLAUSES = (
+    rows_of_an_open_step_are_acknowledged_together,
     every_share_arrives_once_and_in_order,
     steps_may_skip_numbers,
     credits_bound_the_queue,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import AsyncIterator, Iterable
+from dataclasses import replace
 from typing import Any
 
 import anyio
@@ -21,6 +22,7 @@ __all__ = [
     "ScriptedBalancer",
     "awkward_micro_batches",
     "make_batch",
+    "make_rows",
     "make_shared_batch",
     "rank_batch",
     "same_rollout",
@@ -28,12 +30,12 @@ __all__ = [
 ]
 
 
-def make_batch(step: int, dp_size: int, *, num_tokens: int = 5, micro_batches: int = 2) -> Batch:
+def make_batch(step: int, dp_size: int, *, num_tokens: int = 5, micro_batches: int = 2, row: str = "") -> Batch:
     """A small batch whose every token tells its step and rank; two rollouts in each micro-batch."""
     shares = []
     for rank in range(dp_size):
         cut = [
-            [_small_rollout(step, rank, f"{step}.{rank}.{m}.{i}", num_tokens + i) for i in range(2)]
+            [_small_rollout(step, rank, f"{step}{row}.{rank}.{m}.{i}", num_tokens + i) for i in range(2)]
             for m in range(micro_batches)
         ]
         shares.append(
@@ -73,10 +75,7 @@ def make_shared_batch(step: int, dp_size: int) -> tuple[Batch, list[Rollout]]:
             step=step,
             rank=rank,
             dp_size=dp_size,
-            global_num_rollouts=2 + dp_size,
-            global_num_tokens=tokens,
-            global_num_loss_tokens=tokens,
-            global_num_executions=2 + dp_size,
+            denominators=Denominators(2 + dp_size, tokens, tokens, 2 + dp_size),
         )
         for rank in range(dp_size)
     )
@@ -92,6 +91,15 @@ def make_shared_batch(step: int, dp_size: int) -> tuple[Batch, list[Rollout]]:
         lower_bound=tokens / dp_size,
     )
     return batch, wholes
+
+
+def make_rows(step: int, dp_size: int, number: int) -> list[Batch]:
+    """The rows of an open step, each with longer rollouts than the one before."""
+    rows = [make_batch(step, dp_size, num_tokens=5 + 10 * row, row=f"r{row}") for row in range(number)]
+    return [
+        row if row is rows[-1] else replace(row, ranks=tuple(replace(one, denominators=None) for one in row.ranks))
+        for row in rows
+    ]
 
 
 def _small_rollout(step: int, rank: int, name: str, length: int) -> Rollout:

@@ -9,6 +9,7 @@ from sessions import at_once
 
 import stream_balancer as sb
 from stream_balancer.errors import WireError
+from stream_balancer.testing.scripted import make_rows
 from stream_balancer.testing.transports import make_batch
 from stream_balancer.transport.channel import Channel, PeerGone
 from stream_balancer.transport.memory_channel import Wire
@@ -79,6 +80,39 @@ def test_a_step_that_the_rank_has_is_not_given_twice(controllers: Controllers, p
     controllers.present.send(batch(2))
     assert taken(port) == [2]
     assert controllers.present.credits == 2
+
+
+def test_a_step_that_came_in_rows_is_known_when_the_next_controller_gives_the_whole_of_it(
+    controllers: Controllers, port: RankPort
+) -> None:
+    rows = [batch.ranks[0] for batch in make_rows(0, 1, 2)]
+    whole = replace(rows[1], micro_batches=rows[0].micro_batches + rows[1].micro_batches)
+    for row in rows:
+        controllers.present.send(row)
+    assert taken(port, 1) == [0]
+    controllers.crash()
+    controllers.present.send(whole)
+    assert taken(port) == [0], "the last row was in the queue, and nothing else comes of the step"
+    assert controllers.present.credits == 2
+    port.report(m.StepReport(0, 1.0))
+    assert controllers.present.report() == m.StepReport(0, 1.0)
+
+
+def test_a_controller_that_is_lost_between_two_rows_is_not_waited_for(controllers: Controllers, port: RankPort) -> None:
+    controllers.present.send(make_rows(0, 1, 2)[0].ranks[0])
+    assert taken(port) == [0]
+    controllers.crash()
+    assert len(controllers.sessions) == 1
+    with pytest.raises(sb.RankLostError):  # the next one forms other rows
+        port.take()
+
+
+def test_rows_of_two_steps_do_not_mix(controllers: Controllers, port: RankPort) -> None:
+    controllers.present.send(make_rows(0, 1, 2)[0].ranks[0])
+    controllers.present.send(batch(1))
+    assert taken(port, 1) == [0]
+    with pytest.raises(WireError, match="got step 1 before the last row of step 0"):
+        port.take()
 
 
 def test_what_was_said_of_a_step_is_said_again_in_the_order_of_the_steps(
