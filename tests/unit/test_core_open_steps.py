@@ -1,0 +1,144 @@
+"""Open steps in the core: whatever the order of calls, each rollout is in one step, and rows add up to it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from contextlib import suppress
+from functools import partial
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import stream_balancer as sb
+from stream_balancer.core.machine import BalancerCore
+from stream_balancer.core.open_step import OpenStep
+from stream_balancer.errors import WouldBlock
+from stream_balancer.planning import Plan
+from stream_balancer.types import Batch
+
+CALLS = st.lists(
+    st.one_of(
+        st.tuples(st.just("put"), st.integers(1, 50)),
+        st.tuples(st.sampled_from(["row", "row", "wait", "again", "acknowledge", "nack"]), st.just(0)),
+    ),
+    max_size=60,
+)
+KNOBS = [
+    {"dp_size": 2, "batch_size": 5, "window": 5},
+    {"dp_size": 3, "batch_size": 12, "window": 12, "deadline_s": 10.0, "max_tokens_per_micro_batch": 60},
+    {"dp_size": 2, "batch_size": 8, "window": 8, "group_size": 2, "groups": "same_batch", "micro_batch_multiple": 2},
+    {"dp_size": 2, "batch_size": 6, "window": 6, "policy": "fifo", "micro_batch_counts": "free", "counts": "equal"},
+    {"dp_size": 2, "batch_size": 6, "window": 6, "sync": "micro_batch", "speeds": (1.0, 2.0)},
+]
+
+
+class Trainer:
+    """Takes rows, and holds what a step's last row says against what came of the step."""
+
+    def __init__(self, core: BalancerCore) -> None:
+        self.core = core
+        self.now = 0.0
+        self.rows: list[Batch] = []  # of the step that is under way
+        self.trained: Counter[str] = Counter()
+        self.in_flight: dict[int, Batch] = {}
+
+    def take(self) -> bool:
+        expected = self.core.next_wakeup() <= self.now
+        row = self.core.poll(self.now)
+        self.core.verify()
+        assert (row is not None) == expected
+        if row is None:
+            return False
+        config = self.core.config
+        for one in row.ranks:
+            assert one.is_last == row.is_last
+            assert all(mb.rollouts for mb in one.micro_batches)
+            assert len(one.micro_batches) % config.micro_batch_multiple == 0
+            if config.micro_batch_counts == "equal":
+                assert len(one.micro_batches) == len(row.ranks[0].micro_batches)
+        if not self.rows and row.step in self.in_flight:  # given again: as a whole
+            assert row is self.in_flight.pop(row.step)
+            self.in_flight[row.step] = row
+            return True
+        self.rows.append(row)
+        assert {one.step for one in self.rows} == {row.step}
+        if row.is_last:
+            self._check_step(row)
+        else:
+            assert row.num_rollouts >= config.dp_size
+            assert not self.core.state.ledger.get(row.step)
+        return True
+
+    def _check_step(self, last: Batch) -> None:
+        its = [r for row in self.rows for r in row.rollouts if not r.is_padding]
+        (whole,) = [batch for batch in self.core.in_flight() if batch.step == last.step]
+        assert sorted(r.rollout_id for r in its) == sorted(r.rollout_id for r in whole.rollouts if not r.is_padding)
+        assert len({r.rollout_id for r in its}) == len(its) == whole.num_rollouts == last.ranks[1].global_num_rollouts
+        assert sum(r.num_tokens for r in its) == last.ranks[0].global_num_tokens == whole.num_tokens
+        assert len(its) == self.core.config.batch_size or last.reason in ("drain", "deadline")
+        names = [r.rollout_id for r in whole.rollouts]
+        assert len(set(names)) == len(names), "padding copies have ids of their own"
+        for rank, one in enumerate(whole.ranks):
+            assert one.micro_batches == tuple(mb for row in self.rows for mb in row.ranks[rank].micro_batches)
+        assert np.allclose(whole.loads, np.sum([row.loads for row in self.rows], axis=0))
+        assert whole.finish >= whole.lower_bound * (1 - 1e-9)
+        self.in_flight[whole.step], self.rows = whole, []
+
+    def acknowledge(self) -> None:
+        for step in list(self.in_flight):
+            if self.core.state.ledger.get(step) is not None:
+                batch = self.core.acknowledge(step)
+                self.trained.update(r.rollout_id for r in batch.rollouts if not r.is_padding)
+        self.in_flight.clear()
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.sampled_from(KNOBS), CALLS)
+def test_rows_add_up_to_steps_and_every_rollout_is_in_one(
+    knobs: dict[str, object], calls: list[tuple[str, int]]
+) -> None:
+    core = BalancerCore(sb.BalancerConfig(cost=sb.QuadraticCost(), **knobs))
+    core.open_steps(True)
+    trainer, put, of_group = Trainer(core), 0, "group_size" in knobs
+    for call, value in calls:
+        match call:
+            case "put":
+                group = f"g{put // 2}" if of_group else None
+                rollout = sb.Rollout(tokens={"input_ids": [0] * value}, rollout_id=f"{put}", group_id=group)
+                with suppress(WouldBlock):
+                    core.add(rollout, trainer.now)
+                    put += 1
+            case "row":
+                trainer.take()
+            case "wait":
+                trainer.now += 4.0
+            case "again":
+                core.open_steps(True)
+                trainer.rows = []
+            case "acknowledge":
+                trainer.acknowledge()
+            case "nack":
+                for batch in core.in_flight()[:1]:
+                    core.nack(batch.step)
+        core.verify()
+    core.end()
+    while trainer.take():
+        pass
+    assert core.finished
+    trainer.acknowledge()
+    assert trainer.trained == Counter(str(number) for number in range(put))
+
+
+def test_the_heaviest_share_goes_to_the_rank_with_the_least_work() -> None:
+    opened = OpenStep(sb.BalancerConfig(dp_size=3, batch_size=6, window=6))
+    opened.loads[:] = [5.0, 1.0, 3.0]
+    make = partial(Plan, rates=None, finish=9.0, lower_bound=9.0, incomplete_groups=())
+    ranks = [[np.array([number])] for number in range(3)]
+    plan = make(ranks=ranks, loads=np.array([2.0, 9.0, 4.0]), avoidable_imbalance=0.0, unavoidable_imbalance=0.0)
+    spread = opened.spread(plan)
+    assert spread.loads.tolist() == [2.0, 9.0, 4.0]
+    assert (opened.loads + spread.loads).tolist() == [7.0, 10.0, 7.0]
+    assert [of_rank[0].tolist() for of_rank in spread.ranks] == [[0], [1], [2]]
+    opened.loads[:] = [0.0, 1.0, 2.0]
+    assert [of_rank[0].tolist() for of_rank in opened.spread(plan).ranks] == [[1], [2], [0]]
