@@ -20,7 +20,7 @@ from stream_balancer.errors import WireError
 from stream_balancer.testing import make_rollout
 from stream_balancer.testing.scripted import awkward_micro_batches, rank_batch, same_rollout, same_tensors
 from stream_balancer.transport.sockets.payloads import PayloadServer
-from stream_balancer.types import Batch, MicroBatch, RankBatch, Rollout, SharedRollout
+from stream_balancer.types import Batch, Denominators, MicroBatch, RankBatch, Rollout, SharedRollout
 from stream_balancer.types.shared import join_column, join_rollout, part_of
 from stream_balancer.wire import rank_batch as wire
 from stream_balancer.wire.description import _check_meta, unchecked_description
@@ -205,8 +205,7 @@ def test_a_part_that_one_rank_cannot_get_is_nobodys() -> None:
     long, short = rollout(9), rollout(2)
     remote = described(long, A, 3)
     ranks = shares([remote], 2, [short, rollout(3)])
-    total = {"global_num_rollouts": 3, "global_num_tokens": 21 + 7 + 9, "global_num_loss_tokens": 11 + 4 + 5}
-    ranks = [replace(one, **total, global_num_executions=3) for one in ranks]
+    ranks = [replace(one, denominators=Denominators(3, 21 + 7 + 9, 11 + 4 + 5, 3)) for one in ranks]
     batch = Batch(step=0, reason="window", ranks=tuple(ranks), num_rollouts=3, num_tokens=37, loads=(1.0, 1.0),
                   finish=1.0, lower_bound=1.0)  # fmt: skip
     assert [one.rollout_id for one in batch.rollouts] == ["r9", "r2", "r3"]
