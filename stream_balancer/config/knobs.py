@@ -145,8 +145,8 @@ class Knobs:
     """Siblings leave in the "same_batch", on the "same_rank" (costs balance), or "free". Only with ``group_size``."""
     share_prefixes: bool = False
     """The trainer computes the prefix of siblings (``Rollout.prefix``: their prompt) once for those of a micro-batch,
-    as :meth:`MicroBatch.tree` lays them out. Then it is planned and counted so: a group is split over ranks only where
-    that is worth another copy of its prefix, and a step is never longer than it would be without sharing. A rollout
+    as :meth:`MicroBatch.tree` lays them out. Then it is planned and counted so: a group is split over ranks where that
+    is worth another copy of its prefix, and no batch takes longer than it would without sharing. A rollout
     that brings its own ``cost`` has no price for its prefix, and counts as it is. See docs/groups.md."""
     stratum_shares: Mapping[str, float] | None = None
     """Least share of every step's rollouts for some strata (environments, data sets), as ``{"math": 0.25}``: at least
