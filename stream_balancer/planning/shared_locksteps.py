@@ -13,6 +13,7 @@ Pure and deterministic.
 
 from __future__ import annotations
 
+from itertools import count
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -27,7 +28,7 @@ _LEVELS = (1.0, 1.02, 1.05, 1.1, 1.2, 1.35, 1.6, 2.0)
 """Longest parts that are tried, as multiples of the bound of so many locksteps."""
 
 _MORE = 3
-"""Locksteps beyond the fewest that are tried."""
+"""Locksteps beyond the fewest that hold everything."""
 
 _WORTH = 0.02
 """By how much a lockstep more must shorten the step, beside its overhead."""
@@ -55,15 +56,20 @@ def in_locksteps(
     everybody = np.arange(packer.tokens.size)
     overhead, multiple = knobs.fixed_costs.micro_batch, knobs.micro_batch_multiple
     best, least = None, finish
-    fewest = -(-_least_places(step, packer, everybody) // step.num_ranks)
-    for number in range(fewest, fewest + _MORE + 1):
+    fewest, most = -(-_least_places(step, packer, everybody) // step.num_ranks), None
+    for number in count(fewest):
+        found = _packed(step, packer, everybody, number * step.num_ranks)
+        if found and most is None:  # in fewer they may not fit, though their tokens would
+            most = number + _MORE
         run = -(-number // multiple) * multiple
-        for bins in _packed(step, packer, everybody, number * step.num_ranks):
+        for bins in found:
             locksteps = [_by_itself(step, packer, one) for one in _in_rows(bins, step.num_ranks)]
             took = sum(max(one.took for one in bins) for bins in locksteps) + overhead * run
             more = best is not None and len(locksteps) > len(best)
             if took < least * (1.0 - _WORTH if more else 1.0):
                 best, least = locksteps, took
+        if most is not None and number >= most:
+            break
     return None if best is None else _on_ranks(best, step.num_ranks)
 
 

@@ -171,6 +171,15 @@ class TestReplay:
         assert "trainer busy" in result.stdout
         assert run("replay", trace, "--trainer", "10.5").exit_code == 0
 
+    def test_rollouts_that_several_ranks_share(self, trace: Path) -> None:
+        options = ("replay", trace, "--cost", "quadratic", "--batch-size", 16, "--json")
+        plain = json.loads(run(*options).stdout)
+        shared = json.loads(run(*options, "--cp-sizes", "1,2,4,8", "--cp-overhead", 0.05, "--cp-min-tokens", 32).stdout)
+        knobs = shared["knobs"]
+        assert (knobs["cp_sizes"], knobs["cp_overhead"], knobs["cp_min_tokens"]) == ([1, 2, 4, 8], 0.05, 32)
+        idle = [found["policies"]["fifo"]["idle_fraction"] for found in (plain, shared)]
+        assert idle[1] < 0.7 * idle[0]
+
     def test_every_knob_is_passed_on(self, trace: Path) -> None:
         result = run(
             "replay", trace, "--sync", "micro_batch", "--max-tokens-per-micro-batch", 4000, "--group-size", 4,
@@ -226,6 +235,9 @@ class TestMistakes:
             (("--window", 99, "--capacity", 64), "window (99) must be <= capacity (64)"),
             (("--deadline-s", "nan"), "deadline_s must be a finite number"),
             (("--max-skips", 1), "max_skips (1) is too small"),
+            (("--cp-sizes", "1,two"), "--cp-sizes 1,two: write numbers of ranks with commas between"),
+            (("--cp-sizes", "2,4"), "cp_sizes must be powers of two in ascending order, beginning with 1"),
+            (("--cp-overhead", -1), "cp_overhead must be a finite number >= 0"),
             (("--batch-size-range", "16"), "--batch-size-range 16: write the least and the most rollouts"),
             (("--batch-size-range", "16:many"), "--batch-size-range 16:many: write the least"),
             (("--batch-size-range", "4:64"), "begins below dp_size (8)"),

@@ -346,6 +346,16 @@ def test_what_no_degree_can_hold_is_refused() -> None:
     assert sorted(max(its) for its in planned(costs, lengths, knobs).degrees)[-1] == 2
 
 
+def test_what_must_be_shared_is_shared_also_where_the_others_need_many_more_locksteps_than_their_tokens() -> None:
+    lengths = np.array([150] + [60] * 24)  # no two of 60 fit into 100
+    plan = planned(
+        lengths * 1.0, lengths, knobs_of(2, 25, sync="micro_batch", max_tokens_per_micro_batch=100, cp_sizes=(1, 2))
+    )
+    check_degrees(plan, locksteps=True)
+    assert sorted(its.count(2) for its in plan.degrees) == [1, 1]
+    assert [len(its) for its in plan.ranks] == [13, 13]
+
+
 def test_ranks_with_equal_numbers_of_micro_batches_need_no_padding_where_they_have_rollouts_enough() -> None:
     costs, lengths = heavy_tail(64, 5, 1.8)
     plan = planned(costs, lengths, knobs_of(8, 64, max_tokens_per_micro_batch=60_000))
