@@ -106,7 +106,7 @@ class TestRecommendation:
         """The smallest capacity that idles hardly more in all, then the smallest window, whatever the steps idle."""
         few = outcome(6, 0.03, capacity=16, whole_idle_fraction=0.1)
         more = outcome(8, 0.01, capacity=16, whole_idle_fraction=0.104)
-        fuller = outcome(6, 0.0, capacity=24, whole_idle_fraction=0.099)
+        fuller = outcome(4, 0.0, capacity=24, whole_idle_fraction=0.099)
         tight = outcome(4, 0.0, capacity=8, whole_idle_fraction=0.2)
         assert recommend(tight, fuller, more, few) is few
         assert pareto_front([replace(one, age=1.0) for one in (tight, few, fuller)])[0].capacity == 24
