@@ -19,7 +19,7 @@ from torch import Tensor
 
 from stream_balancer.errors import RolloutError, WireError
 from stream_balancer.types import Denominators, Rollout, SharedRollout
-from stream_balancer.types.shared import columns_of, loss_tokens_of, rows_behind, rows_of, tokens_of
+from stream_balancer.types.shared import columns_of, loss_tokens_of, tokens_of
 from stream_balancer.values import (
     MAX_COLUMNS,
     MAX_DIMENSIONS,
@@ -178,12 +178,13 @@ def _unless_all_none(names: list[str | None]) -> list[str | None]:
 
 
 def _columns(rollouts: Sequence[Rollout], narrow: bool) -> list[TensorSpec]:
-    first = rollouts[0]
+    first, columns = rollouts[0], [columns_of(rollout) for rollout in rollouts]
+    behind = [r.behind for r in rollouts if isinstance(r, SharedRollout) and r.whole is None]
     described: list[TensorSpec] = []
-    for name, tensor in columns_of(first).items():
-        for rollout in rollouts:
-            _check_column(rollout, name, tensor, first)
-        fits = narrow and tensor.dtype is torch.int64 and all(_fits_int32(r, name) for r in rollouts)
+    for name, tensor in columns[0].items():
+        parts = [_column_of(r, own.get(name), name, tensor, first) for r, own in zip(rollouts, columns, strict=True)]
+        parts += [its[name] for its in behind]
+        fits = narrow and tensor.dtype is torch.int64 and all(_fits_int32(part) for part in parts)
         described.append(_describe(name, tensor, tuple(tensor.shape[1:]), torch.int32 if fits else None))
     for r in rollouts:
         if len(r.tokens) != len(first.tokens):
@@ -191,13 +192,13 @@ def _columns(rollouts: Sequence[Rollout], narrow: bool) -> list[TensorSpec]:
     return described
 
 
-def _check_column(rollout: Rollout, name: str, like: Tensor, first: Rollout) -> None:
-    part = columns_of(rollout).get(name)
+def _column_of(rollout: Rollout, part: Tensor | None, name: str, like: Tensor, first: Rollout) -> Tensor:
     if part is None:
         raise RolloutError(_differ(rollout, first, f"has no column {name!r}", "that one does"))
     if part.dtype != like.dtype or (part.ndim + like.ndim > 2 and part.shape[1:] != like.shape[1:]):
         mine, other = f"{part.dtype} {list(part.shape)}", f"{like.dtype} {list(like.shape)}"
         raise RolloutError(_differ(rollout, first, f"has column {name!r} as {mine}", other))
+    return part
 
 
 def _differ(rollout: Rollout, first: Rollout, mine: str, other: str) -> str:
@@ -207,14 +208,11 @@ def _differ(rollout: Rollout, first: Rollout, mine: str, other: str) -> str:
     )
 
 
-def _fits_int32(rollout: Rollout, name: str) -> bool:
-    behind = rows_behind(rollout, name) if isinstance(rollout, SharedRollout) else []
-    for rows in (*rows_of(rollout, name), *behind):
-        if rows.numel():
-            low, high = torch.aminmax(rows)
-            if int(low) < -(2**31) or int(high) >= 2**31:
-                return False
-    return True
+def _fits_int32(part: Tensor) -> bool:
+    if part.numel() == 0:
+        return True
+    low, high = torch.aminmax(part)
+    return int(low) >= -(2**31) and int(high) < 2**31
 
 
 def _describe(name: str, tensor: Tensor, shape: tuple[int, ...], wire: torch.dtype | None = None) -> TensorSpec:

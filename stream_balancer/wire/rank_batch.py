@@ -100,13 +100,14 @@ class Encoded:
     def _pieces(self) -> Iterator[tuple[Piece, list[Tensor]]]:
         """Where each column and each tensor lies, and of what it is made."""
         for micro_batch, pieces in zip(self._batch.micro_batches, self._layout.columns, strict=True):
-            parts = [r for r in micro_batch.rollouts if isinstance(r, SharedRollout)]
+            its = micro_batch.rollouts
+            parts = [r for r in its if isinstance(r, SharedRollout)]
             for name, piece in pieces.items():
-                yield (
-                    piece,
-                    [rows for r in micro_batch.rollouts for rows in rows_of(r, name)]
-                    + [rows for part in parts for rows in rows_behind(part, name)],
-                )
+                if not parts:
+                    yield piece, [r.tokens[name] for r in its]
+                    continue
+                own = [rows for r in its for rows in rows_of(r, name)]
+                yield piece, own + [rows for part in parts for rows in rows_behind(part, name)]
         rollouts = self._batch.rollouts if any(self._layout.tensors) else ()
         for rollout, pieces in zip(rollouts, self._layout.tensors, strict=False):
             for name, piece in pieces.items():

@@ -147,8 +147,8 @@ def _plain_fields(meta: Description) -> dict[str, Any]:
 def _described(header: RolloutHeader, buffer: Tensor) -> tuple[Description, Layout]:
     packed = buffer[: header.meta_bytes].numpy().tobytes()
     meta = read_description(packed, header.meta_crc, "a put", check_rollouts=False)
-    if len(meta.ids) != 1 or any(column.dtype != column.wire_dtype for column in meta.columns):
-        raise WireError("a put holds one rollout, and nothing of it is narrowed")
+    if len(meta.ids) != 1 or meta.shared or any(column.dtype != column.wire_dtype for column in meta.columns):
+        raise WireError("a put holds one whole rollout, and nothing of it is narrowed")
     plan = lay_out(meta, header.meta_bytes, header.total_bytes)
     if plan.total_bytes != header.total_bytes:
         raise WireError(f"a put's description needs {plan.total_bytes} bytes, but it announced {header.total_bytes}")

@@ -14,10 +14,11 @@ from stream_balancer.controller.journal import Recovered
 from stream_balancer.core.snapshot import Snapshot
 from stream_balancer.field_docs import documented
 from stream_balancer.statistics import CostFit, Straggler
+from stream_balancer.types import SharedRollout
 
 CLASSES = [
     sb.BalancerConfig, sb.Rollout, sb.MicroBatch, sb.RankBatch, sb.Batch, sb.Statistics, Snapshot, Straggler, CostFit,
-    Recovered,
+    Recovered, SharedRollout,
 ]  # fmt: skip
 
 

@@ -29,7 +29,7 @@ from stream_balancer.wire.partial_batch import (
     payload,
     read_skeleton,
 )
-from stream_balancer.wire.rollouts import check_header, decode_kept, encode_rollout
+from stream_balancer.wire.rollouts import check_header, decode_kept, decode_rollout, encode_rollout
 
 A, B = Owner("127.0.0.1", 1, "secret", "a"), Owner("127.0.0.1", 2, "secret", "b")
 MAX_BYTES = 2**20
@@ -185,13 +185,16 @@ def hostile_skeletons(cases: int, seed: int) -> tuple[int, int]:
     r = [rollout(n) for n in range(4)]
     held = {("a", 0): r[0], ("b", 1): r[1], ("a", 2): r[2]}
     there = [[described(r[0], A, 0), described(r[1], B, 1)], [described(r[2], A, 2), r[3]]]
-    frame, whole = sent(rank_batch(*(with_late(there) if seed % 2 else there)))
+    if seed % 2:
+        there = with_late(there)
+    shared = MicroBatch.shared(there[0], (0, 1), 0) if seed > 1 else there[0]
+    frame, whole = sent(rank_batch(shared, there[1], dp_size=2))
     body = whole.numpy().tobytes()
     refused = 0
     for _ in range(cases):
-        whole_frame = Batch(0, 0, 1, frame.meta_bytes, frame.meta_crc, frame.wire_bytes, frame.wire_bytes)
+        whole_frame = Batch(0, 0, 2, frame.meta_bytes, frame.meta_crc, frame.wire_bytes, frame.wire_bytes)
         odd, raw = chance.choice(_KINDS)(whole_frame, body, chance)
-        mutated = PartialBatch(0, 0, 1, odd.meta_bytes, odd.meta_crc, odd.wire_bytes, 3)
+        mutated = PartialBatch(0, 0, 2, odd.meta_bytes, odd.meta_crc, odd.wire_bytes, 3)
         if chance.random() < 0.7 and mutated.meta_bytes <= len(raw):  # what does not fit is refused too soon to matter
             raw = raw[: mutated.meta_bytes] + body[frame.meta_bytes :]
             mutated = msgspec.structs.replace(mutated, wire_bytes=len(raw))
@@ -212,7 +215,7 @@ def hostile_skeletons(cases: int, seed: int) -> tuple[int, int]:
 
 
 def test_hostile_skeletons_are_refused_or_harmless() -> None:
-    for seed in (0, 1):
+    for seed in range(4):  # with late columns, or shared, or both
         refused, cases = hostile_skeletons(1500, seed)
         assert 0.3 * cases < refused < cases
 
@@ -221,6 +224,17 @@ def test_hostile_skeletons_are_refused_or_harmless() -> None:
 def test_fifty_thousand_hostile_skeletons() -> None:
     for seed in range(5):
         hostile_skeletons(10_000, seed + 1)
+
+
+def test_nobody_puts_a_part() -> None:
+    encoded = wire.encode(rank_batch(MicroBatch.shared([rollout(2)], (0, 1), 0), dp_size=2), narrow=False)
+    buffer = torch.zeros(encoded.message.wire_bytes, dtype=torch.uint8)
+    assert list(encoded.fill(buffer))
+    header = RolloutHeader(
+        encoded.message.meta_bytes, encoded.message.meta_crc, encoded.message.wire_bytes, encoded.message.total_bytes
+    )
+    with pytest.raises(WireError, match="one whole rollout"):
+        decode_rollout(header, buffer)
 
 
 def test_hostile_descriptions_are_refused_or_harmless() -> None:

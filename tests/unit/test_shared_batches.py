@@ -106,6 +106,7 @@ def check_whole(batch: Batch, rollouts: dict[str, Rollout]) -> None:
         assert same_rollout(join_rollout([its[rank] for rank in members]), rollouts[name])
         assert sum(one.num_loss_tokens for one in its.values()) == rollouts[name].num_loss_tokens
     assert sorted(r.rollout_id for r in batch.rollouts if not r.is_padding) == sorted(rollouts)
+    assert all(same_rollout(r, rollouts[r.rollout_id]) for r in batch.rollouts if not r.is_padding), "not whole"
     assert batch.num_rollouts == len(rollouts)
 
 
