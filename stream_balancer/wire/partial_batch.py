@@ -347,9 +347,8 @@ class Skeleton:
             rows = self._plan.rows[place]
             mask = self._plan.columns[rows.micro_batch].get("loss_mask")
             if mask is not None:
-                for first, count in rows.spans:
-                    start, size = mask.start + first * mask.what.row_bytes, mask.what.row_bytes
-                    buffer[start : start + count * size] = 0
+                first, size = mask.start + rows.start * mask.what.row_bytes, mask.what.row_bytes
+                buffer[first : first + self._meta.lengths[place] * size] = 0
 
 
 def read_skeleton(message: PartialBatch, body: Tensor, *, max_bytes: int, num_references: int = 0) -> Skeleton:

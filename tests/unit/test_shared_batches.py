@@ -315,3 +315,13 @@ def test_the_planner_shares_a_rollout_above_the_fair_share() -> None:
     batch = polled(core_of([4000, *[100] * 12]))
     assert batch.has_shared
     assert "r0" in {r.rollout_id for one in batch.ranks for mb in one.micro_batches if mb.cp_group for r in mb.rollouts}
+
+
+def test_what_others_take_over_is_not_shared_anew() -> None:
+    """Of a step that is not shared, after ``cp_sizes`` came: who is left is no aligned block."""
+    core = core_of([4000, *[100] * 12], cp_sizes=(1,))
+    batch = polled(core)
+    core.reconfigure(replace(core.config, cp_sizes=(1, 2, 4)))
+    parts = batching.reassign(core.state, batch, list(batch.rollouts), [1, 3])
+    assert parts.keys() == {1, 3}
+    assert not any(mb.cp_group for part in parts.values() for mb in part.micro_batches)

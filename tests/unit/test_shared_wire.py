@@ -69,6 +69,19 @@ def test_parts_arrive_as_they_were_cut(degree: int, narrow: bool) -> None:
         same_layout(again.micro_batches[0], got.micro_batches[0])
 
 
+def test_a_large_value_behind_a_chunk_is_not_narrowed() -> None:
+    """Of the first member it is the only one, and what it has received has no whole."""
+    ids = torch.arange(8)
+    ids[2] = 2**40
+    whole = Rollout(tokens={"input_ids": ids}, rollout_id="r")
+    got, _ = carry(rank_batch(MicroBatch.shared([whole], (0, 1), 0), dp_size=2))
+    again, _ = carry(got)
+    for one in (got, again):
+        packed = one.micro_batches[0].packed()
+        assert packed["input_ids"].tolist() == [0, 1, 6, 7]
+        assert packed.next("input_ids").tolist() == [1, 2**40, 7, 0]
+
+
 def test_every_dtype_and_shape_is_cut() -> None:
     for whole in [one for micro_batch in awkward_micro_batches() for one in micro_batch if not one.is_padding]:
         parts = []
