@@ -77,7 +77,8 @@ class Learned(NamedTuple):
         """The plan's load, and what the planner does not know of: what a micro-batch and a step cost in any case."""
         fixed = (len(one.micro_batches) * self.micro_batch_s + self.step_s for one in batch.ranks)
         predicted = max(one.load + more for one, more in zip(batch.ranks, fixed, strict=True))
-        shares = any(one.cp_group for share in batch.ranks for one in share.micro_batches)
+        micro_batches = [one for share in batch.ranks for one in share.micro_batches]
+        shares = any(one.cp_group or one.tree().num_tokens < one.num_tokens for one in micro_batches)
         return Step(predicted, max(map(sum, seconds)), shares)
 
 
@@ -87,7 +88,7 @@ class Step(NamedTuple):
     predicted_s: float
     measured_s: float
     shares: bool
-    """Whether ranks share a rollout in it."""
+    """Whether something is shared in it."""
 
 
 class Run:
@@ -128,7 +129,9 @@ def learn(train: Train, rollouts: Sequence[sb.Rollout], **knobs: Any) -> Learned
 
 def add_rows(rows: Rows, name: str, whole: Sequence[Step], shared: Sequence[Step]) -> None:
     """Of the same rollouts, without sharing and with it."""
-    sharing = [one for one in shared if one.shares] or shared
+    sharing = [one for one in shared if one.shares]
+    if not sharing:
+        sys.exit(f"{name}: in no step something is shared, so nothing is learned of it; --steps was too few")
     for how, made, bar in (("whole", whole, None), ("shared", sharing, BAR)):
         errors = [100 * abs(one.predicted_s / one.measured_s - 1) for one in made]
         rows.add(
@@ -213,10 +216,11 @@ def overhead_of(train: Train, rollouts: Sequence[sb.Rollout], learned: Learned) 
     """What a shared rollout took on each of two ranks, over half of what it takes on one, less 1."""
     took, half = 0.0, 0.0
     for batch, seconds in Run(train, cost=learned.cost, **SHARING, **GANG).of(rollouts):
-        for one, its_s in zip(batch.ranks[0].micro_batches, seconds[0], strict=True):
-            if one.cp_group:
-                took += its_s - learned.micro_batch_s
-                half += float(learned.cost(one.packed().whole_lengths).sum()) / RANKS
+        for share, times in zip(batch.ranks, seconds, strict=True):
+            for one, its_s in zip(share.micro_batches, times, strict=True):
+                if one.cp_group:
+                    took += its_s - learned.micro_batch_s
+                    half += float(learned.cost(one.packed().whole_lengths).sum()) / RANKS
     if not half:
         sys.exit("no rollout was shared in the steps that the overhead is learned from: seconds say that none is long")
     return max(took / half - 1, 0.0)
