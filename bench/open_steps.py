@@ -1,13 +1,13 @@
 """Steps that begin before they are complete, on policy: how much of the step time do they save? In virtual time.
 
 python bench/open_steps.py [--json] [--traces DIR] [--steps 30] [--seeds 2] [--staleness 0] [--groups] [--by-slots]
-                           [--only TEXT]
+                           [--depth 8] [--only TEXT]
 
 The rollouts of a step are generated once the update is made that their weights come from, 128 at a time at most, and
 the trainer needs all of them. Closed: it begins when the last has come. Open: the balancer's core gives rows, as
-``serve(open=True)`` asks for them, when every rank has begun the last one; "in lockstep": ranks meet at every
-micro-batch, and a row is asked for when all are done with the last one. The bound is proven: from the moment that a
-rollout comes, it and all that come later are still to do, whatever the rows.
+``serve(open=True)`` asks for them, when every rank has room in its queue of ``--depth``; "in lockstep": ranks meet at
+every micro-batch, and a row is asked for when all are done with the last one. The bound is proven: from the moment that
+a rollout comes, it and all that come later are still to do, whatever the rows.
 
 speed = seconds that generation takes / ideal seconds of training, in the mean; with ``--by-slots`` instead rollouts
 that 128 busy slots make / rollouts that balanced ranks train on. ``--staleness 1``: weights may be an update old, so
@@ -63,6 +63,8 @@ class Open:
     """The core's rows."""
 
     sync: Sync
+    depth: int = 1
+    """Rows that a rank may have waiting."""
 
     def __call__(self, comes: Floats, work: Floats, free_s: float) -> float:
         size = len(comes)
@@ -73,7 +75,7 @@ class Open:
         core.open_steps(True)
         order, came = np.argsort(comes, kind="stable").tolist(), 0
         free = np.full(RANKS, free_s)
-        now = free_s
+        now, all_began = free_s, [free_s] * self.depth
         while True:
             while came < size and comes[order[came]] <= now:
                 rollout = sb.Rollout(tokens=ONE_TOKEN, rollout_id=str(came), cost=float(work[order[came]]))
@@ -89,7 +91,8 @@ class Open:
                 now = float(free[0])
             else:
                 free = begun + row.loads
-                now = float(begun.max())  # every rank has taken it, so that another one may be asked for
+                all_began.append(float(begun.max()))
+                now = max(now, all_began[-self.depth])  # every rank has taken that one, so another may be asked for
             if row.is_last:
                 return float(free.max())
 
@@ -164,9 +167,15 @@ def _with_the_last_sibling(comes: Floats, groups: np.ndarray) -> Floats:
 
 
 def main() -> None:
-    options = arguments(__doc__, traces=None, steps=30, seeds=2, staleness=0, groups=False, by_slots=False, only="")
+    options = arguments(
+        __doc__, traces=None, steps=30, seeds=2, staleness=0, groups=False, by_slots=False, depth=8, only=""
+    )
     rows = Rows(options.json)
-    ways: dict[str, Train] = {"bound": bound, "open": Open("step"), "open in lockstep": Open("micro_batch")}
+    ways: dict[str, Train] = {
+        "bound": bound,
+        "open": Open("step", options.depth),
+        "open in lockstep": Open("micro_batch"),
+    }
     enough, cells = dict.fromkeys(ways, 0), 0
     recorded = [one for one in traces(trace_folder(options.traces)) if one.name.startswith(TRACES)]
     for trace in recorded:

@@ -201,6 +201,7 @@ class BalancerCore:
             if not rows.size:
                 return None
             row = make_row(state, opened, rows, "window", now)
+            opened.waited_s += now - asked_at
             state.take(row, rows)
             return row
         rows = opened.choose(state.config, state.buffer, state.triggers.available(due), complete=True)
@@ -209,7 +210,7 @@ class BalancerCore:
         whole, plan = make_whole(state, opened, row, now)
         state.open_step = OpenStep(state.config)
         self.observers.emit("planned", state.buffer.waiting(due), state.pricing.knobs, reason)
-        state.dispatch(whole, plan, rows_of(plan), asked_at=asked_at, now=now)
+        state.dispatch(whole, plan, rows_of(plan), asked_at=asked_at - opened.waited_s, now=now)
         state.ledger.begin_training(state.staleness.version)
         self._publish("dispatched", whole)
         return replace(row, ranks=tuple(replace(one, denominators=whole.ranks[0].denominators) for one in row.ranks))

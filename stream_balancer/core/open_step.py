@@ -42,6 +42,8 @@ class OpenStep:
         self.taken: dict[str, Rollout] = {}
         """Rollouts that have left in rows, by id."""
         self.num_padding = 0
+        self.waited_s = 0.0
+        """Seconds that somebody has waited for its rows."""
 
     def is_taken(self, buffer: Buffer) -> Bools:
         """[n] which of those that wait have left in a row. O(n)."""

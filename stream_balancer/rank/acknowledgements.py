@@ -104,7 +104,7 @@ class Taken:
                 last.seconds = last.rows_s = last.rows_s + now - last.taken_at
                 if last.is_last and not acknowledge and not self._closed:
                     self._port.report(StepHeld(last.number, last.seconds))
-        if last is not None and last.is_last and acknowledge:
+        if last is not None and acknowledge:
             self.acknowledge(last.number)
 
     def acknowledge(self, step: int, columns: Mapping[str, Sequence[Tensor]] | None = None) -> None:

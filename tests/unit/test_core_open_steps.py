@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 import stream_balancer as sb
 from stream_balancer.core.machine import BalancerCore
 from stream_balancer.core.open_step import OpenStep
+from stream_balancer.core.step_times import StepTiming
 from stream_balancer.errors import WouldBlock
 from stream_balancer.planning import Plan
 from stream_balancer.types import Batch
@@ -142,3 +143,18 @@ def test_the_heaviest_share_goes_to_the_rank_with_the_least_work() -> None:
     assert [of_rank[0].tolist() for of_rank in spread.ranks] == [[0], [1], [2]]
     opened.loads[:] = [0.0, 1.0, 2.0]
     assert [of_rank[0].tolist() for of_rank in opened.spread(plan).ranks] == [[1], [2], [0]]
+
+
+def test_what_is_waited_for_rows_is_waited_for_rollouts() -> None:
+    core = BalancerCore(sb.BalancerConfig(dp_size=2, batch_size=4, window=4))
+    core.open_steps(True)
+    for number in range(4):
+        core.add(sb.Rollout(tokens={"input_ids": [0]}, rollout_id=f"{number}"), 5.0 if number < 2 else 9.0)
+        if number == 1:
+            assert core.poll(5.0, asked_at=0.0) is not None
+    assert core.poll(9.0, asked_at=7.0) is not None
+    for rank in range(2):
+        core.record_step(StepTiming(0, rank, 1.0, own=True, waited_s=7.0, ready_s=0.0), 10.0)
+    idle = core.statistics(10.0).idle_seconds
+    assert idle["transport"] == 0.0
+    assert idle["no_data"] + idle["window"] == 14.0
