@@ -128,8 +128,7 @@ class Pricing:
     def with_prefixes(self, waiting: Waiting, rollouts: Sequence[Rollout]) -> Waiting:
         """The columns of these rollouts, with what the prefix of each costs alone, where prefixes are shared. O(n).
 
-        Of siblings that disagree the least prefix counts. A rollout with a cost of its own has no price for its prefix:
-        what it costs does not follow from lengths.
+        A rollout with a cost of its own has no price for its prefix: what it costs does not follow from lengths.
         """
         if not self._config.share_prefixes:
             return waiting
@@ -144,12 +143,8 @@ class Pricing:
         )
         costs, shares = np.zeros(lengths.size), np.flatnonzero(lengths)
         if shares.size:
-            least = np.full(len(numbers), lengths.max())
-            np.minimum.at(least, siblings[shares], lengths[shares])
-            lengths[shares] = least[siblings[shares]]
-            priced = np.nan_to_num(np.asarray(self.model(lengths[shares]), dtype=np.float64))
-            # a model that is not monotone: at most the whole
-            costs[shares] = np.clip(priced, 0.0, waiting.costs[shares])
+            # a model is only known to have a price for whole lengths
+            costs[shares] = np.maximum(np.nan_to_num(np.asarray(self.model(lengths[shares]), dtype=np.float64)), 0.0)
         return replace(waiting, prefix_costs=costs, prefix_lengths=lengths, siblings=siblings)
 
 

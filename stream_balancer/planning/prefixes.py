@@ -78,8 +78,9 @@ def with_shared_prefixes(
             places[those] = rank
     packed = pack_siblings(parts, places, ranks, cap, even=knobs.micro_batch_counts == "equal")
     planned = [[picked[one] for one in share] for share in packed]
-    beside = [[one[np.argsort(waiting.sets(one).set_of, kind="stable")] for one in share] for share in dense]
-    return min(beside, planned, key=lambda shares: finish_of(waiting, knobs, shares))
+    best = min(dense, planned, key=lambda shares: finish_of(waiting, knobs, shares))
+    # parts that were cut apart may have come together again
+    return [[one[np.argsort(waiting.sets(one).set_of, kind="stable")] for one in share] for share in best]
 
 
 def prefix_bound(siblings: Siblings, num_ranks: int, whole: Ints | None = None) -> float:

@@ -186,6 +186,13 @@ def test_a_rank_fills_as_many_micro_batches_as_the_others_where_counts_are_equal
     assert {tuple(pair) for one in ranks[1] for pair in np.reshape(one, (-1, 2)).tolist()} == {(2, 3), (4, 5), (6, 7)}
 
 
+def test_parts_of_a_group_lie_side_by_side_where_they_come_together_again():
+    # five siblings are above the cap, so the group is cut; then one micro-batch holds some of both parts, and of others
+    waiting = columns([1, 1, 1, 1, 1, 5, 5], [1000, 30, 300, 3, 1000, 300, 300], [1, 1, 1, 1, 1, 0, 0])
+    knobs = knobs_of(waiting, 2, max_tokens_per_micro_batch=1600, micro_batch_counts="free", oversize="alone")
+    check(plan(waiting, knobs), waiting, knobs)
+
+
 def test_a_group_is_split_only_where_that_makes_the_last_rank_earlier():
     # two groups of long prompts: whole, one on each rank
     waiting = columns([500] * 4, [10, 20, 30, 40], [0, 0, 1, 1])
