@@ -85,14 +85,16 @@ def test_a_step_that_the_rank_has_is_not_given_twice(controllers: Controllers, p
 def test_a_step_that_came_in_rows_is_known_when_the_next_controller_gives_the_whole_of_it(
     controllers: Controllers, port: RankPort
 ) -> None:
-    rows = [batch.ranks[0] for batch in make_rows(0, 1, 2)]
-    whole = replace(rows[1], micro_batches=rows[0].micro_batches + rows[1].micro_batches)
-    for row in rows:
+    rows = [batch.ranks[0] for batch in make_rows(0, 1, 3)]
+    whole = replace(rows[-1], micro_batches=tuple(mb for row in rows for mb in row.micro_batches))
+    for row in rows[:2]:
         controllers.present.send(row)
     assert taken(port, 1) == [0]
+    controllers.present.send(rows[2])
     controllers.crash()
     controllers.present.send(whole)
-    assert taken(port) == [0], "the last row was in the queue, and nothing else comes of the step"
+    assert controllers.present.credits == 1
+    assert taken(port) == [0, 0], "two rows were in the queue, and nothing else comes of the step"
     assert controllers.present.credits == 2
     port.report(m.StepReport(0, 1.0))
     assert controllers.present.report() == m.StepReport(0, 1.0)
