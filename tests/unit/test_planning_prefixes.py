@@ -186,6 +186,19 @@ def test_a_rank_fills_as_many_micro_batches_as_the_others_where_counts_are_equal
     assert {tuple(pair) for one in ranks[1] for pair in np.reshape(one, (-1, 2)).tolist()} == {(2, 3), (4, 5), (6, 7)}
 
 
+@pytest.mark.parametrize(("counts", "numbers"), [("equal", [2, 2]), ("free", [1, 2])])
+def test_as_many_micro_batches_on_every_rank_where_the_knobs_say_so(counts, numbers):
+    # work of the groups 10 + 3 and 7 + 6; the first two fit one micro-batch, the others need two
+    waiting = columns([500] * 8, [50, 50, 50, 50, 100, 100, 100, 100], [0, 0, 1, 1, 2, 2, 3, 3])
+    costs, prefixes = np.array([6.0, 6, 2, 2, 4.5, 4.5, 4, 4]), np.array([2.0, 2, 1, 1, 2, 2, 2, 2])
+    waiting = replace(waiting, costs=costs, prefix_costs=prefixes)
+    knobs = knobs_of(waiting, 2, max_tokens_per_micro_batch=1300, micro_batch_counts=counts)
+    found = plan(waiting, knobs)
+    check(found, waiting, knobs)
+    assert found.finish == 13.0
+    assert sorted(map(len, found.ranks)) == numbers
+
+
 def test_parts_of_a_group_lie_side_by_side_where_they_come_together_again():
     # five siblings are above the cap, so the group is cut; then one micro-batch holds some of both parts, and of others
     waiting = columns([1, 1, 1, 1, 1, 5, 5], [1000, 30, 300, 3, 1000, 300, 300], [1, 1, 1, 1, 1, 0, 0])
