@@ -9,7 +9,7 @@ the trainer needs all of them. Closed: it begins when the last has come. Open: t
 every micro-batch, and a row is asked for when all are done with the last one. The bound is proven: from the moment that
 a rollout comes, it and all that come later are still to do, whatever the rows.
 
-speed = seconds that generation takes / ideal seconds of training, in the mean; with ``--by-slots`` instead rollouts
+speed = ideal seconds of training / seconds that generation takes, in the mean; with ``--by-slots`` instead rollouts
 that 128 busy slots make / rollouts that balanced ranks train on. ``--staleness 1``: weights may be an update old, so
 the next step is generated while this one is trained on. ``--groups``: a rollout comes with the last of its siblings.
 Quadratic cost, 8 ranks; nothing for launching a micro-batch, for the optimizer, or for new weights.
