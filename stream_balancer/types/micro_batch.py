@@ -1,0 +1,203 @@
+"""The micro-batch: rollouts that go through the model together. :mod:`stream_balancer.tensors` and
+:mod:`stream_balancer.trees` have its layouts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Literal, NamedTuple
+
+import torch
+
+from stream_balancer import tensors, trees
+from stream_balancer.field_docs import documented
+from stream_balancer.shared_columns import SharedColumns
+from stream_balancer.types.rollout import Rollout
+from stream_balancer.types.shared import SharedRollout, loss_tokens_of, part_of, rows_behind, rows_of
+
+if TYPE_CHECKING:
+    from tensordict import TensorDict
+
+__all__ = ["ExecutionSize", "MicroBatch"]
+
+
+class ExecutionSize(NamedTuple):
+    """How much of an execution a step holds, over all ranks."""
+
+    samples: int
+    """Its rollouts."""
+    loss_tokens: int
+    """Their tokens with a non-zero ``loss_mask``."""
+
+
+@documented
+@dataclass(frozen=True, eq=False, slots=True)
+class MicroBatch:
+    """Micro-batch: rollouts that go through the model together, on one rank. Lay them out with one of the four methods
+    (or as a :meth:`tree`).
+
+    Examples:
+        >>> micro_batch = MicroBatch.of([Rollout(tokens={"input_ids": ids}) for ids in ([11, 12], [21, 22, 23], [31])])
+        >>> micro_batch
+        MicroBatch(num_rollouts=3, num_tokens=6)
+        >>> packed = micro_batch.packed()
+        >>> packed["input_ids"]  # [T]
+        tensor([11, 12, 21, 22, 23, 31])
+        >>> packed.cu_seqlens, packed.position_ids  # [n+1], [T]
+        (tensor([0, 2, 5, 6], dtype=torch.int32), tensor([0, 1, 0, 1, 2, 0]))
+        >>> micro_batch.padded(pad_values={"input_ids": -1})["input_ids"]  # [n, L_max]
+        tensor([[11, 12, -1],
+                [21, 22, 23],
+                [31, -1, -1]])
+        >>> [row.tolist() for row in micro_batch.nested()["input_ids"].unbind()]  # [n, j]
+        [[11, 12], [21, 22, 23], [31]]
+    """
+
+    rollouts: Sequence[Rollout]
+    """The rollouts, in the order of every layout. On a rank these are views of the received buffer, made when asked
+    for."""
+    lengths: tuple[int, ...]
+    """Tokens per rollout, ``n`` of them; where ranks share it, of this rank's part, zeros beyond its end included."""
+    flat: Callable[[], tensors.FlatColumns]
+    """What the layouts start from. On a rank: views of the received buffer, nothing copied. On the controller:
+    concatenated on use."""
+    execution_sizes: tuple[ExecutionSize, ...] | None = None
+    """[n] of the execution of each rollout, in the step; None where each is an execution by itself."""
+    cp_group: tuple[int, ...] = ()
+    """DP ranks that share its rollouts by context parallelism, in ring order, this one among them; () = nobody shares
+    them. Each member has a part of every rollout: see docs/context_parallel.md."""
+    cp_rank: int = 0
+    """Place of this rank in ``cp_group``."""
+
+    @classmethod
+    def of(
+        cls,
+        rollouts: Sequence[Rollout],
+        lengths: tuple[int, ...] | None = None,
+        execution_sizes: tuple[ExecutionSize, ...] | None = None,
+    ) -> MicroBatch:
+        """A micro-batch over rollouts at hand (``lengths``: their tokens, where known); their columns are concatenated
+        when a layout is asked for."""
+        if lengths is None:
+            lengths = tuple([r.num_tokens for r in rollouts])
+        return cls(rollouts, lengths, partial(_concatenate, rollouts, execution_sizes), execution_sizes)
+
+    @classmethod
+    def shared(
+        cls,
+        wholes: Sequence[Rollout],
+        cp_group: tuple[int, ...],
+        cp_rank: int,
+        execution_sizes: tuple[ExecutionSize, ...] | None = None,
+    ) -> MicroBatch:
+        """The part of these rollouts that the member at ``cp_rank`` of ``cp_group`` holds."""
+        parts = [part_of(rollout, len(cp_group), cp_rank) for rollout in wholes]
+        return replace(cls.of(parts, None, execution_sizes), cp_group=cp_group, cp_rank=cp_rank)
+
+    @property
+    def num_tokens(self) -> int:
+        """T: tokens without padding."""
+        return sum(self.lengths)
+
+    def packed(self, *, scalar_dtype: torch.dtype = torch.float32) -> tensors.Packed:
+        """Flat ``[T, ...]`` columns, ``position_ids [T]``, ``cu_seqlens`` int32 ``[n+1]``, ``max_seqlen``.
+
+        Always has a ``loss_mask`` (ones where the rollouts brought none; zeros for padding copies). On a rank no
+        token is copied. Scalars become ``[n]`` of ``scalar_dtype``, here and in the other layouts: float32, so that a
+        float32 loss stays one; torch.int64 where ints above 2^24 must stay exact.
+        """
+        return tensors.packed(self.flat(), scalar_dtype=scalar_dtype)
+
+    def padded(
+        self,
+        *,
+        padding_side: Literal["left", "right"] = "right",
+        pad_values: Mapping[str, float | int | bool] | None = None,
+        multiple_of: int = 1,
+        scalar_dtype: torch.dtype = torch.float32,
+    ) -> tensors.Padded:
+        """``[n, L_max, ...]`` columns and ``attention_mask``, padded on the chosen side. Copies every token once."""
+        return tensors.padded(
+            self.flat(),
+            padding_side=padding_side,
+            pad_values=pad_values,
+            multiple_of=multiple_of,
+            scalar_dtype=scalar_dtype,
+        )
+
+    def nested(self, *, scalar_dtype: torch.dtype = torch.float32) -> tensors.Nested:
+        """Torch jagged nested tensors ``[n, j, ...]`` over the flat columns; no token is copied on a rank."""
+        return tensors.nested(self.flat(), scalar_dtype=scalar_dtype)
+
+    def tensordict(self, *, scalar_dtype: torch.dtype = torch.float32) -> TensorDict:
+        """A ``TensorDict`` of jagged columns and scalars, batch size ``[n]``. Needs the ``tensordict`` extra."""
+        return tensors.tensordict(self.flat(), scalar_dtype=scalar_dtype)
+
+    def tree(
+        self, columns: Collection[str] = ("input_ids",), *, check: bool = True, multiple_of: int = 1
+    ) -> trees.Tree:
+        """Unique tokens, each shared prefix once, for a model that computes it once: ``[U, ...]`` of these columns,
+        ``position_ids``, masks, and ``index`` ``[T]``, by which what the model says of each token comes to the dense
+        layout.
+
+        Siblings are rollouts of one ``group_id`` with a ``prefix``; they share the least of theirs. ``columns``: what
+        the model reads. All others are used as :meth:`packed` has them: the last token of a prefix predicts another
+        token for each sibling, and each has its own mask and advantage. ``multiple_of``: U is filled up to one with
+        zeros that are no rollout's (128 for compiled FlexAttention). Where nobody shares, nothing is copied; else U
+        tokens of each column. O(T); see :class:`stream_balancer.trees.Tree`.
+
+        Raises RolloutError, naming them, where the prefixes of two siblings differ in one of ``columns`` (one
+        comparison of T tokens, and a wait for the device; ``check=False`` leaves it out), KeyError for a column that is
+        not there, ValueError where several ranks share the rollouts, and for ``multiple_of < 1``.
+
+        Examples:
+            >>> prompt = [7, 8, 9]
+            >>> rollouts = [
+            ...     Rollout(tokens={"input_ids": prompt + answer}, group_id="g", prefix=3) for answer in ([1, 2], [3])
+            ... ]
+            >>> tree = MicroBatch.of(rollouts).tree()
+            >>> tree["input_ids"], tree.position_ids  # [U]
+            (tensor([7, 8, 9, 1, 2, 3]), tensor([0, 1, 2, 3, 4, 3]))
+            >>> tree["input_ids"][tree.index]  # [T]: as packed() has them
+            tensor([7, 8, 9, 1, 2, 7, 8, 9, 3])
+        """
+        if self.cp_group:
+            raise ValueError(
+                f"tree(): ranks {self.cp_group} share these rollouts, and none has a whole prefix. Use packed()"
+            )
+        return trees.tree(
+            self.flat(),
+            columns,
+            check=check,
+            multiple_of=multiple_of,
+            name_of=lambda place: f"rollout {self.rollouts[place].rollout_id!r}",
+        )
+
+    def __repr__(self) -> str:
+        shared = f", cp_group={self.cp_group}, cp_rank={self.cp_rank}" if self.cp_group else ""
+        return f"MicroBatch(num_rollouts={len(self.lengths)}, num_tokens={self.num_tokens}{shared})"
+
+
+def _concatenate(rollouts: Sequence[Rollout], execution_sizes: tuple[ExecutionSize, ...] | None) -> tensors.FlatColumns:
+    """Flat columns of rollouts at hand. Copies every token once. O(T)."""
+    first = rollouts[0]
+    return tensors.FlatColumns(
+        tokens={name: torch.cat([rows for r in rollouts for rows in rows_of(r, name)]) for name in first.tokens},
+        lengths=tuple(r.num_tokens for r in rollouts),
+        scalars={name: [r.scalars[name] for r in rollouts] for name in first.scalars},
+        weights=torch.tensor([0.0 if r.is_padding else 1.0 for r in rollouts], dtype=torch.float32),  # [n]
+        executions=execution_sizes or [(1, loss_tokens_of(r)) for r in rollouts],
+        shared=_shared_columns(rollouts),
+        prefixes=[(r.group_id, r.prefix) for r in rollouts] if any(r.prefix for r in rollouts) else None,
+    )
+
+
+def _shared_columns(rollouts: Sequence[Rollout]) -> SharedColumns | None:
+    parts = [rollout for rollout in rollouts if isinstance(rollout, SharedRollout)]
+    if not parts:
+        return None
+    behind = {name: torch.cat([one for part in parts for one in rows_behind(part, name)]) for name in parts[0].tokens}
+    lengths = tuple(part.whole_tokens for part in parts)
+    return SharedColumns(parts[0].cp_degree, parts[0].cp_rank, lengths, behind)
