@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from _common import Rows, arguments
@@ -48,8 +48,8 @@ class Means:
     step: Bars = field(default_factory=dict)
     whole: Bars = field(default_factory=dict)
     """As a multiple of what the row `against` idles by the clock."""
-    by_the_clock: bool = False
-    """Only by the clock does it differ from a row above."""
+    clock: Literal["no", "too", "only"] = "no"
+    """Whether it is run by the clock; "only" where its steps are those of a row above."""
     against: str = ""
     """A row above; one that shares prompts has a step at most 0.002 longer than that."""
 
@@ -72,27 +72,29 @@ def window(name: str, width: float = 2.0, **knobs: Any) -> Mode:
 FIVE: dict[str, Any] = {"cp_sizes": (1, 2, 4, 8), "cp_overhead": 0.05}
 FIFTEEN: dict[str, Any] = {"cp_sizes": (1, 2, 4, 8), "cp_overhead": 0.15}
 ONE_BY_ONE = (
-    Means(fifo(FIRST)),
-    Means(window(WINDOW)),
+    Means(fifo(FIRST), clock="too"),
+    Means(window(WINDOW), clock="too"),
     Means(fifo("shared at 5 %", **FIVE)),
-    Means(fifo("shared at 15 %", **FIFTEEN)),
+    Means(fifo("shared at 15 %", **FIFTEEN), clock="too"),
     Means(fifo("shared at 15 %, parts of any length", cp_min_tokens=1, **FIFTEEN)),
     Means(window("window, shared at 5 %", **FIVE), idle={"rg": 0.8, "mooncake": 1.1, "nemo": 3.0}),
     Means(
         window("window, shared at 15 %", **FIFTEEN),
+        clock="too",
         idle={"rg": 1.5, "mooncake": 2.0, "nemo": 7.0, "misguided": 0.7, "lrm": 0.4},
     ),
     Means(
         window("window of 1.5 batches, max_skips=16, shared at 15 %", 1.5, **FIFTEEN | {"max_skips": 16}),
         idle={"rg": 1.0, "mooncake": 1.5},
     ),
-    Means(window(KEEPS_TWO, capacity=2 * BATCH_SIZE), by_the_clock=True),
+    Means(window(KEEPS_TWO, capacity=2 * BATCH_SIZE), clock="only"),
     Means(
         window("leave at 1.5 batches, keep up to 3", 1.5, capacity=3 * BATCH_SIZE),
+        clock="too",
         whole={"rg": 0.9, "mooncake": 0.9, "misguided": 0.9},
         against=KEEPS_TWO,
     ),
-    Means(window("leave at 1.5 batches, keep up to 4", 1.5, capacity=4 * BATCH_SIZE), by_the_clock=True),
+    Means(window("leave at 1.5 batches, keep up to 4", 1.5, capacity=4 * BATCH_SIZE), clock="only"),
 )
 
 
@@ -180,9 +182,9 @@ class Table:
         self._whole: dict[str, float] = {}
 
     def add(self, means: Means, streams: list[sb.Trace]) -> None:
-        if not means.by_the_clock:
+        if means.clock != "only":
             self._steps_of(means, streams)
-        if not means.mode.whole_groups:
+        if means.clock != "no":
             self._whole_of(means, streams)
 
     def _steps_of(self, means: Means, streams: list[sb.Trace]) -> None:

@@ -12,14 +12,15 @@ with --quadratic it is L^2, as Megatron-core has it.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 import numpy as np
 from _common import Rows, arguments
 from micro_batches import trace_flops
 from peers import Floats, Ints, trace_folder, traces
-from scheduler_list import SCHEDULERS, Scheduler
-from scheduler_runs import FIRST_SEED, Figures, Run, Stream, measure
+from scheduler_list import SCHEDULERS, Plan, Scheduler
+from scheduler_runs import FIRST_SEED, SYNCS, Figures, Run, Stream, figures_of, measure, planned
 from schedulers import available
 
 BATCH_SIZE, RANKS = 32, 8
@@ -32,10 +33,23 @@ SECONDS = 60.0
 """Of planning, for a scheduler in a run."""
 
 
-def compared(overhead: float, parts: int) -> list[Scheduler]:
-    """Those that split; without an overhead, and where everything fits, also ours that does not."""
-    alone = WITHOUT if overhead == 0.0 and parts == 1 else ()
-    return [one for one in SCHEDULERS if one.splits or one.name in alone]
+def compared(parts: int) -> list[Scheduler]:
+    """Those that split; and where everything fits on one rank, also ours that do not."""
+    return [one for one in SCHEDULERS if one.splits or (parts == 1 and one.name in WITHOUT)]
+
+
+def figures(run: Run, scheduler: Scheduler, plan: Plan) -> Iterator[tuple[float, Figures, Figures]]:
+    """(overhead, ranks meet once a step, at every micro-batch)."""
+    if scheduler.by_overhead:
+        for overhead in OVERHEADS:
+            once, often = measure(replace(run, overhead=overhead), scheduler, plan, SECONDS)
+            yield overhead, once, often
+        return
+    records = {sync: planned(run, scheduler, plan, sync, SECONDS) for sync in SYNCS[: 1 + scheduler.by_sync]}
+    for overhead in OVERHEADS if scheduler.splits else OVERHEADS[:1]:
+        dearer = replace(run, overhead=overhead)
+        once, often = (figures_of(dearer, scheduler, records.get(sync, records["step"]), sync) for sync in SYNCS)
+        yield overhead, once, often
 
 
 def squares(lengths: Ints) -> Floats:
@@ -64,14 +78,13 @@ def main() -> None:
             continue
         run = Run.of(Stream(trace.name, trace, costs_of), BATCH_SIZE, RANKS, options.steps, options.seed)
         for parts in CAPS:
-            for overhead in OVERHEADS:
-                label = f"{trace.name}, cap longest / {parts}, overhead {100 * overhead:g} %"
-                rows.text(label)
-                cap = 2 * -(-run.max_tokens // (2 * parts))  # a part is of two chunks of equal size
-                capped = replace(run, max_tokens=cap, overhead=overhead)
-                for scheduler in compared(overhead, parts):
-                    if scheduler in plans:
-                        show(rows, f"{label}: {scheduler.name}", *measure(capped, scheduler, plans[scheduler], SECONDS))
+            cap = 2 * -(-run.max_tokens // (2 * parts))  # a part is of two chunks of equal size
+            rows.text(f"{trace.name}, cap longest / {parts}: {cap:,} tokens a rank")
+            for scheduler in compared(parts):
+                if scheduler in plans:
+                    for overhead, once, often in figures(replace(run, max_tokens=cap), scheduler, plans[scheduler]):
+                        label = f"{trace.name}, cap longest / {parts}, overhead {100 * overhead:g} %"
+                        show(rows, f"{label}: {scheduler.name}", once, often)
     for scheduler, why in missing.items():
         if scheduler.splits:
             rows.text(f"not available: {scheduler.name}: {why}")

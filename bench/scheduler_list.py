@@ -88,6 +88,8 @@ class Scheduler:
     """It plans otherwise where ranks meet at every micro-batch."""
     splits: bool = False
     """It puts a rollout on several ranks, which share its work."""
+    by_overhead: bool = False
+    """It plans otherwise where sharing costs more."""
     alone: bool = False
     """Its trainer runs the rollouts of a micro-batch one after another: the token cap is of each."""
     groups: bool = False
@@ -146,7 +148,13 @@ def _own_groups() -> Plan:
     return lambda step: _own(step, group_size=int(np.bincount(step.groups - step.groups.min()).max()))
 
 
-@scheduler("stream_balancer, window 1, cp_sizes", "policy='fifo', cp_sizes=(1, 2, 4, 8)", by_sync=True, splits=True)
+@scheduler(
+    "stream_balancer, window 1, cp_sizes",
+    "policy='fifo', cp_sizes=(1, 2, 4, 8)",
+    by_sync=True,
+    splits=True,
+    by_overhead=True,
+)
 def _own_fifo_shared() -> Plan:
     return lambda step: _own(step, fifo=True, most_share=MOST_SHARE)
 
@@ -158,6 +166,7 @@ def _own_fifo_shared() -> Plan:
     shown=2.0,
     in_order=False,
     splits=True,
+    by_overhead=True,
 )
 def _own_window_shared() -> Plan:
     return lambda step: _own(step, most_share=MOST_SHARE)
