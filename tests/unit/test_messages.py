@@ -43,6 +43,10 @@ def example_of(kind: type[m.Message]) -> m.Message:
             values.append((m.LateColumn("ref_logprobs", 9), m.LateColumn("values", 10)))
         elif field.name == "fate":
             values.append("closed")
+        elif field.name == "gone":
+            values.append(("r1", "r2"))
+        elif kind is m.WantPayloads and field.name == "parts":
+            values.append(((2, 1), (1, 0)))
         elif field.name in ("reason", "text", "group_id", "problem"):
             values.append("why")
         elif field.name in ("numbers", "keys", "missing", "ranks"):
