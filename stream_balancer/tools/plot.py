@@ -155,11 +155,12 @@ def bars(rows: Mapping[str, Sequence[float]], series: Sequence[str]) -> str:
     most = max((value for values in rows.values() for value in values), default=0.0)
     x = _scale(0.0, max(most, 1e-9), left, WIDTH - 60.0)
     parts, at = ['<rect width="100%" height="100%" fill="#fff"/>'], 24.0
+    first = left if len(series) < 3 else 60.0
     for index, name in enumerate(series):
         parts.append(
-            f'<rect x="{left + 195 * index:.0f}" y="4" width="{tall}" height="{tall}" fill="{colours[index]}"/>'
+            f'<rect x="{first + 195 * index:.0f}" y="4" width="{tall}" height="{tall}" fill="{colours[index]}"/>'
         )
-        parts.append(_text(left + 195 * index + 16, 14, name))
+        parts.append(_text(first + 195 * index + 16, 14, name))
     for name, values in rows.items():
         parts.append(_text(left - 8, at + tall * len(values) / 2 + 4, name, anchor="end"))
         for value, colour in zip(values, colours, strict=False):

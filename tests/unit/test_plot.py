@@ -58,6 +58,12 @@ def test_bars_are_as_long_as_their_values_and_a_picture_of_its_own() -> None:
     assert bars({}, [])
 
 
+def test_the_names_of_three_series_are_within_the_picture() -> None:
+    drawn = ElementTree.fromstring(bars({"rg": (0.4, 0.1, 0.01)}, ["fifo", "window", "window, and rollouts shared"]))
+    places = [float(one.get("x", "")) for one in drawn.findall("{http://www.w3.org/2000/svg}text")]
+    assert max(places[:3]) + 6 * len("window, and rollouts shared") <= float(drawn.get("viewBox", "").split()[2])
+
+
 def test_html_is_written(report: sb.TuneReport, tmp_path: Path) -> None:
     write_plot(report, tmp_path / "front.html")
     assert (tmp_path / "front.html").read_text() == page(report)
