@@ -47,7 +47,7 @@ def train() -> None:
     layers = torch.nn.Sequential(torch.nn.Embedding(VOCABULARY, 16), torch.nn.Linear(16, VOCABULARY))
     model = DistributedDataParallel(layers)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    trained = torch.zeros(1)
+    trained = 0
     for batch in sb.RankFeed(ADDRESS, rank=rank, dp_size=dp_size):
         optimizer.zero_grad()
         for number, micro_batch in enumerate(batch.micro_batches, start=1):
@@ -59,11 +59,10 @@ def train() -> None:
                 loss = -(logprobs * weights[1:]).sum() / batch.global_num_loss_tokens  # of the whole step
                 (loss * dp_size).backward()  # DDP divides by dp_size
         optimizer.step()
-        trained += sum(not rollout.is_padding for part in batch.micro_batches for rollout in part.rollouts)
-    dist.all_reduce(trained)
+        trained += batch.global_num_rollouts  # of the whole step, the same on every rank
     if rank == 0:
         controller.join()
-        print(f"{int(trained)} rollouts trained on {dp_size} ranks")
+        print(f"{trained} rollouts trained on {dp_size} ranks")
     dist.destroy_process_group()
 
 
