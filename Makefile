@@ -5,9 +5,10 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PYTEST := $(BIN)/python -m pytest -n 2 --dist worksteal
 export OMP_NUM_THREADS ?= 1
+unexport PYTHONDONTWRITEBYTECODE # tests start a hundred interpreters, and each would compile everything again
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-all lint types unit soak architecture docs package pictures screenshots bench bench-gpu bench-peers bench-schedulers test-integrations test-integrations-long test-browser clean
+.PHONY: help install demo test test-all lint types unit unit-all soak architecture docs package pictures screenshots bench bench-gpu bench-peers bench-schedulers test-integrations test-integrations-long test-browser clean
 
 help:  ## list the targets
 	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-22s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -27,7 +28,10 @@ demo: install  ## watch real processes train the same rollouts, first round-robi
 test: lint  ## ruff, the strict type checker, the tests: every promise once, in minutes
 	$(MAKE) --no-print-directory -j2 types unit # tests wait for processes half of the time
 
-test-all: lint types install  ## the same with the slow tests, which CI runs
+test-all: lint  ## the same with the slow tests, which CI runs
+	$(MAKE) --no-print-directory -j2 types unit-all
+
+unit-all: install
 	$(PYTEST) -m "not soak and not browser" --hypothesis-profile thorough $(ARGS)
 
 lint: install
@@ -40,8 +44,11 @@ types: install
 unit: install
 	$(PYTEST) $(ARGS)
 
-soak: install  ## the long drills: kill tests, fuzzing
-	$(BIN)/python -m pytest -m soak --timeout 3000 $(ARGS)
+LONG := --timeout 3000 -o faulthandler_timeout=3060
+
+soak: install  ## the long drills: kill tests, fuzzing, property tests on many examples
+	$(PYTEST) -m "hypothesis and not soak and not browser" --hypothesis-profile long $(LONG) $(ARGS)
+	$(BIN)/python -m pytest -m soak $(LONG) $(ARGS)
 
 architecture: install  ## lines, layers, circles, the way of a put, from the imports; ARGS="../other ." compares
 	$(BIN)/python tests/architecture.py $(ARGS)

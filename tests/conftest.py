@@ -12,14 +12,15 @@ from typing import Any
 
 import pytest
 from hypothesis import settings
+from progress import Progress
 
 from stream_balancer.testing.clocks import BACKENDS, virtual_time_backend
 
-LONG_TIMEOUT_S = 3000  # real seconds, for the long drills and for as many examples as a profile wants
-
-# No test here is timed. `make test-all` takes the thorough profile. A failure prints how to have it again.
+# No test here is timed. `make test-all` takes the thorough profile, `make soak` the long one. A failure prints how to
+# have it again.
 settings.register_profile("quick", max_examples=25, deadline=None, print_blob=True)
-settings.register_profile("thorough", settings.get_profile("quick"), max_examples=300)
+settings.register_profile("thorough", settings.get_profile("quick"), max_examples=100)
+settings.register_profile("long", settings.get_profile("quick"), max_examples=2000)
 settings.load_profile("quick")
 
 _TRACES = Path(__file__).resolve().parents[2] / "shared" / "traces"
@@ -29,13 +30,8 @@ def pytest_configure(config: pytest.Config) -> None:
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # under nohup or '&', and tests of Ctrl-C would wait for ever
         signal.signal(signal.SIGINT, signal.default_int_handler)
     config.option.anyio_mode = "auto"  # every async test is an anyio test, without a marker of its own
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    for item in items:
-        long = item.get_closest_marker("soak") or item.get_closest_marker("hypothesis")
-        if long and item.get_closest_marker("timeout") is None:
-            item.add_marker(pytest.mark.timeout(LONG_TIMEOUT_S))  # otherwise pyproject.toml's
+    if config.getoption("numprocesses", None):  # the process that collects the reports of others
+        config.pluginmanager.register(Progress())
 
 
 @pytest.fixture(params=BACKENDS)
