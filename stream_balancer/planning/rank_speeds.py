@@ -19,6 +19,10 @@ __all__ = ["NO_FIXED_COSTS", "FixedCosts", "work_rates"]
 
 _LEAST_RATE = 0.05  # of the mean; a rank gets some work, however slow it is
 
+_MOST_FIXED = 1e6
+"""As many times the work as fixed costs count: from there on more of them split it the same way, and rates so unlike
+that some would be rounded to 0 cannot be planned with."""
+
 
 class FixedCosts(NamedTuple):
     """Fixed costs of a rank, whatever its rollouts are, in the unit of their costs."""
@@ -45,6 +49,7 @@ def work_rates(speeds: Floats, fixed_costs: FixedCosts, work: float, num_micro_b
     fixed = fixed_costs.step + fixed_costs.micro_batch * num_micro_batches
     if fixed == 0.0 or work <= 0.0:
         return speeds
-    finish = (work + speeds.size * fixed) / float(speeds.sum())
-    rates: Floats = np.maximum(speeds * finish - fixed, _LEAST_RATE * work / speeds.size)
+    fixed = min(fixed / work, _MOST_FIXED)  # in units of the work from here on: neither overflows beside the other
+    finish = (1.0 + speeds.size * fixed) / float(speeds.sum())
+    rates: Floats = np.maximum(speeds * finish - fixed, _LEAST_RATE / speeds.size)
     return rates * (float(speeds.sum()) / float(rates.sum()))

@@ -437,6 +437,17 @@ def test_a_rank_too_slow_for_its_fixed_costs_still_gets_some_work() -> None:
     assert 0 < rates[0] < 0.1 * rates[1]
 
 
+@pytest.mark.parametrize(("fixed", "work"), [(1e100, 1e-300), (1e100, 1.0), (1e20, 5e-324), (1.0, 5e-324), (1e-300, 1)])
+@pytest.mark.parametrize("speeds", [(1.0, 1.0, 1.0), (1.0, 0.5, 1 / 3, 1e-3)])
+def test_every_rank_has_a_rate_however_much_or_little_fixed_costs_are(
+    fixed: float, work: float, speeds: tuple[float, ...]
+) -> None:
+    rates = work_rates(np.array(speeds), FixedCosts(fixed, fixed), work, 3)
+    assert np.isfinite(rates).all()
+    assert (rates > 0.0).all(), "no plan can be made for a rank of speed 0"
+    assert rates.sum() == pytest.approx(sum(speeds))
+
+
 def test_the_first_step_says_nothing_at_all() -> None:
     learned = Calibration(sb.CalibratedCost(sb.TokenCost()), 1)
     for step, slowness in enumerate([1e4, 1.0, 1.0, 1.0]):
