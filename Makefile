@@ -62,16 +62,31 @@ bench-gpu: install  ## what one accelerator can measure, in under eight minutes;
 	$(BIN)/python -m pytest -m accelerator tests/unit/test_device.py
 	$(BIN)/python bench/accelerator.py $(ARGS)
 
+# torch is large: the environments beside .venv take .venv's files of it, and nothing else that is there. A folder of links,
+# which a .pth file names; pip finds torch installed. What pip would compile and nobody imports stays as it is: --no-compile.
+TORCH := $(VENV)/torch-alone
+TAKE_TORCH = for site in $(1)/lib/python3*/site-packages; do echo "$(CURDIR)/$(TORCH)" > $$site/torch.pth; done
+PIP_INSTALL := -m pip install --quiet --disable-pip-version-check --no-compile
+
+$(TORCH): $(STAMP)
+	rm -rf $@
+	mkdir $@
+	cd $@ && ln -s $(foreach name,torch torchgen functorch torch-*.dist-info,../lib/python3*/site-packages/$(name)) .
+
 PEERS := .venv-peers/bin/python
 
-.venv-peers/.installed: bench/peers-deps.txt bench/peers.txt
+.venv-peers/.installed: bench/peers-deps.txt bench/peers.txt | $(TORCH)
 	test -x $(PEERS) || $(PYTHON) -m venv .venv-peers
-	$(PEERS) -m pip install --quiet --disable-pip-version-check torch==2.13.0
-	$(PEERS) -m pip install --quiet --disable-pip-version-check -c constraints.txt -r bench/peers-deps.txt
-	$(PEERS) -m pip install --quiet --disable-pip-version-check --no-deps -r bench/peers.txt
+	$(call TAKE_TORCH,.venv-peers)
+	$(PEERS) $(PIP_INSTALL) -c constraints.txt -r bench/peers-deps.txt
+	$(PEERS) $(PIP_INSTALL) --no-deps -r bench/peers.txt
 	touch $@
 
-bench-peers: .venv-peers/.installed  ## the planning benchmarks beside verl, AReaL and others, in an environment of their own
+.venv-peers/.bench-installed: bench/peers-bench.txt .venv-peers/.installed
+	$(PEERS) $(PIP_INSTALL) -c constraints.txt -r bench/peers-bench.txt
+	touch $@
+
+bench-peers: .venv-peers/.bench-installed  ## the planning benchmarks beside verl, AReaL and others, in an environment of their own
 	for file in partition window micro_batches verl_drop_in context_parallel_peers training; do \
 		echo "== bench/$$file.py"; PYTHONPATH=. $(PEERS) bench/$$file.py $(ARGS) || exit 1; \
 	done
@@ -101,11 +116,12 @@ test-browser: $(VENV)/.browser-installed  ## the site and tune's page in headles
 
 EMPTY := $(VENV)/empty
 
-package: install  ## sdist and wheel into dist/; the wheel is tried in an empty environment, with the README's program
+package: $(TORCH)  ## sdist and wheel into dist/; the wheel is tried in an empty environment, with the README's program
 	rm -rf dist $(EMPTY)
 	$(BIN)/python -m build --outdir dist .
 	$(PYTHON) -m venv $(EMPTY)
-	$(EMPTY)/bin/python -m pip install --quiet --disable-pip-version-check torch==2.13.0 dist/*.whl
+	$(call TAKE_TORCH,$(EMPTY))
+	$(EMPTY)/bin/python $(PIP_INSTALL) torch==2.13.0 dist/*.whl
 	cd $(EMPTY) && bin/stream-balancer --version && bin/python -m stream_balancer replay generate:lrm:2000 --dp-size 4 --batch-size 16
 	sed -n '/^```python$$/,/^```$$/{//!p}' README.md > $(EMPTY)/readme.py
 	cd $(EMPTY) && PYTHONPATH= bin/python readme.py

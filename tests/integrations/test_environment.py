@@ -14,7 +14,6 @@ PEERS = [
     "areal",
     "lightning",
     "openrlhf",
-    "prtpy",
     "tensordict",
     "transfer_queue",
     "trl",
