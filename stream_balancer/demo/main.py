@@ -25,6 +25,7 @@ from tempfile import TemporaryDirectory
 
 import anyio
 import msgspec
+from anyio.abc import TaskStatus
 from rich.console import Console
 from torch.multiprocessing.spawn import ProcessContext, ProcessException, spawn
 
@@ -111,7 +112,7 @@ async def _run_all(
     """One run after another; fewer if SIGINT or SIGTERM came. ProcessException (in a group) if a rank dies."""
     runs: list[Figures] = []
     async with anyio.create_task_group() as group:
-        group.start_soon(_cancel_on_signal, group.cancel_scope)
+        await group.start(_cancel_on_signal, group.cancel_scope)  # before a rank is begun: it would be left half begun
         with RunProgress(console) as progress:
             for config in configs:
                 runs.append(await _run(options, workload, config, progress))  # noqa: PERF401  # kept if a signal comes
@@ -119,8 +120,9 @@ async def _run_all(
     return runs
 
 
-async def _cancel_on_signal(scope: anyio.CancelScope) -> None:
+async def _cancel_on_signal(scope: anyio.CancelScope, *, task_status: TaskStatus[None]) -> None:
     with anyio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
+        task_status.started()
         async for _ in signals:
             scope.cancel()
 

@@ -1,16 +1,19 @@
 """The demo itself, tiny, with its real processes: what it promises, and how it ends when something goes wrong."""
 
+import contextlib
+import io
 import json
 import os
 import signal
-import subprocess
-import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
+from forked import started
 from guard import GUARD_S
+from torch.multiprocessing.spawn import start_processes
 
-from stream_balancer.demo.main import run_demo
+from stream_balancer.demo import main
 from stream_balancer.demo.options import DemoOptions
 
 TINY = {
@@ -30,12 +33,15 @@ TINY = {
 BACKENDS = ["asyncio", pytest.param("trio", marks=pytest.mark.slow)]
 
 
-def started(**options):
-    """The demo in a process of its own."""
-    imports = "from stream_balancer.demo.main import run_demo; from stream_balancer.demo.options import *"
-    command = f"import sys, pathlib; {imports}; PosixPath = pathlib.Path; "
-    command += f"sys.exit(run_demo(DemoOptions(**{TINY | options!r})))"
-    return subprocess.Popen([sys.executable, "-c", command], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+def whole(**options):
+    """What a demo says, from here, to stdout and to stderr. Its ranks are forked: those of `make demo` import torch."""
+    out, errors = io.TextIOWrapper(io.BytesIO()), io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(out), contextlib.redirect_stderr(errors):
+        patch.setattr(main, "spawn", partial(start_processes, start_method="forkserver"))
+        code = main.run_demo(DemoOptions(**TINY | options))
+    assert code == 0, errors.getvalue()
+    out.seek(0)
+    return out.read(), errors.getvalue()
 
 
 @pytest.fixture(scope="module", params=BACKENDS)
@@ -44,10 +50,8 @@ def result(request, tmp_path_factory):
     trace = tmp_path_factory.mktemp("demo") / "lengths.csv"
     rows = [f"g{i // 3},{5 + i},{(i * i) % 97 + 1}" for i in range(30)]
     trace.write_text("\n".join(["group_id,prompt_tokens,output_tokens", *rows]))
-    process = started(backend=request.param, json=True, trace=trace)
-    stdout, stderr = process.communicate(timeout=GUARD_S)
-    assert process.returncode == 0, stderr
-    return json.loads(stdout), stderr
+    out, errors = whole(backend=request.param, json=True, trace=trace)
+    return json.loads(out), errors
 
 
 @pytest.mark.slow
@@ -86,55 +90,84 @@ def test_the_report_says_what_it_ran(result):
 
 
 @pytest.mark.slow
-def test_tables_go_to_stdout(capsys):
-    assert run_demo(DemoOptions(**TINY)) == 0
-    out = capsys.readouterr().out
+def test_tables_go_to_stdout():
+    out, _ = whole()
     for part in ("round-robin", "balanced", "idle fraction", "Exactly once: in both runs all 40", "multiplied by"):
         assert part in out
 
 
 @pytest.mark.slow
-def test_fewer_rollouts_than_ranks_are_trained_on_once_too(capsys):
-    assert run_demo(DemoOptions(**{**TINY, "rollouts": 1}, json=True)) == 0
-    report = json.loads(capsys.readouterr().out)
+def test_fewer_rollouts_than_ranks_are_trained_on_once_too():
+    report = json.loads(whole(rollouts=1, json=True)[0])
     assert report["exactly_once"] is True
     assert report["balanced"]["num_steps"] == 1
+
+
+DEMO = "import sys; from stream_balancer.demo import main, options; "
+DEMO += "sys.exit(main.run_demo(options.DemoOptions(**eval(sys.argv[1]))))"
+INTERRUPTS = """
+import os, signal
+from multiprocessing import util
+start = util.spawnv_passfds
+def interrupted(*command):
+    started = start(*command)
+    os.kill(os.getpid(), signal.SIGINT)
+    return started
+util.spawnv_passfds = interrupted
+"""
 
 
 @pytest.mark.skipif(not os.path.isdir("/proc"), reason="looks into /proc")
 class TestAccidents:
     """A demo that would run for minutes, interrupted in its first run."""
 
-    @pytest.fixture(params=BACKENDS)
-    def demo(self, request):
-        """A demo that is running, and its ranks' pids."""
-        process = started(backend=request.param, tokens_per_second=20.0)
-        try:
-            yield process, ranks_of(process.pid, 2)
-        finally:
-            process.kill()
-            process.communicate()
+    @pytest.fixture
+    def backend(self):
+        return "asyncio"
 
+    @pytest.fixture
+    def demo(self, backend):
+        """A demo that is running in a process of its own, and its ranks' pids."""
+        with started("-c", DEMO, TINY | {"backend": backend, "tokens_per_second": 20.0}) as process:
+            yield process, ranks_of(process.pid, 2)
+
+    @pytest.mark.parametrize("backend", BACKENDS)
     def test_a_killed_rank_ends_the_demo_with_an_error_that_names_it(self, demo):
         process, ranks = demo
         os.kill(ranks[1], signal.SIGKILL)
-        _, stderr = process.communicate(timeout=GUARD_S)
+        _, stderr = process.communicate(GUARD_S)
         assert process.returncode == 1
         assert f"rank 1 (process {ranks[1]}) failed" in stderr
         assert "SIGKILL" in stderr
         assert not any(map(is_running, ranks))
 
-    @pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
+    @pytest.mark.parametrize(
+        ("backend", "number"),
+        [
+            ("asyncio", signal.SIGINT),
+            pytest.param("trio", signal.SIGINT, marks=pytest.mark.slow),
+            pytest.param("asyncio", signal.SIGTERM, marks=pytest.mark.slow),
+        ],
+    )
     def test_ctrl_c_ends_every_process(self, demo, number):
         process, ranks = demo
         for pid in ranks:
             os.kill(pid, signal.SIGINT)  # a terminal sends it to all
         process.send_signal(number)
-        _, stderr = process.communicate(timeout=GUARD_S)
+        _, stderr = process.communicate(GUARD_S)
         assert process.returncode == 130
         assert "interrupted; all its processes have been ended" in stderr
         assert "Traceback" not in stderr
         assert not any(map(is_running, ranks))
+
+    @pytest.mark.parametrize("backend", BACKENDS)
+    def test_ctrl_c_while_it_starts_its_ranks_ends_them_too(self, backend):
+        """A rank that has begun has not been told yet what it is to do."""
+        with started("-c", INTERRUPTS + DEMO, TINY | {"backend": backend, "tokens_per_second": 20.0}) as process:
+            _, stderr = process.communicate(GUARD_S)  # which is read to its end: no rank holds it
+        assert process.returncode == 130
+        assert "interrupted; all its processes have been ended" in stderr
+        assert "Traceback" not in stderr
 
     @pytest.mark.slow
     @pytest.mark.parametrize("killed_too", [[], [1]], ids=["alone", "with_a_rank"])
