@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import after_failures
 import pytest
 from hypothesis import settings
 from progress import Progress
@@ -30,6 +31,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # under nohup or '&', and tests of Ctrl-C would wait for ever
         signal.signal(signal.SIGINT, signal.default_int_handler)
     config.option.anyio_mode = "auto"  # every async test is an anyio test, without a marker of its own
+    after_failures.pytest_configure(config)
     if config.getoption("numprocesses", None):  # the process that collects the reports of others
         config.pluginmanager.register(Progress())
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from guard import GUARD_S
 
 SWEEP = """
 import stream_balancer as sb
@@ -29,18 +31,22 @@ def is_running(pid: int) -> bool:
         return False
 
 
+def wait_until(condition: Callable[[], bool], otherwise: str) -> None:
+    give_up = time.monotonic() + GUARD_S
+    while not condition():
+        assert time.monotonic() < give_up, otherwise
+        time.sleep(0.05)
+
+
 @pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="looks into /proc")
 @pytest.mark.slow
 def test_the_processes_of_a_sweep_that_is_killed_end() -> None:
-    give_up = time.monotonic() + 30
     with subprocess.Popen([sys.executable, "-c", SWEEP]) as parent:
-        children: list[int] = []
-        while len(children) < 3:  # two that simulate, and multiprocessing's resource tracker
-            assert time.monotonic() < give_up, "no sweep began"
-            time.sleep(0.05)
+        try:
+            # two that simulate, and multiprocessing's resource tracker
+            wait_until(lambda: len(children_of(parent.pid)) >= 3, "no sweep began")
+            time.sleep(1.0)  # they are at work, or still importing: both must do
             children = children_of(parent.pid)
-        time.sleep(1.0)  # they are at work, or still importing: both must do
-        parent.kill()
-    while any(map(is_running, children)):
-        assert time.monotonic() < give_up, "still running"
-        time.sleep(0.05)
+        finally:
+            parent.kill()  # or leaving this block would wait for the whole sweep, which takes an hour on a slow machine
+    wait_until(lambda: not any(map(is_running, children)), "still running")
