@@ -111,7 +111,8 @@ def _best_of_many(table: _Slots, num_ranks: int, target: float) -> _Slots:
     same input gives the same answer.
     """
     work = table.values[:-1]
-    copies = max(2, _SMALL_COPIES // (table.slots.size * work.size))
+    # of a handful of rollouts there are fewer partitions than that (but for the names of ranks)
+    copies = max(2, min(_SMALL_COPIES // (table.slots.size * work.size), num_ranks ** (work.size - 1)))
     start = table.slots
     if table.counts == "equal" and table._has_dummies:  # they are strewn about; in one column, no rank gets two
         start = np.sort(start, axis=1)
