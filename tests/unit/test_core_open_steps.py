@@ -7,7 +7,7 @@ from contextlib import suppress
 from functools import partial
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import stream_balancer as sb
@@ -94,7 +94,6 @@ class Trainer:
         self.in_flight.clear()
 
 
-@settings(max_examples=300, deadline=None)
 @given(st.sampled_from(KNOBS), CALLS)
 def test_rows_add_up_to_steps_and_every_rollout_is_in_one(
     knobs: dict[str, object], calls: list[tuple[str, int]]

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from test_executions import (
     DIVISORS,
@@ -102,7 +102,6 @@ def steps(draw: st.DrawFn) -> tuple[sb.BalancerConfig, list[Rollout]]:
     return config, rollouts
 
 
-@settings(deadline=None, max_examples=150)
 @given(steps())
 def test_what_holds_for_every_step(given: tuple[sb.BalancerConfig, list[Rollout]]) -> None:
     config, rollouts = given

@@ -7,7 +7,7 @@ from itertools import pairwise, product
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from stream_balancer.planning import PlanKnobs, Waiting, plan_batch
@@ -141,7 +141,6 @@ def optimum(waiting, ranks):
     )
 
 
-@settings(max_examples=150)
 @given(steps(most_groups=3, most_siblings=3).filter(lambda waiting: waiting.costs.size <= 7), st.integers(1, 3))
 def test_no_layout_at_all_is_done_before_the_bound(waiting, ranks):
     best = optimum(waiting, ranks)

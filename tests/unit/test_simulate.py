@@ -425,8 +425,9 @@ class TestKnobs:
     def test_length_bias(self) -> None:
         trace = generate_trace(4_000, "lognormal", seed=0)
         config = BalancerConfig(dp_size=8, batch_size=32, cost=QuadraticCost())
-        bias = simulate(trace, config, slots=32).length_bias
-        assert bias.num_batches == simulate(trace, config, slots=32).steady.batches
+        report = simulate(trace, config, slots=32)
+        bias = report.length_bias
+        assert bias.num_batches == report.steady.batches
         assert bias.mean_delay == pytest.approx(1.0, abs=0.05)
         assert 0.0 < bias.length_delay_correlation < 0.6
         assert bias.delay_per_decile[0] < bias.delay_per_decile[-1]
@@ -489,13 +490,13 @@ def test_a_run_is_in_its_steady_state_after_the_warm_up(traces_dir: Path) -> Non
     trace = load_trace(traces_dir / f"{_FIRST}.csv.gz")
     config = BalancerConfig(dp_size=8, batch_size=32, cost=QuadraticCost(), max_skips=8)
     work = np.zeros((2, 2))
-    for seed in range(24):
+    for seed in range(8):
         report = simulate(trace.resampled(32 * 130, seed, by_group=False), config, seed=seed, tolerance=0.05)
         first = report.shown_steps.start + 30
         for part, chosen in enumerate((slice(report.shown_steps.start, first), slice(first, report.shown_steps.stop))):
             work[part] += report.steps.mean_load[chosen].sum(), report.steps.step_work[chosen].sum()
     early, late = 100 * (1 - work[:, 0] / work[:, 1])
-    assert early == pytest.approx(late, abs=3.0)
+    assert early == pytest.approx(late, abs=2.0)
 
 
 @pytest.mark.parametrize("policy", ["round_robin", "fifo", "window"])

@@ -103,8 +103,11 @@ def test_the_readmes_commands_run_on_few_rollouts(
     assert "idle" in done.stdout
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize(
+    "command",
+    # a sweep is some twenty simulations of one size
+    [pytest.param(one, marks=pytest.mark.soak if one.startswith("tune ") else pytest.mark.slow) for one in COMMANDS],
+)
 def test_the_readmes_commands_run(command: str, tmp_path: Path) -> None:
     done = run_python("-m", "stream_balancer", *command.split(), cwd=tmp_path, timeout_s=380)
     assert done.returncode == 0, done.stderr

@@ -219,11 +219,11 @@ class TestSweep:
 
     @pytest.mark.slow
     def test_a_trainer_that_takes_time_is_given_two_numbers(self) -> None:
-        trace = sb.generate_trace(400, HEAVY, seed=1)
+        trace = sb.generate_trace(240, HEAVY, seed=1)
         how: dict[str, Any] = {"slots": 16, "trainer": "matched"}
-        few: dict[str, Any] = {"windows": [4, 6, 8], "max_skips": [12], "deadlines_s": [None]}
-        report = sb.tune(trace, SMALL, capacities=[8, 12, 16], **few, **how)
-        assert {(o.window, o.capacity) for o in report.outcomes} == {(w, c) for w in (4, 6, 8) for c in (8, 12, 16)}
+        few: dict[str, Any] = {"windows": [4, 8], "max_skips": [12], "deadlines_s": [None]}
+        report = sb.tune(trace, SMALL, capacities=[8, 16], **few, **how)
+        assert [(o.window, o.capacity) for o in report.outcomes] == [(4, 8), (4, 16), (8, 8), (8, 16)]
         chosen = report.recommended
         assert report.pays
         assert chosen.capacity > 8, "more to choose from saves idle time"
@@ -242,7 +242,7 @@ class TestSweep:
 
     @pytest.mark.slow
     def test_the_number_of_processes_changes_nothing(self) -> None:
-        trace = sb.generate_trace(400, HEAVY, seed=1)
+        trace = sb.generate_trace(200, HEAVY, seed=1)
         one, two = (sb.tune(trace, SMALL, processes=processes, **{**FEW, "windows": [4, 8]}) for processes in (1, 2))
         assert one.to_dict() == two.to_dict()
 
