@@ -22,6 +22,7 @@ import anyio
 import helpers
 import pytest
 from anyio.lowlevel import checkpoint
+from guard import GUARD_S
 from helpers import until, waiting
 from test_cancellation import How, cancelled_after, ways
 
@@ -84,7 +85,7 @@ class Disk:
     def commit(self, db: sqlite3.Connection) -> None:
         self.commits += 1
         self.waiting.set()
-        self.open.wait(30)
+        self.open.wait(GUARD_S)
         if self.error is not None:
             error = sqlite3.OperationalError("the disk said so")
             error.sqlite_errorcode = self.error
@@ -93,7 +94,7 @@ class Disk:
 
     async def reached(self) -> None:
         """Until a commit waits for the disk."""
-        await anyio.to_thread.run_sync(self.waiting.wait, 30)
+        await anyio.to_thread.run_sync(self.waiting.wait, GUARD_S)
 
     @contextmanager
     def stopped(self) -> Iterator[None]:
@@ -855,7 +856,7 @@ async def test_max_bytes_holds_puts_back_until_acknowledgements_come(
             await balancer.put(make_rollout(500, "cancelled"))
         with pytest.raises(sb.RolloutError, match="too large for a journal of max_bytes"):
             await balancer.put(make_rollout(50_000))
-        with anyio.fail_after(30):
+        with anyio.fail_after(GUARD_S):
             async for batch in balancer.batches():
                 largest = max(largest, size_of(tmp_path / "j"))
                 trained += [r.rollout_id for r in batch.rollouts if not r.is_padding]

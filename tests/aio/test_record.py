@@ -12,6 +12,7 @@ from typing import Any
 import anyio
 import helpers
 import pytest
+from guard import GUARD_S
 
 import stream_balancer as sb
 import stream_balancer.controller.recorder as record_room
@@ -137,7 +138,7 @@ async def test_a_disk_that_hangs_holds_no_put_up(tmp_path: Path, monkeypatch: py
     write = record_room.Recorder._write
 
     def stuck(self: record_room.Recorder, file: Any, rows: Any) -> None:
-        let_go.wait(30)
+        let_go.wait(GUARD_S)
         write(self, file, rows)
 
     monkeypatch.setattr(record_room.Recorder, "_write", stuck)
@@ -160,7 +161,7 @@ async def test_a_slow_run_is_not_far_behind(tmp_path: Path) -> None:
         await balancer.put(make_rollout(2))
 
         def wait_for_the_thread() -> str:
-            for _ in range(3000):
+            for _ in range(100 * GUARD_S):
                 if path.exists() and path.read_text().count("\n") == 3:
                     break
                 time.sleep(0.01)

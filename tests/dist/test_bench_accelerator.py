@@ -16,10 +16,11 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.mark.slow
 def test_every_part_of_the_benchmark_prints_its_rows() -> None:
+    # it works for a quarter of a minute where nothing else does
     command = [sys.executable, "bench/accelerator.py", "--device", "cpu", "--json"]
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     done = subprocess.run(
-        command, cwd=ROOT, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True, timeout=GUARD_S
+        command, cwd=ROOT, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True, timeout=2 * GUARD_S
     )
     assert done.returncode == 0, done.stderr[-2000:]
     rows = {row["name"]: row["value"] for row in map(json.loads, done.stdout.splitlines())}

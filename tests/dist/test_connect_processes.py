@@ -39,5 +39,5 @@ async def test_an_unclosed_producer_ends_with_its_process() -> None:
 
 
 async def ended(process: Python) -> tuple[int | None, str, str]:
-    out, errors = await anyio.to_thread.run_sync(process.communicate, 40)
+    out, errors = await anyio.to_thread.run_sync(process.communicate, GUARD_S)
     return process.returncode, out, errors

@@ -103,7 +103,7 @@ def _memory_files() -> int:
 async def test_shared_memory_of_a_lost_rank_is_released(how: str) -> None:
     """While its controller goes on: ranks that are lost now and then must not fill the machine."""
     before = _memory_files()
-    with anyio.fail_after(120):
+    with anyio.fail_after(GUARD_S):
         async with OPENERS["shared_memory"](1) as harness:
             feed = harness.connect(0)
             await _first_batch(harness, feed)

@@ -39,7 +39,7 @@ def test_a_rank_leaves_a_controller_that_died_while_it_connected() -> None:
     assert not closer.is_alive()
     server.shutdown(socket.SHUT_RDWR)
     server.close()
-    acceptor.join(5)
+    acceptor.join(GUARD_S)
 
 
 def _host_store(pipe: Any) -> None:

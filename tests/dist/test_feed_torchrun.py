@@ -38,7 +38,7 @@ async def _drill(folder: Path) -> None:
             )
             try:
                 await serve(balancer, transport, rejoin_timeout_s=GUARD_S)
-                output, _ = await anyio.to_thread.run_sync(trainer.communicate)
+                output, _ = await anyio.to_thread.run_sync(trainer.communicate, None, GUARD_S)
             finally:
                 trainer.kill()
     assert trainer.returncode == 0, output

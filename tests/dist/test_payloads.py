@@ -234,7 +234,7 @@ def test_an_answer_is_read_while_another_owner_has_not_begun_to_answer(
     was_read: list[bool] = []
 
     def wait_for_the_other(*key: int) -> object:
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + GUARD_S
         while not last.any() and time.monotonic() < deadline:
             time.sleep(0.001)
         was_read.append(bool(last.any()))

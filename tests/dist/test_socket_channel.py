@@ -11,6 +11,7 @@ from contextlib import asynccontextmanager
 from functools import partial
 
 import pytest
+from guard import GUARD_S
 from lockstep import in_lockstep
 
 from stream_balancer.errors import WireError
@@ -73,7 +74,7 @@ async def test_hostile_bytes_end_that_connection_alone(hubs: Hubs, raw: bytes) -
         sock.sendall(raw)
         error = await recorders[0].end()
         assert isinstance(error, WireError) or raw.startswith(frame(Close()))
-        sock.settimeout(5)
+        sock.settimeout(GUARD_S)
         while sock.recv(4096):
             pass
     with other as sock:

@@ -14,6 +14,7 @@ import anyio
 import anyio.lowlevel
 import pytest
 import trio
+from guard import GUARD_S
 
 from stream_balancer.transport.event_loop import loop_caller
 
@@ -79,7 +80,7 @@ def test_a_call_that_ctrl_c_cuts_off_does_not_hold_up_the_next(
             with pytest.raises(KeyboardInterrupt):
                 in_loop(partial(seen.append, 0))
         in_a_thread(partial(in_loop, partial(seen.append, 1)))
-        with anyio.fail_after(5):
+        with anyio.fail_after(GUARD_S):
             while len(seen) < 2:
                 await anyio.lowlevel.checkpoint()
 

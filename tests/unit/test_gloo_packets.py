@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from guard import GUARD_S
 from torch import Tensor
 
 from stream_balancer.errors import WireError
@@ -81,7 +82,7 @@ def pair() -> FakePair:
 
 def a_channel(pair: FakePair, connected: threading.Event) -> GlooChannel:
     def connect() -> FakePair:
-        connected.wait(10)
+        connected.wait(GUARD_S)
         return pair
 
     return GlooChannel("sb-test", connect, connected.set, LinkOptions(), pool=BufferPool(1))
@@ -107,7 +108,7 @@ def packets_of(*messages: Message) -> list[bytes]:
     done = threading.Event()
     channel.send(lambda _: done.set())
     connected.set()
-    assert done.wait(10)
+    assert done.wait(GUARD_S)
     channel.abort()
     return pair.sent
 
@@ -127,7 +128,7 @@ def test_small_messages_share_packets_and_none_is_lost(
         pair.give(packet)
     end = threading.Event()
     recorder.on_message = lambda message: end.set() if len(recorder.messages) == len(sent) else None
-    assert end.wait(10) or len(recorder.messages) == len(sent)
+    assert end.wait(GUARD_S) or len(recorder.messages) == len(sent)
     assert recorder.messages == sent
 
 
@@ -141,7 +142,7 @@ def test_a_message_larger_than_a_packet_travels_behind_one(
     recorder.on_message = lambda _: came.set()
     for packet in packets:
         pair.give(packet)
-    assert came.wait(10)
+    assert came.wait(GUARD_S)
     assert recorder.messages == [message]
 
 
@@ -195,7 +196,7 @@ def test_a_peer_that_has_seen_more_than_was_sent_is_refused(
     peer.send(Outgoing(Payloads(0), [source_of(torch.zeros(10, dtype=torch.uint8))]))
     done = threading.Event()
     peer.send(lambda _: done.set())
-    assert done.wait(10)
+    assert done.wait(GUARD_S)
     peer.abort()
     pair.give(other.sent[-1])  # an empty packet that has seen three
     wait_for_end(recorder)  # wait_closed() would not wait before the pair is there
@@ -216,14 +217,14 @@ def test_a_packet_counts_as_seen_once_all_that_is_in_it_was_acted_on(
             done = threading.Event()
             channel.send(Outgoing(PutRefused(1, "other", "x" * 1000)))
             channel.send(lambda _: done.set())
-            assert done.wait(10)
+            assert done.wait(GUARD_S)
             told.append(seen_in(pair.sent[-1]))
 
             has_told.set()
 
     recorder.on_message = send_something
     pair.give(packet)
-    assert has_told.wait(10)
+    assert has_told.wait(GUARD_S)
     assert told == [0]
 
 
@@ -242,13 +243,13 @@ def test_bulk_is_acknowledged_by_one_empty_packet_after_it_was_acted_on(
                 return Outgoing(Taken(n))
 
             channel.send(write)
-            assert written.wait(10)
+            assert written.wait(GUARD_S)
         acted.set()
 
     recorder.on_message = let_the_writer_run
     for packet in packets_of_bulk():
         pair.give(packet)
-    assert acted.wait(10)
+    assert acted.wait(GUARD_S)
     while seen_in(pair.sent[-1]) == 0:
         time.sleep(0.001)
     assert [is_empty(packet) for packet in pair.sent].count(True) <= 1
@@ -263,7 +264,7 @@ def packets_of_bulk() -> list[bytes]:
 
     channel.send(Outgoing(Payloads(0), [source_of(torch.zeros(10, dtype=torch.uint8))]))
     channel.send(lambda _: done.set())
-    assert done.wait(10)
+    assert done.wait(GUARD_S)
     channel.abort()
     return pair.sent[:3]  # the packet, the bulk, the empty packet behind it
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import anyio
 import pytest
+from guard import GUARD_S
 
 import stream_balancer as sb
 from stream_balancer.metrics import METRICS, figures
@@ -49,7 +50,7 @@ async def fresh_statistics() -> sb.Statistics:
 
 def fetch(port: int, path: str = "/metrics") -> str:
     try:
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=30) as response:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=GUARD_S) as response:
             return str(response.read().decode())
     except urllib.error.HTTPError as error:
         error.close()  # it holds the connection

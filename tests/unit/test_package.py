@@ -12,12 +12,15 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from guard import GUARD_S
 
 import stream_balancer as sb
 
 
 def in_a_new_process(code: str) -> str:
-    return subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, timeout=60).stdout
+    return subprocess.run(
+        [sys.executable, "-c", code], check=True, capture_output=True, text=True, timeout=GUARD_S
+    ).stdout
 
 
 def seen_by_type_checkers() -> dict[str, str]:

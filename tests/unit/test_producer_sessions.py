@@ -14,6 +14,7 @@ import anyio
 import msgspec
 import pytest
 import torch
+from guard import GUARD_S
 from lockstep import in_lockstep
 from sessions import OWNER, FakeChannel, outgoing, producer_session, send
 
@@ -246,7 +247,7 @@ def test_a_rollout_may_die_while_the_session_is_at_work() -> None:
 
     thread = threading.Thread(target=let_go, daemon=True)
     thread.start()
-    thread.join(5)
+    thread.join(GUARD_S)
     assert not thread.is_alive(), "it waits for its own lock"
     assert not session.keeps_payloads
 
@@ -505,7 +506,7 @@ def test_closing_cancels_what_is_sent_waits_for_the_replies_and_releases_all() -
         assert closing.is_alive()
     assert channel.closed is None
     port.receive(m.PutRefused(0, "cancelled", ""), (), ())
-    closing.join(5)
+    closing.join(GUARD_S)
     assert (channel.closed, channel.aborted, hung_up) == ("", True, [1])
     for put in (sent, waits):
         assert isinstance(put.error, sb.ClosedResourceError)
@@ -589,11 +590,11 @@ def test_a_session_lives_in_two_threads(backend: Literal["asyncio", "trio"]) -> 
     def producer(session: ProducerSession) -> None:
         for number in range(count):
             if number >= 4:
-                seen.append(replies.get(timeout=10))
+                seen.append(replies.get(timeout=GUARD_S))
             put_into(session, number, f"r{number}")
             send(session, m.Cancel(number))
         while len(seen) < count:
-            seen.append(replies.get(timeout=10))
+            seen.append(replies.get(timeout=GUARD_S))
         session.ended(PeerClosed(""))
 
     seen: list[int] = []
@@ -639,7 +640,7 @@ def test_puts_that_are_read_together_wake_the_event_loop_together(hub: Hub, monk
             message, [buffer] = outgoing(a_put(f"r{number}"), number)
             other.sendall(frame(message, (buffer.numel(),)) + bytes(buffer.numpy()))
         session = welcome_producer(hub, one, m.JoinProducer("a producer"), Limits(), in_loop, linger_s=1.0)
-        assert done.wait(10)
+        assert done.wait(GUARD_S)
         taken = [offer.number for offer in iter(session.take, None) if isinstance(offer, Offer)]
         assert (taken, received_by_then) == (list(range(10)), [10])
 

@@ -11,6 +11,7 @@ import hypothesis.strategies as st
 import msgspec
 import pytest
 import torch
+from guard import GUARD_S
 from hypothesis import given
 from sessions import FakeChannel, at_once
 
@@ -496,13 +497,13 @@ def test_a_rank_fetches_in_a_thread_of_its_own_and_is_closed_while_it_does(chann
 
     def read(*_: object) -> Mapping[int, str]:
         reading.set()
-        source.closed.wait(10)
+        source.closed.wait(GUARD_S)
         raise sb.ClosedResourceError
 
     source.read = read  # type: ignore[method-assign]
     port = RankPort(channel, JOIN, payloads=source)
     deliver(_with_a_payload_elsewhere(), port)
-    assert reading.wait(10), "receive() must not wait for the owner"
+    assert reading.wait(GUARD_S), "receive() must not wait for the owner"
     port.close()
     assert source.closed.is_set(), "the thread was waited for, not woken"
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("sb-fetch")]

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import anyio
 import msgspec
 import pytest
+from guard import GUARD_S
 from helpers import until
 from rich.console import Console
 from typer.testing import CliRunner, Result
@@ -319,11 +320,11 @@ def published() -> Iterator[Published]:
 
     thread = threading.Thread(target=anyio.run, args=[main])
     thread.start()
-    assert ready.wait(30)
+    assert ready.wait(GUARD_S)
 
     def stop() -> None:
         done.set()
-        thread.join(30)
+        thread.join(GUARD_S)
 
     yield Published(paths[0], stop)
     stop()
@@ -345,7 +346,7 @@ def test_the_command_shows_and_records_until_the_balancer_is_gone(published: Pub
     while not record.exists() or not record.read_bytes().endswith(b"\n"):
         time.sleep(0.005)
     published.stop()
-    command.join(30)
+    command.join(GUARD_S)
     assert results[0].exit_code == 0, results[0].output
     assert "mine (pid" in results[0].stdout
     assert "the balancer is gone" in results[0].stdout
