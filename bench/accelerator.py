@@ -101,7 +101,7 @@ def copies(rows: Rows, trainer: Trainer, micro_batch: list[Rollout], megabytes: 
     rows.add("the trainer waits for a batch that was copied beside the step", 1e3 * statistics.median(waited), "ms")
 
 
-TOY = {"model": "small", "ranks": 2, "batch": 8, "max_length": 96, "cap": 96, "steps": 2, "megabytes": 1.0}
+TOY = {"model": "toy", "ranks": 2, "batch": 8, "max_length": 96, "cap": 96, "steps": 2, "megabytes": 1.0}
 
 
 def main() -> None:

@@ -38,6 +38,7 @@ from stream_balancer.types import MicroBatch
 Layout = list[list[list[Rollout]]]
 """``[rank][micro_batch]`` -> rollouts."""
 MODELS = {
+    "toy": DemoOptions(hidden_size=16, num_layers=1, num_heads=2, vocab_size=32),
     "small": DemoOptions(),
     "0.5b": DemoOptions(hidden_size=1280, num_layers=24, num_heads=20, vocab_size=32000),
 }

@@ -55,8 +55,8 @@ def loss_sum(model: Decoder, micro_batch: sb.MicroBatch, attention: Callable[[Tr
 
 
 def rollouts(declare: bool) -> Iterator[sb.Rollout]:
-    """24 prompts, six answers to each. Where nobody declares a prefix, a tree is of whole rollouts."""
-    for group in range(24):
+    """12 prompts, six answers to each. Where nobody declares a prefix, a tree is of whole rollouts."""
+    for group in range(12):
         prompt = torch.randint(VOCABULARY, (450,))
         for length in torch.empty(SIBLINGS).log_normal_(4, 1).int().clamp(2, 1000).tolist():
             ids = torch.cat([prompt, torch.randint(VOCABULARY, (length,))])
@@ -69,7 +69,7 @@ def train(share: bool) -> float:
     torch.manual_seed(0)
     torch.set_num_threads(1)
     model, seconds = Decoder(vocab_size=VOCABULARY), 0.0
-    config = sb.BalancerConfig(dp_size=4, batch_size=72, group_size=SIBLINGS, cost=COST, share_prefixes=share)
+    config = sb.BalancerConfig(dp_size=4, batch_size=36, group_size=SIBLINGS, cost=COST, share_prefixes=share)
     with sb.blocking(config) as balancer:
         for rollout in rollouts(declare=share):
             balancer.put(rollout)

@@ -167,6 +167,26 @@ def started(
         process.stderr.close()
 
 
+def torchrun(size: int, *arguments: object) -> str:
+    """``torchrun --nproc-per-node size *arguments``; what all ranks printed."""
+    done = run_python("-c", TORCHRUN, "--nproc-per-node", size, *arguments)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+TORCHRUN = "import forked, sys; forked.launch(*sys.argv[1:])"
+
+
+def launch(*arguments: str) -> None:
+    """torchrun in this process. The ranks are forked, too, so that torch is loaded once for all their lives."""
+    from torch.distributed.run import get_args_parser, main
+
+    script = get_args_parser().parse_args(arguments).training_script
+    sys.path.insert(0, str(Path(script).parent))  # as an interpreter does with the file it is given
+    multiprocessing.set_forkserver_preload(["stream_balancer.rank.feed", "torch.distributed.run"])
+    main(["--standalone", "--start-method", "forkserver", "--run-path", *arguments])
+
+
 def _run(
     arguments: tuple[str, ...],
     cwd: str,

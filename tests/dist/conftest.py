@@ -21,7 +21,7 @@ def _server_that_forks() -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before pytest looks at -m
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Processes take long, and are the same on both loops."""
+    """Processes take long, and are the same on both loops; contracts are held on each, clause by clause."""
     for item in items:
         if item.get_closest_marker("processes") and item.callspec.params.get("anyio_backend") == "trio":  # type: ignore[attr-defined]
-            item.add_marker(pytest.mark.slow)
+            item.add_marker(pytest.mark.soak)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
@@ -21,6 +22,7 @@ WORLD = 3
 def _run(job: Callable[[int], Any], rank: int, port: int, told: Connection) -> None:
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=WORLD)
     told.send(job(rank))
+    told.recv()  # who is missed is still there
     if job is not someone_missing:
         dist.destroy_process_group()
 
@@ -29,7 +31,12 @@ def all_of(job: Callable[[int], Any]) -> list[Any]:
     """What each of three processes made of ``job``."""
     port = free_port()
     processes, pipes = zip(*(forked(_run, job, rank, port) for rank in range(WORLD)), strict=True)
-    got = [pipe.recv() for pipe in pipes]
+    got = []
+    for pipe in pipes:
+        assert pipe.poll(GUARD_S), "a process neither says what came of it nor ends"
+        got.append(pipe.recv())
+    for pipe in pipes:
+        pipe.send("all have said")
     for process in processes:
         process.join(GUARD_S)
         assert process.exitcode == 0
@@ -56,7 +63,6 @@ def late(rank: int) -> list[tuple[float, float]]:
 def someone_missing(rank: int) -> str:
     sb.barrier()
     if rank == 1:
-        time.sleep(2)
         return ""
     try:
         sb.barrier(timeout_s=0.3)
@@ -74,7 +80,7 @@ def test_nobody_leaves_before_all_have_come() -> None:
 def test_the_missing_are_named() -> None:
     first, _, last = all_of(someone_missing)
     assert "not every process came within 0.3 s" in first
-    assert "Ranks 1 failed to pass" in first
+    assert re.search(r"Ranks 1\b.* failed to pass", first)  # and 2, if the machine was too busy for it
     assert "not every process came" in last
 
 

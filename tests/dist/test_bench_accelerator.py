@@ -3,25 +3,17 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from guard import GUARD_S
+from forked import run_python
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.mark.slow
 def test_every_part_of_the_benchmark_prints_its_rows() -> None:
-    # it works for a quarter of a minute where nothing else does
-    command = [sys.executable, "bench/accelerator.py", "--device", "cpu", "--json"]
-    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    done = subprocess.run(
-        command, cwd=ROOT, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True, timeout=2 * GUARD_S
-    )
+    done = run_python(ROOT / "bench" / "accelerator.py", "--device", "cpu", "--json")
     assert done.returncode == 0, done.stderr[-2000:]
     rows = {row["name"]: row["value"] for row in map(json.loads, done.stdout.splitlines())}
     for policy in ("round-robin", "arrival order, best partition", "window 2x"):

@@ -249,7 +249,7 @@ def test_what_was_accepted_is_trained_on_once_whatever_is_killed(tmp_path: Path)
 
 
 @pytest.mark.soak
-@pytest.mark.timeout(1500)
+@pytest.mark.timeout(900)
 def test_two_hundred_kills(tmp_path: Path) -> None:
     figures = _crash_test(tmp_path, kills=200, least=20_000, seed=2, interval_s=1.5)
     logging.getLogger(__name__).warning("%s", figures)
@@ -346,7 +346,7 @@ def test_without_a_journal_what_the_checkpoint_promised_is_trained_on(tmp_path: 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("retry", [True, False])
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(600)
 def test_without_a_journal_a_hundred_kills(tmp_path: Path, retry: bool) -> None:
     figures = _checkpoint_test(tmp_path, kills=100, least=20_000, retry=retry, interval_s=1.5)
     logging.getLogger(__name__).warning("%s", figures)

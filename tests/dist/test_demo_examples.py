@@ -2,13 +2,11 @@
 
 import os
 import re
-import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from forked import free_port, run_python, run_world, started
+from forked import free_port, run_python, run_world, started, torchrun
 from guard import GUARD_S
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -16,15 +14,6 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 
 def run(example):
     done = run_python(EXAMPLES / example)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
-def torchrun(ranks, *command):
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks]
-    done = subprocess.run(
-        [*map(str, [*launch, *command])], capture_output=True, text=True, timeout=GUARD_S, check=False
-    )
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -61,8 +50,13 @@ def test_torchrun_single_controller(ranks, launch):
     assert f"{96} rollouts trained on {ranks} ranks" in out
 
 
-@pytest.mark.parametrize("hand_over", ["direct", "balancer"])
-@pytest.mark.parametrize(("ranks", "launch"), WORLDS)
+@pytest.mark.parametrize(
+    ("ranks", "launch", "hand_over"),
+    [
+        *((ranks, run_world, hand_over) for ranks in (1, 2) for hand_over in ("direct", "balancer")),
+        pytest.param(2, torchrun, "direct", marks=pytest.mark.slow),
+    ],
+)
 def test_torchrun_every_rank_generates(ranks, launch, hand_over):
     out = launch(ranks, EXAMPLES / "torchrun_every_rank_generates.py", hand_over)
     assert f"{48 * ranks} rollouts trained on {ranks} ranks" in out

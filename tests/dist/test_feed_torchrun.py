@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import anyio
 import pytest
+from forked import TORCHRUN, started
 from guard import GUARD_S
 
 from stream_balancer.controller.serve import serve
@@ -20,7 +19,7 @@ SCRIPT = str(Path(__file__).with_name("torchrun_rank.py"))
 STEPS = 10
 
 
-@pytest.mark.slow  # torchrun and six ranks import torch; test_crash.py kills forked ranks that checkpoint
+@pytest.mark.slow  # test_crash.py kills ranks that checkpoint, without torchrun
 def test_restarts_under_torchrun_train_on_everything_once(tmp_path: Path) -> None:
     anyio.run(_drill, tmp_path)  # it is about the trainer's processes: one loop will do
 
@@ -29,19 +28,14 @@ async def _drill(folder: Path) -> None:
     balancer = ScriptedBalancer([make_batch(step, 2) for step in range(STEPS)])
     with anyio.fail_after(GUARD_S):
         async with TorchTransport.listen(dp_size=2) as transport:
-            launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "2"]
+            options = ["--nproc-per-node", 2, "--max-restarts", 2]
             # torchrun lets restarted processes use the old store, where gloo may read the address of one that died
             environment = {**os.environ, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-            command = [sys.executable, *launch, SCRIPT, transport.address or "", str(folder)]
-            trainer = subprocess.Popen(  # noqa: ASYNC220 - before anything runs
-                command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment
-            )
-            try:
+            command = ["-c", TORCHRUN, *options, SCRIPT, transport.address or "", folder]
+            with started(*command, environment=environment) as trainer:
                 await serve(balancer, transport, rejoin_timeout_s=GUARD_S)
-                output, _ = await anyio.to_thread.run_sync(trainer.communicate, None, GUARD_S)
-            finally:
-                trainer.kill()
-    assert trainer.returncode == 0, output
+                _, errors = await anyio.to_thread.run_sync(trainer.communicate, GUARD_S)
+    assert trainer.returncode == 0, errors
     assert balancer.acknowledged == list(range(STEPS))
     for rank in range(2):
         weights = json.loads((folder / f"rank{rank}-{STEPS - 1}.json").read_text())

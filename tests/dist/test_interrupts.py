@@ -13,8 +13,8 @@ DRILL = Path(__file__).with_name("interrupts.py")
 
 @pytest.mark.parametrize(
     "runs_of_each_form",
-    [1, pytest.param(6, marks=pytest.mark.slow), pytest.param(72, marks=[pytest.mark.soak, pytest.mark.timeout(3000)])],
+    [2, pytest.param(72, marks=pytest.mark.soak)],  # each form on both loops, or more often
 )
 def test_a_storm_of_interrupts_loses_nothing(runs_of_each_form: int) -> None:
-    ended = run_python(DRILL, runs_of_each_form, 0, timeout_s=GUARD_S * (1 + runs_of_each_form))
+    ended = run_python(DRILL, runs_of_each_form, 0, timeout_s=GUARD_S * runs_of_each_form)
     assert ended.returncode == 0, ended.stdout + ended.stderr

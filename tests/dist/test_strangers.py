@@ -75,7 +75,7 @@ def listening_ports() -> set[int]:
 
 
 @contextmanager
-def stranger(port: int, timeout_s: float = 20.0) -> Iterator[socket.socket]:
+def stranger(port: int, timeout_s: float = GUARD_S) -> Iterator[socket.socket]:
     """A connection of somebody who was told nothing."""
     with closing(socket.create_connection(("127.0.0.1", port), timeout=timeout_s)) as sock:
         yield sock
