@@ -138,6 +138,13 @@ def forked(target: Callable[..., object], *args: Any, daemon: bool = True) -> tu
     return process, mine
 
 
+def hear(pipe: Connection) -> Any:
+    """What the other end says next. EOFError once it has ended, TimeoutError if it hangs."""
+    if not pipe.poll(GUARD_S):
+        raise TimeoutError("a process neither says anything nor ends")
+    return pipe.recv()
+
+
 def run_world(size: int, *arguments: object) -> str:
     """``torchrun --nproc-per-node size *arguments`` without torchrun; what rank 0 printed."""
     world = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(size)}

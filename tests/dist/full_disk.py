@@ -1,8 +1,10 @@
-"""A journal that fills a disk of its own: ``python full_disk.py FOLDER BACKEND``. Prints what happened, as JSON."""
+"""A journal that fills a disk of its own, on both loops: ``python full_disk.py FOLDER``. Prints what happened, as JSON,
+a line for each loop."""
 
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 
 import anyio
@@ -54,8 +56,10 @@ async def main(folder: str) -> None:
         balancer.end()
         async for batch in balancer.batches():
             left += ids(batch)
-    sys.stdout.write(json.dumps({"accepted": accepted, "trained": trained, "left": left}))
+    sys.stdout.write(json.dumps({"accepted": accepted, "trained": trained, "left": left}) + "\n")
 
 
 if __name__ == "__main__":
-    anyio.run(main, sys.argv[1], backend=sys.argv[2])
+    for backend in ("asyncio", "trio"):
+        anyio.run(main, sys.argv[1], backend=backend)
+        shutil.rmtree(sys.argv[1])

@@ -12,7 +12,7 @@ from typing import Any, Self
 
 import anyio
 import torch
-from forked import forked
+from forked import forked, hear
 from guard import GUARD_S
 
 import stream_balancer as sb
@@ -151,9 +151,7 @@ class RemoteProducer:
         self.pipe.send(order)
 
     def answer(self) -> Any:
-        if not self.pipe.poll(GUARD_S):
-            raise TimeoutError("the remote producer does not answer")
-        return self.pipe.recv()
+        return hear(self.pipe)
 
     def kill(self) -> None:
         assert self.process.pid
@@ -219,7 +217,7 @@ class Rank:
         said = []
         try:
             while True:
-                said.append(self.pipe.recv())
+                said.append(hear(self.pipe))
         except EOFError:
             self.process.join(GUARD_S)
         return said
@@ -240,7 +238,7 @@ def run_controller(capacity: int, pipe: Any) -> None:
 def start_controller(capacity: int) -> tuple[Any, str]:
     """The process and its address."""
     process, pipe = forked(run_controller, capacity)
-    return process, pipe.recv()
+    return process, hear(pipe)
 
 
 def names(rollouts: Sequence[sb.Rollout]) -> list[str]:

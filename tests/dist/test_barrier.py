@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from forked import forked, free_port
+from forked import forked, free_port, hear
 from guard import GUARD_S
 
 import stream_balancer as sb
@@ -31,10 +31,7 @@ def all_of(job: Callable[[int], Any]) -> list[Any]:
     """What each of three processes made of ``job``."""
     port = free_port()
     processes, pipes = zip(*(forked(_run, job, rank, port) for rank in range(WORLD)), strict=True)
-    got = []
-    for pipe in pipes:
-        assert pipe.poll(GUARD_S), "a process neither says what came of it nor ends"
-        got.append(pipe.recv())
+    got = [hear(pipe) for pipe in pipes]
     for pipe in pipes:
         pipe.send("all have said")
     for process in processes:

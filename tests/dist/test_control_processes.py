@@ -15,7 +15,7 @@ from typing import Any
 
 import anyio
 import pytest
-from forked import forked
+from forked import forked, hear
 from guard import GUARD_S
 
 import stream_balancer as sb
@@ -156,7 +156,7 @@ class Drill:
         """Until the rank has trained on everything."""
         process, pipe = forked(run_rank, self.address, 0, self.total, self.delay_s)
         told: dict[int, Any] = {}
-        while (news := pipe.recv()) != "ended":
+        while (news := hear(pipe)) != "ended":
             step, ages, ids = news
             is_new, told[step] = step not in told, (ages, ids)
             if is_new:

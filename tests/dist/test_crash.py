@@ -24,6 +24,7 @@ import anyio.lowlevel
 import pytest
 import torch
 from forked import PROCESSES
+from guard import GUARD_S
 
 import stream_balancer as sb
 from stream_balancer.testing import make_rollout
@@ -210,7 +211,9 @@ def _drive(folder: Path, lives: Lives, kills: int, seed: int, victims: list[list
             lives.keep_alive(folder / "done")
             lives.kill(chance.choice(victims))
         (folder / "stop").touch()
+        give_up = time.monotonic() + 2 * GUARD_S
         while not (folder / "done").exists():
+            assert time.monotonic() < give_up, "what is left does not end"
             lives.keep_alive(folder / "done")
             time.sleep(0.02)
     finally:

@@ -7,7 +7,7 @@ import threading
 from typing import Any
 
 import anyio
-from forked import forked
+from forked import forked, hear
 from guard import GUARD_S
 from torch._C._distributed_c10d import Store, TCPStore
 
@@ -50,7 +50,7 @@ def _host_store(pipe: Any) -> None:
 
 async def test_a_feed_goes_on_when_the_store_it_joined_through_has_died() -> None:
     host, mine = forked(_host_store)
-    port = await anyio.to_thread.run_sync(mine.recv)
+    port = await anyio.to_thread.run_sync(hear, mine)
     stores: list[Store] = [TCPStore("127.0.0.1", port, is_master=False) for _ in range(2)]
     balancer = ScriptedBalancer([make_batch(step, 1) for step in range(5)])
     with anyio.fail_after(GUARD_S):

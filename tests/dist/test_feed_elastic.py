@@ -15,8 +15,8 @@ import anyio
 import pytest
 import torch
 import torch.distributed as dist
+from forked import forked, hear
 from guard import GUARD_S
-from remote_producer import forked
 
 import stream_balancer as sb
 from stream_balancer.testing import make_rollout
@@ -125,27 +125,29 @@ async def drill(
     more: dict[str, Any] = {"max_tokens_per_micro_batch": 60, "micro_batch_counts": "free"} if move_late else {}
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     config = sb.BalancerConfig(dp_size=dp_size, batch_size=BATCH, window=BATCH, **more)
-    async with (
-        sb.StreamBalancer(config, journal=journal) as balancer,
-        sb.TorchTransport.listen(dp_size=dp_size) as transport,
-    ):
-        ranks = [
-            forked(run, transport.address, store.port, rank, dp_size, deaths.get(rank, {})) for rank in range(dp_size)
-        ]
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(partial(sb.serve, on_rank_loss="replan", move_late=move_late), balancer, transport)
-            for n in range(ROLLOUTS):
-                await balancer.put(make_rollout(1 + 7 * n % 50, f"r{n}"))
-            balancer.end()
-        said = [await anyio.to_thread.run_sync(all_said, process, pipe) for process, pipe in ranks]
-        return balancer.statistics(), said
+    with anyio.fail_after(GUARD_S):
+        async with (
+            sb.StreamBalancer(config, journal=journal) as balancer,
+            sb.TorchTransport.listen(dp_size=dp_size) as transport,
+        ):
+            ranks = [
+                forked(run, transport.address, store.port, rank, dp_size, deaths.get(rank, {}))
+                for rank in range(dp_size)
+            ]
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(partial(sb.serve, on_rank_loss="replan", move_late=move_late), balancer, transport)
+                for n in range(ROLLOUTS):
+                    await balancer.put(make_rollout(1 + 7 * n % 50, f"r{n}"))
+                balancer.end()
+            said = [await anyio.to_thread.run_sync(all_said, process, pipe) for process, pipe in ranks]
+            return balancer.statistics(), said
 
 
 def all_said(process: Any, pipe: Any) -> list[Any]:
     said = []
     try:
         while True:
-            said.append(pipe.recv())
+            said.append(hear(pipe))
     except EOFError:
         process.join(GUARD_S)
     return said

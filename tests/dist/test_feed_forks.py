@@ -14,7 +14,7 @@ from typing import Any
 
 import anyio
 import pytest
-from forked import forked
+from forked import forked, hear
 from guard import GUARD_S
 
 import stream_balancer as sb
@@ -79,7 +79,7 @@ class Parent:
 
     def kill(self) -> None:
         """Once its child is there."""
-        self._child = self.told.recv()
+        self._child = hear(self.told)
         self._process.kill()
 
     def end_child(self) -> None:
@@ -103,7 +103,7 @@ def test_a_killed_rank_is_missed_though_its_child_lives(begin_child: Callable[[]
 @pytest.mark.parametrize("begin_child", WAYS)
 def test_a_killed_controller_is_missed_though_its_child_lives(begin_child: Callable[[], int]) -> None:
     controller = Parent(control, begin_child)
-    address = controller.told.recv()
+    address = hear(controller.told)
     with sb.connect(address) as producer, RankFeed(address, rank=0, dp_size=1) as feed:
         producer.put(make_rollout(4))
         next(feed)

@@ -122,6 +122,6 @@ async def test_what_a_child_acknowledged_last_arrives_though_it_ends_at_once(rai
             child.start()
             with pytest.raises(RankLostError, match="closed its feed"):
                 await serve(balancer, transport)
-            await anyio.to_thread.run_sync(child.join)
+            await anyio.to_thread.run_sync(child.join, GUARD_S)
     assert balancer.acknowledged == [0]
     assert child.exitcode == int(raises)

@@ -13,7 +13,8 @@ from multiprocessing.connection import Connection
 
 import anyio
 import pytest
-from forked import forked
+from forked import forked, hear
+from guard import GUARD_S
 
 from stream_balancer.controller.serve import serve
 from stream_balancer.errors import ClosedResourceError, RankLostError
@@ -91,9 +92,10 @@ def controller() -> Iterator[tuple[str, Stop]]:
 
     thread = threading.Thread(target=anyio.run, args=(main,))
     thread.start()
-    yield addresses.get(), stop.set
+    yield addresses.get(timeout=GUARD_S), stop.set
     stop.set()
-    thread.join()
+    thread.join(GUARD_S)
+    assert not thread.is_alive()
 
 
 @pytest.mark.parametrize(
@@ -124,5 +126,6 @@ def _holds_many(told: Connection) -> None:
 @pytest.mark.skipif(not available(), reason="needs memfd")
 def test_batches_that_a_trainer_holds_cost_no_descriptors() -> None:
     process, told = forked(_holds_many)
-    assert told.recv() == [1000 * step for step in range(200)]
-    process.join()
+    assert hear(told) == [1000 * step for step in range(200)]
+    process.join(GUARD_S)
+    assert process.exitcode == 0

@@ -15,7 +15,7 @@ import anyio
 import pytest
 import torch
 import torch.distributed as dist
-from forked import forked, free_port
+from forked import forked, free_port, hear
 from guard import GUARD_S
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -83,7 +83,7 @@ def _train(
         feed.close()
     told.send(None)
     if mode == "stays":
-        time.sleep(2 * GUARD_S)  # the peers are told, they do not merely see this process end
+        told.poll(None)  # for ever: the peers are told, they do not merely see this process end
     if mode == "world":
         dist.destroy_process_group()
 
@@ -103,7 +103,7 @@ class Process:
         """What it has said by the time it has said all."""
         got = []
         with suppress(EOFError):
-            while (said := self.told.recv()) is not None:
+            while (said := hear(self.told)) is not None:
                 got.append(said)
         return got
 
@@ -208,7 +208,7 @@ async def test_a_step_is_acknowledged_when_the_last_process_has(last_one: int) -
             tasks.start_soon(serve, balancer, transport)
             for process in processes[2:]:
                 for _ in steps:
-                    await in_thread(process.told.recv)
+                    await in_thread(partial(hear, process.told))
             processes[5 - last_one].told.send("acknowledge")
             await anyio.sleep(0.2)
             assert balancer.acknowledged == []
@@ -226,7 +226,7 @@ async def test_the_loss_of_the_controller_reaches_the_peers() -> None:
             tasks.start_soon(serve, balancer, transport)
             for process in processes:
                 for _ in range(3):
-                    await in_thread(process.told.recv)
+                    await in_thread(partial(hear, process.told))
             tasks.cancel_scope.cancel()
         told = [await in_thread(process.said) for process in processes]
         for leader in (0, 2):

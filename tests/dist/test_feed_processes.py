@@ -52,7 +52,7 @@ async def _ways_out() -> None:
                     for step in range(2):
                         link.send(make_batch(step, dp_size).ranks[link.rank])
                 process = ranks["ctrl-c"][1]
-                await anyio.to_thread.run_sync(process.stdout.readline)
+                await anyio.to_thread.run_sync(process.stdout.readline, abandon_on_cancel=True)
                 await anyio.sleep(0.2)  # it is now blocked in next()
                 process.send_signal(signal.SIGINT)
                 for mode, code in modes.items():
