@@ -8,7 +8,7 @@ export OMP_NUM_THREADS ?= 1
 unexport PYTHONDONTWRITEBYTECODE # tests start a hundred interpreters, and each would compile everything again
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-all lint types unit unit-all soak architecture docs package pictures screenshots bench bench-gpu bench-peers bench-schedulers test-integrations test-integrations-long test-browser clean
+.PHONY: help install demo test test-all lint types unit unit-all soak architecture docs package pictures screenshots bench bench-gpu bench-peers bench-schedulers test-integrations test-on-ray test-trainers test-integrations-long test-browser clean
 
 help:  ## list the targets
 	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-22s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -94,11 +94,21 @@ bench-peers: .venv-peers/.bench-installed  ## the planning benchmarks beside ver
 bench-schedulers: .venv-peers/.installed  ## trainers' schedulers side by side, their real code; ARGS=--all for all sizes
 	PYTHONPATH=. $(PEERS) bench/schedulers.py --results bench/results/schedulers.jsonl $(ARGS)
 
-test-integrations: .venv-peers/.installed  ## the adapters against real trainers' packages, in the same environment
-	PYTHONPATH=. STREAM_BALANCER_REQUIRE_PEERS=1 $(PEERS) -m pytest tests/integrations $(ARGS)
+TEST_PEERS := PYTHONPATH=. STREAM_BALANCER_REQUIRE_PEERS=1 $(PEERS) -m pytest
 
-test-integrations-long: .venv-peers/.installed  ## ... and the longer of them
-	PYTHONPATH=. STREAM_BALANCER_REQUIRE_PEERS=1 $(PEERS) -m pytest tests/integrations -m "not soak" $(ARGS)
+test-integrations: .venv-peers/.installed  ## the adapters against real trainers' packages, in the same environment
+	$(MAKE) --no-print-directory -j2 test-on-ray test-trainers # one waits for its cluster, the other imports trainers
+
+test-on-ray: .venv-peers/.installed
+	$(TEST_PEERS) tests/integrations/test_ray*.py $(ARGS) $(IF_NONE_CHOSEN)
+
+test-trainers: .venv-peers/.installed
+	$(TEST_PEERS) tests/integrations --ignore-glob='*/test_ray*.py' $(ARGS) $(IF_NONE_CHOSEN)
+
+IF_NONE_CHOSEN = $(if $(ARGS),|| test $$? = 5) # of one half, by a -k for instance
+
+test-integrations-long:  ## ... and the longer of them
+	$(MAKE) --no-print-directory test-integrations ARGS='-m "not soak" $(ARGS)'
 
 $(VENV)/.docs-installed: $(STAMP)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'

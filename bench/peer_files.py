@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import hashlib
 import importlib
+import os
 import sys
+import urllib.error
 import urllib.request
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -78,12 +80,30 @@ def load(repository: str, module: str, *, root: str = ".", absent: Sequence[str]
 
 def _have(pin: Pin) -> None:
     if not pin.file.exists():
-        with urllib.request.urlopen(pin.url, timeout=TIMEOUT_S) as answer:  # https, see Pin.url
-            data = answer.read(MOST_BYTES)
+        data = _fetched(pin)
         _check(pin, data)
         pin.file.parent.mkdir(parents=True, exist_ok=True)
-        pin.file.write_bytes(data)
+        whole = pin.file.with_name(f"{pin.file.name}.{os.getpid()}")  # another process may be fetching it too
+        whole.write_bytes(data)
+        whole.replace(pin.file)
     _check(pin, pin.file.read_bytes())
+
+
+def _fetched(pin: Pin) -> bytes:
+    if _unreachable:  # a machine without this way out is asked once, not for half a minute each time
+        raise OSError(_unreachable[0])
+    try:
+        with urllib.request.urlopen(pin.url, timeout=TIMEOUT_S) as answer:  # https, see Pin.url
+            return bytes(answer.read(MOST_BYTES))
+    except urllib.error.HTTPError:
+        raise
+    except OSError as reason:
+        _unreachable.append(str(reason))
+        raise
+
+
+_unreachable: list[str] = []
+"""Why, once that is known."""
 
 
 def _check(pin: Pin, data: bytes) -> None:

@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -58,3 +59,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if HERE in item.path.parents:
             item.add_marker(pytest.mark.filterwarnings("error:::stream_balancer"), append=False)
             item.add_marker(pytest.mark.filterwarnings("ignore"), append=False)
+
+
+@pytest.fixture(scope="session")
+def nodes() -> Iterator[Any]:
+    """The Ray cluster of all tests of a process."""
+    from ray_cluster import cluster
+
+    with cluster() as started:
+        yield started

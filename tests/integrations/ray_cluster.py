@@ -2,25 +2,34 @@
 
 from __future__ import annotations
 
+import asyncio
+import functools
+import inspect
 import os
 import random
+import signal
 import sys
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
+from dataclasses import fields
 from typing import Any
 
 import anyio
 import ray
 import torch.distributed as dist
+from guard import GUARD_S
 from ray.cluster_utils import Cluster
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from torch.distributed.device_mesh import init_device_mesh
 
+from stream_balancer.config import BalancerConfig
 from stream_balancer.errors import ClosedResourceError
-from stream_balancer.integrations.ray import RayBalancer
+from stream_balancer.integrations.ray import RayBalancer, host
+from stream_balancer.integrations.ray.actor import Host, Options
 from stream_balancer.rank.feed import RankFeed
 from stream_balancer.testing import make_rollout
 from stream_balancer.testing.channels import CLAUSES as CHANNEL_CLAUSES
-from stream_balancer.testing.transports import CLAUSE_TIMEOUT_S, CLAUSES
+from stream_balancer.testing.transports import CLAUSES
 from stream_balancer.transport.channel import Channel
 from stream_balancer.transport.ray.actor import ActorChannel, ActorChannels
 from stream_balancer.transport.ray.caller import CallingChannel
@@ -50,8 +59,14 @@ def cluster() -> Iterator[Cluster]:
     try:
         yield started
     finally:
+        hosts.cache_clear()
         ray.shutdown()
         started.shutdown()
+
+
+def kill(actor: Any) -> None:
+    """Its process, at once; without a word to Ray."""
+    os.kill(ray.get(actor.__ray_call__.remote(lambda _: os.getpid()), timeout=GUARD_S), signal.SIGKILL)
 
 
 class Worker:
@@ -94,41 +109,92 @@ class Worker:
 class MeshRank:
     """One process of a mesh of 2 x 2: two DP ranks of two model-parallel peers."""
 
-    def __init__(self, balancer: RayBalancer, port: int, world_rank: int) -> None:
-        self._balancer = balancer
-        self._join = f"tcp://127.0.0.1:{port}", world_rank
+    def __init__(self, port: int, world_rank: int) -> None:
+        dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=world_rank, world_size=4)
+        self._mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
 
-    def train(self, incarnation: int) -> list[list[tuple[str, int]]]:
+    def train(self, balancer: RayBalancer) -> list[list[tuple[str, int]]]:
         """For each step, the rollouts and the sums of their tokens."""
-        address, world_rank = self._join
-        dist.init_process_group("gloo", init_method=address, rank=world_rank, world_size=4)
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
         return [
             [(one.rollout_id, int(one.tokens["input_ids"].sum())) for one in batch.rollouts if not one.is_padding]
-            for batch in self._balancer.feed(mesh=mesh, incarnation=incarnation)
+            for batch in balancer.feed(mesh=self._mesh)
         ]
 
 
-class _Call:
-    def __init__(self, method: Any, number: int) -> None:
-        self._method, self._number = method, number
-
-    def remote(self, *args: Any) -> Any:
-        return self._method.remote(self._number, *args)
-
-
-class _Via:
-    """The actor, as one of its transports' callers see it."""
+class OneOf:
+    """One of those that live in an actor (``call(number, method, *arguments)``), as if it were an actor of its own.
+    Every actor is a process that imports torch, so tests that kill none share one."""
 
     def __init__(self, actor: Any, number: int) -> None:
-        self._join = _Call(actor.join, number)
-        self._exchange = _Call(actor.exchange, number)
-        self._poll = _Call(actor.poll, number)
-        self._hold = _Call(actor.hold, number)
+        self._actor, self._number = actor, number
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return OneOf, (self._actor, self._number)
+
+    def __getattr__(self, method: str) -> Any:
+        if method.startswith("__"):
+            raise AttributeError(method)
+        return _Method(self._actor, self._number, method)
+
+
+class _Method:
+    def __init__(self, actor: Any, number: int, name: str) -> None:
+        self._called = actor, number, name
+
+    def remote(self, *args: Any, **kwargs: Any) -> Any:
+        actor, number, name = self._called
+        return actor.call.remote(number, name, *args, **kwargs)
+
+
+class Hosts:
+    """Balancers in one actor."""
+
+    def __init__(self) -> None:
+        self._hosts: list[Host | None] = []
+
+    async def start(self, options: Options) -> int:
+        """Its number."""
+        self._hosts.append(Host(options))
+        return len(self._hosts) - 1
+
+    async def call(self, number: int, method: str, *args: Any, **kwargs: Any) -> Any:
+        return await getattr(self._hosts[number], method)(*args, **kwargs)
+
+    async def stop(self, number: int) -> None:
+        """What it had in memory is gone."""
+        host, self._hosts[number] = self._hosts[number], None
+        if host is not None and host._serving is not None:
+            host._serving.cancel()
+            await asyncio.wait([host._serving])
+
+
+@functools.cache
+def hosts() -> Any:
+    """The actor that tests share."""
+    return actor(Hosts)
+
+
+def actor(kind: type) -> Any:
+    """One of this kind, on the node that no test kills, for any number of calls at a time."""
+    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+    return ray.remote(kind).options(num_cpus=0, max_concurrency=1000, scheduling_strategy=here).remote()
+
+
+def host_among_others(config: BalancerConfig, **given: Any) -> tuple[RayBalancer, Callable[[], None]]:
+    """As :func:`host`, in the shared actor; and what stops it."""
+    knobs = {field.name for field in fields(Options)}
+    defaults = {name: one.default for name, one in inspect.signature(host).parameters.items() if name in knobs}
+    if given.get("journal") is not None:
+        given["journal"] = os.fspath(given["journal"])
+    number = ray.get(hosts().start.remote(Options(**defaults | {"config": config} | given)), timeout=GUARD_S)
+    balancer = RayBalancer(
+        OneOf(hosts(), number), config.dp_size, config.loss_mask_column, restarts=given.get("journal") is not None
+    )
+    return balancer, lambda: ray.get(hosts().stop.remote(number), timeout=GUARD_S)
 
 
 class _Harness:
-    def __init__(self, transport: RayTransport, actor: _Via) -> None:
+    def __init__(self, transport: RayTransport, actor: OneOf) -> None:
         self.transport, self._actor = transport, actor
         self.feeds: list[RankFeed] = []
 
@@ -138,7 +204,7 @@ class _Harness:
         port = open_port(
             self._actor,
             JoinRank(rank, dp_size or self.transport.dp_size, **wanted),
-            linger_s=CLAUSE_TIMEOUT_S + 5,  # a good-bye that is not answered shows as a hang
+            linger_s=GUARD_S + 5,  # a good-bye that is not answered shows as a hang
             **options,
         )
         self.feeds.append(RankFeed(port, auto_ack=auto_ack))
@@ -154,23 +220,14 @@ class ContractHost:
     def __init__(self) -> None:
         self._transports: list[RayTransport] = []
 
-    async def join(self, number: int, *call: Any) -> Any:
-        return await self._transports[number].channels.join(*call)
-
-    async def exchange(self, number: int, *call: Any) -> Any:
-        return await self._transports[number].channels.exchange(*call)
-
-    async def poll(self, number: int, *call: Any) -> Any:
-        return await self._transports[number].channels.poll(*call)
-
-    async def hold(self, number: int, *call: Any) -> None:
-        await self._transports[number].channels.hold(*call)
+    async def call(self, number: int, method: str, *args: Any) -> Any:
+        return await getattr(self._transports[number].channels, method.removeprefix("_"))(*args)
 
     @asynccontextmanager
     async def _open(self, dp_size: int) -> AsyncIterator[_Harness]:
         transport = RayTransport(dp_size=dp_size)
         self._transports.append(transport)
-        actor = _Via(ray.get_runtime_context().current_actor, len(self._transports) - 1)
+        actor = OneOf(ray.get_runtime_context().current_actor, len(self._transports) - 1)
         harness = _Harness(transport, actor)
         async with transport:
             try:
@@ -179,14 +236,14 @@ class ContractHost:
                 with anyio.CancelScope(shield=True):
                     for feed in harness.feeds:
                         await feed.aclose()
-        with anyio.fail_after(CLAUSE_TIMEOUT_S):
+        with anyio.fail_after(GUARD_S):
             while transport.channels.open:  # noqa: ASYNC110 - nothing of anybody may be left
                 await anyio.sleep(0.01)
 
     async def clause(self, name: str) -> None:
         """One clause of the contract."""
         [clause] = [one for one in CLAUSES if one.__name__ == name]
-        with anyio.fail_after(CLAUSE_TIMEOUT_S):
+        with anyio.fail_after(GUARD_S):
             await clause(self._open)
 
 
@@ -238,7 +295,7 @@ class ChannelHost:
                 async with self._open() as (one, other):
                     yield (other, one) if turned else (one, other)
 
-            with anyio.fail_after(CLAUSE_TIMEOUT_S):
+            with anyio.fail_after(GUARD_S):
                 await clause(open_pair)
 
 

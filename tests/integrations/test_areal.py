@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import socket
 import subprocess
 import sys
 import time
@@ -19,6 +18,9 @@ import numpy as np
 import pytest
 import torch
 from any_rollouts import column
+from children import ending_with_us
+from forked import free_port
+from guard import GUARD_S
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -129,12 +131,11 @@ def test_areals_own_micro_batching_splits_what_we_give_out() -> None:
 @contextmanager
 def worker(module: str, folder: Path) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
     """AReaL's worker process, as its local scheduler starts it, and its port."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     options = f"--experiment-name e --trial-name t --role actor --worker-index 0 --host 127.0.0.1 --port {port}"
     folders = ["--nfs-record-root", str(folder / "names"), "--fileroot", str(folder / "files")]
-    process = subprocess.Popen([sys.executable, "-m", module, *options.split(), *folders], stderr=subprocess.DEVNULL)
+    command = ending_with_us(sys.executable, "-m", module, *options.split(), *folders)
+    process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
     try:
         yield process, port
     finally:
@@ -151,7 +152,7 @@ def configured(process: subprocess.Popen[bytes], port: int, config: Any) -> str:
     while True:
         assert process.poll() is None
         try:
-            with urllib.request.urlopen(asked, timeout=30) as answer:
+            with urllib.request.urlopen(asked, timeout=GUARD_S) as answer:
                 return str(answer.read().decode())
         except urllib.error.HTTPError as error:
             return error.read().decode()

@@ -5,9 +5,14 @@ from __future__ import annotations
 
 import importlib
 import os
+import shutil
+import subprocess
+import sys
 import warnings
+from pathlib import Path
 
 import pytest
+from guard import GUARD_S
 
 PEERS = [
     "accelerate",
@@ -33,3 +38,17 @@ def test_warnings_of_others_are_quiet_and_ours_are_errors() -> None:
     warnings.warn_explicit("theirs", UserWarning, "theirs.py", 1, module="verl.protocol")
     with pytest.raises(UserWarning, match="ours"):
         warnings.warn_explicit("ours", UserWarning, "ours.py", 1, module="stream_balancer.integrations.verl")
+
+
+@pytest.mark.skipif(not shutil.which("setpriv"), reason="setpriv of util-linux is not installed")
+def test_what_a_test_starts_ends_when_the_test_is_killed() -> None:
+    code = (
+        "import subprocess, time; from children import ending_with_us\n"
+        "subprocess.Popen(ending_with_us('sh', '-c', 'echo begun; exec sleep 1000')); time.sleep(1000)"
+    )
+    here = Path(__file__).parent
+    with subprocess.Popen([sys.executable, "-c", code], cwd=here, stdout=subprocess.PIPE) as starter:
+        assert starter.stdout is not None
+        assert starter.stdout.readline() == b"begun\n"
+        starter.kill()
+        starter.communicate(timeout=GUARD_S)  # its end: nobody holds the pipe any more

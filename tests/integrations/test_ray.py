@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import os
 import random
 import signal
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -17,11 +18,12 @@ import anyio
 import anyio.to_thread
 import pytest
 import torch
+from children import ending_with_us
 from guard import GUARD_S
 
 ray = pytest.importorskip("ray")
 
-from ray_cluster import STORE_BYTES, ChannelHost, ContractHost, Worker, cluster  # noqa: E402
+from ray_cluster import STORE_BYTES, ChannelHost, ContractHost, Worker, actor, host_among_others, kill  # noqa: E402
 
 import stream_balancer as sb  # noqa: E402
 from stream_balancer.integrations.ray import RayBalancer, find, host  # noqa: E402
@@ -39,18 +41,19 @@ def anyio_backend(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def nodes() -> Iterator[Any]:
-    with cluster() as started:
-        yield started
+also_on_trio_when_slow = pytest.mark.parametrize(
+    "anyio_backend", ["asyncio", pytest.param("trio", marks=pytest.mark.slow)], indirect=True
+)
+"""Of tests that kill an actor of their own."""
+pytestmark = pytest.mark.usefixtures("nodes")
 
 
 # --- the contracts ----------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
-def channels() -> Any:
-    return ray.remote(ChannelHost).options(num_cpus=0, max_concurrency=1000).remote()
+def channels(nodes: Any) -> Any:
+    return actor(ChannelHost)
 
 
 @pytest.mark.parametrize("clause", CHANNEL_CLAUSES, ids=lambda clause: clause.__name__)
@@ -59,8 +62,8 @@ def test_clause_of_channels(clause: Any, channels: Any) -> None:
 
 
 @pytest.fixture(scope="module")
-def contract() -> Any:
-    return ray.remote(ContractHost).options(num_cpus=0, max_concurrency=1000).remote()
+def contract(nodes: Any) -> Any:
+    return actor(ContractHost)
 
 
 @pytest.mark.parametrize("clause", CLAUSES, ids=lambda clause: clause.__name__)
@@ -74,18 +77,25 @@ _NAMES = (f"r{n}" for n in itertools.count())
 
 
 @asynccontextmanager
-async def hosted(**knobs: Any) -> AsyncIterator[RayBalancer]:
-    """A balancer, full at four."""
+async def hosted(*, alone: bool = False, **knobs: Any) -> AsyncIterator[RayBalancer]:
+    """A balancer, full at four, in an actor of its own or the shared one."""
     options = {key: knobs.pop(key) for key in ("journal", "roles", "staged_bytes", "rejoin_timeout_s") if key in knobs}
     config = sb.BalancerConfig(**{"dp_size": 1, "batch_size": 4, "window": 4, "capacity": 4, **knobs})
     with anyio.fail_after(GUARD_S):
-        balancer = await anyio.to_thread.run_sync(lambda: host(config, **options))
+
+        def begin() -> tuple[RayBalancer, Callable[[], None]]:
+            if not alone:
+                return host_among_others(config, **options)
+            balancer = host(config, **options)
+            return balancer, lambda: ray.kill(balancer.actor)
+
+        balancer, stop = await anyio.to_thread.run_sync(begin)
         try:
             yield balancer
         finally:
             with anyio.CancelScope(shield=True):
                 await balancer.producer.aclose()
-            ray.kill(balancer.actor)
+                await anyio.to_thread.run_sync(stop)
 
 
 async def until(condition: Callable[[], Awaitable[bool]]) -> None:
@@ -172,7 +182,7 @@ def test_workers_and_ranks_in_processes_of_their_own() -> None:
     ranks = [train_in_a_process.remote(find("here"), rank) for rank in range(2)]
     workers = [work.remote(balancer, str(b), b, lengths) for b in ("asyncio", "trio", None)]
     assert ray.get(workers, timeout=GUARD_S) == [len(lengths)] * 3
-    ray.get(balancer.actor._call.remote("end"))
+    ray.get(balancer.actor._call.remote("end"), timeout=GUARD_S)
     trained = [one for rank in ray.get(ranks, timeout=GUARD_S) for one in rank]
     expected = [
         (f"{name}.{n}", int(make_rollout(length, f"{name}.{n}").tokens["input_ids"].sum()))
@@ -338,9 +348,10 @@ async def test_a_cancelled_put_was_not_accepted() -> None:
 
 
 async def _asked(ref: Any) -> Any:
-    return await anyio.to_thread.run_sync(ray.get, ref)
+    return await anyio.to_thread.run_sync(functools.partial(ray.get, ref, timeout=GUARD_S))
 
 
+@also_on_trio_when_slow
 async def test_a_killed_worker_s_waiting_rollouts_are_named_and_the_rest_go_on() -> None:
     async with hosted(capacity=64, window=32) as balancer, anyio.create_task_group() as tasks:
         doomed = ray.remote(Worker).options(num_cpus=0).remote(balancer)
@@ -374,6 +385,7 @@ def doomed_node(nodes: Any) -> Any:
     return nodes.add_node(num_cpus=1, resources={"doomed": 1}, object_store_memory=STORE_BYTES)
 
 
+@also_on_trio_when_slow
 async def test_a_killed_node_during_training(nodes: Any, doomed_node: Any) -> None:
     """Every accepted rollout is trained on once, or named with the node that took it along."""
     knobs = {"dp_size": 2, "batch_size": 8, "window": 16, "capacity": 64}
@@ -436,10 +448,14 @@ async def _gone(balancer: RayBalancer, label: str) -> bool:
     return label not in await balancer._call("producers")
 
 
+@also_on_trio_when_slow
 async def test_a_killed_actor_comes_back_from_its_journal(tmp_path: Path) -> None:
     """Workers and ranks wait for it by themselves; every rollout is trained on once, though it dies at any moment."""
     knobs = {"dp_size": 2, "batch_size": 8, "window": 16, "capacity": 64}
-    async with hosted(journal=tmp_path / "journal", **knobs) as balancer, anyio.create_task_group() as tasks:
+    async with (
+        hosted(alone=True, journal=tmp_path / "journal", **knobs) as balancer,
+        anyio.create_task_group() as tasks,
+    ):
         trained: list[str] = []
         accepted: list[str] = []
 
@@ -458,19 +474,20 @@ async def test_a_killed_actor_comes_back_from_its_journal(tmp_path: Path) -> Non
                     puts.start_soon(put, f"{round_}.{n}", STORED if n % 10 == 0 else 20)
                 if round_ < 2:
                     await anyio.sleep(0.03)
-                    os.kill(await _asked(balancer.actor.__ray_call__.remote(lambda _: os.getpid())), signal.SIGKILL)
+                    await anyio.to_thread.run_sync(kill, balancer.actor)
         await balancer.end()
     assert len(trained) == len(set(trained))
     assert sorted(trained) == sorted(accepted)
     assert len(accepted) == 180
 
 
+@also_on_trio_when_slow
 async def test_who_comes_while_the_actor_is_down_waits_for_it(tmp_path: Path) -> None:
     """A rank and a worker that had not been let in yet."""
-    async with hosted(journal=tmp_path / "journal") as balancer, anyio.create_task_group() as tasks:
+    async with hosted(alone=True, journal=tmp_path / "journal") as balancer, anyio.create_task_group() as tasks:
         await balancer.put(make_rollout(5, "before"))
         handle = RayBalancer(balancer.actor, 1, restarts=True)
-        os.kill(await _asked(balancer.actor.__ray_call__.remote(lambda _: os.getpid())), signal.SIGKILL)
+        await anyio.to_thread.run_sync(kill, balancer.actor)
         trained: list[str] = []
 
         async def collect() -> None:
@@ -483,8 +500,9 @@ async def test_who_comes_while_the_actor_is_down_waits_for_it(tmp_path: Path) ->
     assert sorted(trained) == ["after", "before"]
 
 
+@also_on_trio_when_slow
 async def test_an_actor_without_a_journal_is_lost_for_good() -> None:
-    async with hosted() as balancer:
+    async with hosted(alone=True) as balancer:
         for n in range(4):
             await balancer.put(make_rollout(5, f"l{n}"))
         outcome: list[tuple[str, str]] = []
@@ -495,7 +513,7 @@ async def test_an_actor_without_a_journal_is_lost_for_good() -> None:
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(put)
             await until(lambda: _blocked(balancer, 1))
-            os.kill(await _asked(balancer.actor.__ray_call__.remote(lambda _: os.getpid())), signal.SIGKILL)
+            await anyio.to_thread.run_sync(kill, balancer.actor)
         [(kind, text)] = outcome
         assert kind == "BrokenResourceError"
         assert "late" in text
@@ -599,12 +617,15 @@ async def test_more_than_the_store_holds_goes_through_it() -> None:
         assert len(sums) == 4 * STORE_BYTES // 2**22
 
 
-@pytest.mark.parametrize("journal", [[], ["--journal"]], ids=["store", "journal"])
+@pytest.mark.parametrize("journal", [[], pytest.param(["--journal"], marks=pytest.mark.slow)], ids=["store", "journal"])
 def test_the_example_runs(journal: list[str]) -> None:
     path = Path(__file__).parents[2] / "examples" / "ray_cluster.py"
     address = ray.get_runtime_context().gcs_address
     done = subprocess.run(
-        [sys.executable, path, "--address", address, *journal], capture_output=True, text=True, timeout=GUARD_S
+        ending_with_us(sys.executable, path, "--address", address, *journal),
+        capture_output=True,
+        text=True,
+        timeout=GUARD_S,
     )
     assert done.returncode == 0, done.stderr
     trained = [int(line.split()[2]) for line in done.stdout.splitlines() if line.startswith("rank")]

@@ -7,7 +7,7 @@ import os
 import random
 import signal
 from collections import Counter
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any
@@ -18,7 +18,7 @@ from guard import GUARD_S
 
 ray = pytest.importorskip("ray")
 
-from ray_cluster import ReservingWorker, cluster  # noqa: E402
+from ray_cluster import ReservingWorker, host_among_others  # noqa: E402
 
 import stream_balancer as sb  # noqa: E402
 from stream_balancer.integrations.ray import RayBalancer, host  # noqa: E402
@@ -27,17 +27,12 @@ from stream_balancer.testing.control_clauses import CLAUSES  # noqa: E402
 
 logger = logging.getLogger("tests")
 BATCH_SIZE = 8
+pytestmark = pytest.mark.usefixtures("nodes")
 
 
 @pytest.fixture
 def anyio_backend() -> str:
     return "asyncio"
-
-
-@pytest.fixture(scope="module", autouse=True)
-def nodes() -> Iterator[Any]:
-    with cluster() as started:
-        yield started
 
 
 class Harness:
@@ -61,7 +56,8 @@ class Harness:
 
 @asynccontextmanager
 async def over_ray(**knobs: Any) -> AsyncIterator[Harness]:
-    balancer = host(sb.BalancerConfig(**{"dp_size": 1, **knobs}))
+    config = sb.BalancerConfig(**{"dp_size": 1, **knobs})
+    balancer, stop = await anyio.to_thread.run_sync(host_among_others, config)
     harness = Harness(balancer)
     try:
         yield harness
@@ -69,7 +65,7 @@ async def over_ray(**knobs: Any) -> AsyncIterator[Harness]:
         with anyio.CancelScope(shield=True):
             for one in harness.opened:
                 await one.aclose()
-        ray.kill(balancer.actor)
+            await anyio.to_thread.run_sync(stop)
 
 
 @pytest.mark.parametrize("clause", CLAUSES, ids=lambda clause: clause.__name__)
@@ -83,12 +79,15 @@ async def test_accept_runs_in_the_actor_and_the_last_of_so_many_producers_ends_i
         return rollouts[0].scalars["reward"] > 0
 
     balancer = host(sb.BalancerConfig(dp_size=1, batch_size=2, window=2), accept=is_rewarded, num_producers=1)
-    for reward in (0.0, 1.0, 2.0):
-        await balancer.put(replace(make_rollout(3, f"r{reward}"), scalars={"reward": reward}))
-    assert (await balancer.statistics()).evicted["filtered"] == 1
-    await balancer.producer.end()
-    assert sorted([r.rollout_id async for batch in balancer.feed(rank=0) for r in batch.rollouts]) == ["r1.0", "r2.0"]
-    await balancer.producer.aclose()
+    with anyio.fail_after(GUARD_S):
+        for reward in (0.0, 1.0, 2.0):
+            await balancer.put(replace(make_rollout(3, f"r{reward}"), scalars={"reward": reward}))
+        assert (await balancer.statistics()).evicted["filtered"] == 1
+        await balancer.producer.end()
+        trained = [r.rollout_id async for batch in balancer.feed(rank=0) for r in batch.rollouts]
+        await balancer.producer.aclose()
+    assert sorted(trained) == ["r1.0", "r2.0"]
+    ray.kill(balancer.actor)
 
 
 def _drill(total: int, kill_every: int, delay_s: float) -> tuple[Counter[int], int]:
@@ -98,7 +97,7 @@ def _drill(total: int, kill_every: int, delay_s: float) -> tuple[Counter[int], i
 
     def started() -> tuple[int, Any]:
         worker = ray.remote(ReservingWorker).options(num_cpus=0).remote(balancer, next(numbers), delay_s)
-        return ray.get(worker.pid.remote()), (worker, worker.work.remote(BATCH_SIZE))
+        return ray.get(worker.pid.remote(), timeout=GUARD_S), (worker, worker.work.remote(BATCH_SIZE))
 
     workers, num_killed = [started() for _ in range(2)], 0
     with balancer.feed(rank=0) as feed:
@@ -114,7 +113,7 @@ def _drill(total: int, kill_every: int, delay_s: float) -> tuple[Counter[int], i
             if len(ids) >= total:
                 feed.end()
     for _, (_, work) in workers:
-        assert ray.get(work) >= 0
+        assert ray.get(work, timeout=GUARD_S) >= 0
     assert len(set(ids)) == len(ids) >= total
     ray.kill(balancer.actor)
     return ages, num_killed

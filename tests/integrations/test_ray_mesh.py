@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,26 +11,23 @@ from guard import GUARD_S
 
 ray = pytest.importorskip("ray")
 
-from ray_cluster import MeshRank, cluster  # noqa: E402
+from ray_cluster import MeshRank, kill  # noqa: E402
 
 import stream_balancer as sb  # noqa: E402
-from stream_balancer.integrations.ray import RayBalancer, host  # noqa: E402
+from stream_balancer.integrations.ray import host  # noqa: E402
 from stream_balancer.testing import make_rollout  # noqa: E402
 from stream_balancer.transport.ray.producer import INLINE_BYTES  # noqa: E402
 
 LENGTHS = [1 + 37 * n for n in range(14)] + [INLINE_BYTES, INLINE_BYTES + 7]  # two go to the object store
 
 
-@pytest.fixture(scope="module", autouse=True)
-def nodes() -> Iterator[Any]:
-    with cluster() as started:
-        yield started
+pytestmark = pytest.mark.usefixtures("nodes")
 
 
-def _train(balancer: RayBalancer, incarnation: int = 0) -> list[Any]:
+@pytest.fixture(scope="module")
+def ranks(nodes: Any) -> list[Any]:
     port = free_port()
-    ranks = [ray.remote(MeshRank).options(num_cpus=0).remote(balancer, port, number) for number in range(4)]
-    return [rank.train.remote(incarnation) for rank in ranks]
+    return [ray.remote(MeshRank).options(num_cpus=0).remote(port, number) for number in range(4)]
 
 
 def _expected(told: list[Any]) -> None:
@@ -46,15 +40,15 @@ def _expected(told: list[Any]) -> None:
 
 
 @pytest.mark.parametrize("journal", [False, True], ids=["store", "journal"])
-def test_peers_get_what_their_leader_gets(journal: bool, tmp_path: Path) -> None:
+def test_peers_get_what_their_leader_gets(journal: bool, ranks: list[Any], tmp_path: Path) -> None:
     config = sb.BalancerConfig(dp_size=2, batch_size=4, window=8)
     balancer = host(config, journal=tmp_path / "journal" if journal else None)
-    training = _train(balancer)
+    training = [rank.train.remote(balancer) for rank in ranks]
     for n, length in enumerate(LENGTHS):
         balancer.blocking.put(make_rollout(length, f"m{n}"))
         if journal and n == len(LENGTHS) // 2:  # the leaders wait for it, and their peers notice nothing
-            os.kill(ray.get(balancer.actor.__ray_call__.remote(lambda _: os.getpid())), signal.SIGKILL)
-    ray.get(balancer.actor._call.remote("end"))
+            kill(balancer.actor)
+    ray.get(balancer.actor._call.remote("end"), timeout=GUARD_S)
     _expected(ray.get(training, timeout=GUARD_S))
     balancer.blocking.close()
     ray.kill(balancer.actor)

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from guard import GUARD_S
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader
@@ -271,11 +272,12 @@ def controller(lengths: Sequence[int], dp_size: int) -> Iterator[str]:
                 balancer.put(rollout)
             balancer.end()
 
-        worker = threading.Thread(target=put)
+        worker = threading.Thread(target=put, daemon=True)
         worker.start()
         yield transport.address
-        served.result(30)
-        worker.join()
+        served.result(GUARD_S)
+        worker.join(GUARD_S)
+        assert not worker.is_alive()
         done = balancer.statistics()
         assert (done.acknowledged, done.waiting, done.in_flight) == (len(lengths), 0, 0)
 
@@ -290,11 +292,12 @@ def test_two_ranks_over_a_real_transport_train_every_rollout_once() -> None:
             for item in loader(RolloutDataset(feed)):
                 seen[rank] += item["cu_seqlens"].diff().tolist()
 
-        ranks = [threading.Thread(target=train, args=(rank,)) for rank in range(2)]
+        ranks = [threading.Thread(target=train, args=(rank,), daemon=True) for rank in range(2)]
         for thread in ranks:
             thread.start()
         for thread in ranks:
-            thread.join()
+            thread.join(GUARD_S)
+        assert not any(thread.is_alive() for thread in ranks)
     assert sorted(seen[0] + seen[1]) == lengths
     assert min(len(of_rank) for of_rank in seen) > 0
 

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from any_rollouts import column
+from guard import GUARD_S
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from two_ranks import HERE, torchrun
@@ -405,7 +406,7 @@ def test_a_step_is_acknowledged_with_the_optimizer_step_that_has_the_last_of_it(
                 balancer.put(rollout)
             balancer.end()
 
-        producer = threading.Thread(target=put)
+        producer = threading.Thread(target=put, daemon=True)
         producer.start()
         acknowledge = balancer.acknowledge
 
@@ -434,7 +435,8 @@ def test_a_step_is_acknowledged_with_the_optimizer_step_that_has_the_last_of_it(
                 of_micro_batches += {steps[rollout] for rollout in rollouts}
             if len(chunk) == accumulation:  # else the trainer does not step
                 source.stepped()
-        producer.join()
+        producer.join(GUARD_S)
+        assert not producer.is_alive()
         assert trained == set(range(len(LENGTHS)))
         whole = len(of_micro_batches) // accumulation * accumulation
         assert acknowledged == sorted({*of_micro_batches[:whole]} - {*of_micro_batches[whole:]})

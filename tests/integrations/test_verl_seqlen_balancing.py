@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from children import ending_with_us
 from guard import GUARD_S
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -262,7 +263,12 @@ def test_verl_patches_itself_where_the_environment_says_so() -> None:
     )
     environment = {**os.environ, "VERL_USE_EXTERNAL_MODULES": "stream_balancer.integrations.verl.autopatch"}
     said = subprocess.run(
-        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=GUARD_S, check=True
+        ending_with_us(sys.executable, "-c", code),
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=GUARD_S,
+        check=True,
     )
     assert said.stdout.split() == ["True"]
 
@@ -270,8 +276,14 @@ def test_verl_patches_itself_where_the_environment_says_so() -> None:
 def test_the_ranks_of_a_group_agree(tmp_path: Path) -> None:
     """Three gloo processes whose shares differ; see verl_rank.py for what each asserts."""
     script = Path(__file__).with_name("verl_rank.py")
-    command = [sys.executable, str(script), f"file://{tmp_path}/rendezvous"]
-    ranks = [subprocess.Popen([*command, str(rank)], stdout=subprocess.PIPE, text=True) for rank in range(3)]
+    command = ending_with_us(sys.executable, script, f"file://{tmp_path}/rendezvous")
+    path = os.pathsep.join([str(script.parents[1]), os.environ.get("PYTHONPATH", "")])
+    ranks = [
+        subprocess.Popen(
+            [*command, str(rank)], stdout=subprocess.PIPE, text=True, env=os.environ | {"PYTHONPATH": path}
+        )
+        for rank in range(3)
+    ]
     try:
         said = [rank.communicate(timeout=GUARD_S)[0].strip() for rank in ranks]
     finally:

@@ -5,6 +5,7 @@ From the pinned files of bench/peers-files.txt, for projects that are in no pack
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -12,8 +13,10 @@ from typing import NamedTuple
 
 import pytest
 
-sys.path.append(str(Path(__file__).parents[2] / "bench"))
+sys.path += [str(Path(__file__).parents[2] / "bench"), str(Path(__file__).parents[1])]
 import peer_files
+from children import ending_with_us
+from guard import GUARD_S
 
 from stream_balancer.integrations import prime_rl, slime
 
@@ -46,9 +49,9 @@ def checkout(repository: str) -> Path:
 def run(name: str) -> str:
     """The last lines of pytest: which of its tests failed, and how many passed."""
     checkout(THEIRS[name].repository)
-    command = [sys.executable, __file__, name, "--no-header", "--tb=no", "-p", "no:cacheprovider"]
-    environment = {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
-    return subprocess.run(command, env=environment, capture_output=True, text=True, check=False).stdout
+    command = ending_with_us(sys.executable, __file__, name, "--no-header", "--tb=no", "-p", "no:cacheprovider")
+    environment = {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1", "PATH": os.environ["PATH"]}
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=GUARD_S).stdout
 
 
 if __name__ == "__main__":

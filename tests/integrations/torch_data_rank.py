@@ -16,6 +16,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
+from guard import GUARD_S
 from torch import Tensor
 from torch.utils.data import DataLoader
 from two_ranks import leave
@@ -107,7 +108,7 @@ def balanced(everything: list[sb.Rollout], train: Callable[[str], list[Tensor]])
         dist.broadcast_object_list(address)
         gradients = train(address[0])
         if dist.get_rank() == 0:
-            served.result(60)
+            served.result(GUARD_S)
     return gradients
 
 

@@ -10,19 +10,22 @@ from typing import NoReturn
 
 import pytest
 import torch.distributed as dist
+from children import ending_with_us
+from guard import GUARD_S
 
 HERE = Path(__file__).parent
 
 
 def torchrun(script: Path, *arguments: str) -> None:
     """Fails with what the ranks said."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    path = os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")])
+    options = ["--standalone", "--nproc-per-node", "2", "--no-python"]
+    rank = ending_with_us(sys.executable, "-u", script, *arguments)
+    path = os.pathsep.join([str(HERE), str(HERE.parent), os.environ.get("PYTHONPATH", "")])
     ran = subprocess.run(
-        [*command, str(script), *arguments],
+        ending_with_us(sys.executable, "-m", "torch.distributed.run", *options, *rank),
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=2 * GUARD_S,  # three processes, and more than torch is imported
         env=os.environ | {"PYTHONPATH": path},
     )
     if ran.returncode:

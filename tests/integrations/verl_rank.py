@@ -8,6 +8,7 @@ from itertools import chain
 
 import torch
 import torch.distributed as dist
+from guard import GUARD_S
 from tensordict import TensorDict
 
 from stream_balancer.integrations import verl as ours
@@ -32,7 +33,7 @@ def counts(number: int) -> list[int]:
 
 def main(init_method: str, rank: int) -> None:
     dist.init_process_group(
-        "gloo", init_method=init_method, rank=rank, world_size=WORLD_SIZE, timeout=timedelta(seconds=30)
+        "gloo", init_method=init_method, rank=rank, world_size=WORLD_SIZE, timeout=timedelta(seconds=GUARD_S)
     )
     world = dist.group.WORLD
     lengths = SHARES[rank]
