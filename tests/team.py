@@ -40,6 +40,7 @@ class Team:
         self.dp_sizes: dict[int, int] = {}
         self.errors: list[sb.RankLostError] = []
         self._here: dict[tuple[int, tuple[int, ...]], dict[int, Counter[str]]] = {}
+        self._met: dict[int, anyio.Event] = {}
 
     async def train(self, rank: int, *, incarnation: int = 0, seconds: float = 1.0) -> None:
         feed = self.feeds[rank] = RankFeed(self.transport.connect(rank, incarnation=incarnation))
@@ -92,14 +93,15 @@ class Team:
         self.dies(rank, step, "meeting")
         here = self._here.setdefault((step, ranks), {})
         here[rank] = gradient
+        met = self._met.setdefault(step, anyio.Event())
         if len(here) == len(ranks):
             total: Counter[str] = sum(here.values(), Counter())
             assert step not in self.met
             self.met[step], self.present[step] = total, ranks
+            met.set()
         try:
             with anyio.move_on_after(5.0):
-                while step not in self.met:  # noqa: ASYNC110
-                    await anyio.sleep(0.01)
+                await met.wait()
         finally:
             if step not in self.met:
                 del here[rank]

@@ -30,11 +30,12 @@ def config(groups: str, cap: int | None, share: bool = True) -> sb.BalancerConfi
 
 def some_rollouts(seed: int) -> Iterator[Rollout]:
     """Eight groups in any order; every fourth has no common prompt."""
-    dice, made = random.Random(seed), []
+    dice, tokens, made = random.Random(seed), torch.Generator().manual_seed(seed), []
     for group in range(8):
-        prompt = torch.randint(1000, (dice.randint(2, 60),))
+        prompt = torch.randint(1000, (dice.randint(2, 60),), generator=tokens)
         for number in range(SIBLINGS):
-            ids = torch.cat([prompt, torch.randint(1000, (min(int(dice.lognormvariate(3, 1)) + 1, 100),))])
+            own = torch.randint(1000, (min(int(dice.lognormvariate(3, 1)) + 1, 100),), generator=tokens)
+            ids = torch.cat([prompt, own])
             name, prefix = f"{group}.{number}", 0 if group % 4 == 3 else len(prompt)
             made.append(Rollout(tokens={"input_ids": ids}, rollout_id=name, group_id=f"g{group}", prefix=prefix))
     yield from dice.sample(made, len(made))

@@ -45,13 +45,13 @@ def dense_loss_sum(model: Decoder, micro_batch: sb.MicroBatch) -> Tensor:
 
 def micro_batch(trained: str) -> sb.MicroBatch:
     """Two groups of three, one of them with a sibling that shares less and one that shares nothing, and one alone."""
-    rollouts = []
+    rollouts, dice = [], torch.Generator().manual_seed(0)
     for number, (group, prompt, declared) in enumerate(
         [("a", 200, 200), ("b", 7, 7), (None, 5, 0), ("a", 200, 200), ("b", 7, 3), ("a", 200, 199), ("b", 7, 0)]
     ):
         start = torch.randint(VOCABULARY, (prompt,), generator=torch.Generator().manual_seed(prompt))
-        ids = torch.cat([start, torch.randint(VOCABULARY, (3 + 40 * (number % 3),))])
-        mask = torch.arange(len(ids)) >= prompt if trained == "answers" else torch.rand(len(ids)) < 0.7
+        ids = torch.cat([start, torch.randint(VOCABULARY, (3 + 40 * (number % 3),), generator=dice)])
+        mask = torch.arange(len(ids)) >= prompt if trained == "answers" else torch.rand(len(ids), generator=dice) < 0.7
         rollouts.append(
             sb.Rollout(
                 tokens={"input_ids": ids, "loss_mask": mask},

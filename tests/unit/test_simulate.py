@@ -120,9 +120,10 @@ def test_nothing_is_lost_and_figures_add_up(run: tuple[Trace, BalancerConfig, di
     check_report(report, trace)
     assert seen == sorted(seen)
     assert not seen or seen[-1] <= len(trace)
-    again = simulate(trace, config, **how)
-    assert again.to_dict() == report.to_dict()
-    assert again.step_of.tolist() == report.step_of.tolist()
+    if how["seed"] == 0:  # a part of them once more
+        again = simulate(trace, config, **how)
+        assert again.to_dict() == report.to_dict()
+        assert again.step_of.tolist() == report.step_of.tolist()
 
 
 class TestTimes:
@@ -212,9 +213,9 @@ class TestTimes:
     @pytest.mark.slow
     def test_delay_in_dispatches_is_what_the_window_costs(self) -> None:
         """Little's law: with W = 2 B waiting at each dispatch, a rollout is passed over once on average."""
-        report = simulate(generate_trace(4_000), knobs(batch_size=16, window=32), slots=32)
+        report = simulate(generate_trace(2_000), knobs(batch_size=16, window=32), slots=32)
         assert report.delay_dispatches.mean == pytest.approx(1.0, abs=0.05)
-        assert simulate(generate_trace(4_000), knobs(batch_size=16, policy="fifo")).delay_dispatches.max == 0
+        assert simulate(generate_trace(2_000), knobs(batch_size=16, policy="fifo")).delay_dispatches.max == 0
 
 
 class TestStrata:
@@ -233,7 +234,7 @@ class TestStrata:
 
 class TestTokenBudgets:
     def test_steps_of_alike_tokens_and_mean_delay_of_a_batch(self) -> None:
-        trace = generate_trace(4_000, "tau", seed=2)
+        trace = generate_trace(2_400, "tau", seed=2)
         tokens = round(16 * trace.num_tokens / len(trace))
         report = simulate(trace, knobs(batch_size=None, batch_tokens=tokens), slots=64)
         check_report(report, trace)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import math
+import multiprocessing
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
+from forked import PROCESSES
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -241,7 +243,8 @@ class TestSweep:
         assert json.loads(json.dumps(report.to_dict()))["recommended"]["capacity"] == chosen.capacity
 
     @pytest.mark.slow
-    def test_the_number_of_processes_changes_nothing(self) -> None:
+    def test_the_number_of_processes_changes_nothing(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(multiprocessing, "get_context", lambda method: PROCESSES)  # they have loaded torch
         trace = sb.generate_trace(200, HEAVY, seed=1)
         one, two = (sb.tune(trace, SMALL, processes=processes, **{**FEW, "windows": [4, 8]}) for processes in (1, 2))
         assert one.to_dict() == two.to_dict()
