@@ -111,17 +111,13 @@ test-integrations-long:  ## ... and the longer of them
 	$(MAKE) --no-print-directory test-integrations ARGS='-m "not soak" $(ARGS)'
 
 $(VENV)/.docs-installed: $(STAMP)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
+	$(BIN)/python $(PIP_INSTALL) -c constraints.txt -e '.[docs,browser]'
 	touch $@
 
 docs: $(VENV)/.docs-installed  ## the documentation site, into site/; warnings are errors
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
-$(VENV)/.browser-installed: $(VENV)/.docs-installed
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[browser]'
-	touch $@
-
-test-browser: $(VENV)/.browser-installed  ## the site and tune's page in headless Chromium; skipped by name where there is none
+test-browser: $(VENV)/.docs-installed  ## the site and tune's page in headless Chromium; skipped by name where there is none
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m pytest -m browser tests/browser $(ARGS)
 
 EMPTY := $(VENV)/empty
@@ -139,7 +135,7 @@ package: $(TORCH)  ## sdist and wheel into dist/; the wheel is tried in an empty
 pictures: $(VENV)/.docs-installed  ## draw docs/pictures/ anew, from the library and from bench/results/
 	$(BIN)/python docs/_site/pictures.py
 
-screenshots: $(VENV)/.browser-installed  ## picture tune, watch and the dashboard anew, in three minutes; needs Chromium and Prometheus
+screenshots: $(VENV)/.docs-installed  ## picture tune, watch and the dashboard anew, in three minutes; needs Chromium and Prometheus
 	$(BIN)/python docs/_site/screenshots.py
 
 clean:  ## remove .venv and caches

@@ -50,14 +50,20 @@ def serve() -> Iterator[Any]:
 
 
 @pytest.fixture(scope="session")
-def site(browser: Browser, serve: Any, tmp_path_factory: pytest.TempPathFactory) -> Served:
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of the site; warnings are errors. Needs no browser."""
     if importlib.util.find_spec("mkdocs") is None:
         pytest.skip("mkdocs is not installed (pip install -e '.[docs]')")
     folder = tmp_path_factory.mktemp("site")
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "-d", str(folder)]  # with -q it counts no warnings
-    built = subprocess.run(command, cwd=ROOT, stderr=subprocess.PIPE, text=True, timeout=600)
-    assert built.returncode == 0, built.stderr
-    served: Served = serve(folder)
+    ran = subprocess.run(command, cwd=ROOT, stderr=subprocess.PIPE, text=True, timeout=600)
+    assert ran.returncode == 0, ran.stderr
+    return folder
+
+
+@pytest.fixture(scope="session")
+def site(browser: Browser, serve: Any, built: Path) -> Served:
+    served: Served = serve(built)
     return served
 
 

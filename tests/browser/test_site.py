@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
 
@@ -59,6 +60,11 @@ def test_each_fault_is_found(browser: Browser, serve: Any, tmp_path_factory: pyt
     (picture,) = browser.ask((HERE / "pictures.js").read_text())
     assert picture["words"] == pytest.approx(3.0)
     assert picture["clear"] > 0.9
+
+
+def test_the_site_has_every_page(built: Path) -> None:
+    pages = {path.stem for path in (ROOT / "docs").glob("*.md")} - {"index"}
+    assert pages <= {path.parent.name for path in built.rglob("index.html")}
 
 
 def test_every_page_is_opened_and_nothing_complains(visits: dict[str, Visit]) -> None:
