@@ -31,6 +31,8 @@ from typing import Any, NoReturn
 
 from guard import GUARD_S
 
+from stream_balancer.tools.processes import exit_with_parent
+
 PROCESSES = multiprocessing.get_context("forkserver")
 PROCESSES.set_forkserver_preload(
     [
@@ -132,10 +134,15 @@ def free_port() -> int:
 def forked(target: Callable[..., object], *args: Any, daemon: bool = True) -> tuple[BaseProcess, Connection]:
     """``target(*args, pipe)`` in a process of its own, which has begun, and the other end of that pipe."""
     mine, theirs = PROCESSES.Pipe()
-    process = PROCESSES.Process(target=target, args=(*args, theirs), daemon=daemon)
+    process = PROCESSES.Process(target=_call, args=(target, *args, theirs), daemon=daemon)
     process.start()
     theirs.close()
     return process, mine
+
+
+def _call(target: Callable[..., object], *args: Any) -> None:
+    exit_with_parent()
+    target(*args)
 
 
 def hear(pipe: Connection) -> Any:
@@ -202,6 +209,7 @@ def _run(
     errors: Connection,
     finalize: bool,
 ) -> NoReturn:
+    exit_with_parent()
     for number, pipe in ((1, out), (2, errors)):
         os.dup2(pipe.fileno(), number)
         pipe.close()
