@@ -108,7 +108,9 @@ async def test_a_full_balancer_holds_back_and_lets_in_first_come_first_served() 
 async def test_a_blocking_put_gives_up_in_time_and_was_not_accepted() -> None:
     async with served() as (balancer, transport):
         with RemoteProducer(transport.address) as remote:
-            for n in range(4):
+            # so it is connected: on a busy machine that takes longer than the put below waits
+            assert await remote.do("put", (3, "first")) == ("accepted", "")
+            for n in range(3):
                 await balancer.put(make(3, f"here{n}"))
             kind, text = await remote.do("blocking", (3, "late"), 0.05)
             assert kind == "TimeoutError"
