@@ -12,6 +12,8 @@ from guard import GUARD_S
 
 SWEEP = """
 import stream_balancer as sb
+from stream_balancer.tools.processes import exit_with_parent
+exit_with_parent()  # should the tests be killed: it works for an hour on a slow machine
 trace = sb.generate_trace(20_000, "lrm")
 sb.tune(trace, sb.BalancerConfig(dp_size=8, batch_size=32), processes=2)
 """
