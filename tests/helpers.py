@@ -49,7 +49,7 @@ def answering(handle: Callable[[socket.socket], object]) -> Iterator[str]:
                 return
             handle(sock)
 
-    thread = threading.Thread(target=serve)
+    thread = threading.Thread(target=serve, daemon=True)
     thread.start()
     try:
         yield f"tcp://127.0.0.1:{server.getsockname()[1]}"

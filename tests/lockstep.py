@@ -30,7 +30,7 @@ def in_lockstep(function: Callable[..., Any], *calls: Callable[[], object]) -> N
             sys.settrace(None)
             line.abort()  # whoever is left goes on alone
 
-    threads = [threading.Thread(target=run, args=(call,)) for call in calls]
+    threads = [threading.Thread(target=run, args=(call,), daemon=True) for call in calls]
     for thread in threads:
         thread.start()
     for thread in threads:

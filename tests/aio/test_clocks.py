@@ -111,7 +111,7 @@ def test_call_soon_threadsafe_wakes_a_loop_without_timers() -> None:
     async def main() -> float:
         loop = asyncio.get_running_loop()
         event = asyncio.Event()
-        thread = threading.Thread(target=partial(loop.call_soon_threadsafe, event.set))
+        thread = threading.Thread(target=partial(loop.call_soon_threadsafe, event.set), daemon=True)
         thread.start()
         await event.wait()
         thread.join()
@@ -136,7 +136,7 @@ def test_grace_lets_a_thread_in_before_the_clock_jumps(name: str) -> None:
             wake = partial(asyncio.get_running_loop().call_soon_threadsafe, done.set)
         else:
             wake = partial(trio.lowlevel.current_trio_token().run_sync_soon, done.set)
-        thread = threading.Thread(target=work, args=(wake,))
+        thread = threading.Thread(target=work, args=(wake,), daemon=True)
         thread.start()
         with anyio.move_on_after(3_600.0):
             release.set()

@@ -112,7 +112,7 @@ def run_worker(address: str, number: int, delay_s: float, pipe: Any) -> None:
                 turn += 1
 
     with sb.connect(address, connect_timeout_s=GUARD_S) as producer:
-        threads = [threading.Thread(target=generate, args=(producer, n)) for n in range(THREADS)]
+        threads = [threading.Thread(target=generate, args=(producer, n), daemon=True) for n in range(THREADS)]
         for thread in threads:
             thread.start()
         for thread in threads:

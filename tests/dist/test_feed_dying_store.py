@@ -33,7 +33,7 @@ def test_a_rank_leaves_a_controller_that_died_while_it_connected() -> None:
     acceptor.start()
     feed = sb.RankFeed(f"tcp://127.0.0.1:{server.getsockname()[1]}", rank=0, dp_size=1)
     assert probed.wait(GUARD_S)
-    closer = threading.Thread(target=feed.close)
+    closer = threading.Thread(target=feed.close, daemon=True)
     closer.start()
     closer.join(GUARD_S)
     assert not closer.is_alive()

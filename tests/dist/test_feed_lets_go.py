@@ -90,7 +90,7 @@ def controller() -> Iterator[tuple[str, Stop]]:
         with suppress(RankLostError):
             await serve(ScriptedBalancer([make_batch(step, 1) for step in range(3)]), transport)
 
-    thread = threading.Thread(target=anyio.run, args=(main,))
+    thread = threading.Thread(target=anyio.run, args=(main,), daemon=True)
     thread.start()
     yield addresses.get(timeout=GUARD_S), stop.set
     stop.set()

@@ -135,7 +135,7 @@ def test_who_waits_for_an_owner_that_does_not_answer_is_woken_by_close(
         except ClosedResourceError as error:
             errors.append(error)
 
-    thread = threading.Thread(target=read)
+    thread = threading.Thread(target=read, daemon=True)
     thread.start()
     assert asked.wait(GUARD_S)
     fetcher.close()
@@ -165,7 +165,7 @@ def test_the_number_of_a_socket_that_is_read_is_not_given_to_another_file(
         with pytest.raises(ClosedResourceError):
             fetcher.read(wanted(owner[1], [0], [places(0)]))
 
-    thread = threading.Thread(target=read)
+    thread = threading.Thread(target=read, daemon=True)
     thread.start()
     assert about_to_read.wait(GUARD_S)
     fetcher.close()

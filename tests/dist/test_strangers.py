@@ -166,7 +166,7 @@ class Feed:
         self.steps: list[int] = []
         self.ids: list[str] = []
         self.error: Exception | None = None
-        self._thread = threading.Thread(target=self._run, args=(address,))
+        self._thread = threading.Thread(target=self._run, args=(address,), daemon=True)
         self._thread.start()
 
     def _run(self, address: str) -> None:

@@ -72,7 +72,7 @@ def test_closing_frees_a_thread_that_waits() -> None:
             except sb.ClosedResourceError as error:
                 told.append(type(error))
 
-        thread = threading.Thread(target=blocked)
+        thread = threading.Thread(target=blocked, daemon=True)
         thread.start()
         while not balancer.statistics().blocked_puts:
             pass
@@ -159,7 +159,7 @@ def test_an_interrupted_for_is_begun_again() -> None:
                 pass  # until the main thread waits for a batch
             signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
 
-        threading.Thread(target=interrupt).start()
+        threading.Thread(target=interrupt, daemon=True).start()
         with pytest.raises(KeyboardInterrupt):
             next(balancer.batches())
         for rollout in make_rollouts([2] * 8):

@@ -37,7 +37,7 @@ def test_buffers_come_back_while_others_are_lent() -> None:
         except Exception as error:  # noqa: BLE001
             errors.append(error)
 
-    threads = [threading.Thread(target=use) for _ in range(4)]
+    threads = [threading.Thread(target=use, daemon=True) for _ in range(4)]
     for thread in threads:
         thread.start()
     stop.wait(0.8)

@@ -41,7 +41,7 @@ def count_wake_ups(patch: pytest.MonkeyPatch) -> list[None]:
 
 def in_a_thread(function: Callable[[], object]) -> None:
     """While the loop stands still."""
-    thread = threading.Thread(target=function)
+    thread = threading.Thread(target=function, daemon=True)
     thread.start()
     thread.join()
 
@@ -107,7 +107,7 @@ def test_calls_of_many_threads_all_come_each_threads_in_order(backend: Backend) 
                 thread.join()
             in_loop(done.set)
 
-        threads = [threading.Thread(target=call, args=(number,)) for number in range(4)]
+        threads = [threading.Thread(target=call, args=(number,), daemon=True) for number in range(4)]
         for thread in threads:
             thread.start()
         await anyio.to_thread.run_sync(last)

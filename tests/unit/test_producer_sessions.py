@@ -500,7 +500,7 @@ def test_closing_cancels_what_is_sent_waits_for_the_replies_and_releases_all() -
     sent, waits = a_put("sent", tokens=20), a_put("waits")
     port.ask(sent)
     port.ask(waits)
-    closing = threading.Thread(target=port.close)
+    closing = threading.Thread(target=port.close, daemon=True)
     closing.start()
     while (m.Cancel, 0) not in numbers(channel):
         assert closing.is_alive()
@@ -566,7 +566,7 @@ def test_a_session_lives_in_two_threads(backend: Literal["asyncio", "trio"]) -> 
         news = anyio.Event()
         session = producer_session(channel, limits, loop_caller())
         session.subscribe(lambda: news.set(), lambda offer: None)
-        thread = threading.Thread(target=producer, args=(session,))
+        thread = threading.Thread(target=producer, args=(session,), daemon=True)
         thread.start()
 
         async def attend() -> None:

@@ -481,7 +481,7 @@ def test_receiving_has_a_thread_and_all_else_another_one(channel: FakeChannel) -
         session.stalled(31.0)
         session.ended(PeerClosed())
 
-    thread = threading.Thread(target=receive)
+    thread = threading.Thread(target=receive, daemon=True)
     thread.start()
     thread.join()
     assert (session.credits, session.report(), session.live, session.stalled_s) == (1, None, True, 0.0)

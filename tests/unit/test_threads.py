@@ -22,7 +22,7 @@ from stream_balancer.transport.threads import ThreadEvent
 def test_an_event_wakes_all_who_wait_and_those_who_come_later() -> None:
     event = ThreadEvent()
     assert not event.wait(0)
-    threads = [threading.Thread(target=event.wait) for _ in range(4)]
+    threads = [threading.Thread(target=event.wait, daemon=True) for _ in range(4)]
     for thread in threads:
         thread.start()
     event.set()
@@ -102,7 +102,7 @@ def test_a_closed_balancer_may_be_read_anywhere() -> None:
         return balancer.statistics().waiting
 
     assert anyio.run(main) == 1
-    thread = threading.Thread(target=lambda: waiting.append(anyio.run(read)))
+    thread = threading.Thread(target=lambda: waiting.append(anyio.run(read)), daemon=True)
     waiting: list[int] = []
 
     async def read() -> int:

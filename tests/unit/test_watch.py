@@ -318,7 +318,7 @@ def published() -> Iterator[Published]:
             ready.set()
             await anyio.to_thread.run_sync(done.wait)
 
-    thread = threading.Thread(target=anyio.run, args=[main])
+    thread = threading.Thread(target=anyio.run, args=[main], daemon=True)
     thread.start()
     assert ready.wait(GUARD_S)
 
@@ -341,7 +341,7 @@ def test_the_command_finds_the_balancer(published: Published) -> None:
 def test_the_command_shows_and_records_until_the_balancer_is_gone(published: Published, tmp_path: Path) -> None:
     record = tmp_path / "run.jsonl"
     results: list[Result] = []
-    command = threading.Thread(target=lambda: results.append(run("--record", record)))
+    command = threading.Thread(target=lambda: results.append(run("--record", record)), daemon=True)
     command.start()
     while not record.exists() or not record.read_bytes().endswith(b"\n"):
         time.sleep(0.005)
