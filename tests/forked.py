@@ -92,6 +92,12 @@ class Python:
     def kill(self) -> None:
         self._process.kill()
 
+    def end(self) -> None:
+        """Kills it and what it started, which might hold the pipes that its output comes through for ever."""
+        with contextlib.suppress(ProcessLookupError):  # it has no group yet, or nobody is left of it
+            os.killpg(self.pid, signal.SIGKILL)
+        self.kill()
+
     def wait(self, timeout_s: float | None = None) -> int:
         self._process.join(timeout_s)
         if self.returncode is None:
@@ -105,7 +111,7 @@ class Python:
             try:
                 self.wait(timeout_s)
             except BaseException:
-                self.kill()
+                self.end()
                 raise
             return said[0].result(), said[1].result()
 
@@ -175,7 +181,7 @@ def started(
     try:
         yield process
     finally:
-        process.kill()
+        process.end()
         process.wait()
         process.stdout.close()
         process.stderr.close()
@@ -209,6 +215,7 @@ def _run(
     errors: Connection,
     finalize: bool,
 ) -> NoReturn:
+    os.setpgid(0, 0)
     exit_with_parent()
     for number, pipe in ((1, out), (2, errors)):
         os.dup2(pipe.fileno(), number)

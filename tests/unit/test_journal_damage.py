@@ -9,7 +9,7 @@ import shutil
 import sqlite3
 import threading
 from collections.abc import Iterator
-from contextlib import closing, suppress
+from contextlib import closing
 from pathlib import Path
 
 import anyio
@@ -311,7 +311,6 @@ HOLD = """
 import os, shutil, sys, time
 from pathlib import Path
 from stream_balancer.controller.journal.store import Store
-os.setsid()
 store = Store(Path(sys.argv[1]))
 store.open()
 store.commit([("insert into facts values ?", [("x", 1, b"", 0)])])
@@ -334,8 +333,7 @@ def holder(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Python]:
     process = Python("-c", HOLD, tmp_path / "journal", request.param, finalize=request.param == "exit")
     process.stdout.readline()
     yield process
-    with suppress(ProcessLookupError):
-        os.killpg(process.pid, 9)
+    process.end()
     process.communicate()
 
 
