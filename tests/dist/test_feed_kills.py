@@ -94,10 +94,12 @@ async def _stop() -> None:
                 while not balancer.step_seconds:
                     await anyio.sleep(0.005)
                 ranks[1].kill(signal.SIGSTOP)
-                while not transport.sessions[1].stalled_s > 1.5:
-                    await anyio.sleep(0.02)
-                assert transport.sessions[0].live
-                ranks[1].kill(signal.SIGCONT)
+                try:
+                    while not transport.sessions[1].stalled_s > 1.5:
+                        await anyio.sleep(0.02)
+                    assert transport.sessions[0].live
+                finally:
+                    ranks[1].kill(signal.SIGCONT)  # a stopped process does not even see that its parent is gone
             told = [await anyio.to_thread.run_sync(rank.told) for rank in ranks]
     for rank in range(2):
         assert [said[0] for said in told[rank]] == [*range(steps), END[0]]
