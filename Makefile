@@ -45,10 +45,11 @@ unit: install
 	$(PYTEST) $(ARGS)
 
 LONG := --timeout 3000 -o faulthandler_timeout=3060
+IF_NONE_CHOSEN = $(if $(ARGS),|| test $$? = 5) # by a path or a -k, of one half
 
 soak: install  ## the long drills: kill tests, fuzzing, property tests on many examples
-	$(PYTEST) -m "hypothesis and not soak and not browser" --hypothesis-profile long $(LONG) $(ARGS)
-	$(BIN)/python -m pytest -m soak $(LONG) $(ARGS)
+	$(PYTEST) -m "hypothesis and not soak and not browser" --hypothesis-profile long $(LONG) $(ARGS) $(IF_NONE_CHOSEN)
+	$(BIN)/python -m pytest -m soak $(LONG) $(ARGS) $(IF_NONE_CHOSEN)
 
 architecture: install  ## lines, layers, circles, the way of a put, from the imports; ARGS="../other ." compares
 	$(BIN)/python tests/architecture.py $(ARGS)
@@ -104,8 +105,6 @@ test-on-ray: .venv-peers/.installed
 
 test-trainers: .venv-peers/.installed
 	$(TEST_PEERS) tests/integrations --ignore-glob='*/test_ray*.py' $(ARGS) $(IF_NONE_CHOSEN)
-
-IF_NONE_CHOSEN = $(if $(ARGS),|| test $$? = 5) # of one half, by a -k for instance
 
 test-integrations-long:  ## ... and the longer of them
 	$(MAKE) --no-print-directory test-integrations ARGS='-m "not soak" $(ARGS)'
