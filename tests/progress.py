@@ -47,4 +47,4 @@ class Progress:
                 began, after_s = times
                 if now - began >= after_s:
                     times[1] = 2 * after_s
-                    self._terminal.line(f"\n{nodeid} runs since {now - began:.0f} s")
+                    self._terminal.line(f"\n{nodeid} has run for {now - began:.0f} s")

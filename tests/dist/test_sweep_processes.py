@@ -12,8 +12,6 @@ from guard import GUARD_S
 
 SWEEP = """
 import stream_balancer as sb
-from stream_balancer.tools.processes import exit_with_parent
-exit_with_parent()  # should the tests be killed: it works for an hour on a slow machine
 trace = sb.generate_trace(20_000, "lrm")
 sb.tune(trace, sb.BalancerConfig(dp_size=8, batch_size=32), processes=2)
 """
@@ -42,8 +40,9 @@ def wait_until(condition: Callable[[], bool], otherwise: str) -> None:
 @pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="looks into /proc")
 @pytest.mark.slow
 def test_the_processes_of_a_sweep_that_is_killed_end() -> None:
-    with started("-c", SWEEP) as parent:  # which is killed in any case: a whole sweep takes an hour on a slow machine
+    with started("-c", SWEEP) as parent:  # all is ended in any case: a whole sweep takes an hour on a slow machine
         wait_until(lambda: len(children_of(parent.pid)) >= 2, "no sweep began")
         time.sleep(1.0)  # they are at work, or still importing: both must do
         children = children_of(parent.pid)
-    wait_until(lambda: not any(map(is_running, children)), "still running")
+        parent.kill()
+        wait_until(lambda: not any(map(is_running, children)), "still running")

@@ -1,4 +1,4 @@
-"""A test that fails and then hangs ends."""
+"""A test that fails and then hangs ends, and so does what a test started."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from guard import GUARD_S
 FAILS_AND_HANGS = """
 import threading
 import pytest
-from forked import run_python
 
 @pytest.fixture
 def hangs():
