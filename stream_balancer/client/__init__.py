@@ -1,0 +1,1 @@
+"""The processes of ranks and producers."""

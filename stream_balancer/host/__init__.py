@@ -1,0 +1,1 @@
+"""The controller's process: serving ranks and producers."""

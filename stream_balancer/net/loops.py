@@ -1,0 +1,308 @@
+"""The process's one I/O thread; into an event loop and out of it; what a coroutine or a thread waits for."""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import heapq
+import logging
+import os
+import queue
+import selectors
+import socket
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from itertools import count
+from typing import Any, Protocol
+
+import anyio
+import anyio.lowlevel
+
+__all__ = ["Io", "Runs", "Signal", "blocking_deadline", "in_loop"]
+
+_log = logging.getLogger(__name__)
+Job = Callable[[], object]
+_turn = threading.local()
+blocking_deadline = threading.local()
+"""``.at`` is set while :mod:`stream_balancer.net.blocking` runs a coroutine in a plain thread."""
+
+
+class Runs(Protocol):
+    """Where a connection lives: the I/O thread, or a test's event loop with a clock of its own."""
+
+    def do(self, job: Job, *, here: bool = False) -> None: ...
+    def after(self, seconds: float, job: Job) -> Job: ...
+    def work(self, job: Job) -> None: ...
+
+
+class Io:
+    """One thread for every socket of the process. All state of connections and calls belongs to it; other threads hand
+    in jobs. One lock is held while state is touched and never while waiting, so a short job may run in the thread that
+    hands it in, which saves two of the four thread switches of a call."""
+
+    _current: Io | None = None
+    _guard = threading.Lock()
+
+    def __init__(self) -> None:
+        self.selector = selectors.DefaultSelector()
+        self.scratch = memoryview(bytearray(2**18))
+        self._jobs: deque[Job] = deque()
+        self._timers: list[tuple[float, int, list[Job | None]]] = []
+        self._numbers = count()
+        self._reader, self._writer = socket.socketpair()
+        self._reader.setblocking(False)
+        self._writer.setblocking(False)
+        self.selector.register(self._reader, selectors.EVENT_READ, self._on_wake)
+        self._woken = self._stopped = False
+        self._lock = threading.Lock()
+        self._work: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        self._worker: threading.Thread | None = None
+        self._thread = threading.Thread(target=self._run, name="stream_balancer-io", daemon=True)
+        self._thread.start()
+
+    @classmethod
+    def current(cls) -> Io:
+        """The process's own."""
+        with cls._guard:
+            if cls._current is None:
+                cls._current = cls()
+            return cls._current
+
+    def do(self, job: Job, *, here: bool = False) -> None:
+        """Run it there, in the order of the calls. From any thread; never blocks. ``here``: it is short, and may run in
+        this thread if nothing else is going on."""
+        self._jobs.append(job)
+        if here and _uninterrupted() and self._lock.acquire(blocking=False):
+            try:
+                self._run_jobs()
+                self._run_jobs()  # what those have added: a message that is to be sent
+            finally:
+                self._lock.release()
+            if not self._jobs:
+                return
+        if not hasattr(_turn, "held"):
+            self._wake()
+
+    def hold(self, job: Job) -> None:
+        """Run it in this thread; all that it hands in here wakes the I/O thread once, when it is through."""
+        _turn.held = True
+        try:
+            job()
+        finally:
+            del _turn.held
+            if self._jobs:
+                self._wake()
+
+    def _wake(self) -> None:
+        # Ctrl-C may come between the flag and the wake-up: where it may, it always wakes.
+        if not self._woken or not _uninterrupted():
+            self._woken = True
+            with suppress(OSError):  # full: it will wake
+                self._writer.send(b"\0")
+
+    def _run_jobs(self) -> None:
+        for _ in range(len(self._jobs)):
+            self._guarded(self._jobs.popleft())
+
+    def after(self, seconds: float, job: Job) -> Job:
+        """Run it later; what is returned takes that back. In the I/O thread only."""
+        cell: list[Job | None] = [job]
+        heapq.heappush(self._timers, (time.monotonic() + seconds, next(self._numbers), cell))
+        if threading.current_thread() is not self._thread:  # in a job that runs elsewhere: select() waits too long
+            self._jobs.append(lambda: None)
+            self._woken = True
+            self._writer.send(b"\0")
+        return lambda: cell.__setitem__(0, None)
+
+    def work(self, job: Job) -> None:
+        """Run it in the one thread that packs for movers, in the order of the calls."""
+        if self._worker is None:
+            self._worker = threading.Thread(target=self._run_work, name="stream_balancer-pack", daemon=True)
+            self._worker.start()
+        self._work.put(job)
+
+    def stop(self) -> None:
+        """End both threads: one that is inside torch while the interpreter goes away would abort the process."""
+        self._stopped = True
+        self.do(lambda: None)
+        self._work.put(None)
+        for thread in (self._thread, self._worker):
+            if thread is not None and thread is not threading.current_thread():
+                thread.join(5.0)
+
+    def _run(self) -> None:
+        wakes: dict[_LoopCaller, None] = {}
+        _turn.wakes = wakes
+        while not self._stopped:
+            timeout = 0.0 if self._jobs else self._timers[0][0] - time.monotonic() if self._timers else None
+            events = self.selector.select(timeout if timeout is None else max(timeout, 0.0))
+            with self._lock:
+                for key, mask in events:
+                    if self.selector.get_map().get(key.fd) is not None:  # a job may have ended it meanwhile
+                        self._guarded(key.data, mask)
+                self._woken = False  # before the jobs are looked at: who appends later wakes again
+                self._run_jobs()
+                while self._timers and self._timers[0][0] <= time.monotonic():
+                    job = heapq.heappop(self._timers)[2][0]
+                    if job is not None:
+                        self._guarded(job)
+            del events
+            while wakes:
+                wakes.popitem()[0]._wake()
+
+    def _run_work(self) -> None:
+        while (job := self._work.get()) is not None:
+            self._guarded(job)
+            del job
+
+    def _guarded(self, job: Callable[..., object], *args: object) -> None:
+        try:
+            job(*args)
+        except Exception:
+            _log.exception("a job of the I/O thread failed")
+
+    def _on_wake(self, _: int) -> None:
+        with suppress(BlockingIOError):
+            self._reader.recv(4096)
+
+
+def _uninterrupted() -> bool:
+    """Whether no KeyboardInterrupt can come in the middle of a job: asyncio turns the first into a cancellation."""
+    return threading.current_thread() is not threading.main_thread() or asyncio._get_running_loop() is not None
+
+
+def _forget_in_child() -> None:
+    """A forked child has none of the threads. It lets go of the sockets, or a peer would not see its parent's death."""
+    io, Io._current, Io._guard = Io._current, None, threading.Lock()
+    if io is not None:
+        for key in list(io.selector.get_map().values()):
+            os.close(key.fd)
+        os.close(io._writer.fileno())
+        for sock in (io._reader, io._writer):
+            sock.detach()
+
+
+def _stop() -> None:
+    if Io._current is not None:
+        Io._current.stop()
+
+
+os.register_at_fork(after_in_child=_forget_in_child)
+atexit.register(_stop)
+
+
+class Signal:
+    """Set once, by any thread; waited for by coroutines of asyncio and trio, and by threads."""
+
+    __slots__ = ("_set", "_waiters")
+
+    def __init__(self) -> None:
+        self._set = False
+        self._waiters: list[Job] = []
+
+    def is_set(self) -> bool:
+        return self._set
+
+    def set(self) -> None:
+        """It has happened."""
+        self._set = True  # first: who appends too late to be found below sees the flag
+        with suppress(IndexError):
+            while True:
+                self._waiters.pop()()
+
+    def then(self, job: Job) -> None:
+        """Call it when it is set: now, or in the thread that sets it."""
+        self._waiters.append(job)
+        if self._set:
+            self.set()
+
+    async def wait(self) -> None:
+        """In a coroutine that :func:`stream_balancer.net.blocking.run` drives it blocks the thread. Raises TimeoutError there."""
+        if hasattr(blocking_deadline, "at"):
+            self.wait_in_thread(blocking_deadline.at)
+            return
+        await anyio.lowlevel.checkpoint()
+        if not self._set:
+            event, loop = anyio.Event(), in_loop()
+            self.then(lambda: loop(event.set))
+            await event.wait()
+
+    async def wait_shielded(self, seconds: float) -> bool:
+        """The same whatever is cancelled or interrupted, for so long at most."""
+        if hasattr(blocking_deadline, "at"):
+            with suppress(TimeoutError):
+                self.wait_in_thread(time.monotonic() + seconds)
+            return self._set
+        with anyio.CancelScope(shield=True, deadline=anyio.current_time() + seconds) as scope:
+            while not self._set and not scope.cancel_called:
+                with suppress(anyio.get_cancelled_exc_class()):  # asyncio's task.cancel() goes through shields
+                    await self.wait()
+        return self._set
+
+    def wait_in_thread(self, deadline: float | None) -> None:
+        """Raises TimeoutError. A lock of its own for each wait, released in C: no interrupt can break it."""
+        if self._set:
+            return
+        lock = threading.Lock()
+        lock.acquire()
+        self.then(lambda: lock.release() if lock.locked() else None)
+        left = -1.0 if deadline is None else min(max(deadline - time.monotonic(), 0.0), threading.TIMEOUT_MAX)
+        if not lock.acquire(timeout=left) and not self._set:
+            raise TimeoutError
+
+
+def in_loop() -> Callable[[Job], None]:
+    """Runs functions in the current event loop, in order, from any thread; many that come together cost one wake-up."""
+    try:
+        loop: Any = asyncio.get_running_loop()
+    except RuntimeError:
+        import trio  # here: trio is optional for who does not use it
+
+        loop = trio.lowlevel.current_trio_token()
+    caller = _CALLERS.get(loop)
+    if caller is None:
+        caller = _CALLERS[loop] = _LoopCaller(loop)
+    return caller
+
+
+class _LoopCaller:
+    def __init__(self, loop: Any) -> None:
+        self._loop = weakref.ref(loop)
+        self._wake_name = "call_soon_threadsafe" if isinstance(loop, asyncio.AbstractEventLoop) else "run_sync_soon"
+        self._jobs: deque[Job] = deque()
+        self._woken = False
+
+    def __call__(self, job: Job) -> None:
+        self._jobs.append(job)
+        wakes = getattr(_turn, "wakes", None)
+        if wakes is not None:
+            wakes[self] = (
+                None  # when this turn of the I/O thread is over: sooner, it would only wait for the interpreter
+            )
+        elif not self._woken or not _uninterrupted():
+            self._woken = True
+            self._wake()
+
+    def _wake(self) -> None:
+        loop = self._loop()
+        try:
+            getattr(loop, self._wake_name)(self._run)
+        except (RuntimeError, AttributeError):  # it has ended
+            self._jobs.clear()
+            self._woken = False
+
+    def _run(self) -> None:
+        self._woken = False
+        try:
+            for _ in range(len(self._jobs)):
+                self._jobs.popleft()()
+        finally:
+            if self._jobs:
+                self._wake()
+
+
+_CALLERS: weakref.WeakKeyDictionary[Any, _LoopCaller] = weakref.WeakKeyDictionary()

@@ -1,0 +1,327 @@
+"""Every message, one tag each. C controller, R rank, P producer, O owner of payloads.
+
+::
+
+    frame    12 bytes (magic, size, crc32) | envelope in msgpack | bytes, if they travel on the socket
+    envelope [message, total, runs, via, where]
+
+``total`` is the memory that the message's payload needs at the receiver, ``runs`` are the parts of it that come now
+(offset, size, offset, size, ...; the rest are holes that the receiver fetches), ``via`` is the mover that brings them
+and ``where`` what that mover needs to know. Pure: no socket, clock, thread or torch.
+"""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from collections.abc import Sequence
+from typing import Annotated, TypeAlias
+
+import msgspec
+
+from stream_balancer.net.errors import WireError
+
+__all__ = [
+    "HEADER_BYTES", "MAX_MESSAGE_BYTES", "PROTOCOL", "SOCKET", "Call", "Cancel", "Challenge", "Close", "Envelope",
+    "Drop", "Go", "Hello", "Join", "Message", "MiniBatchHead", "MoverNote", "Notify", "Recall", "Refused", "Reply", "Report", "ResizedExecution", "Rewind", "Seal", "Sizes", "StepHead", "Welcome", "Work", "WorkItem",
+    "check_runs", "frame", "read_envelope", "read_header",
+]  # fmt: skip
+
+PROTOCOL = 1
+MAX_MESSAGE_BYTES = 2**26
+MAX_ENTRIES = 2**18
+SOCKET = 0
+"""``via`` of bytes that follow their message."""
+Text: TypeAlias = Annotated[str, msgspec.Meta(max_length=65_536)]
+Name: TypeAlias = Annotated[str, msgspec.Meta(max_length=1024)]
+Small: TypeAlias = Annotated[bytes, msgspec.Meta(max_length=4096)]
+Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=2**62)]
+Texts: TypeAlias = Annotated[tuple[Text, ...], msgspec.Meta(max_length=65_536)]
+Counts: TypeAlias = Annotated[tuple[Count, ...], msgspec.Meta(max_length=MAX_ENTRIES)]
+
+
+class Message(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False):
+    """A tag and its fields."""
+
+
+class Hello(Message, frozen=True, tag=1):
+    """Joiner: the first message. Nothing else is read before the proofs."""
+
+    protocol: int
+    nonce: Small
+
+
+class Challenge(Message, frozen=True, tag=2):
+    """Acceptor: its proof over both nonces."""
+
+    nonce: Small
+    proof: Small
+
+
+class Join(Message, frozen=True, tag=3):
+    """Joiner: its proof, who it is, and which movers it knows."""
+
+    proof: Small
+    kind: Name
+    name: Name
+    session: Small
+    """Random, and the same whenever this one joins again."""
+    movers: Annotated[tuple[Name, ...], msgspec.Meta(max_length=16)] = ()
+    about: msgspec.Raw = msgspec.Raw(b"\xc0")
+    """What its kind says of itself: a rank's number, world size, room, and the steps that it has."""
+
+
+class Welcome(Message, frozen=True, tag=4):
+    """Acceptor: come in. The limits of the calls, and the movers that both know."""
+
+    staged_bytes: Count = 64 * 2**20
+    max_call_bytes: Count = 2**30
+    max_calls: Count = 1024
+    known: bool = False
+    """Whether this session's earlier calls are remembered here."""
+    movers: Annotated[tuple[Name, ...], msgspec.Meta(max_length=16)] = ()
+    about: msgspec.Raw = msgspec.Raw(b"\xc0")
+
+
+class Refused(Message, frozen=True, tag=5):
+    """Either end, at any time: no, and why. The connection ends."""
+
+    reason: Name
+    text: Text
+
+
+class Close(Message, frozen=True, tag=6):
+    """Either end: I send nothing after this."""
+
+    reason: Text = ""
+
+
+class MoverNote(Message, frozen=True, tag=7):
+    """Either end: what one end of a mover tells the other (addresses, a probe, memory that is free again)."""
+
+    mover: Count
+    body: Annotated[bytes, msgspec.Meta(max_length=65_536)]
+
+
+class WorkItem(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """An item of a step: a micro-batch, or a rank's part of one. Its rollouts are a block of the header."""
+
+    id: Count
+    group: Count | None = None
+    """Of items that several ranks compute together. None: this rank alone."""
+    remote: bool = False
+    """Payloads lie elsewhere: the rank fetches them, and reports ``fetched``."""
+
+
+class MiniBatchHead(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Of one mini-batch: micro-batches and load here; the rest over all ranks."""
+
+    micro_batches: Count
+    load: float
+    rollouts: Count
+    tokens: Count
+    loss_tokens: Count
+    executions: Count
+
+
+class StepHead(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Of a step, for one rank: what its first Work says."""
+
+    dp_size: Count
+    """DP ranks in the step."""
+    load: float
+    """Predicted work of this rank."""
+    meets: bool = False
+    """Something may still change: say ``at_barrier``, and wait for the Seal, before the ranks meet. False: the Seal
+    comes by itself, and once it is here nothing changes any more."""
+    mini_batches: Annotated[tuple[MiniBatchHead, ...], msgspec.Meta(max_length=65_536)] = ()
+
+
+class Work(Message, frozen=True, tag=10):
+    """C to R: items of a step, and the bytes that the controller has of them."""
+
+    step: Count
+    uid: Count
+    """Tells two plans of one step number apart; the same after a restart of the controller with its journal."""
+    attempt: Count
+    items: Annotated[tuple[WorkItem, ...], msgspec.Meta(max_length=65_536)] = ()
+    head: StepHead | None = None
+    """In the first Work of a step, and in the first after a join."""
+    gone: Texts = ()
+    """Ids of rollouts that are masked everywhere."""
+    header: msgspec.Raw = msgspec.Raw(b"\xc0")
+    """As :mod:`stream_balancer.wire.codec` writes it: a block an item. Nil without items."""
+
+
+class Recall(Message, frozen=True, tag=11):
+    """C to R: these items may go to idle ranks. The rank gives back those it has not begun, and keeps its share."""
+
+    step: Count
+    attempt: Count
+    items: Counts
+    idle: Count
+    """So many ranks have nothing to do."""
+
+
+class ResizedExecution(msgspec.Struct, frozen=True, array_like=True):
+    """What is left of an execution."""
+
+    group_id: Text | None
+    execution_id: Text
+    samples: Count
+    loss_tokens: Count
+
+
+class Sizes(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """What all ranks divide by."""
+
+    rollouts: Count
+    tokens: Count
+    loss_tokens: Count
+    executions: Count
+
+
+class Seal(Message, frozen=True, tag=12):
+    """C to R: the last word before the ranks meet: who meets, and what all divide by."""
+
+    step: Count
+    number: Count
+    """Two seals of one number are equal."""
+    ranks: Counts
+    """DP ranks that meet."""
+    sizes: Sizes
+    mini_batches: Annotated[tuple[Sizes, ...], msgspec.Meta(max_length=65_536)] = ()
+    resized: Annotated[tuple[ResizedExecution, ...], msgspec.Meta(max_length=65_536)] = ()
+    """Executions of which some rollouts are gone, and some are not."""
+    gone: Texts = ()
+    """Ids of rollouts that are masked everywhere."""
+
+
+class Notify(Message, frozen=True, tag=13):
+    """C to R, C to P: a policy version is in force; there is no more; payloads that nobody needs any more."""
+
+    version: int | None = None
+    end: bool = False
+    dropped: Counts = ()
+
+
+class Report(Message, frozen=True, tag=14):
+    """R to C: a fact about a step: taken, done (bytes behind it are columns), fetched, released, at_barrier, finished,
+    acknowledged."""
+
+    fact: Name
+    step: Count
+    attempt: Count = 1
+    items: Counts = ()
+    about: msgspec.Raw = msgspec.Raw(b"\xc0")
+    """What else the fact says: times, missing rollouts, the seal that failed."""
+
+
+class Go(Message, frozen=True, tag=15):
+    """C to R: these items may begin: all who compute them have their payloads, or mask them."""
+
+    step: Count
+    items: Counts
+    gone: Texts = ()
+
+
+class Rewind(Message, frozen=True, tag=16):
+    """C to R: throw the gradient of this step away; all its micro-batches come again."""
+
+    step: Count
+    attempt: Count
+
+
+class Drop(Message, frozen=True, tag=17):
+    """C to R: you have no part in this step any more. ``met``: the others have it in their weights."""
+
+    step: Count
+    met: bool
+    text: Text = ""
+
+
+class Call(Message, frozen=True, tag=20):
+    """P or R to C, R to O: please do this. Numbered from 0, without gaps; bytes may follow."""
+
+    number: Count
+    seen: Count
+    """Replies to calls below this one have arrived and may be forgotten."""
+    method: Name
+    args: msgspec.Raw
+
+
+class Cancel(Message, frozen=True, tag=21):
+    """The caller: not any more. The call still gets its one reply."""
+
+    number: Count
+
+
+class Reply(Message, frozen=True, tag=22):
+    """The one reply. ``error`` is empty, or the kind of error and ``value`` its text. Bytes may follow."""
+
+    number: Count
+    value: msgspec.Raw = msgspec.Raw(b"\xc0")
+    error: Name = ""
+
+
+AnyMessage: TypeAlias = (
+    Hello | Challenge | Join | Welcome | Refused | Close | MoverNote | Work | Recall | Seal | Notify | Report | Go
+    | Rewind | Drop | Call | Cancel | Reply
+)  # fmt: skip
+
+
+class Envelope(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """A message, and where its bytes are."""
+
+    message: AnyMessage
+    total: Count = 0
+    runs: Counts = ()
+    via: Count = SOCKET
+    where: Annotated[tuple[Count, ...], msgspec.Meta(max_length=16)] = ()
+
+
+_HEADER = struct.Struct("<4sII")
+_MAGIC = b"sbn\x01"
+HEADER_BYTES = _HEADER.size
+_encoder, _decoder = msgspec.msgpack.Encoder(), msgspec.msgpack.Decoder(Envelope)
+
+
+def frame(message: Message, total: int = 0, runs: Sequence[int] = (), via: int = 0, where: Sequence[int] = ()) -> bytes:
+    """Header and envelope."""
+    body = _encoder.encode((message, total, runs, via, where))
+    if len(body) > MAX_MESSAGE_BYTES:
+        raise ValueError(f"a {type(message).__name__} message of {len(body)} bytes; at most {MAX_MESSAGE_BYTES}")
+    return _HEADER.pack(_MAGIC, len(body), zlib.crc32(body)) + body
+
+
+def read_header(raw: memoryview | bytes, most: int = MAX_MESSAGE_BYTES) -> tuple[int, int]:
+    """Bytes of the envelope, and their checksum."""
+    magic, size, crc = _HEADER.unpack(raw)
+    if magic != _MAGIC:
+        raise WireError("not a message of this protocol")
+    if not 0 < size <= most:
+        raise WireError(f"a message of {size} bytes; at most {most} are taken")
+    return size, crc
+
+
+def read_envelope(body: memoryview | bytes, crc: int) -> Envelope:
+    """The message, and where its bytes are. Raises WireError for anything else."""
+    if zlib.crc32(body) != crc:
+        raise WireError("the checksum of a message is wrong")
+    try:
+        envelope = _decoder.decode(body)
+    except (msgspec.DecodeError, RecursionError, ValueError) as error:
+        raise WireError(f"a message cannot be read: {error}") from None
+    check_runs(envelope.total, envelope.runs)
+    return envelope
+
+
+def check_runs(total: int, runs: Sequence[int]) -> None:
+    """Raise WireError unless they are ascending parts of ``total`` bytes."""
+    if len(runs) % 2:
+        raise WireError("half a run")
+    at = 0
+    for offset, size in zip(runs[::2], runs[1::2], strict=True):
+        if offset < at or size < 1 or offset + size > total:
+            raise WireError(f"a run of {size} bytes at {offset} of {total}")
+        at = offset + size
