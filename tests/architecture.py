@@ -17,7 +17,7 @@ import re
 import subprocess
 import sys
 import tokenize
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -198,6 +198,41 @@ def lines_of(paths: Iterable[Path]) -> int:
     return sum(len(path.read_text().splitlines()) for path in paths)
 
 
+_LAYOUT = {
+    getattr(tokenize, name) for name in ("COMMENT", "NL", "NEWLINE", "INDENT", "DEDENT", "ENDMARKER", "ENCODING")
+}
+
+
+def code_tokens_of(path: Path) -> int:
+    """Tokens of code: no comments, no docstrings, no layout. Long names and long lines do not count more."""
+    documented = {
+        (node.value.lineno, node.value.col_offset)
+        for node in ast.walk(tree_of(path))
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+    }
+    with path.open("rb") as file:
+        return sum(
+            token.type not in _LAYOUT and not (token.type == tokenize.STRING and token.start in documented)
+            for token in tokenize.tokenize(file.readline)
+        )
+
+
+def count(root: Path, is_one: Callable[[ast.AST], bool]) -> int:
+    """Nodes of the package's syntax trees."""
+    return sum(is_one(node) for path in modules(root).values() for node in ast.walk(tree_of(path)))
+
+
+def is_message(node: ast.AST) -> bool:
+    """A type of message between processes: a struct with a tag."""
+    return isinstance(node, ast.ClassDef) and any(keyword.arg == "tag" for keyword in node.keywords)
+
+
+def refuses_a_knob(node: ast.AST) -> bool:
+    """``raise ConfigError(...)``."""
+    raised = node.exc if isinstance(node, ast.Raise) else None
+    return isinstance(raised, ast.Call) and isinstance(raised.func, ast.Name) and raised.func.id == "ConfigError"
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # The way of a put
 # ---------------------------------------------------------------------------------------------------------------------
@@ -280,6 +315,11 @@ def measure(root: Path) -> dict[str, Any]:
     put = way_of_a_put(root)
     return {
         "lines of the package": lines_of(package),
+        "code tokens of the package": sum(map(code_tokens_of, package)),
+        "functions": count(root, lambda node: isinstance(node, Function)),
+        "classes": count(root, lambda node: isinstance(node, ast.ClassDef)),
+        "types of messages": count(root, is_message),
+        "raise ConfigError": count(root, refuses_a_knob),
         "lines of tests": lines_of(tests),
         "files of the package": len(package),
         "comments, % of its lines": round(100 * sum(map(comments_of, package)) / lines_of(package), 1),
