@@ -8,7 +8,7 @@ export OMP_NUM_THREADS ?= 1
 unexport PYTHONDONTWRITEBYTECODE # tests start a hundred interpreters, and each would compile everything again
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-all lint types unit unit-all soak architecture docs package pictures screenshots bench bench-gpu bench-peers bench-schedulers test-integrations test-on-ray test-trainers test-integrations-long test-browser clean
+.PHONY: help install demo test test-all lint types unit unit-all soak architecture docs package pictures screenshots bench bench-compare bench-gpu bench-peers bench-schedulers test-integrations test-on-ray test-trainers test-integrations-long test-browser clean
 
 help:  ## list the targets
 	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-22s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -57,6 +57,11 @@ architecture: install  ## lines, layers, circles, the way of a put, from the imp
 bench: install  ## every benchmark that needs nothing but the project
 	for file in engine partition plan_time window sizes beyond micro_batches training transport connect failures beside_training journal checkpoint tune scale beyond_models; do \
 		test ! -e bench/$$file.py || { echo "== bench/$$file.py"; $(BIN)/python bench/$$file.py $(ARGS) || exit 1; }; \
+	done
+
+bench-compare: install  ## today beside another commit, alternating: COMMIT=... FILES="bench/engine.py" ARGS="--rounds 3"
+	for file in $(or $(FILES),bench/engine.py bench/connect.py bench/transport.py); do \
+		echo "== $$file"; $(BIN)/python bench/compare.py $(COMMIT) $$file $(ARGS) || exit 1; \
 	done
 
 bench-gpu: install  ## what one accelerator can measure, in under eight minutes; first the tests that need one
