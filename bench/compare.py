@@ -2,8 +2,8 @@
 
 ``python bench/compare.py COMMIT bench/engine.py [--rounds 3] [its arguments]``, or ``make bench-compare COMMIT=...``.
 A benchmark prints its rows as JSON; a row of this one is the median of today's over the median of the commit's, with
-the least and the greatest ratio of two runs that followed each other. Where both have the benchmark's file each runs its
-own; ``--same`` runs today's file with either package.
+the least and the greatest ratio of two runs that followed each other. Each commit runs its own file of that name;
+``--same`` runs today's file with either package.
 """
 
 from __future__ import annotations
