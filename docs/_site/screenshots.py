@@ -1,7 +1,7 @@
 """What a user looks at, as pictures in docs/pictures/: ``make screenshots``, in about three minutes.
 
-``tune_terminal.svg`` and ``tune_page.png``: the command `tune`, and its page in Chromium. ``watch.svg``: the command
-`watch` during a run of eight ranks (``live.py``). ``dashboard.svg``: the Grafana dashboard's panels, from its own
+``tune_terminal.svg`` and ``tune_page.png``: the command `tune`, and its page in Chromium. ``status.svg``: the command
+`status` during a run of eight ranks (``live.py``). ``dashboard.svg``: the Grafana dashboard's panels, from its own
 queries to a Prometheus that scraped that run (``dashboard.py``). Needs Chromium, ChromeDriver and Prometheus.
 """
 
@@ -34,10 +34,8 @@ import dashboard  # noqa: E402 - after use()
 from chromium import Browser, View, chromium  # noqa: E402
 from live import training  # noqa: E402
 
+from stream_balancer.cli.status import page, read  # noqa: E402
 from stream_balancer.metrics.prometheus import exporter  # noqa: E402
-from stream_balancer.watch.publish import publish_status  # noqa: E402
-from stream_balancer.watch.status import fetch  # noqa: E402
-from stream_balancer.watch.view import picture  # noqa: E402
 
 TUNE = "tune generate:lrm:1000 --dp-size 8 --batch-size 32 --cost quadratic --plot front.html"
 RUN_S, RATES_OVER_S = 100, 10
@@ -78,19 +76,19 @@ def draw_tune(browser: Browser, folder: Path) -> None:
 
 
 async def draw_run(folder: Path) -> None:
-    """`watch` at the end of a run, and the dashboard over all of it."""
+    """`status` at the end of a run, and the dashboard over all of it."""
     async with (
         training(step_s=0.8, slow_after_steps=RUN_S // 2) as balancer,
         exporter(balancer, port=0) as port,
-        publish_status(balancer, name="run 7") as path,
     ):
+        source = f"http://127.0.0.1:{port}/metrics"
         with dashboard.prometheus(folder, port, "1s") as url:
             since_s = time.time()
             await anyio.sleep(RUN_S - RATES_OVER_S)
-            before = await anyio.to_thread.run_sync(fetch, path)
+            before = await anyio.to_thread.run_sync(read, source)
             await anyio.sleep(RATES_OVER_S)
-            now = await anyio.to_thread.run_sync(fetch, path)
-            save_terminal(Group("$ stream-balancer watch", picture(now, before)), "watch")
+            now = await anyio.to_thread.run_sync(read, source)
+            save_terminal(Group("$ stream-balancer status", page(now, before)), "status")
             answered = [
                 (panel, [line for query, legend in panel.queries for line in await ask(url, query, legend, since_s)])
                 for panel in dashboard.panels("15s")

@@ -1,4 +1,4 @@
-"""The command line: ``stream-balancer demo | replay | tune | watch``, a file for each command.
+"""The command line: ``stream-balancer demo | replay | tune | status``, a file for each command.
 
 Commands only read options, call the library and print. A mistake of the user's ends in one line and exit code 2.
 """
@@ -12,8 +12,8 @@ import typer
 from stream_balancer.cli._options import as_command
 from stream_balancer.cli.demo import Demo
 from stream_balancer.cli.replay import Replay
+from stream_balancer.cli.status import status
 from stream_balancer.cli.tune import Tune
-from stream_balancer.cli.watch import watch
 
 __all__ = ["app", "main"]
 
@@ -48,5 +48,5 @@ def _root(
     pass
 
 
-for command in (as_command(Demo), as_command(Replay), as_command(Tune), watch):
+for command in (as_command(Demo), as_command(Replay), as_command(Tune), status):
     app.command()(command)

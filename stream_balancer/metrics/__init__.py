@@ -13,26 +13,29 @@ promise to dashboards: add, don't rename. Pure; nothing is read but a ``Statisti
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Generic, Literal, TypeVar
 
+from stream_balancer.core.diagnosis import RankState
 from stream_balancer.statistics import Statistics
 
-__all__ = ["METRICS", "Metric", "figures"]
+__all__ = ["METRICS", "RANK_METRICS", "Metric", "figures"]
+
+T = TypeVar("T")
 
 QUANTILE_NAMES = ("min", "p50", "p90", "max")  # of Statistics.waiting_lengths
 
 
 @dataclass(frozen=True, slots=True)
-class Metric:
+class Metric(Generic[T]):
     """One name, and where its value comes from."""
 
     name: str
     """Without a prefix; ends in its unit."""
     help: str
     """What it says, for people."""
-    read: Callable[[Statistics], float | Mapping[str, float]]
+    read: Callable[[T], float | Mapping[str, float]]
     """A number, or one for each value of ``label``. NaN where nothing is known yet."""
     kind: Literal["gauge", "counter"] = "gauge"
     """A counter only grows: over restarts from a checkpoint too, but for seconds, which begin anew."""
@@ -93,7 +96,7 @@ def _stratum(attribute: str) -> Callable[[Statistics], Mapping[str, float]]:
     return read
 
 
-METRICS: tuple[Metric, ...] = (
+METRICS: tuple[Metric[Statistics], ...] = (
     Metric("waiting_rollouts", "Rollouts in the window.", _one("waiting")),
     Metric("waiting_tokens", "Their tokens.", _one("waiting_tokens")),
     Metric("waiting_bytes", "Bytes of their tensors.", _one("waiting_bytes")),
@@ -173,9 +176,23 @@ METRICS: tuple[Metric, ...] = (
 )
 
 
-def values(metric: Metric, statistics: Statistics) -> Iterator[tuple[str | None, float]]:
+def _of_ranks(attribute: str) -> Callable[[Sequence[RankState]], Mapping[str, float]]:
+    """Of the trainer's ranks; another role's have the same numbers."""
+    return lambda states: {str(one.rank): float(getattr(one, attribute)) for one in states if not one.role}
+
+
+RANK_METRICS: tuple[Metric[Sequence[RankState]], ...] = (
+    Metric(
+        "rank_connected", "1 for a rank that is connected, 0 for one that is not.", _of_ranks("connected"), label="rank"
+    ),
+    Metric("rank_queue_steps", "Steps a rank was sent and has not acknowledged.", _of_ranks("queue"), label="rank"),
+)
+"""Metrics of ``balancer.rank_states()``: there while ``serve()`` runs."""
+
+
+def values(metric: Metric[T], source: T) -> Iterator[tuple[str | None, float]]:
     """(label's value or None, number) for each number that is known."""
-    read = metric.read(statistics)
+    read = metric.read(source)
     numbers = read.items() if isinstance(read, Mapping) else [(None, read)]
     return ((label, float(value)) for label, value in numbers if not math.isnan(value))
 

@@ -24,15 +24,13 @@ from contextlib import contextmanager
 
 from opentelemetry import trace
 
-from stream_balancer.controller.balancer import StreamBalancer
-from stream_balancer.core.observer import Observer
-from stream_balancer.types import Batch
+import stream_balancer as sb
 
 __all__ = ["BatchTracer", "tracing"]
 
 
 @contextmanager
-def tracing(balancer: StreamBalancer, tracer_provider: trace.TracerProvider | None = None) -> Iterator[None]:
+def tracing(balancer: sb.StreamBalancer, tracer_provider: trace.TracerProvider | None = None) -> Iterator[None]:
     """Trace every batch of ``balancer`` while the block runs. Spans of batches still in flight end with it."""
     tracer = BatchTracer(tracer_provider)
     balancer.observers.append(tracer)
@@ -43,14 +41,14 @@ def tracing(balancer: StreamBalancer, tracer_provider: trace.TracerProvider | No
         tracer.close()
 
 
-class BatchTracer(Observer):
+class BatchTracer(sb.Observer):
     """An observer of a balancer that keeps two open spans for each batch in flight."""
 
     def __init__(self, tracer_provider: trace.TracerProvider | None = None) -> None:
         self._tracer = trace.get_tracer("stream_balancer", tracer_provider=tracer_provider)
         self._open: dict[int, tuple[trace.Span, trace.Span]] = {}  # step -> (batch, in flight)
 
-    def dispatched(self, batch: Batch) -> None:
+    def dispatched(self, batch: sb.Batch) -> None:
         """Begins the trace, in the past: when the oldest rollout was put."""
         if batch.step in self._open:
             self._open[batch.step][0].add_event("given again")
@@ -76,7 +74,7 @@ class BatchTracer(Observer):
         self._tracer.start_span("stream_balancer.waiting", within, start_time=put_ns).end(now_ns)
         self._open[batch.step] = whole, self._tracer.start_span("stream_balancer.in_flight", within, start_time=now_ns)
 
-    def acknowledged(self, batch: Batch) -> None:
+    def acknowledged(self, batch: sb.Batch) -> None:
         """Ends the trace."""
         if batch.step in self._open:  # not one that was dispatched before tracing began
             self._end(batch.step, acknowledged=True)

@@ -12,10 +12,11 @@ call of ``statistics()`` costs. Needs the ``prometheus`` extra. The dashboard be
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from importlib.resources import files
+from typing import Any
 
 import anyio
 from anyio.from_thread import BlockingPortal
@@ -23,9 +24,9 @@ from prometheus_client import CollectorRegistry, start_http_server
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from stream_balancer.controller.balancer import StreamBalancer
-from stream_balancer.metrics import METRICS, values
-from stream_balancer.statistics import Statistics
+import stream_balancer as sb
+from stream_balancer import metrics
+from stream_balancer.metrics import METRICS, RANK_METRICS, values
 
 __all__ = ["StatisticsCollector", "dashboard_json", "exporter"]
 
@@ -35,21 +36,25 @@ PREFIX = "stream_balancer_"
 class StatisticsCollector(Collector):
     """For a registry of your own: ``REGISTRY.register(StatisticsCollector(balancer.statistics))``.
 
-    ``read`` is called at every scrape, in the scrape's thread: give it ``statistics`` of a ``sb.blocking`` balancer,
-    which may be called from any thread; for one in an event loop there is :func:`exporter`.
+    ``read`` is called at every scrape, in the scrape's thread, and ``read_ranks`` too: give ``statistics`` and
+    ``rank_states`` of a ``sb.blocking`` balancer, which may be called from any thread; for one in an event loop there
+    is :func:`exporter`.
     """
 
-    def __init__(self, read: Callable[[], Statistics]) -> None:
-        self._read = read
+    def __init__(
+        self, read: Callable[[], sb.Statistics], read_ranks: Callable[[], Sequence[Any]] | None = None
+    ) -> None:
+        self._read, self._read_ranks = read, read_ranks
 
     def collect(self) -> Iterator[Metric]:
         """One family per name, with the numbers of this moment."""
-        statistics = self._read()
-        for metric in METRICS:
+        statistics, ranks = self._read(), self._read_ranks() if self._read_ranks else ()
+        sources: list[tuple[metrics.Metric[Any], Any]] = [(metric, statistics) for metric in METRICS]
+        for metric, source in [*sources, *((metric, ranks) for metric in RANK_METRICS)]:
             family_of = CounterMetricFamily if metric.kind == "counter" else GaugeMetricFamily
             labels = [] if metric.label is None else [metric.label]
             family = family_of(PREFIX + metric.name, metric.help, labels=labels)
-            for label, value in values(metric, statistics):
+            for label, value in values(metric, source):
                 family.add_metric([] if label is None else [label], value)
             yield family
 
@@ -59,7 +64,7 @@ class StatisticsCollector(Collector):
 
 
 @asynccontextmanager
-async def exporter(balancer: StreamBalancer, *, port: int, host: str = "127.0.0.1") -> AsyncIterator[int]:
+async def exporter(balancer: sb.StreamBalancer, *, port: int, host: str = "127.0.0.1") -> AsyncIterator[int]:
     """Serve ``http://host:port/metrics`` while the block runs; yields the port (0 = any that is free).
 
     Listens on loopback unless `host` says otherwise: the endpoint asks for no password. Raises OSError if the port is
@@ -69,7 +74,8 @@ async def exporter(balancer: StreamBalancer, *, port: int, host: str = "127.0.0.
     await portal.__aenter__()
     try:
         registry = CollectorRegistry()
-        registry.register(StatisticsCollector(partial(portal.call, balancer.statistics)))
+        calls = [partial(portal.call, read) for read in (balancer.statistics, balancer.rank_states)]
+        registry.register(StatisticsCollector(*calls))
         server, thread = start_http_server(port, addr=host, registry=registry)
 
         def close() -> None:

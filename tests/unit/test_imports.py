@@ -20,7 +20,7 @@ LAYERS = [
     {"core", "wire"},
     {"transport"},
     {"controller", "rank", "producer"},  # three processes: what they share is below them
-    {"tools", "metrics", "watch", "integrations"},
+    {"tools", "metrics", "integrations"},
     {"testing", "demo"},
     {"cli"},
     {"__main__"},
@@ -59,11 +59,10 @@ PURE_MODULES = [
         "tune_report",
     )
 ]
-PURE_MODULES += ["watch.status", "watch.view"]
 PURE_MODULES += ["controller.checkpoint", "controller.journal.rows", "controller.journal.contents"]
 PURE_MODULES += ["controller.journal.changes"]
 """Pure modules in folders that are not."""
-WITHOUT_TORCH = {"errors", "field_docs", "cost", "planning", "config", "core", "watch"}
+WITHOUT_TORCH = {"errors", "field_docs", "cost", "planning", "config", "core"}
 
 EVERY = sorted(modules().keys() - {NAME})
 
@@ -201,7 +200,7 @@ def test_the_architecture_page_shows_the_same_layers() -> None:
     assert shown == dict(enumerate(LAYERS, start=1))
 
 
-ONE_LINE_FOR_ALL = {"integrations", "metrics", "watch", "testing", "cli", "demo", "__main__"}
+ONE_LINE_FOR_ALL = {"integrations", "metrics", "testing", "cli", "demo", "__main__"}
 """Packages whose modules the page does not name one by one."""
 
 

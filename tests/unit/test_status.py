@@ -1,0 +1,197 @@
+"""``stream-balancer status``: the page made of what the exporter serves, and the command over a real port."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import anyio
+import pytest
+from guard import GUARD_S
+from helpers import until
+from rich.console import Console
+from typer.testing import CliRunner, Result
+
+import stream_balancer as sb
+from stream_balancer.cli import app
+from stream_balancer.cli.status import page, parse
+from stream_balancer.metrics import METRICS, RANK_METRICS
+from stream_balancer.testing import MemoryNetwork, make_rollout
+
+prometheus = pytest.importorskip("stream_balancer.metrics.prometheus", reason="the prometheus extra is not installed")
+generate_latest = pytest.importorskip("prometheus_client").generate_latest
+
+CONFIG = sb.BalancerConfig(dp_size=2, batch_size=4, window=8, deadline_s=60.0)
+BUSY = """
+stream_balancer_waiting_rollouts 6.0
+stream_balancer_waiting_tokens 1200.0
+stream_balancer_waiting_length_tokens{quantile="min"} 1.0
+stream_balancer_waiting_length_tokens{quantile="max"} 900.0
+stream_balancer_window_rollouts 8.0
+stream_balancer_oldest_wait_seconds 90.0
+stream_balancer_accepted_rollouts_total 3005.0
+stream_balancer_dispatches_total{reason="window"} 12.0
+stream_balancer_dispatches_total{reason="deadline"} 0.0
+stream_balancer_evicted_rollouts_total{reason="stale"} 3.0
+stream_balancer_idle_fraction 0.05
+stream_balancer_idle_seconds_total{cause="window"} 60.0
+stream_balancer_idle_seconds_total{cause="transport"} 20.0
+stream_balancer_idle_seconds_total{cause="no_data"} 0.0
+stream_balancer_rank_busy_seconds_total{rank="0"} 60.0
+stream_balancer_rank_busy_seconds_total{rank="1"} 60.0
+stream_balancer_rank_idle_seconds_total{rank="0"} 40.0
+stream_balancer_rank_idle_seconds_total{rank="1"} 40.0
+stream_balancer_rank_connected{rank="0"} 1.0
+stream_balancer_rank_connected{rank="1"} 0.0
+stream_balancer_rank_queue_steps{rank="0"} 2.0
+stream_balancer_policy_version 7.0
+stream_balancer_training_age_versions{statistic="mean"} 1.25
+stream_balancer_training_age_versions{statistic="p99"} 2.0
+stream_balancer_training_age_versions{statistic="max"} 3.0
+stream_balancer_straggler_rank 1.0
+stream_balancer_straggler_slowdown 1.4
+stream_balancer_straggler_since_seconds 7200.0
+stream_balancer_blocked_puts 2.0
+"""
+
+
+def text_of(now: str, before: str | None = None, *, seconds: float = 10.0) -> str:
+    with open(os.devnull, "w") as nowhere:
+        console = Console(width=120, record=True, file=nowhere)
+        console.print(page(parse(now, seconds), None if before is None else parse(before), "run 7"))
+        return console.export_text()
+
+
+def run(*arguments: object) -> Result:
+    return CliRunner().invoke(app, ["status", *map(str, arguments)])
+
+
+def test_the_page_says_it_all() -> None:
+    text = text_of(BUSY, BUSY.replace("3005.0", "3000.0"))
+    for part in (
+        "run 7",
+        "6 rollouts (75% of the window), 1,200 tokens, the oldest for 1.5 min",
+        "3,005 accepted, 3 evicted (stale)",
+        "12 window",
+        "5.0% predicted (? unavoidable), ? measured",
+        "window 30.0%, transport 10.0%",
+        "policy version 7; trained on were rollouts 1.25 versions behind (p99 2, max 3)",
+        "0.5 rollouts put",
+        "60.0%",
+        "! rank 1 takes 1.40 times as long as the median rank, since 2.0 h",
+        "! 1 ranks are not connected: 1",
+        "! 2 puts wait for room",
+        "! 3 stale rollouts were evicted",
+    ):
+        assert part in text, f"{part!r} is not in\n{text}"
+    assert "0 deadline" not in text
+    assert "no_data" not in text
+
+
+def test_of_many_ranks_the_idlest_and_the_busiest_are_shown() -> None:
+    text = text_of(
+        "\n".join(f'stream_balancer_rank_busy_seconds_total{{rank="{rank}"}} {rank}' for rank in range(1000))
+    )
+    assert "of 1000 ranks" in text
+    assert text.count("\n") < 50
+    for rank in (0, 7, 992, 999):
+        assert f"\n{rank:>4} " in text
+
+
+def test_what_is_exported_is_read_back_whatever_the_state() -> None:
+    with sb.blocking(CONFIG) as balancer:
+        registry = prometheus.CollectorRegistry()
+        registry.register(prometheus.StatisticsCollector(balancer.statistics, balancer.rank_states))
+        empty = generate_latest(registry).decode()
+        assert "0 rollouts (0% of the window)" in text_of(empty)
+        balancer.put(make_rollout(3, version=0))
+        figures = parse(generate_latest(registry).decode())
+    names = {metric.name for metric in (*METRICS, *RANK_METRICS)} | {"time"}
+    assert figures.keys() <= names
+    assert figures["waiting_rollouts"] == {"": 1.0}
+    assert {metric.name for metric in METRICS if metric.kind == "counter" and not metric.label} <= figures.keys()
+    asked = {sample.split("{")[0].split()[0] for sample in BUSY.split("\n") if sample}
+    assert {name.removeprefix("stream_balancer_").removesuffix("_total") for name in asked} <= names
+
+
+@pytest.mark.parametrize("backend", ["asyncio", "trio"])
+def test_ranks_are_told_while_serve_runs(backend: str) -> None:
+    async def main() -> str:
+        transport = MemoryNetwork(dp_size=2)
+        async with (
+            sb.StreamBalancer(CONFIG) as balancer,
+            anyio.create_task_group() as tasks,
+            prometheus.exporter(balancer, port=0) as port,
+        ):
+            tasks.start_soon(sb.serve, balancer, transport)
+            sb.RankFeed(transport.connect(0, depth=1))
+            await until(lambda: any(state.connected for state in balancer.rank_states()))
+            result = await anyio.to_thread.run_sync(run, port, "--once")
+            tasks.cancel_scope.cancel()
+            assert result.exit_code == 0, result.output
+            return result.stdout
+
+    text = anyio.run(main, backend=backend)
+    assert "! 1 ranks are not connected: 1" in text
+
+
+class Exported(NamedTuple):
+    port: int
+    stop: Callable[[], None]
+
+
+@pytest.fixture
+def exported() -> Iterator[Exported]:
+    """A balancer in a thread of its own, scraped until stopped."""
+    ready, done = threading.Event(), threading.Event()
+    ports: list[int] = []
+
+    async def main() -> None:
+        async with sb.StreamBalancer(CONFIG) as balancer, prometheus.exporter(balancer, port=0) as port:
+            await balancer.put(make_rollout(3))
+            ports.append(port)
+            ready.set()
+            await anyio.to_thread.run_sync(done.wait)
+
+    thread = threading.Thread(target=anyio.run, args=[main], daemon=True)
+    thread.start()
+    assert ready.wait(GUARD_S)
+
+    def stop() -> None:
+        done.set()
+        thread.join(GUARD_S)
+
+    yield Exported(ports[0], stop)
+    stop()
+
+
+def test_the_command_reads_a_port_or_a_url(exported: Exported) -> None:
+    for source in (exported.port, f"http://127.0.0.1:{exported.port}/metrics"):
+        result = run(source, "--once")
+        assert result.exit_code == 0, result.output
+        assert "1 rollouts (12% of the window)" in result.stdout
+    found = json.loads(run(exported.port, "--once", "--json").stdout)
+    assert (found["waiting_rollouts"], found["dispatches"]["window"]) == (1.0, 0.0)
+
+
+def test_the_page_is_made_anew_until_the_balancer_is_gone(exported: Exported) -> None:
+    results: list[Result] = []
+    command = threading.Thread(target=lambda: results.append(run(exported.port, "--every", 0.1)), daemon=True)
+    command.start()
+    command.join(0.5)
+    exported.stop()
+    command.join(GUARD_S)
+    assert results[0].exit_code == 0, results[0].output
+    assert "rollouts put" in results[0].stdout
+    assert "the balancer is gone" in results[0].stdout
+
+
+@pytest.mark.parametrize("source", ["1", "http://127.0.0.1:1/metrics", "file:///dev/null", "nowhere"])
+def test_mistakes_are_one_line(source: str) -> None:
+    result = run(source, "--once")
+    assert result.exit_code == 2
+    assert "gives no figures of a balancer" in result.stderr
+    assert result.stderr.count("\n") == 1
