@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import chain
-from typing import Literal, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias
 
 import torch
 
@@ -14,7 +14,7 @@ from stream_balancer.types.micro_batch import MicroBatch
 from stream_balancer.types.rollout import Rollout
 from stream_balancer.types.shared import whole_rollouts
 
-__all__ = ["Batch", "Denominators", "MiniBatchSize", "RankBatch", "Reason"]
+__all__ = ["Batch", "Denominators", "MiniBatchSize", "OneRank", "RankBatch", "Reason"]
 
 Reason: TypeAlias = Literal["window", "deadline", "age", "drain"]
 """Why a batch left: the window filled, the oldest rollout had waited ``deadline_s``, rollouts were about to go stale,
@@ -44,39 +44,32 @@ class MiniBatchSize(NamedTuple):
     executions: int
 
 
-@documented
-@dataclass(frozen=True, eq=False, slots=True, kw_only=True)
-class RankBatch:
-    """Rank batch: the micro-batches of one rank in one step, or in one of its mini-batches.
+class OneRank:
+    """What follows for a trainer from what one rank has of a step: shared by :class:`RankBatch` and a feed's steps."""
 
-    Every rank of a step has the same number of micro-batches (its own with ``micro_batch_counts="free"``), none of them
-    empty. Numbers of rollouts and tokens differ from rank to rank, so a mean of the ranks' means is wrong: divide the
-    *sum* of the loss by one of the ``global_`` denominators.
-    """
+    __slots__ = ()
 
-    step: int
-    """Step number, from 0, the same on every rank."""
-    rank: int
-    """DP rank that trains on it."""
-    dp_size: int
-    """DP ranks in the step."""
-    micro_batches: tuple[MicroBatch, ...]
-    """In the order they should run."""
-    load: float
-    """Predicted work, in the cost model's unit, with the overhead of its micro-batches; divided by the rank's speed
-    where ``speeds`` are given."""
-    denominators: Denominators | None
-    """Of the step over all ranks: what the ``global_`` numbers are. None in a row of an open step before its last one:
-    see :meth:`StreamBalancer.batches`."""
-    mini_batch_sizes: tuple[MiniBatchSize, ...] = ()
-    """Of the mini-batches that ``micro_batches`` has one after the other; empty where the step is in one piece."""
-    on_ack: Callable[..., None] | None = field(default=None, repr=False)
-    """Set by the :class:`RankFeed` it came from."""
+    if TYPE_CHECKING:  # a dataclass would take a property of its base for the default value of a field
+
+        @property
+        def step(self) -> int: ...
+        @property
+        def rank(self) -> int: ...
+        @property
+        def dp_size(self) -> int: ...
+        @property
+        def micro_batches(self) -> tuple[MicroBatch, ...]: ...
+        @property
+        def load(self) -> float: ...
+        @property
+        def denominators(self) -> Denominators | None: ...
+        @property
+        def mini_batch_sizes(self) -> tuple[MiniBatchSize, ...]: ...
 
     @property
     def is_last(self) -> bool:
-        """False in a row of an open step that more rows follow: go on adding to the gradients, and do not divide yet.
-        True in every other rank batch."""
+        """False in a row of an open step that more rows follow, in a loop over :meth:`StreamBalancer.batches`: go on
+        adding to the gradients, and do not divide yet. True in all else."""
         return self.denominators is not None
 
     @property
@@ -110,7 +103,7 @@ class RankBatch:
         return self.denominators
 
     @property
-    def mini_batches(self) -> tuple[RankBatch, ...]:
+    def mini_batches(self) -> tuple[OneRank, ...]:
         """What an optimizer step each is made on: this rank's part of ``BalancerConfig(mini_batches=)`` pieces of the
         step, which all ranks have in the same order. The ``global_`` denominators of each are its own, over all ranks.
 
@@ -120,18 +113,19 @@ class RankBatch:
         for size in self.mini_batch_sizes:
             start, stop = stop, stop + size.micro_batches
             made.append(
-                replace(
-                    self,
+                RankBatch(
+                    step=self.step,
+                    rank=self.rank,
+                    dp_size=self.dp_size,
                     micro_batches=self.micro_batches[start:stop],
                     load=size.load,
                     denominators=Denominators(size.rollouts, size.tokens, size.loss_tokens, size.executions),
-                    mini_batch_sizes=(),
                     on_ack=_refuse_to_acknowledge_a_part,
                 )
             )
         return tuple(made) or (self,)
 
-    def epochs(self, num_epochs: int) -> Iterator[RankBatch]:
+    def epochs(self, num_epochs: int) -> Iterator[OneRank]:
         """All mini-batches, so many times over. Every epoch begins with another one, which is the same on all ranks.
 
         Raises ValueError for a number below 1.
@@ -153,26 +147,6 @@ class RankBatch:
         number = len(mini_batches)
         return (mini_batches[(epoch + place) % number] for epoch in range(num_epochs) for place in range(number))
 
-    def ack(self, columns: Mapping[str, Sequence[torch.Tensor]] | None = None) -> None:
-        """Acknowledge this batch and every earlier one of its feed: committed, and not to be delivered again.
-
-        ``columns``: of a feed with a role, what it has computed: by name, ``[T]`` of each micro-batch, on any device.
-        They are copied, and each step is acknowledged by itself.
-
-        For ``RankFeed(auto_ack=False)``, at an optimizer step or a checkpoint; otherwise before leaving a loop early.
-        From any thread, never blocks, idempotent. Raises ClosedResourceError if the feed was closed before, ValueError
-        for a batch that did not come from a feed, and for columns that do not fit.
-        """
-        if self.on_ack is None:
-            raise ValueError(
-                f"batch.ack(): this rank batch of step {self.step} did not come from a RankFeed. Where you iterate the "
-                "balancer itself, call balancer.acknowledge(step)"
-            )
-        if columns is None:
-            self.on_ack()
-        else:
-            self.on_ack(columns)
-
     @property
     def rollouts(self) -> tuple[Rollout, ...]:
         """This rank's rollouts, micro-batch by micro-batch; padding copies (``is_padding``) included."""
@@ -187,6 +161,45 @@ class RankBatch:
     def num_tokens(self) -> int:
         """Tokens on this rank, padding copies included. O(micro-batches)."""
         return sum(mb.num_tokens for mb in self.micro_batches)
+
+
+@documented
+@dataclass(frozen=True, eq=False, slots=True, kw_only=True)
+class RankBatch(OneRank):
+    """Rank batch: the micro-batches of one rank in one step, or in one of its mini-batches.
+
+    Every rank of a step has the same number of micro-batches (its own with ``micro_batch_counts="free"``), none of them
+    empty. Numbers of rollouts and tokens differ from rank to rank, so a mean of the ranks' means is wrong: divide the
+    *sum* of the loss by one of the ``global_`` denominators.
+    """
+
+    step: int
+    """Step number, from 0, the same on every rank."""
+    rank: int
+    """DP rank that trains on it."""
+    dp_size: int
+    """DP ranks in the step."""
+    micro_batches: tuple[MicroBatch, ...]
+    """In the order they should run."""
+    load: float
+    """Predicted work, in the cost model's unit, with the overhead of its micro-batches; divided by the rank's speed
+    where ``speeds`` are given."""
+    denominators: Denominators | None
+    """Of the step over all ranks: what the ``global_`` numbers are. None in a row of an open step before its last one:
+    see :meth:`StreamBalancer.batches`."""
+    mini_batch_sizes: tuple[MiniBatchSize, ...] = ()
+    """Of the mini-batches that ``micro_batches`` has one after the other; empty where the step is in one piece."""
+    on_ack: Callable[..., None] | None = field(default=None, repr=False)
+    """What :meth:`ack` calls."""
+
+    def ack(self, columns: Mapping[str, Sequence[torch.Tensor]] | None = None) -> None:
+        """Only of a step that came from a :class:`RankFeed`: see :meth:`Step.ack`. Raises ValueError."""
+        if self.on_ack is None:
+            raise ValueError(
+                f"batch.ack(): this rank batch of step {self.step} did not come from a RankFeed. Where you iterate the "
+                "balancer itself, call balancer.acknowledge(step)"
+            )
+        self.on_ack(columns)
 
     def __repr__(self) -> str:
         return (
