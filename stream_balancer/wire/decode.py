@@ -1,0 +1,418 @@
+"""A header and the memory behind it -> rollouts, as views of that memory. Every size is checked before a view is made.
+
+::
+
+    decoded = decode(header, memory)    micro-batches for this rank
+    decoded.mask(gone)                  rollouts that nobody can have: weight 0
+    decoded.holes()                     what is to be fetched, and where it goes; see client.payloads
+    decoded.micro_batches               for the trainer, on its device
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
+from itertools import pairwise
+from math import prod
+from typing import Any, NamedTuple, overload
+
+import msgspec
+import torch
+from torch import Tensor
+
+from stream_balancer import tensors as layouts
+from stream_balancer.errors import WireError
+from stream_balancer.shared_columns import SharedColumns
+from stream_balancer.types import ExecutionSize, MicroBatch, Rollout, SharedRollout
+from stream_balancer.values import SUPPORTED_DTYPES
+from stream_balancer.wire.header import Column, GivenColumns, Header, Names, Owner, read_header, read_names
+from stream_balancer.wire.layout import MAX_BYTES, Block, align, lay_out, spans_of
+from stream_balancer.wire.payload import Memory
+from stream_balancer.wire.remote import Handle, Leases, RemoteRollout
+
+__all__ = ["Decoded", "Wanted", "decode", "decode_columns", "decode_rollouts"]
+
+
+class Wanted(NamedTuple):
+    """A rollout whose bytes are to be fetched."""
+
+    rollout: int
+    """Place among all rollouts of the header."""
+    rollout_id: str
+    owner: Owner
+    key: int
+    degree: int
+    place: int
+    """The part that is wanted: that of the rank at this place of ``degree`` ranks. 1 and 0: all of it."""
+    places: list[memoryview]
+    """Where it goes, in the order of :func:`~stream_balancer.wire.encode.payload_of`."""
+
+
+def decode(
+    header: msgspec.Raw | bytes, memory: Memory | None, *, on_device: Callable[[Tensor], Tensor] | None = None
+) -> Decoded:
+    """What :func:`~stream_balancer.wire.encode.encode` made, as views of ``memory``; ``on_device`` moves all of it
+    once. Values are trusted, since they were checked when they were put; sizes are not. Raises WireError for anything
+    that encode would not have made. O(columns x blocks + rollouts).
+    """
+    return Decoded(read_header(header), memory, on_device)
+
+
+class Decoded:
+    """Micro-batches in memory that was received."""
+
+    def __init__(
+        self, header: Header, memory: Memory | None, on_device: Callable[[Tensor], Tensor] | None = None
+    ) -> None:
+        size = 0 if memory is None else memory.size
+        self._header, self._on_device = header, on_device
+        self._layout = lay_out(header, size)
+        if memory is None or self._layout.total_bytes != size:
+            raise WireError(f"a header describes {self._layout.total_bytes} bytes, but {size} came")
+        self._memory = memory
+        self._read_names: Names | None = None
+        self._padding = set(header.padding)
+        self._buffer = torch.from_numpy(memory)
+        self._views: dict[torch.dtype, Tensor] = {}
+        self._is_finished = False
+        self._micro_batches: tuple[MicroBatch, ...] | None = None
+        self._firsts = [block.first for block in self._layout.blocks]
+
+    def __len__(self) -> int:
+        return len(self._header.lengths)
+
+    @property
+    def names(self) -> Names:
+        """Ids and the like, read when first asked for. Raises WireError where they make no sense."""
+        if self._read_names is None:
+            self._read_names = read_names(self._header)
+        return self._read_names
+
+    @property
+    def num_rollouts(self) -> tuple[int, ...]:
+        """Of each micro-batch."""
+        return tuple(self._header.blocks)
+
+    @property
+    def micro_batches(self) -> tuple[MicroBatch, ...]:
+        """One for each block. Fill the holes and mask first: from now on the memory may be on another device."""
+        if self._micro_batches is None:
+            self._finish()
+            self._micro_batches = tuple(self._micro_batch(number) for number in range(len(self._layout.blocks)))
+        return self._micro_batches
+
+    @property
+    def rollouts(self) -> Sequence[Rollout]:
+        """Those of all micro-batches, made when asked for."""
+        self._finish()
+        return _Rollouts(self, range(len(self)))
+
+    # what is not here
+
+    def holes(self) -> list[Wanted]:
+        """What is to be fetched into ``places`` before :attr:`micro_batches` are used; without what is masked."""
+        found = []
+        for hole in self._header.holes:
+            index = hole.rollout
+            if index in self._padding and index not in self._header.padding:
+                continue
+            block = self._block(index)
+            shared = block.shared
+            found.append(
+                Wanted(
+                    index,
+                    self.names.ids[index],
+                    self._header.owners[hole.owner],
+                    hole.key,
+                    1 if shared is None else len(shared.cp_group),
+                    0 if shared is None else shared.cp_rank,
+                    [self._memory[at : at + size].data for at, size in self._spans(index, late=False)],
+                )
+            )
+        return found
+
+    def mask(self, rollout_ids: Collection[str]) -> None:
+        """Make these rollouts padding copies of zeros: nobody trains on them. Ids of other rollouts are fine.
+        :attr:`micro_batches` are new ones afterwards. O(rollouts + bytes masked)."""
+        if not rollout_ids:
+            return
+        gone = set(rollout_ids)
+        header = self._header
+        masked = [index for index, name in enumerate(self.names.ids) if name in gone and index not in self._padding]
+        for index in masked:
+            for at, size in self._spans(index):
+                self._buffer[at : at + size].zero_()
+            header.loss_tokens[index] = 0
+            if header.prefixes:
+                header.prefixes[index] = 0  # zeros are nobody's prompt
+        self._padding.update(masked)
+        self._micro_batches = None
+
+    def resize(self, executions: Mapping[tuple[str | None, str], tuple[int, int]]) -> None:
+        """What is left of some executions in the step, by group and name: rollouts and loss tokens.
+        :attr:`micro_batches` are new ones afterwards."""
+        names, sizes = self.names, self._header.execution_sizes
+        if not executions or not sizes or not names.execution_ids:
+            return
+        groups = names.group_ids or [None] * len(self)
+        for index, whose in enumerate(zip(groups, names.execution_ids, strict=True)):
+            sizes[index] = executions.get(whose, sizes[index])  # type: ignore[arg-type]
+        self._micro_batches = None
+
+    # views
+
+    def _finish(self) -> None:
+        """Once: what is here is all there will be."""
+        if self._is_finished:
+            return
+        self._is_finished = True
+        for hole in self._header.holes:
+            if hole.rollout in self._padding:
+                self._zero_loss_mask(hole.rollout)
+        if self._on_device is not None:
+            self._buffer = self._on_device(self._buffer)
+            self._views = {}
+        for block in self._layout.blocks:
+            for number, at in block.restored.items():
+                narrow = self._view(
+                    block.columns[number], torch.int32, (block.rows, *self._header.columns[number].shape)
+                )
+                self._view(at, torch.int64, narrow.shape).copy_(narrow)
+
+    def _zero_loss_mask(self, index: int) -> None:
+        """A padding copy has the payload of its original, and no loss."""
+        number = self._header.column_indices().get("loss_mask")
+        if number is not None:
+            block = self._block(index)
+            row, end = block.starts[index - block.first : index - block.first + 2]
+            start, width = block.columns[number], self._layout.widths[number]
+            self._buffer[start + row * width : start + end * width] = 0
+
+    def _block(self, index: int) -> Block:
+        return self._layout.blocks[bisect_right(self._firsts, index) - 1]
+
+    def _spans(self, index: int, *, late: bool = True) -> list[tuple[int, int]]:
+        block, layout = self._block(index), self._layout
+        if self._is_finished and block.restored:
+            offsets = [block.restored.get(number, at) for number, at in enumerate(block.columns)]
+            block = block._replace(columns=offsets)
+            layout = layout._replace(widths=[column.row_bytes for column in self._header.columns])
+        return spans_of(self._header, layout, block, index, late=late)
+
+    def _view(self, at: int, dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
+        count = prod(shape)
+        if not count:
+            return torch.empty(tuple(shape), dtype=dtype, device=self._buffer.device)
+        every = self._views.get(dtype)
+        if every is None:
+            every = self._views[dtype] = self._buffer.view(dtype)
+        first = at // dtype.itemsize
+        flat = every[first : first + count]
+        return flat if len(shape) == 1 else flat.view(tuple(shape))
+
+    def _column(self, block: Block, number: int, column: Column, first: int, stop: int) -> Tensor:
+        """Rows of a column."""
+        at = block.restored.get(number, block.columns[number]) + first * column.row_bytes
+        return self._view(at, SUPPORTED_DTYPES[column.dtype], (stop - first, *column.shape))
+
+    def _columns(self, block: Block, first: int, stop: int) -> dict[str, Tensor]:
+        columns = self._header.columns
+        return {one.name: self._column(block, number, one, first, stop) for number, one in enumerate(columns)}
+
+    def _micro_batch(self, number: int) -> MicroBatch:
+        block = self._layout.blocks[number]
+        shared, starts = block.shared, block.starts
+        return MicroBatch(
+            _Rollouts(self, range(block.first, block.stop)),
+            tuple([end - start for start, end in pairwise(starts)]),
+            partial(self._flat, block),
+            self._execution_sizes(block),
+            () if shared is None else shared.cp_group,
+            0 if shared is None else shared.cp_rank,
+        )
+
+    def _execution_sizes(self, block: Block) -> tuple[ExecutionSize, ...] | None:
+        return tuple(ExecutionSize(*size) for size in self._header.execution_sizes[block.first : block.stop]) or None
+
+    def _flat(self, block: Block) -> layouts.FlatColumns:
+        """Views of one micro-batch's columns. O(columns + rollouts)."""
+        header, first, stop, own = self._header, block.first, block.stop, block.starts[-1]
+        scalars = header.scalars[first:stop]
+        # Scalars that only some rollouts have make no column.
+        names = [name for name in scalars[0] if all(name in row for row in scalars)] if scalars else []
+        weights = [0.0 if index in self._padding else 1.0 for index in range(first, stop)]
+        prefixes = header.prefixes[first:stop]
+        return layouts.FlatColumns(
+            tokens=self._columns(block, 0, own),
+            lengths=tuple([end - start for start, end in pairwise(block.starts)]),
+            scalars={name: [row[name] for row in scalars] for name in names},
+            weights=torch.tensor(weights, dtype=torch.float32, device=self._buffer.device),
+            executions=self._execution_sizes(block) or [(1, tokens) for tokens in header.loss_tokens[first:stop]],
+            prefixes=list(zip(self.names.group_ids[first:stop], prefixes, strict=False)) or None,
+            shared=None
+            if block.shared is None
+            else SharedColumns(
+                len(block.shared.cp_group),
+                block.shared.cp_rank,
+                tuple(header.lengths[first:stop]),
+                self._columns(block, own, block.rows),
+            ),
+        )
+
+    def fields(self, index: int) -> dict[str, Any]:
+        """What a Rollout is made of. O(columns)."""
+        block, columns, header = self._block(index), self._header.columns, self._header
+        place = index - block.first
+        start, end = block.starts[place : place + 2]
+        own = header.tensors[index] if header.tensors else ()
+        return {
+            "tokens": {one.name: self._column(block, n, one, start, end) for n, one in enumerate(columns)},
+            "tensors": {
+                one.name: self._view(at, SUPPORTED_DTYPES[one.dtype], one.shape)
+                for one, at in zip(own, block.tensors[place] if own else (), strict=True)
+            },
+            **plain_fields(header, self.names, index),
+            "is_padding": index in self._padding,
+        }
+
+    def _rollout(self, index: int) -> Rollout:
+        block, header = self._block(index), self._header
+        shared, length, loss_tokens = block.shared, header.lengths[index], header.loss_tokens[index]
+        if shared is None:
+            return _trusted_rollout(**self.fields(index), num_tokens=length, num_loss_tokens=loss_tokens)
+        behind = block.starts[-1] + 2 * (index - block.first)
+        return SharedRollout(
+            **self.fields(index),
+            cp_degree=len(shared.cp_group),
+            cp_rank=shared.cp_rank,
+            whole_tokens=length,
+            whole_loss_tokens=loss_tokens,
+            behind=self._columns(block, behind, behind + 2),
+        )
+
+
+class _Rollouts(Sequence[Rollout]):
+    """Rollouts, made when asked for. About 10 us each; each is made once."""
+
+    def __init__(self, decoded: Decoded, places: range) -> None:
+        self._decoded, self._places = decoded, places
+        self._made: dict[int, Rollout] = {}
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    @overload
+    def __getitem__(self, index: int) -> Rollout: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Rollout]: ...
+    def __getitem__(self, index: int | slice) -> Rollout | list[Rollout]:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        place = self._places[index]
+        made = self._made.get(place)
+        if made is None:
+            made = self._made[place] = self._decoded._rollout(place)
+        return made
+
+    def __repr__(self) -> str:
+        return f"<{len(self)} rollouts>"
+
+
+def plain_fields(header: Header, names: Names, index: int) -> dict[str, Any]:
+    """All but columns, tensors and ``is_padding``."""
+    return {
+        "scalars": header.scalars[index] if header.scalars else {},
+        "metadata": names.metadata[index] if names.metadata else {},
+        "rollout_id": names.ids[index],
+        "group_id": names.group_ids[index] if names.group_ids else None,
+        "execution_id": names.execution_ids[index] if names.execution_ids else None,
+        "version": names.versions[index] if names.versions else None,
+        "cost": names.costs[index] if names.costs else None,
+        "prefix": header.prefixes[index] if header.prefixes else 0,
+    }
+
+
+def _trusted_rollout(**fields: object) -> Rollout:
+    """A Rollout from fields that were checked where it was put: no second validation."""
+    rollout = Rollout.__new__(Rollout)
+    for name, value in fields.items():
+        # The dataclass is frozen; this is how its own __init__ does it.
+        object.__setattr__(rollout, name, value)
+    return rollout
+
+
+# --- puts ------------------------------------------------------------------------------------------------------------
+
+
+def decode_rollouts(
+    header: msgspec.Raw | bytes, memory: Memory | None, *, leases: Leases | None = None
+) -> list[Rollout]:
+    """Rollouts that were put, each with every check that a Rollout makes. ``leases``: of the producer that puts, if it
+    may keep payloads. Raises RolloutError, naming it, for one that no Rollout may be, WireError for anything else that
+    :func:`~stream_balancer.wire.encode.encode_rollouts` would not have made."""
+    read = read_header(header)
+    if len(read.blocks) != 1 or read.shared or read.narrowed or read.padding or read.late or read.execution_sizes:
+        raise WireError("a put holds whole rollouts, and nothing that only a step has")
+    if read.holes:
+        return _kept_rollouts(read, memory, leases)
+    decoded = Decoded(read, memory)
+    return [Rollout(**decoded.fields(index)) for index in range(len(decoded))]
+
+
+def _kept_rollouts(header: Header, memory: Memory | None, leases: Leases | None) -> list[Rollout]:
+    if leases is None or memory is not None or len(header.holes) != len(header.lengths):
+        raise WireError("a put keeps payloads, and may not")
+    lay_out(header, MAX_BYTES)
+    names = read_names(header)
+    found: list[Rollout] = []
+    for index, hole in enumerate(header.holes):
+        length = header.lengths[index]
+        tensors = header.tensors[index] if header.tensors else ()
+        found.append(
+            RemoteRollout(
+                tokens={one.name: _elsewhere(one, (length, *one.shape)) for one in header.columns},
+                tensors={one.name: _elsewhere(one, one.shape) for one in tensors},
+                **plain_fields(header, names, index),
+                handle=Handle(header.owners[hole.owner], hole.key),
+                loss_tokens=header.loss_tokens[index],
+                lease=leases.hold(hole.key),
+            )
+        )
+    return found
+
+
+def _elsewhere(column: Column, shape: tuple[int, ...]) -> Tensor:
+    return torch.empty(shape, dtype=SUPPORTED_DTYPES[column.dtype], device="meta")
+
+
+# --- columns of roles ------------------------------------------------------------------------------------------------
+
+_GIVEN = msgspec.msgpack.Decoder(GivenColumns)
+
+
+def decode_columns(
+    header: msgspec.Raw | bytes, memory: Memory | None, num_tokens: Sequence[int]
+) -> list[dict[str, Tensor]]:
+    """Columns that a role has computed: of each micro-batch, ``num_tokens`` long, by name. Views of ``memory``. Raises
+    WireError where they do not fit."""
+    try:
+        given = _GIVEN.decode(header)
+    except (msgspec.DecodeError, RecursionError, ValueError) as error:
+        raise WireError(f"the header of columns cannot be read: {error}") from None
+    if len({column.name for column in given.columns}) != len(given.columns) or any(c.shape for c in given.columns):
+        raise WireError("a column comes twice, or has more than one number for each token")
+    if given.lengths != list(num_tokens):
+        raise WireError(f"columns of {given.lengths} tokens came for micro-batches of {list(num_tokens)}")
+    sizes = [align(sum(num_tokens) * column.row_bytes) for column in given.columns]
+    if memory is None or memory.size != sum(sizes):
+        raise WireError(f"columns of {sum(sizes)} bytes are described, but others came")
+    found: list[dict[str, Tensor]] = [{} for _ in num_tokens]
+    at = 0
+    for column, size in zip(given.columns, sizes, strict=True):
+        dtype = SUPPORTED_DTYPES[column.dtype]
+        every = torch.from_numpy(memory[at : at + size]).view(dtype)[: sum(num_tokens)]
+        at += size
+        for its, part in zip(found, torch.split(every, list(num_tokens)), strict=True):
+            its[column.name] = part
+    return found

@@ -1,0 +1,317 @@
+"""Rollouts -> a header, and the pieces of memory that travel behind it. No token is copied that lies contiguous here.
+
+::
+
+    encode(micro_batches)            a block each: work for a rank, a part of a checkpoint
+    encode_rollouts(rollouts)        one block: a put, a row of a journal
+    encode_columns(items)            columns that a role has computed
+    payload_of(rollout)              what an owner sends of one rollout, to fill a hole
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
+from typing import NamedTuple, NoReturn, TypeVar
+
+import msgspec
+import torch
+from torch import Tensor
+
+from stream_balancer.errors import RolloutError, WireError
+from stream_balancer.types import ExecutionSize, MicroBatch, Rollout, SharedRollout
+from stream_balancer.types.shared import columns_of, loss_tokens_of, part_of, rows_behind, rows_of, tokens_of
+from stream_balancer.values import SUPPORTED_DTYPES
+from stream_balancer.wire.header import DTYPE_INDEX, Column, GivenColumns, Header, Hole, Names, Shared
+from stream_balancer.wire.layout import ALIGNMENT, MAX_BYTES, Layout, align, lay_out, pieces, runs_of
+from stream_balancer.wire.payload import NOTHING, Payload
+from stream_balancer.wire.remote import Handle, remote_of
+
+__all__ = ["Encoded", "bytes_of", "encode", "encode_columns", "encode_rollouts", "payload_of"]
+
+V = TypeVar("V")
+_ZEROS = memoryview(bytes(ALIGNMENT))
+
+
+class Encoded(NamedTuple):
+    """Ready to be sent."""
+
+    header: msgspec.Raw
+    payload: Payload
+
+
+def encode(micro_batches: Sequence[MicroBatch], *, max_bytes: int = MAX_BYTES, narrow: bool = False) -> Encoded:
+    """Micro-batches for a rank. ``narrow``: int64 columns whose values fit travel as int32, unless some rollout lies
+    elsewhere.
+
+    Raises RolloutError, naming the rollout, if the rollouts do not share one set of columns, and ValueError if more
+    than ``max_bytes`` would be needed. O(columns x rollouts).
+    """
+    rollouts = list(chain.from_iterable(micro_batch.rollouts for micro_batch in micro_batches))
+    header = _header(rollouts, [len(micro_batch.rollouts) for micro_batch in micro_batches])
+    header.execution_sizes = _execution_sizes(micro_batches)
+    header.shared = [
+        Shared(number, micro_batch.cp_group, micro_batch.cp_rank)
+        for number, micro_batch in enumerate(micro_batches)
+        if micro_batch.cp_group
+    ]
+    handles = {place: one.handle for place, one in enumerate(map(remote_of, rollouts)) if one is not None}
+    if handles:
+        _make_holes(header, handles)
+        header.late = _late_columns(header, [rollouts[place] for place in handles])
+    elif narrow:
+        header.narrowed = [number for number, one in enumerate(header.columns) if _fits(one, rollouts)]
+    try:
+        layout = lay_out(header, max_bytes)
+    except WireError as error:
+        tokens = sum(micro_batch.num_tokens for micro_batch in micro_batches)
+        raise ValueError(
+            f"{tokens} tokens do not fit: {error}. Raise max_batch_bytes of RankFeed, or lower batch_size"
+        ) from None
+    payload = Payload(layout.total_bytes, runs_of(header, layout), list(_memory(header, layout, rollouts)))
+    return Encoded(_pack(header, rollouts), payload)
+
+
+def encode_rollouts(rollouts: Sequence[Rollout], *, handles: Sequence[Handle] | None = None) -> Encoded:
+    """Rollouts that are put, or written down. ``handles``: where the payload of each lies; then none of it comes along.
+
+    Raises RolloutError if one was changed after it was made, and cannot be written any more, or if they do not share
+    one set of columns. O(columns x rollouts).
+    """
+    header = _header(rollouts, [len(rollouts)])
+    if handles is not None:
+        _make_holes(header, dict(enumerate(handles)))
+        return Encoded(_pack(header, rollouts), NOTHING)
+    layout = lay_out(header, MAX_BYTES)
+    return Encoded(
+        _pack(header, rollouts),
+        Payload(layout.total_bytes, (0, layout.wire_bytes), list(_memory(header, layout, rollouts))),
+    )
+
+
+def encode_columns(items: Sequence[Mapping[str, Tensor]]) -> Encoded:
+    """Columns ``[T]`` of some micro-batches, the same names and dtypes in each. Raises ValueError for others."""
+    first = items[0]
+    header = GivenColumns(
+        [Column(name, _dtype_index(name, column), ()) for name, column in first.items()],
+        [len(next(iter(item.values()))) for item in items],
+    )
+    given: list[memoryview] = []
+    total = 0
+    for name, like in first.items():
+        its = [item[name] for item in items if name in item]
+        if any(one.dtype != like.dtype for one in its) or [one.shape for one in its] != [(n,) for n in header.lengths]:
+            raise ValueError(f"column {name!r} must have a number for each token of each micro-batch, in one dtype")
+        given += [view for view in map(bytes_of, its) if view.nbytes]
+        size = sum(header.lengths) * like.dtype.itemsize
+        total += align(size)
+        if gap := align(size) - size:
+            given.append(_ZEROS[:gap])
+    return Encoded(_raw(header), Payload(total, (0, total), given))
+
+
+def payload_of(rollout: Rollout, degree: int = 1, place: int = 0) -> list[memoryview]:
+    """All bytes of a rollout by name, columns before tensors; or of the part that the rank at this place of ``degree``
+    ranks holds, with the rows behind its chunks. What is empty is left out."""
+    one = rollout if degree == 1 else part_of(rollout, degree, place)
+    parts: list[Tensor] = []
+    for name in sorted(rollout.tokens):
+        parts += rows_of(one, name)
+        if isinstance(one, SharedRollout):
+            parts += rows_behind(one, name)
+    parts += [rollout.tensors[name] for name in sorted(rollout.tensors)]
+    return [bytes_of(part) for part in parts if part.numel()]
+
+
+def bytes_of(tensor: Tensor) -> memoryview:
+    """A tensor's memory. A copy only where it is not contiguous, or on another device."""
+    if tensor.numel() and tensor.is_contiguous() and tensor.dtype not in _NOT_NUMPYS and tensor.device.type == "cpu":
+        return tensor.numpy().data.cast("B")
+    flat = tensor.cpu().contiguous()
+    # One element is contiguous at any stride, but view() to another size of elements asks for a stride of 1.
+    return flat.as_strided((flat.numel(),), (1,)).view(torch.uint8).numpy().data
+
+
+_NOT_NUMPYS = frozenset({torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2})
+
+# --- the header ------------------------------------------------------------------------------------------------------
+
+
+def _header(rollouts: Sequence[Rollout], blocks: list[int]) -> Header:
+    if not rollouts:
+        raise ValueError("no rollouts to encode")
+    return Header(
+        _columns(rollouts),
+        blocks,
+        [tokens_of(rollout) for rollout in rollouts],
+        [loss_tokens_of(rollout) for rollout in rollouts],
+        msgspec.Raw(),
+        [rollout.scalars for rollout in rollouts] if any(rollout.scalars for rollout in rollouts) else [],
+        [_tensors(rollout) for rollout in rollouts] if any(rollout.tensors for rollout in rollouts) else [],
+        [rollout.prefix for rollout in rollouts] if any(rollout.prefix for rollout in rollouts) else [],
+        [place for place, rollout in enumerate(rollouts) if rollout.is_padding],
+    )
+
+
+def _columns(rollouts: Sequence[Rollout]) -> list[Column]:
+    first = rollouts[0]
+    likes = columns_of(first)
+    columns = [Column(name, DTYPE_INDEX[like.dtype], tuple(like.shape[1:])) for name, like in likes.items()]
+    for rollout in rollouts[1:]:
+        its = columns_of(rollout)
+        if len(its) != len(likes):
+            raise _differ(rollout, first, f"has columns {sorted(its)}", f"{sorted(likes)}")
+        for name, like in likes.items():
+            own = its.get(name)
+            if own is None:
+                raise _differ(rollout, first, f"has no column {name!r}", "that one does")
+            # Slices of shapes cost more than all else here, and most columns have one number a token.
+            if own.dtype != like.dtype or (own.ndim + like.ndim > 2 and own.shape[1:] != like.shape[1:]):
+                mine, other = f"{own.dtype} {list(own.shape)}", f"{like.dtype} {list(like.shape)}"
+                raise _differ(rollout, first, f"has column {name!r} as {mine}", other)
+    return columns
+
+
+def _differ(rollout: Rollout, first: Rollout, mine: str, other: str) -> RolloutError:
+    return RolloutError(
+        f"rollout {rollout.rollout_id!r} {mine}, but rollout {first.rollout_id!r} of the same batch: {other}. "
+        "Give every rollout the same columns, with the same dtype and trailing shape"
+    )
+
+
+def _tensors(rollout: Rollout) -> list[Column]:
+    return [Column(name, DTYPE_INDEX[one.dtype], tuple(one.shape)) for name, one in rollout.tensors.items()]
+
+
+def _dtype_index(name: str, column: Tensor) -> int:
+    if column.dtype not in DTYPE_INDEX:
+        raise ValueError(f"column {name!r} has dtype {column.dtype}, which cannot travel")
+    return DTYPE_INDEX[column.dtype]
+
+
+def _execution_sizes(micro_batches: Sequence[MicroBatch]) -> list[tuple[int, int]]:
+    if all(micro_batch.execution_sizes is None for micro_batch in micro_batches):
+        return []
+    alone = [
+        micro_batch.execution_sizes or [ExecutionSize(1, loss_tokens_of(one)) for one in micro_batch.rollouts]
+        for micro_batch in micro_batches
+    ]
+    return list(chain.from_iterable(alone))
+
+
+def _make_holes(header: Header, handles: Mapping[int, Handle]) -> None:
+    numbers = {owner: number for number, owner in enumerate(dict.fromkeys(one.owner for one in handles.values()))}
+    header.owners = list(numbers)
+    header.holes = [Hole(place, numbers[owner], key) for place, (owner, key) in handles.items()]
+
+
+def _late_columns(header: Header, away: Sequence[Rollout]) -> list[int]:
+    """Columns that are here, though the rollouts lie elsewhere."""
+    here = [{name for name, column in columns_of(one).items() if not column.is_meta} for one in away]
+    for rollout, names in zip(away, here, strict=True):
+        if names != here[0]:
+            raise _differ(rollout, away[0], f"has {sorted(names)} here", f"{sorted(here[0])}")
+    return [number for number, column in enumerate(header.columns) if column.name in here[0]]
+
+
+def _fits(column: Column, rollouts: Sequence[Rollout]) -> bool:
+    if SUPPORTED_DTYPES[column.dtype] is not torch.int64:
+        return False
+    for rollout in rollouts:
+        parts = [columns_of(rollout)[column.name]]
+        if isinstance(rollout, SharedRollout) and rollout.whole is None:
+            parts.append(rollout.behind[column.name])
+        for part in parts:
+            if part.numel():
+                low, high = torch.aminmax(part)
+                if int(low) < -(2**31) or int(high) >= 2**31:
+                    return False
+    return True
+
+
+def _refuse_others(value: object) -> NoReturn:
+    raise TypeError(f"it holds a {type(value).__name__}")
+
+
+_ENCODER = msgspec.msgpack.Encoder(enc_hook=_refuse_others)
+
+
+def _raw(value: object) -> msgspec.Raw:
+    return msgspec.Raw(_ENCODER.encode(value))
+
+
+def _pack(header: Header, rollouts: Sequence[Rollout]) -> msgspec.Raw:
+    try:
+        header.names = _raw(_names(rollouts))
+        return _raw(header)
+    except (TypeError, ValueError, OverflowError, RecursionError) as error:
+        raise _changed(rollouts, error) from None
+
+
+def _names(rollouts: Sequence[Rollout]) -> Names:
+    return Names(
+        [one.rollout_id for one in rollouts],
+        _unless_none([one.group_id for one in rollouts]),
+        _unless_none([one.execution_id for one in rollouts]),
+        _unless_none([one.version for one in rollouts]),
+        _unless_none([one.cost for one in rollouts]),
+        [one.metadata for one in rollouts] if any(one.metadata for one in rollouts) else [],
+    )
+
+
+def _unless_none(values: list[V]) -> list[V]:
+    return values if any(value is not None for value in values) else []
+
+
+def _changed(rollouts: Sequence[Rollout], error: Exception) -> RolloutError:
+    """Every field could be written when the rollout was made."""
+    for rollout in rollouts:
+        try:
+            _ENCODER.encode((rollout.rollout_id, rollout.scalars, rollout.metadata))
+        except Exception as its_own:  # noqa: BLE001 - it becomes the message
+            return RolloutError(
+                f"rollout {rollout.rollout_id!r} was changed after it was made, and cannot be written any more: "
+                f"{its_own}. Make a new Rollout instead"
+            )
+    return RolloutError(f"a rollout cannot be written: {error}")
+
+
+# --- the payload -----------------------------------------------------------------------------------------------------
+
+
+def _memory(header: Header, layout: Layout, rollouts: Sequence[Rollout]) -> Iterator[memoryview]:
+    """The bytes of all runs, in order."""
+    holes = {hole.rollout for hole in header.holes}
+    names = [column.name for column in header.columns]
+    narrowed = set(header.narrowed)
+    at = 0
+    for offset, size, place, number, part in pieces(header, layout, holes):
+        # Zeros between the pieces cost less than a run for each of them.
+        if offset > at and not holes:
+            yield from _zeros(offset - at)
+        at = offset + size
+        rollout = rollouts[place]
+        if part == 2:
+            yield bytes_of(rollout.tensors[_name(header, place, number)])
+            continue
+        name = names[number]
+        if part == 0:
+            rows = rows_of(rollout, name) if isinstance(rollout, SharedRollout) else (rollout.tokens[name],)
+        else:
+            assert isinstance(rollout, SharedRollout)
+            rows = rows_behind(rollout, name)
+        for one in rows:
+            if one.numel():
+                yield bytes_of(one.to(torch.int32) if number in narrowed else one)
+    if not holes:
+        yield from _zeros(layout.wire_bytes - at)
+
+
+def _name(header: Header, place: int, number: int) -> str:
+    return header.tensors[place][number].name
+
+
+def _zeros(size: int) -> Iterator[memoryview]:
+    while size > 0:
+        yield _ZEROS[:size]
+        size -= ALIGNMENT

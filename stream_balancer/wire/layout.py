@@ -1,0 +1,184 @@
+"""Where the bytes of a header's rollouts lie in memory: both ends compute it, and nothing of it is on the wire. Pure.
+
+::
+
+    memory   block 0: column a | column b | ... | tensors of its rollouts || block 1: ... || room for widened columns
+
+A column of a block holds the rows of the block's rollouts, one after the other, so a packed micro-batch is one view per
+column. In a shared block these are each rollout's two chunks, and then the two rows behind the chunks of each. Every
+piece begins at a multiple of 64 bytes and takes at least 64, so the memory there is bounds the work of laying out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from itertools import accumulate, pairwise
+from typing import NamedTuple
+
+from stream_balancer.errors import WireError
+from stream_balancer.types.shared import chunk_tokens
+from stream_balancer.wire.header import Column, Header, Shared
+
+__all__ = ["ALIGNMENT", "MAX_BYTES", "Block", "Layout", "Piece", "align", "lay_out", "pieces", "runs_of", "spans_of"]
+
+ALIGNMENT = 64
+"""Bytes; a cache line, and what torch's own allocator gives."""
+MAX_BYTES = 2**40
+"""Of all rollouts of one header."""
+
+
+class Block(NamedTuple):
+    """A block's place. Offsets in bytes."""
+
+    first: int
+    stop: int
+    """Its rollouts."""
+    starts: list[int]
+    """[n + 1] row at which each rollout starts in every column."""
+    rows: int
+    """Of every column, those behind the chunks included."""
+    shared: Shared | None
+    columns: list[int]
+    """Offset of each column."""
+    restored: dict[int, int]
+    """Offsets of narrowed columns once they are widened."""
+    tensors: list[list[int]]
+    """[n] offsets of each rollout's own tensors; empty where no rollout has any."""
+
+
+class Layout(NamedTuple):
+    """Where everything lies."""
+
+    blocks: list[Block]
+    widths: list[int]
+    """Bytes of a row of each column, as it travels."""
+    wire_bytes: int
+    total_bytes: int
+    """With the room for widened columns."""
+
+
+class Piece(NamedTuple):
+    """A contiguous part of one rollout."""
+
+    offset: int
+    size: int
+    rollout: int
+    column: int
+    """Index of the column, or of the rollout's own tensor."""
+    part: int
+    """0: rows of a column. 1: the rows behind its chunks. 2: a tensor."""
+
+
+def align(size: int) -> int:
+    """The next multiple of :data:`ALIGNMENT`, at least one of it."""
+    return -(-size // ALIGNMENT) * ALIGNMENT or ALIGNMENT
+
+
+def lay_out(header: Header, max_bytes: int) -> Layout:
+    """Raises WireError where more than ``max_bytes`` would be needed. O(columns x blocks + rollouts)."""
+    widths = [column.row_bytes for column in header.columns]
+    narrowed = header.narrowed
+    for number in narrowed:
+        widths[number] //= 2
+    shared = {one.block: one for one in header.shared}
+    at = 0
+    blocks: list[Block] = []
+    for number, (first, stop) in enumerate(pairwise(accumulate(header.blocks, initial=0))):
+        one = shared.get(number)
+        starts = list(accumulate(_held(header.lengths[first:stop], one), initial=0))
+        rows = starts[-1] + (0 if one is None else 2 * (stop - first))
+        columns = []
+        for width in widths:
+            columns.append(at)
+            at += align(rows * width)
+            if at > max_bytes:
+                raise _too_much(max_bytes)
+        tensors = []
+        for own in header.tensors[first:stop]:
+            tensors.append(_offsets(own, at))
+            at = tensors[-1].pop()
+            if at > max_bytes:
+                raise _too_much(max_bytes)
+        blocks.append(Block(first, stop, starts, rows, one, columns, {}, tensors))
+    wire_bytes = at
+    for block in blocks if narrowed else ():
+        for number in narrowed:
+            block.restored[number] = at
+            at += align(2 * block.rows * widths[number])
+    if at > max_bytes:
+        raise _too_much(max_bytes)
+    return Layout(blocks, widths, wire_bytes, at)
+
+
+def _held(lengths: list[int], shared: Shared | None) -> list[int]:
+    if shared is None:
+        return lengths
+    return [2 * chunk_tokens(length, len(shared.cp_group)) for length in lengths]
+
+
+def _offsets(tensors: list[Column], at: int) -> list[int]:
+    return list(accumulate((align(tensor.row_bytes) for tensor in tensors), initial=at))
+
+
+def _too_much(max_bytes: int) -> WireError:
+    return WireError(f"more than {max_bytes} bytes would be needed")
+
+
+def pieces(header: Header, layout: Layout, absent: Collection[int] = ()) -> Iterator[Piece]:
+    """All that travels, in the order of its offsets, without what is empty and without what of the rollouts ``absent``
+    is not late."""
+    late = set(header.late)
+    for block in layout.blocks:
+        rollouts = range(block.first, block.stop)
+        for column, (start, width) in enumerate(zip(block.columns, layout.widths, strict=True)):
+            if not width:
+                continue
+            skipped: Collection[int] = () if column in late else absent
+            at = start
+            for index, (row, end) in zip(rollouts, pairwise(block.starts), strict=True):
+                size = (end - row) * width
+                if index not in skipped:
+                    yield Piece(at, size, index, column, 0)
+                at += size
+            if block.shared is not None:
+                for index in rollouts:
+                    if index not in skipped:
+                        yield Piece(at, 2 * width, index, column, 1)
+                    at += 2 * width
+        for index, offsets in zip(rollouts, block.tensors, strict=False):
+            if index not in absent:
+                for number, at in enumerate(offsets):
+                    if size := header.tensors[index][number].row_bytes:
+                        yield Piece(at, size, index, number, 2)
+
+
+def runs_of(header: Header, layout: Layout) -> tuple[int, ...]:
+    """What comes along as (offset, size, offset, size, ...): all but holes."""
+    if not header.holes:
+        return (0, layout.wire_bytes)
+    runs: list[int] = []
+    for offset, size, *_ in pieces(header, layout, {hole.rollout for hole in header.holes}):
+        if runs and runs[-2] + runs[-1] == offset:
+            runs[-1] += size
+        else:
+            runs += (offset, size)
+    return tuple(runs)
+
+
+def spans_of(header: Header, layout: Layout, block: Block, index: int, *, late: bool = True) -> list[tuple[int, int]]:
+    """(offset, size) of all pieces of one rollout, by name, which is the order in which its owner sends them: columns,
+    each with the rows behind its chunks, and then tensors. ``late`` False: without columns that its owner has not."""
+    place = index - block.first
+    row, end = block.starts[place : place + 2]
+    behind = block.starts[-1] + 2 * place
+    spans = []
+    for _, number in sorted(header.column_indices().items()):
+        if late or number not in header.late:
+            start, width = block.columns[number], layout.widths[number]
+            spans.append((start + row * width, (end - row) * width))
+            if block.shared is not None:
+                spans.append((start + behind * width, 2 * width))
+    if block.tensors:
+        own = zip(header.tensors[index], block.tensors[place], strict=True)
+        spans += [(at, tensor.row_bytes) for tensor, at in sorted(own, key=lambda its: its[0].name)]
+    return [(at, size) for at, size in spans if size]

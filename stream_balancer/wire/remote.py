@@ -1,0 +1,116 @@
+"""Rollouts whose payload lies elsewhere: what the controller holds of them, and how their owners hear of its end.
+
+::
+
+    producer    encode_rollouts(rollouts, handles=...)  --> controller  RemoteRollout: all but the payload
+    controller  encode(micro_batches)                   --> rank        a hole for each; see Decoded.holes()
+    controller  the last reference dies                 --> owner       Notify.dropped
+
+Columns of a RemoteRollout are tensors on torch's meta device: name, dtype and shape without a byte behind them, so that
+planning, limits and checks see no difference. Columns that roles computed are here, and travel with the rest.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from torch import Tensor
+
+from stream_balancer.errors import RolloutError, WireError
+from stream_balancer.types import Rollout, SharedRollout
+from stream_balancer.values import plain_tensor
+from stream_balancer.wire.header import Owner
+
+__all__ = ["Handle", "Leases", "Owner", "RemoteRollout", "remote_of"]
+
+_MAX_KEYS = 2**16  # of one message
+
+
+class Handle(NamedTuple):
+    """Where a payload lies."""
+
+    owner: Owner
+    key: int
+    """The owner's number of it."""
+
+
+class _Lease:
+    """Dies with the last rollout that refers to the payload; copies share it."""
+
+    __slots__ = ("__weakref__",)
+
+
+@dataclass(frozen=True, eq=False, slots=True, kw_only=True)
+class RemoteRollout(Rollout):
+    """A rollout whose tokens and tensors lie with an owner; here they are on the meta device."""
+
+    handle: Handle = field(repr=False)
+    loss_tokens: int = field(repr=False)
+    """``num_loss_tokens``, as the producer counted them."""
+    lease: object = field(default=None, repr=False)
+    """Must live as long as the payload is needed."""
+
+    @staticmethod
+    def _plain_tensor(value: object) -> Tensor:
+        return plain_tensor(value, elsewhere=True)
+
+    def with_loss_mask(self, column: str) -> Rollout:
+        """Not here: the mask is to be counted, and has its place in the payload by its name."""
+        raise RolloutError(
+            f"rollout {self.rollout_id!r} stays with its producer, which must know that {column!r} says which tokens "
+            f"are trained on: connect(..., hand_over='direct', loss_mask_column={column!r})"
+        )
+
+    def _count_loss_tokens(self) -> int:
+        return 0 if self.is_padding else self.loss_tokens
+
+
+def remote_of(rollout: Rollout) -> RemoteRollout | None:
+    """The rollout itself, or what it is a part of, if its payload lies elsewhere."""
+    whole = rollout.whole if isinstance(rollout, SharedRollout) else rollout
+    return whole if isinstance(whole, RemoteRollout) else None
+
+
+class Leases:
+    """Payloads of one owner that the controller needs."""
+
+    def __init__(self, tell: Callable[[tuple[int, ...]], object], soon: Callable[[Callable[[], None]], object]) -> None:
+        """``tell`` is called with keys that are needed no more; ``soon`` runs a function later, from any thread and
+        without waiting: a last reference may die inside a garbage collection."""
+        self._tell, self._soon = tell, soon
+        self._held: set[int] = set()
+        self._dropped: deque[int] = deque()
+        self._is_queued = False
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    def hold(self, key: int) -> object:
+        """A lease: the payload of this key is needed while it lives. Raises WireError for a key that is held."""
+        if key in self._held:
+            raise WireError(f"payload {key} is named twice")
+        self._held.add(key)
+        lease = _Lease()
+        weakref.finalize(lease, self._on_released, key).atexit = False
+        return lease
+
+    def _on_released(self, key: int) -> None:
+        self._held.discard(key)
+        self._dropped.append(key)
+        if not self._is_queued:
+            self._is_queued = True
+            self._soon(self._flush)
+
+    def _flush(self) -> None:
+        # Before anything is taken: whoever sees True has appended already, and whoever sees False queues another call.
+        self._is_queued = False
+        while keys := tuple(self._take()):
+            self._tell(keys)
+
+    def _take(self) -> Iterator[int]:
+        for _ in range(min(len(self._dropped), _MAX_KEYS)):
+            yield self._dropped.popleft()
