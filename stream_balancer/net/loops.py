@@ -34,8 +34,12 @@ blocking_deadline = threading.local()
 class Runs(Protocol):
     """Where a connection lives: the I/O thread, or a test's event loop with a clock of its own."""
 
+    leaving: set[object]
+    """Connections that were closed and whose peer has not answered yet."""
+
     def do(self, job: Job, *, here: bool = False) -> None: ...
     def after(self, seconds: float, job: Job) -> Job: ...
+    def hold(self, job: Job) -> None: ...
     def work(self, job: Job) -> None: ...
 
 
@@ -59,6 +63,7 @@ class Io:
         self.selector.register(self._reader, selectors.EVENT_READ, self._on_wake)
         self._woken = self._stopped = False
         self._lock = threading.Lock()
+        self.leaving: set[object] = set()
         self._work: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._worker: threading.Thread | None = None
         self._thread = threading.Thread(target=self._run, name="stream_balancer-io", daemon=True)

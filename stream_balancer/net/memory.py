@@ -1,89 +1,177 @@
-"""A connection in memory, for tests in virtual time: the same order, ends, encoding and checks; no socket, no thread."""
+"""A connection in memory, for tests in virtual time: the same handshake, order, ends, encoding and checks; no socket, no
+thread."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import asyncio
+from collections import deque
+from collections.abc import Callable, Iterable
 from typing import Any
 
-import anyio
-
-from stream_balancer.net.connection import Base, Handler, _bytes_of, _Out
+from stream_balancer.errors import RefusedError, WireError
+from stream_balancer.net.connection import Base, Handler
 from stream_balancer.net.errors import Ended
-from stream_balancer.net.loops import Job, in_loop
-from stream_balancer.net.messages import HEADER_BYTES, SOCKET, Close, Envelope, frame, read_envelope, read_header
+from stream_balancer.net.handshake import Handshake
+from stream_balancer.net.loops import Job
+from stream_balancer.net.messages import Join, Refused, Welcome, frame
 from stream_balancer.net.pool import Pool
 
-__all__ = ["LoopIo", "MemoryConnection", "pair"]
+__all__ = ["LoopIo", "MemoryConnection", "Wire", "pair"]
+
+_TOKEN = b"in one process"
 
 
 class LoopIo:
-    """What the I/O thread is elsewhere: the current event loop, with its clock."""
+    """What the I/O thread is elsewhere: the event loop of who calls, with its clock."""
 
-    def __init__(self, tasks: Any) -> None:
-        self.work: Callable[[Job], None] = in_loop()
-        self._tasks = tasks
+    def __init__(self) -> None:
+        self.leaving: set[object] = set()
 
     def do(self, job: Job, *, here: bool = False) -> None:
-        self.work(job)
+        loop = _asyncio_loop()
+        if loop is not None:
+            loop.call_soon(job)
+        else:
+            import trio  # here: trio is optional for who does not use it
+
+            trio.lowlevel.current_trio_token().run_sync_soon(job)
 
     def after(self, seconds: float, job: Job) -> Job:
-        scope = anyio.CancelScope()
+        loop = _asyncio_loop()
+        if loop is not None:
+            return loop.call_later(seconds, job).cancel
+        import trio
+
+        scope = trio.CancelScope()
 
         async def later() -> None:
             with scope:
-                await anyio.sleep(seconds)
+                await trio.sleep(seconds)
                 job()
 
-        self._tasks.start_soon(later)
+        trio.lowlevel.spawn_system_task(later)
         return scope.cancel
+
+    def hold(self, job: Job) -> None:
+        job()
+
+    def work(self, job: Job) -> None:
+        self.do(job)
+
+
+def _asyncio_loop() -> asyncio.AbstractEventLoop | None:
+    try:
+        return asyncio.get_running_loop()
+    except RuntimeError:
+        return None
+
+
+class Wire:
+    """Joins two ends. One queue for both directions; :meth:`hold` lets messages hang in it."""
+
+    def __init__(self, io: LoopIo, pool: Pool, join: Join) -> None:
+        self._io = io
+        self._queue: deque[Job] = deque()
+        self._held = self._broken = self._queued = False
+        self.ends = (
+            MemoryConnection(self, 0, io, pool, Handshake(_TOKEN)),
+            MemoryConnection(self, 1, io, pool, Handshake(_TOKEN, join)),
+        )
+        """The accepting end and the joining one."""
+
+    def begin(self) -> None:
+        for end in self.ends:
+            end.begin()
+
+    def hold(self) -> None:
+        """From now on messages wait in the wire, both ways."""
+        self._held = True
+
+    def release(self) -> None:
+        """They arrive, in order."""
+        self._held = False
+        self._schedule()
+
+    def cut(self, cause: str = "the network broke", *, seen_by: Iterable[int] = (0, 1)) -> None:
+        """The connection breaks: what is in the wire is lost, and these ends see the loss (0 the accepting one, 1 the
+        joining one). The other does not know yet that nothing arrives any more."""
+        self._broken = True
+        self._queue.clear()
+        for side in seen_by:
+            self.ends[side].fail(ConnectionResetError(cause))
+
+    def carry(self, job: Job) -> None:
+        if not self._broken:
+            self._queue.append(job)
+            self._schedule()
+
+    def _schedule(self) -> None:
+        if self._queue and not self._held and not self._queued:
+            self._queued = True
+            self._io.do(self._deliver)
+
+    def _deliver(self) -> None:
+        self._queued = False
+        for _ in range(len(self._queue)):
+            if self._queue and not self._held:
+                self._queue.popleft()()
+        self._schedule()
 
 
 class MemoryConnection(Base):
     """One end."""
 
-    peer: MemoryConnection
+    def __init__(self, wire: Wire, side: int, io: LoopIo, pool: Pool, handshake: Handshake) -> None:
+        super().__init__(io, pool, handshake)
+        self.wire, self._side = wire, side
 
-    def __init__(self, io: LoopIo) -> None:
-        super().__init__(io, Pool())
-
-    def _put(self, out: _Out, via: int, where: Sequence[int]) -> None:
-        raw = frame(out.message, out.payload.total, out.payload.runs, via, where)
-        bytes_ = b"".join(_bytes_of(piece) for piece in out.payload.pieces) if via == SOCKET else b""
-        self._close_sent = isinstance(out.message, Close)
-        peer, sent = self.peer, out.sent
-        self.io.do(lambda: peer._arrive(raw, bytes_))
-        if sent is not None:
-            sent()
+    @property
+    def _peer(self) -> MemoryConnection:
+        return self.wire.ends[1 - self._side]
 
     def _flush(self) -> None:
-        if self._close_sent and self._close_seen and not self._held:
-            self._fail(Ended("closed"))
-
-    def _arrive(self, raw: bytes, bytes_: bytes) -> None:
         if self.over:
             return
+        if self._outgoing:
+            data, peer = b"".join(view for view, _ in self._outgoing), self._peer
+            self._took(len(data))
+            self.wire.carry(lambda: peer._arrive(data))
+        self._end_if_both_closed()
+
+    def _arrive(self, data: bytes) -> None:
+        if self.over:
+            return
+        if self.paused:
+            self._unread += data
+            return
         try:
-            size, crc = read_header(raw[:HEADER_BYTES])
-            envelope: Envelope = read_envelope(raw[HEADER_BYTES : HEADER_BYTES + size], crc)
-            at = 0
-            for space in self._on_envelope(envelope):
-                space[:] = bytes_[at : at + len(space)]
-                at += len(space)
-        except Exception as error:  # noqa: BLE001 - the handler's: this one is over
-            self._fail(error)
+            self._feed(memoryview(data))
+            self._end_if_both_closed()
+        except Exception as error:  # noqa: BLE001 - the peer's, or the handler's: this one is over
+            self.fail(error)
 
     def _release(self, error: BaseException) -> None:
-        peer, kind = self.peer, "refused" if not isinstance(error, (Ended, OSError)) else "lost"
-        if not (self._close_sent and self._close_seen):
-            self.io.do(lambda: peer._fail(Ended(kind, str(error))))
+        peer = self._peer
+        if isinstance(error, (WireError, RefusedError)) and not self._close_sent:
+            reason = error.reason if isinstance(error, RefusedError) else "protocol"
+            data = frame(Refused(reason, str(error)[:1000]))
+            self.wire.carry(lambda: peer._arrive(data))
+        self.wire.carry(lambda: peer.fail(ConnectionResetError("connection closed by peer")))
 
 
 def pair(
-    tasks: Any, here: Handler | None = None, there: Handler | None = None
-) -> tuple[MemoryConnection, MemoryConnection]:
-    """Two ends in the current event loop."""
-    io = LoopIo(tasks)
-    one, other = MemoryConnection(io), MemoryConnection(io)
-    one.peer, other.peer = other, one
-    one.handler, other.handler = here, there
-    return one, other
+    join: Join,
+    arrived: Callable[[Base, Join], Any],
+    welcomed: Callable[[Base, Welcome], Any],
+    waiting: Handler | None = None,
+    *,
+    io: LoopIo | None = None,
+    pool: Pool | None = None,
+) -> Wire:
+    """Two ends in the current event loop, which begin their handshake. ``waiting``: handler of the joining end until it
+    is welcomed."""
+    wire = Wire(io or LoopIo(), pool or Pool(), join)
+    there, here = wire.ends
+    there.arrived, here.welcomed, here.handler = arrived, welcomed, waiting
+    wire.begin()
+    return wire

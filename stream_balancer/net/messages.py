@@ -19,12 +19,13 @@ from typing import Annotated, TypeAlias
 
 import msgspec
 
-from stream_balancer.net.errors import WireError
+from stream_balancer.errors import RefusalReason, WireError
 
 __all__ = [
-    "HEADER_BYTES", "MAX_MESSAGE_BYTES", "PROTOCOL", "SOCKET", "Call", "Cancel", "Challenge", "Close", "Envelope",
-    "Drop", "Go", "Hello", "Join", "Message", "MiniBatchHead", "MoverNote", "Notify", "Recall", "Refused", "Reply", "Report", "ResizedExecution", "Rewind", "Seal", "Sizes", "StepHead", "Welcome", "Work", "WorkItem",
-    "check_runs", "frame", "read_envelope", "read_header",
+    "HEADER_BYTES", "MAX_MESSAGE_BYTES", "PROTOCOL", "SOCKET", "Call", "Cancel", "Challenge", "Close", "Drop",
+    "Envelope", "Go", "Hello", "Join", "Message", "MiniBatchHead", "MoverNote", "Notify", "Recall", "Refused", "Reply",
+    "Report", "ResizedExecution", "Rewind", "Seal", "Sizes", "StepHead", "Welcome", "Work", "WorkItem", "check_runs",
+    "frame", "read_envelope", "read_header",
 ]  # fmt: skip
 
 PROTOCOL = 1
@@ -86,7 +87,7 @@ class Welcome(Message, frozen=True, tag=4):
 class Refused(Message, frozen=True, tag=5):
     """Either end, at any time: no, and why. The connection ends."""
 
-    reason: Name
+    reason: RefusalReason
     text: Text
 
 
@@ -151,6 +152,8 @@ class Work(Message, frozen=True, tag=10):
     """Ids of rollouts that are masked everywhere."""
     header: msgspec.Raw = msgspec.Raw(b"\xc0")
     """As :mod:`stream_balancer.wire.codec` writes it: a block an item. Nil without items."""
+    sizes: Sizes | None = None
+    """What the step is divided by. Once all that is planned for this rank is here, if nothing of it can be missing."""
 
 
 class Recall(Message, frozen=True, tag=11):

@@ -24,23 +24,23 @@ if TYPE_CHECKING:
 
 __all__ = ["NUMBERS", "attach", "available", "note"]
 
-NUMBERS = {"memfd": 1, "gloo": 2}
+NUMBERS = {"shared_memory": 1, "torch_dist": 2}
 """``via`` of each."""
 
 
-def available(wanted: Sequence[str] = ("memfd", "gloo")) -> tuple[str, ...]:
+def available(wanted: Sequence[str] = ("shared_memory", "torch_dist")) -> tuple[str, ...]:
     """Those of ``wanted`` that this system has."""
-    from stream_balancer.net.movers import gloo, memfd
+    from stream_balancer.net.movers import torch_dist, shared_memory
 
-    has = {"memfd": memfd.available(), "gloo": gloo.available()}
+    has = {"shared_memory": shared_memory.available(), "torch_dist": torch_dist.available()}
     return tuple(name for name in wanted if has.get(name))
 
 
 def attach(connection: Connection, names: Sequence[str]) -> None:
     """Set up what both ends have agreed on. In the I/O thread, when the handshake is over, at both ends."""
-    from stream_balancer.net.movers import gloo, memfd
+    from stream_balancer.net.movers import torch_dist, shared_memory
 
-    makers = {"memfd": memfd.Memfd, "gloo": gloo.Gloo}
+    makers = {"shared_memory": shared_memory.SharedMemory, "torch_dist": torch_dist.TorchDist}
     for name in names:
         mover = connection.movers[NUMBERS[name]] = makers[name](connection)
         mover.begin()

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import numpy as np
 
-from stream_balancer.net.errors import WireError
+from stream_balancer.errors import WireError
 from stream_balancer.net.movers import note
 from stream_balancer.net.pool import Memory, _room
 
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from stream_balancer.net.connection import Connection, Payload
     from stream_balancer.net.messages import Envelope
 
-__all__ = ["Memfd", "available"]
+__all__ = ["SharedMemory", "available"]
 
 _KEEP = 4
 """Idle buffers of one size and link that are kept."""
@@ -64,7 +64,7 @@ class _Buffer:
         self.memory: Memory = np.frombuffer(mmap.mmap(self.fd, size), dtype=np.uint8)
 
 
-class Memfd:
+class SharedMemory:
     """One end."""
 
     def __init__(self, connection: Connection) -> None:
@@ -85,7 +85,7 @@ class Memfd:
         self._note("probe", os.getpid(), self._probe_fd, self._nonce)
 
     def _note(self, *what: Any) -> None:
-        note(self._connection, "memfd", msgspec.msgpack.encode(what))
+        note(self._connection, "shared_memory", msgspec.msgpack.encode(what))
 
     def note(self, body: bytes) -> None:
         try:

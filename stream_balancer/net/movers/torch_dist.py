@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from stream_balancer.net.errors import WireError
+from stream_balancer.errors import WireError
 from stream_balancer.net.movers import note
 from stream_balancer.net.pool import Memory
 
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from stream_balancer.net.connection import Connection, Payload
     from stream_balancer.net.messages import Envelope
 
-__all__ = ["Gloo", "available"]
+__all__ = ["TorchDist", "available"]
 
 _log = logging.getLogger(__name__)
 _CHUNK = 8 * 2**20
@@ -64,13 +64,13 @@ class _Sent(NamedTuple):
     sent: Callable[[], object] | None
 
 
-class Gloo:
+class TorchDist:
     """One end. Threads: one of gloo's for all pairs of the process, and one here where bytes arrive."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
         self.ready = False
-        self._me = 1 if connection._joins else 0
+        self._me = 1 if connection.handshake.joins else 0
         self._group: Any = None
         self._addresses: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         self._arrivals: queue.SimpleQueue[Any] = queue.SimpleQueue()
@@ -112,11 +112,11 @@ class Gloo:
         except Exception as error:  # noqa: BLE001 - then it is not used
             _log.warning("no gloo pair, bytes go by the socket: %s", str(error).split("\n", 1)[0])
             return
-        note(self._connection, "gloo", b"R")
+        note(self._connection, "torch_dist", b"R")
 
     def _proof(self, side: int, store: Any) -> bytes:
         text = b"|".join((b"pair", bytes([side]), store.found[0], store.found[1]))
-        return hmac.digest(self._connection._token, text, "sha256")
+        return hmac.digest(self._connection.handshake.token, text, "sha256")
 
     def note(self, body: bytes) -> None:
         kind, rest = body[:1], body[1:]
@@ -224,7 +224,7 @@ class Gloo:
                 self._abandoned = one  # gloo may still know this memory
                 return
             number += 1
-            note(self._connection, "gloo", b"S" + number.to_bytes(8, "little"))
+            note(self._connection, "torch_dist", b"S" + number.to_bytes(8, "little"))
             self._connection.io.do(lambda ready=ready, memory=memory: ready(memory))
             del one, works, memory, ready
 
@@ -232,7 +232,7 @@ class Gloo:
 
     def _broken(self, error: Exception) -> None:
         text = str(error).split("\n", 1)[0][:200]
-        self._connection.io.do(lambda: self._connection._fail(ConnectionResetError(f"gloo: {text}")))
+        self._connection.io.do(lambda: self._connection.fail(ConnectionResetError(f"gloo: {text}")))
 
     def close(self) -> None:
         """Wakes whoever waits in gloo: a wait that expires breaks the pair."""
@@ -261,7 +261,7 @@ def _pieces(runs: Sequence[int], chunk: int) -> Iterator[tuple[int, int]]:
             yield at, min(chunk, offset + size - at)
 
 
-def _exchange(mover: Gloo) -> Any:
+def _exchange(mover: TorchDist) -> Any:
     """As much of a c10d store as gloo uses: each end sets its address, and waits for the other's."""
     from torch._C._distributed_c10d import Store
 
@@ -272,7 +272,7 @@ def _exchange(mover: Gloo) -> Any:
 
         def set(self, key: str, value: Any) -> None:
             self.found[mover._me] = bytes(value)
-            note(mover._connection, "gloo", b"A" + bytes(value))
+            note(mover._connection, "torch_dist", b"A" + bytes(value))
 
         def wait(self, keys: list[str], timeout: timedelta = _FOR_EVER) -> None:
             for key in keys:

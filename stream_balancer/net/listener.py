@@ -1,0 +1,144 @@
+"""Where peers come in, and how they get there, over TCP."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import selectors
+import socket
+import ssl
+import threading
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+
+from stream_balancer.errors import WireError
+from stream_balancer.net.connection import HANDSHAKE_S, Base, Connection
+from stream_balancer.net.errors import Ended
+from stream_balancer.net.handshake import Handshake
+from stream_balancer.net.loops import Io
+from stream_balancer.net.messages import Join, Message, Welcome
+from stream_balancer.net.pool import Memory, Pool
+
+__all__ = ["Listener", "dial", "split_address"]
+
+_log = logging.getLogger(__name__)
+MAX_STRANGERS = 1024
+"""Connections that have proven nothing yet. With 64 the producers of a cluster, started again, pushed each other out."""
+_FULL = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+_FULL_S = 1.0
+
+
+class Listener:
+    """Lets peers in who know the token. ``arrived`` is called in the I/O thread for each of them."""
+
+    def __init__(
+        self, host: str, port: int, token: bytes, arrived: Callable[[Base, Join], object], *,
+        tls: ssl.SSLContext | None = None, io: Io | None = None, pool: Pool | None = None,
+    ) -> None:  # fmt: skip
+        self.io = io or Io.current()
+        self._token, self._arrived, self._tls, self._pool = token, arrived, tls, pool or Pool()
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._sock = socket.create_server((host, port), family=family, backlog=MAX_STRANGERS)
+        self._sock.setblocking(False)
+        self.address = f"tcp://{f'[{host}]' if ':' in host else host}:{self._sock.getsockname()[1]}"
+        self._strangers: deque[Connection] = deque()
+        self._closed = False
+        self.io.do(self._listen)
+
+    def close(self) -> None:
+        """No more peers; those who are in stay. Idempotent."""
+        self.io.do(self._close)
+
+    def _listen(self) -> None:
+        if not self._closed:
+            self.io.selector.register(self._sock, selectors.EVENT_READ, self._on_peer)
+
+    def _close(self) -> None:
+        self._closed = True
+        with suppress(KeyError, ValueError):
+            self.io.selector.unregister(self._sock)
+        self._sock.close()
+        for stranger in self._strangers:
+            if stranger.handshake.join is None:
+                stranger.fail(Ended("lost", "nobody listens any more"))
+
+    def _on_peer(self, _: int) -> None:
+        try:
+            sock, _address = self._sock.accept()
+            handshake = Handshake(self._token)
+            connection = Connection(self.io, sock, self._pool, handshake, self._tls, "")
+        except OSError as error:
+            if error.errno in _FULL:  # the next one is there at once: without a rest this thread does nothing else
+                _log.warning("nobody can be let in for %g s: %s. Raise the limit of open files", _FULL_S, error)
+                self.io.selector.unregister(self._sock)
+                self.io.after(_FULL_S, self._listen)
+            return
+        connection.arrived = self._arrived
+        self._strangers = deque(one for one in self._strangers if not one.over and one.handshake.join is None)
+        if len(self._strangers) >= MAX_STRANGERS:  # the oldest: who means well has long been through with it
+            self._strangers.popleft().fail(Ended("lost", "too many who have proven nothing"))
+        self._strangers.append(connection)
+        connection.begin()
+
+
+def dial(
+    address: str, token: bytes, join: Join, welcomed: Callable[[Base, Welcome], object],
+    failed: Callable[[BaseException], object], *, tls: ssl.SSLContext | None = None, io: Io | None = None,
+    pool: Pool | None = None,
+) -> None:  # fmt: skip
+    """Connect in the background. Either is called in the I/O thread, once; ``welcomed`` sets the handler. What
+    ``failed`` gets: RefusedError, WireError if somebody else answers, OSError otherwise."""
+    host, port = split_address(address)
+    there = io or Io.current()
+
+    def connect() -> None:  # in a thread: names are looked up here, and that may take long
+        try:
+            sock = socket.create_connection((host, port), timeout=HANDSHAKE_S)
+        except OSError as error:
+            failure = error
+            there.do(lambda: failed(failure))
+        else:
+            there.do(lambda: begin(sock))
+
+    def begin(sock: socket.socket) -> None:
+        try:
+            connection = Connection(there, sock, pool or Pool(), Handshake(token, join), tls, host)
+        except OSError as error:  # it is gone already
+            sock.close()
+            failed(error)
+            return
+        connection.handler = Dialling(address, failed)
+        connection.welcomed = welcomed
+        connection.begin()
+
+    threading.Thread(target=connect, name="stream_balancer-dial", daemon=True).start()
+
+
+def split_address(address: str) -> tuple[str, int]:
+    """Host and port of ``tcp://host:port``. Raises ValueError."""
+    host, colon, port = address.removeprefix("tcp://").rpartition(":")
+    if not (address.startswith("tcp://") and host and colon and port.isdecimal() and int(port) < 2**16):
+        raise ValueError(f"{address!r} is no address; one looks like tcp://host:port")
+    return host.removeprefix("[").removesuffix("]"), int(port)
+
+
+class Dialling:
+    """Handler of a connection that nobody has welcomed yet."""
+
+    def __init__(self, address: str, failed: Callable[[BaseException], object]) -> None:
+        self._address, self._failed = address, failed
+
+    def admit(self, message: Message, total: int) -> None:
+        raise WireError("bytes in the handshake")
+
+    def receive(self, message: Message, memory: Memory | None) -> None: ...
+
+    def ended(self, end: Ended) -> None:
+        error = end.__cause__ or end
+        if isinstance(error, WireError):
+            error = WireError(
+                f"who answers at {self._address} is no controller of this version of stream_balancer: {error}. Is the "
+                "address right, and the same version installed everywhere?"
+            )
+        self._failed(error)

@@ -1,0 +1,174 @@
+"""Controller, ranks and producers in one event loop, for tests and simulations. No threads, no sockets: it works in
+virtual time, and what is tested over it is what ships. ::
+
+    network = MemoryNetwork(dp_size=2)
+    feeds = [sb.RankFeed(network.connect(rank)) for rank in range(2)]
+    producer = sb.connect(network.connect_producer())
+    await sb.serve(balancer, network)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, Self, TypeAlias
+
+from stream_balancer.errors import refused_error
+from stream_balancer.net.connection import Base
+from stream_balancer.net.listener import Dialling
+from stream_balancer.net.memory import LoopIo, Wire, pair
+from stream_balancer.net.messages import Join, Welcome
+from stream_balancer.net.pool import Pool
+
+__all__ = ["MemoryListener", "MemoryNetwork", "MemoryPeer"]
+
+Arrived: TypeAlias = Callable[[Base, Join], object]
+
+
+class MemoryNetwork:
+    """The controller's side: ``listen``, and where ranks and producers of the same event loop connect."""
+
+    address = "memory://controller"
+
+    def __init__(self, *, dp_size: int) -> None:
+        self.dp_size = dp_size
+        self.io, self.pool = LoopIo(), Pool()
+        self._listeners: dict[str, MemoryListener] = {}
+        self._waiting: list[Callable[[], object]] = []
+        self._num_owners = 0
+        self._closed = False
+
+    def listen(self, arrived: Arrived, *, address: str = address) -> MemoryListener:
+        """``arrived`` is called for each peer, also for those who came before."""
+        listener = self._listeners[address] = MemoryListener(self, address, arrived)
+        if address == self.address:
+            waiting, self._waiting = self._waiting, []
+            for dial in waiting:
+                self.io.do(dial)
+        return listener
+
+    def connect(
+        self, rank: int, *, dp_size: int | None = None, incarnation: int = 0, depth: int = 2, role: str = "",
+        seat: int = 0, seats: int = 1, rejoin: bool = False,
+    ) -> MemoryPeer:  # fmt: skip
+        """Where a rank is; give it to RankFeed. A refused one raises in the feed's iteration, as between processes."""
+        dp_size = self.dp_size if dp_size is None else dp_size
+        return MemoryPeer(
+            self, self.address, rank=rank, dp_size=dp_size, incarnation=incarnation, depth=depth, role=role, seat=seat,
+            seats=seats, rejoin=rejoin,
+        )  # fmt: skip
+
+    def connect_producer(self, *, rejoin: bool = False, **options: Any) -> MemoryPeer:
+        """Where a producer is; give it to ``sb.connect``. ``rejoin``: it connects again if it is cut. ``options``: of
+        ``sb.connect``."""
+        return MemoryPeer(self, self.address, rejoin=rejoin, **options)
+
+    def dialer(self, address: str = address, **options: Any) -> MemoryPeer:
+        """Where anybody else is."""
+        return MemoryPeer(self, address, **options)
+
+    def resize(self, dp_size: int) -> None:
+        """So many ranks from now on."""
+        self.dp_size = dp_size
+
+    async def aclose(self) -> None:
+        """Nobody comes in any more. Idempotent."""
+        self._closed = True
+        for listener in [*self._listeners.values()]:
+            listener.close()
+        waiting, self._waiting = self._waiting, []
+        for dial in waiting:
+            self.io.do(dial)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.aclose()
+
+    def _dial(
+        self, peer: MemoryPeer, join: Join, welcomed: Callable[[Base, Welcome], object],
+        failed: Callable[[BaseException], object],
+    ) -> None:  # fmt: skip
+        listener = self._listeners.get(peer.address)
+        if listener is not None:
+            peer._begin(pair(join, listener.arrived, welcomed, Dialling(peer.address, failed), io=self.io, pool=self.pool))
+        elif self._closed:
+            failed(refused_error("closed", "the controller has closed its transport. Start it again"))
+        elif peer.address == self.address:
+            self._waiting.append(lambda: self._dial(peer, join, welcomed, failed))
+        else:
+            failed(ConnectionRefusedError(f"nobody listens at {peer.address}"))
+
+    def _new_address(self) -> str:
+        self._num_owners += 1
+        return f"memory://owner{self._num_owners}"
+
+
+class MemoryListener:
+    """One address of a network."""
+
+    def __init__(self, network: MemoryNetwork, address: str, arrived: Arrived) -> None:
+        self.io, self.address, self.arrived = network.io, address, arrived
+        self._network = network
+
+    def close(self) -> None:
+        """No more peers; those who are in stay. Idempotent."""
+        if self._network._listeners.get(self.address) is self:
+            del self._network._listeners[self.address]
+
+
+class MemoryPeer:
+    """A dialer, what its rank or producer says of itself, and the wire between."""
+
+    def __init__(self, network: MemoryNetwork, address: str, **options: Any) -> None:
+        self.io, self.pool, self.network, self.address = network.io, network.pool, network, address
+        self.options = options
+        """Keywords of RankFeed, or of ``sb.connect``."""
+        self.joined = 0
+        """Times that it was welcomed."""
+        self.wire: Wire | None = None
+        """The newest."""
+        self._holds = False
+
+    def dial(
+        self, join: Join, welcomed: Callable[[Base, Welcome], object], failed: Callable[[BaseException], object]
+    ) -> None:
+        """Connect. Either is called, once."""
+
+        def count(connection: Base, welcome: Welcome) -> None:
+            self.joined += 1
+            welcomed(connection, welcome)
+
+        self.io.do(lambda: self.network._dial(self, join, count, failed))
+
+    def elsewhere(self, address: str) -> MemoryPeer:
+        """A dialer for another address of the same network."""
+        return MemoryPeer(self.network, address)
+
+    def listen(self, arrived: Arrived) -> MemoryListener:
+        """An address of its own, where others of the network come in."""
+        return self.network.listen(arrived, address=self.network._new_address())
+
+    def hold(self) -> None:
+        """Messages of both directions wait in between, until :meth:`release` or the next connection."""
+        self._holds = True
+        if self.wire is not None:
+            self.wire.hold()
+
+    def release(self) -> None:
+        """They arrive, in order."""
+        self._holds = False
+        if self.wire is not None:
+            self.wire.release()
+
+    def cut(self, cause: str = "the network broke", *, seen_by: Iterable[int] = (0, 1)) -> None:
+        """The connection breaks without a word, and what was in between is lost. Who sees it: 0 the controller, 1 the
+        peer; the other does not know yet that nothing arrives any more."""
+        if self.wire is not None:
+            self.wire.cut(cause, seen_by=seen_by)
+
+    def _begin(self, wire: Wire) -> None:
+        held, self._holds = self._holds and self.wire is None, False
+        self.wire = wire
+        if held:
+            wire.hold()
