@@ -9,10 +9,10 @@
   travels alone, up to ``max_call_bytes``.
 * A call that is cancelled gets its reply too, and the reply decides: not accepted, or accepted already.
 * After a lost connection the same session sends the same numbers again. The answerer knows which it has answered, which
-  it is still working on, and which are new. If it knows nothing (started again), ``sent_before`` is set and the method's
+  are being worked on, and which are new. If it knows nothing (started again), ``sent_before`` is set and the call's
   ``accepted_if`` names the error that means "the first time was accepted".
 
-All state belongs to the I/O thread; methods run in the host's event loop.
+All state belongs to the I/O thread; methods run in the host's event loop (:mod:`stream_balancer.net.service`).
 """
 
 from __future__ import annotations
@@ -20,24 +20,25 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import anyio
 import msgspec
-import sniffio
 
-from stream_balancer.net.connection import NOTHING, Base, Payload
-from stream_balancer.net.errors import Cancelled, Ended, RemoteError, UnknownOutcome, WireError
+from stream_balancer.errors import BrokenResourceError, ClosedResourceError, RolloutError, WireError
+from stream_balancer.net.connection import Base
+from stream_balancer.net.errors import Cancelled, error_of
 from stream_balancer.net.loops import Runs, Signal, blocking_deadline
 from stream_balancer.net.messages import Call, Cancel, Message, Reply, Welcome
-from stream_balancer.net.pool import Memory
+from stream_balancer.wire.payload import NOTHING, Memory, Payload
 
-__all__ = ["Answered", "Answerer", "Asked", "Caller", "Pending"]
+__all__ = ["Answered", "Answerer", "Asked", "Budget", "Caller", "Pending"]
 
 _encode = msgspec.msgpack.encode
 _NIL = msgspec.Raw(b"\xc0")
 SMALL = 2**16
-"""Sent in the thread that asks, if nothing else is on its way: many at a time go together, which costs fewer wake-ups."""
+"""Bytes that are sent in the thread that asks, if nothing else is on its way. Many at a time go together, which costs
+fewer wake-ups."""
 _CALL_BYTES = 512
 """What a call without payload counts for."""
 
@@ -53,90 +54,135 @@ class Pending:
     """A call until its reply."""
 
     __slots__ = (
-        "accepted_if",
-        "answer",
-        "args",
-        "cancelled",
-        "error",
-        "method",
-        "number",
-        "payload",
-        "sent_before",
-        "signal",
-    )
+        "abandoned", "accepted_if", "answer", "args", "cancelled", "error", "method", "name", "number", "payload",
+        "reply_bytes", "sent_before", "signal", "undo",
+    )  # fmt: skip
 
-    def __init__(self, method: str, args: Any, payload: Payload = NOTHING, accepted_if: str = "") -> None:
-        """Encoded here, in the caller's thread: what cannot be written raises at its own line."""
-        self.method, self.payload, self.accepted_if = method, payload, accepted_if
+    def __init__(
+        self, method: str, args: Any = None, payload: Payload = NOTHING, *, name: str = "", accepted_if: str = "",
+        reply_bytes: int = 0, undo: Callable[[], object] | None = None,
+    ) -> None:  # fmt: skip
+        """Encoded here, in the caller's thread: what cannot be written raises at its own line.
+
+        ``name``: for errors. ``accepted_if``: the name of the error that, after a repetition, means that the first call
+        was accepted. ``reply_bytes``: the most that may come behind the reply. ``undo``: called in the I/O thread if it
+        is accepted and nobody waits for it any more.
+        """
+        self.method, self.payload, self.accepted_if, self.undo = method, payload, accepted_if, undo
+        self.name, self.reply_bytes = name or f"{method}()", reply_bytes
         self.args = args if isinstance(args, msgspec.Raw) else msgspec.Raw(_encode(args))
         self.number: int | None = None
         self.signal = Signal()
         self.answer = Answered(_NIL, None)
         self.error: Exception | None = None
-        self.cancelled = self.sent_before = False
+        self.cancelled = self.abandoned = self.sent_before = False
 
     @property
     def nbytes(self) -> int:
         return _CALL_BYTES + self.payload.total
 
+    @property
+    def fate(self) -> str:
+        """What is known of it without a reply."""
+        if self.number is None and not self.sent_before:
+            return "it had not been sent, so it was not accepted"
+        return "whether it was accepted is not known"
+
     def resolve(self, error: Exception | None, answer: Answered | None = None) -> None:
-        if not self.signal.is_set():
-            self.error = error
-            self.answer = answer or self.answer
-            self.payload = NOTHING
-            self.signal.set()
+        """The reply; the first one counts."""
+        if self.signal.is_set():
+            return
+        self.error, self.answer, self.payload = error, answer or self.answer, NOTHING
+        if self.abandoned and error is None and self.undo is not None:
+            self.undo()
+        self.signal.set()
+
+    def abandon(self) -> None:
+        """Nobody waits for its reply any more. In the I/O thread."""
+        self.abandoned = True
+        if self.signal.is_set() and self.error is None and self.undo is not None:
+            self.undo()
+
+
+Over: TypeAlias = Callable[[Pending], Exception]
+"""What calls raise when there is no connection any more."""
 
 
 class Caller:
     """The calls of one session that have no reply."""
 
-    def __init__(self, io: Runs, *, rejoin: bool = False, linger_s: float = 5.0) -> None:
-        """``rejoin``: a lost connection fails nothing; calls wait for the next :meth:`open`. ``linger_s``: how long the
-        reply to a cancelled call is waited for."""
-        self._io, self._rejoin, self._linger_s = io, rejoin, linger_s
+    def __init__(self, io: Runs, *, linger_s: float = 5.0, whom: str = "the controller") -> None:
+        """``linger_s``: how long the reply to a cancelled call is waited for. ``whom``: the other end, for errors."""
+        self._io, self._linger_s, self._whom = io, linger_s, whom
         self._connection: Base | None = None
         self._limits = Welcome()
         self._waiting: dict[Pending, None] = {}
         self._sent: dict[int, Pending] = {}
         self._staged = self._next = 0
-        self._over: Exception | None = None
+        self._over: Over | None = None
         self._news: deque[Pending] = deque()
+        self.on_idle: Callable[[], object] = lambda: None
+        """Called in the I/O thread, after :meth:`close`, once nothing is on its way."""
 
     # from any thread or task
 
     async def ask(self, pending: Pending) -> Answered:
         """Its reply. If this is cancelled or interrupted the call was not accepted; where it turns out that it was,
-        this returns and a cancellation comes at the next await."""
-        self.submit(pending)
+        this returns and the cancellation comes at the next await."""
         try:
+            self.submit(pending)
             await pending.signal.wait()
-        except BaseException as interruption:
-            self._io.do(lambda: self._cancel(pending))
-            await pending.signal.wait_shielded(self._linger_s)
-            if not pending.signal.is_set():
-                text = f"{pending.method} was cancelled and has no answer: whether it was accepted is not known"
-                raise UnknownOutcome(text) from interruption
-            if isinstance(pending.error, Cancelled) or isinstance(interruption, KeyboardInterrupt):
-                raise
-            if pending.error is None and not isinstance(interruption, TimeoutError):
-                _cancel_again()
+        except BaseException as interruption:  # noqa: BLE001 - raised again, unless the call was accepted
+            await self._take_back(pending, interruption)
         if pending.error is not None:
             raise pending.error
         return pending.answer
 
     def submit(self, pending: Pending) -> None:
+        """Have it sent when there is room. Never blocks."""
         self._news.append(pending)
         self._io.do(self._take_news, here=not self._sent and pending.payload.total <= SMALL)
+
+    def cancel(self, pending: Pending) -> None:
+        """Ask for it back; its reply says whether that was in time. Never blocks."""
+        self._io.do(lambda: self._cancel(pending))
+
+    async def _take_back(self, pending: Pending, interruption: BaseException) -> None:
+        """Returns if it was accepted, or refused, before it could be taken back."""
+        answered = False
+        try:
+            self.cancel(pending)
+            if isinstance(interruption, GeneratorExit):
+                raise interruption
+            # The call may be accepted while the cancellation is on its way. To leave without the reply would leave the
+            # caller not knowing which, so the reply is waited for, shielded.
+            answered = await pending.signal.wait_shielded(self._linger_s)
+        finally:
+            if not answered:
+                self._io.do(pending.abandon)
+        if not answered:
+            raise BrokenResourceError(
+                f"{pending.name} was cancelled, but {self._whom} has not answered for {self._linger_s} s: whether it "
+                f"was accepted is not known{_again(pending)}"
+            ) from interruption
+        if isinstance(pending.error, Cancelled):
+            raise interruption
+        if not hasattr(blocking_deadline, "at"):
+            if pending.error is None:
+                _cancel_again()
+        elif not isinstance(interruption, TimeoutError):  # Ctrl-C
+            self._io.do(pending.abandon)
+            raise interruption
 
     # in the I/O thread
 
     def _take_news(self) -> None:
         while self._news:
             pending = self._news.popleft()
-            if self._over is not None:
-                pending.resolve(self._over)
-            else:
+            if self._over is None:
                 self._waiting[pending] = None
+            else:
+                pending.resolve(self._over(pending))
         self._send()
 
     def _send(self) -> None:
@@ -145,7 +191,7 @@ class Caller:
             pending = next(iter(self._waiting))
             if pending.payload.total > limits.max_call_bytes:
                 del self._waiting[pending]
-                pending.resolve(ValueError(f"{pending.payload.total} bytes; {limits.max_call_bytes} are taken at most"))
+                pending.resolve(_too_large(pending, limits))
                 continue
             if self._staged and self._staged + pending.nbytes > limits.staged_bytes:
                 break
@@ -155,14 +201,14 @@ class Caller:
             self._sent[pending.number] = pending
             self._staged += pending.nbytes
             seen = next(iter(self._sent))
-            connection.send(
-                Call(pending.number, seen, pending.method, pending.args), pending.payload, via=connection.bulk
-            )
+            call = Call(pending.number, seen, pending.method, pending.args)
+            connection.send(call, pending.payload, via=connection.bulk)
             if pending.cancelled:
                 connection.send(Cancel(pending.number))
 
     def _cancel(self, pending: Pending) -> None:
         pending.cancelled = True
+        # One that was sent before may have been accepted: only the answerer can say.
         if pending in self._waiting and not pending.sent_before:
             del self._waiting[pending]
             pending.resolve(Cancelled())
@@ -182,43 +228,84 @@ class Caller:
         self._connection, self._limits = connection, welcome
         self._send()
 
-    def admit(self, message: Message, total: int) -> None:
-        if not isinstance(message, Reply) or message.number not in self._sent or total > self._limits.max_call_bytes:
-            raise WireError("bytes that nobody has asked for")
+    def admit(self, message: Reply, total: int) -> None:
+        """Raises WireError for bytes that nobody has asked for."""
+        pending = self._sent.get(message.number)
+        if pending is None or total > pending.reply_bytes:
+            raise WireError(f"{total} bytes behind the reply to call {message.number}, which nobody has asked for")
 
     def receive(self, reply: Reply, memory: Memory | None) -> None:
+        """A reply. Raises WireError if nobody waits for it."""
         pending = self._sent.pop(reply.number, None)
         if pending is None:
             raise WireError(f"a reply to call {reply.number}, which is not on its way")
         self._staged -= pending.nbytes
-        error: Exception | None = None
-        if reply.error == "Cancelled":
-            error = Cancelled() if pending.cancelled else Ended("closed", "the other end takes no more calls")
-        elif reply.error and not (pending.sent_before and reply.error == pending.accepted_if):
-            error = RemoteError(reply.error, msgspec.msgpack.decode(reply.value, type=str))
-        pending.resolve(error, Answered(reply.value, memory))
+        pending.resolve(self._error_of(reply, pending), Answered(reply.value, memory))
         self._send()
+        if self._over is not None and not self._sent:
+            self.on_idle()
 
-    def lost(self, end: Ended) -> None:
-        """The connection is over."""
+    def _error_of(self, reply: Reply, pending: Pending) -> Exception | None:
+        if not reply.error or (pending.sent_before and reply.error == pending.accepted_if):
+            return None
+        if reply.error == "Cancelled":
+            if pending.cancelled:
+                return Cancelled()
+            return ClosedResourceError(f"{pending.name} waited while this end was closed, or ended: it was not granted")
+        try:
+            text = msgspec.msgpack.decode(reply.value, type=str)
+        except msgspec.MsgspecError as error:
+            raise WireError(f"an error without a text: {error}") from None
+        return error_of(reply.error, text)
+
+    def lost(self) -> None:
+        """The connection is over, and another one will come."""
         self._connection = None
-        if not self._rejoin or end.kind != "lost":
-            self.end(end)
 
-    def end(self, error: Exception) -> None:
-        """No more calls."""
-        self._over = error
-        for pending in [*self._sent.values(), *self._waiting]:
-            pending.resolve(error)
-        self._sent, self._waiting, self._staged = {}, {}, 0
+    def close(self, over: Over) -> None:
+        """No more calls. Those that wait are done, those that are sent are taken back."""
+        self._over = self._over or over
+        waiting, self._waiting = self._waiting, {}
+        unknown = self.lost_for("the connection was closed here")
+        for pending in waiting:
+            pending.resolve((unknown if pending.sent_before else over)(pending))
+        if self._connection is not None:
+            for number in self._sent:
+                self._connection.send(Cancel(number))
+        if self._connection is None or not self._sent:
+            self.on_idle()
+
+    def end(self, over: Over) -> None:
+        """No more calls, and no more replies."""
+        self._connection, self._over = None, self._over or over
+        left, self._sent, self._waiting, self._staged = [*self._sent.values(), *self._waiting], {}, {}, 0
+        for pending in left:
+            pending.resolve(over(pending))
+
+    def lost_for(self, cause: str) -> Over:
+        """What calls raise when the connection is lost for good."""
+        return lambda pending: BrokenResourceError(
+            f"{self._whom} was lost while {pending.name} waited: {cause}; {pending.fate}{_again(pending)}"
+        )
+
+
+def _again(pending: Pending) -> str:
+    if not pending.accepted_if:
+        return ". Connect again, and ask again"
+    return f". Connect and put it again: a {pending.accepted_if} then means that the first put was accepted"
+
+
+def _too_large(pending: Pending, limits: Welcome) -> Exception:
+    return RolloutError(
+        f"{pending.name} takes {pending.payload.total} bytes, more than the controller's max_put_bytes "
+        f"({limits.max_call_bytes}). Raise max_put_bytes of the transport, or put less at once"
+    )
 
 
 def _cancel_again() -> None:
     """A cancellation that came too late must not be swallowed: scopes cancel again by themselves, but asyncio's
     ``task.cancel()`` and ``asyncio.timeout`` do not."""
-    if hasattr(blocking_deadline, "at") or sniffio.current_async_library() != "asyncio":
-        return
-    task = asyncio.current_task()
+    task = asyncio.current_task() if asyncio._get_running_loop() is not None else None
     if task is None or not (requests := task.cancelling()) or anyio.current_effective_deadline() == float("-inf"):
         return
 
@@ -230,101 +317,143 @@ def _cancel_again() -> None:
     asyncio.get_running_loop().call_soon(again)
 
 
+class Budget:
+    """Bytes that all sessions together may stage. Beyond it a session with something staged is not read from, until
+    its replies, or those of others, make room; one with nothing staged always is, so nobody waits for nothing."""
+
+    def __init__(self, most_bytes: int) -> None:
+        self.most_bytes, self.used = most_bytes, 0
+        self._paused: dict[Answerer, Base] = {}
+
+    def take(self, answerer: Answerer, connection: Base | None, nbytes: int) -> None:
+        """So many more, and perhaps no more of this session."""
+        self.used += nbytes
+        if self.used > self.most_bytes and connection is not None and answerer not in self._paused:
+            self._paused[answerer] = connection
+            connection.pause()
+
+    def give(self, answerer: Answerer, nbytes: int, *, has_more: bool) -> None:
+        """So many less."""
+        self.used -= nbytes
+        if not has_more:
+            self.forget(answerer)
+        if self._paused and self.used <= self.most_bytes * 3 // 4:  # not at each reply
+            for one in list(self._paused):
+                self.forget(one)
+
+    def forget(self, answerer: Answerer) -> None:
+        """Read from it again, if its connection is still there."""
+        connection = self._paused.pop(answerer, None)
+        if connection is not None:
+            connection.resume()
+
+
 class Asked:
     """A call at the answerer."""
 
-    __slots__ = ("answerer", "args", "cancel", "cancelled", "memory", "method", "nbytes", "number")
+    __slots__ = ("_answerer", "args", "cancelled", "memory", "method", "nbytes", "number")
 
     def __init__(self, answerer: Answerer, call: Call, memory: Memory | None) -> None:
-        self.answerer, self.number, self.method, self.args, self.memory = (
-            answerer,
-            call.number,
-            call.method,
-            call.args,
-            memory,
-        )
+        self._answerer, self.number, self.method, self.args, self.memory = (
+            answerer, call.number, call.method, call.args, memory,
+        )  # fmt: skip
         self.nbytes = _CALL_BYTES + (0 if memory is None else memory.size)
         self.cancelled = False
-        self.cancel: Callable[[], object] = lambda: None
-        """Set by who works on it; called in that event loop."""
 
     def reply(self, value: Any = None, error: str = "", payload: Payload = NOTHING) -> None:
         """The one reply. From any thread."""
         raw = value if isinstance(value, msgspec.Raw) else msgspec.Raw(_encode(value))
         self.memory = None
-        self.answerer._io.do(
-            lambda: self.answerer._answer(self, Reply(self.number, raw, error), payload),
-            here=len(self.answerer._open) == 1 and payload.total <= SMALL,
-        )
+        self._answerer.answer(self, Reply(self.number, raw, error), payload)
 
 
 class Answerer:
     """The other end of one session: calls that are open, and replies that the caller may not have seen."""
 
     def __init__(
-        self, io: Runs, limits: Welcome, begin: Callable[[Asked], object], cancel: Callable[[Asked], object]
-    ) -> None:
+        self, io: Runs, limits: Welcome, budget: Budget, begin: Callable[[Asked], object],
+        cancel: Callable[[Asked], object],
+    ) -> None:  # fmt: skip
         """``begin`` and ``cancel`` are called in the I/O thread, in the order of sending."""
-        self._io, self._limits, self._begin, self._cancel = io, limits, begin, cancel
+        self._io, self._limits, self._budget, self._begin, self._cancel = io, limits, budget, begin, cancel
         self._connection: Base | None = None
         self._open: dict[int, Asked] = {}
         self._done: dict[int, tuple[Reply, Payload]] = {}
-        self._next = self._seen = self._staged = 0
+        self._next = self._seen = self._staged = self._coming = 0
+        self._heard = 0
+        """Calls below this one have come on this connection. The caller sends what has no reply again on each, and
+        takes one reply to each: so a reply waits until its call is heard."""
 
     def open(self, connection: Base) -> None:
         """The session is connected."""
-        self._connection = connection
+        self._connection, self._heard, self._coming = connection, 0, 0
 
     def lost(self) -> None:
         """... and is not. Calls go on: their replies are remembered."""
         self._connection = None
+        self._budget.forget(self)
 
     def end(self) -> None:
-        """The session will not come back: what is open is taken back."""
-        for asked in self._open.values():
-            self._cancel(asked)
+        """The session will not come back: what is open has nobody to answer."""
+        self._budget.give(self, self._staged, has_more=False)
+        self._open, self._done, self._staged = {}, {}, 0
 
     def admit(self, message: Message, total: int) -> None:
         """Raises WireError for bytes beyond what Welcome has allowed."""
         limits = self._limits
         if not isinstance(message, Call) or total > limits.max_call_bytes:
             raise WireError(f"{total} bytes behind a {type(message).__name__} message")
-        if self._staged and self._staged + total > limits.staged_bytes:
-            raise WireError("more bytes without a reply than were allowed")
+        staged = self._staged + self._coming
+        # What comes again after a lost connection is counted already, and is not kept.
+        if message.number >= self._next and staged and staged + total > limits.staged_bytes:
+            raise WireError(f"a call of {total} bytes, where {staged} of {limits.staged_bytes} have no reply")
+        self._coming += total
 
-    def receive(self, message: Message, memory: Memory | None) -> None:
+    def receive(self, message: Call | Cancel, memory: Memory | None) -> None:
+        """Raises WireError for what may not come now."""
         if isinstance(message, Cancel):
             asked = self._open.get(message.number)
             if asked is not None:
                 self._cancel(asked)
+            elif message.number >= self._heard:
+                raise WireError(f"call {message.number} is cancelled before it was made")
             return
-        assert isinstance(message, Call)
-        if message.number > self._next or not self._seen <= message.seen <= message.number:
-            raise WireError(f"call {message.number} came when {self._next} was next")
-        for number in range(self._seen, message.seen):
-            self._done.pop(number, None)
-        self._seen = message.seen
-        if message.number in self._done:
-            if self._connection is not None:
-                self._send(*self._done[message.number])
-            return
-        if message.number < self._next:
-            return  # worked on: its reply will come
+        number = message.number
+        self._coming -= 0 if memory is None else memory.size
+        if not self._heard <= number <= self._next or not self._seen <= message.seen <= number:
+            raise WireError(f"call {number} came when {self._next} was next")
+        for old in range(self._seen, message.seen):
+            self._done.pop(old, None)
+        self._seen, self._heard = message.seen, number + 1
+        if number in self._done:
+            self._send(*self._done[number])
+        elif number == self._next:
+            self._take(message, memory)
+
+    def _take(self, call: Call, memory: Memory | None) -> None:
         if len(self._open) >= self._limits.max_calls:
             raise WireError("more calls without a reply than were allowed")
         self._next += 1
-        asked = self._open[message.number] = Asked(self, message, memory)
+        asked = self._open[call.number] = Asked(self, call, memory)
         self._staged += asked.nbytes
+        self._budget.take(self, self._connection, asked.nbytes)
         self._begin(asked)
 
+    def answer(self, asked: Asked, reply: Reply, payload: Payload) -> None:
+        """From any thread."""
+        small = len(self._open) == 1 and payload.total <= SMALL
+        self._io.do(lambda: self._answer(asked, reply, payload), here=small)
+
     def _answer(self, asked: Asked, reply: Reply, payload: Payload) -> None:
-        if self._open.pop(asked.number, None) is None:
+        if self._open.get(asked.number) is not asked:
             return
+        del self._open[asked.number]
         self._staged -= asked.nbytes
+        self._budget.give(self, asked.nbytes, has_more=bool(self._open))
         self._done[asked.number] = reply, payload
-        if self._connection is not None:
+        if asked.number < self._heard:
             self._send(reply, payload)
 
     def _send(self, reply: Reply, payload: Payload) -> None:
-        assert self._connection is not None
-        self._connection.send(reply, payload, via=self._connection.bulk)
+        if self._connection is not None:
+            self._connection.send(reply, payload, via=self._connection.bulk)

@@ -1,35 +1,42 @@
-"""The accepting end: peers of all kinds on one port, their calls as functions of the host's event loop."""
+"""The accepting end: peers of all kinds on one port, their calls as functions of the host's event loop.
+
+::
+
+    I/O thread     arrived, calls, reports, ends  --jobs, in order-->  attend()    admit, on_peer, methods, on_end
+    I/O thread     connection.send                <---io.do---------   replies, Peer.send
+
+A service lives as long as its address does. Who attends to it may change: while nobody does, peers that knock wait, and
+so do calls; the next who attends finds them, and those that the last one has left without a reply.
+"""
 
 from __future__ import annotations
 
 import inspect
-import logging
-import ssl
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import anyio
 import anyio.abc
 import anyio.lowlevel
 import msgspec
 
+from stream_balancer.errors import RefusedError, WireError
 from stream_balancer.net import movers as ways
-from stream_balancer.net.calls import Answerer, Asked
-from stream_balancer.wire.codec import Encoded
-from stream_balancer.net.connection import NOTHING, Connection, Listener, Payload
-from stream_balancer.net.errors import Ended, WireError
-from stream_balancer.net.loops import Io, in_loop
-from stream_balancer.net.messages import Call, Cancel, Join, Message, Notify, Report, Seal, Welcome, Work
-from stream_balancer.net.pool import Memory, Pool
+from stream_balancer.net.calls import Answerer, Asked, Budget
+from stream_balancer.net.connection import Base
+from stream_balancer.net.errors import Ended, name_of
+from stream_balancer.net.loops import Runs, in_loop
+from stream_balancer.net.messages import Call, Cancel, Join, Message, Report, Welcome
+from stream_balancer.wire.payload import NOTHING, Memory, Payload
 
-__all__ = ["Bytes", "Service", "Peer"]
+__all__ = ["Bytes", "Listen", "Listening", "Method", "Peer", "Service"]
 
-_log = logging.getLogger(__name__)
 _TURNS = 2
-"""Turns of the event loop after a call that must wait, before the next one: who takes a batch needs one to hear that there
-is one and one to take it. Without them calls fill the balancer faster than it is emptied, and nearly all of them wait,
-each in a task: the loop then spends half as much again on a put."""
+"""Turns of the event loop after a call that must wait, before the next one: who takes a batch needs one to hear that
+there is one, and one to take it. Without them calls fill the balancer faster than it is emptied, and nearly all of them
+wait, each in a task: the loop then spends half as much again on a put."""
 _TOGETHER = 16
 """Calls whose replies wake the I/O thread once."""
 
@@ -41,118 +48,176 @@ class Bytes(NamedTuple):
     payload: Payload
 
 
-Method = Callable[["Peer", Asked], Any]
-"""Returns the value, or a coroutine for what must wait. Whatever depends on the order of calls happens before it
-returns."""
+class Listening(Protocol):
+    """A port that lets peers in."""
+
+    io: Runs
+    address: str
+
+    def close(self) -> None:
+        """No more peers; those who are in stay."""
+
+
+Arrived: TypeAlias = Callable[[Base, Join], None]
+Listen: TypeAlias = Callable[[Arrived], Listening]
+"""Begins to listen; what it is given is called in the I/O thread for every peer that has proven itself, and the peer
+waits until it is let in or refused."""
 
 
 class Peer:
-    """A session at the accepting end; handler of its connection. ``data`` is the host's."""
+    """A session at the accepting end; handler of its connection. Everything but sending belongs to the event loop."""
 
-    def __init__(self, host: Service, join: Join) -> None:
-        self.host, self.kind, self.name, self.session = host, join.kind, join.name, join.session
-        self.about = join.about
+    def __init__(self, service: Service, join: Join) -> None:
+        self.kind, self.name, self.session, self.join = join.kind, join.name, join.session, join
+        self.keep_s = 0.0
+        """Seconds that a lost session may come back in: its calls go on, and their replies are kept."""
         self.data: dict[Any, Any] = {}
-        self.connection: Connection | None = None
-        self.end: Ended | None = None
-        self.answerer = Answerer(host.io, host.limits, self._begin, self._cancel)
+        """The host's."""
         self.on_report: Callable[[Report, Memory | None], object] = lambda *_: None
         self.on_end: Callable[[Ended], object] = lambda _: None
-        self._forget = lambda: None
+        """Called when a connection is over; another one may follow within ``keep_s``."""
+        self.connection: Base | None = None
+        """None while it is lost."""
+        self._service = service
+        self._answerer = Answerer(service.io, service.limits, service.budget, self._begin, self._cancel)
+        self._live: Base | None = None  # as the I/O thread sees it
+        self._losses = 0
 
     # from any thread
 
-    def work(self, step: int, first: int, encoded: Encoded, sent: Callable[[], object] | None = None) -> None:
-        """Send items of a step."""
-        self._send(Work(step, first, encoded.header), encoded.payload, sent)
-
-    def seal(self, step: int, items: int, about: Any) -> None:
-        self._send(Seal(step, items, msgspec.Raw(msgspec.msgpack.encode(about))))
-
-    def notify(self, version: int | None = None, *, end: bool = False) -> None:
-        self._send(Notify(version, end))
-
-    def _send(self, message: Message, payload: Payload = NOTHING, sent: Callable[[], object] | None = None) -> None:
+    def send(self, message: Message, payload: Payload = NOTHING, sent: Callable[[], object] | None = None) -> None:
+        """A message; dropped while there is no connection."""
         connection = self.connection
         if connection is not None:
             connection.send(message, payload, via=connection.bulk, sent=sent)
 
+    def close(self, reason: str = "") -> None:
+        """On purpose: what was sent before arrives."""
+        connection = self.connection
+        if connection is not None:
+            connection.close(reason)
+
+    def fail(self, error: Exception) -> None:
+        """End its connection: WireError and RefusedError tell the peer why."""
+        connection = self.connection
+        if connection is not None:
+            self._service.io.do(lambda: connection.fail(error))
+
     # in the I/O thread
 
     def admit(self, message: Message, total: int) -> None:
-        if isinstance(message, Report) and self.kind == "rank" and total <= self.host.limits.max_call_bytes:
-            return
-        self.answerer.admit(message, total)
+        """Raises WireError for bytes that may not come."""
+        if not (isinstance(message, Report) and self.kind == "rank" and total <= self._service.limits.max_call_bytes):
+            self._answerer.admit(message, total)
 
     def receive(self, message: Message, memory: Memory | None) -> None:
+        """In the order of sending. Raises WireError for what may not come."""
         if isinstance(message, (Call, Cancel)):
-            self.answerer.receive(message, memory)
+            self._answerer.receive(message, memory)
         elif isinstance(message, Report) and self.kind == "rank":
-            self.on_report(message, memory)
+            self._service._do(self, lambda: self.on_report(message, memory))
         else:
             raise WireError(f"a {type(message).__name__} message from a {self.kind}")
 
     def ended(self, end: Ended) -> None:
-        self.connection, self.end = None, end
-        self.answerer.lost()
-        self._forget = self.host.io.after(self.host.keep_s if end.kind == "lost" else 0.0, self._gone)
-        self.on_end(end)
+        """Its connection is over."""
+        connection, self._live = self._live, None
+        self._answerer.lost()
+        self._service._do(self, lambda: self._service._ended(self, connection, end))
 
-    def _gone(self) -> None:
-        self.answerer.end()
-        self.host.peers.pop(self.session, None)
+    def _let_in(self, connection: Base, welcome: Welcome) -> None:
+        old, self._live = self._live, connection
+        if old is not None:  # its old connection, which was not known to be lost yet
+            old.handler = None
+            old.fail(Ended("lost", "its session has joined again"))
+        if connection.over:
+            self.ended(Ended("lost", "it has left while it knocked"))
+            return
+        connection.handler = self
+        connection.let_in(welcome)
+        ways.attach(connection, welcome.movers)
+        self._answerer.open(connection)
 
     def _begin(self, asked: Asked) -> None:
-        self.host._loop(lambda: self.host._begin(self, asked))
+        self._service._do(self, lambda: self._service._begin(self, asked))
 
     def _cancel(self, asked: Asked) -> None:
         asked.cancelled = True
-        self.host._loop(lambda: asked.cancel())
+        self._service._do(self, lambda: self._service._cancel(asked))
+
+
+Method: TypeAlias = Callable[[Peer, Asked], Any]
+"""Returns the value, Bytes, or a coroutine for what must wait. Whatever depends on the order of calls happens before
+it returns. WireError ends the connection; any other Exception is the reply."""
 
 
 class Service:
-    """Listens; ``async with`` it in the event loop that its methods belong to."""
+    """Listens. What peers ask is answered by who attends."""
 
     def __init__(
-        self, token: bytes, methods: Mapping[str, Method], *, host: str = "127.0.0.1", port: int = 0,
-        limits: Welcome = Welcome(), movers: Sequence[str] = (), tls: ssl.SSLContext | None = None, keep_s: float = 60.0,
-        admit: Callable[[Join], object] = lambda _: None, on_peer: Callable[[Peer], object] = lambda _: None,
-        pool: Pool | None = None,
+        self, listen: Listen, *, limits: Welcome | None = None, movers: Sequence[str] = (),
+        most_staged_bytes: int = 2**32,
     ) -> None:  # fmt: skip
-        """``admit`` raises RefusedError for who may not come in, and ``on_peer`` is told of who has; both in the I/O
-        thread. ``keep_s``: how long a lost session may come back."""
-        self.io = Io.current()
-        self.limits, self.keep_s, self.peers = limits, keep_s, {}
-        self._methods, self._movers, self._admit, self._on_peer = dict(methods), ways.available(movers), admit, on_peer
+        """``limits``: of one session. ``most_staged_bytes``: of calls without a reply, over all sessions; then sockets
+        are not read (but for one call a session)."""
+        self.limits, self.budget = limits or Welcome(), Budget(most_staged_bytes)
+        self.peers: dict[bytes, Peer] = {}
+        """By session; those that are lost too, for as long as they may come back."""
+        self._movers = ways.available(movers)
+        self._methods: Mapping[str, Method] = {}
+        self._admit: Callable[[Join], Any] = lambda _: None
+        self._on_peer: Callable[[Peer], object] = lambda _: None
         self._tasks: anyio.abc.TaskGroup | None = None
+        self._begun: dict[Asked, tuple[Peer, anyio.CancelScope]] = {}
         self._jobs: deque[Callable[[], object]] = deque()
         self._wake: Callable[[], object] = lambda: None
         self._waits = False
-        self._listener = Listener(host, port, token, self._arrived, tls=tls, pool=pool)
-        self.address = self._listener.address
+        self._listening = listen(self._arrived)
+        self.io, self.address = self._listening.io, self._listening.address
 
-    async def __aenter__(self) -> Service:
-        self._tasks = await anyio.create_task_group().__aenter__()
-        self._tasks.start_soon(self._attend)
-        return self
+    def close(self, reason: str = "") -> None:
+        """No more peers, and goodbye to those that are in. In the event loop, when nobody attends any more."""
+        self._listening.close()
+        for peer in self.peers.values():
+            peer.close(reason)
 
-    def _loop(self, job: Callable[[], object]) -> None:
-        """Run it in the event loop, in a task. From any thread."""
-        self._jobs.append(job)
-        self._wake()
+    # who attends
 
-    async def _attend(self) -> None:
+    async def attend(
+        self, methods: Mapping[str, Method], *, admit: Callable[[Join], Any] = lambda _: None,
+        on_peer: Callable[[Peer], object] = lambda _: None,
+    ) -> None:  # fmt: skip
+        """Answer calls in this event loop, until cancelled. ``admit``: of a peer that has proven itself; what it
+        returns goes into the welcome, and RefusedError refuses. ``on_peer``: whenever one has come in, again if it is
+        one that was lost."""
+        self._methods, self._admit, self._on_peer = methods, admit, on_peer
         loop = in_loop()
-        while True:
-            event = anyio.Event()
-            self._wake = lambda event=event: loop(event.set)
-            while self._jobs:
-                self.io.hold(self._some)
-                if self._waits:
-                    self._waits = False
-                    for _ in range(_TURNS if self._jobs else 0):
-                        await anyio.lowlevel.checkpoint()
-            await event.wait()
+        try:
+            async with anyio.create_task_group() as self._tasks:
+                while True:
+                    event = anyio.Event()
+                    self._wake = partial(loop, event.set)
+                    while self._jobs:
+                        self.io.hold(self._some)
+                        if self._waits:
+                            self._waits = False
+                            for _ in range(_TURNS if self._jobs else 0):
+                                await anyio.lowlevel.checkpoint()
+                    await event.wait()
+        finally:
+            self._tasks, self._wake = None, lambda: None
+            left, self._begun = self._begun, {}
+            self._jobs.extendleft(partial(self._begin, peer, asked) for asked, (peer, _) in reversed(left.items()))
+
+    def answer_here(self, methods: Mapping[str, Method]) -> None:
+        """Answer calls in the I/O thread, for good: with methods that neither wait nor take long."""
+        self._methods = methods
+        self._wake = self._drain
+        self.io.do(self._drain)
+
+    def _drain(self) -> None:
+        while self._jobs:
+            self._jobs.popleft()()
 
     def _some(self) -> None:
         for _ in range(min(len(self._jobs), _TOGETHER)):
@@ -160,73 +225,129 @@ class Service:
             if self._waits:
                 break
 
-    async def __aexit__(self, *exc: Any) -> Any:
-        assert self._tasks is not None
-        self._listener.close()
-        for peer in list(self.peers.values()):
-            if peer.connection is not None:
-                peer.connection.close("the balancer is closed")
-        self._tasks.cancel_scope.cancel()
-        return await self._tasks.__aexit__(*exc)
+    def _do(self, peer: Peer, job: Callable[[], object]) -> None:
+        """Run it where it is attended to. From the I/O thread."""
+        self._jobs.append(lambda: self._guarded(peer, job))
+        self._wake()
 
-    def notify(self, version: int | None = None, *, end: bool = False) -> None:
-        """Tell everybody."""
-        for peer in list(self.peers.values()):
-            peer.notify(version, end=end)
+    def _guarded(self, peer: Peer, job: Callable[[], object]) -> None:
+        try:
+            job()
+        except WireError as error:
+            peer.fail(error)
 
-    def _arrived(self, connection: Connection, join: Join) -> None:
-        """In the I/O thread."""
-        self._admit(join)
-        peer = self.peers.get(join.session)
-        known = peer is not None and peer.kind == join.kind
-        if not known:
-            peer = self.peers[join.session] = Peer(self, join)
-        elif peer.connection is not None:  # its old connection, which is not known to be lost yet
-            old, peer.connection = peer.connection, None
-            old.handler = None
-            old._fail(Ended("lost", "its session has joined again"))
-        peer._forget()
-        peer.connection, peer.end, connection.handler = connection, None, peer
-        names = tuple(name for name in self._movers if name in join.movers)
-        connection.let_in(msgspec.structs.replace(self.limits, known=known, movers=names))
-        ways.attach(connection, names)
-        peer.answerer.open(connection)
-        self._on_peer(peer)
+    # in the I/O thread
+
+    def _arrived(self, connection: Base, join: Join) -> None:
+        self._jobs.append(lambda: self._decide(connection, join))
+        self._wake()
 
     # in the event loop
+
+    def _decide(self, connection: Base, join: Join) -> None:
+        peer = self.peers.get(join.session)
+        if peer is not None and peer.connection is not None:
+            peer.connection = None
+            peer.on_end(Ended("lost", "its session has joined again"))
+        try:
+            about = self._admit(join)
+        except (RefusedError, WireError) as error:
+            refusal = error
+            self.io.do(lambda: connection.fail(refusal))
+            return
+        known = peer is not None and peer.kind == join.kind
+        if peer is None or not known:
+            peer = self.peers[join.session] = Peer(self, join)
+        peer.connection, peer.join = connection, join
+        welcome = msgspec.structs.replace(
+            self.limits, known=known, movers=tuple(name for name in self._movers if name in join.movers),
+            about=msgspec.Raw(msgspec.msgpack.encode(about)),
+        )  # fmt: skip
+        self.io.do(partial(peer._let_in, connection, welcome))
+        self._on_peer(peer)
+
+    def _ended(self, peer: Peer, connection: Base | None, end: Ended) -> None:
+        if peer.connection is not connection or connection is None:
+            return  # it has joined again
+        peer.connection = None
+        peer._losses += 1
+        peer.on_end(end)
+        if end.kind == "lost" and peer.keep_s > 0:
+            gone = partial(self._do, peer, partial(self._gone, peer, peer._losses))
+            self.io.do(lambda: self.io.after(peer.keep_s, gone))
+        else:
+            self._gone(peer, peer._losses)
+
+    def _gone(self, peer: Peer, losses: int) -> None:
+        """Unless it has come back: what still waits of it is withdrawn."""
+        if self.peers.get(peer.session) is peer and peer.connection is None and peer._losses == losses:
+            del self.peers[peer.session]
+            for asked, (its, scope) in self._begun.items():
+                if its is peer:
+                    asked.cancelled = True
+                    scope.cancel()
+            self.io.do(peer._answerer.end)
+
+    def _cancel(self, asked: Asked) -> None:
+        if asked in self._begun:
+            self._begun[asked][1].cancel()
+
+    def withdraw(self, asked: Asked) -> None:
+        """As if its caller had cancelled it."""
+        asked.cancelled = True
+        self._cancel(asked)
 
     def _begin(self, peer: Peer, asked: Asked) -> None:
         if asked.cancelled:
             asked.reply("", "Cancelled")
             return
+        if self.peers.get(peer.session) is not peer:
+            return
+        method = self._methods.get(asked.method)
+        if method is None:
+            peer.fail(WireError(f"a call of {asked.method!r}, which is not among {', '.join(self._methods)}"))
+            return
         try:
-            result = self._methods[asked.method](peer, asked)
+            result = method(peer, asked)
         except WireError as error:
-            refusal = error
-            connection = peer.connection
-            if connection is not None:
-                self.io.do(lambda: connection._fail(refusal))
-            return
-        except Exception as error:  # noqa: BLE001 - the caller gets it
-            asked.reply(str(error), type(error).__name__)
-            return
-        if inspect.iscoroutine(result):
-            assert self._tasks is not None
-            self._waits = True
-            self._tasks.start_soon(self._finish, asked, result)
-        elif isinstance(result, Bytes):
-            asked.reply(result.value, payload=result.payload)
+            peer.fail(error)
+        except Exception as error:  # noqa: BLE001 - the reply
+            _refuse(asked, error)
         else:
-            asked.reply(result)
-
-    async def _finish(self, asked: Asked, coroutine: Any) -> None:
-        with anyio.CancelScope() as scope:
-            asked.cancel = scope.cancel
-            try:
-                value = await coroutine
-            except Exception as error:  # noqa: BLE001 - the caller gets it
-                asked.reply(str(error), type(error).__name__)
+            if inspect.iscoroutine(result):
+                self._start(peer, asked, result)
             else:
-                asked.reply(value)
+                _reply(asked, result)
+
+    def _start(self, peer: Peer, asked: Asked, coroutine: Coroutine[Any, Any, Any]) -> None:
+        assert self._tasks is not None
+        scope = anyio.CancelScope()
+        self._begun[asked] = peer, scope
+        self._waits = True
+        self._tasks.start_soon(self._finish, asked, scope, coroutine)
+
+    async def _finish(self, asked: Asked, scope: anyio.CancelScope, coroutine: Coroutine[Any, Any, Any]) -> None:
+        with scope:
+            try:
+                result = await coroutine
+            except Exception as error:  # noqa: BLE001 - the reply
+                del self._begun[asked]
+                _refuse(asked, error)
+            else:
+                del self._begun[asked]
+                _reply(asked, result)
             return
+        del self._begun[asked]
         asked.reply("", "Cancelled")
+
+
+def _reply(asked: Asked, result: Any) -> None:
+    if isinstance(result, Bytes):
+        asked.reply(result.value, payload=result.payload)
+    else:
+        asked.reply(result)
+
+
+def _refuse(asked: Asked, error: Exception) -> None:
+    name, text = name_of(error)
+    asked.reply(text, name)

@@ -1,4 +1,4 @@
-"""The joining end of a session: one :class:`~net.calls.Caller` over one connection after the other."""
+"""The joining end of a session: one :class:`~stream_balancer.net.calls.Caller` over one connection after the other."""
 
 from __future__ import annotations
 
@@ -6,105 +6,259 @@ import logging
 import os
 import secrets
 import socket
-import ssl
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 
+from stream_balancer.errors import (
+    BrokenResourceError,
+    ClosedResourceError,
+    ConfigError,
+    RefusedError,
+    WireError,
+    refused_error,
+    to_raise,
+)  # fmt: skip
 from stream_balancer.net import movers
-from stream_balancer.net.calls import Answered, Caller, Pending
-from stream_balancer.net.connection import NOTHING, Connection, Payload, dial
-from stream_balancer.net.errors import Ended, WireError
-from stream_balancer.net.loops import Io
+from stream_balancer.net.calls import Answered, Caller, Over, Pending
+from stream_balancer.net.connection import Base
+from stream_balancer.net.errors import Ended
+from stream_balancer.net.loops import Runs, Signal
 from stream_balancer.net.messages import Join, Message, Notify, Reply, Welcome
-from stream_balancer.net.pool import Memory, Pool
+from stream_balancer.wire.payload import NOTHING, Memory, Payload
 
-__all__ = ["Session"]
+__all__ = ["Dialer", "Session"]
 
-_log = logging.getLogger(__name__)
-_AGAIN_S = (0.02, 1.0)
+_log = logging.getLogger("stream_balancer.net")
+_AGAIN_S, _MOST_AGAIN_S = 0.02, 1.0
+_PAUSE_S = 0.1  # before a connection that was lost is built again: ten tries a second at most
+_WARN_AFTER_S, _WARN_AGAIN_S = 5.0, 60.0  # controllers often start last; imports of torch take seconds
+_FOREIGN_S = 30.0  # so long may a port that accepts connections not answer as a controller does
+
+
+class Dialer(Protocol):
+    """A way to the other end."""
+
+    io: Runs
+
+    def dial(
+        self, join: Join, welcomed: Callable[[Base, Welcome], None], failed: Callable[[BaseException], None]
+    ) -> None:
+        """Connect in the background. Either is called in the I/O thread, once; ``welcomed`` sets the handler."""
 
 
 class Session:
     """Dials, and dials again. Handler of its connection."""
 
     def __init__(
-        self, address: str, token: bytes, kind: str, *, name: str = "", about: Any = None, rejoin: bool = False,
-        movers: Sequence[str] = (), tls: ssl.SSLContext | None = None, linger_s: float = 5.0,
-        most_bytes: int = 2**32, on_message: Callable[[Message, Memory | None], object] | None = None,
-        on_end: Callable[[Ended], object] = lambda _: None, pool: Pool | None = None,
+        self, dialer: Dialer, kind: str, *, name: str = "", about: Any = None, rejoin: bool = False,
+        movers: Sequence[str] = (), linger_s: float = 5.0, connect_timeout_s: float | None = None,
+        whom: str = "the controller", on_open: Callable[[Welcome], object] = lambda _: None,
+        admit: Callable[[Message, int], object] | None = None,
+        on_message: Callable[[Message, Memory | None], object] | None = None,
+        on_end: Callable[[Exception], object] = lambda _: None,
     ) -> None:  # fmt: skip
-        self.io = Io.current()
-        self.name = name or f"{socket.gethostname()}:{os.getpid()}"
-        self.caller = Caller(self.io, rejoin=rejoin, linger_s=linger_s)
-        self.connection: Connection | None = None
-        self.version: int | None = None
-        self.on_notify: Callable[[Notify], object] = lambda _: None
-        self._address, self._token, self._tls, self._rejoin = address, token, tls, rejoin
-        self._join = Join(
-            b"", kind, self.name, secrets.token_bytes(16), tuple(movers), msgspec.Raw(msgspec.msgpack.encode(about))
-        )
-        self._most, self._on_message, self._on_end = most_bytes, on_message, on_end
-        self._pool = pool or Pool()
-        self._closed = False
-        self._delay = _AGAIN_S[0]
-        self.io.do(self._dial)
+        """``about``: what is said of this end when it joins; a function is asked anew each time. ``rejoin``: a lost
+        connection fails nothing. ``linger_s``: how long a close, and the reply to a cancelled call, is waited for.
+        ``connect_timeout_s``: for the first connection.
 
-    async def ask(self, method: str, args: Any = None, payload: Payload = NOTHING, accepted_if: str = "") -> Answered:
-        """See :meth:`Caller.ask`."""
-        return await self.caller.ask(Pending(method, args, payload, accepted_if))
+        All in the I/O thread: ``on_open`` when connected, ``admit`` before bytes behind a message are allocated (raises
+        WireError; default: none are taken), ``on_message`` for all but replies, ``on_end`` once: with RefusedError,
+        ConfigError (no such host), WireError, or an Ended."""
+        if connect_timeout_s is not None and not connect_timeout_s > 0:
+            raise ValueError(f"connect_timeout_s must be > 0 or None, not {connect_timeout_s}")
+        self.io, self.kind, self.name = dialer.io, kind, name or f"{socket.gethostname()}:{os.getpid()}"
+        self.linger_s = linger_s
+        self.caller = Caller(self.io, linger_s=linger_s, whom=whom)
+        self.caller.on_idle = self._say_goodbye
+        self.connection: Base | None = None
+        self.version: int | None = None
+        """The policy version that was passed on last."""
+        self.problem: str | None = "it has just begun to connect"
+        """Why there is no connection yet; None once there was one."""
+        self._dialer, self._about, self._rejoin, self._timeout_s = dialer, about, rejoin, connect_timeout_s
+        self._join = Join(b"", kind, self.name, secrets.token_bytes(16), tuple(movers))
+        self._on_open, self._admit, self._on_message, self._on_end = on_open, admit, on_message, on_end
+        self._leaving = False
+        self._over = Signal()
+        self._delay_s, self._since_foreign_s = _AGAIN_S, 0.0
+        self._timers: list[Callable[[], object]] = []
+        self.io.do(self._begin)
+
+    # from any thread or task
+
+    async def ask(self, method: str, args: Any = None, payload: Payload = NOTHING, **options: Any) -> Answered:
+        """The reply to a call; see :class:`Pending` for the options, and :meth:`Caller.ask` for cancellation."""
+        return await self.caller.ask(Pending(method, args, payload, **options))
+
+    def tell(self, method: str, args: Any = None) -> None:
+        """A call whose reply nobody waits for. Never blocks."""
+        self.caller.submit(Pending(method, args))
+
+    def send(self, message: Message, payload: Payload = NOTHING, sent: Callable[[], object] | None = None) -> None:
+        """A message; dropped while there is no connection."""
+        connection = self.connection
+        if connection is not None:
+            connection.send(message, payload, via=connection.bulk, sent=sent)
 
     def close(self) -> None:
-        """Leave. Idempotent."""
-        self._closed = True
-        self.io.do(self._leave)
+        """Leave: take back what has no reply, then close the connection. Never blocks. Idempotent."""
+        self.io.do(lambda: self._leave(self._closed_here))
 
-    def _leave(self) -> None:
-        self.caller.end(Ended("closed", "close() was called"))
-        if self.connection is not None:
-            self.connection.close()
+    async def aclose(self) -> None:
+        """:meth:`close`, and wait for it, twice ``linger_s`` at most."""
+        self.close()
+        await self._over.wait_shielded(2 * self.linger_s)
+
+    def finish(self, over: Over) -> None:
+        """The other end takes no more: calls raise what ``over`` says, and nothing is dialled again. In the I/O
+        thread."""
+        self._leaving = True
+        self.caller.end(over)
+
+    # in the I/O thread
+
+    def _begin(self) -> None:
+        self._after(_WARN_AFTER_S, self._warn)
+        if self._timeout_s is not None:
+            self._after(self._timeout_s, self._give_up)
+        self._dial()
+
+    def _after(self, seconds: float, job: Callable[[], object]) -> None:
+        self._timers.append(self.io.after(seconds, job))
+
+    def _stop_timers(self) -> None:
+        while self._timers:
+            self._timers.pop()()
+
+    def _warn(self) -> None:
+        if self.connection is None:
+            _log.warning("%s is not connected: %s; trying again", self.name, self.problem or "the connection was lost")
+            self._after(_WARN_AGAIN_S, self._warn)
+
+    def _give_up(self) -> None:
+        self._fail(
+            BrokenResourceError(
+                f"not connected within connect_timeout_s={self._timeout_s}: {self.problem}. Start the controller "
+                "first, or check the address"
+            )
+        )
 
     def _dial(self) -> None:
-        if not self._closed:
-            dial(self._address, self._token, self._join, self._welcomed, self._failed, tls=self._tls, pool=self._pool)
+        if not self._over.is_set():
+            about = self._about() if callable(self._about) else self._about
+            join = msgspec.structs.replace(self._join, about=msgspec.Raw(msgspec.msgpack.encode(about)))
+            self._dialer.dial(join, self._welcomed, self._failed)
 
-    def _welcomed(self, connection: Connection, welcome: Welcome) -> None:
-        self.connection, connection.handler, self._delay = connection, self, _AGAIN_S[0]
+    def _welcomed(self, connection: Base, welcome: Welcome) -> None:
+        if self._over.is_set() or self._leaving:
+            connection.close()
+            return
+        self._stop_timers()
+        self.connection, connection.handler, self.problem = connection, self, None
+        self._delay_s, self._since_foreign_s = _AGAIN_S, 0.0
         movers.attach(connection, [name for name in welcome.movers if name in self._join.movers])
+        self._on_open(welcome)
         self.caller.open(connection, welcome)
 
     def _failed(self, error: BaseException) -> None:
+        """No connection, this time."""
+        final = isinstance(error, (RefusedError, ConfigError, WireError)) or getattr(error, "kind", "") == "refused"
+        if final or (isinstance(error, BrokenResourceError) and not isinstance(error, Ended)):
+            self._fail(error)
+            return
+        if self.problem is not None:
+            self.problem = str(error)
+        self._since_foreign_s = self._since_foreign_s + self._delay_s if getattr(error, "foreign", False) else 0.0
+        if self._since_foreign_s >= _FOREIGN_S:
+            self._fail(WireError(f"{error}. Something else listens there: check the address"))
+            return
+        self._again(self._delay_s)
+        self._delay_s = min(2 * self._delay_s, _MOST_AGAIN_S)
+
+    def _again(self, delay_s: float) -> None:
+        if not self._over.is_set() and not self._leaving:
+            self._after(delay_s, self._dial)
+
+    def _fail(self, error: BaseException) -> None:
+        """For good."""
+        if self._over.is_set():
+            return
         if isinstance(error, Ended) and error.kind == "refused":
-            self.caller.end(error)
+            error = error.to_raise()
+        if isinstance(error, RefusedError):
+            reason, text = error.reason, str(error)
+            self.caller.end(lambda pending: refused_error(reason, f"{text}; {pending.fate}"))
+        elif isinstance(error, Ended) or not isinstance(error, (BrokenResourceError, ConfigError)):
+            self.caller.end(self.caller.lost_for(str(error).split("\n", 1)[0][:200]))
+        else:
+            self.caller.end(lambda _: to_raise(error))
+        self._end(error if isinstance(error, Exception) else Ended.of(error))
+
+    def _end(self, error: Exception) -> None:
+        self._stop_timers()
+        self._leaving = True
+        if not self._over.is_set():
+            self._over.set()
             self._on_end(error)
-        elif not self._closed:
-            self.io.after(self._delay, self._dial)
-            self._delay = min(2 * self._delay, _AGAIN_S[1])
+
+    def _closed_here(self, pending: Pending) -> Exception:
+        return ClosedResourceError(
+            f"{pending.method}() on a closed {self.kind}: close() was called, or its 'with' block was left"
+        )
+
+    def _leave(self, over: Over) -> None:
+        if self._over.is_set() or self._leaving:
+            return
+        self._leaving = True
+        self._stop_timers()
+        self._after(self.linger_s, self._hang_up)
+        self.caller.close(over)
+
+    def _say_goodbye(self) -> None:
+        """Nothing is on its way any more."""
+        if self.connection is None:
+            self._hang_up()
+        else:
+            self.connection.close()
+
+    def _hang_up(self) -> None:
+        """No reply, or no answer to the goodbye, in time."""
+        self.caller.end(self.caller.lost_for("the connection was closed here"))
+        if self.connection is not None:
+            self.connection.abort()
+        self._end(Ended("closed", "closed here"))
 
     # of the connection, in the I/O thread
 
     def admit(self, message: Message, total: int) -> None:
+        """Raises WireError for bytes that may not come."""
         if isinstance(message, Reply):
             self.caller.admit(message, total)
-        elif self._on_message is None or total > self._most:
-            raise WireError(f"{total} bytes behind a {type(message).__name__} message")
+        elif self._admit is None:
+            raise WireError(f"{total} bytes behind a {type(message).__name__} message for a {self.kind}")
+        else:
+            self._admit(message, total)
 
     def receive(self, message: Message, memory: Memory | None) -> None:
+        """In the order of sending. Raises WireError for what may not come."""
         if isinstance(message, Reply):
             self.caller.receive(message, memory)
-        elif isinstance(message, Notify):
-            self.version = self.version if message.version is None else message.version
-            self.on_notify(message)
-        elif self._on_message is not None:
-            self._on_message(message, memory)
-        else:
-            raise WireError(f"a {type(message).__name__} message for a producer")
+            return
+        if isinstance(message, Notify) and message.version is not None:
+            self.version = message.version
+        if self._on_message is None:
+            raise WireError(f"a {type(message).__name__} message for a {self.kind}")
+        self._on_message(message, memory)
 
     def ended(self, end: Ended) -> None:
+        """The connection is over."""
         self.connection = None
-        self.caller.lost(end)
-        if self._rejoin and end.kind == "lost" and not self._closed:
-            self._failed(end)
+        if end.kind == "lost" and self._rejoin and not self._leaving:
+            self.caller.lost()
+            _log.warning("calls of %s wait for the controller to be there again: %s", self.name, end.text)
+            self._after(_WARN_AGAIN_S, self._warn)
+            self._again(_PAUSE_S)
         else:
-            self._on_end(end)
+            self._fail(end)
