@@ -22,7 +22,7 @@ Policy: TypeAlias = Literal["window", "fifo", "round_robin"]
 MicroBatchOrder: TypeAlias = Literal["heavy_first", "pipeline"]
 
 USUAL_MAX_SKIPS = 16
-"""What "auto" takes unless more are needed; measured in docs/planning_measured.md."""
+"""What "auto" takes unless more are needed; measured in bench/results/planning_measured.md."""
 
 if TYPE_CHECKING:
 
@@ -82,7 +82,7 @@ class Knobs:
     """No rollout is passed over by more dispatches than this. "auto" (read back, it is the number): 16, or what the
     window and the capacity need. The strong knob on heavy tails: twice as many leave a third to four fifths of the
     idle time, at the same mean delay, and the longest wait is twice as long. None = no bound: outliers may wait for
-    the drain. Holds while no more than ``capacity`` wait: see docs/planning_proofs.md."""
+    the drain. Holds while no more than ``capacity`` wait: see bench/results/planning_proofs.md."""
     capacity: int = DERIVED
     """How many may wait: ``put()`` waits once this many rollouts could leave. While the trainer is busy more than
     ``window`` wait, so a larger one gives more to choose from, and older rollouts: see docs/tuning.md. Those whose

@@ -1,6 +1,6 @@
 """How early can the last rank finish at best? Lower bounds that hold for every partition.
 
-Proofs in docs/planning_proofs.md.
+Proofs in bench/results/planning_proofs.md.
 
 A search that has reached the bound stops, and what a batch idles beyond it is called avoidable. Pure.
 """

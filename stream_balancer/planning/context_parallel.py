@@ -7,7 +7,7 @@
                    --> the best of all these, or the unsplit layout if none is better
 
 Every rank runs its micro-batches by descending degree, and a block its own in one order. Then nobody waits within the
-step, so a rank is done after the sum of its parts: docs/planning_proofs.md. Pure and deterministic; a work budget
+step, so a rank is done after the sum of its parts: bench/results/planning_proofs.md. Pure and deterministic; a work budget
 instead of a clock.
 """
 

@@ -9,7 +9,7 @@
                            prefixes.py        instead of both, where siblings share a prefix: where they pay for it
                        --> Plan
 
-Pure: numpy in, positions out. docs/planning_proofs.md has the rules and the proofs.
+Pure: numpy in, positions out. bench/results/planning_proofs.md has the rules and the proofs.
 """
 
 from __future__ import annotations

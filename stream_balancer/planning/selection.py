@@ -5,7 +5,7 @@
                meet at every micro-batch as many as ranks (lockstep_choice.py)
 
 What is chosen is a unit: a rollout, or a whole group where siblings stay together. Pure;
-docs/planning_proofs.md has the proof of the guarantee.
+bench/results/planning_proofs.md has the proof of the guarantee.
 """
 
 from __future__ import annotations
@@ -340,7 +340,7 @@ def forced_units(units: Units) -> Bools:
     """[U] must go so that nobody is ever passed over by more than max_skips dispatches.
 
     Of the units with at most j skips left, at most j batches may stay behind: the next j dispatches take them (earliest
-    deadline first: Liu and Layland 1973; proof in docs/planning_proofs.md). From j = waiting / batch on that is all of
+    deadline first: Liu and Layland 1973; proof in bench/results/planning_proofs.md). From j = waiting / batch on that is all of
     them: O(W), however large max_skips is.
     """
     amounts, sent = units.amounts, units.sent

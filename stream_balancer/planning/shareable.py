@@ -3,7 +3,7 @@ early it could be done at best.
 
 A rollout of *degree* g goes to an aligned block of g ranks, ``[b * g, (b + 1) * g)``, and costs each of them
 ``cost / g * (1 + overhead * log2(g))``: the attention over the ring is what it costs beside the work. Pure; proofs in
-docs/planning_proofs.md.
+bench/results/planning_proofs.md.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
     cost of a micro-batch = what each of its rollouts adds to its prefix + every prefix in it, once
 
 A rollout that shares nothing is a sibling of nobody: it adds all it costs to a prefix of no work. Pure arithmetic, no
-decisions; docs/planning_proofs.md has the proofs.
+decisions; bench/results/planning_proofs.md has the proofs.
 """
 
 from __future__ import annotations
