@@ -136,6 +136,8 @@ class StepHead(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Something may still change: say ``at_barrier``, and wait for the Seal, before the ranks meet. False: the Seal
     comes by itself, and once it is here nothing changes any more."""
     mini_batches: Annotated[tuple[MiniBatchHead, ...], msgspec.Meta(max_length=65_536)] = ()
+    rank: Count | None = None
+    """Its number in the step, where that is another one: some ranks before it have no part in the step."""
 
 
 class Work(Message, frozen=True, tag=10):
