@@ -28,7 +28,7 @@ from stream_balancer.net.calls import Answerer, Asked, Budget
 from stream_balancer.net.connection import Base
 from stream_balancer.net.errors import Ended, name_of
 from stream_balancer.net.loops import Runs, in_loop
-from stream_balancer.net.messages import Call, Cancel, Join, Message, Report, Welcome
+from stream_balancer.net.messages import Call, Cancel, Join, Message, Notify, Report, Welcome
 from stream_balancer.wire.payload import NOTHING, Memory, Payload
 
 __all__ = ["Bytes", "Listen", "Listening", "Method", "Peer", "Service"]
@@ -71,6 +71,8 @@ class Peer:
         self.kind, self.name, self.session, self.join = join.kind, join.name, join.session, join
         self.keep_s = 0.0
         """Seconds that a lost session may come back in: its calls go on, and their replies are kept."""
+        self.max_report_bytes = 0
+        """Bytes that may come behind a Report."""
         self.data: dict[Any, Any] = {}
         """The host's."""
         self.on_report: Callable[[Report, Memory | None], object] = lambda *_: None
@@ -97,6 +99,12 @@ class Peer:
         if connection is not None:
             connection.close(reason)
 
+    def abort(self) -> None:
+        """At once: for the peer, a loss."""
+        connection = self.connection
+        if connection is not None:
+            connection.abort()
+
     def fail(self, error: Exception) -> None:
         """End its connection: WireError and RefusedError tell the peer why."""
         connection = self.connection
@@ -107,7 +115,7 @@ class Peer:
 
     def admit(self, message: Message, total: int) -> None:
         """Raises WireError for bytes that may not come."""
-        if not (isinstance(message, Report) and self.kind == "rank" and total <= self._service.limits.max_call_bytes):
+        if not (isinstance(message, Report) and self.kind == "rank" and total <= self.max_report_bytes):
             self._answerer.admit(message, total)
 
     def receive(self, message: Message, memory: Memory | None) -> None:
@@ -180,6 +188,11 @@ class Service:
         self._listening.close()
         for peer in self.peers.values():
             peer.close(reason)
+
+    def notify(self, version: int | None = None, *, end: bool = False) -> None:
+        """Tell every peer that a policy version is in force, or that there is no more."""
+        for peer in self.peers.values():
+            peer.send(Notify(version, end))
 
     # who attends
 

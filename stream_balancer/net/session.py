@@ -21,6 +21,7 @@ from stream_balancer.errors import (
     to_raise,
 )  # fmt: skip
 from stream_balancer.net import movers
+from stream_balancer.net.address import ForeignError
 from stream_balancer.net.calls import Answered, Caller, Over, Pending
 from stream_balancer.net.connection import Base
 from stream_balancer.net.errors import Ended
@@ -82,7 +83,8 @@ class Session:
         self._on_open, self._admit, self._on_message, self._on_end = on_open, admit, on_message, on_end
         self._leaving = False
         self._over = Signal()
-        self._delay_s, self._since_foreign_s = _AGAIN_S, 0.0
+        self._delay_s = _AGAIN_S
+        self._foreign: Callable[[], object] | None = None  # ends the wait for one who does not answer as we do
         self._timers: list[Callable[[], object]] = []
         self.io.do(self._begin)
 
@@ -129,6 +131,7 @@ class Session:
         self._timers.append(self.io.after(seconds, job))
 
     def _stop_timers(self) -> None:
+        self._hears_ours()
         while self._timers:
             self._timers.pop()()
 
@@ -145,6 +148,14 @@ class Session:
             )
         )
 
+    def _give_up_foreign(self) -> None:
+        self._fail(WireError(f"{self.problem}. Something else listens there: check the address"))
+
+    def _hears_ours(self) -> None:
+        if self._foreign is not None:
+            self._foreign()
+            self._foreign = None
+
     def _dial(self) -> None:
         if not self._over.is_set():
             about = self._about() if callable(self._about) else self._about
@@ -157,7 +168,7 @@ class Session:
             return
         self._stop_timers()
         self.connection, connection.handler, self.problem = connection, self, None
-        self._delay_s, self._since_foreign_s = _AGAIN_S, 0.0
+        self._delay_s = _AGAIN_S
         movers.attach(connection, [name for name in welcome.movers if name in self._join.movers])
         self._on_open(welcome)
         self.caller.open(connection, welcome)
@@ -170,10 +181,10 @@ class Session:
             return
         if self.problem is not None:
             self.problem = str(error)
-        self._since_foreign_s = self._since_foreign_s + self._delay_s if getattr(error, "foreign", False) else 0.0
-        if self._since_foreign_s >= _FOREIGN_S:
-            self._fail(WireError(f"{error}. Something else listens there: check the address"))
-            return
+        if not isinstance(error, ForeignError):
+            self._hears_ours()
+        elif self._foreign is None:
+            self._foreign = self.io.after(_FOREIGN_S, self._give_up_foreign)
         self._again(self._delay_s)
         self._delay_s = min(2 * self._delay_s, _MOST_AGAIN_S)
 

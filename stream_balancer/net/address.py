@@ -1,0 +1,211 @@
+"""Where a controller is, and the way there: an address, or a c10d store or anything else that says one."""
+
+from __future__ import annotations
+
+import os
+import socket
+import ssl
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, cast
+
+import msgspec
+
+from stream_balancer.errors import BrokenResourceError, ConfigError, RefusedError, WireError
+from stream_balancer.net.connection import Base
+from stream_balancer.net.listener import dial, split_address
+from stream_balancer.net.loops import Io
+from stream_balancer.net.messages import Join, Welcome
+from stream_balancer.net.pool import Pool
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+
+__all__ = [
+    "Directory", "Entry", "ForeignError", "Lookup", "NotYetError", "TcpDialer", "Where", "current_world",
+    "token_bytes",
+]  # fmt: skip
+
+TOKEN_VARIABLE = "STREAM_BALANCER_TOKEN"
+_LEAST_TOKEN_BYTES = 16  # what is shorter can be guessed
+_STORE_TIMEOUT = timedelta(seconds=5)  # nobody waits in a store, so every answer comes at once
+
+
+class Entry(msgspec.Struct, frozen=True):
+    """What a controller writes into a store."""
+
+    host: str
+    port: int
+    token: str | None = None
+    """For who has none: whoever reads this store is trusted. None: the user has given one to both."""
+
+    @property
+    def address(self) -> str:
+        """``tcp://host:port``."""
+        return f"tcp://[{self.host}]:{self.port}" if ":" in self.host else f"tcp://{self.host}:{self.port}"
+
+
+class Lookup(Protocol):
+    """Says where a controller is. Asked again before every attempt: one that was started again may have moved."""
+
+    def read(self) -> Entry | None:
+        """None if no controller is there yet. Raises RuntimeError if none will ever be."""
+        ...
+
+
+class Directory:
+    """The one key of a c10d store that says where the controller is. Nothing else is read from the store, and only
+    while somebody joins."""
+
+    _KEY = "controller"
+
+    def __init__(self, store: Store, name: str) -> None:
+        """``name``: two balancers may share a store under different names."""
+        self._shared, self._name = store, name
+        self._own: Store | None = None
+
+    @property
+    def _store(self) -> Store:
+        """A connection of one's own: another thread may wait in the one that was given, which locks it."""
+        if self._own is None:
+            from torch._C._distributed_c10d import PrefixStore
+
+            self._own = PrefixStore(self._name, cast("Any", self._shared).clone())
+            self._own.set_timeout(_STORE_TIMEOUT)
+        return self._own
+
+    def write(self, entry: Entry) -> None:
+        """Raises RuntimeError if the store is gone."""
+        self._store.set(self._KEY, msgspec.json.encode(entry).decode())
+
+    def read(self) -> Entry | None:
+        """None if no controller is there yet. Raises RuntimeError if the store is gone."""
+        if not cast("Any", self._store).check([self._KEY]):
+            return None
+        try:
+            return msgspec.json.decode(self._store.get(self._KEY), type=Entry)
+        except msgspec.MsgspecError:
+            raise WireError(f"the store's key {self._name}/{self._KEY} was not written by a controller") from None
+
+    def remove(self, entry: Entry) -> None:
+        """Unless another controller has come meanwhile. Does nothing if the store is gone."""
+        with suppress(RuntimeError, WireError):
+            if self.read() == entry:
+                self._store.delete_key(self._KEY)
+
+
+Where: TypeAlias = "Store | str | Lookup"
+"""Of a controller: a store that it has written its address into, ``"tcp://host:port"``, or whoever says it."""
+
+
+class NotYetError(ConnectionError):
+    """Why this try came to nothing; the next may do better."""
+
+
+class ForeignError(NotYetError):
+    """Somebody listens there, and does not answer as a controller does."""
+
+
+class TcpDialer:
+    """The way to one controller over TCP, as often as needed."""
+
+    def __init__(
+        self, where: Where, *, token: str | None = None, name: str = "stream_balancer",
+        tls: ssl.SSLContext | None = None, pool: Pool | None = None,
+    ) -> None:  # fmt: skip
+        """``name``, ``token``: the transport's. Raises ValueError for a bad address or token, TypeError for a source of
+        another kind."""
+        self.io, self.pool, self._tls = Io.current(), pool or Pool(), tls
+        self._token = token_bytes(token)
+        self._lookup: Lookup | None = None
+        self._address = ""
+        if isinstance(where, str):
+            split_address(where)
+            self._address = where
+        elif hasattr(where, "read"):
+            self._lookup = where
+        elif hasattr(where, "clone"):
+            self._lookup = Directory(where, name)
+        else:  # here, or it would be an AttributeError in a thread, long after the mistake
+            raise TypeError(
+                f"{where!r} says nothing of a controller: expected its address 'tcp://host:port', the store of "
+                "torch.distributed that it is in, or a RayBalancer"
+            )
+
+    def dial(
+        self, join: Join, welcomed: Callable[[Base, Welcome], object], failed: Callable[[BaseException], object]
+    ) -> None:
+        """Connect in the background. Either is called in the I/O thread, once. What ``failed`` gets is final if it is a
+        RefusedError, ConfigError (no such host), WireError or BrokenResourceError (the store is gone)."""
+        if self._lookup is None:
+            self._dial(self._address, self._token, join, welcomed, failed)
+        else:
+            threading.Thread(
+                target=self._find, args=(self._lookup, join, welcomed, failed), name="stream_balancer-find", daemon=True
+            ).start()
+
+    def _find(self, lookup: Lookup, join: Join, welcomed: Any, failed: Callable[[BaseException], object]) -> None:
+        """In a thread: a store may take its time."""
+        try:
+            entry = lookup.read()
+            if entry is None:
+                raise NotYetError("no controller has said yet where it is")
+            token = self._token if entry.token is None else entry.token.encode()
+            self._dial(entry.address, token, join, welcomed, failed)
+        except RuntimeError as error:
+            gone = BrokenResourceError(f"nobody says any more where the controller is: {error}")
+            self.io.do(lambda: failed(gone))
+        except Exception as error:  # noqa: BLE001 - for who dials
+            other = error
+            self.io.do(lambda: failed(other))
+
+    def _dial(
+        self, address: str, token: bytes, join: Join, welcomed: Any, failed: Callable[[BaseException], object]
+    ) -> None:
+        def because(error: BaseException) -> None:
+            failed(_why(address, error))
+
+        dial(address, token, join, welcomed, because, tls=self._tls, io=self.io, pool=self.pool)
+
+
+def _why(address: str, error: BaseException) -> BaseException:
+    """What to tell people, and whether another try may do better."""
+    if isinstance(error, (RefusedError, WireError)):
+        return error
+    if isinstance(error, socket.gaierror):
+        host = split_address(address)[0]
+        if error.errno == socket.EAI_AGAIN:
+            return NotYetError(f"no name server answers for {host!r}")
+        return ConfigError(f"there is no host {host!r}: {error}. Check the address {address}")
+    if isinstance(error, UnicodeError):
+        return ConfigError(f"{address!r} has no name of a host in it: {error}")
+    if isinstance(error, OSError) and not isinstance(error, (ConnectionResetError, BrokenPipeError)):
+        return NotYetError(f"nobody answers at {address}: {os.strerror(error.errno) if error.errno else error}")
+    return ForeignError(f"{address} accepts the connection, but does not answer as a controller does: {error}")
+
+
+def token_bytes(token: str | None) -> bytes:
+    """``token``, else the environment's, else empty. Raises ValueError for one that can be guessed."""
+    given = os.environ.get(TOKEN_VARIABLE, "") if token is None else token
+    raw = given.encode()
+    if raw and len(raw) < _LEAST_TOKEN_BYTES:
+        raise ValueError(
+            f"a token has at least {_LEAST_TOKEN_BYTES} characters, not {len(raw)}: who connects may try guesses at "
+            "home. Make one with: python -c 'import secrets; print(secrets.token_hex(16))'"
+        )
+    return raw
+
+
+def current_world() -> tuple[Store, int, int]:
+    """Store, rank and world size of the initialised default group. Raises ValueError if there is none."""
+    import torch.distributed as dist
+
+    if not dist.is_initialized():
+        raise ValueError(
+            "RankFeed() and connect() without a source take the store from torch.distributed, which is not "
+            "initialised. Call init_process_group first, or give a store or 'tcp://host:port'"
+        )
+    store = cast("Store", cast("Any", dist.distributed_c10d)._get_default_store())
+    return store, dist.get_rank(), dist.get_world_size()
