@@ -58,6 +58,8 @@ SUPPORTED_DTYPES = (
     torch.bfloat16,
     torch.float32,
     torch.float64,
+    torch.float8_e4m3fn,
+    torch.float8_e5m2,
 )
 """What may travel. Order is part of the wire format: append only."""
 MAX_NAME_BYTES = 512  # an id is a name, not a payload; it also bounds what a header can announce
@@ -73,6 +75,7 @@ PADDING_PREFIX = "padding-"
 """How the ids of padding copies begin; no rollout's own may."""
 
 _DTYPES = frozenset(SUPPORTED_DTYPES)
+_FLOAT8 = frozenset({torch.float8_e4m3fn, torch.float8_e5m2})
 _AS_THEY_ARE = frozenset({float, bool, type(None)})
 
 
@@ -193,6 +196,8 @@ def check_tokens(tokens: Mapping[str, Tensor]) -> int:
     mask = tokens.get("loss_mask")
     if mask is not None and mask.ndim != 1:
         raise RolloutError(f"loss_mask must be [L], not {list(mask.shape)}")
+    if mask is not None and mask.dtype in _FLOAT8:  # torch cannot count them
+        raise RolloutError(f"loss_mask has dtype {mask.dtype}; make it bool")
     return length
 
 

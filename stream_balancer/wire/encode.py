@@ -10,7 +10,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import chain
 from typing import NamedTuple, NoReturn, TypeVar
 
@@ -23,7 +23,7 @@ from stream_balancer.types import ExecutionSize, MicroBatch, Rollout, SharedRoll
 from stream_balancer.types.shared import columns_of, loss_tokens_of, part_of, rows_behind, rows_of, tokens_of
 from stream_balancer.values import SUPPORTED_DTYPES
 from stream_balancer.wire.header import DTYPE_INDEX, Column, GivenColumns, Header, Hole, Names, Shared
-from stream_balancer.wire.layout import ALIGNMENT, MAX_BYTES, Layout, align, lay_out, pieces, runs_of
+from stream_balancer.wire.layout import ALIGNMENT, MAX_BYTES, Layout, align, lay_out, runs_of
 from stream_balancer.wire.payload import NOTHING, Payload
 from stream_balancer.wire.remote import Handle, remote_of
 
@@ -31,6 +31,8 @@ __all__ = ["Encoded", "bytes_of", "encode", "encode_columns", "encode_rollouts",
 
 V = TypeVar("V")
 _ZEROS = memoryview(bytes(ALIGNMENT))
+_GATHERED_BYTES = 2**14
+"""Below that, on average, a copy costs less than a view."""
 
 
 class Encoded(NamedTuple):
@@ -68,7 +70,7 @@ def encode(micro_batches: Sequence[MicroBatch], *, max_bytes: int = MAX_BYTES, n
         raise ValueError(
             f"{tokens} tokens do not fit: {error}. Raise max_batch_bytes of RankFeed, or lower batch_size"
         ) from None
-    payload = Payload(layout.total_bytes, runs_of(header, layout), list(_memory(header, layout, rollouts)))
+    payload = Payload(layout.total_bytes, runs_of(header, layout), _pieces(header, layout, rollouts))
     return Encoded(_pack(header, rollouts), payload)
 
 
@@ -85,28 +87,27 @@ def encode_rollouts(rollouts: Sequence[Rollout], *, handles: Sequence[Handle] | 
     layout = lay_out(header, MAX_BYTES)
     return Encoded(
         _pack(header, rollouts),
-        Payload(layout.total_bytes, (0, layout.wire_bytes), list(_memory(header, layout, rollouts))),
+        Payload(layout.total_bytes, (0, layout.wire_bytes), _pieces(header, layout, rollouts)),
     )
 
 
 def encode_columns(items: Sequence[Mapping[str, Tensor]]) -> Encoded:
     """Columns ``[T]`` of some micro-batches, the same names and dtypes in each. Raises ValueError for others."""
     first = items[0]
-    header = GivenColumns(
-        [Column(name, _dtype_index(name, column), ()) for name, column in first.items()],
-        [len(next(iter(item.values()))) for item in items],
-    )
+    if odd := [f"{name!r} has dtype {one.dtype}" for name, one in first.items() if one.dtype not in DTYPE_INDEX]:
+        raise ValueError(f"{odd[0]}, which cannot travel")
+    lengths = [len(next(iter(item.values()))) for item in items]
+    header = GivenColumns([_described(name, column, ()) for name, column in first.items()], lengths)
     given: list[memoryview] = []
     total = 0
     for name, like in first.items():
         its = [item[name] for item in items if name in item]
-        if any(one.dtype != like.dtype for one in its) or [one.shape for one in its] != [(n,) for n in header.lengths]:
+        if any(one.dtype != like.dtype for one in its) or [one.shape for one in its] != [(n,) for n in lengths]:
             raise ValueError(f"column {name!r} must have a number for each token of each micro-batch, in one dtype")
-        given += [view for view in map(bytes_of, its) if view.nbytes]
-        size = sum(header.lengths) * like.dtype.itemsize
+        given += _views(its)
+        size = sum(lengths) * like.dtype.itemsize
+        given += _zeros(size)
         total += align(size)
-        if gap := align(size) - size:
-            given.append(_ZEROS[:gap])
     return Encoded(_raw(header), Payload(total, (0, total), given))
 
 
@@ -147,7 +148,9 @@ def _header(rollouts: Sequence[Rollout], blocks: list[int]) -> Header:
         [loss_tokens_of(rollout) for rollout in rollouts],
         msgspec.Raw(),
         [rollout.scalars for rollout in rollouts] if any(rollout.scalars for rollout in rollouts) else [],
-        [_tensors(rollout) for rollout in rollouts] if any(rollout.tensors for rollout in rollouts) else [],
+        [[_described(name, own, own.shape) for name, own in rollout.tensors.items()] for rollout in rollouts]
+        if any(rollout.tensors for rollout in rollouts)
+        else [],
         [rollout.prefix for rollout in rollouts] if any(rollout.prefix for rollout in rollouts) else [],
         [place for place, rollout in enumerate(rollouts) if rollout.is_padding],
     )
@@ -155,19 +158,19 @@ def _header(rollouts: Sequence[Rollout], blocks: list[int]) -> Header:
 
 def _columns(rollouts: Sequence[Rollout]) -> list[Column]:
     first = rollouts[0]
-    likes = columns_of(first)
-    columns = [Column(name, DTYPE_INDEX[like.dtype], tuple(like.shape[1:])) for name, like in likes.items()]
+    columns = [_described(name, like, like.shape[1:]) for name, like in columns_of(first).items()]
+    # Slices of shapes cost more than all else here, and most columns have one number a token.
+    likes = [(name, like.dtype, like.ndim, like.shape[1:]) for name, like in columns_of(first).items()]
     for rollout in rollouts[1:]:
         its = columns_of(rollout)
         if len(its) != len(likes):
-            raise _differ(rollout, first, f"has columns {sorted(its)}", f"{sorted(likes)}")
-        for name, like in likes.items():
+            raise _differ(rollout, first, f"has columns {sorted(its)}", f"{sorted(columns_of(first))}")
+        for name, dtype, ndim, shape in likes:
             own = its.get(name)
             if own is None:
                 raise _differ(rollout, first, f"has no column {name!r}", "that one does")
-            # Slices of shapes cost more than all else here, and most columns have one number a token.
-            if own.dtype != like.dtype or (own.ndim + like.ndim > 2 and own.shape[1:] != like.shape[1:]):
-                mine, other = f"{own.dtype} {list(own.shape)}", f"{like.dtype} {list(like.shape)}"
+            if own.dtype is not dtype or own.ndim != ndim or (ndim > 1 and own.shape[1:] != shape):
+                mine, other = f"{own.dtype} {list(own.shape)}", f"{dtype} {list(columns_of(first)[name].shape)}"
                 raise _differ(rollout, first, f"has column {name!r} as {mine}", other)
     return columns
 
@@ -179,14 +182,8 @@ def _differ(rollout: Rollout, first: Rollout, mine: str, other: str) -> RolloutE
     )
 
 
-def _tensors(rollout: Rollout) -> list[Column]:
-    return [Column(name, DTYPE_INDEX[one.dtype], tuple(one.shape)) for name, one in rollout.tensors.items()]
-
-
-def _dtype_index(name: str, column: Tensor) -> int:
-    if column.dtype not in DTYPE_INDEX:
-        raise ValueError(f"column {name!r} has dtype {column.dtype}, which cannot travel")
-    return DTYPE_INDEX[column.dtype]
+def _described(name: str, tensor: Tensor, shape: Sequence[int]) -> Column:
+    return Column(name, DTYPE_INDEX[tensor.dtype], tuple(shape))
 
 
 def _execution_sizes(micro_batches: Sequence[MicroBatch]) -> list[tuple[int, int]]:
@@ -279,39 +276,41 @@ def _changed(rollouts: Sequence[Rollout], error: Exception) -> RolloutError:
 # --- the payload -----------------------------------------------------------------------------------------------------
 
 
-def _memory(header: Header, layout: Layout, rollouts: Sequence[Rollout]) -> Iterator[memoryview]:
-    """The bytes of all runs, in order."""
+def _pieces(header: Header, layout: Layout, rollouts: Sequence[Rollout]) -> list[memoryview]:
+    """The bytes of all runs, in order. Zeros between columns cost less than a run for each of them."""
     holes = {hole.rollout for hole in header.holes}
-    names = [column.name for column in header.columns]
-    narrowed = set(header.narrowed)
-    at = 0
-    for offset, size, place, number, part in pieces(header, layout, holes):
-        # Zeros between the pieces cost less than a run for each of them.
-        if offset > at and not holes:
-            yield from _zeros(offset - at)
-        at = offset + size
-        rollout = rollouts[place]
-        if part == 2:
-            yield bytes_of(rollout.tensors[_name(header, place, number)])
-            continue
-        name = names[number]
-        if part == 0:
-            rows = rows_of(rollout, name) if isinstance(rollout, SharedRollout) else (rollout.tokens[name],)
-        else:
-            assert isinstance(rollout, SharedRollout)
-            rows = rows_behind(rollout, name)
-        for one in rows:
-            if one.numel():
-                yield bytes_of(one.to(torch.int32) if number in narrowed else one)
-    if not holes:
-        yield from _zeros(layout.wire_bytes - at)
+    found: list[memoryview] = []
+    for block in layout.blocks:
+        its = rollouts[block.first : block.stop]
+        here = [one for place, one in enumerate(its, block.first) if place not in holes] if holes else its
+        for number, column in enumerate(header.columns):
+            of_all = here if number not in header.late else its
+            parts = _rows(of_all, column.name, block.shared is not None)
+            found += _views([part.to(torch.int32) for part in parts] if number in header.narrowed else parts)
+            if not holes:
+                found += _zeros(block.rows * layout.widths[number])
+        for tensor in chain.from_iterable(one.tensors.values() for one in here):
+            found += _views([tensor])
+            if not holes:
+                found += _zeros(tensor.nbytes)
+    return found
 
 
-def _name(header: Header, place: int, number: int) -> str:
-    return header.tensors[place][number].name
+def _rows(rollouts: Sequence[Rollout], name: str, is_shared: bool) -> list[Tensor]:
+    if not is_shared:
+        return [rollout.tokens[name] for rollout in rollouts]
+    own = [rows for rollout in rollouts for rows in rows_of(rollout, name)]
+    return own + [rows for one in rollouts if isinstance(one, SharedRollout) for rows in rows_behind(one, name)]
 
 
-def _zeros(size: int) -> Iterator[memoryview]:
-    while size > 0:
-        yield _ZEROS[:size]
-        size -= ALIGNMENT
+def _views(parts: list[Tensor]) -> list[memoryview]:
+    """Memory of tensors; small ones are gathered, which costs less than to send each by itself."""
+    if len(parts) > 1 and sum(part.nbytes for part in parts) < _GATHERED_BYTES * len(parts):
+        parts = [torch.cat(parts)]
+    return [bytes_of(part) for part in parts if part.numel()]
+
+
+def _zeros(size: int) -> list[memoryview]:
+    """What follows a piece of so many bytes, up to the next one."""
+    gap = align(size) - size
+    return [_ZEROS[:gap]] if gap else []

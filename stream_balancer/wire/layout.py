@@ -19,7 +19,7 @@ from stream_balancer.errors import WireError
 from stream_balancer.types.shared import chunk_tokens
 from stream_balancer.wire.header import Column, Header, Shared
 
-__all__ = ["ALIGNMENT", "MAX_BYTES", "Block", "Layout", "Piece", "align", "lay_out", "pieces", "runs_of", "spans_of"]
+__all__ = ["ALIGNMENT", "MAX_BYTES", "Block", "Layout", "align", "lay_out", "runs_of", "spans_of"]
 
 ALIGNMENT = 64
 """Bytes; a cache line, and what torch's own allocator gives."""
@@ -55,18 +55,6 @@ class Layout(NamedTuple):
     wire_bytes: int
     total_bytes: int
     """With the room for widened columns."""
-
-
-class Piece(NamedTuple):
-    """A contiguous part of one rollout."""
-
-    offset: int
-    size: int
-    rollout: int
-    column: int
-    """Index of the column, or of the rollout's own tensor."""
-    part: int
-    """0: rows of a column. 1: the rows behind its chunks. 2: a tensor."""
 
 
 def align(size: int) -> int:
@@ -124,45 +112,36 @@ def _too_much(max_bytes: int) -> WireError:
     return WireError(f"more than {max_bytes} bytes would be needed")
 
 
-def pieces(header: Header, layout: Layout, absent: Collection[int] = ()) -> Iterator[Piece]:
-    """All that travels, in the order of its offsets, without what is empty and without what of the rollouts ``absent``
-    is not late."""
-    late = set(header.late)
-    for block in layout.blocks:
-        rollouts = range(block.first, block.stop)
-        for column, (start, width) in enumerate(zip(block.columns, layout.widths, strict=True)):
-            if not width:
-                continue
-            skipped: Collection[int] = () if column in late else absent
-            at = start
-            for index, (row, end) in zip(rollouts, pairwise(block.starts), strict=True):
-                size = (end - row) * width
-                if index not in skipped:
-                    yield Piece(at, size, index, column, 0)
-                at += size
-            if block.shared is not None:
-                for index in rollouts:
-                    if index not in skipped:
-                        yield Piece(at, 2 * width, index, column, 1)
-                    at += 2 * width
-        for index, offsets in zip(rollouts, block.tensors, strict=False):
-            if index not in absent:
-                for number, at in enumerate(offsets):
-                    if size := header.tensors[index][number].row_bytes:
-                        yield Piece(at, size, index, number, 2)
-
-
 def runs_of(header: Header, layout: Layout) -> tuple[int, ...]:
     """What comes along as (offset, size, offset, size, ...): all but holes."""
     if not header.holes:
         return (0, layout.wire_bytes)
     runs: list[int] = []
-    for offset, size, *_ in pieces(header, layout, {hole.rollout for hole in header.holes}):
+    for offset, size in _present(header, layout, {hole.rollout for hole in header.holes}):
         if runs and runs[-2] + runs[-1] == offset:
             runs[-1] += size
         else:
             runs += (offset, size)
     return tuple(runs)
+
+
+def _present(header: Header, layout: Layout, holes: Collection[int]) -> Iterator[tuple[int, int]]:
+    """(offset, size) of all that is no hole, ascending."""
+    for block in layout.blocks:
+        for number, (start, width) in enumerate(zip(block.columns, layout.widths, strict=True)):
+            rows = (
+                block.starts
+                if block.shared is None
+                else [*block.starts, *range(block.starts[-1] + 2, block.rows + 1, 2)]
+            )
+            for place, (row, end) in enumerate(pairwise(rows)):
+                index = block.first + place % (block.stop - block.first)
+                if width and (index not in holes or number in header.late):
+                    yield start + row * width, (end - row) * width
+        for index, offsets in zip(range(block.first, block.stop), block.tensors, strict=False):
+            for tensor, at in zip(header.tensors[index], offsets, strict=True):
+                if index not in holes and tensor.row_bytes:
+                    yield at, tensor.row_bytes
 
 
 def spans_of(header: Header, layout: Layout, block: Block, index: int, *, late: bool = True) -> list[tuple[int, int]]:

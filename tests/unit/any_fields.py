@@ -131,7 +131,7 @@ metadata = st.one_of(
 )
 dtypes = st.sampled_from(
     [torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float16, torch.bfloat16,
-     torch.float32, torch.float64, torch.complex64, torch.uint16]
+     torch.float32, torch.float64, torch.float8_e4m3fn, torch.float8_e5m2, torch.complex64, torch.uint16]
 )  # fmt: skip
 
 
