@@ -41,7 +41,7 @@ from stream_balancer.controller.observers import CapacityWarning, EvictCallback,
 from stream_balancer.controller.producer_registry import ProducerRegistry
 from stream_balancer.controller.puts import Puts
 from stream_balancer.controller.recorder import Recorder
-from stream_balancer.controller.reservations import Reservation, Reservations
+from stream_balancer.controller.reservations import Reservations
 from stream_balancer.controller.stall_reporter import StallReporter
 from stream_balancer.controller.versions import Versions
 from stream_balancer.controller.wakeups import Wakeups
@@ -57,6 +57,7 @@ from stream_balancer.core.snapshot import Snapshot
 from stream_balancer.core.step_times import StepTiming
 from stream_balancer.core.throttle import Throttle
 from stream_balancer.errors import AlreadyInUseError
+from stream_balancer.slots import Reservation
 from stream_balancer.statistics import Statistics, Straggler
 from stream_balancer.transport.threads import OfOneProcess
 from stream_balancer.types import Batch, EvictReason, Rollout

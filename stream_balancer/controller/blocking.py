@@ -22,10 +22,10 @@ from stream_balancer.controller.balancer import StreamBalancer
 from stream_balancer.controller.batches import Batches
 from stream_balancer.controller.checkpoint import state_dict
 from stream_balancer.controller.journal import Journal, Recovered
-from stream_balancer.controller.reservations import Reservation, Slot
 from stream_balancer.controller.serve import serve
 from stream_balancer.core.accept import Accept
 from stream_balancer.core.observer import Observer
+from stream_balancer.slots import Reservation, Slot
 from stream_balancer.transport.calls import Call, CallLoop, LoopEndedError, as_async
 from stream_balancer.transport.gloo.torch_dist import TorchTransport
 from stream_balancer.transport.threads import OfOneProcess, refuse_in_event_loop
@@ -284,7 +284,7 @@ class BlockingReservation:
 
 
 class BlockingSlot:
-    """:class:`~stream_balancer.controller.reservations.Slot` with blocking methods."""
+    """:class:`~stream_balancer.slots.Slot` with blocking methods."""
 
     _slot: Slot
 

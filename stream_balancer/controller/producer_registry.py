@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
-from stream_balancer.controller.reservations import Slot
+from stream_balancer.slots import Slot
 from stream_balancer.transport.producer_session import ProducerSession
 
 __all__ = ["ConnectedProducer", "ProducerRegistry"]

@@ -15,8 +15,8 @@ from typing import Any, Protocol
 import anyio
 
 from stream_balancer.controller.balancer import StreamBalancer
-from stream_balancer.controller.reservations import Slot
 from stream_balancer.errors import BrokenResourceError, ClosedResourceError, EndOfStream, RolloutError
+from stream_balancer.slots import Slot
 from stream_balancer.transport.admission import AdmittingTransport
 from stream_balancer.transport.offers import Item, Offer
 from stream_balancer.transport.producer_session import ProducerSession
@@ -53,6 +53,29 @@ class _Put(Protocol):
     def stage(self) -> str: ...
 
     async def finish(self) -> None: ...
+
+
+class _SlotPut:
+    """A put in a slot that has gone as far as it can without waiting."""
+
+    def __init__(self, slot: Slot, rollouts: Any, size: Any, balancer: StreamBalancer) -> None:
+        self._slot, self._count = slot, len(rollouts)
+        try:
+            self._pending = balancer.parts.puts.begin(rollouts, size)
+        except BaseException:
+            slot.done(self._count, accepted=False)
+            raise
+        self.stage: str = self._pending.stage
+        if self.stage == "done":
+            slot.done(self._count, accepted=True)
+
+    async def finish(self) -> None:
+        accepted = False
+        try:
+            await self._pending.finish()
+            accepted = True
+        finally:
+            self._slot.done(self._count, accepted=accepted)
 
 
 class _Attended:
@@ -191,7 +214,7 @@ class _Attended:
             return self._balancer.parts.puts.begin(offer.rollouts, offer.declared)
         slot = self._producer.slots.get(offer.slot)
         if slot is not None:
-            return slot.begin(offer.rollouts, offer.declared)
+            return _SlotPut(slot, slot.take(offer.rollouts), offer.declared, self._balancer)
         # perhaps it was accepted before the connection was lost, and only its reply was not
         self._balancer.parts.core.check(offer.rollouts, offer.declared)
         raise BrokenResourceError(

@@ -7,17 +7,11 @@ then can take.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from stream_balancer.config import BalancerConfig
 from stream_balancer.core.state import State
-from stream_balancer.errors import ConfigError, RolloutError
-from stream_balancer.types import Rollout
+from stream_balancer.errors import ConfigError
 
-__all__ = ["SLOT_CLOSED", "TOO_MANY", "Throttle", "check_reserve", "dated"]
-
-SLOT_CLOSED = "put() on a slot whose 'with' block was left: its place is given back"
-TOO_MANY = "{count} rollouts for a slot with {left} places left. Reserve as many as are put: reserve(n)"
+__all__ = ["Throttle", "check_reserve"]
 
 _LIMIT = "(max_staleness + 1) * batch_size, or the least of batch_size_range"
 
@@ -55,18 +49,6 @@ def check_reserve(config: BalancerConfig, count: int) -> None:
             f"reserve() admits {_LIMIT} = {limit} rollouts at a time, so a window of "
             f"{config.window} would never fill. Lower window to {limit}, or raise max_staleness"
         )
-
-
-def dated(rollout: Rollout, admitted: int) -> Rollout:
-    """With the version at which its slot was ``admitted``, if it has none. Raises RolloutError for an older one."""
-    if rollout.min_version is None:
-        return replace(rollout, version=admitted)
-    if rollout.min_version < admitted:
-        raise RolloutError(
-            f"rollout {rollout.rollout_id!r} began at version {rollout.min_version}, before its slot was admitted "
-            f"(version {admitted}): the staleness bound would not hold. Reserve before generating"
-        )
-    return rollout
 
 
 class Throttle:

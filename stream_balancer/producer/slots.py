@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 
 from stream_balancer.core.admission import check_group
 from stream_balancer.core.groups import GroupSize, closed
-from stream_balancer.core.throttle import dated
+from stream_balancer.slots import _dated as dated
 from stream_balancer.transport.producer_port import ProducerPort
 from stream_balancer.transport.requests import HeldSlot, Mode, Request
 from stream_balancer.types import Rollout

@@ -15,9 +15,11 @@ from enum import IntEnum
 from typing import Any, NamedTuple
 
 from stream_balancer.core.groups import GroupSize
-from stream_balancer.core.throttle import SLOT_CLOSED, TOO_MANY
 from stream_balancer.errors import BrokenResourceError, ClosedResourceError
 from stream_balancer.types import Rollout
+
+SLOT_CLOSED = "put() on a slot whose 'with' block was left: its place is given back"
+TOO_MANY = "{count} rollouts for a slot with {left} places left. Reserve as many as are put: reserve(n)"
 
 __all__ = ["HeldSlot", "Mode", "PendingRequest", "Request", "RequestCancelled"]
 

@@ -1,0 +1,150 @@
+"""Slots for rollouts that are still to be generated: ``async with balancer.reserve() as slot``, or a producer's.
+
+A slot is a place for rollouts that do not exist yet. How many may begin is counted in
+:mod:`stream_balancer.core.throttle`, by the balancer; here is what is held of a slot until its block is left, in its
+process or in another.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Protocol
+
+from stream_balancer.errors import ClosedResourceError, RolloutError
+from stream_balancer.types import Rollout
+
+__all__ = ["Admits", "Reservation", "Slot"]
+
+
+class Admits(Protocol):
+    """Admits rollouts before they are generated: a balancer, or a producer that asks one."""
+
+    async def admit(self, count: int) -> Slot:
+        """Wait until ``count`` more may begin. If cancelled, nothing was reserved."""
+        ...
+
+    async def put_in(self, slot: Slot, rollouts: Sequence[Rollout], complete: bool | None) -> None:
+        """Put in places that were kept; ``complete`` is None for one rollout by itself. If it raises, nothing was
+        accepted."""
+        ...
+
+    def settle(self, slot: Slot, count: int) -> None:
+        """So many rollouts of a slot were put, or never will be. From any thread in which the slot is used."""
+        ...
+
+
+class Slot:
+    """Places for ``count`` rollouts. Use it in the block that reserved it."""
+
+    def __init__(self, home: Admits, number: int, version: int, count: int) -> None:
+        self.number = number
+        """Its home's number of it."""
+        self.version = version
+        """Policy version when the slot was admitted: what a rollout without a version of its own gets."""
+        self.left = count
+        """Rollouts that may still be put."""
+        self._home = home
+        self._open = True
+        self._under_way = 0  # in puts that have not returned
+        self._lock = threading.Lock()
+
+    async def put(self, rollout: Rollout) -> None:
+        """As the balancer's ``put``, in the place that was kept. If it raises or is cancelled, the place is still kept.
+        Raises ValueError for more rollouts than were reserved, RolloutError for one older than the slot; in another
+        process BrokenResourceError if the slot was lost with its connection."""
+        await self._put([rollout], None)
+
+    async def put_group(self, rollouts: Sequence[Rollout], *, complete: bool = False) -> None:
+        """As the balancer's ``put_group``, in the places that were kept."""
+        await self._put(rollouts, complete)
+
+    def release(self) -> None:
+        """Give back the places of rollouts that will not be put; leaving the block does it. Never blocks, may be called
+        twice."""
+        with self._lock:
+            if not self._open:
+                return
+            left, self._open, self.left = self.left, False, 0
+        self._home.settle(self, left)
+
+    async def _put(self, rollouts: Sequence[Rollout], complete: bool | None) -> None:
+        dated = self.take(rollouts)
+        accepted = False
+        try:
+            await self._home.put_in(self, dated, complete)
+            accepted = True
+        finally:
+            self.done(len(dated), accepted=accepted)
+
+    # of its home
+
+    @property
+    def missing(self) -> int:
+        """Rollouts that may still be put, or are on their way."""
+        with self._lock:
+            return self.left + self._under_way
+
+    @property
+    def is_over(self) -> bool:
+        """Its block was left, and no put is on its way."""
+        return not self._open and not self._under_way
+
+    def take(self, rollouts: Sequence[Rollout]) -> list[Rollout]:
+        """What is put in these places. A put under way keeps them, also if the block is left meanwhile."""
+        dated = [_dated(rollout, self.version) for rollout in rollouts]
+        with self._lock:
+            if not self._open:
+                raise ClosedResourceError("put() on a slot whose 'with' block was left: its place is given back")
+            if len(dated) > self.left:
+                raise ValueError(
+                    f"{len(dated)} rollouts for a slot with {self.left} places left. Reserve as many as are put: "
+                    "reserve(n)"
+                )
+            self.left -= len(dated)
+            self._under_way += len(dated)
+        return dated
+
+    def done(self, count: int, *, accepted: bool) -> None:
+        """A put has returned; if it was not accepted, the slot gets its places back."""
+        with self._lock:
+            self._under_way -= count
+            kept = self._open and not accepted
+            if kept:
+                self.left += count
+        if not kept:
+            self._home.settle(self, count)
+
+
+class Reservation:
+    """What ``reserve()`` returns; enter it to wait for the slot."""
+
+    def __init__(self, home: Admits, count: int) -> None:
+        self._home, self._count = home, count
+        self._slot: Slot | None = None
+
+    async def __aenter__(self) -> Slot:
+        """Wait until so many rollouts may begin, first come first served. If cancelled, nothing was reserved."""
+        if self._slot is not None:
+            raise ValueError("a reservation is entered once: call reserve() for every slot")
+        self._slot = await self._home.admit(self._count)
+        return self._slot
+
+    async def __aexit__(self, *_: object) -> None:
+        if self._slot is not None:
+            self._slot.release()
+
+
+def _dated(rollout: Rollout, admitted: int) -> Rollout:
+    """With the version at which its slot was ``admitted``, if it has none. Raises RolloutError for an older one."""
+    if not isinstance(rollout, Rollout):
+        raise TypeError(f"put() takes a Rollout, not {type(rollout).__name__}")
+    if rollout.min_version is None:
+        return replace(rollout, version=admitted)
+    if rollout.min_version < admitted:
+        raise RolloutError(
+            f"rollout {rollout.rollout_id!r} began at version {rollout.min_version}, before its slot was admitted "
+            f"(version {admitted}): the staleness bound would not hold. Reserve before generating"
+        )
+    return rollout
