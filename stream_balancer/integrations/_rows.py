@@ -1,4 +1,14 @@
-"""Padded rows to per-rollout columns and back: what several adapters do with their trainer's ``[n, S, ...]`` tensors.
+"""Rows of a trainer's batch to rollouts and back: what the adapters share.
+
+::
+
+    rows = Rows(spans(batch["attention_mask"]), width)          # in: a rollout in the making for each row
+    for name, entry in batch.items():
+        rows.tensor(name, entry)                                # columns, scalars and other tensors by their shape
+    rollouts = rows.rollouts(version=3)
+
+    taken = together(rollouts)                                  # out: every field's values side by side, by name
+    {name: padded(columns, width, "right") for name, columns in taken.tokens.items()}
 
 Torch functions that know no trainer and no name of a column. What comes out of a batch is copied: a rollout that waits
 in the window must not keep the whole batch's memory.
@@ -6,31 +16,38 @@ in the window must not keep the whole batch's memory.
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
-from stream_balancer.types import Rollout, SharedRollout
+import stream_balancer as sb
 
 __all__ = [
+    "Rows",
     "Side",
-    "cut",
-    "lengths_mask",
+    "Together",
+    "Version",
+    "float32",
     "mask_of",
-    "numbers",
     "padded",
-    "same_columns",
     "spans",
     "stacked",
+    "together",
     "unshared",
     "with_prompt",
     "within",
 ]
 
 Side = Literal["left", "right"]
+Version: TypeAlias = int | tuple[int, int]
+"""A rollout's policy version, or the oldest and the newest."""
+
+
+# --- in ---------------------------------------------------------------------------------------------------------------
 
 
 def spans(mask: Tensor) -> list[slice]:
@@ -51,9 +68,82 @@ def spans(mask: Tensor) -> list[slice]:
     return found
 
 
-def cut(rows: Tensor, where: Iterable[slice]) -> list[Tensor]:
-    """[n, S, ...] -> each row's tokens ``[L, ...]``, copied."""
-    return [row[span].clone() for row, span in zip(rows, where, strict=True)]
+class Rows:
+    """Rollouts in the making: the arguments of each row's ``sb.Rollout``."""
+
+    def __init__(self, where: Sequence[slice], width: int | None = None) -> None:
+        """``where``: of each row's tokens, in ``[n, width, ...]``."""
+        self.where, self.width = where, width
+        self.fields: list[dict[str, Any]] = [
+            {"tokens": {}, "scalars": {}, "tensors": {}, "metadata": {}} for _ in where
+        ]
+
+    def add(self, field: str, name: str, values: Iterable[Any]) -> None:
+        """One value a row, as ``name`` in a field of the rollouts."""
+        for row, value in zip(self.fields, values, strict=True):
+            row[field][name] = value
+
+    def tensor(self, name: str, entry: Tensor) -> None:
+        """An entry ``[n, ...]`` of the batch: columns where it is as wide as the batch, scalars where it is float32
+        ``[n]``, else a tensor a row."""
+        if entry.ndim >= 2 and entry.shape[1] == self.width:
+            self.add("tokens", name, (row[span].clone() for row, span in zip(entry, self.where, strict=True)))
+        elif entry.ndim == 1 and entry.dtype is torch.float32:
+            self.add("scalars", name, entry.tolist())
+        else:
+            self.add("tensors", name, (row.clone() for row in entry))
+
+    def rollouts(
+        self,
+        *,
+        name: str | None = None,
+        group_ids: Sequence[str | None] | None = None,
+        group_size: int | None = None,
+        version: Version | None = None,
+    ) -> list[sb.Rollout]:
+        """The rollouts, called ``name/0``, ``name/1``, ... ``group_size``: so many neighbours are siblings."""
+        name = name or uuid.uuid4().hex
+        if group_ids is None:
+            group_ids = [None if group_size is None else f"{name}/{at // group_size}" for at in range(len(self.fields))]
+        return [
+            sb.Rollout(**fields, rollout_id=f"{name}/{at}", group_id=group_id, version=version)
+            for at, (fields, group_id) in enumerate(zip(self.fields, group_ids, strict=True))
+        ]
+
+
+# --- out --------------------------------------------------------------------------------------------------------------
+
+
+class Together(NamedTuple):
+    """Rollouts' fields side by side: name -> a value of each rollout, in their order."""
+
+    tokens: dict[str, list[Tensor]]
+    scalars: dict[str, list[Any]]
+    tensors: dict[str, list[Any]]
+    lengths: list[int]
+
+
+def together(rollouts: Sequence[sb.Rollout], *, some_tensors: bool = False) -> Together:
+    """Raises ValueError if there are no rollouts, or if not all have the same columns, scalars and tensors.
+    ``some_tensors``: None stands where a rollout has not a tensor that another has."""
+    if not rollouts:
+        raise ValueError("there is no rollout to make rows of")
+    first = rollouts[0]
+    for rollout in rollouts:
+        for field in ("tokens", "scalars", "tensors"):
+            ours, theirs = sorted(getattr(first, field)), sorted(getattr(rollout, field))
+            if ours != theirs and not (some_tensors and field == "tensors"):
+                raise ValueError(
+                    f"rollouts {first.rollout_id!r} and {rollout.rollout_id!r} differ in their {field}: {ours} "
+                    f"and {theirs}"
+                )
+    names = dict.fromkeys(name for rollout in rollouts for name in rollout.tensors)
+    return Together(
+        tokens={name: [rollout.tokens[name] for rollout in rollouts] for name in first.tokens},
+        scalars={name: [rollout.scalars[name] for rollout in rollouts] for name in first.scalars},
+        tensors={name: [rollout.tensors.get(name) for rollout in rollouts] for name in names},
+        lengths=[rollout.num_tokens for rollout in rollouts],
+    )
 
 
 def padded(columns: Sequence[Tensor], width: int, side: Side, value: float | bool = 0) -> Tensor:
@@ -73,13 +163,8 @@ def padded(columns: Sequence[Tensor], width: int, side: Side, value: float | boo
 
 def mask_of(lengths: Sequence[int], width: int, side: Side) -> Tensor:
     """[n, width] bool: True where there is a token."""
-    mask = lengths_mask(torch.tensor(lengths), width)
+    mask = torch.arange(width) < torch.tensor(lengths)[:, None]
     return mask if side == "right" else mask.flip(1)
-
-
-def lengths_mask(lengths: Tensor, width: int) -> Tensor:
-    """[n] lengths -> [n, width] bool, right-padded."""
-    return torch.arange(width, device=lengths.device) < lengths[:, None]
 
 
 def stacked(tensors: Sequence[Tensor]) -> Tensor:
@@ -91,46 +176,35 @@ def stacked(tensors: Sequence[Tensor]) -> Tensor:
     return torch.stack(list(tensors))
 
 
-def numbers(values: Sequence[float | int], dtype: torch.dtype | None = None) -> Tensor:
-    """[n] of scalars: float64, int64 if all are ints, bool if all are bools, or the given dtype."""
-    if dtype is None:
-        kinds = {type(value) for value in values}
-        dtype = torch.bool if kinds == {bool} else torch.int64 if float not in kinds else torch.float64
-    return torch.tensor(values, dtype=dtype)
+def float32(scalars: dict[str, list[Any]]) -> dict[str, Tensor]:
+    """[n] of each, as trainers keep them."""
+    return {name: torch.tensor(values, dtype=torch.float32) for name, values in scalars.items()}
 
 
-def same_columns(rollouts: Sequence[Rollout]) -> Rollout:
-    """The first of them. Raises ValueError if there is none, or if not all have the same columns, scalars and
-    tensors."""
-    if not rollouts:
-        raise ValueError("there is no rollout to make rows of")
-    first = rollouts[0]
-    for rollout in rollouts:
-        for what in ("tokens", "scalars", "tensors"):
-            ours: dict[str, Any] = getattr(first, what)
-            theirs: dict[str, Any] = getattr(rollout, what)
-            if ours.keys() != theirs.keys():
-                raise ValueError(
-                    f"rollouts {first.rollout_id!r} and {rollout.rollout_id!r} differ in their {what}: {sorted(ours)} "
-                    f"and {sorted(theirs)}"
-                )
-    return first
+def _differ(one: Tensor, other: Tensor) -> str:
+    return (
+        f"rollouts differ in a column: {one.dtype} {list(one.shape)} and {other.dtype} {list(other.shape)}. Give all "
+        "of them the same dtype and trailing shape"
+    )
 
 
-def unshared(rollouts: Iterable[Rollout]) -> list[Rollout]:
+# --- what a rank was given --------------------------------------------------------------------------------------------
+
+
+def unshared(rollouts: Iterable[sb.Rollout]) -> list[sb.Rollout]:
     """The rollouts. Raises ValueError for a part of one that several ranks share: no trainer here takes chunks."""
     found = list(rollouts)
     for rollout in found:
-        if isinstance(rollout, SharedRollout):
+        if (ranks := getattr(rollout, "cp_degree", 1)) > 1:
             raise ValueError(
-                f"rollout {rollout.rollout_id!r} is shared by {rollout.cp_degree} ranks, and this one holds chunks of "
-                "it, which are no row of a trainer's batch. Leave cp_sizes out of BalancerConfig, or read "
-                "micro_batch.packed() yourself"
+                f"rollout {rollout.rollout_id!r} is shared by {ranks} ranks, and this one holds chunks of it, which "
+                "are no row of a trainer's batch. Leave cp_sizes out of BalancerConfig, or read micro_batch.packed() "
+                "yourself"
             )
     return found
 
 
-def with_prompt(rollouts: Iterable[Rollout]) -> list[Rollout]:
+def with_prompt(rollouts: Iterable[sb.Rollout]) -> list[sb.Rollout]:
     """The rollouts; a padding copy of one token has two, a prompt and a response. A trainer that scores each token of
     the response by the one before it has nothing to score otherwise, and some fail then."""
     return [
@@ -141,13 +215,6 @@ def with_prompt(rollouts: Iterable[Rollout]) -> list[Rollout]:
     ]
 
 
-def within(rollout: Rollout, noted: int) -> int:
+def within(rollout: sb.Rollout, noted: int) -> int:
     """Tokens of its prompt, or of its response, that metadata says: of a padding copy's two tokens, one."""
     return min(noted, rollout.num_tokens - 1) if rollout.is_padding else noted
-
-
-def _differ(one: Tensor, other: Tensor) -> str:
-    return (
-        f"rollouts differ in a column: {one.dtype} {list(one.shape)} and {other.dtype} {list(other.shape)}. Give all "
-        "of them the same dtype and trailing shape"
-    )

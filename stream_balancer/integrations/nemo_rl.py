@@ -22,9 +22,8 @@ With the rollouts in a balancer the plan is all ours.
 
 from __future__ import annotations
 
-import uuid
 from collections.abc import Callable, Mapping, Sequence
-from itertools import accumulate, chain, pairwise
+from itertools import accumulate, pairwise
 from typing import Any
 
 import anyio
@@ -32,10 +31,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+import stream_balancer as sb
 from stream_balancer import planning
-from stream_balancer.cost import CostModel, QuadraticCost, TokenCost
 from stream_balancer.integrations import _rows
-from stream_balancer.types import RankBatch, Rollout, Version
+from stream_balancer.integrations._rows import Version
 
 __all__ = ["BalancedSampler", "batch_from", "rollouts_from"]
 
@@ -61,7 +60,7 @@ class BalancedSampler:
         dp_size: int,
         max_staleness_versions: int = 2,
         window_groups: int | None = None,
-        cost: str | CostModel = "tokens",
+        cost: str | sb.CostModel = "tokens",
     ) -> None:
         """``buffer``: NeMo-RL's TQReplayBuffer. ``max_staleness_versions``: with 2 or more there is something to choose
         from. ``window_groups``: wait for so many ready groups, as long as any is still being generated; None = choose
@@ -177,12 +176,12 @@ class BalancedSampler:
         return sorted({int(group) for group in waiting.groups[positions]})
 
 
-def _cost_model(cost: str | CostModel) -> CostModel:
+def _cost_model(cost: str | sb.CostModel) -> sb.CostModel:
     if not isinstance(cost, str):
         return cost
     if cost not in ("tokens", "quadratic"):
         raise ValueError(f"cost must be 'tokens', 'quadratic' or a cost model, not {cost!r}")
-    return TokenCost() if cost == "tokens" else QuadraticCost()
+    return sb.TokenCost() if cost == "tokens" else sb.QuadraticCost()
 
 
 # --- BatchedDataDict in -----------------------------------------------------------------------------------------------
@@ -194,7 +193,7 @@ def rollouts_from(
     group_size: int | None = None,
     group_ids: Sequence[str] | None = None,
     version: Version | None = None,
-) -> list[Rollout]:
+) -> list[sb.Rollout]:
     """One rollout per row of NeMo-RL's train data: ``input_ids [B, S]`` right-padded, ``input_lengths [B]``.
 
     Other ``[B, S, ...]`` become columns; ``token_mask`` where ``sample_mask`` is not zero is also ``loss_mask``.
@@ -203,48 +202,33 @@ def rollouts_from(
 
     Raises ValueError for a PackedTensor that deduplicates.
     """
-    lengths = batch["input_lengths"].tolist()
-    where = [slice(0, length) for length in lengths]
-    name = uuid.uuid4().hex
-    if group_ids is None and group_size is not None:
-        group_ids = [f"{name}/{row // group_size}" for row in range(len(lengths))]
-    rows: list[dict[str, Any]] = [{"tokens": {}, "scalars": {}, "tensors": {}, "metadata": {}} for _ in lengths]
+    rows = _rows.Rows([slice(0, length) for length in batch["input_lengths"].tolist()], batch["input_ids"].shape[1])
     for key, value in batch.items():
-        if key != "input_lengths":
-            for row, (kind, part) in zip(rows, _parts(key, value, where, tuple(batch["input_ids"].shape)), strict=True):
-                row[kind] |= part
-    for row in rows:
-        if "token_mask" in row["tokens"]:
-            mask = row["tokens"]["token_mask"] != 0
-            row["tokens"]["loss_mask"] = mask if row["scalars"].get("sample_mask", 1.0) != 0 else torch.zeros_like(mask)
-    ids = [None] * len(rows) if group_ids is None else list(group_ids)
-    return [
-        Rollout(**row, rollout_id=f"{name}/{index}", group_id=group_id, version=version)
-        for index, (row, group_id) in enumerate(zip(rows, ids, strict=True))
-    ]
-
-
-def _parts(key: str, value: Any, where: list[slice], shape: tuple[int, ...]) -> list[tuple[str, dict[str, Any]]]:
-    """Each row's part of an entry, and what it is to a rollout."""
-    if isinstance(value, Tensor):
-        if value.shape[:2] == shape:
-            return [("tokens", {key: column}) for column in _rows.cut(value, where)]
-        if value.ndim == 1 and value.dtype is torch.float32:
-            return [("scalars", {key: number}) for number in value.tolist()]
-        return [("tensors", {key: row.clone()}) for row in value]
-    if not hasattr(value, "dim_to_pack"):
-        return [("metadata", {key: item}) for item in value]
-    if getattr(value, "deduplication_enabled", False):
-        raise ValueError(f"the PackedTensor {key!r} has segments common to several rows; turn its deduplication off")
-    dim = value.dim_to_pack
-    return [("tensors", {} if row is None else {f"packed.{dim}.{key}": row}) for row in value.tensors]
+        if key == "input_lengths":
+            continue
+        if isinstance(value, Tensor):
+            rows.tensor(key, value)
+        elif not hasattr(value, "dim_to_pack"):
+            rows.add("metadata", key, value)
+        elif getattr(value, "deduplication_enabled", False):
+            raise ValueError(
+                f"the PackedTensor {key!r} has segments common to several rows; turn its deduplication off"
+            )
+        else:
+            for fields, tensor in zip(rows.fields, value.tensors, strict=True):
+                fields["tensors"] |= {} if tensor is None else {f"packed.{value.dim_to_pack}.{key}": tensor}
+    for fields in rows.fields:
+        if "token_mask" in fields["tokens"]:
+            mask = fields["tokens"]["token_mask"] != 0
+            fields["tokens"]["loss_mask"] = mask & (fields["scalars"].get("sample_mask", 1.0) != 0)
+    return rows.rollouts(group_ids=group_ids, group_size=group_size, version=version)
 
 
 # --- BatchedDataDict out ----------------------------------------------------------------------------------------------
 
 
 def batch_from(
-    share: RankBatch,
+    share: sb.RankBatch,
     *,
     pad_values: Mapping[str, float] | None = None,
     multiple_of: int = 1,
@@ -273,29 +257,25 @@ def _up(length: int, multiple_of: int) -> int:
     return -(-length // multiple_of) * multiple_of
 
 
-def _entries(rollouts: list[Rollout], pad_values: Mapping[str, float], multiple_of: int) -> dict[str, Any]:
-    first = rollouts[0]
-    lengths = [rollout.num_tokens for rollout in rollouts]
-    width = _up(max(lengths), multiple_of)
+def _entries(rollouts: list[sb.Rollout], pad_values: Mapping[str, float], multiple_of: int) -> dict[str, Any]:
+    taken = _rows.together(rollouts, some_tensors=True)
+    width = _up(max(taken.lengths), multiple_of)
     entries: dict[str, Any] = {
-        name: _rows.padded([rollout.tokens[name] for rollout in rollouts], width, "right", pad_values.get(name, 0))
-        for name in first.tokens
-        if name != "loss_mask" or "token_mask" not in first.tokens
+        name: _rows.padded(columns, width, "right", pad_values.get(name, 0))
+        for name, columns in taken.tokens.items()
+        if name != "loss_mask" or "token_mask" not in taken.tokens
     }
-    entries["input_lengths"] = torch.tensor(lengths)
-    for name in first.scalars:
-        entries[name] = torch.tensor([rollout.scalars[name] for rollout in rollouts], dtype=torch.float32)
+    entries["input_lengths"] = torch.tensor(taken.lengths)
+    entries |= _rows.float32(taken.scalars)
     weights = torch.tensor([0.0 if rollout.is_padding else 1.0 for rollout in rollouts])
     entries["sample_mask"] = entries.get("sample_mask", torch.ones_like(weights)) * weights
-    for name in dict.fromkeys(chain.from_iterable(rollout.tensors for rollout in rollouts)):
+    for name, tensors in taken.tensors.items():
         if name.startswith("packed."):
             _, dim, key = name.split(".", 2)
-            entries[key] = _packed([rollout.tensors.get(name) for rollout in rollouts], int(dim))
+            entries[key] = _packed(tensors, int(dim))
         else:
-            entries[name] = _rows.stacked([rollout.tensors[name] for rollout in rollouts])
-    for name in first.metadata:
-        entries[name] = [rollout.metadata[name] for rollout in rollouts]
-    return entries
+            entries[name] = _rows.stacked(tensors)
+    return entries | {name: [rollout.metadata[name] for rollout in rollouts] for name in rollouts[0].metadata}
 
 
 def _packed(tensors: list[Tensor | None], dim: int) -> Any:

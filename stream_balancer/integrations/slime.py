@@ -21,6 +21,7 @@ from __future__ import annotations
 import importlib
 import uuid
 from collections.abc import Callable, Mapping, Sequence
+from itertools import repeat
 from typing import Any
 
 import numpy as np
@@ -28,10 +29,11 @@ import torch
 from numpy.typing import ArrayLike
 from torch import Tensor
 
+import stream_balancer as sb
 from stream_balancer import planning
 from stream_balancer.integrations import _rows
+from stream_balancer.integrations._rows import Version
 from stream_balancer.integrations.partitions import replace
-from stream_balancer.types import Batch, Rollout, Version
 
 __all__ = ["build_dp_schedule", "patch", "rank_data_from", "rollouts_from"]
 
@@ -139,13 +141,14 @@ def _same_count(plan: Sequence[Sequence[Any]], step: int, multiple_of: int) -> i
 
 _WHOLE = ("tokens", "response_lengths", "loss_masks", "total_lengths", "rollout_ids", "rollout_mask_sums")
 _OF_THE_RESPONSE = ("rollout_log_probs", "teacher_log_probs")
+_MULTIMODAL = "multimodal_train_inputs"
 _DTYPES = {"rollout_log_probs": torch.float32, "teacher_log_probs": torch.float32}
 _DTYPES |= {"rollout_top_p_token_ids": torch.int32, "rollout_top_p_token_offsets": torch.int32}
 
 
 def rollouts_from(
     train_data: Mapping[str, Any], *, group_id: str | None = None, version: Version | None = None
-) -> list[Rollout]:
+) -> list[sb.Rollout]:
     """One rollout per sample of what slime's ``_convert_samples_to_train_data`` made: of one finished group, so that
     its ``rollout_ids`` name rollouts of this group only.
 
@@ -154,40 +157,29 @@ def rollouts_from(
     scalars; routed experts, top-p ids and multimodal inputs ``tensors``; anything else ``metadata``.
     """
     name = group_id or uuid.uuid4().hex
-    count = len(train_data["tokens"])
-    return [
-        Rollout(
-            **_row(train_data, index, name),
-            rollout_id=f"{name}/{index}",
-            group_id=group_id,
-            version=version,
-        )
-        for index in range(count)
-    ]
+    ids = [torch.as_tensor(tokens, dtype=torch.int64) for tokens in train_data["tokens"]]
+    rows = _rows.Rows([slice(0)] * len(ids))
+    rows.add("tokens", "input_ids", ids)
+    rows.add("tokens", "loss_mask", map(_on_the_prompt_too, train_data["loss_masks"], ids, repeat(torch.int32)))
+    rows.add("metadata", "response_length", map(int, train_data["response_lengths"]))
+    rows.add("metadata", "rollout", [f"{name}/{rollout}" for rollout in train_data["rollout_ids"]])
+    rows.add("metadata", "mask_sum", map(int, train_data["rollout_mask_sums"]))
+    for key in train_data.keys() - set(_WHOLE):
+        for fields, value, of_row in zip(rows.fields, train_data[key], ids, strict=True):
+            _note(fields, key, value, of_row)
+    return rows.rollouts(name=name, group_ids=[group_id] * len(ids), version=version)
 
 
-def _row(train_data: Mapping[str, Any], index: int, name: str) -> dict[str, Any]:
-    ids = torch.as_tensor(train_data["tokens"][index], dtype=torch.int64)
-    response = int(train_data["response_lengths"][index])
-    tokens = {"input_ids": ids, "loss_mask": _on_the_prompt_too(train_data["loss_masks"][index], ids, torch.int32)}
-    row: dict[str, Any] = {"tokens": tokens, "scalars": {}, "tensors": {}}
-    row["metadata"] = {"response_length": response, "rollout": f"{name}/{train_data['rollout_ids'][index]}"}
-    row["metadata"]["mask_sum"] = int(train_data["rollout_mask_sums"][index])
-    for key, values in train_data.items():
-        if key in _WHOLE:
-            continue
-        value = values[index]
-        if key in _OF_THE_RESPONSE:
-            tokens[key] = _on_the_prompt_too(value, ids, _DTYPES[key])
-        elif key in _DTYPES or isinstance(value, (Tensor, np.ndarray)):
-            row["tensors"][key] = torch.as_tensor(value, dtype=_DTYPES.get(key))
-        elif key == "multimodal_train_inputs" and value is not None:
-            row["tensors"] |= {f"{key}.{inner}": torch.as_tensor(tensor) for inner, tensor in value.items()}
-        elif isinstance(value, (int, float)):
-            row["scalars"][key] = value
-        else:
-            row["metadata"][key] = value
-    return row
+def _note(fields: dict[str, Any], key: str, value: Any, ids: Tensor) -> None:
+    """A sample's value as what it is to a rollout."""
+    if key in _OF_THE_RESPONSE:
+        fields["tokens"][key] = _on_the_prompt_too(value, ids, _DTYPES[key])
+    elif key in _DTYPES or isinstance(value, (Tensor, np.ndarray)):
+        fields["tensors"][key] = torch.as_tensor(value, dtype=_DTYPES.get(key))
+    elif key == _MULTIMODAL:
+        fields["tensors"] |= {f"{key}.{inner}": torch.as_tensor(tensor) for inner, tensor in (value or {}).items()}
+    else:
+        fields["scalars" if isinstance(value, (int, float)) else "metadata"][key] = value
 
 
 def _on_the_prompt_too(values: Any, ids: Tensor, dtype: torch.dtype) -> Tensor:
@@ -201,7 +193,7 @@ def _on_the_prompt_too(values: Any, ids: Tensor, dtype: torch.dtype) -> Tensor:
 # --- per-rank data out ------------------------------------------------------------------------------------------------
 
 
-def rank_data_from(batch: Batch) -> list[dict[str, Any]]:
+def rank_data_from(batch: sb.Batch) -> list[dict[str, Any]]:
     """Train data of each rank as slime's ``_split_train_data_by_dp`` makes it, before it goes into a Box: a dict of
     lists with ``partition`` (places in the whole step), the schedule ``micro_batch_indices``, ``num_microbatches`` and
     ``global_batch_sizes`` (one step), ``rollout_mask_sums``, and the whole step's ``raw_reward`` and ``total_lengths``.
@@ -228,40 +220,34 @@ def rank_data_from(batch: Batch) -> list[dict[str, Any]]:
     return data
 
 
-def _columns(rollouts: Sequence[Rollout]) -> dict[str, list[Any]]:
+def _columns(rollouts: Sequence[sb.Rollout]) -> dict[str, list[Any]]:
     """slime's dict of lists, of all ranks' rollouts one after the other."""
-    lengths = [_rows.within(rollout, rollout.metadata["response_length"]) for rollout in rollouts]
+    taken = _rows.together(rollouts, some_tensors=True)
+    responses = [_rows.within(rollout, rollout.metadata["response_length"]) for rollout in rollouts]
     numbers: dict[str, int] = {}
     columns: dict[str, list[Any]] = {
-        "tokens": [rollout.tokens["input_ids"] for rollout in rollouts],
-        "response_lengths": lengths,
-        "total_lengths": [rollout.num_tokens for rollout in rollouts],
+        "tokens": taken.tokens.pop("input_ids"),
+        "response_lengths": responses,
+        "total_lengths": taken.lengths,
         "rollout_ids": [numbers.setdefault(rollout.metadata["rollout"], len(numbers)) for rollout in rollouts],
         "rollout_mask_sums": [rollout.metadata["mask_sum"] for rollout in rollouts],
+        **taken.scalars,
     }
-    first = rollouts[0]
-    for name in first.tokens.keys() - {"input_ids"}:
+    for name, whole in taken.tokens.items():
         key = "loss_masks" if name == "loss_mask" else name
-        columns[key] = [
-            rollout.tokens[name][rollout.num_tokens - length :]
-            for rollout, length in zip(rollouts, lengths, strict=True)
-        ]
-    for name in first.scalars:
-        columns[name] = [rollout.scalars[name] for rollout in rollouts]
-    multimodal = [_multimodal(rollout) for rollout in rollouts]
-    if any(inputs is not None for inputs in multimodal):
-        columns["multimodal_train_inputs"] = multimodal
-    for name in (name for name in first.tensors if "." not in name):
-        columns[name] = [rollout.tensors[name] for rollout in rollouts]
-    for name in first.metadata.keys() - {"response_length", "rollout", "mask_sum", "multimodal_train_inputs"}:
+        columns[key] = [column[len(column) - kept :] for column, kept in zip(whole, responses, strict=True)]
+    for name, tensors in taken.tensors.items():
+        key, dot, inner = name.partition(".")
+        if not dot:
+            columns[name] = tensors
+            continue
+        for at, tensor in enumerate(tensors):
+            inputs = columns.setdefault(key, [None] * len(rollouts))
+            if tensor is not None:
+                inputs[at] = {**(inputs[at] or {}), inner: tensor}
+    for name in rollouts[0].metadata.keys() - {"response_length", "rollout", "mask_sum"}:
         columns[name] = [rollout.metadata[name] for rollout in rollouts]
     return columns
-
-
-def _multimodal(rollout: Rollout) -> dict[str, Tensor] | None:
-    prefix = "multimodal_train_inputs."
-    inputs = {name.removeprefix(prefix): t for name, t in rollout.tensors.items() if name.startswith(prefix)}
-    return inputs or None
 
 
 def _consecutive(counts: Sequence[int]) -> list[list[int]]:

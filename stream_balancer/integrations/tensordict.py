@@ -29,8 +29,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+import stream_balancer as sb
 from stream_balancer.integrations import _rows
-from stream_balancer.types import Rollout
 
 if TYPE_CHECKING:
     from tensordict import TensorDict
@@ -47,7 +47,7 @@ def rollouts_from(
     scalars: Collection[str] = (),
     tensors: Collection[str] = (),
     attention_mask: str = "attention_mask",
-) -> list[Rollout]:
+) -> list[sb.Rollout]:
     """One rollout per row of ``td``, whose batch size is ``[n]`` and which holds ``input_ids``.
 
     ``scalars``: entries ``[n]`` that become numbers (what ``accept=`` and the layouts see). ``tensors``: entries that
@@ -71,26 +71,24 @@ def rollouts_from(
         )
     where = None if ids.is_nested or mask is None else _rows.spans(mask)
     lengths = _lengths(ids) if where is None else [span.stop - span.start for span in where]
-    width = None if where is None else ids.shape[1]
-    rows: list[dict[str, Any]] = [{"tokens": {}, "scalars": {}, "tensors": {}, **own} for own in fields]
+    rows = _rows.Rows(where or [slice(None)] * len(lengths), None if where is None else ids.shape[1])
+    for row, of_row in zip(rows.fields, fields, strict=True):
+        row |= of_row
     weights = plain.pop(_WEIGHTS, None)
     for name, entry in plain.items():
+        per_token = name not in tensors and _is_per_token(entry, lengths, rows.width)
         if name in scalars:
-            kind, values = "scalars", entry.tolist()
-        elif name in tensors or not _is_per_token(entry, lengths, width):
-            kind, values = "tensors", [row.clone() for row in entry.unbind()]
-        elif where is None:
-            kind, values = "tokens", [row.clone() for row in entry.unbind()]
+            rows.add("scalars", name, entry.tolist())
+        elif per_token and where is not None:
+            rows.tensor(name, entry)
         else:
-            kind, values = "tokens", _rows.cut(entry, where)
-        for row, value in zip(rows, values, strict=True):
-            row[kind][name] = value
-    copies = [False] * len(rows) if weights is None else (weights == 0).tolist()
-    return [Rollout(**row, is_padding=copy) for row, copy in zip(rows, copies, strict=True)]
+            rows.add("tokens" if per_token else "tensors", name, (row.clone() for row in entry.unbind()))
+    copies = [False] * len(lengths) if weights is None else (weights == 0).tolist()
+    return [sb.Rollout(**row, is_padding=copy) for row, copy in zip(rows.fields, copies, strict=True)]
 
 
 def tensordict_from(
-    rollouts: Sequence[Rollout],
+    rollouts: Sequence[sb.Rollout],
     *,
     padding_side: _rows.Side | None = None,
     pad_values: Mapping[str, float | int | bool] | None = None,
@@ -112,22 +110,19 @@ def tensordict_from(
         from tensordict import TensorDict
     except ImportError as error:
         raise ImportError("this needs the tensordict package: pip install 'stream-balancer[tensordict]'") from error
-    first = _rows.same_columns(_rows.unshared(rollouts))
+    taken = _rows.together(_rows.unshared(rollouts))
     entries: dict[str, Any] = {}
-    lengths = [rollout.num_tokens for rollout in rollouts]
     if padding_side is None:
-        offsets = torch.tensor(list(accumulate(lengths, initial=0)))  # one for all: torch adds columns only if shared
-        entries |= {name: _jagged([r.tokens[name] for r in rollouts], offsets) for name in first.tokens}
+        offsets = _offsets(taken.lengths)  # one for all: torch adds columns only if shared
+        entries |= {name: _jagged(columns, offsets) for name, columns in taken.tokens.items()}
     else:
-        side, wide = padding_side, max(lengths) if width is None else width
-        fill = pad_values or {}
-        for name in first.tokens:
-            entries[name] = _rows.padded([r.tokens[name] for r in rollouts], wide, side, fill.get(name, 0))
-        entries[attention_mask] = _rows.mask_of(lengths, wide, side)
-    for name in first.scalars:
-        entries[name] = _rows.numbers([r.scalars[name] for r in rollouts], (dtypes or {}).get(name))
-    for name in first.tensors:
-        entries[name] = _together([r.tensors[name] for r in rollouts])
+        side, wide, fill = padding_side, max(taken.lengths) if width is None else width, pad_values or {}
+        for name, columns in taken.tokens.items():
+            entries[name] = _rows.padded(columns, wide, side, fill.get(name, 0))
+        entries[attention_mask] = _rows.mask_of(taken.lengths, wide, side)
+    for name, numbers in taken.scalars.items():
+        entries[name] = torch.tensor(numbers, dtype=(dtypes or {}).get(name, _dtype_of(numbers)))
+    entries |= {name: _together(same_name) for name, same_name in taken.tensors.items()}
     if any(rollout.is_padding for rollout in rollouts):
         entries[_WEIGHTS] = torch.tensor([0.0 if r.is_padding else 1.0 for r in rollouts])
     return TensorDict({**entries, **_non_tensors(rollouts, entries.keys())}, batch_size=[len(rollouts)])
@@ -164,7 +159,7 @@ def _note(row: dict[str, Any], name: str, value: Any) -> None:
         row[name] = value
 
 
-def _non_tensors(rollouts: Sequence[Rollout], taken: Collection[str]) -> dict[str, Any]:
+def _non_tensors(rollouts: Sequence[sb.Rollout], taken: Collection[str]) -> dict[str, Any]:
     """Fields, and metadata: keys that all rollouts have become entries of their own, the rest stays together."""
     from tensordict import NonTensorStack
 
@@ -193,13 +188,19 @@ def _lengths(nested: Tensor) -> list[int]:
     return [row.shape[0] for row in nested.unbind()]
 
 
+def _dtype_of(numbers: Sequence[float | int | bool]) -> torch.dtype:
+    kinds = {type(number) for number in numbers}
+    return torch.bool if kinds == {bool} else torch.float64 if float in kinds else torch.int64
+
+
 def _together(tensors: Sequence[Tensor]) -> Tensor:
-    if len({tensor.shape for tensor in tensors}) == 1:
-        return _rows.stacked(tensors)
-    if any(tensor.ndim == 0 for tensor in tensors):
+    if len({tensor.shape for tensor in tensors}) == 1 or any(tensor.ndim == 0 for tensor in tensors):
         return _rows.stacked(tensors)  # which says what is wrong
-    lengths = [tensor.shape[0] for tensor in tensors]
-    return _jagged(tensors, torch.tensor(list(accumulate(lengths, initial=0))))
+    return _jagged(tensors, _offsets([tensor.shape[0] for tensor in tensors]))
+
+
+def _offsets(lengths: Sequence[int]) -> Tensor:
+    return torch.tensor(list(accumulate(lengths, initial=0)))
 
 
 def _jagged(columns: Sequence[Tensor], offsets: Tensor) -> Tensor:

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -27,10 +26,10 @@ import torch
 from numpy.typing import ArrayLike
 from torch import Tensor
 
+import stream_balancer as sb
 from stream_balancer import planning
 from stream_balancer.integrations import _rows
 from stream_balancer.integrations.partitions import replace
-from stream_balancer.types import Rollout
 
 __all__ = ["ALGORITHM", "allocate", "patch", "rollouts_from", "trajectories_from"]
 
@@ -103,107 +102,88 @@ def patch() -> Callable[[], None]:
 
 def rollouts_from(
     trajectories: Iterable[Mapping[str, Any]], *, group_ids: Sequence[str | None] | None = None
-) -> list[Rollout]:
+) -> list[sb.Rollout]:
     """One rollout per row of AReaL's trajectory dicts: what a workflow returns, padded on either side.
 
     ``[bs, S, ...]`` tensors become ``tokens``; float32 ``[bs]`` (``rewards``) ``scalars``; other ``[bs, ...]`` and what
     ``multi_modal_input`` holds ``tensors``; anything else ``metadata``. AReaL's column ``versions`` is ours, and says
-    ``version``. ``group_ids``: one per dict; by default a dict of several rows gets a fresh
-    one.
+    ``version``. ``group_ids``: one per dict; by default a dict of several rows gets a fresh one.
 
     Raises ValueError for a dict without ``input_ids`` and ``attention_mask``, or a mask with holes; RolloutError for
     what a Rollout refuses.
     """
     trajectories = list(trajectories)
-    if group_ids is None:
-        group_ids = [None] * len(trajectories)
-    pairs = zip(trajectories, group_ids, strict=True)
-    return list(chain.from_iterable(_rows_of(trajectory, group_id) for trajectory, group_id in pairs))
+    ids = [None] * len(trajectories) if group_ids is None else group_ids
+    return [
+        one for trajectory, group_id in zip(trajectories, ids, strict=True) for one in _rows_of(trajectory, group_id)
+    ]
 
 
-def _rows_of(trajectory: Mapping[str, Any], group_id: str | None) -> list[Rollout]:
+def _rows_of(trajectory: Mapping[str, Any], group_id: str | None) -> list[sb.Rollout]:
     if missing := {"input_ids", "attention_mask"} - trajectory.keys():
         raise ValueError(f"a trajectory has no {sorted(missing)}; it has {sorted(trajectory)}")
-    where = _rows.spans(trajectory["attention_mask"])
-    shape = tuple(trajectory["attention_mask"].shape)
-    name = group_id or uuid.uuid4().hex
-    rows: list[dict[str, Any]] = [
-        {
-            "tokens": {},
-            "scalars": {},
-            "tensors": {},
-            "metadata": {},
-            "rollout_id": f"{name}/{index}",
-            "group_id": group_id or (name if len(where) > 1 else None),
-        }
-        for index in range(len(where))
-    ]
+    mask = trajectory["attention_mask"]
+    rows, count = _rows.Rows(_rows.spans(mask), mask.shape[1]), len(mask)
+    each: list[dict[str, Any]] = [{} for _ in mask]
+    shared = {}
     for key, value in trajectory.items():
-        if key != "attention_mask":
-            kind, values = _sorted_out(value, where, shape)
-            for row, of_row in zip(rows, values, strict=True):
-                if kind == "inputs":
-                    row["tensors"] |= {f"{key}.{inner}": torch.as_tensor(t) for inner, t in of_row.items()}
-                elif kind in ("each", "shared"):
-                    row["metadata"].setdefault(kind, {})[key] = of_row
-                else:
-                    row[kind][key] = of_row
-    return [Rollout(**row) for row in rows]
-
-
-def _sorted_out(value: Any, where: list[slice], shape: tuple[int, ...]) -> tuple[str, Sequence[Any]]:
-    """Part of a rollout that a dict's entry becomes, row by row."""
-    if isinstance(value, Tensor) and value.shape[:2] == shape:
-        return "tokens", _rows.cut(value, where)
-    if isinstance(value, Tensor) and value.ndim and value.shape[0] == len(where):
-        if value.ndim == 1 and value.dtype is torch.float32:
-            return "scalars", value.tolist()
-        return "tensors", [row.clone() for row in value]
-    if isinstance(value, list) and len(value) == len(where):
-        return ("inputs" if all(isinstance(item, Mapping) for item in value) else "each"), value
-    return "shared", [value] * len(where)
+        if key == "attention_mask":
+            continue
+        if isinstance(value, Tensor) and value.ndim and len(value) == count:
+            rows.tensor(key, value)
+        elif not (isinstance(value, list) and len(value) == count):
+            shared[key] = value
+        elif all(isinstance(item, Mapping) for item in value):
+            for fields, inputs in zip(rows.fields, value, strict=True):
+                fields["tensors"] |= {f"{key}.{inner}": torch.as_tensor(tensor) for inner, tensor in inputs.items()}
+        else:
+            for of_row, item in zip(each, value, strict=True):
+                of_row[key] = item
+    rows.add("metadata", "each", each)
+    rows.add("metadata", "shared", [shared] * count)
+    name = group_id or uuid.uuid4().hex
+    return rows.rollouts(name=name, group_ids=[group_id or (name if count > 1 else None)] * count)
 
 
 # --- trajectories out -------------------------------------------------------------------------------------------------
 
 
-def trajectories_from(rollouts: Iterable[Rollout]) -> list[dict[str, Any]]:
+def trajectories_from(rollouts: Iterable[sb.Rollout]) -> list[dict[str, Any]]:
     """AReaL's trajectory dicts of a rank's rollouts (``rank_batch.rollouts``, or ``mb.rollouts``), right-padded with
     zeros.
 
     Siblings of a group that are here share one dict, in the order they had in :func:`rollouts_from`; groups come in the
     order of their first. A padding copy is a dict of its own, with a zero ``loss_mask``: it is nobody's sibling.
     """
-    groups: dict[str, list[Rollout]] = {}
+    groups: dict[str, list[sb.Rollout]] = {}
     for rollout in _rows.unshared(rollouts):
         alone = rollout.group_id is None or rollout.is_padding
         groups.setdefault(f"rollout {rollout.rollout_id}" if alone else f"group {rollout.group_id}", []).append(rollout)
     return [_trajectory(sorted(rows, key=_place)) for rows in groups.values()]
 
 
-def _place(rollout: Rollout) -> int:
+def _place(rollout: sb.Rollout) -> int:
     """Its row in the dict it came in; rollouts that came from elsewhere keep their order."""
     number = rollout.rollout_id.rpartition("/")[2]
     return int(number) if number.isdecimal() else 0
 
 
-def _trajectory(rows: list[Rollout]) -> dict[str, Any]:
-    first = _rows.same_columns(rows)
-    lengths = [row.num_tokens for row in rows]
-    width = max(lengths)
-    out: dict[str, Any] = {name: _rows.padded([r.tokens[name] for r in rows], width, "right") for name in first.tokens}
-    out["attention_mask"] = _rows.mask_of(lengths, width, "right")
-    for name in first.scalars:
-        out[name] = torch.tensor([row.scalars[name] for row in rows], dtype=torch.float32)
-    for name in first.tensors:
+def _trajectory(rows: list[sb.Rollout]) -> dict[str, Any]:
+    taken = _rows.together(rows)
+    width = max(taken.lengths)
+    out: dict[str, Any] = {name: _rows.padded(columns, width, "right") for name, columns in taken.tokens.items()}
+    out["attention_mask"] = _rows.mask_of(taken.lengths, width, "right")
+    out |= _rows.float32(taken.scalars)
+    for name, tensors in taken.tensors.items():
         key, dot, inner = name.partition(".")
         if dot:
-            inputs = out.setdefault(key, [{} for _ in rows])
-            for of_row, row in zip(inputs, rows, strict=True):
-                of_row[inner] = row.tensors[name]
+            for inputs, tensor in zip(out.setdefault(key, [{} for _ in rows]), tensors, strict=True):
+                inputs[inner] = tensor
         else:
-            out[name] = _rows.stacked([row.tensors[name] for row in rows])
-    for name in first.metadata.get("each", {}):
-        out[name] = [row.metadata["each"][name] for row in rows]
-    out |= first.metadata.get("shared", {})
-    return out
+            out[name] = _rows.stacked(tensors)
+    each = [row.metadata.get("each", {}) for row in rows]
+    return {
+        **out,
+        **{name: [of_row[name] for of_row in each] for name in each[0]},
+        **rows[0].metadata.get("shared", {}),
+    }
