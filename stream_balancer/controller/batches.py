@@ -20,6 +20,7 @@ import anyio
 import anyio.lowlevel
 
 from stream_balancer.controller.journal import Journal
+from stream_balancer.controller.journal.handed import Handed
 from stream_balancer.controller.lifetime import Lifetime
 from stream_balancer.controller.wakeups import Wakeups
 from stream_balancer.core.diagnosis import RankState, Taker
@@ -42,6 +43,8 @@ class Consumer:
         self._lifetime = lifetime
         self._wakeups = wakeups
         self._journal = journal
+        self.handed = Handed() if journal is None else journal.handed
+        """What ranks have said of steps in flight, under ``serve()``."""
         self._iterator: Batches | None = None
         self._undelivered: deque[Batch] = deque()  # rows that did not reach the trainer
         self._checked_world = False

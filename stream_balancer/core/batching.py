@@ -34,7 +34,7 @@ from stream_balancer.types.shared import block_of, whole_rollouts
 from stream_balancer.values import PADDING_PREFIX
 
 __all__ = [
-    "batch_of_plan", "group_ids", "make_batch", "make_plan", "micro_batch_of", "plan_again", "plan_of_all",
+    "batch_of_plan", "group_ids", "lay_out", "make_batch", "make_plan", "micro_batch_of", "plan_again", "plan_of_all",
     "rank_batches", "reassign", "rows_of",
 ]  # fmt: skip
 
@@ -157,24 +157,48 @@ def reassign(state: State, batch: Batch, rollouts: Sequence[Rollout], ranks: Seq
 
     Nothing changes by it: the batch is acknowledged as a whole, or given again as it is.
     """
-    knobs = state.pricing.knobs
-    known = knobs.speeds is not None and len(knobs.speeds) == len(batch.ranks)
-    speeds = knobs.speeds[list(ranks)] if known and knobs.speeds is not None else None
-    # ranks that meet once a step may run different numbers
-    # and what they take over is not shared anew: their numbers may not be those of an aligned block
-    knobs = replace(knobs, num_ranks=len(ranks), speeds=speeds, counts="free", micro_batch_counts="free", cp_sizes=(1,))
-    plan = plan_of_all(state, rollouts, batch.step, knobs)
-    chosen = {row: rollouts[row] for row in rows_of(plan).tolist()}
-    executions = sizes_of(_real(batch.rollouts))
-    micro_batches = _micro_batches(plan, chosen, executions)
-    multiple = state.config.micro_batch_multiple
-    numbers = [-(-len(of_rank) // multiple) * multiple for of_rank in micro_batches]
-    _add_padding([micro_batches], [numbers], list(chosen.values()), batch.step)
+    speeds = state.pricing.knobs.speeds
+    known = speeds is not None and len(speeds) == len(batch.ranks)
+    parts = lay_out(
+        state,
+        rollouts,
+        batch.rollouts,
+        step=batch.step,
+        num_ranks=len(ranks),
+        speeds=speeds[list(ranks)].tolist() if known and speeds is not None else None,
+    )
     return {
-        rank: replace(batch.ranks[rank], micro_batches=tuple(its), load=load)
-        for rank, its, load in zip(ranks, micro_batches, plan.finishes.tolist(), strict=True)
+        rank: replace(batch.ranks[rank], micro_batches=tuple(its), load=float(sum(one.num_tokens for one in its)))
+        for rank, its in zip(ranks, parts, strict=True)
         if its
     }
+
+
+def lay_out(
+    state: State,
+    rollouts: Sequence[Rollout],
+    of_step: Iterable[Rollout],
+    *,
+    step: int,
+    num_ranks: int,
+    speeds: Sequence[float] | None = None,
+    lockstep: bool = False,
+    had: int = 0,
+) -> list[list[MicroBatch]]:
+    """[num_ranks] micro-batches of rollouts that other ranks had in a step of the rollouts ``of_step``. ``lockstep``:
+    as many for each rank. ``had``: padding copies of the step so far. As fast as a plan of so many."""
+    rates = None if speeds is None or len({*speeds}) == 1 else np.array(speeds)
+    # what is taken over is not shared anew: the ranks may be no aligned block
+    knobs = replace(state.pricing.knobs, num_ranks=num_ranks, speeds=rates, counts="free", cp_sizes=(1,))
+    # ranks that meet once a step may run different numbers
+    plan = plan_of_all(state, rollouts, step, knobs if lockstep else replace(knobs, micro_batch_counts="free"))
+    chosen = {row: rollouts[row] for row in rows_of(plan).tolist()}
+    micro_batches = _micro_batches(plan, chosen, sizes_of(_real(of_step)))
+    multiple = state.config.micro_batch_multiple
+    numbers = [-(-len(of_rank) // multiple) * multiple for of_rank in micro_batches]
+    numbers = [max(numbers)] * num_ranks if lockstep else numbers
+    _add_padding([micro_batches], [numbers], list(chosen.values()), step, had)
+    return micro_batches
 
 
 def plan_of_all(state: State, rollouts: Sequence[Rollout], step: int, knobs: PlanKnobs) -> Plan:

@@ -87,7 +87,12 @@ class Changes:
 
     def returned(self, step: int) -> list[Statement]:
         """A batch's plan is void."""
-        return [_delete("plan", step)]
+        return [_delete("plan", step), _delete("acked", step)]
+
+    @staticmethod
+    def said(fact: Fact, key: int) -> list[Statement]:
+        """What ranks have said of steps in flight."""
+        return [_put(fact, key)]
 
     def versioned(self, version: int) -> list[Statement]:
         """The policy moved on."""

@@ -9,7 +9,18 @@ from typing import NamedTuple, get_args
 
 import numpy as np
 
-from stream_balancer.controller.journal.rows import Done, Fact, Group, Plan, State, batch_of, group_of, plan_of
+from stream_balancer.controller.journal.rows import (
+    Acked,
+    Done,
+    Fact,
+    Fenced,
+    Group,
+    Plan,
+    State,
+    batch_of,
+    group_of,
+    plan_of,
+)
 from stream_balancer.core.executions import execution_of
 from stream_balancer.core.groups import Declared
 from stream_balancer.core.snapshot import Snapshot
@@ -38,6 +49,9 @@ class Contents:
     """Key of each row of ids that are done, and how many it has; oldest first."""
     groups: dict[str, tuple[int, Group]] = field(default_factory=dict)
     """Key of the row of each group of which something was declared, and the row; oldest first."""
+    acked: dict[int, Acked] = field(default_factory=dict)
+    """By step."""
+    fenced: dict[tuple[str, int], int] = field(default_factory=dict)
     state: State = field(default_factory=State)
     next_number: int = 0
 
@@ -54,6 +68,10 @@ class Contents:
                 state.next_step = max(state.next_step, fact.next_step)
             case Group():
                 self.groups[fact.group_id] = key, fact
+            case Acked():
+                self.acked[fact.step] = fact
+            case Fenced():
+                self.fenced = {(role, rank): last for role, rank, last in fact.ranks}
             case State():
                 fact.next_step = max(state.next_step, fact.next_step)
                 self.state = fact

@@ -21,6 +21,7 @@ import anyio.to_thread
 
 from stream_balancer.controller.journal.changes import Changes, Statement
 from stream_balancer.controller.journal.contents import Contents, Held, contents_of
+from stream_balancer.controller.journal.handed import Handed
 from stream_balancer.controller.journal.rows import Group, fact_of, rollout_of
 from stream_balancer.controller.journal.store import DiskFullError, Store
 from stream_balancer.controller.journal.writer import CLOSED, Flush, Item, Writer, Writing, statements_of
@@ -84,6 +85,9 @@ class Journal:
         self.path = Path(path)
         self.changes = Changes()
         """What to :meth:`change` for each event."""
+        self.handed = Handed()
+        """What ranks have said of steps in flight."""
+        self.handed.write = lambda fact, key: self.change(self.changes.said(fact, key))
         self._max_bytes = max_bytes
         self._store = Store(self.path)
         self._writer: Writer | None = None  # from start() on
@@ -126,6 +130,7 @@ class Journal:
         contents, damage = self._read()
         torn_bytes = self._store.torn_bytes
         snapshot, broken = contents.snapshot(time.time(), remember_ids)
+        self.handed.acked, self.handed.fenced = contents.acked, contents.fenced
         damage += [f"step {plan.step}: its plan names rollouts that are lost" for plan in broken]
         if damage:
             self.changes.follow(Contents(), remember_ids)

@@ -23,8 +23,8 @@ from stream_balancer.types import Batch, EvictReason, MicroBatch, Reason, Rollou
 from stream_balancer.wire.rank_batch import FRAME_BYTES
 
 __all__ = [
-    "Done", "Fact", "FactRow", "Group", "Plan", "RolloutRow", "State", "batch_of", "fact_of", "fact_row", "group_of",
-    "plan_of", "rollout_of", "rollout_row",
+    "Acked", "Done", "Fact", "FactRow", "Fenced", "Group", "Plan", "RolloutRow", "State", "batch_of", "fact_of", "fact_row",
+    "group_of", "plan_of", "rollout_of", "rollout_row",
 ]  # fmt: skip
 
 
@@ -108,7 +108,26 @@ class State(msgspec.Struct, array_like=True, tag="state"):
     evicted: dict[EvictReason, int] = msgspec.field(default_factory=dict)
 
 
-Fact: TypeAlias = Plan | Done | Group | State
+class Acked(msgspec.Struct, array_like=True, tag="acked", frozen=True):
+    """What ranks have said of a step in flight. Its key is the step."""
+
+    step: int
+    uid: int
+    """Of the plan: of another one it says nothing."""
+    ranks: list[int] = []
+    """Trainer's ranks that have acknowledged it."""
+    gone: list[str] = []
+    """Rollouts that are masked on all ranks."""
+
+
+class Fenced(msgspec.Struct, array_like=True, tag="fenced", frozen=True):
+    """Ranks that were given up. One row, key 0."""
+
+    ranks: list[tuple[str, int, int]]
+    """Role, rank, and the last incarnation that must not come back."""
+
+
+Fact: TypeAlias = Plan | Done | Group | State | Acked | Fenced
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(Fact)

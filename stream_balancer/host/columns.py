@@ -1,0 +1,110 @@
+"""Columns that roles compute of a step, kept by rollout until the trainer's micro-batches are sent with them.
+
+::
+
+    role  --done(item, columns)-->  split by rollout  -->  joined to a micro-batch of the trainer
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+
+import torch
+from msgspec import Raw
+from torch import Tensor
+
+from stream_balancer.errors import WireError
+from stream_balancer.types import MicroBatch, Rollout, SharedRollout
+from stream_balancer.types.shared import join_column, part_of
+from stream_balancer.wire.codec import Memory, decode_columns
+
+__all__ = ["Columns", "check_roles"]
+
+MOST_COLUMNS = 64
+_NOT_LATE = frozenset({"input_ids", "loss_mask", "versions"})  # what a step is planned and divided by
+
+
+class Columns:
+    """Of all steps in flight. Kept nowhere else: another controller asks for them again."""
+
+    def __init__(self, roles: Mapping[str, Sequence[str]]) -> None:
+        """``roles``: the columns of each."""
+        self._names = {role: sorted(names) for role, names in roles.items()}
+        self._given: dict[int, dict[tuple[str, int], dict[str, Tensor]]] = {}  # by step: of a rollout, or a part of one
+
+    def add(self, step: int, role: str, micro_batch: MicroBatch, header: Raw, memory: Memory | None) -> None:
+        """A rank has computed these, perhaps again. Raises WireError for others than were asked for."""
+        [columns] = decode_columns(header, memory, [micro_batch.num_tokens])
+        if sorted(columns) != self._names[role]:
+            raise WireError(f"role {role!r} is to give the columns {self._names[role]}, not {sorted(columns)}")
+        given = self._given.setdefault(step, {})
+        for name, column in columns.items():
+            # a copy: the memory of a connection must not be held until the step is done
+            parts = torch.split(column.clone(), list(micro_batch.lengths))
+            for rollout, part in zip(micro_batch.rollouts, parts, strict=True):
+                given.setdefault(_key(rollout), {})[name] = part
+
+    def joined(self, step: int, micro_batch: MicroBatch) -> MicroBatch:
+        """A micro-batch of the trainer with its columns. Shares all tensors. O(rollouts)."""
+        given = self._given.get(step)
+        if given is None:
+            return micro_batch
+        its = [_with_columns(rollout, given) for rollout in micro_batch.rollouts]
+        made = MicroBatch.of(its, micro_batch.lengths, micro_batch.execution_sizes)
+        return replace(made, cp_group=micro_batch.cp_group, cp_rank=micro_batch.cp_rank)
+
+    def drop(self, step: int) -> None:
+        """The step needs them no more."""
+        self._given.pop(step, None)
+
+    def check_new(self, rollout: Rollout) -> None:
+        """Raise ValueError if a role is to give what rollouts have already."""
+        for role, names in self._names.items():
+            for name in names:
+                if name in rollout.tokens or name in rollout.scalars:
+                    raise ValueError(
+                        f"role {role!r} is to give {name!r}, which rollout {rollout.rollout_id!r} has already. "
+                        "Give the column another name in serve(roles=)"
+                    )
+
+
+def _key(rollout: Rollout) -> tuple[str, int]:
+    return rollout.rollout_id, rollout.cp_rank if isinstance(rollout, SharedRollout) else 0
+
+
+def _with_columns(rollout: Rollout, given: Mapping[tuple[str, int], dict[str, Tensor]]) -> Rollout:
+    whole = rollout.whole if isinstance(rollout, SharedRollout) else rollout
+    assert whole is not None
+    name, parts = whole.rollout_id, []
+    while (part := given.get((name, len(parts)))) is not None:
+        parts.append(part)
+    if rollout.is_padding and (not parts or any(len(one) != rollout.num_tokens for one in parts[0].values())):
+        # a copy that was made when others took over: no role has seen it, and it weighs nothing
+        parts = [_zeros_like(next(iter(given.values())), rollout.num_tokens)]
+    joined = parts[0] if len(parts) == 1 else _join(parts, whole.num_tokens)
+    made = whole.with_late_columns(joined)
+    return part_of(made, rollout.cp_degree, rollout.cp_rank) if isinstance(rollout, SharedRollout) else made
+
+
+def _zeros_like(columns: Mapping[str, Tensor], num_tokens: int) -> dict[str, Tensor]:
+    return {name: column.new_zeros(num_tokens) for name, column in columns.items()}
+
+
+def _join(parts: Sequence[Mapping[str, Tensor]], num_tokens: int) -> dict[str, Tensor]:
+    return {name: join_column([part[name] for part in parts], num_tokens) for name in parts[0]}
+
+
+def check_roles(roles: Mapping[str, Iterable[str]]) -> None:
+    """Raises ValueError for names that nobody could use."""
+    names = [name for columns in roles.values() for name in columns]
+    for role, columns in roles.items():
+        if not role or isinstance(columns, str) or not 0 < len([*columns]) <= MOST_COLUMNS:
+            raise ValueError(
+                f"roles={{{role!r}: {columns!r}}}: a role has a name, and a list of 1 to {MOST_COLUMNS} names of "
+                'columns: serve(roles={"ref": ["ref_logprobs"]})'
+            )
+    if len(set(names)) != len(names):
+        raise ValueError(f"roles={dict(roles)!r} give one column twice")
+    if reserved := sorted(_NOT_LATE.intersection(names)):
+        raise ValueError(f"roles={dict(roles)!r}: {reserved} cannot come late: the step is planned by them")

@@ -1,0 +1,336 @@
+"""Ranks as ``serve`` sees them: who may come in, who is connected, and who is lost since when.
+
+What each of them has of a step is in :mod:`stream_balancer.core.steps`; here are their connections, incarnations, names
+and deadlines. Belongs to the event loop.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Annotated, Literal
+
+import anyio
+import msgspec
+
+from stream_balancer.core.diagnosis import RankState
+from stream_balancer.core.steps import TRAIN, HeldStep, Ledger, RankId
+from stream_balancer.errors import RankLostError, WireError, rank_name, refused_error
+from stream_balancer.net.errors import Ended
+from stream_balancer.net.messages import Join
+from stream_balancer.net.service import Peer
+
+__all__ = ["About", "Member", "Ranks"]
+
+Count = Annotated[int, msgspec.Meta(ge=0, lt=2**62)]
+_KEEP_S = 60.0  # a rank whose link broke asks again what had no reply
+
+
+class About(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a process of a rank says of itself when it joins."""
+
+    rank: Count
+    dp_size: int
+    incarnation: int
+    depth: int
+    role: str = TRAIN
+    seat: Count = 0
+    seats: Annotated[int, msgspec.Meta(ge=1, le=4096)] = 1
+    max_batch_bytes: Count = 2**40
+    next_step: Count | None = None
+    """Its weights contain all steps before this one; None: not said."""
+    loops: Literal["finish", "plain"] = "finish"
+    version: int | None = None
+    has: dict[int, HeldStep] = {}
+
+    @property
+    def id(self) -> RankId:
+        """Role and number."""
+        return RankId(self.role, self.rank)
+
+
+_decoder = msgspec.msgpack.Decoder(About)
+
+
+class Member:
+    """A rank of the trainer, or of a role."""
+
+    def __init__(self, one: RankId) -> None:
+        self.id = one
+        self.name = rank_name(one.number, one.role)
+        """What people read."""
+        self.peers: dict[int, Peer] = {}
+        """Its connected processes, by seat."""
+        self.seats = 1
+        self.incarnation = -1
+        self.max_bytes = 2**40
+        self.next_step: int | None = None
+        self.last_step: int | None = None
+        """The last step that was sent to it."""
+        self.ended = False
+        """It knows that no more steps come."""
+        self.left = False
+        """It closed its feed after that."""
+        self.error: RankLostError | None = None
+        """Why it is missing, if it was there before."""
+        self.give_up_at = math.inf
+        """When it is waited for no more, on the event loop's clock."""
+        self.since = anyio.current_time()
+        """When it last became ready, or ceased to be."""
+        self._was_ready = False
+
+    @property
+    def was_here(self) -> bool:
+        """It has come at some time."""
+        return bool(self.peers) or self.error is not None
+
+    def note_readiness(self, *, ready: bool) -> None:
+        """Remember since when it has room for a step, or has none."""
+        if ready != self._was_ready:
+            self._was_ready, self.since = ready, anyio.current_time()
+
+    def lost(self, cause: str, text: str = "", step: int | None = None) -> RankLostError:
+        """The error for its loss; ``text`` where there is more to say than that it is gone."""
+        step = self.last_step if step is None else step
+        doing = "nothing had been sent to it" if step is None else f"the last step sent to it was {step}"
+        text = text or (
+            f"{self.name} (incarnation {self.incarnation}) was lost: {cause}; {doing}. What it has not acknowledged is "
+            "still held. Restart the rank under a new incarnation, or give serve() a rejoin_timeout_s"
+        )
+        return RankLostError(text, rank=self.id.number, step=step, cause=cause)
+
+
+class Ranks:
+    """All ranks of one run of ``serve``."""
+
+    def __init__(
+        self,
+        ledger: Ledger,
+        roles: Iterable[str],
+        dp_size: int,
+        rejoin_timeout_s: float,
+        sessions: set[bytes],
+        next_step: Callable[[], int | None],
+    ) -> None:
+        """``sessions``: of feeds that were in before, and may have been opened for another number of ranks.
+        ``next_step``: the number of the next new step, if that is known."""
+        self._ledger, self._rejoin_timeout_s = ledger, rejoin_timeout_s
+        self._sessions, self._next_step = sessions, next_step
+        self._roles = (TRAIN, *roles)
+        self._came: dict[bytes, About] = {}
+        self.members: dict[RankId, Member] = {}
+        self.num_places = dp_size
+        """Ranks have numbers below this; some may be missing, where a lost rank was given up."""
+        for role in self._roles:
+            fenced = {one.number for one in ledger.fenced if one.role == role}
+            self._want(role, set(range(dp_size)) - fenced)
+
+    def __getitem__(self, one: RankId) -> Member:
+        return self.members[one]
+
+    @property
+    def numbers(self) -> list[int]:
+        """Those of the trainer's next step, ascending."""
+        return sorted(self._ledger.wanted[TRAIN])
+
+    def _want(self, role: str, numbers: set[int]) -> None:
+        for number in numbers:
+            self.members.setdefault(RankId(role, number), Member(RankId(role, number)))
+        self._ledger.resized(role, numbers)
+
+    # more ranks, or fewer
+
+    def resize(self, dp_size: int) -> None:
+        """The next step is for so many ranks: the highest leave, or new ones are waited for."""
+        for role in self._roles:
+            there = sorted(self._ledger.wanted[role])[:dp_size]
+            new = [number for number in range(dp_size) if number not in there][: dp_size - len(there)]
+            self._want(role, {*there, *new})
+        self.num_places = self.numbers[-1] + 1
+        for member in self.members.values():
+            if member.error is not None and not self._is_wanted(member):
+                member.give_up_at = anyio.current_time()  # nobody comes back to a place that is no more
+                self._forget_if_done(member)
+
+    def remove(self, member: Member) -> None:
+        """It was given up."""
+        self._want(member.id.role, self._ledger.wanted[member.id.role] - {member.id.number})
+        member.give_up_at = math.inf
+
+    def _is_wanted(self, member: Member) -> bool:
+        return member.id.number in self._ledger.wanted.get(member.id.role, ())
+
+    # coming in
+
+    def admit(self, join: Join) -> None:
+        """Raise RefusedError for a rank that may not come in, WireError for one that does not say who it is."""
+        try:
+            about = _decoder.decode(join.about)
+        except msgspec.DecodeError as error:
+            raise WireError(f"what a rank says of itself cannot be read: {error}") from None
+        member, who = self.members.get(about.id), rank_name(about.rank, about.role)
+        is_known = join.session in self._sessions
+        if about.dp_size != self.num_places and not is_known:
+            raise refused_error(
+                "value",
+                f"{who} announces dp_size={about.dp_size}, but the controller balances for "
+                f"dp_size={self.num_places}. Give both the same number of data-parallel ranks"
+                + (": those of a role work on the trainer's plan" if about.role else ""),
+            )
+        if (about.rank >= self.num_places and not is_known) or about.depth < 1 or about.incarnation < 0:
+            raise refused_error(
+                "value",
+                f"{who} announces depth={about.depth}, incarnation={about.incarnation}, but ranks go from 0 to "
+                f"{self.num_places - 1}, depth is at least 1 and incarnation at least 0",
+            )
+        if member is not None and member.peers:
+            self._check_free(member, about, join.session)
+        if not about.role:
+            self._check_weights(about, is_known=is_known)
+        self._came[join.session] = about
+
+    def _check_free(self, member: Member, about: About, session: bytes) -> None:
+        there = member.peers.get(about.seat)
+        is_other = there is not None and there.session != session and member.incarnation == about.incarnation
+        if is_other or member.incarnation > about.incarnation:
+            raise refused_error(
+                "busy",
+                f"{member.name} is already connected (incarnation {member.incarnation}). One RankFeed per rank: "
+                "close the other one first, or start the rank again under a higher incarnation",
+            )
+        if about.seat >= about.seats or (member.incarnation == about.incarnation and member.seats != about.seats):
+            raise refused_error(
+                "value",
+                f"{member.name} has {member.seats} processes, and one joins as number {about.seat} of {about.seats}. "
+                "Open the feeds of a rank over one mesh",
+            )
+
+    def _check_weights(self, about: About, *, is_known: bool) -> None:
+        """A process that was started says what its weights contain: that must go with what others are at."""
+        ours, has = self._next_step(), about.next_step
+        if has is None:
+            return
+        who = rank_name(about.rank, TRAIN)
+        if ours is not None and has > ours:
+            raise refused_error(
+                "value",
+                f"{who}: its controller was started again without its journal: the rank's weights contain all steps "
+                f"before {has}, and the next one here is {ours}. Start the controller with its journal, or the rank "
+                "without next_step",
+            )
+        if is_known:
+            return
+        others = {
+            one.number: member.next_step
+            for one, member in self.members.items()
+            if not one.role and one.number != about.rank and member.peers and member.next_step is not None
+        }
+        # another rank may be through with the step that it has begun, and not have said so yet
+        if any(has != there and not (has == there + 1 and there in self._ledger.steps) for there in others.values()):
+            raise refused_error("value", different_weights(about.rank, has, others))
+
+    def attach(self, peer: Peer) -> Member:
+        """A process that was admitted is here. What it has, the ledger is told."""
+        about = self._came.pop(peer.session)
+        self._sessions.add(peer.session)
+        one = about.id
+        member = self.members.setdefault(one, Member(one))
+        if about.incarnation > member.incarnation:
+            for old in member.peers.values():
+                old.on_end = old.on_report = lambda *_: None
+                old.close(f"superseded by incarnation {about.incarnation}")
+            member.peers.clear()
+            member.last_step = None
+        member.peers[about.seat] = peer
+        member.incarnation, member.seats, member.max_bytes = about.incarnation, about.seats, about.max_batch_bytes
+        member.next_step = about.next_step
+        member.left = member.ended = False
+        member.error, member.give_up_at, member.since = None, math.inf, anyio.current_time()
+        peer.keep_s = _KEEP_S
+        is_free = one.role in self._roles and one.number < self.num_places and not self._ledger.ended
+        fence = self._ledger.fenced.get(one, -1)
+        if is_free and about.incarnation > fence and not self._is_wanted(member):
+            self._want(one.role, {*self._ledger.wanted[one.role], one.number})
+        self._ledger.joined(
+            one, about.seat, about.incarnation, about.has, weights=about.next_step, seats=about.seats, depth=about.depth
+        )
+        return member
+
+    # going
+
+    def detach(self, member: Member, seat: int, end: Ended) -> None:
+        """A process's connection is over."""
+        causes = {"closed": "the rank closed its feed", "refused": f"it broke the protocol: {end.text}"}
+        self.lose(member, seat, member.lost(causes.get(end.kind, end.text)), left=end.kind == "closed")
+
+    def lose(self, member: Member, seat: int, error: RankLostError, *, left: bool = False) -> None:
+        """A process of a rank is gone, and may come back."""
+        del member.peers[seat]
+        self._ledger.lost(member.id, seat)
+        member.since = anyio.current_time()
+        if left and member.ended:
+            member.left = not member.peers
+        else:
+            member.error = member.error or error
+            wait_s = self._rejoin_timeout_s if self._is_wanted(member) else 0.0
+            member.give_up_at = min(member.give_up_at, anyio.current_time() + wait_s)
+        self._forget_if_done(member)
+
+    def _forget_if_done(self, member: Member) -> None:
+        """A rank that owes nothing after the end need not come back."""
+        if (self._ledger.ended or not self._is_wanted(member)) and self.is_finished(member):
+            member.give_up_at = math.inf
+
+    # questions
+
+    def is_finished(self, member: Member) -> bool:
+        """Nothing is left to deliver to it, and it need not be told of the end any more."""
+        return not self._ledger.unacknowledged(member.id) and (member.left or member.error is not None)
+
+    @property
+    def unfinished(self) -> list[Member]:
+        """Those that owe something, or have not left; in order."""
+        return [
+            member
+            for _, member in sorted(self.members.items())
+            if not self.is_finished(member) and (self._is_wanted(member) or member.peers or member.error)
+        ]
+
+    @property
+    def next_to_give_up(self) -> Member:
+        """The lost rank whose time is over first."""
+        return min(self.members.values(), key=lambda member: member.give_up_at)
+
+    def states(self, roles: bool = False) -> list[RankState]:
+        """For the report of a stall: the trainer's ranks, or those of roles."""
+        now = anyio.current_time()
+        return [
+            RankState(
+                rank=member.id.number,
+                ready=self._ledger.room(member.id) > 0,
+                since_s=now - member.since,
+                connected=len(member.peers) == member.seats,
+                lost=None if member.error is None else member.error.cause,
+                queue=len(steps),
+                step=steps[0] if steps else None,
+                role=member.id.role,
+            )
+            for member, steps in self._with_steps()
+            if bool(member.id.role) == roles
+        ]
+
+    def _with_steps(self) -> Iterator[tuple[Member, list[int]]]:
+        for one, member in sorted(self.members.items()):
+            if self._is_wanted(member):
+                yield member, self._ledger.unacknowledged(one)
+
+
+def different_weights(rank: int, has: int, others: Mapping[int, int | None]) -> str:
+    """Why ranks cannot go on together."""
+    known = {number: there for number, there in sorted(others.items()) if there is not None}
+    lowest = min(has, *known.values())
+    theirs = ", ".join(f"rank {number}'s all before {there}" for number, there in known.items())
+    return (
+        f"the weights of rank {rank} contain all steps before {has}, and {theirs}: they would train on different "
+        f"weights. Go back together to those before step {lowest}, or take another rank's, and say which by next_step="
+    )
