@@ -1,4 +1,5 @@
-"""What many tests begin with: a small balancer's knobs, waits for what tasks and threads do, a port that answers."""
+"""What many tests begin with: a small balancer's knobs, waits for what tasks and threads do, a port that answers,
+networks that break. No other test looks into a feed, a producer, or a network."""
 
 from __future__ import annotations
 
@@ -12,6 +13,16 @@ import anyio
 import anyio.lowlevel
 
 import stream_balancer as sb
+from stream_balancer.controller.producers import attend
+from stream_balancer.testing import MemoryNetwork
+from stream_balancer.transport.channel import Channel
+from stream_balancer.transport.event_loop import at_once
+from stream_balancer.transport.memory_channel import Wire
+from stream_balancer.transport.rank_port import RankPort
+from stream_balancer.transport.rank_session import RankSession
+from stream_balancer.wire.messages import JoinRank
+
+__all__ = ["Rejoining", "answering", "attend", "config", "kill", "settle", "until", "waiting", "wire_of"]
 
 
 def config(**knobs: Any) -> sb.BalancerConfig:
@@ -57,3 +68,35 @@ def answering(handle: Callable[[socket.socket], object]) -> Iterator[str]:
         server.shutdown(socket.SHUT_RDWR)
         server.close()
         thread.join()
+
+
+def kill(feed: sb.RankFeed) -> None:
+    """Let a rank be gone without a word, as with its process."""
+    feed._port.abort()  # type: ignore[attr-defined]
+
+
+def wire_of(producer: sb.Producer | Any) -> Any:
+    """The wire of a producer, or of what ``MemoryNetwork.connect_producer`` returns: ``hold()``, ``release()``,
+    ``cut(cause, seen_by=)``, of which 0 is the controller's end and 1 the producer's."""
+    return getattr(producer, "_port", producer).wire
+
+
+class Rejoining:
+    """The only rank of a memory network; ``port`` is for its feed. It joins again when its wire is cut."""
+
+    def __init__(self, network: MemoryNetwork) -> None:
+        self._admission = network.admission
+        self._request = JoinRank(0, 1, 0, depth=2, max_batch_bytes=2**20, feed_id=b"one feed")
+        self.joined = 0
+        self.port = RankPort(self._join(), self._request, reconnect=self._join)
+        self.port.start()
+
+    def _join(self) -> Channel:
+        self.wire = Wire()
+        here, there = self.wire.ends
+        assert self._admission.refusal(self._request) is None
+        session = RankSession(here, self._request, at_once)
+        here.start(session)
+        assert self._admission.admit(session)
+        self.joined += 1
+        return there

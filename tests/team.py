@@ -6,17 +6,10 @@ from collections import Counter
 from collections.abc import Sequence
 
 import anyio
+from helpers import kill
 
 import stream_balancer as sb
-from stream_balancer.rank.feed import RankFeed
-from stream_balancer.transport.memory import MemoryTransport
-from stream_balancer.transport.rank_port import RankPort
-
-
-def kill(feed: RankFeed) -> None:
-    port = feed._port
-    assert isinstance(port, RankPort)
-    port.abort()
+from stream_balancer.testing import MemoryNetwork
 
 
 class KilledError(Exception):
@@ -30,9 +23,9 @@ class Team:
     others, or having "met" them, before it acknowledges.
     """
 
-    def __init__(self, transport: MemoryTransport, die: dict[int, tuple[int, str]] | None = None) -> None:
+    def __init__(self, transport: MemoryNetwork, die: dict[int, tuple[int, str]] | None = None) -> None:
         self.transport, self.die = transport, die or {}
-        self.feeds: dict[int, RankFeed] = {}
+        self.feeds: dict[int, sb.RankFeed] = {}
         self.met: dict[int, Counter[str]] = {}
         """By step: how often each rollout is in the gradient, after all denominators."""
         self.denominators: dict[int, set[tuple[int, int]]] = {}
@@ -43,7 +36,7 @@ class Team:
         self._met: dict[int, anyio.Event] = {}
 
     async def train(self, rank: int, *, incarnation: int = 0, seconds: float = 1.0) -> None:
-        feed = self.feeds[rank] = RankFeed(self.transport.connect(rank, incarnation=incarnation))
+        feed = self.feeds[rank] = sb.RankFeed(self.transport.connect(rank, incarnation=incarnation))
         try:
             async for batch in feed:
                 gradient: Counter[str] = Counter()

@@ -9,22 +9,19 @@ import anyio
 import pytest
 from anyio.abc import TaskGroup
 from anyio.lowlevel import checkpoint
-from helpers import settle, waiting
+from helpers import attend, settle, waiting, wire_of
 from test_cancellation import How, cancelled_after, config, ways
 
 import stream_balancer as sb
-from stream_balancer.controller.producers import attend
-from stream_balancer.producer.client import connect
-from stream_balancer.testing import make_rollout, make_rollouts
-from stream_balancer.transport.memory import MemoryTransport
+from stream_balancer.testing import MemoryNetwork, make_rollout, make_rollouts
 
 
 @asynccontextmanager
-async def attended() -> AsyncIterator[tuple[sb.StreamBalancer, MemoryTransport, TaskGroup]]:
+async def attended() -> AsyncIterator[tuple[sb.StreamBalancer, MemoryNetwork, TaskGroup]]:
     """A balancer that takes producers' puts."""
     async with (
         sb.StreamBalancer(config()) as balancer,
-        MemoryTransport(dp_size=2) as transport,
+        MemoryNetwork(dp_size=2) as transport,
         anyio.create_task_group() as tasks,
     ):
         tasks.start_soon(attend, balancer, transport)
@@ -34,7 +31,7 @@ async def attended() -> AsyncIterator[tuple[sb.StreamBalancer, MemoryTransport, 
 
 async def test_put_waits_while_the_balancer_is_full_and_errors_keep_their_words() -> None:
     async with attended() as (balancer, transport, tasks):
-        producer = connect(transport.connect_producer())
+        producer = sb.connect(transport.connect_producer())
         await settle()
         for rollout in make_rollouts([3] * 4):
             await producer.put(rollout)
@@ -69,7 +66,7 @@ async def test_put_waits_while_the_balancer_is_full_and_errors_keep_their_words(
 async def test_a_cancelled_put_was_not_accepted(how: How, passes: int, held: bool) -> None:
     async with attended() as (balancer, transport, _):
         outlet = transport.connect_producer()
-        producer = connect(outlet)
+        producer = sb.connect(outlet)
         for rollout in make_rollouts([3] * 4):
             await producer.put(rollout)
         batches = balancer.batches()
@@ -79,11 +76,11 @@ async def test_a_cancelled_put_was_not_accepted(how: How, passes: int, held: boo
             for _ in range(4):
                 await checkpoint()
             if held:
-                outlet.wire.hold()  # the reply hangs in the wire
+                wire_of(outlet).hold()  # the reply hangs in the wire
             await anext(batches)
             for _ in range(6):
                 await checkpoint()
-            outlet.wire.release()
+            wire_of(outlet).release()
 
         async def victim() -> None:
             nonlocal returned
@@ -101,7 +98,7 @@ async def test_a_cancelled_put_was_not_accepted(how: How, passes: int, held: boo
 
 async def test_a_put_cancelled_while_it_waits_for_room_leaves_no_trace() -> None:
     async with attended() as (balancer, transport, _):
-        producer = connect(transport.connect_producer())
+        producer = sb.connect(transport.connect_producer())
         for rollout in make_rollouts([3] * 4):
             await producer.put(rollout)
         with anyio.move_on_after(1.0) as scope:
@@ -114,8 +111,8 @@ async def test_a_put_cancelled_while_it_waits_for_room_leaves_no_trace() -> None
 
 async def test_a_killed_producer_s_parked_put_is_withdrawn() -> None:
     async with attended() as (balancer, transport, tasks):
-        outlet, other = transport.connect_producer(), connect(transport.connect_producer())
-        producer = connect(outlet)
+        outlet, other = transport.connect_producer(), sb.connect(transport.connect_producer())
+        producer = sb.connect(outlet)
         for rollout in make_rollouts([3] * 4):
             await other.put(rollout)
 
@@ -126,7 +123,7 @@ async def test_a_killed_producer_s_parked_put_is_withdrawn() -> None:
         tasks.start_soon(pending)
         await settle()
         assert balancer.statistics().blocked_puts == 1
-        outlet.wire.cut("connection closed by peer")
+        wire_of(outlet).cut("connection closed by peer")
         await settle()
         assert balancer.statistics().blocked_puts == 0
         await anext(balancer.batches())
@@ -134,8 +131,8 @@ async def test_a_killed_producer_s_parked_put_is_withdrawn() -> None:
 
 
 async def test_without_attend_nothing_goes_in_not_even_at_once() -> None:
-    async with sb.StreamBalancer(config()) as balancer, MemoryTransport(dp_size=2) as transport:
-        producer = connect(transport.connect_producer())
+    async with sb.StreamBalancer(config()) as balancer, MemoryNetwork(dp_size=2) as transport:
+        producer = sb.connect(transport.connect_producer())
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(attend, balancer, transport)
             await settle()

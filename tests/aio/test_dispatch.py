@@ -8,77 +8,31 @@ from typing import Any
 
 import anyio
 import pytest
+from helpers import Rejoining, kill, settle
+from scripted import Filled
 
 import stream_balancer as sb
-from stream_balancer.controller.serve import serve
 from stream_balancer.errors import RankLostError
-from stream_balancer.rank.feed import RankFeed
-from stream_balancer.testing import make_rollout
-from stream_balancer.testing.scripted import rank_batch
-from stream_balancer.testing.transports import ScriptedBalancer, make_batch
-from stream_balancer.transport.channel import Channel, Outgoing
-from stream_balancer.transport.event_loop import at_once
-from stream_balancer.transport.memory import MemoryTransport
-from stream_balancer.transport.memory_channel import Wire
-from stream_balancer.transport.rank_port import RankPort
-from stream_balancer.transport.rank_session import RankSession
-from stream_balancer.types import Batch
-from stream_balancer.wire.messages import JoinRank, StepReport
+from stream_balancer.testing import MemoryNetwork, make_rollout
 
 
-class CountingBalancer(ScriptedBalancer):
-    """Also counts how many batches were taken."""
-
-    taken = 0
-
-    async def __anext__(self) -> Batch:
-        batch = await super().__anext__()
-        self.taken += 1
-        return batch
-
-
-def feeds_of(transport: MemoryTransport, *, depth: int = 2) -> list[RankFeed]:
-    return [RankFeed(transport.connect(rank, depth=depth)) for rank in range(transport.dp_size)]
-
-
-class NetworkThatBreaks:
-    """Joins a rank's port to a transport again, each time its connection is lost: as the controller lets it."""
-
-    def __init__(self, transport: MemoryTransport) -> None:
-        self._admission = transport.admission
-        self._request = JoinRank(0, 1, 0, depth=2, max_batch_bytes=2**20, feed_id=b"one feed")
-        self.joined = 0
-        self.port = RankPort(self._join(), self._request, reconnect=self._join)
-        self.port.start()
-
-    def _join(self) -> Channel:
-        self.wire = Wire()
-        here, there = self.wire.ends
-        assert self._admission.refusal(self._request) is None
-        session = RankSession(here, self._request, at_once)
-        here.start(session)
-        assert self._admission.admit(session)
-        self.joined += 1
-        return there
-
-    def break_for_the_rank(self) -> None:
-        """The controller has noticed nothing when the rank joins again."""
-        self.wire.cut("the network broke", seen_by=[1])
+def feeds_of(transport: MemoryNetwork, *, depth: int = 2) -> list[sb.RankFeed]:
+    return [sb.RankFeed(transport.connect(rank, depth=depth)) for rank in range(transport.dp_size)]
 
 
 async def test_a_rank_that_joins_again_before_its_loss_is_known_is_not_busy() -> None:
     got: list[str] = []
     config = sb.BalancerConfig(dp_size=1, batch_size=2, window=4)
-    async with sb.StreamBalancer(config) as balancer, MemoryTransport(dp_size=1) as transport:
-        network = NetworkThatBreaks(transport)
+    async with sb.StreamBalancer(config) as balancer, MemoryNetwork(dp_size=1) as transport:
+        network = Rejoining(transport)
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(partial(serve, rejoin_timeout_s=1.0), balancer, transport)
+            tasks.start_soon(partial(sb.serve, rejoin_timeout_s=1.0), balancer, transport)
             for n in range(12):
                 tasks.start_soon(balancer.put, make_rollout(3, str(n)))
-            async for share in RankFeed(network.port):
+            async for share in sb.RankFeed(network.port):
                 got += [r.rollout_id for r in share.rollouts if not r.is_padding]
                 if share.step < 3:
-                    network.break_for_the_rank()
+                    network.wire.cut("the network broke", seen_by=[1])
                     await settle()
                 elif share.step == 3:
                     balancer.end()
@@ -91,13 +45,12 @@ async def test_a_rank_that_joins_again_before_its_loss_is_known_is_not_busy() ->
 async def test_a_connection_that_breaks_after_the_end_is_joined_again(report_is_lost: bool) -> None:
     """Else ``serve`` would wait for ever for what the rank has done."""
     got: list[int] = []
-    balancer = ScriptedBalancer([make_batch(step, 1) for step in range(3)])
-    async with MemoryTransport(dp_size=1) as transport:
-        network = NetworkThatBreaks(transport)
+    async with Filled(3, 1) as filled, MemoryNetwork(dp_size=1) as transport:
+        network = Rejoining(transport)
         with anyio.fail_after(5):
             async with anyio.create_task_group() as tasks:
-                tasks.start_soon(partial(serve, rejoin_timeout_s=math.inf), balancer, transport)
-                async with RankFeed(network.port) as feed:
+                tasks.start_soon(partial(sb.serve, rejoin_timeout_s=math.inf), filled.balancer, transport)
+                async with sb.RankFeed(network.port) as feed:
                     async for share in feed:
                         got.append(share.step)
                         await settle()
@@ -105,64 +58,35 @@ async def test_a_connection_that_breaks_after_the_end_is_joined_again(report_is_
                             if report_is_lost:
                                 network.wire.hold()
                                 share.ack()
-                            network.break_for_the_rank()
+                            network.wire.cut("the network broke", seen_by=[1])
     assert got == [0, 1, 2]
-    assert balancer.acknowledged == [0, 1, 2]
+    assert filled.acknowledged_steps == [0, 1, 2]
     assert network.joined == 2
 
 
-async def test_a_rank_that_breaks_the_protocol_does_not_come_again() -> None:
-    """Else it would do the same for ever: the connection that ends looks like one that broke."""
-    balancer = ScriptedBalancer([make_batch(step, 1) for step in range(3)])
-    async with MemoryTransport(dp_size=1) as transport:
-        network = NetworkThatBreaks(transport)
-        with anyio.move_on_after(60) as scope:
-            async with anyio.create_task_group() as tasks:
-                tasks.start_soon(partial(serve, rejoin_timeout_s=math.inf), balancer, transport)
-                async with RankFeed(network.port) as feed:
-                    await anext(feed)
-                    network.wire.ends[1].send(Outgoing(StepReport(7, 1.0)))
-                    with pytest.raises(sb.RankLostError, match="acknowledged step 7, which it was not working on"):
-                        [one async for one in feed]
-                tasks.cancel_scope.cancel()
-    assert not scope.cancelled_caught
-    assert network.joined == 1
-
-
-def kill(feed: RankFeed) -> None:
-    port = feed._port
-    assert isinstance(port, RankPort)
-    port.abort()
-
-
-async def settle() -> None:
-    await anyio.sleep(0.001)
-
-
 async def test_a_batch_is_taken_only_when_every_rank_has_room() -> None:
-    balancer = CountingBalancer([make_batch(step, 2) for step in range(10)])
-    transport = MemoryTransport(dp_size=2)
-    async with anyio.create_task_group() as tasks:
-        tasks.start_soon(serve, balancer, transport)
+    transport = MemoryNetwork(dp_size=2)
+    async with Filled(10, 2, capacity=80) as filled, anyio.create_task_group() as tasks:
+        tasks.start_soon(sb.serve, filled.balancer, transport)
         await settle()
-        assert balancer.taken == 0, "no rank is there yet"
-        first = RankFeed(transport.connect(0, depth=2))
+        assert len(filled.planned) == 0, "no rank is there yet"
+        first = sb.RankFeed(transport.connect(0, depth=2))
         await settle()
-        assert balancer.taken == 0, "only one of two ranks is there"
-        second = RankFeed(transport.connect(1, depth=5))
+        assert len(filled.planned) == 0, "only one of two ranks is there"
+        second = sb.RankFeed(transport.connect(1, depth=5))
         await settle()
-        assert balancer.taken == 2, "rank 0 has room for two"
+        assert len(filled.planned) == 2, "rank 0 has room for two"
         for _ in range(2):
             await anext(second)
         await settle()
-        assert balancer.taken == 2, "rank 0 still has no room"
+        assert len(filled.planned) == 2, "rank 0 still has no room"
         await anext(first)
         await settle()
-        assert balancer.taken == 3
-        assert balancer.acknowledged == []
+        assert len(filled.planned) == 3
+        assert filled.acknowledged_steps == []
         await anext(first)
         await settle()
-        assert balancer.acknowledged == [0], "both ranks are past step 0"
+        assert filled.acknowledged_steps == [0], "both ranks are past step 0"
         tasks.cancel_scope.cancel()
 
 
@@ -170,13 +94,13 @@ async def test_a_real_balancer_loses_nothing_end_to_end() -> None:
     config = sb.BalancerConfig(dp_size=3, batch_size=12, window=24, deadline_s=5.0)
     got: list[str] = []
 
-    async def train(feed: RankFeed) -> None:
+    async def train(feed: sb.RankFeed) -> None:
         async for share in feed:
             got.extend(r.rollout_id for r in share.rollouts if not r.is_padding)
 
-    async with sb.StreamBalancer(config) as balancer, MemoryTransport(dp_size=3) as transport:
+    async with sb.StreamBalancer(config) as balancer, MemoryNetwork(dp_size=3) as transport:
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(serve, balancer, transport)
+            tasks.start_soon(sb.serve, balancer, transport)
             for feed in feeds_of(transport):
                 tasks.start_soon(train, feed)
             for number in range(100):
@@ -190,12 +114,12 @@ async def test_a_real_balancer_loses_nothing_end_to_end() -> None:
 
 async def test_cancelled_serve_leaves_everything_in_flight_and_the_next_one_delivers_it() -> None:
     config = sb.BalancerConfig(dp_size=2, batch_size=4, window=8, deadline_s=None)
-    async with sb.StreamBalancer(config) as balancer, MemoryTransport(dp_size=2) as transport:
+    async with sb.StreamBalancer(config) as balancer, MemoryNetwork(dp_size=2) as transport:
         for number in range(16):
             balancer.put_nowait(make_rollout(3, f"r{number}"))
         feeds = feeds_of(transport)
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(serve, balancer, transport)
+            tasks.start_soon(sb.serve, balancer, transport)
             lost = [await anext(feed) for feed in feeds]
             tasks.cancel_scope.cancel()
         statistics = balancer.statistics()
@@ -209,14 +133,14 @@ async def test_cancelled_serve_leaves_everything_in_flight_and_the_next_one_deli
         balancer.end()
         got: list[list[tuple[int, str]]] = [[], []]
 
-        async def train(rank: int, feed: RankFeed) -> None:
+        async def train(rank: int, feed: sb.RankFeed) -> None:
             async for share in feed:
                 got[rank] += [(share.step, r.rollout_id) for r in share.rollouts]
 
         async with anyio.create_task_group() as tasks:
             for rank in range(2):
-                tasks.start_soon(train, rank, RankFeed(transport.connect(rank, incarnation=1)))
-            await serve(balancer, transport)
+                tasks.start_soon(train, rank, sb.RankFeed(transport.connect(rank, incarnation=1)))
+            await sb.serve(balancer, transport)
         assert sorted(name for rank in got for _, name in rank) == sorted(f"r{number}" for number in range(16))
         for rank in range(2):
             assert [name for step, name in got[rank] if step == 0] == [r.rollout_id for r in lost[rank].rollouts]
@@ -224,12 +148,11 @@ async def test_cancelled_serve_leaves_everything_in_flight_and_the_next_one_deli
 
 
 async def test_a_lost_rank_is_waited_for_exactly_so_long() -> None:
-    balancer = ScriptedBalancer([make_batch(step, 1) for step in range(4)], hold=True)
-    transport = MemoryTransport(dp_size=1)
-    async with anyio.create_task_group() as tasks:
+    transport = MemoryNetwork(dp_size=1)
+    async with Filled(4, 1, hold=True) as filled, anyio.create_task_group() as tasks:
 
         async def rank() -> None:
-            feed = RankFeed(transport.connect(0))
+            feed = sb.RankFeed(transport.connect(0))
             await anext(feed)
             await anyio.sleep(10)
             kill(feed)
@@ -237,72 +160,41 @@ async def test_a_lost_rank_is_waited_for_exactly_so_long() -> None:
         tasks.start_soon(rank)
         began = anyio.current_time()
         with pytest.raises(RankLostError, match="rank 0") as caught:
-            await serve(balancer, transport, rejoin_timeout_s=60)
+            await sb.serve(filled.balancer, transport, rejoin_timeout_s=60)
         assert anyio.current_time() - began == pytest.approx(70.0)
         assert caught.value.rank == 0
 
 
 async def test_a_rank_lost_after_its_last_acknowledgement_is_no_loss() -> None:
-    balancer = ScriptedBalancer([make_batch(0, 2)])
-    transport = MemoryTransport(dp_size=2)
+    transport = MemoryNetwork(dp_size=2)
 
     async def dies_at_the_end() -> None:
-        feed = RankFeed(transport.connect(1))
+        feed = sb.RankFeed(transport.connect(1))
         (await anext(feed)).ack()
         await settle()
         kill(feed)
 
     async def stays() -> None:
-        async for _ in RankFeed(transport.connect(0)):
+        async for _ in sb.RankFeed(transport.connect(0)):
             await anyio.sleep(1)
 
-    async with anyio.create_task_group() as tasks:
+    async with Filled(1, 2) as filled, anyio.create_task_group() as tasks:
         tasks.start_soon(stays)
         tasks.start_soon(dies_at_the_end)
-        await serve(balancer, transport)
-    assert balancer.acknowledged == [0]
-
-
-async def test_a_share_that_cannot_be_sent_is_told_by_serve() -> None:
-    batch = make_batch(0, 1)
-    odd = make_rollout(3, "odd")
-    first = batch.ranks[0].micro_batches[0]
-    mixed = rank_batch([first.rollouts[0], odd])
-    bad = Batch(
-        step=0, reason="window", ranks=(mixed,), num_rollouts=2, num_tokens=8, loads=(1.0,), finish=1.0, lower_bound=1.0
-    )
-    balancer = ScriptedBalancer([bad])
-    transport = MemoryTransport(dp_size=1)
-    RankFeed(transport.connect(0))
-    with pytest.raises(sb.RolloutError, match="'odd' has columns"):
-        await serve(balancer, transport)
-    assert balancer.acknowledged == []
+        await sb.serve(filled.balancer, transport)
+        assert filled.acknowledged_steps == [0]
 
 
 @pytest.mark.parametrize("value", [-1, math.nan])
 async def test_a_bad_timeout_is_refused(value: float) -> None:
     with pytest.raises(ValueError, match="rejoin_timeout_s must be >= 0"):
-        await serve(ScriptedBalancer([]), MemoryTransport(dp_size=1), rejoin_timeout_s=value)
-
-
-async def test_the_balancer_failing_ends_serve_with_its_error() -> None:
-    class Failing(ScriptedBalancer):
-        async def __anext__(self) -> Batch:
-            raise LookupError("boom")
-
-    transport = MemoryTransport(dp_size=1)
-    feed = RankFeed(transport.connect(0))
-    with pytest.raises(LookupError, match="boom"):
-        await serve(Failing([]), transport)
-    with pytest.raises(RankLostError):
-        await anext(feed)
+        await sb.serve(sb.StreamBalancer(a_config()), MemoryNetwork(dp_size=2), rejoin_timeout_s=value)
 
 
 async def test_nothing_wakes_up_while_idle() -> None:
-    balancer = ScriptedBalancer([make_batch(0, 2)], hold=True)
-    transport = MemoryTransport(dp_size=2)
-    async with anyio.create_task_group() as tasks:
-        tasks.start_soon(serve, balancer, transport)
+    transport = MemoryNetwork(dp_size=2)
+    async with Filled(1, 2, hold=True) as filled, anyio.create_task_group() as tasks:
+        tasks.start_soon(sb.serve, filled.balancer, transport)
         feeds = feeds_of(transport)
         for feed in feeds:
             await anext(feed)
@@ -318,16 +210,16 @@ def reports(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 async def test_a_stall_is_explained_and_again_when_it_has_doubled(caplog: pytest.LogCaptureFixture) -> None:
     config = sb.BalancerConfig(dp_size=2, batch_size=4, window=8)
-    transport = MemoryTransport(dp_size=2)
+    transport = MemoryNetwork(dp_size=2)
     async with sb.StreamBalancer(config) as balancer, transport, anyio.create_task_group() as tasks:
-        tasks.start_soon(serve, balancer, transport)
-        first = RankFeed(transport.connect(0, depth=1))
+        tasks.start_soon(sb.serve, balancer, transport)
+        first = sb.RankFeed(transport.connect(0, depth=1))
         for number in range(3):
             balancer.put_nowait(make_rollout(3, f"r{number}"))
         await anyio.sleep(61)
         why = "3 of 8 rollouts wait, the oldest for 60 s; no deadline_s is set"
         assert reports(caplog) == [f"no batch for 60 s: rank 1 has not connected in 60 s; {why}"]
-        second = RankFeed(transport.connect(1, depth=1))
+        second = sb.RankFeed(transport.connect(1, depth=1))
         await anyio.sleep(178)
         why = why.replace("60 s", "120 s")
         assert reports(caplog)[1:] == [f"no batch for 120 s: {why}"]
@@ -345,45 +237,45 @@ async def test_a_stall_is_explained_and_again_when_it_has_doubled(caplog: pytest
             tasks.start_soon(drain, feed)
 
 
-async def drain(feed: RankFeed) -> None:
+async def drain(feed: sb.RankFeed) -> None:
     async for _ in feed:
         pass
 
 
 async def test_ranks_that_do_not_finish_are_named(caplog: pytest.LogCaptureFixture) -> None:
-    balancer = ScriptedBalancer([make_batch(0, 2)])
-    transport = MemoryTransport(dp_size=2)
+    transport = MemoryNetwork(dp_size=2)
 
     async def slow() -> None:
-        async for _ in RankFeed(transport.connect(1)):
+        async for _ in sb.RankFeed(transport.connect(1)):
             await anyio.sleep(100)
 
-    async with anyio.create_task_group() as tasks:
+    async with Filled(1, 2) as filled, anyio.create_task_group() as tasks:
         tasks.start_soon(slow)
-        tasks.start_soon(drain, RankFeed(transport.connect(0)))
-        await serve(balancer, transport, report_after_s=30)
+        tasks.start_soon(drain, sb.RankFeed(transport.connect(0)))
+        await sb.serve(filled.balancer, transport, report_after_s=30)
     assert reports(caplog) == [
         f"all batches were sent {seconds} s ago; not yet done with them: ranks [1]" for seconds in (30, 60)
     ]
 
 
 async def test_no_report_where_none_is_wanted(caplog: pytest.LogCaptureFixture) -> None:
-    with anyio.move_on_after(100_000):
-        await serve(ScriptedBalancer([], hold=True), MemoryTransport(dp_size=1), report_after_s=math.inf)
+    async with Filled(0, 1, hold=True) as filled:
+        with anyio.move_on_after(100_000):
+            await sb.serve(filled.balancer, MemoryNetwork(dp_size=1), report_after_s=math.inf)
     assert reports(caplog) == []
 
 
 @pytest.mark.parametrize("value", [0, -1, math.nan])
 async def test_a_bad_report_time_is_refused(value: float) -> None:
     with pytest.raises(ValueError, match="report_after_s must be > 0"):
-        await serve(ScriptedBalancer([]), MemoryTransport(dp_size=1), report_after_s=value)
+        await sb.serve(sb.StreamBalancer(a_config()), MemoryNetwork(dp_size=2), report_after_s=value)
 
 
 async def test_seconds_the_trainer_timed_reach_the_cost_model() -> None:
     config = sb.BalancerConfig(dp_size=2, batch_size=4, window=4, cost=sb.CalibratedCost())
-    transport = MemoryTransport(dp_size=2)
+    transport = MemoryNetwork(dp_size=2)
 
-    async def rank(feed: RankFeed, slowness: float) -> None:
+    async def rank(feed: sb.RankFeed, slowness: float) -> None:
         async for batch in feed:
             for _ in batch.micro_batches:
                 with feed.timed():
@@ -391,7 +283,7 @@ async def test_seconds_the_trainer_timed_reach_the_cost_model() -> None:
             feed.add_compute_s(slowness * batch.num_tokens)
 
     async with sb.StreamBalancer(config) as balancer, anyio.create_task_group() as tasks:
-        tasks.start_soon(serve, balancer, transport)
+        tasks.start_soon(sb.serve, balancer, transport)
         for feed, slowness in zip(feeds_of(transport), (1.0, 2.0), strict=True):
             tasks.start_soon(rank, feed, slowness)
         for n in range(80):
@@ -405,9 +297,9 @@ async def test_seconds_the_trainer_timed_reach_the_cost_model() -> None:
 
 async def test_without_timing_the_cost_model_stays_at_its_prior() -> None:
     config = sb.BalancerConfig(dp_size=1, batch_size=1, window=1, capacity=8, max_skips=8, cost=sb.CalibratedCost())
-    transport = MemoryTransport(dp_size=1)
+    transport = MemoryNetwork(dp_size=1)
     async with sb.StreamBalancer(config) as balancer, anyio.create_task_group() as tasks:
-        tasks.start_soon(serve, balancer, transport)
+        tasks.start_soon(sb.serve, balancer, transport)
         for n in range(4):
             await balancer.put(make_rollout(10 + n, rollout_id=f"r{n}"))
         balancer.end()
@@ -419,7 +311,7 @@ async def test_without_timing_the_cost_model_stays_at_its_prior() -> None:
 
 
 def test_a_trainer_cannot_have_computed_for_less_than_nothing() -> None:
-    (feed,) = feeds_of(MemoryTransport(dp_size=1))
+    (feed,) = feeds_of(MemoryNetwork(dp_size=1))
     for seconds in (-1.0, math.nan, math.inf):
         with pytest.raises(ValueError, match="add_compute_s"):
             feed.add_compute_s(seconds)
@@ -438,11 +330,11 @@ async def filled(balancer: sb.StreamBalancer, steps: int) -> None:
         await balancer.put(make_rollout(4, f"r{number}"))
 
 
-async def all_steps(feeds: list[RankFeed]) -> list[list[int]]:
+async def all_steps(feeds: list[sb.RankFeed]) -> list[list[int]]:
     """What each feed still gives, side by side."""
     got: list[list[int]] = [[] for _ in feeds]
 
-    async def collect(feed: RankFeed, into: list[int]) -> None:
+    async def collect(feed: sb.RankFeed, into: list[int]) -> None:
         into.extend([batch.step async for batch in feed])
 
     with anyio.fail_after(1000):
@@ -453,7 +345,7 @@ async def all_steps(feeds: list[RankFeed]) -> list[list[int]]:
 
 
 async def test_a_step_that_was_given_up_leaves_a_gap_and_nothing_else() -> None:
-    transport = MemoryTransport(dp_size=2)
+    transport = MemoryNetwork(dp_size=2)
     async with sb.StreamBalancer(a_config(capacity=64)) as balancer:
         await filled(balancer, 4)
         taken = balancer.batches(auto_ack=False)
@@ -462,13 +354,13 @@ async def test_a_step_that_was_given_up_leaves_a_gap_and_nothing_else() -> None:
         balancer.acknowledge(1)
         balancer.end()
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(serve, balancer, transport)
+            tasks.start_soon(sb.serve, balancer, transport)
             assert await all_steps(feeds_of(transport)) == [[0, 2, 3], [0, 2, 3]]
         assert balancer.statistics().acknowledged == 8
 
 
 async def test_a_step_given_back_before_serve_comes_in_its_place() -> None:
-    transport = MemoryTransport(dp_size=2)
+    transport = MemoryNetwork(dp_size=2)
     async with sb.StreamBalancer(a_config(capacity=64)) as balancer:
         await filled(balancer, 3)
         taken = balancer.batches(auto_ack=False)
@@ -477,18 +369,18 @@ async def test_a_step_given_back_before_serve_comes_in_its_place() -> None:
         balancer.nack(0)
         balancer.end()
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(serve, balancer, transport)
+            tasks.start_soon(sb.serve, balancer, transport)
             assert await all_steps(feeds_of(transport)) == [[0, 1, 2], [0, 1, 2]]
 
 
 @pytest.mark.parametrize("how", ["acknowledge", "acknowledge_through"])
 async def test_the_user_and_the_ranks_may_both_acknowledge(how: str) -> None:
-    transport = MemoryTransport(dp_size=2)
+    transport = MemoryNetwork(dp_size=2)
     async with sb.StreamBalancer(a_config(capacity=64)) as balancer:
         await filled(balancer, 3)
         balancer.end()
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(serve, balancer, transport)
+            tasks.start_soon(sb.serve, balancer, transport)
             feeds = feeds_of(transport)
             for feed in feeds:
                 assert (await anext(feed)).step == 0
@@ -499,12 +391,12 @@ async def test_the_user_and_the_ranks_may_both_acknowledge(how: str) -> None:
 
 
 async def test_what_a_checkpoint_holds_is_not_delivered_to_a_rank_that_comes_back() -> None:
-    transport = MemoryTransport(dp_size=2)
+    transport = MemoryNetwork(dp_size=2)
     async with sb.StreamBalancer(a_config(capacity=64)) as balancer:
         await filled(balancer, 3)
         balancer.end()
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(partial(serve, balancer, transport, rejoin_timeout_s=math.inf))
+            tasks.start_soon(partial(sb.serve, balancer, transport, rejoin_timeout_s=math.inf))
             healthy, victim = feeds_of(transport, depth=4)
             for feed in (healthy, victim):
                 for step in range(2):
@@ -512,19 +404,19 @@ async def test_what_a_checkpoint_holds_is_not_delivered_to_a_rank_that_comes_bac
             await settle()
             kill(victim)
             balancer.acknowledge_through(1)
-            again = RankFeed(transport.connect(1, incarnation=1))
+            again = sb.RankFeed(transport.connect(1, incarnation=1))
             assert await all_steps([again, healthy]) == [[2], [2]]
         stats = balancer.statistics()
         assert (stats.acknowledged, stats.in_flight) == (6, 0)
 
 
 async def test_nack_while_serve_delivers_is_refused_where_it_is_called() -> None:
-    transport = MemoryTransport(dp_size=2)
+    transport = MemoryNetwork(dp_size=2)
     async with sb.StreamBalancer(a_config(capacity=64)) as balancer:
         await filled(balancer, 2)
         balancer.end()
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(serve, balancer, transport)
+            tasks.start_soon(sb.serve, balancer, transport)
             feeds = feeds_of(transport)
             await settle()
             with pytest.raises(ValueError, match="next incarnation"):
@@ -535,16 +427,15 @@ async def test_nack_while_serve_delivers_is_refused_where_it_is_called() -> None
 async def test_a_transport_for_another_number_of_ranks_is_refused_at_once() -> None:
     async with sb.StreamBalancer(a_config()) as balancer:
         with pytest.raises(ValueError, match=r"dp_size=4.*dp_size=2"):
-            await serve(balancer, MemoryTransport(dp_size=4))
+            await sb.serve(balancer, MemoryNetwork(dp_size=4))
 
 
 @pytest.mark.parametrize("rejoin_timeout_s", [0.0, 10.0])
 async def test_a_rank_that_died_before_serve_began_has_not_come_yet(rejoin_timeout_s: float) -> None:
-    transport = MemoryTransport(dp_size=1)
-    balancer = ScriptedBalancer([make_batch(step, 1) for step in range(2)])
-    kill(RankFeed(transport.connect(0)))
-    async with anyio.create_task_group() as tasks:
-        tasks.start_soon(partial(serve, balancer, transport, rejoin_timeout_s=rejoin_timeout_s))
+    transport = MemoryNetwork(dp_size=1)
+    kill(sb.RankFeed(transport.connect(0)))
+    async with Filled(2, 1) as filled, anyio.create_task_group() as tasks:
+        tasks.start_soon(partial(sb.serve, filled.balancer, transport, rejoin_timeout_s=rejoin_timeout_s))
         await anyio.sleep(1000)  # as long as any rank that starts late
-        assert await all_steps([RankFeed(transport.connect(0, incarnation=1))]) == [[0, 1]]
-    assert balancer.acknowledged == [0, 1]
+        assert await all_steps([sb.RankFeed(transport.connect(0, incarnation=1))]) == [[0, 1]]
+    assert filled.acknowledged_steps == [0, 1]

@@ -14,15 +14,11 @@ from typing import Any
 import anyio
 import pytest
 from anyio.abc import TaskGroup
-from helpers import settle
-from team import Team, check_exact, kill
+from helpers import kill, settle
+from team import Team, check_exact
 
 import stream_balancer as sb
-from stream_balancer.controller.serve import serve
-from stream_balancer.rank.feed import RankFeed
-from stream_balancer.testing import make_rollout
-from stream_balancer.transport.memory import MemoryTransport
-from stream_balancer.wire.messages import PartsDone, PayloadsFetched, StepReport
+from stream_balancer.testing import MemoryNetwork, make_rollout
 
 
 def knobs(dp_size: int, **more: object) -> sb.BalancerConfig:
@@ -32,7 +28,7 @@ def knobs(dp_size: int, **more: object) -> sb.BalancerConfig:
 class Trainers:
     """Ranks that train, each until its iteration ends; what they have trained on."""
 
-    def __init__(self, transport: MemoryTransport) -> None:
+    def __init__(self, transport: MemoryNetwork) -> None:
         self.transport = transport
         self.trained: Counter[str] = Counter()
         self.sizes: dict[int, list[int]] = {}
@@ -40,7 +36,7 @@ class Trainers:
         self.ended: list[int] = []
 
     async def train(self, rank: int, seconds: float = 0.0, *, incarnation: int = 0) -> None:
-        async for share in RankFeed(self.transport.connect(rank, incarnation=incarnation)):
+        async for share in sb.RankFeed(self.transport.connect(rank, incarnation=incarnation)):
             await anyio.sleep(seconds)
             assert (share.rank, share.dp_size > rank) == (rank, True)
             self.trained.update(r.rollout_id for r in share.rollouts if not r.is_padding)
@@ -56,10 +52,10 @@ async def put(balancer: sb.StreamBalancer, name: str, number: int) -> None:
 @asynccontextmanager
 async def training(dp_size: int, seconds: float = 0.0) -> AsyncIterator[tuple[sb.StreamBalancer, Trainers, TaskGroup]]:
     """So many ranks train, ``seconds`` a step, and have been given the first; on leaving, until the end."""
-    async with sb.StreamBalancer(knobs(dp_size)) as balancer, MemoryTransport(dp_size=dp_size) as transport:
+    async with sb.StreamBalancer(knobs(dp_size)) as balancer, MemoryNetwork(dp_size=dp_size) as transport:
         trainers = Trainers(transport)
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(serve, balancer, transport)
+            tasks.start_soon(sb.serve, balancer, transport)
             for rank in range(dp_size):
                 tasks.start_soon(trainers.train, rank, seconds)
             await put(balancer, "a", 12)
@@ -83,7 +79,7 @@ async def test_fewer_ranks_from_the_next_batch_on() -> None:
 async def test_more_ranks_once_they_are_wanted() -> None:
     async with training(2) as (balancer, trainers, tasks):
         with pytest.raises(ValueError, match="announces dp_size=3, but the controller balances for dp_size=2"):
-            await anext(RankFeed(trainers.transport.connect(2, dp_size=3)))
+            await anext(sb.RankFeed(trainers.transport.connect(2, dp_size=3)))
         balancer.reconfigure(dp_size=3)
         await put(balancer, "b", 12)
         await settle()
@@ -139,14 +135,14 @@ async def test_a_batch_that_is_given_again_is_planned_for_the_ranks_there_are() 
 @pytest.mark.parametrize("resized_first", [True, False])
 async def test_a_lost_rank_that_is_no_more_is_not_waited_for(resized_first: bool) -> None:
     """``serve`` raises, and the next one has the steps planned for the others."""
-    async with sb.StreamBalancer(knobs(2)) as balancer, MemoryTransport(dp_size=2) as transport:
-        feeds = [RankFeed(transport.connect(rank)) for rank in range(2)]
+    async with sb.StreamBalancer(knobs(2)) as balancer, MemoryNetwork(dp_size=2) as transport:
+        feeds = [sb.RankFeed(transport.connect(rank)) for rank in range(2)]
         await put(balancer, "a", 12)
         failures: list[sb.RankLostError] = []
 
         async def serve_alone() -> None:
             try:
-                await serve(balancer, transport, rejoin_timeout_s=math.inf)
+                await sb.serve(balancer, transport, rejoin_timeout_s=math.inf)
             except sb.RankLostError as error:
                 failures.append(error)
 
@@ -165,7 +161,7 @@ async def test_a_lost_rank_that_is_no_more_is_not_waited_for(resized_first: bool
             await anext(feeds[0])
         trainers = Trainers(transport)
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(serve, balancer, transport)
+            tasks.start_soon(sb.serve, balancer, transport)
             tasks.start_soon(trainers.train, 0)
             balancer.end()
         assert trainers.sizes == {0: [1]}
@@ -175,7 +171,7 @@ async def test_a_lost_rank_that_is_no_more_is_not_waited_for(resized_first: bool
 @pytest.mark.parametrize("seed", range(5))
 async def test_whatever_the_order_of_changes_every_rollout_is_trained_on_once(seed: int) -> None:
     chance = random.Random(seed)
-    async with sb.StreamBalancer(knobs(2, capacity=48)) as balancer, MemoryTransport(dp_size=2) as transport:
+    async with sb.StreamBalancer(knobs(2, capacity=48)) as balancer, MemoryNetwork(dp_size=2) as transport:
         trained: Counter[str] = Counter()
 
         async def train(rank: int) -> None:
@@ -184,13 +180,13 @@ async def test_whatever_the_order_of_changes_every_rollout_is_trained_on_once(se
                 if (rank < transport.dp_size and not (session := transport.admission.sessions.get(("", rank)))) or (
                     rank < transport.dp_size and session is not None and not session.live
                 ):
-                    async for share in RankFeed(transport.connect(rank, depth=chance.randint(1, 3))):
+                    async for share in sb.RankFeed(transport.connect(rank, depth=chance.randint(1, 3))):
                         await anyio.sleep(chance.choice([0.0, 0.5, 3.0]))
                         trained.update(r.rollout_id for r in share.rollouts if not r.is_padding)
                 await anyio.sleep(1.0)
 
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(partial(serve, report_after_s=math.inf), balancer, transport)
+            tasks.start_soon(partial(sb.serve, report_after_s=math.inf), balancer, transport)
             for rank in range(4):
                 tasks.start_soon(train, rank)
             for n in range(200):
@@ -208,10 +204,10 @@ async def test_whatever_the_order_of_changes_every_rollout_is_trained_on_once(se
 
 
 async def run_team(
-    balancer: sb.StreamBalancer, transport: MemoryTransport, team: Team, *, rollouts: int = 60, **options: Any
+    balancer: sb.StreamBalancer, transport: MemoryNetwork, team: Team, *, rollouts: int = 60, **options: Any
 ) -> None:
     async with anyio.create_task_group() as tasks:
-        tasks.start_soon(partial(serve, on_rank_loss="replan", **options), balancer, transport)
+        tasks.start_soon(partial(sb.serve, on_rank_loss="replan", **options), balancer, transport)
         for rank in range(transport.dp_size):
             tasks.start_soon(team.train, rank)
         await put(balancer, "r", rollouts)
@@ -224,7 +220,7 @@ WHENS = ["work", "asking", "meeting", "met"]
 @pytest.mark.parametrize("when", WHENS)
 @pytest.mark.parametrize("step", [0, 2, 4])
 async def test_what_a_lost_rank_owed_is_trained_on_by_the_others_in_the_same_step(step: int, when: str) -> None:
-    async with sb.StreamBalancer(knobs(4)) as balancer, MemoryTransport(dp_size=4) as transport:
+    async with sb.StreamBalancer(knobs(4)) as balancer, MemoryNetwork(dp_size=4) as transport:
         team = Team(transport, {1: (step, when)})
         await run_team(balancer, transport, team)
         check_exact(balancer, team)
@@ -238,7 +234,7 @@ async def test_what_a_lost_rank_owed_is_trained_on_by_the_others_in_the_same_ste
 
 
 async def test_healthy_ranks_take_over_nothing_and_agree_who_is_there() -> None:
-    async with sb.StreamBalancer(knobs(3)) as balancer, MemoryTransport(dp_size=3) as transport:
+    async with sb.StreamBalancer(knobs(3)) as balancer, MemoryNetwork(dp_size=3) as transport:
         team = Team(transport)
         await run_team(balancer, transport, team)
         check_exact(balancer, team)
@@ -248,7 +244,7 @@ async def test_healthy_ranks_take_over_nothing_and_agree_who_is_there() -> None:
 @pytest.mark.parametrize("second", WHENS)
 @pytest.mark.parametrize("first", WHENS)
 async def test_two_ranks_are_lost_in_one_step(first: str, second: str) -> None:
-    async with sb.StreamBalancer(knobs(4)) as balancer, MemoryTransport(dp_size=4) as transport:
+    async with sb.StreamBalancer(knobs(4)) as balancer, MemoryNetwork(dp_size=4) as transport:
         team = Team(transport, {0: (1, first), 2: (1, second)})
         await run_team(balancer, transport, team)
         check_exact(balancer, team)
@@ -256,7 +252,7 @@ async def test_two_ranks_are_lost_in_one_step(first: str, second: str) -> None:
 
 
 async def test_who_took_over_is_lost_too_and_the_last_one_does_it_all() -> None:
-    async with sb.StreamBalancer(knobs(4)) as balancer, MemoryTransport(dp_size=4) as transport:
+    async with sb.StreamBalancer(knobs(4)) as balancer, MemoryNetwork(dp_size=4) as transport:
         team = Team(transport, {0: (0, "work"), 1: (1, "asking"), 2: (1, "meeting")})
         await run_team(balancer, transport, team)
         check_exact(balancer, team)
@@ -265,7 +261,7 @@ async def test_who_took_over_is_lost_too_and_the_last_one_does_it_all() -> None:
 
 @pytest.mark.parametrize("lost", range(3))
 async def test_a_rank_that_owed_nothing_but_padding_is_given_up_while_the_others_ask(lost: int) -> None:
-    async with sb.StreamBalancer(knobs(3)) as balancer, MemoryTransport(dp_size=3) as transport:
+    async with sb.StreamBalancer(knobs(3)) as balancer, MemoryNetwork(dp_size=3) as transport:
         team = Team(transport, {lost: (0, "work")})
         with anyio.fail_after(300.0):
             await run_team(balancer, transport, team, rollouts=2, rejoin_timeout_s=30.0)
@@ -274,7 +270,7 @@ async def test_a_rank_that_owed_nothing_but_padding_is_given_up_while_the_others
 
 
 async def test_the_loss_of_the_last_rank_is_raised_and_the_next_serve_goes_on() -> None:
-    async with sb.StreamBalancer(knobs(2)) as balancer, MemoryTransport(dp_size=2) as transport:
+    async with sb.StreamBalancer(knobs(2)) as balancer, MemoryNetwork(dp_size=2) as transport:
         team = Team(transport, {0: (1, "work"), 1: (1, "meeting")})
         with pytest.raises(BaseExceptionGroup) as caught:
             await run_team(balancer, transport, team)
@@ -283,7 +279,7 @@ async def test_the_loss_of_the_last_rank_is_raised_and_the_next_serve_goes_on() 
         balancer.reconfigure(dp_size=2)
         team.die.clear()
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(partial(serve, on_rank_loss="replan"), balancer, transport)
+            tasks.start_soon(partial(sb.serve, on_rank_loss="replan"), balancer, transport)
             for rank in range(2):
                 tasks.start_soon(partial(team.train, rank, incarnation=1))
             balancer.end()
@@ -291,10 +287,10 @@ async def test_the_loss_of_the_last_rank_is_raised_and_the_next_serve_goes_on() 
 
 
 async def test_a_rank_that_is_back_in_time_is_waited_for() -> None:
-    async with sb.StreamBalancer(knobs(3)) as balancer, MemoryTransport(dp_size=3) as transport:
+    async with sb.StreamBalancer(knobs(3)) as balancer, MemoryNetwork(dp_size=3) as transport:
         team = Team(transport, {1: (1, "work")})
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(partial(serve, on_rank_loss="replan", rejoin_timeout_s=100.0), balancer, transport)
+            tasks.start_soon(partial(sb.serve, on_rank_loss="replan", rejoin_timeout_s=100.0), balancer, transport)
             for rank in range(3):
                 tasks.start_soon(team.train, rank)
             await put(balancer, "r", 60)
@@ -306,10 +302,10 @@ async def test_a_rank_that_is_back_in_time_is_waited_for() -> None:
 
 
 async def test_a_rank_that_was_given_up_takes_part_again_from_a_later_step() -> None:
-    async with sb.StreamBalancer(knobs(3)) as balancer, MemoryTransport(dp_size=3) as transport:
+    async with sb.StreamBalancer(knobs(3)) as balancer, MemoryNetwork(dp_size=3) as transport:
         team = Team(transport, {1: (1, "work")})
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(partial(serve, on_rank_loss="replan"), balancer, transport)
+            tasks.start_soon(partial(sb.serve, on_rank_loss="replan"), balancer, transport)
             for rank in range(3):
                 tasks.start_soon(team.train, rank)
             await put(balancer, "r", 60)
@@ -327,7 +323,7 @@ async def test_a_rank_that_was_given_up_takes_part_again_from_a_later_step() -> 
 async def test_speeds_stay_with_their_ranks() -> None:
     async with (
         sb.StreamBalancer(knobs(3, speeds=(1.0, 1.0, 0.5))) as balancer,
-        MemoryTransport(dp_size=3) as transport,
+        MemoryNetwork(dp_size=3) as transport,
     ):
         team = Team(transport, {1: (1, "work")})
         await run_team(balancer, transport, team)
@@ -337,13 +333,13 @@ async def test_speeds_stay_with_their_ranks() -> None:
 
 async def test_a_rank_without_whom_the_others_have_met_learns_it() -> None:
     """It asks again because its own all_reduce failed, though that of the others was through."""
-    async with sb.StreamBalancer(knobs(2)) as balancer, MemoryTransport(dp_size=2) as transport:
+    async with sb.StreamBalancer(knobs(2)) as balancer, MemoryNetwork(dp_size=2) as transport:
         await put(balancer, "r", 24)
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(partial(serve, on_rank_loss="replan"), balancer, transport)
-            feeds = [RankFeed(transport.connect(rank)) for rank in range(2)]
+            tasks.start_soon(partial(sb.serve, on_rank_loss="replan"), balancer, transport)
+            feeds = [sb.RankFeed(transport.connect(rank)) for rank in range(2)]
 
-            async def step(feed: RankFeed) -> list[sb.RankBatch]:
+            async def step(feed: sb.RankFeed) -> list[sb.RankBatch]:
                 own = await anext(feed)
                 return [own, *[part async for part in feed.reassigned()]]
 
@@ -366,68 +362,18 @@ async def test_a_rank_without_whom_the_others_have_met_learns_it() -> None:
         assert balancer.statistics().acknowledged == 24
 
 
-@pytest.mark.parametrize("report", [StepReport(7, 1.0), PayloadsFetched(0), PartsDone(7, 0), PartsDone(0, 1)], ids=str)
-async def test_a_rank_that_breaks_the_protocol_learns_that_it_is_lost(report: Any) -> None:
-    """Also where its next incarnation is waited for: it must not wait for batches that never come."""
-    async with sb.StreamBalancer(knobs(1)) as balancer, MemoryTransport(dp_size=1) as transport:
-        await put(balancer, "r", 12)
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(partial(serve, rejoin_timeout_s=math.inf), balancer, transport)
-            port = transport.connect(0)
-            feed = RankFeed(port)
-            await anext(feed)
-            port.report(report)
-            with pytest.raises(sb.RankLostError), anyio.fail_after(60.0):
-                await anext(feed)
-            tasks.start_soon(partial(Trainers(transport).train, 0, incarnation=1))
-            balancer.end()
-        assert balancer.statistics().acknowledged == 12
-
-
-@pytest.mark.parametrize("asks", ["before the loss", "while its part is on its way"])
-async def test_who_has_a_part_to_do_has_asked_for_nothing(asks: str) -> None:
-    """Its question is older than the part: the others would meet without what the part holds."""
-    async with sb.StreamBalancer(knobs(3)) as balancer, MemoryTransport(dp_size=3) as transport:
-        await put(balancer, "r", 12)
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(partial(serve, on_rank_loss="replan"), balancer, transport)
-            ports = [transport.connect(rank) for rank in range(3)]
-            feeds = [RankFeed(port) for port in ports]
-            for feed in feeds:
-                await anext(feed)
-            if asks == "before the loss":
-                ports[0].report(PartsDone(0, 0))
-                await settle()
-            kill(feeds[2])
-            await settle()
-            if asks != "before the loss":
-                ports[0].report(PartsDone(0, 0))
-            others, done = feeds[1].reassigned(), anyio.Event()
-
-            async def ask() -> None:
-                assert len([part async for part in others]) == 1
-                done.set()
-
-            tasks.start_soon(ask)
-            await settle()
-            assert not done.is_set()
-            ports[0].report(PartsDone(0, 1))
-            await settle()
-            assert others.ranks == (0, 1)
-            tasks.cancel_scope.cancel()
-
-
 async def test_who_is_lost_while_it_asks_is_waited_for_or_given_up() -> None:
-    async with sb.StreamBalancer(knobs(2)) as balancer, MemoryTransport(dp_size=2) as transport:
+    async with sb.StreamBalancer(knobs(2)) as balancer, MemoryNetwork(dp_size=2) as transport:
         await put(balancer, "r", 12)
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(partial(serve, on_rank_loss="replan", rejoin_timeout_s=60.0), balancer, transport)
-            ports = [transport.connect(rank) for rank in range(2)]
-            feeds = [RankFeed(port) for port in ports]
+            tasks.start_soon(partial(sb.serve, on_rank_loss="replan", rejoin_timeout_s=60.0), balancer, transport)
+            feeds = [sb.RankFeed(transport.connect(rank)) for rank in range(2)]
             for feed in feeds:
                 await anext(feed)
-            ports[1].report(PartsDone(0, 0))
-            await settle()
+            async with anyio.create_task_group() as asking:
+                asking.start_soon(anext, aiter(feeds[1].reassigned()))
+                await settle()
+                asking.cancel_scope.cancel()
             kill(feeds[1])
             await settle()
             others = feeds[0].reassigned()
@@ -444,14 +390,12 @@ async def test_who_asks_in_a_step_that_another_rank_has_done_learns_that_they_ha
     asks_first: bool, back: bool
 ) -> None:
     """Whichever message comes first, and though the other one is lost and back."""
-    async with sb.StreamBalancer(knobs(3)) as balancer, MemoryTransport(dp_size=3) as transport:
+    async with sb.StreamBalancer(knobs(3)) as balancer, MemoryNetwork(dp_size=3) as transport:
         await put(balancer, "r", 12)
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(partial(serve, on_rank_loss="replan", rejoin_timeout_s=60.0), balancer, transport)
-            ports = [transport.connect(rank) for rank in range(3)]
-            feeds = [RankFeed(port) for port in ports]
-            for feed in feeds:
-                await anext(feed)
+            tasks.start_soon(partial(sb.serve, on_rank_loss="replan", rejoin_timeout_s=60.0), balancer, transport)
+            feeds = [sb.RankFeed(transport.connect(rank)) for rank in range(3)]
+            first, *_ = [await anext(feed) for feed in feeds]
 
             async def ask() -> None:
                 with pytest.raises(sb.RankLostError), anyio.fail_after(30.0):
@@ -461,11 +405,11 @@ async def test_who_asks_in_a_step_that_another_rank_has_done_learns_that_they_ha
             if asks_first:
                 tasks.start_soon(ask)
             await settle()
-            ports[0].report(StepReport(0, 1.0))
+            first.ack()
             await settle()
             if back:
                 kill(feeds[0])
-                RankFeed(transport.connect(0, incarnation=1))
+                sb.RankFeed(transport.connect(0, incarnation=1))
                 await settle()
             if not asks_first:
                 tasks.start_soon(ask)
@@ -473,16 +417,16 @@ async def test_who_asks_in_a_step_that_another_rank_has_done_learns_that_they_ha
 
 async def test_a_rank_that_begins_a_step_again_has_not_met_in_it() -> None:
     """It was through with the step, and had not acknowledged it: its checkpoint is older."""
-    async with sb.StreamBalancer(knobs(1)) as balancer, MemoryTransport(dp_size=1) as transport:
+    async with sb.StreamBalancer(knobs(1)) as balancer, MemoryNetwork(dp_size=1) as transport:
         await put(balancer, "r", 12)
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(partial(serve, on_rank_loss="replan", rejoin_timeout_s=60.0), balancer, transport)
-            feed = RankFeed(transport.connect(0), auto_ack=False)
+            tasks.start_soon(partial(sb.serve, on_rank_loss="replan", rejoin_timeout_s=60.0), balancer, transport)
+            feed = sb.RankFeed(transport.connect(0), auto_ack=False)
             await anext(feed)
             with anyio.move_on_after(1.0):
                 await anext(feed)
             kill(feed)
-            feed = RankFeed(transport.connect(0, incarnation=1))
+            feed = sb.RankFeed(transport.connect(0, incarnation=1))
             assert (await anext(feed)).step == 0
             assert [part async for part in feed.reassigned()] == []
             balancer.end()
@@ -493,11 +437,11 @@ async def test_a_rank_that_begins_a_step_again_has_not_met_in_it() -> None:
 async def test_reassigned_needs_a_batch_in_hand() -> None:
     async with (
         sb.StreamBalancer(knobs(1)) as balancer,
-        MemoryTransport(dp_size=1) as transport,
+        MemoryNetwork(dp_size=1) as transport,
         anyio.create_task_group() as tasks,
     ):
-        tasks.start_soon(serve, balancer, transport)
-        feed = RankFeed(transport.connect(0))
+        tasks.start_soon(sb.serve, balancer, transport)
+        feed = sb.RankFeed(transport.connect(0))
         with pytest.raises(ValueError, match="the batch in hand, and there is none"):
             feed.reassigned()
         await put(balancer, "r", 12)
@@ -512,12 +456,12 @@ async def test_reassigned_needs_a_batch_in_hand() -> None:
 
 async def test_what_replanning_is_not_for_is_refused() -> None:
     with pytest.raises(ValueError, match="must be 'raise' or 'replan'"):
-        await serve(sb.StreamBalancer(knobs(1)), MemoryTransport(dp_size=1), on_rank_loss="wait")  # type: ignore[arg-type]
+        await sb.serve(sb.StreamBalancer(knobs(1)), MemoryNetwork(dp_size=1), on_rank_loss="wait")  # type: ignore[arg-type]
     rows = knobs(2, sync="micro_batch", max_tokens_per_micro_batch=100)
     with pytest.raises(sb.ConfigError, match="meet at every micro-batch"):
-        await serve(sb.StreamBalancer(rows), MemoryTransport(dp_size=2), on_rank_loss="replan")
+        await sb.serve(sb.StreamBalancer(rows), MemoryNetwork(dp_size=2), on_rank_loss="replan")
     with pytest.raises(sb.ConfigError, match="ranks meet several times in a step"):
-        await serve(sb.StreamBalancer(knobs(2, mini_batches=2)), MemoryTransport(dp_size=2), on_rank_loss="replan")
+        await sb.serve(sb.StreamBalancer(knobs(2, mini_batches=2)), MemoryNetwork(dp_size=2), on_rank_loss="replan")
 
 
 @pytest.mark.parametrize("seed", range(10))
@@ -527,7 +471,7 @@ async def test_whoever_is_lost_and_whenever(seed: int) -> None:
     size = chance.randint(2, 5)
     more = chance.choice([{}, {"max_tokens_per_micro_batch": 40}, {"group_size": 3}, {"speeds": (1.0,) * size}])
     more = {**more, **({"max_tokens_per_micro_batch": 40, "micro_batch_multiple": 2} if seed % 3 == 1 else {})}
-    async with sb.StreamBalancer(knobs(size, **more)) as balancer, MemoryTransport(dp_size=size) as transport:
+    async with sb.StreamBalancer(knobs(size, **more)) as balancer, MemoryNetwork(dp_size=size) as transport:
         die = {rank: (chance.randrange(5), chance.choice(WHENS)) for rank in range(1, size)}
         team = Team(transport, die)
         timeout_s = chance.choice([0.0, 0.0, 7.0])
@@ -540,7 +484,7 @@ async def test_whoever_is_lost_and_whenever(seed: int) -> None:
                     await team.train(rank, incarnation=1)
 
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(partial(serve, on_rank_loss="replan", rejoin_timeout_s=timeout_s), balancer, transport)
+            tasks.start_soon(partial(sb.serve, on_rank_loss="replan", rejoin_timeout_s=timeout_s), balancer, transport)
             for rank in range(size):
                 tasks.start_soon(launch, rank)
             for n in range(96):
@@ -554,10 +498,10 @@ async def test_whoever_is_lost_and_whenever(seed: int) -> None:
 @pytest.mark.parametrize("seconds", [0.0, 1.05, 1.3, 1.7, 2.2])
 async def test_the_controller_is_lost_while_others_take_over(tmp_path: Path, seconds: float) -> None:
     """Its journal knows the step whole, or not at all: the next one gives it again as it was planned."""
-    async with sb.StreamBalancer(knobs(4), journal=tmp_path / "j") as balancer, MemoryTransport(dp_size=4) as transport:
+    async with sb.StreamBalancer(knobs(4), journal=tmp_path / "j") as balancer, MemoryNetwork(dp_size=4) as transport:
         team = Team(transport, {1: (1, "work")})
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(partial(serve, on_rank_loss="replan"), balancer, transport)
+            tasks.start_soon(partial(sb.serve, on_rank_loss="replan"), balancer, transport)
             for rank in range(4):
                 tasks.start_soon(team.train, rank)
             await put(balancer, "r", 36)
@@ -569,10 +513,10 @@ async def test_the_controller_is_lost_while_others_take_over(tmp_path: Path, sec
         done = balancer.statistics().acknowledged
     trained = [step for step in team.met if step < done // 12]
     before: Counter[str] = sum((team.met[step] for step in trained), Counter())
-    async with sb.StreamBalancer(knobs(3), journal=tmp_path / "j") as balancer, MemoryTransport(dp_size=3) as transport:
+    async with sb.StreamBalancer(knobs(3), journal=tmp_path / "j") as balancer, MemoryNetwork(dp_size=3) as transport:
         again = Team(transport)
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(partial(serve, on_rank_loss="replan"), balancer, transport)
+            tasks.start_soon(partial(sb.serve, on_rank_loss="replan"), balancer, transport)
             for rank in range(3):
                 tasks.start_soon(partial(again.train, rank, incarnation=1))
             balancer.end()

@@ -6,9 +6,7 @@ import anyio
 import pytest
 
 import stream_balancer as sb
-from stream_balancer.controller.serve import serve
-from stream_balancer.testing import make_rollouts
-from stream_balancer.transport.memory import MemoryTransport
+from stream_balancer.testing import MemoryNetwork, make_rollouts
 
 pytestmark = pytest.mark.anyio
 NUM_STEPS, NUM_EPOCHS = 3, 2
@@ -16,7 +14,7 @@ NUM_STEPS, NUM_EPOCHS = 3, 2
 
 @pytest.mark.parametrize("auto_ack", [True, False])
 async def test_a_step_is_acknowledged_after_its_last_epoch(auto_ack: bool) -> None:
-    transport = MemoryTransport(dp_size=2)
+    transport = MemoryNetwork(dp_size=2)
     config = sb.BalancerConfig(dp_size=2, batch_size=8, window=8, mini_batches=2)
     trained: list[list[tuple[int, int]]] = [[], []]
 
@@ -34,7 +32,7 @@ async def test_a_step_is_acknowledged_after_its_last_epoch(auto_ack: bool) -> No
 
         for rank in range(2):
             tasks.start_soon(train, rank)
-        tasks.start_soon(serve, balancer, transport)
+        tasks.start_soon(sb.serve, balancer, transport)
         for rollout in make_rollouts([3 * n + 1 for n in range(8 * NUM_STEPS)]):
             await balancer.put(rollout)
         balancer.end()

@@ -8,11 +8,8 @@ import anyio
 import pytest
 
 import stream_balancer as sb
-from stream_balancer.controller.serve import serve
 from stream_balancer.core.step_times import StepTiming
-from stream_balancer.rank.feed import RankFeed
-from stream_balancer.testing import make_rollout
-from stream_balancer.transport.memory import MemoryTransport
+from stream_balancer.testing import MemoryNetwork, make_rollout
 
 
 async def test_a_trainers_wait_is_split_into_no_data_and_window() -> None:
@@ -43,14 +40,14 @@ async def test_serve_hands_on_how_long_each_rank_had_been_ready() -> None:
             told.append((timing.rank, timing.ready_s))
             super().record_step(timing)
 
-    transport = MemoryTransport(dp_size=2)
+    transport = MemoryNetwork(dp_size=2)
     config = sb.BalancerConfig(dp_size=2, batch_size=2, window=2)
     async with Listening(config) as balancer, anyio.create_task_group() as tasks:
-        tasks.start_soon(serve, balancer, transport)
+        tasks.start_soon(sb.serve, balancer, transport)
         await anyio.sleep(0.001)
-        early = RankFeed(transport.connect(0, depth=1))
+        early = sb.RankFeed(transport.connect(0, depth=1))
         await anyio.sleep(7.0)
-        late = RankFeed(transport.connect(1, depth=1))
+        late = sb.RankFeed(transport.connect(1, depth=1))
         for length in (3, 4):
             await balancer.put(make_rollout(length))
         balancer.end()
@@ -67,38 +64,38 @@ async def test_serve_hands_on_how_long_a_step_was_with_other_roles() -> None:
             told.append((timing.step, timing.roles_s))
             super().record_step(timing)
 
-    async def compute(feed: RankFeed) -> None:
+    async def compute(feed: sb.RankFeed) -> None:
         async for batch in feed:
             await anyio.sleep(5.0 + batch.step)
             batch.ack(columns={"ref_logprobs": [m.packed()["input_ids"] * 2.0 for m in batch.micro_batches]})
 
-    transport = MemoryTransport(dp_size=2)
+    transport = MemoryNetwork(dp_size=2)
     config = sb.BalancerConfig(dp_size=2, batch_size=2, window=2)
     async with Listening(config) as balancer, anyio.create_task_group() as tasks:
         for length in (3, 4, 5, 6):
             await balancer.put(make_rollout(length))
         balancer.end()
-        tasks.start_soon(partial(serve, balancer, transport, roles={"ref": ["ref_logprobs"]}))
+        tasks.start_soon(partial(sb.serve, balancer, transport, roles={"ref": ["ref_logprobs"]}))
         for rank in range(2):
-            tasks.start_soon(_train, RankFeed(transport.connect(rank, depth=1)))
-            tasks.start_soon(compute, RankFeed(transport.connect(rank, depth=1, role="ref")))
+            tasks.start_soon(_train, sb.RankFeed(transport.connect(rank, depth=1)))
+            tasks.start_soon(compute, sb.RankFeed(transport.connect(rank, depth=1, role="ref")))
     assert len(told) == 4
     assert {step: round(seconds, 2) for step, seconds in told} == {0: 5.0, 1: 6.0}
 
 
 async def test_serve_names_a_slow_rank_once(caplog: pytest.LogCaptureFixture) -> None:
-    transport = MemoryTransport(dp_size=3)
+    transport = MemoryNetwork(dp_size=3)
 
-    async def train(feed: RankFeed) -> None:
+    async def train(feed: sb.RankFeed) -> None:
         async for batch in feed:
             feed.add_compute_s(batch.num_tokens * (1.5 if feed.rank == 1 else 1.0))
 
     config = sb.BalancerConfig(dp_size=3, batch_size=3, window=3)
     with caplog.at_level("WARNING", logger="stream_balancer.dispatch"):
         async with sb.StreamBalancer(config) as balancer, anyio.create_task_group() as tasks:
-            tasks.start_soon(serve, balancer, transport)
+            tasks.start_soon(sb.serve, balancer, transport)
             for rank in range(3):
-                tasks.start_soon(train, RankFeed(transport.connect(rank, depth=1)))
+                tasks.start_soon(train, sb.RankFeed(transport.connect(rank, depth=1)))
             for _ in range(10 * 3):
                 await balancer.put(make_rollout(8))
             balancer.end()
@@ -106,6 +103,6 @@ async def test_serve_names_a_slow_rank_once(caplog: pytest.LogCaptureFixture) ->
     assert said.startswith("rank 1 takes 1.50 times as long as the median rank for the same work, since step 0")
 
 
-async def _train(feed: RankFeed) -> None:
+async def _train(feed: sb.RankFeed) -> None:
     async for _ in feed:
         pass

@@ -23,17 +23,14 @@ import helpers
 import pytest
 from anyio.lowlevel import checkpoint
 from guard import GUARD_S
-from helpers import until, waiting
+from helpers import attend, until, waiting
 from test_cancellation import How, cancelled_after, ways
 
 import stream_balancer as sb
 from stream_balancer.controller.journal import store, writer
 from stream_balancer.controller.journal.rows import rollout_row
 from stream_balancer.controller.journal.store import Store
-from stream_balancer.controller.producers import attend
-from stream_balancer.producer.client import connect
-from stream_balancer.testing import make_rollout, make_rollouts
-from stream_balancer.transport.memory import MemoryTransport
+from stream_balancer.testing import MemoryNetwork, make_rollout, make_rollouts
 from stream_balancer.types import Batch
 
 MAX_PASSES = 12
@@ -198,11 +195,11 @@ async def test_producers_elsewhere(tmp_path: Path, disk: Disk) -> None:
     """Returning means on the disk for them too, and a refusal keeps its words."""
     async with (
         sb.StreamBalancer(config(), journal=tmp_path / "j") as balancer,
-        MemoryTransport(dp_size=2) as transport,
+        MemoryNetwork(dp_size=2) as transport,
         anyio.create_task_group() as tasks,
     ):
         tasks.start_soon(attend, balancer, transport)
-        producer = connect(transport.connect_producer())
+        producer = sb.connect(transport.connect_producer())
         with disk.stopped():
             for rollout in make_rollouts([3] * 20):
                 tasks.start_soon(producer.put, rollout)

@@ -6,24 +6,16 @@ import math
 import random
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import anyio
 import pytest
-from team import Team, check_exact, kill
+from helpers import kill
+from team import Team, check_exact
 
 import stream_balancer as sb
-from stream_balancer.controller.rank_queues import OpenStep, RankQueue
-from stream_balancer.controller.serve import serve
-from stream_balancer.errors import WireError
-from stream_balancer.rank.feed import RankFeed
-from stream_balancer.testing import make_rollout
-from stream_balancer.testing.transports import make_batch
-from stream_balancer.transport import Link
-from stream_balancer.transport.memory import MemoryTransport
-from stream_balancer.wire.messages import PartsDone, Released
+from stream_balancer.testing import MemoryNetwork, make_rollout
 
 TOKEN_S = 0.01
 CAP = 40
@@ -38,7 +30,7 @@ class LateTeam(Team):
     """``slow[rank]``: how many times as long a token takes on it; ``lost_at[rank]``: when its process is killed."""
 
     def __init__(
-        self, transport: MemoryTransport, slow: dict[int, float], lost_at: dict[int, float] | None = None
+        self, transport: MemoryNetwork, slow: dict[int, float], lost_at: dict[int, float] | None = None
     ) -> None:
         super().__init__(transport)
         self.slow, self.lost_at = slow, lost_at or {}
@@ -79,7 +71,7 @@ class LateTeam(Team):
 
 async def run(balancer: sb.StreamBalancer, team: LateTeam, lengths: Sequence[int], **options: Any) -> None:
     async with anyio.create_task_group() as tasks:
-        tasks.start_soon(partial(serve, **{"move_late": True, **options}), balancer, team.transport)
+        tasks.start_soon(partial(sb.serve, **{"move_late": True, **options}), balancer, team.transport)
         for rank in range(team.transport.dp_size):
             tasks.start_soon(team.train, rank)
         for n, length in enumerate(lengths):
@@ -90,7 +82,7 @@ async def run(balancer: sb.StreamBalancer, team: LateTeam, lengths: Sequence[int
 async def step_seconds(lengths: Sequence[int], slow: dict[int, float], **options: Any) -> tuple[float, LateTeam]:
     """All of one step, on four ranks."""
     config = knobs(4, batch_size=len(lengths), capacity=4 * len(lengths))
-    async with sb.StreamBalancer(config) as balancer, MemoryTransport(dp_size=4) as transport:
+    async with sb.StreamBalancer(config) as balancer, MemoryNetwork(dp_size=4) as transport:
         team = LateTeam(transport, slow)
         began_at = anyio.current_time()
         await run(balancer, team, lengths, **options)
@@ -133,7 +125,7 @@ async def test_it_is_never_slower_whoever_is_slow(seed: int) -> None:
 
 async def test_a_rank_that_begins_late_is_helped_too() -> None:
     """It was asked while its trainer was elsewhere, and answers with the first micro-batch that it begins."""
-    async with sb.StreamBalancer(knobs(4, batch_size=64)) as balancer, MemoryTransport(dp_size=4) as transport:
+    async with sb.StreamBalancer(knobs(4, batch_size=64)) as balancer, MemoryNetwork(dp_size=4) as transport:
         team = LateTeam(transport, {})
         team.absent_s = {3: 10.0}
         began_at = anyio.current_time()
@@ -145,10 +137,10 @@ async def test_a_rank_that_begins_late_is_helped_too() -> None:
 
 
 async def test_who_iterates_its_rank_batch_itself_keeps_it() -> None:
-    async with sb.StreamBalancer(knobs(2)) as balancer, MemoryTransport(dp_size=2) as transport:
+    async with sb.StreamBalancer(knobs(2)) as balancer, MemoryNetwork(dp_size=2) as transport:
         team = Team(transport)
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(partial(serve, move_late=True), balancer, transport)
+            tasks.start_soon(partial(sb.serve, move_late=True), balancer, transport)
             for rank in range(2):
                 tasks.start_soon(partial(team.train, rank, seconds=1.0 + 9.0 * rank))
             for n in range(48):
@@ -162,7 +154,7 @@ async def test_whoever_is_slow_and_whoever_is_lost_each_rollout_is_in_the_gradie
     chance = random.Random(seed)
     size = chance.randint(2, 5)
     policy = chance.choice(["replan", "raise"])
-    async with sb.StreamBalancer(knobs(size)) as balancer, MemoryTransport(dp_size=size) as transport:
+    async with sb.StreamBalancer(knobs(size)) as balancer, MemoryNetwork(dp_size=size) as transport:
         team = LateTeam(transport, {rank: chance.choice([1.0, 1.5, 4.0]) for rank in range(size)})
         began_at = anyio.current_time()
         lost = chance.sample(range(1, size), chance.randint(0, size - 1))
@@ -177,7 +169,7 @@ async def test_whoever_is_slow_and_whoever_is_lost_each_rollout_is_in_the_gradie
         rejoin_timeout_s = 0.0 if policy == "replan" else math.inf
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(
-                partial(serve, move_late=True, on_rank_loss=policy, rejoin_timeout_s=rejoin_timeout_s),
+                partial(sb.serve, move_late=True, on_rank_loss=policy, rejoin_timeout_s=rejoin_timeout_s),
                 balancer,
                 transport,
             )
@@ -190,54 +182,10 @@ async def test_whoever_is_slow_and_whoever_is_lost_each_rollout_is_in_the_gradie
         check_exact(balancer, team, 48 * size)
 
 
-async def test_nothing_is_shared_out_before_all_have_answered_or_are_lost() -> None:
-    ranks = [RankQueue(number) for number in range(4)]
-    for rank in ranks:
-        rank.link = cast("Link", object())
-    step = OpenStep(make_batch(0, 4), ranks, [0.0] * 4)
-    step.asks(ranks[0], PartsDone(0, 0))
-    assert step.late() == []
-    step.asks(ranks[1], PartsDone(0, 0))
-    assert step.late() == ranks[2:]
-    assert step.late() == [], "each is asked once"
-    step.spares(ranks[2], Released(0, 1))
-    assert step.take_moved() == ([], [])
-    step.stops_asking(ranks[3])
-    moved, takers = step.take_moved()
-    own = make_batch(0, 4).ranks[2].micro_batches
-    assert [one.rollout_id for one in moved] == [one.rollout_id for one in own[-1].rollouts if not one.is_padding]
-    assert takers == ranks[:2]
-    assert len(step.own_of(ranks[2]).micro_batches) == len(own) - 1
-    assert step.take_moved() == ([], []), "each goes to one rank"
-
-
-@pytest.mark.parametrize("when", ["never asked", "twice", "all of it", "has begun all", "lost"])
-async def test_a_rank_gives_back_what_it_was_asked_for_or_nothing(when: str) -> None:
-    ranks = [RankQueue(number) for number in range(4)]
-    for rank in ranks[: 3 if when == "never asked" else 4]:
-        rank.link = cast("Link", object())
-    batch = make_batch(0, 4)
-    long = tuple(replace(one, micro_batches=one.micro_batches * 2) for one in batch.ranks)
-    step = OpenStep(replace(batch, ranks=long), ranks, [0.0] * 4)
-    for rank in ranks[:2]:
-        step.asks(rank, PartsDone(0, 0))
-    step.late()
-    own = len(step.own_of(ranks[3]).micro_batches)
-    if when == "twice":
-        step.spares(ranks[3], Released(0, 1))
-    elif when == "has begun all":
-        step.asks(ranks[3], PartsDone(0, 0))
-    elif when == "lost":
-        step.stops_asking(ranks[3])
-    step.spares(ranks[3], Released(0, 0))
-    with pytest.raises(WireError, match="micro-batches of step 0, which it need not"):
-        step.spares(ranks[3], Released(0, own if when == "all of it" else 1))
-
-
 async def test_seconds_are_learned_from_what_each_rank_did() -> None:
     """A slow rank is learned as one, though it never does all of its share; the next steps give it less."""
     config = knobs(4, cost=sb.CalibratedCost(), batch_size=64, window=64)
-    async with sb.StreamBalancer(config) as balancer, MemoryTransport(dp_size=4) as transport:
+    async with sb.StreamBalancer(config) as balancer, MemoryNetwork(dp_size=4) as transport:
         team = LateTeam(transport, {1: 1.5})
         chance = random.Random(0)
         await run(balancer, team, [min(1 + int(chance.lognormvariate(2.0, 0.8)), CAP) for _ in range(64 * 12)])
@@ -252,7 +200,7 @@ async def test_seconds_are_learned_from_what_each_rank_did() -> None:
 
 async def test_a_straggler_is_found_by_what_it_did() -> None:
     async with sb.StreamBalancer(knobs(4, batch_size=64, window=64)) as balancer:
-        async with MemoryTransport(dp_size=4) as transport:
+        async with MemoryNetwork(dp_size=4) as transport:
             team = LateTeam(transport, {1: 1.5})
             await run(balancer, team, [10] * 64 * 8)
         straggler = balancer.straggler()
@@ -273,27 +221,27 @@ async def test_a_straggler_is_found_by_what_it_did() -> None:
 )
 async def test_where_nothing_can_be_moved_it_is_refused(more: dict[str, Any], named: str) -> None:
     with pytest.raises(sb.ConfigError, match=f"move_late=True with .*{named}"):
-        await serve(sb.StreamBalancer(knobs(2, **more)), MemoryTransport(dp_size=2), move_late=True)
+        await sb.serve(sb.StreamBalancer(knobs(2, **more)), MemoryNetwork(dp_size=2), move_late=True)
 
 
 async def test_columns_of_a_role_belong_to_their_rank() -> None:
     with pytest.raises(sb.ConfigError, match=r"move_late=True with roles \['ref'\]"):
-        await serve(
-            sb.StreamBalancer(knobs(2)), MemoryTransport(dp_size=2), move_late=True, roles={"ref": ["ref_logprobs"]}
+        await sb.serve(
+            sb.StreamBalancer(knobs(2)), MemoryNetwork(dp_size=2), move_late=True, roles={"ref": ["ref_logprobs"]}
         )
 
 
 async def test_micro_batches_are_those_of_the_batch_in_hand() -> None:
     async with (
         sb.StreamBalancer(knobs(1, batch_size=2)) as balancer,
-        MemoryTransport(dp_size=1) as transport,
+        MemoryNetwork(dp_size=1) as transport,
         anyio.create_task_group() as tasks,
     ):
-        tasks.start_soon(serve, balancer, transport)
+        tasks.start_soon(sb.serve, balancer, transport)
         for n in range(4):
             await balancer.put(make_rollout(30, f"r{n}"))
         balancer.end()
-        feed = RankFeed(transport.connect(0))
+        feed = sb.RankFeed(transport.connect(0))
         first = await anext(feed)
         assert [one.num_tokens async for one in feed.micro_batches(first)] == [30, 30]
         assert [one async for one in feed.micro_batches(first)] == [], "begun before"

@@ -10,10 +10,10 @@ import anyio
 import helpers
 import pytest
 import torch
+from helpers import attend
 
 import stream_balancer as sb
-from stream_balancer.controller.producers import attend
-from stream_balancer.transport.memory import MemoryTransport
+from stream_balancer.testing import MemoryNetwork
 from stream_balancer.types import Batch
 
 config = partial(helpers.config, window=4)
@@ -60,7 +60,7 @@ async def test_a_producer_elsewhere_need_not_know() -> None:
         sb.StreamBalancer(config(loss_mask_column="response_mask")) as balancer,
         anyio.create_task_group() as tasks,
     ):
-        transport = MemoryTransport(dp_size=2)
+        transport = MemoryNetwork(dp_size=2)
         tasks.start_soon(attend, balancer, transport)
         async with sb.connect(transport.connect_producer()) as producer:
             for number in range(4):

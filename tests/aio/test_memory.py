@@ -9,21 +9,20 @@ from typing import Any
 import anyio
 import pytest
 
-from stream_balancer.rank.feed import RankFeed
-from stream_balancer.testing import check_transport
+import stream_balancer as sb
+from stream_balancer.testing import MemoryNetwork, check_transport
 from stream_balancer.testing.transports import CLAUSES, Opener
-from stream_balancer.transport.memory import MemoryTransport
 from stream_balancer.transport.rank_port import RankPort
 
 
 class _Harness:
     def __init__(self, dp_size: int) -> None:
-        self.transport = MemoryTransport(dp_size=dp_size)
+        self.transport = MemoryNetwork(dp_size=dp_size)
 
-    def connect(self, rank: int, *, auto_ack: bool = True, **join: Any) -> RankFeed:
-        return RankFeed(self.transport.connect(rank, **join), auto_ack=auto_ack)
+    def connect(self, rank: int, *, auto_ack: bool = True, **join: Any) -> sb.RankFeed:
+        return sb.RankFeed(self.transport.connect(rank, **join), auto_ack=auto_ack)
 
-    def kill(self, feed: RankFeed) -> None:
+    def kill(self, feed: sb.RankFeed) -> None:
         port = feed._port
         assert isinstance(port, RankPort)
         port.abort()

@@ -3,68 +3,19 @@
 from __future__ import annotations
 
 import logging
-import math
-from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 
 import anyio
 import pytest
 import torch
+from helpers import kill
+from kept import Kept, Stuck
 
 import stream_balancer as sb
-from stream_balancer.controller.serve import serve
-from stream_balancer.rank.feed import RankFeed
-from stream_balancer.testing import make_rollouts
-from stream_balancer.transport.memory import MemoryTransport
+from stream_balancer.testing import MemoryNetwork, make_rollouts
 from stream_balancer.types import RankBatch, Rollout
-from stream_balancer.types.shared import part_of
-from stream_balancer.wire.messages import Owner, PayloadsFetched, RolloutHeader
-from stream_balancer.wire.partial_batch import Lease, WantedPayload, payload
-from stream_balancer.wire.rollouts import decode_kept, encode_rollout
 
 pytestmark = pytest.mark.anyio
-OWNER = Owner("127.0.0.1", 1, "token", "worker 3")
-
-
-class Kept:
-    """A producer's payloads. ``gone`` are not there any more; a ``gate`` holds the fetching up."""
-
-    def __init__(self) -> None:
-        self.payloads: list[Rollout] = []
-        self.gone: set[int] = set()
-        self.num_reads = self.num_bytes = 0
-
-    def remote(self, rollout: Rollout) -> Rollout:
-        """The rollout, as the controller has it."""
-        encoded = encode_rollout(rollout, kept=True)
-        header = encoded.header
-        buffer = torch.zeros(header.wire_bytes, dtype=torch.uint8)
-        for _ in encoded.fill(buffer):
-            pass
-        self.payloads.append(rollout)
-        key = len(self.payloads) - 1
-        named = RolloutHeader(header.meta_bytes, header.meta_crc, header.wire_bytes, header.total_bytes, key)
-        return decode_kept(named, buffer, OWNER, Lease())
-
-    def read(self, wanted: Sequence[WantedPayload]) -> Mapping[int, str]:
-        """See PayloadSource."""
-        self.num_reads += 1
-        gone = {}
-        for index, one in enumerate(wanted):
-            if one.key in self.gone:
-                gone[index] = "connection closed by peer"
-                continue
-            kept = self.payloads[one.key]
-            if one.part is not None:
-                kept = part_of(kept, one.part.degree, one.part.place)
-            self.num_bytes += sum(piece.numel() for piece in one.pieces)
-            for piece, data in zip(one.pieces, payload(kept), strict=True):
-                piece.copy_(data)
-        return gone
-
-    def close(self) -> None:
-        """See PayloadSource."""
 
 
 class Run:
@@ -77,13 +28,13 @@ class Run:
             sb.BalancerConfig(dp_size=dp_size, batch_size=batch_size, mini_batches=mini_batches),
             on_evict=lambda rollout, reason: self.evicted.append((rollout.rollout_id, reason)),
         )
-        self.transport = MemoryTransport(dp_size=dp_size)
+        self.transport = MemoryNetwork(dp_size=dp_size)
         self.seen: list[list[RankBatch]] = [[] for _ in range(dp_size)]
 
-    def feed(self, rank: int, **options: int) -> RankFeed:
-        return RankFeed(self.transport.connect(rank, payloads=self.kept, **options))
+    def feed(self, rank: int, **options: int) -> sb.RankFeed:
+        return sb.RankFeed(self.transport.connect(rank, payloads=self.kept, **options))
 
-    async def train(self, feed: RankFeed, rank: int) -> None:
+    async def train(self, feed: sb.RankFeed, rank: int) -> None:
         async for batch in feed:
             self.seen[rank].append(batch)
 
@@ -111,7 +62,7 @@ async def test_what_is_gone_is_masked_counted_and_named(caplog: pytest.LogCaptur
         for rank in range(2):
             tasks.start_soon(run.train, run.feed(rank), rank)
         with caplog.at_level(logging.WARNING, "stream_balancer.dispatch"):
-            await serve(balancer, run.transport)
+            await sb.serve(balancer, run.transport)
         statistics = balancer.statistics()
     trained = real_rollouts([*run.seen[0], *run.seen[1]])
     left = [rollout for rollout in rollouts if rollout is not rollouts[1]]
@@ -136,7 +87,7 @@ async def test_a_rollout_that_is_gone_has_no_weight() -> None:
         await run.put([5, 7])
         run.kept.gone = {0}
         tasks.start_soon(run.train, run.feed(0), 0)
-        await serve(balancer, run.transport)
+        await sb.serve(balancer, run.transport)
     (batch,) = run.seen[0]
     packed = batch.micro_batches[0].packed()
     assert packed["loss_mask"].sum() == 7 == batch.global_num_loss_tokens
@@ -152,7 +103,7 @@ async def test_a_rollout_that_is_gone_shares_its_prompt_with_nobody() -> None:
         balancer.end()
         run.kept.gone = {1}
         tasks.start_soon(run.train, run.feed(0), 0)
-        await serve(balancer, run.transport)
+        await sb.serve(balancer, run.transport)
     (batch,) = run.seen[0]
     assert sorted((r.num_tokens, r.prefix) for r in batch.rollouts) == [(5, 4), (7, 0), (9, 4)]
 
@@ -168,7 +119,7 @@ async def test_an_execution_of_which_a_sample_is_gone_still_weighs_one() -> None
         run.kept.gone = {1, 3}
         for rank in range(2):
             tasks.start_soon(run.train, run.feed(rank), rank)
-        await serve(balancer, run.transport)
+        await sb.serve(balancer, run.transport)
     batches = [batch for batches in run.seen for batch in batches]
     assert [batch.global_num_executions for batch in batches] == [1, 1]
     weights = {
@@ -198,7 +149,7 @@ async def test_every_rank_waits_until_all_have_fetched() -> None:
         run.kept.gone = {0}
         for rank in range(2):
             tasks.start_soon(run.train, run.feed(rank), rank)
-        await serve(balancer, run.transport)
+        await sb.serve(balancer, run.transport)
     assert {denominators(batch) for batches in run.seen for batch in batches} == {(3, 30, 30)}
 
 
@@ -208,7 +159,7 @@ async def test_nothing_changes_where_nothing_is_kept_elsewhere() -> None:
         await run.put([10, 20, 30, 40], remote=False)
         for rank in range(2):
             tasks.start_soon(run.train, run.feed(rank), rank)
-        await serve(balancer, run.transport)
+        await sb.serve(balancer, run.transport)
     assert run.kept.num_reads == 0
     assert {denominators(batch) for batches in run.seen for batch in batches} == {(4, 100, 100)}
 
@@ -218,12 +169,12 @@ async def test_a_step_is_final_once_and_for_all() -> None:
     run = Run()
     async with run.balancer as balancer, anyio.create_task_group() as tasks:
         rollouts = await run.put([10, 20, 30, 40])
-        tasks.start_soon(lambda: serve(balancer, run.transport, rejoin_timeout_s=60.0))
+        tasks.start_soon(lambda: sb.serve(balancer, run.transport, rejoin_timeout_s=60.0))
         tasks.start_soon(run.train, run.feed(0), 0)
         first = run.feed(1)
         batch = await anext(first)
         assert denominators(batch) == (4, 100, 100)
-        first._port.abort()  # type: ignore[attr-defined]
+        kill(first)
         await anyio.sleep(1.0)
         mine = [r.rollout_id for r in batch.rollouts]
         run.kept.gone = {index for index, rollout in enumerate(rollouts) if rollout.rollout_id == mine[0]}
@@ -237,13 +188,13 @@ async def test_a_rank_that_is_lost_before_the_step_is_final_fetches_anew() -> No
     run = Run()
     async with run.balancer as balancer, anyio.create_task_group() as tasks:
         rollouts = await run.put([10, 20, 30, 40])
-        tasks.start_soon(lambda: serve(balancer, run.transport, rejoin_timeout_s=60.0))
+        tasks.start_soon(lambda: sb.serve(balancer, run.transport, rejoin_timeout_s=60.0))
         first = run.feed(1)
         run.kept.gone = {0, 1, 2, 3}
         await anyio.sleep(1.0)  # rank 0 is not there yet, so nothing was dispatched
         assert run.kept.num_reads == 0
         tasks.start_soon(run.train, run.feed(0), 0)
-        first._port.abort()  # type: ignore[attr-defined]
+        kill(first)
         run.kept.gone = {0}
         await run.train(run.feed(1, incarnation=1), 1)
     assert {denominators(batch) for batches in run.seen for batch in batches} == {(3, 90, 90)}
@@ -255,9 +206,9 @@ async def test_a_step_that_is_given_up_holds_nobody_up() -> None:
     run = Run()
     async with run.balancer as balancer, anyio.create_task_group() as tasks:
         await run.put([10, 20, 30, 40])
-        tasks.start_soon(lambda: serve(balancer, run.transport, rejoin_timeout_s=60.0))
-        slow = run.transport.connect(1, payloads=_Stuck(run.kept, lambda: slow.abort()))
-        feed = RankFeed(slow)
+        tasks.start_soon(lambda: sb.serve(balancer, run.transport, rejoin_timeout_s=60.0))
+        slow = run.transport.connect(1, payloads=Stuck(lambda: kill(feed)))
+        feed = sb.RankFeed(slow)
         tasks.start_soon(run.train, run.feed(0), 0)
         await anyio.sleep(1.0)
         assert run.seen[0] == [], "rank 1 has not answered"
@@ -268,19 +219,6 @@ async def test_a_step_that_is_given_up_holds_nobody_up() -> None:
     assert run.seen[1] == []
 
 
-class _Stuck(Kept):
-    """Dies instead of fetching."""
-
-    def __init__(self, kept: Kept, die: object) -> None:
-        super().__init__()
-        self._kept, self._die = kept, die
-
-    def read(self, wanted: Sequence[WantedPayload]) -> Mapping[int, str]:
-        """See PayloadSource."""
-        self._die()  # type: ignore[operator]
-        raise sb.ClosedResourceError
-
-
 async def test_each_mini_batch_divides_by_what_is_left_of_it() -> None:
     run = Run(batch_size=8, mini_batches=2)
     async with run.balancer as balancer, anyio.create_task_group() as tasks:
@@ -288,7 +226,7 @@ async def test_each_mini_batch_divides_by_what_is_left_of_it() -> None:
         run.kept.gone = {0, 3, 7}
         for rank in range(2):
             tasks.start_soon(run.train, run.feed(rank), rank)
-        await serve(balancer, run.transport)
+        await sb.serve(balancer, run.transport)
     mini_batches = list(zip(*(batches[0].mini_batches for batches in run.seen), strict=True))
     assert len(mini_batches) == 2
     left = [real_rollouts(list(parts)) for parts in mini_batches]
@@ -297,23 +235,3 @@ async def test_each_mini_batch_divides_by_what_is_left_of_it() -> None:
         tokens = sum(rollout.num_tokens for rollout in rollouts)
         assert {denominators(part) for part in parts} == {(len(rollouts), tokens, tokens)}
         assert {part.global_num_executions for part in parts} == {len(rollouts)}
-
-
-async def test_a_rank_that_has_fetched_what_is_of_others_alone_is_lost_and_no_other() -> None:
-    """It has come since that step was given out."""
-    run = Run()
-    async with run.balancer as balancer, anyio.create_task_group() as tasks:
-        for rollout in make_rollouts([10] * 8):
-            await balancer.put(run.kept.remote(rollout))
-        tasks.start_soon(partial(serve, rejoin_timeout_s=math.inf), balancer, run.transport)
-        first = [run.feed(rank) for rank in range(2)]
-        for feed in first:
-            assert (await anext(feed)).step == 0
-        balancer.reconfigure(dp_size=3)
-        port = run.transport.connect(2, payloads=run.kept)
-        stranger = RankFeed(port)
-        port.report(PayloadsFetched(0))
-        with pytest.raises(sb.RankLostError), anyio.fail_after(60.0):
-            await anext(stranger)
-        assert [state.connected for state in balancer.rank_states()] == [True, True, False]
-        tasks.cancel_scope.cancel()

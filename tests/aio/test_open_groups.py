@@ -10,13 +10,10 @@ from functools import partial
 import anyio
 import helpers
 import pytest
-from helpers import settle, waiting
+from helpers import attend, settle, waiting
 
 import stream_balancer as sb
-from stream_balancer.controller.producers import attend
-from stream_balancer.producer.client import Producer, connect
-from stream_balancer.testing import make_rollout
-from stream_balancer.transport.memory import MemoryTransport
+from stream_balancer.testing import MemoryNetwork, make_rollout
 
 config = partial(helpers.config, group_size=4, window=4, capacity=16)
 
@@ -26,10 +23,10 @@ def siblings(count: int, prefix: str = "r") -> list[sb.Rollout]:
 
 
 @asynccontextmanager
-async def attended(balancer: sb.StreamBalancer) -> AsyncIterator[Producer]:
-    async with MemoryTransport(dp_size=2) as transport, anyio.create_task_group() as tasks:
+async def attended(balancer: sb.StreamBalancer) -> AsyncIterator[sb.Producer]:
+    async with MemoryNetwork(dp_size=2) as transport, anyio.create_task_group() as tasks:
         tasks.start_soon(attend, balancer, transport)
-        yield connect(transport.connect_producer())
+        yield sb.connect(transport.connect_producer())
         tasks.cancel_scope.cancel()
 
 

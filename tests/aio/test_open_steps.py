@@ -13,10 +13,8 @@ import torch
 from helpers import config, settle, waiting
 
 import stream_balancer as sb
-from stream_balancer.controller.serve import serve
 from stream_balancer.errors import ConfigError
-from stream_balancer.testing import make_rollout
-from stream_balancer.transport.memory import MemoryTransport
+from stream_balancer.testing import MemoryNetwork, make_rollout
 from stream_balancer.types import Batch, RankBatch
 
 rows_of_six = partial(config, batch_size=6, window=6, cost=sb.TokenCost())
@@ -243,7 +241,7 @@ async def test_executions_need_groups() -> None:
 # -- through serve() ---------------------------------------------------------------------------------------------------
 
 
-async def train(transport: MemoryTransport, rank: int, got: list[tuple[int, bool, tuple[str, ...]]]) -> None:
+async def train(transport: MemoryNetwork, rank: int, got: list[tuple[int, bool, tuple[str, ...]]]) -> None:
     async with sb.RankFeed(transport.connect(rank, depth=1)) as feed:
         async for batch in feed:
             got.append((batch.step, batch.is_last, tuple(ids(batch))))
@@ -257,8 +255,8 @@ async def train(transport: MemoryTransport, rank: int, got: list[tuple[int, bool
 async def test_every_rank_gets_every_row_and_the_step_is_acknowledged_after_its_last() -> None:
     got: list[list[Any]] = [[], []]
     async with sb.StreamBalancer(rows_of_six()) as balancer, anyio.create_task_group() as tasks:
-        transport = MemoryTransport(dp_size=2)
-        tasks.start_soon(partial(serve, balancer, transport, open=True))
+        transport = MemoryNetwork(dp_size=2)
+        tasks.start_soon(partial(sb.serve, balancer, transport, open=True))
         for rank in range(2):
             tasks.start_soon(train, transport, rank, got[rank])
         for step in range(3):
@@ -282,8 +280,8 @@ async def test_a_rank_killed_in_the_middle_of_a_step_gets_it_from_its_first_row(
     got: list[Any] = []
     again: list[Any] = []
     async with sb.StreamBalancer(rows_of_six()) as balancer, anyio.create_task_group() as tasks:
-        transport = MemoryTransport(dp_size=2)
-        tasks.start_soon(partial(serve, balancer, transport, open=True, rejoin_timeout_s=math.inf))
+        transport = MemoryNetwork(dp_size=2)
+        tasks.start_soon(partial(sb.serve, balancer, transport, open=True, rejoin_timeout_s=math.inf))
         tasks.start_soon(train, transport, 0, got)
         killed = sb.RankFeed(transport.connect(1, depth=1))
         await put(balancer, 0, 1)
@@ -311,7 +309,7 @@ async def test_what_goes_by_whole_steps_is_refused(options: dict[str, Any]) -> N
     knobs = rows_of_six(micro_batch_counts="free")
     async with sb.StreamBalancer(knobs) as balancer:
         with pytest.raises(ConfigError, match="open=True with"):
-            await serve(balancer, MemoryTransport(dp_size=2), open=True, **options)
+            await sb.serve(balancer, MemoryNetwork(dp_size=2), open=True, **options)
 
 
 async def test_gradients_of_rows_are_those_of_the_whole_step() -> None:

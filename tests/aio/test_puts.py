@@ -7,13 +7,10 @@ from contextlib import asynccontextmanager
 
 import anyio
 import pytest
-from helpers import settle
+from helpers import attend, settle
 
 import stream_balancer as sb
-from stream_balancer.controller.producers import attend
-from stream_balancer.producer.client import connect
-from stream_balancer.testing import make_rollout, make_rollouts
-from stream_balancer.transport.memory import MemoryTransport
+from stream_balancer.testing import MemoryNetwork, make_rollout, make_rollouts
 
 WAYS = ["put", "put_group", "slot", "slot_group", "producer", "producer_group"]
 LATE = ["late0", "late1"]
@@ -32,12 +29,14 @@ async def full_balancer(way: str) -> AsyncIterator[tuple[sb.StreamBalancer, Call
     config = sb.BalancerConfig(dp_size=2, batch_size=4, window=4, capacity=4)
     async with (
         sb.StreamBalancer(config, accept=accept) as balancer,
-        MemoryTransport(dp_size=2) as transport,
+        MemoryNetwork(dp_size=2) as transport,
         anyio.create_task_group() as tasks,
         balancer.reserve(2) as slot,
     ):
         tasks.start_soon(attend, balancer, transport)
-        by = {"put": balancer, "slot": slot, "producer": connect(transport.connect_producer())}[way.partition("_")[0]]
+        by = {"put": balancer, "slot": slot, "producer": sb.connect(transport.connect_producer())}[
+            way.partition("_")[0]
+        ]
         for rollout in make_rollouts([3] * 4):
             await balancer.put(rollout)
         yield balancer, (lambda: by.put_group(rollouts)) if group else (lambda: by.put(rollouts[0]))

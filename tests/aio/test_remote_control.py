@@ -9,34 +9,25 @@ from typing import Any
 import anyio
 import anyio.lowlevel
 import pytest
-from helpers import settle, waiting
+from helpers import Rejoining, settle, waiting, wire_of
 
 import stream_balancer as sb
-from stream_balancer.producer.client import Producer, connect
-from stream_balancer.testing import make_rollout
+from stream_balancer.testing import MemoryNetwork, make_rollout
 from stream_balancer.testing.control_clauses import CLAUSES, KNOBS, THROTTLED, ControlOpener
-from stream_balancer.transport.memory import MemoryProducerPort, MemoryTransport
-from stream_balancer.wire import messages as m
 
 
 class Harness:
-    def __init__(self, balancer: sb.StreamBalancer, transport: MemoryTransport) -> None:
+    def __init__(self, balancer: sb.StreamBalancer, transport: MemoryNetwork) -> None:
         self.balancer, self.transport = balancer, transport
 
-    def producer(self, *, rejoin: bool = False) -> Producer:
-        return connect(self.transport.connect_producer(rejoin=rejoin))
+    def producer(self, *, rejoin: bool = False) -> sb.Producer:
+        return sb.connect(self.transport.connect_producer(rejoin=rejoin))
 
     def feed(self) -> sb.RankFeed:
         return sb.RankFeed(self.transport.connect(0))
 
-    async def kill(self, producer: Producer) -> None:
-        port_of(producer).wire.cut("killed")
-
-
-def port_of(producer: Producer) -> MemoryProducerPort:
-    port = producer._port
-    assert isinstance(port, MemoryProducerPort)
-    return port
+    async def kill(self, producer: sb.Producer) -> None:
+        wire_of(producer).cut("killed")
 
 
 @asynccontextmanager
@@ -44,7 +35,7 @@ async def over_memory(*, num_producers: int | None = None, **knobs: Any) -> Asyn
     config = sb.BalancerConfig(**{"dp_size": 1, **knobs})
     async with (
         sb.StreamBalancer(config, num_producers=num_producers) as balancer,
-        MemoryTransport(dp_size=1) as transport,
+        MemoryNetwork(dp_size=1) as transport,
         anyio.create_task_group() as tasks,
     ):
         tasks.start_soon(sb.serve, balancer, transport)
@@ -70,7 +61,7 @@ async def test_a_slot_outlives_its_connection() -> None:
         async with producer.reserve(4) as slot:
             await slot.put(make_rollout(3, "a"))
             harness.balancer.set_version(5)
-            port_of(producer).wire.cut("the network broke")
+            wire_of(producer).cut("the network broke")
             await settle()
             assert harness.balancer.statistics().reserved == 3
             assert await producer.version_after(4) == 5
@@ -87,12 +78,12 @@ async def test_a_slot_in_whose_place_others_have_begun_is_given_back_by_name(cap
         producer = harness.producer(rejoin=True)
         async with producer.reserve(5) as slot:
             await slot.put(make_rollout(3, "a"))
-            port = port_of(producer)
-            port.wire.cut("the network broke", seen_by=[0])  # the controller's end
+            wire = wire_of(producer)
+            wire.cut("the network broke", seen_by=[0])  # the controller's end
             await settle()
             assert "lost with 4 rollouts that it had reserved" in caplog.text
             async with harness.balancer.reserve(7):
-                port.wire.cut("the network broke", seen_by=[1])
+                wire.cut("the network broke", seen_by=[1])
                 await settle()
                 assert "a slot for 4 rollouts was given back: 4 rollouts begun at version 0: others" in caplog.text
                 with pytest.raises(sb.BrokenResourceError, match="its slot was given back"):
@@ -107,7 +98,7 @@ async def test_a_producer_that_joins_again_takes_the_place_of_its_own_connection
     async with over_memory(**THROTTLED) as harness:
         producer = harness.producer(rejoin=True)
         async with producer.reserve(8) as slot:
-            port_of(producer).wire.cut("the network broke", seen_by=[1])
+            wire_of(producer).cut("the network broke", seen_by=[1])
             await settle()
             assert harness.balancer.statistics().reserved == 8
             await slot.put(make_rollout(3, "a"))
@@ -118,12 +109,12 @@ async def test_what_was_put_in_a_slot_and_lost_its_reply_is_put_once(held: bool)
     async with over_memory(**THROTTLED) as harness, anyio.create_task_group() as tasks:
         producer = harness.producer(rejoin=True)
         async with producer.reserve(2) as slot:
-            port = port_of(producer)
+            wire = wire_of(producer)
             if held:
-                port.wire.hold()
+                wire.hold()
             tasks.start_soon(slot.put, make_rollout(3, "a"))
             await settle()
-            port.wire.cut("the network broke")
+            wire.cut("the network broke")
             await settle()
             assert slot.left == 1
             assert waiting(harness.balancer) == ["a"]
@@ -143,7 +134,7 @@ async def test_a_reserver_that_waits_goes_on_waiting_on_the_next_connection() ->
         async with harness.balancer.reserve(1):
             tasks.start_soon(wait)
             await settle()
-            port_of(producer).wire.cut("the network broke")
+            wire_of(producer).cut("the network broke")
             await settle()
             assert harness.balancer.statistics().blocked_reserves == 1
             assert not admitted.is_set()
@@ -171,20 +162,20 @@ async def test_a_reserver_that_is_cancelled_on_the_way_leaves_no_slot_behind(pas
 async def test_a_slot_whose_reply_comes_too_late_is_released() -> None:
     async with over_memory(**THROTTLED) as harness:
         producer = harness.producer()
-        port = port_of(producer)
-        port.wire.hold()
+        wire = wire_of(producer)
+        wire.hold()
         with anyio.move_on_after(1), pytest.raises(sb.BrokenResourceError, match="has not answered"):
             async with producer.reserve(3):
                 pass
-        port.wire.release()
+        wire.release()
         await settle()
         assert harness.balancer.statistics().reserved == 0
 
 
 async def test_slots_outlive_the_serve_that_admitted_them() -> None:
     config = sb.BalancerConfig(dp_size=1, **THROTTLED)
-    async with sb.StreamBalancer(config) as balancer, MemoryTransport(dp_size=1) as transport:
-        producer = connect(transport.connect_producer())
+    async with sb.StreamBalancer(config) as balancer, MemoryNetwork(dp_size=1) as transport:
+        producer = sb.connect(transport.connect_producer())
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(sb.serve, balancer, transport)
             slot = await producer.reserve(2).__aenter__()
@@ -203,10 +194,10 @@ async def test_a_slot_that_is_open_when_the_balancer_ends_is_given_back() -> Non
     config = sb.BalancerConfig(dp_size=1, **THROTTLED)
     async with (
         sb.StreamBalancer(config) as balancer,
-        MemoryTransport(dp_size=1) as transport,
+        MemoryNetwork(dp_size=1) as transport,
         anyio.create_task_group() as tasks,
     ):
-        producer, feed = connect(transport.connect_producer()), sb.RankFeed(transport.connect(0))
+        producer, feed = sb.connect(transport.connect_producer()), sb.RankFeed(transport.connect(0))
         tasks.start_soon(sb.serve, balancer, transport)
         async with producer.reserve(2) as slot:
             feed.end()
@@ -225,7 +216,7 @@ async def test_the_balancer_ends_once_as_many_producers_have_ended_as_take_part(
         await first.aclose()
         lost = harness.producer()
         await settle()
-        port_of(lost).wire.cut("killed")
+        wire_of(lost).cut("killed")
         await settle()
         assert not harness.balancer.ended
         assert "1 of num_producers=2 producers have ended; no other one is connected" in harness.balancer.why_no_batch()
@@ -243,7 +234,7 @@ async def test_producers_that_left_without_an_end_are_named_as_what_is_waited_fo
         await settle()
         assert told not in harness.balancer.why_no_batch()
         if lost:
-            port_of(producer).wire.cut("killed")
+            wire_of(producer).cut("killed")
         else:
             await producer.aclose()
         await settle()
@@ -259,7 +250,7 @@ async def test_without_a_number_the_last_one_that_is_connected_ends_the_balancer
         await settle()
         await first.end()
         assert "connected and not ended: memory" in harness.balancer.why_no_batch()
-        port_of(last).wire.cut("killed")
+        wire_of(last).cut("killed")
         await settle()
         assert not harness.balancer.ended  # whoever starts it again goes on
         again = harness.producer()
@@ -276,25 +267,19 @@ async def test_a_number_of_producers_that_cannot_be_is_refused() -> None:
 
 async def test_an_older_version_from_a_rank_that_is_late_is_passed_over(caplog: pytest.LogCaptureFixture) -> None:
     async with over_memory(**KNOBS) as harness:
-        feed = harness.feed()
+        network = Rejoining(harness.transport)
+        feed = sb.RankFeed(network.port)
         await settle()
         feed.set_version(5)
+        network.wire.hold()
         harness.balancer.set_version(9)
+        feed.set_version(6)
+        network.wire.release()
         await settle()
-        assert feed.version == 9
-        feed._port.control._send(m.PolicyVersion(6))
-        await settle()
+        harness.balancer.end()
+        assert [batch async for batch in feed] == []
         assert harness.balancer.version == 9
         assert "rank 0 set version 6, which is 9 by now" in caplog.text
-
-
-async def test_statistics_that_are_too_large_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("stream_balancer.wire.statistics.MAX_STATISTICS_BYTES", 100)
-    async with over_memory(**KNOBS) as harness:
-        with pytest.raises(ValueError, match=r"take .* bytes, more than the 100 that travel"):
-            await harness.producer().statistics()
-        with pytest.raises(ValueError, match=r"take .* bytes, more than the 100 that travel"):
-            await harness.feed().async_statistics()
 
 
 async def test_a_feed_that_is_closed_sets_and_asks_nothing() -> None:

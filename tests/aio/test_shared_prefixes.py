@@ -11,9 +11,7 @@ import pytest
 import torch
 
 import stream_balancer as sb
-from stream_balancer.controller.serve import serve
-from stream_balancer.rank.feed import RankFeed
-from stream_balancer.transport.memory import MemoryTransport
+from stream_balancer.testing import MemoryNetwork
 from stream_balancer.types import RankBatch, Rollout
 
 pytestmark = pytest.mark.anyio
@@ -53,7 +51,7 @@ def work(rank_batch: RankBatch) -> float:
     return total
 
 
-async def train(feed: RankFeed, seen: list[RankBatch]) -> None:
+async def train(feed: sb.RankFeed, seen: list[RankBatch]) -> None:
     seen.extend([batch async for batch in feed])
 
 
@@ -61,14 +59,14 @@ async def train(feed: RankFeed, seen: list[RankBatch]) -> None:
 @pytest.mark.parametrize("groups", ["same_batch", "free"])
 async def test_loads_are_the_work_of_the_trees_that_ranks_get(groups: str, cap: int | None) -> None:
     for seed in range(4):
-        transport, seen = MemoryTransport(dp_size=3), [[], [], []]  # type: list[list[RankBatch]]
+        transport, seen = MemoryNetwork(dp_size=3), [[], [], []]  # type: list[list[RankBatch]]
         async with sb.StreamBalancer(config(groups, cap)) as balancer, anyio.create_task_group() as tasks:
             for rollout in some_rollouts(seed):
                 await balancer.put(rollout)
             balancer.end()
             for rank in range(3):
-                tasks.start_soon(train, RankFeed(transport.connect(rank)), seen[rank])
-            await serve(balancer, transport)
+                tasks.start_soon(train, sb.RankFeed(transport.connect(rank)), seen[rank])
+            await sb.serve(balancer, transport)
         batches = [batch for of_rank in seen for batch in of_rank]
         assert sum(batch.num_rollouts for batch in batches) >= 24
         assert any(one.tree().num_tokens < one.num_tokens for batch in batches for one in batch.micro_batches)

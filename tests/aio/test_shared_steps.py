@@ -11,17 +11,15 @@ from typing import Any
 
 import anyio
 import pytest
-import test_missing_payloads
 import test_roles
 import torch
+from helpers import kill
+from kept import Kept
+from scripted import same_rollout
 from test_journal import crash, ids_of
 
 import stream_balancer as sb
-from stream_balancer.controller.serve import serve
-from stream_balancer.rank.feed import RankFeed
-from stream_balancer.testing import make_rollout, make_rollouts
-from stream_balancer.testing.scripted import same_rollout
-from stream_balancer.transport.memory import MemoryTransport
+from stream_balancer.testing import MemoryNetwork, make_rollout, make_rollouts
 from stream_balancer.types import MicroBatch, RankBatch, Rollout, SharedRollout
 from stream_balancer.types.shared import join_column
 
@@ -47,20 +45,20 @@ class Run:
     def __init__(self, **knobs: Any) -> None:
         self.balancer = sb.StreamBalancer(config(**knobs))
         self.dp_size = self.balancer.config.dp_size
-        self.transport = MemoryTransport(dp_size=self.dp_size)
-        self.kept = test_missing_payloads.Kept()
+        self.transport = MemoryNetwork(dp_size=self.dp_size)
+        self.kept = Kept()
         self.seen: dict[int, dict[int, RankBatch]] = {rank: {} for rank in range(self.dp_size)}
         """By rank and step."""
         self.rollouts: dict[str, Rollout] = {}
 
-    def feed(self, rank: int, **join: Any) -> RankFeed:
-        return RankFeed(self.transport.connect(rank, payloads=self.kept, **join))
+    def feed(self, rank: int, **join: Any) -> sb.RankFeed:
+        return sb.RankFeed(self.transport.connect(rank, payloads=self.kept, **join))
 
     async def train(self, rank: int, *, dies_at: int | None = None) -> None:
         feed = self.feed(rank)
         async for batch in feed:
             if batch.step == dies_at:
-                feed._port.abort()  # type: ignore[attr-defined]
+                kill(feed)
                 await anyio.sleep(5)
                 async for again in self.feed(rank, incarnation=1):
                     self.seen[rank][again.step] = again
@@ -75,7 +73,7 @@ class Run:
 
     async def serve(self, **options: Any) -> None:
         with anyio.fail_after(3600):  # virtual
-            await serve(self.balancer, self.transport, **options)
+            await sb.serve(self.balancer, self.transport, **options)
 
     def check(self, gone: frozenset[str] = frozenset()) -> None:
         """Every rollout was trained on once; of the shared ones all parts, which join to it."""
@@ -141,7 +139,7 @@ async def test_other_ranks_share_anew(dp_size: int) -> None:
         await anext(balancer.batches(auto_ack=False))
         balancer.nack(0)
         balancer.reconfigure(dp_size=dp_size, min_batch_size=dp_size)
-        run.transport, run.seen = MemoryTransport(dp_size=dp_size), {rank: {} for rank in range(dp_size)}
+        run.transport, run.seen = MemoryNetwork(dp_size=dp_size), {rank: {} for rank in range(dp_size)}
         async with anyio.create_task_group() as tasks:
             for rank in range(dp_size):
                 tasks.start_soon(run.train, rank)
@@ -205,7 +203,7 @@ async def test_parts_of_payloads_that_lie_with_producers(gone: bool) -> None:
 async def test_a_part_that_only_one_member_cannot_get_is_nobodys() -> None:
     run = Run()
 
-    class Unlucky(test_missing_payloads.Kept):
+    class Unlucky(Kept):
         """Of one rank."""
 
     async with run.balancer as balancer, anyio.create_task_group() as tasks:
@@ -216,7 +214,7 @@ async def test_a_part_that_only_one_member_cannot_get_is_nobodys() -> None:
 
         async def train(rank: int) -> None:
             kept = unlucky if rank == 1 else run.kept
-            async for batch in RankFeed(run.transport.connect(rank, payloads=kept)):
+            async for batch in sb.RankFeed(run.transport.connect(rank, payloads=kept)):
                 run.seen[rank][batch.step] = batch
 
         for rank in range(4):
@@ -260,7 +258,7 @@ async def test_columns_of_another_model_are_joined_and_cut_again(remote: bool) -
 async def test_what_would_take_a_part_away_is_refused_at_the_start(options: dict[str, Any], says: str) -> None:
     balancer = sb.StreamBalancer(config(micro_batch_counts="free"))
     with pytest.raises(sb.ConfigError, match=says):
-        await serve(balancer, MemoryTransport(dp_size=4), **options)
+        await sb.serve(balancer, MemoryNetwork(dp_size=4), **options)
 
 
 async def test_knobs_that_come_later_do_not_take_a_part_away() -> None:
@@ -272,7 +270,7 @@ async def test_knobs_that_come_later_do_not_take_a_part_away() -> None:
         async for batch in feed:
             run.seen[number][batch.step] = batch
             if number == 1:
-                feed._port.abort()  # type: ignore[attr-defined]
+                kill(feed)
                 return
             with pytest.raises(sb.RankLostError):
                 async for _ in feed.reassigned():

@@ -10,8 +10,7 @@ import helpers
 import pytest
 
 import stream_balancer as sb
-from stream_balancer.testing import make_rollout, make_rollouts
-from stream_balancer.transport.memory import MemoryTransport
+from stream_balancer.testing import MemoryNetwork, make_rollout, make_rollouts
 
 config = partial(helpers.config, window=4, capacity=4)
 
@@ -95,7 +94,7 @@ async def test_a_rank_that_serves_all_is_not_warned(
     monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
     monkeypatch.setattr("torch.distributed.get_rank", lambda: 1)
     monkeypatch.setattr("torch.distributed.get_world_size", lambda: 2)
-    transport = MemoryTransport(dp_size=2)
+    transport = MemoryNetwork(dp_size=2)
 
     async def drain(rank: int) -> None:
         async for _ in sb.RankFeed(transport.connect(rank)):

@@ -13,9 +13,7 @@ import anyio
 import pytest
 
 import stream_balancer as sb
-from stream_balancer.controller.serve import serve
-from stream_balancer.testing import make_rollout
-from stream_balancer.transport.memory import MemoryTransport
+from stream_balancer.testing import MemoryNetwork, make_rollout
 
 
 class World:
@@ -29,7 +27,7 @@ class World:
 
     async def run(self, *, depth: int, num_rollouts: int, accumulate: int = 1, direct: bool = False) -> sb.Statistics:
         """``accumulate``: batches an optimizer step, which is what acknowledges and makes a version."""
-        transport = MemoryTransport(dp_size=self.config.dp_size)
+        transport = MemoryNetwork(dp_size=self.config.dp_size)
         async with sb.StreamBalancer(self.config) as balancer:
             balancer.set_version(0)
             with anyio.fail_after(1e6):
@@ -38,7 +36,7 @@ class World:
                     if direct:
                         await self.train_locally(balancer, accumulate)
                     else:
-                        tasks.start_soon(serve, balancer, transport)
+                        tasks.start_soon(sb.serve, balancer, transport)
                         ports = [transport.connect(rank, depth=depth) for rank in range(self.config.dp_size)]
                         feeds = [sb.RankFeed(port, auto_ack=accumulate == 1) for port in ports]
                         await self.train(balancer, feeds, accumulate)
@@ -132,12 +130,12 @@ async def test_an_on_policy_trainer_that_accumulates_is_not_kept_waiting(depth: 
 
 async def test_rollouts_of_the_present_are_prefetched_as_far_as_they_may() -> None:
     config = sb.BalancerConfig(dp_size=1, batch_size=2, window=2, capacity=40, max_staleness=2)
-    transport = MemoryTransport(dp_size=1)
+    transport = MemoryNetwork(dp_size=1)
     async with sb.StreamBalancer(config) as balancer, anyio.create_task_group() as tasks:
         balancer.set_version(5)
         for n in range(20):
             await balancer.put(make_rollout(3, f"r{n}", version=5))
-        tasks.start_soon(serve, balancer, transport)
+        tasks.start_soon(sb.serve, balancer, transport)
         feed = sb.RankFeed(transport.connect(0, depth=9))
         await anyio.sleep(1.0)
         assert len(balancer.in_flight()) == 3  # trained at versions 5, 6 and 7
