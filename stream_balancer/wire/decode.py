@@ -48,6 +48,10 @@ class Wanted(NamedTuple):
     places: list[memoryview]
     """Where it goes, in the order of :func:`~stream_balancer.wire.encode.payload_of`."""
 
+    @property
+    def num_bytes(self) -> int:
+        return sum(len(place) for place in self.places)
+
 
 def decode(
     header: msgspec.Raw | bytes, memory: Memory | None, *, on_device: Callable[[Tensor], Tensor] | None = None
