@@ -1,18 +1,20 @@
-"""A rank's side of a step: what one process holds, and the one loop that works on it. Pure, as :mod:`steps`.
+"""What one process of a rank has of the steps in flight, and the one loop that works on it. Pure: no clock, I/O, thread,
+torch; whoever shares it puts one lock around it.
 
-The trainer's loop, with every feature of the library and without any of them::
+The loop is the same for every feature of the library and for none of them::
 
-    for step in feed:
+    for step in feed:                                # next_step
         optimizer.zero_grad()
-        for micro_batch in step:                     # own ones, appended ones, taken over ones; ends when nothing is left
+        for micro_batch in step:                     # next_work, begin, has_done: own ones, appended ones, taken over ones
             loss_sum(micro_batch).backward()
-        end = step.finish()                          # waits for the seal: what to divide by, and who meets
+        end = step.finish()                          # reach_end: the seal says who meets and what to divide by
         if end is None:
             continue                                 # rewound: the same step comes again. Dropped: the next one comes
-        all_reduce(gradients, among=end.ranks)       # if that fails: `for micro_batch in step` again, then finish() again
-        optimizer.step_divided_by(end.tokens)
+        all_reduce(gradients, among=end.ranks)       # if that fails: meeting_failed, then the loop over the step again
+        optimizer.step_divided_by(end.tokens)        # has_finished
 
-:class:`Held` is what that loop and the connection share; it is also what the process says when it joins.
+The connection gives orders to :meth:`Held.take` and sends what stands in ``out``; :meth:`Held.has` is what the process
+says when it joins.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from stream_balancer.core.steps.ledger import (
+from stream_balancer.core.steps import (
     Behind,
     Drop,
     End,
@@ -29,7 +31,7 @@ from stream_balancer.core.steps.ledger import (
     HeldItem,
     HeldStep,
     Item,
-    Piece,
+    Order,
     RankId,
     Recall,
     Rewind,
@@ -38,116 +40,140 @@ from stream_balancer.core.steps.ledger import (
     SendSeal,
 )
 
+__all__ = ["Held", "Part", "Work"]
+
 
 @dataclass(eq=False, slots=True)
 class Work:
-    """One micro-batch."""
+    """An item of this process."""
 
-    id: int
-    pieces: tuple[Piece, ...]
-    group: int | None
-    needs: tuple[int, ...]
-    remote: bool
+    item: Item
     begun: bool = False
+    """Given to the trainer's code, so it stays with this rank."""
     done: bool = False
     fetched: bool = False
     missing: frozenset[str] = frozenset()
-    columns: Any = None
+    may_begin: bool = False
+    """All who compute it together have its payloads, or mask them."""
 
 
 @dataclass(eq=False, slots=True)
 class Part:
-    """What the process has of one step."""
+    """A step, as this process has it."""
 
     number: int
     uid: int
     attempt: int
-    work: dict[int, Work] = field(default_factory=dict)  # in the order in which it came
+    work: dict[int, Work] = field(default_factory=dict)
+    """In the order of training."""
     gone: set[str] = field(default_factory=set)
-    may_begin: set[int] = field(default_factory=set)  # items that were told Go
+    """Rollouts that are masked."""
     taken: bool = False
     waiting: bool = False
+    """Has said that nothing is left to do."""
     seal: Seal | None = None
     came_back: int = 0
+    """Number of the seal whose meeting has failed."""
     again: bool = False
-    """Rewound since the loop has begun with it."""
-    finished: bool = False
+    """Rewound since the loop began with it."""
+
+    @property
+    def is_done(self) -> bool:
+        return all(work.done for work in self.work.values())
 
 
 class Held:
-    """One process. ``out``: facts for the controller, in order; ``wanted``: items whose payloads it is to fetch."""
+    """The steps of one process."""
 
     def __init__(
-        self, rank: RankId, seat: int = 0, *, seats: int = 1, meets: bool = True, commits: bool = False
+        self,
+        rank: RankId,
+        seat: int = 0,
+        *,
+        seats: int = 1,
+        meets: bool = True,
+        commits: bool = False,
+        weights: int = 0,
+        acked: int = 0,
     ) -> None:
-        """``commits``: its loop takes ``step.micro_batches`` at once, so that nothing can be moved away."""
+        """``meets``: the ranks meet through the feed, as the controller says. ``commits``: the loop takes
+        ``step.micro_batches`` at once, so nothing is given back. ``weights`` have all steps before that one, and those
+        before ``acked`` are acknowledged."""
         self.rank, self.seat, self.seats, self.meets, self.commits = rank, seat, seats, meets, commits
         self.parts: dict[int, Part] = {}
-        self.weights = 0  # they have all steps before this one
-        self.acked = 0  # and it has acknowledged all before this one
+        self.weights, self.acked = weights, acked
         self.ended = False
         self.dropped: list[Drop] = []
+        """Steps that were taken away, for the loop to read."""
         self.behind: Behind | None = None
+        """The weights are too old: take others', or raise."""
         self.out: list[tuple[Any, ...]] = []
-        self.wanted: list[tuple[int, int]] = []
+        """Facts for the controller: name and arguments, in order."""
+        self.to_fetch: list[tuple[int, int]] = []
+        """Step and item whose payloads are to be fetched."""
 
     # -- from the controller -------------------------------------------------------------------------------------------
 
-    def take(self, order: Any) -> None:
+    def take(self, order: Order) -> None:
         if isinstance(order, Send):
-            part = self.parts.get(order.step)
-            if part is None or part.uid != order.uid:
-                part = self.parts[order.step] = Part(order.step, order.uid, order.attempt)
-            part.gone |= order.gone
-            for item in order.items:
-                self._add(part, item)
-            if order.items:
-                part.waiting = False
+            self._add(order)
         elif isinstance(order, End):
             self.ended = True
         elif isinstance(order, Behind):
             self.behind = order
-        elif (part := self.parts.get(order.seal.step if isinstance(order, SendSeal) else order.step)) is not None:
-            if isinstance(order, SendSeal):
+        elif isinstance(order, Drop):
+            self.parts.pop(order.step, None)
+            self.dropped.append(order)
+        elif isinstance(order, Recall):
+            self._release(order)
+        elif isinstance(order, SendSeal):
+            if (part := self.parts.get(order.seal.step)) is not None:
                 part.seal, part.waiting = order.seal, False
                 if self.rank.role:
                     del self.parts[part.number]
-            elif isinstance(order, Go):
-                part.gone |= order.gone
-                part.may_begin |= order.items
-            elif isinstance(order, Recall):
-                self._release(part, order)
-            elif isinstance(order, Rewind) and order.attempt > part.attempt:
-                part.attempt, part.waiting, part.may_begin = order.attempt, False, set()
-                part.again = part.taken
-                part.work = {}
-            elif isinstance(order, Drop):
-                del self.parts[part.number]
-                self.dropped.append(order)
-        elif isinstance(order, Recall):
-            self._say("released", order.step, order.attempt, ())
-        elif isinstance(order, Drop):
-            self.dropped.append(order)
+        elif isinstance(order, Go | Rewind) and (part := self.parts.get(order.step)) is not None:
+            if isinstance(order, Rewind):
+                _rewind(part, order.attempt)
+                return
+            part.gone |= order.gone
+            for work in [part.work[id_] for id_ in order.items if id_ in part.work]:
+                work.may_begin = True
 
-    def _add(self, part: Part, item: Item) -> None:
-        assert item.id not in part.work, f"sent twice: {item.id} of step {part.number} to {self.rank}"
-        part.work[item.id] = Work(item.id, item.pieces, item.group, item.needs, item.remote)
-        if item.remote:
-            self.wanted.append((part.number, item.id))
+    def _add(self, order: Send) -> None:
+        part = self.parts.get(order.step)
+        if part is None or part.uid != order.uid:
+            part = self.parts[order.step] = Part(order.step, order.uid, order.attempt)
+        part.gone |= order.gone
+        part.waiting = part.waiting and not order.items
+        for item in order.items:
+            if item.id in part.work:
+                raise ValueError(
+                    f"item {item.id} of step {part.number} was sent twice to {self.rank}, seat {self.seat}"
+                )
+            may_begin = not item.remote or (item.group is None and self.seats == 1)
+            part.work[item.id] = Work(item, may_begin=may_begin)
+            if item.remote:
+                self.to_fetch.append((part.number, item.id))
 
-    def _release(self, part: Part, order: Recall) -> None:
+    def _release(self, order: Recall) -> None:
         """Give back the last ones; keep as many as each idle rank gets, rounded down."""
-        free = [one for one in part.work.values() if not one.begun and one.group is None]
-        moved = [] if self.commits and part.taken else free[len(free) // (order.idle + 1) :]
-        ids = [one.id for one in moved if one.id in order.items] if order.attempt == part.attempt else []
-        for id_ in ids:
-            del part.work[id_]
-        self._say("released", part.number, order.attempt, tuple(ids))
+        part, ids = self.parts.get(order.step), list[int]()
+        if part is not None and part.attempt == order.attempt and not (self.commits and part.taken):
+            free = list[int]()
+            for id_, work in reversed(part.work.items()):  # without a gap, so that all seats keep one order
+                if work.begun or id_ not in order.items:
+                    break
+                free.append(id_)
+            ids = free[: len(free) - len(free) // (order.idle + 1)]
+            for id_ in ids:
+                del part.work[id_]
+        self._say("released", order.step, order.attempt, tuple(ids))
 
     def fetched(self, number: int, id_: int, missing: Iterable[str]) -> None:
+        """The payloads of an item are here, but for those of the ``missing`` rollouts. A second answer is ignored."""
         part = self.parts.get(number)
         work = None if part is None else part.work.get(id_)
-        if work is not None and not work.fetched:
+        if part is not None and work is not None and not work.fetched:
             work.fetched, work.missing = True, frozenset(missing)
             part.gone |= work.missing
             self._say("fetched", number, part.attempt, (id_,), work.missing)
@@ -155,13 +181,13 @@ class Held:
     # -- the loop ------------------------------------------------------------------------------------------------------
 
     def next_step(self) -> Part | None:
-        """``for step in feed``: the oldest that is not through. None: nothing yet, or the end."""
+        """The oldest step that is not through. None: nothing yet, or the end."""
         for number in sorted(self.parts):
             part = self.parts[number]
-            if self.rank.role and all(work.done for work in part.work.values()):
+            if self.rank.role and part.is_done:
                 continue
             if not self.meets and not self.rank.role and part.seal is None:
-                return None  # batch.micro_batches, denominators at once
+                return None  # a plain loop reads denominators first
             part.again = False
             if not part.taken:
                 part.taken = True
@@ -170,47 +196,40 @@ class Held:
         return None
 
     def next_work(self, part: Part) -> Work | None:
-        """``for micro_batch in step``: the next that can begin now."""
-        if part.again:
+        """The next item that can begin now."""
+        if part.again or self.parts.get(part.number) is not part:
             return None
-        for work in part.work.values():
-            if work.done:
-                continue
-            if work.remote and not work.fetched:
-                return None
-            if work.remote and (work.group is not None or self.seats > 1) and work.id not in part.may_begin:
-                return None
-            return work
-        return None
+        work = next((work for work in part.work.values() if not work.done), None)
+        if work is None or not work.may_begin or (work.item.remote and not work.fetched):
+            return None
+        return work
 
     def begin(self, part: Part, work: Work) -> None:
-        """It is given to the trainer's code: from now on it stays with this rank."""
+        """The item is given to the trainer's code."""
         for one in part.work.values() if self.commits else (work,):
             one.begun = True
 
     def has_done(self, part: Part, work: Work, columns: Any = None) -> None:
-        work.done, work.columns = True, columns
-        args = (part.number, part.attempt, (work.id,))
+        work.done = True
+        args = (part.number, part.attempt, (work.item.id,))
         self._say("done", *args, columns) if self.rank.role else self._say("done", *args)
 
     def reach_end(self, part: Part) -> Seal | None:
-        """``step.finish()``: the seal, once it is here; says once that nothing is left."""
-        if not self.meets:
+        """The seal, once it is here. Says once that nothing is left to do."""
+        if not self.meets or (part.seal is not None and part.seal.number > part.came_back):
             return part.seal
-        if part.seal is not None and part.seal.number > part.came_back:
-            return part.seal
-        if not part.waiting and all(work.done for work in part.work.values()):
+        if not part.waiting and part.is_done:
             part.waiting = True
             self._say("at_barrier", part.number, part.attempt, part.came_back)
         return None
 
     def meeting_failed(self, part: Part) -> None:
-        """``for micro_batch in step`` once more, after a seal."""
+        """The collective of the seal did not come about, and the loop over the step runs again."""
         part.came_back = part.seal.number if part.seal else part.came_back
         part.waiting = False
 
     def has_finished(self, part: Part, *, ack: bool) -> None:
-        part.finished = True
+        """The weights have the step."""
         self.weights = max(self.weights, part.number + 1)
         self.parts.pop(part.number, None)
         self._say("finished", part.number, part.attempt)
@@ -218,34 +237,38 @@ class Held:
             self.ack(part.number)
 
     def ack(self, number: int) -> None:
-        """``step.ack()``: this step, and all before it."""
+        """This step, and all before it, are needed no more."""
         if number >= self.acked:
             self.acked = number + 1
             self._say("acknowledged", number)
 
+    def took_weights(self, weights: int) -> None:
+        """The weights are others' now, and have all steps before that one. Join again to say so."""
+        self.weights, self.behind = weights, None
+        self.parts = {number: part for number, part in self.parts.items() if number >= weights}
+
     # -- joining -------------------------------------------------------------------------------------------------------
 
     def has(self) -> dict[int, HeldStep]:
-        """What it says when it joins, instead of everything it has said before; that it has acknowledged, it says again."""
+        """What the process says when it joins, instead of everything it has said before. Acknowledgements, it says again."""
         self.out.clear()
         if self.rank.role:  # nothing in it is dear
             self.parts.clear()
             return {}
         if self.acked:
             self._say("acknowledged", self.acked - 1)
-        return {
-            part.number: HeldStep(
-                part.uid,
-                part.attempt,
-                {w.id: HeldItem(w.done, w.fetched, w.missing) for w in part.work.values()},
-                part.taken,
-                part.waiting,
-                part.came_back,
-                part.seal,
-                frozenset(part.gone),
-            )
-            for part in self.parts.values()
-        }
+        return {part.number: _held(part) for part in self.parts.values()}
 
     def _say(self, fact: str, *args: Any) -> None:
         self.out.append((fact, *args))
+
+
+def _rewind(part: Part, attempt: int) -> None:
+    if attempt > part.attempt:
+        part.attempt, part.waiting, part.again, part.work = attempt, False, part.taken, {}
+
+
+def _held(part: Part) -> HeldStep:
+    items = {id_: HeldItem(work.done, work.fetched, work.missing) for id_, work in part.work.items()}
+    gone = frozenset(part.gone)
+    return HeldStep(part.uid, part.attempt, items, part.taken, part.waiting, part.came_back, part.seal, gone)

@@ -1,0 +1,403 @@
+"""What is to be done now, of one step and of one rank. Orders follow from the state, whatever fact came last."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from stream_balancer.core.steps.orders import (
+    Ack,
+    Behind,
+    Drop,
+    End,
+    Go,
+    Mask,
+    Recall,
+    Replan,
+    Rewind,
+    Send,
+    SendSeal,
+)
+from stream_balancer.core.steps.state import TRAIN, Book, Item, Rank, RankId, Seal, Share, Step, seats_of
+
+__all__ = ["acknowledge", "drop", "look_at_rank", "look_at_step", "make_seal"]
+
+
+def look_at_step(book: Book, step: Step) -> None:
+    """What concerns all its ranks. A step is, in this order: acknowledged by all; restored, and not all have said what
+    they have; met, so whoever is left behind leaves it; perhaps met; or not met, and everything may change."""
+    if step.acks == len(step.participants) and (step.is_kept or (step.participants and step.is_complete)):
+        acknowledge(book, step)
+        return
+    if step.settling:
+        return
+    if step.met or step.is_kept:
+        if not step.is_met:
+            step.is_met = True
+            step.ownerless.clear()  # in the weights, or in a gradient that does not count
+            step.torn.clear()
+            book.ranks_touched.update(dict.fromkeys(step.participants))
+    elif not step.is_uncertain:
+        _change(book, step)
+    _look_at_roles(book, step)
+
+
+def _change(book: Book, step: Step) -> None:
+    """The ranks have not met, and are not about to."""
+    if step.is_met:
+        _forget_meeting(book, step)
+    if step.seal is not None and book.meets:
+        step.seal = None  # its holders are back, or gone
+        book.touch(step, everybody=True)
+    if not step.is_settled:
+        _settle(book, step)
+    if step.torn:
+        _rewind(book, step)
+    if not step.participants:
+        step.participants.update(book.members(TRAIN))
+        for one in step.participants:
+            book.ranks_touched[book.share(step, one).rank.id] = None
+    _replan(book, step)
+    if book.moves:
+        _recall(book, step)
+    if _may_seal(book, step):
+        _seal(book, step)
+
+
+def _look_at_roles(book: Book, step: Step) -> None:
+    for role, left in step.left_of_role.items():
+        if left == 0 and step.is_complete and role not in step.through_roles:
+            step.through_roles.add(role)
+            book.ranks_touched.update((one, None) for one in step.shares if one.role == role)
+
+
+def _forget_meeting(book: Book, step: Step) -> None:
+    """All whose weights had the step are gone: what the ranks that left it owed is to be done again."""
+    step.is_met = False
+    for item in [one for one in step.items.values() if not one.role and one.owner not in step.participants]:
+        if item.group is not None:
+            step.torn.add(item.group)
+        book.disown(step, item)
+
+
+def _settle(book: Book, step: Step) -> None:
+    """After a restart all ranks have said what they have, and they have not met. Whoever has what was planned keeps it,
+    if all who have something do; else all begin again. Columns were lost with the controller."""
+    step.is_settled = True
+    held = [item for item in step.items.values() if item.sent]
+    if step.is_changed or any(item.needs for item in held):
+        step.torn.update(step.groups)
+        _rewind(book, step)
+        for share in step.shares.values():
+            if not share.rank.id.role and share.attempt != step.attempts:
+                _begin_again(book, share)
+    else:
+        for item in held:
+            if any(part.owner is None or part.sent != book.ranks[part.owner].full for part in step.parts(item)):
+                step.torn.update(() if item.group is None else (item.group,))
+    book.touch(step, everybody=True)
+
+
+# -- work that changes hands -------------------------------------------------------------------------------------------
+
+
+def _rewind(book: Book, step: Step) -> None:
+    """A part of something shared was lost with its process. Other parts are in gradients, perhaps by half, and nothing
+    can be taken out of a gradient: whoever shares with it begins again, and whoever shares with those."""
+    todo, again, ranks = list(step.torn), dict[int, None](), set[Share]()
+    while todo:
+        group = todo.pop()
+        if group in again or group not in step.groups:
+            continue
+        again[group] = None
+        for item in step.groups[group].values():
+            if item.owner is not None and (share := step.shares[item.owner]) not in ranks:
+                ranks.add(share)
+                todo += [other.group for other in share.items.values() if other.group is not None]
+    step.torn.clear()
+    step.attempts += 1
+    for group in again:
+        _renew(book, step, group)
+    for share in sorted(ranks, key=lambda share: share.rank.id):
+        _begin_again(book, share)
+
+
+def _renew(book: Book, step: Step, group: int) -> None:
+    """Another number for a group: nobody waits in a collective for a rank that has not begun again. Without owners, if
+    one part has none: then it is cut anew."""
+    name, parts = book.new_id(), list(step.groups.pop(group).values())
+    step.groups[name] = {item.id: item for item in parts}
+    is_whole = all(item.owner is not None for item in parts)
+    for item in parts:
+        item.group = name
+        if is_whole:
+            continue
+        if item.owner is not None:
+            share = step.shares[item.owner]
+            del share.items[item.id]
+            share.unsent.pop(item.id, None)
+        book.disown(step, item)
+
+
+def _begin_again(book: Book, share: Share) -> None:
+    step, rank = share.step, share.rank
+    share.attempt = step.attempts
+    share.waiting, share.go, share.recalled, share.answers, share.num_sent = 0, {}, {}, 0, 0
+    step.recalls.discard(rank.id)
+    step.at_barrier.discard(rank.id)
+    step.unasked.add(rank.id)
+    for item in share.items.values():
+        step.reset(item)
+        share.unsent[item.id] = item
+    book.out += [Rewind(rank.id, seat, step.number, share.attempt) for seat in seats_of(rank.links & share.opened)]
+    book.ranks_touched[rank.id] = None
+
+
+def _replan(book: Book, step: Step) -> None:
+    if not step.ownerless or step.recalls:
+        return
+    for role in sorted({item.role for item in step.ownerless.values()}):
+        over = book.members(role) if role else sorted(step.participants)
+        items = tuple(item for item in step.ownerless.values() if item.role == role)
+        if over:
+            book.out.append(Replan(step.number, items, tuple(over)))
+
+
+def _recall(book: Book, step: Step) -> None:
+    """Once half of the ranks have nothing left to do, ask the others for what they have not begun."""
+    if not step.at_barrier or 2 * len(step.at_barrier) < len(step.participants) or step.ownerless or step.recalls:
+        return
+    for one in sorted(step.unasked):
+        share = step.shares.get(one)
+        if share is None or one in step.at_barrier:
+            step.unasked.discard(one)
+        elif share.rank.is_here and share.opened == share.rank.full:
+            step.unasked.discard(one)
+            _ask_back(book, share)
+
+
+def _ask_back(book: Book, share: Share) -> None:
+    step, rank = share.step, share.rank
+    may = list[Item]()
+    # The last ones without a gap: what one seat gives back and another has begun is sent to the first again, behind
+    # all that it has, and both must train in one order.
+    for item in reversed([item for item in share.in_order() if item.sent]):
+        if item.group is not None or item.is_begun or item.done:
+            break
+        may.insert(0, item)
+    if len(may) < 2:  # one stays in any case
+        return
+    share.recalled = {item.id: 0 for item in may}
+    share.answers = rank.full
+    step.recalls.add(rank.id)
+    for seat in seats_of(rank.full):
+        ids = tuple(item.id for item in may if item.sent >> seat & 1)
+        book.out.append(Recall(rank.id, seat, step.number, share.attempt, ids, len(step.at_barrier)))
+
+
+# -- the meeting -------------------------------------------------------------------------------------------------------
+
+
+def _may_seal(book: Book, step: Step) -> bool:
+    if not step.is_complete or step.ownerless or step.num_unfetched or step.seal is not None or not step.participants:
+        return False
+    return not book.meets or (len(step.at_barrier) == len(step.participants) and not step.recalls)
+
+
+def _seal(book: Book, step: Step) -> None:
+    step.seals = max(step.seals + 1, book.generation * 1000)
+    step.seal = make_seal(step, step.seals, step.participants, step.gone)
+    if step.gone:
+        book.out.append(Mask(step.number, step.seal.gone))
+    for one in step.participants:
+        step.shares[one].sealed = step.shares[one].back = 0
+        if book.meets:
+            step.holders.add(one)  # before it is on its way: from here on nobody knows
+        book.ranks_touched[one] = None
+
+
+def make_seal(step: Step, number: int, ranks: Iterable[RankId], gone: Iterable[str]) -> Seal:
+    masked = frozenset(gone)
+    pieces = [
+        piece for item in step.items.values() if not item.role for piece in item.pieces if piece.rollout not in masked
+    ]
+    num_rollouts = len({piece.rollout for piece in pieces})
+    num_tokens = sum(piece.tokens for piece in pieces)
+    return Seal(step.number, number, tuple(sorted(ranks)), masked, max(num_rollouts, 1), max(num_tokens, 1))
+
+
+def acknowledge(book: Book, step: Step) -> None:
+    del book.steps[step.number]
+    book.last_acked = max(book.last_acked, step.number)
+    for share in step.shares.values():
+        share.rank.active.pop(step.number, None)
+        if share.rank.id.role:  # it may compute what nobody needs any more
+            drop(book, share, share.rank.links & share.opened & ~share.sealed, met=True)
+    if not book.steps:
+        book.touch_all_ranks()
+    book.ranks_touched.update(dict.fromkeys(step.shares))
+    book.out.append(Ack(step.number, frozenset(step.gone)))
+
+
+def drop(book: Book, share: Share, seats: int, *, met: bool) -> None:
+    book.out += [Drop(share.rank.id, seat, share.step.number, met) for seat in seats_of(seats)]
+
+
+# -- one rank ----------------------------------------------------------------------------------------------------------
+
+
+def look_at_rank(book: Book, rank: Rank) -> None:
+    for share in list(rank.active.values()):
+        if rank.id.role:
+            _look_at_role(book, share)
+        elif share.finished == rank.full:
+            continue
+        elif book.meets and (share.step.met or share.step.is_kept):
+            _leave_behind(book, share)
+        elif not _lacks_weights(book, rank, share.step):
+            _look_at_share(book, share)
+    if rank.ended != rank.full and _is_through(book, rank):
+        book.out += [End(rank.id, seat) for seat in seats_of(rank.full & ~rank.ended)]
+        rank.ended = rank.full
+
+
+def _is_through(book: Book, rank: Rank) -> bool:
+    """At the end all stay until every step is acknowledged: somebody must be there to do what a lost rank owes."""
+    if book.ended:
+        return not book.steps
+    if rank.id.number in book.wanted.get(rank.id.role, ()):
+        return False
+    return not any(rank.id in step.shares for step in book.steps.values())
+
+
+def _look_at_role(book: Book, share: Share) -> None:
+    step, rank = share.step, share.rank
+    if step.settling or not step.is_settled:
+        return  # it may be in the weights
+    _send(share, book)
+    if rank.id.role in step.through_roles:
+        _send_seal(book, share, Seal(step.number, 1, (), frozenset(step.gone)))
+        rank.active.pop(step.number, None)
+
+
+def _leave_behind(book: Book, share: Share) -> None:
+    """The others have met without it. Before it is told, it may be in the collective; and somebody who has the weights
+    must be there, or the step may have to be done again."""
+    step = share.step
+    is_known = step.is_kept or any(book.ranks[other].is_here for other in step.met)
+    if not share.may_meet and is_known:
+        drop(book, share, share.rank.full, met=True)
+        step.remove_rank(share.rank.id)
+        book.touch(step)
+
+
+def _look_at_share(book: Book, share: Share) -> None:
+    step, rank = share.step, share.rank
+    if step.is_settled and not (step.is_uncertain and book.meets):
+        _send(share, book)
+    if step.seal is None or rank.id not in step.seal.ranks or share.opened != rank.full:
+        return
+    # Of a restored step others may be in the meeting: they wait for this rank, if it was at the barrier.
+    is_awaited = step.holders and share.waiting | share.sealed == rank.full
+    if not share.unsent if step.is_settled else is_awaited:
+        _send_seal(book, share, step.seal)
+
+
+def _lacks_weights(book: Book, rank: Rank, step: Step) -> bool:
+    """Steps before this one are not in its weights, and it will not train on them: then others must lack them, too."""
+    if rank.weights >= step.number or not rank.knows_weights:
+        return False
+    for number in range(rank.weights, step.number):
+        before = book.steps.get(number)
+        if number in rank.active:
+            continue
+        if before is not None and not before.met and book.meets:
+            return True  # it takes the weights of those who will have met
+        others = {one: book.ranks[one].weights for one in step.participants if book.ranks[one].weights > number}
+        if before is not None:
+            others |= {one: book.ranks[one].weights for one in before.met}
+        if others:
+            if not rank.is_warned and any(book.ranks[one].is_here for one in others):
+                rank.is_warned = True
+                book.out += [Behind(rank.id, seat, rank.weights, others) for seat in seats_of(rank.full)]
+            return True
+    return False
+
+
+def _send(share: Share, book: Book) -> None:
+    step, rank = share.step, share.rank
+    if share.recalled:
+        return
+    ready = _ready(share)
+    is_new = share.opened != rank.full
+    if is_new and not ready and (share.unsent or not step.is_complete):
+        return
+    if is_new and share.taken != rank.full and not _has_credit(share):
+        return
+    for seat in seats_of(rank.full):
+        items = tuple(item for item in ready if not item.sent >> seat & 1)
+        opens = not share.opened >> seat & 1
+        if items and not rank.id.role:
+            share.waiting &= ~(1 << seat)
+        if items or opens:
+            gone = step.gone_of(items)
+            book.out.append(Send(rank.id, seat, step.number, step.uid, share.attempt, items, gone, opens))
+    for item in ready:
+        item.sent = rank.full
+        if not item.place:
+            share.num_sent += 1
+            item.place = share.num_sent
+        del share.unsent[item.id]
+    share.opened = rank.full
+    if ready and not rank.id.role:
+        step.unasked.add(rank.id)
+        share.note_waiting()
+    _go(book, share)
+
+
+def _ready(share: Share) -> list[Item]:
+    """Items that can be sent now, in order."""
+    unsent, step = share.unsent_in_order(), share.step
+    ready = [item for item in unsent if step.is_ready(item)]
+    # Nothing overtakes an item that waits for its columns if others share what is behind it, or a seat has it already.
+    if len(ready) < len(unsent) and any(item.group is not None or item.sent for item in unsent):
+        waiting = next(at for at, item in enumerate(unsent) if not step.is_ready(item))
+        return unsent[:waiting]
+    return ready
+
+
+def _has_credit(share: Share) -> bool:
+    """Room for one more step; and no older one is to be opened first."""
+    rank, step, used = share.rank, share.step, 0
+    for other in rank.active.values():
+        if other is not share and other.opened and other.taken != rank.full:
+            used += 1
+        is_over = other.step.is_met and bool(rank.id.role)
+        if other.step.number < step.number and other.opened != rank.full and not is_over:
+            return False
+    return used < rank.depth
+
+
+def _go(book: Book, share: Share) -> None:
+    """Items with remote payloads begin on all who compute them together, with the same masks, or on none."""
+    step, rank = share.step, share.rank
+    for item in share.items.values():
+        told = share.go.get(item.id, 0)
+        if not item.remote or item.sent != rank.full or told == rank.full or (item.group is None and rank.full == 1):
+            continue
+        parts = step.parts(item)
+        if all(part.owner is not None and part.is_fetched for part in parts):
+            go = frozenset([item.id]), step.gone_of(parts)
+            book.out += [Go(rank.id, seat, step.number, *go) for seat in seats_of(rank.full & ~told)]
+            share.go[item.id] = rank.full
+
+
+def _send_seal(book: Book, share: Share, seal: Seal) -> None:
+    rank, step = share.rank, share.step
+    for seat in seats_of(rank.full & ~share.sealed):
+        book.out.append(SendSeal(rank.id, seat, seal))
+        if book.meets and not rank.id.role:
+            step.holders.add(rank.id)
+    share.sealed = rank.full
+    if not rank.id.role:
+        share.waiting &= share.back
+        share.note_waiting()

@@ -1,0 +1,137 @@
+"""Orders: what a ledger asks of its host. ``seat`` is the process of a rank that the order is for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple, TypeAlias
+
+from stream_balancer.core.steps.state import Item, RankId, Seal
+
+__all__ = [
+    "Ack", "Behind", "Drop", "End", "Go", "Mask", "Order", "RankAck", "Recall", "Refuse", "Replan", "Rewind", "Send",
+    "SendSeal",
+]  # fmt: skip
+
+
+class Send(NamedTuple):
+    """Give these items to the process, in this order, behind what it has of the step."""
+
+    rank: RankId
+    seat: int
+    step: int
+    uid: int
+    attempt: int
+    items: tuple[Item, ...]
+    gone: frozenset[str]
+    """Rollouts of these items that are masked already."""
+    opens: bool
+    """The process has nothing of this step yet."""
+
+
+class Go(NamedTuple):
+    """Let these remote items begin: all who compute them have their payloads, or mask them."""
+
+    rank: RankId
+    seat: int
+    step: int
+    items: frozenset[int]
+    gone: frozenset[str]
+
+
+class Recall(NamedTuple):
+    """Ask for these items back. The answer is :meth:`Ledger.released`, with those that the process will not begin."""
+
+    rank: RankId
+    seat: int
+    step: int
+    attempt: int
+    items: tuple[int, ...]
+    idle: int
+    """Ranks that have nothing left to do."""
+
+
+class SendSeal(NamedTuple):
+    """Tell the process who meets. For a role's process the step is over."""
+
+    rank: RankId
+    seat: int
+    seal: Seal
+
+
+class Rewind(NamedTuple):
+    """Throw away the gradient of the step and all micro-batches of it: they are sent again."""
+
+    rank: RankId
+    seat: int
+    step: int
+    attempt: int
+
+
+class Drop(NamedTuple):
+    """Take the step away from the process. ``met``: other ranks have it in their weights; take those."""
+
+    rank: RankId
+    seat: int
+    step: int
+    met: bool
+
+
+class Behind(NamedTuple):
+    """Refuse to train on these weights: they lack steps that others have, and nobody trains on them again. All ranks go
+    back to ``lowest`` together, or this one takes the weights of others; then it joins again and says so."""
+
+    rank: RankId
+    seat: int
+    weights: int
+    others: Mapping[RankId, int]
+
+    @property
+    def lowest(self) -> int:
+        """The newest weights that all of them have had."""
+        return min(self.weights, *self.others.values())
+
+
+class Refuse(NamedTuple):
+    """Turn the process away: its rank was given up, and others have its work. Only a new incarnation may come."""
+
+    rank: RankId
+    seat: int
+
+
+class End(NamedTuple):
+    """Tell the process that there are no more steps for it."""
+
+    rank: RankId
+    seat: int
+
+
+class Replan(NamedTuple):
+    """Lay these items, which have no owner, out over these ranks. The answer is :meth:`Ledger.replanned`."""
+
+    step: int
+    items: tuple[Item, ...]
+    over: tuple[RankId, ...]
+
+
+class Mask(NamedTuple):
+    """Write into the journal, before later orders leave, what is masked of the step: a seal says so."""
+
+    step: int
+    gone: frozenset[str]
+
+
+class RankAck(NamedTuple):
+    """Write into the journal that this rank has acknowledged the step."""
+
+    step: int
+    rank: RankId
+
+
+class Ack(NamedTuple):
+    """Forget the step: every rank has acknowledged it. ``gone`` was masked."""
+
+    step: int
+    gone: frozenset[str]
+
+
+Order: TypeAlias = Send | Go | Recall | SendSeal | Rewind | Drop | Behind | Refuse | End | Replan | Mask | RankAck | Ack

@@ -1,0 +1,398 @@
+"""State of steps in flight: steps, items, shares and ranks. What follows from each other at once is kept up here; what
+is to be done follows in :mod:`stream_balancer.core.steps.deciding`.
+
+A rank may be several processes, *seats* (tensor or pipeline parallel). All get the same items in the same order. Masks of
+seats are ints: seat 2 is ``1 << 2``, and ``Rank.full`` has all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from stream_balancer.core.steps.orders import Order
+
+__all__ = [
+    "TRAIN",
+    "Book",
+    "HeldItem",
+    "HeldStep",
+    "Item",
+    "Piece",
+    "Rank",
+    "RankId",
+    "Seal",
+    "Share",
+    "Step",
+    "seats_of",
+]
+
+TRAIN = ""
+"""Role of the trainer. Other roles compute columns for it."""
+
+
+class RankId(NamedTuple):
+    role: str
+    number: int
+
+
+class Piece(NamedTuple):
+    """A rollout, or the part of one that one rank trains on: what counts once in a gradient."""
+
+    rollout: str
+    part: int
+    tokens: int
+
+
+class Seal(NamedTuple):
+    """The last word before ranks meet: who meets, and over which rollouts all divide. Two of one number are equal."""
+
+    step: int
+    number: int
+    ranks: tuple[RankId, ...]
+    gone: frozenset[str] = frozenset()
+    """Masked everywhere: payloads that are lost."""
+    rollouts: int = 0
+    tokens: int = 0
+
+
+class HeldItem(NamedTuple):
+    """An item, as a process that joins has it."""
+
+    done: bool
+    fetched: bool
+    missing: frozenset[str]
+
+
+class HeldStep(NamedTuple):
+    """A step, as a process that joins has it."""
+
+    uid: int
+    attempt: int
+    items: Mapping[int, HeldItem]
+    """In the order of training."""
+    taken: bool
+    waiting: bool
+    came_back: int
+    """Number of the seal whose meeting has failed; 0: none."""
+    seal: Seal | None
+    gone: frozenset[str] = frozenset()
+    """Rollouts that the process masks."""
+
+
+@dataclass(eq=False, slots=True)
+class Item:
+    """A micro-batch, or a rank's part of one. The host makes it; fields from ``sent`` on are the ledger's."""
+
+    id: int
+    """Unique in its step. A rank trains in the order of ids; so does whoever shares with it."""
+    owner: RankId | None
+    pieces: tuple[Piece, ...]
+    role: str = TRAIN
+    needs: tuple[int, ...] = ()
+    """Items of roles whose columns it is trained with."""
+    group: int | None = None
+    """Of items that several ranks compute in one collective. None: its rank alone."""
+    remote: bool = False
+    """Payloads are fetched by the owner, who says what is missing. Of a group, all items are remote or none."""
+    payload: Any = None
+    """The host's."""
+    columns: Any = None
+    """A role's result, once all its seats have said done."""
+    sent: int = 0
+    fetched: int = 0
+    done: int = 0
+    has_columns: bool = False
+    is_fetched: bool = False
+    """All seats have said what is missing."""
+    is_begun: bool = False
+    """Kept after a Recall."""
+    place: int = 0
+    """In the order in which the owner was sent it, from 1. All its seats, and its next incarnations, get that order."""
+
+
+@dataclass(eq=False, slots=True)
+class Share:
+    """One rank's part of one step."""
+
+    rank: Rank
+    step: Step
+    items: dict[int, Item] = field(default_factory=dict)
+    unsent: dict[int, Item] = field(default_factory=dict)
+    """Not sent to all seats."""
+    attempt: int = 1
+    """Counts rewinds. What a process says of an earlier one does not count."""
+    num_sent: int = 0
+    opened: int = 0
+    taken: int = 0
+    waiting: int = 0
+    """Seats that have nothing left to do."""
+    sealed: int = 0
+    back: int = 0
+    """Of those, seats whose meeting has failed."""
+    finished: int = 0
+    acked: int = 0
+    go: dict[int, int] = field(default_factory=dict)
+    """Seats that were told Go, by item."""
+    recalled: dict[int, int] = field(default_factory=dict)
+    """Seats that gave it back, by item."""
+    answers: int = 0
+    """Seats whose answer to the Recall is due."""
+
+    @property
+    def is_acked(self) -> bool:
+        return self.acked == self.rank.full
+
+    @property
+    def may_meet(self) -> int:
+        """Seats that may be in the collective now."""
+        return self.sealed & ~self.back & ~self.finished
+
+    def in_order(self) -> list[Item]:
+        """All items as they are trained on: those that were sent, then the plan's order."""
+        return sorted(self.items.values(), key=_order)
+
+    def unsent_in_order(self) -> list[Item]:
+        return sorted(self.unsent.values(), key=_order)
+
+    def note_waiting(self) -> None:
+        at_barrier = self.step.at_barrier
+        if self.waiting == self.rank.full and not self.unsent:
+            at_barrier.add(self.rank.id)
+        else:
+            at_barrier.discard(self.rank.id)
+
+
+def _order(item: Item) -> tuple[int, int]:
+    return item.place or 1 << 62, item.id
+
+
+@dataclass(eq=False, slots=True)
+class Rank:
+    id: RankId
+    full: int = 1
+    links: int = 0
+    """Seats that are connected."""
+    incarnation: int = -1
+    depth: int = 2
+    """Steps that it may hold and has not begun."""
+    weights_of: dict[int, int] = field(default_factory=dict)
+    """By seat: its weights have all steps before this one."""
+    is_given_up: bool = False
+    knows_weights: bool = True
+    """Has said which weights it has."""
+    is_warned: bool = False
+    ended: int = 0
+    active: dict[int, Share] = field(default_factory=dict)
+    """By step, ascending: what it has not acknowledged."""
+
+    @property
+    def is_here(self) -> bool:
+        return self.links == self.full
+
+    @property
+    def weights(self) -> int:
+        """Of the seat that is least far."""
+        return min(self.weights_of.values(), default=0)
+
+    @property
+    def room(self) -> int:
+        """Steps that may be planned for it. O(its active steps)."""
+        if not self.is_here:
+            return 0
+        return self.depth - sum(share.taken != self.full for share in self.active.values())
+
+    def activate(self, share: Share) -> None:
+        number = share.step.number
+        if share.is_acked:
+            self.active.pop(number, None)
+        elif number not in self.active:
+            in_order = not self.active or next(reversed(self.active)) < number
+            self.active[number] = share
+            if not in_order:
+                self.active = dict(sorted(self.active.items()))
+
+
+@dataclass(eq=False, slots=True)
+class Step:
+    number: int
+    uid: int
+    """Tells two plans of one number apart."""
+    items: dict[int, Item] = field(default_factory=dict)
+    participants: set[RankId] = field(default_factory=set)
+    """Trainer's ranks that meet, or have met."""
+    shares: dict[RankId, Share] = field(default_factory=dict)
+    is_complete: bool = False
+    ownerless: dict[int, Item] = field(default_factory=dict)
+    groups: dict[int, dict[int, Item]] = field(default_factory=dict)
+    torn: set[int] = field(default_factory=set)
+    """Groups of which a part was lost."""
+    gone: set[str] = field(default_factory=set)
+    num_unfetched: int = 0
+    waiters: dict[int, list[Item]] = field(default_factory=dict)
+    """Items that are trained with the columns of this one."""
+    left_of_role: dict[str, int] = field(default_factory=dict)
+    """Items without columns, by role."""
+    through_roles: set[str] = field(default_factory=set)
+    at_barrier: set[RankId] = field(default_factory=set)
+    recalls: set[RankId] = field(default_factory=set)
+    unasked: set[RankId] = field(default_factory=set)
+    """Ranks that may have something to spare."""
+    seal: Seal | None = None
+    seals: int = 0
+    """Number of the last seal."""
+    holders: set[RankId] = field(default_factory=set)
+    """Ranks that may be in the collective now, or in front of it with a seal that is valid."""
+    met: set[RankId] = field(default_factory=set)
+    """Ranks whose weights have the step."""
+    is_met: bool = False
+    acks: int = 0
+    is_kept: bool = False
+    """Acknowledged by a rank: not given again, whoever dies."""
+    attempts: int = 1
+    settling: set[RankId] = field(default_factory=set)
+    """After a restart: ranks that have not said yet what they have."""
+    is_settled: bool = True
+    is_changed: bool = False
+    """After a restart: a process has something other than what was planned for it."""
+
+    @property
+    def is_uncertain(self) -> bool:
+        """The ranks may have met, and nobody here knows. Nothing is sent again, replanned or rewound meanwhile."""
+        return bool(self.settling or (self.holders and not self.met and not self.is_kept))
+
+    def add(self, item: Item) -> None:
+        self.items[item.id] = item
+        self.num_unfetched += item.remote
+        if item.group is not None:
+            self.groups.setdefault(item.group, {})[item.id] = item
+        for needed in item.needs:
+            self.waiters.setdefault(needed, []).append(item)
+        if item.role:
+            self.left_of_role[item.role] = self.left_of_role.get(item.role, 0) + 1
+
+    def remove(self, item: Item) -> None:
+        del self.items[item.id]
+        self.num_unfetched -= item.remote and not item.is_fetched
+        if item.group is not None:
+            self.groups[item.group].pop(item.id)
+        if item.role:
+            self.left_of_role[item.role] -= 1
+
+    def reset(self, item: Item) -> None:
+        """No process has it."""
+        self.unfetch(item)
+        item.sent = item.done = item.fetched = item.place = 0
+        item.is_begun = False
+
+    def unfetch(self, item: Item) -> None:
+        self.num_unfetched += item.is_fetched
+        item.is_fetched = False
+
+    def is_ready(self, item: Item) -> bool:
+        """All columns that it needs are here."""
+        return all(self.items[needed].has_columns for needed in item.needs)
+
+    def parts(self, item: Item) -> Iterable[Item]:
+        """The items that are computed in one collective with this one."""
+        return (item,) if item.group is None else self.groups[item.group].values()
+
+    def gone_of(self, items: Iterable[Item]) -> frozenset[str]:
+        return frozenset(self.gone.intersection(piece.rollout for item in items for piece in item.pieces))
+
+    def remove_rank(self, one: RankId) -> Share | None:
+        """Its share, which is none of the step's any more."""
+        share = self.shares.pop(one, None)
+        if share is not None:
+            share.rank.active.pop(self.number, None)
+            self.acks -= share.is_acked and not one.role
+            for ranks in (self.participants, self.at_barrier, self.holders, self.recalls):
+                ranks.discard(one)
+        return share
+
+
+class Book:
+    """Every step that is planned and not acknowledged, every rank, and what facts have touched."""
+
+    def __init__(self, *, meets: bool, moves: bool, generation: int) -> None:
+        self.meets, self.moves, self.generation = meets, moves, generation
+        self.steps: dict[int, Step] = {}
+        self.ranks: dict[RankId, Rank] = {}
+        self.wanted: dict[str, set[int]] = {TRAIN: set()}
+        self.last_acked = -1
+        self.fenced: dict[RankId, int] = {}
+        """The last incarnation of each rank that was given up. The journal keeps it."""
+        self.ended = False
+        self.steps_touched: dict[int, None] = {}
+        self.ranks_touched: dict[RankId, None] = {}
+        self.out: list[Order] = []
+        # Above every index of a plan, and above what an earlier controller gave.
+        self._last_id = (generation + 1) << 32
+
+    def new_id(self) -> int:
+        """For an item or a group that is made after the plan. Never given twice, in any generation."""
+        self._last_id += 1
+        return self._last_id
+
+    def touch(self, step: Step, *, everybody: bool = False) -> None:
+        self.steps_touched[step.number] = None
+        if everybody:
+            self.ranks_touched.update(dict.fromkeys(step.shares))
+
+    def touch_all_ranks(self) -> None:
+        self.ranks_touched.update(dict.fromkeys(self.ranks))
+
+    def rank(self, one: RankId) -> Rank:
+        return self.ranks.setdefault(one, Rank(one))
+
+    def share(self, step: Step, one: RankId) -> Share:
+        share = step.shares.get(one)
+        if share is None:
+            share = step.shares[one] = Share(self.rank(one), step)
+            share.rank.activate(share)
+        return share
+
+    def members(self, role: str) -> list[RankId]:
+        """Ranks of the next step. O(ranks)."""
+        ids = (RankId(role, number) for number in sorted(self.wanted.get(role, ())))
+        return [one for one in ids if self.is_member(one)]
+
+    def is_member(self, one: RankId) -> bool:
+        if one.number not in self.wanted.get(one.role, ()):
+            return False
+        rank = self.ranks.get(one)
+        if rank is None or rank.is_given_up:
+            return rank is None and one not in self.fenced
+        return rank.incarnation > self.fenced.get(one, -2)
+
+    def own(self, step: Step, item: Item, owner: RankId | None) -> None:
+        """Give the item, which no process has, to a rank; to none if that rank is not there."""
+        is_there = owner is not None and (self.is_member(owner) if item.role else owner in step.participants)
+        item.owner = owner if is_there else None
+        if item.owner is None:
+            step.ownerless[item.id] = item
+            self.touch(step)
+            return
+        share = self.share(step, item.owner)
+        share.items[item.id] = share.unsent[item.id] = item
+        step.at_barrier.discard(item.owner)
+        self.ranks_touched[item.owner] = None
+
+    def disown(self, step: Step, item: Item) -> None:
+        step.reset(item)
+        self.own(step, item, None)
+
+    def note_fetched(self, step: Step, item: Item, bit: int, full: int) -> None:
+        """A seat has the payloads of the item, but for those that are gone."""
+        item.fetched |= bit
+        if item.remote and item.fetched == full and not item.is_fetched:
+            item.is_fetched = True
+            step.num_unfetched -= 1
+            self.ranks_touched.update((part.owner, None) for part in step.parts(item) if part.owner is not None)
+
+
+def seats_of(mask: int) -> Iterator[int]:
+    """Numbers of the bits that are set."""
+    return (seat for seat in range(mask.bit_length()) if mask >> seat & 1)
