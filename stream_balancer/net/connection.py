@@ -9,41 +9,41 @@ and :meth:`abort` are called from others.
 from __future__ import annotations
 
 import logging
-import selectors
-import socket
-import ssl
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
-from itertools import islice
 from typing import Any, NamedTuple, Protocol
 
-from stream_balancer.errors import RefusedError, WireError, refused_error
+from stream_balancer.errors import WireError
 from stream_balancer.net.errors import Ended
 from stream_balancer.net.handshake import Handshake
-from stream_balancer.net.loops import Io, Job, Runs
+from stream_balancer.net.loops import Job, Runs
 from stream_balancer.net.messages import (
-    HEADER_BYTES, MAX_MESSAGE_BYTES, SOCKET, Close, Envelope, Join, Message, MoverNote, Refused, Welcome, frame,
-    read_envelope, read_header,
+    HEADER_BYTES,
+    MAX_MESSAGE_BYTES,
+    SOCKET,
+    Close,
+    Envelope,
+    Join,
+    Message,
+    MoverNote,
+    Refused,
+    Welcome,
+    frame,
+    read_envelope,
+    read_header,
 )  # fmt: skip
 from stream_balancer.net.pool import Memory, Pool
-from stream_balancer.net.tls import TlsSocket
 from stream_balancer.wire.payload import NOTHING, Payload
 
-__all__ = ["HANDSHAKE_S", "NOTHING", "Base", "Connection", "Handler", "Mover", "Payload"]
+__all__ = ["HANDSHAKE_S", "Base", "Handler", "Mover"]
 
 _log = logging.getLogger(__name__)
 # A rank's Join names the steps that it has. Memory of what has not come is not touched.
 _BEFORE_PROOF_BYTES = 2**16
-_TURN_BYTES = 4 * 2**20
-"""Read from one socket, or sent, before the others get their turn."""
-_GATHER = 512
 _JOIN_BYTES = 2**16
 MOVER_BYTES = 2**17
 """Smaller payloads go by the socket, whatever mover there is."""
 HANDSHAKE_S, CLOSE_S = 10.0, 5.0
-# The machine is gone: noticed after 25 s without traffic, after 30 s with bytes on their way.
-_KEEPALIVE = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4, "TCP_USER_TIMEOUT": 30_000}
 
 
 class Handler(Protocol):
@@ -56,7 +56,7 @@ class Handler(Protocol):
         """Called in the order of sending, whichever way the bytes came."""
 
     def ended(self, end: Ended) -> None:
-        """Once, and nothing after it. ``end.__cause__`` is the error behind it, if there is one."""
+        """The end: once, and nothing after it. ``end.__cause__`` is the error behind it, if there is one."""
 
 
 class Mover(Protocol):
@@ -64,9 +64,10 @@ class Mover(Protocol):
 
     ready: bool
 
+    def begin(self) -> None: ...
     def send(
         self, payload: Payload, sent: Callable[[], object] | None, go: Callable[[Sequence[int]], None]
-    ) -> None: ...
+    ) -> bool: ...
     def receive(self, envelope: Envelope, ready: Callable[[Memory], None]) -> None: ...
     def note(self, body: bytes) -> None: ...
     def close(self) -> None: ...
@@ -102,9 +103,8 @@ class Base:
         self.welcomed: Callable[[Base, Welcome], object] = lambda *_: None
         """At the joining end: sets :attr:`handler`."""
         self.movers: dict[int, Mover] = {}
-        self.bulk = SOCKET
-        """The mover for large payloads, once there is one."""
-        self.over = self.paused = False
+        """Those that both ends have agreed on, the one that is preferred first."""
+        self.over = self.paused = self._resumes = False
         self._items: deque[_Out] = deque()
         self._held: deque[_Held] = deque()
         self._outgoing: deque[tuple[memoryview, Callable[[], object] | None]] = deque()
@@ -117,6 +117,11 @@ class Base:
         self._unread = b""
 
     # from any thread
+
+    @property
+    def bulk(self) -> int:
+        """The mover for large payloads, once one is ready."""
+        return next((number for number, mover in self.movers.items() if mover.ready), SOCKET)
 
     def send(
         self, message: Message, payload: Payload = NOTHING, *, via: int = SOCKET,
@@ -153,16 +158,23 @@ class Base:
 
     def pause(self) -> None:
         """Read no more, so that the peer waits. One who pauses in ``admit`` has that message's bytes wait, too."""
-        self.paused = True
+        self.paused, self._resumes = True, False
 
     def resume(self) -> None:
-        """Read on."""
-        if not self.over and self.paused:
-            self.paused, unread, self._unread = False, self._unread, b""
-            try:
-                self._feed(memoryview(unread))
-            except Exception as error:  # noqa: BLE001 - the peer's, or the handler's: this one is over
-                self.fail(error)
+        """Read on, soon: who resumes may be in the middle of something that this connection has brought."""
+        if self.paused and not self._resumes:
+            self._resumes = True
+            self.io.do(self._read_on)
+
+    def _read_on(self) -> None:
+        if self.over or not self._resumes:
+            return
+        self.paused = self._resumes = False
+        unread, self._unread = self._unread, b""
+        try:
+            self._feed(memoryview(unread))
+        except Exception as error:  # noqa: BLE001 - the peer's, or the handler's: this one is over
+            self.fail(error)
 
     def fail(self, error: BaseException) -> None:
         """The end, and why. A WireError or a RefusedError is told to the peer."""
@@ -177,8 +189,10 @@ class Base:
         for queue in (self._items, self._held, self._outgoing):
             queue.clear()
         self._space, self._unread = memoryview(b""), b""
-        end = error if isinstance(error, Ended) else _end_of(error)
-        end.with_traceback(None)  # its frames would keep memory alive for as long as somebody keeps the end
+        end = Ended.of(error)
+        if end is not error:
+            end.__cause__ = error
+        error.with_traceback(None)  # its frames would keep memory alive for as long as somebody keeps the end
         self._end(end)
 
     def _release(self, error: BaseException) -> None:
@@ -209,13 +223,17 @@ class Base:
             self.fail(error)
 
     def _begin_sending(self, out: _Out) -> None:
-        large = out.via != SOCKET and sum(out.payload.runs[1::2]) >= MOVER_BYTES
-        mover = self.movers.get(out.via) if large else None
-        if mover is None or not mover.ready:
-            self._put(out, SOCKET, ())
-        else:
+        announced = sum(out.payload.runs[1::2])
+        found = sum(memoryview(piece).nbytes for piece in out.payload.pieces)
+        if found != announced:
+            raise ValueError(f"{found} bytes behind a message that announces {announced}")
+        mover = self.movers.get(out.via)
+        if mover is not None and mover.ready and announced >= MOVER_BYTES:
             self._waits_for_mover = True
-            mover.send(out.payload, out.sent, lambda where: self._go(out, where))
+            if mover.send(out.payload, out.sent, lambda where: self._go(out, where)):
+                return
+            self._waits_for_mover = False
+        self._put(out, SOCKET, ())
 
     def _go(self, out: _Out, where: Sequence[int]) -> None:
         """The mover is ready for the message to leave; those behind it wait until then."""
@@ -225,13 +243,9 @@ class Base:
             self._queue_pump()
 
     def _put(self, out: _Out, via: int, where: Sequence[int]) -> None:
-        raw = frame(out.message, out.payload.total, out.payload.runs, via, where)
+        self._put_raw(frame(out.message, out.payload.total, out.payload.runs, via, where))
         pieces = [view for view in map(_bytes_of, out.payload.pieces) if view.nbytes]
-        num_bytes = sum(view.nbytes for view in pieces)
-        if via == SOCKET and num_bytes != sum(out.payload.runs[1::2]):
-            raise ValueError(f"{num_bytes} bytes behind a message that announces {sum(out.payload.runs[1::2])}")
-        self._put_raw(raw)
-        if pieces and num_bytes <= _JOIN_BYTES:
+        if len(pieces) > 1 and sum(view.nbytes for view in pieces) <= _JOIN_BYTES:
             pieces = [memoryview(b"".join(pieces))]  # a dozen iovecs cost more than their bytes
         self._outgoing.extend((view, None) for view in pieces)
         if out.sent is not None:
@@ -271,13 +285,12 @@ class Base:
     def _feed(self, data: memoryview) -> None:
         """Bytes from below that are not where they belong yet."""
         while not self.over:
-            while not len(self._space):
-                if self.over:
-                    return
+            if not len(self._space):
                 if self.paused:
                     self._unread = bytes(data)
                     return
                 self._space = next(self._parser)
+                continue
             if not len(data):
                 return
             count = min(len(self._space), len(data))
@@ -287,7 +300,7 @@ class Base:
     def _on_envelope(self, envelope: Envelope) -> Iterator[memoryview]:
         message = envelope.message
         if isinstance(message, Refused):
-            raise Ended("refused", message.text) from refused_error(message.reason, message.text)
+            raise Ended("refused", message.text, message.reason)
         if self.welcome is None:
             self._shake(message, envelope.total)
             return
@@ -318,16 +331,16 @@ class Base:
         if total:
             raise WireError("bytes in the handshake")
         if isinstance(message, Welcome) and self.handshake.joins and self.handshake.proven:
-            self._deadline()
             self.welcome = message
             self.welcomed(self, message)
             return
         answer = self.handshake.hear(message)
+        if self.handshake.proven:  # a controller that does not serve yet may let it wait for long
+            self._deadline()
         if answer is not None:
             self._put_raw(frame(answer))
             self._flush()
         elif self.handshake.join is not None:
-            self._deadline()
             self.arrived(self, self.handshake.join)
 
     def _mover(self, number: int) -> Mover:
@@ -395,124 +408,6 @@ class _Nobody:
     def ended(self, end: Ended) -> None: ...
 
 
-def _end_of(error: BaseException) -> Ended:
-    kind = "refused" if isinstance(error, (WireError, RefusedError)) else "lost"
-    end = Ended(kind, str(error) or type(error).__name__)
-    end.__cause__ = error.with_traceback(None)
-    return end
-
-
 def _bytes_of(piece: Any) -> memoryview:
     view = memoryview(piece)
     return view if view.format == "B" and view.ndim == 1 else view.cast("B")
-
-
-class Connection(Base):
-    """Over TCP, with TLS or without."""
-
-    def __init__(
-        self, io: Io, sock: socket.socket, pool: Pool, handshake: Handshake, tls: ssl.SSLContext | None, host: str
-    ) -> None:
-        """``host``: the acceptor's, whose certificate the joiner checks."""
-        super().__init__(io, pool, handshake)
-        sock.setblocking(False)
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        for name, value in _KEEPALIVE.items():
-            if hasattr(socket, name):
-                sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
-        self.local = sock.getsockname()[0]
-        """This end's address, as a name of its network interface."""
-        self._fd = sock.fileno()
-        self._tls = None if tls is None else TlsSocket(sock, tls, host if handshake.joins else None)
-        self._sock: Any = self._tls or sock
-        self._io = io
-        self._events = 0
-
-    def begin(self) -> None:
-        self._watch()
-        super().begin()
-
-    def pause(self) -> None:
-        super().pause()
-        self._watch()
-
-    def resume(self) -> None:
-        super().resume()
-        self._watch()
-
-    def _watch(self) -> None:
-        """What the selector is to wait for: without TLS's handshake a socket that may be written to is of no use."""
-        writes = bool(self._outgoing) and (self._tls is None or self._tls.shaken)
-        events = (0 if self.paused else selectors.EVENT_READ) | (selectors.EVENT_WRITE if writes else 0)
-        if events == self._events or self.over:
-            return
-        if not self._events:
-            self._io.selector.register(self._fd, events, self._ready)
-        elif events:
-            self._io.selector.modify(self._fd, events, self._ready)
-        else:
-            self._io.selector.unregister(self._fd)
-        self._events = events
-
-    def _ready(self, mask: int) -> None:
-        try:
-            if mask & selectors.EVENT_WRITE:
-                self._flush()
-            if mask & selectors.EVENT_READ and not self.over and not self.paused:
-                self._read()
-            if self._tls is not None:  # which may have had to read something before it could write
-                self._flush()
-        except Exception as error:  # noqa: BLE001 - the network's, the peer's, or the handler's: this one is over
-            self.fail(error)
-
-    def _read(self) -> None:
-        """Into where the next bytes belong, and ahead: what comes after them is often small, and there already."""
-        ahead, left = self._io.scratch, _TURN_BYTES
-        while left > 0 and not self.over and not self.paused:
-            room = len(self._space) + len(ahead)
-            try:
-                received = self._sock.recvmsg_into([self._space, ahead])[0]
-            except BlockingIOError:
-                return
-            if not received:
-                raise ConnectionResetError("connection closed by peer")
-            left -= received
-            count = min(len(self._space), received)
-            self._space = self._space[count:]
-            self._feed(ahead[: received - count])
-            if received < room and self._tls is None:
-                return
-        if self._tls is not None and not self.over:  # it may hold bytes that the selector does not see
-            self._io.do(lambda: self._ready(selectors.EVENT_READ))
-
-    def _flush(self) -> None:
-        if self.over:
-            return
-        left = _TURN_BYTES
-        try:
-            while self._outgoing and left > 0:
-                count = self._sock.sendmsg([view for view, _ in islice(self._outgoing, _GATHER)])
-                self._took(count)
-                left -= count
-        except BlockingIOError:
-            pass
-        except OSError as error:
-            if self.paused:
-                raise
-            _log.debug("reading will see it too, behind what has arrived: perhaps a refusal. %s", error)
-            self._outgoing.clear()
-        self._watch()
-        self._end_if_both_closed()
-
-    def _release(self, error: BaseException) -> None:
-        if isinstance(error, (WireError, RefusedError)) and not self._close_sent:
-            reason = error.reason if isinstance(error, RefusedError) else "protocol"
-            self._put_raw(frame(Refused(reason, str(error)[:1000])))
-            with suppress(OSError, ValueError, WireError):
-                self._sock.sendmsg([view for view, _ in islice(self._outgoing, _GATHER)])
-                self._sock.shutdown(socket.SHUT_WR)
-        if self._events:
-            with suppress(KeyError, ValueError, OSError):
-                self._io.selector.unregister(self._fd)
-        self._sock.close()

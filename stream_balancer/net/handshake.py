@@ -74,7 +74,8 @@ class Handshake:
 
     def _proof(self, side: bytes, about: bytes = b"") -> bytes:
         nonces = (self._mine, self._theirs) if self.joins else (self._theirs, self._mine)
-        return hmac.digest(self.token, b"|".join((b"stream_balancer", side, bytes([PROTOCOL]), *nonces, about)), "sha256")
+        text = b"|".join((b"stream_balancer", side, bytes([PROTOCOL]), *nonces, about))
+        return hmac.digest(self.token, text, "sha256")
 
 
 def _who(join: Join) -> bytes:

@@ -13,18 +13,19 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from stream_balancer.errors import WireError
-from stream_balancer.net.connection import HANDSHAKE_S, Base, Connection
+from stream_balancer.net.connection import HANDSHAKE_S, Base
 from stream_balancer.net.errors import Ended
 from stream_balancer.net.handshake import Handshake
 from stream_balancer.net.loops import Io
 from stream_balancer.net.messages import Join, Message, Welcome
 from stream_balancer.net.pool import Memory, Pool
+from stream_balancer.net.tcp import Connection
 
 __all__ = ["Listener", "dial", "split_address"]
 
 _log = logging.getLogger(__name__)
 MAX_STRANGERS = 1024
-"""Connections that have proven nothing yet. With 64 the producers of a cluster, started again, pushed each other out."""
+"""Connections that have proven nothing yet. With 64, the producers of a cluster pushed each other out."""
 _FULL = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 _FULL_S = 1.0
 
@@ -52,12 +53,14 @@ class Listener:
 
     def _listen(self) -> None:
         if not self._closed:
+            self.io.sockets[self._sock.fileno()] = self._close
             self.io.selector.register(self._sock, selectors.EVENT_READ, self._on_peer)
 
     def _close(self) -> None:
         self._closed = True
         with suppress(KeyError, ValueError):
             self.io.selector.unregister(self._sock)
+        self.io.sockets.pop(self._sock.fileno(), None)
         self._sock.close()
         for stranger in self._strangers:
             if stranger.handshake.join is None:
@@ -88,7 +91,7 @@ def dial(
     pool: Pool | None = None,
 ) -> None:  # fmt: skip
     """Connect in the background. Either is called in the I/O thread, once; ``welcomed`` sets the handler. What
-    ``failed`` gets: RefusedError, WireError if somebody else answers, OSError otherwise."""
+    ``failed`` gets: WireError if somebody else answers, Ended, or OSError if nobody listens."""
     host, port = split_address(address)
     there = io or Io.current()
 
@@ -108,7 +111,7 @@ def dial(
             sock.close()
             failed(error)
             return
-        connection.handler = Dialling(address, failed)
+        connection.handler = Dialling(address, connection, failed)
         connection.welcomed = welcomed
         connection.begin()
 
@@ -123,11 +126,17 @@ def split_address(address: str) -> tuple[str, int]:
     return host.removeprefix("[").removesuffix("]"), int(port)
 
 
+class Unanswered(Ended):
+    """The end of a connection at which nobody has answered as a controller does, so far."""
+
+    foreign = True
+
+
 class Dialling:
     """Handler of a connection that nobody has welcomed yet."""
 
-    def __init__(self, address: str, failed: Callable[[BaseException], object]) -> None:
-        self._address, self._failed = address, failed
+    def __init__(self, address: str, connection: Base, failed: Callable[[BaseException], object]) -> None:
+        self._address, self._connection, self._failed = address, connection, failed
 
     def admit(self, message: Message, total: int) -> None:
         raise WireError("bytes in the handshake")
@@ -135,10 +144,14 @@ class Dialling:
     def receive(self, message: Message, memory: Memory | None) -> None: ...
 
     def ended(self, end: Ended) -> None:
-        error = end.__cause__ or end
-        if isinstance(error, WireError):
-            error = WireError(
-                f"who answers at {self._address} is no controller of this version of stream_balancer: {error}. Is the "
+        """Told to who dials, with what is most likely wrong."""
+        if isinstance(end.__cause__, WireError):
+            text = (
+                f"who answers at {self._address} is no controller of this version of stream_balancer: {end}. Is the "
                 "address right, and the same version installed everywhere?"
             )
-        self._failed(error)
+            self._failed(WireError(text))
+        elif end.kind == "lost" and not self._connection.handshake.proven:
+            self._failed(Unanswered("lost", f"no controller answers at {self._address}: {end.text}"))
+        else:
+            self._failed(end)

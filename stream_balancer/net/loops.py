@@ -26,14 +26,17 @@ __all__ = ["Io", "Runs", "Signal", "blocking_deadline", "in_loop"]
 
 _log = logging.getLogger(__name__)
 Job = Callable[[], object]
+_LEAVE_S = 1.0
 _turn = threading.local()
 blocking_deadline = threading.local()
-"""``.at`` is set while :mod:`stream_balancer.net.blocking` runs a coroutine in a plain thread."""
+"""``.at`` is set, to a time or None, while :mod:`stream_balancer.blocking` runs a coroutine in a plain thread."""
 
 
 class Runs(Protocol):
     """Where a connection lives: the I/O thread, or a test's event loop with a clock of its own."""
 
+    threads: bool
+    """The jobs run in a thread of their own."""
     leaving: set[object]
     """Connections that were closed and whose peer has not answered yet."""
 
@@ -50,9 +53,11 @@ class Io:
 
     _current: Io | None = None
     _guard = threading.Lock()
+    threads = True
 
     def __init__(self) -> None:
         self.selector = selectors.DefaultSelector()
+        self._selector_fd = [self.selector.fileno()] if hasattr(self.selector, "fileno") else []
         self.scratch = memoryview(bytearray(2**18))
         self._jobs: deque[Job] = deque()
         self._timers: list[tuple[float, int, list[Job | None]]] = []
@@ -61,9 +66,14 @@ class Io:
         self._reader.setblocking(False)
         self._writer.setblocking(False)
         self.selector.register(self._reader, selectors.EVENT_READ, self._on_wake)
-        self._woken = self._stopped = False
+        self._woken = self._stopping = self._stopped = False
         self._lock = threading.Lock()
         self.leaving: set[object] = set()
+        self.sockets: dict[int, Job] = {}
+        """Descriptors, which a forked child must not keep or a peer would not see this process's death; and how the
+        end of this process ends them."""
+        self.helpers: list[threading.Thread] = []
+        """Threads that end with their connections."""
         self._work: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._worker: threading.Thread | None = None
         self._thread = threading.Thread(target=self._run, name="stream_balancer-io", daemon=True)
@@ -78,8 +88,8 @@ class Io:
             return cls._current
 
     def do(self, job: Job, *, here: bool = False) -> None:
-        """Run it there, in the order of the calls. From any thread; never blocks. ``here``: it is short, and may run in
-        this thread if nothing else is going on."""
+        """Run it in the I/O thread, in the order of the calls. From any thread; never blocks. ``here``: it is short,
+        and may run in this thread if nothing else is going on."""
         self._jobs.append(job)
         if here and _uninterrupted() and self._lock.acquire(blocking=False):
             try:
@@ -131,20 +141,24 @@ class Io:
         self._work.put(job)
 
     def stop(self) -> None:
-        """End both threads: one that is inside torch while the interpreter goes away would abort the process."""
-        self._stopped = True
-        self.do(lambda: None)
+        """End both threads: one that is inside torch while the interpreter goes away would abort the process. Closed
+        connections have a second to say so."""
+        self.do(self._stop_soon)
+        self._thread.join(5.0)
         self._work.put(None)
-        for thread in (self._thread, self._worker):
-            if thread is not None and thread is not threading.current_thread():
+        for thread in (self._worker, *self.helpers):
+            if thread is not None:
                 thread.join(5.0)
+
+    def _stop_soon(self) -> None:
+        self._stopping = True
+        self.after(_LEAVE_S, self.leaving.clear)
 
     def _run(self) -> None:
         wakes: dict[_LoopCaller, None] = {}
         _turn.wakes = wakes
         while not self._stopped:
-            timeout = 0.0 if self._jobs else self._timers[0][0] - time.monotonic() if self._timers else None
-            events = self.selector.select(timeout if timeout is None else max(timeout, 0.0))
+            events = self.selector.select(self._idle_s())
             with self._lock:
                 for key, mask in events:
                     if self.selector.get_map().get(key.fd) is not None:  # a job may have ended it meanwhile
@@ -158,6 +172,14 @@ class Io:
             del events
             while wakes:
                 wakes.popitem()[0]._wake()
+            self._stopped = self._stopping and not self.leaving and not self._jobs
+        for end in list(self.sockets.values()):
+            self._guarded(end)
+
+    def _idle_s(self) -> float | None:
+        if self._jobs:
+            return 0.0
+        return max(self._timers[0][0] - time.monotonic(), 0.0) if self._timers else None
 
     def _run_work(self) -> None:
         while (job := self._work.get()) is not None:
@@ -167,7 +189,7 @@ class Io:
     def _guarded(self, job: Callable[..., object], *args: object) -> None:
         try:
             job(*args)
-        except Exception:
+        except Exception:  # noqa: BLE001 - this thread must go on
             _log.exception("a job of the I/O thread failed")
 
     def _on_wake(self, _: int) -> None:
@@ -181,14 +203,17 @@ def _uninterrupted() -> bool:
 
 
 def _forget_in_child() -> None:
-    """A forked child has none of the threads. It lets go of the sockets, or a peer would not see its parent's death."""
+    """A forked child has none of the threads, so what it hands in waits for ever. Its sockets become /dev/null: closing
+    them would free numbers that objects which were copied too may still use."""
     io, Io._current, Io._guard = Io._current, None, threading.Lock()
-    if io is not None:
-        for key in list(io.selector.get_map().values()):
-            os.close(key.fd)
-        os.close(io._writer.fileno())
-        for sock in (io._reader, io._writer):
-            sock.detach()
+    if io is None:
+        return
+    io._lock = threading.Lock()
+    io._lock.acquire()
+    nowhere = os.open(os.devnull, os.O_RDWR)
+    for fd in (*io.sockets, io._reader.fileno(), io._writer.fileno(), *io._selector_fd):
+        os.dup2(nowhere, fd, inheritable=False)
+    os.close(nowhere)
 
 
 def _stop() -> None:
@@ -213,20 +238,21 @@ class Signal:
         return self._set
 
     def set(self) -> None:
-        """It has happened."""
+        """Wake all who wait. Idempotent."""
         self._set = True  # first: who appends too late to be found below sees the flag
         with suppress(IndexError):
             while True:
                 self._waiters.pop()()
 
     def then(self, job: Job) -> None:
-        """Call it when it is set: now, or in the thread that sets it."""
+        """Call the job when this is set: now, or in the thread that sets it."""
         self._waiters.append(job)
         if self._set:
             self.set()
 
     async def wait(self) -> None:
-        """In a coroutine that :func:`stream_balancer.net.blocking.run` drives it blocks the thread. Raises TimeoutError there."""
+        """Until it is set. In a coroutine that ``stream_balancer.blocking`` drives it blocks the thread, and raises
+        TimeoutError."""
         if hasattr(blocking_deadline, "at"):
             self.wait_in_thread(blocking_deadline.at)
             return
@@ -237,7 +263,7 @@ class Signal:
             await event.wait()
 
     async def wait_shielded(self, seconds: float) -> bool:
-        """The same whatever is cancelled or interrupted, for so long at most."""
+        """Wait, whatever is cancelled or interrupted, for so long at most; says whether it was set."""
         if hasattr(blocking_deadline, "at"):
             with suppress(TimeoutError):
                 self.wait_in_thread(time.monotonic() + seconds)
@@ -249,7 +275,7 @@ class Signal:
         return self._set
 
     def wait_in_thread(self, deadline: float | None) -> None:
-        """Raises TimeoutError. A lock of its own for each wait, released in C: no interrupt can break it."""
+        """Raises TimeoutError. Each wait has a lock of its own, released in C: no interrupt can break it."""
         if self._set:
             return
         lock = threading.Lock()
@@ -285,9 +311,8 @@ class _LoopCaller:
         self._jobs.append(job)
         wakes = getattr(_turn, "wakes", None)
         if wakes is not None:
-            wakes[self] = (
-                None  # when this turn of the I/O thread is over: sooner, it would only wait for the interpreter
-            )
+            # When this turn of the I/O thread is over: sooner, the loop would only wait for the interpreter.
+            wakes[self] = None
         elif not self._woken or not _uninterrupted():
             self._woken = True
             self._wake()

@@ -1,4 +1,4 @@
-"""A connection in memory, for tests in virtual time: the same handshake, order, ends, encoding and checks; no socket, no
+"""A connection in memory, for tests in virtual time: handshake, order, ends and checks are the same; no socket, no
 thread."""
 
 from __future__ import annotations
@@ -6,11 +6,9 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable, Iterable
-from typing import Any
 
 from stream_balancer.errors import RefusedError, WireError
-from stream_balancer.net.connection import Base, Handler
-from stream_balancer.net.errors import Ended
+from stream_balancer.net.connection import Base
 from stream_balancer.net.handshake import Handshake
 from stream_balancer.net.loops import Job
 from stream_balancer.net.messages import Join, Refused, Welcome, frame
@@ -25,6 +23,7 @@ class LoopIo:
     """What the I/O thread is elsewhere: the event loop of who calls, with its clock."""
 
     def __init__(self) -> None:
+        self.threads = False
         self.leaving: set[object] = set()
 
     def do(self, job: Job, *, here: bool = False) -> None:
@@ -160,18 +159,11 @@ class MemoryConnection(Base):
 
 
 def pair(
-    join: Join,
-    arrived: Callable[[Base, Join], Any],
-    welcomed: Callable[[Base, Welcome], Any],
-    waiting: Handler | None = None,
-    *,
-    io: LoopIo | None = None,
-    pool: Pool | None = None,
-) -> Wire:
-    """Two ends in the current event loop, which begin their handshake. ``waiting``: handler of the joining end until it
-    is welcomed."""
+    join: Join, arrived: Callable[[Base, Join], object], welcomed: Callable[[Base, Welcome], object], *,
+    io: LoopIo | None = None, pool: Pool | None = None,
+) -> Wire:  # fmt: skip
+    """Two ends in the current event loop, that are about to meet: ``begin()`` their handshake."""
     wire = Wire(io or LoopIo(), pool or Pool(), join)
     there, here = wire.ends
-    there.arrived, here.welcomed, here.handler = arrived, welcomed, waiting
-    wire.begin()
+    there.arrived, here.welcomed = arrived, welcomed
     return wire

@@ -4,14 +4,17 @@ receiving into it."""
 from __future__ import annotations
 
 import weakref
-from collections import deque
-from typing import Any
+from collections import OrderedDict, deque
+from collections.abc import Callable
+from typing import Generic, TypeVar
 
 import numpy as np
 
 from stream_balancer.wire.payload import Memory
 
-__all__ = ["Memory", "Pool", "aligned"]
+__all__ = ["Memory", "Pool", "Shelf", "aligned", "lease", "room_for"]
+
+T = TypeVar("T")
 
 _SMALL = 2**17
 """Below that malloc reuses memory by itself."""
@@ -24,37 +27,74 @@ def aligned(size: int) -> Memory:
     return raw[start : start + size]
 
 
+def lease(buffer: Memory, size: int, died: Callable[[], object]) -> Memory:
+    """The start of a buffer. ``died`` is called when the last view over it has died, in whichever thread that is, even
+    inside a garbage collection: it must take no lock."""
+    # A slice would not do: numpy makes views of a slice views of the whole, and the slice dies before them.
+    view = np.frombuffer(buffer.data[:size], dtype=np.uint8)
+    weakref.finalize(view, died).atexit = False
+    return view
+
+
+def room_for(size: int) -> int:
+    """Bytes of the buffer for ``size`` bytes: a few classes share buffers, in steps of an eighth."""
+    step = 1 << max(size.bit_length() - 4, 12)
+    return -(-size // step) * step
+
+
+class Shelf(Generic[T]):
+    """Idle things, up to so many bytes. Those of the size that was asked for longest ago go first."""
+
+    def __init__(self, keep_bytes: int) -> None:
+        self._keep_bytes = keep_bytes
+        self.num_bytes = 0
+        self._things: OrderedDict[int, list[T]] = OrderedDict()
+
+    def take(self, size: int) -> T | None:
+        """One of exactly that size."""
+        if size not in self._things:
+            return None
+        self.num_bytes -= size
+        thing = self._things[size].pop()
+        self._tidy(size)
+        return thing
+
+    def put(self, size: int, thing: T) -> list[T]:
+        """Keep it. Returns those that had to go."""
+        self.num_bytes += size
+        self._things.setdefault(size, []).append(thing)
+        self._things.move_to_end(size)
+        gone = []
+        while self.num_bytes > self._keep_bytes:
+            oldest = next(iter(self._things))
+            self.num_bytes -= oldest
+            gone.append(self._things[oldest].pop(0))
+            self._tidy(oldest, last=False)
+        return gone
+
+    def _tidy(self, size: int, *, last: bool = True) -> None:
+        if self._things[size]:
+            self._things.move_to_end(size, last=last)
+        else:
+            del self._things[size]
+
+
 class Pool:
     """Idle buffers. Nobody gives one back by hand: its views are counted by the object that they all hold."""
 
-    def __init__(self, keep_bytes: int = 2**28) -> None:
-        self._keep = keep_bytes
-        self._idle: dict[int, list[Memory]] = {}
-        self._idle_bytes = 0
+    def __init__(self, keep_bytes: int = 2**28, allocate: Callable[[int], Memory] = aligned) -> None:
+        self._allocate = allocate
+        self._idle: Shelf[Memory] = Shelf(keep_bytes)
         self._returned: deque[Memory] = deque()
 
     def take(self, size: int) -> Memory:
-        """Contents undefined. In one thread only."""
+        """Contents undefined. In the I/O thread only."""
         if size <= _SMALL:
-            return aligned(size)
+            return self._allocate(size)
         while self._returned:  # they come back in whichever thread drops the last view
             buffer = self._returned.popleft()
-            if self._idle_bytes + buffer.size <= self._keep:
-                self._idle_bytes += buffer.size
-                self._idle.setdefault(buffer.size, []).append(buffer)
-        room = _room(size)
-        fitting = self._idle.get(room)
-        if fitting:
-            self._idle_bytes -= room
-            buffer = fitting.pop()
-        else:
-            buffer = aligned(room)
-        lease = buffer[:size]
-        weakref.finalize(lease, self._returned.append, buffer).atexit = False
-        return lease
-
-
-def _room(size: int) -> int:
-    """Sizes of one class share buffers: steps of an eighth."""
-    step = max(2 ** (size.bit_length() - 4), 2**12)
-    return -(-size // step) * step
+            self._idle.put(buffer.size, buffer)
+        room = room_for(size)
+        idle = self._idle.take(room)
+        buffer = self._allocate(room) if idle is None else idle
+        return lease(buffer, size, lambda: self._returned.append(buffer))

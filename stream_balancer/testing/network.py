@@ -91,7 +91,9 @@ class MemoryNetwork:
     ) -> None:  # fmt: skip
         listener = self._listeners.get(peer.address)
         if listener is not None:
-            peer._begin(pair(join, listener.arrived, welcomed, Dialling(peer.address, failed), io=self.io, pool=self.pool))
+            wire = pair(join, listener.arrived, welcomed, io=self.io, pool=self.pool)
+            wire.ends[1].handler = Dialling(peer.address, wire.ends[1], failed)
+            peer._begin(wire)
         elif self._closed:
             failed(refused_error("closed", "the controller has closed its transport. Start it again"))
         elif peer.address == self.address:
@@ -172,3 +174,4 @@ class MemoryPeer:
         self.wire = wire
         if held:
             wire.hold()
+        wire.begin()

@@ -1,11 +1,13 @@
-"""Ways for bulk bytes beside the socket. All optional: an end names those it has in Join, the other answers with those
-that both have, each is set up while messages flow already, and until it is ready (or if it never is) bytes go by the
-socket.
+"""Ways for bulk bytes beside the socket, all optional.
+
+A joiner names those it has, the acceptor answers with those that both have, and each is set up while messages flow
+already. Until it is ready, or if it never is, bytes go by the socket.
 
 A mover belongs to one connection and brings bytes both ways. In the I/O thread:
 
 * ``send(payload, sent, go)``: calls ``go(where)`` when the message may leave, and ``sent`` when nobody needs the pieces
-  any more. Messages behind it wait for ``go``, so the order of messages does not depend on movers.
+  any more. Messages behind it wait for ``go``, so the order of messages does not depend on movers. False: not now, use
+  the socket.
 * ``receive(envelope, ready)``: calls ``ready(memory)`` once all its runs are there. Messages behind it wait for that.
 * ``note(body)``: the other end's mover says something. ``close()``: the connection is over.
 
@@ -15,38 +17,44 @@ A mover that breaks ends its connection; on the next one both ends may do withou
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
-from stream_balancer.net.messages import MoverNote
+from stream_balancer.net.movers import shared_memory, torch_dist
+from stream_balancer.net.movers.common import NUMBERS
 
 if TYPE_CHECKING:
-    from stream_balancer.net.connection import Base, Connection
+    from stream_balancer.net.connection import Base, Mover
+    from stream_balancer.net.tcp import Connection
 
-__all__ = ["NUMBERS", "attach", "available", "note"]
-
-NUMBERS = {"shared_memory": 1, "torch_dist": 2}
-"""``via`` of each."""
+__all__ = ["attach", "available", "usual"]
 
 
-def available(wanted: Sequence[str] = ("shared_memory", "torch_dist")) -> tuple[str, ...]:
-    """Those of ``wanted`` that this system has."""
-    from stream_balancer.net.movers import torch_dist, shared_memory
-
-    has = {"shared_memory": shared_memory.available(), "torch_dist": torch_dist.available()}
-    return tuple(name for name in wanted if has.get(name))
+def usual(*, in_world: bool = False, tls: bool = False) -> tuple[str, ...]:
+    """What an end wants that was not told otherwise. With TLS none: what they bring is not encrypted."""
+    return () if tls else ("torch_dist",) if in_world else ("shared_memory",)
 
 
-def attach(connection: Connection, names: Sequence[str]) -> None:
+def available(wanted: Sequence[str], *, again: bool = False) -> tuple[str, ...]:
+    """Those of ``wanted`` that this system has. Raises ValueError for one that there is not. ``again``: a rank that was
+    there before goes by the socket, because torch's pairs are built once and may have broken."""
+    unknown = [name for name in wanted if name not in NUMBERS]
+    if unknown:
+        raise ValueError(f"no mover is called {unknown[0]!r}; there are {', '.join(NUMBERS)}")
+    return tuple(name for name in wanted if _has(name) and not (again and name == "torch_dist"))
+
+
+def attach(connection: Base, names: Sequence[str]) -> None:
     """Set up what both ends have agreed on. In the I/O thread, when the handshake is over, at both ends."""
-    from stream_balancer.net.movers import torch_dist, shared_memory
-
-    makers = {"shared_memory": shared_memory.SharedMemory, "torch_dist": torch_dist.TorchDist}
-    for name in names:
-        mover = connection.movers[NUMBERS[name]] = makers[name](connection)
+    connection.movers = {NUMBERS[name]: _make(name, connection) for name in names}
+    for mover in connection.movers.values():
         mover.begin()
-    connection.bulk = NUMBERS[names[0]] if names else 0
 
 
-def note(connection: Base, name: str, body: bytes) -> None:
-    """Tell the other end."""
-    connection.send(MoverNote(NUMBERS[name], body))
+def _has(name: str) -> bool:
+    return shared_memory.available() if name == "shared_memory" else torch_dist.available()
+
+
+def _make(name: str, connection: Base) -> Mover:
+    if name == "shared_memory":
+        return shared_memory.SharedMemory(connection)
+    return torch_dist.TorchDist(cast("Connection", connection))

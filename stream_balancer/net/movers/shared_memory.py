@@ -6,8 +6,10 @@
              <--  note probed(yes)                   writer and reader: this way is ready
              message, where = (number, fd, inode, size)  -->   the reader maps what it has not mapped yet
              <--  note free(numbers)                 the last view of those died: they may be written again
+             note forget(number)  -->                the reader may unmap it
 
-Files are anonymous (nothing is left after a kill) and sealed (a peer cannot make a mapping fault).
+Files are anonymous (nothing is left after a kill) and sealed (a peer cannot make a mapping fault). A descriptor is kept
+until the reader has mapped its file; an idle buffer has none.
 """
 
 from __future__ import annotations
@@ -27,117 +29,130 @@ import msgspec
 import numpy as np
 
 from stream_balancer.errors import WireError
-from stream_balancer.net.movers import note
-from stream_balancer.net.pool import Memory, _room
+from stream_balancer.net.movers.common import note, warn
+from stream_balancer.net.pool import Memory, Shelf, lease, room_for
 
 if TYPE_CHECKING:
-    from stream_balancer.net.connection import Connection, Payload
+    from stream_balancer.net.connection import Base
     from stream_balancer.net.messages import Envelope
+    from stream_balancer.wire.payload import Payload
 
 __all__ = ["SharedMemory", "available"]
 
-_KEEP = 4
-"""Idle buffers of one size and link that are kept."""
+_KEEP_BYTES = 2**28
+"""Idle buffers of one connection that are kept."""
 _MAX_MAPPED = 1024
+_NONCE_BYTES = 16
 
 
 def available() -> bool:
+    """Linux has the files that this needs."""
     return sys.platform == "linux" and hasattr(os, "memfd_create")
 
 
-def _make(size: int) -> int:
-    fd = os.memfd_create("stream_balancer", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    try:
-        os.ftruncate(fd, size)
-        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
-    except OSError:
-        os.close(fd)
-        raise
-    return fd
+class _File:
+    """An anonymous file, as long as it is open."""
+
+    def __init__(self, size: int) -> None:
+        self.fd = os.memfd_create("stream_balancer", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        self.close = weakref.finalize(self, os.close, self.fd)
+        """Idempotent. Mappings stay."""
+        os.ftruncate(self.fd, size)
+        fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
 
 
 class _Buffer:
     def __init__(self, number: int, size: int) -> None:
-        self.number, self.size, self.fd = number, size, _make(size)
-        weakref.finalize(self, os.close, self.fd)
-        self.inode = os.fstat(self.fd).st_ino
-        self.memory: Memory = np.frombuffer(mmap.mmap(self.fd, size), dtype=np.uint8)
+        self.number, self.size, self.file = number, size, _File(size)
+        self.memory: Memory = np.frombuffer(mmap.mmap(self.file.fd, size), dtype=np.uint8)
+        self.where = (number, self.file.fd, os.fstat(self.file.fd).st_ino, size)
 
 
 class SharedMemory:
     """One end."""
 
-    def __init__(self, connection: Connection) -> None:
+    def __init__(self, connection: Base) -> None:
         self._connection = connection
         self.ready = False
-        self._nonce = secrets.token_bytes(16)
-        self._probe_fd = _make(16)
-        weakref.finalize(self, os.close, self._probe_fd)
-        os.pwrite(self._probe_fd, self._nonce, 0)
-        self._numbers = 0
-        self._idle: dict[int, list[_Buffer]] = {}
+        self._probe_file: _File | None = None
+        self._num_buffers = 0
+        self._idle: Shelf[_Buffer] = Shelf(_KEEP_BYTES)
         self._lent: dict[int, _Buffer] = {}
         self._peer: int | None = None
         self._mapped: dict[int, Memory] = {}
         self._freed: deque[int] = deque()
 
     def begin(self) -> None:
-        self._note("probe", os.getpid(), self._probe_fd, self._nonce)
+        """Ask whether the other end can open a file of this process."""
+        nonce = secrets.token_bytes(_NONCE_BYTES)
+        try:
+            self._probe_file = _File(_NONCE_BYTES)
+        except OSError as error:
+            warn("shared_memory", error)
+            return
+        os.pwrite(self._probe_file.fd, nonce, 0)
+        self._note("probe", os.getpid(), self._probe_file.fd, nonce)
+
+    def close(self) -> None:
+        """The connection is over: nothing of it stays open, but for what is still looked at."""
+        self.ready = False
+        self._idle = Shelf(0)
+        self._lent, self._mapped, self._probe_file = {}, {}, None
 
     def _note(self, *what: Any) -> None:
         note(self._connection, "shared_memory", msgspec.msgpack.encode(what))
 
     def note(self, body: bytes) -> None:
+        """Raises WireError for one that makes no sense."""
         try:
             match msgspec.msgpack.decode(body):
                 case ["probe", int(pid), int(fd), bytes(nonce)]:
                     self._note("probed", self._probe(pid, fd, nonce))
                 case ["probed", bool(yes)]:
-                    self.ready = yes
+                    self.ready, self._probe_file = yes, None
                 case ["free", *numbers]:
                     for number in numbers:
-                        buffer = self._lent.pop(number)
-                        idle = self._idle.setdefault(buffer.size, [])
-                        if len(idle) < _KEEP:
-                            idle.append(buffer)
-                        else:
-                            self._note("forget", number)
+                        self._take_back(self._lent.pop(number))
                 case ["forget", int(number)]:
                     self._mapped.pop(number, None)
                 case _:
-                    raise WireError("a note that memfd does not know")
+                    raise ValueError(body)
         except (msgspec.DecodeError, KeyError, TypeError, ValueError) as error:
-            raise WireError(f"a note that memfd does not know: {error!r}") from None
+            raise WireError(f"a note that makes no sense for shared memory: {error!r}") from None
 
     # writing
 
-    def send(self, payload: Payload, sent: Callable[[], object] | None, go: Callable[[Sequence[int]], None]) -> None:
-        room = _room(payload.total)
-        idle = self._idle.get(room)
-        if idle:
-            buffer = idle.pop()
-        else:
-            self._numbers += 1
-            buffer = _Buffer(self._numbers, room)
+    def send(
+        self, payload: Payload, sent: Callable[[], object] | None, go: Callable[[Sequence[int]], None]
+    ) -> bool:  # fmt: skip
+        """Copied in the thread that packs: large copies let go of the interpreter's lock."""
+        room = room_for(payload.total)
+        idle = self._idle.take(room)
+        try:
+            buffer = idle or self._new(room)
+        except OSError as error:  # too many open files, or no memory
+            warn("shared_memory", error)
+            return False
         self._lent[buffer.number] = buffer
         io = self._connection.io
 
-        def pack() -> None:  # in the thread that packs: large copies, which let go of the interpreter's lock
-            targets = iter(_ranges(payload.runs))
-            at = stop = 0
-            for piece in payload.pieces:
-                source = np.frombuffer(piece, dtype=np.uint8)
-                while source.size:
-                    if at == stop:
-                        at, stop = next(targets)
-                    count = min(stop - at, source.size)
-                    buffer.memory[at : at + count] = source[:count]
-                    at, source = at + count, source[count:]
+        def pack() -> None:
+            _copy(payload, buffer.memory)
             if sent is not None:
                 io.do(sent)
-            io.do(lambda: go((buffer.number, buffer.fd, buffer.inode, buffer.size)))
+            io.do(lambda: go(buffer.where))
 
         io.work(pack)
+        return True
+
+    def _new(self, size: int) -> _Buffer:
+        self._num_buffers += 1
+        return _Buffer(self._num_buffers, size)
+
+    def _take_back(self, buffer: _Buffer) -> None:
+        buffer.file.close()  # the reader has mapped it
+        for gone in self._idle.put(buffer.size, buffer):
+            self._note("forget", gone.number)
 
     # reading
 
@@ -145,13 +160,14 @@ class SharedMemory:
         with suppress(OSError, OverflowError):
             found = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)
             try:
-                if len(nonce) == 16 and os.pread(found, 17, 0) == nonce:
+                if len(nonce) == _NONCE_BYTES and os.pread(found, _NONCE_BYTES + 1, 0) == nonce:
                     self._peer = pid
             finally:
                 os.close(found)
         return self._peer is not None
 
     def receive(self, envelope: Envelope, ready: Callable[[Memory], None]) -> None:
+        """Maps what is new. Raises WireError for what makes no sense."""
         if self._peer is None or len(envelope.where) != 4:
             raise WireError("shared memory was used before it was agreed on")
         number, fd, inode, size = envelope.where
@@ -162,9 +178,7 @@ class SharedMemory:
         memory = self._mapped[number]
         if envelope.total > memory.size:
             raise WireError(f"{envelope.total} bytes in a buffer of {memory.size}")
-        lease = memory[: envelope.total]
-        weakref.finalize(lease, self._on_free, number).atexit = False
-        ready(lease)
+        ready(lease(memory, envelope.total, lambda: self._on_free(number)))
 
     def _map(self, fd: int, inode: int, size: int) -> Memory:
         try:
@@ -180,11 +194,10 @@ class SharedMemory:
                 os.close(found)
         except (FileNotFoundError, ProcessLookupError, PermissionError) as error:  # the latter: of a dead process
             raise ConnectionResetError(f"the peer is gone: {error}") from None
-        except OSError as error:
+        except (OSError, OverflowError, ValueError) as error:
             raise WireError(f"a shared buffer cannot be mapped: {error}") from None
 
     def _on_free(self, number: int) -> None:
-        """In any thread, even inside a garbage collection: takes no lock."""
         self._freed.append(number)
         self._connection.io.do(self._tell_free)
 
@@ -192,11 +205,17 @@ class SharedMemory:
         if self._freed and not self._connection.over:
             self._note("free", *(self._freed.popleft() for _ in range(len(self._freed))))
 
-    def close(self) -> None:
-        self._idle.clear()
-        self._lent.clear()
-        self._mapped.clear()
 
-
-def _ranges(runs: Sequence[int]) -> list[tuple[int, int]]:
-    return [(offset, offset + size) for offset, size in zip(runs[::2], runs[1::2], strict=True)]
+def _copy(payload: Payload, memory: Memory) -> None:
+    """The pieces into their runs."""
+    runs = zip(payload.runs[::2], payload.runs[1::2], strict=True)
+    at = stop = 0
+    for piece in payload.pieces:
+        source = np.frombuffer(piece, dtype=np.uint8)
+        while source.size:
+            if at == stop:
+                at, size = next(runs)
+                stop = at + size
+            count = min(stop - at, source.size)
+            memory[at : at + count] = source[:count]
+            at, source = at + count, source[count:]

@@ -1,11 +1,12 @@
-"""Bytes by torch.distributed: gloo's send and recv in a group of two.
+"""Bytes by torch.distributed: send and recv of a gloo group of two.
 
 Three facts about gloo shape this:
 
 * A receive shorter than its send aborts the process. So sizes come first, on the authenticated connection, and both
   ends cut runs into the same pieces.
-* A transfer that is cut in the middle never wakes. A receive that has no bytes yet is woken at once by the peer's death.
-  So a one-byte tail follows every payload, and only the tail is waited for; pieces are looked at once it is here.
+* A transfer that is cut in the middle never wakes. A receive that has no bytes yet is woken at once by the peer's
+  death. So a one-byte tail follows every payload, and only the tail is waited for; pieces are looked at once it is
+  here.
 * A wait that expires breaks the pair. So no wait expires, and to break the pair on purpose one is made to.
 
 ::
@@ -13,34 +14,37 @@ Three facts about gloo shape this:
     either    note address            gloo's own address, over the connection: the store of the group
               proof -> <- proof       the first message on the pair, each way, is an HMAC over both addresses
     either    note ready              the other may send by this way from now on
-    receiver  note seen n             the sender may let go of payload n
+    receiver  note seen n             the sender may let go of n payloads
 """
 
 from __future__ import annotations
 
 import hmac
-import logging
 import queue
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from stream_balancer.errors import WireError
-from stream_balancer.net.movers import note
-from stream_balancer.net.pool import Memory
+from stream_balancer.net.movers.common import note, warn
 
 if TYPE_CHECKING:
-    from stream_balancer.net.connection import Connection, Payload
     from stream_balancer.net.messages import Envelope
+    from stream_balancer.net.pool import Memory
+    from stream_balancer.net.tcp import Connection
+    from stream_balancer.wire.payload import Payload
 
 __all__ = ["TorchDist", "available"]
 
-_log = logging.getLogger(__name__)
 _CHUNK = 8 * 2**20
+_MOST_STAGED_BYTES = 2**28
+"""Copies of one connection. A payload that would be beyond it goes by the socket, from where it lies."""
+_KEEP_CHUNKS = 8
 _FOR_EVER = timedelta(days=3650)
 _TAG, _SPARE_TAG = 1, 7
 _BUILD_S, _PROOF_S = 2.0, 10.0
@@ -48,6 +52,7 @@ _devices: dict[str, Any] = {}
 
 
 def available() -> bool:
+    """Gloo is there."""
     try:
         import torch.distributed as dist
     except ImportError:
@@ -59,9 +64,17 @@ class _Sent(NamedTuple):
     """What must live until the other end has it: gloo's own operations keep nothing."""
 
     payload: Payload
-    staging: list[Any]
+    staged_bytes: int
+    staging: list[Memory]
     works: list[Any]
     sent: Callable[[], object] | None
+
+
+class _Arrival(NamedTuple):
+    works: list[Any]
+    tail: Any
+    memory: Memory
+    ready: Callable[[Memory], None]
 
 
 class TorchDist:
@@ -71,133 +84,145 @@ class TorchDist:
         self._connection = connection
         self.ready = False
         self._me = 1 if connection.handshake.joins else 0
+        self._store: Any = None
         self._group: Any = None
         self._addresses: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
-        self._arrivals: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self._waiter: threading.Thread | None = None
-        self._ledger: deque[_Sent] = deque()
-        self._seen = 0
+        self._arrivals: queue.SimpleQueue[_Arrival | None] = queue.SimpleQueue()
+        self._waits = False
+        self._on_their_way: deque[_Sent] = deque()
+        self._staged_bytes = 0
+        self._abandoned: _Arrival | None = None
+        self._idle: list[Memory] = []
         self._closed = False
-        self._idle: list[Any] = []
 
     def begin(self) -> None:
-        threading.Thread(target=self._build, name="stream_balancer-pair", daemon=True).start()
+        """Build the pair. Gloo's constructor blocks until both ends are there."""
+        self._start(self._build, "stream_balancer-pair")
+
+    def _start(self, target: Callable[[], None], name: str) -> None:
+        thread = threading.Thread(target=target, name=name, daemon=True)
+        helpers = self._connection.helpers
+        helpers[:] = [one for one in helpers if one.is_alive()]
+        helpers.append(thread)
+        thread.start()
 
     # meeting
 
     def _build(self) -> None:
-        """gloo's constructor blocks until both ends are there, so it has a thread; on the way the socket is used."""
         try:
-            import torch
-            import torch.distributed as dist
-
-            kind: Any = dist.ProcessGroupGloo
-            store = _exchange(self)
-            options = kind._Options()
-            options._timeout, options._threads = timedelta(seconds=_BUILD_S), 1
-            host = self._connection.local
-            device = _devices.get(host) or _devices.setdefault(host, kind.create_device(hostname=host))
-            options._devices = [device]
-            group = kind(store, self._me, 2, options)
-            self._store = store  # the group keeps its C++ half only
-            mine, theirs = (self._proof(side, store) for side in (self._me, 1 - self._me))
-            out = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
-            got = torch.zeros(32, dtype=torch.uint8)
-            works = [group.send([out], 1 - self._me, _TAG), group.recv([got], 1 - self._me, _TAG)]
-            works[1].wait(timedelta(seconds=_PROOF_S))
-            works[0].wait(timedelta(seconds=_PROOF_S))
-            if not hmac.compare_digest(got.numpy().tobytes(), theirs):
-                raise WireError("somebody else has connected to the pair")
-            self._group = group
+            self._store = _exchange(self)  # a group keeps the C++ half of its store only
+            group = _group_of_two(self._store, self._me, self._connection.local)
+            self._prove(group)
         except Exception as error:  # noqa: BLE001 - then it is not used
-            _log.warning("no gloo pair, bytes go by the socket: %s", str(error).split("\n", 1)[0])
+            if not self._closed:
+                warn("torch_dist", error)
             return
+        self._group = group
+        if self._closed:
+            _poison(group, 1 - self._me)
         note(self._connection, "torch_dist", b"R")
 
-    def _proof(self, side: int, store: Any) -> bytes:
-        text = b"|".join((b"pair", bytes([side]), store.found[0], store.found[1]))
+    def _prove(self, group: Any) -> None:
+        """Who has connected to gloo's port must be who is at the other end of the connection."""
+        import torch
+
+        mine, theirs = (self._proof(side) for side in (self._me, 1 - self._me))
+        out = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
+        got = torch.zeros(len(theirs), dtype=torch.uint8)
+        works = [group.recv([got], 1 - self._me, _TAG), group.send([out], 1 - self._me, _TAG)]
+        for work in works:
+            work.wait(timedelta(seconds=_PROOF_S))
+        if not hmac.compare_digest(got.numpy().tobytes(), theirs):
+            raise WireError("somebody else has connected to the pair")
+
+    def _proof(self, side: int) -> bytes:
+        text = b"|".join((b"pair", bytes([side]), self._store.found[0], self._store.found[1]))
         return hmac.digest(self._connection.handshake.token, text, "sha256")
 
     def note(self, body: bytes) -> None:
+        """Raises WireError for one that makes no sense."""
         kind, rest = body[:1], body[1:]
         if kind == b"A":
             self._addresses.put(rest)
-        elif kind == b"R":
+        elif kind == b"R" and not rest:
             self.ready = True
-        elif (
-            kind == b"S"
-            and len(rest) == 8
-            and self._seen < int.from_bytes(rest, "little") <= self._seen + len(self._ledger)
-        ):
-            while self._seen < int.from_bytes(rest, "little"):
-                self._seen += 1
-                one = self._ledger.popleft()
-                self._idle += one.staging
-                del self._idle[:-8]
-                if one.sent is not None:
-                    one.sent()
+        elif kind == b"S" and not rest and self._on_their_way:
+            self._seen(self._on_their_way.popleft())
         else:
-            raise WireError("a note that gloo does not know")
+            raise WireError("a note that makes no sense for torch_dist")
+
+    def _seen(self, one: _Sent) -> None:
+        self._staged_bytes -= one.staged_bytes
+        self._idle += one.staging
+        del self._idle[_KEEP_CHUNKS:]
+        if one.sent is not None:
+            one.sent()
 
     # sending
 
-    def send(self, payload: Payload, sent: Callable[[], object] | None, go: Callable[[Sequence[int]], None]) -> None:
-        if self._group is None:  # the other end is ready, and this one is about to be
-            self._connection.io.after(0.001, lambda: self.send(payload, sent, go))
-            return
-        entry = _Sent(payload, [], [], sent)
-        self._ledger.append(entry)
-        # Where it lies in one piece nothing is packed, and a cut costs a round trip.
-        chunk = payload.total if len(payload.pieces) == 1 else _CHUNK
+    def send(
+        self, payload: Payload, sent: Callable[[], object] | None, go: Callable[[Sequence[int]], None]
+    ) -> bool:  # fmt: skip
+        """Where it lies in one piece it is sent from there, uncut: a cut costs a round trip."""
+        whole = len(payload.pieces) == 1
+        staged_bytes = 0 if whole else sum(payload.runs[1::2])
+        if self._group is None or self._staged_bytes + staged_bytes > _MOST_STAGED_BYTES:
+            return False
+        self._staged_bytes += staged_bytes
+        one = _Sent(payload, staged_bytes, [], [], sent)
+        self._on_their_way.append(one)
+        chunk = payload.total if whole else _CHUNK
         go((chunk,))
-        self._connection.io.work(lambda: self._post(payload, entry, chunk))
+        self._connection.io.work(lambda: self._post(one, chunk))
+        return True
 
-    def _post(self, payload: Payload, entry: _Sent, chunk: int) -> None:
-        """In the thread that packs: one piece is packed while the one before is sent."""
+    def _post(self, one: _Sent, chunk: int) -> None:
+        """In the thread that packs: a piece is packed while the one before is sent."""
         import torch
 
-        sources = deque(np.frombuffer(piece, dtype=np.uint8) for piece in payload.pieces if memoryview(piece).nbytes)
-        works = entry.works
+        sources = deque(np.frombuffer(piece, dtype=np.uint8) for piece in one.payload.pieces)
         try:
-            for _, size in _pieces(payload.runs, chunk):
-                if sources[0].size >= size:  # lies in one piece: sent from there
-                    whole = sources[0][:size]
-                    sources[0] = sources[0][size:]
-                else:
-                    staging = self._staging()
-                    whole = staging[:size]
-                    at = 0
-                    while at < size:
-                        count = min(size - at, sources[0].size)
-                        whole[at : at + count] = sources[0][:count]
-                        sources[0] = sources[0][count:]
-                        at += count
-                        if not sources[0].size:
-                            sources.popleft()
-                    entry.staging.append(staging)
-                if sources and not sources[0].size:
-                    sources.popleft()
-                works.append(self._group.send([torch.from_numpy(whole)], 1 - self._me, _TAG))
-            works.append(self._group.send([torch.zeros(1, dtype=torch.uint8)], 1 - self._me, _TAG))
+            for _, size in _pieces(one.payload.runs, chunk):
+                part = self._next_part(sources, size, one)
+                one.works.append(self._group.send([torch.from_numpy(part)], 1 - self._me, _TAG))
+            one.works.append(self._group.send([torch.zeros(1, dtype=torch.uint8)], 1 - self._me, _TAG))
         except RuntimeError as error:
             self._broken(error)
 
+    def _next_part(self, sources: deque[Memory], size: int, one: _Sent) -> Memory:
+        """The next so many bytes, in one piece."""
+        while not sources[0].size:
+            sources.popleft()
+        if sources[0].size >= size:
+            part, sources[0] = sources[0][:size], sources[0][size:]
+            return part
+        staging = self._staging()
+        one.staging.append(staging)
+        at = 0
+        while at < size:
+            count = min(size - at, sources[0].size)
+            staging[at : at + count] = sources[0][:count]
+            sources[0] = sources[0][count:]
+            at += count
+            if not sources[0].size:
+                sources.popleft()
+        return staging[:size]
+
     def _staging(self) -> Memory:
-        try:
+        with suppress(IndexError):  # the I/O thread gives them back
             return self._idle.pop()
-        except IndexError:
-            return np.empty(_CHUNK, dtype=np.uint8)
+        return np.empty(_CHUNK, dtype=np.uint8)
 
     # receiving
 
     def receive(self, envelope: Envelope, ready: Callable[[Memory], None]) -> None:
+        """Post what is to come, and wait for its tail elsewhere. Raises WireError for what makes no sense."""
         import torch
 
         if self._group is None or len(envelope.where) != 1 or envelope.where[0] < min(_CHUNK, envelope.total):
             raise WireError("the pair was used before it was ready, or in pieces that are too small")
         memory = self._connection.pool.take(envelope.total)
-        tail = torch.zeros(1, dtype=torch.uint8)
-        whole = torch.from_numpy(memory)
+        whole, tail = torch.from_numpy(memory), torch.zeros(1, dtype=torch.uint8)
         try:
             works = [
                 self._group.recv([whole[offset : offset + size]], 1 - self._me, _TAG)
@@ -207,38 +232,33 @@ class TorchDist:
         except RuntimeError as error:
             self._broken(error)
             return
-        if self._waiter is None:
-            self._waiter = threading.Thread(target=self._wait, name="stream_balancer-gloo", daemon=True)
-            self._waiter.start()
-        self._arrivals.put((works, tail, memory, ready))
+        if not self._waits:
+            self._waits = True
+            self._start(self._wait, "stream_balancer-gloo")
+        self._arrivals.put(_Arrival(works, tail, memory, ready))
 
     def _wait(self) -> None:
-        number = 0
         while (one := self._arrivals.get()) is not None:
-            works, _tail, memory, ready = one
             try:
-                for work in reversed(works):  # the tail first
+                for work in reversed(one.works):  # the tail first
                     work.wait(_FOR_EVER)
             except RuntimeError as error:
                 self._broken(error)
                 self._abandoned = one  # gloo may still know this memory
                 return
-            number += 1
-            note(self._connection, "torch_dist", b"S" + number.to_bytes(8, "little"))
-            self._connection.io.do(lambda ready=ready, memory=memory: ready(memory))
-            del one, works, memory, ready
+            note(self._connection, "torch_dist", b"S")
+            self._connection.io.do(_deliver(one))
+            del one, work
 
     # the end
 
     def _broken(self, error: Exception) -> None:
-        text = str(error).split("\n", 1)[0][:200]
-        self._connection.io.do(lambda: self._connection.fail(ConnectionResetError(f"gloo: {text}")))
+        failure = ConnectionResetError(f"gloo: {str(error).split(chr(10), 1)[0][:200]}")
+        self._connection.io.do(lambda: self._connection.fail(failure))
 
     def close(self) -> None:
-        """Wakes whoever waits in gloo: a wait that expires breaks the pair."""
-        if self._closed:
-            return
-        self._closed = True
+        """Wakes whoever waits in gloo."""
+        self._closed, self.ready = True, False
         self._addresses.put(None)
         self._arrivals.put(None)
         group = self._group
@@ -246,19 +266,33 @@ class TorchDist:
             self._connection.io.work(lambda: _poison(group, 1 - self._me))
 
 
+def _deliver(one: _Arrival) -> Callable[[], None]:
+    return lambda: one.ready(one.memory)
+
+
 def _poison(group: Any, peer: int) -> None:
+    """A wait that expires breaks the pair."""
     import torch
 
-    try:
+    with suppress(RuntimeError):
         group.recv([torch.zeros(1)], peer, _SPARE_TAG).wait(timedelta(milliseconds=1))
-    except RuntimeError:
-        pass
 
 
 def _pieces(runs: Sequence[int], chunk: int) -> Iterator[tuple[int, int]]:
     for offset, size in zip(runs[::2], runs[1::2], strict=True):
         for at in range(offset, offset + size, chunk):
             yield at, min(chunk, offset + size - at)
+
+
+def _group_of_two(store: Any, me: int, host: str) -> Any:
+    import torch.distributed as dist
+
+    kind: Any = dist.ProcessGroupGloo
+    options = kind._Options()
+    options._timeout, options._threads = timedelta(seconds=_BUILD_S), 1
+    device = _devices.get(host) or _devices.setdefault(host, kind.create_device(hostname=host))
+    options._devices = [device]
+    return kind(store, me, 2, options)
 
 
 def _exchange(mover: TorchDist) -> Any:
