@@ -32,8 +32,8 @@ import torch
 from torch import Tensor
 
 import stream_balancer as sb
-from stream_balancer import planning
 from stream_balancer.integrations import _rows
+from stream_balancer.integrations._plans import choose_groups
 from stream_balancer.integrations._rows import Version
 
 __all__ = ["BalancedSampler", "batch_from", "rollouts_from"]
@@ -149,31 +149,16 @@ class BalancedSampler:
         """Places of ``count`` groups whose samples balance over the ranks, ascending."""
         if any(meta.sequence_lengths is None for meta in metas):
             raise ValueError("a prompt group has no sequence_lengths: there is nothing to balance by")
-        sizes = [len(meta.sequence_lengths) for meta in metas]
-        alike = len(set(sizes)) == 1
         lengths = [np.asarray(meta.sequence_lengths, dtype=np.int64) for meta in metas]
-        costs = [self._cost(of_group) for of_group in lengths]
-        if not alike:  # then groups are counted, not samples: each is planned as one
-            lengths = [of_group.sum(keepdims=True) for of_group in lengths]
-            costs = [of_group.sum(keepdims=True) for of_group in costs]
-        each = [len(of_group) for of_group in lengths]
-        waiting = planning.Waiting(
-            costs=np.concatenate(costs),
-            lengths=np.concatenate(lengths),
-            skips=np.repeat(np.minimum(ages, self._lookahead), each),
-            due=np.zeros(sum(each), dtype=np.bool_),
-            groups=np.repeat(np.arange(len(metas)), each),
-            group_complete=np.ones(sum(each), dtype=np.bool_),
-        )
-        knobs = planning.PlanKnobs(
-            num_ranks=self._dp_size,
-            batch_size=count * each[0],
+        return choose_groups(
+            lengths,
+            [np.asarray(self._cost(of_group), dtype=np.float64) for of_group in lengths],
+            count,
+            self._dp_size,
+            skips=[min(age, self._lookahead) for age in ages],
             max_skips=self._lookahead,
-            groups="same_batch",  # groups of one size fill a batch exactly, so no group_size= to allow for a remainder
+            step=self._selections,
         )
-        plan = planning.plan_batch(waiting, knobs, num_rollouts=count * each[0], step=self._selections)
-        positions = np.concatenate([micro_batch for of_rank in plan.ranks for micro_batch in of_rank])
-        return sorted({int(group) for group in waiting.groups[positions]})
 
 
 def _cost_model(cost: str | sb.CostModel) -> sb.CostModel:

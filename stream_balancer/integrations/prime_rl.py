@@ -20,7 +20,7 @@ import importlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from stream_balancer import planning
+from stream_balancer.integrations._plans import in_lockstep
 from stream_balancer.integrations.partitions import replace
 
 __all__ = ["patch"]
@@ -47,16 +47,16 @@ def patch() -> Callable[[], None]:
     ) -> list[list[Any]]:
         lengths = [min(len(sample.token_ids), seq_len) for sample in rollouts]  # longer ones are truncated
         work = [bin_cost([length]) for length in lengths]
-        plan = planning.form_micro_batches(lengths, work, num_train_workers, max_tokens=seq_len, sync="micro_batch")
+        plan = in_lockstep(lengths, work, num_train_workers, seq_len)
         plain = all(sample.mm_kwargs is None for sample in rollouts)
         alike = len({sample.routed_experts is None for sample in rollouts}) == 1
-        if not (plain and alike and len({len(of_rank) for of_rank in plan}) == 1):
+        if plan is None or not (plain and alike):
             return theirs(rollouts, seq_len, num_train_workers, bin_cost, pad_to_multiple_of)  # type: ignore[no-any-return]
 
         def made(micro_batch: Sequence[int]) -> Any:
             (one,) = theirs([rollouts[i] for i in micro_batch], seq_len, 1, bin_cost, pad_to_multiple_of)[0]
             return one
 
-        return [[made(micro_batch.tolist()) for micro_batch in of_rank] for of_rank in plan]
+        return [[made(micro_batch) for micro_batch in of_rank] for of_rank in plan]
 
     return replace(batch, "prepare_batch", prepare_batch)

@@ -16,9 +16,7 @@ import importlib
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
-
-from stream_balancer import planning
+from stream_balancer.integrations._plans import in_lockstep
 
 __all__ = ["patch"]
 
@@ -31,11 +29,9 @@ def patch() -> Callable[[], None]:
     theirs = batcher._assign_training_samples_to_rows
 
     def ours(self: Any, training_samples: list[Any]) -> list[list[Any]]:
-        lengths = np.array([max(self.num_tokens_to_pack(sample), 1) for sample in training_samples], dtype=np.int64)
-        plan = planning.form_micro_batches(
-            lengths, lengths.astype(float) ** 2, self._dp_degree, max_tokens=self.seq_len, sync="micro_batch"
-        )
-        if len({len(of_rank) for of_rank in plan}) > 1:
+        lengths = [max(self.num_tokens_to_pack(sample), 1) for sample in training_samples]
+        plan = in_lockstep(lengths, [float(length) ** 2 for length in lengths], self._dp_degree, self.seq_len)
+        if plan is None:
             return theirs(self, training_samples)  # type: ignore[no-any-return]
         # it deals rows to the ranks in turn
         return [[training_samples[i] for i in row] for of_ranks in zip(*plan, strict=True) for row in of_ranks]

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from any_rollouts import column
+from any_rollouts import DTYPES, column
 from children import ending_with_us
 from forked import free_port
 from guard import GUARD_S
@@ -27,7 +27,6 @@ from hypothesis import strategies as st
 import stream_balancer as sb
 from stream_balancer.integrations.areal import allocate, patch, rollouts_from, trajectories_from
 from stream_balancer.testing import make_rollout
-from stream_balancer.types import SUPPORTED_DTYPES
 
 pytest.importorskip("areal")
 
@@ -181,7 +180,7 @@ def test_a_worker_process_knows_the_algorithm(tmp_path: Path) -> None:
 def trajectories(draw: Any) -> list[dict[str, Any]]:
     """What AReaL's workflows return: the documented columns, and any others."""
     keys = {"loss_mask": torch.int32, "logprobs": torch.float32, "versions": torch.int32}
-    keys |= {name: draw(st.sampled_from(SUPPORTED_DTYPES)) for name in draw(st.sets(st.sampled_from(["values", "x"])))}
+    keys |= {name: draw(st.sampled_from(DTYPES)) for name in draw(st.sets(st.sampled_from(["values", "x"])))}
     trailing = {name: draw(st.sampled_from([(), (2,)])) for name in keys if name in ("values", "x")}
     images = draw(st.booleans())
     flags = draw(st.booleans())

@@ -17,15 +17,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from any_rollouts import column
+from any_rollouts import DTYPES, column
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scripted import rank_batch
 
 import stream_balancer as sb
 from stream_balancer import planning
 from stream_balancer.integrations.nemo_rl import BalancedSampler, batch_from, rollouts_from
-from stream_balancer.testing.scripted import rank_batch
-from stream_balancer.types import SUPPORTED_DTYPES
 
 REAL = importlib.util.find_spec("nemo_rl") is not None
 
@@ -309,7 +308,7 @@ def train_data(draw: Any) -> Any:
     beyond = torch.arange(shape[1]) >= torch.tensor(lengths)[:, None]
     keys = {"input_ids": torch.int64, "token_mask": draw(st.sampled_from([torch.int64, torch.float32]))}
     keys |= {"generation_logprobs": torch.float32, "advantages": torch.float32}
-    keys |= {"routed_experts": draw(st.sampled_from(SUPPORTED_DTYPES))}
+    keys |= {"routed_experts": draw(st.sampled_from(DTYPES))}
     rows = {}
     for name, dtype in keys.items():
         rows[name] = column(draw, shape if name != "routed_experts" else (*shape, 2, 2), dtype)

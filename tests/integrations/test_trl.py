@@ -13,10 +13,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from any_rollouts import column
+from any_rollouts import DTYPES, column
 from guard import GUARD_S
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scripted import rank_batch
 from two_ranks import HERE, torchrun
 
 import stream_balancer as sb
@@ -28,8 +29,6 @@ from stream_balancer.integrations.trl import (
     rollouts_from,
     rollouts_from_samples,
 )
-from stream_balancer.testing.scripted import rank_batch
-from stream_balancer.types import SUPPORTED_DTYPES
 
 pytest.importorskip("trl")
 
@@ -70,7 +69,7 @@ def grpo_inputs(draw: Any) -> dict[str, Any]:
         inputs["tool_mask"] = pad(tools, padding_value=1, padding_side="right")
         loss_mask = loss_mask * inputs["tool_mask"]
     for name in draw(st.sets(st.sampled_from(["old_per_token_logps", "sampling_per_token_logps", "other"]))):
-        dtype = torch.float32 if name != "other" else draw(st.sampled_from(SUPPORTED_DTYPES))
+        dtype = torch.float32 if name != "other" else draw(st.sampled_from(DTYPES))
         inputs[name] = rows(completions, dtype, "right")
     if draw(st.booleans()) and wide:
         types = [column(draw, (p + c,), torch.int64) for p, c in zip(prompts, completions, strict=True)]

@@ -161,7 +161,7 @@ def test_there_is_no_module_of_utilities() -> None:
 
 
 INTEGRATIONS = [m for m in EVERY if folder_of(m) == "integrations"]
-SHARED = ("integrations.partitions", "integrations._rows")
+SHARED = ("integrations.partitions", "integrations._plans", "integrations._rows")
 """What several adapters stand on; neither knows any trainer."""
 
 

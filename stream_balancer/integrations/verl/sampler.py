@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from stream_balancer.integrations._plans import choose_groups
 from stream_balancer.integrations.partitions import get_seqlen_balanced_partitions
-from stream_balancer.planning import PlanKnobs, Waiting, plan_batch
 
 if TYPE_CHECKING:
     from verl.trainer.ppo.v1.replay_buffer import ReplayBufferAsync as _Base
@@ -121,7 +121,18 @@ class BalancedSelection(_Base):  # type: ignore[misc] # Any, where verl is absen
         by_age = sorted(sampleable_keys, key=lambda uid: (steps.get(uid, 0), uid))
         lengths = _lengths_by_group(rows, by_age)
         costs = {uid: _workload(own) for uid, own in lengths.items()}
-        chosen = self._choose(by_age, lengths, costs, steps, batch_size)
+        places = choose_groups(
+            list(lengths.values()),
+            list(costs.values()),
+            batch_size,
+            self.knobs.dp_size,
+            skips=[self._skips.get(uid, 0) for uid in by_age],
+            max_skips=self.knobs.max_skips,
+            step=self._global_steps,
+            due=[self._stale_next(steps.get(uid, self._global_steps)) for uid in by_age],
+            counts="equal",
+        )
+        chosen = {by_age[place] for place in places}
         self._skips = {uid: self._skips.get(uid, 0) + 1 for uid in by_age if uid not in chosen}
         self._report = {
             "training/window/waiting": len(by_age),
@@ -130,43 +141,6 @@ class BalancedSelection(_Base):  # type: ignore[misc] # Any, where verl is absen
             "training/window/imbalance_of_oldest": self._imbalance([costs[uid] for uid in by_age[:batch_size]]),
         }
         return [uid for uid in by_age if uid in chosen], rows, steps
-
-    def _choose(
-        self,
-        by_age: Sequence[str],
-        lengths: Mapping[str, Sequence[int]],
-        costs: Mapping[str, np.ndarray[Any, Any]],
-        steps: Mapping[str, int],
-        batch_size: int,
-    ) -> set[str]:
-        """`batch_size` groups. The planner counts rollouts, so groups that lack some get weightless stand-ins."""
-        size = max(1, *(len(own) for own in lengths.values()))
-        label = np.repeat(np.arange(len(by_age)), size)
-        cost, tokens = np.zeros((len(by_age), size)), np.ones((len(by_age), size), dtype=np.int64)
-        for place, uid in enumerate(by_age):
-            cost[place, : len(costs[uid])] = costs[uid]
-            tokens[place, : len(costs[uid])] = np.maximum(lengths[uid], 1)
-        due = np.array([self._stale_next(steps.get(uid, self._global_steps)) for uid in by_age])
-        skips = np.array([self._skips.get(uid, 0) for uid in by_age], dtype=np.int64)
-        waiting = Waiting(
-            costs=cost.ravel(),
-            lengths=tokens.ravel(),
-            skips=np.repeat(skips, size),
-            due=np.repeat(due, size),
-            groups=label,
-            group_complete=np.ones(label.size, dtype=np.bool_),
-        )
-        knobs = PlanKnobs(
-            num_ranks=self.knobs.dp_size,
-            batch_size=batch_size * size,
-            max_skips=self.knobs.max_skips,
-            counts="equal",
-            groups="same_batch",
-            group_size=size,
-        )
-        plan = plan_batch(waiting, knobs, num_rollouts=batch_size * size, step=self._global_steps)
-        picked = np.concatenate([one for share in plan.ranks for one in share])
-        return {by_age[place] for place in np.unique(label[picked]).tolist()}
 
     def _stale_next(self, steps: int) -> bool:
         """verl would drop this group at the next step."""
@@ -213,7 +187,7 @@ def _replay_buffer() -> type[BalancedSelection]:
     from verl.trainer.ppo.v1.replay_buffer import ReplayBufferAsync
 
     overridden = {name for name, one in vars(BalancedSelection).items() if callable(one) and not name.startswith("__")}
-    ours = {"_choose", "_stale_next", "_imbalance"}
+    ours = {"_stale_next", "_imbalance"}
     if missing := sorted(name for name in overridden - ours if not hasattr(ReplayBufferAsync, name)):
         raise ImportError(f"this verl's ReplayBufferAsync has no {missing}; BalancedReplayBuffer is for verl 0.9.1")
     return type("BalancedReplayBuffer", (BalancedSelection, ReplayBufferAsync), {"__module__": __name__})

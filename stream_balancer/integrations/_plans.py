@@ -1,0 +1,67 @@
+"""Plans that several adapters ask for, in the terms of ``stream_balancer.planning``. No trainer is known here."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from stream_balancer import planning
+
+__all__ = ["choose_groups", "in_lockstep"]
+
+
+def in_lockstep(lengths: ArrayLike, work: ArrayLike, num_ranks: int, max_tokens: int) -> list[list[list[int]]] | None:
+    """``[rank][micro_batch]`` positions for ranks that meet at every micro-batch, each of at most ``max_tokens``. None
+    where there are too few items for as many micro-batches on every rank."""
+    plan = planning.form_micro_batches(lengths, work, num_ranks, max_tokens=max_tokens, sync="micro_batch")
+    if len({len(of_rank) for of_rank in plan}) > 1:
+        return None
+    return [[micro_batch.tolist() for micro_batch in of_rank] for of_rank in plan]
+
+
+def choose_groups(
+    lengths: Sequence[ArrayLike],
+    costs: Sequence[np.ndarray[Any, Any]],
+    count: int,
+    num_ranks: int,
+    *,
+    skips: Sequence[int],
+    max_skips: int,
+    step: int,
+    due: Sequence[bool] | None = None,
+    counts: Literal["equal", "free"] = "free",
+) -> list[int]:
+    """Places of ``count`` groups whose rollouts balance over the ranks, ascending.
+
+    ``lengths`` and ``costs``: of each group's rollouts. ``skips``: batches that passed each group over. ``due``: groups
+    that must go now, as far as there is room.
+    """
+    # the planner counts rollouts, so groups that lack some get weightless stand-ins
+    size = max(1, *(len(of_group) for of_group in costs))
+    cost, tokens = np.zeros((len(lengths), size)), np.ones((len(lengths), size), dtype=np.int64)
+    for place, of_group in enumerate(costs):
+        cost[place, : len(of_group)] = of_group
+        tokens[place, : len(of_group)] = np.maximum(lengths[place], 1)
+    waiting = planning.Waiting(
+        costs=cost.ravel(),
+        lengths=tokens.ravel(),
+        skips=np.repeat(np.array(skips, dtype=np.int64), size),
+        due=np.repeat(np.array([False] * len(lengths) if due is None else due), size),
+        groups=np.repeat(np.arange(len(lengths)), size),
+        group_complete=np.ones(cost.size, dtype=np.bool_),
+    )
+    knobs = planning.PlanKnobs(
+        num_ranks=num_ranks,
+        batch_size=count * size,
+        max_skips=max_skips,
+        counts=counts,
+        groups="same_batch",
+        group_size=size,
+    )
+    plan = planning.plan_batch(waiting, knobs, num_rollouts=count * size, step=step)
+    picked = np.concatenate([micro_batch for of_rank in plan.ranks for micro_batch in of_rank])
+    places: list[int] = np.unique(waiting.groups[picked]).tolist()
+    return places
