@@ -46,7 +46,6 @@ from stream_balancer.controller.stall_reporter import StallReporter
 from stream_balancer.controller.versions import Versions
 from stream_balancer.controller.wakeups import Wakeups
 from stream_balancer.core.accept import Accept
-from stream_balancer.core.admission import check_group
 from stream_balancer.core.auto_window import AutoWindowObserver
 from stream_balancer.core.diagnosis import RankState, why_no_batch
 from stream_balancer.core.groups import GroupSize, closed
@@ -57,7 +56,7 @@ from stream_balancer.core.snapshot import Snapshot
 from stream_balancer.core.step_times import StepTiming
 from stream_balancer.core.throttle import Throttle
 from stream_balancer.errors import AlreadyInUseError
-from stream_balancer.slots import Reservation
+from stream_balancer.slots import Reservation, check_group
 from stream_balancer.statistics import Statistics, Straggler
 from stream_balancer.transport.threads import OfOneProcess
 from stream_balancer.types import Batch, EvictReason, Rollout

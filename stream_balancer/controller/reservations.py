@@ -14,12 +14,11 @@ import anyio.lowlevel
 from stream_balancer.controller.lifetime import Lifetime
 from stream_balancer.controller.puts import Puts
 from stream_balancer.controller.wakeups import PendingReserve, Wakeups
-from stream_balancer.core.admission import check_group
 from stream_balancer.core.groups import closed
 from stream_balancer.core.machine import BalancerCore
 from stream_balancer.core.throttle import Throttle, check_reserve
 from stream_balancer.errors import ClosedResourceError
-from stream_balancer.slots import Reservation, Slot
+from stream_balancer.slots import Reservation, Slot, check_group
 from stream_balancer.types import Rollout
 
 __all__ = ["Reservations"]

@@ -16,7 +16,7 @@ from stream_balancer.errors import ConfigError, DuplicateRolloutError, RolloutEr
 from stream_balancer.types import Rollout
 from stream_balancer.values import plain_name
 
-__all__ = ["Admission", "check_group", "schema_of"]
+__all__ = ["Admission", "schema_of"]
 
 Schema = tuple[dict[str, tuple[object, tuple[int, ...]]], frozenset[str]]
 """Token columns with dtype and trailing shape, and names of scalars: alike for all rollouts of a balancer."""
@@ -267,18 +267,6 @@ def _with_loss_mask(rollout: Rollout, column: str | None) -> Rollout:
             + "; if every token is, loss_mask_column=None"
         )
     return rollout
-
-
-def check_group(rollouts: Sequence[Rollout]) -> None:
-    """Raise RolloutError unless they are siblings, TypeError for what is no Rollout."""
-    if not rollouts:
-        raise RolloutError("put_group() takes at least one rollout")
-    for rollout in rollouts:
-        if not isinstance(rollout, Rollout):
-            raise TypeError(f"put_group() takes Rollouts, not {type(rollout).__name__}")
-    ids = {r.group_id for r in rollouts}
-    if len(ids) != 1 or None in ids:
-        raise RolloutError(f"put_group() takes siblings that share one group_id, not {sorted(map(str, ids))}")
 
 
 def schema_of(rollout: Rollout) -> Schema:

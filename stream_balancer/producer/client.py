@@ -21,10 +21,10 @@ import anyio
 import anyio.lowlevel
 import sniffio
 
-from stream_balancer.core.admission import check_group
 from stream_balancer.core.groups import GroupSize, closed
 from stream_balancer.errors import BrokenResourceError, WouldBlock
 from stream_balancer.producer.slots import BlockingRemoteReservation, RemoteReservation
+from stream_balancer.slots import check_group
 from stream_balancer.statistics import Statistics
 from stream_balancer.transport.event_loop import loop_caller
 from stream_balancer.transport.producer_port import ProducerPort

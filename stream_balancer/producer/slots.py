@@ -10,9 +10,9 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeAlias
 
-from stream_balancer.core.admission import check_group
 from stream_balancer.core.groups import GroupSize, closed
 from stream_balancer.slots import _dated as dated
+from stream_balancer.slots import check_group
 from stream_balancer.transport.producer_port import ProducerPort
 from stream_balancer.transport.requests import HeldSlot, Mode, Request
 from stream_balancer.types import Rollout
