@@ -25,10 +25,9 @@ from beside_training import Repeating
 from torch import Tensor
 from training import MODELS, Setting, Trainer, calibration, compare, stream
 
+import stream_balancer as sb
 from stream_balancer import RankFeed, Rollout
-from stream_balancer.controller.serve import serve
 from stream_balancer.demo.model import Decoder, build_model, training_cost
-from stream_balancer.transport.gloo.torch_dist import TorchTransport
 
 BAR_BESIDE = 1.05
 """Of a step beside a copy over a step alone."""
@@ -71,9 +70,9 @@ def controller(num_tokens: int, steps: int) -> None:
 
     async def main() -> None:
         balancer = Repeating(1, num_tokens, steps)
-        async with TorchTransport.listen(dp_size=1) as transport:
+        async with sb.TorchTransport.listen(dp_size=1) as transport:
             print(transport.address, flush=True)
-            await serve(balancer, transport)
+            await sb.serve(balancer, transport)
 
     torch.set_num_threads(1)
     anyio.run(main)

@@ -16,10 +16,8 @@ import torch
 import torch.distributed as dist
 from _common import Rows, arguments, peer
 
-from stream_balancer.controller.serve import serve
-from stream_balancer.rank.feed import RankFeed
+import stream_balancer as sb
 from stream_balancer.testing.transports import ScriptedBalancer, make_batch
-from stream_balancer.transport.gloo.torch_dist import TorchTransport
 from stream_balancer.types import Batch
 
 ELEMENTS = 2**20  # float32: 4 MB
@@ -49,7 +47,7 @@ def rank_main(rank: int, address: str, port: int, rounds: int, shared_memory: bo
     """Prints its times and a checksum of its sums."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
-    feed = RankFeed(address, rank=rank, dp_size=2, shared_memory=shared_memory)
+    feed = sb.RankFeed(address, rank=rank, dp_size=2, shared_memory=shared_memory)
     times: dict[str, list[float]] = {"quiet": [], "beside": []}
     sums: dict[str, list[float]] = {"quiet": [], "beside": []}
     gradient = torch.empty(ELEMENTS)
@@ -78,10 +76,10 @@ async def measure(rows: Rows, num_tokens: int, rounds: int, shared_memory: bool)
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     balancer = Repeating(2, num_tokens, rounds * STEPS_PER_ROUND)
-    async with TorchTransport.listen(dp_size=2, shared_memory=shared_memory) as transport:
+    async with sb.TorchTransport.listen(dp_size=2, shared_memory=shared_memory) as transport:
         plan = (transport.address, port, rounds, shared_memory)
         with peer(0, *plan) as first, peer(1, *plan) as second:
-            await serve(balancer, transport)
+            await sb.serve(balancer, transport)
             told = [json.loads((await anyio.to_thread.run_sync(rank.communicate))[0]) for rank in (first, second)]
     median = {kind: statistics.median(told[0]["times"][kind]) for kind in ("quiet", "beside")}
     if not all(one["equal"] for one in told):

@@ -23,11 +23,9 @@ import anyio
 import torch
 from _common import Rows, arguments
 
-from stream_balancer.controller.serve import serve
+import stream_balancer as sb
 from stream_balancer.errors import RankLostError
-from stream_balancer.rank.feed import RankFeed
 from stream_balancer.testing.transports import ScriptedBalancer, make_batch
-from stream_balancer.transport.gloo.torch_dist import TorchTransport
 from stream_balancer.types import Batch
 
 TOKENS = 20_000  # per rollout; four of them make 1 MB a rank
@@ -62,7 +60,7 @@ def train(address: str, rank: int, incarnation: int, shared_memory: bool, wire: 
     """One process of a rank: waits for the start, trains, reports when which step was there."""
     torch.set_num_threads(1)
     wire.recv()
-    feed = RankFeed(address, rank=rank, dp_size=2, incarnation=incarnation, depth=DEPTH, shared_memory=shared_memory)
+    feed = sb.RankFeed(address, rank=rank, dp_size=2, incarnation=incarnation, depth=DEPTH, shared_memory=shared_memory)
     kept = []
     for batch in feed:
         now = time.monotonic(), batch.step
@@ -103,12 +101,12 @@ async def drill(kills: int, shared_memory: bool) -> dict[str, list[float]]:
     times: dict[str, list[float]] = {"noticed": [], "rejoined": []}
     balancer = Endless(2)
     runs: list[list[tuple[float, int]]] = []
-    async with TorchTransport.listen(dp_size=2, shared_memory=shared_memory) as transport:
+    async with sb.TorchTransport.listen(dp_size=2, shared_memory=shared_memory) as transport:
         address = transport.address or ""
         healthy = RankProcess(address, 0, 0, shared_memory)
         victim = RankProcess(address, 1, 0, shared_memory)
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(partial(serve, balancer, transport, rejoin_timeout_s=60.0))
+            tasks.start_soon(partial(sb.serve, balancer, transport, rejoin_timeout_s=60.0))
             healthy.wire.send("go")
             victim.wire.send("go")
             for incarnation in range(1, kills + 1):
@@ -145,9 +143,9 @@ def control(wire: Connection) -> None:
     """A controller with one rank, until it is killed."""
 
     async def main() -> None:
-        async with TorchTransport.listen(dp_size=1) as transport:
+        async with sb.TorchTransport.listen(dp_size=1) as transport:
             wire.send(transport.address)
-            await serve(Endless(1), transport)
+            await sb.serve(Endless(1), transport)
 
     anyio.run(main)
 
@@ -159,7 +157,7 @@ def controller_drill(kills: int) -> list[float]:
         wire, theirs = _PROCESSES.Pipe()
         process = _PROCESSES.Process(target=control, args=(theirs,), daemon=True)
         process.start()
-        with RankFeed(wire.recv(), rank=0, dp_size=1) as feed:
+        with sb.RankFeed(wire.recv(), rank=0, dp_size=1) as feed:
             for _ in range(5):
                 next(feed)
             killed_at = time.monotonic()

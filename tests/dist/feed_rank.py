@@ -11,12 +11,11 @@ import threading
 import anyio
 import torch
 import torch.distributed as dist
+from scripted import make_batch
 
-from stream_balancer.controller.serve import serve
+import stream_balancer as sb
 from stream_balancer.errors import RankLostError
-from stream_balancer.rank.feed import RankFeed
-from stream_balancer.testing.transports import ScriptedBalancer, make_batch
-from stream_balancer.transport.gloo.torch_dist import TorchTransport
+from stream_balancer.testing.transports import ScriptedBalancer
 
 
 def say(*words: object) -> None:
@@ -24,7 +23,7 @@ def say(*words: object) -> None:
 
 
 def run(mode: str, address: str, rank: int, dp_size: int) -> None:
-    feed = RankFeed(address, rank=rank, dp_size=dp_size)
+    feed = sb.RankFeed(address, rank=rank, dp_size=dp_size)
     if mode == "unconnected":
         return
     steps = [next(feed).step]
@@ -61,15 +60,15 @@ def run_in_world(backend: str) -> None:
 
     async def control() -> None:
         balancer = ScriptedBalancer([make_batch(step, dist.get_world_size()) for step in range(steps)])
-        async with TorchTransport.in_world() as transport:
-            await serve(balancer, transport)
+        async with sb.TorchTransport.in_world() as transport:
+            await sb.serve(balancer, transport)
         acknowledged.extend(balancer.acknowledged)
 
     controller = threading.Thread(target=anyio.run, args=(control,), kwargs={"backend": backend})
     if rank == 0:
         controller.start()
     seen = []
-    for batch in RankFeed():
+    for batch in sb.RankFeed():
         total = torch.tensor([batch.step])
         dist.all_reduce(total)
         assert int(total) == batch.step * dist.get_world_size(), "ranks are in different steps"
@@ -86,11 +85,11 @@ def control(mode: str) -> None:
 
     async def main() -> None:
         balancer = ScriptedBalancer([make_batch(step, 1) for step in range(2)], hold=True)
-        transport = TorchTransport.listen(dp_size=1)
+        transport = sb.TorchTransport.listen(dp_size=1)
         say(transport.address)
         if mode == "serve":
             async with transport:
-                await serve(balancer, transport)
+                await sb.serve(balancer, transport)
         link = await transport.accept()
         while not link.credits:
             await anyio.sleep(0.01)

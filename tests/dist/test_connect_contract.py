@@ -10,11 +10,10 @@ from typing import Any
 import anyio
 import pytest
 from guard import GUARD_S
-from helpers import until
+from helpers import attend, until
 from remote_producer import RemoteProducer, make, names, start_controller, verdict_of
 
 import stream_balancer as sb
-from stream_balancer.controller.producers import attend
 from stream_balancer.transport.request_messages import EncodedRequest
 from stream_balancer.transport.requests import Mode, Request
 

@@ -15,9 +15,9 @@ import msgspec
 import pytest
 import torch
 from guard import GUARD_S
+from helpers import attend
 
 import stream_balancer as sb
-from stream_balancer.controller.producers import attend
 from stream_balancer.testing import make_rollout
 from stream_balancer.transport.handshake import Joining, pack
 from stream_balancer.transport.request_messages import EncodedRequest

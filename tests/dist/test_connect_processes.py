@@ -6,9 +6,9 @@ import anyio
 import pytest
 from forked import Python
 from guard import GUARD_S
+from helpers import attend
 
 import stream_balancer as sb
-from stream_balancer.controller.producers import attend
 
 SCRIPT = """
 import sys, stream_balancer as sb

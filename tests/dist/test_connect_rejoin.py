@@ -11,9 +11,9 @@ from contextlib import contextmanager, suppress
 import anyio
 import pytest
 from guard import GUARD_S
+from helpers import attend
 
 import stream_balancer as sb
-from stream_balancer.controller.producers import attend
 from stream_balancer.testing import make_rollout
 from stream_balancer.transport.sockets.joiner import parse_address
 

@@ -16,12 +16,11 @@ import anyio
 import pytest
 import torch
 from guard import GUARD_S
-from helpers import until
+from helpers import attend, until
 from remote_producer import Rank, RemoteProducer, fingerprint, make, names
 from test_connect_hostile import attack as assault
 
 import stream_balancer as sb
-from stream_balancer.controller.producers import attend
 from stream_balancer.transport.handshake import Joining, pack
 from stream_balancer.transport.sockets.framing import frame
 from stream_balancer.wire.messages import PROTOCOL, Close, DropPayloads, Hello, JoinFetcher, WantPayloads

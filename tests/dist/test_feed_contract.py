@@ -12,15 +12,14 @@ from typing import Any
 import anyio
 import pytest
 from guard import GUARD_S
+from scripted import make_batch, same_rollout
 
-from stream_balancer.controller.serve import serve
+import stream_balancer as sb
 from stream_balancer.errors import RankLostError
-from stream_balancer.rank.feed import RankFeed
 from stream_balancer.testing.harness import until
-from stream_balancer.testing.transports import CLAUSES, Opener, ScriptedBalancer, make_batch, same_rollout
+from stream_balancer.testing.transports import CLAUSES, Opener, ScriptedBalancer
 from stream_balancer.transport.gloo import shared_memory as _shared
 from stream_balancer.transport.gloo.shared_memory import available
-from stream_balancer.transport.gloo.torch_dist import TorchTransport
 from stream_balancer.transport.rank_port import RankPort
 from stream_balancer.types import RankBatch
 
@@ -29,15 +28,15 @@ LINGER_S = 35.0  # more than the guards: a good-bye that is not answered shows a
 
 class _Harness:
     def __init__(self, dp_size: int, *, shared_memory: bool) -> None:
-        self.transport = TorchTransport.listen(dp_size=dp_size, linger_s=LINGER_S, shared_memory=shared_memory)
-        self.feeds: list[RankFeed] = []
+        self.transport = sb.TorchTransport.listen(dp_size=dp_size, linger_s=LINGER_S, shared_memory=shared_memory)
+        self.feeds: list[sb.RankFeed] = []
 
-    def connect(self, rank: int, *, dp_size: int | None = None, **options: Any) -> RankFeed:
+    def connect(self, rank: int, *, dp_size: int | None = None, **options: Any) -> sb.RankFeed:
         dp_size = dp_size or self.transport.dp_size
-        self.feeds.append(RankFeed(self.transport.address, rank=rank, dp_size=dp_size, linger_s=LINGER_S, **options))
+        self.feeds.append(sb.RankFeed(self.transport.address, rank=rank, dp_size=dp_size, linger_s=LINGER_S, **options))
         return self.feeds[-1]
 
-    def kill(self, feed: RankFeed) -> None:
+    def kill(self, feed: sb.RankFeed) -> None:
         port = feed._port
         assert isinstance(port, RankPort)
         port.abort()  # the sockets close without a good-bye
@@ -70,7 +69,7 @@ async def test_clause(clause: Callable[[Opener], Awaitable[None]], opener: Opene
         await clause(opener)
 
 
-async def _first_batch(harness: _Harness, feed: RankFeed, **batch: int) -> RankBatch:
+async def _first_batch(harness: _Harness, feed: sb.RankFeed, **batch: int) -> RankBatch:
     share = make_batch(0, 1, **batch).ranks[0]
     link = await harness.transport.accept()
     link.send(share)
@@ -127,7 +126,7 @@ async def test_without_a_descriptor_for_shared_memory_a_batch_goes_through_the_s
     balancer = ScriptedBalancer([make_batch(step, 1) for step in range(6)])
     with anyio.fail_after(GUARD_S):
         async with OPENERS["shared_memory"](1) as harness, anyio.create_task_group() as tasks:
-            tasks.start_soon(serve, balancer, harness.transport)
+            tasks.start_soon(sb.serve, balancer, harness.transport)
             held = []
             async for batch in harness.connect(0):
                 held.append(batch)

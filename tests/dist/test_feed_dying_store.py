@@ -9,11 +9,11 @@ from typing import Any
 import anyio
 from forked import forked, hear
 from guard import GUARD_S
+from scripted import make_batch
 from torch._C._distributed_c10d import Store, TCPStore
 
 import stream_balancer as sb
-from stream_balancer.controller.serve import serve
-from stream_balancer.testing.transports import ScriptedBalancer, make_batch
+from stream_balancer.testing.transports import ScriptedBalancer
 
 
 def test_a_rank_leaves_a_controller_that_died_while_it_connected() -> None:
@@ -55,7 +55,7 @@ async def test_a_feed_goes_on_when_the_store_it_joined_through_has_died() -> Non
     balancer = ScriptedBalancer([make_batch(step, 1) for step in range(5)])
     with anyio.fail_after(GUARD_S):
         async with sb.TorchTransport(stores[0], dp_size=1) as transport, anyio.create_task_group() as tasks:
-            tasks.start_soon(serve, balancer, transport)
+            tasks.start_soon(sb.serve, balancer, transport)
             feed = sb.RankFeed(stores[1], rank=0, dp_size=1)
             assert (await anext(feed)).step == 0
             host.kill()
@@ -72,5 +72,5 @@ async def test_ranks_wait_in_a_store_for_one_controller_after_the_other() -> Non
             async with sb.TorchTransport(store, dp_size=1) as transport:
                 balancer = ScriptedBalancer([make_batch(step, 1) for step in range(2)])
                 async with anyio.create_task_group() as tasks:
-                    tasks.start_soon(serve, balancer, transport)
+                    tasks.start_soon(sb.serve, balancer, transport)
                     assert [batch.step async for batch in feed] == [0, 1], life

@@ -16,14 +16,12 @@ import anyio
 import pytest
 from forked import forked, hear
 from guard import GUARD_S
+from scripted import make_batch
 
 import stream_balancer as sb
-from stream_balancer.controller.serve import serve
 from stream_balancer.errors import BrokenResourceError, RankLostError
-from stream_balancer.rank.feed import RankFeed
 from stream_balancer.testing import make_rollout
-from stream_balancer.testing.transports import ScriptedBalancer, make_batch
-from stream_balancer.transport.gloo.torch_dist import TorchTransport
+from stream_balancer.testing.transports import ScriptedBalancer
 
 LIFE_S = 4 * GUARD_S
 
@@ -51,7 +49,7 @@ WAYS = [by_fork, by_fork_of_a_fork, by_exec]
 
 
 def train(address: str, begin_child: Callable[[], int], told: Connection) -> None:
-    with RankFeed(address, rank=0, dp_size=1) as feed:
+    with sb.RankFeed(address, rank=0, dp_size=1) as feed:
         next(feed)
         told.send(begin_child())
         time.sleep(LIFE_S)
@@ -60,10 +58,10 @@ def train(address: str, begin_child: Callable[[], int], told: Connection) -> Non
 def control(begin_child: Callable[[], int], told: Connection) -> None:
     async def main() -> None:
         config = sb.BalancerConfig(dp_size=1, batch_size=1, window=1)
-        async with TorchTransport.listen(dp_size=1) as transport, sb.StreamBalancer(config) as balancer:
+        async with sb.TorchTransport.listen(dp_size=1) as transport, sb.StreamBalancer(config) as balancer:
             told.send(transport.address)
             async with anyio.create_task_group() as tasks:
-                tasks.start_soon(serve, balancer, transport)
+                tasks.start_soon(sb.serve, balancer, transport)
                 while not balancer.statistics().in_flight:
                     await anyio.sleep(0.005)
                 told.send(begin_child())
@@ -90,11 +88,11 @@ class Parent:
 @pytest.mark.parametrize("begin_child", WAYS)
 def test_a_killed_rank_is_missed_though_its_child_lives(begin_child: Callable[[], int]) -> None:
     async def main() -> None:
-        async with TorchTransport.listen(dp_size=1) as transport, anyio.create_task_group() as tasks:
+        async with sb.TorchTransport.listen(dp_size=1) as transport, anyio.create_task_group() as tasks:
             rank = Parent(train, transport.address, begin_child)
             tasks.start_soon(anyio.to_thread.run_sync, rank.kill)
             with pytest.raises(RankLostError, match="rank 0"), anyio.fail_after(GUARD_S):
-                await serve(ScriptedBalancer([make_batch(0, 1)], hold=True), transport)
+                await sb.serve(ScriptedBalancer([make_batch(0, 1)], hold=True), transport)
         rank.end_child()
 
     anyio.run(main)
@@ -104,7 +102,7 @@ def test_a_killed_rank_is_missed_though_its_child_lives(begin_child: Callable[[]
 def test_a_killed_controller_is_missed_though_its_child_lives(begin_child: Callable[[], int]) -> None:
     controller = Parent(control, begin_child)
     address = hear(controller.told)
-    with sb.connect(address) as producer, RankFeed(address, rank=0, dp_size=1) as feed:
+    with sb.connect(address) as producer, sb.RankFeed(address, rank=0, dp_size=1) as feed:
         producer.put(make_rollout(4))
         next(feed)
         controller.kill()

@@ -13,12 +13,11 @@ import pytest
 from forked import PROCESSES
 from guard import GUARD_S
 from remote_producer import Rank, fingerprint
+from scripted import make_batch
 
-from stream_balancer.controller.serve import serve
+import stream_balancer as sb
 from stream_balancer.errors import RankLostError
-from stream_balancer.rank.feed import RankFeed
-from stream_balancer.testing.transports import ScriptedBalancer, make_batch
-from stream_balancer.transport.gloo.torch_dist import TorchTransport
+from stream_balancer.testing.transports import ScriptedBalancer
 
 END = ("end", "")
 
@@ -34,7 +33,7 @@ async def _drill(
     """Kill rank 1 at random moments, and start it again, until all is delivered."""
     chance = random.Random(seed)
     balancer = ScriptedBalancer([make_batch(step, 2, num_tokens=num_tokens) for step in range(steps)])
-    async with TorchTransport.listen(dp_size=2, shared_memory=shared_memory) as transport:
+    async with sb.TorchTransport.listen(dp_size=2, shared_memory=shared_memory) as transport:
         address = transport.address or ""
         healthy = Rank(address, 0, 2, step_s=step_s)
         lives: list[Rank] = []
@@ -48,7 +47,7 @@ async def _drill(
 
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(reaper)
-            await serve(balancer, transport, rejoin_timeout_s=GUARD_S)
+            await sb.serve(balancer, transport, rejoin_timeout_s=GUARD_S)
         told_healthy = await anyio.to_thread.run_sync(healthy.told)
         told = [await anyio.to_thread.run_sync(rank.told) for rank in lives]
     assert told_healthy == [*(_expected(step, 0, num_tokens) for step in range(steps)), END]
@@ -86,11 +85,11 @@ async def _stop() -> None:
     steps = 6
     balancer = ScriptedBalancer([make_batch(step, 2, num_tokens=400_000) for step in range(steps)])
     with anyio.fail_after(GUARD_S):
-        async with TorchTransport.listen(dp_size=2, keepalive_s=0.4) as transport:
+        async with sb.TorchTransport.listen(dp_size=2, keepalive_s=0.4) as transport:
             address = transport.address or ""
             ranks = [Rank(address, rank, 2, step_s=0.05) for rank in range(2)]
             async with anyio.create_task_group() as tasks:
-                tasks.start_soon(serve, balancer, transport)
+                tasks.start_soon(sb.serve, balancer, transport)
                 while not balancer.step_seconds:
                     await anyio.sleep(0.005)
                 ranks[1].kill(signal.SIGSTOP)
@@ -108,7 +107,7 @@ async def _stop() -> None:
 
 def _acknowledge_and_return(address: str, raises: bool) -> None:
     """A child that ends without closing its feed: multiprocessing then runs no ``atexit``."""
-    feed = RankFeed(address, rank=0, dp_size=1, auto_ack=False)
+    feed = sb.RankFeed(address, rank=0, dp_size=1, auto_ack=False)
     next(feed).ack()
     if raises:
         raise LookupError("a bug in the trainer")
@@ -119,11 +118,11 @@ def _acknowledge_and_return(address: str, raises: bool) -> None:
 async def test_what_a_child_acknowledged_last_arrives_though_it_ends_at_once(raises: bool) -> None:
     balancer = ScriptedBalancer([make_batch(step, 1) for step in range(2)])
     with anyio.fail_after(GUARD_S):
-        async with TorchTransport.listen(dp_size=1) as transport:
+        async with sb.TorchTransport.listen(dp_size=1) as transport:
             child = PROCESSES.Process(target=_acknowledge_and_return, args=(transport.address or "", raises))
             child.start()
             with pytest.raises(RankLostError, match="closed its feed"):
-                await serve(balancer, transport)
+                await sb.serve(balancer, transport)
             await anyio.to_thread.run_sync(child.join, GUARD_S)
     assert balancer.acknowledged == [0]
     assert child.exitcode == int(raises)

@@ -15,13 +15,12 @@ import anyio
 import pytest
 from forked import forked, hear
 from guard import GUARD_S
+from scripted import make_batch
 
-from stream_balancer.controller.serve import serve
+import stream_balancer as sb
 from stream_balancer.errors import ClosedResourceError, RankLostError
-from stream_balancer.rank.feed import RankFeed
-from stream_balancer.testing.transports import ScriptedBalancer, make_batch
+from stream_balancer.testing.transports import ScriptedBalancer
 from stream_balancer.transport.gloo.shared_memory import available
-from stream_balancer.transport.gloo.torch_dist import TorchTransport
 
 Left = list[weakref.ref[object]]
 Stop = Callable[[], None]
@@ -33,14 +32,14 @@ class Model:
 
 def finishes(address: str, _: Stop) -> Left:
     """Nobody calls close(); every batch is acknowledged."""
-    model, feed = Model(), RankFeed(address, rank=0, dp_size=1)
+    model, feed = Model(), sb.RankFeed(address, rank=0, dp_size=1)
     for _batch in feed:
         assert model
     return [weakref.ref(model), weakref.ref(feed)]
 
 
 def is_told_the_end_again(address: str, _: Stop) -> Left:
-    model, feed = Model(), RankFeed(address, rank=0, dp_size=1)
+    model, feed = Model(), sb.RankFeed(address, rank=0, dp_size=1)
     assert [batch.step for batch in feed] == [0, 1, 2]
     with suppress(ClosedResourceError):
         next(feed)
@@ -48,14 +47,14 @@ def is_told_the_end_again(address: str, _: Stop) -> Left:
 
 
 def finishes_without_acknowledging(address: str, _: Stop) -> Left:
-    model, feed = Model(), RankFeed(address, rank=0, dp_size=1, auto_ack=False)
+    model, feed = Model(), sb.RankFeed(address, rank=0, dp_size=1, auto_ack=False)
     for _batch in feed:
         assert model
     return [weakref.ref(model)]
 
 
 def breaks_off(address: str, _: Stop) -> Left:
-    model, feed = Model(), RankFeed(address, rank=0, dp_size=1)
+    model, feed = Model(), sb.RankFeed(address, rank=0, dp_size=1)
     for _batch in feed:
         break
     return [weakref.ref(model)]
@@ -63,7 +62,7 @@ def breaks_off(address: str, _: Stop) -> Left:
 
 def is_told_the_loss(address: str, stop: Stop) -> Left:
     """As often as it asks."""
-    model, feed = Model(), RankFeed(address, rank=0, dp_size=1, auto_ack=False)
+    model, feed = Model(), sb.RankFeed(address, rank=0, dp_size=1, auto_ack=False)
     next(feed)
     stop()
     for _ in range(4):
@@ -79,16 +78,16 @@ def controller() -> Iterator[tuple[str, Stop]]:
     stop = threading.Event()
 
     async def main() -> None:
-        async with TorchTransport.listen(dp_size=1, linger_s=0.1) as transport:
+        async with sb.TorchTransport.listen(dp_size=1, linger_s=0.1) as transport:
             addresses.put(transport.address or "")
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(deliver, transport)
                 await anyio.to_thread.run_sync(stop.wait)
                 tasks.cancel_scope.cancel()
 
-    async def deliver(transport: TorchTransport) -> None:
+    async def deliver(transport: sb.TorchTransport) -> None:
         with suppress(RankLostError):
-            await serve(ScriptedBalancer([make_batch(step, 1) for step in range(3)]), transport)
+            await sb.serve(ScriptedBalancer([make_batch(step, 1) for step in range(3)]), transport)
 
     thread = threading.Thread(target=anyio.run, args=(main,), daemon=True)
     thread.start()
@@ -115,9 +114,9 @@ def _holds_many(told: Connection) -> None:
 
     async def main() -> None:
         balancer = ScriptedBalancer([make_batch(step, 1) for step in range(steps)])
-        async with TorchTransport.listen(dp_size=1) as transport, anyio.create_task_group() as tasks:
-            tasks.start_soon(serve, balancer, transport)
-            held = [batch async for batch in RankFeed(transport.address, rank=0, dp_size=1)]
+        async with sb.TorchTransport.listen(dp_size=1) as transport, anyio.create_task_group() as tasks:
+            tasks.start_soon(sb.serve, balancer, transport)
+            held = [batch async for batch in sb.RankFeed(transport.address, rank=0, dp_size=1)]
             told.send([int(batch.micro_batches[0].packed()["input_ids"][0]) for batch in held])
 
     anyio.run(main)

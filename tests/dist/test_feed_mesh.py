@@ -17,15 +17,14 @@ import torch
 import torch.distributed as dist
 from forked import forked, free_port, hear
 from guard import GUARD_S
+from scripted import make_batch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from stream_balancer.controller.serve import serve
+import stream_balancer as sb
 from stream_balancer.errors import RankLostError
 from stream_balancer.rank import mesh as _mesh
-from stream_balancer.rank.feed import RankFeed
 from stream_balancer.rank.mesh import Place, place_in
-from stream_balancer.testing.transports import ScriptedBalancer, make_batch
-from stream_balancer.transport.gloo.torch_dist import TorchTransport
+from stream_balancer.testing.transports import ScriptedBalancer
 from stream_balancer.transport.sockets.acceptor import MeetingPoint
 from stream_balancer.transport.sockets.joiner import Entry, Joiner
 from stream_balancer.wire.messages import Batch, JoinPeer, WelcomePeer
@@ -64,7 +63,7 @@ def _train(
         damage(step=3)
     auto_ack = mode != "late"
     last = None
-    feed = RankFeed(address, mesh=mesh, dp_dim=shape[2], incarnation=incarnation, auto_ack=auto_ack)
+    feed = sb.RankFeed(address, mesh=mesh, dp_dim=shape[2], incarnation=incarnation, auto_ack=auto_ack)
     try:
         for batch in feed:
             last = batch
@@ -137,10 +136,10 @@ async def test_all_peers_get_the_same_and_hear_the_end(shape: Shape) -> None:
     steps = range(0, 40, 2)  # those between were given up
     balancer = ScriptedBalancer([make_batch(step, 2, num_tokens=5000) for step in steps])
     with anyio.fail_after(GUARD_S):
-        async with TorchTransport.listen(dp_size=2) as transport:
+        async with sb.TorchTransport.listen(dp_size=2) as transport:
             address = transport.address or ""
             processes = [Process(address, rank, "world", port=port, shape=shape) for rank in range(4)]
-            await serve(balancer, transport)
+            await sb.serve(balancer, transport)
             told = [await in_thread(process.all) for process in processes]
     for world_rank in range(4):
         assert told[world_rank] == expected(steps, world_rank // 2, 5000), world_rank
@@ -151,11 +150,11 @@ async def test_all_peers_get_the_same_and_hear_the_end(shape: Shape) -> None:
 async def test_damaged_bytes_are_noticed_by_the_peer_and_end_both() -> None:
     balancer = ScriptedBalancer([make_batch(step, 2) for step in range(10)])
     with anyio.fail_after(GUARD_S):
-        async with TorchTransport.listen(dp_size=2) as transport:
+        async with sb.TorchTransport.listen(dp_size=2) as transport:
             address = transport.address or ""
             processes = [Process(address, rank, "damage" if rank == 2 else "") for rank in range(4)]
             with pytest.raises(RankLostError) as caught:
-                await serve(balancer, transport)
+                await sb.serve(balancer, transport)
             told = [await in_thread(process.all) for process in processes]
     assert caught.value.rank == 1
     assert told[3][:-1] == expected(range(3), 1, 5)
@@ -174,9 +173,9 @@ async def test_a_killed_process_ends_its_group_which_comes_back(victim: int) -> 
     balancer = ScriptedBalancer([make_batch(step, 2, num_tokens=100_000) for step in steps])
     told: dict[str, list[Any]] = {}
     with anyio.fail_after(GUARD_S):
-        async with TorchTransport.listen(dp_size=2) as transport, anyio.create_task_group() as tasks:
+        async with sb.TorchTransport.listen(dp_size=2) as transport, anyio.create_task_group() as tasks:
             address = transport.address or ""
-            tasks.start_soon(partial(serve, balancer, transport, rejoin_timeout_s=GUARD_S))
+            tasks.start_soon(partial(sb.serve, balancer, transport, rejoin_timeout_s=GUARD_S))
             healthy = [Process(address, rank) for rank in range(2)]
             first = {rank: Process(address, rank, "slow") for rank in (2, 3)}
             while len(balancer.acknowledged) < 3:
@@ -203,9 +202,9 @@ async def test_a_step_is_acknowledged_when_the_last_process_has(last_one: int) -
     steps = range(6)
     balancer = ScriptedBalancer([make_batch(step, 2) for step in steps])
     with anyio.fail_after(GUARD_S):
-        async with TorchTransport.listen(dp_size=2) as transport, anyio.create_task_group() as tasks:
+        async with sb.TorchTransport.listen(dp_size=2) as transport, anyio.create_task_group() as tasks:
             processes = [Process(transport.address or "", rank, "late" if rank > 1 else "") for rank in range(4)]
-            tasks.start_soon(serve, balancer, transport)
+            tasks.start_soon(sb.serve, balancer, transport)
             for process in processes[2:]:
                 for _ in steps:
                     await in_thread(partial(hear, process.told))
@@ -220,10 +219,10 @@ async def test_a_step_is_acknowledged_when_the_last_process_has(last_one: int) -
 async def test_the_loss_of_the_controller_reaches_the_peers() -> None:
     balancer = ScriptedBalancer([make_batch(step, 2) for step in range(3)], hold=True)
     with anyio.fail_after(GUARD_S):
-        async with TorchTransport.listen(dp_size=2) as transport, anyio.create_task_group() as tasks:
+        async with sb.TorchTransport.listen(dp_size=2) as transport, anyio.create_task_group() as tasks:
             modes = ["stays", "", "stays", ""]
             processes = [Process(transport.address or "", rank, mode) for rank, mode in enumerate(modes)]
-            tasks.start_soon(serve, balancer, transport)
+            tasks.start_soon(sb.serve, balancer, transport)
             for process in processes:
                 for _ in range(3):
                     await in_thread(partial(hear, process.told))
@@ -276,8 +275,8 @@ def test_places_in_a_mesh(names: tuple[str, ...], dp_dim: Any, places: list[Plac
 def test_what_cannot_be_a_place_is_refused() -> None:
     mesh = mesh_without_world(DP_TP, 0)
     with pytest.raises(ValueError, match=r"dp_dim='data' names dimensions of the mesh, which are \('dp', 'tp'\)"):
-        RankFeed("tcp://127.0.0.1:1", mesh=mesh, dp_dim="data")
+        sb.RankFeed("tcp://127.0.0.1:1", mesh=mesh, dp_dim="data")
     with pytest.raises(ValueError, match="either mesh= or rank= and dp_size="):
-        RankFeed("tcp://127.0.0.1:1", mesh=mesh, rank=0)
+        sb.RankFeed("tcp://127.0.0.1:1", mesh=mesh, rank=0)
     with pytest.raises(ValueError, match="not part of the mesh"):
         place_in(mesh_without_world(DP_TP, 7), "dp")

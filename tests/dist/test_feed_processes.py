@@ -10,12 +10,11 @@ import anyio
 import pytest
 from forked import Python, run_world, started
 from guard import GUARD_S
+from scripted import make_batch
 
+import stream_balancer as sb
 from stream_balancer.errors import RankLostError
-from stream_balancer.rank.feed import RankFeed
-from stream_balancer.testing.transports import make_batch
 from stream_balancer.transport.gloo import pair as _gloo
-from stream_balancer.transport.gloo.torch_dist import TorchTransport
 
 SCRIPT = str(Path(__file__).with_name("feed_rank.py"))
 
@@ -34,7 +33,7 @@ async def _ways_out() -> None:
     modes = {"break": 0, "exit": 3, "raise": 1, "unclosed": 0, "unconnected": 0, "ctrl-c": 0}
     dp_size = len(modes)
     with anyio.fail_after(GUARD_S):
-        async with TorchTransport.listen(dp_size=dp_size) as transport:
+        async with sb.TorchTransport.listen(dp_size=dp_size) as transport:
             address = transport.address or ""
             ranks = {}
             for rank, mode in enumerate(modes):
@@ -78,7 +77,7 @@ def test_the_controller_may_live_in_rank_0(backend: str) -> None:
 def test_the_end_of_the_controller_is_told(mode: str, how: signal.Signals | None) -> None:
     with started(SCRIPT, "control", mode) as controller:
         address = controller.stdout.readline().strip()
-        with RankFeed(address, rank=0, dp_size=1) as feed:
+        with sb.RankFeed(address, rank=0, dp_size=1) as feed:
             assert next(feed).step == 0
             if how is not None:
                 assert next(feed).step == 1
@@ -96,8 +95,8 @@ async def test_idling_longer_than_the_timeouts_of_the_pair_is_fine(monkeypatch: 
     monkeypatch.setattr(_gloo, "PAIR_TIMEOUT_S", 0.5)
     monkeypatch.setattr(_gloo, "GLOO_TIMEOUT_S", 0.5)
     with anyio.fail_after(GUARD_S):
-        async with TorchTransport.listen(dp_size=1, keepalive_s=0.3) as transport:
-            feed = RankFeed(transport.address, rank=0, dp_size=1, keepalive_s=0.3)
+        async with sb.TorchTransport.listen(dp_size=1, keepalive_s=0.3) as transport:
+            feed = sb.RankFeed(transport.address, rank=0, dp_size=1, keepalive_s=0.3)
             link = await transport.accept()
             for step in range(2):
                 await anyio.sleep(1.6)  # more than three times either

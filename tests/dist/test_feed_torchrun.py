@@ -10,10 +10,10 @@ import anyio
 import pytest
 from forked import TORCHRUN, started
 from guard import GUARD_S
+from scripted import make_batch
 
-from stream_balancer.controller.serve import serve
-from stream_balancer.testing.transports import ScriptedBalancer, make_batch
-from stream_balancer.transport.gloo.torch_dist import TorchTransport
+import stream_balancer as sb
+from stream_balancer.testing.transports import ScriptedBalancer
 
 SCRIPT = str(Path(__file__).with_name("torchrun_rank.py"))
 STEPS = 10
@@ -27,13 +27,13 @@ def test_restarts_under_torchrun_train_on_everything_once(tmp_path: Path) -> Non
 async def _drill(folder: Path) -> None:
     balancer = ScriptedBalancer([make_batch(step, 2) for step in range(STEPS)])
     with anyio.fail_after(GUARD_S):
-        async with TorchTransport.listen(dp_size=2) as transport:
+        async with sb.TorchTransport.listen(dp_size=2) as transport:
             options = ["--nproc-per-node", 2, "--max-restarts", 2]
             # torchrun lets restarted processes use the old store, where gloo may read the address of one that died
             environment = {**os.environ, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
             command = ["-c", TORCHRUN, *options, SCRIPT, transport.address or "", folder]
             with started(*command, environment=environment) as trainer:
-                await serve(balancer, transport, rejoin_timeout_s=GUARD_S)
+                await sb.serve(balancer, transport, rejoin_timeout_s=GUARD_S)
                 _, errors = await anyio.to_thread.run_sync(trainer.communicate, GUARD_S)
     assert trainer.returncode == 0, errors
     assert balancer.acknowledged == list(range(STEPS))

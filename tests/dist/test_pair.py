@@ -20,9 +20,8 @@ import pytest
 from forked import PROCESSES, forked
 from guard import GUARD_S
 
-from stream_balancer.rank.feed import RankFeed
+import stream_balancer as sb
 from stream_balancer.transport.gloo import pair as _pair
-from stream_balancer.transport.gloo.torch_dist import TorchTransport
 
 TOKEN = b"a token of sixteen or more"
 GLOO_TIMEOUT_S = 20  # gloo itself waits five times as long
@@ -67,7 +66,7 @@ def test_an_end_whose_peer_is_killed_in_the_middle_raises(me: Literal[0, 1], mon
 
 def _feed_and_end(address: str, rank: int, may_end: Connection) -> None:
     _pair.GLOO_TIMEOUT_S = GLOO_TIMEOUT_S
-    _feed = RankFeed(address, rank=rank, dp_size=PAIRS)
+    _feed = sb.RankFeed(address, rank=rank, dp_size=PAIRS)
     may_end.recv()
 
 
@@ -81,7 +80,7 @@ async def test_a_process_ends_while_its_feed_builds_the_pair(monkeypatch: pytest
 
     monkeypatch.setattr(_pair._Exchange, "get", _pair._Exchange.get)  # so that it is put back
     _after_the_addresses(stop_here)
-    transport = TorchTransport.listen(dp_size=PAIRS)
+    transport = sb.TorchTransport.listen(dp_size=PAIRS)
     ranks = []
     for rank in range(PAIRS):
         ranks.append(forked(_feed_and_end, transport.address, rank))

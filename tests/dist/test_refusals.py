@@ -14,16 +14,14 @@ import anyio
 import anyio.to_thread
 import pytest
 from guard import GUARD_S
-from helpers import answering
+from helpers import answering, attend
+from scripted import make_batch
 
 import stream_balancer as sb
-from stream_balancer.controller.producers import attend
-from stream_balancer.testing import make_rollout
-from stream_balancer.testing.transports import make_batch
+from stream_balancer.testing import MemoryNetwork, make_rollout
 from stream_balancer.transport.channel import Outgoing
 from stream_balancer.transport.gloo.torch_dist import open_port, open_producer
 from stream_balancer.transport.handshake import Accepting, pack
-from stream_balancer.transport.memory import MemoryTransport
 from stream_balancer.transport.request_ledger import Limits
 from stream_balancer.transport.request_messages import EncodedRequest
 from stream_balancer.transport.requests import Mode, Request
@@ -93,7 +91,7 @@ async def test_a_controller_that_is_closing(joins: Callable[..., None]) -> None:
 
 
 async def test_a_controller_that_is_closing_in_this_event_loop() -> None:
-    transport = MemoryTransport(dp_size=1)
+    transport = MemoryNetwork(dp_size=1)
     await transport.aclose()
     with pytest.raises(sb.RefusedError, match="closed its transport"):
         transport.connect(0).take()

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from stream_balancer.rank.feed import RankFeed
+import stream_balancer as sb
 from stream_balancer.types import RankBatch
 
 
@@ -61,7 +61,7 @@ def main(address: str, folder: Path) -> None:
     dist.init_process_group("gloo")
     trainer = Trainer(folder)
     last = None
-    for batch in RankFeed(address, rank=trainer.rank, dp_size=2, auto_ack=False):
+    for batch in sb.RankFeed(address, rank=trainer.rank, dp_size=2, auto_ack=False):
         if batch.step < trainer.state["next"]:  # the checkpoint holds it already
             trainer.state["skipped"].append(batch.step)
             batch.ack()

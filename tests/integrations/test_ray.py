@@ -20,6 +20,7 @@ import pytest
 import torch
 from children import ending_with_us
 from guard import GUARD_S
+from scripted import same_rollout
 
 ray = pytest.importorskip("ray")
 
@@ -29,7 +30,7 @@ import stream_balancer as sb  # noqa: E402
 from stream_balancer.integrations.ray import RayBalancer, find, host  # noqa: E402
 from stream_balancer.testing import make_rollout  # noqa: E402
 from stream_balancer.testing.channels import CLAUSES as CHANNEL_CLAUSES  # noqa: E402
-from stream_balancer.testing.transports import CLAUSES, same_rollout  # noqa: E402
+from stream_balancer.testing.transports import CLAUSES  # noqa: E402
 from stream_balancer.transport.ray.producer import INLINE_BYTES  # noqa: E402
 
 STORED = INLINE_BYTES  # tokens that make a rollout go to the object store

@@ -15,11 +15,11 @@ import their_own_tests
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from scripted import rank_batch
 
 import stream_balancer as sb
 from stream_balancer.integrations import slime
 from stream_balancer.integrations.slime import build_dp_schedule, rank_data_from, rollouts_from
-from stream_balancer.testing.scripted import rank_batch
 
 # --- the schedule -----------------------------------------------------------------------------------------------------
 

@@ -9,11 +9,11 @@ import torch
 from any_rollouts import rollouts
 from hypothesis import given
 from hypothesis import strategies as st
+from scripted import same_rollout
 
 import stream_balancer as sb
 from stream_balancer.integrations.tensordict import rollouts_from, tensordict_from
 from stream_balancer.testing import make_rollout, make_rollouts
-from stream_balancer.testing.transports import same_rollout
 
 tensordict = pytest.importorskip("tensordict")
 TensorDict = tensordict.TensorDict

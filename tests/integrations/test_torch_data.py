@@ -17,13 +17,13 @@ import torch
 from guard import GUARD_S
 from hypothesis import given
 from hypothesis import strategies as st
+from scripted import rank_batch
 from torch.utils.data import DataLoader
 from two_ranks import HERE, torchrun
 
 import stream_balancer as sb
 from stream_balancer.integrations.torch_data import RolloutDataset
 from stream_balancer.testing import make_rollouts
-from stream_balancer.testing.scripted import rank_batch
 from stream_balancer.types import Denominators, RankBatch
 from stream_balancer.wire.messages import StepHeld, StepReport
 

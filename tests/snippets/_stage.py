@@ -16,8 +16,8 @@ import torch.distributed as dist
 from anyio.abc import TaskGroup
 
 import stream_balancer as sb
+from stream_balancer.testing import MemoryNetwork
 from stream_balancer.transport.gloo.torch_dist import current_world
-from stream_balancer.transport.memory import MemoryTransport
 
 GUARD_S = 120.0  # against hangs
 
@@ -68,10 +68,10 @@ def controller(
 
 
 @asynccontextmanager
-async def in_memory(dp_size: int) -> AsyncIterator[tuple[sb.StreamBalancer, MemoryTransport, TaskGroup]]:
+async def in_memory(dp_size: int) -> AsyncIterator[tuple[sb.StreamBalancer, MemoryNetwork, TaskGroup]]:
     """A balancer that has ended, with rollouts for two steps; a transport for its ranks; who trains and serves."""
     config = sb.BalancerConfig(dp_size=dp_size, batch_size=2)
-    async with sb.StreamBalancer(config) as balancer, MemoryTransport(dp_size=dp_size) as transport:
+    async with sb.StreamBalancer(config) as balancer, MemoryNetwork(dp_size=dp_size) as transport:
         for n in range(4):
             await balancer.put(rollout(n))
         balancer.end()

@@ -1,7 +1,7 @@
 import anyio
 
 import stream_balancer as sb
-from stream_balancer.controller.serve import serve
+from stream_balancer import serve
 from tests.snippets._stage import in_memory
 
 sizes = []

@@ -2,8 +2,8 @@ import anyio
 import torch
 
 import stream_balancer as sb
-from stream_balancer.controller.serve import serve
-from stream_balancer.transport.memory import MemoryTransport
+from stream_balancer import serve
+from stream_balancer.testing import MemoryNetwork
 
 lengths = []
 
@@ -15,7 +15,7 @@ async def train(feed):
 
 async def main():
     config = sb.BalancerConfig(dp_size=1, batch_size=2, sync="step", micro_batch_counts="free")
-    async with sb.StreamBalancer(config) as balancer, MemoryTransport(dp_size=1) as transport:
+    async with sb.StreamBalancer(config) as balancer, MemoryNetwork(dp_size=1) as transport:
         for _ in range(4):
             await balancer.put(sb.Rollout(tokens={"input_ids": torch.arange(5)}))
         balancer.end()

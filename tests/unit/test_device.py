@@ -10,14 +10,13 @@ from contextlib import contextmanager
 import anyio
 import pytest
 import torch
+from scripted import make_batch, same_rollout
 from torch import Tensor
 
-from stream_balancer.controller.serve import serve
+import stream_balancer as sb
 from stream_balancer.rank.device import Pace, Uploader, stopwatch_on
-from stream_balancer.rank.feed import RankFeed
-from stream_balancer.testing.transports import ScriptedBalancer, make_batch, same_rollout
+from stream_balancer.testing.transports import ScriptedBalancer
 from stream_balancer.transport.buffers import BufferPool
-from stream_balancer.transport.gloo.torch_dist import TorchTransport
 from stream_balancer.types import MicroBatch, RankBatch, Rollout
 from stream_balancer.wire import rank_batch as wire
 from stream_balancer.wire.messages import Batch
@@ -209,7 +208,7 @@ def test_a_port_that_is_open_already_brings_its_own_device() -> None:
         take = None
 
     with pytest.raises(ValueError, match="need the address of a controller"):
-        RankFeed(Port(), mesh=object())
+        sb.RankFeed(Port(), mesh=object())
 
 
 @pytest.fixture
@@ -226,9 +225,9 @@ def test_a_feed_to_a_real_accelerator(accelerator: torch.device) -> None:
 
     async def main() -> None:
         balancer = ScriptedBalancer([make_batch(step, 1, num_tokens=1000) for step in range(20)])
-        async with TorchTransport.listen(dp_size=1) as transport, anyio.create_task_group() as tasks:
-            tasks.start_soon(serve, balancer, transport)
-            feed = RankFeed(transport.address, rank=0, dp_size=1, device=accelerator)
+        async with sb.TorchTransport.listen(dp_size=1) as transport, anyio.create_task_group() as tasks:
+            tasks.start_soon(sb.serve, balancer, transport)
+            feed = sb.RankFeed(transport.address, rank=0, dp_size=1, device=accelerator)
             async for batch in feed:
                 with feed.timed():
                     got.append(batch)

@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scripted import same_rollout
 from torch import Tensor
 
 import stream_balancer as sb
@@ -21,7 +22,6 @@ from stream_balancer.core.groups import GroupSize
 from stream_balancer.core.machine import BalancerCore
 from stream_balancer.tensors import Packed
 from stream_balancer.testing import make_rollout
-from stream_balancer.testing.transports import same_rollout
 from stream_balancer.wire.messages import MissingRollout, ResizedExecution
 from stream_balancer.wire.rank_batch import decode, encode
 

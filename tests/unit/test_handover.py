@@ -11,12 +11,12 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+from scripted import rank_batch
 from test_wire_hostile import _KINDS, _use
 
 from stream_balancer.config import BalancerConfig
 from stream_balancer.core.machine import BalancerCore
 from stream_balancer.errors import RolloutError, WireError
-from stream_balancer.testing.scripted import rank_batch
 from stream_balancer.types import MicroBatch, RankBatch, Rollout
 from stream_balancer.types.shared import part_of
 from stream_balancer.wire import rank_batch as wire

@@ -13,10 +13,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
+from scripted import same_rollout
 
 import stream_balancer as sb
 from stream_balancer.testing import make_rollout
-from stream_balancer.testing.transports import same_rollout
 from stream_balancer.transport.ray.bundles import (
     ObjectStore,
     Stored,

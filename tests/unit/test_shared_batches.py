@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import given
+from scripted import same_rollout
 from test_wire import carry
 
 import stream_balancer as sb
@@ -20,7 +21,6 @@ from stream_balancer.core import batching
 from stream_balancer.core.machine import BalancerCore
 from stream_balancer.planning import Plan, PlanKnobs, Waiting
 from stream_balancer.testing import make_rollout
-from stream_balancer.testing.scripted import same_rollout
 from stream_balancer.types import Batch, MicroBatch, Rollout, SharedRollout
 from stream_balancer.types.shared import join_column, join_rollout
 

@@ -11,6 +11,7 @@ import msgspec
 import pytest
 import torch
 from hypothesis import given
+from scripted import awkward_micro_batches, rank_batch, same_rollout, same_tensors
 from test_handover import A, B, completed, described, rollout, sent
 from test_shared_rollouts import a_rollout, shifted
 from test_wire import carry
@@ -18,7 +19,6 @@ from test_wire import carry
 from stream_balancer.controller.denominators import StepAgreement
 from stream_balancer.errors import WireError
 from stream_balancer.testing import make_rollout
-from stream_balancer.testing.scripted import awkward_micro_batches, rank_batch, same_rollout, same_tensors
 from stream_balancer.transport.sockets.payloads import PayloadServer
 from stream_balancer.types import Batch, Denominators, MicroBatch, RankBatch, Rollout, SharedRollout
 from stream_balancer.types.shared import join_column, join_rollout, part_of

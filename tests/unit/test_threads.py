@@ -14,8 +14,7 @@ import pytest
 from helpers import config
 
 import stream_balancer as sb
-from stream_balancer.testing import BACKENDS, make_rollout, make_rollouts
-from stream_balancer.transport.memory import MemoryTransport
+from stream_balancer.testing import BACKENDS, MemoryNetwork, make_rollout, make_rollouts
 from stream_balancer.transport.threads import ThreadEvent
 
 
@@ -37,7 +36,7 @@ def test_an_event_wakes_all_who_wait_and_those_who_come_later() -> None:
 def test_blocking_in_an_event_loop_is_refused(backend: Any) -> None:
     with sb.blocking(config(), backend=backend) as balancer:
         batches = balancer.batches()
-        transport = MemoryTransport(dp_size=1)
+        transport = MemoryNetwork(dp_size=1)
         feed, producer = (
             sb.RankFeed(transport.connect(0)),
             sb.BlockingProducer(sb.connect(transport.connect_producer())),
@@ -115,7 +114,7 @@ def test_a_closed_balancer_may_be_read_anywhere() -> None:
 
 @pytest.mark.parametrize("how", [pickle.dumps, copy.deepcopy])
 def test_what_belongs_to_a_process_says_what_to_do_in_another(how: Callable[[object], object]) -> None:
-    transport = MemoryTransport(dp_size=1)
+    transport = MemoryNetwork(dp_size=1)
     feed = sb.RankFeed(transport.connect(0))
     producer = sb.Producer(transport.connect_producer())
     for one, instead in [

@@ -9,12 +9,12 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from scripted import rank_batch
 from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask
 
 import stream_balancer as sb
 from stream_balancer.tensors import FlatColumns
-from stream_balancer.testing.scripted import rank_batch
 from stream_balancer.trees import Tree, tree
 from stream_balancer.types import MicroBatch, Rollout
 from stream_balancer.wire import rank_batch as wire

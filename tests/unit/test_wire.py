@@ -11,11 +11,10 @@ import msgspec
 import pytest
 import torch
 from hypothesis import given
+from scripted import rank_batch, same_rollout
 
 from stream_balancer.errors import RolloutError, WireError
 from stream_balancer.testing import make_rollout
-from stream_balancer.testing.scripted import rank_batch
-from stream_balancer.testing.transports import same_rollout
 from stream_balancer.types import Denominators, RankBatch, Rollout
 from stream_balancer.wire import rank_batch as wire
 from stream_balancer.wire.messages import Batch

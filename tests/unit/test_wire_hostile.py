@@ -13,10 +13,10 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+from scripted import rank_batch
 
 from stream_balancer.errors import WireError
 from stream_balancer.testing import make_rollout
-from stream_balancer.testing.scripted import rank_batch
 from stream_balancer.transport.memory_channel import Wire
 from stream_balancer.transport.rank_port import RankPort
 from stream_balancer.types import MicroBatch, RankBatch, Rollout
