@@ -17,7 +17,8 @@ from torch import Tensor
 from stream_balancer.errors import WireError
 from stream_balancer.types import MicroBatch, Rollout, SharedRollout
 from stream_balancer.types.shared import join_column, part_of
-from stream_balancer.wire.codec import Memory, decode_columns
+from stream_balancer.wire.codec import decode_columns
+from stream_balancer.wire.payload import Memory
 
 __all__ = ["Columns", "check_roles"]
 
@@ -30,14 +31,14 @@ class Columns:
 
     def __init__(self, roles: Mapping[str, Sequence[str]]) -> None:
         """``roles``: the columns of each."""
-        self._names = {role: sorted(names) for role, names in roles.items()}
+        self.names = {role: sorted(names) for role, names in roles.items()}
         self._given: dict[int, dict[tuple[str, int], dict[str, Tensor]]] = {}  # by step: of a rollout, or a part of one
 
     def add(self, step: int, role: str, micro_batch: MicroBatch, header: Raw, memory: Memory | None) -> None:
         """A rank has computed these, perhaps again. Raises WireError for others than were asked for."""
         [columns] = decode_columns(header, memory, [micro_batch.num_tokens])
-        if sorted(columns) != self._names[role]:
-            raise WireError(f"role {role!r} is to give the columns {self._names[role]}, not {sorted(columns)}")
+        if sorted(columns) != self.names[role]:
+            raise WireError(f"role {role!r} is to give the columns {self.names[role]}, not {sorted(columns)}")
         given = self._given.setdefault(step, {})
         for name, column in columns.items():
             # a copy: the memory of a connection must not be held until the step is done
@@ -60,7 +61,7 @@ class Columns:
 
     def check_new(self, rollout: Rollout) -> None:
         """Raise ValueError if a role is to give what rollouts have already."""
-        for role, names in self._names.items():
+        for role, names in self.names.items():
             for name in names:
                 if name in rollout.tokens or name in rollout.scalars:
                     raise ValueError(

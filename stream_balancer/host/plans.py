@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from stream_balancer.core.batching import lay_out
 from stream_balancer.core.state import State
@@ -33,6 +33,7 @@ class Plan:
     """The trainer's, by their place in the batch."""
     batches: list[Batch]
     """The batch; of an open step its rows so far."""
+    uid: int
     planned_at: float
     """On the event loop's clock."""
     ready_s: Mapping[RankId, float] = field(default_factory=dict)
@@ -40,6 +41,10 @@ class Plan:
     begun_at: dict[RankId, float] = field(default_factory=dict)
     """When each rank was first sent something."""
     finished: set[RankId] = field(default_factory=set)
+    is_complete: bool = True
+    """All of it is planned. False: more rows of it come."""
+    is_remote: bool = False
+    """Payloads of some of it lie elsewhere."""
     num_items: int = 0
     num_padding: int = 0
     """Padding copies so far: those of parts that are laid out anew are numbered behind them."""
@@ -59,6 +64,14 @@ class Plan:
         """What was planned for a rank; of a role's, for the trainer's rank in its place."""
         place = self.place_of(one)
         return None if place is None else self.batches[0].ranks[place]
+
+    def worked_on(self, one: RankId, items: Sequence[Item]) -> tuple[RankBatch, ...] | None:
+        """What a rank has trained on in the end; None if that is what was planned for it."""
+        planned = self.rank_batch(one)
+        mine = tuple(item.payload for item in items)
+        if planned is None or len(self.batches) > 1 or mine == planned.micro_batches:
+            return None
+        return (replace(planned, micro_batches=mine),)
 
     def place_of(self, one: RankId) -> int | None:
         """Number of a rank among those of the batch."""
@@ -92,6 +105,7 @@ def items_of(
         made.append(_item(id_, plan.ranks[place], mb, needs=_needs(mb, of_roles)))
     _group(made, cut, first, share=share, lockstep=lockstep)
     plan.num_items = first + len(made)
+    plan.is_remote = plan.is_remote or any(item.remote for item in made)
     plan.num_padding += batch.num_padding
     return made
 
@@ -116,9 +130,7 @@ def _agree(items: Sequence[Item]) -> None:
         item.remote = item.remote or item.group in remote
 
 
-def _item(
-    id_: int, owner: RankId | None, mb: MicroBatch, *, role: str = TRAIN, needs: tuple[int, ...] = ()
-) -> Item:
+def _item(id_: int, owner: RankId | None, mb: MicroBatch, *, role: str = TRAIN, needs: tuple[int, ...] = ()) -> Item:
     pieces = tuple(
         Piece(rollout.rollout_id, rollout.cp_rank if isinstance(rollout, SharedRollout) else 0, rollout.num_tokens)
         for rollout in mb.rollouts

@@ -218,7 +218,7 @@ class Ranks:
                 f"before {has}, and the next one here is {ours}. Start the controller with its journal, or the rank "
                 "without next_step",
             )
-        if is_known:
+        if is_known or self._ledger.meets:  # where ranks meet, the ledger says who is left behind in which step
             return
         others = {
             one.number: member.next_step

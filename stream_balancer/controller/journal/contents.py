@@ -11,9 +11,9 @@ import numpy as np
 
 from stream_balancer.controller.journal.rows import (
     Acked,
+    Came,
     Done,
     Fact,
-    Fenced,
     Group,
     Plan,
     State,
@@ -51,7 +51,8 @@ class Contents:
     """Key of the row of each group of which something was declared, and the row; oldest first."""
     acked: dict[int, Acked] = field(default_factory=dict)
     """By step."""
-    fenced: dict[tuple[str, int], int] = field(default_factory=dict)
+    came: dict[int, Came] = field(default_factory=dict)
+    """By key."""
     state: State = field(default_factory=State)
     next_number: int = 0
 
@@ -70,8 +71,8 @@ class Contents:
                 self.groups[fact.group_id] = key, fact
             case Acked():
                 self.acked[fact.step] = fact
-            case Fenced():
-                self.fenced = {(role, rank): last for role, rank, last in fact.ranks}
+            case Came():
+                self.came[key] = fact
             case State():
                 fact.next_step = max(state.next_step, fact.next_step)
                 self.state = fact

@@ -4,9 +4,9 @@ have acknowledged a step, what is masked in it, and which incarnations were give
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 
-from stream_balancer.controller.journal.rows import Acked, Fact, Fenced
+from stream_balancer.controller.journal.rows import Acked, Came, Fact
 
 __all__ = ["Handed"]
 
@@ -17,34 +17,37 @@ class Handed:
     def __init__(self) -> None:
         self.acked: dict[int, Acked] = {}
         """By step, those of which some rank has said something."""
-        self.fenced: dict[tuple[str, int], int] = {}
-        """By role and rank, the last incarnation that must not come back."""
+        self.came: dict[tuple[str, int], Came] = {}
+        """By role and rank, in the order of their keys."""
         self.write: Callable[[Fact, int], object] = lambda *_: None
+
+    def follow(self, acked: dict[int, Acked], came: Iterable[Came]) -> None:
+        """What comes now follows these rows."""
+        self.acked, self.came = acked, {(one.role, one.rank): one for one in came}
 
     def acknowledge(self, step: int, uid: int, rank: int) -> None:
         """A rank needs its part of the step no more. ``uid``: of the plan."""
-        before = self._of(step, uid)
+        before = self.of_plan(step, uid)
         self._put(Acked(step, uid, sorted({*before.ranks, rank}), before.gone))
 
     def mask(self, step: int, uid: int, gone: Collection[str]) -> None:
         """Rollouts that all ranks train the step without."""
-        before = self._of(step, uid)
+        before = self.of_plan(step, uid)
         self._put(Acked(step, uid, before.ranks, sorted({*before.gone, *gone})))
 
-    def of_plan(self, step: int, uid: int) -> Acked:
-        """What is known of this plan of the step."""
-        return self._of(step, uid)
-
-    def fence(self, role: str, rank: int, incarnation: int) -> None:
-        """A rank was given up."""
-        self.fenced[role, rank] = incarnation
-        self.write(Fenced([(*one, last) for one, last in self.fenced.items()]), 0)
+    def note(self, came: Came) -> None:
+        """A rank has come under a new incarnation, or was given up."""
+        who = came.role, came.rank
+        if self.came.get(who) != came:
+            self.came[who] = came
+            self.write(came, list(self.came).index(who))
 
     def keep(self, steps: Collection[int]) -> None:
         """Only these are in flight."""
         self.acked = {step: one for step, one in self.acked.items() if step in steps}
 
-    def _of(self, step: int, uid: int) -> Acked:
+    def of_plan(self, step: int, uid: int) -> Acked:
+        """What is known of this plan of the step."""
         there = self.acked.get(step)
         return Acked(step, uid) if there is None or there.uid != uid else there
 

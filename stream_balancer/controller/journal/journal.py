@@ -130,7 +130,7 @@ class Journal:
         contents, damage = self._read()
         torn_bytes = self._store.torn_bytes
         snapshot, broken = contents.snapshot(time.time(), remember_ids)
-        self.handed.acked, self.handed.fenced = contents.acked, contents.fenced
+        self.handed.follow(contents.acked, [came for _, came in sorted(contents.came.items())])
         damage += [f"step {plan.step}: its plan names rollouts that are lost" for plan in broken]
         if damage:
             self.changes.follow(Contents(), remember_ids)

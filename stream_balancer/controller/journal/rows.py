@@ -23,8 +23,8 @@ from stream_balancer.types import Batch, EvictReason, MicroBatch, Reason, Rollou
 from stream_balancer.wire.rank_batch import FRAME_BYTES
 
 __all__ = [
-    "Acked", "Done", "Fact", "FactRow", "Fenced", "Group", "Plan", "RolloutRow", "State", "batch_of", "fact_of", "fact_row",
-    "group_of", "plan_of", "rollout_of", "rollout_row",
+    "Acked", "Came", "Done", "Fact", "FactRow", "Group", "Plan", "RolloutRow", "State", "batch_of", "fact_of",
+    "fact_row", "group_of", "plan_of", "rollout_of", "rollout_row",
 ]  # fmt: skip
 
 
@@ -120,14 +120,18 @@ class Acked(msgspec.Struct, array_like=True, tag="acked", frozen=True):
     """Rollouts that are masked on all ranks."""
 
 
-class Fenced(msgspec.Struct, array_like=True, tag="fenced", frozen=True):
-    """Ranks that were given up. One row, key 0."""
+class Came(msgspec.Struct, array_like=True, tag="came", frozen=True):
+    """A rank that has come at some time. Keys count up."""
 
-    ranks: list[tuple[str, int, int]]
-    """Role, rank, and the last incarnation that must not come back."""
+    role: str
+    rank: int
+    incarnation: int
+    """Its last."""
+    is_fenced: bool = False
+    """It was given up: this incarnation must not come back."""
 
 
-Fact: TypeAlias = Plan | Done | Group | State | Acked | Fenced
+Fact: TypeAlias = Plan | Done | Group | State | Acked | Came
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(Fact)

@@ -1,0 +1,181 @@
+"""Reports of ranks become facts of the ledger of steps.
+
+::
+
+    taken, released, at_barrier, acknowledged   as they are
+    done          of a role: with the columns of one item
+    fetched       payloads are there, but for those that are gone with their owner: named in the log, and masked
+    finished      with the seconds that the rank computed and waited
+
+A report that is against the protocol raises WireError: its rank counts as lost. What belongs to an attempt, a step or
+an item that the rank has no more is no fault, since it may have been on its way.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable
+from itertools import chain
+from typing import Any, NamedTuple, TypeVar
+
+import anyio
+import msgspec
+
+from stream_balancer.core.step_times import StepTiming
+from stream_balancer.core.steps import Item
+from stream_balancer.errors import WireError
+from stream_balancer.host.plans import Plan
+from stream_balancer.host.ranks import Member
+from stream_balancer.host.sending import InFlight
+from stream_balancer.net.messages import Report
+from stream_balancer.wire.codec import remote_of
+from stream_balancer.wire.payload import Memory
+
+__all__ = ["Reports"]
+
+logger = logging.getLogger("stream_balancer.dispatch")
+T = TypeVar("T")
+_MOST_NAMED = 5
+_OF_WEIGHTS = ("finished", "acknowledged")  # also of steps that it was not given: it took over another rank's weights
+
+
+class Times(NamedTuple):
+    """What a rank says of its step."""
+
+    seconds: float
+    compute_s: float | None
+    waited_s: float | None
+
+
+class Reports:
+    """Takes in what ranks report, in the event loop."""
+
+    def __init__(self, here: InFlight) -> None:
+        self._here = here
+        self._facts: dict[str, Callable[[Member, int, Report, Memory | None], None]] = {
+            "taken": self._taken,
+            "done": self._done,
+            "fetched": self._fetched,
+            "released": self._released,
+            "at_barrier": self._at_barrier,
+            "finished": self._finished,
+            "acknowledged": self._acknowledged,
+        }
+
+    def take_in(self, member: Member, seat: int, report: Report, memory: Memory | None) -> None:
+        """Raises WireError for what the rank cannot mean."""
+        fact = self._facts.get(report.fact)
+        if fact is None or (memory is not None and report.fact != "done"):
+            raise WireError(f"{member.name} reports {report.fact!r}, which nobody knows")
+        is_new = report.step not in self._here.ledger.steps and report.step > (member.last_step or -1)
+        if is_new and report.fact not in _OF_WEIGHTS:
+            raise WireError(f"{member.name} reports {report.fact!r} of step {report.step}, which it was not given")
+        fact(member, seat, report, memory)
+
+    def _items(self, member: Member, report: Report) -> list[Item]:
+        """Those of its items that it names, and that are still its own."""
+        step = self._here.ledger.steps.get(report.step)
+        share = None if step is None else step.shares.get(member.id)
+        if share is None or share.attempt != report.attempt:
+            return []
+        return [share.items[id_] for id_ in report.items if id_ in share.items]
+
+    def _taken(self, member: Member, seat: int, report: Report, _: object) -> None:
+        self._here.ledger.taken(member.id, seat, report.step, report.attempt)
+
+    def _done(self, member: Member, seat: int, report: Report, memory: Memory | None) -> None:
+        if member.id.role:
+            if len(report.items) != 1:
+                raise WireError(f"{member.name} gives columns of {len(report.items)} micro-batches at once")
+            for item in self._items(member, report):
+                self._here.columns.add(report.step, member.id.role, item.payload, report.about, memory)
+        elif memory is not None:
+            raise WireError(f"{member.name} gives columns, and has no role")
+        self._here.ledger.done(member.id, seat, report.step, report.attempt, report.items)
+
+    def _released(self, member: Member, seat: int, report: Report, _: object) -> None:
+        step = self._here.ledger.steps.get(report.step)
+        share = None if step is None else step.shares.get(member.id)
+        if share is not None and share.answers >> seat & 1 and not share.recalled.keys() >= {*report.items}:
+            raise WireError(f"{member.name} gives back micro-batches of step {report.step} that it was not asked for")
+        self._here.ledger.released(member.id, seat, report.step, report.attempt, report.items)
+
+    def _at_barrier(self, member: Member, seat: int, report: Report, _: object) -> None:
+        seal = _read(report, int | None) or 0
+        self._here.ledger.at_barrier(member.id, seat, report.step, report.attempt, seal)
+
+    def _acknowledged(self, member: Member, seat: int, report: Report, _: object) -> None:
+        self._here.ledger.acknowledged(member.id, seat, report.step)
+
+    # payloads
+
+    def _fetched(self, member: Member, seat: int, report: Report, _: object) -> None:
+        missing = _read(report, dict[str, str])
+        items = self._items(member, report)
+        if missing and items:
+            self._miss(member, report.step, missing, items)
+        self._here.ledger.fetched(member.id, seat, report.step, report.attempt, report.items, missing)
+
+    def _miss(self, member: Member, step: int, missing: dict[str, str], items: list[Item]) -> None:
+        """Rollouts take part as padding copies of weight 0: logged here, counted with the step's acknowledgement."""
+        there = {one.rollout_id: one for one in chain.from_iterable(item.payload.rollouts for item in items)}
+        if not there.keys() >= missing.keys():
+            raise WireError(f"{member.name} misses rollouts of step {step} that it was not given")
+        named = [(there[name], cause) for name, cause in missing.items() if not there[name].is_padding]
+        if self._here.planner is not None:
+            self._here.planner.parts.core.mark_missing(step, [one.rollout_id for one, _ in named])
+        texts = []
+        for rollout, cause in named[:_MOST_NAMED]:
+            remote = remote_of(rollout)
+            texts.append(f"{rollout.rollout_id!r} (put by {remote and remote.handle.owner.label}: {cause})")
+        more = f" and {len(named) - _MOST_NAMED} more" if len(named) > _MOST_NAMED else ""
+        logger.warning(
+            "step %d, %s: %d rollouts are gone with their producer and are masked: %s%s",
+            step,
+            member.name,
+            len(named),
+            ", ".join(texts),
+            more,
+        )
+
+    # times
+
+    def _finished(self, member: Member, seat: int, report: Report, _: object) -> None:
+        times = _read(report, Times | None)
+        if times is not None and not all(0.0 <= one < math.inf for one in times if one is not None):
+            raise WireError(f"{member.name} reports impossible durations: {times}")
+        here, plan = self._here, self._here.plans.get(report.step)
+        here.ledger.finished(member.id, seat, report.step, report.attempt)
+        member.next_step = max(report.step + 1, member.next_step or 0)
+        if plan is not None and times is not None and member.id not in plan.finished and not member.id.role:
+            plan.finished.add(member.id)
+            self._record(member, plan, report.step, times)
+            if here.planner is not None and plan.finished >= here.ledger.steps[report.step].participants:
+                # with the last rank's, another step may leave that is as old
+                here.planner.parts.consumer.worked_through(report.step)
+
+    def _record(self, member: Member, plan: Plan, step: int, times: Times) -> None:
+        place, planned = plan.place_of(member.id), plan.rank_batch(member.id)
+        if place is None or planned is None:
+            return
+        begun_at = plan.begun_at.get(member.id, anyio.current_time())
+        self._here.balancer.record_step(
+            StepTiming(
+                step,
+                place,
+                times.seconds if times.compute_s is None else times.compute_s,
+                own=times.compute_s is not None,
+                waited_s=times.waited_s,
+                ready_s=plan.ready_s.get(member.id, 0.0),
+                roles_s=begun_at - plan.planned_at if self._here.columns.names else 0.0,
+                worked_on=plan.worked_on(member.id, self._here.ledger.items_of(step, member.id)),
+            )
+        )
+
+
+def _read(report: Report, kind: type[T] | Any) -> T:
+    try:
+        return msgspec.msgpack.decode(report.about, type=kind)  # type: ignore[no-any-return]
+    except msgspec.DecodeError as error:
+        raise WireError(f"what is said of {report.fact!r} cannot be read: {error}") from None

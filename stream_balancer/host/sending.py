@@ -1,0 +1,230 @@
+"""Orders of the ledger of steps, carried out: messages to ranks, acknowledgements to the balancer, plans made anew."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import anyio
+
+from stream_balancer.controller.balancer import StreamBalancer
+from stream_balancer.controller.journal.handed import Handed
+from stream_balancer.core.steps import (
+    Ack,
+    Behind,
+    Drop,
+    End,
+    Go,
+    Item,
+    Ledger,
+    Mask,
+    Order,
+    RankAck,
+    RankId,
+    Recall,
+    Refuse,
+    Replan,
+    Rewind,
+    Send,
+    SendSeal,
+)
+from stream_balancer.errors import refused_error
+from stream_balancer.host.columns import Columns
+from stream_balancer.host.plans import Plan, laid_out_anew
+from stream_balancer.host.ranks import Ranks, different_weights
+from stream_balancer.host.seals import seal_of, sizes_of_plan
+from stream_balancer.net import messages
+from stream_balancer.net.messages import Message, MiniBatchHead, Notify, Sizes, StepHead, Work, WorkItem
+from stream_balancer.wire.codec import Encoded, encode
+from stream_balancer.wire.payload import NOTHING, Payload
+
+__all__ = ["InFlight", "Sender"]
+
+logger = logging.getLogger("stream_balancer.dispatch")
+
+
+@dataclass(eq=False, slots=True)
+class InFlight:
+    """All that one run of ``serve`` knows of steps in flight."""
+
+    balancer: Any
+    """Who plans, and to whom steps are acknowledged: see :class:`stream_balancer.host.serve.Source`."""
+    ledger: Ledger
+    ranks: Ranks
+    columns: Columns
+    handed: Handed
+    plans: dict[int, Plan] = field(default_factory=dict)
+    """By step."""
+
+    @property
+    def planner(self) -> StreamBalancer | None:
+        """The balancer, where it is no script of batches."""
+        return self.balancer if isinstance(self.balancer, StreamBalancer) else None
+
+
+class Sender:
+    """Carries out orders, in the event loop. Never waits."""
+
+    def __init__(self, here: InFlight, *, narrow: bool, lockstep: bool, speeds: Mapping[int, float]) -> None:
+        """``narrow``: int64 columns travel as int32 where values fit. ``lockstep``: ranks meet at every micro-batch.
+        ``speeds``: by the rank's number; none, if they were not given."""
+        self._here, self._narrow, self._lockstep, self._speeds = here, narrow, lockstep, speeds
+        self._encoded: dict[tuple[int, tuple[int, ...]], Encoded] = {}
+        self._slow: tuple[int, int] | None = None  # rank and step of the straggler that was logged
+        self._actions: dict[type, Callable[[Any], None]] = {
+            Send: self._send, Go: self._go, Recall: self._recall, SendSeal: self._seal, Rewind: self._rewind,
+            Drop: self._drop, Behind: self._behind, Refuse: self._refuse, End: self._end, Replan: self._replan,
+            Mask: self._mask, RankAck: self._rank_ack, Ack: self._ack,
+        }  # fmt: skip
+
+    def carry_out(self, orders: Iterable[Order]) -> None:
+        """All of them. Raises what :func:`encode` does, for work that no rank can be sent."""
+        for order in orders:
+            self._actions[type(order)](order)
+        self._encoded.clear()
+
+    def _tell(self, order: Any, message: Message, payload: Payload = NOTHING) -> None:
+        peer = self._here.ranks[order.rank].peers.get(order.seat)
+        if peer is not None:
+            peer.send(message, payload)
+
+    # to ranks
+
+    def _send(self, order: Send) -> None:
+        plan, member = self._here.plans[order.step], self._here.ranks[order.rank]
+        encoded = self._encode(order.step, order.items, member.max_bytes)
+        work = Work(
+            step=order.step,
+            uid=order.uid,
+            attempt=order.attempt,
+            items=tuple(WorkItem(item.id, item.group, item.remote) for item in order.items),
+            head=self._head(plan, order.rank) if order.opens else None,
+            gone=tuple(sorted(order.gone)),
+            header=encoded.header,
+            sizes=self._sizes(plan, order),
+        )
+        self._tell(order, work, encoded.payload)
+        member.last_step = max(order.step, member.last_step or 0)
+        if order.items:
+            plan.begun_at.setdefault(order.rank, anyio.current_time())
+
+    def _encode(self, step: int, items: tuple[Item, ...], max_bytes: int) -> Encoded:
+        """The same for all processes of a rank. Copies no token."""
+        if not items:
+            return Encoded(Work.__struct_defaults__[3], NOTHING)
+        key = step, tuple(item.id for item in items)
+        encoded = self._encoded.get(key)
+        if encoded is None:
+            columns = self._here.columns
+            its = [item.payload if item.role else columns.joined(step, item.payload) for item in items]
+            encoded = self._encoded[key] = encode(its, max_bytes=max_bytes, narrow=self._narrow)
+        return encoded
+
+    def _head(self, plan: Plan, one: RankId) -> StepHead:
+        place, rank_batch = plan.place_of(one), plan.rank_batch(one)
+        return StepHead(
+            dp_size=len(plan.ranks),
+            load=0.0 if rank_batch is None else rank_batch.load,
+            meets=self._here.ledger.meets and not one.role,
+            mini_batches=() if rank_batch is None else tuple(MiniBatchHead(*it) for it in rank_batch.mini_batch_sizes),
+            rank=None if place == one.number else place,
+        )
+
+    def _sizes(self, plan: Plan, order: Send) -> Sizes | None:
+        if not plan.is_complete or (plan.is_remote and not order.rank.role):
+            return None
+        share = self._here.ledger.steps[order.step].shares[order.rank]
+        return None if share.unsent else sizes_of_plan(plan)
+
+    def _seal(self, order: SendSeal) -> None:
+        seal, plan = order.seal, self._here.plans[order.seal.step]
+        if order.rank.role:
+            message = messages.Seal(seal.step, seal.number, (), Sizes(0, 0, 0, 0), gone=tuple(sorted(seal.gone)))
+        else:
+            message = seal_of(plan, seal.number, [one.number for one in seal.ranks], seal.gone)
+        self._tell(order, message)
+
+    def _go(self, order: Go) -> None:
+        self._tell(order, messages.Go(order.step, tuple(sorted(order.items)), tuple(sorted(order.gone))))
+
+    def _recall(self, order: Recall) -> None:
+        self._tell(order, messages.Recall(order.step, order.attempt, order.items, order.idle))
+
+    def _rewind(self, order: Rewind) -> None:
+        self._tell(order, messages.Rewind(order.step, order.attempt))
+
+    def _drop(self, order: Drop) -> None:
+        who, step = self._here.ranks[order.rank].name, order.step
+        text = (
+            f"step {step} is in the weights of the other ranks, which have met without {who}. Take another rank's "
+            "weights, or start it again"
+            if order.met
+            else f"what {who} has of step {step} does not count any more: it was planned anew"
+        )
+        self._tell(order, messages.Drop(step, order.met, text))
+
+    def _behind(self, order: Behind) -> None:
+        others = {one.number: there for one, there in order.others.items()}
+        self._turn_away(order, "its weights are behind", different_weights(order.rank.number, order.weights, others))
+
+    def _refuse(self, order: Refuse) -> None:
+        name = self._here.ranks[order.rank].name
+        text = (
+            f"{name} was given up, and others have its work. Start it again under a higher incarnation, with another "
+            "rank's weights"
+        )
+        self._turn_away(order, "it was given up", text)
+
+    def _turn_away(self, order: Behind | Refuse, cause: str, text: str) -> None:
+        member = self._here.ranks[order.rank]
+        peer = member.peers.get(order.seat)
+        if peer is not None:
+            peer.on_end = peer.on_report = lambda *_: None
+            peer.fail(refused_error("value", text))
+            self._here.ranks.lose(member, order.seat, member.lost(cause))
+
+    def _end(self, order: End) -> None:
+        self._here.ranks[order.rank].ended = True
+        self._tell(order, Notify(end=True))
+
+    # to the balancer
+
+    def _replan(self, order: Replan) -> None:
+        here = self._here
+        assert here.planner is not None  # nobody else's ranks are given up, and nothing is moved
+        items = laid_out_anew(
+            here.plans[order.step], order, here.ledger, here.planner.parts.core.state, self._speeds,
+            lockstep=self._lockstep,
+        )  # fmt: skip
+        here.ledger.replanned(order.step, [item.id for item in order.items], items)
+
+    def _mask(self, order: Mask) -> None:
+        self._here.handed.mask(order.step, self._here.plans[order.step].uid, order.gone)
+
+    def _rank_ack(self, order: RankAck) -> None:
+        plan = self._here.plans.get(order.step)
+        if plan is not None:
+            self._here.handed.acknowledge(order.step, plan.uid, order.rank.number)
+
+    def _ack(self, order: Ack) -> None:
+        here = self._here
+        del here.plans[order.step]
+        here.columns.drop(order.step)
+        if here.planner is not None and order.gone:
+            here.planner.parts.core.mark_missing(order.step, order.gone)
+        with suppress(ValueError):  # the user was first: acknowledge_through() at a checkpoint
+            here.balancer.acknowledge(order.step)
+        here.handed.keep(here.plans)
+        if here.planner is not None:
+            self._log_straggler(here.planner)
+
+    def _log_straggler(self, balancer: StreamBalancer) -> None:
+        """Once for each that is found."""
+        straggler = balancer.straggler()
+        slow = None if straggler is None else (straggler.rank, straggler.since_step)
+        if slow is not None and slow != self._slow:
+            logger.warning("%s", straggler)
+        self._slow = slow

@@ -1,0 +1,555 @@
+"""Batches to ranks: ``serve``. On the controller::
+
+    import stream_balancer as sb
+
+    async with sb.StreamBalancer(config) as balancer, anyio.create_task_group() as tasks:
+        tasks.start_soon(sb.serve, balancer, "tcp://127.0.0.1:29400")
+        ...                                        # await balancer.put(rollout), in rollout workers
+        balancer.end()                             # serve returns once every rank has acknowledged everything
+
+and on every rank, a process of its own::
+
+    for step in sb.RankFeed("tcp://127.0.0.1:29400", rank=rank, dp_size=dp_size):
+        for micro_batch in step:
+            train(micro_batch.packed())
+
+Inside an initialised torch.distributed world (torchrun) ``RankFeed()`` and ``TorchTransport.in_world()`` meet in that
+world's store instead; the controller may be a thread of rank 0 that runs ``anyio.run(...)``.
+
+Four tasks, and what each waits for::
+
+    attend       peers      joins, calls and reports of all peers, one after the other: they become facts
+    plan         room       a batch is asked for when every rank has room: until then the window stays full
+    act          facts      orders of the ledger are carried out; a lost rank whose time is over is given up
+    reporter     silence    a line in the log
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, Literal, NamedTuple, Protocol, TypeAlias
+
+import anyio
+import msgspec
+
+from stream_balancer.config import BalancerConfig
+from stream_balancer.controller.balancer import StreamBalancer
+from stream_balancer.controller.batches import Batches
+from stream_balancer.controller.journal.handed import Handed
+from stream_balancer.controller.journal.rows import Came
+from stream_balancer.controller.stall_reporter import StallReporter
+from stream_balancer.core.diagnosis import why_ranks_wait
+from stream_balancer.core.observer import Observer
+from stream_balancer.core.step_times import StepTiming
+from stream_balancer.core.steps import TRAIN, Ledger, RankId
+from stream_balancer.errors import ConfigError, WireError
+from stream_balancer.host.columns import Columns, check_roles
+from stream_balancer.host.plans import Plan, items_of, uid_of
+from stream_balancer.host.producers import Producers
+from stream_balancer.host.ranks import Member, Ranks
+from stream_balancer.host.reports import Reports
+from stream_balancer.host.sending import InFlight, Sender
+from stream_balancer.host.transport import Door, TorchTransport, Transport, door_of
+from stream_balancer.net.calls import Asked
+from stream_balancer.net.listener import split_address
+from stream_balancer.net.messages import Join, Notify, Report
+from stream_balancer.net.service import Method, Peer
+from stream_balancer.types import Batch
+from stream_balancer.wire.payload import Memory
+
+__all__ = ["Source", "serve"]
+
+logger = logging.getLogger("stream_balancer.dispatch")
+
+OnRankLoss: TypeAlias = Literal["raise", "replan"]
+_COLUMN_BYTES = 2**32  # of one micro-batch; the sizes that fit are checked against it
+
+
+class Source(Protocol):
+    """What ``serve`` asks of a balancer: of a :class:`StreamBalancer`, or of a script of batches in tests."""
+
+    def batches(self, *, auto_ack: bool = True) -> AsyncIterator[Batch]: ...
+
+    def acknowledge(self, step: int) -> None: ...
+
+    def nack(self, step: int) -> None: ...
+
+    def in_flight(self) -> tuple[Batch, ...]: ...
+
+    def record_step(self, timing: StepTiming) -> None: ...
+
+
+async def serve(
+    balancer: Source,
+    transport: Transport | str,
+    *,
+    rejoin_timeout_s: float = 0.0,
+    on_rank_loss: OnRankLoss = "raise",
+    move_late: bool = False,
+    report_after_s: float = 60.0,
+    roles: Mapping[str, Sequence[str]] | None = None,
+    open: bool = False,
+) -> None:
+    """Deliver every batch of ``balancer`` to the ranks that connect to ``transport``, until ``batches()`` ends.
+
+    ``transport``: an address "tcp://host:port", at which this listens; or a :class:`TorchTransport`.
+
+    Returns when every rank has acknowledged everything and was sent the end. A rank that is lost may come back within
+    ``rejoin_timeout_s`` (``math.inf`` = for ever) under a new incarnation and gets again what it had not acknowledged,
+    same plan, same order. The default 0 raises at once: without an elastic launcher nobody would come back. A rank that
+    was lost before ``serve`` began is waited for without limit, as one that has not come yet.
+
+    ``on_rank_loss="replan"`` goes on without a rank that has not come back in that time: what it owed is planned again
+    over the ranks that are left, within the step. The next batch is for one rank fewer; should the lost one come after
+    all, for one more. Where ranks share rollouts or meet at every micro-batch, those that share with it begin the step
+    again. The last rank's loss is raised. See docs/elastic.md.
+
+    ``move_late=True`` is for a rank that is slow without notice: once half of the ranks have nothing left to do in a
+    step, they take over the micro-batches that the others have not begun. See docs/slow_ranks.md. Both are for ranks
+    that iterate their step and call ``step.finish()``. Raises ConfigError for ``mini_batches``, in which ranks meet
+    several times in a step.
+
+    You may acknowledge too, with ``balancer.acknowledge_through(step)`` at a checkpoint: what ranks report of these
+    steps later changes nothing, and a rank that comes back does not get them again.
+
+    When nothing was dispatched for ``report_after_s``, a warning in the log says why: which rank gives no credit, or
+    how many rollouts wait for what; again after twice that time, and so on (``math.inf`` = never).
+
+    ``roles={"ref": ["ref_logprobs"]}``: another model computes these columns, on ``dp_size`` ranks of its own, which
+    open ``RankFeed(..., role="ref")`` and give them item by item. The trainer's ranks begin with a micro-batch once its
+    columns are here. A step that is with a role holds a credit of the trainer's ranks, so memory is bounded as without.
+
+    ``open=True``: a step begins before it is complete; see :meth:`StreamBalancer.batches`.
+
+    Another ``dp_size`` (:meth:`StreamBalancer.reconfigure`) holds from the next batch on. A rank that is no more does
+    what it was given, and its iteration ends; a new one is waited for. See docs/elastic.md.
+
+    If ``serve`` is cancelled or raises, nothing is lost: what was not acknowledged stays in flight in the balancer, and
+    the next ``serve`` delivers it again. Raises ValueError at once if ``transport`` is for another number of ranks than
+    ``balancer``; RankLostError, naming rank, step and cause.
+    """
+    if not rejoin_timeout_s >= 0:
+        raise ValueError(f"rejoin_timeout_s must be >= 0 (math.inf = wait for ever), not {rejoin_timeout_s}")
+    if on_rank_loss not in ("raise", "replan"):
+        raise ValueError(f"on_rank_loss must be 'raise' or 'replan', not {on_rank_loss!r}")
+    check_roles(roles or {})
+    care = _Care(rejoin_timeout_s, on_rank_loss == "replan", move_late, open, report_after_s, roles or {})
+    _check_plans(balancer, care)
+    if isinstance(transport, str):
+        host, port = split_address(transport)
+        dp_size = balancer.config.dp_size if isinstance(balancer, StreamBalancer) else 1
+        async with TorchTransport.listen(dp_size=dp_size, host=host, port=port) as listening:
+            await _Server(balancer, listening, care).run()
+    else:
+        if isinstance(balancer, StreamBalancer) and balancer.config.dp_size != transport.dp_size:
+            raise ValueError(
+                f"the transport is for dp_size={transport.dp_size} ranks, but the balancer plans for "
+                f"dp_size={balancer.config.dp_size}. Give both the same number of data-parallel ranks; if that has "
+                "changed since the transport was made, call transport.resize() first"
+            )
+        await _Server(balancer, transport, care).run()
+
+
+class _Care(NamedTuple):
+    """Options of :func:`serve`."""
+
+    rejoin_timeout_s: float
+    replan: bool
+    move_late: bool
+    open: bool
+    report_after_s: float
+    roles: Mapping[str, Sequence[str]]
+
+
+def _check_plans(balancer: Source, care: _Care) -> None:
+    wanted = {"on_rank_loss='replan'": care.replan, "move_late=True": care.move_late, "open=True": care.open}
+    for name in (name for name, is_given in wanted.items() if is_given):
+        if not isinstance(balancer, StreamBalancer):
+            raise ValueError(f"{name} is for a StreamBalancer, which plans; not for {balancer!r}")
+        if balancer.config.mini_batches > 1 and name != "open=True":
+            raise ConfigError(
+                f"{name} with mini_batches={balancer.config.mini_batches}: ranks meet several times in a step, and "
+                "what changes hands in between cannot join the meetings that are over. Leave one of them out"
+            )
+
+
+class _Server(Observer):
+    """One run of ``serve``."""
+
+    def __init__(self, balancer: Source, transport: Transport, care: _Care) -> None:
+        self._balancer, self._transport, self._care = balancer, transport, care
+        self._planner = balancer if isinstance(balancer, StreamBalancer) else None
+        config = self._planner.config if self._planner else None
+        self._lockstep = care.replan and config is not None and config.sync == "micro_batch"
+        self._shares = care.replan or care.move_late
+        self._speeds = dict(enumerate((config and config.speeds) or ()))  # by the rank's number
+        self._door: Door = door_of(transport)
+        handed = self._planner.parts.consumer.handed if self._planner else Handed()
+        ledger = Ledger(meets=self._shares, moves=care.move_late, generation=_new_generation())
+        for came in handed.came.values():
+            ledger.restore_rank(RankId(came.role, came.rank), came.incarnation, fenced=came.is_fenced)
+        self._ranks = Ranks(
+            ledger, care.roles, transport.dp_size, care.rejoin_timeout_s, self._door.sessions, self._next_step
+        )
+        self._here = InFlight(balancer, ledger, self._ranks, Columns(care.roles), handed)
+        self._sender = Sender(self._here, narrow=self._door.narrow, lockstep=self._lockstep, speeds=self._speeds)
+        self._reports = Reports(self._here)
+        self._producers = Producers(self._planner, direct=True) if self._planner else None
+        self._reporter = StallReporter(care.report_after_s, self._why_stalled, logger)
+        self._waiters: list[anyio.Event] = []
+        self._failure: Exception | None = None
+        self._version: int | None = None
+
+    async def run(self) -> None:
+        number = len(in_flight := self._balancer.in_flight())
+        for batch in in_flight:
+            self._balancer.nack(batch.step)  # batches() gives all of them again, in the order of their steps
+        if self._planner is not None:
+            self._planner.parts.consumer.rank_states = self._ranks.states
+            self._planner.observers.append(self)
+        try:
+            async with anyio.create_task_group() as tasks:
+                scope = tasks.cancel_scope
+                tasks.start_soon(self._reporter.wait, anyio.Event())
+                # Planning is no task of its own: its end is the end of the others.
+                await self._or_fail(partial(self._plan, number, tasks), scope)
+                scope.cancel()
+        finally:
+            if self._planner is not None:
+                self._planner.parts.consumer.rank_states = None
+                self._planner.observers.remove(self)
+            for peer in [peer for peer in self._door.service.peers.values() if peer.kind == "rank"]:
+                peer.on_end = peer.on_report = lambda *_: None
+                peer.abort()  # it sees a loss, and may come to the next serve
+            if self._producers is not None and self._planner is not None and self._planner.ended:
+                self._producers.end()
+        if self._failure is not None:
+            raise self._failure
+
+    async def _or_fail(self, job: Callable[[], Awaitable[None]], scope: anyio.CancelScope) -> None:
+        """An error of one task ends all, and is raised by ``serve`` as it is, not in a group."""
+        try:
+            await job()
+        except Exception as error:  # noqa: BLE001 - raised by run()
+            self._failure = self._failure or error
+            scope.cancel()
+
+    # -- peers ---------------------------------------------------------------------------------------------------------
+
+    async def _attend(self) -> None:
+        methods = dict(self._producers.methods) if self._producers is not None else {}
+        of_ranks: dict[str, Method] = {"set_version": self._set_version, "end": self._end}
+        for name, method in of_ranks.items():
+            methods[name] = partial(_by_kind, method, methods.get(name))
+        await self._door.service.attend(methods, admit=self._admit, on_peer=self._on_peer)
+
+    def _admit(self, join: Join) -> Any:
+        if join.kind == "rank":
+            self._ranks.admit(join)
+            return None
+        if self._producers is None:
+            raise WireError(f"a {join.kind} joins a script of batches")
+        return self._producers.admit(join)
+
+    def _on_peer(self, peer: Peer) -> None:
+        if peer.kind != "rank":
+            assert self._producers is not None
+            self._producers.on_peer(peer)
+            return
+        member = self._ranks.attach(peer)
+        seat = next(seat for seat, one in member.peers.items() if one is peer)
+        peer.on_report = partial(self._on_report, member, seat, peer)
+        peer.on_end = partial(self._on_end, member, seat)
+        role = member.id.role
+        peer.max_report_bytes = _COLUMN_BYTES if role else 0
+        if role and role not in self._care.roles:
+            self._break(member, seat, peer, self._not_asked(member), "nobody asks for its columns")
+            return
+        self._here.handed.note(Came(role, member.id.number, member.incarnation))
+        if self._version is not None:
+            peer.send(Notify(self._version))
+        self._follow_the_ranks()
+        self._wake()
+
+    def _not_asked(self, member: Member) -> str:
+        return (
+            f"{member.name} is asked for nothing: serve() has the roles {list(self._care.roles)}. Name it in "
+            "serve(roles=), with its columns"
+        )
+
+    def _on_report(self, member: Member, seat: int, peer: Peer, report: Report, memory: Memory | None) -> None:
+        try:
+            self._reports.take_in(member, seat, report, memory)
+        except WireError as error:
+            self._break(member, seat, peer, f"{error}. Restart it", "broke the protocol", report.step)
+        member.note_readiness(ready=self._here.ledger.room(member.id) > 0)
+        self._wake()
+
+    def _on_end(self, member: Member, seat: int, end: Any) -> None:
+        self._ranks.detach(member, seat, end)
+        self._wake()
+
+    def _break(self, member: Member, seat: int, peer: Peer, text: str, cause: str, step: int | None = None) -> None:
+        """A rank cannot go on, though it is connected. It does not join again, or it would come with the same."""
+        peer.on_end = peer.on_report = lambda *_: None
+        peer.close(text)
+        self._ranks.lose(member, seat, member.lost(cause, text, step))
+        self._wake()
+
+    def _set_version(self, peer: Peer, asked: Asked) -> None:
+        assert self._planner is not None
+        [version] = msgspec.msgpack.decode(asked.args, type=tuple[int])
+        current = self._planner.version
+        if current is None or version >= current:
+            self._planner.set_version(version)
+        else:  # where all ranks set the same, one may be late
+            text = "%s set version %d, which is %d by now: passed over"
+            logger.warning(text, peer.name, version, current)
+
+    def _end(self, peer: Peer, asked: Asked) -> None:
+        assert self._planner is not None
+        self._planner.end()
+
+    def _push_version(self, version: int) -> None:
+        self._version = version
+        self._door.service.notify(version)
+
+    # -- the plan ------------------------------------------------------------------------------------------------------
+
+    async def _plan(self, number: int, tasks: anyio.abc.TaskGroup) -> None:
+        """``number``: batches that were in flight, in a script of them."""
+        scope = tasks.cancel_scope
+        self._follow_the_ranks()
+        if self._care.open and self._planner is not None:
+            batches: AsyncIterator[Batch] = self._planner.batches(auto_ack=False, open=True)
+        else:
+            batches = aiter(self._balancer.batches(auto_ack=False))
+        await self._restore(batches, number)
+        # after what was in flight is known: ranks say at once what they have of it
+        tasks.start_soon(self._or_fail, self._attend, scope)
+        tasks.start_soon(self._or_fail, self._act, scope)
+        if self._planner is not None:
+            tasks.start_soon(self._push_versions, self._planner)
+        while True:
+            # As late as possible, when every rank has room: until then rollouts stay in the window, where later ones
+            # may still make a better step.
+            await self._until(self._wants_step)
+            all_ready_at = anyio.current_time()
+            try:
+                batch = await anext(batches)
+            except StopAsyncIteration:
+                break
+            if isinstance(batches, Batches) and not self._fits(batch):
+                batches.give_back(batch)  # there is a new rank, which it must not wait for
+                continue
+            await self._add(batches, batch, all_ready_at)
+            del batch  # it must not outlive its acknowledgement here
+        self._reporter.moved()
+        self._here.ledger.end()
+        self._wake()
+        await self._until(lambda: not self._ranks.unfinished)
+
+    async def _push_versions(self, balancer: StreamBalancer) -> None:
+        with balancer.parts.versions.subscribed(self._push_version):
+            await anyio.sleep_forever()
+
+    def _wants_step(self) -> bool:
+        members = len(self._here.ledger.members(TRAIN))
+        planned_for = members if self._planner is None else self._planner.config.dp_size
+        return members == planned_for and self._here.ledger.wants_step
+
+    def _fits(self, batch: Batch) -> bool:
+        """It is for as many ranks as there are, and all of them have come at some time."""
+        members = self._here.ledger.members(TRAIN)
+        return len(batch.ranks) == len(members) and all(self._ranks[one].was_here for one in members)
+
+    async def _restore(self, batches: AsyncIterator[Batch], number: int) -> None:
+        """Steps that were in flight before, or in the journal, go on if their plan fits the ranks there are."""
+        core = self._planner and self._planner.parts.core
+        ledger, handed = self._here.ledger, self._here.handed
+        ledger.last_acked = -1
+        while core.state.ledger.redelivers if core else number > 0:
+            number -= 1
+            batch = await anext(batches)
+            plan = self._planned(batch)
+            known = handed.of_plan(batch.step, plan.uid)
+            items = self._items(plan, batch)
+            acked = [RankId(TRAIN, rank) for rank in known.ranks]
+            ledger.restore(batch.step, plan.uid, items, plan.ranks, acked=acked, gone=known.gone)
+        handed.keep(self._here.plans)
+        first, ours = min(self._here.plans, default=None), self._next_step()
+        if first is not None or ours is not None:
+            ledger.last_acked = (first if first is not None else ours or 0) - 1
+
+    def _planned(self, batch: Batch, all_ready_at: float | None = None) -> Plan:
+        now, ranks = anyio.current_time(), tuple(self._here.ledger.members(TRAIN))
+        ready_at = now if all_ready_at is None else all_ready_at
+        self._here.columns.check_new(batch.ranks[0].micro_batches[0].rollouts[0])
+        plan = self._here.plans[batch.step] = Plan(
+            ranks=ranks,
+            batches=[batch],
+            uid=uid_of(batch, ranks, 0 if batch.is_last else _new_generation()),
+            planned_at=now,
+            ready_s={one: max(ready_at - self._ranks[one].since, 0.0) for one in ranks},
+            is_complete=batch.is_last,
+        )
+        return plan
+
+    def _items(self, plan: Plan, batch: Batch) -> list[Any]:
+        roles = {role: self._here.ledger.members(role) for role in self._care.roles}
+        return items_of(plan, batch, roles, share=self._shares, lockstep=self._lockstep)
+
+    async def _add(self, batches: AsyncIterator[Batch], batch: Batch, all_ready_at: float) -> None:
+        """A batch leaves; of an open step its first row, and the others as they form."""
+        ledger, plan = self._here.ledger, self._planned(batch, all_ready_at)
+        items = self._items(plan, batch)
+        ledger.planned(batch.step, items, complete=batch.is_last, uid=plan.uid)
+        self._left()
+        while not plan.is_complete:
+            row = await anext(batches)
+            plan.batches.append(row)
+            plan.is_complete = row.is_last
+            ledger.appended(row.step, self._items(plan, row), complete=row.is_last)
+            self._left()
+        self._follow_the_ranks()
+
+    def _left(self) -> None:
+        self._reporter.moved()
+        for one, member in self._ranks.members.items():
+            member.note_readiness(ready=self._here.ledger.room(one) > 0)
+        self._wake()
+
+    def _next_step(self) -> int | None:
+        return None if self._planner is None else self._planner.parts.core.state.ledger.next_step
+
+    # -- orders --------------------------------------------------------------------------------------------------------
+
+    async def _act(self) -> None:
+        """Carry out what follows from facts, until cancelled. Raises a lost rank's error once its time is over."""
+        while True:
+            event = anyio.Event()
+            self._waiters.append(event)
+            while orders := self._here.ledger.orders():
+                self._sender.carry_out(orders)
+            lost = self._ranks.next_to_give_up
+            if lost.give_up_at <= anyio.current_time():
+                self._give_up(lost)
+                continue
+            self._wake_others(event)
+            with anyio.CancelScope(deadline=lost.give_up_at):
+                await event.wait()
+
+    def _give_up(self, lost: Member) -> None:
+        """A rank has not come back in time: the others go on without it, if they can."""
+        ledger, assert_error = self._here.ledger, lost.error
+        assert assert_error is not None
+        others = [one for one in ledger.members(lost.id.role) if one != lost.id]
+        steps = ledger.unacknowledged(lost.id)
+        shares = lost.id.role and any(item.group for step in steps for item in ledger.items_of(step, lost.id))
+        if not self._care.replan or not others or shares:
+            raise assert_error
+        ledger.gave_up(lost.id)
+        self._ranks.remove(lost)
+        self._here.handed.note(Came(*lost.id, lost.incarnation, is_fenced=True))
+        logger.warning(
+            "%s is given up: %s. What it owed of steps %s is for the other ranks", lost.name, assert_error.cause, steps
+        )
+        self._follow_the_ranks()
+
+    def _follow_the_ranks(self) -> None:
+        """The balancer plans for those that are left, and for one that has come back; not in the midst of a step."""
+        numbers = self._ranks.numbers
+        is_open = any(not plan.is_complete for plan in self._here.plans.values())
+        if self._planner is None or is_open or len(numbers) == self._planner.config.dp_size:
+            return
+        speeds = tuple(self._speeds.get(number, 1.0) for number in numbers) if self._speeds else None
+        self._planner.reconfigure(dp_size=len(numbers), **({"speeds": speeds} if speeds else {}))
+
+    # -- events of the balancer ----------------------------------------------------------------------------------------
+
+    def reconfigured(self, before: BalancerConfig) -> None:
+        """There are more ranks from now on, or fewer."""
+        assert self._planner is not None
+        dp_size = self._planner.config.dp_size
+        if dp_size in (before.dp_size, len(self._ranks.numbers)):
+            return
+        self._ranks.resize(dp_size)
+        self._transport.resize(self._ranks.num_places)
+        self._wake()
+
+    def acknowledged(self, batch: Batch) -> None:
+        """By the user, if the ledger has it yet."""
+        if batch.step in self._here.ledger.steps:
+            self._here.ledger.acknowledged_by_user(batch.step)
+            self._wake()
+
+    # -- waiting -------------------------------------------------------------------------------------------------------
+
+    async def _until(self, condition: Callable[[], bool]) -> None:
+        while not condition():
+            event = anyio.Event()
+            self._waiters.append(event)
+            await event.wait()
+
+    def _wake(self) -> None:
+        waiters, self._waiters = self._waiters, []
+        for event in waiters:
+            event.set()
+
+    def _wake_others(self, mine: anyio.Event) -> None:
+        """Conditions may hold now that orders were carried out."""
+        waiters, self._waiters = [one for one in self._waiters if one is not mine], [mine]
+        for event in waiters:
+            event.set()
+
+    def _why_stalled(self, seconds: float) -> str:
+        ledger = self._here.ledger
+        if ledger.ended:
+            names = [member.name for member in self._ranks.unfinished]
+            return f"all batches were sent {seconds:.0f} s ago; not yet done with them: {', '.join(names)}"
+        reasons = [
+            why_ranks_wait([*self._ranks.states(), *self._ranks.states(roles=True)]),
+            *self._why_steps_wait(),
+            self._planner.why_no_batch() if self._planner is not None else "",
+        ]
+        return f"no batch for {seconds:.0f} s: " + "; ".join(filter(None, reasons))
+
+    def _why_steps_wait(self) -> list[str]:
+        """Whom the oldest step waits for."""
+        steps = self._here.ledger.steps
+        if not steps:
+            return []
+        step = steps[min(steps)]
+        owing = sorted(
+            {item.owner for item in step.items.values() if item.role and item.owner and not item.has_columns}
+        )
+        missing = sorted(step.participants - step.at_barrier) if step.at_barrier else []
+        reasons = []
+        if owing:
+            names = ", ".join(self._ranks[one].name for one in owing)
+            reasons.append(f"step {step.number} waits for the columns of {names}")
+        if missing and not step.is_met and step.seal is None:
+            reasons.append(f"step {step.number} waits for {', '.join(self._ranks[one].name for one in missing)}")
+        return reasons
+
+
+def _by_kind(of_rank: Method, other: Method | None, peer: Peer, asked: Asked) -> Any:
+    """A method that ranks and producers both have, each its own."""
+    if peer.kind == "rank":
+        return of_rank(peer, asked)
+    if other is None:
+        raise WireError(f"a {peer.kind} calls {asked.method!r}")
+    return other(peer, asked)
+
+
+_generation = 0
+
+
+def _new_generation() -> int:
+    """Larger than all before it, in this process and, as long as clocks go forward, in those before."""
+    global _generation
+    _generation = max(_generation + 1, int(time.time()))
+    return _generation

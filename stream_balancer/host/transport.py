@@ -1,0 +1,198 @@
+"""Where ranks and producers connect: one port of this process, over TCP."""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import secrets
+import socket
+import ssl
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol, Self
+from weakref import WeakKeyDictionary
+
+import anyio.lowlevel
+
+from stream_balancer.net.address import Directory, Entry, current_world, token_bytes
+from stream_balancer.net.listener import Listener
+from stream_balancer.net.messages import Welcome
+from stream_balancer.net.service import Listen, Service
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+
+__all__ = ["Door", "TorchTransport", "Transport", "door_of"]
+
+_EVERYWHERE = ("", "0.0.0.0", "::")
+
+
+class Transport(Protocol):
+    """Where peers connect: a :class:`TorchTransport`, or a :class:`stream_balancer.testing.MemoryNetwork`."""
+
+    dp_size: int
+    """DP ranks that take part."""
+
+    def resize(self, dp_size: int) -> None:
+        """There are so many from now on. Who is in stays so."""
+        ...
+
+
+@dataclass(eq=False)
+class Door:
+    """What outlives one run of ``serve``."""
+
+    service: Service
+    narrow: bool = True
+    """int64 columns travel as int32 where the values fit."""
+    sessions: set[bytes] = field(default_factory=set)
+    """Of ranks' feeds that were in."""
+
+
+_DOORS: WeakKeyDictionary[Any, Door] = WeakKeyDictionary()
+
+
+def door_of(transport: Any) -> Door:
+    """The one of a transport; opened now, if it is a network in memory that nobody has served yet."""
+    if isinstance(transport, TorchTransport):
+        return transport.door
+    listen: Listen = transport.listen
+    if transport not in _DOORS:
+        _DOORS[transport] = Door(Service(listen))
+    return _DOORS[transport]
+
+
+class TorchTransport:
+    """Where ranks connect: ``async with TorchTransport.listen(dp_size=8) as transport: await serve(balancer,
+    transport)``."""
+
+    def __init__(
+        self, store: Store | None = None, *, dp_size: int, host: str = "127.0.0.1", port: int = 0,
+        advertise: str | None = None, token: str | None = None, name: str = "stream_balancer", narrow: bool = True,
+        movers: Sequence[str] | None = None, shared_memory: bool = True, staged_bytes: int = 64 * 2**20,
+        max_put_bytes: int = 2**30, most_staged_bytes: int = 2**32, tls: ssl.SSLContext | None = None,
+    ) -> None:  # fmt: skip
+        """Serve ranks that find this process through ``store`` (any c10d store; in a trainer's world, that world's), or
+        are given :attr:`address` (None; see :meth:`listen`).
+
+        The store holds one key, the address, and is not needed once a rank has joined. ``host``, ``port``: where to
+        listen for ranks and producers; loopback and any free port unless you say otherwise. ``advertise``: the name or
+        address to be written into the store, if it is not ``host``. ``token``: what ranks and producers must know
+        (default: the environment's ``STREAM_BALANCER_TOKEN``; without one, a new one is written into the store, so that
+        whoever reads the store may come in). ``tls``: encrypt what travels on sockets. See docs/security.md.
+
+        ``name``: two balancers may share a store under different names. ``narrow``: int64 columns travel as int32 where
+        the values fit. ``movers``: how bulk bytes travel, best first, where both ends can; sockets carry the rest.
+        Default: shared memory with ranks on this machine, and through a ``store`` first torch.distributed's send/recv;
+        none with ``tls``, which would not encrypt them. ``shared_memory=False`` leaves that one out.
+
+        ``staged_bytes``: puts of one producer that have arrived and are not accepted yet; ``max_put_bytes``: the
+        largest single put, which may exceed that if it travels alone; ``most_staged_bytes``: of all producers, beyond
+        which their sockets are not read.
+        """
+        for knob, value in {"staged_bytes": staged_bytes, "max_put_bytes": max_put_bytes}.items():
+            if value < 1:
+                raise ValueError(f"{knob} must be >= 1, not {value}: no put could ever be sent")
+        self.dp_size = dp_size
+        for_others = _advertised(host, advertise)
+        secret = token_bytes(token)
+        in_store = None
+        if store is not None and not secret:
+            in_store = secrets.token_hex(16)
+            secret = in_store.encode()
+        if movers is None:
+            movers = () if tls else (("torch_dist",) if store is not None else ()) + ("shared_memory",)
+        self.door = Door(
+            Service(
+                lambda arrived: Listener(host, port, secret, arrived, tls=tls),
+                limits=Welcome(staged_bytes=staged_bytes, max_call_bytes=max_put_bytes),
+                movers=[one for one in movers if shared_memory or one != "shared_memory"],
+                most_staged_bytes=most_staged_bytes,
+            ),
+            narrow=narrow,
+        )
+        self._entry = Entry(for_others, int(self.door.service.address.rpartition(":")[2]), in_store)
+        self._directory = None if store is None else Directory(store, name)
+        if self._directory is not None:
+            self._directory.write(self._entry)
+
+    @classmethod
+    def listen(
+        cls, *, dp_size: int, host: str = "127.0.0.1", port: int = 0, insecure: bool = False, **options: Any
+    ) -> Self:
+        """A transport that ranks reach at ``host:port`` (0 = any free one), without a store. See :attr:`address`.
+
+        Raises ValueError for a host that other machines reach, without a ``token``: give one, or ``insecure=True`` if
+        everybody who reaches that port may put rollouts, read them and stop this process. ``host="0.0.0.0"`` needs
+        ``advertise=``, the name or address under which ranks reach this machine.
+        """
+        if not (insecure or token_bytes(options.get("token")) or _is_loopback(host)):
+            raise ValueError(
+                f"listen(host={host!r}) without a token: whoever reaches that port could put rollouts, read them and "
+                "stop this process. Set STREAM_BALANCER_TOKEN to the same secret in all processes, or pass token=; or "
+                "insecure=True if the network keeps everybody else out. See docs/security.md"
+            )
+        return cls(dp_size=dp_size, host=host, port=port, **options)
+
+    @classmethod
+    def in_world(cls, **options: Any) -> Self:
+        """A transport in the store of the initialised torch.distributed world, for as many ranks as that has.
+
+        For single-controller mode: run it in a thread of one of the ranks (``anyio.run`` there), and let every rank,
+        that one included, iterate ``RankFeed()``.
+        """
+        store, _, world_size = current_world()
+        master = os.environ.get("MASTER_ADDR", "127.0.0.1")
+        return cls(store, **{"dp_size": world_size, "host": _own_address(master), **options})
+
+    @property
+    def address(self) -> str:
+        """``"tcp://host:port"``, for ranks (``RankFeed(address, ...)``) and producers (``connect(address)``)."""
+        return self._entry.address
+
+    def resize(self, dp_size: int) -> None:
+        """There are so many ranks from now on; ``serve`` calls it when the balancer's ``dp_size`` changes. Who is in
+        stays so."""
+        self.dp_size = dp_size
+
+    async def aclose(self) -> None:
+        """Refuse further ranks and close every connection. Idempotent."""
+        self.door.service.close("the controller has closed its transport")
+        if self._directory is not None:
+            with anyio.CancelScope(shield=True):
+                await anyio.to_thread.run_sync(self._directory.remove, self._entry, limiter=anyio.CapacityLimiter(1))
+        await anyio.lowlevel.checkpoint()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.aclose()
+
+
+def _advertised(host: str, advertise: str | None) -> str:
+    """The name or address that others are given."""
+    if advertise is None and host in _EVERYWHERE:
+        raise ValueError(
+            f"host={host!r} listens on every address of this machine, and ranks need one of them: pass "
+            "advertise='<name or address of this machine>' too"
+        )
+    return advertise or host
+
+
+def _is_loopback(host: str) -> bool:
+    """Only this machine can reach ``host``."""
+    try:
+        found = socket.getaddrinfo(host or None, 0, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+    except (socket.gaierror, UnicodeError) as error:
+        raise ValueError(f"cannot listen on {host!r}, which is no name or address of this machine: {error}") from None
+    return ipaddress.ip_address(found[4][0]).is_loopback
+
+
+def _own_address(peer: str) -> str:
+    """The address of this machine that ``peer`` would see. No packet is sent."""
+    with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((peer, 9))
+        return str(probe.getsockname()[0])
+    return "127.0.0.1"
