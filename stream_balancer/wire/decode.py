@@ -253,7 +253,7 @@ class Decoded:
             scalars={name: [row[name] for row in scalars] for name in names},
             weights=torch.tensor(weights, dtype=torch.float32, device=self._buffer.device),
             executions=self._execution_sizes(block) or [(1, tokens) for tokens in header.loss_tokens[first:stop]],
-            prefixes=list(zip(self.names.group_ids[first:stop], prefixes, strict=False)) or None,
+            prefixes=list(zip(self.names.group_ids[first:stop], prefixes, strict=True)) if prefixes else None,
             shared=None
             if block.shared is None
             else SharedColumns(

@@ -148,6 +148,9 @@ def read_names(header: Header) -> Names:
     lists = (names.group_ids, names.execution_ids, names.versions, names.costs, names.metadata)
     if len(names.ids) != count or any(len(one) not in (0, count) for one in lists):
         raise WireError("the names of rollouts have lists of different lengths")
+    groups = names.group_ids or [None] * count
+    if any(prefix and group is None for prefix, group in zip(header.prefixes, groups, strict=False)):
+        raise WireError("a rollout shares tokens with no group")
     return names
 
 

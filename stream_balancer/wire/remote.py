@@ -86,9 +86,6 @@ class Leases:
         self._dropped: deque[int] = deque()
         self._is_queued = False
 
-    def __len__(self) -> int:
-        return len(self._held)
-
     def hold(self, key: int) -> object:
         """A lease: the payload of this key is needed while it lives. Raises WireError for a key that is held."""
         if key in self._held:

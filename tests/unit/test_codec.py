@@ -1,0 +1,291 @@
+"""Rollouts to bytes and back: all that there is of them, what a rank makes of it, and what is copied."""
+
+from __future__ import annotations
+
+from itertools import chain
+from typing import Any
+
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+import torch
+from any_fields import all_of, fields
+from codec_help import carried, put, received, rollout
+from hypothesis import HealthCheck, given, settings
+from scripted import awkward_micro_batches, same_rollout
+
+from stream_balancer.errors import RolloutError, WireError
+from stream_balancer.testing import make_rollout
+from stream_balancer.types import SUPPORTED_DTYPES, ExecutionSize, MicroBatch, Rollout
+from stream_balancer.wire import codec
+from stream_balancer.wire.payload import Payload
+
+
+def some() -> list[list[Rollout]]:
+    return [
+        [make_rollout(5, "a", seed=1, group_id="g", version=(3, 4)), make_rollout(1, "b", seed=2)],
+        [make_rollout(130, "c", seed=3, prompt_tokens=7, cost=2.5)],
+    ]
+
+
+@pytest.mark.parametrize("narrow", [True, False])
+@pytest.mark.parametrize("cut", [some(), awkward_micro_batches()], ids=["some", "awkward"])
+def test_everything_comes_back(cut: list[list[Rollout]], narrow: bool) -> None:
+    got = carried(*cut, narrow=narrow)
+    assert got.num_rollouts == tuple(map(len, cut))
+    for ours, theirs in zip(cut, got.micro_batches, strict=True):
+        assert theirs.lengths == tuple(one.num_tokens for one in ours)
+        assert all(same_rollout(a, b) for a, b in zip(ours, theirs.rollouts, strict=True))
+        a, b = MicroBatch.of(ours).packed(), theirs.packed()
+        assert [(name, a[name].dtype, a[name].shape) for name in a] == [
+            (name, b[name].dtype, b[name].shape) for name in b
+        ]
+        assert a.rollout_weights.tolist() == b.rollout_weights.tolist()
+        assert list(a.executions) == list(b.executions)
+    assert [one.rollout_id for one in got.rollouts] == [one.rollout_id for its in cut for one in its]
+
+
+def test_a_put_comes_back() -> None:
+    for cut in awkward_micro_batches():
+        whole = [one for one in cut if not one.is_padding]
+        assert all(same_rollout(a, b) for a, b in zip(whole, put(*whole), strict=True))
+        assert all(same_rollout(a, put(a)[0]) for a in whole)
+
+
+@given(fields())
+@settings(suppress_health_check=[HealthCheck.too_slow])
+def test_whatever_may_be_a_rollout_travels(its: dict[str, Any]) -> None:
+    try:
+        sent = Rollout(**its)
+    except ValueError:
+        return
+    assert all_of(put(sent)[0]) == all_of(sent)
+    assert all_of(carried([sent]).micro_batches[0].rollouts[0]) == all_of(sent)
+    written = codec.to_bytes(codec.encode_rollouts([sent]))
+    (read,) = codec.decode_rollouts(*codec.from_bytes(np.frombuffer(bytearray(written), dtype=np.uint8)))
+    assert all_of(read) == all_of(sent)
+
+
+@given(
+    cut=st.lists(st.lists(st.integers(1, 40), min_size=1, max_size=4), min_size=1, max_size=4),
+    dtype=st.sampled_from(SUPPORTED_DTYPES),
+    tail=st.lists(st.integers(0, 3), max_size=2),
+    narrow=st.booleans(),
+)
+def test_any_shape_comes_back(cut: list[list[int]], dtype: torch.dtype, tail: list[int], narrow: bool) -> None:
+    def one(name: str, length: int) -> Rollout:
+        raw = torch.arange(length * 8 * max(int(np.prod(tail)), 1), dtype=torch.int64).to(torch.uint8)
+        if dtype is torch.bool:
+            raw = raw % 2
+        column = raw[: length * dtype.itemsize * int(np.prod(tail))].view(dtype).view(length, *tail)
+        return Rollout(tokens={"input_ids": torch.arange(length) * 2**30, "extra": column}, rollout_id=name)
+
+    sent = [[one(f"{m}.{i}", length) for i, length in enumerate(lengths)] for m, lengths in enumerate(cut)]
+    got = carried(*sent, narrow=narrow)
+    assert all(same_rollout(a, b) for a, b in zip(chain.from_iterable(sent), got.rollouts, strict=True))
+
+
+def test_packed_copies_no_token_and_is_aligned() -> None:
+    encoded = codec.encode([MicroBatch.of(its) for its in some()])
+    memory = received(encoded)
+    assert memory is not None
+    start = memory.ctypes.data
+    for micro_batch in codec.decode(encoded.header, memory).micro_batches:
+        for name, column in micro_batch.packed().columns.items():
+            assert column.untyped_storage().data_ptr() == start, name
+            assert (column.data_ptr() - start) % 64 == 0, name
+        (*_, last) = micro_batch.rollouts
+        assert last.tokens["input_ids"].untyped_storage().data_ptr() == start
+
+
+def test_what_is_sent_is_the_rollouts_own_memory() -> None:
+    long = make_rollout(20_000, "a")
+    pieces = codec.encode([MicroBatch.of([long, make_rollout(30_000, "b")])]).payload.pieces
+    addresses = {np.frombuffer(piece, dtype=np.uint8).ctypes.data for piece in pieces}
+    assert {column.data_ptr() for column in long.tokens.values()} <= addresses
+
+
+def test_small_columns_are_sent_together() -> None:
+    pieces = codec.encode([MicroBatch.of([make_rollout(50, str(i)) for i in range(64)])]).payload.pieces
+    assert len(pieces) < 2 * 4
+
+
+def test_int64_travels_narrowed_only_when_asked_and_where_it_fits() -> None:
+    def size(ids: torch.Tensor, *, narrow: bool) -> int:
+        encoded = codec.encode([MicroBatch.of([Rollout(tokens={"input_ids": ids}, rollout_id="a")])], narrow=narrow)
+        got = codec.decode(encoded.header, received(encoded)).rollouts[0].tokens["input_ids"]
+        assert torch.equal(got, ids)
+        assert got.dtype is ids.dtype
+        return sum(encoded.payload.runs[1::2])
+
+    fits, not_quite = torch.arange(1000) - 2**31, torch.arange(1000) + 2**31 - 999
+    assert size(fits, narrow=True) == 4032
+    assert size(fits, narrow=False) == 8000
+    assert size(not_quite, narrow=True) == 8000
+    assert size(fits.to(torch.int32), narrow=True) == 4032
+
+
+def test_who_trains_on_packed_columns_makes_no_rollout_and_no_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    got = carried(*some())
+    monkeypatch.setattr(codec.Decoded, "_rollout", None)
+    monkeypatch.setattr(codec.Decoded, "names", None)
+    assert [one.packed()["input_ids"].numel() for one in got.micro_batches] == [6, 130]
+
+
+def test_rollouts_are_made_once_and_lazily() -> None:
+    rollouts = carried(*some()).micro_batches[0].rollouts
+    assert rollouts[0] is rollouts[-2]
+    assert rollouts[0:2] == list(rollouts)
+    assert repr(rollouts) == "<2 rollouts>"
+    with pytest.raises(IndexError):
+        rollouts[2]
+
+
+def test_padding_copies_keep_their_zero_weight() -> None:
+    original = make_rollout(4, "a")
+    (got,) = carried([original, original.padding_copy("p")]).micro_batches
+    assert got.packed().rollout_weights.tolist() == [1.0, 0.0]
+    assert got.packed()["loss_mask"].tolist() == [True] * 4 + [False]
+    assert got.rollouts[1].is_padding
+
+
+def test_executions_have_their_sizes_in_the_step() -> None:
+    whole = [rollout(0, execution_id="e", group_id="g"), rollout(1, execution_id="f")]
+    sizes = (ExecutionSize(4, 30), ExecutionSize(1, 2))
+    got = carried(MicroBatch.of(whole, None, sizes), MicroBatch.of([rollout(2)]))
+    assert got.micro_batches[0].execution_sizes == sizes
+    assert got.micro_batches[1].execution_sizes == (ExecutionSize(1, 4),)
+    got.resize({("g", "e"): (3, 20), (None, "e"): (9, 9)})
+    assert got.micro_batches[0].execution_sizes == (ExecutionSize(3, 20), ExecutionSize(1, 2))
+    assert list(got.micro_batches[0].packed().executions) == [(3, 20), (1, 2)]
+
+
+def test_a_device_is_given_everything_once() -> None:
+    moved: list[torch.Tensor] = []
+
+    def on_device(buffer: torch.Tensor) -> torch.Tensor:
+        moved.append(buffer.clone())
+        return moved[-1]
+
+    encoded = codec.encode([MicroBatch.of(its) for its in some()], narrow=True)
+    got = codec.decode(encoded.header, received(encoded), on_device=on_device)
+    for ours, theirs in zip(some(), got.micro_batches, strict=True):
+        assert all(same_rollout(a, b) for a, b in zip(ours, theirs.rollouts, strict=True))
+    assert len(moved) == 1
+    assert got.rollouts[0].tokens["input_ids"].untyped_storage().data_ptr() == moved[0].data_ptr()
+
+
+def test_rollouts_with_different_columns_are_named() -> None:
+    plain, other = make_rollout(3, "plain"), Rollout(tokens={"input_ids": torch.arange(2)}, rollout_id="other")
+    with pytest.raises(RolloutError, match="'other' has columns"):
+        codec.encode_rollouts([plain, other])
+    renamed = Rollout(tokens={**other.tokens, "a": torch.ones(2), "b": torch.ones(2)}, rollout_id="renamed")
+    with pytest.raises(RolloutError, match="'renamed' has no column"):
+        codec.encode_rollouts([plain, renamed])
+    wide = Rollout(tokens={"input_ids": torch.arange(2, dtype=torch.int32)}, rollout_id="wide")
+    with pytest.raises(RolloutError, match=r"'wide' has column 'input_ids' as torch\.int32"):
+        codec.encode_rollouts([other, wide])
+
+
+def test_a_rollout_that_was_changed_is_named() -> None:
+    good, bad = rollout(1), rollout(2)
+    bad.metadata["what"] = object()  # type: ignore[index]
+    with pytest.raises(RolloutError, match="'r2' was changed after it was made"):
+        codec.encode_rollouts([good, bad])
+
+
+def test_what_is_too_large_says_what_to_do() -> None:
+    with pytest.raises(ValueError, match=r"136 tokens do not fit: more than 1000 bytes.*Raise max_batch_bytes"):
+        codec.encode([MicroBatch.of(its) for its in some()], max_bytes=1000)
+
+
+@pytest.mark.parametrize("change", [-64, 64])
+def test_the_size_that_came_must_be_the_size_described(change: int) -> None:
+    encoded = codec.encode_rollouts(some()[0])
+    memory = np.zeros(encoded.payload.total + change, dtype=np.uint8)
+    with pytest.raises(WireError, match="bytes"):
+        codec.decode(encoded.header, memory)
+    with pytest.raises(WireError, match="bytes"):
+        codec.decode_rollouts(encoded.header, None)
+
+
+def test_one_element_of_any_stride_has_its_own_bytes() -> None:
+    rows = torch.arange(6, dtype=torch.int32).view(2, 3)
+    for one in (rows[:1, 1], rows[1:, 2], rows[1, 1], rows[1:, 2].to(torch.bfloat16)[:1]):
+        raw = one.reshape(-1).repeat(2)[:1].view(torch.uint8)
+        assert bytes(codec.bytes_of(one)) == raw.numpy().tobytes()
+    assert bytes(codec.bytes_of(torch.empty(3, 0))) == b""
+    assert bytes(codec.bytes_of(torch.arange(6, dtype=torch.uint8).view(2, 3).T)) == bytes([0, 3, 1, 4, 2, 5])
+
+
+# --- columns of roles ------------------------------------------------------------------------------------------------
+
+
+def test_columns_of_roles_come_as_they_were_given() -> None:
+    tokens = [3, 1, 40_000]
+    for dtype in SUPPORTED_DTYPES:
+        given = [{"a": torch.arange(n).to(dtype), "b": torch.rand(n, dtype=torch.float64)} for n in tokens]
+        encoded = codec.encode_columns(given)
+        got = codec.decode_columns(encoded.header, received(encoded), tokens)
+        for ours, theirs in zip(given, got, strict=True):
+            assert list(ours) == list(theirs)
+            assert all(bytes(codec.bytes_of(ours[k])) == bytes(codec.bytes_of(theirs[k])) for k in ours)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        [{"a": torch.zeros(3, 2)}],
+        [{"a": torch.zeros(3)}, {"b": torch.zeros(3)}],
+        [{"a": torch.zeros(3)}, {"a": torch.zeros(3, dtype=torch.int64)}],
+        [{"a": torch.zeros(3), "b": torch.zeros(2)}],
+        [{"a": torch.zeros(3, dtype=torch.complex64)}],
+    ],
+)
+def test_columns_that_fit_no_token_are_refused(given: list[dict[str, torch.Tensor]]) -> None:
+    with pytest.raises(ValueError, match=r"'[ab]'"):
+        codec.encode_columns(given)
+
+
+def test_columns_of_other_sizes_than_the_work_are_refused() -> None:
+    encoded = codec.encode_columns([{"a": torch.zeros(3)}, {"a": torch.zeros(5)}])
+    memory = received(encoded)
+    assert memory is not None
+    for tokens in ([3], [3, 4], [5, 3], [3, 5, 1]):
+        with pytest.raises(WireError, match="tokens came"):
+            codec.decode_columns(encoded.header, memory, tokens)
+    for other in (None, memory[:32]):
+        with pytest.raises(WireError, match="bytes"):
+            codec.decode_columns(encoded.header, other, [3, 5])
+
+
+# --- on a disk -------------------------------------------------------------------------------------------------------
+
+
+def test_damage_and_other_formats_are_told_apart() -> None:
+    encoded = codec.encode_rollouts([rollout(2)])
+    written = bytearray(codec.to_bytes(encoded))
+
+    def read(raw: bytes | bytearray) -> list[Rollout]:
+        return codec.decode_rollouts(*codec.from_bytes(np.frombuffer(bytearray(raw), dtype=np.uint8)))
+
+    assert same_rollout(read(written)[0], rollout(2))
+    for place in range(0, 64 + len(bytes(encoded.header)), 7):
+        damaged = bytearray(written)
+        damaged[place] ^= 0xFF
+        if 36 <= place < 64:  # nothing is there
+            continue
+        with pytest.raises(WireError):
+            read(damaged)
+    for size in (0, 10, 64, len(written) - 1, len(written) - 64):
+        with pytest.raises(WireError):
+            read(written[:size])
+    written[8] = 4
+    with pytest.raises(codec.OtherFormatError, match="written in format 4, and this version reads 5"):
+        read(written)
+
+
+def test_what_lies_elsewhere_cannot_be_written() -> None:
+    encoded = codec.encode_rollouts([rollout(2)])
+    with pytest.raises(ValueError, match="cannot be written"):
+        codec.to_bytes(encoded._replace(payload=Payload(128, (0, 64), [bytes(64)])))

@@ -1,0 +1,353 @@
+"""Rollouts that lie elsewhere, wholly or in part: what travels of them, where it belongs, and who hears of its end."""
+
+from __future__ import annotations
+
+import gc
+import random
+import threading
+from dataclasses import replace
+
+import msgspec
+import pytest
+import torch
+from codec_help import A, B, carried, fill, leases, put, received, remote, rollout
+from hypothesis import given
+from hypothesis import strategies as st
+from scripted import awkward_micro_batches, same_rollout, same_tensors
+from test_shared_rollouts import a_rollout, shifted
+
+from stream_balancer.config import BalancerConfig
+from stream_balancer.core.machine import BalancerCore
+from stream_balancer.errors import RolloutError, WireError
+from stream_balancer.testing import make_rollout
+from stream_balancer.types import MicroBatch, Rollout, SharedRollout
+from stream_balancer.types.shared import join_column, join_rollout
+from stream_balancer.wire import codec
+from stream_balancer.wire.header import Names
+
+
+def same_layout(one: MicroBatch, other: MicroBatch) -> None:
+    ours, theirs = one.packed(), other.packed()
+    assert (one.lengths, one.cp_group, one.cp_rank) == (other.lengths, other.cp_group, other.cp_rank)
+    assert same_tensors(ours.columns, theirs.columns)
+    following = [{name: its.next(name) for name in its.columns} for its in (ours, theirs)]
+    assert same_tensors(*following)
+    assert torch.equal(ours.position_ids, theirs.position_ids)
+    assert ours.whole_lengths == theirs.whole_lengths
+    assert list(ours.executions) == list(theirs.executions)
+    assert ours.rollout_weights.tolist() == theirs.rollout_weights.tolist()
+
+
+# --- what a controller holds of it -----------------------------------------------------------------------------------
+
+
+def test_a_rollout_that_lies_elsewhere_is_planned_like_any_other() -> None:
+    local = rollout(4, group_id="g", execution_id="e", cost=2.5, prefix=2)
+    one = remote(local, A, 7)
+    assert (one.handle.owner, one.handle.key) == (A, 7)
+    assert (one.num_tokens, one.num_loss_tokens, one.nbytes) == (local.num_tokens, local.num_loss_tokens, local.nbytes)
+    for name in ("scalars", "metadata", "rollout_id", "group_id", "execution_id", "version", "cost", "prefix"):
+        assert getattr(one, name) == getattr(local, name)
+    assert all(tensor.is_meta for tensor in (*one.tokens.values(), *one.tensors.values()))
+    core = BalancerCore(BalancerConfig(dp_size=1, batch_size=1))
+    core.add(one, 0.0)
+    core.end()
+    batch = core.poll(0.0)
+    assert batch is not None
+    got = carried(*batch.ranks[0].micro_batches)
+    fill(got, {("a", 7): local})
+    assert same_rollout(got.rollouts[0], codec_order(local, got.rollouts[0]))
+
+
+def codec_order(one: Rollout, other: Rollout) -> Rollout:
+    """Columns in the order of the other's."""
+    return replace(one, tokens={name: one.tokens[name] for name in other.tokens})
+
+
+def test_versions_per_token_are_known_where_the_tokens_are_not() -> None:
+    one = remote(Rollout(tokens={"input_ids": torch.arange(3), "versions": torch.tensor([-1, 4, 5])}), A, 1)
+    assert (one.version, replace(one, group_id="g").version) == ((4, 5), (4, 5))
+    assert one.padding_copy("padding-1").version == (4, 5)
+
+
+def test_a_mask_by_another_name_must_be_known_where_the_tokens_are() -> None:
+    with pytest.raises(RolloutError, match="loss_mask_column='hidden'"):
+        remote(rollout(1), A, 1).with_loss_mask("hidden")
+
+
+def test_a_kept_payload_needs_leave_and_a_key_of_its_own() -> None:
+    encoded = codec.encode_rollouts([rollout(1), rollout(2)], handles=[codec.Handle(A, 1), codec.Handle(A, 1)])
+    with pytest.raises(WireError, match="may not"):
+        codec.decode_rollouts(encoded.header, None)
+    with pytest.raises(WireError, match="named twice"):
+        codec.decode_rollouts(encoded.header, None, leases=leases())
+
+
+def test_the_owner_hears_of_what_is_needed_no_more() -> None:
+    told: list[tuple[int, ...]] = []
+    jobs: list[object] = []
+    its = codec.Leases(told.append, jobs.append)
+    held = [remote(rollout(n), A, n, its) for n in range(5)]
+    copies = [held[0].padding_copy("padding-1"), replace(held[1], group_id="g"), held[2].with_late_columns({})]
+    del held[:4]
+    gc.collect()
+    jobs.pop()()  # type: ignore[operator]
+    assert told == [(3,)]
+    copies.clear()
+    gc.collect()
+    assert len(jobs) == 1, "all at once"
+    jobs.pop()()  # type: ignore[operator]
+    assert [sorted(keys) for keys in told] == [[3], [0, 1, 2]]
+    with pytest.raises(WireError, match="payload 4 is named twice"):
+        its.hold(4)
+    its.hold(3)
+
+
+def test_leases_that_die_in_any_thread_are_all_told() -> None:
+    told: list[tuple[int, ...]] = []
+    lock = threading.Lock()
+
+    def soon(job: object) -> None:
+        with lock:
+            job()  # type: ignore[operator]
+
+    its = codec.Leases(told.append, soon)
+    mine = [[its.hold(1000 * number + key) for key in range(1000)] for number in range(4)]
+    threads = [threading.Thread(target=one.clear) for one in mine]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(sum(told, ())) == [1000 * number + key for number in range(4) for key in range(1000)]
+
+
+# --- on its way to a rank --------------------------------------------------------------------------------------------
+
+
+def test_what_does_not_come_along_is_fetched_from_its_owner() -> None:
+    local = [rollout(n) for n in range(6)]
+    kept = {("a", 3): local[0], ("b", 9): local[4], ("a", 4): local[5]}
+    mixed = [remote(local[0], A, 3), *local[1:4], remote(local[4], B, 9), remote(local[5], A, 4)]
+    got = carried(mixed[:2], mixed[2:])
+    assert [(one.rollout, one.rollout_id, one.owner, one.key) for one in got.holes()] == [
+        (0, "r0", A, 3), (4, "r4", B, 9), (5, "r5", A, 4),
+    ]  # fmt: skip
+    fill(got, kept)
+    for ours, theirs in zip(carried(local[:2], local[2:]).micro_batches, got.micro_batches, strict=True):
+        same_layout(ours, theirs)
+        assert all(same_rollout(a, b) for a, b in zip(ours.rollouts, theirs.rollouts, strict=True))
+
+
+def test_only_what_lies_here_is_sent() -> None:
+    local = [make_rollout(1000, str(n)) for n in range(4)]
+    whole = codec.encode([MicroBatch.of(local)]).payload
+    part = codec.encode([MicroBatch.of([*local[:3], remote(local[3], A, 3)])], narrow=True).payload
+    assert part.total == whole.total
+    assert sum(part.runs[1::2]) == sum(map(len, part.pieces)) == 3 * local[0].nbytes
+    none = codec.encode([MicroBatch.of([remote(one, A, n) for n, one in enumerate(local)])]).payload
+    assert (none.runs, list(none.pieces), none.total) == ((), [], whole.total)
+
+
+@given(
+    cut=st.lists(st.lists(st.tuples(st.integers(0, 9), st.booleans()), min_size=1, max_size=4), min_size=1, max_size=4),
+    late=st.booleans(),
+    degree=st.sampled_from([1, 1, 2, 4]),
+    seed=st.integers(0, 2**32 - 1),
+)
+def test_holes_anywhere_when_filled_equal_the_whole(
+    cut: list[list[tuple[int, bool]]], late: bool, degree: int, seed: int
+) -> None:
+    chance, kept = random.Random(seed), dict[tuple[str, int], Rollout]()
+    whole: list[MicroBatch] = []
+    sent: list[MicroBatch] = []
+    for number, its in enumerate(cut):
+        here: list[Rollout] = []
+        there: list[Rollout] = []
+        for place, (n, is_remote) in enumerate(its):
+            one = rollout(n, rollout_id=f"{number}.{place}")
+            other: Rollout = one
+            if is_remote:
+                owner = chance.choice([A, B])
+                kept[owner.label, 100 * number + place] = one
+                other = remote(one, owner, 100 * number + place)
+            if late:
+                columns = {"values": torch.rand(one.num_tokens), "z": torch.rand(one.num_tokens).double()}
+                one, other = one.with_late_columns(columns), other.with_late_columns(columns)
+            here.append(one)
+            there.append(other)
+        group = tuple(range(degree))
+        if degree > 1 and chance.random() < 0.7:
+            at = chance.randrange(degree)
+            whole.append(MicroBatch.shared(here, group, at))
+            sent.append(MicroBatch.shared(there, group, at))
+        else:
+            whole.append(MicroBatch.of(here))
+            sent.append(MicroBatch.of(there))
+    got = carried(*sent)
+    assert len(got.holes()) == len(kept)
+    fill(got, kept)
+    for ours, theirs in zip(carried(*whole).micro_batches, got.micro_batches, strict=True):
+        same_layout(ours, theirs)
+        for a, b in zip(ours.rollouts, theirs.rollouts, strict=True):
+            assert same_rollout(a, b)
+            assert not isinstance(a, SharedRollout) or same_tensors(dict(a.behind), dict(b.behind))  # type: ignore[attr-defined]
+
+
+def test_late_columns_are_of_all_or_of_none() -> None:
+    late = {"values": torch.rand(5)}
+    one = [remote(rollout(1), A, 1).with_late_columns(late), remote(rollout(2), A, 2)]
+    with pytest.raises(RolloutError, match=r"r2.*has columns"):
+        codec.encode([MicroBatch.of(one)])
+
+
+def test_a_padding_copy_of_what_lies_elsewhere_has_its_tensors_and_no_loss() -> None:
+    local = rollout(3)
+    got = carried([remote(local, A, 3).padding_copy("padding-0")])
+    fill(got, {("a", 3): local})
+    (micro_batch,) = got.micro_batches
+    assert micro_batch.rollouts[0].is_padding
+    assert torch.equal(micro_batch.rollouts[0].tensors["pixels"], local.tensors["pixels"])
+    assert not micro_batch.packed()["loss_mask"].any()
+    assert micro_batch.packed().rollout_weights.tolist() == [0.0]
+    plain = Rollout(tokens=local.tokens, rollout_id="plain")
+    one = carried([remote(plain, A, 3).padding_copy("padding-0")])
+    assert one.holes() == []
+    assert not one.micro_batches[0].packed()["input_ids"].any()
+
+
+# --- what is gone ----------------------------------------------------------------------------------------------------
+
+
+def test_what_is_gone_is_masked() -> None:
+    local = [rollout(n, group_id="g", prefix=2) for n in range(4)]
+    got = carried(local[:2], [remote(local[2], A, 3), remote(local[3], A, 4)])
+    got.mask(["r2", "r0", "nobody's"])
+    assert [one.rollout_id for one in got.holes()] == ["r3"]
+    fill(got, {("a", 4): local[3]})
+    first, second = got.micro_batches
+    assert first.packed().rollout_weights.tolist() == second.packed().rollout_weights.tolist() == [0.0, 1.0]
+    assert first.packed()["loss_mask"].sum() == local[1].num_loss_tokens
+    assert first.lengths == (3, 5)
+    gone = second.rollouts[0]
+    assert (gone.is_padding, gone.num_loss_tokens, gone.prefix, gone.num_tokens) == (True, 0, 0, local[2].num_tokens)
+    assert not any(tensor.any() for tensor in (*gone.tokens.values(), *gone.tensors.values()))
+    assert second.rollouts[1].prefix == 2
+    first.tree()
+
+
+@pytest.mark.parametrize("narrow", [True, False])
+def test_what_turns_out_to_be_gone_later_is_masked_in_new_micro_batches(narrow: bool) -> None:
+    local = [Rollout(tokens={"input_ids": torch.arange(1, 9)}, rollout_id=str(n)) for n in range(3)]
+    got = carried(local, narrow=narrow)
+    before = got.micro_batches[0]
+    assert got.micro_batches[0] is before
+    got.mask(["1"])
+    (after,) = got.micro_batches
+    assert after.packed()["input_ids"].tolist() == [*range(1, 9), *[0] * 8, *range(1, 9)]
+    assert after.packed()["loss_mask"].tolist() == [True] * 8 + [False] * 8 + [True] * 8
+    assert [one.is_padding for one in after.rollouts] == [False, True, False]
+
+
+def test_a_part_of_what_is_gone_is_masked_with_what_is_behind_it() -> None:
+    whole = [a_rollout(21), a_rollout(9, "s")]
+    got = carried(MicroBatch.shared(whole, (0, 1), 1))
+    got.mask(["r"])
+    (micro_batch,) = got.micro_batches
+    packed = micro_batch.packed()
+    rows = micro_batch.lengths[0]
+    assert packed.rollout_weights.tolist() == [0.0, 1.0]
+    for name in ("input_ids", "loss_mask", "hidden"):
+        assert not packed[name][:rows].any()
+        assert not packed.next(name)[:rows].any()
+        assert packed[name][rows:].any()
+
+
+# --- parts -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("narrow", [True, False])
+@pytest.mark.parametrize("degree", [2, 4])
+def test_parts_arrive_as_they_were_cut(degree: int, narrow: bool) -> None:
+    wholes = [a_rollout(33), a_rollout(1, "s"), a_rollout(64, "t")]
+    group = tuple(range(degree))
+    for place in range(degree):
+        sent = [MicroBatch.shared(wholes, group, place), MicroBatch.of([a_rollout(5 + place, "own")])]
+        got = carried(*sent, narrow=narrow).micro_batches
+        for ours, theirs in zip(sent, got, strict=True):
+            same_layout(theirs, ours)
+            assert all(same_rollout(a, b) for a, b in zip(ours.rollouts, theirs.rollouts, strict=True))
+        part = got[0].rollouts[0]
+        assert isinstance(part, SharedRollout)
+        assert (part.whole, part.whole_tokens, part.whole_loss_tokens) == (None, 33, wholes[0].num_loss_tokens)
+        again = carried(*got, narrow=narrow)  # from bytes alone, as from the controller's tensors
+        same_layout(again.micro_batches[0], got[0])
+
+
+def test_a_large_value_behind_a_chunk_is_not_narrowed() -> None:
+    """Of the first member it is the only one, and what it has received has no whole."""
+    ids = torch.arange(8)
+    ids[2] = 2**40
+    got = carried(MicroBatch.shared([Rollout(tokens={"input_ids": ids}, rollout_id="r")], (0, 1), 0), narrow=True)
+    for one in (got, carried(*got.micro_batches, narrow=True)):
+        packed = one.micro_batches[0].packed()
+        assert packed["input_ids"].tolist() == [0, 1, 6, 7]
+        assert packed.next("input_ids").tolist() == [1, 2**40, 7, 0]
+
+
+def test_every_dtype_and_shape_is_cut() -> None:
+    for whole in [one for micro_batch in awkward_micro_batches() for one in micro_batch if not one.is_padding]:
+        got = [carried(MicroBatch.shared([whole], (0, 1), place)).rollouts[0] for place in range(2)]
+        assert same_rollout(join_rollout(got), whole)  # type: ignore[arg-type]
+
+
+@given(lengths=st.lists(st.integers(1, 90), min_size=1, max_size=3), degree=st.sampled_from([2, 3, 4, 8]))
+def test_whatever_is_cut_joins_to_the_whole(lengths: list[int], degree: int) -> None:
+    wholes = [a_rollout(length, f"r{i}") for i, length in enumerate(lengths)]
+    group = tuple(range(degree))
+    got = [carried(MicroBatch.shared(wholes, group, place)).micro_batches[0] for place in group]
+    layouts = [one.packed() for one in got]
+    for number, whole in enumerate(wholes):
+        rows = slice(*layouts[0].cu_seqlens[number : number + 2].tolist())
+        for name, column in whole.tokens.items():
+            assert torch.equal(join_column([one[name][rows] for one in layouts], whole.num_tokens), column)
+            following = join_column([one.next(name)[rows] for one in layouts], whole.num_tokens)
+            assert torch.equal(following, shifted(column))
+        assert sum(one.rollouts[number].num_loss_tokens for one in got) == whole.num_loss_tokens
+
+
+@pytest.mark.parametrize("degree", [2, 4, 8])
+def test_a_member_receives_its_part_and_two_rows_a_column(degree: int) -> None:
+    whole = make_rollout(8192, "long", seed=1)
+    row = 8 + 4 + 1  # ids, log-probabilities, mask
+    for place in range(degree):
+        encoded = codec.encode([MicroBatch.shared([whole], tuple(range(degree)), place)])
+        assert 0 <= encoded.payload.total - row * (8192 // degree + 2) < 3 * 64
+        assert len(bytes(encoded.header)) < 256
+
+
+def test_a_put_is_whole() -> None:
+    part = MicroBatch.shared([a_rollout(8)], (0, 1), 0)
+    for cut in (
+        [part],
+        [MicroBatch.of([rollout(1)]), MicroBatch.of([rollout(2)])],
+        [MicroBatch.of([rollout(1).padding_copy("padding-1")])],
+    ):
+        encoded = codec.encode(cut)
+        with pytest.raises(WireError, match="whole rollouts"):
+            codec.decode_rollouts(encoded.header, received(encoded))
+
+
+def test_a_rollout_that_may_be_none_is_named() -> None:
+    encoded = codec.encode_rollouts([rollout(1), rollout(2)])
+    fields = msgspec.msgpack.decode(encoded.header)
+    names = msgspec.convert(fields[4], Names)
+    for change, says in (
+        ({"ids": ["r1", "padding-7"]}, "must not begin with 'padding-'"),
+        ({"versions": [1, (3, 2)]}, "rollout 'r2': version"),
+        ({"costs": [None, float("nan")]}, "rollout 'r2': cost"),
+        ({"group_ids": ["", None]}, "rollout 'r1': group_id"),
+    ):
+        raw = msgspec.msgpack.encode([*fields[:4], msgspec.structs.replace(names, **change), *fields[5:]])
+        with pytest.raises(RolloutError, match=says):
+            codec.decode_rollouts(raw, received(encoded))
+    assert put(rollout(1))[0].rollout_id == "r1"

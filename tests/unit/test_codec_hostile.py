@@ -1,0 +1,284 @@
+"""Hostile bytes: a clear error, never a crash, a hang, a huge allocation, or a view outside the memory.
+
+The full number of cases (10^5) is the soak form: ``pytest -m soak``.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from codec_help import A, B, leases, received, remote, rollout
+
+from stream_balancer.errors import RolloutError, WireError
+from stream_balancer.types import MicroBatch, Rollout
+from stream_balancer.types.shared import tokens_of
+from stream_balancer.wire import codec
+from stream_balancer.wire.codec import Decoded, Encoded
+from stream_balancer.wire.payload import Memory
+
+
+def some(**fields: Any) -> list[Rollout]:
+    return [
+        rollout(n, scalars={"advantage": 0.5, "count": n}, metadata={"deep": [1, {"a": b"\x00"}]},
+                version=(1, 2) if n else 7, group_id="g" if n else None, prefix=n, **fields)
+        for n in range(4)
+    ]  # fmt: skip
+
+
+def work() -> Encoded:
+    own = some()
+    shared = [one.with_late_columns({"late": torch.rand(one.num_tokens)}) for one in own[:2]]
+    away = [remote(one, A, n).with_late_columns({"late": torch.rand(one.num_tokens)}) for n, one in enumerate(own[2:])]
+    return codec.encode([MicroBatch.shared([*shared, away[0]], (0, 1), 1), MicroBatch.of([away[1]])])
+
+
+def narrowed() -> Encoded:
+    return codec.encode([MicroBatch.shared(some()[:2], (3, 1, 5), 2), MicroBatch.of(some()[2:])], narrow=True)
+
+
+def a_put() -> Encoded:
+    return codec.encode_rollouts(some())
+
+
+def a_kept_put() -> Encoded:
+    return codec.encode_rollouts(some()[:2], handles=[codec.Handle(A, 3), codec.Handle(B, 4)])
+
+
+def columns() -> Encoded:
+    return codec.encode_columns(
+        [{"a": torch.rand(3), "b": torch.arange(3)}, {"a": torch.rand(9), "b": torch.arange(9)}]
+    )
+
+
+def train_on(header: bytes, memory: Memory | None) -> None:
+    """Whatever was accepted must be usable, and must lie inside its memory (torch would raise RuntimeError)."""
+    got = codec.decode(header, memory)
+    for one in got.holes():
+        for place in one.places:
+            place[:] = bytes(len(place))
+    use(got)
+    got.mask([got.names.ids[0]])
+    use(got)
+
+
+def use(got: Decoded) -> None:
+    for micro_batch in got.micro_batches:
+        packed = micro_batch.packed()
+        if not micro_batch.cp_group:
+            tree = micro_batch.tree(check=False)
+            assert tree["input_ids"][tree.index].shape == packed["input_ids"].shape
+        assert int(packed.cu_seqlens[-1]) == micro_batch.num_tokens
+        for name, column in packed.columns.items():
+            assert column.shape[0] == micro_batch.num_tokens
+            assert packed.next(name).shape == column.shape
+        assert packed.position_ids.shape[0] == micro_batch.num_tokens
+        for one in micro_batch.rollouts:
+            assert 0 <= one.num_loss_tokens <= one.num_tokens
+            assert 0 <= one.prefix < tokens_of(one)
+            assert not one.prefix or one.group_id is not None
+            for tensor in (*one.tokens.values(), *one.tensors.values()):
+                tensor.clone()
+
+
+def take_put(header: bytes, memory: Memory | None) -> None:
+    for one in codec.decode_rollouts(header, memory, leases=leases()):
+        for tensor in (*one.tokens.values(), *one.tensors.values()):
+            tensor.clone()
+
+
+def take_columns(header: bytes, memory: Memory | None) -> None:
+    for its in codec.decode_columns(header, memory, [3, 9]):
+        assert all(len(column.clone()) in (3, 9) for column in its.values())
+
+
+Target = tuple[Callable[[], Encoded], Callable[[bytes, "Memory | None"], None]]
+TARGETS: list[Target] = [
+    (work, train_on), (narrowed, train_on), (a_put, take_put), (a_kept_put, take_put), (columns, take_columns),
+]  # fmt: skip
+
+_ODD: list[Any] = [
+    0, 1, -1, 2, 3, 7, 63, 64, 2**20, 2**31, 2**32 - 1, 2**48, 2**62, 2**63 - 1, -(2**63), None, "", "x", b"", [], {},
+    True, 0.5, float("nan"), float("inf"), [0], [[]], {"a": 1}, "input_ids", [2**62, 0], [2**40, 2**40], [2**48],
+]  # fmt: skip
+
+
+def _mutate(tree: Any, chance: random.Random) -> Any:
+    """Replace, drop or double one node somewhere in decoded msgpack."""
+    if isinstance(tree, list) and tree and chance.random() < 0.85:
+        place = chance.randrange(len(tree))
+        tree = list(tree)
+        action = chance.random()
+        if action < 0.8:
+            tree[place] = _mutate(tree[place], chance)
+        elif action < 0.9:
+            del tree[place]
+        else:
+            tree.append(tree[place])
+        return tree
+    return chance.choice(_ODD)
+
+
+def _other_tree(header: bytes, chance: random.Random) -> bytes:
+    tree = msgspec.msgpack.decode(header)
+    for _ in range(chance.choice([1, 1, 2])):
+        tree = _mutate(tree, chance)
+    return msgspec.msgpack.encode(tree)
+
+
+def _flipped(header: bytes, chance: random.Random) -> bytes:
+    damaged = bytearray(header)
+    for _ in range(chance.randint(1, 4)):
+        damaged[chance.randrange(len(header))] = chance.randrange(256)
+    return bytes(damaged)
+
+
+def _cut(header: bytes, chance: random.Random) -> bytes:
+    return header[: chance.randrange(len(header) + 1)]
+
+
+def _attack(cases: int, seed: int) -> tuple[int, int]:
+    chance = random.Random(seed)
+    targets = [(encoded := make(), received(encoded), take) for make, take in TARGETS]
+    for encoded, memory, take in targets:
+        take(bytes(encoded.header), memory)
+    refused = accepted = 0
+    for _ in range(cases):
+        encoded, memory, take = chance.choice(targets)
+        header = chance.choice([_other_tree, _other_tree, _flipped, _cut])(bytes(encoded.header), chance)
+        if chance.random() < 0.1:
+            memory = np.zeros(64 * chance.randrange(40), dtype=np.uint8) if chance.random() < 0.9 else None
+        elif memory is not None:
+            memory = memory.copy()
+        try:
+            take(header, memory)
+        except (WireError, RolloutError):
+            refused += 1
+        else:
+            accepted += 1
+    return refused, accepted
+
+
+def test_hostile_headers_are_refused_or_harmless() -> None:
+    refused, accepted = _attack(2_000, seed=0)
+    assert refused > 1_000  # the rest changed a value that any sender may choose
+    assert accepted < 1_000
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(1200)
+def test_a_hundred_thousand_hostile_headers() -> None:
+    for seed in range(10):
+        _attack(10_000, seed=seed + 1)
+
+
+@pytest.mark.parametrize("depth", [100, 100_000])
+def test_deep_nesting_is_no_way_in(depth: int) -> None:
+    for read in (train_on, take_put, take_columns):
+        with pytest.raises(WireError, match="cannot be read"):
+            read(b"\x91" * depth, np.zeros(64, dtype=np.uint8))
+    fields = msgspec.msgpack.decode(a_put().header)
+    header = msgspec.msgpack.encode([*fields[:4], msgspec.Raw(b"\x91" * depth + b"\xc0"), *fields[5:]])
+    with pytest.raises(WireError, match="cannot be read"):
+        take_put(header, received(a_put()))
+
+
+def _changed(encoded: Encoded, **changes: Any) -> bytes:
+    from stream_balancer.wire.header import Header
+
+    header = msgspec.msgpack.decode(encoded.header, type=Header)
+    for name, value in changes.items():
+        setattr(header, name, value)
+    return msgspec.msgpack.encode(header)
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"blocks": [3]}, "hold all 4"),
+        ({"blocks": [2, 2, 1]}, "hold all 4"),
+        ({"blocks": []}, "cannot be read"),
+        ({"lengths": [3, 5, 7]}, "different lengths"),
+        ({"lengths": [3, 5, 7, 0]}, "cannot be read"),
+        ({"lengths": [3, 5, 7, 11]}, "bytes"),
+        ({"lengths": [3, 5, 7, 2**48]}, "more than"),
+        ({"loss_tokens": [4, 0, 0, 0]}, "impossible number of loss tokens"),
+        ({"prefixes": [3, 0, 0, 0]}, "more tokens than it has"),
+        ({"padding": [0]}, "padding copies"),
+        ({"padding": [4], "loss_tokens": [0] * 4}, "padding copies"),
+        ({"padding": [1, 0], "loss_tokens": [0] * 4}, "padding copies"),
+        ({"scalars": [{"hidden": 1}] * 4}, "both a column and a scalar"),
+        ({"execution_sizes": [(0, 1)] * 4}, "cannot be read"),
+        ({"execution_sizes": [(1, 1)] * 3}, "different lengths"),
+        ({"shared": [(0, (0, 1), 2)]}, "impossible"),
+        ({"shared": [(0, (0,), 0)]}, "impossible"),
+        ({"shared": [(0, (1, 1), 0)]}, "impossible"),
+        ({"shared": [(1, (0, 1), 0)]}, "shared blocks"),
+        ({"shared": [(0, (0, 1), 0), (0, (0, 1), 0)]}, "shared blocks"),
+        ({"shared": [(0, tuple(range(9)), 0)]}, "bytes"),
+        ({"narrowed": [1]}, "narrowed"),
+        ({"narrowed": [7]}, "narrowed"),
+        ({"narrowed": [0]}, "bytes"),
+        ({"late": [0]}, "late"),
+        ({"holes": [(0, 0, 3)]}, "not named"),
+        ({"holes": [(4, 0, 3)], "owners": [A]}, "does not come along"),
+        ({"holes": [(1, 0, 3), (0, 0, 3)], "owners": [A]}, "does not come along"),
+        ({"columns": []}, "cannot be read"),
+        ({"columns": [("hidden", 0, ())]}, "'input_ids'"),
+        ({"columns": [("input_ids", 0, ())]}, "integers"),
+        ({"columns": [("input_ids", 5, (2,))]}, "one number per token"),
+        ({"columns": [("input_ids", 5, ()), ("input_ids", 5, ())]}, "occurs twice"),
+        ({"columns": [("input_ids", 99, ())]}, "cannot be read"),
+        ({"columns": [("input_ids", 5, ()), ("x", 5, (0, 2**40, 2**40))]}, "impossible shape"),
+        ({"columns": [("input_ids", 5, ()), ("x", 5, (1,) * 99)]}, "cannot be read"),
+        ({"tensors": [[("a", 0, ()), ("a", 0, ())], [], [], []]}, "two tensors"),
+    ],
+)  # fmt: skip
+def test_impossible_headers_are_refused(changes: dict[str, Any], says: str) -> None:
+    encoded = codec.encode([MicroBatch.of(some())])
+    with pytest.raises(WireError, match=says):
+        codec.decode(_changed(encoded, **changes), received(encoded))
+
+
+@pytest.mark.parametrize("changes", [{"ids": ["a"]}, {"ids": [1, 2, 3, 4]}, {"versions": [1]}, {"metadata": [[]] * 4}])
+def test_impossible_names_are_refused_when_they_are_asked_for(changes: dict[str, Any]) -> None:
+    from stream_balancer.wire.header import Header, Names
+
+    encoded = codec.encode([MicroBatch.of([rollout(n) for n in range(4)])])
+    names = msgspec.msgpack.decode(msgspec.msgpack.decode(encoded.header, type=Header).names, type=Names)
+    for name, value in changes.items():
+        setattr(names, name, value)
+    raw = msgspec.Raw(msgspec.msgpack.encode(names))
+    got = codec.decode(_changed(encoded, names=raw), received(encoded))
+    got.micro_batches[0].packed()
+    with pytest.raises(WireError, match="names of rollouts"):
+        got.rollouts[0]
+
+
+def test_small_headers_cost_little() -> None:
+    """Many blocks of many columns without a byte: work is bounded by the memory that came."""
+    count = 60_000
+    names = msgspec.Raw(msgspec.msgpack.encode([["a"] * count]))
+    columns = [("input_ids", 1, ()), *((f"c{n}", 1, (0,)) for n in range(1000))]
+    header = msgspec.msgpack.encode([columns, [1] * count, [1] * count, [0] * count, names])
+    began = time.process_time()
+    with pytest.raises(WireError, match="more than 6400 bytes"):
+        codec.decode(header, np.zeros(6400, dtype=np.uint8))
+    with pytest.raises(WireError, match="whole rollouts"):
+        codec.decode_rollouts(header, None, leases=leases())
+    assert time.process_time() - began < 1.0
+
+
+def test_no_pickle_anywhere_in_the_package() -> None:
+    for path in Path(codec.__file__).parents[1].rglob("*.py"):
+        text = path.read_text()
+        assert "import pickle" not in text, path
+        assert "torch.load(" not in text, path
+        assert "_object_list(" not in text, path
