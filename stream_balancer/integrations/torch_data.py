@@ -26,13 +26,11 @@ from typing import Any, NoReturn
 
 from torch.utils.data import IterableDataset, get_worker_info
 
-from stream_balancer.rank.feed import RankFeed
-from stream_balancer.tensors import Nested, Packed, Padded
-from stream_balancer.types import MicroBatch, RankBatch
+import stream_balancer as sb
 
 __all__ = ["Layout", "RolloutDataset"]
 
-Layout = Callable[[MicroBatch], Mapping[str, Any]]
+Layout = Callable[[sb.MicroBatch], Mapping[str, Any]]
 """How a micro-batch becomes named tensors: ``sb.MicroBatch.packed``, ``sb.MicroBatch.nested``,
 ``functools.partial(sb.MicroBatch.padded, padding_side="left")``, or your own."""
 
@@ -71,13 +69,13 @@ class RolloutDataset(IterableDataset[dict[str, Any]]):
     under a loader that looks ahead; ValueError if a column has the name of one of the entries above.
     """
 
-    def __init__(self, feed: RankFeed, *, layout: Layout = MicroBatch.packed, whole_shares: bool = False) -> None:
+    def __init__(self, feed: sb.RankFeed, *, layout: Layout = sb.MicroBatch.packed, whole_shares: bool = False) -> None:
         """``feed``: the rank's own; ``RankFeed(device=...)`` brings the tensors to an accelerator. ``layout``: see
         :data:`Layout`."""
         self._feed = feed
         self._layout = layout
         self._whole_shares = whole_shares
-        self._share: RankBatch | None = None
+        self._share: sb.RankBatch | None = None
         self._waiting: deque[int] = deque()
         self._ended = False
 
@@ -113,7 +111,7 @@ class RolloutDataset(IterableDataset[dict[str, Any]]):
     def __getstate__(self) -> NoReturn:
         raise TypeError(_IN_A_WORKER)
 
-    def _next_share(self) -> RankBatch:
+    def _next_share(self) -> sb.RankBatch:
         _refuse_looking_ahead(self._feed.auto_ack)
         if self._ended:
             raise StopIteration
@@ -123,7 +121,7 @@ class RolloutDataset(IterableDataset[dict[str, Any]]):
             self._ended = True
             raise
 
-    def _item(self, share: RankBatch, index: int) -> dict[str, Any]:
+    def _item(self, share: sb.RankBatch, index: int) -> dict[str, Any]:
         columns = _as_dict(self._layout(share.micro_batches[index]))
         ours = _of_the_step(share)
         ours["micro_batch"] = index
@@ -132,28 +130,29 @@ class RolloutDataset(IterableDataset[dict[str, Any]]):
         return columns | ours
 
 
-def _of_the_step(share: RankBatch) -> dict[str, Any]:
+def _of_the_step(share: sb.RankBatch) -> dict[str, Any]:
     return {name: getattr(share, name) for name in _SAYS_OF_THE_STEP}
+
+
+_BESIDE = ("rollout_weights", "execution_weights", "execution_loss_tokens")
+_BESIDE_PADDED = ("attention_mask", "lengths")
+_BESIDE_PACKED = ("cu_seqlens", "max_seqlen")
 
 
 def _as_dict(rows: Mapping[str, Any]) -> dict[str, Any]:
     """A layout with the tensors it carries beside its columns."""
-    if not isinstance(rows, (Packed, Padded, Nested)):
+    if not hasattr(rows, "rollout_weights"):  # none of MicroBatch's
         return dict(rows.items())  # not dict(rows): a TensorDict iterates over its rows
-    if isinstance(rows, Packed) and rows.shared is not None:
+    if getattr(rows, "shared", None) is not None:
         raise ValueError(
             "ranks share the rollouts of this micro-batch, and its columns do not say with whom. Give layout= a "
             "function that returns a dict of all that you need: micro_batch.cp_group and cp_rank, columns of "
             'micro_batch.packed(), and its next("input_ids")'
         )
-    names = ("rollout_weights", "execution_weights", "execution_loss_tokens")
-    beside: dict[str, Any] = {name: getattr(rows, name) for name in names}
-    if isinstance(rows, Packed):
-        beside |= {"cu_seqlens": rows.cu_seqlens, "max_seqlen": rows.max_seqlen}
-    elif isinstance(rows, Padded):
-        beside |= {"attention_mask": rows.attention_mask, "lengths": rows.lengths}
+    ours = (*_BESIDE, *(_BESIDE_PADDED if hasattr(rows, "attention_mask") else _BESIDE_PACKED))
+    beside = {name: getattr(rows, name) for name in ours if hasattr(rows, name)}
     _refuse_clash(rows.keys() & beside.keys())
-    if isinstance(rows, (Packed, Padded)):
+    if hasattr(rows, "position_ids"):
         beside["position_ids"] = rows.position_ids  # the rollouts' own, where they brought any
     return {**rows, **beside}
 

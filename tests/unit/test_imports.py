@@ -13,6 +13,8 @@ from pathlib import Path
 import pytest
 from architecture import NAME, ROOT, circles, edges, folder_of, imports, imports_in, modules
 
+import stream_balancer as sb
+
 LAYERS = [
     {"errors", "values", "field_docs", "tensors", "trees", "shared_columns", "cost"},
     {"planning"},
@@ -178,6 +180,20 @@ def test_an_adapter_imports_its_trainer_only_when_used(module: str) -> None:
     body = ast.parse(Path(modules()[module]).read_text()).body
     at_the_top = ast.Module([node for node in body if isinstance(node, (ast.Import, ast.ImportFrom))], [])
     assert {found.module.partition(".")[0] for found in imports_in(at_the_top, module)} <= ours
+
+
+@pytest.mark.parametrize("module", [m for m in INTEGRATIONS if ".ray" not in m])  # which hosts a balancer, too
+def test_an_adapter_uses_public_names_only(module: str) -> None:
+    public = {NAME: set(sb.__all__), f"{NAME}.planning": set(sb.planning.__all__)}
+    of_alias = {"sb": public[NAME], "planning": public[f"{NAME}.planning"]}
+    for node in ast.walk(ast.parse(Path(modules()[module]).read_text())):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(NAME):
+            if not (node.module or "").startswith(f"{NAME}.integrations"):
+                assert {one.name for one in node.names} <= public.get(node.module or "", set()), node.module
+        elif isinstance(node, ast.Import):
+            assert all(one.name == NAME for one in node.names if one.name.startswith(NAME)), ast.unparse(node)
+        elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in of_alias:
+            assert node.attr in of_alias[node.value.id], ast.unparse(node)
 
 
 def test_the_graph_sees_relative_imports_functions_and_types(tmp_path: Path) -> None:

@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 from torch.nn.functional import pad
 
-from stream_balancer.trees import Tree
-from stream_balancer.types import MicroBatch
+import stream_balancer as sb
 
 if TYPE_CHECKING:
     from areal.models.tree_attn.tree import TrieNode
@@ -25,7 +24,7 @@ if TYPE_CHECKING:
 __all__ = ["packed_tree", "trie_of"]
 
 
-def packed_tree(micro_batch: MicroBatch, *, pad_to: int) -> dict[str, Any]:
+def packed_tree(micro_batch: sb.MicroBatch, *, pad_to: int) -> dict[str, Any]:
     """A micro-batch as AReaL's ``build_packed_tree_batch`` makes one: ``input_ids`` and ``position_ids``
     ``[1, pad_to]`` of the unique tokens, ``trie_node``, and every other column ``[T, ...]``, rollout by rollout.
 
@@ -45,9 +44,9 @@ def packed_tree(micro_batch: MicroBatch, *, pad_to: int) -> dict[str, Any]:
     return {**others, **found, "trie_node": trie_of(tree)}
 
 
-def trie_of(tree: Tree, *, tree_id: int = 0) -> TrieNode:
-    """The root of AReaL's trie over these unique tokens. ``children`` are by their first row, since siblings may go on
-    with the same token: AReaL's own joins these, too. O(N n)."""
+def trie_of(tree: Any, *, tree_id: int = 0) -> TrieNode:
+    """The root of AReaL's trie over the unique tokens of ``micro_batch.tree()``. ``children`` are by their first row,
+    since siblings may go on with the same token: AReaL's own joins these, too. O(N n)."""
     from areal.models.tree_attn.tree import TrieNode
 
     root = TrieNode(tree_id=tree_id)

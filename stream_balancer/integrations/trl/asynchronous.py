@@ -10,20 +10,19 @@ from typing import Any, NoReturn
 import numpy as np
 import torch
 
-from stream_balancer.controller.blocking import BlockingBalancer
+import stream_balancer as sb
 from stream_balancer.integrations import _rows
-from stream_balancer.types import Batch, Rollout
 
 __all__ = ["RolloutSource", "patch", "rollouts_from_samples"]
 
 _OF_A_TERM = ("token_index", "old_log_probs", "advantages", "segment_id")
 
 
-def rollouts_from_samples(samples: Iterable[Any]) -> list[Rollout]:
+def rollouts_from_samples(samples: Iterable[Any]) -> list[sb.Rollout]:
     """Rollouts of the ``RolloutSample``s that async GRPO's workers score: ``completion_mask`` is ``loss_mask``,
     ``old_log_probs`` a column, ``model_version`` ``version``; prompt, completion and metrics are metadata."""
     return [
-        Rollout(
+        sb.Rollout(
             tokens={
                 "input_ids": torch.as_tensor(sample.input_ids),
                 "loss_mask": torch.as_tensor(sample.completion_mask),
@@ -52,7 +51,7 @@ class RolloutSource:
     The trainer stops it by closing the balancer.
     """
 
-    def __init__(self, balancer: BlockingBalancer, args: Any) -> None:
+    def __init__(self, balancer: sb.BlockingBalancer, args: Any) -> None:
         self._per_optimizer_step = int(args.gradient_accumulation_steps)
         self._fetched: deque[int | None] = deque()  # of each micro-batch not trained yet: the step that it ends
         self._balancer = balancer
@@ -170,7 +169,7 @@ class _NoQueue:
         return self.source._balancer.statistics().waiting
 
 
-def _rows_of(batch: Batch) -> list[list[Any]]:
+def _rows_of(batch: sb.Batch) -> list[list[Any]]:
     """[micro_batch][rank] TRL's TreeRow, in which samples share their common prefixes."""
     from trl.experimental.async_grpo.packing import TreeRow
 
@@ -196,7 +195,7 @@ def _rows_of(batch: Batch) -> list[list[Any]]:
     return rows
 
 
-def _sample(rollout: Rollout) -> dict[str, Any]:
+def _sample(rollout: sb.Rollout) -> dict[str, Any]:
     """A sample as TRL's queue yields it. Numpy, as TRL has it."""
     group = rollout.group_id or rollout.rollout_id
     tokens: dict[str, np.ndarray[Any, Any]] = {name: column.numpy() for name, column in rollout.tokens.items()}

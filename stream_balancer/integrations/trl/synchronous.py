@@ -24,14 +24,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from stream_balancer.config import BalancerConfig
-from stream_balancer.controller.blocking import blocking
-from stream_balancer.cost import PaddedCost
+import stream_balancer as sb
 from stream_balancer.integrations.trl.rows import inputs_from, rollouts_from
-from stream_balancer.producer.client import connect
-from stream_balancer.rank.feed import RankFeed
-from stream_balancer.transport.gloo.torch_dist import TorchTransport
-from stream_balancer.types import RankBatch, Rollout
 
 __all__ = ["BalancedGRPO"]
 
@@ -44,8 +38,8 @@ _blocks = count()
 class _Link(NamedTuple):
     """A rank's two ends of the balancer."""
 
-    put: Callable[[Rollout], None]
-    next: Callable[[], RankBatch]
+    put: Callable[[sb.Rollout], None]
+    next: Callable[[], sb.RankBatch]
     end: Callable[[], None]
 
 
@@ -79,7 +73,7 @@ class BalancedGRPO(_Trainer):  # type: ignore[misc]
         ``max_tokens_per_micro_batch`` bounds rows x (longest prompt + longest completion). Raises ValueError for
         arguments that cannot be balanced.
         """
-        config = BalancerConfig(**self._usual_knobs() | knobs)
+        config = sb.BalancerConfig(**self._usual_knobs() | knobs)
         self._check(config)
         with ExitStack() as stack:
             self._link = self._connected(stack, config)
@@ -137,10 +131,10 @@ class BalancedGRPO(_Trainer):  # type: ignore[misc]
             "window": of_step,  # TRL generates the next when this step is done: there is nothing more to wait for
             "capacity": 2 * max(of_step, self.args.generation_batch_size),
             "sync": "micro_batch",  # TRL's metrics are collectives
-            "cost": PaddedCost(),
+            "cost": sb.PaddedCost(),
         }
 
-    def _check(self, config: BalancerConfig) -> None:
+    def _check(self, config: sb.BalancerConfig) -> None:
         if self.loss_type not in _MEANS_OVER_TOKENS + _MEANS_OVER_ROWS:
             raise ValueError(
                 f"loss_type={self.loss_type!r} is not known here, so the weight of a micro-batch is not: use one of "
@@ -161,19 +155,19 @@ class BalancedGRPO(_Trainer):  # type: ignore[misc]
                 "micro-batch. Leave cost at PaddedCost()"
             )
 
-    def _connected(self, stack: ExitStack, config: BalancerConfig) -> _Link:
+    def _connected(self, stack: ExitStack, config: sb.BalancerConfig) -> _Link:
         """Linked to the balancer until the stack unwinds."""
         if config.dp_size == 1:
-            alone = stack.enter_context(blocking(config))
+            alone = stack.enter_context(sb.blocking(config))
             batches = alone.batches()
             return _Link(alone.put, lambda: next(batches).ranks[0], alone.end)
         name = f"trl-{next(_blocks)}"  # the last block's balancer may still be leaving the store
         hosted = None
         if self.accelerator.is_main_process:
-            hosted = stack.enter_context(blocking(config))
-            hosted.serve(TorchTransport.in_world(name=name))
-        producer = stack.enter_context(connect(name=name))
-        feed = RankFeed(name=name)
+            hosted = stack.enter_context(sb.blocking(config))
+            hosted.serve(sb.TorchTransport.in_world(name=name))
+        producer = stack.enter_context(sb.connect(name=name))
+        feed = sb.RankFeed(name=name)
         stack.callback(feed.close)
 
         def end() -> None:
@@ -184,7 +178,7 @@ class BalancedGRPO(_Trainer):  # type: ignore[misc]
 
         return _Link(producer.put, lambda: next(feed), end)
 
-    def _rollouts(self, scored: dict[str, Any]) -> list[Rollout]:
+    def _rollouts(self, scored: dict[str, Any]) -> list[sb.Rollout]:
         """What this rank generated and scored; prompts padded as the longest on any rank."""
         from accelerate.utils import send_to_device
         from trl.trainer.utils import split_pixel_values_by_grid
@@ -193,7 +187,7 @@ class BalancedGRPO(_Trainer):  # type: ignore[misc]
         here = send_to_device(split_pixel_values_by_grid(scored), "cpu")
         return rollouts_from(here, prompt_length=int(longest))
 
-    def _weighted(self, share: RankBatch, calls: int) -> list[dict[str, Any]]:
+    def _weighted(self, share: sb.RankBatch, calls: int) -> list[dict[str, Any]]:
         """Inputs of each micro-batch, such that TRL makes a mean of it, and its weight among the step's.
 
         TRL divides that mean by the gradient accumulation, and DDP and FSDP the gradients by the ranks.

@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from stream_balancer import planning
 from stream_balancer.integrations.partitions import get_seqlen_balanced_partitions
-from stream_balancer.planning import form_micro_batches, partition
 
 __all__ = ["get_seqlen_balanced_partitions", "rearrange_micro_batches"]
 
@@ -135,11 +135,11 @@ def _check(needs: _Needs, agreed: _Needs, number: int, max_token_len: int) -> No
 
 def _pack(tokens: np.ndarray, work: np.ndarray, cap: int, multiple_of: int) -> list[list[int]]:
     """The least multiple of micro-batches that was found for one rank's groups."""
-    (bins,) = form_micro_batches(tokens, work, 1, max_tokens=cap, multiple_of=multiple_of)
+    (bins,) = planning.form_micro_batches(tokens, work, 1, max_tokens=cap, multiple_of=multiple_of)
     least = -(-int(tokens.sum()) // (cap * multiple_of)) * multiple_of
     for number in range(max(least, multiple_of), len(bins), multiple_of):  # nearly full: only exchanges find a way
         for weight in (work, tokens):
-            parts = partition(weight, number)
+            parts = planning.partition(weight, number)
             if all(part.size and tokens[part].sum() <= cap for part in parts):
                 return [part.tolist() for part in parts]
     return [one.tolist() for one in bins]
