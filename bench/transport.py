@@ -1,9 +1,9 @@
 """Rank batches to ranks in other processes, over raw gloo's send and recv in the same processes.
 
-``python bench/transport.py [--json] [--sizes 1,10,40] [--ranks 2] [--rounds 5]``: megabytes a rank. Everything that ships
-takes part: a balancer plans each step, ``serve`` sends it, the rank lays it out. Two kinds of batch: 64 rollouts of 21
-bytes a token that lie apart, and one rollout, whose columns are few pieces. Read the ratios, not the rates, and the CPU
-time of either side beside them: the ways alternate, in the same processes.
+``python bench/transport.py [--json] [--sizes 1,10,40] [--ranks 2] [--rounds 5]``: megabytes a rank. Everything that
+ships takes part: a balancer plans each step, ``serve`` sends it, the rank lays it out. Two kinds of batch: 64 rollouts
+of 21 bytes a token that lie apart, and one rollout, whose columns are few pieces. Read the ratios, not the rates, and
+the CPU time of either side beside them: the ways alternate, in the same processes.
 """
 
 from __future__ import annotations
