@@ -1,93 +1,220 @@
-"""Any of our async classes with blocking methods, without a second source.
+"""Any of our async classes with blocking methods, without a second source: :func:`facade`.
 
-A coroutine of ours waits in one place only, :meth:`stream_balancer.net.loops.Signal.wait`. In a plain thread that wait blocks the thread
-itself, so such a coroutine runs to its end in one step: no event loop, no portal thread, no hop. Ctrl-C and timeouts
-arrive inside the coroutine, at that wait, where a cancellation would: the same lines take the call back.
+A coroutine of ours waits in one place only, :meth:`stream_balancer.net.loops.Signal.wait`. In a plain thread that wait
+blocks the thread itself, so :func:`run` drives such a coroutine to its end in one step: no event loop, no second
+thread. Ctrl-C and timeouts arrive inside the coroutine, at that wait, where a cancellation would: the same lines take
+the call back. What needs an event loop, as a balancer does, runs in one of its own
+(:mod:`stream_balancer.loop_thread`).
 """
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import inspect
 import time
-from collections.abc import Coroutine
-from typing import Any, TypeVar
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from typing import Any, ClassVar, Generic, NoReturn, Protocol, TypeVar, cast
 
 import sniffio
 
 from stream_balancer.net.loops import blocking_deadline
 
-__all__ = ["Blocking", "run"]
+__all__ = ["Done", "Facade", "OfOneProcess", "Runner", "event_loop_here", "facade", "refuse_in_event_loop", "run"]
 
 T = TypeVar("T")
+Undo = Callable[[Any, Any], object]
+"""Called with the object and what a method of it had got, where an interrupt came before that was taken."""
+
+
+class OfOneProcess:
+    """Cannot be pickled, and says what to do instead."""
+
+    _in_another_process: ClassVar[str]
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            f"a {type(self).__name__} belongs to the process that made it and cannot be pickled. In another process, "
+            f"{self._in_another_process}"
+        )
+
+
+def event_loop_here() -> str | None:
+    """The library whose event loop runs in this thread, if one does."""
+    if asyncio._get_running_loop() is not None:
+        return "asyncio"
+    try:
+        return sniffio.current_async_library()
+    except sniffio.AsyncLibraryNotFoundError:
+        return None
+
+
+def refuse_in_event_loop(what: str, instead: str) -> None:
+    """Raise RuntimeError where an event loop runs in this thread: blocking would stop it, and with it perhaps what is
+    waited for."""
+    library = event_loop_here()
+    if library is not None:
+        raise RuntimeError(
+            f"{what} blocks, and this thread runs an event loop ({library}), which it would stop. {instead}"
+        )
 
 
 def run(coroutine: Coroutine[Any, Any, T], timeout_s: float | None = None) -> T:
-    """Its result. Raises TimeoutError after ``timeout_s``, RuntimeError where an event loop runs in this thread."""
+    """What a coroutine of ours returns. Raises TimeoutError after ``timeout_s``, RuntimeError in an event loop's
+    thread."""
     try:
-        library = sniffio.current_async_library()
-    except sniffio.AsyncLibraryNotFoundError:
-        library = None
-    if library is not None:
+        refuse_in_event_loop("this", "There, await the method of the same name")
+    except RuntimeError:
         coroutine.close()
-        raise RuntimeError(f"this blocks, and would stop the event loop ({library}) of this thread. Await it instead")
-    outer = getattr(blocking_deadline, "at", ...)
+        raise
+    outer = vars(blocking_deadline).copy()
+    blocking_deadline.timeout_s = timeout_s
     blocking_deadline.at = None if timeout_s is None else time.monotonic() + timeout_s
     try:
         coroutine.send(None)
     except StopIteration as done:
-        return done.value
+        return cast("T", done.value)
     finally:
-        if outer is ...:
-            del blocking_deadline.at
-        else:
-            blocking_deadline.at = outer
+        vars(blocking_deadline).clear()
+        vars(blocking_deadline).update(outer)
     coroutine.close()
     raise RuntimeError("this coroutine needs an event loop")
 
 
-class Blocking:
-    """A facade: coroutine methods block and take ``timeout_s``; ``async with`` and ``async for`` lose their async."""
+class Done(Generic[T]):
+    """What a call has returned. It lies here until it is taken: by assignments directly before a ``return``, between
+    which no interrupt can come."""
 
-    def __init__(self, target: Any) -> None:
-        self._target = target
+    result: T | None = None
+    taken = False
+    """The thread has the result, or wants none."""
 
-    def __getattr__(self, name: str) -> Any:
-        found = getattr(self._target, name)
-        if not callable(found):
-            return found
-        if inspect.iscoroutinefunction(found):
+    def take(self) -> T:
+        """The result, for callers who lose nothing if they are interrupted right now."""
+        result, self.result, self.taken = self.result, None, True
+        return cast("T", result)
 
-            @functools.wraps(found)
-            def blocking(*args: Any, timeout_s: float | None = None, **kwargs: Any) -> Any:
-                return _wrapped(run(found(*args, **kwargs), timeout_s))
 
-            return blocking
+class Runner(Protocol):
+    """Where the methods of an async class run while a thread waits for them."""
 
-        @functools.wraps(found)
-        def plain(*args: Any, **kwargs: Any) -> Any:
-            return _wrapped(found(*args, **kwargs))
+    def do(
+        self, function: Callable[[], Awaitable[T]], timeout_s: float | None = None,
+        undo: Callable[[T], object] | None = None,
+    ) -> Done[T]:  # fmt: skip
+        """Call an async function and wait for its end. Raises what it raises, TimeoutError after ``timeout_s``."""
+        ...
 
-        return plain
+    def call(self, function: Callable[[], T]) -> T:
+        """Call a plain function."""
+        ...
 
-    def __enter__(self) -> Any:
-        return _wrapped(run(self._target.__aenter__()), self)
 
-    def __exit__(self, *exc: Any) -> Any:
-        return run(self._target.__aexit__(*exc))
+class _Here:
+    """In the thread that calls."""
 
-    def __iter__(self) -> Blocking:
+    def do(
+        self, function: Callable[[], Awaitable[T]], timeout_s: float | None = None,
+        undo: Callable[[T], object] | None = None,
+    ) -> Done[T]:  # fmt: skip
+        done = Done[T]()
+        done.result = run(cast("Coroutine[Any, Any, T]", function()), timeout_s)
+        return done
+
+    def call(self, function: Callable[[], T]) -> T:
+        return function()
+
+
+HERE = _Here()
+_FACADES: dict[type, type[Facade]] = {}
+
+
+class Facade(OfOneProcess):
+    """An async object with blocking methods."""
+
+    _undo: ClassVar[Mapping[str, Undo]] = {}
+    _in_another_process = "make another one"
+
+    def __init__(self, target: Any, runner: Runner = HERE, timeout_s: float | None = None) -> None:
+        self._target, self._runner, self._timeout_s = target, runner, timeout_s
+
+    def _enter(self) -> Any:
+        undo = self._undo.get("__aenter__")
+        done = self._runner.do(self._target.__aenter__, self._timeout_s, undo and functools.partial(undo, self._target))
+        entered = self if done.result is self._target else _wrapped(done.result, self._runner)
+        done.result, done.taken = None, True
+        return entered
+
+    def _exit(self, *exc: Any) -> Any:
+        return self._runner.do(lambda: self._target.__aexit__(*exc)).take()
+
+    def _iter(self) -> Facade:
         return self
 
-    def __next__(self) -> Any:
-        try:
-            return run(self._target.__anext__())
-        except StopAsyncIteration:
-            raise StopIteration from None
+    def _next(self) -> Any:
+        undo = self._undo.get("__anext__")
+        done = self._runner.do(self._next_or_none, None, undo and functools.partial(undo, self._target))
+        result, done.result, done.taken = done.result, None, True
+        if result is None:
+            raise StopIteration
+        return result
+
+    async def _next_or_none(self) -> Any:
+        return await anext(self._target, None)
 
 
-def _wrapped(value: Any, itself: Any = None) -> Any:
-    """Context managers and iterators of ours become blocking ones too."""
-    if itself is not None and value is itself._target:
-        return itself
-    return Blocking(value) if hasattr(value, "__aenter__") or hasattr(value, "__anext__") else value
+def facade(
+    name: str, target: type, *, base: type[Facade] = Facade, without: Sequence[str] = (),
+    timed: Sequence[str] = (), undo: Mapping[str, Undo] | None = None,
+) -> type[Facade]:  # fmt: skip
+    """A class with the public methods of ``target``: coroutine methods block and take ``timeout_s=``, ``async with``
+    and ``async for`` lose their ``async``, and what they return is wrapped too. ``base`` may have some of its own.
+    ``timed``: plain methods whose result waits when it is entered; they take its ``timeout_s``. ``undo``: by method."""
+    made: dict[str, Any] = {"__doc__": f":class:`{target.__name__}` with blocking methods, for any thread."}
+    for attribute in sorted(set(dir(target)) - set(without)):
+        if not attribute.startswith("_") and not hasattr(base, attribute):
+            made[attribute] = _blocking(name, getattr(target, attribute), attribute in timed)
+    for has, gets, method in (
+        ("__aenter__", "__enter__", Facade._enter), ("__aexit__", "__exit__", Facade._exit),
+        ("__anext__", "__next__", Facade._next), ("__anext__", "__iter__", Facade._iter),
+    ):  # fmt: skip
+        if hasattr(target, has) and not hasattr(base, gets):
+            made |= {gets: method}
+    if hasattr(target, "_in_another_process"):
+        made["_in_another_process"] = vars(target)["_in_another_process"]
+    made["_undo"] = undo or {}
+    found = _FACADES[target] = type(name, (base,), made)
+    return found
+
+
+def _blocking(owner: str, found: Any, timed: bool) -> Any:
+    if isinstance(found, property):
+        get: Any = found.fget
+        return property(functools.wraps(get)(lambda self: get(self._target)))
+    waits = inspect.iscoroutinefunction(found)
+
+    def blocking(self: Facade, /, *args: Any, timeout_s: float | None = None, **kwargs: Any) -> Any:
+        return self._runner.do(lambda: found(self._target, *args, **kwargs), timeout_s).take()
+
+    def plain(self: Facade, /, *args: Any, **kwargs: Any) -> Any:
+        later = kwargs.pop("timeout_s", None) if timed else None
+        value = self._runner.call(lambda: found(self._target, *args, **kwargs))
+        return _wrapped(value, self._runner, later)
+
+    method: Any = functools.wraps(found)(blocking if waits else plain)
+    method.__qualname__ = f"{owner}.{found.__name__}"
+    if waits or timed:
+        method.__doc__ = f"{found.__doc__}\n\nTimeoutError after ``timeout_s``: it did not happen."
+        method.__signature__ = _with_timeout(inspect.signature(found))
+    return method
+
+
+def _wrapped(value: Any, runner: Runner, timeout_s: float | None = None) -> Any:
+    made = _FACADES.get(type(value))
+    return value if made is None else made(value, runner, timeout_s)
+
+
+def _with_timeout(signature: inspect.Signature) -> inspect.Signature:
+    kind = inspect.Parameter.KEYWORD_ONLY
+    timeout = inspect.Parameter("timeout_s", kind, default=None, annotation="float | None")
+    return signature.replace(parameters=[*signature.parameters.values(), timeout])

@@ -46,8 +46,27 @@ class ProducerRegistry:
             )
         self._end, self._num_producers = end, num_producers
         self._connected: dict[bytes, ConnectedProducer] = {}
+        self._names: dict[bytes, str] = {}  # of those that are connected, by session
         self._ended: set[bytes] = set()
         self._any_came = False
+
+    def joined(self, session: bytes, name: str) -> None:
+        """A producer is connected, perhaps again."""
+        self._names[session] = name
+        self._any_came = True
+
+    def left(self, session: bytes, *, lost: bool) -> None:
+        """It has closed, or was lost. One that was lost ends nothing."""
+        self._names.pop(session, None)
+        if not lost:
+            self._end_if_last()
+
+    def ended(self, session: bytes) -> None:
+        """It puts no more."""
+        self._ended.add(session)
+        self._end_if_last()
+
+    # until the transports that have sessions of their own are gone
 
     def join(self, session: ProducerSession) -> ConnectedProducer:
         """It is connected; or attended to again, with what it has reserved."""
@@ -84,9 +103,10 @@ class ProducerRegistry:
     def why_not_ended(self) -> str:
         """Which producers the end waits for, once one has ended, or all have left without; empty before."""
         if not self._ended:
-            left = self._any_came and not self._connected
+            left = self._any_came and not self._connected and not self._names
             return "no producer is connected any more, and none has called end()" if left else ""
         names = [one.session.name for one in self._connected.values() if one.session.producer_id not in self._ended]
+        names += [name for session, name in self._names.items() if session not in self._ended]
         of = "" if self._num_producers is None else f" of num_producers={self._num_producers}"
         others = f"connected and not ended: {', '.join(names[:5])}" if names else "no other one is connected"
         return f"{len(self._ended)}{of} producers have ended; {others}"
@@ -95,6 +115,6 @@ class ProducerRegistry:
         if self._num_producers is not None:
             is_last = len(self._ended) >= self._num_producers
         else:
-            is_last = bool(self._ended) and self._ended >= self._connected.keys()
+            is_last = bool(self._ended) and self._ended >= self._connected.keys() | self._names.keys()
         if is_last:
             self._end()

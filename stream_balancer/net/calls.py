@@ -238,7 +238,9 @@ class Caller:
         """A reply. Raises WireError if nobody waits for it."""
         pending = self._sent.pop(reply.number, None)
         if pending is None:
-            raise WireError(f"a reply to call {reply.number}, which is not on its way")
+            if self._over is None:
+                raise WireError(f"a reply to call {reply.number}, which is not on its way")
+            return
         self._staged -= pending.nbytes
         pending.resolve(self._error_of(reply, pending), Answered(reply.value, memory))
         self._send()

@@ -12,6 +12,7 @@ so do calls; the next who attends finds them, and those that the last one has le
 from __future__ import annotations
 
 import inspect
+import logging
 from collections import deque
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from functools import partial
@@ -33,6 +34,7 @@ from stream_balancer.wire.payload import NOTHING, Memory, Payload
 
 __all__ = ["Bytes", "Listen", "Listening", "Method", "Peer", "Service"]
 
+_log = logging.getLogger("stream_balancer.net")
 _TURNS = 2
 """Turns of the event loop after a call that must wait, before the next one: who takes a batch needs one to hear that
 there is one, and one to take it. Without them calls fill the balancer faster than it is emptied, and nearly all of them
@@ -78,6 +80,8 @@ class Peer:
         self.on_report: Callable[[Report, Memory | None], object] = lambda *_: None
         self.on_end: Callable[[Ended], object] = lambda _: None
         """Called when a connection is over; another one may follow within ``keep_s``."""
+        self.on_gone: Callable[[Ended], object] = lambda _: None
+        """Called once it does not come back any more."""
         self.connection: Base | None = None
         """None while it is lost."""
         self._service = service
@@ -284,14 +288,16 @@ class Service:
             return  # it has joined again
         peer.connection = None
         peer._losses += 1
+        if end.kind == "refused":
+            _log.warning("the connection to %s %s was closed: %s", peer.kind, peer.name, end.text)
         peer.on_end(end)
         if end.kind == "lost" and peer.keep_s > 0:
-            gone = partial(self._do, peer, partial(self._gone, peer, peer._losses))
+            gone = partial(self._do, peer, partial(self._gone, peer, end, peer._losses))
             self.io.do(lambda: self.io.after(peer.keep_s, gone))
         else:
-            self._gone(peer, peer._losses)
+            self._gone(peer, end, peer._losses)
 
-    def _gone(self, peer: Peer, losses: int) -> None:
+    def _gone(self, peer: Peer, end: Ended, losses: int) -> None:
         """Unless it has come back: what still waits of it is withdrawn."""
         if self.peers.get(peer.session) is peer and peer.connection is None and peer._losses == losses:
             del self.peers[peer.session]
@@ -300,6 +306,7 @@ class Service:
                     asked.cancelled = True
                     scope.cancel()
             self.io.do(peer._answerer.end)
+            peer.on_gone(end)
 
     def _cancel(self, asked: Asked) -> None:
         if asked in self._begun:

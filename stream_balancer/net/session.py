@@ -41,7 +41,10 @@ _FOREIGN_S = 30.0  # so long may a port that accepts connections not answer as a
 class Dialer(Protocol):
     """A way to the other end."""
 
-    io: Runs
+    @property
+    def io(self) -> Runs:
+        """Where its connections live."""
+        ...
 
     def dial(
         self, join: Join, welcomed: Callable[[Base, Welcome], None], failed: Callable[[BaseException], None]
@@ -58,7 +61,7 @@ class Session:
         whom: str = "the controller", on_open: Callable[[Welcome], object] = lambda _: None,
         admit: Callable[[Message, int], object] | None = None,
         on_message: Callable[[Message, Memory | None], object] | None = None,
-        on_end: Callable[[Exception], object] = lambda _: None,
+        on_end: Callable[[Exception], object] = lambda _: None, begin: bool = True,
     ) -> None:  # fmt: skip
         """``about``: what is said of this end when it joins; a function is asked anew each time. ``rejoin``: a lost
         connection fails nothing. ``linger_s``: how long a close, and the reply to a cancelled call, is waited for.
@@ -66,7 +69,7 @@ class Session:
 
         All in the I/O thread: ``on_open`` when connected, ``admit`` before bytes behind a message are allocated (raises
         WireError; default: none are taken), ``on_message`` for all but replies, ``on_end`` once: with RefusedError,
-        ConfigError (no such host), WireError, or an Ended."""
+        ConfigError (no such host), WireError, or an Ended. ``begin``: at once; else with :meth:`begin`."""
         if connect_timeout_s is not None and not connect_timeout_s > 0:
             raise ValueError(f"connect_timeout_s must be > 0 or None, not {connect_timeout_s}")
         self.io, self.kind, self.name = dialer.io, kind, name or f"{socket.gethostname()}:{os.getpid()}"
@@ -81,12 +84,13 @@ class Session:
         self._dialer, self._about, self._rejoin, self._timeout_s = dialer, about, rejoin, connect_timeout_s
         self._join = Join(b"", kind, self.name, secrets.token_bytes(16), tuple(movers))
         self._on_open, self._admit, self._on_message, self._on_end = on_open, admit, on_message, on_end
-        self._leaving = False
+        self._leaving = self._is_closing = False
         self._over = Signal()
         self._delay_s = _AGAIN_S
         self._foreign: Callable[[], object] | None = None  # ends the wait for one who does not answer as we do
         self._timers: list[Callable[[], object]] = []
-        self.io.do(self._begin)
+        if begin:
+            self.begin()
 
     # from any thread or task
 
@@ -103,6 +107,10 @@ class Session:
         connection = self.connection
         if connection is not None:
             connection.send(message, payload, via=connection.bulk, sent=sent)
+
+    def begin(self) -> None:
+        """Begin to connect."""
+        self.io.do(self._begin)
 
     def close(self) -> None:
         """Leave: take back what has no reply, then close the connection. Never blocks. Idempotent."""
@@ -220,9 +228,9 @@ class Session:
         )
 
     def _leave(self, over: Over) -> None:
-        if self._over.is_set() or self._leaving:
+        if self._over.is_set() or self._is_closing:
             return
-        self._leaving = True
+        self._leaving = self._is_closing = True
         self._stop_timers()
         self._after(self.linger_s, self._hang_up)
         self.caller.close(over)

@@ -9,7 +9,9 @@ import msgspec
 
 from stream_balancer.errors import WireError
 from stream_balancer.statistics import Statistics
-from stream_balancer.wire.messages import MAX_STATISTICS_BYTES, MAX_TEXT, StatisticsReply
+from stream_balancer.wire.messages import MAX_TEXT, StatisticsReply
+
+MAX_STATISTICS_BYTES = 2**20
 
 __all__ = ["decode_statistics", "encode_statistics", "read_reply", "reply_to"]
 

@@ -1,0 +1,385 @@
+"""Rollouts from any process: ``sb.connect`` gives an object to put into, wherever the balancer lives.
+
+::
+
+    async with sb.connect("tcp://host:port") as producer:      # or a c10d store, or None inside torchrun
+        await producer.put(rollout)
+    with sb.connect("tcp://host:port") as producer:            # plain threads: the same words, blocking
+        producer.put(rollout)
+
+``with`` gives :class:`BlockingProducer`, whose methods block, so that nobody can make a coroutine by mistake and
+forget it. The contract is :class:`~stream_balancer.StreamBalancer`'s: returning means *held by the balancer*.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, Literal, Protocol, Self
+
+import msgspec
+
+from stream_balancer.blocking import OfOneProcess, event_loop_here, run
+from stream_balancer.client.payloads import PayloadOwner
+from stream_balancer.client.slots import RemoteSlots
+from stream_balancer.errors import BrokenResourceError, ClosedResourceError, WireError, WouldBlock
+from stream_balancer.net.address import TcpDialer, current_world
+from stream_balancer.net.calls import Pending
+from stream_balancer.net.errors import Cancelled
+from stream_balancer.net.loops import Signal, blocking_deadline
+from stream_balancer.net.messages import Message, Notify, Welcome
+from stream_balancer.net.session import Dialer, Session
+from stream_balancer.slots import Reservation, check_group
+from stream_balancer.statistics import Statistics
+from stream_balancer.types import Rollout
+from stream_balancer.values import plain_name
+from stream_balancer.wire.codec import Handle, Owner, encode_rollouts
+from stream_balancer.wire.payload import Memory
+from stream_balancer.wire.statistics import decode_statistics
+
+if TYPE_CHECKING:
+    from stream_balancer.facades import BlockingProducer
+
+__all__ = ["KeepsPayloads", "Producer", "connect"]
+
+_ENDED = "put() after end(): the balancer takes no more rollouts. Put before calling end()"
+_ENDED_HERE = "put() after end() of this producer: it puts no more. Put before calling end()"
+_TAKEN_BACK_S = 0.1
+_int_of = msgspec.msgpack.Decoder(int).decode
+_numbers_of = msgspec.msgpack.Decoder(list[int] | None).decode
+_IN_VAIN = {
+    "reserve": ("reserve() was not admitted", "no more may begin"),
+    "end": ("end() had no answer", "puts wait"),
+    "statistics": ("statistics() had no answer", "the controller is busy"),
+    "version_after": ("version_after() had none", "no version was set"),
+}
+
+
+class KeepsPayloads(Protocol):
+    """Where payloads stay until a rank fetches them: this process, or an object store."""
+
+    owner: Owner
+
+    def __len__(self) -> int: ...
+    def keep(self, rollout: Rollout) -> Handle: ...
+    def drop(self, keys: Iterable[int]) -> None: ...
+    async def released(self) -> None: ...
+    def close(self) -> None: ...
+
+
+def connect(
+    source: Any = None,
+    *,
+    hand_over: Literal["balancer", "direct"] | KeepsPayloads = "balancer",
+    loss_mask_column: str | None = "loss_mask",
+    token: str | None = None,
+    name: str = "stream_balancer",
+    label: str = "",
+    rejoin: bool = False,
+    connect_timeout_s: float | None = None,
+    linger_s: float = 5.0,
+    host: str | None = None,
+    tls: Any = None,
+) -> Producer:
+    """Connect to a served balancer in the background; returns at once, and puts wait for the connection.
+
+    ``hand_over="direct"``: the balancer gets ids, lengths and all that it plans on; tokens stay in this process until
+    the rank that trains on them fetches them, and for as long as its step may have to be repeated. Leaving the
+    ``with`` block then waits until all have been trained on. See docs/producers.md for what a dead producer means.
+
+    ``loss_mask_column``: as the balancer's knob; needed with ``hand_over="direct"`` where it is not "loss_mask", since
+    the mask is counted where the tokens are.
+
+    ``source``: ``"tcp://host:port"`` (``TorchTransport.address``), a c10d Store, None for the initialised world's
+    store, or whoever says where the controller is (``read()``). ``token``: as the transport's (default: the
+    environment's ``STREAM_BALANCER_TOKEN``). ``name``: as the transport's. ``label``: for logs and errors; default host
+    and process id. ``connect_timeout_s``: for the first connection; by default it is tried for ever, with a warning now
+    and then. ``linger_s``: seconds a graceful close, or the reply to a cancelled put, is waited for. ``host``: for
+    direct hand-over, the address ranks reach this process under; default: the one it has on the way to the controller.
+    ``tls``: an ``ssl.SSLContext``, if the transport has one.
+
+    ``rejoin``: the controller is started again from its journal, or only the connection breaks. Then the loss raises
+    nothing: puts wait, with a warning, and what has no reply is put again; the balancer knows what it had accepted
+    among its last ``remember_ids``. Not with direct hand-over.
+
+    Raises ValueError for what is not an address. Puts raise ConfigError if there is no such host, RefusedError if the
+    controller refuses this producer or what it has sent, WireError if something else listens there,
+    BrokenResourceError after ``connect_timeout_s``.
+    """
+    dialer: Dialer
+    payloads: Callable[[str], KeepsPayloads] | None = None
+    if hasattr(source, "dial"):
+        dialer, rejoin = source, source.options.get("rejoin", rejoin)
+        if source.options.get("keep", hand_over == "direct"):
+            payloads = lambda _: PayloadOwner(source.listen, b"", label)  # noqa: E731
+    else:
+        dialer = TcpDialer(current_world()[0] if source is None else source, token=token, name=name, tls=tls)
+        if hand_over == "direct":
+            payloads = lambda local: PayloadOwner.over_tcp(label, host or local)  # noqa: E731
+    if not isinstance(hand_over, str):
+        kept = hand_over
+        payloads = lambda _: kept  # noqa: E731
+    elif hand_over not in ("balancer", "direct"):
+        raise ValueError(f"hand_over must be 'balancer' or 'direct', not {hand_over!r}")
+    if payloads is not None and rejoin:
+        raise ValueError(
+            "rejoin=True needs hand_over='balancer': what a producer keeps is lost to the controller with their "
+            "connection. Drop one of them"
+        )
+    return Producer(
+        dialer, payloads=payloads, loss_mask_column=loss_mask_column, label=label, rejoin=rejoin,
+        connect_timeout_s=connect_timeout_s, linger_s=linger_s,
+    )  # fmt: skip
+
+
+class Producer(OfOneProcess):
+    """Puts into a balancer elsewhere; any number of tasks and threads may share one.
+
+    Raises what the balancer raises, with the same text, and BrokenResourceError if the controller is lost: put again
+    on a new connection; DuplicateRolloutError then means that the first put was accepted.
+    """
+
+    _in_another_process = "call sb.connect(address) there"
+
+    def __init__(
+        self, dialer: Dialer, *, payloads: Callable[[str], KeepsPayloads] | None = None,
+        loss_mask_column: str | None = "loss_mask", label: str = "", rejoin: bool = False,
+        connect_timeout_s: float | None = None, linger_s: float = 5.0,
+    ) -> None:  # fmt: skip
+        """See :func:`connect`. ``payloads``: makes, of this machine's address, where payloads stay."""
+        self._loss_mask_column = loss_mask_column
+        self._keeps, self._opened = payloads, Signal()
+        self._kept: KeepsPayloads | None = None  # once connected
+        self._slots = RemoteSlots(self._ask, self._put, lambda number: self._session.tell("release", number))
+        self._ended_here = self._ended = False
+        self._session = Session(
+            dialer, "producer", name=label, rejoin=rejoin, linger_s=linger_s, connect_timeout_s=connect_timeout_s,
+            about=lambda: (rejoin, self._slots.open()), on_open=self._on_open, on_message=self._on_message,
+            on_end=self._on_end, begin=False,
+        )  # fmt: skip
+        self._session.begin()
+
+    async def put(self, rollout: Rollout) -> None:
+        """Hand over a finished rollout; returns once the balancer holds it, waits while it is full.
+
+        If ``put`` is cancelled, the rollout was not accepted. Cancelling takes a round trip: if the balancer turns out
+        to have accepted it already, ``put`` returns normally and the cancellation comes at your next await. If no
+        answer comes within ``linger_s``, BrokenResourceError: the outcome is not known.
+        """
+        await self._put("put", None, [rollout])
+
+    async def put_group(self, rollouts: Sequence[Rollout], *, complete: bool = False) -> None:
+        """Hand over siblings of a group: all are accepted, or none. Otherwise like :meth:`put`. ``complete``: no more
+        will come, as with :meth:`StreamBalancer.put_group`."""
+        check_group(rollouts)
+        await self._put("put_group", bool(complete), rollouts)
+
+    async def expect_group(self, group_id: str, size: int) -> None:
+        """As :meth:`StreamBalancer.expect_group`."""
+        await self._declare("expect", group_id, size)
+
+    async def close_group(self, group_id: str) -> None:
+        """As :meth:`StreamBalancer.close_group`."""
+        await self._declare("close", group_id)
+
+    async def abandon_group(self, group_id: str) -> None:
+        """As :meth:`StreamBalancer.abandon_group`; returns once that has happened."""
+        await self._declare("abandon", group_id)
+
+    def reserve(self, count: int = 1) -> Reservation:
+        """As :meth:`StreamBalancer.reserve`, with the same bound on staleness: ``async with producer.reserve() as
+        slot``, generate, ``await slot.put(rollout)``.
+
+        Entering raises what reserving raises there. A producer that dies or leaves gives back what it had reserved.
+        With ``rejoin=True`` a slot outlives its connection, unless others have begun in its place meanwhile: then its
+        puts raise BrokenResourceError, and a warning says so.
+        """
+        if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+            raise ValueError(f"reserve({count!r}): at least 1 rollout is reserved at a time")
+        return Reservation(self._slots, count)
+
+    @property
+    def version(self) -> int | None:
+        """The newest policy version that has come from the controller, which passes on each; None before the first."""
+        return self._session.version
+
+    async def version_after(self, version: int | None) -> int:
+        """As :meth:`StreamBalancer.version_after`. Raises ClosedResourceError once the balancer takes no more."""
+        return _int_of(await self._ask(Pending("version_after", version)))
+
+    async def end(self) -> None:
+        """This producer puts no more. The balancer ends once as many producers have ended as its ``num_producers``
+        says; where that is None, once no other is connected that has not ended.
+
+        Returns once the puts before it have their reply; reservers that wait raise ClosedResourceError, later puts
+        too. May be called twice. To end the balancer whoever still puts: its own ``end()``, or a feed's.
+        """
+        self._ended_here = True
+        try:
+            await self._ask(Pending("end"))
+        except ClosedResourceError:
+            if not self._ended:  # else that was what was asked for
+                raise
+
+    async def statistics(self) -> Statistics:
+        """As :meth:`StreamBalancer.statistics`; a round trip. Raises ValueError for more than a mebibyte of them."""
+        return decode_statistics(bytes(await self._ask(Pending("statistics"))))
+
+    def put_nowait(self, rollout: Rollout, *, timeout_s: float = 5.0) -> None:
+        """One round trip, blocking this thread for at most ``timeout_s``: WouldBlock if the balancer is full.
+
+        TimeoutError: no answer came; put it again, DuplicateRolloutError then means that it was accepted.
+        """
+        deadline = time.monotonic() + timeout_s
+        if self._keeps is not None:
+            self._opened.wait_in_thread(deadline)
+        pending, _ = self._encoded("put_nowait", None, [rollout])
+        self._session.caller.submit(pending)
+        with suppress(TimeoutError):
+            pending.signal.wait_in_thread(deadline)
+        if not pending.signal.is_set():
+            self._session.caller.cancel(pending)
+            with suppress(TimeoutError):  # what was not sent is taken back at once
+                pending.signal.wait_in_thread(time.monotonic() + _TAKEN_BACK_S)
+        if not pending.signal.is_set():
+            raise TimeoutError(
+                f"put_nowait() of rollout {rollout.rollout_id!r} had no answer in {timeout_s} s. Put it again: a "
+                "DuplicateRolloutError then means that it was accepted"
+            )
+        if isinstance(pending.error, Cancelled):
+            if problem := self._session.problem:
+                raise TimeoutError(f"put_nowait() was not accepted within {timeout_s} s: not connected: {problem}")
+            raise WouldBlock
+        if pending.error is not None:
+            raise pending.error
+
+    async def released(self) -> None:
+        """Wait until nothing of what was put is needed here any more: at once, unless ``hand_over="direct"``."""
+        if self._kept is not None:
+            await self._kept.released()
+
+    @property
+    def blocking(self) -> BlockingProducer:
+        """The same with plain methods, for threads. Raises RuntimeError if the network lives in one event loop."""
+        if not self._session.io.threads:
+            raise RuntimeError("this producer lives in one event loop; blocking methods would stop it. Await put()")
+        from stream_balancer.facades import BlockingProducer
+
+        return BlockingProducer(self)
+
+    def close(self) -> None:
+        """Leave: puts without a reply are cancelled and raise ClosedResourceError. In a thread without an event loop
+        it waits for that. Idempotent."""
+        if event_loop_here() is None:
+            run(self._session.aclose())
+        else:
+            self._session.close()
+
+    async def aclose(self) -> None:
+        """:meth:`close`, without blocking the event loop."""
+        await self._session.aclose()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, exc_type: type[BaseException] | None, *_: object) -> None:
+        try:
+            if exc_type is None:
+                await self.released()
+        finally:
+            await self.aclose()
+
+    def __enter__(self) -> BlockingProducer:
+        return self.blocking
+
+    def __exit__(self, exc_type: type[BaseException] | None, *rest: object) -> None:
+        run(self.__aexit__(exc_type, *rest))
+
+    async def _put(self, method: str, head: object, rollouts: Sequence[Rollout]) -> None:
+        if self._keeps is not None:
+            await self._opened.wait()  # before that it is not known where they stay
+        pending, handles = self._encoded(method, head, rollouts)
+        try:
+            await self._ask(pending)
+        except BrokenResourceError:
+            raise  # perhaps it was accepted
+        except BaseException:
+            self._drop(handles)
+            raise
+
+    def _drop(self, handles: Iterable[Handle]) -> None:
+        if self._kept is not None:
+            self._kept.drop(handle.key for handle in handles)
+
+    def _encoded(self, method: str, head: object, rollouts: Sequence[Rollout]) -> tuple[Pending, list[Handle]]:
+        """In the caller's task or thread: a bad rollout raises at its own line."""
+        if self._ended_here:
+            raise ClosedResourceError(_ENDED_HERE)
+        rollouts = self._ready(rollouts)
+        handles: list[Handle] = []
+        if self._kept is not None:
+            handles = [self._kept.keep(rollout) for rollout in rollouts]
+        try:
+            encoded = encode_rollouts(rollouts, handles=handles or None)
+        except BaseException:
+            self._drop(handles)
+            raise
+        args = encoded.header if head is None else (head, encoded.header)
+        name = f"put() of rollout {', '.join(repr(one.rollout_id) for one in rollouts[:3])}"
+        pending = Pending(method, args, encoded.payload, name=name, accepted_if="DuplicateRolloutError")
+        return pending, handles
+
+    def _ready(self, rollouts: Sequence[Rollout]) -> Sequence[Rollout]:
+        """To be sent: their masks called ``loss_mask``. Whether they must have one is for the balancer to say."""
+        for rollout in rollouts:
+            if not isinstance(rollout, Rollout):
+                raise TypeError(f"put() takes a Rollout, not {type(rollout).__name__}")
+        column = self._loss_mask_column
+        if column is None or column == "loss_mask":
+            return rollouts
+        return [r.with_loss_mask(column) if column in r.tokens and "loss_mask" not in r.tokens else r for r in rollouts]
+
+    async def _declare(self, what: str, group_id: str, size: int | None = None) -> None:
+        if self._ended_here:
+            raise ClosedResourceError(_ENDED_HERE)
+        name = f"what was declared of group {group_id!r}"
+        await self._ask(Pending("declare", (what, plain_name(group_id), size), name=name))
+
+    async def _ask(self, pending: Pending) -> msgspec.Raw:
+        """The value of the reply."""
+        try:
+            return (await self._session.caller.ask(pending)).value
+        except TimeoutError:  # of a blocking call
+            call, reason = _IN_VAIN.get(pending.method, ("put() was not accepted", "the balancer is full"))
+            if problem := self._session.problem:
+                reason = f"not connected: {problem}"
+            raise TimeoutError(f"{call} within {blocking_deadline.timeout_s} s: {reason}") from None
+
+    # in the I/O thread
+
+    def _on_open(self, welcome: Welcome) -> None:
+        if self._keeps is not None:
+            connection = self._session.connection
+            self._kept = self._keeps("" if connection is None else connection.local)
+            self._session.tell("keep", self._kept.owner)
+        self._opened.set()
+        self._slots.lost(_numbers_of(welcome.about) or ())
+
+    def _on_message(self, message: Message, _: Memory | None) -> None:
+        if not isinstance(message, Notify):
+            raise WireError(f"a {type(message).__name__} message for a producer")
+        if message.dropped:
+            if self._kept is None:
+                raise WireError("payloads are dropped that nobody keeps")
+            self._kept.drop(message.dropped)
+        if message.end:
+            self._ended = True
+            self._session.finish(lambda _: ClosedResourceError(_ENDED))
+        if self._ended and not self._kept:  # ranks may still fetch what is kept
+            self._session.close()
+
+    def _on_end(self, _: Exception) -> None:
+        self._opened.set()
+        if self._kept is not None:
+            self._kept.close()  # who needed them is gone

@@ -1,0 +1,344 @@
+"""What producers in other processes ask of a balancer: methods of a :class:`~stream_balancer.net.service.Service`.
+
+What has room goes in at once; the rest waits in the balancer's own first-come-first-served queue, one task each, so
+backpressure is the reply that has not come yet. So do reservers. Every policy version is passed on as it is set.
+``serve`` attends by itself; without it run :func:`attend` as a task.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Coroutine, Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import Annotated, Any, NamedTuple, TypeAlias
+
+import anyio
+import msgspec
+
+from stream_balancer.controller.balancer import StreamBalancer
+from stream_balancer.controller.puts import PendingPut
+from stream_balancer.controller.wakeups import PendingReserve
+from stream_balancer.core.groups import GroupSize, closed
+from stream_balancer.core.throttle import check_reserve
+from stream_balancer.errors import BrokenResourceError, RolloutError, WireError
+from stream_balancer.net.calls import Asked
+from stream_balancer.net.errors import Ended
+from stream_balancer.net.messages import Join, Notify
+from stream_balancer.net.service import Method, Peer, Service
+from stream_balancer.slots import Slot, check_group
+from stream_balancer.types import Rollout
+from stream_balancer.wire.codec import Leases, Owner, decode_rollouts, remote_of
+from stream_balancer.wire.payload import Memory
+from stream_balancer.wire.statistics import encode_statistics
+
+__all__ = ["Producers", "attend"]
+
+_log = logging.getLogger("stream_balancer.net")
+
+_Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=2**40)]
+_Name: TypeAlias = Annotated[str, msgspec.Meta(max_length=1024)]
+_Version: TypeAlias = Annotated[int, msgspec.Meta(ge=-(2**62), lt=2**62)]
+
+
+class _About(NamedTuple):
+    """What a producer says of itself when it joins."""
+
+    rejoin: bool
+    slots: Annotated[list[tuple[_Count, _Count, _Version]], msgspec.Meta(max_length=2**16)]
+    """Those that are open: its number, rollouts still to come, version."""
+
+
+_Group = tuple[bool, msgspec.Raw]
+_InSlot = tuple[tuple[_Count, bool | None], msgspec.Raw]
+_Declared = tuple[_Name, _Name, _Count | None]
+_Reserve = tuple[_Count, _Count]
+_READ: dict[Any, Any] = {
+    kind: msgspec.msgpack.Decoder(kind).decode
+    for kind in (_About, _Group, _InSlot, _Declared, _Reserve, _Count, _Version | None, Owner)
+}
+
+
+def _read(kind: Any, raw: msgspec.Raw) -> Any:
+    """Raises WireError for bytes that no producer of this version sends."""
+    try:
+        return _READ[kind](raw)
+    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
+        raise WireError(f"a producer's call that cannot be read: {error}") from None
+
+
+async def attend(balancer: StreamBalancer, service: Service, *, direct: bool = False) -> None:
+    """Answer producers until cancelled. If the balancer has ended by then, they are notified; else their puts stay
+    where they are, and the next who attends takes them. ``direct``: see :class:`Producers`."""
+    producers = Producers(balancer, service, direct=direct)
+    try:
+        with producers.following_versions():
+            await service.attend(producers.methods, admit=producers.admit, on_peer=producers.on_peer)
+    finally:
+        producers.leave()
+
+
+class _Producer:
+    """One producer, and what it has reserved."""
+
+    def __init__(self) -> None:
+        self.slots: dict[int, Slot] = {}
+        """By its own numbers."""
+        self.given_back: dict[int, int] = {}
+        """Rollouts still to come of slots that it had when its connection was lost."""
+        self.owner: Owner | None = None
+        self.leases: Leases | None = None
+        self.num_waiting = 0
+        """Its puts and reservers."""
+        self.reserving: dict[Asked, None] = {}
+        self.settled = anyio.Event()
+
+
+class Producers:
+    """The producers of one balancer, while its service is attended to."""
+
+    def __init__(
+        self, balancer: StreamBalancer, service: Service, *, direct: bool = False, keep_s: float = 60.0
+    ) -> None:
+        """``direct``: producers may keep the payloads; True in ``serve``, whose ranks fetch them. ``keep_s``: how long
+        one that will join again may take."""
+        self._balancer, self._service, self._direct, self._keep_s = balancer, service, direct, keep_s
+        self._parts = balancer.parts
+        self.methods: dict[str, Method] = {
+            "put": self._put, "put_group": self._put_group, "put_in": self._put_in, "put_nowait": self._put_nowait,
+            "declare": self._declare, "reserve": self._reserve, "release": self._release, "keep": self._keep,
+            "version_after": self._version_after, "end": self._end, "statistics": self._statistics,
+        }  # fmt: skip
+
+        self._coming: dict[bytes, _Producer] = {}
+        for peer in service.peers.values():
+            if peer.kind == "producer":
+                self._adopt(peer, self._known(peer.session))
+
+    # who is there
+
+    def admit(self, join: Join) -> list[int]:
+        """Let a producer in. -> numbers of slots that it had, and has no more."""
+        producer = self._coming[join.session] = self._known(join.session)
+        return list(self._lost_slots(producer, _read(_About, join.about).slots))
+
+    def on_peer(self, peer: Peer) -> None:
+        """One has come in, perhaps again."""
+        self._adopt(peer, self._coming.pop(peer.session))
+        peer.keep_s = self._keep_s if _read(_About, peer.join.about).rejoin else 0.0
+        self._parts.producers.joined(peer.session, peer.name)
+        if self._parts.versions.current is not None:
+            peer.send(Notify(self._parts.versions.current))
+        if self._balancer.ended:
+            peer.send(Notify(end=True))
+
+    def following_versions(self) -> AbstractContextManager[None]:
+        """Within it every version is passed on."""
+        return self._parts.versions.subscribed(lambda version: self._notify(Notify(version)))
+
+    def leave(self) -> None:
+        """Nobody attends any more: if the balancer has ended, producers are told."""
+        if self._balancer.ended:
+            self._notify(Notify(end=True))
+
+    def _notify(self, message: Notify) -> None:
+        for peer in self._service.peers.values():
+            if peer.kind == "producer":
+                peer.send(message)
+
+    def _known(self, session: bytes) -> _Producer:
+        peer = self._service.peers.get(session)
+        return peer.data["producer"] if peer is not None and "producer" in peer.data else _Producer()
+
+    def _adopt(self, peer: Peer, producer: _Producer) -> None:
+        peer.data["producer"] = producer
+        peer.on_end = lambda end: self._give_back(peer, producer, end)
+        peer.on_gone = lambda end: self._gone(peer, producer, end)
+
+    def _give_back(self, peer: Peer, producer: _Producer, end: Ended) -> None:
+        """Its connection is over: others may begin in its place."""
+        slots, producer.slots = producer.slots, {}
+        producer.given_back |= {number: slot.left for number, slot in slots.items()}
+        for slot in slots.values():
+            slot.release()
+        left = sum(producer.given_back.values())
+        if left and end.kind != "closed":
+            _log.warning(
+                "producer %s was lost with %d rollouts that it had reserved and not put: others may begin in their "
+                "place",
+                peer.name,
+                left,
+            )
+
+    def _lost_slots(self, producer: _Producer, asked: Sequence[tuple[int, int, int]]) -> Iterator[int]:
+        """Has it have its slots again, unless others have begun meanwhile."""
+        given_back, producer.given_back = producer.given_back, {}
+        for number, missing, version in asked:
+            # What a former connection has brought is on its way, or accepted: the rest is still to come.
+            count = given_back.get(number, missing)
+            slot = self._parts.reservations.resume(count, version) if count and not self._balancer.ended else None
+            if slot is not None:
+                producer.slots[number] = slot
+            elif count:
+                _log.warning("%d rollouts begun at version %d: others have begun in their place", count, version)
+                yield number
+
+    def _gone(self, peer: Peer, producer: _Producer, end: Ended) -> None:
+        """It does not come back."""
+        owner = producer.owner
+        if owner is not None:
+            lost = self._parts.puts.evict_lost(lambda one: _owner_of(one) == owner)
+            if lost:
+                names = ", ".join(lost[:5]) + (", ..." if len(lost) > 5 else "")
+                _log.warning("producer %s took %d waiting rollouts with it: %s", peer.name, len(lost), names)
+        self._parts.producers.left(peer.session, lost=end.kind != "closed")
+
+    # what they ask
+
+    def _put(self, peer: Peer, asked: Asked) -> Any:
+        return self._begin(peer, asked, self._rollouts(peer, asked.args, asked.memory))
+
+    def _put_group(self, peer: Peer, asked: Asked) -> Any:
+        complete, header = _read(_Group, asked.args)
+        rollouts = self._rollouts(peer, header, asked.memory)
+        check_group(rollouts)
+        return self._begin(peer, asked, rollouts, closed(rollouts[0].group_id) if complete else None)
+
+    def _put_nowait(self, peer: Peer, asked: Asked) -> None:
+        for rollout in self._rollouts(peer, asked.args, asked.memory):
+            self._balancer.put_nowait(rollout)
+
+    def _put_in(self, peer: Peer, asked: Asked) -> Any:
+        (number, complete), header = _read(_InSlot, asked.args)
+        rollouts = self._rollouts(peer, header, asked.memory)
+        if complete is not None:
+            check_group(rollouts)
+        size = closed(rollouts[0].group_id) if complete else None
+        slot = _producer(peer).slots.get(number)
+        if slot is None:
+            # perhaps it was accepted before the connection was lost, and only its reply was not
+            self._parts.core.check(rollouts, size)
+            raise BrokenResourceError(
+                "its slot was given back when the connection was lost, and others have begun in its place. It was not "
+                "accepted; reserve again before generating, or put it without a slot, where it may be evicted as stale"
+            )
+        return self._begin(peer, asked, slot.take(rollouts), size, slot)
+
+    def _declare(self, peer: Peer, asked: Asked) -> Any:
+        what, group_id, size = _read(_Declared, asked.args)
+        if what == "abandon":
+            return self._balancer.abandon_group(group_id)
+        return self._begin(peer, asked, [], GroupSize(group_id, size if what == "expect" else None))
+
+    def _rollouts(self, peer: Peer, header: msgspec.Raw, memory: Memory | None) -> list[Rollout]:
+        producer = _producer(peer)
+        rollouts = decode_rollouts(header, memory, leases=producer.leases)
+        kept = next((one for one in rollouts if remote_of(one) is not None), None)
+        if kept is None:
+            return rollouts
+        if any(_owner_of(one) != producer.owner for one in rollouts):
+            raise WireError("a put names payloads of another owner")
+        if not self._direct:
+            problem = "nobody here could fetch it: only serve() delivers such rollouts"
+        elif self._parts.puts.journal is not None:
+            problem = "this balancer writes what it accepts to a journal, and has not got the tokens"
+        else:
+            return rollouts
+        raise RolloutError(
+            f"rollout {kept.rollout_id!r} stays with its producer (hand_over='direct'), but {problem}. "
+            "Connect without hand_over='direct'"
+        )
+
+    def _begin(
+        self, peer: Peer, asked: Asked, rollouts: Sequence[Rollout], size: GroupSize | None = None,
+        slot: Slot | None = None,
+    ) -> Any:  # fmt: skip
+        """What finds no room, or goes to a journal, takes its place in the balancer's queue now, and waits there."""
+        done = False
+        try:
+            pending = self._parts.puts.begin(rollouts, size)
+            done = pending.stage == "done"
+        except BaseException:
+            if slot is not None:
+                slot.done(len(rollouts), accepted=False)
+            raise
+        if not done:
+            return self._waiting(peer, self._finish(pending, slot, len(rollouts)))
+        if slot is not None:
+            slot.done(len(rollouts), accepted=True)
+        return None
+
+    async def _finish(self, pending: PendingPut, slot: Slot | None, count: int) -> None:
+        accepted = False
+        try:
+            await pending.finish()
+            accepted = True
+        finally:
+            if slot is not None:
+                slot.done(count, accepted=accepted)
+
+    async def _waiting(self, peer: Peer, finish: Coroutine[Any, Any, Any]) -> Any:
+        producer = _producer(peer)
+        producer.num_waiting += 1
+        try:
+            return await finish
+        finally:
+            producer.num_waiting -= 1
+            if not producer.num_waiting:
+                producer.settled.set()
+                producer.settled = anyio.Event()
+
+    def _keep(self, peer: Peer, asked: Asked) -> None:
+        producer = _producer(peer)
+        producer.owner = _read(Owner, asked.args)
+        producer.leases = Leases(lambda keys: peer.send(Notify(dropped=keys)), self._service.io.do)
+
+    def _reserve(self, peer: Peer, asked: Asked) -> Any:
+        number, count = _read(_Reserve, asked.args)
+        check_reserve(self._balancer.config, count)
+        begun = self._parts.reservations.begin(count)
+        if isinstance(begun, Slot):
+            return self._admitted(peer, number, begun)
+        return self._waiting(peer, self._finish_reserve(peer, asked, number, begun))
+
+    async def _finish_reserve(self, peer: Peer, asked: Asked, number: int, begun: PendingReserve) -> int:
+        reserving = _producer(peer).reserving
+        reserving[asked] = None
+        try:
+            slot = await self._parts.reservations.finish(begun)
+        finally:
+            del reserving[asked]
+        return self._admitted(peer, number, slot)
+
+    def _admitted(self, peer: Peer, number: int, slot: Slot) -> int:
+        _producer(peer).slots[number] = slot
+        return slot.version
+
+    def _release(self, peer: Peer, asked: Asked) -> None:
+        slot = _producer(peer).slots.pop(_read(_Count, asked.args), None)
+        if slot is not None:
+            slot.release()
+
+    def _version_after(self, peer: Peer, asked: Asked) -> Any:
+        return self._balancer.version_after(_read(_Version | None, asked.args))
+
+    async def _end(self, peer: Peer, asked: Asked) -> None:
+        """Once all that was asked before has its reply."""
+        producer = _producer(peer)
+        for reserving in producer.reserving:
+            self._service.withdraw(reserving)
+        while producer.num_waiting:
+            await producer.settled.wait()
+        self._parts.producers.ended(peer.session)
+
+    def _statistics(self, peer: Peer, asked: Asked) -> msgspec.Raw:
+        return msgspec.Raw(encode_statistics(self._balancer.statistics()))
+
+
+def _producer(peer: Peer) -> _Producer:
+    producer: _Producer = peer.data["producer"]
+    return producer
+
+
+def _owner_of(rollout: Rollout) -> Owner | None:
+    remote = remote_of(rollout)
+    return None if remote is None else remote.handle.owner
