@@ -76,25 +76,25 @@ class OneRank:
     def global_num_rollouts(self) -> int:
         """Rollouts in the step over all ranks, padding copies not counted. This one and the next three raise ValueError
         in a row of an open step before its last one."""
-        return self._known.rollouts
+        return self._divide_by.rollouts
 
     @property
     def global_num_tokens(self) -> int:
         """Tokens in the step over all ranks, padding copies not counted."""
-        return self._known.tokens
+        return self._divide_by.tokens
 
     @property
     def global_num_loss_tokens(self) -> int:
         """Tokens with a non-zero ``loss_mask`` in the step over all ranks."""
-        return self._known.loss_tokens
+        return self._divide_by.loss_tokens
 
     @property
     def global_num_executions(self) -> int:
         """Executions in the step over all ranks: rollouts with one ``execution_id`` (and group) count as one."""
-        return self._known.executions
+        return self._divide_by.executions
 
     @property
-    def _known(self) -> Denominators:
+    def _divide_by(self) -> Denominators:
         if self.denominators is None:
             raise ValueError(
                 f"step {self.step} is open, and more rows of it come: what to divide by is known with its last one. "

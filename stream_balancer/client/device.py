@@ -1,0 +1,174 @@
+"""Batches on an accelerator: each Work is copied while the step before is still running.
+
+::
+
+    I/O thread    bytes arrive in pinned memory --> copy and widening on a side stream --> event
+    trainer       takes a micro-batch: its stream waits for the event, the host does not
+    pinned bytes  return to the pool once their event is over: a copy may still read them when they are handed out
+
+And how long work took there: an accelerator's own clock, since the host only enqueues it. Whatever
+``torch.accelerator`` knows will do.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+__all__ = ["Event", "Pace", "Stopwatch", "Streams", "Upload", "Uploader"]
+
+
+class Event(Protocol):
+    """A point in a stream."""
+
+    def query(self) -> bool:
+        """True once everything before it is done."""
+        ...
+
+
+class Streams(Protocol):
+    """What an :class:`Uploader` asks of an accelerator."""
+
+    def side(self) -> AbstractContextManager[None]:
+        """Work enqueued inside runs on the side stream."""
+        ...
+
+    def record(self) -> Event:
+        """A point after all that is enqueued on the side stream."""
+        ...
+
+    def wait(self, event: Event) -> None:
+        """Work that the calling thread enqueues from now on runs after ``event``."""
+        ...
+
+    def keep(self, tensor: Tensor) -> None:
+        """``tensor`` was made on the side stream and is now used on the caller's: not to be reused before that."""
+        ...
+
+
+class _AcceleratorStreams:
+    """Over ``torch.accelerator``."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._side = torch.Stream(device=device)
+
+    @contextmanager
+    def side(self) -> Iterator[None]:
+        before = torch.accelerator.current_stream(self._device)
+        torch.accelerator.set_stream(self._side)
+        try:
+            yield
+        finally:
+            torch.accelerator.set_stream(before)
+
+    def record(self) -> Event:
+        return self._side.record_event()
+
+    def wait(self, event: Any) -> None:
+        torch.accelerator.current_stream(self._device).wait_event(event)
+
+    def keep(self, tensor: Tensor) -> None:
+        tensor.record_stream(torch.accelerator.current_stream(self._device))
+
+
+class Upload:
+    """One buffer on its way to the device."""
+
+    def __init__(self, device: torch.device, streams: Streams) -> None:
+        self._device, self._streams = device, streams
+        self._there: Tensor | None = None
+        self.event: Event | None = None
+
+    def copy(self, here: Tensor) -> Tensor:
+        """For ``decode(on_device=)``: nothing has been waited for."""
+        self._there = torch.empty(here.numel(), dtype=torch.uint8, device=self._device)
+        return self._there.copy_(here, non_blocking=True)
+
+    def begin(self, make: Callable[[], object]) -> None:
+        """``make`` calls :meth:`copy`, and what else belongs on the side stream."""
+        with self._streams.side():
+            make()
+            self.event = self._streams.record()
+
+    def hand_over(self) -> None:
+        """The calling thread's stream is going to use it: order it behind the copy. May be called again."""
+        if self.event is not None and self._there is not None:
+            self._streams.wait(self.event)
+            self._streams.keep(self._there)
+
+
+class Uploader:
+    """Copies what arrives. In the I/O thread; what was copied is handed over in the trainer's."""
+
+    def __init__(self, device: torch.device, streams: Streams | None = None) -> None:
+        self._device = device
+        self._streams = _AcceleratorStreams(device) if streams is None else streams
+        self._reading: deque[tuple[Upload, object]] = deque()  # memory of the host that copies may still read
+
+    def of(self, memory: object) -> Upload:
+        """An upload of this memory, which lives until it is over."""
+        while self._reading and (event := self._reading[0][0].event) is not None and event.query():
+            self._reading.popleft()
+        upload = Upload(self._device, self._streams)
+        self._reading.append((upload, memory))
+        return upload
+
+
+class Stopwatch:
+    """Times a ``with`` block of work on ``device``; an accelerator's own clock counts there."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._events = None
+        if device.type != "cpu":
+            self._events = [torch.Event(device, enable_timing=True) for _ in range(2)]
+        self._seconds = 0.0
+
+    def __enter__(self) -> None:
+        if self._events is None:
+            self._seconds = -time.perf_counter()
+        else:
+            self._events[0].record()
+
+    def __exit__(self, *_: object) -> None:
+        if self._events is None:
+            self._seconds += time.perf_counter()
+        else:
+            self._events[1].record()
+
+    def seconds(self) -> float:
+        """What the block took; on an accelerator this waits until it is over."""
+        if self._events is None:
+            return self._seconds
+        self._events[1].synchronize()
+        return float(self._events[0].elapsed_time(self._events[1])) / 1e3
+
+
+class Pace:
+    """Keeps the host at most one micro-batch ahead of the device that it enqueues them for: what is begun cannot be
+    moved to another rank, so no more than that is to be begun."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._ends: deque[torch.Event] = deque()
+
+    def keep(self) -> None:
+        """Another one is going to be begun: wait for the end of the last but one before it."""
+        if self._device.type == "cpu":
+            return
+        end = torch.Event(self._device)
+        end.record()
+        self._ends.append(end)
+        while len(self._ends) > 1:
+            self._ends.popleft().synchronize()
+
+    def finish(self) -> None:
+        """Wait for all that was enqueued."""
+        while self._ends:
+            self._ends.popleft().synchronize()

@@ -1,0 +1,444 @@
+"""The rank's side: an iterator over its steps, with their tensors on the device. ``for`` or ``async for``.
+
+::
+
+    for step in sb.RankFeed("tcp://127.0.0.1:29400", rank=3, dp_size=8):
+        for micro_batch in step: ...
+        end = step.finish()                 # see client/step
+        ...
+
+Where nothing of a step can change once it is planned, ``for batch in feed: for mb in batch.micro_batches: ...`` does
+as well. Asking for the next step says that the last one is in the weights, and acknowledges it; leaving the loop early
+does not. A trainer that commits less often says so itself::
+
+    for step in sb.RankFeed(..., auto_ack=False):
+        train(step)
+        if time_to_save(step):
+            save(feed.state_dict())
+            sb.barrier()
+            step.ack()                      # this one and every one before it
+
+What is not acknowledged is delivered again, in the same plan, after a reconnect or a restart.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import ssl
+import time
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, Self
+
+import anyio.lowlevel
+import torch
+
+from stream_balancer.blocking import OfOneProcess, event_loop_here, refuse_in_event_loop, run
+from stream_balancer.client.device import Stopwatch, Uploader
+from stream_balancer.client.payloads import Fetcher
+from stream_balancer.client.port import Port, Who
+from stream_balancer.client.seats import Seat, seat_in
+from stream_balancer.client.step import Reassigned, Step
+from stream_balancer.core.staleness import next_version
+from stream_balancer.errors import BrokenResourceError, ClosedResourceError, RankLostError
+from stream_balancer.net import movers as ways
+from stream_balancer.net.address import TcpDialer, current_world
+from stream_balancer.net.pool import Pool
+from stream_balancer.statistics import Statistics
+from stream_balancer.types.batch import OneRank
+from stream_balancer.wire.statistics import decode_statistics
+
+__all__ = ["RankFeed"]
+
+DEFAULT_MAX_BATCH_BYTES = 4 * 2**30  # of one message; far above text, below what would take a trainer's host memory
+
+
+class RankFeed(OfOneProcess):
+    """Iterates over one rank's steps, in order, each exactly once. ``for`` and ``async for`` (asyncio, trio).
+
+    Tensors of a step stay valid for as long as you hold them: their memory is reused only when the last of them is
+    gone. Keep none beyond the step if you want the feed to stay within ``depth + 1`` steps of memory.
+
+    When the last step is acknowledged the iteration ends; with ``auto_ack=False`` it ends when the last step was given,
+    and the feed takes its leave with the last ``step.ack()``.
+
+    Raises, from the iteration: RankLostError if the controller went away, or others have a step in their weights that
+    these lack; RefusedError if the controller does not let this rank in or refuses what it has sent, AlreadyInUseError
+    if two threads iterate one feed, ConfigError if there is no such host, or if the steps may change and the loop does
+    not end them with ``finish()``, WireError if something else listens there, ClosedResourceError after :meth:`close`.
+    """
+
+    _in_another_process = "make it where the rank trains: RankFeed(address, rank=..., dp_size=...)"
+
+    def __init__(
+        self,
+        source: Any = None,
+        *,
+        rank: int | None = None,
+        dp_size: int | None = None,
+        depth: int = 2,
+        auto_ack: bool = True,
+        next_step: int | None = None,
+        mesh: Any = None,
+        dp_dim: str | Sequence[str] = "dp",
+        device: str | torch.device = "cpu",
+        max_batch_bytes: int = DEFAULT_MAX_BATCH_BYTES,
+        incarnation: int | None = None,
+        role: str = "",
+        token: str | None = None,
+        tls: ssl.SSLContext | None = None,
+        name: str = "stream_balancer",
+        movers: Sequence[str] | None = None,
+        rejoin: bool = False,
+        connect_timeout_s: float | None = None,
+        linger_s: float = 5.0,
+    ) -> None:
+        """Connect in the background; returns at once.
+
+        ``source``: ``"tcp://host:port"`` of a controller, a c10d Store, None for the store, rank and world size of the
+        initialised torch.distributed world, or what ``sb.testing.MemoryNetwork.connect`` returns. ``depth``: steps
+        that may lie ready besides the one in use. ``auto_ack``: asking for the next step acknowledges the last one;
+        otherwise :meth:`Step.ack` does, and what is not acknowledged does not hold up the next steps. ``next_step``:
+        the weights contain all steps before this one, as :meth:`state_dict` said when they were saved; 0 for new ones.
+        ``mesh``: a DeviceMesh in place of ``rank`` and ``dp_size``; processes that differ only along dimensions other
+        than ``dp_dim`` (tensor, context, pipeline parallel) get the same steps, and all of them iterate. ``dp_dim``
+        may name several dimensions (HSDP). ``device``: where tensors are wanted; copies run beside the step before.
+        ``incarnation``: how often this rank was started before (default: TORCHELASTIC_RESTART_COUNT, else 0).
+        ``role``: this rank computes columns that the trainer's ranks wait for, and gives them with
+        ``micro_batch.give(...)``: see ``serve(roles=)``.
+
+        ``token``, ``name``: the transport's (default: the environment's ``STREAM_BALANCER_TOKEN``). ``tls``: encrypts
+        the connection. ``movers``: how bytes come, of ``"shared_memory"`` and ``"torch_dist"``; the socket if none of
+        them can be had. ``rejoin``: a controller that is lost is started again, under the same address or in the same
+        store. Then its loss raises nothing: the feed waits for the next one, with a warning, and goes on where it was.
+        ``connect_timeout_s``: for the first connection; by default it is tried for ever, with a warning now and then.
+        ``linger_s``: how long :meth:`close` waits for the controller's answer.
+        """
+        if depth < 1:
+            raise ValueError(f"depth must be >= 1, not {depth}: with no room for a step none could ever be sent")
+        if next_step is not None and next_step < 0:
+            raise ValueError(f"next_step must be >= 0, not {next_step}")
+        if incarnation is None:
+            incarnation = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+        self._device = torch.device(device)
+        uploader = None if self._device.type == "cpu" else Uploader(self._device)
+        if hasattr(source, "options"):
+            if mesh is not None or rank is not None or dp_size is not None:
+                raise ValueError("rank=, dp_size= and mesh= are said where the network is connected to")
+            dialer, given = source, {**source.options}
+            fetcher = Fetcher(lambda owner: source.elsewhere(owner.address))
+            seat = Seat(given.pop("rank"), given.pop("dp_size"), given.pop("seat"), given.pop("seats"))
+            depth, incarnation, role, rejoin = (given[key] for key in ("depth", "incarnation", "role", "rejoin"))
+        else:
+            source, seat = _seat(source, rank, dp_size, mesh, dp_dim)
+            pool = Pool() if uploader is None else Pool(pinned=True)
+            dialer = TcpDialer(source, token=token, name=name, tls=tls, pool=pool)
+            fetcher = Fetcher(lambda owner: TcpDialer(owner.address, token=owner.token.decode()))
+            if movers is None:
+                movers = () if tls is not None else ("shared_memory",) if isinstance(source, str) else ("torch_dist",)
+            if uploader is not None:  # an accelerator reads pinned memory by itself, and no other process's
+                movers = [one for one in movers if one != "shared_memory"]
+        who = Who(seat.rank, seat.dp_size, role, seat.seat, seat.seats, incarnation, depth, max_batch_bytes)
+        self._port = Port(
+            dialer,
+            who,
+            fetcher,
+            next_step=next_step,
+            uploader=uploader,
+            rejoin=rejoin,
+            movers=ways.available(movers or (), again=incarnation > 0),
+            connect_timeout_s=connect_timeout_s,
+            linger_s=linger_s,
+        )
+        self._auto_ack = auto_ack
+        self._hand: Step | None = None
+        self._ended = False
+        self._version: int | None = None
+
+    @property
+    def rank(self) -> int:
+        """This DP rank."""
+        return self._port.who.rank
+
+    @property
+    def dp_size(self) -> int:
+        """DP ranks that take part, as the feed was opened."""
+        return self._port.who.dp_size
+
+    @property
+    def auto_ack(self) -> bool:
+        """Whether asking for the next step acknowledges the last one."""
+        return self._auto_ack
+
+    @property
+    def waiting_s(self) -> float:
+        """Seconds the trainer has now waited for something to do; 0.0 while it has."""
+        since = self._port.waiting_since
+        return 0.0 if since is None else time.monotonic() - since
+
+    # the iteration
+
+    def __iter__(self) -> Iterator[Step]:
+        return self
+
+    def __next__(self) -> Step:
+        """The next step. Blocks until there is one; Ctrl-C ends the wait, and the next call gives the step."""
+        refuse_in_event_loop("`for` over a RankFeed", "There, use `async for`")
+        step = run(self._take_next(early=True))
+        if step is None:
+            if self._is_through:
+                self.close()
+            raise StopIteration
+        step.given = True
+        return step
+
+    def __aiter__(self) -> AsyncIterator[Step]:
+        return self
+
+    async def __anext__(self) -> Step:
+        """As ``next()``, without blocking the event loop. If cancelled, no step was taken."""
+        await anyio.lowlevel.checkpoint()
+        # a property cannot wait in an event loop: only who iterates steps gets those that are not complete
+        step = await self._take_next(early=self._port.by_item)
+        if step is None:
+            if self._is_through:
+                await self.aclose()
+            raise StopAsyncIteration
+        step.given = True
+        return step
+
+    async def _take_next(self, *, early: bool) -> Step | None:
+        """None at the end."""
+        if self._ended:
+            return None
+        if self._hand is not None and self._hand.given:
+            await self._port.wait_for(self._hand.look_complete)
+            with self._port.lock:
+                self._hand.conclude(ack=self._auto_ack)
+                self._hand = None
+        if self._hand is None:  # else Ctrl-C came before it was given
+            await self._port.wait_for(lambda: self._look(early=early))
+        return self._hand
+
+    def _look(self, *, early: bool) -> bool | None:
+        """Whether there is a step in hand, or no more will come. The port's lock is held."""
+        port, held = self._port, self._port.held
+        if port.left_behind is not None:
+            raise self._left_behind(port.left_behind.step, port.left_behind.text)
+        for number in [number for number in held.parts if number < port.loaded]:
+            held.has_finished(held.parts[number], ack=True)  # the weights came with it
+        oldest = port.known.get(min(held.parts)) if held.parts else None
+        if oldest is not None:
+            waited_s = 0.0 if port.waiting_since is None else time.monotonic() - port.waiting_since
+            part = held.next_step() if early or port.who.role or oldest.is_whole else None
+            if part is not None:
+                self._hand = Step(port, port.known[part.number], self.acknowledge_through, waited_s)
+                return True
+        if held.ended and all(part.is_done for part in held.parts.values()):
+            self._ended = True
+            return True
+        return None
+
+    def _left_behind(self, step: int, text: str) -> RankLostError:
+        return RankLostError(
+            f"rank {self.rank}: the others have met without it in step {step}{text and ': '}{text}. With their weights "
+            f"it goes on: feed.load_state_dict({{'next_step': {step + 1}}})",
+            rank=self.rank,
+            step=step,
+            cause="the others have met without it",
+        )
+
+    # acknowledgements and checkpoints
+
+    @property
+    def _is_through(self) -> bool:
+        """All that was given is acknowledged."""
+        return self._port.held.acked >= (self._port.held.weights or 0)
+
+    def acknowledge_through(self, step: int) -> None:
+        """Acknowledge ``step`` and every one before it: :meth:`Step.ack` for code that kept the number only. From any
+        thread, never blocks, idempotent. Raises as that."""
+        port, held, hand = self._port, self._port.held, self._hand
+        with port.lock:
+            if hand is not None and hand.step <= step and hand.is_mine:
+                self._check_open("step.ack()")
+                if hand.look_complete() is None:
+                    raise ValueError(f"step.ack(): step {hand.step} is open, and more of it comes. Finish it first")
+                hand.conclude(ack=False)
+            last = min(step, (held.weights or 0) - 1)
+            if last >= held.acked:
+                self._check_open("step.ack()")
+                held.ack(last)
+            port.flush()
+            leaves = self._ended and self._is_through
+        if leaves:
+            port.close()
+
+    def state_dict(self) -> dict[str, int]:
+        """What the weights contain, to be saved with them: ``{"next_step": n}``, all steps before n. Call it after the
+        optimizer step. The step in hand counts once all its micro-batches were given."""
+        with self._port.lock:
+            hand, weights = self._hand, self._port.held.weights or 0
+            counts = hand is not None and hand.given and hand.is_given and not hand.dropped
+            return {"next_step": max(weights, hand.step + 1) if hand is not None and counts else weights}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """The weights are now those that :meth:`state_dict` was saved with, here or on another rank: what is in them is
+        not given again. As ``RankFeed(next_step=...)``. Raises ValueError for weights that lack steps which this feed
+        has given: open a new one for these."""
+        next_step, port = state["next_step"], self._port
+        with port.lock:
+            if next_step < (port.held.weights or 0):
+                raise ValueError(
+                    f"load_state_dict(): the weights lack step {next_step}, which this feed was through with. Open a "
+                    f"new feed for them: RankFeed(..., next_step={next_step})"
+                )
+            port.load(next_step)
+
+    # the balancer, from here
+
+    @property
+    def version(self) -> int | None:
+        """The newest policy version: set here, or passed on by the controller; None before the first."""
+        known = [one for one in (self._version, self._port.session.version) if one is not None]
+        return max(known, default=None)
+
+    def set_version(self, version: int) -> None:
+        """The policy moved on, as :meth:`StreamBalancer.set_version`: call it after the optimizer step and before the
+        next step is asked for. From any thread, never blocks.
+
+        One rank may say it, or all of them, each the same. Raises ValueError if it goes backwards, ClosedResourceError
+        if the feed was closed before; a lost controller is raised by the iteration.
+        """
+        self._check_open("set_version()")
+        self._version = next_version(self.version, version)
+        self._port.session.tell("set_version", [version])
+
+    def end(self) -> None:
+        """No more rollouts are wanted, as :meth:`StreamBalancer.end`: producers' puts raise ClosedResourceError, what
+        waits is drained, then the iteration ends on all ranks. From any thread, never blocks, may be called twice."""
+        self._check_open("end()")
+        self._port.session.tell("end")
+
+    def _check_open(self, method: str) -> None:
+        if self._port.closed:
+            raise ClosedResourceError(
+                f"{method} on a feed that is closed: call it before. What was not acknowledged is delivered again"
+            )
+
+    def statistics(self, *, timeout_s: float | None = None) -> Statistics:
+        """As :meth:`StreamBalancer.statistics`, from the controller; blocks for a round trip. Raises TimeoutError after
+        ``timeout_s``, RankLostError if the controller goes away, ClosedResourceError if the feed was closed, ValueError
+        for more than a mebibyte of them."""
+        refuse_in_event_loop("statistics() of a feed", "There, await feed.async_statistics()")
+        return run(self.async_statistics(), timeout_s)
+
+    async def async_statistics(self) -> Statistics:
+        """:meth:`statistics`, without blocking the event loop."""
+        self._check_open("statistics()")
+        try:
+            answered = await self._port.session.ask("statistics")
+        except BrokenResourceError as error:
+            raise RankLostError(str(error), rank=self.rank, cause=str(error)) from None
+        return decode_statistics(bytes(answered.value))
+
+    # time
+
+    @contextmanager
+    def timed(self, device: str | torch.device | None = None) -> Iterator[None]:
+        """Time what this rank computes by itself for the step in hand: forward and backward, before it waits for the
+        other ranks in a collective. Several times in a step add up.
+
+        A ``CalibratedCost`` learns from these seconds, and ``statistics()`` takes the measured idle time from them;
+        without them a step counts from taking it to asking for the next, in which all ranks look alike once they have
+        met. With DDP, that means micro-batches under ``no_sync()``. ``device``: where the work runs, if it is not the
+        feed's; on an accelerator its own clock counts, and is read when the next step is asked for.
+        """
+        stopwatch = Stopwatch(self._device if device is None else torch.device(device))
+        with stopwatch:
+            yield
+        if self._hand is not None:
+            self._hand.computed(stopwatch.seconds)
+
+    def add_compute_s(self, seconds: float) -> None:
+        """As :meth:`timed`, for a trainer that has the seconds from a clock of its own. Raises ValueError unless they
+        are a finite number >= 0."""
+        if not 0 <= seconds < math.inf:
+            raise ValueError(f"add_compute_s() takes seconds >= 0, not {seconds!r}")
+        if self._hand is not None:
+            self._hand.computed(lambda: seconds)
+
+    # names of before
+
+    def reassigned(self) -> Reassigned:
+        """What this rank takes over, in the step in hand, of ranks that were lost or are slow, beyond its
+        ``micro_batches``: rank batches, mostly none; then ``.ranks`` says who meets. `for micro_batch in step`, and
+        ``finish()``, do the same in one loop. Raises ValueError without a step in hand, RankLostError if others have
+        it now, and what the iteration raises."""
+        return Reassigned(self._in_hand("reassigned"))
+
+    def micro_batches(self, batch: OneRank, device: str | torch.device | None = None) -> Step:
+        """The step in hand, to be iterated; ``.ranks`` says who meets once that has ended. ``device``: where the work
+        runs, if it is not the feed's; on an accelerator the host waits so that it is at most one micro-batch ahead.
+        Raises ValueError if ``batch`` is not the step in hand."""
+        hand = self._in_hand("micro_batches")
+        if batch.step != hand.step:
+            raise ValueError(
+                f"micro_batches() is for the batch in hand, of step {hand.step}; this one is of step {batch.step}"
+            )
+        return hand.paced(self._device if device is None else torch.device(device))
+
+    def _in_hand(self, method: str) -> Step:
+        if self._hand is None or not self._hand.given:
+            raise ValueError(f"{method}() is for the step in hand, and there is none: call it in the loop")
+        return self._hand
+
+    # leaving
+
+    def close(self) -> None:
+        """Leave: the controller is notified, and what is open here is released. A step that was not acknowledged will
+        be delivered again. Waits for the controller's answer, ``linger_s`` at most, but in an event loop: there,
+        :meth:`aclose` does. Idempotent."""
+        self._port.close()
+        if event_loop_here() is None:
+            run(self._port.session.aclose())
+
+    async def aclose(self) -> None:
+        """:meth:`close`, without blocking the event loop."""
+        self._port.close()
+        await self._port.session.aclose()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.aclose()
+
+
+def _seat(
+    source: Any, rank: int | None, dp_size: int | None, mesh: Any, dp_dim: str | Sequence[str]
+) -> tuple[Any, Seat]:
+    """Where the controller is, and this process's place: what was given, and what the initialised torch.distributed
+    world says of the rest."""
+    if mesh is not None:
+        if rank is not None or dp_size is not None:
+            raise ValueError("give RankFeed either mesh= or rank= and dp_size=: the mesh says both")
+        return current_world()[0] if source is None else source, seat_in(mesh, dp_dim)
+    if source is None:
+        source, world_rank, world_size = current_world()
+        rank = world_rank if rank is None else rank
+        dp_size = world_size if dp_size is None else dp_size
+    if rank is None or dp_size is None:
+        raise ValueError(
+            "RankFeed needs rank= and dp_size=, or mesh=, unless it runs inside an initialised torch.distributed world"
+        )
+    if not 0 <= rank < dp_size:
+        raise ValueError(f"rank must be in [0, dp_size): rank={rank}, dp_size={dp_size}")
+    return source, Seat(rank, dp_size, 0, 1)

@@ -1,0 +1,350 @@
+"""One process's line to its controller: messages go into :class:`Held`, its facts go out as reports. One lock.
+
+::
+
+    I/O thread    Work -> decode -> (fetch what lies elsewhere) -> Held     trainer   Held -> step, micro-batch
+                  Seal, Go, Recall, Rewind, Drop ----------------> Held               done, finish, ack -> Held.out
+                  connected: Held.has() was said in Join                   both       Held.out -> Report
+
+Facts wait in ``Held.out`` while there is no connection; :meth:`Held.has` says at the next join what they would have.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, NamedTuple, TypeVar
+
+import msgspec
+
+from stream_balancer.client.device import Upload, Uploader
+from stream_balancer.client.held import Held, Part
+from stream_balancer.client.payloads import Fetcher, Missing
+from stream_balancer.core.steps import Drop, End, Go, Item, RankId, Recall, Rewind, Seal, Send, SendSeal
+from stream_balancer.errors import AlreadyInUseError, ClosedResourceError, RankLostError, WireError, rank_name, to_raise
+from stream_balancer.net import messages as m
+from stream_balancer.net.errors import Ended
+from stream_balancer.net.loops import Signal
+from stream_balancer.net.session import Dialer, Session
+from stream_balancer.types import MicroBatch
+from stream_balancer.wire.codec import Decoded, decode
+from stream_balancer.wire.payload import NOTHING, Memory, Payload
+
+__all__ = ["Arrived", "Known", "Port", "Who"]
+
+T = TypeVar("T")
+_log = logging.getLogger("stream_balancer.client")
+
+
+class Who(NamedTuple):
+    """What a process says of itself when it joins."""
+
+    rank: int
+    dp_size: int
+    role: str
+    seat: int
+    seats: int
+    incarnation: int
+    depth: int
+    max_batch_bytes: int
+
+
+class Arrived:
+    """The micro-batches of one Work."""
+
+    def __init__(self, decoded: Decoded, upload: Upload | None) -> None:
+        self.decoded, self._upload = decoded, upload
+        self._masked: set[str] = set()
+        self._is_resized = False
+
+    def mask(self, gone: Collection[str]) -> None:
+        """Nobody trains on these."""
+        if not self._masked.issuperset(gone):
+            self.decoded.mask(gone)
+            self._masked.update(gone)
+
+    def land(self) -> None:
+        """All bytes are here: begin to copy them to the device."""
+        if self._upload is not None:
+            self._upload.begin(lambda: self.decoded.micro_batches)
+
+    def micro_batch(self, index: int, gone: Collection[str], seal: m.Seal | None) -> MicroBatch:
+        """For the trainer, without what is ``gone``."""
+        if self._upload is not None:
+            self._upload.hand_over()
+        self.mask(gone)
+        if seal is not None and seal.resized and not self._is_resized:
+            self._is_resized = True
+            self.decoded.resize(
+                {(one.group_id, one.execution_id): (one.samples, one.loss_tokens) for one in seal.resized}
+            )
+        return self.decoded.micro_batches[index]
+
+
+class Known:
+    """What messages have said of a step, beside its items."""
+
+    def __init__(self, part: Part) -> None:
+        self.part = part
+        self.head: m.StepHead | None = None
+        self.sizes: m.Sizes | None = None
+        """Of the step as it was planned, once all of it is here."""
+        self.seal: m.Seal | None = None
+        self.dropped: str | None = None
+        """Why it was taken away."""
+
+    @property
+    def is_whole(self) -> bool:
+        """All of it is here, as far as it was planned."""
+        return self.sizes is not None or self.seal is not None
+
+
+class Port:
+    """Safe from any thread; the lock is held around every use of :attr:`held`."""
+
+    def __init__(
+        self, dialer: Dialer, who: Who, fetcher: Fetcher, *, next_step: int | None = None,
+        uploader: Uploader | None = None, **options: Any,
+    ) -> None:  # fmt: skip
+        """``next_step``: what the weights contain. ``options``: of the Session."""
+        self.who = who
+        self.name = rank_name(who.rank, who.role)
+        self.lock = threading.RLock()
+        self.held = Held(
+            RankId(who.role, who.rank), who.seat, seats=who.seats, meets=False, weights=next_step, acked=next_step or 0
+        )
+        self.loaded = next_step or 0
+        """Steps before this one came with the weights: they are not trained on again."""
+        self.known: dict[int, Known] = {}
+        self.times: dict[int, tuple[float, float | None, float]] = {}
+        """Of steps that are finished: seconds, seconds timed by the trainer, seconds waited."""
+        self.closed = False
+        self.over: Exception | None = None
+        """Why nothing comes any more."""
+        self.left_behind: m.Drop | None = None
+        """The others have a step in their weights that these lack."""
+        self.by_item = False
+        """The loop ends its steps with finish(): it is given them before they are complete."""
+        self.waiting_since: float | None = None
+        self.waited_s = 0.0
+        self._causes: dict[str, str] = {}
+        self._news = Signal()
+        self._one_user = threading.Lock()
+        self._uploader, self._fetcher = uploader, fetcher
+        self._broken: WireError | None = None
+        with self.lock:  # the I/O thread may be quicker than this line
+            self.session = Session(
+                dialer, "rank", about=self._about, on_open=self._on_open, admit=self._admit,
+                on_message=self._on_message, on_end=self._on_end, **options,
+            )  # fmt: skip
+
+    # from any thread
+
+    async def wait_for(self, look: Callable[[], T | None]) -> T:
+        """What ``look`` finds, under the lock, as soon as it finds something. What has come is found before a lost
+        controller is told."""
+        if not self._one_user.acquire(blocking=False):
+            raise AlreadyInUseError(
+                "two threads or tasks iterate one RankFeed. Each step goes to one of them: let one iterate"
+            )
+        began = self.waiting_since = time.monotonic()
+        try:
+            while True:
+                with self.lock:
+                    # in place before it looks: what comes between that and the wait sets it
+                    news = self._news = Signal()
+                    if self.closed:
+                        raise ClosedResourceError("the feed was closed")
+                    found = look()
+                    self.flush()
+                    if found is not None:
+                        return found
+                    if self.over is not None:
+                        raise to_raise(self.over)
+                await news.wait()
+        finally:
+            self.waited_s += time.monotonic() - began
+            self.waiting_since = None
+            self._one_user.release()
+
+    def flush(self) -> None:
+        """Report what Held has said. The lock is held."""
+        if self.session.connection is None:
+            return
+        out, self.held.out = self.held.out, []
+        for fact in out:
+            self.session.send(*self._report(*fact))
+
+    def load(self, next_step: int) -> None:
+        """The weights contain all steps before this one: they are a checkpoint's, or another rank's. The lock is
+        held."""
+        self.loaded = self.held.weights = self.held.acked = next_step
+        if self.left_behind is not None and self.left_behind.step < next_step:
+            self.left_behind = None
+        if next_step:
+            self.held.out += [("finished", next_step - 1, 0), ("acknowledged", next_step - 1)]
+        self.flush()
+
+    def close(self) -> None:
+        """Leave: nothing is given any more. Never blocks."""
+        with self.lock:
+            self.closed = True
+            self.known.clear()
+        self._fetcher.close()
+        self.session.close()
+        self._news.set()
+
+    # in the I/O thread
+
+    def _about(self) -> dict[str, Any]:
+        with self.lock:
+            says = {"next_step": self.held.weights, "version": self.session.version, "has": self.held.has()}
+            return self.who._asdict() | says
+
+    def _on_open(self, _: m.Welcome) -> None:
+        with self.lock:
+            self.flush()
+
+    def _admit(self, message: m.Message, total: int) -> None:
+        if not isinstance(message, m.Work):
+            raise self._refusal(f"{total} bytes behind a {type(message).__name__} message")
+        if total > self.who.max_batch_bytes:
+            raise self._refusal(
+                f"{self.name}: step {message.step} announces {total} bytes, more than max_batch_bytes "
+                f"({self.who.max_batch_bytes}). Raise max_batch_bytes of RankFeed, or lower batch_size"
+            )
+
+    def _refusal(self, text: str) -> WireError:
+        self._broken = WireError(text)
+        return self._broken
+
+    def _on_message(self, message: m.Message, memory: Memory | None) -> None:
+        try:
+            with self.lock:
+                self._take(message, memory)
+                self.known = {number: one for number, one in self.known.items() if number in self.held.parts}
+                self.flush()
+        except WireError as error:
+            self._broken = error
+            raise
+        self._news.set()
+
+    def _take(self, message: m.Message, memory: Memory | None) -> None:
+        held, one, seat = self.held, self.held.rank, self.held.seat
+        if isinstance(message, m.Work):
+            self._take_work(message, memory)
+        elif isinstance(message, m.Seal):
+            if (known := self.known.get(message.step)) is not None and not one.role:
+                known.seal = message
+            ranks = tuple(RankId("", number) for number in message.ranks)
+            held.take(SendSeal(one, seat, Seal(message.step, message.number, ranks, frozenset(message.gone))))
+        elif isinstance(message, m.Go):
+            held.take(Go(one, seat, message.step, frozenset(message.items), frozenset(message.gone)))
+        elif isinstance(message, m.Recall):
+            held.take(Recall(one, seat, message.step, message.attempt, message.items, message.idle))
+        elif isinstance(message, m.Rewind):
+            held.take(Rewind(one, seat, message.step, message.attempt))
+        elif isinstance(message, m.Drop):
+            self._take_drop(message)
+        elif isinstance(message, m.Notify):
+            if message.end:
+                held.take(End(one, seat))
+        else:
+            raise WireError(f"a {type(message).__name__} message for a rank")
+
+    def _take_work(self, work: m.Work, memory: Memory | None) -> None:
+        items: tuple[Item, ...] = ()
+        held = self.held
+        if work.items:
+            upload = None if self._uploader is None else self._uploader.of(memory)
+            decoded = decode(work.header, memory, on_device=None if upload is None else upload.copy)
+            arrived = Arrived(decoded, upload)
+            if len(decoded.num_rollouts) != len(work.items):
+                raise WireError(f"step {work.step}: {len(work.items)} items, and {len(decoded.num_rollouts)} came")
+            items = tuple(
+                Item(one.id, held.rank, (), group=one.group, remote=one.remote, payload=(arrived, index))
+                for index, one in enumerate(work.items)
+            )
+            arrived.mask(work.gone)
+            if decoded.holes():
+                self._fetcher.fetch(decoded, lambda missing: self._on_fetched(work, arrived, missing))
+            else:
+                arrived.land()
+        if work.head is not None:
+            held.meets = work.head.meets
+        before = held.parts.get(work.step)
+        opens = before is None or before.uid != work.uid
+        try:
+            held.take(Send(held.rank, held.seat, work.step, work.uid, work.attempt, items, frozenset(work.gone), opens))
+        except ValueError as error:  # an item twice
+            raise WireError(str(error)) from None
+        held.to_fetch.clear()  # by message, not by item
+        part = held.parts[work.step]
+        known = self.known.get(work.step)
+        if known is None or known.part is not part:
+            known = self.known[work.step] = Known(part)
+        known.head = work.head or known.head
+        known.sizes = work.sizes or known.sizes
+
+    def _take_drop(self, message: m.Drop) -> None:
+        held = self.held
+        if (known := self.known.get(message.step)) is not None:
+            known.dropped = message.text or "others have it"
+        if message.met and held.meets and not held.rank.role and message.step >= (held.weights or 0):
+            self.left_behind = message
+        held.take(Drop(held.rank, held.seat, message.step, message.met))
+
+    def _on_fetched(self, work: m.Work, arrived: Arrived, missing: Sequence[Missing]) -> None:
+        """What there is of its payloads is here."""
+        with self.lock:
+            causes = {one.rollout_id: one.cause for one in missing}
+            arrived.mask(causes)
+            arrived.land()
+            self._causes.update(causes)
+            ids, stop = arrived.decoded.names.ids, 0
+            for item, number in zip(work.items, arrived.decoded.num_rollouts, strict=True):
+                start, stop = stop, stop + number
+                if item.remote:
+                    self.held.fetched(work.step, item.id, [one for one in ids[start:stop] if one in causes])
+            self.flush()
+        self._news.set()
+
+    def _report(
+        self, fact: str, step: int, attempt: int = 1, items: Any = (), more: Any = None
+    ) -> tuple[m.Report, Payload]:
+        about, payload = None, NOTHING
+        if fact == "at_barrier":
+            about, items = items, ()  # the seal that failed
+        elif fact == "finished":
+            about = self.times.pop(step, None)
+        elif fact == "fetched":
+            about = {one: self._causes.pop(one, "") for one in more}
+        elif more is not None:
+            about, payload = more  # a role's columns
+        raw = about if isinstance(about, msgspec.Raw) else msgspec.Raw(msgspec.msgpack.encode(about))
+        return m.Report(fact, step, attempt, tuple(items), raw), payload
+
+    def _on_end(self, error: Exception) -> None:
+        with self.lock:
+            if self.over is None:
+                self.over = self._broken or self._explained(error)
+        self._fetcher.close()
+        self._news.set()
+
+    def _explained(self, error: Exception) -> Exception:
+        if not isinstance(error, Ended):
+            return error
+        cause = error.text or "it closed"
+        if error.kind == "closed":
+            text = f"the controller has closed the link to {self.name}: {cause}"
+        else:
+            text = (
+                f"{self.name} lost its controller: {cause}. What was not acknowledged is held by the balancer, if it "
+                "lives. Start the controller again and open a new RankFeed"
+            )
+        step = next((number for number, one in self.held.parts.items() if one.taken), None)
+        lost = RankLostError(text, rank=self.who.rank, step=step, cause=cause)
+        lost.__cause__ = error
+        return lost

@@ -1,0 +1,464 @@
+"""A step on a rank: the micro-batches that are this rank's, as they can begin, and what all divide by.
+
+::
+
+    for step in feed:
+        optimizer.zero_grad()
+        for micro_batch in step:                     # own, appended, taken over; ends when nothing is left
+            with feed.timed():
+                loss_sum(micro_batch).backward()
+        end = step.finish()                          # waits for the seal
+        if end is None:
+            continue                                 # rewound: it comes again. Dropped: the next one comes
+        all_reduce(gradients, among=end.ranks)       # it fails? iterate `step` and finish() again
+        scale(gradients, 1 / end.tokens)
+        optimizer.step()
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
+
+import anyio.lowlevel
+import torch
+from msgspec import structs
+from torch import Tensor
+
+from stream_balancer.blocking import refuse_in_event_loop, run
+from stream_balancer.client.device import Pace
+from stream_balancer.errors import ClosedResourceError, ConfigError, RankLostError
+from stream_balancer.types import MicroBatch, RankBatch
+from stream_balancer.types.batch import Denominators, MiniBatchSize, OneRank
+from stream_balancer.values import SUPPORTED_DTYPES
+from stream_balancer.wire.codec import encode_columns
+
+if TYPE_CHECKING:
+    from stream_balancer.client.held import Work
+    from stream_balancer.client.port import Known, Port
+
+__all__ = ["End", "Reassigned", "Step"]
+
+T = TypeVar("T")
+_MOST_COLUMNS = 64
+
+
+class End(NamedTuple):
+    """Who meets at the end of a step, and what all divide by."""
+
+    ranks: tuple[int, ...]
+    """Under the numbers that their feeds were opened with, ascending."""
+    rollouts: int
+    """Over all ranks, and so are the following. Padding copies are not counted."""
+    tokens: int
+    loss_tokens: int
+    executions: int
+
+
+class Step(OneRank):
+    """Step: what one rank has of an optimizer step. Iterate it for its micro-batches, then :meth:`finish`.
+
+    It is a rank batch too: ``step.micro_batches``, ``step.global_num_tokens`` and the like wait until the step is
+    complete. Whoever asks for ``micro_batches`` keeps all of them: none is given to ranks that are faster.
+    """
+
+    def __init__(self, port: Port, known: Known, acknowledge: Callable[[int], None], waited_s: float) -> None:
+        self._port, self._known, self._acknowledge = port, known, acknowledge
+        self._hand: Work | None = None  # the item that the loop works on
+        self._made: dict[int, MicroBatch] = {}
+        self._whole: tuple[MicroBatch, ...] | None = None
+        self._end: End | None = None
+        self._pace: Pace | None = None
+        self._taken_at, self._waited_s, self._waited_before = time.monotonic(), waited_s, port.waited_s
+        self._computed: list[Callable[[], float]] = []
+        self.given = False
+        """The feed has returned it."""
+
+    # the loop
+
+    def __iter__(self) -> Iterator[MicroBatch]:
+        self._begin_again()
+        return self
+
+    def __next__(self) -> MicroBatch:
+        """The next micro-batch that can begin. Blocks until there is one, or nothing is left on any rank."""
+        found = self._at_once(self._look_next, "iterating a step", "`async for micro_batch in step`")
+        if not found:
+            raise StopIteration
+        return found[0]
+
+    def __aiter__(self) -> AsyncIterator[MicroBatch]:
+        self._begin_again()
+        return self
+
+    async def __anext__(self) -> MicroBatch:
+        """As ``next()``, without blocking the event loop. If cancelled, none was begun."""
+        await anyio.lowlevel.checkpoint()
+        found = await self._port.wait_for(self._look_next)
+        if not found:
+            raise StopAsyncIteration
+        return found[0]
+
+    def finish(self) -> End | None:
+        """Who meets, and what all divide by, once every rank has come so far: call it before the ranks meet. None if
+        this gradient must not be used: zero it, and go on with the feed. Either the step begins again, since ranks that
+        share rollouts were lost, or it was taken away; then :attr:`dropped` says why.
+
+        Blocks. Raises ValueError if the loop over the step was left before its end, and what the feed raises.
+        """
+        found = self._at_once(self._look_end, "step.finish()", "`await step.async_finish()`")
+        return found[0] if found else None
+
+    async def async_finish(self) -> End | None:
+        """:meth:`finish`, without blocking the event loop."""
+        await anyio.lowlevel.checkpoint()
+        found = await self._port.wait_for(self._look_end)
+        return found[0] if found else None
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """:attr:`End.ranks`, once the step has ended; empty before."""
+        return () if self._end is None else self._end.ranks
+
+    @property
+    def dropped(self) -> str | None:
+        """Why the step was taken away from this rank; None while it was not."""
+        return self._known.dropped
+
+    def ack(self, columns: Mapping[str, Sequence[Tensor]] | None = None) -> None:
+        """Acknowledge this step and every earlier one of its feed: committed, and not to be delivered again.
+
+        For ``RankFeed(auto_ack=False)``, at an optimizer step or a checkpoint; otherwise before leaving a loop early.
+        ``columns``: of a feed with a role, what it has computed: by name, ``[T]`` of each micro-batch, as
+        :meth:`MicroBatch.give` for each of them.
+
+        From any thread, never blocks, idempotent. Raises ClosedResourceError if the feed was closed before, ValueError
+        for columns that do not fit, and for a step that is not complete.
+        """
+        if columns is not None:
+            self._give_all(columns)
+        self._acknowledge(self.step)
+
+    # as a rank batch
+
+    @property
+    def step(self) -> int:
+        """Step number, from 0, the same on every rank."""
+        return self._known.part.number
+
+    @property
+    def rank(self) -> int:
+        """DP rank that trains on it: its number in the step."""
+        head = self._known.head
+        return self._port.who.rank if head is None or head.rank is None else head.rank
+
+    @property
+    def dp_size(self) -> int:
+        """DP ranks in the step."""
+        head = self._known.head
+        return self._port.who.dp_size if head is None else head.dp_size
+
+    @property
+    def load(self) -> float:
+        """Predicted work as planned; see :attr:`RankBatch.load`."""
+        return 0.0 if self._known.head is None else self._known.head.load
+
+    @property
+    def micro_batches(self) -> tuple[MicroBatch, ...]:
+        """All of this rank, in the order they should run, once the step is complete."""
+        if self._whole is None:
+            self._at_once(self._look_whole, "step.micro_batches", "`async for micro_batch in step`")
+        assert self._whole is not None
+        return self._whole
+
+    @property
+    def denominators(self) -> Denominators | None:
+        """Of the step over all ranks, once it is complete. None for a role, of a step that is open."""
+        if not self._port.who.role:
+            self._at_once(self._look_sizes, "reading what a step is divided by", "`end = await step.async_finish()`")
+        sizes = self._known.seal.sizes if self._known.seal is not None else self._known.sizes
+        return None if sizes is None else Denominators(*structs.astuple(sizes))
+
+    @property
+    def mini_batch_sizes(self) -> tuple[MiniBatchSize, ...]:
+        """Of its mini-batches; empty where the step is in one piece."""
+        head = self._known.head
+        planned = () if head is None else head.mini_batches
+        if not planned or self.denominators is None:
+            return ()
+        sizes = [MiniBatchSize(*structs.astuple(one)) for one in planned]
+        sealed = () if self._known.seal is None else self._known.seal.mini_batches
+        return tuple(
+            [MiniBatchSize(*one[:2], *structs.astuple(all_)) for one, all_ in zip(sizes, sealed, strict=True)]
+            if sealed
+            else sizes
+        )
+
+    def __repr__(self) -> str:
+        return f"Step(step={self.step}, rank={self.rank}/{self.dp_size}, micro_batches={len(self._known.part.work)})"
+
+    # what is looked at, with the port's lock held: None for "wait", an empty tuple for "over"
+
+    def _at_once(self, look: Callable[[], T | None], what: str, instead: str) -> T:
+        with self._port.lock:
+            found = look()
+            self._port.flush()
+        if found is not None:
+            return found
+        refuse_in_event_loop(f"{what} waits for others, which", f"There, {instead}")
+        return run(self._port.wait_for(look))
+
+    @property
+    def is_mine(self) -> bool:
+        """It was not taken away, rewound or finished. The lock is held."""
+        part = self._known.part
+        return not part.again and self._port.held.parts.get(part.number) is part
+
+    @property
+    def _is_whole(self) -> bool:
+        return self._known.is_whole or bool(self._port.who.role)
+
+    def _begin_again(self) -> None:
+        """``for`` over a step that had ended: the ranks that it named could not meet."""
+        port, part = self._port, self._known.part
+        with port.lock:
+            if self._end is not None and port.held.meets and self.is_mine:
+                self._end = None
+                port.held.meeting_failed(part)
+                port.flush()
+
+    def _look_next(self) -> tuple[MicroBatch, ...] | None:
+        held, part = self._port.held, self._known.part
+        self._check_open()
+        if not self.is_mine:
+            return ()
+        if self._pace is not None:
+            self._pace.keep()
+        self._put_down()
+        work = held.next_work(part)
+        if work is None:
+            return () if self._has_ended() else None
+        made = self._of(work)
+        held.begin(part, work)
+        self._hand = work
+        return (made,)
+
+    def _look_end(self) -> tuple[End, ...] | None:
+        if self._end is not None:
+            return (self._end,)
+        self._check_open()
+        self._port.by_item = True
+        if not self.is_mine or self._port.who.role:
+            return ()
+        self._put_down()
+        if left := sum(not work.begun for work in self._known.part.work.values()):
+            raise ValueError(
+                f"step.finish(): {left} micro-batches of step {self.step} are left for this rank; some may have been "
+                "another's, which was lost. Iterate `for micro_batch in step` until it ends, then finish()"
+            )
+        return None if not self._has_ended() or self._end is None else (self._end,)
+
+    def _look_whole(self) -> tuple[MicroBatch, ...] | None:
+        if self.is_mine and not self._is_whole:
+            return None
+        held, part = self._port.held, self._known.part
+        work = [one for _, one in sorted(part.work.items()) if not (one.done and self._port.who.role)]
+        if any(one.item.remote and not one.fetched for one in work):
+            return None
+        self._whole = tuple(map(self._of, work))
+        for one in work:
+            held.begin(part, one)
+        return self._whole
+
+    def _look_sizes(self) -> bool | None:
+        return True if self._is_whole or not self.is_mine else None
+
+    def look_complete(self) -> bool | None:
+        """Nothing more of it comes: it can be finished. The lock is held."""
+        held = self._port.held
+        return True if not self.is_mine or held.meets or held.rank.role or self._known.seal is not None else None
+
+    def _has_ended(self) -> bool:
+        """Nothing is left to do, on any rank that this one must meet."""
+        part = self._known.part
+        if not part.is_done:
+            return False
+        if self._port.who.role:
+            return True
+        if self._pace is not None:
+            self._pace.finish()  # idle is who has nothing left to compute, not who has nothing left to enqueue
+        if self._port.held.reach_end(part) is None or self._known.seal is None:
+            return False
+        seal = self._known.seal
+        self._end = End(seal.ranks, *structs.astuple(seal.sizes))
+        return True
+
+    def _check_open(self) -> None:
+        if self._port.closed:
+            raise ClosedResourceError(f"the feed was closed, and step {self.step} will be delivered again")
+
+    def _put_down(self) -> None:
+        """The loop is through with what it has."""
+        held, part, role = self._port.held, self._known.part, self._port.who.role
+        for work in part.work.values():
+            if work.begun and not work.done and (work is self._hand or self._whole is not None):
+                if role:
+                    raise self._owes()
+                held.has_done(part, work)
+        self._hand = None
+
+    def _of(self, work: Work) -> MicroBatch:
+        """The micro-batch of an item, the same each time."""
+        made = self._made.get(work.item.id)
+        if made is None:
+            arrived, index = work.item.payload
+            seal = self._known.seal
+            made = arrived.micro_batch(index, {*self._known.part.gone, *(() if seal is None else seal.gone)}, seal)
+            if self._port.who.role:
+                made = replace(made, on_give=partial(self._give, work))
+            self._made[work.item.id] = made
+        return made
+
+    # how it goes on
+
+    def conclude(self, *, ack: bool) -> None:
+        """The loop has gone on: the step is in the weights. The lock is held. Raises ConfigError if others may have
+        changed it meanwhile, ValueError if a role owes columns."""
+        held, part = self._port.held, self._known.part
+        if not self.is_mine:
+            return
+        if self._port.who.role:
+            if any(work.begun and not work.done for work in part.work.values()):
+                raise self._owes()
+            return
+        if held.meets and self._end is None:
+            raise ConfigError(
+                f"step {self.step} may change until its ranks meet, as on_rank_loss='replan' and move_late=True want "
+                "it, and this loop did not ask. Before they meet, call `end = step.finish()`, after `for micro_batch "
+                "in step`: docs/elastic.md has the loop"
+            )
+        waited_s = self._port.waited_s - self._waited_before
+        seconds = max(time.monotonic() - self._taken_at - waited_s, 0.0)
+        compute_s = sum(read() for read in self._computed) if self._computed else None
+        self._port.times[self.step] = (seconds, compute_s, self._waited_s + waited_s)
+        held.has_finished(part, ack=ack)
+
+    def computed(self, read: Callable[[], float]) -> None:
+        """The trainer timed a part of its work."""
+        self._computed.append(read)
+
+    def paced(self, device: torch.device) -> Step:
+        """The step, to be iterated whatever was asked of it before, with the host one micro-batch ahead of this device
+        at most."""
+        self._pace, self._whole = Pace(device), None
+        return self
+
+    @property
+    def is_given(self) -> bool:
+        """All of it was given to the trainer. The lock is held."""
+        return not self.is_mine or (self._is_whole and all(work.begun for work in self._known.part.work.values()))
+
+    # columns of a role
+
+    def _owes(self) -> ValueError:
+        return ValueError(
+            f"role {self._port.who.role!r} owes the columns of step {self.step}: call micro_batch.give(...) for each "
+            "micro-batch, or batch.ack(columns={...}), before asking for the next"
+        )
+
+    def _give(self, work: Work, columns: Mapping[str, Tensor]) -> None:
+        port, part = self._port, self._known.part
+        encoded = encode_columns([_flat(columns, self._made[work.item.id].num_tokens)])
+        with port.lock:
+            if port.closed:
+                raise ClosedResourceError(f"micro_batch.give(): the feed is closed, and step {self.step} comes again")
+            if self.is_mine and not work.done:
+                port.held.has_done(part, work, encoded)
+                port.flush()
+
+    def _give_all(self, columns: Mapping[str, Sequence[Tensor]]) -> None:
+        if not self._port.who.role:
+            raise ValueError("batch.ack(columns=): only a feed with a role gives columns: RankFeed(..., role=...)")
+        micro_batches = self.micro_batches
+        for name, parts in columns.items():
+            if [tuple(part.shape) for part in parts] != [(one.num_tokens,) for one in micro_batches]:
+                raise ValueError(
+                    f"batch.ack(columns=): {name!r} has shapes {[list(part.shape) for part in parts]}, but must have a "
+                    f"number for each token of each micro-batch: {[[one.num_tokens] for one in micro_batches]}"
+                )
+        for number, one in enumerate(micro_batches):
+            one.give(**{name: parts[number] for name, parts in columns.items()})
+
+
+def _flat(columns: Mapping[str, Tensor], num_tokens: int) -> dict[str, Tensor]:
+    """Copies on the CPU. Raises ValueError, naming the column, for what does not fit."""
+    if not 0 < len(columns) <= _MOST_COLUMNS:
+        raise ValueError(f"1 to {_MOST_COLUMNS} columns of a micro-batch can be given, not {len(columns)}")
+    for name, column in columns.items():
+        if tuple(column.shape) != (num_tokens,):
+            raise ValueError(f"{name!r} has shape {list(column.shape)}, not {[num_tokens]}: a number for each token")
+        if column.dtype not in SUPPORTED_DTYPES:
+            raise ValueError(f"{name!r} has dtype {column.dtype}, which cannot travel")
+    return {name: column.detach().to("cpu", copy=True).contiguous() for name, column in columns.items()}
+
+
+class Reassigned:
+    """What a rank takes over in a step beyond ``micro_batches``: an iterator over rank batches. See
+    :meth:`RankFeed.reassigned`."""
+
+    def __init__(self, step: Step) -> None:
+        self._step = step
+        _ = step.micro_batches  # all of them are this rank's
+        iter(step)
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """:attr:`End.ranks`, once it has ended."""
+        return self._step.ranks
+
+    def __iter__(self) -> Iterator[RankBatch]:
+        return self
+
+    def __next__(self) -> RankBatch:
+        """The next part. Blocks until every rank is here."""
+        try:
+            return self._part(next(self._step))
+        except StopIteration:
+            self._check()
+            raise
+
+    def __aiter__(self) -> AsyncIterator[RankBatch]:
+        return self
+
+    async def __anext__(self) -> RankBatch:
+        """As ``next()``, without blocking the event loop."""
+        try:
+            return self._part(await self._step.__anext__())
+        except StopAsyncIteration:
+            self._check()
+            raise
+
+    def _part(self, micro_batch: MicroBatch) -> RankBatch:
+        step = self._step
+        return RankBatch(
+            step=step.step,
+            rank=step.rank,
+            dp_size=step.dp_size,
+            micro_batches=(micro_batch,),
+            load=0.0,
+            denominators=step.denominators,
+            on_ack=step.ack,
+        )
+
+    def _check(self) -> None:
+        if not self._step.ranks:
+            raise RankLostError(
+                f"step {self._step.step} is not this rank's any more: {self._step.dropped or 'it begins again'}. Start "
+                "this rank again with another's weights, or end its steps with step.finish()",
+                rank=self._step._port.who.rank,
+                step=self._step.step,
+                cause=self._step.dropped or "it begins again",
+            )
