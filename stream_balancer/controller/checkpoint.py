@@ -1,7 +1,7 @@
 """What a balancer's state is as plain data: :class:`Snapshot` <-> a dict of tensors, numbers and strings.
 
-Rollouts are written in the wire's own format, so a checkpoint holds flat columns and msgpack, and reading one is as
-safe as reading from a link: every size is checked, nothing is unpickled. ``torch.save`` (read back with
+Rollouts are written by the wire's codec, so a checkpoint holds flat columns and msgpack, and reading one is as safe as
+reading from a link: every size is checked, nothing is unpickled. ``torch.save`` (read back with
 ``weights_only=True``) and torch.distributed.checkpoint take the dict as it is. Pure, so it may run in any thread: a
 gigabyte takes a few hundred milliseconds to flatten, which no event loop should wait for.
 """
@@ -20,15 +20,25 @@ from torch import Tensor
 
 from stream_balancer.core.snapshot import Snapshot
 from stream_balancer.errors import RolloutError
-from stream_balancer.types import Batch, MicroBatch, RankBatch, Reason, Rollout, SharedRollout
+from stream_balancer.types import (
+    Batch,
+    Denominators,
+    MicroBatch,
+    MiniBatchSize,
+    RankBatch,
+    Reason,
+    Rollout,
+    SharedRollout,
+)  # fmt: skip
 from stream_balancer.types.shared import join_rollout
-from stream_balancer.wire import rank_batch as wire
+from stream_balancer.wire import codec
+from stream_balancer.wire.payload import Memory
 
-__all__ = ["bytes_of_rollout", "read_rollouts", "read_state_dict", "state_dict", "write_rollouts"]
+__all__ = ["bytes_of_rollout", "read_rollouts", "read_state_dict", "state_dict"]
 
-FORMAT = 1
-"""Version of the dict below; a later library reads all earlier ones."""
-_ROLLOUTS_PER_RANK_BATCH = 64
+FORMAT = 2
+"""Version of the dict below."""
+_ROLLOUTS_TOGETHER = 64
 
 _log = logging.getLogger("stream_balancer.snapshot")
 
@@ -177,22 +187,24 @@ def _as_arrays(value: Any) -> Any:
     return value.numpy() if isinstance(value, Tensor) else value
 
 
-def write_rollouts(rollouts: Sequence[Rollout]) -> list[Tensor]:
-    """No tensors for no rollouts, else frame and buffer of a rank batch that holds them all."""
-    _check_here(rollouts)
-    return _write_rank_batch(wire.batch_of(rollouts)) if rollouts else []
-
-
 def bytes_of_rollout(rollout: Rollout) -> bytes:
-    """The same of one, for a file."""
-    _check_here([rollout])
-    encoded = wire.encode(wire.batch_of([rollout]), narrow=False)
-    return wire.pack_frame(encoded.message).numpy().tobytes() + encoded.to_bytes()
+    """A rollout as :func:`read_rollouts` reads it."""
+    return _bytes_of([rollout])
+
+
+def _bytes_of(rollouts: Sequence[Rollout]) -> bytes:
+    _check_here(rollouts)
+    return codec.to_bytes(codec.encode_rollouts(rollouts))
+
+
+def _as_tensor(written: bytes) -> Tensor:
+    """[n] uint8."""
+    return torch.frombuffer(bytearray(written), dtype=torch.uint8)
 
 
 def _is_writable(rollout: Rollout, bad: list[str]) -> bool:
     try:
-        write_rollouts([rollout])
+        _bytes_of([rollout])
     except Exception as error:  # noqa: BLE001 - named, and left out
         bad.append(f"rollout {rollout.rollout_id!r} cannot be written: {error}")
         return False
@@ -200,23 +212,22 @@ def _is_writable(rollout: Rollout, bad: list[str]) -> bool:
 
 
 def _write_many(rollouts: Sequence[Rollout]) -> list[Tensor]:
-    """Many rank batches of a few rollouts each: an event loop beside the thread that writes gets its turn between."""
-    some = (
-        rollouts[first : first + _ROLLOUTS_PER_RANK_BATCH]
-        for first in range(0, len(rollouts), _ROLLOUTS_PER_RANK_BATCH)
-    )
-    return [tensor for few in some for tensor in write_rollouts(few)]
+    """A few rollouts at a time: an event loop beside the thread that writes gets its turn between."""
+    return [
+        _as_tensor(_bytes_of(rollouts[first : first + _ROLLOUTS_TOGETHER]))
+        for first in range(0, len(rollouts), _ROLLOUTS_TOGETHER)
+    ]
 
 
-def read_rollouts(rank_batch: Sequence[Tensor]) -> dict[str, Rollout | str]:
-    """What :func:`write_rollouts` wrote, by id, as views of it; instead of what no Rollout may be, a sentence.
+def read_rollouts(written: Memory) -> dict[str, Rollout | str]:
+    """What was written, by id, as views of it; instead of what no Rollout may be, a sentence.
 
     Raises WireError where the bytes are damaged.
     """
     read: dict[str, Rollout | str] = {}
-    for rollout in _read_rank_batch(rank_batch, check_rollouts=False).rollouts:
+    for rollout in codec.decode(*codec.from_bytes(written)).rollouts:
         try:
-            read[rollout.rollout_id] = wire.checked(rollout)
+            read[rollout.rollout_id] = replace(rollout)  # with every check there is
         except RolloutError as error:
             read[rollout.rollout_id] = str(error)
     return read
@@ -227,14 +238,14 @@ def _read_many(tensors: Sequence[Tensor], count: int) -> tuple[list[Rollout], li
     rollouts: list[Rollout] = []
     rows: list[int] = []
     bad: list[str] = []
-    for number, rank_batch in enumerate(zip(tensors[::2], tensors[1::2], strict=True)):
-        first = number * _ROLLOUTS_PER_RANK_BATCH
+    for number, written in enumerate(tensors):
+        first = number * _ROLLOUTS_TOGETHER
         try:
-            read = read_rollouts(rank_batch)
-        except wire.OtherProtocolError:
+            read = read_rollouts(written.numpy())
+        except codec.OtherFormatError:
             raise
         except Exception as error:  # noqa: BLE001 - damaged bytes may be anything
-            last = min(first + _ROLLOUTS_PER_RANK_BATCH, count) - 1
+            last = min(first + _ROLLOUTS_TOGETHER, count) - 1
             bad.append(f"waiting rollouts {first} to {last}, counted from the oldest, cannot be read: {error}")
             continue
         for row, one in enumerate(read.values(), first):
@@ -244,16 +255,6 @@ def _read_many(tensors: Sequence[Tensor], count: int) -> tuple[list[Rollout], li
                 rollouts.append(one)
                 rows.append(row)
     return rollouts, rows, bad
-
-
-def _write_rank_batch(rank_batch: RankBatch) -> list[Tensor]:
-    """[frame [16] int64, buffer [bytes] uint8]. Not narrowed: what is read back is a view of it."""
-    _check_here(rank_batch.rollouts)
-    encoded = wire.encode(rank_batch, narrow=False)
-    buffer = torch.empty(encoded.message.wire_bytes, dtype=torch.uint8)
-    for _ in encoded.fill(buffer):
-        pass
-    return [wire.pack_frame(encoded.message), buffer]
 
 
 def _check_here(rollouts: Sequence[Rollout]) -> None:
@@ -266,9 +267,29 @@ def _check_here(rollouts: Sequence[Rollout]) -> None:
         )
 
 
-def _read_rank_batch(tensors: Sequence[Tensor], *, check_rollouts: bool = True) -> RankBatch:
-    frame, buffer = tensors
-    return wire.decode(wire.read_frame(frame), buffer, check_rollouts=check_rollouts)
+def _write_rank_batch(rank_batch: RankBatch) -> dict[str, Any]:
+    _check_here(rank_batch.rollouts)
+    return {
+        "dp_size": rank_batch.dp_size,
+        "load": float(rank_batch.load),
+        "denominators": None if rank_batch.denominators is None else list(rank_batch.denominators),
+        "mini_batches": [list(size) for size in rank_batch.mini_batch_sizes],
+        "micro_batches": _as_tensor(codec.to_bytes(codec.encode(rank_batch.micro_batches))),
+    }
+
+
+def _read_rank_batch(step: int, rank: int, written: Mapping[str, Any]) -> RankBatch:
+    decoded = codec.decode(*codec.from_bytes(written["micro_batches"].numpy()))
+    denominators = written["denominators"]
+    return RankBatch(
+        step=step,
+        rank=rank,
+        dp_size=written["dp_size"],
+        micro_batches=decoded.micro_batches,
+        load=written["load"],
+        denominators=None if denominators is None else Denominators(*denominators),
+        mini_batch_sizes=tuple(MiniBatchSize(*size) for size in written["mini_batches"]),
+    )
 
 
 def _write_batch(batch: Batch) -> dict[str, Any]:
@@ -289,11 +310,11 @@ def _read_batch(written: Mapping[str, Any]) -> tuple[Batch | None, list[Rollout]
     rank_batches: list[RankBatch] = []
     rollouts: list[Rollout] = []
     bad: list[str] = []
-    for rank, tensors in enumerate(written["ranks"]):
+    for rank, of_rank in enumerate(written["ranks"]):
         try:
-            rank_batches.append(_read_rank_batch(tensors))
+            rank_batches.append(_read_rank_batch(written["step"], rank, of_rank))
             rollouts += rank_batches[-1].rollouts
-        except wire.OtherProtocolError:
+        except codec.OtherFormatError:
             raise
         except Exception as error:  # noqa: BLE001 - damaged bytes may be anything
             bad.append(f"step {written['step']}, rank {rank}: its rank batch cannot be read: {error}")

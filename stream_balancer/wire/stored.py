@@ -2,12 +2,13 @@
 
 ::
 
-    64 bytes   magic, format, bytes of the header, bytes of memory, checksum of these and the header
-    header     up to a multiple of 64 bytes
+    frame    16 int64 words: magic, format, bytes of the header, bytes of memory, checksum of the header, zeros,
+             checksum of all before it
+    header   up to a multiple of 64 bytes
     memory
 
 A file may be read by another version than the one that wrote it, and may be cut short: both are checked before a size
-is believed.
+is believed. All versions have the first two words and the last one.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import msgspec
 
 from stream_balancer.errors import WireError
 from stream_balancer.wire.encode import Encoded
-from stream_balancer.wire.layout import ALIGNMENT, align
+from stream_balancer.wire.layout import align
 from stream_balancer.wire.payload import Memory
 
 __all__ = ["FORMAT", "OtherFormatError", "from_bytes", "to_bytes"]
@@ -27,7 +28,9 @@ __all__ = ["FORMAT", "OtherFormatError", "from_bytes", "to_bytes"]
 FORMAT = 5
 """Version of what this file writes to a disk."""
 _MAGIC = b"strmbal\x01"
-_PREFIX = struct.Struct("<8sqqqI")
+_FRAME = struct.Struct("<8s4q80x")
+_CRC = struct.Struct("<q")
+_FRAME_BYTES = _FRAME.size + _CRC.size
 
 
 class OtherFormatError(WireError):
@@ -36,31 +39,29 @@ class OtherFormatError(WireError):
 
 def to_bytes(encoded: Encoded) -> bytes:
     """All of it, in one copy. Raises ValueError where some of it lies elsewhere."""
-    header, payload = encoded
+    header, payload = bytes(encoded.header), encoded.payload
     if payload.runs != (0, payload.total):
         raise ValueError("what lies elsewhere, or is narrowed, cannot be written")
-    sizes = (_MAGIC, FORMAT, len(bytes(header)), payload.total)
-    prefix = _PREFIX.pack(*sizes, _checksum(sizes, header)).ljust(ALIGNMENT, b"\0")
-    return b"".join([prefix, bytes(header).ljust(align(len(bytes(header))), b"\0"), *payload.pieces])
+    frame = _FRAME.pack(_MAGIC, FORMAT, len(header), payload.total, zlib.crc32(header))
+    return b"".join([frame, _CRC.pack(zlib.crc32(frame)), header.ljust(align(len(header)), b"\0"), *payload.pieces])
 
 
 def from_bytes(written: Memory) -> tuple[msgspec.Raw, Memory]:
     """Header and memory, a view. Raises WireError for damaged bytes, OtherFormatError for another version's."""
-    if written.size < ALIGNMENT or written[:8].tobytes() != _MAGIC:
-        raise WireError("nothing that stream_balancer has written, or too short")
-    _, version, header_bytes, total, crc = _PREFIX.unpack(written[: _PREFIX.size].tobytes())
+    frame = written[:_FRAME_BYTES].tobytes()
+    if not frame.startswith(_MAGIC) or len(frame) < _FRAME_BYTES:
+        raise WireError("nothing that stream_balancer has written, or cut short")
+    _, version, header_bytes, total, crc = _FRAME.unpack_from(frame)
+    if _CRC.unpack_from(frame, _FRAME.size) != (zlib.crc32(frame[: _FRAME.size]),):
+        raise WireError("the checksum of a frame is wrong: it was damaged")
     if version != FORMAT:
         raise OtherFormatError(
             f"this was written in format {version}, and this version reads {FORMAT}. Install the version that wrote it"
         )
-    start = ALIGNMENT + align(header_bytes)
+    start = _FRAME_BYTES + align(header_bytes)
     if min(header_bytes, total) < 0 or start + total != written.size:
-        raise WireError(f"{written.size} bytes, where {start + total} were written: damaged or cut short")
-    header = msgspec.Raw(written[ALIGNMENT : ALIGNMENT + header_bytes].tobytes())
-    if crc != _checksum((_MAGIC, version, header_bytes, total), header):
-        raise WireError("the checksum of a header is wrong: damaged")
-    return header, written[start:]
-
-
-def _checksum(sizes: tuple[bytes, int, int, int], header: msgspec.Raw) -> int:
-    return zlib.crc32(bytes(header), zlib.crc32(_PREFIX.pack(*sizes, 0)))
+        raise WireError(f"{written.size} bytes, where {start + total} were written: it was cut short")
+    header = written[_FRAME_BYTES : _FRAME_BYTES + header_bytes].tobytes()
+    if crc != zlib.crc32(header):
+        raise WireError("the checksum of a header is wrong: it was damaged")
+    return msgspec.Raw(header), written[start:]

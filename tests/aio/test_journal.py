@@ -505,7 +505,7 @@ async def test_rollouts_of_another_version_of_the_format_are_refused_not_set_asi
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr("stream_balancer.wire.frame.FORMAT", 2)
+        patch.setattr("stream_balancer.wire.stored.FORMAT", 2)
         await anyio.to_thread.run_sync(write_before, tmp_path, list(make_rollouts([3])))
     with pytest.raises(sb.WireError, match="format 2"):
         async with sb.StreamBalancer(config(), journal=tmp_path):

@@ -30,7 +30,7 @@ from stream_balancer.core.snapshot import Snapshot
 from stream_balancer.errors import ClosedResourceError, ConfigError, JournalError, RolloutError, to_raise
 from stream_balancer.field_docs import documented
 from stream_balancer.types import Rollout
-from stream_balancer.wire.rank_batch import OtherProtocolError
+from stream_balancer.wire.codec import OtherFormatError
 
 __all__ = ["Journal", "Recovered"]
 
@@ -155,7 +155,7 @@ class Journal:
         for row in self._store.rollouts():
             try:
                 held.append((row[0], Held(rollout_of(row), row[2], row[3])))
-            except OtherProtocolError:
+            except OtherFormatError:
                 raise
             except RolloutError as error:
                 bad.append(f"row {row[0]}: {error}")

@@ -1,7 +1,7 @@
 """What the journal's rows say, and their bytes: rollouts, plans, ids that are done, how things stood. Pure.
 
-Every row has a checksum of all its values, its number included. A rollout's bytes are in the wire's own format: nothing
-is unpickled, every size is checked.
+Every row has a checksum of all its values, its number included. A rollout's bytes are the wire's codec's: nothing is
+unpickled, every size is checked.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from itertools import islice
 from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar
 
 import msgspec
-import torch
+import numpy as np
 
 from stream_balancer.controller.checkpoint import bytes_of_rollout, read_rollouts
 from stream_balancer.core.batching import micro_batch_of, rank_batches
@@ -20,7 +20,6 @@ from stream_balancer.core.executions import sizes_in, sizes_of
 from stream_balancer.core.groups import Declared
 from stream_balancer.errors import RolloutError, WireError
 from stream_balancer.types import Batch, EvictReason, MicroBatch, Reason, Rollout, cheapest_to_copy
-from stream_balancer.wire.rank_batch import FRAME_BYTES
 
 __all__ = [
     "Acked", "Came", "Done", "Fact", "FactRow", "Group", "Plan", "RolloutRow", "State", "batch_of", "fact_of",
@@ -147,11 +146,9 @@ def rollout_row(number: int, rollout: Rollout, arrived_at: float, step: int) -> 
 def rollout_of(row: object) -> Rollout:
     """The way back, copied. Raises WireError for damaged bytes, RolloutError for what no Rollout may be."""
     number, rollout_id, arrived_at, step, data, crc = _typed(row, RolloutRow)
-    if crc != _crc((number, rollout_id, arrived_at, step), data) or len(data) <= FRAME_BYTES:
+    if crc != _crc((number, rollout_id, arrived_at, step), data):
         raise WireError("its bytes were damaged")
-    frame = torch.frombuffer(bytearray(data[:FRAME_BYTES]), dtype=torch.int64)
-    buffer = torch.frombuffer(bytearray(data[FRAME_BYTES:]), dtype=torch.uint8)
-    one = read_rollouts([frame, buffer]).get(rollout_id)
+    one = read_rollouts(np.frombuffer(bytearray(data), dtype=np.uint8)).get(rollout_id)
     if not isinstance(one, Rollout):
         raise RolloutError(one or "it holds another rollout")
     return one

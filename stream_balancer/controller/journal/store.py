@@ -23,7 +23,7 @@ from typing import Any
 from stream_balancer.controller.journal.changes import Statement
 from stream_balancer.controller.journal.lock import lock_folder
 from stream_balancer.errors import JournalError
-from stream_balancer.wire.rank_batch import OtherProtocolError
+from stream_balancer.wire.codec import OtherFormatError
 
 __all__ = ["SCHEMA", "DiskFullError", "Store", "execute"]
 
@@ -87,7 +87,7 @@ class Store:
 
     def open(self) -> None:
         """Take the lock, and look what is there. Raises AlreadyInUseError, naming the process that has it;
-        OtherProtocolError for another version's journal, JournalError where nothing can be read."""
+        OtherFormatError for another version's journal, JournalError where nothing can be read."""
         self.folder.mkdir(parents=True, exist_ok=True)
         self.folder = self.folder.resolve()
         self._lock_fd = lock_folder(self.folder)
@@ -142,7 +142,7 @@ class Store:
     def _refuse_segments(self) -> None:
         segments = sorted(path.name for path in self.folder.glob("*.journal") if path.stem.isdecimal())
         if segments:
-            raise OtherProtocolError(
+            raise OtherFormatError(
                 f"the journal {self.folder} has {segments[0]}, of a stream_balancer that wrote its own files. Let that "
                 "version finish what it holds, or use another path"
             )
@@ -155,9 +155,9 @@ class Store:
         if (application, version) == (0, 0) and not _schema_of(self.db):
             self._create()
         elif application != _APPLICATION:
-            raise OtherProtocolError(f"{self.path} is not a stream_balancer's journal. Use another path")
+            raise OtherFormatError(f"{self.path} is not a stream_balancer's journal. Use another path")
         elif version != FORMAT:
-            raise OtherProtocolError(
+            raise OtherFormatError(
                 f"{self.path} was written in format {version}, and this version reads {FORMAT}. Let the version that "
                 "wrote it finish what it holds, or use another path"
             )
