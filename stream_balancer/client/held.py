@@ -93,12 +93,12 @@ class Held:
         seats: int = 1,
         meets: bool = True,
         commits: bool = False,
-        weights: int = 0,
+        weights: int | None = None,
         acked: int = 0,
     ) -> None:
         """``meets``: the ranks meet through the feed, as the controller says. ``commits``: the loop takes
-        ``step.micro_batches`` at once, so nothing is given back. ``weights`` have all steps before that one, and those
-        before ``acked`` are acknowledged."""
+        ``step.micro_batches`` at once, so nothing is given back. ``weights`` have all steps before that one (None:
+        that is not known), and those before ``acked`` are acknowledged."""
         self.rank, self.seat, self.seats, self.meets, self.commits = rank, seat, seats, meets, commits
         self.parts: dict[int, Part] = {}
         self.weights, self.acked = weights, acked
@@ -129,6 +129,7 @@ class Held:
         elif isinstance(order, SendSeal):
             if (part := self.parts.get(order.seal.step)) is not None:
                 part.seal, part.waiting = order.seal, False
+                part.gone |= order.seal.gone
                 if self.rank.role:
                     del self.parts[part.number]
         elif isinstance(order, Go | Rewind) and (part := self.parts.get(order.step)) is not None:
@@ -230,7 +231,7 @@ class Held:
 
     def has_finished(self, part: Part, *, ack: bool) -> None:
         """The weights have the step."""
-        self.weights = max(self.weights, part.number + 1)
+        self.weights = max(self.weights or 0, part.number + 1)
         self.parts.pop(part.number, None)
         self._say("finished", part.number, part.attempt)
         if ack:
@@ -250,7 +251,7 @@ class Held:
     # -- joining -------------------------------------------------------------------------------------------------------
 
     def has(self) -> dict[int, HeldStep]:
-        """What the process says when it joins, instead of everything it has said before. Acknowledgements, it says again."""
+        """What the process says when it joins, instead of all that it has said before, but for acknowledgements."""
         self.out.clear()
         if self.rank.role:  # nothing in it is dear
             self.parts.clear()

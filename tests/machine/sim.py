@@ -5,12 +5,16 @@ move, any fault that is left. So every order of events is possible, and a seed r
 """
 
 from __future__ import annotations
-import random, re, sys
+
+import random
+import re
+import sys
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+
 import stream_balancer.core.steps.ledger as S
-from stream_balancer.core.steps.ledger import Ledger, Item, Piece, RankId, Seal
 from stream_balancer.client.held import Held
+from stream_balancer.core.steps.ledger import Item, Ledger, Piece, RankId
 
 
 class Bug(AssertionError):
@@ -869,7 +873,9 @@ def random_config(seed):
 
 if __name__ == "__main__":
     a, b = int(sys.argv[1]), int(sys.argv[2])
-    import collections, time, traceback
+    import collections
+    import time
+    import traceback
 
     t0 = time.time()
     fails = collections.Counter()

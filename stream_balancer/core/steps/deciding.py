@@ -50,7 +50,7 @@ def _change(book: Book, step: Step) -> None:
         book.touch(step, everybody=True)
     if not step.is_settled:
         _settle(book, step)
-    if step.torn:
+    if step.torn and book.meets:
         _rewind(book, step)
     if not step.participants:
         step.participants.update(book.members(TRAIN))
@@ -181,7 +181,7 @@ def _ask_back(book: Book, share: Share) -> None:
     # The last ones without a gap: what one seat gives back and another has begun is sent to the first again, behind
     # all that it has, and both must train in one order.
     for item in reversed([item for item in share.in_order() if item.sent]):
-        if item.group is not None or item.is_begun or item.done:
+        if item.group is not None or item.is_begun or item.done or item.id in share.go:
             break
         may.insert(0, item)
     if len(may) < 2:  # one stays in any case
@@ -366,15 +366,15 @@ def _ready(share: Share) -> list[Item]:
 
 
 def _has_credit(share: Share) -> bool:
-    """Room for one more step; and no older one is to be opened first."""
-    rank, step, used = share.rank, share.step, 0
+    """Room for one more step on each seat that lacks it; and no older one is to be opened first."""
+    rank, untaken = share.rank, list[int]()
     for other in rank.active.values():
-        if other is not share and other.opened and other.taken != rank.full:
-            used += 1
         is_over = other.step.is_met and bool(rank.id.role)
-        if other.step.number < step.number and other.opened != rank.full and not is_over:
+        if other.step.number < share.step.number and other.opened != rank.full and not is_over:
             return False
-    return used < rank.depth
+        if other is not share:
+            untaken.append(other.opened & ~other.taken)
+    return all(sum(mask >> seat & 1 for mask in untaken) < rank.depth for seat in seats_of(rank.full & ~share.opened))
 
 
 def _go(book: Book, share: Share) -> None:

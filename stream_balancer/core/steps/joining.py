@@ -45,6 +45,8 @@ def joined(
                 number <= book.last_acked if step is None else step.uid == held.uid and (bool(step.met) or step.is_kept)
             )
             book.out.append(Drop(one, seat, number, met))
+            if step is not None and one in step.shares:
+                _tell_apart(step.shares[one], held.attempt)
     for step in book.steps.values():
         if book.meets and not one.role:
             (step.met.add if max(rank.weights_of.values()) > step.number else step.met.discard)(one)
@@ -55,6 +57,13 @@ def joined(
                 step.settling.discard(one)
         book.touch(step)
     book.touch_all_ranks()
+
+
+def _tell_apart(share: Share, attempt: int) -> None:
+    """The process has another plan of this number, and what it says of that may still be on its way."""
+    if attempt >= share.attempt:
+        share.first = share.attempt = attempt + 1
+        share.step.attempts = max(share.step.attempts, share.attempt)
 
 
 def _supersede(book: Book, rank: Rank, full: int) -> None:
@@ -94,9 +103,9 @@ def _says(book: Book, share: Share, bit: int, held: HeldStep | None, weights: in
     is_past = weights > step.number and not rank.id.role
     if held is not None:
         step.gone |= held.gone
+        share.attempt = max(share.attempt, held.attempt)  # of an earlier controller, it may be the later one
+        step.attempts = max(step.attempts, held.attempt)
         if not step.is_settled:
-            share.attempt = max(share.attempt, held.attempt)
-            step.attempts = max(step.attempts, held.attempt)
             step.is_changed |= held.attempt != 1 or list(held.items) != sorted(share.items)
         elif held.attempt != share.attempt and not is_past:
             book.out.append(Rewind(rank.id, bit.bit_length() - 1, step.number, share.attempt))
@@ -169,7 +178,8 @@ def gave_back(book: Book, share: Share) -> None:
             continue
         item.is_begun = True
         if seats:
-            item.sent &= ~seats
+            step.unfetch(item)
+            item.sent, item.fetched = item.sent & ~seats, item.fetched & ~seats
             share.unsent[id_] = item
     share.note_waiting()
 

@@ -175,6 +175,13 @@ class Ledger(Book):
         which incarnation must not come any more."""
         joining.gave_up(self, one)
 
+    def restore_rank(self, one: RankId, incarnation: int, *, fenced: bool) -> None:
+        """The last incarnation of a rank that had come before the controller was started again, and whether it was given
+        up."""
+        self.rank(one).incarnation = incarnation
+        if fenced:
+            self.fenced[one] = incarnation
+
     def restore(
         self,
         number: int,
@@ -186,14 +193,15 @@ class Ledger(Book):
         gone: Iterable[str] = (),
     ) -> None:
         """A step as the journal has it, in a ledger that was started again: its whole plan, who has acknowledged it, and
-        what was masked. Ranks will say who has it. Before them, ``fenced``, ``last_acked`` and :meth:`resized`."""
+        what was masked. Ranks will say who has it. Call after :meth:`resized` and :meth:`restore_rank`."""
         joining.restore(self, number, uid, items, participants, acked, gone)
 
     # -- facts: what a process reports ---------------------------------------------------------------------------------
 
     def taken(self, one: RankId, seat: int, number: int, attempt: int) -> None:
         """Its loop has begun with the step: the credit is back."""
-        if (share := self._share_of(one, seat, number)) is not None:
+        share = self._share_of(one, seat, number)
+        if share is not None and attempt >= share.first:
             share.taken |= 1 << seat
             self.ranks_touched[one] = None
 
@@ -265,7 +273,7 @@ class Ledger(Book):
         if not one.role:
             rank.weights_of[seat] = max(rank.weights_of.get(seat, 0), number + 1)
         share = self._share_of(one, seat, number)
-        if share is None:
+        if share is None or attempt < share.first:
             return
         share.finished |= 1 << seat
         if self.meets:

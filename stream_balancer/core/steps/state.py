@@ -124,6 +124,8 @@ class Share:
     """Not sent to all seats."""
     attempt: int = 1
     """Counts rewinds. What a process says of an earlier one does not count."""
+    first: int = 1
+    """The first attempt of this plan: earlier ones were of another plan of this number."""
     num_sent: int = 0
     opened: int = 0
     taken: int = 0

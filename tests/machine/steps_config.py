@@ -1,0 +1,73 @@
+"""Features and faults of one random schedule."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+
+@dataclass
+class Config:
+    seed: int = 0
+    ranks: int = 3
+    seats: int = 1
+    """Processes of a trainer's rank."""
+    steps: int = 4
+    depth: int = 2
+    meets: bool = True
+    """The ranks meet through the feed; else loops are plain."""
+    moves: bool = False
+    is_open: bool = False
+    """Steps grow by rows."""
+    roles: tuple[str, ...] = ()
+    role_ranks: int = 2
+    role_seats: int = 1
+    remote: bool = False
+    shared: bool = False
+    """Some items are computed by several ranks in one collective."""
+    lockstep: bool = False
+    """All items are."""
+    auto_ack: bool = True
+    all_die: bool = False
+    """A launcher restarts all ranks when one dies."""
+    commits: bool = False
+    faults: tuple[str, ...] = ()
+    num_faults: int = 4
+
+
+def random_config(seed: int) -> Config:
+    r = random.Random(seed * 7919 + 13)
+    meets = r.random() < 0.85
+    all_die = meets and r.random() < 0.15
+    lockstep = r.random() < 0.1
+    config = Config(
+        seed=seed,
+        ranks=r.randint(1, 4),
+        seats=r.choice([1, 1, 2]),
+        steps=r.randint(1, 4),
+        depth=r.randint(1, 2),
+        meets=meets,
+        moves=meets and r.random() < 0.5,
+        is_open=r.random() < 0.4,
+        roles=r.choice([(), (), ("ref",), ("ref", "value")]),
+        role_ranks=r.randint(1, 2),
+        role_seats=r.choice([1, 1, 2]),
+        remote=r.random() < 0.4,
+        shared=not lockstep and r.random() < 0.4,
+        lockstep=lockstep,
+        auto_ack=r.random() < 0.6,
+        all_die=all_die,
+        commits=r.random() < 0.15,
+    )
+    kinds = ["flap", "restart", "lose"]
+    if all_die:
+        kinds.append("all_die")
+    elif meets or not (lockstep or config.shared):  # plain loops in one collective all fail where one does
+        kinds += ["kill", "kill", "give_up", "give_up"]
+    if not all_die:
+        kinds.append("resize")
+    if meets:
+        kinds.append("user_ack")
+    config.faults = tuple(kind for kind in kinds if r.random() < 0.7)
+    config.num_faults = r.choice([0, 1, 2, 3, 5, 8])
+    return config

@@ -1,0 +1,89 @@
+"""A planner that cuts rollouts at random, and answers a Replan."""
+
+from __future__ import annotations
+
+import random
+from collections import defaultdict
+from collections.abc import Iterator
+
+from steps_config import Config
+
+from stream_balancer.core.steps import Item, Ledger, Piece, RankId, Replan
+
+Cut = tuple[RankId, tuple[Piece, ...], int | None]
+"""Owner, pieces, group."""
+
+
+class Planner:
+    def __init__(self, config: Config, rng: random.Random) -> None:
+        self.config, self.rng = config, rng
+        self.num_rollouts = 0
+
+    def items(self, ledger: Ledger, over: list[RankId], *, is_new: bool) -> list[Item]:
+        """Of a new step, with ids from 0, or more of an open one, with ids of the ledger."""
+        ids = iter(range(1 << 20)) if is_new else iter(ledger.new_id, None)
+        cuts = list(self._cuts(over, ids))
+        items, of_roles = [], []
+        for owner, pieces, group in sorted(cuts, key=lambda cut: cut[0]):  # rank by rank, as plans are
+            remote = self.config.remote and (group % 2 == 0 if group is not None else self.rng.random() < 0.6)
+            item = Item(next(ids), owner, pieces, group=group, remote=remote)
+            items.append(item)
+            for role in self.config.roles:
+                of_roles.append((item, role))
+        for item, role in of_roles:
+            needed = Item(next(ids), self.rng.choice(ledger.members(role)), item.pieces, role, remote=item.remote)
+            item.needs += (needed.id,)
+            items.append(needed)
+        return items
+
+    def _cuts(self, over: list[RankId], ids: Iterator[int]) -> Iterator[Cut]:
+        rng = self.rng
+        for _ in range(rng.randint(1, 3)):
+            if self.config.lockstep:
+                group = next(ids)
+                yield from ((owner, (self._piece(),), group) for owner in over)
+                continue
+            if self.config.shared and len(over) > 1 and rng.random() < 0.5:
+                group, whole = next(ids), self._piece()
+                for part, owner in enumerate(sorted(rng.sample(over, rng.randint(2, len(over))))):
+                    yield owner, (Piece(whole.rollout, part, rng.randint(1, 9)),), group
+            for owner in over:
+                if rng.random() < 0.75:
+                    yield owner, tuple(self._piece() for _ in range(rng.randint(1, 2))), None
+
+    def _piece(self) -> Piece:
+        self.num_rollouts += 1
+        return Piece(f"r{self.num_rollouts}", 0, self.rng.randint(1, 9))
+
+    def replanned(self, ledger: Ledger, order: Replan) -> list[Item]:
+        """A role's items get another owner; a trainer's are cut anew, those of a group in one collective again."""
+        if order.items[0].role:
+            for item in order.items:
+                item.owner = self.rng.choice(order.over)
+            return list(order.items)
+        alone = [item for item in order.items if item.group is None]
+        groups = defaultdict[int, list[Item]](list)
+        for item in order.items:
+            if item.group is not None:
+                groups[item.group].append(item)
+        news = [new for item in alone for new in self._cut_anew(ledger, item, order.over)]
+        return news + [new for parts in groups.values() for new in self._shared_anew(ledger, parts, order.over)]
+
+    def _cut_anew(self, ledger: Ledger, item: Item, over: tuple[RankId, ...]) -> list[Item]:
+        cuts = [item.pieces] if self.rng.random() < 0.5 else [(piece,) for piece in item.pieces]
+        return [
+            Item(ledger.new_id(), self.rng.choice(over), pieces, needs=item.needs, remote=item.remote)
+            for pieces in cuts
+        ]
+
+    def _shared_anew(self, ledger: Ledger, parts: list[Item], over: tuple[RankId, ...]) -> list[Item]:
+        group, pieces = ledger.new_id(), [piece for item in parts for piece in item.pieces]
+        needs = tuple({needed for item in parts for needed in item.needs})
+        chosen = list(over) if self.config.lockstep else self.rng.sample(over, min(len(over), len(pieces)))
+        of_rank: dict[RankId, tuple[Piece, ...]] = dict.fromkeys(chosen, ())
+        for at, piece in enumerate(pieces):
+            of_rank[chosen[at % len(chosen)]] += (piece,)
+        return [
+            Item(ledger.new_id(), owner, own, "", needs, group if len(over) > 1 else None, parts[0].remote)
+            for owner, own in of_rank.items()
+        ]

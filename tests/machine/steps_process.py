@@ -1,0 +1,298 @@
+"""One process of a rank: the loop over steps, its gradient and weights, and both directions of its link."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from steps_invariants import Broken, check
+
+from stream_balancer.client.held import Held, Part, Work
+from stream_balancer.core.steps import Order, Piece, RankId, Refuse, Seal
+
+if TYPE_CHECKING:
+    from steps_world import World
+
+Act = Callable[[], object]
+Place = tuple[RankId, int]
+
+
+@dataclass(eq=False)
+class Meeting:
+    """The collective of one seal. ``index`` among those that came about."""
+
+    number: int
+    uid: int
+    seal: Seal
+    members: dict[Place, int]
+    """Incarnations."""
+    inside: set[Place] = field(default_factory=set)
+    index: int | None = None
+
+
+class Process:
+    def __init__(self, world: World, rank: RankId, seat: int, incarnation: int) -> None:
+        self.world, self.rank, self.seat, self.incarnation = world, rank, seat, incarnation
+        self.place: Place = (rank, seat)
+        config = world.config
+        self.held = Held(rank, seat, seats=world.seats_of(rank), meets=config.meets, commits=config.commits)
+        self.is_trainer = not rank.role
+        self.alive, self.linked = True, False
+        self.up: deque[tuple[Any, ...]] = deque()
+        self.down: deque[Order] = deque()
+        self.weights: dict[int, int] = {}
+        """Step to meeting."""
+        self.part: Part | None = None
+        self.work: Work | None = None
+        self.gradient: list[tuple[int, Piece]] = []
+        self.groups: list[int] = []
+        """In which order it computed shared items."""
+        self.meeting: Meeting | None = None
+        self.speed = 1.0 if world.rng.random() < 0.8 else 0.15
+
+    @property
+    def counts(self) -> bool:
+        """Alive, and not given up."""
+        return self.alive and self.incarnation > self.world.fenced.get(self.rank, -1)
+
+    @property
+    def num_trained(self) -> int:
+        """Its weights have all steps before this one."""
+        return self.held.weights or 0
+
+    def is_in_group(self, uid: int, group: int) -> bool:
+        """In front of the collective of a shared item, and not about to leave it."""
+        part, work = self.part, self.work
+        if part is None or work is None or part.uid != uid or work.item.group != group:
+            return False
+        return not part.again and self.held.parts.get(part.number) is part
+
+    # -- the link ------------------------------------------------------------------------------------------------------
+
+    def connect(self) -> None:
+        self.linked = True
+        self.up.clear()
+        self.down.clear()
+        self.up.append(("joined", self.held.has(), self.held.weights))
+        self.flush()
+
+    def unlink(self, *, tell: bool = True) -> None:
+        has_joined = self.linked and not any(fact[0] == "joined" for fact in self.up)
+        self.linked = False
+        self.up.clear()
+        self.down.clear()
+        if has_joined and tell:
+            self.world.ledger.lost(self.rank, self.seat)
+
+    def flush(self) -> None:
+        if self.linked:
+            self.up.extend(self.held.out)
+        self.held.out.clear()
+
+    def receive(self) -> None:
+        order = self.down.popleft()
+        if isinstance(order, Refuse):
+            self.world.kill(self.rank)
+            return
+        try:
+            self.held.take(order)
+        except ValueError as error:
+            raise Broken("credits", str(error)) from None
+        self.flush()
+        self.check_credits()
+
+    def check_credits(self) -> None:
+        untaken = [part.number for part in self.held.parts.values() if not part.taken]
+        check(len(untaken) <= self.world.config.depth, "credits", lambda: f"{self.place} holds {untaken}, not begun")
+
+    # -- what it can do now --------------------------------------------------------------------------------------------
+
+    def moves(self) -> Iterator[Act]:
+        held = self.held
+        if not self.alive:
+            return
+        if not self.linked:
+            yield self.connect
+        if held.behind is not None:
+            yield self.take_other_weights
+        elif held.dropped:
+            yield self.leave_dropped
+        else:
+            if held.to_fetch:
+                yield self.fetch
+            yield from self.moves_in_step() if self.part is not None else self.moves_between_steps()
+
+    def moves_between_steps(self) -> Iterator[Act]:
+        held = self.held
+        if held.parts and (part := held.next_step()) is not None:
+            self.flush()
+            self.begin_step(part)
+            return
+        self.flush()
+        if self.num_trained > held.acked and self.is_trainer:
+            yield self.save
+        if self.may_leave():
+            yield self.leave
+
+    def moves_in_step(self) -> Iterator[Act]:
+        part = self.part
+        assert part is not None
+        if self.held.parts.get(part.number) is not part or (part.again and self.meeting is None):
+            yield self.leave_step
+        elif self.meeting is not None:
+            yield from self.moves_in_meeting(self.meeting)
+        elif self.work is not None:
+            partners = self.world.partners(self, self.work)
+            if partners:
+                yield lambda: [partner.end_work() for partner in partners]
+        elif (work := self.held.next_work(part)) is not None:
+            yield lambda: self.begin_work(part, work)
+        elif part.is_done and not self.is_trainer:
+            yield self.leave_step
+        elif part.is_done:
+            seal = self.held.reach_end(part)
+            self.flush()
+            if seal is not None:
+                yield lambda: self.enter(part, seal)
+
+    # -- in a step -----------------------------------------------------------------------------------------------------
+
+    def begin_step(self, part: Part) -> None:
+        self.part, self.gradient, self.groups = part, [], []
+        is_fresh = not self.is_trainer or not any(work.done for work in part.work.values())
+        check(is_fresh, "once", lambda: f"{self.place} begins step {part.number} with work done")
+        self.check_credits()
+
+    def leave_step(self) -> None:
+        self.part = self.work = self.meeting = None
+        self.gradient, self.groups = [], []
+
+    def begin_work(self, part: Part, work: Work) -> None:
+        if self.is_trainer and self.counts:
+            self.world.check_not_met(self, part.number)
+        self.held.begin(part, work)
+        self.work = work
+        if self.is_trainer and work.item.group is not None:
+            self.world.check_order(self, part, work.item.group)
+
+    def end_work(self) -> None:
+        part, work = self.part, self.work
+        assert part is not None
+        assert work is not None
+        self.work = None
+        if part.work.get(work.item.id) is not work or part.again:
+            return
+        if self.is_trainer:
+            masked = work.missing | part.gone
+            self.gradient += [(work.item.id, piece) for piece in work.item.pieces if piece.rollout not in masked]
+            self.held.has_done(part, work)
+        else:
+            self.held.has_done(part, work, "columns")
+        self.flush()
+
+    def fetch(self) -> None:
+        number, id_ = self.held.to_fetch.pop(self.world.rng.randrange(len(self.held.to_fetch)))
+        part = self.held.parts.get(number)
+        work = None if part is None else part.work.get(id_)
+        if work is not None:
+            rollouts = {piece.rollout for piece in work.item.pieces}
+            self.held.fetched(number, id_, rollouts & self.world.lost_rollouts)
+            self.flush()
+
+    # -- the meeting ---------------------------------------------------------------------------------------------------
+
+    def enter(self, part: Part, seal: Seal) -> None:
+        if not self.world.config.meets:
+            self.world.trained[part.number, self.rank] = [piece for _, piece in self.gradient]
+            self.finish_step(part)
+            return
+        self.meeting = self.world.meeting(part, seal)
+        is_member = self.meeting.index is None or self.meeting.members.get(self.place) == self.incarnation
+        check(is_member, "seal", lambda: f"{self.place} enters a meeting that is over: {seal}")
+        self.meeting.inside.add(self.place)
+        self.world.try_to_meet(self.meeting)
+
+    def moves_in_meeting(self, meeting: Meeting) -> Iterator[Act]:
+        if meeting.index is not None:
+            yield lambda: self.finish(meeting)
+        # Some may see a collective fail that others have seen come about.
+        if self.world.is_broken(meeting) and (meeting.index is None or self.world.rng.random() < 0.2):
+            yield lambda: self.come_back(meeting)
+
+    def finish(self, meeting: Meeting) -> None:
+        part, number = self.part, meeting.number
+        assert part is not None
+        assert meeting.index is not None
+        self.world.check_weights(self, number)
+        self.weights[number] = meeting.index
+        if self.world.config.auto_ack and self.counts and self.world.rng.random() < 0.3:
+            self.world.write_checkpoint(self.weights, number + 1)
+        self.finish_step(part)
+
+    def finish_step(self, part: Part) -> None:
+        self.held.has_finished(part, ack=self.world.config.auto_ack)
+        self.flush()
+        self.leave_step()
+
+    def come_back(self, meeting: Meeting) -> None:
+        if meeting.index is None:
+            meeting.inside.discard(self.place)
+        self.meeting = None
+        assert self.part is not None
+        self.held.meeting_failed(self.part)
+
+    # -- weights -------------------------------------------------------------------------------------------------------
+
+    def copy_weights(self) -> int:
+        """Those of the checkpoint, or of the process that is furthest. All steps before this one are in them."""
+        self.weights, weights = self.world.newest_weights(self)
+        self.held.acked = min(self.world.checkpoint[1], weights) if self.world.config.meets else 0
+        return weights
+
+    def save(self) -> None:
+        if self.world.config.meets:
+            if not self.counts:
+                return
+            self.world.write_checkpoint(self.weights, self.num_trained)
+        else:
+            self.world.saved[self.place] = self.num_trained
+        self.held.ack(self.num_trained - 1)
+        self.flush()
+
+    def leave_dropped(self) -> None:
+        drops, self.held.dropped = self.held.dropped, []
+        if self.part is not None and self.held.parts.get(self.part.number) is not self.part:
+            self.leave_step()
+        newest = max((drop.step for drop in drops if drop.met), default=-1)
+        if newest >= 0 and self.is_trainer and self.world.config.meets:
+            if self.num_trained <= newest:
+                self.take_other_weights()
+            else:
+                self.unlink()
+
+    def take_other_weights(self) -> None:
+        """Those of the living process that is furthest, or of the checkpoint; and the controller is told by joining."""
+        self.held.behind = None
+        if not self.linked:
+            return
+        if self.world.config.all_die:
+            self.world.kill_all()
+            return
+        self.held.took_weights(self.copy_weights())
+        if self.part is not None and self.held.parts.get(self.part.number) is not self.part:
+            self.leave_step()
+        self.unlink()
+
+    # -- the end -------------------------------------------------------------------------------------------------------
+
+    def may_leave(self) -> bool:
+        held = self.held
+        is_through = not held.parts and (not self.is_trainer or self.num_trained <= held.acked)
+        return held.ended and self.linked and is_through and not self.up and self.alive
+
+    def leave(self) -> None:
+        if all(process.may_leave() for process in self.world.processes_of(self.rank)):
+            self.world.kill(self.rank)
+            self.world.left.add(self.rank)
