@@ -7,7 +7,7 @@
 The package is not changed: its classes are wrapped. A trace is a list of events, in order. Facts: ``plan``, ``join``,
 ``lose``, ``giveup``, ``taken``, ``parts``, ``released``, ``fetched``, ``held``, ``report``, ``acked``, ``resize``,
 ``end``, ``over`` (what a replan gave to whom). What was sent: ``send``, ``part``, ``complete``, ``divide``, ``recall``,
-``ended``, ``ack``, ``close``. A rollout is the number of its first appearance; a micro-batch is ``[[rollout, part] ...]``.
+``ended``, ``ack``, ``close``. A rollout is the number of its first appearance; a micro-batch ``[[rollout, part] ...]``.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def _wrap(
 def _install() -> None:
     _wrap(_Server, "__init__", _server_begins, _server_is_made)
     _wrap(Delivery, "__init__", None, _delivery_is_made)
-    _wrap(Delivery, "attach", None, _attached)
+    _wrap(Delivery, "attach", _has_attached, _attached)
     _wrap(Delivery, "advance", None, lambda d, link: link in _of and link in d._of_link and _of[link].note_taken(link))
     _wrap(Delivery, "end", None, lambda d: d._role_name or _of[d].add("end"))
     _wrap(Delivery, "_lose", None, lambda d, rank, error: rank.link is None or _of[d].add("lose", rank.role, rank.rank))
@@ -144,9 +144,15 @@ def _delivery_is_made(delivery: Any, *args: Any, **kwargs: Any) -> None:
 
 def _attached(delivery: Any, link: Any) -> None:
     trace = _of[link] = _of[delivery]
+    delivery.ranks_of_trace = delivery.ranks
     trace.sent[link] = []
     feed = int.from_bytes(link._feed_id[:4], "little") if link._feed_id else 0
     trace.add("join", link.role, link.rank, link.incarnation, link._depth, feed)
+
+
+def _has_attached(_: None, delivery: Any, link: Any) -> None:
+    if delivery.ranks != delivery.ranks_of_trace:  # one that was given up has come again
+        _of[delivery].add("resize", delivery._role_name, delivery.ranks)
 
 
 def _planned(roles: Any, batch: Any, *args: Any) -> None:
@@ -200,7 +206,8 @@ def _gave_up(done: bool, delivery: Any, balancer: Any) -> None:
 
 
 def _sent(_: None, link: Any, batch: Any, *, confirm: bool = False) -> None:
-    _of[link].sent[link].append(batch.step)
+    if link in _of:
+        _of[link].sent[link].append(batch.step)
     _said(link, "send", batch.step, batch.micro_batches)
 
 
