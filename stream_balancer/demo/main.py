@@ -5,7 +5,7 @@
     worker 1 --.                                     .--> rank 0, a process (torch.multiprocessing), gloo
     worker 2 ---> balancer.put --> serve() ---------+---> rank 1 ...
     ...        |   (a full buffer makes workers wait)     their gradients: an all-reduce of their own
-    worker 64 -'   record and progress are observers
+    worker 64 -'
 """
 
 from __future__ import annotations
@@ -27,18 +27,15 @@ import anyio
 import msgspec
 from anyio.abc import TaskStatus
 from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from torch.multiprocessing.spawn import ProcessContext, ProcessException, spawn
 
-from stream_balancer.config import BalancerConfig, Policy
-from stream_balancer.controller.balancer import StreamBalancer
-from stream_balancer.controller.serve import serve
+import stream_balancer as sb
 from stream_balancer.demo.model import training_cost
 from stream_balancer.demo.options import DemoOptions
 from stream_balancer.demo.rank import RankRun, run_rank
-from stream_balancer.demo.report import ControllerRun, Figures, summarize
+from stream_balancer.demo.report import NAMES, Figures, comparison, summarize
 from stream_balancer.demo.rollouts import Workload, load_workload
-from stream_balancer.demo.view import NAMES, RunProgress, comparison
-from stream_balancer.transport.gloo.torch_dist import TorchTransport
 
 __all__ = ["run_demo"]
 
@@ -57,18 +54,16 @@ def run_demo(options: DemoOptions) -> int:
     """Run the demo; returns the exit code of the process. Blocks until done; call it in the main thread. Leaves no
     process.
 
-    0: every rollout was trained on exactly once, in both runs. 1: it was not, or a rank died. 130: interrupted. Tables
-    go to stdout, or one JSON object if ``options.json``; progress and errors to stderr. Raises ValueError for options
-    that cannot be, before anything starts.
+    0: every rollout was trained on exactly once, in both runs. 1: it was not, or a rank died. 130: interrupted. The
+    table goes to stdout, or one JSON object if ``options.json``; progress and errors to stderr. Raises ValueError for
+    options that cannot be, before anything starts.
     """
     workload = load_workload(options)
     configs = [_config(options, policy) for policy in NAMES]
-    console = Console(stderr=True)
+    console = Console(stderr=True, highlight=False)
     console.print(
-        f"{len(workload.rollouts)} rollouts, {workload.num_tokens:,} tokens, longest {workload.longest}: lengths of "
-        f"{workload.source} × {workload.scale:.4g}\n"
-        f"{options.workers} workers → controller → {options.ranks} ranks over gloo, {options.batch_size} a step",
-        highlight=False,
+        _LENGTHS.format(**workload.lengths)
+        + f"{options.workers} workers → controller → {options.ranks} ranks over gloo, {options.batch_size} a step"
     )
     runs: list[Figures] = []
     code, problem = _INTERRUPTED, "interrupted; all its processes have been ended"
@@ -83,41 +78,75 @@ def run_demo(options: DemoOptions) -> int:
         assert isinstance(error, ProcessException)
         code, problem = 1, f"rank {error.error_index} (process {error.error_pid}) failed: {str(error).strip()}"
     if len(runs) < len(configs):
-        console.print(f"demo: {problem}", style="red", markup=False, highlight=False, soft_wrap=True)
+        console.print(f"demo: {problem}", style="red", markup=False, soft_wrap=True)
         return code
+    usual, balanced = runs
     if options.json:
-        sys.stdout.buffer.write(msgspec.json.encode(_as_json(options, workload, *runs)) + b"\n")
+        said = {
+            "lengths": workload.lengths,
+            "options": asdict(options) | {"trace": options.trace and str(options.trace)},
+            "round_robin": usual,
+            "balanced": balanced,
+            "idle_ratio": balanced["idle_fraction"] / usual["idle_fraction"] if usual["idle_fraction"] else None,
+            "exactly_once": usual["exactly_once"] and balanced["exactly_once"],
+        }
+        sys.stdout.buffer.write(msgspec.json.encode(said) + b"\n")
     else:
-        Console().print(comparison(*runs), _notes(options, workload), highlight=False)
+        Console(highlight=False).print(
+            comparison(*runs), _NOTES.format(speed=options.tokens_per_second, **workload.lengths)
+        )
     return 0 if all(run["exactly_once"] for run in runs) else 1
 
 
-def _config(options: DemoOptions, policy: Policy) -> BalancerConfig:
+_LENGTHS = "{rollouts} rollouts, {tokens:,} tokens, longest {longest}: lengths of {source} × {scale:.4g}\n"
+_NOTES = (
+    "Lengths: {source}, multiplied by {scale:.4g}. Generation is pretended, at {speed:g} tokens/s per worker.\n"
+    "Compute is CPU time of forward and backward on each rank's training thread, after a warm-up.\n"
+    "Idle = 1 - sum over steps of the ranks' mean / sum over steps of the slowest rank.\n"
+    "Wall times say little: the ranks share this machine's cores, so where one waits another computes."
+)
+
+
+def _config(options: DemoOptions, policy: str) -> sb.BalancerConfig:
     """The usual way sends rollouts ``batch_size`` by ``batch_size`` as they come; the balanced one has a window to
     choose from."""
     window = 2 * options.batch_size if options.window is None else options.window
-    return BalancerConfig(
+    return sb.BalancerConfig(
         dp_size=options.ranks,
         batch_size=options.batch_size,
         window=options.batch_size if policy == "round_robin" else window,
         deadline_s=options.deadline_s,
         cost=training_cost(options),
-        policy=policy,
+        policy=policy,  # type: ignore[arg-type]
     )
 
 
 async def _run_all(
-    options: DemoOptions, workload: Workload, configs: Sequence[BalancerConfig], console: Console
+    options: DemoOptions, workload: Workload, configs: Sequence[sb.BalancerConfig], console: Console
 ) -> list[Figures]:
     """One run after another; fewer if SIGINT or SIGTERM came. ProcessException (in a group) if a rank dies."""
     runs: list[Figures] = []
+    columns = (TextColumn("{task.description:>12}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     async with anyio.create_task_group() as group:
         await group.start(_cancel_on_signal, group.cancel_scope)  # before a rank is begun: it would be left half begun
-        with RunProgress(console) as progress:
+        with Progress(*columns, TextColumn("{task.fields[note]}"), console=console) as progress:
             for config in configs:
-                runs.append(await _run(options, workload, config, progress))  # noqa: PERF401  # kept if a signal comes
+                bar = progress.add_task(NAMES[config.policy], total=len(workload.rollouts), note="starting processes")
+                runs.append(await _run(options, workload, config, _Shown(progress, bar)))  # kept if a signal comes
         group.cancel_scope.cancel()
     return runs
+
+
+class _Shown(sb.Observer):
+    """A bar of the rollouts that were trained on."""
+
+    def __init__(self, progress: Progress, bar: TaskID) -> None:
+        self._progress, self._bar = progress, bar
+
+    def acknowledged(self, batch: sb.Batch) -> None:
+        """Move it."""
+        trained = sum(not rollout.is_padding for rollout in batch.rollouts)
+        self._progress.update(self._bar, advance=trained, note=f"step {batch.step} ({batch.reason})")
 
 
 async def _cancel_on_signal(scope: anyio.CancelScope, *, task_status: TaskStatus[None]) -> None:
@@ -127,27 +156,31 @@ async def _cancel_on_signal(scope: anyio.CancelScope, *, task_status: TaskStatus
             scope.cancel()
 
 
-async def _run(options: DemoOptions, workload: Workload, config: BalancerConfig, progress: RunProgress) -> Figures:
+async def _run(options: DemoOptions, workload: Workload, config: sb.BalancerConfig, shown: sb.Observer) -> Figures:
     """One run, with ranks of its own."""
-    token, record = secrets.token_hex(16), ControllerRun()
-    progress.begin(config.policy, len(workload.rollouts))
+    token = secrets.token_hex(16)
     with TemporaryDirectory() as name:
         folder = Path(name)
         async with (
-            StreamBalancer(config) as balancer,
-            TorchTransport.listen(dp_size=options.ranks, token=token) as transport,
+            sb.StreamBalancer(config) as balancer,
+            sb.TorchTransport.listen(dp_size=options.ranks, token=token) as transport,
         ):
-            balancer.observers += [record, progress]
-            with _started((options, transport.address, token, workload.longest, folder), options.ranks) as ranks:
+            balancer.observers.append(shown)
+            with _started(
+                (options, transport.address, token, workload.lengths["longest"], folder), options.ranks
+            ) as ranks:
                 async with anyio.create_task_group() as group:
                     for rank in range(options.ranks):
                         group.start_soon(_watch, ranks, rank)
                     # for ever: `_watch` knows better than the transport what happened to a rank that is gone
-                    group.start_soon(partial(serve, balancer, transport, rejoin_timeout_s=math.inf))
+                    group.start_soon(partial(sb.serve, balancer, transport, rejoin_timeout_s=math.inf))
+                    began_s = anyio.current_time()
                     await _generate(options, workload, balancer)
                     balancer.end()
+                wall_s = anyio.current_time() - began_s
+            said = balancer.statistics()
         done = [msgspec.json.decode((folder / f"{n}.json").read_bytes(), type=RankRun) for n in range(options.ranks)]
-    return summarize(config.policy, record, done, [rollout.rollout_id for rollout in workload.rollouts])
+    return summarize(config.policy, said, wall_s, done, workload.rollouts)
 
 
 @contextmanager
@@ -177,7 +210,7 @@ async def _watch(ranks: ProcessContext, rank: int) -> None:
     ranks.join(timeout=0)
 
 
-async def _generate(options: DemoOptions, workload: Workload, balancer: StreamBalancer) -> None:
+async def _generate(options: DemoOptions, workload: Workload, balancer: sb.StreamBalancer) -> None:
     """Workers, until every rollout was put: pick one, take as long over it as its output is long, put it, and again."""
     todo = iter(workload.rollouts)
 
@@ -189,31 +222,3 @@ async def _generate(options: DemoOptions, workload: Workload, balancer: StreamBa
     async with anyio.create_task_group() as workers:
         for _ in range(options.workers):
             workers.start_soon(work)
-
-
-def _as_json(options: DemoOptions, workload: Workload, usual: Figures, balanced: Figures) -> dict[str, object]:
-    return {
-        "lengths": {
-            "source": workload.source,
-            "scale": workload.scale,
-            "rollouts": len(workload.rollouts),
-            "tokens": workload.num_tokens,
-            "longest": workload.longest,
-        },
-        "options": asdict(options) | {"trace": options.trace and str(options.trace)},
-        "round_robin": usual,
-        "balanced": balanced,
-        "idle_ratio": balanced["idle_fraction"] / usual["idle_fraction"] if usual["idle_fraction"] else None,
-        "exactly_once": usual["exactly_once"] and balanced["exactly_once"],
-    }
-
-
-def _notes(options: DemoOptions, workload: Workload) -> str:
-    return (
-        f"Lengths: {workload.source}, multiplied by {workload.scale:.4g}; longest rollout {workload.longest} tokens, "
-        f"{workload.num_tokens / len(workload.rollouts):.0f} on average. Generation is pretended, at "
-        f"{options.tokens_per_second:g} tokens/s per worker.\n"
-        "Compute is CPU time of forward and backward on the training thread of each rank, in every step (after "
-        "a warm-up).\nIdle = 1 - sum over steps of the ranks' mean / sum over steps of the slowest rank.\n"
-        f"Wall times say little: {options.ranks} ranks share this machine's cores, so where one waits another computes."
-    )

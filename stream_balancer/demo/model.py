@@ -14,9 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from stream_balancer.cost import TransformerCost
+import stream_balancer as sb
 from stream_balancer.demo.options import DemoOptions
-from stream_balancer.types import MicroBatch
 
 __all__ = ["Block", "Decoder", "build_model", "loss_sum", "training_cost"]
 
@@ -92,16 +91,12 @@ def build_model(options: DemoOptions, dtype: torch.dtype = torch.float32) -> Dec
     """The demo's model, with the same weights in every process that asks with the same options."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(options.seed)
-        model = Decoder(
-            vocab_size=options.vocab_size,
-            hidden_size=options.hidden_size,
-            num_layers=options.num_layers,
-            num_heads=options.num_heads,
-        )
+        sizes = ("vocab_size", "hidden_size", "num_layers", "num_heads")
+        model = Decoder(**{name: getattr(options, name) for name in sizes})
     return model.to(dtype)
 
 
-def loss_sum(model: Decoder, micro_batch: MicroBatch) -> Tensor:
+def loss_sum(model: Decoder, micro_batch: sb.MicroBatch) -> Tensor:
     """Sum over trained tokens of their negative log-likelihood: to be divided by the *step's*
     ``global_num_loss_tokens``.
 
@@ -116,13 +111,13 @@ def loss_sum(model: Decoder, micro_batch: MicroBatch) -> Tensor:
     return functional.cross_entropy(logits[:-1], targets.long(), reduction="sum", ignore_index=-100)
 
 
-def training_cost(options: DemoOptions) -> TransformerCost:
+def training_cost(options: DemoOptions) -> sb.TransformerCost:
     """Work of a rollout for this model, in FLOPs.
 
     It predicts a CPU's seconds as well as a curve fitted to measured ones: over packs of 1 to 11 rollouts both were off
     by 3 % (mean, weighted by seconds), ``TokenCost`` by 14 %.
     """
-    return TransformerCost(
+    return sb.TransformerCost(
         hidden_size=options.hidden_size,
         num_layers=options.num_layers,
         num_heads=options.num_heads,

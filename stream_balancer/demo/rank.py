@@ -12,12 +12,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+import stream_balancer as sb
 from stream_balancer.demo.model import Decoder, build_model, loss_sum
 from stream_balancer.demo.options import DemoOptions
-from stream_balancer.demo.rollouts import checksum
-from stream_balancer.rank.feed import RankFeed
+from stream_balancer.demo.rollouts import checksum, make_rollout
 from stream_balancer.tools.processes import exit_with_parent
-from stream_balancer.types import MicroBatch, RankBatch, Rollout
 
 __all__ = ["RankRun", "StepDone", "run_rank", "train"]
 
@@ -54,16 +53,17 @@ def run_rank(rank: int, options: DemoOptions, address: str, token: str, longest:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/ranks", rank=rank, world_size=options.ranks)
     model = build_model(options)
-    _warm_up(model, longest)
-    with RankFeed(address, rank=rank, dp_size=options.ranks, token=token) as feed:
+    warm_up = sb.MicroBatch.of([make_rollout(name, longest, 1, name, options.vocab_size) for name in "ab"])
+    for _ in range(2):  # not measured: the first pass pays for allocations and kernel choices
+        loss_sum(model, warm_up).backward()  # type: ignore[no-untyped-call]
+    with sb.RankFeed(address, rank=rank, dp_size=options.ranks, token=token) as feed:
         steps = train(feed, model, dist.all_reduce)
     flat = torch.cat([p.detach().flatten() for p in model.parameters()])
-    run = RankRun(steps, zlib.crc32(flat.numpy().tobytes()))
-    (folder / f"{rank}.json").write_bytes(msgspec.json.encode(run))
+    (folder / f"{rank}.json").write_bytes(msgspec.json.encode(RankRun(steps, zlib.crc32(flat.numpy().tobytes()))))
     dist.destroy_process_group()
 
 
-def train(batches: Iterable[RankBatch], model: Decoder, all_reduce: Callable[[Tensor], None]) -> list[StepDone]:
+def train(batches: Iterable[sb.RankBatch], model: Decoder, all_reduce: Callable[[Tensor], None]) -> list[StepDone]:
     """The training loop. ``all_reduce`` sums a flat tensor over the ranks, in place."""
     parameters = list(model.parameters())
     optimizer = torch.optim.Adam(parameters, lr=_LEARNING_RATE)
@@ -74,32 +74,16 @@ def train(batches: Iterable[RankBatch], model: Decoder, all_reduce: Callable[[Te
     steps = []
     for batch in batches:
         gradient.zero_()
+        loss_of_rank = 0.0
         began = time.thread_time()  # CPU time, not wall time: the ranks share cores
-        loss = _forward_backward(model, batch)
+        for micro_batch in batch.micro_batches:
+            # by the step's trained tokens, not the rank's: only so is the sum over ranks the mean over the batch
+            loss = loss_sum(model, micro_batch) / batch.global_num_loss_tokens
+            loss.backward()  # type: ignore[no-untyped-call]
+            loss_of_rank += loss.item()
         compute_s = time.thread_time() - began
         all_reduce(gradient)
         optimizer.step()
         trained = [(r.rollout_id, checksum(r)) for r in batch.rollouts if not r.is_padding]
-        steps.append(StepDone(batch.step, compute_s, len(batch.micro_batches), loss, trained))
+        steps.append(StepDone(batch.step, compute_s, len(batch.micro_batches), loss_of_rank, trained))
     return steps
-
-
-def _forward_backward(model: Decoder, batch: RankBatch) -> float:
-    """Adds this rank's part of the step's gradient; returns its part of the step's loss.
-
-    Everything is divided by the *step's* trained tokens, not this rank's: ranks hold different numbers of them, and
-    only so is the sum over ranks the mean over the batch.
-    """
-    total = 0.0
-    for micro_batch in batch.micro_batches:
-        loss = loss_sum(model, micro_batch) / batch.global_num_loss_tokens
-        loss.backward()  # type: ignore[no-untyped-call]
-        total += loss.item()
-    return total
-
-
-def _warm_up(model: Decoder, longest: int) -> None:
-    """Two passes on made-up tokens, not measured: the first pays for allocations and kernel choices."""
-    rollout = Rollout(tokens={"input_ids": torch.zeros(longest, dtype=torch.int64)})
-    for _ in range(2):
-        loss_sum(model, MicroBatch.of([rollout, rollout])).backward()  # type: ignore[no-untyped-call]

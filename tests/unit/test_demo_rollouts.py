@@ -32,7 +32,6 @@ def test_the_checksum_sees_every_change():
     other = ids.clone()
     other[5] ^= 1
     changed = [
-        make_rollout("r2", *MADE[1:]),
         type(rollout)(tokens={"input_ids": other, "loss_mask": mask}, rollout_id="r1"),
         type(rollout)(tokens={"input_ids": ids, "loss_mask": ~mask}, rollout_id="r1"),
         type(rollout)(tokens={"input_ids": ids.to(torch.int32), "loss_mask": mask}, rollout_id="r1"),
@@ -44,16 +43,16 @@ def test_the_checksum_sees_every_change():
 
 def test_a_trace_is_scaled_until_the_longest_fits(trace):
     work = load_workload(DemoOptions(trace=trace, rollouts=10, max_length=109))
-    assert work.longest == 109
-    assert work.scale == pytest.approx(0.1)
-    assert work.num_tokens == sum(r.num_tokens for r in work.rollouts)
+    assert work.lengths["longest"] == 109
+    assert work.lengths["scale"] == pytest.approx(0.1)
+    assert work.lengths["tokens"] == sum(r.num_tokens for r in work.rollouts)
     assert len({r.rollout_id for r in work.rollouts}) == 10
     assert len({r.group_id for r in work.rollouts}) == 5
 
 
 def test_scale_can_be_given_and_every_rollout_keeps_a_prompt_and_an_output(trace):
     work = load_workload(DemoOptions(trace=trace, rollouts=10, scale=1e-6))
-    assert work.scale == 1e-6
+    assert work.lengths["scale"] == 1e-6
     assert all((r.num_tokens, r.num_loss_tokens) == (2, 1) for r in work.rollouts)
 
 
@@ -68,7 +67,7 @@ def test_as_many_rollouts_as_asked_for_even_beyond_the_file(trace, rollouts):
 def test_generated_lengths_are_the_default():
     work = load_workload(DemoOptions(rollouts=50))
     assert len(work.rollouts) == 50
-    assert work.longest == DemoOptions().max_length
+    assert work.lengths["longest"] == DemoOptions().max_length
 
 
 def test_what_cannot_be_is_refused(tmp_path):
