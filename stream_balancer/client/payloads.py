@@ -5,20 +5,21 @@
     PayloadOwner (a producer's process)   <--Call fetch-- Fetcher (a rank)
                                            --bytes-->     into the holes of what was decoded
 
-An owner answers in its I/O thread, from where the tensors lie. A rank asks all owners before it waits for the first.
-What an owner has not any more, or what is gone with it, is *missing*: nobody trains on it, and the step goes on.
+An owner answers in its I/O thread, from where the tensors lie. A rank asks all owners at once, in its own. What an
+owner has not any more, or what is gone with it, is *missing*: no rank trains on it, and the step goes on.
 """
 
 from __future__ import annotations
 
 import itertools
 import secrets
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Annotated, NamedTuple, TypeAlias
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Annotated, NamedTuple, Protocol, TypeAlias
 
 import msgspec
 
-from stream_balancer.errors import BrokenResourceError, ClosedResourceError, WireError
+from stream_balancer.errors import BrokenResourceError, WireError
 from stream_balancer.net.calls import Asked, Pending
 from stream_balancer.net.connection import Base
 from stream_balancer.net.listener import Listener
@@ -28,9 +29,9 @@ from stream_balancer.net.service import Bytes, Listen, Peer, Service
 from stream_balancer.net.session import Dialer, Session
 from stream_balancer.types import Rollout
 from stream_balancer.wire.codec import Decoded, Handle, Owner, Wanted, payload_of
-from stream_balancer.wire.payload import Memory, Payload
+from stream_balancer.wire.payload import Payload
 
-__all__ = ["Fetcher", "Missing", "PayloadOwner"]
+__all__ = ["SOURCES", "Fetcher", "Missing", "PayloadOwner", "Source"]
 
 _CONNECT_S = 10.0
 _CALL_BYTES = 2**26
@@ -122,77 +123,107 @@ class PayloadOwner:
         return Bytes(missing, Payload.of(*pieces))
 
 
-class Fetcher:
-    """Sessions of one rank with owners of payloads, which stay open."""
+class Source(Protocol):
+    """A rank's way to one owner. In the I/O thread."""
 
-    def __init__(self, dialer_of: Callable[[Owner], Dialer]) -> None:
-        """``dialer_of``: the way to an owner."""
-        self._dialer_of = dialer_of
-        self._sessions: dict[Owner, Session] = {}
-        self._closed = False
-
-    async def fetch_holes(self, decoded: Decoded) -> list[Missing]:
-        """Fill all holes but those that are masked; what could not be filled, to be masked everywhere. Raises
-        ClosedResourceError after :meth:`close`."""
-        asked = [
-            (few, self._ask(owner, few))
-            for owner, wanted in _by_owner(decoded.holes())
-            for few in _shares(wanted, _CALL_BYTES)
-        ]
-        missing: list[Missing] = []
-        try:
-            for few, pending in asked:
-                await pending.signal.wait()
-                missing += self._fill(few, pending)
-        except BaseException:
-            for few, pending in asked:
-                session = self._sessions.get(few[0].owner)
-                if session is not None and not pending.signal.is_set():
-                    session.caller.cancel(pending)
-            raise
-        return missing
+    def fetch(self, wanted: Sequence[Wanted], done: Callable[[Mapping[int, str]], object]) -> None:
+        """Fill the places of what is wanted; then, once, ``done`` with why some could not be filled, by ``rollout``."""
 
     def close(self) -> None:
-        """Wakes who fetches. Idempotent."""
+        """Not needed any more. Idempotent."""
+
+
+SOURCES: dict[str, Callable[[Owner], Source]] = {}
+"""Ways to owners that are not dialled, by what their addresses begin with: "ray" of "ray://actor"."""
+
+
+class Fetcher:
+    """Ways of one rank to owners of payloads, which stay open."""
+
+    def __init__(self, dialer_of: Callable[[Owner], Dialer]) -> None:
+        """``dialer_of``: how an owner that listens is reached."""
+        self._dialer_of = dialer_of
+        self._sources: dict[Owner, Source] = {}
+        self._closed = False
+
+    def fetch(self, decoded: Decoded, done: Callable[[list[Missing]], object]) -> None:
+        """Fill all holes but those that are masked; then, once, ``done`` with what could not be filled. In the I/O
+        thread, at once where there is nothing to fetch; never after :meth:`close`."""
+        by_owner: dict[Owner, list[Wanted]] = {}
+        for one in decoded.holes():
+            by_owner.setdefault(one.owner, []).append(one)
+        missing: list[Missing] = []
+        outstanding = {*by_owner, None}
+
+        def add(owner: Owner | None, causes: Mapping[int, str]) -> None:
+            outstanding.discard(owner)
+            its = by_owner[owner] if owner is not None else ()
+            missing.extend(
+                Missing(one.rollout, one.rollout_id, one.owner.label, causes[one.rollout])
+                for one in its
+                if one.rollout in causes
+            )
+            if not outstanding and not self._closed:
+                done(sorted(missing))
+
+        for owner, wanted in by_owner.items():
+            self._source(owner).fetch(wanted, partial(add, owner))
+        add(None, {})
+
+    def close(self) -> None:
+        """Fetch nothing more. From any thread. Idempotent."""
         self._closed = True
-        for session in list(self._sessions.values()):
-            session.close()
+        for source in list(self._sources.values()):
+            source.close()
 
-    def _ask(self, owner: Owner, wanted: Sequence[Wanted]) -> Pending:
-        if self._closed:
-            raise ClosedResourceError
-        session = self._sessions.get(owner)
-        if session is None:
-            session = self._sessions[owner] = Session(
-                _Once(self._dialer_of(owner)), "fetcher", connect_timeout_s=_CONNECT_S, whom=f"owner {owner.label}",
-                on_end=lambda _: self._forget(owner, session),
+    def _source(self, owner: Owner) -> Source:
+        found = self._sources.get(owner)
+        if found is None:
+            make = SOURCES.get(owner.address.partition("://")[0])
+            found = _Dialled(owner, self._dialer_of) if make is None else make(owner)
+            self._sources[owner] = found
+        return found
+
+
+class _Dialled:
+    """The way to an owner that listens: a session, made anew after it was lost."""
+
+    def __init__(self, owner: Owner, dialer_of: Callable[[Owner], Dialer]) -> None:
+        self._owner, self._dialer_of = owner, dialer_of
+        self._session: Session | None = None
+
+    def fetch(self, wanted: Sequence[Wanted], done: Callable[[Mapping[int, str]], object]) -> None:
+        shares = list(_shares(wanted))
+        causes: dict[int, str] = {}
+        left = len(shares)
+
+        def take(share: Sequence[Wanted], pending: Pending) -> None:
+            nonlocal left
+            causes.update(_filled(share, pending))
+            left -= 1
+            if not left:
+                done(causes)
+
+        for share in shares:
+            parts = [(one.key, one.degree, one.place, one.num_bytes) for one in share]
+            pending = Pending("fetch", parts, reply_bytes=sum(size for *_, size in parts))
+            self._open().caller.submit(pending)
+            pending.signal.then(partial(take, share, pending))
+
+    def close(self) -> None:
+        if self._session is not None:
+            self._session.close()
+
+    def _open(self) -> Session:
+        if self._session is None:
+            self._session = Session(
+                _Once(self._dialer_of(self._owner)), "fetcher", connect_timeout_s=_CONNECT_S,
+                whom=f"owner {self._owner.label}", on_end=self._on_end,
             )  # fmt: skip
-        parts = [(one.key, one.degree, one.place, one.num_bytes) for one in wanted]
-        pending = Pending("fetch", parts, reply_bytes=sum(size for *_, size in parts))
-        session.caller.submit(pending)
-        return pending
+        return self._session
 
-    def _forget(self, owner: Owner, session: Session | None) -> None:
-        """The next fetch connects again."""
-        if self._sessions.get(owner) is session:
-            del self._sessions[owner]
-
-    def _fill(self, wanted: Sequence[Wanted], pending: Pending) -> Iterator[Missing]:
-        if self._closed:
-            raise ClosedResourceError
-        error: Exception | None = pending.error
-        lacks: set[int] = set()
-        if error is None:
-            value, memory = pending.answer
-            try:
-                lacks = set(_missing_of(value))
-                _copy([one for number, one in enumerate(wanted) if number not in lacks], memory)
-            except (msgspec.DecodeError, WireError) as other:
-                error = other
-        for number, one in enumerate(wanted):
-            if error is not None or number in lacks:
-                cause = f"it does not have payload {one.key}" if error is None else str(error)
-                yield Missing(one.rollout, one.rollout_id, one.owner.label, cause)
+    def _on_end(self, _: Exception) -> None:
+        self._session = None
 
 
 class _Once:
@@ -207,18 +238,12 @@ class _Once:
         self._dialer.dial(join, welcomed, lambda error: failed(BrokenResourceError(str(error))))
 
 
-def _by_owner(wanted: Sequence[Wanted]) -> Iterable[tuple[Owner, list[Wanted]]]:
-    found: dict[Owner, list[Wanted]] = {}
-    for one in wanted:
-        found.setdefault(one.owner, []).append(one)
-    return found.items()
-
-
-def _shares(wanted: Sequence[Wanted], most_bytes: int) -> Iterator[list[Wanted]]:
+def _shares(wanted: Sequence[Wanted]) -> Iterator[list[Wanted]]:
+    """What one call asks for."""
     share: list[Wanted] = []
     size = 0
     for one in wanted:
-        if share and size + one.num_bytes > most_bytes:
+        if share and size + one.num_bytes > _CALL_BYTES:
             yield share
             share, size = [], 0
         share.append(one)
@@ -226,12 +251,22 @@ def _shares(wanted: Sequence[Wanted], most_bytes: int) -> Iterator[list[Wanted]]
     yield share
 
 
-def _copy(wanted: Sequence[Wanted], memory: Memory | None) -> None:
+def _filled(wanted: Sequence[Wanted], pending: Pending) -> dict[int, str]:
+    """Copies what has come to its places; why the rest has not come."""
+    if pending.error is not None:
+        return {one.rollout: str(pending.error) for one in wanted}
+    value, memory = pending.answer
+    try:
+        missing = set(_missing_of(value))
+    except (msgspec.DecodeError, ValueError) as error:
+        return {one.rollout: f"its answer cannot be read: {error}" for one in wanted}
+    came = [one for number, one in enumerate(wanted) if number not in missing]
     size = 0 if memory is None else memory.size
-    if sum(one.num_bytes for one in wanted) != size:
-        raise WireError(f"it sends {size} bytes, other than it has described")
+    if sum(one.num_bytes for one in came) != size:
+        return {one.rollout: f"it sent {size} bytes, other than it has described" for one in wanted}
     at = 0
-    for place in itertools.chain.from_iterable(one.places for one in wanted):
+    for place in itertools.chain.from_iterable(one.places for one in came):
         assert memory is not None
         place[:] = memory[at : at + len(place)].data
         at += len(place)
+    return {one.rollout: f"it does not have payload {one.key}" for n, one in enumerate(wanted) if n in missing}

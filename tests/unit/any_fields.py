@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from codec_help import carried, put
 from hypothesis import strategies as st
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -20,8 +21,6 @@ from stream_balancer.controller.checkpoint import read_state_dict, state_dict
 from stream_balancer.controller.journal.rows import rollout_of, rollout_row
 from stream_balancer.core.machine import BalancerCore
 from stream_balancer.types import Rollout
-from stream_balancer.wire import rank_batch as wire
-from stream_balancer.wire.rollouts import check_header, decode_rollout, encode_rollout
 
 
 class Text(str):
@@ -248,19 +247,13 @@ def delivered(rollout: Rollout) -> Rollout:
     batch = core.poll(0.0)
     assert batch is not None
     core.verify()
-    encoded = wire.encode(batch.ranks[0])
-    buffer = torch.empty(encoded.message.total_bytes, dtype=torch.uint8)
-    for _ in encoded.fill(buffer):
-        pass
-    return wire.decode(wire.read_frame(wire.pack_frame(encoded.message)), buffer).rollouts[0]
+    return carried(*batch.ranks[0].micro_batches, narrow=True).rollouts[0]
 
 
 def put_elsewhere(rollout: Rollout) -> Rollout:
     """Put over a producer's connection."""
-    encoded = encode_rollout(rollout)
-    buffer = torch.cat(encoded.pieces())
-    check_header(encoded.header, buffer.numel())
-    return decode_rollout(encoded.header, buffer)
+    (found,) = put(rollout)
+    return found
 
 
 def checkpointed(rollout: Rollout) -> Rollout:

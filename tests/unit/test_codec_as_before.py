@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from codec_help import carried
-from scripted import awkward_micro_batches, rank_batch, same_rollout, same_tensors
+from scripted import awkward_micro_batches, rank_batch, same_rollout
 from test_codec_holes import same_layout
 from test_shared_rollouts import a_rollout
 
@@ -32,4 +32,3 @@ def test_as_before(micro_batches: list[MicroBatch], narrow: bool) -> None:
         assert ours.execution_sizes == theirs.execution_sizes
         same_layout(ours, theirs)
         assert all(same_rollout(a, b) for a, b in zip(ours.rollouts, theirs.rollouts, strict=True))
-        assert same_tensors(ours.flat().shared.behind, theirs.flat().shared.behind) if ours.cp_group else True  # type: ignore[union-attr]

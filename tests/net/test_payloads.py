@@ -1,0 +1,265 @@
+"""Payloads that stay with who made them: fetched into the holes of a batch, or named as missing."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import anyio
+import msgspec
+import pytest
+import torch
+from codec_help import carried, remote, rollout
+from guard import GUARD_S
+from scripted import same_rollout
+
+from stream_balancer.client import payloads
+from stream_balancer.client.payloads import Fetcher, Missing, PayloadOwner
+from stream_balancer.net.address import TcpDialer
+from stream_balancer.net.calls import Asked
+from stream_balancer.net.loops import Io
+from stream_balancer.net.service import Peer
+from stream_balancer.net.session import Session
+from stream_balancer.testing.network import MemoryNetwork
+from stream_balancer.types import MicroBatch, Rollout
+from stream_balancer.wire.codec import Decoded, Owner, Wanted
+
+LOCAL = [rollout(n) for n in range(6)]
+
+
+@pytest.fixture
+def owners() -> Iterator[Callable[[str], PayloadOwner]]:
+    made: list[PayloadOwner] = []
+
+    def make(label: str) -> PayloadOwner:
+        made.append(PayloadOwner.over_tcp(label))
+        return made[-1]
+
+    yield make
+    for owner in made:
+        owner.close()
+
+
+@pytest.fixture
+def fetcher() -> Iterator[Fetcher]:
+    one = Fetcher(lambda owner: TcpDialer(owner.address, token=owner.token.decode()))
+    yield one
+    one.close()
+
+
+def elsewhere(local: Rollout, owner: PayloadOwner) -> Rollout:
+    handle = owner.keep(local)
+    return remote(local, handle.owner, handle.key)
+
+
+def fetched(fetcher: Fetcher, decoded: Decoded) -> list[Missing]:
+    found: list[list[Missing]] = []
+    ready = threading.Event()
+
+    def done(missing: list[Missing]) -> None:
+        found.append(missing)
+        ready.set()
+
+    Io.current().do(lambda: fetcher.fetch(decoded, done))
+    assert ready.wait(GUARD_S)
+    assert len(found) == 1
+    return found[0]
+
+
+def same(decoded: Decoded, rollouts: Sequence[Rollout]) -> None:
+    for ours, theirs in zip(carried(rollouts).rollouts, decoded.rollouts, strict=True):
+        assert same_rollout(ours, theirs)
+
+
+def test_holes_are_filled_from_all_owners(owners: Callable[[str], PayloadOwner], fetcher: Fetcher) -> None:
+    a, b = owners("a"), owners("b")
+    for _ in range(3):
+        mixed = [elsewhere(LOCAL[0], a), LOCAL[1], elsewhere(LOCAL[2], b), elsewhere(LOCAL[3], a), *LOCAL[4:]]
+        got = carried(mixed)
+        assert fetched(fetcher, got) == []
+        same(got, LOCAL)
+    assert len(fetcher._sources) == 2, "connections stay open"
+
+
+def test_parts_are_cut_by_who_keeps_the_whole(owners: Callable[[str], PayloadOwner], fetcher: Fetcher) -> None:
+    a = owners("a")
+    away = [elsewhere(LOCAL[5], a), elsewhere(LOCAL[2], a)]
+    for degree, place in ((2, 0), (2, 1), (8, 3)):
+        group = tuple(range(degree))
+        got = carried(MicroBatch.shared(away, group, place), [elsewhere(LOCAL[1], a)])
+        assert fetched(fetcher, got) == []
+        whole = carried(MicroBatch.shared([LOCAL[5], LOCAL[2]], group, place), [LOCAL[1]])
+        for ours, theirs in zip(whole.micro_batches, got.micro_batches, strict=True):
+            ours_packed, theirs_packed = ours.packed(), theirs.packed()
+            for name in ours_packed.columns:
+                assert torch.equal(ours_packed[name], theirs_packed[name])
+                assert torch.equal(ours_packed.next(name), theirs_packed.next(name))
+
+
+def test_what_is_gone_is_named_and_the_rest_comes(owners: Callable[[str], PayloadOwner], fetcher: Fetcher) -> None:
+    a, b, left = owners("a"), owners("b"), owners("left")
+    mixed = [elsewhere(LOCAL[0], a), elsewhere(LOCAL[1], b), elsewhere(LOCAL[2], left), elsewhere(LOCAL[3], a)]
+    left.close()
+    a.drop([0])
+    got = carried(mixed)
+    first, second = fetched(fetcher, got)
+    assert first == Missing(0, "r0", "a", "it does not have payload 0")
+    assert second[:3] == (2, "r2", "left")
+    assert "refused" in second.cause
+    got.mask([first.rollout_id, second.rollout_id])
+    assert got.micro_batches[0].packed().rollout_weights.tolist() == [0.0, 1.0, 0.0, 1.0]
+    assert torch.equal(got.rollouts[3].tokens["input_ids"], LOCAL[3].tokens["input_ids"])
+    again = carried(mixed)
+    again.mask(["r0", "r2"])
+    assert fetched(fetcher, again) == [], "what is masked is not asked for"
+
+
+def test_who_listens_there_now_has_nothing(owners: Callable[[str], PayloadOwner], fetcher: Fetcher) -> None:
+    a = owners("a")
+    other = Owner(a.owner.address, b"another token that is long", "before a")
+    (missing,) = fetched(fetcher, carried([remote(LOCAL[0], other, 0)]))
+    assert missing[:3] == (0, "r0", "before a")
+    with socket.create_server(("127.0.0.1", 0)) as stranger:
+        stranger.settimeout(GUARD_S)
+
+        def answer() -> None:
+            peer, _ = stranger.accept()
+            with peer:
+                peer.sendall(b"x" * 100)
+
+        threading.Thread(target=answer, daemon=True).start()
+        where = Owner(f"tcp://127.0.0.1:{stranger.getsockname()[1]}", b"a token that is long enough", "stranger")
+        (missing,) = fetched(fetcher, carried([remote(LOCAL[0], where, 0)]))
+        assert missing.owner == "stranger"
+
+
+def test_a_connection_that_was_lost_is_made_anew(owners: Callable[[str], PayloadOwner], fetcher: Fetcher) -> None:
+    a = owners("a")
+    assert fetched(fetcher, carried([elsewhere(LOCAL[0], a)])) == []
+    (peer,) = a._service.peers.values()
+    ended = threading.Event()
+    peer.on_end = lambda _: ended.set()
+    peer.abort()
+    assert ended.wait(GUARD_S)
+    source: Any = fetcher._sources[a.owner]
+    deadline = threading.Event()
+    while source._session is not None and not deadline.wait(0.01):
+        pass
+    assert fetched(fetcher, carried([elsewhere(LOCAL[1], a)])) == []
+
+
+def test_other_sizes_than_were_described_are_missing(owners: Callable[[str], PayloadOwner], fetcher: Fetcher) -> None:
+    a = owners("a")
+    handle = a.keep(LOCAL[0])
+    (missing,) = fetched(fetcher, carried([remote(LOCAL[5], handle.owner, handle.key)]))
+    assert missing == Missing(0, "r5", "a", "it does not have payload 0")
+
+
+def test_much_is_asked_for_in_shares(
+    owners: Callable[[str], PayloadOwner], fetcher: Fetcher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(payloads, "_CALL_BYTES", 200)
+    a, asked = owners("a"), list[int]()
+
+    def fetch(peer: Peer, call: Asked) -> Any:
+        asked.append(call.number)
+        return a._fetch(peer, call)
+
+    a._service.answer_here({"fetch": fetch})
+    got = carried([elsewhere(one, a) for one in LOCAL])
+    a.drop([4])
+    assert [one.rollout for one in fetched(fetcher, got)] == [4]
+    assert len(asked) > 2
+    got.mask(["r4"])
+    assert same_rollout(got.rollouts[5], carried(LOCAL).rollouts[5])
+
+
+def test_nothing_is_said_after_close(owners: Callable[[str], PayloadOwner], fetcher: Fetcher) -> None:
+    a = owners("a")
+    held, done, closed = threading.Event(), list[object](), threading.Event()
+    a._service.answer_here({"fetch": lambda peer, it: held.wait(0.2) and None})
+    Io.current().do(lambda: fetcher.fetch(carried([elsewhere(LOCAL[0], a)]), done.append))
+    fetcher.close()
+    held.set()
+    Io.current().do(closed.set)
+    assert closed.wait(GUARD_S)
+    assert done == []
+
+
+@pytest.mark.parametrize("args", [None, [[1]], [[0, 2, 2, 5]], [[0, 0, 0, 5]], [[-1, 1, 0, 5]], "x"])
+def test_impossible_wishes_end_the_connection(owners: Callable[[str], PayloadOwner], args: Any) -> None:
+    a = owners("a")
+    handle = a.keep(LOCAL[0])
+    session = Session(TcpDialer(handle.owner.address, token=handle.owner.token.decode()), "fetcher")
+
+    async def ask() -> None:
+        await session.ask("fetch", msgspec.Raw(msgspec.msgpack.encode(args)))
+
+    with pytest.raises(Exception, match=r"fetch|wanted"):
+        anyio.run(ask)
+    session.close()
+    assert len(a) == 1
+
+
+def test_released_waits_for_the_last_payload(owners: Callable[[str], PayloadOwner]) -> None:
+    a = owners("a")
+
+    async def main() -> None:
+        await a.released()
+        keys = [a.keep(one).key for one in LOCAL]
+        done: list[int] = []
+
+        async def wait(number: int) -> None:
+            await a.released()
+            done.append(number)
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(wait, 1)
+            tasks.start_soon(wait, 2)
+            await anyio.wait_all_tasks_blocked()
+            a.drop(keys[:-1])
+            await anyio.wait_all_tasks_blocked()
+            assert done == []
+            assert len(a) == 1
+            a.drop([keys[-1], 99])
+        assert sorted(done) == [1, 2]
+
+    anyio.run(main)
+
+
+def test_owners_that_are_not_dialled_have_a_way_of_their_own(fetcher: Fetcher, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Store:
+        def __init__(self, owner: Owner) -> None:
+            self.owner = owner
+
+        def fetch(self, wanted: Sequence[Wanted], done: Callable[[Mapping[int, str]], object]) -> None:
+            done({one.rollout: f"spilled {one.key}" for one in wanted})
+
+        def close(self) -> None: ...
+
+    monkeypatch.setitem(payloads.SOURCES, "ray", Store)
+    owner = Owner("ray://actor", b"", "the store")
+    (missing,) = fetched(fetcher, carried([LOCAL[0], remote(LOCAL[1], owner, 7)]))
+    assert missing == Missing(1, "r1", "the store", "spilled 7")
+
+
+@pytest.mark.parametrize("backend", ["asyncio", "trio"])
+def test_in_one_event_loop(backend: str) -> None:
+    async def main() -> None:
+        async with MemoryNetwork(dp_size=1) as network:
+            a = PayloadOwner(network.connect_producer().listen, b"", "a")
+            peer = network.connect(0)
+            fetcher = Fetcher(lambda owner: peer.elsewhere(owner.address))
+            got = carried([elsewhere(LOCAL[0], a), LOCAL[1]])
+            ready = anyio.Event()
+            fetcher.fetch(got, lambda missing: ready.set())
+            with anyio.fail_after(GUARD_S):
+                await ready.wait()
+            same(got, LOCAL[:2])
+            fetcher.close()
+            a.close()
+            await anyio.wait_all_tasks_blocked()
+
+    anyio.run(main, backend=backend)
