@@ -9,11 +9,10 @@ import inspect
 import json
 import re
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn, Protocol, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn, TypeVar, get_origin, get_type_hints
 
 import typer
 
@@ -23,7 +22,7 @@ from stream_balancer.errors import ConfigError, RolloutError, TraceError
 from stream_balancer.field_docs import texts_below_fields
 from stream_balancer.planning.arrays import Counts, Sync
 from stream_balancer.planning.plan import Groups
-from stream_balancer.tools.length_models import PRESETS, generate_trace
+from stream_balancer.tools.length_models import generate_trace
 from stream_balancer.tools.trace import Trace, load_trace
 
 if TYPE_CHECKING:
@@ -36,14 +35,14 @@ __all__ = [
     "batch_text",
     "deadline_text",
     "fail",
-    "knob",
-    "one_line_errors",
+    "listed",
+    "or_none",
     "progress",
-    "range_of",
-    "skips_of",
     "stdout",
     "window_text",
 ]
+
+T = TypeVar("T")
 
 DEFAULT_GENERATED = 20_000  # rollouts of generate:NAME without a number: hundreds of dispatches, a second or two
 DEFAULT_BATCH_SIZE = 32
@@ -52,17 +51,15 @@ USER_ERROR = 2  # typer's own code for bad usage
 KNOBS = texts_below_fields(BalancerConfig)
 
 
-class Command(Protocol):
-    def run(self) -> None: ...
-
-
-def as_command(options: type[Command]) -> Callable[..., None]:
+def as_command(options: type[Any]) -> Callable[..., None]:
     """A function for typer: it takes the fields of the dataclass as options, and calls ``run()``. Help of a field that
-    is not ``Annotated`` is the text below it."""
+    is not ``Annotated`` is the text below it, after what ``BalancerConfig`` says where it is a knob."""
 
     def command(**given: Any) -> None:
-        with one_line_errors():
+        try:
             options(**given).run()
+        except (ConfigError, RolloutError, TraceError) as error:  # a value the user gave and the library refused
+            fail(str(error))
 
     types, texts = get_type_hints(options, include_extras=True), texts_below_fields(options)
     signature = inspect.signature(options)
@@ -78,16 +75,15 @@ def as_command(options: type[Command]) -> Callable[..., None]:
 def _option(name: str, kind: Any, text: str | None) -> Any:
     if get_origin(kind) is Annotated:
         return kind
-    flag = [f"--{name}"] if kind is bool else []  # else there would be --no-json
-    return Annotated[kind, typer.Option(*flag, help=text)]
+    flag = [f"--{name.replace('_', '-')}"] if kind is bool else []  # else there would be --no-json
+    if name not in KNOBS:
+        return Annotated[kind, typer.Option(*flag, help=text)]
+    first, *_ = re.split(r"(?<=[^.]\.) ", " ".join(KNOBS[name].replace("``", "").split()))
+    said = f"{first} {text or ''}".strip()
+    return Annotated[kind, typer.Option(*flag, help=said, metavar=_METAVARS.get(name), rich_help_panel="Knobs")]
 
 
-def knob(name: str, note: str = "", *flags: str, **shown: Any) -> Any:
-    """An option for a knob of ``BalancerConfig``. Its help: the knob's first sentence, and ``note``. ``flags``: how it
-    is called, where that is not the knob's name."""
-    text = " ".join(KNOBS.get(name, "").replace("``", "").split())
-    first, *_ = re.split(r"(?<=[^.]\.) ", text)
-    return typer.Option(*flags, help=f"{first} {note}".strip(), rich_help_panel="Knobs", **shown)
+_METAVARS = {"batch_size_range": "LEAST:MOST", "cost": "MODEL", "cp_sizes": "N,N,...", "max_skips": "N"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,32 +97,28 @@ class Simulated:
             help="A length trace (csv, csv.gz), or generate:NAME[:ROLLOUTS] for one made up (generate:help).",
         ),
     ]
-    dp_size: Annotated[int, knob("dp_size")] = 8
-    batch_size: Annotated[int | None, knob("batch_size", "(default: 32)")] = None
-    batch_size_range: Annotated[str | None, knob("batch_size_range", metavar="LEAST:MOST")] = None
-    batch_tokens: Annotated[int | None, knob("batch_tokens")] = None
-    cost: Annotated[
-        str,
-        knob(
-            "cost",
-            "One of tokens, quadratic, quadratic:LINEAR:QUADRATIC, padded, or a Hugging Face config.json (its FLOPs).",
-            metavar="MODEL",
-        ),
-    ] = "tokens"
-    counts: Annotated[Counts, knob("counts")] = "free"
-    sync: Annotated[Sync, knob("sync")] = "step"
-    max_tokens_per_micro_batch: Annotated[int | None, knob("max_tokens_per_micro_batch")] = None
-    micro_batch_counts: Annotated[Counts, knob("micro_batch_counts")] = "equal"
-    micro_batch_overhead_cost: Annotated[float | None, knob("micro_batch_overhead_cost")] = None
-    mini_batches: Annotated[int, knob("mini_batches")] = 1
-    cp_sizes: Annotated[str, knob("cp_sizes", metavar="N,N,...")] = "1"
-    cp_overhead: Annotated[float, knob("cp_overhead")] = 0.15
-    cp_min_tokens: Annotated[int, knob("cp_min_tokens")] = 2048
-    group_size: Annotated[int | None, knob("group_size", "(default: groups play no part)")] = None
-    groups: Annotated[Groups, knob("groups", "With --group-size.")] = "same_batch"
-    share_prefixes: Annotated[
-        bool, knob("share_prefixes", "Where all of a group have one prompt length.", "--share-prefixes")
-    ] = False
+    dp_size: int = 8
+    batch_size: int | None = None
+    """(default: 32)"""
+    batch_size_range: str | None = None
+    batch_tokens: int | None = None
+    cost: str = "tokens"
+    """One of tokens, quadratic, quadratic:LINEAR:QUADRATIC, padded, or a Hugging Face config.json (its FLOPs)."""
+    counts: Counts = "free"
+    sync: Sync = "step"
+    max_tokens_per_micro_batch: int | None = None
+    micro_batch_counts: Counts = "equal"
+    micro_batch_overhead_cost: float | None = None
+    mini_batches: int = 1
+    cp_sizes: str = "1"
+    cp_overhead: float = 0.15
+    cp_min_tokens: int = 2048
+    group_size: int | None = None
+    """(default: groups play no part)"""
+    groups: Groups = "same_batch"
+    """With --group-size."""
+    share_prefixes: bool = False
+    """Where all of a group have one prompt length."""
     slots: int = 128
     """Rollouts generated at a time (where no arrivals were recorded)."""
     tokens_per_second: float = 30.0
@@ -155,29 +147,16 @@ class Simulated:
             trace = trace.resampled(self.rollouts, self.seed)
         return trace.scaled(self.scale)
 
-    def config(self, **knobs: Any) -> BalancerConfig:
-        """With ``knobs`` besides, those that were given."""
-        in_rollouts = self.batch_tokens is None and self.batch_size is None
-        return BalancerConfig(
-            dp_size=self.dp_size,
-            batch_size=DEFAULT_BATCH_SIZE if in_rollouts else self.batch_size,
-            batch_size_range=None if self.batch_size_range is None else range_of(self.batch_size_range),
-            batch_tokens=self.batch_tokens,
-            cost=cost_of(self.cost),
-            counts=self.counts,
-            sync=self.sync,
-            max_tokens_per_micro_batch=self.max_tokens_per_micro_batch,
-            micro_batch_counts=self.micro_batch_counts,
-            micro_batch_overhead_cost=self.micro_batch_overhead_cost,
-            mini_batches=self.mini_batches,
-            cp_sizes=sizes_of(self.cp_sizes),
-            cp_overhead=self.cp_overhead,
-            cp_min_tokens=self.cp_min_tokens,
-            group_size=self.group_size,
-            groups=self.groups,
-            share_prefixes=self.share_prefixes,
-            **{name: value for name, value in knobs.items() if value is not None},
-        )
+    def config(self) -> BalancerConfig:
+        """The knobs that were given."""
+        knobs: dict[str, Any] = {
+            one.name: _PARSERS.get(one.name, _as_it_is)(value)
+            for one in fields(self)
+            if one.name in KNOBS and (value := getattr(self, one.name)) is not None
+        }
+        if self.batch_tokens is None:
+            knobs.setdefault("batch_size", DEFAULT_BATCH_SIZE)
+        return BalancerConfig(**knobs)
 
     def simulation(self) -> dict[str, Any]:
         """Arguments of ``simulate`` and ``tune``."""
@@ -189,15 +168,6 @@ class Simulated:
         }
 
 
-@contextmanager
-def one_line_errors() -> Iterator[None]:
-    """A value the user gave and the library refused (its errors are ValueErrors): one line, exit code 2."""
-    try:
-        yield
-    except (ConfigError, RolloutError, TraceError) as error:
-        fail(str(error))
-
-
 def fail(message: str) -> NoReturn:
     typer.echo(f"stream-balancer: error: {message}", err=True)
     raise typer.Exit(USER_ERROR)
@@ -207,8 +177,6 @@ def trace_of(text: str, seed: int) -> Trace:
     if not text.startswith(GENERATE):
         return load_trace(text)
     name, _, number = text.removeprefix(GENERATE).partition(":")
-    if name not in PRESETS:
-        raise TraceError(f"{text}: no length model is called {name!r}; use one of {', '.join(PRESETS)}")
     try:
         num_rollouts = int(number) if number else DEFAULT_GENERATED
     except ValueError:
@@ -246,29 +214,39 @@ def trainer_of(text: str) -> float | Literal["instant", "matched"]:
         raise ConfigError(f"--trainer {text}: use instant, matched, or a number of work units per second") from None
 
 
-def range_of(text: str) -> tuple[int, int]:
-    """``batch_size_range`` as a user writes it."""
+def listed(option: str, text: str, of: Callable[[str], T], say: str, separator: str = ",") -> tuple[T, ...]:
+    """An option's values, as a user writes them."""
     try:
-        least, most = (int(part) for part in text.split(":"))
+        return tuple(of(part) for part in text.split(separator))
     except ValueError:
-        fail(f"--batch-size-range {text}: write the least and the most rollouts of a step, 16:64 for example")
-    return least, most
+        fail(f"{option} {text}: write {say}")
 
 
-def sizes_of(text: str) -> tuple[int, ...]:
-    """``cp_sizes`` as a user writes them."""
-    try:
-        return tuple(int(part) for part in text.split(","))
-    except ValueError:
-        fail(f"--cp-sizes {text}: write numbers of ranks with commas between, as in --cp-sizes 1,2,4,8")
+def or_none(of: Callable[[str], T]) -> Callable[[str], T | None]:
+    return lambda text: None if text == "none" else of(text)
 
 
-def skips_of(text: str) -> int | None:
-    """``max_skips`` as a user writes it."""
-    try:
-        return None if text == "none" else int(text)
-    except ValueError:
-        fail(f"--max-skips {text}: write a whole number of dispatches, or none for no bound")
+def _range_of(text: str) -> tuple[int, ...]:
+    say = "the least and the most rollouts of a step, 16:64 for example"
+    found = listed("--batch-size-range", text, int, say, ":")
+    return found if len(found) == 2 else fail(f"--batch-size-range {text}: write {say}")
+
+
+def _as_it_is(value: Any) -> Any:
+    return value
+
+
+_PARSERS: dict[str, Callable[[Any], Any]] = {
+    "batch_size_range": _range_of,
+    "cost": cost_of,
+    "cp_sizes": lambda text: listed(
+        "--cp-sizes", text, int, "numbers of ranks with commas between, as in --cp-sizes 1,2,4,8"
+    ),
+    "max_skips": lambda text: listed(
+        "--max-skips", text, or_none(int), "a whole number of dispatches, or none for no bound"
+    )[0],
+}
+"""Knobs that a user writes as text."""
 
 
 def batch_text(config: BalancerConfig) -> str:

@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import typer
@@ -16,9 +16,7 @@ from stream_balancer.cli._options import (
     Simulated,
     batch_text,
     deadline_text,
-    knob,
     progress,
-    skips_of,
     stdout,
     window_text,
 )
@@ -41,11 +39,15 @@ class Replay(Simulated):
     they can be. window: the balanced choice from the waiting rollouts.
     """
 
-    window: Annotated[int | None, knob("window", "(default: 2 x batch size)")] = None
-    window_tokens: Annotated[int | None, knob("window_tokens")] = None
-    deadline_s: Annotated[float | None, knob("deadline_s", "(default: wait for the window)")] = None
-    max_skips: Annotated[str | None, knob("max_skips", "'none' = no bound. (default: 16)", metavar="N")] = None
-    capacity: Annotated[int | None, knob("capacity", "(default: 2 x window)")] = None
+    window: int | None = None
+    """(default: 2 x batch size)"""
+    window_tokens: int | None = None
+    deadline_s: float | None = None
+    """(default: wait for the window)"""
+    max_skips: str | None = None
+    """'none' = no bound. (default: 16)"""
+    capacity: int | None = None
+    """(default: 2 x window)"""
     warm_up: int | None = None
     """Dispatches to leave out of the figures. (default: 3 x max skips, at most a quarter)"""
 
@@ -53,14 +55,7 @@ class Replay(Simulated):
         from stream_balancer.tools.simulate import as_policy
 
         lengths = self.lengths()
-        config = self.config(
-            window=self.window,
-            window_tokens=self.window_tokens,
-            deadline_s=self.deadline_s,
-            capacity=self.capacity,
-        )
-        if self.max_skips is not None:
-            config = config.replace(max_skips=skips_of(self.max_skips))
+        config = self.config()
         policies: tuple[Policy, ...] = ("round_robin", "fifo", "window")
         runs = {policy: as_policy(config, policy) for policy in policies}
         how = self.simulation() | {"warm_up": self.warm_up}

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
@@ -15,8 +16,9 @@ from stream_balancer.cli._options import (
     batch_text,
     deadline_text,
     fail,
+    listed,
+    or_none,
     progress,
-    skips_of,
     stdout,
 )
 
@@ -28,6 +30,8 @@ if TYPE_CHECKING:
     from stream_balancer.tools.tune_report import Outcome, TuneReport
 
 __all__ = ["Tune"]
+
+T = TypeVar("T")
 
 WORTH_PROCESSES = 2_000  # rollouts a run from which on a child's start-up is soon made up for
 
@@ -56,9 +60,9 @@ class Tune(Simulated):
             metavar="N,N,...", help="Capacities to try, with --trainer other than instant. (default: 2 to 6 batches)"
         ),
     ] = None
-    max_skips: Annotated[
+    skips: Annotated[
         str | None,
-        typer.Option(metavar="N,N,...", help="max_skips to try; 'none' too. (default: 8, 16 and 32)"),
+        typer.Option("--max-skips", metavar="N,N,...", help="max_skips to try; 'none' too. (default: 8, 16 and 32)"),
     ] = None
     deadlines: Annotated[
         str | None,
@@ -79,10 +83,10 @@ class Tune(Simulated):
             self.processes,
             max_added_age=self.max_age,
             tolerance=self.tolerance,
-            windows=_ints("--windows", self.windows),
-            capacities=_ints("--capacities", self.capacities),
-            max_skips=None if self.max_skips is None else [skips_of(part) for part in self.max_skips.split(",")],
-            deadlines_s=_deadlines(self.deadlines),
+            windows=_tried("--windows", self.windows, int),
+            capacities=_tried("--capacities", self.capacities, int),
+            max_skips=_tried("--max-skips", self.skips, or_none(int)),
+            deadlines_s=_tried("--deadlines", self.deadlines, or_none(float), "seconds", "none,30"),
             **self.simulation(),
         )
         if self.plot is not None:
@@ -93,18 +97,13 @@ class Tune(Simulated):
             _print(report, self.cost, self.plot)
 
 
-def _ints(option: str, text: str | None) -> list[int] | None:
-    try:
-        return None if text is None else [int(part) for part in text.split(",")]
-    except ValueError:
-        fail(f"{option} {text}: write whole numbers with commas between, as in {option} 32,64")
-
-
-def _deadlines(text: str | None) -> list[float | None] | None:
-    try:
-        return None if text is None else [None if part == "none" else float(part) for part in text.split(",")]
-    except ValueError:
-        fail(f"--deadlines {text}: write seconds with commas between, and none for no deadline, as in none,30")
+def _tried(
+    option: str, text: str | None, of: Callable[[str], T], what: str = "whole numbers", example: str = "32,64"
+) -> tuple[T, ...] | None:
+    if text is None:
+        return None
+    none = ", and none for no deadline" if what == "seconds" else ""
+    return listed(option, text, of, f"{what} with commas between{none}, as in {option} {example}")
 
 
 def _tune(lengths: Trace, config: BalancerConfig, processes: int | None, **how: Any) -> TuneReport:

@@ -25,11 +25,9 @@ class DemoOptions:
     rollouts: int = 960
     """Rollouts in each of the two runs."""
     batch_size: int = 20
-    """Rollouts per step, over all ranks."""
     window: int | None = None
-    """Rollouts to wait for. (default: 2 x batch size)"""
+    """(default: 2 x batch size)"""
     deadline_s: float = 60.0
-    """Longest wait of a rollout before a batch leaves."""
     trace: Path | None = None
     """Length trace, csv or csv.gz. (default: generated)"""
     generator: str = "lrm"  # fitted to reasoning models' answers
