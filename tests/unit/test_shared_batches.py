@@ -10,9 +10,9 @@ import hypothesis.strategies as st
 import numpy as np
 import pytest
 import torch
+from codec_help import carried
 from hypothesis import given
 from scripted import same_rollout
-from test_wire import carry
 
 import stream_balancer as sb
 from stream_balancer.controller.checkpoint import read_state_dict, state_dict
@@ -162,7 +162,7 @@ def test_per_rollout_means_come_out_right(monkeypatch: pytest.MonkeyPatch) -> No
     expected = sum(float(r.tokens["logprobs"][r.tokens["loss_mask"]].double().mean()) for r in rollouts.values())
     total = 0.0
     for one in batch.ranks:
-        got, _ = carry(one)
+        got = carried(*one.micro_batches)
         for mb in got.micro_batches:
             packed = mb.packed()
             weight = packed.per_token(packed.execution_weights / packed.execution_loss_tokens)
@@ -180,7 +180,7 @@ def test_executions_are_sized_by_whole_rollouts(monkeypatch: pytest.MonkeyPatch)
     batch = polled(core)
     assert batch.num_executions == 2
     for one in batch.ranks:
-        got, _ = carry(one)
+        got = carried(*one.micro_batches)
         packed = got.micro_batches[0].packed()
         assert packed.execution_weights.tolist() == [0.5]
         assert packed.execution_loss_tokens.tolist() == [100]
@@ -209,7 +209,7 @@ def test_a_checkpoint_has_a_step_in_flight_as_it_was(monkeypatch: pytest.MonkeyP
     by_hand(monkeypatch, RANKS, DEGREES)
     batch = polled(core)
     written = state_dict(core.snapshot(2.0))
-    size = sum(t.numel() * t.element_size() for one in written["in_flight"] for pair in one["ranks"] for t in pair)
+    size = sum(its["micro_batches"].nbytes for one in written["in_flight"] for its in one["ranks"])
     whole = sum(r.nbytes for r in rollouts.values())
     assert size < 1.2 * whole + 4096 * len(batch.ranks), "a shared rollout is written once"
     other = BalancerCore(core.config)
@@ -227,7 +227,7 @@ def test_a_damaged_part_spoils_its_rollout_and_no_other(monkeypatch: pytest.Monk
     by_hand(monkeypatch, RANKS, DEGREES)
     polled(core)
     written = state_dict(core.snapshot(2.0))
-    written["in_flight"][0]["ranks"][1][1][0] ^= 255
+    written["in_flight"][0]["ranks"][1]["micro_batches"][0] ^= 255
     snapshot = read_state_dict(written)
     assert len(snapshot.set_aside) == 1
     assert not snapshot.in_flight
@@ -286,7 +286,7 @@ def test_whatever_the_planner_shares(lengths: list[int], long: list[int], sync: 
     batch = polled(core)
     check_whole(batch, rollouts)
     core.verify()
-    got = [carry(one)[0] for one in batch.ranks]
+    got = [carried(*one.micro_batches) for one in batch.ranks]
     for name, whole in rollouts.items():
         layouts = [mb for one in got for mb in one.micro_batches if name in [r.rollout_id for r in mb.rollouts]]
         if layouts[0].cp_group:

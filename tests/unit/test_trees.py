@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+from codec_help import carried
 from hypothesis import given
 from hypothesis import strategies as st
-from scripted import rank_batch
 from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask
 
@@ -17,7 +17,6 @@ import stream_balancer as sb
 from stream_balancer.tensors import FlatColumns
 from stream_balancer.trees import Tree, tree
 from stream_balancer.types import MicroBatch, Rollout
-from stream_balancer.wire import rank_batch as wire
 
 
 def sibling(group: str | None, prompt: int, own: int, *, declared: int | None = None, number: int = 0) -> Rollout:
@@ -50,10 +49,7 @@ def micro_batches(draw: st.DrawFn) -> MicroBatch:
 
 def on_a_rank(micro_batch: MicroBatch) -> MicroBatch:
     """As it arrives there."""
-    encoded = wire.encode(rank_batch(micro_batch.rollouts))
-    buffer = torch.zeros(encoded.message.total_bytes, dtype=torch.uint8)
-    assert list(encoded.fill(buffer))
-    return wire.decode(encoded.message, buffer).micro_batches[0]
+    return carried(micro_batch).micro_batches[0]
 
 
 def expected_mask(micro_batch: MicroBatch, unique: Tree) -> Tensor:
