@@ -41,14 +41,20 @@ class Slot:
     def __init__(self, home: Admits, number: int, version: int, count: int) -> None:
         self.number = number
         """Its home's number of it."""
-        self.version = version
-        """Policy version when the slot was admitted: what a rollout without a version of its own gets."""
-        self.left = count
-        """Rollouts that may still be put."""
-        self._home = home
+        self._version, self._left, self._home = version, count, home
         self._open = True
         self._under_way = 0  # in puts that have not returned
         self._lock = threading.Lock()
+
+    @property
+    def version(self) -> int:
+        """Policy version when the slot was admitted: what a rollout without a version of its own gets."""
+        return self._version
+
+    @property
+    def left(self) -> int:
+        """Rollouts that may still be put."""
+        return self._left
 
     async def put(self, rollout: Rollout) -> None:
         """As the balancer's ``put``, in the place that was kept. If it raises or is cancelled, the place is still kept.
@@ -66,7 +72,7 @@ class Slot:
         with self._lock:
             if not self._open:
                 return
-            left, self._open, self.left = self.left, False, 0
+            left, self._open, self._left = self._left, False, 0
         self._home.settle(self, left)
 
     async def _put(self, rollouts: Sequence[Rollout], complete: bool | None) -> None:
@@ -84,7 +90,7 @@ class Slot:
     def missing(self) -> int:
         """Rollouts that may still be put, or are on their way."""
         with self._lock:
-            return self.left + self._under_way
+            return self._left + self._under_way
 
     @property
     def is_over(self) -> bool:
@@ -97,12 +103,12 @@ class Slot:
         with self._lock:
             if not self._open:
                 raise ClosedResourceError("put() on a slot whose 'with' block was left: its place is given back")
-            if len(dated) > self.left:
+            if len(dated) > self._left:
                 raise ValueError(
-                    f"{len(dated)} rollouts for a slot with {self.left} places left. Reserve as many as are put: "
+                    f"{len(dated)} rollouts for a slot with {self._left} places left. Reserve as many as are put: "
                     "reserve(n)"
                 )
-            self.left -= len(dated)
+            self._left -= len(dated)
             self._under_way += len(dated)
         return dated
 
@@ -112,7 +118,7 @@ class Slot:
             self._under_way -= count
             kept = self._open and not accepted
             if kept:
-                self.left += count
+                self._left += count
         if not kept:
             self._home.settle(self, count)
 

@@ -45,6 +45,7 @@ __all__ = ["KeepsPayloads", "Producer", "connect"]
 
 _ENDED = "put() after end(): the balancer takes no more rollouts. Put before calling end()"
 _ENDED_HERE = "put() after end() of this producer: it puts no more. Put before calling end()"
+_ONE_LOOP = "this producer lives in one event loop, which {} would stop. Await put()"
 _TAKEN_BACK_S = 0.1
 _int_of = msgspec.msgpack.Decoder(int).decode
 _numbers_of = msgspec.msgpack.Decoder(list[int] | None).decode
@@ -110,7 +111,7 @@ def connect(
     dialer: Dialer
     payloads: Callable[[str], KeepsPayloads] | None = None
     if hasattr(source, "dial"):
-        dialer, rejoin = source, source.options.get("rejoin", rejoin)
+        dialer, rejoin, label = source, source.options.get("rejoin", rejoin), label or "memory"
         if source.options.get("keep", hand_over == "direct"):
             payloads = lambda _: PayloadOwner(source.listen, b"", label)  # noqa: E731
     else:
@@ -230,7 +231,10 @@ class Producer(OfOneProcess):
         """One round trip, blocking this thread for at most ``timeout_s``: WouldBlock if the balancer is full.
 
         TimeoutError: no answer came; put it again, DuplicateRolloutError then means that it was accepted.
+        RuntimeError where both ends live in one event loop, as tests have it.
         """
+        if not self._session.io.threads:
+            raise RuntimeError(_ONE_LOOP.format("put_nowait()"))
         deadline = time.monotonic() + timeout_s
         if self._keeps is not None:
             self._opened.wait_in_thread(deadline)
@@ -263,7 +267,7 @@ class Producer(OfOneProcess):
     def blocking(self) -> BlockingProducer:
         """The same with plain methods, for threads. Raises RuntimeError if the network lives in one event loop."""
         if not self._session.io.threads:
-            raise RuntimeError("this producer lives in one event loop; blocking methods would stop it. Await put()")
+            raise RuntimeError(_ONE_LOOP.format("a blocking method"))
         from stream_balancer.facades import BlockingProducer
 
         return BlockingProducer(self)

@@ -57,7 +57,7 @@ class RemoteSlots:
             slot = self._open.get(number)
             if slot is not None:
                 _log.warning(
-                    "a slot for %d rollouts was given back with its connection, and others have begun in its place: "
-                    "what is put there raises BrokenResourceError",
-                    slot.missing,
-                )
+                    "a slot for %d rollouts was given back: %d rollouts begun at version %d: others have begun in "
+                    "their place meanwhile",
+                    slot.missing, slot.missing, slot.version,
+                )  # fmt: skip

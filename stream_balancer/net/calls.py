@@ -374,10 +374,12 @@ class Answerer:
 
     def __init__(
         self, io: Runs, limits: Welcome, budget: Budget, begin: Callable[[Asked], object],
-        cancel: Callable[[Asked], object],
+        cancel: Callable[[Asked], object], remembers: Callable[[], bool],
     ) -> None:  # fmt: skip
-        """``begin`` and ``cancel`` are called in the I/O thread, in the order of sending."""
+        """``begin`` and ``cancel`` are called in the I/O thread, in the order of sending. ``remembers``: whether the
+        session may come back, and ask again for replies."""
         self._io, self._limits, self._budget, self._begin, self._cancel = io, limits, budget, begin, cancel
+        self._remembers = remembers
         self._connection: Base | None = None
         self._open: dict[int, Asked] = {}
         self._done: dict[int, tuple[Reply, Payload]] = {}
@@ -452,7 +454,8 @@ class Answerer:
         del self._open[asked.number]
         self._staged -= asked.nbytes
         self._budget.give(self, asked.nbytes, has_more=bool(self._open))
-        self._done[asked.number] = reply, payload
+        if self._remembers():
+            self._done[asked.number] = reply, payload
         if asked.number < self._heard:
             self._send(reply, payload)
 

@@ -53,8 +53,15 @@ class Bytes(NamedTuple):
 class Listening(Protocol):
     """A port that lets peers in."""
 
-    io: Runs
-    address: str
+    @property
+    def io(self) -> Runs:
+        """Where its connections live."""
+        ...
+
+    @property
+    def address(self) -> str:
+        """Where others find it."""
+        ...
 
     def close(self) -> None:
         """No more peers; those who are in stay."""
@@ -85,7 +92,9 @@ class Peer:
         self.connection: Base | None = None
         """None while it is lost."""
         self._service = service
-        self._answerer = Answerer(service.io, service.limits, service.budget, self._begin, self._cancel)
+        self._answerer = Answerer(
+            service.io, service.limits, service.budget, self._begin, self._cancel, lambda: self.keep_s > 0
+        )
         self._live: Base | None = None  # as the I/O thread sees it
         self._losses = 0
 
@@ -138,10 +147,7 @@ class Peer:
         self._service._do(self, lambda: self._service._ended(self, connection, end))
 
     def _let_in(self, connection: Base, welcome: Welcome) -> None:
-        old, self._live = self._live, connection
-        if old is not None:  # its old connection, which was not known to be lost yet
-            old.handler = None
-            old.fail(Ended("lost", "its session has joined again"))
+        self._live = connection
         if connection.over:
             self.ended(Ended("lost", "it has left while it knocked"))
             return
@@ -264,8 +270,8 @@ class Service:
     def _decide(self, connection: Base, join: Join) -> None:
         peer = self.peers.get(join.session)
         if peer is not None and peer.connection is not None:
-            peer.connection = None
-            peer.on_end(Ended("lost", "its session has joined again"))
+            self._supersede(peer, peer.connection)
+            peer = self.peers.get(join.session)
         try:
             about = self._admit(join)
         except (RefusedError, WireError) as error:
@@ -282,6 +288,12 @@ class Service:
         )  # fmt: skip
         self.io.do(partial(peer._let_in, connection, welcome))
         self._on_peer(peer)
+
+    def _supersede(self, peer: Peer, connection: Base) -> None:
+        """Only the peer knows yet that this connection is lost."""
+        end = Ended("lost", "its session has joined again")
+        self.io.do(lambda: connection.fail(end))
+        self._ended(peer, connection, end)
 
     def _ended(self, peer: Peer, connection: Base | None, end: Ended) -> None:
         if peer.connection is not connection or connection is None:

@@ -81,12 +81,12 @@ class Session:
         """The policy version that was passed on last."""
         self.problem: str | None = "it has just begun to connect"
         """Why there is no connection yet; None once there was one."""
-        self._dialer, self._about, self._rejoin, self._timeout_s = dialer, about, rejoin, connect_timeout_s
+        self.dialer, self._about, self._rejoin, self._timeout_s = dialer, about, rejoin, connect_timeout_s
         self._join = Join(b"", kind, self.name, secrets.token_bytes(16), tuple(movers))
         self._on_open, self._admit, self._on_message, self._on_end = on_open, admit, on_message, on_end
         self._leaving = self._is_closing = False
         self._over = Signal()
-        self._delay_s = _AGAIN_S
+        self._delay_s, self._rested = _AGAIN_S, True
         self._foreign: Callable[[], object] | None = None  # ends the wait for one who does not answer as we do
         self._timers: list[Callable[[], object]] = []
         if begin:
@@ -168,7 +168,7 @@ class Session:
         if not self._over.is_set():
             about = self._about() if callable(self._about) else self._about
             join = msgspec.structs.replace(self._join, about=msgspec.Raw(msgspec.msgpack.encode(about)))
-            self._dialer.dial(join, self._welcomed, self._failed)
+            self.dialer.dial(join, self._welcomed, self._failed)
 
     def _welcomed(self, connection: Base, welcome: Welcome) -> None:
         if self._over.is_set() or self._leaving:
@@ -197,8 +197,15 @@ class Session:
         self._delay_s = min(2 * self._delay_s, _MOST_AGAIN_S)
 
     def _again(self, delay_s: float) -> None:
-        if not self._over.is_set() and not self._leaving:
+        if self._over.is_set() or self._leaving:
+            return
+        if delay_s:
             self._after(delay_s, self._dial)
+        else:
+            self._dial()
+
+    def _rest(self) -> None:
+        self._rested = True
 
     def _fail(self, error: BaseException) -> None:
         """For good."""
@@ -278,6 +285,8 @@ class Session:
             self.caller.lost()
             _log.warning("calls of %s wait for the controller to be there again: %s", self.name, end.text)
             self._after(_WARN_AGAIN_S, self._warn)
-            self._again(_PAUSE_S)
+            self._again(0.0 if self._rested else _PAUSE_S)
+            self._rested = False
+            self.io.after(_PAUSE_S, self._rest)
         else:
             self._fail(end)

@@ -41,8 +41,6 @@ async def test_put_waits_while_the_balancer_is_full_and_errors_keep_their_words(
         with pytest.raises(sb.DuplicateRolloutError) as here:
             balancer.put_nowait(make_rollout(3, "r0"))
         assert str(there.value) == str(here.value)
-        with pytest.raises(sb.WouldBlock):
-            producer.put_nowait(make_rollout(3, "x"))
         done = anyio.Event()
 
         async def late() -> None:
@@ -130,20 +128,38 @@ async def test_a_killed_producer_s_parked_put_is_withdrawn() -> None:
         await other.put(make_rollout(2, "healthy"))
 
 
-async def test_without_attend_nothing_goes_in_not_even_at_once() -> None:
+async def test_without_attend_nothing_goes_in_and_who_attends_next_finds_it() -> None:
     async with sb.StreamBalancer(config()) as balancer, MemoryNetwork(dp_size=2) as transport:
         producer = sb.connect(transport.connect_producer())
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(attend, balancer, transport)
-            await settle()
-            producer.put_nowait(make_rollout(3, "attended"))
+            await producer.put(make_rollout(3, "attended"))
             tasks.cancel_scope.cancel()
-        with pytest.raises(TimeoutError, match="had no answer"):
-            producer.put_nowait(make_rollout(3, "later"))
-        assert {r.rollout_id for r in balancer.snapshot().waiting} == {"attended"}
         async with anyio.create_task_group() as tasks:
+            tasks.start_soon(producer.put, make_rollout(3, "later"))
+            await settle()
+            assert waiting(balancer) == ["attended"]
             tasks.start_soon(attend, balancer, transport)
             await settle()
-            with pytest.raises(sb.DuplicateRolloutError):
-                producer.put_nowait(make_rollout(3, "later"))
+            assert waiting(balancer) == ["attended", "later"]
             tasks.cancel_scope.cancel()
+
+
+async def test_a_put_that_waited_for_room_waits_on_for_who_attends_next() -> None:
+    async with sb.StreamBalancer(config()) as balancer, MemoryNetwork(dp_size=2) as transport:
+        producer = sb.connect(transport.connect_producer())
+        async with anyio.create_task_group() as puts:
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(attend, balancer, transport)
+                for n in range(6):
+                    puts.start_soon(producer.put, make_rollout(3, str(n)))
+                await settle()
+                assert balancer.statistics().blocked_puts == 2
+                tasks.cancel_scope.cancel()
+            assert balancer.statistics().blocked_puts == 0
+            await anext(balancer.batches())
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(attend, balancer, transport)
+                await settle()
+                assert len(waiting(balancer)) == 2
+                tasks.cancel_scope.cancel()
