@@ -72,17 +72,30 @@ def answering(handle: Callable[[socket.socket], object]) -> Iterator[str]:
 
 def kill(feed: sb.RankFeed) -> None:
     """Let a rank be gone without a word, as with its process."""
-    feed._port.abort()  # type: ignore[attr-defined]
+    port: Any = feed._port
+    if hasattr(port, "abort"):
+        port.abort()
+    else:
+        port.session._dialer.cut("connection closed by peer")
 
 
 def wire_of(producer: sb.Producer | Any) -> Any:
     """The wire of a producer, or of what ``MemoryNetwork.connect_producer`` returns: ``hold()``, ``release()``,
     ``cut(cause, seen_by=)``, of which 0 is the controller's end and 1 the producer's."""
+    if hasattr(producer, "_session"):
+        return producer._session._dialer
     return getattr(producer, "_port", producer).wire
 
 
 class Rejoining:
     """The only rank of a memory network; ``port`` is for its feed. It joins again when its wire is cut."""
+
+    def __new__(cls, network: MemoryNetwork) -> Any:
+        if hasattr(network, "admission"):
+            return super().__new__(cls)
+        peer: Any = network.connect(0, rejoin=True)  # type: ignore[call-arg]
+        peer.port = peer
+        return peer
 
     def __init__(self, network: MemoryNetwork) -> None:
         self._admission = network.admission
