@@ -77,7 +77,7 @@ def _key(rollout: Rollout) -> tuple[str, int]:
 def _with_columns(rollout: Rollout, given: Mapping[tuple[str, int], dict[str, Tensor]]) -> Rollout:
     whole = rollout.whole if isinstance(rollout, SharedRollout) else rollout
     assert whole is not None
-    name, parts = whole.rollout_id, []
+    name, parts = whole.rollout_id, list[dict[str, Tensor]]()
     while (part := given.get((name, len(parts)))) is not None:
         parts.append(part)
     if rollout.is_padding and (not parts or any(len(one) != rollout.num_tokens for one in parts[0].values())):

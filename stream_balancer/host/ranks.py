@@ -13,6 +13,7 @@ from typing import Annotated, Literal
 import anyio
 import msgspec
 
+from stream_balancer.controller.journal.rows import Came
 from stream_balancer.core.diagnosis import RankState
 from stream_balancer.core.steps import TRAIN, HeldStep, Ledger, RankId
 from stream_balancer.errors import RankLostError, WireError, rank_name, refused_error
@@ -20,7 +21,7 @@ from stream_balancer.net.errors import Ended
 from stream_balancer.net.messages import Join
 from stream_balancer.net.service import Peer
 
-__all__ = ["About", "Member", "Ranks"]
+__all__ = ["About", "Member", "Ranks", "different_weights", "forget"]
 
 Count = Annotated[int, msgspec.Meta(ge=0, lt=2**62)]
 _KEEP_S = 60.0  # a rank whose link broke asks again what had no reply
@@ -67,6 +68,10 @@ class Member:
         self.next_step: int | None = None
         self.last_step: int | None = None
         """The last step that was sent to it."""
+        self.sessions: set[bytes] = set()
+        """Of its processes, since it was given up last."""
+        self.fenced: set[bytes] = set()
+        """Of those that were given up with it."""
         self.ended = False
         """It knows that no more steps come."""
         self.left = False
@@ -123,7 +128,7 @@ class Ranks:
         """Ranks have numbers below this; some may be missing, where a lost rank was given up."""
         for role in self._roles:
             fenced = {one.number for one in ledger.fenced if one.role == role}
-            self._want(role, set(range(dp_size)) - fenced)
+            self._want(role, set(range(dp_size)) - fenced or set(range(dp_size)))
 
     def __getitem__(self, one: RankId) -> Member:
         return self.members[one]
@@ -154,11 +159,18 @@ class Ranks:
 
     def remove(self, member: Member) -> None:
         """It was given up."""
+        member.fenced |= member.sessions
+        member.sessions.clear()
         self._want(member.id.role, self._ledger.wanted[member.id.role] - {member.id.number})
         member.give_up_at = math.inf
 
     def _is_wanted(self, member: Member) -> bool:
         return member.id.number in self._ledger.wanted.get(member.id.role, ())
+
+    def fence(self, came: Came) -> None:
+        """Processes that were given up before."""
+        one = RankId(came.role, came.rank)
+        self.members.setdefault(one, Member(one)).fenced.update(came.sessions)
 
     # coming in
 
@@ -183,11 +195,18 @@ class Ranks:
                 f"{who} announces depth={about.depth}, incarnation={about.incarnation}, but ranks go from 0 to "
                 f"{self.num_places - 1}, depth is at least 1 and incarnation at least 0",
             )
+        if member is not None and join.session in member.fenced:
+            raise refused_error(
+                "value",
+                f"{who} was given up, and others have its work. Start its process again, with another rank's weights",
+            )
         if member is not None and member.peers:
             self._check_free(member, about, join.session)
         if not about.role:
             self._check_weights(about, is_known=is_known)
-        self._came[join.session] = about
+        # a new process is another incarnation than one that was given up, whatever its number
+        incarnation = max(about.incarnation, self._ledger.fenced.get(about.id, -1) + 1)
+        self._came[join.session] = msgspec.structs.replace(about, incarnation=incarnation)
 
     def _check_free(self, member: Member, about: About, session: bytes) -> None:
         there = member.peers.get(about.seat)
@@ -229,15 +248,16 @@ class Ranks:
         if any(has != there and not (has == there + 1 and there in self._ledger.steps) for there in others.values()):
             raise refused_error("value", different_weights(about.rank, has, others))
 
-    def attach(self, peer: Peer) -> Member:
-        """A process that was admitted is here. What it has, the ledger is told."""
+    def attach(self, peer: Peer) -> tuple[Member, int]:
+        """A process that was admitted is here. What it has, the ledger is told. -> its rank, and its seat."""
         about = self._came.pop(peer.session)
-        self._sessions.add(peer.session)
         one = about.id
         member = self.members.setdefault(one, Member(one))
+        self._sessions.add(peer.session)
+        member.sessions.add(peer.session)
         if about.incarnation > member.incarnation:
             for old in member.peers.values():
-                old.on_end = old.on_report = lambda *_: None
+                forget(old)
                 old.close(f"superseded by incarnation {about.incarnation}")
             member.peers.clear()
             member.last_step = None
@@ -246,15 +266,14 @@ class Ranks:
         member.next_step = about.next_step
         member.left = member.ended = False
         member.error, member.give_up_at, member.since = None, math.inf, anyio.current_time()
-        peer.keep_s = _KEEP_S
+        peer.keep_s, peer.data["member"] = _KEEP_S, member
         is_free = one.role in self._roles and one.number < self.num_places and not self._ledger.ended
-        fence = self._ledger.fenced.get(one, -1)
-        if is_free and about.incarnation > fence and not self._is_wanted(member):
+        if is_free and not self._is_wanted(member):
             self._want(one.role, {*self._ledger.wanted[one.role], one.number})
         self._ledger.joined(
             one, about.seat, about.incarnation, about.has, weights=about.next_step, seats=about.seats, depth=about.depth
         )
-        return member
+        return member, about.seat
 
     # going
 
@@ -323,6 +342,12 @@ class Ranks:
         for one, member in sorted(self.members.items()):
             if self._is_wanted(member):
                 yield member, self._ledger.unacknowledged(one)
+
+
+def forget(peer: Peer) -> None:
+    """What its connection still says is of no interest."""
+    peer.on_report = lambda *_: None
+    peer.on_end = lambda _: None
 
 
 def different_weights(rank: int, has: int, others: Mapping[int, int | None]) -> str:

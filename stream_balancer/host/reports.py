@@ -17,7 +17,7 @@ import logging
 import math
 from collections.abc import Callable
 from itertools import chain
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import anyio
 import msgspec
@@ -35,7 +35,6 @@ from stream_balancer.wire.payload import Memory
 __all__ = ["Reports"]
 
 logger = logging.getLogger("stream_balancer.dispatch")
-T = TypeVar("T")
 _MOST_NAMED = 5
 _OF_WEIGHTS = ("finished", "acknowledged")  # also of steps that it was not given: it took over another rank's weights
 
@@ -102,8 +101,8 @@ class Reports:
         self._here.ledger.released(member.id, seat, report.step, report.attempt, report.items)
 
     def _at_barrier(self, member: Member, seat: int, report: Report, _: object) -> None:
-        seal = _read(report, int | None) or 0
-        self._here.ledger.at_barrier(member.id, seat, report.step, report.attempt, seal)
+        seal: int | None = _read(report, int | None)
+        self._here.ledger.at_barrier(member.id, seat, report.step, report.attempt, seal or 0)
 
     def _acknowledged(self, member: Member, seat: int, report: Report, _: object) -> None:
         self._here.ledger.acknowledged(member.id, seat, report.step)
@@ -111,7 +110,7 @@ class Reports:
     # payloads
 
     def _fetched(self, member: Member, seat: int, report: Report, _: object) -> None:
-        missing = _read(report, dict[str, str])
+        missing: dict[str, str] = _read(report, dict[str, str])
         items = self._items(member, report)
         if missing and items:
             self._miss(member, report.step, missing, items)
@@ -142,7 +141,7 @@ class Reports:
     # times
 
     def _finished(self, member: Member, seat: int, report: Report, _: object) -> None:
-        times = _read(report, Times | None)
+        times: Times | None = _read(report, Times | None)
         if times is not None and not all(0.0 <= one < math.inf for one in times if one is not None):
             raise WireError(f"{member.name} reports impossible durations: {times}")
         here, plan = self._here, self._here.plans.get(report.step)
@@ -174,8 +173,8 @@ class Reports:
         )
 
 
-def _read(report: Report, kind: type[T] | Any) -> T:
+def _read(report: Report, kind: Any) -> Any:
     try:
-        return msgspec.msgpack.decode(report.about, type=kind)  # type: ignore[no-any-return]
+        return msgspec.msgpack.decode(report.about, type=kind)
     except msgspec.DecodeError as error:
         raise WireError(f"what is said of {report.fact!r} cannot be read: {error}") from None

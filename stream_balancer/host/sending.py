@@ -34,7 +34,7 @@ from stream_balancer.core.steps import (
 from stream_balancer.errors import refused_error
 from stream_balancer.host.columns import Columns
 from stream_balancer.host.plans import Plan, laid_out_anew
-from stream_balancer.host.ranks import Ranks, different_weights
+from stream_balancer.host.ranks import Ranks, different_weights, forget
 from stream_balancer.host.seals import seal_of, sizes_of_plan
 from stream_balancer.net import messages
 from stream_balancer.net.messages import Message, MiniBatchHead, Notify, Sizes, StepHead, Work, WorkItem
@@ -171,18 +171,13 @@ class Sender:
         self._turn_away(order, "its weights are behind", different_weights(order.rank.number, order.weights, others))
 
     def _refuse(self, order: Refuse) -> None:
-        name = self._here.ranks[order.rank].name
-        text = (
-            f"{name} was given up, and others have its work. Start it again under a higher incarnation, with another "
-            "rank's weights"
-        )
-        self._turn_away(order, "it was given up", text)
+        self._turn_away(order, "it was given up", f"{self._here.ranks[order.rank].name} was given up. Start it again")
 
     def _turn_away(self, order: Behind | Refuse, cause: str, text: str) -> None:
         member = self._here.ranks[order.rank]
         peer = member.peers.get(order.seat)
         if peer is not None:
-            peer.on_end = peer.on_report = lambda *_: None
+            forget(peer)
             peer.fail(refused_error("value", text))
             self._here.ranks.lose(member, order.seat, member.lost(cause))
 

@@ -33,7 +33,6 @@ from functools import partial
 from typing import Any, Literal, NamedTuple, Protocol, TypeAlias
 
 import anyio
-import msgspec
 
 from stream_balancer.config import BalancerConfig
 from stream_balancer.controller.balancer import StreamBalancer
@@ -41,31 +40,25 @@ from stream_balancer.controller.batches import Batches
 from stream_balancer.controller.journal.handed import Handed
 from stream_balancer.controller.journal.rows import Came
 from stream_balancer.controller.stall_reporter import StallReporter
-from stream_balancer.core.diagnosis import why_ranks_wait
 from stream_balancer.core.observer import Observer
 from stream_balancer.core.step_times import StepTiming
 from stream_balancer.core.steps import TRAIN, Ledger, RankId
-from stream_balancer.errors import ConfigError, WireError
+from stream_balancer.errors import ConfigError
 from stream_balancer.host.columns import Columns, check_roles
+from stream_balancer.host.peers import Peers
 from stream_balancer.host.plans import Plan, items_of, uid_of
-from stream_balancer.host.producers import Producers
 from stream_balancer.host.ranks import Member, Ranks
-from stream_balancer.host.reports import Reports
 from stream_balancer.host.sending import InFlight, Sender
+from stream_balancer.host.stalls import why_stalled
 from stream_balancer.host.transport import Door, TorchTransport, Transport, door_of
-from stream_balancer.net.calls import Asked
 from stream_balancer.net.listener import split_address
-from stream_balancer.net.messages import Join, Notify, Report
-from stream_balancer.net.service import Method, Peer
 from stream_balancer.types import Batch
-from stream_balancer.wire.payload import Memory
 
 __all__ = ["Source", "serve"]
 
 logger = logging.getLogger("stream_balancer.dispatch")
 
 OnRankLoss: TypeAlias = Literal["raise", "replan"]
-_COLUMN_BYTES = 2**32  # of one micro-batch; the sizes that fit are checked against it
 
 
 class Source(Protocol):
@@ -194,14 +187,14 @@ class _Server(Observer):
         self._ranks = Ranks(
             ledger, care.roles, transport.dp_size, care.rejoin_timeout_s, self._door.sessions, self._next_step
         )
+        for came in handed.came.values():
+            self._ranks.fence(came)
         self._here = InFlight(balancer, ledger, self._ranks, Columns(care.roles), handed)
         self._sender = Sender(self._here, narrow=self._door.narrow, lockstep=self._lockstep, speeds=self._speeds)
-        self._reports = Reports(self._here)
-        self._producers = Producers(self._planner, direct=True) if self._planner else None
-        self._reporter = StallReporter(care.report_after_s, self._why_stalled, logger)
+        self._peers = Peers(self._here, self._door, care.roles, self._wake, self._on_joined)
+        self._reporter = StallReporter(care.report_after_s, partial(why_stalled, self._here), logger)
         self._waiters: list[anyio.Event] = []
         self._failure: Exception | None = None
-        self._version: int | None = None
 
     async def run(self) -> None:
         number = len(in_flight := self._balancer.in_flight())
@@ -221,11 +214,8 @@ class _Server(Observer):
             if self._planner is not None:
                 self._planner.parts.consumer.rank_states = None
                 self._planner.observers.remove(self)
-            for peer in [peer for peer in self._door.service.peers.values() if peer.kind == "rank"]:
-                peer.on_end = peer.on_report = lambda *_: None
-                peer.abort()  # it sees a loss, and may come to the next serve
-            if self._producers is not None and self._planner is not None and self._planner.ended:
-                self._producers.end()
+            self._peers.leave()
+            self._here.handed.end()
         if self._failure is not None:
             raise self._failure
 
@@ -236,86 +226,6 @@ class _Server(Observer):
         except Exception as error:  # noqa: BLE001 - raised by run()
             self._failure = self._failure or error
             scope.cancel()
-
-    # -- peers ---------------------------------------------------------------------------------------------------------
-
-    async def _attend(self) -> None:
-        methods = dict(self._producers.methods) if self._producers is not None else {}
-        of_ranks: dict[str, Method] = {"set_version": self._set_version, "end": self._end}
-        for name, method in of_ranks.items():
-            methods[name] = partial(_by_kind, method, methods.get(name))
-        await self._door.service.attend(methods, admit=self._admit, on_peer=self._on_peer)
-
-    def _admit(self, join: Join) -> Any:
-        if join.kind == "rank":
-            self._ranks.admit(join)
-            return None
-        if self._producers is None:
-            raise WireError(f"a {join.kind} joins a script of batches")
-        return self._producers.admit(join)
-
-    def _on_peer(self, peer: Peer) -> None:
-        if peer.kind != "rank":
-            assert self._producers is not None
-            self._producers.on_peer(peer)
-            return
-        member = self._ranks.attach(peer)
-        seat = next(seat for seat, one in member.peers.items() if one is peer)
-        peer.on_report = partial(self._on_report, member, seat, peer)
-        peer.on_end = partial(self._on_end, member, seat)
-        role = member.id.role
-        peer.max_report_bytes = _COLUMN_BYTES if role else 0
-        if role and role not in self._care.roles:
-            self._break(member, seat, peer, self._not_asked(member), "nobody asks for its columns")
-            return
-        self._here.handed.note(Came(role, member.id.number, member.incarnation))
-        if self._version is not None:
-            peer.send(Notify(self._version))
-        self._follow_the_ranks()
-        self._wake()
-
-    def _not_asked(self, member: Member) -> str:
-        return (
-            f"{member.name} is asked for nothing: serve() has the roles {list(self._care.roles)}. Name it in "
-            "serve(roles=), with its columns"
-        )
-
-    def _on_report(self, member: Member, seat: int, peer: Peer, report: Report, memory: Memory | None) -> None:
-        try:
-            self._reports.take_in(member, seat, report, memory)
-        except WireError as error:
-            self._break(member, seat, peer, f"{error}. Restart it", "broke the protocol", report.step)
-        member.note_readiness(ready=self._here.ledger.room(member.id) > 0)
-        self._wake()
-
-    def _on_end(self, member: Member, seat: int, end: Any) -> None:
-        self._ranks.detach(member, seat, end)
-        self._wake()
-
-    def _break(self, member: Member, seat: int, peer: Peer, text: str, cause: str, step: int | None = None) -> None:
-        """A rank cannot go on, though it is connected. It does not join again, or it would come with the same."""
-        peer.on_end = peer.on_report = lambda *_: None
-        peer.close(text)
-        self._ranks.lose(member, seat, member.lost(cause, text, step))
-        self._wake()
-
-    def _set_version(self, peer: Peer, asked: Asked) -> None:
-        assert self._planner is not None
-        [version] = msgspec.msgpack.decode(asked.args, type=tuple[int])
-        current = self._planner.version
-        if current is None or version >= current:
-            self._planner.set_version(version)
-        else:  # where all ranks set the same, one may be late
-            text = "%s set version %d, which is %d by now: passed over"
-            logger.warning(text, peer.name, version, current)
-
-    def _end(self, peer: Peer, asked: Asked) -> None:
-        assert self._planner is not None
-        self._planner.end()
-
-    def _push_version(self, version: int) -> None:
-        self._version = version
-        self._door.service.notify(version)
 
     # -- the plan ------------------------------------------------------------------------------------------------------
 
@@ -329,10 +239,8 @@ class _Server(Observer):
             batches = aiter(self._balancer.batches(auto_ack=False))
         await self._restore(batches, number)
         # after what was in flight is known: ranks say at once what they have of it
-        tasks.start_soon(self._or_fail, self._attend, scope)
+        tasks.start_soon(self._or_fail, self._peers.attend, scope)
         tasks.start_soon(self._or_fail, self._act, scope)
-        if self._planner is not None:
-            tasks.start_soon(self._push_versions, self._planner)
         while True:
             # As late as possible, when every rank has room: until then rollouts stay in the window, where later ones
             # may still make a better step.
@@ -352,9 +260,9 @@ class _Server(Observer):
         self._wake()
         await self._until(lambda: not self._ranks.unfinished)
 
-    async def _push_versions(self, balancer: StreamBalancer) -> None:
-        with balancer.parts.versions.subscribed(self._push_version):
-            await anyio.sleep_forever()
+    def _on_joined(self) -> None:
+        self._follow_the_ranks()
+        self._wake()
 
     def _wants_step(self) -> bool:
         members = len(self._here.ledger.members(TRAIN))
@@ -453,7 +361,7 @@ class _Server(Observer):
             raise assert_error
         ledger.gave_up(lost.id)
         self._ranks.remove(lost)
-        self._here.handed.note(Came(*lost.id, lost.incarnation, is_fenced=True))
+        self._here.handed.note(Came(*lost.id, lost.incarnation, True, sorted(lost.fenced)))
         logger.warning(
             "%s is given up: %s. What it owed of steps %s is for the other ranks", lost.name, assert_error.cause, steps
         )
@@ -505,51 +413,13 @@ class _Server(Observer):
         for event in waiters:
             event.set()
 
-    def _why_stalled(self, seconds: float) -> str:
-        ledger = self._here.ledger
-        if ledger.ended:
-            names = [member.name for member in self._ranks.unfinished]
-            return f"all batches were sent {seconds:.0f} s ago; not yet done with them: {', '.join(names)}"
-        reasons = [
-            why_ranks_wait([*self._ranks.states(), *self._ranks.states(roles=True)]),
-            *self._why_steps_wait(),
-            self._planner.why_no_batch() if self._planner is not None else "",
-        ]
-        return f"no batch for {seconds:.0f} s: " + "; ".join(filter(None, reasons))
-
-    def _why_steps_wait(self) -> list[str]:
-        """Whom the oldest step waits for."""
-        steps = self._here.ledger.steps
-        if not steps:
-            return []
-        step = steps[min(steps)]
-        owing = sorted(
-            {item.owner for item in step.items.values() if item.role and item.owner and not item.has_columns}
-        )
-        missing = sorted(step.participants - step.at_barrier) if step.at_barrier else []
-        reasons = []
-        if owing:
-            names = ", ".join(self._ranks[one].name for one in owing)
-            reasons.append(f"step {step.number} waits for the columns of {names}")
-        if missing and not step.is_met and step.seal is None:
-            reasons.append(f"step {step.number} waits for {', '.join(self._ranks[one].name for one in missing)}")
-        return reasons
-
-
-def _by_kind(of_rank: Method, other: Method | None, peer: Peer, asked: Asked) -> Any:
-    """A method that ranks and producers both have, each its own."""
-    if peer.kind == "rank":
-        return of_rank(peer, asked)
-    if other is None:
-        raise WireError(f"a {peer.kind} calls {asked.method!r}")
-    return other(peer, asked)
-
 
 _generation = 0
+_YEAR_2020 = 1_577_836_800  # seconds since the epoch: ids count in the bits above these seconds
 
 
 def _new_generation() -> int:
     """Larger than all before it, in this process and, as long as clocks go forward, in those before."""
     global _generation
-    _generation = max(_generation + 1, int(time.time()))
+    _generation = max(_generation + 1, int(time.time()) - _YEAR_2020)
     return _generation

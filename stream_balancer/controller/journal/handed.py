@@ -42,6 +42,11 @@ class Handed:
             self.came[who] = came
             self.write(came, list(self.came).index(who))
 
+    def end(self) -> None:
+        """Ranks that were given up may be anew, under whichever incarnation: who serves next numbers them."""
+        for came in [one for one in self.came.values() if one.is_fenced]:
+            self.note(Came(came.role, came.rank, came.incarnation, False, came.sessions))
+
     def keep(self, steps: Collection[int]) -> None:
         """Only these are in flight."""
         self.acked = {step: one for step, one in self.acked.items() if step in steps}

@@ -127,7 +127,9 @@ class Came(msgspec.Struct, array_like=True, tag="came", frozen=True):
     incarnation: int
     """Its last."""
     is_fenced: bool = False
-    """It was given up: this incarnation must not come back."""
+    """It was given up, and others have its work."""
+    sessions: list[bytes] = []
+    """Of feeds that must not come back: their processes were given up."""
 
 
 Fact: TypeAlias = Plan | Done | Group | State | Acked | Came

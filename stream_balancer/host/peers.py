@@ -1,0 +1,141 @@
+"""Peers of one run of ``serve``: joins, reports, calls and ends become facts, in the order in which they came."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection
+from contextlib import ExitStack
+from functools import partial
+from typing import Any
+
+import msgspec
+
+from stream_balancer.controller.balancer import StreamBalancer
+from stream_balancer.controller.journal.rows import Came
+from stream_balancer.errors import WireError
+from stream_balancer.host.producers import Producers
+from stream_balancer.host.ranks import Member, forget
+from stream_balancer.host.reports import Reports
+from stream_balancer.host.sending import InFlight
+from stream_balancer.host.transport import Door
+from stream_balancer.net.calls import Asked
+from stream_balancer.net.errors import Ended
+from stream_balancer.net.messages import Join, Notify, Report
+from stream_balancer.net.service import Method, Peer
+from stream_balancer.wire.payload import Memory
+
+__all__ = ["Peers"]
+
+logger = logging.getLogger("stream_balancer.dispatch")
+_COLUMN_BYTES = 2**32  # of one micro-batch; what comes is then checked against its tokens
+
+
+class Peers:
+    """Ranks and producers, while they are attended to."""
+
+    def __init__(
+        self, here: InFlight, door: Door, roles: Collection[str], changed: Callable[[], object],
+        joined: Callable[[], object],
+    ) -> None:  # fmt: skip
+        """``changed()`` is called after each fact, ``joined()`` when a rank has come in."""
+        self._here, self._door, self._roles, self._changed, self._joined = here, door, roles, changed, joined
+        self._reports = Reports(here)
+        planner = here.planner
+        self._producers = None if planner is None else Producers(planner, door.service, direct=True)
+        self._version: int | None = None
+
+    async def attend(self) -> None:
+        """Until cancelled."""
+        methods: dict[str, Method] = {} if self._producers is None else dict(self._producers.methods)
+        if self._here.planner is not None:
+            methods["set_version"] = partial(_set_version, self._here.planner)
+            methods["end"] = partial(_end, self._here.planner, methods["end"])
+        with ExitStack() as stack:
+            if self._here.planner is not None and self._producers is not None:
+                stack.enter_context(self._producers.following_versions())
+                stack.enter_context(self._here.planner.parts.versions.subscribed(self._push_version))
+            await self._door.service.attend(methods, admit=self._admit, on_peer=self._on_peer)
+
+    def leave(self) -> None:
+        """Nobody attends any more: ranks see a loss, and may come to the next ``serve``."""
+        for peer in [peer for peer in self._door.service.peers.values() if peer.kind == "rank"]:
+            forget(peer)
+            peer.abort()
+        if self._producers is not None:
+            self._producers.leave()
+
+    def _admit(self, join: Join) -> Any:
+        if join.kind == "rank":
+            self._here.ranks.admit(join)
+            return None
+        if self._producers is None or join.kind != "producer":
+            raise WireError(f"a {join.kind} joins, and nobody here expects one")
+        return self._producers.admit(join)
+
+    def _on_peer(self, peer: Peer) -> None:
+        if peer.kind != "rank":
+            assert self._producers is not None
+            self._producers.on_peer(peer)
+            return
+        member, seat = self._here.ranks.attach(peer)
+        peer.on_report = partial(self._on_report, member, seat, peer)
+        peer.on_end = partial(self._on_end, member, seat)
+        role = member.id.role
+        if role and role not in self._roles:
+            text = (
+                f"{member.name} is asked for nothing: serve() has the roles {list(self._roles)}. Name it in "
+                "serve(roles=), with its columns"
+            )
+            self._break(member, seat, peer, text, "nobody asks for its columns")
+            return
+        peer.max_report_bytes = _COLUMN_BYTES if role else 0
+        self._here.handed.note(Came(role, member.id.number, member.incarnation, False, sorted(member.fenced)))
+        if self._version is not None:
+            peer.send(Notify(self._version))
+        self._joined()
+
+    def _on_report(self, member: Member, seat: int, peer: Peer, report: Report, memory: Memory | None) -> None:
+        try:
+            self._reports.take_in(member, seat, report, memory)
+        except WireError as error:
+            self._break(member, seat, peer, f"{error}. Restart it", "broke the protocol", report.step)
+        member.note_readiness(ready=self._here.ledger.room(member.id) > 0)
+        self._changed()
+
+    def _on_end(self, member: Member, seat: int, end: Ended) -> None:
+        self._here.ranks.detach(member, seat, end)
+        self._changed()
+
+    def _break(self, member: Member, seat: int, peer: Peer, text: str, cause: str, step: int | None = None) -> None:
+        """A rank cannot go on, though it is connected. It does not join again, or it would come with the same."""
+        forget(peer)
+        peer.close(text)
+        self._here.ranks.lose(member, seat, member.lost(cause, text, step))
+        self._changed()
+
+    def _push_version(self, version: int) -> None:
+        self._version = version
+        for member in self._here.ranks.members.values():
+            for peer in member.peers.values():
+                peer.send(Notify(version))
+
+
+def _set_version(balancer: StreamBalancer, peer: Peer, asked: Asked) -> None:
+    try:
+        [version] = msgspec.msgpack.decode(asked.args, type=tuple[int])
+    except msgspec.DecodeError as error:
+        raise WireError(f"no version: {error}") from None
+    if balancer.version is None or version >= balancer.version:
+        balancer.set_version(version)
+    else:  # where all ranks set the same, one may be late
+        logger.warning("%s set version %d, which is %d by now: passed over", _who(peer), version, balancer.version)
+
+
+def _end(balancer: StreamBalancer, of_producer: Method, peer: Peer, asked: Asked) -> Any:
+    """A rank ends the balancer; a producer ends for itself."""
+    return balancer.end() if peer.kind == "rank" else of_producer(peer, asked)
+
+
+def _who(peer: Peer) -> str:
+    member = peer.data.get("member")
+    return member.name if isinstance(member, Member) else peer.name
