@@ -21,11 +21,11 @@ if TYPE_CHECKING:
     from stream_balancer.config import BalancerConfig as BalancerConfig
     from stream_balancer.controller.balancer import StreamBalancer as StreamBalancer
     from stream_balancer.controller.batches import Batches as Batches
-    from stream_balancer.controller.blocking import BlockingBalancer as BlockingBalancer
-    from stream_balancer.controller.blocking import blocking as blocking
+    from stream_balancer.facades import BlockingBalancer as BlockingBalancer
+    from stream_balancer.facades import blocking as blocking
     from stream_balancer.controller.journal import Journal as Journal
     from stream_balancer.controller.journal import Recovered as Recovered
-    from stream_balancer.controller.serve import serve as serve
+    from stream_balancer.host.serve import serve as serve
     from stream_balancer.core.observer import Observer as Observer
     from stream_balancer.cost import AttentionPairs as AttentionPairs
     from stream_balancer.cost import CalibratedCost as CalibratedCost
@@ -49,11 +49,11 @@ if TYPE_CHECKING:
     from stream_balancer.errors import TraceError as TraceError
     from stream_balancer.errors import WireError as WireError
     from stream_balancer.errors import WouldBlock as WouldBlock
-    from stream_balancer.producer.client import BlockingProducer as BlockingProducer
-    from stream_balancer.producer.client import Producer as Producer
-    from stream_balancer.producer.client import connect as connect
-    from stream_balancer.rank.barrier import barrier as barrier
-    from stream_balancer.rank.feed import RankFeed as RankFeed
+    from stream_balancer.facades import BlockingProducer as BlockingProducer
+    from stream_balancer.client.producer import Producer as Producer
+    from stream_balancer.client.producer import connect as connect
+    from stream_balancer.client.barrier import barrier as barrier
+    from stream_balancer.client.feed import RankFeed as RankFeed
     from stream_balancer.statistics import Statistics as Statistics
     from stream_balancer.tools.length_models import generate_trace as generate_trace
     from stream_balancer.tools.simulate import simulate as simulate
@@ -62,7 +62,7 @@ if TYPE_CHECKING:
     from stream_balancer.tools.trace import load_trace as load_trace
     from stream_balancer.tools.tune import tune as tune
     from stream_balancer.tools.tune_report import TuneReport as TuneReport
-    from stream_balancer.transport.gloo.torch_dist import TorchTransport as TorchTransport
+    from stream_balancer.host.transport import TorchTransport as TorchTransport
     from stream_balancer.types import Batch as Batch
     from stream_balancer.types import MicroBatch as MicroBatch
     from stream_balancer.types import RankBatch as RankBatch
@@ -73,23 +73,23 @@ __version__ = "0.1.0"
 _NAMES_OF = {
     "controller.balancer": "StreamBalancer",
     "controller.batches": "Batches",
-    "controller.blocking": "BlockingBalancer blocking",
+    "facades": "BlockingBalancer BlockingProducer blocking",
     "config": "BalancerConfig",
-    "producer.client": "BlockingProducer Producer connect",
+    "client.producer": "Producer connect",
     "cost": "AttentionPairs CalibratedCost CostModel LayerSumCost PaddedCost QuadraticCost TokenCost TransformerCost",
-    "controller.serve": "serve",
+    "host.serve": "serve",
     "core.observer": "Observer",
     "errors": "AlreadyInUseError BrokenResourceError BusyResourceError ClosedResourceError ConfigError "
     "DuplicateRolloutError EndOfStream JournalError RankLostError RefusedError RolloutError TraceError "
     "WireError WouldBlock",
-    "rank.feed": "RankFeed",
+    "client.feed": "RankFeed",
     "controller.journal": "Journal Recovered",
     "tools.simulate": "simulate",
     "tools.simulation_report": "SimulationReport",
     "tools.length_models": "generate_trace",
     "tools.trace": "Trace load_trace",
-    "rank.barrier": "barrier",
-    "transport.gloo.torch_dist": "TorchTransport",
+    "client.barrier": "barrier",
+    "host.transport": "TorchTransport",
     "tools.tune": "tune",
     "tools.tune_report": "TuneReport",
     "statistics": "Statistics",

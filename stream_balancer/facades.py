@@ -1,7 +1,7 @@
 """Our async classes with blocking methods. What type checkers see of them is in ``facades.pyi``, which
 ``python tests/facade_stubs.py`` writes."""
 
-from stream_balancer.blocking import facade
+from stream_balancer.facade import facade
 from stream_balancer.client.producer import Producer
 from stream_balancer.controller.balancer import StreamBalancer
 from stream_balancer.controller.batches import Batches

@@ -34,7 +34,7 @@ from typing import Any, Self
 import anyio.lowlevel
 import torch
 
-from stream_balancer.blocking import OfOneProcess, event_loop_here, refuse_in_event_loop, run
+from stream_balancer.facade import OfOneProcess, event_loop_here, refuse_in_event_loop, run
 from stream_balancer.client.device import Stopwatch, Uploader
 from stream_balancer.client.payloads import Fetcher
 from stream_balancer.client.port import Port, Who

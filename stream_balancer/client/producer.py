@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, Self
 
 import msgspec
 
-from stream_balancer.blocking import OfOneProcess, event_loop_here, run
+from stream_balancer.facade import OfOneProcess, event_loop_here, run
 from stream_balancer.client.payloads import PayloadOwner
 from stream_balancer.client.slots import RemoteSlots
 from stream_balancer.errors import BrokenResourceError, ClosedResourceError, WireError, WouldBlock

@@ -28,7 +28,7 @@ import torch
 from msgspec import structs
 from torch import Tensor
 
-from stream_balancer.blocking import refuse_in_event_loop, run
+from stream_balancer.facade import refuse_in_event_loop, run
 from stream_balancer.client.device import Pace
 from stream_balancer.errors import ClosedResourceError, ConfigError, RankLostError
 from stream_balancer.types import MicroBatch, RankBatch

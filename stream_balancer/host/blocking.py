@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Any, Literal, Self, TypeVar
 
-from stream_balancer.blocking import Facade, refuse_in_event_loop
+from stream_balancer.facade import Facade, refuse_in_event_loop
 from stream_balancer.config import BalancerConfig
 from stream_balancer.controller.balancer import StreamBalancer
 from stream_balancer.controller.journal import Journal

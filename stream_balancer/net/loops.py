@@ -29,7 +29,7 @@ Job = Callable[[], object]
 _LEAVE_S = 1.0
 _turn = threading.local()
 blocking_deadline = threading.local()
-"""``.at`` is set, to a time or None, while :mod:`stream_balancer.blocking` runs a coroutine in a plain thread."""
+"""``.at`` is set, to a time or None, while :mod:`stream_balancer.facade` runs a coroutine in a plain thread."""
 
 
 class Runs(Protocol):
@@ -251,7 +251,7 @@ class Signal:
             self.set()
 
     async def wait(self) -> None:
-        """Until it is set. In a coroutine that ``stream_balancer.blocking`` drives it blocks the thread, and raises
+        """Until it is set. In a coroutine that ``stream_balancer.facade`` drives it blocks the thread, and raises
         TimeoutError."""
         if hasattr(blocking_deadline, "at"):
             self.wait_in_thread(blocking_deadline.at)
