@@ -56,9 +56,9 @@ from stream_balancer.core.snapshot import Snapshot
 from stream_balancer.core.step_times import StepTiming
 from stream_balancer.core.throttle import Throttle
 from stream_balancer.errors import AlreadyInUseError
+from stream_balancer.facade import OfOneProcess
 from stream_balancer.slots import Reservation, check_group
 from stream_balancer.statistics import Statistics, Straggler
-from stream_balancer.transport.threads import OfOneProcess
 from stream_balancer.types import Batch, EvictReason, Rollout
 
 __all__ = ["Parts", "StreamBalancer"]

@@ -115,7 +115,7 @@ class OwnLoop(Facade):
 
 
 async def _serve(balancer: StreamBalancer, transport: Any) -> None:
-    from stream_balancer.controller.serve import serve
+    from stream_balancer.host.serve import serve
 
     async with transport:
         await serve(balancer, transport)

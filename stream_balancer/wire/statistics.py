@@ -9,26 +9,10 @@ import msgspec
 
 from stream_balancer.errors import WireError
 from stream_balancer.statistics import Statistics
-from stream_balancer.wire.messages import MAX_TEXT, StatisticsReply
+
+__all__ = ["decode_statistics", "encode_statistics"]
 
 MAX_STATISTICS_BYTES = 2**20
-
-__all__ = ["decode_statistics", "encode_statistics", "read_reply", "reply_to"]
-
-
-def reply_to(number: int, statistics: Statistics | Exception) -> StatisticsReply:
-    """The answer to a request; to one that failed, or of statistics that are too large, why."""
-    try:
-        if isinstance(statistics, Exception):
-            raise statistics
-        return StatisticsReply(number, encode_statistics(statistics))
-    except Exception as error:  # noqa: BLE001 - for who has asked
-        return StatisticsReply(number, b"", str(error).encode(errors="replace").decode()[:MAX_TEXT])
-
-
-def read_reply(reply: StatisticsReply) -> Statistics | Exception:
-    """The statistics, or why there are none. Raises WireError for bytes that cannot be read."""
-    return ValueError(reply.problem) if reply.problem else decode_statistics(reply.values)
 
 
 def encode_statistics(statistics: Statistics) -> bytes:

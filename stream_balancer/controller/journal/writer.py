@@ -21,7 +21,7 @@ from stream_balancer.controller.journal.changes import Changes, Statement
 from stream_balancer.controller.journal.rows import rollout_row
 from stream_balancer.controller.journal.store import DiskFullError, Store
 from stream_balancer.errors import ClosedResourceError, JournalError
-from stream_balancer.transport.event_loop import loop_caller
+from stream_balancer.net.loops import in_loop
 from stream_balancer.types import Rollout
 
 __all__ = ["Flush", "Item", "Writer", "Writing", "statements_of"]
@@ -80,7 +80,7 @@ class Writer:
         self._queue: deque[Item] = deque()  # guarded by _queued
         self._refusing = self._closing = False  # guarded by _queued
         # the event loop's own
-        self._in_loop, self._on_blocked = loop_caller(), on_blocked
+        self._in_loop, self._on_blocked = in_loop(), on_blocked
         self._waking = False
         # the thread's own
         self._kept: list[Item] = []  # could not be written yet: no room

@@ -1,1 +1,0 @@
-"""The rollout worker's process: the same ``put`` from elsewhere."""

@@ -1,1 +1,0 @@
-"""Ranks and producers of a balancer that lives in a Ray actor."""

@@ -1,1 +1,0 @@
-"""One listening socket: who joins, and producers over TCP."""
