@@ -10,7 +10,6 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from itertools import pairwise
@@ -26,7 +25,7 @@ from stream_balancer.errors import WireError
 from stream_balancer.shared_columns import SharedColumns
 from stream_balancer.types import ExecutionSize, MicroBatch, Rollout, SharedRollout
 from stream_balancer.values import SUPPORTED_DTYPES
-from stream_balancer.wire.header import Column, GivenColumns, Header, Names, Owner, read_header, read_names
+from stream_balancer.wire.header import Column, GivenColumns, Header, Hole, Names, Owner, read_header, read_names
 from stream_balancer.wire.layout import MAX_BYTES, Block, align, lay_out, spans_of
 from stream_balancer.wire.payload import Memory
 from stream_balancer.wire.remote import Handle, Leases, RemoteRollout
@@ -76,12 +75,11 @@ class Decoded:
             raise WireError(f"a header describes {self._layout.total_bytes} bytes, but {size} came")
         self._memory = memory
         self._read_names: Names | None = None
-        self._padding = set(header.padding)
+        self._padding, self._masked = set(header.padding), set[int]()
         self._buffer = torch.from_numpy(memory)
         self._views: dict[torch.dtype, Tensor] = {}
         self._is_finished = False
         self._micro_batches: tuple[MicroBatch, ...] | None = None
-        self._firsts = [block.first for block in self._layout.blocks]
 
     def __len__(self) -> int:
         return len(self._header.lengths)
@@ -116,42 +114,36 @@ class Decoded:
 
     def holes(self) -> list[Wanted]:
         """What is to be fetched into ``places`` before :attr:`micro_batches` are used; without what is masked."""
-        found = []
-        for hole in self._header.holes:
-            index = hole.rollout
-            if index in self._padding and index not in self._header.padding:
-                continue
-            block = self._block(index)
-            shared = block.shared
-            found.append(
-                Wanted(
-                    index,
-                    self.names.ids[index],
-                    self._header.owners[hole.owner],
-                    hole.key,
-                    1 if shared is None else len(shared.cp_group),
-                    0 if shared is None else shared.cp_rank,
-                    [self._memory[at : at + size].data for at, size in self._spans(index, late=False)],
-                )
-            )
-        return found
+        return [self._wanted(hole) for hole in self._header.holes if hole.rollout not in self._masked]
+
+    def _wanted(self, hole: Hole) -> Wanted:
+        shared = self._layout.block_of(hole.rollout).shared
+        return Wanted(
+            hole.rollout,
+            self.names.ids[hole.rollout],
+            self._header.owners[hole.owner],
+            hole.key,
+            1 if shared is None else len(shared.cp_group),
+            0 if shared is None else shared.cp_rank,
+            [self._memory[at : at + size].data for at, size in spans_of(self._header, self._layout, hole.rollout)],
+        )
 
     def mask(self, rollout_ids: Collection[str]) -> None:
         """Make these rollouts padding copies of zeros: nobody trains on them. Ids of other rollouts are fine.
         :attr:`micro_batches` are new ones afterwards. O(rollouts + bytes masked)."""
         if not rollout_ids:
             return
-        gone = set(rollout_ids)
-        header = self._header
-        masked = [index for index, name in enumerate(self.names.ids) if name in gone and index not in self._padding]
-        for index in masked:
-            for at, size in self._spans(index):
-                self._buffer[at : at + size].zero_()
-            header.loss_tokens[index] = 0
-            if header.prefixes:
-                header.prefixes[index] = 0  # zeros are nobody's prompt
-        self._padding.update(masked)
-        self._micro_batches = None
+        gone, header = set(rollout_ids), self._header
+        for index, name in enumerate(self.names.ids):
+            if name in gone and index not in self._masked:
+                self._masked.add(index)
+                self._padding.add(index)
+                header.loss_tokens[index] = 0
+                if header.prefixes:
+                    header.prefixes[index] = 0  # zeros are nobody's prompt
+                if self._is_finished:
+                    self._zero(index)
+                self._micro_batches = None
 
     def resize(self, executions: Mapping[tuple[str | None, str], tuple[int, int]]) -> None:
         """What is left of some executions in the step, by group and name: rollouts and loss tokens.
@@ -171,38 +163,25 @@ class Decoded:
         if self._is_finished:
             return
         self._is_finished = True
-        for hole in self._header.holes:
-            if hole.rollout in self._padding:
-                self._zero_loss_mask(hole.rollout)
         if self._on_device is not None:
             self._buffer = self._on_device(self._buffer)
             self._views = {}
         for block in self._layout.blocks:
             for number, at in block.restored.items():
-                narrow = self._view(
-                    block.columns[number], torch.int32, (block.rows, *self._header.columns[number].shape)
-                )
-                self._view(at, torch.int64, narrow.shape).copy_(narrow)
+                shape = (block.rows, *self._header.columns[number].shape)
+                self._view(at, torch.int64, shape).copy_(self._view(block.columns[number], torch.int32, shape))
+        for index in self._masked:
+            self._zero(index)
+        for index in {hole.rollout for hole in self._header.holes} & self._padding:
+            # A padding copy has the payload of its original, and no loss.
+            for columns in self._columns_of(index):
+                if "loss_mask" in columns:
+                    columns["loss_mask"].zero_()
 
-    def _zero_loss_mask(self, index: int) -> None:
-        """A padding copy has the payload of its original, and no loss."""
-        number = self._header.column_indices().get("loss_mask")
-        if number is not None:
-            block = self._block(index)
-            row, end = block.starts[index - block.first : index - block.first + 2]
-            start, width = block.columns[number], self._layout.widths[number]
-            self._buffer[start + row * width : start + end * width] = 0
-
-    def _block(self, index: int) -> Block:
-        return self._layout.blocks[bisect_right(self._firsts, index) - 1]
-
-    def _spans(self, index: int, *, late: bool = True) -> list[tuple[int, int]]:
-        block, layout = self._block(index), self._layout
-        if self._is_finished and block.restored:
-            offsets = [block.restored.get(number, at) for number, at in enumerate(block.columns)]
-            block = block._replace(columns=offsets)
-            layout = layout._replace(widths=[column.row_bytes for column in self._header.columns])
-        return spans_of(self._header, layout, block, index, late=late)
+    def _zero(self, index: int) -> None:
+        for its in (*self._columns_of(index), self._tensors_of(index)):
+            for tensor in its.values():
+                tensor.zero_()
 
     def _view(self, at: int, dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
         count = prod(shape)
@@ -215,14 +194,28 @@ class Decoded:
         flat = every[first : first + count]
         return flat if len(shape) == 1 else flat.view(tuple(shape))
 
-    def _column(self, block: Block, number: int, column: Column, first: int, stop: int) -> Tensor:
-        """Rows of a column."""
-        at = block.restored.get(number, block.columns[number]) + first * column.row_bytes
-        return self._view(at, SUPPORTED_DTYPES[column.dtype], (stop - first, *column.shape))
-
     def _columns(self, block: Block, first: int, stop: int) -> dict[str, Tensor]:
-        columns = self._header.columns
-        return {one.name: self._column(block, number, one, first, stop) for number, one in enumerate(columns)}
+        """These rows of all columns."""
+        found = {}
+        for number, column in enumerate(self._header.columns):
+            at = block.restored.get(number, block.columns[number]) + first * column.row_bytes
+            found[column.name] = self._view(at, SUPPORTED_DTYPES[column.dtype], (stop - first, *column.shape))
+        return found
+
+    def _columns_of(self, index: int) -> list[dict[str, Tensor]]:
+        """Of one rollout: its rows, and of a part those behind its chunks."""
+        block = self._layout.block_of(index)
+        place = index - block.first
+        rows, behind = block.starts[place : place + 2], block.starts[-1] + 2 * place
+        found = [self._columns(block, *rows)]
+        return found if block.shared is None else [*found, self._columns(block, behind, behind + 2)]
+
+    def _tensors_of(self, index: int) -> dict[str, Tensor]:
+        block = self._layout.block_of(index)
+        if not block.tensors:
+            return {}
+        own = zip(self._header.tensors[index], block.tensors[index - block.first], strict=True)
+        return {one.name: self._view(at, SUPPORTED_DTYPES[one.dtype], one.shape) for one, at in own}
 
     def _micro_batch(self, number: int) -> MicroBatch:
         block = self._layout.blocks[number]
@@ -265,34 +258,27 @@ class Decoded:
         )
 
     def fields(self, index: int) -> dict[str, Any]:
-        """What a Rollout is made of. O(columns)."""
-        block, columns, header = self._block(index), self._header.columns, self._header
-        place = index - block.first
-        start, end = block.starts[place : place + 2]
-        own = header.tensors[index] if header.tensors else ()
+        """What a whole rollout is made of. O(columns)."""
+        tokens, *_ = self._columns_of(index)
         return {
-            "tokens": {one.name: self._column(block, n, one, start, end) for n, one in enumerate(columns)},
-            "tensors": {
-                one.name: self._view(at, SUPPORTED_DTYPES[one.dtype], one.shape)
-                for one, at in zip(own, block.tensors[place] if own else (), strict=True)
-            },
-            **plain_fields(header, self.names, index),
+            "tokens": tokens,
+            "tensors": self._tensors_of(index),
             "is_padding": index in self._padding,
+            **plain_fields(self._header, self.names, index),
         }
 
     def _rollout(self, index: int) -> Rollout:
-        block, header = self._block(index), self._header
-        shared, length, loss_tokens = block.shared, header.lengths[index], header.loss_tokens[index]
+        header, shared = self._header, self._layout.block_of(index).shared
+        length, loss_tokens, fields = header.lengths[index], header.loss_tokens[index], self.fields(index)
         if shared is None:
-            return _trusted_rollout(**self.fields(index), num_tokens=length, num_loss_tokens=loss_tokens)
-        behind = block.starts[-1] + 2 * (index - block.first)
+            return _trusted_rollout(**fields, num_tokens=length, num_loss_tokens=loss_tokens)
         return SharedRollout(
-            **self.fields(index),
+            **fields,
             cp_degree=len(shared.cp_group),
             cp_rank=shared.cp_rank,
             whole_tokens=length,
             whole_loss_tokens=loss_tokens,
-            behind=self._columns(block, behind, behind + 2),
+            behind=self._columns_of(index)[1],
         )
 
 

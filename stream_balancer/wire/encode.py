@@ -60,7 +60,8 @@ def encode(micro_batches: Sequence[MicroBatch], *, max_bytes: int = MAX_BYTES, n
     handles = {place: one.handle for place, one in enumerate(map(remote_of, rollouts)) if one is not None}
     if handles:
         _make_holes(header, handles)
-        header.late = _late_columns(header, [rollouts[place] for place in handles])
+        here = {name for name, column in columns_of(rollouts[min(handles)]).items() if not column.is_meta}
+        header.late = [number for number, column in enumerate(header.columns) if column.name in here]
     elif narrow:
         header.narrowed = [number for number, one in enumerate(header.columns) if _fits(one, rollouts)]
     try:
@@ -202,28 +203,13 @@ def _make_holes(header: Header, handles: Mapping[int, Handle]) -> None:
     header.holes = [Hole(place, numbers[owner], key) for place, (owner, key) in handles.items()]
 
 
-def _late_columns(header: Header, away: Sequence[Rollout]) -> list[int]:
-    """Columns that are here, though the rollouts lie elsewhere."""
-    here = [{name for name, column in columns_of(one).items() if not column.is_meta} for one in away]
-    for rollout, names in zip(away, here, strict=True):
-        if names != here[0]:
-            raise _differ(rollout, away[0], f"has {sorted(names)} here", f"{sorted(here[0])}")
-    return [number for number, column in enumerate(header.columns) if column.name in here[0]]
-
-
 def _fits(column: Column, rollouts: Sequence[Rollout]) -> bool:
     if SUPPORTED_DTYPES[column.dtype] is not torch.int64:
         return False
-    for rollout in rollouts:
-        parts = [columns_of(rollout)[column.name]]
-        if isinstance(rollout, SharedRollout) and rollout.whole is None:
-            parts.append(rollout.behind[column.name])
-        for part in parts:
-            if part.numel():
-                low, high = torch.aminmax(part)
-                if int(low) < -(2**31) or int(high) >= 2**31:
-                    return False
-    return True
+    parts = [columns_of(rollout)[column.name] for rollout in rollouts]
+    parts += [one.behind[column.name] for one in rollouts if isinstance(one, SharedRollout) and one.whole is None]
+    ends = [torch.aminmax(part) for part in parts if part.numel()]
+    return all(int(low) >= -(2**31) and int(high) < 2**31 for low, high in ends)
 
 
 def _refuse_others(value: object) -> NoReturn:
@@ -277,21 +263,19 @@ def _changed(rollouts: Sequence[Rollout], error: Exception) -> RolloutError:
 
 
 def _pieces(header: Header, layout: Layout, rollouts: Sequence[Rollout]) -> list[memoryview]:
-    """The bytes of all runs, in order. Zeros between columns cost less than a run for each of them."""
+    """The bytes of all runs, in order, with zeros between columns."""
     holes = {hole.rollout for hole in header.holes}
     found: list[memoryview] = []
     for block in layout.blocks:
         its = rollouts[block.first : block.stop]
         here = [one for place, one in enumerate(its, block.first) if place not in holes] if holes else its
         for number, column in enumerate(header.columns):
-            of_all = here if number not in header.late else its
-            parts = _rows(of_all, column.name, block.shared is not None)
+            parts = _rows(its if number in header.late else here, column.name, block.shared is not None)
             found += _views([part.to(torch.int32) for part in parts] if number in header.narrowed else parts)
-            if not holes:
-                found += _zeros(block.rows * layout.widths[number])
-        for tensor in chain.from_iterable(one.tensors.values() for one in here):
-            found += _views([tensor])
-            if not holes:
+            found += _zeros(block.rows * layout.widths[number])
+        for place, one in enumerate(its, block.first):
+            for tensor in one.tensors.values():
+                found += [] if place in holes else _views([tensor])
                 found += _zeros(tensor.nbytes)
     return found
 

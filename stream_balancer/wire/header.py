@@ -118,9 +118,6 @@ class Header(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
     owners: list[Owner] = []
     """Per owner."""
 
-    def column_indices(self) -> dict[str, int]:
-        return {column.name: number for number, column in enumerate(self.columns)}
-
 
 _DECODER = msgspec.msgpack.Decoder(Header)
 _NAMES = msgspec.msgpack.Decoder(Names)

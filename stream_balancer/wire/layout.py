@@ -11,8 +11,9 @@ piece begins at a multiple of 64 bytes and takes at least 64, so the memory ther
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from bisect import bisect_right
 from itertools import accumulate, pairwise
+from operator import attrgetter
 from typing import NamedTuple
 
 from stream_balancer.errors import WireError
@@ -25,6 +26,7 @@ ALIGNMENT = 64
 """Bytes; a cache line, and what torch's own allocator gives."""
 MAX_BYTES = 2**40
 """Of all rollouts of one header."""
+_FIRST = attrgetter("first")
 
 
 class Block(NamedTuple):
@@ -55,6 +57,10 @@ class Layout(NamedTuple):
     wire_bytes: int
     total_bytes: int
     """With the room for widened columns."""
+
+    def block_of(self, rollout: int) -> Block:
+        """The block that it is in. O(log(blocks))."""
+        return self.blocks[bisect_right(self.blocks, rollout, key=_FIRST) - 1]
 
 
 def align(size: int) -> int:
@@ -114,50 +120,31 @@ def _too_much(max_bytes: int) -> WireError:
 
 def runs_of(header: Header, layout: Layout) -> tuple[int, ...]:
     """What comes along as (offset, size, offset, size, ...): all but holes."""
-    if not header.holes:
-        return (0, layout.wire_bytes)
     runs: list[int] = []
-    for offset, size in _present(header, layout, {hole.rollout for hole in header.holes}):
-        if runs and runs[-2] + runs[-1] == offset:
-            runs[-1] += size
-        else:
-            runs += (offset, size)
+    at = 0
+    absent = sorted(span for hole in header.holes for span in spans_of(header, layout, hole.rollout))
+    for start, size in [*absent, (layout.wire_bytes, 0)]:
+        if start > at:
+            runs += (at, start - at)
+        at = start + size
     return tuple(runs)
 
 
-def _present(header: Header, layout: Layout, holes: Collection[int]) -> Iterator[tuple[int, int]]:
-    """(offset, size) of all that is no hole, ascending."""
-    for block in layout.blocks:
-        for number, (start, width) in enumerate(zip(block.columns, layout.widths, strict=True)):
-            rows = (
-                block.starts
-                if block.shared is None
-                else [*block.starts, *range(block.starts[-1] + 2, block.rows + 1, 2)]
-            )
-            for place, (row, end) in enumerate(pairwise(rows)):
-                index = block.first + place % (block.stop - block.first)
-                if width and (index not in holes or number in header.late):
-                    yield start + row * width, (end - row) * width
-        for index, offsets in zip(range(block.first, block.stop), block.tensors, strict=False):
-            for tensor, at in zip(header.tensors[index], offsets, strict=True):
-                if index not in holes and tensor.row_bytes:
-                    yield at, tensor.row_bytes
-
-
-def spans_of(header: Header, layout: Layout, block: Block, index: int, *, late: bool = True) -> list[tuple[int, int]]:
-    """(offset, size) of all pieces of one rollout, by name, which is the order in which its owner sends them: columns,
-    each with the rows behind its chunks, and then tensors. ``late`` False: without columns that its owner has not."""
-    place = index - block.first
+def spans_of(header: Header, layout: Layout, rollout: int) -> list[tuple[int, int]]:
+    """(offset, size) of all pieces of a hole, by name, which is the order in which its owner sends them: columns that
+    are not late, each with the rows behind its chunks, and then tensors."""
+    block = layout.block_of(rollout)
+    place = rollout - block.first
     row, end = block.starts[place : place + 2]
     behind = block.starts[-1] + 2 * place
     spans = []
-    for _, number in sorted(header.column_indices().items()):
-        if late or number not in header.late:
-            start, width = block.columns[number], layout.widths[number]
+    for number, column in sorted(enumerate(header.columns), key=lambda its: its[1].name):
+        if number not in header.late:
+            start, width = block.columns[number], column.row_bytes
             spans.append((start + row * width, (end - row) * width))
             if block.shared is not None:
                 spans.append((start + behind * width, 2 * width))
     if block.tensors:
-        own = zip(header.tensors[index], block.tensors[place], strict=True)
+        own = zip(header.tensors[rollout], block.tensors[place], strict=True)
         spans += [(at, tensor.row_bytes) for tensor, at in sorted(own, key=lambda its: its[0].name)]
     return [(at, size) for at, size in spans if size]
