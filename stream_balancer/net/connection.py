@@ -109,7 +109,7 @@ class Base:
         self._held: deque[_Held] = deque()
         self._outgoing: deque[tuple[memoryview, Callable[[], object] | None]] = deque()
         self._num_sent = 0
-        self._pump_queued = self._waits_for_mover = False
+        self._waits_for_mover = False
         self._close_sent = self._close_seen = False
         self._deadline: Job = lambda: None
         self._parser = self._parse()
@@ -130,7 +130,7 @@ class Base:
         """Send it after everything before it. ``via``: the mover for its bytes, if that is ready; else the socket.
         ``sent`` is called in the I/O thread when nobody needs the pieces any more; not if the connection ends first."""
         self._items.append(_Out(message, payload, via, sent))
-        self._queue_pump()
+        self.io.do(self._pump)
 
     def close(self, reason: str = "") -> None:
         """On purpose: what was sent before arrives, and the peer hears ``reason``."""
@@ -140,6 +140,18 @@ class Base:
     def abort(self) -> None:
         """At once."""
         self.io.do(lambda: self.fail(Ended("closed", "here")))
+
+    def work(self, job: Job) -> None:
+        """Run it in the thread that packs for movers. What it raises ends the connection."""
+
+        def guarded() -> None:
+            try:
+                job()
+            except Exception as error:  # noqa: BLE001 - the peer waits for what will not come
+                failure = error
+                self.io.do(lambda: self.fail(failure))
+
+        self.io.work(guarded)
 
     # in the I/O thread
 
@@ -204,13 +216,7 @@ class Base:
 
     # sending
 
-    def _queue_pump(self) -> None:
-        if not self._pump_queued:
-            self._pump_queued = True
-            self.io.do(self._pump)
-
     def _pump(self) -> None:
-        self._pump_queued = False  # first: who appends later queues another
         if self.over:
             self._items.clear()
             return
@@ -240,7 +246,7 @@ class Base:
         if not self.over:
             self._put(out._replace(payload=Payload(out.payload.total, out.payload.runs), sent=None), out.via, where)
             self._waits_for_mover = False
-            self._queue_pump()
+            self.io.do(self._pump)
 
     def _put(self, out: _Out, via: int, where: Sequence[int]) -> None:
         self._put_raw(frame(out.message, out.payload.total, out.payload.runs, via, where))

@@ -69,13 +69,16 @@ class Listener:
     def _on_peer(self, _: int) -> None:
         try:
             sock, _address = self._sock.accept()
-            handshake = Handshake(self._token)
-            connection = Connection(self.io, sock, self._pool, handshake, self._tls, "")
         except OSError as error:
             if error.errno in _FULL:  # the next one is there at once: without a rest this thread does nothing else
                 _log.warning("nobody can be let in for %g s: %s. Raise the limit of open files", _FULL_S, error)
                 self.io.selector.unregister(self._sock)
                 self.io.after(_FULL_S, self._listen)
+            return
+        try:
+            connection = Connection(self.io, sock, self._pool, Handshake(self._token), self._tls, "")
+        except OSError:  # it is gone already
+            sock.close()
             return
         connection.arrived = self._arrived
         self._strangers = deque(one for one in self._strangers if not one.over and one.handshake.join is None)

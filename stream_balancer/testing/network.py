@@ -94,12 +94,12 @@ class MemoryNetwork:
             wire = pair(join, listener.arrived, welcomed, io=self.io, pool=self.pool)
             wire.ends[1].handler = Dialling(peer.address, wire.ends[1], failed)
             peer._begin(wire)
+        elif peer.address != self.address:
+            failed(ConnectionRefusedError(f"nobody listens at {peer.address}"))
         elif self._closed:
             failed(refused_error("closed", "the controller has closed its transport. Start it again"))
-        elif peer.address == self.address:
-            self._waiting.append(lambda: self._dial(peer, join, welcomed, failed))
         else:
-            failed(ConnectionRefusedError(f"nobody listens at {peer.address}"))
+            self._waiting.append(lambda: self._dial(peer, join, welcomed, failed))
 
     def _new_address(self) -> str:
         self._num_owners += 1

@@ -15,7 +15,6 @@ until the reader has mapped its file; an idle buffer has none.
 from __future__ import annotations
 
 import fcntl
-import mmap
 import os
 import secrets
 import sys
@@ -64,7 +63,7 @@ class _File:
 class _Buffer:
     def __init__(self, number: int, size: int) -> None:
         self.number, self.size, self.file = number, size, _File(size)
-        self.memory: Memory = np.frombuffer(mmap.mmap(self.file.fd, size), dtype=np.uint8)
+        self.memory = _mapped(self.file.fd, size)
         self.where = (number, self.file.fd, os.fstat(self.file.fd).st_ino, size)
 
 
@@ -130,7 +129,7 @@ class SharedMemory:
         idle = self._idle.take(room)
         try:
             buffer = idle or self._new(room)
-        except OSError as error:  # too many open files, or no memory
+        except (OSError, RuntimeError) as error:  # too many open files, or no memory
             warn("shared_memory", error)
             return False
         self._lent[buffer.number] = buffer
@@ -142,7 +141,7 @@ class SharedMemory:
                 io.do(sent)
             io.do(lambda: go(buffer.where))
 
-        io.work(pack)
+        self._connection.work(pack)
         return True
 
     def _new(self, size: int) -> _Buffer:
@@ -189,12 +188,12 @@ class SharedMemory:
                     raise WireError("a shared buffer is not what it was said to be")
                 if not fcntl.fcntl(found, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
                     raise WireError("a shared buffer is not sealed")
-                return np.frombuffer(mmap.mmap(found, size), dtype=np.uint8)
+                return _mapped(found, size)
             finally:
                 os.close(found)
         except (FileNotFoundError, ProcessLookupError, PermissionError) as error:  # the latter: of a dead process
             raise ConnectionResetError(f"the peer is gone: {error}") from None
-        except (OSError, OverflowError, ValueError) as error:
+        except (OSError, OverflowError, RuntimeError) as error:
             raise WireError(f"a shared buffer cannot be mapped: {error}") from None
 
     def _on_free(self, number: int) -> None:
@@ -204,6 +203,14 @@ class SharedMemory:
     def _tell_free(self) -> None:
         if self._freed and not self._connection.over:
             self._note("free", *(self._freed.popleft() for _ in range(len(self._freed))))
+
+
+def _mapped(fd: int, size: int) -> Memory:
+    """Torch's mapping, because Python's keeps a descriptor."""
+    import torch
+
+    memory: Memory = torch.from_file(f"/proc/self/fd/{fd}", shared=True, size=size, dtype=torch.uint8).numpy()
+    return memory
 
 
 def _copy(payload: Payload, memory: Memory) -> None:
