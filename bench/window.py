@@ -157,12 +157,12 @@ def measure(rows: Rows, label: str, runs: Sequence[sb.SimulationReport], bar: fl
         "%",
         bar,
         sd=round(float(np.std(idle, ddof=1)), 2) if len(idle) > 1 else 0.0,
-        bound=mean(lambda run: 100 * run.unavoidable_idle),
+        bound=mean(lambda run: 100 * run.figures.unavoidable_idle),
         delay=mean(lambda run: run.delay_dispatches.mean),
         p99=mean(lambda run: run.delay_dispatches.p99),
         longest=int(max(run.delay_dispatches.max for run in runs)),
         correlation=mean(lambda run: run.length_bias.length_delay_correlation),
-        token_variation=mean(lambda run: run.token_variation or 0.0),
+        token_variation=mean(lambda run: run.figures.token_variation or 0.0),
         **of_the_stratum,
     )
 

@@ -231,54 +231,13 @@ class SimulationReport:
         work_s = float(self.steps.mean_load[shown].sum()) / self.work_per_second
         return max(1.0 - work_s / time_s, 0.0) if time_s > 0 else 0.0
 
-    @property
-    def avoidable_idle(self) -> float:
-        """Part of it a better assignment might remove."""
-        return self.figures.avoidable_idle
-
-    @property
-    def unavoidable_idle(self) -> float:
-        """Part of it no assignment of the same rollouts can remove."""
-        return self.figures.unavoidable_idle
-
-    @property
-    def token_variation(self) -> float:
-        """Coefficient of variation of the tokens of a dispatch: standard deviation over mean."""
-        return self.figures.token_variation
-
-    @property
-    def delay_p50(self) -> float:
-        """Median seconds in the window."""
-        return self.delay_s.p50
-
-    @property
-    def delay_p99(self) -> float:
-        """99th percentile of the seconds in the window."""
-        return self.delay_s.p99
-
-    @property
-    def delay_max(self) -> float:
-        """Most seconds in the window."""
-        return self.delay_s.max
-
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready: every figure, without the columns (``steps``, ``step_of``) and without the config."""
         names = [f.name for f in fields(self) if f.name not in ("config", "steps", "step_of")]
         return {name: to_plain(getattr(self, name)) for name in (*names, *_PROPERTIES)}
 
 
-_PROPERTIES = (
-    "num_batches",
-    "is_steady",
-    "idle_fraction",
-    "whole_idle_fraction",
-    "avoidable_idle",
-    "unavoidable_idle",
-    "token_variation",
-    "delay_p50",
-    "delay_p99",
-    "delay_max",
-)
+_PROPERTIES = ("figures", "num_batches", "is_steady", "idle_fraction", "whole_idle_fraction")
 
 
 def to_plain(value: Any) -> Any:

@@ -19,9 +19,7 @@ import io
 import math
 import os
 import zlib
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -114,7 +112,10 @@ class Trace:
         """The first ``num_rollouts`` rows, or all if there are fewer."""
         if num_rollouts < 1:
             raise TraceError(f"{self.name}: at least 1 rollout must remain, not {num_rollouts}")
-        return self if num_rollouts >= len(self) else self._take(np.arange(num_rollouts), self.group_ids)
+        if num_rollouts >= len(self):
+            return self
+        arrival_s = None if self.arrival_s is None else self.arrival_s[:num_rollouts]
+        return self._take(np.arange(num_rollouts), self.group_ids[:num_rollouts], arrival_s)
 
     def resampled(self, num_rollouts: int, seed: int, *, by_group: bool = True) -> Trace:
         """A trace of ``num_rollouts`` drawn with replacement, without recorded arrivals; for runs longer than the file.
@@ -129,7 +130,7 @@ class Trace:
         rng = np.random.default_rng(seed)
         if not by_group:
             rows = rng.integers(0, len(self), num_rollouts)
-            return self._take(rows, np.arange(num_rollouts), renumbered=True)
+            return self._take(rows, np.arange(num_rollouts))
         order, starts, sizes = rows_by_group(self.group_ids)
         mean_size = len(self) / sizes.size
         drawn = rng.integers(0, sizes.size, math.ceil(num_rollouts / mean_size))
@@ -137,7 +138,7 @@ class Trace:
             drawn = np.concatenate((drawn, rng.integers(0, sizes.size, max(drawn.size // 4, 1))))
         rows = np.concatenate([order[starts[g] : starts[g] + sizes[g]] for g in drawn.tolist()])[:num_rollouts]
         labels = np.repeat(np.arange(drawn.size), sizes[drawn])[:num_rollouts]
-        return self._take(rows, labels, renumbered=True)
+        return self._take(rows, labels)
 
     def repeated(self, times: int) -> Trace:
         """The trace so many times over, groups under new labels each time; recorded arrivals go on where they ended,
@@ -151,21 +152,15 @@ class Trace:
             span = float(arrival_s[-1] - arrival_s[0])
             arrival_s = arrival_s[rows] + turn * (span + span / max(len(self) - 1, 1))
         labels = self.group_ids[rows] + turn * (int(self.group_ids.max()) + 1)
-        return replace(
-            self,
+        return self._take(rows, labels, arrival_s)
+
+    def _take(self, rows: Ints, labels: Ints, arrival_s: Floats | None = None) -> Trace:
+        """These rows, in groups and at moments of their own."""
+        return Trace(
             prompt_tokens=self.prompt_tokens[rows],
             output_tokens=self.output_tokens[rows],
             group_ids=labels,
             arrival_s=arrival_s,
-            strata=None if self.strata is None else self.strata[rows],
-        )
-
-    def _take(self, rows: Ints, labels: Ints, *, renumbered: bool = False) -> Trace:
-        return Trace(
-            prompt_tokens=self.prompt_tokens[rows],
-            output_tokens=self.output_tokens[rows],
-            group_ids=labels if renumbered else labels[rows],
-            arrival_s=None if renumbered or self.arrival_s is None else self.arrival_s[rows],
             strata=None if self.strata is None else self.strata[rows],
             name=self.name,
         )
@@ -216,109 +211,100 @@ def _read_text(name: str) -> str:
 
 def _parse(name: str, text: str) -> Trace:
     reader = csv.reader(io.StringIO(text, newline=""))
-    rows = _rows(name, reader)
-    header_line, header = next(rows, (1, []))
-    if not header:
-        raise TraceError(f"{name}: the file is empty. Its first line names the columns: {','.join(REQUIRED_COLUMNS)}")
-    where = _columns(name, header_line, header)
-    group_at, prompt_at, output_at = (where[column] for column in REQUIRED_COLUMNS)
-    arrival_at, stratum_at = where.get(ARRIVAL_COLUMN), where.get(STRATUM_COLUMN)
-    labels: dict[str, int] = {}
-    groups: list[int] = []
-    prompts: list[int] = []
-    outputs: list[int] = []
-    arrivals: list[float] = []
-    strata: list[str] = []
-    for line, row in rows:
-        if len(row) != len(header):
-            raise TraceError(f"{name}, line {line}: {len(row)} fields, but the first line names {len(header)} columns")
-        prompt = _tokens(name, line, "prompt_tokens", row[prompt_at])
-        output = _tokens(name, line, "output_tokens", row[output_at])
-        if prompt + output == 0:
-            raise TraceError(
-                f"{name}, line {line}: a rollout without tokens (prompt_tokens + output_tokens is 0). Drop the row"
-            )
-        if arrival_at is not None:
-            arrivals.append(_arrival(name, line, row[arrival_at], arrivals[-1] if arrivals else -math.inf))
-        if stratum_at is not None:
-            strata.append(row[stratum_at])
-        prompts.append(prompt)
-        outputs.append(output)
-        groups.append(labels.setdefault(row[group_at], len(labels)))
-    if not prompts:
+    try:
+        rows = (row for row in reader if row)
+        header = next(rows, None)
+        if header is None:
+            columns = ",".join(REQUIRED_COLUMNS)
+            raise TraceError(f"{name}: the file is empty. Its first line names the columns: {columns}")
+        table = _Table(header)
+        for row in rows:
+            table.add(row)
+    except TraceError:
+        raise
+    except csv.Error as error:
+        raise TraceError(f"{name}, line {reader.line_num}: is not CSV ({error})") from None
+    except ValueError as error:
+        raise TraceError(f"{name}, line {reader.line_num}: {error}") from None
+    if not table.prompts:
         raise TraceError(f"{name}: has column names but no rows. A trace needs one row per rollout")
     return Trace(
-        prompt_tokens=np.array(prompts, dtype=np.int64),
-        output_tokens=np.array(outputs, dtype=np.int64),
-        group_ids=np.array(groups, dtype=np.int64),
-        arrival_s=None if arrival_at is None else np.array(arrivals, dtype=np.float64),
-        strata=np.array(strata, dtype=np.object_) if any(strata) else None,
+        prompt_tokens=np.array(table.prompts, dtype=np.int64),
+        output_tokens=np.array(table.outputs, dtype=np.int64),
+        group_ids=np.array(table.groups, dtype=np.int64),
+        arrival_s=np.array(table.arrivals, dtype=np.float64) if table.arrivals else None,
+        strata=np.array(table.strata, dtype=np.object_) if any(table.strata) else None,
         name=os.path.basename(name).removesuffix(".gz").removesuffix(".csv"),
     )
 
 
-def _rows(name: str, reader: Any) -> Iterator[tuple[int, list[str]]]:
-    """Non-blank rows with their line numbers."""
-    try:
-        for row in reader:
-            if row:
-                yield reader.line_num, row
-    except csv.Error as error:
-        raise TraceError(f"{name}, line {reader.line_num}: is not CSV ({error})") from None
+class _Table:
+    """Rows as they are read. Raises ValueError for what is no row of a trace."""
+
+    def __init__(self, header: list[str]) -> None:
+        names = [column.strip() for column in header]
+        wanted = (*REQUIRED_COLUMNS, ARRIVAL_COLUMN, STRATUM_COLUMN)
+        if missing := [column for column in REQUIRED_COLUMNS if column not in names]:
+            hint = " (the row's number will do where rollouts have no siblings)" if missing == ["group_id"] else ""
+            raise ValueError(
+                f"no column {', '.join(missing)}; the file has {', '.join(names)}. The first line must name "
+                f"{', '.join(REQUIRED_COLUMNS)}, in any order; add what is missing{hint}"
+            )
+        if doubled := [column for column in wanted if names.count(column) > 1]:
+            raise ValueError(f"two columns are called {doubled[0]}. Rename one")
+        self._width = len(header)
+        self._where = {column: names.index(column) for column in wanted if column in names}
+        self._labels: dict[str, int] = {}
+        self.groups: list[int] = []
+        self.prompts: list[int] = []
+        self.outputs: list[int] = []
+        self.arrivals: list[float] = []
+        self.strata: list[str] = []
+
+    def add(self, row: list[str]) -> None:
+        if len(row) != self._width:
+            raise ValueError(f"{len(row)} fields, but the first line names {self._width} columns")
+        texts = {column: row[place] for column, place in self._where.items()}
+        self.prompts.append(_tokens("prompt_tokens", texts))
+        self.outputs.append(_tokens("output_tokens", texts))
+        if self.prompts[-1] + self.outputs[-1] == 0:
+            raise ValueError("a rollout without tokens (prompt_tokens + output_tokens is 0). Drop the row")
+        self.groups.append(self._labels.setdefault(texts["group_id"], len(self._labels)))
+        self.strata.append(texts.get(STRATUM_COLUMN, ""))
+        if ARRIVAL_COLUMN in texts:
+            value, previous = _number(ARRIVAL_COLUMN, texts), self.arrivals[-1] if self.arrivals else -math.inf
+            if value < previous:
+                raise ValueError(
+                    f"{ARRIVAL_COLUMN} goes back from {previous:g} to {value:g}. Sort the rows by {ARRIVAL_COLUMN}, or "
+                    "drop that column to simulate the arrivals"
+                )
+            self.arrivals.append(value)
 
 
-def _columns(name: str, line: int, header: list[str]) -> dict[str, int]:
-    names = [column.strip() for column in header]
-    missing = [column for column in REQUIRED_COLUMNS if column not in names]
-    if missing:
-        hint = " (the row's number will do where rollouts have no siblings)" if missing == ["group_id"] else ""
-        raise TraceError(
-            f"{name}, line {line}: no column {', '.join(missing)}; the file has {', '.join(names)}. "
-            f"The first line must name {', '.join(REQUIRED_COLUMNS)}, in any order; add what is missing{hint}"
-        )
-    wanted = (*REQUIRED_COLUMNS, ARRIVAL_COLUMN, STRATUM_COLUMN)
-    doubled = [column for column in wanted if names.count(column) > 1]
-    if doubled:
-        raise TraceError(f"{name}, line {line}: two columns are called {doubled[0]}. Rename one")
-    return {column: names.index(column) for column in wanted if column in names}
-
-
-def _tokens(name: str, line: int, column: str, text: str) -> int:
+def _tokens(column: str, texts: dict[str, str]) -> int:
+    text = texts[column]
     try:
         value = int(text)
     except ValueError:
-        number = _number(
-            name, line, column, text
-        )  # "12.0" is how tables write integers that once shared a column with NaN
+        # "12.0" is how tables write integers that once shared a column with NaN
+        number = _number(column, texts)
         if not number.is_integer():
-            raise TraceError(f"{name}, line {line}: {column} is {text!r}; tokens are whole numbers") from None
+            raise ValueError(f"{column} is {text!r}; tokens are whole numbers") from None
         value = int(number)
     if value < 0:
-        raise TraceError(f"{name}, line {line}: {column} is negative ({text}). Drop the row or repair it")
+        raise ValueError(f"{column} is negative ({text}). Drop the row or repair it")
     if value > MAX_TOKENS:
-        raise TraceError(f"{name}, line {line}: {column} is {text}, more than {MAX_TOKENS}. Drop the row or repair it")
+        raise ValueError(f"{column} is {text}, more than {MAX_TOKENS}. Drop the row or repair it")
     return value
 
 
-def _arrival(name: str, line: int, text: str, previous: float) -> float:
-    value = _number(name, line, ARRIVAL_COLUMN, text)
-    if value < previous:
-        raise TraceError(
-            f"{name}, line {line}: {ARRIVAL_COLUMN} goes back from {previous:g} to {value:g}. "
-            f"Sort the rows by {ARRIVAL_COLUMN}, or drop that column to simulate the arrivals"
-        )
-    return value
-
-
-def _number(name: str, line: int, column: str, text: str) -> float:
+def _number(column: str, texts: dict[str, str]) -> float:
     try:
-        value = float(text)
+        value = float(texts[column])
     except ValueError:
-        raise TraceError(
-            f"{name}, line {line}: {column} is {text!r}, not a number. Drop the row or repair it"
-        ) from None
+        raise ValueError(f"{column} is {texts[column]!r}, not a number. Drop the row or repair it") from None
     if not math.isfinite(value):
-        raise TraceError(f"{name}, line {line}: {column} is {text}, not a finite number. Drop the row or repair it")
+        raise ValueError(f"{column} is {texts[column]}, not a finite number. Drop the row or repair it")
     return value
 
 

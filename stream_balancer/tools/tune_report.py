@@ -139,20 +139,11 @@ class TuneReport:
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready."""
-        return {
-            "trace": self.trace_name,
-            "num_rollouts": self.num_rollouts,
-            "times": self.times,
-            "max_added_age": self.max_added_age,
-            "tolerance": self.tolerance,
-            "pays": self.pays,
-            "reason": self.reason,
-            "recommended": self.recommended.to_dict(),
-            "round_robin": self.round_robin.to_dict(),
-            "fifo": self.fifo.to_dict(),
-            "front": [outcome.knobs for outcome in self.front],
-            "outcomes": [outcome.to_dict() for outcome in self.outcomes],
-        }
+        said = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("trace_name", "config")}
+        outcomes = {name: getattr(self, name).to_dict() for name in ("recommended", "round_robin", "fifo")}
+        front = [outcome.knobs for outcome in self.front]
+        swept = [outcome.to_dict() for outcome in self.outcomes]
+        return {"trace": self.trace_name, **said, **outcomes, "front": front, "outcomes": swept}
 
 
 def outcome_of(report: SimulationReport) -> Outcome:
@@ -175,14 +166,14 @@ def outcome_of(report: SimulationReport) -> Outcome:
         max_skips=config.max_skips,
         deadline_s=config.deadline_s,
         idle_fraction=report.idle_fraction,
-        unavoidable_idle=report.unavoidable_idle,
+        unavoidable_idle=report.figures.unavoidable_idle,
         whole_idle_fraction=report.whole_idle_fraction,
         idle_error=_error_of_idle(steps.mean_load[shown], _time_of_steps(report)),
         age=delay.mean,
         added_age=delay.mean,
         age_p99=delay.p99,
         age_max=delay.max,
-        token_variation=report.token_variation,
+        token_variation=report.figures.token_variation,
         wait_p99_s=report.delay_s.p99,
         wait_max_s=report.delay_s.max,
         short_batches=float(np.mean(short)) if count else 0.0,

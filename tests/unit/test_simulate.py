@@ -63,7 +63,7 @@ def check_report(report: SimulationReport, trace: Trace) -> None:
         assert part.avoidable_idle + part.unavoidable_idle == pytest.approx(part.idle_fraction)
         assert part.idle_fraction < 1 - 1 / config.dp_size + 1e-9 or config.speeds or config.cost.padded
     assert 0 <= report.max_skips_seen <= config.max_skips
-    assert 0 <= report.delay_p50 <= report.delay_p99 <= report.delay_max
+    assert 0 <= report.delay_s.p50 <= report.delay_s.p99 <= report.delay_s.max
     if config.group_size is None:
         assert report.delay_dispatches.max <= report.max_skips_seen
     assert 0 <= report.trainer_busy <= 1 + 1e-9
@@ -132,7 +132,7 @@ class TestTimes:
         report = simulate(trace, knobs(window=4, capacity=8), warm_up=0)
         assert report.steps.at_s.tolist() == [3.0, 7.0]
         assert report.reasons == {"window": 2}
-        assert (report.delay_p50, report.delay_max) == (1.5, 3.0)
+        assert (report.delay_s.p50, report.delay_s.max) == (1.5, 3.0)
         assert report.elapsed_s == 7.0
 
     def test_a_deadline_leaves_exactly_when_it_is_due(self) -> None:
@@ -141,7 +141,7 @@ class TestTimes:
         assert report.steps.at_s.tolist() == [30.0, 40.1]
         assert report.reasons == {"deadline": 1, "drain": 1}
         assert report.steps.rollouts.tolist() == [2, 2]
-        assert report.delay_max == 30.0
+        assert report.delay_s.max == 30.0
 
     def test_a_deadline_waits_for_the_smallest_batch(self) -> None:
         trace = trace_of([1] * 3, arrival=[0.0, 50.0, 90.0])
@@ -239,12 +239,12 @@ class TestTokenBudgets:
         report = simulate(trace, knobs(batch_size=None, batch_tokens=tokens), slots=64)
         check_report(report, trace)
         usual = simulate(trace, knobs(batch_size=16), slots=64)
-        assert report.token_variation < 0.05 < 0.1 < usual.token_variation
+        assert report.figures.token_variation < 0.05 < 0.1 < usual.figures.token_variation
         assert report.steady.tokens / report.steady.batches == pytest.approx(tokens, rel=0.02)
         assert report.delay_dispatches.mean == pytest.approx(1.0, abs=0.1), "Little's law, in tokens"
         assert report.max_skips_seen <= report.config.max_skips
         fifo = simulate(trace, as_policy(report.config, "fifo"), slots=64)
-        assert fifo.token_variation < 0.05
+        assert fifo.figures.token_variation < 0.05
         assert fifo.delay_dispatches.max <= 1
 
 
@@ -256,7 +256,7 @@ class TestSegments:
         assert report.is_steady
         assert report.idle_fraction == report.steady.idle_fraction
         tokens = report.steps.tokens[report.shown_steps]
-        assert report.token_variation == pytest.approx(tokens.std() / tokens.mean())
+        assert report.figures.token_variation == pytest.approx(tokens.std() / tokens.mean())
         assert report.warm_up.batches == 3 * 8
         assert 2 <= report.tail.batches <= 4
         short = simulate(trace.head(800), report.config, slots=64)
@@ -300,12 +300,12 @@ class TestSegments:
         trace = trace_of([8, 1, 1, 1, 2, 2, 2, 2], arrival=[0.0] * 8)
         report = simulate(trace, knobs(policy="fifo"), warm_up=0)
         assert report.idle_fraction == pytest.approx(1 - 9.5 / 12)
-        assert report.avoidable_idle == 0.0
+        assert report.figures.avoidable_idle == 0.0
         assert report.steps.idle_fraction.tolist() == pytest.approx([1 - 5.5 / 8, 0.0])
-        assert report.token_variation == pytest.approx(1.5 / 9.5), "11 and 8 tokens: 9.5 give or take 1.5"
+        assert report.figures.token_variation == pytest.approx(1.5 / 9.5), "11 and 8 tokens: 9.5 give or take 1.5"
         dealt = simulate(trace_of([4, 1, 4, 1], arrival=[0.0] * 4), knobs(policy="round_robin"), warm_up=0)
         assert dealt.idle_fraction == pytest.approx(1 - 5 / 8)
-        assert dealt.avoidable_idle == pytest.approx(1 - 5 / 8)
+        assert dealt.figures.avoidable_idle == pytest.approx(1 - 5 / 8)
 
     def test_ranks_of_different_speed(self) -> None:
         trace = trace_of([3, 3, 3, 3] * 20)
