@@ -94,7 +94,8 @@ def dial(
     pool: Pool | None = None,
 ) -> None:  # fmt: skip
     """Connect in the background. Either is called in the I/O thread, once; ``welcomed`` sets the handler. What
-    ``failed`` gets: WireError if somebody else answers, Ended, or OSError if nobody listens."""
+    ``failed`` gets: OSError if no controller is there, Ended if somebody listens who does not answer, WireError if it
+    does but as no controller would, RefusedError."""
     host, port = split_address(address)
     there = io or Io.current()
 
@@ -129,12 +130,6 @@ def split_address(address: str) -> tuple[str, int]:
     return host.removeprefix("[").removesuffix("]"), int(port)
 
 
-class Unanswered(Ended):
-    """The end of a connection at which nobody has answered as a controller does, so far."""
-
-    foreign = True
-
-
 class Dialling:
     """Handler of a connection that nobody has welcomed yet."""
 
@@ -149,12 +144,11 @@ class Dialling:
     def ended(self, end: Ended) -> None:
         """Told to who dials, with what is most likely wrong."""
         if isinstance(end.__cause__, WireError):
-            text = (
-                f"who answers at {self._address} is no controller of this version of stream_balancer: {end}. Is the "
-                "address right, and the same version installed everywhere?"
-            )
+            text = f"{self._address} does not answer as a controller of this version does: {end}. Check the address"
             self._failed(WireError(text))
-        elif end.kind == "lost" and not self._connection.handshake.proven:
-            self._failed(Unanswered("lost", f"no controller answers at {self._address}: {end.text}"))
+        elif end.kind == "refused":
+            self._failed(end.to_raise())
+        elif self._connection.handshake.proven:
+            self._failed(ConnectionAbortedError(f"the controller went away before it had let anybody in: {end.text}"))
         else:
             self._failed(end)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 
 from stream_balancer.errors import RefusedError, WireError
 from stream_balancer.net.connection import Base
@@ -33,7 +34,8 @@ class LoopIo:
         else:
             import trio  # here: trio is optional for who does not use it
 
-            trio.lowlevel.current_trio_token().run_sync_soon(job)
+            with suppress(RuntimeError):  # the loop has ended, as asyncio's does in silence
+                trio.lowlevel.current_trio_token().run_sync_soon(job)
 
     def after(self, seconds: float, job: Job) -> Job:
         loop = _asyncio_loop()
@@ -48,7 +50,8 @@ class LoopIo:
                 await trio.sleep(seconds)
                 job()
 
-        trio.lowlevel.spawn_system_task(later)
+        with suppress(RuntimeError):
+            trio.lowlevel.spawn_system_task(later)
         return scope.cancel
 
     def hold(self, job: Job) -> None:

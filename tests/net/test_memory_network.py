@@ -8,7 +8,6 @@ from ends import Heard, call
 
 from stream_balancer.errors import RefusedError, refused_error
 from stream_balancer.net.connection import Base
-from stream_balancer.net.errors import Ended
 from stream_balancer.net.messages import Join, Message, Welcome
 from stream_balancer.testing.network import MemoryListener, MemoryNetwork, MemoryPeer
 from stream_balancer.wire.payload import Payload
@@ -158,8 +157,8 @@ async def test_who_is_refused_hears_why() -> None:
     meeting.dial(meeting.network.connect(0), "unwanted")
     await anyio.sleep(1)
     (error,) = meeting.failures
-    assert isinstance(error, Ended)
-    assert (error.kind, error.reason, error.text) == ("refused", "busy", "not two of you")
+    assert isinstance(error, RefusedError)
+    assert (error.reason, str(error)) == ("busy", "not two of you")
 
 
 async def test_a_closed_network_refuses_and_an_owner_that_is_gone_is_not_there() -> None:

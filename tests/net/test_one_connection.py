@@ -229,9 +229,6 @@ def test_a_rank_that_comes_again_goes_without_torch(
 def test_movers_are_named() -> None:
     with pytest.raises(ValueError, match="no mover is called 'nccl'"):
         movers.available(("nccl",))
-    assert movers.usual() == ("shared_memory",)
-    assert movers.usual(in_world=True) == ("torch_dist",)
-    assert movers.usual(in_world=True, tls=True) == ()
 
 
 # -- ends --------------------------------------------------------------------------------------------------------------

@@ -26,12 +26,7 @@ if TYPE_CHECKING:
     from stream_balancer.net.connection import Base, Mover
     from stream_balancer.net.tcp import Connection
 
-__all__ = ["attach", "available", "usual"]
-
-
-def usual(*, in_world: bool = False, tls: bool = False) -> tuple[str, ...]:
-    """What an end wants that was not told otherwise. With TLS none: what they bring is not encrypted."""
-    return () if tls else ("torch_dist",) if in_world else ("shared_memory",)
+__all__ = ["attach", "available"]
 
 
 def available(wanted: Sequence[str], *, again: bool = False) -> tuple[str, ...]:
