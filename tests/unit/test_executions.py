@@ -18,13 +18,14 @@ from torch import Tensor
 
 import stream_balancer as sb
 from stream_balancer.controller.checkpoint import read_state_dict, state_dict
-from stream_balancer.controller.denominators import StepAgreement
 from stream_balancer.controller.journal.rows import batch_of, plan_of
 from stream_balancer.core.groups import GroupSize
 from stream_balancer.core.machine import BalancerCore
+from stream_balancer.host.plans import Plan
+from stream_balancer.host.seals import seal_of
+from stream_balancer.net.messages import ResizedExecution
 from stream_balancer.tensors import Packed
 from stream_balancer.testing import make_rollout
-from stream_balancer.wire.messages import MissingRollout, ResizedExecution
 
 VOCAB_SIZE = 7
 
@@ -342,15 +343,9 @@ def test_what_is_left_of_an_execution_is_agreed_upon() -> None:
     ]
     batch = planned(executions, dp_size=2, group_size=4, batch_size=8)
     gone = {f"g/{name}" for name in ("whole/1", "whole/2", "partly/4", "None/6")}
-    agreement = StepAgreement(batch)
-    for rank_batch in batch.ranks:
-        missing = [
-            MissingRollout(i, r.rollout_id, "w", "") for i, r in enumerate(rank_batch.rollouts) if r.rollout_id in gone
-        ]
-        agreement.fetched(rank_batch.rank, missing)
-    assert agreement.final is not None
-    assert (agreement.final.rollouts, agreement.final.executions) == (3, 2)
-    assert agreement.final.resized == (ResizedExecution("g", "partly", 2, 12),)
+    seal = seal_of(Plan((), [batch], 0, 0.0), 1, [0, 1], gone)
+    assert (seal.sizes.rollouts, seal.sizes.executions) == (3, 2)
+    assert seal.resized == (ResizedExecution("g", "partly", 2, 12),)
 
 
 def test_an_execution_of_an_open_group_that_was_lost_in_flight_may_come_again() -> None:
