@@ -110,9 +110,8 @@ class Producers:
         }  # fmt: skip
 
         self._coming: dict[bytes, _Producer] = {}
-        for peer in service.peers.values():
-            if peer.kind == "producer":
-                self._adopt(peer, self._known(peer.session))
+        for peer in self._peers():
+            self._adopt(peer, self._known(peer.session))
 
     # who is there
 
@@ -129,21 +128,28 @@ class Producers:
         if self._parts.versions.current is not None:
             peer.send(Notify(self._parts.versions.current))
         if self._balancer.ended:
-            peer.send(Notify(end=True))
+            self._say_end(peer)
 
     def following_versions(self) -> AbstractContextManager[None]:
         """Within it every version is passed on."""
-        return self._parts.versions.subscribed(lambda version: self._notify(Notify(version)))
+        return self._parts.versions.subscribed(self._pass_on)
+
+    def _pass_on(self, version: int) -> None:
+        for peer in self._peers():
+            peer.send(Notify(version))
 
     def leave(self) -> None:
         """Nobody attends any more: if the balancer has ended, producers are told."""
         if self._balancer.ended:
-            self._notify(Notify(end=True))
+            for peer in self._peers():
+                self._say_end(peer)
 
-    def _notify(self, message: Notify) -> None:
-        for peer in self._service.peers.values():
-            if peer.kind == "producer":
-                peer.send(message)
+    def _peers(self) -> list[Peer]:
+        return [peer for peer in self._service.peers.values() if peer.kind == "producer"]
+
+    def _say_end(self, peer: Peer) -> None:
+        peer.ending = True
+        peer.send(Notify(end=True))
 
     def _known(self, session: bytes) -> _Producer:
         peer = self._service.peers.get(session)

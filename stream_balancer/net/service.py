@@ -80,6 +80,9 @@ class Peer:
         self.kind, self.name, self.session, self.join = join.kind, join.name, join.session, join
         self.keep_s = 0.0
         """Seconds that a lost session may come back in: its calls go on, and their replies are kept."""
+        self.ending = False
+        """The host has said that there is no more: its connection is closed in good order, where a service that closes
+        otherwise looks like a loss, after which a peer may look for the next one."""
         self.max_report_bytes = 0
         """Bytes that may come behind a Report."""
         self.data: dict[Any, Any] = {}
@@ -194,10 +197,13 @@ class Service:
         self.io, self.address = self._listening.io, self._listening.address
 
     def close(self, reason: str = "") -> None:
-        """No more peers, and goodbye to those that are in. In the event loop, when nobody attends any more."""
+        """No more peers; those that are in are let go. In the event loop, when nobody attends any more."""
         self._listening.close()
         for peer in self.peers.values():
-            peer.close(reason)
+            if peer.ending:
+                peer.close(reason)
+            else:
+                peer.abort()
 
     def notify(self, version: int | None = None, *, end: bool = False) -> None:
         """Tell every peer that a policy version is in force, or that there is no more."""

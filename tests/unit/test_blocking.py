@@ -176,7 +176,7 @@ def test_a_batch_that_did_not_arrive_is_given_again_and_counted_once() -> None:
             balancer.put(rollout)
         balancer.end()
         batches: Any = balancer.batches()
-        batches._owner._call(batches._next_or_none, batches._batches.give_back)  # as far as __next__ had come
+        batches._runner.do(batches._next_or_none, None, batches._target.give_back)  # as far as __next__ had come
         assert [next(batches).step, next(batches).step] == [0, 1]
         assert balancer.statistics().in_flight == 4
         assert balancer.statistics().nacked == 0
