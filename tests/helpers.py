@@ -13,16 +13,12 @@ import anyio
 import anyio.lowlevel
 
 import stream_balancer as sb
-from stream_balancer.controller.producers import attend
-from stream_balancer.testing import MemoryNetwork
-from stream_balancer.transport.channel import Channel
-from stream_balancer.transport.event_loop import at_once
-from stream_balancer.transport.memory_channel import Wire
-from stream_balancer.transport.rank_port import RankPort
-from stream_balancer.transport.rank_session import RankSession
-from stream_balancer.wire.messages import JoinRank
+from stream_balancer.host.producers import attend as _attend
+from stream_balancer.host.transport import door_of
+from stream_balancer.net.session import Session
+from stream_balancer.testing.network import MemoryNetwork, MemoryPeer
 
-__all__ = ["Rejoining", "answering", "attend", "config", "kill", "settle", "until", "waiting", "wire_of"]
+__all__ = ["answering", "attend", "config", "kill", "settle", "until", "waiting", "wire_of"]
 
 
 def config(**knobs: Any) -> sb.BalancerConfig:
@@ -70,46 +66,29 @@ def answering(handle: Callable[[socket.socket], object]) -> Iterator[str]:
         thread.join()
 
 
-def kill(feed: sb.RankFeed) -> None:
-    """Let a rank be gone without a word, as with its process."""
-    port: Any = feed._port
-    if hasattr(port, "abort"):
-        port.abort()
-    else:
-        port.session._dialer.cut("connection closed by peer")
+def kill(peer: sb.RankFeed | sb.Producer) -> None:
+    """Let it be gone without a word, as with its process; where it joins again, its network breaks."""
+    session = _session_of(peer)
+    if isinstance(session.dialer, MemoryPeer):
+        session.dialer.cut("connection closed by peer")
+    elif session.connection is not None:
+        session.io.do(session.connection.abort)
 
 
-def wire_of(producer: sb.Producer | Any) -> Any:
-    """The wire of a producer, or of what ``MemoryNetwork.connect_producer`` returns: ``hold()``, ``release()``,
-    ``cut(cause, seen_by=)``, of which 0 is the controller's end and 1 the producer's."""
-    if hasattr(producer, "_session"):
-        return producer._session._dialer
-    return getattr(producer, "_port", producer).wire
+def wire_of(of: sb.Producer | sb.RankFeed | MemoryPeer) -> MemoryPeer:
+    """``hold()``, ``release()``, ``cut(cause, seen_by=)`` of a feed or producer in a memory network; 0 is the
+    controller's end, 1 the other."""
+    dialer = of if isinstance(of, MemoryPeer) else _session_of(of).dialer
+    assert isinstance(dialer, MemoryPeer)
+    return dialer
 
 
-class Rejoining:
-    """The only rank of a memory network; ``port`` is for its feed. It joins again when its wire is cut."""
+def _session_of(peer: sb.RankFeed | sb.Producer) -> Session:
+    return peer._port.session if isinstance(peer, sb.RankFeed) else peer._session
 
-    def __new__(cls, network: MemoryNetwork) -> Any:
-        if hasattr(network, "admission"):
-            return super().__new__(cls)
-        peer: Any = network.connect(0, rejoin=True)  # type: ignore[call-arg]
-        peer.port = peer
-        return peer
 
-    def __init__(self, network: MemoryNetwork) -> None:
-        self._admission = network.admission
-        self._request = JoinRank(0, 1, 0, depth=2, max_batch_bytes=2**20, feed_id=b"one feed")
-        self.joined = 0
-        self.port = RankPort(self._join(), self._request, reconnect=self._join)
-        self.port.start()
-
-    def _join(self) -> Channel:
-        self.wire = Wire()
-        here, there = self.wire.ends
-        assert self._admission.refusal(self._request) is None
-        session = RankSession(here, self._request, at_once)
-        here.start(session)
-        assert self._admission.admit(session)
-        self.joined += 1
-        return there
+async def attend(
+    balancer: sb.StreamBalancer, network: MemoryNetwork | sb.TorchTransport, *, direct: bool = False
+) -> None:
+    """Let producers in, without ranks."""
+    await _attend(balancer, door_of(network).service, direct=direct)

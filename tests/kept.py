@@ -2,68 +2,50 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
+from typing import Any, Self
 
-import torch
-
-import stream_balancer as sb
+from stream_balancer.client.payloads import PayloadOwner
+from stream_balancer.testing.network import MemoryNetwork
 from stream_balancer.types import Rollout
-from stream_balancer.types.shared import part_of
-from stream_balancer.wire.messages import Owner, RolloutHeader
-from stream_balancer.wire.partial_batch import Lease, WantedPayload, payload
-from stream_balancer.wire.rollouts import decode_kept, encode_rollout
-
-OWNER = Owner("127.0.0.1", 1, "token", "worker 3")
+from stream_balancer.wire.codec import Handle, Leases, decode_rollouts, encode_rollouts
 
 
-class Kept:
-    """A producer's payloads. ``gone`` are not there any more; a ``gate`` holds the fetching up."""
+class Kept(PayloadOwner):
+    """A producer's payloads. ``gone`` are not there any more; ``die()`` instead of an answer to who fetches."""
 
-    def __init__(self) -> None:
+    def __init__(self, network: MemoryNetwork, die: Callable[[], object] | None = None) -> None:
+        self._die, self._network = die, network
         self.payloads: list[Rollout] = []
         self.gone: set[int] = set()
-        self.num_reads = self.num_bytes = 0
+        self.num_reads = 0
+        self.num_bytes = 0
+        super().__init__(network.dialer().listen, b"", "worker 3")
 
     def remote(self, rollout: Rollout) -> Rollout:
         """The rollout, as the controller has it."""
-        encoded = encode_rollout(rollout, kept=True)
-        header = encoded.header
-        buffer = torch.zeros(header.wire_bytes, dtype=torch.uint8)
-        for _ in encoded.fill(buffer):
-            pass
         self.payloads.append(rollout)
-        key = len(self.payloads) - 1
-        named = RolloutHeader(header.meta_bytes, header.meta_crc, header.wire_bytes, header.total_bytes, key)
-        return decode_kept(named, buffer, OWNER, Lease())
+        encoded = encode_rollouts([rollout], handles=[Handle(self.owner, len(self.payloads) - 1)])
+        leases = Leases(lambda keys: None, lambda job: job())
+        return decode_rollouts(encoded.header, None, leases=leases)[0]
 
-    def read(self, wanted: Sequence[WantedPayload]) -> Mapping[int, str]:
-        """See PayloadSource."""
+    def port(self, network: MemoryNetwork, rank: int, **join: Any) -> Any:
+        """Where the rank connects, which fetches here."""
+        peer = network.connect(rank, **join)
+        peer.elsewhere = lambda _: network.dialer(self.owner.address)  # type: ignore[method-assign]
+        return peer
+
+    def without(self, *gone: int) -> Self:
+        """The same payloads, of which these are gone for whoever fetches here."""
+        other = type(self)(self._network)
+        other.payloads, other.gone = self.payloads, {*gone}
+        return other
+
+    def _fetch(self, peer: Any, asked: Any) -> Any:
+        if self._die is not None:
+            self._die()
         self.num_reads += 1
-        gone = {}
-        for index, one in enumerate(wanted):
-            if one.key in self.gone:
-                gone[index] = "connection closed by peer"
-                continue
-            kept = self.payloads[one.key]
-            if one.part is not None:
-                kept = part_of(kept, one.part.degree, one.part.place)
-            self.num_bytes += sum(piece.numel() for piece in one.pieces)
-            for piece, data in zip(one.pieces, payload(kept), strict=True):
-                piece.copy_(data)
-        return gone
-
-    def close(self) -> None:
-        """See PayloadSource."""
-
-
-class Stuck(Kept):
-    """Dies instead of fetching."""
-
-    def __init__(self, die: Callable[[], object]) -> None:
-        super().__init__()
-        self._die = die
-
-    def read(self, wanted: Sequence[WantedPayload]) -> Mapping[int, str]:
-        """See PayloadSource."""
-        self._die()
-        raise sb.ClosedResourceError
+        self._kept = {key: one for key, one in enumerate(self.payloads) if key not in self.gone}
+        answer = super()._fetch(peer, asked)
+        self.num_bytes += answer.payload.total
+        return answer

@@ -8,7 +8,7 @@ from typing import Any
 
 import anyio
 import pytest
-from helpers import Rejoining, kill, settle
+from helpers import kill, settle
 from scripted import Filled
 
 import stream_balancer as sb
@@ -24,15 +24,15 @@ async def test_a_rank_that_joins_again_before_its_loss_is_known_is_not_busy() ->
     got: list[str] = []
     config = sb.BalancerConfig(dp_size=1, batch_size=2, window=4)
     async with sb.StreamBalancer(config) as balancer, MemoryNetwork(dp_size=1) as transport:
-        network = Rejoining(transport)
+        network = transport.connect(0, rejoin=True)
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(partial(sb.serve, rejoin_timeout_s=1.0), balancer, transport)
             for n in range(12):
                 tasks.start_soon(balancer.put, make_rollout(3, str(n)))
-            async for share in sb.RankFeed(network.port):
+            async for share in sb.RankFeed(network):
                 got += [r.rollout_id for r in share.rollouts if not r.is_padding]
                 if share.step < 3:
-                    network.wire.cut("the network broke", seen_by=[1])
+                    network.cut("the network broke", seen_by=[1])
                     await settle()
                 elif share.step == 3:
                     balancer.end()
@@ -46,19 +46,19 @@ async def test_a_connection_that_breaks_after_the_end_is_joined_again(report_is_
     """Else ``serve`` would wait for ever for what the rank has done."""
     got: list[int] = []
     async with Filled(3, 1) as filled, MemoryNetwork(dp_size=1) as transport:
-        network = Rejoining(transport)
+        network = transport.connect(0, rejoin=True)
         with anyio.fail_after(5):
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(partial(sb.serve, rejoin_timeout_s=math.inf), filled.balancer, transport)
-                async with sb.RankFeed(network.port) as feed:
+                async with sb.RankFeed(network) as feed:
                     async for share in feed:
                         got.append(share.step)
                         await settle()
                         if share.step == 2:
                             if report_is_lost:
-                                network.wire.hold()
+                                network.hold()
                                 share.ack()
-                            network.wire.cut("the network broke", seen_by=[1])
+                            network.cut("the network broke", seen_by=[1])
     assert got == [0, 1, 2]
     assert filled.acknowledged_steps == [0, 1, 2]
     assert network.joined == 2

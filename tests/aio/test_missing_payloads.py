@@ -9,7 +9,7 @@ import anyio
 import pytest
 import torch
 from helpers import kill
-from kept import Kept, Stuck
+from kept import Kept
 
 import stream_balancer as sb
 from stream_balancer.testing import MemoryNetwork, make_rollouts
@@ -22,17 +22,17 @@ class Run:
     """Two ranks that fetch, and what their trainers saw."""
 
     def __init__(self, *, dp_size: int = 2, batch_size: int = 4, mini_batches: int = 1) -> None:
-        self.kept = Kept()
         self.evicted: list[tuple[str, str]] = []
         self.balancer = sb.StreamBalancer(
             sb.BalancerConfig(dp_size=dp_size, batch_size=batch_size, mini_batches=mini_batches),
             on_evict=lambda rollout, reason: self.evicted.append((rollout.rollout_id, reason)),
         )
         self.transport = MemoryNetwork(dp_size=dp_size)
+        self.kept = Kept(self.transport)
         self.seen: list[list[RankBatch]] = [[] for _ in range(dp_size)]
 
     def feed(self, rank: int, **options: int) -> sb.RankFeed:
-        return sb.RankFeed(self.transport.connect(rank, payloads=self.kept, **options))
+        return sb.RankFeed(self.kept.port(self.transport, rank, **options))
 
     async def train(self, feed: sb.RankFeed, rank: int) -> None:
         async for batch in feed:
@@ -207,7 +207,7 @@ async def test_a_step_that_is_given_up_holds_nobody_up() -> None:
     async with run.balancer as balancer, anyio.create_task_group() as tasks:
         await run.put([10, 20, 30, 40])
         tasks.start_soon(lambda: sb.serve(balancer, run.transport, rejoin_timeout_s=60.0))
-        slow = run.transport.connect(1, payloads=Stuck(lambda: kill(feed)))
+        slow = Kept(run.transport, lambda: kill(feed)).port(run.transport, 1)
         feed = sb.RankFeed(slow)
         tasks.start_soon(run.train, run.feed(0), 0)
         await anyio.sleep(1.0)

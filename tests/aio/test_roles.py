@@ -38,14 +38,14 @@ class Run:
         self.roles = roles
         self.balancer = sb.StreamBalancer(sb.BalancerConfig(dp_size=dp_size, **({"batch_size": 8} | config)))
         self.transport = MemoryNetwork(dp_size=dp_size)
+        self.kept = Kept(self.transport)
         self.ranks = range(dp_size)
-        self.kept = Kept()
         self.trained: list[RankBatch] = []
         self.computed: list[tuple[str, int, int]] = []
         """Role, rank and step, as they were given."""
 
     def feed(self, rank: int, **join: Any) -> sb.RankFeed:
-        return sb.RankFeed(self.transport.connect(rank, payloads=self.kept, **join))
+        return sb.RankFeed(self.kept.port(self.transport, rank, **join))
 
     async def compute(self, role: str, rank: int, *, dies_at: int | None = None, **join: Any) -> None:
         """A rank of a role; ``dies_at``: step, before it gives its columns."""

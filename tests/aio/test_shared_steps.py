@@ -46,13 +46,13 @@ class Run:
         self.balancer = sb.StreamBalancer(config(**knobs))
         self.dp_size = self.balancer.config.dp_size
         self.transport = MemoryNetwork(dp_size=self.dp_size)
-        self.kept = Kept()
+        self.kept = Kept(self.transport)
         self.seen: dict[int, dict[int, RankBatch]] = {rank: {} for rank in range(self.dp_size)}
         """By rank and step."""
         self.rollouts: dict[str, Rollout] = {}
 
     def feed(self, rank: int, **join: Any) -> sb.RankFeed:
-        return sb.RankFeed(self.transport.connect(rank, payloads=self.kept, **join))
+        return sb.RankFeed(self.kept.port(self.transport, rank, **join))
 
     async def train(self, rank: int, *, dies_at: int | None = None) -> None:
         feed = self.feed(rank)
@@ -203,18 +203,14 @@ async def test_parts_of_payloads_that_lie_with_producers(gone: bool) -> None:
 async def test_a_part_that_only_one_member_cannot_get_is_nobodys() -> None:
     run = Run()
 
-    class Unlucky(Kept):
-        """Of one rank."""
-
     async with run.balancer as balancer, anyio.create_task_group() as tasks:
         await run.put(remote=True)
         balancer.end()
-        unlucky = Unlucky()
-        unlucky.payloads, unlucky.gone = run.kept.payloads, {0}
+        unlucky = run.kept.without(0)
 
         async def train(rank: int) -> None:
             kept = unlucky if rank == 1 else run.kept
-            async for batch in sb.RankFeed(run.transport.connect(rank, payloads=kept)):
+            async for batch in sb.RankFeed(kept.port(run.transport, rank)):
                 run.seen[rank][batch.step] = batch
 
         for rank in range(4):
