@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 INVARIANTS = {
     "once": "every piece of a step is in the gradient once, or masked on all ranks, when the ranks meet",
     "denominators": "all ranks divide by the same, over what is in that gradient",
@@ -14,11 +12,12 @@ INVARIANTS = {
     "acknowledged": "a step is acknowledged once, and only when weights that can be come back to have it",
     "order": "processes of one rank train on the same items in the same order; shared items are met in one order",
     "weights": "ranks that meet have the same weights",
+    "fence": "a rank that was given up is given no work, until a new incarnation comes",
     "columns": "an item is sent with the columns it needs",
 }
 
 
-class Broken(AssertionError):
+class InvariantError(AssertionError):
     """An invariant does not hold."""
 
     def __init__(self, invariant: str, text: str) -> None:
@@ -26,6 +25,7 @@ class Broken(AssertionError):
         self.invariant = invariant
 
 
-def check(is_kept: bool, invariant: str, text: str | Callable[[], str]) -> None:
+def check(is_kept: bool, invariant: str, text: str, *args: object) -> None:
+    """``text`` has a ``{}`` for each of ``args``."""
     if not is_kept:
-        raise Broken(invariant, text if isinstance(text, str) else text())
+        raise InvariantError(invariant, text.format(*args))

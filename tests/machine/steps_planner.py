@@ -23,17 +23,15 @@ class Planner:
         """Of a new step, with ids from 0, or more of an open one, with ids of the ledger."""
         ids = iter(range(1 << 20)) if is_new else iter(ledger.new_id, None)
         cuts = list(self._cuts(over, ids))
-        items, of_roles = [], []
+        items = list[Item]()
         for owner, pieces, group in sorted(cuts, key=lambda cut: cut[0]):  # rank by rank, as plans are
             remote = self.config.remote and (group % 2 == 0 if group is not None else self.rng.random() < 0.6)
-            item = Item(next(ids), owner, pieces, group=group, remote=remote)
-            items.append(item)
+            items.append(Item(next(ids), owner, pieces, group=group, remote=remote))
+        for item in list(items):
             for role in self.config.roles:
-                of_roles.append((item, role))
-        for item, role in of_roles:
-            needed = Item(next(ids), self.rng.choice(ledger.members(role)), item.pieces, role, remote=item.remote)
-            item.needs += (needed.id,)
-            items.append(needed)
+                needed = Item(next(ids), self.rng.choice(ledger.members(role)), item.pieces, role, remote=item.remote)
+                item.needs += (needed.id,)
+                items.append(needed)
         return items
 
     def _cuts(self, over: list[RankId], ids: Iterator[int]) -> Iterator[Cut]:

@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from steps_invariants import Broken, check
+import steps_checks as checks
+from steps_invariants import InvariantError, check
 
 from stream_balancer.client.held import Held, Part, Work
 from stream_balancer.core.steps import Order, Piece, RankId, Refuse, Seal
@@ -47,8 +48,9 @@ class Process:
         self.part: Part | None = None
         self.work: Work | None = None
         self.gradient: list[tuple[int, Piece]] = []
-        self.groups: list[int] = []
-        """In which order it computed shared items."""
+        """With the number of the collective that computed it."""
+        self.order: list[int] = []
+        """Items, as they were computed."""
         self.meeting: Meeting | None = None
         self.speed = 1.0 if world.rng.random() < 0.8 else 0.15
 
@@ -99,13 +101,13 @@ class Process:
         try:
             self.held.take(order)
         except ValueError as error:
-            raise Broken("credits", str(error)) from None
+            raise InvariantError("credits", str(error)) from None
         self.flush()
         self.check_credits()
 
     def check_credits(self) -> None:
         untaken = [part.number for part in self.held.parts.values() if not part.taken]
-        check(len(untaken) <= self.world.config.depth, "credits", lambda: f"{self.place} holds {untaken}, not begun")
+        check(len(untaken) <= self.world.config.depth, "credits", "{} holds {}, not begun", self.place, untaken)
 
     # -- what it can do now --------------------------------------------------------------------------------------------
 
@@ -146,7 +148,7 @@ class Process:
         elif self.work is not None:
             partners = self.world.partners(self, self.work)
             if partners:
-                yield lambda: [partner.end_work() for partner in partners]
+                yield lambda: self.world.compute(partners)
         elif (work := self.held.next_work(part)) is not None:
             yield lambda: self.begin_work(part, work)
         elif part.is_done and not self.is_trainer:
@@ -160,33 +162,34 @@ class Process:
     # -- in a step -----------------------------------------------------------------------------------------------------
 
     def begin_step(self, part: Part) -> None:
-        self.part, self.gradient, self.groups = part, [], []
+        self.part, self.gradient, self.order = part, [], []
         is_fresh = not self.is_trainer or not any(work.done for work in part.work.values())
-        check(is_fresh, "once", lambda: f"{self.place} begins step {part.number} with work done")
+        check(is_fresh, "once", "{} begins step {} with work done", self.place, part.number)
         self.check_credits()
 
     def leave_step(self) -> None:
         self.part = self.work = self.meeting = None
-        self.gradient, self.groups = [], []
+        self.gradient, self.order = [], []
 
     def begin_work(self, part: Part, work: Work) -> None:
         if self.is_trainer and self.counts:
-            self.world.check_not_met(self, part.number)
+            checks.check_not_met(self.world, self, part.number)
         self.held.begin(part, work)
         self.work = work
         if self.is_trainer and work.item.group is not None:
-            self.world.check_order(self, part, work.item.group)
+            checks.check_order(self.world, self, part)
 
-    def end_work(self) -> None:
+    def end_work(self, collective: int) -> None:
         part, work = self.part, self.work
         assert part is not None
         assert work is not None
         self.work = None
         if part.work.get(work.item.id) is not work or part.again:
             return
+        self.order.append(work.item.id)
         if self.is_trainer:
             masked = work.missing | part.gone
-            self.gradient += [(work.item.id, piece) for piece in work.item.pieces if piece.rollout not in masked]
+            self.gradient += [(collective, piece) for piece in work.item.pieces if piece.rollout not in masked]
             self.held.has_done(part, work)
         else:
             self.held.has_done(part, work, "columns")
@@ -205,12 +208,12 @@ class Process:
 
     def enter(self, part: Part, seal: Seal) -> None:
         if not self.world.config.meets:
-            self.world.trained[part.number, self.rank] = [piece for _, piece in self.gradient]
+            self.world.trained[part.number, self.rank] = seal, [piece for _, piece in self.gradient]
             self.finish_step(part)
             return
         self.meeting = self.world.meeting(part, seal)
         is_member = self.meeting.index is None or self.meeting.members.get(self.place) == self.incarnation
-        check(is_member, "seal", lambda: f"{self.place} enters a meeting that is over: {seal}")
+        check(is_member, "seal", "{} enters a meeting that is over: {}", self.place, seal)
         self.meeting.inside.add(self.place)
         self.world.try_to_meet(self.meeting)
 
@@ -225,7 +228,7 @@ class Process:
         part, number = self.part, meeting.number
         assert part is not None
         assert meeting.index is not None
-        self.world.check_weights(self, number)
+        checks.check_weights(self.world, self, number)
         self.weights[number] = meeting.index
         if self.world.config.auto_ack and self.counts and self.world.rng.random() < 0.3:
             self.world.write_checkpoint(self.weights, number + 1)

@@ -176,14 +176,7 @@ def _recall(book: Book, step: Step) -> None:
 
 
 def _ask_back(book: Book, share: Share) -> None:
-    step, rank = share.step, share.rank
-    may = list[Item]()
-    # The last ones without a gap: what one seat gives back and another has begun is sent to the first again, behind
-    # all that it has, and both must train in one order.
-    for item in reversed([item for item in share.in_order() if item.sent]):
-        if item.group is not None or item.is_begun or item.done or item.id in share.go:
-            break
-        may.insert(0, item)
+    step, rank, may = share.step, share.rank, _free(share)
     if len(may) < 2:  # one stays in any case
         return
     share.recalled = {item.id: 0 for item in may}
@@ -192,6 +185,17 @@ def _ask_back(book: Book, share: Share) -> None:
     for seat in seats_of(rank.full):
         ids = tuple(item.id for item in may if item.sent >> seat & 1)
         book.out.append(Recall(rank.id, seat, step.number, share.attempt, ids, len(step.at_barrier)))
+
+
+def _free(share: Share) -> list[Item]:
+    """The last ones without a gap: what one seat gives back and another has begun is sent to the first again, behind all
+    that it has, and both must train in one order."""
+    free = list[Item]()
+    for item in reversed([item for item in share.in_order() if item.sent]):
+        if item.group is not None or item.is_begun or item.done or item.id in share.go:
+            break
+        free.insert(0, item)
+    return free
 
 
 # -- the meeting -------------------------------------------------------------------------------------------------------
@@ -304,21 +308,22 @@ def _look_at_share(book: Book, share: Share) -> None:
 
 def _lacks_weights(book: Book, rank: Rank, step: Step) -> bool:
     """Steps before this one are not in its weights, and it will not train on them: then others must lack them, too."""
-    if rank.weights >= step.number or not rank.knows_weights:
+    weights = rank.weights
+    if weights is None:
         return False
-    for number in range(rank.weights, step.number):
+    for number in range(weights, step.number):
         before = book.steps.get(number)
         if number in rank.active:
             continue
         if before is not None and not before.met and book.meets:
             return True  # it takes the weights of those who will have met
-        others = {one: book.ranks[one].weights for one in step.participants if book.ranks[one].weights > number}
-        if before is not None:
-            others |= {one: book.ranks[one].weights for one in before.met}
+        with_it = step.participants if before is None else step.participants | before.met
+        others = {one: book.ranks[one].weights or 0 for one in sorted(with_it)}
+        others = {one: theirs for one, theirs in others.items() if theirs > number}
         if others:
             if not rank.is_warned and any(book.ranks[one].is_here for one in others):
                 rank.is_warned = True
-                book.out += [Behind(rank.id, seat, rank.weights, others) for seat in seats_of(rank.full)]
+                book.out += [Behind(rank.id, seat, weights, others) for seat in seats_of(rank.full)]
             return True
     return False
 

@@ -32,10 +32,9 @@ def joined(
     if rank.is_given_up or rank.full != (1 << seats) - 1 or rank.incarnation != incarnation:
         _supersede(book, rank, (1 << seats) - 1)
     rank.incarnation, rank.depth, rank.is_given_up, rank.is_warned = incarnation, depth, False, False
-    rank.knows_weights = weights is not None
-    if weights is None:
-        weights = next(iter(rank.active), book.last_acked + 1)
-    rank.weights_of[seat] = weights
+    rank.weights_of.pop(seat, None)
+    if weights is not None:
+        rank.weights_of[seat] = weights
     rank.links |= bit
     rank.ended &= ~bit
     for number, held in has.items():
@@ -49,10 +48,10 @@ def joined(
                 _tell_apart(step.shares[one], held.attempt)
     for step in book.steps.values():
         if book.meets and not one.role:
-            (step.met.add if max(rank.weights_of.values()) > step.number else step.met.discard)(one)
+            (step.met.add if max(rank.weights_of.values(), default=0) > step.number else step.met.discard)(one)
         if (share := step.shares.get(one)) is not None:
             held_step = has.get(step.number)
-            _says(book, share, bit, held_step if held_step and held_step.uid == step.uid else None, weights)
+            _says(book, share, bit, held_step if held_step and held_step.uid == step.uid else None, weights or 0)
             if rank.is_here:
                 step.settling.discard(one)
         book.touch(step)

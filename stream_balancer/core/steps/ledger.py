@@ -162,7 +162,7 @@ class Ledger(Book):
         depth: int = 2,
     ) -> None:
         """A process has come, or come again, and says what it has; its ``weights`` have all steps before that one. None:
-        those of the first step that it has not acknowledged. O(its items, steps in flight and ranks)."""
+        those that its next step needs. O(its items, steps in flight and ranks)."""
         joining.joined(self, one, seat, incarnation, has, weights, seats, depth)
 
     def lost(self, one: RankId, seat: int) -> None:

@@ -181,10 +181,8 @@ class Rank:
     depth: int = 2
     """Steps that it may hold and has not begun."""
     weights_of: dict[int, int] = field(default_factory=dict)
-    """By seat: its weights have all steps before this one."""
+    """By seat, once it has said: its weights have all steps before this one."""
     is_given_up: bool = False
-    knows_weights: bool = True
-    """Has said which weights it has."""
     is_warned: bool = False
     ended: int = 0
     active: dict[int, Share] = field(default_factory=dict)
@@ -195,9 +193,10 @@ class Rank:
         return self.links == self.full
 
     @property
-    def weights(self) -> int:
-        """Of the seat that is least far."""
-        return min(self.weights_of.values(), default=0)
+    def weights(self) -> int | None:
+        """Those of the seat that is least far. None: not all have said."""
+        known = self.weights_of.values()
+        return min(known) if len(known) == self.full.bit_length() else None
 
     @property
     def room(self) -> int:

@@ -1,0 +1,122 @@
+"""Invariants that are looked at while a world runs."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import TYPE_CHECKING
+
+from steps_invariants import check
+
+from stream_balancer.client.held import Part
+from stream_balancer.core.steps import Ack, Order, Piece, RankId, Seal, Send
+
+if TYPE_CHECKING:
+    from steps_process import Meeting, Process
+    from steps_world import World
+
+
+def check_meeting(world: World, meeting: Meeting, members: list[Process]) -> None:
+    number, seal, first = meeting.number, meeting.seal, members[0]
+    check(not world.rows_left[number], "once", "step {} has met before it was complete", number)
+    for process in members:
+        check_not_met(world, process, number)
+        text = "step {}: {} has {}, {} has {}"
+        same = process.weights == first.weights
+        check(same, "weights", text, number, process.place, process.weights, first.place, first.weights)
+    gradient = [one for rank in seal.ranks for one in check_seats(world, rank)]
+    want = sorted(piece for piece in world.pieces[number] if piece.rollout not in seal.gone)
+    got = sorted(piece for _, piece in gradient)
+    check(got == want, "once", "step {}, {}: {}, not {}", number, seal, got, want)
+    check_collectives(gradient)
+    check_sizes(seal, want)
+
+
+def check_seats(world: World, rank: RankId) -> list[tuple[int, Piece]]:
+    """All seats have trained on the same. The gradient of one of them."""
+    first, *others = world.processes_of(rank)
+    for other in others:
+        check(other.order == first.order, "order", "seats of {}: {}, {}", rank, first.order, other.order)
+        pieces = [[piece for _, piece in seat.gradient] for seat in (first, other)]
+        check(pieces[0] == pieces[1], "once", "seats of {}: {}", rank, pieces)
+    return first.gradient
+
+
+def check_collectives(gradient: list[tuple[int, Piece]]) -> None:
+    """Parts of one rollout were computed together."""
+    collectives = defaultdict[str, set[int]](set)
+    for collective, piece in gradient:
+        collectives[piece.rollout].add(collective)
+    for rollout, numbers in collectives.items():
+        check(len(numbers) == 1, "once", "parts of {} were computed in several collectives", rollout)
+
+
+def check_plain(world: World, order: Ack) -> None:
+    """The same for a step of plain loops, when all have acknowledged it."""
+    number = order.step
+    trained = [one for (step, _), one in world.trained.items() if step == number]
+    got = sorted(piece for _, pieces in trained for piece in pieces)
+    want = sorted(piece for piece in world.pieces[number] if piece.rollout not in order.gone)
+    check(got == want, "once", "step {}: trained {}, not {}", number, got, want)
+    for seal, _ in trained:
+        check_sizes(seal, want)
+
+
+def check_sizes(seal: Seal, want: list[Piece]) -> None:
+    sizes = max(len({piece.rollout for piece in want}), 1), max(sum(piece.tokens for piece in want), 1)
+    check((seal.rollouts, seal.tokens) == sizes, "denominators", "{}, not {}", seal, sizes)
+
+
+def check_not_met(world: World, process: Process, number: int) -> None:
+    for other in world.processes.values():
+        has = other.counts and number in other.weights
+        check(not has, "again", "{} trains on step {}, {} has it", process.place, number, other.place)
+
+
+def check_certain(world: World, number: int, order: Order) -> None:
+    """No living process may be in the meeting of the step."""
+    is_new = isinstance(order, Send) and not order.items
+    if not world.config.meets or is_new:
+        return
+    uid = world.plans[number][0]
+    for other in world.processes.values():
+        part = other.held.parts.get(number)
+        if other.is_trainer and other.counts and part is not None and part.uid == uid and part.seal is not None:
+            is_back = part.came_back >= part.seal.number
+            check(is_back, "again", "{}, and {} holds {}", order, other.place, part.seal)
+
+
+def check_order(world: World, process: Process, part: Part) -> None:
+    """Shared items come in one order to all who share them."""
+    groups = groups_of(part)
+    for other in world.processes.values():
+        its_part = other.held.parts.get(part.number)
+        if other is process or not other.counts or other.seat != process.seat or its_part is None:
+            continue
+        if its_part.uid == part.uid:
+            its = groups_of(its_part)
+            orders = [one for one in groups if one in its], [one for one in its if one in groups]
+            check(orders[0] == orders[1], "order", "{}, {}: {}", process.place, other.place, orders)
+
+
+def groups_of(part: Part) -> list[int]:
+    return [work.item.group for work in part.work.values() if work.item.group is not None]
+
+
+def check_weights(world: World, process: Process, number: int) -> None:
+    lacks = range(process.num_trained, number)
+    may_lack = world.config.auto_ack and world.some_acked.issuperset(lacks)
+    is_known = process.num_trained == number or may_lack
+    check(is_known, "weights", "{} meets in step {}, lacks {}", process.place, number, list(lacks))
+
+
+def check_end(world: World) -> None:
+    """All steps are in the checkpoint, and in no two ways."""
+    if not world.config.meets or world.config.auto_ack:
+        return
+    weights = world.checkpoint[0]
+    for number in range(world.config.steps):
+        check(number in weights, "acknowledged", "step {} is in no weights", number)
+    for process in world.processes.values():
+        if process.is_trainer and process.counts:
+            same = all(weights[number] == index for number, index in process.weights.items())
+            check(same, "weights", "{} has {}, the checkpoint {}", process.place, process.weights, weights)
