@@ -1,12 +1,12 @@
 """A rank's training loop: one step over several ranks is the step one process would make over all rollouts."""
 
+import scripted
 import torch
 
 from stream_balancer.demo.model import build_model
 from stream_balancer.demo.options import DemoOptions
 from stream_balancer.demo.rank import train
 from stream_balancer.demo.rollouts import checksum, make_rollout
-from stream_balancer.testing import scripted
 from stream_balancer.types import Denominators
 
 OPTIONS = DemoOptions(hidden_size=16, num_layers=1, num_heads=2, vocab_size=32)
