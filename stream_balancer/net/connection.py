@@ -308,7 +308,9 @@ class Base:
         if isinstance(message, Refused):
             raise Ended("refused", message.text, message.reason)
         if self.welcome is None:
-            self._shake(message, envelope.total)
+            if envelope.total:
+                raise WireError("bytes in the handshake")
+            self._shake(message)
             return
         if isinstance(message, MoverNote):
             self._mover(message.mover).note(message.body)
@@ -333,9 +335,7 @@ class Base:
         else:
             self._deliver(message, memory)
 
-    def _shake(self, message: Message, total: int) -> None:
-        if total:
-            raise WireError("bytes in the handshake")
+    def _shake(self, message: Message) -> None:
         if isinstance(message, Welcome) and self.handshake.joins and self.handshake.proven:
             self.welcome = message
             self.welcomed(self, message)

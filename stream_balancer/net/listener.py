@@ -28,6 +28,8 @@ MAX_STRANGERS = 1024
 """Connections that have proven nothing yet. With 64, the producers of a cluster pushed each other out."""
 _FULL = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 _FULL_S = 1.0
+# A stranger must not fill a disk: so many lines at once, then one every so many seconds.
+_MOST_WARNINGS, _WARNING_S = 10, 10.0
 
 
 class Listener:
@@ -44,6 +46,7 @@ class Listener:
         self._sock.setblocking(False)
         self.address = f"tcp://{f'[{host}]' if ':' in host else host}:{self._sock.getsockname()[1]}"
         self._strangers: deque[Connection] = deque()
+        self._warnings_left = _MOST_WARNINGS
         self._closed = False
         self.io.do(self._listen)
 
@@ -68,7 +71,7 @@ class Listener:
 
     def _on_peer(self, _: int) -> None:
         try:
-            sock, _address = self._sock.accept()
+            sock, address = self._sock.accept()
         except OSError as error:
             if error.errno in _FULL:  # the next one is there at once: without a rest this thread does nothing else
                 _log.warning("nobody can be let in for %g s: %s. Raise the limit of open files", _FULL_S, error)
@@ -81,11 +84,21 @@ class Listener:
             sock.close()
             return
         connection.arrived = self._arrived
+        connection.handler = _Stranger(self._warn, address)
         self._strangers = deque(one for one in self._strangers if not one.over and one.handshake.join is None)
         if len(self._strangers) >= MAX_STRANGERS:  # the oldest: who means well has long been through with it
             self._strangers.popleft().fail(Ended("lost", "too many who have proven nothing"))
         self._strangers.append(connection)
         connection.begin()
+
+    def _warn(self, who: str, why: str) -> None:
+        if self._warnings_left:
+            self._warnings_left -= 1
+            self.io.after(_WARNING_S * (_MOST_WARNINGS - self._warnings_left), self._forget_warning)
+            _log.warning("somebody who connected from %s was sent away: %s", who, why)
+
+    def _forget_warning(self) -> None:
+        self._warnings_left += 1
 
 
 def dial(
@@ -130,16 +143,29 @@ def split_address(address: str) -> tuple[str, int]:
     return host.removeprefix("[").removesuffix("]"), int(port)
 
 
-class Dialling:
-    """Handler of a connection that nobody has welcomed yet."""
+class _Shaking:
+    """Handler of a connection in its handshake: it gets no messages."""
+
+    def admit(self, message: Message, total: int) -> None: ...
+    def receive(self, message: Message, memory: Memory | None) -> None: ...
+
+
+class _Stranger(_Shaking):
+    """At the accepting end."""
+
+    def __init__(self, warn: Callable[[str, str], object], address: tuple[object, ...]) -> None:
+        self._warn, self._who = warn, ":".join(map(str, address[:2]))
+
+    def ended(self, end: Ended) -> None:
+        if end.kind == "refused":
+            self._warn(self._who, end.text)
+
+
+class Dialling(_Shaking):
+    """At the joining end, until it is welcomed."""
 
     def __init__(self, address: str, connection: Base, failed: Callable[[BaseException], object]) -> None:
         self._address, self._connection, self._failed = address, connection, failed
-
-    def admit(self, message: Message, total: int) -> None:
-        raise WireError("bytes in the handshake")
-
-    def receive(self, message: Message, memory: Memory | None) -> None: ...
 
     def ended(self, end: Ended) -> None:
         """Told to who dials, with what is most likely wrong."""

@@ -211,6 +211,16 @@ def test_a_flood_is_let_in_slowly_when_no_descriptor_is_left(
     assert caplog.text.count("Raise the limit of open files") == 3
 
 
+def test_a_crowd_fills_no_log(network: Network, caplog: pytest.LogCaptureFixture) -> None:
+    address = network.listen()
+    for _ in range(50):
+        with RawPeer(address) as peer:
+            peer.send(b"GET / HTTP/1.1\r\n")
+            assert isinstance(peer.hear().message, Refused)
+    assert "was sent away: not a message of this protocol" in caplog.text
+    assert len(caplog.records) == 10
+
+
 # -- hostile bytes -----------------------------------------------------------------------------------------------------
 
 GOOD = [
