@@ -29,7 +29,7 @@ from _common import Rows, arguments
 from ray.cluster_utils import Cluster
 
 import stream_balancer as sb
-from stream_balancer.integrations.ray import LostRollout, RayBalancer, host
+from stream_balancer.ray import LostRollout, RayBalancer, host
 
 TOKENS = 2_500
 STORE_BYTES = 600 * 2**20

@@ -16,7 +16,7 @@ import ray
 import torch
 
 import stream_balancer as sb
-from stream_balancer.integrations.ray import RayBalancer, host
+from stream_balancer.ray import RayBalancer, host
 
 RANKS, WORKERS, ROLLOUTS = 2, 3, 40
 

@@ -1,10 +1,10 @@
 """Our async classes with blocking methods. What type checkers see of them is in ``facades.pyi``, which
 ``python tests/facade_stubs.py`` writes."""
 
-from stream_balancer.facade import facade
 from stream_balancer.client.producer import Producer
 from stream_balancer.controller.balancer import StreamBalancer
 from stream_balancer.controller.batches import Batches
+from stream_balancer.facade import facade
 from stream_balancer.host.blocking import OwnLoop
 from stream_balancer.slots import Reservation, Slot
 

@@ -31,8 +31,8 @@ from typing import Any, Generic, Literal, TypeVar, cast
 import anyio
 import anyio.abc
 
-from stream_balancer.facade import Done, refuse_in_event_loop
 from stream_balancer.errors import ClosedResourceError
+from stream_balancer.facade import Done, refuse_in_event_loop
 from stream_balancer.net.loops import Signal, in_loop
 
 __all__ = ["Background", "LoopEndedError", "LoopThread"]

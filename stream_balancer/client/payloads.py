@@ -58,6 +58,8 @@ class Missing(NamedTuple):
 class PayloadOwner:
     """Payloads that are kept here for ranks. Safe to use from any thread."""
 
+    least_bytes = 0
+
     def __init__(self, listen: Listen, token: bytes, label: str) -> None:
         """``label``: for errors and logs."""
         self._kept: dict[int, Rollout] = {}

@@ -20,10 +20,10 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, Self
 
 import msgspec
 
-from stream_balancer.facade import OfOneProcess, event_loop_here, run
 from stream_balancer.client.payloads import PayloadOwner
 from stream_balancer.client.slots import RemoteSlots
 from stream_balancer.errors import BrokenResourceError, ClosedResourceError, WireError, WouldBlock
+from stream_balancer.facade import OfOneProcess, event_loop_here, run
 from stream_balancer.net.address import TcpDialer, current_world
 from stream_balancer.net.calls import Pending
 from stream_balancer.net.errors import Cancelled
@@ -61,6 +61,8 @@ class KeepsPayloads(Protocol):
     """Where payloads stay until a rank fetches them: this process, or an object store."""
 
     owner: Owner
+    least_bytes: int
+    """Smaller rollouts travel with their put."""
 
     def __len__(self) -> int: ...
     def keep(self, rollout: Rollout) -> Handle: ...
@@ -322,7 +324,7 @@ class Producer(OfOneProcess):
             raise ClosedResourceError(_ENDED_HERE)
         rollouts = self._ready(rollouts)
         handles: list[Handle] = []
-        if self._kept is not None:
+        if self._kept is not None and min((one.nbytes for one in rollouts), default=0) >= self._kept.least_bytes:
             handles = [self._kept.keep(rollout) for rollout in rollouts]
         try:
             encoded = encode_rollouts(rollouts, handles=handles or None)

@@ -105,7 +105,7 @@ class StreamBalancer(OfOneProcess):
     """
 
     _in_another_process = (
-        "put with sb.connect(address), where sb.serve() serves this one; on Ray, use stream_balancer.integrations.ray"
+        "put with sb.connect(address), where sb.serve() serves this one; on Ray, use stream_balancer.ray"
     )
 
     def __init__(

@@ -24,8 +24,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from stream_balancer.config import BalancerConfig
 from stream_balancer.errors import ClosedResourceError
-from stream_balancer.integrations.ray import RayBalancer, host
-from stream_balancer.integrations.ray.actor import Host, Options
+from stream_balancer.ray import RayBalancer, host
+from stream_balancer.ray.actor import Host, Options
 from stream_balancer.rank.feed import RankFeed
 from stream_balancer.testing import make_rollout
 from stream_balancer.testing.channels import CLAUSES as CHANNEL_CLAUSES

@@ -27,7 +27,7 @@ ray = pytest.importorskip("ray")
 from ray_cluster import STORE_BYTES, ChannelHost, ContractHost, Worker, actor, host_among_others, kill  # noqa: E402
 
 import stream_balancer as sb  # noqa: E402
-from stream_balancer.integrations.ray import RayBalancer, find, host  # noqa: E402
+from stream_balancer.ray import RayBalancer, find, host  # noqa: E402
 from stream_balancer.testing import make_rollout  # noqa: E402
 from stream_balancer.testing.channels import CLAUSES as CHANNEL_CLAUSES  # noqa: E402
 from stream_balancer.testing.transports import CLAUSES  # noqa: E402

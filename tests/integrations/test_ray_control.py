@@ -21,7 +21,7 @@ ray = pytest.importorskip("ray")
 from ray_cluster import ReservingWorker, host_among_others  # noqa: E402
 
 import stream_balancer as sb  # noqa: E402
-from stream_balancer.integrations.ray import RayBalancer, host  # noqa: E402
+from stream_balancer.ray import RayBalancer, host  # noqa: E402
 from stream_balancer.testing import make_rollout  # noqa: E402
 from stream_balancer.testing.control_clauses import CLAUSES  # noqa: E402
 

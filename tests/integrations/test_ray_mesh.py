@@ -14,7 +14,7 @@ ray = pytest.importorskip("ray")
 from ray_cluster import MeshRank, kill  # noqa: E402
 
 import stream_balancer as sb  # noqa: E402
-from stream_balancer.integrations.ray import host  # noqa: E402
+from stream_balancer.ray import host  # noqa: E402
 from stream_balancer.testing import make_rollout  # noqa: E402
 from stream_balancer.transport.ray.producer import INLINE_BYTES  # noqa: E402
 

@@ -1,0 +1,516 @@
+"""The balancer as a Ray actor: put from any worker on any node, iterate on any trainer rank.
+
+::
+
+    balancer = host(sb.BalancerConfig(dp_size=8, batch_size=256), name="balancer")     # once, anywhere
+    await balancer.put(rollout)                 # in any task or actor: the handle travels as an argument
+    for batch in balancer.feed(rank=3): ...     # in each trainer rank
+    balancer = find("balancer")                 # where nobody passed the handle
+
+Ray keeps the actor alive, starts it again, and says where it listens; workers and ranks talk with it over a connection
+of their own, as everywhere. Ray's object store keeps tokens: a second actor is given the references of what workers put
+there, so that Ray counts them, and hands them to the ranks that fetch. docs/ray.md says what happens when a worker, a
+node, a rank or the actor dies.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import itertools
+import logging
+import os
+import secrets
+import socket
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import anyio
+import msgspec
+import numpy as np
+
+import stream_balancer as sb
+from stream_balancer.client.payloads import SOURCES
+from stream_balancer.client.producer import Producer, connect
+from stream_balancer.core.accept import Accept
+from stream_balancer.net.address import Entry
+from stream_balancer.net.listener import split_address
+from stream_balancer.net.loops import Io, Signal, in_loop
+from stream_balancer.types import Batch, EvictReason, Rollout
+from stream_balancer.wire.codec import (
+    Handle,
+    Owner,
+    RemoteRollout,
+    Wanted,
+    decode_rollouts,
+    encode_rollouts,
+    payload_of,
+)
+
+__all__ = ["LostRollout", "RayBalancer", "find", "host"]
+
+INLINE_BYTES = 2**16
+"""Rollouts below that travel with their put: an object of Ray's costs more than they do."""
+_MAX_CALLS = 10_000  # pending at a time
+_MAX_LOST = 100_000  # names kept
+_PUT_FIRST_S = 30.0  # a rank may ask for what a worker's call has not brought yet
+
+logger = logging.getLogger("stream_balancer.ray")
+
+
+class LostRollout(NamedTuple):
+    """An accepted rollout that will not be trained on, because its tokens are gone."""
+
+    rollout_id: str
+    holder: str
+    """Who had put it: host, process and Ray node."""
+    step: int | None
+    """The step it was dispatched in; None if it still waited."""
+
+
+# --- the actors ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Options:
+    """What :func:`host` was given."""
+
+    config: sb.BalancerConfig
+    balancer: dict[str, Any]
+    serve: dict[str, Any]
+    transport: dict[str, Any]
+    keeper: Any = None
+    """The actor that keeps references, and its name; None where tokens travel to the balancer."""
+    keeper_name: str = ""
+
+
+class _Host(sb.Observer):
+    """The actor: one process whose event loop runs the balancer and ``serve``."""
+
+    def __init__(self, options: _Options) -> None:
+        import ray
+
+        # A hundred thousand waiting rollouts are a million objects without cycles: looking through them again and again
+        # takes three times as long as making them.
+        gc.freeze()
+        gc.set_threshold(100_000, 20, 20)
+        self._options = options
+        self._token = secrets.token_hex(16)
+        self._transport = sb.TorchTransport.listen(
+            dp_size=options.config.dp_size,
+            host=ray.util.get_node_ip_address(),
+            token=self._token,
+            **options.transport,
+        )
+        self._balancer = sb.StreamBalancer(options.config, **options.balancer)
+        self._balancer.observers.append(self)
+        self._lost: dict[str, LostRollout] = {}
+        self._serving: asyncio.Task[None] | None = None
+        self._up = asyncio.Event()
+        self._failure: Exception | None = None
+
+    async def _ready(self) -> None:
+        """Begin with the first call, after a restart too."""
+        if self._serving is None:
+            self._serving = asyncio.create_task(self._serve())
+        await self._up.wait()
+
+    async def _serve(self) -> None:
+        try:
+            async with self._transport, self._balancer:
+                self._up.set()
+                await sb.serve(self._balancer, self._transport, **self._options.serve)
+        except Exception as error:
+            self._failure = error
+            logger.exception("the balancer stopped")
+        finally:
+            self._up.set()
+
+    def evicted(self, rollout: Rollout, reason: EvictReason) -> None:
+        """As :meth:`stream_balancer.Observer.evicted`."""
+        if reason == "lost" and isinstance(rollout, RemoteRollout) and len(self._lost) < _MAX_LOST:
+            lost = LostRollout(rollout.rollout_id, rollout.handle.owner.label, None)
+            self._lost.setdefault(rollout.rollout_id, lost)
+
+    def acknowledged(self, batch: Batch) -> None:
+        """As :meth:`stream_balancer.Observer.acknowledged`: of what was lost, the step is known now."""
+        if not self._lost:
+            return
+        for rollout in batch.rollouts:
+            lost = self._lost.get(rollout.rollout_id)
+            if lost is not None and lost.step is None:
+                self._lost[rollout.rollout_id] = lost._replace(step=batch.step)
+
+    async def _call(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        await self._ready()
+        if method == "entry":
+            host, port = split_address(self._transport.address)
+            return host, port, self._token
+        if method == "lost_rollouts":
+            return list(self._lost.values())
+        if method == "about":
+            config = self._balancer.config
+            return config.dp_size, config.loss_mask_column, self._options.keeper, self._options.keeper_name
+        if self._failure is not None:
+            raise sb.BrokenResourceError(f"the balancer stopped: {self._failure}")
+        answer = getattr(self._balancer, method)(*args, **kwargs)
+        return await answer if asyncio.iscoroutine(answer) else answer
+
+
+class _Keeper:
+    """The actor that holds references to what workers have put into the object store, for ranks."""
+
+    def __init__(self) -> None:
+        self._kept: dict[tuple[str, int], Any] = {}
+        self._come = asyncio.Event()
+
+    async def keep(self, owner: str, key: int, boxed: list[Any]) -> None:
+        """``boxed``: one reference in a list, or Ray would send the object itself."""
+        self._kept[owner, key] = boxed[0]
+        self._come.set()
+        self._come = asyncio.Event()
+
+    async def give(self, owner: str, keys: list[int]) -> list[Any]:
+        """Boxed references; None for those that are not here and do not come."""
+        try:
+            async with asyncio.timeout(_PUT_FIRST_S):
+                while not all((owner, key) in self._kept for key in keys):
+                    await self._come.wait()
+        except TimeoutError:
+            logger.warning("%s has announced payloads that have not come", owner)
+        return [[found] if (found := self._kept.get((owner, key))) is not None else None for key in keys]
+
+    async def drop(self, owner: str, keys: list[int]) -> None:
+        """They are not needed any more."""
+        for key in keys:
+            self._kept.pop((owner, key), None)
+
+
+# --- payloads in the object store ------------------------------------------------------------------------------------
+
+
+class _InStore:
+    """Payloads of one producer, kept in Ray's object store: what ``hand_over=`` of a producer takes."""
+
+    least_bytes = INLINE_BYTES
+
+    def __init__(self, keeper: Any, keeper_name: str, label: str) -> None:
+        self._keeper, self._name = keeper, secrets.token_hex(8)
+        self.owner = Owner(f"ray://{keeper_name}/{self._name}", b"", label)
+        self._keys = itertools.count()
+        self._kept: set[int] = set()
+        self._waiting: list[Signal] = []
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def keep(self, rollout: Rollout) -> Handle:
+        """Put a rollout's bytes into the store of this node. Copies them once; waits while the store is full."""
+        import ray
+
+        encoded = encode_rollouts([rollout])
+        memory = np.zeros(encoded.payload.total, dtype=np.uint8)
+        at = 0
+        for piece in encoded.payload.pieces:
+            view = memoryview(piece).cast("B")
+            memory[at : at + view.nbytes] = view
+            at += view.nbytes
+        key = next(self._keys)
+        self._kept.add(key)
+        self._keeper.keep.remote(self._name, key, [ray.put((bytes(encoded.header), memory))])
+        return Handle(self.owner, key)
+
+    def drop(self, keys: Iterable[int]) -> None:
+        """They are not needed any more."""
+        gone = [key for key in keys if key in self._kept]
+        if gone:
+            self._kept.difference_update(gone)
+            self._keeper.drop.remote(self._name, gone)
+        if not self._kept:
+            waiting, self._waiting = self._waiting, []
+            for signal in waiting:
+                signal.set()
+
+    async def released(self) -> None:
+        """Wait until nothing is needed any more."""
+        while self._kept:
+            signal = Signal()
+            self._waiting.append(signal)
+            if self._kept:
+                await signal.wait()
+
+    def close(self) -> None:
+        """Nothing is needed any more. Idempotent."""
+        self.drop(list(self._kept))
+
+
+class _FromStore:
+    """A rank's way to what one producer has in the object store."""
+
+    def __init__(self, owner: Owner) -> None:
+        where, _, self._owner = owner.address.removeprefix("ray://").rpartition("/")
+        self._namespace, _, self._keeper = where.rpartition("/")
+
+    def fetch(self, wanted: Sequence[Wanted], done: Callable[[Mapping[int, str]], object]) -> None:
+        """In a thread: ``ray.get`` blocks, for as long as another node takes to send."""
+        io = Io.current()
+
+        def run() -> None:
+            causes = self._fetched(wanted)
+            io.do(lambda: done(causes))
+
+        threading.Thread(target=run, name="stream_balancer-ray", daemon=True).start()
+
+    def close(self) -> None:
+        """Nothing stays open."""
+
+    def _fetched(self, wanted: Sequence[Wanted]) -> dict[int, str]:
+        """Fills the places; why some could not be filled."""
+        import ray
+
+        try:
+            keeper = ray.get_actor(self._keeper, namespace=self._namespace or None)
+            boxes = ray.get(keeper.give.remote(self._owner, [one.key for one in wanted]))
+        except Exception as error:  # noqa: BLE001 - the step goes on without them
+            return {one.rollout: f"Ray does not find it: {error}" for one in wanted}
+        causes = {}
+        for one, box in zip(wanted, boxes, strict=True):
+            try:
+                if box is None:
+                    raise sb.BrokenResourceError("it is not in the object store")
+                _copy(one, *ray.get(box[0]))
+            except Exception as error:  # noqa: BLE001 - the step goes on without it
+                causes[one.rollout] = str(error).partition("\n")[0]
+        return causes
+
+
+SOURCES["ray"] = _FromStore
+
+
+def _copy(wanted: Wanted, header: bytes, memory: Any) -> None:
+    [rollout] = decode_rollouts(msgspec.Raw(header), memory if memory.size else None)
+    views = payload_of(rollout, wanted.degree, wanted.place)
+    for place, view in zip(wanted.places, views, strict=True):
+        place[:] = view
+
+
+# --- the handle ------------------------------------------------------------------------------------------------------
+
+
+def host(
+    config: sb.BalancerConfig,
+    *,
+    name: str | None = None,
+    journal: str | os.PathLike[str] | None = None,
+    accept: Accept | None = None,
+    num_producers: int | None = None,
+    roles: Mapping[str, Sequence[str]] | None = None,
+    rejoin_timeout_s: float = float("inf"),
+    report_after_s: float = 60.0,
+    staged_bytes: int = 64 * 2**20,
+    max_put_bytes: int = 2**30,
+    actor_options: Mapping[str, Any] | None = None,
+) -> RayBalancer:
+    """Start the balancer as an actor; returns when it is up.
+
+    ``name``: under which :func:`find` finds it, within Ray's namespace. ``journal``: a folder that the actor writes
+    what it accepts to; then tokens travel to the actor, Ray starts it again after a crash, and it goes on where it
+    was. ``accept``, ``num_producers``: as for :class:`stream_balancer.StreamBalancer`. ``accept`` runs in the actor,
+    so Ray pickles it; with tokens in the object store it sees a rollout's scalars, metadata and lengths, and no values
+    of its columns. ``roles``, ``rejoin_timeout_s``, ``report_after_s``: as for :func:`stream_balancer.serve`; by
+    default a lost rank is waited for. ``staged_bytes``, ``max_put_bytes``: what one worker may have on its way, and the
+    largest put. ``actor_options``: for ``Actor.options(...)``: its namespace, its lifetime, another place than the
+    caller's node (``scheduling_strategy``).
+    """
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    context = ray.get_runtime_context()
+    settings: dict[str, Any] = {
+        "num_cpus": 0,
+        "max_concurrency": _MAX_CALLS,
+        "scheduling_strategy": NodeAffinitySchedulingStrategy(context.get_node_id(), soft=False),
+        **{key: value for key, value in (actor_options or {}).items() if key in _OF_BOTH},
+    }
+    keeper, keeper_name = None, ""
+    if journal is None:
+        keeper_name = f"stream_balancer-{secrets.token_hex(8)}"
+        keeper = ray.remote(_Keeper).options(**settings, name=keeper_name).remote()
+        keeper_name = f"{settings.get('namespace') or context.namespace}/{keeper_name}"
+    options = _Options(
+        config,
+        {"journal": None if journal is None else os.fspath(journal), "accept": accept, "num_producers": num_producers},
+        {"rejoin_timeout_s": rejoin_timeout_s, "report_after_s": report_after_s, "roles": roles},
+        {"staged_bytes": staged_bytes, "max_put_bytes": max_put_bytes},
+        keeper,
+        keeper_name,
+    )
+    of_host = {"name": name, "max_restarts": 0 if journal is None else -1, **(actor_options or {})}
+    actor = ray.remote(_Host).options(**settings | of_host).remote(options)
+    ray.get(actor._call.remote("statistics"))
+    return RayBalancer(actor, config.dp_size, config.loss_mask_column, keeper, keeper_name)
+
+
+def find(name: str, *, namespace: str | None = None) -> RayBalancer:
+    """The balancer that was started under this name. Raises ValueError if there is none."""
+    import ray
+
+    actor = ray.get_actor(name, namespace=namespace)
+    return RayBalancer(actor, *ray.get(actor._call.remote("about")))
+
+
+class RayBalancer:
+    """A balancer in an actor. Pass it to tasks and actors as an argument; each process connects at its first put.
+
+    Any number of tasks and threads may put. Under asyncio and trio.
+    """
+
+    def __init__(
+        self, actor: Any, dp_size: int, loss_mask_column: str | None = "loss_mask", keeper: Any = None,
+        keeper_name: str = "",
+    ) -> None:  # fmt: skip
+        self.actor = actor
+        """The actor's handle."""
+        self.dp_size = dp_size
+        """DP ranks that take part, as this handle knows: if another one changes it, find the balancer again."""
+        self.loss_mask_column = loss_mask_column
+        """The balancer's knob: masks are counted where the tokens are put."""
+        self._keeper, self._keeper_name = keeper, keeper_name
+        self._lock = threading.Lock()
+        self._producer: Producer | None = None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return RayBalancer, (self.actor, self.dp_size, self.loss_mask_column, self._keeper, self._keeper_name)
+
+    @property
+    def restarts(self) -> bool:
+        """Whether it has a journal: should the actor die, it comes back and goes on, and workers and ranks wait for it.
+        Without one the tokens stay with the workers' nodes."""
+        return self._keeper is None
+
+    def read(self) -> Entry | None:
+        """Where the actor listens, for who dials; None while Ray starts it again. Raises RuntimeError once it is
+        gone."""
+        import ray
+
+        try:
+            return Entry(*ray.get(self.actor._call.remote("entry")))
+        except ray.exceptions.RayActorError as error:
+            if self.restarts:
+                return None
+            raise RuntimeError(str(error)) from None
+
+    # -- workers -------------------------------------------------------------------------------------------------------
+
+    @property
+    def producer(self) -> Producer:
+        """This process's connection; made when first asked for. All that :class:`stream_balancer.Producer` gives."""
+        with self._lock:
+            if self._producer is None:
+                in_store = _InStore(self._keeper, self._keeper_name, self.label) if self._keeper is not None else None
+                self._producer = connect(
+                    self,
+                    hand_over=in_store or "balancer",
+                    loss_mask_column=self.loss_mask_column,
+                    label=self.label,
+                    rejoin=self.restarts,
+                )
+            return self._producer
+
+    @property
+    def label(self) -> str:
+        """Label of this process's rollouts in logs, should they be lost: host, process and Ray node."""
+        import ray
+
+        return f"{socket.gethostname()}:{os.getpid()} on Ray node {ray.get_runtime_context().get_node_id()}"
+
+    async def put(self, rollout: Rollout) -> None:
+        """As :meth:`stream_balancer.Producer.put`."""
+        await self.producer.put(rollout)
+
+    async def put_group(self, rollouts: Sequence[Rollout], *, complete: bool = False) -> None:
+        """As :meth:`stream_balancer.Producer.put_group`."""
+        await self.producer.put_group(rollouts, complete=complete)
+
+    def __getattr__(self, name: str) -> Any:
+        """What producers have besides: ``expect_group``, ``reserve``, ``put_nowait``, ``version``, ``blocking``, ..."""
+        if name not in _OF_PRODUCER:
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        return getattr(self.producer, name)
+
+    # -- ranks ---------------------------------------------------------------------------------------------------------
+
+    def feed(self, *, rank: int | None = None, **options: Any) -> sb.RankFeed:
+        """A rank's steps, for ``for`` and ``async for``: give ``rank=`` or ``mesh=``. ``options``: as for
+        :class:`stream_balancer.RankFeed`."""
+        if rank is not None:
+            options |= {"rank": rank, "dp_size": self.dp_size}
+        return sb.RankFeed(self, **{"rejoin": self.restarts, "movers": ("shared_memory",), **options})
+
+    # -- control -------------------------------------------------------------------------------------------------------
+
+    async def statistics(self) -> sb.Statistics:
+        """As :meth:`stream_balancer.StreamBalancer.statistics`."""
+        answer: sb.Statistics = await self._call("statistics")
+        return answer
+
+    async def lost_rollouts(self) -> list[LostRollout]:
+        """Accepted rollouts that will not be trained on because their node or worker died, with its name."""
+        answer: list[LostRollout] = await self._call("lost_rollouts")
+        return answer
+
+    async def why_no_batch(self) -> str:
+        """As :meth:`stream_balancer.StreamBalancer.why_no_batch`."""
+        answer: str = await self._call("why_no_batch")
+        return answer
+
+    async def set_version(self, version: int) -> None:
+        """As :meth:`stream_balancer.StreamBalancer.set_version`."""
+        await self._call("set_version", version)
+
+    async def reconfigure(self, **changes: Any) -> None:
+        """As :meth:`stream_balancer.StreamBalancer.reconfigure`."""
+        await self._call("reconfigure", **changes)
+        self.dp_size = changes.get("dp_size", self.dp_size)
+
+    async def acknowledge_through(self, step: int) -> None:
+        """As :meth:`stream_balancer.StreamBalancer.acknowledge_through`."""
+        await self._call("acknowledge_through", step)
+
+    async def state_dict(self) -> dict[str, Any]:
+        """As :meth:`stream_balancer.StreamBalancer.async_state_dict`."""
+        answer: dict[str, Any] = await self._call("async_state_dict")
+        return answer
+
+    async def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """As :meth:`stream_balancer.StreamBalancer.load_state_dict`; before the first put, and the first rank."""
+        await self._call("load_state_dict", state)
+
+    async def end(self) -> None:
+        """As :meth:`stream_balancer.StreamBalancer.end`, whoever still puts. ``balancer.producer.end()`` says that
+        this process puts no more."""
+        await self._call("end")
+
+    async def _call(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        """Result of a call, on either event loop."""
+        event, soon = anyio.Event(), in_loop()
+        future = self.actor._call.remote(method, *args, **kwargs).future()
+        future.add_done_callback(lambda _: soon(event.set))
+        await event.wait()
+        return future.result()
+
+
+_OF_PRODUCER = {
+    "expect_group",
+    "close_group",
+    "abandon_group",
+    "put_nowait",
+    "reserve",
+    "version",
+    "version_after",
+    "blocking",
+}
+_OF_BOTH = {"namespace", "lifetime", "scheduling_strategy"}
+"""Options of the actor that the keeper of its references has, too."""
