@@ -182,7 +182,7 @@ def test_an_adapter_imports_its_trainer_only_when_used(module: str) -> None:
     assert {found.module.partition(".")[0] for found in imports_in(at_the_top, module)} <= ours
 
 
-@pytest.mark.parametrize("module", [m for m in INTEGRATIONS if ".ray" not in m])  # which hosts a balancer, too
+@pytest.mark.parametrize("module", INTEGRATIONS)
 def test_an_adapter_uses_public_names_only(module: str) -> None:
     public = {NAME: set(sb.__all__), f"{NAME}.planning": set(sb.planning.__all__)}
     of_alias = {"sb": public[NAME], "planning": public[f"{NAME}.planning"]}
