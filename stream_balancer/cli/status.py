@@ -121,9 +121,10 @@ def _lines(now: Figures, before: Figures | None) -> Iterator[tuple[str, str]]:
     waiting, of_window = _one(now, "waiting_rollouts"), _one(now, "waiting_rollouts") / _one(now, "window_rollouts", 1)
     said = f"{waiting:,.0f} rollouts ({of_window:.0%} of the window), {_one(now, 'waiting_tokens'):,.0f} tokens"
     if waiting:
-        lengths = " / ".join(f"{length:,.0f}" for length in now["waiting_length_tokens"].values())
-        said += f", the oldest for {_seconds(_one(now, 'oldest_wait_seconds'))}; lengths {lengths} (min, p50, p90, max)"
+        said += f", the oldest for {_seconds(_one(now, 'oldest_wait_seconds'))}"
     yield "waiting", said
+    lengths = now.get("waiting_length_tokens", {})
+    yield "their lengths", ", ".join(f"{which} {length:,.0f}" for which, length in lengths.items()) or "-"
     counts = {what: _one(now, f"{what}_rollouts") for what in ("accepted", "in_flight", "acknowledged")}
     counts |= {f"evicted ({why})": count for why, count in now.get("evicted_rollouts", {}).items()}
     yield "rollouts", _counts(counts) or "none yet"
