@@ -172,7 +172,7 @@ class Filled(sb.Observer):
         self.steps, self._hold, self._num_tokens = steps, hold, num_tokens
         per_step = rollouts * dp_size
         self._config = sb.BalancerConfig(**{"dp_size": dp_size, "batch_size": per_step, "window": per_step, **knobs})
-        self.planned: dict[int, sb.Batch] = {}
+        self.plans: dict[int, sb.Batch] = {}
         """By step."""
         self.acknowledged_steps: list[int] = []
         """In the order they were acknowledged."""
@@ -200,7 +200,7 @@ class Filled(sb.Observer):
 
     def dispatched(self, batch: sb.Batch) -> None:
         """An event of the balancer."""
-        self.planned[batch.step] = batch
+        self.plans[batch.step] = batch
 
     def acknowledged(self, batch: sb.Batch) -> None:
         """An event of the balancer."""
@@ -208,4 +208,4 @@ class Filled(sb.Observer):
 
     def share(self, step: int, rank: int) -> sb.RankBatch:
         """What a rank was to be given."""
-        return self.planned[step].ranks[rank]
+        return self.plans[step].ranks[rank]

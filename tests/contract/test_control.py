@@ -1,0 +1,255 @@
+"""What producers and ranks elsewhere set, reserve, end and ask of a balancer."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
+from typing import Any
+
+import anyio
+import pytest
+from networks import Network, kill, open_network
+
+import stream_balancer as sb
+from stream_balancer.errors import BrokenResourceError, ClosedResourceError, RolloutError
+from stream_balancer.testing import make_rollout
+
+KNOBS: dict[str, Any] = {"batch_size": 4, "window": 4}
+THROTTLED: dict[str, Any] = {"batch_size": 4, "window": 8, "max_staleness": 1}
+
+
+@asynccontextmanager
+async def served(kind: str, **knobs: Any) -> AsyncIterator[Network]:
+    config = sb.BalancerConfig(**{"dp_size": 1, **knobs})
+    async with (
+        sb.StreamBalancer(config) as balancer,
+        open_network(kind, 1) as network,
+        anyio.create_task_group() as tasks,
+    ):
+        tasks.start_soon(sb.serve, balancer, network.transport)
+        yield network
+        tasks.cancel_scope.cancel()
+
+
+async def _until_closed(feed: sb.RankFeed) -> list[str]:
+    """Train on all there is. -> ids."""
+    return [r.rollout_id async for batch in feed for r in batch.rollouts if not r.is_padding]
+
+
+async def _until(producer: sb.Producer, condition: Callable[[sb.Statistics], bool]) -> None:
+    while not condition(await producer.statistics()):  # noqa: ASYNC110 - nobody is notified of others' waiting
+        await anyio.sleep(0.01)
+
+
+async def test_a_version_reaches_every_producer(kind: str) -> None:
+    """What a rank sets, producers see: those who wait for it, and those who connect later. It never goes backwards."""
+    async with served(kind, **KNOBS) as network:
+        feed, producer = network.feed(), network.producer()
+        feed.set_version(3)
+        assert await producer.version_after(None) == 3
+        assert producer.version == feed.version == 3
+        with pytest.raises(ValueError, match="version"):
+            feed.set_version(2)
+        async with anyio.create_task_group() as tasks:
+            seen: list[int] = []
+
+            async def follow() -> None:
+                while not seen or seen[-1] < 7:
+                    seen.append(await producer.version_after(seen[-1] if seen else 3))
+
+            tasks.start_soon(follow)
+            for version in (4, 4, 5, 7):
+                feed.set_version(version)
+        assert seen[-1] == 7
+        assert seen == sorted(set(seen))
+        late = network.producer()
+        assert await late.version_after(None) == 7
+        for one in (producer, late):
+            await one.aclose()
+            with pytest.raises(ClosedResourceError):
+                await one.version_after(7)
+
+
+async def test_statistics_are_the_balancers_own(kind: str) -> None:
+    """From a producer, and from a rank."""
+    async with served(kind, **KNOBS) as network:
+        feed, producer = network.feed(), network.producer()
+        for n in range(3):
+            await producer.put(make_rollout(5 + n, f"r{n}"))
+        theirs = await producer.statistics()
+        assert (theirs.waiting, theirs.accepted, theirs.waiting_tokens, theirs.window) == (3, 3, 18, 4)
+        assert (await feed.async_statistics()).waiting_lengths == theirs.waiting_lengths
+        await producer.put(make_rollout(5, "r3"))
+        batch = await anext(aiter(feed))
+        assert (await feed.async_statistics()).in_flight == 4
+        batch.ack()
+        await producer.aclose()
+
+
+async def test_the_balancer_ends_with_its_last_producer(kind: str) -> None:
+    """Who has ended puts no more; the others go on. What waits is drained, and the rank's iteration ends."""
+    async with served(kind, **KNOBS) as network:
+        feed, first, last = network.feed(), network.producer(), network.producer()
+        await first.put(make_rollout(3, "a"))
+        await last.put(make_rollout(3, "b"))
+        await first.end()
+        with pytest.raises(ClosedResourceError):
+            await first.put(make_rollout(3, "late"))
+        await first.end()  # may be called twice
+        await last.put(make_rollout(3, "c"))
+        await last.end()
+        assert sorted(await _until_closed(feed)) == ["a", "b", "c"]
+        await first.aclose()
+        await last.aclose()
+
+
+async def test_a_producers_end_waits_for_its_puts(kind: str) -> None:
+    """A put that is parked when its producer ends is accepted first."""
+    async with served(kind, **KNOBS, capacity=4) as network:
+        producer = network.producer()
+        for n in range(4):
+            await producer.put(make_rollout(3, f"r{n}"))
+        async with anyio.create_task_group() as tasks:
+            for n in range(4, 8):
+                tasks.start_soon(producer.put, make_rollout(3, f"r{n}"))
+            await _until(producer, lambda statistics: statistics.blocked_puts == 4)
+            tasks.start_soon(producer.end)
+            assert sorted(await _until_closed(network.feed())) == [f"r{n}" for n in range(8)]
+        await producer.aclose()
+
+
+async def test_a_rank_ends_the_balancer(kind: str) -> None:
+    """Its trainer has done all its steps: puts are refused, whoever makes them, and what waits is drained."""
+    async with served(kind, **KNOBS) as network:
+        feed, producer = network.feed(), network.producer()
+        await producer.put(make_rollout(3, "a"))
+        feed.end()
+        with pytest.raises(ClosedResourceError):
+            while True:
+                await producer.put(make_rollout(3))
+                await anyio.sleep(0.01)
+        with pytest.raises(ClosedResourceError):
+            async with producer.reserve():
+                pass
+        await producer.end()  # it has
+        assert "a" in await _until_closed(feed)
+        await producer.aclose()
+
+
+async def test_a_slot_keeps_its_place_and_gives_it_back(kind: str) -> None:
+    """What was not put is given back when the block is left, however it is left."""
+    async with served(kind, **THROTTLED) as network:
+        feed, producer = network.feed(), network.producer()
+        feed.set_version(2)
+        await producer.version_after(None)
+        async with producer.reserve(8) as slot:
+            assert (slot.version, slot.left) == (2, 8)
+            assert (await producer.statistics()).reserved == 8
+            await slot.put(make_rollout(3, "a"))
+            with pytest.raises(RolloutError):
+                await slot.put(make_rollout(3, "old", version=1))
+            with pytest.raises(RolloutError):
+                await slot.put(make_rollout(3, "a"))
+            with pytest.raises(ValueError, match="8"):
+                await slot.put_group([make_rollout(3, f"g{n}", group_id="g") for n in range(8)])
+            await slot.put_group([make_rollout(3, f"g{n}", group_id="g") for n in range(2)])
+            assert slot.left == 5
+            statistics = await producer.statistics()
+            assert (statistics.reserved, statistics.waiting) == (5, 3)
+        with pytest.raises(ClosedResourceError):
+            await slot.put(make_rollout(3, "z"))
+        assert (await producer.statistics()).reserved == 0
+        with suppress(KeyError):
+            async with producer.reserve(5):
+                raise KeyError("generation failed")
+        assert (await producer.statistics()).reserved == 0
+        await producer.aclose()
+
+
+async def test_what_cannot_be_reserved_is_refused_by_name(kind: str) -> None:
+    """As the balancer itself does."""
+    async with served(kind, **THROTTLED) as network:
+        producer = network.producer()
+        for count in (0, 9, True):
+            with pytest.raises(ValueError, match="reserve"):
+                async with producer.reserve(count):
+                    pass
+        await producer.aclose()
+
+
+async def test_a_cancelled_reserver_has_reserved_nothing(kind: str) -> None:
+    """It leaves the queue, and the next one is admitted."""
+    async with served(kind, **THROTTLED) as network:
+        first, other = network.producer(), network.producer()
+        async with first.reserve(8):
+            with anyio.move_on_after(0.2):
+                async with other.reserve(1):
+                    raise AssertionError("nine rollouts may not begin")
+            assert (await first.statistics()).blocked_reserves == 0
+        async with other.reserve(8):
+            pass
+        for one in (first, other):
+            await one.aclose()
+
+
+async def test_a_dead_producer_gives_back_what_it_had_reserved(kind: str) -> None:
+    """Others begin in its place."""
+    async with served(kind, **THROTTLED) as network:
+        doomed, other = network.producer(), network.producer()
+        await doomed.reserve(6).__aenter__()
+        async with anyio.create_task_group() as tasks:
+            admitted = anyio.Event()
+
+            async def wait() -> None:
+                async with other.reserve(8):
+                    admitted.set()
+
+            tasks.start_soon(wait)
+            await _until(other, lambda statistics: statistics.blocked_reserves == 1)
+            assert not admitted.is_set()
+            kill(doomed)
+            await admitted.wait()
+        await other.aclose()
+
+
+async def test_reserved_rollouts_are_never_too_old(kind: str) -> None:
+    """Two producers with five workers each and heavy tails, one of which is killed on the way; a version a step."""
+    async with served(kind, **THROTTLED) as network:
+        feed, producers = network.feed(), [network.producer() for _ in range(3)]
+        feed.set_version(0)
+        chance = random.Random(1)
+        put: set[str] = set()
+
+        async def work(producer: sb.Producer, number: int) -> None:
+            with suppress(BrokenResourceError):
+                for turn in range(8):
+                    async with producer.reserve() as slot:
+                        await anyio.sleep(0.002 * chance.paretovariate(1.1))
+                        name = f"{number}.{turn}"
+                        await slot.put(make_rollout(3, name))
+                        put.add(name)
+
+        async def generate() -> None:
+            async with anyio.create_task_group() as workers:
+                for number in range(15):
+                    workers.start_soon(work, producers[number // 5], number)
+                await anyio.sleep(0.02)
+                kill(producers[0])
+            for producer in producers[1:]:
+                await producer.end()
+
+        trained: list[str] = []
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(generate)
+            async for batch in feed:
+                for rollout in batch.rollouts:
+                    assert rollout.is_padding or (feed.version or 0) - (rollout.min_version or 0) <= 1
+                    if not rollout.is_padding:
+                        trained.append(rollout.rollout_id)
+                await anyio.sleep(0.005)
+                feed.set_version((feed.version or 0) + 1)
+        assert len(set(trained)) == len(trained)
+        assert put <= set(trained)  # a killed producer may not have heard that its last put was accepted
+        for producer in producers[1:]:
+            await producer.aclose()
