@@ -1,0 +1,188 @@
+"""The end; a rank or a controller that is gone; refusals; cancellation."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from functools import partial
+
+import anyio
+import pytest
+from networks import drain, kill, open_network, until
+from scripted import Filled
+
+import stream_balancer as sb
+
+
+async def test_leaving_with_something_unacknowledged_is_a_loss(kind: str) -> None:
+    """Also after the end was told."""
+    async with Filled(3, 1, capacity=64) as filled, open_network(kind, 1) as network:
+
+        async def train() -> None:
+            feed = network.feed(auto_ack=False)
+            steps = await drain(feed)
+            steps[1].ack()
+            await feed.aclose()
+            with pytest.raises(sb.ClosedResourceError):
+                steps[2].ack()
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(train)
+            with pytest.raises(sb.RankLostError, match="step 2"):
+                await sb.serve(filled.balancer, network.transport)
+        assert filled.acknowledged_steps == [0, 1]
+
+
+async def test_the_end_is_told_after_what_was_sent(kind: str) -> None:
+    async with Filled(2, 1) as filled, open_network(kind, 1) as network, anyio.create_task_group() as tasks:
+        tasks.start_soon(sb.serve, filled.balancer, network.transport)
+        feed = network.feed()
+        assert [step.step for step in await drain(feed)] == [0, 1]
+        with suppress(StopAsyncIteration), pytest.raises(sb.ClosedResourceError):
+            await anext(feed)
+
+
+async def test_a_rank_that_leaves_early_is_named(kind: str) -> None:
+    """Closing before the end is a loss for the controller: there were steps to train on."""
+    async with Filled(3, 2) as filled, open_network(kind, 2) as network, anyio.create_task_group() as tasks:
+
+        async def leaves() -> None:
+            feed = network.feed(1)
+            await anext(feed)
+            await feed.aclose()
+            await feed.aclose()
+            with pytest.raises(sb.ClosedResourceError):
+                await anext(feed)
+
+        tasks.start_soon(leaves)
+        network.feed(0)
+        with pytest.raises(sb.RankLostError) as caught:
+            await sb.serve(filled.balancer, network.transport)
+        assert caught.value.rank == 1
+
+
+async def test_a_rank_that_stays_away_is_an_error(kind: str) -> None:
+    """``serve`` names rank and cause; what was not acknowledged is still in flight."""
+    async with Filled(3, 1, hold=True) as filled, open_network(kind, 1) as network, anyio.create_task_group() as tasks:
+
+        async def dies() -> None:
+            feed = network.feed()
+            await anext(feed)
+            await anext(feed)
+            await until(lambda: filled.acknowledged_steps == [0])
+            kill(feed)
+
+        tasks.start_soon(dies)
+        with pytest.raises(sb.RankLostError) as caught:
+            await sb.serve(filled.balancer, network.transport)
+        assert caught.value.rank == 0
+        assert caught.value.cause
+        assert [batch.step for batch in filled.balancer.in_flight()][:1] == [1]
+        assert filled.acknowledged_steps == [0]
+
+
+async def test_a_rank_lost_before_serve_has_not_come_yet(kind: str) -> None:
+    """Its next incarnation is waited for."""
+    async with Filled(2, 1) as filled, open_network(kind, 1) as network, anyio.create_task_group() as tasks:
+        feed = network.feed()
+        await anyio.sleep(0.2)  # time to connect
+        kill(feed)
+        await anyio.sleep(0.05)  # and to be missed
+
+        async def comes_back() -> None:
+            await anyio.sleep(0.05)
+            assert [step.step for step in await drain(network.feed(incarnation=1))] == [0, 1]
+
+        tasks.start_soon(comes_back)
+        await sb.serve(filled.balancer, network.transport, rejoin_timeout_s=1000)
+        assert filled.acknowledged_steps == [0, 1]
+
+
+async def test_a_lost_controller_is_noticed(kind: str) -> None:
+    """After what had arrived was handed out."""
+    async with Filled(1, 1, hold=True) as filled, open_network(kind, 1) as network:
+        feed = network.feed()
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(sb.serve, filled.balancer, network.transport)
+            assert (await anext(feed)).step == 0
+            tasks.cancel_scope.cancel()
+        await network.transport.aclose()
+        with pytest.raises(sb.RankLostError) as caught:
+            await anext(feed)
+        assert caught.value.rank == 0
+
+
+async def test_strangers_are_refused(kind: str) -> None:
+    """A second feed for a rank, and one of another world; who is connected notices nothing."""
+    async with Filled(4, 2, hold=True) as filled, open_network(kind, 2) as network, anyio.create_task_group() as tasks:
+        tasks.start_soon(partial(sb.serve, rejoin_timeout_s=1000), filled.balancer, network.transport)
+        feed, other = network.feed(0), network.feed(1)
+        assert (await anext(feed)).step == 0
+        with pytest.raises(sb.AlreadyInUseError, match="rank 0") as busy:
+            await anext(network.feed(0))
+        assert isinstance(busy.value, sb.RefusedError)
+        assert busy.value.reason == "busy"
+        for rank, dp_size in ((1, 3), (2, 4)):
+            with pytest.raises(ValueError, match=f"dp_size={dp_size}.*dp_size=2") as refused:
+                await anext(network.feed(rank, dp_size=dp_size))
+            assert isinstance(refused.value, sb.RefusedError)
+            assert refused.value.reason == "value"
+        assert (await anext(other)).step == 0
+        newer = network.feed(0, incarnation=1)
+        assert (await anext(newer)).step == 0
+        with pytest.raises(sb.RankLostError):
+            await drain(feed)
+        tasks.cancel_scope.cancel()
+
+
+async def test_cancelling_loses_nothing(kind: str) -> None:
+    """The iteration, and ``serve``, at their awaits."""
+    async with Filled(6, 1, hold=True, capacity=64) as filled, open_network(kind, 1) as network:
+        feed = network.feed()
+        for _ in range(3):
+            with anyio.move_on_after(0.02):
+                await anext(feed)
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(sb.serve, filled.balancer, network.transport)
+            assert (await anext(feed)).step == 0
+            assert (await anext(feed)).step == 1
+            await until(lambda: filled.acknowledged_steps == [0])
+            tasks.cancel_scope.cancel()
+        with suppress(sb.RankLostError):
+            await drain(feed)  # what had arrived before
+        await feed.aclose()
+        assert filled.acknowledged_steps == [0]
+        again = network.feed(incarnation=1)
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(sb.serve, filled.balancer, network.transport)
+            steps = [await anext(again) for _ in range(5)]
+            assert [step.step for step in steps] == [1, 2, 3, 4, 5]
+            steps[-1].ack()
+            await until(lambda: filled.acknowledged_steps == list(range(6)))
+            tasks.cancel_scope.cancel()
+
+
+async def test_closing_is_idempotent_and_wakes(kind: str) -> None:
+    """A task that waits in the iteration is notified, not left waiting."""
+    async with Filled(0, 1, hold=True) as filled, open_network(kind, 1) as network:
+        feed = network.feed()
+        outcome: list[type[BaseException]] = []
+
+        async def wait() -> None:
+            try:
+                await anext(feed)
+            except Exception as error:  # noqa: BLE001 - recorded and asserted below
+                outcome.append(type(error))
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(partial(sb.serve, rejoin_timeout_s=1000), filled.balancer, network.transport)
+            tasks.start_soon(wait)
+            await anyio.sleep(0.1)
+            with pytest.raises(sb.AlreadyInUseError):
+                await anext(feed)
+            await feed.aclose()
+            await feed.aclose()
+            await until(lambda: bool(outcome))
+            tasks.cancel_scope.cancel()
+        await network.transport.aclose()
+        await network.transport.aclose()
+        assert outcome == [sb.ClosedResourceError]
