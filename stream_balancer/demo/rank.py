@@ -6,6 +6,7 @@ import time
 import zlib
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import torch
@@ -63,7 +64,7 @@ def run_rank(rank: int, options: DemoOptions, address: str, token: str, longest:
     dist.destroy_process_group()
 
 
-def train(batches: Iterable[sb.RankBatch], model: Decoder, all_reduce: Callable[[Tensor], None]) -> list[StepDone]:
+def train(batches: Iterable[Any], model: Decoder, all_reduce: Callable[[Tensor], None]) -> list[StepDone]:
     """The training loop. ``all_reduce`` sums a flat tensor over the ranks, in place."""
     parameters = list(model.parameters())
     optimizer = torch.optim.Adam(parameters, lr=_LEARNING_RATE)
@@ -79,7 +80,7 @@ def train(batches: Iterable[sb.RankBatch], model: Decoder, all_reduce: Callable[
         for micro_batch in batch.micro_batches:
             # by the step's trained tokens, not the rank's: only so is the sum over ranks the mean over the batch
             loss = loss_sum(model, micro_batch) / batch.global_num_loss_tokens
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss.backward()
             loss_of_rank += loss.item()
         compute_s = time.thread_time() - began
         all_reduce(gradient)

@@ -213,7 +213,7 @@ def rollouts_from(
 
 
 def batch_from(
-    share: sb.RankBatch,
+    share: Any,
     *,
     pad_values: Mapping[str, float] | None = None,
     multiple_of: int = 1,

@@ -75,7 +75,7 @@ class RolloutDataset(IterableDataset[dict[str, Any]]):
         self._feed = feed
         self._layout = layout
         self._whole_shares = whole_shares
-        self._share: sb.RankBatch | None = None
+        self._share: Any = None
         self._waiting: deque[int] = deque()
         self._ended = False
 
@@ -111,7 +111,7 @@ class RolloutDataset(IterableDataset[dict[str, Any]]):
     def __getstate__(self) -> NoReturn:
         raise TypeError(_IN_A_WORKER)
 
-    def _next_share(self) -> sb.RankBatch:
+    def _next_share(self) -> Any:
         _refuse_looking_ahead(self._feed.auto_ack)
         if self._ended:
             raise StopIteration
@@ -121,7 +121,7 @@ class RolloutDataset(IterableDataset[dict[str, Any]]):
             self._ended = True
             raise
 
-    def _item(self, share: sb.RankBatch, index: int) -> dict[str, Any]:
+    def _item(self, share: Any, index: int) -> dict[str, Any]:
         columns = _as_dict(self._layout(share.micro_batches[index]))
         ours = _of_the_step(share)
         ours["micro_batch"] = index
@@ -130,7 +130,7 @@ class RolloutDataset(IterableDataset[dict[str, Any]]):
         return columns | ours
 
 
-def _of_the_step(share: sb.RankBatch) -> dict[str, Any]:
+def _of_the_step(share: Any) -> dict[str, Any]:
     return {name: getattr(share, name) for name in _SAYS_OF_THE_STEP}
 
 

@@ -25,37 +25,27 @@ import stream_balancer as sb
 from stream_balancer.integrations.torch_data import RolloutDataset
 from stream_balancer.testing import make_rollouts
 from stream_balancer.types import Denominators, RankBatch
-from stream_balancer.wire.messages import StepHeld, StepReport
 
 
-class Port:
-    """A rank's end that has all its shares already, and remembers what was reported."""
+class Feed:
+    """A rank's feed that has all its shares already, and remembers what was acknowledged."""
 
-    rank, dp_size, role = 0, 2, ""
-
-    def __init__(self, shares: Sequence[RankBatch]) -> None:
+    def __init__(self, shares: Sequence[RankBatch], auto_ack: bool = True) -> None:
         self._left = deque(shares)
+        self.auto_ack = auto_ack
         self.taken = 0
-        self.reported: list[int] = []
+        self.acknowledged: list[int] = []
 
-    def subscribe(self, callback: object) -> None:
-        pass
-
-    def take(self) -> RankBatch:
+    def __next__(self) -> RankBatch:
+        if self.auto_ack:
+            self.acknowledge_through(self.taken - 1)
         if not self._left:
-            raise sb.EndOfStream
+            raise StopIteration
         self.taken += 1
         return self._left.popleft()
 
-    def report(self, done: StepReport | StepHeld, columns: object = None) -> None:
-        if isinstance(done, StepReport):
-            self.reported.append(done.step)
-
-    def leave(self) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
+    def acknowledge_through(self, step: int) -> None:
+        self.acknowledged += range(len(self.acknowledged), step + 1)
 
 
 def shares_of(steps: Sequence[Sequence[Sequence[int]]]) -> list[RankBatch]:
@@ -72,13 +62,18 @@ def shares_of(steps: Sequence[Sequence[Sequence[int]]]) -> list[RankBatch]:
 
 
 def dataset_of(steps: Sequence[Sequence[Sequence[int]]], *, auto_ack: bool = True, **options: Any) -> RolloutDataset:
-    return RolloutDataset(sb.RankFeed(Port(shares_of(steps)), auto_ack=auto_ack), **options)
+    feed: Any = Feed(shares_of(steps), auto_ack)
+    return RolloutDataset(feed, **options)
 
 
-def port_of(dataset: RolloutDataset) -> Port:
-    port: Any = dataset._feed._port
-    assert isinstance(port, Port)
-    return port
+def feed_of(dataset: RolloutDataset) -> Feed:
+    feed: Any = dataset._feed
+    assert isinstance(feed, Feed)
+    return feed
+
+
+def any_feed(share: RankBatch) -> Any:
+    return Feed([share])
 
 
 def loader(dataset: RolloutDataset, **options: Any) -> DataLoader[Any]:
@@ -128,10 +123,10 @@ def test_every_micro_batch_comes_once_with_its_boundaries_and_denominators(steps
 
 def test_a_share_is_acknowledged_when_the_next_is_asked_for_and_not_before() -> None:
     dataset = dataset_of(STEPS)
-    port = port_of(dataset)
-    seen = [(item["step"], list(port.reported), port.taken) for item in loader(dataset)]
+    feed = feed_of(dataset)
+    seen = [(item["step"], list(feed.acknowledged), feed.taken) for item in loader(dataset)]
     assert seen == [(0, [], 1), (0, [], 1), (1, [0], 2), (2, [0, 1], 3), (2, [0, 1], 3), (2, [0, 1], 3)]
-    assert port.reported == [0, 1, 2]
+    assert feed.acknowledged == [0, 1, 2]
 
 
 def test_leaving_early_acknowledges_nothing_and_loses_nothing() -> None:
@@ -141,22 +136,22 @@ def test_leaving_early_acknowledges_nothing_and_loses_nothing() -> None:
         for item in loader(dataset):
             items.append(item)
             break
-        assert port_of(dataset).reported == list(range(items[-1]["step"]))
+        assert feed_of(dataset).acknowledged == list(range(items[-1]["step"]))
     assert boundaries(items) == BOUNDARIES
     assert list(loader(dataset)) == [] == list(loader(dataset))  # the end is the end
-    assert port_of(dataset).reported == [0, 1, 2]
+    assert feed_of(dataset).acknowledged == [0, 1, 2]
 
 
 def test_a_loop_may_acknowledge_for_itself() -> None:
     dataset = dataset_of(STEPS, auto_ack=False)
     for item in loader(dataset):
-        assert port_of(dataset).reported == ([0, 1] if item["step"] == 2 else [])
+        assert feed_of(dataset).acknowledged == ([0, 1] if item["step"] == 2 else [])
         if item["step"] == 1:
             dataset.acknowledge(item)
-    assert port_of(dataset).reported == [0, 1]
+    assert feed_of(dataset).acknowledged == [0, 1]
     dataset.acknowledge(item)
     dataset.acknowledge(item)
-    assert port_of(dataset).reported == [0, 1, 2]
+    assert feed_of(dataset).acknowledged == [0, 1, 2]
 
 
 def test_a_step_is_acknowledged_with_its_last_micro_batch() -> None:
@@ -164,14 +159,14 @@ def test_a_step_is_acknowledged_with_its_last_micro_batch() -> None:
     for item in loader(dataset):
         dataset.acknowledge(item)
         through = item["step"] + item["is_last_micro_batch"]
-        assert port_of(dataset).reported == list(range(through))
+        assert feed_of(dataset).acknowledged == list(range(through))
 
 
 def test_a_whole_share_is_acknowledged_at_once() -> None:
     dataset = dataset_of(STEPS, auto_ack=False, whole_shares=True)
     for item in loader(dataset):
         dataset.acknowledge(item)
-        assert port_of(dataset).reported == list(range(item["step"] + 1))
+        assert feed_of(dataset).acknowledged == list(range(item["step"] + 1))
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
@@ -208,10 +203,10 @@ def test_tensordict_whole_or_by_column() -> None:
 
 def test_whole_shares() -> None:
     dataset = dataset_of(STEPS, whole_shares=True)
-    port = port_of(dataset)
+    feed = feed_of(dataset)
     shares = []
     for item in loader(dataset):
-        assert port.reported == list(range(item["step"]))
+        assert feed.acknowledged == list(range(item["step"]))
         shares.append(item)
     assert [len(share["micro_batches"]) for share in shares] == [2, 1, 3]
     assert boundaries([item for share in shares for item in share["micro_batches"]]) == BOUNDARIES
@@ -238,14 +233,14 @@ def test_a_column_of_the_datasets_own_name_is_refused(name: str) -> None:
     rollout = sb.Rollout(tokens={"input_ids": [1]}, scalars={name: 1.0})
     object.__setattr__(share, "micro_batches", (sb.MicroBatch.of([rollout]),))
     with pytest.raises(ValueError, match=f"columns or scalars named \\['{name}'\\], which RolloutDataset gives"):
-        next(iter(RolloutDataset(sb.RankFeed(Port([share])))))
+        next(iter(RolloutDataset(any_feed(share))))
 
 
 def test_own_position_ids_are_the_rollouts() -> None:
     share = shares_of([[[1]]])[0]
     rollout = sb.Rollout(tokens={"input_ids": [1, 2], "position_ids": [7, 8]})
     object.__setattr__(share, "micro_batches", (sb.MicroBatch.of([rollout]),))
-    (item,) = loader(RolloutDataset(sb.RankFeed(Port([share]))))
+    (item,) = loader(RolloutDataset(any_feed(share)))
     assert item["position_ids"].tolist() == [7, 8]
 
 
@@ -321,7 +316,7 @@ def lightning_module(dataset: RolloutDataset, *, prefetch: bool) -> Any:
 
         def train_on(self, batch: dict[str, Any]) -> Any:
             self.trained += boundaries([batch])
-            self.acknowledged.append(list(port_of(dataset).reported))
+            self.acknowledged.append(list(feed_of(dataset).acknowledged))
             return (self.weight * batch["logprobs"]).sum() / batch["global_num_loss_tokens"]
 
     class Ahead(Base):
@@ -371,7 +366,7 @@ def test_lightning_that_acknowledges_in_a_hook() -> None:
     fit(module, dataset, max_epochs=1)
     assert module.trained == BOUNDARIES
     assert module.acknowledged == BEFORE
-    assert port_of(dataset).reported == [0, 1, 2]
+    assert feed_of(dataset).acknowledged == [0, 1, 2]
 
 
 def test_lightning_that_would_acknowledge_too_early_is_refused() -> None:
@@ -379,7 +374,7 @@ def test_lightning_that_would_acknowledge_too_early_is_refused() -> None:
     module = lightning_module(dataset, prefetch=True)
     with pytest.raises(RuntimeError, match="Lightning fetches one batch ahead"):
         fit(module, dataset, max_epochs=1)
-    assert port_of(dataset).taken == 0
+    assert feed_of(dataset).taken == 0
 
 
 # --- accelerate -------------------------------------------------------------------------------------------------------
@@ -400,7 +395,7 @@ def test_accelerate_with_its_own_loader() -> None:
             optimizer.step()
             optimizer.zero_grad()
     assert trained == BOUNDARIES
-    assert port_of(dataset).reported == [0, 1, 2]
+    assert feed_of(dataset).acknowledged == [0, 1, 2]
 
 
 @pytest.mark.parametrize("auto_ack", [True, False])
@@ -410,7 +405,7 @@ def test_accelerate_that_prepared_the_loader_is_refused(auto_ack: bool) -> None:
     prepared = accelerate.Accelerator(cpu=True).prepare(loader(dataset))
     with pytest.raises(RuntimeError, match=r"went through accelerator.prepare\(\)"):
         next(iter(prepared))
-    assert port_of(dataset).taken == 0
+    assert feed_of(dataset).taken == 0
 
 
 # --- both, on two ranks -----------------------------------------------------------------------------------------------

@@ -92,7 +92,7 @@ def _without_padding(rollout: sb.Rollout) -> sb.Rollout:
     return replace(rollout, tokens=tokens, prefix=max(rollout.prefix - missing, 0))
 
 
-def inputs_from(share: sb.RankBatch, *, pad_token_id: int) -> list[dict[str, Any]]:
+def inputs_from(share: Any, *, pad_token_id: int) -> list[dict[str, Any]]:
     """GRPO's dict of each micro-batch of a rank batch, as ``GRPOTrainer.compute_loss`` takes it: prompts left-padded,
     completions right-padded; images as lists, for ``trl.trainer.utils.unsplit_pixel_values_by_grid``.
 

@@ -39,7 +39,7 @@ class _Link(NamedTuple):
     """A rank's two ends of the balancer."""
 
     put: Callable[[sb.Rollout], None]
-    next: Callable[[], sb.RankBatch]
+    next: Callable[[], Any]
     end: Callable[[], None]
 
 
@@ -187,7 +187,7 @@ class BalancedGRPO(_Trainer):  # type: ignore[misc]
         here = send_to_device(split_pixel_values_by_grid(scored), "cpu")
         return rollouts_from(here, prompt_length=int(longest))
 
-    def _weighted(self, share: sb.RankBatch, calls: int) -> list[dict[str, Any]]:
+    def _weighted(self, share: Any, calls: int) -> list[dict[str, Any]]:
         """Inputs of each micro-batch, such that TRL makes a mean of it, and its weight among the step's.
 
         TRL divides that mean by the gradient accumulation, and DDP and FSDP the gradients by the ranks.
