@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 
-from stream_balancer.facade import refuse_in_event_loop
 from stream_balancer.errors import BrokenResourceError
+from stream_balancer.facade import refuse_in_event_loop
 from stream_balancer.net.address import current_world
 
 __all__ = ["barrier"]

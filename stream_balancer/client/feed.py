@@ -34,7 +34,6 @@ from typing import Any, Self
 import anyio.lowlevel
 import torch
 
-from stream_balancer.facade import OfOneProcess, event_loop_here, refuse_in_event_loop, run
 from stream_balancer.client.device import Stopwatch, Uploader
 from stream_balancer.client.payloads import Fetcher
 from stream_balancer.client.port import Port, Who
@@ -42,6 +41,7 @@ from stream_balancer.client.seats import Seat, seat_in
 from stream_balancer.client.step import Reassigned, Step
 from stream_balancer.core.staleness import next_version
 from stream_balancer.errors import BrokenResourceError, ClosedResourceError, RankLostError
+from stream_balancer.facade import OfOneProcess, event_loop_here, refuse_in_event_loop, run
 from stream_balancer.net import movers as ways
 from stream_balancer.net.address import TcpDialer, current_world
 from stream_balancer.net.pool import Pool
@@ -225,13 +225,19 @@ class RankFeed(OfOneProcess):
         """Whether there is a step in hand, or no more will come. The port's lock is held."""
         port, held = self._port, self._port.held
         if port.left_behind is not None:
-            raise self._left_behind(port.left_behind.step, port.left_behind.text)
+            step, text = port.left_behind.step, port.left_behind.text
+            raise port.give_up(
+                step,
+                f"rank {self.rank}: {text or f'the others have met without it in step {step}'}. It would have gone on "
+                f"with their weights and feed.load_state_dict({{'next_step': {step + 1}}}), said when finish() gave "
+                "None",
+            )
         for number in [number for number in held.parts if number < port.loaded]:
             held.has_finished(held.parts[number], ack=True)  # the weights came with it
         oldest = port.known.get(min(held.parts)) if held.parts else None
         if oldest is not None:
             waited_s = 0.0 if port.waiting_since is None else time.monotonic() - port.waiting_since
-            part = held.next_step() if early or port.who.role or oldest.is_whole else None
+            part = held.next_step(early=True) if early or port.who.role or oldest.is_whole else None
             if part is not None:
                 self._hand = Step(port, port.known[part.number], self.acknowledge_through, waited_s)
                 return True
@@ -239,15 +245,6 @@ class RankFeed(OfOneProcess):
             self._ended = True
             return True
         return None
-
-    def _left_behind(self, step: int, text: str) -> RankLostError:
-        return RankLostError(
-            f"rank {self.rank}: the others have met without it in step {step}{text and ': '}{text}. With their weights "
-            f"it goes on: feed.load_state_dict({{'next_step': {step + 1}}})",
-            rank=self.rank,
-            step=step,
-            cause="the others have met without it",
-        )
 
     # acknowledgements and checkpoints
 
@@ -376,23 +373,27 @@ class RankFeed(OfOneProcess):
         ``micro_batches``: rank batches, mostly none; then ``.ranks`` says who meets. `for micro_batch in step`, and
         ``finish()``, do the same in one loop. Raises ValueError without a step in hand, RankLostError if others have
         it now, and what the iteration raises."""
-        return Reassigned(self._in_hand("reassigned"))
+        return Reassigned(self._in_hand())
 
     def micro_batches(self, batch: OneRank, device: str | torch.device | None = None) -> Step:
         """The step in hand, to be iterated; ``.ranks`` says who meets once that has ended. ``device``: where the work
         runs, if it is not the feed's; on an accelerator the host waits so that it is at most one micro-batch ahead.
         Raises ValueError if ``batch`` is not the step in hand."""
-        hand = self._in_hand("micro_batches")
+        hand = self._in_hand()
         if batch.step != hand.step:
             raise ValueError(
                 f"micro_batches() is for the batch in hand, of step {hand.step}; this one is of step {batch.step}"
             )
         return hand.paced(self._device if device is None else torch.device(device))
 
-    def _in_hand(self, method: str) -> Step:
-        if self._hand is None or not self._hand.given:
-            raise ValueError(f"{method}() is for the step in hand, and there is none: call it in the loop")
-        return self._hand
+    def _in_hand(self) -> Step:
+        hand = self._hand
+        if hand is None or not hand.given or (self._port.held.weights or 0) > hand.step:
+            raise ValueError(
+                "reassigned() and micro_batches() are for the batch in hand, and there is none: call them in the loop "
+                "over the feed, before batch.ack()"
+            )
+        return hand
 
     # leaving
 

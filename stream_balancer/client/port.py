@@ -187,6 +187,14 @@ class Port:
             self.held.out += [("finished", next_step - 1, 0), ("acknowledged", next_step - 1)]
         self.flush()
 
+    def give_up(self, step: int, text: str) -> RankLostError:
+        """Leave, so that others do not wait: this rank cannot go on. Returns what is to be raised."""
+        error = RankLostError(text, rank=self.who.rank, step=step, cause="others have met without it")
+        with self.lock:
+            self.over = self.over or error
+        self.session.close()
+        return error
+
     def close(self) -> None:
         """Leave: nothing is given any more. Never blocks."""
         with self.lock:
@@ -255,23 +263,11 @@ class Port:
             raise WireError(f"a {type(message).__name__} message for a rank")
 
     def _take_work(self, work: m.Work, memory: Memory | None) -> None:
-        items: tuple[Item, ...] = ()
-        held = self.held
-        if work.items:
-            upload = None if self._uploader is None else self._uploader.of(memory)
-            decoded = decode(work.header, memory, on_device=None if upload is None else upload.copy)
-            arrived = Arrived(decoded, upload)
-            if len(decoded.num_rollouts) != len(work.items):
-                raise WireError(f"step {work.step}: {len(work.items)} items, and {len(decoded.num_rollouts)} came")
-            items = tuple(
-                Item(one.id, held.rank, (), group=one.group, remote=one.remote, payload=(arrived, index))
-                for index, one in enumerate(work.items)
-            )
-            arrived.mask(work.gone)
-            if decoded.holes():
-                self._fetcher.fetch(decoded, lambda missing: self._on_fetched(work, arrived, missing))
-            else:
-                arrived.land()
+        held, arrived = self.held, self._arrived(work, memory)
+        items = tuple(
+            Item(one.id, held.rank, (), group=one.group, remote=one.remote, payload=(arrived, index))
+            for index, one in enumerate(work.items)
+        )
         if work.head is not None:
             held.meets = work.head.meets
         before = held.parts.get(work.step)
@@ -287,6 +283,20 @@ class Port:
             known = self.known[work.step] = Known(part)
         known.head = work.head or known.head
         known.sizes = work.sizes or known.sizes
+        if arrived is not None and any(one.remote for one in work.items):
+            self._fetcher.fetch(arrived.decoded, lambda missing: self._on_fetched(work, arrived, missing))
+        elif arrived is not None:
+            arrived.land()
+
+    def _arrived(self, work: m.Work, memory: Memory | None) -> Arrived | None:
+        if not work.items:
+            return None
+        upload = None if self._uploader is None else self._uploader.of(memory)
+        arrived = Arrived(decode(work.header, memory, on_device=None if upload is None else upload.copy), upload)
+        if len(arrived.decoded.num_rollouts) != len(work.items):
+            raise WireError(f"step {work.step}: its {len(work.items)} items are not those that came")
+        arrived.mask(work.gone)
+        return arrived
 
     def _take_drop(self, message: m.Drop) -> None:
         held = self.held

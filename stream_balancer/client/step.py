@@ -28,9 +28,9 @@ import torch
 from msgspec import structs
 from torch import Tensor
 
-from stream_balancer.facade import refuse_in_event_loop, run
 from stream_balancer.client.device import Pace
-from stream_balancer.errors import ClosedResourceError, ConfigError, RankLostError
+from stream_balancer.errors import ClosedResourceError, ConfigError
+from stream_balancer.facade import refuse_in_event_loop, run
 from stream_balancer.types import MicroBatch, RankBatch
 from stream_balancer.types.batch import Denominators, MiniBatchSize, OneRank
 from stream_balancer.values import SUPPORTED_DTYPES
@@ -247,10 +247,10 @@ class Step(OneRank):
         return (made,)
 
     def _look_end(self) -> tuple[End, ...] | None:
+        self._port.by_item = True
         if self._end is not None:
             return (self._end,)
         self._check_open()
-        self._port.by_item = True
         if not self.is_mine or self._port.who.role:
             return ()
         self._put_down()
@@ -331,9 +331,10 @@ class Step(OneRank):
         if not self.is_mine:
             return
         if self._port.who.role:
-            if any(work.begun and not work.done for work in part.work.values()):
+            left = [work for work in part.work.values() if not work.done]
+            if any(work.begun for work in left) or (left and not self._made):
                 raise self._owes()
-            return
+            return  # what came meanwhile is given as the same step again
         if held.meets and self._end is None:
             raise ConfigError(
                 f"step {self.step} may change until its ranks meet, as on_rank_loss='replan' and move_late=True want "
@@ -365,8 +366,8 @@ class Step(OneRank):
 
     def _owes(self) -> ValueError:
         return ValueError(
-            f"role {self._port.who.role!r} owes the columns of step {self.step}: call micro_batch.give(...) for each "
-            "micro-batch, or batch.ack(columns={...}), before asking for the next"
+            f"role {self._port.who.role!r} owes the columns of step {self.step}: call batch.ack(columns={{...}}), or "
+            "micro_batch.give(...) for each of its micro-batches, before asking for the next"
         )
 
     def _give(self, work: Work, columns: Mapping[str, Tensor]) -> None:
@@ -396,7 +397,7 @@ class Step(OneRank):
 def _flat(columns: Mapping[str, Tensor], num_tokens: int) -> dict[str, Tensor]:
     """Copies on the CPU. Raises ValueError, naming the column, for what does not fit."""
     if not 0 < len(columns) <= _MOST_COLUMNS:
-        raise ValueError(f"1 to {_MOST_COLUMNS} columns of a micro-batch can be given, not {len(columns)}")
+        raise ValueError(f"a role gives 1 to {_MOST_COLUMNS} columns, not {len(columns)}")
     for name, column in columns.items():
         if tuple(column.shape) != (num_tokens,):
             raise ValueError(f"{name!r} has shape {list(column.shape)}, not {[num_tokens]}: a number for each token")
@@ -454,11 +455,8 @@ class Reassigned:
         )
 
     def _check(self) -> None:
-        if not self._step.ranks:
-            raise RankLostError(
-                f"step {self._step.step} is not this rank's any more: {self._step.dropped or 'it begins again'}. Start "
-                "this rank again with another's weights, or end its steps with step.finish()",
-                rank=self._step._port.who.rank,
-                step=self._step.step,
-                cause=self._step.dropped or "it begins again",
-            )
+        step = self._step
+        if not step.ranks:
+            why = step.dropped or "it begins again, since ranks that share rollouts were lost"
+            text = f"step {step.step} is not this rank's any more: {why}. Loops that call step.finish() can go on"
+            raise step._port.give_up(step.step, text)
