@@ -57,8 +57,10 @@ def check_plain(world: World, order: Ack) -> None:
     got = sorted(piece for _, pieces in trained for piece in pieces)
     want = sorted(piece for piece in world.pieces[number] if piece.rollout not in order.gone)
     check(got == want, "once", "step {}: trained {}, not {}", number, got, want)
-    for seal, _ in trained:
-        check_sizes(seal, want)
+    # What is fetched again after the seal may be gone, and others have divided by then.
+    if world.generation == 1 and not any(process.incarnation for process in world.processes.values()):
+        for seal, _ in trained:
+            check_sizes(seal, want)
 
 
 def check_sizes(seal: Seal, want: list[Piece]) -> None:

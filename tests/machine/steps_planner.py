@@ -56,9 +56,11 @@ class Planner:
     def replanned(self, ledger: Ledger, order: Replan) -> list[Item]:
         """A role's items get another owner; a trainer's are cut anew, those of a group in one collective again."""
         if order.items[0].role:
-            for item in order.items:
-                item.owner = self.rng.choice(order.over)
-            return list(order.items)
+            owners = [self.rng.choice(order.over) for _ in order.items]
+            return [
+                Item(item.id, owner, item.pieces, item.role, remote=item.remote)
+                for item, owner in zip(order.items, owners, strict=True)
+            ]
         alone = [item for item in order.items if item.group is None]
         groups = defaultdict[int, list[Item]](list)
         for item in order.items:

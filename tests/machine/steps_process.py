@@ -298,4 +298,5 @@ class Process:
     def leave(self) -> None:
         if all(process.may_leave() for process in self.world.processes_of(self.rank)):
             self.world.kill(self.rank)
-            self.world.left.add(self.rank)
+            if self.world.ended or self.rank.number not in self.world.wanted[self.rank.role]:
+                self.world.left.add(self.rank)  # else there are more ranks again: the launcher starts another process

@@ -36,6 +36,9 @@ def look_at_step(book: Book, step: Step) -> None:
             step.ownerless.clear()  # in the weights, or in a gradient that does not count
             step.torn.clear()
             book.ranks_touched.update(dict.fromkeys(step.participants))
+        if not step.participants and any(book.ranks[one].acked >= step.number for one in step.met):
+            acknowledge(book, step)  # by those who took the weights of ranks that are no more
+            return
     elif not step.is_uncertain:
         _change(book, step)
     _look_at_roles(book, step)
@@ -309,13 +312,13 @@ def _look_at_share(book: Book, share: Share) -> None:
 def _lacks_weights(book: Book, rank: Rank, step: Step) -> bool:
     """Steps before this one are not in its weights, and it will not train on them: then others must lack them, too."""
     weights = rank.weights
-    if weights is None:
+    if weights is None or not book.meets:
         return False
     for number in range(weights, step.number):
         before = book.steps.get(number)
         if number in rank.active:
             continue
-        if before is not None and not before.met and book.meets:
+        if before is not None and not before.met:
             return True  # it takes the weights of those who will have met
         with_it = step.participants if before is None else step.participants | before.met
         others = {one: book.ranks[one].weights or 0 for one in sorted(with_it)}

@@ -69,7 +69,7 @@ def _supersede(book: Book, rank: Rank, full: int) -> None:
     """The processes that were the rank are no more, and what they held with them. Acknowledged is acknowledged."""
     shares = [step.shares[rank.id] for step in book.steps.values() if rank.id in step.shares]
     was_acked = [share.is_acked for share in shares]
-    rank.full, rank.links, rank.weights_of = full, 0, {}
+    rank.full, rank.links, rank.weights_of, rank.acked_of = full, 0, {}, {}
     for share, acked in zip(shares, was_acked, strict=True):
         step = share.step
         share.acked = full if acked else 0

@@ -128,8 +128,8 @@ class Ledger(Book):
 
     def replanned(self, number: int, old: Iterable[int], new: Iterable[Item]) -> bool:
         """The answer to a Replan: ``new`` items, with ids that rise in the same order of groups on all ranks, in place of
-        ``old``. Items of a role stay what they are but for the owner. False, and nothing is done, if it is out of date:
-        what still has no owner is asked for again."""
+        ``old``; those of a role keep their ids. False, and nothing is done, if it is out of date: what still has no owner
+        is asked for again."""
         step, ids = self.steps.get(number), list(old)
         if step is None or not all(id_ in step.ownerless for id_ in ids):
             return False
@@ -232,9 +232,11 @@ class Ledger(Book):
         share = self._share_of(one, seat, number, attempt)
         if share is None:
             return
-        step = share.step
-        step.gone.update(missing)
+        step, lost = share.step, frozenset(missing)
         for item in [share.items[id_] for id_ in items if id_ in share.items]:
+            # A role that computes again, after a restart, may miss what has been trained on.
+            if not item.role or any(not it.sent for it in step.waiters.get(item.id, ())):
+                step.gone.update(piece.rollout for piece in item.pieces if piece.rollout in lost)
             self.note_fetched(step, item, 1 << seat, share.rank.full)
         self.touch(step, everybody=step.num_unfetched == 0)
 
@@ -288,6 +290,10 @@ class Ledger(Book):
         rank, bit = self.rank(one), 1 << seat
         if one.role or not rank.links & bit:
             return
+        rank.acked_of[seat] = max(rank.acked_of.get(seat, -1), number)
+        for step in self.steps.values():
+            if not step.participants:
+                self.touch(step)
         for share in [share for share in rank.active.values() if share.step.number <= number and share.finished & bit]:
             step = share.step
             share.acked |= bit

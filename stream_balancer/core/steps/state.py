@@ -182,6 +182,8 @@ class Rank:
     """Steps that it may hold and has not begun."""
     weights_of: dict[int, int] = field(default_factory=dict)
     """By seat, once it has said: its weights have all steps before this one."""
+    acked_of: dict[int, int] = field(default_factory=dict)
+    """By seat: the last step that it has acknowledged."""
     is_given_up: bool = False
     is_warned: bool = False
     ended: int = 0
@@ -197,6 +199,11 @@ class Rank:
         """Those of the seat that is least far. None: not all have said."""
         known = self.weights_of.values()
         return min(known) if len(known) == self.full.bit_length() else None
+
+    @property
+    def acked(self) -> int:
+        """The last step that all its seats have acknowledged."""
+        return min(self.acked_of.values()) if len(self.acked_of) == self.full.bit_length() else -1
 
     @property
     def room(self) -> int:
