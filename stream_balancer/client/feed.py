@@ -199,7 +199,7 @@ class RankFeed(OfOneProcess):
     async def __anext__(self) -> Step:
         """As ``next()``, without blocking the event loop. If cancelled, no step was taken."""
         await anyio.lowlevel.checkpoint()
-        # a property cannot wait in an event loop: only who iterates steps gets those that are not complete
+        # a property cannot wait in an event loop: but for open steps, only who iterates gets what is not complete
         step = await self._take_next(early=self._port.by_item)
         if step is None:
             if self._is_through:
@@ -237,7 +237,8 @@ class RankFeed(OfOneProcess):
         oldest = port.known.get(min(held.parts)) if held.parts else None
         if oldest is not None:
             waited_s = 0.0 if port.waiting_since is None else time.monotonic() - port.waiting_since
-            part = held.next_step(early=True) if early or port.who.role or oldest.is_whole else None
+            may_begin = early or port.who.role or oldest.is_whole or oldest.is_open
+            part = held.next_step(early=True) if may_begin else None
             if part is not None:
                 self._hand = Step(port, port.known[part.number], self.acknowledge_through, waited_s)
                 return True

@@ -100,6 +100,11 @@ class Known:
         """All of it is here, as far as it was planned."""
         return self.sizes is not None or self.seal is not None
 
+    @property
+    def is_open(self) -> bool:
+        """More of it was to be planned when it began."""
+        return self.head is not None and self.head.open
+
 
 class Port:
     """Safe from any thread; the lock is held around every use of :attr:`held`."""

@@ -131,6 +131,7 @@ class Sender:
             meets=self._here.ledger.meets and not one.role,
             mini_batches=() if rank_batch is None else tuple(MiniBatchHead(*it) for it in rank_batch.mini_batch_sizes),
             rank=None if place == one.number else place,
+            open=not plan.is_complete,
         )
 
     def _sizes(self, plan: Plan, order: Send) -> Sizes | None:

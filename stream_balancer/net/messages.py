@@ -138,6 +138,8 @@ class StepHead(msgspec.Struct, frozen=True, array_like=True, gc=False):
     mini_batches: Annotated[tuple[MiniBatchHead, ...], msgspec.Meta(max_length=65_536)] = ()
     rank: Count | None = None
     """Its number in the step, where that is another one: some ranks before it have no part in the step."""
+    open: bool = False
+    """More of it may be planned."""
 
 
 class Work(Message, frozen=True, tag=10):

@@ -241,75 +241,93 @@ async def test_executions_need_groups() -> None:
 # -- through serve() ---------------------------------------------------------------------------------------------------
 
 
-async def train(transport: MemoryNetwork, rank: int, got: list[tuple[int, bool, tuple[str, ...]]]) -> None:
-    async with sb.RankFeed(transport.connect(rank, depth=1)) as feed:
-        async for batch in feed:
-            got.append((batch.step, batch.is_last, tuple(ids(batch))))
-            if batch.is_last:
-                assert batch.global_num_rollouts == 6
-            else:
-                with pytest.raises(ValueError, match="more rows"):
-                    batch.ack()
+async def train(feed: sb.RankFeed, got: list[tuple[int, list[str]]], ends: list[Any] | None = None) -> None:
+    """What it got of each step, micro-batch by micro-batch."""
+    async for step in feed:
+        got.append((step.step, []))
+        async for micro_batch in step:
+            got[-1][1].extend(rollout.rollout_id for rollout in micro_batch.rollouts)
+        end = await step.async_finish()
+        assert end is not None
+        assert end.rollouts == step.global_num_rollouts == 6
+        if ends is not None:
+            ends.append(end)
 
 
-async def test_every_rank_gets_every_row_and_the_step_is_acknowledged_after_its_last() -> None:
+@pytest.mark.parametrize("meets", [False, True])
+async def test_every_rank_begins_with_what_has_come_and_the_step_is_acknowledged_as_a_whole(meets: bool) -> None:
     got: list[list[Any]] = [[], []]
+    options = {"on_rank_loss": "replan"} if meets else {}
     async with sb.StreamBalancer(rows_of_six()) as balancer, anyio.create_task_group() as tasks:
         transport = MemoryNetwork(dp_size=2)
-        tasks.start_soon(partial(sb.serve, balancer, transport, open=True))
+        tasks.start_soon(partial(sb.serve, balancer, transport, open=True, **options))
         for rank in range(2):
-            tasks.start_soon(train, transport, rank, got[rank])
+            tasks.start_soon(train, sb.RankFeed(transport.connect(rank, depth=1)), got[rank])
         for step in range(3):
             for number in range(6):
                 await put(balancer, number, step=step)
                 await settle()
-                if number < 5:
-                    assert balancer.in_flight() == () or step > 0
+                began = [ids for rank in got for at, ids in rank if at == step]
+                assert sum(map(len, began)) == number + (number % 2), "a row needs a rollout for each rank"
+                assert balancer.in_flight() == () or number == 5 or step > 0
         balancer.end()
-    for rank in range(2):
-        assert [(step, last) for step, last, _ in got[rank]] == [
-            (step, last) for step in range(3) for last in (False, False, True)
-        ]
     for step in range(3):
-        its = sorted(name for rank in got for number, _, names in rank if number == step for name in names)
+        its = sorted(name for rank in got for number, names in rank if number == step for name in names)
         assert its == [f"{step}.{number}" for number in range(6)]
     assert balancer.statistics().acknowledged == 18
 
 
-async def test_a_rank_killed_in_the_middle_of_a_step_gets_it_from_its_first_row() -> None:
+async def test_a_rank_killed_in_the_middle_of_a_step_gets_it_from_its_beginning() -> None:
     got: list[Any] = []
     again: list[Any] = []
     async with sb.StreamBalancer(rows_of_six()) as balancer, anyio.create_task_group() as tasks:
         transport = MemoryNetwork(dp_size=2)
         tasks.start_soon(partial(sb.serve, balancer, transport, open=True, rejoin_timeout_s=math.inf))
-        tasks.start_soon(train, transport, 0, got)
+        tasks.start_soon(train, sb.RankFeed(transport.connect(0, depth=1)), got)
         killed = sb.RankFeed(transport.connect(1, depth=1))
         await put(balancer, 0, 1)
-        first = await anext(killed)
+        rows = aiter(await anext(killed))
+        first = ids_of(await anext(rows))
         await put(balancer, 2, 3)
-        second = await anext(killed)  # asking does not acknowledge what is no whole step
-        assert not first.is_last
-        assert not second.is_last
+        second = ids_of(await anext(rows))
         killed.close()
         await settle()
-        tasks.start_soon(train, transport, 1, again)
+        tasks.start_soon(train, sb.RankFeed(transport.connect(1, depth=1)), again)
         await put(balancer, 4, 5)
         balancer.end()
-    assert [names for _, _, names in again][:2] == [tuple(ids(first)), tuple(ids(second))]
-    assert [last for _, last, _ in again] == [last for _, last, _ in got] == [False, False, True]
+    [(step, names)] = again
+    assert step == 0
+    assert names[:2] == [*first, *second]
     assert balancer.statistics().acknowledged == 6
 
 
-@pytest.mark.parametrize(
-    "options",
-    [{"roles": {"ref": ["x"]}}, {"move_late": True}, {"on_rank_loss": "replan"}],
-    ids=lambda one: next(iter(one)),
-)
-async def test_what_goes_by_whole_steps_is_refused(options: dict[str, Any]) -> None:
-    knobs = rows_of_six(micro_batch_counts="free")
-    async with sb.StreamBalancer(knobs) as balancer:
-        with pytest.raises(ConfigError, match="open=True with"):
-            await sb.serve(balancer, MemoryNetwork(dp_size=2), open=True, **options)
+async def test_a_loop_over_micro_batches_gets_the_whole_step() -> None:
+    async with sb.StreamBalancer(rows_of_six()) as balancer, anyio.create_task_group() as tasks:
+        transport = MemoryNetwork(dp_size=2)
+        tasks.start_soon(partial(sb.serve, balancer, transport, open=True))
+        feeds = [sb.RankFeed(transport.connect(rank)) for rank in range(2)]
+        await put(balancer, 0, 1)
+        steps = [await anext(feed) for feed in feeds]
+        with pytest.raises(RuntimeError, match="async for micro_batch in step"):
+            _ = steps[0].micro_batches
+        with pytest.raises(ValueError, match="is open, and more of it comes"):
+            steps[0].ack()
+        await put(balancer, 2, 3, 4, 5)
+        await settle()
+        assert sorted(name for step in steps for name in ids_of(*step.micro_batches)) == [f"0.{n}" for n in range(6)]
+        assert {step.global_num_rollouts for step in steps} == {6}
+        balancer.end()
+        for feed in feeds:
+            tasks.start_soon(drain, feed)
+    assert balancer.statistics().acknowledged == 6
+
+
+async def drain(feed: sb.RankFeed) -> None:
+    assert [step async for step in feed] == []
+
+
+def ids_of(*micro_batches: sb.MicroBatch) -> list[str]:
+    return [rollout.rollout_id for one in micro_batches for rollout in one.rollouts if not rollout.is_padding]
 
 
 async def test_gradients_of_rows_are_those_of_the_whole_step() -> None:
