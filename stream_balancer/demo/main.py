@@ -132,19 +132,30 @@ async def _run_all(
         with Progress(*columns, TextColumn("{task.fields[note]}"), console=console) as progress:
             for config in configs:
                 bar = progress.add_task(NAMES[config.policy], total=len(workload.rollouts), note="starting processes")
-                runs.append(await _run(options, workload, config, _Shown(progress, bar)))  # kept if a signal comes
+                runs.append(await _run(options, workload, config, _Watched(progress, bar)))  # kept if a signal comes
         group.cancel_scope.cancel()
     return runs
 
 
-class _Shown(sb.Observer):
-    """A bar of the rollouts that were trained on."""
+class _Watched(sb.Observer):
+    """How long rollouts waited, and a bar of those that were trained on."""
 
     def __init__(self, progress: Progress, bar: TaskID) -> None:
         self._progress, self._bar = progress, bar
+        self._accepted_at: dict[str, float] = {}
+        self.delays_s: list[float] = []  # from acceptance to dispatch, of each rollout
+
+    def accepted(self, rollouts: Sequence[sb.Rollout], now: float) -> None:
+        """Note when."""
+        self._accepted_at |= {rollout.rollout_id: now for rollout in rollouts}
+
+    def dispatched(self, batch: sb.Batch) -> None:
+        """Note how long that was."""
+        now = anyio.current_time()
+        self.delays_s += [now - self._accepted_at[r.rollout_id] for r in batch.rollouts if not r.is_padding]
 
     def acknowledged(self, batch: sb.Batch) -> None:
-        """Move it."""
+        """Move the bar."""
         trained = sum(not rollout.is_padding for rollout in batch.rollouts)
         self._progress.update(self._bar, advance=trained, note=f"step {batch.step} ({batch.reason})")
 
@@ -156,7 +167,7 @@ async def _cancel_on_signal(scope: anyio.CancelScope, *, task_status: TaskStatus
             scope.cancel()
 
 
-async def _run(options: DemoOptions, workload: Workload, config: sb.BalancerConfig, shown: sb.Observer) -> Figures:
+async def _run(options: DemoOptions, workload: Workload, config: sb.BalancerConfig, watched: _Watched) -> Figures:
     """One run, with ranks of its own."""
     token = secrets.token_hex(16)
     with TemporaryDirectory() as name:
@@ -165,7 +176,7 @@ async def _run(options: DemoOptions, workload: Workload, config: sb.BalancerConf
             sb.StreamBalancer(config) as balancer,
             sb.TorchTransport.listen(dp_size=options.ranks, token=token) as transport,
         ):
-            balancer.observers.append(shown)
+            balancer.observers.append(watched)
             with _started(
                 (options, transport.address, token, workload.lengths["longest"], folder), options.ranks
             ) as ranks:
@@ -180,7 +191,7 @@ async def _run(options: DemoOptions, workload: Workload, config: sb.BalancerConf
                 wall_s = anyio.current_time() - began_s
             said = balancer.statistics()
         done = [msgspec.json.decode((folder / f"{n}.json").read_bytes(), type=RankRun) for n in range(options.ranks)]
-    return summarize(config.policy, said, wall_s, done, workload.rollouts)
+    return summarize(config.policy, said, watched.delays_s, wall_s, done, workload.rollouts)
 
 
 @contextmanager

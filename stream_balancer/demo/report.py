@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from statistics import fmean, pvariance
 from typing import Any, TypeAlias
 
+import numpy as np
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
@@ -27,10 +28,16 @@ Figures: TypeAlias = dict[str, Any]
 
 
 def summarize(
-    policy: str, said: sb.Statistics, wall_s: float, ranks: Sequence[RankRun], rollouts: Sequence[sb.Rollout]
+    policy: str,
+    said: sb.Statistics,
+    delays_s: Sequence[float],
+    wall_s: float,
+    ranks: Sequence[RankRun],
+    rollouts: Sequence[sb.Rollout],
 ) -> Figures:
     """The figures of a run that was to train on ``rollouts``; ``said``: the balancer's own of it. ``problems``: what
     speaks against "every rollout exactly once, with the tokens that were put". Compute is CPU seconds."""
+    p50, p99 = np.quantile(delays_s, (0.5, 0.99)).tolist() if delays_s else (None, None)
     by_step: dict[int, list[float]] = {}  # seconds of every rank
     for done in (done for rank in ranks for done in rank.steps):
         by_step.setdefault(done.step, []).append(done.compute_s)
@@ -48,7 +55,8 @@ def summarize(
         "predicted_idle_fraction": said.idle_fraction,
         "tokens_per_second": said.dispatched_tokens / slowest_s if slowest_s else None,
         "step_variance_s2": fmean(map(pvariance, by_step.values())) if by_step else None,
-        "mean_delay_steps": said.length_bias.mean_delay,
+        "delay_p50_s": p50,
+        "delay_p99_s": p99,
         "reasons": {reason: count for reason, count in said.batches.items() if count},
         "final_loss": sum(rank.steps[-1].loss for rank in ranks) if by_step else None,
         "problems": problems,
@@ -81,7 +89,8 @@ _ROWS = (  # what, its name in the figures, its format, whether a ratio says som
     ("sum over steps of the slowest rank, CPU s", "slowest_s", "{:.2f}", True),
     ("tokens/s, each rank on a device of its own", "tokens_per_second", "{:,.0f}", True),
     ("variance of rank time within a step, s²", "step_variance_s2", "{:.2g}", True),
-    ("steps that passed a rollout over, mean", "mean_delay_steps", "{:.2f}", False),
+    ("delay from put to dispatch, p50, s", "delay_p50_s", "{:.2f}", True),
+    ("delay from put to dispatch, p99, s", "delay_p99_s", "{:.2f}", True),
     ("optimizer steps", "num_steps", "{}", False),
     ("batches left because of", "reasons", "{}", False),
     ("compute of each rank, CPU s", "compute_s", "{:.2f}", False),

@@ -66,7 +66,7 @@ def test_every_rollout_is_trained_on_exactly_once_in_both_runs(result):
         assert len(run["compute_s"]) == 2
         assert all(seconds > 0 for seconds in run["compute_s"])
         assert 0 <= run["idle_fraction"] < 1
-        assert run["mean_delay_steps"] >= 0
+        assert run["delay_p50_s"] <= run["delay_p99_s"]
 
 
 @pytest.mark.slow

@@ -33,13 +33,14 @@ RANKS = (RankRun([step(0, 1.0, "a"), step(1, 2.0, "d")], 7), RankRun([step(0, 3.
 
 
 def test_figures(said):
-    run = summarize("window", said, 9.0, RANKS, ROLLOUTS)
+    run = summarize("window", said, [1.0, 3.0, 2.0], 9.0, RANKS, ROLLOUTS)
     assert (run["num_steps"], run["num_rollouts"], run["num_tokens"], run["wall_s"]) == (2, 4, 40, 9.0)
     assert (run["compute_s"], run["slowest_s"], run["final_loss"]) == ([3.0, 5.0], 5.0, 1.0)
     assert run["idle_fraction"] == pytest.approx(1 - (2.0 + 2.0) / 5.0)
     assert run["predicted_idle_fraction"] == said.idle_fraction == 0.0
     assert run["tokens_per_second"] == pytest.approx(40 / 5.0)
     assert run["step_variance_s2"] == pytest.approx((1.0 + 0.0) / 2)
+    assert (run["delay_p50_s"], run["delay_p99_s"]) == (2.0, pytest.approx(2.98))
     assert run["reasons"] == {"drain": 2}
     assert run["exactly_once"]
 
@@ -57,7 +58,7 @@ def test_figures(said):
     ],
 )
 def test_everything_that_is_not_exactly_once_is_named(said, rank_1, problem):
-    run = summarize("window", said, 9.0, [RANKS[0], rank_1], ROLLOUTS)
+    run = summarize("window", said, [1.0, 3.0, 2.0], 9.0, [RANKS[0], rank_1], ROLLOUTS)
     assert not run["exactly_once"]
     assert any(problem in text for text in run["problems"]), run["problems"]
     assert "EXACTLY ONCE FAILED\nbalanced: " in shown(run, run)
@@ -67,7 +68,7 @@ def test_of_nothing_nothing_is_measured_and_many_ids_are_cut_short():
     with sb.blocking(sb.BalancerConfig(dp_size=1, batch_size=1)) as balancer:
         nothing = balancer.statistics()
     many = [make_rollout(f"r{n}", 10, 1, "g", 32) for n in range(9)]
-    run = summarize("window", nothing, 0.0, [RankRun([], 7)], many)
+    run = summarize("window", nothing, [], 0.0, [RankRun([], 7)], many)
     assert run["problems"] == ["9 rollouts not trained on, or with other tokens: r0, r1, r2, r3, r4, ..."]
     assert run["idle_fraction"] is None
     assert "?" in shown(run, run)
@@ -80,7 +81,9 @@ def shown(usual, balanced):
 
 
 def test_both_runs_stand_side_by_side(said):
-    text = shown(*(summarize(policy, said, 9.0, RANKS, ROLLOUTS) for policy in ("round_robin", "window")))
+    text = shown(
+        *(summarize(policy, said, [1.0, 3.0, 2.0], 9.0, RANKS, ROLLOUTS) for policy in ("round_robin", "window"))
+    )
     for part in ("round-robin", "balanced", "20.0%", "× 1.00", "drain 2", "3.00, 5.00", "8"):
         assert part in text
     assert "Exactly once: in both runs all 4 rollouts" in text
