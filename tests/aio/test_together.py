@@ -1,0 +1,219 @@
+"""Features of a step in pairs and triples, at random moments, through a real balancer, ``serve`` and feeds.
+
+Each rollout is trained on once or masked everywhere, all ranks divide by the same, nothing is lost, nothing stalls, no
+thread stays."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections import Counter
+from dataclasses import replace
+from functools import partial
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+import anyio
+import pytest
+import torch
+from crew import WHENS, Crew
+from kept import Kept
+
+import stream_balancer as sb
+from stream_balancer.testing import BACKENDS, MemoryNetwork, make_rollout, virtual_time_backend
+from stream_balancer.types import MicroBatch, Rollout
+
+FEATURES = (
+    "open", "groups", "roles", "replan", "late", "resize", "direct", "journal", "seats", "shared", "prefixes",
+    "mini_batches",
+)  # fmt: skip
+KNOBS: dict[str, dict[str, Any]] = {
+    "groups": {"group_size": 3, "groups": "same_batch"},
+    "late": {"max_tokens_per_micro_batch": 60, "micro_batch_counts": "free"},
+    "shared": {"cp_sizes": (1, 2), "cp_min_tokens": 40, "max_tokens_per_micro_batch": 60},
+    "prefixes": {"group_size": 3, "share_prefixes": True},
+    "mini_batches": {"mini_batches": 2},
+}
+SIZE, NUM_STEPS, BATCH = 4, 5, 12
+ROLE = {"roles": {"ref": ["ref"]}}
+
+
+class Lane(Crew):
+    """One seat of every rank. Columns of the role are what its model says of each token."""
+
+    def __init__(self, team: Team, seat: int) -> None:
+        super().__init__(team, team.die.copy())  # type: ignore[arg-type]
+        self.team, self.seat, self.rejoin = team, seat, "journal" in team.features
+        self.seconds = team.seconds
+
+    async def train(self, rank: int, **join: Any) -> None:
+        seats = {"seat": self.seat, "seats": self.team.num_seats} if self.team.num_seats > 1 else {}
+        await super().train(rank, **seats, **join)
+        if rank in self.team.returns and not join:
+            await anyio.sleep(self.team.returns[rank])
+            await super().train(rank, incarnation=1, **seats)
+
+    def add(self, rank: int, step: int, micro_batch: MicroBatch, gradient: Counter[tuple[str, int]]) -> None:
+        super().add(rank, step, micro_batch, gradient)
+        if "roles" in self.team.features and any(not one.is_padding for one in micro_batch.rollouts):
+            packed = micro_batch.packed()
+            there = packed["loss_mask"].bool()
+            assert torch.equal(packed["ref"][there], -packed["input_ids"].float()[there])
+
+
+class Team:
+    """A balancer with these features, and all who take part. Also what its ranks connect to."""
+
+    def __init__(self, features: frozenset[str], seed: int, folder: Path) -> None:
+        chance = self.chance = random.Random(f"{sorted(features)}{seed}")
+        self.features, self.folder = features, folder
+        self.meets = bool(features & {"replan", "late"})
+        self.num_seats = 2 if "seats" in features else 1
+        self.speed = {rank: chance.choice([1.0, 1.0, 3.0]) if "late" in features else 1.0 for rank in range(2 * SIZE)}
+        victim, at = chance.randrange(1, SIZE), (chance.randrange(NUM_STEPS), chance.choice(WHENS))
+        self.die = {victim: at} if "replan" in features or chance.random() < 0.5 else {}
+        self.returns = {} if "replan" in features else dict.fromkeys(self.die, chance.choice([0.5, 3.0, 20.0]))
+        knobs: dict[str, Any] = {"dp_size": SIZE, "batch_size": BATCH, "window": BATCH, "capacity": 500}
+        for feature in sorted(features):
+            knobs |= KNOBS.get(feature, {})
+        self.config = sb.BalancerConfig(**knobs)
+        self.dp_size = SIZE
+        self.network = MemoryNetwork(dp_size=SIZE)
+        self.kept = Kept(self.network) if "direct" in features else None
+        self.lanes = [Lane(self, seat) for seat in range(self.num_seats)]
+        self.rollouts = [self._rollout(number) for number in range(NUM_STEPS * BATCH)]
+        self.gone = set(chance.sample(range(len(self.rollouts)), 3)) if self.kept is not None else set()
+        self.evicted: list[str] = []
+
+    def _rollout(self, number: int) -> Rollout:
+        length = 55 if number % 6 == 5 else 6 + 7 * number % 25
+        rollout = make_rollout(length, f"r{number}", group_id=f"g{number // 3}" if self._has_groups else None)
+        return replace(rollout, prefix=4) if "prefixes" in self.features else rollout
+
+    @property
+    def _has_groups(self) -> bool:
+        return bool(self.features & {"groups", "prefixes"})
+
+    def seconds(self, rank: int, step: int) -> float:
+        return self.speed[rank]
+
+    def connect(self, rank: int, **join: Any) -> Any:
+        return self.network.connect(rank, **join) if self.kept is None else self.kept.port(self.network, rank, **join)
+
+    def balancer(self) -> sb.StreamBalancer:
+        journal = {"journal": self.folder / "journal"} if "journal" in self.features else {}
+        return sb.StreamBalancer(self.config, on_evict=lambda one, _: self.evicted.append(one.rollout_id), **journal)
+
+    def options(self) -> dict[str, Any]:
+        return {
+            "rejoin_timeout_s": 2.0 if "replan" in self.features else 1000.0,
+            "on_rank_loss": "replan" if "replan" in self.features else "raise",
+            "move_late": "late" in self.features,
+            "open": "open" in self.features,
+            **(ROLE if "roles" in self.features else {}),
+        }
+
+    async def compute(self, rank: int) -> None:
+        """A rank of the role."""
+        rejoin = {"rejoin": True} if "journal" in self.features else {}
+        async for step in sb.RankFeed(self.connect(rank, role="ref", **rejoin)):
+            async for micro_batch in step:
+                await anyio.sleep(0.3)
+                micro_batch.give(ref=-micro_batch.packed()["input_ids"].float())
+
+    async def run(self) -> sb.StreamBalancer:
+        with anyio.fail_after(200_000):  # virtual
+            async with anyio.create_task_group() as ranks:
+                for rank in range(SIZE):
+                    for lane in self.lanes:
+                        ranks.start_soon(lane.train, rank)
+                    if "roles" in self.features:
+                        ranks.start_soon(self.compute, rank)
+                return await self._serve(ranks)
+        raise AssertionError
+
+    async def _serve(self, ranks: Any) -> sb.StreamBalancer:
+        async with self.balancer() as balancer, anyio.create_task_group() as tasks:
+            tasks.start_soon(partial(sb.serve, **self.options()), balancer, self.network)
+            tasks.start_soon(self._put, balancer)
+            if "resize" in self.features:
+                tasks.start_soon(self._resize, balancer, ranks)
+            if "journal" in self.features:
+                await anyio.sleep(self.chance.uniform(1.0, 15.0))
+                tasks.cancel_scope.cancel()
+        if "journal" not in self.features:
+            return balancer
+        async with self.balancer() as balancer:
+            self.network.resize(balancer.config.dp_size)
+            known = balancer.statistics().accepted
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(partial(sb.serve, **self.options()), balancer, self.network)
+                for rollout in self.rollouts[known:]:
+                    await balancer.put(rollout)
+                balancer.end()
+        return balancer
+
+    async def _put(self, balancer: sb.StreamBalancer) -> None:
+        for number, rollout in enumerate(self.rollouts):
+            await anyio.sleep(0.1)
+            await balancer.put(rollout if self.kept is None else self.kept.remote(rollout))
+            if self.kept is not None:
+                self.kept.gone = {one for one in self.gone if one <= number}
+        if "resize" in self.features:
+            await anyio.sleep(30.0)
+        balancer.end()
+
+    async def _resize(self, balancer: sb.StreamBalancer, ranks: Any) -> None:
+        await anyio.sleep(self.chance.uniform(0.5, 15.0))
+        more = "replan" not in self.features and self.chance.choice([True, False])
+        balancer.reconfigure(dp_size=balancer.config.dp_size + (1 if more else -1))
+        if more:
+            for lane in self.lanes:
+                ranks.start_soon(lane.train, SIZE)
+            if "roles" in self.features:
+                ranks.start_soon(self.compute, SIZE)
+
+    def check(self, balancer: sb.StreamBalancer) -> None:
+        statistics = balancer.statistics()
+        assert statistics.in_flight == statistics.waiting == 0
+        assert statistics.acknowledged + len(self.evicted) == len(self.rollouts)
+        assert set(self.evicted) <= {f"r{number}" for number in self.gone}
+        for lane in self.lanes:
+            total: Counter[tuple[str, int]] = sum(lane.met.values(), Counter())
+            assert set(total.values()) == {1}, "once"
+            assert {name for name, _ in total} | set(self.evicted) == {one.rollout_id for one in self.rollouts}
+            assert not {name for name, _ in total} & set(self.evicted), "masked everywhere"
+            for step, gradient in lane.met.items():
+                (size,) = {(end.rollouts, end.tokens) for end in lane.ends[step]}
+                assert size[0] == len({name for name, _ in gradient})
+            assert not lane.errors
+        assert len({tuple(sorted(lane.trained)) for lane in self.lanes}) == 1, "all seats train on the same"
+        balancer.parts.core.verify()
+
+
+def _first(error: BaseException) -> BaseException:
+    return _first(error.exceptions[0]) if isinstance(error, BaseExceptionGroup) else error
+
+
+def chosen() -> list[frozenset[str]]:
+    triples = random.Random(0).sample(list(combinations(FEATURES, 3)), 60)
+    return [*map(frozenset, combinations(FEATURES, 2)), *map(frozenset, triples)]
+
+
+@pytest.fixture(params=BACKENDS)
+def anyio_backend(request: pytest.FixtureRequest, features: frozenset[str]) -> tuple[str, dict[str, Any]]:
+    """A journal has a thread, for which the clock waits a moment."""
+    return virtual_time_backend(request.param, grace_s=0.003 if "journal" in features else 0.0)
+
+
+@pytest.mark.parametrize("features", chosen(), ids=lambda features: "+".join(sorted(features)))
+async def test_together(features: frozenset[str], tmp_path: Path) -> None:
+    threads = set(threading.enumerate())
+    try:
+        team = Team(features, 0, tmp_path)
+        balancer = await team.run()
+    except* sb.ConfigError as refused:
+        pytest.skip(str(_first(refused)))
+    team.check(balancer)
+    assert {thread.name for thread in set(threading.enumerate()) - threads} == set()
