@@ -237,8 +237,7 @@ class RankFeed(OfOneProcess):
         oldest = port.known.get(min(held.parts)) if held.parts else None
         if oldest is not None:
             waited_s = 0.0 if port.waiting_since is None else time.monotonic() - port.waiting_since
-            may_begin = early or port.who.role or oldest.is_whole or oldest.is_open
-            part = held.next_step(early=True) if may_begin else None
+            part = held.next_step() if early or oldest.may_begin(port.who.role) else None
             if part is not None:
                 self._hand = Step(port, port.known[part.number], self.acknowledge_through, waited_s)
                 return True

@@ -100,10 +100,14 @@ class Known:
         """All of it is here, as far as it was planned."""
         return self.sizes is not None or self.seal is not None
 
-    @property
-    def is_open(self) -> bool:
-        """More of it was to be planned when it began."""
-        return self.head is not None and self.head.open
+    def may_begin(self, role: str) -> bool:
+        """A loop over ``micro_batches`` can have it now, or never can."""
+        work = self.part.work.values()
+        if role:
+            return all(one.fetched for one in work if one.item.remote)
+        if self.is_whole or self.head is None:
+            return self.is_whole
+        return self.head.open or (self.head.meets and any(one.item.remote for one in work))
 
 
 class Port:

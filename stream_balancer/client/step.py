@@ -219,7 +219,15 @@ class Step(OneRank):
 
     @property
     def _is_whole(self) -> bool:
-        return self._known.is_whole or bool(self._port.who.role)
+        if self._port.who.role or self._known.is_whole:
+            return True
+        part, held = self._known.part, self._port.held
+        if held.meets and self.is_mine and any(work.item.remote for work in part.work.values()):
+            raise ConfigError(
+                f"step {self.step} may change, and some payloads are with their producers: what is left of it is known "
+                "when its ranks meet. Iterate `for micro_batch in step`, and divide by `end = step.finish()`"
+            )
+        return False
 
     def _begin_again(self) -> None:
         """``for`` over a step that had ended: the ranks that it named could not meet."""
