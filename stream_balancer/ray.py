@@ -35,6 +35,7 @@ import stream_balancer as sb
 from stream_balancer.client.payloads import SOURCES
 from stream_balancer.client.producer import Producer, connect
 from stream_balancer.core.accept import Accept
+from stream_balancer.errors import WouldBlock
 from stream_balancer.net.address import Entry
 from stream_balancer.net.listener import split_address
 from stream_balancer.net.loops import Io, Signal, in_loop
@@ -153,6 +154,9 @@ class _Host(sb.Observer):
         if method == "about":
             config = self._balancer.config
             return config.dp_size, config.loss_mask_column, self._options.keeper, self._options.keeper_name
+        if method == "producers":
+            peers = self._transport.door.service.peers.values()
+            return [peer.name for peer in peers if peer.kind == "producer" and peer.connection is not None]
         if self._failure is not None:
             raise sb.BrokenResourceError(f"the balancer stopped: {self._failure}")
         answer = getattr(self._balancer, method)(*args, **kwargs)
@@ -207,7 +211,7 @@ class _InStore:
         return len(self._kept)
 
     def keep(self, rollout: Rollout) -> Handle:
-        """Put a rollout's bytes into the store of this node. Copies them once; waits while the store is full."""
+        """Put a rollout's bytes into the store of this node. Copies them once. Raises WouldBlock while it is full."""
         import ray
 
         encoded = encode_rollouts([rollout])
@@ -217,9 +221,13 @@ class _InStore:
             view = memoryview(piece).cast("B")
             memory[at : at + view.nbytes] = view
             at += view.nbytes
+        try:
+            reference = ray.put((bytes(encoded.header), memory))
+        except ray.exceptions.ObjectStoreFullError as error:
+            raise WouldBlock(f"Ray's object store is full: {error}") from None
         key = next(self._keys)
         self._kept.add(key)
-        self._keeper.keep.remote(self._name, key, [ray.put((bytes(encoded.header), memory))])
+        self._keeper.keep.remote(self._name, key, [reference])
         return Handle(self.owner, key)
 
     def drop(self, keys: Iterable[int]) -> None:

@@ -13,6 +13,7 @@ forget it. The contract is :class:`~stream_balancer.StreamBalancer`'s: returning
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
@@ -43,10 +44,12 @@ if TYPE_CHECKING:
 
 __all__ = ["KeepsPayloads", "Producer", "connect"]
 
+_log = logging.getLogger("stream_balancer.net")
 _ENDED = "put() after end(): the balancer takes no more rollouts. Put before calling end()"
 _ENDED_HERE = "put() after end() of this producer: it puts no more. Put before calling end()"
 _ONE_LOOP = "this producer lives in one event loop, which {} would stop. Await put()"
 _TAKEN_BACK_S = 0.1
+_FULL_S = 0.1
 _int_of = msgspec.msgpack.Decoder(int).decode
 _numbers_of = msgspec.msgpack.Decoder(list[int] | None).decode
 _IN_VAIN = {
@@ -65,7 +68,9 @@ class KeepsPayloads(Protocol):
     """Smaller rollouts travel with their put."""
 
     def __len__(self) -> int: ...
-    def keep(self, rollout: Rollout) -> Handle: ...
+    def keep(self, rollout: Rollout) -> Handle:
+        """Raises WouldBlock while there is no room."""
+
     def drop(self, keys: Iterable[int]) -> None: ...
     async def released(self) -> None: ...
     def close(self) -> None: ...
@@ -155,7 +160,7 @@ class Producer(OfOneProcess):
         self._keeps, self._opened = payloads, Signal()
         self._kept: KeepsPayloads | None = None  # once connected
         self._slots = RemoteSlots(self._ask, self._put, lambda number: self._session.tell("release", number))
-        self._ended_here = self._ended = False
+        self._ended_here = self._ended = self._is_full = False
         self._session = Session(
             dialer, "producer", name=label, rejoin=rejoin, linger_s=linger_s, connect_timeout_s=connect_timeout_s,
             about=lambda: (rejoin, self._slots.open()), on_open=self._on_open, on_message=self._on_message,
@@ -305,7 +310,12 @@ class Producer(OfOneProcess):
     async def _put(self, method: str, head: object, rollouts: Sequence[Rollout]) -> None:
         if self._keeps is not None:
             await self._opened.wait()  # before that it is not known where they stay
-        pending, handles = self._encoded(method, head, rollouts)
+        while True:
+            try:
+                pending, handles = self._encoded(method, head, rollouts)
+                break
+            except WouldBlock as full:  # an object store tells nobody when it has room again
+                await self._pause(str(full))
         try:
             await self._ask(pending)
         except BrokenResourceError:
@@ -313,6 +323,17 @@ class Producer(OfOneProcess):
         except BaseException:
             self._drop(handles)
             raise
+
+    async def _pause(self, why: str) -> None:
+        """Until it may be worth another try. Raises ClosedResourceError if this producer is closed meanwhile."""
+        if not self._is_full:
+            self._is_full = True
+            _log.warning("puts wait: %s", why)
+        signal, io = Signal(), self._session.io
+        io.do(lambda: io.after(_FULL_S, signal.set))
+        await signal.wait()
+        if self._session.is_closed:
+            raise ClosedResourceError("put() on a closed producer: close() was called, or its 'with' block was left")
 
     def _drop(self, handles: Iterable[Handle]) -> None:
         if self._kept is not None:

@@ -121,6 +121,11 @@ class Session:
         self.close()
         await self._over.wait_shielded(2 * self.linger_s)
 
+    @property
+    def is_closed(self) -> bool:
+        """Whether this end has left, or was told to."""
+        return self._leaving or self._over.is_set()
+
     def finish(self, over: Over) -> None:
         """The other end takes no more: calls raise what ``over`` says, and nothing is dialled again. In the I/O
         thread."""
@@ -230,8 +235,9 @@ class Session:
             self._on_end(error)
 
     def _closed_here(self, pending: Pending) -> Exception:
+        fate = f"; {pending.fate}" if pending.sent_before else ""
         return ClosedResourceError(
-            f"{pending.method}() on a closed {self.kind}: close() was called, or its 'with' block was left"
+            f"{pending.method}() on a closed {self.kind}: close() was called, or its 'with' block was left{fate}"
         )
 
     def _leave(self, over: Over) -> None:
@@ -283,7 +289,7 @@ class Session:
         self.connection = None
         if end.kind == "lost" and self._rejoin and not self._leaving:
             self.caller.lost()
-            _log.warning("calls of %s wait for the controller to be there again: %s", self.name, end.text)
+            _log.warning("%s %s waits for the controller to be there again: %s", self.kind, self.name, end.text)
             self._after(_WARN_AGAIN_S, self._warn)
             self._again(0.0 if self._rested else _PAUSE_S)
             self._rested = False

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import inspect
+import math
 import os
 import random
 import signal
 import sys
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager, suppress
-from dataclasses import fields
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import anyio
@@ -24,20 +23,11 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from stream_balancer.config import BalancerConfig
 from stream_balancer.errors import ClosedResourceError
-from stream_balancer.ray import RayBalancer, host
-from stream_balancer.ray.actor import Host, Options
-from stream_balancer.rank.feed import RankFeed
+from stream_balancer.ray import RayBalancer, _Host, _Keeper, _Options
 from stream_balancer.testing import make_rollout
-from stream_balancer.testing.channels import CLAUSES as CHANNEL_CLAUSES
-from stream_balancer.testing.transports import CLAUSES
-from stream_balancer.transport.channel import Channel
-from stream_balancer.transport.ray.actor import ActorChannel, ActorChannels
-from stream_balancer.transport.ray.caller import CallingChannel
-from stream_balancer.transport.ray.rank import open_port
-from stream_balancer.transport.ray.transport import RayTransport
-from stream_balancer.wire.messages import JoinPeer, JoinRank, WelcomePeer
 
 STORE_BYTES = 100 * 2**20
+KEEPER = "keeper of the tests"
 HEALTH = {"health_check_initial_delay_ms": 500, "health_check_period_ms": 500, "health_check_failure_threshold": 4}
 
 ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -61,6 +51,7 @@ def cluster() -> Iterator[Cluster]:
         yield started
     finally:
         hosts.cache_clear()
+        keeper.cache_clear()
         ray.shutdown()
         started.shutdown()
 
@@ -151,11 +142,11 @@ class Hosts:
     """Balancers in one actor."""
 
     def __init__(self) -> None:
-        self._hosts: list[Host | None] = []
+        self._hosts: list[_Host | None] = []
 
-    async def start(self, options: Options) -> int:
+    async def start(self, options: _Options) -> int:
         """Its number."""
-        self._hosts.append(Host(options))
+        self._hosts.append(_Host(options))
         return len(self._hosts) - 1
 
     async def call(self, number: int, method: str, *args: Any, **kwargs: Any) -> Any:
@@ -181,123 +172,26 @@ def actor(kind: type) -> Any:
     return ray.remote(kind).options(num_cpus=0, max_concurrency=1000, scheduling_strategy=here).remote()
 
 
+@functools.cache
+def keeper() -> Any:
+    """The actor that keeps references for all balancers of :func:`hosts`."""
+    return ray.remote(_Keeper).options(num_cpus=0, max_concurrency=1000, name=KEEPER).remote()
+
+
 def host_among_others(config: BalancerConfig, **given: Any) -> tuple[RayBalancer, Callable[[], None]]:
     """As :func:`host`, in the shared actor; and what stops it."""
-    knobs = {field.name for field in fields(Options)}
-    defaults = {name: one.default for name, one in inspect.signature(host).parameters.items() if name in knobs}
-    if given.get("journal") is not None:
-        given["journal"] = os.fspath(given["journal"])
-    number = ray.get(hosts().start.remote(Options(**defaults | {"config": config} | given)), timeout=GUARD_S)
-    balancer = RayBalancer(
-        OneOf(hosts(), number), config.dp_size, config.loss_mask_column, restarts=given.get("journal") is not None
+    folder = given.get("journal")
+    kept = (None, "") if folder is not None else (keeper(), f"{ray.get_runtime_context().namespace}/{KEEPER}")
+    options = _Options(
+        config,
+        {"journal": None if folder is None else os.fspath(folder), "accept": None, "num_producers": None},
+        {"rejoin_timeout_s": given.get("rejoin_timeout_s", math.inf), "roles": given.get("roles")},
+        {name: given[name] for name in ("staged_bytes",) if name in given},
+        *kept,
     )
+    number = ray.get(hosts().start.remote(options), timeout=GUARD_S)
+    balancer = RayBalancer(OneOf(hosts(), number), config.dp_size, config.loss_mask_column, *kept)
     return balancer, lambda: ray.get(hosts().stop.remote(number), timeout=GUARD_S)
-
-
-class _Harness:
-    def __init__(self, transport: RayTransport, actor: OneOf) -> None:
-        self.transport, self._actor = transport, actor
-        self.feeds: list[RankFeed] = []
-
-    def connect(self, rank: int, *, dp_size: int | None = None, auto_ack: bool = True, **options: Any) -> RankFeed:
-        wanted: dict[str, Any] = {"incarnation": 0, "depth": 2, "max_batch_bytes": 2**32, "role": ""}
-        wanted |= {name: options.pop(name) for name in wanted.keys() & options.keys()}
-        port = open_port(
-            self._actor,
-            JoinRank(rank, dp_size or self.transport.dp_size, **wanted),
-            linger_s=GUARD_S + 5,  # a good-bye that is not answered shows as a hang
-            **options,
-        )
-        self.feeds.append(RankFeed(port, auto_ack=auto_ack))
-        return self.feeds[-1]
-
-    def kill(self, feed: RankFeed) -> None:
-        feed._port.abort()  # type: ignore[attr-defined]
-
-
-class ContractHost:
-    """Both ends of a transport in one actor: what passes between them are the actor's calls to itself."""
-
-    def __init__(self) -> None:
-        self._transports: list[RayTransport] = []
-
-    async def call(self, number: int, method: str, *args: Any) -> Any:
-        return await getattr(self._transports[number].channels, method.removeprefix("_"))(*args)
-
-    @asynccontextmanager
-    async def _open(self, dp_size: int) -> AsyncIterator[_Harness]:
-        transport = RayTransport(dp_size=dp_size)
-        self._transports.append(transport)
-        actor = OneOf(ray.get_runtime_context().current_actor, len(self._transports) - 1)
-        harness = _Harness(transport, actor)
-        async with transport:
-            try:
-                yield harness
-            finally:
-                with anyio.CancelScope(shield=True):
-                    for feed in harness.feeds:
-                        await feed.aclose()
-        with anyio.fail_after(GUARD_S):
-            while transport.channels.open:  # noqa: ASYNC110 - nothing of anybody may be left
-                await anyio.sleep(0.01)
-
-    async def clause(self, name: str) -> None:
-        """One clause of the contract."""
-        [clause] = [one for one in CLAUSES if one.__name__ == name]
-        with anyio.fail_after(GUARD_S):
-            await clause(self._open)
-
-
-class ChannelHost:
-    """Both ends of a channel in one actor, as in :class:`ContractHost`."""
-
-    def __init__(self) -> None:
-        self._arrived: list[ActorChannel] = []
-        self._channels = ActorChannels(self._judge)
-
-    def _judge(self, channel: ActorChannel, request: object) -> WelcomePeer:
-        self._arrived.append(channel)
-        return WelcomePeer()
-
-    async def _join(self, *call: Any) -> Any:
-        return await self._channels.join(*call)
-
-    async def _exchange(self, *call: Any) -> Any:
-        return await self._channels.exchange(*call)
-
-    async def _poll(self, *call: Any) -> Any:
-        return await self._channels.poll(*call)
-
-    async def _hold(self, *call: Any) -> None:
-        await self._channels.hold(*call)
-
-    @asynccontextmanager
-    async def _open(self) -> AsyncIterator[tuple[Channel, Channel]]:
-        calling = CallingChannel(ray.get_runtime_context().current_actor, JoinPeer("a pair", 0))
-        with anyio.CancelScope(shield=True):
-            while not self._arrived:  # noqa: ASYNC110 - it comes by a call of this actor
-                await anyio.sleep(0.001)
-        called = self._arrived.pop()
-        try:
-            yield called, calling
-        finally:
-            with anyio.CancelScope(shield=True):
-                await anyio.to_thread.run_sync(calling.abort)
-                called.abort()
-        assert not self._channels.open
-
-    async def clause(self, name: str) -> None:
-        """One clause of the contract of channels."""
-        [clause] = [one for one in CHANNEL_CLAUSES if one.__name__ == name]
-        for turned in (False, True):
-
-            @asynccontextmanager
-            async def open_pair(turned: bool = turned) -> AsyncIterator[tuple[Channel, Channel]]:
-                async with self._open() as (one, other):
-                    yield (other, one) if turned else (one, other)
-
-            with anyio.fail_after(GUARD_S):
-                await clause(open_pair)
 
 
 class ReservingWorker:

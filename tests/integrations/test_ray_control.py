@@ -1,4 +1,4 @@
-"""Remote control over Ray: the clauses of every transport, and workers that are killed while they hold slots."""
+"""Remote control over Ray, and workers that are killed while they hold slots."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ import os
 import random
 import signal
 from collections import Counter
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -18,12 +17,11 @@ from guard import GUARD_S
 
 ray = pytest.importorskip("ray")
 
-from ray_cluster import ReservingWorker, host_among_others  # noqa: E402
+from ray_cluster import ReservingWorker  # noqa: E402
 
 import stream_balancer as sb  # noqa: E402
-from stream_balancer.ray import RayBalancer, host  # noqa: E402
+from stream_balancer.ray import host  # noqa: E402
 from stream_balancer.testing import make_rollout  # noqa: E402
-from stream_balancer.testing.control_clauses import CLAUSES  # noqa: E402
 
 logger = logging.getLogger("tests")
 BATCH_SIZE = 8
@@ -33,45 +31,6 @@ pytestmark = pytest.mark.usefixtures("nodes")
 @pytest.fixture
 def anyio_backend() -> str:
     return "asyncio"
-
-
-class Harness:
-    def __init__(self, balancer: RayBalancer) -> None:
-        self.balancer = balancer
-        self.opened: list[Any] = []
-
-    def producer(self) -> sb.Producer:
-        handle = RayBalancer(self.balancer.actor, self.balancer.dp_size)  # as another process would have it
-        self.opened.append(handle.producer)
-        return handle.producer
-
-    def feed(self) -> sb.RankFeed:
-        self.opened.append(self.balancer.feed(rank=0))
-        return self.opened[-1]
-
-    async def kill(self, producer: sb.Producer) -> None:
-        await anyio.to_thread.run_sync(producer._port._hang_up)  # nothing is said to the actor
-        producer._port.ended(ConnectionResetError("killed"))  # nor does its own channel say anything here
-
-
-@asynccontextmanager
-async def over_ray(**knobs: Any) -> AsyncIterator[Harness]:
-    config = sb.BalancerConfig(**{"dp_size": 1, **knobs})
-    balancer, stop = await anyio.to_thread.run_sync(host_among_others, config)
-    harness = Harness(balancer)
-    try:
-        yield harness
-    finally:
-        with anyio.CancelScope(shield=True):
-            for one in harness.opened:
-                await one.aclose()
-            await anyio.to_thread.run_sync(stop)
-
-
-@pytest.mark.parametrize("clause", CLAUSES, ids=lambda clause: clause.__name__)
-async def test_clause(clause: Any) -> None:
-    with anyio.fail_after(GUARD_S):
-        await clause(over_ray)
 
 
 async def test_accept_runs_in_the_actor_and_the_last_of_so_many_producers_ends_it() -> None:
