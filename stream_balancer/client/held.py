@@ -181,15 +181,12 @@ class Held:
 
     # -- the loop ------------------------------------------------------------------------------------------------------
 
-    def next_step(self, *, early: bool = False) -> Part | None:
-        """The oldest step that is not through. None: nothing yet, or the end. ``early``: also a plain one of which more
-        comes."""
+    def next_step(self) -> Part | None:
+        """The oldest step that is not through. None: nothing yet, or the end. Of an open one, more may come."""
         for number in sorted(self.parts):
             part = self.parts[number]
             if self.rank.role and part.is_done:
                 continue
-            if not early and not self.meets and not self.rank.role and part.seal is None:
-                return None  # a plain loop reads denominators first
             part.again = False
             if not part.taken:
                 part.taken = True

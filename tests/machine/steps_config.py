@@ -31,6 +31,9 @@ class Config:
     all_die: bool = False
     """A launcher restarts all ranks when one dies."""
     commits: bool = False
+    """Loops take all micro-batches of a step at once."""
+    begins_early: bool = False
+    """Plain loops begin with an open step."""
     faults: tuple[str, ...] = ()
     num_faults: int = 4
 
@@ -58,6 +61,7 @@ def random_config(seed: int) -> Config:
         auto_ack=r.random() < 0.6,
         all_die=all_die,
         commits=r.random() < 0.15,
+        begins_early=r.random() < 0.5,
     )
     kinds = ["flap", "restart", "lose"]
     if all_die:

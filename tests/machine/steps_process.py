@@ -128,7 +128,7 @@ class Process:
 
     def moves_between_steps(self) -> Iterator[Act]:
         held = self.held
-        if held.parts and (part := held.next_step()) is not None:
+        if held.parts and self.may_begin(held.parts[min(held.parts)]) and (part := held.next_step()) is not None:
             self.flush()
             self.begin_step(part)
             return
@@ -137,6 +137,11 @@ class Process:
             yield self.save
         if self.may_leave():
             yield self.leave
+
+    def may_begin(self, oldest: Part) -> bool:
+        """Some plain loops ask what a step is divided by before they begin with it."""
+        config = self.world.config
+        return config.meets or not self.is_trainer or config.begins_early or oldest.seal is not None
 
     def moves_in_step(self) -> Iterator[Act]:
         part = self.part
@@ -276,17 +281,24 @@ class Process:
                 self.unlink()
 
     def take_other_weights(self) -> None:
-        """Those of the living process that is furthest, or of the checkpoint; and the controller is told by joining."""
+        """Those of the living process that is furthest, or of the checkpoint. The controller is told, or hears it when
+        the process joins again."""
+        is_refused = self.held.behind is not None
         self.held.behind = None
         if not self.linked:
             return
         if self.world.config.all_die:
             self.world.kill_all()
             return
-        self.held.took_weights(self.copy_weights())
+        weights = self.copy_weights()
+        self.held.took_weights(weights)
         if self.part is not None and self.held.parts.get(self.part.number) is not self.part:
             self.leave_step()
-        self.unlink()
+        if is_refused or self.world.rng.random() < 0.5:
+            self.unlink()
+        else:
+            self.held.out += [("finished", weights - 1, 0), ("acknowledged", self.held.acked - 1)]
+            self.flush()
 
     # -- the end -------------------------------------------------------------------------------------------------------
 

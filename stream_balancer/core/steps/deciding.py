@@ -158,10 +158,11 @@ def _begin_again(book: Book, share: Share) -> None:
 def _replan(book: Book, step: Step) -> None:
     if not step.ownerless or step.recalls:
         return
-    for role in sorted({item.role for item in step.ownerless.values()}):
-        over = book.members(role) if role else sorted(step.participants)
-        items = tuple(item for item in step.ownerless.values() if item.role == role)
-        if over:
+    idle = _idle(book, step)
+    for role, is_released in sorted({(item.role, item.is_released) for item in step.ownerless.values()}):
+        items = tuple(it for it in step.ownerless.values() if (it.role, it.is_released) == (role, is_released))
+        everybody = book.members(role) if role else sorted(step.participants)
+        if over := (is_released and idle) or everybody:
             book.out.append(Replan(step.number, items, tuple(over)))
 
 
@@ -169,16 +170,23 @@ def _recall(book: Book, step: Step) -> None:
     """Once half of the ranks have nothing left to do, ask the others for what they have not begun."""
     if not step.at_barrier or 2 * len(step.at_barrier) < len(step.participants) or step.ownerless or step.recalls:
         return
+    idle = _idle(book, step)
+    if 2 * len(idle) < len(step.participants):
+        return
     for one in sorted(step.unasked):
         share = step.shares.get(one)
         if share is None or one in step.at_barrier:
             step.unasked.discard(one)
         elif share.rank.is_here and share.opened == share.rank.full:
             step.unasked.discard(one)
-            _ask_back(book, share)
+            _ask_back(book, share, len(idle))
 
 
-def _ask_back(book: Book, share: Share) -> None:
+def _idle(book: Book, step: Step) -> list[RankId]:
+    return [one for one in sorted(step.at_barrier) if book.ranks[one].is_here]
+
+
+def _ask_back(book: Book, share: Share, num_idle: int) -> None:
     step, rank, may = share.step, share.rank, _free(share)
     if len(may) < 2:  # one stays in any case
         return
@@ -187,7 +195,7 @@ def _ask_back(book: Book, share: Share) -> None:
     step.recalls.add(rank.id)
     for seat in seats_of(rank.full):
         ids = tuple(item.id for item in may if item.sent >> seat & 1)
-        book.out.append(Recall(rank.id, seat, step.number, share.attempt, ids, len(step.at_barrier)))
+        book.out.append(Recall(rank.id, seat, step.number, share.attempt, ids, num_idle))
 
 
 def _free(share: Share) -> list[Item]:
@@ -207,7 +215,10 @@ def _free(share: Share) -> list[Item]:
 def _may_seal(book: Book, step: Step) -> bool:
     if not step.is_complete or step.ownerless or step.num_unfetched or step.seal is not None or not step.participants:
         return False
-    return not book.meets or (len(step.at_barrier) == len(step.participants) and not step.recalls)
+    if not book.meets:
+        return True
+    is_waited_for = len(step.at_barrier) == len(step.participants) and not step.recalls
+    return is_waited_for and all(book.ranks[one].is_here for one in step.participants)
 
 
 def _seal(book: Book, step: Step) -> None:
@@ -268,12 +279,20 @@ def look_at_rank(book: Book, rank: Rank) -> None:
 
 
 def _is_through(book: Book, rank: Rank) -> bool:
-    """At the end all stay until every step is acknowledged: somebody must be there to do what a lost rank owes."""
-    if book.ended:
-        return not book.steps
-    if rank.id.number in book.wanted.get(rank.id.role, ()):
+    """Nothing more comes for the rank. What it acknowledges after its loop is not waited for."""
+    if not book.ended and rank.id.number in book.wanted.get(rank.id.role, ()):
         return False
-    return not any(rank.id in step.shares for step in book.steps.values())
+    if rank.id.role:  # columns may be needed again
+        return not (book.steps if book.ended else rank.active)
+    if not book.meets:
+        return all(share.sealed == rank.full and not share.unsent for share in rank.active.values())
+    # Until every step is met, somebody must be there to do what a lost rank owes.
+    steps = book.steps.values() if book.ended else [share.step for share in rank.active.values()]
+    return all(step.is_met and _is_finished(step.shares.get(rank.id)) for step in steps)
+
+
+def _is_finished(share: Share | None) -> bool:
+    return share is None or share.finished == share.rank.full
 
 
 def _look_at_role(book: Book, share: Share) -> None:

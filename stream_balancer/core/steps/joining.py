@@ -6,7 +6,7 @@ seat, a restarted rank and a restarted controller differ only in what they say.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 from stream_balancer.core.steps.deciding import make_seal
 from stream_balancer.core.steps.orders import Drop, Refuse, Rewind
@@ -130,10 +130,10 @@ def _says(book: Book, share: Share, bit: int, held: HeldStep | None, weights: in
     share.finished = _flag(share.finished, bit, is_past)
     share.waiting = _flag(share.waiting, bit, current is not None and current.waiting)
     share.go = {}
-    step.unasked.add(rank.id)
     if rank.id.role:
         share.sealed &= ~bit
     else:
+        step.unasked.add(rank.id)
         _says_of_seal(book, share, bit, held)
         for id_ in share.recalled:
             share.recalled[id_] = _flag(share.recalled[id_], bit, not share.items[id_].sent & bit)
@@ -173,6 +173,7 @@ def gave_back(book: Book, share: Share) -> None:
             del share.items[id_]
             share.unsent.pop(id_, None)
             book.disown(step, item)
+            item.is_released = True
             step.unasked.add(rank.id)
             continue
         item.is_begun = True
@@ -209,12 +210,12 @@ def restore(
     uid: int,
     items: Iterable[Item],
     participants: Iterable[RankId],
-    acked: Iterable[RankId],
+    acked: Collection[RankId],
     gone: Iterable[str],
 ) -> None:
     step = book.steps[number] = Step(number, uid, is_complete=True, is_settled=not book.meets, gone=set(gone))
     step.participants.update(participants)
-    step.settling.update(step.participants)
+    step.settling.update(step.participants.difference(acked))
     for one in step.participants:
         book.share(step, one)
     for item in items:

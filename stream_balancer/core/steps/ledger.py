@@ -44,7 +44,7 @@ am back", or is known to be dead, nobody here knows whether the weights have the
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from stream_balancer.core.steps import joining
@@ -189,7 +189,7 @@ class Ledger(Book):
         items: Iterable[Item],
         participants: Iterable[RankId],
         *,
-        acked: Iterable[RankId] = (),
+        acked: Collection[RankId] = (),
         gone: Iterable[str] = (),
     ) -> None:
         """A step as the journal has it, in a ledger that was started again: its whole plan, who has acknowledged it, and
@@ -270,19 +270,20 @@ class Ledger(Book):
         self.ranks_touched[one] = None
 
     def finished(self, one: RankId, seat: int, number: int, attempt: int) -> None:
-        """The ranks have met, and its weights have the step."""
-        rank = self.rank(one)
+        """The ranks have met, and its weights have the step and all before it. ``attempt`` 0: it took others' weights."""
+        rank, bit = self.rank(one), 1 << seat
         if not one.role:
             rank.weights_of[seat] = max(rank.weights_of.get(seat, 0), number + 1)
-        share = self._share_of(one, seat, number)
-        if share is None or attempt < share.first:
-            return
-        share.finished |= 1 << seat
-        if self.meets:
-            share.step.met.add(one)
-            if len(share.step.met) == 1:
-                self.touch_all_ranks()
-        self.touch(share.step)
+        for step in [step for step in self.steps.values() if step.number <= number]:
+            share = step.shares.get(one)
+            is_through = step.number == number and share is not None and attempt >= share.first
+            if share is not None and rank.links & bit and (is_through or not attempt):
+                share.finished |= bit
+            if self.meets and not one.role and (is_through or not attempt):
+                step.met.add(one)
+                if len(step.met) == 1:
+                    self.touch_all_ranks()
+            self.touch(step)
         self.ranks_touched[one] = None
 
     def acknowledged(self, one: RankId, seat: int, number: int) -> None:
@@ -306,8 +307,8 @@ class Ledger(Book):
         self.ranks_touched[one] = None
 
     def acknowledged_by_user(self, number: int) -> None:
-        """At a checkpoint: this step and all before it are in saved weights. What ranks say of them counts no more."""
-        for step in [step for step in self.steps.values() if step.number <= number]:
+        """At a checkpoint: this step is in saved weights. What ranks say of it counts no more."""
+        if (step := self.steps.get(number)) is not None:
             for share in step.shares.values():
                 if not share.rank.id.role:
                     drop(self, share, share.rank.links & share.opened & ~share.finished, met=True)

@@ -109,6 +109,8 @@ class Item:
     """All seats have said what is missing."""
     is_begun: bool = False
     """Kept after a Recall."""
+    is_released: bool = False
+    """Given back after a Recall: for ranks that have nothing to do."""
     place: int = 0
     """In the order in which the owner was sent it, from 1. All its seats, and its next incarnations, get that order."""
 
@@ -337,7 +339,7 @@ class Book:
         self.ranks_touched: dict[RankId, None] = {}
         self.out: list[Order] = []
         # Above every index of a plan, and above what an earlier controller gave.
-        self._last_id = (generation + 1) << 32
+        self._last_id = (generation + 1) << 20
 
     def new_id(self) -> int:
         """For an item or a group that is made after the plan. Never given twice, in any generation."""
