@@ -141,11 +141,12 @@ class Port:
         self._causes: dict[str, str] = {}
         self._news = Signal()
         self._one_user = threading.Lock()
+        self._flushes = False
         self._uploader, self._fetcher = uploader, fetcher
         self._broken: WireError | None = None
         with self.lock:  # the I/O thread may be quicker than this line
             self.session = Session(
-                dialer, "rank", about=self._about, on_open=self._on_open, admit=self._admit,
+                dialer, "rank", about=self._about, on_open=lambda _: self._flush(), admit=self._admit,
                 on_message=self._on_message, on_end=self._on_end, **options,
             )  # fmt: skip
 
@@ -179,12 +180,10 @@ class Port:
             self._one_user.release()
 
     def flush(self) -> None:
-        """Report what Held has said. The lock is held."""
-        if self.session.connection is None:
-            return
-        out, self.held.out = self.held.out, []
-        for fact in out:
-            self.session.send(*self._report(*fact))
+        """Report what Held has said, behind calls that were made before. The lock is held."""
+        if self.held.out and not self._flushes:
+            self._flushes = True
+            self.session.io.do(self._flush)
 
     def load(self, next_step: int) -> None:
         """The weights contain all steps before this one: they are a checkpoint's, or another rank's. The lock is
@@ -220,9 +219,13 @@ class Port:
             says = {"next_step": self.held.weights, "version": self.session.version, "has": self.held.has()}
             return self.who._asdict() | says
 
-    def _on_open(self, _: m.Welcome) -> None:
+    def _flush(self) -> None:
         with self.lock:
-            self.flush()
+            self._flushes = False
+            if self.session.connection is not None:
+                out, self.held.out = self.held.out, []
+                for fact in out:
+                    self.session.send(*self._report(*fact))
 
     def _admit(self, message: m.Message, total: int) -> None:
         if not isinstance(message, m.Work):

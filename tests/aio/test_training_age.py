@@ -22,6 +22,8 @@ class World:
     def __init__(self, config: sb.BalancerConfig, seed: int) -> None:
         self.config, self.random = config, random.Random(seed)
         self.ages: list[int] = []
+        self.version: int | None = None
+        """The trainer's, where it sets it from a rank."""
         self.evicted = 0
         self.trained: list[sb.RankBatch] = []
 
@@ -73,7 +75,8 @@ class World:
             await anyio.sleep(self.random.choice([0.0, 0.5, 1.0]))
             step += 1
             if step % accumulate == 0:
-                balancer.set_version(step // accumulate)
+                self.version = step // accumulate
+                feeds[0].set_version(self.version)  # behind its report of the step before
             if accumulate > 1 and (step % accumulate == 0 or balancer.ended):
                 for share in last:
                     share.ack()
@@ -92,7 +95,7 @@ class World:
             balancer.acknowledge_through(step)
 
     def look(self, balancer: sb.StreamBalancer, rollouts: list[sb.Rollout]) -> None:
-        version = balancer.statistics().version or 0
+        version = balancer.statistics().version or 0 if self.version is None else self.version
         self.ages += [version - (r.min_version or 0) for r in rollouts if not r.is_padding]
 
 
