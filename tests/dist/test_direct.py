@@ -6,9 +6,9 @@ from __future__ import annotations
 import os
 import random
 import signal
+import socket
 from collections.abc import AsyncIterator
 from contextlib import ExitStack, asynccontextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +18,12 @@ import torch
 from guard import GUARD_S
 from helpers import attend, until
 from remote_producer import Rank, RemoteProducer, fingerprint, make, names
-from test_connect_hostile import attack as assault
 
 import stream_balancer as sb
-from stream_balancer.transport.handshake import Joining, pack
-from stream_balancer.transport.sockets.framing import frame
-from stream_balancer.wire.messages import PROTOCOL, Close, DropPayloads, Hello, JoinFetcher, WantPayloads
-from stream_balancer.wire.partial_batch import RemoteRollout
+from stream_balancer.net.address import TcpDialer
+from stream_balancer.net.listener import split_address
+from stream_balancer.net.session import Session
+from stream_balancer.wire.codec import RemoteRollout
 
 Served = tuple[sb.StreamBalancer, sb.TorchTransport]
 
@@ -203,22 +202,26 @@ async def test_tokens_in_flight_that_died_with_their_producer_are_masked_and_cou
     assert "the victim" in caplog.text
 
 
+def noise(address: str) -> None:
+    host, port = split_address(address)
+    for seed in range(5):
+        with socket.create_connection((host, port), timeout=GUARD_S) as sock:
+            sock.sendall(random.Random(seed).randbytes(500))
+
+
 async def test_hostile_bytes_at_a_producer_s_port_disturb_nobody() -> None:
     async with served(1, batch_size=4, window=4) as (balancer, transport):
         async with sb.connect(transport.address, hand_over="direct") as producer:
             for n in range(4):
                 await producer.put(make(30, f"r{n}"))
-            owner = balancer.snapshot().waiting[0].owner  # type: ignore[attr-defined]
-            attacks = [  # of a rank: strangers do not come that far
-                random.Random(0).randbytes(500),
-                frame(WantPayloads(0, (1,)), (2**40,)),
-                frame(DropPayloads((0, 1, 2, 3))),
-                frame(Close()) + frame(WantPayloads(0, (1,))),
-                pack(Hello(PROTOCOL, bytes(16))) + bytes(100),
-            ]
-            joining = partial(Joining, owner.token.encode(), JoinFetcher())
-            for attack in attacks:
-                await anyio.to_thread.run_sync(assault, (owner.host, owner.port), attack, True, joining())
+            remote = balancer.snapshot().waiting[0]
+            assert isinstance(remote, RemoteRollout)
+            owner = remote.handle.owner
+            await anyio.to_thread.run_sync(noise, owner.address)
+            for args in (None, [[0, 2, 2, 8]], [[-1, 1, 0, 8]], "0"):  # of a rank: strangers do not come that far
+                session = Session(TcpDialer(owner.address, token=owner.token.decode()), "fetcher")
+                with pytest.raises(sb.RefusedError, match=r"fetch|wanted"):
+                    await session.ask("fetch", args)
             rank = Rank(transport.address, 0, 1)
             balancer.end()
             told = await anyio.to_thread.run_sync(rank.told)
@@ -228,7 +231,8 @@ async def test_hostile_bytes_at_a_producer_s_port_disturb_nobody() -> None:
 async def test_payloads_are_held_until_acknowledged_and_then_dropped() -> None:
     async with served(1, batch_size=4, window=4, capacity=16) as (balancer, transport):
         async with sb.connect(transport.address, hand_over="direct") as producer:  # the rank is in the same process
-            held = producer._port._kept  # type: ignore[attr-defined]
+            held = producer._kept
+            assert held is not None
             for n in range(4):
                 await producer.put(make(30, f"r{n}"))
             with pytest.raises(ValueError, match="lie with their producers"):
@@ -237,7 +241,6 @@ async def test_payloads_are_held_until_acknowledged_and_then_dropped() -> None:
             batch = await anext(feed)
             assert {r.rollout_id: fingerprint(r) for r in batch.rollouts} == expected([(30, f"r{n}") for n in range(4)])
             assert len(held) == 4
-            assert feed._port._reader._payloads._open == {}  # type: ignore[attr-defined]  # no socket: a copy
             batch.ack()
             await producer.released()
             assert len(held) == 0
