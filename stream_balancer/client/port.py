@@ -102,12 +102,12 @@ class Known:
 
     def may_begin(self, role: str) -> bool:
         """A loop over ``micro_batches`` can have it now, or never can."""
-        work = self.part.work.values()
-        if role:
-            return all(one.fetched for one in work if one.item.remote)
-        if self.is_whole or self.head is None:
-            return self.is_whole
-        return self.head.open or (self.head.meets and any(one.item.remote for one in work))
+        remote = [one for one in self.part.work.values() if one.item.remote]
+        if not all(one.fetched for one in remote):
+            return False
+        if role or self.is_whole or self.head is None:
+            return bool(role) or self.is_whole
+        return self.head.open or (self.head.meets and bool(remote))
 
 
 class Port:
