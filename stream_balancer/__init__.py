@@ -54,6 +54,7 @@ if TYPE_CHECKING:
     from stream_balancer.client.producer import connect as connect
     from stream_balancer.client.barrier import barrier as barrier
     from stream_balancer.client.feed import RankFeed as RankFeed
+    from stream_balancer.client.step import Step as Step
     from stream_balancer.statistics import Statistics as Statistics
     from stream_balancer.tools.length_models import generate_trace as generate_trace
     from stream_balancer.tools.simulate import simulate as simulate
@@ -83,6 +84,7 @@ _NAMES_OF = {
     "DuplicateRolloutError EndOfStream JournalError RankLostError RefusedError RolloutError TraceError "
     "WireError WouldBlock",
     "client.feed": "RankFeed",
+    "client.step": "Step",
     "controller.journal": "Journal Recovered",
     "tools.simulate": "simulate",
     "tools.simulation_report": "SimulationReport",

@@ -17,7 +17,7 @@ from anyio.abc import TaskGroup
 
 import stream_balancer as sb
 from stream_balancer.testing import MemoryNetwork
-from stream_balancer.transport.gloo.torch_dist import current_world
+from stream_balancer.net.address import current_world
 
 GUARD_S = 120.0  # against hangs
 
