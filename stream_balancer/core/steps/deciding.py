@@ -301,7 +301,8 @@ def _look_at_role(book: Book, share: Share) -> None:
         return  # it may be in the weights
     _send(share, book)
     if rank.id.role in step.through_roles:
-        _send_seal(book, share, Seal(step.number, 1, (), frozenset(step.gone)))
+        if share.opened:
+            _send_seal(book, share, Seal(step.number, 1, (), frozenset(step.gone)))
         rank.active.pop(step.number, None)
 
 
@@ -356,7 +357,7 @@ def _send(share: Share, book: Book) -> None:
         return
     ready = _ready(share)
     is_new = share.opened != rank.full
-    if is_new and not ready and (share.unsent or not step.is_complete):
+    if is_new and not ready and (share.unsent or not step.is_complete or rank.id.role):
         return
     if is_new and share.taken != rank.full and not _has_credit(share):
         return

@@ -73,6 +73,8 @@ def _supersede(book: Book, rank: Rank, full: int) -> None:
     for share, acked in zip(shares, was_acked, strict=True):
         step = share.step
         share.acked = full if acked else 0
+        if acked and not rank.id.role:
+            continue
         share.opened = share.taken = share.waiting = share.sealed = share.back = share.finished = 0
         step.holders.discard(rank.id)
         for item in share.items.values():
@@ -99,6 +101,8 @@ def _forget(step: Step, share: Share, item: Item, seats: int) -> None:
 
 def _says(book: Book, share: Share, bit: int, held: HeldStep | None, weights: int) -> None:
     step, rank = share.step, share.rank
+    if share.is_acked and not rank.id.role:
+        return
     is_past = weights > step.number and not rank.id.role
     if held is not None:
         step.gone |= held.gone
@@ -225,4 +229,7 @@ def restore(
         share = step.shares[one]
         share.acked, step.is_kept = share.rank.full, book.meets
         step.acks += 1
+        share.unsent.clear()
+        for item in share.items.values():
+            book.note_fetched(step, item, share.rank.full, share.rank.full)
         share.rank.activate(share)
