@@ -153,7 +153,7 @@ class Replay:
 
     def _released(self, number: int, step: int, moved: int) -> None:
         one = RankId(TRAIN, number)
-        own = [item for item in self.sent[one, step] if item.id < 1 << 32]  # not what it has taken over
+        own = [item for item in self.sent[one, step] if item.id < 1 << 20]  # not what it has taken over
         back = own[len(own) - moved :]
         self.sent[one, step] = [item for item in self.sent[one, step] if item not in back]
         self.ledger.released(one, 0, step, self.attempt.get((one, step), 1), [item.id for item in back])
