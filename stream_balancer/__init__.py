@@ -18,14 +18,16 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from stream_balancer import planning as planning
+    from stream_balancer.client.barrier import barrier as barrier
+    from stream_balancer.client.feed import RankFeed as RankFeed
+    from stream_balancer.client.producer import Producer as Producer
+    from stream_balancer.client.producer import connect as connect
+    from stream_balancer.client.step import Step as Step
     from stream_balancer.config import BalancerConfig as BalancerConfig
     from stream_balancer.controller.balancer import StreamBalancer as StreamBalancer
     from stream_balancer.controller.batches import Batches as Batches
-    from stream_balancer.facades import BlockingBalancer as BlockingBalancer
-    from stream_balancer.facades import blocking as blocking
     from stream_balancer.controller.journal import Journal as Journal
     from stream_balancer.controller.journal import Recovered as Recovered
-    from stream_balancer.host.serve import serve as serve
     from stream_balancer.core.observer import Observer as Observer
     from stream_balancer.cost import AttentionPairs as AttentionPairs
     from stream_balancer.cost import CalibratedCost as CalibratedCost
@@ -49,12 +51,11 @@ if TYPE_CHECKING:
     from stream_balancer.errors import TraceError as TraceError
     from stream_balancer.errors import WireError as WireError
     from stream_balancer.errors import WouldBlock as WouldBlock
+    from stream_balancer.facades import BlockingBalancer as BlockingBalancer
     from stream_balancer.facades import BlockingProducer as BlockingProducer
-    from stream_balancer.client.producer import Producer as Producer
-    from stream_balancer.client.producer import connect as connect
-    from stream_balancer.client.barrier import barrier as barrier
-    from stream_balancer.client.feed import RankFeed as RankFeed
-    from stream_balancer.client.step import Step as Step
+    from stream_balancer.facades import blocking as blocking
+    from stream_balancer.host.serve import serve as serve
+    from stream_balancer.host.transport import TorchTransport as TorchTransport
     from stream_balancer.statistics import Statistics as Statistics
     from stream_balancer.tools.length_models import generate_trace as generate_trace
     from stream_balancer.tools.simulate import simulate as simulate
@@ -63,7 +64,6 @@ if TYPE_CHECKING:
     from stream_balancer.tools.trace import load_trace as load_trace
     from stream_balancer.tools.tune import tune as tune
     from stream_balancer.tools.tune_report import TuneReport as TuneReport
-    from stream_balancer.host.transport import TorchTransport as TorchTransport
     from stream_balancer.types import Batch as Batch
     from stream_balancer.types import MicroBatch as MicroBatch
     from stream_balancer.types import RankBatch as RankBatch
