@@ -290,7 +290,7 @@ MEANT = {
 nothing before they say that they have not; nothing is sent to who may be meeting; the parts of several steps come in
 another order; a rank that cannot say yet what it spares answers later; who is left behind does not keep a step."""
 
-LATE = ("gradient_once[asyncio-" + number for number in ("16", "38", "60", "75", "116", "135"))
+LATE = ("gradient_once[asyncio-" + number for number in ("16", "17", "38", "60", "75", "116", "135"))
 MEANT |= {
     f"test_whoever_is_slow_and_whoever_is_lost_each_rollout_is_in_the_{one}]#0": "asks others back" for one in LATE
 }
