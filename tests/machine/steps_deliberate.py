@@ -9,7 +9,8 @@ import pytest
 
 from stream_balancer.client.held import Held
 from stream_balancer.core.steps import Ledger, Recall, deciding, joining, state
-from stream_balancer.core.steps.state import Book, Item, Share, Step
+from stream_balancer.core.steps.book import Book
+from stream_balancer.core.steps.state import Item, Share, Step
 
 Fault = Callable[[pytest.MonkeyPatch], None]
 FAULTS: dict[str, tuple[str, dict[str, Any], Fault]] = {}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from stream_balancer.core.steps.book import Book
 from stream_balancer.core.steps.orders import (
     Ack,
     Behind,
@@ -17,7 +18,7 @@ from stream_balancer.core.steps.orders import (
     Send,
     SendSeal,
 )
-from stream_balancer.core.steps.state import TRAIN, Book, Item, Rank, RankId, Seal, Share, Step, seats_of
+from stream_balancer.core.steps.state import TRAIN, Item, Rank, RankId, Seal, Share, Step, seats_of
 
 __all__ = ["acknowledge", "drop", "look_at_rank", "look_at_step", "make_seal"]
 
@@ -254,6 +255,9 @@ def acknowledge(book: Book, step: Step) -> None:
         book.touch_all_ranks()
     book.ranks_touched.update(dict.fromkeys(step.shares))
     book.out.append(Ack(step.number, frozenset(step.gone)))
+    # Shares and their step name each other, and items hold payloads: nothing of it waits for the garbage collector.
+    for container in (step.shares, step.items, step.groups, step.waiters, step.ownerless):
+        container.clear()
 
 
 def drop(book: Book, share: Share, seats: int, *, met: bool) -> None:

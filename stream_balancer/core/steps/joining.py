@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
 
+from stream_balancer.core.steps.book import Book
 from stream_balancer.core.steps.deciding import make_seal
 from stream_balancer.core.steps.orders import Drop, Refuse, Rewind
-from stream_balancer.core.steps.state import Book, HeldStep, Item, Rank, RankId, Share, Step
+from stream_balancer.core.steps.state import HeldStep, Item, Rank, RankId, Share, Step
 
 __all__ = ["gave_back", "gave_up", "joined", "restore"]
 

@@ -44,13 +44,14 @@ am back", or is known to be dead, nobody here knows whether the weights have the
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from stream_balancer.core.steps import joining
+from stream_balancer.core.steps.book import Book
 from stream_balancer.core.steps.deciding import acknowledge, drop, look_at_rank, look_at_step
 from stream_balancer.core.steps.orders import Order, RankAck
-from stream_balancer.core.steps.state import TRAIN, Book, HeldStep, Item, Piece, RankId, Share, Step
+from stream_balancer.core.steps.state import TRAIN, HeldStep, Item, Piece, RankId, Share, Step
 
 __all__ = ["TRAIN", "Item", "Ledger", "Piece", "RankId"]
 

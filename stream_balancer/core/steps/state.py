@@ -1,5 +1,4 @@
-"""State of steps in flight: steps, items, shares and ranks. What follows from each other at once is kept up here; what
-is to be done follows in :mod:`stream_balancer.core.steps.deciding`.
+"""State of steps in flight: steps, items, shares and ranks.
 
 A rank may be several processes, *seats* (tensor or pipeline parallel). All get the same items in the same order. Masks of
 seats are ints: seat 2 is ``1 << 2``, and ``Rank.full`` has all of them.
@@ -9,14 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
-
-if TYPE_CHECKING:
-    from stream_balancer.core.steps.orders import Order
+from typing import Any, NamedTuple
 
 __all__ = [
     "TRAIN",
-    "Book",
+   
     "HeldItem",
     "HeldStep",
     "Item",
@@ -321,86 +317,6 @@ class Step:
             for ranks in (self.participants, self.at_barrier, self.holders, self.recalls):
                 ranks.discard(one)
         return share
-
-
-class Book:
-    """Every step that is planned and not acknowledged, every rank, and what facts have touched."""
-
-    def __init__(self, *, meets: bool, moves: bool, generation: int) -> None:
-        self.meets, self.moves, self.generation = meets, moves, generation
-        self.steps: dict[int, Step] = {}
-        self.ranks: dict[RankId, Rank] = {}
-        self.wanted: dict[str, set[int]] = {TRAIN: set()}
-        self.last_acked = -1
-        self.fenced: dict[RankId, int] = {}
-        """The last incarnation of each rank that was given up. The journal keeps it."""
-        self.ended = False
-        self.steps_touched: dict[int, None] = {}
-        self.ranks_touched: dict[RankId, None] = {}
-        self.out: list[Order] = []
-        # Above every index of a plan, and above what an earlier controller gave.
-        self._last_id = (generation + 1) << 20
-
-    def new_id(self) -> int:
-        """For an item or a group that is made after the plan. Never given twice, in any generation."""
-        self._last_id += 1
-        return self._last_id
-
-    def touch(self, step: Step, *, everybody: bool = False) -> None:
-        self.steps_touched[step.number] = None
-        if everybody:
-            self.ranks_touched.update(dict.fromkeys(step.shares))
-
-    def touch_all_ranks(self) -> None:
-        self.ranks_touched.update(dict.fromkeys(self.ranks))
-
-    def rank(self, one: RankId) -> Rank:
-        return self.ranks.setdefault(one, Rank(one))
-
-    def share(self, step: Step, one: RankId) -> Share:
-        share = step.shares.get(one)
-        if share is None:
-            share = step.shares[one] = Share(self.rank(one), step)
-            share.rank.activate(share)
-        return share
-
-    def members(self, role: str) -> list[RankId]:
-        """Ranks of the next step. O(ranks)."""
-        ids = (RankId(role, number) for number in sorted(self.wanted.get(role, ())))
-        return [one for one in ids if self.is_member(one)]
-
-    def is_member(self, one: RankId) -> bool:
-        if one.number not in self.wanted.get(one.role, ()):
-            return False
-        rank = self.ranks.get(one)
-        if rank is None or rank.is_given_up:
-            return rank is None and one not in self.fenced
-        return rank.incarnation > self.fenced.get(one, -2)
-
-    def own(self, step: Step, item: Item, owner: RankId | None) -> None:
-        """Give the item, which no process has, to a rank; to none if that rank is not there."""
-        is_there = owner is not None and (self.is_member(owner) if item.role else owner in step.participants)
-        item.owner = owner if is_there else None
-        if item.owner is None:
-            step.ownerless[item.id] = item
-            self.touch(step)
-            return
-        share = self.share(step, item.owner)
-        share.items[item.id] = share.unsent[item.id] = item
-        step.at_barrier.discard(item.owner)
-        self.ranks_touched[item.owner] = None
-
-    def disown(self, step: Step, item: Item) -> None:
-        step.reset(item)
-        self.own(step, item, None)
-
-    def note_fetched(self, step: Step, item: Item, bit: int, full: int) -> None:
-        """A seat has the payloads of the item, but for those that are gone."""
-        item.fetched |= bit
-        if item.remote and item.fetched == full and not item.is_fetched:
-            item.is_fetched = True
-            step.num_unfetched -= 1
-            self.ranks_touched.update((part.owner, None) for part in step.parts(item) if part.owner is not None)
 
 
 def seats_of(mask: int) -> Iterator[int]:

@@ -1,0 +1,88 @@
+"""All steps and ranks, and what facts have touched since orders were last asked for."""
+
+from __future__ import annotations
+
+from stream_balancer.core.steps.orders import Order
+from stream_balancer.core.steps.state import TRAIN, Item, Rank, RankId, Share, Step
+
+__all__ = ["Book"]
+
+
+class Book:
+    """Every step that is planned and not acknowledged, every rank, and what facts have touched."""
+
+    def __init__(self, *, meets: bool, moves: bool, generation: int) -> None:
+        self.meets, self.moves, self.generation = meets, moves, generation
+        self.steps: dict[int, Step] = {}
+        self.ranks: dict[RankId, Rank] = {}
+        self.wanted: dict[str, set[int]] = {TRAIN: set()}
+        self.last_acked = -1
+        self.fenced: dict[RankId, int] = {}
+        """The last incarnation of each rank that was given up. The journal keeps it."""
+        self.ended = False
+        self.steps_touched: dict[int, None] = {}
+        self.ranks_touched: dict[RankId, None] = {}
+        self.out: list[Order] = []
+        # Above every index of a plan, and above what an earlier controller gave.
+        self._last_id = (generation + 1) << 20
+
+    def new_id(self) -> int:
+        """For an item or a group that is made after the plan. Never given twice, in any generation."""
+        self._last_id += 1
+        return self._last_id
+
+    def touch(self, step: Step, *, everybody: bool = False) -> None:
+        self.steps_touched[step.number] = None
+        if everybody:
+            self.ranks_touched.update(dict.fromkeys(step.shares))
+
+    def touch_all_ranks(self) -> None:
+        self.ranks_touched.update(dict.fromkeys(self.ranks))
+
+    def rank(self, one: RankId) -> Rank:
+        return self.ranks.setdefault(one, Rank(one))
+
+    def share(self, step: Step, one: RankId) -> Share:
+        share = step.shares.get(one)
+        if share is None:
+            share = step.shares[one] = Share(self.rank(one), step)
+            share.rank.activate(share)
+        return share
+
+    def members(self, role: str) -> list[RankId]:
+        """Ranks of the next step. O(ranks)."""
+        ids = (RankId(role, number) for number in sorted(self.wanted.get(role, ())))
+        return [one for one in ids if self.is_member(one)]
+
+    def is_member(self, one: RankId) -> bool:
+        if one.number not in self.wanted.get(one.role, ()):
+            return False
+        rank = self.ranks.get(one)
+        if rank is None or rank.is_given_up:
+            return rank is None and one not in self.fenced
+        return rank.incarnation > self.fenced.get(one, -2)
+
+    def own(self, step: Step, item: Item, owner: RankId | None) -> None:
+        """Give the item, which no process has, to a rank; to none if that rank is not there."""
+        is_there = owner is not None and (self.is_member(owner) if item.role else owner in step.participants)
+        item.owner = owner if is_there else None
+        if item.owner is None:
+            step.ownerless[item.id] = item
+            self.touch(step)
+            return
+        share = self.share(step, item.owner)
+        share.items[item.id] = share.unsent[item.id] = item
+        step.at_barrier.discard(item.owner)
+        self.ranks_touched[item.owner] = None
+
+    def disown(self, step: Step, item: Item) -> None:
+        step.reset(item)
+        self.own(step, item, None)
+
+    def note_fetched(self, step: Step, item: Item, bit: int, full: int) -> None:
+        """A seat has the payloads of the item, but for those that are gone."""
+        item.fetched |= bit
+        if item.remote and item.fetched == full and not item.is_fetched:
+            item.is_fetched = True
+            step.num_unfetched -= 1
+            self.ranks_touched.update((part.owner, None) for part in step.parts(item) if part.owner is not None)
