@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 
-from stream_balancer.errors import WireError
+from stream_balancer.errors import WireError, refused_error
 from stream_balancer.net.connection import HANDSHAKE_S, Base
 from stream_balancer.net.errors import Ended
 from stream_balancer.net.handshake import Handshake
@@ -26,6 +26,7 @@ __all__ = ["Listener", "dial", "split_address"]
 _log = logging.getLogger(__name__)
 MAX_STRANGERS = 1024
 """Connections that have proven nothing yet. With 64, the producers of a cluster pushed each other out."""
+CLOSED = "the controller has closed its transport. Start it again"
 _FULL = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 _FULL_S = 1.0
 # A stranger must not fill a disk: so many lines at once, then one every so many seconds.
@@ -46,6 +47,7 @@ class Listener:
         self._sock.setblocking(False)
         self.address = f"tcp://{f'[{host}]' if ':' in host else host}:{self._sock.getsockname()[1]}"
         self._strangers: deque[Connection] = deque()
+        self._knocking: list[Base] = []
         self._warnings_left = _MOST_WARNINGS
         self._closed = False
         self.io.do(self._listen)
@@ -68,6 +70,9 @@ class Listener:
         for stranger in self._strangers:
             if stranger.handshake.join is None:
                 stranger.fail(Ended("lost", "nobody listens any more"))
+        for connection in self._knocking:
+            if connection.welcome is None:
+                connection.fail(refused_error("closed", CLOSED))
 
     def _on_peer(self, _: int) -> None:
         try:
@@ -83,13 +88,18 @@ class Listener:
         except OSError:  # it is gone already
             sock.close()
             return
-        connection.arrived = self._arrived
+        connection.arrived = self._on_proven
         connection.handler = _Stranger(self._warn, address)
         self._strangers = deque(one for one in self._strangers if not one.over and one.handshake.join is None)
         if len(self._strangers) >= MAX_STRANGERS:  # the oldest: who means well has long been through with it
             self._strangers.popleft().fail(Ended("lost", "too many who have proven nothing"))
         self._strangers.append(connection)
         connection.begin()
+
+    def _on_proven(self, connection: Base, join: Join) -> None:
+        self._knocking = [one for one in self._knocking if one.welcome is None and not one.over]
+        self._knocking.append(connection)
+        self._arrived(connection, join)
 
     def _warn(self, who: str, why: str) -> None:
         if self._warnings_left:
@@ -138,8 +148,10 @@ def dial(
 def split_address(address: str) -> tuple[str, int]:
     """Host and port of ``tcp://host:port``. Raises ValueError."""
     host, colon, port = address.removeprefix("tcp://").rpartition(":")
-    if not (address.startswith("tcp://") and host and colon and port.isdecimal() and int(port) < 2**16):
-        raise ValueError(f"{address!r} is no address; one looks like tcp://host:port")
+    if not (address.startswith("tcp://") and host and colon and port.isdecimal() and 0 < int(port) < 2**16):
+        raise ValueError(
+            f"{address!r} is not an address of a controller: expected 'tcp://host:port', as TorchTransport.address"
+        )
     return host.removeprefix("[").removesuffix("]"), int(port)
 
 

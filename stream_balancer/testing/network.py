@@ -14,7 +14,7 @@ from typing import Any, Self, TypeAlias
 
 from stream_balancer.errors import refused_error
 from stream_balancer.net.connection import Base
-from stream_balancer.net.listener import Dialling
+from stream_balancer.net.listener import CLOSED, Dialling
 from stream_balancer.net.memory import LoopIo, Wire, pair
 from stream_balancer.net.messages import Join, Welcome
 from stream_balancer.net.pool import Pool
@@ -97,7 +97,7 @@ class MemoryNetwork:
         elif peer.address != self.address:
             failed(ConnectionRefusedError(f"nobody listens at {peer.address}"))
         elif self._closed:
-            failed(refused_error("closed", "the controller has closed its transport. Start it again"))
+            failed(refused_error("closed", CLOSED))
         else:
             self._waiting.append(lambda: self._dial(peer, join, welcomed, failed))
 

@@ -327,7 +327,7 @@ def test_who_dials_where_nobody_listens_is_told(network: Network) -> None:
     network.__exit__()
     network.in_thread(lambda: None)
     assert isinstance(network.join(address=address), ConnectionRefusedError)
-    with pytest.raises(ValueError, match="no address"):
+    with pytest.raises(ValueError, match="is not an address of a controller"):
         dial("localhost", TOKEN, join_of(), lambda *_: None, lambda _: None)
 
 
