@@ -93,6 +93,7 @@ class Peers:
         if self._version is not None:
             peer.send(Notify(self._version))
         self._joined()
+        member.note_readiness(ready=self._here.ledger.room(member.id) > 0)
 
     def _on_report(self, member: Member, seat: int, peer: Peer, report: Report, memory: Memory | None) -> None:
         try:

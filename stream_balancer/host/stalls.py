@@ -11,7 +11,8 @@ __all__ = ["why_stalled"]
 def why_stalled(here: InFlight, seconds: float) -> str:
     """After so many seconds without a step."""
     if here.ledger.ended:
-        names = ", ".join(member.name for member in here.ranks.unfinished)
+        left = here.ranks.unfinished
+        names = ", ".join(one.name for one in [m for m in left if here.ledger.unacknowledged(m.id)] or left)
         return f"all batches were sent {seconds:.0f} s ago; not yet done with them: {names}"
     reasons = [
         why_ranks_wait([*here.ranks.states(), *here.ranks.states(roles=True)]),

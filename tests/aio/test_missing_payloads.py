@@ -78,7 +78,7 @@ async def test_what_is_gone_is_masked_counted_and_named(caplog: pytest.LogCaptur
     (message,) = [record.message for record in caplog.records]
     assert repr(rollouts[1].rollout_id) in message
     assert "worker 3" in message
-    assert "connection closed by peer" in message
+    assert "it does not have payload 1" in message
 
 
 async def test_a_rollout_that_is_gone_has_no_weight() -> None:
@@ -215,8 +215,7 @@ async def test_a_step_that_is_given_up_holds_nobody_up() -> None:
         balancer.acknowledge(0)
         await run.train(run.feed(1, incarnation=1), 1)
         await feed.aclose()
-    assert [batch.step for batch in run.seen[0]] == [0]
-    assert run.seen[1] == []
+    assert run.seen == [[], []], "a checkpoint has it"
 
 
 async def test_each_mini_batch_divides_by_what_is_left_of_it() -> None:

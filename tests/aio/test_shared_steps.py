@@ -13,6 +13,7 @@ import anyio
 import pytest
 import test_roles
 import torch
+from crew import Crew
 from helpers import kill
 from kept import Kept
 from scripted import same_rollout
@@ -244,49 +245,22 @@ async def test_columns_of_another_model_are_joined_and_cut_again(remote: bool) -
         assert torch.equal(packed.next("ref_logprobs"), torch.where(there, -packed.next("input_ids").float() / 7, 0.0))
 
 
-@pytest.mark.parametrize(
-    ("options", "says"),
-    [
-        ({"on_rank_loss": "replan"}, "on_rank_loss='replan' with cp_sizes="),
-        ({"move_late": True}, "move_late=True with cp_sizes="),
-    ],
-)
-async def test_what_would_take_a_part_away_is_refused_at_the_start(options: dict[str, Any], says: str) -> None:
-    balancer = sb.StreamBalancer(config(micro_batch_counts="free"))
-    with pytest.raises(sb.ConfigError, match=says):
-        await sb.serve(balancer, MemoryNetwork(dp_size=4), **options)
-
-
-async def test_knobs_that_come_later_do_not_take_a_part_away() -> None:
-    """serve() began without ``cp_sizes``; a step that is shared after all is not given to others."""
-    run = Run(cp_sizes=(1,), cp_min_tokens=2048)
-
-    async def rank(number: int) -> None:
-        feed = run.feed(number)
-        async for batch in feed:
-            run.seen[number][batch.step] = batch
-            if number == 1:
-                kill(feed)
-                return
-            with pytest.raises(sb.RankLostError):
-                async for _ in feed.reassigned():
-                    pass
-            return
-
-    async with run.balancer as balancer, anyio.create_task_group() as tasks:
-        for number in range(4):
-            tasks.start_soon(rank, number)
-
-        async def serving() -> None:
-            with pytest.raises(sb.RankLostError, match="rank 1"):
-                await run.serve(on_rank_loss="replan")
-
-        tasks.start_soon(serving)
+async def test_knobs_that_come_later_share_rollouts_that_a_lost_rank_takes_a_part_of() -> None:
+    """serve() began without ``cp_sizes``: those that share with the lost rank begin the step again all the same."""
+    balancer = sb.StreamBalancer(config(cp_sizes=(1,), cp_min_tokens=2048))
+    crew = Crew(MemoryNetwork(dp_size=4), {1: (0, "barrier")})
+    async with balancer, anyio.create_task_group() as tasks:
+        tasks.start_soon(partial(sb.serve, balancer, crew.network, on_rank_loss="replan"))
+        for rank in range(4):
+            tasks.start_soon(crew.train, rank)
         await anyio.sleep(1)
         balancer.reconfigure(cp_sizes=(1, 2, 4), cp_min_tokens=100)
-        await run.put()
-    assert any(mb.cp_group for batch in run.seen[0].values() for mb in batch.micro_batches)
-    assert len(balancer.in_flight()) == 1, "still held"
+        for rollout in make_rollouts(LENGTHS):
+            await balancer.put(rollout)
+        balancer.end()
+    crew.check(balancer, len(LENGTHS))
+    assert any(isinstance(one, SharedRollout) for one in crew.seen.values())
+    assert {rank for rank, _ in crew.rewound} == {0, 2, 3}
 
 
 @pytest.mark.parametrize("anyio_backend", ["asyncio", "trio"])
