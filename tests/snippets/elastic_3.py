@@ -4,8 +4,8 @@ from tests.snippets._stage import controller
 rank, dp_size, gradient, met = 0, 1, [], []
 
 
-def accumulate(micro_batches):
-    gradient.extend(micro_batches)
+def accumulate(micro_batch):
+    gradient.append(micro_batch)
 
 
 def all_reduce(gradient, among):
