@@ -2,16 +2,68 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import deque
+from collections.abc import AsyncIterator, Iterable
 from dataclasses import replace
 from typing import Any, Self
 
 import anyio
+import anyio.lowlevel
 import torch
 from torch import Tensor
 
 import stream_balancer as sb
+from stream_balancer.core.step_times import StepTiming
 from stream_balancer.types import SUPPORTED_DTYPES, Batch, Denominators, MicroBatch, RankBatch, Rollout
+
+
+class ScriptedBalancer:
+    """Answers ``serve`` from a list of batches; remembers what was acknowledged. With ``hold``, waits after the
+    last."""
+
+    def __init__(self, batches: list[Batch], *, hold: bool = False) -> None:
+        self._left = deque(batches)
+        self._hold = hold
+        self._in_flight: dict[int, Batch] = {}
+        self.acknowledged: list[int] = []
+        """Steps, in the order they were acknowledged."""
+        self.step_seconds: list[tuple[int, int, float]] = []
+        """(step, rank, seconds)."""
+
+    def batches(self, *, auto_ack: bool = True) -> AsyncIterator[Batch]:
+        """One after the other."""
+        assert not auto_ack, "serve acknowledges by itself"
+        return self
+
+    def __aiter__(self) -> AsyncIterator[Batch]:
+        return self
+
+    async def __anext__(self) -> Batch:
+        await anyio.lowlevel.checkpoint()
+        if not self._left:
+            if self._hold:
+                await anyio.sleep_forever()
+            raise StopAsyncIteration
+        batch = self._left.popleft()
+        self._in_flight[batch.step] = batch
+        return batch
+
+    def acknowledge(self, step: int) -> None:
+        """Every rank is done with ``step``."""
+        del self._in_flight[step]
+        self.acknowledged.append(step)
+
+    def nack(self, step: int) -> None:
+        """``step`` comes again, next."""
+        self._left = deque(sorted([self._in_flight.pop(step), *self._left], key=lambda batch: batch.step))
+
+    def record_step(self, timing: StepTiming) -> None:
+        """A rank took so long for a step."""
+        self.step_seconds.append(timing[:3])
+
+    def in_flight(self) -> tuple[Batch, ...]:
+        """Taken and not acknowledged."""
+        return tuple(self._in_flight.values())
 
 
 def make_batch(step: int, dp_size: int, *, num_tokens: int = 5, micro_batches: int = 2, row: str = "") -> Batch:

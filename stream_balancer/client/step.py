@@ -287,7 +287,7 @@ class Step(OneRank):
     def look_complete(self) -> bool | None:
         """Nothing more of it comes: it can be finished. The lock is held."""
         held = self._port.held
-        return True if not self.is_mine or held.meets or held.rank.role or self._known.seal is not None else None
+        return True if not self.is_mine or held.meets or held.rank.role or self._known.is_whole else None
 
     def _has_ended(self) -> bool:
         """Nothing is left to do, on any rank that this one must meet."""

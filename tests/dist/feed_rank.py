@@ -5,17 +5,17 @@ Prints ``ready`` once it has its first batch, and the steps it trained as its la
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 
 import anyio
 import torch
 import torch.distributed as dist
-from scripted import make_batch
+from scripted import ScriptedBalancer, make_batch
 
 import stream_balancer as sb
 from stream_balancer.errors import RankLostError
-from stream_balancer.testing.transports import ScriptedBalancer
 
 
 def say(*words: object) -> None:
@@ -85,16 +85,13 @@ def control(mode: str) -> None:
 
     async def main() -> None:
         balancer = ScriptedBalancer([make_batch(step, 1) for step in range(2)], hold=True)
-        transport = sb.TorchTransport.listen(dp_size=1)
-        say(transport.address)
-        if mode == "serve":
-            async with transport:
-                await sb.serve(balancer, transport)
-        link = await transport.accept()
-        while not link.credits:
-            await anyio.sleep(0.01)
-        link.send(make_batch(0, 1).ranks[0])
-        await anyio.sleep(0.2)  # falls off the end without closing anything
+        async with sb.TorchTransport.listen(dp_size=1) as transport, anyio.create_task_group() as tasks:
+            say(transport.address)
+            tasks.start_soon(sb.serve, balancer, transport)
+            if mode == "unclosed":
+                while not balancer.acknowledged:
+                    await anyio.sleep(0.01)
+                os._exit(0)
 
     try:
         anyio.run(main)

@@ -9,11 +9,10 @@ from typing import Any
 import anyio
 from forked import forked, hear
 from guard import GUARD_S
-from scripted import make_batch
+from scripted import ScriptedBalancer, make_batch
 from torch._C._distributed_c10d import Store, TCPStore
 
 import stream_balancer as sb
-from stream_balancer.testing.transports import ScriptedBalancer
 
 
 def test_a_rank_leaves_a_controller_that_died_while_it_connected() -> None:

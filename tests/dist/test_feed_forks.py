@@ -16,12 +16,11 @@ import anyio
 import pytest
 from forked import forked, hear
 from guard import GUARD_S
-from scripted import make_batch
+from scripted import ScriptedBalancer, make_batch
 
 import stream_balancer as sb
 from stream_balancer.errors import BrokenResourceError, RankLostError
 from stream_balancer.testing import make_rollout
-from stream_balancer.testing.transports import ScriptedBalancer
 
 LIFE_S = 4 * GUARD_S
 

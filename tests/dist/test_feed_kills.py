@@ -13,11 +13,10 @@ import pytest
 from forked import PROCESSES
 from guard import GUARD_S
 from remote_producer import Rank, fingerprint
-from scripted import make_batch
+from scripted import ScriptedBalancer, make_batch
 
 import stream_balancer as sb
 from stream_balancer.errors import RankLostError
-from stream_balancer.testing.transports import ScriptedBalancer
 
 END = ("end", "")
 

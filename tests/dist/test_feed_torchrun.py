@@ -10,10 +10,9 @@ import anyio
 import pytest
 from forked import TORCHRUN, started
 from guard import GUARD_S
-from scripted import make_batch
+from scripted import ScriptedBalancer, make_batch
 
 import stream_balancer as sb
-from stream_balancer.testing.transports import ScriptedBalancer
 
 SCRIPT = str(Path(__file__).with_name("torchrun_rank.py"))
 STEPS = 10
