@@ -33,13 +33,13 @@ def forgets_that_sealed_is_not_met(patch: pytest.MonkeyPatch) -> None:
 
 @fault("fence", meets=True, faults=("kill", "flap", "give_up"), num_faults=8)
 def lets_who_was_given_up_come_back(patch: pytest.MonkeyPatch) -> None:
-    gave_up = joining.gave_up
+    gave_up = Ledger.gave_up
 
-    def without_fence(book: Book, one: state.RankId) -> None:
+    def without_fence(book: Ledger, one: state.RankId) -> None:
         gave_up(book, one)
         del book.fenced[one]
 
-    patch.setattr(joining, "gave_up", without_fence)
+    patch.setattr(Ledger, "gave_up", without_fence)
 
 
 @fault("credits", depth=1, steps=4)
@@ -49,12 +49,12 @@ def ignores_credits(patch: pytest.MonkeyPatch) -> None:
 
 @fault("credits")
 def sends_again_what_a_process_has(patch: pytest.MonkeyPatch) -> None:
-    joined = joining.joined
+    joined = Ledger.joined
 
-    def without_has(book: Book, one: state.RankId, seat: int, incarnation: int, has: Any, *rest: Any) -> None:
-        joined(book, one, seat, incarnation, {}, *rest)
+    def without_has(book: Ledger, one: state.RankId, seat: int, incarnation: int, has: Any, **rest: Any) -> None:
+        joined(book, one, seat, incarnation, {}, **rest)
 
-    patch.setattr(joining, "joined", without_has)
+    patch.setattr(Ledger, "joined", without_has)
 
 
 @fault("acknowledged", meets=True, auto_ack=False)
@@ -180,7 +180,11 @@ def gives_back_the_first(patch: pytest.MonkeyPatch) -> None:
 @fault("order", meets=True, shared=True, roles=("ref",), ranks=3)
 def lets_items_overtake(patch: pytest.MonkeyPatch) -> None:
     """Sends whatever has its columns, though others share what is behind."""
-    patch.setattr(deciding, "_ready", lambda share: [it for it in share.unsent_in_order() if share.step.is_ready(it)])
+    patch.setattr(
+        deciding,
+        "_ready",
+        lambda share: [it for it in state.in_order(share.unsent.values()) if share.step.is_ready(it)],
+    )
 
 
 @fault("columns", roles=("ref",))

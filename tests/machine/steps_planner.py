@@ -70,7 +70,10 @@ class Planner:
         return news + [new for parts in groups.values() for new in self._shared_anew(ledger, parts, order.over)]
 
     def _cut_anew(self, ledger: Ledger, item: Item, over: tuple[RankId, ...]) -> list[Item]:
-        cuts = [item.pieces] if self.rng.random() < 0.5 else [(piece,) for piece in item.pieces]
+        rollouts = dict.fromkeys(piece.rollout for piece in item.pieces)
+        cuts = [tuple(piece for piece in item.pieces if piece.rollout == rollout) for rollout in rollouts]
+        if not cuts or self.rng.random() < 0.5:
+            cuts = [item.pieces]
         return [
             Item(ledger.new_id(), self.rng.choice(over), pieces, needs=item.needs, remote=item.remote)
             for pieces in cuts

@@ -61,7 +61,7 @@ class Replay:
         one, step = (RankId(*args[:2]), args[2]) if isinstance(args[0], str) else (RankId(TRAIN, args[0]), args[1])
         if one in self.waiting:
             return one
-        return one if kind == "taken" and not self.sent[one, step] and not self.ledger.is_certain(step) else None
+        return one if kind == "taken" and not self.sent[one, step] and self.ledger.steps[step].is_uncertain else None
 
     def _catch_up(self) -> None:
         for one, facts in list(self.waiting.items()):

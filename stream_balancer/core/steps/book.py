@@ -11,7 +11,7 @@ __all__ = ["Book"]
 class Book:
     """Every step that is planned and not acknowledged, every rank, and what facts have touched."""
 
-    def __init__(self, *, meets: bool, moves: bool, generation: int) -> None:
+    def __init__(self, *, meets: bool = True, moves: bool = False, generation: int = 0) -> None:
         self.meets, self.moves, self.generation = meets, moves, generation
         self.steps: dict[int, Step] = {}
         self.ranks: dict[RankId, Rank] = {}

@@ -18,7 +18,7 @@ from stream_balancer.core.steps.orders import (
     Send,
     SendSeal,
 )
-from stream_balancer.core.steps.state import TRAIN, Item, Rank, RankId, Seal, Share, Step, seats_of
+from stream_balancer.core.steps.state import TRAIN, Item, Rank, RankId, Seal, Share, Step, in_order, seats_of
 
 __all__ = ["acknowledge", "drop", "look_at_rank", "look_at_step", "make_seal"]
 
@@ -200,10 +200,10 @@ def _ask_back(book: Book, share: Share, num_idle: int) -> None:
 
 
 def _free(share: Share) -> list[Item]:
-    """The last ones without a gap: what one seat gives back and another has begun is sent to the first again, behind all
-    that it has, and both must train in one order."""
+    """The last ones without a gap: what one seat gives back and another has begun is sent to the first again, behind
+    all that it has, and both must train in one order."""
     free = list[Item]()
-    for item in reversed([item for item in share.in_order() if item.sent]):
+    for item in reversed([item for item in in_order(share.items.values()) if item.sent]):
         if item.group is not None or item.is_begun or item.done or item.id in share.go:
             break
         free.insert(0, item)
@@ -303,7 +303,7 @@ def _look_at_role(book: Book, share: Share) -> None:
     step, rank = share.step, share.rank
     if step.settling or not step.is_settled:
         return  # it may be in the weights
-    _send(share, book)
+    _send(book, share)
     if rank.id.role in step.through_roles:
         if share.opened:
             _send_seal(book, share, Seal(step.number, 1, (), frozenset(step.gone)))
@@ -324,7 +324,7 @@ def _leave_behind(book: Book, share: Share) -> None:
 def _look_at_share(book: Book, share: Share) -> None:
     step, rank = share.step, share.rank
     if step.is_settled and not (step.is_uncertain and book.meets):
-        _send(share, book)
+        _send(book, share)
     if step.seal is None or rank.id not in step.seal.ranks or share.opened != rank.full:
         return
     # Of a restored step others may be in the meeting: they wait for this rank, if it was at the barrier.
@@ -355,7 +355,7 @@ def _lacks_weights(book: Book, rank: Rank, step: Step) -> bool:
     return False
 
 
-def _send(share: Share, book: Book) -> None:
+def _send(book: Book, share: Share) -> None:
     step, rank = share.step, share.rank
     if share.recalled:
         return
@@ -388,7 +388,7 @@ def _send(share: Share, book: Book) -> None:
 
 def _ready(share: Share) -> list[Item]:
     """Items that can be sent now, in order."""
-    unsent, step = share.unsent_in_order(), share.step
+    unsent, step = in_order(share.unsent.values()), share.step
     ready = [item for item in unsent if step.is_ready(item)]
     # Nothing overtakes an item that waits for its columns if others share what is behind it, or a seat has it already.
     if len(ready) < len(unsent) and any(item.group is not None or item.sent for item in unsent):

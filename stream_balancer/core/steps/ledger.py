@@ -37,35 +37,33 @@ True
 >>> ledger.orders()
 [RankAck(step=0, rank=RankId(role='', number=0)), Ack(step=0, gone=frozenset())]
 
-A trainer's item that is done lies in the gradient of one process, and dies with it; a role's is kept: its columns are here.
-A rank that holds a seal may be in the collective at this moment. Until every holder has said "finished" or "it failed, I
-am back", or is known to be dead, nobody here knows whether the weights have the step (:attr:`Step.is_uncertain`).
+A trainer's item that is done lies in the gradient of one process, and dies with it; a role's is kept: its columns are
+here. A rank that holds a seal may be in the collective at this moment. Until every holder has said "finished" or "it
+failed, I am back", or is known to be dead, nobody here knows whether the weights have the step
+(:attr:`Step.is_uncertain`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
-from stream_balancer.core.steps import joining
-from stream_balancer.core.steps.book import Book
 from stream_balancer.core.steps.deciding import acknowledge, drop, look_at_rank, look_at_step
+from stream_balancer.core.steps.joining import Joining
 from stream_balancer.core.steps.orders import Order, RankAck
-from stream_balancer.core.steps.state import TRAIN, HeldStep, Item, Piece, RankId, Share, Step
+from stream_balancer.core.steps.state import TRAIN, Item, Piece, RankId, Share, Step, in_order
 
 __all__ = ["TRAIN", "Item", "Ledger", "Piece", "RankId"]
 
 
-class Ledger(Book):
+class Ledger(Joining):
     """Facts go in, orders come out.
 
-    ``meets``: the trainer's ranks meet once in a step through the feed, report ``at_barrier`` and ``finished``, and wait
-    for the seal in between; else each trains on its own, and gets again what it has not acknowledged. ``moves``: ranks
-    with nothing left to do are given what others have not begun. ``generation``: larger at each start of the controller.
+    ``meets``: the trainer's ranks meet once in a step through the feed, report ``at_barrier`` and ``finished``, and
+    wait for the seal in between; else each trains on its own, and gets again what it has not acknowledged. ``moves``:
+    ranks with nothing left to do are given what others have not begun. ``generation``: of the controller, larger at
+    each start.
     """
-
-    def __init__(self, *, meets: bool = True, moves: bool = False, generation: int = 0) -> None:
-        super().__init__(meets=meets, moves=moves, generation=generation)
 
     # -- questions -----------------------------------------------------------------------------------------------------
 
@@ -75,27 +73,10 @@ class Ledger(Book):
         members = [self.members(role) for role in self.wanted]
         return all(members) and all(self.room(one) > 0 for ones in members for one in ones)
 
-    def is_here(self, one: RankId) -> bool:
-        """All its processes are connected."""
-        rank = self.ranks.get(one)
-        return rank is not None and rank.is_here
-
     def room(self, one: RankId) -> int:
         """Steps that may be planned for it now. O(its active steps)."""
         rank = self.ranks.get(one)
         return 0 if rank is None else rank.room
-
-    def is_certain(self, number: int) -> bool:
-        """The ranks have met, or they have not, and it is known which."""
-        step = self.steps.get(number)
-        return step is None or not step.is_uncertain
-
-    def owing(self, number: int) -> list[Share]:
-        """Shares of the trainer's ranks that have not acknowledged the step. O(ranks)."""
-        step = self.steps.get(number)
-        return (
-            [] if step is None else [share for one, share in step.shares.items() if not one.role and not share.is_acked]
-        )
 
     def unacknowledged(self, one: RankId) -> list[int]:
         """Steps of which the rank owes something, ascending. O(its active steps)."""
@@ -106,7 +87,7 @@ class Ledger(Book):
         """Its items of the step, as they are trained on."""
         step = self.steps.get(number)
         share = None if step is None else step.shares.get(one)
-        return [] if share is None else share.in_order()
+        return [] if share is None else in_order(share.items.values())
 
     # -- facts: the planner's ------------------------------------------------------------------------------------------
 
@@ -128,9 +109,9 @@ class Ledger(Book):
         self.touch(step, everybody=True)
 
     def replanned(self, number: int, old: Iterable[int], new: Iterable[Item]) -> bool:
-        """The answer to a Replan: ``new`` items, with ids that rise in the same order of groups on all ranks, in place of
-        ``old``; those of a role keep their ids. False, and nothing is done, if it is out of date: what still has no owner
-        is asked for again."""
+        """The answer to a Replan: ``new`` items, with ids that rise in one order of groups on all ranks, in place of
+        ``old``; those of a role keep their ids. False, and nothing is done, if it is out of date: what still has no
+        owner is asked for again."""
         step, ids = self.steps.get(number), list(old)
         if step is None or not all(id_ in step.ownerless for id_ in ids):
             return False
@@ -148,54 +129,6 @@ class Ledger(Book):
         """No step is planned any more."""
         self.ended = True
         self.touch_all_ranks()
-
-    # -- facts: processes that come and go -----------------------------------------------------------------------------
-
-    def joined(
-        self,
-        one: RankId,
-        seat: int,
-        incarnation: int,
-        has: Mapping[int, HeldStep],
-        *,
-        weights: int | None = 0,
-        seats: int = 1,
-        depth: int = 2,
-    ) -> None:
-        """A process has come, or come again, and says what it has; its ``weights`` have all steps before that one. None:
-        those that its next step needs. O(its items, steps in flight and ranks)."""
-        joining.joined(self, one, seat, incarnation, has, weights, seats, depth)
-
-    def lost(self, one: RankId, seat: int) -> None:
-        """The link to the process that joined last is gone. What it has, nobody knows until it joins again or its rank is
-        given up."""
-        self.rank(one).links &= ~(1 << seat)
-
-    def gave_up(self, one: RankId) -> None:
-        """The rank will not come back: what it owes goes to others, where they cannot have met with it. ``fenced`` says
-        which incarnation must not come any more."""
-        joining.gave_up(self, one)
-
-    def restore_rank(self, one: RankId, incarnation: int, *, fenced: bool) -> None:
-        """The last incarnation of a rank that had come before the controller was started again, and whether it was given
-        up."""
-        self.rank(one).incarnation = incarnation
-        if fenced:
-            self.fenced[one] = incarnation
-
-    def restore(
-        self,
-        number: int,
-        uid: int,
-        items: Iterable[Item],
-        participants: Iterable[RankId],
-        *,
-        acked: Collection[RankId] = (),
-        gone: Iterable[str] = (),
-    ) -> None:
-        """A step as the journal has it, in a ledger that was started again: its whole plan, who has acknowledged it, and
-        what was masked. Ranks will say who has it. Call after :meth:`resized` and :meth:`restore_rank`."""
-        joining.restore(self, number, uid, items, participants, acked, gone)
 
     # -- facts: what a process reports ---------------------------------------------------------------------------------
 
@@ -249,7 +182,7 @@ class Ledger(Book):
         for id_ in items:
             share.recalled[id_] |= 1 << seat
         share.answers &= ~(1 << seat)
-        joining.gave_back(self, share)
+        self.gave_back(share)
         self.touch(share.step)
         self.ranks_touched[one] = None
 
@@ -271,7 +204,7 @@ class Ledger(Book):
         self.ranks_touched[one] = None
 
     def finished(self, one: RankId, seat: int, number: int, attempt: int) -> None:
-        """The ranks have met, and its weights have the step and all before it. ``attempt`` 0: it took others' weights."""
+        """The ranks have met, and its weights have the step and all before it. ``attempt`` 0: they are others'."""
         rank, bit = self.rank(one), 1 << seat
         if not one.role:
             rank.weights_of[seat] = max(rank.weights_of.get(seat, 0), number + 1)
@@ -333,7 +266,7 @@ class Ledger(Book):
         return out
 
     def _share_of(self, one: RankId, seat: int, number: int, attempt: int | None = None) -> Share | None:
-        """None for what counts no more: of a process that was lost, a step that is over, an attempt that was rewound."""
+        """None for what counts no more: of a lost process, a step that is over, an attempt that was rewound."""
         rank, step = self.ranks.get(one), self.steps.get(number)
         if rank is None or step is None or not rank.links >> seat & 1:
             return None

@@ -1,7 +1,7 @@
 """State of steps in flight: steps, items, shares and ranks.
 
-A rank may be several processes, *seats* (tensor or pipeline parallel). All get the same items in the same order. Masks of
-seats are ints: seat 2 is ``1 << 2``, and ``Rank.full`` has all of them.
+A rank may be several processes, *seats* (tensor or pipeline parallel). All get the same items in the same order. Masks
+of seats are ints: seat 2 is ``1 << 2``, and ``Rank.full`` has all of them.
 """
 
 from __future__ import annotations
@@ -11,19 +11,8 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 __all__ = [
-    "TRAIN",
-   
-    "HeldItem",
-    "HeldStep",
-    "Item",
-    "Piece",
-    "Rank",
-    "RankId",
-    "Seal",
-    "Share",
-    "Step",
-    "seats_of",
-]
+    "TRAIN", "HeldItem", "HeldStep", "Item", "Piece", "Rank", "RankId", "Seal", "Share", "Step", "in_order", "seats_of",
+]  # fmt: skip
 
 TRAIN = ""
 """Role of the trainer. Other roles compute columns for it."""
@@ -125,13 +114,13 @@ class Share:
     first: int = 1
     """The first attempt of this plan: earlier ones were of another plan of this number."""
     num_sent: int = 0
+    # Masks of seats: was sent the step, began with it, has nothing left to do, has the seal, and of those, came back
+    # from a failed meeting; has the step in its weights, has acknowledged it.
     opened: int = 0
     taken: int = 0
     waiting: int = 0
-    """Seats that have nothing left to do."""
     sealed: int = 0
     back: int = 0
-    """Of those, seats whose meeting has failed."""
     finished: int = 0
     acked: int = 0
     go: dict[int, int] = field(default_factory=dict)
@@ -150,13 +139,6 @@ class Share:
         """Seats that may be in the collective now."""
         return self.sealed & ~self.back & ~self.finished
 
-    def in_order(self) -> list[Item]:
-        """All items as they are trained on: those that were sent, then the plan's order."""
-        return sorted(self.items.values(), key=_order)
-
-    def unsent_in_order(self) -> list[Item]:
-        return sorted(self.unsent.values(), key=_order)
-
     def note_waiting(self) -> None:
         at_barrier = self.step.at_barrier
         if self.waiting == self.rank.full and not self.unsent:
@@ -165,8 +147,9 @@ class Share:
             at_barrier.discard(self.rank.id)
 
 
-def _order(item: Item) -> tuple[int, int]:
-    return item.place or 1 << 62, item.id
+def in_order(items: Iterable[Item]) -> list[Item]:
+    """Items as they are trained on: those that were sent, then the plan's order."""
+    return sorted(items, key=lambda item: (item.place or 1 << 62, item.id))
 
 
 @dataclass(eq=False, slots=True)
