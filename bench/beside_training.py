@@ -15,9 +15,9 @@ import anyio
 import torch
 import torch.distributed as dist
 from _common import Rows, arguments, peer
+from stream_balancer.testing.transports import ScriptedBalancer, make_batch
 
 import stream_balancer as sb
-from stream_balancer.testing.transports import ScriptedBalancer, make_batch
 from stream_balancer.types import Batch
 
 ELEMENTS = 2**20  # float32: 4 MB

@@ -16,7 +16,7 @@ import torch
 from _common import BYTES_PER_TOKEN, Rows, arguments, rollout
 
 import stream_balancer as sb
-from stream_balancer.controller.checkpoint import state_dict
+from stream_balancer.host.checkpoint import state_dict
 
 TOKENS = 4096
 

@@ -42,7 +42,7 @@ async def attend(balancer: sb.StreamBalancer, transport: sb.TorchTransport) -> N
 
         await take_puts(balancer, transport.door.service)
     else:  # of commits before there was one service for all peers
-        from stream_balancer.controller.producers import attend as take_all
+        from stream_balancer.host.producers import attend as take_all
 
         await take_all(balancer, transport)
 

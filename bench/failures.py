@@ -22,10 +22,10 @@ from typing import Any
 import anyio
 import torch
 from _common import Rows, arguments
+from stream_balancer.testing.transports import ScriptedBalancer, make_batch
 
 import stream_balancer as sb
 from stream_balancer.errors import RankLostError
-from stream_balancer.testing.transports import ScriptedBalancer, make_batch
 from stream_balancer.types import Batch
 
 TOKENS = 20_000  # per rollout; four of them make 1 MB a rank

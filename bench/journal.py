@@ -26,9 +26,9 @@ import torch
 from _common import Rows, arguments
 
 import stream_balancer as sb
-from stream_balancer.controller.checkpoint import bytes_of_rollout
-from stream_balancer.controller.journal.rows import RolloutRow, rollout_row
-from stream_balancer.controller.journal.store import Store as Database
+from stream_balancer.host.checkpoint import bytes_of_rollout
+from stream_balancer.host.journal.rows import RolloutRow, rollout_row
+from stream_balancer.host.journal.store import Store as Database
 
 NUM_PUTTERS = 64
 NUM_TOKENS = 1000

@@ -24,10 +24,6 @@ if TYPE_CHECKING:
     from stream_balancer.client.producer import connect as connect
     from stream_balancer.client.step import Step as Step
     from stream_balancer.config import BalancerConfig as BalancerConfig
-    from stream_balancer.controller.balancer import StreamBalancer as StreamBalancer
-    from stream_balancer.controller.batches import Batches as Batches
-    from stream_balancer.controller.journal import Journal as Journal
-    from stream_balancer.controller.journal import Recovered as Recovered
     from stream_balancer.core.observer import Observer as Observer
     from stream_balancer.cost import AttentionPairs as AttentionPairs
     from stream_balancer.cost import CalibratedCost as CalibratedCost
@@ -54,6 +50,10 @@ if TYPE_CHECKING:
     from stream_balancer.facades import BlockingBalancer as BlockingBalancer
     from stream_balancer.facades import BlockingProducer as BlockingProducer
     from stream_balancer.facades import blocking as blocking
+    from stream_balancer.host.balancer import StreamBalancer as StreamBalancer
+    from stream_balancer.host.batches import Batches as Batches
+    from stream_balancer.host.journal import Journal as Journal
+    from stream_balancer.host.journal import Recovered as Recovered
     from stream_balancer.host.serve import serve as serve
     from stream_balancer.host.transport import TorchTransport as TorchTransport
     from stream_balancer.statistics import Statistics as Statistics
@@ -72,8 +72,8 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _NAMES_OF = {
-    "controller.balancer": "StreamBalancer",
-    "controller.batches": "Batches",
+    "host.balancer": "StreamBalancer",
+    "host.batches": "Batches",
     "facades": "BlockingBalancer BlockingProducer blocking",
     "config": "BalancerConfig",
     "client.producer": "Producer connect",
@@ -85,7 +85,7 @@ _NAMES_OF = {
     "WireError WouldBlock",
     "client.feed": "RankFeed",
     "client.step": "Step",
-    "controller.journal": "Journal Recovered",
+    "host.journal": "Journal Recovered",
     "tools.simulate": "simulate",
     "tools.simulation_report": "SimulationReport",
     "tools.length_models": "generate_trace",

@@ -2,9 +2,9 @@
 ``python tests/facade_stubs.py`` writes."""
 
 from stream_balancer.client.producer import Producer
-from stream_balancer.controller.balancer import StreamBalancer
-from stream_balancer.controller.batches import Batches
 from stream_balancer.facade import facade
+from stream_balancer.host.balancer import StreamBalancer
+from stream_balancer.host.batches import Batches
 from stream_balancer.host.blocking import OwnLoop
 from stream_balancer.slots import Reservation, Slot
 

@@ -417,10 +417,9 @@ class RayBalancer:
         """This process's connection; made when first asked for. All that :class:`stream_balancer.Producer` gives."""
         with self._lock:
             if self._producer is None:
-                in_store = _InStore(self._keeper, self._keeper_name, self.label) if self._keeper is not None else None
                 self._producer = connect(
                     self,
-                    hand_over=in_store or "balancer",
+                    hand_over="balancer" if self.restarts else _InStore(self._keeper, self._keeper_name, self.label),
                     loss_mask_column=self.loss_mask_column,
                     label=self.label,
                     rejoin=self.restarts,

@@ -13,7 +13,7 @@ import anyio.lowlevel
 import torch
 
 import stream_balancer as sb
-from stream_balancer.controller.serve import serve
+from stream_balancer.host.serve import serve
 from stream_balancer.rank.feed import RankFeed
 from stream_balancer.transport.memory import MemoryTransport
 

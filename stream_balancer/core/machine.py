@@ -351,10 +351,10 @@ class BalancerCore:
         state, before = self.state, self.config
         if state.open_step is not None:
             check_open(config)
-            if config.dp_size != before.dp_size:
+            if config.dp_size != before.dp_size and state.open_step.taken:
                 raise ConfigError(
-                    "dp_size cannot change under batches(open=True): ranks have gradients of a step that is not "
-                    "complete. Begin another iteration after it"
+                    "dp_size cannot change in the middle of a step of batches(open=True): ranks have gradients of it. "
+                    "Change it after the step's last row"
                 )
         regroups = config.tracked_group_size != before.tracked_group_size
         if regroups and len(state.buffer):
@@ -366,6 +366,8 @@ class BalancerCore:
         if regroups:
             state.buffer.change_group_size(config.tracked_group_size)
         state.use(config)
+        if state.open_step is not None and config.dp_size != before.dp_size:
+            state.open_step = OpenStep(config)
         state.pricing.reconfigure(config)
         factor = state.pricing.reprice(state.buffer)
         state.evict_too_old()  # max_staleness may be smaller now

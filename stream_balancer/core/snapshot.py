@@ -1,6 +1,6 @@
 """All that a balancer holds, at one instant: what checkpoints and the journal write down. Pure.
 
-A value, and how it is made from a :class:`~stream_balancer.core.state.State` and back. ``controller.checkpoint`` turns
+A value, and how it is made from a :class:`~stream_balancer.core.state.State` and back. ``host.checkpoint`` turns
 one into plain data; no format is known here.
 """
 
@@ -27,7 +27,7 @@ __all__ = ["Snapshot", "restored_state", "take_snapshot"]
 class Snapshot:
     """All that a balancer holds, at one instant: cheap to take, since rollouts are shared and not copied.
 
-    ``controller.checkpoint`` turns it into plain tensors and numbers, in any thread.
+    ``host.checkpoint`` turns it into plain tensors and numbers, in any thread.
     """
 
     waiting: tuple[Rollout, ...]

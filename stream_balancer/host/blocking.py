@@ -7,12 +7,12 @@ from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Any, Literal, Self, TypeVar
 
-from stream_balancer.facade import Facade, refuse_in_event_loop
 from stream_balancer.config import BalancerConfig
-from stream_balancer.controller.balancer import StreamBalancer
-from stream_balancer.controller.journal import Journal
 from stream_balancer.core.accept import Accept
 from stream_balancer.core.observer import Observer
+from stream_balancer.facade import Facade, refuse_in_event_loop
+from stream_balancer.host.balancer import StreamBalancer
+from stream_balancer.host.journal import Journal
 from stream_balancer.loop_thread import Background, LoopThread
 from stream_balancer.types import EvictReason, Rollout
 
@@ -101,7 +101,7 @@ class OwnLoop(Facade):
 
     def state_dict(self) -> dict[str, Any]:
         """:meth:`StreamBalancer.state_dict`, flattened in the calling thread: the event loop goes on."""
-        from stream_balancer.controller.checkpoint import state_dict
+        from stream_balancer.host.checkpoint import state_dict
 
         return state_dict(self._runner.call(self.balancer.snapshot))
 

@@ -15,12 +15,12 @@ from typing import Annotated, Any, NamedTuple, TypeAlias
 import anyio
 import msgspec
 
-from stream_balancer.controller.balancer import StreamBalancer
-from stream_balancer.controller.puts import PendingPut
-from stream_balancer.controller.wakeups import PendingReserve
 from stream_balancer.core.groups import GroupSize, closed
 from stream_balancer.core.throttle import check_reserve
 from stream_balancer.errors import BrokenResourceError, RolloutError, WireError
+from stream_balancer.host.balancer import StreamBalancer
+from stream_balancer.host.puts import PendingPut
+from stream_balancer.host.wakeups import PendingReserve
 from stream_balancer.net.calls import Asked
 from stream_balancer.net.errors import Ended
 from stream_balancer.net.messages import Join, Notify

@@ -13,10 +13,10 @@ from typing import Annotated, Literal
 import anyio
 import msgspec
 
-from stream_balancer.controller.journal.rows import Came
 from stream_balancer.core.diagnosis import RankState
 from stream_balancer.core.steps import TRAIN, HeldStep, Ledger, RankId
 from stream_balancer.errors import RankLostError, WireError, rank_name, refused_error
+from stream_balancer.host.journal.rows import Came
 from stream_balancer.net.errors import Ended
 from stream_balancer.net.messages import Join
 from stream_balancer.net.service import Peer

@@ -10,8 +10,6 @@ from typing import Any
 
 import anyio
 
-from stream_balancer.controller.balancer import StreamBalancer
-from stream_balancer.controller.journal.handed import Handed
 from stream_balancer.core.steps import (
     Ack,
     Behind,
@@ -32,7 +30,9 @@ from stream_balancer.core.steps import (
     SendSeal,
 )
 from stream_balancer.errors import refused_error
+from stream_balancer.host.balancer import StreamBalancer
 from stream_balancer.host.columns import Columns
+from stream_balancer.host.journal.handed import Handed
 from stream_balancer.host.plans import Plan, laid_out_anew
 from stream_balancer.host.ranks import Ranks, different_weights, forget
 from stream_balancer.host.seals import seal_of, sizes_of_plan

@@ -35,20 +35,20 @@ from typing import Any, Literal, NamedTuple, Protocol, TypeAlias
 import anyio
 
 from stream_balancer.config import BalancerConfig
-from stream_balancer.controller.balancer import StreamBalancer
-from stream_balancer.controller.batches import Batches
-from stream_balancer.controller.journal.handed import Handed
-from stream_balancer.controller.journal.rows import Came
-from stream_balancer.controller.stall_reporter import StallReporter
 from stream_balancer.core.observer import Observer
 from stream_balancer.core.step_times import StepTiming
 from stream_balancer.core.steps import TRAIN, Ledger, RankId
 from stream_balancer.errors import ConfigError
+from stream_balancer.host.balancer import StreamBalancer
+from stream_balancer.host.batches import Batches
 from stream_balancer.host.columns import Columns, check_roles
+from stream_balancer.host.journal.handed import Handed
+from stream_balancer.host.journal.rows import Came
 from stream_balancer.host.peers import Peers
 from stream_balancer.host.plans import Plan, items_of, uid_of
 from stream_balancer.host.ranks import Member, Ranks
 from stream_balancer.host.sending import InFlight, Sender
+from stream_balancer.host.stall_reporter import StallReporter
 from stream_balancer.host.stalls import why_stalled
 from stream_balancer.host.transport import Door, TorchTransport, Transport, door_of
 from stream_balancer.net.listener import split_address

@@ -268,9 +268,8 @@ class Caller:
         """No more calls. Those that wait are done, those that are sent are taken back."""
         self._over = self._over or over
         waiting, self._waiting = self._waiting, {}
-        unknown = self.lost_for("the connection was closed here")
         for pending in waiting:
-            pending.resolve((unknown if pending.sent_before else over)(pending))
+            pending.resolve(over(pending))
         if self._connection is not None:
             for number in self._sent:
                 self._connection.send(Cancel(number))

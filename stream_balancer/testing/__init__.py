@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from stream_balancer.testing.network import MemoryNetwork
 from stream_balancer.tools.length_models import PRESETS, generate_trace
 from stream_balancer.tools.trace import Trace
-from stream_balancer.testing.network import MemoryNetwork
 
 from .clocks import BACKENDS, AutojumpEventLoop, Wakeups, count_wakeups, virtual_time_backend
 from .rollouts import make_rollout, make_rollouts, token_checksum

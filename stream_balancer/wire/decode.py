@@ -342,7 +342,7 @@ def decode_rollouts(
     may keep payloads. Raises RolloutError, naming it, for one that no Rollout may be, WireError for anything else that
     :func:`~stream_balancer.wire.encode.encode_rollouts` would not have made."""
     read = read_header(header)
-    if len(read.blocks) != 1 or read.shared or read.narrowed or read.padding or read.late or read.execution_sizes:
+    if len(read.blocks) != 1 or read.shared or read.narrowed or (read.padding and read.holes) or read.late or read.execution_sizes:
         raise WireError("a put holds whole rollouts, and nothing that only a step has")
     if read.holes:
         return _kept_rollouts(read, memory, leases)
@@ -363,6 +363,7 @@ def _kept_rollouts(header: Header, memory: Memory | None, leases: Leases | None)
             RemoteRollout(
                 tokens={one.name: _elsewhere(one, (length, *one.shape)) for one in header.columns},
                 tensors={one.name: _elsewhere(one, one.shape) for one in tensors},
+                is_padding=index in header.padding,
                 **plain_fields(header, names, index),
                 handle=Handle(header.owners[hole.owner], hole.key),
                 loss_tokens=header.loss_tokens[index],

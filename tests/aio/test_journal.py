@@ -27,9 +27,9 @@ from helpers import attend, until, waiting
 from test_cancellation import How, cancelled_after, ways
 
 import stream_balancer as sb
-from stream_balancer.controller.journal import store, writer
-from stream_balancer.controller.journal.rows import rollout_row
-from stream_balancer.controller.journal.store import Store
+from stream_balancer.host.journal import store, writer
+from stream_balancer.host.journal.rows import rollout_row
+from stream_balancer.host.journal.store import Store
 from stream_balancer.testing import MemoryNetwork, make_rollout, make_rollouts
 from stream_balancer.types import Batch
 

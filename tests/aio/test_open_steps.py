@@ -224,8 +224,13 @@ async def test_knobs_that_rows_cannot_respect_are_refused(knobs: dict[str, Any],
 
 async def test_ranks_cannot_become_others_in_the_middle() -> None:
     async with sb.StreamBalancer(rows_of_six()) as balancer:
-        balancer.batches(open=True)
-        with pytest.raises(ConfigError, match="dp_size cannot change"):
+        rows = balancer.batches(open=True)
+        balancer.reconfigure(dp_size=1)
+        balancer.reconfigure(dp_size=2)
+        for length in (3, 4, 5):
+            await balancer.put(make_rollout(length))
+        assert not (await anext(rows)).is_last
+        with pytest.raises(ConfigError, match="dp_size cannot change in the middle of a step"):
             balancer.reconfigure(dp_size=3)
 
 

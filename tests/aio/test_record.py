@@ -15,7 +15,7 @@ import pytest
 from guard import GUARD_S
 
 import stream_balancer as sb
-import stream_balancer.controller.recorder as record_room
+import stream_balancer.host.recorder as record_room
 from stream_balancer.testing import make_rollout, make_rollouts
 
 config = partial(helpers.config, window=8)

@@ -9,11 +9,11 @@ from typing import Any
 import anyio
 import anyio.lowlevel
 import pytest
-from helpers import Rejoining, settle, waiting, wire_of
+from helpers import settle, waiting, wire_of
+from stream_balancer.testing.control_clauses import CLAUSES, KNOBS, THROTTLED, ControlOpener
 
 import stream_balancer as sb
 from stream_balancer.testing import MemoryNetwork, make_rollout
-from stream_balancer.testing.control_clauses import CLAUSES, KNOBS, THROTTLED, ControlOpener
 
 
 class Harness:
@@ -267,14 +267,14 @@ async def test_a_number_of_producers_that_cannot_be_is_refused() -> None:
 
 async def test_an_older_version_from_a_rank_that_is_late_is_passed_over(caplog: pytest.LogCaptureFixture) -> None:
     async with over_memory(**KNOBS) as harness:
-        network = Rejoining(harness.transport)
-        feed = sb.RankFeed(network.port)
+        network = harness.transport.connect(0, rejoin=True)
+        feed = sb.RankFeed(network)
         await settle()
         feed.set_version(5)
-        network.wire.hold()
+        network.hold()
         harness.balancer.set_version(9)
         feed.set_version(6)
-        network.wire.release()
+        network.release()
         await settle()
         harness.balancer.end()
         assert [batch async for batch in feed] == []

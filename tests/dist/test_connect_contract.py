@@ -14,8 +14,7 @@ from helpers import attend, until
 from remote_producer import RemoteProducer, make, names, start_controller, verdict_of
 
 import stream_balancer as sb
-from stream_balancer.transport.request_messages import EncodedRequest
-from stream_balancer.transport.requests import Mode, Request
+from stream_balancer.wire.codec import encode_rollouts
 
 Served = tuple[sb.StreamBalancer, sb.TorchTransport]
 
@@ -235,7 +234,7 @@ async def test_a_retry_after_reconnecting_is_accepted_once_and_says_so() -> None
 
 
 def size_of(rollout: sb.Rollout) -> int:
-    return EncodedRequest(Request(Mode.PUT, [rollout]), lambda: None).wire_bytes
+    return encode_rollouts([rollout]).payload.total
 
 
 async def test_limits_are_told_and_kept() -> None:

@@ -4,66 +4,53 @@ from __future__ import annotations
 
 import logging
 import random
+import secrets
 import socket
 import struct
-import threading
-import zlib
-from contextlib import closing
+from contextlib import suppress
+from typing import Any
 
 import anyio
 import msgspec
 import pytest
-import torch
 from guard import GUARD_S
-from helpers import attend
+from helpers import attend, until
 
 import stream_balancer as sb
-from stream_balancer.testing import make_rollout
-from stream_balancer.transport.handshake import Joining, pack
-from stream_balancer.transport.request_messages import EncodedRequest
-from stream_balancer.transport.requests import Mode, Request
-from stream_balancer.transport.sockets.framing import frame
-from stream_balancer.transport.sockets.joiner import join_over, parse_address
-from stream_balancer.wire.messages import (
+from stream_balancer.net.handshake import Handshake
+from stream_balancer.net.listener import split_address
+from stream_balancer.net.messages import (
+    HEADER_BYTES,
     PROTOCOL,
-    Accepted,
+    Call,
     Cancel,
     Close,
     Hello,
-    JoinProducer,
-    MapBuffer,
-    Put,
-    PutGroup,
-    RolloutHeader,
-    Taken,
-)
-from stream_balancer.wire.rollouts import encode_rollout
+    Join,
+    Reply,
+    Report,
+    frame,
+    read_envelope,
+    read_header,
+)  # fmt: skip
+from stream_balancer.testing import make_rollout
+from stream_balancer.wire.codec import Handle, Owner, encode_rollouts
 
 TOKEN = "a token of the test"
 
 
-def put(name: str = "half", number: int = 0, **header: int) -> bytes:
-    """A put as bytes; ``header`` is what its header should not say."""
-    one = EncodedRequest(Request(Mode.PUT, [make_rollout(9, name)]), lambda: None)
-    one.number = number
-    message, (source,), _ = one.outgoing()
-    assert isinstance(message, Put)
-    assert source.pieces is not None
-    body = torch.cat(list(source.pieces())).numpy().tobytes()
-    rollout = msgspec.structs.replace(message.rollout, **header)
-    return frame(msgspec.structs.replace(message, rollout=rollout), (len(body),)) + body
+def call(number: int, method: str, args: Any = None, data: bytes = b"", total: int | None = None) -> bytes:
+    """A call as bytes."""
+    raw = args if isinstance(args, msgspec.Raw) else msgspec.Raw(msgspec.msgpack.encode(args))
+    total = len(data) if total is None else total
+    return frame(Call(number, 0, method, raw), total, (0, total) if total else ()) + data
 
 
-def wrong_dtype() -> bytes:
-    """int64 ids declared to be floats: another dtype than input_ids may have."""
-    encoded = encode_rollout(make_rollout(9, "half"))
-    header, body = encoded.header, torch.cat(encoded.pieces()).numpy().tobytes()
-    meta = msgspec.msgpack.decode(body[: header.meta_bytes])
-    meta[4][0][1] = meta[4][0][2] = 8
-    packed = msgspec.msgpack.encode(meta)
-    assert len(packed) == header.meta_bytes
-    header = msgspec.structs.replace(header, meta_crc=zlib.crc32(packed))
-    return frame(Put(0, header), (len(body),)) + packed + body[len(packed) :]
+def put(name: str = "half", number: int = 0, method: str = "put", args: Any = None) -> bytes:
+    """A put as bytes; ``args``: what it says instead of its header."""
+    encoded = encode_rollouts([make_rollout(9, name)])
+    data = b"".join(bytes(memoryview(piece).cast("B")) for piece in encoded.payload.pieces)
+    return call(number, method, encoded.header if args is None else args, data)
 
 
 def flipped(message: bytes, at: int) -> bytes:
@@ -71,41 +58,46 @@ def flipped(message: bytes, at: int) -> bytes:
     return message[:at] + bytes([message[at] ^ 1]) + message[at + 1 :]
 
 
-SMALL = RolloutHeader(64, 0, 512, 512)
+def kept() -> bytes:
+    """A put that keeps its payload."""
+    encoded = encode_rollouts([make_rollout(9, "kept")], handles=[Handle(Owner("tcp://nowhere:1", b""), 0)])
+    return call(0, "put", encoded.header)
+
+
+HEADER = encode_rollouts([make_rollout(9, "half")]).header
 PRODUCERS = {
     "noise": random.Random(2).randbytes(400),
-    "flipped bit of a length": flipped(put(), 3),
-    "flipped bit of a message": flipped(put(), 12),
-    "flipped bit of a description": flipped(
-        put(), len(put()) - encode_rollout(make_rollout(9, "half")).header.wire_bytes
-    ),
-    "message of a rank": frame(Taken(1)),
-    "message of the controller": frame(Accepted((0,))),
-    "message of a channel of another kind": frame(MapBuffer(1, 1, 64)),
-    "handshake again": pack(Hello(PROTOCOL, bytes(16))) + bytes(100),
-    "a message that is too large": struct.pack("<II", 2**31, 0),
-    "too large": frame(Put(0, RolloutHeader(64, 0, 2**61, 2**61)), (2**61,)),
-    "above max_put_bytes": frame(Put(0, RolloutHeader(64, 0, 2**20 + 64, 2**20 + 64)), (2**20 + 64,)),
-    "a put of no bytes": frame(Put(0, RolloutHeader(0, 0, 0, 0)), (0,)),
-    "a put without a buffer": frame(Put(0, SMALL)),
-    "a put with two buffers": frame(Put(0, SMALL), (512, 512)),
-    "a put of noise": frame(Put(0, SMALL), (512,)) + random.Random(3).randbytes(512),
-    "a put that it keeps, but nobody could fetch": put(payload=0),
-    "a put that says less than comes": put(wire_bytes=64),
-    "a group of nobody": frame(PutGroup(0, ())),
-    "a cancel with a buffer": frame(Cancel(0), (64,)) + bytes(64),
-    "cancels what it has not sent": frame(Cancel(7)),
+    "flipped bit of a length": flipped(put(), 5),
+    "flipped bit of a message": flipped(put(), 14),
+    "report of a rank": frame(Report("taken", 0)),
+    "reply of a controller": frame(Reply(0)),
+    "handshake again": frame(Hello(PROTOCOL, bytes(16))),
+    "a message that is too large": struct.pack("<4sII", b"sbn\x01", 2**31, 0),
+    "too large": call(0, "put", HEADER, total=2**61),
+    "above max_put_bytes": call(0, "put", HEADER, total=2**20 + 64),
+    "a put of no bytes": call(0, "put", HEADER),
+    "a put of other bytes": call(0, "put", HEADER, bytes(7)),
+    "a put of noise": call(0, "put", random.Random(3).randbytes(512), bytes(512)),
+    "a put of nothing": call(0, "put"),
+    "a put that it keeps, but has not said where": kept(),
+    "an unknown method": call(0, "delete"),
+    "a group of nobody": call(0, "put_group", True),
+    "a slot that is none": put(method="put_in", args=["x", None]),
+    "a count below nothing": call(0, "reserve", [0, -1]),
+    "a declaration of noise": call(0, "declare", [1, 2, 3]),
+    "a cancel with bytes": frame(Cancel(0), 64, (0, 64)) + bytes(64),
+    "cancels what it has not asked": frame(Cancel(7)),
     "goes on after it has closed": frame(Close()) + put(),
     "number twice": put("once") + put("twice"),
-    "wrong dtype": wrong_dtype(),
+    "number left out": put(number=3),
 }
 CLOSED = "goes on after it has closed"
-QUIET = {"half a message": put()[:20], "half a buffer": put()[:-30], "nothing": b""}  # the peer just goes away
+QUIET = {"half a message": put()[:20], "half a payload": put()[:-30], "nothing": b""}  # the peer just goes away
 
 
 async def test_hostile_producers_are_sent_away_and_others_notice_nothing(caplog: pytest.LogCaptureFixture) -> None:
     """They know the token, and break the protocol."""
-    caplog.set_level(logging.WARNING, "stream_balancer.transport")
+    caplog.set_level(logging.WARNING, "stream_balancer.net")
     config = sb.BalancerConfig(dp_size=1, batch_size=4, window=64)
     with anyio.fail_after(GUARD_S):
         async with (
@@ -116,28 +108,62 @@ async def test_hostile_producers_are_sent_away_and_others_notice_nothing(caplog:
             tasks.start_soon(attend, balancer, transport)
             async with sb.connect(transport.address, token=TOKEN) as healthy:
                 await healthy.put(make_rollout(3, "first"))
-                address = parse_address(transport.address)
                 for attacks, warned in ((PRODUCERS, 1), (QUIET, 0)):
                     for name, message in attacks.items():
                         caplog.clear()
-                        await anyio.to_thread.run_sync(attack, address, message, bool(warned))
+                        await anyio.to_thread.run_sync(attack, transport.address, message, bool(warned))
                         await healthy.put(make_rollout(3, f"after {name} {warned}"))
                         assert len(caplog.records) == (warned and name != CLOSED), (name, caplog.text)
-                assert [t.name for t in threading.enumerate()].count("sb-acceptor") == 1
                 held = {r.rollout_id for r in balancer.snapshot().waiting}
                 assert len(held) == 1 + len(PRODUCERS) + len(QUIET) + 1
                 assert "once" in held  # what came before the offence was in order
             tasks.cancel_scope.cancel()
 
 
-def attack(address: tuple[str, int], message: bytes, wait: bool, joining: Joining | None = None) -> None:
+async def test_a_producer_that_does_not_keep_to_its_limits_is_sent_away(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING, "stream_balancer.net")
+    config = sb.BalancerConfig(dp_size=1, batch_size=4, window=4, capacity=4)
+    with anyio.fail_after(GUARD_S):
+        async with (
+            sb.TorchTransport.listen(dp_size=1, token=TOKEN, staged_bytes=len(put()) + 400) as transport,
+            sb.StreamBalancer(config) as balancer,
+            anyio.create_task_group() as tasks,
+        ):
+            tasks.start_soon(attend, balancer, transport)
+            for n in range(4):
+                await balancer.put(make_rollout(3, f"here{n}"))
+            greedy = b"".join(put(f"greedy{n}", n) for n in range(4))  # all of them wait for room
+            await anyio.to_thread.run_sync(attack, transport.address, greedy, True)
+            await until(lambda: "have no reply" in caplog.text and not balancer.statistics().blocked_puts)
+            tasks.cancel_scope.cancel()
+
+
+def attack(address: str, message: bytes, wait: bool) -> None:
     """Join, send it all, and wait to be thrown out."""
-    with closing(socket.create_connection(address)) as peer:
-        join_over(peer, joining or Joining(TOKEN.encode(), JoinProducer("hostile")))
+    about = msgspec.Raw(msgspec.msgpack.encode([False, []]))
+    handshake = Handshake(TOKEN.encode(), Join(b"", "producer", "hostile", secrets.token_bytes(16), (), about))
+    with socket.create_connection(split_address(address)) as peer:
         peer.settimeout(GUARD_S)
-        try:
+        peer.sendall(frame(handshake.hello()))
+        answer = handshake.hear(hear(peer))
+        assert answer is not None
+        peer.sendall(frame(answer))
+        hear(peer)
+        with suppress(ConnectionError):
             peer.sendall(message)
             while wait and peer.recv(4096):
                 pass
-        except ConnectionError:
-            pass
+
+
+def hear(peer: socket.socket) -> Any:
+    """The next message."""
+    size, crc = read_header(exactly(peer, HEADER_BYTES))
+    return read_envelope(exactly(peer, size), crc).message
+
+
+def exactly(peer: socket.socket, size: int) -> bytes:
+    data = b""
+    while len(data) < size:
+        data += (more := peer.recv(size - len(data)))
+        assert more, "it was sent away"
+    return data

@@ -14,8 +14,8 @@ from guard import GUARD_S
 from helpers import attend
 
 import stream_balancer as sb
+from stream_balancer.net.listener import split_address
 from stream_balancer.testing import make_rollout
-from stream_balancer.transport.sockets.joiner import parse_address
 
 NUM_ROLLOUTS = 4
 JOINED_BYTES = 400  # of the handshake, both ways together: about 350
@@ -26,7 +26,7 @@ class BreakingNetwork:
     """Between producers and a controller: each connection is reset after a few bytes more than the one before."""
 
     def __init__(self, address: str) -> None:
-        self._to = parse_address(address)
+        self._to = split_address(address)
         self._server = socket.create_server(("127.0.0.1", 0))
         self.address = f"tcp://127.0.0.1:{self._server.getsockname()[1]}"
         self.broken = 0
@@ -90,7 +90,7 @@ async def test_every_put_is_accepted_once_wherever_the_connection_breaks(caplog:
             tasks.cancel_scope.cancel()
     assert sorted(accepted, key=int) == [str(n) for n in range(NUM_ROLLOUTS)]
     assert broken > 4
-    assert "puts wait for the controller" in caplog.text
+    assert "waits for the controller to be there again" in caplog.text
 
 
 async def test_a_producer_that_waits_to_join_again_can_be_closed() -> None:

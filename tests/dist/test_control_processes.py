@@ -17,10 +17,10 @@ import anyio
 import pytest
 from forked import forked, hear
 from guard import GUARD_S
+from stream_balancer.testing.control_clauses import CLAUSES, KNOBS
 
 import stream_balancer as sb
 from stream_balancer.testing import make_rollout
-from stream_balancer.testing.control_clauses import CLAUSES, KNOBS
 
 logger = logging.getLogger("tests")
 

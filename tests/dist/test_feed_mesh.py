@@ -18,15 +18,15 @@ import torch.distributed as dist
 from forked import forked, free_port, hear
 from guard import GUARD_S
 from scripted import ScriptedBalancer, make_batch
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-
-import stream_balancer as sb
-from stream_balancer.errors import RankLostError
 from stream_balancer.rank import mesh as _mesh
 from stream_balancer.rank.mesh import Place, place_in
 from stream_balancer.transport.sockets.acceptor import MeetingPoint
 from stream_balancer.transport.sockets.joiner import Entry, Joiner
 from stream_balancer.wire.messages import Batch, JoinPeer, WelcomePeer
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+import stream_balancer as sb
+from stream_balancer.errors import RankLostError
 
 Shape = tuple[tuple[int, ...], tuple[str, ...], Any]  # sizes, names, dp_dim
 DP_TP: Shape = ((2, 2), ("dp", "tp"), "dp")

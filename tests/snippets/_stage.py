@@ -16,8 +16,8 @@ import torch.distributed as dist
 from anyio.abc import TaskGroup
 
 import stream_balancer as sb
-from stream_balancer.testing import MemoryNetwork
 from stream_balancer.net.address import current_world
+from stream_balancer.testing import MemoryNetwork
 
 GUARD_S = 120.0  # against hangs
 

@@ -17,9 +17,9 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import stream_balancer as sb
-from stream_balancer.controller.checkpoint import read_state_dict, state_dict
-from stream_balancer.controller.journal.rows import rollout_of, rollout_row
 from stream_balancer.core.machine import BalancerCore
+from stream_balancer.host.checkpoint import read_state_dict, state_dict
+from stream_balancer.host.journal.rows import rollout_of, rollout_row
 from stream_balancer.types import Rollout
 
 

@@ -15,11 +15,11 @@ import torch
 from numpy.typing import NDArray
 
 import stream_balancer as sb
-from stream_balancer.controller.checkpoint import read_state_dict, state_dict
 from stream_balancer.core import auto_window
 from stream_balancer.core.auto_window import AGREE, AutoWindow, AutoWindowObserver
 from stream_balancer.core.machine import BalancerCore
 from stream_balancer.core.step_times import StepTiming
+from stream_balancer.host.checkpoint import read_state_dict, state_dict
 from stream_balancer.planning import PlanKnobs, Waiting, choose_batch, plan_batch
 from stream_balancer.planning.windows import window_choices
 

@@ -13,10 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import stream_balancer as sb
-from stream_balancer.controller.checkpoint import read_state_dict, state_dict
 from stream_balancer.core.calibration import Calibration, _non_negative
 from stream_balancer.core.machine import BalancerCore
 from stream_balancer.core.step_times import StepTiming
+from stream_balancer.host.checkpoint import read_state_dict, state_dict
 from stream_balancer.planning.rank_speeds import FixedCosts, work_rates
 
 IDS = torch.zeros(8000, dtype=torch.int32)

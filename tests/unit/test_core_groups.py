@@ -6,9 +6,9 @@ import pytest
 from evictions import Evictions
 
 import stream_balancer as sb
-from stream_balancer.controller.checkpoint import read_state_dict, state_dict
 from stream_balancer.core.groups import Declared, Groups, GroupSize
 from stream_balancer.core.machine import BalancerCore
+from stream_balancer.host.checkpoint import read_state_dict, state_dict
 from stream_balancer.testing import make_rollout, make_rollouts
 
 

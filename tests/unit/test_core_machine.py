@@ -26,11 +26,11 @@ from hypothesis.stateful import (
 )
 
 import stream_balancer as sb
-from stream_balancer.controller.checkpoint import read_state_dict, state_dict
 from stream_balancer.core.auto_window import AutoWindowObserver
 from stream_balancer.core.groups import GroupSize
 from stream_balancer.core.machine import BalancerCore
 from stream_balancer.core.step_times import StepTiming
+from stream_balancer.host.checkpoint import read_state_dict, state_dict
 from stream_balancer.planning import PlanKnobs, Waiting
 
 IDS = torch.zeros(64, dtype=torch.int64)

@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from stream_balancer.host.denominators import StepAgreement
+from stream_balancer.wire.messages import Denominators, MissingRollout
 
 import stream_balancer as sb
-from stream_balancer.controller.denominators import StepAgreement
 from stream_balancer.core.machine import BalancerCore
 from stream_balancer.testing import make_rollouts
 from stream_balancer.types import Batch
-from stream_balancer.wire.messages import Denominators, MissingRollout
 
 
 def a_batch(lengths: list[int], dp_size: int) -> Batch:

@@ -11,15 +11,15 @@ import anyio
 import pytest
 import torch
 from scripted import make_batch, same_rollout
-from torch import Tensor
-
-import stream_balancer as sb
 from stream_balancer.rank.device import Pace, Uploader, stopwatch_on
 from stream_balancer.testing.transports import ScriptedBalancer
 from stream_balancer.transport.buffers import BufferPool
+from stream_balancer.wire.messages import Batch
+from torch import Tensor
+
+import stream_balancer as sb
 from stream_balancer.types import MicroBatch, RankBatch, Rollout
 from stream_balancer.wire import rank_batch as wire
-from stream_balancer.wire.messages import Batch
 
 
 class FakeEvent:

@@ -17,10 +17,10 @@ from scripted import same_rollout
 from torch import Tensor
 
 import stream_balancer as sb
-from stream_balancer.controller.checkpoint import read_state_dict, state_dict
-from stream_balancer.controller.journal.rows import batch_of, plan_of
 from stream_balancer.core.groups import GroupSize
 from stream_balancer.core.machine import BalancerCore
+from stream_balancer.host.checkpoint import read_state_dict, state_dict
+from stream_balancer.host.journal.rows import batch_of, plan_of
 from stream_balancer.host.plans import Plan
 from stream_balancer.host.seals import seal_of
 from stream_balancer.net.messages import ResizedExecution

@@ -10,9 +10,9 @@ import pytest
 
 import stream_balancer as sb
 from stream_balancer import field_docs as _field_docs
-from stream_balancer.controller.journal import Recovered
 from stream_balancer.core.snapshot import Snapshot
 from stream_balancer.field_docs import documented
+from stream_balancer.host.journal import Recovered
 from stream_balancer.statistics import CostFit, Straggler
 from stream_balancer.types import SharedRollout
 

@@ -19,10 +19,10 @@ LAYERS = [
     {"errors", "values", "field_docs", "tensors", "trees", "shared_columns", "cost"},
     {"planning"},
     {"types", "statistics", "config"},
-    {"core", "wire"},
-    {"transport"},
-    {"controller", "rank", "producer"},  # three processes: what they share is below them
-    {"tools", "metrics", "integrations"},
+    {"core", "wire", "slots"},
+    {"net", "facade"},
+    {"host", "client", "facades"},  # the controller's process, and the others': what they share is below them
+    {"tools", "metrics", "integrations", "ray"},
     {"testing", "demo"},
     {"cli"},
     {"__main__"},
@@ -61,8 +61,8 @@ PURE_MODULES = [
         "tune_report",
     )
 ]
-PURE_MODULES += ["controller.checkpoint", "controller.journal.rows", "controller.journal.contents"]
-PURE_MODULES += ["controller.journal.changes"]
+PURE_MODULES += ["host.checkpoint", "host.journal.rows", "host.journal.contents"]
+PURE_MODULES += ["host.journal.changes"]
 """Pure modules in folders that are not."""
 WITHOUT_TORCH = {"errors", "field_docs", "cost", "planning", "config", "core"}
 
@@ -106,24 +106,6 @@ def test_imports_go_downwards() -> None:
     assert upward_imports() - EXCEPTIONS.keys() == set()
 
 
-KINDS = ["sockets", "gloo", "ray"]
-"""Of transports. Gloo's peers meet over a socket, so `gloo` may import `sockets`; nothing else here knows another."""
-
-
-def kind_of(module: str) -> str:
-    return next((kind for kind in KINDS if short(module).startswith(f"transport.{kind}")), "")
-
-
-def test_what_is_common_to_transports_knows_none_of_them() -> None:
-    found = {
-        (kind_of(module), kind_of(other)): short(module)
-        for module, imported in edges().items()
-        for other in imported
-        if folder_of(module) == "transport" and kind_of(other) not in ("", kind_of(module))
-    }
-    assert found.keys() <= {("gloo", "sockets")}, found
-
-
 def test_no_exception_outlives_its_import() -> None:
     assert EXCEPTIONS.keys() <= upward_imports()
 
@@ -148,8 +130,8 @@ def test_planning_knows_nothing_of_the_project_but_itself() -> None:
     }
 
 
-def test_only_transports_and_integrations_name_torch_distributed() -> None:
-    allowed = ("transport.", "rank.barrier", "demo.", "integrations.")  # trainers hand us their groups
+def test_only_the_network_and_integrations_name_torch_distributed() -> None:
+    allowed = ("net.", "client.barrier", "demo.", "integrations.")  # trainers hand us their groups
     named = [m for m in EVERY if any(found.module.startswith("torch.distributed") for found in imports(m))]
     assert [m for m in named if not short(m).startswith(allowed)] == []
 

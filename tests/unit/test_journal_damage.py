@@ -17,9 +17,9 @@ import pytest
 from forked import Python, run_python
 
 import stream_balancer as sb
-from stream_balancer.controller.journal import Journal, Recovered
-from stream_balancer.controller.journal.store import PAGE_BYTES, Store
 from stream_balancer.core.snapshot import Snapshot
+from stream_balancer.host.journal import Journal, Recovered
+from stream_balancer.host.journal.store import PAGE_BYTES, Store
 from stream_balancer.testing import make_rollout, token_checksum
 
 CONFIG = sb.BalancerConfig(dp_size=2, batch_size=4, window=8, capacity=1000)
@@ -310,7 +310,7 @@ def test_every_commit_is_synced(tmp_path: Path) -> None:
 HOLD = """
 import os, shutil, sys, time
 from pathlib import Path
-from stream_balancer.controller.journal.store import Store
+from stream_balancer.host.journal.store import Store
 store = Store(Path(sys.argv[1]))
 store.open()
 store.commit([("insert into facts values ?", [("x", 1, b"", 0)])])
@@ -375,7 +375,7 @@ def test_the_same_process_is_refused_too_and_the_lock_outlives_the_attempt(tmp_p
     first.open()
     with pytest.raises(sb.AlreadyInUseError, match=f"in use by process {os.getpid()} \\(this one\\)"):
         Store(tmp_path / "." / "x" / "..").open()
-    code = "import sys; from pathlib import Path; from stream_balancer.controller.journal.store import Store; "
+    code = "import sys; from pathlib import Path; from stream_balancer.host.journal.store import Store; "
     code += "Store(Path(sys.argv[1])).open()"
     refused = run_python("-c", code, tmp_path)
     assert f"in use by process {os.getpid()}" in refused.stderr

@@ -14,9 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import stream_balancer as sb
-from stream_balancer.controller.journal.changes import Changes, Statement
-from stream_balancer.controller.journal.contents import Contents, Held
-from stream_balancer.controller.journal.rows import (
+from stream_balancer.core.machine import BalancerCore
+from stream_balancer.host.journal.changes import Changes, Statement
+from stream_balancer.host.journal.contents import Contents, Held
+from stream_balancer.host.journal.rows import (
     Done,
     Fact,
     Group,
@@ -29,8 +30,7 @@ from stream_balancer.controller.journal.rows import (
     rollout_of,
     rollout_row,
 )
-from stream_balancer.controller.journal.store import SCHEMA, execute
-from stream_balancer.core.machine import BalancerCore
+from stream_balancer.host.journal.store import SCHEMA, execute
 from stream_balancer.testing import make_rollout, make_rollouts
 from stream_balancer.types import Batch
 

@@ -12,6 +12,8 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from stream_balancer.host.denominators import StepAgreement
+from stream_balancer.wire.messages import MiniBatchDenominators, MissingRollout
 from test_executions import (
     DIVISORS,
     Divide,
@@ -25,7 +27,6 @@ from test_executions import (
 )
 
 import stream_balancer as sb
-from stream_balancer.controller.denominators import StepAgreement
 from stream_balancer.core.executions import denominators_of, execution_of
 from stream_balancer.core.machine import BalancerCore
 from stream_balancer.errors import WireError
@@ -33,7 +34,6 @@ from stream_balancer.planning import PlanKnobs, Waiting, plan_batch
 from stream_balancer.planning.mini_batches import in_mini_batches
 from stream_balancer.testing import make_rollout
 from stream_balancer.types import MiniBatchSize, RankBatch, Rollout
-from stream_balancer.wire.messages import MiniBatchDenominators, MissingRollout
 
 
 def of_ranks(batch: sb.Batch) -> list[tuple[RankBatch, ...]]:

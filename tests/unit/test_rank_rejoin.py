@@ -6,15 +6,15 @@ from dataclasses import replace
 
 import pytest
 from sessions import at_once
-
-import stream_balancer as sb
-from stream_balancer.errors import WireError
 from stream_balancer.testing.scripted import make_rows
 from stream_balancer.testing.transports import make_batch
 from stream_balancer.transport.channel import Channel, PeerGone
 from stream_balancer.transport.memory_channel import Wire
 from stream_balancer.transport.rank_port import RankPort
 from stream_balancer.transport.rank_session import RankSession
+
+import stream_balancer as sb
+from stream_balancer.errors import WireError
 from stream_balancer.types import RankBatch
 from stream_balancer.wire import messages as m
 

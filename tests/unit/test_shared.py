@@ -8,11 +8,11 @@ import os
 import pytest
 import torch
 from msgspec.structs import replace
-
-from stream_balancer.errors import WireError
 from stream_balancer.transport.gloo import shared_memory as _shared
 from stream_balancer.transport.gloo.shared_memory import OfferedBuffers, SharedViews
 from stream_balancer.wire.messages import MapBuffer
+
+from stream_balancer.errors import WireError
 
 pytestmark = pytest.mark.skipif(not _shared.available(), reason="needs memfd")
 MIB = 2**20

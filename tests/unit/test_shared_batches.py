@@ -15,10 +15,10 @@ from hypothesis import given
 from scripted import same_rollout
 
 import stream_balancer as sb
-from stream_balancer.controller.checkpoint import read_state_dict, state_dict
-from stream_balancer.controller.journal.rows import batch_of, fact_of, fact_row, plan_of
 from stream_balancer.core import batching
 from stream_balancer.core.machine import BalancerCore
+from stream_balancer.host.checkpoint import read_state_dict, state_dict
+from stream_balancer.host.journal.rows import batch_of, fact_of, fact_row, plan_of
 from stream_balancer.planning import Plan, PlanKnobs, Waiting
 from stream_balancer.testing import make_rollout
 from stream_balancer.types import Batch, MicroBatch, Rollout, SharedRollout

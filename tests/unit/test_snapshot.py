@@ -14,8 +14,8 @@ from evictions import Evictions
 from helpers import config
 
 import stream_balancer as sb
-from stream_balancer.controller.checkpoint import read_state_dict, state_dict
 from stream_balancer.core.machine import BalancerCore
+from stream_balancer.host.checkpoint import read_state_dict, state_dict
 from stream_balancer.testing import make_rollouts
 
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import stream_balancer as sb
-from stream_balancer.controller.checkpoint import read_state_dict, state_dict
 from stream_balancer.core.machine import BalancerCore
+from stream_balancer.host.checkpoint import read_state_dict, state_dict
 from stream_balancer.metrics import figures
 
 

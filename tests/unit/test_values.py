@@ -30,8 +30,8 @@ from any_fields import (
 from hypothesis import HealthCheck, Phase, given, seed, settings
 
 import stream_balancer as sb
-from stream_balancer.controller.journal import Journal
 from stream_balancer.errors import RolloutError
+from stream_balancer.host.journal import Journal
 from stream_balancer.types import Rollout
 
 IDS = torch.arange(3)

@@ -10,7 +10,7 @@
 the promise, the protocol and the measurements.
 """
 
-from stream_balancer.controller.journal.journal import Journal, Recovered
-from stream_balancer.controller.journal.writer import Writing
+from stream_balancer.host.journal.journal import Journal, Recovered
+from stream_balancer.host.journal.writer import Writing
 
 __all__ = ["Journal", "Recovered", "Writing"]

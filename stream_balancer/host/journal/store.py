@@ -20,9 +20,9 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
-from stream_balancer.controller.journal.changes import Statement
-from stream_balancer.controller.journal.lock import lock_folder
 from stream_balancer.errors import JournalError
+from stream_balancer.host.journal.changes import Statement
+from stream_balancer.host.journal.lock import lock_folder
 from stream_balancer.wire.codec import OtherFormatError
 
 __all__ = ["SCHEMA", "DiskFullError", "Store", "execute"]

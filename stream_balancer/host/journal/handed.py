@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable
 
-from stream_balancer.controller.journal.rows import Acked, Came, Fact
+from stream_balancer.host.journal.rows import Acked, Came, Fact
 
 __all__ = ["Handed"]
 

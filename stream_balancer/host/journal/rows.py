@@ -14,11 +14,11 @@ from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar
 import msgspec
 import numpy as np
 
-from stream_balancer.controller.checkpoint import bytes_of_rollout, read_rollouts
 from stream_balancer.core.batching import micro_batch_of, rank_batches
 from stream_balancer.core.executions import sizes_in, sizes_of
 from stream_balancer.core.groups import Declared
 from stream_balancer.errors import RolloutError, WireError
+from stream_balancer.host.checkpoint import bytes_of_rollout, read_rollouts
 from stream_balancer.types import Batch, EvictReason, MicroBatch, Reason, Rollout, cheapest_to_copy
 
 __all__ = [

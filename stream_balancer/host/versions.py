@@ -12,10 +12,10 @@ from contextlib import contextmanager
 import anyio
 import anyio.lowlevel
 
-from stream_balancer.controller.lifetime import Lifetime
 from stream_balancer.core.machine import BalancerCore
 from stream_balancer.core.observer import Observer
 from stream_balancer.core.snapshot import Snapshot
+from stream_balancer.host.lifetime import Lifetime
 
 __all__ = ["Versions"]
 

@@ -14,7 +14,7 @@ from typing import Generic, TypeVar
 
 import anyio
 
-from stream_balancer.controller.stall_reporter import StallReporter
+from stream_balancer.host.stall_reporter import StallReporter
 
 __all__ = ["PutQueue", "WaitQueue", "Waiter"]
 

@@ -17,10 +17,10 @@ from typing import TypeAlias, TypeGuard
 
 import anyio
 
-from stream_balancer.controller.journal.changes import Changes, Statement
-from stream_balancer.controller.journal.rows import rollout_row
-from stream_balancer.controller.journal.store import DiskFullError, Store
 from stream_balancer.errors import ClosedResourceError, JournalError
+from stream_balancer.host.journal.changes import Changes, Statement
+from stream_balancer.host.journal.rows import rollout_row
+from stream_balancer.host.journal.store import DiskFullError, Store
 from stream_balancer.net.loops import in_loop
 from stream_balancer.types import Rollout
 

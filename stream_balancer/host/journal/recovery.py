@@ -1,7 +1,7 @@
 """What happens to a balancer, into its journal; and the journal's rollouts back into a balancer.
 
-Two things wait for the disk, and not here: a put for its rollouts (:mod:`stream_balancer.controller.puts`), a batch for
-its plan (:mod:`stream_balancer.controller.batches`). All else is written once it has happened, and may be lost in a
+Two things wait for the disk, and not here: a put for its rollouts (:mod:`stream_balancer.host.puts`), a batch for
+its plan (:mod:`stream_balancer.host.batches`). All else is written once it has happened, and may be lost in a
 crash: then it happens again.
 """
 
@@ -12,11 +12,11 @@ from collections.abc import Callable
 import anyio
 import anyio.to_thread
 
-from stream_balancer.controller.journal.journal import Journal, Recovered
 from stream_balancer.core.groups import Declared
 from stream_balancer.core.machine import BalancerCore
 from stream_balancer.core.observer import Observer
 from stream_balancer.core.snapshot import Snapshot
+from stream_balancer.host.journal.journal import Journal, Recovered
 from stream_balancer.types import Batch, EvictReason, Rollout
 
 __all__ = ["JournalObserver"]

@@ -9,7 +9,10 @@ from typing import NamedTuple, get_args
 
 import numpy as np
 
-from stream_balancer.controller.journal.rows import (
+from stream_balancer.core.executions import execution_of
+from stream_balancer.core.groups import Declared
+from stream_balancer.core.snapshot import Snapshot
+from stream_balancer.host.journal.rows import (
     Acked,
     Came,
     Done,
@@ -21,9 +24,6 @@ from stream_balancer.controller.journal.rows import (
     group_of,
     plan_of,
 )
-from stream_balancer.core.executions import execution_of
-from stream_balancer.core.groups import Declared
-from stream_balancer.core.snapshot import Snapshot
 from stream_balancer.types import EvictReason, Rollout
 
 __all__ = ["Contents", "Held", "contents_of"]

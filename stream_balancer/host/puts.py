@@ -24,14 +24,14 @@ from typing import Any, Literal, TypeAlias
 import anyio
 import anyio.lowlevel
 
-from stream_balancer.controller.journal import Journal, Writing
-from stream_balancer.controller.lifetime import Lifetime
-from stream_balancer.controller.wait_queues import Waiter
-from stream_balancer.controller.wakeups import Wakeups
 from stream_balancer.core.accept import Accept, call_accept, decision_of
 from stream_balancer.core.groups import GroupSize
 from stream_balancer.core.machine import BalancerCore
 from stream_balancer.errors import WouldBlock
+from stream_balancer.host.journal import Journal, Writing
+from stream_balancer.host.lifetime import Lifetime
+from stream_balancer.host.wait_queues import Waiter
+from stream_balancer.host.wakeups import Wakeups
 from stream_balancer.slots import check_group
 from stream_balancer.types import Rollout
 

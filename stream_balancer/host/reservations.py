@@ -1,7 +1,7 @@
 """Slots for rollouts that are still to be generated: ``async with balancer.reserve() as slot``.
 
 How many may begin is counted in :mod:`stream_balancer.core.throttle`; here is who gets them, in which order, and when a
-place is given back. A slot's put is a put like any other (:mod:`stream_balancer.controller.puts`).
+place is given back. A slot's put is a put like any other (:mod:`stream_balancer.host.puts`).
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from functools import partial
 
 import anyio.lowlevel
 
-from stream_balancer.controller.lifetime import Lifetime
-from stream_balancer.controller.puts import Puts
-from stream_balancer.controller.wakeups import PendingReserve, Wakeups
 from stream_balancer.core.groups import closed
 from stream_balancer.core.machine import BalancerCore
 from stream_balancer.core.throttle import Throttle, check_reserve
 from stream_balancer.errors import ClosedResourceError
+from stream_balancer.host.lifetime import Lifetime
+from stream_balancer.host.puts import Puts
+from stream_balancer.host.wakeups import PendingReserve, Wakeups
 from stream_balancer.slots import Reservation, Slot, check_group
 from stream_balancer.types import Rollout
 

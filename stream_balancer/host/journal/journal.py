@@ -19,16 +19,16 @@ import anyio
 import anyio.lowlevel
 import anyio.to_thread
 
-from stream_balancer.controller.journal.changes import Changes, Statement
-from stream_balancer.controller.journal.contents import Contents, Held, contents_of
-from stream_balancer.controller.journal.handed import Handed
-from stream_balancer.controller.journal.rows import Group, fact_of, rollout_of
-from stream_balancer.controller.journal.store import DiskFullError, Store
-from stream_balancer.controller.journal.writer import CLOSED, Flush, Item, Writer, Writing, statements_of
 from stream_balancer.core.groups import GroupSize
 from stream_balancer.core.snapshot import Snapshot
 from stream_balancer.errors import ClosedResourceError, ConfigError, JournalError, RolloutError, to_raise
 from stream_balancer.field_docs import documented
+from stream_balancer.host.journal.changes import Changes, Statement
+from stream_balancer.host.journal.contents import Contents, Held, contents_of
+from stream_balancer.host.journal.handed import Handed
+from stream_balancer.host.journal.rows import Group, fact_of, rollout_of
+from stream_balancer.host.journal.store import DiskFullError, Store
+from stream_balancer.host.journal.writer import CLOSED, Flush, Item, Writer, Writing, statements_of
 from stream_balancer.types import Rollout
 from stream_balancer.wire.codec import OtherFormatError
 

@@ -9,9 +9,9 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Any, TypeAlias
 
-from stream_balancer.controller.journal.contents import Contents
-from stream_balancer.controller.journal.rows import Done, Fact, Group, State, fact_row, group_of, plan_of
 from stream_balancer.core.groups import Declared
+from stream_balancer.host.journal.contents import Contents
+from stream_balancer.host.journal.rows import Done, Fact, Group, State, fact_row, group_of, plan_of
 from stream_balancer.types import Batch, EvictReason
 
 __all__ = ["Changes", "Statement"]

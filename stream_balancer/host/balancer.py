@@ -32,19 +32,6 @@ import anyio.lowlevel
 import anyio.to_thread
 
 from stream_balancer.config import BalancerConfig
-from stream_balancer.controller.batches import Batches, Consumer
-from stream_balancer.controller.checkpoint import read_state_dict, state_dict
-from stream_balancer.controller.journal import Journal, Recovered
-from stream_balancer.controller.journal.recovery import JournalObserver
-from stream_balancer.controller.lifetime import Lifetime
-from stream_balancer.controller.observers import CapacityWarning, EvictCallback, GroupLog
-from stream_balancer.controller.producer_registry import ProducerRegistry
-from stream_balancer.controller.puts import Puts
-from stream_balancer.controller.recorder import Recorder
-from stream_balancer.controller.reservations import Reservations
-from stream_balancer.controller.stall_reporter import StallReporter
-from stream_balancer.controller.versions import Versions
-from stream_balancer.controller.wakeups import Wakeups
 from stream_balancer.core.accept import Accept
 from stream_balancer.core.auto_window import AutoWindowObserver
 from stream_balancer.core.diagnosis import RankState, why_no_batch
@@ -57,6 +44,19 @@ from stream_balancer.core.step_times import StepTiming
 from stream_balancer.core.throttle import Throttle
 from stream_balancer.errors import AlreadyInUseError
 from stream_balancer.facade import OfOneProcess
+from stream_balancer.host.batches import Batches, Consumer
+from stream_balancer.host.checkpoint import read_state_dict, state_dict
+from stream_balancer.host.journal import Journal, Recovered
+from stream_balancer.host.journal.recovery import JournalObserver
+from stream_balancer.host.lifetime import Lifetime
+from stream_balancer.host.observers import CapacityWarning, EvictCallback, GroupLog
+from stream_balancer.host.producer_registry import ProducerRegistry
+from stream_balancer.host.puts import Puts
+from stream_balancer.host.recorder import Recorder
+from stream_balancer.host.reservations import Reservations
+from stream_balancer.host.stall_reporter import StallReporter
+from stream_balancer.host.versions import Versions
+from stream_balancer.host.wakeups import Wakeups
 from stream_balancer.slots import Reservation, check_group
 from stream_balancer.statistics import Statistics, Straggler
 from stream_balancer.types import Batch, EvictReason, Rollout
@@ -393,7 +393,7 @@ class StreamBalancer(OfOneProcess):
 
     def snapshot(self) -> Snapshot:
         """All that is held at this instant, sharing the rollouts: O(n) pointers, so puts and dispatches go on at once.
-        ``stream_balancer.controller.checkpoint.state_dict`` flattens it, in any thread."""
+        ``stream_balancer.host.checkpoint.state_dict`` flattens it, in any thread."""
         return self.parts.core.snapshot(self._lifetime.now("snapshot"), auto_window=self._auto_window.state())
 
     async def async_state_dict(self) -> dict[str, Any]:

@@ -19,13 +19,13 @@ from typing import TypeAlias
 import anyio
 import anyio.lowlevel
 
-from stream_balancer.controller.journal import Journal
-from stream_balancer.controller.journal.handed import Handed
-from stream_balancer.controller.lifetime import Lifetime
-from stream_balancer.controller.wakeups import Wakeups
 from stream_balancer.core.diagnosis import RankState, Taker
 from stream_balancer.core.machine import BalancerCore
 from stream_balancer.errors import AlreadyInUseError
+from stream_balancer.host.journal import Journal
+from stream_balancer.host.journal.handed import Handed
+from stream_balancer.host.lifetime import Lifetime
+from stream_balancer.host.wakeups import Wakeups
 from stream_balancer.types import Batch
 
 __all__ = ["Batches", "Consumer"]

@@ -21,10 +21,10 @@ import math
 
 import anyio
 
-from stream_balancer.controller.stall_reporter import StallReporter
-from stream_balancer.controller.wait_queues import PutQueue, Waiter, WaitQueue
 from stream_balancer.core.machine import BalancerCore
 from stream_balancer.core.throttle import Throttle
+from stream_balancer.host.stall_reporter import StallReporter
+from stream_balancer.host.wait_queues import PutQueue, Waiter, WaitQueue
 
 __all__ = ["PendingReserve", "Wakeups"]
 

@@ -1,1 +1,0 @@
-"""The process that hosts the balancer: puts, batches, serving the ranks, journal and checkpoints."""
