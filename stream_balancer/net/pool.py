@@ -4,17 +4,15 @@ receiving into it."""
 from __future__ import annotations
 
 import weakref
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable
-from typing import Generic, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 import numpy as np
 
 from stream_balancer.wire.payload import Memory
 
 __all__ = ["Memory", "Pool", "Shelf", "aligned", "lease", "room_for"]
-
-T = TypeVar("T")
 
 _SMALL = 2**17
 """Below that malloc reuses memory by itself."""
@@ -42,41 +40,39 @@ def room_for(size: int) -> int:
     return -(-size // step) * step
 
 
+class _Sized(Protocol):
+    @property
+    def size(self) -> int: ...
+
+
+T = TypeVar("T", bound=_Sized)
+
+
 class Shelf(Generic[T]):
-    """Idle things, up to so many bytes. Those of the size that was asked for longest ago go first."""
+    """Idle things, up to so many bytes: the oldest go first."""
 
     def __init__(self, keep_bytes: int) -> None:
         self._keep_bytes = keep_bytes
         self.num_bytes = 0
-        self._things: OrderedDict[int, list[T]] = OrderedDict()
+        self._things: list[T] = []
 
     def take(self, size: int) -> T | None:
-        """One of exactly that size."""
-        if size not in self._things:
-            return None
-        self.num_bytes -= size
-        thing = self._things[size].pop()
-        self._tidy(size)
-        return thing
+        """The newest of exactly that size: it is warm. O(things)."""
+        for index in range(len(self._things) - 1, -1, -1):
+            if self._things[index].size == size:
+                self.num_bytes -= size
+                return self._things.pop(index)
+        return None
 
-    def put(self, size: int, thing: T) -> list[T]:
+    def put(self, thing: T) -> list[T]:
         """Keep it. Returns those that had to go."""
-        self.num_bytes += size
-        self._things.setdefault(size, []).append(thing)
-        self._things.move_to_end(size)
+        self.num_bytes += thing.size
+        self._things.append(thing)
         gone = []
         while self.num_bytes > self._keep_bytes:
-            oldest = next(iter(self._things))
-            self.num_bytes -= oldest
-            gone.append(self._things[oldest].pop(0))
-            self._tidy(oldest, last=False)
+            gone.append(self._things.pop(0))
+            self.num_bytes -= gone[-1].size
         return gone
-
-    def _tidy(self, size: int, *, last: bool = True) -> None:
-        if self._things[size]:
-            self._things.move_to_end(size, last=last)
-        else:
-            del self._things[size]
 
 
 class Pool:
@@ -93,7 +89,7 @@ class Pool:
             return self._allocate(size)
         while self._returned:  # they come back in whichever thread drops the last view
             buffer = self._returned.popleft()
-            self._idle.put(buffer.size, buffer)
+            self._idle.put(buffer)
         room = room_for(size)
         idle = self._idle.take(room)
         buffer = self._allocate(room) if idle is None else idle

@@ -150,7 +150,7 @@ class SharedMemory:
 
     def _take_back(self, buffer: _Buffer) -> None:
         buffer.file.close()  # the reader has mapped it
-        for gone in self._idle.put(buffer.size, buffer):
+        for gone in self._idle.put(buffer):
             self._note("forget", gone.number)
 
     # reading
