@@ -1,4 +1,4 @@
-"""What one process of a rank has of the steps in flight, and the one loop that works on it. Pure: no clock, I/O, thread,
+"""Steps in flight, as one process of a rank has them, and the one loop that works on them. Pure: no clock, I/O, thread,
 torch; whoever shares it puts one lock around it.
 
 The loop is the same for every feature of the library and for none of them::
@@ -236,7 +236,7 @@ class Held:
             self.ack(part.number)
 
     def ack(self, number: int) -> None:
-        """This step, and all before it, are needed no more."""
+        """Acknowledge this step and all before it."""
         if number >= self.acked:
             self.acked = number + 1
             self._say("acknowledged", number)
@@ -249,7 +249,7 @@ class Held:
     # -- joining -------------------------------------------------------------------------------------------------------
 
     def has(self) -> dict[int, HeldStep]:
-        """What the process says when it joins, instead of all that it has said before, but for acknowledgements."""
+        """Steps to name when the process joins, instead of all that it has said before, but for acknowledgements."""
         self.out.clear()
         if self.rank.role:  # nothing in it is dear
             self.parts.clear()

@@ -26,16 +26,18 @@ def describe(world: World) -> str:
             )
     for process in world.processes.values():
         rank = ledger.ranks.get(process.rank)
-        parts = [
-            (part.number, part.attempt, part.taken, part.waiting, part.came_back, part.seal and part.seal.number)
-            + tuple((work.item.id, work.begun, work.done) for work in part.work.values())
+        parts = {
+            part.number: (part.attempt, part.taken, part.waiting, part.came_back, part.seal and part.seal.number)
             for part in process.held.parts.values()
+        }
+        work = [
+            (one.item.id, one.begun, one.done) for part in process.held.parts.values() for one in part.work.values()
         ]
         lines.append(
             f"{process.place} incarnation {process.incarnation} alive {process.alive} linked {process.linked} in "
             f"{process.part and process.part.number} work {process.work and process.work.item.id} meeting "
             f"{process.meeting and process.meeting.seal.number} weights {process.held.weights} ended "
-            f"{process.held.ended} parts {parts} up {list(process.up)} down {len(process.down)} here "
+            f"{process.held.ended} parts {parts} items {work} up {list(process.up)} down {len(process.down)} here "
             f"{rank and rank.is_here} given up {rank and rank.is_given_up} weights {rank and rank.weights_of}"
         )
     return "\n".join(lines)

@@ -1,4 +1,4 @@
-"""What is always true of steps, and the one error that says which of it was broken."""
+"""Invariants of steps, and the one error that says which of them was broken."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ class Planner:
         self.num_rollouts = 0
 
     def items(self, ledger: Ledger, over: list[RankId], *, is_new: bool) -> list[Item]:
-        """Of a new step, with ids from 0, or more of an open one, with ids of the ledger."""
+        """Items of a new step, with ids from 0, or more of an open one, with ids of the ledger."""
         ids = iter(range(1 << 20)) if is_new else iter(ledger.new_id, None)
         cuts = list(self._cuts(over, ids))
         items = list[Item]()

@@ -1,4 +1,4 @@
-"""One process of a rank: the loop over steps, its gradient and weights, and both directions of its link."""
+"""A process of a rank: the loop over steps, its gradient and weights, and both directions of its link."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class Process:
 
     @property
     def num_trained(self) -> int:
-        """Its weights have all steps before this one."""
+        """Steps before this one are in its weights."""
         return self.held.weights or 0
 
     def is_in_group(self, uid: int, group: int) -> bool:
@@ -254,7 +254,7 @@ class Process:
     # -- weights -------------------------------------------------------------------------------------------------------
 
     def copy_weights(self) -> int:
-        """Those of the checkpoint, or of the process that is furthest. All steps before this one are in them."""
+        """Take the weights of the checkpoint, or of the process that is furthest. -> the first step that they lack."""
         self.weights, weights = self.world.newest_weights(self)
         self.held.acked = min(self.world.checkpoint[1], weights) if self.world.config.meets else 0
         return weights
@@ -281,7 +281,7 @@ class Process:
                 self.unlink()
 
     def take_other_weights(self) -> None:
-        """Those of the living process that is furthest, or of the checkpoint. The controller is told, or hears it when
+        """Take those of the living process that is furthest, or of the checkpoint. The controller is told, or hears it when
         the process joins again."""
         is_refused = self.held.behind is not None
         self.held.behind = None

@@ -1,4 +1,4 @@
-"""What may go wrong at any moment."""
+"""Faults that may happen at any moment."""
 
 from __future__ import annotations
 

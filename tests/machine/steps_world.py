@@ -42,7 +42,7 @@ Plan = tuple[int, list[Item], list[RankId]]
 
 
 class Journal:
-    """What outlives the controller: plans, acknowledgements, masks, incarnations."""
+    """Plans, acknowledgements, masks and incarnations, which outlive the controller."""
 
     def __init__(self) -> None:
         self.plans: dict[int, Plan] = {}
@@ -65,9 +65,9 @@ class World:
         """Ranks that will not be started again."""
         self.plans: dict[int, Plan] = {}
         self.rows_left: dict[int, int] = {}
-        """Of open steps."""
+        """Rows that open steps lack."""
         self.pieces: dict[int, set[Piece]] = {}
-        """What a step consists of."""
+        """Pieces that a step consists of."""
         self.lost_rollouts: set[str] = set()
         self.columns: set[tuple[int, int]] = set()
         """Step and item of a role: computed, and known to the controller."""
@@ -272,7 +272,7 @@ class World:
         return there if len(there) == size else []
 
     def compute(self, processes: list[Process]) -> None:
-        """One collective."""
+        """Run one collective."""
         self.num_collectives += 1
         for process in processes:
             process.end_work(self.num_collectives)

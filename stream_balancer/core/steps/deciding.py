@@ -1,4 +1,4 @@
-"""What is to be done now, of one step and of one rank. Orders follow from the state, whatever fact came last."""
+"""Orders that are due now, of one step and of one rank. They follow from the state, whatever fact came last."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ __all__ = ["acknowledge", "drop", "look_at_rank", "look_at_step", "make_seal"]
 
 
 def look_at_step(book: Book, step: Step) -> None:
-    """What concerns all its ranks. A step is, in this order: acknowledged by all; restored, and not all have said what
-    they have; met, so whoever is left behind leaves it; perhaps met; or not met, and everything may change."""
+    """A step is, in this order: acknowledged by all; restored, and not all have said what they have; met, so whoever is
+    left behind leaves it; perhaps met; or not met, and everything may change."""
     if step.acks == len(step.participants) and (step.is_kept or (step.participants and step.is_complete)):
         acknowledge(book, step)
         return
@@ -42,7 +42,6 @@ def look_at_step(book: Book, step: Step) -> None:
             return
     elif not step.is_uncertain:
         _change(book, step)
-    _look_at_roles(book, step)
 
 
 def _change(book: Book, step: Step) -> None:
@@ -65,13 +64,6 @@ def _change(book: Book, step: Step) -> None:
         _recall(book, step)
     if _may_seal(book, step):
         _seal(book, step)
-
-
-def _look_at_roles(book: Book, step: Step) -> None:
-    for role, left in step.left_of_role.items():
-        if left == 0 and step.is_complete and role not in step.through_roles:
-            step.through_roles.add(role)
-            book.ranks_touched.update((one, None) for one in step.shares if one.role == role)
 
 
 def _forget_meeting(book: Book, step: Step) -> None:
@@ -304,7 +296,7 @@ def _look_at_role(book: Book, share: Share) -> None:
     if step.settling or not step.is_settled:
         return  # it may be in the weights
     _send(book, share)
-    if rank.id.role in step.through_roles:
+    if step.is_complete and not step.left_of_role[rank.id.role]:
         if share.opened:
             _send_seal(book, share, Seal(step.number, 1, (), frozenset(step.gone)))
         rank.active.pop(step.number, None)

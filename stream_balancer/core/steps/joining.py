@@ -236,7 +236,7 @@ class Joining(Book):
 
 
 def _forget(step: Step, share: Share, item: Item, seats: int) -> None:
-    """These seats do not have the item any more."""
+    """Take the item off these seats."""
     item.is_begun = False
     if item.has_columns:
         return

@@ -69,7 +69,7 @@ class Ledger(Joining):
 
     @property
     def wants_step(self) -> bool:
-        """Everybody has room for one more: the planner may choose as late as this. O(ranks)."""
+        """Room for one more step on every rank: the planner may choose as late as this. O(ranks)."""
         members = [self.members(role) for role in self.wanted]
         return all(members) and all(self.room(one) > 0 for ones in members for one in ones)
 
@@ -84,7 +84,7 @@ class Ledger(Joining):
         return [] if rank is None else list(rank.active)
 
     def items_of(self, number: int, one: RankId) -> list[Item]:
-        """Its items of the step, as they are trained on."""
+        """Items of one rank in one step, as they are trained on."""
         step = self.steps.get(number)
         share = None if step is None else step.shares.get(one)
         return [] if share is None else in_order(share.items.values())
@@ -121,7 +121,7 @@ class Ledger(Joining):
         return True
 
     def resized(self, role: str, numbers: Iterable[int]) -> None:
-        """These ranks take part from the next step on."""
+        """Ranks that take part from the next step on."""
         self.wanted[role] = set(numbers)
         self.touch_all_ranks()
 
@@ -133,7 +133,7 @@ class Ledger(Joining):
     # -- facts: what a process reports ---------------------------------------------------------------------------------
 
     def taken(self, one: RankId, seat: int, number: int, attempt: int) -> None:
-        """Its loop has begun with the step: the credit is back."""
+        """A loop has begun with the step: the credit is back."""
         share = self._share_of(one, seat, number)
         if share is not None and attempt >= share.first:
             share.taken |= 1 << seat
@@ -142,7 +142,7 @@ class Ledger(Joining):
     def done(
         self, one: RankId, seat: int, number: int, attempt: int, items: Iterable[int], columns: Any = None
     ) -> None:
-        """These items are in its gradient, or, of a role, these are the columns."""
+        """Items that are in the gradient; or, of a role, whose columns these are."""
         share = self._share_of(one, seat, number, attempt)
         if share is None:
             return
@@ -154,15 +154,13 @@ class Ledger(Joining):
             if one.role and item.done == share.rank.full and not item.has_columns:
                 item.has_columns = True
                 step.left_of_role[one.role] -= 1
-                self.touch(step)
-                self.ranks_touched.update(
-                    (it.owner, None) for it in step.waiters.pop(item.id, ()) if it.owner is not None
-                )
+                self.touch(step, everybody=step.left_of_role[one.role] == 0)
+                self.ranks_touched.update((it.owner, None) for it in step.waiters.pop(item.id, ()) if it.owner)
 
     def fetched(
         self, one: RankId, seat: int, number: int, attempt: int, items: Iterable[int], missing: Iterable[str]
     ) -> None:
-        """It has the payloads of these items, but for those of the ``missing`` rollouts."""
+        """Payloads of these items are there, but for those of the ``missing`` rollouts."""
         share = self._share_of(one, seat, number, attempt)
         if share is None:
             return
@@ -187,7 +185,7 @@ class Ledger(Joining):
         self.ranks_touched[one] = None
 
     def at_barrier(self, one: RankId, seat: int, number: int, attempt: int, came_back: int = 0) -> None:
-        """It has nothing left to do in the step. ``came_back``: number of the seal whose meeting has failed."""
+        """Nothing is left to do in the step. ``came_back``: number of the seal whose meeting has failed."""
         share = self._share_of(one, seat, number, attempt)
         if share is None or not self.meets:
             return
@@ -221,7 +219,7 @@ class Ledger(Joining):
         self.ranks_touched[one] = None
 
     def acknowledged(self, one: RankId, seat: int, number: int) -> None:
-        """It needs this step, and all before it, no more: they are in weights that it can come back to."""
+        """Steps up to this one are in weights that the process can come back to."""
         rank, bit = self.rank(one), 1 << seat
         if one.role or not rank.links & bit:
             return

@@ -79,7 +79,7 @@ class Item:
     needs: tuple[int, ...] = ()
     """Items of roles whose columns it is trained with."""
     group: int | None = None
-    """Of items that several ranks compute in one collective. None: its rank alone."""
+    """Number that items have in common which several ranks compute in one collective. None: its rank alone."""
     remote: bool = False
     """Payloads are fetched by the owner, who says what is missing. Of a group, all items are remote or none."""
     payload: Any = None
@@ -102,7 +102,7 @@ class Item:
 
 @dataclass(eq=False, slots=True)
 class Share:
-    """One rank's part of one step."""
+    """A rank's part of a step."""
 
     rank: Rank
     step: Step
@@ -177,7 +177,7 @@ class Rank:
 
     @property
     def weights(self) -> int | None:
-        """Those of the seat that is least far. None: not all have said."""
+        """Weights of the seat that is least far. None: not all have said."""
         known = self.weights_of.values()
         return min(known) if len(known) == self.full.bit_length() else None
 
@@ -224,7 +224,6 @@ class Step:
     """Items that are trained with the columns of this one."""
     left_of_role: dict[str, int] = field(default_factory=dict)
     """Items without columns, by role."""
-    through_roles: set[str] = field(default_factory=set)
     at_barrier: set[RankId] = field(default_factory=set)
     recalls: set[RankId] = field(default_factory=set)
     unasked: set[RankId] = field(default_factory=set)
@@ -292,7 +291,7 @@ class Step:
         return frozenset(self.gone.intersection(piece.rollout for item in items for piece in item.pieces))
 
     def remove_rank(self, one: RankId) -> Share | None:
-        """Its share, which is none of the step's any more."""
+        """Take the rank out of the step. -> its share."""
         share = self.shares.pop(one, None)
         if share is not None:
             share.rank.active.pop(self.number, None)
