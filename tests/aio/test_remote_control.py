@@ -1,4 +1,5 @@
-"""Remote control over memory, in virtual time on both loops: the clauses of every transport, and what joins again."""
+"""Remote control over memory, in virtual time on both loops: what joins again. What holds over every network is in
+tests/contract."""
 
 from __future__ import annotations
 
@@ -10,10 +11,12 @@ import anyio
 import anyio.lowlevel
 import pytest
 from helpers import settle, waiting, wire_of
-from stream_balancer.testing.control_clauses import CLAUSES, KNOBS, THROTTLED, ControlOpener
 
 import stream_balancer as sb
 from stream_balancer.testing import MemoryNetwork, make_rollout
+
+KNOBS: dict[str, Any] = {"batch_size": 4, "window": 4}
+THROTTLED: dict[str, Any] = {"batch_size": 4, "window": 8, "max_staleness": 1}
 
 
 class Harness:
@@ -25,9 +28,6 @@ class Harness:
 
     def feed(self) -> sb.RankFeed:
         return sb.RankFeed(self.transport.connect(0))
-
-    async def kill(self, producer: sb.Producer) -> None:
-        wire_of(producer).cut("killed")
 
 
 @asynccontextmanager
@@ -41,13 +41,6 @@ async def over_memory(*, num_producers: int | None = None, **knobs: Any) -> Asyn
         tasks.start_soon(sb.serve, balancer, transport)
         yield Harness(balancer, transport)
         tasks.cancel_scope.cancel()
-
-
-@pytest.mark.parametrize("clause", CLAUSES, ids=lambda clause: clause.__name__)
-async def test_clause(clause: Any) -> None:
-    opener: ControlOpener = over_memory
-    with anyio.fail_after(1e6):
-        await clause(opener)
 
 
 # -- joining again, and who counts as the last -------------------------------------------------------------------------
