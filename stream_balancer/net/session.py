@@ -183,6 +183,8 @@ class Session:
         self.connection, connection.handler, self.problem = connection, self, None
         self._delay_s = _AGAIN_S
         movers.attach(connection, [name for name in welcome.movers if name in self._join.movers])
+        again = movers.available(self._join.movers, again=True)
+        self._join = msgspec.structs.replace(self._join, movers=again)
         self._on_open(welcome)
         self.caller.open(connection, welcome)
 
