@@ -281,8 +281,8 @@ class Process:
                 self.unlink()
 
     def take_other_weights(self) -> None:
-        """Take those of the living process that is furthest, or of the checkpoint. The controller is told, or hears it when
-        the process joins again."""
+        """Take those of the living process that is furthest, or of the checkpoint. The controller is told, or
+        hears it when the process joins again."""
         is_refused = self.held.behind is not None
         self.held.behind = None
         if not self.linked:

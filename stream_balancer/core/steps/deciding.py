@@ -155,8 +155,11 @@ def _replan(book: Book, step: Step) -> None:
     for role, is_released in sorted({(item.role, item.is_released) for item in step.ownerless.values()}):
         items = tuple(it for it in step.ownerless.values() if (it.role, it.is_released) == (role, is_released))
         everybody = book.members(role) if role else sorted(step.participants)
-        if over := (is_released and idle) or everybody:
-            book.out.append(Replan(step.number, items, tuple(over)))
+        over = tuple((is_released and idle) or everybody)
+        question = tuple(item.id for item in items), over
+        if over and question not in step.asked:
+            step.asked.append(question)
+            book.out.append(Replan(step.number, items, over))
 
 
 def _recall(book: Book, step: Step) -> None:
@@ -276,14 +279,15 @@ def look_at_rank(book: Book, rank: Rank) -> None:
 
 def _is_through(book: Book, rank: Rank) -> bool:
     """Nothing more comes for the rank. What it acknowledges after its loop is not waited for."""
-    if not book.ended and rank.id.number in book.wanted.get(rank.id.role, ()):
+    is_wanted = rank.id.number in book.wanted.get(rank.id.role, ())
+    if is_wanted and not book.ended:
         return False
     if rank.id.role:  # columns may be needed again
-        return not (book.steps if book.ended else rank.active)
+        return not (book.steps if is_wanted else rank.active)
     if not book.meets:
         return all(share.sealed == rank.full and not share.unsent for share in rank.active.values())
     # Until every step is met, somebody must be there to do what a lost rank owes.
-    steps = book.steps.values() if book.ended else [share.step for share in rank.active.values()]
+    steps = book.steps.values() if is_wanted else [share.step for share in rank.active.values()]
     return all(step.is_met and _is_finished(step.shares.get(rank.id)) for step in steps)
 
 

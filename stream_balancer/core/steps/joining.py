@@ -198,6 +198,8 @@ class Joining(Book):
                 item.is_begun = False
                 item.sent |= bit
                 item.done = _flag(item.done, bit, there.done)
+                step.unfetch(item)
+                item.fetched &= ~bit
                 if there.fetched:
                     step.gone |= there.missing
                     self.note_fetched(step, item, bit, rank.full)

@@ -113,7 +113,11 @@ class Ledger(Joining):
         ``old``; those of a role keep their ids. False, and nothing is done, if it is out of date: what still has no
         owner is asked for again."""
         step, ids = self.steps.get(number), list(old)
-        if step is None or not all(id_ in step.ownerless for id_ in ids):
+        if step is None:
+            return False
+        step.asked.clear()
+        if not all(id_ in step.ownerless for id_ in ids):
+            self.touch(step)
             return False
         for id_ in ids:
             step.remove(step.ownerless.pop(id_))
@@ -252,11 +256,11 @@ class Ledger(Joining):
         """All that is to be done now; each is given once. A fact of one rank costs its active steps; the seal of a step
         costs its ranks and items, once."""
         while self.steps_touched or self.ranks_touched:
-            numbers, self.steps_touched = sorted(self.steps_touched), {}
-            for number in numbers:
+            for number in sorted(self.steps_touched):
                 if (step := self.steps.get(number)) is not None:
                     look_at_step(self, step)
-            ranks, self.ranks_touched = self.ranks_touched, {}
+                del self.steps_touched[number]
+            ranks, self.ranks_touched = sorted(self.ranks_touched), {}
             for one in ranks:
                 if (rank := self.ranks.get(one)) is not None and rank.is_here:
                     look_at_rank(self, rank)

@@ -1,0 +1,125 @@
+"""A ledger with facts and orders in short text, for schedules that are written by hand.
+
+``0@1`` is item 0 of rank 1; ``2@ref0`` one of a role; ``3@0<2`` needs item 2; ``4@0/7`` belongs to group 7; ``5@0*``
+is remote. An order reads ``send 1 [0 3]``; of another step than 0, ``send 1 s2 [0]``; with several seats, ``send 1.0 [0]``.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from stream_balancer.core.steps import TRAIN, HeldItem, HeldStep, Item, Ledger, Order, Piece, RankId, Seal
+
+_ITEM = re.compile(r"(?P<id>\d+)@(?P<owner>\w+)(?:/(?P<group>\d+))?(?:<(?P<needs>[\d,]+))?(?P<remote>\*)?")
+
+
+class Play:
+    """``ranks``, all of whose processes have joined."""
+
+    def __init__(self, ranks: str = "0 1", *, seats: int = 1, restarted: bool = False, **options: Any) -> None:
+        self.seats, self.ranks = seats, ranks.split()
+        self.ledger = Ledger(generation=int(restarted), **options)
+        for role in {rank_of(rank).role for rank in self.ranks} | {TRAIN}:
+            self.ledger.resized(role, [one.number for one in map(rank_of, self.ranks) if one.role == role])
+        if not restarted:
+            for rank in self.ranks:
+                for seat in range(seats):
+                    self.join(rank, seat)
+
+    def plan(self, text: str, step: int = 0, *, complete: bool = True) -> list[str]:
+        self.ledger.planned(step, items_of(text), complete=complete, uid=step)
+        return self.orders()
+
+    def append(self, text: str, step: int = 0, *, complete: bool = False) -> list[str]:
+        self.ledger.appended(step, items_of(text), complete=complete)
+        return self.orders()
+
+    def replan(self, old: Iterable[int], text: str, step: int = 0) -> list[str]:
+        assert self.ledger.replanned(step, old, items_of(text))
+        return self.orders()
+
+    def restore(self, text: str, participants: str, step: int = 0, **options: Any) -> None:
+        options["acked"] = [rank_of(rank) for rank in options.get("acked", "").split()]
+        self.ledger.restore(step, step, items_of(text), map(rank_of, participants.split()), **options)
+
+    def join(
+        self, rank: str, seat: int = 0, incarnation: int = 0, has: dict[int, HeldStep] | None = None, weights: int = 0
+    ) -> list[str]:
+        one = rank_of(rank)
+        self.ledger.joined(one, seat, incarnation, has or {}, weights=weights, seats=self.seats, depth=2)
+        return self.orders()
+
+    def __getattr__(self, fact: str) -> Callable[..., list[str]]:
+        """A fact of a process: ``play.done("1", 0, 1, [2])`` of step 0, attempt 1; ``"1.1"`` is seat 1."""
+
+        def say(who: str, *args: Any) -> list[str]:
+            rank, _, seat = who.partition(".")
+            getattr(self.ledger, fact)(rank_of(rank), *([] if fact == "gave_up" else [int(seat or 0)]), *args)
+            return self.orders()
+
+        return say
+
+    def train(self, who: str, items: Iterable[int], step: int = 0, attempt: int = 1) -> list[str]:
+        """Take the step, do these items, and wait for the others."""
+        return [
+            *self.taken(who, step, attempt),
+            *self.done(who, step, attempt, items),
+            *self.at_barrier(who, step, attempt),
+        ]
+
+    def meet(self, *who: str, step: int = 0, attempt: int = 1) -> list[str]:
+        return [order for one in who for order in self.finished(one, step, attempt)]
+
+    def ack(self, *who: str, step: int = 0) -> list[str]:
+        return [order for one in who for order in self.acknowledged(one, step)]
+
+    def orders(self) -> list[str]:
+        return [self._text(order) for order in self.ledger.orders()]
+
+    def _text(self, order: Order) -> str:
+        kind, fields = type(order).__name__, order._asdict()
+        seal: Seal | None = fields.pop("seal", None)
+        step = seal.step if seal else fields.get("step", 0)
+        words = [{"SendSeal": "seal"}.get(kind, kind.lower())]
+        if "rank" in fields:
+            seat = f".{order.seat}" if self.seats > 1 and "seat" in fields else ""
+            words.append(f"{fields['rank'].role}{fields['rank'].number}{seat}")
+        words += [f"s{step}"] * bool(step)
+        if seal is not None and seal.ranks:
+            words.append(f"#{seal.number} of " + " ".join(str(one.number) for one in seal.ranks))
+        if "items" in fields:
+            words.append("[" + " ".join(str(getattr(item, "id", item)) for item in fields["items"]) + "]")
+        if "over" in fields:
+            words.append("over " + " ".join(f"{one.role}{one.number}" for one in fields["over"]))
+        if kind == "Rewind":
+            words.append(f"attempt {fields['attempt']}")
+        words += ["met"] * bool(fields.get("met"))
+        return " ".join(words)
+
+
+def held(
+    items: str, *, uid: int = 0, attempt: int = 1, taken: bool = True, waiting: bool = False, **more: Any
+) -> HeldStep:
+    """A step as a process has it: ``"0+ 1"`` are items 0, done, and 1."""
+    parts = {int(one.rstrip("+")): HeldItem(one.endswith("+"), False, frozenset()) for one in items.split()}
+    return HeldStep(uid, attempt, parts, taken, waiting, more.get("came_back", 0), more.get("seal"))
+
+
+def items_of(text: str) -> list[Item]:
+    return [_item(one) for one in text.split()]
+
+
+def _item(text: str) -> Item:
+    found = _ITEM.fullmatch(text)
+    assert found is not None, text
+    id_, owner, group = int(found["id"]), rank_of(found["owner"]), found["group"]
+    needs = tuple(map(int, (found["needs"] or "").split(","))) if found["needs"] else ()
+    pieces = (Piece(f"r{id_}", 0, 10),)
+    return Item(id_, owner, pieces, owner.role, needs, int(group) if group else None, bool(found["remote"]))
+
+
+def rank_of(text: str) -> RankId:
+    role = text.rstrip("0123456789")
+    return RankId(role, int(text.removeprefix(role)))
