@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import itertools
 import logging
 import os
 import secrets
@@ -28,24 +27,23 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import anyio
-import msgspec
 import numpy as np
 
 import stream_balancer as sb
-from stream_balancer.client.payloads import SOURCES
+from stream_balancer.client.payloads import SOURCES, Kept
 from stream_balancer.client.producer import Producer, connect
 from stream_balancer.core.accept import Accept
 from stream_balancer.errors import WouldBlock
 from stream_balancer.net.address import Entry
 from stream_balancer.net.listener import split_address
-from stream_balancer.net.loops import Io, Signal, in_loop
+from stream_balancer.net.loops import Io, in_loop
 from stream_balancer.types import Batch, EvictReason, Rollout
 from stream_balancer.wire.codec import (
     Handle,
     Owner,
     RemoteRollout,
     Wanted,
-    decode_rollouts,
+    decode,
     encode_rollouts,
     payload_of,
 )
@@ -53,10 +51,11 @@ from stream_balancer.wire.codec import (
 __all__ = ["LostRollout", "RayBalancer", "find", "host"]
 
 INLINE_BYTES = 2**16
-"""Rollouts below that travel with their put: an object of Ray's costs more than they do."""
+"""Puts below that bring their tokens along: an object of Ray's costs more than they do."""
+_MAX_PLACES = 2**24  # rollouts of a put
 _MAX_CALLS = 10_000  # pending at a time
 _MAX_LOST = 100_000  # names kept
-_PUT_FIRST_S = 30.0  # a rank may ask for what a worker's call has not brought yet
+_PUT_FIRST_S = 10.0  # a rank may ask for what a worker's call has not brought yet
 
 logger = logging.getLogger("stream_balancer.ray")
 
@@ -170,88 +169,74 @@ class _Keeper:
         self._kept: dict[tuple[str, int], Any] = {}
         self._come = asyncio.Event()
 
-    async def keep(self, owner: str, key: int, boxed: list[Any]) -> None:
+    async def keep(self, owner: str, number: int, boxed: list[Any]) -> None:
         """``boxed``: one reference in a list, or Ray would send the object itself."""
-        self._kept[owner, key] = boxed[0]
+        self._kept[owner, number] = boxed[0]
         self._come.set()
         self._come = asyncio.Event()
 
-    async def give(self, owner: str, keys: list[int]) -> list[Any]:
+    async def give(self, owner: str, numbers: list[int]) -> list[Any]:
         """Boxed references; None for those that are not here and do not come."""
         try:
             async with asyncio.timeout(_PUT_FIRST_S):
-                while not all((owner, key) in self._kept for key in keys):
+                while not all((owner, number) in self._kept for number in numbers):
                     await self._come.wait()
         except TimeoutError:
             logger.warning("%s has announced payloads that have not come", owner)
-        return [[found] if (found := self._kept.get((owner, key))) is not None else None for key in keys]
+        return [[found] if (found := self._kept.get((owner, number))) is not None else None for number in numbers]
 
-    async def drop(self, owner: str, keys: list[int]) -> None:
+    async def drop(self, owner: str, numbers: list[int]) -> None:
         """They are not needed any more."""
-        for key in keys:
-            self._kept.pop((owner, key), None)
+        for number in numbers:
+            self._kept.pop((owner, number), None)
 
 
 # --- payloads in the object store ------------------------------------------------------------------------------------
 
 
-class _InStore:
-    """Payloads of one producer, kept in Ray's object store: what ``hand_over=`` of a producer takes."""
+class _InStore(Kept):
+    """Payloads of one producer, in Ray's object store: what ``hand_over=`` of a producer takes. All rollouts of a put
+    are one object; a key is the object's number and the rollout's place."""
 
     least_bytes = INLINE_BYTES
 
     def __init__(self, keeper: Any, keeper_name: str, label: str) -> None:
+        super().__init__()
         self._keeper, self._name = keeper, secrets.token_hex(8)
         self.owner = Owner(f"ray://{keeper_name}/{self._name}", b"", label)
-        self._keys = itertools.count()
-        self._kept: set[int] = set()
-        self._waiting: list[Signal] = []
 
-    def __len__(self) -> int:
-        return len(self._kept)
-
-    def keep(self, rollout: Rollout) -> Handle:
-        """Put a rollout's bytes into the store of this node. Copies them once. Raises WouldBlock while it is full."""
+    def keep(self, rollouts: Sequence[Rollout]) -> list[Handle]:
+        """Put their bytes into the store of this node. Copies them twice. Raises WouldBlock while it is full."""
         import ray
 
-        encoded = encode_rollouts([rollout])
-        memory = np.zeros(encoded.payload.total, dtype=np.uint8)
-        at = 0
-        for piece in encoded.payload.pieces:
-            view = memoryview(piece).cast("B")
-            memory[at : at + view.nbytes] = view
-            at += view.nbytes
+        encoded = encode_rollouts(rollouts)
+        memory = np.concatenate([np.frombuffer(piece, np.uint8) for piece in encoded.payload.pieces])
         try:
             reference = ray.put((bytes(encoded.header), memory))
         except ray.exceptions.ObjectStoreFullError as error:
             raise WouldBlock(f"Ray's object store is full: {error}") from None
-        key = next(self._keys)
-        self._kept.add(key)
-        self._keeper.keep.remote(self._name, key, [reference])
-        return Handle(self.owner, key)
+        number = next(self._keys)
+        keys = range(number * _MAX_PLACES, number * _MAX_PLACES + len(rollouts))
+        self._kept[number] = set(keys)
+        self._keeper.keep.remote(self._name, number, [reference])
+        return [Handle(self.owner, key) for key in keys]
 
     def drop(self, keys: Iterable[int]) -> None:
-        """They are not needed any more."""
-        gone = [key for key in keys if key in self._kept]
+        """They are not needed any more; the object goes with the last of them."""
+        gone = []
+        for key in keys:
+            left = self._kept.get(key // _MAX_PLACES)
+            if left is not None:
+                left.discard(key)
+                if not left:
+                    gone.append(key // _MAX_PLACES)
         if gone:
-            self._kept.difference_update(gone)
             self._keeper.drop.remote(self._name, gone)
-        if not self._kept:
-            waiting, self._waiting = self._waiting, []
-            for signal in waiting:
-                signal.set()
-
-    async def released(self) -> None:
-        """Wait until nothing is needed any more."""
-        while self._kept:
-            signal = Signal()
-            self._waiting.append(signal)
-            if self._kept:
-                await signal.wait()
+            super().drop(gone)
 
     def close(self) -> None:
         """Nothing is needed any more. Idempotent."""
-        self.drop(list(self._kept))
+        self.drop([key for keys in list(self._kept.values()) for key in list(keys)])
 
 
 class _FromStore:
@@ -276,32 +261,61 @@ class _FromStore:
 
     def _fetched(self, wanted: Sequence[Wanted]) -> dict[int, str]:
         """Fills the places; why some could not be filled."""
+        try:
+            found = self._objects(list(dict.fromkeys(one.key // _MAX_PLACES for one in wanted)))
+        except Exception as error:  # noqa: BLE001 - the step goes on without them
+            return {one.rollout: f"Ray does not find it: {_short(error)}" for one in wanted}
+        causes = {}
+        for one in wanted:
+            rollouts = found[one.key // _MAX_PLACES]
+            try:
+                if isinstance(rollouts, Exception):
+                    raise rollouts
+                views = payload_of(rollouts[one.key % _MAX_PLACES], one.degree, one.place)
+                for place, view in zip(one.places, views, strict=True):
+                    place[:] = view
+            except Exception as error:  # noqa: BLE001 - the step goes on without it
+                causes[one.rollout] = _short(error)
+        return causes
+
+    def _objects(self, numbers: list[int]) -> dict[int, Sequence[Rollout] | Exception]:
+        """Asks Ray once: it brings what lies on other nodes side by side."""
         import ray
 
-        try:
-            keeper = ray.get_actor(self._keeper, namespace=self._namespace or None)
-            boxes = ray.get(keeper.give.remote(self._owner, [one.key for one in wanted]))
-        except Exception as error:  # noqa: BLE001 - the step goes on without them
-            return {one.rollout: f"Ray does not find it: {error}" for one in wanted}
-        causes = {}
-        for one, box in zip(wanted, boxes, strict=True):
-            try:
-                if box is None:
-                    raise sb.BrokenResourceError("it is not in the object store")
-                _copy(one, *ray.get(box[0]))
-            except Exception as error:  # noqa: BLE001 - the step goes on without it
-                causes[one.rollout] = str(error).partition("\n")[0]
-        return causes
+        keeper = ray.get_actor(self._keeper, namespace=self._namespace or None)
+        boxes = ray.get(keeper.give.remote(self._owner, numbers))
+        if refs := [box[0] for box in boxes if box is not None]:
+            ray.wait(refs, num_returns=len(refs))
+        return {number: _opened(box) for number, box in zip(numbers, boxes, strict=True)}
 
 
 SOURCES["ray"] = _FromStore
 
 
-def _copy(wanted: Wanted, header: bytes, memory: Any) -> None:
-    [rollout] = decode_rollouts(msgspec.Raw(header), memory if memory.size else None)
-    views = payload_of(rollout, wanted.degree, wanted.place)
-    for place, view in zip(wanted.places, views, strict=True):
-        place[:] = view
+def _opened(box: list[Any] | None) -> Sequence[Rollout] | Exception:
+    """Rollouts as they lie in this node's store."""
+    import ray
+
+    if box is None:
+        return sb.BrokenResourceError("it is not in the object store")
+    try:
+        header, memory = ray.get(box[0])
+        return decode(header, np.asarray(_Writable(memory))).rollouts
+    except Exception as error:  # noqa: BLE001 - for whoever wants it
+        return error
+
+
+class _Writable:
+    """The store's memory is read-only, which torch warns of at each view. It is only read here."""
+
+    def __init__(self, memory: Any) -> None:
+        self._memory = memory
+        at, _ = memory.__array_interface__["data"]
+        self.__array_interface__ = {**memory.__array_interface__, "data": (at, False)}
+
+
+def _short(error: BaseException) -> str:
+    return (str(error) or type(error).__name__).partition("\n")[0]
 
 
 # --- the handle ------------------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ import itertools
 import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Annotated, NamedTuple, Protocol, TypeAlias
+from typing import Annotated, Any, NamedTuple, Protocol, TypeAlias
 
 import msgspec
 
@@ -31,7 +31,7 @@ from stream_balancer.types import Rollout
 from stream_balancer.wire.codec import Decoded, Handle, Owner, Wanted, payload_of
 from stream_balancer.wire.payload import Payload
 
-__all__ = ["SOURCES", "Fetcher", "Missing", "PayloadOwner", "Source"]
+__all__ = ["SOURCES", "Fetcher", "Kept", "Missing", "PayloadOwner", "Source"]
 
 _CONNECT_S = 10.0
 _CALL_BYTES = 2**26
@@ -55,34 +55,16 @@ class Missing(NamedTuple):
     cause: str
 
 
-class PayloadOwner:
-    """Payloads that are kept here for ranks. Safe to use from any thread."""
+class Kept:
+    """What ranks may still need, by number, and the wait until they need nothing. Safe to use from any thread."""
 
-    least_bytes = 0
-
-    def __init__(self, listen: Listen, token: bytes, label: str) -> None:
-        """``label``: for errors and logs."""
-        self._kept: dict[int, Rollout] = {}
+    def __init__(self) -> None:
+        self._kept: dict[int, Any] = {}
         self._keys = itertools.count()
         self._waiting: list[Signal] = []
-        self._service = Service(listen)
-        self._service.answer_here({"fetch": self._fetch})
-        self.owner = Owner(self._service.address, token, label)
-
-    @classmethod
-    def over_tcp(cls, label: str, host: str = "127.0.0.1") -> PayloadOwner:
-        """Listens on a port of this address, with a token of its own. Raises OSError if that is not possible."""
-        token = secrets.token_hex(16).encode()
-        return cls(lambda arrived: Listener(host, 0, token, arrived), token, label)
 
     def __len__(self) -> int:
         return len(self._kept)
-
-    def keep(self, rollout: Rollout) -> Handle:
-        """Hold a rollout's tensors until :meth:`drop`. Nothing is copied."""
-        key = next(self._keys)
-        self._kept[key] = rollout
-        return Handle(self.owner, key)
 
     def drop(self, keys: Iterable[int]) -> None:
         """They are not needed any more; unknown ones are fine."""
@@ -100,6 +82,31 @@ class PayloadOwner:
             self._waiting.append(signal)
             if self._kept:
                 await signal.wait()
+
+
+class PayloadOwner(Kept):
+    """Payloads that are kept in this process."""
+
+    least_bytes = 0
+
+    def __init__(self, listen: Listen, token: bytes, label: str) -> None:
+        """``label``: for errors and logs."""
+        super().__init__()
+        self._service = Service(listen)
+        self._service.answer_here({"fetch": self._fetch})
+        self.owner = Owner(self._service.address, token, label)
+
+    @classmethod
+    def over_tcp(cls, label: str, host: str = "127.0.0.1") -> PayloadOwner:
+        """Listens on a port of this address, with a token of its own. Raises OSError if that is not possible."""
+        token = secrets.token_hex(16).encode()
+        return cls(lambda arrived: Listener(host, 0, token, arrived), token, label)
+
+    def keep(self, rollouts: Sequence[Rollout]) -> list[Handle]:
+        """Hold rollouts' tensors until :meth:`drop`. Nothing is copied."""
+        keys = [next(self._keys) for _ in rollouts]
+        self._kept.update(zip(keys, rollouts, strict=True))
+        return [Handle(self.owner, key) for key in keys]
 
     def close(self) -> None:
         """Nobody can fetch any more. Idempotent."""

@@ -23,7 +23,15 @@ from stream_balancer.client.device import Upload, Uploader
 from stream_balancer.client.held import Held, Part
 from stream_balancer.client.payloads import Fetcher, Missing
 from stream_balancer.core.steps import Drop, End, Go, Item, RankId, Recall, Rewind, Seal, Send, SendSeal
-from stream_balancer.errors import AlreadyInUseError, ClosedResourceError, RankLostError, WireError, rank_name, to_raise
+from stream_balancer.errors import (
+    AlreadyInUseError,
+    BrokenResourceError,
+    ClosedResourceError,
+    RankLostError,
+    WireError,
+    rank_name,
+    to_raise,
+)
 from stream_balancer.net import messages as m
 from stream_balancer.net.errors import Ended
 from stream_balancer.net.loops import Signal
@@ -356,8 +364,10 @@ class Port:
         self._news.set()
 
     def _explained(self, error: Exception) -> Exception:
-        if not isinstance(error, Ended):
+        if not isinstance(error, BrokenResourceError):
             return error
+        if not isinstance(error, Ended):  # there has never been a connection, or none can be any more
+            return RankLostError(str(error), rank=self.who.rank, cause=str(error))
         cause = error.text or "it closed"
         if error.kind == "closed":
             text = f"the controller has closed the link to {self.name}: {cause}"

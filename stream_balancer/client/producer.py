@@ -65,11 +65,11 @@ class KeepsPayloads(Protocol):
 
     owner: Owner
     least_bytes: int
-    """Smaller rollouts travel with their put."""
+    """Smaller puts bring their tokens along."""
 
     def __len__(self) -> int: ...
-    def keep(self, rollout: Rollout) -> Handle:
-        """Raises WouldBlock while there is no room."""
+    def keep(self, rollouts: Sequence[Rollout]) -> list[Handle]:
+        """Those of one put. Raises WouldBlock while there is no room."""
 
     def drop(self, keys: Iterable[int]) -> None: ...
     async def released(self) -> None: ...
@@ -345,8 +345,8 @@ class Producer(OfOneProcess):
             raise ClosedResourceError(_ENDED_HERE)
         rollouts = self._ready(rollouts)
         handles: list[Handle] = []
-        if self._kept is not None and min((one.nbytes for one in rollouts), default=0) >= self._kept.least_bytes:
-            handles = [self._kept.keep(rollout) for rollout in rollouts]
+        if self._kept is not None and rollouts and sum(one.nbytes for one in rollouts) >= self._kept.least_bytes:
+            handles = self._kept.keep(rollouts)
         try:
             encoded = encode_rollouts(rollouts, handles=handles or None)
         except BaseException:

@@ -155,7 +155,8 @@ class TcpDialer:
             token = self._token if entry.token is None else entry.token.encode()
             self._dial(entry.address, token, join, welcomed, failed)
         except RuntimeError as error:
-            gone = BrokenResourceError(f"nobody says any more where the controller is: {error}")
+            cause = str(error).partition("\n")[0]
+            gone = BrokenResourceError(f"nobody says any more where the controller is: {cause}")
             self.io.do(lambda: failed(gone))
         except Exception as error:  # noqa: BLE001 - for who dials
             other = error

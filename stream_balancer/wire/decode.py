@@ -342,7 +342,8 @@ def decode_rollouts(
     may keep payloads. Raises RolloutError, naming it, for one that no Rollout may be, WireError for anything else that
     :func:`~stream_balancer.wire.encode.encode_rollouts` would not have made."""
     read = read_header(header)
-    if len(read.blocks) != 1 or read.shared or read.narrowed or (read.padding and read.holes) or read.late or read.execution_sizes:
+    # A padding copy is no mistake of the wire: the balancer says that only it makes those.
+    if len(read.blocks) != 1 or read.shared or read.narrowed or read.late or read.execution_sizes:
         raise WireError("a put holds whole rollouts, and nothing that only a step has")
     if read.holes:
         return _kept_rollouts(read, memory, leases)

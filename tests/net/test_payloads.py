@@ -50,7 +50,7 @@ def fetcher() -> Iterator[Fetcher]:
 
 
 def elsewhere(local: Rollout, owner: PayloadOwner) -> Rollout:
-    handle = owner.keep(local)
+    [handle] = owner.keep([local])
     return remote(local, handle.owner, handle.key)
 
 
@@ -152,7 +152,7 @@ def test_a_connection_that_was_lost_is_made_anew(owners: Callable[[str], Payload
 
 def test_other_sizes_than_were_described_are_missing(owners: Callable[[str], PayloadOwner], fetcher: Fetcher) -> None:
     a = owners("a")
-    handle = a.keep(LOCAL[0])
+    [handle] = a.keep([LOCAL[0]])
     (missing,) = fetched(fetcher, carried([remote(LOCAL[5], handle.owner, handle.key)]))
     assert missing == Missing(0, "r5", "a", "it does not have payload 0")
 
@@ -191,7 +191,7 @@ def test_nothing_is_said_after_close(owners: Callable[[str], PayloadOwner], fetc
 @pytest.mark.parametrize("args", [None, [[1]], [[0, 2, 2, 5]], [[0, 0, 0, 5]], [[-1, 1, 0, 5]], "x"])
 def test_impossible_wishes_end_the_connection(owners: Callable[[str], PayloadOwner], args: Any) -> None:
     a = owners("a")
-    handle = a.keep(LOCAL[0])
+    [handle] = a.keep([LOCAL[0]])
     session = Session(TcpDialer(handle.owner.address, token=handle.owner.token.decode()), "fetcher")
 
     async def ask() -> None:
@@ -208,7 +208,7 @@ def test_released_waits_for_the_last_payload(owners: Callable[[str], PayloadOwne
 
     async def main() -> None:
         await a.released()
-        keys = [a.keep(one).key for one in LOCAL]
+        keys = [one.key for one in a.keep(LOCAL)]
         done: list[int] = []
 
         async def wait(number: int) -> None:
