@@ -39,7 +39,7 @@ def ways() -> dict[str, dict[str, Any]]:
             "shared_memory": ("shared_memory",),
         }
         return {name: {"movers": wanted} for name, wanted in movers.items()}
-    return {"send_recv": {"shared_memory": False, "narrow": False}, "shared_memory": {"shared_memory": True}}
+    return {"send_recv": {"shared_memory": False, "narrow": False}, "shared_memory": {"narrow": False}}
 
 
 class Case(NamedTuple):

@@ -95,7 +95,9 @@ class Sender:
 
     def _send(self, order: Send) -> None:
         plan, member = self._here.plans[order.step], self._here.ranks[order.rank]
-        encoded = self._encode(order.step, order.items, member.max_bytes)
+        # A network is slower than to convert what it carries; memory and loopback are not.
+        is_local = all(peer.connection is None or peer.connection.is_local for peer in member.peers.values())
+        encoded = self._encode(order.step, order.items, member.max_bytes, narrow=self._narrow and not is_local)
         work = Work(
             step=order.step,
             uid=order.uid,
@@ -111,7 +113,7 @@ class Sender:
         if order.items:
             plan.begun_at.setdefault(order.rank, anyio.current_time())
 
-    def _encode(self, step: int, items: tuple[Item, ...], max_bytes: int) -> Encoded:
+    def _encode(self, step: int, items: tuple[Item, ...], max_bytes: int, *, narrow: bool) -> Encoded:
         """The same for all processes of a rank. Copies no token."""
         if not items:
             return Encoded(Work.__struct_defaults__[3], NOTHING)
@@ -120,7 +122,7 @@ class Sender:
         if encoded is None:
             columns = self._here.columns
             its = [item.payload if item.role else columns.joined(step, item.payload) for item in items]
-            encoded = self._encoded[key] = encode(its, max_bytes=max_bytes, narrow=self._narrow)
+            encoded = self._encoded[key] = encode(its, max_bytes=max_bytes, narrow=narrow)
         return encoded
 
     def _head(self, plan: Plan, one: RankId) -> StepHead:

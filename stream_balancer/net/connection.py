@@ -93,6 +93,9 @@ class Base:
     """One end: handshake, order of sending and delivery, movers, one end. What is below it carries bytes: a socket, or
     a queue in memory."""
 
+    is_local = True
+    """The other end is on this machine."""
+
     def __init__(self, io: Runs, pool: Pool, handshake: Handshake) -> None:
         self.io, self.pool, self.handshake = io, pool, handshake
         self.handler: Handler | None = None

@@ -46,6 +46,7 @@ class Connection(Base):
         self.helpers = io.helpers
         self.local = sock.getsockname()[0]
         """This end's address, as a name of its network interface."""
+        self.is_local = sock.getpeername()[0] == self.local
         self._fd = sock.fileno()
         io.sockets[self._fd] = lambda: self.fail(Ended("closed", "the process has ended"))
         self._tls = None if tls is None else TlsSocket(sock, tls, host if handshake.joins else None)
