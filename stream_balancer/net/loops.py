@@ -6,6 +6,7 @@ import asyncio
 import atexit
 import heapq
 import logging
+import multiprocessing.util
 import os
 import queue
 import selectors
@@ -78,6 +79,7 @@ class Io:
         self._worker: threading.Thread | None = None
         self._thread = threading.Thread(target=self._run, name="stream_balancer-io", daemon=True)
         self._thread.start()
+        multiprocessing.util.Finalize(None, _stop, exitpriority=0)  # a child of multiprocessing runs no atexit
 
     @classmethod
     def current(cls) -> Io:

