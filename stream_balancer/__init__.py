@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from stream_balancer import planning as planning
     from stream_balancer.client.barrier import barrier as barrier
     from stream_balancer.client.feed import RankFeed as RankFeed
+    from stream_balancer.client.producer import BlockingProducer as BlockingProducer
     from stream_balancer.client.producer import Producer as Producer
     from stream_balancer.client.producer import connect as connect
     from stream_balancer.client.step import Step as Step
@@ -47,11 +48,10 @@ if TYPE_CHECKING:
     from stream_balancer.errors import TraceError as TraceError
     from stream_balancer.errors import WireError as WireError
     from stream_balancer.errors import WouldBlock as WouldBlock
-    from stream_balancer.facades import BlockingBalancer as BlockingBalancer
-    from stream_balancer.facades import BlockingProducer as BlockingProducer
-    from stream_balancer.facades import blocking as blocking
     from stream_balancer.host.balancer import StreamBalancer as StreamBalancer
     from stream_balancer.host.batches import Batches as Batches
+    from stream_balancer.host.blocking import BlockingBalancer as BlockingBalancer
+    from stream_balancer.host.blocking import blocking as blocking
     from stream_balancer.host.journal import Journal as Journal
     from stream_balancer.host.journal import Recovered as Recovered
     from stream_balancer.host.serve import serve as serve
@@ -74,9 +74,9 @@ __version__ = "0.1.0"
 _NAMES_OF = {
     "host.balancer": "StreamBalancer",
     "host.batches": "Batches",
-    "facades": "BlockingBalancer BlockingProducer blocking",
+    "host.blocking": "BlockingBalancer blocking",
     "config": "BalancerConfig",
-    "client.producer": "Producer connect",
+    "client.producer": "BlockingProducer Producer connect",
     "cost": "AttentionPairs CalibratedCost CostModel LayerSumCost PaddedCost QuadraticCost TokenCost TransformerCost",
     "host.serve": "serve",
     "core.observer": "Observer",

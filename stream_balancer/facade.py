@@ -4,7 +4,7 @@ A coroutine of ours waits in one place only, :meth:`stream_balancer.net.loops.Si
 blocks the thread itself, so :func:`run` drives such a coroutine to its end in one step: no event loop, no second
 thread. Ctrl-C and timeouts arrive inside the coroutine, at that wait, where a cancellation would: the same lines take
 the call back. What needs an event loop, as a balancer does, runs in one of its own
-(:mod:`stream_balancer.loop_thread`).
+(:mod:`stream_balancer.host.blocking`).
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from typing import Any, ClassVar, Generic, NoReturn, Protocol, TypeVar, cast
 import sniffio
 
 from stream_balancer.net.loops import blocking_deadline
+from stream_balancer.slots import Reservation, Slot
 
 __all__ = ["Done", "Facade", "OfOneProcess", "Runner", "event_loop_here", "facade", "refuse_in_event_loop", "run"]
 
@@ -218,3 +219,7 @@ def _with_timeout(signature: inspect.Signature) -> inspect.Signature:
     kind = inspect.Parameter.KEYWORD_ONLY
     timeout = inspect.Parameter("timeout_s", kind, default=None, annotation="float | None")
     return signature.replace(parameters=[*signature.parameters.values(), timeout])
+
+
+BlockingSlot = facade("BlockingSlot", Slot, without=("take", "done", "missing", "is_over", "number"))
+BlockingReservation = facade("BlockingReservation", Reservation, undo={"__aenter__": lambda _, slot: slot.release()})

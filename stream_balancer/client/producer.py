@@ -24,7 +24,7 @@ import msgspec
 from stream_balancer.client.payloads import PayloadOwner
 from stream_balancer.client.slots import RemoteSlots
 from stream_balancer.errors import BrokenResourceError, ClosedResourceError, WireError, WouldBlock
-from stream_balancer.facade import OfOneProcess, event_loop_here, run
+from stream_balancer.facade import OfOneProcess, event_loop_here, facade, run
 from stream_balancer.net.address import TcpDialer, current_world
 from stream_balancer.net.calls import Pending
 from stream_balancer.net.errors import Cancelled
@@ -39,10 +39,7 @@ from stream_balancer.wire.codec import Handle, Owner, encode_rollouts
 from stream_balancer.wire.payload import Memory
 from stream_balancer.wire.statistics import decode_statistics
 
-if TYPE_CHECKING:
-    from stream_balancer.facades import BlockingProducer
-
-__all__ = ["KeepsPayloads", "Producer", "connect"]
+__all__ = ["BlockingProducer", "KeepsPayloads", "Producer", "connect"]
 
 _log = logging.getLogger("stream_balancer.net")
 _ENDED = "put() after end(): the balancer takes no more rollouts. Put before calling end()"
@@ -275,8 +272,6 @@ class Producer(OfOneProcess):
         """The same with plain methods, for threads. Raises RuntimeError if the network lives in one event loop."""
         if not self._session.io.threads:
             raise RuntimeError(_ONE_LOOP.format("a blocking method"))
-        from stream_balancer.facades import BlockingProducer
-
         return BlockingProducer(self)
 
     def close(self) -> None:
@@ -410,3 +405,9 @@ class Producer(OfOneProcess):
         self._opened.set()
         if self._kept is not None:
             self._kept.close()  # who needed them is gone
+
+
+if TYPE_CHECKING:
+    from stream_balancer.facades import BlockingProducer as BlockingProducer
+else:
+    BlockingProducer = facade("BlockingProducer", Producer, without=("aclose", "blocking"), timed=("reserve",))

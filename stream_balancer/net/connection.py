@@ -93,6 +93,8 @@ class Base:
     """One end: handshake, order of sending and delivery, movers, one end. What is below it carries bytes: a socket, or
     a queue in memory."""
 
+    local = ""
+    """This machine's address on the way to the peer."""
     is_local = True
     """The other end is on this machine."""
 

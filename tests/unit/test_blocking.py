@@ -13,6 +13,7 @@ from typing import Any
 
 import anyio
 import anyio.lowlevel
+import facade_stubs
 import pytest
 from helpers import config
 
@@ -239,6 +240,10 @@ def test_the_blocking_forms_have_all_that_the_others_have(whole: Any, blocking: 
             assert inspect.signature(method).parameters.keys() <= inspect.signature(other).parameters.keys(), name
             assert not inspect.iscoroutinefunction(other), name
             assert inspect.getdoc(other), name
+
+
+def test_type_checkers_see_what_there_is() -> None:
+    assert facade_stubs.PATH.read_text() == facade_stubs.text(), "run: python tests/facade_stubs.py"
 
 
 def in_a_fork(function: Callable[[], object]) -> str:
