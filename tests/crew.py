@@ -43,6 +43,7 @@ class Crew:
         self.ended: list[int] = []
         self.peers: dict[int, MemoryPeer] = {}
         self.rejoin = False
+        self.connect: Callable[..., Any] = network.connect
         self.seconds: Callable[[int, int], float] = lambda rank, step: 1.0
         """Of a micro-batch."""
         self._here: dict[tuple[int, tuple[int, ...]], dict[int, Counter[tuple[str, int]]]] = {}
@@ -50,7 +51,7 @@ class Crew:
 
     async def train(self, rank: int, **join: Any) -> None:
         options = {name: join.pop(name) for name in ("next_step", "auto_ack") if name in join}
-        peer = self.peers[rank] = self.network.connect(rank, **{"rejoin": self.rejoin, **join})
+        peer = self.peers[rank] = self.connect(rank, **{"rejoin": self.rejoin, **join})
         feed = RankFeed(peer, **options)
         try:
             async for step in feed:

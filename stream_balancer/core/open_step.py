@@ -52,10 +52,12 @@ class OpenStep:
     def choose(self, config: BalancerConfig, buffer: Buffer, may: Bools, *, complete: bool) -> Ints:
         """Rows of the buffer that leave next; ``may`` [n] could. Not ``complete``: the heaviest of those that the step
         has room for, enough for every rank; none if these are too few. ``complete``: all that the step has room for,
-        oldest first. Groups are whole. O(n log n)."""
+        oldest first. Groups are whole, but for those that no step has room for. O(n log n)."""
         room, going = config.batch_size - len(self.taken), []
         for unit in _units(np.flatnonzero(may & ~self.is_taken(buffer)), buffer.labels):
-            if unit.size <= room:
+            if unit.size > config.batch_size:  # a group that can never leave whole
+                unit = unit[:room]
+            if 0 < unit.size <= room:
                 going.append(unit)
                 room -= unit.size
         if not complete:
