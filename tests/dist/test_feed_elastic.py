@@ -33,15 +33,12 @@ class Gradient:
         self.head = torch.nn.Linear(8, 64)
         self.ids: list[str] = []
 
-    def add(self, batch: sb.RankBatch) -> None:
-        for micro_batch in batch.micro_batches:
-            self.add_one(micro_batch, batch.global_num_loss_tokens)
-
-    def add_one(self, micro_batch: sb.MicroBatch, global_num_loss_tokens: int) -> None:
+    def add(self, micro_batch: sb.MicroBatch) -> None:
+        """A sum, which is divided once all is known."""
         packed = micro_batch.packed()
         ids = packed["input_ids"] % 64
         loss = torch.nn.functional.cross_entropy(self.head(self.model(ids)), ids, reduction="none")
-        ((loss * packed["loss_mask"]).sum() / global_num_loss_tokens).backward()
+        (loss * packed["loss_mask"]).sum().backward()
         self.ids += [r.rollout_id for r in micro_batch.rollouts if not r.is_padding]
 
     def flat(self) -> torch.Tensor:
@@ -67,48 +64,35 @@ class World:
         dist.all_reduce(tensor)
 
 
-def run_rank(address: str, port: int, rank: int, dp_size: int, dies_at: dict[int, str], pipe: Any) -> None:
-    world = World(port, rank)
-    feed = sb.RankFeed(address, rank=rank, dp_size=dp_size)
-    for batch in feed:
-        gradient, resumed_at = Gradient(), 0.0
-        die(pipe, dies_at, batch.step, "work")
-        gradient.add(batch)
-        die(pipe, dies_at, batch.step, "asking")
-        others = feed.reassigned()
-        for more in others:
-            resumed_at = time.monotonic()
-            gradient.add(more)
-        total = gradient.flat()
-        world.all_reduce(total, others.ranks)
-        pipe.send((batch.step, others.ranks, gradient.ids, total.tolist(), resumed_at))
-        die(pipe, dies_at, batch.step, "met")
-
-
 SLOW = 1
 
 
-def run_late_rank(address: str, port: int, rank: int, dp_size: int, dies_at: dict[int, str], pipe: Any) -> None:
-    """``SLOW`` is not through with its first micro-batch of a step before another rank works on what it has not
-    begun."""
+def run_rank(
+    address: str, port: int, rank: int, dp_size: int, dies_at: dict[int, str], late: bool, pipe: Any
+) -> None:
+    """The loop of every feature. ``late``: ``SLOW`` is not through with its first micro-batch of a step before another
+    rank works on what it has not begun."""
     world = World(port, rank)
     feed = sb.RankFeed(address, rank=rank, dp_size=dp_size)
-    for batch in feed:
-        gradient, resumed_at = Gradient(), 0.0
-        mine = feed.micro_batches(batch)
-        for number, micro_batch in enumerate(mine):
-            if rank == SLOW and number == 0:
-                world.store.wait([f"step {batch.step}"], timedelta(minutes=5))
-                die(pipe, dies_at, batch.step, "slow")
-            if number >= len(batch.micro_batches):
+    for step in feed:
+        gradient, resumed_at, number = Gradient(), 0.0, 0
+        own = len(step._known.part.work)
+        die(pipe, dies_at, step.step, "work")
+        for number, micro_batch in enumerate(step):
+            if late and rank == SLOW and number == 0:
+                world.store.wait([f"step {step.step}"], timedelta(minutes=5))
+                die(pipe, dies_at, step.step, "slow")
+            if number >= own:
                 resumed_at = time.monotonic()
-                world.store.set(f"step {batch.step}", "others are at work")
-                die(pipe, dies_at, batch.step, "taking over")
-            gradient.add_one(micro_batch, batch.global_num_loss_tokens)
-        total = gradient.flat()
-        world.all_reduce(total, mine.ranks)
-        pipe.send((batch.step, mine.ranks, gradient.ids, total.tolist(), resumed_at))
-        die(pipe, dies_at, batch.step, "met")
+                world.store.set(f"step {step.step}", "others are at work")
+                die(pipe, dies_at, step.step, "taking over")
+            gradient.add(micro_batch)
+        end = step.finish()
+        assert end is not None
+        total = gradient.flat() / end.loss_tokens
+        world.all_reduce(total, end.ranks)
+        pipe.send((step.step, end.ranks, gradient.ids, total.tolist(), resumed_at))
+        die(pipe, dies_at, step.step, "met")
 
 
 def die(pipe: Any, dies_at: dict[int, str], step: int, when: str) -> None:
@@ -121,7 +105,6 @@ async def drill(
     dp_size: int, deaths: dict[int, dict[int, str]], journal: Path, *, move_late: bool = False
 ) -> tuple[sb.Statistics, list[list[Any]]]:
     """``deaths[rank]``: in which step, and when. -> what each rank has said."""
-    run = run_late_rank if move_late else run_rank
     more: dict[str, Any] = {"max_tokens_per_micro_batch": 60, "micro_batch_counts": "free"} if move_late else {}
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     config = sb.BalancerConfig(dp_size=dp_size, batch_size=BATCH, window=BATCH, **more)
@@ -131,7 +114,7 @@ async def drill(
             sb.TorchTransport.listen(dp_size=dp_size) as transport,
         ):
             ranks = [
-                forked(run, transport.address, store.port, rank, dp_size, deaths.get(rank, {}))
+                forked(run_rank, transport.address, store.port, rank, dp_size, deaths.get(rank, {}), move_late)
                 for rank in range(dp_size)
             ]
             async with anyio.create_task_group() as tasks:
@@ -171,15 +154,16 @@ def check(statistics: sb.Statistics, said: list[list[Any]], lost: set[int]) -> l
         trained += ids
         reference = Gradient()
         of_step = [make_rollout(1 + 7 * int(name[1:]) % 50, name) for name in ids]
-        reference.add(sb.testing.scripted.rank_batch(of_step))
-        assert all(torch.allclose(torch.tensor(one[2]), reference.flat(), atol=1e-5) for one in heard)
+        reference.add(sb.MicroBatch.of(of_step))
+        whole = reference.flat() / sum(rollout.num_loss_tokens for rollout in of_step)
+        assert all(torch.allclose(torch.tensor(one[2]), whole, atol=1e-6) for one in heard)
     assert sorted(trained) == sorted(f"r{n}" for n in range(ROLLOUTS))
     last = steps[max(steps)][0][0]
     assert set(last) == set(range(len(said))) - lost
     return [min(r for heard in steps.values() for *_, r in heard if r > at) - at for at in died]
 
 
-@pytest.mark.parametrize("when", ["work", "asking"])
+@pytest.mark.parametrize("when", ["work", "met"])
 def test_one_of_three_is_killed(when: str, tmp_path: Path) -> None:
     statistics, said = anyio.run(drill, 3, {1: {1: when}}, tmp_path)
     check(statistics, said, {1})
@@ -195,6 +179,6 @@ def test_others_do_what_a_slow_rank_has_not_begun(deaths: dict[int, dict[int, st
 
 @pytest.mark.slow
 def test_one_of_eight_is_killed_then_another(tmp_path: Path) -> None:
-    statistics, said = anyio.run(drill, 8, {3: {1: "work"}, 0: {2: "asking"}}, tmp_path)
+    statistics, said = anyio.run(drill, 8, {3: {1: "work"}, 0: {2: "met"}}, tmp_path)
     seconds = check(statistics, said, {0, 3})
     print("resumed after", [f"{s * 1000:.0f} ms" for s in seconds])  # noqa: T201

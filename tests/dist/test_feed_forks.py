@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import multiprocessing
 import os
 import signal
@@ -111,21 +110,3 @@ def test_a_killed_controller_is_missed_though_its_child_lives(begin_child: Calla
             while True:
                 producer.put(make_rollout(4))
     controller.end_child()
-
-
-def test_what_children_do_with_their_own_descriptors_is_left_alone() -> None:
-    """A number that was ours, and is something else by now."""
-    from stream_balancer.transport.descriptors import keep_from_children
-
-    ours, _ = os.pipe()
-    keep_from_children(ours)
-    theirs, tell = os.pipe()
-    os.dup2(theirs, ours)
-    os.write(tell, b"x")
-    gc.collect()  # what other tests left must not be collected in the child, which has none of the threads it needs
-    child = os.fork()
-    if child == 0:
-        os._exit(0 if os.read(ours, 1) == b"x" else 1)
-    assert os.waitpid(child, 0)[1] == 0
-    for fd in (ours, theirs, tell):
-        os.close(fd)
