@@ -1,7 +1,7 @@
 """A ledger with facts and orders in short text, for schedules that are written by hand.
 
 ``0@1`` is item 0 of rank 1; ``2@ref0`` one of a role; ``3@0<2`` needs item 2; ``4@0/7`` belongs to group 7; ``5@0*``
-is remote. An order reads ``send 1 [0 3]``; of another step than 0, ``send 1 s2 [0]``; with several seats, ``send 1.0 [0]``.
+is remote. An order reads ``send 1 [0 3]``; of another step than 0, ``send 1 s2 [0]``; with seats, ``send 1.0 [0]``.
 """
 
 from __future__ import annotations

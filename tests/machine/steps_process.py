@@ -118,7 +118,7 @@ class Process:
         if not self.linked:
             yield self.connect
         if held.behind is not None:
-            yield self.take_other_weights
+            yield self.give_in
         elif held.dropped:
             yield self.leave_dropped
         else:
@@ -276,29 +276,36 @@ class Process:
         newest = max((drop.step for drop in drops if drop.met), default=-1)
         if newest >= 0 and self.is_trainer and self.world.config.meets:
             if self.num_trained <= newest:
-                self.take_other_weights()
+                self.take_other_weights(newest + 1)
             else:
                 self.unlink()
 
-    def take_other_weights(self) -> None:
-        """Take those of the living process that is furthest, or of the checkpoint. The controller is told, or
-        hears it when the process joins again."""
-        is_refused = self.held.behind is not None
-        self.held.behind = None
+    def take_other_weights(self, least: int) -> None:
+        """Take those of the living process that is furthest. The controller is told, or hears it when the process joins
+        again. Where nobody has them, the rank is started again."""
         if not self.linked:
             return
-        if self.world.config.all_die:
-            self.world.kill_all()
+        weights, newest = self.world.newest_weights(self)
+        if self.world.config.all_die or newest < least:
+            self.give_in()
             return
-        weights = self.copy_weights()
-        self.held.took_weights(weights)
+        self.weights = weights
+        self.held.took_weights(newest)
+        self.held.acked = max(self.held.acked, min(self.world.checkpoint[1], newest))
         if self.part is not None and self.held.parts.get(self.part.number) is not self.part:
             self.leave_step()
-        if is_refused or self.world.rng.random() < 0.5:
+        if self.world.rng.random() < 0.5:
             self.unlink()
         else:
-            self.held.out += [("finished", weights - 1, 0), ("acknowledged", self.held.acked - 1)]
+            self.held.out += [("finished", newest - 1, 0), ("acknowledged", self.held.acked - 1)]
             self.flush()
+
+    def give_in(self) -> None:
+        """Raise: the launcher starts the rank, or all of them, from weights that can be had."""
+        if self.world.config.all_die:
+            self.world.kill_all()
+        else:
+            self.world.kill(self.rank)
 
     # -- the end -------------------------------------------------------------------------------------------------------
 

@@ -331,7 +331,8 @@ class World:
         """Dead ranks are started again, or given up where they will not be."""
         ledger = self.ledger
         dead = {process.rank: process.incarnation for process in self.processes.values() if not process.alive}
-        for one in sorted(dead.keys() - self.left):
+        gone = {one for one in self.left if self.config.meets or not ledger.unacknowledged(one)}
+        for one in sorted(dead.keys() - gone):
             rank = ledger.ranks.get(one)
             if one.number in self.wanted[one.role] or (rank is not None and rank.active):
                 yield (lambda one=one: self.start(one, dead[one] + 1)), 0.5

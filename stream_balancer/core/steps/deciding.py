@@ -69,10 +69,10 @@ def _change(book: Book, step: Step) -> None:
 def _forget_meeting(book: Book, step: Step) -> None:
     """All whose weights had the step are gone: what the ranks that left it owed is to be done again."""
     step.is_met = False
-    for item in [one for one in step.items.values() if not one.role and one.owner not in step.participants]:
-        if item.group is not None:
-            step.torn.add(item.group)
-        book.disown(step, item)
+    for item in list(step.items.values()):
+        if item.owner is None or (not item.role and item.owner not in step.participants):
+            step.torn.update(() if item.group is None else (item.group,))
+            book.disown(step, item)
 
 
 def _settle(book: Book, step: Step) -> None:
@@ -342,6 +342,7 @@ def _lacks_weights(book: Book, rank: Rank, step: Step) -> bool:
             return True  # it takes the weights of those who will have met
         with_it = step.participants if before is None else step.participants | before.met
         others = {one: book.ranks[one].weights or 0 for one in sorted(with_it)}
+        others[rank.id] = max(rank.weights_of.values())  # a seat may have met where another has failed
         others = {one: theirs for one, theirs in others.items() if theirs > number}
         if others:
             if not rank.is_warned and any(book.ranks[one].is_here for one in others):
