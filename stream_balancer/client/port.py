@@ -88,7 +88,7 @@ class Arrived:
             self.decoded.resize(
                 {(one.group_id, one.execution_id): (one.samples, one.loss_tokens) for one in seal.resized}
             )
-        return self.decoded.micro_batches[index]
+        return self.decoded.micro_batch(index)
 
 
 class Known:

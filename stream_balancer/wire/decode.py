@@ -79,7 +79,6 @@ class Decoded:
         self._buffer = torch.from_numpy(memory)
         self._views: dict[torch.dtype, Tensor] = {}
         self._is_finished = False
-        self._micro_batches: tuple[MicroBatch, ...] | None = None
 
     def __len__(self) -> int:
         return len(self._header.lengths)
@@ -98,11 +97,10 @@ class Decoded:
 
     @property
     def micro_batches(self) -> tuple[MicroBatch, ...]:
-        """One for each block. Fill the holes and mask first: from now on the memory may be on another device."""
-        if self._micro_batches is None:
-            self._finish()
-            self._micro_batches = tuple(self._micro_batch(number) for number in range(len(self._layout.blocks)))
-        return self._micro_batches
+        """One for each block, new ones at each call. Fill the holes and mask first: from now on the memory may be on
+        another device."""
+        # Not kept: they hold this, and a circle would keep the memory until the garbage collector comes.
+        return tuple(self.micro_batch(number) for number in range(len(self._layout.blocks)))
 
     @property
     def rollouts(self) -> Sequence[Rollout]:
@@ -130,7 +128,7 @@ class Decoded:
 
     def mask(self, rollout_ids: Collection[str]) -> None:
         """Make these rollouts padding copies of zeros: nobody trains on them. Ids of other rollouts are fine.
-        :attr:`micro_batches` are new ones afterwards. O(rollouts + bytes masked)."""
+        Micro-batches made before do not know. O(rollouts + bytes masked)."""
         if not rollout_ids:
             return
         gone, header = set(rollout_ids), self._header
@@ -143,18 +141,16 @@ class Decoded:
                     header.prefixes[index] = 0  # zeros are nobody's prompt
                 if self._is_finished:
                     self._zero(index)
-                self._micro_batches = None
 
     def resize(self, executions: Mapping[tuple[str | None, str], tuple[int, int]]) -> None:
-        """What is left of some executions in the step, by group and name: rollouts and loss tokens.
-        :attr:`micro_batches` are new ones afterwards."""
+        """What is left of some executions in the step, by group and name: rollouts and loss tokens. Micro-batches made
+        before do not know."""
         names, sizes = self.names, self._header.execution_sizes
         if not executions or not sizes or not names.execution_ids:
             return
         groups = names.group_ids or [None] * len(self)
         for index, whose in enumerate(zip(groups, names.execution_ids, strict=True)):
             sizes[index] = executions.get(whose, sizes[index])  # type: ignore[arg-type]
-        self._micro_batches = None
 
     # views
 
@@ -217,7 +213,9 @@ class Decoded:
         own = zip(self._header.tensors[index], block.tensors[index - block.first], strict=True)
         return {one.name: self._view(at, SUPPORTED_DTYPES[one.dtype], one.shape) for one, at in own}
 
-    def _micro_batch(self, number: int) -> MicroBatch:
+    def micro_batch(self, number: int) -> MicroBatch:
+        """That of one block."""
+        self._finish()
         block = self._layout.blocks[number]
         shared, starts = block.shared, block.starts
         return MicroBatch(
