@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from steps_play import Play, held
+from steps_play import Play, held, items_of
 
 from stream_balancer.client.held import Held
 from stream_balancer.core.steps import Item, Piece, RankId, Seal, Send
@@ -139,6 +139,17 @@ def test_a_part_of_something_shared_is_lost() -> None:
     assert play.gave_up("1") == ["rewind 0 attempt 2", "replan [1 2 0] over 0 2"]
     assert play.done("0", 0, 1, [0]) == []  # of the attempt that was thrown away
     assert play.train("2", [3]) == []
+
+
+def test_an_answer_that_names_a_rank_which_is_gone_is_out_of_date() -> None:
+    play = Play("0 1 2")
+    play.plan("0@0 1@1/8 2@2/8")
+    play.lost("2")
+    assert play.gave_up("2") == ["rewind 1 attempt 2", "replan [2 1] over 0 1"]
+    play.lost("1")
+    assert play.gave_up("1") == ["replan [2 1] over 0"]
+    assert not play.ledger.replanned(0, [1, 2], items_of("11@0/9 12@1/9"))
+    assert play.orders() == ["replan [2 1] over 0"]
 
 
 def test_groups_begin_on_all_ranks_or_on_none() -> None:

@@ -62,10 +62,12 @@ class Book:
             return rank is None and one not in self.fenced
         return rank.incarnation > self.fenced.get(one, -2)
 
+    def may_own(self, step: Step, item: Item, owner: RankId | None) -> bool:
+        return owner is not None and (self.is_member(owner) if item.role else owner in step.participants)
+
     def own(self, step: Step, item: Item, owner: RankId | None) -> None:
         """Give the item, which no process has, to a rank; to none if that rank is not there."""
-        is_there = owner is not None and (self.is_member(owner) if item.role else owner in step.participants)
-        item.owner = owner if is_there else None
+        item.owner = owner if self.may_own(step, item, owner) else None
         if item.owner is None:
             step.ownerless[item.id] = item
             self.touch(step)

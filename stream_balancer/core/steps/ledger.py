@@ -105,6 +105,8 @@ class Ledger(Joining):
         for item in items:
             step.add(item)
             self.own(step, item, item.owner)
+            if item.owner is None and item.group is not None:
+                step.torn.add(item.group)
         step.is_complete = step.is_complete or complete
         self.touch(step, everybody=True)
 
@@ -112,16 +114,17 @@ class Ledger(Joining):
         """The answer to a Replan: ``new`` items, with ids that rise in one order of groups on all ranks, in place of
         ``old``; those of a role keep their ids. False, and nothing is done, if it is out of date: what still has no
         owner is asked for again."""
-        step, ids = self.steps.get(number), list(old)
+        step, ids, items = self.steps.get(number), list(old), list(new)
         if step is None:
             return False
         step.asked.clear()
-        if not all(id_ in step.ownerless for id_ in ids):
-            self.touch(step)
+        self.touch(step)
+        is_current = all(id_ in step.ownerless for id_ in ids)
+        if not is_current or not all(self.may_own(step, item, item.owner) for item in items):
             return False
         for id_ in ids:
             step.remove(step.ownerless.pop(id_))
-        self.appended(number, new)
+        self.appended(number, items)
         return True
 
     def resized(self, role: str, numbers: Iterable[int]) -> None:
