@@ -1,4 +1,4 @@
-"""Model-parallel ranks: every peer of a DP rank gets what its leader gets, and learns of every end."""
+"""Model-parallel ranks: every process of a DP rank joins by itself, gets the same, and learns of every end."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from multiprocessing.connection import Connection
-from typing import Any, Literal
+from typing import Any
 
 import anyio
 import pytest
@@ -18,15 +18,10 @@ import torch.distributed as dist
 from forked import forked, free_port, hear
 from guard import GUARD_S
 from scripted import ScriptedBalancer, make_batch
-from stream_balancer.rank import mesh as _mesh
-from stream_balancer.rank.mesh import Place, place_in
-from stream_balancer.transport.sockets.acceptor import MeetingPoint
-from stream_balancer.transport.sockets.joiner import Entry, Joiner
-from stream_balancer.wire.messages import Batch, JoinPeer, WelcomePeer
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import stream_balancer as sb
-from stream_balancer.errors import RankLostError
+from stream_balancer.client.seats import Seat, seat_in
 
 Shape = tuple[tuple[int, ...], tuple[str, ...], Any]  # sizes, names, dp_dim
 DP_TP: Shape = ((2, 2), ("dp", "tp"), "dp")
@@ -39,16 +34,6 @@ def mesh_without_world(shape: Shape, world_rank: int) -> DeviceMesh:
     return DeviceMesh("cpu", ranks, mesh_dim_names=names, _init_backend=False, _rank=world_rank)
 
 
-def damage(step: int) -> None:
-    """From now on a leader's bytes of one step are not those that it has summed up."""
-    sum_up = _mesh.checksum
-
-    def damaged(message: Batch, buffer: torch.Tensor) -> int:
-        return sum_up(message, buffer) ^ (message.step == step)
-
-    _mesh.checksum = damaged
-
-
 def _train(
     address: str, port: int, shape: Shape, world_rank: int, incarnation: int, mode: str, told: Connection
 ) -> None:
@@ -58,8 +43,6 @@ def _train(
         mesh = init_device_mesh("cpu", shape[0], mesh_dim_names=shape[1])
     else:
         mesh = mesh_without_world(shape, world_rank)
-    if mode == "damage":
-        damage(step=3)
     auto_ack = mode != "late"
     last = None
     feed = sb.RankFeed(address, mesh=mesh, dp_dim=shape[2], incarnation=incarnation, auto_ack=auto_ack)
@@ -80,8 +63,6 @@ def _train(
         last.ack()
         feed.close()
     told.send(None)
-    if mode == "stays":
-        told.poll(None)  # for ever: the peers are told, they do not merely see this process end
     if mode == "world":
         dist.destroy_process_group()
 
@@ -136,7 +117,7 @@ async def test_all_peers_get_the_same_and_hear_the_end(shape: Shape) -> None:
     balancer = ScriptedBalancer([make_batch(step, 2, num_tokens=5000) for step in steps])
     with anyio.fail_after(GUARD_S):
         async with sb.TorchTransport.listen(dp_size=2) as transport:
-            address = transport.address or ""
+            address = transport.address
             processes = [Process(address, rank, "world", port=port, shape=shape) for rank in range(4)]
             await sb.serve(balancer, transport)
             told = [await in_thread(process.all) for process in processes]
@@ -146,49 +127,26 @@ async def test_all_peers_get_the_same_and_hear_the_end(shape: Shape) -> None:
 
 
 @pytest.mark.processes
-async def test_damaged_bytes_are_noticed_by_the_peer_and_end_both() -> None:
-    balancer = ScriptedBalancer([make_batch(step, 2) for step in range(10)])
-    with anyio.fail_after(GUARD_S):
-        async with sb.TorchTransport.listen(dp_size=2) as transport:
-            address = transport.address or ""
-            processes = [Process(address, rank, "damage" if rank == 2 else "") for rank in range(4)]
-            with pytest.raises(RankLostError) as caught:
-                await sb.serve(balancer, transport)
-            told = [await in_thread(process.all) for process in processes]
-    assert caught.value.rank == 1
-    assert told[3][:-1] == expected(range(3), 1, 5)
-    assert told[3][-1][0] == "WireError"
-    assert "checksum of step 3 is wrong" in told[3][-1][1]
-    assert told[2][:-1] == expected(range(3), 1, 5), "the leader trained on a batch its peer does not have"
-    assert told[2][-1][0] == "RankLostError"
-    assert "model-parallel peer 1 of rank 1" in told[2][-1][1]
-    assert {told[0][-1][0], told[1][-1][0]} == {"RankLostError"}
-
-
-@pytest.mark.processes
-@pytest.mark.parametrize("victim", [2, pytest.param(3, marks=pytest.mark.slow)], ids=["leader", "peer"])
-async def test_a_killed_process_ends_its_group_which_comes_back(victim: int) -> None:
+async def test_a_killed_process_comes_back_with_its_group() -> None:
+    """Whoever is left of the rank would wait for it in a collective: a launcher starts all of them again."""
     steps = range(40)
     balancer = ScriptedBalancer([make_batch(step, 2, num_tokens=100_000) for step in steps])
     told: dict[str, list[Any]] = {}
     with anyio.fail_after(GUARD_S):
         async with sb.TorchTransport.listen(dp_size=2) as transport, anyio.create_task_group() as tasks:
-            address = transport.address or ""
+            address = transport.address
             tasks.start_soon(partial(sb.serve, balancer, transport, rejoin_timeout_s=GUARD_S))
             healthy = [Process(address, rank) for rank in range(2)]
-            first = {rank: Process(address, rank, "slow") for rank in (2, 3)}
+            first = [Process(address, rank, "slow") for rank in (2, 3)]
             while len(balancer.acknowledged) < 3:
                 await anyio.sleep(0.005)
-            first[victim].kill()
-            other = 5 - victim
-            told["other"] = await in_thread(first[other].all)
-            told["victim"] = await in_thread(first[victim].all)
+            for process in first:
+                process.kill()
+            told["victim"] = await in_thread(first[1].all)
             again = [Process(address, rank, incarnation=1) for rank in (2, 3)]
             told["healthy"], told["healthy peer"] = [await in_thread(process.all) for process in healthy]
             told["again"], told["again peer"] = [await in_thread(process.all) for process in again]
     assert told["healthy"] == told["healthy peer"] == expected(steps, 0, 100_000)
-    assert told["other"][-1][0] == "RankLostError"
-    assert ("lost its leader" if victim == 2 else "model-parallel peer 1 of rank 1") in told["other"][-1][1]
     resumed = told["again"][0][0]
     assert told["again"] == told["again peer"] == expected(range(resumed, 40), 1, 100_000)
     assert 3 <= resumed <= told["victim"][-1][0] + 1
@@ -196,13 +154,13 @@ async def test_a_killed_process_ends_its_group_which_comes_back(victim: int) -> 
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("last_one", [2, 3], ids=["leader", "peer"])
+@pytest.mark.parametrize("last_one", [2, 3], ids=["first", "second"])
 async def test_a_step_is_acknowledged_when_the_last_process_has(last_one: int) -> None:
     steps = range(6)
     balancer = ScriptedBalancer([make_batch(step, 2) for step in steps])
     with anyio.fail_after(GUARD_S):
         async with sb.TorchTransport.listen(dp_size=2) as transport, anyio.create_task_group() as tasks:
-            processes = [Process(transport.address or "", rank, "late" if rank > 1 else "") for rank in range(4)]
+            processes = [Process(transport.address, rank, "late" if rank > 1 else "") for rank in range(4)]
             tasks.start_soon(sb.serve, balancer, transport)
             for process in processes[2:]:
                 for _ in steps:
@@ -215,60 +173,31 @@ async def test_a_step_is_acknowledged_when_the_last_process_has(last_one: int) -
 
 
 @pytest.mark.processes
-async def test_the_loss_of_the_controller_reaches_the_peers() -> None:
+async def test_the_loss_of_the_controller_reaches_every_process() -> None:
     balancer = ScriptedBalancer([make_batch(step, 2) for step in range(3)], hold=True)
     with anyio.fail_after(GUARD_S):
         async with sb.TorchTransport.listen(dp_size=2) as transport, anyio.create_task_group() as tasks:
-            modes = ["stays", "", "stays", ""]
-            processes = [Process(transport.address or "", rank, mode) for rank, mode in enumerate(modes)]
+            processes = [Process(transport.address, rank) for rank in range(4)]
             tasks.start_soon(sb.serve, balancer, transport)
             for process in processes:
                 for _ in range(3):
                     await in_thread(partial(hear, process.told))
             tasks.cancel_scope.cancel()
-        told = [await in_thread(process.said) for process in processes]
-        for leader in (0, 2):
-            processes[leader].kill()
+        told = [await in_thread(process.all) for process in processes]
     assert [said[-1][0] for said in told] == ["RankLostError"] * 4
-    assert all("lost its controller" in told[leader][-1][1] for leader in (0, 2))
-    assert all("lost its leader" in told[peer][-1][1] for peer in (1, 3))
-
-
-async def test_two_meet_where_a_lookup_says_once_it_knows() -> None:
-    """As over Ray, where nobody listens but for this, and the actor may be started again meanwhile."""
-    point = MeetingPoint("127.0.0.1")
-    answers = [None, point.entry, None, point.entry]
-
-    class Lookup:
-        def read(self) -> Entry | None:
-            return answers.pop(0)
-
-    met: list[object] = []
-
-    async def join(side: Literal[0, 1]) -> None:
-        joiner = Joiner(Lookup(), name="", token=None)
-        sock, welcome = await in_thread(lambda: joiner.join(lambda _: JoinPeer("a rank", side)))
-        sock.close()
-        met.append(welcome)
-
-    with anyio.fail_after(GUARD_S):
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(join, 0)
-            tasks.start_soon(join, 1)
-    assert met == [WelcomePeer()] * 2
 
 
 @pytest.mark.parametrize(
     ("names", "dp_dim", "places"),
     [
-        (("pp", "dp", "tp"), "dp", [Place(r // 2 % 2, 2, r // 4 * 2 + r % 2, 4) for r in range(8)]),
-        (("rep", "shard", "tp"), ("rep", "shard"), [Place(r // 2, 4, r % 2, 2) for r in range(8)]),
-        (("rep", "cp", "shard"), ["rep", "shard"], [Place(r // 4 * 2 + r % 2, 4, r // 2 % 2, 2) for r in range(8)]),
-        (("a", "b", "c"), ("a", "b", "c"), [Place(r, 8, 0, 1) for r in range(8)]),
+        (("pp", "dp", "tp"), "dp", [Seat(r // 2 % 2, 2, r // 4 * 2 + r % 2, 4) for r in range(8)]),
+        (("rep", "shard", "tp"), ("rep", "shard"), [Seat(r // 2, 4, r % 2, 2) for r in range(8)]),
+        (("rep", "cp", "shard"), ["rep", "shard"], [Seat(r // 4 * 2 + r % 2, 4, r // 2 % 2, 2) for r in range(8)]),
+        (("a", "b", "c"), ("a", "b", "c"), [Seat(r, 8, 0, 1) for r in range(8)]),
     ],
 )
-def test_places_in_a_mesh(names: tuple[str, ...], dp_dim: Any, places: list[Place]) -> None:
-    assert [place_in(mesh_without_world(((2, 2, 2), names, dp_dim), rank), dp_dim) for rank in range(8)] == places
+def test_places_in_a_mesh(names: tuple[str, ...], dp_dim: Any, places: list[Seat]) -> None:
+    assert [seat_in(mesh_without_world(((2, 2, 2), names, dp_dim), rank), dp_dim) for rank in range(8)] == places
 
 
 def test_what_cannot_be_a_place_is_refused() -> None:
@@ -278,4 +207,4 @@ def test_what_cannot_be_a_place_is_refused() -> None:
     with pytest.raises(ValueError, match="either mesh= or rank= and dp_size="):
         sb.RankFeed("tcp://127.0.0.1:1", mesh=mesh, rank=0)
     with pytest.raises(ValueError, match="not part of the mesh"):
-        place_in(mesh_without_world(DP_TP, 7), "dp")
+        seat_in(mesh_without_world(DP_TP, 7), "dp")
