@@ -12,6 +12,7 @@ from typing import Any
 import anyio
 import pytest
 from crew import WHENS, Crew
+from helpers import until
 from kept import Kept
 
 import stream_balancer as sb
@@ -172,10 +173,12 @@ async def test_an_execution_without_groups_ends_serve_by_name() -> None:
         assert caught.group_contains(sb.ConfigError, match="execution_id needs group_size")
 
 
+@pytest.mark.parametrize("anyio_backend", ["asyncio", "trio"])
 async def test_another_controller_begins_the_step_anew(tmp_path: Path) -> None:
+    """Real time: the journal has a thread."""
     network = MemoryNetwork(dp_size=2)
     crew = Crew(network)
-    crew.rejoin = True
+    crew.rejoin, crew.seconds = True, lambda rank, step: 0.01
     options = {"open": True, "on_rank_loss": "replan", "rejoin_timeout_s": math.inf}
     async with anyio.create_task_group() as tasks:
         for rank in range(2):
@@ -184,12 +187,12 @@ async def test_another_controller_begins_the_step_anew(tmp_path: Path) -> None:
             first.start_soon(partial(sb.serve, balancer, network, **options))
             for rollout in some(18):
                 await balancer.put(rollout)
-            await anyio.sleep(30)
+            await until(lambda: 0 in crew.met and any(step == 1 for _, step, _ in crew.trained))
             first.cancel_scope.cancel()
         assert set(crew.met) == {0}
         async with sb.StreamBalancer(knobs(2), journal=tmp_path / "j") as balancer, anyio.create_task_group() as next_:
             next_.start_soon(partial(sb.serve, balancer, network, **options))
-            await slowly(balancer, some(6, "s"))
+            await slowly(balancer, some(6, "s"), 0.01)
         assert balancer.statistics().acknowledged == 24
     crew.ends.clear()
     assert sorted(name for gradient in crew.met.values() for name, _ in gradient) == sorted(
