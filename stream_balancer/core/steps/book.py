@@ -40,7 +40,10 @@ class Book:
         self.ranks_touched.update(dict.fromkeys(self.ranks))
 
     def rank(self, one: RankId) -> Rank:
-        return self.ranks.setdefault(one, Rank(one))
+        rank = self.ranks.get(one)
+        if rank is None:
+            rank = self.ranks[one] = Rank(one)
+        return rank
 
     def share(self, step: Step, one: RankId) -> Share:
         share = step.shares.get(one)

@@ -144,7 +144,8 @@ class Ledger(Joining):
         share = self._share_of(one, seat, number)
         if share is not None and attempt >= share.first:
             share.taken |= 1 << seat
-            self.ranks_touched[one] = None
+            if len(share.rank.active) > 1:  # another step may have waited for the credit
+                self.ranks_touched[one] = None
 
     def done(
         self, one: RankId, seat: int, number: int, attempt: int, items: Iterable[int], columns: Any = None
