@@ -86,10 +86,11 @@ class Upload:
         self._there: Tensor | None = None
         self.event: Event | None = None
 
-    def copy(self, here: Tensor) -> Tensor:
+    def copy(self, here: Tensor, num_bytes: int) -> Tensor:
         """For ``decode(on_device=)``: nothing has been waited for."""
         self._there = torch.empty(here.numel(), dtype=torch.uint8, device=self._device)
-        return self._there.copy_(here, non_blocking=True)
+        self._there[:num_bytes].copy_(here[:num_bytes], non_blocking=True)
+        return self._there
 
     def begin(self, make: Callable[[], object]) -> None:
         """``make`` calls :meth:`copy`, and what else belongs on the side stream."""

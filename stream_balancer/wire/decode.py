@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from itertools import pairwise
 from math import prod
-from typing import Any, NamedTuple, overload
+from typing import Any, NamedTuple, TypeAlias, overload
 
 import msgspec
 import torch
@@ -31,6 +31,10 @@ from stream_balancer.wire.payload import Memory
 from stream_balancer.wire.remote import Handle, Leases, RemoteRollout
 
 __all__ = ["Decoded", "Wanted", "decode", "decode_columns", "decode_rollouts"]
+
+
+OnDevice: TypeAlias = Callable[[Tensor, int], Tensor]
+"""As large as what is given, somewhere else, with so many of its bytes: room for widened columns says nothing."""
 
 
 class Wanted(NamedTuple):
@@ -52,10 +56,8 @@ class Wanted(NamedTuple):
         return sum(len(place) for place in self.places)
 
 
-def decode(
-    header: msgspec.Raw | bytes, memory: Memory | None, *, on_device: Callable[[Tensor], Tensor] | None = None
-) -> Decoded:
-    """What :func:`~stream_balancer.wire.encode.encode` made, as views of ``memory``; ``on_device`` moves all of it
+def decode(header: msgspec.Raw | bytes, memory: Memory | None, *, on_device: OnDevice | None = None) -> Decoded:
+    """What :func:`~stream_balancer.wire.encode.encode` made, as views of ``memory``; ``on_device`` moves it
     once. Values are trusted, since they were checked when they were put; sizes are not. Raises WireError for anything
     that encode would not have made. O(columns x blocks + rollouts).
     """
@@ -65,9 +67,7 @@ def decode(
 class Decoded:
     """Micro-batches in memory that was received."""
 
-    def __init__(
-        self, header: Header, memory: Memory | None, on_device: Callable[[Tensor], Tensor] | None = None
-    ) -> None:
+    def __init__(self, header: Header, memory: Memory | None, on_device: OnDevice | None = None) -> None:
         size = 0 if memory is None else memory.size
         self._header, self._on_device = header, on_device
         self._layout = lay_out(header, size)
@@ -160,7 +160,7 @@ class Decoded:
             return
         self._is_finished = True
         if self._on_device is not None:
-            self._buffer = self._on_device(self._buffer)
+            self._buffer = self._on_device(self._buffer, self._layout.wire_bytes)
             self._views = {}
         for block in self._layout.blocks:
             for number, at in block.restored.items():

@@ -164,8 +164,9 @@ def test_executions_have_their_sizes_in_the_step() -> None:
 def test_a_device_is_given_everything_once() -> None:
     moved: list[torch.Tensor] = []
 
-    def on_device(buffer: torch.Tensor) -> torch.Tensor:
-        moved.append(buffer.clone())
+    def on_device(buffer: torch.Tensor, num_bytes: int) -> torch.Tensor:
+        moved.append(torch.full_like(buffer, 255))
+        moved[-1][:num_bytes] = buffer[:num_bytes]
         return moved[-1]
 
     encoded = codec.encode([MicroBatch.of(its) for its in some()], narrow=True)

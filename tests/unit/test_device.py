@@ -8,18 +8,18 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import anyio
+import numpy as np
 import pytest
 import torch
-from scripted import make_batch, same_rollout
-from stream_balancer.rank.device import Pace, Uploader, stopwatch_on
-from stream_balancer.testing.transports import ScriptedBalancer
-from stream_balancer.transport.buffers import BufferPool
-from stream_balancer.wire.messages import Batch
+from codec_help import received
+from scripted import Filled, make_batch, same_rollout
 from torch import Tensor
 
 import stream_balancer as sb
-from stream_balancer.types import MicroBatch, RankBatch, Rollout
-from stream_balancer.wire import rank_batch as wire
+from stream_balancer.client.device import Pace, Stopwatch, Upload, Uploader
+from stream_balancer.net.pool import Pool, aligned
+from stream_balancer.types import MicroBatch, Rollout
+from stream_balancer.wire.codec import Decoded, decode, encode
 
 
 class FakeEvent:
@@ -41,8 +41,10 @@ class FakeStreams:
     @contextmanager
     def side(self) -> Iterator[None]:
         self.inside = True
-        yield
-        self.inside = False
+        try:
+            yield
+        finally:
+            self.inside = False
 
     def record(self) -> FakeEvent:
         assert self.inside, "the event must come behind the copy, on the same stream"
@@ -67,79 +69,107 @@ def uploader(streams: FakeStreams) -> Uploader:
     return Uploader(torch.device("cpu"), streams)
 
 
-def arrive(step: int, pool: BufferPool) -> tuple[Batch, Tensor]:
-    encoded = wire.encode(make_batch(step, 1, num_tokens=1000).ranks[0])
-    buffer = pool.lend(encoded.message.total_bytes)
-    for _ in encoded.fill(buffer):
-        pass
-    return encoded.message, buffer
+class Work:
+    """What a port does with the bytes of a message."""
+
+    def __init__(self, step: int, uploader: Uploader, pool: Pool) -> None:
+        encoded = encode(micro_batches_of(step), narrow=True)
+        came = received(encoded)
+        assert came is not None
+        memory = pool.take(came.size)
+        memory[:] = came
+        self.upload: Upload = uploader.of(memory)
+        self.decoded: Decoded = decode(encoded.header, memory, on_device=self.upload.copy)
+        self.upload.begin(lambda: self.decoded.micro_batches)
+
+    @property
+    def memory(self) -> int:
+        """Address of what its columns lie in, on the device."""
+        return self.decoded.micro_batches[0].packed()["input_ids"].untyped_storage().data_ptr()
 
 
-def assert_is_step(batch: RankBatch, step: int) -> None:
-    sent = make_batch(step, 1, num_tokens=1000).ranks[0]
-    assert all(same_rollout(a, b) for a, b in zip(sent.rollouts, batch.rollouts, strict=True))
+def micro_batches_of(step: int) -> tuple[MicroBatch, ...]:
+    return make_batch(step, 1, num_tokens=20_000).ranks[0].micro_batches
 
 
-def test_a_batch_is_copied_when_it_arrives_and_waited_for_when_it_is_taken(
+def assert_is_step(work: Work, step: int) -> None:
+    for sent, got in zip(micro_batches_of(step), work.decoded.micro_batches, strict=True):
+        assert all(same_rollout(a, b) for a, b in zip(sent.rollouts, got.rollouts, strict=True))
+
+
+def test_work_is_copied_when_it_arrives_and_waited_for_when_it_is_taken(
     streams: FakeStreams, uploader: Uploader
 ) -> None:
-    pool = BufferPool(keep=4)
-    batches = [uploader.decode(*arrive(step, pool)) for step in range(2)]
-    assert streams.log == ["record", "record"], "the next batch does not wait for the one before to be taken"
-    for step, batch in enumerate(batches):
-        uploader.hand_over(batch)
-        assert_is_step(batch, step)
+    pool = Pool()
+    works = [Work(step, uploader, pool) for step in range(2)]
+    assert streams.log == ["record", "record"], "the next one does not wait for the one before to be taken"
+    for step, work in enumerate(works):
+        work.upload.hand_over()
+        assert_is_step(work, step)
     assert streams.log[2:] == ["wait 0", "wait 1"]
-    for batch, kept in zip(batches, streams.kept, strict=True):
-        ids = batch.micro_batches[0].packed()["input_ids"]
-        assert kept.untyped_storage().data_ptr() == ids.untyped_storage().data_ptr(), "kept is what the batch lies in"
+    kept = [tensor.untyped_storage().data_ptr() for tensor in streams.kept]
+    assert kept == [work.memory for work in works], "kept is what it lies in"
 
 
-def test_parts_of_one_step_are_each_waited_for_and_kept(streams: FakeStreams, uploader: Uploader) -> None:
-    """What a rank takes over of others comes under the number of the step that it has."""
-    pool = BufferPool(keep=4)
-    parts = [uploader.decode(*arrive(0, pool)) for _ in range(2)]
-    for part in parts:
-        uploader.hand_over(part)
-        uploader.hand_over(part)  # after an interrupt
-    assert sorted(set(streams.log[2:])) == ["wait 0", "wait 1"]
-    kept = {tensor.untyped_storage().data_ptr() for tensor in streams.kept}
-    assert kept == {part.micro_batches[0].packed()["input_ids"].untyped_storage().data_ptr() for part in parts}
-    assert not uploader._arrived
+def test_what_is_handed_over_twice_is_waited_for_twice(streams: FakeStreams, uploader: Uploader) -> None:
+    """Each micro-batch of it is, and one again after an interrupt."""
+    work = Work(0, uploader, Pool())
+    work.upload.hand_over()
+    work.upload.hand_over()
+    assert streams.log == ["record", "wait 0", "wait 0"]
 
 
-def test_a_buffer_returns_to_the_pool_only_when_its_copy_is_done(streams: FakeStreams, uploader: Uploader) -> None:
-    pool = BufferPool(keep=4)
-    batch = uploader.decode(*arrive(0, pool))
-    uploader.hand_over(batch)
-    del batch
+def test_memory_returns_to_the_pool_only_when_its_copy_is_done(streams: FakeStreams, uploader: Uploader) -> None:
+    made: list[int] = []
+
+    def allocate(size: int) -> np.ndarray:
+        made.append(size)
+        return aligned(size)
+
+    pool = Pool(allocate=allocate)
+    work = Work(0, uploader, pool)
+    work.upload.hand_over()
+    del work
     gc.collect()
-    assert not pool.num_idle, "the copy may still be reading it"
-    later = uploader.decode(*arrive(1, pool))
-    assert not pool.num_idle
+    later = Work(1, uploader, pool)
+    assert len(made) == 2, "the first copy may still be reading"
     streams.events[0].done = True
-    uploader.hand_over(later)
-    assert pool.num_idle == 1
-    streams.events[1].done = True
-    uploader.decode(*arrive(2, pool))
-    assert pool.allocated_bytes == 2 * 2**20, "two buffers for three batches"
+    last = Work(2, uploader, pool)
+    assert len(made) == 3, "what is over is noticed when the next one comes"
+    Work(3, uploader, pool)
+    assert len(made) == 3
+    del later, last
 
 
-def test_only_what_travelled_is_copied(streams: FakeStreams, uploader: Uploader) -> None:
-    frame, buffer = arrive(0, BufferPool(keep=1))
-    assert frame.total_bytes > frame.wire_bytes, "columns that travel narrowed are widened on the device"
-    buffer[frame.wire_bytes :] = 255
-    assert_is_step(uploader.decode(frame, buffer), 0)
+def test_only_what_travelled_is_copied(streams: FakeStreams) -> None:
+    """Columns that travel narrowed are widened on the device."""
+    encoded = encode(micro_batches_of(0), narrow=True)
+    memory = received(encoded)
+    assert memory is not None
+    travelled = sum(len(piece) for piece in encoded.payload.pieces)
+    upload = Upload(torch.device("cpu"), streams)
+    copied: list[int] = []
+
+    def on_device(here: Tensor, num_bytes: int) -> Tensor:
+        copied.append(num_bytes)
+        return upload.copy(here, num_bytes)
+
+    decoded = decode(encoded.header, memory, on_device=on_device)
+    assert decoded.micro_batches
+    assert copied == [travelled] < [memory.size]
 
 
-def test_a_damaged_buffer_leaves_nothing_behind(streams: FakeStreams, uploader: Uploader) -> None:
-    frame, buffer = arrive(0, BufferPool(keep=1))
-    buffer[3] ^= 1
-    with pytest.raises(wire.WireError):
-        uploader.decode(frame, buffer)
+def test_what_could_not_be_copied_leaves_nothing_to_wait_for(streams: FakeStreams, uploader: Uploader) -> None:
+    upload = uploader.of(object())
+
+    def fail() -> None:
+        raise sb.WireError("damaged")
+
+    with pytest.raises(sb.WireError):
+        upload.begin(fail)
+    upload.hand_over()
     assert not streams.log
-    assert not uploader._arrived
-    assert not uploader._reading
+    assert not streams.inside
 
 
 class TimingEvent:
@@ -167,7 +197,7 @@ class TimingEvent:
 
 def test_an_accelerators_own_clock_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "Event", TimingEvent)
-    stopwatch = stopwatch_on(torch.device("cuda", 0))
+    stopwatch = Stopwatch(torch.device("cuda", 0))
     with stopwatch:
         TimingEvent.now_ms += 1500.0
     TimingEvent.now_ms += 9000.0
@@ -203,14 +233,6 @@ def test_the_host_is_at_most_one_micro_batch_ahead(monkeypatch: pytest.MonkeyPat
     assert ends == [0, 1, 2, 3], "the host itself is never ahead"
 
 
-def test_a_port_that_is_open_already_brings_its_own_device() -> None:
-    class Port:
-        take = None
-
-    with pytest.raises(ValueError, match="need the address of a controller"):
-        sb.RankFeed(Port(), mesh=object())
-
-
 @pytest.fixture
 def accelerator() -> torch.device:
     found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
@@ -221,23 +243,26 @@ def accelerator() -> torch.device:
 
 @pytest.mark.accelerator
 def test_a_feed_to_a_real_accelerator(accelerator: torch.device) -> None:
-    got: list[RankBatch] = []
+    got: dict[str, Tensor] = {}
 
     async def main() -> None:
-        balancer = ScriptedBalancer([make_batch(step, 1, num_tokens=1000) for step in range(20)])
-        async with sb.TorchTransport.listen(dp_size=1) as transport, anyio.create_task_group() as tasks:
-            tasks.start_soon(sb.serve, balancer, transport)
+        async with (
+            sb.TorchTransport.listen(dp_size=1) as transport,
+            Filled(20, 1, num_tokens=1000) as filled,
+            anyio.create_task_group() as tasks,
+        ):
+            tasks.start_soon(sb.serve, filled.balancer, transport)
             feed = sb.RankFeed(transport.address, rank=0, dp_size=1, device=accelerator)
-            async for batch in feed:
+            async for step in feed:
                 with feed.timed():
-                    got.append(batch)
+                    got.update((r.rollout_id, r.tokens["input_ids"]) for r in step.rollouts)
 
     anyio.run(main)
-    for step, batch in enumerate(got):
-        expected = make_batch(step, 1, num_tokens=1000).ranks[0]
-        for mine, theirs in zip(batch.rollouts, expected.rollouts, strict=True):
-            assert mine.tokens["input_ids"].device.type == accelerator.type
-            assert torch.equal(mine.tokens["input_ids"].cpu(), theirs.tokens["input_ids"])
+    assert len(got) == 80
+    for name, column in got.items():
+        step, number = map(int, name.split("."))
+        assert column.device.type == accelerator.type
+        assert torch.equal(column.cpu(), torch.arange(1000 + number % 2) + 1000 * step)
 
 
 @pytest.mark.accelerator
@@ -271,7 +296,7 @@ def test_the_host_waits_for_an_accelerator(accelerator: torch.device) -> None:
 @pytest.mark.accelerator
 def test_an_accelerators_stopwatch_waits_for_its_work(accelerator: torch.device) -> None:
     work = torch.rand(2048, 2048, device=accelerator)
-    stopwatch = stopwatch_on(accelerator)
+    stopwatch = Stopwatch(accelerator)
     with stopwatch:
         for _ in range(20):
             work = work @ work.T / 2048

@@ -18,6 +18,8 @@ from stream_balancer.core.machine import BalancerCore
 from stream_balancer.host.journal.changes import Changes, Statement
 from stream_balancer.host.journal.contents import Contents, Held
 from stream_balancer.host.journal.rows import (
+    Acked,
+    Came,
     Done,
     Fact,
     Group,
@@ -40,6 +42,8 @@ FACTS: list[Fact] = [
     Done(["a"], 3),
     Group("g", None, "abandoned"),
     State(2, None, {"batches": {"window": 1}}, {"g": 2}, 4, {"stale": 1}),
+    Acked(3, 2**60, [0, 2], ["a"]),
+    Came("ref", 1, 7, True, [b"\x00\xff"]),
 ]
 
 

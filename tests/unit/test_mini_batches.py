@@ -12,8 +12,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from stream_balancer.host.denominators import StepAgreement
-from stream_balancer.wire.messages import MiniBatchDenominators, MissingRollout
 from test_executions import (
     DIVISORS,
     Divide,
@@ -29,11 +27,13 @@ from test_executions import (
 import stream_balancer as sb
 from stream_balancer.core.executions import denominators_of, execution_of
 from stream_balancer.core.machine import BalancerCore
-from stream_balancer.errors import WireError
+from stream_balancer.host.plans import Plan
+from stream_balancer.host.seals import seal_of
+from stream_balancer.net.messages import Sizes
 from stream_balancer.planning import PlanKnobs, Waiting, plan_batch
 from stream_balancer.planning.mini_batches import in_mini_batches
 from stream_balancer.testing import make_rollout
-from stream_balancer.types import MiniBatchSize, RankBatch, Rollout
+from stream_balancer.types import RankBatch, Rollout
 
 
 def of_ranks(batch: sb.Batch) -> list[tuple[RankBatch, ...]]:
@@ -149,7 +149,6 @@ def test_what_holds_for_every_step(given: tuple[sb.BalancerConfig, list[Rollout]
         if kind == "execution" or (config.groups == "same_rank" and config.policy != "round_robin"):
             assert len(places) == 1
     sizes = [one.mini_batch_sizes for one in batch.ranks]
-    assert [one.mini_batch_sizes for one in over_the_wire(batch).ranks] == sizes
     assert [one.mini_batch_sizes for one in from_the_journal(batch).ranks] == sizes
 
 
@@ -255,35 +254,12 @@ def test_a_mini_batch_cannot_be_acknowledged() -> None:
 
 def test_what_is_gone_with_its_producer_is_taken_from_the_mini_batch_that_had_it() -> None:
     batch = a_batch([10, 20, 30, 40], mini_batches=2)
-    agreement = StepAgreement(batch)
     gone = batch.ranks[0].mini_batches[1].rollouts[0]
-    index = batch.ranks[0].rollouts.index(gone)
-    agreement.fetched(0, [MissingRollout(index, gone.rollout_id, "worker", "gone")])
-    agreement.fetched(1, [])
-    assert agreement.final is not None
-    assert agreement.final.tokens == 100 - gone.num_tokens
+    seal = seal_of(Plan((), [batch], 0, 0.0), 1, [0, 1], [gone.rollout_id])
+    assert seal.sizes.tokens == 100 - gone.num_tokens
     planned = [size[2:] for size in batch.ranks[0].mini_batch_sizes]
     tokens = planned[1][1] - gone.num_tokens
-    assert agreement.final.mini_batches == (
-        MiniBatchDenominators(*planned[0]),
-        MiniBatchDenominators(1, tokens, tokens, 1),
-    )
-
-
-@pytest.mark.parametrize(
-    ("sizes", "says"),
-    [
-        ([(1, 1.0, 1, 1, 1, 1)], "mini-batches must hold all micro-batches"),
-        ([(3, 1.0, 1, 1, 1, 1), (-1, 1.0, 1, 1, 1, 1)], "a mini-batch has an impossible size"),
-        ([(2, float("nan"), 1, 1, 1, 1)], "a mini-batch has an impossible size"),
-        ([(2, 1.0, 1, -1, 1, 1)], "a mini-batch has an impossible size"),
-    ],
-)
-def test_what_does_not_fit_is_refused_by_the_reader(sizes: list[Any], says: str) -> None:
-    rank_batch = a_batch([1, 2, 3, 4], mini_batches=2).ranks[0]
-    bad = replace(rank_batch, mini_batch_sizes=tuple(MiniBatchSize(*size) for size in sizes))
-    with pytest.raises(WireError, match=says):
-        over_the_wire(replace(a_batch([1, 2, 3, 4]), ranks=(bad,)))
+    assert seal.mini_batches == (Sizes(*planned[0]), Sizes(1, tokens, tokens, 1))
 
 
 @pytest.mark.parametrize("dp_size", [1, 3])

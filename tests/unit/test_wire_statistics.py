@@ -9,13 +9,12 @@ import pytest
 from helpers import config
 from hypothesis import given
 from hypothesis import strategies as st
-from stream_balancer.wire.messages import MAX_STATISTICS_BYTES
 
 import stream_balancer as sb
 from stream_balancer.errors import WireError
 from stream_balancer.statistics import Statistics, StratumStatistics
 from stream_balancer.testing import make_rollout
-from stream_balancer.wire.statistics import decode_statistics, encode_statistics
+from stream_balancer.wire.statistics import MAX_STATISTICS_BYTES, decode_statistics, encode_statistics
 
 
 def statistics_of(**knobs: object) -> Statistics:
