@@ -155,7 +155,7 @@ class Port:
         with self.lock:  # the I/O thread may be quicker than this line
             self.session = Session(
                 dialer, "rank", about=self._about, on_open=lambda _: self._flush(), admit=self._admit,
-                on_message=self._on_message, on_end=self._on_end, **options,
+                on_message=self._on_message, on_end=self._on_end, takes_leave=True, **options,
             )  # fmt: skip
 
     # from any thread

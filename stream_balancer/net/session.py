@@ -61,7 +61,7 @@ class Session:
         whom: str = "the controller", on_open: Callable[[Welcome], object] = lambda _: None,
         admit: Callable[[Message, int], object] | None = None,
         on_message: Callable[[Message, Memory | None], object] | None = None,
-        on_end: Callable[[Exception], object] = lambda _: None, begin: bool = True,
+        on_end: Callable[[Exception], object] = lambda _: None, begin: bool = True, takes_leave: bool = False,
     ) -> None:  # fmt: skip
         """``about``: what is said of this end when it joins; a function is asked anew each time. ``rejoin``: a lost
         connection fails nothing. ``linger_s``: how long a close, and the reply to a cancelled call, is waited for.
@@ -69,7 +69,9 @@ class Session:
 
         All in the I/O thread: ``on_open`` when connected, ``admit`` before bytes behind a message are allocated (raises
         WireError; default: none are taken), ``on_message`` for all but replies, ``on_end`` once: with RefusedError,
-        ConfigError (no such host), WireError, or an Ended. ``begin``: at once; else with :meth:`begin`."""
+        ConfigError (no such host), WireError, or an Ended. ``begin``: at once; else with :meth:`begin`.
+        ``takes_leave``: what was sent without a reply must arrive before it has left: if the connection is lost first,
+        it joins again, where it may, to say so."""
         if connect_timeout_s is not None and not connect_timeout_s > 0:
             raise ValueError(f"connect_timeout_s must be > 0 or None, not {connect_timeout_s}")
         self.io, self.kind, self.name = dialer.io, kind, name or f"{socket.gethostname()}:{os.getpid()}"
@@ -85,6 +87,7 @@ class Session:
         self._join = Join(b"", kind, self.name, secrets.token_bytes(16), tuple(movers))
         self._on_open, self._admit, self._on_message, self._on_end = on_open, admit, on_message, on_end
         self._leaving = self._is_closing = False
+        self._takes_leave = takes_leave and rejoin
         self._over = Signal()
         self._delay_s, self._rested = _AGAIN_S, True
         self._foreign: Callable[[], object] | None = None  # ends the wait for one who does not answer as we do
@@ -176,17 +179,21 @@ class Session:
             self.dialer.dial(join, self._welcomed, self._failed)
 
     def _welcomed(self, connection: Base, welcome: Welcome) -> None:
-        if self._over.is_set() or self._leaving:
+        if not self._may_dial:
             connection.close()
             return
-        self._stop_timers()
+        if not self._is_closing:  # else one of them ends the wait
+            self._stop_timers()
         self.connection, connection.handler, self.problem = connection, self, None
         self._delay_s = _AGAIN_S
         movers.attach(connection, [name for name in welcome.movers if name in self._join.movers])
         again = movers.available(self._join.movers, again=True)
         self._join = msgspec.structs.replace(self._join, movers=again)
         self._on_open(welcome)
-        self.caller.open(connection, welcome)
+        if self._is_closing:
+            connection.close()
+        else:
+            self.caller.open(connection, welcome)
 
     def _failed(self, error: BaseException) -> None:
         """No connection, this time."""
@@ -204,12 +211,16 @@ class Session:
         self._delay_s = min(2 * self._delay_s, _MOST_AGAIN_S)
 
     def _again(self, delay_s: float) -> None:
-        if self._over.is_set() or self._leaving:
+        if not self._may_dial:
             return
         if delay_s:
             self._after(delay_s, self._dial)
         else:
             self._dial()
+
+    @property
+    def _may_dial(self) -> bool:
+        return not self._over.is_set() and (not self._leaving or (self._is_closing and self._takes_leave))
 
     def _rest(self) -> None:
         self._rested = True
@@ -219,7 +230,7 @@ class Session:
         if self._over.is_set():
             return
         if isinstance(error, Ended) and error.kind == "refused":
-            error = error.to_raise()
+            error = error.__cause__ or error.to_raise()
         if isinstance(error, RefusedError):
             reason, text = error.reason, str(error)
             self.caller.end(lambda pending: refused_error(reason, f"{text}; {pending.fate}"))
@@ -252,10 +263,12 @@ class Session:
 
     def _say_goodbye(self) -> None:
         """Nothing is on its way any more."""
-        if self.connection is None:
+        if self.connection is not None:
+            self.connection.close()
+        elif not self._takes_leave or self.problem is not None:  # or it was never there
             self._hang_up()
         else:
-            self.connection.close()
+            self.caller.end(self.caller.lost_for("the connection was closed here"))
 
     def _hang_up(self) -> None:
         """No reply, or no answer to the goodbye, in time."""
@@ -289,7 +302,7 @@ class Session:
     def ended(self, end: Ended) -> None:
         """The connection is over."""
         self.connection = None
-        if end.kind == "lost" and self._rejoin and not self._leaving:
+        if end.kind == "lost" and self._rejoin and self._may_dial:
             self.caller.lost()
             _log.warning("%s %s waits for the controller to be there again: %s", self.kind, self.name, end.text)
             self._after(_WARN_AGAIN_S, self._warn)
