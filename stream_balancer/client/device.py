@@ -21,7 +21,14 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-__all__ = ["Event", "Pace", "Stopwatch", "Streams", "Upload", "Uploader"]
+from stream_balancer.wire.payload import Memory
+
+__all__ = ["Event", "Pace", "Stopwatch", "Streams", "Upload", "Uploader", "pinned"]
+
+
+def pinned(num_bytes: int) -> Memory:
+    """Memory that an accelerator reads by itself."""
+    return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True).numpy()
 
 
 class Event(Protocol):

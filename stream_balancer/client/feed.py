@@ -34,7 +34,7 @@ from typing import Any, Self
 import anyio.lowlevel
 import torch
 
-from stream_balancer.client.device import Stopwatch, Uploader
+from stream_balancer.client.device import Stopwatch, Uploader, pinned
 from stream_balancer.client.payloads import Fetcher
 from stream_balancer.client.port import Port, Who
 from stream_balancer.client.seats import Seat, seat_in
@@ -132,7 +132,7 @@ class RankFeed(OfOneProcess):
             depth, incarnation, role, rejoin = (given[key] for key in ("depth", "incarnation", "role", "rejoin"))
         else:
             source, seat = _seat(source, rank, dp_size, mesh, dp_dim)
-            pool = Pool() if uploader is None else Pool(pinned=True)
+            pool = Pool() if uploader is None else Pool(allocate=pinned)
             dialer = TcpDialer(source, token=token, name=name, tls=tls, pool=pool)
             fetcher = Fetcher(lambda owner: TcpDialer(owner.address, token=owner.token.decode()))
             if movers is None:

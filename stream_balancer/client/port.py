@@ -28,6 +28,7 @@ from stream_balancer.errors import (
     BrokenResourceError,
     ClosedResourceError,
     RankLostError,
+    RefusedError,
     WireError,
     rank_name,
     to_raise,
@@ -364,7 +365,7 @@ class Port:
         self._news.set()
 
     def _explained(self, error: Exception) -> Exception:
-        if not isinstance(error, BrokenResourceError):
+        if not isinstance(error, BrokenResourceError) or isinstance(error, RefusedError | WireError):
             return error
         if not isinstance(error, Ended):  # there has never been a connection, or none can be any more
             return RankLostError(str(error), rank=self.who.rank, cause=str(error))
