@@ -203,8 +203,7 @@ class Rank:
 
     def ready(self) -> None:
         """Its process has imported what it needs, as TransferQueue's has in its warm-up."""
-        import stream_balancer.rank.feed
-        import stream_balancer.transport.ray.transport  # noqa: F401
+        import stream_balancer.client.feed  # noqa: F401
 
     def train(self, target: RayBalancer, rank: int) -> list[tuple[str, bool]]:
         seen: list[tuple[str, bool]] = []

@@ -22,40 +22,26 @@ import os
 import secrets
 import socket
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import anyio
-import numpy as np
 
 import stream_balancer as sb
-from stream_balancer.client.payloads import SOURCES, Kept
+from stream_balancer.client.object_store import InStore, Keeper
 from stream_balancer.client.producer import Producer, connect
 from stream_balancer.core.accept import Accept
-from stream_balancer.errors import WouldBlock
 from stream_balancer.net.address import Entry
 from stream_balancer.net.listener import split_address
-from stream_balancer.net.loops import Io, in_loop
+from stream_balancer.net.loops import in_loop
 from stream_balancer.types import Batch, EvictReason, Rollout
-from stream_balancer.wire.codec import (
-    Handle,
-    Owner,
-    RemoteRollout,
-    Wanted,
-    decode,
-    encode_rollouts,
-    payload_of,
-)
+from stream_balancer.wire.codec import RemoteRollout
 
 __all__ = ["LostRollout", "RayBalancer", "find", "host"]
 
-INLINE_BYTES = 2**16
-"""Puts below that bring their tokens along: an object of Ray's costs more than they do."""
-_MAX_PLACES = 2**24  # rollouts of a put
 _MAX_CALLS = 10_000  # pending at a time
 _MAX_LOST = 100_000  # names kept
-_PUT_FIRST_S = 10.0  # a rank may ask for what a worker's call has not brought yet
 
 logger = logging.getLogger("stream_balancer.ray")
 
@@ -145,177 +131,21 @@ class _Host(sb.Observer):
 
     async def _call(self, method: str, *args: Any, **kwargs: Any) -> Any:
         await self._ready()
+        if method == "lost_rollouts":
+            return list(self._lost.values())
+        if self._failure is not None:
+            raise sb.BrokenResourceError(f"the balancer stopped: {self._failure}")
         if method == "entry":
             host, port = split_address(self._transport.address)
             return host, port, self._token
-        if method == "lost_rollouts":
-            return list(self._lost.values())
         if method == "about":
             config = self._balancer.config
             return config.dp_size, config.loss_mask_column, self._options.keeper, self._options.keeper_name
         if method == "producers":
             peers = self._transport.door.service.peers.values()
             return [peer.name for peer in peers if peer.kind == "producer" and peer.connection is not None]
-        if self._failure is not None:
-            raise sb.BrokenResourceError(f"the balancer stopped: {self._failure}")
         answer = getattr(self._balancer, method)(*args, **kwargs)
         return await answer if asyncio.iscoroutine(answer) else answer
-
-
-class _Keeper:
-    """The actor that holds references to what workers have put into the object store, for ranks."""
-
-    def __init__(self) -> None:
-        self._kept: dict[tuple[str, int], Any] = {}
-        self._come = asyncio.Event()
-
-    async def keep(self, owner: str, number: int, boxed: list[Any]) -> None:
-        """``boxed``: one reference in a list, or Ray would send the object itself."""
-        self._kept[owner, number] = boxed[0]
-        self._come.set()
-        self._come = asyncio.Event()
-
-    async def give(self, owner: str, numbers: list[int]) -> list[Any]:
-        """Boxed references; None for those that are not here and do not come."""
-        try:
-            async with asyncio.timeout(_PUT_FIRST_S):
-                while not all((owner, number) in self._kept for number in numbers):
-                    await self._come.wait()
-        except TimeoutError:
-            logger.warning("%s has announced payloads that have not come", owner)
-        return [[found] if (found := self._kept.get((owner, number))) is not None else None for number in numbers]
-
-    async def drop(self, owner: str, numbers: list[int]) -> None:
-        """They are not needed any more."""
-        for number in numbers:
-            self._kept.pop((owner, number), None)
-
-
-# --- payloads in the object store ------------------------------------------------------------------------------------
-
-
-class _InStore(Kept):
-    """Payloads of one producer, in Ray's object store: what ``hand_over=`` of a producer takes. All rollouts of a put
-    are one object; a key is the object's number and the rollout's place."""
-
-    least_bytes = INLINE_BYTES
-
-    def __init__(self, keeper: Any, keeper_name: str, label: str) -> None:
-        super().__init__()
-        self._keeper, self._name = keeper, secrets.token_hex(8)
-        self.owner = Owner(f"ray://{keeper_name}/{self._name}", b"", label)
-
-    def keep(self, rollouts: Sequence[Rollout]) -> list[Handle]:
-        """Put their bytes into the store of this node. Copies them twice. Raises WouldBlock while it is full."""
-        import ray
-
-        encoded = encode_rollouts(rollouts)
-        memory = np.concatenate([np.frombuffer(piece, np.uint8) for piece in encoded.payload.pieces])
-        try:
-            reference = ray.put((bytes(encoded.header), memory))
-        except ray.exceptions.ObjectStoreFullError as error:
-            raise WouldBlock(f"Ray's object store is full: {error}") from None
-        number = next(self._keys)
-        keys = range(number * _MAX_PLACES, number * _MAX_PLACES + len(rollouts))
-        self._kept[number] = set(keys)
-        self._keeper.keep.remote(self._name, number, [reference])
-        return [Handle(self.owner, key) for key in keys]
-
-    def drop(self, keys: Iterable[int]) -> None:
-        """They are not needed any more; the object goes with the last of them."""
-        gone = []
-        for key in keys:
-            left = self._kept.get(key // _MAX_PLACES)
-            if left is not None:
-                left.discard(key)
-                if not left:
-                    gone.append(key // _MAX_PLACES)
-        if gone:
-            self._keeper.drop.remote(self._name, gone)
-            super().drop(gone)
-
-    def close(self) -> None:
-        """Nothing is needed any more. Idempotent."""
-        self.drop([key for keys in list(self._kept.values()) for key in list(keys)])
-
-
-class _FromStore:
-    """A rank's way to what one producer has in the object store."""
-
-    def __init__(self, owner: Owner) -> None:
-        where, _, self._owner = owner.address.removeprefix("ray://").rpartition("/")
-        self._namespace, _, self._keeper = where.rpartition("/")
-
-    def fetch(self, wanted: Sequence[Wanted], done: Callable[[Mapping[int, str]], object]) -> None:
-        """In a thread: ``ray.get`` blocks, for as long as another node takes to send."""
-        io = Io.current()
-
-        def run() -> None:
-            causes = self._fetched(wanted)
-            io.do(lambda: done(causes))
-
-        threading.Thread(target=run, name="stream_balancer-ray", daemon=True).start()
-
-    def close(self) -> None:
-        """Nothing stays open."""
-
-    def _fetched(self, wanted: Sequence[Wanted]) -> dict[int, str]:
-        """Fills the places; why some could not be filled."""
-        try:
-            found = self._objects(list(dict.fromkeys(one.key // _MAX_PLACES for one in wanted)))
-        except Exception as error:  # noqa: BLE001 - the step goes on without them
-            return {one.rollout: f"Ray does not find it: {_short(error)}" for one in wanted}
-        causes = {}
-        for one in wanted:
-            rollouts = found[one.key // _MAX_PLACES]
-            try:
-                if isinstance(rollouts, Exception):
-                    raise rollouts
-                views = payload_of(rollouts[one.key % _MAX_PLACES], one.degree, one.place)
-                for place, view in zip(one.places, views, strict=True):
-                    place[:] = view
-            except Exception as error:  # noqa: BLE001 - the step goes on without it
-                causes[one.rollout] = _short(error)
-        return causes
-
-    def _objects(self, numbers: list[int]) -> dict[int, Sequence[Rollout] | Exception]:
-        """Asks Ray once: it brings what lies on other nodes side by side."""
-        import ray
-
-        keeper = ray.get_actor(self._keeper, namespace=self._namespace or None)
-        boxes = ray.get(keeper.give.remote(self._owner, numbers))
-        if refs := [box[0] for box in boxes if box is not None]:
-            ray.wait(refs, num_returns=len(refs))
-        return {number: _opened(box) for number, box in zip(numbers, boxes, strict=True)}
-
-
-SOURCES["ray"] = _FromStore
-
-
-def _opened(box: list[Any] | None) -> Sequence[Rollout] | Exception:
-    """Rollouts as they lie in this node's store."""
-    import ray
-
-    if box is None:
-        return sb.BrokenResourceError("it is not in the object store")
-    try:
-        header, memory = ray.get(box[0])
-        return decode(header, np.asarray(_Writable(memory))).rollouts
-    except Exception as error:  # noqa: BLE001 - for whoever wants it
-        return error
-
-
-class _Writable:
-    """The store's memory is read-only, which torch warns of at each view. It is only read here."""
-
-    def __init__(self, memory: Any) -> None:
-        self._memory = memory
-        at, _ = memory.__array_interface__["data"]
-        self.__array_interface__ = {**memory.__array_interface__, "data": (at, False)}
-
-
-def _short(error: BaseException) -> str:
-    return (str(error) or type(error).__name__).partition("\n")[0]
 
 
 # --- the handle ------------------------------------------------------------------------------------------------------
@@ -359,7 +189,7 @@ def host(
     keeper, keeper_name = None, ""
     if journal is None:
         keeper_name = f"stream_balancer-{secrets.token_hex(8)}"
-        keeper = ray.remote(_Keeper).options(**settings, name=keeper_name).remote()
+        keeper = ray.remote(Keeper).options(**settings, name=keeper_name).remote()
         keeper_name = f"{settings.get('namespace') or context.namespace}/{keeper_name}"
     options = _Options(
         config,
@@ -423,6 +253,8 @@ class RayBalancer:
             if self.restarts:
                 return None
             raise RuntimeError(str(error)) from None
+        except ray.exceptions.RayTaskError as error:
+            raise error.cause from None
 
     # -- workers -------------------------------------------------------------------------------------------------------
 
@@ -433,7 +265,7 @@ class RayBalancer:
             if self._producer is None:
                 self._producer = connect(
                     self,
-                    hand_over="balancer" if self.restarts else _InStore(self._keeper, self._keeper_name, self.label),
+                    hand_over="balancer" if self.restarts else InStore(self._keeper, self._keeper_name, self.label),
                     loss_mask_column=self.loss_mask_column,
                     label=self.label,
                     rejoin=self.restarts,
@@ -516,11 +348,16 @@ class RayBalancer:
 
     async def _call(self, method: str, *args: Any, **kwargs: Any) -> Any:
         """Result of a call, on either event loop."""
+        import ray
+
         event, soon = anyio.Event(), in_loop()
         future = self.actor._call.remote(method, *args, **kwargs).future()
         future.add_done_callback(lambda _: soon(event.set))
         await event.wait()
-        return future.result()
+        try:
+            return future.result()
+        except ray.exceptions.RayTaskError as error:  # what it tells is the actor's own, behind a traceback
+            raise error.cause from None
 
 
 _OF_PRODUCER = {

@@ -88,6 +88,7 @@ class PayloadOwner(Kept):
     """Payloads that are kept in this process."""
 
     least_bytes = 0
+    blocks = False
 
     def __init__(self, listen: Listen, token: bytes, label: str) -> None:
         """``label``: for errors and logs."""

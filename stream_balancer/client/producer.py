@@ -63,6 +63,8 @@ class KeepsPayloads(Protocol):
     owner: Owner
     least_bytes: int
     """Smaller puts bring their tokens along."""
+    blocks: bool
+    """:meth:`keep` copies, and may wait: no event loop should."""
 
     def __len__(self) -> int: ...
     def keep(self, rollouts: Sequence[Rollout]) -> list[Handle]:
@@ -242,7 +244,7 @@ class Producer(OfOneProcess):
         deadline = time.monotonic() + timeout_s
         if self._keeps is not None:
             self._opened.wait_in_thread(deadline)
-        pending, _ = self._encoded("put_nowait", None, [rollout])
+        pending, _ = self._encoded("put_nowait", None, self._ready([rollout]))
         self._session.caller.submit(pending)
         with suppress(TimeoutError):
             pending.signal.wait_in_thread(deadline)
@@ -305,9 +307,14 @@ class Producer(OfOneProcess):
     async def _put(self, method: str, head: object, rollouts: Sequence[Rollout]) -> None:
         if self._keeps is not None:
             await self._opened.wait()  # before that it is not known where they stay
+        rollouts = self._ready(rollouts)
         while True:
             try:
-                pending, handles = self._encoded(method, head, rollouts)
+                kept = self._keeper_of(rollouts)
+                if kept is not None and kept.blocks:
+                    pending, handles = await self._encoded_in_thread(method, head, rollouts)
+                else:
+                    pending, handles = self._encoded(method, head, rollouts)
                 break
             except WouldBlock as full:  # an object store tells nobody when it has room again
                 await self._pause(str(full))
@@ -334,14 +341,44 @@ class Producer(OfOneProcess):
         if self._kept is not None:
             self._kept.drop(handle.key for handle in handles)
 
+    def _keeper_of(self, rollouts: Sequence[Rollout]) -> KeepsPayloads | None:
+        """Where the payload of this put stays; None: it is sent."""
+        kept = self._kept
+        return (
+            kept if kept is not None and rollouts and sum(one.nbytes for one in rollouts) >= kept.least_bytes else None
+        )
+
+    async def _encoded_in_thread(
+        self, method: str, head: object, rollouts: Sequence[Rollout]
+    ) -> tuple[Pending, list[Handle]]:
+        found: list[tuple[Pending, list[Handle]]] = []
+        failed: list[BaseException] = []
+        done = Signal()
+
+        def encode() -> None:
+            try:
+                found.append(self._encoded(method, head, rollouts))
+            except BaseException as error:  # noqa: BLE001 - for who waits
+                failed.append(error)
+            done.set()
+
+        self._session.io.work(encode)
+        try:
+            await done.wait()
+        except BaseException:
+            done.then(lambda: self._drop(handle for _, handles in found for handle in handles))
+            raise
+        if failed:
+            raise failed[0]
+        return found[0]
+
     def _encoded(self, method: str, head: object, rollouts: Sequence[Rollout]) -> tuple[Pending, list[Handle]]:
-        """In the caller's task or thread: a bad rollout raises at its own line."""
+        """In the caller's task or thread, unless that blocks: a bad rollout raises at its own line."""
         if self._ended_here:
             raise ClosedResourceError(_ENDED_HERE)
-        rollouts = self._ready(rollouts)
         handles: list[Handle] = []
-        if self._kept is not None and rollouts and sum(one.nbytes for one in rollouts) >= self._kept.least_bytes:
-            handles = self._kept.keep(rollouts)
+        if (kept := self._keeper_of(rollouts)) is not None:
+            handles = kept.keep(rollouts)
         try:
             encoded = encode_rollouts(rollouts, handles=handles or None)
         except BaseException:

@@ -21,9 +21,10 @@ from ray.cluster_utils import Cluster
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from torch.distributed.device_mesh import init_device_mesh
 
+from stream_balancer.client.object_store import Keeper
 from stream_balancer.config import BalancerConfig
 from stream_balancer.errors import ClosedResourceError
-from stream_balancer.ray import RayBalancer, _Host, _Keeper, _Options
+from stream_balancer.ray import RayBalancer, _Host, _Options
 from stream_balancer.testing import make_rollout
 
 STORE_BYTES = 100 * 2**20
@@ -175,7 +176,7 @@ def actor(kind: type) -> Any:
 @functools.cache
 def keeper() -> Any:
     """The actor that keeps references for all balancers of :func:`hosts`."""
-    return ray.remote(_Keeper).options(num_cpus=0, max_concurrency=1000, name=KEEPER).remote()
+    return ray.remote(Keeper).options(num_cpus=0, max_concurrency=1000, name=KEEPER).remote()
 
 
 def host_among_others(config: BalancerConfig, **given: Any) -> tuple[RayBalancer, Callable[[], None]]:

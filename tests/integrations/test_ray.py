@@ -27,7 +27,8 @@ ray = pytest.importorskip("ray")
 from ray_cluster import STORE_BYTES, Worker, host_among_others, kill  # noqa: E402
 
 import stream_balancer as sb  # noqa: E402
-from stream_balancer.ray import INLINE_BYTES, RayBalancer, find, host  # noqa: E402
+from stream_balancer.client.object_store import INLINE_BYTES  # noqa: E402
+from stream_balancer.ray import RayBalancer, find, host  # noqa: E402
 from stream_balancer.testing import make_rollout  # noqa: E402
 
 STORED = INLINE_BYTES  # tokens that make a rollout go to the object store

@@ -14,7 +14,8 @@ ray = pytest.importorskip("ray")
 from ray_cluster import MeshRank, kill  # noqa: E402
 
 import stream_balancer as sb  # noqa: E402
-from stream_balancer.ray import INLINE_BYTES, host  # noqa: E402
+from stream_balancer.client.object_store import INLINE_BYTES  # noqa: E402
+from stream_balancer.ray import host  # noqa: E402
 from stream_balancer.testing import make_rollout  # noqa: E402
 
 LENGTHS = [1 + 37 * n for n in range(14)] + [INLINE_BYTES, INLINE_BYTES + 7]  # two go to the object store

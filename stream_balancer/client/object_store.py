@@ -1,0 +1,190 @@
+"""Payloads in Ray's object store: what a producer puts there, and how a rank fetches it into its batch.
+
+::
+
+    worker   InStore   ray.put(rollouts of one put) --reference--> Keeper (an actor), so that Ray counts it
+    rank     FromStore numbers --> Keeper --references--> ray.get: from this node's store, or over from another's
+
+An object dies with the process that put it, and then no rank trains on what it held. Spilling, and one copy a node,
+are Ray's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from stream_balancer.client.payloads import SOURCES, Kept
+from stream_balancer.errors import BrokenResourceError, WouldBlock
+from stream_balancer.net.loops import Io
+from stream_balancer.types import Rollout
+from stream_balancer.wire.codec import Handle, Owner, Wanted, decode, encode_rollouts, payload_of
+
+__all__ = ["INLINE_BYTES", "InStore", "Keeper"]
+
+INLINE_BYTES = 2**16
+"""Puts below that bring their tokens along: an object of Ray's costs more than they do."""
+_MAX_PLACES = 2**24  # rollouts of a put
+_PUT_FIRST_S = 10.0  # a rank may ask for what a worker's call has not brought yet
+
+_log = logging.getLogger("stream_balancer.ray")
+
+
+class Keeper:
+    """The actor that holds references to what workers have put into the object store, for ranks."""
+
+    def __init__(self) -> None:
+        self._kept: dict[tuple[str, int], Any] = {}
+        self._come = asyncio.Event()
+
+    async def keep(self, owner: str, number: int, boxed: list[Any]) -> None:
+        """``boxed``: one reference in a list, or Ray would send the object itself."""
+        self._kept[owner, number] = boxed[0]
+        self._come.set()
+        self._come = asyncio.Event()
+
+    async def give(self, owner: str, numbers: list[int]) -> list[Any]:
+        """Boxed references; None for those that are not here and do not come."""
+        try:
+            async with asyncio.timeout(_PUT_FIRST_S):
+                while not all((owner, number) in self._kept for number in numbers):
+                    await self._come.wait()
+        except TimeoutError:
+            _log.warning("%s has announced payloads that have not come", owner)
+        return [[found] if (found := self._kept.get((owner, number))) is not None else None for number in numbers]
+
+    async def drop(self, owner: str, numbers: list[int]) -> None:
+        """They are not needed any more."""
+        for number in numbers:
+            self._kept.pop((owner, number), None)
+
+
+class InStore(Kept):
+    """Payloads of one producer, in Ray's object store: what ``hand_over=`` of a producer takes. All rollouts of a put
+    are one object; a key is the object's number and the rollout's place."""
+
+    least_bytes = INLINE_BYTES
+    blocks = True
+
+    def __init__(self, keeper: Any, keeper_name: str, label: str) -> None:
+        super().__init__()
+        self._keeper, self._name = keeper, secrets.token_hex(8)
+        self.owner = Owner(f"ray://{keeper_name}/{self._name}", b"", label)
+
+    def keep(self, rollouts: Sequence[Rollout]) -> list[Handle]:
+        """Put their bytes into the store of this node. Copies them twice. Raises WouldBlock while it is full."""
+        import ray
+
+        encoded = encode_rollouts(rollouts)
+        memory = np.concatenate([np.frombuffer(piece, np.uint8) for piece in encoded.payload.pieces])
+        try:
+            reference = ray.put((bytes(encoded.header), memory))
+        except ray.exceptions.ObjectStoreFullError as error:
+            raise WouldBlock(f"Ray's object store is full: {error}") from None
+        number = next(self._keys)
+        keys = range(number * _MAX_PLACES, number * _MAX_PLACES + len(rollouts))
+        self._kept[number] = set(keys)
+        self._keeper.keep.remote(self._name, number, [reference])
+        return [Handle(self.owner, key) for key in keys]
+
+    def drop(self, keys: Iterable[int]) -> None:
+        """They are not needed any more; the object goes with the last of them."""
+        gone = []
+        for key in keys:
+            left = self._kept.get(key // _MAX_PLACES)
+            if left is not None:
+                left.discard(key)
+                if not left:
+                    gone.append(key // _MAX_PLACES)
+        if gone:
+            self._keeper.drop.remote(self._name, gone)
+            super().drop(gone)
+
+    def close(self) -> None:
+        """Nothing is needed any more. Idempotent."""
+        self.drop([key for keys in list(self._kept.values()) for key in list(keys)])
+
+
+class _FromStore:
+    """A rank's way to what one producer has in the object store."""
+
+    def __init__(self, owner: Owner) -> None:
+        where, _, self._owner = owner.address.removeprefix("ray://").rpartition("/")
+        self._namespace, _, self._keeper = where.rpartition("/")
+
+    def fetch(self, wanted: Sequence[Wanted], done: Callable[[Mapping[int, str]], object]) -> None:
+        """In a thread: ``ray.get`` blocks, for as long as another node takes to send."""
+        io = Io.current()
+
+        def run() -> None:
+            causes = self._fetched(wanted)
+            io.do(lambda: done(causes))
+
+        threading.Thread(target=run, name="stream_balancer-ray", daemon=True).start()
+
+    def close(self) -> None:
+        """Nothing stays open."""
+
+    def _fetched(self, wanted: Sequence[Wanted]) -> dict[int, str]:
+        """Fills the places; why some could not be filled."""
+        try:
+            found = self._objects(list(dict.fromkeys(one.key // _MAX_PLACES for one in wanted)))
+        except Exception as error:  # noqa: BLE001 - the step goes on without them
+            return {one.rollout: f"Ray does not find it: {_short(error)}" for one in wanted}
+        causes = {}
+        for one in wanted:
+            rollouts = found[one.key // _MAX_PLACES]
+            try:
+                if isinstance(rollouts, Exception):
+                    raise rollouts
+                views = payload_of(rollouts[one.key % _MAX_PLACES], one.degree, one.place)
+                for place, view in zip(one.places, views, strict=True):
+                    place[:] = view
+            except Exception as error:  # noqa: BLE001 - the step goes on without it
+                causes[one.rollout] = _short(error)
+        return causes
+
+    def _objects(self, numbers: list[int]) -> dict[int, Sequence[Rollout] | Exception]:
+        """Asks Ray once: it brings what lies on other nodes side by side."""
+        import ray
+
+        keeper = ray.get_actor(self._keeper, namespace=self._namespace or None)
+        boxes = ray.get(keeper.give.remote(self._owner, numbers))
+        if refs := [box[0] for box in boxes if box is not None]:
+            ray.wait(refs, num_returns=len(refs))
+        return {number: _opened(box) for number, box in zip(numbers, boxes, strict=True)}
+
+
+def _opened(box: list[Any] | None) -> Sequence[Rollout] | Exception:
+    """Rollouts as they lie in this node's store."""
+    import ray
+
+    if box is None:
+        return BrokenResourceError("it is not in the object store")
+    try:
+        header, memory = ray.get(box[0])
+        return decode(header, np.asarray(_Writable(memory))).rollouts
+    except Exception as error:  # noqa: BLE001 - for whoever wants it
+        return error
+
+
+class _Writable:
+    """The store's memory is read-only, which torch warns of at each view. It is only read here."""
+
+    def __init__(self, memory: Any) -> None:
+        self._memory = memory
+        at, _ = memory.__array_interface__["data"]
+        self.__array_interface__ = {**memory.__array_interface__, "data": (at, False)}
+
+
+def _short(error: BaseException) -> str:
+    return (str(error) or type(error).__name__).partition("\n")[0]
+
+
+SOURCES["ray"] = _FromStore
