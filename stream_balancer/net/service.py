@@ -23,7 +23,7 @@ import anyio.abc
 import anyio.lowlevel
 import msgspec
 
-from stream_balancer.errors import RefusedError, WireError
+from stream_balancer.errors import AlreadyInUseError, RefusedError, WireError
 from stream_balancer.net import movers as ways
 from stream_balancer.net.calls import Answerer, Asked, Budget
 from stream_balancer.net.connection import Base
@@ -219,6 +219,8 @@ class Service:
         """Answer calls in this event loop, until cancelled. ``admit``: of a peer that has proven itself; what it
         returns goes into the welcome, and RefusedError refuses. ``on_peer``: whenever one has come in, again if it is
         one that was lost."""
+        if self._tasks is not None:
+            raise AlreadyInUseError(f"peers at {self.address} are attended to already: one serve() at a time")
         self._methods, self._admit, self._on_peer = methods, admit, on_peer
         loop = in_loop()
         try:

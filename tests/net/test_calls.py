@@ -1,0 +1,410 @@
+"""Calls over connections that break, hang and come again, from callers that are cancelled: none is lost, doubled, or
+answered twice. In virtual time."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from functools import partial
+from typing import Any
+
+import anyio
+import anyio.lowlevel
+import msgspec
+import numpy as np
+import pytest
+
+from stream_balancer.errors import (
+    BrokenResourceError,
+    ClosedResourceError,
+    DuplicateRolloutError,
+    RolloutError,
+    WireError,
+)
+from stream_balancer.net.calls import Asked
+from stream_balancer.net.errors import Ended
+from stream_balancer.net.messages import Welcome
+from stream_balancer.net.service import Bytes, Peer, Service
+from stream_balancer.net.session import Session
+from stream_balancer.testing.network import MemoryNetwork
+from stream_balancer.wire.payload import Payload
+
+
+class Host:
+    """Takes names, each once; some at once and some after a while. What it has taken outlives its services."""
+
+    def __init__(self, network: MemoryNetwork, *, keep_s: float = 60.0, **options: Any) -> None:
+        self.taken: list[str] = []
+        self.begun = 0
+        self.service = Service(network.listen, **options)
+        self.peers: list[Peer] = []
+        self.ends: list[tuple[str, str]] = []
+        self._keep_s = keep_s
+
+    async def attend(self) -> None:
+        await self.service.attend({"take": self._take, "echo": self._echo}, on_peer=self._on_peer)
+
+    def _on_peer(self, peer: Peer) -> None:
+        peer.keep_s = self._keep_s
+        peer.on_end = lambda end: self.ends.append(("end", end.kind))
+        peer.on_gone = lambda end: self.ends.append(("gone", end.kind))
+        self.peers.append(peer)
+
+    def _take(self, _: Peer, asked: Asked) -> Any:
+        name, after_s = msgspec.msgpack.decode(asked.args)
+        self.begun += 1
+        return self._later(name, after_s) if after_s else self._now(name)
+
+    def _now(self, name: str) -> str:
+        if name in self.taken:
+            raise DuplicateRolloutError(name)
+        self.taken.append(name)
+        return name
+
+    async def _later(self, name: str, after_s: float) -> str:
+        await anyio.sleep(after_s)
+        return self._now(name)
+
+    def _echo(self, _: Peer, asked: Asked) -> Bytes:
+        return Bytes(
+            msgspec.msgpack.decode(asked.args), Payload() if asked.memory is None else Payload.of(asked.memory)
+        )
+
+
+@asynccontextmanager
+async def hosted(**options: Any) -> AsyncIterator[tuple[Host, MemoryNetwork, Callable[..., Session]]]:
+    async with MemoryNetwork(dp_size=1) as network, anyio.create_task_group() as tasks:
+        host = Host(network, **options)
+        tasks.start_soon(host.attend)
+        sessions: list[Session] = []
+
+        def session(**options: Any) -> Session:
+            sessions.append(Session(network.connect_producer(), "producer", on_message=lambda *_: None, **options))
+            return sessions[-1]
+
+        yield host, network, session
+        for one in sessions:
+            await one.aclose()
+        tasks.cancel_scope.cancel()
+
+
+async def settle() -> None:
+    for _ in range(30):
+        await anyio.lowlevel.checkpoint()
+
+
+async def take(session: Session, name: str, after_s: float = 0.0) -> None:
+    await session.ask("take", (name, after_s), accepted_if="DuplicateRolloutError")
+
+
+class Fate:
+    """What became of the calls of a drill, as their callers see it."""
+
+    def __init__(self) -> None:
+        self.returned: list[str] = []
+        self.cancelled: list[str] = []
+        self.unknown: list[str] = []
+
+    async def call(self, session: Session, name: str, after_s: float) -> None:
+        try:
+            await take(session, name, after_s)
+            self.returned.append(name)
+        except BrokenResourceError:
+            self.unknown.append(name)
+        except anyio.get_cancelled_exc_class():
+            self.cancelled.append(name)
+            raise
+
+
+async def cancel_after(how: str, seconds: float, call: Callable[[], Any]) -> None:
+    if how == "scope":
+        with anyio.move_on_after(seconds):
+            await call()
+    elif how == "native":
+        task = asyncio.ensure_future(call())
+        await asyncio.sleep(seconds)
+        task.cancel()
+        await asyncio.wait([task])
+    else:
+        try:
+            async with asyncio.timeout(seconds):
+                await call()
+        except TimeoutError:
+            pass
+
+
+@pytest.mark.parametrize("restarts", [False, True])
+@pytest.mark.parametrize("seed", range(12))
+async def test_a_storm_of_calls_cuts_and_cancels(seed: int, restarts: bool, anyio_backend_name: str) -> None:
+    chance = random.Random(seed)
+    ways = ["scope", "native", "timeout"] if anyio_backend_name == "asyncio" else ["scope"]
+    limits = Welcome(max_calls=chance.choice([2, 1000]), staged_bytes=chance.choice([600, 10**6]))
+    with anyio.fail_after(1000):
+        async with MemoryNetwork(dp_size=1) as network, anyio.create_task_group() as tasks:
+            host = Host(network, limits=limits)
+            attending, attended = anyio.CancelScope(), anyio.Event()
+
+            async def attend() -> None:
+                with attending:
+                    await host.attend()
+                attended.set()
+
+            async def attend_anew() -> None:
+                nonlocal attending, attended
+                attending.cancel()
+                await attended.wait()
+                attending, attended = anyio.CancelScope(), anyio.Event()
+
+            tasks.start_soon(attend)
+            fate, over = Fate(), anyio.Event()
+            dialers = [network.connect_producer() for _ in range(3)]
+            sessions = [Session(one, "producer", rejoin=True, linger_s=1e9) for one in dialers]
+
+            async def faults() -> None:
+                while not over.is_set():
+                    await anyio.sleep(chance.expovariate(2.0))
+                    dialer, event = chance.choice(dialers), chance.random()
+                    if event < 0.5:
+                        dialer.cut(seen_by=chance.choice([(0, 1), (0, 1), (1,), (1, 0)]))
+                    elif event < 0.7:
+                        dialer.hold()
+                        await anyio.sleep(chance.random())
+                        dialer.release()
+                    elif event < 0.85:  # somebody else attends
+                        await attend_anew()
+                        tasks.start_soon(attend)
+                    elif restarts:  # and has forgotten all but what was taken
+                        await attend_anew()
+                        host.service.close()
+                        host.service = Service(network.listen, limits=limits)
+                        tasks.start_soon(attend)
+
+            tasks.start_soon(faults)
+            async with anyio.create_task_group() as calls:
+                for number in range(60):
+                    session, after_s = chance.choice(sessions), chance.choice([0.0, 0.0, 0.3])
+                    call = partial(fate.call, session, str(number), after_s)
+                    if chance.random() < 0.4:
+                        calls.start_soon(cancel_after, chance.choice(ways), chance.random(), call)
+                    else:
+                        calls.start_soon(call)
+                    await anyio.sleep(chance.expovariate(10.0))
+            over.set()
+            for session in sessions:
+                await session.aclose()
+            assert len(host.taken) == len(set(host.taken))
+            assert not fate.unknown
+            assert sorted(fate.returned + fate.cancelled, key=int) == [str(n) for n in range(60)]
+            assert set(host.taken) == set(fate.returned)
+            if not restarts:
+                assert sum(len(peer._answerer._open) for peer in host.service.peers.values()) == 0
+            tasks.cancel_scope.cancel()
+
+
+CASES = [("asyncio", "scope"), ("asyncio", "native"), ("asyncio", "timeout"), ("trio", "scope")]
+
+
+@pytest.mark.parametrize(("anyio_backend", "how"), CASES, indirect=["anyio_backend"])
+@pytest.mark.parametrize("fault", ["none", "cut", "hold"])
+@pytest.mark.parametrize("passes", range(2, 28, 2))
+async def test_a_call_is_cancelled_at_every_await_whatever_fails(how: str, fault: str, passes: int) -> None:
+    async with hosted() as (host, _, session):
+        caller = session(rejoin=True, linger_s=1e9)
+        fate = Fate()
+
+        async def victim() -> None:
+            await fate.call(caller, "victim", 0.0)
+            for _ in range(60):
+                await anyio.lowlevel.checkpoint()
+
+        async def fail() -> None:
+            for _ in range(passes // 2):
+                await anyio.lowlevel.checkpoint()
+            if fault != "none":
+                getattr(caller.dialer, fault)()
+            await anyio.sleep(1)
+            caller.dialer.release()
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(fail)
+            if how == "scope":
+                async with anyio.create_task_group() as inner:
+                    inner.start_soon(victim)
+                    for _ in range(passes):
+                        await anyio.lowlevel.checkpoint()
+                    inner.cancel_scope.cancel()
+            else:
+                task = asyncio.ensure_future(victim() if how == "native" else asyncio.wait_for(victim(), 1e9))
+                for _ in range(passes):
+                    await asyncio.sleep(0)
+                task.cancel()
+                await asyncio.wait([task])
+                assert task.cancelled()  # a late one is not swallowed
+        assert (host.taken, fate.unknown) == (fate.returned, [])
+        assert fate.returned + fate.cancelled == ["victim"]
+
+
+async def test_a_lost_session_goes_on_and_gets_each_reply_once() -> None:
+    """Four calls are on their way: one is answered and its reply lost, two are worked on, one never came."""
+    async with hosted() as (host, _, session), anyio.create_task_group() as tasks:
+        caller = session(rejoin=True)
+        await take(caller, "first")
+        for name in ("a", "b"):
+            tasks.start_soon(take, caller, name, 5.0)
+        await settle()
+        caller.dialer.hold()
+        tasks.start_soon(take, caller, "never came")
+        await settle()
+        caller.dialer.cut()
+        await anyio.sleep(1)
+        assert (host.taken, host.begun) == (["first", "never came"], 4)
+        await anyio.sleep(5)
+        assert sorted(host.taken) == ["a", "b", "first", "never came"]
+        assert host.begun == 4
+        assert not host.service.peers[caller._join.session]._answerer._open
+
+
+async def test_a_reply_that_comes_between_the_welcome_and_the_repetition_is_sent_once() -> None:
+    async with hosted() as (host, _, session), anyio.create_task_group() as tasks:
+        caller = session(rejoin=True)
+        tasks.start_soon(take, caller, "a", 1.0)
+        await anyio.sleep(0.5)
+        caller.dialer.cut(seen_by=(0,))
+        await settle()
+        caller.dialer.cut(seen_by=(1,))
+        await anyio.sleep(0.5)  # it is done just as the next connection comes
+        await anyio.sleep(1)
+        assert (host.taken, host.begun) == (["a"], 1)
+
+
+async def test_a_session_that_is_not_kept_is_withdrawn_at_once() -> None:
+    async with hosted(keep_s=0.0) as (host, _, session), anyio.create_task_group() as tasks:
+        caller = session()
+
+        async def call() -> None:
+            with pytest.raises(BrokenResourceError, match="whether it was accepted is not known"):
+                await take(caller, "a", 5.0)
+
+        tasks.start_soon(call)
+        await settle()
+        caller.dialer.cut("the network broke")
+        await anyio.sleep(10)
+        assert (host.taken, host.service.peers) == ([], {})
+        assert host.ends == [("end", "lost"), ("gone", "lost")]
+
+
+async def test_a_kept_session_that_does_not_come_back_is_withdrawn_later() -> None:
+    async with hosted(keep_s=3.0) as (host, _, session), anyio.create_task_group() as tasks:
+        caller = session()
+
+        async def call() -> None:
+            with pytest.raises(BrokenResourceError):
+                await take(caller, "too slow", 5.0)
+
+        tasks.start_soon(call)
+        await settle()
+        caller.dialer.cut()
+        await anyio.sleep(2)
+        assert host.ends == [("end", "lost")]
+        await anyio.sleep(10)
+        assert (host.taken, host.ends[1:]) == ([], [("gone", "lost")])
+
+
+async def test_who_joins_again_before_its_loss_is_known_takes_its_own_place() -> None:
+    async with hosted() as (host, _, session), anyio.create_task_group() as tasks:
+        caller = session(rejoin=True)
+        tasks.start_soon(take, caller, "a", 2.0)
+        await settle()
+        caller.dialer.cut(seen_by=(1,))
+        await anyio.sleep(3)
+        assert (host.taken, host.begun, len(host.service.peers)) == (["a"], 1, 1)
+        assert host.peers[0] is host.peers[1]
+        assert host.ends == [("end", "lost")]
+
+
+async def test_at_most_so_many_calls_and_bytes_are_on_their_way() -> None:
+    limits = Welcome(staged_bytes=4000, max_call_bytes=10_000, max_calls=3)
+    async with hosted(limits=limits) as (host, _, session), anyio.create_task_group() as tasks:
+        caller = session()
+        for name in "abcd":
+            tasks.start_soon(take, caller, name, 1.0)
+        await settle()
+        assert host.begun == 3
+        await anyio.sleep(2)
+        assert host.begun == 4
+        data = np.arange(9000, dtype=np.uint8)
+        answered = await caller.ask("echo", 1, Payload.of(data), reply_bytes=9000)  # larger than the window: alone
+        assert answered.memory is not None
+        assert (answered.memory == data).all()
+        with pytest.raises(RolloutError, match=r"10001 bytes, more than the controller's max_put_bytes \(10000\)"):
+            await caller.ask("echo", 1, Payload.of(np.zeros(10_001, dtype=np.uint8)))
+
+
+async def test_bytes_behind_a_reply_that_nobody_has_asked_for_end_the_connection() -> None:
+    async with hosted() as (_, _, session):
+        caller = session()
+        with pytest.raises(WireError, match="nobody has asked for"):
+            await caller.ask("echo", 1, Payload.of(np.zeros(10, dtype=np.uint8)), reply_bytes=9)
+
+
+async def test_beyond_the_budget_a_session_is_read_once_others_have_their_replies() -> None:
+    """Two sessions, 1,000 bytes a call, 1,500 for all: each has one call in, and no more."""
+    async with hosted(most_staged_bytes=1500) as (host, _, session), anyio.create_task_group() as tasks:
+        callers = [session() for _ in range(2)]
+        data = Payload.of(np.zeros(1000, dtype=np.uint8))
+
+        async def put(caller: Session, name: str) -> None:
+            await caller.ask("take", (name, 1.0), data)
+
+        for number in range(3):
+            for place, caller in enumerate(callers):
+                tasks.start_soon(put, caller, f"{place}.{number}")
+        await settle()
+        assert host.begun in (2, 3)
+        await anyio.sleep(10)
+        assert len(host.taken) == 6
+        assert (host.service.budget.used, host.service.budget._paused) == (0, {})
+
+
+async def test_closing_takes_back_what_waits_and_says_what_became_of_it() -> None:
+    async with hosted() as (host, _, session), anyio.create_task_group() as tasks:
+        caller = session()
+        await take(caller, "a")
+
+        async def call() -> None:
+            with pytest.raises(ClosedResourceError, match="it was not granted"):
+                await take(caller, "b", 5.0)
+
+        tasks.start_soon(call)
+        await settle()
+        await caller.aclose()
+        with pytest.raises(ClosedResourceError, match=r"take\(\) on a closed producer"):
+            await take(caller, "c")
+        await settle()
+        assert (host.taken, host.ends) == (["a"], [("end", "closed"), ("gone", "closed")])
+
+
+async def test_a_controller_that_does_not_answer_leaves_the_outcome_unknown() -> None:
+    async with hosted() as (host, _, session):
+        caller = session(linger_s=2.0)
+        await take(caller, "a")
+        caller.dialer.hold()
+        began = anyio.current_time()
+        with pytest.raises(BrokenResourceError, match=r"has not answered for 2\.0 s"), anyio.fail_after(1):
+            await take(caller, "b")
+        assert anyio.current_time() - began == pytest.approx(3.0)
+        caller.dialer.release()
+        await settle()
+        assert host.taken in (["a"], ["a", "b"])
+
+
+async def test_nobody_answers_in_time() -> None:
+    async with MemoryNetwork(dp_size=1) as network:
+        ends: list[Exception] = []
+        session = Session(network.connect_producer(), "producer", connect_timeout_s=7.0, on_end=ends.append)
+        with pytest.raises(BrokenResourceError, match=r"not connected within connect_timeout_s=7\.0"):
+            await take(session, "a")
+        assert len(ends) == 1
+        assert not isinstance(ends[0], Ended)
