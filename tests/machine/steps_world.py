@@ -347,11 +347,11 @@ class World:
         ledger = self.ledger
         open_steps = [number for number, step in ledger.steps.items() if not step.is_complete]
         if self.next_step < self.config.steps:
-            if ledger.wants_step and not open_steps:
+            if not open_steps and ledger.wants_step:
                 yield self.plan_next, 2
         elif not self.ended and not open_steps:
             yield self.end, 1
-        if all(map(ledger.members, self.wanted)):
+        if open_steps and all(map(ledger.members, self.wanted)):
             for number in open_steps:
                 yield (lambda number=number: self.append(number)), 0.6
         if self.replans:
