@@ -189,7 +189,7 @@ def host(
     keeper, keeper_name = None, ""
     if journal is None:
         keeper_name = f"stream_balancer-{secrets.token_hex(8)}"
-        keeper = ray.remote(Keeper).options(**settings, name=keeper_name).remote()
+        keeper = ray.remote(Keeper).options(**settings, name=keeper_name, max_restarts=-1).remote()
         keeper_name = f"{settings.get('namespace') or context.namespace}/{keeper_name}"
     options = _Options(
         config,

@@ -316,7 +316,10 @@ class Producers:
         return self._admitted(peer, number, slot)
 
     def _admitted(self, peer: Peer, number: int, slot: Slot) -> int:
-        _producer(peer).slots[number] = slot
+        if self._service.peers.get(peer.session) is peer:
+            _producer(peer).slots[number] = slot
+        else:  # what it gave back as it went has woken its own reserver, before that was withdrawn
+            slot.release()
         return slot.version
 
     def _release(self, peer: Peer, asked: Asked) -> None:

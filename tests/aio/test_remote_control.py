@@ -152,6 +152,25 @@ async def test_a_reserver_that_is_cancelled_on_the_way_leaves_no_slot_behind(pas
         assert harness.balancer.statistics().reserved == 0
 
 
+async def test_a_lost_producer_s_own_reserver_is_not_admitted_to_what_it_gave_back() -> None:
+    async with over_memory(**THROTTLED) as harness, anyio.create_task_group() as tasks:
+        producer = harness.producer()
+
+        async def wait() -> None:
+            with pytest.raises(sb.BrokenResourceError):
+                async with producer.reserve(8):
+                    pass
+
+        async with producer.reserve(8):
+            tasks.start_soon(wait)
+            await settle()
+            assert harness.balancer.statistics().blocked_reserves == 1
+            wire_of(producer).cut("killed")
+            await settle()
+        stats = harness.balancer.statistics()
+        assert (stats.reserved, stats.blocked_reserves) == (0, 0)
+
+
 async def test_a_slot_whose_reply_comes_too_late_is_released() -> None:
     async with over_memory(**THROTTLED) as harness:
         producer = harness.producer()
