@@ -5,7 +5,7 @@ The loop is the same for every feature of the library and for none of them::
 
     for step in feed:                                # next_step
         optimizer.zero_grad()
-        for micro_batch in step:                     # next_work, begin, has_done: own ones, appended ones, taken over ones
+        for micro_batch in step:                     # next_work, has_done: own, appended, taken over
             loss_sum(micro_batch).backward()
         end = step.finish()                          # reach_end: the seal says who meets and what to divide by
         if end is None:
@@ -24,7 +24,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from stream_balancer.core.steps import (
-    Behind,
     Drop,
     End,
     Go,
@@ -49,7 +48,7 @@ class Work:
 
     item: Item
     begun: bool = False
-    """Given to the trainer's code, so it stays with this rank."""
+    """Given to the trainer's code, which sets it: the item stays with this rank."""
     done: bool = False
     fetched: bool = False
     missing: frozenset[str] = frozenset()
@@ -92,25 +91,17 @@ class Held:
         *,
         seats: int = 1,
         meets: bool = True,
-        commits: bool = False,
         weights: int | None = None,
         acked: int = 0,
     ) -> None:
-        """``meets``: the ranks meet through the feed, as the controller says. ``commits``: the loop takes
-        ``step.micro_batches`` at once, so nothing is given back. ``weights`` have all steps before that one (None:
-        that is not known), and those before ``acked`` are acknowledged."""
-        self.rank, self.seat, self.seats, self.meets, self.commits = rank, seat, seats, meets, commits
+        """``meets``: the ranks meet through the feed, as the controller says. ``weights`` have all steps before that
+        one (None: that is not known), and those before ``acked`` are acknowledged."""
+        self.rank, self.seat, self.seats, self.meets = rank, seat, seats, meets
         self.parts: dict[int, Part] = {}
         self.weights, self.acked = weights, acked
         self.ended = False
-        self.dropped: list[Drop] = []
-        """Steps that were taken away, for the loop to read."""
-        self.behind: Behind | None = None
-        """The weights are too old: take others', or raise."""
         self.out: list[tuple[Any, ...]] = []
         """Facts for the controller: name and arguments, in order."""
-        self.to_fetch: list[tuple[int, int]] = []
-        """Step and item whose payloads are to be fetched."""
 
     # -- from the controller -------------------------------------------------------------------------------------------
 
@@ -119,11 +110,8 @@ class Held:
             self._add(order)
         elif isinstance(order, End):
             self.ended = True
-        elif isinstance(order, Behind):
-            self.behind = order
         elif isinstance(order, Drop):
             self.parts.pop(order.step, None)
-            self.dropped.append(order)
         elif isinstance(order, Recall):
             self._release(order)
         elif isinstance(order, SendSeal):
@@ -153,13 +141,11 @@ class Held:
                 )
             may_begin = not item.remote or (item.group is None and self.seats == 1)
             part.work[item.id] = Work(item, may_begin=may_begin)
-            if item.remote:
-                self.to_fetch.append((part.number, item.id))
 
     def _release(self, order: Recall) -> None:
         """Give back the last ones; keep as many as each idle rank gets, rounded down."""
         part, ids = self.parts.get(order.step), list[int]()
-        if part is not None and part.attempt == order.attempt and not (self.commits and part.taken):
+        if part is not None and part.attempt == order.attempt:
             free = list[int]()
             for id_, work in reversed(part.work.items()):  # without a gap, so that all seats keep one order
                 if work.begun or id_ not in order.items:
@@ -203,11 +189,6 @@ class Held:
             return None
         return work
 
-    def begin(self, part: Part, work: Work) -> None:
-        """The item is given to the trainer's code."""
-        for one in part.work.values() if self.commits else (work,):
-            one.begun = True
-
     def has_done(self, part: Part, work: Work, columns: Any = None) -> None:
         work.done = True
         args = (part.number, part.attempt, (work.item.id,))
@@ -240,11 +221,6 @@ class Held:
         if number >= self.acked:
             self.acked = number + 1
             self._say("acknowledged", number)
-
-    def took_weights(self, weights: int) -> None:
-        """The weights are others' now, and have all steps before that one. Join again to say so."""
-        self.weights, self.behind = weights, None
-        self.parts = {number: part for number, part in self.parts.items() if number >= weights}
 
     # -- joining -------------------------------------------------------------------------------------------------------
 

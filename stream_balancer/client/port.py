@@ -297,7 +297,6 @@ class Port:
             held.take(Send(held.rank, held.seat, work.step, work.uid, work.attempt, items, frozenset(work.gone), opens))
         except ValueError as error:  # an item twice
             raise WireError(str(error)) from None
-        held.to_fetch.clear()  # by message, not by item
         part = held.parts[work.step]
         known = self.known.get(work.step)
         if known is None or known.part is not part:

@@ -250,7 +250,7 @@ class Step(OneRank):
         if work is None:
             return () if self._has_ended() else None
         made = self._of(work)
-        held.begin(part, work)
+        work.begun = True
         self._hand = work
         return (made,)
 
@@ -272,13 +272,13 @@ class Step(OneRank):
     def _look_whole(self) -> tuple[MicroBatch, ...] | None:
         if self.is_mine and not self._is_whole:
             return None
-        held, part = self._port.held, self._known.part
+        part = self._known.part
         work = [one for _, one in sorted(part.work.items()) if not (one.done and self._port.who.role)]
         if any(one.item.remote and not one.fetched for one in work):
             return None
         self._whole = tuple(map(self._of, work))
         for one in work:
-            held.begin(part, one)
+            one.begun = True
         return self._whole
 
     def _look_sizes(self) -> bool | None:

@@ -11,7 +11,7 @@ import steps_checks as checks
 from steps_invariants import InvariantError, check
 
 from stream_balancer.client.held import Held, Part, Work
-from stream_balancer.core.steps import Order, Piece, RankId, Refuse, Seal
+from stream_balancer.core.steps import Behind, Drop, Order, Piece, RankId, Refuse, Seal, Send
 
 if TYPE_CHECKING:
     from steps_world import World
@@ -38,11 +38,15 @@ class Process:
         self.world, self.rank, self.seat, self.incarnation = world, rank, seat, incarnation
         self.place: Place = (rank, seat)
         config = world.config
-        self.held = Held(rank, seat, seats=world.seats_of(rank), meets=config.meets, commits=config.commits)
+        self.held = Held(rank, seat, seats=world.seats_of(rank), meets=config.meets)
         self.is_trainer = not rank.role
         self.alive, self.linked = True, False
         self.up: deque[tuple[Any, ...]] = deque()
         self.down: deque[Order] = deque()
+        self.to_fetch: list[tuple[int, int]] = []
+        """Step and item."""
+        self.dropped: list[Drop] = []
+        self.is_behind = False
         self.weights: dict[int, int] = {}
         """Step to meeting."""
         self.part: Part | None = None
@@ -98,6 +102,13 @@ class Process:
         if isinstance(order, Refuse):
             self.world.kill(self.rank)
             return
+        if isinstance(order, Behind):
+            self.is_behind = True
+            return
+        if isinstance(order, Drop):
+            self.dropped.append(order)
+        if isinstance(order, Send):
+            self.to_fetch += [(order.step, item.id) for item in order.items if item.remote]
         try:
             self.held.take(order)
         except ValueError as error:
@@ -112,17 +123,16 @@ class Process:
     # -- what it can do now --------------------------------------------------------------------------------------------
 
     def moves(self) -> Iterator[Act]:
-        held = self.held
         if not self.alive:
             return
         if not self.linked:
             yield self.connect
-        if held.behind is not None:
+        if self.is_behind:
             yield self.give_in
-        elif held.dropped:
+        elif self.dropped:
             yield self.leave_dropped
         else:
-            if held.to_fetch:
+            if self.to_fetch:
                 yield self.fetch
             yield from self.moves_in_step() if self.part is not None else self.moves_between_steps()
 
@@ -179,7 +189,8 @@ class Process:
     def begin_work(self, part: Part, work: Work) -> None:
         if self.is_trainer and self.counts:
             checks.check_not_met(self.world, self, part.number)
-        self.held.begin(part, work)
+        for one in part.work.values() if self.world.config.commits else (work,):
+            one.begun = True
         self.work = work
         if self.is_trainer and work.item.group is not None:
             checks.check_order(self.world, self, part)
@@ -201,7 +212,7 @@ class Process:
         self.flush()
 
     def fetch(self) -> None:
-        number, id_ = self.held.to_fetch.pop(self.world.rng.randrange(len(self.held.to_fetch)))
+        number, id_ = self.to_fetch.pop(self.world.rng.randrange(len(self.to_fetch)))
         part = self.held.parts.get(number)
         work = None if part is None else part.work.get(id_)
         if work is not None:
@@ -270,7 +281,7 @@ class Process:
         self.flush()
 
     def leave_dropped(self) -> None:
-        drops, self.held.dropped = self.held.dropped, []
+        drops, self.dropped = self.dropped, []
         if self.part is not None and self.held.parts.get(self.part.number) is not self.part:
             self.leave_step()
         newest = max((drop.step for drop in drops if drop.met), default=-1)
@@ -290,7 +301,8 @@ class Process:
             self.give_in()
             return
         self.weights = weights
-        self.held.took_weights(newest)
+        held = self.held
+        held.weights, held.parts = newest, {number: part for number, part in held.parts.items() if number >= newest}
         self.held.acked = max(self.held.acked, min(self.world.checkpoint[1], newest))
         if self.part is not None and self.held.parts.get(self.part.number) is not self.part:
             self.leave_step()

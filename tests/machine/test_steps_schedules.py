@@ -343,12 +343,3 @@ def test_a_second_answer_to_a_fetch_is_ignored() -> None:
     process.fetched(0, 0, [])
     process.fetched(0, 0, ["r0"])
     assert process.out == [("fetched", 0, 1, (0,), frozenset())]
-
-
-def test_a_process_that_takes_other_weights_forgets_the_steps_in_them() -> None:
-    one = RankId("", 0)
-    process = Held(one)
-    for step in (0, 1):
-        process.take(Send(one, 0, step, 0, 1, (), frozenset(), opens=True))
-    process.took_weights(1)
-    assert list(process.has()) == [1]
