@@ -148,6 +148,10 @@ class Producers:
         return [peer for peer in self._service.peers.values() if peer.kind == "producer"]
 
     def _say_end(self, peer: Peer) -> None:
+        """And what it has reserved is given back, since nothing can be put in it any more."""
+        producer = self._known(peer.session)
+        while producer.slots:
+            producer.slots.popitem()[1].release()
         peer.ending = True
         peer.send(Notify(end=True))
 
