@@ -37,14 +37,11 @@ RAW = {"1MB": (1_050_000, 300), "10MB": (10_500_000, 40)}
 
 async def attend(balancer: sb.StreamBalancer, transport: sb.TorchTransport) -> None:
     """Take producers' puts. ``serve`` does it by itself; here no rank takes part."""
-    if hasattr(transport, "door"):
+    try:
         from stream_balancer.host.producers import attend as take_puts
-
-        await take_puts(balancer, transport.door.service)
-    else:  # of commits before there was one service for all peers
-        from stream_balancer.host.producers import attend as take_all
-
-        await take_all(balancer, transport)
+    except ModuleNotFoundError:  # of commits before the controller's process was one package
+        from stream_balancer.controller.producers import attend as take_puts
+    await take_puts(balancer, transport)
 
 
 # --- the producer ----------------------------------------------------------------------------------------------------

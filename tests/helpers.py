@@ -13,10 +13,9 @@ import anyio
 import anyio.lowlevel
 
 import stream_balancer as sb
-from stream_balancer.host.producers import attend as _attend
-from stream_balancer.host.transport import door_of
+from stream_balancer.host.producers import attend
 from stream_balancer.net.session import Session
-from stream_balancer.testing.network import MemoryNetwork, MemoryPeer
+from stream_balancer.testing.network import MemoryPeer
 
 __all__ = ["answering", "attend", "config", "kill", "settle", "until", "waiting", "wire_of"]
 
@@ -85,10 +84,3 @@ def wire_of(of: sb.Producer | sb.RankFeed | MemoryPeer) -> MemoryPeer:
 
 def _session_of(peer: sb.RankFeed | sb.Producer) -> Session:
     return peer._port.session if isinstance(peer, sb.RankFeed) else peer._session
-
-
-async def attend(
-    balancer: sb.StreamBalancer, network: MemoryNetwork | sb.TorchTransport, *, direct: bool = False
-) -> None:
-    """Let producers in, without ranks."""
-    await _attend(balancer, door_of(network).service, direct=direct)

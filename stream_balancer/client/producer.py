@@ -30,7 +30,7 @@ from stream_balancer.net.calls import Pending
 from stream_balancer.net.errors import Cancelled
 from stream_balancer.net.loops import Signal, blocking_deadline
 from stream_balancer.net.messages import Message, Notify, Welcome
-from stream_balancer.net.session import Dialer, Session
+from stream_balancer.net.session import Dialer, Session, own_name
 from stream_balancer.slots import Reservation, check_group
 from stream_balancer.statistics import Statistics
 from stream_balancer.types import Rollout
@@ -121,6 +121,7 @@ def connect(
         if source.options.get("keep", hand_over == "direct"):
             payloads = lambda _: PayloadOwner(source.listen, b"", label)  # noqa: E731
     else:
+        label = label or own_name()
         dialer = TcpDialer(current_world()[0] if source is None else source, token=token, name=name, tls=tls)
         if hand_over == "direct":
             payloads = lambda local: PayloadOwner.over_tcp(label, host or local)  # noqa: E731

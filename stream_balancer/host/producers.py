@@ -20,6 +20,7 @@ from stream_balancer.core.throttle import check_reserve
 from stream_balancer.errors import BrokenResourceError, RolloutError, WireError
 from stream_balancer.host.balancer import StreamBalancer
 from stream_balancer.host.puts import PendingPut
+from stream_balancer.host.transport import Transport, door_of
 from stream_balancer.host.wakeups import PendingReserve
 from stream_balancer.net.calls import Asked
 from stream_balancer.net.errors import Ended
@@ -66,9 +67,10 @@ def _read(kind: Any, raw: msgspec.Raw) -> Any:
         raise WireError(f"a producer's call that cannot be read: {error}") from None
 
 
-async def attend(balancer: StreamBalancer, service: Service, *, direct: bool = False) -> None:
+async def attend(balancer: StreamBalancer, transport: Transport, *, direct: bool = False) -> None:
     """Answer producers until cancelled. If the balancer has ended by then, they are notified; else their puts stay
     where they are, and the next who attends takes them. ``direct``: see :class:`Producers`."""
+    service = door_of(transport).service
     producers = Producers(balancer, service, direct=direct)
     try:
         with producers.following_versions():

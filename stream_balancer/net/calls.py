@@ -267,13 +267,15 @@ class Caller:
     def close(self, over: Over) -> None:
         """No more calls. Those that wait are done, those that are sent are taken back."""
         self._over = self._over or over
+        if self._connection is None:
+            self.end(over)
         waiting, self._waiting = self._waiting, {}
         for pending in waiting:
             pending.resolve(over(pending))
-        if self._connection is not None:
-            for number in self._sent:
-                self._connection.send(Cancel(number))
-        if self._connection is None or not self._sent:
+        for number in self._sent:
+            assert self._connection is not None
+            self._connection.send(Cancel(number))
+        if not self._sent:
             self.on_idle()
 
     def end(self, over: Over) -> None:

@@ -23,7 +23,7 @@ import anyio.abc
 import anyio.lowlevel
 import msgspec
 
-from stream_balancer.errors import AlreadyInUseError, RefusedError, WireError
+from stream_balancer.errors import AlreadyInUseError, RefusedError, WireError, refused_error
 from stream_balancer.net import movers as ways
 from stream_balancer.net.calls import Answerer, Asked, Budget
 from stream_balancer.net.connection import Base
@@ -191,6 +191,7 @@ class Service:
         self._tasks: anyio.abc.TaskGroup | None = None
         self._begun: dict[Asked, tuple[Peer, anyio.CancelScope]] = {}
         self._jobs: deque[Callable[[], object]] = deque()
+        self._knocking: dict[Base, None] = {}
         self._wake: Callable[[], object] = lambda: None
         self._waits = False
         self._listening = listen(self._arrived)
@@ -199,6 +200,9 @@ class Service:
     def close(self, reason: str = "") -> None:
         """No more peers; those that are in are let go. In the event loop, when nobody attends any more."""
         self._listening.close()
+        closed = refused_error("closed", "the controller has closed its transport. Start it again")
+        for connection in list(self._knocking):
+            self.io.do(partial(connection.fail, closed))
         for peer in self.peers.values():
             if peer.ending:
                 peer.close(reason)
@@ -270,12 +274,14 @@ class Service:
     # in the I/O thread
 
     def _arrived(self, connection: Base, join: Join) -> None:
+        self._knocking[connection] = None
         self._jobs.append(lambda: self._decide(connection, join))
         self._wake()
 
     # in the event loop
 
     def _decide(self, connection: Base, join: Join) -> None:
+        self._knocking.pop(connection, None)
         peer = self.peers.get(join.session)
         if peer is not None and peer.connection is not None:
             self._supersede(peer, peer.connection)

@@ -29,7 +29,7 @@ from stream_balancer.net.loops import Runs, Signal
 from stream_balancer.net.messages import Join, Message, Notify, Reply, Welcome
 from stream_balancer.wire.payload import NOTHING, Memory, Payload
 
-__all__ = ["Dialer", "Session"]
+__all__ = ["Dialer", "Session", "own_name"]
 
 _log = logging.getLogger("stream_balancer.net")
 _AGAIN_S, _MOST_AGAIN_S = 0.02, 1.0
@@ -50,6 +50,11 @@ class Dialer(Protocol):
         self, join: Join, welcomed: Callable[[Base, Welcome], None], failed: Callable[[BaseException], None]
     ) -> None:
         """Connect in the background. Either is called in the I/O thread, once; ``welcomed`` sets the handler."""
+
+
+def own_name() -> str:
+    """Host and process, for logs and errors."""
+    return f"{socket.gethostname()}:{os.getpid()}"
 
 
 class Session:
@@ -74,7 +79,7 @@ class Session:
         it joins again, where it may, to say so."""
         if connect_timeout_s is not None and not connect_timeout_s > 0:
             raise ValueError(f"connect_timeout_s must be > 0 or None, not {connect_timeout_s}")
-        self.io, self.kind, self.name = dialer.io, kind, name or f"{socket.gethostname()}:{os.getpid()}"
+        self.io, self.kind, self.name = dialer.io, kind, name or own_name()
         self.linger_s = linger_s
         self.caller = Caller(self.io, linger_s=linger_s, whom=whom)
         self.caller.on_idle = self._say_goodbye
@@ -248,7 +253,7 @@ class Session:
             self._on_end(error)
 
     def _closed_here(self, pending: Pending) -> Exception:
-        fate = f"; {pending.fate}" if pending.sent_before else ""
+        fate = f"; {pending.fate}" if pending.sent_before or pending.number is not None else ""
         return ClosedResourceError(
             f"{pending.method}() on a closed {self.kind}: close() was called, or its 'with' block was left{fate}"
         )

@@ -6,7 +6,7 @@ import anyio
 import pytest
 from forked import Python
 from guard import GUARD_S
-from helpers import attend
+from helpers import attend, until
 
 import stream_balancer as sb
 
@@ -34,7 +34,7 @@ async def test_an_unclosed_producer_ends_with_its_process() -> None:
                 assert await ended(Python("-c", SCRIPT, transport.address)) == (0, "done\n", "")
                 tasks.cancel_scope.cancel()
             unattended = Python("-c", SCRIPT, transport.address)
-            await transport.accept_producer()  # nobody attends: the put waits
+            await until(lambda: bool(transport.door.service._knocking))  # nobody attends: the put waits
         assert await ended(unattended) == (0, "lost\n", "")
 
 
