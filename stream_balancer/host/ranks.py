@@ -279,7 +279,10 @@ class Ranks:
 
     def detach(self, member: Member, seat: int, end: Ended) -> None:
         """A process's connection is over."""
-        causes = {"closed": "the rank closed its feed", "refused": f"it broke the protocol: {end.text}"}
+        closed, steps = "the rank closed its feed", self._ledger.unacknowledged(member.id)
+        if member.ended and steps:
+            closed += f" without an acknowledgement of step {steps[0]}"
+        causes = {"closed": closed, "refused": f"it broke the protocol: {end.text}"}
         self.lose(member, seat, member.lost(causes.get(end.kind, end.text)), left=end.kind == "closed")
 
     def lose(self, member: Member, seat: int, error: RankLostError, *, left: bool = False) -> None:
@@ -287,7 +290,7 @@ class Ranks:
         del member.peers[seat]
         self._ledger.lost(member.id, seat)
         member.since = anyio.current_time()
-        if left and member.ended:
+        if left and member.ended and not self._ledger.owes(member.id, seat):
             member.left = not member.peers
         else:
             member.error = member.error or error

@@ -83,6 +83,11 @@ class Ledger(Joining):
         rank = self.ranks.get(one)
         return [] if rank is None else list(rank.active)
 
+    def owes(self, one: RankId, seat: int) -> bool:
+        """The process has not acknowledged all that its rank was given. O(its active steps)."""
+        rank = self.ranks.get(one)
+        return rank is not None and any(not share.acked >> seat & 1 for share in rank.active.values())
+
     def items_of(self, number: int, one: RankId) -> list[Item]:
         """Items of one rank in one step, as they are trained on."""
         step = self.steps.get(number)
