@@ -136,6 +136,8 @@ class _Host(sb.Observer):
         if self._failure is not None:
             raise sb.BrokenResourceError(f"the balancer stopped: {self._failure}")
         if method == "entry":
+            if self._serving is not None and self._serving.done():
+                raise sb.ClosedResourceError("the balancer has ended: it takes no more rollouts, and gives no batches")
             host, port = split_address(self._transport.address)
             return host, port, self._token
         if method == "about":
@@ -244,7 +246,7 @@ class RayBalancer:
 
     def read(self) -> Entry | None:
         """Where the actor listens, for who dials; None while Ray starts it again. Raises RuntimeError once it is
-        gone."""
+        gone, ClosedResourceError once it has ended."""
         import ray
 
         try:

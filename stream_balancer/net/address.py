@@ -51,7 +51,8 @@ class Lookup(Protocol):
     """Says where a controller is. Asked again before every attempt: one that was started again may have moved."""
 
     def read(self) -> Entry | None:
-        """None if no controller is there yet. Raises RuntimeError if none will ever be."""
+        """None if no controller is there yet. Raises RuntimeError if none will ever be, ClosedResourceError once it has
+        ended."""
         ...
 
 

@@ -202,7 +202,10 @@ class Session:
 
     def _failed(self, error: BaseException) -> None:
         """No connection, this time."""
-        final = isinstance(error, (RefusedError, ConfigError, WireError)) or getattr(error, "kind", "") == "refused"
+        final = (
+            isinstance(error, (RefusedError, ConfigError, WireError, ClosedResourceError))
+            or getattr(error, "kind", "") == "refused"
+        )
         if final or (isinstance(error, BrokenResourceError) and not isinstance(error, Ended)):
             self._fail(error)
             return
@@ -239,7 +242,7 @@ class Session:
         if isinstance(error, RefusedError):
             reason, text = error.reason, str(error)
             self.caller.end(lambda pending: refused_error(reason, f"{text}; {pending.fate}"))
-        elif isinstance(error, Ended) or not isinstance(error, (BrokenResourceError, ConfigError)):
+        elif isinstance(error, Ended) or not isinstance(error, (BrokenResourceError, ConfigError, ClosedResourceError)):
             self.caller.end(self.caller.lost_for(str(error).split("\n", 1)[0][:200]))
         else:
             self.caller.end(lambda _: to_raise(error))

@@ -9,6 +9,7 @@ import os
 import random
 import signal
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -59,7 +60,11 @@ def cluster() -> Iterator[Cluster]:
 
 def kill(actor: Any) -> None:
     """Its process, at once; without a word to Ray."""
-    os.kill(ray.get(actor.__ray_call__.remote(lambda _: os.getpid()), timeout=GUARD_S), signal.SIGKILL)
+    while True:
+        with suppress(ray.exceptions.ActorUnavailableError):  # Ray is starting it again
+            os.kill(ray.get(actor.__ray_call__.remote(lambda _: os.getpid()), timeout=GUARD_S), signal.SIGKILL)
+            return
+        time.sleep(0.05)
 
 
 class Worker:
