@@ -13,9 +13,7 @@ import anyio.lowlevel
 import torch
 
 import stream_balancer as sb
-from stream_balancer.host.serve import serve
-from stream_balancer.rank.feed import RankFeed
-from stream_balancer.transport.memory import MemoryTransport
+from stream_balancer.testing import MemoryNetwork
 
 __all__ = ["training"]
 
@@ -30,7 +28,7 @@ async def training(*, step_s: float, slow_after_steps: int) -> AsyncIterator[sb.
     config = sb.BalancerConfig(dp_size=RANKS, batch_size=BATCH, cost=cost)
     lengths = itertools.cycle(sb.generate_trace(8_000, "lrm", seed=3).lengths.tolist())
     work = cost([4_000])[0] * BATCH / RANKS  # of a rank in a step, about
-    transport = MemoryTransport(dp_size=RANKS)
+    transport = MemoryNetwork(dp_size=RANKS)
     worth_training = itertools.cycle([True] * 11 + [False])  # the others: groups whose rewards are all alike
     balancer = sb.StreamBalancer(config, accept=lambda _: next(worth_training))
     balancer.set_version(0)
@@ -44,7 +42,7 @@ async def training(*, step_s: float, slow_after_steps: int) -> AsyncIterator[sb.
                 tokens = {"input_ids": torch.zeros(length, dtype=torch.int32)}
                 await slot.put(sb.Rollout(tokens=tokens, version=version))
 
-    async def train(feed: RankFeed) -> None:
+    async def train(feed: sb.RankFeed) -> None:
         async for batch in feed:
             slow = SLOWDOWN if feed.rank == SLOW_RANK and batch.step >= slow_after_steps else 1.0
             lengths = [length for one in batch.micro_batches for length in one.lengths]
@@ -54,10 +52,10 @@ async def training(*, step_s: float, slow_after_steps: int) -> AsyncIterator[sb.
                 balancer.set_version(next(versions))
 
     async with balancer, anyio.create_task_group() as tasks:
-        tasks.start_soon(serve, balancer, transport)
+        tasks.start_soon(sb.serve, balancer, transport)
         await anyio.lowlevel.checkpoint()
         for rank in range(RANKS):
-            tasks.start_soon(train, RankFeed(transport.connect(rank, depth=1)))
+            tasks.start_soon(train, sb.RankFeed(transport.connect(rank, depth=1)))
         for _ in range(WORKERS):
             tasks.start_soon(generate)
         yield balancer

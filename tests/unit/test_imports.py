@@ -21,7 +21,7 @@ LAYERS = [
     {"types", "statistics", "config"},
     {"core", "wire", "slots"},
     {"net", "facade"},
-    {"host", "client", "facades"},  # the controller's process, and the others': what they share is below them
+    {"host", "client"},  # the controller's process, and the others': what they share is below them
     {"tools", "metrics", "integrations", "ray"},
     {"testing", "demo"},
     {"cli"},
