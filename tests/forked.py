@@ -203,7 +203,7 @@ def launch(*arguments: str) -> None:
 
     script = get_args_parser().parse_args(arguments).training_script
     sys.path.insert(0, str(Path(script).parent))  # as an interpreter does with the file it is given
-    multiprocessing.set_forkserver_preload(["stream_balancer.rank.feed", "torch.distributed.run"])
+    multiprocessing.set_forkserver_preload(["stream_balancer.client.feed", "torch.distributed.run"])
     main(["--standalone", "--start-method", "forkserver", "--run-path", *arguments])
 
 

@@ -234,7 +234,7 @@ def test_what_is_gone_is_masked() -> None:
 def test_what_turns_out_to_be_gone_later_is_masked_in_new_micro_batches(narrow: bool) -> None:
     local = [Rollout(tokens={"input_ids": torch.arange(1, 9)}, rollout_id=str(n)) for n in range(3)]
     got = carried(local, narrow=narrow)
-    before = got.micro_batches[0]
+    assert not any(one.is_padding for one in got.micro_batches[0].rollouts)
     got.mask(["1"])
     (after,) = got.micro_batches
     assert after.packed()["input_ids"].tolist() == [*range(1, 9), *[0] * 8, *range(1, 9)]
