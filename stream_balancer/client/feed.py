@@ -37,8 +37,9 @@ import torch
 from stream_balancer.client.device import Stopwatch, Uploader, pinned
 from stream_balancer.client.payloads import Fetcher
 from stream_balancer.client.port import Port, Who
+from stream_balancer.client.reassigned import Reassigned
 from stream_balancer.client.seats import Seat, seat_in
-from stream_balancer.client.step import Reassigned, Step
+from stream_balancer.client.step import Step
 from stream_balancer.core.staleness import next_version
 from stream_balancer.errors import BrokenResourceError, ClosedResourceError, RankLostError
 from stream_balancer.facade import OfOneProcess, event_loop_here, refuse_in_event_loop, run
@@ -213,6 +214,7 @@ class RankFeed(OfOneProcess):
         if self._ended:
             return None
         if self._hand is not None and self._hand.given:
+            self._hand.read_clocks()
             await self._port.wait_for(self._hand.look_complete)
             with self._port.lock:
                 self._hand.conclude(ack=self._auto_ack)
@@ -257,6 +259,8 @@ class RankFeed(OfOneProcess):
         """Acknowledge ``step`` and every one before it: :meth:`Step.ack` for code that kept the number only. From any
         thread, never blocks, idempotent. Raises as that."""
         port, held, hand = self._port, self._port.held, self._hand
+        if hand is not None and hand.step <= step:
+            hand.read_clocks()
         with port.lock:
             if hand is not None and hand.step <= step and hand.is_mine:
                 self._check_open("step.ack()")

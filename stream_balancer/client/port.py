@@ -11,7 +11,6 @@ Facts wait in ``Held.out`` while there is no connection; :meth:`Held.has` says a
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections.abc import Callable, Collection, Sequence
@@ -44,7 +43,6 @@ from stream_balancer.wire.payload import NOTHING, Memory, Payload
 __all__ = ["Arrived", "Known", "Port", "Who"]
 
 T = TypeVar("T")
-_log = logging.getLogger("stream_balancer.client")
 
 
 class Who(NamedTuple):

@@ -31,7 +31,7 @@ from torch import Tensor
 from stream_balancer.client.device import Pace
 from stream_balancer.errors import ClosedResourceError, ConfigError
 from stream_balancer.facade import refuse_in_event_loop, run
-from stream_balancer.types import MicroBatch, RankBatch
+from stream_balancer.types import MicroBatch
 from stream_balancer.types.batch import Denominators, MiniBatchSize, OneRank
 from stream_balancer.values import SUPPORTED_DTYPES
 from stream_balancer.wire.codec import encode_columns
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from stream_balancer.client.held import Work
     from stream_balancer.client.port import Known, Port
 
-__all__ = ["End", "Reassigned", "Step"]
+__all__ = ["End", "Step"]
 
 T = TypeVar("T")
 _MOST_COLUMNS = 64
@@ -74,6 +74,7 @@ class Step(OneRank):
         self._pace: Pace | None = None
         self._taken_at, self._waited_s, self._waited_before = time.monotonic(), waited_s, port.waited_s
         self._computed: list[Callable[[], float]] = []
+        self._compute_s: float | None = None
         self.given = False
         """The feed has returned it."""
 
@@ -351,13 +352,17 @@ class Step(OneRank):
             )
         waited_s = self._port.waited_s - self._waited_before
         seconds = max(time.monotonic() - self._taken_at - waited_s, 0.0)
-        compute_s = sum(read() for read in self._computed) if self._computed else None
-        self._port.times[self.step] = (seconds, compute_s, self._waited_s + waited_s)
+        self._port.times[self.step] = (seconds, self._compute_s, self._waited_s + waited_s)
         held.has_finished(part, ack=ack)
 
     def computed(self, read: Callable[[], float]) -> None:
         """The trainer timed a part of its work."""
         self._computed.append(read)
+
+    def read_clocks(self) -> None:
+        """Wait for what was timed on an accelerator: without the lock, or nothing would be received meanwhile."""
+        while self._computed:
+            self._compute_s = (self._compute_s or 0.0) + self._computed.pop(0)()
 
     def paced(self, device: torch.device) -> Step:
         """The step, to be iterated whatever was asked of it before, with the host one micro-batch ahead of this device
@@ -412,59 +417,3 @@ def _flat(columns: Mapping[str, Tensor], num_tokens: int) -> dict[str, Tensor]:
         if column.dtype not in SUPPORTED_DTYPES:
             raise ValueError(f"{name!r} has dtype {column.dtype}, which cannot travel")
     return {name: column.detach().to("cpu", copy=True).contiguous() for name, column in columns.items()}
-
-
-class Reassigned:
-    """What a rank takes over in a step beyond ``micro_batches``: an iterator over rank batches. See
-    :meth:`RankFeed.reassigned`."""
-
-    def __init__(self, step: Step) -> None:
-        self._step = step
-        _ = step.micro_batches  # all of them are this rank's
-        iter(step)
-
-    @property
-    def ranks(self) -> tuple[int, ...]:
-        """:attr:`End.ranks`, once it has ended."""
-        return self._step.ranks
-
-    def __iter__(self) -> Iterator[RankBatch]:
-        return self
-
-    def __next__(self) -> RankBatch:
-        """The next part. Blocks until every rank is here."""
-        try:
-            return self._part(next(self._step))
-        except StopIteration:
-            self._check()
-            raise
-
-    def __aiter__(self) -> AsyncIterator[RankBatch]:
-        return self
-
-    async def __anext__(self) -> RankBatch:
-        """As ``next()``, without blocking the event loop."""
-        try:
-            return self._part(await self._step.__anext__())
-        except StopAsyncIteration:
-            self._check()
-            raise
-
-    def _part(self, micro_batch: MicroBatch) -> RankBatch:
-        step = self._step
-        return RankBatch(
-            step=step.step,
-            rank=step.rank,
-            dp_size=step.dp_size,
-            micro_batches=(micro_batch,),
-            load=0.0,
-            denominators=step.denominators,
-            on_ack=step.ack,
-        )
-
-    def _check(self) -> None:
-        step = self._step
-        if not step.ranks:
-            why = step.dropped or "it begins again, since ranks that share rollouts were lost"
-            text = f"step {step.step} is not this rank's any more: {why}. Loops that call step.finish() can go on"
-            raise step._port.give_up(step.step, text)

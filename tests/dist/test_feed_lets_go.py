@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import gc
+import os
 import queue
 import resource
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -126,3 +128,39 @@ def test_batches_that_a_trainer_holds_cost_no_descriptors() -> None:
     assert hear(told) == [1000 * step for step in range(200)]
     process.join(GUARD_S)
     assert process.exitcode == 0
+
+
+def _open_here() -> tuple[int, set[str]]:
+    """Descriptors and threads of this process, but for those of the test's controller."""
+    names = {thread.name for thread in threading.enumerate()}
+    return len(os.listdir("/proc/self/fd")), {name for name in names if not name.startswith("AnyIO")}
+
+
+@pytest.mark.parametrize("movers", [[], ["shared_memory"], ["torch_dist"]], ids=str)
+@pytest.mark.parametrize("how", ["closed", "lost", "ended"])
+def test_descriptors_and_threads_go_at_once(how: str, movers: list[str]) -> None:
+    """Not when the garbage collector runs; and whoever holds the feed, or batches of it."""
+    with controller() as (address, stop):
+        sb.RankFeed(address, rank=0, dp_size=2).close()  # the I/O thread is there
+        gc.disable()
+        try:
+            before = _open_here()
+            feed = sb.RankFeed(address, rank=0, dp_size=1, movers=movers)
+            held = [next(feed)]
+            if how == "ended":
+                held += list(feed)
+            elif how == "closed":
+                feed.close()
+            else:
+                stop()
+                with pytest.raises(RankLostError):
+                    held += list(feed)
+            deadline = time.monotonic() + 10.0
+            while _open_here()[0] > before[0] and time.monotonic() < deadline:
+                time.sleep(0.005)  # the controller's end, which is in this process, too
+            fds, threads = _open_here()
+            assert fds <= before[0]
+            assert threads <= before[1]
+            assert held
+        finally:
+            gc.enable()
