@@ -20,7 +20,8 @@ from typing import Annotated, Any, NamedTuple, Protocol, TypeAlias
 import msgspec
 
 from stream_balancer.errors import BrokenResourceError, WireError
-from stream_balancer.net.calls import Asked, Pending
+from stream_balancer.net.answers import Asked
+from stream_balancer.net.calls import Pending
 from stream_balancer.net.connection import Base
 from stream_balancer.net.listener import Listener
 from stream_balancer.net.loops import Signal

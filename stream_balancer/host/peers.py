@@ -18,7 +18,7 @@ from stream_balancer.host.ranks import Member, forget
 from stream_balancer.host.reports import Reports
 from stream_balancer.host.sending import InFlight
 from stream_balancer.host.transport import Door
-from stream_balancer.net.calls import Asked
+from stream_balancer.net.answers import Asked
 from stream_balancer.net.errors import Ended
 from stream_balancer.net.messages import Join, Notify, Report
 from stream_balancer.net.service import Method, Peer

@@ -22,7 +22,7 @@ from stream_balancer.host.balancer import StreamBalancer
 from stream_balancer.host.puts import PendingPut
 from stream_balancer.host.transport import Transport, door_of
 from stream_balancer.host.wakeups import PendingReserve
-from stream_balancer.net.calls import Asked
+from stream_balancer.net.answers import Asked
 from stream_balancer.net.errors import Ended
 from stream_balancer.net.messages import Join, Notify
 from stream_balancer.net.service import Method, Peer, Service

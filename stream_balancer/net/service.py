@@ -25,7 +25,7 @@ import msgspec
 
 from stream_balancer.errors import AlreadyInUseError, RefusedError, WireError, refused_error
 from stream_balancer.net import movers as ways
-from stream_balancer.net.calls import Answerer, Asked, Budget
+from stream_balancer.net.answers import Answerer, Asked, Budget
 from stream_balancer.net.connection import Base
 from stream_balancer.net.errors import Ended, name_of
 from stream_balancer.net.loops import Runs, in_loop

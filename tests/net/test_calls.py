@@ -23,7 +23,7 @@ from stream_balancer.errors import (
     RolloutError,
     WireError,
 )
-from stream_balancer.net.calls import Asked
+from stream_balancer.net.answers import Asked
 from stream_balancer.net.errors import Ended
 from stream_balancer.net.messages import Welcome
 from stream_balancer.net.service import Bytes, Peer, Service

@@ -18,7 +18,7 @@ from scripted import same_rollout
 from stream_balancer.client import payloads
 from stream_balancer.client.payloads import Fetcher, Missing, PayloadOwner
 from stream_balancer.net.address import TcpDialer
-from stream_balancer.net.calls import Asked
+from stream_balancer.net.answers import Asked
 from stream_balancer.net.loops import Io
 from stream_balancer.net.service import Peer
 from stream_balancer.net.session import Session
