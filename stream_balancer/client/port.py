@@ -34,7 +34,7 @@ from stream_balancer.errors import (
 )
 from stream_balancer.net import messages as m
 from stream_balancer.net.errors import Ended
-from stream_balancer.net.loops import Signal
+from stream_balancer.net.loops import Signal, blocking_deadline
 from stream_balancer.net.session import Dialer, Session
 from stream_balancer.types import MicroBatch
 from stream_balancer.wire.codec import Decoded, decode
@@ -147,7 +147,8 @@ class Port:
         self.waited_s = 0.0
         self._causes: dict[str, str] = {}
         self._news = Signal()
-        self._one_user = threading.Lock()
+        self._user: object = None
+        """The thread or task that waits."""
         self._flushes = False
         self._uploader, self._fetcher = uploader, fetcher
         self._broken: WireError | None = None
@@ -162,10 +163,14 @@ class Port:
     async def wait_for(self, look: Callable[[], T | None]) -> T:
         """What ``look`` finds, under the lock, as soon as it finds something. What has come is found before a lost
         controller is told."""
-        if not self._one_user.acquire(blocking=False):
-            raise AlreadyInUseError(
-                "two threads or tasks iterate one RankFeed. Each step goes to one of them: let one iterate"
-            )
+        # A thread may be interrupted before it has left: it may come again.
+        me: object = threading.get_ident() if hasattr(blocking_deadline, "at") else object()
+        with self.lock:
+            if self._user is not None and self._user != me:
+                raise AlreadyInUseError(
+                    "two threads or tasks iterate one RankFeed. Each step goes to one of them: let one iterate"
+                )
+            self._user = me
         began = self.waiting_since = time.monotonic()
         try:
             while True:
@@ -183,8 +188,7 @@ class Port:
                 await news.wait()
         finally:
             self.waited_s += time.monotonic() - began
-            self.waiting_since = None
-            self._one_user.release()
+            self.waiting_since = self._user = None
 
     def flush(self) -> None:
         """Report what Held has said, behind calls that were made before. The lock is held."""
