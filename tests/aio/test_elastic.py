@@ -18,7 +18,7 @@ from helpers import kill, settle
 from team import Team, check_exact
 
 import stream_balancer as sb
-from stream_balancer.testing import MemoryNetwork, make_rollout
+from stream_balancer.testing import BACKENDS, MemoryNetwork, make_rollout, virtual_time_backend
 
 
 def knobs(dp_size: int, **more: object) -> sb.BalancerConfig:
@@ -500,9 +500,11 @@ async def test_whoever_is_lost_and_whenever(seed: int) -> None:
         check_exact(balancer, team, 96)
 
 
+@pytest.mark.parametrize("anyio_backend", [virtual_time_backend(name, grace_s=0.01) for name in BACKENDS], ids=BACKENDS)
 @pytest.mark.parametrize("seconds", [0.0, 1.05, 1.3, 1.7, 2.2])
 async def test_the_controller_is_lost_while_others_take_over(tmp_path: Path, seconds: float) -> None:
-    """Its journal knows the step whole, or not at all: the next one gives it again as it was planned."""
+    """Its journal knows the step whole, or not at all: the next one gives it again as it was planned. The clock waits
+    a moment for the journal's thread."""
     async with sb.StreamBalancer(knobs(4), journal=tmp_path / "j") as balancer, MemoryNetwork(dp_size=4) as transport:
         team = Team(transport, {1: (1, "work")})
         async with anyio.create_task_group() as tasks:
