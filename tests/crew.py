@@ -58,6 +58,7 @@ class Crew:
                 await self._step(rank, step)
             self.ended.append(rank)
         except KilledError:
+            feed._port.session._rejoin = False  # its I/O thread is gone, too
             peer.cut()
         except (sb.RankLostError, sb.RefusedError) as error:
             self.errors.append(error)
