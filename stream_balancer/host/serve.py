@@ -288,14 +288,18 @@ class _Server(Observer):
         self._wake()
 
     def _wants_step(self) -> bool:
-        members = len(self._here.ledger.members(TRAIN))
-        planned_for = members if self._planner is None else self._planner.config.dp_size
-        return members == planned_for and self._here.ledger.wants_step
+        members = self._here.ledger.members(TRAIN)
+        planned_for = len(members) if self._planner is None else self._planner.config.dp_size
+        return len(members) == planned_for and self._here.ledger.wants_step and self._all_take_part(members)
 
     def _fits(self, batch: Batch) -> bool:
-        """It is for as many ranks as there are, and all of them have come at some time."""
+        """It is for as many ranks as there are."""
         members = self._here.ledger.members(TRAIN)
-        return len(batch.ranks) == len(members) and all(self._ranks[one].was_here for one in members)
+        return len(batch.ranks) == len(members) and self._all_take_part(members)
+
+    def _all_take_part(self, members: Sequence[RankId]) -> bool:
+        """All have come at some time. One that is wanted again after it was told of the end leaves first."""
+        return all(self._ranks[one].was_here and not self._ranks[one].ended for one in members)
 
     async def _restore(self, batches: AsyncIterator[Batch], number: int) -> None:
         """Steps that were in flight before, or in the journal, go on if their plan fits the ranks there are."""
