@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,6 +32,14 @@ def columns(num_tokens: int) -> dict[str, torch.Tensor]:
         "versions": torch.ones(num_tokens, dtype=torch.int32),
         "loss_mask": torch.ones(num_tokens, dtype=torch.bool),
     }
+
+
+async def keep_putting(balancer: sb.StreamBalancer, num_tokens: int) -> None:
+    """Rollouts of 8 bytes a token without end, until cancelled or the balancer has ended. They share their column."""
+    ids = torch.zeros(num_tokens, dtype=torch.int64)
+    with suppress(sb.ClosedResourceError):
+        for number in itertools.count():
+            await balancer.put(sb.Rollout(tokens={"input_ids": ids}, rollout_id=f"r{number}"))
 
 
 def arguments(doc: str | None, **defaults: Any) -> argparse.Namespace:

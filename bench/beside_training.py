@@ -7,18 +7,18 @@ own sum 4 MB again and again; in every second round they also take batches. A st
 from __future__ import annotations
 
 import json
+import math
 import socket
 import statistics
 import time
+from functools import partial
 
 import anyio
 import torch
 import torch.distributed as dist
-from _common import Rows, arguments, peer
-from stream_balancer.testing.transports import ScriptedBalancer, make_batch
+from _common import Rows, arguments, keep_putting, peer
 
 import stream_balancer as sb
-from stream_balancer.types import Batch
 
 ELEMENTS = 2**20  # float32: 4 MB
 SUMS_PER_STEP = 8
@@ -26,28 +26,11 @@ STEPS_PER_ROUND = 12
 BAR = 1.5
 
 
-class Repeating(ScriptedBalancer):
-    """The same batch under ever new step numbers: the controller's packing is measured, not the making."""
-
-    def __init__(self, num_ranks: int, num_tokens: int, steps: int) -> None:
-        super().__init__([])
-        self._ranks, self._tokens, self._steps, self._step = num_ranks, num_tokens, steps, 0
-
-    async def __anext__(self) -> Batch:
-        await anyio.lowlevel.checkpoint()
-        if self._step == self._steps:
-            raise StopAsyncIteration
-        batch = make_batch(self._step, self._ranks, num_tokens=self._tokens)
-        self._in_flight[batch.step] = batch
-        self._step += 1
-        return batch
-
-
 def rank_main(rank: int, address: str, port: int, rounds: int, shared_memory: bool) -> None:
     """Prints its times and a checksum of its sums."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
-    feed = sb.RankFeed(address, rank=rank, dp_size=2, shared_memory=shared_memory)
+    feed = sb.RankFeed(address, rank=rank, dp_size=2, movers=("shared_memory",) if shared_memory else ())
     times: dict[str, list[float]] = {"quiet": [], "beside": []}
     sums: dict[str, list[float]] = {"quiet": [], "beside": []}
     gradient = torch.empty(ELEMENTS)
@@ -66,8 +49,7 @@ def rank_main(rank: int, address: str, port: int, rounds: int, shared_memory: bo
                 dist.all_reduce(gradient)
                 times[kind].append(time.perf_counter() - began)
             sums[kind].append(float(gradient.view(torch.int32).sum(dtype=torch.int64)))
-    for _ in feed:
-        pass
+    feed.close()
     dist.destroy_process_group()
     print(json.dumps({"times": times, "equal": sums["quiet"] == sums["beside"]}))
 
@@ -75,12 +57,18 @@ def rank_main(rank: int, address: str, port: int, rounds: int, shared_memory: bo
 async def measure(rows: Rows, num_tokens: int, rounds: int, shared_memory: bool) -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    balancer = Repeating(2, num_tokens, rounds * STEPS_PER_ROUND)
-    async with sb.TorchTransport.listen(dp_size=2, shared_memory=shared_memory) as transport:
+    config = sb.BalancerConfig(dp_size=2, batch_size=8, window=8, capacity=16)
+    async with (
+        sb.TorchTransport.listen(dp_size=2, shared_memory=shared_memory) as transport,
+        sb.StreamBalancer(config) as balancer,
+        anyio.create_task_group() as tasks,
+    ):
+        tasks.start_soon(keep_putting, balancer, num_tokens)
+        tasks.start_soon(partial(sb.serve, balancer, transport, rejoin_timeout_s=math.inf))
         plan = (transport.address, port, rounds, shared_memory)
         with peer(0, *plan) as first, peer(1, *plan) as second:
-            await sb.serve(balancer, transport)
             told = [json.loads((await anyio.to_thread.run_sync(rank.communicate))[0]) for rank in (first, second)]
+        tasks.cancel_scope.cancel()
     median = {kind: statistics.median(told[0]["times"][kind]) for kind in ("quiet", "beside")}
     if not all(one["equal"] for one in told):
         raise SystemExit("FAILED: sums beside the feed differ from sums without it")

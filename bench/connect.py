@@ -13,6 +13,7 @@ import socket
 import statistics
 import subprocess
 import time
+from importlib import import_module
 from typing import Any
 
 import anyio
@@ -38,10 +39,10 @@ RAW = {"1MB": (1_050_000, 300), "10MB": (10_500_000, 40)}
 async def attend(balancer: sb.StreamBalancer, transport: sb.TorchTransport) -> None:
     """Take producers' puts. ``serve`` does it by itself; here no rank takes part."""
     try:
-        from stream_balancer.host.producers import attend as take_puts
+        module = import_module("stream_balancer.host.producers")
     except ModuleNotFoundError:  # of commits before the controller's process was one package
-        from stream_balancer.controller.producers import attend as take_puts
-    await take_puts(balancer, transport)
+        module = import_module("stream_balancer.controller.producers")
+    await module.attend(balancer, transport)
 
 
 # --- the producer ----------------------------------------------------------------------------------------------------

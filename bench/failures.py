@@ -21,12 +21,10 @@ from typing import Any
 
 import anyio
 import torch
-from _common import Rows, arguments
-from stream_balancer.testing.transports import ScriptedBalancer, make_batch
+from _common import Rows, arguments, keep_putting
 
 import stream_balancer as sb
 from stream_balancer.errors import RankLostError
-from stream_balancer.types import Batch
 
 TOKENS = 20_000  # per rollout; four of them make 1 MB a rank
 STEP_S = 0.01
@@ -34,33 +32,24 @@ DEPTH = 64  # batches: what a rank has in stock while another one is replaced
 BARS_MS = {"controller_noticed": 100.0, "noticed": 100.0, "rejoined": 200.0, "healthy_gap": 100.0}
 
 _PROCESSES = multiprocessing.get_context("forkserver")
-_PROCESSES.set_forkserver_preload(["stream_balancer.rank.feed", "stream_balancer.transport.gloo.torch_dist"])
+_PROCESSES.set_forkserver_preload(["stream_balancer.client.feed", "stream_balancer.host.transport"])
 
 
-class Endless(ScriptedBalancer):
-    """One batch after the other, until it is stopped."""
+def config(dp_size: int) -> sb.BalancerConfig:
+    return sb.BalancerConfig(dp_size=dp_size, batch_size=4 * dp_size, window=4 * dp_size, capacity=8 * dp_size)
 
-    def __init__(self, dp_size: int) -> None:
-        super().__init__([])
-        self._dp_size = dp_size
-        self.step = 0
-        self.stopped = False
 
-    async def __anext__(self) -> Batch:
-        await anyio.lowlevel.checkpoint()
-        if self.stopped:
-            raise StopAsyncIteration
-        batch = make_batch(self.step, self._dp_size, num_tokens=TOKENS)
-        self._in_flight[batch.step] = batch
-        self.step += 1
-        return batch
+def movers(shared_memory: bool) -> tuple[str, ...]:
+    return ("shared_memory",) if shared_memory else ()
 
 
 def train(address: str, rank: int, incarnation: int, shared_memory: bool, wire: Connection) -> None:
     """One process of a rank: waits for the start, trains, reports when which step was there."""
     torch.set_num_threads(1)
     wire.recv()
-    feed = sb.RankFeed(address, rank=rank, dp_size=2, incarnation=incarnation, depth=DEPTH, shared_memory=shared_memory)
+    feed = sb.RankFeed(
+        address, rank=rank, dp_size=2, incarnation=incarnation, depth=DEPTH, movers=movers(shared_memory)
+    )
     kept = []
     for batch in feed:
         now = time.monotonic(), batch.step
@@ -95,28 +84,36 @@ class RankProcess:
         return found
 
 
+def is_connected(transport: sb.TorchTransport, incarnation_of: int) -> bool:
+    """Whether the newest process of this rank is there."""
+    peers = [one for one in transport.door.service.peers.values() if one.kind == "rank" and one.connection is not None]
+    return len(peers) > incarnation_of
+
+
 async def drill(kills: int, shared_memory: bool) -> dict[str, list[float]]:
     """Times in ms, one per kill; the healthy rank's gaps for all of them."""
     chance = random.Random(0)
     times: dict[str, list[float]] = {"noticed": [], "rejoined": []}
-    balancer = Endless(2)
     runs: list[list[tuple[float, int]]] = []
-    async with sb.TorchTransport.listen(dp_size=2, shared_memory=shared_memory) as transport:
-        address = transport.address or ""
+    async with (
+        sb.TorchTransport.listen(dp_size=2, movers=movers(shared_memory)) as transport,
+        sb.StreamBalancer(config(2)) as balancer,
+    ):
+        address = transport.address
         healthy = RankProcess(address, 0, 0, shared_memory)
         victim = RankProcess(address, 1, 0, shared_memory)
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(partial(sb.serve, balancer, transport, rejoin_timeout_s=60.0))
+            tasks.start_soon(keep_putting, balancer, TOKENS)
             healthy.wire.send("go")
             victim.wire.send("go")
             for incarnation in range(1, kills + 1):
                 spare = RankProcess(address, 1, incarnation, shared_memory)
                 await in_thread(victim.wire.poll, 30.0)  # it has its first batch
                 await anyio.sleep(chance.uniform(0.1, 0.3))
-                link = transport.sessions[1]
                 killed_at = time.monotonic()
                 os.kill(victim.process.pid or 0, signal.SIGKILL)
-                while link.live:  # noqa: ASYNC110 - a link has no event for it
+                while is_connected(transport, 1):  # noqa: ASYNC110 - a transport has no event for it
                     await anyio.sleep(0.0005)
                 times["noticed"].append(1e3 * (time.monotonic() - killed_at))
                 began = time.monotonic()
@@ -129,12 +126,12 @@ async def drill(kills: int, shared_memory: bool) -> dict[str, list[float]]:
                 runs.append([first])
                 victim = spare
             await anyio.sleep(0.3)
-            balancer.stopped = True
+            balancer.end()
             reports = await in_thread(healthy.reported)
             runs.append(await in_thread(victim.reported))
-    check([step for _, step in reports], balancer.step)
-    seen = sorted({step for run in runs for _, step in run})
-    check(seen, balancer.step)
+    steps = [step for _, step in reports]
+    check(steps, len(steps))
+    check(sorted({step for run in runs for _, step in run}), len(steps))
     times["healthy_gap"] = [1e3 * (b[0] - a[0]) for a, b in pairwise(reports)]
     return times
 
@@ -143,9 +140,14 @@ def control(wire: Connection) -> None:
     """A controller with one rank, until it is killed."""
 
     async def main() -> None:
-        async with sb.TorchTransport.listen(dp_size=1) as transport:
+        async with (
+            sb.TorchTransport.listen(dp_size=1) as transport,
+            sb.StreamBalancer(config(1)) as balancer,
+            anyio.create_task_group() as tasks,
+        ):
+            tasks.start_soon(keep_putting, balancer, TOKENS)
             wire.send(transport.address)
-            await sb.serve(Endless(1), transport)
+            await sb.serve(balancer, transport)
 
     anyio.run(main)
 

@@ -61,7 +61,7 @@ async def control() -> None:
         balancer.end()
 
 
-def train(model: Decoder, batch: sb.RankBatch, groups: Groups) -> Tensor:
+def train(model: Decoder, batch: sb.RankBatch | sb.Step, groups: Groups) -> Tensor:
     """This rank's part of the step; returns the step's loss. Gradients are those of the whole step, on every rank.
 
     Micro-batches run in the order in which they come: then no member waits for another.
@@ -78,7 +78,7 @@ def train(model: Decoder, batch: sb.RankBatch, groups: Groups) -> Tensor:
     return total
 
 
-def trained_ids(batch: sb.RankBatch) -> dict[str, int]:
+def trained_ids(batch: sb.RankBatch | sb.Step) -> dict[str, int]:
     """The step's rollouts over all ranks, and how many ranks shared each."""
     held = [(one, len(mb.cp_group) or 1) for mb in batch.micro_batches for one in mb.rollouts if not one.is_padding]
     mine = {one.rollout_id: degree for one, degree in held}

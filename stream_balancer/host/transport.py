@@ -82,9 +82,10 @@ class TorchTransport:
         (default: the environment's ``STREAM_BALANCER_TOKEN``; without one, a new one is written into the store, so that
         whoever reads the store may come in). ``tls``: encrypt what travels on sockets. See docs/security.md.
 
-        ``name``: two balancers may share a store under different names. ``narrow``: int64 columns travel as int32 to ranks
-        on other machines, where the values fit. ``movers``: how bulk bytes travel, best first, where both ends can; sockets carry the rest.
-        Default: shared memory with ranks on this machine, and through a ``store`` first torch.distributed's send/recv;
+        ``name``: two balancers may share a store under different names. ``narrow``: int64 columns travel as int32 to
+        ranks on other machines, where the values fit. ``movers``: how bulk bytes travel, best first, where both ends
+        can; sockets carry the rest. Default: shared memory with ranks on this machine, and through a ``store`` first
+        torch.distributed's send/recv;
         none with ``tls``, which would not encrypt them. ``shared_memory=False`` leaves that one out.
 
         ``staged_bytes``: puts of one producer that have arrived and are not accepted yet; ``max_put_bytes``: the

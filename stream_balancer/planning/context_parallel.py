@@ -7,8 +7,8 @@
                    --> the best of all these, or the unsplit layout if none is better
 
 Every rank runs its micro-batches by descending degree, and a block its own in one order. Then nobody waits within the
-step, so a rank is done after the sum of its parts: bench/results/planning_proofs.md. Pure and deterministic; a work budget
-instead of a clock.
+step, so a rank is done after the sum of its parts: bench/results/planning_proofs.md. Pure and deterministic; a work
+budget instead of a clock.
 """
 
 from __future__ import annotations

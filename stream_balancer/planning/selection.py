@@ -340,8 +340,8 @@ def forced_units(units: Units) -> Bools:
     """[U] must go so that nobody is ever passed over by more than max_skips dispatches.
 
     Of the units with at most j skips left, at most j batches may stay behind: the next j dispatches take them (earliest
-    deadline first: Liu and Layland 1973; proof in bench/results/planning_proofs.md). From j = waiting / batch on that is all of
-    them: O(W), however large max_skips is.
+    deadline first: Liu and Layland 1973; proof in bench/results/planning_proofs.md). From j = waiting / batch on that
+    is all of them: O(W), however large max_skips is.
     """
     amounts, sent = units.amounts, units.sent
     forced = np.zeros(amounts.size, dtype=np.bool_)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import Counter
 from collections.abc import Callable
@@ -101,8 +102,8 @@ async def test_the_trainer_begins_with_its_first_columns() -> None:
         crew.seconds = lambda rank, step: began_at.append(anyio.current_time()) or 0.0  # type: ignore[func-returns-value]
         await crew.run(balancer, some(24), *crew.computing(0), roles=ROLES)
         crew.check(balancer, 24)
-        gaps = [later - sooner for sooner, later in zip(began_at, began_at[1:], strict=False)]
-        assert gaps[-2:] == pytest.approx([10.0, 10.0]), "the loop is known to be one over micro-batches since the first"
+        gaps = [later - sooner for sooner, later in itertools.pairwise(began_at)]
+        assert gaps[-2:] == pytest.approx([10.0, 10.0]), "over micro-batches since the first"
 
 
 @pytest.mark.parametrize("policy", ["raise", "replan"])
@@ -174,7 +175,7 @@ async def test_wrong_columns_on_the_last_step_are_told() -> None:
         told: list[str] = []
 
         async def wrong() -> None:
-            with pytest.raises(sb.RankLostError, match=r"is to give the columns \['ref_logprobs'\], not \['values'\]"):
+            with pytest.raises(sb.RankLostError, match=r"is to give the columns \['ref_logprobs'\], not \['values'\]"):  # noqa: PT012 - whichever of these notices
                 async for step in sb.RankFeed(crew.network.connect(0, role="ref")):
                     async for micro_batch in step:
                         balancer.end()

@@ -43,7 +43,7 @@ async def test_every_share_arrives_once_and_in_order(kind: str) -> None:
 
 async def test_credits_bound_the_queue(kind: str) -> None:
     """A rank with depth 3 is never planned a fourth step before it takes one."""
-    async with Filled(8, 1, capacity=64) as filled, open_network(kind, 1) as network:
+    async with Filled(8, 1, capacity=64) as filled, open_network(kind, 1) as network:  # noqa: SIM117 - tasks end first
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(sb.serve, filled.balancer, network.transport)
             feed = network.feed(0, depth=3)
@@ -60,7 +60,7 @@ async def test_credits_bound_the_queue(kind: str) -> None:
 
 async def test_asking_for_the_next_acknowledges(kind: str) -> None:
     """Not the taking, not the leaving; or ``ack()``, once."""
-    async with Filled(3, 1, hold=True) as filled, open_network(kind, 1) as network:
+    async with Filled(3, 1, hold=True) as filled, open_network(kind, 1) as network:  # noqa: SIM117 - tasks end first
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(partial(sb.serve, rejoin_timeout_s=math.inf), filled.balancer, network.transport)
             feed = network.feed()

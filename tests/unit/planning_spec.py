@@ -1,7 +1,7 @@
 """What the planner's rules say, in the plainest words: everything is sorted whenever it is asked for.
 
-bench/results/planning_proofs.md has the rules; `outliers.choose` and `swaps.swap_with_waiting` read an order instead, and only
-as much of it as they need. The tests compare the two.
+bench/results/planning_proofs.md has the rules; `outliers.choose` and `swaps.swap_with_waiting` read an order instead,
+and only as much of it as they need. The tests compare the two.
 """
 
 from __future__ import annotations
