@@ -34,12 +34,14 @@ def columns(num_tokens: int) -> dict[str, torch.Tensor]:
     }
 
 
-async def keep_putting(balancer: sb.StreamBalancer, num_tokens: int) -> None:
-    """Rollouts of 8 bytes a token without end, until cancelled or the balancer has ended. They share their column."""
+async def keep_putting(balancer: sb.StreamBalancer, num_tokens: int, count: int | None = None) -> None:
+    """Rollouts of 8 bytes a token, which share their column: so many, and then the end; None: until cancelled, or the
+    balancer has ended."""
     ids = torch.zeros(num_tokens, dtype=torch.int64)
     with suppress(sb.ClosedResourceError):
-        for number in itertools.count():
+        for number in itertools.count() if count is None else range(count):
             await balancer.put(sb.Rollout(tokens={"input_ids": ids}, rollout_id=f"r{number}"))
+        balancer.end()
 
 
 def arguments(doc: str | None, **defaults: Any) -> argparse.Namespace:

@@ -20,8 +20,7 @@ import time
 
 import anyio
 import torch
-from _common import Rows, arguments, peer
-from beside_training import Repeating
+from _common import Rows, arguments, keep_putting, peer
 from torch import Tensor
 from training import MODELS, Setting, Trainer, calibration, compare, stream
 
@@ -66,12 +65,17 @@ def trainer_of(options: argparse.Namespace) -> Trainer:
 
 
 def controller(num_tokens: int, steps: int) -> None:
-    """Serves the same batch again and again, from a process of its own."""
+    """Serves batches of one size, from a process of its own."""
 
     async def main() -> None:
-        balancer = Repeating(1, num_tokens, steps)
-        async with sb.TorchTransport.listen(dp_size=1) as transport:
+        config = sb.BalancerConfig(dp_size=1, batch_size=4, window=4, capacity=8)
+        async with (
+            sb.TorchTransport.listen(dp_size=1) as transport,
+            sb.StreamBalancer(config) as balancer,
+            anyio.create_task_group() as tasks,
+        ):
             print(transport.address, flush=True)
+            tasks.start_soon(keep_putting, balancer, num_tokens, 4 * steps)
             await sb.serve(balancer, transport)
 
     torch.set_num_threads(1)
