@@ -134,7 +134,7 @@ async def serve(
     if isinstance(transport, str):
         host, port = split_address(transport)
         dp_size = balancer.config.dp_size if isinstance(balancer, StreamBalancer) else 1
-        async with TorchTransport.listen(dp_size=dp_size, host=host, port=port) as listening:
+        async with TorchTransport.listen(dp_size=dp_size, host=host, port=port, advertise=host) as listening:
             await _Server(balancer, listening, care).run()
     else:
         if isinstance(balancer, StreamBalancer) and balancer.config.dp_size != transport.dp_size:

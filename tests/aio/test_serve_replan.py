@@ -9,6 +9,7 @@ from typing import Any
 import anyio
 import pytest
 from crew import WHENS, Crew
+from kept import Kept
 
 import stream_balancer as sb
 from stream_balancer.host.serve import serve
@@ -167,6 +168,26 @@ async def test_whoever_is_lost_or_slow_and_whenever(seed: int, plan: dict[str, A
         crew.seconds = lambda rank, step: chance.choice([0.0, 1.0, 5.0])
         await crew.run(balancer, some(60), on_rank_loss="replan", move_late=seed % 2 == 0 and "sync" not in plan)
         crew.check(balancer, 60)
+
+
+@pytest.mark.parametrize("when", WHENS)
+@pytest.mark.parametrize("plan", [FREE, LOCKSTEP, {**SHARED, **FREE}], ids=str)
+async def test_payloads_that_lie_with_producers_change_hands_too(when: str, plan: dict[str, Any]) -> None:
+    """Some of them are gone: masked on all ranks, whoever takes them over."""
+    async with sb.StreamBalancer(knobs(3, **plan)) as balancer:
+        network = MemoryNetwork(dp_size=3)
+        crew, kept = Crew(network, {1: (1, when)}), Kept(network)
+        crew.connect = partial(kept.port, network)
+        kept.gone = {2, 14, 30}
+        rollouts = some(48)
+        await crew.run(
+            balancer, [kept.remote(one) for one in rollouts], on_rank_loss="replan", move_late=plan is not LOCKSTEP
+        )
+        trained = {name for gradient in crew.met.values() for name, _ in gradient}
+        assert trained == {one.rollout_id for n, one in enumerate(rollouts) if n not in kept.gone}
+        assert balancer.statistics().evicted["lost"] == 3
+        for step, gradient in crew.met.items():
+            assert {end.rollouts for end in crew.ends[step]} == {len({name for name, _ in gradient})}
 
 
 @pytest.mark.parametrize("options", [{"on_rank_loss": "replan"}, {"move_late": True}])

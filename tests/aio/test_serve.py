@@ -1,0 +1,144 @@
+"""``serve``: who may come in, what ranks say of their weights, what is no report."""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from typing import Any
+
+import anyio
+import msgspec
+import pytest
+from crew import Crew
+from helpers import settle
+
+import stream_balancer as sb
+from stream_balancer.net.messages import Report
+from stream_balancer.net.session import Session
+from stream_balancer.testing import MemoryNetwork, make_rollout
+
+
+def knobs(dp_size: int = 2, **more: Any) -> sb.BalancerConfig:
+    return sb.BalancerConfig(**{"dp_size": dp_size, "batch_size": 4, "window": 4, **more})
+
+
+async def put(balancer: sb.StreamBalancer, number: int) -> None:
+    for n in range(number):
+        await balancer.put(make_rollout(1 + n % 7, f"r{n}"))
+
+
+async def test_a_rank_whose_weights_are_ahead_of_the_controller_is_refused() -> None:
+    async with sb.StreamBalancer(knobs(1)) as balancer, anyio.create_task_group() as tasks:
+        network = MemoryNetwork(dp_size=1)
+        tasks.start_soon(sb.serve, balancer, network)
+        with pytest.raises(sb.RefusedError, match="started again without its journal") as raised:
+            await anext(sb.RankFeed(network.connect(0), next_step=7))
+        assert raised.value.reason == "value"
+        tasks.cancel_scope.cancel()
+
+
+async def test_ranks_that_say_different_weights_are_refused_with_the_lowest_common_ones() -> None:
+    async with sb.StreamBalancer(knobs()) as balancer, anyio.create_task_group() as tasks:
+        network = MemoryNetwork(dp_size=2)
+        tasks.start_soon(partial(sb.serve, balancer, network, rejoin_timeout_s=math.inf))
+        feeds = [sb.RankFeed(network.connect(rank), auto_ack=False) for rank in range(2)]
+        tasks.start_soon(put, balancer, 40)
+        for _ in range(5):
+            for feed in feeds:
+                await anext(feed)
+        for rank in range(2):
+            network_peer = feeds[rank]._port
+            await network_peer.session.aclose()
+        await settle()
+        first = sb.RankFeed(network.connect(0, incarnation=1), next_step=4)
+        assert (await anext(first)).step == 4
+        with pytest.raises(
+            sb.RefusedError, match="of rank 1 contain all steps before 2, and rank 0's all before 4"
+        ) as e:
+            await anext(sb.RankFeed(network.connect(1, incarnation=1), next_step=2))
+        assert "those before step 2" in str(e.value)
+        assert (await anext(sb.RankFeed(network.connect(1, incarnation=1), next_step=4))).step == 4
+        tasks.cancel_scope.cancel()
+
+
+async def test_a_second_feed_for_a_rank_is_busy() -> None:
+    async with sb.StreamBalancer(knobs(1)) as balancer, anyio.create_task_group() as tasks:
+        network = MemoryNetwork(dp_size=1)
+        tasks.start_soon(sb.serve, balancer, network)
+        first = sb.RankFeed(network.connect(0))
+        await settle()
+        with pytest.raises(sb.AlreadyInUseError, match=r"rank 0 is already connected \(incarnation 0\)"):
+            await anext(sb.RankFeed(network.connect(0)))
+        second = sb.RankFeed(network.connect(0, incarnation=1))
+        await settle()
+        with pytest.raises(sb.RankLostError, match="superseded by incarnation 1"):
+            await anext(first)
+        await put(balancer, 4)
+        assert (await anext(second)).step == 0
+        tasks.cancel_scope.cancel()
+
+
+ABOUT = {"rank": 0, "dp_size": 1, "incarnation": 0, "depth": 2}
+
+
+@pytest.mark.parametrize(
+    "about", [None, {}, {**ABOUT, "more": 1}, {**ABOUT, "has": {0: [1]}}, {**ABOUT, "rank": 7}, {**ABOUT, "depth": 0}],
+    ids=str,
+)  # fmt: skip
+async def test_who_does_not_say_who_it_is_does_not_come_in(about: Any) -> None:
+    async with sb.StreamBalancer(knobs(1)) as balancer, anyio.create_task_group() as tasks:
+        network = MemoryNetwork(dp_size=1)
+        tasks.start_soon(sb.serve, balancer, network)
+        ends: list[Exception] = []
+        Session(network.dialer(), "rank", about=about, on_end=ends.append)
+        await settle()
+        await settle()
+        assert [isinstance(end, sb.RefusedError) for end in ends] == [True]
+        crew = Crew(network)
+        tasks.start_soon(crew.train, 0)
+        await put(balancer, 8)
+        balancer.end()
+    assert len(crew.met) == 2
+
+
+@pytest.mark.parametrize(
+    "report",
+    [
+        Report("invented", 0), Report("taken", 7), Report("done", 9), Report("at_barrier", 0, about=b"\xc1"),
+        Report("finished", 0, about=msgspec.msgpack.encode([-1.0, None, 0.0])),
+        Report("finished", 0, about=msgspec.msgpack.encode([math.nan, None, 0.0])),
+        Report("fetched", 0, items=(0,), about=msgspec.msgpack.encode({"nobody": "gone"})),
+    ],
+    ids=str,
+)  # fmt: skip
+async def test_what_is_no_report_ends_its_rank_and_no_other(report: Report) -> None:
+    if isinstance(report.about, bytes):
+        report = msgspec.structs.replace(report, about=msgspec.Raw(report.about))
+    async with sb.StreamBalancer(knobs(1)) as balancer, anyio.create_task_group() as tasks:
+        network = MemoryNetwork(dp_size=1)
+        tasks.start_soon(partial(sb.serve, balancer, network, rejoin_timeout_s=math.inf))
+        ends: list[Exception] = []
+        session = Session(
+            network.dialer(), "rank", about=ABOUT, on_end=ends.append, admit=lambda *_: None, on_message=lambda *_: None
+        )
+        await put(balancer, 4)
+        await settle()
+        await settle()
+        session.send(report)
+        await settle()
+        await settle()
+        assert len(ends) == 1
+        crew = Crew(network)
+        tasks.start_soon(partial(crew.train, 0, incarnation=1))
+        balancer.end()
+    crew.check(balancer, 4)
+
+
+async def test_a_transport_is_an_address_or_for_as_many_ranks() -> None:
+    async with sb.StreamBalancer(knobs()) as balancer:
+        with pytest.raises(ValueError, match="transport is for dp_size=3 ranks, but the balancer plans for dp_size=2"):
+            await sb.serve(balancer, MemoryNetwork(dp_size=3))
+        with pytest.raises(ValueError, match="is not an address"):
+            await sb.serve(balancer, "localhost")
+        with pytest.raises(ValueError, match="without a token"):
+            await sb.serve(balancer, "tcp://0.0.0.0:29400")
