@@ -30,7 +30,7 @@ import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, Literal, NamedTuple, Protocol, TypeAlias
+from typing import Any, Literal, Protocol, TypeAlias
 
 import anyio
 
@@ -38,12 +38,12 @@ from stream_balancer.config import BalancerConfig
 from stream_balancer.core.observer import Observer
 from stream_balancer.core.step_times import StepTiming
 from stream_balancer.core.steps import TRAIN, Ledger, RankId
-from stream_balancer.errors import ConfigError
 from stream_balancer.host.balancer import StreamBalancer
 from stream_balancer.host.batches import Batches
 from stream_balancer.host.columns import Columns, check_roles
 from stream_balancer.host.journal.handed import Handed
 from stream_balancer.host.journal.rows import Came
+from stream_balancer.host.options import Care, check_plans
 from stream_balancer.host.peers import Peers
 from stream_balancer.host.plans import Plan, items_of, uid_of
 from stream_balancer.host.ranks import Member, Ranks
@@ -129,8 +129,8 @@ async def serve(
     if on_rank_loss not in ("raise", "replan"):
         raise ValueError(f"on_rank_loss must be 'raise' or 'replan', not {on_rank_loss!r}")
     check_roles(roles or {})
-    care = _Care(rejoin_timeout_s, on_rank_loss == "replan", move_late, open, report_after_s, roles or {})
-    _check_plans(balancer, care)
+    care = Care(rejoin_timeout_s, on_rank_loss == "replan", move_late, open, report_after_s, roles or {})
+    check_plans(balancer, care)
     if isinstance(transport, str):
         host, port = split_address(transport)
         dp_size = balancer.config.dp_size if isinstance(balancer, StreamBalancer) else 1
@@ -146,56 +146,10 @@ async def serve(
         await _Server(balancer, transport, care).run()
 
 
-class _Care(NamedTuple):
-    """Options of :func:`serve`."""
-
-    rejoin_timeout_s: float
-    replan: bool
-    move_late: bool
-    open: bool
-    report_after_s: float
-    roles: Mapping[str, Sequence[str]]
-
-
-def _check_plans(balancer: Source, care: _Care) -> None:
-    wanted = {"on_rank_loss='replan'": care.replan, "move_late=True": care.move_late, "open=True": care.open}
-    for name in (name for name, is_given in wanted.items() if is_given):
-        if not isinstance(balancer, StreamBalancer):
-            raise ValueError(f"{name} is for a StreamBalancer, which plans; not for {balancer!r}")
-        config = balancer.config
-        if config.mini_batches > 1 and name != "open=True":
-            raise ConfigError(
-                f"{name} with mini_batches={config.mini_batches}: ranks meet several times in a step, and what changes "
-                "hands in between cannot join the meetings that are over. Leave one of them out"
-            )
-        if name == "move_late=True":
-            _check_may_move(config)
-
-
-def _check_may_move(config: BalancerConfig) -> None:
-    """Raise ConfigError for knobs under which nothing could ever be moved."""
-    counts = f"sync={config.sync!r} and micro_batch_counts={config.micro_batch_counts!r}"
-    for name, is_given, why in (
-        (counts, config.micro_batch_counts != "free", "each rank must run its number, and nobody can take one over"),
-        (
-            f"micro_batch_multiple={config.micro_batch_multiple}",
-            config.micro_batch_multiple > 1,
-            "a rank that some are moved from is left with any number",
-        ),
-        (
-            f"groups={config.groups!r}",
-            config.group_size is not None and config.groups == "same_rank",
-            "a micro-batch that is moved takes part of a group away",
-        ),
-    ):
-        if is_given:
-            raise ConfigError(f"move_late=True with {name}: {why}. Leave one of them out")
-
-
 class _Server(Observer):
     """One run of ``serve``."""
 
-    def __init__(self, balancer: Source, transport: Transport, care: _Care) -> None:
+    def __init__(self, balancer: Source, transport: Transport, care: Care) -> None:
         self._balancer, self._transport, self._care = balancer, transport, care
         self._planner = balancer if isinstance(balancer, StreamBalancer) else None
         config = self._planner.config if self._planner else None

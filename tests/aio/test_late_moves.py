@@ -69,7 +69,6 @@ class LateTeam(Team):
         return met
 
 
-
 class Plans(sb.Observer):
     """Remembers how many micro-batches were planned for each rank."""
 
