@@ -46,6 +46,9 @@ def may_give_up(world: World, one: RankId) -> bool:
     rank = world.ledger.ranks[one]
     if rank.is_here or rank.is_given_up or rank.incarnation < 0 or not (one.role or world.config.meets):
         return False
+    # It may have met alone before the controller was started again, and its checkpoint outlives it: nobody can know.
+    if any(step.number in world.checkpoint[0] and not step.met for step in world.ledger.steps.values()):
+        return False
     return any(
         other.role == one.role and other != one and other not in world.left and other.number in world.wanted[one.role]
         for other, _ in world.processes

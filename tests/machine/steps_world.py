@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import steps_checks as checks
@@ -110,8 +111,6 @@ class World:
             uid, items, participants = journal.plans[number]
             acked, gone = journal.rank_acks[number], journal.masks.get(number, ())
             ledger.restore(number, uid, map(copy_of, items), participants, acked=acked, gone=gone)
-        for number in sorted(self.plans.keys() - journal.plans.keys() - journal.acked):
-            self.plan(number)  # an open step begins anew
         if self.ended:
             ledger.end()
 
@@ -346,6 +345,11 @@ class World:
     def moves_of_planner(self) -> Iterator[tuple[Act, float]]:
         ledger = self.ledger
         open_steps = [number for number, step in ledger.steps.items() if not step.is_complete]
+        forgotten = sorted(self.plans.keys() - self.journal.plans.keys() - self.journal.acked - ledger.steps.keys())
+        if forgotten:  # it was open when the controller was started again, and begins anew
+            if all(map(ledger.members, self.wanted)):
+                yield partial(self.plan, forgotten[0]), 2
+            return
         if self.next_step < self.config.steps:
             if not open_steps and ledger.wants_step:
                 yield self.plan_next, 2

@@ -343,3 +343,35 @@ def test_a_second_answer_to_a_fetch_is_ignored() -> None:
     process.fetched(0, 0, [])
     process.fetched(0, 0, ["r0"])
     assert process.out == [("fetched", 0, 1, (0,), frozenset())]
+
+
+def test_a_rank_that_lacks_a_step_which_one_seat_of_another_has_is_behind() -> None:
+    play = Play("0 1", seats=2)
+    play.plan("0@0 1@1")
+    for who in ("0.0", "0.1", "1.0", "1.1"):
+        play.train(who, [int(who[0])])
+    play.meet("1.0")  # its other seat has not said so yet
+    play.at_barrier("0.0", 0, 1, 1)
+    assert play.at_barrier("0.1", 0, 1, 1) == ["drop 0.0 met", "drop 0.1 met"]
+    play.lost("0.0")
+    play.lost("0.1")
+    play.join("0", 0, incarnation=1)
+    play.join("0", 1, incarnation=1)
+    assert play.plan("0@0 1@1", 1)[:2] == ["behind 0.0", "behind 0.1"]
+
+
+def test_another_plan_of_a_number_is_told_apart_though_it_is_made_later() -> None:
+    play = Play("0", meets=False, restarted=True)
+    assert play.join("0", has={0: held("0 1", uid=7)}) == ["drop 0"]
+    assert play.plan("0@0") == ["send 0 [0]", "seal 0 #1000 of 0"]
+    play.taken("0", 0, 1)  # of the other plan
+    assert play.ledger.steps[0].shares[RankId("", 0)].taken == 0
+
+
+def test_a_role_masks_nothing_that_was_acknowledged_before_a_restart() -> None:
+    play = Play("0 1 ref0", meets=False, restarted=True)
+    play.restore("0@0<2 1@1 2@ref0*", "0 1", acked="0")
+    play.join("1")
+    assert play.join("ref0") == ["send ref0 [2]"]
+    play.fetched("ref0", 0, 1, [2], ["r2"])
+    assert not play.ledger.steps[0].gone

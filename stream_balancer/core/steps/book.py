@@ -49,8 +49,16 @@ class Book:
         share = step.shares.get(one)
         if share is None:
             share = step.shares[one] = Share(self.rank(one), step)
+            self.renumber(share)
             share.rank.activate(share)
         return share
+
+    def renumber(self, share: Share) -> None:
+        """Begin above the attempts of another plan of that number: what a process says of it may be on its way."""
+        attempt = share.rank.stale.pop(share.step.number, 0) + 1
+        if attempt > share.attempt:
+            share.first = share.attempt = attempt
+            share.step.attempts = max(share.step.attempts, attempt)
 
     def members(self, role: str) -> list[RankId]:
         """Ranks of the next step. O(ranks)."""

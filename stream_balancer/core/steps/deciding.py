@@ -335,19 +335,19 @@ def _lacks_weights(book: Book, rank: Rank, step: Step) -> bool:
     if weights is None or not book.meets:
         return False
     for number in range(weights, step.number):
-        before = book.steps.get(number)
         if number in rank.active:
             continue
-        if before is not None and not before.met:
-            return True  # it takes the weights of those who will have met
-        with_it = step.participants if before is None else step.participants | before.met
-        others = {one: book.ranks[one].weights or 0 for one in sorted(with_it)}
-        others[rank.id] = max(rank.weights_of.values())  # a seat may have met where another has failed
-        others = {one: theirs for one, theirs in others.items() if theirs > number}
-        if others:
-            if not rank.is_warned and any(book.ranks[one].is_here for one in others):
-                rank.is_warned = True
-                book.out += [Behind(rank.id, seat, weights, others) for seat in seats_of(rank.full)]
+        before = book.steps.get(number)
+        if before is None:
+            here = (one for one, other in book.ranks.items() if other.is_here)
+            with_it = {one for one in step.participants.union(here) if book.ranks[one].furthest > number}
+        else:
+            with_it = before.met
+        if with_it and not rank.is_warned and any(book.ranks[one].is_here for one in with_it):
+            rank.is_warned = True
+            others = {one: book.ranks[one].furthest for one in sorted(with_it)}
+            book.out += [Behind(rank.id, seat, weights, others) for seat in seats_of(rank.full)]
+        if with_it or before is not None:  # it takes the weights of those who have met, or will have
             return True
     return False
 

@@ -48,7 +48,7 @@ class Joining(Book):
             self._drop_unknown(one, seat, number, held)
         for step in self.steps.values():
             if self.meets and not one.role:
-                (step.met.add if max(rank.weights_of.values(), default=0) > step.number else step.met.discard)(one)
+                (step.met.add if rank.furthest > step.number else step.met.discard)(one)
             if (share := step.shares.get(one)) is not None:
                 held_step = has.get(step.number)
                 is_this = held_step is not None and held_step.uid == step.uid
@@ -112,6 +112,7 @@ class Joining(Book):
             step.acks += 1
             share.unsent.clear()
             for item in share.items.values():
+                item.sent = item.done = share.rank.full
                 self.note_fetched(step, item, share.rank.full, share.rank.full)
             share.rank.activate(share)
 
@@ -147,16 +148,15 @@ class Joining(Book):
                 self.out.append(Drop(one, seat, number, bool(step.met) or step.is_kept))
             return
         self.out.append(Drop(one, seat, number, step is None and number <= self.last_acked))
-        share = None if step is None else step.shares.get(one)
-        if share is not None and held.attempt >= share.attempt:  # what it says of that may still be on its way
-            share.first = share.attempt = held.attempt + 1
-            share.step.attempts = max(share.step.attempts, share.attempt)
+        self.rank(one).stale[number] = max(held.attempt, self.rank(one).stale.get(number, 0))
+        if step is not None and one in step.shares:
+            self.renumber(step.shares[one])
 
     def _supersede(self, rank: Rank, full: int) -> None:
         """The processes that were the rank are no more, and what they held with them. Acknowledged is acknowledged."""
         shares = [step.shares[rank.id] for step in self.steps.values() if rank.id in step.shares]
         was_acked = [share.is_acked for share in shares]
-        rank.full, rank.links, rank.weights_of, rank.acked_of = full, 0, {}, {}
+        rank.full, rank.links, rank.weights_of, rank.acked_of, rank.stale = full, 0, {}, {}, {}
         for share, acked in zip(shares, was_acked, strict=True):
             step = share.step
             share.acked = full if acked else 0

@@ -165,6 +165,8 @@ class Rank:
     """By seat, once it has said: its weights have all steps before this one."""
     acked_of: dict[int, int] = field(default_factory=dict)
     """By seat: the last step that it has acknowledged."""
+    stale: dict[int, int] = field(default_factory=dict)
+    """By step: the last attempt of another plan of that number, which the process had when it joined."""
     is_given_up: bool = False
     is_warned: bool = False
     ended: int = 0
@@ -180,6 +182,11 @@ class Rank:
         """Weights of the seat that is least far. None: not all have said."""
         known = self.weights_of.values()
         return min(known) if len(known) == self.full.bit_length() else None
+
+    @property
+    def furthest(self) -> int:
+        """Weights of the seat that is furthest: one may have met where another has failed."""
+        return max(self.weights_of.values(), default=0)
 
     @property
     def acked(self) -> int:
