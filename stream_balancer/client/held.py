@@ -156,10 +156,11 @@ class Held:
                 del part.work[id_]
         self._say("released", order.step, order.attempt, tuple(ids))
 
-    def fetched(self, number: int, id_: int, missing: Iterable[str]) -> None:
-        """The payloads of an item are here, but for those of the ``missing`` rollouts. A second answer is ignored."""
+    def fetched(self, number: int, uid: int, id_: int, missing: Iterable[str]) -> None:
+        """The payloads of an item are here, but for those of the ``missing`` rollouts. Ignored are a second answer, and
+        one for another plan of that number."""
         part = self.parts.get(number)
-        work = None if part is None else part.work.get(id_)
+        work = part.work.get(id_) if part is not None and part.uid == uid else None
         if part is not None and work is not None and not work.fetched:
             work.fetched, work.missing = True, frozenset(missing)
             part.gone |= work.missing

@@ -339,7 +339,7 @@ class Port:
             for item, number in zip(work.items, arrived.decoded.num_rollouts, strict=True):
                 start, stop = stop, stop + number
                 if item.remote:
-                    self.held.fetched(work.step, item.id, [one for one in ids[start:stop] if one in causes])
+                    self.held.fetched(work.step, work.uid, item.id, [one for one in ids[start:stop] if one in causes])
             self.flush()
         self._news.set()
 

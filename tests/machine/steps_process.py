@@ -43,8 +43,8 @@ class Process:
         self.alive, self.linked = True, False
         self.up: deque[tuple[Any, ...]] = deque()
         self.down: deque[Order] = deque()
-        self.to_fetch: list[tuple[int, int]] = []
-        """Step and item."""
+        self.to_fetch: list[tuple[int, int, int]] = []
+        """Step, its uid, and item."""
         self.dropped: list[Drop] = []
         self.is_behind = False
         self.weights: dict[int, int] = {}
@@ -108,7 +108,7 @@ class Process:
         if isinstance(order, Drop):
             self.dropped.append(order)
         if isinstance(order, Send):
-            self.to_fetch += [(order.step, item.id) for item in order.items if item.remote]
+            self.to_fetch += [(order.step, order.uid, item.id) for item in order.items if item.remote]
         try:
             self.held.take(order)
         except ValueError as error:
@@ -212,12 +212,12 @@ class Process:
         self.flush()
 
     def fetch(self) -> None:
-        number, id_ = self.to_fetch.pop(self.world.rng.randrange(len(self.to_fetch)))
+        number, uid, id_ = self.to_fetch.pop(self.world.rng.randrange(len(self.to_fetch)))
         part = self.held.parts.get(number)
         work = None if part is None else part.work.get(id_)
         if work is not None:
             rollouts = {piece.rollout for piece in work.item.pieces}
-            self.held.fetched(number, id_, rollouts & self.world.lost_rollouts)
+            self.held.fetched(number, uid, id_, rollouts & self.world.lost_rollouts)
             self.flush()
 
     # -- the meeting ---------------------------------------------------------------------------------------------------

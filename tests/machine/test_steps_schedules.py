@@ -340,8 +340,9 @@ def test_a_second_answer_to_a_fetch_is_ignored() -> None:
     process = Held(one)
     item = Item(0, one, (Piece("r0", 0, 1),), remote=True)
     process.take(Send(one, 0, 0, 0, 1, (item,), frozenset(), opens=True))
-    process.fetched(0, 0, [])
-    process.fetched(0, 0, ["r0"])
+    process.fetched(0, 7, 0, ["r0"])  # of another plan
+    process.fetched(0, 0, 0, [])
+    process.fetched(0, 0, 0, ["r0"])
     assert process.out == [("fetched", 0, 1, (0,), frozenset())]
 
 
