@@ -132,6 +132,7 @@ class Port:
             RankId(who.role, who.rank), who.seat, seats=who.seats, meets=False, weights=next_step, acked=next_step or 0
         )
         self.loaded = next_step or 0
+        self._was_in = False
         """Steps before this one came with the weights: they are not trained on again."""
         self.known: dict[int, Known] = {}
         self.times: dict[int, tuple[float, float | None, float]] = {}
@@ -154,7 +155,7 @@ class Port:
         self._broken: WireError | None = None
         with self.lock:  # the I/O thread may be quicker than this line
             self.session = Session(
-                dialer, "rank", about=self._about, on_open=lambda _: self._flush(), admit=self._admit,
+                dialer, "rank", about=self._about, on_open=self._on_open, admit=self._admit,
                 on_message=self._on_message, on_end=self._on_end, takes_leave=True, **options,
             )  # fmt: skip
 
@@ -228,7 +229,11 @@ class Port:
     def _about(self) -> dict[str, Any]:
         with self.lock:
             says = {"next_step": self.held.weights, "version": self.session.version, "has": self.held.has()}
-            return self.who._asdict() | says
+            return self.who._asdict() | says | {"goes_on": self._was_in}
+
+    def _on_open(self, _: m.Welcome) -> None:
+        self._was_in = True
+        self._flush()
 
     def _flush(self) -> None:
         with self.lock:

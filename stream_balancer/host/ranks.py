@@ -43,6 +43,8 @@ class About(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     loops: Literal["finish", "plain"] = "finish"
     version: int | None = None
     has: dict[int, HeldStep] = {}
+    goes_on: bool = False
+    """It was in before, and was not started with other weights: ranks that go on may be at different steps."""
 
     @property
     def id(self) -> RankId:
@@ -237,7 +239,8 @@ class Ranks:
                 f"before {has}, and the next one here is {ours}. Start the controller with its journal, or the rank "
                 "without next_step",
             )
-        if is_known or self._ledger.meets:  # where ranks meet, the ledger says who is left behind in which step
+        # Where ranks meet, the ledger says who is left behind in which step.
+        if is_known or about.goes_on or self._ledger.meets:
             return
         others = {
             one.number: member.next_step
