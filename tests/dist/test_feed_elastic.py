@@ -67,9 +67,7 @@ class World:
 SLOW = 1
 
 
-def run_rank(
-    address: str, port: int, rank: int, dp_size: int, dies_at: dict[int, str], late: bool, pipe: Any
-) -> None:
+def run_rank(address: str, port: int, rank: int, dp_size: int, dies_at: dict[int, str], late: bool, pipe: Any) -> None:
     """The loop of every feature. ``late``: ``SLOW`` is not through with its first micro-batch of a step before another
     rank works on what it has not begun."""
     world = World(port, rank)
