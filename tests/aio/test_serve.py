@@ -109,7 +109,7 @@ async def test_who_does_not_say_who_it_is_does_not_come_in(about: Any) -> None:
         Report("finished", 0, about=msgspec.msgpack.encode([math.nan, None, 0.0])),
         Report("fetched", 0, items=(0,), about=msgspec.msgpack.encode({"nobody": "gone"})),
     ],
-    ids=str,
+    ids=lambda report: f"{report.fact} {report.step} {report.items}",
 )  # fmt: skip
 async def test_what_is_no_report_ends_its_rank_and_no_other(report: Report) -> None:
     if isinstance(report.about, bytes):
