@@ -112,8 +112,10 @@ class Known:
         remote = [one for one in self.part.work.values() if one.item.remote]
         if not all(one.fetched for one in remote):
             return False
-        if role or self.is_whole or self.head is None:
-            return bool(role) or self.is_whole
+        if role and not remote:
+            return True
+        if self.is_whole or self.head is None or role:
+            return self.is_whole
         return self.head.open or (self.head.meets and bool(remote))
 
 

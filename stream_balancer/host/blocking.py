@@ -54,6 +54,7 @@ class _Call(Done[T]):
         self.before: _Call[Any] | None = None
         """The call of the same thread before it."""
         self._function, self._undo = function, undo
+        self._gone: anyio.Event | None = None
 
     def begin(self, tasks: anyio.abc.TaskGroup) -> None:
         """In the loop."""
@@ -78,11 +79,15 @@ class _Call(Done[T]):
         except BaseException as error:  # noqa: BLE001 - raised in the calling thread
             self.error = error
         finally:
-            self._gone.set()
+            if self._gone is not None:
+                self._gone.set()
             self.ended.set()
 
     async def withdraw(self) -> None:
         """Wait for its end. If its thread was interrupted before it took the result, as if it had not been called."""
+        # Calls begin in the order in which they were handed in: an interrupt came before this one was.
+        if self._gone is None:
+            return
         if not self.taken:
             self._scope.cancel()
         await self._gone.wait()
@@ -91,8 +96,9 @@ class _Call(Done[T]):
             self._undo(result)
 
     def cancel(self) -> None:
-        """In the loop."""
-        self._scope.cancel()
+        """In the loop. Without effect on one that has not begun."""
+        if self._gone is not None:
+            self._scope.cancel()
 
 
 class _LoopThread:
