@@ -35,6 +35,8 @@ from diagrams import processes, timeline  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[2]
 PICTURES = ROOT / "docs" / "pictures"
+RESULTS = ROOT / "bench" / "results"
+"""Pages and pictures that lie beside the figures."""
 BUSY, WAITING, STRONG = "#4c72b0", "#e6e6e6", "#c44e52"
 RANKS, BATCH, STEPS = 8, 32, 6
 
@@ -184,7 +186,7 @@ def draw_schedulers() -> None:
             idle[row["scheduler"]][row["sync"]] = row["idle"] / 100
     rows = {name: (found["step"], found["micro_batch"]) for name, found in idle.items()}
     best_first = dict(sorted(rows.items(), key=lambda row: row[1]))
-    (PICTURES / "schedulers.svg").write_text(bars(best_first, ["ranks meet once a step", "at every micro-batch"]))
+    (RESULTS / "schedulers.svg").write_text(bars(best_first, ["ranks meet once a step", "at every micro-batch"]))
 
 
 def draw_beyond() -> None:
@@ -202,7 +204,7 @@ def draw_beyond() -> None:
             idle[trace.removesuffix(" one by one")][means] = row["value"] / 100
     rows = {trace: [found[means] for means in series] for trace, found in idle.items()}
     worst_first = dict(sorted(rows.items(), key=lambda row: -row[1][1]))
-    (PICTURES / "beyond.svg").write_text(bars(worst_first, list(series.values())))
+    (RESULTS / "beyond.svg").write_text(bars(worst_first, list(series.values())))
 
 
 def save(figure: plt.Figure, name: str) -> None:
