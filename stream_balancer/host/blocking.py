@@ -85,8 +85,11 @@ class _Call(Done[T]):
 
     async def withdraw(self) -> None:
         """Wait for its end. If its thread was interrupted before it took the result, as if it had not been called."""
-        # Calls begin in the order in which they were handed in: an interrupt came before this one was.
+        # Calls begin in the order in which they were handed in: an interrupt came before this one was, and so nobody has
+        # withdrawn the one before it.
         if self._gone is None:
+            if self.before is not None:
+                await self.before.withdraw()
             return
         if not self.taken:
             self._scope.cancel()

@@ -11,10 +11,6 @@ from guard import GUARD_S
 DRILL = Path(__file__).with_name("interrupts.py")
 
 
-@pytest.mark.xfail(
-    strict=False,
-    reason="an open fault: now and then a batch is missing after Ctrl-C between two iterations of a blocking balancer",
-)
 @pytest.mark.parametrize(
     "runs_of_each_form",
     [2, pytest.param(72, marks=pytest.mark.soak)],  # each form on both loops, or more often

@@ -18,6 +18,7 @@ import pytest
 from helpers import config
 
 import stream_balancer as sb
+from stream_balancer.net.loops import Signal
 from stream_balancer.testing import BACKENDS, make_rollout, make_rollouts
 
 
@@ -181,6 +182,30 @@ def test_a_batch_that_did_not_arrive_is_given_again_and_counted_once() -> None:
         assert [next(batches).step, next(batches).step] == [0, 1]
         assert balancer.statistics().in_flight == 4
         assert balancer.statistics().nacked == 0
+
+
+def test_two_interrupts_in_a_row_lose_no_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first behind the wait, when a batch is there; the second before the next call is handed in."""
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with sb.blocking(config(batch_size=2, window=2)) as balancer:
+        for rollout in make_rollouts([2] * 4):
+            balancer.put(rollout)
+        balancer.end()
+        batches, wait = balancer.batches(), Signal.wait_in_thread
+
+        def wait_and_be_interrupted(signal: Signal, deadline: float | None) -> None:
+            wait(signal, deadline)
+            interrupted()
+
+        moments = (Signal, "wait_in_thread", wait_and_be_interrupted), (type(balancer._runner), "in_loop", interrupted)
+        for where, name, instead in moments:
+            with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+                patch.setattr(where, name, instead)
+                next(batches)
+        assert sorted(r.rollout_id for batch in batches for r in batch.rollouts) == ["r0", "r1", "r2", "r3"]
 
 
 def test_one_thread_iterates() -> None:
