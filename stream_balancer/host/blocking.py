@@ -85,7 +85,7 @@ class _Call(Done[T]):
 
     async def withdraw(self) -> None:
         """Wait for its end. If its thread was interrupted before it took the result, as if it had not been called."""
-        # Calls begin in the order in which they were handed in: an interrupt came before this one was, and so nobody has
+        # Calls begin in the order in which they were handed in: an interrupt came before this one was, so nobody has
         # withdrawn the one before it.
         if self._gone is None:
             if self.before is not None:
