@@ -211,17 +211,18 @@ class Held:
 
     def has_finished(self, part: Part, *, ack: bool) -> None:
         """The weights have the step."""
+        # The part goes last: an interrupt before that has all of it said again, which changes nothing.
         self.weights = max(self.weights or 0, part.number + 1)
-        self.parts.pop(part.number, None)
         self._say("finished", part.number, part.attempt)
         if ack:
             self.ack(part.number)
+        self.parts.pop(part.number, None)
 
     def ack(self, number: int) -> None:
         """Acknowledge this step and all before it."""
         if number >= self.acked:
-            self.acked = number + 1
             self._say("acknowledged", number)
+            self.acked = number + 1
 
     # -- joining -------------------------------------------------------------------------------------------------------
 

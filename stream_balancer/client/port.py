@@ -196,8 +196,9 @@ class Port:
     def flush(self) -> None:
         """Report what Held has said, behind calls that were made before. The lock is held."""
         if self.held.out and not self._flushes:
-            self._flushes = True
+            # In this order: an interrupt between the two may cost a second job, but no report.
             self.session.io.do(self._flush)
+            self._flushes = True
 
     def load(self, next_step: int) -> None:
         """The weights contain all steps before this one: they are a checkpoint's, or another rank's. The lock is
