@@ -37,7 +37,7 @@ PROCESSES = multiprocessing.get_context("forkserver")
 PROCESSES.set_forkserver_preload(
     [
         "forked",
-        *(f"stream_balancer.{name}" for name in ("rank.feed", "host.journal", "transport.gloo.torch_dist")),
+        *(f"stream_balancer.{name}" for name in ("client.feed", "host.journal", "net.movers.torch_dist")),
     ]
 )
 
