@@ -1,14 +1,13 @@
 """All that a balancer holds, at one instant: what checkpoints and the journal write down. Pure.
 
-A value, and how it is made from a :class:`~stream_balancer.core.state.State` and back. ``host.checkpoint`` turns
-one into plain data; no format is known here.
+A value, and how it is made from a :class:`~stream_balancer.core.state.State` and back. ``host.records`` turns one into
+rows; no format is known here.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -25,10 +24,7 @@ __all__ = ["Snapshot", "restored_state", "take_snapshot"]
 @documented
 @dataclass(frozen=True, eq=False, slots=True, kw_only=True)
 class Snapshot:
-    """All that a balancer holds, at one instant: cheap to take, since rollouts are shared and not copied.
-
-    ``host.checkpoint`` turns it into plain tensors and numbers, in any thread.
-    """
+    """All that a balancer holds, at one instant: cheap to take, since rollouts are shared and not copied."""
 
     waiting: tuple[Rollout, ...]
     """Oldest first."""
@@ -52,8 +48,6 @@ class Snapshot:
     """Step number of the next new batch."""
     counts: Mapping[str, Any]
     """Running totals behind ``Statistics``: numbers, and dicts of numbers."""
-    knobs: Mapping[str, Any]
-    """The knobs in force, for the record: numbers and strings."""
     calibration: Mapping[str, Any] | None = None
     """What a ``CalibratedCost`` has learned: numbers, and lists of numbers."""
     auto_window: Mapping[str, Any] | None = None
@@ -77,7 +71,6 @@ def take_snapshot(state: State, now: float, auto_window: Mapping[str, Any] | Non
         version=state.staleness.version,
         next_step=ledger.next_step,
         counts=state.counts.totals(),
-        knobs=_describe_knobs(state.config),
         calibration=None if calibration is None else calibration.state(),
         auto_window=auto_window,
     )
@@ -89,7 +82,7 @@ def restored_state(config: BalancerConfig, tolerance: float, snapshot: Snapshot,
     """
     state = State(config, tolerance)
     state.staleness.version = snapshot.version
-    state.ids.past = OrderedDict.fromkeys(snapshot.past_ids)  # first: what is evicted below joins them
+    state.ids.finish(snapshot.past_ids, config.remember_ids)  # first: what is evicted below joins them
     state.counts.take_over(snapshot.counts)
     state.buffer.groups.restore_closed(snapshot.closed_groups)
     if state.pricing.calibration is not None and snapshot.calibration is not None:
@@ -99,17 +92,10 @@ def restored_state(config: BalancerConfig, tolerance: float, snapshot: Snapshot,
         most = int(skips) if config.max_skips is None else config.max_skips
         (cost,) = state.admission.check([rollout])
         state.hold(rollout, cost, now - float(waited_s), min(int(skips), most))
-    state.buffer.restore_groups(snapshot.group_arrivals, snapshot.group_sizes)
+    state.buffer.groups.restore(snapshot.group_arrivals, snapshot.group_sizes)
     groups = state.buffer.groups  # the snapshot has all that is declared; of what is not known any more it is said
     groups.changed = [name for name in groups.changed if groups.declared(name) is None]
     state.ledger.restore(snapshot.in_flight, snapshot.next_step)
     state.ids.held.update(r.rollout_id for batch in snapshot.in_flight for r in batch.rollouts if not r.is_padding)
     state.changed()
     return state
-
-
-def _describe_knobs(config: BalancerConfig) -> dict[str, Any]:
-    """The knobs as numbers and strings, for the record."""
-    plain = (int, float, str, type(None))
-    values = {f.name: getattr(config, f.name) for f in fields(config) if f.init}
-    return {name: value if isinstance(value, plain) else repr(value) for name, value in values.items()}

@@ -70,7 +70,6 @@ def _write(snapshot: Snapshot) -> dict[str, Any]:
         "version": snapshot.version,
         "next_step": snapshot.next_step,
         "counts": dict(snapshot.counts),
-        "knobs": dict(snapshot.knobs),
         "calibration": None if snapshot.calibration is None else dict(snapshot.calibration),
         "auto_window": _as_tensors(snapshot.auto_window),
     }
@@ -109,7 +108,6 @@ def read_state_dict(state: Mapping[str, Any]) -> Snapshot:
             version=state["version"],
             next_step=state["next_step"],
             counts=state["counts"],
-            knobs=state["knobs"],
             calibration=state.get("calibration"),
             auto_window=_as_arrays(state.get("auto_window")),
             set_aside=tuple(bad),

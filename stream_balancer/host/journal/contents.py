@@ -117,7 +117,6 @@ class Contents:
             version=state.version,
             next_step=state.next_step,
             counts=counts,
-            knobs={},
         ), broken
 
     def _open_groups(self) -> dict[str, int]:
