@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import difflib
+import inspect
+from collections.abc import Iterable, Mapping
 from copy import copy
 from dataclasses import FrozenInstanceError, fields
-from typing import Any, Never, NoReturn
+from typing import TYPE_CHECKING, Any, Never, NoReturn, Self
 
-from stream_balancer.config.checks import check_auto, check_combinations, check_values
+from stream_balancer.config.checks import automatic_windows, check_values, combinations
 from stream_balancer.config.knobs import USUAL_MAX_SKIPS, Knobs
+from stream_balancer.cost import cost_of
 from stream_balancer.errors import ConfigError
 from stream_balancer.field_docs import documented
 from stream_balancer.planning.windows import START, window_choices
@@ -25,7 +29,31 @@ class BalancerConfig(Knobs):
     Knobs left out are derived from the others; :meth:`replace` derives them anew.
     """
 
+    if not TYPE_CHECKING:  # type checkers know the knobs
+
+        def __init__(self, **knobs: Any) -> None:
+            _refuse_unknown(knobs)
+            super().__init__(**knobs)
+
+        __signature__ = inspect.signature(Knobs)
+
+    @classmethod
+    def from_dict(cls, knobs: Mapping[str, Any]) -> Self:
+        """A config from plain data, as YAML or JSON has it: ``from_dict(yaml.safe_load(text))``. Lists stand for
+        tuples, and ``cost`` is a text as the command line takes it. Raises :class:`ConfigError`.
+
+        Examples:
+            >>> BalancerConfig.from_dict({"dp_size": 2, "batch_size": 8, "cost": "quadratic:3:1"}).cost
+            QuadraticCost(linear=3.0, quadratic=1.0)
+        """
+        if not isinstance(knobs, Mapping):
+            raise ConfigError(f"from_dict() takes a mapping from knobs to values, not a {type(knobs).__name__}")
+        plain: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in knobs.items()}
+        return cls(**plain)
+
     def __post_init__(self) -> None:
+        if isinstance(self.cost, str):
+            object.__setattr__(self, "cost", cost_of(self.cost))
         given = {f.name: getattr(self, f.name) for f in fields(self) if f.init}
         # What was given, without what is derived: replace() starts from it, so a knob left out follows the others.
         given = {k: v for k, v in given.items() if v is not None or k in _NONE_IS_A_VALUE}
@@ -38,7 +66,8 @@ class BalancerConfig(Knobs):
         if self.stratum_shares is not None:  # a dict of our own: nobody may change it later
             object.__setattr__(self, "stratum_shares", dict(self.stratum_shares))
         self._derive()
-        check_combinations(self)
+        for problem in combinations(self):
+            raise ConfigError(problem)
 
     def __setattr__(self, name: str, value: Never) -> NoReturn:
         raise FrozenInstanceError(f"{name} cannot be set: use replace(), or reconfigure() of the balancer")
@@ -46,9 +75,6 @@ class BalancerConfig(Knobs):
     def replace(self, **changes: Any) -> BalancerConfig:
         """A config with some knobs changed; knobs that were never given are derived anew. Raises
         :class:`ConfigError`."""
-        known = {f.name for f in fields(self) if f.init}
-        if unknown := changes.keys() - known:
-            raise ConfigError(f"no such knob: {', '.join(sorted(unknown))}. The knobs are: {', '.join(sorted(known))}")
         return BalancerConfig(**{**self._given, **changes})
 
     def _derive(self) -> None:
@@ -57,7 +83,8 @@ class BalancerConfig(Knobs):
                 object.__setattr__(self, name, value)
 
         if self._given.get("window") == "auto":
-            check_auto(self)
+            for problem in automatic_windows(self):
+                raise ConfigError(problem)
             object.__setattr__(self, "auto_windows", self._legal_windows())
             first = [window for window in self.auto_windows if window <= START * self.batch_size]
             object.__setattr__(self, "window", max(first, default=self.batch_size))
@@ -112,5 +139,14 @@ class BalancerConfig(Knobs):
         return windows
 
 
-# a misspelt knob is an error of the class that was called, not of its base
+def _refuse_unknown(names: Iterable[str]) -> None:
+    known = sorted(f.name for f in fields(Knobs) if f.init)
+    for name in names:
+        if name not in known:
+            alike = difflib.get_close_matches(name, known, n=1)
+            hint = f"Did you mean {alike[0]}?" if alike else f"The knobs are: {', '.join(known)}"
+            raise ConfigError(f"no such knob: {name}. {hint}")
+
+
+# a knob that is left out is an error of the class that was called, not of its base
 Knobs.__init__.__qualname__ = "BalancerConfig.__init__"

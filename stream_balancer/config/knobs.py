@@ -44,7 +44,14 @@ if TYPE_CHECKING:
         def __get__(self, config: object, owner: object) -> int | None: ...
         def __set__(self, config: object, value: int | Literal["auto"] | None) -> None: ...
 
+    class Cost:
+        """A knob that may be given as a text, and is read as a cost model."""
 
+        def __get__(self, config: object, owner: object) -> CostModel: ...
+        def __set__(self, config: object, value: CostModel | str) -> None: ...
+
+
+TOKENS: Any = TokenCost()
 DERIVED: Any = None  # a default that BalancerConfig computes from the other knobs
 AUTO: Any = "auto"  # the same, for a knob whose None is a value: no bound
 
@@ -134,8 +141,9 @@ class Knobs:
     cp_min_tokens: int = 2048
     """A rollout is shared by at most ``num_tokens / cp_min_tokens`` ranks, or by so many as it takes to bring it within
     ``max_tokens_per_micro_batch``."""
-    cost: CostModel = field(default_factory=TokenCost)
-    """How much work is a length."""
+    cost: Cost = TOKENS
+    """How much work is a length: a cost model, or one of "tokens", "quadratic", "quadratic:LINEAR:QUADRATIC", "padded",
+    or the path of a Hugging Face config.json (its FLOPs)."""
     speeds: tuple[float, ...] | None = None
     """Relative speed of each rank: a rank of speed 0.5 gets half the work. None = all alike."""
     group_size: int | None = None

@@ -14,6 +14,7 @@ from stream_balancer.cost.models import (
     QuadraticCost,
     TokenCost,
     TransformerCost,
+    cost_of,
 )
 
 __all__ = [
@@ -25,4 +26,5 @@ __all__ = [
     "QuadraticCost",
     "TokenCost",
     "TransformerCost",
+    "cost_of",
 ]

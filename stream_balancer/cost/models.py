@@ -8,8 +8,11 @@ as its kernels compute the scores a second time (Dao 2023, "FlashAttention-2", s
 
 from __future__ import annotations
 
+import json
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -17,8 +20,9 @@ from numpy.typing import ArrayLike, NDArray
 
 from stream_balancer.cost.flops import ATTENTION_PASSES, MATMUL_PASSES, AttentionPairs, LayerSumCost
 from stream_balancer.cost.hf_config import layer_sum_of
+from stream_balancer.errors import ConfigError
 
-__all__ = ["CalibratedCost", "CostModel", "PaddedCost", "QuadraticCost", "TokenCost", "TransformerCost"]
+__all__ = ["CalibratedCost", "CostModel", "PaddedCost", "QuadraticCost", "TokenCost", "TransformerCost", "cost_of"]
 
 
 @runtime_checkable
@@ -318,3 +322,24 @@ def _weights_of(prior: CostModel) -> tuple[float, float]:
             "QuadraticCost, TransformerCost or LayerSumCost as the prior"
         )
     return linear, quadratic
+
+
+def cost_of(text: str) -> CostModel:
+    """The cost model that a text names. Raises ConfigError."""
+    name, _, rest = text.partition(":")
+    named: dict[str, Callable[..., CostModel]] = {
+        "tokens": TokenCost,
+        "quadratic": QuadraticCost,
+        "padded": PaddedCost,
+    }
+    try:
+        if name in named:
+            return named[name](*(float(weight) for weight in rest.split(":") if rest))
+        if text.endswith(".json"):
+            return TransformerCost.from_hf_config(json.loads(Path(text).read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError) as error:
+        raise ConfigError(f"cost {text!r}: {error}") from None
+    raise ConfigError(
+        f"cost {text!r}: no such cost model. Use tokens, quadratic, quadratic:LINEAR:QUADRATIC, padded, or the path of "
+        "a Hugging Face config.json"
+    )

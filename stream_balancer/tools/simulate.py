@@ -62,10 +62,11 @@ def rollouts_per_batch(trace: Trace, config: BalancerConfig) -> float:
 
 def as_policy(config: BalancerConfig, policy: Policy) -> BalancerConfig:
     """The same knobs under another policy, window and ``max_skips`` derived anew where the policy fixes the window, and
-    the number of rollouts of a step."""
+    the number of rollouts of a step. Round-robin tears groups."""
     if policy == config.policy:
         return config
-    return config.replace(policy=policy, batch_size_range=None, **WINDOW_UNGIVEN)
+    groups = "same_batch" if policy == "round_robin" and config.groups == "same_rank" else config.groups
+    return config.replace(policy=policy, groups=groups, batch_size_range=None, **WINDOW_UNGIVEN)
 
 
 def simulate(

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from typing import Any
 
 import numpy as np
 import pytest
+import yaml
 
 import stream_balancer as sb
 
@@ -159,7 +161,14 @@ class NanCost:
         ({"stratum_shares": {"a": 0.1, "b": 0.1, "c": 0.1}, "batch_size_range": (2, 24), "dp_size": 2}, "3 together"),
         ({"speeds": (1.0, 1.0)}, "speeds must be 4 finite numbers"),
         ({"speeds": (1.0, 1.0, 1.0, 0.0)}, "speeds must be 4 finite numbers"),
-        ({"cost": "tokens"}, "cost must be a cost model"),
+        ({"cost": "token"}, "cost 'token': no such cost model"),
+        ({"cost": "quadratic:1:x"}, "cost 'quadratic:1:x': could not convert"),
+        ({"cost": 3}, "cost must be a cost model"),
+        *[({"groups": groups}, f"groups='{groups}' needs group_size") for groups in ("free", "same_rank")],
+        (
+            {"group_size": 4, "groups": "same_rank", "policy": "round_robin", "window": None},
+            "groups='same_rank' does not work with policy='round_robin'",
+        ),
         ({"share_prefixes": 1}, "share_prefixes must be True or False"),
         *[
             ({"share_prefixes": True, **knobs}, f"share_prefixes does not work with {says}")
@@ -171,7 +180,6 @@ class NanCost:
                 ({"speeds": (1.0, 1.0, 1.0, 0.5)}, "speeds"),
                 ({"mini_batches": 2}, "mini_batches=2"),
                 ({"micro_batch_multiple": 2, "counts": "equal"}, "counts='equal'.* and micro_batch_multiple=2"),
-                ({"cp_sizes": (1, 2)}, r"cp_sizes=\(1, 2\)"),
             )
         ],
         ({"share_prefixes": True, "window": "auto"}, "window='auto' does not work with share_prefixes"),
@@ -184,6 +192,7 @@ class NanCost:
         ({**CP, "counts": "equal"}, r"cp_sizes=\(1, 2\) does not work with counts='equal'"),
         ({**CP, "group_size": 4, "groups": "same_rank"}, "does not work with groups='same_rank'"),
         ({**CP, "cost": sb.PaddedCost()}, "does not work with a padded cost"),
+        ({**CP, "share_prefixes": True}, "does not work with share_prefixes"),
         ({**CP, "speeds": (1.0, 1.0, 1.0, 0.5)}, "does not work with speeds"),
         ({**CP, "mini_batches": 2}, "does not work with mini_batches=2"),
         ({**CP, "window": "auto"}, r"window='auto' does not work with cp_sizes=\(1, 2\)"),
@@ -204,11 +213,28 @@ def test_groups_may_be_any_size_when_free() -> None:
     assert config(group_size=3, groups="free").group_size == 3
 
 
-def test_an_unknown_knob_lists_the_known_ones() -> None:
-    with pytest.raises(sb.ConfigError, match=r"no such knob: windw\. The knobs are: .*window"):
-        config().replace(windw=3)
+@pytest.mark.parametrize(
+    "make", [config, config().replace, lambda **knobs: sb.BalancerConfig.from_dict({"dp_size": 4, **knobs})]
+)
+def test_an_unknown_knob_says_which_one_was_meant(make: Any) -> None:
+    with pytest.raises(sb.ConfigError, match=r"no such knob: windw\. Did you mean window\?"):
+        make(windw=3)
+    with pytest.raises(sb.ConfigError, match=r"no such knob: xyz\. The knobs are: .*window"):
+        make(xyz=3)
 
 
-def test_a_misspelt_knob_is_an_error_of_the_config() -> None:
-    with pytest.raises(TypeError, match=r"BalancerConfig.__init__\(\) got an unexpected keyword argument 'windw'"):
-        sb.BalancerConfig(dp_size=2, batch_size=4, windw=8)  # type: ignore[call-arg]
+def test_a_missing_knob_is_an_error_of_the_config() -> None:
+    with pytest.raises(TypeError, match=r"BalancerConfig.__init__\(\) missing 1 required .*'dp_size'"):
+        sb.BalancerConfig(batch_size=4)  # type: ignore[call-arg]
+    assert list(inspect.signature(sb.BalancerConfig).parameters)[:2] == ["dp_size", "batch_size"]
+
+
+def test_a_config_from_plain_data() -> None:
+    text = "{dp_size: 2, batch_size: 8, max_skips: null, cost: quadratic:2:1, speeds: [1, 0.5], cp_sizes: [1]}"
+    made = sb.BalancerConfig.from_dict(yaml.safe_load(text))
+    assert made == sb.BalancerConfig(
+        dp_size=2, batch_size=8, max_skips=None, cost=sb.QuadraticCost(2, 1), speeds=(1, 0.5)
+    )
+    assert sb.BalancerConfig(dp_size=2, batch_size=8, cost="padded").cost == sb.PaddedCost()
+    with pytest.raises(sb.ConfigError, match="takes a mapping from knobs to values, not a list"):
+        sb.BalancerConfig.from_dict([])  # type: ignore[arg-type]

@@ -262,7 +262,7 @@ def test_the_automatic_window_foresees_it() -> None:
         ({"batch_size_range": (4, 16), "batch_size": None, "batch_tokens": 90, "window": None}, "exclude one another"),
         ({"batch_size_range": 16}, "must be two ints"),
         ({"batch_size_range": (16,)}, "must be two ints"),
-        ({"batch_size_range": (4, 8.5)}, "batch_size_range must be an int >= 1, not 8.5"),
+        ({"batch_size_range": (4, 8.5)}, "batch_size_range must be two ints >= 1"),
         ({"batch_size_range": (9, 16)}, r"batch_size \(8\) is the mean of batch_size_range \(9, 16\)"),
         ({"batch_size_range": (4, 7)}, "it must lie in it"),
         ({"batch_size_range": (8, 8)}, "or leave it out for batch_size rollouts every time"),
