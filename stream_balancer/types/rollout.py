@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Literal, NoReturn, TypeAlias
+from typing import Any, Literal, NoReturn, Self, TypeAlias
 
 import torch
 from torch import Tensor
@@ -208,6 +208,15 @@ class Rollout:
         for tensor in self.tensors.values():
             num_bytes += tensor.nbytes
         return num_bytes
+
+    @classmethod
+    def unchecked(cls, **fields: Any) -> Self:
+        """A rollout of all its fields, which were checked where it was made, and are read from a header that was."""
+        rollout = cls.__new__(cls)
+        for name, value in fields.items():
+            # The dataclass is frozen; this is how its own __init__ does it. An empty dict would weigh too much.
+            object.__setattr__(rollout, name, _NOTHING if value == {} else value)
+        return rollout
 
     def with_loss_mask(self, column: str) -> Rollout:
         """The same, with this column called ``loss_mask``: it says which tokens are trained on. Shares the tensors."""

@@ -25,8 +25,21 @@ from stream_balancer.errors import WireError
 from stream_balancer.shared_columns import SharedColumns
 from stream_balancer.types import ExecutionSize, MicroBatch, Rollout, SharedRollout
 from stream_balancer.values import SUPPORTED_DTYPES
-from stream_balancer.wire.header import Column, GivenColumns, Header, Hole, Names, Owner, read_header, read_names
-from stream_balancer.wire.layout import MAX_BYTES, Block, align, lay_out, spans_of
+from stream_balancer.wire.header import (
+    MAX_BYTES,
+    Block,
+    Column,
+    GivenColumns,
+    Header,
+    Hole,
+    Names,
+    Owner,
+    align,
+    lay_out,
+    read_header,
+    read_names,
+    spans_of,
+)  # fmt: skip
 from stream_balancer.wire.payload import Memory
 from stream_balancer.wire.remote import Handle, Leases, RemoteRollout
 
@@ -192,10 +205,13 @@ class Decoded:
 
     def _columns(self, block: Block, first: int, stop: int) -> dict[str, Tensor]:
         """These rows of all columns."""
-        found = {}
+        found, widths = {}, self._layout.widths
         for number, column in enumerate(self._header.columns):
-            at = block.restored.get(number, block.columns[number]) + first * column.row_bytes
-            found[column.name] = self._view(at, SUPPORTED_DTYPES[column.dtype], (stop - first, *column.shape))
+            at, width = block.columns[number], widths[number]
+            if number in block.restored:
+                at, width = block.restored[number], 2 * width
+            shape = (stop - first, *column.shape)
+            found[column.name] = self._view(at + first * width, SUPPORTED_DTYPES[column.dtype], shape)
         return found
 
     def _columns_of(self, index: int) -> list[dict[str, Tensor]]:
@@ -255,28 +271,22 @@ class Decoded:
             ),
         )
 
-    def fields(self, index: int) -> dict[str, Any]:
-        """What a whole rollout is made of. O(columns)."""
-        tokens, *_ = self._columns_of(index)
-        return {
-            "tokens": tokens,
-            "tensors": self._tensors_of(index),
-            "is_padding": index in self._padding,
-            **plain_fields(self._header, self.names, index),
-        }
-
-    def _rollout(self, index: int) -> Rollout:
+    def rollout(self, index: int) -> Rollout:
+        """A whole rollout, or the part of one that is here. O(columns)."""
         header, shared = self._header, self._layout.block_of(index).shared
-        length, loss_tokens, fields = header.lengths[index], header.loss_tokens[index], self.fields(index)
+        tokens, *behind = self._columns_of(index)
+        fields = _plain_fields(header, self.names, index)
+        fields |= {"tokens": tokens, "tensors": self._tensors_of(index), "is_padding": index in self._padding}
+        length, loss_tokens = header.lengths[index], header.loss_tokens[index]
         if shared is None:
-            return _trusted_rollout(**fields, num_tokens=length, num_loss_tokens=loss_tokens)
+            return Rollout.unchecked(**fields, num_tokens=length, num_loss_tokens=loss_tokens)
         return SharedRollout(
             **fields,
             cp_degree=len(shared.cp_group),
             cp_rank=shared.cp_rank,
             whole_tokens=length,
             whole_loss_tokens=loss_tokens,
-            behind=self._columns_of(index)[1],
+            behind=behind[0],
         )
 
 
@@ -300,14 +310,14 @@ class _Rollouts(Sequence[Rollout]):
         place = self._places[index]
         made = self._made.get(place)
         if made is None:
-            made = self._made[place] = self._decoded._rollout(place)
+            made = self._made[place] = self._decoded.rollout(place)
         return made
 
     def __repr__(self) -> str:
         return f"<{len(self)} rollouts>"
 
 
-def plain_fields(header: Header, names: Names, index: int) -> dict[str, Any]:
+def _plain_fields(header: Header, names: Names, index: int) -> dict[str, Any]:
     """All but columns, tensors and ``is_padding``."""
     return {
         "scalars": header.scalars[index] if header.scalars else {},
@@ -321,23 +331,14 @@ def plain_fields(header: Header, names: Names, index: int) -> dict[str, Any]:
     }
 
 
-def _trusted_rollout(**fields: object) -> Rollout:
-    """A Rollout from fields that were checked where it was put: no second validation."""
-    rollout = Rollout.__new__(Rollout)
-    for name, value in fields.items():
-        # The dataclass is frozen; this is how its own __init__ does it.
-        object.__setattr__(rollout, name, value)
-    return rollout
-
-
 # --- puts ------------------------------------------------------------------------------------------------------------
 
 
 def decode_rollouts(
     header: msgspec.Raw | bytes, memory: Memory | None, *, leases: Leases | None = None
 ) -> list[Rollout]:
-    """Rollouts that were put, each with every check that a Rollout makes. ``leases``: of the producer that puts, if it
-    may keep payloads. Raises RolloutError, naming it, for one that no Rollout may be, WireError for anything else that
+    """Rollouts that were put. ``leases``: of the producer that puts, if it may keep payloads. Values were checked where
+    the rollouts were made; here it is types, ranges and sizes. Raises WireError for anything that
     :func:`~stream_balancer.wire.encode.encode_rollouts` would not have made."""
     read = read_header(header)
     # A padding copy is no mistake of the wire: the balancer says that only it makes those.
@@ -346,7 +347,7 @@ def decode_rollouts(
     if read.holes:
         return _kept_rollouts(read, memory, leases)
     decoded = Decoded(read, memory)
-    return [Rollout(**decoded.fields(index)) for index in range(len(decoded))]
+    return [decoded.rollout(index) for index in range(len(read.lengths))]
 
 
 def _kept_rollouts(header: Header, memory: Memory | None, leases: Leases | None) -> list[Rollout]:
@@ -356,16 +357,18 @@ def _kept_rollouts(header: Header, memory: Memory | None, leases: Leases | None)
     names = read_names(header)
     found: list[Rollout] = []
     for index, hole in enumerate(header.holes):
-        length = header.lengths[index]
+        length, loss_tokens = header.lengths[index], header.loss_tokens[index]
         tensors = header.tensors[index] if header.tensors else ()
         found.append(
-            RemoteRollout(
+            RemoteRollout.unchecked(
+                **_plain_fields(header, names, index),
                 tokens={one.name: _elsewhere(one, (length, *one.shape)) for one in header.columns},
                 tensors={one.name: _elsewhere(one, one.shape) for one in tensors},
                 is_padding=index in header.padding,
-                **plain_fields(header, names, index),
+                num_tokens=length,
+                num_loss_tokens=loss_tokens,
                 handle=Handle(header.owners[hole.owner], hole.key),
-                loss_tokens=header.loss_tokens[index],
+                loss_tokens=loss_tokens,
                 lease=leases.hold(hole.key),
             )
         )
@@ -394,7 +397,7 @@ def decode_columns(
         raise WireError("a column comes twice, or has more than one number for each token")
     if given.lengths != list(num_tokens):
         raise WireError(f"columns of {given.lengths} tokens came for micro-batches of {list(num_tokens)}")
-    sizes = [align(sum(num_tokens) * column.row_bytes) for column in given.columns]
+    sizes = [align(sum(num_tokens) * SUPPORTED_DTYPES[column.dtype].itemsize) for column in given.columns]
     if memory is None or memory.size != sum(sizes):
         raise WireError(f"columns of {sum(sizes)} bytes are described, but others came")
     found: list[dict[str, Tensor]] = [{} for _ in num_tokens]

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import chain
+from operator import attrgetter
 from typing import NamedTuple, NoReturn, TypeVar
 
 import msgspec
@@ -22,8 +23,21 @@ from stream_balancer.errors import RolloutError, WireError
 from stream_balancer.types import ExecutionSize, MicroBatch, Rollout, SharedRollout
 from stream_balancer.types.shared import columns_of, loss_tokens_of, part_of, rows_behind, rows_of, tokens_of
 from stream_balancer.values import SUPPORTED_DTYPES
-from stream_balancer.wire.header import DTYPE_INDEX, Column, GivenColumns, Header, Hole, Names, Shared
-from stream_balancer.wire.layout import ALIGNMENT, MAX_BYTES, Layout, align, lay_out, runs_of
+from stream_balancer.wire.header import (
+    ALIGNMENT,
+    DTYPE_INDEX,
+    MAX_BYTES,
+    Column,
+    GivenColumns,
+    Header,
+    Hole,
+    Layout,
+    Names,
+    Shared,
+    align,
+    lay_out,
+    runs_of,
+)  # fmt: skip
 from stream_balancer.wire.payload import NOTHING, Payload
 from stream_balancer.wire.remote import Handle, remote_of
 
@@ -33,6 +47,8 @@ V = TypeVar("V")
 _ZEROS = memoryview(bytes(ALIGNMENT))
 _GATHERED_BYTES = 2**14
 """Below that, on average, a copy costs less than a view."""
+_BESIDE_TOKENS = attrgetter("scalars", "tensors", "prefix", "is_padding")
+_NAMED = attrgetter("rollout_id", "group_id", "execution_id", "version", "cost", "metadata")
 
 
 class Encoded(NamedTuple):
@@ -98,16 +114,15 @@ def encode_columns(items: Sequence[Mapping[str, Tensor]]) -> Encoded:
     if odd := [f"{name!r} has dtype {one.dtype}" for name, one in first.items() if one.dtype not in DTYPE_INDEX]:
         raise ValueError(f"{odd[0]}, which cannot travel")
     lengths = [len(next(iter(item.values()))) for item in items]
-    header = GivenColumns([_described(name, column, ()) for name, column in first.items()], lengths)
+    header = GivenColumns([Column(name, DTYPE_INDEX[one.dtype], ()) for name, one in first.items()], lengths)
     given: list[memoryview] = []
     total = 0
     for name, like in first.items():
         its = [item[name] for item in items if name in item]
         if any(one.dtype != like.dtype for one in its) or [one.shape for one in its] != [(n,) for n in lengths]:
             raise ValueError(f"column {name!r} must have a number for each token of each micro-batch, in one dtype")
-        given += _views(its)
         size = sum(lengths) * like.dtype.itemsize
-        given += _zeros(size)
+        _add(given, its, size)
         total += align(size)
     return Encoded(_raw(header), Payload(total, (0, total), given))
 
@@ -127,7 +142,7 @@ def payload_of(rollout: Rollout, degree: int = 1, place: int = 0) -> list[memory
 
 def bytes_of(tensor: Tensor) -> memoryview:
     """A tensor's memory. A copy only where it is not contiguous, or on another device."""
-    if tensor.numel() and tensor.is_contiguous() and tensor.dtype not in _NOT_NUMPYS and tensor.device.type == "cpu":
+    if tensor.numel() and tensor.is_contiguous() and tensor.dtype not in _NOT_NUMPYS and tensor.is_cpu:
         return tensor.numpy().data.cast("B")
     flat = tensor.cpu().contiguous()
     # One element is contiguous at any stride, but view() to another size of elements asks for a stride of 1.
@@ -142,26 +157,29 @@ _NOT_NUMPYS = frozenset({torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2}
 def _header(rollouts: Sequence[Rollout], blocks: list[int]) -> Header:
     if not rollouts:
         raise ValueError("no rollouts to encode")
+    scalars, tensors, prefixes, padding = zip(*map(_BESIDE_TOKENS, rollouts), strict=True)
     return Header(
         _columns(rollouts),
         blocks,
-        [tokens_of(rollout) for rollout in rollouts],
-        [loss_tokens_of(rollout) for rollout in rollouts],
+        list(map(tokens_of, rollouts)),
+        list(map(loss_tokens_of, rollouts)),
         msgspec.Raw(),
-        [rollout.scalars for rollout in rollouts] if any(rollout.scalars for rollout in rollouts) else [],
-        [[_described(name, own, own.shape) for name, own in rollout.tensors.items()] for rollout in rollouts]
-        if any(rollout.tensors for rollout in rollouts)
-        else [],
-        [rollout.prefix for rollout in rollouts] if any(rollout.prefix for rollout in rollouts) else [],
-        [place for place, rollout in enumerate(rollouts) if rollout.is_padding],
+        list(scalars) if any(scalars) else [],
+        list(map(_described, tensors)) if any(tensors) else [],
+        list(prefixes) if any(prefixes) else [],
+        [place for place, is_padding in enumerate(padding) if is_padding] if any(padding) else [],
     )
 
 
-def _columns(rollouts: Sequence[Rollout]) -> list[Column]:
+def _columns(rollouts: Sequence[Rollout]) -> tuple[Column, ...]:
     first = rollouts[0]
-    columns = [_described(name, like, like.shape[1:]) for name, like in columns_of(first).items()]
-    # Slices of shapes cost more than all else here, and most columns have one number a token.
-    likes = [(name, like.dtype, like.ndim, like.shape[1:]) for name, like in columns_of(first).items()]
+    columns: list[Column] = []
+    likes: list[tuple[str, torch.dtype, int, tuple[int, ...]]] = []
+    for name, like in columns_of(first).items():
+        # Slices of shapes cost more than all else here, and most columns have one number a token.
+        shape = () if like.ndim == 1 else tuple(like.shape[1:])
+        columns.append(Column(name, DTYPE_INDEX[like.dtype], shape))
+        likes.append((name, like.dtype, like.ndim, shape))
     for rollout in rollouts[1:]:
         its = columns_of(rollout)
         if len(its) != len(likes):
@@ -173,7 +191,7 @@ def _columns(rollouts: Sequence[Rollout]) -> list[Column]:
             if own.dtype is not dtype or own.ndim != ndim or (ndim > 1 and own.shape[1:] != shape):
                 mine, other = f"{own.dtype} {list(own.shape)}", f"{dtype} {list(columns_of(first)[name].shape)}"
                 raise _differ(rollout, first, f"has column {name!r} as {mine}", other)
-    return columns
+    return tuple(columns)
 
 
 def _differ(rollout: Rollout, first: Rollout, mine: str, other: str) -> RolloutError:
@@ -183,8 +201,8 @@ def _differ(rollout: Rollout, first: Rollout, mine: str, other: str) -> RolloutE
     )
 
 
-def _described(name: str, tensor: Tensor, shape: Sequence[int]) -> Column:
-    return Column(name, DTYPE_INDEX[tensor.dtype], tuple(shape))
+def _described(tensors: Mapping[str, Tensor]) -> list[Column]:
+    return [Column(name, DTYPE_INDEX[own.dtype], tuple(own.shape)) for name, own in tensors.items()]
 
 
 def _execution_sizes(micro_batches: Sequence[MicroBatch]) -> list[tuple[int, int]]:
@@ -232,18 +250,9 @@ def _pack(header: Header, rollouts: Sequence[Rollout]) -> msgspec.Raw:
 
 
 def _names(rollouts: Sequence[Rollout]) -> Names:
-    return Names(
-        [one.rollout_id for one in rollouts],
-        _unless_none([one.group_id for one in rollouts]),
-        _unless_none([one.execution_id for one in rollouts]),
-        _unless_none([one.version for one in rollouts]),
-        _unless_none([one.cost for one in rollouts]),
-        [one.metadata for one in rollouts] if any(one.metadata for one in rollouts) else [],
-    )
-
-
-def _unless_none(values: list[V]) -> list[V]:
-    return values if any(value is not None for value in values) else []
+    lists = [list(values) for values in zip(*map(_NAMED, rollouts), strict=True)]
+    # What no rollout has is None in all of them, and what no metadata has an empty dict.
+    return Names(*(its if its.count(None) + its.count({}) < len(its) else [] for its in lists))
 
 
 def _changed(rollouts: Sequence[Rollout], error: Exception) -> RolloutError:
@@ -264,37 +273,35 @@ def _changed(rollouts: Sequence[Rollout], error: Exception) -> RolloutError:
 
 def _pieces(header: Header, layout: Layout, rollouts: Sequence[Rollout]) -> list[memoryview]:
     """The bytes of all runs, in order, with zeros between columns."""
-    holes = {hole.rollout for hole in header.holes}
+    holes = {hole.rollout for hole in header.holes} if header.holes else ()
     found: list[memoryview] = []
     for block in layout.blocks:
         its = rollouts[block.first : block.stop]
         here = [one for place, one in enumerate(its, block.first) if place not in holes] if holes else its
         for number, column in enumerate(header.columns):
-            parts = _rows(its if number in header.late else here, column.name, block.shared is not None)
-            found += _views([part.to(torch.int32) for part in parts] if number in header.narrowed else parts)
-            found += _zeros(block.rows * layout.widths[number])
-        for place, one in enumerate(its, block.first):
+            whose, name = its if number in header.late else here, column.name
+            parts = [one.tokens[name] for one in whose] if block.shared is None else _rows(whose, name)
+            if number in header.narrowed:
+                parts = [part.to(torch.int32) for part in parts]
+            _add(found, parts, block.rows * layout.widths[number])
+        for place, one in enumerate(its, block.first) if block.tensors else ():
             for tensor in one.tensors.values():
-                found += [] if place in holes else _views([tensor])
-                found += _zeros(tensor.nbytes)
+                _add(found, [] if place in holes else [tensor], tensor.nbytes)
     return found
 
 
-def _rows(rollouts: Sequence[Rollout], name: str, is_shared: bool) -> list[Tensor]:
-    if not is_shared:
-        return [rollout.tokens[name] for rollout in rollouts]
+def _rows(rollouts: Sequence[Rollout], name: str) -> list[Tensor]:
+    """Those of a shared block."""
     own = [rows for rollout in rollouts for rows in rows_of(rollout, name)]
     return own + [rows for one in rollouts if isinstance(one, SharedRollout) for rows in rows_behind(one, name)]
 
 
-def _views(parts: list[Tensor]) -> list[memoryview]:
-    """Memory of tensors; small ones are gathered, which costs less than to send each by itself."""
-    if len(parts) > 1 and sum(part.nbytes for part in parts) < _GATHERED_BYTES * len(parts):
+def _add(found: list[memoryview], parts: list[Tensor], size: int) -> None:
+    """Memory of tensors of so many bytes together, and zeros up to the next piece. Small ones are gathered, which costs
+    less than to send each by itself."""
+    if len(parts) > 1 and size < _GATHERED_BYTES * len(parts):
         parts = [torch.cat(parts)]
-    return [bytes_of(part) for part in parts if part.numel()]
-
-
-def _zeros(size: int) -> list[memoryview]:
-    """What follows a piece of so many bytes, up to the next one."""
+    found += [bytes_of(part) for part in parts if part.numel()]
     gap = align(size) - size
-    return [_ZEROS[:gap]] if gap else []
+    if gap:
+        found.append(_ZEROS[:gap])

@@ -1,31 +1,65 @@
-"""The header of rollouts on the wire and on disk: its msgpack structs, and every check of a stranger's header. Pure.
+"""The header of rollouts on the wire and on disk: its msgpack structs, every check of a stranger's header, and where
+the bytes of its rollouts lie. Pure.
 
 A header says which columns there are, how many rollouts each block holds, and of each rollout its length, scalars and
-tensors. Offsets are never in it: both ends compute them (:mod:`stream_balancer.wire.layout`). Names (ids, groups,
-metadata, ...) are kept as bytes until someone asks for them: a rank that trains on packed columns never does.
+tensors. Offsets are never in it: both ends compute them. Names (ids, groups, metadata, ...) are kept as bytes until
+someone asks for them: a rank that trains on packed columns never does.
+
+::
+
+    memory   block 0: column a | column b | ... | tensors of its rollouts || block 1: ... || room for widened columns
+
+A column of a block holds the rows of the block's rollouts, one after the other, so a packed micro-batch is one view per
+column. In a shared block these are each rollout's two chunks, and then the two rows behind the chunks of each. Every
+piece begins at a multiple of 64 bytes and takes at least 64, so the memory there is bounds the work of laying out.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from bisect import bisect_right
+from collections.abc import Collection, Mapping, Sequence
+from functools import lru_cache
+from itertools import accumulate, pairwise
 from math import prod
-from operator import le, lt
-from typing import Annotated, Any, TypeAlias
+from operator import attrgetter, le, lt
+from typing import Annotated, Any, NamedTuple, TypeAlias
 
 import msgspec
 import torch
 
 from stream_balancer.errors import WireError
-from stream_balancer.values import MAX_COLUMNS, MAX_DIMENSIONS, MAX_ELEMENTS, SUPPORTED_DTYPES
+from stream_balancer.types.shared import chunk_tokens
+from stream_balancer.values import (
+    MAX_COLUMNS,
+    MAX_COST,
+    MAX_DIMENSIONS,
+    MAX_ELEMENTS,
+    MAX_NAME_BYTES,
+    MAX_VERSION,
+    PADDING_PREFIX,
+    SUPPORTED_DTYPES,
+)  # fmt: skip
 
 __all__ = [
-    "DTYPE_INDEX", "Column", "GivenColumns", "Header", "Hole", "Names", "Owner", "Shared", "read_header", "read_names",
+    "ALIGNMENT", "DTYPE_INDEX", "MAX_BYTES", "Block", "Column", "GivenColumns", "Header", "Hole", "Layout", "Names",
+    "Owner", "Shared", "align", "lay_out", "read_header", "read_names", "runs_of", "spans_of",
 ]  # fmt: skip
 
 DTYPE_INDEX = {dtype: index for index, dtype in enumerate(SUPPORTED_DTYPES)}
+ALIGNMENT = 64
+"""Bytes; a cache line, and what torch's own allocator gives."""
+MAX_BYTES = 2**40
+"""Of all rollouts of one header."""
 _INTEGERS = frozenset({torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64})
+_FIRST = attrgetter("first")
 
 Text: TypeAlias = Annotated[str, msgspec.Meta(max_length=1024)]
+Name: TypeAlias = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_NAME_BYTES)]
+Version: TypeAlias = Annotated[int, msgspec.Meta(ge=-MAX_VERSION, lt=MAX_VERSION)]
+# Not tuple[Version, Version]: beside an integer with bounds msgspec 0.22 crashes on it.
+Versions: TypeAlias = Annotated[tuple[Version, ...], msgspec.Meta(min_length=2, max_length=2)]
+Cost: TypeAlias = Annotated[float, msgspec.Meta(ge=0.0, le=MAX_COST)]
+Number: TypeAlias = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)] | float | bool
 Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=MAX_ELEMENTS)]
 Positive: TypeAlias = Annotated[int, msgspec.Meta(ge=1, le=MAX_ELEMENTS)]
 
@@ -33,15 +67,11 @@ Positive: TypeAlias = Annotated[int, msgspec.Meta(ge=1, le=MAX_ELEMENTS)]
 class Column(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """Name, type and shape of a column, or of a tensor that belongs to one rollout."""
 
-    name: Text
+    name: Name
     dtype: Annotated[int, msgspec.Meta(ge=0, lt=len(SUPPORTED_DTYPES))]
     """Index into SUPPORTED_DTYPES."""
     shape: Annotated[tuple[Count, ...], msgspec.Meta(max_length=MAX_DIMENSIONS)]
     """Of one row of a column; of the whole tensor otherwise."""
-
-    @property
-    def row_bytes(self) -> int:
-        return prod(self.shape) * SUPPORTED_DTYPES[self.dtype].itemsize
 
 
 class Owner(msgspec.Struct, array_like=True, frozen=True):
@@ -76,18 +106,18 @@ class Shared(msgspec.Struct, array_like=True, frozen=True, gc=False):
 class Names(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
     """What rollouts are called, and what else is of no use to a layout. A list is empty where no rollout has one."""
 
-    ids: list[Text]
-    group_ids: list[Text | None] = []
-    execution_ids: list[Text | None] = []
-    versions: list[int | tuple[int, int] | None] = []
-    costs: list[float | None] = []
+    ids: list[Name]
+    group_ids: list[Name | None] = []
+    execution_ids: list[Name | None] = []
+    versions: list[Version | Versions | None] = []
+    costs: list[Cost | None] = []
     metadata: list[Mapping[str, Any]] = []
 
 
 class Header(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
     """Lists are per rollout unless said otherwise."""
 
-    columns: Annotated[list[Column], msgspec.Meta(min_length=1, max_length=MAX_COLUMNS)]
+    columns: Annotated[tuple[Column, ...], msgspec.Meta(min_length=1, max_length=MAX_COLUMNS)]
     """Per column; every rollout has all of them."""
     blocks: Annotated[list[Positive], msgspec.Meta(min_length=1)]
     """Rollouts in each block. A micro-batch is a block; so is a put."""
@@ -97,7 +127,7 @@ class Header(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
     """As ``lengths``."""
     names: msgspec.Raw
     """:class:`Names`."""
-    scalars: list[Mapping[Text, int | float | bool]] = []
+    scalars: list[Mapping[Name, Number]] = []
     """Empty where no rollout has any."""
     tensors: list[Annotated[list[Column], msgspec.Meta(max_length=MAX_COLUMNS)]] = []
     """Empty where no rollout has any."""
@@ -129,9 +159,12 @@ def read_header(raw: msgspec.Raw | bytes) -> Header:
         header = _DECODER.decode(raw)
     except (msgspec.DecodeError, RecursionError, ValueError) as error:
         raise WireError(f"the header of rollouts cannot be read: {error}") from None
+    _widths(header.columns)
     _check_lists(header)
-    _check_columns(header)
-    _check_parts(header)
+    if header.scalars or header.tensors:
+        _check_others(header)
+    if header.shared or header.narrowed or header.late or header.holes:
+        _check_parts(header)
     return header
 
 
@@ -143,54 +176,63 @@ def read_names(header: Header) -> Names:
         raise WireError(f"the names of rollouts cannot be read: {error}") from None
     count = len(header.lengths)
     lists = (names.group_ids, names.execution_ids, names.versions, names.costs, names.metadata)
-    if len(names.ids) != count or any(len(one) not in (0, count) for one in lists):
+    if len(names.ids) != count or any(its and len(its) != count for its in lists):
         raise WireError("the names of rollouts have lists of different lengths")
-    groups = names.group_ids or [None] * count
-    if any(prefix and group is None for prefix, group in zip(header.prefixes, groups, strict=False)):
-        raise WireError("a rollout shares tokens with no group")
+    if header.prefixes:
+        groups = names.group_ids or [None] * count
+        if any(prefix and group is None for prefix, group in zip(header.prefixes, groups, strict=True)):
+            raise WireError("a rollout shares tokens with no group")
+    if not header.padding and any(name.startswith(PADDING_PREFIX) for name in names.ids):
+        raise WireError(f"the id of a rollout begins with {PADDING_PREFIX!r}: so the balancer names its padding copies")
     return names
+
+
+@lru_cache(64)
+def _widths(columns: tuple[Column, ...]) -> tuple[int, ...]:
+    """Bytes of a row of each column. Raises WireError for columns that no rollout has. Kept: all puts of a run have the
+    same ones."""
+    names = {column.name for column in columns}
+    if len(names) != len(columns) or "input_ids" not in names:
+        raise WireError("a column occurs twice, or there is no column 'input_ids'")
+    for column in columns:
+        if column.shape and column.name in ("input_ids", "loss_mask"):
+            raise WireError(f"{column.name} must have one number per token")
+        if column.name == "input_ids" and SUPPORTED_DTYPES[column.dtype] not in _INTEGERS:
+            raise WireError("input_ids must be integers")
+    return tuple(map(_size, columns))
+
+
+def _size(column: Column) -> int:
+    """Bytes of one row of a column, or of a tensor. Raises WireError for a shape that no tensor has."""
+    # A size of 0 must not hide another one that is absurd: torch refuses it even where there is no element.
+    if prod(max(size, 1) for size in column.shape) > MAX_ELEMENTS:
+        raise WireError(f"{column.name!r} has an impossible shape: {column.shape}")
+    return prod(column.shape) * SUPPORTED_DTYPES[column.dtype].itemsize
 
 
 def _check_lists(header: Header) -> None:
     lengths, loss_tokens = header.lengths, header.loss_tokens
     count = len(lengths)
-    some = (header.scalars, header.tensors, header.prefixes, header.execution_sizes)
-    if len(loss_tokens) != count or any(len(one) not in (0, count) for one in some):
+    some: tuple[Sequence[object], ...] = (header.scalars, header.tensors, header.prefixes, header.execution_sizes)
+    if len(loss_tokens) != count or any(its and len(its) != count for its in some):
         raise WireError("the header of rollouts has lists of different lengths")
     if sum(header.blocks) != count:
         raise WireError(f"the blocks must hold all {count} rollouts")
     if not all(map(le, loss_tokens, lengths)):
         raise WireError("a rollout has an impossible number of loss tokens")
-    if header.prefixes and not all(map(lt, header.prefixes, lengths)):
+    if not all(map(lt, header.prefixes, lengths)):
         raise WireError("a rollout shares more tokens than it has")
-    if not _ascends(header.padding, count) or any(loss_tokens[index] for index in header.padding):
+    padding = header.padding
+    if padding and (not _ascends(padding, count) or any(loss_tokens[index] for index in padding)):
         raise WireError("the list of padding copies is wrong")
 
 
-def _check_columns(header: Header) -> None:
-    columns = header.columns
-    names = {column.name for column in columns}
-    if len(names) != len(columns) or "input_ids" not in names:
-        raise WireError("a column occurs twice, or there is no column 'input_ids'")
-    for column in columns:
-        _check_shape(column)
-        if column.shape and column.name in ("input_ids", "loss_mask"):
-            raise WireError(f"{column.name} must have one number per token")
-        if column.name == "input_ids" and SUPPORTED_DTYPES[column.dtype] not in _INTEGERS:
-            raise WireError("input_ids must be integers")
-    for tensors in header.tensors:
-        if len({tensor.name for tensor in tensors}) != len(tensors):
-            raise WireError("a rollout has two tensors of one name")
-        for tensor in tensors:
-            _check_shape(tensor)
-    if any(not names.isdisjoint(scalars) for scalars in header.scalars):
+def _check_others(header: Header) -> None:
+    names = {column.name for column in header.columns}
+    if not all(names.isdisjoint(scalars) for scalars in header.scalars):
         raise WireError("a name is both a column and a scalar")
-
-
-def _check_shape(column: Column) -> None:
-    # A size of 0 must not hide another one that is absurd: torch refuses it even where there is no element.
-    if prod(max(size, 1) for size in column.shape) > MAX_ELEMENTS:
-        raise WireError(f"{column.name!r} has an impossible shape: {column.shape}")
+    if any(len({tensor.name for tensor in tensors}) != len(tensors) for tensors in header.tensors):
+        raise WireError("a rollout has two tensors of one name")
 
 
 def _check_parts(header: Header) -> None:
@@ -200,19 +242,19 @@ def _check_parts(header: Header) -> None:
         members = one.cp_group
         if len(members) < 2 or len(set(members)) != len(members) or one.cp_rank >= len(members):
             raise WireError(f"a block is shared by ranks {list(members[:8])}, which is impossible")
-    columns = header.columns
-    if not _ascends(header.narrowed, len(columns)) or any(
-        SUPPORTED_DTYPES[columns[number].dtype] is not torch.int64 for number in header.narrowed
-    ):
+    columns, narrowed = header.columns, header.narrowed
+    if not _ascends(narrowed, len(columns)) or {columns[number].dtype for number in narrowed} - {_INT64}:
         raise WireError("only int64 columns may travel narrowed")
-    if not _ascends(header.late, len(columns)) or not _ascends(
-        [one.rollout for one in header.holes], len(header.lengths)
-    ):
+    absent = [one.rollout for one in header.holes]
+    if not _ascends(header.late, len(columns)) or not _ascends(absent, len(header.lengths)):
         raise WireError("the list of what does not come along is wrong")
     if any(one.owner >= len(header.owners) for one in header.holes):
         raise WireError("a rollout lies with an owner that is not named")
-    if (header.holes and header.narrowed) or (header.late and not header.holes):
+    if (header.holes and narrowed) or (header.late and not header.holes):
         raise WireError("what lies elsewhere is not narrowed, and only beside it columns are late")
+
+
+_INT64 = DTYPE_INDEX[torch.int64]
 
 
 def _ascends(numbers: Collection[int], end: int) -> bool:
@@ -230,3 +272,119 @@ class GivenColumns(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
     columns: Annotated[list[Column], msgspec.Meta(min_length=1, max_length=64)]
     lengths: Annotated[list[Positive], msgspec.Meta(min_length=1)]
     """Tokens of each micro-batch."""
+
+
+# --- where the bytes lie ---------------------------------------------------------------------------------------------
+
+
+class Block(NamedTuple):
+    """A block's place. Offsets in bytes."""
+
+    first: int
+    stop: int
+    """Its rollouts."""
+    starts: list[int]
+    """[n + 1] row at which each rollout starts in every column."""
+    rows: int
+    """Of every column, those behind the chunks included."""
+    shared: Shared | None
+    columns: list[int]
+    """Offset of each column."""
+    restored: dict[int, int]
+    """Offsets of narrowed columns once they are widened."""
+    tensors: list[list[int]]
+    """[n] offsets of each rollout's own tensors; empty where no rollout has any."""
+
+
+class Layout(NamedTuple):
+    """Where everything lies."""
+
+    blocks: list[Block]
+    widths: list[int]
+    """Bytes of a row of each column, as it travels."""
+    wire_bytes: int
+    total_bytes: int
+    """With the room for widened columns."""
+
+    def block_of(self, rollout: int) -> Block:
+        """The block that it is in. O(log(blocks))."""
+        return self.blocks[bisect_right(self.blocks, rollout, key=_FIRST) - 1]
+
+
+def align(size: int) -> int:
+    """The next multiple of :data:`ALIGNMENT`, at least one of it."""
+    return -(-size // ALIGNMENT) * ALIGNMENT or ALIGNMENT
+
+
+def lay_out(header: Header, max_bytes: int) -> Layout:
+    """Raises WireError where more than ``max_bytes`` would be needed. O(columns x blocks + rollouts)."""
+    widths = list(_widths(header.columns))
+    narrowed = header.narrowed
+    for number in narrowed:
+        widths[number] //= 2
+    shared = {one.block: one for one in header.shared} if header.shared else {}
+    at = 0
+    blocks: list[Block] = []
+    for number, (first, stop) in enumerate(pairwise(accumulate(header.blocks, initial=0))):
+        one, lengths = shared.get(number), header.lengths[first:stop]
+        if one is not None:
+            lengths = [2 * chunk_tokens(length, len(one.cp_group)) for length in lengths]
+        starts = list(accumulate(lengths, initial=0))
+        rows = starts[-1] + (0 if one is None else 2 * (stop - first))
+        columns = []
+        for width in widths:
+            columns.append(at)
+            at += -(-rows * width // ALIGNMENT) * ALIGNMENT or ALIGNMENT
+            if at > max_bytes:
+                raise _too_much(max_bytes)
+        tensors = []
+        for own in header.tensors[first:stop]:
+            tensors.append(list(accumulate(map(align, map(_size, own)), initial=at)))
+            at = tensors[-1].pop()
+            if at > max_bytes:
+                raise _too_much(max_bytes)
+        blocks.append(Block(first, stop, starts, rows, one, columns, {}, tensors))
+    wire_bytes = at
+    for block in blocks if narrowed else ():
+        for number in narrowed:
+            block.restored[number] = at
+            at += align(2 * block.rows * widths[number])
+    if at > max_bytes:
+        raise _too_much(max_bytes)
+    return Layout(blocks, widths, wire_bytes, at)
+
+
+def _too_much(max_bytes: int) -> WireError:
+    return WireError(f"more than {max_bytes} bytes would be needed")
+
+
+def runs_of(header: Header, layout: Layout) -> tuple[int, ...]:
+    """What comes along as (offset, size, offset, size, ...): all but holes."""
+    runs: list[int] = []
+    at = 0
+    absent = sorted(span for hole in header.holes for span in spans_of(header, layout, hole.rollout))
+    for start, size in [*absent, (layout.wire_bytes, 0)]:
+        if start > at:
+            runs += (at, start - at)
+        at = start + size
+    return tuple(runs)
+
+
+def spans_of(header: Header, layout: Layout, rollout: int) -> list[tuple[int, int]]:
+    """(offset, size) of all pieces of a hole, by name, which is the order in which its owner sends them: columns that
+    are not late, each with the rows behind its chunks, and then tensors."""
+    block = layout.block_of(rollout)
+    place = rollout - block.first
+    row, end = block.starts[place : place + 2]
+    behind = block.starts[-1] + 2 * place
+    spans = []
+    for _, number in sorted((column.name, number) for number, column in enumerate(header.columns)):
+        if number not in header.late:
+            start, width = block.columns[number], layout.widths[number]
+            spans.append((start + row * width, (end - row) * width))
+            if block.shared is not None:
+                spans.append((start + behind * width, 2 * width))
+    if block.tensors:
+        own = zip(header.tensors[rollout], block.tensors[place], strict=True)
+        spans += [(at, _size(tensor)) for tensor, at in sorted(own, key=lambda its: its[0].name)]
+    return [(at, size) for at, size in spans if size]

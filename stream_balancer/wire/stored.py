@@ -20,7 +20,7 @@ import msgspec
 
 from stream_balancer.errors import WireError
 from stream_balancer.wire.encode import Encoded
-from stream_balancer.wire.layout import align
+from stream_balancer.wire.header import align
 from stream_balancer.wire.payload import Memory
 
 __all__ = ["FORMAT", "OtherFormatError", "from_bytes", "to_bytes"]

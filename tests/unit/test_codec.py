@@ -128,7 +128,7 @@ def test_int64_travels_narrowed_only_when_asked_and_where_it_fits() -> None:
 
 def test_who_trains_on_packed_columns_makes_no_rollout_and_no_name(monkeypatch: pytest.MonkeyPatch) -> None:
     got = carried(*some())
-    monkeypatch.setattr(codec.Decoded, "_rollout", None)
+    monkeypatch.setattr(codec.Decoded, "rollout", None)
     monkeypatch.setattr(codec.Decoded, "names", None)
     assert [one.packed()["input_ids"].numel() for one in got.micro_batches] == [6, 130]
 
