@@ -226,6 +226,17 @@ class BalancerCore:
         state.ledger.redelivered(batch)
         return batch
 
+    def give_as_planned(self) -> Batch | None:
+        """The oldest batch that is to be given again, in the plan that it had, for however many ranks: those that hold
+        it may have trained on it."""
+        ledger = self.state.ledger
+        batch = ledger.next_redelivery()
+        if batch is not None:
+            ledger.redelivered(batch)
+            ledger.begin_training(self.state.staleness.version)
+            self._publish("dispatched", batch)
+        return batch
+
     def in_flight(self) -> tuple[Batch, ...]:
         """Batches given out and not yet acknowledged, oldest first; not those that ``poll`` will give again."""
         return self.state.ledger.delivered()

@@ -1,5 +1,24 @@
 import stream_balancer as sb
+from tests.snippets._stage import controller
 
-with sb.blocking(sb.BalancerConfig(dp_size=8, batch_size=64)) as balancer:
+gradient, met = [], []
+
+
+def accumulate(micro_batch):
+    gradient.append(micro_batch)
+
+
+def all_reduce(gradient, among):
+    assert len(gradient) == 1
+    met.append(among)
+
+
+class optimizer:
+    def step():
+        gradient.clear()
+
+
+with controller(rollouts=8) as address:
+    feed = sb.RankFeed(address, rank=0, dp_size=1)
     pass  # the snippet
-    assert balancer.config.dp_size == 6
+assert met == [(0,)] * 4

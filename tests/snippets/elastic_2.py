@@ -1,19 +1,28 @@
 import anyio
+import torch
 
 import stream_balancer as sb
 from stream_balancer import serve
-from tests.snippets._stage import in_memory
+from stream_balancer.testing import MemoryNetwork
+
+lengths = []
 
 
 async def train(feed):
-    async for _ in feed:
-        assert [part async for part in feed.reassigned()] == []
+    async for batch in feed:
+        lengths.extend([micro_batch.num_tokens async for micro_batch in feed.micro_batches(batch)])
 
 
 async def main():
-    async with in_memory(dp_size=1) as (balancer, transport, tasks):  # noqa: RUF059 - the snippet serves it
-        tasks.start_soon(train, sb.RankFeed(transport.connect(0)))
-        pass  # the snippet
+    config = sb.BalancerConfig(dp_size=1, batch_size=2, sync="step", micro_batch_counts="free")
+    async with sb.StreamBalancer(config) as balancer, MemoryNetwork(dp_size=1) as transport:
+        for _ in range(4):
+            await balancer.put(sb.Rollout(tokens={"input_ids": torch.arange(5)}))
+        balancer.end()
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(train, sb.RankFeed(transport.connect(0)))
+            pass  # the snippet
 
 
 anyio.run(main)
+assert lengths == [10, 10]
