@@ -4,7 +4,9 @@ have acknowledged a step, what is masked in it, and which incarnations were give
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
+
+from msgspec.structs import replace
 
 from stream_balancer.host.journal.rows import Acked, Came, Fact
 
@@ -20,20 +22,27 @@ class Handed:
         self.came: dict[tuple[str, int], Came] = {}
         """By role and rank, in the order of their keys."""
         self.write: Callable[[Fact, int], object] = lambda *_: None
+        self.flush: Callable[[], Awaitable[None]] = _no_disk
+        """Returns once all that was said so far is on the disk."""
 
     def follow(self, acked: dict[int, Acked], came: Iterable[Came]) -> None:
         """What comes now follows these rows."""
         self.acked, self.came = acked, {(one.role, one.rank): one for one in came}
 
+    def planned(self, step: int, uid: int, ranks: Sequence[int]) -> None:
+        """A step is about to be given to these ranks of the trainer."""
+        if [*ranks] != [*range(len(ranks))]:
+            self._put(Acked(step, uid, planned_for=[*ranks]))
+
     def acknowledge(self, step: int, uid: int, rank: int) -> None:
         """A rank needs its part of the step no more. ``uid``: of the plan."""
         before = self.of_plan(step, uid)
-        self._put(Acked(step, uid, sorted({*before.ranks, rank}), before.gone))
+        self._put(replace(before, ranks=sorted({*before.ranks, rank})))
 
     def mask(self, step: int, uid: int, gone: Collection[str]) -> None:
         """Rollouts that all ranks train the step without."""
         before = self.of_plan(step, uid)
-        self._put(Acked(step, uid, before.ranks, sorted({*before.gone, *gone})))
+        self._put(replace(before, gone=sorted({*before.gone, *gone})))
 
     def note(self, came: Came) -> None:
         """A rank has come under a new incarnation, or was given up."""
@@ -44,8 +53,8 @@ class Handed:
 
     def end(self) -> None:
         """Ranks that were given up may be anew, under whichever incarnation: who serves next numbers them."""
-        for came in [one for one in self.came.values() if one.is_fenced]:
-            self.note(Came(came.role, came.rank, came.incarnation, False, came.sessions))
+        for came in [one for one in self.came.values() if one.is_fenced or one.is_ended]:
+            self.note(replace(came, is_fenced=False, is_ended=False))
 
     def keep(self, steps: Collection[int]) -> None:
         """Only these are in flight."""
@@ -59,3 +68,7 @@ class Handed:
     def _put(self, acked: Acked) -> None:
         self.acked[acked.step] = acked
         self.write(acked, acked.step)
+
+
+async def _no_disk() -> None:
+    """Without a journal nothing outlives this process."""

@@ -88,6 +88,7 @@ class Journal:
         self.handed = Handed()
         """What ranks have said of steps in flight."""
         self.handed.write = lambda fact, key: self.change(self.changes.said(fact, key))
+        self.handed.flush = self.flush
         self._max_bytes = max_bytes
         self._store = Store(self.path)
         self._writer: Writer | None = None  # from start() on

@@ -117,6 +117,8 @@ class Acked(msgspec.Struct, array_like=True, tag="acked", frozen=True):
     """Trainer's ranks that have acknowledged it."""
     gone: list[str] = []
     """Rollouts that are masked on all ranks."""
+    planned_for: list[int] = []
+    """Trainer's ranks of the plan; empty where they are those from 0 on."""
 
 
 class Came(msgspec.Struct, array_like=True, tag="came", frozen=True):
@@ -130,6 +132,8 @@ class Came(msgspec.Struct, array_like=True, tag="came", frozen=True):
     """It was given up, and others have its work."""
     sessions: list[bytes] = []
     """Of feeds that must not come back: their processes were given up."""
+    is_ended: bool = False
+    """It was told of the end: once it has acknowledged everything, nobody need wait for it."""
 
 
 Fact: TypeAlias = Plan | Done | Group | State | Acked | Came
