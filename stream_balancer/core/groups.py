@@ -94,6 +94,8 @@ class Groups:
         """How many groups that take no more are known."""
         self.num_awaited = 0
         """Siblings that waiting groups still lack."""
+        self.num_incomplete = 0
+        """Rollouts that wait for these."""
         self.changed: list[str] = []
         """Groups of which something else is :meth:`declared` now. Whoever notifies of it empties this list."""
         self._groups: dict[str, _Group] = {}
@@ -103,17 +105,15 @@ class Groups:
 
     # -- siblings come and leave ---------------------------------------------------------------------------------------
 
-    def join(self, group_id: str, execution_id: str | None = None) -> tuple[int, int]:
-        """A rollout waits from now on. -> its group's label, and how many rollouts became ready by it. O(1)."""
+    def join(self, group_id: str, execution_id: str | None = None) -> int:
+        """A rollout waits from now on. -> its group's label. O(1)."""
         group = self._groups.get(group_id) or self._new(group_id)
-        was_complete, is_new = group.arrived >= group.size, execution_id not in group.executions
-        self._update(group, arrived=int(is_new), waiting=1)
+        self._update(group, arrived=int(execution_id not in group.executions), waiting=1)
         if execution_id is not None:
             group.executions[execution_id] = group.executions.get(execution_id, 0) + 1
         if group.declared and group.arrived == group.size:
             self._close(group_id, group.size)
-        # the last one makes all of them ready; one that comes after it, itself
-        return group.label, 1 if was_complete else group.waiting if group.arrived >= group.size else 0
+        return group.label
 
     def leave(self, group_id: str | None, execution_id: str | None = None, *, never_came: bool = False) -> None:
         """A waiting rollout leaves; with ``never_came`` its group lacks the execution again, once none of it waits.
@@ -168,6 +168,14 @@ class Groups:
             self._update(group, arrived=number - group.arrived)
             if group.declared and group.arrived >= group.size:
                 self._close(group_id, group.size)
+
+    def resized(self, size: int | None) -> Groups:
+        """The same declarations with another group size; only while nothing waits."""
+        assert not any(group.waiting for group in self._groups.values())
+        other = Groups(size, self.remember)
+        other.restore_closed(self.closed())
+        other.restore({}, self.open_sizes())
+        return other
 
     def restore_closed(self, closed: Mapping[str, int | None]) -> None:
         """Take over :meth:`closed` of a snapshot, before its rollouts join: what waits of a closed group is complete,
@@ -238,7 +246,7 @@ class Groups:
 
     def complete(self, labels: NDArray[np.int64]) -> NDArray[np.bool_]:
         """[n] labels -> [n] False where siblings are still to come. O(n)."""
-        if self.size is None:
+        if not self.num_incomplete:
             return np.ones(labels.size, dtype=bool)
         complete: NDArray[np.bool_] = (labels < 0) | (self._lacking_by_label[labels] <= 0)
         return complete
@@ -316,13 +324,15 @@ class Groups:
     # -- counting ------------------------------------------------------------------------------------------------------
 
     def _update(self, group: _Group, *, arrived: int = 0, waiting: int = 0, size: int | None = None) -> None:
-        """So many more have come, and wait; what the groups lack follows, as a sum kept in O(1)."""
+        """So many more have come, and wait; what the groups lack follows, as sums kept in O(1)."""
         self.num_awaited -= group.lacks
+        self.num_incomplete -= group.waiting if group.lacks else 0
         group.arrived += arrived
         group.waiting += waiting
         if size is not None:
             group.size = size
         self.num_awaited += group.lacks
+        self.num_incomplete += group.waiting if group.lacks else 0
         self._lacking_by_label[group.label] = group.size - group.arrived
 
     def _forget_if_done(self, group_id: str, group: _Group) -> None:

@@ -25,6 +25,7 @@ import numpy as np
 from stream_balancer.config import BalancerConfig
 from stream_balancer.core import report
 from stream_balancer.core.batching import make_batch, make_plan, plan_again, rows_of
+from stream_balancer.core.executions import execution_of
 from stream_balancer.core.groups import GroupSize
 from stream_balancer.core.observer import Event, Observers
 from stream_balancer.core.open_rows import make_row, make_whole, ready_rows
@@ -246,6 +247,7 @@ class BalancerCore:
         flight."""
         state = self.state
         batch, missing = state.ledger.acknowledge(step)
+        state.step_times.acknowledged(step)
         # Missing rollouts are not remembered as done: their payloads are lost, and who generates them anew may put the
         # same id.
         state.finish(r.rollout_id for r in batch.rollouts if not r.is_padding and r.rollout_id not in missing)
@@ -253,7 +255,9 @@ class BalancerCore:
         if missing:
             lost = [r for r in batch.rollouts if not r.is_padding and r.rollout_id in missing]
             state.evict(lost, "lost")
-            state.buffer.expect_again(lost)  # generated anew, they complete their groups again
+            for one in {execution_of(rollout): rollout for rollout in lost}.values():
+                # generated anew, they complete their groups again
+                state.buffer.groups.expect_again(one.group_id, one.execution_id)
         state.advance()
         self._publish("acknowledged", batch)
         return batch
@@ -375,7 +379,7 @@ class BalancerCore:
             )
         state.admission.check_waiting(config)  # the last check: nothing has changed yet
         if regroups:
-            state.buffer.change_group_size(config.tracked_group_size)
+            state.buffer.groups = state.buffer.groups.resized(config.tracked_group_size)
         state.use(config)
         if state.open_step is not None and config.dp_size != before.dp_size:
             state.open_step = OpenStep(config)

@@ -79,7 +79,8 @@ class State:
             return
         if rollout.version is not None and self.staleness.is_too_old(rollout):
             if rollout.group_id is not None and buffer.groups.size is not None:
-                buffer.count_as_come(rollout.group_id, rollout.execution_id)  # else its siblings wait for ever
+                buffer.groups.join(rollout.group_id, rollout.execution_id)  # else its siblings wait for ever
+                buffer.groups.leave(rollout.group_id, rollout.execution_id)
                 self.triggers.changed()
             self.evict([rollout], "stale")
             return
@@ -97,7 +98,7 @@ class State:
     def set_group_size(self, wanted: GroupSize) -> None:
         """How many siblings a group has is declared: it may be complete now. O(n)."""
         groups = self.buffer.groups
-        self.buffer.set_group_size(wanted)
+        groups.set_size(wanted)
         if groups.size is not None and wanted.size is None and groups.size_of(wanted.group_id) < groups.size:
             self.counts.short_groups += 1
         self.changed()
@@ -109,8 +110,9 @@ class State:
 
     def see_arrivals(self) -> None:
         """The length figures learn what has come since the last time, before any of it leaves. O(arrivals)."""
-        came = self.buffer.index.num_added - self._arrivals_seen  # all of them still wait, since this comes first
-        self.length_bias.arrived(self.buffer.youngest(came))
+        buffer = self.buffer
+        came = buffer.num_added - self._arrivals_seen  # all of them still wait, since this comes first
+        self.length_bias.arrived(buffer.lengths[len(buffer) - came :])
         self._arrivals_seen += came
 
     def dispatch(self, batch: Batch, plan: Plan, rows: NDArray[np.int64], *, asked_at: float, now: float) -> None:

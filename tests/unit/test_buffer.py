@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 import stream_balancer as sb
 from stream_balancer.core.buffer import Buffer
+from stream_balancer.core.columns import Columns
 from stream_balancer.core.machine import BalancerCore
 
 IDS = torch.zeros(64, dtype=torch.int64)
@@ -23,6 +24,7 @@ PLACES = st.lists(st.floats(0.0, 1.0, exclude_max=True), max_size=5)
 MOVES = st.lists(
     st.one_of(
         st.tuples(st.just("add"), st.integers(1, 6), st.integers(0, 2)),
+        st.tuples(st.just("add many"), st.integers(60, 140), st.integers(0, 2)),
         st.tuples(st.just("remove"), PLACES, st.just(0)),
         st.tuples(st.just("pass over"), PLACES, st.just(0)),
         st.tuples(st.just("reprice"), st.floats(0.0, 9.0), st.just(0)),
@@ -45,6 +47,11 @@ def test_rows_and_order_hold_whenever_somebody_looks(moves: list[tuple[str, Any,
         if move == "add":
             model.append((rollout(what, str(number)), float(what), skips))
             buffer.add(model[-1][0], float(what), float(number), skips)
+        elif move == "add many":
+            for length in range(what):
+                name, cost = f"{number}-{length}", float(length % 17)
+                model.append((rollout(1 + length % 7, name), cost, skips))
+                buffer.add(model[-1][0], cost, float(number), skips)
         elif move == "remove":
             assert buffer.remove(rows) == [model[row][0] for row in rows]
             model = [one for row, one in enumerate(model) if row not in rows]
@@ -63,7 +70,7 @@ def test_rows_and_order_hold_whenever_somebody_looks(moves: list[tuple[str, Any,
             assert buffer.length_quantiles(fractions) == expected
             waiting = buffer.waiting(np.zeros(len(model), dtype=bool))
             assert waiting.costs.tolist() == [cost for _, cost, _ in model]
-            assert buffer.index.ascending().tolist() == sorted(range(len(model)), key=lambda row: (model[row][1], row))
+            assert buffer.by_cost().tolist() == sorted(range(len(model)), key=lambda row: (model[row][1], row))
         assert buffer.rollouts() == [one for one, _, _ in model]
         assert buffer.skips.tolist() == [n for _, _, n in model]
         buffer.check()
@@ -130,3 +137,20 @@ def test_each_arrival_counts_once_in_the_lengths() -> None:
     assert batch is not None
     core.acknowledge(batch.step)
     assert core.statistics(3.0).length_bias.arrived_quantiles[1] == pytest.approx(2, rel=0.05)  # the median
+
+
+@given(st.lists(st.tuples(st.integers(0, 90), st.lists(st.integers(0, 200), max_size=8)), max_size=12))
+def test_columns_hold_what_a_list_of_rows_would(moves: list[tuple[int, list[int]]]) -> None:
+    columns, model = Columns(7, -1.0), list[tuple[int, float]]()
+    for come, leave in moves:
+        for number in range(come):
+            row = columns.new_row()
+            if number % 3:  # the others hold the columns' own values, whatever was there before
+                columns.arrays[0][row], columns.arrays[1][row] = number, number / 2
+            model.append((number, number / 2) if number % 3 else (7, -1.0))
+        keep = np.ones(len(model), dtype=bool)
+        keep[[row for row in leave if row < len(model)]] = False
+        columns.remove(keep)
+        model = [one for one, stays in zip(model, keep, strict=True) if stays]
+        assert len(columns) == len(model)
+        assert list(zip(columns[0].tolist(), columns[1].tolist(), strict=True)) == model

@@ -49,7 +49,7 @@ def configs(draw: st.DrawFn) -> sb.BalancerConfig:
     """What makes most paths run comes first: of a hundred examples, most are made of first choices."""
     dp_size = draw(st.integers(1, 3))
     group_size = draw(st.sampled_from([2, None, 3]))
-    groups = draw(st.sampled_from(["same_batch", "free", "same_rank"]))
+    groups = draw(st.sampled_from(["same_batch", "free", "same_rank"])) if group_size else "same_batch"
     unit = (group_size or 1) * dp_size
     batch_size = unit * draw(st.integers(1, 3))
     window = batch_size + draw(st.integers(0, 2)) * unit
@@ -106,7 +106,7 @@ class Orders(sb.Observer):
         assert waiting.order is not None
         in_order = np.argsort(waiting.costs, kind="stable").tolist()
         shown = waiting.order.ascending().tolist()
-        if shown != in_order or waiting.order.heaviest != waiting.costs.max() or (waiting.skips < 0).any():
+        if shown != in_order or (waiting.skips < 0).any():
             self.wrong.append((waiting, shown))
 
 
