@@ -4,34 +4,21 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from stream_balancer.cli._options import (
-    Simulated,
-    batch_text,
-    deadline_text,
-    fail,
-    listed,
-    or_none,
-    progress,
-    stdout,
-)
+from stream_balancer.cli._options import Simulated, batch_text, deadline_text, fail, value_of
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from stream_balancer.config import BalancerConfig
-    from stream_balancer.tools.trace import Trace
     from stream_balancer.tools.tune_report import Outcome, TuneReport
 
 __all__ = ["Tune"]
-
-T = TypeVar("T")
 
 WORTH_PROCESSES = 2_000  # rollouts a run from which on a child's start-up is soon made up for
 
@@ -48,137 +35,96 @@ class Tune(Simulated):
     """Most added mean delay to recommend, in dispatches: an extra batch of window is one."""
     tolerance: float = 0.0025
     """Idle fraction that is not worth a larger window."""
-    windows: Annotated[
-        str | None,
-        typer.Option(
-            metavar="N,N,...", help="Windows to try; in tokens with --batch-tokens. (default: 1 to 3 batches)"
-        ),
-    ] = None
-    capacities: Annotated[
-        str | None,
-        typer.Option(
-            metavar="N,N,...", help="Capacities to try, with --trainer other than instant. (default: 2 to 6 batches)"
-        ),
-    ] = None
+    windows: str | None = None
+    """Windows to try, N,N,...; in tokens with --batch-tokens. (default: 1 to 3 batches)"""
+    capacities: str | None = None
+    """Capacities to try, N,N,..., with --trainer other than instant. (default: 2 to 6 batches)"""
     skips: Annotated[
-        str | None,
-        typer.Option("--max-skips", metavar="N,N,...", help="max_skips to try; 'none' too. (default: 8, 16 and 32)"),
+        str | None, typer.Option("--max-skips", help="max_skips to try, N,N,...; 'none' too. (default: 8, 16 and 32)")
     ] = None
-    deadlines: Annotated[
-        str | None,
-        typer.Option(metavar="S,S,...", help="deadline_s to try; 'none' too. (default: none, and two for each window)"),
-    ] = None
+    deadlines: str | None = None
+    """deadline_s to try, S,S,...; 'none' too. (default: none, and two for each window)"""
     processes: int | None = None
     """Simulate in so many processes. (default: all cores, where it pays)"""
-    plot: Annotated[Path | None, typer.Option(metavar="FILE.html", help="Write a page with pictures.")] = None
+    plot: Path | None = None
+    """Write a page with pictures, called something.html."""
 
     def run(self) -> None:
-        from stream_balancer.tools.plot import check_plot
+        from stream_balancer.tools.plot import check_plot, write_plot
+        from stream_balancer.tools.shown import Bars
+        from stream_balancer.tools.tune import tune
 
         if self.plot is not None:
             check_plot(self.plot)
-        report = _tune(
-            self.lengths(),
-            self.config(),
-            self.processes,
-            max_added_age=self.max_age,
-            tolerance=self.tolerance,
-            windows=_tried("--windows", self.windows, int),
-            capacities=_tried("--capacities", self.capacities, int),
-            max_skips=_tried("--max-skips", self.skips, or_none(int)),
-            deadlines_s=_tried("--deadlines", self.deadlines, or_none(float), "seconds", "none,30"),
-            **self.simulation(),
-        )
+        lengths, config = self.lengths(), self.balancer()
+        with Bars() as bars:
+            report = tune(
+                lengths,
+                config,
+                max_added_age=self.max_age,
+                tolerance=self.tolerance,
+                windows=_tried("--windows", self.windows, int),
+                capacities=_tried("--capacities", self.capacities, int),
+                max_skips=_tried("--max-skips", self.skips, int | None),
+                deadlines_s=_tried("--deadlines", self.deadlines, float | None),
+                processes=self.processes or (os.cpu_count() or 1 if len(lengths) >= WORTH_PROCESSES else 1),
+                progress=partial(bars.show, bars.add_task("settings", total=None)),
+                **self.simulation(),
+            )
         if self.plot is not None:
-            _write(report, self.plot)
+            try:
+                write_plot(report, self.plot)
+            except OSError as error:
+                fail(f"the plot {self.plot} cannot be written: {error.strerror or error}")
         if self.json:
             typer.echo(json.dumps(report.to_dict()))
         else:
-            _print(report, self.cost, self.plot)
+            _print(report, self.cost(config), self.plot)
 
 
-def _tried(
-    option: str, text: str | None, of: Callable[[str], T], what: str = "whole numbers", example: str = "32,64"
-) -> tuple[T, ...] | None:
-    if text is None:
-        return None
-    none = ", and none for no deadline" if what == "seconds" else ""
-    return listed(option, text, of, f"{what} with commas between{none}, as in {option} {example}")
-
-
-def _tune(lengths: Trace, config: BalancerConfig, processes: int | None, **how: Any) -> TuneReport:
-    """With a progress bar on a terminal."""
-    from stream_balancer.tools.tune import tune
-
-    if processes is None:
-        processes = (os.cpu_count() or 1) if len(lengths) >= WORTH_PROCESSES else 1
-    with progress() as shown:
-        bar = shown.add_task("settings", total=None)
-
-        def show(done: int, total: int) -> None:
-            shown.update(bar, completed=done, total=total)
-
-        return tune(lengths, config, processes=processes, progress=show, **how)
-
-
-def _write(report: TuneReport, path: Path) -> None:
-    from stream_balancer.tools.plot import write_plot
-
-    try:
-        write_plot(report, path)
-    except OSError as error:
-        fail(f"the plot {path} cannot be written: {error.strerror or error}")
+def _tried(option: str, text: str | None, kind: Any) -> tuple[Any, ...] | None:
+    words = "numbers with commas between" + (", or none among them" if kind is not int else "") + ", as in 32,64"
+    return None if text is None else value_of(option, text, tuple[kind, ...], words)
 
 
 def _print(report: TuneReport, cost: str, plot: Path | None) -> None:
-    console = stdout()
+    from stream_balancer.tools.shown import stdout
+
     config, chosen = report.config, report.recommended
     again = f", the trace {report.times} times over" if report.times > 1 else ""
-    console.print(
+    stdout().print(
         f"[bold]{report.trace_name}[/bold]: {report.num_rollouts:,} rollouts a run{again}; {config.dp_size} ranks, "
-        f"{batch_text(config)} a dispatch, cost {cost}; {len(report.outcomes)} settings, those on the front:"
+        f"{batch_text(config)} a dispatch, cost {cost}; {len(report.outcomes)} settings, those on the front:",
+        _table(report),
+        f"[bold]{report.reason}[/bold]",
+        f"Recommended: {chosen.knobs_of_size}, max_skips={chosen.max_skips}, deadline "
+        f"{deadline_text(chosen.deadline_s)}",
+        *([] if plot is None else [f"Picture: {plot}"]),
+        sep="\n",
     )
-    console.print(_table(report))
-    console.print(f"[bold]{report.reason}[/bold]")
-    deadline = deadline_text(chosen.deadline_s)
-    console.print(f"Recommended: {chosen.knobs_of_size}, max_skips={chosen.max_skips}, deadline {deadline}")
-    if plot is not None:
-        console.print(f"Picture: {plot}")
 
 
 def _table(report: TuneReport) -> Table:
-    from rich.table import Table
+    from stream_balancer.tools.shown import table
 
-    table, in_time = Table(), report.fifo.in_time
-    table.add_column("")
-    for name in (
-        "window / capacity" if in_time else "window",
-        "max_skips",
-        "deadline",
-        "whole idle" if in_time else "idle",
-        "+-",
-        "added age",
-        "p99/max",
-        "tokens +-",
-        "wait p99, s",
-        "short",
-    ):
-        table.add_column(name, justify="right")
-    table.add_row("round-robin", "-", "-", "-", *_figures(report.round_robin))
-    table.add_row("arrival order", "-", "-", "-", *_figures(report.fifo))
-    rows = list(report.front)
-    if report.recommended not in rows:
-        rows.append(report.recommended)
-        rows.sort(key=lambda o: o.age)
-    for o in rows:
-        chosen = o is report.recommended
-        table.add_row(
-            "recommended" if chosen else "",
+    in_time = report.fifo.in_time
+    window, idle = ("window / capacity", "whole idle") if in_time else ("window", "idle")
+    headings = ["", window, "max_skips", "deadline", idle, "+-", "added age", "p99/max", "tokens +-", "wait p99, s"]
+    front = sorted({*report.front, report.recommended}, key=lambda o: o.age)
+    rows = [
+        (name, "-", "-", "-", o) for name, o in (("round-robin", report.round_robin), ("arrival order", report.fifo))
+    ]
+    rows += [
+        (
+            "recommended" if o is report.recommended else "",
             f"{o.window} / {o.capacity}" if in_time else str(o.window),
-            *(str(o.max_skips), deadline_text(o.deadline_s), *_figures(o)),
-            style="bold" if chosen else None,
+            str(o.max_skips),
+            deadline_text(o.deadline_s),
+            o,
         )
-    return table
+        for o in front
+    ]
+    return table([*headings, "short"], ([*knobs, *_figures(o)] for *knobs, o in rows), bold=["recommended"])
 
 
 def _figures(o: Outcome) -> list[str]:

@@ -230,28 +230,28 @@ class TestMistakes:
         ("options", "message"),
         [
             (("--window", 8), "window (8) must be >= batch_size (32)"),
-            (("--dp-size", 0), "dp_size must be an int >= 1, not 0"),
+            (("--dp-size", 0), "--dp-size 0: must be an int >= 1"),
             (("--batch-size", 4), "batch_size (4) must be >= dp_size (8)"),
             (("--window", 99, "--capacity", 64), "window (99) must be <= capacity (64)"),
-            (("--deadline-s", "nan"), "deadline_s must be a finite number"),
+            (("--deadline-s", "nan"), "--deadline-s nan: must be a finite number"),
             (("--max-skips", 1), "max_skips (1) is too small"),
-            (("--cp-sizes", "1,two"), "--cp-sizes 1,two: write numbers of ranks with commas between"),
+            (("--cp-sizes", "1,two"), "--cp-sizes 1,two: must be powers of two in ascending order"),
             (("--cp-sizes", "2,4"), "cp_sizes must be powers of two in ascending order, beginning with 1"),
-            (("--cp-overhead", -1), "cp_overhead must be a finite number >= 0"),
-            (("--batch-size-range", "16"), "--batch-size-range 16: write the least and the most rollouts"),
-            (("--batch-size-range", "16:many"), "--batch-size-range 16:many: write the least"),
+            (("--cp-overhead", -1), "--cp-overhead -1: must be a finite number >= 0"),
+            (("--batch-size-range", "16"), "--batch-size-range 16: must be two ints >= 1, the least and the most rollouts"),
+            (("--batch-size-range", "16:many"), "--batch-size-range 16:many: must be two ints"),
             (("--batch-size-range", "4:64"), "begins below dp_size (8)"),
             (("--slots", 0), "slots must be >= 1, not 0"),
             (("--tokens-per-second", 0), "tokens_per_second must be a finite number > 0"),
             (("--warm-up", -1), "warm_up must be >= 0"),
             (("--rollouts", 0), "at least 1 rollout must be drawn"),
             (("--scale", 0), "the scale must be a finite number > 0"),
-            (("--trainer", "fast"), "--trainer fast: use instant, matched, or a number"),
+            (("--trainer", "fast"), "--trainer fast: must be instant, matched, or a number"),
             (("--trainer", "-3"), "trainer must be 'instant', 'matched' or work units per second"),
-            (("--cost", "flops"), "--cost flops: no such cost model. Use tokens"),
-            (("--cost", "quadratic:1"), "--cost quadratic:1: "),
+            (("--cost", "flops"), "cost 'flops': no such cost model. Use tokens"),
+            (("--cost", "quadratic:1:2:3"), "cost 'quadratic:1:2:3': "),
             (("--cost", "quadratic:-1:1"), "must be a finite number >= 0"),
-            (("--cost", "absent.json"), "--cost absent.json: "),
+            (("--cost", "absent.json"), "cost 'absent.json': "),
             (("--max-tokens-per-micro-batch", 50), "above max_tokens_per_micro_batch (50)"),
             (("--group-size", 5), "must be a multiple of group_size (5)"),
         ],
@@ -264,7 +264,7 @@ class TestMistakes:
         model.write_text('{"model_type": "llama", "hidden_size": 64}')
         assert "the configuration has no 'vocab_size'" in refused("replay", "generate:rg:50", "--cost", model)
         model.write_text("{")
-        assert f"--cost {model}: " in refused("replay", "generate:rg:50", "--cost", model)
+        assert f"cost '{model}': " in refused("replay", "generate:rg:50", "--cost", model)
 
 
 class TestDemo:
@@ -364,10 +364,10 @@ class TestTune:
     @pytest.mark.parametrize(
         ("options", "said"),
         [
-            (("--windows", "4;8"), "--windows 4;8: write whole numbers with commas between, as in --windows 32,64"),
+            (("--windows", "4;8"), "--windows 4;8: must be numbers with commas between, as in 32,64"),
             (
                 ("--deadlines", "never"),
-                "--deadlines never: write seconds with commas between, and none for no deadline",
+                "--deadlines never: must be numbers with commas between, or none among them",
             ),
             (("--max-age", -1), "max_added_age must be a finite number of dispatches >= 0, not -1.0"),
             (("--plot", "front.png"), "a plot is called something.html, not 'front.png'"),
