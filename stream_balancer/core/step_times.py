@@ -52,6 +52,12 @@ class StepTimes:
         del self._pending[timing.step]
         return [of_step[rank] for rank in range(num_ranks)]
 
+    def acknowledged(self, step: int) -> None:
+        """Rollouts of this step are needed no more. A rank that is lost never reports: what the others trained on would
+        stay here, and with it payloads that producers keep for it."""
+        if (of_step := self._pending.get(step)) is not None:
+            self._pending[step] = {rank: timing._replace(worked_on=None) for rank, timing in of_step.items()}
+
     def forget(self, step: int) -> None:
         """It is planned for other ranks now: what the former ones reported does not count."""
         self._pending.pop(step, None)

@@ -1,0 +1,160 @@
+"""Gradients of random combinations of features: each step's, over real ranks, is that of one process to 1e-6."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+from collections.abc import Iterable
+from dataclasses import replace
+from functools import partial
+from itertools import combinations
+from typing import Any
+
+import anyio
+import pytest
+import torch
+import torch.distributed as dist
+from forked import forked, hear
+from gradient import Gradient, World
+from guard import GUARD_S
+
+import stream_balancer as sb
+from stream_balancer.testing import make_rollout
+
+RANKS, STEPS, BATCH = 4, 4, 24
+KNOBS: dict[str, dict[str, Any]] = {
+    "groups": {"group_size": 4, "groups": "same_batch"},
+    "prefixes": {"group_size": 4, "share_prefixes": True},
+    "shared": {"cp_sizes": (1, 2), "cp_min_tokens": 40},
+    "cap": {"max_tokens_per_micro_batch": 80},
+    "lockstep": {"max_tokens_per_micro_batch": 80, "sync": "micro_batch"},
+    "mini_batches": {"mini_batches": 2},
+    "late": {"max_tokens_per_micro_batch": 80, "micro_batch_counts": "free"},
+}
+SERVED: dict[str, dict[str, Any]] = {
+    "late": {"move_late": True},
+    "replan": {"on_rank_loss": "replan"},
+    "open": {"open": True},
+}
+FEATURES = ("groups", "prefixes", "shared", "cap", "lockstep", "mini_batches", "late", "replan", "open", "direct")
+MOVERS: tuple[tuple[str, ...], ...] = ((), ("shared_memory",))
+APART = (
+    {"late", "lockstep"}, {"open", "shared"}, {"open", "prefixes"}, {"open", "mini_batches"},
+    {"prefixes", "shared"}, {"prefixes", "groups"}, {"cap", "late"}, {"cap", "lockstep"}, {"prefixes", "lockstep"},
+    *({"mini_batches", other} for other in ("late", "replan", "shared", "prefixes", "open")),
+)  # fmt: skip
+"""Combinations that are refused, or that set one knob to two values."""
+
+
+def together() -> list[Any]:
+    """Three features each, in a random order. All but the first ten are run by ``make soak``."""
+    triples = [one for one in combinations(FEATURES, 3) if not any(apart <= set(one) for apart in APART)]
+    random.Random(0).shuffle(triples)
+    return [
+        pytest.param(frozenset(one), id="+".join(one), marks=[pytest.mark.soak] if number >= 10 else [])
+        for number, one in enumerate(triples)
+    ]
+
+
+def pieces(step: Any, features: frozenset[str]) -> Iterable[tuple[Any, float | None]]:
+    """What a gradient each is made of: (micro-batches, loss tokens of all ranks, where known by now)."""
+    if "mini_batches" in features:
+        return [(one.micro_batches, one.global_num_loss_tokens) for one in step.mini_batches]
+    return [(step, None)]
+
+
+def run_rank(address: str, port: int, rank: int, features: frozenset[str], dies: bool, pipe: Any) -> None:
+    """The loop of a trainer."""
+    world = World(port, rank)
+    for step in sb.RankFeed(address, rank=rank, dp_size=RANKS):
+        if dies and step.step == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        made = []
+        for micro_batches, loss_tokens in pieces(step, features):
+            gradient = Gradient(tree="prefixes" in features)
+            for micro_batch in micro_batches:
+                gradient.add(micro_batch)
+            made.append((gradient, loss_tokens))
+        if (end := step.finish()) is None:
+            continue  # it is planned anew for the ranks that are left
+        for part, (gradient, loss_tokens) in enumerate(made):
+            total = gradient.flat() / (loss_tokens or end.loss_tokens)
+            world.all_reduce(total, end.ranks)
+            pipe.send((step.step, part, gradient.ids, total.tolist()))
+
+
+def rollouts(features: frozenset[str]) -> list[sb.Rollout]:
+    """Siblings begin with the same tokens. Every seventh token is masked."""
+    made, grouped = [], bool(features & {"groups", "prefixes"})
+    for number in range(STEPS * BATCH):
+        group = number // 4 if grouped else number
+        length = 8 + random.Random(number).randrange(60)
+        ids = torch.cat([torch.arange(group, group + 6), torch.arange(number, number + length)]) % 64
+        one = make_rollout(len(ids), f"r{number}", group_id=f"g{group}" if grouped else None)
+        mask = (torch.arange(len(ids)) % 7 != 0).float()
+        one = replace(one, tokens={"input_ids": ids, "loss_mask": mask})
+        made.append(replace(one, prefix=6) if "prefixes" in features else one)
+    return made
+
+
+async def drill(features: frozenset[str]) -> tuple[list[sb.Rollout], list[list[Any]], sb.Statistics]:
+    knobs: dict[str, Any] = {"dp_size": RANKS, "batch_size": BATCH, "window": BATCH}
+    options: dict[str, Any] = {}
+    for feature in sorted(features):
+        knobs |= KNOBS.get(feature, {})
+        options |= SERVED.get(feature, {})
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    todo = rollouts(features)
+    with anyio.fail_after(GUARD_S):
+        async with (
+            sb.StreamBalancer(sb.BalancerConfig(**knobs)) as balancer,
+            sb.TorchTransport.listen(dp_size=RANKS, movers=MOVERS["cap" in features]) as transport,
+            anyio.create_task_group() as tasks,
+        ):
+            ranks = [
+                forked(run_rank, transport.address, store.port, rank, features, "replan" in features and rank == 1)
+                for rank in range(RANKS)
+            ]
+            tasks.start_soon(partial(sb.serve, **options), balancer, transport)
+            async with sb.connect(transport.address, hand_over="direct" if "direct" in features else "balancer") as by:
+                async with anyio.create_task_group() as puts:
+                    for one in todo:
+                        puts.start_soon(by.put, one)
+                await by.end()
+                balancer.end()
+                said = [await anyio.to_thread.run_sync(all_said, *rank) for rank in ranks]
+        return todo, said, balancer.statistics()
+
+
+def all_said(process: Any, pipe: Any) -> list[Any]:
+    said = []
+    try:
+        while True:
+            said.append(hear(pipe))
+    except EOFError:
+        process.join(GUARD_S)
+    return said
+
+
+@pytest.mark.parametrize("features", together())
+def test_gradients_of_features_together(features: frozenset[str]) -> None:
+    todo, said, statistics = anyio.run(drill, features)
+    assert (statistics.acknowledged, statistics.in_flight, statistics.waiting) == (len(todo), 0, 0)
+    assert sum(bool(words) for words in said) == RANKS
+    steps: dict[tuple[int, int], list[tuple[list[str], list[float]]]] = {}
+    for words in said:
+        for step, part, ids, total in words:
+            steps.setdefault((step, part), []).append((ids, total))
+    by_id = {one.rollout_id: one for one in todo}
+    trained: list[str] = []
+    for heard in steps.values():
+        ids = [name for names, _ in heard for name in names]
+        assert len(ids) == len(set(ids)) or "shared" in features
+        trained += set(ids)
+        reference = Gradient()
+        reference.add(sb.MicroBatch.of([by_id[name] for name in sorted(set(ids))]))
+        whole = reference.flat() / sum(by_id[name].num_loss_tokens for name in set(ids))
+        for _, total in heard:
+            torch.testing.assert_close(torch.tensor(total), whole, atol=1e-6, rtol=0.0)
+    assert sorted(trained) == sorted(by_id)
