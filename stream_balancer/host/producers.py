@@ -340,7 +340,7 @@ class Producers:
         """Once all that was asked before has its reply."""
         producer = _producer(peer)
         for reserving in producer.reserving:
-            self._service.withdraw(reserving)
+            self._service.cancel(reserving)
         while producer.num_waiting:
             await producer.settled.wait()
         self._parts.producers.ended(peer.session)

@@ -1,24 +1,27 @@
-"""The answering end of calls: what is open, what was answered, and how many bytes of it lie here.
+"""One session at the accepting end: which of its calls are open, which were answered, and how many bytes lie here.
 
-See :mod:`stream_balancer.net.calls` for the conversation. All state belongs to the I/O thread; methods run in the
-host's event loop (:mod:`stream_balancer.net.service`).
+See :mod:`stream_balancer.net.calls` for the conversation. Calls come in the I/O thread; methods run where somebody
+attends to them (:mod:`stream_balancer.net.service`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from functools import partial
+from typing import Any, Protocol
 
 import msgspec
 
 from stream_balancer.errors import WireError
+from stream_balancer.net import movers
 from stream_balancer.net.calls import CALL_BYTES, SMALL
 from stream_balancer.net.connection import Base
+from stream_balancer.net.errors import Ended
 from stream_balancer.net.loops import Runs
-from stream_balancer.net.messages import Call, Cancel, Message, Reply, Welcome
+from stream_balancer.net.messages import NIL, Call, Cancel, Join, Message, Reply, Report, Welcome
 from stream_balancer.wire.payload import NOTHING, Memory, Payload
 
-__all__ = ["Answerer", "Asked", "Budget"]
+__all__ = ["Asked", "Budget", "Peer"]
 
 _encode = msgspec.msgpack.encode
 
@@ -29,27 +32,26 @@ class Budget:
 
     def __init__(self, most_bytes: int) -> None:
         self.most_bytes, self.used = most_bytes, 0
-        self._paused: dict[Answerer, Base] = {}
+        self._paused: dict[Peer, Base] = {}
 
-    def take(self, answerer: Answerer, connection: Base | None, nbytes: int) -> None:
+    def take(self, peer: Peer, connection: Base | None, nbytes: int) -> None:
         """So many more, and perhaps no more of this session."""
         self.used += nbytes
-        if self.used > self.most_bytes and connection is not None and answerer not in self._paused:
-            self._paused[answerer] = connection
+        if self.used > self.most_bytes and connection is not None and peer not in self._paused:
+            self._paused[peer] = connection
             connection.pause()
 
-    def give(self, answerer: Answerer, nbytes: int, *, has_more: bool) -> None:
+    def give(self, peer: Peer, nbytes: int, *, has_more: bool) -> None:
         """So many less."""
         self.used -= nbytes
-        if not has_more:
-            self.forget(answerer)
-        if self._paused and self.used <= self.most_bytes * 3 // 4:  # not at each reply
-            for one in list(self._paused):
+        if self._paused:
+            everybody = self.used <= self.most_bytes * 3 // 4  # not at each reply
+            for one in list(self._paused) if everybody else () if has_more else (peer,):
                 self.forget(one)
 
-    def forget(self, answerer: Answerer) -> None:
+    def forget(self, peer: Peer) -> None:
         """Read from it again, if its connection is still there."""
-        connection = self._paused.pop(answerer, None)
+        connection = self._paused.pop(peer, None)
         if connection is not None:
             connection.resume()
 
@@ -57,58 +59,121 @@ class Budget:
 class Asked:
     """A call at the answerer."""
 
-    __slots__ = ("_answerer", "args", "cancelled", "memory", "method", "nbytes", "number")
+    __slots__ = ("_peer", "args", "cancelled", "memory", "method", "nbytes", "number")
 
-    def __init__(self, answerer: Answerer, call: Call, memory: Memory | None) -> None:
-        self._answerer, self.number, self.method, self.args, self.memory = (
-            answerer, call.number, call.method, call.args, memory,
-        )  # fmt: skip
+    def __init__(self, peer: Peer, call: Call, memory: Memory | None) -> None:
+        self._peer, self.number, self.method, self.args, self.memory = peer, call.number, call.method, call.args, memory
         self.nbytes = CALL_BYTES + (0 if memory is None else memory.size)
         self.cancelled = False
 
     def reply(self, value: Any = None, error: str = "", payload: Payload = NOTHING) -> None:
         """The one reply. From any thread."""
-        raw = value if isinstance(value, msgspec.Raw) else msgspec.Raw(_encode(value))
+        raw = NIL if value is None else value if isinstance(value, msgspec.Raw) else msgspec.Raw(_encode(value))
         self.memory = None
-        self._answerer.answer(self, Reply(self.number, raw, error), payload)
+        self._peer.answer(self, Reply(self.number, raw, error), payload)
 
 
-class Answerer:
-    """The other end of one session: calls that are open, and replies that the caller may not have seen."""
+class Attended(Protocol):
+    """Where a peer's calls are answered: its service."""
 
-    def __init__(
-        self, io: Runs, limits: Welcome, budget: Budget, begin: Callable[[Asked], object],
-        cancel: Callable[[Asked], object], remembers: Callable[[], bool],
-    ) -> None:  # fmt: skip
-        """``begin`` and ``cancel`` are called in the I/O thread, in the order of sending. ``remembers``: whether the
-        session may come back, and ask again for replies."""
-        self._io, self._limits, self._budget, self._begin, self._cancel = io, limits, budget, begin, cancel
-        self._remembers = remembers
-        self._connection: Base | None = None
+    io: Runs
+    limits: Welcome
+    budget: Budget
+
+    def do(self, peer: Peer, job: Callable[..., object], *args: object) -> None:
+        """Run it where peers are attended to, in order. A WireError that it raises ends the connection."""
+
+    def begin(self, peer: Peer, asked: Asked) -> None: ...
+    def cancel(self, asked: Asked) -> None: ...
+    def lost(self, peer: Peer, connection: Base | None, end: Ended) -> None: ...
+
+
+class Peer:
+    """A session at the accepting end; handler of its connection."""
+
+    def __init__(self, service: Attended, join: Join) -> None:
+        self.kind, self.name, self.session, self.join = join.kind, join.name, join.session, join
+        # of who attends
+        self.keep_s = 0.0
+        """Seconds that a lost session may come back in: its calls go on, and their replies are kept."""
+        self.ending = False
+        """The host has said that there is no more: its connection is closed in good order, where a service that closes
+        otherwise looks like a loss, after which a peer may look for the next one."""
+        self.max_report_bytes = 0
+        """Bytes that may come behind a Report."""
+        self.data: dict[Any, Any] = {}
+        """The host's."""
+        self.on_report: Callable[[Report, Memory | None], object] = lambda *_: None
+        self.on_end: Callable[[Ended], object] = lambda _: None
+        """Called when a connection is over; another one may follow within ``keep_s``."""
+        self.on_gone: Callable[[Ended], object] = lambda _: None
+        """Called once it does not come back any more."""
+        self.connection: Base | None = None
+        """None while it is lost."""
+        self.losses = 0
+        # of the I/O thread
+        self._service = service
+        self._live: Base | None = None
         self._open: dict[int, Asked] = {}
         self._done: dict[int, tuple[Reply, Payload]] = {}
+        """Replies that the caller may not have seen."""
         self._next = self._seen = self._staged = self._coming = 0
         self._heard = 0
         """Calls below this one have come on this connection. The caller sends what has no reply again on each, and
         takes one reply to each: so a reply waits until its call is heard."""
 
-    def open(self, connection: Base) -> None:
-        """The session is connected."""
-        self._connection, self._heard, self._coming = connection, 0, 0
+    # from any thread
 
-    def lost(self) -> None:
-        """... and is not. Calls go on: their replies are remembered."""
-        self._connection = None
-        self._budget.forget(self)
+    def send(self, message: Message, payload: Payload = NOTHING, sent: Callable[[], object] | None = None) -> None:
+        """A message; dropped while there is no connection."""
+        connection = self.connection
+        if connection is not None:
+            connection.send(message, payload, sent)
 
-    def end(self) -> None:
+    def close(self, reason: str = "") -> None:
+        """On purpose: what was sent before arrives."""
+        connection = self.connection
+        if connection is not None:
+            connection.close(reason)
+
+    def abort(self) -> None:
+        """At once: for the peer, a loss."""
+        self.fail(Ended("closed", "here"))
+
+    def fail(self, error: Exception) -> None:
+        """End its connection: WireError and RefusedError tell the peer why."""
+        connection = self.connection
+        if connection is not None:
+            self._service.io.do(partial(connection.fail, error))
+
+    def answer(self, asked: Asked, reply: Reply, payload: Payload) -> None:
+        """The one reply to a call."""
+        small = len(self._open) == 1 and payload.total <= SMALL
+        self._service.io.do(partial(self._answer, asked, reply, payload), here=small)
+
+    # in the I/O thread
+
+    def let_in(self, connection: Base, welcome: Welcome) -> None:
+        """The decision of who attends."""
+        self._live = connection
+        if connection.over:
+            self.ended(Ended("lost", "it has left while it knocked"))
+            return
+        connection.handler = self
+        connection.let_in(welcome)
+        movers.attach(connection, welcome.movers)
+        self._heard = self._coming = 0
+
+    def leave(self) -> None:
         """The session will not come back: what is open has nobody to answer."""
-        self._budget.give(self, self._staged, has_more=False)
+        self._service.budget.give(self, self._staged, has_more=False)
         self._open, self._done, self._staged = {}, {}, 0
 
     def admit(self, message: Message, total: int) -> None:
-        """Raises WireError for bytes beyond what Welcome has allowed."""
-        limits = self._limits
+        """Raises WireError for bytes that may not come, among them those beyond what Welcome has allowed."""
+        if isinstance(message, Report) and self.kind == "rank" and total <= self.max_report_bytes:
+            return
+        limits = self._service.limits
         if not isinstance(message, Call) or total > limits.max_call_bytes:
             raise WireError(f"{total} bytes behind a {type(message).__name__} message")
         staged = self._staged + self._coming
@@ -117,52 +182,61 @@ class Answerer:
             raise WireError(f"a call of {total} bytes, where {staged} of {limits.staged_bytes} have no reply")
         self._coming += total
 
-    def receive(self, message: Call | Cancel, memory: Memory | None) -> None:
-        """Raises WireError for what may not come now."""
-        if isinstance(message, Cancel):
+    def receive(self, message: Message, memory: Memory | None) -> None:
+        """In the order of sending. Raises WireError for what may not come now."""
+        if isinstance(message, Call):
+            self._take(message, memory)
+        elif isinstance(message, Cancel):
             asked = self._open.get(message.number)
             if asked is not None:
-                self._cancel(asked)
+                asked.cancelled = True
+                self._service.do(self, self._service.cancel, asked)
             elif message.number >= self._heard:
                 raise WireError(f"call {message.number} is cancelled before it was made")
-            return
-        number = message.number
+        elif isinstance(message, Report) and self.kind == "rank":
+            self._service.do(self, self._report, message, memory)
+        else:
+            raise WireError(f"a {type(message).__name__} message from a {self.kind}")
+
+    def ended(self, end: Ended) -> None:
+        """Its connection is over. Calls go on: their replies are remembered."""
+        connection, self._live = self._live, None
+        self._service.budget.forget(self)
+        self._service.do(self, self._service.lost, self, connection, end)
+
+    def _report(self, report: Report, memory: Memory | None) -> None:
+        self.on_report(report, memory)
+
+    def _take(self, call: Call, memory: Memory | None) -> None:
+        number, service = call.number, self._service
         self._coming -= 0 if memory is None else memory.size
-        if not self._heard <= number <= self._next or not self._seen <= message.seen <= number:
+        if not self._heard <= number <= self._next or not self._seen <= call.seen <= number:
             raise WireError(f"call {number} came when {self._next} was next")
-        for old in range(self._seen, message.seen):
+        for old in range(self._seen, call.seen):
             self._done.pop(old, None)
-        self._seen, self._heard = message.seen, number + 1
+        self._seen, self._heard = call.seen, number + 1
         if number in self._done:
             self._send(*self._done[number])
         elif number == self._next:
-            self._take(message, memory)
-
-    def _take(self, call: Call, memory: Memory | None) -> None:
-        if len(self._open) >= self._limits.max_calls:
-            raise WireError("more calls without a reply than were allowed")
-        self._next += 1
-        asked = self._open[call.number] = Asked(self, call, memory)
-        self._staged += asked.nbytes
-        self._budget.take(self, self._connection, asked.nbytes)
-        self._begin(asked)
-
-    def answer(self, asked: Asked, reply: Reply, payload: Payload) -> None:
-        """From any thread."""
-        small = len(self._open) == 1 and payload.total <= SMALL
-        self._io.do(lambda: self._answer(asked, reply, payload), here=small)
+            if len(self._open) >= service.limits.max_calls:
+                raise WireError("more calls without a reply than were allowed")
+            self._next += 1
+            asked = self._open[number] = Asked(self, call, memory)
+            self._staged += asked.nbytes
+            service.budget.take(self, self._live, asked.nbytes)
+            service.do(self, service.begin, self, asked)
 
     def _answer(self, asked: Asked, reply: Reply, payload: Payload) -> None:
         if self._open.get(asked.number) is not asked:
             return
         del self._open[asked.number]
         self._staged -= asked.nbytes
-        self._budget.give(self, asked.nbytes, has_more=bool(self._open))
-        if self._remembers():
+        self._service.budget.give(self, asked.nbytes, has_more=bool(self._open))
+        if self.keep_s > 0:
             self._done[asked.number] = reply, payload
         if asked.number < self._heard:
             self._send(reply, payload)
 
     def _send(self, reply: Reply, payload: Payload) -> None:
-        if self._connection is not None:
-            self._connection.send(reply, payload, via=self._connection.bulk)
+        if self._live is not None:
+            self._live.send(reply, payload)

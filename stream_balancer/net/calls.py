@@ -29,13 +29,12 @@ from stream_balancer.errors import BrokenResourceError, ClosedResourceError, Rol
 from stream_balancer.net.connection import Base
 from stream_balancer.net.errors import Cancelled, error_of
 from stream_balancer.net.loops import Runs, Signal, blocking_deadline
-from stream_balancer.net.messages import Call, Cancel, Reply, Welcome
+from stream_balancer.net.messages import NIL, Call, Cancel, Reply, Welcome
 from stream_balancer.wire.payload import NOTHING, Memory, Payload
 
 __all__ = ["CALL_BYTES", "SMALL", "Answered", "Caller", "Pending"]
 
 _encode = msgspec.msgpack.encode
-_NIL = msgspec.Raw(b"\xc0")
 SMALL = 2**16
 """Bytes that are sent in the thread that asks, if nothing else is on its way. Many at a time go together, which costs
 fewer wake-ups."""
@@ -73,7 +72,7 @@ class Pending:
         self.args = args if isinstance(args, msgspec.Raw) else msgspec.Raw(_encode(args))
         self.number: int | None = None
         self.signal = Signal()
-        self.answer = Answered(_NIL, None)
+        self.answer = Answered(NIL, None)
         self.error: Exception | None = None
         self.cancelled = self.abandoned = self.sent_before = False
 
@@ -202,7 +201,7 @@ class Caller:
             self._staged += pending.nbytes
             seen = next(iter(self._sent))
             call = Call(pending.number, seen, pending.method, pending.args)
-            connection.send(call, pending.payload, via=connection.bulk)
+            connection.send(call, pending.payload)
             if pending.cancelled:
                 connection.send(Cancel(pending.number))
 

@@ -9,9 +9,10 @@ and :meth:`abort` are called from others.
 from __future__ import annotations
 
 import logging
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 from stream_balancer.errors import WireError
 from stream_balancer.net.errors import Ended
@@ -73,11 +74,7 @@ class Mover(Protocol):
     def close(self) -> None: ...
 
 
-class _Out(NamedTuple):
-    message: Message
-    payload: Payload
-    via: int
-    sent: Callable[[], object] | None
+_Out = tuple[Message, Payload, Callable[[], object] | None]
 
 
 class _Held:
@@ -89,7 +86,7 @@ class _Held:
         self.message, self.memory, self.ready = message, memory, ready
 
 
-class Base:
+class Base(ABC):
     """One end: handshake, order of sending and delivery, movers, one end. What is below it carries bytes: a socket, or
     a queue in memory."""
 
@@ -123,18 +120,10 @@ class Base:
 
     # from any thread
 
-    @property
-    def bulk(self) -> int:
-        """The mover for large payloads, once one is ready."""
-        return next((number for number, mover in self.movers.items() if mover.ready), SOCKET)
-
-    def send(
-        self, message: Message, payload: Payload = NOTHING, *, via: int = SOCKET,
-        sent: Callable[[], object] | None = None,
-    ) -> None:  # fmt: skip
-        """Send it after everything before it. ``via``: the mover for its bytes, if that is ready; else the socket.
+    def send(self, message: Message, payload: Payload = NOTHING, sent: Callable[[], object] | None = None) -> None:
+        """Send it after everything before it; large payloads go by the mover that is ready, else by the socket.
         ``sent`` is called in the I/O thread when nobody needs the pieces any more; not if the connection ends first."""
-        self._items.append(_Out(message, payload, via, sent))
+        self._items.append((message, payload, sent))
         self.io.do(self._pump)
 
     def close(self, reason: str = "") -> None:
@@ -164,14 +153,12 @@ class Base:
         """Begin the handshake."""
         self._deadline = self.io.after(HANDSHAKE_S, lambda: self.fail(Ended("lost", "no handshake in time")))
         if self.handshake.joins:
-            self._put_raw(frame(self.handshake.hello()))
-            self._flush()
+            self._send_now(self.handshake.hello())
 
     def let_in(self, welcome: Welcome) -> None:
         """The acceptor's decision; :attr:`handler` is set."""
         self.welcome = welcome
-        self._put_raw(frame(welcome))
-        self._flush()
+        self._send_now(welcome)
 
     def pause(self) -> None:
         """Read no more, so that the peer waits. One who pauses in ``admit`` has that message's bytes wait, too."""
@@ -212,59 +199,69 @@ class Base:
         error.with_traceback(None)  # its frames would keep memory alive for as long as somebody keeps the end
         self._end(end)
 
+    @abstractmethod
     def _release(self, error: BaseException) -> None:
-        raise NotImplementedError
+        """Let go of what is below."""
 
+    @abstractmethod
     def _flush(self) -> None:
         """Send what is outgoing, as far as that goes now."""
-        raise NotImplementedError
 
     # sending
+
+    def _send_now(self, message: Message) -> None:
+        self._outgoing.append((memoryview(frame(message)), None))
+        self._flush()
 
     def _pump(self) -> None:
         if self.over:
             self._items.clear()
+        if not self._items and not self._outgoing:
             return
         try:
             while self._items and not self._waits_for_mover and not self._close_sent:
-                self._begin_sending(self._items.popleft())
+                self._begin_sending(*self._items.popleft())
             self._flush()
         except Exception as error:  # noqa: BLE001 - a message that cannot be sent: what comes after it must not be
             _log.exception("a message could not be sent, and its connection ends")
             self.fail(error)
 
-    def _begin_sending(self, out: _Out) -> None:
-        announced = sum(out.payload.runs[1::2])
-        found = sum(memoryview(piece).nbytes for piece in out.payload.pieces)
-        if found != announced:
-            raise ValueError(f"{found} bytes behind a message that announces {announced}")
-        mover = self.movers.get(out.via)
-        if mover is not None and mover.ready and announced >= MOVER_BYTES:
-            self._waits_for_mover = True
-            if mover.send(out.payload, out.sent, lambda where: self._go(out, where)):
+    def _begin_sending(self, message: Message, payload: Payload, sent: Callable[[], object] | None) -> None:
+        if payload.total:
+            pieces = [view for view in map(_bytes_of, payload.pieces) if view]
+            announced, found = sum(payload.runs[1::2]), sum(map(len, pieces))
+            if found != announced:
+                raise ValueError(f"{found} bytes behind a message that announces {announced}")
+            if announced >= MOVER_BYTES and self._begin_moving(message, payload, sent):
                 return
-            self._waits_for_mover = False
-        self._put(out, SOCKET, ())
+            if len(pieces) > 1 and found <= _JOIN_BYTES:
+                pieces = [memoryview(b"".join(pieces))]  # a dozen iovecs cost more than their bytes
+            self._outgoing.append((memoryview(frame(message, payload.total, payload.runs)), None))
+            self._outgoing.extend((view, None) for view in pieces)
+        else:
+            self._outgoing.append((memoryview(frame(message)), None))
+            self._close_sent = isinstance(message, Close)
+        if sent is not None:
+            self._outgoing.append((memoryview(b""), sent))
 
-    def _go(self, out: _Out, where: Sequence[int]) -> None:
-        """The mover is ready for the message to leave; those behind it wait until then."""
-        if not self.over:
-            self._put(out._replace(payload=Payload(out.payload.total, out.payload.runs), sent=None), out.via, where)
-            self._waits_for_mover = False
-            self.io.do(self._pump)
+    def _begin_moving(self, message: Message, payload: Payload, sent: Callable[[], object] | None) -> bool:
+        """By the first mover that is ready, if one is and takes it now. Messages behind it wait until it may leave."""
+        number = next((number for number, mover in self.movers.items() if mover.ready), SOCKET)
+        if number == SOCKET:
+            return False
 
-    def _put(self, out: _Out, via: int, where: Sequence[int]) -> None:
-        self._put_raw(frame(out.message, out.payload.total, out.payload.runs, via, where))
-        pieces = [view for view in map(_bytes_of, out.payload.pieces) if view.nbytes]
-        if len(pieces) > 1 and sum(view.nbytes for view in pieces) <= _JOIN_BYTES:
-            pieces = [memoryview(b"".join(pieces))]  # a dozen iovecs cost more than their bytes
-        self._outgoing.extend((view, None) for view in pieces)
-        if out.sent is not None:
-            self._outgoing.append((memoryview(b""), out.sent))
-        self._close_sent = isinstance(out.message, Close)
+        def go(where: Sequence[int]) -> None:
+            if not self.over:
+                raw = frame(message, payload.total, payload.runs, number, where)
+                self._outgoing.append((memoryview(raw), None))
+                self._waits_for_mover = False
+                self.io.do(self._pump)
 
-    def _put_raw(self, raw: bytes) -> None:
-        self._outgoing.append((memoryview(raw), None))
+        self._waits_for_mover = True
+        if self.movers[number].send(payload, sent, go):
+            return True
+        self._waits_for_mover = False
+        return False
 
     def _took(self, count: int) -> None:
         """So many outgoing bytes have left."""
@@ -349,8 +346,7 @@ class Base:
         if self.handshake.proven:  # a controller that does not serve yet may let it wait for long
             self._deadline()
         if answer is not None:
-            self._put_raw(frame(answer))
-            self._flush()
+            self._send_now(answer)
         elif self.handshake.join is not None:
             self.arrived(self, self.handshake.join)
 

@@ -258,11 +258,13 @@ class Signal:
         if hasattr(blocking_deadline, "at"):
             self.wait_in_thread(blocking_deadline.at)
             return
-        await anyio.lowlevel.checkpoint()
-        if not self._set:
-            event, loop = anyio.Event(), in_loop()
+        event = anyio.Event()
+        if self._set:
+            event.set()
+        else:
+            loop = in_loop()
             self.then(lambda: loop(event.set))
-            await event.wait()
+        await event.wait()
 
     async def wait_shielded(self, seconds: float) -> bool:
         """Wait, whatever is cancelled or interrupted, for so long at most; says whether it was set."""

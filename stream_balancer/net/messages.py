@@ -22,7 +22,7 @@ import msgspec
 from stream_balancer.errors import RefusalReason, WireError
 
 __all__ = [
-    "HEADER_BYTES", "MAX_MESSAGE_BYTES", "PROTOCOL", "SOCKET", "Call", "Cancel", "Challenge", "Close", "Drop",
+    "HEADER_BYTES", "MAX_MESSAGE_BYTES", "NIL", "PROTOCOL", "SOCKET", "Call", "Cancel", "Challenge", "Close", "Drop",
     "Envelope", "Go", "Hello", "Join", "Message", "MiniBatchHead", "MoverNote", "Notify", "Recall", "Refused", "Reply",
     "Report", "ResizedExecution", "Rewind", "Seal", "Sizes", "StepHead", "Welcome", "Work", "WorkItem", "check_runs",
     "frame", "read_envelope", "read_header",
@@ -38,6 +38,7 @@ Name: TypeAlias = Annotated[str, msgspec.Meta(max_length=1024)]
 Small: TypeAlias = Annotated[bytes, msgspec.Meta(max_length=4096)]
 Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=2**62)]
 Texts: TypeAlias = Annotated[tuple[Text, ...], msgspec.Meta(max_length=65_536)]
+NIL = msgspec.Raw(b"\xc0")
 Counts: TypeAlias = Annotated[tuple[Count, ...], msgspec.Meta(max_length=MAX_ENTRIES)]
 
 
@@ -68,7 +69,7 @@ class Join(Message, frozen=True, tag=3):
     session: Small
     """Random, and the same whenever this one joins again."""
     movers: Annotated[tuple[Name, ...], msgspec.Meta(max_length=16)] = ()
-    about: msgspec.Raw = msgspec.Raw(b"\xc0")
+    about: msgspec.Raw = NIL
     """What its kind says of itself: a rank's number, world size, room, and the steps that it has."""
 
 
@@ -81,7 +82,7 @@ class Welcome(Message, frozen=True, tag=4):
     known: bool = False
     """Whether this session's earlier calls are remembered here."""
     movers: Annotated[tuple[Name, ...], msgspec.Meta(max_length=16)] = ()
-    about: msgspec.Raw = msgspec.Raw(b"\xc0")
+    about: msgspec.Raw = NIL
 
 
 class Refused(Message, frozen=True, tag=5):
@@ -154,7 +155,7 @@ class Work(Message, frozen=True, tag=10):
     """In the first Work of a step, and in the first after a join."""
     gone: Texts = ()
     """Ids of rollouts that are masked everywhere."""
-    header: msgspec.Raw = msgspec.Raw(b"\xc0")
+    header: msgspec.Raw = NIL
     """As :mod:`stream_balancer.wire.codec` writes it: a block an item. Nil without items."""
     sizes: Sizes | None = None
     """What the step is divided by. Once all that is planned for this rank is here, if nothing of it can be missing."""
@@ -220,7 +221,7 @@ class Report(Message, frozen=True, tag=14):
     step: Count
     attempt: Count = 1
     items: Counts = ()
-    about: msgspec.Raw = msgspec.Raw(b"\xc0")
+    about: msgspec.Raw = NIL
     """What else the fact says: times, missing rollouts, the seal that failed."""
 
 
@@ -267,7 +268,7 @@ class Reply(Message, frozen=True, tag=22):
     """The one reply. ``error`` is empty, or the kind of error and ``value`` its text. Bytes may follow."""
 
     number: Count
-    value: msgspec.Raw = msgspec.Raw(b"\xc0")
+    value: msgspec.Raw = NIL
     error: Name = ""
 
 
@@ -319,7 +320,8 @@ def read_envelope(body: memoryview | bytes, crc: int) -> Envelope:
         envelope = _decoder.decode(body)
     except (msgspec.DecodeError, RecursionError, ValueError) as error:
         raise WireError(f"a message cannot be read: {error}") from None
-    check_runs(envelope.total, envelope.runs)
+    if envelope.runs:
+        check_runs(envelope.total, envelope.runs)
     return envelope
 
 

@@ -25,12 +25,12 @@ import msgspec
 
 from stream_balancer.errors import AlreadyInUseError, RefusedError, WireError, refused_error
 from stream_balancer.net import movers as ways
-from stream_balancer.net.answers import Answerer, Asked, Budget
+from stream_balancer.net.answers import Asked, Budget, Peer
 from stream_balancer.net.connection import Base
 from stream_balancer.net.errors import Ended, name_of
 from stream_balancer.net.loops import Runs, in_loop
-from stream_balancer.net.messages import Call, Cancel, Join, Message, Notify, Report, Welcome
-from stream_balancer.wire.payload import NOTHING, Memory, Payload
+from stream_balancer.net.messages import Join, Notify, Welcome
+from stream_balancer.wire.payload import Payload
 
 __all__ = ["Bytes", "Listen", "Listening", "Method", "Peer", "Service"]
 
@@ -73,100 +73,6 @@ Listen: TypeAlias = Callable[[Arrived], Listening]
 waits until it is let in or refused."""
 
 
-class Peer:
-    """A session at the accepting end; handler of its connection. Everything but sending belongs to the event loop."""
-
-    def __init__(self, service: Service, join: Join) -> None:
-        self.kind, self.name, self.session, self.join = join.kind, join.name, join.session, join
-        self.keep_s = 0.0
-        """Seconds that a lost session may come back in: its calls go on, and their replies are kept."""
-        self.ending = False
-        """The host has said that there is no more: its connection is closed in good order, where a service that closes
-        otherwise looks like a loss, after which a peer may look for the next one."""
-        self.max_report_bytes = 0
-        """Bytes that may come behind a Report."""
-        self.data: dict[Any, Any] = {}
-        """The host's."""
-        self.on_report: Callable[[Report, Memory | None], object] = lambda *_: None
-        self.on_end: Callable[[Ended], object] = lambda _: None
-        """Called when a connection is over; another one may follow within ``keep_s``."""
-        self.on_gone: Callable[[Ended], object] = lambda _: None
-        """Called once it does not come back any more."""
-        self.connection: Base | None = None
-        """None while it is lost."""
-        self._service = service
-        self._answerer = Answerer(
-            service.io, service.limits, service.budget, self._begin, self._cancel, lambda: self.keep_s > 0
-        )
-        self._live: Base | None = None  # as the I/O thread sees it
-        self._losses = 0
-
-    # from any thread
-
-    def send(self, message: Message, payload: Payload = NOTHING, sent: Callable[[], object] | None = None) -> None:
-        """A message; dropped while there is no connection."""
-        connection = self.connection
-        if connection is not None:
-            connection.send(message, payload, via=connection.bulk, sent=sent)
-
-    def close(self, reason: str = "") -> None:
-        """On purpose: what was sent before arrives."""
-        connection = self.connection
-        if connection is not None:
-            connection.close(reason)
-
-    def abort(self) -> None:
-        """At once: for the peer, a loss."""
-        connection = self.connection
-        if connection is not None:
-            connection.abort()
-
-    def fail(self, error: Exception) -> None:
-        """End its connection: WireError and RefusedError tell the peer why."""
-        connection = self.connection
-        if connection is not None:
-            self._service.io.do(lambda: connection.fail(error))
-
-    # in the I/O thread
-
-    def admit(self, message: Message, total: int) -> None:
-        """Raises WireError for bytes that may not come."""
-        if not (isinstance(message, Report) and self.kind == "rank" and total <= self.max_report_bytes):
-            self._answerer.admit(message, total)
-
-    def receive(self, message: Message, memory: Memory | None) -> None:
-        """In the order of sending. Raises WireError for what may not come."""
-        if isinstance(message, (Call, Cancel)):
-            self._answerer.receive(message, memory)
-        elif isinstance(message, Report) and self.kind == "rank":
-            self._service._do(self, lambda: self.on_report(message, memory))
-        else:
-            raise WireError(f"a {type(message).__name__} message from a {self.kind}")
-
-    def ended(self, end: Ended) -> None:
-        """Its connection is over."""
-        connection, self._live = self._live, None
-        self._answerer.lost()
-        self._service._do(self, lambda: self._service._ended(self, connection, end))
-
-    def _let_in(self, connection: Base, welcome: Welcome) -> None:
-        self._live = connection
-        if connection.over:
-            self.ended(Ended("lost", "it has left while it knocked"))
-            return
-        connection.handler = self
-        connection.let_in(welcome)
-        ways.attach(connection, welcome.movers)
-        self._answerer.open(connection)
-
-    def _begin(self, asked: Asked) -> None:
-        self._service._do(self, lambda: self._service._begin(self, asked))
-
-    def _cancel(self, asked: Asked) -> None:
-        asked.cancelled = True
-        self._service._do(self, lambda: self._service._cancel(asked))
-
-
 Method: TypeAlias = Callable[[Peer, Asked], Any]
 """Returns the value, Bytes, or a coroutine for what must wait. Whatever depends on the order of calls happens before
 it returns. WireError ends the connection; any other Exception is the reply."""
@@ -190,10 +96,10 @@ class Service:
         self._on_peer: Callable[[Peer], object] = lambda _: None
         self._tasks: anyio.abc.TaskGroup | None = None
         self._begun: dict[Asked, tuple[Peer, anyio.CancelScope]] = {}
-        self._jobs: deque[Callable[[], object]] = deque()
+        self._jobs: deque[tuple[Peer | None, Callable[..., object], tuple[Any, ...]]] = deque()
         self._knocking: dict[Base, None] = {}
         self._wake: Callable[[], object] = lambda: None
-        self._waits = False
+        self._waits = self._woken = False
         self._listening = listen(self._arrived)
         self.io, self.address = self._listening.io, self._listening.address
 
@@ -226,23 +132,27 @@ class Service:
         if self._tasks is not None:
             raise AlreadyInUseError(f"peers at {self.address} are attended to already: one serve() at a time")
         self._methods, self._admit, self._on_peer = methods, admit, on_peer
-        loop = in_loop()
         try:
             async with anyio.create_task_group() as self._tasks:
-                while True:
-                    event = anyio.Event()
-                    self._wake = partial(loop, event.set)
-                    while self._jobs:
-                        self.io.hold(self._some)
-                        if self._waits:
-                            self._waits = False
-                            for _ in range(_TURNS if self._jobs else 0):
-                                await anyio.lowlevel.checkpoint()
-                    await event.wait()
+                self._tasks.start_soon(self._work_off)  # by itself: whoever waits here is not woken for each call
         finally:
             self._tasks, self._wake = None, lambda: None
             left, self._begun = self._begun, {}
-            self._jobs.extendleft(partial(self._begin, peer, asked) for asked, (peer, _) in reversed(left.items()))
+            self._jobs.extendleft((peer, self.begin, (peer, asked)) for asked, (peer, _) in reversed(left.items()))
+
+    async def _work_off(self) -> None:
+        loop = in_loop()
+        while True:
+            event = anyio.Event()
+            self._wake = partial(loop, event.set)
+            self._woken = False  # before the jobs are looked at: who adds one later wakes again
+            while self._jobs:
+                self.io.hold(self._some)
+                if self._waits:
+                    self._waits = False
+                    for _ in range(_TURNS if self._jobs else 0):
+                        await anyio.lowlevel.checkpoint()
+            await event.wait()
 
     def answer_here(self, methods: Mapping[str, Method]) -> None:
         """Answer calls in the I/O thread, for good: with methods that neither wait nor take long."""
@@ -251,32 +161,34 @@ class Service:
         self.io.do(self._drain)
 
     def _drain(self) -> None:
+        self._woken = False
         while self._jobs:
-            self._jobs.popleft()()
+            self._some()
 
     def _some(self) -> None:
         for _ in range(min(len(self._jobs), _TOGETHER)):
-            self._jobs.popleft()()
+            peer, job, args = self._jobs.popleft()
+            try:
+                job(*args)
+            except WireError as error:
+                if peer is None:
+                    raise
+                peer.fail(error)
             if self._waits:
                 break
 
-    def _do(self, peer: Peer, job: Callable[[], object]) -> None:
-        """Run it where it is attended to. From the I/O thread."""
-        self._jobs.append(lambda: self._guarded(peer, job))
-        self._wake()
-
-    def _guarded(self, peer: Peer, job: Callable[[], object]) -> None:
-        try:
-            job()
-        except WireError as error:
-            peer.fail(error)
-
     # in the I/O thread
+
+    def do(self, peer: Peer | None, job: Callable[..., object], *args: object) -> None:
+        """Run it where peers are attended to."""
+        self._jobs.append((peer, job, args))
+        if not self._woken:
+            self._woken = True
+            self._wake()
 
     def _arrived(self, connection: Base, join: Join) -> None:
         self._knocking[connection] = None
-        self._jobs.append(lambda: self._decide(connection, join))
-        self._wake()
+        self.do(None, self._decide, connection, join)
 
     # in the event loop
 
@@ -300,50 +212,48 @@ class Service:
             self.limits, known=known, movers=tuple(name for name in self._movers if name in join.movers),
             about=msgspec.Raw(msgspec.msgpack.encode(about)),
         )  # fmt: skip
-        self.io.do(partial(peer._let_in, connection, welcome))
+        self.io.do(partial(peer.let_in, connection, welcome))
         self._on_peer(peer)
 
     def _supersede(self, peer: Peer, connection: Base) -> None:
         """Only the peer knows yet that this connection is lost."""
         end = Ended("lost", "its session has joined again")
         self.io.do(lambda: connection.fail(end))
-        self._ended(peer, connection, end)
+        self.lost(peer, connection, end)
 
-    def _ended(self, peer: Peer, connection: Base | None, end: Ended) -> None:
+    def lost(self, peer: Peer, connection: Base | None, end: Ended) -> None:
+        """A connection is over."""
         if peer.connection is not connection or connection is None:
             return  # it has joined again
         peer.connection = None
-        peer._losses += 1
+        peer.losses += 1
         if end.kind == "refused":
             _log.warning("the connection to %s %s was closed: %s", peer.kind, peer.name, end.text)
         peer.on_end(end)
         if end.kind == "lost" and peer.keep_s > 0:
-            gone = partial(self._do, peer, partial(self._gone, peer, end, peer._losses))
+            gone = partial(self.do, peer, self._gone, peer, end, peer.losses)
             self.io.do(lambda: self.io.after(peer.keep_s, gone))
         else:
-            self._gone(peer, end, peer._losses)
+            self._gone(peer, end, peer.losses)
 
     def _gone(self, peer: Peer, end: Ended, losses: int) -> None:
         """Unless it has come back: what still waits of it is withdrawn."""
-        if self.peers.get(peer.session) is peer and peer.connection is None and peer._losses == losses:
+        if self.peers.get(peer.session) is peer and peer.connection is None and peer.losses == losses:
             del self.peers[peer.session]
-            for asked, (its, scope) in self._begun.items():
+            for asked, (its, _) in self._begun.items():
                 if its is peer:
-                    asked.cancelled = True
-                    scope.cancel()
-            self.io.do(peer._answerer.end)
+                    self.cancel(asked)
+            self.io.do(peer.leave)
             peer.on_gone(end)
 
-    def _cancel(self, asked: Asked) -> None:
+    def cancel(self, asked: Asked) -> None:
+        """Take a call back, if it waits or was not begun."""
+        asked.cancelled = True
         if asked in self._begun:
             self._begun[asked][1].cancel()
 
-    def withdraw(self, asked: Asked) -> None:
-        """As if its caller had cancelled it."""
-        asked.cancelled = True
-        self._cancel(asked)
-
-    def _begin(self, peer: Peer, asked: Asked) -> None:
+    def begin(self, peer: Peer, asked: Asked) -> None:
+        """Begin a call, unless it was taken back. What need not wait has its reply at once."""
         if asked.cancelled:
             asked.reply("", "Cancelled")
             return
@@ -351,19 +261,18 @@ class Service:
             return
         method = self._methods.get(asked.method)
         if method is None:
-            peer.fail(WireError(f"a call of {asked.method!r}, which is not among {', '.join(self._methods)}"))
-            return
+            raise WireError(f"a call of {asked.method!r}, which is not among {', '.join(self._methods)}")
         try:
             result = method(peer, asked)
-        except WireError as error:
-            peer.fail(error)
+        except WireError:
+            raise
         except Exception as error:  # noqa: BLE001 - the reply
             _refuse(asked, error)
+            return
+        if inspect.iscoroutine(result):
+            self._start(peer, asked, result)
         else:
-            if inspect.iscoroutine(result):
-                self._start(peer, asked, result)
-            else:
-                _reply(asked, result)
+            _reply(asked, result)
 
     def _start(self, peer: Peer, asked: Asked, coroutine: Coroutine[Any, Any, Any]) -> None:
         assert self._tasks is not None

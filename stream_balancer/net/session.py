@@ -114,7 +114,7 @@ class Session:
         """A message; dropped while there is no connection."""
         connection = self.connection
         if connection is not None:
-            connection.send(message, payload, via=connection.bulk, sent=sent)
+            connection.send(message, payload, sent)
 
     def begin(self) -> None:
         """Begin to connect."""

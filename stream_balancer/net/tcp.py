@@ -128,12 +128,13 @@ class Connection(Base):
             _log.debug("reading will see it too, behind what has arrived: perhaps a refusal. %s", error)
             self._outgoing.clear()
         self._watch()
-        self._end_if_both_closed()
+        if self._close_sent and self._close_seen:
+            self._end_if_both_closed()
 
     def _release(self, error: BaseException) -> None:
         if isinstance(error, (WireError, RefusedError)) and not self._close_sent:
             reason = error.reason if isinstance(error, RefusedError) else "protocol"
-            self._put_raw(frame(Refused(reason, str(error)[:1000])))
+            self._outgoing.append((memoryview(frame(Refused(reason, str(error)[:1000]))), None))
             with suppress(OSError, ValueError, WireError):
                 self._sock.sendmsg([view for view, _ in islice(self._outgoing, _GATHER)])
                 self._sock.shutdown(socket.SHUT_WR)

@@ -92,11 +92,11 @@ class End:
         self.connection, self.heard = connection, heard
 
     def send(self, message: Message, payload: Payload, sent: Callable[[], object] | None = None) -> None:
-        self.connection.send(message, payload, via=self.connection.bulk, sent=sent)
+        self.connection.send(message, payload, sent)
 
     def wait_for_mover(self) -> None:
         """Until bulk bytes go its way."""
-        wait_until(lambda: self.connection.bulk)
+        wait_until(lambda: any(mover.ready for mover in self.connection.movers.values()))
 
 
 class Network:

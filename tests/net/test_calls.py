@@ -199,7 +199,7 @@ async def test_a_storm_of_calls_cuts_and_cancels(seed: int, restarts: bool, anyi
             assert sorted(fate.returned + fate.cancelled, key=int) == [str(n) for n in range(60)]
             assert set(host.taken) == set(fate.returned)
             if not restarts:
-                assert sum(len(peer._answerer._open) for peer in host.service.peers.values()) == 0
+                assert sum(len(peer._open) for peer in host.service.peers.values()) == 0
             tasks.cancel_scope.cancel()
 
 
@@ -263,7 +263,7 @@ async def test_a_lost_session_goes_on_and_gets_each_reply_once() -> None:
         await anyio.sleep(5)
         assert sorted(host.taken) == ["a", "b", "first", "never came"]
         assert host.begun == 4
-        assert not host.service.peers[caller._join.session]._answerer._open
+        assert not host.service.peers[caller._join.session]._open
 
 
 async def test_a_reply_that_comes_between_the_welcome_and_the_repetition_is_sent_once() -> None:
