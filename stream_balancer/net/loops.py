@@ -131,8 +131,7 @@ class Io:
         heapq.heappush(self._timers, (time.monotonic() + seconds, next(self._numbers), cell))
         if threading.current_thread() is not self._thread:  # in a job that runs elsewhere: select() waits too long
             self._jobs.append(lambda: None)
-            self._woken = True
-            self._writer.send(b"\0")
+            self._wake()
         return lambda: cell.__setitem__(0, None)
 
     def work(self, job: Job) -> None:
