@@ -42,6 +42,7 @@ class Crew:
         self.errors: list[Exception] = []
         self.ended: list[int] = []
         self.peers: dict[int, MemoryPeer] = {}
+        self.feeds: dict[int, RankFeed] = {}
         self.rejoin = False
         self.connect: Callable[..., Any] = network.connect
         self.seconds: Callable[[int, int], float] = lambda rank, step: 1.0
@@ -52,23 +53,22 @@ class Crew:
     async def train(self, rank: int, **join: Any) -> None:
         options = {name: join.pop(name) for name in ("next_step", "auto_ack") if name in join}
         peer = self.peers[rank] = self.connect(rank, **{"rejoin": self.rejoin, **join})
-        feed = RankFeed(peer, **options)
+        feed = self.feeds[rank] = RankFeed(peer, **options)
         try:
             async for step in feed:
-                await self._step(rank, step)
+                await self.train_step(rank, step)
             self.ended.append(rank)
         except KilledError:
-            feed._port.session._rejoin = False  # its I/O thread is gone, too
-            peer.cut()
+            self.kill(rank)
         except (sb.RankLostError, sb.RefusedError) as error:
             self.errors.append(error)
 
-    async def _step(self, rank: int, step: Step) -> None:
+    async def train_step(self, rank: int, step: Step) -> None:
         gradient: Counter[tuple[str, int]] = Counter()
         for _ in range(5):
             self.dies(rank, step.step, "work")
             async for micro_batch in step:
-                await anyio.sleep(self.seconds(rank, step.step))
+                await self.work(rank, step.step, micro_batch)
                 self.add(rank, step.step, micro_batch, gradient)
             self.dies(rank, step.step, "barrier")
             end = await step.async_finish()
@@ -81,12 +81,21 @@ class Crew:
                 return
         raise AssertionError("the ranks never met")
 
+    async def work(self, rank: int, step: int, micro_batch: MicroBatch) -> None:
+        """Takes as long as a forward and a backward."""
+        await anyio.sleep(self.seconds(rank, step))
+
     def add(self, rank: int, step: int, micro_batch: MicroBatch, gradient: Counter[tuple[str, int]]) -> None:
         for rollout in micro_batch.rollouts:
             self.seen.setdefault(rollout.rollout_id, rollout)
             if not rollout.is_padding:
                 self.trained.append((rank, step, rollout.rollout_id))
                 gradient[rollout.rollout_id, rollout.cp_rank if isinstance(rollout, SharedRollout) else 0] += 1
+
+    def kill(self, rank: int) -> None:
+        """The process is gone, with its I/O thread."""
+        self.feeds[rank]._port.session._rejoin = False
+        self.peers[rank].cut()
 
     def dies(self, rank: int, step: int, when: str) -> None:
         if self.die.get(rank) == (step, when):

@@ -23,6 +23,7 @@ What is not acknowledged is delivered again, in the same plan, after a reconnect
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import ssl
@@ -34,10 +35,9 @@ from typing import Any, Self
 import anyio.lowlevel
 import torch
 
-from stream_balancer.client.device import Stopwatch, Uploader, pinned
+from stream_balancer.client.device import Pace, Stopwatch, Uploader, pinned
 from stream_balancer.client.payloads import Fetcher
 from stream_balancer.client.port import Port, Who
-from stream_balancer.client.reassigned import Reassigned
 from stream_balancer.client.seats import Seat, seat_in
 from stream_balancer.client.step import Step
 from stream_balancer.core.staleness import next_version
@@ -47,10 +47,11 @@ from stream_balancer.net import movers as ways
 from stream_balancer.net.address import TcpDialer, current_world
 from stream_balancer.net.pool import Pool
 from stream_balancer.statistics import Statistics
-from stream_balancer.types.batch import OneRank
 from stream_balancer.wire.statistics import decode_statistics
 
 __all__ = ["RankFeed"]
+
+_log = logging.getLogger("stream_balancer.rank")
 
 DEFAULT_MAX_BATCH_BYTES = 4 * 2**30  # of one message; far above text, below what would take a trainer's host memory
 
@@ -235,18 +236,32 @@ class RankFeed(OfOneProcess):
                 "None",
             )
         for number in [number for number in held.parts if number < port.loaded]:
-            held.has_finished(held.parts[number], ack=True)  # the weights came with it
-        oldest = port.known.get(min(held.parts)) if held.parts else None
+            held.has_finished(held.parts[number], ack=self._auto_ack)  # the weights came with it
+        # of a role, a step that is done stays until its columns are used
+        waiting = (number for number, part in held.parts.items() if not (port.who.role and part.is_done))
+        oldest = port.known.get(min(waiting, default=-1))
         if oldest is not None:
             waited_s = 0.0 if port.waiting_since is None else time.monotonic() - port.waiting_since
             part = held.next_step() if early or oldest.may_begin(port.who.role) else None
             if part is not None:
-                self._hand = Step(port, port.known[part.number], self.acknowledge_through, waited_s)
+                self._hand = Step(port, port.known[part.number], self.acknowledge_through, waited_s, Pace(self._device))
+                self._warn_of_weights(part.number)
                 return True
         if held.ended and all(part.is_done for part in held.parts.values()):
             self._ended = True
             return True
         return None
+
+    def _warn_of_weights(self, step: int) -> None:
+        """A process that came in the midst of a run may have the weights of its beginning."""
+        if self._port.held.meets and self._port.held.weights is None and step and not self._port.who.role:
+            _log.warning(
+                "rank %d begins with step %d: its weights must contain all steps before it. Take another rank's, and "
+                "say so: RankFeed(next_step=%d)",
+                self.rank,
+                step,
+                step,
+            )
 
     # acknowledgements and checkpoints
 
@@ -285,9 +300,11 @@ class RankFeed(OfOneProcess):
             return {"next_step": max(weights, hand.step + 1) if hand is not None and counts else weights}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """The weights are now those that :meth:`state_dict` was saved with, here or on another rank: what is in them is
-        not given again. As ``RankFeed(next_step=...)``. Raises ValueError for weights that lack steps which this feed
-        has given: open a new one for these."""
+        """The weights are now those that :meth:`state_dict` was made with, here or on another rank: what is in them is
+        not given again. With ``auto_ack=False`` that acknowledges nothing, since another rank's weights are no
+        checkpoint: the next ``step.ack()`` does, or ``acknowledge_through(next_step - 1)``; ``RankFeed(next_step=...)``
+        takes its number from a checkpoint, and does. Raises ValueError for weights that lack steps which this feed has
+        given: open a new one for these."""
         next_step, port = state["next_step"], self._port
         with port.lock:
             if next_step < (port.held.weights or 0):
@@ -295,7 +312,7 @@ class RankFeed(OfOneProcess):
                     f"load_state_dict(): the weights lack step {next_step}, which this feed was through with. Open a "
                     f"new feed for them: RankFeed(..., next_step={next_step})"
                 )
-            port.load(next_step)
+            port.load(next_step, ack=self._auto_ack)
 
     # the balancer, from here
 
@@ -369,35 +386,6 @@ class RankFeed(OfOneProcess):
             raise ValueError(f"add_compute_s() takes seconds >= 0, not {seconds!r}")
         if self._hand is not None:
             self._hand.computed(lambda: seconds)
-
-    # names of before
-
-    def reassigned(self) -> Reassigned:
-        """What this rank takes over, in the step in hand, of ranks that were lost or are slow, beyond its
-        ``micro_batches``: rank batches, mostly none; then ``.ranks`` says who meets. `for micro_batch in step`, and
-        ``finish()``, do the same in one loop. Raises ValueError without a step in hand, RankLostError if others have
-        it now, and what the iteration raises."""
-        return Reassigned(self._in_hand())
-
-    def micro_batches(self, batch: OneRank, device: str | torch.device | None = None) -> Step:
-        """The step in hand, to be iterated; ``.ranks`` says who meets once that has ended. ``device``: where the work
-        runs, if it is not the feed's; on an accelerator the host waits so that it is at most one micro-batch ahead.
-        Raises ValueError if ``batch`` is not the step in hand."""
-        hand = self._in_hand()
-        if batch.step != hand.step:
-            raise ValueError(
-                f"micro_batches() is for the batch in hand, of step {hand.step}; this one is of step {batch.step}"
-            )
-        return hand.paced(self._device if device is None else torch.device(device))
-
-    def _in_hand(self) -> Step:
-        hand = self._hand
-        if hand is None or not hand.given or (self._port.held.weights or 0) > hand.step:
-            raise ValueError(
-                "reassigned() and micro_batches() are for the batch in hand, and there is none: call them in the loop "
-                "over the feed, before batch.ack()"
-            )
-        return hand
 
     # leaving
 

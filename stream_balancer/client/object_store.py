@@ -16,6 +16,7 @@ import logging
 import secrets
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -103,7 +104,8 @@ class InStore(Kept):
                 if not left:
                     gone.append(key // _MAX_PLACES)
         if gone:
-            self._keeper.drop.remote(self._name, gone)
+            with suppress(Exception):  # Ray was shut down, and the keeper with it
+                self._keeper.drop.remote(self._name, gone)
             super().drop(gone)
 
     def close(self) -> None:

@@ -107,6 +107,14 @@ class Known:
         """All of it is here, as far as it was planned."""
         return self.sizes is not None or self.seal is not None
 
+    @property
+    def has_its_mini_batches(self) -> bool:
+        """What is said of mini-batches is of all its micro-batches, as far as that is known."""
+        planned = () if self.head is None or not self.is_whole else self.head.mini_batches
+        counts = [one.micro_batches for one in planned]
+        is_all = not planned or (all(counts) and sum(counts) == len(self.part.work))
+        return is_all and (self.seal is None or len(self.seal.mini_batches) in (0, len(planned)))
+
     def may_begin(self, role: str) -> bool:
         """A loop over ``micro_batches`` can have it now, or never can."""
         remote = [one for one in self.part.work.values() if one.item.remote]
@@ -200,19 +208,21 @@ class Port:
             self.session.io.do(self._flush)
             self._flushes = True
 
-    def load(self, next_step: int) -> None:
+    def load(self, next_step: int, *, ack: bool) -> None:
         """The weights contain all steps before this one: they are a checkpoint's, or another rank's. The lock is
         held."""
-        self.loaded = self.held.weights = self.held.acked = next_step
+        self.loaded = self.held.weights = next_step
         if self.left_behind is not None and self.left_behind.step < next_step:
             self.left_behind = None
         if next_step:
-            self.held.out += [("finished", next_step - 1, 0), ("acknowledged", next_step - 1)]
+            self.held.out.append(("finished", next_step - 1, 0))
+            if ack:
+                self.held.ack(next_step - 1)
         self.flush()
 
     def give_up(self, step: int, text: str) -> RankLostError:
         """Leave, so that others do not wait: this rank cannot go on. Returns what is to be raised."""
-        error = RankLostError(text, rank=self.who.rank, step=step, cause="others have met without it")
+        error = RankLostError(text, rank=self.who.rank, step=step, cause="others go on without it")
         with self.lock:
             self.over = self.over or error
         self.session.close()
@@ -263,6 +273,11 @@ class Port:
         try:
             with self.lock:
                 self._take(message, memory)
+                known = self.known.get(message.step) if isinstance(message, m.Work | m.Seal) else None
+                if known is not None and not self.who.role and not known.has_its_mini_batches:
+                    number = known.part.number
+                    del self.held.parts[number]  # nobody trains on a part of it
+                    raise WireError(f"the mini-batches of step {number} do not make up its micro-batches")
                 self.known = {number: one for number, one in self.known.items() if number in self.held.parts}
                 self.flush()
         except WireError as error:

@@ -18,18 +18,17 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import anyio.lowlevel
-import torch
 from msgspec import structs
 from torch import Tensor
 
 from stream_balancer.client.device import Pace
-from stream_balancer.errors import ClosedResourceError, ConfigError
+from stream_balancer.errors import ClosedResourceError, ConfigError, RankLostError
 from stream_balancer.facade import refuse_in_event_loop, run
 from stream_balancer.types import MicroBatch
 from stream_balancer.types.batch import Denominators, MiniBatchSize, OneRank
@@ -65,13 +64,14 @@ class Step(OneRank):
     complete. Whoever asks for ``micro_batches`` keeps all of them: none is given to ranks that are faster.
     """
 
-    def __init__(self, port: Port, known: Known, acknowledge: Callable[[int], None], waited_s: float) -> None:
-        self._port, self._known, self._acknowledge = port, known, acknowledge
+    def __init__(
+        self, port: Port, known: Known, acknowledge: Callable[[int], None], waited_s: float, pace: Pace
+    ) -> None:
+        self._port, self._known, self._acknowledge, self._pace = port, known, acknowledge, pace
         self._hand: Work | None = None  # the item that the loop works on
         self._made: dict[int, MicroBatch] = {}
         self._whole: tuple[MicroBatch, ...] | None = None
         self._end: End | None = None
-        self._pace: Pace | None = None
         self._taken_at, self._waited_s, self._waited_before = time.monotonic(), waited_s, port.waited_s
         self._computed: list[Callable[[], float]] = []
         self._compute_s: float | None = None
@@ -244,7 +244,7 @@ class Step(OneRank):
         self._check_open()
         if not self.is_mine:
             return ()
-        if self._pace is not None:
+        if held.meets:  # what is begun cannot be given to others
             self._pace.keep()
         self._put_down()
         work = held.next_work(part)
@@ -297,8 +297,8 @@ class Step(OneRank):
             return False
         if self._port.who.role:
             return True
-        if self._pace is not None:
-            self._pace.finish()  # idle is who has nothing left to compute, not who has nothing left to enqueue
+        # idle is who has nothing left to compute, not who has nothing left to enqueue
+        self._pace.finish()
         if self._port.held.reach_end(part) is None or self._known.seal is None:
             return False
         seal = self._known.seal
@@ -321,15 +321,25 @@ class Step(OneRank):
 
     def _of(self, work: Work) -> MicroBatch:
         """The micro-batch of an item, the same each time."""
-        made = self._made.get(work.item.id)
+        made, seal = self._made.get(work.item.id), self._known.seal
         if made is None:
+            if work.item.group is not None and seal is not None and (lost := work.missing.difference(seal.gone)):
+                raise self._torn(lost)
             arrived, index = work.item.payload
-            seal = self._known.seal
             made = arrived.micro_batch(index, {*self._known.part.gone, *(() if seal is None else seal.gone)}, seal)
             if self._port.who.role:
                 made = replace(made, on_give=partial(self._give, work))
             self._made[work.item.id] = made
         return made
+
+    def _torn(self, lost: Collection[str]) -> RankLostError:
+        """The ranks that share these have begun with them; this one was lost meanwhile, and fetched them again."""
+        return self._port.give_up(
+            self.step,
+            f"step {self.step} cannot go on: {sorted(lost)} are gone with their producer, and the ranks that share "
+            "them with this one train on their parts. Leave the step out, balancer.acknowledge("
+            f"{self.step}), and start all ranks again from a checkpoint",
+        )
 
     # how it goes on
 
@@ -363,12 +373,6 @@ class Step(OneRank):
         """Wait for what was timed on an accelerator: without the lock, or nothing would be received meanwhile."""
         while self._computed:
             self._compute_s = (self._compute_s or 0.0) + self._computed.pop(0)()
-
-    def paced(self, device: torch.device) -> Step:
-        """The step, to be iterated whatever was asked of it before, with the host one micro-batch ahead of this device
-        at most."""
-        self._pace, self._whole = Pace(device), None
-        return self
 
     @property
     def is_given(self) -> bool:

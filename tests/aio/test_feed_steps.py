@@ -244,41 +244,33 @@ async def test_what_a_loop_was_asked_for_it_gives_back_unless_it_has_begun_it(ri
     assert rig.controller.facts[-1] == ("released", 0)
 
 
-async def test_names_of_before_work_over_the_same_loop(rig: Rig) -> None:
-    rig.controller.work(0, meets=True)
-    with pytest.raises(ValueError, match="the batch in hand, and there is none"):
-        rig.feed.reassigned()
-    batch = await anext(rig.feed)
-    assert batch.num_rollouts == 4
-    got: list[Any] = []
-    async with anyio.create_task_group() as tasks:
+@pytest.mark.parametrize("auto_ack", [True, False])
+async def test_weights_of_another_rank_are_no_checkpoint(auto_ack: bool) -> None:
+    """A step would be gone that nobody has saved; a number that the feed was opened with is a checkpoint's."""
+    rig = Rig(auto_ack=auto_ack, next_step=1)
+    await settle()
+    assert rig.controller.facts == [("acknowledged", 0)]
+    rig.controller.whole(1)
+    rig.controller.whole(2)
+    rig.feed.load_state_dict({"next_step": 2})
+    step = await anext(rig.feed)
+    assert step.step == 2
+    await settle()
+    said = [fact for fact in rig.controller.facts if fact[0] == "acknowledged"]
+    assert said == ([("acknowledged", 1)] if auto_ack else [])
+    step.ack()
+    await settle()
+    assert ("acknowledged", 2) in rig.controller.facts
 
-        async def train() -> None:
-            others = rig.feed.reassigned()
-            got.extend([more async for more in others])
-            got.append(others.ranks)
 
-        tasks.start_soon(train)
-        await settle()
-        rig.controller.work(0, [2], first=False, meets=True)
-        await settle()
-        rig.controller.seal(0)
-    assert [ids(more) for more in got[:-1]] == [["0.0.2.0", "0.0.2.1"]]
-    assert got[-1] == (0,)
-    rig.controller.work(1, [0, 1], meets=True)
-    second = await anext(rig.feed)
-    with pytest.raises(ValueError, match="of step 1; this one is of step 0"):
-        rig.feed.micro_batches(batch)
-    async with anyio.create_task_group() as tasks:
-
-        async def work() -> None:
-            mine = rig.feed.micro_batches(second)
-            assert [one.num_tokens async for one in mine] == [11, 11]
-            assert mine.ranks == (0,)
-
-        tasks.start_soon(work)
-        await settle()
-        rig.controller.seal(1)
+@pytest.mark.parametrize("counts", [(2, 1), (1,), (2, 0), (3,)], ids=str)
+async def test_mini_batches_that_are_not_all_of_a_step_are_refused(rig: Rig, counts: tuple[int, ...]) -> None:
+    head = m.StepHead(1, 2.5, mini_batches=tuple(m.MiniBatchHead(count, 1.0, 2, 20, 20, 2) for count in counts))
+    encoded = encode(make_batch(0, 1, micro_batches=2).ranks[0].micro_batches)
+    items = (m.WorkItem(0), m.WorkItem(1))
+    rig.controller.tell(m.Work(0, 7, 1, items, head, (), encoded.header, SIZES), encoded.payload)
+    with pytest.raises(sb.WireError, match="the mini-batches of step 0 do not make up its micro-batches"):
+        await anext(rig.feed)
 
 
 async def test_a_role_gives_columns_item_by_item() -> None:

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
+from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import anyio
 import pytest
 from crew import WHENS, Crew
+from helpers import kill, settle
 from kept import Kept
 
 import stream_balancer as sb
 from stream_balancer.host.serve import serve
-from stream_balancer.testing import make_rollout
+from stream_balancer.testing import BACKENDS, make_rollout, virtual_time_backend
 from stream_balancer.testing.network import MemoryNetwork
 from stream_balancer.types import Rollout, SharedRollout
 
@@ -64,6 +68,31 @@ async def test_nobody_begins_again_where_nothing_is_shared() -> None:
         assert len(crew.trained) == 60
 
 
+async def test_who_took_over_is_lost_too_and_the_last_one_does_it_all() -> None:
+    async with sb.StreamBalancer(knobs(4)) as balancer:
+        crew = Crew(MemoryNetwork(dp_size=4), {0: (0, "work"), 1: (1, "barrier"), 2: (1, "meeting")})
+        await crew.run(balancer, some(60), on_rank_loss="replan")
+        crew.check(balancer, 60)
+        assert crew.present[1] == crew.present[4] == (3,)
+
+
+@pytest.mark.parametrize("lost", range(3))
+async def test_a_rank_that_owed_nothing_but_padding_is_given_up_while_the_others_wait(lost: int) -> None:
+    async with sb.StreamBalancer(knobs(3)) as balancer:
+        crew = Crew(MemoryNetwork(dp_size=3), {lost: (0, "work")})
+        await crew.run(balancer, some(2), on_rank_loss="replan", rejoin_timeout_s=30.0)
+        crew.check(balancer, 2)
+        assert crew.present == {0: tuple(rank for rank in range(3) if rank != lost)}
+
+
+async def test_speeds_stay_with_their_ranks() -> None:
+    async with sb.StreamBalancer(knobs(3, speeds=(1.0, 1.0, 0.5))) as balancer:
+        crew = Crew(MemoryNetwork(dp_size=3), {1: (1, "work")})
+        await crew.run(balancer, some(60), on_rank_loss="replan")
+        crew.check(balancer, 60)
+        assert balancer.config.speeds == (1.0, 0.5)
+
+
 @pytest.mark.parametrize("second", WHENS)
 @pytest.mark.parametrize("first", WHENS)
 async def test_two_ranks_are_lost_in_one_step(first: str, second: str) -> None:
@@ -91,19 +120,26 @@ async def test_the_last_rank_is_raised_and_the_next_serve_goes_on() -> None:
         assert balancer.statistics().waiting == balancer.statistics().in_flight == 0
 
 
-async def test_a_rank_that_dies_at_the_barrier_and_comes_back_in_time_is_waited_for() -> None:
-    async with sb.StreamBalancer(knobs(3)) as balancer:
-        for when in ("work", "barrier", "meeting"):
-            crew = Crew(MemoryNetwork(dp_size=3), {1: (1, when)})
+@pytest.mark.parametrize("options", [{"on_rank_loss": "replan"}, {"move_late": True}], ids=str)
+@pytest.mark.parametrize("next_step", [None, 2])
+@pytest.mark.parametrize("when", WHENS)
+async def test_a_rank_that_dies_in_a_step_and_comes_back_in_time_is_waited_for(
+    when: str, next_step: int | None, options: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Having met, it gets the next step; which weights that wants it is told, unless it says that it has them."""
+    crew = Crew(MemoryNetwork(dp_size=3), {1: (1, when)})
 
-            async def again(crew: Crew = crew) -> None:
-                await anyio.sleep(50)
-                await crew.train(1, incarnation=1)
+    async def again() -> None:
+        await anyio.sleep(50)
+        await crew.train(1, incarnation=1, next_step=next_step if when == "met" else None)
 
-            async with sb.StreamBalancer(knobs(3)) as balancer:
-                await crew.run(balancer, some(60), again, on_rank_loss="replan", rejoin_timeout_s=100.0)
-                crew.check(balancer, 60)
-                assert set(crew.present.values()) == {(0, 1, 2)}, when
+    async with sb.StreamBalancer(knobs(3, **FREE)) as balancer:
+        await crew.run(balancer, some(60), again, **{"rejoin_timeout_s": 100.0, **options})
+        crew.check(balancer, 60)
+    assert set(crew.present.values()) == {(0, 1, 2)}
+    told = [one.message for one in caplog.records if one.name == "stream_balancer.rank"]
+    begins = f"rank 1 begins with step {2 if when == 'met' else 1}: its weights must contain all steps before it"
+    assert [text[: len(begins)] for text in told] == ([] if when == "met" and next_step else [begins])
 
 
 async def test_a_rank_that_was_given_up_takes_part_again_from_a_later_step() -> None:
@@ -195,3 +231,127 @@ async def test_mini_batches_stay_as_they_are(options: dict[str, Any]) -> None:
     async with sb.StreamBalancer(knobs(2, mini_batches=2)) as balancer:
         with pytest.raises(sb.ConfigError, match="mini_batches=2: ranks meet several times"):
             await serve(balancer, MemoryNetwork(dp_size=2), **options)
+
+
+@pytest.mark.parametrize("back", [False, True])
+async def test_who_asks_again_in_a_step_that_others_have_met_in_without_it_learns_so(back: bool) -> None:
+    """Its own all_reduce failed, though that of the others was through; also if one of those is lost and back."""
+    async with sb.StreamBalancer(knobs(3)) as balancer, MemoryNetwork(dp_size=3) as transport:
+        for one in some(12):
+            await balancer.put(one)
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(partial(serve, on_rank_loss="replan", rejoin_timeout_s=60.0), balancer, transport)
+            feeds = [sb.RankFeed(transport.connect(rank)) for rank in range(3)]
+            steps = [await anext(feed) for feed in feeds]
+
+            async def work(step: Any) -> None:
+                assert [one async for one in step]
+                assert (await step.async_finish()).ranks == (0, 1, 2)
+
+            async with anyio.create_task_group() as meeting:
+                for step in steps:
+                    meeting.start_soon(work, step)
+            steps[0].ack()
+            steps[2].ack()
+            await settle()
+            if back:
+                kill(feeds[0])
+                sb.RankFeed(transport.connect(0, incarnation=1))
+                await settle()
+            assert [one async for one in steps[1]] == []
+            assert await steps[1].async_finish() is None
+            assert "step 0 is in the weights of the other ranks" in steps[1].dropped
+            tasks.cancel_scope.cancel()
+
+
+async def test_a_rank_that_begins_a_step_again_has_not_met_in_it() -> None:
+    """It was through with the step, and had not acknowledged it: its checkpoint is older."""
+    async with sb.StreamBalancer(knobs(1)) as balancer, MemoryNetwork(dp_size=1) as transport:
+        for one in some(12):
+            await balancer.put(one)
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(partial(serve, on_rank_loss="replan", rejoin_timeout_s=60.0), balancer, transport)
+            feed = sb.RankFeed(transport.connect(0), auto_ack=False)
+            step = await anext(feed)
+            assert [one async for one in step]
+            assert (await step.async_finish()).ranks == (0,)
+            with anyio.move_on_after(1.0):
+                await anext(feed)
+            kill(feed)
+            feed = sb.RankFeed(transport.connect(0, incarnation=1))
+            step = await anext(feed)
+            assert step.step == 0
+            assert [one async for one in step]
+            assert (await step.async_finish()).rollouts == 12
+            balancer.end()
+            assert [batch async for batch in feed] == []
+        assert balancer.statistics().acknowledged == 12
+
+
+@pytest.mark.parametrize("seed", range(10))
+async def test_ranks_are_lost_come_back_or_are_no_more_at_random_moments(seed: int) -> None:
+    chance = random.Random(seed)
+    size = chance.randint(2, 5)
+    more = chance.choice([{}, {"max_tokens_per_micro_batch": 1000}, {"group_size": 3}, {"speeds": (1.0,) * size}])
+    more = {**more, **({"max_tokens_per_micro_batch": 1000, "micro_batch_multiple": 2} if seed % 3 == 1 else {})}
+    crew = Crew(MemoryNetwork(dp_size=size))
+    crew.die = {rank: (chance.randrange(5), chance.choice(WHENS)) for rank in range(1, size)}
+    timeout_s = chance.choice([0.0, 0.0, 7.0])
+    async with sb.StreamBalancer(knobs(size, **more)) as balancer:
+
+        async def launch(rank: int) -> None:
+            await crew.train(rank)
+            if rank and chance.random() < 0.5:
+                await anyio.sleep(chance.choice([3.0, 30.0]))
+                if not balancer.ended:
+                    await crew.train(rank, incarnation=1)
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(partial(serve, on_rank_loss="replan", rejoin_timeout_s=timeout_s), balancer, crew.network)
+            for rank in range(size):
+                tasks.start_soon(launch, rank)
+            for n, one in enumerate(some(96)):
+                await balancer.put(replace(one, group_id=f"g{n // 3}" if "group_size" in more else None))
+            await anyio.sleep(300.0)
+            balancer.end()
+        crew.check(balancer, 96)
+
+
+@pytest.mark.parametrize("anyio_backend", [virtual_time_backend(name, grace_s=0.01) for name in BACKENDS], ids=BACKENDS)
+@pytest.mark.parametrize("seconds", [0.0, 1.05, 1.3, 1.7, 2.2])
+async def test_the_controller_is_lost_while_others_take_over(tmp_path: Path, seconds: float) -> None:
+    """Its journal knows the step whole, or not at all: the next one gives it again as it was planned. The clock waits
+    a moment for the journal's thread."""
+    crew = Crew(MemoryNetwork(dp_size=4), {1: (1, "work")})
+    async with sb.StreamBalancer(knobs(4), journal=tmp_path / "j") as balancer:
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(partial(serve, on_rank_loss="replan"), balancer, crew.network)
+            for rank in range(4):
+                tasks.start_soon(crew.train, rank)
+            for one in some(36):
+                await balancer.put(one)
+            with anyio.fail_after(60):
+                while crew.die:  # noqa: ASYNC110
+                    await anyio.sleep(0.05)
+            await anyio.sleep(seconds)
+            tasks.cancel_scope.cancel()
+        done = balancer.statistics().acknowledged
+    trained = [step for step in crew.met if step < done // 12]
+    before: Counter[tuple[str, int]] = sum((crew.met[step] for step in trained), Counter())
+    again = Crew(MemoryNetwork(dp_size=3))
+    async with sb.StreamBalancer(knobs(3), journal=tmp_path / "j") as balancer:
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(partial(serve, on_rank_loss="replan"), balancer, again.network)
+            for rank in range(3):
+                tasks.start_soon(partial(again.train, rank, incarnation=1))
+            balancer.end()
+        after: Counter[tuple[str, int]] = sum(again.met.values(), Counter())
+        assert len(before) == done
+        assert before + after == Counter((f"r{n}", 0) for n in range(36))
+        assert balancer.statistics().acknowledged == 36
+        assert sorted([*trained, *again.met]) == [0, 1, 2], "the same steps"
+
+
+async def test_what_replanning_is_not_for_is_refused() -> None:
+    with pytest.raises(ValueError, match="must be 'raise' or 'replan'"):
+        await serve(sb.StreamBalancer(knobs(1)), MemoryNetwork(dp_size=1), on_rank_loss="wait")  # type: ignore[arg-type]

@@ -116,6 +116,26 @@ async def test_a_rank_that_is_killed_within_a_step_gets_its_parts_again() -> Non
     run.balancer.parts.core.verify()
 
 
+async def test_a_part_that_is_gone_once_the_others_have_begun_is_an_error() -> None:
+    """They would train on theirs beside zeros."""
+    run = Run()
+    async with run.balancer as balancer, anyio.create_task_group() as tasks:
+        await run.put(remote=True)
+        balancer.end()
+        for rank in (0, 1, 3):
+            tasks.start_soon(run.train, rank)
+        tasks.start_soon(partial(run.serve, rejoin_timeout_s=60))
+        feed = run.feed(2)
+        assert (await anext(feed)).micro_batches[0].cp_group == (0, 1, 2, 3)
+        kill(feed)
+        await anyio.sleep(1)
+        run.kept.gone = {0}
+        again = await anext(run.feed(2, incarnation=1))
+        with pytest.raises(sb.RankLostError, match=r"\['0-0'\] are gone with their producer, and the ranks that share"):
+            _ = again.micro_batches
+        tasks.cancel_scope.cancel()
+
+
 async def test_the_next_serve_gives_the_same_parts() -> None:
     run = Run()
     async with run.balancer as balancer:
