@@ -21,14 +21,14 @@ from stream_balancer.errors import BrokenResourceError, RolloutError, WireError
 from stream_balancer.host.balancer import StreamBalancer
 from stream_balancer.host.puts import PendingPut
 from stream_balancer.host.transport import Transport, door_of
-from stream_balancer.host.wakeups import PendingReserve
+from stream_balancer.host.wakeups import Waiter
 from stream_balancer.net.answers import Asked
 from stream_balancer.net.errors import Ended
 from stream_balancer.net.messages import Join, Notify
 from stream_balancer.net.service import Method, Peer, Service
 from stream_balancer.slots import Slot, check_group
 from stream_balancer.types import Rollout
-from stream_balancer.wire.codec import Leases, Owner, decode_rollouts, remote_of
+from stream_balancer.wire.codec import Leases, Owner, RemoteRollout, decode_rollouts
 from stream_balancer.wire.payload import Memory
 from stream_balancer.wire.statistics import encode_statistics
 
@@ -207,13 +207,13 @@ class Producers:
     # what they ask
 
     def _put(self, peer: Peer, asked: Asked) -> Any:
-        return self._begin(peer, asked, self._rollouts(peer, asked.args, asked.memory))
+        return self._begin(peer, self._rollouts(peer, asked.args, asked.memory))
 
     def _put_group(self, peer: Peer, asked: Asked) -> Any:
         complete, header = _read(_Group, asked.args)
         rollouts = self._rollouts(peer, header, asked.memory)
         check_group(rollouts)
-        return self._begin(peer, asked, rollouts, closed(rollouts[0].group_id) if complete else None)
+        return self._begin(peer, rollouts, closed(rollouts[0].group_id) if complete else None)
 
     def _put_nowait(self, peer: Peer, asked: Asked) -> None:
         for rollout in self._rollouts(peer, asked.args, asked.memory):
@@ -233,19 +233,19 @@ class Producers:
                 "its slot was given back when the connection was lost, and others have begun in its place. It was not "
                 "accepted; reserve again before generating, or put it without a slot, where it may be evicted as stale"
             )
-        return self._begin(peer, asked, slot.take(rollouts), size, slot)
+        return self._begin(peer, slot.take(rollouts), size, slot)
 
     def _declare(self, peer: Peer, asked: Asked) -> Any:
         what, group_id, size = _read(_Declared, asked.args)
         if what == "abandon":
             return self._balancer.abandon_group(group_id)
-        return self._begin(peer, asked, [], GroupSize(group_id, size if what == "expect" else None))
+        return self._begin(peer, [], GroupSize(group_id, size if what == "expect" else None))
 
     def _rollouts(self, peer: Peer, header: msgspec.Raw, memory: Memory | None) -> list[Rollout]:
-        producer = _producer(peer)
+        producer: _Producer = peer.data["producer"]
         rollouts = decode_rollouts(header, memory, leases=producer.leases)
-        kept = next((one for one in rollouts if remote_of(one) is not None), None)
-        if kept is None:
+        # All of a put lie with its producer, or none; without leases that was refused.
+        if producer.leases is None or not isinstance(rollouts[0], RemoteRollout):
             return rollouts
         if any(_owner_of(one) != producer.owner for one in rollouts):
             raise WireError("a put names payloads of another owner")
@@ -256,24 +256,21 @@ class Producers:
         else:
             return rollouts
         raise RolloutError(
-            f"rollout {kept.rollout_id!r} stays with its producer (hand_over='direct'), but {problem}. "
+            f"rollout {rollouts[0].rollout_id!r} stays with its producer (hand_over='direct'), but {problem}. "
             "Connect without hand_over='direct'"
         )
 
     def _begin(
-        self, peer: Peer, asked: Asked, rollouts: Sequence[Rollout], size: GroupSize | None = None,
-        slot: Slot | None = None,
-    ) -> Any:  # fmt: skip
+        self, peer: Peer, rollouts: Sequence[Rollout], size: GroupSize | None = None, slot: Slot | None = None
+    ) -> Any:
         """What finds no room, or goes to a journal, takes its place in the balancer's queue now, and waits there."""
-        done = False
         try:
             pending = self._parts.puts.begin(rollouts, size)
-            done = pending.stage == "done"
         except BaseException:
             if slot is not None:
                 slot.done(len(rollouts), accepted=False)
             raise
-        if not done:
+        if pending.stage != "done":
             return self._waiting(peer, self._finish(pending, slot, len(rollouts)))
         if slot is not None:
             slot.done(len(rollouts), accepted=True)
@@ -312,7 +309,7 @@ class Producers:
             return self._admitted(peer, number, begun)
         return self._waiting(peer, self._finish_reserve(peer, asked, number, begun))
 
-    async def _finish_reserve(self, peer: Peer, asked: Asked, number: int, begun: PendingReserve) -> int:
+    async def _finish_reserve(self, peer: Peer, asked: Asked, number: int, begun: Waiter) -> int:
         reserving = _producer(peer).reserving
         reserving[asked] = None
         try:
@@ -355,5 +352,4 @@ def _producer(peer: Peer) -> _Producer:
 
 
 def _owner_of(rollout: Rollout) -> Owner | None:
-    remote = remote_of(rollout)
-    return None if remote is None else remote.handle.owner
+    return rollout.handle.owner if isinstance(rollout, RemoteRollout) else None

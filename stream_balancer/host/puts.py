@@ -30,8 +30,7 @@ from stream_balancer.core.machine import BalancerCore
 from stream_balancer.errors import WouldBlock
 from stream_balancer.host.journal import Journal, Writing
 from stream_balancer.host.lifetime import Lifetime
-from stream_balancer.host.wait_queues import Waiter
-from stream_balancer.host.wakeups import Wakeups
+from stream_balancer.host.wakeups import Waiter, Wakeups
 from stream_balancer.slots import check_group
 from stream_balancer.types import Rollout
 
@@ -101,6 +100,8 @@ class PendingPut(Waiter):
     """The rollouts on their way to the disk; while journalling."""
 
     def __init__(self, puts: Puts, rollouts: Sequence[Rollout], size: GroupSize | None = None) -> None:
+        first = rollouts[0] if rollouts else None  # perhaps no rollout: that is refused later
+        super().__init__(getattr(first, "group_id", None) if size is None else size.group_id)
         self.stage: Stage = "done"
         self._puts = puts
         self._rollouts = rollouts
@@ -117,10 +118,12 @@ class PendingPut(Waiter):
         if len(self._rollouts) > 1 or not (self._rollouts or self._size):
             check_group(self._rollouts)
         self._rollouts = puts.core.state.admission.with_loss_masks(self._rollouts)
-        if puts.accept is None:
-            self._after_filter(now, may_wait)
-        else:
+        if puts.accept is not None:
             self._filter(puts.accept, now, may_wait)
+        elif puts.journal is not None:
+            self._write(puts.journal)
+        else:
+            self._take_or_queue(now, may_wait)
 
     async def finish(self) -> None:
         """Return once the rollouts are held. If cancelled, or it raises, they were not accepted."""
@@ -162,8 +165,10 @@ class PendingPut(Waiter):
             self._filtered(keep, now)
 
     def _filtered(self, keep: bool, now: float, may_wait: bool = True) -> None:
-        if keep:
-            self._after_filter(now, may_wait)
+        if keep and self._puts.journal is not None:
+            self._write(self._puts.journal)
+        elif keep:
+            self._take_or_queue(now, may_wait)
         else:
             self._puts.core.filter_out(self._rollouts, now, self._size)
             self._puts.wakeups.changed()  # siblings that waited have made room
@@ -171,15 +176,12 @@ class PendingPut(Waiter):
 
     # -- journalled ----------------------------------------------------------------------------------------------------
 
-    def _after_filter(self, now: float, may_wait: bool) -> None:
-        core, journal = self._puts.core, self._puts.journal
-        if journal is None:
-            self._take_or_queue(now, may_wait)
-        else:
-            # Checked again when it is taken: what is legal now may be a duplicate once the disk has answered.
-            core.check(self._rollouts, self._size)  # a bad rollout is not written
-            written = journal.write(self._rollouts, core.state.ledger.next_step, self._size)
-            self.stage, self._written = "journalling", written
+    def _write(self, journal: Journal) -> None:
+        core = self._puts.core
+        # Checked again when it is taken: what is legal now may be a duplicate once the disk has answered.
+        core.check(self._rollouts, self._size)  # a bad rollout is not written
+        written = journal.write(self._rollouts, core.state.ledger.next_step, self._size)
+        self.stage, self._written = "journalling", written
 
     async def _finish_journal(self) -> None:
         journal, written = self._puts.journal, self._written
@@ -218,7 +220,7 @@ class PendingPut(Waiter):
             return
         if not may_wait:
             raise WouldBlock
-        self.stage, self.group_id = "waiting", self._group()
+        self.stage = "waiting"
         queue.join(self)
 
     async def _wait_for_room(self) -> None:
@@ -239,12 +241,9 @@ class PendingPut(Waiter):
         if self._size is not None:
             wakeups.changed()  # fewer places are kept for siblings
         # Last: it may wake tasks, which find the rollouts held.
-        wakeups.added(self._group())
+        wakeups.added(self.group_id)
         self.stage = "done"
         return True
-
-    def _group(self) -> str | None:
-        return self._rollouts[0].group_id if self._size is None else self._size.group_id
 
 
 def _ids(rollouts: Sequence[Rollout]) -> tuple[str, ...]:

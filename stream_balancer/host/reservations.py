@@ -17,7 +17,7 @@ from stream_balancer.core.throttle import Throttle, check_reserve
 from stream_balancer.errors import ClosedResourceError
 from stream_balancer.host.lifetime import Lifetime
 from stream_balancer.host.puts import Puts
-from stream_balancer.host.wakeups import PendingReserve, Wakeups
+from stream_balancer.host.wakeups import Waiter, Wakeups
 from stream_balancer.slots import Reservation, Slot, check_group
 from stream_balancer.types import Rollout
 
@@ -54,17 +54,17 @@ class Reservations:
         begun = self.begin(count)
         return begun if isinstance(begun, Slot) else await self.finish(begun)
 
-    def begin(self, count: int) -> Slot | PendingReserve:
+    def begin(self, count: int) -> Slot | Waiter:
         """A slot; or a place in the queue, and then :meth:`finish` must follow. Raises as :meth:`admit`."""
         # nobody overtakes those who wait
         if not self._wakeups.reserves and (slot := self._try_admit(count)) is not None:
             return slot
-        pending = PendingReserve(count)
+        pending = Waiter(count=count)
         self._wakeups.reserves.join(pending)
         self._wakeups.wake_consumer()  # nobody may begin: the window may be as full as it gets
         return pending
 
-    async def finish(self, pending: PendingReserve) -> Slot:
+    async def finish(self, pending: Waiter) -> Slot:
         """Wait until it is admitted. If cancelled, nothing was reserved."""
         return await self._wakeups.reserves.wait(pending, partial(self._try_admit, pending.count))
 

@@ -1,4 +1,5 @@
-"""Whom a change wakes: the consumer of batches, the first waiting put, the first waiting reserver. All of it is here.
+"""Who waits in a balancer, first come first served, and whom a change wakes: the consumer of batches, the first waiting
+put, the first waiting reserver. All of it is here.
 
 ::
 
@@ -12,30 +13,108 @@
     closed                                          close()      x          all            all
 
 A wake-up says "try again", no more: who is woken for nothing waits on. So an x too many costs a task switch, and one
-that is missing is a hang. Whether a batch can leave, and who has room, is the core's to decide.
+that is missing is a hang. Whether a batch can leave, and who has room, is the core's to decide. A task that waits is
+never handed anything: it tries by itself, and wakes the next once it has succeeded or given up. So a change wakes one
+task however many wait, and a task that is cancelled at any moment loses nothing and blocks nobody.
 """
 
 from __future__ import annotations
 
 import math
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import TypeVar
 
 import anyio
 
 from stream_balancer.core.machine import BalancerCore
 from stream_balancer.core.throttle import Throttle
 from stream_balancer.host.stall_reporter import StallReporter
-from stream_balancer.host.wait_queues import PutQueue, Waiter, WaitQueue
 
-__all__ = ["PendingReserve", "Wakeups"]
+__all__ = ["Waiter", "Wakeups"]
+
+_T = TypeVar("_T")
 
 
-class PendingReserve(Waiter):
-    """A reserver that waits until ``count`` more rollouts may begin."""
+class Waiter:
+    """A task that waits its turn, from :meth:`WaitQueue.join` on."""
 
-    __slots__ = ("count",)
+    __slots__ = ("count", "group_id", "wake")
 
-    def __init__(self, count: int) -> None:
-        self.count = count
+    wake: anyio.Event
+    """Set when it may try again."""
+
+    def __init__(self, group_id: str | None = None, count: int = 0) -> None:
+        """``group_id``: that siblings wake. ``count``: rollouts that a reserver wants to begin."""
+        self.group_id, self.count = group_id, count
+
+
+class WaitQueue:
+    """Waiting tasks, longest waiting first. Siblings of a waiting group need no room, so they are woken out of turn."""
+
+    def __init__(self, reporter: StallReporter) -> None:
+        self._waiters: OrderedDict[int, Waiter] = OrderedDict()
+        self._of_group: dict[str, list[Waiter]] = {}
+        self._reporter = reporter
+
+    def __len__(self) -> int:
+        return len(self._waiters)
+
+    @property
+    def first(self) -> Waiter | None:
+        """The one that has waited longest."""
+        return next(iter(self._waiters.values()), None)
+
+    def join(self, waiter: Waiter) -> None:
+        """Take the last place. :meth:`wait` must follow."""
+        waiter.wake = anyio.Event()
+        self._waiters[id(waiter)] = waiter
+        if waiter.group_id is not None:
+            self._of_group.setdefault(waiter.group_id, []).append(waiter)
+
+    async def wait(self, waiter: Waiter, attempt: Callable[[], _T | None]) -> _T:
+        """What ``attempt()`` gives, made whenever the task is woken, as soon as that is not None. The waiter leaves the
+        queue in any case: also if it raises, or the task is cancelled."""
+        try:
+            while True:
+                # one report for the whole queue: the others wait for the same
+                if waiter is self.first:
+                    await self._reporter.wait(waiter.wake)
+                else:
+                    await waiter.wake.wait()  # it is woken when it becomes the first
+                # Others may have run since it was woken, and have taken what it was woken for: so it looks for itself.
+                # Nothing is awaited between an attempt that succeeds and the return.
+                got = attempt()
+                if got is not None:
+                    return got
+                waiter.wake = anyio.Event()
+        finally:
+            self._leave(waiter)
+            self.wake_first()  # also if this one was cancelled after it was woken: the wake-up must not be lost
+
+    def _leave(self, waiter: Waiter) -> None:
+        """O(waiting siblings)."""
+        del self._waiters[id(waiter)]
+        if waiter.group_id is not None:
+            siblings = self._of_group[waiter.group_id]
+            siblings.remove(waiter)
+            if not siblings:
+                del self._of_group[waiter.group_id]
+
+    def wake_first(self) -> None:
+        """The one that has waited longest may try again. O(1)."""
+        if self._waiters:
+            next(iter(self._waiters.values())).wake.set()
+
+    def wake_all(self) -> None:
+        """It has ended for all. O(n)."""
+        for waiter in self._waiters.values():
+            waiter.wake.set()
+
+    def wake_siblings(self, group_id: str) -> None:
+        """A group's first member is held, so the others may follow. O(waiting siblings)."""
+        for waiter in self._of_group.get(group_id, ()):
+            waiter.wake.set()
 
 
 class Wakeups:
@@ -46,9 +125,9 @@ class Wakeups:
     """
 
     def __init__(self, core: BalancerCore, throttle: Throttle, reporter: StallReporter) -> None:
-        self.puts = PutQueue(reporter)
+        self.puts = WaitQueue(reporter)
         """Waiting for room."""
-        self.reserves: WaitQueue[PendingReserve] = WaitQueue(reporter)
+        self.reserves = WaitQueue(reporter)
         """Waiting until they may begin."""
         self._core = core
         self._throttle = throttle
@@ -102,7 +181,8 @@ class Wakeups:
     def added(self, group_id: str | None) -> None:
         """Rollouts were added, of this group."""
         self.wake_consumer()
-        self.puts.wake_siblings(group_id)
+        if group_id is not None:
+            self.puts.wake_siblings(group_id)
 
     def batch_left(self) -> None:
         """There is room in the buffer. The consumer has the batch."""
