@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from functools import lru_cache
 from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
@@ -28,7 +29,6 @@ __all__ = [
     "SUPPORTED_DTYPES",
     "Version",
     "by_name",
-    "check_disjoint",
     "check_tokens",
     "join",
     "plain_bool",
@@ -75,19 +75,21 @@ PADDING_PREFIX = "padding-"
 """How the ids of padding copies begin; no rollout's own may."""
 
 _DTYPES = frozenset(SUPPORTED_DTYPES)
+_INTEGERS = _DTYPES - {torch.bool} - {dtype for dtype in _DTYPES if dtype.is_floating_point}
+_STRIDED = torch.strided
 _FLOAT8 = frozenset({torch.float8_e4m3fn, torch.float8_e5m2})
 _AS_THEY_ARE = frozenset({float, bool, type(None)})
 
 
 def by_name(mapping: object, convert: Callable[[object], T]) -> dict[str, T]:
     """A plain dict of plain names and converted values. Errors name the entry."""
-    if not isinstance(mapping, Mapping):
+    if type(mapping) is not dict and not isinstance(mapping, Mapping):
         raise RolloutError(f"must be a mapping, not {_short(mapping)}")
     found: dict[str, T] = {}
     for key, value in mapping.items():
         try:
-            name = plain_name(key)
-        except RolloutError as error:
+            name = _plain_key(key)
+        except (RolloutError, TypeError) as error:  # not hashable, too
             raise RolloutError(f": a name in it {error}") from None
         try:
             found[name] = convert(value)
@@ -120,6 +122,10 @@ def plain_name(value: object) -> str:
     return value
 
 
+# every rollout has the same names of columns and scalars
+_plain_key = lru_cache(maxsize=MAX_COLUMNS)(plain_name)
+
+
 def plain_tensor(value: object, *, elsewhere: bool = False) -> Tensor:
     """A dense tensor whose memory can be read, without a copy where possible. ``elsewhere``: its memory is not here."""
     if type(value) is not Tensor:
@@ -127,7 +133,7 @@ def plain_tensor(value: object, *, elsewhere: bool = False) -> Tensor:
     if value.dtype not in _DTYPES:
         names = ", ".join(str(d).removeprefix("torch.") for d in SUPPORTED_DTYPES)
         raise RolloutError(f"has dtype {value.dtype}, which cannot travel. Use one of {names}")
-    if value.layout is not torch.strided or value.is_nested:
+    if value.layout is not _STRIDED or value.is_nested:
         kind = "nested" if value.is_nested else value.layout
         raise RolloutError(f"is a {kind} tensor; only dense (strided) tensors can travel. Call .to_dense()")
     if value.ndim > MAX_DIMENSIONS:
@@ -139,11 +145,16 @@ def plain_tensor(value: object, *, elsewhere: bool = False) -> Tensor:
     count = value.numel()
     if count > MAX_ELEMENTS or (not count and math.prod(max(n, 1) for n in value.shape) > MAX_ELEMENTS):
         raise RolloutError(f"has shape {list(value.shape)}; at most 2**48 elements can travel")
-    if not elsewhere and (not _data_ptr(value) if count else value.is_meta):
-        raise RolloutError(
-            "has no memory behind it (a meta or fake tensor, one made under a torch transform, or its storage was "
-            "freed). Give a tensor with values"
-        )
+    if not elsewhere:
+        try:
+            there = value.data_ptr() if count else not value.is_meta
+        except RuntimeError:
+            there = False
+        if not there:
+            raise RolloutError(
+                "has no memory behind it (a meta or fake tensor, one made under a torch transform, or its storage was "
+                "freed). Give a tensor with values"
+            )
     return value
 
 
@@ -162,33 +173,22 @@ def _base_tensor(value: object) -> Tensor:
         raise RolloutError(f"cannot become a tensor: {error}") from None
 
 
-def _data_ptr(tensor: Tensor) -> int:
-    try:
-        return tensor.data_ptr()
-    except RuntimeError:
-        return 0
-
-
-def check_disjoint(tokens: Mapping[str, Tensor], scalars: Mapping[str, float | int]) -> None:
-    """A layout has one name for each column and each scalar."""
-    if both := sorted(tokens.keys() & scalars.keys()):
-        raise RolloutError(f"{both} are both token columns and scalars; rename one")
-
-
-def check_tokens(tokens: Mapping[str, Tensor]) -> int:
+def check_tokens(tokens: Mapping[str, Tensor], is_padding: bool = False) -> int:
     """``input_ids`` is there, and every column is as long. -> that length, in tokens."""
     ids = tokens.get("input_ids")
     if ids is None:
         raise RolloutError("tokens must be a mapping with a column 'input_ids' (per-token ids, [L])")
-    if ids.ndim != 1 or ids.is_floating_point() or ids.dtype is torch.bool:
-        raise RolloutError(f"input_ids must be integers [L], not {ids.dtype} {list(ids.shape)}")
+    if ids.ndim != 1 or ids.dtype not in _INTEGERS:
+        row = " Use ids[0] of a batch of one, and a rollout for each row of a larger one" if ids.ndim == 2 else ""
+        raise RolloutError(f"input_ids must be integers [L], not {ids.dtype} {list(ids.shape)}.{row}")
     length = ids.shape[0]
     if length == 0:
         raise RolloutError("no tokens. Drop empty rollouts before put")
     for key, column in tokens.items():
-        if column.ndim == 0 or column.shape[0] != length:
+        shape = column.shape
+        if not shape or shape[0] != length:
             raise RolloutError(
-                f"column {key!r} has shape {list(column.shape)}, but input_ids has {length} tokens. "
+                f"column {key!r} has shape {list(shape)}, but input_ids has {length} tokens. "
                 f"Per-token columns are [L, ...]; put anything else into tensors= or scalars="
             )
     if len(tokens) > MAX_COLUMNS:
@@ -198,12 +198,18 @@ def check_tokens(tokens: Mapping[str, Tensor]) -> int:
         raise RolloutError(f"loss_mask must be [L], not {list(mask.shape)}")
     if mask is not None and mask.dtype in _FLOAT8:  # torch cannot count them
         raise RolloutError(f"loss_mask has dtype {mask.dtype}; make it bool")
+    attended = tokens.get("attention_mask")
+    if attended is not None and not (is_padding or attended.is_meta) and not attended.all():
+        raise RolloutError(
+            "attention_mask has zeros: padding is no part of a rollout, and would be trained on. Put the tokens "
+            "without it: tokens={name: column[attention_mask.bool()] for name, column in tokens.items()}"
+        )
     return length
 
 
 def plain_number(value: object) -> float | int:
     """One number: an int of 64 bits, a float or a bool. Takes arrays and tensors of one element."""
-    if type(value) is float:
+    if type(value) is float and value == value:
         return value
     if isinstance(value, (Tensor, np.ndarray)):
         if math.prod(value.shape) != 1:
@@ -215,6 +221,8 @@ def plain_number(value: object) -> float | int:
     plain = _plain_scalar(value) if isinstance(value, (int, float, np.generic)) else None
     if not isinstance(plain, (int, float)):
         raise RolloutError(f"must be a number, not {type(value).__name__}")
+    if plain != plain:
+        raise RolloutError("is NaN, and so would be the loss of its step. Drop the rollout, or leave the scalar out")
     return plain
 
 

@@ -6,9 +6,11 @@ Every figure has the name it has in ``metrics.METRICS``; nothing is computed her
 from __future__ import annotations
 
 import json
+import math
 import re
 import time
 import urllib.request
+from collections import defaultdict
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, TypeAlias
 
@@ -18,7 +20,6 @@ from stream_balancer.cli._options import fail
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
-    from rich.table import Table
 
 __all__ = ["page", "parse", "read", "status"]
 
@@ -42,7 +43,7 @@ def status(
     docs/observing.md.
     """
     url = f"http://127.0.0.1:{source}/metrics" if source.isdecimal() else source
-    readings = _readings(url, None if once else every)
+    readings = _readings(url, math.inf if once else every)
     try:
         if as_json:
             for figures in readings:
@@ -76,19 +77,15 @@ def read(url: str) -> Figures:
         return parse(answer.read().decode(), time.time())
 
 
-def _readings(url: str, every: float | None) -> Iterator[Figures]:
+def _readings(url: str, every: float) -> Iterator[Figures]:
     """One now, and one ``every`` so many seconds until nobody answers. Raises OSError if the first is not answered."""
-    began = False
-    while every is not None or not began:
-        if began:
-            time.sleep(every or 0.0)
+    yield read(url)
+    while every < math.inf:
+        time.sleep(every)
         try:
             yield read(url)
         except OSError:
-            if began:
-                return
-            raise
-        began = True
+            return
 
 
 def _show(readings: Iterator[Figures], url: str) -> None:
@@ -107,31 +104,30 @@ def _show(readings: Iterator[Figures], url: str) -> None:
 def page(now: Figures, before: Figures | None = None, title: str = "") -> RenderableType:
     """One moment; rates are since ``before``, an earlier reading of the same balancer."""
     from rich.console import Group
-    from rich.table import Table
     from rich.text import Text
 
-    table = Table(box=None, pad_edge=False, show_header=False)
-    for name, said in _lines(now, before):
-        table.add_row(name, said)
+    from stream_balancer.tools.shown import table
+
+    lines = table(["", ""], _lines(now, before), left=2, box=None, pad_edge=False, show_header=False)
+    headings = ["rank", "state", "queue", "busy", "speed"]
+    ranks = table(headings, _ranks(now), left=2, box=None, pad_edge=False)
     warnings = [Text(f"! {warning}", style="bold yellow") for warning in _warnings(now)]
-    return Group(Text(title, style="bold"), table, _ranks(now), *warnings)
+    return Group(Text(title, style="bold"), lines, ranks, *warnings)
 
 
 def _lines(now: Figures, before: Figures | None) -> Iterator[tuple[str, str]]:
-    waiting, of_window = _one(now, "waiting_rollouts"), _one(now, "waiting_rollouts") / _one(now, "window_rollouts", 1)
-    said = f"{waiting:,.0f} rollouts ({of_window:.0%} of the window), {_one(now, 'waiting_tokens'):,.0f} tokens"
-    if waiting:
-        said += f", the oldest for {_seconds(_one(now, 'oldest_wait_seconds'))}"
-    yield "waiting", said
-    lengths = now.get("waiting_length_tokens", {})
-    yield "their lengths", ", ".join(f"{which} {length:,.0f}" for which, length in lengths.items()) or "-"
-    counts = {what: _one(now, f"{what}_rollouts") for what in ("accepted", "in_flight", "acknowledged")}
-    counts |= {f"evicted ({why})": count for why, count in now.get("evicted_rollouts", {}).items()}
-    yield "rollouts", _counts(counts) or "none yet"
-    yield "batches", _counts(now.get("dispatches", {})) or "none yet"
+    waiting = "{waiting_rollouts:,.0f} wait (window {window_rollouts:,.0f}), {waiting_tokens:,.0f} tokens, "
+    yield "waiting", (waiting + "the oldest for {oldest_wait_seconds:,.1f} s").format_map(_ones(now))
+    yield "their lengths", _counts(now, "waiting_length_tokens")
+    yield (
+        "rollouts",
+        "{accepted_rollouts:,.0f} accepted, {in_flight_rollouts:,.0f} in flight, "
+        "{acknowledged_rollouts:,.0f} acknowledged".format_map(_ones(now)),
+    )
+    yield "evicted", _counts(now, "evicted_rollouts")
+    yield "batches", _counts(now, "dispatches")
     idle = [now.get(f"{kind}idle_fraction", {}).get("") for kind in ("", "unavoidable_", "measured_")]
-    predicted, unavoidable, measured = ("?" if part is None else f"{part:.1%}" for part in idle)
-    yield "idle", f"{predicted} predicted ({unavoidable} unavoidable), {measured} measured"
+    yield "idle", "{} predicted ({} unavoidable), {} measured".format(*("?" if i is None else f"{i:.1%}" for i in idle))
     causes = now.get("idle_seconds", {})
     if total_s := sum(causes.values()) + sum(now.get("rank_busy_seconds", {}).values()):
         largest = sorted(causes.items(), key=lambda one: -one[1])
@@ -139,19 +135,14 @@ def _lines(now: Figures, before: Figures | None) -> Iterator[tuple[str, str]]:
     if "policy_version" in now:
         age = now.get("training_age_versions", {})
         behind = "; trained on were rollouts {mean:.2f} versions behind (p99 {p99:.0f}, max {max:.0f})"
-        yield "staleness", f"policy version {_one(now, 'policy_version'):.0f}" + (behind.format(**age) if age else "")
-    if before is not None and (seconds := _one(now, "time") - _one(before, "time")) > 0:
+        yield "staleness", f"policy version {_ones(now)['policy_version']:.0f}" + (behind.format(**age) if age else "")
+    if before is not None and (seconds := _ones(now)["time"] - _ones(before)["time"]) > 0:
         names = ("accepted_rollouts", "acknowledged_rollouts", "dispatched_tokens")
-        put, trained, tokens = ((_one(now, name) - _one(before, name)) / seconds for name in names)
+        put, trained, tokens = ((_ones(now)[name] - _ones(before)[name]) / seconds for name in names)
         yield "per second", f"{put:,.1f} rollouts put, {trained:,.1f} trained on, {tokens:,.0f} tokens dispatched"
 
 
-def _ranks(now: Figures) -> Table:
-    from rich.table import Table
-
-    table = Table(box=None, pad_edge=False)
-    for heading in ("rank", "state", "queue", "busy", "speed"):
-        table.add_column(heading, justify="left" if heading == "state" else "right")
+def _ranks(now: Figures) -> Iterator[tuple[str, ...]]:
     names = ("rank_connected", "rank_queue_steps", "rank_busy_seconds", "rank_idle_seconds", "rank_speed")
     connected, queue, busy_s, idle_s, speed = (now.get(name, {}) for name in names)
     ranks = sorted(connected.keys() | busy_s.keys(), key=lambda rank: busy_s.get(rank, 0.0))
@@ -159,7 +150,7 @@ def _ranks(now: Figures) -> Table:
     shown = ranks if len(ranks) <= _MOST_RANKS else ranks[:half] + ranks[-half:]
     for rank in sorted(shown, key=int):
         total_s = busy_s.get(rank, 0.0) + idle_s.get(rank, 0.0)
-        table.add_row(
+        yield (
             rank,
             {0.0: "not connected", 1.0: "connected"}.get(connected.get(rank, -1.0), ""),
             f"{queue[rank]:.0f}" if rank in queue else "",
@@ -167,32 +158,26 @@ def _ranks(now: Figures) -> Table:
             f"{speed[rank]:.2f}" if rank in speed else "",
         )
     if len(ranks) > len(shown):
-        table.add_row("", f"of {len(ranks)} ranks, those least and most busy")
-    return table
+        yield "", f"of {len(ranks)} ranks, those least and most busy"
 
 
 def _warnings(now: Figures) -> Iterator[str]:
+    ones = _ones(now)
     if "straggler_rank" in now:
-        rank, slowdown, since_s = (_one(now, f"straggler_{part}") for part in ("rank", "slowdown", "since_seconds"))
-        yield f"rank {rank:.0f} takes {slowdown:.2f} times as long as the median rank, since {_seconds(since_s)}"
+        slow = "rank {straggler_rank:.0f} takes {straggler_slowdown:.2f} times as long as the median rank, since "
+        yield (slow + "{straggler_since_seconds:,.0f} s").format_map(ones)
     if missing := [rank for rank, connected in now.get("rank_connected", {}).items() if not connected]:
         yield f"{len(missing)} ranks are not connected: {', '.join(missing[:8])}"
-    if blocked := _one(now, "blocked_puts"):
-        yield f"{blocked:.0f} puts wait for room: training is slower than generation"
+    if ones["blocked_puts"]:
+        yield "{blocked_puts:.0f} puts wait for room: training is slower than generation".format_map(ones)
     if stale := now.get("evicted_rollouts", {}).get("stale"):
         yield f"{stale:.0f} stale rollouts were evicted; reserve() throttles generation instead"
 
 
-def _one(figures: Figures, name: str, default: float = 0.0) -> float:
-    """The number of a name without a label."""
-    return figures.get(name, {}).get("", default)
+def _ones(figures: Figures) -> defaultdict[str, float]:
+    """The numbers without a label; 0 for those that are not told."""
+    return defaultdict(float, {name: numbers.get("", 0.0) for name, numbers in figures.items()})
 
 
-def _counts(by_kind: dict[str, float]) -> str:
-    return ", ".join(f"{count:,.0f} {kind.replace('_', ' ')}" for kind, count in by_kind.items() if count)
-
-
-def _seconds(seconds: float) -> str:
-    if seconds >= 60:
-        return f"{seconds / 3600:.1f} h" if seconds >= 3600 else f"{seconds / 60:.1f} min"
-    return f"{seconds:.1f} s" if seconds >= 1 else f"{1000 * seconds:.0f} ms"
+def _counts(figures: Figures, name: str) -> str:
+    return ", ".join(f"{label} {count:,.0f}" for label, count in figures.get(name, {}).items() if count) or "none"

@@ -25,7 +25,6 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 import stream_balancer as sb
-from stream_balancer import metrics
 from stream_balancer.metrics import METRICS, RANK_METRICS, values
 
 __all__ = ["StatisticsCollector", "dashboard_json", "exporter"]
@@ -48,19 +47,22 @@ class StatisticsCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """One family per name, with the numbers of this moment."""
-        statistics, ranks = self._read(), self._read_ranks() if self._read_ranks else ()
-        sources: list[tuple[metrics.Metric[Any], Any]] = [(metric, statistics) for metric in METRICS]
-        for metric, source in [*sources, *((metric, ranks) for metric in RANK_METRICS)]:
-            family_of = CounterMetricFamily if metric.kind == "counter" else GaugeMetricFamily
-            labels = [] if metric.label is None else [metric.label]
-            family = family_of(PREFIX + metric.name, metric.help, labels=labels)
-            for label, value in values(metric, source):
-                family.add_metric([] if label is None else [label], value)
-            yield family
+        yield from _families(METRICS, self._read())
+        yield from _families(RANK_METRICS, self._read_ranks() if self._read_ranks else ())
 
     def describe(self) -> Iterator[Metric]:
         """Nothing: so that registering it reads no statistics."""
         return iter(())
+
+
+def _families(table: Sequence[Any], source: Any) -> Iterator[Metric]:
+    for metric in table:
+        family_of = CounterMetricFamily if metric.kind == "counter" else GaugeMetricFamily
+        labels = [] if metric.label is None else [metric.label]
+        family = family_of(PREFIX + metric.name, metric.help, labels=labels)
+        for label, value in values(metric, source):
+            family.add_metric([] if label is None else [label], value)
+        yield family
 
 
 @asynccontextmanager

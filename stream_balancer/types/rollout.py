@@ -7,11 +7,11 @@ ever reaches a batch. :mod:`stream_balancer.values` has the checks.
 from __future__ import annotations
 
 import uuid
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Literal, NoReturn, Self, TypeAlias
+from typing import Any, ClassVar, Literal, NoReturn, Self, TypeAlias
 
 import torch
 from torch import Tensor
@@ -22,7 +22,6 @@ from stream_balancer.values import (
     PADDING_PREFIX,
     Version,
     by_name,
-    check_disjoint,
     check_tokens,
     join,
     plain_bool,
@@ -124,43 +123,47 @@ class Rollout:
         put = partial(object.__setattr__, self)
         what = "rollout_id"  # the field that an error below is about; a message is formatted only if there is one
         try:
-            put("rollout_id", plain_name(self.rollout_id))
+            put(what, plain_name(self.rollout_id))
             what = "tokens"
-            put("tokens", by_name(self.tokens, self._plain_tensor))
+            tokens = by_name(self.tokens, self._plain_tensor)
+            put(what, tokens)
             what = ""
-            put("num_tokens", check_tokens(self.tokens))
-            # most rollouts leave these three out, and a put should not pay for checking empty dicts
+            num_tokens = check_tokens(tokens, self.is_padding is True)
+            put("num_tokens", num_tokens)
+            # most rollouts leave most of these out, and a put should not pay for checking nothing
             if self.tensors is not _NOTHING:
                 what = "tensors"
-                put("tensors", by_name(self.tensors, self._plain_tensor) or _NOTHING)
+                put(what, by_name(self.tensors, self._plain_tensor) or _NOTHING)
             if self.scalars is not _NOTHING:
                 what = "scalars"
-                put("scalars", by_name(self.scalars, plain_number) or _NOTHING)
-                check_disjoint(self.tokens, self.scalars)
+                put(what, by_name(self.scalars, plain_number) or _NOTHING)
+                if not tokens.keys().isdisjoint(self.scalars):
+                    what = str(sorted(tokens.keys() & self.scalars.keys()))
+                    raise RolloutError("are both token columns and scalars; rename one")
             if self.metadata is not _NOTHING:
                 what = "metadata"
-                put("metadata", plain_metadata(self.metadata) or _NOTHING)
+                put(what, plain_metadata(self.metadata) or _NOTHING)
             if self.group_id is not None:
                 what = "group_id"
-                put("group_id", plain_name(self.group_id))
+                put(what, plain_name(self.group_id))
             if self.execution_id is not None:
                 what = "execution_id"
-                put("execution_id", plain_name(self.execution_id))
+                put(what, plain_name(self.execution_id))
             if self.version is not None:
                 what = "version"
-                put("version", plain_version(self.version))
-            if "versions" in self.tokens and not self.is_padding:
-                what = "versions"
-                put("version", self._version_of_tokens(self.tokens["versions"]))
+                put(what, plain_version(self.version))
             if self.cost is not None:
                 what = "cost"
-                put("cost", plain_cost(self.cost))
+                put(what, plain_cost(self.cost))
             if self.is_padding is not False:
                 what = "is_padding"
-                put("is_padding", plain_bool(self.is_padding))
+                put(what, plain_bool(self.is_padding))
+            if "versions" in tokens and not self.is_padding:
+                what = "versions"
+                put("version", self._version_of_tokens(tokens["versions"]))
             if self.prefix or type(self.prefix) is not int:
                 what = "prefix"
-                put("prefix", plain_prefix(self.prefix, self.num_tokens, self.group_id))
+                put(what, plain_prefix(self.prefix, num_tokens, self.group_id))
             if not self.is_padding and self.rollout_id.startswith(PADDING_PREFIX):
                 what = "rollout_id"
                 raise RolloutError(f"must not begin with {PADDING_PREFIX!r}: so the balancer names its padding copies")
@@ -169,9 +172,7 @@ class Rollout:
             raise RolloutError(f"{whose}{join(what, error)}") from None
         put("num_loss_tokens", self._count_loss_tokens())  # once, here: every step's denominators are sums of these
 
-    @staticmethod
-    def _plain_tensor(value: object) -> Tensor:
-        return plain_tensor(value)
+    _plain_tensor: ClassVar[Callable[..., Tensor]] = staticmethod(plain_tensor)
 
     def _count_loss_tokens(self) -> int:
         if self.is_padding:

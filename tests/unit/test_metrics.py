@@ -16,7 +16,7 @@ import pytest
 from guard import GUARD_S
 
 import stream_balancer as sb
-from stream_balancer.metrics import METRICS, figures
+from stream_balancer.metrics import METRICS, figures, values
 from stream_balancer.testing import make_rollout
 
 prometheus = pytest.importorskip("stream_balancer.metrics.prometheus", reason="the prometheus extra is not installed")
@@ -71,7 +71,7 @@ def test_every_figure_of_statistics_is_told() -> None:
 
     statistics = anyio.run(used_statistics)
     for metric in METRICS:
-        metric.read(Spy(statistics))  # type: ignore[arg-type]
+        list(values(metric, Spy(statistics)))  # type: ignore[arg-type]
     assert {f.name for f in fields(sb.Statistics)} <= set(told)
 
 

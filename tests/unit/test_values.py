@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter, OrderedDict
 from pathlib import Path
 from types import MappingProxyType
@@ -127,6 +128,11 @@ def columns(count: int) -> dict[str, Any]:
         ({"scalars": {"a": 2**63}}, r"scalars\['a'\] .* 64 bits"),
         ({"scalars": {"a": None}}, r"scalars\['a'\] must be a number, not NoneType"),
         ({"scalars": {"a": torch.zeros(1, device="meta")}}, r"scalars\['a'\] must be one number"),
+        ({"scalars": {"advantage": math.nan}}, r"scalars\['advantage'\] is NaN, .* Drop the rollout"),
+        ({"scalars": {"advantage": torch.tensor(math.nan)}}, r"scalars\['advantage'\] is NaN"),
+        ({"tokens": {"input_ids": IDS[None]}}, r"input_ids must be integers \[L\].* Use ids\[0\]"),
+        ({"tokens": {"input_ids": IDS, "attention_mask": IDS}}, r"attention_mask has zeros.* column\[attention_mask"),
+        ({"tokens": {"input_ids": IDS}, "scalars": {"input_ids": 1}}, "are both token columns and scalars"),
         ({"scalars": {7: 1.0}}, "scalars: a name in it must be a non-empty str, not 7"),
         ({"scalars": None}, "scalars must be a mapping"),
         ({"tensors": {"": IDS}}, "tensors: a name in it must be a non-empty str"),
