@@ -14,7 +14,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import AsyncExitStack, ExitStack
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -27,6 +27,7 @@ import stream_balancer as sb
 
 PRODUCERS_A_PROCESS = 5000
 RANKS_A_PROCESS = 100
+AT_ONCE = 200
 ROLLOUTS_A_RANK = 4
 TOKENS = 48
 
@@ -36,8 +37,10 @@ async def producers_peer(address: str, first: int, count: int, each: int) -> Non
     ids = torch.zeros(TOKENS, dtype=torch.int64)
 
     async def work(number: int) -> None:
-        async with sb.connect(address) as producer:
-            await producer.statistics()
+        async with AsyncExitStack() as stack:
+            async with at_once:  # as many processes that start together
+                producer = await stack.enter_async_context(sb.connect(address))
+                await producer.statistics()
             joined.append(number)
             if len(joined) == count:
                 print("joined", flush=True)
@@ -46,6 +49,7 @@ async def producers_peer(address: str, first: int, count: int, each: int) -> Non
             await producer.end()
 
     joined: list[int] = []
+    at_once = anyio.CapacityLimiter(AT_ONCE)
     print("ready", flush=True)
     async with anyio.create_task_group() as tasks:
         for number in range(first, first + count):

@@ -8,7 +8,6 @@ import selectors
 import socket
 import ssl
 import threading
-from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 
@@ -46,7 +45,7 @@ class Listener:
         self._sock = socket.create_server((host, port), family=family, backlog=MAX_STRANGERS)
         self._sock.setblocking(False)
         self.address = f"tcp://{f'[{host}]' if ':' in host else host}:{self._sock.getsockname()[1]}"
-        self._strangers: deque[Connection] = deque()
+        self._strangers: dict[Base, None] = {}
         self._knocking: list[Base] = []
         self._warnings_left = _MOST_WARNINGS
         self._closed = False
@@ -67,9 +66,8 @@ class Listener:
             self.io.selector.unregister(self._sock)
         self.io.sockets.pop(self._sock.fileno(), None)
         self._sock.close()
-        for stranger in self._strangers:
-            if stranger.handshake.join is None:
-                stranger.fail(Ended("lost", "nobody listens any more"))
+        for stranger in list(self._strangers):
+            stranger.fail(Ended("lost", "nobody listens any more"))
         for connection in self._knocking:
             if connection.welcome is None:
                 connection.fail(refused_error("closed", CLOSED))
@@ -89,14 +87,19 @@ class Listener:
             sock.close()
             return
         connection.arrived = self._on_proven
-        connection.handler = _Stranger(self._warn, address)
-        self._strangers = deque(one for one in self._strangers if not one.over and one.handshake.join is None)
+        connection.handler = _Stranger(lambda end: self._on_stranger_gone(connection, address, end))
         if len(self._strangers) >= MAX_STRANGERS:  # the oldest: who means well has long been through with it
-            self._strangers.popleft().fail(Ended("lost", "too many who have proven nothing"))
-        self._strangers.append(connection)
+            next(iter(self._strangers)).fail(Ended("lost", "too many who have proven nothing"))
+        self._strangers[connection] = None
         connection.begin()
 
+    def _on_stranger_gone(self, connection: Base, address: tuple[object, ...], end: Ended) -> None:
+        self._strangers.pop(connection, None)
+        if end.kind == "refused":
+            self._warn(":".join(map(str, address[:2])), end.text)
+
     def _on_proven(self, connection: Base, join: Join) -> None:
+        self._strangers.pop(connection, None)
         self._knocking = [one for one in self._knocking if one.welcome is None and not one.over]
         self._knocking.append(connection)
         self._arrived(connection, join)
@@ -165,12 +168,8 @@ class _Shaking:
 class _Stranger(_Shaking):
     """At the accepting end."""
 
-    def __init__(self, warn: Callable[[str, str], object], address: tuple[object, ...]) -> None:
-        self._warn, self._who = warn, ":".join(map(str, address[:2]))
-
-    def ended(self, end: Ended) -> None:
-        if end.kind == "refused":
-            self._warn(self._who, end.text)
+    def __init__(self, ended: Callable[[Ended], None]) -> None:
+        self.ended = ended
 
 
 class Dialling(_Shaking):
