@@ -20,6 +20,7 @@ import math
 import os
 import zlib
 from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,6 +34,13 @@ REQUIRED_COLUMNS = ("group_id", "prompt_tokens", "output_tokens")
 ARRIVAL_COLUMN = "arrival_seconds"
 STRATUM_COLUMN = "stratum"
 MAX_TOKENS = 2**31 - 1  # cu_seqlens is int32; a larger number in a file is a mistake, not a rollout
+
+
+_DTYPES = {
+    **dict.fromkeys(("prompt_tokens", "output_tokens", "group_ids"), np.int64),
+    "arrival_s": np.float64,
+    "strata": np.object_,
+}
 
 
 @dataclass(frozen=True, eq=False, slots=True, kw_only=True)
@@ -54,14 +62,11 @@ class Trace:
     """Where it came from, for people."""
 
     def __post_init__(self) -> None:
-        for column in ("prompt_tokens", "output_tokens", "group_ids"):
-            object.__setattr__(self, column, np.asarray(getattr(self, column), dtype=np.int64))
-        if self.arrival_s is not None:
-            object.__setattr__(self, "arrival_s", np.asarray(self.arrival_s, dtype=np.float64))
-        if self.strata is not None:
-            object.__setattr__(self, "strata", np.asarray(self.strata, dtype=np.object_))
-        columns = (self.prompt_tokens, self.output_tokens, self.group_ids, self.arrival_s, self.strata)
-        shapes = {column.shape for column in columns if column is not None}
+        shapes = set()
+        for column, dtype in _DTYPES.items():
+            if (given := getattr(self, column)) is not None:
+                object.__setattr__(self, column, np.asarray(given, dtype=dtype))
+                shapes.add(np.shape(given))
         if len(shapes) != 1 or self.prompt_tokens.ndim != 1:
             raise TraceError(f"{self.name}: columns must all be [n], not {sorted(shapes)}")
         if len(self) == 0:
@@ -211,100 +216,78 @@ def _read_text(name: str) -> str:
 
 def _parse(name: str, text: str) -> Trace:
     reader = csv.reader(io.StringIO(text, newline=""))
+    found: list[_Row] = []
     try:
         rows = (row for row in reader if row)
-        header = next(rows, None)
-        if header is None:
-            columns = ",".join(REQUIRED_COLUMNS)
-            raise TraceError(f"{name}: the file is empty. Its first line names the columns: {columns}")
-        table = _Table(header)
+        header = [column.strip() for column in next(rows, ())]
+        _check_header(header)
         for row in rows:
-            table.add(row)
-    except TraceError:
-        raise
+            if len(row) != len(header):
+                raise ValueError(f"{len(row)} fields, but the first line names {len(header)} columns")
+            found.append(_row(dict(zip(header, row, strict=True)), found[-1].arrival_s if found else -math.inf))
     except csv.Error as error:
         raise TraceError(f"{name}, line {reader.line_num}: is not CSV ({error})") from None
     except ValueError as error:
         raise TraceError(f"{name}, line {reader.line_num}: {error}") from None
-    if not table.prompts:
+    if not found:
         raise TraceError(f"{name}: has column names but no rows. A trace needs one row per rollout")
+    columns = _Row(*zip(*found, strict=True))
+    labels = {group: label for label, group in enumerate(dict.fromkeys(columns.group))}
     return Trace(
-        prompt_tokens=np.array(table.prompts, dtype=np.int64),
-        output_tokens=np.array(table.outputs, dtype=np.int64),
-        group_ids=np.array(table.groups, dtype=np.int64),
-        arrival_s=np.array(table.arrivals, dtype=np.float64) if table.arrivals else None,
-        strata=np.array(table.strata, dtype=np.object_) if any(table.strata) else None,
+        prompt_tokens=np.array(columns.prompt_tokens),
+        output_tokens=np.array(columns.output_tokens),
+        group_ids=np.array([labels[group] for group in columns.group]),
+        arrival_s=np.array(columns.arrival_s) if ARRIVAL_COLUMN in header else None,
+        strata=np.array(columns.stratum, dtype=np.object_) if any(columns.stratum) else None,
         name=os.path.basename(name).removesuffix(".gz").removesuffix(".csv"),
     )
 
 
-class _Table:
-    """Rows as they are read. Raises ValueError for what is no row of a trace."""
-
-    def __init__(self, header: list[str]) -> None:
-        names = [column.strip() for column in header]
-        wanted = (*REQUIRED_COLUMNS, ARRIVAL_COLUMN, STRATUM_COLUMN)
-        if missing := [column for column in REQUIRED_COLUMNS if column not in names]:
-            hint = " (the row's number will do where rollouts have no siblings)" if missing == ["group_id"] else ""
-            raise ValueError(
-                f"no column {', '.join(missing)}; the file has {', '.join(names)}. The first line must name "
-                f"{', '.join(REQUIRED_COLUMNS)}, in any order; add what is missing{hint}"
-            )
-        if doubled := [column for column in wanted if names.count(column) > 1]:
-            raise ValueError(f"two columns are called {doubled[0]}. Rename one")
-        self._width = len(header)
-        self._where = {column: names.index(column) for column in wanted if column in names}
-        self._labels: dict[str, int] = {}
-        self.groups: list[int] = []
-        self.prompts: list[int] = []
-        self.outputs: list[int] = []
-        self.arrivals: list[float] = []
-        self.strata: list[str] = []
-
-    def add(self, row: list[str]) -> None:
-        if len(row) != self._width:
-            raise ValueError(f"{len(row)} fields, but the first line names {self._width} columns")
-        texts = {column: row[place] for column, place in self._where.items()}
-        self.prompts.append(_tokens("prompt_tokens", texts))
-        self.outputs.append(_tokens("output_tokens", texts))
-        if self.prompts[-1] + self.outputs[-1] == 0:
-            raise ValueError("a rollout without tokens (prompt_tokens + output_tokens is 0). Drop the row")
-        self.groups.append(self._labels.setdefault(texts["group_id"], len(self._labels)))
-        self.strata.append(texts.get(STRATUM_COLUMN, ""))
-        if ARRIVAL_COLUMN in texts:
-            value, previous = _number(ARRIVAL_COLUMN, texts), self.arrivals[-1] if self.arrivals else -math.inf
-            if value < previous:
-                raise ValueError(
-                    f"{ARRIVAL_COLUMN} goes back from {previous:g} to {value:g}. Sort the rows by {ARRIVAL_COLUMN}, or "
-                    "drop that column to simulate the arrivals"
-                )
-            self.arrivals.append(value)
+class _Row(NamedTuple):
+    group: Any
+    prompt_tokens: Any
+    output_tokens: Any
+    arrival_s: Any
+    stratum: Any
 
 
-def _tokens(column: str, texts: dict[str, str]) -> int:
-    text = texts[column]
+def _check_header(header: list[str]) -> None:
+    if not header:
+        raise ValueError(f"the file is empty. Its first line names the columns: {','.join(REQUIRED_COLUMNS)}")
+    if missing := [column for column in REQUIRED_COLUMNS if column not in header]:
+        hint = " (the row's number will do where rollouts have no siblings)" if missing == ["group_id"] else ""
+        raise ValueError(
+            f"no column {', '.join(missing)}; the file has {', '.join(header)}. The first line must name "
+            f"{', '.join(REQUIRED_COLUMNS)}, in any order; add what is missing{hint}"
+        )
+    for column in (*REQUIRED_COLUMNS, ARRIVAL_COLUMN, STRATUM_COLUMN):
+        if header.count(column) > 1:
+            raise ValueError(f"two columns are called {column}. Rename one")
+
+
+def _row(texts: dict[str, str], previous_s: float) -> _Row:
+    """One row. Raises ValueError for what is no row of a trace."""
+    prompt, output = (_number(column, texts[column], whole=True) for column in REQUIRED_COLUMNS[1:])
+    if prompt + output == 0:
+        raise ValueError("a rollout without tokens (prompt_tokens + output_tokens is 0). Drop the row")
+    arrival_s = _number(ARRIVAL_COLUMN, texts[ARRIVAL_COLUMN]) if ARRIVAL_COLUMN in texts else -math.inf
+    if arrival_s < previous_s:
+        raise ValueError(
+            f"{ARRIVAL_COLUMN} goes back from {previous_s:g} to {arrival_s:g}. Sort the rows by {ARRIVAL_COLUMN}, or "
+            "drop that column to simulate the arrivals"
+        )
+    return _Row(texts["group_id"], int(prompt), int(output), arrival_s, texts.get(STRATUM_COLUMN, ""))
+
+
+def _number(column: str, text: str, *, whole: bool = False) -> float:
+    """Whole numbers may be written as "12.0": so do tables of columns that once shared one with NaN."""
+    kind = f"a whole number of tokens from 0 to {MAX_TOKENS}" if whole else "a finite number"
     try:
-        value = int(text)
+        value = float(text)
     except ValueError:
-        # "12.0" is how tables write integers that once shared a column with NaN
-        number = _number(column, texts)
-        if not number.is_integer():
-            raise ValueError(f"{column} is {text!r}; tokens are whole numbers") from None
-        value = int(number)
-    if value < 0:
-        raise ValueError(f"{column} is negative ({text}). Drop the row or repair it")
-    if value > MAX_TOKENS:
-        raise ValueError(f"{column} is {text}, more than {MAX_TOKENS}. Drop the row or repair it")
-    return value
-
-
-def _number(column: str, texts: dict[str, str]) -> float:
-    try:
-        value = float(texts[column])
-    except ValueError:
-        raise ValueError(f"{column} is {texts[column]!r}, not a number. Drop the row or repair it") from None
-    if not math.isfinite(value):
-        raise ValueError(f"{column} is {texts[column]}, not a finite number. Drop the row or repair it")
+        value = math.nan
+    if not math.isfinite(value) or (whole and not (value.is_integer() and 0 <= value <= MAX_TOKENS)):
+        raise ValueError(f"{column} is {text!r}, not {kind}. Drop the row or repair it")
     return value
 
 
