@@ -19,9 +19,9 @@ from typing import Literal, TypeAlias
 import numpy as np
 
 from stream_balancer.config import BalancerConfig, Policy
-from stream_balancer.core.auto_window import AutoWindowObserver
 from stream_balancer.core.machine import BalancerCore
 from stream_balancer.errors import ConfigError
+from stream_balancer.learn.auto_window import WindowLearner
 from stream_balancer.planning import LengthBias, LengthBiasSummary
 from stream_balancer.planning.arrays import Bools, Ints
 from stream_balancer.planning.partition import TOLERANCE
@@ -105,7 +105,7 @@ def simulate(
     rollout_s = seconds_per_rollout(trace, slots, tokens_per_second)
     rate = _work_per_second(trainer, trace, config, rollout_s)
     core = BalancerCore(config, tolerance=tolerance)
-    core.observers.append(AutoWindowObserver(core))
+    core.observers.append(WindowLearner(core))
     grouped = config.tracked_group_size is not None
     generation = Generation(
         trace,
@@ -137,18 +137,8 @@ def _work_per_second(trainer: TrainerSpeed, trace: Trace, config: BalancerConfig
 
 def report_of(run: Run, warm_up: int | None) -> SimulationReport:
     """What a run that has ended comes to."""
-    columns = list(zip(*run.records, strict=True)) or [()] * 8
-    at_s, reason, rollouts, tokens, mean, bound, slowest, ranks = columns
-    steps = Steps(
-        at_s=np.array(at_s, dtype=np.float64),
-        reason=reason,
-        rollouts=np.array(rollouts, dtype=np.int64),
-        tokens=np.array(tokens, dtype=np.int64),
-        mean_load=np.array(mean, dtype=np.float64),
-        lower_bound=np.array(bound, dtype=np.float64),
-        step_work=np.array(slowest, dtype=np.float64),
-        rank_work=np.array(ranks, dtype=np.float64).reshape(len(ranks), run.config.dp_size),
-    )
+    steps = Steps.of(run.records, run.config.dp_size)
+    reason = steps.reason
     number = np.arange(run.step)
     # The steady state ends with the drain, or before, when a slot finds no prompt any more: then fewer are
     # generated at a time.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
@@ -100,11 +100,20 @@ class Steps:
     rank_work: Floats
     """[S, dp_size] each rank, by itself."""
 
+    @staticmethod
+    def of(records: Sequence[tuple[Any, ...]], dp_size: int) -> Steps:
+        """These fields of each dispatch, in their order."""
+        made: dict[str, Any] = {}
+        for field, column in zip(fields(Steps), zip(*records, strict=True) if records else [()] * 8, strict=True):
+            whole = np.int64 if field.name in ("rollouts", "tokens") else np.float64
+            made[field.name] = column if field.name == "reason" else np.array(column, dtype=whole)
+        return Steps(**made | {"rank_work": made["rank_work"].reshape(len(records), dp_size)})
+
     @property
     def idle_fraction(self) -> Floats:
         """[S] idle fraction of each step."""
-        safe = np.where(self.step_work > 0, self.step_work, 1.0)
-        idle: Floats = np.where(self.step_work > 0, 1.0 - self.mean_load / safe, 0.0)
+        idle = np.zeros_like(self.step_work)
+        np.divide(self.step_work - self.mean_load, self.step_work, out=idle, where=self.step_work > 0)
         return idle
 
     def segment(self, chosen: NDArray[np.bool_]) -> Segment:

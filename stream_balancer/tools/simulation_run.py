@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -18,7 +18,7 @@ from stream_balancer.core.observer import Observer
 from stream_balancer.errors import WouldBlock
 from stream_balancer.planning.arrays import Ints
 from stream_balancer.tools.generation import Generation
-from stream_balancer.tools.trace import Trace
+from stream_balancer.tools.trace import Trace, rows_by_group
 from stream_balancer.types import Batch, EvictReason, Rollout
 
 __all__ = ["Run"]
@@ -35,41 +35,10 @@ def shared_prefixes(trace: Trace) -> Ints:
     return np.minimum(prefixes, trace.lengths - 1)  # a rollout has at least one token of its own
 
 
-class _Blocked:
-    """Finished rollouts whose put waits for room: first come, first served, but siblings of a waiting group may
-    pass."""
-
-    def __init__(self, group_ids: Ints) -> None:
-        self._group_ids: list[int] = group_ids.tolist()
-        self._rows: dict[int, None] = {}
-        self._by_group: dict[int, dict[int, None]] = {}
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def __contains__(self, row: int) -> bool:
-        return row in self._rows
-
-    def push(self, row: int) -> None:
-        """As the last, unless it is here."""
-        self._rows[row] = None
-        self._by_group.setdefault(self._group_ids[row], {})[row] = None
-
-    def discard(self, row: int) -> None:
-        """Forget it, if it is here."""
-        if row not in self._rows:
-            return
-        del self._rows[row]
-        siblings = self._by_group[self._group_ids[row]]
-        del siblings[row]
-        if not siblings:
-            del self._by_group[self._group_ids[row]]
-
-    def first(self) -> int:
-        return next(iter(self._rows))
-
-    def siblings(self, row: int) -> list[int]:
-        return list(self._by_group.get(self._group_ids[row], ()))
+def rows_of_groups(trace: Trace) -> dict[str, list[int]]:
+    """Rows of each group, by its name."""
+    order, starts, _ = rows_by_group(trace.group_ids)
+    return {str(trace.group_ids[rows[0]]): rows.tolist() for rows in np.split(order, starts[1:])}
 
 
 class Run(Observer):
@@ -92,7 +61,10 @@ class Run(Observer):
         if self.versioned:
             core.set_version(self.first_version)
         self.ids = torch.zeros(max(self.lengths), dtype=torch.int64)  # one buffer: every rollout is a view of it
-        self.blocked = _Blocked(trace.group_ids)
+        self.blocked: dict[int, None] = {}
+        """Finished rollouts whose put waits for room: first come, first served, but siblings of a waiting group may
+        pass."""
+        self._siblings = rows_of_groups(trace) if self.groups_count else {}
         self.now = 0.0
         self.step = 0
         self.busy_until: float | None = None
@@ -105,7 +77,8 @@ class Run(Observer):
         self.num_gone = 0
         self.num_evicted = 0
         self.num_padding = 0
-        self.records: list[tuple[float, str, int, int, float, float, float, list[float]]] = []
+        self.records: list[tuple[Any, ...]] = []
+        """Fields of :class:`Steps`, for each dispatch."""
 
     def to_the_end(self, progress: Callable[[int], None] | None) -> None:
         while True:
@@ -117,10 +90,8 @@ class Run(Observer):
                 self.ended = True
                 continue
             # while a step runs the trainer asks for nothing, so the core's own wake-up does not count
-            moment = min(
-                self.generation.next_finish,
-                self.core.next_wakeup() if self.busy_until is None else self.busy_until,
-            )
+            wakeup = self.core.next_wakeup() if self.busy_until is None else self.busy_until
+            moment = min(self.generation.next_finish, wakeup)
             if moment == math.inf:
                 self._stand_still()
             self.now = max(self.now, moment)
@@ -161,17 +132,9 @@ class Run(Observer):
         self.num_padding += batch.num_padding
         # what it adds to share a rollout is no work: it counts as idle
         mean, slowest = (sum(batch.loads) - batch.sharing_cost) / len(batch.loads), batch.finish
+        bound = min(max(batch.lower_bound, mean), slowest)  # padding can put it outside: keep the parts >= 0
         self.records.append(
-            (
-                self.now,
-                batch.reason,
-                batch.num_rollouts,
-                batch.num_tokens,
-                mean,
-                min(max(batch.lower_bound, mean), slowest),  # padding can put the bound outside: keep the parts >= 0
-                slowest,
-                list(batch.loads),
-            )
+            (self.now, batch.reason, batch.num_rollouts, batch.num_tokens, mean, bound, slowest, batch.loads)
         )
         duration = slowest / self.rate  # 0.0 for an instant trainer, whose rate is inf
         self.busy_s += duration
@@ -183,22 +146,22 @@ class Run(Observer):
         try:
             self.core.add(self._rollout(row), self.now)
         except WouldBlock:
-            self.blocked.push(row)
+            self.blocked[row] = None
             return False
-        self.blocked.discard(row)
+        self.blocked.pop(row, None)
         self.accepted_s[row] = self.now
         self.accepted_step[row] = self.step
         self.generation.release(self.now, self.step)
         if self.groups_count and self.blocked:  # siblings of a waiting group are let in beyond the capacity
-            for sibling in self.blocked.siblings(row):
-                if sibling in self.blocked:  # not let in by one before it
+            for sibling in self._siblings[self.group_names[row]]:
+                if sibling in self.blocked:
                     self._offer(sibling)
         return True
 
     def _let_in(self) -> None:
         """There may be room again."""
         while self.blocked:
-            if not self._offer(self.blocked.first()):
+            if not self._offer(next(iter(self.blocked))):
                 return
 
     def _rollout(self, row: int) -> Rollout:

@@ -7,8 +7,10 @@ its report, in the order of the settings, so the result does not depend on the n
 from __future__ import annotations
 
 import multiprocessing
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from contextlib import ExitStack
+from functools import partial
 from typing import Any, TypeAlias, TypeVar
 
 from stream_balancer.config import BalancerConfig
@@ -37,52 +39,24 @@ def run_all(
     """``digest(simulate(trace, config, **how))`` for each config, in their order."""
     if isinstance(processes, bool) or not isinstance(processes, int) or processes < 1:
         raise ConfigError(f"processes must be an int >= 1, not {processes!r}")
-    report = progress or (lambda done, total: None)
-    if processes == 1:
-        found = []
-        for config in configs:
-            found.append(digest(simulate(trace, config, **how)))
-            report(len(found), len(configs))
-        return found
-    return _in_processes(digest, trace, configs, how, processes, report)
+    one, found = partial(_one, digest, trace, how), dict[int, T]()
+    with ExitStack() as stack:
+        done: Iterable[tuple[int, T]] = (one(index, config) for index, config in enumerate(configs))
+        if processes > 1:
+            spawn = multiprocessing.get_context("spawn")
+            pool = ProcessPoolExecutor(min(processes, len(configs)), spawn, exit_with_parent)
+            stack.callback(pool.shutdown, cancel_futures=True)
+            # the largest windows take longest: begun first, they do not end alone
+            futures = [pool.submit(one, index, configs[index]) for index in reversed(range(len(configs)))]
+            done = (future.result() for future in as_completed(futures))
+        for index, result in done:
+            found[index] = result
+            if progress is not None:
+                progress(len(found), len(configs))
+    return [found[index] for index in range(len(configs))]
 
 
-def _in_processes(
-    digest: Callable[[SimulationReport], T],
-    trace: Trace,
-    configs: Sequence[BalancerConfig],
-    how: dict[str, Any],
-    processes: int,
-    report: Progress,
-) -> list[T]:
-    pool = ProcessPoolExecutor(
-        min(processes, len(configs)),
-        mp_context=multiprocessing.get_context("spawn"),
-        initializer=_begin,
-        initargs=(trace, how),
-    )
-    try:
-        # the largest windows take longest: begun first, they do not end alone
-        futures = [(index, pool.submit(_one, digest, configs[index])) for index in reversed(range(len(configs)))]
-        for done, _ in enumerate(as_completed([future for _, future in futures]), 1):
-            report(done, len(configs))
-        return [future.result() for _, future in sorted(futures, key=lambda one: one[0])]
-    finally:
-        pool.shutdown(cancel_futures=True)
-
-
-_TRACE: Trace | None = None
-_HOW: dict[str, Any] = {}
-
-
-def _begin(trace: Trace, how: dict[str, Any]) -> None:
-    """In a child, once: what all its simulations share."""
-    exit_with_parent()
-    global _TRACE
-    _TRACE = trace
-    _HOW.update(how)
-
-
-def _one(digest: Callable[[SimulationReport], T], config: BalancerConfig) -> T:
-    assert _TRACE is not None
-    return digest(simulate(_TRACE, config, **_HOW))
+def _one(
+    digest: Callable[[SimulationReport], T], trace: Trace, how: dict[str, Any], index: int, config: BalancerConfig
+) -> tuple[int, T]:
+    return index, digest(simulate(trace, config, **how))
