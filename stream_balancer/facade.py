@@ -14,14 +14,14 @@ import functools
 import inspect
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
-from typing import Any, ClassVar, Generic, NoReturn, Protocol, TypeVar, cast
+from typing import Any, ClassVar, Generic, NoReturn, TypeVar, cast
 
 import sniffio
 
 from stream_balancer.net.loops import blocking_deadline
 from stream_balancer.slots import Reservation, Slot
 
-__all__ = ["Done", "Facade", "OfOneProcess", "Runner", "event_loop_here", "facade", "refuse_in_event_loop", "run"]
+__all__ = ["Done", "Facade", "Here", "OfOneProcess", "event_loop_here", "facade", "refuse_in_event_loop", "run"]
 
 T = TypeVar("T")
 Undo = Callable[[Any, Any], object]
@@ -60,25 +60,23 @@ def refuse_in_event_loop(what: str, instead: str) -> None:
         )
 
 
-def run(coroutine: Coroutine[Any, Any, T], timeout_s: float | None = None) -> T:
-    """What a coroutine of ours returns. Raises TimeoutError after ``timeout_s``, RuntimeError in an event loop's
+def run(function: Callable[[], Coroutine[Any, Any, T]], timeout_s: float | None = None) -> T:
+    """What an async function of ours returns. Raises TimeoutError after ``timeout_s``, RuntimeError in an event loop's
     thread."""
-    try:
-        refuse_in_event_loop("this", "There, await the method of the same name")
-    except RuntimeError:
-        coroutine.close()
-        raise
-    outer = vars(blocking_deadline).copy()
+    refuse_in_event_loop("this", "There, await the method of the same name")
+    outer, coroutine = vars(blocking_deadline).copy(), None
     blocking_deadline.timeout_s = timeout_s
     blocking_deadline.at = None if timeout_s is None else time.monotonic() + timeout_s
     try:
+        coroutine = function()
         coroutine.send(None)
     except StopIteration as done:
         return cast("T", done.value)
     finally:
+        if coroutine is not None:  # an interrupt may have come before it began
+            coroutine.close()
         vars(blocking_deadline).clear()
         vars(blocking_deadline).update(outer)
-    coroutine.close()
     raise RuntimeError("this coroutine needs an event loop")
 
 
@@ -96,37 +94,24 @@ class Done(Generic[T]):
         return cast("T", result)
 
 
-class Runner(Protocol):
-    """Where the methods of an async class run while a thread waits for them."""
+class Here:
+    """The methods of an async class run in the thread that calls."""
 
     def do(
         self, function: Callable[[], Awaitable[T]], timeout_s: float | None = None,
         undo: Callable[[T], object] | None = None,
     ) -> Done[T]:  # fmt: skip
         """Call an async function and wait for its end. Raises what it raises, TimeoutError after ``timeout_s``."""
-        ...
-
-    def call(self, function: Callable[[], T]) -> T:
-        """Call a plain function."""
-        ...
-
-
-class _Here:
-    """In the thread that calls."""
-
-    def do(
-        self, function: Callable[[], Awaitable[T]], timeout_s: float | None = None,
-        undo: Callable[[T], object] | None = None,
-    ) -> Done[T]:  # fmt: skip
         done = Done[T]()
-        done.result = run(cast("Coroutine[Any, Any, T]", function()), timeout_s)
+        done.result = run(cast("Callable[[], Coroutine[Any, Any, T]]", function), timeout_s)
         return done
 
     def call(self, function: Callable[[], T]) -> T:
+        """Call a plain function."""
         return function()
 
 
-HERE = _Here()
+HERE = Here()
 _FACADES: dict[type, type[Facade]] = {}
 
 
@@ -136,12 +121,15 @@ class Facade(OfOneProcess):
     _undo: ClassVar[Mapping[str, Undo]] = {}
     _in_another_process = "make another one"
 
-    def __init__(self, target: Any, runner: Runner = HERE, timeout_s: float | None = None) -> None:
+    def __init__(self, target: Any, runner: Here = HERE, timeout_s: float | None = None) -> None:
         self._target, self._runner, self._timeout_s = target, runner, timeout_s
 
+    def _do(self, method: str, function: Callable[[], Awaitable[T]], timeout_s: float | None = None) -> Done[T]:
+        undo = self._undo.get(method)
+        return self._runner.do(function, timeout_s, undo and functools.partial(undo, self._target))
+
     def _enter(self) -> Any:
-        undo = self._undo.get("__aenter__")
-        done = self._runner.do(self._target.__aenter__, self._timeout_s, undo and functools.partial(undo, self._target))
+        done = self._do("__aenter__", self._target.__aenter__, self._timeout_s)
         entered = self if done.result is self._target else _wrapped(done.result, self._runner)
         done.result, done.taken = None, True
         return entered
@@ -153,15 +141,11 @@ class Facade(OfOneProcess):
         return self
 
     def _next(self) -> Any:
-        undo = self._undo.get("__anext__")
-        done = self._runner.do(self._next_or_none, None, undo and functools.partial(undo, self._target))
+        done = self._do("__anext__", lambda: anext(self._target, None))
         result, done.result, done.taken = done.result, None, True
         if result is None:
             raise StopIteration
         return result
-
-    async def _next_or_none(self) -> Any:
-        return await anext(self._target, None)
 
 
 def facade(
@@ -210,7 +194,7 @@ def _blocking(owner: str, found: Any, timed: bool) -> Any:
     return method
 
 
-def _wrapped(value: Any, runner: Runner, timeout_s: float | None = None) -> Any:
+def _wrapped(value: Any, runner: Here, timeout_s: float | None = None) -> Any:
     made = _FACADES.get(type(value))
     return value if made is None else made(value, runner, timeout_s)
 

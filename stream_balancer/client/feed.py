@@ -30,6 +30,7 @@ import ssl
 import time
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, Self
 
 import anyio.lowlevel
@@ -187,7 +188,7 @@ class RankFeed(OfOneProcess):
     def __next__(self) -> Step:
         """The next step. Blocks until there is one; Ctrl-C ends the wait, and the next call gives the step."""
         refuse_in_event_loop("`for` over a RankFeed", "There, use `async for`")
-        step = run(self._take_next(early=True))
+        step = run(partial(self._take_next, early=True))
         if step is None:
             if self._is_through:
                 self.close()
@@ -350,7 +351,7 @@ class RankFeed(OfOneProcess):
         ``timeout_s``, RankLostError if the controller goes away, ClosedResourceError if the feed was closed, ValueError
         for more than a mebibyte of them."""
         refuse_in_event_loop("statistics() of a feed", "There, await feed.async_statistics()")
-        return run(self.async_statistics(), timeout_s)
+        return run(self.async_statistics, timeout_s)
 
     async def async_statistics(self) -> Statistics:
         """:meth:`statistics`, without blocking the event loop."""
@@ -395,7 +396,7 @@ class RankFeed(OfOneProcess):
         :meth:`aclose` does. Idempotent."""
         self._port.close()
         if event_loop_here() is None:
-            run(self._port.session.aclose())
+            run(self._port.session.aclose)
 
     async def aclose(self) -> None:
         """:meth:`close`, without blocking the event loop."""

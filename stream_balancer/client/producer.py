@@ -281,7 +281,7 @@ class Producer(OfOneProcess):
         """Leave: puts without a reply are cancelled and raise ClosedResourceError. In a thread without an event loop
         it waits for that. Idempotent."""
         if event_loop_here() is None:
-            run(self._session.aclose())
+            run(self._session.aclose)
         else:
             self._session.close()
 
@@ -303,7 +303,7 @@ class Producer(OfOneProcess):
         return self.blocking
 
     def __exit__(self, exc_type: type[BaseException] | None, *rest: object) -> None:
-        run(self.__aexit__(exc_type, *rest))
+        run(lambda: self.__aexit__(exc_type, *rest))
 
     async def _put(self, method: str, head: object, rollouts: Sequence[Rollout]) -> None:
         if self._keeps is not None:

@@ -210,7 +210,7 @@ class Step(OneRank):
         if found is not None:
             return found
         refuse_in_event_loop(f"{what} waits for others, which", f"There, {instead}")
-        return run(self._port.wait_for(look))
+        return run(partial(self._port.wait_for, look))
 
     @property
     def is_mine(self) -> bool:
@@ -234,7 +234,9 @@ class Step(OneRank):
         """``for`` over a step that had ended: the ranks that it named could not meet."""
         port, part = self._port, self._known.part
         with port.lock:
-            if self._end is not None and port.held.meets and self.is_mine:
+            if self._known.dropped is not None:
+                self._end = None
+            elif self._end is not None and port.held.meets and self.is_mine:
                 self._end = None
                 port.held.meeting_failed(part)
                 port.flush()

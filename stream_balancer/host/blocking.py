@@ -21,12 +21,13 @@ from typing import TYPE_CHECKING, Any, Generic, Literal, Self, TypeVar, cast
 
 import anyio
 import anyio.abc
+import anyio.lowlevel
 
 from stream_balancer.config import BalancerConfig
 from stream_balancer.core.accept import Accept
 from stream_balancer.core.observer import Observer
 from stream_balancer.errors import ClosedResourceError
-from stream_balancer.facade import Done, Facade, facade, refuse_in_event_loop
+from stream_balancer.facade import Done, Facade, Here, facade, refuse_in_event_loop
 from stream_balancer.host.balancer import StreamBalancer
 from stream_balancer.host.batches import Batches
 from stream_balancer.host.checkpoint import state_dict
@@ -62,16 +63,15 @@ class _Call(Done[T]):
         tasks.start_soon(self._run)
 
     async def _run(self) -> None:
-        before, self.before, began = self.before, None, False
+        before, self.before = self.before, None
         try:
             with self._scope:
                 if before is not None:
                     with anyio.CancelScope(shield=True):
                         await before.withdraw()
-                if not self._scope.cancel_called:
-                    began = True
-                    self.result = await self._function()
-            if self._scope.cancelled_caught or not began:
+                await anyio.lowlevel.checkpoint_if_cancelled()
+                self.result = await self._function()
+            if self._scope.cancelled_caught:
                 self.error = CancelledError()
         except anyio.get_cancelled_exc_class():
             self.error = _LoopEnded()
@@ -104,7 +104,7 @@ class _Call(Done[T]):
             self._scope.cancel()
 
 
-class _LoopThread:
+class _LoopThread(Here):
     """An event loop in a thread, with ``resource`` entered in it."""
 
     def __init__(self, resource: AbstractAsyncContextManager[Any], backend: Literal["asyncio", "trio"]) -> None:
@@ -144,7 +144,7 @@ class _LoopThread:
         self, function: Callable[[], Awaitable[T]], timeout_s: float | None = None,
         undo: Callable[[T], object] | None = None,
     ) -> Done[T]:  # fmt: skip
-        """See :class:`~stream_balancer.facade.Runner`. Raises RuntimeError in a thread that runs an event loop, and in
+        """In the loop. Raises RuntimeError in a thread that runs an event loop, and in
         a forked process; ClosedResourceError once the loop has ended."""
         refuse_in_event_loop(
             "this method of a blocking balancer",

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import gc
 import inspect
 import os
 import signal
+import sys
 import threading
 import warnings
 from collections.abc import Callable
 from concurrent.futures import CancelledError, ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any
 
 import anyio
@@ -18,6 +21,7 @@ import pytest
 from helpers import config
 
 import stream_balancer as sb
+from stream_balancer import facade
 from stream_balancer.net.loops import Signal
 from stream_balancer.testing import BACKENDS, make_rollout, make_rollouts
 
@@ -171,17 +175,34 @@ def test_an_interrupted_for_is_begun_again() -> None:
         assert steps == [(0, 4), (1, 4)]
 
 
-def test_a_batch_that_did_not_arrive_is_given_again_and_counted_once() -> None:
-    """An interrupt after the batch was on its way: the call was not taken."""
+def test_an_interrupt_at_any_line_of_a_call_leaves_no_coroutine_behind() -> None:
+    """One that was never begun would be warned of."""
     with sb.blocking(config()) as balancer:
-        for rollout in make_rollouts([2] * 8):
-            balancer.put(rollout)
+        transport = sb.TorchTransport.listen(dp_size=2)
+        balancer.serve(transport)
+        with sb.connect(transport.address) as producer, warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            producer.statistics()
+            after, was_interrupted = 0, True
+            while was_interrupted:
+                after, was_interrupted = after + 1, False
+                lines = iter(range(after))
+
+                def trace(frame: Any, event: str, _: object) -> Any:
+                    nonlocal was_interrupted
+                    if event == "line" and next(lines, None) is None and not was_interrupted:  # noqa: B023
+                        was_interrupted = True
+                        raise KeyboardInterrupt
+                    return trace if frame.f_code.co_filename == facade.__file__ else None
+
+                with suppress(KeyboardInterrupt):
+                    sys.settrace(trace)
+                    producer.statistics()
+                sys.settrace(None)
+                gc.collect()
         balancer.end()
-        batches: Any = balancer.batches()
-        batches._runner.do(batches._next_or_none, None, batches._target.give_back)  # as far as __next__ had come
-        assert [next(batches).step, next(batches).step] == [0, 1]
-        assert balancer.statistics().in_flight == 4
-        assert balancer.statistics().nacked == 0
+        assert after > 20
+        assert told == []
 
 
 def test_two_interrupts_in_a_row_lose_no_batch(monkeypatch: pytest.MonkeyPatch) -> None:
