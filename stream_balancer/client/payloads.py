@@ -218,7 +218,7 @@ class _Dialled:
         for share in shares:
             parts = [(one.key, one.degree, one.place, one.num_bytes) for one in share]
             pending = Pending("fetch", parts, reply_bytes=sum(size for *_, size in parts))
-            self._open().caller.submit(pending)
+            self._open().submit(pending)
             pending.signal.then(partial(take, share, pending))
 
     def close(self) -> None:

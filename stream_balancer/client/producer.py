@@ -17,6 +17,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Literal, Protocol, Self
 
 import msgspec
@@ -47,6 +48,7 @@ _ENDED_HERE = "put() after end() of this producer: it puts no more. Put before c
 _ONE_LOOP = "this producer lives in one event loop, which {} would stop. Await put()"
 _TAKEN_BACK_S = 0.1
 _FULL_S = 0.1
+_ID = attrgetter("rollout_id")
 _int_of = msgspec.msgpack.Decoder(int).decode
 _numbers_of = msgspec.msgpack.Decoder(list[int] | None).decode
 _IN_VAIN = {
@@ -245,12 +247,12 @@ class Producer(OfOneProcess):
         deadline = time.monotonic() + timeout_s
         if self._keeps is not None:
             self._opened.wait_in_thread(deadline)
-        pending, _ = self._encoded("put_nowait", None, self._ready([rollout]))
-        self._session.caller.submit(pending)
+        pending = self._encoded("put_nowait", None, self._ready([rollout]), [])
+        self._session.submit(pending)
         with suppress(TimeoutError):
             pending.signal.wait_in_thread(deadline)
         if not pending.signal.is_set():
-            self._session.caller.cancel(pending)
+            self._session.cancel(pending)
             with suppress(TimeoutError):  # what was not sent is taken back at once
                 pending.signal.wait_in_thread(time.monotonic() + _TAKEN_BACK_S)
         if not pending.signal.is_set():
@@ -306,16 +308,21 @@ class Producer(OfOneProcess):
         run(lambda: self.__aexit__(exc_type, *rest))
 
     async def _put(self, method: str, head: object, rollouts: Sequence[Rollout]) -> None:
-        if self._keeps is not None:
-            await self._opened.wait()  # before that it is not known where they stay
         rollouts = self._ready(rollouts)
+        if self._keeps is None:
+            await self._ask(self._encoded(method, head, rollouts))
+        else:
+            await self._put_kept(method, head, rollouts)
+
+    async def _put_kept(self, method: str, head: object, rollouts: Sequence[Rollout]) -> None:
+        await self._opened.wait()  # before that it is not known where they stay
+        handles: list[Handle] = []
         while True:
             try:
-                kept = self._keeper_of(rollouts)
-                if kept is not None and kept.blocks:
-                    pending, handles = await self._encoded_in_thread(method, head, rollouts)
+                if self._kept is not None and self._kept.blocks:
+                    pending = await self._encoded_in_thread(method, head, rollouts, handles)
                 else:
-                    pending, handles = self._encoded(method, head, rollouts)
+                    pending = self._encoded(method, head, rollouts, handles)
                 break
             except WouldBlock as full:  # an object store tells nobody when it has room again
                 await self._pause(str(full))
@@ -342,53 +349,47 @@ class Producer(OfOneProcess):
         if self._kept is not None:
             self._kept.drop(handle.key for handle in handles)
 
-    def _keeper_of(self, rollouts: Sequence[Rollout]) -> KeepsPayloads | None:
-        """Where the payload of this put stays; None: it is sent."""
-        kept = self._kept
-        return (
-            kept if kept is not None and rollouts and sum(one.nbytes for one in rollouts) >= kept.least_bytes else None
-        )
-
     async def _encoded_in_thread(
-        self, method: str, head: object, rollouts: Sequence[Rollout]
-    ) -> tuple[Pending, list[Handle]]:
-        found: list[tuple[Pending, list[Handle]]] = []
-        failed: list[BaseException] = []
+        self, method: str, head: object, rollouts: Sequence[Rollout], handles: list[Handle]
+    ) -> Pending:
+        found: list[Pending | BaseException] = []
         done = Signal()
 
         def encode() -> None:
             try:
-                found.append(self._encoded(method, head, rollouts))
+                found.append(self._encoded(method, head, rollouts, handles))
             except BaseException as error:  # noqa: BLE001 - for who waits
-                failed.append(error)
+                found.append(error)
             done.set()
 
         self._session.io.work(encode)
         try:
             await done.wait()
         except BaseException:
-            done.then(lambda: self._drop(handle for _, handles in found for handle in handles))
+            done.then(lambda: self._drop(handles))
             raise
-        if failed:
-            raise failed[0]
+        if isinstance(found[0], BaseException):
+            raise found[0]
         return found[0]
 
-    def _encoded(self, method: str, head: object, rollouts: Sequence[Rollout]) -> tuple[Pending, list[Handle]]:
-        """In the caller's task or thread, unless that blocks: a bad rollout raises at its own line."""
+    def _encoded(
+        self, method: str, head: object, rollouts: Sequence[Rollout], handles: list[Handle] | None = None
+    ) -> Pending:
+        """In the caller's task or thread, unless that blocks: a bad rollout raises at its own line. ``handles`` gets
+        those of what stays here."""
         if self._ended_here:
             raise ClosedResourceError(_ENDED_HERE)
-        handles: list[Handle] = []
-        if (kept := self._keeper_of(rollouts)) is not None:
-            handles = kept.keep(rollouts)
+        kept = self._kept
+        if handles is not None and kept is not None and sum(one.nbytes for one in rollouts) >= kept.least_bytes:
+            handles += kept.keep(rollouts)
         try:
-            encoded = encode_rollouts(rollouts, handles=handles or None)
+            header, payload = encode_rollouts(rollouts, handles=handles or None)
         except BaseException:
-            self._drop(handles)
+            self._drop(handles or ())
             raise
-        args = encoded.header if head is None else (head, encoded.header)
-        name = f"put() of rollout {', '.join(repr(one.rollout_id) for one in rollouts[:3])}"
-        pending = Pending(method, args, encoded.payload, name=name, accepted_if="DuplicateRolloutError")
-        return pending, handles
+        name = f"put() of rollout {', '.join(map(repr, map(_ID, rollouts[:3])))}"
+        args = header if head is None else (head, header)
+        return Pending(method, args, payload, name=name, accepted_if="DuplicateRolloutError")
 
     def _ready(self, rollouts: Sequence[Rollout]) -> Sequence[Rollout]:
         """To be sent: their masks called ``loss_mask``. Whether they must have one is for the balancer to say."""
@@ -409,7 +410,7 @@ class Producer(OfOneProcess):
     async def _ask(self, pending: Pending) -> msgspec.Raw:
         """The value of the reply."""
         try:
-            return (await self._session.caller.ask(pending)).value
+            return (await self._session.reply_to(pending)).value
         except TimeoutError:  # of a blocking call
             call, reason = _IN_VAIN.get(pending.method, ("put() was not accepted", "the balancer is full"))
             if problem := self._session.problem:

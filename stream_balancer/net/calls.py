@@ -12,14 +12,17 @@
   are being worked on, and which are new. If it knows nothing (started again), ``sent_before`` is set and the call's
   ``accepted_if`` names the error that means "the first time was accepted".
 
-All state belongs to the I/O thread. The other end is :mod:`stream_balancer.net.answers`.
+All state belongs to the I/O thread. The other end is :mod:`stream_balancer.net.answers`; connections come and go in
+:mod:`stream_balancer.net.session`.
 """
 
 from __future__ import annotations
 
 import asyncio
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
 import anyio
@@ -29,7 +32,7 @@ from stream_balancer.errors import BrokenResourceError, ClosedResourceError, Rol
 from stream_balancer.net.connection import Base
 from stream_balancer.net.errors import Cancelled, error_of
 from stream_balancer.net.loops import Runs, Signal, blocking_deadline
-from stream_balancer.net.messages import NIL, Call, Cancel, Reply, Welcome
+from stream_balancer.net.messages import NIL, Call, Cancel, Message, Reply, Welcome
 from stream_balancer.wire.payload import NOTHING, Memory, Payload
 
 __all__ = ["CALL_BYTES", "SMALL", "Answered", "Caller", "Pending"]
@@ -53,8 +56,8 @@ class Pending:
     """A call until its reply."""
 
     __slots__ = (
-        "abandoned", "accepted_if", "answer", "args", "cancelled", "error", "method", "name", "number", "payload",
-        "reply_bytes", "sent_before", "signal", "undo",
+        "abandoned", "accepted_if", "answer", "args", "cancelled", "error", "method", "name", "nbytes", "number",
+        "payload", "reply_bytes", "sent_before", "signal", "undo",
     )  # fmt: skip
 
     def __init__(
@@ -70,15 +73,12 @@ class Pending:
         self.method, self.payload, self.accepted_if, self.undo = method, payload, accepted_if, undo
         self.name, self.reply_bytes = name or f"{method}()", reply_bytes
         self.args = args if isinstance(args, msgspec.Raw) else msgspec.Raw(_encode(args))
+        self.nbytes = CALL_BYTES + payload.total
         self.number: int | None = None
         self.signal = Signal()
         self.answer = Answered(NIL, None)
         self.error: Exception | None = None
         self.cancelled = self.abandoned = self.sent_before = False
-
-    @property
-    def nbytes(self) -> int:
-        return CALL_BYTES + self.payload.total
 
     @property
     def fate(self) -> str:
@@ -107,27 +107,50 @@ Over: TypeAlias = Callable[[Pending], Exception]
 """What calls raise when there is no connection any more."""
 
 
-class Caller:
-    """The calls of one session that have no reply."""
+class Caller(ABC):
+    """The calls of one session that have no reply; handler of its connection."""
 
-    def __init__(self, io: Runs, *, linger_s: float = 5.0, whom: str = "the controller") -> None:
-        """``linger_s``: how long the reply to a cancelled call is waited for. ``whom``: the other end, for errors."""
-        self._io, self._linger_s, self._whom = io, linger_s, whom
-        self._connection: Base | None = None
+    whom: str
+    """The other end, for errors."""
+    linger_s: float
+    """How long the reply to a cancelled call is waited for."""
+
+    def __init__(self, io: Runs) -> None:
+        self.io = io
+        self.connection: Base | None = None
         self._limits = Welcome()
+        self._news: deque[Pending] = deque()
         self._waiting: dict[Pending, None] = {}
         self._sent: dict[int, Pending] = {}
         self._staged = self._next = 0
         self._over: Over | None = None
-        self._news: deque[Pending] = deque()
-        self.on_idle: Callable[[], object] = lambda: None
-        """Called in the I/O thread, after :meth:`close`, once nothing is on its way."""
+        """Set once this end takes no more calls."""
+
+    @abstractmethod
+    def _on_idle(self) -> None:
+        """No more calls are taken, and none is on its way."""
+
+    @abstractmethod
+    def _admit_other(self, message: Message, total: int) -> None:
+        """Raises WireError for bytes that may not come behind what is no reply."""
+
+    @abstractmethod
+    def _receive_other(self, message: Message, memory: Memory | None) -> None:
+        """A message that is no reply. Raises WireError for what may not come."""
 
     # from any thread or task
 
-    async def ask(self, pending: Pending) -> Answered:
-        """Its reply. If this is cancelled or interrupted the call was not accepted; where it turns out that it was,
-        this returns and the cancellation comes at the next await."""
+    async def ask(self, method: str, args: Any = None, payload: Payload = NOTHING, **options: Any) -> Answered:
+        """The reply to a call; see :class:`Pending` for the options, and :meth:`reply_to` for cancellation."""
+        return await self.reply_to(Pending(method, args, payload, **options))
+
+    def tell(self, method: str, args: Any = None) -> None:
+        """A call whose reply nobody waits for. Never blocks."""
+        self.submit(Pending(method, args))
+
+    async def reply_to(self, pending: Pending) -> Answered:
+        """Send a call, and wait for its reply. If this is cancelled or interrupted the call was not accepted; where it
+        turns out that it was, this returns and the cancellation comes at the next await."""
         try:
             self.submit(pending)
             await pending.signal.wait()
@@ -140,11 +163,11 @@ class Caller:
     def submit(self, pending: Pending) -> None:
         """Have it sent when there is room. Never blocks."""
         self._news.append(pending)
-        self._io.do(self._take_news, here=not self._sent and pending.payload.total <= SMALL)
+        self.io.do(self._send, here=not self._sent and pending.payload.total <= SMALL)
 
     def cancel(self, pending: Pending) -> None:
         """Ask for it back; its reply says whether that was in time. Never blocks."""
-        self._io.do(lambda: self._cancel(pending))
+        self.io.do(partial(self._cancel, pending))
 
     async def _take_back(self, pending: Pending, interruption: BaseException) -> None:
         """Returns if it was accepted, or refused, before it could be taken back."""
@@ -155,13 +178,13 @@ class Caller:
                 raise interruption
             # The call may be accepted while the cancellation is on its way. To leave without the reply would leave the
             # caller not knowing which, so the reply is waited for, shielded.
-            answered = await pending.signal.wait_shielded(self._linger_s)
+            answered = await pending.signal.wait_shielded(self.linger_s)
         finally:
             if not answered:
-                self._io.do(pending.abandon)
+                self.io.do(pending.abandon)
         if not answered:
             raise BrokenResourceError(
-                f"{pending.name} was cancelled, but {self._whom} has not answered for {self._linger_s} s: whether it "
+                f"{pending.name} was cancelled, but {self.whom} has not answered for {self.linger_s} s: whether it "
                 f"was accepted is not known{_again(pending)}"
             ) from interruption
         if isinstance(pending.error, Cancelled):
@@ -170,22 +193,20 @@ class Caller:
             if pending.error is None:
                 _cancel_again()
         elif not isinstance(interruption, TimeoutError):  # Ctrl-C
-            self._io.do(pending.abandon)
+            self.io.do(pending.abandon)
             raise interruption
 
     # in the I/O thread
 
-    def _take_news(self) -> None:
+    def _send(self) -> None:
+        """What has room."""
         while self._news:
             pending = self._news.popleft()
             if self._over is None:
                 self._waiting[pending] = None
             else:
                 pending.resolve(self._over(pending))
-        self._send()
-
-    def _send(self) -> None:
-        connection, limits = self._connection, self._limits
+        connection, limits = self.connection, self._limits
         while self._waiting and connection is not None and len(self._sent) < limits.max_calls:
             pending = next(iter(self._waiting))
             if pending.payload.total > limits.max_call_bytes:
@@ -200,8 +221,7 @@ class Caller:
             self._sent[pending.number] = pending
             self._staged += pending.nbytes
             seen = next(iter(self._sent))
-            call = Call(pending.number, seen, pending.method, pending.args)
-            connection.send(call, pending.payload)
+            connection.send(Call(pending.number, seen, pending.method, pending.args), pending.payload)
             if pending.cancelled:
                 connection.send(Cancel(pending.number))
 
@@ -211,10 +231,10 @@ class Caller:
         if pending in self._waiting and not pending.sent_before:
             del self._waiting[pending]
             pending.resolve(Cancelled())
-        elif pending.number in self._sent and self._connection is not None:
-            self._connection.send(Cancel(pending.number))
+        elif pending.number in self._sent and self.connection is not None:
+            self.connection.send(Cancel(pending.number))
 
-    def open(self, connection: Base, welcome: Welcome) -> None:
+    def _send_again(self, welcome: Welcome) -> None:
         """Connected: what has no reply is sent again, in its old order and under its old numbers."""
         if not welcome.known:  # nothing is remembered there, so numbers begin anew
             self._next = 0
@@ -223,31 +243,38 @@ class Caller:
             if not welcome.known:
                 pending.number = None
         self._waiting = dict.fromkeys([*self._sent.values(), *self._waiting])
-        self._sent, self._staged = {}, 0
-        self._connection, self._limits = connection, welcome
+        self._sent, self._staged, self._limits = {}, 0, welcome
         self._send()
 
-    def admit(self, message: Reply, total: int) -> None:
+    def admit(self, message: Message, total: int) -> None:
         """Raises WireError for bytes that nobody has asked for."""
+        if not isinstance(message, Reply):
+            self._admit_other(message, total)
+            return
         pending = self._sent.get(message.number)
         if pending is None or total > pending.reply_bytes:
             raise WireError(f"{total} bytes behind the reply to call {message.number}, which nobody has asked for")
 
-    def receive(self, reply: Reply, memory: Memory | None) -> None:
-        """A reply. Raises WireError if nobody waits for it."""
-        pending = self._sent.pop(reply.number, None)
+    def receive(self, message: Message, memory: Memory | None) -> None:
+        """In the order of sending. Raises WireError for what may not come."""
+        if not isinstance(message, Reply):
+            self._receive_other(message, memory)
+            return
+        pending = self._sent.pop(message.number, None)
         if pending is None:
             if self._over is None:
-                raise WireError(f"a reply to call {reply.number}, which is not on its way")
+                raise WireError(f"a reply to call {message.number}, which is not on its way")
             return
         self._staged -= pending.nbytes
-        pending.resolve(self._error_of(reply, pending), Answered(reply.value, memory))
-        self._send()
+        error = self._error_of(message, pending) if message.error else None
+        pending.resolve(error, Answered(message.value, memory))
+        if self._waiting:
+            self._send()
         if self._over is not None and not self._sent:
-            self.on_idle()
+            self._on_idle()
 
     def _error_of(self, reply: Reply, pending: Pending) -> Exception | None:
-        if not reply.error or (pending.sent_before and reply.error == pending.accepted_if):
+        if pending.sent_before and reply.error == pending.accepted_if:
             return None
         if reply.error == "Cancelled":
             if pending.cancelled:
@@ -259,35 +286,31 @@ class Caller:
             raise WireError(f"an error without a text: {error}") from None
         return error_of(reply.error, text)
 
-    def lost(self) -> None:
-        """The connection is over, and another one will come."""
-        self._connection = None
-
-    def close(self, over: Over) -> None:
+    def _take_all_back(self, over: Over) -> None:
         """No more calls. Those that wait are done, those that are sent are taken back."""
+        if self.connection is None:
+            self._resolve_all(over)
         self._over = self._over or over
-        if self._connection is None:
-            self.end(over)
         waiting, self._waiting = self._waiting, {}
         for pending in waiting:
             pending.resolve(over(pending))
         for number in self._sent:
-            assert self._connection is not None
-            self._connection.send(Cancel(number))
+            assert self.connection is not None
+            self.connection.send(Cancel(number))
         if not self._sent:
-            self.on_idle()
+            self._on_idle()
 
-    def end(self, over: Over) -> None:
+    def _resolve_all(self, over: Over) -> None:
         """No more calls, and no more replies."""
-        self._connection, self._over = None, self._over or over
+        self._over = self._over or over
         left, self._sent, self._waiting, self._staged = [*self._sent.values(), *self._waiting], {}, {}, 0
         for pending in left:
             pending.resolve(over(pending))
 
-    def lost_for(self, cause: str) -> Over:
+    def _lost_for(self, cause: str) -> Over:
         """What calls raise when the connection is lost for good."""
         return lambda pending: BrokenResourceError(
-            f"{self._whom} was lost while {pending.name} waited: {cause}; {pending.fate}{_again(pending)}"
+            f"{self.whom} was lost while {pending.name} waited: {cause}; {pending.fate}{_again(pending)}"
         )
 
 

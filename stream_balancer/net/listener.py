@@ -168,8 +168,11 @@ class _Shaking:
 class _Stranger(_Shaking):
     """At the accepting end."""
 
-    def __init__(self, ended: Callable[[Ended], None]) -> None:
-        self.ended = ended
+    def __init__(self, gone: Callable[[Ended], object]) -> None:
+        self._gone = gone
+
+    def ended(self, end: Ended) -> None:
+        self._gone(end)
 
 
 class Dialling(_Shaking):

@@ -22,18 +22,18 @@ from stream_balancer.errors import (
 )  # fmt: skip
 from stream_balancer.net import movers
 from stream_balancer.net.address import ForeignError
-from stream_balancer.net.calls import Answered, Caller, Over, Pending
+from stream_balancer.net.calls import Caller, Over, Pending
 from stream_balancer.net.connection import Base
 from stream_balancer.net.errors import Ended
 from stream_balancer.net.loops import Runs, Signal
-from stream_balancer.net.messages import Join, Message, Notify, Reply, Welcome
+from stream_balancer.net.messages import Join, Message, Notify, Welcome
 from stream_balancer.wire.payload import NOTHING, Memory, Payload
 
 __all__ = ["Dialer", "Session", "own_name"]
 
 _log = logging.getLogger("stream_balancer.net")
-_AGAIN_S, _MOST_AGAIN_S = 0.02, 1.0
-_PAUSE_S = 0.1  # before a connection that was lost is built again: ten tries a second at most
+_AGAIN_S, _MOST_AGAIN_S = 0.02, 1.0  # after the first try, which is made at once
+_RESTED_S = 0.1  # a connection that lasts so long is built again at once, too
 _WARN_AFTER_S, _WARN_AGAIN_S = 5.0, 60.0  # controllers often start last; imports of torch take seconds
 _FOREIGN_S = 30.0  # so long may a port that accepts connections not answer as a controller does
 
@@ -57,8 +57,8 @@ def own_name() -> str:
     return f"{socket.gethostname()}:{os.getpid()}"
 
 
-class Session:
-    """Dials, and dials again. Handler of its connection."""
+class Session(Caller):
+    """Dials, and dials again."""
 
     def __init__(
         self, dialer: Dialer, kind: str, *, name: str = "", about: Any = None, rejoin: bool = False,
@@ -79,11 +79,8 @@ class Session:
         it joins again, where it may, to say so."""
         if connect_timeout_s is not None and not connect_timeout_s > 0:
             raise ValueError(f"connect_timeout_s must be > 0 or None, not {connect_timeout_s}")
-        self.io, self.kind, self.name = dialer.io, kind, name or own_name()
-        self.linger_s = linger_s
-        self.caller = Caller(self.io, linger_s=linger_s, whom=whom)
-        self.caller.on_idle = self._say_goodbye
-        self.connection: Base | None = None
+        super().__init__(dialer.io)
+        self.kind, self.name, self.whom, self.linger_s = kind, name or own_name(), whom, linger_s
         self.version: int | None = None
         """The policy version that was passed on last."""
         self.problem: str | None = "it has just begun to connect"
@@ -91,24 +88,15 @@ class Session:
         self.dialer, self._about, self._rejoin, self._timeout_s = dialer, about, rejoin, connect_timeout_s
         self._join = Join(b"", kind, self.name, secrets.token_bytes(16), tuple(movers))
         self._on_open, self._admit, self._on_message, self._on_end = on_open, admit, on_message, on_end
-        self._leaving = self._is_closing = False
-        self._takes_leave = takes_leave and rejoin
-        self._over = Signal()
-        self._delay_s, self._rested = _AGAIN_S, True
+        self._is_closing, self._takes_leave = False, takes_leave and rejoin
+        self._left = Signal()
+        self._delay_s = 0.0
         self._foreign: Callable[[], object] | None = None  # ends the wait for one who does not answer as we do
         self._timers: list[Callable[[], object]] = []
         if begin:
             self.begin()
 
     # from any thread or task
-
-    async def ask(self, method: str, args: Any = None, payload: Payload = NOTHING, **options: Any) -> Answered:
-        """The reply to a call; see :class:`Pending` for the options, and :meth:`Caller.ask` for cancellation."""
-        return await self.caller.ask(Pending(method, args, payload, **options))
-
-    def tell(self, method: str, args: Any = None) -> None:
-        """A call whose reply nobody waits for. Never blocks."""
-        self.caller.submit(Pending(method, args))
 
     def send(self, message: Message, payload: Payload = NOTHING, sent: Callable[[], object] | None = None) -> None:
         """A message; dropped while there is no connection."""
@@ -122,23 +110,22 @@ class Session:
 
     def close(self) -> None:
         """Leave: take back what has no reply, then close the connection. Never blocks. Idempotent."""
-        self.io.do(lambda: self._leave(self._closed_here))
+        self.io.do(self._leave)
 
     async def aclose(self) -> None:
         """:meth:`close`, and wait for it, twice ``linger_s`` at most."""
         self.close()
-        await self._over.wait_shielded(2 * self.linger_s)
+        await self._left.wait_shielded(2 * self.linger_s)
 
     @property
     def is_closed(self) -> bool:
         """Whether this end has left, or was told to."""
-        return self._leaving or self._over.is_set()
+        return self._over is not None
 
     def finish(self, over: Over) -> None:
         """The other end takes no more: calls raise what ``over`` says, and nothing is dialled again. In the I/O
         thread."""
-        self._leaving = True
-        self.caller.end(over)
+        self._resolve_all(over)
 
     # in the I/O thread
 
@@ -178,7 +165,7 @@ class Session:
             self._foreign = None
 
     def _dial(self) -> None:
-        if not self._over.is_set():
+        if not self._left.is_set():
             about = self._about() if callable(self._about) else self._about
             join = msgspec.structs.replace(self._join, about=msgspec.Raw(msgspec.msgpack.encode(about)))
             self.dialer.dial(join, self._welcomed, self._failed)
@@ -190,7 +177,7 @@ class Session:
         if not self._is_closing:  # else one of them ends the wait
             self._stop_timers()
         self.connection, connection.handler, self.problem = connection, self, None
-        self._delay_s = _AGAIN_S
+        self._after(_RESTED_S, self._rest)
         movers.attach(connection, [name for name in welcome.movers if name in self._join.movers])
         again = movers.available(self._join.movers, again=True)
         self._join = msgspec.structs.replace(self._join, movers=again)
@@ -198,7 +185,7 @@ class Session:
         if self._is_closing:
             connection.close()
         else:
-            self.caller.open(connection, welcome)
+            self._send_again(welcome)
 
     def _failed(self, error: BaseException) -> None:
         """No connection, this time."""
@@ -215,44 +202,39 @@ class Session:
             self._hears_ours()
         elif self._foreign is None:
             self._foreign = self.io.after(_FOREIGN_S, self._give_up_foreign)
-        self._again(self._delay_s)
-        self._delay_s = min(2 * self._delay_s, _MOST_AGAIN_S)
+        self._again()
 
-    def _again(self, delay_s: float) -> None:
-        if not self._may_dial:
-            return
-        if delay_s:
-            self._after(delay_s, self._dial)
-        else:
-            self._dial()
+    def _again(self) -> None:
+        if self._may_dial:
+            self._after(self._delay_s, self._dial)
+            self._delay_s = min(2 * self._delay_s or _AGAIN_S, _MOST_AGAIN_S)
+
+    def _rest(self) -> None:
+        self._delay_s = 0.0
 
     @property
     def _may_dial(self) -> bool:
-        return not self._over.is_set() and (not self._leaving or (self._is_closing and self._takes_leave))
-
-    def _rest(self) -> None:
-        self._rested = True
+        return not self._left.is_set() and (self._over is None or (self._is_closing and self._takes_leave))
 
     def _fail(self, error: BaseException) -> None:
         """For good."""
-        if self._over.is_set():
+        if self._left.is_set():
             return
         if isinstance(error, Ended) and error.kind == "refused":
             error = error.__cause__ or error.to_raise()
         if isinstance(error, RefusedError):
             reason, text = error.reason, str(error)
-            self.caller.end(lambda pending: refused_error(reason, f"{text}; {pending.fate}"))
+            self._resolve_all(lambda pending: refused_error(reason, f"{text}; {pending.fate}"))
         elif isinstance(error, Ended) or not isinstance(error, (BrokenResourceError, ConfigError, ClosedResourceError)):
-            self.caller.end(self.caller.lost_for(str(error).split("\n", 1)[0][:200]))
+            self._resolve_all(self._lost_for(str(error).split("\n", 1)[0][:200]))
         else:
-            self.caller.end(lambda _: to_raise(error))
+            self._resolve_all(lambda _: to_raise(error))
         self._end(error if isinstance(error, Exception) else Ended.of(error))
 
     def _end(self, error: Exception) -> None:
         self._stop_timers()
-        self._leaving = True
-        if not self._over.is_set():
-            self._over.set()
+        if not self._left.is_set():
+            self._left.set()
             self._on_end(error)
 
     def _closed_here(self, pending: Pending) -> Exception:
@@ -261,46 +243,37 @@ class Session:
             f"{pending.method}() on a closed {self.kind}: close() was called, or its 'with' block was left{fate}"
         )
 
-    def _leave(self, over: Over) -> None:
-        if self._over.is_set() or self._is_closing:
+    def _leave(self) -> None:
+        if self._left.is_set() or self._is_closing:
             return
-        self._leaving = self._is_closing = True
+        self._is_closing = True
         self._stop_timers()
         self._after(self.linger_s, self._hang_up)
-        self.caller.close(over)
+        self._take_all_back(self._closed_here)
 
-    def _say_goodbye(self) -> None:
-        """Nothing is on its way any more."""
+    def _on_idle(self) -> None:
         if self.connection is not None:
             self.connection.close()
         elif not self._takes_leave or self.problem is not None:  # or it was never there
             self._hang_up()
         else:
-            self.caller.end(self.caller.lost_for("the connection was closed here"))
+            self._resolve_all(self._lost_for("the connection was closed here"))
 
     def _hang_up(self) -> None:
         """No reply, or no answer to the goodbye, in time."""
-        self.caller.end(self.caller.lost_for("the connection was closed here"))
+        self._resolve_all(self._lost_for("the connection was closed here"))
         if self.connection is not None:
             self.connection.abort()
         self._end(Ended("closed", "closed here"))
 
     # of the connection, in the I/O thread
 
-    def admit(self, message: Message, total: int) -> None:
-        """Raises WireError for bytes that may not come."""
-        if isinstance(message, Reply):
-            self.caller.admit(message, total)
-        elif self._admit is None:
+    def _admit_other(self, message: Message, total: int) -> None:
+        if self._admit is None:
             raise WireError(f"{total} bytes behind a {type(message).__name__} message for a {self.kind}")
-        else:
-            self._admit(message, total)
+        self._admit(message, total)
 
-    def receive(self, message: Message, memory: Memory | None) -> None:
-        """In the order of sending. Raises WireError for what may not come."""
-        if isinstance(message, Reply):
-            self.caller.receive(message, memory)
-            return
+    def _receive_other(self, message: Message, memory: Memory | None) -> None:
         if isinstance(message, Notify) and message.version is not None:
             self.version = message.version
         if self._on_message is None:
@@ -311,11 +284,8 @@ class Session:
         """The connection is over."""
         self.connection = None
         if end.kind == "lost" and self._rejoin and self._may_dial:
-            self.caller.lost()
             _log.warning("%s %s waits for the controller to be there again: %s", self.kind, self.name, end.text)
             self._after(_WARN_AGAIN_S, self._warn)
-            self._again(0.0 if self._rested else _PAUSE_S)
-            self._rested = False
-            self.io.after(_PAUSE_S, self._rest)
+            self._again()
         else:
             self._fail(end)
