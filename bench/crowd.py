@@ -40,16 +40,21 @@ async def producers_peer(address: str, first: int, count: int, each: int) -> Non
         async with AsyncExitStack() as stack:
             async with at_once:  # as many processes that start together
                 producer = await stack.enter_async_context(sb.connect(address))
-                await producer.statistics()
+                await producer.put(rollout(number, 0))
             joined.append(number)
             if len(joined) == count:
                 print("joined", flush=True)
-            for turn in range(each):
-                await producer.put(sb.Rollout(tokens={"input_ids": ids}, rollout_id=f"{number}.{turn}"))
+                all_joined.set()
+            await all_joined.wait()
+            for turn in range(1, each):
+                await producer.put(rollout(number, turn))
             await producer.end()
 
+    def rollout(number: int, turn: int) -> sb.Rollout:
+        return sb.Rollout(tokens={"input_ids": ids}, rollout_id=f"{number}.{turn}")
+
     joined: list[int] = []
-    at_once = anyio.CapacityLimiter(AT_ONCE)
+    all_joined, at_once = anyio.Event(), anyio.CapacityLimiter(AT_ONCE)
     print("ready", flush=True)
     async with anyio.create_task_group() as tasks:
         for number in range(first, first + count):
@@ -87,7 +92,7 @@ class Sizes(NamedTuple):
 
     @property
     def puts_each(self) -> int:
-        return max(1, -(-self.steps * self.batch // self.producers))
+        return max(2, -(-self.steps * self.batch // self.producers))
 
     @property
     def rollouts(self) -> int:
@@ -141,11 +146,12 @@ async def run(rows: Rows, balancer: sb.StreamBalancer, address: str, sizes: Size
             assert process.stdout is not None
             assert (await anyio.to_thread.run_sync(process.stdout.readline)) == "joined\n"
         seconds, cpu = clock.lap()
-        rows.add(f"{sizes.producers} producers join", seconds, "s", controller_cpu_s=round(cpu, 2))
+        rows.add(f"{sizes.producers} producers join and put", seconds, "s", controller_cpu_s=round(cpu, 2))
         await until(lambda: balancer.statistics().waiting == sizes.rollouts)
         seconds, cpu = clock.lap()
-        a_put = round(cpu / sizes.rollouts * 1e6, 1)
-        rows.add(f"{sizes.rollouts} puts of theirs", seconds, "s", controller_us_a_put=a_put)
+        count = sizes.rollouts - sizes.producers
+        a_put = round(cpu / count * 1e6, 1)
+        rows.add(f"{count} more puts", seconds, "s", controller_us_a_put=a_put)
         # the last process has those that are killed
         starts = range(0, sizes.ranks - sizes.killed, RANKS_A_PROCESS)
         groups = [(number, min(RANKS_A_PROCESS, sizes.ranks - sizes.killed - number)) for number in starts]
@@ -174,7 +180,7 @@ async def run(rows: Rows, balancer: sb.StreamBalancer, address: str, sizes: Size
 
 async def until(condition: Callable[[], bool]) -> None:
     while not condition():  # noqa: ASYNC110
-        await anyio.sleep(0.01)
+        await anyio.sleep(0.05)
 
 
 def main() -> None:
