@@ -69,11 +69,11 @@ class Knobs:
     batch_size_range: tuple[int, int] | None = None
     """Least and most rollouts per dispatch, ``(16, 64)`` for example: a step that is long because of an outlier takes
     more rollouts, so that all ranks have work, and later steps take fewer until the mean is ``batch_size`` again. What
-    a loss divides by varies with it: see docs/step_size.md. None = ``batch_size`` every time."""
+    a loss divides by varies with it: see docs/planning.md. None = ``batch_size`` every time."""
     batch_tokens: int | None = None
     """Tokens per dispatch, instead of ``batch_size``: so many rollouts (or whole groups) go that their tokens come
     nearest to this. More go where ``max_skips`` demands it, or where some rank would get none. See
-    docs/step_size.md for what it costs."""
+    docs/planning.md for what it costs."""
     window: Window = DERIVED
     """How many must wait: dispatch once this many rollouts do, chosen from all that wait. Default ``2 * batch_size``:
     most of the balance a window can buy, for one dispatch of mean queueing delay; every further ``batch_size`` adds
@@ -155,7 +155,7 @@ class Knobs:
     """The trainer computes the prefix of siblings (``Rollout.prefix``: their prompt) once for those of a micro-batch,
     as :meth:`MicroBatch.tree` lays them out. Then it is planned and counted so: a group is split over ranks where that
     is worth another copy of its prefix, and no batch takes longer than it would without sharing. A rollout
-    that brings its own ``cost`` has no price for its prefix, and counts as it is. See docs/groups.md."""
+    that brings its own ``cost`` has no price for its prefix, and counts as it is. See docs/sharing.md."""
     stratum_shares: Mapping[str, float] | None = None
     """Least share of every step's rollouts for some strata (environments, data sets), as ``{"math": 0.25}``: at least
     so many of those that wait go, and one (or one group) at the least. What must go for its age comes first. A

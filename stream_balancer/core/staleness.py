@@ -7,7 +7,7 @@ it that the trainer is not through with (``steps_ahead``) may make a version:
     version - max_staleness + steps_ahead   oldest trainable: older ones are held back until the trainer is further;
                                             those of exactly this version are due, with one more step they are too old
 
-docs/staleness.md has the rule and its proof.
+docs/staleness.md has the rule, bench/results/staleness.md its proof.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Throttled generation: how many rollouts may be begun so that none of them is too old once it is trained on. Pure.
 
-The rule and its proof are in docs/throttling.md. In short: a rollout that began at version ``u`` must leave before the
+The rule is in docs/staleness.md, its proof in bench/results/staleness.md. In short: a rollout that began at version
+``u`` must leave before the
 version passes ``u + max_staleness``; a version needs a batch; so no more rollouts may be held than the batches up to
 then can take.
 """

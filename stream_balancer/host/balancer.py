@@ -93,8 +93,8 @@ class StreamBalancer(OfOneProcess):
     was accepted. It may be async: a slow answer delays its own put and no other. See docs/staleness.md.
 
     ``journal``: a folder. A put then returns once the rollout is on the disk, and the balancer goes on after a crash
-    with all that was accepted and not acknowledged; see docs/journal.md. It is read on entering ``async with``, which
-    raises AlreadyInUseError if another process has it.
+    with all that was accepted and not acknowledged; see docs/restarting.md. It is read on entering ``async with``,
+    which raises AlreadyInUseError if another process has it.
 
     ``report_after_s``: when a trainer, puts or reservers have waited so long and no batch has left, a warning in the
     log says why (:meth:`why_no_batch`); again after twice that time, and so on (``math.inf`` = never). More than your
@@ -217,7 +217,7 @@ class StreamBalancer(OfOneProcess):
         Waits, first come first served, until so many more may begin and yet none of them will be older than
         ``max_staleness`` when it is dispatched: instead of throwing long rollouts away, begin fewer. Holds if every
         rollout comes this way, and ``set_version`` is called at most once per batch, before the next is asked for. See
-        docs/throttling.md for the rule and its proof. Leaving the block gives back what was not put.
+        docs/staleness.md for the rule. Leaving the block gives back what was not put.
 
         Without ``max_staleness`` the limit is ``capacity``. Raises :class:`ConfigError` for knobs under which the bound
         could not hold or the window not fill, ValueError for a ``count`` that could never be admitted; entering raises
@@ -240,7 +240,7 @@ class StreamBalancer(OfOneProcess):
         the gradients of sums, and divide in the end. It counts as the step, for :meth:`acknowledge` and the like, and
         :meth:`in_flight` has the whole step then. Who makes a new iterator in the middle of a step gets all of it
         again, from the first row on; so does who comes after a crash, since the gradients are lost, too. Raises
-        ConfigError where rows cannot respect a knob: ``window`` must be ``batch_size``. See docs/open_steps.md.
+        ConfigError where rows cannot respect a knob: ``window`` must be ``batch_size``. See docs/elastic.md.
 
         One trainer iterates at a time. A new iterator takes over from an old one, whose next use raises
         :class:`AlreadyInUseError`; while a task is waiting in the old one, this call raises it instead.

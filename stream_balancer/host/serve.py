@@ -101,7 +101,7 @@ async def serve(
     again. The last rank's loss is raised. See docs/elastic.md.
 
     ``move_late=True`` is for a rank that is slow without notice: once half of the ranks have nothing left to do in a
-    step, they take over the micro-batches that the others have not begun. See docs/slow_ranks.md. Both are for ranks
+    step, they take over the micro-batches that the others have not begun. See docs/elastic.md. Both are for ranks
     that iterate their step and call ``step.finish()``. Raises ConfigError for ``mini_batches``, in which ranks meet
     several times in a step.
 

@@ -62,7 +62,7 @@ class LengthModel:
 
 
 PRESETS: Mapping[str, LengthModel] = {
-    # Fits to the traces described in docs/simulation.md: mu, between-group and within-group sigma of ln(output), share
+    # Fits to the traces described in docs/tuning.md: mu, between-group and within-group sigma of ln(output), share
     # at cap.
     "rg": LengthModel(
         mu=4.98,

@@ -181,7 +181,7 @@ class SimulationReport:
     recorded)."""
     length_bias: LengthBiasSummary
     """How far delay depends on length, and how far batches differ from what arrived; NaN where delay or length is
-    constant. See docs/simulation.md."""
+    constant. See docs/tuning.md."""
     arrived_lengths: Quantiles
     """Tokens of the rollouts that came while the steady dispatches were made."""
     dispatched_lengths: Quantiles

@@ -67,7 +67,7 @@ class MicroBatch:
     """[n] of the execution of each rollout, in the step; None where each is an execution by itself."""
     cp_group: tuple[int, ...] = ()
     """DP ranks that share its rollouts by context parallelism, in ring order, this one among them; () = nobody shares
-    them. Each member has a part of every rollout: see docs/context_parallel.md."""
+    them. Each member has a part of every rollout: see docs/sharing.md."""
     cp_rank: int = 0
     """Place of this rank in ``cp_group``."""
     on_give: Callable[[Mapping[str, torch.Tensor]], None] | None = field(default=None, repr=False)

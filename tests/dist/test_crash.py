@@ -1,7 +1,7 @@
 """SIGKILL at random moments, to the controller, to ranks, to all: what was accepted is what was trained on.
 
 A rank's weights are the list of ids it trained on. Its checkpoint says how far that list counts and up to which step;
-what comes after is lost when it dies, as weights are. See docs/journal.md and docs/checkpoints.md for the protocols.
+what comes after is lost when it dies, as weights are. See docs/restarting.md for the protocol.
 """
 
 from __future__ import annotations

@@ -6,8 +6,8 @@
     batches() --flush-->  `   acknowledgements and evictions are in the same transaction
 
 ``journal`` (who waits for whom), ``writer`` (the thread), ``changes`` (what happens, as rows), ``rows`` (their bytes),
-``contents`` (what rows add up to), ``store`` (the database, the disk), ``lock`` and ``recovery``. docs/journal.md has
-the promise, the protocol and the measurements.
+``contents`` (what rows add up to), ``store`` (the database, the disk), ``lock`` and ``recovery``. docs/restarting.md
+has the promise, the protocol and the measurements.
 """
 
 from stream_balancer.host.journal.journal import Journal, Recovered
