@@ -53,10 +53,10 @@ def train() -> None:
         for number, micro_batch in enumerate(batch.micro_batches, start=1):
             packed = micro_batch.packed()
             with nullcontext() if number == len(batch.micro_batches) else model.no_sync():
-                logprobs = model(packed["input_ids"])[:-1].log_softmax(-1)
-                logprobs = logprobs.gather(-1, packed["input_ids"][1:, None])[:, 0]
-                weights = packed["loss_mask"] * packed.per_token("advantage")
-                loss = -(logprobs * weights[1:]).sum() / batch.global_num_loss_tokens  # of the whole step
+                logprobs = model(packed["input_ids"]).log_softmax(-1)
+                logprobs = logprobs.gather(-1, packed.next("input_ids")[:, None])[:, 0]  # of the token that follows
+                weights = packed.next("loss_mask") * packed.per_token("advantage")
+                loss = -(logprobs * weights).sum() / batch.global_num_loss_tokens  # of the whole step
                 (loss * dp_size).backward()  # DDP divides by dp_size
         optimizer.step()
         trained += batch.global_num_rollouts  # of the whole step, the same on every rank

@@ -1,4 +1,5 @@
-"""mkdocs hooks: pages that live elsewhere in the repository, the knob reference, and links that the site can follow.
+"""mkdocs hooks: pages that live elsewhere in the repository, references from the source, and links that the site can
+follow.
 
 The Markdown is written to be read in the repository; here it is only moved and its links are turned round.
 """
@@ -45,6 +46,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
             files.append(File.generated(config, page, content=(ROOT / source).read_text()))
     files.append(File.generated(config, "knobs.md", content=knobs()))
     files.append(File.generated(config, "api.md", content=api()))
+    files.append(File.generated(config, "modules.md", content=modules()))
     return files
 
 
@@ -83,7 +85,7 @@ def knobs() -> str:
         "",
         "Every field of `sb.BalancerConfig`, made from its source. All are keyword arguments; a value or a combination "
         "that cannot work is refused with a `ConfigError` (a ValueError) that says what to do. "
-        "`balancer.reconfigure(...)` changes them live; another `dp_size` holds [from the next batch on](elastic.md).",
+        "`balancer.reconfigure(...)` changes them live; another `dp_size` holds [from the next batch on](elastic.md#more-ranks-or-fewer).",
         "",
     ]
     for field, doc in pairwise(body):
@@ -133,6 +135,22 @@ def api() -> str:
             lines += [f"Raised as they are in anyio: {', '.join(f'`{name}`' for name in borrowed)}.", ""]
     lines += ["## planning", "", "::: stream_balancer.planning", "    options: {show_root_heading: false}", ""]
     return "\n".join(lines)
+
+
+def modules() -> str:
+    """Every module and the first sentence of its docstring, by folder."""
+    package = ROOT / "stream_balancer"
+    folders: dict[str, list[str]] = {}
+    for path in sorted(package.rglob("*.py")):
+        text = ast.get_docstring(ast.parse(path.read_text())) or ""
+        first = _plain(re.split(r"(?<=[\w`)][.?])\s|\n\n|::\n", text, maxsplit=1)[0]).replace("``", "`")
+        folder = path.parent.relative_to(package.parent).as_posix()
+        name = "the folder" if path.stem == "__init__" else f"`{path.stem}`"
+        folders.setdefault(folder, []).append(f"| {name} | {first} |")
+    lines = ["# Modules", "", "Every module, and the first sentence of its docstring, by folder."]
+    for folder, rows in folders.items():
+        lines += ["", f"## `{folder}`", "", "| module | |", "|---|---|", *rows]
+    return "\n".join(lines) + "\n"
 
 
 def _split(module: str, names: list[str]) -> tuple[list[str], list[str]]:

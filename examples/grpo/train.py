@@ -31,15 +31,12 @@ def policy_loss_sum(model: nn.Module, micro_batch: sb.MicroBatch, temperature: f
     """GRPO's clipped objective, negative, summed over the policy's tokens: to be divided by the step's
     ``global_num_loss_tokens``."""
     packed = micro_batch.packed()
-    ids, trained = packed["input_ids"], packed["loss_mask"]
-    logits = model(ids, packed.position_ids, packed.cu_seqlens)
-    # Logits at t are about token t + 1. Across the seam of two rollouts they are not, but a rollout begins with its
-    # prompt, which is not trained on.
-    logprobs = (logits[:-1] / temperature).log_softmax(-1).gather(1, ids[1:, None])[:, 0]
-    ratio = (logprobs - packed["logprobs"][1:]).exp()
-    advantage = packed.per_token("advantage")[1:].to(ratio.dtype)
+    logits = model(packed["input_ids"], packed.position_ids, packed.cu_seqlens)
+    logprobs = (logits / temperature).log_softmax(-1).gather(1, packed.next("input_ids")[:, None])[:, 0]
+    ratio = (logprobs - packed.next("logprobs")).exp()
+    advantage = packed.per_token("advantage").to(ratio.dtype)
     clipped = ratio.clamp(1 - CLIP_LOW, 1 + CLIP_HIGH)
-    return -(torch.minimum(ratio * advantage, clipped * advantage) * trained[1:]).sum()
+    return -(torch.minimum(ratio * advantage, clipped * advantage) * packed.next("loss_mask")).sum()
 
 
 def backward(model: nn.Module, rank_batch: sb.RankBatch | sb.Step, temperature: float) -> float:

@@ -399,7 +399,7 @@ def test_a_packed_tensor_with_common_segments_is_refused() -> None:
 def test_the_yaml_of_the_page_is_a_config_that_nemo_rl_starts_with() -> None:
     """Its set-up refuses a buffer below what the sampler says it needs."""
     yaml = pytest.importorskip("yaml")
-    page = Path(__file__).parents[2] / "docs" / "nemo_rl.md"
+    page = Path(__file__).parents[2] / "docs" / "adapters.md"
     (block,) = re.findall(r"```yaml\n(.*?)```", page.read_text(), re.S)
     config = yaml.safe_load(block)["async_rl"]
     sampler = config["sampler"]

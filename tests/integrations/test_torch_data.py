@@ -412,7 +412,7 @@ def test_accelerate_that_prepared_the_loader_is_refused(auto_ack: bool) -> None:
 
 
 def test_two_ranks_have_the_gradients_of_a_plain_loop_and_wait_less(tmp_path: Path) -> None:
-    """The loops of docs/torch_data.md; see torch_data_rank.py."""
+    """The loops of docs/trl.md; see torch_data_rank.py."""
     for name in ("lightning", "accelerate"):
         pytest.importorskip(name)
     torchrun(HERE / "torch_data_rank.py", str(tmp_path))

@@ -1,4 +1,4 @@
-"""``torchrun --nproc-per-node 2 torch_data_rank.py FOLDER``: the accelerate and Lightning loops of docs/torch_data.md,
+"""``torchrun --nproc-per-node 2 torch_data_rank.py FOLDER``: the accelerate and Lightning loops of docs/trl.md,
 against a plain DDP loop that deals the same rollouts out in their order. Rank 0 writes what it found as JSON."""
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ import stream_balancer as sb
 from stream_balancer.integrations.torch_data import RolloutDataset
 
 PER_STEP, STEPS, RANKS = 8, 3, 2
-BLOCKS = re.findall(r"```python\n(.*?)```", (Path(__file__).parents[2] / "docs" / "torch_data.md").read_text(), re.S)
+PAGE = (Path(__file__).parents[2] / "docs" / "trl.md").read_text()
+BLOCKS = re.findall(r"```python\n(.*?)```", PAGE.partition("## DataLoader")[2], re.S)
 
 TOKENS: dict[int, int] = {}
 """This rank's, of each step of the loop that runs."""

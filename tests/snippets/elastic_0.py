@@ -1,7 +1,7 @@
 import stream_balancer as sb
 from tests.snippets._stage import controller
 
-gradient, met = [], []
+rank, dp_size, gradient, met = 0, 1, [], []
 
 
 def accumulate(micro_batch):
@@ -13,12 +13,15 @@ def all_reduce(gradient, among):
     met.append(among)
 
 
+def scale(gradient, factor):
+    assert 0 < factor <= 1 / 10
+
+
 class optimizer:
-    def step():
-        gradient.clear()
+    step = staticmethod(lambda: None)
+    zero_grad = gradient.clear
 
 
 with controller(rollouts=8) as address:
-    feed = sb.RankFeed(address, rank=0, dp_size=1)
     pass  # the snippet
 assert met == [(0,)] * 4

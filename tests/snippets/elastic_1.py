@@ -6,8 +6,9 @@ from tests.snippets._stage import in_memory
 
 
 async def train(feed):
-    async for _ in feed:
-        assert [part async for part in feed.reassigned()] == []
+    async for step in feed:
+        assert [micro_batch.num_tokens async for micro_batch in step]
+        assert (await step.async_finish()).ranks == (0,)
 
 
 async def main():

@@ -9,8 +9,9 @@ lengths = []
 
 
 async def train(feed):
-    async for batch in feed:
-        lengths.extend([micro_batch.num_tokens async for micro_batch in feed.micro_batches(batch)])
+    async for step in feed:
+        lengths.extend([micro_batch.num_tokens async for micro_batch in step])
+        await step.async_finish()
 
 
 async def main():

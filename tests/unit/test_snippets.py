@@ -18,15 +18,8 @@ from stream_balancer.cli import app
 ROOT = Path(__file__).parents[2]
 STAGES = ROOT / "tests" / "snippets"
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "examples").glob("*/README.md"))]
-ELSEWHERE = {
-    "areal",
-    "nemo_rl",
-    "slime",
-    "torch_data",
-    "trainers",
-    "trl",
-    "verl",
-}  # they need the trainers' packages: tests/integrations calls what they show
+# they need the trainers' packages: tests/integrations calls what they show
+ELSEWHERE = {"adapters", "trainers", "trl", "verl"}
 _BLOCK = re.compile(r"(?:<!-- from (\S+) -->\n)?```python\n(.*?)```", re.S)
 _PLACE = re.compile(r"^( *)pass  # the snippet(?:: (.*?) -> (.*?))?$", re.M)
 

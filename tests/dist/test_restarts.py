@@ -1,0 +1,158 @@
+"""The program of docs/restarting.md: any of its processes is killed, again and again, and the weights are those of one
+process that trains the same steps."""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+from forked import free_port
+
+import stream_balancer as sb
+
+HERE = Path(__file__).parent
+EXAMPLE = HERE.parents[1] / "examples" / "torchrun_restarts.py"
+TURN = ("worker 0", "rank0", "rank1", "control")
+
+
+class Run:
+    """Its processes; those that died are started again, but for the ranks, which torchrun starts."""
+
+    def __init__(self, folder: Path, steps: int) -> None:
+        self.folder = folder
+        self.environment = {
+            **os.environ,
+            "BALANCER_PORT": str(free_port()),
+            "STEPS": str(steps),
+            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+            "OMP_NUM_THREADS": "1",
+        }
+        self.log = (folder / "log").open("w")
+        self.processes: dict[str, subprocess.Popen[bytes]] = {}
+        for name in ("control", "worker 0", "worker 1", "train"):
+            self.start(name)
+
+    def start(self, name: str) -> None:
+        kind, *number = name.split()
+        command = [sys.executable, EXAMPLE, kind, self.folder, *number]
+        if kind == "train":
+            launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=100"]
+            command = [sys.executable, *launcher, HERE / "restarts_rank.py", EXAMPLE, kind, self.folder]
+        self.processes[name] = subprocess.Popen(
+            command, env=self.environment, stdout=self.log, stderr=self.log, start_new_session=True
+        )
+
+    @property
+    def is_over(self) -> bool:
+        return self.processes["train"].poll() is not None
+
+    def keep_up(self) -> None:
+        for name, process in list(self.processes.items()):
+            if name != "train" and process.poll() not in (None, 0):
+                self.start(name)
+
+    def kill(self, name: str) -> None:
+        if name in self.processes:
+            self.processes[name].kill()
+        else:
+            os.kill(int((self.folder / f"{name}.pid").read_text()), signal.SIGKILL)
+
+    def given(self) -> list[list[str]]:
+        """Of both ranks: each line a step, and its rollouts."""
+        logs = [self.folder / f"rank{rank}.steps" for rank in range(2)]
+        return [line.split() for log in logs if log.exists() for line in log.read_text().splitlines()]
+
+
+@contextmanager
+def running(folder: Path, steps: int) -> Iterator[Run]:
+    run = Run(folder, steps)
+    try:
+        yield run
+    finally:
+        for process in run.processes.values():
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        run.log.close()
+
+
+@pytest.mark.parametrize(
+    "rounds",
+    [
+        pytest.param(4, marks=[pytest.mark.slow, pytest.mark.timeout(300)]),
+        pytest.param(50, marks=[pytest.mark.soak, pytest.mark.timeout(1800)]),
+    ],
+)
+def test_whatever_is_killed_each_rollout_is_in_the_weights_once(rounds: int, tmp_path: Path) -> None:
+    with running(tmp_path, steps=10**6) as run:
+        for name in itertools.islice(itertools.cycle(TURN), rounds):
+            before, again = len(run.given()), time.monotonic() + 1.0
+            while len(run.given()) < before + 6 or time.monotonic() < again:  # all of them are at work again
+                assert not run.is_over, (tmp_path / "log").read_text()
+                run.keep_up()
+                time.sleep(0.05)
+            run.kill(name)
+        (tmp_path / "over").touch()
+        run.kill("control")  # which says end() by itself then
+        while not run.is_over:
+            run.keep_up()
+            time.sleep(0.05)
+        assert run.processes["train"].returncode == 0, (tmp_path / "log").read_text()
+        steps = rollouts_by_step(run)
+    assert list(steps) == list(range(len(steps)))
+    trained = list(itertools.chain.from_iterable(steps.values()))
+    assert len(trained) == len(set(trained))
+    for name, weights in replayed(tmp_path, steps).items():
+        torch.testing.assert_close(torch.load(tmp_path / "checkpoint.pt")["model"][name], weights)
+
+
+def rollouts_by_step(run: Run) -> dict[int, list[str]]:
+    """Each step was given with the same rollouts whenever it was given."""
+    found: dict[int, list[str]] = {}
+    for rank in range(2):
+        mine: dict[str, list[str]] = {}
+        for step, *ids in (line.split() for line in (run.folder / f"rank{rank}.steps").read_text().splitlines()):
+            assert mine.setdefault(step, ids) == ids
+        for step, ids in mine.items():
+            found.setdefault(int(step), []).extend(ids)
+    return dict(sorted(found.items()))
+
+
+def replayed(folder: Path, steps: dict[int, list[str]]) -> dict[str, torch.Tensor]:
+    """The weights of one process that trains these steps."""
+    example = load_example(folder)
+    model = example.make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for ids in steps.values():
+        prompts = {rollout_id.partition("-")[0] for rollout_id in ids}
+        there = {one.rollout_id: one for prompt in prompts for one in example.generate(int(prompt), 0)}
+        rollouts = [there[rollout_id] for rollout_id in ids]
+        optimizer.zero_grad()
+        total = sum(int(one.tokens["loss_mask"].sum()) for one in rollouts)
+        (example.loss_sum(model, sb.MicroBatch.of(rollouts)) / total).backward()
+        optimizer.step()
+    return dict(model.state_dict())
+
+
+def load_example(folder: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location("torchrun_restarts", EXAMPLE)
+    assert spec is not None
+    assert spec.loader is not None
+    example, arguments = importlib.util.module_from_spec(spec), sys.argv
+    sys.argv = [str(EXAMPLE), "replay", str(folder)]
+    try:
+        spec.loader.exec_module(example)
+    finally:
+        sys.argv = arguments
+    return example
