@@ -196,20 +196,3 @@ def test_the_architecture_page_shows_the_same_layers() -> None:
     rows = re.findall(r"^\| (\d+) \| ([^|]+) \|", page, re.MULTILINE)
     shown = {int(number): set(re.findall(r"`(\w+)`", names)) for number, names in rows}
     assert shown == dict(enumerate(LAYERS, start=1))
-
-
-ONE_LINE_FOR_ALL = {"integrations", "metrics", "testing", "cli", "demo", "__main__"}
-"""Packages whose modules the page does not name one by one."""
-
-
-def test_the_page_of_modules_names_every_module_and_no_other() -> None:
-    page = (ROOT / "docs" / "modules.md").read_text()
-    rows = re.findall(r"^\| ([^|]*`[^|]*) \| ([^|]*) \|$", page, re.MULTILINE)
-    named = {
-        part for row in rows for names in re.findall(r"`([\w/]+)`", row[0]) for part in names.strip("/").split("/")
-    }
-    told = {part for names in re.findall(r"`([\w/]+)`", page) for part in names.strip("/").split("/")}
-    parts = {tuple(module.removeprefix(f"{NAME}.").split(".")) for module in EVERY}
-    missing = {".".join(part) for part in parts if part[0] not in ONE_LINE_FOR_ALL and part[-1] not in told}
-    assert not missing, f"docs/modules.md does not name {sorted(missing)}"
-    assert named <= {name for part in parts for name in part} | ONE_LINE_FOR_ALL
